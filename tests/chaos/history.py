@@ -173,7 +173,7 @@ def _check_refusals(sent: dict[str, Sent], log: Log, verdict: Any, *, lives: int
             behind[recorded.partition] += 1
         else:
             verdict.wrong.append(
-                f"{recorded.key} at mark {each.mark} of partition {recorded.partition} was refused, "
+                f"{recorded.key} at mark {each.mark} of partition {recorded.partition} was refused "
                 "and no client had written its locks"
             )
     for partition, count in behind.items():

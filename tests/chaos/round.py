@@ -4,8 +4,8 @@
 
 Rules:
     1. The driver does not wait for the effect of a fault: the next one starts at its own time.
-    2. After the last fault everything is repaired and started. Once ZooKeeper answers, without which
-       no daemon starts, every application must receive a commit in every partition within a bound,
+    2. After the last fault everything is repaired and started. Once ZooKeeper answers (without it
+       no daemon starts) every application must receive a commit in every partition within a bound,
        and all replicas must become equal.
     3. In the calm that follows, no other outcome is reported than "committed" and "refused".
 """

@@ -60,7 +60,7 @@ def test_a_server_without_zookeeper_is_succeeded(tale: Tale):
     tale.check()
 
 
-def test_one_slow_storage_slows_no_process(tale: Tale):
+def test_one_slow_storage_slows_no_append(tale: Tale):
     """Row 35: two of three are a quorum."""
     lag = Lag(800)
     links = both_ways(["storage-3"], WORLD.names("server"))

@@ -1,8 +1,8 @@
 """Runs of a storage directory, recorded change by change with what was acknowledged at each point.
 
 The oracle is what was acknowledged: `Acknowledged` has what a crash from here on may leave. It is
-made from a model in lists, and for the slots from what the log itself says before and after a call: a crash in
-the middle of a call leaves the one or the other.
+made from a model in lists, and for the slots from what the log itself says before and after a call:
+a crash in the middle of a call leaves the one or the other.
 """
 
 import re

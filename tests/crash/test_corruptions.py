@@ -174,7 +174,7 @@ def judge(seed):
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, SEEDS_OF_A_TEST))
-def test_a_corrupt_directory_heals_or_says_what_is_wrong(first, record_property):
+def test_a_corrupt_directory_is_repaired_or_reports_the_damage(first, record_property):
     ended = Counter()
     for seed in range(first, first + SEEDS_OF_A_TEST):
         try:

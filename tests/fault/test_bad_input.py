@@ -335,7 +335,7 @@ def refused_append(story: Story, client: WaltzClient) -> BaseException | None:
     return errors[0]
 
 
-def test_nodes_that_cannot_be_decoded_end_no_process(story: Story):
+def test_undecodable_nodes_end_no_daemon(story: Story):
     """A damaged node ended every storage, or every server, at once."""
     hosts, _, root = story.cluster.connect.partition("/")
     zookeeper = KazooClient(hosts)

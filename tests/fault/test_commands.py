@@ -143,7 +143,7 @@ def test_servers_report_what_they_own_and_reach(cluster: LocalCluster):
     }
 
 
-def test_what_is_wrong_with_one_partition_is_notified_of_that_one(cluster: LocalCluster):
+def test_an_error_of_one_partition_is_reported_for_that_one(cluster: LocalCluster):
     wait_until("all is well", lambda: ran(cluster, "cluster", "verify").code == 0)
     found = done(cluster, "cluster", "verify", "--by-partition")
     assert found["passed"]
@@ -208,7 +208,7 @@ def test_a_running_cluster_can_be_measured(cluster: LocalCluster):
     assert found["lost"] == found["doubled"] == 0
 
 
-def test_a_cluster_is_deleted_when_no_process_needs_it_any_more(cluster: LocalCluster):
+def test_an_unused_cluster_is_deleted(cluster: LocalCluster):
     assert "the name of the cluster at " in refused(cluster, "cluster", "delete", "payments")
     assert "expected all servers and storages to be stopped" in refused(
         cluster, "cluster", "delete", "local"

@@ -29,8 +29,8 @@ from waltz_core.records.record import ReplicaId
 
 pytestmark = pytest.mark.fault
 
-# The longest session that ZooKeeper grants with its ticks of half a second: a dead or frozen process
-# stays registered for as long as the doctor looks twice.
+# The longest session that ZooKeeper grants with its ticks of half a second: a dead or frozen
+# process stays registered for as long as the doctor looks twice.
 SESSION_MS = 10_000
 
 
@@ -101,7 +101,7 @@ def leave_whole(patient: Patient, cluster: LocalCluster) -> None:
     wait_until("nothing is wrong", lambda: not doctor(*from_elsewhere(cluster.connect)))
 
 
-def test_of_a_frozen_storage_nothing_is_said_but_its_finding(patient: Patient):
+def test_a_frozen_storage_is_one_finding(patient: Patient):
     """Servers answer late then, while they look whether they can reach it."""
     cluster = patient.cluster()
     look = from_elsewhere(cluster.connect)

@@ -339,7 +339,7 @@ def test_an_embedded_cluster_leaves_nothing_behind(tmp_path: Path, monkeypatch):
     assert pids_at(made) == []
 
 
-def test_what_is_said_without_a_cluster(directory: Path):
+def test_commands_without_a_cluster_name_local_up(directory: Path):
     for verb in ("status", "down"):
         assert "start one with `waltz-core local up`" in refused(local(directory, verb))
 

@@ -50,7 +50,7 @@ def doctor(cluster: LocalCluster) -> str:
     return run_command(*words).stdout
 
 
-def test_a_server_whose_certificate_no_process_trusts_gets_no_partitions(tmp_path: Path):
+def test_a_server_with_an_untrusted_certificate_gets_no_partitions(tmp_path: Path):
     trusted, other = (make(tmp_path, name=name) for name in ("trusted", "other"))
     file = tmp_path / "tls.toml"
     file.write_text(render_toml("tls", trusted.settings))

@@ -106,7 +106,7 @@ def test_damage_is_found_by_the_reader_and_reported_to_the_storage(tmp_path):
     on_loop(main())
 
 
-def test_a_session_that_is_over_or_is_none_yet_is_reported_nothing(tmp_path):
+def test_a_session_that_is_not_open_gets_no_reports(tmp_path):
     async def main():
         async with log_in(tmp_path) as log:
             for session_id in (4, 6):

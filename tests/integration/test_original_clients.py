@@ -235,7 +235,7 @@ def test_a_partition_moves_away_and_back_and_clients_notice_it_late() -> None:
     run(main())
 
 
-def test_whose_mark_is_above_the_log_is_notified_also_where_its_mount_had_ended() -> None:
+def test_a_mark_above_the_log_is_reported_even_after_its_mount_ended() -> None:
     async def main() -> None:
         async with cluster() as (_, server):
             generation = int(server.hosts[PartitionId(0)].partition.generation)

@@ -514,7 +514,7 @@ def test_a_partition_that_moves_reports_its_clients_and_leaves_nothing_behind() 
     run(main())
 
 
-def test_a_client_that_never_reads_costs_bounded_memory_and_slows_no_process() -> None:
+def test_a_client_that_never_reads_costs_bounded_memory_and_slows_no_other() -> None:
     async def main() -> None:
         async with cluster() as (_, server):
             writer, deaf = await connect(server), await connect(server, BOB)

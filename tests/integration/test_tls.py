@@ -79,7 +79,7 @@ def test_a_client_needs_no_certificate_for_servers(
         assert client.high_water_mark(PARTITION) >= first
 
 
-def test_a_client_that_speaks_plain_is_notified_within_seconds(cluster: LocalCluster):
+def test_a_plain_client_gets_an_error_within_seconds(cluster: LocalCluster):
     config = ClientConfig(request_timeout_ms=2_000)
     with (
         WaltzClient(place_of(cluster), config) as client,
@@ -90,7 +90,9 @@ def test_a_client_that_speaks_plain_is_notified_within_seconds(cluster: LocalClu
     assert any("expected TLS, found plain TCP" in each for each in logs)
 
 
-def test_a_client_that_trusts_another_authority_is_notified(cluster: LocalCluster, tmp_path: Path):
+def test_a_client_that_trusts_another_authority_gets_an_error(
+    cluster: LocalCluster, tmp_path: Path
+):
     connect = f"{place_of(cluster)}?tls={make(tmp_path).authorities}"
     with (
         WaltzClient(connect, ClientConfig(request_timeout_ms=2_000)) as client,
@@ -117,14 +119,14 @@ def test_commands_reach_every_port(cluster: LocalCluster):
         assert done.returncode == 0, (words, done.stdout, done.stderr)
 
 
-def test_a_command_that_does_not_know_of_tls_is_notified(cluster: LocalCluster):
+def test_a_plain_command_to_a_tls_port_gets_an_error(cluster: LocalCluster):
     port = cluster.member("storage-1").admin_port
     done = waltz("storage", "list", "--admin", f"127.0.0.1:{port}")
     assert done.returncode == 1
     assert "expected plain TCP, found TLS" in done.stderr
 
 
-def test_the_doctor_ends_no_process_that_it_does_not_understand(cluster: LocalCluster):
+def test_the_doctor_suggests_no_end_for_a_process_it_does_not_understand(cluster: LocalCluster):
     done = waltz("doctor", "--json", "--connect", place_of(cluster))
     findings = json.loads(done.stdout)["findings"]
     assert [each["name"] for each in findings] == ["server-shut"] * 2 + ["storage-shut"] * 3
@@ -160,7 +162,7 @@ def test_a_0_13_program_reaches_servers_in_tls_1_2_and_storages_with_a_certifica
             assert wrapped.recv(3) == b"H\0\0"
 
 
-def test_daemons_read_their_files_again_when_they_are_reported_to(cluster: LocalCluster):
+def test_daemons_read_their_files_again_after_a_signal(cluster: LocalCluster):
     for name in ("storage-1", "server-1"):
         cluster.kill(name, signal.SIGHUP)
         until(lambda name=name: "tls.renewed certificate=" in cluster.log_path(name).read_text())

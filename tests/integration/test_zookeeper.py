@@ -207,7 +207,7 @@ def test_a_host_whose_lookup_is_slow_does_not_delay_the_others(zookeeper, monkey
         may_end.set()
 
 
-def test_no_process_listens():
+def test_nothing_listens_at_the_address():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))  # no process listens on it
         host = f"127.0.0.1:{probe.getsockname()[1]}"

@@ -167,14 +167,14 @@ def test_ack_quorum(world):
         world.says(committed(world))
 
 
-def test_engaged_only_counts_who_has_answered(world):
+def test_engaged_only_counts_replicas_that_have_answered(world):
     for name in REPLICAS[:2]:
         world.sessions._reached[world.session, name] = -1
     with fails("EngagedOnly"):
         world.says(committed(world))
 
 
-def test_engaged_only_counts_who_is_engaged(world):
+def test_engaged_only_counts_engaged_replicas(world):
     del world.sessions.ever_engaged[world.session]["storage0:1"]
     del world.sessions.ever_engaged[world.session]["storage1:1"]
     with fails("AckQuorum"):
@@ -235,7 +235,7 @@ def test_single_writer_of_states(world):
         world.writes(world.coordinator.metadata, server="server9")
 
 
-def test_no_process_acts_in_a_session_that_no_process_claimed(world):
+def test_an_unclaimed_session_is_never_used(world):
     with fails("SingleWriter"):
         world.sends(m.SetLowWaterMark, 1_000, bytes(16), session=world.session + 1)
 
@@ -270,7 +270,7 @@ def test_decision_waits_while_a_quorum_is_unknown(world):
         {"damaged": np.array([0, 3], dtype=">i8").tobytes()},
     ],
 )
-def test_decision_trusts_no_process_that_cannot_be_trusted(world, doubt):
+def test_decision_ignores_untrusted_replicas(world, doubt):
     session = world.claim()
     world.fence(session, *REPLICAS)
     world.prepared(session, "storage0:1", 1_000)
@@ -455,7 +455,7 @@ def test_log_matching_of_two_replicas(world):
         world.works(*append(world, one))
 
 
-def test_log_matching_of_what_no_process_wrote(world):
+def test_log_matching_of_records_that_were_never_written(world):
     with fails("LogMatching"):
         world.checks.outcomes.exposed(world.history.last + 1, bytes(16))
 
@@ -528,7 +528,7 @@ def test_outcome_truth_of_a_no(world):
         world.checks.settled(world.client, outcome.effect)
 
 
-def test_outcome_truth_of_a_no_permanently(world):
+def test_outcome_truth_of_a_definite_no(world):
     operation = world.last_operation()
     operation.outcome = "no"
     with fails("OutcomeTruth"):
@@ -865,7 +865,7 @@ def test_no_rot_served_by_a_storage(world, form):
         world.works(m.RangeRaw, 0, 9, 9, form, False, True, outcome=bad)
 
 
-def test_no_rot_served_of_a_batch_that_no_process_wrote(world):
+def test_no_rot_served_of_a_batch_that_was_never_written(world):
     outcome = m.LineageResponse(0, 1, 0, bytes(16), (entry(world),))
     with fails("NoRotServed"):
         world.works(m.LineageRequest, 0, 1, outcome=outcome)

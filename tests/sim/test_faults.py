@@ -98,7 +98,7 @@ def test_what_is_rotten_is_not_trusted_though_a_session_has_engaged_it():
     assert cluster.budget.allows(cluster.storages[B])
 
 
-def test_a_loss_that_no_process_notices_needs_a_quorum_that_has_it_all():
+def test_an_unnoticed_loss_needs_a_complete_quorum():
     cluster = at_rest()
     assert cluster.budget.allows(cluster.storages[A], is_silent=True)
     cluster.storages[B].kill()
@@ -226,7 +226,7 @@ def test_a_spoiled_slot_makes_a_replica_suspect_and_the_next_session_repairs_it(
 
 @pytest.mark.parametrize("point", process_faults.SERVER_POINTS)
 @pytest.mark.parametrize("is_after", [False, True])
-def test_a_server_dies_where_it_is_reported_to(point, is_after):
+def test_a_server_dies_at_the_chosen_point(point, is_after):
     cluster = cluster_of(servers=1)
     server = cluster.owner
     struck = []
@@ -291,7 +291,7 @@ def test_what_outlives_a_link_comes_behind_the_next_mount_and_is_refused():
     assert all(link.held is None for link in cluster.network.links.values())
 
 
-def test_a_link_that_no_process_uses_is_not_outlived():
+def test_an_unused_link_is_not_outlived():
     cluster = at_rest()
     before = len(cluster.network.links)
     assert not network_faults.outlived_link(cluster, Random(1))
@@ -341,7 +341,7 @@ def test_a_stranded_owner_is_asked_for_its_mark_and_reports_no_old_one():
     assert sum(each["mark requested from an old owner"] for each in counts) > 5
 
 
-def test_no_process_is_stranded_where_no_process_can_take_over():
+def test_the_only_server_is_not_stranded():
     cluster = cluster_of(servers=1)
     assert not zookeeper_faults.strand_owner(cluster, Random(1))
     assert not cluster.coordinator.cut_off

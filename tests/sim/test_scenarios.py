@@ -69,18 +69,18 @@ def test_a_file_is_read_and_written():
         ("> begin with A B C\nand then", "expected a step or a milestone, found 'and then'"),
     ],
 )
-def test_what_is_no_story_is_reported(steps, sentence):
+def test_an_invalid_story_is_reported(steps, sentence):
     with pytest.raises(BadFormat, match=sentence):
         outcome(steps)
 
 
 def test_a_story_that_reports_something_else_is_noticed():
-    (story,) = stories_in(BEGINNING + "    told: 0..1 in the log\n")[1]
+    (story,) = stories_in(BEGINNING + "    reported: 0..1 in the log\n")[1]
     assert replayed(story).text != story.text
     assert replayed(story).steps[0].lines == ["reported: 0 in the log"]
 
 
-def test_the_checkers_look_on(monkeypatch):
+def test_checkers_run_during_a_story(monkeypatch):
     """A broken promise within a story does not depend on how the story is written."""
     monkeypatch.setattr(session_recovery, "decide", lambda maxes, **_: min(maxes, default=None))
     with pytest.raises(Violation, match="DecisionCovers"):

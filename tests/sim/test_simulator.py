@@ -153,7 +153,7 @@ def test_what_was_sent_before_the_end_arrives(two):
     assert two.network.links == {}
 
 
-def test_a_break_is_reported_to_both_once(two):
+def test_both_ends_receive_a_break_once(two):
     two.network.break_link(two.link, "cut")
     two.network.break_link(two.link, "cut")
     two.world.run(10_000_000)
@@ -199,7 +199,7 @@ class TestOutliving:
         assert began_us < late[0] < two.answered[-1].at_us
         assert list(two.network.links.values()) == [two.link]
 
-    def test_the_other_way_is_open_until_the_link_is_given_up(self, two):
+    def test_the_other_direction_is_open_until_the_link_is_closed(self, two):
         late = self.held(two)
         two.send(FAR, 8)
         two.world.run(1_000_000)
@@ -261,7 +261,7 @@ class TestOutliving:
         assert two.outcome("far") == late == []
 
 
-def test_no_process_answers_for_a_dead_machine():
+def test_dead_and_paused_machines_do_not_answer():
     two = Two()
     two.far.die()
     two.dial()

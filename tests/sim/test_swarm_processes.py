@@ -72,7 +72,7 @@ def test_an_interrupt_ends_all_processes_and_is_reported_in_a_line(has_come):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_run_that_is_killed_leaves_no_process(number):
+def test_a_killed_run_leaves_no_process(number):
     run = started()
     deadline = time.monotonic() + 60
     while not are_at_work(children := psutil.Process(run.pid).children()):

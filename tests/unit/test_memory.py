@@ -97,7 +97,7 @@ def test_a_context_that_ends_the_process_ends_itself(waltz_memory):
         assert client.append(b"and it continues", partition=0).result() == 0
 
 
-def test_an_iterator_at_its_end_keeps_no_process_waiting(waltz_memory):
+def test_an_iterator_at_its_end_returns_at_once(waltz_memory):
     @transactional(partition=0)
     def takes_the_next(builder):
         return next(iter(()))

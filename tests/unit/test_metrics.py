@@ -33,7 +33,7 @@ def test_names_follow_the_rule():
         assert metric.help
 
 
-def test_counters_and_gauges_show_what_they_were_reported():
+def test_counters_and_gauges_show_their_values():
     metrics = Metrics("server")
     metrics.add("waltz_server_appended_transactions_total", 10, partition=0)
     metrics.add("waltz_server_appended_transactions_total", 5, partition=0)

@@ -43,7 +43,7 @@ def test_the_log_has_to_be_a_chain(counts, wrong):
     story()
 
 
-def test_an_author_who_is_behind_reads_what_it_has_not_seen():
+def test_an_author_that_is_behind_reads_what_it_has_not_seen():
     @on_virtual_loop
     async def story():
         async with memory_cluster() as cluster, cluster.client().opened() as client:

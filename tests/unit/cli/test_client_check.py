@@ -112,7 +112,7 @@ def test_an_id_is_its_data_however_large(number):
 
 
 @given(LARGE, LARGE, LARGE)
-def test_whatever_else_is_a_fault(last, number, data):
+def test_every_other_record_is_a_fault(last, number, data):
     found = faults_of(7, last, number, text_of(data))
     assert len(found) == (number != last + 1) + (data != number)
     assert all(each.startswith(f"partition 7, id {number}: expected ") for each in found)

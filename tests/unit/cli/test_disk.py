@@ -135,7 +135,7 @@ def test_a_deserializer_reads_payloads(tmp_path, monkeypatch, capsys, name):
     assert '{"id": 0, "name": "Ada"}' in printed(capsys, "dump-segment", directory, "-d", name)
 
 
-def test_bytes_are_shown_whatever_they_are(tmp_path, capsys):
+def test_any_bytes_are_shown(tmp_path, capsys):
     directory = log_of(tmp_path, [b"plain", b"\xff\x00", "Zo\u00eb".encode()])
     found = lines(capsys, "dump-segment", directory, "-r", "--data")
     assert [one["data_hex"] for one in found] == ["706c61696e", "ff00", "5a6fc3ab"]

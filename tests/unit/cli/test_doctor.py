@@ -41,7 +41,7 @@ def without(facts, address):
     return replace(facts, cluster=replace(facts.cluster, storages=storages))
 
 
-def test_a_healthy_cluster_is_said_to_be_so(gathered, capsys):
+def test_a_healthy_cluster_is_reported_as_healthy(gathered, capsys):
     assert main(["doctor", "--connect", CONNECT]) == 0
     first, clocks = capsys.readouterr().out.splitlines()
     assert first.startswith("no problems: 2 servers, 4 storages,")
@@ -109,7 +109,7 @@ def test_a_node_of_zookeeper_says_what_it_is():
     assert mode_of(b"") == ""
 
 
-def test_it_ends_though_no_process_says_anything():
+def test_it_ends_without_any_traffic():
     """A port that takes connections and is silent is reported as such, by its node's name."""
 
     with socket.create_server(("127.0.0.1", 0)) as silent:

@@ -34,7 +34,7 @@ def _no_cluster(monkeypatch):
         ("cluster add-replica", "required: PARTITIONS, HOST:PORT; and no cluster is specified."),
     ],
 )
-def test_what_was_not_understood_is_said_in_a_line_and_where_to_read_on(capsys, words, sentence):
+def test_usage_errors_are_one_line_and_a_hint(capsys, words, sentence):
     assert main(words.split()) == NOT_UNDERSTOOD
     output = capsys.readouterr()
     assert sentence in output.err

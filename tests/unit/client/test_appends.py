@@ -92,7 +92,7 @@ def test_what_is_held_back_ends_when_nothing_more_is_received():
     in_virtual_time(story())
 
 
-def test_what_waits_for_a_parcel_is_not_sent_when_that_is_given_up(monkeypatch):
+def test_appends_that_wait_for_an_abandoned_parcel_are_not_sent(monkeypatch):
     monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_FULL_DELAY_S", 0)
 
     async def story():
@@ -292,7 +292,7 @@ def test_one_that_follows_is_sent_with_no_mark_above_what_it_has_seen():
     in_virtual_time(story())
 
 
-def test_room_is_given_first_come_first_served_and_back_when_no_process_wants_it():
+def test_room_is_first_come_first_served_and_returned_when_unused():
     async def story():
         window = AppendWindow(rows_max=10, bytes_max=1 << 20)
         assert window.try_take(8, 1)

@@ -89,7 +89,7 @@ async def test_what_is_wrong_is_reported_in_a_sentence():
 
 
 @on_virtual_loop
-async def test_a_connect_string_that_is_none():
+async def test_an_invalid_connect_string_is_rejected():
     with pytest.raises(errors.BadConfig, match="no cluster root"):
         AsyncWaltzClient.connect("zk1:2181")
 
@@ -436,7 +436,7 @@ async def test_a_stream_that_has_failed_waits_for_no_server():
 
 
 @on_virtual_loop
-async def test_closing_says_what_no_process_knows():
+async def test_closing_reports_unknown_outcomes():
     config = QUICK.__class__(**{**QUICK.__dict__, "request_timeout_ms": 1_000})
     async with memory_cluster() as cluster:
         async with cluster.client(config).opened() as client:
@@ -959,7 +959,7 @@ async def test_one_that_is_in_no_group_asks_for_none():
 
 
 @on_virtual_loop
-async def test_a_client_that_was_reported_asks_no_zookeeper():
+async def test_a_client_with_a_layout_does_not_ask_zookeeper():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         await client.mount()
         layout = client.layout()
@@ -1090,7 +1090,7 @@ async def test_a_context_whose_first_attempt_is_computed_while_the_client_closes
 
 
 @on_virtual_loop
-async def test_an_append_that_gets_its_partition_when_the_client_is_closed_is_notified():
+async def test_an_append_that_gets_its_partition_after_the_close_fails():
     """Nothing would end its stream any more, nor the timer of that."""
     async with memory_cluster() as cluster:
         client = await cluster.client().open()

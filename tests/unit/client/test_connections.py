@@ -76,7 +76,7 @@ def test_when_the_one_that_dials_is_cancelled_another_one_dials_for_all(door):
     assert door.count == 2
 
 
-def test_a_dial_that_fails_is_reported_to_all_who_wait_for_it(door):
+def test_a_failed_dial_fails_all_its_waiters(door):
     found = asyncio.run(share(door, 3, address="127.0.0.1:1"))  # no process listens there
     assert isinstance(found[0], errors.Unreachable)
     assert found == [found[0]] * 3

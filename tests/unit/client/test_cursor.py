@@ -151,9 +151,7 @@ def test_what_passes_a_filter_comes_in_order_and_from_within_its_batch(offsets):
     st.lists(st.integers(6, 9), max_size=4),
     st.integers(0, 3),
 )
-def test_whatever_a_filtered_batch_says_it_is_whole_or_refused_in_words(
-    count, offsets, values, surplus
-):
+def test_a_filtered_batch_is_whole_or_refused_with_a_reason(count, offsets, values, surplus):
     picked = struct.pack(f">{len(offsets)}i", *offsets) + bytes(surplus)
     message = FeedBatch(req(-1), 0, count, heads(values), 1, -1, bytes(16), picked)
     taken = cursor_of(7, 8).take(message)
@@ -167,6 +165,6 @@ def test_whatever_a_filtered_batch_says_it_is_whole_or_refused_in_words(
         assert "feed" in taken
 
 
-def test_a_filter_that_no_process_asked_for_is_refused():
+def test_an_unrequested_filter_is_refused():
     taken = cursor_of().take(filtered(0, [7, 0, 7], (7,)))
     assert "3 has 40 bytes" in taken

@@ -26,7 +26,7 @@ CLUSTER = ClusterInfo("shop", bytes(16), 3)
 LAYOUT = ClusterLayout("zk:2181/shop", CLUSTER, {0: ("a:1", 1), 2: ("b:2", 4)})
 
 
-def test_a_task_is_notified_of_its_own_partition_only():
+def test_a_task_is_given_its_own_partition_only():
     assert LAYOUT.of(2) == ClusterLayout("zk:2181/shop", CLUSTER, {2: ("b:2", 4)})
     assert LAYOUT.of(1) == ClusterLayout("zk:2181/shop", CLUSTER, {})
 
@@ -108,7 +108,7 @@ def test_when_the_one_that_asks_is_cancelled_another_one_asks_again_for_all():
     assert zookeeper.count == 2
 
 
-def test_no_answer_is_reported_to_all_who_share_the_question():
+def test_all_callers_of_a_shared_request_get_its_failure():
     zookeeper = Asked(errors.CoordinatorUnavailable("gone"))
     assert in_virtual_time(share(zookeeper, 3)) == [zookeeper.error] * 3
     assert zookeeper.count == 1
@@ -131,7 +131,7 @@ def view(server_id=7, *, host="a", is_settled=True):
     return ServersView({server_id: server}, {0: Ownership(server_id, 3)}, is_settled=is_settled)
 
 
-def test_one_that_is_an_owner_only_in_a_view_that_is_not_settled_is_none():
+def test_an_owner_in_an_unsettled_view_does_not_count():
     zookeeper = WithViews(view(is_settled=False), view())
     directory = ZooKeeperDirectory("zk:2181/shop", connect_timeout_ms=20_000, coordinator=zookeeper)
     with pytest.raises(errors.NotOwned):
@@ -163,7 +163,7 @@ def test_the_present_owner_is_read_after_all_writes_and_only_a_settled_view_answ
     assert not directory.owners  # it is an answer, and changes nothing
 
 
-def test_zookeeper_is_asked_again_when_what_was_reported_has_failed_and_only_then():
+def test_zookeeper_is_asked_again_only_if_the_layout_has_failed():
     zookeeper = WithViews(view(), view(8, host="b"))
     directory = ZooKeeperDirectory("zk:2181/shop", connect_timeout_ms=20_000, coordinator=zookeeper)
     for after_failure, owner, count in (
@@ -199,7 +199,7 @@ class Elsewhere:
         Elsewhere.open_count -= 1
 
 
-def test_another_cluster_at_the_same_place_answers_no_process(monkeypatch):
+def test_another_cluster_at_the_same_address_does_not_answer(monkeypatch):
     """Nor the second caller: its session is not kept."""
 
     async def connect(*_place, **_options):
@@ -310,7 +310,7 @@ def test_groups_are_read_once_and_again_for_a_storage_that_is_in_none():
     assert zookeeper.count == 2
 
 
-def test_one_that_asks_a_directory_that_was_closed_is_notified():
+def test_a_request_to_a_closed_directory_fails():
     directory = ZooKeeperDirectory("zk:2181/shop", connect_timeout_ms=20_000, coordinator=Behind())
 
     async def close_and_ask():
@@ -381,7 +381,7 @@ def test_one_that_times_out_before_zookeeper_is_there_does_not_have_it_restart(m
     assert Elsewhere.open_count == 0
 
 
-def test_that_no_zookeeper_answers_is_reported_to_all_who_wait_for_it(monkeypatch):
+def test_all_waiting_callers_learn_that_no_zookeeper_answers(monkeypatch):
     """Otherwise each of them would wait for all before it."""
 
     async def ask():
@@ -425,7 +425,7 @@ def test_closing_ends_what_waits_for_zookeeper(monkeypatch):
     in_virtual_time(ask_and_close())
 
 
-def test_a_client_that_is_reported_where_everything_is_opens_zookeeper_by_its_settings(monkeypatch):
+def test_a_client_with_a_layout_opens_zookeeper_by_its_settings(monkeypatch):
     async def connect(*_place, **options):
         asked.append(options)
         return Behind()

@@ -39,7 +39,7 @@ def test_one_that_has_seen_nothing_claims_nothing():
     assert FOLLOW.above(5) == ()
 
 
-def test_what_is_reported_is_added_to_what_was_reported_before():
+def test_each_report_is_added_to_the_earlier_ones():
     first = FOLLOW.with_predecessors(message(6, 8, last=9), 5, MOUNT, LOCKS)
     assert (first.session_id, first.mount, first.base, first.mark) == (SESSION, MOUNT, 5, 9)
     assert ids(first.predecessors) == [6, 8]
@@ -50,7 +50,7 @@ def test_what_is_reported_is_added_to_what_was_reported_before():
     assert ids(more.above(8)) == [11]
 
 
-def test_a_state_between_what_was_reported_and_where_it_began_may_follow():
+def test_a_mark_between_the_first_and_last_predecessor_may_follow():
     follow = FOLLOW.with_predecessors(message(6, last=9), 5, MOUNT, LOCKS)
     assert follow.claim(5) == (9, follow)
     assert follow.claim(8) == (9, follow)
@@ -78,7 +78,7 @@ def test_a_list_is_of_the_locks_that_were_asked_for_last():
     assert fewer.claim(5, LOCKS)[0] == 5
 
 
-def test_a_lock_that_was_no_processes_reports_nothing_but_a_mark():
+def test_without_a_predecessor_only_the_mark_is_claimed():
     follow = FOLLOW.with_predecessors(message(last=9), 5, MOUNT, LOCKS)
     assert follow.predecessors == ()
     assert follow.claim(5) == (9, follow)

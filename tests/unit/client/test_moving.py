@@ -166,7 +166,7 @@ def test_what_is_late_on_an_old_connection_does_not_get_in(moves: int) -> None:
             await until(lambda: old.held["up"])
             await make_moves(cluster, there, moves)
             old.lose_client()
-            # Nothing of it is in the log: the rows are sent again and the batch is reported as lost.
+            # Nothing of it is in the log: rows are sent again and the batch is reported as lost.
             assert (await batch).reasons.tolist() == [Reason.LOST] * 2
             assert sorted([await future for future in futures]) == list(range(5))
             assert cluster.owner(0) is server or moves == 1

@@ -190,7 +190,7 @@ def test_a_thread_waits_for_what_is_on_the_disk(files, reader, monkeypatch, erro
     assert system.callers.count("loop") == 1  # then no more of that grant
 
 
-def test_nothing_is_read_while_a_thread_is_still_at_what_was_given_up(files, monkeypatch):
+def test_nothing_is_read_while_a_thread_is_still_busy_with_a_cancelled_read(files, monkeypatch):
     is_running, reader = threading.Event(), Nearby("the door", 3, timeout_s=0.05)
 
     def hangs(_door, question, *, timeout_s):
@@ -218,6 +218,6 @@ def test_what_is_held_is_not_written_over(files, reader):
     assert b"".join(kept) == files.records
 
 
-def test_memory_that_no_process_holds_is_used_again(files, reader):
+def test_unreferenced_memory_is_used_again(files, reader):
     places = {files.read(reader, first, first).records.obj.ctypes.data for first in range(10, 30)}
     assert len(places) <= 2

@@ -80,7 +80,7 @@ def test_a_good_answer_is_handed_on():
         ({"next": 14}, errors.DataLoss),
     ],
 )
-def test_whatever_is_wrong_with_an_answer_raises(changes, error):
+def test_every_malformed_answer_raises(changes, error):
     with pytest.raises(error):
         chunk_of_server(P, QUERY, answer(**changes))
 

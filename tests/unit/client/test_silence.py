@@ -64,7 +64,7 @@ def test_one_that_is_left_is_reported_with_the_reason(story):
     assert story.at(105, story.silences.left, SERVER, 1, "reset by peer") == []
 
 
-def test_nothing_is_notified_of_one_that_was_not_silent(story):
+def test_a_server_that_was_not_silent_is_not_reported(story):
     assert story.at(100, story.silences.received, SERVER, 1) == []
     assert story.at(100, story.silences.left, SERVER, 1, "closed") == []
 

@@ -247,7 +247,7 @@ def test_a_link_with_unanswered_appends_is_never_mounted_again():
         story.step(stream_events.Linked(opening.attempt, 2, 0, 99))
 
 
-def test_a_link_with_an_append_that_was_given_up_is_not_mounted_again_either():
+def test_a_link_with_an_abandoned_append_is_not_mounted_again_either():
     story = Story().ready()
     story.step(stream_events.SendAppends(parcel(1)))
     assert isinstance(refused(story.wake(SETTINGS.request_timeout_ms))[1], errors.OutcomeUnknown)
@@ -412,7 +412,7 @@ def test_a_newer_generation_is_followed_and_an_old_one_ignored():
     assert story.step(stream_events.Moved(1)) == [stream_events.OpenLink(2, (1,))]
 
 
-def test_a_mount_that_is_not_answered_is_given_up():
+def test_an_unanswered_mount_times_out():
     story = Story()
     story.step(stream_events.SendAppends(parcel(1)))
     story.link()

@@ -160,7 +160,7 @@ async def test_a_feed_ends_after_what_is_being_applied():
 
 
 @on_virtual_loop
-async def test_the_server_feeds_no_longer_who_has_laid_a_partition_down():
+async def test_a_paused_partition_is_not_fed():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         await client.subscribe(Shared(), [0])
         await write(client, 0, 5)
@@ -584,7 +584,7 @@ async def test_a_cancellation_that_a_context_raises_is_its_error():
 
 
 @on_virtual_loop
-async def test_one_that_cancels_a_submit_is_notified():
+async def test_cancelling_a_submit_raises_a_cancelled_error():
     async with two_clients() as (_, one, _two):
         submitting = asyncio.get_running_loop().create_task(
             one.submit(Hooked(asyncio.Event().wait))

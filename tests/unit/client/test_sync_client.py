@@ -275,7 +275,7 @@ def list_interrupted(client):
         lambda client: client.append(b"x", partition=0),
     ],
 )
-def test_one_that_uses_a_client_that_another_thread_closes_just_now_is_notified(monkeypatch, use):
+def test_a_call_on_a_client_that_another_thread_closes_fails(monkeypatch, use):
     """It has been found open, and is closed before anything is handed to its loop."""
     client = WaltzClient.at(LAYOUT)
     is_usable = client._check_usable
@@ -289,7 +289,7 @@ def test_one_that_uses_a_client_that_another_thread_closes_just_now_is_notified(
         use(client)
 
 
-def test_one_that_uses_a_client_whose_loop_has_stopped_does_not_wait_permanently(monkeypatch):
+def test_a_call_on_a_client_with_a_stopped_loop_returns(monkeypatch):
     """Between the end of the loop's thread and its closing it would take a call and not make it."""
     client = WaltzClient.at(LAYOUT)
     join, finished = client._thread.join, []
@@ -351,7 +351,7 @@ def test_a_signal_may_close_the_client_that_is_being_closed(monkeypatch):
     assert not closer.is_alive()
 
 
-def test_one_that_waits_when_another_thread_closes_the_client_is_notified(monkeypatch):
+def test_a_waiting_call_fails_when_another_thread_closes_the_client(monkeypatch):
     client = WaltzClient.at(LAYOUT)
     begun, finished = threading.Event(), []
 
@@ -404,7 +404,7 @@ def test_a_thread_may_look_while_partitions_come_and_go(monkeypatch):
         monkeypatch.undo()
 
 
-def test_ctrl_c_while_a_client_is_closed_leaves_no_process_waiting(monkeypatch):
+def test_ctrl_c_while_a_client_is_closed_leaves_no_caller_waiting(monkeypatch):
     """The loop ends before the outcomes are known: other threads get what is known then."""
     with MemoryWaltz(1) as waltz:
         client = waltz.client()

@@ -154,7 +154,7 @@ def test_what_was_not_looked_at_has_not_lasted(is_alone):
     assert balancer.plan(owners, (), uneven, (1, 2), 35_000) == {1: 2}
 
 
-def test_one_that_only_reports_first_of_more_work_gives_nothing():
+def test_the_first_unconfirmed_load_report_moves_nothing():
     """All were idle for a while; one server reports new load, the other's report is old."""
     balancer = Balancer(BalanceLimits(REST_MS, 15_000, 2 * WINDOW_MS))
     owners = {0: 1, 1: 1, 2: 2, 3: 2}

@@ -113,7 +113,7 @@ def test_a_change_is_not_applied_to_other_replicas():
         changes.apply([Change(0, ("A", "B"), ("A", "D"))], assigned)
 
 
-def test_a_plan_knows_who_joins():
+def test_a_plan_names_the_joining_storages():
     assigned = ReplicaAssignments({"A": (0,), "B": (0, 1), "C": (1,)})
     made = Plan.to({0: ("B", "C"), 1: ("B", "C")}, assigned)
     assert made.joining == {0: ("C",), 1: ()}

@@ -40,7 +40,7 @@ FAULTS = pytest.mark.parametrize("fault", WriteFault)
 
 
 @FAULTS
-def test_an_id_whose_fate_is_unknown_is_given_to_no_process(fault):
+def test_an_id_with_an_unknown_fate_is_not_given_out(fault):
     async def story():
         world = MemoryWorld()
         session = await world.znodes()

@@ -188,7 +188,7 @@ def test_what_is_handed_over_is_not_given_back_because_it_was_preferred(faults):
 
 
 @in_cluster
-async def test_a_preference_stays_where_no_process_takes_the_partition(cluster):
+async def test_a_preference_stays_if_no_server_takes_the_partition(cluster):
     member, _ = cluster.member()
     await member.register(descriptor(1, preferred=[0]))
     seen = Inbox()
@@ -294,7 +294,7 @@ async def test_only_the_lead_writes_assignments(cluster):
 
 
 @in_cluster
-async def test_the_lead_moves_partitions_and_everybody_follows(cluster):
+async def test_the_lead_moves_partitions_and_all_servers_follow(cluster):
     (one, _), (two, _) = cluster.member(), cluster.member()
     await one.register(descriptor(1))
     await two.register(descriptor(2))
@@ -517,7 +517,7 @@ async def test_one_that_was_replaced_at_its_address_is_not_waited_for(cluster):
 
 
 @in_cluster
-async def test_the_loss_of_one_node_of_an_ensemble_makes_no_process_wait(cluster):
+async def test_the_loss_of_one_node_of_an_ensemble_delays_nothing(cluster):
     async with two_servers(cluster) as (first, _two, second, at_two):
         await away(cluster, second, ms=100)
         await looked(cluster)

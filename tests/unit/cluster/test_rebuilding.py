@@ -61,7 +61,7 @@ def test_one_that_cannot_confirm_counts_as_missing(trouble):
         chosen({"A": doubtful, "B": log(5, 9)})
 
 
-def test_a_copy_of_an_older_session_stands_in_for_no_process():
+def test_a_copy_of_an_older_session_does_not_count():
     """A and B do not open their logs, so they seem to have none; D is left over from a move."""
     with pytest.raises(errors.BadRequest, match=r"\(C\).* only in older sessions: D\."):
         chosen({"C": log(5, 80), "D": log(3, 70)})
@@ -111,7 +111,7 @@ def test_nothing_is_chosen_that_lacks_what_a_quorum_had(count, data):
     ),
     st.data(),
 )
-def test_whatever_a_quorum_had_is_in_the_chosen_log(cluster, data):
+def test_the_chosen_log_has_everything_that_a_quorum_had(cluster, data):
     """Some replicas are lost, fewer than a quorum, and a leftover of a move is there, too."""
     count, lasts = cluster
     quorum = quorum_size(count)
@@ -148,7 +148,7 @@ def test_ids_continue_above_all_that_were_given_out():
     assert rebuilding.ids_from(1 << 40) < model.INT32_MAX
 
 
-def test_the_nodes_of_a_rebuilding_can_be_opened_by_no_process():
+def test_the_nodes_of_a_rebuilding_cannot_be_opened():
     storages = tuple(NewStorage(f"h:{port}", port + 1, port % 3) for port in (10, 20, 30))
     new = NewCluster("w", 300, UUID(int=5), storages)
 

@@ -24,7 +24,7 @@ async def _turns(count: int = 5) -> None:
         await asyncio.sleep(0)
 
 
-def test_all_who_ask_at_once_share_one_question():
+def test_concurrent_callers_share_one_request():
     async def story() -> None:
         oracle = Oracle()
         shared = Shared(oracle.ask)
@@ -58,7 +58,7 @@ def test_one_that_comes_while_a_question_is_under_way_has_it_put_again():
     asyncio.run(story())
 
 
-def test_a_failure_is_reported_to_all_who_share_it_and_to_no_other_process():
+def test_a_failure_is_returned_to_exactly_those_that_share_it():
     async def story() -> None:
         answers = [CoordinatorUnavailable("away"), None]
         messages: list[str] = []
@@ -86,7 +86,7 @@ def test_a_failure_is_reported_to_all_who_share_it_and_to_no_other_process():
     asyncio.run(story())
 
 
-def test_one_that_times_out_takes_the_answer_from_no_process():
+def test_a_caller_that_times_out_does_not_take_the_answer_from_others():
     async def story() -> None:
         oracle = Oracle()
         shared = Shared(oracle.ask)
@@ -104,7 +104,7 @@ def test_one_that_times_out_takes_the_answer_from_no_process():
     asyncio.run(story())
 
 
-def test_a_failure_that_no_process_waits_for_any_more_is_no_error_of_the_loop():
+def test_a_failure_without_waiters_is_no_error_of_the_loop():
     async def story() -> list[str]:
         complaints: list[str] = []
         loop = asyncio.get_running_loop()

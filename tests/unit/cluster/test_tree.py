@@ -129,7 +129,7 @@ async def test_what_is_made_meanwhile_goes_too(it):
 
 
 @story
-async def test_a_cluster_that_is_written_to_permanently_is_reported_and_is_none_any_more(it):
+async def test_deleting_a_cluster_under_constant_writes_fails_but_leaves_no_cluster(it):
     coordinator = await it.cluster("/w")
     other, numbers = it.zookeeper.session(), iter(range(1_000))
 

@@ -72,7 +72,7 @@ def test_a_task_that_was_paused_begins_no_write_that_is_over_and_removed_by_then
 
 
 @pytest.mark.parametrize("writes_before", [0, 1, 2])
-def test_an_expired_write_that_was_begun_again_is_not_removed(monkeypatch, writes_before):
+def test_an_expired_write_that_was_restarted_is_not_removed(monkeypatch, writes_before):
     """Its tasks would get other client ids, and append their rows once more."""
 
     async def story():

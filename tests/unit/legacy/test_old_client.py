@@ -316,7 +316,7 @@ def questions_of(version: int) -> list[ClientMessage]:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_whatever_a_client_is_reported_can_be_said_in_its_version(version: int) -> None:
+def test_every_answer_can_be_expressed_in_the_clients_version(version: int) -> None:
     said: list[Any] = [translated(mounted(version), result(2, reason, 3)) for reason in Reason]
     for question in questions_of(version):
         for error in all_errors():

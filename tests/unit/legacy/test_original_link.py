@@ -44,5 +44,5 @@ def test_all_mounts_have_the_sequence_of_the_first_and_each_partition_receives_i
     assert sent_by(link.step(Wakeup(), link.wake_at_ms)) == [m.FlushRequest(ReqId(7, 1, 1, 1))]
 
 
-def test_what_is_for_no_process_here_is_passed_over():
+def test_messages_for_other_partitions_are_ignored():
     assert OldServerLink().step(ReceivedFromOld([m.HighWaterMarkResponse(mount_id(3), 9)]), 0) == []

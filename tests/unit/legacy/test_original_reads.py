@@ -151,7 +151,7 @@ def test_what_cannot_be_read_is_reported_when_time_is_up():
     run(story)
 
 
-def test_a_partition_that_has_a_0_13_program_is_notified():
+def test_the_client_knows_partitions_of_a_0_13_server():
     async def story(cluster, client):
         assert await client.has_old_server()
         assert await client.has_old_server([0])

@@ -198,7 +198,7 @@ def test_a_server_that_does_not_say_its_mark_is_asked_again(table):
     assert table.partition.wake_at_ms is None
 
 
-def test_a_connection_on_which_a_mount_was_never_answered_is_given_up(table):
+def test_a_connection_with_an_unanswered_mount_is_closed(table):
     table.say(m.MountWriter(MOUNT, 3, LATEST_MARK, wants_feed=False))
     table.say(m.MountWriter(mine(-2), 4, LATEST_MARK, wants_feed=False))
     assert table.end_reason is None  # only the mark was not answered: it may not be the owner yet
@@ -453,14 +453,14 @@ def test_headers_are_read_back_by_another_mount(mounted):
 
 
 @pytest.mark.parametrize("state", [1, 2, 0])
-def test_headers_that_do_not_come_are_notified(mounted, state):
+def test_headers_that_do_not_come_end_in_an_error(mounted, state):
     mounted.say(ask_headers(4, 6))
     translated = mounted.receive(fed(4, theirs(4)), m.MountResponse(mine(-5), state))
     assert [(type(each), each.req_id) for each in translated] == [(m.ErrorResponse, mine(-5))]
     assert mounted.say(append(1)) == []
 
 
-def test_what_a_0_13_program_does_not_know_is_not_said(mounted):
+def test_what_0_13_cannot_express_is_not_sent(mounted):
     with pytest.raises(errors.LocalProtocolError, match="ReplicasRequest"):
         mounted.say(m.ReplicasRequest(mine(-5), linearizable=False))
     data_only = m.RangeRequest(mine(-6), 0, 1, 100, RangeForm.WHOLE, ())

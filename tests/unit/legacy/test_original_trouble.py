@@ -493,7 +493,7 @@ async def write(cluster, name, rounds, outcomes):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_whatever_happens_nothing_wrong_is_reported(seed):
+def test_no_wrong_outcome_is_reported_under_faults(seed):
     chance = random.Random(seed)
     rounds, writers, outcomes = 60, 3, {}
 

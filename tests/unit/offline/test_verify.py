@@ -293,7 +293,7 @@ def test_slots_in_each_others_place_are_none(storage):
     assert wrong[2] == f"{SLOTS}: no slot is valid; the partition will not open"
 
 
-def test_bytes_that_no_process_writes_are_reported(storage):
+def test_bytes_that_are_never_written_are_reported(storage):
     flip(storage / SLOTS, 5000, 7)
     assert found(storage)[0] == [f"{SLOTS} at 5000: expected zero after the slot, found 0x07"]
     flip(storage / SLOTS, 5000, 7)

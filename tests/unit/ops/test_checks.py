@@ -44,7 +44,7 @@ def test_partitions_that_were_not_chosen_are_left_out(case):
     assert ("assignment", (0,)) not in failed(case, (1,))
 
 
-def test_no_servers_or_a_partition_that_no_process_owns(case):
+def test_no_servers_or_a_partition_without_an_owner(case):
     case.cluster(owners={1: Ownership(2, 4)})
     assert failed(case) == [("assignment", (0,))]
     assert text(case) == "partition 0 has no server"

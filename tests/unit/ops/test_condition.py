@@ -30,7 +30,7 @@ def test_a_partition_that_is_well(case):
     assert (now.quorum, now.newest) == (2, 90)
 
 
-def test_no_process_owns_it(case):
+def test_a_partition_without_an_owner(case):
     case.cluster(owners={})
     now = standing(case)
     assert (now.owner, now.is_served, now.is_open) == (None, False, False)
@@ -51,7 +51,7 @@ def test_what_a_replica_lacks():
         assert lack_of(replace(well, **changed)) is lack
 
 
-def test_one_that_answers_is_who_a_session_could_be_opened_with(case):
+def test_only_an_answering_replica_counts_for_a_session(case):
     case.storage(A, trouble="refused", replicas={})
     case.replica(B, is_stuck=True)
     case.storage(C, replicas={})  # it has reported nothing, and is assumed to be well

@@ -245,7 +245,7 @@ def test_a_preference_that_cannot_be_granted(case):
     assert found.command == f"waltz-core cluster unprefer 0 {TWO} --connect {CONNECT}"
 
 
-def test_a_storage_that_a_server_cannot_reach_is_reported_unless_no_process_can(case):
+def test_a_storage_unreachable_for_one_server_is_reported_unless_it_is_for_all(case):
     case.server(1, out_of_reach=(C,))
     assert case.found() == [("storage-out-of-reach", f"{ONE} {C}")]
     case.storage(C, trouble="refused", replicas={})
@@ -449,7 +449,7 @@ def test_nothing_is_to_be_decided_while_a_process_that_knows_is_only_away(case):
 # --- partitions
 
 
-def test_a_quorum_that_is_lost_is_reported_whatever_the_cause(case):
+def test_a_lost_quorum_is_reported_for_every_cause(case):
     for address in (A, B):
         case.storage(address, trouble="refused", replicas={})
     case.server(1, served={0: False})

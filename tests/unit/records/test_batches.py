@@ -119,7 +119,7 @@ def test_an_encoded_batch_is_like_any_bytes() -> None:
     assert payload.tolist() == list(bytes(payload))
 
 
-def test_a_batch_is_encoded_alike_whatever_the_environment_says(
+def test_the_encoding_of_a_batch_does_not_depend_on_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rows = pa.RecordBatch.from_pydict({"data": [b"a", b"bb"]})

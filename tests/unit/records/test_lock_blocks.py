@@ -131,7 +131,7 @@ def test_noise_is_not_trusted(data, last):
     sizes=st.lists(st.integers(1, 3), min_size=1, max_size=6),
     damage=st.data(),
 )
-def test_whatever_is_spoiled_the_rest_is_right_and_without_a_gap(sizes, damage):
+def test_spoiled_answers_leave_the_rest_correct_and_complete(sizes, damage):
     parts, first = [], 0
     for size in sizes:
         parts.append(

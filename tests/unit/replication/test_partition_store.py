@@ -41,7 +41,7 @@ def test_the_first_session_of_a_new_partition():
     assert bench.store.next_transaction_id == 0
 
 
-def test_nothing_is_said_before_the_second_compare_and_set_is_known():
+def test_nothing_is_reported_before_the_second_compare_and_set_is_known():
     bench = Bench()
     bench.own()
     bench.ask_zookeeper()
@@ -73,7 +73,7 @@ def test_a_claim_of_unknown_outcome_is_read_again(outcome):
 
 
 @pytest.mark.parametrize("outcome", ["lost", "away"])
-def test_states_of_unknown_outcome_are_read_again_before_anything_is_said(outcome):
+def test_states_with_an_unknown_outcome_are_read_again_before_anything_is_reported(outcome):
     bench = Bench()
     bench.own()
     bench.ask_zookeeper()
@@ -451,7 +451,7 @@ def test_storages_ahead_of_zookeeper_stop_a_claim():
     assert bench.metadata.session_id < 99
 
 
-def test_one_storage_ahead_of_zookeeper_stops_no_process():
+def test_one_storage_ahead_of_zookeeper_stops_no_session():
     bench = Bench()
     bench.open()
     bench.storages[A].disk.promised = 99
@@ -504,7 +504,7 @@ def test_what_waits_for_its_turn_to_ask_zookeeper_is_not_released():
     assert "no quorum" in bench.all_reported(Released)[0].reason
 
 
-def test_appends_that_reach_no_process_release_the_partition():
+def test_appends_that_cannot_be_sent_release_the_partition():
     bench = Bench()
     bench.open()
     bench.submit()
@@ -607,7 +607,7 @@ def test_what_was_asked_of_zookeeper_before_is_not_waited_for():
     assert bench.store.readable_replicas == [C, B, A]
 
 
-def test_a_write_that_was_given_up_is_not_known_again():
+def test_an_abandoned_write_is_not_known_again():
     """What it has come to is read; a second answer may be about another one's values."""
     bench = Bench()
     bench.own()

@@ -185,7 +185,7 @@ def test_a_longer_diverged_log_is_cut_twice():
     assert one.payloads() == source.payloads()
 
 
-def test_batches_that_a_source_has_made_up_cut_no_process():
+def test_reconstructed_batches_of_a_source_cut_no_replica():
     one = storage((1, [0]), (1, [1, 2]), (1, [3]))
     source = storage((1, [0]), (MADE_UP, [1]), (MADE_UP, [2]), (1, [3]), (1, [4]))
     with pytest.raises(ChecksumMismatch, match="the source has lost the batches of"):
@@ -312,7 +312,7 @@ def test_damage_above_the_old_mark_waits_for_a_process_that_can_repair_it():
     assert step == FetchCopy(4, 4, whole_batches=False)
 
 
-def test_damage_that_no_process_can_repair_does_not_hold_up_the_repair_of_other_damage():
+def test_irreparable_damage_does_not_hold_up_other_repairs():
     one, source = storage(*OLD, mark=3), storage(*OLD)
     one.disk.damaged = {1, 4}
     repair = repair_of(one)

@@ -64,7 +64,7 @@ def test_the_source_is_marked_or_at_the_goal_and_whole():
     assert not bench.storages[A].disk.damaged
 
 
-def test_no_process_is_cut_to_fit_a_log_that_is_not_the_goal():
+def test_no_replica_is_cut_to_fit_a_log_that_is_not_the_goal():
     """The first replica has another history, the last one has lost its end."""
     bench = Bench()
     bench.open()
@@ -180,7 +180,7 @@ def test_the_wanting_replica_is_lost_while_its_copy_is_under_way():
     assert bench.logs()[C] == bench.logs()[A]
 
 
-def test_a_goal_is_chosen_again_when_no_process_has_it_any_more():
+def test_a_goal_is_chosen_again_when_no_replica_has_it():
     """The only log at the mark is gone before anybody is marked: another credible one may do."""
     bench = Bench()
     behind(bench, C)
@@ -461,7 +461,7 @@ def test_damage_that_all_replicas_have_hides_no_other():
     assert bench.store.open_session is not None
 
 
-def test_a_replica_that_reports_half_a_range_is_given_up():
+def test_a_replica_that_reports_half_a_range_is_abandoned():
     bench = running()
     session = bench.store.open_session
     bench.step(

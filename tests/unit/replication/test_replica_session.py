@@ -98,7 +98,7 @@ def test_a_marked_replica_does_not_come_back_into_the_session(one):
     assert one.is_tainted
 
 
-def test_closing_is_said_once_and_not_of_a_connection_that_is_gone(one, outbox):
+def test_closing_is_reported_once_and_not_for_a_lost_connection(one, outbox):
     connected(one)
     one.close()
     one.close()

@@ -87,7 +87,7 @@ def test_batches_that_were_made_up_do_not_say_that_a_session_wrote_nothing():
     assert past.outcome == Settled(9, 8, 0)
 
 
-def test_no_process_is_left_who_has_the_batches():
+def test_no_replica_with_the_batches_is_left():
     past, replica = settling(5, unbroken=False)
     past.begin(0)
     with pytest.raises(errors.RemoteProtocolError, match="has lost the batches"):

@@ -31,7 +31,7 @@ def stage(bench, replica):
 # C to F: fence, decide, repair
 
 
-def test_everybody_is_fenced_first_with_session_nonce_and_identity():
+def test_all_replicas_are_fenced_first_with_session_nonce_and_identity():
     bench = Bench()
     del bench.storage_ids[C]
     bench.own()
@@ -299,7 +299,7 @@ def test_damage_in_a_running_log_is_repaired_at_the_next_session():
     assert bench.store.readable_replicas == [A, B, C]
 
 
-def test_a_silent_storage_is_given_up_after_a_while_and_dialed_again():
+def test_a_silent_storage_times_out_and_is_dialed_again():
     bench = Bench()
     bench.open()
     bench.silent = {C}
@@ -420,7 +420,7 @@ def test_the_loss_of_one_that_may_be_engaged_ends_the_session():
 # J: the live log
 
 
-def test_a_slow_replica_holds_up_no_process_and_costs_bounded_memory():
+def test_a_slow_replica_costs_bounded_memory_and_no_time():
     bench = Bench()
     bench.open()
     bench.silent = {C}

@@ -570,7 +570,7 @@ def test_while_small_ones_have_to_pass_large_ones_go_one_by_one_with_pauses() ->
     assert len(world.turns()) == 1
 
 
-def test_large_ones_of_a_closed_session_hold_back_no_process() -> None:
+def test_large_ones_of_a_closed_session_hold_back_no_request() -> None:
     world = World()
     world.share()
     world.batch([bytes(PIECE_BYTES // 2)] * 3)
@@ -636,7 +636,7 @@ def records_of(batches: Sequence[Batch]) -> list[tuple[int, bytes]]:
     return found
 
 
-def test_rows_keep_their_order_and_sequence_numbers_whatever_piece_they_are_in() -> None:
+def test_rows_keep_order_and_sequence_numbers_across_pieces() -> None:
     world = World()
     world.share()
     rows = [bytes((number,)) * (PIECE_BYTES * 3 // 4) for number in range(6)]
@@ -860,7 +860,7 @@ def test_locks_of_lost_transactions_are_free_again_when_no_other_process_wrote()
     assert results(world.commit()) == {again: [(0, COMMITTED, -1)]}
 
 
-def test_what_was_lost_refuses_no_process_that_sends_it_again_though_others_got_in() -> None:
+def test_a_lost_append_does_not_refuse_its_retry_even_after_others() -> None:
     world = World()
     world.single(write=[1])
     world.turn()

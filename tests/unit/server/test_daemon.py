@@ -113,7 +113,7 @@ def test_partitions_are_handed_over_one_by_one_and_only_while_they_are_released(
     asyncio.run(story())
 
 
-def test_a_partition_is_handed_over_once_in_a_while_and_again_when_no_process_took_it() -> None:
+def test_a_partition_is_handed_over_rarely_and_again_if_not_taken() -> None:
     async def story() -> None:
         coordinator = Handing()
         coordinator.go.set()
@@ -162,7 +162,7 @@ def test_what_was_handed_over_is_preferred_again_when_its_storages_answer(
     asyncio.run(story())
 
 
-def test_what_no_process_wants_any_more_is_not_preferred_again(
+def test_a_preference_that_was_removed_is_not_restored(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def story() -> None:
@@ -187,7 +187,7 @@ def test_what_no_process_wants_any_more_is_not_preferred_again(
     asyncio.run(story())
 
 
-def test_one_that_is_cancelled_while_handing_over_holds_up_no_process() -> None:
+def test_a_cancelled_hand_over_holds_up_no_other() -> None:
     async def story() -> None:
         coordinator = Handing()
         server = server_of(coordinator, 0, 1)

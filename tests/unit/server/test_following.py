@@ -256,7 +256,7 @@ def test_one_is_reported_at_each_admission_and_the_others_wait():
         assert predecessor_ids(world.turn()) == {loser: list(range(number + 2))}
 
 
-def test_when_no_process_comes_the_next_is_reported_after_a_while():
+def test_if_a_notified_writer_does_not_return_the_next_is_notified():
     world, _ = in_flight()
     losers = [world.follow(), world.follow()]
     assert list(predecessor_ids(world.turn())) == losers[:1]
@@ -289,7 +289,7 @@ def test_what_was_reported_in_another_session_is_not_followed():
     assert results(world.turn()) == {stale: [(-1, LOCK, 0)]}
 
 
-def test_a_session_whose_number_is_not_new_is_no_processes_to_follow():
+def test_a_session_with_an_old_number_is_not_followed():
     world, _ = in_flight()
     world.pipeline.closed()
     world.session -= 1  # as when ZooKeeper's data were put back
@@ -303,7 +303,7 @@ def test_a_session_whose_number_is_not_new_is_no_processes_to_follow():
     assert results(world.commit())[waiting] == [(-1, LOCK, 0)]
 
 
-def test_no_process_follows_what_was_never_admitted():
+def test_rejected_appends_cannot_be_followed():
     world, _ = in_flight()
     beyond = world.after(1)
     assert results(world.turn()) == {beyond: [(-1, LOCK, -1)]}
@@ -367,7 +367,7 @@ def test_what_was_gathered_was_never_submitted_when_the_partition_goes():
     assert [each.req_id for each in doubtful] == [winner]
 
 
-def test_one_that_waits_notices_the_end_of_the_session_and_no_process_of_a_closed_connection():
+def test_a_waiting_author_is_answered_at_the_end_of_the_session_unless_it_disconnected():
     world, _ = in_flight()
     waiting = [world.follow(), world.follow(BOB), world.follow()]
     assert list(predecessor_ids(world.turn())) == waiting[:1]
@@ -456,7 +456,7 @@ def test_the_reported_record_is_that_of_the_admitted_row_not_of_the_rejected_one
     assert (found.transaction_id, found.req_id, found.data) == (1, cold, b"cold")
 
 
-def test_one_that_does_not_ask_is_reported_nothing_new():
+def test_a_connection_that_did_not_ask_gets_no_notices():
     world, _ = in_flight()
     waiting = world.single(BOB, write=[HOT])
     assert world.turn() == []

@@ -145,7 +145,7 @@ def test_the_locks_of_what_was_accepted_are_reported(
     assert sorted(found) == [(-2, 0), (1, 0), (6, 1), (7, 1)]
 
 
-def test_of_many_transactions_no_process_is_reported_which_one_has_which_lock() -> None:
+def test_large_batches_carry_no_lock_distances() -> None:
     group = [
         SingleTicket(A, 100, AppendRequest(REQ, -1, (row,), (), (), 0, b"", 0), Epoch(), 0)
         for row in range(DISTANCES_TRANSACTIONS_MAX + 1)

@@ -55,7 +55,7 @@ def test_one_that_asks_for_little_goes_before_those_that_flood() -> None:
     ]  # fmt: skip
 
 
-def test_no_process_saves_up_turns() -> None:
+def test_unused_turns_are_not_saved() -> None:
     lanes: Lanes[Item] = Lanes()
     lanes.push(item(1, "a0", 1_000))
     lanes.push(item(2, "idle"))

@@ -69,7 +69,7 @@ def test_two_hot_locks_do_not_wait_for_each_other() -> None:
     assert [req_id in answered for req_id in refused] == [True, True, False, False]
 
 
-def test_when_no_process_comes_the_next_one_is_reported_after_a_while() -> None:
+def test_if_a_notified_author_does_not_return_the_next_is_notified() -> None:
     world, refused, _ = contended(took_ms=4)
     for req_id in refused[1:]:
         before_ms = world.now_ms
@@ -80,7 +80,7 @@ def test_when_no_process_comes_the_next_one_is_reported_after_a_while() -> None:
     assert world.pipeline.turn_at_ms(world.now_ms) is None
 
 
-def test_when_commits_become_slower_everybody_gets_more_time() -> None:
+def test_slower_commits_give_waiting_writers_more_time() -> None:
     world, refused, _ = contended(took_ms=1)
     world.single(mark=0, write=[HOT])
     world.turn()
@@ -111,7 +111,7 @@ def test_commits_of_no_time_at_all_leave_some_time_too() -> None:
     assert world.now_ms == NOTIFY_MS_MIN
 
 
-def test_no_process_is_held_back_for_long() -> None:
+def test_refused_writers_wait_a_limited_time() -> None:
     world, refused, _ = contended(losers=200)
     answered = []
     while len(answered) < 199:
@@ -120,21 +120,21 @@ def test_no_process_is_held_back_for_long() -> None:
     assert answered == refused[1:]
 
 
-def test_the_end_of_a_session_holds_no_process_back() -> None:
+def test_the_end_of_a_session_holds_back_no_request() -> None:
     world, refused, _ = contended()
     assert list(results(world.pipeline.closed())) == refused[1:]
     assert world.pipeline.turn_at_ms(world.now_ms) is None
     assert results(world.open(0)) == {}
 
 
-def test_a_partition_that_is_given_up_gives_them_back() -> None:
+def test_an_abandoned_partition_returns_its_queued_appends() -> None:
     world, refused, _ = contended()
     queued, doubtful, out = world.pipeline.abandon()
     assert [ticket.req_id for ticket in queued] == refused[1:]
     assert (doubtful, out) == ([], [])
 
 
-def test_a_closed_connection_is_reported_nothing_and_a_flush_does_not_wait_for_it() -> None:
+def test_a_closed_connection_gets_no_answers_and_a_flush_does_not_wait_for_it() -> None:
     world, refused, _ = contended(losers=4)
     assert world.pipeline.flush(1) == []
     assert results(world.pipeline.close(B)) == {}
@@ -179,7 +179,7 @@ def test_read_locks_and_their_order_make_a_queue_too() -> None:
     assert [req_id in answered for req_id in (*same, other)] == [True, False, True]
 
 
-def test_a_writer_that_has_gone_holds_no_process_up() -> None:
+def test_a_disconnected_writer_holds_up_no_other() -> None:
     world = World()
     world.single(write=[HOT])
     world.turn()

@@ -127,7 +127,7 @@ def test_a_row_sees_the_rows_before_it_in_its_batch() -> None:
     assert found.pending.tolist() == [False, True, True, False, False]
 
 
-def test_a_refused_row_of_the_batch_blocks_no_process() -> None:
+def test_a_refused_row_of_a_batch_blocks_no_append() -> None:
     table = table_at(0)
     judge(table, {"w": [1]}, high=0, next_id=1)
     found = judge(table, {"w": [1, 2]}, {"w": [2]}, {"w": [2]}, mark=0, high=1)
@@ -148,7 +148,7 @@ def test_clamp_forgets_what_never_came_to_be() -> None:
     assert judge(table, {"w": [2]}, mark=0, high=1).ids.tolist() == [2]
 
 
-def test_what_is_lost_does_not_refuse_who_sends_it_again() -> None:
+def test_a_lost_append_does_not_refuse_its_retry() -> None:
     table = table_at(0)
     judge(table, {"w": [1]}, high=0, next_id=1)
     table.landed(TransactionId(1))
@@ -160,7 +160,7 @@ def test_what_is_lost_does_not_refuse_who_sends_it_again() -> None:
     assert judge(table, {"w": [1]}, mark=1, high=9, next_id=10).ids.tolist() == [10]
 
 
-def test_reset_makes_everybody_catch_up() -> None:
+def test_reset_makes_all_connections_catch_up() -> None:
     table = table_at(0)
     table.reset(TransactionId(6))
     assert judge(table, {"w": [1]}, {"r": [2]}, {"a": [3]}, mark=5, high=6).accepted_count == 1

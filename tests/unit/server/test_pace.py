@@ -69,7 +69,7 @@ def test_while_shared_large_ones_go_in_pieces_one_at_a_time() -> None:
 
 
 @pytest.mark.parametrize("took_ms", [0, 1, 7, 900])
-def test_after_each_piece_there_is_a_pause_in_proportion_but_not_permanently(took_ms: int) -> None:
+def test_after_each_piece_there_is_a_limited_pause_in_proportion(took_ms: int) -> None:
     pace = shared()
     pace.small(MODEST, 100)
     pace.started(FLOOD, 100)
@@ -90,7 +90,7 @@ def test_a_piece_that_never_lands_holds_nothing_back_once_forgotten() -> None:
         pace.forgotten()
 
 
-def test_a_piece_that_hangs_is_not_waited_for_permanently() -> None:
+def test_the_wait_for_a_hanging_piece_is_limited() -> None:
     pace = shared()
     pace.started(FLOOD, 100)
     pace.small(MODEST, 900)
@@ -117,7 +117,7 @@ def steered(took_ms: list[int]) -> Pace:
     return pace
 
 
-def test_small_ones_that_suffer_lengthen_the_pauses_but_not_permanently() -> None:
+def test_slow_small_requests_lengthen_the_pauses_for_a_while() -> None:
     assert steered([9]).factor > FACTOR_FIRST
     assert steered([500] * 100).factor == FACTOR_MAX
 

@@ -285,7 +285,7 @@ def test_a_lost_session_is_settled_before_its_appends_are_reported() -> None:
     assert world.reason(behind) is Reason.NOT_MOUNTED
 
 
-def test_an_append_that_is_lost_to_a_full_disk_is_notified() -> None:
+def test_an_append_lost_to_a_full_disk_gets_an_answer() -> None:
     world = ready()
     lost = world.append()
     world.run()
@@ -306,7 +306,7 @@ def test_a_log_that_is_shorter_than_reported_is_not_served() -> None:
     assert world.store.of(replication.Disown)
 
 
-def test_disown_reports_everybody_what_is_known() -> None:
+def test_disown_reports_the_known_outcomes_to_all_clients() -> None:
     world = ready()
     in_flight = world.append()
     world.run()
@@ -550,7 +550,7 @@ def test_a_client_ahead_of_the_log_is_reported() -> None:
     assert world.error(world.mount(BOB, B, mark=-3)) == errors.BadRequest.code
 
 
-def test_without_a_proof_a_mount_ahead_of_the_log_is_reported_to_try_again() -> None:
+def test_without_a_proof_a_mount_ahead_of_the_log_must_retry() -> None:
     world = ready()
     mount = world.mount(BOB, B, mark=0)
     world.fail_proof()
@@ -999,7 +999,7 @@ def test_an_append_ahead_of_a_session_that_ends_has_to_mount_again(ending: str) 
     assert world.reason(ahead) is Reason.NOT_MOUNTED
 
 
-def test_a_batch_ahead_of_an_earlier_session_is_not_notified_by_a_later_one() -> None:
+def test_a_later_session_does_not_answer_a_batch_ahead_of_an_earlier_one() -> None:
     world = ready()
     payload = encode_append(
         [0, 0],
@@ -1034,7 +1034,7 @@ def test_a_fresh_mark_is_reported_at_once_and_an_old_one_is_proved_first() -> No
     assert world.answer(stale) == messages.HighWaterMarkResponse(stale, -1)
 
 
-def test_a_proven_mark_is_never_behind_what_was_reported_meanwhile() -> None:
+def test_a_proven_mark_covers_everything_reported_meanwhile() -> None:
     """A proof confirms the session; the mark of when it began may be old when it ends."""
     world = ready()
     asked = world.send(A, messages.ReplicasRequest(world.req_id(ALICE), linearizable=True))
@@ -1139,7 +1139,7 @@ def test_a_new_owner_asks_for_the_locks_and_takes_what_it_is_sent() -> None:
     assert world.reason(appended) is Reason.COMMITTED
 
 
-def test_an_owner_that_continues_alone_asks_no_process() -> None:
+def test_an_owner_that_continues_alone_sends_no_requests() -> None:
     world = World(lock_refill_count_max=100)
     world.open(-1, unbroken=False)
     world.mount()
@@ -1149,7 +1149,7 @@ def test_an_owner_that_continues_alone_asks_no_process() -> None:
     assert world.fetches == []
 
 
-def test_a_partition_that_is_given_up_forgets_which_it_has_asked() -> None:
+def test_an_abandoned_partition_forgets_the_replicas_it_asked() -> None:
     world = World(lock_refill_count_max=100)
     world.open(5, unbroken=False)
     (fetch,) = world.fetches

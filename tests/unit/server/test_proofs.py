@@ -25,7 +25,7 @@ def test_a_proof_whose_questions_are_gone_makes_room_for_the_next() -> None:
     assert proofs.failed(2, 30) == (["c"], [])
 
 
-def test_an_answer_to_no_proof_of_ours_answers_no_process() -> None:
+def test_an_answer_to_an_unknown_proof_is_ignored() -> None:
     proofs: Proofs[str] = Proofs(1000)
     assert proofs.proved(7, 0) == ((), [])
     assert proofs.failed(0, 0) == ((), [])
@@ -34,7 +34,7 @@ def test_an_answer_to_no_proof_of_ours_answers_no_process() -> None:
     assert proofs.failed(1, 20) == (["a"], [])
 
 
-def test_the_answer_to_a_proof_of_a_session_before_answers_no_process() -> None:
+def test_the_answer_to_a_proof_of_an_earlier_session_is_ignored() -> None:
     proofs: Proofs[str] = Proofs(1000)
     proofs.ask("a", 10)
     proofs.reset()

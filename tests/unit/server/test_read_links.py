@@ -83,7 +83,7 @@ async def test_a_link_that_breaks_right_after_the_greeting_is_not_waited_for(mon
 
 
 @on_loop
-async def test_an_answer_that_comes_too_late_is_no_processes():
+async def test_an_answer_that_comes_too_late_is_dropped():
     async with storage() as (there, replica), asyncio.TaskGroup() as tasks:
         links = ReadLinks(KEY, 4)
         # The link is there before time counts: a cancelled dial has asked for nothing.
@@ -104,7 +104,7 @@ async def test_an_answer_that_comes_too_late_is_no_processes():
 
 
 @on_loop
-async def test_a_storage_that_says_nothing_is_given_up_soon_where_another_one_can_be_asked():
+async def test_a_silent_storage_times_out_soon_if_there_is_another_one():
     with socket.socket() as silent, pytest.MonkeyPatch.context() as patched:
         silent.bind(("127.0.0.1", 0))
         silent.listen()

@@ -205,7 +205,7 @@ def test_a_fetch_is_not_tried_where_it_has_failed_while_others_are_left(others: 
     assert sorted(tried) == sorted(REPLICAS)
 
 
-def test_one_that_is_slow_is_given_up_soon_until_all_were_tried() -> None:
+def test_a_slow_storage_times_out_soon_until_all_were_tried() -> None:
     each = reads()
     fetch = fetch_of(ask(each, 0, 9))
     for _ in range(2):
@@ -276,7 +276,7 @@ def test_an_answer_of_an_old_session_still_counts() -> None:
 
 
 @pytest.mark.parametrize("is_good", [True, False])
-def test_what_is_under_way_when_it_is_given_up_still_counts(is_good: bool) -> None:
+def test_a_read_under_way_still_counts_after_a_timeout(is_good: bool) -> None:
     each = reads(fetches_max=1)
     fetch = fetch_of(ask(each, 0, 9, sequence=1))
     each.abandon()
@@ -306,7 +306,7 @@ def test_a_range_never_has_more_rows_than_a_frame_can_report() -> None:
     assert fetch.message.last == 5 + ROWS_MAX - 1
 
 
-def test_giving_up_returns_the_questions() -> None:
+def test_abandoning_returns_the_requests() -> None:
     each = reads(fetches_max=1)
     fetch = fetch_of(ask(each, 0, 9, sequence=1))
     ask(each, 10, 19, sequence=2)
@@ -512,7 +512,7 @@ def test_nothing_read_ahead_outlives_a_session_that_cannot_confirm_it() -> None:
     assert fetch_of(ask_data(each, 9)).message.first == 9
 
 
-def test_a_partition_that_is_given_up_while_it_is_read_ahead() -> None:
+def test_a_partition_can_be_abandoned_during_read_ahead() -> None:
     each = reads()
     fetch = fetch_of(ask_data(each, 7))
     each.fetched(fetch.token, whole(fetch, 7), 0)

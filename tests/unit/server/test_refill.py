@@ -167,7 +167,7 @@ def test_what_was_entered_meanwhile_stays() -> None:
     assert world.written(4, 5, 6) == [4, MARK + 1, 6]
 
 
-def test_no_process_is_held_for_long_and_what_comes_later_is_used() -> None:
+def test_mounts_wait_a_limited_time_and_later_blocks_are_used() -> None:
     world = World()
     world.ask()
     assert world.refill.turn_at_ms(world.now_ms) == world.now_ms + HELD_MS_MAX
@@ -194,7 +194,7 @@ def test_one_that_fails_is_asked_again_a_while_later() -> None:
     assert world.refill.floor == -1
 
 
-def test_one_that_fails_until_no_process_is_held_any_more_is_left_alone() -> None:
+def test_a_failing_refill_stops_when_no_request_waits_any_more() -> None:
     world = World()
     world.ask()
     world.now_ms += HELD_MS_MAX
@@ -268,7 +268,7 @@ def test_one_that_had_nothing_at_all_or_did_not_answer_is_asked_again() -> None:
     assert [each.replica for each in world.fetches[3:]] == list(REPLICAS[:2])
 
 
-def test_what_never_answers_is_not_asked_permanently() -> None:
+def test_requests_without_an_answer_are_limited() -> None:
     world = World()
     for session in range(UNDER_WAY_MAX + 3):
         world.ask(session)

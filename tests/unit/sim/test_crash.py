@@ -52,7 +52,7 @@ def left(disk, keep):
     return platter_of(disk).image(keep).files
 
 
-def test_what_was_synced_stays_whatever_else_is_lost():
+def test_synced_data_stays_in_every_crash():
     disk = made()
     disk.open(PATH).pwrite([b"b"], 0)
     assert left(disk, Keep()) == {PATH: b"a" * 4 * SECTOR_BYTES}

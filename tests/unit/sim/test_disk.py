@@ -258,7 +258,7 @@ def test_a_part_of_a_sector_that_cannot_be_read_cannot_be_written(offset, size, 
     assert disk.content(path) == bytes(offset) + b"x" * written + bytes(2_000 - offset - written)
 
 
-def test_sectors_that_cannot_be_read_are_zeros_when_they_are_given_up_or_cut_away():
+def test_unreadable_sectors_are_zeros_when_they_are_released_or_cut():
     disk = SimDisk()
     path = Path("/d/f")
     disk.put(path, b"a" * 2_000)

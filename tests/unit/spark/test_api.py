@@ -75,7 +75,7 @@ def test_columns_that_spark_cannot_distinguish_are_reported_before_anything_is_w
     _check_distinct_columns(frame("id", "status", "partition", "data", **INSENSITIVE), {})
 
 
-def test_a_given_option_replaces_a_default_whatever_its_case() -> None:
+def test_a_given_option_replaces_a_default_in_any_case() -> None:
     df = MagicMock(columns=["data"])
     df.sparkSession.conf = INSENSITIVE
     options = df.write.format.return_value.mode.return_value.options

@@ -72,7 +72,7 @@ def test_the_driver_gets_class_and_sentence_back(text: str) -> None:
     assert str(found) == "a: row"
 
 
-def test_what_is_not_ours_is_no_processes() -> None:
+def test_foreign_errors_are_not_our_errors() -> None:
     assert error_of(RuntimeError("ValueError: no")) is None
     assert error_of(RuntimeError("waltz_core.errors.Any: no")) is None
     assert error_of(RuntimeError("waltz_core.errors.ClassVar: no")) is None
@@ -133,7 +133,7 @@ def test_what_is_raised_over_it_has_the_last_word(between: str) -> None:
 @pytest.mark.parametrize(
     "text", ["", "ValueError: x", "waltz_core.errors.Unknown: x", "LockFailed"]
 )
-def test_other_texts_are_no_processes(text: str) -> None:
+def test_other_texts_are_not_our_errors(text: str) -> None:
     assert trailing_error(text) is None
     assert error_of(RuntimeError(text)) is None
 

@@ -260,7 +260,7 @@ def test_what_the_last_session_counts_on_goes_only_when_a_process_insists():
     assert desk.changes == [Unassign(2, True)]
 
 
-def test_a_log_is_thrown_away_only_where_no_process_counts_on_it_or_a_process_insists():
+def test_a_log_is_discarded_only_if_it_is_not_needed_or_with_force():
     desk = Terminal(FindZooKeeperView=ASSIGNED)
     assert desk.ask(wire.ReSeed(1, 2, False)) == wire.Done(1)
     assert desk.changes == [Reseed(2)]

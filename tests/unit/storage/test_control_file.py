@@ -90,7 +90,7 @@ def test_flags_of_several_partitions_are_durable_by_one_sync():
     assert [open_control(disk).info(each).flags for each in range(3)] == [5, 1, 5]
 
 
-def test_a_sync_that_failed_is_reported_to_every_partition_of_the_file():
+def test_a_failed_sync_fails_every_partition_of_the_file():
     disk = new_disk()
     control = open_control(disk)
     before = control.set_marks(0, 7, 41)

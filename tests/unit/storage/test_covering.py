@@ -305,7 +305,7 @@ def test_batches_that_do_not_follow_on_are_refused_and_cover_nothing(world):
     assert on_disk(world) == world.content() == whole(9)
 
 
-def test_nothing_below_the_confirmed_mark_is_given_up(world):
+def test_nothing_below_the_confirmed_mark_is_cut(world):
     cover(world)
     (wrong,) = other_batches([*records(0, 3), *records(3, 4, b"else")], (7,), 2)
     with pytest.raises(DataLoss, match="below the low-water mark 5"):

@@ -241,7 +241,7 @@ def test_a_lost_block_with_the_batches_header_is_rebuilt():
     assert [(one.first, one.last) for one in found] == [(one.first, one.last) for one in entries]
 
 
-def test_a_segments_header_is_kept_when_its_block_is_given_up():
+def test_a_segments_header_is_kept_when_its_block_is_released():
     log = Lost()
     before = log.disk.content(log.path)
     log.disk.make_unreadable(log.path, 0, 0)

@@ -251,7 +251,7 @@ def no_syncs(monkeypatch):
 
 
 @pytest.mark.usefixtures("no_syncs")
-def test_as_many_files_are_open_as_the_disk_was_reported_and_all_can_be_used(tmp_path):
+def test_no_more_files_are_open_than_the_limit_and_all_can_be_used(tmp_path):
     disk = RealDisk(8)
     files = [disk.open(tmp_path / str(place), create=True) for place in range(40)]
     rng = Random(1)
@@ -397,7 +397,7 @@ def test_what_will_be_read_is_asked_for_with_one_descriptor_and_is_no_promise(
     assert disk.descriptors._count == 0
 
 
-def test_an_error_of_a_close_that_makes_room_is_no_processes(tmp_path, monkeypatch):
+def test_an_error_while_closing_a_file_to_make_room_is_ignored(tmp_path, monkeypatch):
     disk = RealDisk(1)
     one = disk.open(tmp_path / "1", create=True)
     close = os.close
@@ -444,7 +444,7 @@ def test_threads_share_the_descriptors(tmp_path):
     assert len(open_names(tmp_path)) == 3
 
 
-def test_what_is_free_is_what_anybody_may_use(tmp_path):
+def test_free_space_excludes_reserved_blocks(tmp_path):
     found = os.statvfs(tmp_path)
     free = RealDisk().free_bytes(tmp_path)
     assert 0 < free <= found.f_bfree * found.f_frsize

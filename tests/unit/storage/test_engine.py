@@ -291,7 +291,7 @@ def test_a_partition_that_cannot_be_opened_can_be_emptied_and_promises_nothing_t
     engine.close()
 
 
-def test_a_partition_that_cannot_be_opened_can_be_deleted_but_not_just_given_up(tmp_path):
+def test_a_partition_that_cannot_be_opened_can_be_deleted_but_not_just_unassigned(tmp_path):
     engine = rotten(tmp_path, blocks=(0, 1))
     with pytest.raises(BadFormat):
         engine.unassign(1, deletes_files=False)
@@ -320,7 +320,7 @@ def test_a_directory_that_is_no_partition_of_this_cluster_is_let_be(tmp_path):
     engine.close()
 
 
-def test_one_that_opens_now_can_be_switched_whatever_was_wrong_before(tmp_path):
+def test_a_repaired_partition_can_be_switched(tmp_path):
     engine = rotten(tmp_path, blocks=(0, 1))
     assert 1 in engine.failed
     path = tmp_path / "1" / "waltz-x.ctl"

@@ -382,7 +382,7 @@ def test_rot_is_found_by_the_read_noted_read_around_and_repaired(world, at):
     assert world.everything() == written
 
 
-def test_whatever_is_lost_beside_what_is_repaired_is_missed_after_a_crash(world):
+def test_losses_beside_a_repair_are_found_after_a_crash(world):
     """Its block may be released for the repair, with what else was in it."""
     written = b"".join(world.append([3, 4]) for _ in range(20))
     flip(world, 130, 44)

@@ -172,7 +172,7 @@ def possible_places(data, after, room):
 
 
 @pytest.mark.parametrize("step", [1, 7, 64, 1 << 16])
-def test_the_places_of_records_are_found_whatever_the_steps(monkeypatch, step):
+def test_the_places_of_records_are_found_in_steps_of_any_size(monkeypatch, step):
     monkeypatch.setattr(record_search, "_STEP_BYTES", step)
     rng = Random(step)
     found = 0

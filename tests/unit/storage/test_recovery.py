@@ -359,7 +359,7 @@ def test_files_without_their_segment_are_removed():
 
 
 @pytest.mark.parametrize("last", [3, 4, 6])
-def test_a_batch_that_a_file_was_given_up_with_and_that_is_back_is_none(last):
+def test_a_batch_of_an_abandoned_file_does_not_count_when_it_returns(last):
     """Its cut was not synced, and the next segment begins where it does."""
     disk = new_disk()
     _, records, entries = written(disk, [3], [2])
@@ -563,7 +563,7 @@ def test_a_log_that_is_gone_is_suspect_however_its_opening_ends():
     pytest.fail("it was never opened without a crash")
 
 
-def test_all_files_are_said_to_be_read_soon_before_the_first_of_them_is():
+def test_all_files_are_announced_before_the_first_is_read():
     class ReadAheadDisk(SimDisk):
         announced = None
 
@@ -852,7 +852,7 @@ def test_a_batch_that_rots_before_a_file_in_which_a_log_continues_is_not_taken_f
     assert (content(segments), segments.last) == (records, 5)
 
 
-def test_a_batch_over_the_border_of_two_files_that_is_torn_is_cut_and_no_process_is_suspect():
+def test_a_torn_batch_across_two_segments_is_cut_without_suspicion():
     """What lies in the older file was synced there; the batch was not, and was not acknowledged."""
     disk = new_disk()
     segments, records, entries = written(disk, [3, 2], acked=2)

@@ -34,7 +34,7 @@ def test_appends_are_refused_before_they_touch_the_reserve():
     assert disk.step_count == steps, "nothing was written"
 
 
-def test_after_the_reserve_was_given_up_appends_wait_until_it_is_whole_again():
+def test_after_the_reserve_was_released_appends_wait_until_it_is_whole_again():
     disk, room = made(capacity=4_500)
     room.check(500)
     disk.put(ROOT / "other", bytes(400))
@@ -65,7 +65,7 @@ def test_looking_again_wants_what_was_refused():
     assert not room.is_short
 
 
-def test_a_disk_that_is_full_at_the_start_is_said_to_be():
+def test_a_disk_that_is_full_at_the_start_is_reported():
     disk, room = made(capacity=3_999)
     assert (room.is_short, room.reserved_bytes) == (True, 0)
     assert disk.content(RESERVE) == b""
@@ -86,7 +86,7 @@ class NoNames(SimDisk):
         raise NoSpace(f"opening {path}")
 
 
-def test_a_disk_that_has_room_again_is_said_to_have_it_without_an_append():
+def test_a_disk_with_room_again_is_reported_without_an_append():
     disk, room = made()
     room.release()
     assert room.is_short

@@ -118,7 +118,7 @@ def test_asked_in_the_middle_of_a_piece_it_restarts():
     assert read(scrub, 6)[1].first == 0
 
 
-def test_a_dropped_partition_holds_no_process_up():
+def test_a_dropped_partition_does_not_hold_up_others():
     scrub = made(1, 2)
     scrub.begin(1, 99, 0)
     assert scrub.wake_at_ms is None

@@ -179,7 +179,7 @@ def test_a_hole_at_the_end_has_any_size():
 
 
 @pytest.mark.parametrize("cut", [1, 30, 59])
-def test_a_torn_tail_that_no_process_confirmed_is_cut(cut):
+def test_an_unconfirmed_torn_tail_is_cut(cut):
     disk = new_disk()
     records, _ = fill_segment(new_segment(disk), [5])
     disk.put(SEG, disk.content(SEG)[:-cut])
@@ -227,7 +227,7 @@ def test_good_records_in_the_wrong_place_do_not_end_a_hole():
     assert segment.read(0, 29)[0] == records
 
 
-def test_damage_above_it_is_a_torn_tail_whatever_follows():
+def test_any_damage_above_it_is_a_torn_tail():
     disk = new_disk()
     fill_segment(new_segment(disk), [6])
     disk.flip(SEG, offset_of(3) + 40)
@@ -381,7 +381,7 @@ def test_a_header_that_is_wrong_is_reported_with_its_file():
         open_segment(disk)
 
 
-def test_an_index_header_in_a_lost_or_given_up_block_is_written_again_and_another_is_not_trusted():
+def test_an_index_header_in_a_lost_block_is_rewritten_and_a_wrong_one_is_not_trusted():
     disk = new_disk()
     fill_segment(new_segment(disk), [100])
     path = ROOT / segment_name(0, ".idx")

@@ -228,7 +228,7 @@ def test_a_new_replica_reports_that_it_has_nothing(bench):
     assert bench.log.promised == 5
 
 
-def test_a_storage_that_no_process_has_registered_yet_is_prepared_without_its_id(bench):
+def test_an_unregistered_storage_is_prepared_without_its_id(bench):
     answer = bench.ask(1, prepare(Owner(5), storage_id=NO_ID))
     assert answer.storage_id == STORAGE_ID
 
@@ -291,7 +291,7 @@ def test_the_same_owner_may_come_again_on_another_connection(bench):
     assert isinstance(bench.ask(2, owner.append()), Appended)
 
 
-def test_what_comes_late_from_a_connection_that_an_owner_has_given_up_changes_nothing(bench):
+def test_late_messages_of_an_abandoned_connection_change_nothing(bench):
     """The disk hangs, the owner dials again, and then what it had sent at first is read."""
     owner = Owner(5)
     bench.send(2, prepare(owner))
@@ -650,7 +650,7 @@ def test_a_connection_that_is_gone_is_not_resumed(make):
     assert bench.only(service_effects.ResumeReading) == []
 
 
-def test_a_prepare_that_waits_is_notified_of_the_later_session_that_ends_it(bench):
+def test_a_waiting_prepare_gets_the_later_session_that_ends_it(bench):
     owner = bench.owned(5)
     bench.send(1, owner.append())
     bench.send(2, prepare(Owner(6)))
@@ -794,7 +794,7 @@ def reports(bench, name):
     return [dict(each.fields) for each in bench.only(Report) if each.name == name]
 
 
-def test_the_owner_is_notified_of_damage_whichever_read_found_it(bench):
+def test_the_owner_is_notified_of_damage_found_by_any_read(bench):
     owner = bench.owned(5)
     bench.ask(1, owner.append(6))
     bench.ask(2, open_request())
@@ -813,7 +813,7 @@ def test_the_owner_is_notified_of_damage_whichever_read_found_it(bench):
     assert [each["ids"] for each in reports(bench, "damage_found")] == ["3..3", "5..5"]
 
 
-def test_damage_that_no_process_owns_is_noted_and_reported_with_the_next_session(bench):
+def test_damage_without_an_owner_is_reported_with_the_next_session(bench):
     owner = bench.owned(5)
     bench.ask(1, owner.append(6))
     bench.step(service.Disconnected(1))
@@ -892,7 +892,7 @@ def test_a_log_is_read_again_piece_by_piece(make):
     assert bench.service.wake_at_ms == begun_ms + 60_000
 
 
-def test_of_a_whole_log_the_owner_is_reported_nothing_after_a_pass(bench):
+def test_a_pass_over_a_whole_log_reports_nothing(bench):
     owner = bench.owned(5)
     bench.ask(1, owner.append(6))
     bench.step(service.ScrubNow())

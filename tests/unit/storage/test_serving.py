@@ -44,7 +44,7 @@ def test_what_is_not_as_it_should_be_is_looked_at_after_a_pause_that_grows(serve
     assert after(served=served, wanted=wanted, lying_here=(0, 1, 2)) == OPEN_AGAIN_S_MIN
 
 
-def test_what_lies_here_unserved_is_looked_at_seldom_but_permanently():
+def test_unserved_replicas_are_checked_rarely_but_without_end():
     assert OPEN_AGAIN_S_MIN < OPEN_AGAIN_S_MAX
     assert after(served=(0,), wanted=(0,), lying_here=(0, 1)) == OPEN_AGAIN_S_MAX
     assert after(served=(), wanted=(), lying_here=(1,)) == OPEN_AGAIN_S_MAX

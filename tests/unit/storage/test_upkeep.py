@@ -99,7 +99,7 @@ def test_the_log_is_open_again_after_a_change(engine, change):
     assert found.log.is_suspect == (not isinstance(change, errands.SetAvailability))
 
 
-def test_what_was_given_up_stays_closed(engine):
+def test_an_abandoned_partition_stays_closed(engine):
     carry_out(engine, errands.Assign(1))
     carry_out(engine, errands.Unassign(1, deletes_files=True))
     assert held_by(engine) == ()
@@ -164,7 +164,7 @@ def full_engine():
     return engine, disk
 
 
-def test_how_a_replica_stands_is_reported_without_reading_its_files():
+def test_the_state_of_a_replica_is_reported_without_reading_its_files():
     """The event loop asks: a disk that hangs must not stop it, and another thread may write."""
     engine, disk = full_engine()
     disk.capacity_bytes += 1 << 16
@@ -209,7 +209,7 @@ def test_other_changes_have_the_reserve():
     assert engine.log(1).suspect
 
 
-def test_no_copy_confirms_a_mark_that_no_process_has_confirmed(engine):
+def test_a_copy_does_not_confirm_an_unconfirmed_mark(engine):
     carry_out(engine, errands.Assign(1))
     log = engine.log(1)
     log.prepare(4, NONCE)

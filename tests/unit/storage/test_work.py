@@ -166,7 +166,7 @@ def test_without_requests_the_marker_moves(log):
     assert log.slot.acked.transaction_id == 2
 
 
-def test_reads_are_bounded_whatever_is_asked_for(log, monkeypatch):
+def test_reads_are_always_bounded(log, monkeypatch):
     asked = []
     read = log.read_range
     monkeypatch.setattr(

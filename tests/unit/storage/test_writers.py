@@ -131,7 +131,7 @@ async def test_a_piece_that_a_disk_holds_keeps_no_other_process_and_no_end():
     assert recorder.outcomes[1][0] is stuck
 
 
-def test_an_outcome_that_comes_after_the_loop_is_reported_to_no_process():
+def test_an_outcome_after_the_end_of_the_loop_is_dropped():
     recorder, held = Recorder(), threading.Event()
     raised: SimpleQueue[object] = SimpleQueue()
 

@@ -151,7 +151,7 @@ async def test_what_came_before_start_is_handed_over_by_it(pair):
 
 
 @on_loop
-async def test_an_inbox_that_no_process_empties_stops_the_peer(pair):
+async def test_a_full_inbox_stops_the_peer(pair):
     async with pair() as (link, peer, _):
         there, count = peer.links[0], 0
         while not (there.is_congested and link._inbox_bytes > 1024 * 1024):
@@ -227,7 +227,7 @@ async def test_a_listener_may_lower_the_hard_limit_of_a_link(pair):
 
 
 @on_loop
-async def test_a_dial_that_no_process_answers_is_unreachable():
+async def test_an_unanswered_dial_is_unreachable():
     with socket.socket() as taken:
         taken.bind((ANY, 0))
         address = f"{ANY}:{taken.getsockname()[1]}"
@@ -250,7 +250,7 @@ async def test_a_dial_to_a_name_that_no_lookup_accepts_is_unreachable(host: str)
         await net.dial(Surface.STORAGE, f"{host}:5280")
 
 
-def test_a_dial_that_is_given_up_when_it_is_ready_leaves_no_connection(monkeypatch):
+def test_a_dial_cancelled_at_the_hello_leaves_no_connection(monkeypatch):
     """Closed at the moment of the peer's hello, before the dialing side is notified."""
     hello_received = net.Link._hello_received
     dials, links = [], []
@@ -320,7 +320,7 @@ async def test_a_dial_that_is_closed_before_the_hello_is_unreachable():
 
 
 @on_loop
-async def test_a_listener_cuts_who_speaks_another_language_and_serves_the_others(pair, contexts):
+async def test_a_listener_closes_foreign_connections_and_serves_the_others(pair, contexts):
     async with pair() as (link, peer, listener):
         reader, writer = await asyncio.open_connection(ANY, listener.port)
         writer.write(b"GET / HTTP/1.1\r\n\r\n")

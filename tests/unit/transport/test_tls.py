@@ -35,7 +35,7 @@ def server(**settings: object) -> ServerConfig:
     return ServerConfig(**{"connect": CONNECT} | settings)  # type: ignore[arg-type]
 
 
-def test_no_process_speaks_tls_who_is_not_reported_to():
+def test_tls_is_off_by_default():
     assert tls.dialing(PLAIN, "") is None
     assert tls.dialing(PLAIN, CONNECT) is None
     assert tls.dialing(PLAIN, f"{CONNECT}?auth=/etc/tls=on") is None
@@ -52,7 +52,7 @@ def test_no_process_speaks_tls_who_is_not_reported_to():
         ("nothing", ssl.CERT_NONE, False),
     ],
 )
-def test_one_that_dials_checks_what_it_is_reported_to(files, verify, mode, is_name_checked):
+def test_a_dial_verifies_the_configured_properties(files, verify, mode, is_name_checked):
     config = ClientConfig(tls="on", tls_authorities=files.authorities, tls_verify=verify)
     context = tls.dialing(config, "")
     assert context is not None
@@ -137,9 +137,7 @@ def test_settings_win_over_the_connect_string(files, tmp_path):
         ({"tls_authorities": "{authorities}", "tls_verify": "nothing"}, ssl.CERT_NONE, False),
     ],
 )
-def test_a_connect_string_that_trusts_anybody_weakens_no_setting(
-    files, settings, mode, is_name_checked
-):
+def test_an_unverified_connect_string_weakens_no_setting(files, settings, mode, is_name_checked):
     given = {name: each.format(authorities=files.authorities) for name, each in settings.items()}
     context = tls.dialing(ClientConfig(**given), f"{CONNECT}?tls=unverified")
     assert context is not None
@@ -166,7 +164,7 @@ def test_what_is_switched_off_meanwhile_is_not_renewed(tmp_path, caplog):
     assert "tls.not_renewed error=" in caplog.text
 
 
-def test_a_server_lets_anybody_in_and_a_storage_those_with_a_certificate(files):
+def test_a_server_accepts_any_client_and_a_storage_requires_a_certificate(files):
     open_to_all = tls.listening(server(**files.settings))
     assert open_to_all is not None
     assert open_to_all.verify_mode is ssl.CERT_NONE
@@ -186,7 +184,7 @@ def test_one_that_wants_certificates_does_not_listen_in_the_clear_by_mistake():
     assert tls.listening(server(tls="off", tls_require_certificate=True)) is None
 
 
-def test_a_file_that_has_tls_off_is_reported_to_one_that_speaks_it(files, tmp_path, caplog):
+def test_a_renewed_file_with_tls_off_is_logged(files, tmp_path, caplog):
     file = tmp_path / "tls.toml"
     file.write_text(render_toml("tls", files.settings))
     config = server(connect=f"{CONNECT}?tls={file}")
@@ -202,7 +200,7 @@ def test_the_key_may_be_in_the_file_of_the_certificate(files, tmp_path):
     assert tls.listening(server(tls="on", tls_certificate=str(both))) is not None
 
 
-def test_a_daemon_without_a_certificate_is_notified(files):
+def test_a_daemon_without_a_certificate_gets_an_error(files):
     with pytest.raises(BadConfig, match="tls_certificate: expected a file"):
         tls.listening(server(tls="on"))
     with pytest.raises(BadConfig, match="tls_certificate: expected a file"):
@@ -232,7 +230,7 @@ def test_files_that_cannot_be_used_are_named(files, tmp_path):
         tls.dialing(ClientConfig(**settings), "")
 
 
-def test_a_key_with_a_password_asks_no_process(files, tmp_path):
+def test_a_key_with_a_password_does_not_prompt(files, tmp_path):
     locked = tmp_path / "locked.pem"
     key = serialization.load_pem_private_key(Path(files.key).read_bytes(), None)
     locked.write_bytes(
@@ -301,9 +299,7 @@ def test_bad_words(settings, said):
         ("storage1", "off", False),
     ],
 )
-def test_one_that_listens_beyond_this_machine_in_the_clear_is_notified(
-    caplog, host, word, is_logged
-):
+def test_listening_in_plain_text_beyond_this_machine_is_logged(caplog, host, word, is_logged):
     settings = server(listen_host=host, advertised_host="here", tls=word)
     assert tls.listening(settings) is None
     lines = [each.getMessage() for each in caplog.records]

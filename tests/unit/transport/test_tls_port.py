@@ -213,7 +213,7 @@ async def original(surface, directory):
 
 
 @pytest.mark.parametrize("surface", ORIGINALS)
-def test_a_0_13_programs_daemon_is_reached_by_one_that_trusts_anybody(surface, tmp_path):
+def test_an_unverified_dial_reaches_a_0_13_daemon(surface, tmp_path):
     @on_loop
     async def story():
         async with original(surface, tmp_path) as (address, hellos):
@@ -230,7 +230,7 @@ def test_a_0_13_programs_daemon_is_reached_by_one_that_trusts_anybody(surface, t
 
 
 @on_loop
-async def test_a_0_13_programs_client_reaches_us_with_whatever_certificate_it_has(files, tmp_path):
+async def test_a_0_13_client_connects_with_any_certificate(files, tmp_path):
     """Its connector checks nothing, and shows an unsigned certificate if asked."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
@@ -250,7 +250,7 @@ async def test_a_0_13_programs_client_reaches_us_with_whatever_certificate_it_ha
 
 
 @on_loop
-async def test_plain_to_tls_is_reported_to_both(files, said):
+async def test_both_sides_report_plain_to_tls(files, said):
     async with open_port(listening(files)) as (_, listener, address):
         with pytest.raises(TlsMismatch, match=f"{address}: expected plain TCP, found TLS"):
             await net.dial(Surface.STORAGE, address)
@@ -278,7 +278,7 @@ async def test_the_same_of_the_same_peer_is_reported_once_in_a_while(files, said
 
 
 @on_loop
-async def test_tls_to_plain_is_reported_to_both(files, said):
+async def test_both_sides_report_tls_to_plain(files, said):
     async with open_port(None) as (_, _, address):
         with pytest.raises(TlsMismatch, match=f"{address}: expected TLS, found plain TCP"):
             await net.dial(Surface.STORAGE, address, ssl=believing(files))
@@ -287,7 +287,7 @@ async def test_tls_to_plain_is_reported_to_both(files, said):
 
 
 @on_loop
-async def test_a_certificate_of_another_authority_is_reported_to_both(files, tmp_path, said):
+async def test_both_sides_report_a_certificate_of_another_authority(files, tmp_path, said):
     async with open_port(listening(files)) as (_, _, address):
         with pytest.raises(TlsMismatch, match="the peer's certificate is not accepted: unable to"):
             await net.dial(Surface.STORAGE, address, ssl=believing(make(tmp_path)))
@@ -307,7 +307,7 @@ async def test_a_certificate_for_another_host_is_reported(tmp_path):
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
-def test_a_certificate_that_is_missing_is_reported_to_both(files, version, said):
+def test_both_sides_report_a_missing_certificate(files, version, said):
     @on_loop
     async def story():
         required = listening(files, tls_require_certificate=True)
@@ -325,7 +325,7 @@ def test_a_certificate_that_is_missing_is_reported_to_both(files, version, said)
 
 
 @on_loop
-async def test_a_certificate_that_no_process_has_signed_is_reported_to_both(files, tmp_path, said):
+async def test_both_sides_report_a_self_signed_certificate(files, tmp_path, said):
     stranger = make(tmp_path, name="stranger")
     settings = stranger.settings | {"tls_authorities": files.authorities}
     async with open_port(listening(files, tls_require_certificate=True)) as (_, _, address):
@@ -459,7 +459,7 @@ async def test_a_fault_of_one_connection_is_no_end_of_the_port(files, monkeypatc
 
 
 @on_loop
-async def test_a_port_that_closes_drops_who_is_in_its_handshake(files):
+async def test_a_closing_port_drops_connections_in_their_handshake(files):
     peer = Peer()
     listener = await net.listen(Surface.STORAGE, ANY, 0, peer.connected, ssl=listening(files))
     reader, writer = await asyncio.open_connection(ANY, listener.port)

@@ -126,7 +126,7 @@ def test_fields_of_a_later_version_are_empty_when_they_were_not_sent():
     assert codec.decode(Surface.CLIENT, 1, payload(locked, 1)) == locked
 
 
-def test_an_extra_field_is_not_reported_to_one_that_does_not_know_it():
+def test_a_new_field_is_not_sent_to_an_older_version():
     prepared = Prepared(
         *(9, 1, 0, bytes(16), 8, 99, True, 120, bytes(16), False, b""), engaged_session=7
     )
