@@ -126,7 +126,7 @@ def served(log):
     return log.read_range(0, log.max_id, 1 << 20, whole_batches=False).records
 
 
-def test_wherever_a_crash_of_waltz_0_13_has_torn_its_files_we_serve_what_is_whole():
+def test_after_any_crash_of_0_13_the_intact_records_are_served():
     files = captured()
     seg, idx = (next(path for path in files if path.suffix == one) for one in (".seg", ".idx"))
     data, index = files[seg], files[idx]

@@ -50,7 +50,7 @@ def test_what_a_crash_leaves_is_never_called_wrong(tmp_path, seed, survival):
 
 @pytest.mark.parametrize("fault", [DiskFault.FAILS, DiskFault.DISK_FULL])
 @pytest.mark.parametrize("seed", range(25))
-def test_what_an_error_and_a_crash_leave_is_wrong_in_an_index_at_most(tmp_path, seed, fault):
+def test_after_an_error_and_a_crash_only_an_index_can_be_wrong(tmp_path, seed, fault):
     """The index of an abandoned file has never been synced."""
     world = random_world(seed)
     world.prepare()

@@ -159,7 +159,7 @@ def test_a_read_that_fails_is_reported_and_its_records_are_repaired(story: Story
     story.check_agrees()
 
 
-def test_the_second_sync_that_fails_ends_the_process_with_a_line_that_names_the_file(story: Story):
+def test_a_second_failed_sync_ends_the_process_and_names_the_file(story: Story):
     with story.load() as load:
         load.await_commits()
         # Not that of the slots or of the scrub's place: files of records and of batches only.
@@ -196,7 +196,7 @@ def put_back(story: Story, storage: str, where: Path) -> None:
     shutil.copytree(where, directory)
 
 
-def test_an_old_copy_of_a_directory_is_filled_up_and_has_no_say(story: Story, tmp_path: Path):
+def test_an_old_copy_of_a_directory_is_filled_up_and_has_no_vote(story: Story, tmp_path: Path):
     with story.load() as load:
         load.await_commits()
         copy_running(story, "storage-2", tmp_path / "old")

@@ -80,7 +80,7 @@ def check_outcomes(world: World, clients: list[OriginalClient]) -> None:
             assert (each in log) == is_committed, each
 
 
-def test_appends_that_a_broken_session_takes_along_are_settled_on_the_same_connection() -> None:
+def test_appends_of_a_broken_session_are_settled_on_the_same_connection() -> None:
     async def main() -> None:
         async with cluster() as (world, server), model_of(9, server) as (client, state):
             await client.submit(0, lambda: state.count_up("a"))
@@ -114,7 +114,7 @@ def test_appends_that_a_broken_session_takes_along_are_settled_on_the_same_conne
     run(main())
 
 
-def test_a_client_that_counts_its_connections_again_climbs_until_it_is_let_in() -> None:
+def test_a_client_with_a_reset_connection_count_retries_with_higher_numbers() -> None:
     async def main() -> None:
         async with cluster() as (_, server):
             earlier = await original.Wire.open(server.address)
@@ -132,7 +132,7 @@ def test_a_client_that_counts_its_connections_again_climbs_until_it_is_let_in() 
     run(main())
 
 
-def test_a_reader_continues_when_its_server_has_given_the_partition_up_and_has_it_again(
+def test_a_reader_continues_when_its_server_owns_the_partition_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(hosting, "RELEASED_PAUSE_S", 0.1)

@@ -361,7 +361,7 @@ def test_records_are_read_again_when_a_process_asks_for_it(tmp_path):
 # with ZooKeeper
 
 
-def test_a_partition_goes_only_after_zookeeper_and_the_last_session_have_let_go_of_it(
+def test_a_partition_is_removed_only_when_zookeeper_and_the_session_released_it(
     tmp_path, zookeeper
 ):
     connect = f"{zookeeper}/storage-admin"

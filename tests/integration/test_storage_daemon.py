@@ -638,7 +638,7 @@ async def write_states(coordinator, *replicas):
     await coordinator.write_partition(PartitionId(0), metadata, marker, view.versions)
 
 
-def test_what_is_taken_away_is_served_until_a_session_has_left_it_out(tmp_path, zookeeper):
+def test_a_removed_replica_is_served_until_a_session_excludes_it(tmp_path, zookeeper):
     """The next session needs the answer of a replica that goes: no other may have what it holds."""
     connect = f"{zookeeper}/storage-leaves"
     port = free_port()

@@ -205,7 +205,7 @@ def test_promise_mono(world, field, back):
         world.checks.log_opened(world.storage, world.storage.log)
 
 
-def test_what_was_synced_is_there_after_a_restart_or_the_replica_is_suspect(world):
+def test_after_a_restart_synced_data_is_there_or_the_replica_is_suspect(world):
     log = world.storage.log
     world.checks.replicas.kept[world.storage.name] = log.synced_max + 1
     with fails("PromiseMono"):

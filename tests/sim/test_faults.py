@@ -360,7 +360,7 @@ def test_watches_are_coalesced_and_bring_what_holds():
     assert cluster.owner.partition.generation == coordinator.assignment.generation
 
 
-def test_a_client_gets_an_answer_that_was_true_a_while_ago():
+def test_a_client_receives_a_stale_answer():
     cluster = at_rest()
     cluster.coordinator.give("server1")
     cluster.coordinator.stale_reads = 1.0

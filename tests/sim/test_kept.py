@@ -47,7 +47,7 @@ def test_what_a_replica_knows_of_a_forgotten_session_outlives_a_later_mark(monke
     assert run(schedule).rule == "OutcomeTruth"
 
 
-def test_good_records_in_the_wrong_place_do_not_keep_a_replica_from_being_repaired(monkeypatch):
+def test_misplaced_good_records_do_not_prevent_a_repair(monkeypatch):
     """A misdirected page of later records made a hole that no right records fitted into."""
     schedule = Schedule.from_json((KEPT / "520000203.json").read_text(encoding="utf-8"))
     assert run(schedule).is_good
@@ -83,7 +83,7 @@ def test_records_whose_batch_has_rotted_with_them_are_repaired(monkeypatch):
     assert run(schedule).rule == "Converged"
 
 
-def test_a_batch_that_rots_behind_the_marker_is_not_cut_where_a_log_continues(monkeypatch):
+def test_a_rotten_batch_above_the_marker_is_not_cut_if_the_log_continues(monkeypatch):
     """A failed sync had ended its file; with it went what two of three had acknowledged."""
     schedule = Schedule.from_json((KEPT / "610000134.json").read_text(encoding="utf-8"))
     assert run(schedule).is_good

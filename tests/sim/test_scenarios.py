@@ -91,7 +91,7 @@ def test_checkers_run_during_a_story(monkeypatch):
         )
 
 
-def test_what_replicas_do_at_once_is_reported_in_the_order_of_their_names():
+def test_simultaneous_actions_are_listed_by_replica_name():
     lines = outcome("> begin slowly with A B C")
     assert lines[2] == "A B C: fenced with nothing, marked at nothing"
 

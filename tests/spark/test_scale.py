@@ -231,7 +231,7 @@ def test_connections_are_few_for_each_worker(spark: SparkSession, plain: LocalCl
         (100_000, 4096, {}),
     ],
 )
-def test_a_workers_memory_is_bounded_by_options_and_not_by_what_it_reads_and_writes(
+def test_a_workers_memory_depends_on_options_and_not_on_the_data(
     spark: SparkSession, place: Path, count: int, size: int, options: dict[str, int]
 ) -> None:
     with waltz_core.local.running(

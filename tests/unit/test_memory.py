@@ -63,7 +63,7 @@ async def nothing():
 
 
 @pytest.mark.parametrize("act", [lambda: sys.exit(3), nothing])
-def test_what_a_callback_does_on_its_thread_ends_no_more_than_its_feed(waltz_memory, act):
+def test_a_failing_callback_ends_only_its_feed(waltz_memory, act):
     callbacks = Plain(act)
     with waltz_memory.client() as client:
         client.append(b"poison", partition=0).result()
@@ -231,9 +231,7 @@ def test_an_append_fails_and_is_not_in_the_log(waltz_memory, error):
 
 
 @pytest.mark.parametrize("error", [errors.Overloaded, errors.NoSpace, errors.SessionLost])
-def test_what_clients_repair_they_repair_for_as_long_as_a_request_may_take(
-    waltz_memory, monkeypatch, error
-):
+def test_clients_retry_for_as_long_as_a_request_may_take(waltz_memory, monkeypatch, error):
     monkeypatch.setattr(appends, "RESEND_FULL_DELAY_S", 0.005)
     with waltz_memory.client(replace(SHORT, request_timeout_ms=1_000)) as client:
         waltz_memory.fail_next_append(2, error("as planned"))
@@ -280,7 +278,7 @@ def test_an_outcome_is_unknown_and_the_client_continues(waltz_memory, enters_log
             assert each.append(b"next", partition=0).result() == enters_log + number
 
 
-def test_an_error_that_no_append_ends_in_is_a_mistake_of_the_test(waltz_memory):
+def test_fail_next_append_rejects_errors_that_appends_never_raise(waltz_memory):
     for error in (errors.DataLoss("?"), errors.WaltzError("?"), errors.Unreachable("?")):
         with pytest.raises(errors.BadRequest, match=type(error).__name__):
             waltz_memory.fail_next_append(1, error)

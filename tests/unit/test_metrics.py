@@ -90,7 +90,7 @@ def test_a_report_is_counted_under_its_name():
     assert metrics.value("waltz_storage_events_total", event="segment_rolled") == 2
 
 
-def test_what_moved_away_is_forgotten():
+def test_moved_partitions_are_forgotten():
     metrics = Metrics("server")
     for partition in (1, 2):
         metrics.set("waltz_server_high_water_mark", 5, partition=partition)

@@ -56,7 +56,7 @@ def test_what_is_wrong_is_numbered_with_its_command(gathered, capsys):
     assert command == "   waltz-core storage run --config storage.toml"
 
 
-def test_what_is_gone_at_the_second_look_is_not_reported(gathered, capsys):
+def test_a_finding_that_disappears_is_not_reported(gathered, capsys):
     gathered[:] = [without(healthy(), A), without(healthy(), B)]
     assert main(["doctor", "--connect", CONNECT, "--json"]) == 0
     value = json.loads(capsys.readouterr().out)

@@ -42,7 +42,7 @@ def test_a_verbs_help_begins_with_what_it_does(capsys):
 @pytest.mark.parametrize(
     "verb", [["show"], ["create", "--partitions", "1"], ["list"], ["show-key"]]
 )
-def test_a_cluster_is_asked_for_in_a_sentence(verb, capsys, monkeypatch):
+def test_a_missing_cluster_argument_is_reported(verb, capsys, monkeypatch):
     monkeypatch.delenv("WALTZ_CONNECT", raising=False)
     assert main(["cluster", *verb]) == 1
     assert "no cluster is specified. Hint: use --connect" in capsys.readouterr().err

@@ -138,7 +138,7 @@ class LateLoop:
         return self._loop.call_soon(callback)
 
 
-def test_what_is_held_back_twice_goes_again_also_when_the_loop_is_late():
+def test_appends_held_back_twice_are_resent_even_on_a_late_loop():
     async def story():
         author = Author()
         author.appends._loop = LateLoop()
@@ -198,7 +198,7 @@ def test_a_batch_waits_behind_what_is_held_back(monkeypatch):
     in_virtual_time(story())
 
 
-def test_a_batch_that_waits_ends_when_nothing_more_is_received_or_its_order_is_lost(monkeypatch):
+def test_a_waiting_batch_ends_with_its_connection_or_its_order(monkeypatch):
     monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_FULL_DELAY_S", 0)
 
     async def story():
@@ -217,7 +217,7 @@ def test_a_batch_that_waits_ends_when_nothing_more_is_received_or_its_order_is_l
     in_virtual_time(story())
 
 
-def test_a_batch_that_waited_is_lost_when_one_of_its_order_before_it_was(monkeypatch):
+def test_a_waiting_batch_is_lost_with_an_earlier_one_of_its_order(monkeypatch):
     monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_FULL_DELAY_S", 0)
 
     async def story():
@@ -254,7 +254,7 @@ def test_rows_that_go_together_are_each_judged_by_their_own_mark():
     in_virtual_time(story())
 
 
-def test_what_is_too_large_for_the_server_goes_in_two_parts_in_order():
+def test_a_parcel_over_the_servers_limit_is_sent_in_two_parts():
     async def story():
         author = Author(batch_rows=9, batch_bytes=1 << 20)
         for number in range(9):
@@ -282,7 +282,7 @@ def test_attempts_keep_no_order_and_all_others_do(rows):
     in_virtual_time(story())
 
 
-def test_one_that_follows_is_sent_with_no_mark_above_what_it_has_seen():
+def test_a_dependent_append_carries_no_mark_above_its_predecessors():
     async def story():
         for mark, sent, session_id in ((4, 4, 3), (5, 8, 3), (6, 8, 3)):
             row = PendingRow(b"data", 0, 0)

@@ -540,7 +540,7 @@ async def test_contexts_that_race_count_every_one():
 
 
 @on_virtual_loop
-async def test_a_context_may_give_itself_up():
+async def test_a_context_may_abandon_itself():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         context = Counting({"value": 0})
         context.execute = lambda builder: False

@@ -66,12 +66,12 @@ async def share(door, count, *, cancelled=None, address=None):
     return [None if each.cancelled() else each.result() for each in tasks]
 
 
-def test_one_that_waits_for_a_dial_and_is_cancelled_cancels_no_other_process(door):
+def test_a_cancelled_wait_for_a_dial_cancels_no_other(door):
     assert asyncio.run(share(door, 3, cancelled=1)) == [1, None, 1]
     assert door.count == 1
 
 
-def test_when_the_one_that_dials_is_cancelled_another_one_dials_for_all(door):
+def test_if_the_dialing_caller_is_cancelled_another_one_dials(door):
     assert asyncio.run(share(door, 3, cancelled=0)) == [None, 1, 1]
     assert door.count == 2
 
@@ -141,7 +141,7 @@ def test_what_is_large_has_a_connection_of_its_own():
     asyncio.run(story())
 
 
-def test_a_connection_that_is_to_be_avoided_is_replaced_and_its_end_takes_nothing_along():
+def test_an_avoided_connection_is_replaced_and_its_end_loses_nothing():
     async def story():
         async with a_server() as (links, address, _):
             old = await links.get(address)
@@ -216,7 +216,7 @@ async def get_or_error(links, address):
         return error
 
 
-def test_a_server_is_silent_when_a_process_waits_and_nothing_has_come_since_the_last_look(
+def test_a_server_is_silent_if_a_request_waits_and_nothing_was_received(
     monkeypatch,
 ):
     monkeypatch.setattr("waltz_core.client.links.silence.SILENT_S", 600)  # the test looks itself

@@ -102,7 +102,7 @@ def test_one_that_shares_a_question_and_is_cancelled_cancels_no_other_process():
     assert zookeeper.count == 1
 
 
-def test_when_the_one_that_asks_is_cancelled_another_one_asks_again_for_all():
+def test_if_the_requesting_caller_is_cancelled_another_one_requests():
     zookeeper = Asked()
     assert in_virtual_time(share(zookeeper, 3, cancelled=0)) == [None, OWNER, OWNER]
     assert zookeeper.count == 2
@@ -363,7 +363,7 @@ class Slow:
         return Behind()
 
 
-def test_one_that_times_out_before_zookeeper_is_there_does_not_have_it_restart(monkeypatch):
+def test_a_caller_that_times_out_does_not_restart_the_connect(monkeypatch):
     async def ask():
         directory = FixedDirectory(LAYOUT, connect_timeout_ms=20_000)
         for _ in range(2):

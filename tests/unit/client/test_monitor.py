@@ -53,7 +53,7 @@ def test_sequence_numbers_are_not_used_twice():
         sent(monitor, 2, 3)
 
 
-def test_an_answer_is_for_the_parcel_with_the_same_request_id_in_all_parts():
+def test_an_answer_belongs_to_the_parcel_with_exactly_its_request_id():
     monitor = a_monitor()
     pending = sent(monitor, 1, 5)
     assert monitor.find(req(5)) is pending

@@ -292,9 +292,7 @@ async def placed_client(
 
 @pytest.mark.parametrize("is_placed", [False, True], ids=["watches", "was placed"])
 @pytest.mark.parametrize("what", ["dialed", "asked", "appended"])
-def test_one_that_waits_for_a_server_that_is_frozen_turns_to_the_next_owner(
-    what: str, is_placed: bool
-) -> None:
+def test_a_client_of_a_frozen_server_turns_to_the_next_owner(what: str, is_placed: bool) -> None:
     config = replace(QUICK, request_timeout_ms=60_000, dial_timeout_ms=60_000)
 
     @on_virtual_loop

@@ -350,7 +350,7 @@ def test_a_storage_that_is_near_and_not_engaged_is_not_asked(monkeypatch: pytest
     assert asked[4:] == ["server", "server"]
 
 
-def test_a_storage_that_does_not_greet_is_left_soon_for_another_one_and_the_last_is_waited_for(
+def test_a_storage_without_a_hello_is_skipped_soon_unless_it_is_the_last(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """Of a process that was stopped the system still takes connections."""

@@ -169,7 +169,7 @@ def test_when_time_is_up_at_zookeeper_what_had_failed_before_is_reported():
 @pytest.mark.parametrize(
     ("silent_after_s", "expected"), [(0.96, errors.NotOwned), (0.0, errors.Unreachable)]
 )
-def test_a_last_try_that_had_no_time_does_not_hide_why_the_others_failed(silent_after_s, expected):
+def test_the_error_names_the_cause_of_earlier_tries(silent_after_s, expected):
     async def story():
         silent_at_s = asyncio.get_running_loop().time() + silent_after_s
 

@@ -42,7 +42,7 @@ def story(caplog):
     return Story(caplog)
 
 
-def test_a_silence_is_reported_once_and_its_end_once_and_zookeeper_is_looked_at_each_time(story):
+def test_a_silence_and_its_end_are_reported_once_and_zookeeper_is_checked(story):
     silences = story.silences
     assert story.at(101, silences.detected, SERVER, 1, since_s=99.5) == [
         ("WARNING", f"server.silent server={SERVER} owes_answer_s=1.5 looks_at=zookeeper")

@@ -330,7 +330,7 @@ def test_a_locked_database_is_waited_for(tmp_path: Path) -> None:
     engine.dispose()
 
 
-def test_an_outage_is_no_poison(engine: sa.Engine) -> None:
+def test_an_outage_is_retried_and_an_application_error_stops(engine: sa.Engine) -> None:
     callbacks = Adding(engine)
     gone = sa.exc.OperationalError("SELECT 1", {}, Exception("server closed the connection"))
     assert callbacks.uncaught_exception(0, 7, gone) is PoisonPolicy.RETRY

@@ -157,7 +157,7 @@ def test_transactions_that_a_view_leaves_out_share_a_write_of_the_mark(
         assert (view.passes, view.ids) == (0, [300])
 
 
-def test_a_context_gets_past_a_lock_of_a_transaction_that_the_view_leaves_out(
+def test_a_context_passes_a_lock_of_a_transaction_filtered_from_its_view(
     waltz_memory: MemoryWaltz, engine: sa.Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("waltz_core.client.read.feed_delivery.PASS_S", HANG_S)

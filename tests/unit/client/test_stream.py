@@ -93,7 +93,7 @@ def test_what_the_server_does_not_take_in_one_frame_is_refused_unsent():
     assert not story.stream.has_pending
 
 
-def test_what_waits_does_not_overtake_the_rows_of_a_parcel_that_is_too_large():
+def test_waiting_appends_do_not_overtake_the_rows_of_a_large_parcel():
     """They come again in two parcels, behind everything that waits."""
     story = Story()
     for token, rows in ((1, 101), (2, 1), (3, 2)):

@@ -786,7 +786,7 @@ class Asked(Shared):
 
 
 @on_virtual_loop
-async def test_one_that_waits_for_a_feed_to_end_that_begins_when_the_client_is_closed_continues():
+async def test_a_wait_for_a_feed_of_a_closing_client_ends():
     async with memory_cluster() as cluster:
         client, callbacks = await cluster.client().open(), Asked()
         callbacks.may_go_on.clear()

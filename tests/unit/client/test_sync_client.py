@@ -429,7 +429,7 @@ def test_ctrl_c_while_a_client_is_closed_leaves_no_caller_waiting(monkeypatch):
                 each.result(HANG_S)
 
 
-def test_data_that_is_asked_for_when_the_loop_was_closed_is_reported_as_unavailable(monkeypatch):
+def test_a_fetch_after_the_end_of_the_loop_fails_as_unavailable(monkeypatch):
     loop = asyncio.new_event_loop()
     loop.close()
     monkeypatch.setattr(loop, "is_closed", lambda: False)  # it was not, a moment ago
@@ -440,7 +440,7 @@ def test_data_that_is_asked_for_when_the_loop_was_closed_is_reported_as_unavaila
         cache.data_of_blocking(3)
 
 
-def test_data_that_a_loop_was_asked_for_and_never_looked_at_leaves_no_coroutine_behind(monkeypatch):
+def test_an_unfinished_fetch_of_a_stopped_loop_leaves_no_coroutine(monkeypatch):
     monkeypatch.setattr(data_cache, "LOOK_S", 0.001)
     loop = asyncio.new_event_loop()
     monkeypatch.setattr(loop, "is_closed", lambda: True)  # it has ended before it came to that

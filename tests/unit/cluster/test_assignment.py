@@ -111,7 +111,7 @@ def test_generations_end_at_32_bits():
         assigned(last, live(3), partition_count=1)
 
 
-def test_one_that_keeps_all_keeps_it_and_what_is_free_goes_to_the_fewest():
+def test_preferred_partitions_stay_and_free_ones_go_to_the_least_loaded():
     old = PartitionAssignment(1, 6, {1: {0: 5}, 2: {1: 5, 2: 5, 3: 5}, 3: {4: 5, 5: 5}})
     new = assigned(old, live(1, 2), partition_count=6, cversion=2, keeps_all=True)
     assert new.servers == {1: {0: 5, 4: 6, 5: 6}, 2: {1: 5, 2: 5, 3: 5}}

@@ -100,7 +100,7 @@ async def test_unregistering_takes_away_only_ones_own_node(cluster):
 
 
 @in_cluster
-async def test_one_that_could_not_be_taken_away_is_not_reported_as_taken_away(cluster):
+async def test_a_failed_removal_is_not_reported_as_done(cluster):
     (one, own_session), (other, session) = cluster.member(), cluster.member()
     await one.register(descriptor(1))
     session.faults = [WriteFault.REQUEST_LOST] * WRITE_ATTEMPTS_MAX
@@ -468,7 +468,7 @@ async def test_after_a_return_of_zookeeper_those_that_register_again_keep_what_t
 
 
 @in_cluster
-async def test_one_that_does_not_come_back_is_waited_for_no_longer_than_a_session_timeout(cluster):
+async def test_the_wait_for_an_absent_server_ends_after_the_session_timeout(cluster):
     async with two_servers(cluster) as (first, two, second, at_two):
         first.suspend()
         await away(cluster, second, ms=60_000)

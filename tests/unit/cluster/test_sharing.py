@@ -38,7 +38,7 @@ def test_concurrent_callers_share_one_request():
     asyncio.run(story())
 
 
-def test_one_that_comes_while_a_question_is_under_way_has_it_put_again():
+def test_a_caller_during_a_request_causes_another_request():
     async def story() -> None:
         oracle = Oracle()
         shared = Shared(oracle.ask)

@@ -207,7 +207,7 @@ def test_what_a_flush_will_settle_is_not_reported() -> None:
     assert isinstance(translated(mounted(), result(2, Reason.TOO_LARGE)), InexpressibleError)
 
 
-def test_of_an_append_that_is_refused_in_words_only_broken_data_end_the_connection() -> None:
+def test_only_broken_data_of_a_refused_append_ends_the_connection() -> None:
     broken = errors.ChecksumMismatch("append: expected another CRC")
     assert refused(mounted(), append(2), broken) == EndConnection(str(broken))
     for error in (errors.NotOwned("gone"), errors.OutcomeUnknown("maybe")):

@@ -21,7 +21,7 @@ def sent_by(effects):
     return [message for each in effects if isinstance(each, ToServer) for message in each.messages]
 
 
-def test_all_mounts_have_the_sequence_of_the_first_and_each_partition_receives_its_own():
+def test_mounts_share_a_sequence_and_each_partition_gets_its_own_answers():
     link = OldServerLink()
     for partition, sequence in ((0, 5), (1, 6)):
         mount = m.MountWriter(mount_id(partition), sequence, LATEST_MARK, wants_feed=False)

@@ -75,7 +75,7 @@ async def on_server(cluster, call):
     return await asyncio.to_thread(cluster.do, call)
 
 
-def test_what_was_on_its_way_when_the_connection_broke_is_found_in_the_log():
+def test_appends_in_flight_at_a_broken_connection_are_found_in_the_log():
     async def story(cluster):
         async with client_of(cluster) as client:
             await client.mount([0])
@@ -92,7 +92,7 @@ def test_what_was_on_its_way_when_the_connection_broke_is_found_in_the_log():
 
 @pytest.mark.parametrize("kept", [0, 3, 7])
 @pytest.mark.parametrize("is_cut", [True, False])
-def test_what_a_store_session_has_lost_is_sent_again_and_stands_in_the_log_once(kept, is_cut):
+def test_appends_lost_with_a_store_session_are_resent_and_committed_once(kept, is_cut):
     async def story(cluster):
         async with client_of(cluster) as client:
             await client.mount([0])
@@ -137,7 +137,7 @@ def test_a_later_one_in_the_log_says_that_an_earlier_one_was_lost(monkeypatch):
     run(story)
 
 
-def test_nothing_is_reported_on_the_word_of_a_server_that_has_lost_the_partition():
+def test_a_server_that_has_lost_the_partition_decides_no_outcome():
     """Its mark is too old, and what it considers lost was found by its successor."""
 
     async def story(cluster):

@@ -325,7 +325,7 @@ def test_a_torn_tail_of_an_unclean_stop_is_a_note(tmp_path):
     assert len(found(directory)[0]) == 1, "what was known to be synced is no torn tail"
 
 
-def test_what_an_opened_and_closed_log_has_lost_in_a_crash_is_gone(tmp_path):
+def test_records_lost_in_a_crash_of_a_closed_log_are_gone(tmp_path):
     world = some_world()
     world.append([3])
     world.disk.power_loss(Survival.ANY_SECTORS, world.rng)
@@ -366,7 +366,7 @@ def test_what_is_no_storage_is_refused(storage, name):
         verified(storage / name)
 
 
-def test_a_directory_that_is_looked_at_cannot_be_opened_and_the_other_way_round(storage):
+def test_a_directory_cannot_be_inspected_and_opened_at_the_same_time(storage):
     file = RealDisk().open(storage / "waltz-x.id")
     with kept_still(storage), kept_still(storage / "2"):
         assert not file.lock_whole()
@@ -377,7 +377,7 @@ def test_a_directory_that_is_looked_at_cannot_be_opened_and_the_other_way_round(
     assert verified(storage).findings.wrong == 0
 
 
-def test_a_crc_of_the_data_that_is_wrong_in_a_record_that_is_right_is_found(storage):
+def test_a_wrong_data_crc_in_a_correct_record_is_found(storage):
     path = seg(storage, 0)
     record = bytearray(some_world().records[0])
     record[33] ^= 1
@@ -399,7 +399,7 @@ def test_what_is_confirmed_in_the_last_segment_is_no_torn_tail(tmp_path):
     assert wrong[0].endswith("; not listed as damaged")
 
 
-def test_a_batch_in_front_of_a_file_in_which_a_log_continued_is_no_torn_one(tmp_path):
+def test_a_batch_before_a_continued_file_is_not_torn(tmp_path):
     """No marker has moved where a failed sync ended the older file; what it holds was synced."""
     world = some_world(segment_bytes_max=100_000)
     for _ in range(3):
@@ -419,7 +419,7 @@ def test_a_batch_in_front_of_a_file_in_which_a_log_continued_is_no_torn_one(tmp_
 
 
 @pytest.mark.parametrize("is_closed", [False, True])
-def test_what_is_behind_the_end_of_a_file_is_a_fault_in_a_closed_log_only(tmp_path, is_closed):
+def test_bytes_after_the_end_of_a_file_are_a_fault_only_in_a_closed_log(tmp_path, is_closed):
     """A file that a failed write has ended may have its tail back: that cut was never synced."""
     world = some_world()
     world.append([3])

@@ -180,7 +180,7 @@ def test_a_process_that_does_not_run_is_reported_once_and_by_name(case):
     )
 
 
-def test_what_was_added_to_a_cluster_on_this_machine_is_not_started_by_local_up(case):
+def test_local_up_does_not_start_added_storages(case):
     case.local(MemberFacts("storage-1", A, "up", 77), MemberFacts("storage-2", B, "up", 78))
     case.storage(C, trouble="refused", replicas={})
     found = next(each for each in diagnose(case.facts) if each.name == "storage-away")
@@ -284,7 +284,7 @@ def test_a_storage_that_is_only_starting_is_waited_for(case):
     assert "wait for it" in diagnose(case.facts)[0].sentence
 
 
-def test_a_storage_that_hangs_is_ended_and_a_port_that_is_right_is_left(case):
+def test_a_hanging_storage_is_ended_and_a_correct_port_is_kept(case):
     case.local(MemberFacts("storage-1", A, "up", 79))
     case.storage(A, admin_trouble="no answer within 3 s", other_admin=5281, is_hanging=True)
     found = case.the_only("storage-hangs")
@@ -428,7 +428,7 @@ def test_a_replica_that_lags(case):
     assert f"move-replica 0 {C} {SPARE}" in found.command
 
 
-def test_one_suspect_is_repaired_and_a_quorum_of_them_has_to_be_decided(case):
+def test_one_suspect_replica_is_repaired_and_a_suspect_quorum_needs_a_decision(case):
     case.replica(A, is_suspect=True)
     assert case.found() == [("replica-suspect", f"0 {A}")]
     case.replica(B, is_suspect=True)
@@ -438,7 +438,7 @@ def test_one_suspect_is_repaired_and_a_quorum_of_them_has_to_be_decided(case):
     assert found.command == f"waltz-core cluster accept-replicas 0 --connect {CONNECT}"
 
 
-def test_nothing_is_to_be_decided_while_a_process_that_knows_is_only_away(case):
+def test_no_decision_is_needed_while_a_voter_is_only_away(case):
     case.server(1, served={0: False})
     case.replica(A, is_suspect=True)
     case.storage(B, trouble="refused", replicas={})

@@ -259,7 +259,7 @@ def test_stamps() -> None:
     st.sets(st.integers(0, 30)),
     st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), unique_by=lambda each: each[0]),
 )
-def test_an_id_has_the_stamp_of_the_last_run_that_began_before_it(
+def test_an_id_has_the_commit_stamp_of_its_run(
     chosen: set[int], runs: list[tuple[int, int]]
 ) -> None:
     stamps = [(first, last, 100 + first) for first, last in sorted(runs)]

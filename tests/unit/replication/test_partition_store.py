@@ -348,7 +348,7 @@ def test_what_is_in_doubt_is_settled_by_session_and_not_by_id():
     assert bench.logs()[A] == [100, 101]
 
 
-def test_what_is_in_doubt_outlives_a_session_that_is_lost_before_it_is_settled():
+def test_unknown_outcomes_survive_a_session_lost_before_they_are_settled():
     bench = with_doubt_about_ids_of_another()
     settled_count = len(bench.all_reported(Settled))
     bench.lose(until_it_asks_for_the_past(bench))
@@ -591,7 +591,7 @@ def test_a_submit_to_a_session_that_is_over_is_dropped():
     assert len(bench.sent) == sent
 
 
-def test_what_was_asked_of_zookeeper_before_is_not_waited_for():
+def test_earlier_zookeeper_requests_are_not_awaited():
     """An answer to an older attempt says nothing of the question of now."""
     bench = Bench()
     bench.own()

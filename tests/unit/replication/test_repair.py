@@ -215,7 +215,7 @@ def test_a_copy_that_does_not_lead_to_the_decided_chain_is_refused():
     assert (one.payloads(), one.chain) == ([0, 1, 2], usher.chain)
 
 
-def test_a_copy_that_was_begun_from_a_source_with_made_up_batches_is_cut_and_restarted():
+def test_a_copy_from_a_source_with_reconstructed_batches_is_restarted():
     one = storage((1, [0]), window=1)
     source = storage((1, [0]), (-1, [1]), (1, [2]), window=1)
     usher = storage((1, [0]), (1, [1]), (1, [2]), window=1)
@@ -293,7 +293,7 @@ def test_damage_is_repaired_before_the_mark():
     assert not one.disk.damaged
 
 
-def test_old_damage_does_not_hold_up_a_session_when_no_process_can_repair_it():
+def test_irreparable_old_damage_does_not_hold_up_a_session():
     one, source = storage(*OLD, mark=3), storage(*OLD)
     one.disk.damaged = {1}
     repair = repair_of(one)
@@ -303,7 +303,7 @@ def test_old_damage_does_not_hold_up_a_session_when_no_process_can_repair_it():
     assert repair.fill_step((1, 1)) == FetchCopy(1, 1, whole_batches=False)
 
 
-def test_damage_above_the_old_mark_waits_for_a_process_that_can_repair_it():
+def test_damage_above_the_old_mark_waits_for_a_replica_that_can_repair_it():
     one, source = storage(*OLD, mark=3), storage(*OLD)
     one.disk.damaged = {4}
     repair = repair_of(one)
@@ -374,7 +374,7 @@ def test_damage_that_is_cut_away_is_no_damage():
     assert "FillDamage" not in kinds(steps)
 
 
-def test_of_damage_that_was_cut_through_only_what_is_left_is_asked_for():
+def test_only_the_rest_of_truncated_damage_is_requested():
     one, source = storage(*OLD, (3, [7])), storage(*OLD)
     one.disk.damaged = {5}
     repair = repair_of(one)
@@ -480,7 +480,7 @@ def without_batches(one, first, last):
 
 
 @pytest.mark.parametrize("mark", [-1, 2])
-def test_what_a_replica_cannot_compare_is_cut_to_its_last_true_batch_and_copied(mark):
+def test_an_incomparable_tail_is_cut_to_the_last_true_batch_and_copied(mark):
     one, source = storage(*OLD, (3, [7]), mark=mark), storage(*OLD)
     without_batches(one, 3, 5)
     steps = walk(repair_of(one), one, source, Goal(5, source.chain))

@@ -141,7 +141,7 @@ def test_one_that_has_not_synced_what_was_copied_is_not_ready():
     assert bench.store.readable_replicas == [A, B]
 
 
-def test_what_was_copied_from_a_source_with_other_batches_is_cut_and_copied_from_another():
+def test_a_copy_from_a_source_with_other_batches_is_cut_and_repeated():
     """That they are others shows at the end only: the first of them is on disk by then."""
     bench = Bench()
     behind(bench, C, batches=4)
@@ -319,7 +319,7 @@ def with_marks(*, above=3):
     return bench
 
 
-def test_what_lies_below_the_old_mark_and_cannot_be_repaired_holds_up_no_mark():
+def test_irreparable_damage_below_the_old_mark_holds_up_no_mark():
     bench = with_marks()
     bench.storages[B].disk.damaged = {1}
     real = rejects_repairs(bench, B)
@@ -335,7 +335,7 @@ def test_what_lies_below_the_old_mark_and_cannot_be_repaired_holds_up_no_mark():
     assert not bench.storages[B].disk.damaged
 
 
-def test_what_lies_above_the_old_mark_is_repaired_from_another_source_before_the_mark():
+def test_damage_above_the_old_mark_is_repaired_before_the_mark_is_set():
     bench = with_marks()
     bench.storages[B].disk.damaged = {7}
     real = rejects_repairs(bench, B)
@@ -360,7 +360,7 @@ def test_what_lies_above_the_old_mark_is_repaired_from_another_source_before_the
     assert bench.store.readable_replicas == [A, B, C]
 
 
-def test_damage_that_grew_while_a_repair_was_under_way_is_repaired_from_its_new_beginning():
+def test_damage_that_grew_during_a_repair_is_repaired_from_its_new_start():
     bench = with_marks()
     storage = bench.storages[B]
     storage.disk.damaged = {7}
@@ -470,7 +470,7 @@ def test_a_replica_that_reports_half_a_range_is_abandoned():
     assert "pairs of IDs" in bench.reports("replica.refused")[-1]["reason"]
 
 
-def test_one_that_reports_damage_before_it_was_asked_is_asked_for_all_of_it():
+def test_early_damage_reports_are_followed_by_a_full_request():
     bench = running()
     bench.step(session_events.Checkpoint())
     while not bench.requests.get(B):

@@ -75,7 +75,7 @@ def test_an_answer_without_batches_is_refused():
     assert past.outcome is None
 
 
-def test_batches_that_were_made_up_do_not_say_that_a_session_wrote_nothing():
+def test_reconstructed_batches_do_not_prove_that_a_session_wrote_nothing():
     other = Replica()
     past, replica = settling(9, other, in_doubt=InDoubt(7, 3, 8))
     past.begin(0)

@@ -232,7 +232,7 @@ def test_a_single_append_is_answered_when_it_is_committed_and_not_before() -> No
     assert world.pipeline.in_flight_bytes == 0
 
 
-def test_what_waits_together_goes_to_the_store_as_one_batch_in_fair_order() -> None:
+def test_waiting_appends_become_one_batch_in_fair_order() -> None:
     world = World()
     first = world.single(data=b"one")
     rows = world.batch([b"two", b"three"])
@@ -409,7 +409,7 @@ def test_a_row_that_is_too_large_is_not_in_the_log_and_enters_no_lock(
     }
 
 
-def test_what_comes_on_an_older_connection_after_the_mount_on_a_newer_one_is_refused() -> None:
+def test_appends_on_an_older_connection_are_refused_after_a_newer_mount() -> None:
     world = World()
     newer = ConnectionId(21)
     world.mounts.begin(BOB, newer, 2)
@@ -543,7 +543,7 @@ def test_a_large_request_goes_alone() -> None:
     assert [batch.last - batch.first + 1 for batch in world.turns()] == [1, 1, 1]
 
 
-def test_while_small_ones_have_to_pass_large_ones_go_one_by_one_with_pauses() -> None:
+def test_large_requests_go_one_by_one_while_small_ones_wait() -> None:
     world = World()
     for _ in range(4):
         world.single(data=LARGE, cost=LARGE_BYTES)
@@ -582,7 +582,7 @@ def test_large_ones_of_a_closed_session_hold_back_no_request() -> None:
     world.open(-1, settled=-1)
 
 
-def test_what_is_small_passes_a_large_one_that_waits_even_when_its_turn_comes_first() -> None:
+def test_small_requests_pass_a_waiting_large_one() -> None:
     world = World()
     world.share()
     world.batch([bytes(PIECE_BYTES // 2)] * 3)
@@ -807,7 +807,7 @@ def test_a_barrier_waits_for_what_is_in_flight_only() -> None:
 # --- lost sessions
 
 
-def test_nothing_is_reported_at_the_end_of_a_session_but_all_of_it_when_settled() -> None:
+def test_outcomes_are_reported_when_settled_and_not_at_the_end_of_a_session() -> None:
     world = World()
     kept, lost = world.single(write=[1]), None
     world.turn()
@@ -831,7 +831,7 @@ def test_nothing_is_reported_at_the_end_of_a_session_but_all_of_it_when_settled(
 
 
 @pytest.mark.parametrize("unbroken", [True, False])
-def test_what_had_landed_by_the_end_of_a_session_is_kept_where_no_other_process_wrote(
+def test_committed_appends_of_an_ended_session_are_kept_without_another_writer(
     unbroken,
 ) -> None:
     """Otherwise its chain may be another one than the log's."""

@@ -148,7 +148,7 @@ def shows(*servers, is_settled=True):
 
 
 @pytest.mark.parametrize("between", [shows(1, 2, is_settled=False), shows(0, 1, 2), shows(1, 2, 3)])
-def test_nothing_has_lasted_when_servers_have_come_or_gone_or_another_one_led(monkeypatch, between):
+def test_a_change_of_servers_or_lead_restarts_the_observation(monkeypatch, between):
     called, now_ms = [], 0
     monkeypatch.setattr("waltz_core.server.process.balancing.loop_clock_ms", lambda: now_ms)
     monkeypatch.setattr(Balancer, "reset_history", lambda _: called.append("away"))

@@ -28,7 +28,7 @@ def test_lock_tables_share_a_budget() -> None:
     assert many.lock_slot_count * 8 * 1_000 <= config().lock_table_bytes_max
 
 
-def test_what_is_joined_in_one_turn_fits_into_a_frame_to_a_storage() -> None:
+def test_appends_joined_in_one_turn_fit_into_one_storage_frame() -> None:
     for batch_bytes in (5 * MIB, 8 * MIB, 12 * MIB):
         limits = limits_of(config(batch_bytes_max=batch_bytes, batch_rows_max=1_000_000), 4)
         rows = limits.batch_rows_max + limits.slice_rows_max

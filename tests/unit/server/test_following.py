@@ -94,7 +94,7 @@ def test_a_writer_gets_its_predecessors_in_flight_and_may_follow_them():
     assert results(world.commit()) == {behind: [(1, COMMITTED, -1)]}
 
 
-def test_what_is_gathered_goes_in_one_batch_when_what_is_in_flight_has_landed():
+def test_gathered_appends_become_one_batch_after_those_in_flight():
     world, _ = in_flight()
     for number in range(3):
         world.follow(BOB)
@@ -124,7 +124,7 @@ def test_no_more_is_gathered_than_a_slice():
     assert (batch.first, batch.last) == (1, 3)
 
 
-def test_a_barrier_waits_for_what_is_gathered_as_for_what_is_in_flight():
+def test_a_barrier_waits_for_gathered_appends_as_for_those_in_flight():
     world, _ = in_flight()
     world.after(0, client=BOB)
     world.turn()
@@ -134,7 +134,7 @@ def test_a_barrier_waits_for_what_is_gathered_as_for_what_is_in_flight():
     assert Reached(1) in world.commit()
 
 
-def test_while_authors_wait_what_was_gathered_goes_some_time_after_the_batch_before_it():
+def test_while_authors_wait_gathered_appends_are_sent_after_a_pause():
     world, _ = in_flight()
     world.follow(BOB)
     assert predecessor_ids(world.turn())
@@ -403,7 +403,7 @@ def gathered_while_another_waits() -> Authors:
     return world
 
 
-def test_what_was_gathered_does_not_wait_for_more_when_the_session_is_to_end():
+def test_gathered_appends_do_not_wait_when_the_session_must_end():
     world = gathered_while_another_waits()
     world.pipeline.hold()
     assert world.wants_turn

@@ -27,7 +27,7 @@ def next_commit(world: World, mark: int, lock: int = HOT) -> dict:
     return results(world.commit())
 
 
-def test_one_is_reported_at_each_landing_in_the_order_in_which_they_came() -> None:
+def test_refused_writers_are_notified_one_per_commit_in_their_order() -> None:
     world, refused, answered = contended()
     assert answered[refused[0]] == [(-1, LOCK, 0)]
     assert refused[1] not in answered

@@ -177,7 +177,7 @@ def test_what_was_in_flight_before_a_reset_takes_nothing_back_after_it() -> None
     assert judge(table, {"r": [3]}, mark=0, high=1).conflicts.tolist() == [1]
 
 
-def test_what_is_in_flight_is_taken_back_though_what_came_before_it_has_landed() -> None:
+def test_locks_in_flight_are_undone_even_if_earlier_ones_committed() -> None:
     table = table_at(0)
     for next_id, lock in (1, 1), (2, 2):
         judge(table, {"w": [lock]}, next_id=next_id)
@@ -186,7 +186,7 @@ def test_what_is_in_flight_is_taken_back_though_what_came_before_it_has_landed()
     assert [table.estimate(lock) for lock in (1, 2)] == [1, 0]
 
 
-def test_of_what_is_too_much_to_take_back_nothing_lies_above_the_mark_either() -> None:
+def test_too_many_entries_to_undo_leave_none_above_the_mark() -> None:
     table = table_at(0)
     judge(table, {"w": [1]}, next_id=1)
     judge(table, {"w": [1, *range(10, 10_000)]}, mark=1, high=1, next_id=2)
@@ -269,7 +269,7 @@ def test_calls_do_not_grow_with_the_rows(hot: bool) -> None:
     assert counts[1] <= 2 * counts[0]
 
 
-def test_what_is_learned_lets_slots_go_down_and_no_lock_below_its_writer() -> None:
+def test_a_refill_lowers_slots_but_no_lock_below_its_writer() -> None:
     table = table_at(9)
     judge(table, {"w": [3]}, mark=9, high=9)
     ids = np.array([9, 7, 7], dtype=np.int64)

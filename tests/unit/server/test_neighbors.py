@@ -105,7 +105,7 @@ async def test_one_that_listens_no_more_is_taken_out_once():
 
 
 @on_loop
-async def test_one_that_changes_its_preferences_and_dies_is_taken_out_as_it_is_known_now():
+async def test_a_dead_server_is_removed_by_its_current_descriptor():
     async with world() as here:
         listener = await here.listen()
         here.neighbors.follow(view_of(ServerDescriptor(OTHER, HOST, listener.port)))
@@ -184,7 +184,7 @@ async def test_one_that_answers_no_more_but_is_not_refused_is_not_judged():
 
 
 @on_loop
-async def test_one_that_drops_one_more_connection_while_it_dies_is_taken_out_soon():
+async def test_a_dying_server_that_accepts_once_more_is_removed_soon():
     neighbors.OTHER_PAUSE_S = 3600.0  # type: ignore[misc]
     neighbors.REFUSED_PAUSE_S = 0.1  # type: ignore[misc] - until the dying one listens
     async with world() as here:

@@ -346,7 +346,7 @@ def test_the_store_is_woken_when_it_asked_to_be() -> None:
     assert isinstance(world.store.events[-1], Wakeup)
 
 
-def test_a_checkpoint_waits_until_nothing_is_in_flight_and_takes_nothing_with_it() -> None:
+def test_a_checkpoint_waits_for_appends_in_flight_and_loses_none() -> None:
     world = World(checkpoint_interval_count=3, checkpoint_interval_ms=50)
     world.open(9)
     world.mount()
@@ -1048,7 +1048,7 @@ def test_a_proven_mark_covers_everything_reported_meanwhile() -> None:
     assert message.high_water_mark == 0
 
 
-def test_an_opening_is_a_proof_as_of_its_write_and_not_of_its_news() -> None:
+def test_an_opening_proves_the_mark_as_of_its_write_and_not_of_its_answer() -> None:
     """A server that is paused while its states are written may be replaced meanwhile."""
     world = World()
     metadata, marker = PartitionMetadata(), PartitionMarker(MarkerState.OPEN)

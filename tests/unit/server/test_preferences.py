@@ -30,7 +30,7 @@ def test_what_was_handed_over_rests_for_a_while():
     assert (found.resting, found.in_force_after((), ())) == ([], (0, 1))
 
 
-def test_a_process_that_asks_again_or_no_longer_wants_it_ends_the_rest():
+def test_a_changed_preference_ends_the_pause():
     found = preferring(0, 1)
     found.handed_over(0, 5.0)
     found.handed_over(1, 5.0)

@@ -97,7 +97,7 @@ def test_a_lock_is_as_young_as_its_last_transaction_and_no_younger_than_its_batc
     assert world.written(6, 2) == [6, 9]
 
 
-def test_of_a_batch_that_reports_its_writers_apart_a_lock_is_no_younger_than_its_writer() -> None:
+def test_with_writers_per_row_a_lock_is_as_old_as_its_writer() -> None:
     world = World()
     world.ask()
     packed = struct.pack(">4i", 21, 22, 23, 21)
@@ -108,7 +108,7 @@ def test_of_a_batch_that_reports_its_writers_apart_a_lock_is_no_younger_than_its
     assert world.written(3) == [3]
 
 
-def test_it_goes_down_as_far_as_is_wanted() -> None:
+def test_the_refill_reads_down_to_the_limit() -> None:
     world = World(lock_refill_count_max=3)
     world.ask()
     world.answer(blocks(0, MARK))
@@ -251,7 +251,7 @@ def test_what_is_known_to_be_missing_is_not_asked_for_again() -> None:
     assert world.refill.holds(world.now_ms)
 
 
-def test_one_that_had_nothing_at_all_or_did_not_answer_is_asked_again() -> None:
+def test_a_source_that_was_empty_or_silent_is_asked_again() -> None:
     world = World()
     world.ask()
     world.answer(b"")

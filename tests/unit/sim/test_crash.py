@@ -82,7 +82,7 @@ def test_a_file_may_have_grown_and_hold_nothing_yet():
     assert only == b"a".ljust(SECTOR_BYTES, b"\0") + b"b" * SECTOR_BYTES
 
 
-def test_a_sync_of_a_file_says_nothing_of_its_name_nor_the_other_way_round():
+def test_a_sync_of_a_file_and_of_its_name_are_independent():
     disk = made()
     file = disk.open(ROOT / "g", create=True)
     file.pwrite([b"g"], 0)

@@ -169,7 +169,7 @@ def test_rot_is_on_the_platter_and_unseen_by_the_steps(disk):
     assert disk.step_count == steps
 
 
-def test_a_fault_can_be_planned_for_a_kind_of_call_or_for_a_read_and_reports_when_it_strikes(disk):
+def test_a_fault_can_be_planned_for_calls_or_reads_and_reports_its_time(disk):
     struck = []
     disk.plan_call({"rename", "sync"}, DiskFault.FAILS, lambda: struck.append("call"))
     disk.plan_read(2, lambda: struck.append("read"))

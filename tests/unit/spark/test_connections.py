@@ -62,7 +62,7 @@ def test_one_that_wants_the_same_cluster_waits_and_shares_the_client() -> None:
     assert Client.made == ["dead:2181/x"]
 
 
-def test_what_stays_is_left_out_of_the_search_for_garbage_once_for_each_kind_of_work(
+def test_objects_are_frozen_once_for_each_kind_of_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     done: list[str] = []

@@ -146,7 +146,7 @@ def test_partitions_are_held_and_switched_one_by_one():
     ]
 
 
-def test_a_request_for_several_ends_at_the_first_that_is_refused_and_says_what_is_done():
+def test_a_request_for_several_stops_at_a_refusal_and_reports_what_is_done():
     desk = Terminal(
         SetAvailability=lambda errand: DiskFailed("no") if errand.partition_id == 2 else None
     )
@@ -197,7 +197,7 @@ def test_the_gauges_have_waltz_0_13s_names_and_form():
     }
 
 
-def test_a_disk_that_does_not_say_what_is_free_has_no_gauge_for_it_but_its_error():
+def test_without_free_space_of_a_disk_its_error_replaces_the_gauge():
     room = DiskRoom(None, 64, False, 1_700_000_000_000, "statvfs: input/output error")
     desk = Terminal(FindHeld=(HeldPartition(3, INFO, 52, True),), FindRoom=room)
     gauges = json.loads(desk.ask(wire.MetricsRequest(1)).json)["gauges"]

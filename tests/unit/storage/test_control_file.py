@@ -104,7 +104,7 @@ def test_a_failed_sync_fails_every_partition_of_the_file():
     assert control.info(1).session_id == control.info(2).session_id == NO_SESSION
 
 
-def test_what_a_failed_sync_has_left_is_durable_once_the_next_opening_trusts_it():
+def test_slots_that_are_trusted_after_a_failed_sync_are_durable():
     disk = new_disk()
     control = open_control(disk)
     disk.plan(disk.step_count + 2, DiskFault.FAILS)

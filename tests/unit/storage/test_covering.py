@@ -254,7 +254,7 @@ def test_a_cut_in_the_middle_of_a_batch(world):
     assert world.log.chain_at(7) == chain
 
 
-def test_what_there_was_no_room_to_cut_is_cut_when_the_mark_is_set_again(world, monkeypatch):
+def test_a_cut_without_room_happens_when_the_mark_is_set_again(world, monkeypatch):
     _, chain = cover(world, 7)
     with monkeypatch.context() as patch:
         patch.setattr(truncation, "carry_out", Mock(side_effect=NoSpace("full")))
@@ -433,7 +433,7 @@ def test_a_cut_covers_after_a_mark_that_an_earlier_version_took_from_a_0_13_serv
     assert empty.content() == whole(9)
 
 
-def test_the_word_for_no_batches_is_no_chain_and_outlives_a_slot_on_disk():
+def test_the_value_for_no_batches_is_distinct_and_survives_a_slot_on_disk():
     assert UNBATCHED != GENESIS_CHAIN
     assert not Slot(0).is_unbatched
     unbatched = Slot(0, acked=Marker(4, UNBATCHED))

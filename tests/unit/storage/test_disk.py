@@ -102,7 +102,7 @@ def test_a_block_that_is_given_at_the_second_try_stays(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("number", [errno.ENOMEM, errno.ESTALE, errno.EINTR])
-def test_an_error_that_reports_nothing_of_the_bytes_gives_nothing_up(tmp_path, lost, number):
+def test_an_error_without_a_byte_range_releases_nothing(tmp_path, lost, number):
     path = tmp_path / "f"
     path.write_bytes(b"a" * 100)
     lost.blocks.add(0)
@@ -341,9 +341,7 @@ def test_a_file_that_cannot_be_opened_again_is_a_failed_read_or_a_failed_write(t
     assert not isinstance(caught.value, ReadFailed), "that is a bug of ours, not the disk's"
 
 
-def test_a_file_that_is_closed_under_a_call_keeps_its_number_until_the_call_has_ended(
-    tmp_path, monkeypatch
-):
+def test_a_file_closed_during_a_call_keeps_its_descriptor_until_the_end(tmp_path, monkeypatch):
     disk = RealDisk(2)
     file = disk.open(tmp_path / "f", create=True)
     write, numbers = os.pwritev, []
@@ -364,9 +362,7 @@ def test_a_file_that_is_closed_under_a_call_keeps_its_number_until_the_call_has_
         file.sync()
 
 
-def test_what_will_be_read_is_asked_for_with_one_descriptor_and_is_no_promise(
-    tmp_path, monkeypatch
-):
+def test_read_ahead_uses_one_descriptor_and_is_only_a_hint(tmp_path, monkeypatch):
     sizes = {"empty": 0, "small": 65_536, "large": 1_000_000}
     for name, size in sizes.items():
         (tmp_path / name).write_bytes(bytes(size))
@@ -492,9 +488,7 @@ def test_the_twin_has_no_more_room_than_it_was_given():
 # ---- what a killed process may have left
 
 
-def test_the_names_beside_a_directory_that_is_there_are_synced_where_they_may_be_read(
-    tmp_path, monkeypatch
-):
+def test_names_beside_an_existing_directory_are_synced_if_readable(tmp_path, monkeypatch):
     disk, synced = RealDisk(), []
     monkeypatch.setattr(disk, "sync_directory", synced.append)
     disk.make_directory(tmp_path / "a" / "b")
@@ -508,7 +502,7 @@ def test_the_names_beside_a_directory_that_is_there_are_synced_where_they_may_be
     assert synced == []
 
 
-def test_the_last_of_several_files_has_its_name_only_when_the_others_have_theirs_for_good():
+def test_the_last_file_is_named_only_after_the_others_are_durable():
     disk = RecordingDisk()
     disk.make_directory(ROOT)
     create_durably(disk, ROOT, [("a", b"1"), ("b", b"2"), ("c", b"3")])

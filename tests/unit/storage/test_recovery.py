@@ -241,7 +241,7 @@ def fallen_back(disk, **slot):
     disk.flip(ROOT / SLOTS_NAME, SLOT_BLOCK_BYTES * slots._place + 20)
 
 
-def test_an_opening_that_is_cut_short_does_not_forget_that_it_fell_back(monkeypatch):
+def test_an_interrupted_opening_keeps_the_fallback_flag(monkeypatch):
     disk = new_disk()
     fallen_back(disk, promised=9)
     info = INFO._replace(session_id=4)
@@ -416,7 +416,7 @@ def test_a_record_that_has_rotted_before_it_was_adopted_changes_no_chain():
 
 
 @pytest.mark.parametrize("is_zero", [False, True])
-def test_a_record_of_which_not_even_the_checksum_is_left_makes_an_adopted_log_suspect(is_zero):
+def test_a_record_without_a_checksum_makes_an_adopted_log_suspect(is_zero):
     def spoil(disk):
         end = SEGMENT_HEADER_BYTES + 4 * RECORD_BYTES
         if is_zero:
@@ -478,7 +478,7 @@ def test_a_transaction_of_a_0_13_program_that_is_larger_than_ours_is_no_torn_tai
     assert (slots.slot.damaged, slots.slot.suspect) == ((), False)
 
 
-def test_what_was_promised_before_a_0_13_programs_session_is_not_promised_in_it():
+def test_an_earlier_promise_does_not_hold_in_a_session_of_0_13():
     """Whose nonce it has is another owner's, of an older session."""
     disk = new_disk()
     written(disk, [3], promised=4, nonce=bytes([7] * 16), old_sequence=3)
@@ -841,7 +841,7 @@ def test_batches_behind_the_last_record_are_cut():
     assert content(segments) == records[: 3 * RECORD_BYTES]
 
 
-def test_a_batch_that_rots_before_a_file_in_which_a_log_continues_is_not_taken_for_a_torn_one():
+def test_a_rotten_batch_before_a_continued_file_is_not_torn():
     """After a failed write no marker moves with the roll; that file says what was synced."""
     disk = new_disk()
     segments, records, entries = written(disk, [3, 2, 1], acked=1)

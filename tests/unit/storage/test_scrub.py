@@ -55,7 +55,7 @@ def test_a_piece_is_never_large():
     assert read(scrub, 0)[1] == ScrubPiece(0, PIECE_BYTES_MAX)
 
 
-def test_one_partition_after_the_other_and_each_as_far_as_it_went_at_the_beginning():
+def test_partitions_are_read_in_turn_up_to_their_initial_marks():
     scrub = made(5, 2)
     assert read(scrub, 0, last=10, next_id=6)[0] == 2
     assert read(scrub, 500, last=80, next_id=11) == (2, ScrubPiece(6, 100_000), True)

@@ -629,7 +629,7 @@ def test_reads_and_writes_take_turns(bench):
 # limits
 
 
-def test_one_that_brings_more_than_there_is_room_for_is_not_read_until_there_is(make):
+def test_a_connection_over_the_memory_limit_is_paused(make):
     bench = make(queue_bytes_max=4_000)
     owner = bench.owned(5)
     bench.send(1, *(owner.append(data=bytes(500)) for _ in range(8)))
@@ -672,7 +672,7 @@ def test_a_prepare_that_waits_for_a_failing_disk_names_no_other_owner(bench):
     assert bench.answers(2)[-1].error_code == DiskFailed.code
 
 
-def test_after_a_failed_sync_the_partition_leaves_its_session_and_a_second_one_is_the_end(bench):
+def test_a_failed_sync_ends_the_session_and_a_second_one_the_process(bench):
     owner = bench.owned(5)
     bench.ask(1, owner.append(2))
     kept = Owner(6).continues(owner)

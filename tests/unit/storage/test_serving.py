@@ -28,7 +28,7 @@ def after(*, served, wanted, lying_here):
 
 
 @pytest.mark.parametrize("partitions", [(), (0,), (0, 2)])
-def test_one_that_serves_what_it_should_and_has_nothing_else_waits_for_a_change(partitions):
+def test_a_storage_that_serves_its_assignment_waits_for_a_change(partitions):
     assert after(served=partitions, wanted=partitions, lying_here=partitions) is None
 
 
@@ -40,7 +40,7 @@ def test_one_that_serves_what_it_should_and_has_nothing_else_waits_for_a_change(
         ((0, 1), (0, 2)),
     ],
 )
-def test_what_is_not_as_it_should_be_is_looked_at_after_a_pause_that_grows(served, wanted):
+def test_deviations_are_checked_again_after_growing_pauses(served, wanted):
     assert after(served=served, wanted=wanted, lying_here=(0, 1, 2)) == OPEN_AGAIN_S_MIN
 
 
@@ -189,7 +189,7 @@ def test_what_is_offline_is_not_served_though_it_is_assigned_here():
     asyncio.run(main())
 
 
-def test_what_was_taken_away_is_served_while_a_session_names_it_unless_it_is_offline():
+def test_a_removed_replica_in_a_session_is_served_unless_it_is_offline():
     async def main():
         engine, coordinator = Directory(0, 1, 2), Metadata(1, 2)
         engine.offline = {2}

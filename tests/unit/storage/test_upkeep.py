@@ -69,7 +69,7 @@ def test_the_disk_is_reported_with_the_time(engine):
     assert room_of(engine, 1_234).is_full
 
 
-def test_a_disk_that_does_not_say_what_is_free_is_reported_with_the_rest(engine, monkeypatch):
+def test_unknown_free_space_is_reported_with_the_rest(engine, monkeypatch):
     def fail():
         raise DiskFailed("getting the free space of /waltz: input/output error")
 

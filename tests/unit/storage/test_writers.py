@@ -111,7 +111,7 @@ async def test_a_thread_that_is_free_keeps_nothing_of_what_it_did():
 
 
 @on_loop
-async def test_a_piece_that_a_disk_holds_keeps_no_other_process_and_no_end():
+async def test_a_piece_that_hangs_on_a_disk_delays_no_other_and_no_shutdown():
     recorder, held = Recorder(), threading.Event()
 
     def hang() -> WorkResult:

@@ -76,7 +76,7 @@ def test_small_fields_are_one_buffer():
     assert len(codec.encode(append_raw(b"x" * 100), 1)) == 1
 
 
-def test_every_message_of_the_table_has_a_plan_in_each_version_it_exists_in():
+def test_every_message_has_a_plan_in_each_of_its_versions():
     for surface in (Surface.CLIENT, Surface.STORAGE):
         for version in surface.versions:
             for message_class in codec._plans(surface, version).values():
@@ -192,7 +192,7 @@ def test_data_or_error(result):
     assert codec.decode(Surface.CLIENT, 5, payload(message, 5)) == message
 
 
-def test_a_bool_is_true_only_for_one():
+def test_a_bool_is_true_only_for_the_byte_1():
     data = bytearray(payload(ErrorResponse(REQ_ID, 21, retriable=True, message="x"), 5))
     at = 1 + 16 + 4
     assert data[at] == 1
