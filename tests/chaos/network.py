@@ -35,7 +35,7 @@ PREFIX = "10.88"
 CUT_RANK, SLOW_RANK, SLOW_TABLE = 10, 20, 100
 TUN = Path("/dev/net/tun")
 
-Link = tuple[str, str]  # from whom, to whom
+Link = tuple[str, str]  # source, target
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,7 @@ def test_a_mark_below_what_was_reported_or_beyond_the_log_is_found(history: Hist
     assert any(f"received mark {mark}" in each for each in history.wrong())
 
 
-def test_what_four_writers_compares_is_compared(history: History):
+def test_the_comparisons_of_four_writers_are_made(history: History):
     history.lines[-2] = ["reported", "c", "committed", 3, 3.5, ""]
     assert any("c was reported as committed and is lost" in each for each in history.wrong())
 

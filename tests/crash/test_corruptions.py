@@ -1,4 +1,4 @@
-"""A closed directory in which something is wrong: it heals, or says in one sentence what is wrong.
+"""A closed directory in which something is wrong: it is repaired, or says in one sentence what is wrong.
 
 Whatever is done to its files, no byte leaves it that was not written; and what other replicas have
 comes back from them. `WALTZ_CORRUPTIONS` adds seeds.
@@ -108,7 +108,7 @@ def read_all(log, history):
     return unreadable
 
 
-def heal(log, history):
+def repair(log, history):
     """Do what an owner does: fill damage, and let what differs be copied; return how it ended."""
     covered = -1
     for one in log.lineage(0, log.max_id)[1] if log.max_id >= 0 else ():
@@ -133,11 +133,11 @@ def heal(log, history):
         log.append(session, base + 1, lengths, b"".join(run), chain, entries)
     log.sync()
     log.set_low_water_mark(session, log.max_id, log.chain)
-    return "healed"
+    return "repaired"
 
 
 def judge(seed):
-    """Corrupt, open, read, heal, and read again; return how it ended."""
+    """Corrupt, open, read, repair, and read again; return how it ended."""
     contents, touched = corrupted(Random(seed))
     disk = SimDisk(is_traced=False)
     disk.become(contents)
@@ -163,8 +163,8 @@ def judge(seed):
         )
         if log.max_id < len(history.records) - 1:
             assert log.suspect, f"partition {partition} ends at {log.max_id} and trusts it"
-        how = heal(log, history)
-        if how == "healed":
+        how = repair(log, history)
+        if how == "repaired":
             assert not read_all(log, history)
             assert log.max_id == len(history.records) - 1
             assert not log.suspect
@@ -183,5 +183,5 @@ def test_a_corrupt_directory_is_repaired_or_reports_the_damage(first, record_pro
             raise AssertionError(f"seed {seed}: {error}") from error
     for how, count in ended.items():
         record_property(f"crash: corruptions: {how}", count)
-    assert ended["healed"] > SEEDS_OF_A_TEST // 10
+    assert ended["repaired"] > SEEDS_OF_A_TEST // 10
     assert ended["refused"] + ended["partition refused"] > SEEDS_OF_A_TEST // 10

@@ -31,7 +31,7 @@ def test_a_log_that_was_closed_has_nothing_to_say(tmp_path, seed):
 
 @pytest.mark.parametrize("survival", SURVIVALS)
 @pytest.mark.parametrize("seed", range(25))
-def test_what_a_crash_leaves_is_never_called_wrong(tmp_path, seed, survival):
+def test_verify_accepts_every_state_after_a_crash(tmp_path, seed, survival):
     world = random_world(seed)
     for number in range(3):
         run_until_power_loss(world, 25, world.rng.randint(1, 120))

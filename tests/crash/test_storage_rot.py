@@ -175,7 +175,7 @@ def judge(world, files, spoiled_path):
 
 
 @pytest.mark.parametrize("first", range(0, 8 * len(SEEDS), 25))
-def test_what_anything_confirms_is_not_cut_without_a_word(first):
+def test_confirmed_records_are_never_cut_silently(first):
     """One fault of a disk, at the next start after an unclean stop."""
     ended = Counter()
     for seed in range(first, first + 25):

@@ -92,7 +92,7 @@ def test_a_new_zookeeper_learns_from_the_storages(story: Story):
     assert "there is nothing to rebuild" in refuses(cluster, *rebuild)
 
 
-def test_what_a_disk_has_lied_about_is_not_decided_without_the_others(story: Story, tmp_path: Path):
+def test_a_storage_with_a_lying_disk_does_not_decide_alone(story: Story, tmp_path: Path):
     """A disk goes back to what it had when it stopped to sync, within a session.
 
     With one other replica away, its word would be half of the decision, and acknowledged rows lost.

@@ -30,7 +30,7 @@ def owners(story: Story) -> set[object]:
     return {each["server"] for each in partitions.values()}
 
 
-def test_what_a_killed_server_owned_continues_elsewhere_at_once(story: Story):
+def test_partitions_of_a_killed_server_move_at_once(story: Story):
     killed = story.cluster.member("server-1")
     others = {
         f"127.0.0.1:{each.port}"

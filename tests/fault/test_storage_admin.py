@@ -162,7 +162,7 @@ def test_a_partition_moves_away_and_comes_back(cluster: LocalCluster):
         (("re-seed", "--admin", "127.0.0.1:1", "--partition", "3-1"), "a range that rises"),
     ],
 )
-def test_what_cannot_be_meant_is_reported_in_a_sentence(words: tuple[str, ...], sentence: str):
+def test_invalid_requests_are_reported_in_a_sentence(words: tuple[str, ...], sentence: str):
     assert sentence in refused(*words)
 
 

@@ -109,7 +109,7 @@ def test_rot_in_it_is_found_wherever_it_is(storage):
         flip(path, at)
 
 
-def test_when_ours_has_taken_it_over_nothing_is_wrong(storage):
+def test_an_adopted_directory_verifies(storage):
     engine = Engine.open(
         RealDisk(),
         storage,

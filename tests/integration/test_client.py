@@ -294,7 +294,7 @@ def load(
 
 
 @pytest.mark.parametrize("victim", ["storage-1", "server-1", "server-2"])
-def test_what_is_reported_under_kills_is_what_the_log_says(cluster: LocalCluster, victim: str):
+def test_outcomes_under_kills_agree_with_the_log(cluster: LocalCluster, victim: str):
     stop = threading.Event()
     counts: Counter[str] = Counter()
     claims: list[tuple[int, int | None, bytes]] = []

@@ -237,7 +237,7 @@ def test_a_mount_is_fed_what_it_lacks_and_then_answered(version: int) -> None:
     run(main())
 
 
-def test_what_waltz_0_13_ends_a_connection_for_so_do_we() -> None:
+def test_our_server_closes_connections_where_0_13_does() -> None:
     async def main() -> None:
         async with cluster() as (_, server), dialing(server) as dial:
 
@@ -300,7 +300,7 @@ def test_a_later_connection_of_a_client_ends_the_earlier_one() -> None:
     run(main())
 
 
-def test_what_is_asked_without_a_mount_is_answered_or_left_open(
+def test_requests_without_a_mount_are_answered_or_left_open(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(old_client, "MARK_WAIT_S", 0.2)

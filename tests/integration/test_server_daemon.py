@@ -216,7 +216,7 @@ def test_append_read_and_flush() -> None:
     run(main())
 
 
-def test_what_the_server_does_not_remember_comes_from_a_storage() -> None:
+def test_evicted_data_is_read_from_a_storage() -> None:
     async def main() -> None:
         async with cluster(transaction_cache_bytes=1 << 20) as (world, server):
             client = await connect(server)

@@ -182,7 +182,7 @@ def test_a_tool_of_waltz_0_13_is_answered_byte_for_byte(tmp_path):
     on_loop(main())
 
 
-def test_what_a_tool_of_waltz_0_13_reads(tmp_path):
+def test_a_tool_of_0_13_reads_its_fields(tmp_path):
     async def main():
         async with storage(tmp_path) as (address, port), session(address, 5) as owner:
             await fill(owner)
@@ -291,7 +291,7 @@ def test_a_log_is_thrown_away_on_purpose_only_and_that_survives_a_kill(tmp_path)
         on_loop(look(process.address))
 
 
-def test_what_is_settled_is_copied_to_a_replica_that_is_offline(tmp_path):
+def test_settled_records_are_copied_to_an_offline_replica(tmp_path):
     async def main():
         async with two_storages(tmp_path) as (address, source, other_address, target):
             async with session(address, 5) as owner:

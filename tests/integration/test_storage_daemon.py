@@ -151,7 +151,7 @@ async def session(address, session_id, partition_id=0):
         await link.wait_closed()
 
 
-def test_what_was_answered_is_there_after_a_kill(tmp_path):
+def test_acknowledged_data_survives_a_kill(tmp_path):
     async def fill(address):
         async with session(address, 5) as owner:
             first = await owner.prepare()
@@ -719,7 +719,7 @@ def test_a_disk_that_hangs_does_not_stop_the_loop_for_a_health_page(tmp_path, mo
     on_loop(main())
 
 
-def test_one_that_asks_before_the_partitions_are_open_waits_for_them(tmp_path, monkeypatch):
+def test_early_requests_wait_for_the_partitions_to_open(tmp_path, monkeypatch):
     opening, may_open = threading.Event(), threading.Event()
     assign = Engine.assign
 

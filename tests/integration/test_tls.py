@@ -170,7 +170,7 @@ def test_daemons_read_their_files_again_after_a_signal(cluster: LocalCluster):
         assert client.append(b"still there", partition=PARTITION).result() >= 0
 
 
-def test_what_runs_is_shown_in_the_clear(cluster: LocalCluster):
+def test_metrics_are_readable_without_tls(cluster: LocalCluster):
     port = cluster.member("server-1").http_port
     done = waltz("server", "metrics", f"127.0.0.1:{port}", "--json")
     assert done.returncode == 0, done.stderr

@@ -364,7 +364,7 @@ def run(seed: int) -> World:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_what_is_reported_is_true(seed: int) -> None:
+def test_reported_outcomes_are_true(seed: int) -> None:
     run(seed)
 
 

@@ -11,7 +11,7 @@ from waltz_core.wire.messages import Reason
 
 
 @pytest.mark.parametrize("block", range(10))
-def test_what_is_reported_is_what_the_log_says(block):
+def test_outcomes_agree_with_the_log(block):
     reasons = set()
     unknown = 0
     for seed in range(block * 30, block * 30 + 30):

@@ -121,7 +121,7 @@ def kinds(hands, answer):
     return {type(command) for command, given in hands.outcome if isinstance(given, answer)}
 
 
-def test_what_a_storage_agrees_to_loses_nothing():
+def test_accepted_administration_loses_nothing():
     done, refused, answers = set(), set(), 0
     for seed in range(SEEDS):
         try:

@@ -30,7 +30,7 @@ def test_a_session_that_zookeeper_has_forgotten_is_not_overruled_by_an_older_log
     assert run(schedule).rule == "OutcomeTruth"
 
 
-def test_what_a_replica_knows_of_a_forgotten_session_outlives_a_later_mark(monkeypatch):
+def test_records_of_a_forgotten_session_outlive_a_later_mark(monkeypatch):
     """One was left out by what ZooKeeper was rolled back to; the other was given a mark meanwhile
     by a session that never opened."""
     schedule = Schedule.from_json((KEPT / "530014798.json").read_text(encoding="utf-8"))
@@ -97,7 +97,7 @@ def test_a_rotten_batch_above_the_marker_is_not_cut_if_the_log_continues(monkeyp
     assert run(schedule).rule == "DecisionCovers"
 
 
-def test_what_a_hanging_disk_makes_an_owner_ask_twice_is_no_rival(monkeypatch):
+def test_a_repeated_request_after_a_hanging_disk_is_no_rival(monkeypatch):
     """What it had sent on the link that it closed was read last, and its later question refused
     as of a session that another owner had: the partition was halted for good."""
     schedule = Schedule.from_json((KEPT / "8803332.json").read_text(encoding="utf-8"))

@@ -142,7 +142,7 @@ def test_a_link_keeps_the_order(two):
     assert two.outcome("near") == []
 
 
-def test_what_was_sent_before_the_end_arrives(two):
+def test_messages_sent_before_the_end_arrive(two):
     two.send(NEAR, 1, 2)
     two.network.close(two.link, NEAR, "enough")
     two.send(NEAR, 3)
@@ -232,7 +232,7 @@ class TestOutliving:
         assert len(late) == 1
 
     @pytest.mark.parametrize("lets_go", ["release", "heal"])
-    def test_what_is_on_its_way_then_comes_behind_what_was_held_back(self, two, lets_go):
+    def test_messages_in_flight_arrive_after_those_held_back(self, two, lets_go):
         late, network = self.held(two), two.network
         network.slow_us = 100_000
         two.send(NEAR, 3)
@@ -251,7 +251,7 @@ class TestOutliving:
         two.world.run(1_000_000)
         assert two.outcome("far") == [1, 2, "abandoned"]
 
-    def test_nothing_counts_as_late_for_a_far_end_that_is_gone(self, two):
+    def test_messages_to_a_closed_end_do_not_count_as_late(self, two):
         late = self.held(two)
         two.network.give_up(two.link, "abandoned")
         two.far.die()
@@ -290,7 +290,7 @@ def test_a_reset_is_reported_and_a_silent_death_is_not(two):
 # --- processes
 
 
-def test_what_stands_still_loses_nothing(two):
+def test_a_paused_process_loses_no_messages(two):
     two.far.pause()
     two.send(NEAR, 1, 2, 3)
     two.world.run(1_000_000)

@@ -99,7 +99,7 @@ def test_ten_jobs_add_to_one_counter(spark: SparkSession, connect: str) -> None:
     assert total == 55
 
 
-def test_what_the_function_leaves_out_stays_refused(spark: SparkSession, connect: str) -> None:
+def test_rows_that_the_function_omits_stay_rejected(spark: SparkSession, connect: str) -> None:
     key = 9003
     marks = waltz_spark.snapshot(spark, connect).high_water_marks
     taken = counters(spark, key, 1, 0)
@@ -145,7 +145,7 @@ def test_a_row_is_rejected_when_its_retries_are_used_up(spark: SparkSession, con
         ({"identityColumns": "nothing"}, "'identityColumns': no column 'nothing' is packed"),
     ],
 )
-def test_what_cannot_be_is_reported_before_any_task(
+def test_invalid_options_are_reported_before_any_task(
     spark: SparkSession, connect: str, options: dict[str, str], text: str
 ) -> None:
     given = {"onLockFailure": "retry", "dataFormat": "json", **options}

@@ -119,7 +119,7 @@ def test_a_stream(spark: SparkSession, connect: str, tmp_path: Path) -> None:
     assert type(waltz_spark.error_of(query_error)) is errors.BadRequest
 
 
-def test_what_a_users_function_raises_over_it_stays(
+def test_an_error_of_the_users_function_is_kept(
     spark: SparkSession, connect: str, tmp_path: Path
 ) -> None:
     spark.range(1).write.parquet(str(tmp_path / "in"))

@@ -118,7 +118,7 @@ def test_an_iterator_at_its_end_returns_at_once(waltz_memory):
     assert [type(each) for each in callbacks.errors] == [RuntimeError]
 
 
-def test_what_is_no_context_is_reported(waltz_memory):
+def test_an_argument_that_is_no_context_is_reported(waltz_memory):
     async def submit(wrong):
         async with waltz_memory.async_client() as client:
             await client.submit(wrong)
@@ -350,7 +350,7 @@ def test_a_suspended_feed_holds_back_what_is_committed(waltz_memory):
         assert client.submit(RecordingContext(0)).result() == won + 1
 
 
-def test_one_that_subscribes_to_a_suspended_feed_waits_and_can_be_closed(waltz_memory):
+def test_a_subscription_to_a_suspended_feed_waits_and_can_be_closed(waltz_memory):
     with waltz_memory.client() as client:
         client.append(b"a", partition=0).result()
         waltz_memory.suspend_feed()
@@ -409,7 +409,7 @@ def test_clients_keep_the_id_that_they_are_given(waltz_memory):
         assert waltz_memory.transactions(0)[0].req_id.client_id == 77
 
 
-def test_what_is_to_be_sent_again_ends_with_the_client(monkeypatch):
+def test_pending_retries_end_with_the_client(monkeypatch):
     monkeypatch.setattr(appends, "RESEND_FULL_DELAY_S", 600)
     with MemoryWaltz(1) as waltz:
         waltz.fail_next_append(2, errors.NoSpace("the disk is full"))

@@ -56,7 +56,7 @@ def test_a_counter_stands_on_the_page_from_its_first_count_and_grows_between_loo
         assert f'{name}{{partition="4"}} {2.0 * look}\n'.encode() in metrics.page()
 
 
-def test_what_was_counted_of_a_forgotten_partition_does_not_come_back():
+def test_counts_of_a_forgotten_partition_do_not_return():
     metrics, name = Metrics("server"), "waltz_server_appended_batches_total"
     metrics.add(name, 5, partition=4)
     metrics.forget(partition=4)
@@ -101,7 +101,7 @@ def test_moved_partitions_are_forgotten():
     assert page.count(b'partition="2"') == 2
 
 
-def test_what_comes_back_counts_from_nothing():
+def test_a_returning_partition_counts_from_zero():
     metrics, name = Metrics("server"), "waltz_server_appended_transactions_total"
     for partition in (1, 2):
         metrics.add(name, 5, partition=partition)

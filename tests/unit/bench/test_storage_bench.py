@@ -40,7 +40,7 @@ def test_openings_are_measured_over_as_many_segments_as_were_asked_for(capsys, t
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_cannot_be_read_back_is_reported_as_lost(capsys, tmp_path, monkeypatch):
+def test_unreadable_rows_are_reported_as_lost(capsys, tmp_path, monkeypatch):
     append = PartitionLog.append
 
     def forgetful(log, session, first, *rest, **options):
@@ -54,6 +54,6 @@ def test_what_cannot_be_read_back_is_reported_as_lost(capsys, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("flag", ["--mib", "--segments"])
-def test_nothing_is_no_amount(capsys, flag):
+def test_zero_is_no_amount(capsys, flag):
     assert main(["bench", "storage-open", flag, "0"]) != 0
     assert f"{flag}: expected more than 0, found 0" in capsys.readouterr().err

@@ -77,7 +77,7 @@ def test_a_stranger_is_found(capsys, connected):
     assert found["wrong"] == ["partition 0, id 0: expected its id as data, found b'not a number'"]
 
 
-def test_one_that_produces_and_one_that_consumes_may_be_two(capsys, connected):
+def test_producer_and_consumer_may_be_separate_commands(capsys, connected):
     with connected():
         _, made = printed(capsys, "create-producer", "--transactions", "9", "--partitions", "2")
         assert made == {"written": 9, "attempts": 9, "ids": {"0": [0, 4], "1": [0, 3]}}
@@ -100,7 +100,7 @@ def test_one_that_produces_and_one_that_consumes_may_be_two(capsys, connected):
         (["consume", "--first", "-1"], "--first: expected an id, 0 or more, found -1"),
     ],
 )
-def test_what_makes_no_sense_is_reported_in_a_sentence(capsys, connected, words, sentence):
+def test_senseless_arguments_are_reported_in_a_sentence(capsys, connected, words, sentence):
     with connected():
         assert main(["client", *words, "--connect", "memory:1/w"]) == 1
     assert sentence in capsys.readouterr().err

@@ -48,7 +48,7 @@ def test_a_healthy_cluster_is_reported_as_healthy(gathered, capsys):
     assert "4 storages and of this machine differ by at most 3 ms" in clocks
 
 
-def test_what_is_wrong_is_numbered_with_its_command(gathered, capsys):
+def test_findings_are_numbered_with_their_commands(gathered, capsys):
     gathered[:] = [without(healthy(), A)]
     assert main(["doctor", "--connect", CONNECT]) == 1
     sentence, command = capsys.readouterr().out.splitlines()
@@ -127,7 +127,7 @@ def test_it_ends_without_any_traffic():
     ]
 
 
-def test_one_that_is_still_waited_for_is_reported_as_the_others_answer():
+def test_progress_names_the_processes_still_waited_for():
     shown, release = [], asyncio.Event()
 
     async def slow():

@@ -76,7 +76,7 @@ def test_another_page_is_reported(capsys, body, status, sentence):
     ("address", "sentence"),
     [("127.0.0.1:1", "127.0.0.1:1: "), ("x", "host:port"), ("x:0", "expected the port of")],
 )
-def test_one_that_is_not_there_is_reported(capsys, address, sentence):
+def test_a_missing_page_is_reported(capsys, address, sentence):
     assert main(["server", "metrics", address]) == 1
     (logged,) = capsys.readouterr().err.splitlines()
     assert sentence in logged

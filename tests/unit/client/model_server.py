@@ -270,7 +270,7 @@ class ModelWorld:
             reasons.append(reason)
             conflicting.append(0 if reason is m.Reason.LOCK else -1)
         if self.random.random() < 0.05:
-            self.refuse(link, message.req_id, errors.OutcomeUnknown("who knows"))
+            self.refuse(link, message.req_id, errors.OutcomeUnknown("unknown"))
             return
         self.answer(
             link,

@@ -77,7 +77,7 @@ def test_one_that_times_out_waiting_for_room_does_not_hold_up_others():
     in_virtual_time(story())
 
 
-def test_what_is_held_back_ends_when_nothing_more_is_received():
+def test_appends_held_back_end_with_the_connection():
     async def story():
         author = Author()
         held = author.append()
@@ -109,7 +109,7 @@ def test_appends_that_wait_for_an_abandoned_parcel_are_not_sent(monkeypatch):
 
 
 @pytest.mark.parametrize("token", [1, 2])
-def test_what_is_held_back_goes_again_in_its_place(monkeypatch, token):
+def test_appends_held_back_are_resent_in_their_place(monkeypatch, token):
     monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_FULL_DELAY_S", 0)
 
     async def story():
@@ -159,7 +159,7 @@ SEEN = FollowedState(SessionId(3), PARTITION, 1, 0, 5, (), frozenset())
 @pytest.mark.parametrize(
     "fields", [{"is_attempt": True}, {"follows": SEEN}, {"deadline_s": 0.0}, {}]
 )
-def test_what_may_have_become_stale_is_not_sent_again(monkeypatch, fields, reason):
+def test_stale_appends_are_not_sent_again(monkeypatch, fields, reason):
     """An attempt is computed again, and so is what was computed from what is lost with it."""
     monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_DELAY_S", 0)
     monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_FULL_DELAY_S", 0)

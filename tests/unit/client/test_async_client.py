@@ -61,7 +61,7 @@ def batch_of(*rows: bytes, write_locks=None, header: int = 0) -> bytes:
 
 
 @on_virtual_loop
-async def test_what_a_cluster_is():
+async def test_a_client_describes_its_cluster():
     async with memory_cluster(partition_count=3) as cluster, cluster.client().opened() as client:
         assert client.cluster() == ("test", KEY.bytes, 3)
         assert client.partition_count == 3
@@ -550,7 +550,7 @@ async def test_a_context_may_abandon_itself():
 
 
 @on_virtual_loop
-async def test_what_execute_raises_ends_the_context():
+async def test_an_error_in_execute_ends_the_context():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         context = Counting({})
         with pytest.raises(KeyError):
@@ -947,7 +947,7 @@ async def test_replicas_of_the_own_group_are_nearby():
 
 
 @on_virtual_loop
-async def test_one_that_is_in_no_group_asks_for_none():
+async def test_a_client_without_a_group_does_not_ask_for_groups():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         with mock.patch.object(client.directory, "groups") as asked:
             assert (await client.replicas(0)).nearby == ()
@@ -1005,7 +1005,7 @@ async def test_connections_are_shared_and_so_is_the_wait_for_one():
 
 
 @on_virtual_loop
-async def test_what_is_large_has_a_connection_of_its_own():
+async def test_large_answers_have_a_connection_of_their_own():
     async with memory_cluster(partition_count=8) as cluster:
         (server,) = cluster.servers
         async with cluster.client().opened() as client:

@@ -130,7 +130,7 @@ async def until(condition):
         await asyncio.sleep(0)
 
 
-def test_what_is_large_has_a_connection_of_its_own():
+def test_large_answers_have_a_connection_of_their_own():
     async def story():
         async with a_server() as (links, address, _):
             small, large = await links.get(address), await links.get(address, is_bulk=True)
@@ -157,7 +157,7 @@ def test_an_avoided_connection_is_replaced_and_its_end_loses_nothing():
     asyncio.run(story())
 
 
-def test_one_that_waits_is_reported_when_the_connection_breaks():
+def test_a_waiting_request_fails_when_the_connection_breaks():
     async def story():
         async with a_server() as (links, address, got), asyncio.TaskGroup() as group:
             link = await links.get(address)
@@ -196,7 +196,7 @@ def test_no_request_has_a_number_that_streams_use():
     asyncio.run(story())
 
 
-def test_one_that_is_closed_while_it_dials_keeps_no_connection(door):
+def test_a_close_during_a_dial_keeps_no_connection(door):
     async def story():
         async with a_server() as (links, address, _), asyncio.TaskGroup() as group:
             dialing = group.create_task(get_or_error(links, address))

@@ -23,7 +23,7 @@ def fed(mark: int, ahead_max: int = 10) -> FeedCursor:
     return cursor
 
 
-def test_nothing_is_taken_before_it_is_wanted():
+def test_nothing_is_taken_before_a_subscription():
     cursor = FeedCursor(10)
     assert cursor.take(feed_batch(req(-1), 0, *ROWS)) is None
     assert cursor.ask() is None
@@ -43,7 +43,7 @@ def test_stretches_follow_one_another():
     assert "gap: transaction 6 after 4" in cursor.take(feed_batch(req(-1), 6, ROWS[6]))
 
 
-def test_what_lies_before_the_beginning_is_not_taken_for_the_applications_debt():
+def test_records_before_the_start_do_not_count_as_lag():
     mark = 1_000_000
     cursor = FeedCursor(ahead_max=3)
     cursor.want(mark)
@@ -139,7 +139,7 @@ def test_a_filtered_feed_is_dense_over_any_frames_and_repeats(values, wanted, dr
 
 
 @pytest.mark.parametrize("offsets", [(1, 0), (1, 1), (-1, 1), (1, 3)])
-def test_what_passes_a_filter_comes_in_order_and_from_within_its_batch(offsets):
+def test_filtered_transactions_are_in_order_and_within_their_batch(offsets):
     picked = struct.pack(">2i", *offsets)
     message = FeedBatch(req(-1), 0, 3, heads([7, 8]), 1, -1, bytes(16), picked)
     assert "2 picked" in cursor_of(7, 8).take(message)

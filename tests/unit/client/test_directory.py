@@ -31,20 +31,20 @@ def test_a_task_is_given_its_own_partition_only():
     assert LAYOUT.of(1) == ClusterLayout("zk:2181/shop", CLUSTER, {})
 
 
-def test_what_later_tasks_are_reported_is_learned_without_asking():
+def test_later_layouts_are_learned_without_a_request():
     directory = FixedDirectory(LAYOUT.of(0), connect_timeout_ms=1)
     directory.learn(LAYOUT.of(2))
     assert in_virtual_time(directory.owner(2, after_failure=False)) == Owner("b:2", 4)
 
 
-def test_what_is_known_is_not_unlearned():
+def test_an_older_layout_does_not_replace_a_newer_one():
     directory = FixedDirectory(LAYOUT, connect_timeout_ms=1)
     for generation in (0, 1):
         directory.learn(ClusterLayout("zk:2181/shop", CLUSTER, {0: ("gone:9", generation)}))
     assert directory.owners[0] == Owner("a:1", 1)
 
 
-def test_what_is_newer_is_learned_and_passed_on():
+def test_a_newer_layout_is_learned_and_passed_on():
     directory = FixedDirectory(LAYOUT, connect_timeout_ms=1)
     reported = []
     in_virtual_time(directory.open(lambda owners: reported.append(dict(owners))))
@@ -96,7 +96,7 @@ async def share(zookeeper, count, *, cancelled=None):
 OWNER = Owner("a:1", 3)
 
 
-def test_one_that_shares_a_question_and_is_cancelled_cancels_no_other_process():
+def test_a_cancelled_caller_of_a_shared_request_cancels_no_other():
     zookeeper = Asked()
     assert in_virtual_time(share(zookeeper, 3, cancelled=1)) == [OWNER, None, OWNER]
     assert zookeeper.count == 1
@@ -229,7 +229,7 @@ class Behind(Elsewhere):
     generation = 3
 
 
-def test_what_zookeeper_reports_late_replaces_nothing_newer(monkeypatch):
+def test_a_late_answer_of_zookeeper_replaces_nothing_newer(monkeypatch):
     async def connect(*_place, **_options):
         return Behind()
 
@@ -248,7 +248,7 @@ def test_what_zookeeper_reports_late_replaces_nothing_newer(monkeypatch):
     assert reported == [{0: Owner("z:1", 3), 1: Owner("z:1", 3)}]
 
 
-def test_one_that_asks_while_the_directory_is_closed_leaves_no_session_behind(monkeypatch):
+def test_a_request_during_the_close_leaves_no_session_behind(monkeypatch):
     async def connect(*_place, **_options):
         await may_connect.wait()
         return Behind()
@@ -328,7 +328,7 @@ class Unsettled(Behind):
         return view(is_settled=False)
 
 
-def test_what_a_session_has_reported_is_not_reported_by_the_next(monkeypatch):
+def test_a_new_session_does_not_repeat_reports(monkeypatch):
     """It may have been another cluster's."""
 
     async def connect(*_place, **_options):

@@ -33,7 +33,7 @@ def ids(found) -> list[int]:
     return [each.transaction_id for each in found]
 
 
-def test_one_that_has_seen_nothing_claims_nothing():
+def test_a_client_that_has_seen_nothing_claims_nothing():
     assert not FOLLOW.has_seen
     assert FOLLOW.claim(5) == (5, FOLLOW)
     assert FOLLOW.above(5) == ()
@@ -59,7 +59,7 @@ def test_a_mark_between_the_first_and_last_predecessor_may_follow():
     assert follow.claim(12) == (12, FOLLOW)
 
 
-def test_of_other_locks_an_author_has_seen_what_its_state_holds():
+def test_for_other_locks_the_mark_of_the_state_counts():
     follow = FOLLOW.with_predecessors(message(6, last=9), 5, MOUNT, LOCKS)
     assert follow.claim(5, LOCKS[:1]) == (9, follow)
     mark, claimed = follow.claim(5, (*LOCKS, 33))
@@ -90,7 +90,7 @@ def test_ids_that_do_not_follow_the_mark_are_not_trusted(follow):
         FOLLOW.with_predecessors(message(*follow, last=9), 5, MOUNT, LOCKS)
 
 
-def test_what_has_become_too_much_is_dropped(monkeypatch):
+def test_too_many_predecessors_are_dropped(monkeypatch):
     monkeypatch.setattr(predecessors, "CARRIED_MAX", 3)
     follow = FOLLOW.with_predecessors(message(6, 7, last=7), 5, MOUNT, LOCKS)
     assert ids(follow.predecessors) == [6, 7]

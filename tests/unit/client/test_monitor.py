@@ -35,7 +35,7 @@ def a_monitor() -> Monitor:
     return Monitor(CLIENT, PARTITION)
 
 
-def test_what_is_in_flight_is_counted():
+def test_appends_in_flight_are_counted():
     monitor = a_monitor()
     assert monitor.oldest is None
     first = sent(monitor, 1, 1, rows=3)
@@ -105,7 +105,7 @@ def test_headers_must_be_those_that_were_asked_for():
     assert not monitor.saw_headers(TransactionId(10), 2, good[28:] + good[:28])
 
 
-def test_what_is_found_whole_is_not_in_doubt():
+def test_a_parcel_found_whole_has_a_known_outcome():
     monitor = a_monitor()
     pending = sent(monitor, 1, 1, rows=2)
     monitor.prove(TransactionId(15))
@@ -115,7 +115,7 @@ def test_what_is_found_whole_is_not_in_doubt():
     assert pending.known_outcome(BEFORE_FIRST).transaction_ids.tolist() == [12, 13]
 
 
-def test_what_is_found_in_part_is_in_doubt():
+def test_a_parcel_found_in_part_has_an_unknown_outcome():
     monitor = a_monitor()
     pending = sent(monitor, 1, 1, rows=2)
     monitor.prove(TransactionId(15))
@@ -133,7 +133,7 @@ def test_everything_is_read_up_to_the_last_proof():
     assert monitor.unread() == (10, 20)
 
 
-def test_what_is_sent_after_a_proof_is_not_proven():
+def test_a_proof_does_not_cover_later_appends():
     monitor = a_monitor()
     sent(monitor, 1, 1, mark=9)
     monitor.prove(TransactionId(12))

@@ -153,7 +153,7 @@ async def make_moves(cluster: MemoryCluster, there: list[Way], count: int) -> No
 
 
 @MOVES
-def test_what_is_late_on_an_old_connection_does_not_get_in(moves: int) -> None:
+def test_late_appends_on_an_old_connection_are_rejected(moves: int) -> None:
     @on_virtual_loop
     async def story() -> None:
         async with two_servers() as (cluster, there, client):
@@ -247,7 +247,7 @@ async def test_moves_to_and_fro_lose_nothing_and_double_nothing() -> None:
 
 
 @on_virtual_loop
-async def test_what_is_sent_again_keeps_its_place() -> None:
+async def test_resent_appends_keep_their_place() -> None:
     async with two_servers() as (cluster, there, client):
         await client.mount([0])
         server = cluster.owner(0)

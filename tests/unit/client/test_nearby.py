@@ -97,7 +97,7 @@ def test_no_more_is_read_than_asked_for_and_one_record_at_least(files, reader):
     assert files.asked == [12, 11]  # what a grant does not hold is asked for
 
 
-def test_what_the_grant_ends_before_is_asked_for_again(files, reader):
+def test_records_after_the_end_of_a_grant_are_requested_again(files, reader):
     assert files.read(reader, 10, 29, count=8).lengths.size == 8
     assert files.read(reader, 18, 29).lengths.size == 12
     assert files.asked == [10, 18]
@@ -127,7 +127,7 @@ def test_a_file_that_was_cut_meanwhile_is_reported(files, reader):
         files.read(reader, 13, 14)
 
 
-def test_one_that_hands_over_nothing_is_reported(files, reader, monkeypatch):
+def test_a_storage_that_hands_over_nothing_is_reported(files, reader, monkeypatch):
     def refuses(_door, _question, *, timeout_s):
         raise errors.Unreachable(f"no answer within {timeout_s}")
 
@@ -172,7 +172,7 @@ class Preadv:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports what is in memory")
-def test_what_is_in_memory_needs_no_thread_once_the_file_is_open(files, reader, monkeypatch):
+def test_cached_records_need_no_thread_once_the_file_is_open(files, reader, monkeypatch):
     system = Preadv(monkeypatch)
     got = [bytes(files.read(reader, first, first + 4).records) for first in (10, 15, 20, 25)]
     assert b"".join(got) == files.records
@@ -213,7 +213,7 @@ def test_nothing_is_read_while_a_thread_is_still_busy_with_a_cancelled_read(file
     reader.close()
 
 
-def test_what_is_held_is_not_written_over(files, reader):
+def test_buffers_in_use_are_not_overwritten(files, reader):
     kept = [files.read(reader, first, first).records[:] for first in range(10, 30)]
     assert b"".join(kept) == files.records
 

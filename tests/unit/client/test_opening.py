@@ -67,7 +67,7 @@ def _that_fails():
         lambda c: c.subscribe(_Callbacks(), headers=_that_fails()),
     ],
 )
-def test_what_goes_wrong_in_the_callers_own_generator_is_the_callers(what):
+def test_an_error_in_the_callers_generator_is_raised_to_the_caller(what):
     refused = pytest.raises(TypeError, match=r"int\(\) argument must be")
     with MemoryWaltz() as waltz, waltz.client() as client, refused:
         what(client)

@@ -59,7 +59,7 @@ def test_an_outage_that_is_over_restarts(caplog: pytest.LogCaptureFixture) -> No
         (ValueError(""), PoisonPolicy.STOP),
     ],
 )
-def test_what_may_work_later_is_tried_again_unless_the_application_says_otherwise(
+def test_temporary_errors_are_retried_unless_the_application_forbids_it(
     error: Exception, policy: PoisonPolicy
 ) -> None:
     class OnThreads(Callbacks):

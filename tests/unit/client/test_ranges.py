@@ -161,7 +161,7 @@ def test_places_with_lengths_that_are_no_array_of_as_many_are_an_error_of_the_pr
         in_virtual_time(link.places(P, query, session_id=SessionId(1), timeout_s=5))
 
 
-def test_what_a_replica_adds_beyond_the_last_id_asked_for_is_not_trusted():
+def test_records_beyond_the_requested_range_of_a_replica_are_not_trusted():
     assert [from_replica(count).next for count in (1, 4)] == [11, 14]
     expected = r"s1:6001: expected nothing beyond transaction 13, found transactions 10\.\.14"
     with pytest.raises(errors.RemoteProtocolError, match=expected):
@@ -194,7 +194,7 @@ def test_headers_that_a_replica_s_answer_does_not_confirm_are_not_trusted(at: in
         headers_from_replica(bytes(bad), crc32(good))
 
 
-def test_what_a_server_adds_beyond_the_last_id_asked_for_is_not_trusted():
+def test_records_beyond_the_requested_range_of_a_server_are_not_trusted():
     query = replace(QUERY, last=TransactionId(13), form=RangeForm.HEADERS, header_values=(1,))
     found = answer(form=RangeForm.HEADERS, lengths=b"", records=heads(11, 14), count=2)
     with pytest.raises(errors.RemoteProtocolError, match="beyond transaction 13"):

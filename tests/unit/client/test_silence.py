@@ -56,7 +56,7 @@ def test_a_silence_and_its_end_are_reported_once_and_zookeeper_is_checked(story)
     assert story.at(301, silences.received, SERVER, 1) == []
 
 
-def test_one_that_is_left_is_reported_with_the_reason(story):
+def test_a_closed_silent_connection_is_reported_with_the_reason(story):
     story.at(101, story.silences.detected, SERVER, 1, since_s=100)
     assert story.at(104, story.silences.left, SERVER, 1, "reset by peer") == [
         ("INFO", f"server.silent_until_closed server={SERVER} after_s=4.0 reason=reset by peer")
@@ -81,7 +81,7 @@ def test_a_servers_connections_are_silent_as_one(story):
     assert story.at(106, silences.detected, "host-2:15180", 1, since_s=105), "another server"
 
 
-def test_one_that_is_tried_again_and_again_is_reported_now_and_then(story):
+def test_repeated_failures_are_reported_at_intervals(story):
     reported = []
     for now_s in range(100, 100 + 2 * int(AGAIN_S) + 1, 5):
         if story.at(now_s, story.silences.detected, SERVER, 0, since_s=now_s - 1):

@@ -108,7 +108,9 @@ def test_a_view_that_is_behind_is_applied_in_batches(
     assert len(view.sizes) < 50
 
 
-def test_what_comes_alone_is_applied_at_once(waltz_memory: MemoryWaltz, engine: sa.Engine) -> None:
+def test_a_single_transaction_is_applied_at_once(
+    waltz_memory: MemoryWaltz, engine: sa.Engine
+) -> None:
     view = View(engine)
     with waltz_memory.client() as client:
         client.subscribe(view, [0])

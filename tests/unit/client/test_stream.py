@@ -71,7 +71,7 @@ def test_an_answer_settles_its_parcel_and_moves_the_mark():
     assert not story.stream.has_pending
 
 
-def test_what_is_in_flight_stays_within_the_servers_limit():
+def test_appends_in_flight_stay_within_the_servers_limit():
     story = Story()
     story.step(stream_events.Mount())
     mount = story.link()
@@ -84,7 +84,7 @@ def test_what_is_in_flight_stays_within_the_servers_limit():
     assert [each.req_id for each in story.sent()] == [req(2)]
 
 
-def test_what_the_server_does_not_take_in_one_frame_is_refused_unsent():
+def test_an_append_over_the_servers_frame_limit_is_rejected_unsent():
     story = Story().ready()
     effects = story.step(stream_events.SendAppends(parcel(1, rows=101)))
     assert isinstance(refused(effects)[1], errors.TooLarge)
@@ -140,7 +140,7 @@ def test_rows_in_doubt_are_looked_for_between_the_two_marks():
     assert [each.req_id for each in story.sent()] == [req(3, 1)]
 
 
-def test_what_keeps_its_order_does_not_go_before_what_is_sent_again():
+def test_ordered_appends_do_not_overtake_resent_ones():
     story = Story().ready(mark=9)
     story.step(stream_events.SendAppends(replace(parcel(1), keeps_order=True)))
     story.step(stream_events.LinkLost(1, "cut"))
@@ -166,7 +166,7 @@ def test_reading_back_continues_until_the_mark():
     assert settled(effects)[1].transaction_ids.tolist() == [11, 12]
 
 
-def test_nothing_written_since_means_that_all_is_lost():
+def test_without_later_records_all_unanswered_appends_are_lost():
     story = in_doubt()
     effects = story.mounted(story.link(number=2), 9, link=2)
     assert settled(effects)[1].reasons.tolist() == [m.Reason.LOST] * 2
@@ -432,7 +432,7 @@ def test_at_its_deadline_an_append_is_unknown_or_was_never_sent():
     assert "not in the log" in str(rejected[2])
 
 
-def test_what_the_feed_has_shown_is_known_at_the_deadline():
+def test_outcomes_seen_in_the_feed_are_known_at_the_deadline():
     story = Story()
     request = story.fed(-1)
     story.step(stream_events.SendAppends(parcel(1)))
@@ -523,7 +523,7 @@ def test_a_feed_that_begins_again_takes_nothing_of_the_one_before():
     assert (second.high_water_mark, second.wants_feed) == (2, True)
 
 
-def test_nothing_of_a_mount_before_is_taken_on_the_same_link():
+def test_messages_of_an_earlier_mount_are_ignored_on_the_same_link():
     story = Story()
     request = story.fed(4)
     story.step(stream_events.Unsubscribe())
@@ -549,7 +549,7 @@ def test_the_feed_from_the_end_of_the_log_begins_at_the_mount():
     assert mount.high_water_mark == 9
 
 
-def test_what_the_feed_repeats_is_not_handed_on():
+def test_repeated_feed_records_are_dropped():
     story = Story()
     request = story.fed(-1)
     rows = [req(i, 0, 99) for i in range(4)]
@@ -580,7 +580,7 @@ def test_no_more_is_asked_for_while_the_application_is_far_behind():
     assert effects[1:] == [stream_events.FeedLags(49, 900), stream_events.Ready(900)]
 
 
-def test_nothing_is_asked_of_a_mount_that_is_not_answered_yet():
+def test_no_requests_before_the_answer_to_a_mount():
     story = Story()
     request = story.fed(-1)
     story.receive(feed_batch(request.req_id, 0, *(req(i, 0, 99) for i in range(50))))

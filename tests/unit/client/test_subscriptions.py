@@ -100,7 +100,7 @@ async def test_from_the_moment_of_subscribing_the_mark_is_the_applications():
 
 
 @on_virtual_loop
-async def test_one_that_starts_at_the_latest_has_seen_what_it_was_given():
+async def test_a_feed_from_the_latest_starts_at_the_given_mark():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         await write(client, 0, 5)
         callbacks = Shared()
@@ -119,7 +119,7 @@ async def test_one_that_starts_at_the_latest_has_seen_what_it_was_given():
 
 
 @on_virtual_loop
-async def test_what_slow_callbacks_have_applied_counts_before_the_rest_of_their_run():
+async def test_applied_transactions_count_before_a_slow_run_ends():
     at_second = asyncio.Event()
 
     class Slow(Shared):
@@ -265,7 +265,7 @@ async def test_a_context_whose_partition_stays_paused_expires():
 
 
 @on_virtual_loop
-async def test_what_cannot_be_set_is_reported():
+async def test_invalid_partitions_are_reported():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         with pytest.raises(errors.UsageError, match="subscribe first"):
             await client.set_partitions([0])
@@ -721,7 +721,7 @@ async def test_a_partition_that_is_taken_up_again_while_its_feed_starts_is_appli
 
 
 @pytest.mark.parametrize("is_context", [True, False])
-def test_what_is_computed_before_the_mark_is_known_claims_nothing(is_context):
+def test_an_append_before_the_mark_is_known_claims_nothing(is_context):
     @on_virtual_loop
     async def story():
         async with two_clients() as (_, client, other):

@@ -116,7 +116,7 @@ def test_a_closed_client_cannot_be_entered():
         client.__enter__()
 
 
-def test_what_begins_while_the_last_tasks_end_is_ended_too():
+def test_tasks_started_during_the_shutdown_are_ended_too():
     """A callback's thread may request data when the client's loop has stopped already."""
     client, made, late = WaltzClient.at(LAYOUT), threading.Event(), []
 
@@ -136,7 +136,7 @@ def test_what_begins_while_the_last_tasks_end_is_ended_too():
     assert [task.cancelled() for task in late] == [True]
 
 
-def test_what_slow_callbacks_have_applied_counts_before_the_rest_of_their_run():
+def test_applied_transactions_count_before_a_slow_run_ends():
     """The second transaction blocks; a context must not be notified that nothing was applied."""
     at_second, may_go = threading.Event(), threading.Event()
 
@@ -482,7 +482,7 @@ def test_a_cancelled_future_in_the_error_policy_stops_the_feed():
 
 
 @pytest.mark.parametrize("is_closed_by", ["thread", "callback"])
-def test_one_that_closes_a_client_second_waits_for_its_callbacks_too(is_closed_by):
+def test_a_second_close_also_waits_for_callbacks(is_closed_by):
     """A callback may have closed it before, or another thread be at it."""
     begun, may_end, ended = threading.Event(), threading.Event(), []
     with MemoryWaltz(1) as log, log.client() as writer:

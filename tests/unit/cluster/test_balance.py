@@ -60,7 +60,7 @@ def test_idle_partitions_are_spread_by_count():
     assert set(moves.values()) == {2}
 
 
-def test_what_is_preferred_stays():
+def test_preferred_partitions_stay():
     owners = {0: 1, 1: 1, 2: 2}
     assert planned(owners, {0: 500, 1: 500, 2: 100}, preferred=[0]) == {1: 2}
     assert planned(owners, {0: 500, 1: 500, 2: 100}, preferred=[0, 1]) == {}
@@ -131,7 +131,7 @@ def test_planning_on_and_on_comes_to_an_end(cluster):
     raise AssertionError(f"still moving: {moves}")
 
 
-def test_what_does_not_last_moves_nothing():
+def test_a_short_imbalance_moves_nothing():
     balancer = Balancer(BalanceLimits(REST_MS, 15_000, 2 * WINDOW_MS))
     owners = {0: 1, 1: 1, 2: 2, 3: 2}
     even, uneven = dict.fromkeys(owners, 500), {0: 10_000, 1: 1_000, 2: 1_000, 3: 1_000}
@@ -142,7 +142,7 @@ def test_what_does_not_last_moves_nothing():
 
 
 @pytest.mark.parametrize("is_alone", [True, False])
-def test_what_was_not_looked_at_has_not_lasted(is_alone):
+def test_an_unobserved_imbalance_moves_nothing(is_alone):
     balancer = Balancer(BalanceLimits(REST_MS, 15_000, 2 * WINDOW_MS))
     owners, uneven = {0: 1, 1: 1, 2: 2, 3: 2}, {0: 10_000, 1: 1_000, 2: 1_000, 3: 1_000}
     assert balancer.plan(owners, (), uneven, (1, 2), 0) == {}
@@ -269,7 +269,7 @@ def test_an_hour_of_noise_moves_next_to_nothing(seed):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_what_cannot_be_even_is_left_alone(seed):
+def test_an_imbalance_that_no_move_improves_is_left_alone(seed):
     cluster = Cluster(dict.fromkeys(range(3), 600.0), 2, seed, 0.2)
     cluster.run(120 * MINUTE_MS)
     assert not cluster.moves

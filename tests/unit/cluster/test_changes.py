@@ -55,7 +55,7 @@ def test_replicas_are_added_one_by_one_and_awaited():
     assert step(seen("ABCDE"), "ABCDE", "DE") is None
 
 
-def test_nothing_is_taken_away_before_what_was_added_is_level():
+def test_no_replica_is_removed_before_the_added_one_is_in_sync():
     assert step(seen("ABC"), "ABD", "D") == "ABCD"
     assert step(seen("ABCD", "ABC"), "ABD", "D") == "D copies the log"
     assert step(seen("ABCD"), "ABD", "D") == "ABD"
@@ -66,12 +66,12 @@ def test_a_step_waits_for_an_open_session():
     assert reason.startswith("its server must open a session; the last one was with A, B, C")
 
 
-def test_one_that_is_away_gives_its_place_to_one_that_comes():
+def test_an_absent_storage_is_replaced_directly():
     """Three level ones of four would be needed otherwise, and appends would wait for the copy."""
     assert step(seen("ABC", "AB"), "ABD", "D") == "ABD"
 
 
-def test_one_that_is_away_is_taken_out_first():
+def test_an_absent_storage_is_removed_first():
     assert step(seen("ABCDE", "ABCD"), "ABC") == "ABCD"
 
 
@@ -245,7 +245,7 @@ def test_a_move_to_a_storage_that_holds_the_partition_takes_no_replica_away():
     assert changes.replaced(now, "A", "D", [1]) == {1: ("D", "B", "C")}
 
 
-def test_what_a_storage_had_is_what_its_partitions_lack():
+def test_a_restored_storage_is_added_where_replicas_are_missing():
     now = {0: ("A", "B"), 1: ("A", "B", "C"), 2: ("B", "A"), 3: ("A", "B", "D")}
     assert changes.restored(now, "C") == {0: ("A", "B", "C"), 2: ("B", "A", "C")}
     assert changes.restored({0: ("A", "B")}, "C") == {}
@@ -313,6 +313,6 @@ def test_other_texts_name_no_partitions(text):
 @pytest.mark.parametrize(
     ("text", "where"), [("12", "'12': expected"), ("0,9-7", "'9-7' in '0,9-7'")]
 )
-def test_of_a_list_the_part_that_is_wrong_is_reported(text, where):
+def test_the_wrong_part_of_a_list_is_reported(text, where):
     with pytest.raises(errors.BadConfig, match=f"^{where}"):
         changes.parse_partitions(text, 12)

@@ -67,7 +67,7 @@ def in_cluster(story):
     return lambda: asyncio.run(run())
 
 
-def test_what_a_server_owns_is_found_by_its_id():
+def test_a_server_finds_its_partitions_by_its_id():
     view = ServersView({}, {0: Ownership(1, 5), 1: Ownership(2, 6), 3: Ownership(1, 9)}, True)
     assert view.partitions_of(1) == {0: 5, 3: 9}
     assert view.partitions_of(7) == {}
@@ -159,7 +159,7 @@ def test_a_partition_is_handed_over_while_it_is_ones_own(faults):
 
 
 @pytest.mark.parametrize("faults", [[], [WriteFault.REPLY_LOST], [WriteFault.REQUEST_LOST]])
-def test_what_is_handed_over_is_not_given_back_because_it_was_preferred(faults):
+def test_a_preference_does_not_return_a_handed_over_partition(faults):
     """A sick server hands it over; the next change of the servers must not bring it back."""
 
     @in_cluster
@@ -312,7 +312,7 @@ async def test_the_lead_moves_partitions_and_all_servers_follow(cluster):
 
 
 @in_cluster
-async def test_where_load_decides_the_lead_takes_nothing_from_one_that_has_more(cluster):
+async def test_with_load_balancing_the_lead_does_not_balance_by_count(cluster):
     members = [cluster.member()[0] for _ in range(3)]
     inbox = Inbox()
     for number, member in enumerate(members, 1):
@@ -351,7 +351,7 @@ async def test_a_lost_session_registers_again_under_the_same_id(cluster):
 
 
 @in_cluster
-async def test_one_that_has_unregistered_is_not_registered_again_by_following(cluster):
+async def test_an_unregistered_server_is_not_registered_again_by_following(cluster):
     member, _ = cluster.member()
     await member.register(descriptor(1))
     seen = Inbox()
@@ -481,7 +481,7 @@ async def test_the_wait_for_an_absent_server_ends_after_the_session_timeout(clus
 
 
 @in_cluster
-async def test_one_that_is_known_to_be_dead_is_not_waited_for(cluster):
+async def test_a_server_known_to_be_dead_is_not_waited_for(cluster):
     (one, first), (two, second), (three, third) = (cluster.member() for _ in range(3))
     for number, each in ((1, one), (2, two), (3, three)):
         await each.register(descriptor(number))
@@ -503,7 +503,7 @@ async def test_one_that_is_known_to_be_dead_is_not_waited_for(cluster):
 
 
 @in_cluster
-async def test_one_that_was_replaced_at_its_address_is_not_waited_for(cluster):
+async def test_a_server_replaced_at_its_address_is_not_waited_for(cluster):
     async with two_servers(cluster) as (first, two, second, at_two):
         first.suspend()
         await away(cluster, second, ms=60_000)

@@ -98,7 +98,7 @@ def opens_nothing(reached=()):
         ),
     ],
 )
-def test_one_that_may_own_partitions(live, serving, reports, may_own):
+def test_reachable_servers_may_own_partitions(live, serving, reports, may_own):
     assert eligible(live, serving, reports) == set(may_own)
 
 

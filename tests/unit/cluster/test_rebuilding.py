@@ -54,7 +54,7 @@ def test_fewer_than_a_quorum_may_be_missing():
 
 
 @pytest.mark.parametrize("trouble", ["suspect", "damaged"])
-def test_one_that_cannot_confirm_counts_as_missing(trouble):
+def test_an_untrusted_log_counts_as_missing(trouble):
     doubtful = log(5, 99, **{trouble: True})
     assert chosen({"A": doubtful, "B": log(5, 9), "C": log(5, 8)}).source == "B"
     with pytest.raises(errors.BadRequest, match="no trusted log from: A;"):
@@ -73,7 +73,7 @@ def test_a_copy_of_an_older_session_does_not_count():
 
 
 @pytest.mark.parametrize("trouble", ["suspect", "damaged"])
-def test_one_that_cannot_confirm_is_trusted_that_there_was_a_later_session(trouble):
+def test_an_untrusted_log_still_proves_a_later_session(trouble):
     later = log(6, 99, **{trouble: True})
     with pytest.raises(
         errors.BadRequest,
@@ -84,7 +84,7 @@ def test_one_that_cannot_confirm_is_trusted_that_there_was_a_later_session(troub
 
 @settings(max_examples=400)
 @given(st.integers(1, 5), st.data())
-def test_nothing_is_chosen_that_lacks_what_a_quorum_had(count, data):
+def test_the_chosen_log_never_lacks_quorum_records(count, data):
     """Any number of replicas seem to have no copy, and copies of older sessions lie about."""
     quorum = quorum_size(count)
     other = st.sampled_from((4, 4, 3, 1))
@@ -133,7 +133,7 @@ def test_one_replica_is_declared_and_decides_alone():
     assert (recovery.engaged, recovery.old_quorum) == (["B"], 1)
 
 
-def test_what_others_have_is_reported():
+def test_the_logs_of_the_others_are_reported():
     logs = {"A": log(5, 10), "B": log(5, 12), "C": log(6, 9)}
     assert rebuilding.losses(logs["B"], logs) == [
         "C took part in session 6, the chosen log only in 5"

@@ -48,7 +48,7 @@ async def test_clusters_are_found_below_a_place_and_nowhere_else(it):
 
 
 @story
-async def test_what_is_zookeepers_own_is_not_looked_at(it):
+async def test_zookeepers_own_nodes_are_ignored(it):
     await it.cluster("/zookeeper")
     assert await tree.find_clusters(it.session, "/") == []
 
@@ -109,7 +109,7 @@ def test_a_write_of_unknown_outcome_is_looked_at_again(fault, at):
 
 
 @story
-async def test_what_is_made_meanwhile_goes_too(it):
+async def test_nodes_created_meanwhile_are_deleted_too(it):
     await it.cluster("/w")
     other = it.zookeeper.session()
     new = [CreateNode("/w/new"), CreateNode("/w/new/deep")]

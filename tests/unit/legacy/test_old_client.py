@@ -94,7 +94,7 @@ def test_the_answer_to_an_obsolete_mount_is_not_reported() -> None:
         errors.UnknownPartition("there is none"),
     ],
 )
-def test_where_a_partition_cannot_be_mounted_or_fed_it_is_not_ready(
+def test_mount_and_feed_errors_become_not_ready(
     error: errors.WaltzError,
 ) -> None:
     original = OldClientAdapter(4)
@@ -120,7 +120,7 @@ def test_where_a_partition_cannot_be_mounted_or_fed_it_is_not_ready(
         errors.BadRequest("twice"),
     ],
 )
-def test_where_waltz_0_13_ends_the_connection_so_do_we(error: errors.WaltzError) -> None:
+def test_errors_that_close_a_0_13_connection_close_ours(error: errors.WaltzError) -> None:
     assert refused(mounted(), messages.FeedRequest(req(1), 99), error) == EndConnection(str(error))
 
 
@@ -164,7 +164,7 @@ def test_requests_that_waltz_0_13_cannot_stand_end_the_connection() -> None:
 # --- appends
 
 
-def test_what_is_in_the_log_is_reported_by_the_feed_alone() -> None:
+def test_only_the_feed_reports_commits() -> None:
     assert translated(mounted(), result(2, Reason.COMMITTED)) is None
 
 
@@ -178,7 +178,7 @@ def test_a_lock_names_the_transaction_that_the_client_has_to_reach() -> None:
     "reason",
     [Reason.LOST, Reason.AHEAD, Reason.NOT_MOUNTED, Reason.GENERATION, Reason.NO_SPACE],
 )
-def test_what_is_lost_has_the_client_mount_again_once(version: int, reason: Reason) -> None:
+def test_a_loss_makes_the_client_mount_again_once(version: int, reason: Reason) -> None:
     original = mounted(version)
     not_ready: ClientMessage = MountResponse(req(1), NOT_READY)
     if version <= 2:
@@ -202,7 +202,7 @@ def test_a_lost_append_ends_the_mount_of_its_partition_only() -> None:
     assert translated(original, result(5, Reason.LOST)) == MountResponse(req(1), NOT_READY)
 
 
-def test_what_a_flush_will_settle_is_not_reported() -> None:
+def test_outcomes_left_to_a_flush_are_not_reported() -> None:
     assert translated(mounted(), result(2, Reason.OVERLOADED)) is None
     assert isinstance(translated(mounted(), result(2, Reason.TOO_LARGE)), InexpressibleError)
 
@@ -344,7 +344,7 @@ def test_no_refusal_of_a_mount_a_feed_or_data_is_met_by_silence(version: int) ->
 
 
 @pytest.mark.parametrize("later_request", [append(7), messages.FeedRequest(req(1), -1)])
-def test_one_that_continues_as_if_its_mount_had_not_ended_is_disconnected(
+def test_a_client_that_ignores_the_end_of_its_mount_is_disconnected(
     later_request: ClientMessage,
 ) -> None:
     original = mounted()

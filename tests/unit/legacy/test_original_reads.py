@@ -87,7 +87,7 @@ def test_readers_of_one_partition_do_not_disturb_each_other():
     run(story)
 
 
-def test_of_readers_that_have_lost_interest_a_few_feeds_are_kept():
+def test_a_few_feeds_of_inactive_readers_are_kept():
     async def story(cluster, client):
         for first in range(10):
             chunks = client.read_range(0, first, COUNT - 1)
@@ -139,7 +139,7 @@ def test_a_feed_that_breaks_is_restarted():
     run(story)
 
 
-def test_what_cannot_be_read_is_reported_when_time_is_up():
+def test_an_unreadable_range_is_reported_at_the_timeout():
     async def story(cluster, client):
         cluster.partition(0).poisoned.add(7)
         with pytest.raises(errors.Unavailable, match="TransactionNotFoundException"):

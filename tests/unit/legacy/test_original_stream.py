@@ -221,7 +221,7 @@ def test_answers_to_an_older_mount_count_for_nothing(mounted):
 # --- appends
 
 
-def test_what_the_feed_has_brought_is_committed(mounted):
+def test_an_append_seen_in_the_feed_is_committed(mounted):
     assert mounted.say(append(1, 9)) == [append(1, 9)]
     assert mounted.receive(fed(10, theirs(1))) == []
     (result,) = mounted.receive(fed(11, mine(1)))
@@ -283,7 +283,7 @@ def test_a_later_one_in_the_log_ends_those_before_it(mounted):
     assert [outcomes(each)[0] for each in mounted.receive(fed(11, mine(3)))] == [[11]]
 
 
-def test_what_a_lock_has_refused_is_reported_when_the_feed_is_there(mounted):
+def test_a_lock_failure_is_reported_when_the_feed_has_caught_up(mounted):
     mounted.say(append(1))
     assert mounted.receive(m.LockFailure(mine(1), 12)) == []
     assert mounted.receive(fed(10, theirs(1)), fed(11, theirs(2))) == []
@@ -292,13 +292,13 @@ def test_what_a_lock_has_refused_is_reported_when_the_feed_is_there(mounted):
     assert result.high_water_mark == 12
 
 
-def test_what_comes_late_or_twice_changes_nothing(mounted):
+def test_late_and_repeated_messages_change_nothing(mounted):
     mounted.say(append(1))
     assert len(mounted.receive(fed(10, mine(1)))) == 1
     assert mounted.receive(fed(10, mine(1)), fed(10, mine(1)), m.LockFailure(mine(1), 3)) == []
 
 
-def test_what_was_dropped_is_reported_after_flush_feed_and_proof(mounted):
+def test_dropped_appends_are_reported_after_flush_feed_and_proof(mounted):
     mounted.say(append(1))
     mounted.now_ms = 1_000
     mounted.say(append(2))
@@ -319,7 +319,7 @@ def test_what_was_dropped_is_reported_after_flush_feed_and_proof(mounted):
     assert [outcomes(each)[0] for each in mounted.receive(fed(11, mine(3)))] == [[11]]
 
 
-def test_what_a_flush_has_passed_may_still_be_seen_in_the_log(mounted):
+def test_an_append_may_appear_in_the_log_after_a_flush(mounted):
     mounted.say(append(1))
     mounted.now_ms = FLUSH_AFTER_MS
     mounted.wake()

@@ -111,7 +111,7 @@ def test_appends_lost_with_a_store_session_are_resent_and_committed_once(kept, i
     run(story)
 
 
-def test_what_was_dropped_without_a_word_is_found_out_by_a_flush():
+def test_silently_dropped_appends_are_found_by_a_flush():
     async def story(cluster):
         async with client_of(cluster) as client:
             await client.mount([0])
@@ -215,7 +215,7 @@ def test_a_mark_above_the_log_is_refused_before_anything_is_sent():
     run(story)
 
 
-def test_what_is_not_committed_yet_is_never_asked_for():
+def test_uncommitted_records_are_never_requested():
     async def story(cluster):
         cluster.fill(0, 10, b"data")
         async with client_of(cluster) as client:
@@ -248,7 +248,7 @@ class Seen(AsyncCallbacks):
 # The feed brings the first, headers fetched in ranges the second (partition_stream.py, invariant
 # 7).
 @pytest.mark.parametrize("behind", [1_000, 21_000])
-def test_one_that_is_far_behind_catches_up_and_continues(behind):
+def test_a_client_that_is_far_behind_catches_up_and_continues(behind):
     async def story(cluster):
         cluster.fill(0, behind, b"old")
         async with client_of(cluster) as client:
@@ -438,7 +438,7 @@ def test_a_counter_counts_on_with_another_client_beside_ours():
     run(story)
 
 
-def test_one_that_was_replaced_without_a_word_mounts_on_another_connection():
+def test_a_silently_replaced_connection_mounts_on_another_one():
     async def story(cluster):
         async with client_of(cluster) as client:
             await client.mount([0])

@@ -52,7 +52,7 @@ def swap(one, other):
     other.write_bytes(first)
 
 
-def test_what_was_looked_at_is_counted(storage):
+def test_checked_files_and_records_are_counted(storage):
     log = verified(storage).logs[PARTITION]
     assert (log.segments, log.records, log.last) == (3, 36, 35)
     assert (log.checksums, log.chains, log.unchecked_chains) == (72, 7, 0)
@@ -360,7 +360,7 @@ def test_findings_above_the_limit_are_counted(storage):
 
 
 @pytest.mark.parametrize("name", ["nothing", "2/waltz-x.ctl", "empty"])
-def test_what_is_no_storage_is_refused(storage, name):
+def test_a_directory_without_a_storage_is_rejected(storage, name):
     (storage / "empty").mkdir()
     with pytest.raises(BadRequest, match="expected a storage directory"):
         verified(storage / name)
@@ -388,7 +388,7 @@ def test_a_wrong_data_crc_in_a_correct_record_is_found(storage):
     assert wrong[0].startswith(f"{ONE}.seg at 128: record 0: expected CRC 76a4c084 of its data")
 
 
-def test_what_is_confirmed_in_the_last_segment_is_no_torn_tail(tmp_path):
+def test_confirmed_records_of_the_last_segment_are_no_torn_tail(tmp_path):
     world = some_world(segment_bytes_max=100_000)
     world.append([3])
     directory = spill(world.disk, tmp_path)

@@ -30,7 +30,7 @@ def test_a_healthy_cluster_passes_all_of_them(case):
     assert failed(case) == []
 
 
-def test_what_has_failed_belongs_to_a_check_and_to_its_partitions_only():
+def test_a_failure_counts_for_one_check_and_its_partitions_only():
     found = [Failed("quorum", "x", (1,)), Failed("storage", "y", (1, 2)), Failed("server", "z", ())]
     assert [failed_checks(found, each) for each in range(4)] == [
         *(set(), {"quorum", "storage"}, {"storage"}, set())
@@ -112,7 +112,7 @@ def test_replicas_that_are_behind_or_too_few(case):
     assert text(case) == "partition 0 has no replicas: `waltz-core cluster auto-assign`"
 
 
-def test_what_follows_from_a_cause_fails_beside_it(case):
+def test_consequences_fail_together_with_their_cause(case):
     """The doctor would report the storage only; a check is passed or is not."""
     case.storage(C, trouble="refused", replicas={})
     case.server(1, out_of_reach=(C,))

@@ -36,7 +36,7 @@ def test_a_partition_without_an_owner(case):
     assert (now.owner, now.is_served, now.is_open) == (None, False, False)
 
 
-def test_what_a_replica_lacks():
+def test_the_missing_records_of_a_replica():
     well = ReplicaFacts()
     assert lack_of(well) is None
     lacks = {
@@ -60,7 +60,7 @@ def test_only_an_answering_replica_counts_for_a_session(case):
     assert now.unknown == [A, B]
 
 
-def test_one_that_can_confirm(case):
+def test_trusted_replicas_can_confirm(case):
     case.server(1, served={0: False})
     case.replica(A, is_suspect=True)
     assert not standing(case).has_no_trusted_quorum
@@ -71,7 +71,7 @@ def test_one_that_can_confirm(case):
     assert not standing(case).has_no_trusted_quorum  # a storage that may know is only away
 
 
-def test_what_the_newest_session_says(case):
+def test_the_newest_session_of_the_replicas(case):
     case.states({A: ENGAGED, B: ReplicaState(6, 50), SPARE: ENGAGED})
     now = standing(case)
     assert now.engaged == [A, SPARE]

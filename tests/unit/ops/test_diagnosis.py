@@ -133,7 +133,7 @@ def case():
     return Case()
 
 
-def test_nothing_is_wrong_with_a_healthy_cluster(case):
+def test_a_healthy_cluster_has_no_findings(case):
     assert case.found() == []
     assert summary(case.facts) == (
         "2 servers, 4 storages, 2 partitions with 3 replicas each, 3 nodes of ZooKeeper"
@@ -403,7 +403,7 @@ def test_a_partition_that_is_left_over(case):
         lambda case: case.replica(SPARE, last_session=8),
     ],
 )
-def test_nothing_is_to_be_deleted_that_others_may_lack(case, doubt):
+def test_no_command_deletes_records_that_others_may_lack(case, doubt):
     case.replica(SPARE, last=90, last_session=6)
     doubt(case)
     assert [each.name for each in diagnose(case.facts) if "--delete-files" in each.command] == []

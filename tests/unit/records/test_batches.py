@@ -361,7 +361,7 @@ def test_large_metadata_is_refused() -> None:
 @pytest.mark.parametrize(
     "payload", [b"", b"\0", b"\xff" * 8, b"\xff\xff\xff\xff\0\0\0\0", b"ARROW1"]
 )
-def test_what_is_no_stream_is_refused(payload: bytes) -> None:
+def test_bytes_that_are_no_arrow_stream_are_rejected(payload: bytes) -> None:
     with pytest.raises(BadRequest, match="append batch"):
         decode(payload)
 

@@ -72,7 +72,7 @@ def test_blocks_are_followed_down_to_the_first():
     ]
 
 
-def test_what_was_lost_or_comes_twice_is_passed_over():
+def test_lost_and_repeated_blocks_are_skipped():
     lost = block(1, 2, 9, history=1, before=end(0))
     data = block(0, 0, 7) + lost + block(1, 1, 8) + block(1, 1, 8) + block(2, 2) + lost
     assert trusted(data, end(2)) == [(2, 2, b""), (1, 1, locks_of(8)), (0, 0, locks_of(7))]
@@ -83,7 +83,7 @@ def test_another_history_of_the_same_ids_is_not_trusted():
     assert trusted(data, end(1)) == []
 
 
-def test_nothing_is_trusted_below_a_gap():
+def test_blocks_below_a_gap_are_not_trusted():
     data = block(0, 0, 7) + block(2, 2, 9)
     assert trusted(data, end(2)) == [(2, 2, locks_of(9))]
     blocks = Blocks(data)
@@ -107,14 +107,14 @@ def test_too_many_locks_are_not_reported():
 
 
 @pytest.mark.parametrize("count", [0, 1, 59, 60, 61, 200])
-def test_what_is_no_block_ends_it(count):
+def test_bytes_that_are_no_block_end_the_walk(count):
     data = block(0, 0, 7) + bytes(count) + block(1, 1, 8)
     expected = [(1, 1, locks_of(8))] + [(0, 0, locks_of(7))] * (count == 0)
     assert trusted(data, end(1)) == expected
 
 
 @pytest.mark.parametrize(("mark", "first", "last"), [(b"WLB3", 1, 1), (b"WLB1", 2, 1)])
-def test_what_has_a_right_crc_and_is_no_block_ends_it(mark, first, last):
+def test_a_correct_crc_without_a_block_ends_the_walk(mark, first, last):
     fields = (first, last, end(0).chain, end(last).chain, 0)
     body = mark + struct.pack(">qq16s16si", *fields)
     made = body + crc32(body).to_bytes(4, "big")

@@ -338,7 +338,7 @@ def until_it_asks_for_the_past(bench):
     return supplier
 
 
-def test_what_is_in_doubt_is_settled_by_session_and_not_by_id():
+def test_unknown_outcomes_are_settled_by_session_and_not_by_id():
     bench = with_doubt_about_ids_of_another()
     bench.reopen()
     opened = bench.all_reported(SessionOpened)[-1]
@@ -399,7 +399,7 @@ def test_a_replica_that_never_settles_the_past_is_done_without():
     assert other.store.session.replicas[supplier].stage is not ReplicaStage.ENGAGED
 
 
-def test_what_reached_a_quorum_is_settled_as_committed():
+def test_appends_on_a_quorum_are_settled_as_committed():
     bench = Bench()
     bench.open()
     bench.submit(2)
@@ -484,7 +484,7 @@ def test_it_is_released_at_its_time_when_nothing_else_happens():
     assert bench.now_ms - begun_ms == bench.limits.quorum_ms_max
 
 
-def test_what_waits_for_its_turn_to_ask_zookeeper_is_not_released():
+def test_a_queued_zookeeper_request_does_not_release_the_partition():
     bench = Bench()
     bench.own()
     bench.wait(60_000)

@@ -118,7 +118,7 @@ def test_the_decision_stays():
         (prepared(9, mark=5, damaged=[(2, 3), (5, 6)]), False),
     ],
 )
-def test_one_that_is_trusted(answer, credible):
+def test_trusted_replicas(answer, credible):
     assert is_credible(answer, ReplicaState(5, UNRESOLVED), OWN_ID) is credible
 
 
@@ -149,7 +149,7 @@ def marker(state):
         (PartitionMetadata(1, 5, engaged(A)), marker(MarkerState.OPEN), Origin.RECORDED),
     ],
 )
-def test_where_the_history_is(metadata, mark, origin):
+def test_the_replica_with_the_history(metadata, mark, origin):
     assert origin_of(metadata, mark) is origin
 
 

@@ -245,7 +245,7 @@ def test_a_log_that_a_later_source_has_is_not_cut():
     assert one.payloads() == [0, 1, 2, 3, 4]
 
 
-def test_nothing_in_common_is_cut_to_nothing():
+def test_logs_with_nothing_in_common_are_cut_completely():
     one, source = storage((7, [50]), (7, [51])), storage(*OLD)
     walk(repair_of(one), one, source, Goal(5, source.chain))
     assert one.payloads() == source.payloads()
@@ -265,7 +265,7 @@ def test_a_mark_that_is_not_confirmed_protects_nothing():
     assert one.payloads() == source.payloads()
 
 
-def test_nothing_is_done_while_the_goals_chain_is_unknown():
+def test_no_step_while_the_goals_chain_is_unknown():
     one = storage(*OLD[:2])
     assert repair_of(one).next_step(Goal(5, None), can_fill=available) is None
 

@@ -123,7 +123,7 @@ def answers_otherwise(bench, replica, kind, **fields):
 
 
 @pytest.mark.parametrize("fields", [{"synced_max": 16}, {"synced_max": 14}, {"chain": bytes(16)}])
-def test_one_that_has_marked_another_log_is_not_ready(fields):
+def test_a_replica_with_a_mark_on_another_log_is_not_ready(fields):
     bench = Bench()
     behind(bench, C)
     answers_otherwise(bench, A, wire.SetLowWaterMark, **fields)
@@ -132,7 +132,7 @@ def test_one_that_has_marked_another_log_is_not_ready(fields):
     assert bench.store.readable_replicas == [B, C]
 
 
-def test_one_that_has_not_synced_what_was_copied_is_not_ready():
+def test_a_replica_with_an_unsynced_copy_is_not_ready():
     bench = Bench()
     behind(bench, C)
     answers_otherwise(bench, C, wire.AppendRaw, synced_max=2)
@@ -427,7 +427,7 @@ def test_appends_continue_while_damage_is_repaired():
     assert not bench.storages[B].disk.damaged
 
 
-def test_what_a_peer_has_not_synced_is_not_asked_of_it():
+def test_unsynced_records_are_not_requested_from_a_peer():
     bench = running()
     bench.silent = {A, C}
     last = bench.submit(2)

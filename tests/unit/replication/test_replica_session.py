@@ -142,7 +142,7 @@ def test_a_replica_is_behind_when_too_much_or_too_many_are_unanswered(outbox, li
 
 
 @pytest.mark.parametrize("synced_max", [0, 3, 99])
-def test_what_is_synced_must_have_been_sent(one, synced_max):
+def test_a_sync_answer_requires_a_sent_append(one, synced_max):
     marked(one)
     window = SessionWindow(-1, GENESIS_CHAIN)
     one.append_flight(window.add(make_batch(0, [1, 2], 7), 5, 1), 1)

@@ -215,7 +215,7 @@ def test_a_replica_that_knows_a_later_session_is_in_none(monkeypatch, is_left_ou
         (errors.StorageIdMismatch("another"), LIMITS.refused_retry_ms),
     ],
 )
-def test_one_that_has_not_known_its_assignment_is_asked_again_soon(monkeypatch, error, wait_ms):
+def test_a_storage_without_its_assignment_is_asked_again_soon(monkeypatch, error, wait_ms):
     def refuse(_prefix, _message):
         raise error
 
@@ -519,7 +519,7 @@ def test_answers_to_nothing_are_the_end_of_the_connection(answer):
         session_events.ReplicaOpened(0, A),
     ],
 )
-def test_what_comes_of_an_older_session_is_dropped(late):
+def test_answers_of_an_older_session_are_dropped(late):
     bench = Bench()
     bench.open()
     restart(bench)

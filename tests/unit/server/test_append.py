@@ -490,7 +490,7 @@ def test_a_full_queue_refuses_the_greedy_and_not_the_modest() -> None:
     assert world.pipeline.queued_bytes == 1100
 
 
-def test_what_arrives_after_an_append_without_room_does_not_overtake_it() -> None:
+def test_appends_do_not_overtake_one_that_waits_for_room() -> None:
     world = World(PartitionLimits(lock_slot_count=11, queue_bytes_max=1000), is_open=False)
     before = world.single(cost=600)
     without_room = world.single(cost=600)
@@ -950,7 +950,7 @@ def test_a_batch_carries_the_locks_of_all_its_transactions() -> None:
     assert batch.locks == b""
 
 
-def test_nothing_is_judged_before_the_lock_table_is_filled() -> None:
+def test_no_append_is_judged_before_the_lock_table_is_filled() -> None:
     world = World(is_open=False)
     world.open(5, unbroken=False)
     refill = world.pipeline.refill
@@ -967,7 +967,7 @@ def test_nothing_is_judged_before_the_lock_table_is_filled() -> None:
     assert (batch.first, batch.last, batch.locks) == (6, 6, struct.pack(">i", 1))
 
 
-def test_one_that_waits_for_the_lock_table_waits_no_longer_than_so() -> None:
+def test_the_wait_for_the_lock_table_is_limited() -> None:
     world = World(is_open=False)
     world.open(5, unbroken=False)
     world.pipeline.refill.ask(SessionId(1), (ReplicaId("s1:1"),), 0, holds=True)

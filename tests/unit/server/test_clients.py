@@ -74,7 +74,7 @@ class Backend:
 
 
 @on_loop
-async def test_nothing_more_is_taken_from_a_client_that_does_not_read():
+async def test_a_client_that_does_not_read_is_paused():
     backend, link = Backend(), Link()
     clients = Clients(backend, LIMITS, None, Metrics("server"))
     clients.accept(link)

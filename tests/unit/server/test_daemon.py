@@ -131,7 +131,7 @@ def test_a_partition_is_handed_over_rarely_and_again_if_not_taken() -> None:
     asyncio.run(story())
 
 
-def test_what_was_handed_over_is_preferred_again_when_its_storages_answer(
+def test_a_handed_over_partition_is_preferred_again_when_its_storages_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def story() -> None:

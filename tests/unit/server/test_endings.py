@@ -31,7 +31,7 @@ def test_a_flush_waits_for_what_came_before_it_and_for_nothing_else():
     assert endings.flush(4) == [Reached(4)]
 
 
-def test_what_is_abandoned_lets_all_flushes_go():
+def test_abandoning_answers_all_flushes():
     endings = Endings(World().mounts, AppendFigures())
     ticket_of(endings)
     endings.flush(1)

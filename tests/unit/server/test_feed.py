@@ -169,7 +169,7 @@ def test_a_congested_client_costs_nothing_and_others_continue() -> None:
     assert each.lag_max() == 0
 
 
-def test_nothing_is_kept_of_a_congested_client_that_is_gone() -> None:
+def test_state_of_a_disconnected_congested_client_is_dropped() -> None:
     each = feed(-1)
     for _ in range(2):
         mount(each, 1, -1, -1)
@@ -315,7 +315,7 @@ def test_a_filter_takes_headers_out_and_covers_everything() -> None:
     assert isinstance(sent[-1], MountReached)
 
 
-def test_what_passes_as_a_whole_is_sent_as_it_is() -> None:
+def test_a_batch_that_passes_the_filter_is_sent_unchanged() -> None:
     each = feed(4)
     filtered(each, 1, 1, 4, 2, 3, 4, 99)
     assert picked(turns(each)) == [(2, 3, [2, 3, 4], b"")]

@@ -155,7 +155,7 @@ def test_while_authors_wait_gathered_appends_are_sent_after_a_pause():
     assert world.now_ms > began_ms
 
 
-def test_what_does_not_follow_takes_what_was_gathered_with_it():
+def test_an_independent_append_submits_the_gathered_ones():
     world, _ = in_flight()
     world.follow(BOB)
     world.turn()
@@ -212,7 +212,7 @@ def test_too_much_is_not_reported(name, monkeypatch):
     assert results(world.commit())[waiting] == [(-1, LOCK, 1)]
 
 
-def test_one_that_asks_for_many_locks_is_not_reported():
+def test_predecessors_for_too_many_locks_are_not_returned():
     world, _ = in_flight()
     most = following.PREDECESSORS_LOCKS_MAX
     assert predecessor_ids_for(world, write=range(HOT, HOT + most)) == [0]
@@ -235,7 +235,7 @@ def test_many_locks_are_not_remembered_for_long(monkeypatch):
     assert results(world.turn())[late] == [(-1, LOCK, 0)]
 
 
-def test_what_is_not_remembered_any_more_is_not_reported(monkeypatch):
+def test_forgotten_predecessors_are_not_returned(monkeypatch):
     monkeypatch.setattr(following, "REMEMBERED_COUNT_MAX", 2)
     world, _ = in_flight()
     for _ in range(2):
@@ -269,7 +269,7 @@ def test_if_a_notified_writer_does_not_return_the_next_is_notified():
     assert world.pipeline.turn_at_ms(world.now_ms) is None
 
 
-def test_what_was_reported_in_another_session_is_not_followed():
+def test_predecessors_of_another_session_are_not_followed():
     world, winner = in_flight()
     world.follow(BOB)
     assert predecessor_ids(world.turn())
@@ -309,7 +309,7 @@ def test_rejected_appends_cannot_be_followed():
     assert results(world.turn()) == {beyond: [(-1, LOCK, -1)]}
 
 
-def test_what_follows_is_refused_for_what_has_come_since():
+def test_a_dependent_append_is_refused_for_later_conflicts():
     world, _ = in_flight()
     world.after(0, client=BOB)
     late = world.after(0, client=BOB)
@@ -334,7 +334,7 @@ def test_appends_in_flight_are_not_in_the_log_for_a_client_without_an_answer():
     assert not world.pipeline.in_flight_bytes
 
 
-def test_what_was_gathered_is_lost_with_its_session():
+def test_gathered_appends_are_lost_with_their_session():
     world, winner = in_flight()
     behind = world.after(0, client=BOB)
     world.turn()
@@ -348,7 +348,7 @@ def test_what_was_gathered_is_lost_with_its_session():
     assert world.submitted[-1].last == 0
 
 
-def test_what_was_gathered_is_lost_even_if_others_have_written_so_far():
+def test_gathered_appends_are_lost_even_after_foreign_writes():
     world, winner = in_flight()
     behind = world.after(0, client=BOB)
     world.turn()
@@ -357,7 +357,7 @@ def test_what_was_gathered_is_lost_even_if_others_have_written_so_far():
     assert results(out) == {winner: [(0, COMMITTED, -1)], behind: [(-1, LOST, -1)]}
 
 
-def test_what_was_gathered_was_never_submitted_when_the_partition_goes():
+def test_gathered_appends_of_an_abandoned_partition_were_never_submitted():
     world, winner = in_flight()
     behind = world.after(0, client=BOB)
     waiting = [world.follow(BOB), world.follow(BOB)]
@@ -411,7 +411,7 @@ def test_gathered_appends_do_not_wait_when_the_session_must_end():
     assert [batch.last for batch in world.submitted] == [0, 1]
 
 
-def test_what_was_gathered_is_not_submitted_when_the_session_has_ended():
+def test_gathered_appends_are_not_submitted_after_the_session():
     world = gathered_while_another_waits()
     world.pipeline.closed()
     world.now_ms += GATHER_MS
@@ -420,7 +420,7 @@ def test_what_was_gathered_is_not_submitted_when_the_session_has_ended():
     assert [batch.last for batch in world.submitted] == [0]
 
 
-def test_what_follows_does_not_overtake_what_was_sent_before_it():
+def test_a_dependent_append_does_not_overtake_earlier_ones():
     world, winner = in_flight()
     world.commit()
     first, second = world.single(mark=0, write=(COLD,)), world.follow(mark=0)
@@ -432,7 +432,7 @@ def test_what_follows_does_not_overtake_what_was_sent_before_it():
     assert winner != first
 
 
-def test_nothing_of_a_lost_session_is_reported_in_the_next_one():
+def test_predecessors_of_a_lost_session_are_not_returned_in_the_next():
     world, winner = in_flight()
     world.pipeline.closed()
     assert results(world.open(-1)) == {winner: [(-1, LOST, -1)]}

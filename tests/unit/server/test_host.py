@@ -47,7 +47,7 @@ class Counted(Metrics):
         super().add(name, amount, **labels)
 
 
-def test_what_is_as_it_was_is_not_reported_again() -> None:
+def test_unchanged_figures_are_not_reported_again() -> None:
     world, metrics, shown = World(), Counted("server"), _ShownFigures()
     world.open()
     world.mount(ALICE, A, feed=True)

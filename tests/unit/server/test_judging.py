@@ -171,7 +171,7 @@ def test_the_locks_of_a_batch_that_is_accepted_whole_are_all_reported() -> None:
     assert list(piece.writers) == [0, 1, 1]
 
 
-def test_what_was_damaged_on_the_way_is_refused() -> None:
+def test_an_append_damaged_in_transit_is_rejected() -> None:
     with pytest.raises(errors.ChecksumMismatch, match="payload with CRC"):
         decode(AppendBatch(REQ, -1, message().payload, 1), LIMITS)
     with pytest.raises(errors.ChecksumMismatch, match="data with CRC"):

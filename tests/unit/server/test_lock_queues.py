@@ -40,7 +40,7 @@ def test_refused_writers_are_notified_one_per_commit_in_their_order() -> None:
     assert world.pipeline.turn_at_ms(world.now_ms) is None
 
 
-def test_one_that_is_refused_later_is_reported_later() -> None:
+def test_refused_writers_are_notified_in_the_order_of_refusal() -> None:
     world, refused, _ = contended(losers=2)
     world.single(mark=0, write=[HOT])
     world.turn()
@@ -150,7 +150,7 @@ def test_a_flush_waits_until_they_are_reported() -> None:
     assert Reached(1) in world.turn_when_paced()
 
 
-def test_one_that_comes_with_an_old_mark_is_reported_at_once() -> None:
+def test_a_writer_with_an_old_mark_is_answered_at_once() -> None:
     world, _, _ = contended(losers=3)
     world.single(mark=0, write=[COLD])
     world.turn()  # something is in flight, and others are held back
@@ -158,7 +158,7 @@ def test_one_that_comes_with_an_old_mark_is_reported_at_once() -> None:
     assert list(results(world.turn())) == [stale]
 
 
-def test_those_that_only_read_do_not_wait_for_each_other() -> None:
+def test_read_only_locks_do_not_wait_for_each_other() -> None:
     world = World()
     world.single(write=[HOT])
     world.turn()
@@ -194,7 +194,7 @@ def test_a_disconnected_writer_holds_up_no_other() -> None:
     assert world.pipeline.turn_at_ms(world.now_ms) is None
 
 
-def test_of_two_queues_the_one_that_is_due_first_is_reported_first() -> None:
+def test_of_two_queues_the_one_due_first_is_notified_first() -> None:
     world, slow, _ = contended(losers=2, took_ms=20)
     began_ms = world.now_ms
     world.single(mark=0, write=[COLD])

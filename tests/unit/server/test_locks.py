@@ -167,7 +167,7 @@ def test_reset_makes_all_connections_catch_up() -> None:
     assert judge(table, {"w": [1]}, {"r": [2]}, mark=6, high=6, next_id=8).accepted_count == 2
 
 
-def test_what_was_in_flight_before_a_reset_takes_nothing_back_after_it() -> None:
+def test_locks_in_flight_before_a_reset_undo_nothing_after_it() -> None:
     table = table_at(0)
     judge(table, {"w": [1]}, {"w": [2]}, {"w": [3]}, next_id=1)
     # Another owner has written up to 1 and may have written each of them; then this one is back.

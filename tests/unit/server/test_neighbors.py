@@ -85,7 +85,7 @@ async def world() -> AsyncIterator[World]:
 
 
 @on_loop
-async def test_one_that_listens_no_more_is_taken_out_once():
+async def test_a_server_that_no_longer_listens_is_removed_once():
     async with world() as here:
         listener = await here.listen()
         other = ServerDescriptor(OTHER, HOST, listener.port)
@@ -166,7 +166,7 @@ async def test_a_host_that_cannot_exist_is_published_as_unreachable(host: str):
 
 
 @on_loop
-async def test_one_that_answers_no_more_but_is_not_refused_is_not_judged():
+async def test_a_silent_server_that_accepts_connections_is_not_removed():
     neighbors.REFUSED_PAUSE_S = 0.1  # type: ignore[misc] - until the silent one listens
     async with world() as here:
         listener = await here.listen()
@@ -229,7 +229,7 @@ async def test_a_server_that_closes_each_connection_is_dialed_ever_more_slowly()
 
 
 @on_loop
-async def test_one_that_has_left_is_looked_after_no_more():
+async def test_a_server_that_left_is_not_watched():
     async with world() as here:
         listener = await here.listen()
         here.neighbors.follow(view_of(ServerDescriptor(OTHER, HOST, listener.port)))

@@ -143,7 +143,7 @@ def test_the_calm_time_is_what_one_in_a_hundred_exceeds() -> None:
     assert pace.factor > FACTOR_FIRST
 
 
-def test_what_is_measured_beside_a_piece_does_not_count_as_calm() -> None:
+def test_times_during_a_piece_do_not_count_as_calm() -> None:
     pace = shared()
     pace.started(FLOOD, 100)
     pace.small_landed(100, 200)

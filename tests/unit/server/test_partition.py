@@ -256,7 +256,7 @@ def test_an_append_goes_to_the_store_and_is_answered_when_committed() -> None:
     assert world.partition.high_water_mark == 0
 
 
-def test_nothing_is_reported_between_session_opened_and_settled() -> None:
+def test_nothing_is_answered_between_session_opened_and_settled() -> None:
     world = World()
     mark = world.send(A, messages.HighWaterMarkRequest(world.req_id(ALICE)))
     world.say(
@@ -324,7 +324,7 @@ def test_disown_reports_the_known_outcomes_to_all_clients() -> None:
     assert world.answer(old_mount) == messages.MountResponse(old_mount, 1)
 
 
-def test_one_that_waits_too_long_for_a_session_is_reported() -> None:
+def test_requests_time_out_without_a_session() -> None:
     world = World()
     mark = world.send(A, messages.HighWaterMarkRequest(world.req_id(ALICE)))
     world.now_ms = world.limits.open_wait_ms - 1
@@ -429,7 +429,7 @@ def test_a_mount_over_a_lost_session_is_answered_by_the_next_one() -> None:
     assert world.reason(req_id) is Reason.COMMITTED
 
 
-def test_what_a_closed_connection_waits_for_is_forgotten() -> None:
+def test_requests_of_a_closed_connection_are_forgotten() -> None:
     """Without a session it could wait for days, and a client that returns asks again each time."""
     world = ready()
     world.append()
@@ -448,7 +448,7 @@ def test_what_a_closed_connection_waits_for_is_forgotten() -> None:
     assert not world.is_answered(flush)
 
 
-def test_what_a_closed_connection_reads_is_not_fetched() -> None:
+def test_reads_of_a_closed_connection_are_not_fetched() -> None:
     world = World()
     world.open(999)
     for first in range(10):
@@ -460,7 +460,7 @@ def test_what_a_closed_connection_reads_is_not_fetched() -> None:
 
 
 @pytest.mark.parametrize("is_closed", [True, False])
-def test_what_a_feed_that_has_ended_waits_for_is_not_fetched(is_closed: bool) -> None:
+def test_headers_for_an_ended_feed_are_not_fetched(is_closed: bool) -> None:
     world = World()
     world.open(999)
     for client in range(10):
@@ -730,7 +730,7 @@ def test_a_congested_client_is_fed_nothing_until_it_has_drained() -> None:
     assert fed(world, B) == [0, 1, 2]
 
 
-def test_what_is_not_remembered_is_fetched_once_for_all() -> None:
+def test_evicted_data_is_fetched_once_for_all_clients() -> None:
     world = World()
     world.open(2)
     first = world.mount(ALICE, A, mark=-1, feed=True)
@@ -1110,7 +1110,7 @@ def test_a_flush_is_answered_when_all_before_it_is_final() -> None:
     assert world.answer(flush) == messages.FlushResponse(flush, 1)
 
 
-def test_what_is_no_request_is_reported() -> None:
+def test_an_unexpected_message_is_reported() -> None:
     world = ready()
     req_id = world.send(A, messages.HighWaterMarkResponse(world.req_id(ALICE), 3))
     assert world.error(req_id) == errors.BadRequest.code

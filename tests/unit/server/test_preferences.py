@@ -10,7 +10,7 @@ def preferring(*partitions):
     return found
 
 
-def test_what_is_asked_for_is_kept_in_its_order():
+def test_preferences_are_kept_in_order():
     found = preferring(2, 0)
     assert found.in_force_after((1, 0), (2,)) == (0, 1)
     assert found.wanted == (2, 0)
@@ -18,7 +18,7 @@ def test_what_is_asked_for_is_kept_in_its_order():
     assert found.wanted == found.in_force_after((), ()) == (0, 1)
 
 
-def test_what_was_handed_over_rests_for_a_while():
+def test_a_handed_over_partition_pauses_for_a_while():
     found = preferring(0, 1)
     assert found.handed_over(1, 100.0)
     assert not found.handed_over(7, 100.0)  # no command has asked for that one

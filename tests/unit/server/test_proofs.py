@@ -68,7 +68,7 @@ def test_the_end_of_a_session_returns_all_questions_and_ends_freshness() -> None
     assert proofs.proved(1, 20) == ((), [])
 
 
-def test_what_a_request_takes_to_be_in_the_log() -> None:
+def test_the_mark_that_a_request_assumes() -> None:
     req_id = ReqId(ClientId(1), Generation(1), PartitionId(0), 1)
     asked = [
         messages.MountRequest(req_id, 5, 1),

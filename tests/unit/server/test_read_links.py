@@ -53,7 +53,7 @@ async def storage() -> AsyncIterator[tuple[Storage, ReplicaId]]:
 
 
 @on_loop
-async def test_one_that_counts_alike_gets_its_own_answer():
+async def test_clients_with_equal_request_ids_get_their_own_answers():
     """A partition that is lost and owned again counts from the beginning, and may still wait."""
     async with storage() as (there, replica), asyncio.TaskGroup() as tasks:
         links = ReadLinks(KEY, 4)
@@ -115,7 +115,7 @@ async def test_a_silent_storage_times_out_soon_if_there_is_another_one():
 
 
 @on_loop
-async def test_one_that_waits_for_another_ones_dial_is_reported_in_time():
+async def test_a_wait_for_a_shared_dial_times_out():
     with socket.socket() as silent, pytest.MonkeyPatch.context() as patched:
         silent.bind(("127.0.0.1", 0))
         silent.listen()  # takes connections, and says nothing

@@ -123,7 +123,7 @@ def test_the_refill_reads_down_to_the_limit() -> None:
     [b"", b"junk" * 40, blocks(0, 8), blocks(0, 8) + block(9, history=1), blocks(0, 9)[:-1]],
     ids=["nothing", "junk", "too short", "another log", "torn"],
 )
-def test_what_the_log_does_not_prove_is_not_learned(data: bytes) -> None:
+def test_locks_without_proof_by_the_log_are_not_learned(data: bytes) -> None:
     world = World()
     world.ask()
     for replica in REPLICAS:
@@ -138,7 +138,7 @@ def test_what_the_log_does_not_prove_is_not_learned(data: bytes) -> None:
     ]
 
 
-def test_what_one_replica_lacks_the_next_one_has() -> None:
+def test_the_next_replica_supplies_missing_blocks() -> None:
     world = World()
     world.ask()
     world.answer(blocks(0, 3) + blocks(6, 9))
@@ -152,7 +152,7 @@ def test_what_one_replica_lacks_the_next_one_has() -> None:
     assert [each.replica for each in world.fetches] == list(REPLICAS[:2])
 
 
-def test_what_was_entered_meanwhile_stays() -> None:
+def test_locks_entered_meanwhile_stay() -> None:
     world = World()
     world.ask(holds=False)
     assert not world.refill.holds(world.now_ms)
@@ -179,7 +179,7 @@ def test_mounts_wait_a_limited_time_and_later_blocks_are_used() -> None:
     assert world.refill.floor == -1
 
 
-def test_one_that_fails_is_asked_again_a_while_later() -> None:
+def test_a_failed_replica_is_asked_again_later() -> None:
     world = World()
     world.ask()
     for _ in REPLICAS:
@@ -224,7 +224,7 @@ def test_a_session_that_no_other_process_has_come_between_continues() -> None:
     assert not world.refill.holds(world.now_ms)
 
 
-def test_what_is_known_to_be_missing_is_not_asked_for_again() -> None:
+def test_missing_blocks_are_not_requested_again() -> None:
     world = World()
     world.ask()
     for data in (blocks(8, MARK), blocks(6, MARK), blocks(0, 3) + blocks(6, MARK)):
@@ -289,7 +289,7 @@ def test_a_turn_takes_a_slice(monkeypatch: pytest.MonkeyPatch, limit: str) -> No
     assert world.written(*range(10)) == list(range(10))
 
 
-def test_what_lies_above_the_floor_is_passed_over_in_slices(
+def test_blocks_above_the_floor_are_skipped_in_slices(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "SLICE_BLOCKS_MAX", 2)
@@ -300,7 +300,7 @@ def test_what_lies_above_the_floor_is_passed_over_in_slices(
     assert world.refill.floor == -1
 
 
-def test_nothing_is_asked_of_an_empty_log_or_when_nothing_is_wanted() -> None:
+def test_no_refill_for_an_empty_log_or_a_limit_of_zero() -> None:
     world = World()
     world.refill.begin(world.table, LogEnd(TransactionId(-1), bytes(16)))
     world.ask()

@@ -46,7 +46,7 @@ def outcomes(ticket: SingleTicket | BatchTicket) -> list[tuple[int, Reason, int]
     return list(zip(ids, map(Reason, bytes(message.reasons)), conflicts, strict=True))
 
 
-def test_what_a_single_append_is_reported() -> None:
+def test_the_outcome_of_a_single_append() -> None:
     assert outcomes(single(5)) == [(5, Reason.COMMITTED, -1)]
     assert outcomes(single(conflict=3)) == [(-1, Reason.LOCK, 3)]
 

@@ -152,7 +152,7 @@ def test_a_program_may_forget_a_sync_or_make_it_late():
 
 
 @given(st.integers(0, 10_000))
-def test_of_several_values_any_may_be_left_and_nothing_else(seed):
+def test_after_a_crash_any_one_of_several_values_is_left(seed):
     disk = made(b"")
     file = disk.open(PATH)
     for value in (b"1", b"2", b"3"):

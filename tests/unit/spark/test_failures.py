@@ -124,7 +124,7 @@ def test_the_last_word_is_ours(text: str) -> None:
         "During handling of the above exception, another exception occurred:",
     ],
 )
-def test_what_is_raised_over_it_has_the_last_word(between: str) -> None:
+def test_a_later_error_takes_precedence(between: str) -> None:
     text = f"{WORKER}{OURS}\n\n{between}\n\nRuntimeError: the ledger is closed{JAVA}"
     assert trailing_error(text) is None
     assert type(error_of(RuntimeError(text))) is errors.LockFailed  # it is inside

@@ -38,7 +38,7 @@ def test_a_file_is_of_the_write_in_its_name(write: str) -> None:
         "_SUCCESS",
     ],
 )
-def test_what_is_another_ones_is_left_alone(name: str) -> None:
+def test_results_of_other_writes_are_left_alone(name: str) -> None:
     assert not is_of(name, "1")
 
 

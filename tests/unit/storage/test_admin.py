@@ -232,7 +232,7 @@ def test_records_are_listed_as_waltz_0_13_lists_them():
 # ---- removal, suspicion, starting again (rule 2)
 
 
-def test_what_no_session_counts_on_may_go():
+def test_a_replica_outside_the_session_can_be_removed():
     desk = Terminal()
     assert desk.ask(wire.RemovePartition(1, 2, True, False)) == wire.Done(1)
     assert desk.errands == [InspectReplica(2), FindZooKeeperView(2), Unassign(2, True)]
@@ -242,14 +242,14 @@ def test_what_no_session_counts_on_may_go():
 
 
 @pytest.mark.parametrize("forced", [False, True])
-def test_what_zookeeper_assigns_here_never_goes(forced):
+def test_an_assigned_replica_is_never_removed(forced):
     desk = Terminal(FindZooKeeperView=ASSIGNED)
     text = refused(desk.ask(wire.RemovePartition(1, 2, True, forced)), errors.BadRequest)
     assert "found it assigned" in text
     assert desk.changes == []
 
 
-def test_what_the_last_session_counts_on_goes_only_when_a_process_insists():
+def test_a_replica_of_the_last_session_is_removed_only_with_force():
     desk = Terminal(FindZooKeeperView=ENGAGED)
     text = refused(desk.ask(wire.RemovePartition(1, 2, True, False)), errors.BadRequest)
     assert "in session 7 with a:1, b:1, c:1 (without it 2 are left, still a quorum)" in text
@@ -293,7 +293,7 @@ def test_while_zookeeper_is_away_nothing_is_thrown_away(message):
     assert desk.changes == []
 
 
-def test_what_is_not_held_cannot_be_removed():
+def test_an_absent_replica_cannot_be_removed():
     desk = Terminal(InspectReplica=FACTS._replace(is_held=False))
     refused(desk.ask(wire.RemovePartition(1, 2, True, True)), errors.BadRequest)
     assert desk.changes == []
@@ -373,7 +373,7 @@ def test_changes_take_turns_and_questions_do_not_wait_for_them():
     assert desk.open == []
 
 
-def test_what_waits_is_bounded():
+def test_waiting_requests_are_limited():
     desk = Terminal()
     for sequence in range(WAITING_MAX + 3):
         desk.post(wire.MarkSuspect(sequence, 2, True))

@@ -36,7 +36,7 @@ def open_control(disk, directory=ROOT, *, key=KEY, partition_count=3):
 # ---- the original's control file
 
 
-def test_what_was_set_is_there_after_a_power_loss():
+def test_control_data_survives_a_power_loss():
     disk = new_disk()
     control = open_control(disk)
     before = control.info(1)
@@ -238,7 +238,7 @@ def test_a_crash_while_it_is_made_leaves_none_or_a_whole_one():
     pytest.fail("it was never made without a crash")
 
 
-def test_what_is_forgotten_is_as_new_but_for_flags_and_age():
+def test_a_forgotten_partition_is_new_except_for_flags_and_age():
     disk = new_disk()
     control = open_control(disk)
     before = control.set_marks(1, 7, 41)

@@ -268,7 +268,7 @@ def test_a_cut_without_room_happens_when_the_mark_is_set_again(world, monkeypatc
     assert not world.log.suspect
 
 
-def test_what_follows_the_last_record_is_appended(world):
+def test_records_after_the_last_one_are_appended(world):
     cover(world)
     first, second = other_batches(records(0, 14), (8, 6), 2)
     append(world, first)
@@ -376,7 +376,7 @@ def test_one_cut_in_a_session_and_at_a_batch_that_is_here(world):
         world.log.truncate(2, BEFORE_FIRST, BEFORE_FIRST, GENESIS_CHAIN)
 
 
-def test_what_an_owner_has_written_is_cut_as_ever(world):
+def test_records_of_an_owner_are_cut_as_usual(world):
     log = world.log
     log.set_low_water_mark(2, 9, log.chain)
     log.engage(2, 9)

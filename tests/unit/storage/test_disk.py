@@ -158,7 +158,7 @@ def test_files_are_created_whole_in_place_of_older_ones(place):
     assert disk.list(directory) == ["e", "f"]
 
 
-def test_nothing_has_its_name_before_all_is_written():
+def test_a_file_gets_its_name_after_its_content():
     """Rule 4: whichever step fails, there is the old file or the new one."""
     for step in range(1, 20):
         disk = new_disk()
@@ -561,7 +561,7 @@ def test_the_system_does_give_old_parts_back(tmp_path):
     assert sum(there) * mmap.PAGESIZE <= kept + STEP_BYTES + 2 * MIB + size
 
 
-def test_what_is_written_behind_a_cut_counts_from_the_cut(tmp_path):
+def test_writes_after_a_cut_count_from_the_cut(tmp_path):
     kept, size = 4 * MIB, 2 * MIB
     file = RealDisk(cached_bytes_max=kept).open(tmp_path / "f", create=True)
     for end in (32 * MIB, 30 * MIB):
@@ -577,7 +577,7 @@ def test_what_is_written_behind_a_cut_counts_from_the_cut(tmp_path):
     assert sum(there) * mmap.PAGESIZE <= kept + STEP_BYTES + 2 * MIB + size
 
 
-def test_what_is_dropped_is_read_from_the_disk_the_next_time(tmp_path):
+def test_dropped_pages_are_read_from_the_disk_again(tmp_path):
     file = RealDisk().open(tmp_path / "f", create=True)
     content = os.urandom(8 * mmap.PAGESIZE)
     file.pwrite([content], 0)

@@ -248,7 +248,7 @@ def test_a_short_write_is_carried_on(tmp_path, monkeypatch):
 # ---- administration; what a crash does to it stands in tests/property
 
 
-def test_what_is_not_held_is_not_administered(tmp_path):
+def test_an_absent_partition_cannot_be_administered(tmp_path):
     engine = open_engine(tmp_path)
     for command in (
         lambda partition: engine.unassign(partition, deletes_files=False),
@@ -335,14 +335,14 @@ def test_a_repaired_partition_can_be_switched(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["waltz-x.id", "waltz-storage.ctl"])
-def test_what_is_wrong_is_reported_with_its_file(tmp_path, name):
+def test_errors_name_the_file(tmp_path, name):
     open_engine(tmp_path).close()
     (tmp_path / name).write_bytes(b"\1" * 400)
     with pytest.raises((BadFormat, ChecksumMismatch), match=f"{name}: "):
         open_engine(tmp_path)
 
 
-def test_what_a_killed_process_has_written_is_durable_before_it_is_trusted():
+def test_files_of_a_killed_process_are_synced_before_they_are_trusted():
     disk = SimDisk()
     wanted = {"partition_count": 2, "new_storage_id": bytes(16)}
     engine = Engine.open(disk, Path("/waltz"), SETTINGS, **wanted)

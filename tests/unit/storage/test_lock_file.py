@@ -12,7 +12,7 @@ def new_file(disk, file_bytes_max=100):
     return made
 
 
-def test_what_was_appended_is_there_newest_last():
+def test_appended_blocks_are_there_newest_last():
     locks = new_file(new_disk())
     locks.append([b"one", b"two"])
     locks.append([b"three"])
@@ -57,7 +57,7 @@ def test_many_of_them_share_few_descriptors(tmp_path):
     assert [locks.newest(100) for locks in files] == [b"%d 0 %d 1 " % (n, n) for n in range(8)]
 
 
-def test_nothing_is_written_to_disk_for_nothing():
+def test_empty_blocks_are_not_written():
     disk = new_disk()
     new_file(disk).append([])
     assert disk.files() == {}

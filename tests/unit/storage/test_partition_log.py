@@ -756,7 +756,7 @@ def test_a_batch_that_has_rotted_does_not_keep_a_new_segment_from_beginning(worl
     assert (state.synced_max, state.chain) == (49, world.log.chain_at(49))
 
 
-def test_what_cannot_be_cut_away_makes_the_replica_suspect(world):
+def test_a_failed_cut_makes_the_replica_suspect(world):
     world.append([5])
     for what in ("sync", "truncate"):
         world.disk.fail[(what, ".seg")] = DiskFailed

@@ -84,7 +84,7 @@ def test_a_hole_ends_where_the_index_and_a_record_agree():
     assert search_of(with_later_records(offset_of(8) + 30))(2) == (12, offset_of(12))
 
 
-def test_what_the_index_does_not_know_is_found_all_the_same():
+def test_records_missing_in_the_index_are_found():
     disk = new_disk()
     fill_segment(new_segment(disk), [20])
     disk.flip(SEG, offset_of(3) + 40)

@@ -86,7 +86,7 @@ def test_a_new_partition_is_an_empty_log():
     assert opened(disk)[0].last == BEFORE_FIRST
 
 
-def test_what_was_acknowledged_and_what_is_whole_above_it_stays():
+def test_acknowledged_and_intact_later_records_stay():
     disk = new_disk()
     _, records, entries = written(disk, [3, 2], [4], acked=1)
     segments, slots = opened(disk)
@@ -106,7 +106,7 @@ def test_a_batch_that_is_not_whole_is_cut_with_all_that_follows():
     assert (slots.slot.suspect, slots.slot.damaged) == (False, ())
 
 
-def test_what_is_damaged_elsewhere_confirms_no_batch():
+def test_a_damaged_record_confirms_no_batch():
     disk = new_disk()
     below = (IdRange(1, 1),)
     segments, _, entries = written(disk, [3, 2, 4], acked=1, damaged=below)
@@ -606,7 +606,7 @@ def test_a_log_up_to_its_marker_takes_a_sync_of_batches_slot_and_names():
     assert syncs(disk) == [".chn", SLOTS_NAME, "names"]
 
 
-def test_what_no_marker_confirms_and_what_was_repaired_is_synced():
+def test_unconfirmed_and_repaired_records_are_synced():
     disk = new_disk()
     written(disk, [3, 2], acked=1)
     assert syncs(disk) == [".chn", ".idx", ".seg", SLOTS_NAME, "names"]
@@ -639,7 +639,7 @@ def test_a_slot_is_durable_before_anything_is_done_that_the_older_one_forbids(ne
 # ---- a crash while it is opened
 
 
-def test_what_was_adopted_is_read_again_after_a_restart():
+def test_adopted_records_are_read_again_after_a_restart():
     disk = new_disk()
     _, records, _ = make_segments(disk, [700, 700], [900], [500])
     firsts = (0, 1400, 2300)
@@ -778,7 +778,7 @@ def test_sectors_that_cannot_be_read_in_an_older_segment_are_damage(lost, acked)
     assert (again.damaged, again.suspect) == (slots.slot.damaged, False)
 
 
-def test_what_an_index_cannot_report_an_older_segment_is_read_in_its_records():
+def test_without_an_index_an_older_segment_is_scanned():
     disk = new_disk()
     _, records, _ = written(disk, [100, 100], [4])
     path = path_of(0, ".idx")

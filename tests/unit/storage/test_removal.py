@@ -55,7 +55,7 @@ def test_a_partition_that_is_not_held_any_more_leaves_nothing_of_its_own(disk, c
     assert control.info(1).flags == FLAG_AVAILABLE
 
 
-def test_one_that_restarts_keeps_its_promise_and_whether_it_is_available(disk, control):
+def test_a_restart_keeps_promise_and_availability(disk, control):
     removal.wipe(disk, HOME, control, KEPT)
     assert names_in(disk) == ["notes.txt", SLOTS_NAME]
     info = control.info(2)

@@ -161,7 +161,7 @@ def test_the_reserve_is_not_given_back_while_another_thread_fills_it():
     assert (room.reserved_bytes, disk.exists(RESERVE)) == (4_000, True)
 
 
-def test_what_finds_no_room_is_called_once_more_with_the_reserve():
+def test_a_call_without_room_is_repeated_with_the_reserve():
     _, room = made()
     calls = []
 
@@ -214,7 +214,7 @@ def test_a_disk_with_much_room_is_asked_now_and_then():
     assert disk.asked == 5, "half of the 6,000 that were left may be written unasked"
 
 
-def test_what_a_write_has_lacked_is_looked_for():
+def test_the_room_that_a_write_lacked_is_checked():
     disk, room = made()
     room.check(100)
     room.lacked(5_000)

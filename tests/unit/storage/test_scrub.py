@@ -89,7 +89,7 @@ def test_a_log_that_was_cut_is_not_read_beyond_its_end():
     assert scrub.places == {}
 
 
-def test_nothing_goes_by_itself_at_rate_zero_but_what_is_asked_for():
+def test_at_rate_zero_only_requested_passes_run():
     scrub = made(1, 2, bytes_per_s=0)
     assert scrub.wake_at_ms is None
     scrub.ask([2], 70)
@@ -101,7 +101,7 @@ def test_nothing_goes_by_itself_at_rate_zero_but_what_is_asked_for():
     assert [each.passes_count for each in scrub.states(170)] == [0, 1]
 
 
-def test_what_is_asked_for_goes_first_and_from_the_beginning():
+def test_requested_passes_run_first_and_from_the_beginning():
     scrub = made(1, 2)
     read(scrub, 0, next_id=50)
     scrub.ask([2], 100)
@@ -128,7 +128,7 @@ def test_a_dropped_partition_does_not_hold_up_others():
     assert scrub.wake_at_ms is None
 
 
-def test_where_it_was_is_kept_over_a_restart():
+def test_the_position_survives_a_restart():
     scrub = made(1, 2)
     read(scrub, 0, next_id=50)
     assert scrub.places == {1: 50}

@@ -67,7 +67,7 @@ def test_every_stretch_is_read_over_the_borders():
             assert lengths.tolist() == [RECORD_BYTES] * (last - first + 1)
 
 
-def test_what_fits_is_counted_over_the_borders_and_one_always_does():
+def test_the_limit_counts_across_segments_and_one_record_always_fits():
     segments, _, _ = make_segments(new_disk(), [3], [1, 1], [4])
     for first in range(9):
         for bytes_max in range(0, 10 * RECORD_BYTES, 13):

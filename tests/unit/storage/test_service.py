@@ -340,7 +340,7 @@ def test_a_promise_that_could_not_be_made_durable_ends_the_session(bench):
 # which connections may ask
 
 
-def test_nothing_is_done_on_a_connection_that_has_not_prepared_the_session(bench):
+def test_requests_without_a_prepared_session_are_rejected(bench):
     owner = bench.owned(5, connection=1)
     for message in (
         owner.make(SetLowWaterMark, BEFORE_FIRST, GENESIS_CHAIN),
@@ -378,7 +378,7 @@ def test_a_message_of_another_session_is_refused_with_the_promised_one(bench):
     assert isinstance(bench.ask(1, owner.make(Heartbeat)), HeartbeatAnswer)
 
 
-def test_what_is_no_request_is_refused(bench):
+def test_an_unexpected_message_is_rejected(bench):
     owner = bench.owned(5)
     assert bench.refusal(1, owner.make(SuccessResponse)) is errors.BadRequest
 
@@ -405,7 +405,7 @@ def test_a_heartbeat_reports_a_later_session_before_that_is_answered(bench):
 # appending
 
 
-def test_what_is_appended_is_answered_after_the_sync_and_can_be_read(bench):
+def test_appends_are_answered_after_the_sync_and_can_be_read(bench):
     owner = bench.owned(5)
     first, second = owner.append(3), owner.append(2)
     assert bench.ask(1, first) == Appended(5, first.sequence, 0, 2)
@@ -442,7 +442,7 @@ def test_all_appends_that_wait_are_synced_once(bench):
     assert one_group == 2 * (bench.log.sync_count - before)
 
 
-def test_nothing_is_answered_before_the_work_is_done(bench):
+def test_answers_wait_for_the_work(bench):
     owner = bench.owned(5)
     count = len(bench.answers())
     bench.send(1, owner.append(), owner.append())
@@ -839,7 +839,7 @@ def test_the_owner_is_reported_again_after_each_pass_of_what_is_not_repaired(ben
     assert reported_damage(bench) == [[3, 3]] * 4, "as it is found, and after each pass"
 
 
-def test_what_is_repaired_in_the_session_is_reported(bench):
+def test_repairs_in_the_session_are_reported(bench):
     owner = bench.owned(5)
     bench.ask(1, owner.append(6))
     with flipped(bench.engine.directory / "0", 3):
@@ -987,7 +987,7 @@ def test_room_is_looked_for_until_there_is_some(make):
     assert len(bench.only(service_effects.LookForRoom)) == 3
 
 
-def test_what_is_no_append_takes_its_room_from_the_reserve(make):
+def test_other_writes_than_appends_use_the_reserve(make):
     bench = make(reserve_bytes=4_096)
     owner = bench.owned(5, engaged=False)
     bench.disk.next_errors["pwrite"] = NoSpace("waltz-x.ctl: no space left")
@@ -1065,7 +1065,7 @@ def test_files_that_were_deleted_or_replaced_are_used_no_more(make, tmp_path, ch
     assert not bench.only(service_effects.EndProcess)
 
 
-def test_what_a_replica_lacked_is_reported_when_it_was_filled_up(bench):
+def test_a_filled_replica_is_reported(bench):
     owner = bench.owned()
     bench.ask(1, owner.append(3))
     later = Owner(2)

@@ -173,7 +173,7 @@ async def following(engine, coordinator=None):
             task.cancel()
 
 
-def test_what_is_offline_is_not_served_though_it_is_assigned_here():
+def test_an_offline_replica_is_not_served_even_if_assigned():
     async def main():
         engine = Directory(0, 1)
         engine.offline = {1}
@@ -206,7 +206,7 @@ def test_a_removed_replica_in_a_session_is_served_unless_it_is_offline():
     asyncio.run(main())
 
 
-def test_where_only_a_new_start_can_help_it_ends():
+def test_the_process_ends_if_only_a_restart_helps():
     class Failing(Directory):
         def assign(self, partition_id):
             raise DiskFailed(f"partition {partition_id}")
@@ -225,7 +225,7 @@ def test_where_only_a_new_start_can_help_it_ends():
 
 
 @pytest.mark.parametrize("what", ["offline", "abandoned"])
-def test_what_goes_while_zookeeper_is_asked_is_not_opened_again(what):
+def test_a_replica_removed_during_the_request_is_not_opened_again(what):
     async def main():
         engine, coordinator = Directory(0, 1), Metadata(1)
 
@@ -256,7 +256,7 @@ def test_as_many_as_there_are_openers_are_opened_at_once():
     side_by_side(call, ())
 
 
-def test_what_one_raises_is_raised_when_all_are_done():
+def test_an_error_of_one_opening_is_raised_when_all_are_done():
     opened = []
 
     def call(partition_id):
@@ -286,7 +286,7 @@ def test_a_drop_that_hangs_holds_up_its_own_partition_only():
     asyncio.run(main())
 
 
-def test_nothing_is_kept_of_a_change_of_a_partition_that_does_not_exist():
+def test_changes_of_unknown_partitions_are_dropped():
     async def main():
         async with following(Directory(0, 1)) as follower:
             for partition_id in (-1, 4, 1 << 30):

@@ -46,7 +46,7 @@ def copy_of(owner, count=3, **changed):
     return Copy(1, 1, **(fields | changed))
 
 
-def test_what_is_held_and_how_it_stands_is_reported(engine):
+def test_held_replicas_and_their_states_are_reported(engine):
     assert held_by(engine) == ()
     absent = facts_of(engine, 1, is_served=False)
     assert (absent.is_held, absent.is_available, absent.log) == (False, True, None)

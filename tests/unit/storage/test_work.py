@@ -154,7 +154,7 @@ def test_lengths_that_do_not_fit_the_bytes_are_refused(log):
     assert "expected CRC" in str(outcome)
 
 
-def test_what_is_no_request_is_refused(log):
+def test_an_unexpected_message_is_rejected(log):
     (outcome,) = run(log, SuccessResponse(5, 1, 0)).outcomes
     assert isinstance(outcome, BadRequest)
 
@@ -183,7 +183,7 @@ def test_reads_are_always_bounded(log, monkeypatch):
     assert BATCHES_BYTES_MAX // 40 <= ENTRIES_MAX
 
 
-def test_where_records_lie_is_reported_to_readers_and_counted_as_read(log):
+def test_record_places_are_returned_and_counted_as_read(log):
     owner = Owner(5)
     run(log, owner.append(3))
     (located,) = run(log, owner.make(RangeRaw, 1, 2, 1 << 20, PLACES, False, True)).outcomes
@@ -252,7 +252,7 @@ def test_a_piece_of_the_scrub_says_what_was_read_and_where_to_continue(log):
     assert result.scrubbed == Scrubbed(6, 88)
 
 
-def test_what_the_scrub_cannot_get_past_is_reported_and_left(log, monkeypatch):
+def test_an_obstacle_of_the_scrub_is_reported_and_skipped(log, monkeypatch):
     run(log, Owner(5).append(6))
 
     def fails(_first, _bytes_max):

@@ -67,7 +67,7 @@ async def test_a_result_is_reported_once_on_the_loops_thread():
 
 
 @pytest.mark.parametrize("error", [OSError("gone"), AssertionError("ours"), SystemExit(3)])
-def test_what_a_piece_raises_is_its_outcome(error: BaseException):
+def test_an_error_of_a_piece_is_its_outcome(error: BaseException):
     async def story() -> None:
         def fail() -> WorkResult:
             raise error

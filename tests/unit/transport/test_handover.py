@@ -78,7 +78,7 @@ def test_a_file_outlives_its_name_and_one_that_has_handed_it_over(tmp_path, name
     assert not handover.is_offered(name)
 
 
-def test_what_is_not_there_is_not_had(tmp_path, name):
+def test_a_missing_file_is_not_handed_over(tmp_path, name):
     with pytest.raises(errors.Unreachable, match="Connection refused"):
         handover.take(name, b"this", timeout_s=30)
     path = tmp_path / "none"
@@ -146,7 +146,7 @@ with socket.socket(socket.AF_UNIX) as listening:
 
 
 @needs_another_user
-def test_what_another_user_hands_over_under_the_name_is_not_taken(name):
+def test_a_file_from_another_user_is_not_taken(name):
     line = [*PYTHON, GIVES, name]
     with subprocess.Popen(line, user=65_534, cwd="/", stdout=subprocess.PIPE) as other:
         try:
@@ -158,7 +158,7 @@ def test_what_another_user_hands_over_under_the_name_is_not_taken(name):
             other.kill()
 
 
-def test_what_is_taken_is_not_inherited_by_other_programs(tmp_path, name):
+def test_received_files_are_not_inherited_by_other_programs(tmp_path, name):
     path = tmp_path / "file"
     path.write_bytes(b"ours")
     taken = run(name, path, lambda: handover.take(name, b"this", timeout_s=30))
@@ -166,7 +166,7 @@ def test_what_is_taken_is_not_inherited_by_other_programs(tmp_path, name):
     os.close(taken)
 
 
-def test_one_that_asks_nothing_does_not_keep_others_waiting_for_long(tmp_path, name, monkeypatch):
+def test_an_idle_connection_does_not_delay_others_for_long(tmp_path, name, monkeypatch):
     monkeypatch.setattr(handover, "QUESTION_S_MAX", 2.0)
     path = tmp_path / "file"
     path.write_bytes(b"here")
@@ -229,7 +229,7 @@ def test_without_abstract_names_nothing_is_offered(name, monkeypatch):
         handover.take(name, b"this", timeout_s=1)
 
 
-def test_one_that_cannot_be_let_in_once_is_let_in_later(tmp_path, name, monkeypatch):
+def test_a_connection_that_is_refused_once_is_accepted_later(tmp_path, name, monkeypatch):
     path = tmp_path / "file"
     path.write_bytes(b"here")
     monkeypatch.setattr(handover, "PAUSE_S", 0.01)

@@ -78,7 +78,7 @@ def test_names_whose_lookups_are_slow_do_not_delay_others(dns: Dns):
     net.run(run())
 
 
-def test_what_a_lookup_raises(dns: Dns, monkeypatch: pytest.MonkeyPatch):
+def test_the_errors_of_a_lookup(dns: Dns, monkeypatch: pytest.MonkeyPatch):
     dns.may_end.set()
     with pytest.raises(socket.gaierror, match="not known"):
         asyncio.run(lookup.addresses_of("slow-and-unknown"))

@@ -136,7 +136,7 @@ async def test_receive_waits_and_then_gives_all_that_is_there(pair):
 
 
 @on_loop
-async def test_what_came_before_start_is_handed_over_by_it(pair):
+async def test_start_delivers_earlier_messages(pair):
     async with pair() as (link, peer, _):
         peer.links[0].send(Appended(1, 7, 3, 9))
         peer.links[0].close("enough")
@@ -170,7 +170,7 @@ async def test_a_full_inbox_stops_the_peer(pair):
 
 
 @on_loop
-async def test_one_that_does_not_take_answers_may_not_ask(pair):
+async def test_a_peer_that_does_not_read_is_paused(pair):
     async with pair() as (link, peer, _):
         there = peer.links[0]
         drained = []
@@ -336,7 +336,7 @@ async def test_a_listener_closes_foreign_connections_and_serves_the_others(pair,
 
 
 @on_loop
-async def test_one_that_is_silent_in_its_hello_is_cut():
+async def test_a_peer_silent_during_its_hello_is_disconnected():
     peer = Peer()
     listener = await net.listen(Surface.STORAGE, ANY, 0, peer.connected)
     reader, writer = await asyncio.open_connection(ANY, listener.port)
@@ -353,7 +353,7 @@ async def test_one_that_is_silent_in_its_hello_is_cut():
 
 
 @on_loop
-async def test_one_that_trickles_a_frame_is_cut():
+async def test_a_peer_that_trickles_a_frame_is_disconnected():
     peer = Peer()
     listener = await net.listen(Surface.STORAGE, ANY, 0, peer.connected)
     _, writer = await asyncio.open_connection(ANY, listener.port)
@@ -404,7 +404,7 @@ async def test_a_dialler_that_has_nothing_to_say_sends_an_empty_frame(pair):
 
 
 @on_loop
-async def test_one_that_is_silent_for_very_long_is_cut(pair):
+async def test_a_peer_silent_for_very_long_is_disconnected(pair):
     async with pair() as (_link, peer, _):
         there = peer.links[0]
         there._idle_ticks = net._IDLE_TICKS_MAX
@@ -442,7 +442,7 @@ async def test_a_closing_listener_closes_its_links_and_sends_what_is_unsent(pair
 
 
 @on_loop
-async def test_one_that_was_accepted_when_a_listener_closed_is_closed_too():
+async def test_a_connection_accepted_during_the_close_is_closed_too():
     for turns in range(8):  # of the loop between the connection and the listener's end
         listener = await net.listen(Surface.STORAGE, ANY, 0, Peer().connected)
         with socket.create_connection((ANY, listener.port)) as dialler:
@@ -465,7 +465,7 @@ async def test_a_port_that_is_taken_is_a_bad_config():
 
 
 @on_loop
-async def test_what_cannot_be_sent_is_an_error_of_the_caller(pair):
+async def test_a_message_that_cannot_be_sent_is_an_error_of_the_caller(pair):
     async with pair() as (link, _, _):
         with pytest.raises(AssertionError):
             link.send(FlushRequest((1, 2, 3, 4)))

@@ -153,7 +153,7 @@ def test_a_file_of_settings_that_checks_less_weakens_no_setting(tmp_path):
     assert context.check_hostname
 
 
-def test_what_is_switched_off_meanwhile_is_not_renewed(tmp_path, caplog):
+def test_tls_switched_off_meanwhile_is_not_renewed(tmp_path, caplog):
     made = make(tmp_path)
     file = tmp_path / "tls.toml"
     file.write_text(render_toml("tls", made.settings))
@@ -178,7 +178,7 @@ def test_a_server_accepts_any_client_and_a_storage_requires_a_certificate(files)
     assert tls.listening(storage(**without, tls_require_certificate=False)) is not None
 
 
-def test_one_that_wants_certificates_does_not_listen_in_the_clear_by_mistake():
+def test_a_port_with_certificates_never_listens_in_plain_text():
     with pytest.raises(BadConfig, match='tls: expected "on" with tls_require_certificate'):
         tls.listening(server(tls_require_certificate=True))
     assert tls.listening(server(tls="off", tls_require_certificate=True)) is None
@@ -330,11 +330,11 @@ def failure(reason: str) -> ssl.SSLError:
         ("BAD_SIGNATURE", "TLS has failed: bad signature"),
     ],
 )
-def test_what_has_failed_is_reported_in_words(reason, said):
+def test_handshake_errors_are_described(reason, said):
     assert tls.failure_text(failure(reason)).startswith(said)
 
 
-def test_what_is_no_matter_of_tls_is_reported_as_it_is():
+def test_other_errors_than_tls_are_reported_unchanged():
     assert tls.failure_text(ConnectionRefusedError(111, "Connection refused")).endswith("refused")
     assert tls.failure_text(ConnectionResetError()) == "ConnectionResetError"
     assert tls.alert_of(ConnectionResetError()) == tls.alert_of(failure("OTHER")) == b""

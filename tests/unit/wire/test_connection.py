@@ -70,7 +70,7 @@ def test_a_server_or_storage_of_0_13_is_refused_with_what_to_do(is_listener, pee
     assert "Hint: migrate the whole cluster at once, as docs/compatibility.md describes." in text
 
 
-def test_nothing_is_sent_before_the_peers_hello():
+def test_no_message_is_sent_before_the_peers_hello():
     dialler = storage(is_listener=False)
     with pytest.raises(LocalProtocolError, match="no version yet"):
         dialler.send(SuccessResponse(1, 2, 3))
