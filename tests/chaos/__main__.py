@@ -89,7 +89,7 @@ def _report(outcome: Outcome, again: str, where: Path) -> None:
         f"  {outcome.faults.total()} faults; committed {counts['committed']:,}, refused "
         f"{counts['refused']:,} ({counts['refused by a new session']} by a new session), "
         f"lost {counts['lost']:,}, unknown {counts['unknown']:,}; ZooKeeper answers after "
-        f"{outcome.zookeeper_s:.1f} s, everybody writes again {outcome.recovered_s:.1f} s later, "
+        f"{outcome.zookeeper_s:.1f} s, all clients write again {outcome.recovered_s:.1f} s later, "
         f"all replicas are engaged after {outcome.whole_s:.1f} s, longest gap {outcome.gap_s:.1f} s"
     )
     for wrong in outcome.wrong[:SHOWN_MAX]:

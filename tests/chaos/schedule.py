@@ -112,8 +112,8 @@ def _full(chance: random.Random, world: World, at_s: float) -> Fault:
 
 def _isolate(chance: random.Random, world: World, at_s: float) -> Fault:
     name = _daemon(chance, world)
-    everybody = [*world.members, *world.names("client"), "operator"]
-    links = tuple(both_ways([name], everybody))
+    everything = [*world.members, *world.names("client"), "operator"]
+    links = tuple(both_ways([name], everything))
     return Fault(at_s, _lasting(chance), "cut", (), links, summary=f"{name} from all")
 
 

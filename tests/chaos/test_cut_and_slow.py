@@ -80,10 +80,10 @@ def test_one_slow_storage_slows_no_append(tale: Tale):
 def test_a_host_that_goes_is_succeeded_and_gets_nothing_in_when_it_is_back(tale: Tale, how: str):
     """Row 16, and that a move takes a session time-out and half a second."""
     lost = tale.owned_by("server-1")
-    everybody = [*WORLD.members, CLIENT, "operator"]
+    everything = [*WORLD.members, CLIENT, "operator"]
     gone_s = time.monotonic()
     if how == "vanishes":
-        tale.network.cut(both_ways(["server-1"], everybody))
+        tale.network.cut(both_ways(["server-1"], everything))
     else:
         tale.cluster.freeze("server-1")
     tale.wait("server-2 owns all", lambda: set(tale.cluster.owners().values()) == {"server-2"})
@@ -92,7 +92,7 @@ def test_a_host_that_goes_is_succeeded_and_gets_nothing_in_when_it_is_back(tale:
     with tale.cluster.client() as client:
         seen = {each: client.replicas(each, linearizable=True) for each in lost}
     if how == "vanishes":
-        tale.network.heal(both_ways(["server-1"], everybody))
+        tale.network.heal(both_ways(["server-1"], everything))
     else:
         tale.cluster.thaw("server-1")
     tale.wait("it owns some again", lambda: len(set(tale.cluster.owners().values())) == 2)

@@ -1,4 +1,4 @@
-"""A closed directory in which something is wrong: it is repaired, or says in one sentence what is wrong.
+"""A corrupt closed directory: it is repaired, or a sentence says what is wrong.
 
 Whatever is done to its files, no byte leaves it that was not written; and what other replicas have
 comes back from them. `WALTZ_CORRUPTIONS` adds seeds.

@@ -37,7 +37,7 @@ class Gate:
         self._loop.close()
 
     def open(self) -> None:
-        """Let everybody through."""
+        """Let all connections through."""
         asyncio.run_coroutine_threadsafe(self._open(), self._loop).result(HANG_S)
 
     def shut(self) -> None:

@@ -421,7 +421,7 @@ def test_a_storage_that_is_replaced_is_taken_in_without_a_new_session(
             replaced, partition = world.storages[1], server.hosts[PartitionId(0)].partition
             session = partition.session_id
             await replaced.stop()
-            # That it is closed in between may be over before anybody looks.
+            # That it is closed in between may be over before it can be observed.
             await until(lambda: partition.session_id > session and partition.is_open)
             session = partition.session_id
             replaced.logs.clear()

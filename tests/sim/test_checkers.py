@@ -1002,7 +1002,7 @@ def test_sometimes():
 
 
 def test_checkers_change_nothing():
-    """A run is the same whether anybody looks at the replicas' records or not."""
+    """A run is the same whether a checker reads the replicas' records or not."""
     plain, looked = World(), World()
     looked.checks.replicas.look_at(looked.storage, looked.storage.log)
     looked.checks.locking.check_table(looked.owner)

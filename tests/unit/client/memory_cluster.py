@@ -216,7 +216,7 @@ class MemoryServer:
             store.step = real
 
     async def stop(self) -> None:
-        """Die: no answer to anybody, and ZooKeeper notices."""
+        """Die: no answer to any client, and ZooKeeper notices."""
         await self.coordinator.close()
         for _, driver, _ in self.partitions.values():
             driver.stop()

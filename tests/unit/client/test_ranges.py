@@ -319,8 +319,8 @@ def test_a_replica_nearby_is_asked_before_the_others(monkeypatch: pytest.MonkeyP
     near = ("s1:1", "s3:1")
     both = {asked_for_a_range(monkeypatch, near, first=first)[0] for first in range(20)}
     assert both == set(near)  # they share the work
-    anyone = {asked_for_a_range(monkeypatch, (), first=first)[0] for first in range(40)}
-    assert anyone == set(REPLICAS)
+    asked = {asked_for_a_range(monkeypatch, (), first=first)[0] for first in range(40)}
+    assert asked == set(REPLICAS)
 
 
 def test_a_read_that_is_made_again_asks_the_same_replica(monkeypatch: pytest.MonkeyPatch):
