@@ -181,7 +181,7 @@ def test_the_wanting_replica_is_lost_while_its_copy_is_under_way():
 
 
 def test_a_goal_is_chosen_again_when_no_replica_has_it():
-    """The only log at the mark is gone before any replica is marked: another credible one may do."""
+    """The only log at the mark is lost before a replica is marked: another trusted one may do."""
     bench = Bench()
     behind(bench, C)
     while bench.store.session is None or bench.store.session.repairs.goal is None:
