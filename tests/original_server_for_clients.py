@@ -546,9 +546,8 @@ class OriginalDirectory:
         self._cluster = cluster
         self.cluster = ClusterInfo("original", bytes(16), cluster.partition_count)
         self.changed: Changed | None = None
-        self.stale_owners: dict[int, Owner] | None = (
-            None  # owners that the client assumes, where they have changed since
-        )
+        # The owners that the client assumes, where they have changed since.
+        self.stale_owners: dict[int, Owner] | None = None
 
     @property
     def owners(self) -> Mapping[PartitionId, Owner]:
