@@ -74,10 +74,11 @@ spark-versions: ## The tests of waltz_spark with each PySpark: make spark-versio
 	    $(RUN) python -m pytest -n $(ONE_MORE) tests/unit/spark $(ARGS); \
 	    $(RUN) python -m pytest $(THREE) $(SPARK_AGAIN) tests/spark $(ARGS); done
 
-check: ## Style, types, layers, and the quick tests; under a minute
+check: ## Style, spelling, types, layers, and the quick tests; under a minute
 	@scripts/bootstrap dev
 	@$(RUN) ruff format --check --quiet . || { echo 'not formatted: run make format'; exit 1; }
 	@$(RUN) ruff check --quiet .
+	@$(RUN) typos --format brief
 	@$(RUN) python -m mypy
 	@$(RUN) lint-imports | sed -n "/^Contracts/,\$$p"
 	@$(RUN) python -m pytest -n $(ONE_MORE) --dist loadgroup $(QUICK) $(ARGS)

@@ -20,7 +20,7 @@ class Certificates(NamedTuple):
 
     @property
     def settings(self) -> dict[str, object]:
-        """The settings of a process that shows the certificate, and believes the authority."""
+        """The settings of a process that shows the certificate, and trusts the authority."""
         return {
             "tls": "on",
             "tls_certificate": self.certificate,

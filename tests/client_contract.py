@@ -1,4 +1,4 @@
-"""What every Waltz must do for a client: told once, run over memory and over a real cluster.
+"""What every Waltz must do for a client, checked over memory and over a real cluster.
 
 `test_conformance_memory.py` runs the stories over `MemoryWaltz`, calm and with faults,
 `test_conformance.py` over real processes. The log of a story's partition may hold anything before.
@@ -35,7 +35,7 @@ MIB = 1024 * 1024
 
 @dataclass
 class World:
-    """A Waltz that stories are told in, and the partition that is this story's."""
+    """A Waltz in which a story runs, and the partition that belongs to this story."""
 
     open: Callable[[], WaltzClient]
     partition: int
@@ -83,11 +83,11 @@ class Ledger(Callbacks):
             assert self._changed.wait_for(condition, HANG_S), (self.ids, self.raised)
 
 
-class Told(TransactionContext):
+class RecordingContext(TransactionContext):
     """Writes down its attempts and hooks; others may write while it computes."""
 
     def __init__(
-        self, partition: int, rival: Callable[[int], object] | None = None, name: str = "told"
+        self, partition: int, rival: Callable[[int], object] | None = None, name: str = "recorded"
     ) -> None:
         super().__init__()
         self._partition = partition
@@ -186,7 +186,7 @@ def what_is_written_is_read_and_fed_byte_for_byte(world: World) -> None:
         assert ledger.seen == [(i, *row) for i, row in zip(ids, rows, strict=True)]
 
 
-def a_replica_or_whoever_stands_for_it_gives_the_same_bytes(world: World) -> None:
+def each_replica_returns_the_same_bytes(world: World) -> None:
     with world.open() as client:
         first = appended(client, world.partition, b"one")
         last = appended(client, world.partition, b"two")
@@ -204,7 +204,7 @@ def a_replica_or_whoever_stands_for_it_gives_the_same_bytes(world: World) -> Non
             assert b"".join(ours) == b"".join(theirs) != b""
 
 
-def what_is_too_large_or_nowhere_is_refused_and_the_rest_goes_on(world: World) -> None:
+def invalid_appends_are_rejected_and_others_continue(world: World) -> None:
     with world.open() as client:
         before = client.high_water_mark(world.partition)
         with pytest.raises(errors.TooLarge):
@@ -229,7 +229,7 @@ def a_flush_waits_for_what_was_appended_before_it(world: World) -> None:
         assert not client.has_pending
 
 
-def marks_are_told_of_all_partitions(world: World) -> None:
+def marks_of_all_partitions_are_returned(world: World) -> None:
     with world.open() as client:
         before = client.high_water_marks(linearizable=True)
         assert list(before) == list(range(client.partition_count))
@@ -249,7 +249,7 @@ def without_a_partition_the_first_lock_says_which(world: World) -> None:
         appended(client, world.partition)
 
 
-def a_closed_client_has_told_every_outcome(world: World) -> None:
+def a_closed_client_has_reported_every_outcome(world: World) -> None:
     with world.open() as reader:
         first = reader.high_water_mark(world.partition) + 1
         client = world.open()
@@ -286,7 +286,7 @@ def write_and_append_locks_stop_write_and_read_locks_and_nothing_else(world: Wor
                 mark = won
             else:
                 assert late.result(HANG_S) == won + 1
-            # Whoever has seen it all passes.
+            # A client that has applied all of it passes.
             seen = two.high_water_mark(world.partition)
             passed = appended(two, world.partition, **{later: hashed}, client_high_water_mark=seen)
             assert passed == seen + 1
@@ -307,7 +307,7 @@ def one_lock_of_many_is_enough_and_others_do_not_matter(world: World) -> None:
         appended(client, world.partition, client_high_water_mark=-1)
 
 
-def a_mark_ahead_of_the_log_is_told_so(world: World) -> None:
+def a_mark_ahead_of_the_log_is_rejected(world: World) -> None:
     with world.open() as client:
         mark = client.high_water_mark(world.partition)
         ahead = client.append(
@@ -324,7 +324,7 @@ def a_mark_ahead_of_the_log_is_told_so(world: World) -> None:
 # --- contexts
 
 
-def a_context_is_executed_anew_once_it_has_seen_who_was_faster(world: World) -> None:
+def a_context_is_executed_again_after_it_has_applied_the_winner(world: World) -> None:
     with world.open() as client, world.open() as other:
         ledger = Ledger(client.high_water_mark(world.partition))
         won: list[int] = []
@@ -336,7 +336,7 @@ def a_context_is_executed_anew_once_it_has_seen_who_was_faster(world: World) -> 
                 won.append(appended(other, world.partition, append_locks=[lock("retry")]))
 
         client.subscribe(ledger, [world.partition])
-        context = Told(world.partition, rival, "retry")
+        context = RecordingContext(world.partition, rival, "retry")
         transaction_id = client.submit(context).result(HANG_S)
         assert transaction_id == won[1] + 1
         assert context.marks[0] < won[0] <= context.marks[1] < won[1] <= context.marks[2]
@@ -347,7 +347,7 @@ def a_context_is_executed_anew_once_it_has_seen_who_was_faster(world: World) -> 
         assert ledger.seen[-1][2] == JSON.serialize({"attempt": 3})
 
 
-def a_context_without_a_feed_sees_who_was_faster_too(world: World) -> None:
+def a_context_without_a_feed_also_applies_the_winner(world: World) -> None:
     with world.open() as client, world.open() as other:
         won: list[int] = []
 
@@ -355,7 +355,7 @@ def a_context_without_a_feed_sees_who_was_faster_too(world: World) -> None:
             if attempt == 1:
                 won.append(appended(other, world.partition, append_locks=[lock("retry")]))
 
-        context = Told(world.partition, rival, "retry")
+        context = RecordingContext(world.partition, rival, "retry")
         assert client.submit(context).result(HANG_S) == won[0] + 1
         assert context.has_ended.wait(HANG_S)
         assert context.marks[1] >= won[0]
@@ -363,7 +363,7 @@ def a_context_without_a_feed_sees_who_was_faster_too(world: World) -> None:
 
 
 def a_context_may_give_itself_up(world: World) -> None:
-    class Idle(Told):
+    class Idle(RecordingContext):
         def execute(self, builder: TransactionBuilder) -> bool:
             return False
 
@@ -377,7 +377,7 @@ def a_context_may_give_itself_up(world: World) -> None:
 
 
 def what_execute_raises_ends_a_context(world: World) -> None:
-    class Broken(Told):
+    class Broken(RecordingContext):
         def execute(self, builder: TransactionBuilder) -> bool:
             raise KeyError("no such account")
 
@@ -392,7 +392,7 @@ def what_execute_raises_ends_a_context(world: World) -> None:
 
 def a_context_ends_with_its_retries(world: World) -> None:
     with world.open() as client, world.open() as other:
-        context = Told(
+        context = RecordingContext(
             world.partition,
             lambda attempt: appended(other, world.partition, append_locks=[lock("tired")]),
             "tired",
@@ -411,7 +411,7 @@ def a_context_ends_with_its_time(world: World) -> None:
         ledger.may_go.clear()
         client.subscribe(ledger, [world.partition])
         for timeout_ms in (500, 2_000, 8_000, 32_000):
-            context = Told(
+            context = RecordingContext(
                 world.partition,
                 lambda attempt: appended(other, world.partition, append_locks=[lock("late")]),
                 "late",
@@ -440,7 +440,7 @@ def two_clients_with_one_lock_lose_nothing(world: World) -> None:
         def value(self) -> int:
             return int(self.seen[-1][2]) if self.seen else 0
 
-    class Increment(Told):
+    class Increment(RecordingContext):
         def __init__(self, partition: int, counter: Counter) -> None:
             super().__init__(partition)
             self.counter = counter
@@ -464,8 +464,8 @@ def two_clients_with_one_lock_lose_nothing(world: World) -> None:
         assert log_of(one, world.partition, start + 1) == [b"%d" % i for i in range(1, 21)]
 
 
-def who_follows_counts_on_from_what_is_in_flight(world: World) -> None:
-    class Increment(Told):
+def dependent_appends_continue_from_those_in_flight(world: World) -> None:
+    class Increment(RecordingContext):
         follows = True
 
         def __init__(self, partition: int, counter: Ledger) -> None:
@@ -511,7 +511,7 @@ def what_was_refused_for_what_is_in_flight_may_follow_it(world: World) -> None:
         assert again.result(HANG_S) == mark + 2
 
 
-def who_follows_has_not_seen_what_others_wrote_under_other_locks(world: World) -> None:
+def a_dependent_append_is_not_ahead_of_other_locks(world: World) -> None:
     with world.open() as client:
         hot, other = [lock("in flight")], [lock("not asked for")]
         mark = appended(client, world.partition)
@@ -611,28 +611,28 @@ def poison_is_tried_again(world: World) -> None:
 # one attempt more.
 IN_CALM = (
     ids_are_dense_and_in_the_order_of_one_clients_appends,
-    a_closed_client_has_told_every_outcome,
-    a_context_is_executed_anew_once_it_has_seen_who_was_faster,
-    a_context_without_a_feed_sees_who_was_faster_too,
+    a_closed_client_has_reported_every_outcome,
+    a_context_is_executed_again_after_it_has_applied_the_winner,
+    a_context_without_a_feed_also_applies_the_winner,
     a_context_ends_with_its_retries,
     a_context_ends_with_its_time,
     what_was_refused_for_what_is_in_flight_may_follow_it,
-    who_follows_has_not_seen_what_others_wrote_under_other_locks,
+    a_dependent_append_is_not_ahead_of_other_locks,
 )
 ALWAYS = (
     what_is_written_is_read_and_fed_byte_for_byte,
-    a_replica_or_whoever_stands_for_it_gives_the_same_bytes,
-    what_is_too_large_or_nowhere_is_refused_and_the_rest_goes_on,
+    each_replica_returns_the_same_bytes,
+    invalid_appends_are_rejected_and_others_continue,
     a_flush_waits_for_what_was_appended_before_it,
-    marks_are_told_of_all_partitions,
+    marks_of_all_partitions_are_returned,
     without_a_partition_the_first_lock_says_which,
     write_and_append_locks_stop_write_and_read_locks_and_nothing_else,
     one_lock_of_many_is_enough_and_others_do_not_matter,
-    a_mark_ahead_of_the_log_is_told_so,
+    a_mark_ahead_of_the_log_is_rejected,
     a_context_may_give_itself_up,
     what_execute_raises_ends_a_context,
     two_clients_with_one_lock_lose_nothing,
-    who_follows_counts_on_from_what_is_in_flight,
+    dependent_appends_continue_from_those_in_flight,
     a_feed_begins_after_the_mark_and_leaves_nothing_out,
     the_latest_is_the_end_of_the_log,
     poison_stops_one_partition,

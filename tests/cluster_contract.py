@@ -1,4 +1,4 @@
-"""What every ZooKeeper must do for a cluster: told once, run over memory and over a real one.
+"""What every ZooKeeper must do for a cluster, checked over memory and over a real one.
 
 A world opens sessions. `test_coordinator.py` runs the stories over memory, `test_zookeeper.py` over
 a real ZooKeeper; each story has a root of its own.
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class World(Protocol):
-    """A ZooKeeper that stories are told in."""
+    """A ZooKeeper in which stories run."""
 
     async def znodes(self) -> Znodes: ...
 
@@ -349,7 +349,7 @@ async def no_view_is_out_of_step(world: World, root: str) -> None:
             generations[partition] = owner
 
 
-async def a_server_whose_session_is_lost_comes_back(world: World, root: str) -> None:
+async def a_server_with_a_lost_session_registers_again(world: World, root: str) -> None:
     client = await created(world, root)
     znodes = await world.znodes()
     server = Coordinator(znodes, root)
@@ -436,12 +436,12 @@ async def a_write_is_all_or_nothing(world: World, root: str) -> None:
     assert (await other.children(base)).names == ("b",)
 
 
-async def signals_tell_each_kind_of_change(world: World, root: str) -> None:
+async def each_kind_of_change_is_signaled(world: World, root: str) -> None:
     watcher, writer = await world.znodes(), await world.znodes()
     base = "/" + root.replace("/", "-") + "-signals"
     signal = watcher.new_signal()
 
-    async def told(*operations: object) -> None:
+    async def notified_after(*operations: object) -> None:
         signal_was_set = asyncio.timeout(HANG_S)
         signal.clear()
         await writer.write(operations)
@@ -449,17 +449,17 @@ async def signals_tell_each_kind_of_change(world: World, root: str) -> None:
             await signal.wait()
 
     assert await watcher.get(base, signal) is None
-    await told(CreateNode(base, b"1"))
+    await notified_after(CreateNode(base, b"1"))
     assert await watcher.children(f"{base}/a", signal) is None
-    await told(CreateNode(f"{base}/a"))
+    await notified_after(CreateNode(f"{base}/a"))
     assert (await watcher.get(base, signal)).data == b"1"
-    await told(Set(base, b"2", 0))
+    await notified_after(Set(base, b"2", 0))
     assert (await watcher.children(base, signal)).names == ("a",)
-    await told(CreateNode(f"{base}/b"))
+    await notified_after(CreateNode(f"{base}/b"))
     assert (await watcher.children(base, signal)).names == ("a", "b")
-    await told(Delete(f"{base}/b", 0))
+    await notified_after(Delete(f"{base}/b", 0))
     assert (await watcher.get(f"{base}/a", signal)).data == b""
-    await told(Delete(f"{base}/a", 0))
+    await notified_after(Delete(f"{base}/a", 0))
     watcher.drop_signal(signal)
 
 
@@ -487,9 +487,9 @@ STORIES = [
     the_replica_assignment_is_followed,
     servers_come_and_go,
     no_view_is_out_of_step,
-    a_server_whose_session_is_lost_comes_back,
+    a_server_with_a_lost_session_registers_again,
     a_server_is_registered_once,
     a_write_is_all_or_nothing,
-    signals_tell_each_kind_of_change,
+    each_kind_of_change_is_signaled,
     a_closed_session_refuses,
 ]

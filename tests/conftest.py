@@ -68,8 +68,8 @@ def pytest_terminal_summary(terminalreporter):
                 if name.startswith("crash: ") and getattr(report, "when", "") == "call":
                     counts[name.removeprefix("crash: ")] += count
     if counts:
-        told = ", ".join(f"{count:,} {name}" for name, count in counts.items())
-        terminalreporter.write_line(f"crashes: {told}")
+        summary = ", ".join(f"{count:,} {name}" for name, count in counts.items())
+        terminalreporter.write_line(f"crashes: {summary}")
 
 
 @pytest.fixture

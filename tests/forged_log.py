@@ -1,4 +1,4 @@
-"""A log of a billion transactions on a disk that never saw them: what a server believes, made up.
+"""A log of a billion transactions on a disk that never saw them: what a server trusts is forged.
 
 Each partition gets what a storage would hold after a session that wrote so many: the last record,
 an index that has its place, one batch that covers all of them, the marker that says how far it is
@@ -48,7 +48,7 @@ DATA = b"the last one"
 
 class UnsyncedFile(RealFile):
     def sync(self):
-        """Nothing: a forged log has nobody to whom it was promised."""
+        """Nothing: a forged log was promised to no owner."""
 
 
 class UnsyncedDisk(RealDisk):

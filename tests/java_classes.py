@@ -79,10 +79,10 @@ def _make(name: str, variable: str, options: str) -> None:
     if archive.exists():
         return
     unfinished, log = archive.with_suffix(f".{os.getpid()}"), archive.with_suffix(".log")
-    told = f"{options} -XX:ArchiveClassesAtExit={unfinished} {_QUIET}".strip()
+    options_with_archive = f"{options} -XX:ArchiveClassesAtExit={unfinished} {_QUIET}".strip()
     line = [sys.executable, "-m", "tests.java_classes", name]
     with log.open("wb") as out:
-        environment = {**os.environ, variable: told}
+        environment = {**os.environ, variable: options_with_archive}
         ended = subprocess.run(line, env=environment, stdout=out, stderr=out, check=False)
     if ended.returncode == 0 and unfinished.exists():
         unfinished.rename(archive)

@@ -28,7 +28,7 @@ class _NoWaiting(selectors.DefaultSelector):
             return super().select(POLL_INTERVAL_S)
         found = super().select(0)
         if not found:
-            assert timeout is not None, "nothing is planned: the story waits for ever"
+            assert timeout is not None, "nothing is planned: the story never ends"
             self.now_s += timeout
         self.now_s += TURN_S
         return found

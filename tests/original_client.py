@@ -1,10 +1,10 @@
-"""A model of the client of Waltz 0.13: its bytes and its behaviour (docs/design/wire-format.md 2).
+"""A model of the client of Waltz 0.13: its bytes and its behavior (docs/design/wire-format.md 2).
 
 It shares no code with ours, so that no mistake can be on both sides of a wire: frames are packed
 and taken apart here. What it does is what the original is known to do, faults included:
 
 - Two connections for each server, of which only the stream mounts. ReqIds repeat across the two.
-- A connection that breaks is made anew with the next sequence number, and all partitions with it.
+- A broken connection is opened again with the next sequence number, and all partitions with it.
 - NOT_READY, whenever it comes under the ReqId of the last mount: 500 ms, and a new mount.
 - No append is acknowledged. One's own ReqId in the feed is success, and fails whatever is older;
   LOCK_FAILURE and FLUSH_RESPONSE act when the own mark has reached the id in them.
@@ -354,7 +354,7 @@ class Stream(Side):
         if number == partition.mark + 1:
             if req in partition.registered:
                 partition.complete(req, True)
-            # Data before the state is changed: nobody may see the one without the mark.
+            # Data before the state is changed: no reader may see the one without the mark.
             data = await self.client.get_data(partition.number, number)
             if partition.mark + 1 == number:
                 self.client.apply(partition.number, number, header, req, data)
@@ -397,7 +397,7 @@ class OriginalClient:
     def __init__(self, client_id, partitions, apply, *, versions=(0, 1, 2, 3, 4)):
         self.client_id, self.numbers, self.apply = client_id, tuple(partitions), apply
         self.versions = versions
-        self.told: dict[Req, bool] = {}
+        self.outcomes: dict[Req, bool] = {}
         self.counts: dict[object, int] = dict.fromkeys(
             (FLUSH_RESPONSE, LOCK_FAILURE, "not ready", "ignored"), 0
         )
@@ -462,11 +462,11 @@ class OriginalClient:
             side.abort(req)
         else:
             wire.send(APPEND_REQUEST, req, append_body(wire.version, mark, **wanted))
-        self.told[req] = await future
-        return self.told[req]
+        self.outcomes[req] = await future
+        return self.outcomes[req]
 
     async def submit(self, partition, execute) -> None:
-        """Append until it is in the log, each time computed anew."""
+        """Append until it is in the log, each time computed again."""
         while not await self.append(partition, execute):
             pass
 

@@ -144,7 +144,7 @@ class Partition:
     async def run_appends(self) -> None:
         while True:
             item = await self.queue.get()
-            if callable(item):  # a flush: whoever asked is answered when all before is final
+            if callable(item):  # a flush: the client is answered when all before is final
                 await self.settled()
                 item()
             else:
@@ -204,7 +204,7 @@ class Partition:
 
 
 class OriginalServer:
-    """One server: listens, and owns what it is told to own."""
+    """One server: listens, and owns what it is assigned."""
 
     def __init__(self, versions: tuple[int, ...]) -> None:
         self.versions = versions
@@ -255,7 +255,7 @@ class OriginalServer:
         except (Dropped, asyncio.IncompleteReadError, ConnectionError, struct.error):
             pass
         except asyncio.CancelledError:
-            pass  # the server stops; whoever has cancelled it waits for no more than its end
+            pass  # the server stops; a caller that has cancelled it waits for no more than its end
         finally:
             peer.cut()
             self.peers.remove(peer)
@@ -433,8 +433,8 @@ class OriginalServer:
         peer.send(16, req_id, struct.pack(f">{len(owned) + 1}i", len(owned), *owned))
 
     async def _health(self, peer: Peer, req_id: bytes, _payload: Payload) -> None:
-        told = b"".join(struct.pack(">i?", each, True) for each in sorted(self.partitions))
-        peer.send(22, req_id, struct.pack(">i", len(self.partitions)) + told)
+        entries = b"".join(struct.pack(">i?", each, True) for each in sorted(self.partitions))
+        peer.send(22, req_id, struct.pack(">i", len(self.partitions)) + entries)
 
 
 class OriginalCluster:
@@ -511,8 +511,8 @@ class OriginalCluster:
             (struct.pack(">4i", 1_000_000, 1, number, sequence + i), 0, data) for i in range(count)
         ]
 
-    def move(self, number: int, server: int, *, kept: int = 0, is_told: bool = True) -> None:
-        """Have another server own a partition; unless told, the one before does not know it.
+    def move(self, number: int, server: int, *, kept: int = 0, is_notified: bool = True) -> None:
+        """Have another server own a partition; the previous owner knows it if `is_notified`.
 
         Of what was on its way `kept` had reached a quorum: recovery finds it.
         """
@@ -521,7 +521,7 @@ class OriginalCluster:
             before, generation = self.owners[number]
             old = self.servers[before].partitions[number]
             reached = [(req_id, header, data) for req_id, header, data, _ in old.pending[:kept]]
-            if is_told:
+            if is_notified:
                 self.servers[before].release_ownership(number)
             else:
                 # Fenced: it commits nothing any more, and sees nothing of what others commit.
@@ -535,7 +535,7 @@ class OriginalCluster:
     # --- ZooKeeper, where a test wants none of its own
 
     def directory(self) -> "OriginalDirectory":
-        """Return where the partitions are, as a client's directory tells it."""
+        """Return where the partitions are, as a client's directory reports it."""
         return OriginalDirectory(self)
 
 
@@ -546,7 +546,8 @@ class OriginalDirectory:
         self._cluster = cluster
         self.cluster = ClusterInfo("original", bytes(16), cluster.partition_count)
         self.changed: OwnersChanged | None = None
-        self.told: dict[int, Owner] | None = None  # what is believed, where that is not so any more
+        # The owners that the client assumes, where they have changed since.
+        self.stale_owners: dict[int, Owner] | None = None
 
     @property
     def owners(self) -> Mapping[PartitionId, Owner]:
@@ -562,12 +563,12 @@ class OriginalDirectory:
         known = self.owners
         while True:
             await asyncio.sleep(0.02)
-            if self.told is None and self.owners != known and self.changed is not None:
+            if self.stale_owners is None and self.owners != known and self.changed is not None:
                 known = self.owners
                 self.changed(known)
 
     async def owner(self, partition_id: PartitionId, *, after_failure: bool) -> Owner:
-        return (self.told or self.owners)[partition_id]
+        return (self.stale_owners or self.owners)[partition_id]
 
     async def owner_now(self, partition_id: PartitionId) -> Owner:
         return self.owners[partition_id]

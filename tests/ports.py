@@ -8,7 +8,7 @@ from typing import Final
 
 from waltz_core.local import ports
 
-# Workers of one run share the machine's ports, and a port is nobody's while its daemon is away. So
+# Workers of one run share the machine's ports, and a port is free while its daemon is away. So
 # all of them draw below the ports that commands draw from, which tests give as their users do.
 _LOWEST: Final = 5_000
 _WORKER: Final = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
@@ -24,7 +24,7 @@ def keep_apart() -> None:
 
 
 def free_port() -> int:
-    """Return a port of this process's share that nobody listens at, never the same one twice."""
+    """Return a free port of this process's share, never the same one twice."""
     chooser = random.SystemRandom()
     while True:
         port = chooser.randrange(_FIRST, _FIRST + _SHARE)

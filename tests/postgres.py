@@ -41,7 +41,7 @@ def programs() -> Path | None:
 
 
 def owner() -> pwd.struct_passwd | None:
-    """Return whom it runs as: whoever we are, or somebody else where we are root."""
+    """Return the user that runs it: the current one, or another one if that is root."""
     if os.geteuid() != 0:
         return pwd.getpwuid(os.geteuid())
     for name in USERS:
@@ -59,9 +59,9 @@ class Postgres:
     def __init__(self, programs: Path, directory: Path, user: pwd.struct_passwd) -> None:
         self.directory = directory
         self._programs = programs
-        self._who: dict[str, Any] = {"cwd": directory}
+        self._run_options: dict[str, Any] = {"cwd": directory}
         if os.geteuid() == 0:
-            self._who |= {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": []}
+            self._run_options |= {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": []}
         self._server: subprocess.Popen[bytes] | None = None
 
     def make(self) -> None:
@@ -69,7 +69,12 @@ class Postgres:
         command = [str(self._programs / "initdb"), "--auth=trust", "--username=waltz", "--no-sync"]
         command += ["--encoding=UTF8", "--locale=C", f"--pgdata={self.directory / 'data'}"]
         made = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=HANG_S, **self._who
+            command,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=HANG_S,
+            **self._run_options,
         )
         assert made.returncode == 0, made.stderr
 
@@ -85,7 +90,7 @@ class Postgres:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                **self._who,
+                **self._run_options,
             )
         self._server = server
         wait_until("PostgreSQL answers", lambda: server.poll() is not None or self.answers())
@@ -122,7 +127,7 @@ class Postgres:
         )
 
     def answers(self) -> bool:
-        """Tell whether the server takes connections."""
+        """Return whether the server takes connections."""
         try:
             self.connect().close()
         except psycopg.OperationalError:

@@ -1,4 +1,4 @@
-"""What the registry of writes must do; told once, as in `cluster_contract.py`."""
+"""What the registry of writes must do, in the form of `cluster_contract.py`."""
 
 import pytest
 

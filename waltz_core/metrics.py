@@ -138,7 +138,7 @@ class Metrics:
         # The growth of counters since the last page (rule 4).
         self._counted: dict[tuple[object, ...], float] = {}
         # By name and labels as they were passed: looking them up costs more than counting.
-        self._labelled: dict[tuple[object, ...], Any] = {}
+        self._labeled: dict[tuple[object, ...], Any] = {}
         # The same, by one label and its text, to find the metrics of one partition.
         self._of_label: dict[tuple[str, str], dict[tuple[object, ...], None]] = {}
         prefix = f"waltz_{area}_"
@@ -188,7 +188,7 @@ class Metrics:
             texts = {label: str(value) for label, value in cast("list[tuple[str, object]]", given)}
             if not wanted <= texts.items():
                 continue
-            self._labelled.pop(key, None)
+            self._labeled.pop(key, None)
             self._counted.pop(key, None)
             for pair in texts.items():
                 self._of_label[pair].pop(key)
@@ -220,9 +220,9 @@ class Metrics:
         if not labels and not TABLE[name].labels:
             return self._live[name]
         key = (name, *labels.items())
-        found = self._labelled.get(key)
+        found = self._labeled.get(key)
         if found is None:
-            found = self._labelled[key] = self._live[name].labels(**labels)
+            found = self._labeled[key] = self._live[name].labels(**labels)
             for label, value in labels.items():
                 self._of_label.setdefault((label, str(value)), {})[key] = None
         return found

@@ -1,4 +1,4 @@
-"""Chaos: real daemons, real faults, and everything that was told held against the log.
+"""Chaos: real daemons and real faults; everything that was reported is compared with the log.
 
     python -m tests.chaos --minutes 5
     python -m tests.chaos --seed 17 --rounds 1       # the same schedule again
@@ -27,7 +27,7 @@ SHOWN_MAX = 10
 
 def say(text: str) -> None:
     """Print a line at once."""
-    print(text, flush=True)  # noqa: T201 - whoever plays
+    print(text, flush=True)  # noqa: T201 - the person at the terminal
 
 
 def main() -> int:
@@ -62,7 +62,7 @@ def main() -> int:
         say(f"seed {schedule.seed}: {schedule.world}")
         outcome = play(schedule, where, say, apart=not arguments.processes_only)
         outcomes.append(outcome)
-        _tell(outcome, _again(outcome, arguments), where)
+        _report(outcome, _again(outcome, arguments), where)
         if not outcome.wrong and not arguments.keep:
             shutil.rmtree(where, ignore_errors=True)
         arguments.report.parent.mkdir(parents=True, exist_ok=True)
@@ -81,7 +81,7 @@ def _again(outcome: Outcome, arguments: argparse.Namespace) -> str:
     return f"{words} ARGS='{' '.join(more)}'" if more else words
 
 
-def _tell(outcome: Outcome, again: str, where: Path) -> None:
+def _report(outcome: Outcome, again: str, where: Path) -> None:
     for what, count in outcome.skipped.items():
         say(f"  left out: {count} x {what}")
     counts = outcome.counts
@@ -89,7 +89,7 @@ def _tell(outcome: Outcome, again: str, where: Path) -> None:
         f"  {outcome.faults.total()} faults; committed {counts['committed']:,}, refused "
         f"{counts['refused']:,} ({counts['refused by a new session']} by a new session), "
         f"lost {counts['lost']:,}, unknown {counts['unknown']:,}; ZooKeeper answers after "
-        f"{outcome.zookeeper_s:.1f} s, everybody writes again {outcome.recovered_s:.1f} s later, "
+        f"{outcome.zookeeper_s:.1f} s, all clients write again {outcome.recovered_s:.1f} s later, "
         f"all replicas are engaged after {outcome.whole_s:.1f} s, longest gap {outcome.gap_s:.1f} s"
     )
     for wrong in outcome.wrong[:SHOWN_MAX]:

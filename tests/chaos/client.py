@@ -1,9 +1,9 @@
-"""An application under chaos: it writes what it sends, what it is told and what it is fed.
+"""An application under chaos: it writes down what it sends, and what it receives.
 
     python -m tests.chaos.client CONNECT NAME DIRECTORY
 
 It is a process of its own, on a machine of its own, and may be killed at any moment. So what it
-sends is on its way to the disk before it is sent, and whatever was not told before its end has an
+sends is on its way to the disk before it is sent, and what was not reported before its end has an
 unknown outcome.
 
 Three kinds of writes, those of `examples/four_writers.py`: batches and single transactions, blind,
@@ -54,13 +54,28 @@ class Journal:
             self._file.write(text)
             self._file.flush()
 
-    def sent(self, told: Any, mark: int, locks: list[int]) -> list[Any]:
+    def sent(self, reported: Any, mark: int, locks: list[int]) -> list[Any]:
         """Return the line of a transaction that is about to be sent."""
-        return ["sent", told.key, told.partition, told.digest, told.sent_s, mark, locks]
+        return [
+            "sent",
+            reported.key,
+            reported.partition,
+            reported.digest,
+            reported.sent_s,
+            mark,
+            locks,
+        ]
 
-    def told(self, told: Any) -> list[Any]:
+    def reported(self, reported: Any) -> list[Any]:
         """Return the line of an outcome."""
-        return ["told", told.key, told.outcome, told.transaction_id, told.reported_s, told.why]
+        return [
+            "reported",
+            reported.key,
+            reported.outcome,
+            reported.transaction_id,
+            reported.reported_s,
+            reported.why,
+        ]
 
 
 class Feed(four_writers.Counters):  # type: ignore[misc, name-defined]
@@ -95,8 +110,8 @@ class Count(four_writers.Count):  # type: ignore[misc, name-defined]
     def execute(self, builder: TransactionBuilder) -> bool:
         """Compute the next value."""
         is_meant: bool = super().execute(builder)
-        mark, told = int(builder.client_high_water_mark), self.attempts[-1]
-        self._journal.write(self._journal.sent(told, mark, [self._lock]))
+        mark, reported = int(builder.client_high_water_mark), self.attempts[-1]
+        self._journal.write(self._journal.sent(reported, mark, [self._lock]))
         return is_meant
 
 
@@ -168,14 +183,14 @@ class Application:
         rows = [self._row(partition, mark) for _ in range(count)]
         data = [row.to_bytes() for row in rows]
         now_s = time.monotonic()
-        told = [
+        reported = [
             four_writers.RecordedOutcome(row.key, partition, four_writers.digest_of(each), now_s)
             for row, each in zip(rows, data, strict=True)
         ]
         self._journal.write(
             *(
                 self._journal.sent(each, mark, [*row.writes, *row.reads])
-                for each, row in zip(told, rows, strict=True)
+                for each, row in zip(reported, rows, strict=True)
             )
         )
         if count == 1:
@@ -200,7 +215,7 @@ class Application:
             future = self._client.append_batch(
                 partition, payload, count, client_high_water_mark=mark
             )
-        self._add(partition, four_writers.Pending(future, told))
+        self._add(partition, four_writers.Pending(future, reported))
 
     def _row(self, partition: int, mark: int) -> Any:
         kind = self._random.randrange(4)
@@ -231,9 +246,9 @@ class Application:
         for each in [each for each in pending if each.future.done()]:
             pending.remove(each)
             if not each.recorded:
-                continue  # a context whose time was over before its first try
+                continue  # a context that timed out before its first try
             four_writers._decide(each)
-            self._journal.write(*(self._journal.told(told) for told in each.recorded))
+            self._journal.write(*(self._journal.reported(reported) for reported in each.recorded))
 
 
 def _by_partition(name: str, count: int, partitions: int) -> list[list[int]]:

@@ -1,12 +1,12 @@
-"""A cluster whose daemons live each on a machine of its own, as far as one machine can be several.
+"""A cluster whose daemons each run on a machine of their own, simulated on one machine.
 
 `waltz_core.local` has all members at one address. Here each has its own, with the usual ports, so
 that a link between two members can be cut and no other one is hurt.
 
 Rules:
     1. Every process ends with this one, however this one ends: Linux is asked to see to it, which
-       holds for a stopped process, too. Whoever starts one must be the main thread, then.
-    2. A member that ends by itself is a finding, unless a fault has ended it; `ended` tells. One
+       holds for a stopped process, too. So only the main thread starts one.
+    2. A member that ends by itself is a finding, unless a fault has ended it (`ended`). One
        that has found no ZooKeeper at its start is started again, as by any supervisor.
     3. On a machine of its own a storage has a small file system of its own, which can be full.
 """
@@ -121,7 +121,7 @@ class ChaosCluster:
 
     @property
     def operator(self) -> Machine:
-        """Return the place of whoever looks at the cluster."""
+        """Return the place of the process that observes the cluster."""
         return self.network.machines[OPERATOR]
 
     @property
@@ -145,7 +145,7 @@ class ChaosCluster:
         self.wait_until("every partition has an owner", self.is_ready, seconds=READY_S)
 
     def is_ready(self) -> bool:
-        """Tell whether every partition answers."""
+        """Return whether every partition answers."""
         try:
             with self.client() as client:
                 client.high_water_marks(linearizable=True)
@@ -209,14 +209,14 @@ class ChaosCluster:
             member.child.send_signal(number)
 
     def notice(self) -> None:
-        """Note who has ended by himself (rule 2)."""
+        """Note each member that has ended by itself (rule 2)."""
         for member in self.members.values():
             if member.is_wanted and not member.runs:
                 member.is_wanted = False
                 assert member.child is not None
-                told = self.log_path(member.name).read_bytes()[member.log_start :].decode()
-                *_, last = ["", *told.splitlines()]
-                if last.startswith(NOT_CONNECTED) and f"{member.kind} ready" not in told:
+                log_text = self.log_path(member.name).read_bytes()[member.log_start :].decode()
+                *_, last = ["", *log_text.splitlines()]
+                if last.startswith(NOT_CONNECTED) and f"{member.kind} ready" not in log_text:
                     self.start(member.name)
                 else:
                     code = member.child.returncode
@@ -289,7 +289,7 @@ class ChaosCluster:
         return {int(each): names.get(part["server"], "") for each, part in partitions.items()}
 
     def is_whole(self) -> bool:
-        """Tell whether every replica is engaged, and all hold the same records."""
+        """Return whether every replica is engaged, and all hold the same records."""
         view = self.shown()
         if any(
             set(each["engaged"]) != set(view["storages"]) for each in view["partitions"].values()

@@ -19,7 +19,7 @@ WHOLE_S = 60.0
 
 
 class Tale:
-    """A cluster, and all that applications were told by it, over several tests."""
+    """A cluster, and everything that it reported to applications, over several tests."""
 
     def __init__(self, cluster: ChaosCluster, directory: Path) -> None:
         self.cluster = cluster
@@ -35,7 +35,7 @@ class Tale:
         """Start an application, and wait until it has written everywhere and all is whole."""
         began_s = time.monotonic()
         self.applications.start(CLIENT)
-        self.goes_on(range(WORLD.partitions), since_s=began_s)
+        self.await_commits(range(WORLD.partitions), since_s=began_s)
         if len(set(self.cluster.owners().values())) < WORLD.servers:
             # What was handed over stays there until a server comes or goes.
             self.cluster.kill("server-1")
@@ -53,17 +53,17 @@ class Tale:
         assert callable(condition)
         return self.cluster.wait_until(what, condition, seconds=seconds)
 
-    def goes_on(
+    def await_commits(
         self, partitions: Iterable[int], *, since_s: float, seconds: float = RECOVERY_S
     ) -> float:
         """Wait until something sent since is committed in some partitions; return how long."""
         wanted = list(partitions)
 
-        def has_gone_on() -> bool:
+        def has_commits() -> bool:
             self.applications.poll()
             return all(self.life.progress_s(each, since_s) is not None for each in wanted)
 
-        return self.wait(f"commits in partitions {wanted}", has_gone_on, seconds=seconds)
+        return self.wait(f"commits in partitions {wanted}", has_commits, seconds=seconds)
 
     def gap_s(self, partitions: Iterable[int], *, since_s: float) -> float:
         """Return the longest time without a commit in any of some partitions."""
@@ -77,9 +77,9 @@ class Tale:
         """Return how long each commit took that was sent since, in order of length."""
         self.applications.poll()
         return sorted(
-            each.told.reported_s - each.told.sent_s
+            each.recorded.reported_s - each.recorded.sent_s
             for each in self.life.sent.values()
-            if each.told.sent_s >= since_s and each.told.outcome == four_writers.OK
+            if each.recorded.sent_s >= since_s and each.recorded.outcome == four_writers.OK
         )
 
     def check(self) -> None:
@@ -117,7 +117,7 @@ def module_tale(_apart: None, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture
 def tale(module_tale: Tale) -> Iterator[Tale]:
-    """Give the file's cluster with an application at work; afterwards everything is mended."""
+    """Yield the file's cluster with an application at work; afterwards repair everything."""
     module_tale.begin()
     yield module_tale
     module_tale.applications.down()

@@ -1,18 +1,18 @@
-"""What applications were told under chaos, held against the log that is left.
+"""What applications received under chaos, compared with the log that is left.
 
 It needs no cluster and no clock, only files and the log, so that a history can be looked at again,
 and doctored for the tests of these checkers.
 
-What `examples/four_writers.py` compares is compared here, too: nothing told committed is lost,
-moved, changed or doubled; nothing told failed is there; ids are dense; no conflict stands in the
-log; counters count; what was told earlier stands earlier. Beyond that:
+What `examples/four_writers.py` compares is compared here, too: nothing reported as committed is
+lost, moved, changed or duplicated; nothing reported as failed is there; IDs are dense; the log has
+no conflict; counters count; what was reported earlier is earlier in the log. Beyond that:
 
-    1. A refusal has a cause: somebody has written one of its locks above its mark, and had sent
-       that before the refusal was told. A new store session may err, for what was under way when
+    1. A refusal has a cause: another client wrote one of its locks above its mark, and had sent
+       that before the refusal was reported. A new store session may err for what was under way when
        it opened; such refusals are counted, and there are no more of them than that can be.
     2. Each life of a client is fed the log from its beginning, each transaction once, in order;
-       whoever lives to the end is fed all of it.
-    3. A mark that was asked for is not below what anybody had been told committed before.
+       a client that lives to the end is fed all of it.
+    3. A mark that was asked for is not below what any client had received as committed before.
 """
 
 import json
@@ -32,9 +32,9 @@ WRONG_MAX = 40
 
 
 class Sent(NamedTuple):
-    """One transaction that a client has sent: what it was told, and what it was refused for."""
+    """One transaction that a client has sent: its outcome, and the reason if it was refused."""
 
-    told: Any  # four_writers.Told
+    recorded: Any  # four_writers.RecordedOutcome
     mark: int
     locks: list[int]
 
@@ -76,13 +76,13 @@ class Life:
             self.asked.append(Asked(*words))
         elif kind == "sent":
             key, partition, digest, sent_s, mark, locks = words
-            told = four_writers.RecordedOutcome(key, partition, digest, sent_s)
-            self.sent[key] = Sent(told, mark, locks)
+            recorded = four_writers.RecordedOutcome(key, partition, digest, sent_s)
+            self.sent[key] = Sent(recorded, mark, locks)
         else:
             key, outcome, transaction_id, reported_s, why = words
-            told = self.sent[key].told
-            told.outcome, told.transaction_id = outcome, transaction_id
-            told.reported_s, told.why = reported_s, why
+            recorded = self.sent[key].recorded
+            recorded.outcome, recorded.transaction_id = outcome, transaction_id
+            recorded.reported_s, recorded.why = reported_s, why
 
     def fed(self) -> list[tuple[int, int, bytes]]:
         """Return partition, id and request id of what it was fed, in order."""
@@ -96,14 +96,14 @@ class Life:
         ]
 
     def progress_s(self, partition: int, since_s: float) -> float | None:
-        """Return when the first row sent after a moment was told committed; None: not yet."""
+        """Return when the first row sent after a moment was reported committed; None: not yet."""
         return min(
             (
-                each.told.reported_s
+                each.recorded.reported_s
                 for each in self.sent.values()
-                if each.told.partition == partition
-                and each.told.sent_s >= since_s
-                and each.told.outcome == four_writers.OK
+                if each.recorded.partition == partition
+                and each.recorded.sent_s >= since_s
+                and each.recorded.outcome == four_writers.OK
             ),
             default=None,
         )
@@ -140,7 +140,7 @@ def check(lives: Iterable[Life], log: Log) -> Any:
     """Return the verdict on a whole history: what is wrong, and the counts."""
     lives = list(lives)
     sent = {key: each for life in lives for key, each in life.sent.items()}
-    verdict = four_writers.compare([each.told for each in sent.values()], log.entries)
+    verdict = four_writers.compare([each.recorded for each in sent.values()], log.entries)
     _check_refusals(sent, log, verdict, lives=len(lives))
     _check_feeds(lives, log, verdict)
     _check_marks(lives, sent, log, verdict)
@@ -155,26 +155,26 @@ def _check_refusals(sent: dict[str, Sent], log: Log, verdict: Any, *, lives: int
     for entry in log.entries:
         content = four_writers.Content.from_bytes(entry.data)
         known = sent.get(content.key)
-        sent_s = known.told.sent_s if known else 0.0
+        sent_s = known.recorded.sent_s if known else 0.0
         for hashed in (*content.writes, *content.appends):
             writers[entry.partition, hashed].append((entry.transaction_id, sent_s))
     behind: Counter[int] = Counter()
     for each in sent.values():
-        told = each.told
-        if told.outcome != four_writers.REFUSED:
+        recorded = each.recorded
+        if recorded.outcome != four_writers.REFUSED:
             continue
         if any(
-            transaction_id > each.mark and sent_s <= told.reported_s
+            transaction_id > each.mark and sent_s <= recorded.reported_s
             for hashed in each.locks
-            for transaction_id, sent_s in writers.get((told.partition, hashed), ())
+            for transaction_id, sent_s in writers.get((recorded.partition, hashed), ())
         ):
             continue
-        if any(first - 1 > each.mark for first in log.sessions.get(told.partition, ())):
-            behind[told.partition] += 1
+        if any(first - 1 > each.mark for first in log.sessions.get(recorded.partition, ())):
+            behind[recorded.partition] += 1
         else:
             verdict.wrong.append(
-                f"{told.key} at mark {each.mark} of partition {told.partition} was refused, and "
-                "nobody had written its locks"
+                f"{recorded.key} at mark {each.mark} of partition {recorded.partition} was refused "
+                "and no client had written its locks"
             )
     for partition, count in behind.items():
         sessions = len(log.sessions[partition])
@@ -216,16 +216,18 @@ def _check_feeds(lives: list[Life], log: Log, verdict: Any) -> None:
 
 def _check_marks(lives: list[Life], sent: dict[str, Sent], log: Log, verdict: Any) -> None:
     """Rule 3."""
-    told: dict[int, list[tuple[float, int]]] = defaultdict(list)
+    recorded: dict[int, list[tuple[float, int]]] = defaultdict(list)
     for each in sent.values():
-        if each.told.outcome == four_writers.OK:
-            told[each.told.partition].append((each.told.reported_s, each.told.transaction_id))
+        if each.recorded.outcome == four_writers.OK:
+            recorded[each.recorded.partition].append(
+                (each.recorded.reported_s, each.recorded.transaction_id)
+            )
     times, highest = {}, {}
-    for partition, each_told in told.items():
-        each_told.sort()
-        times[partition] = [reported_s for reported_s, _ in each_told]
+    for partition, commits in recorded.items():
+        commits.sort()
+        times[partition] = [reported_s for reported_s, _ in commits]
         top, tops = -1, []
-        for _, transaction_id in each_told:
+        for _, transaction_id in commits:
             top = max(top, transaction_id)
             tops.append(top)
         highest[partition] = tops
@@ -236,7 +238,7 @@ def _check_marks(lives: list[Life], sent: dict[str, Sent], log: Log, verdict: An
             least = highest[asked.partition][before - 1] if before else -1
             verdict.check(
                 least <= asked.mark <= log.last(asked.partition),
-                f"{life.name} was told mark {asked.mark} of partition {asked.partition}, expected "
+                f"{life.name} received mark {asked.mark} of partition {asked.partition}, expected "
                 f"{least} or more, up to {log.last(asked.partition)}",
             )
 
@@ -244,14 +246,14 @@ def _check_marks(lives: list[Life], sent: dict[str, Sent], log: Log, verdict: An
 def longest_gap_s(
     lives: Iterable[Life], partition: int, *, since_s: float, until_s: float
 ) -> float:
-    """Return the longest time in which nobody was told a commit in a partition."""
-    told = sorted(
-        each.told.reported_s
+    """Return the longest time in which no client received a commit in a partition."""
+    recorded = sorted(
+        each.recorded.reported_s
         for life in lives
         for each in life.sent.values()
-        if each.told.outcome == four_writers.OK
-        and each.told.partition == partition
-        and since_s <= each.told.reported_s <= until_s
+        if each.recorded.outcome == four_writers.OK
+        and each.recorded.partition == partition
+        and since_s <= each.recorded.reported_s <= until_s
     )
-    moments = [since_s, *told, until_s]
+    moments = [since_s, *recorded, until_s]
     return max(later - earlier for earlier, later in pairwise(moments))

@@ -10,7 +10,7 @@ Where namespaces cannot be made (no root, no iproute2) places are addresses of t
 nothing can be cut.
 
 Rules:
-    1. A cut says from whom to whom; both ways are two cuts. Cuts of several faults add up, and
+    1. A cut has one direction; both directions are two cuts. Cuts of several faults add up, and
        the last one that is healed opens the link.
     2. Slow links lead through `tests/chaos/lag.py`; a link that is both cut and slow is cut.
 """
@@ -35,7 +35,7 @@ PREFIX = "10.88"
 CUT_RANK, SLOW_RANK, SLOW_TABLE = 10, 20, 100
 TUN = Path("/dev/net/tun")
 
-Link = tuple[str, str]  # from whom, to whom
+Link = tuple[str, str]  # source, target
 
 
 @dataclass(frozen=True)
@@ -146,15 +146,15 @@ class Network:
                 verb = "del" if had else "add"
                 rule = f"from {source} to {target} pref {CUT_RANK} blackhole"
                 lines.append(f"rule {verb} {rule}")
-        self._tell_router(lines)
+        self._send_to_router(lines)
 
     def _set_slow(self, slow: dict[Link, Lag]) -> None:
         assert self._lag is not None, "no link can be made slow here"
         assert self._lag.stdin is not None
-        # First the one that carries, then who is sent there; the other way round at the end.
+        # First the link that carries, then the rule that uses it; the other way round at the end.
         both = self._slow | slow
-        self._tell_lag(both)
-        self._tell_router(
+        self._send_to_lag(both)
+        self._send_to_router(
             [
                 f"rule {verb} iif {self.machines[source].gate} to {self.machines[target].address} "
                 f"pref {SLOW_RANK} lookup {SLOW_TABLE}"
@@ -167,7 +167,7 @@ class Network:
         )
         self._slow = slow
 
-    def _tell_lag(self, slow: dict[Link, Lag]) -> None:
+    def _send_to_lag(self, slow: dict[Link, Lag]) -> None:
         assert self._lag is not None
         assert self._lag.stdin is not None
         links = [
@@ -192,7 +192,7 @@ class Network:
                 f"address add {PREFIX}.{number}.1/24 dev {gate}",
                 f"link set {gate} up",
             ]
-        self._tell_router(["link set lo up", *links])
+        self._send_to_router(["link set lo up", *links])
         self._router.run("sysctl", "-qw", "net.ipv4.ip_forward=1")
         for number, name in enumerate(self._names, 1):
             _batch(
@@ -224,11 +224,11 @@ class Network:
         if lag.stdout.readline() != "ready\n":
             return
         self._lag = lag
-        self._tell_router(
+        self._send_to_router(
             [f"link set {DEVICE} up", f"route add default dev {DEVICE} table {SLOW_TABLE}"]
         )
 
-    def _tell_router(self, lines: list[str]) -> None:
+    def _send_to_router(self, lines: list[str]) -> None:
         if lines:
             assert self._router is not None, "nothing can be cut here"
             _batch(self._router, lines)

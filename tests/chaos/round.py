@@ -3,11 +3,11 @@
 `make chaos` plays many rounds, a test plays a short one.
 
 Rules:
-    1. Nobody waits for a fault to have its effect: the next one comes when its time has come.
-    2. After the last fault everything is mended and started. When ZooKeeper answers, without which
-       nobody starts, every application must be told a commit in every partition within a bound,
+    1. The driver does not wait for the effect of a fault: the next one starts at its own time.
+    2. After the last fault everything is repaired and started. Once ZooKeeper answers (without it
+       no daemon starts) every application must receive a commit in every partition within a bound,
        and all replicas must become equal.
-    3. In the calm that follows, nothing is told but "committed" and "refused".
+    3. In the calm that follows, no other outcome is reported than "committed" and "refused".
 """
 
 import contextlib
@@ -151,14 +151,14 @@ class Applications:
                 self.ended.append(f"{life.name} said {said!r}, expected {answer!r}")
 
     def reap(self) -> None:
-        """Forget those who have come to their end."""
+        """Forget the applications that have ended."""
         for client, (life, child) in list(self._running.items()):
             life.has_ended = True
             child.wait(HANG_S)
             self._let_go(client)
 
     def down(self) -> None:
-        """End whoever is left."""
+        """End the applications that are left."""
         for client in list(self._running):
             self.kill(client)
 
@@ -189,12 +189,12 @@ class Round:
             self._await_progress(time.monotonic())
             began_s = time.monotonic()
             self._strike(began_s)
-            self._mend()
+            self._repair()
             self._await_zookeeper(time.monotonic())
-            mended_s = time.monotonic()
-            self._await_progress(mended_s)
-            self.outcome.recovered_s = time.monotonic() - mended_s
-            self._await_engaged(mended_s)
+            repaired_s = time.monotonic()
+            self._await_progress(repaired_s)
+            self.outcome.recovered_s = time.monotonic() - repaired_s
+            self._await_engaged(repaired_s)
             self._calm()
             self._judge(began_s, time.monotonic())
         finally:
@@ -271,8 +271,8 @@ class Round:
         else:
             self._applications.start(name)
 
-    def _mend(self) -> None:
-        """Undo every fault (rule 2); whoever was asked to stop is ended if he has not yet."""
+    def _repair(self) -> None:
+        """Undo every fault (rule 2); kill each application that should have stopped."""
         cluster = self._cluster
         cluster.network.repair()
         for name, member in cluster.members.items():
@@ -298,7 +298,7 @@ class Round:
         self.outcome.zookeeper_s = time.monotonic() - since_s
 
     def _await_progress(self, since_s: float) -> None:
-        """Wait until everybody has been told a commit everywhere (rule 2)."""
+        """Wait until every application has received a commit in every partition (rule 2)."""
         outcome, applications = self.outcome, self._applications
         partitions = range(self._schedule.world.partitions)
 
@@ -320,7 +320,7 @@ class Round:
                 f"no progress within {time.monotonic() - began_s:.0f} s: {'; '.join(stuck)}"
             )
 
-    def _await_engaged(self, mended_s: float) -> None:
+    def _await_engaged(self, repaired_s: float) -> None:
         """Wait until ZooKeeper says of every replica that it takes part (rule 2)."""
         began_s = time.monotonic()
         while not (is_engaged := self._is_engaged()):
@@ -331,7 +331,7 @@ class Round:
             self.outcome.wrong.append(
                 f"not every replica engaged within {time.monotonic() - began_s:.0f} s"
             )
-        self.outcome.whole_s = time.monotonic() - mended_s
+        self.outcome.whole_s = time.monotonic() - repaired_s
 
     def _is_engaged(self) -> bool:
         try:
@@ -350,17 +350,19 @@ class Round:
         ended_s = time.monotonic()
         self._applications.stop()
         self._applications.poll()
-        told = [
-            each.told
+        recorded = [
+            each.recorded
             for life in self._applications.living
             for each in life.sent.values()
-            if began_s <= each.told.sent_s <= ended_s
+            if began_s <= each.recorded.sent_s <= ended_s
         ]
-        ill = [each for each in told if each.outcome not in (four_writers.OK, four_writers.REFUSED)]
-        self.outcome.counts["told in the calm"] = len(told)
+        ill = [
+            each for each in recorded if each.outcome not in (four_writers.OK, four_writers.REFUSED)
+        ]
+        self.outcome.counts["reported in the calm"] = len(recorded)
         if ill:
             self.outcome.wrong.append(
-                f"in the calm {len(ill)} of {len(told)} were not told committed or refused: "
+                f"in the calm {len(ill)} of {len(recorded)} were neither committed nor refused: "
                 f"{ill[0].outcome} {ill[0].why}"
             )
 

@@ -1,8 +1,7 @@
 """What goes wrong when: drawn from a seed, the same on any machine.
 
 A schedule is a value, without processes, clocks or chance of its own. What cannot be done where it
-runs (cuts without root) is left out by whoever carries it out, and the rest happens at the same
-moments.
+runs (cuts without root) is left out, and the rest happens at the same moments.
 """
 
 import random
@@ -31,10 +30,10 @@ class Fault:
     targets: tuple[str, ...] = ()
     links: tuple[Link, ...] = ()
     lag: Lag = NOT_SLOW
-    told: str = ""
+    summary: str = ""
 
     def __str__(self) -> str:
-        return f"{self.kind:<7} {self.told or ', '.join(self.targets)} for {self.for_s:.1f} s"
+        return f"{self.kind:<7} {self.summary or ', '.join(self.targets)} for {self.for_s:.1f} s"
 
 
 @dataclass(frozen=True)
@@ -113,9 +112,9 @@ def _full(chance: random.Random, world: World, at_s: float) -> Fault:
 
 def _isolate(chance: random.Random, world: World, at_s: float) -> Fault:
     name = _daemon(chance, world)
-    everybody = [*world.members, *world.names("client"), "operator"]
-    links = tuple(both_ways([name], everybody))
-    return Fault(at_s, _lasting(chance), "cut", (), links, told=f"{name} from all")
+    everything = [*world.members, *world.names("client"), "operator"]
+    links = tuple(both_ways([name], everything))
+    return Fault(at_s, _lasting(chance), "cut", (), links, summary=f"{name} from all")
 
 
 def _cut(chance: random.Random, world: World, at_s: float) -> Fault:
@@ -133,8 +132,8 @@ def _cut(chance: random.Random, world: World, at_s: float) -> Fault:
     way = chance.choice(("<->", "<->", "->", "<-"))
     there, back = [(one, each) for each in them], [(each, one) for each in them]
     links = {"<->": there + back, "->": there, "<-": back}[way]
-    told = f"{one} {way} {', '.join(them)}"
-    return Fault(at_s, _lasting(chance), "cut", (), tuple(links), told=told)
+    summary = f"{one} {way} {', '.join(them)}"
+    return Fault(at_s, _lasting(chance), "cut", (), tuple(links), summary=summary)
 
 
 def _slow(chance: random.Random, world: World, at_s: float) -> Fault:
@@ -150,7 +149,7 @@ def _slow(chance: random.Random, world: World, at_s: float) -> Fault:
         )
     )
     links = tuple(both_ways([one], [*world.members, *world.names("client")]))
-    return Fault(at_s, _lasting(chance), "slow", (), links, lag, told=f"{one} ({lag})")
+    return Fault(at_s, _lasting(chance), "slow", (), links, lag, summary=f"{one} ({lag})")
 
 
 KINDS: Final[dict[str, Draw]] = {

@@ -1,7 +1,7 @@
 """Links between real daemons are cut and slow, in network namespaces; a row of the table each.
 
 The rows are those of the scenario table of the design: what has to happen there, and that nothing
-told was wrong, whoever could not hear whom.
+reported was wrong, whichever machine did not receive from which.
 """
 
 import time
@@ -23,13 +23,13 @@ MARGIN_S = 4.0
 
 
 def test_a_server_without_a_majority_of_storages_gives_its_partitions_up(tale: Tale):
-    """Row 18: ZooKeeper is fine, so nobody but itself can know."""
+    """Row 18: ZooKeeper is fine, so no other process can know."""
     lost = tale.owned_by("server-1")
     with tale.network.without(both_ways(["server-1"], STORAGES[:2])):
         cut_s = time.monotonic()
-        tale.goes_on(lost, since_s=cut_s, seconds=QUORUM_TIMEOUT_MS / 1000 + 3 * MARGIN_S)
+        tale.await_commits(lost, since_s=cut_s, seconds=QUORUM_TIMEOUT_MS / 1000 + 3 * MARGIN_S)
         assert set(tale.cluster.owners().values()) == {"server-2"}
-    tale.goes_on(ALL, since_s=time.monotonic())
+    tale.await_commits(ALL, since_s=time.monotonic())
     tale.check()
 
 
@@ -42,25 +42,25 @@ def test_one_way_is_no_way(tale: Tale, way: str):
     lost = tale.owned_by("server-1")
     with tale.network.without(links):
         cut_s = time.monotonic()
-        tale.goes_on(lost, since_s=cut_s)
+        tale.await_commits(lost, since_s=cut_s)
         assert set(tale.cluster.owners().values()) == {"server-2"}
-    tale.goes_on(ALL, since_s=time.monotonic())
+    tale.await_commits(ALL, since_s=time.monotonic())
     tale.check()
 
 
 def test_a_server_without_zookeeper_is_succeeded(tale: Tale):
-    """Row 19: it goes on until others own what it owned, and then it is fenced."""
+    """Row 19: it continues until others own what it owned, and then it is fenced."""
     lost = tale.owned_by("server-1")
     with tale.network.without(both_ways(["server-1"], ZOOKEEPERS)):
         cut_s = time.monotonic()
         tale.wait("server-2 owns all", lambda: set(tale.cluster.owners().values()) == {"server-2"})
-        tale.goes_on(lost, since_s=time.monotonic())
+        tale.await_commits(lost, since_s=time.monotonic())
         assert tale.gap_s(lost, since_s=cut_s) < (SESSION_S + MARGIN_S) * slowness()
-    tale.goes_on(ALL, since_s=time.monotonic())
+    tale.await_commits(ALL, since_s=time.monotonic())
     tale.check()
 
 
-def test_one_slow_storage_slows_no_process(tale: Tale):
+def test_one_slow_storage_slows_no_append(tale: Tale):
     """Row 35: two of three are a quorum."""
     lag = Lag(800)
     links = both_ways(["storage-3"], WORLD.names("server"))
@@ -80,23 +80,23 @@ def test_one_slow_storage_slows_no_process(tale: Tale):
 def test_a_host_that_goes_is_succeeded_and_gets_nothing_in_when_it_is_back(tale: Tale, how: str):
     """Row 16, and that a move takes a session time-out and half a second."""
     lost = tale.owned_by("server-1")
-    everybody = [*WORLD.members, CLIENT, "operator"]
+    everything = [*WORLD.members, CLIENT, "operator"]
     gone_s = time.monotonic()
     if how == "vanishes":
-        tale.network.cut(both_ways(["server-1"], everybody))
+        tale.network.cut(both_ways(["server-1"], everything))
     else:
         tale.cluster.freeze("server-1")
     tale.wait("server-2 owns all", lambda: set(tale.cluster.owners().values()) == {"server-2"})
-    tale.goes_on(lost, since_s=gone_s)
+    tale.await_commits(lost, since_s=gone_s)
     assert tale.gap_s(lost, since_s=gone_s) < (SESSION_S + 0.5 + MARGIN_S) * slowness()
     with tale.cluster.client() as client:
         seen = {each: client.replicas(each, linearizable=True) for each in lost}
     if how == "vanishes":
-        tale.network.heal(both_ways(["server-1"], everybody))
+        tale.network.heal(both_ways(["server-1"], everything))
     else:
         tale.cluster.thaw("server-1")
     tale.wait("it owns some again", lambda: len(set(tale.cluster.owners().values())) == 2)
-    tale.goes_on(ALL, since_s=time.monotonic())
+    tale.await_commits(ALL, since_s=time.monotonic())
     with tale.cluster.client() as client:
         for each in lost:
             first = seen[each].high_water_mark + 1
@@ -110,10 +110,10 @@ def test_a_host_that_goes_is_succeeded_and_gets_nothing_in_when_it_is_back(tale:
 def test_a_client_that_cannot_reach_one_server_continues_with_the_other(tale: Tale):
     cut_off, others = tale.owned_by("server-1"), tale.owned_by("server-2")
     with tale.network.without(both_ways([CLIENT], ["server-1"])):
-        # What was on its way when the link broke may still be told.
+        # The outcome of what was on its way when the link broke may still be reported.
         cut_s = time.monotonic()
-        tale.goes_on(others, since_s=cut_s)
-        tale.goes_on(others, since_s=time.monotonic())
+        tale.await_commits(others, since_s=cut_s)
+        tale.await_commits(others, since_s=time.monotonic())
         assert all(tale.life.progress_s(each, cut_s) is None for each in cut_off)
-    tale.goes_on(ALL, since_s=time.monotonic())
+    tale.await_commits(ALL, since_s=time.monotonic())
     tale.check()

@@ -39,8 +39,8 @@ class History:
         for at, row in enumerate([*ROWS, REFUSED]):
             self.sent(row, at=float(at))
         for at, row in enumerate(ROWS):
-            self.lines.append(["told", row.key, "committed", at, at + 0.5, ""])
-        self.lines.append(["told", "c", "refused", -1, 3.5, ""])
+            self.lines.append(["reported", row.key, "committed", at, at + 0.5, ""])
+        self.lines.append(["reported", "c", "refused", -1, 3.5, ""])
         self.lines.append(["mark", 0, 3.0, 2])
         self.fed = [(0, number, *request_id(number)) for number in range(len(ROWS))]
         self.log = Log(
@@ -86,26 +86,26 @@ def test_a_sound_history_passes(history: History):
 def test_a_refusal_without_a_writer_is_found(history: History):
     history.log.sessions = {0: [0]}
     history.sent(content("e", mark=1, writes=[LOCK]), at=4.0)
-    history.lines.append(["told", "e", "refused", -1, 4.5, ""])
-    assert any("nobody had written its locks" in each for each in history.wrong())
+    history.lines.append(["reported", "e", "refused", -1, 4.5, ""])
+    assert any("no client had written its locks" in each for each in history.wrong())
 
 
 def test_a_writer_that_came_after_the_refusal_is_no_cause(history: History):
     history.log.sessions = {0: [0]}
     history.sent(content("e", mark=1, writes=[OTHER]), at=1.5)
-    history.lines.append(["told", "e", "refused", -1, 1.9, ""])
-    assert any("nobody had written its locks" in each for each in history.wrong())
+    history.lines.append(["reported", "e", "refused", -1, 1.9, ""])
+    assert any("no client had written its locks" in each for each in history.wrong())
 
 
 def test_a_new_session_may_refuse_what_was_under_way_and_no_more(history: History):
     history.sent(content("e", mark=0, writes=[OTHER + 1]), at=4.0)
-    history.lines.append(["told", "e", "refused", -1, 4.5, ""])
+    history.lines.append(["reported", "e", "refused", -1, 4.5, ""])
     verdict = check([history.life()], history.log)
     assert verdict.wrong == []
     assert verdict.counts["refused by a new session"] == 1
     for number in range(200):
         history.sent(content(f"f{number}", mark=0, writes=[OTHER + 1]), at=4.0)
-        history.lines.append(["told", f"f{number}", "refused", -1, 4.5, ""])
+        history.lines.append(["reported", f"f{number}", "refused", -1, 4.5, ""])
     assert any("could have been under way" in each for each in history.wrong())
 
 
@@ -135,11 +135,11 @@ def test_the_feed_of_a_life_that_was_killed_may_be_short_and_torn(history: Histo
 @pytest.mark.parametrize("mark", [1, 3])
 def test_a_mark_below_what_was_reported_or_beyond_the_log_is_found(history: History, mark: int):
     history.lines[-1] = ["mark", 0, 3.0, mark]
-    assert any(f"was told mark {mark}" in each for each in history.wrong())
+    assert any(f"received mark {mark}" in each for each in history.wrong())
 
 
-def test_what_four_writers_compares_is_compared(history: History):
-    history.lines[-2] = ["told", "c", "committed", 3, 3.5, ""]
+def test_the_comparisons_of_four_writers_are_made(history: History):
+    history.lines[-2] = ["reported", "c", "committed", 3, 3.5, ""]
     assert any("c was reported as committed and is lost" in each for each in history.wrong())
 
 
@@ -147,13 +147,13 @@ def test_a_line_that_is_half_written_is_read_when_it_is_whole(history: History):
     life = history.life()
     path = history.directory / "one.jsonl"
     before = path.read_bytes()
-    line = json.dumps(["told", "d", "lost", -1, 9.0, "why"]).encode() + b"\n"
+    line = json.dumps(["reported", "d", "lost", -1, 9.0, "why"]).encode() + b"\n"
     path.write_bytes(before + line[:10])
     life.poll()
-    assert life.sent["d"].told.outcome == "committed"
+    assert life.sent["d"].recorded.outcome == "committed"
     path.write_bytes(before + line)
     life.poll()
-    assert life.sent["d"].told.outcome == "lost"
+    assert life.sent["d"].recorded.outcome == "lost"
 
 
 def test_gaps_and_progress_are_seen(history: History):

@@ -12,7 +12,7 @@ def test_a_seed_is_a_schedule():
     assert draw(17, 60.0) != draw(18, 60.0)
 
 
-def test_every_kind_of_fault_is_drawn_and_names_who_is_there():
+def test_every_kind_of_fault_is_drawn_and_names_existing_members():
     kinds: Counter[str] = Counter()
     for seed in range(60):
         schedule = draw(seed, 60.0)

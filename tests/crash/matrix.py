@@ -1,4 +1,4 @@
-"""Opens what crashes leave, and holds it against what was told."""
+"""Opens what crashes leave, and compares it with what was acknowledged."""
 
 import hashlib
 from collections import Counter
@@ -9,11 +9,11 @@ from random import Random
 
 from tests.crash.stories import (
     ROOT,
+    Acknowledged,
     History,
     Marks,
     Promise,
     Story,
-    Told,
     info_of,
     loosened,
     marks_of,
@@ -37,7 +37,7 @@ EVERY_SECOND = 40  # openings, one is cut at every change
 
 
 class Violation(AssertionError):
-    """A crash has left what nobody may find."""
+    """A crash has left a state that must not exist."""
 
 
 @dataclass(frozen=True)
@@ -111,17 +111,24 @@ def check_opened(found):
         raise Violation(f"does not open: {type(found).__name__}: {found}")
 
 
-def check(told: Told, found: Found):
+def check(acknowledged: Acknowledged, found: Found):
     """Raise what is wrong with what was found."""
     if found.failed:
         raise Violation(f"cannot be opened: {found.failed}")
-    if told.storage_id not in {None, found.storage_id}:
+    if acknowledged.storage_id not in {None, found.storage_id}:
         raise Violation(f"another storage id: {found.storage_id!r}")
     logs = dict(found.logs)
-    if not set(told.sure) <= set(found.assigned) <= set(told.assigned):
-        raise Violation(f"partitions {found.assigned}, expected {told.sure} to {told.assigned}")
+    if not set(acknowledged.sure) <= set(found.assigned) <= set(acknowledged.assigned):
+        raise Violation(
+            f"partitions {found.assigned}, expected {acknowledged.sure} to {acknowledged.assigned}"
+        )
     for partition, log in logs.items():
-        check_log(partition, told.logs[partition], log, told.damaged if partition == 0 else ())
+        check_log(
+            partition,
+            acknowledged.logs[partition],
+            log,
+            acknowledged.damaged if partition == 0 else (),
+        )
 
 
 def check_log(partition, expected, found, damaged):
@@ -157,9 +164,9 @@ def _wrong(history, found):
     return None
 
 
-def check_platter(told, contents):
+def check_platter(acknowledged, contents):
     """Check what an opening does not show: marker and dirty bit, and the index up to the marker."""
-    for partition, expected in told.logs.items():
+    for partition, expected in acknowledged.logs.items():
         if not expected.markers:
             continue
         directory = ROOT / str(partition)
@@ -204,7 +211,7 @@ def _check_indexes(files, directory, marker):
 
 
 def digest(contents: Contents):
-    """Return what tells two disks apart."""
+    """Return what distinguishes two disks."""
     found = hashlib.blake2b(digest_size=16)
     for path in sorted(contents.directories):
         found.update(f"{path}\0".encode())
@@ -237,13 +244,13 @@ class Matrix:
             self.counts["openings"] += 1
         return key, self._found[key]
 
-    def judge(self, told, contents, where):
-        """Hold what is left against what was told; return what tells it apart from others."""
+    def judge(self, acknowledged, contents, where):
+        """Compare what is left with what was acknowledged; return a key of the state."""
         key, found = self.find(contents)
         try:
             check_opened(found)
-            check(told, found)
-            check_platter(told, contents)
+            check(acknowledged, found)
+            check_platter(acknowledged, contents)
         except Violation as error:
             raise Violation(f"{self.name}, {where}: {error}") from (
                 found if isinstance(found, Exception) else None
@@ -252,26 +259,26 @@ class Matrix:
 
 
 def points(changes, begin=0):
-    """Each point at which a crash may come, with the platter and what was told until then."""
-    platter, told = Platter(), Told()
+    """Yield each point of a possible crash, with the platter and what was acknowledged."""
+    platter, acknowledged = Platter(), Acknowledged()
     for place, change in enumerate(changes):
         platter.add(change)
         if isinstance(change, Remark):
-            told = change.what
+            acknowledged = change.what
         if place + 1 >= begin:
             # A point behind a remark is one of its own: nothing has changed but what is expected.
-            yield place + 1, platter, told
+            yield place + 1, platter, acknowledged
 
 
-def power_losses(matrix, changes, begin, *, keeps=None, only_told=False, seed=0):
-    """Lose power at each point, in many ways; return each disk that is left, with what was told.
+def power_losses(matrix, changes, begin, *, keeps=None, only_acknowledged=False, seed=0):
+    """Lose power at each point, in many ways; return each disk left, with what was acknowledged.
 
-    `keeps` is what is kept at each, if not all that is worth a try. With `only_told` it is lost
-    only where something was told.
+    `keeps` is what is kept at each, if not all that is worth a try. With `only_acknowledged` it
+    is lost only where something was acknowledged.
     """
     left = {}
-    for place, platter, told in points(changes, begin):
-        if only_told and not isinstance(changes[place - 1], Remark):
+    for place, platter, acknowledged in points(changes, begin):
+        if only_acknowledged and not isinstance(changes[place - 1], Remark):
             continue
         matrix.counts["cuts"] += 1
         rng = Random(f"{seed} {place}")
@@ -279,8 +286,8 @@ def power_losses(matrix, changes, begin, *, keeps=None, only_told=False, seed=0)
             matrix.counts["survivals"] += 1
             contents = platter.image(keep)
             where = f"power lost after change {place} ({_name(changes, place)}), {_kept(keep)}"
-            key, found = matrix.judge(told, contents, where)
-            left.setdefault(key, (told, contents, found, where))
+            key, found = matrix.judge(acknowledged, contents, where)
+            left.setdefault(key, (acknowledged, contents, found, where))
     return left
 
 
@@ -289,9 +296,9 @@ def second_losses(matrix, left):
 
     At every change of some openings, at one of the others.
     """
-    for number, (key, (told, _, found, where)) in enumerate(sorted(left.items())):
+    for number, (key, (acknowledged, _, found, where)) in enumerate(sorted(left.items())):
         begin, changes = matrix.openings[key]
-        expected, rng = loosened(told), Random(f"{matrix.name} {number}")
+        expected, rng = loosened(acknowledged), Random(f"{matrix.name} {number}")
         only = None if number % EVERY_SECOND == 0 else rng.randint(begin, len(changes))
         for place, platter, _ in points(changes, begin):
             if only is None:
@@ -303,26 +310,28 @@ def second_losses(matrix, left):
             _second(matrix, expected, found, platter, keeps, f"{where}, and after change {place}")
 
 
-def _second(matrix, told, found, platter, keeps, where):
+def _second(matrix, acknowledged, found, platter, keeps, where):
     matrix.counts["second cuts"] += 1
     for keep in keeps:
         matrix.counts["second survivals"] += 1
-        _, again = matrix.judge(told, platter.image(keep), f"{where} of the opening, {_kept(keep)}")
+        _, again = matrix.judge(
+            acknowledged, platter.image(keep), f"{where} of the opening, {_kept(keep)}"
+        )
         if again.logs != found.logs and dict(found.logs).keys() <= dict(again.logs).keys():
             raise Violation(f"{matrix.name}, {where}: another end: {again.logs} and {found.logs}")
 
 
 def kills(matrix, changes, begin, seed=0):
     """Kill the process at points; it is started again, answers, and then power is lost."""
-    every = [(place, told) for place, _, told in points(changes, begin)]
-    for number, (place, told) in enumerate(every[:: 1 + len(every) // KILLS_OF_A_STORY]):
+    every = [(place, acknowledged) for place, _, acknowledged in points(changes, begin)]
+    for number, (place, acknowledged) in enumerate(every[:: 1 + len(every) // KILLS_OF_A_STORY]):
         matrix.counts["kills"] += 1
         rng = Random(f"{seed} {place}")
         where = f"killed after change {place} ({_name(changes, place)})"
-        story = started_again(matrix, changes[:place], told, where)
+        story = started_again(matrix, changes[:place], acknowledged, where)
         after = story.disk.changes
         often = number % EVERY_KILL == 0
-        for at, platter, now_told in points(after, place + 1):
+        for at, platter, now_acknowledged in points(after, place + 1):
             if not often and rng.random() > SHARE_AFTER_A_KILL and at < len(after):
                 continue
             keeps = [Keep(), AnyOf(rng)]
@@ -331,28 +340,28 @@ def kills(matrix, changes, begin, seed=0):
             for keep in keeps:
                 matrix.counts["survivals after a kill"] += 1
                 lost = f"{where}, power lost after change {at} ({_name(after, at)}), {_kept(keep)}"
-                matrix.judge(now_told, platter.image(keep), lost)
+                matrix.judge(now_acknowledged, platter.image(keep), lost)
 
 
-def started_again(matrix, changes, told, where):
+def started_again(matrix, changes, acknowledged, where):
     """Start on what a killed process leaves: all that it has written, and nothing more durable."""
-    return used(matrix, RecordingDisk(changes, site), told, where)
+    return used(matrix, RecordingDisk(changes, site), acknowledged, where)
 
 
-def used(matrix, disk, told, where):
+def used(matrix, disk, acknowledged, where):
     """Open a directory, and take appends."""
-    story = Story(99, disk, told)
+    story = Story(99, disk, acknowledged)
     story.loosen()
     try:
         found, story.engine = opened(story.disk)
-        check(told, found)
+        check(acknowledged, found)
     except (WaltzError, Violation) as error:
         raise Violation(f"{matrix.name}, {where}: {type(error).__name__}: {error}") from error
     # Whatever an opening has found is durable when it is done.
     story.histories = {
         number: History(log.records, log.entries, log.last) for number, log in found.logs
     }
-    story.tell()
+    story.acknowledge()
     for partition in story.engine.logs:
         story.prepare(partition)
         story.append([1], partition=partition)
@@ -362,7 +371,7 @@ def used(matrix, disk, told, where):
 
 def _name(changes, place):
     change = changes[place - 1]
-    return "told" if isinstance(change, Remark) else f"{change!r:.90}"
+    return "acknowledged" if isinstance(change, Remark) else f"{change!r:.90}"
 
 
 def _kept(keep):

@@ -1,7 +1,7 @@
 """Storages that forget a sync, or make it too late, and what shows that they do.
 
 A sync is known by its site, the calls that lead to it. Left out, or made behind the next one, some
-crash has to show it: else nobody needs it, or the matrix does not see what it is for.
+crash has to show it: else it is not needed, or the matrix does not see what it is for.
 """
 
 from collections import defaultdict
@@ -24,18 +24,20 @@ def runs(matrix):
         changes = story.disk.changes
         yield make.__name__, changes, story.begin
         rng = Random(make.__name__)
-        every = [(place, told) for place, _, told in points(changes, story.begin)]
+        every = [(place, acknowledged) for place, _, acknowledged in points(changes, story.begin)]
         kills = every if make is first_start else rng.sample(every, KILLS_OF_A_STORY)
-        for place, told in kills:
-            after = started_again(matrix, changes[:place], told, f"killed after change {place}")
+        for place, acknowledged in kills:
+            after = started_again(
+                matrix, changes[:place], acknowledged, f"killed after change {place}"
+            )
             yield f"{make.__name__} killed after {place}", after.disk.changes, place + 1
         lost = rng.sample(range(len(every)), LOSSES_OF_A_STORY)
-        for number, (place, platter, told) in enumerate(points(changes, story.begin)):
+        for number, (place, platter, acknowledged) in enumerate(points(changes, story.begin)):
             if number in lost:
                 disk = RecordingDisk.after_power_loss(platter.image(AnyOf(rng)), site)
                 begin = len(disk.changes) + 1
                 where = f"{make.__name__} without power after {place}"
-                yield where, used(matrix, disk, told, where).disk.changes, begin
+                yield where, used(matrix, disk, acknowledged, where).disk.changes, begin
 
 
 def occurrences(matrix):
@@ -53,7 +55,7 @@ def shown(matrix, mutation, places, *, is_thorough=True):
     """Return what shows a mutation in some run, None if nothing does."""
     rng = Random(mutation)
     quick = rng.sample(places, min(TRIES, len(places)))
-    # What was told and is not there shows by itself; for the rest more has to be tried.
+    # If something acknowledged is missing, that shows by itself; the rest needs more tries.
     passes = [(places, (Keep(),)), (quick, None)] if is_thorough else [(quick, (Keep(),))]
     for tries, keeps in passes:
         for name, changes, place in tries:
@@ -62,7 +64,9 @@ def shown(matrix, mutation, places, *, is_thorough=True):
                 continue
             try:
                 matrix.name = name
-                power_losses(matrix, mutated, place, keeps=keeps, only_told=keeps is not None)
+                power_losses(
+                    matrix, mutated, place, keeps=keeps, only_acknowledged=keeps is not None
+                )
             except Violation as error:
                 return str(error)
     return None
@@ -87,10 +91,10 @@ NOT_NEEDED = {
     "are as good as the new ones",
     "log_recovery.open_log#2": "the second slot says the same; this one keeps a directory that is "
     "being changed from calling itself clean where syncs are not trusted",
-    "segments.renew > segment.sync#1": "nobody believes it; it is for an original, which does not "
+    "segments.renew > segment.sync#1": "nothing trusts it; it is for 0.13, which does not "
     "cut where the next segment begins (test_layout.py)",
     "segments.renew > segment.sync#2": "as the line before",
-    "room.fill#1": "made anew at each start; a sync takes the room where it is only "
+    "room.fill#1": "rebuilt at each start; a sync takes the room where it is only "
     "promised until then",
     "room.release#1": "room may be free only when the removal is durable",
     "log_recovery._recover > segment.recover#1": "a segment that is not the last changes by rot "
@@ -103,9 +107,9 @@ NOT_NEEDED = {
     "reading._note_damage#1": "the next read finds it again",
     "repair > log_files.mark_acked#2": "for what is lost "
     "beside a hole: this disk gives all that was synced (test_partition_log.py has another)",
-    "segments.fill > segment.fill#6": "an index that is wrong is mended by the next read",
+    "segments.fill > segment.fill#6": "an index that is wrong is repaired by the next read",
 }
-# It is needed, and not before the next one: both are done before anything is told.
+# It is needed, and not before the next one: both are done before anything is acknowledged.
 ANY_ORDER = {
     "file_system.make_with_parents#1": "names of different directories",
     "file_system.make_with_parents#2": "names of different directories",
@@ -116,20 +120,19 @@ ANY_ORDER = {
     "log_recovery.open_log#1": "names, and a slot in a file that had its name before",
     "segment.create > file_system.create_durably#2": "what is in the files; each before its own "
     "rename",
-    "segment.create > file_system.create_durably#4": "names, and records that were not told yet",
+    "segment.create > file_system.create_durably#4": "names, and unacknowledged records",
     "log_recovery._begin > file_system.create_durably#2": "what is in the files; each before its "
     "own rename",
-    "log_recovery._begin > file_system.create_durably#4": "names, and a promise that was not told "
-    "yet",
-    "segment.write_again#4": "records, index and batches: nothing is told until all are synced",
+    "log_recovery._begin > file_system.create_durably#4": "names, and an unacknowledged promise",
+    "segment.write_again#4": "records, index and batches: acknowledged when all are synced",
     "segment.write_again#5": "as the line before",
-    "segment.write_again#6": "batches, and a slot that vouches for no more than was told",
+    "segment.write_again#6": "batches, and a slot that confirms no more than was acknowledged",
     "log_files.sync > segment.sync#1": "records and batches count together only",
     "log_files.sync > segment.sync#2": "batches and the slot that marks them, at a clean end",
     "log_files._roll > segment.sync#1": "records and batches count together only",
-    "log_files._roll > segment.sync#2": "batches, and an index that can be mended",
+    "log_files._roll > segment.sync#2": "batches, and an index that can be repaired",
     "log_files._roll#3": "the marker moves on; names of the new segment",
-    "partition_log._confirm#1": "a mark that was told as set, and records that were not told yet",
+    "partition_log._confirm#1": "a mark that was acknowledged, and unacknowledged records",
     "segments.cut > segment.remove#1": "names of one directory, the newest segment first; one sync "
     "after two removals finds them in any order, and the intent removes the rest",
     "log_recovery.open_segments > segment.remove#1": "as at the cut",

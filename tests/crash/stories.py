@@ -1,8 +1,8 @@
-"""Runs of a storage directory, written down change by change with what was told at each point.
+"""Runs of a storage directory, recorded change by change with what was acknowledged at each point.
 
-What was told is the oracle: `Told` says what a crash from here on may leave. It is made from a
-model in lists, and for the slots from what the log itself says before and after a call: a crash in
-the middle of a call leaves the one or the other.
+The oracle is what was acknowledged: `Acknowledged` has what a crash from here on may leave. It is
+made from a model in lists, and for the slots from what the log itself says before and after a call:
+a crash in the middle of a call leaves the one or the other.
 """
 
 import re
@@ -67,33 +67,35 @@ class Marks(NamedTuple):
     confirmed: int
 
 
-class ToldLog(NamedTuple):
+class AcknowledgedLog(NamedTuple):
     """What may be found of one partition: one of each."""
 
     histories: tuple[History, ...]
     promises: tuple[Promise, ...]
     marks: tuple[Marks, ...]
     infos: tuple[Marks, ...]  # what the original's control file says of session and marks
-    markers: tuple[int, ...]  # on the disk itself at least one of these is vouched for
+    markers: tuple[int, ...]  # on the disk itself at least one of these is confirmed
     is_dirty: tuple[bool, ...]
     suspects: tuple[bool, ...] = (False,)  # with True, an empty log is suspect
 
 
 @dataclass(frozen=True)
-class Told:
+class Acknowledged:
     """What a crash may leave; None where anything may be."""
 
     storage_id: bytes | None = None
     assigned: tuple[int, ...] = ()
     sure: tuple[int, ...] = ()  # of those that may be assigned, those that must be
-    logs: dict[int, ToldLog] = field(default_factory=dict)
+    logs: dict[int, AcknowledgedLog] = field(default_factory=dict)
     damaged: tuple[tuple[int, int], ...] = ()  # of partition 0
 
 
-def loosened(told):
+def loosened(acknowledged):
     """What may be left while partitions are opened or closed: dirty or not."""
-    logs = {number: log._replace(is_dirty=(False, True)) for number, log in told.logs.items()}
-    return replace(told, logs=logs)
+    logs = {
+        number: log._replace(is_dirty=(False, True)) for number, log in acknowledged.logs.items()
+    }
+    return replace(acknowledged, logs=logs)
 
 
 def settings(now_ms=lambda: STARTED_MS, segment_bytes_max=700):
@@ -124,7 +126,7 @@ def promise_of(log):
 
 
 def site():
-    """Say who asks for a sync: the calls inside of the storage, innermost last.
+    """Return what requests a sync: the calls inside of the storage, innermost last.
 
     The number at the end is which of the syncs and writes of its function it is.
     """
@@ -134,7 +136,7 @@ def site():
         if path.parent.parent == STORAGE_FOLDER:
             frames.append((f"{path.stem}.{frame.f_code.co_name}", frame.f_code, frame.f_lineno))
         frame = frame.f_back
-    # Who opens a partition makes no difference, nor how deep a directory lies.
+    # Which call opens a partition makes no difference, nor how deep a directory lies.
     names = [name for name, _, _ in reversed(frames) if name not in TRANSPARENT]
     if "partition_log.open" in names:
         names = names[names.index("partition_log.open") + 1 :]
@@ -153,26 +155,26 @@ def _which(code, line):
 class Story:
     """A storage directory in use, on a disk that writes everything down."""
 
-    def __init__(self, seed=1, disk=None, told=None, *, segment_bytes_max=700):
+    def __init__(self, seed=1, disk=None, acknowledged=None, *, segment_bytes_max=700):
         self.rng = Random(seed)
         self.disk = disk or RecordingDisk(site=site)
         self.segment_bytes_max = segment_bytes_max
         self.now_ms = STARTED_MS
         self.engine = None
         self.histories = {}  # partition -> History, as it is written now
-        self.told = told or Told()
+        self.acknowledged = acknowledged or Acknowledged()
         self.begin = 0  # crashes come from this change on
-        self.disk.remark(self.told)
+        self.disk.remark(self.acknowledged)
 
     def log(self, partition=0):
         return self.engine.logs[partition]
 
-    # ---- what is told
+    # ---- what is acknowledged
 
     def _found(self):
         """What the engine says after a call; the histories are the model's."""
         logs = {
-            partition: ToldLog(
+            partition: AcknowledgedLog(
                 (self.histories[partition],),
                 (promise_of(log),),
                 (marks_of(log),),
@@ -184,18 +186,20 @@ class Story:
             for partition, log in self.engine.logs.items()
         }
         assigned = tuple(self.engine.assigned())
-        return Told(self.engine.storage_id, assigned, assigned, logs, self.told.damaged)
+        return Acknowledged(
+            self.engine.storage_id, assigned, assigned, logs, self.acknowledged.damaged
+        )
 
-    def tell(self):
-        self.told = self._found()
-        self.disk.remark(self.told)
+    def acknowledge(self):
+        self.acknowledged = self._found()
+        self.disk.remark(self.acknowledged)
 
     def doing(self, call, *, history=None, partition=0, final=True, marker=None):
-        """Do something; until it is told what came of it, the state before it may be left too.
+        """Do something; until its outcome is reported, the state before it may be left too.
 
         With `final` off nothing was made durable: what was before may be left later, too.
         """
-        before = self.told
+        before = self.acknowledged
         place = len(self.disk.changes)
         self.disk.remark(before)
         error = None
@@ -212,10 +216,10 @@ class Story:
             between.logs[partition] = log._replace(markers=(*log.markers, marker))
         self.disk.changes[place] = Remark(between)
         if error is not None or not final:
-            self.told = between
+            self.acknowledged = between
             self.disk.remark(between)
         else:
-            self.tell()
+            self.acknowledge()
         if error is not None:
             raise error
 
@@ -230,13 +234,13 @@ class Story:
             both = [(*one, *other) for one, other in zip(old, log, strict=True)]
             if partition in tried:
                 both[0] += (tried[partition],)
-            logs[partition] = ToldLog(*(tuple(dict.fromkeys(one)) for one in both))
+            logs[partition] = AcknowledgedLog(*(tuple(dict.fromkeys(one)) for one in both))
         for partition in before.logs.keys() - after.logs.keys():
             # Its slots may be gone, and with them what an opening does not show.
             logs[partition] = logs[partition]._replace(markers=(), is_dirty=())
         assigned = tuple(sorted({*before.assigned, *after.assigned}))
         sure = tuple(one for one in before.sure if one in after.assigned)
-        return Told(before.storage_id, assigned, sure, logs, before.damaged)
+        return Acknowledged(before.storage_id, assigned, sure, logs, before.damaged)
 
     # ---- what is done
 
@@ -246,12 +250,12 @@ class Story:
         self.loosen()
         with_settings = settings(lambda: self.now_ms, self.segment_bytes_max)
         self.engine = open_engine(self.disk, with_settings=with_settings)
-        self.tell()
+        self.acknowledge()
 
     def loosen(self):
-        """Tell that partitions are being opened, or closed."""
-        self.told = loosened(self.told)
-        self.disk.remark(self.told)
+        """Record that partitions are being opened, or closed."""
+        self.acknowledged = loosened(self.acknowledged)
+        self.disk.remark(self.acknowledged)
 
     def assign(self, partition, history=None):
         self.histories[partition] = history or History()
@@ -283,12 +287,12 @@ class Story:
     def re_seed(self, partition):
         """Throw a log away; it is there again at once, empty and suspect."""
 
-        def begin_anew():
+        def begin_again():
             self.engine.re_seed(partition)
             self.engine.assign(partition)
 
         self.loosen()
-        self.doing(begin_anew, history=History(), partition=partition)
+        self.doing(begin_again, history=History(), partition=partition)
         assert self.log(partition).suspect
 
     def prepare(self, partition=0):
@@ -303,7 +307,7 @@ class Story:
         assert history.acked <= last < len(history.records)
         entries = tuple(one for one in history.entries if one.last <= last)
         self.histories[partition] = History(history.records[: last + 1], entries, last)
-        self.tell()
+        self.acknowledge()
 
     def append(self, counts, *, partition=0, bytes_max=150):
         """Write batches; not durable."""
@@ -358,11 +362,11 @@ class Story:
         for partition, history in histories.items():
             last = len(history.records) - 1
             histories[partition] = history._replace(acked=last)
-            logs[partition] = self.told.logs[partition]._replace(
+            logs[partition] = self.acknowledged.logs[partition]._replace(
                 histories=(histories[partition],), markers=(last,), is_dirty=(False,)
             )
-        self.told = replace(self.told, logs=logs)
-        self.disk.remark(self.told)
+        self.acknowledged = replace(self.acknowledged, logs=logs)
+        self.disk.remark(self.acknowledged)
 
     def restart(self):
         self.close()
@@ -386,13 +390,13 @@ class Story:
         self.append([2])
         self.sync()
 
-    def tell_damage(self, damaged):
-        """Tell that these ids cannot be read from now on, or can be again."""
-        self.told = replace(self.told, damaged=tuple(damaged))
-        self.disk.remark(self.told)
+    def report_damage(self, damaged):
+        """Record that these ids cannot be read from now on, or can be again."""
+        self.acknowledged = replace(self.acknowledged, damaged=tuple(damaged))
+        self.disk.remark(self.acknowledged)
 
     def rot(self, partition, transaction_id):
-        """Let a byte of a record be another one, durably, without anybody being told."""
+        """Change a byte of a record durably, without any report."""
         log = self.log(partition)
         segment = log._files.segments.all[log._files.segments._index_of(transaction_id)]
         at = int(segment.bounds(transaction_id, transaction_id)[0]) + 37
@@ -560,12 +564,12 @@ def _fails(what):
 
 
 def failed_write():
-    """A write fails; the log goes on in a new segment."""
+    """A write fails; the log continues in a new segment."""
     return _fails("write")
 
 
 def failed_sync():
-    """A sync fails; the log goes on in a new segment."""
+    """A sync fails; the log continues in a new segment."""
     return _fails("sync")
 
 
@@ -616,7 +620,7 @@ def failed_roll_over():
 
 
 def full_disk():
-    """An append finds no room; the reserve is given back, and the log goes on where it was."""
+    """An append finds no room; the reserve is given back, and the log continues where it was."""
     story = _begun(segment_bytes_max=1000)
     story.append([1])
     story.failing("write", lambda: story.append([2, 2], bytes_max=300), fault=DiskFault.DISK_FULL)
@@ -638,13 +642,13 @@ def repair():
     story.append([1])
     story.sync()
     log, records = story.log(), story.histories[0].records
-    story.tell_damage([(2, 2)])
+    story.report_damage([(2, 2)])
     story.rot(0, 2)
     with suppress(ChecksumMismatch):
         log.read_range(2, 2, 10_000, whole_batches=False)
     lengths = np.array([len(records[2])], dtype=np.int64)
     log.repair(2, lengths, records[2])
-    story.tell_damage([])
+    story.report_damage([])
     story.append([2])
     story.sync()
     return story
@@ -665,7 +669,7 @@ def _two_held():
 
 
 def removal():
-    """A partition is removed with its files, and held again later; the other one goes on."""
+    """A partition is removed with its files, and held again later; the other one continues."""
     story = _two_held()
     story.remove(1)
     story.append([1])
@@ -678,7 +682,7 @@ def removal():
 
 
 def given_up():
-    """A partition is given up, its files stay, and it is held again with what they hold."""
+    """A partition is unassigned, its files stay, and it is held again with what they hold."""
     story = _two_held()
     history = story.stop_serving(1)
     story.append([1])

@@ -1,4 +1,4 @@
-"""A closed directory in which something is wrong: it heals, or says in one sentence what is wrong.
+"""A corrupt closed directory: it is repaired, or a sentence says what is wrong.
 
 Whatever is done to its files, no byte leaves it that was not written; and what other replicas have
 comes back from them. `WALTZ_CORRUPTIONS` adds seeds.
@@ -85,7 +85,7 @@ def changed(rng, content, kind):
     return bytes(content)
 
 
-def told_well(message, touched):
+def is_reported(message, touched):
     """One sentence that names a file of those in which something is wrong, or its directory."""
     named = any(path.name in message and str(path.parent) in message for path in touched)
     directory = any(f"{path.parent}:" in message for path in touched)
@@ -108,8 +108,8 @@ def read_all(log, history):
     return unreadable
 
 
-def heal(log, history):
-    """Do what an owner does: fill damage, and let what differs be copied; tell how it ended."""
+def repair(log, history):
+    """Do what an owner does: fill damage, and let what differs be copied; return how it ended."""
     covered = -1
     for one in log.lineage(0, log.max_id)[1] if log.max_id >= 0 else ():
         assert one.first <= covered + 1, f"no batch from {covered + 1} to {one.first - 1}"
@@ -133,11 +133,11 @@ def heal(log, history):
         log.append(session, base + 1, lengths, b"".join(run), chain, entries)
     log.sync()
     log.set_low_water_mark(session, log.max_id, log.chain)
-    return "healed"
+    return "repaired"
 
 
 def judge(seed):
-    """Corrupt, open, read, heal, and read again; return how it ended."""
+    """Corrupt, open, read, repair, and read again; return how it ended."""
     contents, touched = corrupted(Random(seed))
     disk = SimDisk(is_traced=False)
     disk.become(contents)
@@ -148,10 +148,10 @@ def judge(seed):
     except WaltzError as error:
         refusal = str(error)
     if engine is None:
-        assert told_well(refusal, touched), f"{sorted(touched)}: {refusal}"
+        assert is_reported(refusal, touched), f"{sorted(touched)}: {refusal}"
         return ["refused"]
     for error in engine.failed.values():
-        assert told_well(str(error), touched), f"{sorted(touched)}: {error}"
+        assert is_reported(str(error), touched), f"{sorted(touched)}: {error}"
         ended.append("partition refused")
     for partition, log in engine.logs.items():
         history = HISTORIES[partition]
@@ -162,9 +162,9 @@ def judge(seed):
             or log.suspect
         )
         if log.max_id < len(history.records) - 1:
-            assert log.suspect, f"partition {partition} ends at {log.max_id} and believes it"
-        how = heal(log, history)
-        if how == "healed":
+            assert log.suspect, f"partition {partition} ends at {log.max_id} and trusts it"
+        how = repair(log, history)
+        if how == "repaired":
             assert not read_all(log, history)
             assert log.max_id == len(history.records) - 1
             assert not log.suspect
@@ -174,7 +174,7 @@ def judge(seed):
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, SEEDS_OF_A_TEST))
-def test_a_corrupt_directory_heals_or_says_what_is_wrong(first, record_property):
+def test_a_corrupt_directory_is_repaired_or_reports_the_damage(first, record_property):
     ended = Counter()
     for seed in range(first, first + SEEDS_OF_A_TEST):
         try:
@@ -183,5 +183,5 @@ def test_a_corrupt_directory_heals_or_says_what_is_wrong(first, record_property)
             raise AssertionError(f"seed {seed}: {error}") from error
     for how, count in ended.items():
         record_property(f"crash: corruptions: {how}", count)
-    assert ended["healed"] > SEEDS_OF_A_TEST // 10
+    assert ended["repaired"] > SEEDS_OF_A_TEST // 10
     assert ended["refused"] + ended["partition refused"] > SEEDS_OF_A_TEST // 10

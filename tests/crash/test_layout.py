@@ -17,9 +17,9 @@ from tests.crash.stories import (
     PARTITIONS,
     ROOT,
     STORIES,
+    Acknowledged,
+    AcknowledgedLog,
     History,
-    Told,
-    ToldLog,
     appends,
     checkpoints,
     first_start,
@@ -81,12 +81,12 @@ def test_after_a_crash_and_our_start_waltz_0_13_reads_what_we_serve(story):
 @pytest.mark.parametrize("story", PLAIN, ids=lambda one: one.__name__)
 def test_after_a_crash_waltz_0_13_finds_all_that_was_acknowledged(story):
     made, found = story(), 0
-    for place, platter, told in points(made.disk.changes, made.begin):
-        if not told.logs or any(not log.markers for log in told.logs.values()):
+    for place, platter, acknowledged in points(made.disk.changes, made.begin):
+        if not acknowledged.logs or any(not log.markers for log in acknowledged.logs.values()):
             continue
         for keep in (Everything(), Keep(), AnyOf(Random(place))):
             _, logs = layout.read_directory(platter.image(keep).files, ROOT)
-            for partition, log in told.logs.items():
+            for partition, log in acknowledged.logs.items():
                 (history,) = log.histories[-1:]
                 records = logs[partition]
                 assert len(records) > history.acked
@@ -126,7 +126,7 @@ def served(log):
     return log.read_range(0, log.max_id, 1 << 20, whole_batches=False).records
 
 
-def test_wherever_a_crash_of_waltz_0_13_has_torn_its_files_we_serve_what_is_whole():
+def test_after_any_crash_of_0_13_the_intact_records_are_served():
     files = captured()
     seg, idx = (next(path for path in files if path.suffix == one) for one in (".seg", ".idx"))
     data, index = files[seg], files[idx]
@@ -183,14 +183,14 @@ def test_power_that_is_lost_while_a_0_13_program_s_directory_is_adopted_changes_
     assert len(log.records) >= {None: 10, 0: 19}.get(torn, 17)
     assert log.marks[:2] == (3, mark)
     history = History(log.records, log.entries, log.last)
-    told = Told(
+    acknowledged = Acknowledged(
         assigned=(0,),
         sure=(0,),
-        logs={0: ToldLog((history,), (log.promise,), (log.marks,), (log.info,), (), ())},
+        logs={0: AcknowledgedLog((history,), (log.promise,), (log.marks,), (log.info,), (), ())},
     )
     matrix = Matrix("adopting")
     for number in range(40):
-        key, again = matrix.judge(told, contents, "as it was")
+        key, again = matrix.judge(acknowledged, contents, "as it was")
         matrix.name = f"adopting {number}"
-        second_losses(matrix, {key: (told, contents, again, "as it was")})
+        second_losses(matrix, {key: (acknowledged, contents, again, "as it was")})
     assert matrix.counts["second survivals"] > 40

@@ -1,4 +1,4 @@
-"""Each story is cut at every change: what was told is there, and nothing that was torn.
+"""Each story is cut at every change: what was acknowledged is there, and nothing torn.
 
 Each test says how many cuts, survivals and openings it has tried; they are summed up at the end of
 a run, and `test_the_matrix_is_as_large_as_it_says` holds their number.
@@ -25,7 +25,7 @@ SURVIVALS_MIN = 25_000
 EVERY = (*STORIES, *ADMINISTRATION)
 
 
-def tell(record_property, matrix):
+def acknowledge(record_property, matrix):
     for what, count in matrix.counts.items():
         record_property(f"crash: {what}", count)
 
@@ -37,7 +37,7 @@ def test_power_is_lost_at_every_change_and_again_while_the_directory_is_opened(
     matrix, made = Matrix(story.__name__), story()
     left = power_losses(matrix, made.disk.changes, made.begin)
     second_losses(matrix, left)
-    tell(record_property, matrix)
+    acknowledge(record_property, matrix)
     assert matrix.counts["cuts"] >= len(made.disk.changes) - made.begin
     assert matrix.counts["second survivals"] > 200
 
@@ -46,7 +46,7 @@ def test_power_is_lost_at_every_change_and_again_while_the_directory_is_opened(
 def test_a_killed_process_is_started_again_and_then_power_is_lost(story, record_property):
     matrix, made = Matrix(story.__name__), story()
     kills(matrix, made.disk.changes, made.begin)
-    tell(record_property, matrix)
+    acknowledge(record_property, matrix)
     assert matrix.counts["kills"] > 25
     assert matrix.counts["survivals after a kill"] > 500
 
@@ -55,9 +55,9 @@ def test_an_index_whose_sync_has_failed_is_written_again_by_the_next_process():
     """More of it than the sector that the last batch stands in: a cache calls all of that clean."""
     matrix, made = Matrix("failed_sync_of_an_index"), failed_sync_of_an_index()
     changes = made.disk.changes
-    after = started_again(matrix, changes, loosened(made.told), "killed").disk.changes
-    *_, (_, platter, told) = points(after, len(changes) + 1)
-    _, found = matrix.judge(told, platter.image(Keep()), "power lost at the end")
+    after = started_again(matrix, changes, loosened(made.acknowledged), "killed").disk.changes
+    *_, (_, platter, acknowledged) = points(after, len(changes) + 1)
+    _, found = matrix.judge(acknowledged, platter.image(Keep()), "power lost at the end")
     assert not dict(found.logs)[0].suspect
 
 

@@ -43,7 +43,7 @@ def test_every_sync_that_is_forgotten_or_made_late_is_found(
     assert number >= {"forgotten": 40, "made late": 20}[mutation]
 
 
-def test_what_is_listed_is_there(found):
+def test_listed_mutants_exist(found):
     sites = {site for site, _ in found}
     assert len(sites) >= SITES_MIN
     for end in (*NOT_NEEDED, *ANY_ORDER):

@@ -31,7 +31,7 @@ def test_a_log_that_was_closed_has_nothing_to_say(tmp_path, seed):
 
 @pytest.mark.parametrize("survival", SURVIVALS)
 @pytest.mark.parametrize("seed", range(25))
-def test_what_a_crash_leaves_is_never_called_wrong(tmp_path, seed, survival):
+def test_verify_accepts_every_state_after_a_crash(tmp_path, seed, survival):
     world = random_world(seed)
     for number in range(3):
         run_until_power_loss(world, 25, world.rng.randint(1, 120))
@@ -50,8 +50,8 @@ def test_what_a_crash_leaves_is_never_called_wrong(tmp_path, seed, survival):
 
 @pytest.mark.parametrize("fault", [DiskFault.FAILS, DiskFault.DISK_FULL])
 @pytest.mark.parametrize("seed", range(25))
-def test_what_an_error_and_a_crash_leave_is_wrong_in_an_index_at_most(tmp_path, seed, fault):
-    """The index of a file that was given up has never been synced."""
+def test_after_an_error_and_a_crash_only_an_index_can_be_wrong(tmp_path, seed, fault):
+    """The index of an abandoned file has never been synced."""
     world = random_world(seed)
     world.prepare()
     world.set_mark()

@@ -83,7 +83,7 @@ class Directory:
         return self.engine.assign(MINE)
 
     def check_whole(self, partition, *, suspect=False):
-        """The log is all there, with its promise and a mark that nobody has confirmed."""
+        """The log is all there, with its promise and a mark that was not confirmed."""
         log = self.engine.log(partition)
         assert (log.max_id, log.chain, log.damaged) == (LAST, CHAIN, ())
         assert (log.promised, log.slot.nonce) == (SESSION + 1, NONCE)
@@ -92,7 +92,7 @@ class Directory:
         assert log.suspect == suspect
         assert log.read_range(0, LAST, 1 << 20, whole_batches=False).lengths.size == LAST + 1
 
-    def check_anew(self):
+    def check_reopened(self):
         """The log is empty, says that it has lost something, and keeps its promise."""
         log = self.log()
         assert (log.max_id, log.chain, log.suspect) == (BEFORE_FIRST, GENESIS_CHAIN, True)
@@ -113,13 +113,13 @@ def removed(directory):
 
 def given_up(directory):
     assert not directory.is_held()
-    directory.log()  # whoever gets it back finds it as it was
+    directory.log()  # the storage that gets it back finds it as it was
     directory.check_whole(MINE)
 
 
 def emptied(directory):
     assert directory.is_held()
-    directory.check_anew()
+    directory.check_reopened()
 
 
 def doubted(directory):
@@ -144,7 +144,7 @@ def untouched(directory):
 
 COMMANDS = {
     "remove": (lambda engine: engine.unassign(MINE, deletes_files=True), removed),
-    "give up": (lambda engine: engine.unassign(MINE, deletes_files=False), given_up),
+    "unassign": (lambda engine: engine.unassign(MINE, deletes_files=False), given_up),
     "re-seed": (lambda engine: engine.re_seed(MINE), emptied),
     "mark suspect": (lambda engine: engine.mark_suspect(MINE), doubted),
     "offline": (lambda engine: engine.set_available(MINE, is_available=False), offline),
@@ -152,9 +152,9 @@ COMMANDS = {
 
 
 def is_done(directory, name):
-    """Tell it by the one thing that only the command changes; the rest is asserted."""
+    """Recognize it by the one thing that only the command changes; the rest is asserted."""
     match name:
-        case "remove" | "give up":
+        case "remove" | "unassign":
             return not directory.is_held()
         case "offline":
             return not directory.engine.is_available(MINE)

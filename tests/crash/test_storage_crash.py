@@ -1,7 +1,7 @@
 """The storage over a disk that loses power, fails and fills up, at any step.
 
 What has to hold: what was acknowledged is there and is what was written, or the replica says itself
-that it is not to be believed. Seeds are fixed; `WALTZ_STORAGE_SEEDS` adds more.
+that it is not to be trusted. Seeds are fixed; `WALTZ_STORAGE_SEEDS` adds more.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The storage over a disk that rots: what it has lost is told, and what is wrong is never served.
+"""A storage over a disk that rots reports what it has lost, and never serves wrong data.
 
 Seeds are fixed; `WALTZ_STORAGE_SEEDS` adds more.
 """
@@ -89,11 +89,11 @@ def test_rot_is_reported_and_never_served(seed):
         assert world.log.prepare(world.log.promised + 1, bytes(16)).damaged
 
 
-# ---- what anything still vouches for
+# ---- what is still confirmed
 
 
 def world_with_failures(seed):
-    """A log that a failed write or two have ended files of; None where it cannot be believed."""
+    """A log with files ended by a failed write or two; None where it cannot be trusted."""
     world = random_world(seed)
     world.prepare()
     world.set_mark()
@@ -159,7 +159,7 @@ def opened_with(world, files):
 
 
 def judge(world, files, spoiled_path):
-    """Open it, and hold it against all that was vouched for; return how it ended."""
+    """Open it, and compare it with all that was confirmed; return how it ended."""
     marker = world.log.slot.acked.transaction_id
     after = opened_with(world, files)
     if after is None:
@@ -175,7 +175,7 @@ def judge(world, files, spoiled_path):
 
 
 @pytest.mark.parametrize("first", range(0, 8 * len(SEEDS), 25))
-def test_what_anything_confirms_is_not_cut_without_a_word(first):
+def test_confirmed_records_are_never_cut_silently(first):
     """One fault of a disk, at the next start after an unclean stop."""
     ended = Counter()
     for seed in range(first, first + 25):

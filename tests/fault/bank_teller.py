@@ -1,8 +1,8 @@
 """One of several tellers of the bank; `test_bank.py` starts it, and kills it.
 
 It does one random command after the other until its input ends. Each is written down before it is
-begun and when its outcome is told, so a teller that is started again knows which one it was in the
-middle of, and gives it again, with the same key. What could not be done for the moment is given
+begun and when its outcome is reported, so a teller that is started again knows which one was
+unfinished, and gives it again, with the same key. What could not be done for the moment is given
 again as well.
 """
 
@@ -111,8 +111,8 @@ def main() -> None:
         teller.is_over.set()
 
     threading.Thread(target=watch, daemon=True).start()
-    told = {line["key"] for line in begun if "outcome" in line}
-    for command in [line for line in begun if "kind" in line and line["key"] not in told]:
+    answered = {line["key"] for line in begun if "outcome" in line}
+    for command in [line for line in begun if "kind" in line and line["key"] not in answered]:
         teller.note({"key": command["key"], "repeated": True})
         teller.do(command)
     while not teller.is_over.is_set():

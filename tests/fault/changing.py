@@ -1,4 +1,4 @@
-"""Commands that change a cluster while a load goes on, and whether its replicas are equal."""
+"""Commands that change a cluster under load, and whether its replicas are equal afterwards."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ class Ran:
     """What a command has said."""
 
     code: int
-    told: Any
+    result: Any
     error: str
 
 
@@ -48,14 +48,14 @@ def does(cluster: LocalCluster, verb: str, *words: str) -> Any:
     """Run a command that must succeed; return what it says as JSON."""
     ran = _run(cluster, verb, *words)
     assert ran.code == 0, ran
-    return ran.told
+    return ran.result
 
 
 def refuses(cluster: LocalCluster, verb: str, *words: str) -> str:
     """Run a command that must fail; return its one sentence."""
     ran = _run(cluster, verb, *words)
     assert ran.code == 1, ran
-    assert ran.told is None
+    assert ran.result is None
     *_, sentence = ran.error.strip().splitlines()
     assert sentence.startswith("waltz-core: ")
     return sentence

@@ -1,4 +1,4 @@
-"""A process of a test's own that goes on until its input ends, or until it is killed."""
+"""A process of a test's own that runs until its input ends, or until it is killed."""
 
 import subprocess
 from pathlib import Path
@@ -8,7 +8,7 @@ from tests.patience import HANG_S
 
 
 class Child:
-    """Its process, which is started by whoever inherits."""
+    """Its process, which the subclass starts."""
 
     process: subprocess.Popen[str]
 

@@ -1,4 +1,4 @@
-"""Clusters of real processes to kill, and what is told of them."""
+"""Clusters of real processes to kill, and what their clients receive."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A cluster to break, the doctor who looks at it, and whether all that was told is still there."""
+"""A cluster to break, the doctor that examines it, and a check of all committed rows."""
 
 import contextlib
 import io
@@ -24,7 +24,7 @@ from waltz_core.records.record import RECORD_OVERHEAD_BYTES
 ROUNDS_MAX, ROUND_S = 4, 10.0
 PARTITIONS, ROWS = 2, 5
 CRC_BYTES = 4  # at the end of a record
-# Whoever looks from elsewhere knows nothing of the processes on this machine.
+# A doctor on another machine knows nothing of the processes on this machine.
 NOWHERE = Path("/nonexistent")
 
 
@@ -51,7 +51,7 @@ def sick_cluster(
 
 
 class Patient:
-    """The cluster of a file's tests, and what clients were told that it has."""
+    """The cluster of a file's tests, and the rows that clients have committed."""
 
     def __init__(
         self, directory: Path, settings: dict[str, dict[str, object]] | None = None
@@ -61,7 +61,7 @@ class Patient:
         # Whatever has started a process has to see to its end, too.
         self.started: list[LocalCluster] = []
         self.daemons: list[subprocess.Popen[bytes]] = []
-        self._told: dict[tuple[int, int], bytes] = {}
+        self._committed: dict[tuple[int, int], bytes] = {}
 
     def cluster(self) -> LocalCluster:
         """Return the cluster as it is now: the commands that are printed start processes, too."""
@@ -73,13 +73,13 @@ class Patient:
         """Have some rows committed in each partition."""
         with WaltzClient(connect) as client:
             for partition in range(PARTITIONS):
-                rows = [b"row %d" % (len(self._told) + row) for row in range(ROWS)]
+                rows = [b"row %d" % (len(self._committed) + row) for row in range(ROWS)]
                 futures = [client.append(row, partition=partition) for row in rows]
                 for row, future in zip(rows, futures, strict=True):
-                    self._told[partition, future.result(HANG_S)] = row
+                    self._committed[partition, future.result(HANG_S)] = row
 
     def check_whole(self, connect: str) -> None:
-        """Read everything that was told as committed."""
+        """Read everything that was reported as committed."""
         with WaltzClient(connect) as client:
             for partition in range(PARTITIONS):
                 last = client.high_water_mark(partition, linearizable=True)
@@ -89,7 +89,7 @@ class Patient:
                     for row in _payloads(bytes(chunk.records), chunk.lengths.tolist())
                 ]
                 assert len(rows) == last + 1
-                its = {at: row for (of, at), row in self._told.items() if of == partition}
+                its = {at: row for (of, at), row in self._committed.items() if of == partition}
                 assert {at: rows[at] for at in its} == its
 
     def run_daemon(self, line: str, directory: Path) -> None:
@@ -119,11 +119,11 @@ def doctor(*words: str, code: int | None = None) -> list[dict[str, str]]:
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         found = main(["doctor", "--json", "--timeout-s", "1.5", *words])
-    told = json.loads(out.getvalue())
-    assert found == (1 if told["findings"] else 0)
-    assert told["is_healthy"] == (not told["findings"])
+    report = json.loads(out.getvalue())
+    assert found == (1 if report["findings"] else 0)
+    assert report["is_healthy"] == (not report["findings"])
     assert code is None or found == code
-    findings: list[dict[str, str]] = told["findings"]
+    findings: list[dict[str, str]] = report["findings"]
     return findings
 
 
@@ -179,7 +179,7 @@ def repair(directory: Path, found: list[dict[str, str]], *first_on_path: Path) -
     for _ in range(ROUNDS_MAX):
         given = _commands_in(found)
         for line in given:
-            # What may lose data, or is known to people only, is for somebody to say: this test.
+            # What may lose data, or what only people know, needs a decision: this test makes it.
             words = f"{line} --yes" if "accept-replicas" in line else line
             words = words.replace("--replicas COUNT", "--replicas 3")
             said.append(run_as_printed(words, *first_on_path))
@@ -190,5 +190,5 @@ def repair(directory: Path, found: list[dict[str, str]], *first_on_path: Path) -
                 break
         if not found:
             return
-    told = "\n".join(said)
-    pytest.fail(f"still wrong after {ROUNDS_MAX} rounds: {found}; what was given:\n{told}")
+    report = "\n".join(said)
+    pytest.fail(f"still wrong after {ROUNDS_MAX} rounds: {found}; what was given:\n{report}")

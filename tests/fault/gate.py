@@ -1,4 +1,4 @@
-"""A gate on the way to a port: while it is shut nobody gets through, and who was through is cut."""
+"""A gate on the way to a port: while it is shut, connections are refused and open ones are cut."""
 
 import asyncio
 import contextlib
@@ -37,11 +37,11 @@ class Gate:
         self._loop.close()
 
     def open(self) -> None:
-        """Let everybody through."""
+        """Let all connections through."""
         asyncio.run_coroutine_threadsafe(self._open(), self._loop).result(HANG_S)
 
     def shut(self) -> None:
-        """Cut everybody off, and refuse whoever comes."""
+        """Cut every connection, and refuse new ones."""
         asyncio.run_coroutine_threadsafe(self._shut(), self._loop).result(HANG_S)
 
     def stall(self, *, after_answers: int) -> None:

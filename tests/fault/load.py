@@ -60,7 +60,7 @@ def wait_until(what: str, condition: Callable[[], object]) -> None:
 
 @contextmanager
 def standing_still(cluster: LocalCluster, name: str) -> Iterator[None]:
-    """Stop a member where it stands; it goes on afterwards."""
+    """Stop a member where it stands; it continues afterwards."""
     threads = Path("/proc", str(cluster.member(name).pid), "task")
 
     def all_stand() -> bool:
@@ -124,8 +124,8 @@ class Load:
         assert client_id is not None
         return client_id
 
-    def goes_on(self, rows: int = 400) -> None:
-        """Wait until so many more rows are told committed."""
+    def await_commits(self, rows: int = 400) -> None:
+        """Wait until N more rows are reported as committed."""
         wanted = self.committed + rows
         wait_until(
             f"{rows} more rows committed; refused: {self.refusals[-3:]}",
@@ -139,7 +139,7 @@ class Load:
                 for partition in itertools.islice(partitions, IN_FLIGHT):
                     self._send(partition)
                 self._settle()
-        except BaseException as error:  # noqa: BLE001 - `stop` tells it
+        except BaseException as error:  # noqa: BLE001 - `stop` raises it
             self._failure = error
 
     def _send(self, partition: int) -> None:
@@ -164,14 +164,14 @@ class Load:
             append_locks=nothing,
         )
         now_s = time.monotonic()
-        told = [
+        row_outcome = [
             four_writers.RecordedOutcome(row.key, partition, four_writers.digest_of(each), now_s)
             for row, each in zip(rows, data, strict=True)
         ]
         mark = self._marks[partition]
         future = self._client.append_batch(partition, payload, ROWS, client_high_water_mark=mark)
-        future.add_done_callback(lambda _: four_writers._stamp(told))
-        self._pending.append(four_writers.Pending(future, told))
+        future.add_done_callback(lambda _: four_writers._stamp(row_outcome))
+        self._pending.append(four_writers.Pending(future, row_outcome))
 
     def _settle(self) -> None:
         while self._pending:
@@ -192,30 +192,30 @@ class Load:
 
 
 class Story:
-    """All that was told on one cluster, over several loads."""
+    """All outcomes on one cluster, over several loads."""
 
     def __init__(self, cluster: LocalCluster) -> None:
         self.cluster = cluster
         self.ledger: list[four_writers.RecordedOutcome] = []
 
     def load(self) -> "_Load":
-        """Run a load for the length of a `with`; what it was told belongs to the story."""
+        """Run a load for the length of a `with`; its outcomes belong to the story."""
         return _Load(self)
 
     def row(self, partition: int, *, padding: int = 0) -> bytes:
-        """Return data for an append beside the loads; what is told of it is not written down."""
+        """Return data for an append beside the loads; its outcome is not recorded."""
         content = four_writers.Content(
             f"row.{len(self.ledger)}", partition, -1, [], [], [], padding="x" * padding
         )
         data: bytes = content.to_bytes()
-        told = four_writers.RecordedOutcome(
+        row_outcome = four_writers.RecordedOutcome(
             content.key, partition, four_writers.digest_of(data), 0.0
         )
-        self.ledger.append(told)
+        self.ledger.append(row_outcome)
         return data
 
     def check_agrees(self) -> None:
-        """Compare everything told so far with the log."""
+        """Compare every outcome so far with the log."""
         log = four_writers.read_log(self.cluster.connect)
         verdict = four_writers.compare(self.ledger, log)
         assert verdict.wrong == []
@@ -258,7 +258,7 @@ def shown(cluster: LocalCluster) -> dict[str, object]:
 
 
 def role(node: Member) -> str:
-    """Return what a node of ZooKeeper says it is, "none" while it serves nobody."""
+    """Return what a node of ZooKeeper says it is, "none" while it serves no client."""
     try:
         with socket.create_connection(("127.0.0.1", node.port), 5) as asked:
             asked.sendall(b"srvr")
@@ -269,7 +269,7 @@ def role(node: Member) -> str:
 
 
 def all_engaged(cluster: LocalCluster) -> bool:
-    """Tell whether ZooKeeper says so of every replica."""
+    """Return whether ZooKeeper says so of every replica."""
     view = shown(cluster)
     storages, partitions = view["storages"], view["partitions"]
     assert isinstance(partitions, dict)

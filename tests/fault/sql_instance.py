@@ -1,6 +1,6 @@
 """One of several processes that apply a log to one database; `test_sql_instances.py` starts it.
 
-It says "ready" when its feeds have begun, and goes on until its input ends. After SIGUSR1 the next
+It says "ready" when its feeds have begun, and runs until its input ends. After SIGUSR1 the next
 transaction that it applies (with `--together` the next batch of several) never ends: it says
 "inside", with its changes made and nothing committed.
 """
@@ -57,7 +57,7 @@ class Sums(SqlCallbacks):
         total = connection.execute(
             sa.select(SUMS.c.total).where(SUMS.c.partition_id == partition)
         ).scalar_one()
-        # From a value that was read: whoever is not alone here writes an old one.
+        # From a value that was read: with a concurrent writer this value is old.
         connection.execute(
             SUMS.update()
             .where(SUMS.c.partition_id == partition)
@@ -87,7 +87,7 @@ class SumsTogether(Sums):
 
 
 def say(word: str) -> None:
-    """Tell whoever has started this process."""
+    """Notify the process that has started this one."""
     sys.stdout.write(f"{word}\n")
     sys.stdout.flush()
 

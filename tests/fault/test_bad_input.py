@@ -55,7 +55,7 @@ def storage(story: Story, name: str, *words: str) -> tuple[str, ...]:
 def stopped(story: Story) -> Iterator[Path]:
     """Give the directory of storage-1, which does not run; nothing in its log may change."""
     with story.load() as load:
-        load.goes_on(40)
+        load.await_commits(40)
     story.check_whole()
     story.cluster.kill("storage-1", signal.SIGTERM)
     before = segments(story.cluster, "storage-1")
@@ -64,7 +64,7 @@ def stopped(story: Story) -> Iterator[Path]:
     assert {path: after[path][: len(data)] for path, data in before.items()} == before
     story.cluster.start("storage-1")
     with story.load() as load:
-        load.goes_on(40)
+        load.await_commits(40)
     story.check_whole()
     story.check_agrees()
 
@@ -88,7 +88,7 @@ def test_a_second_process_on_one_directory(story: Story):
     )
     assert str(story.cluster.directory / "storage-2") in said
     with story.load() as load:
-        load.goes_on(40)
+        load.await_commits(40)
 
 
 @pytest.mark.parametrize("length", [0, 1, 100, 300])
@@ -106,7 +106,7 @@ def test_a_truncated_control_file(story: Story, stopped: Path, length: int):
 
 
 def test_the_directory_of_another_storage(story: Story, stopped: Path):
-    """A copied disk under another address: the cluster knows who was there."""
+    """A copied disk under another address: the cluster knows which storage was there."""
     story.cluster.kill("storage-2", signal.SIGTERM)
     copy = stopped.with_name("copy")
     shutil.copytree(story.cluster.directory / "storage-2", copy)
@@ -119,9 +119,9 @@ def test_the_directory_of_another_storage(story: Story, stopped: Path):
 @pytest.mark.parametrize("kind", ["storage", "server"])
 def test_no_zookeeper(tmp_path: Path, kind: str):
     words = ["--directory", str(tmp_path / "s")] if kind == "storage" else []
-    with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))  # it is nobody else's, and it refuses
-        host = f"127.0.0.1:{nobody.getsockname()[1]}"
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # no process listens on it
+        host = f"127.0.0.1:{unused.getsockname()[1]}"
         said = sentence_of(
             *(kind, "run", "--connect", f"{host}/waltz/local", "--port", "0", *words),
             *("--zookeeper-connect-timeout-ms", "1000"),
@@ -234,14 +234,14 @@ def roomy(small_disks: tuple[Story, list[Disk]]) -> Iterator[tuple[Story, list[D
 def test_one_full_disk_stops_nothing(roomy: tuple[Story, list[Disk]]):
     story, disks = roomy
     with story.load() as load:
-        load.goes_on()
+        load.await_commits()
         disks[1].fill()
-        load.goes_on(2_000)
+        load.await_commits(2_000)
         with WaltzClient(story.cluster.connect) as client:
             last = client.high_water_mark(0, linearizable=True)
             assert sum(chunk.count for chunk in client.read_range(0, 0, last)) == last + 1
         disks[1].free()
-        load.goes_on()
+        load.await_commits()
     story.check_whole()
     story.check_agrees()
 
@@ -258,7 +258,7 @@ def test_a_refusal_for_want_of_space_says_so(roomy: tuple[Story, list[Disk]]):
 def test_three_full_disks_refuse_appends_and_serve_reads(roomy: tuple[Story, list[Disk]]):
     story, disks = roomy
     with story.load() as load:
-        load.goes_on()
+        load.await_commits()
     for disk in disks:
         disk.fill()
     quick = ClientConfig(request_timeout_ms=3_000)
@@ -271,7 +271,7 @@ def test_three_full_disks_refuse_appends_and_serve_reads(roomy: tuple[Story, lis
     for disk in disks:
         disk.free()
     with story.load() as load:
-        load.goes_on()
+        load.await_commits()
     story.check_whole()
     story.check_agrees()
 
@@ -284,24 +284,24 @@ def test_a_full_disk_is_shown_and_its_reserve_is_filled_again(roomy: tuple[Story
     disks[2].fill()
     with story.load() as load:
         wait_until("shown as full", lambda: is_full(story, "storage-3"))
-        load.goes_on()
-        # What a repair needs is taken from the reserve; here somebody takes it away.
+        load.await_commits()
+        # A repair takes what it needs from the reserve; here another process takes it away.
         reserve.unlink()
         story.cluster.kill("storage-3")
         disks[2].fill()
         story.cluster.start("storage-3")
         wait_until("full from its start", lambda: is_full(story, "storage-3"))
-        load.goes_on()
+        load.await_commits()
         disks[2].free()
         wait_until("not full any more", lambda: not is_full(story, "storage-3"))
         wait_until("its reserve is whole", lambda: reserve.stat().st_size == size)
-        load.goes_on()
+        load.await_commits()
     story.check_whole()
     story.check_agrees()
 
 
 def is_full(story: Story, storage: str) -> bool:
-    """Tell what a storage says of its disk; the two pages agree."""
+    """Return what a storage says of its disk; the two pages agree."""
     pages: list[str] = []
     port = story.cluster.member(storage).http_port
     for name in ("health", "metrics"):
@@ -320,8 +320,8 @@ def is_full(story: Story, storage: str) -> bool:
 def rejected_append(story: Story, client: WaltzClient) -> BaseException | None:
     """Append until one is refused: the last page of a file may still have room.
 
-    Between two sessions an append may also meet the time in which the client mounts anew: it is
-    told to try again, and does.
+    Between two sessions an append may also meet the time in which the client mounts again: it
+    receives a retriable error, and tries again.
     """
     errors: list[BaseException] = []
 
@@ -335,7 +335,7 @@ def rejected_append(story: Story, client: WaltzClient) -> BaseException | None:
     return errors[0]
 
 
-def test_nodes_that_cannot_be_decoded_end_no_process(story: Story):
+def test_undecodable_nodes_end_no_daemon(story: Story):
     """A damaged node ended every storage, or every server, at once."""
     hosts, _, root = story.cluster.connect.partition("/")
     zookeeper = KazooClient(hosts)
@@ -346,7 +346,7 @@ def test_nodes_that_cannot_be_decoded_end_no_process(story: Story):
     }
     try:
         with story.load() as load:  # an open client; a new one could not read the nodes
-            load.goes_on()
+            load.await_commits()
             for node, names in nodes.items():
                 right, _ = zookeeper.get(node)
                 zookeeper.set(node, b"rotten")
@@ -358,12 +358,12 @@ def test_nodes_that_cannot_be_decoded_end_no_process(story: Story):
                             f"zookeeper.node_unreadable error={node}" in log.read_text("utf-8")
                         ),
                     )
-                load.goes_on()
+                load.await_commits()
                 zookeeper.set(node, right)
     finally:
         zookeeper.stop()
         zookeeper.close()
     with story.load() as load:
-        load.goes_on()
+        load.await_commits()
     story.check_whole()
     story.check_agrees()

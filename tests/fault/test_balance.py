@@ -54,8 +54,8 @@ def test_ten_times_the_traffic_is_alone_soon_and_stays_where_it_is(cluster: Loca
         with WaltzClient(cluster.connect) as client:
             while not is_over.is_set():
                 partitions = [HOT] * 9 + list(range(PARTITIONS))
-                told = [client.append(b"x", partition=each) for each in partitions]
-                for partition, future in zip(partitions, told, strict=True):
+                appended = [client.append(b"x", partition=each) for each in partitions]
+                for partition, future in zip(partitions, appended, strict=True):
                     future.result()
                     counts[partition] += 1
 
@@ -64,7 +64,7 @@ def test_ten_times_the_traffic_is_alone_soon_and_stays_where_it_is(cluster: Loca
     try:
         wait_until("it is alone", lambda: is_alone(cluster))
         is_calm = threading.Event()
-        is_calm.wait(CALM_S)  # nothing tells that nothing moves: only time does
+        is_calm.wait(CALM_S)  # no event shows that nothing moves: only time does
         after = owned(cluster)
         is_calm.wait(CALM_S)
         assert owned(cluster) == after

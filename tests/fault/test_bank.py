@@ -33,10 +33,10 @@ class Process(Child):
     def start(self) -> None:
         self.run(self._command)
 
-    def goes_on(self) -> None:
+    def await_commits(self) -> None:
         """Wait until it has done some more."""
         wanted = self._done() + 3
-        wait_until(f"{self.journal.stem} goes on", lambda: self._done() >= wanted)
+        wait_until(f"{self.journal.stem} continues", lambda: self._done() >= wanted)
 
     def _done(self) -> int:
         assert self.process.poll() is None, f"{self.journal.stem} has ended"
@@ -67,7 +67,7 @@ def test_the_sums_are_right_whichever_process_is_killed(
     story: Story, database: str, tellers: list[Process]
 ) -> None:
     for each in tellers:
-        each.goes_on()
+        each.await_commits()
     for number, name in enumerate(KILLED_ORDER):
         victim = tellers[number % TELLER_COUNT]
         if name == "teller":
@@ -75,19 +75,19 @@ def test_the_sums_are_right_whichever_process_is_killed(
             victim.start()
         else:
             story.cluster.kill(name)
-            victim.goes_on()
+            victim.await_commits()
             story.cluster.start(name)
-        victim.goes_on()
+        victim.await_commits()
     for each in tellers:
         each.end()
-    told = [line for each in tellers for line in bank_teller.read(each.journal)]
-    assert any("repeated" in line for line in told), "nobody was killed in the middle"
+    journaled = [line for each in tellers for line in bank_teller.read(each.journal)]
+    assert any("repeated" in line for line in journaled), "no teller was killed in the middle"
     engine = engine_of(database)
     bank = bank_desk.Bank(story.cluster.connect, engine)
     bank.settle_all()
     ledger = Ledger(story.cluster.connect)
     ledger.check_whole()
-    ledger.check_told(told)
+    ledger.check_outcomes(journaled)
     assert bank.cents_under_way() == 0
     books = {account: (cents, is_active) for account, cents, is_active in bank.accounts()}
     assert books == ledger.accounts
@@ -132,16 +132,16 @@ class Ledger:
         for key, kind in self.kinds.items():
             if kind == "send":
                 end = self.kinds.get(f"{key}/end")
-                assert end in ("arrive", "reject"), f"{key} is under way for ever"
+                assert end in ("arrive", "reject"), f"{key} stays under way"
                 assert (f"{key}/back" in self.kinds) == (end == "reject")
         counts = Counter(self.kinds.values())
         assert {"open", "deposit", "withdraw", "transfer", "send", "arrive"} <= set(counts)
 
-    def check_told(self, told: list[dict[str, str]]) -> None:
-        """What was told as done is there, what was told as refused is not."""
-        for line in told:
+    def check_outcomes(self, journaled: list[dict[str, str]]) -> None:
+        """What was reported as done is there, what was reported as refused is not."""
+        for line in journaled:
             key = line["key"]
             if line.get("outcome") == DONE:
-                assert key in self.kinds, f"{key} was told done and is lost"
+                assert key in self.kinds, f"{key} was reported as done and is lost"
             elif line.get("outcome") == REFUSED and key in self.kinds:
-                assert self.kinds.get(f"{key}/end") == "reject", f"{key} was told refused"
+                assert self.kinds.get(f"{key}/end") == "reject", f"{key} was reported as refused"

@@ -1,4 +1,4 @@
-"""The bank as a person types, and transfers that somebody has left half done."""
+"""The bank at a terminal, and transfers that another process has left half done."""
 
 import subprocess
 import sys
@@ -66,10 +66,10 @@ def test_a_prompt_and_single_commands(typed: Run, first: int) -> None:
         f"no: account {one} holds 87.50; it must be empty",
         f"no: account {one} is deactivated",
     ]
-    told = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    printed = [" ".join(line.split()) for line in done.stdout.splitlines()]
     for line in (f"{one} 0.00 deactivated", f"{two} 12.50", f"account {one} is deactivated"):
-        assert line in told
-    assert any(line.endswith(f"12.50 from {one}") for line in told)
+        assert line in printed
+    assert any(line.endswith(f"12.50 from {one}") for line in printed)
     for _ in range(2):  # given again it is done once
         done = typed("deposit", str(two), "1", "--id", f"gift-{two}")
         assert (done.returncode, done.stdout) == (0, f"account {two} holds 13.50\n")

@@ -1,4 +1,4 @@
-"""Storages and replicas come and go by command, in the middle of a load; nobody's append is wrong.
+"""Storages and replicas come and go by command under load; no append gets a wrong outcome.
 
 The tests go on from one another: each leaves the cluster whole.
 """
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.fault
 
 
 def held_by(story: Story) -> set[str]:
-    """Return who is a storage of the cluster."""
+    """Return the storages of the cluster."""
     found = shown(story.cluster)["storages"]
     assert isinstance(found, dict)
     return set(found)
@@ -38,25 +38,25 @@ def test_the_four_examples_of_recovery_with_writes_continuing(story: Story):
     d, e = new_storage(cluster), new_storage(cluster)
     usual = replicas(cluster)[0]
     with story.load() as load:
-        load.goes_on()
+        load.await_commits()
         assert (
             does(cluster, "add-storage", d, "--group", "0", *admin_port(cluster, d))["group"] == 0
         )
         does(cluster, "add-storage", e, "--group", "1", *admin_port(cluster, e))
         does(cluster, "add-replica", "0", d)
         assert replicas(cluster)[0] == usual | {d}
-        load.goes_on()
+        load.await_commits()
         does(cluster, "remove-replica", "0", d)
         assert replicas(cluster)[0] == usual
         assert not segments(cluster, "storage-4")
         check_nothing_is_wrong(story)
         steps = does(cluster, "add-replica", "0", d, e)["steps"]
         assert steps == [f"partition 0: +{d}", f"partition 0: +{e}"]
-        load.goes_on()
+        load.await_commits()
         assert does(cluster, "verify") == {"passed": True, "findings": []}
         steps = does(cluster, "remove-replica", "0", d, e)["steps"]
         assert steps == [f"partition 0: -{d}", f"partition 0: -{e}"]
-        load.goes_on()
+        load.await_commits()
     check_nothing_is_wrong(story)
     check_level(story)
     story.check_agrees()
@@ -73,21 +73,21 @@ def test_a_whole_group_of_five_storages_in_three_is_lost_and_the_log_continues(s
     groups = {first: 0, d: 0, second: 1, e: 1, third: 2}
     assert held_by(story) == set(groups)
     with story.load() as load:
-        load.goes_on()
+        load.await_commits()
         assert does(cluster, "auto-assign")["changed"]
         for assigned in replicas(cluster).values():
             assert sorted(groups[each] for each in assigned) == [0, 1, 2]
         check_nothing_is_wrong(story)
         for name in ("storage-1", "storage-4"):
             cluster.kill(name)
-        load.goes_on(1_000)
+        load.await_commits(1_000)
         for name in ("storage-1", "storage-4"):
             cluster.start(name)
-        load.goes_on()
+        load.await_commits()
         wait_until("every replica level", lambda: does_verify(story))
         does(cluster, "remove-storage", d)
         does(cluster, "remove-storage", e)
-        load.goes_on()
+        load.await_commits()
     assert held_by(story) == {first, second, third}
     check_nothing_is_wrong(story)
     check_level(story)
@@ -104,18 +104,18 @@ def test_a_dead_storage_is_replaced_by_an_empty_one(story: Story):
     cluster = story.cluster
     dead, fresh = address(cluster, "storage-3"), new_storage(cluster)
     with story.load() as load:
-        load.goes_on()
+        load.await_commits()
         cluster.kill("storage-3")
-        load.goes_on()
-        told = does(cluster, "replace-storage", dead, fresh, *admin_port(cluster, fresh))
-        assert told["moved"] == cluster.partition_count
-        load.goes_on()
+        load.await_commits()
+        result = does(cluster, "replace-storage", dead, fresh, *admin_port(cluster, fresh))
+        assert result["moved"] == cluster.partition_count
+        load.await_commits()
         assert held_by(story) == {*(held_by(story) - {dead}), fresh}
-        # A cluster that has lost one more goes on: the new one counts.
+        # A cluster that has lost one more continues: the new one counts.
         cluster.kill("storage-2")
-        load.goes_on()
+        load.await_commits()
         cluster.start("storage-2")
-        load.goes_on()
+        load.await_commits()
     check_nothing_is_wrong(story)
     check_level(story)
     story.check_agrees()
@@ -125,12 +125,12 @@ def test_preferred_partitions_are_owned_by_one_that_prefers_them(story: Story):
     cluster = story.cluster
     one = address(cluster, "server-1")
     with story.load() as load:
-        load.goes_on()
+        load.await_commits()
         assert does(cluster, "prefer", "all", one)["owns"] == [0, 1, 2, 3]
-        load.goes_on()
+        load.await_commits()
         check_nothing_is_wrong(story)
         assert len(does(cluster, "unprefer", "0-3", one)["owns"]) == 2
-        load.goes_on()
+        load.await_commits()
     check_nothing_is_wrong(story)
     story.check_agrees()
     assert "no server is registered at 127.0.0.1:1" in refuses(

@@ -24,14 +24,14 @@ def test_a_session_that_begins_under_load_loses_nothing(tmp_path):
     with running(tmp_path / "cluster", settings=settings) as cluster:
         story = Story(cluster)
         with WaltzClient(cluster.connect) as client, story.load() as load:
-            load.goes_on()
+            load.await_commits()
             before = sessions(client)
 
-            def all_began_anew() -> bool:
+            def all_have_new_sessions() -> bool:
                 return all(now > then for now, then in zip(sessions(client), before, strict=True))
 
-            wait_until("every partition has another session", all_began_anew)
-            load.goes_on()
+            wait_until("every partition has another session", all_have_new_sessions)
+            load.await_commits()
             assert load.refusals == []
         story.check_whole()
         story.check_agrees()

@@ -1,4 +1,4 @@
-"""An attempt at a task's rows that is over stays over when servers forget who has mounted."""
+"""An attempt at a task's rows that is over stays over when servers forget their mounts."""
 
 import asyncio
 import signal

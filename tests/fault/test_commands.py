@@ -77,17 +77,19 @@ def refused(cluster: LocalCluster, *words: str) -> str:
 def terminal() -> Iterator[tuple[int, list[str]]]:
     """Give a terminal to write to, and what stands there so far."""
     ours, theirs = pty.openpty()
-    told: list[str] = []
+    output: list[str] = []
 
     def read() -> None:
-        with contextlib.suppress(OSError):  # Linux's way to say that nobody has it open any more.
+        with contextlib.suppress(
+            OSError
+        ):  # Linux's way to say that no process has it open any more.
             while chunk := os.read(ours, 4096):
-                told.append(chunk.decode())
+                output.append(chunk.decode())
 
     reader = threading.Thread(target=read)
     reader.start()
     try:
-        yield theirs, told
+        yield theirs, output
     finally:
         os.close(theirs)
         reader.join()
@@ -120,8 +122,8 @@ def test_the_log_is_valid_and_followed(cluster: LocalCluster):
 
 def test_servers_report_what_they_own_and_reach(cluster: LocalCluster):
     one, other = (address(cluster, f"server-{each}") for each in (1, 2))
-    told = done(cluster, "server", "add-preferred-partition", "all", one)
-    assert told["owns"] == [0, 1]
+    output = done(cluster, "server", "add-preferred-partition", "all", one)
+    assert output["owns"] == [0, 1]
     listed = {each["address"]: each for each in done(cluster, "server", "list")["servers"]}
     assert listed[one]["preferred"] == listed[one]["partitions"] == [0, 1]
     assert listed[other]["partitions"] == []
@@ -141,7 +143,7 @@ def test_servers_report_what_they_own_and_reach(cluster: LocalCluster):
     }
 
 
-def test_what_is_wrong_with_one_partition_is_notified_of_that_one(cluster: LocalCluster):
+def test_an_error_of_one_partition_is_reported_for_that_one(cluster: LocalCluster):
     wait_until("all is well", lambda: ran(cluster, "cluster", "verify").code == 0)
     found = done(cluster, "cluster", "verify", "--by-partition")
     assert found["passed"]
@@ -163,16 +165,16 @@ def test_what_is_wrong_with_one_partition_is_notified_of_that_one(cluster: Local
 def test_a_scrub_shows_at_a_terminal_how_far_it_is(cluster: LocalCluster):
     at = ("--storage", address(cluster, "storage-1"), "--partition", "0-1")
     line = command("storage", "scrub", *at, "--connect", cluster.connect)
-    with terminal() as (screen, told):
+    with terminal() as (screen, output):
         cluster.kill("storage-1", signal.SIGSTOP)  # so that it takes longer than a second
         try:
             started = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=screen, text=True)
-            wait_until("the line is shown", lambda: "to answer" in "".join(told))
+            wait_until("the line is shown", lambda: "to answer" in "".join(output))
         finally:
             cluster.kill("storage-1", signal.SIGCONT)
         table, _ = started.communicate(timeout=HANG_S)
     assert started.returncode == 0
-    shown = "".join(told)
+    shown = "".join(output)
     assert "0 of 2 waiting for " in shown
     assert shown.rpartition("waiting for ")[2].count("\x1b[2K"), "the line is gone at the end"
     assert "\x1b" not in table
@@ -188,10 +190,10 @@ def test_a_scrub_of_a_storage_that_has_gone_silent_ends(cluster: LocalCluster):
     cluster.kill("storage-1", signal.SIGSTOP)
     try:
         words = ("--storage", storage, "--partition", "0-1", "--timeout-s", "1")
-        told = refused(cluster, "storage", "scrub", *words)
+        output = refused(cluster, "storage", "scrub", *words)
     finally:
         cluster.kill("storage-1", signal.SIGCONT)
-    assert f"not done within 1 s, still waiting: {storage} to answer." in told
+    assert f"not done within 1 s, still waiting: {storage} to answer." in output
 
 
 def test_a_running_cluster_can_be_measured(cluster: LocalCluster):
@@ -206,7 +208,7 @@ def test_a_running_cluster_can_be_measured(cluster: LocalCluster):
     assert found["lost"] == found["doubled"] == 0
 
 
-def test_a_cluster_is_deleted_when_no_process_needs_it_any_more(cluster: LocalCluster):
+def test_an_unused_cluster_is_deleted(cluster: LocalCluster):
     assert "the name of the cluster at " in refused(cluster, "cluster", "delete", "payments")
     assert "expected all servers and storages to be stopped" in refused(
         cluster, "cluster", "delete", "local"

@@ -1,4 +1,4 @@
-"""Disks of real storages that fail, rot, or come back as they were: told, mended, never believed.
+"""Real disks that fail, rot, or return with an old copy: reported, repaired, never trusted.
 
 The errors are injected with strace, one system call of one process at a time.
 """
@@ -62,7 +62,7 @@ def server_logs(story: Story) -> str:
 
 
 def cold_segment(story: Story, storage: str) -> Path:
-    """Return the first segment of a partition that has gone on in another file."""
+    """Return the first segment of a partition that continues in another file."""
     top = story.cluster.directory / storage
     wait_until("a second segment", lambda: len(list(top.glob("0/*.seg"))) > 1)
     return min(top.glob("0/*.seg"))
@@ -96,7 +96,7 @@ def injected(story: Story, storage: str, *options: str) -> Iterator[None]:
             pytest.skip(f"nothing can be traced here: {strace.stderr.read().strip()}")
         yield
     finally:
-        # Asked to end, it waits for threads that may be ending at that moment, and for ever.
+        # Asked to end, it waits without limit for threads that may be ending at that moment.
         strace.kill()
         strace.communicate(timeout=HANG_S)
 
@@ -107,7 +107,7 @@ def injected(story: Story, storage: str, *options: str) -> Iterator[None]:
 
 def test_rot_in_an_old_segment_is_found_by_the_scrub_and_repaired_in_the_session(story: Story):
     with story.load() as load:
-        load.goes_on(3_000)
+        load.await_commits(3_000)
     story.check_whole()
     path = cold_segment(story, "storage-2")
     before = path.read_bytes()
@@ -119,7 +119,7 @@ def test_rot_in_an_old_segment_is_found_by_the_scrub_and_repaired_in_the_session
     found = "waltz_storage_damage_found_transactions_total"
     repaired = "waltz_storage_damage_repaired_transactions_total"
     wait_until("found", lambda: metric(story, "storage-2", found) >= 2)
-    wait_until("mended", lambda: metric(story, "storage-2", repaired) >= 2)
+    wait_until("repaired", lambda: metric(story, "storage-2", repaired) >= 2)
     assert metric(story, "storage-2", found) == metric(story, "storage-2", repaired)
     assert path.read_bytes() == before
     assert sessions(story) == opened, "no session had to end for it"
@@ -128,8 +128,8 @@ def test_rot_in_an_old_segment_is_found_by_the_scrub_and_repaired_in_the_session
     said = log_of(story, "storage-2")
     assert "storage.damage_found partition=0" in said
     assert "storage.damage_repaired partition=0" in said
-    # The server hears of it after the storage has told it to whoever asks.
-    wait_until("told", lambda: "replica.repaired partition=0" in server_logs(story))
+    # The server learns of it after the storage has reported it to the doctor.
+    wait_until("the repair is logged", lambda: "replica.repaired partition=0" in server_logs(story))
     story.check_agrees()
 
 
@@ -139,14 +139,14 @@ def test_rot_in_an_old_segment_is_found_by_the_scrub_and_repaired_in_the_session
 
 def test_a_read_that_fails_is_reported_and_its_records_are_repaired(story: Story):
     with story.load() as load:
-        load.goes_on(3_000)
+        load.await_commits(3_000)
     story.check_whole()
     path = cold_segment(story, "storage-3")
     repaired = "waltz_storage_damage_repaired_transactions_total"
     earlier = metric(story, "storage-3", repaired)
     fail = ("-P", str(path), "-e", "trace=pread64", "-e", "inject=pread64:error=EIO:when=1..12")
     with injected(story, "storage-3", *fail):
-        wait_until("mended", lambda: metric(story, "storage-3", repaired) > earlier)
+        wait_until("repaired", lambda: metric(story, "storage-3", repaired) > earlier)
         wait_until("whole", lambda: health(story, "storage-3")["damaged"] == [])
     assert metric(story, "storage-3", "waltz_storage_failed_reads_total") >= 1
     assert metric(story, "storage-3", "waltz_storage_failed_writes_total") == 0
@@ -154,14 +154,14 @@ def test_a_read_that_fails_is_reported_and_its_records_are_repaired(story: Story
     assert f"reading {path}: Input/output error" in said
     assert story.cluster.member("storage-3").process() is not None
     with story.load() as load:
-        load.goes_on()
+        load.await_commits()
     story.check_whole()
     story.check_agrees()
 
 
-def test_the_second_sync_that_fails_ends_the_process_with_a_line_that_names_the_file(story: Story):
+def test_a_second_failed_sync_ends_the_process_and_names_the_file(story: Story):
     with story.load() as load:
-        load.goes_on()
+        load.await_commits()
         # Not that of the slots or of the scrub's place: files of records and of batches only.
         with injected(
             story, "storage-1", "-e", "trace=fdatasync", "-e", "inject=fdatasync:error=EIO"
@@ -169,13 +169,13 @@ def test_the_second_sync_that_fails_ends_the_process_with_a_line_that_names_the_
             wait_until(
                 "the process ended", lambda: story.cluster.member("storage-1").process() is None
             )
-        load.goes_on(1_000)
+        load.await_commits(1_000)
         last = log_of(story, "storage-1").strip().splitlines()[-1]
         top = story.cluster.directory / "storage-1"
         assert re.search(rf"(syncing|sync) {top}/\S+: Input/output error", last), last
         assert "Traceback" not in log_of(story, "storage-1")
         story.cluster.start("storage-1")
-        load.goes_on()
+        load.await_commits()
     story.check_whole()
     story.check_agrees()
 
@@ -196,34 +196,34 @@ def put_back(story: Story, storage: str, where: Path) -> None:
     shutil.copytree(where, directory)
 
 
-def test_an_old_copy_of_a_directory_is_filled_up_and_has_no_say(story: Story, tmp_path: Path):
+def test_an_old_copy_of_a_directory_is_filled_up_and_has_no_vote(story: Story, tmp_path: Path):
     with story.load() as load:
-        load.goes_on()
+        load.await_commits()
         copy_running(story, "storage-2", tmp_path / "old")
-        load.goes_on(1_500)
+        load.await_commits(1_500)
         story.cluster.kill("storage-2")
         put_back(story, "storage-2", tmp_path / "old")
-        load.goes_on()
+        load.await_commits()
         # One of the two that have everything goes as the old one comes.
         story.cluster.kill("storage-3")
         story.cluster.start("storage-2")
-        load.goes_on()
+        load.await_commits()
         story.cluster.start("storage-3")
-        load.goes_on()
+        load.await_commits()
     story.check_whole()
     story.check_agrees()
 
 
 def test_two_are_no_quorum_while_one_of_them_is_an_old_copy(story: Story, tmp_path: Path):
     with story.load() as load:
-        load.goes_on()
+        load.await_commits()
         copy_running(story, "storage-2", tmp_path / "old")
         # It is away for a moment, so that later sessions know of it than the copy does.
         story.cluster.kill("storage-2")
-        load.goes_on()
+        load.await_commits()
         story.cluster.start("storage-2")
         wait_until("all engaged", lambda: all_engaged(story.cluster))
-        load.goes_on(1_000)
+        load.await_commits(1_000)
     story.check_whole()
     # Servers first: the third storage must not answer a session that begins while all are killed.
     for name in (*SERVERS, "storage-1", "storage-2", "storage-3"):
@@ -243,8 +243,8 @@ def test_two_are_no_quorum_while_one_of_them_is_an_old_copy(story: Story, tmp_pa
 
     with WaltzClient(story.cluster.connect) as client:
         futures = [client.append(story.row(each), partition=each) for each in range(4)]
-        wait_until("the old copy is not believed", is_unknown)
-        # All have answered that will; a session that opened with them would tell its mark.
+        wait_until("the old copy is not trusted", is_unknown)
+        # All have answered that will; a session that opened with them would return its mark.
         with WaltzClient(story.cluster.connect, ClientConfig(request_timeout_ms=400)) as asks:
             for each in range(4):
                 with pytest.raises(Unavailable, match="no answer within 400 ms"):

@@ -1,7 +1,7 @@
-"""Faults in a whole cluster of processes: the doctor names each, and what it prints mends it.
+"""Faults in a whole cluster of processes: the doctor names each, and its commands repair it.
 
 The cluster is one that `waltz-core local up` knows. Each test leaves it whole, though not always as
-it was: which storages hold a partition is looked up by whoever needs it.
+it was: which storages hold a partition is looked up by the test that needs it.
 """
 
 import asyncio
@@ -90,7 +90,7 @@ def take_offline(cluster: LocalCluster) -> None:
 
 
 def doubt_two(cluster: LocalCluster) -> None:
-    """A session that nobody may open: two of three replicas are suspect before the next one."""
+    """A session that must not open: two of three replicas are suspect before the next one."""
     for name in ("server-1", "server-2"):
         cluster.kill(name)
     for name in ("storage-1", "storage-2"):
@@ -182,7 +182,7 @@ def hold_up_no_more(cluster: LocalCluster) -> None:
 
 
 def hang(cluster: LocalCluster) -> None:
-    """Its threads do not come back from the disk; that which talks to others goes on."""
+    """Its threads do not return from the disk; the one for connections continues."""
     member = cluster.member(holding(cluster))
     process = member.process()
     assert process is not None
@@ -198,7 +198,7 @@ def is_answering(url: str) -> bool:
 
 
 def shift_clock(cluster: LocalCluster) -> None:
-    """A storage reads a clock that goes some seconds ahead, until somebody sets it."""
+    """A storage reads a clock that goes some seconds ahead, until the clock is set."""
     ahead = cluster.directory / "ahead"
     (ahead / "bin").mkdir(parents=True, exist_ok=True)
     (ahead / "sitecustomize.py").write_text(AHEAD, encoding="utf-8")
@@ -279,7 +279,7 @@ def mount(*words: str) -> None:
 
 
 def lose_metadata(cluster: LocalCluster) -> None:
-    """Somebody has emptied the node of one partition."""
+    """The node of one partition was emptied."""
 
     async def write() -> None:
         async with connected(cluster.connect) as coordinator:

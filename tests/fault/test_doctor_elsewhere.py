@@ -1,4 +1,4 @@
-"""The doctor on another machine, who knows no processes: it names who is away, silent or wrong.
+"""The doctor on another machine knows no processes: it names those away, silent or wrong.
 
 The printed commands are given where the daemon's file of settings lies; whatever a sentence says is
 to be ended is ended first, by the test.
@@ -29,8 +29,8 @@ from waltz_core.records.record import ReplicaId
 
 pytestmark = pytest.mark.fault
 
-# The longest session that ZooKeeper grants with its ticks of half a second: who is dead or frozen
-# stays registered for as long as the doctor looks twice.
+# The longest session that ZooKeeper grants with its ticks of half a second: a dead or frozen
+# process stays registered for as long as the doctor looks twice.
 SESSION_MS = 10_000
 
 
@@ -46,7 +46,7 @@ def patient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Patient]:
 class Fault(NamedTuple):
     """Of which members something is wrong, what, and what is to be found then.
 
-    `ends`: the sentence says that a process is to be ended, which nobody can print a command for.
+    `ends`: the sentence says that a process must be ended, for which no command can be printed.
     """
 
     name: str
@@ -101,7 +101,7 @@ def leave_whole(patient: Patient, cluster: LocalCluster) -> None:
     wait_until("nothing is wrong", lambda: not doctor(*from_elsewhere(cluster.connect)))
 
 
-def test_of_a_frozen_storage_nothing_is_said_but_its_finding(patient: Patient):
+def test_a_frozen_storage_is_one_finding(patient: Patient):
     """Servers answer late then, while they look whether they can reach it."""
     cluster = patient.cluster()
     look = from_elsewhere(cluster.connect)
@@ -118,7 +118,7 @@ def test_of_a_frozen_storage_nothing_is_said_but_its_finding(patient: Patient):
 
 
 def test_servers_that_have_all_died_are_taken_out(patient: Patient):
-    """Nobody is there who could take it out, until ZooKeeper ends its session."""
+    """No other server is there to remove it, until ZooKeeper ends its session."""
     cluster = patient.cluster()
     look = from_elsewhere(cluster.connect)
     patient.write(cluster.connect)
@@ -163,7 +163,7 @@ def test_a_storage_that_was_made_known_and_has_never_started(patient: Patient):
 
 
 def test_a_storage_of_another_cluster_answers(patient: Patient):
-    """Somebody has started the wrong one, which holds the address."""
+    """The wrong one was started, and holds the address."""
     cluster = patient.cluster()
     look = from_elsewhere(cluster.connect)
     patient.write(cluster.connect)

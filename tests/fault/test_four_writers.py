@@ -39,7 +39,7 @@ def test_an_outcome_has_its_time_also_where_the_callbacks_come_later():
     assert asked.reported_s == first_s
 
 
-def told(key: str, outcome: str, transaction_id: int = -1) -> four_writers.RecordedOutcome:
+def recorded(key: str, outcome: str, transaction_id: int = -1) -> four_writers.RecordedOutcome:
     made = content(key)
     return four_writers.RecordedOutcome(
         key, 0, four_writers.digest_of(made.to_bytes()), 1.0, 2.0, outcome, transaction_id
@@ -57,13 +57,13 @@ def entry(key: str, transaction_id: int) -> four_writers.Entry:
 @pytest.mark.parametrize(
     ("ledger", "log", "wrong"),
     [
-        ([told("a", "committed", 0)], [], "lost"),
-        ([told("a", "refused")], [entry("a", 0)], "was reported as refused"),
-        ([told("a", "lost")], [entry("a", 0)], "was reported as lost"),
-        ([told("a", "committed", 1)], [entry("a", 0)], "was reported as 1"),
-        ([told("a", "unknown")], [entry("a", 0), entry("a", 1)], "is in the log 2 times"),
+        ([recorded("a", "committed", 0)], [], "lost"),
+        ([recorded("a", "refused")], [entry("a", 0)], "was reported as refused"),
+        ([recorded("a", "lost")], [entry("a", 0)], "was reported as lost"),
+        ([recorded("a", "committed", 1)], [entry("a", 0)], "was reported as 1"),
+        ([recorded("a", "unknown")], [entry("a", 0), entry("a", 1)], "is in the log 2 times"),
         ([], [entry("a", 0)], "was not written by any process"),
-        ([told("a", "committed", 1)], [entry("a", 1)], "expected 0, found 1"),
+        ([recorded("a", "committed", 1)], [entry("a", 1)], "expected 0, found 1"),
     ],
 )
 def test_the_comparison_finds(ledger, log, wrong):
@@ -86,5 +86,5 @@ def test_the_comparison_finds_a_conflict_that_was_let_in():
 
 
 def test_the_comparison_agrees_with_what_is_right():
-    ledger = [told("a", "committed", 0), told("b", "refused"), told("c", "unknown")]
+    ledger = [recorded("a", "committed", 0), recorded("b", "refused"), recorded("c", "unknown")]
     assert four_writers.compare(ledger, [entry("a", 0)]).wrong == []

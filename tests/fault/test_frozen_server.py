@@ -1,4 +1,4 @@
-"""A server is frozen: whoever waits for it turns to the next owner, long before his time is up."""
+"""A server is frozen: its clients turn to the next owner, long before their timeouts."""
 
 import signal
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +22,7 @@ def owned_by(story: Story, name: str) -> list[int]:
 
 
 def test_a_client_that_watches_nothing_finds_out(story: Story):
-    """As a task of Spark's: told where everything is, it has no session with ZooKeeper."""
+    """Like a Spark task: it knows where everything is, and has no session with ZooKeeper."""
     with WaltzClient(story.cluster.connect) as watching:
         layout = watching.layout()
     (number, *_) = owned_by(story, "server-1")

@@ -1,4 +1,4 @@
-"""A server whose event loop hangs, while its threads would keep its ZooKeeper session for ever."""
+"""A server whose event loop hangs, while its threads would keep its ZooKeeper session."""
 
 import signal
 import sys
@@ -58,15 +58,15 @@ def hanging(story: Story, tmp_path: Path) -> Iterator[Hanging]:
 
 def test_its_partitions_move_and_it_comes_back_as_after_any_expiry(story: Story, hanging: Hanging):
     with story.load() as load:
-        load.goes_on()
+        load.await_commits()
         hanging.hang()
         other = {address(story.cluster, "server-2")}
         wait_until("the other one owns all", lambda: owners(story) == other)
-        load.goes_on()
+        load.await_commits()
         assert "zookeeper.loop_unresponsive" in hanging.said()
         hanging.go_on()
         wait_until("both own some again", lambda: len(owners(story)) == 2)
-        load.goes_on()
+        load.await_commits()
     assert "zookeeper.loop_responsive" in hanging.said()
     assert hanging.process.poll() is None
     story.check_agrees()

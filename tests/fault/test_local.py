@@ -156,12 +156,12 @@ def test_taken_ports_are_avoided_but_for_a_storages_own(directory: Path):
     usual = (2181, 15180, 15280, 15281, 15290, 15291)
     with ExitStack() as stack:
         for port in usual:
-            with suppress(OSError):  # somebody else has it
+            with suppress(OSError):  # another process has it
                 stack.enter_context(taken(port))
         connect = up(directory)
         ports = {member["port"] for member in status(directory).values()}
         assert not ports & set(usual)
-        # A server's port, and ZooKeeper's, is nobody's identity: it may move.
+        # A server's port, and ZooKeeper's, identifies nothing: it may change.
         assert local(directory, "down").returncode == 0
         server = LocalCluster(directory).member("server-1").port
         stack.enter_context(taken(server))
@@ -293,8 +293,8 @@ def test_a_second_up_at_the_same_time_is_refused(directory: Path):
             second = local(directory, "up", *SMALL)
         finally:
             first.send_signal(signal.SIGCONT)
-        out, told = first.communicate(timeout=HANG_S)
-    assert first.returncode == 0, told
+        out, error_text = first.communicate(timeout=HANG_S)
+    assert first.returncode == 0, error_text
     assert out
     assert "another command is starting or ending the cluster" in refused(second)
 
@@ -339,7 +339,7 @@ def test_an_embedded_cluster_leaves_nothing_behind(tmp_path: Path, monkeypatch):
     assert pids_at(made) == []
 
 
-def test_what_is_said_without_a_cluster(directory: Path):
+def test_commands_without_a_cluster_name_local_up(directory: Path):
     for verb in ("status", "down"):
         assert "start one with `waltz-core local up`" in refused(local(directory, verb))
 

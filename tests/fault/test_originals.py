@@ -52,7 +52,7 @@ def endpoints_of(view: ServersView) -> dict[str, dict[int, int]]:
 
 
 class Story:
-    """Originals that follow the assignment, and who owns partition 0."""
+    """Originals that follow the assignment, and the owner of partition 0."""
 
     def __init__(self) -> None:
         self.clients: list[tuple[OriginalClient, Counters]] = []
@@ -112,7 +112,7 @@ async def count_up_ours(
 
 
 async def log_of(client: AsyncWaltzClient) -> list[Req]:
-    """Return who wrote each transaction of partition 0."""
+    """Return the writer of each transaction of partition 0."""
     last = await client.high_water_mark(0, linearizable=True)
     found: list[Req] = []
     async for chunk in client.read_range(0, 0, last):
@@ -121,12 +121,12 @@ async def log_of(client: AsyncWaltzClient) -> list[Req]:
     return found
 
 
-def check_told(story: Story, log: list[Req]) -> None:
-    """What was told as failed is not in the log; what was told as committed is, once."""
+def check_outcomes(story: Story, log: list[Req]) -> None:
+    """What was reported as failed is not in the log; what was reported as committed is, once."""
     assert len(set(log)) == len(log)
     committed = set(log)
     for client, _ in story.clients:
-        for each, is_committed in client.told.items():
+        for each, is_committed in client.outcomes.items():
             assert (each in committed) == is_committed, each
 
 
@@ -161,11 +161,11 @@ def test_counters_come_to_the_right_sum_while_owners_are_killed(cluster: LocalCl
                 mark = len(ours.counters.applied)
                 await until(lambda: len(ours.counters.applied) >= mark + 60)
                 is_over.set()
-            total = by_us.result() + sum(sum(each.told.values()) for each, _ in story.clients)
+            total = by_us.result() + sum(sum(each.outcomes.values()) for each, _ in story.clients)
             for counters in (ours.counters, *(each for _, each in story.clients)):
                 await until(lambda counters=counters: sum(counters.values.values()) == total)
                 assert counters.applied == ours.counters.applied
-            check_told(story, await log_of(client))
+            check_outcomes(story, await log_of(client))
 
     async def within() -> None:
         async with asyncio.timeout(HANG_S):

@@ -43,7 +43,7 @@ main.main(sys.argv[1:])
 
 @pytest.fixture(scope="module")
 def module_story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
-    """Give a cluster whose storages do not vouch for their logs after a crash."""
+    """Give a cluster whose storages do not trust their logs after a crash."""
     settings: dict[str, dict[str, object]] = {
         "server": {"zookeeper_session_timeout_ms": SESSION_MS},
         "storage": {"zookeeper_session_timeout_ms": SESSION_MS, "trust_fsync": False},
@@ -56,7 +56,7 @@ def test_a_new_zookeeper_learns_from_the_storages(story: Story):
     cluster = story.cluster
     for _ in range(3):
         with story.load() as load:
-            load.goes_on(100)
+            load.await_commits(100)
             last_client_id = load.client_id
     for member in reversed(cluster.members):
         cluster.kill(member.name, signal.SIGTERM)
@@ -70,8 +70,8 @@ def test_a_new_zookeeper_learns_from_the_storages(story: Story):
         named += ["--storage", f"127.0.0.1:{member.port}:{member.admin_port}"]
     directory = str(cluster.directory / "storage-2")
     rebuild = ("rebuild-metadata", *named, "--from-directory", directory)
-    # Broken off by its time limit, the command says what it waits for, and goes on later. The clock
-    # that it has made the nodes by was set back.
+    # Broken off by its time limit, the command says what it waits for, and continues later. The
+    # clock that it has made the nodes by was set back.
     words = ("cluster", *rebuild, "--connect", cluster.connect, "--timeout-s", "3")
     line = [sys.executable, "-c", CLOCK_OF_2020, *words]
     waited = subprocess.run(line, check=False, capture_output=True, text=True).stderr
@@ -80,11 +80,11 @@ def test_a_new_zookeeper_learns_from_the_storages(story: Story):
     command = begin(cluster, *rebuild)
     for name in (*STORAGES, "server-1", "server-2"):
         cluster.start(name)
-    told = end(command)
-    assert told.code == 0, told
-    assert len(told.told["partitions"]) == cluster.partition_count
+    result = end(command)
+    assert result.code == 0, result
+    assert len(result.result["partitions"]) == cluster.partition_count
     with story.load() as load:
-        load.goes_on()
+        load.await_commits()
         assert load.client_id > last_client_id
     check_level(story)
     story.check_agrees()
@@ -92,7 +92,7 @@ def test_a_new_zookeeper_learns_from_the_storages(story: Story):
     assert "there is nothing to rebuild" in refuses(cluster, *rebuild)
 
 
-def test_what_a_disk_has_lied_about_is_not_decided_without_the_others(story: Story, tmp_path: Path):
+def test_a_storage_with_a_lying_disk_does_not_decide_alone(story: Story, tmp_path: Path):
     """A disk goes back to what it had when it stopped to sync, within a session.
 
     With one other replica away, its word would be half of the decision, and acknowledged rows lost.
@@ -100,15 +100,15 @@ def test_what_a_disk_has_lied_about_is_not_decided_without_the_others(story: Sto
     cluster = story.cluster
     lying, absent = cluster.member("storage-3"), cluster.member("storage-1")
     with story.load() as load:
-        load.goes_on()
+        load.await_commits()
     wait_until("all replicas are engaged", lambda: all_engaged(cluster))
     with standing_still(cluster, lying.name):
         shutil.copytree(cluster.directory / lying.name, tmp_path / "synced")
     with story.load() as load:
-        load.goes_on()
+        load.await_commits()
     for name in ("server-1", "server-2", lying.name):
         cluster.kill(name)
-    cluster.kill(absent.name, signal.SIGTERM)  # Killed, it could not vouch for its own log either.
+    cluster.kill(absent.name, signal.SIGTERM)  # Killed, it could not trust its own log either.
     shutil.rmtree(cluster.directory / lying.name)
     shutil.copytree(tmp_path / "synced", cluster.directory / lying.name)
     said = unknown_replicas(story, lying)
@@ -121,14 +121,14 @@ def test_what_a_disk_has_lied_about_is_not_decided_without_the_others(story: Sto
     assert not_passed(story)
     cluster.start(absent.name)
     with story.load() as load:
-        load.goes_on()
+        load.await_commits()
     check_level(story)
     story.check_agrees()
     story.check_whole()
 
 
 def unknown_replicas(story: Story, member: Member) -> set[str]:
-    """Return the servers' lines that tell of a storage whose word is not taken."""
+    """Return the servers' lines about a storage that is not trusted."""
     of_member = f"127.0.0.1:{member.port}"
     lines: set[str] = set()
     for server in ("server-1", "server-2"):
@@ -142,7 +142,7 @@ def unknown_replicas(story: Story, member: Member) -> set[str]:
 def test_replicas_that_are_all_suspect_are_accepted_by_command(story: Story):
     cluster = story.cluster
     with story.load() as load:
-        load.goes_on()
+        load.await_commits()
     for name in STORAGES:
         cluster.member(name).process().send_signal(signal.SIGKILL)
     for name in STORAGES:
@@ -159,19 +159,19 @@ def test_replicas_that_are_all_suspect_are_accepted_by_command(story: Story):
     assert killed.returncode == -signal.SIGKILL
     assert not_passed(story), "a command that did not finish has opened the partition"
     for partition in range(cluster.partition_count):
-        told = does(cluster, "accept-replicas", str(partition), "--yes")
-        assert told["chosen"] in told["replicas"]
+        result = does(cluster, "accept-replicas", str(partition), "--yes")
+        assert result["chosen"] in result["replicas"]
     with story.load() as load:
-        load.goes_on()
+        load.await_commits()
     story.check_whole()
     story.check_agrees()
 
 
 def not_passed(story: Story) -> bool:
-    """Tell whether `verify` finds no partition open."""
+    """Return whether `verify` finds no partition open."""
     ran = end(begin(story.cluster, "verify"))
     closed = ("has no open session with a quorum of replicas", "does not serve it")
-    sentences = [each for each in ran.told["findings"] if any(one in each for one in closed)]
+    sentences = [each for each in ran.result["findings"] if any(one in each for one in closed)]
     return len(sentences) == story.cluster.partition_count
 
 
@@ -194,7 +194,7 @@ def test_the_last_disk_is_accepted_and_a_new_one_takes_an_old_ones_place(story: 
         does(cluster, "accept-replicas", str(partition), "--yes")
     assert replicas(cluster) == {each: {last} for each in partitions}
     with story.load() as load:
-        load.goes_on()
+        load.await_commits()
         replace = ("replace-storage", lost, lost)
         waited = refuses(cluster, *replace, "--timeout-s", "2")
         assert f"a storage with an empty directory to start at {lost}" in waited
@@ -202,7 +202,7 @@ def test_the_last_disk_is_accepted_and_a_new_one_takes_an_old_ones_place(story: 
         does(cluster, *replace)
         does(cluster, "remove-storage", other)
         does(cluster, "auto-assign", "--replicas", "2")
-        load.goes_on()
+        load.await_commits()
     assert replicas(cluster) == {each: {last, lost} for each in partitions}
     check_level(story)
     story.check_agrees()

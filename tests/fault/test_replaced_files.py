@@ -54,9 +54,9 @@ def test_the_replica_is_out_until_it_is_re_seeded_as_printed(
     log = cluster.log_path("storage-2")
     before = log.read_text(encoding="utf-8").count("storage.files_replaced")
     with story.load() as load:
-        load.goes_on()
+        load.await_commits()
         change(cluster.directory / "storage-2" / "1")
-        load.goes_on()
+        load.await_commits()
         wait_until(
             "the storage has noticed",
             lambda: log.read_text(encoding="utf-8").count("storage.files_replaced") > before,
@@ -67,10 +67,10 @@ def test_the_replica_is_out_until_it_is_re_seeded_as_printed(
         why_not = health(cluster, "storage-2")["not_served_reasons"]
         assert isinstance(why_not, dict)
         assert "deleted or replaced" in why_not["1"]
-        load.goes_on()
+        load.await_commits()
         said = run_as_printed(found["command"])
         wait_until(f"nothing is wrong any more; {said}", lambda: not doctor(*elsewhere))
-        load.goes_on()
+        load.await_commits()
     assert log.read_text(encoding="utf-8").count("storage.files_replaced") == before + 1
     shutil.rmtree(cluster.directory / "storage-2" / "moved", ignore_errors=True)
     story.check_whole()
@@ -80,9 +80,9 @@ def test_the_replica_is_out_until_it_is_re_seeded_as_printed(
 def test_a_storage_ends_without_its_directory_and_an_empty_one_takes_its_place(story: Story):
     cluster, storage = story.cluster, address(story.cluster, "storage-2")
     with story.load() as load:
-        load.goes_on()
+        load.await_commits()
         delete(cluster.directory / "storage-2")
-        load.goes_on()
+        load.await_commits()
         wait_until("it has ended", lambda: cluster.member("storage-2").process() is None)
         log = cluster.log_path("storage-2").read_text(encoding="utf-8")
         assert "waltz-storage.ctl: expected the file that this process has opened" in log
@@ -96,7 +96,7 @@ def test_a_storage_ends_without_its_directory_and_an_empty_one_takes_its_place(s
         cluster.up()
         assert "cluster add-replica" in does(cluster, *words)["summary"]
         does(cluster, "add-replica", "all", storage)
-        load.goes_on()
+        load.await_commits()
     wait_until("nothing is wrong any more", lambda: not doctor(*from_elsewhere(cluster.connect)))
     check_level(story)
     story.check_whole()

@@ -47,7 +47,7 @@ def slow_lines(cluster: LocalCluster, storage: str) -> list[str]:
 def test_the_doctor_and_the_log_name_a_storage_that_stalls(story: Story):
     cluster, storage = story.cluster, address(story.cluster, "storage-2")
     with story.load() as load, stalling(cluster, "storage-2"):
-        load.goes_on()
+        load.await_commits()
         wait_until("the log names it", lambda: slow_lines(cluster, storage))
 
         def is_found() -> bool:
@@ -55,7 +55,7 @@ def test_the_doctor_and_the_log_name_a_storage_that_stalls(story: Story):
             return ("storage-slow", storage) in {(each["name"], each["about"]) for each in found}
 
         wait_until("the doctor names it", is_found)
-        load.goes_on()
+        load.await_commits()
     others = [address(cluster, each) for each in ("storage-1", "storage-3")]
     found = doctor(*from_elsewhere(cluster.connect))
     assert not any(each["about"] in others for each in found)

@@ -83,7 +83,7 @@ class Instance(Child):
 
 
 class Log:
-    """The log, and a writer who goes on."""
+    """The log, and a writer that continues."""
 
     def __init__(self, client: WaltzClient, engine: sa.Engine) -> None:
         self.client = client

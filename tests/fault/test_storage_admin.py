@@ -119,7 +119,7 @@ def test_a_doubted_replica_is_trusted_again_after_a_session(cluster: LocalCluste
     done("mark-suspect", *at)
     last = append(cluster, 10)
     wait_until("it is level", lambda: is_level(cluster, name, last))
-    assert replica(cluster, name)["session"] > before, "nobody has doubted it"
+    assert replica(cluster, name)["session"] > before, "it was not marked suspect"
 
 
 def assign(cluster: LocalCluster, held: dict[str, tuple[int, ...]]) -> None:
@@ -162,7 +162,7 @@ def test_a_partition_moves_away_and_comes_back(cluster: LocalCluster):
         (("re-seed", "--admin", "127.0.0.1:1", "--partition", "3-1"), "a range that rises"),
     ],
 )
-def test_what_cannot_be_meant_is_reported_in_a_sentence(words: tuple[str, ...], sentence: str):
+def test_invalid_requests_are_reported_in_a_sentence(words: tuple[str, ...], sentence: str):
     assert sentence in refused(*words)
 
 

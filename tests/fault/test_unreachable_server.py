@@ -32,7 +32,7 @@ class Server(Child):
             self.run([sys.executable, *program, str(config)], log)
 
     def is_ready(self) -> bool:
-        """Tell whether it is registered."""
+        """Return whether it is registered."""
         assert self.process.poll() is None, self._log.read_text()
         return "server ready" in self._log.read_text()
 
@@ -50,7 +50,7 @@ def doctor(cluster: LocalCluster) -> str:
     return run_command(*words).stdout
 
 
-def test_a_server_whose_certificate_no_process_trusts_gets_no_partitions(tmp_path: Path):
+def test_a_server_with_an_untrusted_certificate_gets_no_partitions(tmp_path: Path):
     trusted, other = (make(tmp_path, name=name) for name in ("trusted", "other"))
     file = tmp_path / "tls.toml"
     file.write_text(render_toml("tls", trusted.settings))
@@ -63,14 +63,14 @@ def test_a_server_whose_certificate_no_process_trusts_gets_no_partitions(tmp_pat
         try:
             with story.load() as load:
                 wait_until("it is registered", server.is_ready)
-                load.goes_on(2_000)
+                load.await_commits(2_000)
                 wait_until(
                     "the doctor says why",
                     lambda: "the peer's certificate is not accepted" in doctor(cluster),
                 )
                 assert f"server 127.0.0.1:{port} is assigned no partitions" in doctor(cluster)
                 assert owners(cluster) == before
-                load.goes_on()
+                load.await_commits()
         finally:
             server.kill()
         assert {each.outcome for each in story.ledger} <= {"committed", "refused"}
@@ -88,15 +88,15 @@ def test_a_running_server_that_becomes_unreachable_loses_its_partitions(
         try:
             with story.load() as load:
                 wait_until("it owns some", lambda: address in owners(story.cluster))
-                load.goes_on()
+                load.await_commits()
                 gate.shut()
                 wait_until("it owns nothing", lambda: owners(story.cluster) == others)
-                load.goes_on()
+                load.await_commits()
                 wait_until("the doctor says so", lambda: "no partitions" in doctor(story.cluster))
                 assert server.is_ready()
                 gate.open()
                 wait_until("it owns some again", lambda: address in owners(story.cluster))
-                load.goes_on()
+                load.await_commits()
         finally:
             server.kill()
     story.check_agrees()
@@ -113,17 +113,17 @@ def test_a_server_that_is_cut_off_from_the_others_gets_nothing_when_all_storages
         try:
             wait_until("it is registered", server.is_ready)
             with story.load() as load:
-                load.goes_on(2_000)
+                load.await_commits(2_000)
                 for _ in range(3):
                     storages = [each.name for each in cluster.members if each.kind == "storage"]
                     for each in storages:
                         cluster.kill(each)
                     for each in storages:
                         cluster.start(each)
-                    load.goes_on()
+                    load.await_commits()
                     # While no server had an open partition, it may have been given some.
                     wait_until("the others own all", lambda: owners(cluster) == others)
-                    load.goes_on()
+                    load.await_commits()
         finally:
             server.kill()
         story.check_agrees()

@@ -1,4 +1,4 @@
-"""ZooKeeper in trouble: one node of three goes, all go, a session ends, we are not who we say.
+"""ZooKeeper in trouble: one node of three goes, all go, a session ends, credentials are wrong.
 
 WALTZ_OUTAGE_S says how long all of ZooKeeper is away; 60 is what production should bear.
 """
@@ -31,7 +31,7 @@ from waltz_core.local import LocalCluster, Member, running
 OUTAGE_S = float(os.environ.get("WALTZ_OUTAGE_S", "10"))
 # Longer than a busy machine keeps a process waiting: what takes as long has waited for a session.
 SESSION_MS = 3_000
-# Whoever waited for ZooKeeper would wait at least until a session is over.
+# A process that waited for ZooKeeper would wait at least until a session is over.
 GAP_S = SESSION_MS / 1000
 SETTINGS: dict[str, dict[str, object]] = {
     kind: {"zookeeper_session_timeout_ms": SESSION_MS} for kind in ("server", "storage")
@@ -47,12 +47,12 @@ def module_story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
 
 
 def figures(text: str) -> None:
-    """Tell what was measured, whether or not pytest keeps standard output."""
+    """Print what was measured, whether or not pytest keeps standard output."""
     sys.__stderr__.write(f"\n{text}\n") if sys.__stderr__ else None
 
 
 def servers_view(cluster: LocalCluster) -> ServersView:
-    """Read from ZooKeeper who is registered, and who owns what."""
+    """Read from ZooKeeper the registered processes, and the owners."""
 
     async def read() -> ServersView:
         async with connected(cluster.connect) as coordinator:
@@ -99,7 +99,7 @@ def healths(cluster: LocalCluster) -> dict[str, tuple[int, dict[str, object]]]:
 
 
 def away(cluster: LocalCluster) -> list[str]:
-    """Return the daemons whose health says that ZooKeeper is away, and nothing else is ill."""
+    """Return the daemons whose health says that ZooKeeper is away, and no other check fails."""
     return [
         name
         for name, (status, health) in healths(cluster).items()
@@ -109,8 +109,8 @@ def away(cluster: LocalCluster) -> list[str]:
 
 def gap_s(load: Load, began: float, ended: float) -> float:
     """Return the longest time without any acknowledgement, over all partitions, in a stretch."""
-    told = sorted(each.reported_s for each in load.ledger if began <= each.reported_s <= ended)
-    return max(b - a for a, b in pairwise([began, *told, ended]))
+    reported = sorted(each.reported_s for each in load.ledger if began <= each.reported_s <= ended)
+    return max(b - a for a, b in pairwise([began, *reported, ended]))
 
 
 def test_the_connect_string_names_all_nodes(story: Story):
@@ -122,7 +122,7 @@ def test_the_connect_string_names_all_nodes(story: Story):
         config = (cluster.directory / "conf" / f"{member.name}.cfg").read_text()
         assert config.count("\nserver.") == 3
     wait_until(
-        "a leader and two who follow",
+        "a leader and two followers",
         lambda: sorted(map(role, cluster.zookeepers)) == ["follower", "follower", "leader"],
     )
     # Any root will do, however deep, and a host that is not there is passed over.
@@ -138,11 +138,11 @@ def test_the_loss_of_one_node_is_not_noticed(story: Story, kind: str):
     cluster = story.cluster
     before = await_spread(cluster)
     with story.load() as load:
-        load.goes_on()
+        load.await_commits()
         refused, began = len(load.refusals), time.monotonic()
         lost = next(member.name for member in cluster.zookeepers if role(member) == kind)
         cluster.kill(lost)
-        load.goes_on(2_000)
+        load.await_commits(2_000)
         wait_until("two sessions long", lambda: time.monotonic() > began + 2 * SESSION_MS / 1000)
         assert away(cluster) == []
         assert owners(cluster) == before
@@ -158,19 +158,19 @@ def test_the_loss_of_all_costs_no_append_and_moves_nothing(story: Story):
     cluster = story.cluster
     before, moved = await_spread(cluster), moves(cluster)
     with story.load() as load, WaltzClient(cluster.connect) as reader:
-        load.goes_on()
+        load.await_commits()
         refused, began = len(load.refusals), time.monotonic()
         for member in cluster.zookeepers:
             cluster.kill(member.name)
         assert away(cluster) == [], "a short absence is no illness"
-        load.goes_on(1_000)
+        load.await_commits(1_000)
         daemons = {member.name for member in cluster.members if member.http_port}
-        wait_until("health tells it", lambda: set(away(cluster)) == daemons)
+        wait_until("health shows it", lambda: set(away(cluster)) == daemons)
         for member in cluster.members:
             if member.http_port:
                 assert page(member, "/ping") == (200, "pong\n")
         while time.monotonic() < began + OUTAGE_S:
-            load.goes_on(500)
+            load.await_commits(500)
             # A mark that is proven by a quorum's answers, and not by anything in ZooKeeper.
             marks = reader.high_water_marks()
             assert min(marks.values()) >= 0
@@ -182,10 +182,10 @@ def test_the_loss_of_all_costs_no_append_and_moves_nothing(story: Story):
         wait_until("as before", lambda: owners(cluster) == before)
         took = time.monotonic() - back
         assert len(servers_view(cluster).servers) == 3
-        load.goes_on(2_000)
+        load.await_commits(2_000)
         ended = time.monotonic()
         assert load.refusals[refused:] == []
-        # Nor does anything move once those sessions that nobody has taken up again are over.
+        # Nor does anything move once the sessions that no process has resumed are over.
         wait_until("two sessions long", lambda: time.monotonic() > ended + 2 * SESSION_MS / 1000)
         assert owners(cluster) == before
     gap = gap_s(load, began, ended)
@@ -196,9 +196,9 @@ def test_the_loss_of_all_costs_no_append_and_moves_nothing(story: Story):
 
 
 def test_all_sessions_end_and_nothing_moves(tmp_path: Path):
-    """ZooKeeper lives and nobody reaches it: to it all servers have died, and then they are back.
+    """ZooKeeper is alive but unreachable: to it all servers have died, and then they return.
 
-    One that was killed keeps the sessions, and an ensemble's new leader gives them their time anew.
+    One that was killed keeps the sessions, and an ensemble's new leader restarts their timeouts.
     """
     cluster = LocalCluster(tmp_path, bound=True, server_count=3, settings=SETTINGS)
     with Gate(lambda: cluster.member("zookeeper").port) as gate:
@@ -210,16 +210,16 @@ def test_all_sessions_end_and_nothing_moves(tmp_path: Path):
             before, moved = await_spread(cluster), moves(cluster)
             story = Story(cluster)
             with story.load() as load:
-                load.goes_on()
+                load.await_commits()
                 refused, began = len(load.refusals), time.monotonic()
                 gate.shut()
                 wait_until("sessions over", lambda: not servers_view(cluster).servers)
-                load.goes_on()
+                load.await_commits()
                 gate.open()
                 back = time.monotonic()
                 wait_until("as before", lambda: is_as_before(cluster, before))
                 took = time.monotonic() - back
-                load.goes_on(2_000)
+                load.await_commits(2_000)
                 ended = time.monotonic()
                 assert load.refusals[refused:] == []
             gap = gap_s(load, began, ended)
@@ -232,12 +232,12 @@ def test_all_sessions_end_and_nothing_moves(tmp_path: Path):
 
 
 def is_as_before(cluster: LocalCluster, before: dict[int, tuple[str, int]]) -> bool:
-    """Tell whether all servers are registered and own what they owned."""
+    """Return whether all servers are registered and own what they owned."""
     return owners(cluster) == before and servers_view(cluster).is_settled
 
 
 def leads(cluster: LocalCluster) -> bool:
-    """Tell whether a node of ZooKeeper leads: then it serves."""
+    """Return whether a node of ZooKeeper leads: then it serves."""
     return "leader" in [role(member) for member in cluster.zookeepers]
 
 
@@ -252,7 +252,7 @@ def test_a_server_that_dies_while_zookeeper_is_away_is_replaced_after_its_return
     cluster = story.cluster
     await_spread(cluster)
     with story.load() as load:
-        load.goes_on()
+        load.await_commits()
         for member in cluster.zookeepers:
             cluster.kill(member.name)
         cluster.kill("server-2")
@@ -264,10 +264,10 @@ def test_a_server_that_dies_while_zookeeper_is_away_is_replaced_after_its_return
             "the others own all",
             lambda: dead not in {each[0] for each in owners(cluster).values()},
         )
-        load.goes_on(2_000)
+        load.await_commits(2_000)
         cluster.start("server-2")
         await_spread(cluster)
-        load.goes_on()
+        load.await_commits()
     story.check_agrees()
 
 
@@ -275,7 +275,7 @@ def test_a_session_that_ends_with_appends_pending_loses_and_doubles_nothing(stor
     cluster = story.cluster
     before = await_spread(cluster)
     with story.load() as load:
-        load.goes_on()
+        load.await_commits()
         address = before[0][0]
         name = next(
             member.name for member in cluster.members if address.endswith(f":{member.port}")
@@ -286,17 +286,17 @@ def test_a_session_that_ends_with_appends_pending_loses_and_doubles_nothing(stor
                 "others own its partitions",
                 lambda: address not in {each[0] for each in owners(cluster).values()},
             )
-            load.goes_on()
+            load.await_commits()
         finally:
             cluster.kill(name, signal.SIGCONT)
         await_spread(cluster)
-        load.goes_on(2_000)
+        load.await_commits(2_000)
     assert owners(cluster) != before
     story.check_agrees()
     story.check_whole()
 
 
-# --- who we are
+# --- authentication
 
 
 @pytest.fixture
@@ -331,10 +331,10 @@ def test_a_cluster_of_its_own_user(tmp_path: Path, auth_file: Path, cluster_of: 
         process = member.process()
         assert process is not None
         assert "a long password" not in " ".join(process.cmdline())
-    # Nobody, and somebody else.
-    nobody = said("cluster", "show", place)
-    assert "requires authentication at /waltz/local" in nobody
-    assert "?auth=FILE" in nobody
+    # Without credentials, and with other ones.
+    unreachable = said("cluster", "show", place)
+    assert "requires authentication at /waltz/local" in unreachable
+    assert "?auth=FILE" in unreachable
     wrong = tmp_path / "wrong.auth"
     wrong.write_text("digest:waltz:another password\n")
     other = said("cluster", "show", f"{place}?auth={wrong}")
@@ -353,7 +353,7 @@ def test_a_cluster_is_protected_later(tmp_path: Path, auth_file: Path, cluster_o
     place = cluster.up()
     with WaltzClient(place) as client:
         client.append(b"open", partition=0).result(HANG_S)
-    # As docs/zookeeper.md has it: first everybody says who he is, and what he makes stays open.
+    # As in docs/zookeeper.md: first all authenticate, and the nodes they create stay open.
     auth_file.write_text("digest:waltz:a long password\nworld:anyone:cdrwa\n")
     connect = f"{place}?auth={auth_file}"
     cluster._loaded().auth_file = str(auth_file)
@@ -374,7 +374,7 @@ def test_a_cluster_is_protected_later(tmp_path: Path, auth_file: Path, cluster_o
 
 
 def mark(connect: str) -> int | None:
-    """Return the mark of partition 0, None while nobody can tell it."""
+    """Return the mark of partition 0, None while no server answers."""
     try:
         with WaltzClient(connect, ClientConfig(zookeeper_connect_timeout_ms=3_000)) as client:
             return int(client.high_water_marks()[0])

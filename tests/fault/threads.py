@@ -5,7 +5,7 @@ which stops those, too, that the process begins later.
 
 A thread that waits for a disk holds nothing that another one needs. One that is stopped anywhere
 may: the interpreter's lock, or the word that it has begun, for which the first thread waits. So
-after each stop the process has to answer; if it does not, the thread goes on and is stopped later.
+after each stop the process has to answer; if it does not, the thread continues, and stops later.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ class _Watch:
         self._has_begun.wait()
 
     def end(self) -> None:
-        """Let them go; nobody else can reap a process before."""
+        """Let them go; no other process can reap a process before."""
         self._ended.set()
         self._thread.join()
 
@@ -94,6 +94,6 @@ def stop_threads(pid: int, is_answering: Callable[[], bool]) -> None:
 
 
 def let_threads_go() -> None:
-    """End the watch over them; nobody else can reap a process before."""
+    """End the watch over them; no other process can reap a process before."""
     while _watches:
         _watches.pop().end()

@@ -4,7 +4,7 @@ import sys
 
 from waltz_core.cli.main import main
 from waltz_core.errors import Unreachable
-from waltz_core.server.process import neighbours
+from waltz_core.server.process import neighbors
 
 
 class Wall:
@@ -16,5 +16,5 @@ class Wall:
 
 
 if __name__ == "__main__":
-    neighbours.net = Wall()  # type: ignore[assignment]
+    neighbors.net = Wall()  # type: ignore[assignment]
     sys.exit(main(["server", "run", "--config", sys.argv[1]]))

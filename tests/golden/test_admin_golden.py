@@ -131,7 +131,7 @@ def test_the_table_of_version_0_is_that_of_waltz_0_13():
     assert ReSeed.code in ours
 
 
-def test_a_0_13_program_and_ours_agree_on_version_0_and_ours_among_themselves_on_1():
+def test_version_0_is_used_with_0_13_and_version_1_otherwise():
     for versions, agreed in (((0,), 0), (None, 1)):
         storage = Connection(Surface.ADMIN, is_listener=True)
         tool = Connection(Surface.ADMIN, is_listener=False, versions=versions)

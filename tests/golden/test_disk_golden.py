@@ -133,7 +133,7 @@ def test_a_directory_of_waltz_0_13_is_inherited_with_its_files_unchanged(tmp_pat
     control.close()
 
 
-def test_what_we_append_is_what_waltz_0_13_would_have_written(tmp_path):
+def test_our_appends_write_the_bytes_of_0_13(tmp_path):
     case = load("segment_file.json")[0]
     data = bytes.fromhex(case["hex"])
     header = SegmentHeader.decode(data[:128])

@@ -109,7 +109,7 @@ def test_rot_in_it_is_found_wherever_it_is(storage):
         flip(path, at)
 
 
-def test_when_ours_has_taken_it_over_nothing_is_wrong(storage):
+def test_an_adopted_directory_verifies(storage):
     engine = Engine.open(
         RealDisk(),
         storage,
@@ -120,12 +120,14 @@ def test_when_ours_has_taken_it_over_nothing_is_wrong(storage):
     assert sorted(engine.logs) == [0, 1, 2, 3]
     engine.close()
     # An original makes a partition's directory before it has a session: where there is none, it was
-    # lost. So the three without one are begun anew, and do not vouch for what was in them.
+    # lost. So the three without one are written again, and confirm nothing of what was in them.
     lost = "suspect: the log is not trusted until it is repaired"
     notes = []
     for one in (1, 2, 3):
-        anew = f"waltz-storage.ctl: partition {one}: expected session -1, as in the slot, found 0"
-        notes += [anew, f"{one}/waltz-x.ctl: {lost}"]
+        new_session = (
+            f"waltz-storage.ctl: partition {one}: expected session -1, as in the slot, found 0"
+        )
+        notes += [new_session, f"{one}/waltz-x.ctl: {lost}"]
     assert found(storage) == ([], notes)
     log = verified(storage).logs[0]
     assert (log.last, log.chains, log.unchecked_chains) == (8, 1, 0)

@@ -58,7 +58,7 @@ class MemoryStorage:
         self.is_held = False
         self._held: list[tuple[net.Link, StorageMessage]] = []
         self._listener: net.Listener | None = None
-        self.port = free_port()  # nobody else is given it while this one is stopped
+        self.port = free_port()  # no other process is given it while this one is stopped
 
     @property
     def address(self) -> str:

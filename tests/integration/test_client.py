@@ -136,12 +136,12 @@ def test_the_replica_of_the_own_group_is_the_one_that_is_read(
 
 def test_a_layout_travels_and_opens_a_client_elsewhere(client: WaltzClient):
     client.mount()
-    # As Spark takes what its tasks are told to another process.
+    # Like Spark, which takes the layout to another process.
     layout = CPickleSerializer().loads(CPickleSerializer().dumps(client.layout()))
-    with WaltzClient.at(layout, client_id=client.client_id, connection_sequence=1 << 32) as told:
-        assert told.cluster() == client.cluster()
-        first = told.append(b"told", partition=2).result()
-        assert log_of(told, 2)[1][first] == b"told"
+    with WaltzClient.at(layout, client_id=client.client_id, connection_sequence=1 << 32) as counts:
+        assert counts.cluster() == client.cluster()
+        first = counts.append(b"placed", partition=2).result()
+        assert log_of(counts, 2)[1][first] == b"placed"
 
 
 def test_a_fork_gets_a_sentence_and_may_open_its_own(client: WaltzClient, cluster: LocalCluster):
@@ -251,7 +251,7 @@ def test_two_clients_count_together_without_losing_one(cluster: LocalCluster):
         assert all(context.is_applied.wait(HANG_S) for _, context in contexts)
         assert sum(context.failures for _, context in contexts) > 0
         for _, context in contexts:
-            # An own append is applied once its own client has come to it; the other goes on.
+            # An own append is applied once its own client has come to it; the other continues.
             assert context.ledger.has_seen(len(ids))
             assert context.ledger.threads == {"waltz-callback"}
             assert context.ledger.seen == ids
@@ -261,8 +261,10 @@ def test_two_clients_count_together_without_losing_one(cluster: LocalCluster):
 # kills
 
 
-def load(client: WaltzClient, stop: threading.Event, name: bytes, told: Counter, lie: list) -> None:
-    """Append batches and single rows until told to stop; write down what was told."""
+def load(
+    client: WaltzClient, stop: threading.Event, name: bytes, counts: Counter, lie: list
+) -> None:
+    """Append batches and single rows until stopped; record the outcomes."""
     ours: list[tuple[int, int, list[bytes], object]] = []
     number = 0
     while not stop.is_set():
@@ -279,29 +281,29 @@ def load(client: WaltzClient, stop: threading.Event, name: bytes, told: Counter,
         try:
             outcome = future.result(HANG_S)
         except errors.OutcomeUnknown:
-            told["unknown"] += count
+            counts["unknown"] += count
         except errors.WaltzError:
-            told["failed"] += count
+            counts["failed"] += count
             lie.extend((partition, None, row) for row in rows)
         else:
             ids = [outcome] if count == 1 else outcome.transaction_ids.tolist()
             reasons = [0] if count == 1 else outcome.reasons.tolist()
             for row, transaction_id, reason in zip(rows, ids, reasons, strict=True):
-                told[Reason(reason).name] += 1
+                counts[Reason(reason).name] += 1
                 lie.append((partition, transaction_id if reason == 0 else None, row))
 
 
 @pytest.mark.parametrize("victim", ["storage-1", "server-1", "server-2"])
-def test_what_is_reported_under_kills_is_what_the_log_says(cluster: LocalCluster, victim: str):
+def test_outcomes_under_kills_agree_with_the_log(cluster: LocalCluster, victim: str):
     stop = threading.Event()
-    told: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     claims: list[tuple[int, int | None, bytes]] = []
     with ThreadPoolExecutor(2) as pool, WaltzClient(cluster.connect) as client:
         client.mount()
-        # One of the two was told where everything is, and asks ZooKeeper when that is wrong.
+        # One of the two was given the layout, and asks ZooKeeper when that is wrong.
         with WaltzClient.at(client.layout()) as other:
             runs = [
-                pool.submit(load, each, stop, f"{victim}-{i}".encode(), told, claims)
+                pool.submit(load, each, stop, f"{victim}-{i}".encode(), counts, claims)
                 for i, each in enumerate((client, other))
             ]
             until(lambda: client.high_water_mark(0) > 20)
@@ -313,9 +315,9 @@ def test_what_is_reported_under_kills_is_what_the_log_says(cluster: LocalCluster
             for run in runs:
                 run.result(HANG_S)
         check_claims(client, claims)
-    assert told["COMMITTED"] > 0
-    assert told["unknown"] == 0
-    assert told["failed"] == 0
+    assert counts["COMMITTED"] > 0
+    assert counts["unknown"] == 0
+    assert counts["failed"] == 0
 
 
 def check_claims(client: WaltzClient, claims: list[tuple[int, int | None, bytes]]) -> None:
@@ -328,7 +330,7 @@ def check_claims(client: WaltzClient, claims: list[tuple[int, int | None, bytes]
             if where != partition:
                 continue
             if transaction_id is None:
-                assert count[row] == 0, f"{row!r} was told failed and is in the log"
+                assert count[row] == 0, f"{row!r} was reported as failed and is in the log"
             else:
                 assert datas[transaction_id] == row
                 assert count[row] == 1, f"{row!r} stands twice"

@@ -1,4 +1,4 @@
-"""What the doctor is told by a storage that hangs, or has only begun."""
+"""What the doctor receives from a storage that hangs, or has only begun."""
 
 import asyncio
 import threading
@@ -22,19 +22,19 @@ from waltz_core.storage.service.work import Work
 from waltz_core.wire.admin_messages import Done, SetAvailable
 
 CLUSTER = StaticCluster(KEY, PARTITION_COUNT, (PartitionId(0), PartitionId(2)))
-# Of those that are well nobody takes as long, however busy the machine is.
+# Of those that are well none takes as long, however busy the machine is.
 TIMEOUT_S = 4.0
 
 
 @pytest.fixture
 def released():
-    """What hangs goes on at the end of a test at the latest: the daemon's end waits for it."""
+    """What hangs continues at the end of a test at the latest: the daemon's end waits for it."""
     event = threading.Event()
     yield event
     event.set()
 
 
-async def told(address, admin_port, partitions=CLUSTER.partitions):
+async def probed(address, admin_port, partitions=CLUSTER.partitions):
     replica = ReplicaId(address)
     assigned = ReplicaAssignments({replica: tuple(partitions)})
     store = SimpleNamespace(cluster_key=KEY, partition_count=PARTITION_COUNT)
@@ -62,10 +62,10 @@ def test_a_log_that_does_not_answer_is_found_beside_one_that_does(tmp_path, monk
             for partition in CLUSTER.partitions:
                 async with session(address, 5, partition) as owner:
                     await fill(owner, 2)
-            well = await told(address, admin_port)
+            well = await probed(address, admin_port)
             assert [each.is_stuck for each in well.replicas.values()] == [False, False]
             hanging.append(True)
-            facts = await told(address, admin_port)
+            facts = await probed(address, admin_port)
             assert [each.is_stuck for each in facts.replicas.values()] == [True, False]
             assert (facts.failure, facts.admin_failure) == ("", "")
             released.set()
@@ -84,7 +84,7 @@ def test_threads_that_do_not_come_back_are_no_wrong_port(tmp_path, monkeypatch, 
 
     async def main():
         async with serving(config_for(tmp_path, admin_port=admin_port), CLUSTER) as address:
-            facts = await told(address, admin_port)
+            facts = await probed(address, admin_port)
             assert facts.is_hanging
             assert facts.admin_failure == "no answer within 4 s"
             released.set()
@@ -116,7 +116,7 @@ def test_a_log_that_is_being_opened_has_not_failed_to_open(tmp_path, monkeypatch
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(admin.request(Done, SetAvailable, (0,), True))
                 assert await asyncio.to_thread(is_opening.wait, 60)
-                facts = await told(address, admin_port)
+                facts = await probed(address, admin_port)
                 replica = facts.replicas[0]
                 assert (replica.is_opening, replica.reason) == (True, "")
                 released.set()

@@ -48,7 +48,7 @@ class Counter:
                 group.create_task(self._pass(reader, there_writer, is_counted=False))
                 group.create_task(self._pass(there_reader, writer, is_counted=True))
         except* ConnectionError:
-            pass  # who closes with bytes unread resets the other
+            pass  # a side that closes with bytes unread resets the other
         finally:
             is_over.set()
 
@@ -121,11 +121,11 @@ def test_bytes_on_the_wire_fall_in_proportion(
             headers, [b"x" * 100] * rows, write_locks=none, read_locks=none, append_locks=none
         )
         mark = client.high_water_mark(partition)
-        told = [
+        appends = [
             client.append_batch(partition, payload, rows, client_high_water_mark=-1)
             for _ in range(batches)
         ]
-        assert all(each.result(HANG_S).transaction_ids.min() > mark for each in told)
+        assert all(each.result(HANG_S).transaction_ids.min() > mark for each in appends)
         last = client.high_water_mark(partition)
         client.mount([partition])
         layout = client.layout()

@@ -96,17 +96,17 @@ def test_damage_is_found_by_the_reader_and_reported_to_the_storage(tmp_path):
                 assert await log.read(reader) == RECORDS[: 33 * SIZE]
                 assert reader.from_nearby_count == 4  # the fifth would have had it
             assert log.from_server == [33]
-            (told,) = await log.owner.link.receive()  # the owner will have it mended
-            assert isinstance(told, DamageFound)
-            assert np.frombuffer(told.damaged, ">i8").tolist() == [33, 33]
-            with log.reader() as reader:  # what is known to be damaged is told of nobody
+            (message,) = await log.owner.link.receive()  # the owner will have it repaired
+            assert isinstance(message, DamageFound)
+            assert np.frombuffer(message.damaged, ">i8").tolist() == [33, 33]
+            with log.reader() as reader:  # known damage is not reported
                 assert await log.read(reader, 30) == RECORDS[30 * SIZE : 33 * SIZE]
                 assert reader.from_nearby_count == 1
 
     on_loop(main())
 
 
-def test_a_session_that_is_over_or_is_none_yet_is_reported_nothing(tmp_path):
+def test_a_session_that_is_not_open_gets_no_reports(tmp_path):
     async def main():
         async with log_in(tmp_path) as log:
             for session_id in (4, 6):
@@ -150,19 +150,19 @@ def test_a_storage_that_goes_away_in_the_middle_is_left(tmp_path):
 
 def test_a_reader_that_is_closed_while_it_asks_continues_to_the_server(tmp_path):
     async def refused(reader):
-        with pytest.raises(errors.Unavailable) as told:
+        with pytest.raises(errors.Unavailable) as message:
             await reader.fetch(RangeQuery(0, COUNT - 1))
-        return str(told.value)
+        return str(message.value)
 
     async def main():
         async with log_in(tmp_path) as log:
             with log.reader() as reader:
                 await reader.fetch(RangeQuery(30, COUNT - 1, RangeForm.WHOLE, (), SIZE))
                 async with asyncio.TaskGroup() as tasks:
-                    told = tasks.create_task(refused(reader))
+                    message = tasks.create_task(refused(reader))
                     await asyncio.sleep(0)  # the storage is being asked where they lie
                     reader.close()
-                assert await told == "the server's turn"
+                assert await message == "the server's turn"
             assert log.from_server == [0]
 
     on_loop(main())

@@ -1,4 +1,4 @@
-"""The model of the original's client at our server: nothing lost, doubled or told wrong."""
+"""The model of a 0.13 client at our server: nothing lost, duplicated or reported wrong."""
 
 import asyncio
 import contextlib
@@ -30,7 +30,7 @@ class Counters:
         assert number == len(self.applied)
         self.applied.append((number, data))
         name, value = data.decode().split("=")
-        assert int(value) == self.values.get(name, 0) + 1, "somebody has not seen another's write"
+        assert int(value) == self.values.get(name, 0) + 1, "one client has not seen another's write"
         self.values[name] = int(value)
 
     def count_up(self, name: str) -> dict[str, object]:
@@ -66,21 +66,21 @@ async def count_until(is_over: asyncio.Event, client: OriginalClient, state: Cou
         await client.submit(0, lambda: state.count_up("a"))
 
 
-def has_heard(client: OriginalClient) -> bool:
-    """Whether a client was told that the partition has gone; who waits for data hears it later."""
+def has_lost_partition(client: OriginalClient) -> bool:
+    """Whether a client was notified that the partition moved; a waiting read learns of it later."""
     return client.counts["not ready"] > 1 or bool(client.rpc.partitions[0].wanted)
 
 
-def check_told(world: World, clients: list[OriginalClient]) -> None:
-    """What was told as failed is not in the log, what was told as committed is there once."""
+def check_outcomes(world: World, clients: list[OriginalClient]) -> None:
+    """What was reported as failed is not in the log; what was committed is there once."""
     log = [Req(*struct.unpack_from(">iiii", each, 8)) for each in world.storages[1].logs[0].records]
     assert len(set(log)) == len(log)
     for client in clients:
-        for each, is_committed in client.told.items():
+        for each, is_committed in client.outcomes.items():
             assert (each in log) == is_committed, each
 
 
-def test_appends_that_a_broken_session_takes_along_are_settled_on_the_same_connection() -> None:
+def test_appends_of_a_broken_session_are_settled_on_the_same_connection() -> None:
     async def main() -> None:
         async with cluster() as (world, server), model_of(9, server) as (client, state):
             await client.submit(0, lambda: state.count_up("a"))
@@ -107,14 +107,14 @@ def test_appends_that_a_broken_session_takes_along_are_settled_on_the_same_conne
             await until(lambda: state.values == {"a": 2, "b": 1, "c": 1, "d": 1, "e": 1})
             assert client.counts["not ready"] >= 1
             assert client.stream.reconnects == 0
-            assert False in client.told.values()
+            assert False in client.outcomes.values()
             await until(lambda: world.storages[1].logs[0].last == 5)
-            check_told(world, [client])
+            check_outcomes(world, [client])
 
     run(main())
 
 
-def test_a_client_that_counts_its_connections_again_climbs_until_it_is_let_in() -> None:
+def test_a_client_with_a_reset_connection_count_retries_with_higher_numbers() -> None:
     async def main() -> None:
         async with cluster() as (_, server):
             earlier = await original.Wire.open(server.address)
@@ -132,7 +132,7 @@ def test_a_client_that_counts_its_connections_again_climbs_until_it_is_let_in() 
     run(main())
 
 
-def test_a_reader_continues_when_its_server_has_given_the_partition_up_and_has_it_again(
+def test_a_reader_continues_when_its_server_owns_the_partition_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(hosting, "REOPEN_PAUSE_S", 0.1)
@@ -162,7 +162,7 @@ def test_a_reader_continues_when_its_server_has_given_the_partition_up_and_has_i
             await client.submit(0, lambda: state.count_up("a"))
             assert client.stream.reconnects == 0
             assert await mark >= 0
-            check_told(world, [client])
+            check_outcomes(world, [client])
 
     run(main())
 
@@ -196,7 +196,7 @@ def test_counters_of_programs_of_0_13_of_all_versions_beside_dying_storages() ->
             for client, state in models:
                 await until(lambda state=state: state.values == {"a": 50, "b": 50})
                 assert client.stream.reconnects == 0
-            check_told(world, [client for client, _ in models])
+            check_outcomes(world, [client for client, _ in models])
 
     run(main())
 
@@ -217,7 +217,7 @@ def test_a_partition_moves_away_and_back_and_clients_notice_it_late() -> None:
                     await second.prefer((PartitionId(0),), ())
                     await until(lambda: 0 in second.hosts and 0 not in first.hosts)
                     await until(lambda: second.hosts[PartitionId(0)].is_open)
-                    await until(lambda: all(has_heard(client) for client, _ in models))
+                    await until(lambda: all(has_lost_partition(client) for client, _ in models))
                     for client, _ in models:
                         client.set_endpoints(endpoints_of(first, second))
                     await applied_more(models)
@@ -227,15 +227,15 @@ def test_a_partition_moves_away_and_back_and_clients_notice_it_late() -> None:
                     client.set_endpoints(endpoints_of(first))
                 await applied_more(models)
                 is_over.set()
-            total = sum(sum(client.told.values()) for client, _ in models)
+            total = sum(sum(client.outcomes.values()) for client, _ in models)
             for _, state in models:
                 await until(lambda state=state: state.values == {"a": total})
-            check_told(world, [client for client, _ in models])
+            check_outcomes(world, [client for client, _ in models])
 
     run(main())
 
 
-def test_whose_mark_is_above_the_log_is_notified_also_where_its_mount_had_ended() -> None:
+def test_a_mark_above_the_log_is_reported_even_after_its_mount_ended() -> None:
     async def main() -> None:
         async with cluster() as (_, server):
             generation = int(server.hosts[PartitionId(0)].partition.generation)

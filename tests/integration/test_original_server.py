@@ -1,5 +1,5 @@
 """Our client and our commands in a cluster that the original has made: its ZooKeeper nodes, byte by
-byte, its server as `original_server_for_clients.py` tells it, and nothing of ours.
+byte, its server as in `original_server_for_clients.py`, and nothing of ours.
 """
 
 import json
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.client_contract import Ledger, Told, World, appended, is_whole, log_of
+from tests.client_contract import Ledger, RecordingContext, World, appended, is_whole, log_of
 from tests.client_contract import two_clients_with_one_lock_lose_nothing as two_clients
 from tests.original_server_for_clients import OriginalCluster
 from tests.original_zookeeper import ROOT, Nodes
@@ -69,7 +69,7 @@ def test_a_partition_that_moves_takes_its_client_along(connect: str, nodes: Node
         nodes.assign()
         assert future.result(HANG_S) == 1
         assert appended(client, 0, b"there") == 2
-        context = Told(0)
+        context = RecordingContext(0)
         assert client.submit(context).result(HANG_S) == 3
         assert [struct.unpack_from(">i", each[0], 4)[0] for each in cluster.logs[0].records] == [
             1,

@@ -1,4 +1,4 @@
-"""Originals at our server: what a captured or modelled client of Waltz 0.13 sends, and is told."""
+"""0.13 at our server: what a captured or modeled client of Waltz 0.13 sends, and receives."""
 
 import asyncio
 import contextlib
@@ -88,7 +88,7 @@ def send_append(wire: Wire, at: Req, data: bytes, mark: int = -1, **rest: object
 
 
 @contextlib.asynccontextmanager
-async def dialling(server: Server) -> AsyncIterator[Callable[..., Awaitable[Wire]]]:
+async def dialing(server: Server) -> AsyncIterator[Callable[..., Awaitable[Wire]]]:
     """Give what makes connections, of these versions; they end with the story."""
     made: list[Wire] = []
 
@@ -107,26 +107,26 @@ async def dialling(server: Server) -> AsyncIterator[Callable[..., Awaitable[Wire
 def watching(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
     """Give what is logged at info or above, as it comes."""
     caplog.set_level(logging.INFO)
-    told: list[str] = []
-    yield told
-    told += caplog.messages
+    logged: list[str] = []
+    yield logged
+    logged += caplog.messages
 
 
 def test_captured_frames_are_answered_by_captured_frames() -> None:
     async def main() -> None:
-        async with cluster(4, feed_grant_count_min=100) as (_, server), dialling(server) as dial:
+        async with cluster(4, feed_grant_count_min=100) as (_, server), dialing(server) as dial:
             wire = await dial()
             assert wire.version == 4
 
-            async def told(question: str, expected: str) -> None:
+            async def logged(question: str, expected: str) -> None:
                 wire.send_bytes(captured(question))
                 assert await frame(wire) == captured(expected), expected
 
-            await told("MOUNT_REQUEST", "MOUNT_RESPONSE")
+            await logged("MOUNT_REQUEST", "MOUNT_RESPONSE")
             wire.send_bytes(captured("FEED_REQUEST"))
-            await told("APPEND_REQUEST", "FEED_DATA")
-            await told("FLUSH_REQUEST", "FLUSH_RESPONSE")
-            await told("TRANSACTION_DATA_REQUEST", "TRANSACTION_DATA_RESPONSE")
+            await logged("APPEND_REQUEST", "FEED_DATA")
+            await logged("FLUSH_REQUEST", "FLUSH_RESPONSE")
+            await logged("TRANSACTION_DATA_REQUEST", "TRANSACTION_DATA_RESPONSE")
             # As it was when they were captured: the second of two that write one lock.
             for sequence in (3, 4):
                 send_append(wire, Req(1, 1, 0, sequence), b"x", mark=0, write=[5])
@@ -135,14 +135,14 @@ def test_captured_frames_are_answered_by_captured_frames() -> None:
             for sequence in range(11, 18):
                 send_append(wire, Req(1, 1, 0, sequence), b"y")
                 await fed(wire)
-            await told("HIGH_WATER_MARK_REQUEST", "HIGH_WATER_MARK_RESPONSE")
+            await logged("HIGH_WATER_MARK_REQUEST", "HIGH_WATER_MARK_RESPONSE")
             for name in (
                 "SERVER_PARTITIONS_ASSIGNMENT",
                 "SERVER_PARTITIONS_HEALTH_STAT",
                 "ADD_PREFERRED_PARTITION",
                 "REMOVE_PREFERRED_PARTITION",
             ):
-                await told(f"{name}_REQUEST", f"{name}_RESPONSE")
+                await logged(f"{name}_REQUEST", f"{name}_RESPONSE")
             wire.send_bytes(captured("CHECK_STORAGE_CONNECTIVITY_REQUEST"))
             _, body = await answer(wire, original.CHECK_RESPONSE)
             assert struct.unpack_from(">i", body) == (3,)
@@ -171,7 +171,7 @@ def test_each_version_mounts_appends_and_reads(
     version: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
-        async with cluster() as (_, server), dialling(server) as dial:
+        async with cluster() as (_, server), dialing(server) as dial:
             wire = await dial(tuple(range(version + 1)))
             assert wire.version == version
             assert await state_of(wire, req(1)) == original.READY
@@ -202,15 +202,17 @@ def test_each_version_mounts_appends_and_reads(
                 lambda: server._clients.old_client_count == 1
             )  # the superseded one has gone
 
-    with watching(caplog) as told:
+    with watching(caplog) as logged:
         run(main())
-    assert sum("client.old_version" in each and f"version={version}" in each for each in told) == 3
+    assert (
+        sum("client.old_version" in each and f"version={version}" in each for each in logged) == 3
+    )
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_mount_is_fed_what_it_lacks_and_then_answered(version: int) -> None:
     async def main() -> None:
-        async with cluster() as (_, server), dialling(server) as dial:
+        async with cluster() as (_, server), dialing(server) as dial:
             writer = await connect(server)
             await writer.mount()
             await writer.append(10)
@@ -235,9 +237,9 @@ def test_a_mount_is_fed_what_it_lacks_and_then_answered(version: int) -> None:
     run(main())
 
 
-def test_what_waltz_0_13_ends_a_connection_for_so_do_we() -> None:
+def test_our_server_closes_connections_where_0_13_does() -> None:
     async def main() -> None:
-        async with cluster() as (_, server), dialling(server) as dial:
+        async with cluster() as (_, server), dialing(server) as dial:
 
             async def mounted(client: int) -> Wire:
                 wire = await dial()
@@ -280,7 +282,7 @@ def test_what_waltz_0_13_ends_a_connection_for_so_do_we() -> None:
 
 def test_a_later_connection_of_a_client_ends_the_earlier_one() -> None:
     async def main() -> None:
-        async with cluster() as (_, server), dialling(server) as dial:
+        async with cluster() as (_, server), dialing(server) as dial:
             early, late = [await dial() for _ in range(2)]
             assert await state_of(early, req(1), sequence=3) == original.READY
             early.send(original.FEED_REQUEST, req(1), LONG.pack(-1))
@@ -298,13 +300,13 @@ def test_a_later_connection_of_a_client_ends_the_earlier_one() -> None:
     run(main())
 
 
-def test_what_is_asked_without_a_mount_is_answered_or_left_open(
+def test_requests_without_a_mount_are_answered_or_left_open(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(old_client, "MARK_WAIT_S", 0.2)
 
     async def main() -> None:
-        async with cluster() as (_, server), dialling(server) as dial:
+        async with cluster() as (_, server), dialing(server) as dial:
             writer = await connect(server)
             await writer.mount()
             await writer.append(3, size=2)
@@ -321,7 +323,7 @@ def test_what_is_asked_without_a_mount_is_answered_or_left_open(
                 found, body = await answer(rpc, original.DATA_RESPONSE)
                 assert found == req(3, partition=partition)
                 assert original.data_of(body) == (number, None, error)
-            # No answer to a flush, nor to a mark; but who waits for that may ask elsewhere.
+            # No answer to a flush, nor to a mark; but the client may ask for that elsewhere.
             rpc.send(original.FLUSH_REQUEST, req(4, partition=7))
             rpc.send(original.MARK_REQUEST, req(5, partition=7))
             rpc.send(original.DATA_REQUEST, req(6), LONG.pack(2))
@@ -334,7 +336,7 @@ def test_what_is_asked_without_a_mount_is_answered_or_left_open(
 
 def test_a_0_13_program_that_does_not_read_costs_bounded_memory() -> None:
     async def main() -> None:
-        async with cluster() as (_, server), dialling(server) as dial:
+        async with cluster() as (_, server), dialing(server) as dial:
             writer = await connect(server, BOB)
             await writer.mount()
             deaf = await dial()

@@ -216,7 +216,7 @@ def test_append_read_and_flush() -> None:
     run(main())
 
 
-def test_what_the_server_does_not_remember_comes_from_a_storage() -> None:
+def test_evicted_data_is_read_from_a_storage() -> None:
     async def main() -> None:
         async with cluster(transaction_cache_bytes=1 << 20) as (world, server):
             client = await connect(server)
@@ -315,11 +315,11 @@ def test_a_server_reports_how_long_its_storages_take_and_which_append_was_slow(
             await client.mount()
             names = {each.address for each in world.storages}
 
-            def is_told() -> bool:
+            def is_logged() -> bool:
                 lines = [each for each in caplog.messages if each.startswith("append.slow ")]
                 return all(any(f"replica={name} " in line for line in lines) for name in names)
 
-            while not is_told():
+            while not is_logged():
                 await client.append(1)
             times = messages.AppendTimesResponse(client.req_id(), (), (), ())
             while set(times.storages) != names:
@@ -421,7 +421,7 @@ def test_a_storage_that_is_replaced_is_taken_in_without_a_new_session(
             replaced, partition = world.storages[1], server.hosts[PartitionId(0)].partition
             session = partition.session_id
             await replaced.stop()
-            # That it is closed in between may be over before anybody looks.
+            # That it is closed in between may be over before it can be observed.
             await until(lambda: partition.session_id > session and partition.is_open)
             session = partition.session_id
             replaced.logs.clear()
@@ -504,7 +504,7 @@ def test_a_partition_that_moves_reports_its_clients_and_leaves_nothing_behind() 
                 answer = await client.ask(messages.HighWaterMarkRequest(req_id))
                 assert isinstance(answer, messages.ErrorResponse)
                 assert answer.error_code == errors.NotOwned.code
-                # Its neighbour is connected, too, and hears nothing.
+                # Its neighbor is connected, too, and receives nothing.
                 asked = [each.hosts.values() for each in first._clients._clients.values()]
                 assert list(chain(*asked)) == [hosts[PartitionId(1 - moved)]]
                 assert second.hosts[moved].partition.generation > hosts[moved].partition.generation
@@ -514,7 +514,7 @@ def test_a_partition_that_moves_reports_its_clients_and_leaves_nothing_behind() 
     run(main())
 
 
-def test_a_client_that_never_reads_costs_bounded_memory_and_slows_no_process() -> None:
+def test_a_client_that_never_reads_costs_bounded_memory_and_slows_no_other() -> None:
     async def main() -> None:
         async with cluster() as (_, server):
             writer, deaf = await connect(server), await connect(server, BOB)

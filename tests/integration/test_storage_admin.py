@@ -130,7 +130,7 @@ async def fill(owner, batches=3):
 
 
 async def until_served(address, session_id, partition_id=0):
-    """Return what a session is told, as soon as the partition is served (again)."""
+    """Return what a session receives, as soon as the partition is served (again)."""
     while True:
         async with session(address, session_id, partition_id) as owner:
             make = owner.owner.make
@@ -182,7 +182,7 @@ def test_a_tool_of_waltz_0_13_is_answered_byte_for_byte(tmp_path):
     on_loop(main())
 
 
-def test_what_a_tool_of_waltz_0_13_reads(tmp_path):
+def test_a_tool_of_0_13_reads_its_fields(tmp_path):
     async def main():
         async with storage(tmp_path) as (address, port), session(address, 5) as owner:
             await fill(owner)
@@ -198,7 +198,7 @@ def test_what_a_tool_of_waltz_0_13_reads(tmp_path):
                 assert ids == [0, 2]
                 assert gauges["waltz-storage.partition-0.session-id"]["value"] == 5
                 assert gauges["waltz-storage.partition-0.flags"]["value"] == 5
-            # Whoever owns the partition has not noticed any of it.
+            # The owner of the partition has not noticed any of it.
             assert isinstance(await owner.ask(owner.owner.append(1)), Appended)
 
     on_loop(main())
@@ -214,8 +214,8 @@ def test_the_port_takes_no_other_surface_and_the_others_take_no_administration(t
                 async with admin_connection(address) as admin:
                     await admin.request(StorageResponse, StorageRequest)
             async with admin_of(port) as admin:
-                told = await admin.request(StorageResponse, StorageRequest)
-                assert (told.address, told.held) == (address, (0, 2))
+                response = await admin.request(StorageResponse, StorageRequest)
+                assert (response.address, response.held) == (address, (0, 2))
 
     on_loop(main())
 
@@ -291,7 +291,7 @@ def test_a_log_is_thrown_away_on_purpose_only_and_that_survives_a_kill(tmp_path)
         on_loop(look(process.address))
 
 
-def test_what_is_settled_is_copied_to_a_replica_that_is_offline(tmp_path):
+def test_settled_records_are_copied_to_an_offline_replica(tmp_path):
     async def main():
         async with two_storages(tmp_path) as (address, source, other_address, target):
             async with session(address, 5) as owner:
@@ -307,7 +307,7 @@ def test_what_is_settled_is_copied_to_a_replica_that_is_offline(tmp_path):
                 assert chains[0] != chains[1]
             await target.request(Done, SetAvailable, (0,), True)
             prepared = await until_served(other_address, 7)
-            # It has the records, and can vouch for nothing that it could not vouch for before.
+            # It has the records, and can confirm no more than before.
             assert (prepared.synced_max, prepared.last_session) == (29, -1)
 
     on_loop(main())
@@ -361,7 +361,7 @@ def test_records_are_read_again_when_a_process_asks_for_it(tmp_path):
 # with ZooKeeper
 
 
-def test_a_partition_goes_only_after_zookeeper_and_the_last_session_have_let_go_of_it(
+def test_a_partition_is_removed_only_when_zookeeper_and_the_session_released_it(
     tmp_path, zookeeper
 ):
     connect = f"{zookeeper}/storage-admin"

@@ -151,7 +151,7 @@ async def session(address, session_id, partition_id=0):
         await link.wait_closed()
 
 
-def test_what_was_answered_is_there_after_a_kill(tmp_path):
+def test_acknowledged_data_survives_a_kill(tmp_path):
     async def fill(address):
         async with session(address, 5) as owner:
             first = await owner.prepare()
@@ -195,17 +195,17 @@ def test_what_was_answered_is_there_after_a_kill(tmp_path):
 
 
 def test_an_older_server_gets_fewer_fields(tmp_path, monkeypatch):
-    async def told(address, session_id):
+    async def prepared_by(address, session_id):
         async with session(address, session_id) as owner:
             found = await owner.prepare()
             await owner.engage()
             return owner.link.version, found.last_session, found.engaged_session
 
     with running(tmp_path) as storage:
-        assert on_loop(told(storage.address, 5)) == (2, -1, -1)
-        assert on_loop(told(storage.address, 6)) == (2, 5, 5)
+        assert on_loop(prepared_by(storage.address, 5)) == (2, -1, -1)
+        assert on_loop(prepared_by(storage.address, 6)) == (2, 5, 5)
         monkeypatch.setattr(Surface.STORAGE, "versions_offered", (0, 1))
-        assert on_loop(told(storage.address, 7)) == (1, 6, -1)
+        assert on_loop(prepared_by(storage.address, 7)) == (1, 6, -1)
 
 
 def test_another_cluster_another_process_and_a_broken_file_are_refused(tmp_path):
@@ -377,7 +377,7 @@ def test_a_bug_in_the_work_ends_the_daemon(tmp_path, monkeypatch):
 
 @contextlib.asynccontextmanager
 async def at_an_append(storage, begun):
-    """Give an owner whose append has begun, as `begun` tells, and what stops the daemon."""
+    """Yield an owner whose append has begun, as `begun` shows, and what stops the daemon."""
     stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(storage.serve(stop, ready.set_result))
@@ -390,7 +390,7 @@ async def at_an_append(storage, begun):
 
 
 def test_work_that_does_not_end_in_time_keeps_its_files_until_it_has(tmp_path, monkeypatch):
-    """One thread: whatever else wanted it at the end would wait for ever."""
+    """One thread: other work that needed it at the end would wait without limit."""
     monkeypatch.setattr(storage_daemon, "CLOSE_S_MAX", 0.05)
     run, begun, may_go_on, ended = Work.run, *(threading.Event() for _ in range(3))
 
@@ -429,7 +429,7 @@ def test_work_that_does_not_end_in_time_keeps_its_files_until_it_has(tmp_path, m
 
 @contextlib.contextmanager
 def noticed(monkeypatch, name):
-    """Give an event that is set when the engine is given up by this method."""
+    """Return an event that is set when this method abandons the engine."""
     called, call = threading.Event(), getattr(Engine, name)
 
     def notice(self):
@@ -480,7 +480,7 @@ def test_work_of_others_is_waited_for_after_a_failure(tmp_path, monkeypatch):
             assert begun.wait(HANG_S)
             raise AssertionError("a bug")
         begun.set()
-        early.append(given_up.wait(0.3))
+        early.append(abandoned.wait(0.3))
         raise AssertionError("another bug")
 
     async def main():
@@ -499,7 +499,7 @@ def test_work_of_others_is_waited_for_after_a_failure(tmp_path, monkeypatch):
                 await one.link.receive()
 
     with (
-        noticed(monkeypatch, "abandon") as given_up,
+        noticed(monkeypatch, "abandon") as abandoned,
         pytest.raises(BaseExceptionGroup) as caught,
     ):
         on_loop(main())
@@ -556,8 +556,8 @@ def test_the_assignment_in_zookeeper_says_what_is_served(tmp_path, zookeeper):
             with pytest.raises(errors.BadConfig):
                 await serve(config, stop=asyncio.Event())  # there is no cluster yet
             await coordinator.create_cluster(new_cluster(address))
-            async with serving(config, None) as told:
-                assert told == address
+            async with serving(config, None) as prepared_by:
+                assert prepared_by == address
                 assert await is_served(address, 5)
                 assert not await is_served(address, 5, 1)
                 (registered,) = (await coordinator.read_storage_ids()).items()
@@ -567,7 +567,7 @@ def test_the_assignment_in_zookeeper_says_what_is_served(tmp_path, zookeeper):
                         {ReplicaId(address): (PartitionId(0), PartitionId(1))}
                     )
                 )
-                while not await is_served(address, 5, 1):  # noqa: ASYNC110 - nobody tells when it is opened
+                while not await is_served(address, 5, 1):  # noqa: ASYNC110 - no event reports the opening
                     await asyncio.sleep(0.01)
             other = config_for(tmp_path / "other", connect=connect, port=port)
             with pytest.raises(errors.StorageIdMismatch, match="is registered in ZooKeeper"):
@@ -638,8 +638,8 @@ async def write_states(coordinator, *replicas):
     await coordinator.write_partition(PartitionId(0), metadata, marker, view.versions)
 
 
-def test_what_is_taken_away_is_served_until_a_session_has_left_it_out(tmp_path, zookeeper):
-    """The next session has to hear a replica that goes: nobody else may have what it holds."""
+def test_a_removed_replica_is_served_until_a_session_excludes_it(tmp_path, zookeeper):
+    """The next session needs the answer of a replica that goes: no other may have what it holds."""
     connect = f"{zookeeper}/storage-leaves"
     port = free_port()
     address = f"127.0.0.1:{port}"
@@ -658,7 +658,7 @@ def test_what_is_taken_away_is_served_until_a_session_has_left_it_out(tmp_path, 
             async with serving(config, None):
                 assert await is_served(address, 7)
                 await write_states(coordinator, other)
-                # Nobody tells when it is not; who is preparing it just then loses his connection.
+                # No event reports the end; a connection that is preparing it just then is lost.
                 with contextlib.suppress(errors.Unreachable):
                     while await is_served(address, 7):  # noqa: ASYNC110
                         await asyncio.sleep(0.05)
@@ -719,7 +719,7 @@ def test_a_disk_that_hangs_does_not_stop_the_loop_for_a_health_page(tmp_path, mo
     on_loop(main())
 
 
-def test_one_that_asks_before_the_partitions_are_open_waits_for_them(tmp_path, monkeypatch):
+def test_early_requests_wait_for_the_partitions_to_open(tmp_path, monkeypatch):
     opening, may_open = threading.Event(), threading.Event()
     assign = Engine.assign
 
@@ -738,7 +738,7 @@ def test_one_that_asks_before_the_partitions_are_open_waits_for_them(tmp_path, m
             assert await asyncio.to_thread(opening.wait, HANG_S)
             async with session(f"127.0.0.1:{port}", 5) as owner:
                 asked = tasks.create_task(owner.prepare())
-                while not storage._early:  # noqa: ASYNC110 - nobody tells when it has arrived
+                while not storage._early:  # noqa: ASYNC110 - no event reports the arrival
                     await asyncio.sleep(0)
                 assert not asked.done()
                 may_open.set()
@@ -793,7 +793,7 @@ def test_a_partition_that_can_be_opened_again_is_served_without_a_restart(tmp_pa
             address = await ready
             assert (await storage.health()).details["not_served"] == [0]
             slots.write_bytes(content)  # an operator has brought it back
-            while not (await storage.health()).is_healthy:  # noqa: ASYNC110 - nobody tells when it is opened
+            while not (await storage.health()).is_healthy:  # noqa: ASYNC110 - no event reports the opening
                 await asyncio.sleep(0.01)
             async with session(address, 5, 0) as owner:
                 await owner.prepare()
@@ -818,7 +818,7 @@ def test_a_scrub_that_is_asked_for_finds_rot_and_continues_after_a_restart(tmp_p
                     file.write(b"rot")
                 passes = [each.passes_count for each in storage.scrub_status()]
                 storage.scrub_now(PartitionId(0))
-                while storage.scrub_status()[0].is_requested:  # noqa: ASYNC110 - nobody tells
+                while storage.scrub_status()[0].is_requested:  # noqa: ASYNC110 - no event reports it
                     await asyncio.sleep(0.01)
             after = [each.passes_count for each in storage.scrub_status()]
             assert (after[0], after[1]) == (passes[0] + 1, passes[1])

@@ -70,16 +70,16 @@ def test_a_client_needs_no_certificate_for_servers(
 ):
     connect = f"{place_of(cluster)}?tls={certificates.authorities}"
     with WaltzClient(connect) as client:
-        first = client.append(b"known by nobody", partition=PARTITION).result()
-        # Storages want one of who reads from them: then the server is asked.
+        first = client.append(b"without a certificate", partition=PARTITION).result()
+        # Storages require a certificate of their readers: then the server is asked.
         chunks = client.read_range(PARTITION, first, first, replicas=client.replicas(PARTITION))
-        assert [row.data for chunk in chunks for row in chunk.rows()] == [b"known by nobody"]
+        assert [row.data for chunk in chunks for row in chunk.rows()] == [b"without a certificate"]
     settings = ClientConfig(tls="on", tls_authorities=certificates.authorities)
     with WaltzClient(place_of(cluster), settings) as client:
         assert client.high_water_mark(PARTITION) >= first
 
 
-def test_a_client_that_speaks_plain_is_notified_within_seconds(cluster: LocalCluster):
+def test_a_plain_client_gets_an_error_within_seconds(cluster: LocalCluster):
     config = ClientConfig(request_timeout_ms=2_000)
     with (
         WaltzClient(place_of(cluster), config) as client,
@@ -90,7 +90,9 @@ def test_a_client_that_speaks_plain_is_notified_within_seconds(cluster: LocalClu
     assert any("expected TLS, found plain TCP" in each for each in logs)
 
 
-def test_a_client_that_trusts_another_authority_is_notified(cluster: LocalCluster, tmp_path: Path):
+def test_a_client_that_trusts_another_authority_gets_an_error(
+    cluster: LocalCluster, tmp_path: Path
+):
     connect = f"{place_of(cluster)}?tls={make(tmp_path).authorities}"
     with (
         WaltzClient(connect, ClientConfig(request_timeout_ms=2_000)) as client,
@@ -117,14 +119,14 @@ def test_commands_reach_every_port(cluster: LocalCluster):
         assert done.returncode == 0, (words, done.stdout, done.stderr)
 
 
-def test_a_command_that_does_not_know_of_tls_is_notified(cluster: LocalCluster):
+def test_a_plain_command_to_a_tls_port_gets_an_error(cluster: LocalCluster):
     port = cluster.member("storage-1").admin_port
     done = waltz("storage", "list", "--admin", f"127.0.0.1:{port}")
     assert done.returncode == 1
     assert "expected plain TCP, found TLS" in done.stderr
 
 
-def test_the_doctor_ends_no_process_that_it_does_not_understand(cluster: LocalCluster):
+def test_the_doctor_suggests_no_end_for_a_process_it_does_not_understand(cluster: LocalCluster):
     done = waltz("doctor", "--json", "--connect", place_of(cluster))
     findings = json.loads(done.stdout)["findings"]
     assert [each["name"] for each in findings] == ["server-tls-failed"] * 2 + [
@@ -162,7 +164,7 @@ def test_a_0_13_program_reaches_servers_in_tls_1_2_and_storages_with_a_certifica
             assert wrapped.recv(3) == b"H\0\0"
 
 
-def test_daemons_read_their_files_again_when_they_are_reported_to(cluster: LocalCluster):
+def test_daemons_read_their_files_again_after_a_signal(cluster: LocalCluster):
     for name in ("storage-1", "server-1"):
         cluster.kill(name, signal.SIGHUP)
         until(lambda name=name: "tls.renewed certificate=" in cluster.log_path(name).read_text())
@@ -170,7 +172,7 @@ def test_daemons_read_their_files_again_when_they_are_reported_to(cluster: Local
         assert client.append(b"still there", partition=PARTITION).result() >= 0
 
 
-def test_what_runs_is_shown_in_the_clear(cluster: LocalCluster):
+def test_metrics_are_readable_without_tls(cluster: LocalCluster):
     port = cluster.member("server-1").http_port
     done = waltz("server", "metrics", f"127.0.0.1:{port}", "--json")
     assert done.returncode == 0, done.stderr

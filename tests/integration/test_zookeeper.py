@@ -128,7 +128,7 @@ def test_a_loop_that_hangs_loses_its_session_and_finds_that_out(zookeeper):
     asyncio.run(run())
 
 
-# A session timeout that no test waits for; whoever waits for it is told apart on a busy machine.
+# A session timeout that no test waits for: a wait for it shows on a busy machine.
 LONG_MS, SOONER_S = 60_000, 30
 
 
@@ -207,9 +207,9 @@ def test_a_host_whose_lookup_is_slow_does_not_delay_the_others(zookeeper, monkey
         may_end.set()
 
 
-def test_no_process_listens():
+def test_nothing_listens_at_the_address():
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))  # it is nobody else's, and it refuses
+        probe.bind(("127.0.0.1", 0))  # no process listens on it
         host = f"127.0.0.1:{probe.getsockname()[1]}"
         begun = time.monotonic()
 
@@ -307,7 +307,7 @@ def test_zookeeper_is_killed_and_comes_back(own_zookeeper: ZooKeeperProcess):
                 before = await server.read_partition(0)
                 await asyncio.to_thread(own_zookeeper.kill)
                 await states.until(lambda state: state is SessionState.SUSPENDED)
-                # While it is away: whoever has no limit of his own waits for ever.
+                # While it is away: a caller without a limit of its own waits until it is back.
                 async with asyncio.timeout(SOONER_S):
                     with pytest.raises(errors.CoordinatorUnavailable, match=own_zookeeper.host):
                         await server.next_client_id()

@@ -82,7 +82,7 @@ def execute(name: str, place: Path) -> Execution:
     working, temporary = place / "cwd", place / "tmp"
     working.mkdir()
     temporary.mkdir()
-    # ipykernel leaves what child processes write alone when it believes to be tested.
+    # ipykernel leaves the output of child processes alone when it assumes a test.
     env = {key: value for key, value in os.environ.items() if key != "PYTEST_CURRENT_TEST"}
     env |= {"PYSPARK_PYTHON": sys.executable, "TMPDIR": str(temporary)}
     node = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)

@@ -98,12 +98,12 @@ def expect_time_travel(notebook: Notebook) -> None:
     snapshot, live, *rest = notebook.said().splitlines()
     assert snapshot == "the snapshot: 5 reads, 1 hash"
     assert live.startswith("the log as it is: 5 reads, ")
-    assert int(live.split()[-2]) >= 2, "nobody wrote while the snapshot was read"
+    assert int(live.split()[-2]) >= 2, "no client wrote while the snapshot was read"
     assert rest == [
         "before and since are the whole: True",
         "24 states were read by time travel, all lie on the replay: True",
     ]
-    assert len(notebook.table("travelled.head")) == 3
+    assert len(notebook.table("traveled.head")) == 3
 
 
 def expect_measurements(notebook: Notebook) -> None:

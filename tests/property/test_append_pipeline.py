@@ -1,4 +1,4 @@
-"""The append pipeline against a log that loses sessions: what it tells must be true for ever.
+"""The append pipeline against a log that loses sessions: what it reports must stay true.
 
 Random clients, locks, marks, session losses (with and without a foreign owner in between), cuts in
 the middle of a batch, batches taken in pieces, late commits, remounts, closed connections, proofs
@@ -281,7 +281,7 @@ class World:
 
     def answered(self, message: AppendResult) -> None:
         assert message.req_id not in self.answers, "answered twice"
-        assert self.is_open, "nothing is told between sessions"
+        assert self.is_open, "nothing is reported between sessions"
         ids = np.frombuffer(message.transaction_ids, ">i8").tolist()
         conflicts = np.frombuffer(message.conflicting, ">i8").tolist()
         reasons = [Reason(each) for each in bytes(message.reasons)]
@@ -294,7 +294,7 @@ class World:
             assert reason != Reason.AHEAD or row.mark > row.log_last
             assert (reason == Reason.COMMITTED) == (transaction_id >= 0)
             assert transaction_id <= mark
-            assert conflict <= mark, "a refusal was told before its reason was final"
+            assert conflict <= mark, "a refusal was reported before its reason was final"
             assert (reason == Reason.LOCK) == (conflict >= 0)
 
     # --- the truth
@@ -302,21 +302,21 @@ class World:
     def check(self) -> None:
         assert self.due(self.requests) <= set(self.answers)
         assert len(set(self.log)) == len(self.log), "AtMostOnce"
-        told = set()
+        reported = set()
         for first, rows in self.answers.items():
             for number, (transaction_id, _, conflict) in enumerate(rows):
                 req_id = first._replace(sequence=first.sequence + number)
                 if transaction_id >= 0:
                     assert self.log[transaction_id] == req_id, "OutcomeTruth: committed"
-                    told.add(req_id)
+                    reported.add(req_id)
                 else:
                     assert req_id not in self.log, "OutcomeTruth: refused"
                     assert conflict == -1 or conflict > self.rows[req_id].mark
-        untold = {
+        unreported = {
             row for each in self.requests if each not in self.answers for row in self.rows_of(each)
         }
         committed = {req_id for req_id in self.log if req_id.client_id != FOREIGN}
-        assert told == committed - untold
+        assert reported == committed - unreported
         self.check_order()
         for place, req_id in enumerate(self.log):
             if req_id.client_id == FOREIGN:
@@ -350,7 +350,7 @@ def run(seed: int) -> World:
     )
     for _ in range(STEPS):
         world.rng.choice(steps)()
-    # Heal: everything that waits must be told in the end.
+    # Repair: everything that waits must get an outcome in the end.
     world.open()
     while world.pipeline.turn_at_ms(world.now_ms) is not None or world.in_flight:
         world.now_ms += 1
@@ -364,7 +364,7 @@ def run(seed: int) -> World:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_what_is_reported_is_true(seed: int) -> None:
+def test_reported_outcomes_are_true(seed: int) -> None:
     run(seed)
 
 
@@ -376,9 +376,9 @@ def test_the_schedules_reach_what_they_are_for() -> None:
         sessions += world.session
         cut += len(world.cut)
         for rows in world.answers.values():
-            told = {reason for _, reason, _ in rows}
-            cut_short += {Reason.COMMITTED, Reason.NOT_MOUNTED} <= told
-            cut_lost += {Reason.LOST, Reason.NOT_MOUNTED} <= told
+            reported = {reason for _, reason, _ in rows}
+            cut_short += {Reason.COMMITTED, Reason.NOT_MOUNTED} <= reported
+            cut_lost += {Reason.LOST, Reason.NOT_MOUNTED} <= reported
         for rows in world.answers.values():
             for _, reason, _ in rows:
                 reasons[reason] += 1

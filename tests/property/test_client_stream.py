@@ -1,4 +1,4 @@
-"""Whatever breaks, what a client is told about an append is what the log says."""
+"""Under any fault, the outcome that a client receives for an append agrees with the log."""
 
 from random import Random
 
@@ -11,7 +11,7 @@ from waltz_core.wire.messages import Reason
 
 
 @pytest.mark.parametrize("block", range(10))
-def test_what_is_reported_is_what_the_log_says(block):
+def test_outcomes_agree_with_the_log(block):
     reasons = set()
     unknown = 0
     for seed in range(block * 30, block * 30 + 30):
@@ -19,10 +19,10 @@ def test_what_is_reported_is_what_the_log_says(block):
         world.run(300)
         world.heal()
         world.check()
-        for told in world.told.values():
-            if isinstance(told, stream_events.ParcelSettled):
-                reasons.update(told.outcome.reasons.tolist())
-            elif isinstance(told.error, errors.OutcomeUnknown):
+        for settled in world.settled.values():
+            if isinstance(settled, stream_events.ParcelSettled):
+                reasons.update(settled.outcome.reasons.tolist())
+            elif isinstance(settled.error, errors.OutcomeUnknown):
                 unknown += 1
     # The schedules reach what they are meant to reach.
     assert reasons >= {Reason.COMMITTED, Reason.LOCK, Reason.LOST, Reason.OVERLOADED}

@@ -25,12 +25,12 @@ datas = st.binary(max_size=500) | st.builds(
 @given(values, st.sampled_from([MSGPACK, JSON]), st.integers(1, 22), st.integers(0, 300))
 def test_every_value_comes_back(value, inner, level, minimum_bytes):
     packed = Zstd(inner, level=level, minimum_bytes=minimum_bytes).serialize(value)
-    # Whoever reads needs to know neither level nor minimum.
+    # A reader needs to know neither level nor minimum.
     assert Zstd(inner).deserialize(packed) == value
 
 
 @given(datas, st.integers(0, 300))
-def test_a_payload_says_how_it_is_packed_and_grows_by_two_bytes_at_most(data, minimum_bytes):
+def test_a_payload_names_its_codec_and_grows_by_two_bytes_at_most(data, minimum_bytes):
     packed = Zstd(BYTES, minimum_bytes=minimum_bytes).serialize(data)
     assert packed[0] == 0xC1
     assert packed[1] in (0, 1)

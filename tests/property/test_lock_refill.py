@@ -116,7 +116,7 @@ def test_no_lock_is_below_its_writer(seed: int, monkeypatch: pytest.MonkeyPatch)
         assert all(table.estimate(lock) == -1 for lock in unknown)
 
 
-def test_most_of_it_is_learnt_where_little_is_lost() -> None:
+def test_most_of_it_is_learned_where_little_is_lost() -> None:
     """The test above is worth something only if the way down is gone."""
     floors = []
     for seed in SEEDS:

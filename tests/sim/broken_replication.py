@@ -344,7 +344,7 @@ def older_generation_claims() -> Patches:
 
 
 @switch
-def unbroken_whoever_was_there() -> Patches:
+def unbroken_without_a_check() -> Patches:
     """A server assumes that no other server has written between two of its sessions."""
     original = PartitionStore._claim
 

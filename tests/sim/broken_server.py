@@ -306,12 +306,12 @@ def appends_taken_after_the_session() -> Patches:
         self._is_open = True
         return outcome
 
-    def settled_anew(self, opened, last, *, unbroken, stamp_ms=0):
+    def settled_again(self, opened, last, *, unbroken, stamp_ms=0):
         self._is_open = False
         return settled(self, opened, last, unbroken=unbroken, stamp_ms=stamp_ms)
 
     yield instead(AppendPipeline, "closed", closed_but_open)
-    yield instead(AppendPipeline, "settled", settled_anew)
+    yield instead(AppendPipeline, "settled", settled_again)
 
 
 @switch

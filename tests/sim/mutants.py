@@ -2,7 +2,7 @@
 
     python -m tests.sim.mutants --search all          # what has no trace that holds, on all cores
     python -m tests.sim.mutants --search NAME ...     # these, whatever traces there are
-    python -m tests.sim.mutants --table               # write docs/testing.md's table anew
+    python -m tests.sim.mutants --table               # write docs/testing.md's table again
 
 A trace is `traces/<switch>.json`: the schedule, the rule that it breaks with the switch on, and how
 many seeds it took. `test_mutants.py` runs each twice: red with the switch, green without.
@@ -192,23 +192,23 @@ def main() -> int:
     if names == ["all"]:
         kept = {trace.switch for trace in traces() if holds(trace)}
         names = [name for name in SWITCHES if name not in kept]
-        _tell(f"{len(kept)} traces hold, {len(names)} to be found")
+        _print(f"{len(kept)} traces hold, {len(names)} to be found")
     missed = 0
     with ProcessPoolExecutor(arguments.jobs, mp_context=get_context("spawn")) as pool:
         for future in as_completed(pool.submit(search, name, arguments.seeds) for name in names):
             result = future.result()
             missed += isinstance(result, str)
-            line = result if isinstance(result, str) else _told(result)
-            _tell(line)
+            line = result if isinstance(result, str) else _summary(result)
+            _print(line)
     return 1 if missed else 0
 
 
-def _tell(line: str) -> None:
+def _print(line: str) -> None:
     sys.stderr.write(f"{line}\n")
     sys.stderr.flush()
 
 
-def _told(trace: Trace) -> str:
+def _summary(trace: Trace) -> str:
     size = f"{len(trace.schedule.faults)} faults {trace.schedule.setup.duration_ms} ms"
     return f"{trace.switch}: {trace.seeds_needed} seeds, {trace.rules}; {size}; {trace.text[:160]}"
 

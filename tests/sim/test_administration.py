@@ -32,7 +32,7 @@ PAUSE_MS = (50, 600)
 
 
 class DeclareOperations:
-    """What the operator does, again and again, until it is told to stop."""
+    """What the operator does, again and again, until it is stopped."""
 
     def __init__(self, cluster, rng):
         self.cluster = cluster
@@ -75,12 +75,12 @@ class DeclareOperations:
             self.outcome.append((command, answer))
 
         if not isinstance(command, MarkSuspect) or self.cluster.budget.allows(storage):
-            # To doubt a replica while others have lost something leaves nobody to be believed.
+            # To mark a replica suspect while others have lost something leaves no replica to trust.
             self.asked_count += 1
             Operator(self.cluster, storage, outcome).request(command)
 
     def put_back(self):
-        """Have everything online again: nobody heals what an operator has switched off."""
+        """Have everything online again: nothing else repairs what an operator has switched off."""
         self.is_over = True
         for storage in self.cluster.storages.values():
             if storage.engine is None:
@@ -121,7 +121,7 @@ def kinds(hands, answer):
     return {type(command) for command, given in hands.outcome if isinstance(given, answer)}
 
 
-def test_what_a_storage_agrees_to_loses_nothing():
+def test_accepted_administration_loses_nothing():
     done, refused, answers = set(), set(), 0
     for seed in range(SEEDS):
         try:
@@ -139,10 +139,10 @@ def test_what_a_storage_agrees_to_loses_nothing():
 def test_without_asking_zookeeper_something_is_lost(monkeypatch):
     """The tests of the test: an operator whose every wish is granted empties too much."""
 
-    def nobody_counts(self):
+    def without_standing(self):
         return ZooKeeperView(False, False, SessionId(0), (), 3)
 
-    monkeypatch.setattr(Operator, "_standing", nobody_counts)
+    monkeypatch.setattr(Operator, "_standing", without_standing)
     for seed in range(SEEDS):
         try:
             run(seed)

@@ -1,4 +1,4 @@
-"""Each checker fails when it should: it is told of something that must never be."""
+"""Each checker fails when it should: it receives an event that must never happen."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -154,7 +154,7 @@ def test_stamp_mono(world):
 
 
 def committed(world):
-    """A commit that has happened already, told once more."""
+    """A commit that has happened already, reported once more."""
     last = world.history.last
     return session_events.Committed(world.session, last, world.history.chains[last])
 
@@ -167,14 +167,14 @@ def test_ack_quorum(world):
         world.says(committed(world))
 
 
-def test_engaged_only_counts_who_has_answered(world):
+def test_engaged_only_counts_replicas_that_have_answered(world):
     for name in REPLICAS[:2]:
         world.sessions._reached[world.session, name] = -1
     with fails("EngagedOnly"):
         world.says(committed(world))
 
 
-def test_engaged_only_counts_who_is_engaged(world):
+def test_engaged_only_counts_engaged_replicas(world):
     del world.sessions.ever_engaged[world.session]["storage0:1"]
     del world.sessions.ever_engaged[world.session]["storage1:1"]
     with fails("AckQuorum"):
@@ -205,7 +205,7 @@ def test_promise_mono(world, field, back):
         world.checks.log_opened(world.storage, world.storage.log)
 
 
-def test_what_was_synced_is_there_after_a_restart_or_the_replica_is_suspect(world):
+def test_after_a_restart_synced_data_is_there_or_the_replica_is_suspect(world):
     log = world.storage.log
     world.checks.replicas.kept[world.storage.name] = log.synced_max + 1
     with fails("PromiseMono"):
@@ -235,7 +235,7 @@ def test_single_writer_of_states(world):
         world.writes(world.coordinator.metadata, server="server9")
 
 
-def test_no_process_acts_in_a_session_that_no_process_claimed(world):
+def test_an_unclaimed_session_is_never_used(world):
     with fails("SingleWriter"):
         world.sends(m.SetLowWaterMark, 1_000, bytes(16), session=world.session + 1)
 
@@ -270,7 +270,7 @@ def test_decision_waits_while_a_quorum_is_unknown(world):
         {"damaged": np.array([0, 3], dtype=">i8").tobytes()},
     ],
 )
-def test_decision_trusts_no_process_that_cannot_be_trusted(world, doubt):
+def test_decision_ignores_untrusted_replicas(world, doubt):
     session = world.claim()
     world.fence(session, *REPLICAS)
     world.prepared(session, "storage0:1", 1_000)
@@ -455,7 +455,7 @@ def test_log_matching_of_two_replicas(world):
         world.works(*append(world, one))
 
 
-def test_log_matching_of_what_no_process_wrote(world):
+def test_log_matching_of_records_that_were_never_written(world):
     with fails("LogMatching"):
         world.checks.outcomes.exposed(world.history.last + 1, bytes(16))
 
@@ -494,11 +494,11 @@ def test_fixed_now_and_then(world):
 
 
 # ---------------------------------------------------------------------------------------------
-# 11, 12, 13, 14, 15: what applications are told
+# 11, 12, 13, 14, 15: what applications receive
 
 
 class Settled:
-    """An outcome told to the first client, of an operation that the workload has just made."""
+    """An outcome reported to the first client, of an operation that the workload has just made."""
 
     def __init__(self, world, *, reason, transaction_id=-1, conflict=-1, mark=0):
         workload = world.cluster.workload
@@ -528,7 +528,7 @@ def test_outcome_truth_of_a_no(world):
         world.checks.settled(world.client, outcome.effect)
 
 
-def test_outcome_truth_of_a_no_permanently(world):
+def test_outcome_truth_of_a_definite_no(world):
     operation = world.last_operation()
     operation.outcome = "no"
     with fails("OutcomeTruth"):
@@ -865,7 +865,7 @@ def test_no_rot_served_by_a_storage(world, form):
         world.works(m.RangeRaw, 0, 9, 9, form, False, True, outcome=bad)
 
 
-def test_no_rot_served_of_a_batch_that_no_process_wrote(world):
+def test_no_rot_served_of_a_batch_that_was_never_written(world):
     outcome = m.LineageResponse(0, 1, 0, bytes(16), (entry(world),))
     with fails("NoRotServed"):
         world.works(m.LineageRequest, 0, 1, outcome=outcome)
@@ -954,13 +954,13 @@ def test_converged_a_stream_that_has_ended(world):
 
 def test_bounded_tries(world):
     for _ in range(DIALS_MAX - 1):
-        world.checks.dialled("somebody", "another")
+        world.checks.dialed("one", "another")
     world.cluster.world.now_us += 500 * MS
-    world.checks.dialled("somebody", "another")
+    world.checks.dialed("one", "another")
     with fails("Bounded"):
-        world.checks.dialled("somebody", "another")
+        world.checks.dialed("one", "another")
     world.cluster.world.now_us += 600 * MS
-    world.checks.dialled("somebody", "another")
+    world.checks.dialed("one", "another")
     with fails("Bounded"):
         for _ in range(CLAIMS_MAX + 1):
             world.says(session_events.ReadMetadata(1))
@@ -1002,7 +1002,7 @@ def test_sometimes():
 
 
 def test_checkers_change_nothing():
-    """A run is the same whether anybody looks at the replicas' records or not."""
+    """A run is the same whether a checker reads the replicas' records or not."""
     plain, looked = World(), World()
     looked.checks.replicas.look_at(looked.storage, looked.storage.log)
     looked.checks.locking.check_table(looked.owner)

@@ -1,7 +1,7 @@
 """A checkpoint begins a new session in the middle of a load: what it costs, in virtual time.
 
 Disks sync in half a millisecond, links take a third, ZooKeeper about one. What it costs real
-processes is told by `waltz-core bench checkpoint`.
+processes is measured by `waltz-core bench checkpoint`.
 """
 
 import itertools

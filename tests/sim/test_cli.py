@@ -128,7 +128,7 @@ def test_a_rough_seed_is_another_run_and_is_reported_as_one(capsys):
     assert {each.setup.segment_bytes_max for each in kinds} >= {600, 1_200, 2_048}
 
 
-def test_what_a_core_did_is_reported(capsys):
+def test_the_work_of_a_core_is_reported(capsys):
     assert main(["--seeds", "1", "--jobs", "1", "--steps", "300"]) == 0
     said = capsys.readouterr().out.splitlines()[-1]
     assert " s of CPU time: " in said

@@ -1,4 +1,4 @@
-"""Contexts over a view that the application lays down and takes up: no old view is taken as new."""
+"""Contexts over a view that the application detaches and attaches: no old view is taken as new."""
 
 import pytest
 

@@ -74,7 +74,7 @@ def test_a_program_that_stands_still_runs_no_callback(process):
     assert outcome == ["late"]
 
 
-def test_what_fails_inside_is_raised_when_the_loop_is_left(process):
+def test_errors_inside_are_raised_when_the_loop_ends(process):
     loop = loop_of(process)
 
     def survive():

@@ -19,7 +19,7 @@ A, B, C = "storage0:1", "storage1:1", "storage2:1"
 
 
 class Chosen(Random):
-    """Chance that always chooses the first, and rolls what it is told."""
+    """Chance that always chooses the first, and returns the given rolls."""
 
     def __init__(self, roll=0.0, first=0):
         super().__init__(1)
@@ -56,7 +56,7 @@ def new_session(cluster):
 
 
 def healed(cluster):
-    """Let all become whole; what was told meanwhile is checked by that."""
+    """Let all become whole; this checks what was reported meanwhile."""
     cluster.workload.is_over = False
     cluster.run_until_recovered()
     return cluster.checks.counts
@@ -83,7 +83,7 @@ def test_one_replica_may_lose_something_until_it_is_repaired():
     assert not cluster.budget.has_lost(victim)
 
 
-def test_what_is_rotten_is_not_trusted_though_a_session_has_engaged_it():
+def test_a_rotten_replica_is_not_trusted_even_if_engaged():
     cluster = at_rest()
     victim = cluster.storages[A]
     (path,) = [each for each in victim.disk.files() if each.name == "0000000000000000000.seg"]
@@ -98,7 +98,7 @@ def test_what_is_rotten_is_not_trusted_though_a_session_has_engaged_it():
     assert cluster.budget.allows(cluster.storages[B])
 
 
-def test_a_loss_that_no_process_notices_needs_a_quorum_that_has_it_all():
+def test_an_unnoticed_loss_needs_a_complete_quorum():
     cluster = at_rest()
     assert cluster.budget.allows(cluster.storages[A], is_silent=True)
     cluster.storages[B].kill()
@@ -107,7 +107,7 @@ def test_a_loss_that_no_process_notices_needs_a_quorum_that_has_it_all():
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_what_no_others_have_is_not_lost(replicas):
+def test_records_on_one_replica_only_are_not_lost(replicas):
     cluster = at_rest(replicas=replicas, spare_storages=0)
     assert not cluster.budget.allows(cluster.storages[A], is_silent=True)
     assert cluster.budget.allows(cluster.storages[A]) == (replicas == 2)
@@ -163,7 +163,7 @@ def test_swapped_disks_are_refused_and_nothing_is_lost():
 
 
 @pytest.mark.parametrize("is_known", [True, False])
-def test_what_a_disk_has_lied_about_is_gone_with_the_power(is_known):
+def test_unsynced_data_of_a_lying_disk_is_lost_with_the_power(is_known):
     cluster = cluster_of()
     storage = cluster.storages[A]
     disk_faults.lying_disk(cluster, Chosen(roll=0.4 if is_known else 0.6))
@@ -190,7 +190,7 @@ def test_a_power_loss_outside_the_budget_finds_a_lying_disk_honest():
 
 @pytest.mark.parametrize("kind", ["rot", "zeroed_page", "stale_page", "misdirected_write"])
 @pytest.mark.parametrize("seed", range(6))
-def test_what_is_spoiled_is_repaired(kind, seed):
+def test_spoiled_records_are_repaired(kind, seed):
     cluster = at_rest(segment_bytes_max=2_048)
     assert faults.KINDS[kind](cluster, Random(seed))
     cluster.workload.is_over = False
@@ -204,7 +204,7 @@ def test_files_that_are_cut_or_gone_are_repaired_or_the_storage_is_replaced(seed
     healed(cluster)
 
 
-def test_what_counts_after_a_restart_is_whole():
+def test_records_that_count_after_a_restart_are_whole():
     cluster = at_rest()
     storage = cluster.storages[A]
     segment = next(path for path in storage.disk.files() if path.suffix == ".seg")
@@ -226,7 +226,7 @@ def test_a_spoiled_slot_makes_a_replica_suspect_and_the_next_session_repairs_it(
 
 @pytest.mark.parametrize("point", process_faults.SERVER_POINTS)
 @pytest.mark.parametrize("is_after", [False, True])
-def test_a_server_dies_where_it_is_reported_to(point, is_after):
+def test_a_server_dies_at_the_chosen_point(point, is_after):
     cluster = cluster_of(servers=1)
     server = cluster.owner
     struck = []
@@ -279,7 +279,7 @@ def test_a_link_is_cut_in_the_middle_of_what_is_on_its_way():
     healed(cluster)
 
 
-def test_what_outlives_a_link_comes_behind_the_next_mount_and_is_refused():
+def test_messages_of_an_abandoned_link_arrive_after_the_next_mount_and_are_refused():
     cluster = cluster_of(clients=3)
     counts = cluster.checks.counts
     for seed in range(30):
@@ -291,7 +291,7 @@ def test_what_outlives_a_link_comes_behind_the_next_mount_and_is_refused():
     assert all(link.held is None for link in cluster.network.links.values())
 
 
-def test_a_link_that_no_process_uses_is_not_outlived():
+def test_an_unused_link_is_not_outlived():
     cluster = at_rest()
     before = len(cluster.network.links)
     assert not network_faults.outlived_link(cluster, Random(1))
@@ -341,7 +341,7 @@ def test_a_stranded_owner_is_asked_for_its_mark_and_reports_no_old_one():
     assert sum(each["mark requested from an old owner"] for each in counts) > 5
 
 
-def test_no_process_is_stranded_where_no_process_can_take_over():
+def test_the_only_server_is_not_stranded():
     cluster = cluster_of(servers=1)
     assert not zookeeper_faults.strand_owner(cluster, Random(1))
     assert not cluster.coordinator.cut_off
@@ -360,7 +360,7 @@ def test_watches_are_coalesced_and_bring_what_holds():
     assert cluster.owner.partition.generation == coordinator.assignment.generation
 
 
-def test_a_client_gets_an_answer_that_was_true_a_while_ago():
+def test_a_client_receives_a_stale_answer():
     cluster = at_rest()
     cluster.coordinator.give("server1")
     cluster.coordinator.stale_reads = 1.0

@@ -1,4 +1,4 @@
-"""Schedules of seeds that found a fault of ours which no told story shows: kept, and shortened."""
+"""Schedules of seeds that found a fault of ours which no written story shows: kept, shortened."""
 
 import struct
 from dataclasses import replace
@@ -23,14 +23,14 @@ KEPT = Path(__file__).parent / "kept"
 
 
 def test_a_session_that_zookeeper_has_forgotten_is_not_overruled_by_an_older_log(monkeypatch):
-    """What was told as lost in it lies on a replica that it had left out, and stays lost."""
+    """What was reported as lost in it lies on a replica that it had left out, and stays lost."""
     schedule = Schedule.from_json((KEPT / "510002228.json").read_text(encoding="utf-8"))
     assert run(schedule).is_good
     monkeypatch.setattr(Recovery, "objection", lambda _self, _answer: None)
     assert run(schedule).rule == "OutcomeTruth"
 
 
-def test_what_a_replica_knows_of_a_forgotten_session_outlives_a_later_mark(monkeypatch):
+def test_records_of_a_forgotten_session_outlive_a_later_mark(monkeypatch):
     """One was left out by what ZooKeeper was rolled back to; the other was given a mark meanwhile
     by a session that never opened."""
     schedule = Schedule.from_json((KEPT / "530014798.json").read_text(encoding="utf-8"))
@@ -47,7 +47,7 @@ def test_what_a_replica_knows_of_a_forgotten_session_outlives_a_later_mark(monke
     assert run(schedule).rule == "OutcomeTruth"
 
 
-def test_good_records_in_the_wrong_place_do_not_keep_a_replica_from_being_repaired(monkeypatch):
+def test_misplaced_good_records_do_not_prevent_a_repair(monkeypatch):
     """A misdirected page of later records made a hole that no right records fitted into."""
     schedule = Schedule.from_json((KEPT / "520000203.json").read_text(encoding="utf-8"))
     assert run(schedule).is_good
@@ -76,14 +76,14 @@ def test_a_lost_sector_under_older_records_does_not_keep_a_log_closed(monkeypatc
 
 
 def test_records_whose_batch_has_rotted_with_them_are_repaired(monkeypatch):
-    """Their chain was to be checked against the batch, which can be made anew from them only."""
+    """Their chain had to be checked against the batch, which can be rebuilt from them only."""
     schedule = Schedule.from_json((KEPT / "1001913.json").read_text(encoding="utf-8"))
     assert run(schedule).is_good
     monkeypatch.setattr(Segments, "prove", lambda *_: False)
     assert run(schedule).rule == "Converged"
 
 
-def test_a_batch_that_rots_behind_the_marker_is_not_cut_where_a_log_continues(monkeypatch):
+def test_a_rotten_batch_above_the_marker_is_not_cut_if_the_log_continues(monkeypatch):
     """A failed sync had ended its file; with it went what two of three had acknowledged."""
     schedule = Schedule.from_json((KEPT / "610000134.json").read_text(encoding="utf-8"))
     assert run(schedule).is_good
@@ -97,9 +97,9 @@ def test_a_batch_that_rots_behind_the_marker_is_not_cut_where_a_log_continues(mo
     assert run(schedule).rule == "DecisionCovers"
 
 
-def test_what_a_hanging_disk_makes_an_owner_ask_twice_is_no_rival(monkeypatch):
-    """What it had sent on the link that it gave up was read last, and its later question refused
-    as of a session that somebody else had: the partition was halted for good."""
+def test_a_repeated_request_after_a_hanging_disk_is_no_rival(monkeypatch):
+    """What it had sent on the link that it closed was read last, and its later question refused
+    as of a session that another owner had: the partition was halted for good."""
     schedule = Schedule.from_json((KEPT / "8803332.json").read_text(encoding="utf-8"))
     assert run(schedule).is_good
     monkeypatch.setattr(service, "ConnectionSuperseded", SessionFenced)

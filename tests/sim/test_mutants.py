@@ -1,7 +1,7 @@
 """Each rule, broken alone, is found out: by a short schedule of its own, and by the named checker.
 
 When production code changes, a schedule may pass by what is broken; then the seeds that it came
-from are tried. `python -m tests.sim.mutants --search all` makes such traces anew.
+from are tried. `python -m tests.sim.mutants --search all` makes such traces again.
 """
 
 import pytest
@@ -41,6 +41,6 @@ def test_traces_are_of_switches_that_there_are():
 
 
 def test_the_docs_report_these_traces():
-    """`python -m tests.sim.mutants --table` writes them anew."""
+    """`python -m tests.sim.mutants --table` writes them again."""
     text = DOCS.read_text(encoding="utf-8")
     assert with_table(text) == text

@@ -14,7 +14,7 @@ from waltz_sim.guarantees.history import Violation
 from waltz_sim.scenario import replayed, stories_in
 
 FILES = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))
-TOLD = [
+STORIES = [
     pytest.param(story, id=f"{path.stem}: {story.title}")
     for path in FILES
     for story in stories_in(path.read_text(encoding="utf-8"))[1]
@@ -23,7 +23,7 @@ IS_REWRITTEN = "WALTZ_REWRITE_STORIES" in os.environ
 
 
 @pytest.mark.skipif(IS_REWRITTEN, reason="the stories are rewritten")
-@pytest.mark.parametrize("story", TOLD)
+@pytest.mark.parametrize("story", STORIES)
 def test_story(story):
     assert replayed(story).text == story.text
 
@@ -69,19 +69,19 @@ def test_a_file_is_read_and_written():
         ("> begin with A B C\nand then", "expected a step or a milestone, found 'and then'"),
     ],
 )
-def test_what_is_no_story_is_reported(steps, sentence):
+def test_an_invalid_story_is_reported(steps, sentence):
     with pytest.raises(BadFormat, match=sentence):
         outcome(steps)
 
 
 def test_a_story_that_reports_something_else_is_noticed():
-    (story,) = stories_in(BEGINNING + "    told: 0..1 in the log\n")[1]
+    (story,) = stories_in(BEGINNING + "    reported: 0..1 in the log\n")[1]
     assert replayed(story).text != story.text
     assert replayed(story).steps[0].lines == ["reported: 0 in the log"]
 
 
-def test_the_checkers_look_on(monkeypatch):
-    """A promise that is broken within a story is no matter of how it is told."""
+def test_checkers_run_during_a_story(monkeypatch):
+    """A broken promise within a story does not depend on how the story is written."""
     monkeypatch.setattr(session_recovery, "decide", lambda maxes, **_: min(maxes, default=None))
     with pytest.raises(Violation, match="DecisionCovers"):
         outcome(
@@ -91,7 +91,7 @@ def test_the_checkers_look_on(monkeypatch):
         )
 
 
-def test_what_replicas_do_at_once_is_reported_in_the_order_of_their_names():
+def test_simultaneous_actions_are_listed_by_replica_name():
     lines = outcome("> begin slowly with A B C")
     assert lines[2] == "A B C: fenced with nothing, marked at nothing"
 

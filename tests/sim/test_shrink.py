@@ -97,7 +97,7 @@ def test_a_failure_without_faults_needs_none():
     assert shrunk.schedule.faults == ()
 
 
-def test_what_comes_after_the_failure_goes_first():
+def test_events_after_the_failure_are_removed_first():
     model = Model()
     first = verdict_of(schedule(), "Fork", virtual_ms=4_100)
     shrunk = shrink(first, runs_max=1, run_one=model.run)

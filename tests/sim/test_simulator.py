@@ -81,7 +81,7 @@ def test_without_faults_nothing_is_ever_lost_or_closed(replicas):
 # --- the network
 
 
-class Heard(NamedTuple):
+class Arrived(NamedTuple):
     end: str
     what: str
     at_us: int
@@ -110,12 +110,12 @@ class Two:
         self.world.run(5_000_000)
 
     def handlers(self, end):
-        def hear(what):
-            self.answered.append(Heard(end, what, self.world.now_us))
+        def arrive(what):
+            self.answered.append(Arrived(end, what, self.world.now_us))
 
         return Handlers(
-            lambda link, message: hear(message.req_id.sequence),
-            lambda link, reason: hear(reason),
+            lambda link, message: arrive(message.req_id.sequence),
+            lambda link, reason: arrive(reason),
         )
 
     def send(self, end, *numbers):
@@ -142,7 +142,7 @@ def test_a_link_keeps_the_order(two):
     assert two.outcome("near") == []
 
 
-def test_what_was_sent_before_the_end_arrives(two):
+def test_messages_sent_before_the_end_arrive(two):
     two.send(NEAR, 1, 2)
     two.network.close(two.link, NEAR, "enough")
     two.send(NEAR, 3)
@@ -153,7 +153,7 @@ def test_what_was_sent_before_the_end_arrives(two):
     assert two.network.links == {}
 
 
-def test_a_break_is_reported_to_both_once(two):
+def test_both_ends_receive_a_break_once(two):
     two.network.break_link(two.link, "cut")
     two.network.break_link(two.link, "cut")
     two.world.run(10_000_000)
@@ -173,7 +173,7 @@ def test_a_blocked_way_is_found_out_late(two):
 
 
 class TestOutliving:
-    """What was sent arrives when its sender has given the link up, and heard on another one."""
+    """What was sent arrives when its sender has closed the link, and opened another one."""
 
     def held(self, two):
         late = []
@@ -199,7 +199,7 @@ class TestOutliving:
         assert began_us < late[0] < two.answered[-1].at_us
         assert list(two.network.links.values()) == [two.link]
 
-    def test_the_other_way_is_open_until_the_link_is_given_up(self, two):
+    def test_the_other_direction_is_open_until_the_link_is_closed(self, two):
         late = self.held(two)
         two.send(FAR, 8)
         two.world.run(1_000_000)
@@ -232,7 +232,7 @@ class TestOutliving:
         assert len(late) == 1
 
     @pytest.mark.parametrize("lets_go", ["release", "heal"])
-    def test_what_is_on_its_way_then_comes_behind_what_was_held_back(self, two, lets_go):
+    def test_messages_in_flight_arrive_after_those_held_back(self, two, lets_go):
         late, network = self.held(two), two.network
         network.slow_us = 100_000
         two.send(NEAR, 3)
@@ -251,7 +251,7 @@ class TestOutliving:
         two.world.run(1_000_000)
         assert two.outcome("far") == [1, 2, "abandoned"]
 
-    def test_nothing_counts_as_late_for_a_far_end_that_is_gone(self, two):
+    def test_messages_to_a_closed_end_do_not_count_as_late(self, two):
         late = self.held(two)
         two.network.give_up(two.link, "abandoned")
         two.far.die()
@@ -261,7 +261,7 @@ class TestOutliving:
         assert two.outcome("far") == late == []
 
 
-def test_no_process_answers_for_a_dead_machine():
+def test_dead_and_paused_machines_do_not_answer():
     two = Two()
     two.far.die()
     two.dial()
@@ -290,7 +290,7 @@ def test_a_reset_is_reported_and_a_silent_death_is_not(two):
 # --- processes
 
 
-def test_what_stands_still_loses_nothing(two):
+def test_a_paused_process_loses_no_messages(two):
     two.far.pause()
     two.send(NEAR, 1, 2, 3)
     two.world.run(1_000_000)
@@ -301,7 +301,7 @@ def test_what_stands_still_loses_nothing(two):
 
 def test_the_next_life_receives_nothing_of_the_last_one(two):
     two.send(NEAR, 1)
-    two.far.after(10, lambda: two.answered.append(Heard("far", "planned", 0)))
+    two.far.after(10, lambda: two.answered.append(Arrived("far", "planned", 0)))
     two.far.die()
     two.far.start()
     two.world.run(1_000_000)

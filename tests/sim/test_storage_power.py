@@ -1,6 +1,6 @@
 """A real storage directory whose power goes: at random, and at every step of each call.
 
-Slower than a unit test of one file may be: every case opens the directory anew, often twice.
+Slower than a unit test of one file may be: every case opens the directory again, often twice.
 """
 
 import random
@@ -173,9 +173,7 @@ def close_cleanly(world):
         (close_cleanly, 45),
     ],
 )
-def test_wherever_the_power_goes_the_log_opens_and_keeps_what_was_acknowledged(
-    tmp_path, call, kept
-):
+def test_after_any_power_loss_the_log_opens_with_all_acknowledged_data(tmp_path, call, kept):
     for steps in range(200):
         world, written = prepared_world(tmp_path / str(steps))
         written += make_records(46, [20] * 34)[0]

@@ -15,8 +15,8 @@ pytestmark = pytest.mark.sim
 
 
 @pytest.fixture(autouse=True)
-def interrupts_are_heard():
-    """Let children take interrupts, though whoever runs the tests in the background may not."""
+def interrupts_are_handled():
+    """Let children take interrupts, though the shell may block them for tests in the background."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -72,7 +72,7 @@ def test_an_interrupt_ends_all_processes_and_is_reported_in_a_line(has_come):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_run_that_is_killed_leaves_no_process(number):
+def test_a_killed_run_leaves_no_process(number):
     run = started()
     deadline = time.monotonic() + 60
     while not are_at_work(children := psutil.Process(run.pid).children()):

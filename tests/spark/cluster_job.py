@@ -54,7 +54,7 @@ def main(connect: str, results: str, count: int, options: dict[str, str]) -> Non
         )
         for name, each in (("stale", before), ("fresh", after))
     )
-    told = {
+    report = {
         "committed": there.counts["committed"],
         "results": there.committed.count(),
         "read": found[0],
@@ -64,7 +64,7 @@ def main(connect: str, results: str, count: int, options: dict[str, str]) -> Non
         "zone": spark.conf.get("spark.sql.session.timeZone"),
         "rows_in_batch": spark.conf.get("spark.sql.execution.arrow.maxRecordsPerBatch"),
     }
-    print(json.dumps(told))  # noqa: T201 - whoever has submitted it reads it
+    print(json.dumps(report))  # noqa: T201 - the submitter reads it
     spark.stop()
 
 

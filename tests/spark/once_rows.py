@@ -13,7 +13,7 @@ from waltz_core.client import WaltzClient
 WRITES: Mapping[str, Mapping[str, str]] = {"on": {}, "off": {"exactlyOnce": "false"}}
 TASKS, ROWS = 4, 400
 EXPECTED = {b"task%d-%d-" % (n // ROWS, n) for n in range(TASKS * ROWS)}
-# After so long an attempt fails, and the job tells what it waited for.
+# After this time an attempt fails, and the job prints what it waited for.
 WAIT_S_MAX = 200
 # So many rows Spark collects before it hands them to the writer.
 SMALL_BATCHES = {"spark.sql.execution.arrow.maxRecordsPerBatch": "20"}

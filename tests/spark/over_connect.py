@@ -59,9 +59,9 @@ def server(log: Path) -> Iterator[str]:
     line = [str(submit), "--master", "local[2]", "--class", SERVER]
     line += [part for name, value in settings.items() for part in ("--conf", f"{name}={value}")]
     environment = {**os.environ, "SPARK_LOCAL_IP": "127.0.0.1", "PYSPARK_PYTHON": sys.executable}
-    with log.open("wb") as told:
+    with log.open("wb") as output:
         process = subprocess.Popen(
-            [*line, "spark-internal"], env=environment, stdout=told, stderr=told
+            [*line, "spark-internal"], env=environment, stdout=output, stderr=output
         )
     try:
         wait_for(process, port, log)
@@ -112,9 +112,9 @@ def read(spark: SparkSession, connect: str, marks: dict[int, int], **options: ob
     return reader.options(**options).load(connect)
 
 
-def seats(spark: SparkSession, who: str, first: int, last: int) -> DataFrame:
+def seats(spark: SparkSession, writer_name: str, first: int, last: int) -> DataFrame:
     locks = F.array(lock("seat over connect", "id")).alias("write_locks")
-    return spark.range(first, last + 1).select("id", F.lit(who).alias("who"), locks)
+    return spark.range(first, last + 1).select("id", F.lit(writer_name).alias("who"), locks)
 
 
 def is_one_sentence(error: BaseException) -> bool:
@@ -186,12 +186,14 @@ def test_two_writers_of_one_snapshot(spark: SparkSession, connect: str, tmp_path
     count = snapshot.read().count()
     assert count == sum(mark + 1 for mark in snapshot.high_water_marks.values())
 
-    def write(who: str, first: int, last: int, **options: object) -> waltz_spark.WriteResult:
+    def write(
+        writer_name: str, first: int, last: int, **options: object
+    ) -> waltz_spark.WriteResult:
         return waltz_spark.append(
-            seats(spark, who, first, last),
+            seats(spark, writer_name, first, last),
             connect,
             high_water_marks=snapshot.high_water_marks,
-            resultsPath=tmp_path / who,
+            resultsPath=tmp_path / writer_name,
             dataFormat="msgpack",
             **options,
         )
@@ -236,7 +238,7 @@ def test_errors_are_one_sentence(spark: SparkSession, connect: str, marks: dict[
         writer.save(connect)
     assert is_one_sentence(refused.value)
     with pytest.raises(PySparkException, match="TABLE_OR_VIEW_NOT_FOUND") as other:
-        spark.sql("SELECT * FROM nobody_has_made_this").collect()
+        spark.sql("SELECT * FROM no_such_relation").collect()
     assert not isinstance(other.value, errors.WaltzError)
 
 
@@ -301,8 +303,8 @@ def test_streams_in_and_out(
     spark: SparkSession, connect: str, marks: dict[int, int], tmp_path: Path
 ) -> None:
     """From the log into files and on from the checkpoint; from files into the log, once."""
-    told: list[str] = []
-    listener = LagListener(lambda query, _lags: told.append(query))
+    output: list[str] = []
+    listener = LagListener(lambda query, _lags: output.append(query))
     spark.streams.addListener(listener)
     starting = {"startingHighWaterMarks": as_json(marks), "maxTransactionsPerTrigger": "40"}
     for times in (1, 2):
@@ -316,7 +318,7 @@ def test_streams_in_and_out(
         assert len(query.recentProgress) >= (2 if HAS_ADMISSION_CONTROL else 1)
         files = spark.read.parquet(str(tmp_path / "files"))
         assert files.count() == files.distinct().count() == 60 * times
-    wait_until("the listener is told", lambda: told)
+    wait_until("the listener is called", lambda: output)
     spark.streams.removeListener(listener)
 
     middle = dict(waltz_spark.snapshot(spark, connect).high_water_marks)
@@ -384,6 +386,6 @@ def test_a_stream_that_cannot_be(spark: SparkSession, connect: str, tmp_path: Pa
     with pytest.raises(errors.BadRequest, match=r"^there is no column 'data'") as caught:
         query.awaitTermination(120)
     assert is_one_sentence(caught.value)
-    told = query.exception()
-    assert type(waltz_spark.error_of(told)) is errors.BadRequest
-    assert "there is no column 'data'" in shown_first(told)
+    output = query.exception()
+    assert type(waltz_spark.error_of(output)) is errors.BadRequest
+    assert "there is no column 'data'" in shown_first(output)

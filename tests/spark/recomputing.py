@@ -41,7 +41,7 @@ def count_since(refused: pa.Table, since: pa.Table) -> pa.Table:
 
 
 def other_rows(refused: pa.Table, _since: pa.Table) -> pa.Table:
-    """Change what tells one row from another."""
+    """Change what distinguishes one row from another."""
     place = refused.column_names.index("row")
     rows = pc.add(refused.column("row"), 100)
     return refused.set_column(place, "row", pc.cast(rows, pa.int32()))

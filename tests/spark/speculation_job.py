@@ -61,9 +61,9 @@ class Gate:
     def _first(self, rows: range) -> None:
         if ROWS // 2 in rows:
             self._until_in_log(b"task%d-" % SLOW)
-            self._tell("first is in")
+            self._print("first is in")
             self._until("second is in")
-            self._tell("first goes on")
+            self._print("first continues")
 
     def _second(self, rows: range) -> None:
         if 0 in rows:
@@ -71,13 +71,13 @@ class Gate:
         elif ROWS - 1 in rows:
             # Only the second attempt has sent what comes after the first half.
             self._until_in_log(b"task%d-%d-" % (SLOW, SLOW * ROWS + ROWS // 2))
-            self._tell("second is in")
-            self._until("first goes on")
+            self._print("second is in")
+            self._until("first continues")
 
     def _until_in_log(self, prefix: bytes) -> None:
         until_some_are_there(self.connect, prefix, self.after)
 
-    def _tell(self, what: str) -> None:
+    def _print(self, what: str) -> None:
         (self.directory / what).touch()
 
     def _until(self, what: str) -> None:

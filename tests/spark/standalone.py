@@ -41,7 +41,7 @@ class Done:
     connections: dict[int, dict[int, int]] = field(default_factory=dict)
 
     @property
-    def told(self) -> dict[str, Any]:
+    def report(self) -> dict[str, Any]:
         """The last line of its output, which is JSON."""
         assert self.exit_code == 0, self.errors[-6_000:]
         found: dict[str, Any] = json.loads(self.output.strip().splitlines()[-1])

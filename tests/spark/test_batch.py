@@ -129,10 +129,10 @@ def test_reads_through_the_server_give_the_same(spark: SparkSession, connect: st
     assert_df_equality(replica, server, ignore_row_order=True)
 
 
-def dispatches(spark: SparkSession, who: str, first: int, last: int) -> DataFrame:
+def dispatches(spark: SparkSession, writer_name: str, first: int, last: int) -> DataFrame:
     return spark.range(first, last + 1).select(
         F.col("id"),
-        F.lit(who).alias("who"),
+        F.lit(writer_name).alias("who"),
         F.array(lock("aircraft", "id")).alias("write_locks"),
     )
 
@@ -156,7 +156,7 @@ def test_two_writers_of_one_snapshot(spark: SparkSession, connect: str) -> None:
     for number, row in lost.items():
         assert row.lock_failure_transaction_id == won[number]
         assert row.transaction_id is None
-        assert row.who == "boris"
+        assert row.writer_name == "boris"
         assert row.retry_high_water_mark >= won[number]
     again = waltz_spark.append(
         dispatches(spark, "boris", 25, 39), connect, dataFormat="msgpack", onLockFailure="fail"
@@ -283,14 +283,14 @@ def test_the_client_reads_what_spark_wrote(
 def test_append_from_threads(spark: SparkSession, connect: str) -> None:
     marks = marks_of(spark, connect)
 
-    def write(who: str, first: int, last: int) -> float:
-        table = dispatches(spark, who, first, last)
+    def write(writer_name: str, first: int, last: int) -> float:
+        table = dispatches(spark, writer_name, first, last)
         result = waltz_spark.append(table, connect, high_water_marks=marks, dataFormat="msgpack")
         return result.counts["committed"]
 
     with ThreadPoolExecutor(2) as pool:
         found = [pool.submit(write, "anna", 200, 239), pool.submit(write, "boris", 220, 259)]
-    # Whoever was faster, each aircraft was dispatched once.
+    # Whichever was faster, each aircraft was dispatched once.
     assert sum(each.result() for each in found) == 60
 
 

@@ -28,10 +28,10 @@ def test_everything_over_spark_connect(connect: str) -> None:
         line, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     try:
-        told, _ = process.communicate(timeout=2 * HANG_S)
+        output, _ = process.communicate(timeout=2 * HANG_S)
     finally:
         end(process)
-    assert process.returncode == 0, told.decode()
+    assert process.returncode == 0, output.decode()
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

@@ -123,14 +123,14 @@ def test_a_sentence_comes_without_a_stack_and_with_its_class(
         outside.write.format("waltz").mode("append").save(connect)
     with pytest.raises(Exception, match="no column 'data'") as on_driver:
         rows(spark, "misspelt string").write.format("waltz").mode("append").save(connect)
-    for caught, told in (
+    for caught, expected in (
         (on_executor, "column 'partition': expected 0 to 3, found 9"),
         (on_driver, "no column"),
     ):
         assert "Traceback" not in str(caught.value)
         found = waltz_spark.error_of(caught.value)
         assert type(found) is errors.BadRequest
-        assert told in str(found)
+        assert expected in str(found)
     with pytest.raises(errors.BadRequest, match="found 9"):
         waltz_spark.append(outside, connect)
 

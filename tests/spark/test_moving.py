@@ -204,7 +204,7 @@ def test_batches_and_a_stream_continue_where_the_partitions_go(
                 place = tmp_path / str(number)
                 assert read_while(spark, log, place, event, readFrom="server") == EXPECTED
                 count = len(seen)
-                wait_until("the stream goes on", lambda at=count: len(seen) > at + 20)
+                wait_until("the stream continues", lambda at=count: len(seen) > at + 20)
             writer.stop()
             query.processAllAvailable()
         assert query.exception() is None
@@ -265,7 +265,7 @@ def test_tasks_leave_a_frozen_server(
 
 
 def is_settled(log: LocalCluster) -> bool:
-    """Tell whether both servers own a partition and all replicas take part."""
+    """Return whether both servers own a partition and all replicas take part."""
     partitions = shown(log)["partitions"]
     assert isinstance(partitions, dict)
     return len({each["server"] for each in partitions.values()}) == 2 and all_engaged(log)

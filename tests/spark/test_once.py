@@ -154,7 +154,7 @@ def test_rows_in_another_order_and_equal_rows_are_matched(write: Write) -> None:
 
 @contextlib.contextmanager
 def straggling(write: Write, job: Job, rows: list[bytes]) -> Iterator[list[ConnectionSuperseded]]:
-    """Run the block while an attempt has half of its rows in the log; it goes on afterwards."""
+    """Run the block while an attempt has half of its rows in the log; it continues afterwards."""
     may_go_on = threading.Event()
     failures: list[ConnectionSuperseded] = []
 
@@ -194,9 +194,9 @@ def test_a_run_of_the_whole_job_continues_with_the_one_before(write: Write) -> N
     stopped_after(write, first, rows[1], 40, task=1)
     second = write.job()
     assert second.run != first.run
-    told = [second.write_task(batches_of(rows[task]), task, 1) for task in range(3)]
-    assert [each.found == 0 for each in told] == [False, False, True]
-    assert sum(each.committed for each in told) == 180
+    result = [second.write_task(batches_of(rows[task]), task, 1) for task in range(3)]
+    assert [each.found == 0 for each in result] == [False, False, True]
+    assert sum(each.committed for each in result) == 180
     assert write.in_log() == once([row for each in rows.values() for row in each])
 
 
@@ -271,9 +271,9 @@ def test_a_write_that_is_done_refuses_other_rows(write: Write) -> None:
         ([], "finished with 1 row, and this run has 0 rows", False),
     ):
         again = write.job()
-        told = again.write_task(batches_of(others), 0, 1)
+        result = again.write_task(batches_of(others), 0, 1)
         with pytest.raises(BadRequest, match=counts) as caught:
-            write.finish(again, told)
+            write.finish(again, result)
         assert ("the counts are equal, the hashes differ" in str(caught.value)) is hashes
         assert "This run has appended nothing" in str(caught.value)
         assert write.in_log() == once(monday)
@@ -284,10 +284,10 @@ def test_a_write_that_is_done_refuses_other_rows(write: Write) -> None:
 def test_a_run_that_is_overtaken_by_one_with_other_rows_fails(write: Write) -> None:
     """Two runs at a time, the second with a row more; the first is finished first."""
     rows, first = rows_of(0, 20), write.job()
-    told = first.write_task(batches_of(rows), 0, 0)
+    result = first.write_task(batches_of(rows), 0, 0)
     second = write.job()
     more = second.write_task(batches_of([*rows, b"more"]), 0, 1)
-    write.finish(first, told)
+    write.finish(first, result)
     with pytest.raises(BadRequest, match=r"with 20 rows, and this run has 21 rows\. .* was faster"):
         write.finish(second, more)
     assert write.in_log() == once([*rows, b"more"])
@@ -298,13 +298,13 @@ def test_a_write_that_an_earlier_version_has_finished_is_done(
 ) -> None:
     """Its record has no hash: rows cannot be compared, and the log line says so."""
     rows, job = rows_of(0, 5), write.job()
-    told = job.write_task(batches_of(rows), 0, 0)
+    result = job.write_task(batches_of(rows), 0, 0)
     asyncio.run(end_write(write.connect, write.name, {"committed": 5}, keep_ms=FOR_LONG))
     again = write.job()
     write.finish(again, again.write_task(batches_of(rows_of(7, 3)), 0, 1))
     assert "is already committed" in caplog.text
     assert "its rows could not be compared" in caplog.text
-    write.finish(job, told)
+    write.finish(job, result)
     assert write.in_log() == once(rows)
 
 
@@ -407,7 +407,7 @@ def test_an_earlier_micro_batch_does_not_restart(write: Write) -> None:
 def test_a_server_that_dies_between_two_attempts(
     write: Write, cluster: waltz_core.local.LocalCluster
 ) -> None:
-    """The next owner has forgotten who was fenced; the generation says so, and the node."""
+    """The next owner has forgotten the fenced attempt; the generation and the node record it."""
     rows, job = rows_of(0, 120), write.job()
     with straggling(write, job, rows) as failures:
         cluster.kill("server-1")

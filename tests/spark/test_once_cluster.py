@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 SECONDS_MAX = 500
 
 
-def test_every_row_is_there_once_and_without_the_option_some_are_there_twice(
+def test_rows_are_written_once_with_the_option_and_repeated_without_it(
     tmp_path: Path,
 ) -> None:
     with waltz_core.local.running() as cluster:

@@ -99,7 +99,7 @@ def test_ten_jobs_add_to_one_counter(spark: SparkSession, connect: str) -> None:
     assert total == 55
 
 
-def test_what_the_function_leaves_out_stays_refused(spark: SparkSession, connect: str) -> None:
+def test_rows_that_the_function_omits_stay_rejected(spark: SparkSession, connect: str) -> None:
     key = 9003
     marks = waltz_spark.snapshot(spark, connect).high_water_marks
     taken = counters(spark, key, 1, 0)
@@ -145,7 +145,7 @@ def test_a_row_is_rejected_when_its_retries_are_used_up(spark: SparkSession, con
         ({"identityColumns": "nothing"}, "'identityColumns': no column 'nothing' is packed"),
     ],
 )
-def test_what_cannot_be_is_reported_before_any_task(
+def test_invalid_options_are_reported_before_any_task(
     spark: SparkSession, connect: str, options: dict[str, str], text: str
 ) -> None:
     given = {"onLockFailure": "retry", "dataFormat": "json", **options}
@@ -216,7 +216,7 @@ def test_results_of_several_writes_lie_side_by_side(
     spark: SparkSession, connect: str, tmp_path: Path
 ) -> None:
     path = str(tmp_path / "results")
-    spark.range(3).write.parquet(path)  # somebody's own
+    spark.range(3).write.parquet(path)  # of the user
     results = [
         waltz_spark.append(counters(spark, key, 1, 0), connect, dataFormat="json", resultsPath=path)
         for key in (9009, 9010)
@@ -228,7 +228,7 @@ def test_results_of_several_writes_lie_side_by_side(
 def test_a_write_that_was_done_reports_its_first_results(
     spark: SparkSession, connect: str, tmp_path: Path
 ) -> None:
-    told = [
+    written = [
         waltz_spark.append(
             counters(spark, 9011, 1, 0),
             connect,
@@ -238,8 +238,8 @@ def test_a_write_that_was_done_reports_its_first_results(
         )
         for number in range(2)
     ]
-    assert [each.counts["committed"] for each in told] == [1, 1]
-    assert [each.committed.count() for each in told] == [1, 1]
+    assert [each.counts["committed"] for each in written] == [1, 1]
+    assert [each.committed.count() for each in written] == [1, 1]
     assert values_of(spark, connect, 9011) == [(1, 1)]
 
 
@@ -284,18 +284,18 @@ def batch_of(key: int, rows: list[int]) -> pa.RecordBatch:
 
 def test_rows_computed_again_are_found_again(spark: SparkSession, connect: str) -> None:
     """An attempt that is run again finds them by their identity, whatever they became."""
-    job = job_of(connect, "anew-1", identityColumns="row")
+    job = job_of(connect, "again-1", identityColumns="row")
     first = job.write_task(iter([batch_of(9101, [0, 1, 2])]), 0, 0)  # and its answer is lost
     assert (first.committed, first.recomputed) == (3, 2)
-    told = job.write_task(iter([batch_of(9101, [0, 1, 2, 3, 4])]), 0, 1)
-    assert (told.committed, told.found) == (5, 3)
+    written = job.write_task(iter([batch_of(9101, [0, 1, 2, 3, 4])]), 0, 1)
+    assert (written.committed, written.found) == (5, 3)
     assert values_of(spark, connect, 9101) == [(1, value) for value in range(1, 6)]
 
 
 def test_without_identity_nothing_is_written_twice_either(
     spark: SparkSession, connect: str
 ) -> None:
-    job = job_of(connect, "anew-2")
+    job = job_of(connect, "again-2")
     job.write_task(iter([batch_of(9102, [0, 1, 2])]), 0, 0)
     with pytest.raises(BadRequest, match=r"found by option identityColumns"):
         job.write_task(iter([batch_of(9102, [0, 1, 2, 3, 4])]), 0, 1)
@@ -303,7 +303,7 @@ def test_without_identity_nothing_is_written_twice_either(
 
 
 def test_rows_of_one_identity_fail_the_write(spark: SparkSession, connect: str) -> None:
-    job = job_of(connect, "anew-3", identityColumns="key")
+    job = job_of(connect, "again-3", identityColumns="key")
     job.write_task(iter([batch_of(9103, [0])]), 0, 0)
     with pytest.raises(BadRequest, match=r"several rows have the same key, but different"):
         job.write_task(iter([batch_of(9103, [0, 1])]), 0, 1)

@@ -118,8 +118,8 @@ def test_a_billion_transactions_are_planned_with_one_look(
     log.info("planned %d tasks: %.3f s of CPU, %.3f s in all", len(tasks), cpu_s, took_s)
     assert len(tasks) == 4 * PARTITIONS
     assert sum(task.last - task.first + 1 for task in tasks) == PARTITIONS * (LAST + 1) == 10**9
-    # Each partition is asked for once, nobody waits for another one's answer, and all are asked on
-    # one connection to the server; ZooKeeper is not asked for each.
+    # Each partition is asked for once, no request waits for another one's answer, and all are sent
+    # on one connection to the server; ZooKeeper is not asked for each.
     assert asked == {"ReplicasResponse": PARTITIONS}
     assert at_once > PARTITIONS // 2  # the first may be answered while the last are asked
     assert len(links) == 1
@@ -231,7 +231,7 @@ def test_connections_are_few_for_each_worker(spark: SparkSession, plain: LocalCl
         (100_000, 4096, {}),
     ],
 )
-def test_a_workers_memory_is_bounded_by_options_and_not_by_what_it_reads_and_writes(
+def test_a_workers_memory_depends_on_options_and_not_on_the_data(
     spark: SparkSession, place: Path, count: int, size: int, options: dict[str, int]
 ) -> None:
     with waltz_core.local.running(

@@ -135,8 +135,8 @@ def test_locks_of_an_insert(
         sql.sql(f"CREATE TEMPORARY VIEW {name} {columns} USING waltz OPTIONS ({base}{options})")
     sql.sql(f"INSERT INTO first VALUES ('anna', array({hashes[0]}))")
     sql.sql(f"INSERT INTO late VALUES ('b1', array({hashes[0]})), ('b2', array({hashes[1]}))")
-    told = sql.read.parquet(str(tmp_path / "results")).select("write_locks", "status").collect()
-    assert {row.write_locks[0]: row.status for row in told} == {
+    statuses = sql.read.parquet(str(tmp_path / "results")).select("write_locks", "status").collect()
+    assert {row.write_locks[0]: row.status for row in statuses} == {
         hashes[0]: "REJECTED",
         hashes[1]: "COMMITTED",
     }

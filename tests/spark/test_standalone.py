@@ -80,7 +80,7 @@ def test_a_job_runs_on_both_workers_and_reads_from_replicas(both: Both, tmp_path
     ports = both.ports("server") + both.ports("storage")
     arguments = (both.waltz.connect, str(tmp_path), str(COUNT))
     job = both.spark.submit("cluster_job.py", *arguments, ports=ports)
-    assert job.told == {
+    assert job.report == {
         "committed": COUNT,
         "results": COUNT,
         "read": COUNT,
@@ -93,7 +93,7 @@ def test_a_job_runs_on_both_workers_and_reads_from_replicas(both: Both, tmp_path
     }
     assert {each["Host"] for each in job.attempts() if each["won"]} == both.hosts
 
-    # Whoever reads through a server has it look into its cache, or fetch from a storage.
+    # A reader through a server has it look into its cache, or fetch from a storage.
     assert both.total("waltz_server_cache_reads_total") == 0
     assert both.total("waltz_server_fetched_bytes_total") == 0
     assert both.total("waltz_storage_read_bytes_total") > COUNT * ROW_BYTES
@@ -125,14 +125,14 @@ def test_executors_that_reach_servers_only_read_and_do_not_write(
             ports=ports,
             **{"spark.task.maxFailures": "1"},
         )
-    assert job.told["read"] == count
+    assert job.report["read"] == count
     assert both.total("waltz_server_cache_reads_total") > before
     assert job.connections != {}
     assert all(seen[port] == 0 for seen in job.connections.values() for port in ports)
     zookeeper = both.waltz.connect.partition("/")[0]
     why = f"CoordinatorUnavailable: no ZooKeeper answered at {zookeeper} within 10000 ms"
-    told, colon, reason = job.told["error"].partition(f"{why}: ")
-    assert (told, colon) == ("", f"{why}: "), job.told["error"]
+    report, colon, reason = job.report["error"].partition(f"{why}: ")
+    assert (report, colon) == ("", f"{why}: "), job.report["error"]
     assert "\n" not in reason
     assert reason
 
@@ -149,4 +149,4 @@ def test_two_attempts_of_a_task_write_at_one_time(both: Both, tmp_path: Path) ->
         assert first["Host"] != second["Host"]
         assert (first["won"], second["won"]) == (False, True)
     for write in WRITES:
-        assert (tmp_path / write / "first goes on").exists()  # while the second was inside, too
+        assert (tmp_path / write / "first continues").exists()  # while the second was inside, too

@@ -159,8 +159,8 @@ def test_micro_batches_follow_a_writer_in_order(
 def test_the_lag_is_the_marks_minus_where_the_stream_is(
     spark: SparkSession, connect: str, begun: dict[int, int], tmp_path: Path
 ) -> None:
-    told: list[list[dict[int, int]]] = []
-    listener = LagListener(lambda _query, lags: told.append(lags))
+    reported: list[list[dict[int, int]]] = []
+    listener = LagListener(lambda _query, lags: reported.append(lags))
     spark.streams.addListener(listener)
     try:
         append(connect, 50, partition=2)
@@ -173,9 +173,9 @@ def test_the_lag_is_the_marks_minus_where_the_stream_is(
         )
         query = finished(into_files(table, tmp_path))
         assert [lag_of(each)[0][2] for each in query.recentProgress][:3] == [30, 10, 0]
-        wait_until("three are told", lambda: len(told) >= 3)
-        assert [log[2] for (log,) in told[:3]] == [30, 10, 0]
-        wait_until("its end is told", lambda: str(query.id) not in listener.lags)
+        wait_until("three are reported", lambda: len(reported) >= 3)
+        assert [log[2] for (log,) in reported[:3]] == [30, 10, 0]
+        wait_until("its end is reported", lambda: str(query.id) not in listener.lags)
     finally:
         spark.streams.removeListener(listener)
 

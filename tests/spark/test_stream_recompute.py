@@ -1,4 +1,4 @@
-"""A log that is made anew under a stream: told in a sentence, or read from its start."""
+"""A log that is recreated under a stream: an error, or a read from its start."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ def cluster() -> Iterator[LocalCluster]:
         yield running
 
 
-def make_anew(cluster: LocalCluster) -> None:
+def recreate(cluster: LocalCluster) -> None:
     """Put another cluster in the place of one, at the same root of the same ZooKeeper."""
     daemons = [member.name for member in cluster.members if member.kind != "zookeeper"]
     for name in reversed(daemons):
@@ -92,7 +92,7 @@ def test_a_running_stream_reports_that_the_log_is_another_one(
     spark: SparkSession, cluster: LocalCluster, tmp_path: Path, later: int
 ) -> None:
     def swap() -> None:
-        make_anew(cluster)
+        recreate(cluster)
         append(cluster.connect, "new", later)
 
     old = append(cluster.connect, "old", 10)
@@ -118,7 +118,7 @@ def test_where_data_loss_is_allowed_the_new_log_is_read_from_its_start(
     new: set[str] = set()
 
     def swap() -> None:
-        make_anew(cluster)
+        recreate(cluster)
         new.update(append(cluster.connect, "new", later))
 
     old = append(cluster.connect, "old", 10)

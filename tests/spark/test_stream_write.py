@@ -166,9 +166,13 @@ def test_results_stand_beside_each_other_by_micro_batch(place: Place, tmp_path: 
     for number in (0, 1):
         directory = results / f"batch={number}"
         assert (directory / "_SUCCESS").exists()
-        told = place.spark.read.parquet(str(directory)).collect()
-        assert {row.status for row in told} == {"COMMITTED"}
-        assert len(told) == len({(row.partition, row.transaction_id) for row in told}) == ROWS
+        result_rows = place.spark.read.parquet(str(directory)).collect()
+        assert {row.status for row in result_rows} == {"COMMITTED"}
+        assert (
+            len(result_rows)
+            == len({(row.partition, row.transaction_id) for row in result_rows})
+            == ROWS
+        )
 
 
 def test_foreach_batch_with_a_name_and_a_number(place: Place) -> None:

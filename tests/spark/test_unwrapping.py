@@ -20,7 +20,7 @@ from waltz_spark.functions import lock
 
 pytestmark = pytest.mark.spark
 
-NOBODY = "127.0.0.1:1/waltz/none"
+UNREACHABLE = "127.0.0.1:1/waltz/none"
 
 
 def read(spark: SparkSession, connect: str, **options: str) -> DataFrame:
@@ -54,7 +54,7 @@ def test_a_wrong_option(spark: SparkSession, connect: str) -> None:
 
 
 def test_it_is_sparks_error_too(spark: SparkSession, connect: str) -> None:
-    """So that what waits for Spark's classes goes on to do so."""
+    """So that what waits for Spark's classes continues to do so."""
     with pytest.raises(AnalysisException) as caught:
         read(spark, connect, partitions="99").count()
     assert isinstance(caught.value, errors.BadConfig)
@@ -78,7 +78,7 @@ def test_a_refused_row(spark: SparkSession, connect: str) -> None:
 
 def test_no_zookeeper(spark: SparkSession) -> None:
     with pytest.raises(errors.Unavailable, match=r"^no ZooKeeper answered") as caught:
-        write(locked(spark, 2), NOBODY)
+        write(locked(spark, 2), UNREACHABLE)
     assert is_one_sentence(caught.value)
 
 
@@ -114,12 +114,12 @@ def test_a_stream(spark: SparkSession, connect: str, tmp_path: Path) -> None:
         query.awaitTermination(120)
     assert isinstance(caught.value, StreamingQueryException)
     assert is_one_sentence(caught.value)
-    told = query.exception()
-    assert str(caught.value) in shown_first(told)
-    assert type(waltz_spark.error_of(told)) is errors.BadRequest
+    query_error = query.exception()
+    assert str(caught.value) in shown_first(query_error)
+    assert type(waltz_spark.error_of(query_error)) is errors.BadRequest
 
 
-def test_what_a_users_function_raises_over_it_stays(
+def test_an_error_of_the_users_function_is_kept(
     spark: SparkSession, connect: str, tmp_path: Path
 ) -> None:
     spark.range(1).write.parquet(str(tmp_path / "in"))
@@ -142,7 +142,7 @@ def test_what_a_users_function_raises_over_it_stays(
 
 def test_other_errors_stay_as_they_are(spark: SparkSession) -> None:
     with pytest.raises(AnalysisException, match="TABLE_OR_VIEW_NOT_FOUND") as analysis:
-        spark.sql("SELECT * FROM nobody_has_made_this").collect()
+        spark.sql("SELECT * FROM no_such_relation").collect()
     with pytest.raises(PySparkException, match="DIVIDE_BY_ZERO") as arithmetic:
         spark.sql("SELECT 1 / id FROM range(1)").collect()
     with pytest.raises(Py4JJavaError) as java:

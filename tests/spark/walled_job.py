@@ -23,7 +23,7 @@ def main(connect: str, results: str) -> None:
         error = ""
     except WaltzError as failure:
         error = f"{type(failure).__name__}: {failure}"
-    print(json.dumps({"read": read, "error": error}))  # noqa: T201 - whoever has submitted it
+    print(json.dumps({"read": read, "error": error}))  # noqa: T201 - the submitter
     spark.stop()
 
 

@@ -70,7 +70,7 @@ def test_enough_commands_are_looked_at():
         ("disc verify x", "no noun 'disc'"),
     ],
 )
-def test_what_is_wrong_would_be_found(text, fault):
+def test_errors_in_the_page_would_be_found(text, fault):
     assert faults(text) == [fault]
     assert commands_in(f"say `{text}`, or\n$ waltz-core {text}  # so")[0].split() == text.split()
 

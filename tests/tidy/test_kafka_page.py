@@ -1,4 +1,4 @@
-"""The page for those who come from Kafka names every option of ours, and none that is not."""
+"""The page for Kafka users names every option of ours, and none that does not exist."""
 
 import re
 from pathlib import Path

@@ -36,7 +36,7 @@ def test_there_are_five_and_they_are_small():
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
-def test_it_was_executed_from_top_to_bottom(path: Path):
+def test_the_notebook_was_executed_from_top_to_bottom(path: Path):
     code = cells_of(path, "code")
     assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
     outputs = [output for cell in code for output in cell["outputs"]]
@@ -47,7 +47,7 @@ def test_it_was_executed_from_top_to_bottom(path: Path):
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
-def test_it_names_no_place_of_one_machine(path: Path):
+def test_the_notebook_names_no_path_of_one_machine(path: Path):
     for cell in cells_of(path, "code") + cells_of(path, "markdown"):
         for text in texts_of(cell):
             assert not PLACE.search(text), PLACE.search(text)
@@ -55,14 +55,14 @@ def test_it_names_no_place_of_one_machine(path: Path):
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
-def test_it_explains_more_than_it_computes(path: Path):
+def test_the_notebook_has_more_text_than_code(path: Path):
     code, prose = cells_of(path, "code"), cells_of(path, "markdown")
     assert "".join(prose[0]["source"]).startswith("# ")
     assert len(prose) >= len(code) - 2  # a plot may follow its figures, the start its title
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
-def test_its_links_lead_somewhere(path: Path):
+def test_the_links_of_the_notebook_exist(path: Path):
     text = "".join(text for cell in cells_of(path, "markdown") for text in texts_of(cell))
     links = re.findall(r"\]\(([^)#]+)\)", text)
     assert all((FOLDER / link).exists() for link in links if "://" not in link), links

@@ -51,7 +51,7 @@ async def test_reports_go_to_their_callback():
     assert (reports, done) == ([Report("x.y", (("n", 1),))], ["1"])
 
 
-def test_reports_are_logged_when_no_process_wants_them(caplog):
+def test_reports_are_logged_without_a_receiver(caplog):
     async def program():
         Driver(Echo({"a": (Report("x.y", (("n", 1),)),)}), print, name="m").post("a")
 

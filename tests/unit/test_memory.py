@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 
-from tests.client_contract import Ledger, Told
+from tests.client_contract import Ledger, RecordingContext
 from tests.patience import HANG_S
 from waltz_core import errors
 from waltz_core.client import AsyncCallbacks, Callbacks, PoisonPolicy, lock, transactional
@@ -43,15 +43,15 @@ def until(condition):
 
 
 class Plain(Callbacks):
-    """Counts, and does what it is told."""
+    """Counts, and runs a given function."""
 
     def __init__(self, act, answer=PoisonPolicy.STOP):
         self.act, self.answer, self.applied, self.errors = act, answer, 0, []
 
     def apply_transaction(self, transaction):
-        told = self.act()
+        returned = self.act()
         self.applied += 1
-        return told
+        return returned
 
     def uncaught_exception(self, partition, transaction_id, error):
         self.errors.append(error)
@@ -59,17 +59,17 @@ class Plain(Callbacks):
 
 
 async def nothing():
-    """What an async function returns when nobody awaits it."""
+    """What an async function returns when it is not awaited."""
 
 
 @pytest.mark.parametrize("act", [lambda: sys.exit(3), nothing])
-def test_what_a_callback_does_on_its_thread_ends_no_more_than_its_feed(waltz_memory, act):
+def test_a_failing_callback_ends_only_its_feed(waltz_memory, act):
     callbacks = Plain(act)
     with waltz_memory.client() as client:
         client.append(b"poison", partition=0).result()
         client.subscribe(callbacks, [0])
         until(lambda: client.partitions == ())
-        assert client.append(b"and it goes on", partition=0).result() == 1
+        assert client.append(b"and it continues", partition=0).result() == 1
     assert [type(each) for each in callbacks.errors] == [errors.UsageError]
 
 
@@ -94,10 +94,10 @@ def test_a_context_that_ends_the_process_ends_itself(waltz_memory):
         for context in (leaves(), leaves_early()):
             with pytest.raises(errors.UsageError, match="SystemExit was raised on a worker thread"):
                 client.submit(context).result(HANG_S)
-        assert client.append(b"and it goes on", partition=0).result() == 0
+        assert client.append(b"and it continues", partition=0).result() == 0
 
 
-def test_an_iterator_at_its_end_keeps_no_process_waiting(waltz_memory):
+def test_an_iterator_at_its_end_returns_at_once(waltz_memory):
     @transactional(partition=0)
     def takes_the_next(builder):
         return next(iter(()))
@@ -118,7 +118,7 @@ def test_an_iterator_at_its_end_keeps_no_process_waiting(waltz_memory):
     assert [type(each) for each in callbacks.errors] == [RuntimeError]
 
 
-def test_what_is_no_context_is_reported(waltz_memory):
+def test_an_argument_that_is_no_context_is_reported(waltz_memory):
     async def submit(wrong):
         async with waltz_memory.async_client() as client:
             await client.submit(wrong)
@@ -158,11 +158,11 @@ def test_a_client_of_another_event_loop_says_so_and_lives_on(waltz_memory):
 def test_callbacks_of_the_other_client_are_refused(waltz_memory):
     class Late(Callbacks):
         async def apply_transaction(self, transaction):
-            """Nobody awaits it."""
+            """It is not awaited."""
 
     class Early(AsyncCallbacks):
         async def apply_transaction(self, transaction):
-            """Nobody awaits it."""
+            """It is not awaited."""
 
     async def subscribe_plain():
         async with waltz_memory.async_client() as client:
@@ -186,7 +186,7 @@ def test_the_next_locked_appends_are_refused_and_no_more(waltz_memory):
     locks = [lock("a")]
     with waltz_memory.client() as client:
         waltz_memory.reject_next(2)
-        client.append(b"free", partition=0).result()  # checks nothing, so nobody can be faster
+        client.append(b"free", partition=0).result()  # checks nothing, so no client can be faster
         client.append(b"free", partition=0, append_locks=locks).result()
         for kind in ("write_locks", "read_locks"):
             with pytest.raises(errors.LockFailed):
@@ -200,7 +200,7 @@ def test_a_refused_context_is_executed_again(waltz_memory):
         ledger = Ledger(-1)
         client.subscribe(ledger, [2])
         waltz_memory.reject_next(3)
-        context = Told(2)
+        context = RecordingContext(2)
         assert client.submit(context).result() == 0
         assert context.is_applied.wait(HANG_S)
         assert context.hooks == ["lock failure"] * 3 + [("completion", True), "application"]
@@ -209,7 +209,7 @@ def test_a_refused_context_is_executed_again(waltz_memory):
 def test_a_context_that_is_always_refused_expires(waltz_memory):
     with waltz_memory.client() as client:
         waltz_memory.reject_next(1_000_000)
-        context = Told(0)
+        context = RecordingContext(0)
         context.retries_max = 5
         with pytest.raises(errors.LockFailed):
             client.submit(context).result()
@@ -221,7 +221,7 @@ def test_a_context_that_is_always_refused_expires(waltz_memory):
 @pytest.mark.parametrize("error", [errors.BadRequest, errors.TooLarge, errors.ClientAhead])
 def test_an_append_fails_and_is_not_in_the_log(waltz_memory, error):
     with waltz_memory.client() as client:
-        waltz_memory.fail_next_append(2, error("as told"))
+        waltz_memory.fail_next_append(2, error("as planned"))
         failed = [client.append(b"%d" % i, partition=0) for i in range(3)]
         for future in failed[:2]:
             with pytest.raises(error):
@@ -231,17 +231,15 @@ def test_an_append_fails_and_is_not_in_the_log(waltz_memory, error):
 
 
 @pytest.mark.parametrize("error", [errors.Overloaded, errors.NoSpace, errors.SessionLost])
-def test_what_clients_repair_they_repair_for_as_long_as_a_request_may_take(
-    waltz_memory, monkeypatch, error
-):
+def test_clients_retry_for_as_long_as_a_request_may_take(waltz_memory, monkeypatch, error):
     monkeypatch.setattr(appends, "RESEND_FULL_DELAY_S", 0.005)
     with waltz_memory.client(replace(SHORT, request_timeout_ms=1_000)) as client:
-        waltz_memory.fail_next_append(2, error("as told"))
-        assert client.append(b"mended", partition=0).result() == 0
-        waltz_memory.fail_next_append(1_000_000, error("as told"))
+        waltz_memory.fail_next_append(2, error("as planned"))
+        assert client.append(b"repaired", partition=0).result() == 0
+        waltz_memory.fail_next_append(1_000_000, error("as planned"))
         with pytest.raises(error):
-            client.append(b"given up", partition=0).result()
-        waltz_memory.fail_next_append(0, error("as told"))
+            client.append(b"abandoned", partition=0).result()
+        waltz_memory.fail_next_append(0, error("as planned"))
         assert client.append(b"after", partition=0).result() == 1
 
 
@@ -258,8 +256,8 @@ def test_a_whole_batch_fails(waltz_memory):
 
 def test_a_context_outlives_a_failure(waltz_memory):
     with waltz_memory.client() as client:
-        waltz_memory.fail_next_append(2, errors.Overloaded("as told"))
-        context = Told(0)
+        waltz_memory.fail_next_append(2, errors.Overloaded("as planned"))
+        context = RecordingContext(0)
         assert client.submit(context).result() == 0
         assert len(context.marks) == 3
 
@@ -269,8 +267,8 @@ def test_an_outcome_is_unknown_and_the_client_continues(waltz_memory, enters_log
     # Long enough for what the client does afterwards, too.
     patient = replace(SHORT, request_timeout_ms=3_000)
     with waltz_memory.client(patient) as client, waltz_memory.client() as other:
-        waltz_memory.fail_next_append(1, errors.OutcomeUnknown("nobody"), enters_log=enters_log)
-        context = Told(0)
+        waltz_memory.fail_next_append(1, errors.OutcomeUnknown("no server"), enters_log=enters_log)
+        context = RecordingContext(0)
         with pytest.raises(errors.OutcomeUnknown):
             client.submit(context).result()
         assert context.has_ended.wait(HANG_S)
@@ -280,7 +278,7 @@ def test_an_outcome_is_unknown_and_the_client_continues(waltz_memory, enters_log
             assert each.append(b"next", partition=0).result() == enters_log + number
 
 
-def test_an_error_that_no_append_ends_in_is_a_mistake_of_the_test(waltz_memory):
+def test_fail_next_append_rejects_errors_that_appends_never_raise(waltz_memory):
     for error in (errors.DataLoss("?"), errors.WaltzError("?"), errors.Unreachable("?")):
         with pytest.raises(errors.BadRequest, match=type(error).__name__):
             waltz_memory.fail_next_append(1, error)
@@ -340,19 +338,19 @@ def test_a_suspended_feed_holds_back_what_is_committed(waltz_memory):
         client.append(b"a", partition=0).result()
         ledger.until(lambda: ledger.ids == [0])
         waltz_memory.suspend_feed()
-        # Whoever has not applied it is late, and stays so.
-        won = client.append(b"b", partition=0, append_locks=[lock("told")]).result()
-        context = Told(0)
+        # A client that has not applied it is late, and stays so.
+        won = client.append(b"b", partition=0, append_locks=[lock("recorded")]).result()
+        context = RecordingContext(0)
         context.timeout_ms = 100
         with pytest.raises(errors.ViewBehind):
             client.submit(context).result()
         assert (ledger.ids, context.marks) == ([0], [0])
         waltz_memory.resume_feed()
         ledger.until(lambda: ledger.ids == [0, won])
-        assert client.submit(Told(0)).result() == won + 1
+        assert client.submit(RecordingContext(0)).result() == won + 1
 
 
-def test_one_that_subscribes_to_a_suspended_feed_waits_and_can_be_closed(waltz_memory):
+def test_a_subscription_to_a_suspended_feed_waits_and_can_be_closed(waltz_memory):
     with waltz_memory.client() as client:
         client.append(b"a", partition=0).result()
         waltz_memory.suspend_feed()
@@ -411,7 +409,7 @@ def test_clients_keep_the_id_that_they_are_given(waltz_memory):
         assert waltz_memory.transactions(0)[0].req_id.client_id == 77
 
 
-def test_what_is_to_be_sent_again_ends_with_the_client(monkeypatch):
+def test_pending_retries_end_with_the_client(monkeypatch):
     monkeypatch.setattr(appends, "RESEND_FULL_DELAY_S", 600)
     with MemoryWaltz(1) as waltz:
         waltz.fail_next_append(2, errors.NoSpace("the disk is full"))

@@ -33,7 +33,7 @@ def test_names_follow_the_rule():
         assert metric.help
 
 
-def test_counters_and_gauges_show_what_they_were_reported():
+def test_counters_and_gauges_show_their_values():
     metrics = Metrics("server")
     metrics.add("waltz_server_appended_transactions_total", 10, partition=0)
     metrics.add("waltz_server_appended_transactions_total", 5, partition=0)
@@ -56,7 +56,7 @@ def test_a_counter_stands_on_the_page_from_its_first_count_and_grows_between_loo
         assert f'{name}{{partition="4"}} {2.0 * look}\n'.encode() in metrics.page()
 
 
-def test_what_was_counted_of_a_forgotten_partition_does_not_come_back():
+def test_counts_of_a_forgotten_partition_do_not_return():
     metrics, name = Metrics("server"), "waltz_server_appended_batches_total"
     metrics.add(name, 5, partition=4)
     metrics.forget(partition=4)
@@ -90,7 +90,7 @@ def test_a_report_is_counted_under_its_name():
     assert metrics.value("waltz_storage_events_total", event="segment_rolled") == 2
 
 
-def test_what_moved_away_is_forgotten():
+def test_moved_partitions_are_forgotten():
     metrics = Metrics("server")
     for partition in (1, 2):
         metrics.set("waltz_server_high_water_mark", 5, partition=partition)
@@ -101,7 +101,7 @@ def test_what_moved_away_is_forgotten():
     assert page.count(b'partition="2"') == 2
 
 
-def test_what_comes_back_counts_from_nothing():
+def test_a_returning_partition_counts_from_zero():
     metrics, name = Metrics("server"), "waltz_server_appended_transactions_total"
     for partition in (1, 2):
         metrics.add(name, 5, partition=partition)

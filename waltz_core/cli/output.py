@@ -3,7 +3,7 @@
 Rules:
     1. Results go to standard output, everything else to standard error.
     2. `--json` prints one JSON value and nothing else on standard output.
-    3. A terminal gets tables from rich, with states in colour unless $NO_COLOR is set; any other
+    3. A terminal gets tables from rich, with states in color unless $NO_COLOR is set; any other
        output gets the same rows as aligned text, and rich is not imported.
 """
 

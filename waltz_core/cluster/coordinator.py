@@ -416,7 +416,7 @@ class Coordinator:
         """Register this process as a live server, or change its registration.
 
         The node lives as long as the session. After a lost session `follow_servers` registers the
-        same server id again. From now on it also fulfils the lead server's duty whenever this
+        same server id again. From now on it also fulfills the lead server's duty whenever this
         process has the smallest live server id.
         """
         await self._membership.register(descriptor)

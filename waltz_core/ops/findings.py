@@ -147,7 +147,7 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         _row(
             "assignment-stale",
             "partitions are not assigned to the servers that run now: this is the duty of the lead "
-            "server {server}, which does not fulfil it; stop its process and start it again",
+            "server {server}, which does not fulfill it; stop its process and start it again",
             _START,
         ),
         _row(

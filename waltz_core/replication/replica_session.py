@@ -66,8 +66,8 @@ _CHANGING: Final = (
 class ReplicaStage(Enum):
     """The stages of a replica in the session."""
 
-    ABSENT = auto()  # no connection; dialled at `redial_at_ms`
-    DIALLING = auto()
+    ABSENT = auto()  # no connection; dialed at `redial_at_ms`
+    DIALING = auto()
     PREPARING = auto()  # PREPARE was sent
     REPAIRING = auto()  # it has answered; its log is not yet the decided one
     READY = auto()  # its mark is set; ZooKeeper does not record it as engaged
@@ -75,7 +75,7 @@ class ReplicaStage(Enum):
 
 
 MARKED: Final = (ReplicaStage.READY, ReplicaStage.ENGAGED)
-_UNCONNECTED: Final = (ReplicaStage.ABSENT, ReplicaStage.DIALLING)
+_UNCONNECTED: Final = (ReplicaStage.ABSENT, ReplicaStage.DIALING)
 
 
 @dataclass(slots=True)
@@ -157,11 +157,11 @@ class ReplicaSession:
     def dial(self) -> None:
         """Request a connection."""
         assert self.stage is ReplicaStage.ABSENT
-        self.stage, self.is_broken = ReplicaStage.DIALLING, False
+        self.stage, self.is_broken = ReplicaStage.DIALING, False
         self._outbox.append(OpenReplica(self._session_id, self.replica))
 
     def close(self) -> None:
-        """Close the connection, or stop dialling."""
+        """Close the connection, or stop dialing."""
         if self.stage is not ReplicaStage.ABSENT:
             if not self.is_broken:
                 self._outbox.append(CloseReplica(self._session_id, self.replica))

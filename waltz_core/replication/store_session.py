@@ -216,7 +216,7 @@ class StoreSession:
     def opened(self, replica: ReplicaId, now_ms: int) -> None:
         """A connection is open: fence the replica."""
         each = self.replicas.get(replica)
-        if each is None or each.stage is not ReplicaStage.DIALLING:
+        if each is None or each.stage is not ReplicaStage.DIALING:
             return
         if each.is_tainted:
             self._returned(each, now_ms)

@@ -7,7 +7,7 @@ a partition over at any moment; `waltz_core.replication` keeps that safe.
     partition         the machine of a partition: routes between the parts below and the store's
                       sessions, and reports marks only with a proof that no later session exists
     append            the append pipeline: mounts, lanes, pace, outcomes
-    locking           the lock table, the judgement of rows, contending writers
+    locking           the lock table, the judgment of rows, contending writers
     read              feeds and ranges, from memory or from a storage
     partition_events  the events and effects of a partition, and its limits
 

@@ -86,7 +86,7 @@ async def dial(
 ) -> "Link":
     """Return a link to "host:port" after both hellos.
 
-    With `ssl` (`tls.dialling`) it uses TLS.
+    With `ssl` (`tls.dialing`) it uses TLS.
 
     Raises Unreachable if there is no connection within `timeout_s` seconds, TlsMismatch if only one
     side uses TLS, or a certificate is not accepted, RemoteProtocolError if the peer speaks another

@@ -65,7 +65,7 @@ _SENTENCES: Final = {
 _CERTIFICATE_ALERTS: Final = ("CERTIFICATE", "UNKNOWN_CA")
 
 
-def dialling(config: TlsConfig, connect: str) -> ssl.SSLContext | None:
+def dialing(config: TlsConfig, connect: str) -> ssl.SSLContext | None:
     """Return the context for outgoing connections; None: without TLS.
 
     Raises:
@@ -100,7 +100,7 @@ def named(place: str) -> ssl.SSLContext | None:
     """Return the context for a value of ?tls=, for callers without a connect string.
 
     Raises:
-        BadConfig: like `dialling`.
+        BadConfig: like `dialing`.
     """
     chosen = _effective(TlsConfig(), place)
     return None if chosen is None else _client_context(chosen)
@@ -110,7 +110,7 @@ def listening(config: ServerConfig | StorageConfig) -> ssl.SSLContext | None:
     """Return the context for a daemon's incoming connections; None: without TLS (rule 4).
 
     Raises:
-        BadConfig: like `dialling`; or there is no certificate, or no authority for peers.
+        BadConfig: like `dialing`; or there is no certificate, or no authority for peers.
     """
     chosen = _effective(config, place_in(config.connect))
     if chosen is None:

@@ -3,7 +3,7 @@
 It has no state of a connection. Decoding returns a message or raises `RemoteProtocolError` for any
 bytes; encoding raises `LocalProtocolError` for what a version cannot express.
 
-There is one plan for each message class and version. It joins neighbouring fields of fixed size
+There is one plan for each message class and version. It joins neighboring fields of fixed size
 into one `struct` call and has one function for each field of variable size.
 
 Rules:
@@ -236,7 +236,7 @@ def _make_plan(message_class: type[Message], version: int) -> _Plan:
 
 
 def _fixed_run(run: tuple[tuple[str, FieldKind], ...]) -> tuple[_Writer, FieldReader]:
-    """Return the writer and the reader of neighbouring fields of fixed size."""
+    """Return the writer and the reader of neighboring fields of fixed size."""
     layout = struct.Struct(">" + "".join(FIXED[kind].letter for _, kind in run))
     pack, unpack_from, size = layout.pack, layout.unpack_from, layout.size
     names = [name for name, _ in run]

@@ -30,7 +30,7 @@ from waltz_core.wire.messages import ENTRIES_MAX, TEXT_BYTES_MAX, Buffer, FieldK
 _INT32: Final = struct.Struct(">i")
 _UINT32: Final = struct.Struct(">I")
 _LINEAGE_ENTRY: Final = struct.Struct(">qqqq16s")
-# A shorter byte field is joined with its neighbours: a separate buffer would cost more.
+# A shorter byte field is joined with its neighbors: a separate buffer would cost more.
 _INLINE_BYTES_MAX: Final = 2048
 assert _LINEAGE_ENTRY.size == 48
 

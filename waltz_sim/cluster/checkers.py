@@ -177,9 +177,9 @@ class Checks(Evidence):
         """A server has sent a message to a client."""
         self.answers.answered(server, answer)
 
-    def dialled(self, client: str, server: str) -> None:
+    def dialed(self, client: str, server: str) -> None:
         """A process opens a connection."""
-        self.bounds.dialled(client, server)
+        self.bounds.dialed(client, server)
 
     # -----------------------------------------------------------------------------------------
     # clients

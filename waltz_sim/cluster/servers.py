@@ -340,7 +340,7 @@ class SimServer(Process):
         key = session_id, replica
         assert key not in self._sessions
         self._sessions[key] = None
-        self.cluster.checks.dialled(self.name, replica)
+        self.cluster.checks.dialed(self.name, replica)
         storage = self.cluster.storages.get(replica)
         if storage is None:
             self.after(500, lambda: self._session_lost(key, "no such host"))

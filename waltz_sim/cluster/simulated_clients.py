@@ -216,7 +216,7 @@ class SimClient(Process):
             if server is None:
                 fail("the partition has no owner")
                 return
-            self.cluster.checks.dialled(self.name, server.name)
+            self.cluster.checks.dialed(self.name, server.name)
             for link in self._links.values():
                 if link.ends[1] is server and link.number not in effect.spoiled:
                     self._linked(effect, link, assignment)

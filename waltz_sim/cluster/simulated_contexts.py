@@ -216,19 +216,19 @@ class ContextClient(Process):
         network, server = self.cluster.network, self.cluster.server_named(address)
         if server is None:
             raise errors.Unreachable(f"{address}: no such server")
-        dialled: asyncio.Future[SimLink] = self.loop.create_future()
+        dialed: asyncio.Future[SimLink] = self.loop.create_future()
 
         def opened(link: SimLink) -> None:
-            if dialled.done():  # the dial was cancelled meanwhile
+            if dialed.done():  # the dial was cancelled meanwhile
                 network.close(link, NEAR)
                 return
             self._wires[link.number] = _Wire(self, link)
-            self.loop.enter(lambda: dialled.set_result(link))
+            self.loop.enter(lambda: dialed.set_result(link))
 
         def failed(reason: str) -> None:
-            if not dialled.done():
+            if not dialed.done():
                 error = errors.Unreachable(f"{address}: {reason}")
-                self.loop.enter(lambda: dialled.set_exception(error))
+                self.loop.enter(lambda: dialed.set_exception(error))
 
         network.dial(
             self,
@@ -238,7 +238,7 @@ class ContextClient(Process):
             failed=failed,
             accept=server.accept,
         )
-        return self._wires[(await dialled).number]
+        return self._wires[(await dialed).number]
 
     def _received(self, link: SimLink, message: Message) -> None:
         wire = self._wires.get(link.number)

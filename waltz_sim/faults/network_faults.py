@@ -146,7 +146,7 @@ def slow_reader(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def outlived_link(cluster: SimCluster, rng: "Random") -> bool:
-    """Let the dialling side abandon a link; its messages arrive later, then the link's end."""
+    """Let the dialing side abandon a link; its messages arrive later, then the link's end."""
     network, world = cluster.network, cluster.world
     links = [
         link

@@ -52,9 +52,9 @@ class Bounds:
         if len(times) > limit:
             self._facts.fail("Bounded", f"{actor}: {len(times)} times {what} within a second")
 
-    def dialled(self, actor: str, peer: str) -> None:
+    def dialed(self, actor: str, peer: str) -> None:
         """Count a connection attempt."""
-        self.tried(actor, f"dialling {peer}", DIALS_MAX)
+        self.tried(actor, f"dialing {peer}", DIALS_MAX)
 
     def store_reported(self, server: str, effect: session_events.Effect) -> None:
         """Count metadata reads (one per session claim); forget closed connections."""

@@ -52,7 +52,7 @@ class HeldBytes(NamedTuple):
 
 
 class SimLink:
-    """One connection; `ends[NEAR]` has dialled it. Each list has an entry per end."""
+    """One connection; `ends[NEAR]` has dialed it. Each list has an entry per end."""
 
     __slots__ = (
         "at_us",

@@ -178,7 +178,7 @@ def finish(job: Job, messages: Sequence[WriterCommitMessage | None], named: Name
         _check_no_task_is_left(job, named.write, len(messages))
     paths = [task.results_path for task in tasks if task.results_path is not None]
     rows = _rows_of(tasks)
-    summary = summarise(tasks, returns_rejected_rows=job.options.returns_rejected_rows)
+    summary = summarize(tasks, returns_rejected_rows=job.options.returns_rejected_rows)
     summary["seconds"] = round((now_ms() - job.began_ms) / 1_000, 3)
     if named is not None:
         summary |= rows.as_fields()
@@ -258,7 +258,7 @@ def now_ms() -> int:
     return int(time.time() * 1_000)  # noqa: TID251 - see above
 
 
-def summarise(tasks: list[TaskResult], *, returns_rejected_rows: bool = False) -> dict[str, Any]:
+def summarize(tasks: list[TaskResult], *, returns_rejected_rows: bool = False) -> dict[str, Any]:
     """Return the job's counts and marks from those of its tasks."""
     marks: dict[int, int] = {}
     for task in tasks:

@@ -1,4 +1,4 @@
-"""The benches of the storage engine: what they tell was done, and nothing of it stays."""
+"""The benches of the storage engine: they did what they report, and leave nothing behind."""
 
 import json
 
@@ -18,29 +18,29 @@ def bench(capsys, directory, *arguments):
 
 
 def test_appends_are_measured_and_read_back(capsys, tmp_path):
-    code, told = bench(capsys, tmp_path, "storage-append")
+    code, report = bench(capsys, tmp_path, "storage-append")
     assert code == 0
-    assert (told["rows"], told["acknowledged"], told["lost"]) == (ROWS, ROWS, 0)
-    assert told["cpu_us_per_tx"] > 0
-    extra = told["extra"]
-    assert told["cpu_us_per_tx"] == pytest.approx(extra["append_us"] + extra["sync_us"], abs=0.01)
+    assert (report["rows"], report["acknowledged"], report["lost"]) == (ROWS, ROWS, 0)
+    assert report["cpu_us_per_tx"] > 0
+    extra = report["extra"]
+    assert report["cpu_us_per_tx"] == pytest.approx(extra["append_us"] + extra["sync_us"], abs=0.01)
     assert extra["read_us"] > 0
     assert list(tmp_path.iterdir()) == []
 
 
 def test_openings_are_measured_over_as_many_segments_as_were_asked_for(capsys, tmp_path):
-    code, told = bench(capsys, tmp_path, "storage-open", "--segments", "12")
+    code, report = bench(capsys, tmp_path, "storage-open", "--segments", "12")
     assert code == 0
-    assert (told["rows"], told["lost"]) == (ROWS, 0)
-    extra = told["extra"]
+    assert (report["rows"], report["lost"]) == (ROWS, 0)
+    extra = report["extra"]
     assert 12 <= extra["segments"] <= 20
     openings = [extra[name] for name in ("after_crash_s", "after_stop_s", "again_s")]
-    assert told["seconds"] == max(openings)
+    assert report["seconds"] == max(openings)
     assert 0 < extra["open_files"] < 64
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_cannot_be_read_back_is_reported_as_lost(capsys, tmp_path, monkeypatch):
+def test_unreadable_rows_are_reported_as_lost(capsys, tmp_path, monkeypatch):
     append = PartitionLog.append
 
     def forgetful(log, session, first, *rest, **options):
@@ -48,12 +48,12 @@ def test_what_cannot_be_read_back_is_reported_as_lost(capsys, tmp_path, monkeypa
             append(log, session, first, *rest, **options)
 
     monkeypatch.setattr(PartitionLog, "append", forgetful)
-    code, told = bench(capsys, tmp_path, "storage-append")
+    code, report = bench(capsys, tmp_path, "storage-append")
     assert code == 1
-    assert told["lost"] == ROWS - 5_000
+    assert report["lost"] == ROWS - 5_000
 
 
 @pytest.mark.parametrize("flag", ["--mib", "--segments"])
-def test_nothing_is_no_amount(capsys, flag):
+def test_zero_is_no_amount(capsys, flag):
     assert main(["bench", "storage-open", flag, "0"]) != 0
     assert f"{flag}: expected more than 0, found 0" in capsys.readouterr().err

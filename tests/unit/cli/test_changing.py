@@ -34,7 +34,7 @@ async def test_a_change_is_on_record_while_it_continues_and_afterwards(coordinat
 
 
 @story
-async def test_what_has_failed_says_why(coordinator):
+async def test_a_failed_command_states_the_reason(coordinator):
     await coordinator.create_cluster(CLUSTER)
     with pytest.raises(errors.BadRequest):
         async with audited(coordinator):
@@ -43,7 +43,7 @@ async def test_what_has_failed_says_why(coordinator):
 
 
 @story
-async def test_what_was_interrupted_is_not_done(coordinator):
+async def test_an_interrupted_command_is_not_done(coordinator):
     await coordinator.create_cluster(CLUSTER)
     with pytest.raises(asyncio.CancelledError):
         async with audited(coordinator):
@@ -70,10 +70,10 @@ async def test_a_cluster_that_is_deleted_comes_not_back_for_its_record(coordinat
 
 
 @pytest.mark.parametrize(
-    ("user", "sudoer", "who"),
+    ("user", "sudoer", "user_name"),
     [("root", "alice", "alice as root"), ("alice", None, "alice"), ("alice", "alice", "alice")],
 )
-def test_one_that_gives_a_command_as_another_process_is_on_record(monkeypatch, user, sudoer, who):
+def test_the_audit_record_names_the_user_behind_sudo(monkeypatch, user, sudoer, user_name):
     """On a machine that several people administer all of them are root."""
     monkeypatch.setenv("LOGNAME", user)
     monkeypatch.delenv("SUDO_USER", raising=False)
@@ -85,12 +85,12 @@ def test_one_that_gives_a_command_as_another_process_is_on_record(monkeypatch, u
         await coordinator.create_cluster(CLUSTER)
         async with audited(coordinator):
             (entry,) = await coordinator.audit.read()
-        assert entry.user.rpartition("@")[0] == who
+        assert entry.user.rpartition("@")[0] == user_name
 
     run()
 
 
-def test_what_is_out_of_time_says_what_it_has_waited_for():
+def test_a_timed_out_command_names_what_it_waited_for():
     async def wait():
         async with time_limit(0.01, lambda: "a storage"):
             await asyncio.Event().wait()

@@ -29,7 +29,7 @@ def connected(monkeypatch):
     return run
 
 
-def told(capsys, *words):
+def printed(capsys, *words):
     code = main(["client", *words, "--connect", "memory:1/w", "--json", "--timeout-s", "60"])
     return code, json.loads(capsys.readouterr().out)
 
@@ -37,11 +37,11 @@ def told(capsys, *words):
 def test_many_clients_under_one_lock_leave_a_log_that_is_valid(capsys, connected):
     with connected() as waltz:
         words = ("--clients", "3", "--transactions", "20", "--partitions", "2")
-        code, found = told(capsys, "validate", *words)
+        code, found = printed(capsys, "validate", *words)
         assert code == 0
         assert found["is_valid"]
         assert (found["clients"], found["written"], found["checked"]) == (3, 60, 180)
-        assert found["attempts"] > 60, "nobody was ever refused: nothing was tested"
+        assert found["attempts"] > 60, "no append was ever refused: nothing was tested"
         assert found["ids"] == {"0": [0, 29], "1": [0, 29]}
         data = [[each.data for each in waltz.transactions(p)] for p in (0, 1)]
         assert data == [[text_of(number) for number in range(30)]] * 2
@@ -49,7 +49,7 @@ def test_many_clients_under_one_lock_leave_a_log_that_is_valid(capsys, connected
 
 def test_lost_answers_change_nothing(capsys, connected):
     with connected(fault_rate=0.1, seed=1) as waltz:
-        code, found = told(capsys, "validate", "--clients", "2", "--transactions", "30")
+        code, found = printed(capsys, "validate", "--clients", "2", "--transactions", "30")
         assert waltz.fault_count > 0
     assert (code, found["written"], found["checked"]) == (0, 60, 120)
 
@@ -62,7 +62,7 @@ def test_a_log_that_does_not_refuse_is_found(capsys, connected, monkeypatch):
 
     monkeypatch.setattr(NumberedContext, "execute", unlocked)
     with connected():
-        code, found = told(capsys, "validate", "--clients", "3", "--transactions", "20")
+        code, found = printed(capsys, "validate", "--clients", "3", "--transactions", "20")
     assert code == 1
     assert not found["is_valid"]
     assert "expected its id as data" in found["wrong"][0]
@@ -72,19 +72,19 @@ def test_a_stranger_is_found(capsys, connected):
     with connected() as waltz:
         with waltz.client() as client:
             client.append(b"not a number", partition=0).result()
-        code, found = told(capsys, "consume", "--first", "0", "--transactions", "1")
+        code, found = printed(capsys, "consume", "--first", "0", "--transactions", "1")
     assert code == 1
     assert found["wrong"] == ["partition 0, id 0: expected its id as data, found b'not a number'"]
 
 
-def test_one_that_produces_and_one_that_consumes_may_be_two(capsys, connected):
+def test_producer_and_consumer_may_be_separate_commands(capsys, connected):
     with connected():
-        _, made = told(capsys, "create-producer", "--transactions", "9", "--partitions", "2")
+        _, made = printed(capsys, "create-producer", "--transactions", "9", "--partitions", "2")
         assert made == {"written": 9, "attempts": 9, "ids": {"0": [0, 4], "1": [0, 3]}}
         words = ("--first", "0", "--partitions", "2", "--transactions", "9")
-        code, found = told(capsys, "create-consumer", *words)
+        code, found = printed(capsys, "create-consumer", *words)
         assert (code, found["is_valid"], found["checked"]) == (0, True, 9)
-        code, found = told(capsys, "consume", "--first", "1", "--transactions", "2")
+        code, found = printed(capsys, "consume", "--first", "1", "--transactions", "2")
         assert (code, found["checked"], found["ids"]) == (0, 2, {"0": [1, 2]})
         assert main(["client", "consume", "--connect", "x:1/w", "--timeout-s", "0.2"]) == 1
         assert "not done within 0 s: 0 of 100 were checked" in capsys.readouterr().err
@@ -100,7 +100,7 @@ def test_one_that_produces_and_one_that_consumes_may_be_two(capsys, connected):
         (["consume", "--first", "-1"], "--first: expected an id, 0 or more, found -1"),
     ],
 )
-def test_what_makes_no_sense_is_reported_in_a_sentence(capsys, connected, words, sentence):
+def test_senseless_arguments_are_reported_in_a_sentence(capsys, connected, words, sentence):
     with connected():
         assert main(["client", *words, "--connect", "memory:1/w"]) == 1
     assert sentence in capsys.readouterr().err
@@ -112,7 +112,7 @@ def test_an_id_is_its_data_however_large(number):
 
 
 @given(LARGE, LARGE, LARGE)
-def test_whatever_else_is_a_fault(last, number, data):
+def test_every_other_record_is_a_fault(last, number, data):
     found = faults_of(7, last, number, text_of(data))
     assert len(found) == (number != last + 1) + (data != number)
     assert all(each.startswith(f"partition 7, id {number}: expected ") for each in found)

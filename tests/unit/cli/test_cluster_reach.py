@@ -1,4 +1,4 @@
-"""What `check-connectivity` and `server list` make of what they are told."""
+"""How `check-connectivity` and `server list` show the answers that they receive."""
 
 from waltz_core.cli.cluster.cluster_reach import THIS_COMMAND, reached_by
 from waltz_core.cli.output import ranges_of

@@ -34,7 +34,7 @@ def log(session=7, last=90, *, is_suspect=False, is_damaged=False):
 
 
 @pytest.mark.parametrize("first", [A, B])
-def test_of_equal_logs_the_one_that_can_be_trusted_is_taken(first):
+def test_of_equal_logs_the_trusted_one_is_chosen(first):
     logs = {A: log(is_suspect=True), B: log(), C: log(last=50)}
     ordered = {each: logs[each] for each in (first, *logs)}
     assert _chosen(None, 0, ordered) == B
@@ -46,7 +46,7 @@ def test_the_one_that_has_most_is_taken_and_a_damaged_one_last():
     assert _chosen(None, 0, {A: log(8, 99, is_damaged=True), B: log(7, 90)}) == B
 
 
-def test_one_that_is_named_is_taken_if_it_was_received():
+def test_a_named_replica_is_chosen_if_it_answered():
     assert _chosen(B, 0, {A: log(), B: log(last=1)}) == B
     with pytest.raises(BadConfig, match="did not answer as a replica"):
         _chosen(C, 0, {A: log()})
@@ -65,7 +65,7 @@ def test_one_that_is_named_is_taken_if_it_was_received():
         ({A: log()}, False, False),
     ],
 )
-def test_nothing_is_accepted_where_a_quorum_is_trusted(logs, is_rolled_back, is_refused):
+def test_accepting_is_rejected_with_a_trusted_quorum(logs, is_rolled_back, is_refused):
     states = dict.fromkeys((A, B, C), ReplicaState(7, UNRESOLVED))
     view = SimpleNamespace(
         metadata=PartitionMetadata(1, 8, states), marker=PartitionMarker(MarkerState.OPEN)

@@ -20,18 +20,18 @@ CONNECT = "127.0.0.1:1/waltz/none"
 
 
 @pytest.fixture
-def told(monkeypatch, tmp_path):
-    """Let the doctor be told these facts, one after the other; the last one stays."""
+def gathered(monkeypatch, tmp_path):
+    """Let the doctor receive these facts, one after the other; the last one stays."""
     monkeypatch.setattr(doctor_command, "RECHECK_AFTER_S", 0.0)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("WALTZ_CONNECT", raising=False)
     facts = [healthy()]
 
-    async def tell(connect, **_):
+    async def gather_next(connect, **_):
         assert connect == CONNECT
         return facts.pop(0) if len(facts) > 1 else facts[0]
 
-    monkeypatch.setattr(doctor_command, "gather", tell)
+    monkeypatch.setattr(doctor_command, "gather", gather_next)
     return facts
 
 
@@ -41,30 +41,30 @@ def without(facts, address):
     return replace(facts, cluster=replace(facts.cluster, storages=storages))
 
 
-def test_a_healthy_cluster_is_said_to_be_so(told, capsys):
+def test_a_healthy_cluster_is_reported_as_healthy(gathered, capsys):
     assert main(["doctor", "--connect", CONNECT]) == 0
     first, clocks = capsys.readouterr().out.splitlines()
     assert first.startswith("no problems: 2 servers, 4 storages,")
     assert "4 storages and of this machine differ by at most 3 ms" in clocks
 
 
-def test_what_is_wrong_is_numbered_with_its_command(told, capsys):
-    told[:] = [without(healthy(), A)]
+def test_findings_are_numbered_with_their_commands(gathered, capsys):
+    gathered[:] = [without(healthy(), A)]
     assert main(["doctor", "--connect", CONNECT]) == 1
     sentence, command = capsys.readouterr().out.splitlines()
     assert sentence.startswith(f"1. storage {A} does not answer: refused; ")
     assert command == "   waltz-core storage run --config storage.toml"
 
 
-def test_what_is_gone_at_the_second_look_is_not_reported(told, capsys):
-    told[:] = [without(healthy(), A), without(healthy(), B)]
+def test_a_finding_that_disappears_is_not_reported(gathered, capsys):
+    gathered[:] = [without(healthy(), A), without(healthy(), B)]
     assert main(["doctor", "--connect", CONNECT, "--json"]) == 0
     value = json.loads(capsys.readouterr().out)
     assert (value["is_healthy"], value["findings"]) == (True, [])
 
 
-def test_scripts_get_one_value(told, capsys):
-    told[:] = [without(healthy(), A)]
+def test_scripts_get_one_value(gathered, capsys):
+    gathered[:] = [without(healthy(), A)]
     assert main(["doctor", "--connect", CONNECT, "--json"]) == 1
     value = json.loads(capsys.readouterr().out)
     assert value["connect"] == healthy().connect
@@ -77,7 +77,7 @@ def test_scripts_get_one_value(told, capsys):
     assert value["not_measured"]
 
 
-def test_tls_files_that_do_not_fit_are_reported_in_a_sentence(told, tmp_path, capsys):
+def test_tls_files_that_do_not_fit_are_reported_in_a_sentence(gathered, tmp_path, capsys):
     one, other = make(tmp_path), make(tmp_path, name="other")
     settings = tmp_path / "client.toml"
     settings.write_text(
@@ -95,7 +95,7 @@ def test_a_cluster_that_could_not_be_asked_is_not_called_healthy():
     assert "zookeeper" in doctor_command.value_of(Facts(CONNECT), [])["facts"]
 
 
-def test_without_a_cluster_to_look_at_it_says_what_it_expects(told, capsys):
+def test_without_a_cluster_to_look_at_it_says_what_it_expects(gathered, capsys):
     assert main(["doctor"]) == 1
     assert "expected --connect zk1:2181" in capsys.readouterr().err
     assert main(["doctor", "--connect", CONNECT, "--timeout-s", "0"]) == 1
@@ -109,8 +109,8 @@ def test_a_node_of_zookeeper_says_what_it_is():
     assert mode_of(b"") == ""
 
 
-def test_it_ends_though_no_process_says_anything():
-    """A port that takes connections and is silent is told as such, by its node's name."""
+def test_it_ends_without_any_traffic():
+    """A port that takes connections and is silent is reported as such, by its node's name."""
 
     with socket.create_server(("127.0.0.1", 0)) as silent:
         connect = f"127.0.0.1:{silent.getsockname()[1]},127.0.0.1:1/waltz/none"
@@ -127,8 +127,8 @@ def test_it_ends_though_no_process_says_anything():
     ]
 
 
-def test_one_that_is_still_waited_for_is_reported_as_the_others_answer():
-    told, release = [], asyncio.Event()
+def test_progress_names_the_processes_still_waited_for():
+    shown, release = [], asyncio.Event()
 
     async def slow():
         await release.wait()
@@ -138,7 +138,7 @@ def test_one_that_is_still_waited_for_is_reported_as_the_others_answer():
         return "quick"
 
     async def ask():
-        asked = _ProbeCounter(lambda *each: told.append(each))
+        asked = _ProbeCounter(lambda *each: shown.append(each))
         async with asyncio.TaskGroup() as tasks:
             first = tasks.create_task(asked.track("server a:1", slow()))
             await tasks.create_task(asked.track("storage b:1", quick()))
@@ -146,4 +146,4 @@ def test_one_that_is_still_waited_for_is_reported_as_the_others_answer():
         return first.result()
 
     assert asyncio.run(ask()) == "slow"
-    assert told == [(1, 2, "waiting for server a:1"), (2, 2, "all have answered")]
+    assert shown == [(1, 2, "waiting for server a:1"), (2, 2, "all have answered")]

@@ -1,4 +1,4 @@
-"""Pages of daemons: every number is read as it is, and whatever is no page is told."""
+"""Pages of daemons: every number is read as it is, and an unknown page is reported."""
 
 import contextlib
 import http.server
@@ -76,10 +76,10 @@ def test_another_page_is_reported(capsys, body, status, sentence):
     ("address", "sentence"),
     [("127.0.0.1:1", "127.0.0.1:1: "), ("x", "host:port"), ("x:0", "expected the port of")],
 )
-def test_one_that_is_not_there_is_reported(capsys, address, sentence):
+def test_a_missing_page_is_reported(capsys, address, sentence):
     assert main(["server", "metrics", address]) == 1
-    (told,) = capsys.readouterr().err.splitlines()
-    assert sentence in told
+    (logged,) = capsys.readouterr().err.splitlines()
+    assert sentence in logged
 
 
 @given(st.integers(0, 2**53) | st.floats(allow_nan=False))

@@ -15,17 +15,17 @@ from waltz_core.config import KINDS
 
 def test_without_a_word_five_commands_are_shown(capsys):
     assert main([]) == USAGE_ERROR
-    told = capsys.readouterr().out
-    assert told.count("waltz-core ") >= 5
-    assert "local up" in told
+    output = capsys.readouterr().out
+    assert output.count("waltz-core ") >= 5
+    assert "local up" in output
 
 
 @pytest.mark.parametrize("noun", ["cluster", "storage", "server", "client", "disk", "local"])
 def test_a_noun_alone_shows_its_verbs_and_examples(capsys, noun):
     assert main([noun]) == 0
-    told = capsys.readouterr().out
-    assert "Commands:" in told
-    assert f"Examples:\n  waltz-core {noun} " in told
+    output = capsys.readouterr().out
+    assert "Commands:" in output
+    assert f"Examples:\n  waltz-core {noun} " in output
 
 
 def test_a_noun_that_is_a_verb_itself_is_run_and_not_explained(capsys):
@@ -35,14 +35,14 @@ def test_a_noun_that_is_a_verb_itself_is_run_and_not_explained(capsys):
 
 def test_a_verbs_help_begins_with_what_it_does(capsys):
     assert main(["cluster", "prefer", "--help"]) == 0
-    told = capsys.readouterr().out
-    assert "Make a server the preferred owner of some partitions." in told
+    output = capsys.readouterr().out
+    assert "Make a server the preferred owner of some partitions." in output
 
 
 @pytest.mark.parametrize(
     "verb", [["show"], ["create", "--partitions", "1"], ["list"], ["show-key"]]
 )
-def test_a_cluster_is_asked_for_in_a_sentence(verb, capsys, monkeypatch):
+def test_a_missing_cluster_argument_is_reported(verb, capsys, monkeypatch):
     monkeypatch.delenv("WALTZ_CONNECT", raising=False)
     assert main(["cluster", *verb]) == 1
     assert "no cluster is specified. Hint: use --connect" in capsys.readouterr().err
@@ -96,10 +96,10 @@ def test_a_nouns_help_imports_no_verb(words):
 
 def test_a_daemons_flags_report_what_holds_without_them(capsys):
     assert main(["server", "run", "--help"]) == 0
-    told = " ".join(capsys.readouterr().out.split())
-    assert "(required, such as 127.0.0.1:2181/waltz/local)" in told
-    assert "0: any free one. (default 15180)" in told
-    assert "Empty: `listen_host`. (default empty)" in told
+    output = " ".join(capsys.readouterr().out.split())
+    assert "(required, such as 127.0.0.1:2181/waltz/local)" in output
+    assert "0: any free one. (default 15180)" in output
+    assert "Empty: `listen_host`. (default empty)" in output
 
 
 @pytest.fixture

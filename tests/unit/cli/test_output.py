@@ -1,4 +1,4 @@
-"""Tables and progress: colour and a bar on a terminal, plain text or nothing otherwise."""
+"""Tables and progress: color and a bar on a terminal, plain text or nothing otherwise."""
 
 import asyncio
 import io
@@ -37,7 +37,7 @@ def test_a_table_for_a_program_is_plain_text(capsys):
     )
 
 
-def test_a_table_on_a_terminal_has_states_in_colour(terminal, monkeypatch):
+def test_a_table_on_a_terminal_has_states_in_color(terminal, monkeypatch):
     monkeypatch.setattr(sys, "stdout", terminal)
     print_table(*TABLE)
     shown = terminal.getvalue()
@@ -46,7 +46,7 @@ def test_a_table_on_a_terminal_has_states_in_colour(terminal, monkeypatch):
     assert "[red]?" in shown
 
 
-def test_no_colour_is_shown_where_none_is_wanted(terminal, monkeypatch):
+def test_no_color_is_shown_where_none_is_wanted(terminal, monkeypatch):
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setenv("NO_COLOR", "1")
     print_table(*TABLE)

@@ -34,13 +34,13 @@ def _no_cluster(monkeypatch):
         ("cluster add-replica", "required: PARTITIONS, HOST:PORT; and no cluster is specified."),
     ],
 )
-def test_what_was_not_understood_is_said_in_a_line_and_where_to_read_on(capsys, words, sentence):
+def test_usage_errors_are_one_line_and_a_hint(capsys, words, sentence):
     assert main(words.split()) == USAGE_ERROR
-    told = capsys.readouterr()
-    assert sentence in told.err
-    assert told.err.count("\n") == 2
-    assert told.err.endswith("--help`.\n")
-    assert told.out == ""
+    output = capsys.readouterr()
+    assert sentence in output.err
+    assert output.err.count("\n") == 2
+    assert output.err.endswith("--help`.\n")
+    assert output.out == ""
 
 
 def test_an_interrupt_while_a_noun_is_loaded_ends_without_a_traceback(monkeypatch):

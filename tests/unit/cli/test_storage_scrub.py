@@ -1,4 +1,4 @@
-"""`storage scrub` waits for a disk, and not for ever."""
+"""`storage scrub` waits for a disk, and not without limit."""
 
 import time
 from contextlib import asynccontextmanager
@@ -34,9 +34,9 @@ def test_a_pass_that_does_not_come_to_its_end_is_reported_in_time(capsys):
     words = ["--admin", Storage.address, "--partition", "4", "--timeout-s", "0.3"]
     assert main(["storage", "scrub", *words]) == 1
     assert time.monotonic() - began_s < 30
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert told.err == (
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err == (
         "waltz-core: not done within 0.3 s, still waiting: records of partition 4, 7 of 40. The "
         "storage continues the pass; --status shows its progress\n"
     )

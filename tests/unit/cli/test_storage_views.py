@@ -46,5 +46,5 @@ def test_marks_of_any_length_are_shown_whole():
         ({"reason": "no slot"}, "online, unreadable: no slot"),
     ],
 )
-def test_how_a_replica_stands_is_said_in_words(changed, state):
+def test_the_state_of_a_replica_is_described(changed, state):
     assert state_of(replica(**changed)) == state

@@ -1,4 +1,4 @@
-"""How a command is told that it has to speak TLS."""
+"""How a command learns that it has to speak TLS."""
 
 import contextvars
 import ssl
@@ -13,8 +13,8 @@ PLACE = "zk1:2181/waltz/payments"
 
 
 @pytest.fixture
-def told(monkeypatch):
-    """Gives what is dialled in after some words of a command, and of the environment."""
+def dialed_with(monkeypatch):
+    """Gives what is dialed in after some words of a command, and of the environment."""
     monkeypatch.delenv("WALTZ_CONNECT", raising=False)
 
     def ssl_of(**words):
@@ -27,24 +27,24 @@ def told(monkeypatch):
     return ssl_of
 
 
-def test_the_scheme_comes_from_the_connect_string_only(told, monkeypatch):
-    assert told() is None
-    assert told(connect=None) is None
-    assert told(connect=PLACE) is None
-    assert told(connect=f"{PLACE}?tls=unverified").verify_mode is ssl.CERT_NONE
+def test_the_scheme_comes_from_the_connect_string_only(dialed_with, monkeypatch):
+    assert dialed_with() is None
+    assert dialed_with(connect=None) is None
+    assert dialed_with(connect=PLACE) is None
+    assert dialed_with(connect=f"{PLACE}?tls=unverified").verify_mode is ssl.CERT_NONE
     monkeypatch.setenv("WALTZ_CONNECT", f"{PLACE}?tls=on")
-    assert told(connect=None).verify_mode is ssl.CERT_REQUIRED
-    assert told(connect=PLACE) is None
+    assert dialed_with(connect=None).verify_mode is ssl.CERT_REQUIRED
+    assert dialed_with(connect=PLACE) is None
 
 
-def test_an_option_says_it_for_one_that_has_an_address_only(told, tmp_path):
+def test_an_option_says_it_for_one_that_has_an_address_only(dialed_with, tmp_path):
     file = make(tmp_path).authorities
-    assert len(told(tls=file, connect=None).get_ca_certs()) == 1
-    assert told(tls="unverified", connect=f"{PLACE}?tls={file}").verify_mode is ssl.CERT_NONE
-    assert len(told(tls=None, connect=f"{PLACE}?tls={file}").get_ca_certs()) == 1
+    assert len(dialed_with(tls=file, connect=None).get_ca_certs()) == 1
+    assert dialed_with(tls="unverified", connect=f"{PLACE}?tls={file}").verify_mode is ssl.CERT_NONE
+    assert len(dialed_with(tls=None, connect=f"{PLACE}?tls={file}").get_ca_certs()) == 1
 
 
-def test_a_cluster_that_is_found_out_later_says_it(told):
+def test_a_cluster_that_is_found_out_later_says_it(dialed_with):
     def find_out():
         own_transport.use_scheme_of(f"{PLACE}?tls=unverified")
         return own_transport.ssl()
@@ -53,12 +53,12 @@ def test_a_cluster_that_is_found_out_later_says_it(told):
     assert own_transport.ssl() is None
 
 
-def test_a_file_that_is_none_is_named(told, tmp_path):
+def test_a_file_that_is_none_is_named(dialed_with, tmp_path):
     with pytest.raises(BadConfig, match=r"tls_authorities: '.*absent.pem' cannot be read"):
-        told(tls=str(tmp_path / "absent.pem"))
+        dialed_with(tls=str(tmp_path / "absent.pem"))
 
 
-def test_a_bad_connect_string_without_tls_is_reported_by_one_that_uses_it(told):
-    assert told(connect="nonsense") is None
+def test_a_bad_connect_string_without_tls_is_reported_by_one_that_uses_it(dialed_with):
+    assert dialed_with(connect="nonsense") is None
     with pytest.raises(BadConfig, match="the connect string"):
-        told(connect="nonsense?tls=on")
+        dialed_with(connect="nonsense?tls=on")

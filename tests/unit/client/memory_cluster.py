@@ -1,6 +1,6 @@
 """A cluster in one process: the server's own partition machine over a log in memory, real TCP.
 
-What is not real is what lies below a served partition: replication commits at once (or when told
+What is not real is what lies below a served partition: replication commits at once (or on request
 to), and reads come from the log in memory. ZooKeeper is the one of
 `cluster/zookeeper/zookeeper_in_memory.py`.
 """
@@ -218,7 +218,7 @@ class MemoryServer:
             store.step = real
 
     async def stop(self) -> None:
-        """Die: no answer to anybody, and ZooKeeper notices."""
+        """Die: no answer to any client, and ZooKeeper notices."""
         await self.coordinator.close()
         for _, driver, _ in self.partitions.values():
             driver.stop()

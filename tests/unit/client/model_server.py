@@ -1,7 +1,7 @@
 """A partition's server as a client may meet it: links break, answers are lost, owners change.
 
 It keeps the promises of `server/append/mounts.py` and `server/locking/tickets.py` and nothing more,
-so a client that believes more than it was promised is caught by `ModelWorld.check`.
+so a client that assumes more than it was promised is caught by `ModelWorld.check`.
 """
 
 import struct
@@ -69,7 +69,7 @@ class ModelWorld:
         self.stream = PartitionStream(CLIENT, PARTITION, SETTINGS, random)
         self.sent: dict[int, list[ReqId]] = {}
         self.row_counts: dict[int, int] = {}
-        self.told: dict[int, stream_events.ParcelSettled | stream_events.ParcelRejected] = {}
+        self.settled: dict[int, stream_events.ParcelSettled | stream_events.ParcelRejected] = {}
         # What was fed, None for what does not pass the filter.
         self.fed: list[ReqId | None] = []
         self.header_values = header_values
@@ -95,8 +95,8 @@ class ModelWorld:
                 case stream_events.Send():
                     self.send(effect)
                 case stream_events.ParcelSettled() | stream_events.ParcelRejected():
-                    assert effect.token not in self.told, "told twice"
-                    self.told[effect.token] = effect
+                    assert effect.token not in self.settled, "settled twice"
+                    self.settled[effect.token] = effect
                 case stream_events.FeedAdvanced():
                     assert effect.first == len(self.fed), "the feed is not dense"
                     assert len(effect.headers) == 20 * len(effect.ids)
@@ -270,7 +270,7 @@ class ModelWorld:
             reasons.append(reason)
             conflicting.append(0 if reason is m.Reason.LOCK else -1)
         if self.random.random() < 0.05:
-            self.reject(link, message.req_id, errors.OutcomeUnknown("who knows"))
+            self.reject(link, message.req_id, errors.OutcomeUnknown("unknown"))
             return
         self.answer(
             link,
@@ -338,7 +338,7 @@ class ModelWorld:
         self.log.append(ReqId(99, self.generation, PARTITION, len(self.log)))
 
     def move(self) -> None:
-        """Another server takes over: the old one's appends are committed or lost, none is told."""
+        """Another server takes over: the old one's appends are committed or lost, unanswered."""
         while self.queue and self.random.random() < 0.5:
             self.process()
         self.queue.clear()
@@ -367,7 +367,7 @@ class ModelWorld:
     def passed(self, row: ReqId) -> ReqId | None:
         return row if not self.header_values or header_of(row) in self.header_values else None
 
-    def subscribe_anew(self) -> None:
+    def subscribe_again(self) -> None:
         self.lags = None
         self.step(stream_events.Unsubscribe())
         mark = TransactionId(self.random.randrange(len(self.fed) + 1) - 1)
@@ -396,7 +396,7 @@ class ModelWorld:
             self.move: 1,
         }
         if self.header_values:
-            weights[self.subscribe_anew] = 1
+            weights[self.subscribe_again] = 1
         # Each run has more of some things and less of others, so that queues build up somewhere,
         # and some runs are without some faults, so that those do not hide others.
         faults = (self.break_wire, self.move, self.pass_time)
@@ -432,15 +432,15 @@ class ModelWorld:
     def check(self) -> None:
         where = {row: i for i, row in enumerate(self.log)}
         assert len(where) == len(self.log)
-        assert set(self.told) == set(range(self.tokens))
-        for token, told in self.told.items():
+        assert set(self.settled) == set(range(self.tokens))
+        for token, settled in self.settled.items():
             rows = self.sent.get(token, [])
-            if isinstance(told, stream_events.ParcelRejected):
-                if not isinstance(told.error, errors.OutcomeUnknown):
-                    assert not any(row in where for row in rows), (token, told)
+            if isinstance(settled, stream_events.ParcelRejected):
+                if not isinstance(settled.error, errors.OutcomeUnknown):
+                    assert not any(row in where for row in rows), (token, settled)
                 continue
             assert rows
-            outcome = told.outcome
+            outcome = settled.outcome
             for i, row in enumerate(rows):
                 if outcome.reasons[i] == m.Reason.COMMITTED:
                     assert where.get(row) == outcome.transaction_ids[i], (token, i)

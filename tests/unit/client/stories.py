@@ -1,4 +1,4 @@
-"""Short words for telling a stream's story: what it is sent, what it is expected to send."""
+"""Short words for a stream's story: what it is sent, what it is expected to send."""
 
 from random import Random
 
@@ -101,7 +101,7 @@ class Story:
         self.done: list[stream_events.Effect] = []
         self.opening = stream_events.OpenLink(0, ())
 
-    def tell(self, event: stream_events.Event) -> list[stream_events.Effect]:
+    def step(self, event: stream_events.Event) -> list[stream_events.Effect]:
         """Step, and return the effects but for reports."""
         effects = self.stream.step(event, self.now_ms)
         self.done = [each for each in effects if not isinstance(each, Report)]
@@ -112,13 +112,13 @@ class Story:
 
     def wake(self, at_ms: int) -> list[stream_events.Effect]:
         self.now_ms = at_ms
-        return self.tell(Wakeup())
+        return self.step(Wakeup())
 
-    def hear(self, message: m.ClientMessage, link: int = 1) -> list[stream_events.Effect]:
-        return self.tell(stream_events.MessageReceived(link, message))
+    def receive(self, message: m.ClientMessage, link: int = 1) -> list[stream_events.Effect]:
+        return self.step(stream_events.MessageReceived(link, message))
 
     def reject(self, req_id: ReqId, error: errors.WaltzError) -> list[stream_events.Effect]:
-        return self.hear(m.ErrorResponse(req_id, error.code, error.retriable, str(error)))
+        return self.receive(m.ErrorResponse(req_id, error.code, error.retriable, str(error)))
 
     def sent(self, kind: type | None = None) -> list[m.ClientMessage]:
         """What the last step has sent."""
@@ -134,7 +134,7 @@ class Story:
         opening = self.opening
         assert number not in opening.spoiled
         self.connection_sequence += 1
-        self.tell(
+        self.step(
             stream_events.LinkOpened(
                 opening.attempt, number, Generation(generation), self.connection_sequence
             )
@@ -143,11 +143,11 @@ class Story:
         return mount
 
     def mounted(self, mount: m.MountWriter, mark: int, link: int = 1) -> list[stream_events.Effect]:
-        return self.hear(m.Mounted(mount.req_id, 1, mark, 100, 1_000, 5_000), link)
+        return self.receive(m.Mounted(mount.req_id, 1, mark, 100, 1_000, 5_000), link)
 
     def ready(self, mark: int = BEFORE_FIRST) -> "Story":
         """Mount on link 1, generation 0."""
-        self.tell(stream_events.Mount())
+        self.step(stream_events.Mount())
         self.mounted(self.link(), mark)
         assert self.stream.phase is stream_events.Phase.READY
         return self
@@ -155,7 +155,7 @@ class Story:
     def fed(self, mark: int, log_mark: int | None = None) -> m.FeedRequest:
         """Subscribe after `mark` and mount with the feed; return the first request for more."""
         last = mark if log_mark is None else log_mark
-        self.tell(stream_events.Subscribe(mark))
+        self.step(stream_events.Subscribe(mark))
         self.mounted(self.link(), last)
         (mount,) = self.sent(m.MountWriter)
         assert mount.wants_feed

@@ -16,7 +16,7 @@ from waltz_core.records.record import SessionId
 from waltz_core.wire.messages import Reason
 
 BATCH = b"two rows"
-GONE = errors.Unreachable("nobody is there")
+GONE = errors.Unreachable("no server is there")
 
 
 class Author:
@@ -52,7 +52,7 @@ async def until(condition):
             await asyncio.sleep(0)
 
 
-def told(futures):
+def errors_of(futures):
     return [type(each.exception()) for each in futures]
 
 
@@ -77,7 +77,7 @@ def test_one_that_times_out_waiting_for_room_does_not_hold_up_others():
     in_virtual_time(story())
 
 
-def test_what_is_held_back_ends_when_nothing_more_is_received():
+def test_appends_held_back_end_with_the_connection():
     async def story():
         author = Author()
         held = author.append()
@@ -85,14 +85,14 @@ def test_what_is_held_back_ends_when_nothing_more_is_received():
         behind = author.append()
         assert len(author.sent) == 1
         author.appends.abandon(GONE)
-        assert told([held, behind]) == [errors.Unreachable] * 2
+        assert errors_of([held, behind]) == [errors.Unreachable] * 2
         assert author.window.is_empty
         assert not author.appends.has_pending
 
     in_virtual_time(story())
 
 
-def test_what_waits_for_a_parcel_is_not_sent_when_that_is_given_up(monkeypatch):
+def test_appends_that_wait_for_an_abandoned_parcel_are_not_sent(monkeypatch):
     monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_FULL_DELAY_S", 0)
 
     async def story():
@@ -102,14 +102,14 @@ def test_what_waits_for_a_parcel_is_not_sent_when_that_is_given_up(monkeypatch):
         await until(lambda: author.appends._pause is None)  # now it waits for the second alone
         author.appends.abandon(GONE)
         assert len(author.sent) == 2
-        assert told(futures) == [errors.Unreachable] * 2
+        assert errors_of(futures) == [errors.Unreachable] * 2
         assert not author.appends.has_pending
 
     in_virtual_time(story())
 
 
 @pytest.mark.parametrize("token", [1, 2])
-def test_what_is_held_back_goes_again_in_its_place(monkeypatch, token):
+def test_appends_held_back_are_resent_in_their_place(monkeypatch, token):
     monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_FULL_DELAY_S", 0)
 
     async def story():
@@ -138,7 +138,7 @@ class LateLoop:
         return self._loop.call_soon(callback)
 
 
-def test_what_is_held_back_twice_goes_again_also_when_the_loop_is_late():
+def test_appends_held_back_twice_are_resent_even_on_a_late_loop():
     async def story():
         author = Author()
         author.appends._loop = LateLoop()
@@ -159,8 +159,8 @@ SEEN = FollowedState(SessionId(3), PARTITION, 1, 0, 5, (), frozenset())
 @pytest.mark.parametrize(
     "fields", [{"is_attempt": True}, {"follows": SEEN}, {"deadline_s": 0.0}, {}]
 )
-def test_what_may_have_become_stale_is_not_sent_again(monkeypatch, fields, reason):
-    """An attempt is computed anew, and so is what was computed from what is lost with it."""
+def test_stale_appends_are_not_sent_again(monkeypatch, fields, reason):
+    """An attempt is computed again, and so is what was computed from what is lost with it."""
     monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_DELAY_S", 0)
     monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_FULL_DELAY_S", 0)
 
@@ -198,7 +198,7 @@ def test_a_batch_waits_behind_what_is_held_back(monkeypatch):
     in_virtual_time(story())
 
 
-def test_a_batch_that_waits_ends_when_nothing_more_is_received_or_its_order_is_lost(monkeypatch):
+def test_a_waiting_batch_ends_with_its_connection_or_its_order(monkeypatch):
     monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_FULL_DELAY_S", 0)
 
     async def story():
@@ -211,13 +211,13 @@ def test_a_batch_that_waits_ends_when_nothing_more_is_received_or_its_order_is_l
         author.lose(2)
         refused = author.append_batch()
         author.appends.abandon(GONE)
-        assert told([refused]) == [errors.Unreachable]
+        assert errors_of([refused]) == [errors.Unreachable]
         assert author.window.is_empty
 
     in_virtual_time(story())
 
 
-def test_a_batch_that_waited_is_lost_when_one_of_its_order_before_it_was(monkeypatch):
+def test_a_waiting_batch_is_lost_with_an_earlier_one_of_its_order(monkeypatch):
     monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_FULL_DELAY_S", 0)
 
     async def story():
@@ -254,7 +254,7 @@ def test_rows_that_go_together_are_each_judged_by_their_own_mark():
     in_virtual_time(story())
 
 
-def test_what_is_too_large_for_the_server_goes_in_two_parts_in_order():
+def test_a_parcel_over_the_servers_limit_is_sent_in_two_parts():
     async def story():
         author = Author(batch_rows=9, batch_bytes=1 << 20)
         for number in range(9):
@@ -282,7 +282,7 @@ def test_attempts_keep_no_order_and_all_others_do(rows):
     in_virtual_time(story())
 
 
-def test_one_that_follows_is_sent_with_no_mark_above_what_it_has_seen():
+def test_a_dependent_append_carries_no_mark_above_its_predecessors():
     async def story():
         for mark, sent, session_id in ((4, 4, 3), (5, 8, 3), (6, 8, 3)):
             row = PendingRow(b"data", 0, 0)
@@ -292,14 +292,14 @@ def test_one_that_follows_is_sent_with_no_mark_above_what_it_has_seen():
     in_virtual_time(story())
 
 
-def test_room_is_given_first_come_first_served_and_back_when_no_process_wants_it():
+def test_room_is_first_come_first_served_and_returned_when_unused():
     async def story():
         window = AppendWindow(rows_max=10, bytes_max=1 << 20)
         assert window.try_take(8, 1)
         async with asyncio.TaskGroup() as group:
             large = group.create_task(window.take(5, 1))
             await asyncio.sleep(0)
-            assert not window.try_take(1, 1), "somebody waits already"
+            assert not window.try_take(1, 1), "another caller waits already"
             group.create_task(window.take(1, 1))
             await asyncio.sleep(0)
             window.release(8, 1)

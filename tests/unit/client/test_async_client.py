@@ -61,11 +61,11 @@ def batch_of(*rows: bytes, write_locks=None, header: int = 0) -> bytes:
 
 
 @on_virtual_loop
-async def test_what_a_cluster_is():
+async def test_a_client_describes_its_cluster():
     async with memory_cluster(partition_count=3) as cluster, cluster.client().opened() as client:
         assert client.cluster() == ("test", KEY.bytes, 3)
         assert client.partition_count == 3
-        assert client.client_id is None  # who only asks needs none
+        assert client.client_id is None  # a client that only reads needs none
         assert await client.high_water_marks() == {0: -1, 1: -1, 2: -1}
         assert await client.mount() == {0: -1, 1: -1, 2: -1}
         assert client.client_id == 1
@@ -89,7 +89,7 @@ async def test_what_is_wrong_is_reported_in_a_sentence():
 
 
 @on_virtual_loop
-async def test_a_connect_string_that_is_none():
+async def test_an_invalid_connect_string_is_rejected():
     with pytest.raises(errors.BadConfig, match="no cluster root"):
         AsyncWaltzClient.connect("zk1:2181")
 
@@ -237,12 +237,12 @@ async def test_a_mark_above_the_log_is_the_callers_error():
 @on_virtual_loop
 async def test_a_mark_that_is_none_is_reported_at_the_call():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
-        told = r"expected a transaction ID, or -1 for none, found \[0\] \(list\)"
-        with pytest.raises(errors.BadRequest, match=told):
+        sentence = r"expected a transaction ID, or -1 for none, found \[0\] \(list\)"
+        with pytest.raises(errors.BadRequest, match=sentence):
             await client.append(b"a", partition=0, client_high_water_mark=[0])
-        with pytest.raises(errors.BadRequest, match=told):
+        with pytest.raises(errors.BadRequest, match=sentence):
             await client.append_batch(0, batch_of(b"a"), 1, client_high_water_mark=[0])
-        with pytest.raises(errors.BadRequest, match=told):
+        with pytest.raises(errors.BadRequest, match=sentence):
             await client.subscribe(Applying(mark=[0]), [0])
         context = Counting({"value": 0})
 
@@ -251,7 +251,7 @@ async def test_a_mark_that_is_none_is_reported_at_the_call():
             return Counting.execute(context, builder)
 
         context.execute = execute
-        with pytest.raises(errors.BadRequest, match=told):
+        with pytest.raises(errors.BadRequest, match=sentence):
             await (await client.submit(context))
 
 
@@ -331,7 +331,7 @@ async def test_a_batch_lost_with_a_session_is_reported_and_not_sent_again():
 
 @pytest.mark.parametrize("committed", [0, 1])
 def test_the_log_is_read_when_a_connection_breaks(committed):
-    """Committed or not: what is told is what the log says, and nothing is in it twice."""
+    """Committed or not: the outcome agrees with the log, and nothing is in it twice."""
 
     @on_virtual_loop
     async def story():
@@ -438,7 +438,7 @@ async def test_a_stream_that_has_failed_waits_for_no_server():
 
 
 @on_virtual_loop
-async def test_closing_says_what_no_process_knows():
+async def test_closing_reports_unknown_outcomes():
     config = IN_MEMORY_CONFIG.__class__(
         **{**IN_MEMORY_CONFIG.__dict__, "request_timeout_ms": 1_000}
     )
@@ -544,7 +544,7 @@ async def test_contexts_that_race_count_every_one():
 
 
 @on_virtual_loop
-async def test_a_context_may_give_itself_up():
+async def test_a_context_may_abandon_itself():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         context = Counting({"value": 0})
         context.execute = lambda builder: False
@@ -554,7 +554,7 @@ async def test_a_context_may_give_itself_up():
 
 
 @on_virtual_loop
-async def test_what_execute_raises_ends_the_context():
+async def test_an_error_in_execute_ends_the_context():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         context = Counting({})
         with pytest.raises(KeyError):
@@ -648,7 +648,7 @@ async def test_the_feed_from_the_end_shows_only_what_comes():
 
 
 @on_virtual_loop
-async def test_data_comes_with_its_neighbours():
+async def test_data_comes_with_its_neighbors():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         payload = batch_of(*(b"%d" % i for i in range(300)))
         await (await client.append_batch(0, payload, 300, client_high_water_mark=-1))
@@ -752,7 +752,7 @@ async def test_a_slow_application_costs_bounded_memory_and_misses_nothing():
 # ---------------------------------------------------------------------------------------------
 # outages
 
-# Of who reads: on a busy machine an append may take as long, so another client writes.
+# Of the reader: on a busy machine an append may take as long, so another client writes.
 BRIEF = replace(
     IN_MEMORY_CONFIG, request_timeout_ms=250, feed_ahead_count_max=1_000, range_bytes_max=64 * 1024
 )
@@ -779,20 +779,20 @@ class Plain(AsyncCallbacks):
 
 
 @contextlib.contextmanager
-def told_of_outages():
+def logged_outages():
     """Gather what is logged of them."""
-    told: list[str] = []
+    sentence: list[str] = []
 
     class Handler(logging.Handler):
         def emit(self, record):
-            told.append(record.getMessage())
+            sentence.append(record.getMessage())
 
     handler, log = Handler(), logging.getLogger(outage.__name__)
     level = log.level
     log.setLevel(logging.INFO)
     log.addHandler(handler)
     try:
-        yield told
+        yield sentence
     finally:
         log.removeHandler(handler)
         log.setLevel(level)
@@ -805,7 +805,7 @@ async def test_data_that_cannot_be_had_is_waited_for_however_long_it_takes():
         callbacks = Plain()
         await client.subscribe(callbacks, [0])
         await until(lambda: callbacks.tries)
-        with told_of_outages() as logged:
+        with logged_outages() as logged:
             await cluster.stop_server(cluster.servers[0])
             callbacks.may_go_on.set()
             await until(lambda: callbacks.tries >= 4)
@@ -828,7 +828,7 @@ async def test_catching_up_continues_after_an_outage():
         callbacks = Plain()
         await client.subscribe(callbacks, [0])
         await until(lambda: callbacks.tries)
-        with told_of_outages() as logged:
+        with logged_outages() as logged:
             await cluster.stop_server(cluster.servers[0])
             callbacks.may_go_on.set()
             await until(lambda: any("for=range" in line for line in logged))
@@ -843,7 +843,7 @@ async def test_a_feed_from_the_end_waits_for_a_server_that_knows_it():
         await (await writer.append(b"old", partition=0))
         callbacks = Plain(mark=LATEST)
         callbacks.may_go_on.set()
-        with told_of_outages() as logged:
+        with logged_outages() as logged:
             await cluster.stop_server(cluster.servers[0])
             await client.subscribe(callbacks, [0])
             await until(lambda: logged)
@@ -953,7 +953,7 @@ async def test_replicas_of_the_own_group_are_nearby():
 
 
 @on_virtual_loop
-async def test_one_that_is_in_no_group_asks_for_none():
+async def test_a_client_without_a_group_does_not_ask_for_groups():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         with mock.patch.object(client.directory, "groups") as asked:
             assert (await client.replicas(0)).nearby == ()
@@ -961,11 +961,11 @@ async def test_one_that_is_in_no_group_asks_for_none():
 
 
 # ---------------------------------------------------------------------------------------------
-# told where everything is
+# given the layout
 
 
 @on_virtual_loop
-async def test_a_client_that_was_reported_asks_no_zookeeper():
+async def test_a_client_with_a_layout_does_not_ask_zookeeper():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         await client.mount()
         layout = client.layout()
@@ -973,9 +973,9 @@ async def test_a_client_that_was_reported_asks_no_zookeeper():
         opening = AsyncWaltzClient.at(
             layout, IN_MEMORY_CONFIG, client_id=5, connection_sequence=1 << 32
         )
-        async with opening as told_client:
+        async with opening as placed_client:
             outcome = await (
-                await told_client.append_batch(1, batch_of(b"x"), 1, client_high_water_mark=-1)
+                await placed_client.append_batch(1, batch_of(b"x"), 1, client_high_water_mark=-1)
             )
             assert outcome.transaction_ids.tolist() == [0]
             assert np.array_equal(outcome.reasons, [0])
@@ -1013,7 +1013,7 @@ async def test_connections_are_shared_and_so_is_the_wait_for_one():
 
 
 @on_virtual_loop
-async def test_what_is_large_has_a_connection_of_its_own():
+async def test_large_answers_have_a_connection_of_their_own():
     async with memory_cluster(partition_count=8) as cluster:
         (server,) = cluster.servers
         async with cluster.client().opened() as client:
@@ -1102,7 +1102,7 @@ async def test_a_context_whose_first_attempt_is_computed_while_the_client_closes
 
 
 @on_virtual_loop
-async def test_an_append_that_gets_its_partition_when_the_client_is_closed_is_notified():
+async def test_an_append_that_gets_its_partition_after_the_close_fails():
     """Nothing would end its stream any more, nor the timer of that."""
     async with memory_cluster() as cluster:
         client = await cluster.client().open()
@@ -1142,7 +1142,7 @@ async def test_a_client_whose_opening_is_cancelled_leaves_nothing_behind():
 
 @on_virtual_loop
 async def test_a_flush_waits_for_what_was_appended_before_and_for_nothing_else():
-    """A service that always has an append under way would wait for ever."""
+    """A service that always has an append under way would wait without end."""
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         await client.mount([0])
         is_flushed = False

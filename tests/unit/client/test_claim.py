@@ -1,4 +1,4 @@
-"""A task's place in a write: who the others are, and when it is over; over memory."""
+"""A task's place in a write: which attempts compete, and when it is over; over memory."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -87,7 +87,7 @@ def test_only_a_task_of_a_series_begins_a_write(monkeypatch):
     async def story(coordinator):
         first = await entered(0, "one", series=(MARKS, 5))
         assert first.marks == dict(MARKS)
-        # The marks of whoever came first hold.
+        # The marks of the first attempt hold.
         assert (await entered(1, "one", series=({}, 5))).marks == dict(MARKS)
         await coordinator.writes.finish("w", {"rows": 1}, 9)
         done = await entered(2, "one")

@@ -66,18 +66,18 @@ async def share(door, count, *, cancelled=None, address=None):
     return [None if each.cancelled() else each.result() for each in tasks]
 
 
-def test_one_that_waits_for_a_dial_and_is_cancelled_cancels_no_other_process(door):
+def test_a_cancelled_wait_for_a_dial_cancels_no_other(door):
     assert asyncio.run(share(door, 3, cancelled=1)) == [1, None, 1]
     assert door.count == 1
 
 
-def test_when_the_one_that_dials_is_cancelled_another_one_dials_for_all(door):
+def test_if_the_dialing_caller_is_cancelled_another_one_dials(door):
     assert asyncio.run(share(door, 3, cancelled=0)) == [None, 1, 1]
     assert door.count == 2
 
 
-def test_a_dial_that_fails_is_reported_to_all_who_wait_for_it(door):
-    found = asyncio.run(share(door, 3, address="127.0.0.1:1"))  # nobody listens there
+def test_a_failed_dial_fails_all_its_waiters(door):
+    found = asyncio.run(share(door, 3, address="127.0.0.1:1"))  # no process listens there
     assert isinstance(found[0], errors.Unreachable)
     assert found == [found[0]] * 3
     assert door.count == 1
@@ -85,7 +85,7 @@ def test_a_dial_that_fails_is_reported_to_all_who_wait_for_it(door):
 
 @on_loop
 async def test_a_connection_that_breaks_right_after_the_greeting_is_no_connection(monkeypatch):
-    """A stream on it would hear of nothing, and wait for the answer to its mount."""
+    """A stream on it would receive nothing, and wait for the answer to its mount."""
     listener = await net.listen(Surface.CLIENT, "127.0.0.1", 0, lambda link: link.abort("dead"))
     dial = net.dial
 
@@ -130,7 +130,7 @@ async def until(condition):
         await asyncio.sleep(0)
 
 
-def test_what_is_large_has_a_connection_of_its_own():
+def test_large_answers_have_a_connection_of_their_own():
     async def story():
         async with a_server() as (links, address, _):
             small, large = await links.get(address), await links.get(address, is_bulk=True)
@@ -141,7 +141,7 @@ def test_what_is_large_has_a_connection_of_its_own():
     asyncio.run(story())
 
 
-def test_a_connection_that_is_to_be_avoided_is_replaced_and_its_end_takes_nothing_along():
+def test_an_avoided_connection_is_replaced_and_its_end_loses_nothing():
     async def story():
         async with a_server() as (links, address, _):
             old = await links.get(address)
@@ -157,21 +157,21 @@ def test_a_connection_that_is_to_be_avoided_is_replaced_and_its_end_takes_nothin
     asyncio.run(story())
 
 
-def test_one_that_waits_is_reported_when_the_connection_breaks():
+def test_a_waiting_request_fails_when_the_connection_breaks():
     async def story():
         async with a_server() as (links, address, got), asyncio.TaskGroup() as group:
             link = await links.get(address)
-            waiting = group.create_task(ask_and_tell(link))
+            waiting = group.create_task(ask_or_error(link))
             await until(lambda: got)
             got[0][0].abort("the server has died")
             assert isinstance(await waiting, errors.Unreachable)
-            # Who asks later still waits for nobody.
-            assert isinstance(await ask_and_tell(link), errors.Unreachable)
+            # A later request still does not wait.
+            assert isinstance(await ask_or_error(link), errors.Unreachable)
 
     asyncio.run(story())
 
 
-async def ask_and_tell(link):
+async def ask_or_error(link):
     try:
         return await ask(link)
     except errors.WaltzError as error:
@@ -179,7 +179,7 @@ async def ask_and_tell(link):
 
 
 def test_no_request_has_a_number_that_streams_use():
-    """Their answers are told apart by it."""
+    """It distinguishes their answers."""
 
     async def story():
         async with a_server() as (links, address, got), asyncio.TaskGroup() as group:
@@ -191,32 +191,32 @@ def test_no_request_has_a_number_that_streams_use():
                 assert request.req_id.sequence < CONTROL_SEQUENCE_MIN
                 server.send(HighWaterMarkResponse(request.req_id, 7))
                 assert (await waiting).high_water_mark == 7
-                link._sequence = -(1 << 31)  # the next one is the last before they begin anew
+                link._sequence = -(1 << 31)  # the next one is the last before they begin again
 
     asyncio.run(story())
 
 
-def test_one_that_is_closed_while_it_dials_keeps_no_connection(door):
+def test_a_close_during_a_dial_keeps_no_connection(door):
     async def story():
         async with a_server() as (links, address, _), asyncio.TaskGroup() as group:
-            dialling = group.create_task(get_and_tell(links, address))
+            dialing = group.create_task(get_or_error(links, address))
             await until(lambda: door.count)
             await links.close("the client ends")
             door.may_pass.set()
-            assert isinstance(await dialling, errors.Unreachable)
+            assert isinstance(await dialing, errors.Unreachable)
             assert not links._open
 
     asyncio.run(story())
 
 
-async def get_and_tell(links, address):
+async def get_or_error(links, address):
     try:
         return await links.get(address)
     except errors.WaltzError as error:
         return error
 
 
-def test_a_server_is_silent_when_a_process_waits_and_nothing_has_come_since_the_last_look(
+def test_a_server_is_silent_if_a_request_waits_and_nothing_was_received(
     monkeypatch,
 ):
     monkeypatch.setattr("waltz_core.client.links.silence.SILENT_S", 600)  # the test looks itself
@@ -242,7 +242,7 @@ def test_a_server_is_silent_when_a_process_waits_and_nothing_has_come_since_the_
                 await asking
             link._watch._has_received = False
             look(link)
-            assert len(silences) == 2, "nobody waits for it any more"
+            assert len(silences) == 2, "no request waits for it any more"
             link.send(HighWaterMarkRequest(request.req_id))
             is_waiting[0] = True  # a stream
             look(link)
@@ -252,7 +252,7 @@ def test_a_server_is_silent_when_a_process_waits_and_nothing_has_come_since_the_
 
 
 def look(link):
-    """Let the time of a look have come; there is one before it whenever somebody waits."""
+    """Let the time of a look have come; there is one before it whenever a request waits."""
     assert link._watch._timer is not None
     link._watch._timer.cancel()
     link._watch._check()
@@ -275,11 +275,11 @@ def test_a_silent_server_is_named_in_the_log_once_and_again_when_it_is_over(monk
             return address
 
     address = asyncio.run(story())
-    told = [
+    logged = [
         (each.levelname, *each.getMessage().split()[:2], *each.getMessage().split()[3:])
         for each in caplog.records
     ]
-    assert told == [
+    assert logged == [
         ("WARNING", "server.silent", f"server={address}", "looks_at=zookeeper"),
         ("INFO", "server.responsive", f"server={address}"),
     ]
@@ -303,6 +303,6 @@ def test_a_server_that_does_not_greet_is_reported_as_silent_and_then_as_left(
         return address
 
     address = asyncio.run(story())
-    told = [each.getMessage().split(" server=")[0] for each in caplog.records]
-    assert told == (["server.silent", "server.silent_until_closed"] if is_logged else [])
+    logged = [each.getMessage().split(" server=")[0] for each in caplog.records]
+    assert logged == (["server.silent", "server.silent_until_closed"] if is_logged else [])
     assert all(address in each.getMessage() for each in caplog.records)

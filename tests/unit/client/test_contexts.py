@@ -11,7 +11,7 @@ LOCKS = [lock("counter")]
 
 
 class Following(AsyncCallbacks):
-    """Keeps the last value of the log, and tells when something was applied."""
+    """Keeps the last value of the log, and notifies when something was applied."""
 
     def __init__(self) -> None:
         self.value = 0

@@ -23,7 +23,7 @@ def fed(mark: int, ahead_max: int = 10) -> FeedCursor:
     return cursor
 
 
-def test_nothing_is_taken_before_it_is_wanted():
+def test_nothing_is_taken_before_a_subscription():
     cursor = FeedCursor(10)
     assert cursor.take(feed_batch(req(-1), 0, *ROWS)) is None
     assert cursor.take_request_mark() is None
@@ -43,7 +43,7 @@ def test_stretches_follow_one_another():
     assert "gap: transaction 6 after 4" in cursor.take(feed_batch(req(-1), 6, ROWS[6]))
 
 
-def test_what_lies_before_the_beginning_is_not_taken_for_the_applications_debt():
+def test_records_before_the_start_do_not_count_as_lag():
     mark = 1_000_000
     cursor = FeedCursor(ahead_max=3)
     cursor.want(mark)
@@ -72,7 +72,7 @@ def test_more_is_asked_for_once_for_each_grant_and_within_bounds():
     assert not cursor.applied(0)  # not before it is half way
     assert cursor.take_request_mark() is None
     assert cursor.applied(1)
-    assert not cursor.applied(BEFORE_FIRST)  # told late, changes nothing
+    assert not cursor.applied(BEFORE_FIRST)  # received late, changes nothing
     assert cursor.take_request_mark() == 2
 
 
@@ -139,7 +139,7 @@ def test_a_filtered_feed_is_dense_over_any_frames_and_repeats(values, wanted, dr
 
 
 @pytest.mark.parametrize("offsets", [(1, 0), (1, 1), (-1, 1), (1, 3)])
-def test_what_passes_a_filter_comes_in_order_and_from_within_its_batch(offsets):
+def test_filtered_transactions_are_in_order_and_within_their_batch(offsets):
     picked = struct.pack(">2i", *offsets)
     message = FeedBatch(req(-1), 0, 3, heads([7, 8]), 1, -1, bytes(16), picked)
     assert "2 picked" in cursor_of(7, 8).take(message)
@@ -151,22 +151,20 @@ def test_what_passes_a_filter_comes_in_order_and_from_within_its_batch(offsets):
     st.lists(st.integers(6, 9), max_size=4),
     st.integers(0, 3),
 )
-def test_whatever_a_filtered_batch_says_it_is_whole_or_refused_in_words(
-    count, offsets, values, surplus
-):
+def test_a_filtered_batch_is_whole_or_refused_with_a_reason(count, offsets, values, surplus):
     picked = struct.pack(f">{len(offsets)}i", *offsets) + bytes(surplus)
     message = FeedBatch(req(-1), 0, count, heads(values), 1, -1, bytes(16), picked)
-    told = cursor_of(7, 8).take(message)
+    taken = cursor_of(7, 8).take(message)
     rises = offsets == sorted(set(offsets)) and all(0 <= each < count for each in offsets)
     of_some = rises and len(offsets) == len(values) and not surplus
     of_all = not picked and len(values) == count
     if count > 0 and (of_some or of_all) and set(values) <= {7, 8}:
-        assert (told.first, told.last) == (0, count - 1)
-        assert list(told.ids) == (list(range(count)) if of_all else offsets)
+        assert (taken.first, taken.last) == (0, count - 1)
+        assert list(taken.ids) == (list(range(count)) if of_all else offsets)
     else:
-        assert "feed" in told
+        assert "feed" in taken
 
 
-def test_a_filter_that_no_process_asked_for_is_refused():
-    told = cursor_of().take(filtered(0, [7, 0, 7], (7,)))
-    assert "3 has 40 bytes" in told
+def test_an_unrequested_filter_is_refused():
+    taken = cursor_of().take(filtered(0, [7, 0, 7], (7,)))
+    assert "3 has 40 bytes" in taken

@@ -59,7 +59,7 @@ async def test_all_partitions_share_one_budget_while_they_catch_up():
 
 
 @on_virtual_loop
-async def test_nothing_is_kept_of_what_was_applied():
+async def test_applied_data_is_not_kept():
     async with memory_cluster(partition_count=2) as cluster, cluster.client().opened() as client:
         for partition in range(2):
             await write(client, partition)

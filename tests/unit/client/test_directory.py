@@ -1,4 +1,4 @@
-"""Directories: one that is told where partitions are, and questions that many have at once."""
+"""Directories: one that is given the layout, and lookups by many callers at once."""
 
 import asyncio
 from types import SimpleNamespace
@@ -26,35 +26,35 @@ CLUSTER = ClusterInfo("shop", bytes(16), 3)
 LAYOUT = ClusterLayout("zk:2181/shop", CLUSTER, {0: ("a:1", 1), 2: ("b:2", 4)})
 
 
-def test_a_task_is_notified_of_its_own_partition_only():
+def test_a_task_is_given_its_own_partition_only():
     assert LAYOUT.of(2) == ClusterLayout("zk:2181/shop", CLUSTER, {2: ("b:2", 4)})
     assert LAYOUT.of(1) == ClusterLayout("zk:2181/shop", CLUSTER, {})
 
 
-def test_what_later_tasks_are_reported_is_learned_without_asking():
+def test_later_layouts_are_learned_without_a_request():
     directory = FixedDirectory(LAYOUT.of(0), connect_timeout_ms=1)
     directory.add_owners(LAYOUT.of(2))
     assert in_virtual_time(directory.owner(2, after_failure=False)) == Owner("b:2", 4)
 
 
-def test_what_is_known_is_not_unlearned():
+def test_an_older_layout_does_not_replace_a_newer_one():
     directory = FixedDirectory(LAYOUT, connect_timeout_ms=1)
     for generation in (0, 1):
         directory.add_owners(ClusterLayout("zk:2181/shop", CLUSTER, {0: ("gone:9", generation)}))
     assert directory.owners[0] == Owner("a:1", 1)
 
 
-def test_what_is_newer_is_learned_and_passed_on():
+def test_a_newer_layout_is_learned_and_passed_on():
     directory = FixedDirectory(LAYOUT, connect_timeout_ms=1)
-    told = []
-    in_virtual_time(directory.open(lambda owners: told.append(dict(owners))))
+    reported = []
+    in_virtual_time(directory.open(lambda owners: reported.append(dict(owners))))
     directory.add_owners(ClusterLayout("zk:2181/shop", CLUSTER, {0: ("new:9", 2), 2: ("b:2", 4)}))
     assert directory.owners == {0: Owner("new:9", 2), 2: Owner("b:2", 4)}
-    assert told == [{0: Owner("new:9", 2)}]
+    assert reported == [{0: Owner("new:9", 2)}]
 
 
 class Asked:
-    """A ZooKeeper that answers when it is told to, and counts who has asked."""
+    """A ZooKeeper that answers on request, and counts its callers."""
 
     where = "zk:2181/shop"
 
@@ -73,7 +73,7 @@ class Asked:
 
 
 async def share(zookeeper, count, *, cancelled=None):
-    """Have many ask at once; return what each was told, None for the one that was cancelled."""
+    """Have many ask at once; return each one's answer, None for the one that was cancelled."""
     directory = ZooKeeperDirectory("zk:2181/shop", connect_timeout_ms=20_000, coordinator=zookeeper)
 
     async def ask(partition):
@@ -96,25 +96,25 @@ async def share(zookeeper, count, *, cancelled=None):
 OWNER = Owner("a:1", 3)
 
 
-def test_one_that_shares_a_question_and_is_cancelled_cancels_no_other_process():
+def test_a_cancelled_caller_of_a_shared_request_cancels_no_other():
     zookeeper = Asked()
     assert in_virtual_time(share(zookeeper, 3, cancelled=1)) == [OWNER, None, OWNER]
     assert zookeeper.count == 1
 
 
-def test_when_the_one_that_asks_is_cancelled_another_one_asks_again_for_all():
+def test_if_the_requesting_caller_is_cancelled_another_one_requests():
     zookeeper = Asked()
     assert in_virtual_time(share(zookeeper, 3, cancelled=0)) == [None, OWNER, OWNER]
     assert zookeeper.count == 2
 
 
-def test_no_answer_is_reported_to_all_who_share_the_question():
+def test_all_callers_of_a_shared_request_get_its_failure():
     zookeeper = Asked(errors.CoordinatorUnavailable("gone"))
     assert in_virtual_time(share(zookeeper, 3)) == [zookeeper.error] * 3
     assert zookeeper.count == 1
 
 
-class Told(Asked):
+class WithViews(Asked):
     """A ZooKeeper that answers at once, with views that are given one after the other."""
 
     def __init__(self, *views):
@@ -131,8 +131,8 @@ def view(server_id=7, *, host="a", is_settled=True):
     return ServersView({server_id: server}, {0: Ownership(server_id, 3)}, is_settled=is_settled)
 
 
-def test_one_that_is_an_owner_only_in_a_view_that_is_not_settled_is_none():
-    zookeeper = Told(view(is_settled=False), view())
+def test_an_owner_in_an_unsettled_view_does_not_count():
+    zookeeper = WithViews(view(is_settled=False), view())
     directory = ZooKeeperDirectory("zk:2181/shop", connect_timeout_ms=20_000, coordinator=zookeeper)
     with pytest.raises(errors.NotOwned):
         in_virtual_time(directory.owner(0, after_failure=True))
@@ -163,8 +163,8 @@ def test_the_present_owner_is_read_after_all_writes_and_only_a_settled_view_answ
     assert not directory.owners  # it is an answer, and changes nothing
 
 
-def test_zookeeper_is_asked_again_when_what_was_reported_has_failed_and_only_then():
-    zookeeper = Told(view(), view(8, host="b"))
+def test_zookeeper_is_asked_again_only_if_the_layout_has_failed():
+    zookeeper = WithViews(view(), view(8, host="b"))
     directory = ZooKeeperDirectory("zk:2181/shop", connect_timeout_ms=20_000, coordinator=zookeeper)
     for after_failure, owner, count in (
         (False, OWNER, 1),
@@ -199,15 +199,15 @@ class Elsewhere:
         Elsewhere.open_count -= 1
 
 
-def test_another_cluster_at_the_same_place_answers_no_process(monkeypatch):
-    """Nor the second one who asks: its session is not kept."""
+def test_another_cluster_at_the_same_address_does_not_answer(monkeypatch):
+    """Nor the second caller: its session is not kept."""
 
     async def connect(*_place, **_options):
         return Elsewhere()
 
     async def ask_twice():
         directory = FixedDirectory(LAYOUT, connect_timeout_ms=1_000)
-        await directory.open(told.append)
+        await directory.open(reported.append)
         for _ in range(2):
             with pytest.raises(errors.ClusterKeyMismatch, match="expected the cluster with key 00"):
                 await directory.owner(0, after_failure=True)
@@ -215,11 +215,11 @@ def test_another_cluster_at_the_same_place_answers_no_process(monkeypatch):
         assert await directory.owner(0, after_failure=False) == Owner("a:1", 1)
         await directory.close()
 
-    told = []
+    reported = []
     monkeypatch.setattr("waltz_core.client.links.directory.zookeeper_session.connect", connect)
     in_virtual_time(ask_twice())
     assert Elsewhere.open_count == 0
-    assert told == []
+    assert reported == []
 
 
 class Behind(Elsewhere):
@@ -229,26 +229,26 @@ class Behind(Elsewhere):
     generation = 3
 
 
-def test_what_zookeeper_reports_late_replaces_nothing_newer(monkeypatch):
+def test_a_late_answer_of_zookeeper_replaces_nothing_newer(monkeypatch):
     async def connect(*_place, **_options):
         return Behind()
 
     async def ask():
         directory = FixedDirectory(LAYOUT, connect_timeout_ms=1_000)
-        await directory.open(lambda owners: told.append(dict(owners)))
+        await directory.open(lambda owners: reported.append(dict(owners)))
         await directory.owner(1, after_failure=False)
         assert directory.owners == {0: Owner("z:1", 3), 1: Owner("z:1", 3), 2: Owner("b:2", 4)}
         await directory.owner(2, after_failure=True)
         await directory.close()
         return await directory.owner(2, after_failure=False)
 
-    told = []
+    reported = []
     monkeypatch.setattr("waltz_core.client.links.directory.zookeeper_session.connect", connect)
     assert in_virtual_time(ask()) == Owner("b:2", 4)
-    assert told == [{0: Owner("z:1", 3), 1: Owner("z:1", 3)}]
+    assert reported == [{0: Owner("z:1", 3), 1: Owner("z:1", 3)}]
 
 
-def test_one_that_asks_while_the_directory_is_closed_leaves_no_session_behind(monkeypatch):
+def test_a_request_during_the_close_leaves_no_session_behind(monkeypatch):
     async def connect(*_place, **_options):
         await may_connect.wait()
         return Behind()
@@ -283,7 +283,7 @@ def test_the_owners_that_were_handed_out_stay_as_they_were():
 
 
 class Grouped:
-    """A ZooKeeper that counts who asks for groups."""
+    """A ZooKeeper that counts requests for groups."""
 
     def __init__(self):
         self.count = 0
@@ -310,7 +310,7 @@ def test_groups_are_read_once_and_again_for_a_storage_that_is_in_none():
     assert zookeeper.count == 2
 
 
-def test_one_that_asks_a_directory_that_was_closed_is_notified():
+def test_a_request_to_a_closed_directory_fails():
     directory = ZooKeeperDirectory("zk:2181/shop", connect_timeout_ms=20_000, coordinator=Behind())
 
     async def close_and_ask():
@@ -328,7 +328,7 @@ class Unsettled(Behind):
         return view(is_settled=False)
 
 
-def test_what_a_session_has_reported_is_not_reported_by_the_next(monkeypatch):
+def test_a_new_session_does_not_repeat_reports(monkeypatch):
     """It may have been another cluster's."""
 
     async def connect(*_place, **_options):
@@ -348,7 +348,7 @@ def test_what_a_session_has_reported_is_not_reported_by_the_next(monkeypatch):
 
 
 class Slow:
-    """Connects when it is told to, and counts how often that was asked."""
+    """Connects on request, and counts how often that was asked."""
 
     def __init__(self, error=None):
         self.count = 0
@@ -363,7 +363,7 @@ class Slow:
         return Behind()
 
 
-def test_one_that_times_out_before_zookeeper_is_there_does_not_have_it_restart(monkeypatch):
+def test_a_caller_that_times_out_does_not_restart_the_connect(monkeypatch):
     async def ask():
         directory = FixedDirectory(LAYOUT, connect_timeout_ms=20_000)
         for _ in range(2):
@@ -381,8 +381,8 @@ def test_one_that_times_out_before_zookeeper_is_there_does_not_have_it_restart(m
     assert Elsewhere.open_count == 0
 
 
-def test_that_no_zookeeper_answers_is_reported_to_all_who_wait_for_it(monkeypatch):
-    """Else each of them would wait for all before him."""
+def test_all_waiting_callers_learn_that_no_zookeeper_answers(monkeypatch):
+    """Otherwise each of them would wait for all before it."""
 
     async def ask():
         directory = FixedDirectory(LAYOUT, connect_timeout_ms=20_000)
@@ -425,7 +425,7 @@ def test_closing_ends_what_waits_for_zookeeper(monkeypatch):
     in_virtual_time(ask_and_close())
 
 
-def test_a_client_that_is_reported_where_everything_is_opens_zookeeper_by_its_settings(monkeypatch):
+def test_a_client_with_a_layout_opens_zookeeper_by_its_settings(monkeypatch):
     async def connect(*_place, **options):
         asked.append(options)
         return Behind()
@@ -448,7 +448,7 @@ def test_a_client_that_is_reported_where_everything_is_opens_zookeeper_by_its_se
     assert Elsewhere.open_count == 0
 
 
-class Rebuilt(Told):
+class Rebuilt(WithViews):
     """A ZooKeeper whose cluster is missing after the directory was opened, and comes back."""
 
     def __init__(self):
@@ -501,7 +501,7 @@ def test_a_cluster_that_is_rebuilt_under_its_key_is_used_again():
 
 
 def test_a_node_that_cannot_be_decoded_counts_as_no_answer():
-    """An error that no retry can mend would end streams and feeds for good."""
+    """An error that no retry can repair would end streams and feeds for good."""
     zookeeper = Rebuilt()
     directory = ZooKeeperDirectory("zk:2181/shop", connect_timeout_ms=20_000, coordinator=zookeeper)
     in_virtual_time(directory.open(lambda _owners: None))

@@ -33,13 +33,13 @@ def ids(found) -> list[int]:
     return [each.transaction_id for each in found]
 
 
-def test_one_that_has_seen_nothing_claims_nothing():
+def test_a_client_that_has_seen_nothing_claims_nothing():
     assert not FOLLOW.has_seen
     assert FOLLOW.claim(5) == (5, FOLLOW)
     assert FOLLOW.above(5) == ()
 
 
-def test_what_is_reported_is_added_to_what_was_reported_before():
+def test_each_report_is_added_to_the_earlier_ones():
     first = FOLLOW.with_predecessors(message(6, 8, last=9), 5, MOUNT, LOCKS)
     assert (first.session_id, first.mount, first.base, first.mark) == (SESSION, MOUNT, 5, 9)
     assert ids(first.predecessors) == [6, 8]
@@ -50,22 +50,22 @@ def test_what_is_reported_is_added_to_what_was_reported_before():
     assert ids(more.above(8)) == [11]
 
 
-def test_a_state_between_what_was_reported_and_where_it_began_may_follow():
-    told = FOLLOW.with_predecessors(message(6, last=9), 5, MOUNT, LOCKS)
-    assert told.claim(5) == (9, told)
-    assert told.claim(8) == (9, told)
-    assert told.claim(4) == (4, FOLLOW)  # what lies between is not known
-    assert told.claim(9) == (9, FOLLOW)  # all of it is in the log
-    assert told.claim(12) == (12, FOLLOW)
+def test_a_mark_between_the_first_and_last_predecessor_may_follow():
+    follow = FOLLOW.with_predecessors(message(6, last=9), 5, MOUNT, LOCKS)
+    assert follow.claim(5) == (9, follow)
+    assert follow.claim(8) == (9, follow)
+    assert follow.claim(4) == (4, FOLLOW)  # what lies between is not known
+    assert follow.claim(9) == (9, FOLLOW)  # all of it is in the log
+    assert follow.claim(12) == (12, FOLLOW)
 
 
-def test_of_other_locks_an_author_has_seen_what_its_state_holds():
-    told = FOLLOW.with_predecessors(message(6, last=9), 5, MOUNT, LOCKS)
-    assert told.claim(5, LOCKS[:1]) == (9, told)
-    mark, claimed = told.claim(5, (*LOCKS, 33))
+def test_for_other_locks_the_mark_of_the_state_counts():
+    follow = FOLLOW.with_predecessors(message(6, last=9), 5, MOUNT, LOCKS)
+    assert follow.claim(5, LOCKS[:1]) == (9, follow)
+    mark, claimed = follow.claim(5, (*LOCKS, 33))
     assert mark == 5
     assert (claimed.session_id, claimed.mount, claimed.predecessors) == (SESSION, MOUNT, ())
-    # Refused for a lock, he is told anew of all that he has asked for.
+    # Refused for a lock, the client receives all predecessors again.
     again = claimed.with_predecessors(message(6, 7, last=10), 5, MOUNT, (*LOCKS, 33))
     assert (again.base, again.mark, ids(again.predecessors)) == (5, 10, [6, 7])
     assert again.claim(5, (*LOCKS, 33)) == (10, again)
@@ -78,23 +78,23 @@ def test_a_list_is_of_the_locks_that_were_asked_for_last():
     assert fewer.claim(5, LOCKS)[0] == 5
 
 
-def test_a_lock_that_was_no_processes_reports_nothing_but_a_mark():
-    told = FOLLOW.with_predecessors(message(last=9), 5, MOUNT, LOCKS)
-    assert told.predecessors == ()
-    assert told.claim(5) == (9, told)
+def test_without_a_predecessor_only_the_mark_is_claimed():
+    follow = FOLLOW.with_predecessors(message(last=9), 5, MOUNT, LOCKS)
+    assert follow.predecessors == ()
+    assert follow.claim(5) == (9, follow)
 
 
-@pytest.mark.parametrize("told", [(5,), (4, 6), (7, 6), (6, 6), (6, 10)])
-def test_ids_that_do_not_follow_the_mark_are_not_trusted(told):
+@pytest.mark.parametrize("follow", [(5,), (4, 6), (7, 6), (6, 6), (6, 10)])
+def test_ids_that_do_not_follow_the_mark_are_not_trusted(follow):
     with pytest.raises(errors.RemoteProtocolError, match="ascending IDs from 5 to 9"):
-        FOLLOW.with_predecessors(message(*told, last=9), 5, MOUNT, LOCKS)
+        FOLLOW.with_predecessors(message(*follow, last=9), 5, MOUNT, LOCKS)
 
 
-def test_what_has_become_too_much_is_dropped(monkeypatch):
+def test_too_many_predecessors_are_dropped(monkeypatch):
     monkeypatch.setattr(predecessors, "PREDECESSORS_MAX", 3)
-    told = FOLLOW.with_predecessors(message(6, 7, last=7), 5, MOUNT, LOCKS)
-    assert ids(told.predecessors) == [6, 7]
-    assert told.with_predecessors(message(8, 9, last=9), 7, MOUNT, LOCKS) is FOLLOW
+    follow = FOLLOW.with_predecessors(message(6, 7, last=7), 5, MOUNT, LOCKS)
+    assert ids(follow.predecessors) == [6, 7]
+    assert follow.with_predecessors(message(8, 9, last=9), 7, MOUNT, LOCKS) is FOLLOW
     assert FOLLOW.session_id == NO_SESSION
 
 

@@ -1,6 +1,6 @@
-"""Callers that wait for a partition and give up leave nothing behind, however long it stands still.
+"""Callers that stop waiting for a partition leave nothing behind, however long it is idle.
 
-Contexts with a deadline, and appends to a partition without a server, give up by the thousands.
+Contexts with a deadline, and appends to a partition without a server, time out by the thousands.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ def partition_without_a_server():
 
 
 @on_virtual_loop
-async def test_one_that_waits_for_a_feed_that_stands_still_leaves_nothing():
+async def test_a_timed_out_wait_for_a_feed_leaves_nothing():
     applier = Applier(PARTITION, None, lambda mark: None)
     applier.start(TransactionId(3))
     for _ in range(COUNT):
@@ -46,7 +46,7 @@ async def test_one_that_waits_for_a_feed_that_stands_still_leaves_nothing():
 
 
 @on_virtual_loop
-async def test_one_that_waits_for_a_mount_that_does_not_come_leaves_nothing():
+async def test_a_timed_out_wait_for_a_mount_leaves_nothing():
     partition = partition_without_a_server()
     for _ in range(COUNT):
         await give_up(partition.mounted())
@@ -55,7 +55,7 @@ async def test_one_that_waits_for_a_mount_that_does_not_come_leaves_nothing():
 
 
 @on_virtual_loop
-async def test_one_that_waits_for_a_mark_that_does_not_come_leaves_nothing():
+async def test_a_timed_out_wait_for_a_mark_leaves_nothing():
     partition = partition_without_a_server()
     for _ in range(COUNT):
         await give_up(partition.known(TransactionId(4)))
@@ -64,7 +64,7 @@ async def test_one_that_waits_for_a_mark_that_does_not_come_leaves_nothing():
 
 
 @on_virtual_loop
-async def test_one_that_waits_for_outcomes_that_do_not_come_leaves_nothing():
+async def test_a_timed_out_wait_for_outcomes_leaves_nothing():
     window = AppendWindow(rows_max=100, bytes_max=1 << 20)
     appends = Appends(PARTITION, window, lambda event: None, batch_rows=1, batch_bytes=100)
     row = PendingRow(b"data", 0, TransactionId(0))
@@ -73,5 +73,5 @@ async def test_one_that_waits_for_outcomes_that_do_not_come_leaves_nothing():
     for _ in range(COUNT):
         await give_up(appends.wait_for_earlier())
     assert not any(each.waiting for each in appends._epochs)
-    appends.abandon(errors.Unreachable("nobody is there"))
+    appends.abandon(errors.Unreachable("no server is there"))
     assert row.future.exception() is not None

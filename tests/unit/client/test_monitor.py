@@ -35,7 +35,7 @@ def a_monitor() -> Monitor:
     return Monitor(CLIENT, PARTITION)
 
 
-def test_what_is_in_flight_is_counted():
+def test_appends_in_flight_are_counted():
     monitor = a_monitor()
     assert monitor.oldest is None
     first = sent(monitor, 1, 1, rows=3)
@@ -53,7 +53,7 @@ def test_sequence_numbers_are_not_used_twice():
         sent(monitor, 2, 3)
 
 
-def test_an_answer_is_for_the_parcel_with_the_same_request_id_in_all_parts():
+def test_an_answer_belongs_to_the_parcel_with_exactly_its_request_id():
     monitor = a_monitor()
     pending = sent(monitor, 1, 5)
     assert monitor.find(req(5)) is pending
@@ -105,7 +105,7 @@ def test_headers_must_be_those_that_were_asked_for():
     assert not monitor.match_headers(TransactionId(10), 2, good[28:] + good[:28])
 
 
-def test_what_is_found_whole_is_not_in_doubt():
+def test_a_parcel_found_whole_has_a_known_outcome():
     monitor = a_monitor()
     pending = sent(monitor, 1, 1, rows=2)
     monitor.prove(TransactionId(15))
@@ -115,7 +115,7 @@ def test_what_is_found_whole_is_not_in_doubt():
     assert pending.known_outcome(BEFORE_FIRST).transaction_ids.tolist() == [12, 13]
 
 
-def test_what_is_found_in_part_is_in_doubt():
+def test_a_parcel_found_in_part_has_an_unknown_outcome():
     monitor = a_monitor()
     pending = sent(monitor, 1, 1, rows=2)
     monitor.prove(TransactionId(15))
@@ -133,14 +133,14 @@ def test_everything_is_read_up_to_the_last_proof():
     assert monitor.unresolved() == (10, 20)
 
 
-def test_what_is_sent_after_a_proof_is_not_proven():
+def test_a_proof_does_not_cover_later_appends():
     monitor = a_monitor()
     sent(monitor, 1, 1, mark=9)
     monitor.prove(TransactionId(12))
     late = sent(monitor, 2, 2, mark=12)
     assert monitor.unresolved() == (10, 12)
-    told = monitor.settle(TransactionId(12))
-    assert [pending.parcel.token for pending, _ in told] == [1]
+    settled = monitor.settle(TransactionId(12))
+    assert [pending.parcel.token for pending, _ in settled] == [1]
     assert list(monitor) == [late]
     assert monitor.unresolved() is None
 
@@ -183,9 +183,9 @@ def test_every_row_of_every_parcel_is_found_where_it_stands(sizes, order):
         part = log[at : at + count]
         assert monitor.match_headers(TransactionId(at), len(part), headers(at, *part))
         at += len(part)
-    told = monitor.settle(TransactionId(len(log) - 1))
-    assert [pending.parcel.token for pending, _ in told] == list(range(len(sizes)))
-    ids = np.concatenate([outcome.transaction_ids for _, outcome in told]).tolist()
+    settled = monitor.settle(TransactionId(len(log) - 1))
+    assert [pending.parcel.token for pending, _ in settled] == list(range(len(sizes)))
+    ids = np.concatenate([outcome.transaction_ids for _, outcome in settled]).tolist()
     assert ids == [log.index(row) if row in log else -1 for row in rows]
 
 

@@ -153,7 +153,7 @@ async def make_moves(cluster: MemoryCluster, there: list[Way], count: int) -> No
 
 
 @MOVES
-def test_what_is_late_on_an_old_connection_does_not_get_in(moves: int) -> None:
+def test_late_appends_on_an_old_connection_are_rejected(moves: int) -> None:
     @on_virtual_loop
     async def story() -> None:
         async with two_servers() as (cluster, there, client):
@@ -166,7 +166,7 @@ def test_what_is_late_on_an_old_connection_does_not_get_in(moves: int) -> None:
             await until(lambda: old.held["up"])
             await make_moves(cluster, there, moves)
             old.lose_client()
-            # Nothing of it is in the log, so the rows are sent again and the batch is told lost.
+            # Nothing of it is in the log: rows are sent again and the batch is reported as lost.
             assert (await batch).reasons.tolist() == [Reason.LOST] * 2
             assert sorted([await future for future in futures]) == list(range(5))
             assert cluster.owner(0) is server or moves == 1
@@ -228,16 +228,16 @@ async def test_moves_to_and_fro_lose_nothing_and_double_nothing() -> None:
             await make_moves(cluster, there, 1)
         ids = [await future for future in futures]
         data = [row for _, _, row in cluster.logs[0].rows()]
-        # Each is in the log once, where it was told to be, and in the order of the appends, though
+        # Each is in the log once, where its outcome says, and in the order of the appends, though
         # what was lost on the way was sent again.
         sent = [b"%d-%d" % (turn, i) for turn in range(6) for i in range(40)]
         assert [data[each] for each in ids] == sent
         assert ids == sorted(ids)
         # Batches are not sent again: those that are in the log are in their order.
-        told_of_batches = [(await each).reasons.tolist() for each in outcomes]
+        reasons_of_batches = [(await each).reasons.tolist() for each in outcomes]
         batches = [b"b%d-%d" % (turn, i) for turn in range(6) for i in range(0, 40, 10)]
         expected = [
-            row for row, (reason,) in zip(batches, told_of_batches, strict=True) if reason == 0
+            row for row, (reason,) in zip(batches, reasons_of_batches, strict=True) if reason == 0
         ]
         assert [row for row in data if row.startswith(b"b")] == expected
         assert len(data) == len(sent) + len(expected)
@@ -247,7 +247,7 @@ async def test_moves_to_and_fro_lose_nothing_and_double_nothing() -> None:
 
 
 @on_virtual_loop
-async def test_what_is_sent_again_keeps_its_place() -> None:
+async def test_resent_appends_keep_their_place() -> None:
     async with two_servers() as (cluster, there, client):
         await client.mount([0])
         server = cluster.owner(0)
@@ -263,7 +263,9 @@ async def test_what_is_sent_again_keeps_its_place() -> None:
         # What was queued is known to be lost before what was in flight is settled.
         with mock.patch.object(appends, "RESEND_DELAY_S", 0.0):
             left = asyncio.Event()
-            with mock.patch.object(stream, "_wait", lambda *told: (left.set(), wait(*told))):
+            with mock.patch.object(
+                stream, "_wait", lambda *arguments: (left.set(), wait(*arguments))
+            ):
                 async with asyncio.TaskGroup() as group:
                     group.create_task(make_moves(cluster, there, 1))
                     await left.wait()
@@ -273,8 +275,10 @@ async def test_what_is_sent_again_keeps_its_place() -> None:
 
 
 @contextlib.asynccontextmanager
-async def told_client(cluster: MemoryCluster, config: ClientConfig) -> AsyncIterator[OpenedClient]:
-    """A client as a task of Spark's has it: told where everything is, it watches nothing."""
+async def placed_client(
+    cluster: MemoryCluster, config: ClientConfig
+) -> AsyncIterator[OpenedClient]:
+    """A client as in a Spark task: given the layout, it watches nothing."""
 
     async def connect(*_place: object, **_options: object) -> Coordinator:
         return cluster.zookeeper.coordinator(ROOT)
@@ -286,11 +290,9 @@ async def told_client(cluster: MemoryCluster, config: ClientConfig) -> AsyncIter
             yield client
 
 
-@pytest.mark.parametrize("is_told", [False, True], ids=["watches", "was told"])
-@pytest.mark.parametrize("what", ["dialled", "asked", "appended"])
-def test_one_that_waits_for_a_server_that_is_frozen_turns_to_the_next_owner(
-    what: str, is_told: bool
-) -> None:
+@pytest.mark.parametrize("is_placed", [False, True], ids=["watches", "was placed"])
+@pytest.mark.parametrize("what", ["dialed", "asked", "appended"])
+def test_a_client_of_a_frozen_server_turns_to_the_next_owner(what: str, is_placed: bool) -> None:
     config = replace(IN_MEMORY_CONFIG, request_timeout_ms=60_000, dial_timeout_ms=60_000)
 
     @on_virtual_loop
@@ -300,7 +302,9 @@ def test_one_that_waits_for_a_server_that_is_frozen_turns_to_the_next_owner(
         async with (
             memory_cluster(server_count=2) as cluster,
             ways(cluster) as there,
-            told_client(cluster, config) if is_told else cluster.client(config).opened() as client,
+            placed_client(cluster, config)
+            if is_placed
+            else cluster.client(config).opened() as client,
         ):
             await (await client.append(b"a", partition=0))
             way = there[cluster.servers.index(cluster.owner(0))]
@@ -309,7 +313,7 @@ def test_one_that_waits_for_a_server_that_is_frozen_turns_to_the_next_owner(
             way.is_frozen = True
             asks: dict[str, Callable[[], Coroutine[Any, Any, object]]] = {
                 # Data come over a connection of their own, which is not made yet.
-                "dialled": lambda: client.requests.data(PartitionId(0), TransactionId(0)),
+                "dialed": lambda: client.requests.data(PartitionId(0), TransactionId(0)),
                 "asked": lambda: client.high_water_mark(0),
                 "appended": lambda: appended(client, b"b"),
             }
@@ -317,7 +321,7 @@ def test_one_that_waits_for_a_server_that_is_frozen_turns_to_the_next_owner(
                 asked = tasks.create_task(asks[what]())
                 await until(lambda: any(each.held["down"] for each in way.passages))
                 await make_moves(cluster, there, 1)
-            assert asked.result() == {"dialled": b"a", "asked": 0, "appended": 1}[what]
+            assert asked.result() == {"dialed": b"a", "asked": 0, "appended": 1}[what]
 
     story()
 

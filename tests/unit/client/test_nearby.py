@@ -1,4 +1,4 @@
-"""What a reader believes of the files of a storage on its own machine."""
+"""What a reader trusts in the files of a storage on its own machine."""
 
 import asyncio
 import errno
@@ -97,7 +97,7 @@ def test_no_more_is_read_than_asked_for_and_one_record_at_least(files, reader):
     assert files.asked == [12, 11]  # what a grant does not hold is asked for
 
 
-def test_what_the_grant_ends_before_is_asked_for_again(files, reader):
+def test_records_after_the_end_of_a_grant_are_requested_again(files, reader):
     assert files.read(reader, 10, 29, count=8).lengths.size == 8
     assert files.read(reader, 18, 29).lengths.size == 12
     assert files.asked == [10, 18]
@@ -127,12 +127,12 @@ def test_a_file_that_was_cut_meanwhile_is_reported(files, reader):
         files.read(reader, 13, 14)
 
 
-def test_one_that_hands_over_nothing_is_reported(files, reader, monkeypatch):
+def test_a_storage_that_hands_over_nothing_is_reported(files, reader, monkeypatch):
     def refuses(_door, _question, *, timeout_s):
-        raise errors.Unreachable(f"nobody within {timeout_s}")
+        raise errors.Unreachable(f"no answer within {timeout_s}")
 
     monkeypatch.setattr(nearby_module.handover, "take", refuses)
-    with pytest.raises(errors.Unreachable, match="nobody"):
+    with pytest.raises(errors.Unreachable, match="no answer"):
         files.read(reader, 10, 12)
 
 
@@ -152,7 +152,7 @@ def test_files_that_a_reader_has_got_beyond_are_given_back(files, reader):
 
 
 class Preadv:
-    """The system's call; tells who made it, and has nothing in memory when it is told so."""
+    """The system call; notes its caller, and can report that nothing is in memory."""
 
     def __init__(self, monkeypatch, error=None):
         self.callers = []
@@ -171,8 +171,8 @@ class Preadv:
         return self._call(descriptor, buffers, offset, flags)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what is in memory")
-def test_what_is_in_memory_needs_no_thread_once_the_file_is_open(files, reader, monkeypatch):
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports what is in memory")
+def test_cached_records_need_no_thread_once_the_file_is_open(files, reader, monkeypatch):
     system = Preadv(monkeypatch)
     got = [bytes(files.read(reader, first, first + 4).records) for first in (10, 15, 20, 25)]
     assert b"".join(got) == files.records
@@ -180,7 +180,7 @@ def test_what_is_in_memory_needs_no_thread_once_the_file_is_open(files, reader, 
     assert system.callers == ["thread"] * 3 + ["loop"] * 2
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what is in memory")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports what is in memory")
 @pytest.mark.parametrize("error", [errno.EAGAIN, errno.EOPNOTSUPP, 0])
 def test_a_thread_waits_for_what_is_on_the_disk(files, reader, monkeypatch, error):
     files.read(reader, 10, 29)
@@ -190,7 +190,7 @@ def test_a_thread_waits_for_what_is_on_the_disk(files, reader, monkeypatch, erro
     assert system.callers.count("loop") == 1  # then no more of that grant
 
 
-def test_nothing_is_read_while_a_thread_is_still_at_what_was_given_up(files, monkeypatch):
+def test_nothing_is_read_while_a_thread_is_still_busy_with_a_cancelled_read(files, monkeypatch):
     is_running, reader = threading.Event(), Nearby("the door", 3, timeout_s=0.05)
 
     def hangs(_door, question, *, timeout_s):
@@ -213,11 +213,11 @@ def test_nothing_is_read_while_a_thread_is_still_at_what_was_given_up(files, mon
     reader.close()
 
 
-def test_what_is_held_is_not_written_over(files, reader):
+def test_buffers_in_use_are_not_overwritten(files, reader):
     kept = [files.read(reader, first, first).records[:] for first in range(10, 30)]
     assert b"".join(kept) == files.records
 
 
-def test_memory_that_no_process_holds_is_used_again(files, reader):
+def test_unreferenced_memory_is_used_again(files, reader):
     places = {files.read(reader, first, first).records.obj.ctypes.data for first in range(10, 30)}
     assert len(places) <= 2

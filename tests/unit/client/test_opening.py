@@ -1,4 +1,4 @@
-"""How a client is opened, and what is said to whoever does it in another way."""
+"""How a client is opened, and the error for any other way."""
 
 import asyncio
 import copy
@@ -19,7 +19,7 @@ CONNECT = "127.0.0.1:1/waltz/never_asked"
 
 
 @pytest.mark.parametrize("given", [(), (CONNECT,)])
-def test_a_call_of_the_class_is_reported_how_a_client_is_opened(given):
+def test_a_call_of_the_class_raises_with_a_hint(given):
     with pytest.raises(errors.UsageError, match=r"async with AsyncWaltzClient\.connect"):
         AsyncWaltzClient(*given)
 
@@ -29,7 +29,7 @@ async def _forgetting():
     with pytest.raises(errors.UsageError, match=r"^append: the client is not open yet: use `async"):
         await client.append(b"x")
     assert not hasattr(client, "__len__")
-    # What asks any object for what it has (a debugger, numpy) is told no, and goes on.
+    # What asks any object for what it has (a debugger, numpy) receives no, and continues.
     assert not hasattr(client, "shape")
     assert getattr(client, "dtype", None) is None
 
@@ -67,7 +67,7 @@ def _that_fails():
         lambda c: c.subscribe(_Callbacks(), headers=_that_fails()),
     ],
 )
-def test_what_goes_wrong_in_the_callers_own_generator_is_the_callers(what):
+def test_an_error_in_the_callers_generator_is_raised_to_the_caller(what):
     refused = pytest.raises(TypeError, match=r"int\(\) argument must be")
     with MemoryWaltz() as waltz, waltz.client() as client, refused:
         what(client)

@@ -1,4 +1,4 @@
-"""When an outage is told of, and what is done in one."""
+"""When an outage is logged, and what is done in one."""
 
 import asyncio
 import logging
@@ -11,11 +11,11 @@ from waltz_core.client.model.callbacks import AsyncCallbacks, Callbacks, PoisonP
 from waltz_core.records.record import PartitionId
 
 
-def times_told(
+def logged_at(
     caplog: pytest.LogCaptureFixture, *, log_after_s: float, failures_s: list[float | None]
 ) -> list[float]:
-    """Return when it was told of; None in place of a time: it works again."""
-    told: list[float] = []
+    """Return when it was logged; None in place of a time: it works again."""
+    logged: list[float] = []
 
     async def story() -> None:
         now = [0.0]
@@ -29,11 +29,11 @@ def times_told(
             now[0] = at_s
             each.failed("no answer")
             if "feed.waiting partition=3 for=server" in caplog.text:
-                told.append(at_s)
+                logged.append(at_s)
 
     with caplog.at_level(logging.INFO):
         asyncio.run(story())
-    return told
+    return logged
 
 
 def test_a_short_outage_is_not_reported_and_a_long_one_now_and_then(
@@ -42,13 +42,13 @@ def test_a_short_outage_is_not_reported_and_a_long_one_now_and_then(
     tries: list[float | None] = [
         float(at_s) for at_s in range(5, 5 + int(2 * LOG_INTERVAL_S) + 20, 2)
     ]
-    assert times_told(caplog, log_after_s=10, failures_s=tries) == [15, 75, 135]
-    assert times_told(caplog, log_after_s=0, failures_s=tries) == [5, 65, 125]
+    assert logged_at(caplog, log_after_s=10, failures_s=tries) == [15, 75, 135]
+    assert logged_at(caplog, log_after_s=0, failures_s=tries) == [5, 65, 125]
 
 
 def test_an_outage_that_is_over_restarts(caplog: pytest.LogCaptureFixture) -> None:
-    assert times_told(caplog, log_after_s=10, failures_s=[0, 9, None, 11, 20, None, 21]) == []
-    assert times_told(caplog, log_after_s=0, failures_s=[0, 1, None, 2, 3]) == [0, 2]
+    assert logged_at(caplog, log_after_s=10, failures_s=[0, 9, None, 11, 20, None, 21]) == []
+    assert logged_at(caplog, log_after_s=0, failures_s=[0, 1, None, 2, 3]) == [0, 2]
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_an_outage_that_is_over_restarts(caplog: pytest.LogCaptureFixture) -> No
         (ValueError(""), PoisonPolicy.STOP),
     ],
 )
-def test_what_may_work_later_is_tried_again_unless_the_application_says_otherwise(
+def test_temporary_errors_are_retried_unless_the_application_forbids_it(
     error: Exception, policy: PoisonPolicy
 ) -> None:
     class OnThreads(Callbacks):

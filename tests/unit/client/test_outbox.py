@@ -37,15 +37,15 @@ def test_deadlines_never_decrease():
         outbox.put(parcel(2), 9)
 
 
-def test_what_keeps_its_order_is_taken_out_and_the_rest_stays():
+def test_ordered_appends_are_removed_and_the_rest_stays():
     outbox = Outbox(PARTITION)
     for token in range(4):
         outbox.put(replace(parcel(token), keeps_order=token % 2 == 1), 10)
     lost = BatchOutcome.uniform(1, Reason.LOST, high_water_mark=7)
     assert outbox.lose_following(parcel(9), lost) == []
     ordered = replace(parcel(9), keeps_order=True)
-    told = outbox.lose_following(ordered, lost)
-    assert [(token, each.reasons.tolist()) for token, each in told] == [
+    lost_rows = outbox.lose_following(ordered, lost)
+    assert [(token, each.reasons.tolist()) for token, each in lost_rows] == [
         (1, [Reason.LOST]),
         (3, [Reason.LOST]),
     ]
@@ -53,7 +53,7 @@ def test_what_keeps_its_order_is_taken_out_and_the_rest_stays():
     assert tokens(outbox.take_all()) == [0, 2]
 
 
-def test_what_does_not_fit_a_frame_is_refused_with_both_figures():
+def test_an_append_over_the_frame_limit_is_rejected_with_both_sizes():
     outbox = Outbox(PARTITION)
     limits = MountLimits(rows_max=5, bytes_max=4, in_flight_bytes_max=1)
     assert outbox.rejection(parcel(1, rows=5), limits, 1) is None
@@ -61,14 +61,14 @@ def test_what_does_not_fit_a_frame_is_refused_with_both_figures():
     assert "found 1 rows and 5 bytes" in str(outbox.rejection(parcel(1, data=b"12345"), limits, 1))
 
 
-def test_what_follows_another_mount_or_another_partition_is_not_sent():
+def test_dependents_of_another_mount_or_partition_are_not_sent():
     outbox, limits = Outbox(PARTITION), MountLimits(5, 100, 100)
-    told = replace(FOLLOW, session_id=3, partition_id=PARTITION, mount=2, mark=7)
+    lost_rows = replace(FOLLOW, session_id=3, partition_id=PARTITION, mount=2, mark=7)
 
     def refusal(following):
         single = Single(0, b"", (1,), (), (), following)
         return outbox.rejection(Parcel(1, 1, 7, single, 0), limits, 2)
 
-    assert refusal(FOLLOW) is refusal(told) is None
-    assert isinstance(refusal(replace(told, mount=1)), errors.SessionLost)
-    assert isinstance(refusal(replace(told, partition_id=PARTITION + 1)), errors.BadRequest)
+    assert refusal(FOLLOW) is refusal(lost_rows) is None
+    assert isinstance(refusal(replace(lost_rows, mount=1)), errors.SessionLost)
+    assert isinstance(refusal(replace(lost_rows, partition_id=PARTITION + 1)), errors.BadRequest)

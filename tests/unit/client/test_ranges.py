@@ -1,4 +1,4 @@
-"""What a reader believes of an answer."""
+"""What a reader trusts in an answer."""
 
 import asyncio
 from collections.abc import Collection
@@ -80,7 +80,7 @@ def test_a_good_answer_is_handed_on():
         ({"next": 14}, errors.DataLoss),
     ],
 )
-def test_whatever_is_wrong_with_an_answer_raises(changes, error):
+def test_every_malformed_answer_raises(changes, error):
     with pytest.raises(error):
         chunk_of_server(P, QUERY, answer(**changes))
 
@@ -112,7 +112,7 @@ class Storage:
     def send(self, message: object) -> None:
         assert isinstance(message, RangeRaw)
         assert (message.first, message.last) == (10, 13)
-        # Whoever reads is in no session, and takes what is there of a batch.
+        # A reader is in no session, and takes what is there of a batch.
         assert message.reader
         assert not message.whole_batches
 
@@ -161,7 +161,7 @@ def test_places_with_lengths_that_are_no_array_of_as_many_are_an_error_of_the_pr
         in_virtual_time(link.places(P, query, session_id=SessionId(1), timeout_s=5))
 
 
-def test_what_a_replica_adds_beyond_the_last_id_asked_for_is_not_trusted():
+def test_records_beyond_the_requested_range_of_a_replica_are_not_trusted():
     assert [from_replica(count).next for count in (1, 4)] == [11, 14]
     expected = r"s1:6001: expected nothing beyond transaction 13, found transactions 10\.\.14"
     with pytest.raises(errors.RemoteProtocolError, match=expected):
@@ -194,7 +194,7 @@ def test_headers_that_a_replica_s_answer_does_not_confirm_are_not_trusted(at: in
         headers_from_replica(bytes(bad), crc32(good))
 
 
-def test_what_a_server_adds_beyond_the_last_id_asked_for_is_not_trusted():
+def test_records_beyond_the_requested_range_of_a_server_are_not_trusted():
     query = replace(QUERY, last=TransactionId(13), form=RangeForm.HEADERS, header_values=(1,))
     found = answer(form=RangeForm.HEADERS, lengths=b"", records=heads(11, 14), count=2)
     with pytest.raises(errors.RemoteProtocolError, match="beyond transaction 13"):
@@ -276,7 +276,7 @@ def asked_for_a_range(
     first: int = 10,
     order: tuple[str, ...] = REPLICAS,
 ) -> list[str]:
-    """Return who was asked for 10..14, in order, "server" for the server."""
+    """Return which storages were asked for 10..14, in order, "server" for the server."""
     asked: list[str] = []
 
     class Link:
@@ -319,8 +319,8 @@ def test_a_replica_nearby_is_asked_before_the_others(monkeypatch: pytest.MonkeyP
     near = ("s1:1", "s3:1")
     both = {asked_for_a_range(monkeypatch, near, first=first)[0] for first in range(20)}
     assert both == set(near)  # they share the work
-    anyone = {asked_for_a_range(monkeypatch, (), first=first)[0] for first in range(40)}
-    assert anyone == set(REPLICAS)
+    asked = {asked_for_a_range(monkeypatch, (), first=first)[0] for first in range(40)}
+    assert asked == set(REPLICAS)
 
 
 def test_a_read_that_is_made_again_asks_the_same_replica(monkeypatch: pytest.MonkeyPatch):
@@ -350,7 +350,7 @@ def test_a_storage_that_is_near_and_not_engaged_is_not_asked(monkeypatch: pytest
     assert asked[4:] == ["server", "server"]
 
 
-def test_a_storage_that_does_not_greet_is_left_soon_for_another_one_and_the_last_is_waited_for(
+def test_a_storage_without_a_hello_is_skipped_soon_unless_it_is_the_last(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """Of a process that was stopped the system still takes connections."""

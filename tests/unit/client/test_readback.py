@@ -11,7 +11,7 @@ from waltz_core.wire.messages import RangeForm
 A, B = b"a" * 16, b"b" * 16
 
 
-def test_nothing_to_read_is_done_at_once():
+def test_an_empty_read_is_done_at_once():
     readback = ReadBack(100)
     assert readback.is_done
     readback.begin(None, None)

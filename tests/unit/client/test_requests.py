@@ -20,7 +20,7 @@ CONFIG = ClientConfig(retry_interval_ms_min=1, retry_interval_ms_max=1, request_
 
 
 class Cluster:
-    """Owners by address, of whom each answers what the test has it answer."""
+    """Owners by address, each with the answer that the test sets."""
 
     def __init__(self, **answers):
         self.answers = answers  # address: a function of the request, or an error
@@ -96,7 +96,7 @@ def gone(_request):
     return errors.NotOwned("it has moved")
 
 
-def test_one_that_has_failed_is_asked_for_by_its_next_owner():
+def test_after_a_failure_the_next_owner_is_looked_up():
     cluster = Cluster(old=gone, new=mark(7))
     assert in_virtual_time(cluster.requests.high_water_mark(0, linearizable=False)) == 7
     assert [address for address, _ in cluster.asked] == ["old", "new"]
@@ -122,7 +122,7 @@ def test_that_the_log_ends_is_trusted_when_a_quorum_says_so():
     assert (chunk.next, ends) == (5, [9, 9, 4])
 
 
-def test_what_has_moved_nowhere_is_not_asked_again():
+def test_a_request_is_not_repeated_without_a_move():
     async def story():
         cluster = Cluster(owner=mark(7))
         cluster.may_answer.clear()
@@ -140,14 +140,14 @@ def test_what_has_moved_nowhere_is_not_asked_again():
 
 
 @pytest.mark.parametrize("error", [errors.BadRequest, errors.DataLoss])
-def test_what_would_not_help_is_not_asked_again(error):
+def test_permanent_errors_are_not_retried(error):
     cluster = Cluster(owner=lambda _request: error("no"))
     with pytest.raises(error, match="no"):
         in_virtual_time(cluster.requests.flush(0))
     assert len(cluster.asked) == 1
 
 
-def test_when_time_is_up_at_zookeeper_what_had_failed_before_is_reported():
+def test_a_zookeeper_timeout_reports_the_earlier_failure():
     """It names the host, and why it does not answer."""
 
     class Away(Cluster):
@@ -161,15 +161,15 @@ def test_when_time_is_up_at_zookeeper_what_had_failed_before_is_reported():
 
     cluster = Away()
     cluster.requests._config = ClientConfig(retry_interval_ms_min=1, request_timeout_ms=500)
-    told = r"names no owner; before that: no ZooKeeper answered at zk1: refused$"
-    with pytest.raises(errors.CoordinatorUnavailable, match=told):
+    expected = r"names no owner; before that: no ZooKeeper answered at zk1: refused$"
+    with pytest.raises(errors.CoordinatorUnavailable, match=expected):
         in_virtual_time(cluster.requests.high_water_mark(0, linearizable=False))
 
 
 @pytest.mark.parametrize(
-    ("silent_after_s", "told"), [(0.96, errors.NotOwned), (0.0, errors.Unreachable)]
+    ("silent_after_s", "expected"), [(0.96, errors.NotOwned), (0.0, errors.Unreachable)]
 )
-def test_a_last_try_that_had_no_time_does_not_hide_why_the_others_failed(silent_after_s, told):
+def test_the_error_names_the_cause_of_earlier_tries(silent_after_s, expected):
     async def story():
         silent_at_s = asyncio.get_running_loop().time() + silent_after_s
 
@@ -185,4 +185,4 @@ def test_a_last_try_that_had_no_time_does_not_hide_why_the_others_failed(silent_
             await cluster.requests.high_water_mark(0, linearizable=False)
         return type(raised.value)
 
-    assert in_virtual_time(story()) is told
+    assert in_virtual_time(story()) is expected

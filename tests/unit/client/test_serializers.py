@@ -7,7 +7,7 @@ from waltz_core.client.model.serializers import BYTES, JSON, MSGPACK
 
 @pytest.mark.parametrize("serializer", [MSGPACK, JSON])
 @pytest.mark.parametrize("value", [None, 7, -1.5, "ä", [1, [2]], {"a": {"b": None}}])
-def test_what_is_serialized_comes_back(serializer, value):
+def test_serialized_values_round_trip(serializer, value):
     assert serializer.deserialize(serializer.serialize(value)) == value
 
 

@@ -1,4 +1,4 @@
-"""When it is told that a server owes an answer and says nothing, and when that it is over."""
+"""When the log reports that a server owes an answer, and when that this is over."""
 
 import asyncio
 import logging
@@ -42,7 +42,7 @@ def story(caplog):
     return Story(caplog)
 
 
-def test_a_silence_is_reported_once_and_its_end_once_and_zookeeper_is_looked_at_each_time(story):
+def test_a_silence_and_its_end_are_reported_once_and_zookeeper_is_checked(story):
     silences = story.silences
     assert story.at(101, silences.detected, SERVER, 1, since_s=99.5) == [
         ("WARNING", f"server.silent server={SERVER} owes_answer_s=1.5 looks_at=zookeeper")
@@ -56,7 +56,7 @@ def test_a_silence_is_reported_once_and_its_end_once_and_zookeeper_is_looked_at_
     assert story.at(301, silences.received, SERVER, 1) == []
 
 
-def test_one_that_is_left_is_reported_with_the_reason(story):
+def test_a_closed_silent_connection_is_reported_with_the_reason(story):
     story.at(101, story.silences.detected, SERVER, 1, since_s=100)
     assert story.at(104, story.silences.left, SERVER, 1, "reset by peer") == [
         ("INFO", f"server.silent_until_closed server={SERVER} after_s=4.0 reason=reset by peer")
@@ -64,7 +64,7 @@ def test_one_that_is_left_is_reported_with_the_reason(story):
     assert story.at(105, story.silences.left, SERVER, 1, "reset by peer") == []
 
 
-def test_nothing_is_notified_of_one_that_was_not_silent(story):
+def test_a_server_that_was_not_silent_is_not_reported(story):
     assert story.at(100, story.silences.received, SERVER, 1) == []
     assert story.at(100, story.silences.left, SERVER, 1, "closed") == []
 
@@ -81,10 +81,10 @@ def test_a_servers_connections_are_silent_as_one(story):
     assert story.at(106, silences.detected, "host-2:15180", 1, since_s=105), "another server"
 
 
-def test_one_that_is_tried_again_and_again_is_reported_now_and_then(story):
-    told = []
+def test_repeated_failures_are_reported_at_intervals(story):
+    reported = []
     for now_s in range(100, 100 + 2 * int(LOG_INTERVAL_S) + 1, 5):
         if story.at(now_s, story.silences.detected, SERVER, 0, since_s=now_s - 1):
-            told.append(now_s)
+            reported.append(now_s)
         story.at(now_s + 1, story.silences.left, SERVER, 0, "no hello")
-    assert told == [100, 100 + LOG_INTERVAL_S, 100 + 2 * LOG_INTERVAL_S]
+    assert reported == [100, 100 + LOG_INTERVAL_S, 100 + 2 * LOG_INTERVAL_S]

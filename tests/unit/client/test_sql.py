@@ -77,7 +77,7 @@ def test_changes_and_mark_move_together(engine: sa.Engine) -> None:
     assert (callbacks.total, callbacks.client_high_water_mark(0)) == (5, 4)
 
 
-def test_what_apply_raises_undoes_both(engine: sa.Engine) -> None:
+def test_an_error_in_apply_rolls_back_changes_and_mark(engine: sa.Engine) -> None:
     callbacks = Adding(engine)
     callbacks.client_high_water_mark(0)
     callbacks.then = lambda _: 1 // 0
@@ -97,7 +97,7 @@ def test_two_instances_apply_each_transaction_once(engine: sa.Engine) -> None:
         try:
             for number in range(40):
                 each.apply_transaction(transaction(number))
-        except Exception as error:  # noqa: BLE001 - told below
+        except Exception as error:  # noqa: BLE001 - reported below
             failed.append(error)
 
     threads = [threading.Thread(target=run, args=(each,)) for each in instances]
@@ -135,7 +135,7 @@ def test_applications_and_partitions_have_marks_of_their_own(engine: sa.Engine) 
         lambda connection: connection.exec_driver_sql("END"),
     ],
 )
-def test_what_would_part_them_is_refused(
+def test_commits_inside_apply_are_refused(
     engine: sa.Engine, then: Callable[[sa.Connection], object]
 ) -> None:
     callbacks = Adding(engine)
@@ -202,7 +202,7 @@ def test_words_that_end_nothing_are_no_matter(engine: sa.Engine, statement: str)
     assert (callbacks.total, callbacks.client_high_water_mark(0)) == (1, 0)
 
 
-def test_what_was_skipped_moves_the_mark_with_the_next(engine: sa.Engine) -> None:
+def test_skipped_transactions_move_the_mark_with_the_next_one(engine: sa.Engine) -> None:
     callbacks = Adding(engine)
     callbacks.client_high_water_mark(0)
     callbacks.then = lambda _: 1 // 0
@@ -330,7 +330,7 @@ def test_a_locked_database_is_waited_for(tmp_path: Path) -> None:
     engine.dispose()
 
 
-def test_an_outage_is_no_poison(engine: sa.Engine) -> None:
+def test_an_outage_is_retried_and_an_application_error_stops(engine: sa.Engine) -> None:
     callbacks = Adding(engine)
     gone = sa.exc.OperationalError("SELECT 1", {}, Exception("server closed the connection"))
     assert callbacks.uncaught_exception(0, 7, gone) is PoisonPolicy.RETRY
@@ -423,7 +423,7 @@ def test_batches_grow_while_they_are_fast_and_shrink_when_they_are_slow(
     assert callbacks.total == 27_680
 
 
-def test_one_that_cannot_be_applied_is_found_and_those_before_it_stay(engine: sa.Engine) -> None:
+def test_a_failing_transaction_is_found_and_earlier_ones_stay(engine: sa.Engine) -> None:
     callbacks = Summing(engine)
     callbacks.poison = {37}
     with pytest.raises(ZeroDivisionError, match="37"):
@@ -474,7 +474,7 @@ def test_a_commit_of_unknown_outcome_is_not_applied_again(
     assert (callbacks.total, callbacks.client_high_water_mark(0)) == (12, 11)
 
 
-def test_what_another_instance_has_applied_is_left_out_of_a_batch(engine: sa.Engine) -> None:
+def test_transactions_of_another_instance_are_left_out_of_a_batch(engine: sa.Engine) -> None:
     one, other = Summing(engine), Summing(engine)
     for each in (one, other):
         each.client_high_water_mark(0)

@@ -110,7 +110,9 @@ def test_a_view_that_is_behind_is_applied_in_batches(
     assert len(view.sizes) < 50
 
 
-def test_what_comes_alone_is_applied_at_once(waltz_memory: MemoryWaltz, engine: sa.Engine) -> None:
+def test_a_single_transaction_is_applied_at_once(
+    waltz_memory: MemoryWaltz, engine: sa.Engine
+) -> None:
     view = View(engine)
     with waltz_memory.client() as client:
         client.subscribe(view, [0])
@@ -159,7 +161,7 @@ def test_transactions_that_a_view_leaves_out_share_a_write_of_the_mark(
         assert (view.passes, view.ids) == (0, [300])
 
 
-def test_a_context_gets_past_a_lock_of_a_transaction_that_the_view_leaves_out(
+def test_a_context_passes_a_lock_of_a_transaction_filtered_from_its_view(
     waltz_memory: MemoryWaltz, engine: sa.Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("waltz_core.client.read.feed_delivery.MARK_HOLD_S", HANG_S)

@@ -37,7 +37,7 @@ def refused(effects):
 
 def test_the_first_append_links_mounts_and_is_sent():
     story = Story()
-    assert story.tell(stream_events.SendAppends(parcel(1))) == [stream_events.OpenLink(1, ())]
+    assert story.step(stream_events.SendAppends(parcel(1))) == [stream_events.OpenLink(1, ())]
     mount = story.link(generation=4)
     assert mount == m.MountWriter(req(-1, 4), 1, m.LATEST_MARK, wants_feed=False)
     assert story.mounted(mount, 9) == [
@@ -49,16 +49,16 @@ def test_the_first_append_links_mounts_and_is_sent():
 
 def test_rows_of_a_batch_use_up_its_sequence_numbers():
     story = Story().ready()
-    story.tell(stream_events.SendAppends(parcel(1, rows=10)))
+    story.step(stream_events.SendAppends(parcel(1, rows=10)))
     assert story.sent() == [m.AppendBatch(req(1), -1, b"data", 99)]
-    story.tell(stream_events.SendAppends(parcel(2)))
+    story.step(stream_events.SendAppends(parcel(2)))
     assert story.sent()[0].req_id == req(11)
 
 
 def test_an_answer_settles_its_parcel_and_moves_the_mark():
     story = Story().ready()
-    story.tell(stream_events.SendAppends(parcel(1, rows=2)))
-    effects = story.hear(
+    story.step(stream_events.SendAppends(parcel(1, rows=2)))
+    effects = story.receive(
         result(req(1), (5, m.Reason.COMMITTED, -1), (-1, m.Reason.LOCK, 4), mark=5)
     )
     assert effects[0] == stream_events.MarkAdvanced(5)
@@ -71,34 +71,34 @@ def test_an_answer_settles_its_parcel_and_moves_the_mark():
     assert not story.stream.has_pending
 
 
-def test_what_is_in_flight_stays_within_the_servers_limit():
+def test_appends_in_flight_stay_within_the_servers_limit():
     story = Story()
-    story.tell(stream_events.Mount())
+    story.step(stream_events.Mount())
     mount = story.link()
-    story.hear(m.Mounted(mount.req_id, 1, -1, 100, 1_000, 25))
-    story.tell(stream_events.SendAppends(parcel(1, data=b"x" * 20)))
+    story.receive(m.Mounted(mount.req_id, 1, -1, 100, 1_000, 25))
+    story.step(stream_events.SendAppends(parcel(1, data=b"x" * 20)))
     assert len(story.sent()) == 1
-    story.tell(stream_events.SendAppends(parcel(2, data=b"x" * 20)))
+    story.step(stream_events.SendAppends(parcel(2, data=b"x" * 20)))
     assert story.sent() == []
-    story.hear(committed(req(1), 0))
+    story.receive(committed(req(1), 0))
     assert [each.req_id for each in story.sent()] == [req(2)]
 
 
-def test_what_the_server_does_not_take_in_one_frame_is_refused_unsent():
+def test_an_append_over_the_servers_frame_limit_is_rejected_unsent():
     story = Story().ready()
-    effects = story.tell(stream_events.SendAppends(parcel(1, rows=101)))
+    effects = story.step(stream_events.SendAppends(parcel(1, rows=101)))
     assert isinstance(refused(effects)[1], errors.TooLarge)
-    effects = story.tell(stream_events.SendAppends(parcel(2, data=b"x" * 1_001)))
+    effects = story.step(stream_events.SendAppends(parcel(2, data=b"x" * 1_001)))
     assert isinstance(refused(effects)[2], errors.TooLarge)
     assert not story.stream.has_pending
 
 
-def test_what_waits_does_not_overtake_the_rows_of_a_parcel_that_is_too_large():
+def test_waiting_appends_do_not_overtake_the_rows_of_a_large_parcel():
     """They come again in two parcels, behind everything that waits."""
     story = Story()
     for token, rows in ((1, 101), (2, 1), (3, 2)):
         one = replace(parcel(token, rows=rows), keeps_order=token != 3)
-        story.tell(stream_events.SendAppends(one))
+        story.step(stream_events.SendAppends(one))
     effects = story.mounted(story.link(), -1)
     assert isinstance(refused(effects)[1], errors.TooLarge)
     assert settled(effects)[2].reasons.tolist() == [m.Reason.LOST]
@@ -108,9 +108,9 @@ def test_what_waits_does_not_overtake_the_rows_of_a_parcel_that_is_too_large():
 
 def test_a_wish_to_mount_is_fulfilled_without_anything_to_send():
     story = Story()
-    assert story.tell(stream_events.Mount()) == [stream_events.OpenLink(1, ())]
+    assert story.step(stream_events.Mount()) == [stream_events.OpenLink(1, ())]
     assert story.mounted(story.link(), 3)[-1] == stream_events.Ready(3)
-    assert story.tell(stream_events.Mount()) == []
+    assert story.step(stream_events.Mount()) == []
 
 
 # ---------------------------------------------------------------------------------------------
@@ -120,53 +120,53 @@ def test_a_wish_to_mount_is_fulfilled_without_anything_to_send():
 def in_doubt(rows: int = 2) -> Story:
     """A parcel was sent at mark 9 and its link broke; the next link is asked for."""
     story = Story().ready(mark=9)
-    story.tell(stream_events.SendAppends(parcel(1, rows=rows)))
-    assert story.tell(stream_events.LinkLost(1, "cut")) == [stream_events.OpenLink(2, (1,))]
+    story.step(stream_events.SendAppends(parcel(1, rows=rows)))
+    assert story.step(stream_events.LinkLost(1, "cut")) == [stream_events.OpenLink(2, (1,))]
     return story
 
 
 def test_rows_in_doubt_are_looked_for_between_the_two_marks():
     story = in_doubt()
-    story.tell(stream_events.SendAppends(parcel(2)))
+    story.step(stream_events.SendAppends(parcel(2)))
     assert story.done == []  # invariant 1: not before what is in doubt is settled
     mount = story.link(number=2, generation=1)
     effects = story.mounted(mount, 12, link=2)
     asked = m.RangeRequest(req(-3, 1), 10, 12, 2_800, m.RangeForm.HEADERS, ())
     assert effects == [stream_events.MarkAdvanced(12), stream_events.Send(2, asked)]
-    effects = story.hear(range_data(asked, req(1, 1, 99), req(2), req(2, 1), mark=12), link=2)
+    effects = story.receive(range_data(asked, req(1, 1, 99), req(2), req(2, 1), mark=12), link=2)
     outcome = settled(effects)[1]
     assert outcome.reasons.tolist() == [m.Reason.LOST, m.Reason.COMMITTED]
     assert outcome.transaction_ids.tolist() == [-1, 11]
     assert [each.req_id for each in story.sent()] == [req(3, 1)]
 
 
-def test_what_keeps_its_order_does_not_go_before_what_is_sent_again():
+def test_ordered_appends_do_not_overtake_resent_ones():
     story = Story().ready(mark=9)
-    story.tell(stream_events.SendAppends(replace(parcel(1), keeps_order=True)))
-    story.tell(stream_events.LinkLost(1, "cut"))
-    story.tell(stream_events.SendAppends(replace(parcel(2), keeps_order=True)))
-    story.tell(stream_events.SendAppends(parcel(3)))
+    story.step(stream_events.SendAppends(replace(parcel(1), keeps_order=True)))
+    story.step(stream_events.LinkLost(1, "cut"))
+    story.step(stream_events.SendAppends(replace(parcel(2), keeps_order=True)))
+    story.step(stream_events.SendAppends(parcel(3)))
     effects = story.mounted(story.link(number=2), 9, link=2)
     outcomes = settled(effects)
     assert {token: each.reasons.tolist() for token, each in outcomes.items()} == {
         1: [m.Reason.LOST],
         2: [m.Reason.LOST],
     }
-    assert [each.req_id for each in story.sent()] == [req(2)]  # the third: nobody minds
+    assert [each.req_id for each in story.sent()] == [req(2)]  # the third: it is ignored
 
 
 def test_reading_back_continues_until_the_mark():
     story = in_doubt()
     story.mounted(story.link(number=2), 12, link=2)
     (asked,) = story.sent(m.RangeRequest)
-    story.hear(range_data(asked, req(5, 0, 99), mark=12), link=2)
+    story.receive(range_data(asked, req(5, 0, 99), mark=12), link=2)
     (again,) = story.sent(m.RangeRequest)
     assert (again.first, again.last) == (11, 12)
-    effects = story.hear(range_data(again, req(1), req(2), mark=12), link=2)
+    effects = story.receive(range_data(again, req(1), req(2), mark=12), link=2)
     assert settled(effects)[1].transaction_ids.tolist() == [11, 12]
 
 
-def test_nothing_written_since_means_that_all_is_lost():
+def test_without_later_records_all_unanswered_appends_are_lost():
     story = in_doubt()
     effects = story.mounted(story.link(number=2), 9, link=2)
     assert settled(effects)[1].reasons.tolist() == [m.Reason.LOST] * 2
@@ -176,7 +176,7 @@ def test_nothing_written_since_means_that_all_is_lost():
 def test_a_link_that_breaks_while_reading_back_changes_no_bounds():
     story = in_doubt()
     story.mounted(story.link(number=2), 12, link=2)
-    story.tell(stream_events.LinkLost(2, "cut"))
+    story.step(stream_events.LinkLost(2, "cut"))
     story.wake(story.stream.wake_at_ms)
     story.mounted(story.link(number=3), 40, link=3)
     (asked,) = story.sent(m.RangeRequest)
@@ -186,7 +186,7 @@ def test_a_link_that_breaks_while_reading_back_changes_no_bounds():
 def test_an_answer_that_comes_on_the_old_link_counts():
     story = in_doubt()
     story.link(number=2)
-    effects = story.tell(stream_events.MessageReceived(1, committed(req(1), 10, 11)))
+    effects = story.step(stream_events.MessageReceived(1, committed(req(1), 10, 11)))
     assert settled(effects)[1].transaction_ids.tolist() == [10, 11]
 
 
@@ -206,23 +206,23 @@ def test_headers_that_are_not_those_asked_for_settle_nothing(spoil):
     story = in_doubt()
     story.mounted(story.link(number=2), 11, link=2)
     (asked,) = story.sent(m.RangeRequest)
-    effects = story.hear(spoil(range_data(asked, req(1), req(2), mark=11)), link=2)
+    effects = story.receive(spoil(range_data(asked, req(1), req(2), mark=11)), link=2)
     assert settled(effects) == {}
     assert story.stream.phase is Phase.WAITING
 
 
 # ---------------------------------------------------------------------------------------------
-# what is not believed
+# what is not trusted
 
 
 def test_an_older_generation_is_not_mounted():
     story = Story()
-    story.tell(stream_events.Mount())
+    story.step(stream_events.Mount())
     story.mounted(story.link(generation=5), 3)
-    story.tell(stream_events.SendAppends(parcel(1)))
-    story.tell(stream_events.LinkLost(1, "cut"))
+    story.step(stream_events.SendAppends(parcel(1)))
+    story.step(stream_events.LinkLost(1, "cut"))
     opening = story.done[0]
-    assert story.tell(stream_events.LinkOpened(opening.attempt, 2, 4, 9)) == []
+    assert story.step(stream_events.LinkOpened(opening.attempt, 2, 4, 9)) == []
     assert story.stream.phase is Phase.WAITING
 
 
@@ -238,28 +238,28 @@ def test_a_link_with_unanswered_appends_is_never_mounted_again():
     story = in_doubt()
     story.mounted(story.link(number=2), 9, link=2)
     # What was in doubt is settled, yet it may still queue at the server behind link 1.
-    story.tell(stream_events.SendAppends(parcel(2)))
-    story.tell(stream_events.LinkLost(2, "cut"))
+    story.step(stream_events.SendAppends(parcel(2)))
+    story.step(stream_events.LinkLost(2, "cut"))
     story.wake(story.stream.wake_at_ms)
     opening = next(each for each in story.done if isinstance(each, stream_events.OpenLink))
     assert set(opening.spoiled) >= {2}
     with pytest.raises(AssertionError):
-        story.tell(stream_events.LinkOpened(opening.attempt, 2, 0, 99))
+        story.step(stream_events.LinkOpened(opening.attempt, 2, 0, 99))
 
 
-def test_a_link_with_an_append_that_was_given_up_is_not_mounted_again_either():
+def test_a_link_with_an_abandoned_append_is_not_mounted_again_either():
     story = Story().ready()
-    story.tell(stream_events.SendAppends(parcel(1)))
+    story.step(stream_events.SendAppends(parcel(1)))
     assert isinstance(refused(story.wake(SETTINGS.request_timeout_ms))[1], errors.OutcomeUnknown)
-    assert story.tell(stream_events.Subscribe(-1)) == [stream_events.OpenLink(2, (1,))]
+    assert story.step(stream_events.Subscribe(-1)) == [stream_events.OpenLink(2, (1,))]
 
 
 def test_links_that_broke_are_not_remembered():
     """A client that lives for years sees many of them."""
     story = Story().ready()
     for number in range(1, 9):
-        story.tell(stream_events.SendAppends(parcel(number)))
-        story.tell(stream_events.LinkLost(number, "cut"))
+        story.step(stream_events.SendAppends(parcel(number)))
+        story.step(stream_events.LinkLost(number, "cut"))
         if story.stream.phase is Phase.WAITING:
             story.wake(story.stream.wake_at_ms)
         story.mounted(story.link(number=number + 1), -1, link=number + 1)
@@ -269,17 +269,17 @@ def test_links_that_broke_are_not_remembered():
 
 def test_a_link_that_is_gone_need_not_be_avoided():
     story = Story().ready()
-    story.tell(stream_events.SendAppends(parcel(1)))
-    story.hear(m.ErrorResponse(req(1), errors.OutcomeUnknown.code, True, "?"))
+    story.step(stream_events.SendAppends(parcel(1)))
+    story.receive(m.ErrorResponse(req(1), errors.OutcomeUnknown.code, True, "?"))
     opening = story.done[-1]
     assert opening == stream_events.OpenLink(2, (1,))
-    story.tell(stream_events.LinkLost(1, "cut"))
+    story.step(stream_events.LinkLost(1, "cut"))
     story.mounted(story.link(number=2), 0, link=2)
     (asked,) = story.sent(m.RangeRequest)
-    story.hear(range_data(asked, req(1), mark=0), link=2)
-    story.tell(stream_events.SendAppends(parcel(2)))
-    story.tell(stream_events.MessageReceived(2, committed(req(2), 1)))
-    story.tell(stream_events.LinkLost(2, "cut"))
+    story.receive(range_data(asked, req(1), mark=0), link=2)
+    story.step(stream_events.SendAppends(parcel(2)))
+    story.step(stream_events.MessageReceived(2, committed(req(2), 1)))
+    story.step(stream_events.LinkLost(2, "cut"))
     assert story.stream.phase is Phase.IDLE
 
 
@@ -301,7 +301,7 @@ def test_a_link_that_is_gone_need_not_be_avoided():
 )
 def test_a_definite_refusal_is_reported_for_every_row(error, reason):
     story = Story().ready(mark=4)
-    story.tell(stream_events.SendAppends(parcel(1, rows=3)))
+    story.step(stream_events.SendAppends(parcel(1, rows=3)))
     outcome = settled(story.reject(req(1), error))[1]
     assert outcome.reasons.tolist() == [reason] * 3
     assert outcome.high_water_mark == 4
@@ -311,18 +311,18 @@ def test_a_definite_refusal_is_reported_for_every_row(error, reason):
 
 def test_an_unknown_outcome_is_settled_by_the_log():
     story = Story().ready(mark=4)
-    story.tell(stream_events.SendAppends(parcel(1)))
+    story.step(stream_events.SendAppends(parcel(1)))
     effects = story.reject(req(1), errors.OutcomeUnknown("the partition has moved"))
     assert effects == [stream_events.OpenLink(2, (1,))]
     story.mounted(story.link(number=2, generation=1), 5, link=2)
     (asked,) = story.sent(m.RangeRequest)
-    effects = story.hear(range_data(asked, req(1), mark=5), link=2)
+    effects = story.receive(range_data(asked, req(1), mark=5), link=2)
     assert settled(effects)[1].transaction_ids.tolist() == [5]
 
 
 def test_a_usage_error_is_the_callers():
     story = Story().ready()
-    story.tell(stream_events.SendAppends(parcel(1)))
+    story.step(stream_events.SendAppends(parcel(1)))
     error = refused(story.reject(req(1), errors.BadRequest("no Arrow")))[1]
     assert isinstance(error, errors.BadRequest)
     assert story.stream.phase is Phase.READY
@@ -331,12 +331,12 @@ def test_a_usage_error_is_the_callers():
 def test_a_refused_mount_waits_for_the_other_answers_and_keeps_its_link():
     story = Story().ready()
     for token in (1, 2):
-        story.tell(stream_events.SendAppends(parcel(token)))
-    story.hear(result(req(1), (-1, m.Reason.NOT_MOUNTED, -1), mark=-1))
+        story.step(stream_events.SendAppends(parcel(token)))
+    story.receive(result(req(1), (-1, m.Reason.NOT_MOUNTED, -1), mark=-1))
     assert story.stream.phase is Phase.READY
-    story.tell(stream_events.SendAppends(parcel(3)))
+    story.step(stream_events.SendAppends(parcel(3)))
     assert story.sent() == []  # it would overtake nothing, and be refused as well
-    effects = story.hear(result(req(2), (-1, m.Reason.NOT_MOUNTED, -1), mark=-1))
+    effects = story.receive(result(req(2), (-1, m.Reason.NOT_MOUNTED, -1), mark=-1))
     assert effects[-1] == stream_events.OpenLink(2, ())
     story.mounted(story.link(number=1), -1)
     assert [each.req_id for each in story.sent(m.AppendRequest)] == [req(3)]
@@ -345,28 +345,28 @@ def test_a_refused_mount_waits_for_the_other_answers_and_keeps_its_link():
 def test_answers_that_do_not_come_are_not_waited_for_long():
     story = Story().ready()
     for token in (1, 2):
-        story.tell(stream_events.SendAppends(parcel(token)))
-    story.hear(result(req(1), (-1, m.Reason.NOT_MOUNTED, -1), mark=-1))
+        story.step(stream_events.SendAppends(parcel(token)))
+    story.receive(result(req(1), (-1, m.Reason.NOT_MOUNTED, -1), mark=-1))
     assert story.wake(SETTINGS.retry_interval_ms_max) == [stream_events.OpenLink(2, (1,))]
 
 
 def test_an_answer_that_does_not_fit_its_parcel_leaves_it_in_doubt():
     story = Story().ready()
-    story.tell(stream_events.SendAppends(parcel(1, rows=2)))
-    assert story.hear(committed(req(1), 5)) == [stream_events.OpenLink(2, (1,))]
+    story.step(stream_events.SendAppends(parcel(1, rows=2)))
+    assert story.receive(committed(req(1), 5)) == [stream_events.OpenLink(2, (1,))]
 
 
 def test_a_later_owner_of_the_client_id_ends_the_stream():
     story = Story().ready()
-    story.tell(stream_events.SendAppends(parcel(1)))
-    story.tell(stream_events.SendAppends(parcel(2)))
+    story.step(stream_events.SendAppends(parcel(1)))
+    story.step(stream_events.SendAppends(parcel(2)))
     effects = story.reject(req(1), errors.ConnectionSuperseded("a later one"))
-    told = refused(effects)
-    assert isinstance(told[1], errors.OutcomeUnknown)
-    assert isinstance(told[2], errors.OutcomeUnknown)
+    rejected = refused(effects)
+    assert isinstance(rejected[1], errors.OutcomeUnknown)
+    assert isinstance(rejected[2], errors.OutcomeUnknown)
     assert isinstance(effects[-1], stream_events.Stopped)
     assert isinstance(
-        refused(story.tell(stream_events.SendAppends(parcel(3))))[3],
+        refused(story.step(stream_events.SendAppends(parcel(3))))[3],
         errors.ConnectionSuperseded,
     )
 
@@ -377,12 +377,12 @@ def test_a_later_owner_of_the_client_id_ends_the_stream():
 
 def test_links_are_tried_again_at_once_and_then_after_pauses_that_double():
     story = Story()
-    story.tell(stream_events.SendAppends(parcel(1)))
+    story.step(stream_events.SendAppends(parcel(1)))
     pauses = []
     for _ in range(7):
         opening = story.done[-1]
         assert isinstance(opening, stream_events.OpenLink)
-        story.tell(stream_events.LinkFailed(opening.attempt, errors.Unreachable("nobody")))
+        story.step(stream_events.LinkFailed(opening.attempt, errors.Unreachable("no owner")))
         if story.done:
             pauses.append(0)
             continue
@@ -395,26 +395,26 @@ def test_links_are_tried_again_at_once_and_then_after_pauses_that_double():
 
 def test_news_of_the_assignment_end_a_pause():
     story = Story()
-    story.tell(stream_events.SendAppends(parcel(1)))
+    story.step(stream_events.SendAppends(parcel(1)))
     for _ in range(2):
-        story.tell(stream_events.LinkFailed(story.done[-1].attempt, errors.NotOwned("nobody")))
+        story.step(stream_events.LinkFailed(story.done[-1].attempt, errors.NotOwned("no owner")))
     assert story.done == []
-    assert story.tell(stream_events.GenerationChanged(1)) == [stream_events.OpenLink(3, ())]
+    assert story.step(stream_events.GenerationChanged(1)) == [stream_events.OpenLink(3, ())]
     # What has failed was another server: this one is tried again as if it were the first time.
-    story.tell(stream_events.LinkFailed(3, errors.NotOwned("not yet")))
+    story.step(stream_events.LinkFailed(3, errors.NotOwned("not yet")))
     assert story.done == [stream_events.OpenLink(4, ())]
 
 
 def test_a_newer_generation_is_followed_and_an_old_one_ignored():
     story = Story().ready()
-    assert story.tell(stream_events.GenerationChanged(0)) == []
-    story.tell(stream_events.SendAppends(parcel(1)))
-    assert story.tell(stream_events.GenerationChanged(1)) == [stream_events.OpenLink(2, (1,))]
+    assert story.step(stream_events.GenerationChanged(0)) == []
+    story.step(stream_events.SendAppends(parcel(1)))
+    assert story.step(stream_events.GenerationChanged(1)) == [stream_events.OpenLink(2, (1,))]
 
 
-def test_a_mount_that_is_not_answered_is_given_up():
+def test_an_unanswered_mount_times_out():
     story = Story()
-    story.tell(stream_events.SendAppends(parcel(1)))
+    story.step(stream_events.SendAppends(parcel(1)))
     story.link()
     assert story.stream.wake_at_ms == SETTINGS.mount_timeout_ms
     assert story.wake(SETTINGS.mount_timeout_ms) == [stream_events.OpenLink(2, ())]
@@ -422,33 +422,33 @@ def test_a_mount_that_is_not_answered_is_given_up():
 
 def test_at_its_deadline_an_append_is_unknown_or_was_never_sent():
     story = Story().ready(mark=6)
-    story.tell(stream_events.SendAppends(parcel(1)))
-    story.tell(stream_events.LinkLost(1, "cut"))
-    story.tell(stream_events.SendAppends(parcel(2)))
-    told = refused(story.wake(SETTINGS.request_timeout_ms))
-    assert isinstance(told[1], errors.OutcomeUnknown)
-    assert "after transaction 6" in str(told[1])
-    assert isinstance(told[2], errors.Unreachable)
-    assert "not in the log" in str(told[2])
+    story.step(stream_events.SendAppends(parcel(1)))
+    story.step(stream_events.LinkLost(1, "cut"))
+    story.step(stream_events.SendAppends(parcel(2)))
+    rejected = refused(story.wake(SETTINGS.request_timeout_ms))
+    assert isinstance(rejected[1], errors.OutcomeUnknown)
+    assert "after transaction 6" in str(rejected[1])
+    assert isinstance(rejected[2], errors.Unreachable)
+    assert "not in the log" in str(rejected[2])
 
 
-def test_what_the_feed_has_shown_is_known_at_the_deadline():
+def test_outcomes_seen_in_the_feed_are_known_at_the_deadline():
     story = Story()
     request = story.fed(-1)
-    story.tell(stream_events.SendAppends(parcel(1)))
-    story.hear(feed_batch(request.req_id, 0, req(1)))
+    story.step(stream_events.SendAppends(parcel(1)))
+    story.receive(feed_batch(request.req_id, 0, req(1)))
     effects = story.wake(SETTINGS.request_timeout_ms)
     assert settled(effects)[1].transaction_ids.tolist() == [0]
 
 
 def test_closing_reports_what_was_sent_from_what_was_not():
     story = Story().ready()
-    story.tell(stream_events.SendAppends(parcel(1)))
-    story.tell(stream_events.LinkLost(1, "cut"))
-    story.tell(stream_events.SendAppends(parcel(2)))
-    told = refused(story.tell(stream_events.Close()))
-    assert isinstance(told[1], errors.OutcomeUnknown)
-    assert type(told[2]) is errors.Unreachable
+    story.step(stream_events.SendAppends(parcel(1)))
+    story.step(stream_events.LinkLost(1, "cut"))
+    story.step(stream_events.SendAppends(parcel(2)))
+    rejected = refused(story.step(stream_events.Close()))
+    assert isinstance(rejected[1], errors.OutcomeUnknown)
+    assert type(rejected[2]) is errors.Unreachable
     assert story.stream.wake_at_ms is None
 
 
@@ -459,11 +459,11 @@ def test_closing_reports_what_was_sent_from_what_was_not():
 def test_a_client_id_is_replaced_before_its_numbers_run_out(monkeypatch):
     monkeypatch.setattr(partition_stream, "SEQUENCE_MAX", 10)
     story = Story().ready()
-    story.tell(stream_events.SendAppends(parcel(1, rows=8)))
-    story.tell(stream_events.SendAppends(parcel(2, rows=5)))
+    story.step(stream_events.SendAppends(parcel(1, rows=8)))
+    story.step(stream_events.SendAppends(parcel(2, rows=5)))
     assert story.done == []  # not while something of the old id is in flight
-    assert story.hear(committed(req(1), *range(8)))[-1] == stream_events.NeedClientId()
-    assert story.tell(stream_events.ClientIdRenewed(8)) == [stream_events.OpenLink(2, ())]
+    assert story.receive(committed(req(1), *range(8)))[-1] == stream_events.NeedClientId()
+    assert story.step(stream_events.ClientIdRenewed(8)) == [stream_events.OpenLink(2, ())]
     mount = story.link(number=1)
     assert mount.req_id.client_id == 8
     story.mounted(mount, 7)
@@ -476,13 +476,13 @@ def test_a_client_id_is_replaced_before_its_numbers_run_out(monkeypatch):
 
 def test_the_feed_is_mounted_after_its_distance_is_known():
     story = Story()
-    story.tell(stream_events.Subscribe(4))
+    story.step(stream_events.Subscribe(4))
     first = story.link()
     assert not first.wants_feed
     story.mounted(first, 9)
     (second,) = story.sent(m.MountWriter)
     assert second == m.MountWriter(req(-2), 1, 4, wants_feed=True)
-    effects = story.hear(feed_batch(second.req_id, 5, *(req(i, 0, 99) for i in range(5))))
+    effects = story.receive(feed_batch(second.req_id, 5, *(req(i, 0, 99) for i in range(5))))
     assert [(e.first, e.count) for e in effects if isinstance(e, stream_events.FeedAdvanced)] == [
         (5, 5)
     ]
@@ -493,7 +493,7 @@ def test_the_feed_is_mounted_after_its_distance_is_known():
 
 def test_a_filter_goes_out_with_the_mount_of_the_feed_only():
     story = Story()
-    story.tell(stream_events.Subscribe(4, (7, 9)))
+    story.step(stream_events.Subscribe(4, (7, 9)))
     first = story.link()
     assert (first.wants_feed, first.header_values) == (False, ())
     story.mounted(first, 9)
@@ -504,9 +504,9 @@ def test_a_filter_goes_out_with_the_mount_of_the_feed_only():
 def test_a_feed_that_was_ended_is_mounted_away_and_nothing_of_it_is_taken():
     story = Story()
     request = story.fed(4)
-    story.tell(stream_events.Unsubscribe())
+    story.step(stream_events.Unsubscribe())
     late = feed_batch(request.req_id, 5, req(1, 0, 99))
-    assert not [e for e in story.hear(late) if isinstance(e, stream_events.FeedAdvanced)]
+    assert not [e for e in story.receive(late) if isinstance(e, stream_events.FeedAdvanced)]
     assert not story.stream.has_feed
     assert story.stream.phase is not Phase.READY
 
@@ -514,10 +514,10 @@ def test_a_feed_that_was_ended_is_mounted_away_and_nothing_of_it_is_taken():
 def test_a_feed_that_begins_again_takes_nothing_of_the_one_before():
     story = Story()
     request = story.fed(4)
-    story.tell(stream_events.Unsubscribe())
-    story.tell(stream_events.Subscribe(2))
+    story.step(stream_events.Unsubscribe())
+    story.step(stream_events.Subscribe(2))
     late = feed_batch(request.req_id, 3, req(1, 0, 99))
-    assert not [e for e in story.hear(late) if isinstance(e, stream_events.FeedAdvanced)]
+    assert not [e for e in story.receive(late) if isinstance(e, stream_events.FeedAdvanced)]
     first = story.link()
     assert not first.wants_feed
     story.mounted(first, 4)
@@ -525,47 +525,47 @@ def test_a_feed_that_begins_again_takes_nothing_of_the_one_before():
     assert (second.high_water_mark, second.wants_feed) == (2, True)
 
 
-def test_nothing_of_a_mount_before_is_taken_on_the_same_link():
+def test_messages_of_an_earlier_mount_are_ignored_on_the_same_link():
     story = Story()
     request = story.fed(4)
-    story.tell(stream_events.Unsubscribe())
-    story.tell(stream_events.Subscribe(2))
+    story.step(stream_events.Unsubscribe())
+    story.step(stream_events.Subscribe(2))
     story.mounted(story.link(), 4)
     (again,) = story.sent(m.MountWriter)
     late = feed_batch(request.req_id, 3, req(1, 0, 99))
-    assert story.hear(late) == []
-    assert [e.first for e in story.hear(replace(late, req_id=again.req_id))] == [3]
+    assert story.receive(late) == []
+    assert [e.first for e in story.receive(replace(late, req_id=again.req_id))] == [3]
 
 
 def test_ending_a_feed_that_never_was_changes_nothing():
     story = Story().ready(4)
-    assert story.tell(stream_events.Unsubscribe()) == []
+    assert story.step(stream_events.Unsubscribe()) == []
     assert story.stream.phase is Phase.READY
 
 
 def test_the_feed_from_the_end_of_the_log_begins_at_the_mount():
     story = Story()
-    story.tell(stream_events.Subscribe(None))
+    story.step(stream_events.Subscribe(None))
     story.mounted(story.link(), 9)
     (mount,) = story.sent(m.MountWriter)
     assert mount.high_water_mark == 9
 
 
-def test_what_the_feed_repeats_is_not_handed_on():
+def test_repeated_feed_records_are_dropped():
     story = Story()
     request = story.fed(-1)
     rows = [req(i, 0, 99) for i in range(4)]
-    story.hear(feed_batch(request.req_id, 0, *rows[:3]))
-    effects = story.hear(feed_batch(request.req_id, 1, *rows[1:]))
+    story.receive(feed_batch(request.req_id, 0, *rows[:3]))
+    effects = story.receive(feed_batch(request.req_id, 1, *rows[1:]))
     (fed,) = [e for e in effects if isinstance(e, stream_events.FeedAdvanced)]
     assert (fed.first, fed.count, len(fed.headers)) == (3, 1, 20)
-    assert story.hear(feed_batch(request.req_id, 1, *rows[1:])) == []
+    assert story.receive(feed_batch(request.req_id, 1, *rows[1:])) == []
 
 
 def test_a_gap_in_the_feed_is_never_handed_on():
     story = Story()
     request = story.fed(-1)
-    effects = story.hear(feed_batch(request.req_id, 1, req(1, 0, 99)))
+    effects = story.receive(feed_batch(request.req_id, 1, req(1, 0, 99)))
     assert effects == [stream_events.OpenLink(2, ())]
     assert "gap" in story.stream.failure
 
@@ -573,42 +573,42 @@ def test_a_gap_in_the_feed_is_never_handed_on():
 def test_no_more_is_asked_for_while_the_application_is_far_behind():
     story = Story()
     request = story.fed(-1)
-    story.hear(feed_batch(request.req_id, 0, *(req(i, 0, 99) for i in range(50))))
-    assert story.hear(m.FeedSuspended(request.req_id)) == []
-    assert story.tell(stream_events.Applied(23)) == []
-    # By then the log may have gone on by any length, so that is found out first.
-    assert story.tell(stream_events.Applied(24)) == [stream_events.OpenLink(2, ())]
+    story.receive(feed_batch(request.req_id, 0, *(req(i, 0, 99) for i in range(50))))
+    assert story.receive(m.FeedSuspended(request.req_id)) == []
+    assert story.step(stream_events.Applied(23)) == []
+    # By then the log may have grown by any length, so that is found out first.
+    assert story.step(stream_events.Applied(24)) == [stream_events.OpenLink(2, ())]
     effects = story.mounted(story.link(), 900)
     assert effects[1:] == [stream_events.FeedLagging(49, 900), stream_events.Ready(900)]
 
 
-def test_nothing_is_asked_of_a_mount_that_is_not_answered_yet():
+def test_no_requests_before_the_answer_to_a_mount():
     story = Story()
     request = story.fed(-1)
-    story.hear(feed_batch(request.req_id, 0, *(req(i, 0, 99) for i in range(50))))
-    story.hear(m.FeedSuspended(request.req_id))
-    story.tell(stream_events.Applied(24))
+    story.receive(feed_batch(request.req_id, 0, *(req(i, 0, 99) for i in range(50))))
+    story.receive(m.FeedSuspended(request.req_id))
+    story.step(stream_events.Applied(24))
     story.mounted(story.link(), 60)
     (mount,) = story.sent(m.MountWriter)
     assert mount.wants_feed
-    assert story.tell(stream_events.Applied(30)) == []
+    assert story.step(stream_events.Applied(30)) == []
     story.mounted(mount, 60)
     assert story.sent(m.FeedRequest) == [m.FeedRequest(mount.req_id, 49)]
 
 
 def test_a_feed_that_is_far_behind_is_fetched_and_then_resumed():
     story = Story()
-    story.tell(stream_events.Subscribe(-1))
+    story.step(stream_events.Subscribe(-1))
     effects = story.mounted(story.link(), 500)
     assert effects == [
         stream_events.MarkAdvanced(500),
         stream_events.FeedLagging(-1, 500),
         stream_events.Ready(500),
     ]
-    story.tell(stream_events.SendAppends(parcel(1)))
+    story.step(stream_events.SendAppends(parcel(1)))
     assert len(story.sent()) == 1  # appends need not wait for it
-    story.hear(committed(req(1), 501))
-    assert story.tell(stream_events.Resume(480)) == [stream_events.OpenLink(2, ())]
+    story.receive(committed(req(1), 501))
+    assert story.step(stream_events.Resume(480)) == [stream_events.OpenLink(2, ())]
     story.mounted(story.link(), 501)
     (mount,) = story.sent(m.MountWriter)
     assert (mount.high_water_mark, mount.wants_feed) == (480, True)
@@ -616,7 +616,7 @@ def test_a_feed_that_is_far_behind_is_fetched_and_then_resumed():
 
 def test_a_log_below_the_clients_mark_stops_the_stream_loudly():
     story = Story()
-    story.tell(stream_events.Subscribe(90))
+    story.step(stream_events.Subscribe(90))
     story.mounted(story.link(), 50)
     (mount,) = story.sent(m.MountWriter)
     effects = story.reject(mount.req_id, errors.ClientAhead("the log ends at 50"))
@@ -629,15 +629,15 @@ def chained(chain: bytes, *, found: bytes | None, last: int = 1) -> tuple[Story,
     story = Story()
     request = story.fed(-1)
     rows = (req(1, 0, 99), req(2, 0, 99))
-    story.hear(feed_batch(request.req_id, 0, *rows, chain_at=1, chain=chain))
-    story.tell(stream_events.LinkLost(1, "cut"))
+    story.receive(feed_batch(request.req_id, 0, *rows, chain_at=1, chain=chain))
+    story.step(stream_events.LinkLost(1, "cut"))
     story.mounted(story.link(number=2), 1, link=2)
     (mount,) = story.sent(m.MountWriter)
     story.mounted(mount, 1, link=2)
     (asked,) = story.sent(m.RangeRequest)
     assert (asked.first, asked.last) == (1, 1)
     lineage = () if found is None else (LineageEntry(0, last, 1, 0, found),)
-    return story, story.hear(range_data(asked, rows[1], mark=1, lineage=lineage), link=2)
+    return story, story.receive(range_data(asked, rows[1], mark=1, lineage=lineage), link=2)
 
 
 def test_the_history_that_was_fed_is_looked_for_again():
@@ -662,8 +662,8 @@ def test_the_genesis_chain_says_nothing():
     assert bytes(GENESIS_CHAIN) == bytes(16)
     story = Story()
     request = story.fed(-1)
-    story.hear(feed_batch(request.req_id, 0, req(1, 0, 99)))
-    story.tell(stream_events.LinkLost(1, "cut"))
+    story.receive(feed_batch(request.req_id, 0, req(1, 0, 99)))
+    story.step(stream_events.LinkLost(1, "cut"))
     story.mounted(story.link(number=2), 0, link=2)
     (mount,) = story.sent(m.MountWriter)
     story.mounted(mount, 0, link=2)
@@ -673,26 +673,26 @@ def test_the_genesis_chain_says_nothing():
 def test_one_row_twice_in_the_log_is_not_passed_over():
     story = Story()
     request = story.fed(-1)
-    story.tell(stream_events.SendAppends(parcel(1)))
+    story.step(stream_events.SendAppends(parcel(1)))
     with pytest.raises(errors.DataLoss, match="twice"):
-        story.hear(feed_batch(request.req_id, 0, req(1), req(1)))
+        story.receive(feed_batch(request.req_id, 0, req(1), req(1)))
 
 
 def test_marks_come_from_everything_that_is_received():
     story = Story()
     request = story.fed(3)
     assert story.stream.high_water_mark == 3
-    story.hear(feed_batch(request.req_id, 4, req(1, 0, 99)))
+    story.receive(feed_batch(request.req_id, 4, req(1, 0, 99)))
     assert story.stream.high_water_mark == 4
     assert np.int64(BEFORE_FIRST) == -1
 
 
 def test_news_of_the_assignment_also_end_a_dial_that_hangs():
     story = Story()
-    story.tell(stream_events.SendAppends(parcel(1)))
+    story.step(stream_events.SendAppends(parcel(1)))
     first = story.opening
-    assert story.tell(stream_events.GenerationChanged(1)) == [stream_events.OpenLink(2, ())]
-    assert story.tell(stream_events.LinkOpened(first.attempt, 1, 0, 1)) == []
-    assert story.tell(stream_events.LinkFailed(first.attempt, errors.Unreachable("gone"))) == []
+    assert story.step(stream_events.GenerationChanged(1)) == [stream_events.OpenLink(2, ())]
+    assert story.step(stream_events.LinkOpened(first.attempt, 1, 0, 1)) == []
+    assert story.step(stream_events.LinkFailed(first.attempt, errors.Unreachable("gone"))) == []
     assert story.stream.phase is Phase.LINKING
     assert isinstance(story.link(number=2, generation=1), m.MountWriter)

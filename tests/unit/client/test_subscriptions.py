@@ -15,7 +15,7 @@ from waltz_core.client.read.feed_delivery import HAND_OVER_S_MAX
 
 
 class Shared(AsyncCallbacks):
-    """Remembers what was applied, and goes on from there."""
+    """Remembers what was applied, and continues from there."""
 
     def __init__(self) -> None:
         self.seen: dict[int, list[int]] = defaultdict(list)
@@ -100,7 +100,7 @@ async def test_from_the_moment_of_subscribing_the_mark_is_the_applications():
 
 
 @on_virtual_loop
-async def test_one_that_starts_at_the_latest_has_seen_what_it_was_given():
+async def test_a_feed_from_the_latest_starts_at_the_given_mark():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         await write(client, 0, 5)
         callbacks = Shared()
@@ -119,7 +119,7 @@ async def test_one_that_starts_at_the_latest_has_seen_what_it_was_given():
 
 
 @on_virtual_loop
-async def test_what_slow_callbacks_have_applied_counts_before_the_rest_of_their_run():
+async def test_applied_transactions_count_before_a_slow_run_ends():
     at_second = asyncio.Event()
 
     class Slow(Shared):
@@ -160,7 +160,7 @@ async def test_a_feed_ends_after_what_is_being_applied():
 
 
 @on_virtual_loop
-async def test_the_server_feeds_no_longer_who_has_laid_a_partition_down():
+async def test_a_paused_partition_is_not_fed():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         await client.subscribe(Shared(), [0])
         await write(client, 0, 5)
@@ -265,7 +265,7 @@ async def test_a_context_whose_partition_stays_paused_expires():
 
 
 @on_virtual_loop
-async def test_what_cannot_be_set_is_reported():
+async def test_invalid_partitions_are_reported():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         with pytest.raises(errors.UsageError, match="subscribe first"):
             await client.set_partitions([0])
@@ -287,18 +287,18 @@ async def test_a_callback_cannot_wait_for_itself():
                 await client.set_partitions([1])
 
         callbacks = Impatient()
-        told_of = []
+        failures = []
 
         async def uncaught(partition, transaction_id, error):
-            told_of.append(error)
+            failures.append(error)
             return PoisonPolicy.STOP
 
         callbacks.uncaught_exception = uncaught
         await client.subscribe(callbacks, [0])
         await write(client, 0, 1)
-        await until(lambda: told_of)
-        assert isinstance(told_of[0], errors.UsageError)
-        assert "call it outside callbacks" in str(told_of[0])
+        await until(lambda: failures)
+        assert isinstance(failures[0], errors.UsageError)
+        assert "call it outside callbacks" in str(failures[0])
 
 
 # ---------------------------------------------------------------------------------------------
@@ -523,7 +523,7 @@ async def test_a_close_that_is_cancelled_continues_and_the_next_one_waits_for_it
 
 @on_virtual_loop
 async def test_a_context_that_waits_for_a_feed_ends_with_its_client():
-    """It waits in the caller's task, which nobody cancels."""
+    """It waits in the caller's task, which is not cancelled."""
     async with memory_cluster() as cluster:
         client = cluster.client()
         await client.open()
@@ -561,7 +561,7 @@ class Hooked(Withdraw):
 
 @on_virtual_loop
 async def test_a_cancellation_that_a_context_raises_is_its_error():
-    """Nobody has cancelled whoever has submitted it, nor closed the client."""
+    """Neither was the caller that submitted it cancelled, nor the client closed."""
     async with two_clients() as (_, one, two):
 
         async def cancelled():
@@ -584,7 +584,7 @@ async def test_a_cancellation_that_a_context_raises_is_its_error():
 
 
 @on_virtual_loop
-async def test_one_that_cancels_a_submit_is_notified():
+async def test_cancelling_a_submit_raises_a_cancelled_error():
     async with two_clients() as (_, one, _two):
         submitting = asyncio.get_running_loop().create_task(
             one.submit(Hooked(asyncio.Event().wait))
@@ -721,7 +721,7 @@ async def test_a_partition_that_is_taken_up_again_while_its_feed_starts_is_appli
 
 
 @pytest.mark.parametrize("is_context", [True, False])
-def test_what_is_computed_before_the_mark_is_known_claims_nothing(is_context):
+def test_an_append_before_the_mark_is_known_claims_nothing(is_context):
     @on_virtual_loop
     async def story():
         async with two_clients() as (_, client, other):
@@ -786,7 +786,7 @@ class Asked(Shared):
 
 
 @on_virtual_loop
-async def test_one_that_waits_for_a_feed_to_end_that_begins_when_the_client_is_closed_continues():
+async def test_a_wait_for_a_feed_of_a_closing_client_ends():
     async with memory_cluster() as cluster:
         client, callbacks = await cluster.client().open(), Asked()
         callbacks.may_go_on.clear()

@@ -116,7 +116,7 @@ def test_a_closed_client_cannot_be_entered():
         client.__enter__()
 
 
-def test_what_begins_while_the_last_tasks_end_is_ended_too():
+def test_tasks_started_during_the_shutdown_are_ended_too():
     """A callback's thread may request data when the client's loop has stopped already."""
     client, made, late = WaltzClient.at(LAYOUT), threading.Event(), []
 
@@ -136,8 +136,8 @@ def test_what_begins_while_the_last_tasks_end_is_ended_too():
     assert [task.cancelled() for task in late] == [True]
 
 
-def test_what_slow_callbacks_have_applied_counts_before_the_rest_of_their_run():
-    """The second transaction blocks; a context must not be told that nothing was applied."""
+def test_applied_transactions_count_before_a_slow_run_ends():
+    """The second transaction blocks; a context must not be notified that nothing was applied."""
     at_second, may_go = threading.Event(), threading.Event()
 
     def apply(transaction):
@@ -239,7 +239,7 @@ def test_ctrl_c_in_a_range_is_ctrl_c(monkeypatch):
 
 
 def test_ctrl_c_while_a_fetch_is_handed_over_ends_the_fetch(monkeypatch):
-    """The fetch has begun, and nobody has its future yet."""
+    """The fetch has begun, and no caller has its future yet."""
     with MemoryWaltz(1) as log, log.client() as client:
         client.append(b"x", partition=0).result(HANG_S)
         asked, hand_over = threading.Event(), asyncio.run_coroutine_threadsafe
@@ -275,7 +275,7 @@ def list_interrupted(client):
         lambda client: client.append(b"x", partition=0),
     ],
 )
-def test_one_that_uses_a_client_that_another_thread_closes_just_now_is_notified(monkeypatch, use):
+def test_a_call_on_a_client_that_another_thread_closes_fails(monkeypatch, use):
     """It has been found open, and is closed before anything is handed to its loop."""
     client = WaltzClient.at(LAYOUT)
     is_usable = client._check_usable
@@ -289,27 +289,27 @@ def test_one_that_uses_a_client_that_another_thread_closes_just_now_is_notified(
         use(client)
 
 
-def test_one_that_uses_a_client_whose_loop_has_stopped_does_not_wait_permanently(monkeypatch):
+def test_a_call_on_a_client_with_a_stopped_loop_returns(monkeypatch):
     """Between the end of the loop's thread and its closing it would take a call and not make it."""
     client = WaltzClient.at(LAYOUT)
-    join, told = client._thread.join, []
+    join, finished = client._thread.join, []
 
     def join_and_use(*_):
         join()
         with pytest.raises(errors.UsageError, match="the client is closed"):
             client._wait(client._client.high_water_mark(0))
-        told.append(True)
+        finished.append(True)
 
     monkeypatch.setattr(client._thread, "join", join_and_use)
     client.close()
-    assert told
+    assert finished
 
 
 @pytest.mark.parametrize("is_closed_first", [True, False])
 def test_a_signal_may_close_the_client_while_something_is_handed_over(monkeypatch, is_closed_first):
     """Its handler runs on the thread that it has interrupted, wherever that was."""
     client = WaltzClient.at(LAYOUT)
-    give, told = asyncio.run_coroutine_threadsafe, []
+    give, finished = asyncio.run_coroutine_threadsafe, []
 
     def give_and_be_interrupted(call, loop):
         monkeypatch.undo()
@@ -322,7 +322,7 @@ def test_a_signal_may_close_the_client_while_something_is_handed_over(monkeypatc
     def ask():
         with pytest.raises(errors.UsageError, match="the client is closed"):
             client.high_water_mark(0)
-        told.append(True)
+        finished.append(True)
 
     async def never(*_, **__):
         await asyncio.Event().wait()
@@ -332,7 +332,7 @@ def test_a_signal_may_close_the_client_while_something_is_handed_over(monkeypatc
     asker = threading.Thread(target=ask, daemon=True)
     asker.start()
     asker.join(HANG_S)
-    assert told
+    assert finished
 
 
 def test_a_signal_may_close_the_client_that_is_being_closed(monkeypatch):
@@ -351,9 +351,9 @@ def test_a_signal_may_close_the_client_that_is_being_closed(monkeypatch):
     assert not closer.is_alive()
 
 
-def test_one_that_waits_when_another_thread_closes_the_client_is_notified(monkeypatch):
+def test_a_waiting_call_fails_when_another_thread_closes_the_client(monkeypatch):
     client = WaltzClient.at(LAYOUT)
-    begun, told = threading.Event(), []
+    begun, finished = threading.Event(), []
 
     async def never(*_, **__):
         begun.set()
@@ -362,7 +362,7 @@ def test_one_that_waits_when_another_thread_closes_the_client_is_notified(monkey
     def ask():
         with pytest.raises(errors.UsageError, match="the client is closed"):
             client.high_water_mark(0)
-        told.append(True)
+        finished.append(True)
 
     monkeypatch.setattr(client._client, "high_water_mark", never)
     asker = threading.Thread(target=ask)
@@ -370,7 +370,7 @@ def test_one_that_waits_when_another_thread_closes_the_client_is_notified(monkey
     assert begun.wait(HANG_S)
     client.close()
     asker.join(HANG_S)
-    assert told
+    assert finished
 
 
 class Changing:
@@ -404,7 +404,7 @@ def test_a_thread_may_look_while_partitions_come_and_go(monkeypatch):
         monkeypatch.undo()
 
 
-def test_ctrl_c_while_a_client_is_closed_leaves_no_process_waiting(monkeypatch):
+def test_ctrl_c_while_a_client_is_closed_leaves_no_caller_waiting(monkeypatch):
     """The loop ends before the outcomes are known: other threads get what is known then."""
     with MemoryWaltz(1) as waltz:
         client = waltz.client()
@@ -429,7 +429,7 @@ def test_ctrl_c_while_a_client_is_closed_leaves_no_process_waiting(monkeypatch):
                 each.result(HANG_S)
 
 
-def test_data_that_is_asked_for_when_the_loop_was_closed_is_reported_as_unavailable(monkeypatch):
+def test_a_fetch_after_the_end_of_the_loop_fails_as_unavailable(monkeypatch):
     loop = asyncio.new_event_loop()
     loop.close()
     monkeypatch.setattr(loop, "is_closed", lambda: False)  # it was not, a moment ago
@@ -440,7 +440,7 @@ def test_data_that_is_asked_for_when_the_loop_was_closed_is_reported_as_unavaila
         cache.data_of_blocking(3)
 
 
-def test_data_that_a_loop_was_asked_for_and_never_looked_at_leaves_no_coroutine_behind(monkeypatch):
+def test_an_unfinished_fetch_of_a_stopped_loop_leaves_no_coroutine(monkeypatch):
     monkeypatch.setattr(data_cache, "POLL_INTERVAL_S", 0.001)
     loop = asyncio.new_event_loop()
     monkeypatch.setattr(loop, "is_closed", lambda: True)  # it has ended before it came to that
@@ -482,7 +482,7 @@ def test_a_cancelled_future_in_the_error_policy_stops_the_feed():
 
 
 @pytest.mark.parametrize("is_closed_by", ["thread", "callback"])
-def test_one_that_closes_a_client_second_waits_for_its_callbacks_too(is_closed_by):
+def test_a_second_close_also_waits_for_callbacks(is_closed_by):
     """A callback may have closed it before, or another thread be at it."""
     begun, may_end, ended = threading.Event(), threading.Event(), []
     with MemoryWaltz(1) as log, log.client() as writer:

@@ -124,7 +124,7 @@ def test_a_partition_is_a_whole_number_of_those_that_there_are():
             check_partition(wrong, "pay", 4)
 
 
-def test_locks_of_names_that_differ_in_the_last_digit_meet_for_small_keys_and_not_for_texts():
+def test_names_that_differ_in_the_last_digit_collide_for_small_keys_only():
     """docs/client.md, "Locks"; the hash is that of Waltz 0.13."""
     numbers = [{lock(name, key) for key in range(100)} for name in ("shard0", "shard1")]
     texts = [{lock("shard", f"{shard}/{key}") for key in range(100)} for shard in (0, 1)]
@@ -142,12 +142,12 @@ def test_the_ends_of_a_range_are_transaction_ids():
             check_range(3, first, last)
 
 
-def test_what_was_computed_from_another_state_than_it_is_judged_by_claims_the_session_alone():
+def test_an_append_computed_from_another_state_claims_only_the_session():
     one = builder()
     assert one.claim() == (-1, None)
     one.following = replace(FOLLOW, session_id=3, base=4, mark=9, locks=frozenset((1,)))
     one.client_high_water_mark = 5
-    assert one.claim() == (5, None)  # it has not asked, and waits as who does not follow
+    assert one.claim() == (5, None)  # it has not asked, and waits like one that does not follow
     assert one.predecessors(5) == ()
     one.set_write_locks([1])
     assert one.claim() == (9, one.following)

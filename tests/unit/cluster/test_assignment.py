@@ -1,4 +1,4 @@
-"""Who owns what: the figures that the original was seen to reach, and the four invariants."""
+"""Ownership: the figures that the original was seen to reach, and the four invariants."""
 
 import pytest
 from hypothesis import given
@@ -44,7 +44,7 @@ def test_one_partition_is_handed_to_another_server():
     old = PartitionAssignment(7, 5, {1: {0: 3, 1: 4}, 2: {2: 1, 3: 1, 4: 9}})
     found = handed_over(old, 1, 4, 1)
     assert found == PartitionAssignment(7, 5, {1: {0: 3}, 2: {1: 5, 2: 1, 3: 1, 4: 9}})
-    # It is another one's by now, or has been elsewhere meanwhile, or nobody else is there.
+    # It is another one's by now, or has been elsewhere meanwhile, or no other server is there.
     assert handed_over(old, 1, 4, 2) is None
     assert handed_over(old, 1, 3, 1) is None
     assert handed_over(PartitionAssignment(7, 1, {1: {0: 3}}), 0, 3, 1) is None
@@ -52,7 +52,7 @@ def test_one_partition_is_handed_to_another_server():
 
 @pytest.mark.parametrize("sick", [{1}, {1, 2}, {2, 3}, {1, 3, 4}])
 def test_partitions_that_are_handed_over_come_to_a_server_that_is_well(sick):
-    """Whoever reaches no quorum hands over all that it has, also what it was handed."""
+    """A server that reaches no quorum hands over all that it has, also what it was handed."""
     now = assigned(PartitionAssignment(), live(1, 2, 3, 4), partition_count=24)
     for _ in range(len(sick)):
         for owner in sorted(sick):
@@ -61,7 +61,7 @@ def test_partitions_that_are_handed_over_come_to_a_server_that_is_well(sick):
     assert [each for each in sorted(sick) if now.servers[each]] == []
     well = [len(now.servers[each]) for each in {1, 2, 3, 4} - sick]
     assert sum(well) == 24
-    assert min(well) >= 2  # nobody is given all of it
+    assert min(well) >= 2  # no server is given all of it
 
 
 def test_the_remainder_goes_to_the_lowest_ids():
@@ -111,7 +111,7 @@ def test_generations_end_at_32_bits():
         assigned(last, live(3), partition_count=1)
 
 
-def test_one_that_keeps_all_keeps_it_and_what_is_free_goes_to_the_fewest():
+def test_preferred_partitions_stay_and_free_ones_go_to_the_least_loaded():
     old = PartitionAssignment(1, 6, {1: {0: 5}, 2: {1: 5, 2: 5, 3: 5}, 3: {4: 5, 5: 5}})
     new = assigned(old, live(1, 2), partition_count=6, cversion=2, keeps_all=True)
     assert new.servers == {1: {0: 5, 4: 6, 5: 6}, 2: {1: 5, 2: 5, 3: 5}}

@@ -1,4 +1,4 @@
-"""The record of changes: bytes, order, outcome, and that it does not grow for ever."""
+"""The record of changes: bytes, order, outcome, and that its size is limited."""
 
 import asyncio
 import re

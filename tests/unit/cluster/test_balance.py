@@ -60,7 +60,7 @@ def test_idle_partitions_are_spread_by_count():
     assert set(moves.values()) == {2}
 
 
-def test_what_is_preferred_stays():
+def test_preferred_partitions_stay():
     owners = {0: 1, 1: 1, 2: 2}
     assert planned(owners, {0: 500, 1: 500, 2: 100}, preferred=[0]) == {1: 2}
     assert planned(owners, {0: 500, 1: 500, 2: 100}, preferred=[0, 1]) == {}
@@ -131,7 +131,7 @@ def test_planning_on_and_on_comes_to_an_end(cluster):
     raise AssertionError(f"still moving: {moves}")
 
 
-def test_what_does_not_last_moves_nothing():
+def test_a_short_imbalance_moves_nothing():
     balancer = Balancer(BalanceLimits(PASS_PAUSE_MS, 15_000, 2 * WINDOW_MS))
     owners = {0: 1, 1: 1, 2: 2, 3: 2}
     even, uneven = dict.fromkeys(owners, 500), {0: 10_000, 1: 1_000, 2: 1_000, 3: 1_000}
@@ -142,11 +142,11 @@ def test_what_does_not_last_moves_nothing():
 
 
 @pytest.mark.parametrize("is_alone", [True, False])
-def test_what_was_not_looked_at_has_not_lasted(is_alone):
+def test_an_unobserved_imbalance_moves_nothing(is_alone):
     balancer = Balancer(BalanceLimits(PASS_PAUSE_MS, 15_000, 2 * WINDOW_MS))
     owners, uneven = {0: 1, 1: 1, 2: 2, 3: 2}, {0: 10_000, 1: 1_000, 2: 1_000, 3: 1_000}
     assert balancer.plan(owners, (), uneven, (1, 2), 0) == {}
-    if is_alone:  # only one of the servers tells its loads
+    if is_alone:  # only one of the servers reports its loads
         assert balancer.plan(owners, (), uneven, (1,), 10_000) == {}
     else:  # another server was the lead, or servers have come or gone
         balancer.reset_history()
@@ -154,8 +154,8 @@ def test_what_was_not_looked_at_has_not_lasted(is_alone):
     assert balancer.plan(owners, (), uneven, (1, 2), 35_000) == {1: 2}
 
 
-def test_one_that_only_reports_first_of_more_work_gives_nothing():
-    """All stood still for a while; one server tells that they go on, the other's is from before."""
+def test_the_first_unconfirmed_load_report_moves_nothing():
+    """All were idle for a while; one server reports new load, the other's report is old."""
     balancer = Balancer(BalanceLimits(PASS_PAUSE_MS, 15_000, 2 * WINDOW_MS))
     owners = {0: 1, 1: 1, 2: 2, 3: 2}
     loads = {0: 85, 1: 85, 2: 85, 3: 300}
@@ -210,13 +210,13 @@ class Cluster:
             factor = self._random.uniform(1 - self._noise, 1 + self._noise)
             self._totals[partition] += rate * factor * INTERVAL_MS / 1000
         # A new owner counts from when it has taken over.
-        told = {
+        reports = {
             server: self._meters[server].take(
                 {p: self._totals[p] for p in self.assignment.servers[server]}, self.now_ms
             )
             for server in self.servers
         }
-        loads = self._book.take(told, self.owners)
+        loads = self._book.take(reports, self.owners)
         moves = self._balancer.plan(self.owners, (), loads, self.servers, self.now_ms)
         if moves:
             generations = {p: g for its in self.assignment.servers.values() for p, g in its.items()}
@@ -269,7 +269,7 @@ def test_an_hour_of_noise_moves_next_to_nothing(seed):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_what_cannot_be_even_is_left_alone(seed):
+def test_an_imbalance_that_no_move_improves_is_left_alone(seed):
     cluster = Cluster(dict.fromkeys(range(3), 600.0), 2, seed, 0.2)
     cluster.run(120 * MINUTE_MS)
     assert not cluster.moves

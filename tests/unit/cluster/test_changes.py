@@ -55,7 +55,7 @@ def test_replicas_are_added_one_by_one_and_awaited():
     assert step(seen("ABCDE"), "ABCDE", "DE") is None
 
 
-def test_nothing_is_taken_away_before_what_was_added_is_level():
+def test_no_replica_is_removed_before_the_added_one_is_in_sync():
     assert step(seen("ABC"), "ABD", "D") == "ABCD"
     assert step(seen("ABCD", "ABC"), "ABD", "D") == "D copies the log"
     assert step(seen("ABCD"), "ABD", "D") == "ABD"
@@ -66,12 +66,12 @@ def test_a_step_waits_for_an_open_session():
     assert reason.startswith("its server must open a session; the last one was with A, B, C")
 
 
-def test_one_that_is_away_gives_its_place_to_one_that_comes():
+def test_an_absent_storage_is_replaced_directly():
     """Three level ones of four would be needed otherwise, and appends would wait for the copy."""
     assert step(seen("ABC", "AB"), "ABD", "D") == "ABD"
 
 
-def test_one_that_is_away_is_taken_out_first():
+def test_an_absent_storage_is_removed_first():
     assert step(seen("ABCDE", "ABCD"), "ABC") == "ABCD"
 
 
@@ -113,7 +113,7 @@ def test_a_change_is_not_applied_to_other_replicas():
         changes.apply([Change(0, ("A", "B"), ("A", "D"))], assigned)
 
 
-def test_a_plan_knows_who_joins():
+def test_a_plan_names_the_joining_storages():
     assigned = ReplicaAssignments({"A": (0,), "B": (0, 1), "C": (1,)})
     made = Plan.to({0: ("B", "C"), 1: ("B", "C")}, assigned)
     assert made.joining == {0: ("C",), 1: ()}
@@ -142,7 +142,7 @@ class Owner:
             opened=self.opened,
         )
 
-    def goes_on(self, alive):
+    def restarts(self, alive):
         """Lose the session or have one more replica in it; then open the next one if it can be."""
         if self.session == self.opened:
             if self.engaged <= alive and self.states == set(self.assigned):
@@ -180,7 +180,7 @@ def test_every_plan_ends_and_each_step_keeps_the_rules(journey):
     owner, steps = Owner(before), 0
     for gone in [*away, *[""] * 60]:
         alive = set(NAMES) - {gone}
-        owner.goes_on(alive)
+        owner.restarts(alive)
         found = changes.next_step(0, owner.now(), made)
         if found is None and not gone:
             break
@@ -200,7 +200,7 @@ def test_every_plan_ends_and_each_step_keeps_the_rules(journey):
         assigned, owner.assigned = after, found.after
     assert set(owner.assigned) == set(wanted)
     for _ in NAMES:  # One that was there before may have been away to the end.
-        owner.goes_on(set(NAMES))
+        owner.restarts(set(NAMES))
     assert owner.states == set(wanted) == owner.in_sync
     assert steps <= len(set(before) ^ set(wanted))
 
@@ -245,7 +245,7 @@ def test_a_move_to_a_storage_that_holds_the_partition_takes_no_replica_away():
     assert changes.replaced(now, "A", "D", [1]) == {1: ("D", "B", "C")}
 
 
-def test_what_a_storage_had_is_what_its_partitions_lack():
+def test_a_restored_storage_is_added_where_replicas_are_missing():
     now = {0: ("A", "B"), 1: ("A", "B", "C"), 2: ("B", "A"), 3: ("A", "B", "D")}
     assert changes.restored(now, "C") == {0: ("A", "B", "C"), 2: ("B", "A", "C")}
     assert changes.restored({0: ("A", "B")}, "C") == {}
@@ -313,6 +313,6 @@ def test_other_texts_name_no_partitions(text):
 @pytest.mark.parametrize(
     ("text", "where"), [("12", "'12': expected"), ("0,9-7", "'9-7' in '0,9-7'")]
 )
-def test_of_a_list_the_part_that_is_wrong_is_reported(text, where):
+def test_the_wrong_part_of_a_list_is_reported(text, where):
     with pytest.raises(errors.BadConfig, match=f"^{where}"):
         changes.parse_partitions(text, 12)

@@ -40,7 +40,7 @@ FAULTS = pytest.mark.parametrize("fault", WriteFault)
 
 
 @FAULTS
-def test_an_id_whose_fate_is_unknown_is_given_to_no_process(fault):
+def test_an_id_with_an_unknown_fate_is_not_given_out(fault):
     async def story():
         world = MemoryWorld()
         session = await world.znodes()
@@ -155,7 +155,7 @@ def test_a_suspended_session_continues_where_it_was():
                 await server.next_client_id()
             other = await member(world, ROOT)
             await other.register_server(descriptor(2))
-            # The lead is away: nobody else does its duty.
+            # The lead is away: no other server does its duty.
             assert not (await client.read_servers()).is_settled
             session.resume()
             view = await at_server.until(lambda view: len(view.servers) == 2)

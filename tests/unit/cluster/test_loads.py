@@ -1,4 +1,4 @@
-"""Loads: what is measured, told and believed."""
+"""Loads: what is measured, reported and trusted."""
 
 import asyncio
 
@@ -63,7 +63,7 @@ def test_a_count_that_has_restarted_is_no_negative_load():
     assert meter.take({0: 8.0}, 10_000)[0].per_s == pytest.approx(1)
 
 
-def test_what_a_partition_did_is_trusted_until_its_new_owner_has_seen_it():
+def test_the_load_of_a_partition_is_kept_until_its_new_owner_reports():
     book = LoadBook(WINDOW_MS)
     assert book.take({1: {7: PartitionLoad(500.0, WINDOW_MS)}}, {7: 1}) == {7: 500.0}
     assert book.take({1: {7: PartitionLoad(480.0, WINDOW_MS)}, 2: {}}, {7: 2}) == {7: 500.0}

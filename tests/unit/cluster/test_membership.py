@@ -1,4 +1,4 @@
-"""Live servers and their assignment: who is registered, who is the lead, what is in force."""
+"""Live servers and their assignment: registrations, the lead, and what is in force."""
 
 import asyncio
 import contextlib
@@ -67,7 +67,7 @@ def in_cluster(story):
     return lambda: asyncio.run(run())
 
 
-def test_what_a_server_owns_is_found_by_its_id():
+def test_a_server_finds_its_partitions_by_its_id():
     view = ServersView({}, {0: Ownership(1, 5), 1: Ownership(2, 6), 3: Ownership(1, 9)}, True)
     assert view.partitions_of(1) == {0: 5, 3: 9}
     assert view.partitions_of(7) == {}
@@ -100,7 +100,7 @@ async def test_unregistering_takes_away_only_ones_own_node(cluster):
 
 
 @in_cluster
-async def test_one_that_could_not_be_taken_away_is_not_reported_as_taken_away(cluster):
+async def test_a_failed_removal_is_not_reported_as_done(cluster):
     (one, own_session), (other, session) = cluster.member(), cluster.member()
     await one.register(descriptor(1))
     session.faults = [WriteFault.REQUEST_LOST] * WRITE_ATTEMPTS_MAX
@@ -117,7 +117,7 @@ async def test_a_server_that_is_known_to_be_dead_is_taken_out_by_another(cluster
     (dead, _), (other, session) = cluster.member(), cluster.member()
     await dead.register(descriptor(1))
     await other.register(descriptor(2))
-    # What is registered now is another process, or has changed: nobody has seen that one dead.
+    # What is registered now is another process, or has changed: no server has seen that one dead.
     await other.remove_dead(descriptor(1, preferred=[1]))
     assert cluster.registered() == [1, 2]
     session.faults = [WriteFault.REPLY_LOST]
@@ -142,13 +142,13 @@ def test_a_partition_is_handed_over_while_it_is_ones_own(faults):
         async with running(one.follow(seen), two.follow(Inbox())):
             before = await seen.until(lambda view: len(view.owners) > 0)
             generation = before.owners[0].generation
-            assert not await one.hand_over(0, generation)  # there is nobody else
+            assert not await one.hand_over(0, generation)  # there is no other server
             await two.register(descriptor(2))
             view = await seen.until(lambda view: len(view.servers) == 2)
             generation = view.owners[0].generation
             assert view.owners[0].server_id == 1
             session.faults = list(faults)
-            # Of an answer that was lost the next look tells.
+            # The next look returns the outcome of an answer that was lost.
             assert await one.hand_over(0, generation)
             after = await seen.until(lambda view: view.owners[0].server_id == 2)
             assert after.owners[0].generation == generation + 1
@@ -159,8 +159,8 @@ def test_a_partition_is_handed_over_while_it_is_ones_own(faults):
 
 
 @pytest.mark.parametrize("faults", [[], [WriteFault.REPLY_LOST], [WriteFault.REQUEST_LOST]])
-def test_what_is_handed_over_is_not_given_back_because_it_was_preferred(faults):
-    """Whoever hands it over is sick; the next change of the servers must not bring it back."""
+def test_a_preference_does_not_return_a_handed_over_partition(faults):
+    """A sick server hands it over; the next change of the servers must not bring it back."""
 
     @in_cluster
     async def story(cluster):
@@ -188,7 +188,7 @@ def test_what_is_handed_over_is_not_given_back_because_it_was_preferred(faults):
 
 
 @in_cluster
-async def test_a_preference_stays_where_no_process_takes_the_partition(cluster):
+async def test_a_preference_stays_if_no_server_takes_the_partition(cluster):
     member, _ = cluster.member()
     await member.register(descriptor(1, preferred=[0]))
     seen = Inbox()
@@ -255,7 +255,7 @@ async def test_only_settled_views_are_called_back_and_each_once(cluster):
     seen = Inbox()
     async with running(onlooker.follow(seen)):
         await seen.until(lambda view: not view.servers)
-        # Nobody does the duty of the lead yet, so the registration is not called back.
+        # No lead does its duty yet, so the registration is not called back.
         await two.register(descriptor(2))
         assert not (await onlooker.read()).is_settled
         async with running(two.follow(Inbox())):
@@ -294,7 +294,7 @@ async def test_only_the_lead_writes_assignments(cluster):
 
 
 @in_cluster
-async def test_the_lead_moves_partitions_and_everybody_follows(cluster):
+async def test_the_lead_moves_partitions_and_all_servers_follow(cluster):
     (one, _), (two, _) = cluster.member(), cluster.member()
     await one.register(descriptor(1))
     await two.register(descriptor(2))
@@ -312,7 +312,7 @@ async def test_the_lead_moves_partitions_and_everybody_follows(cluster):
 
 
 @in_cluster
-async def test_where_load_decides_the_lead_takes_nothing_from_one_that_has_more(cluster):
+async def test_with_load_balancing_the_lead_does_not_balance_by_count(cluster):
     members = [cluster.member()[0] for _ in range(3)]
     inbox = Inbox()
     for number, member in enumerate(members, 1):
@@ -351,7 +351,7 @@ async def test_a_lost_session_registers_again_under_the_same_id(cluster):
 
 
 @in_cluster
-async def test_one_that_has_unregistered_is_not_registered_again_by_following(cluster):
+async def test_an_unregistered_server_is_not_registered_again_by_following(cluster):
     member, _ = cluster.member()
     await member.register(descriptor(1))
     seen = Inbox()
@@ -468,7 +468,7 @@ async def test_after_a_return_of_zookeeper_those_that_register_again_keep_what_t
 
 
 @in_cluster
-async def test_one_that_does_not_come_back_is_waited_for_no_longer_than_a_session_timeout(cluster):
+async def test_the_wait_for_an_absent_server_ends_after_the_session_timeout(cluster):
     async with two_servers(cluster) as (first, two, second, at_two):
         first.suspend()
         await away(cluster, second, ms=60_000)
@@ -481,7 +481,7 @@ async def test_one_that_does_not_come_back_is_waited_for_no_longer_than_a_sessio
 
 
 @in_cluster
-async def test_one_that_is_known_to_be_dead_is_not_waited_for(cluster):
+async def test_a_server_known_to_be_dead_is_not_waited_for(cluster):
     (one, first), (two, second), (three, third) = (cluster.member() for _ in range(3))
     for number, each in ((1, one), (2, two), (3, three)):
         await each.register(descriptor(number))
@@ -493,7 +493,7 @@ async def test_one_that_is_known_to_be_dead_is_not_waited_for(cluster):
         first.expire()
         await looked(cluster)
         assert not (await two.read()).is_settled
-        # The lead's own neighbours tell, though the node has gone already.
+        # The lead's own neighbors report it, though the node has gone already.
         await two.remove_dead(descriptor(1))
         await at_two.until(lambda view: list(view.servers) == [2, 3])
         # And right after the return a death is acted on at once as ever.
@@ -503,7 +503,7 @@ async def test_one_that_is_known_to_be_dead_is_not_waited_for(cluster):
 
 
 @in_cluster
-async def test_one_that_was_replaced_at_its_address_is_not_waited_for(cluster):
+async def test_a_server_replaced_at_its_address_is_not_waited_for(cluster):
     async with two_servers(cluster) as (first, two, second, at_two):
         first.suspend()
         await away(cluster, second, ms=60_000)
@@ -517,7 +517,7 @@ async def test_one_that_was_replaced_at_its_address_is_not_waited_for(cluster):
 
 
 @in_cluster
-async def test_the_loss_of_one_node_of_an_ensemble_makes_no_process_wait(cluster):
+async def test_the_loss_of_one_node_of_an_ensemble_delays_nothing(cluster):
     async with two_servers(cluster) as (first, _two, second, at_two):
         await away(cluster, second, ms=100)
         await looked(cluster)
@@ -552,10 +552,10 @@ async def test_preferences_are_in_force_with_the_write_that_makes_them_known(clu
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["before", "at the write"])
 def test_a_preference_that_could_not_be_written_is_not_kept(is_late):
-    in_cluster(lambda cluster: prefers_in_vain(cluster, is_late=is_late))()
+    in_cluster(lambda cluster: prefers_a_removed_server(cluster, is_late=is_late))()
 
 
-async def prefers_in_vain(cluster, *, is_late):
+async def prefers_a_removed_server(cluster, *, is_late):
     member, session = cluster.member()
     await member.register(descriptor(1))
     real = session.write
@@ -621,7 +621,7 @@ async def test_a_preference_waits_no_longer_than_the_lead_does(cluster):
         wished = tasks.create_task(two.prefer(descriptor(2, preferred=[3])))
         await looked(cluster)
         assert not wished.done()
-        # Both who wait are woken when its own neighbours tell that the owner is dead.
+        # Both waiting callers wake when its own neighbors report that the owner is dead.
         await two.remove_dead(descriptor(1))
         await wished
         view = await at_two.until(lambda view: list(view.servers) == [2])

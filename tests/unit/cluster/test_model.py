@@ -84,7 +84,7 @@ from waltz_core.cluster.nodes import model
         (model.decode_id, "000000", "expected 4 bytes of last id, found 3"),
     ],
 )
-def test_what_is_wrong_is_said(decode, text, said):
+def test_errors_are_described(decode, text, said):
     with pytest.raises(errors.BadFormat) as caught:
         decode(bytes.fromhex(text))
     assert said in str(caught.value)

@@ -86,7 +86,7 @@ def test_a_process_quicker_is_no_error():
 
 
 class Looks:
-    """Looks at one node, and can be told to fail."""
+    """Looks at one node, and can be made to fail."""
 
     def __init__(self, nodes):
         self.nodes = nodes
@@ -161,7 +161,7 @@ def test_a_follower_waits_after_a_conflict_and_looks_again_after_an_unknown_outc
     asyncio.run(run())
 
 
-def test_what_no_process_can_repair_ends_a_follower_and_its_signal_is_forgotten():
+def test_an_error_that_no_retry_repairs_ends_a_follower_and_its_signal():
     async def run():
         _, nodes, _ = two_views()
         looks = Looks(nodes)

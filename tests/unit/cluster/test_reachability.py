@@ -50,7 +50,7 @@ def opens_nothing(reached=()):
             [1, 2, 3],
             {1: says([2, 3]), 2: says(unreachable=[1, 3]), 3: says([1, 2])},
             [1, 2, 3],
-            id="one broken witness strips nobody",
+            id="one broken witness strips no server",
         ),
         pytest.param(
             [1, 2, 3],
@@ -60,7 +60,7 @@ def opens_nothing(reached=()):
             id="one is cut off from the others",
         ),
         pytest.param([2, 3], [2], {1: says(unreachable=[3])}, [2, 3], id="a witness that has died"),
-        pytest.param([2], [2], {2: says(unreachable=[2])}, [2], id="nobody is its own witness"),
+        pytest.param([2], [2], {2: says(unreachable=[2])}, [2], id="no server is its own witness"),
         pytest.param(
             [1, 2, 3],
             [1, 2, 3],
@@ -98,7 +98,7 @@ def opens_nothing(reached=()):
         ),
     ],
 )
-def test_one_that_may_own_partitions(live, serving, reports, may_own):
+def test_reachable_servers_may_own_partitions(live, serving, reports, may_own):
     assert eligible(live, serving, reports) == set(may_own)
 
 

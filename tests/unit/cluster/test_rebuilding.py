@@ -1,4 +1,4 @@
-"""Whose log is the log when only storages know, and the nodes that wait for that answer."""
+"""Which log is trusted when only storages know, and the nodes that wait for that answer."""
 
 import asyncio
 from uuid import UUID
@@ -54,18 +54,18 @@ def test_fewer_than_a_quorum_may_be_missing():
 
 
 @pytest.mark.parametrize("trouble", ["suspect", "damaged"])
-def test_one_that_cannot_confirm_counts_as_missing(trouble):
+def test_an_untrusted_log_counts_as_missing(trouble):
     doubtful = log(5, 99, **{trouble: True})
     assert chosen({"A": doubtful, "B": log(5, 9), "C": log(5, 8)}).source == "B"
     with pytest.raises(errors.BadRequest, match="no trusted log from: A;"):
         chosen({"A": doubtful, "B": log(5, 9)})
 
 
-def test_a_copy_of_an_older_session_stands_in_for_no_process():
+def test_a_copy_of_an_older_session_does_not_count():
     """A and B do not open their logs, so they seem to have none; D is left over from a move."""
     with pytest.raises(errors.BadRequest, match=r"\(C\).* only in older sessions: D\."):
         chosen({"C": log(5, 80), "D": log(3, 70)})
-    # The same from a replica that is behind: nobody can tell it from D.
+    # The same from a replica that is behind: nothing distinguishes it from D.
     with pytest.raises(errors.BadRequest, match="from: C; only in older sessions: B"):
         chosen({"A": log(5, 80), "B": log(4, 70)}, unanswered=["C"])
     assert chosen({"A": log(5, 80), "C": log(5, 81), "D": log(3, 90)}).source == "C"
@@ -73,7 +73,7 @@ def test_a_copy_of_an_older_session_stands_in_for_no_process():
 
 
 @pytest.mark.parametrize("trouble", ["suspect", "damaged"])
-def test_one_that_cannot_confirm_is_trusted_that_there_was_a_later_session(trouble):
+def test_an_untrusted_log_still_proves_a_later_session(trouble):
     later = log(6, 99, **{trouble: True})
     with pytest.raises(
         errors.BadRequest,
@@ -84,7 +84,7 @@ def test_one_that_cannot_confirm_is_trusted_that_there_was_a_later_session(troub
 
 @settings(max_examples=400)
 @given(st.integers(1, 5), st.data())
-def test_nothing_is_chosen_that_lacks_what_a_quorum_had(count, data):
+def test_the_chosen_log_never_lacks_quorum_records(count, data):
     """Any number of replicas seem to have no copy, and copies of older sessions lie about."""
     quorum = quorum_size(count)
     other = st.sampled_from((4, 4, 3, 1))
@@ -92,9 +92,9 @@ def test_nothing_is_chosen_that_lacks_what_a_quorum_had(count, data):
     logs = {f"r{n}": log(each, data.draw(st.integers(-1, 9))) for n, each in enumerate(sessions)}
     in_last = {name: its.synced_max for name, its in logs.items() if its.last_session == 4}
     acknowledged = sorted(in_last.values(), reverse=True)[quorum - 1]
-    heard_of_last = data.draw(st.sets(st.sampled_from(sorted(in_last)), min_size=1))
-    hidden = data.draw(st.sets(st.sampled_from(sorted(logs)))) | set(in_last) - heard_of_last
-    answered = {name: its for name, its in logs.items() if name not in hidden - heard_of_last}
+    answered_of_last = data.draw(st.sets(st.sampled_from(sorted(in_last)), min_size=1))
+    hidden = data.draw(st.sets(st.sampled_from(sorted(logs)))) | set(in_last) - answered_of_last
+    answered = {name: its for name, its in logs.items() if name not in hidden - answered_of_last}
     for number, session in enumerate(data.draw(st.lists(st.integers(0, 3), max_size=4))):
         answered[f"left{number}"] = log(session, 20)
     try:
@@ -111,7 +111,7 @@ def test_nothing_is_chosen_that_lacks_what_a_quorum_had(count, data):
     ),
     st.data(),
 )
-def test_whatever_a_quorum_had_is_in_the_chosen_log(cluster, data):
+def test_the_chosen_log_has_everything_that_a_quorum_had(cluster, data):
     """Some replicas are lost, fewer than a quorum, and a leftover of a move is there, too."""
     count, lasts = cluster
     quorum = quorum_size(count)
@@ -133,7 +133,7 @@ def test_one_replica_is_declared_and_decides_alone():
     assert (recovery.engaged, recovery.old_quorum) == (["B"], 1)
 
 
-def test_what_others_have_is_reported():
+def test_the_logs_of_the_others_are_reported():
     logs = {"A": log(5, 10), "B": log(5, 12), "C": log(6, 9)}
     assert rebuilding.losses(logs["B"], logs) == [
         "C took part in session 6, the chosen log only in 5"
@@ -148,7 +148,7 @@ def test_ids_continue_above_all_that_were_given_out():
     assert rebuilding.ids_from(1 << 40) < model.INT32_MAX
 
 
-def test_the_nodes_of_a_rebuilding_can_be_opened_by_no_process():
+def test_the_nodes_of_a_rebuilding_cannot_be_opened():
     storages = tuple(NewStorage(f"h:{port}", port + 1, port % 3) for port in (10, 20, 30))
     new = NewCluster("w", 300, UUID(int=5), storages)
 

@@ -8,7 +8,7 @@ from waltz_core.errors import CoordinatorUnavailable
 
 
 class Oracle:
-    """Answers when it is told to; notes when each question was put."""
+    """Answers on request; notes when each question was put."""
 
     def __init__(self) -> None:
         self.asked = 0
@@ -24,7 +24,7 @@ async def _turns(count: int = 5) -> None:
         await asyncio.sleep(0)
 
 
-def test_all_who_ask_at_once_share_one_question():
+def test_concurrent_callers_share_one_request():
     async def story() -> None:
         oracle = Oracle()
         shared = Shared(oracle.ask)
@@ -38,7 +38,7 @@ def test_all_who_ask_at_once_share_one_question():
     asyncio.run(story())
 
 
-def test_one_that_comes_while_a_question_is_under_way_has_it_put_again():
+def test_a_caller_during_a_request_causes_another_request():
     async def story() -> None:
         oracle = Oracle()
         shared = Shared(oracle.ask)
@@ -58,10 +58,10 @@ def test_one_that_comes_while_a_question_is_under_way_has_it_put_again():
     asyncio.run(story())
 
 
-def test_a_failure_is_reported_to_all_who_share_it_and_to_no_other_process():
+def test_a_failure_is_returned_to_exactly_those_that_share_it():
     async def story() -> None:
         answers = [CoordinatorUnavailable("away"), None]
-        told: list[str] = []
+        messages: list[str] = []
 
         async def ask() -> None:
             answer = answers.pop(0)
@@ -70,23 +70,23 @@ def test_a_failure_is_reported_to_all_who_share_it_and_to_no_other_process():
 
         shared = Shared(ask)
 
-        async def hear() -> None:
+        async def note_error() -> None:
             try:
                 await shared.answered()
             except CoordinatorUnavailable as error:
-                told.append(str(error))
+                messages.append(str(error))
 
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(hear())
-            tasks.create_task(hear())
-        await hear()
-        assert told == ["away", "away"]
+            tasks.create_task(note_error())
+            tasks.create_task(note_error())
+        await note_error()
+        assert messages == ["away", "away"]
         assert not answers
 
     asyncio.run(story())
 
 
-def test_one_that_times_out_takes_the_answer_from_no_process():
+def test_a_caller_that_times_out_does_not_take_the_answer_from_others():
     async def story() -> None:
         oracle = Oracle()
         shared = Shared(oracle.ask)
@@ -104,7 +104,7 @@ def test_one_that_times_out_takes_the_answer_from_no_process():
     asyncio.run(story())
 
 
-def test_a_failure_that_no_process_waits_for_any_more_is_no_error_of_the_loop():
+def test_a_failure_without_waiters_is_no_error_of_the_loop():
     async def story() -> list[str]:
         complaints: list[str] = []
         loop = asyncio.get_running_loop()

@@ -224,23 +224,23 @@ async def test_an_address_that_could_not_be_freed_is_not_reported_as_free(cluste
 
 
 async def carry_out(cluster, wanted):
-    told = []
+    progress = []
     layout = await cluster.coordinator.storages.read()
     plan = Plan.to(wanted, layout.assignment)
-    await cluster.coordinator.storages.carry_out(plan, told.append)
-    return told
+    await cluster.coordinator.storages.carry_out(plan, progress.append)
+    return progress
 
 
 @in_cluster
 async def test_a_plan_is_carried_out_step_by_step(cluster):
     await cluster.coordinator.storages.change(lambda old: old.with_storage(D, 7, 2))
     async with cluster.owned() as owner:
-        told = await carry_out(cluster, {0: (A, B, D), 1: (A, B)})
+        progress = await carry_out(cluster, {0: (A, B, D), 1: (A, B)})
     seen = [sorted(each.replicas_of(0)) for each in owner.seen]
     assert seen[:3] == [[A, B, C], [A, B, C, D], [A, B, D]]
-    assert (told[0].done_count, told[0].count) == (0, 2)
-    assert (told[-1].done_count, told[-1].step, told[-1].waits) == (2, (), ())
-    assert [str(each) for each in told[0].step] == [
+    assert (progress[0].done_count, progress[0].count) == (0, 2)
+    assert (progress[-1].done_count, progress[-1].step, progress[-1].waits) == (2, (), ())
+    assert [str(each) for each in progress[0].step] == [
         f"partition 0: +{D}",
         f"partition 1: -{C}",
     ]
@@ -253,22 +253,22 @@ async def test_a_plan_is_carried_out_step_by_step(cluster):
 async def test_a_plan_waits_and_says_for_what(cluster):
     """C is away: without A the quorum of two would need it."""
     async with cluster.owned(away=[C]):
-        told = []
+        progress = []
         layout = await cluster.coordinator.storages.read()
         plan = Plan.to({0: (B, C)}, layout.assignment)
         async with asyncio.TaskGroup() as tasks:
-            carrying_out = cluster.coordinator.storages.carry_out(plan, told.append)
+            carrying_out = cluster.coordinator.storages.carry_out(plan, progress.append)
             waiting = tasks.create_task(carrying_out)
-            while not (told and told[-1].waits):  # noqa: ASYNC110 - it is no event
+            while not (progress and progress[-1].waits):  # noqa: ASYNC110 - it is no event
                 await asyncio.sleep(0)
             for _ in range(100):
                 await asyncio.sleep(0)
             assert not waiting.done()
             waiting.cancel()
-    assert str(told[-1].waits[0]).startswith(
+    assert str(progress[-1].waits[0]).startswith(
         f"partition 0: {C} is not in sync, and appends would need 2 of {B}, {C}"
     )
-    assert told[-1].step == ()
+    assert progress[-1].step == ()
 
 
 @in_cluster
@@ -287,8 +287,8 @@ def test_only_so_many_partitions_change_at_a_time():
         layout = await cluster.coordinator.storages.read()
         now = changes.placement_of(layout.assignment, cluster.partition_count)
         async with cluster.owned():
-            told = await carry_out(cluster, changes.replaced(now, A, D, now))
-        assert max(len(each.step) for each in told) == CONCURRENT_PARTITIONS_MAX
+            progress = await carry_out(cluster, changes.replaced(now, A, D, now))
+        assert max(len(each.step) for each in progress) == CONCURRENT_PARTITIONS_MAX
         after = await cluster.coordinator.read_replica_assignment()
         assert after.partitions[A] == ()
         assert len(after.partitions[D]) == cluster.partition_count

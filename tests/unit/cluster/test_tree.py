@@ -48,7 +48,7 @@ async def test_clusters_are_found_below_a_place_and_nowhere_else(it):
 
 
 @story
-async def test_what_is_zookeepers_own_is_not_looked_at(it):
+async def test_zookeepers_own_nodes_are_ignored(it):
     await it.cluster("/zookeeper")
     assert await tree.find_clusters(it.session, "/") == []
 
@@ -67,16 +67,16 @@ def test_too_many_other_nodes_are_refused(monkeypatch):
 
 
 @story
-async def test_a_deleted_cluster_leaves_nothing_and_its_neighbours_alone(it):
+async def test_a_deleted_cluster_leaves_nothing_and_its_neighbors_alone(it):
     await it.cluster("/a/one")
     await it.cluster("/a/two")
     kept = {path for path in it.zookeeper.dump() if not path.startswith("/a/two")}
     before = len(it.zookeeper.dump())
-    told = []
-    count = await tree.delete_tree(it.session, "/a/two", lambda *each: told.append(each))
+    progress = []
+    count = await tree.delete_tree(it.session, "/a/two", lambda *each: progress.append(each))
     assert set(it.zookeeper.dump()) == kept
     assert count == before - len(kept)
-    assert told[0] == (0, count)
+    assert progress[0] == (0, count)
     assert await tree.delete_tree(it.session, "/a/two") == 0
     await it.cluster("/a/two")
 
@@ -109,7 +109,7 @@ def test_a_write_of_unknown_outcome_is_looked_at_again(fault, at):
 
 
 @story
-async def test_what_is_made_meanwhile_goes_too(it):
+async def test_nodes_created_meanwhile_are_deleted_too(it):
     await it.cluster("/w")
     other = it.zookeeper.session()
     new = [CreateNode("/w/new"), CreateNode("/w/new/deep")]
@@ -129,7 +129,7 @@ async def test_what_is_made_meanwhile_goes_too(it):
 
 
 @story
-async def test_a_cluster_that_is_written_to_permanently_is_reported_and_is_none_any_more(it):
+async def test_deleting_a_cluster_under_constant_writes_fails_but_leaves_no_cluster(it):
     coordinator = await it.cluster("/w")
     other, numbers = it.zookeeper.session(), iter(range(1_000))
 

@@ -18,7 +18,7 @@ def test_a_loop_that_beats_keeps_the_session():
         assert watchdog.may_keep_session(now_ms + 999)
 
 
-def test_a_loop_that_hangs_loses_it_after_a_timeout_and_may_come_back():
+def test_a_hanging_loop_loses_the_session_after_a_timeout_and_may_return():
     watchdog = Watchdog(TIMEOUT_MS, 0)
     watchdog.beat(5_000)
     assert asked_every(watchdog, 1_000, 12_000) == [9_000, 10_000, 11_000, 12_000]

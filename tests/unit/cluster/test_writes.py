@@ -72,7 +72,7 @@ def test_a_task_that_was_paused_begins_no_write_that_is_over_and_removed_by_then
 
 
 @pytest.mark.parametrize("writes_before", [0, 1, 2])
-def test_an_expired_write_that_was_begun_again_is_not_removed(monkeypatch, writes_before):
+def test_an_expired_write_that_was_restarted_is_not_removed(monkeypatch, writes_before):
     """Its tasks would get other client ids, and append their rows once more."""
 
     async def story():
@@ -241,12 +241,12 @@ def test_a_task_round_trips(client_id, attempt, runs):
 )
 def test_any_bytes_are_a_value_or_a_bad_format(data):
     for kind in (WriteState, TaskState):
-        told = None
+        message = None
         try:
             value = kind.from_bytes(data)
         except errors.BadFormat as error:
-            told = str(error)
-        assert isinstance(value, kind) if told is None else kind.__name__ in told
+            message = str(error)
+        assert isinstance(value, kind) if message is None else kind.__name__ in message
 
 
 def test_numbers_that_no_writer_writes():

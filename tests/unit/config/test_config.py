@@ -128,7 +128,7 @@ def test_a_local_cluster_needs_no_settings():
 @pytest.mark.parametrize(
     ("kind", "more"), [(ServerConfig, {}), (StorageConfig, {"directory": "data"})]
 )
-def test_an_address_that_no_process_can_connect_to_is_not_advertised(kind, more, host):
+def test_an_unreachable_address_is_not_advertised(kind, more, host):
     settings = {"connect": "zk:2181/w", "listen_host": host, **more}
     with pytest.raises(BadConfig, match="advertised_host: listen_host is"):
         kind(**settings)

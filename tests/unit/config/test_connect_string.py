@@ -38,7 +38,7 @@ def test_an_auth_file_is_named(file):
         ("tls=a&b=c&auth=/etc/zk?d", "/etc/zk?d", "a&b=c"),
     ],
 )
-def test_it_says_how_servers_are_spoken_to(options, auth_file, tls):
+def test_the_connect_string_sets_authentication_and_tls(options, auth_file, tls):
     found = parse_connect_string(f"zk1:2181/waltz/payments?{options}")
     assert found == ConnectString(("zk1:2181",), "/waltz/payments", auth_file, tls)
     assert parse_connect_string(str(found)) == found

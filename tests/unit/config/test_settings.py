@@ -150,7 +150,7 @@ def test_a_config_made_by_hand_is_checked_too():
     assert CactusConfig(name="a", connect="c", port=0, drain_port=0).port == 0
 
 
-def test_what_is_rendered_is_read_back(tmp_path):
+def test_rendered_settings_are_read_back(tmp_path):
     values = {"name": 'a "b" \\ c', "is_green": False, "port": 15_001, "water_ms": 1_500}
     text = render(PlantConfig, values)
     assert tomllib.loads(text) == values

@@ -1,4 +1,4 @@
-"""What an original is told of what our partitions say, state by state (docs/decisions/020)."""
+"""What a 0.13 client receives for the answers of our partitions (docs/decisions/020)."""
 
 import struct
 import tracemalloc
@@ -30,7 +30,7 @@ def req(sequence: int, partition: int = 0) -> ReqId:
     return ReqId(ClientId(1), Generation(1), PartitionId(partition), sequence)
 
 
-def told(original: OldClientAdapter, message: ClientMessage, now_s: float = 0.0) -> Any:
+def translated(original: OldClientAdapter, message: ClientMessage, now_s: float = 0.0) -> Any:
     return original.translate_answer(message, None, now_s)
 
 
@@ -42,7 +42,7 @@ def refused(original: OldClientAdapter, question: ClientMessage, error: errors.W
 def mounted(version: int = 4, sequence: int = 1) -> OldClientAdapter:
     original = OldClientAdapter(version)
     original.note_request(messages.MountRequest(req(sequence), -1, 0), 0.0)
-    assert told(original, MountResponse(req(sequence), READY)) is not None
+    assert translated(original, MountResponse(req(sequence), READY)) is not None
     return original
 
 
@@ -70,17 +70,17 @@ def test_the_answer_to_a_mount_is_a_state_or_a_bool(version: int, state: int) ->
         if version <= 2
         else MountResponse(req(1), state)
     )
-    assert told(original, MountResponse(req(1), state)) == expected
+    assert translated(original, MountResponse(req(1), state)) == expected
 
 
 def test_the_answer_to_an_obsolete_mount_is_not_reported() -> None:
     original = mounted()
     original.note_request(messages.MountRequest(req(2), -1, 0), 0.0)
-    assert told(original, MountResponse(req(1), READY)) is None
+    assert translated(original, MountResponse(req(1), READY)) is None
     superseded = errors.ConnectionSuperseded("a later mount")
     assert refused(original, messages.MountRequest(req(1), -1, 0), superseded) is None
     assert refused(original, messages.FeedRequest(req(1), -1), superseded) is None
-    assert told(original, MountResponse(req(2), READY)) == MountResponse(req(2), READY)
+    assert translated(original, MountResponse(req(2), READY)) == MountResponse(req(2), READY)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_the_answer_to_an_obsolete_mount_is_not_reported() -> None:
         errors.UnknownPartition("there is none"),
     ],
 )
-def test_where_a_partition_cannot_be_mounted_or_fed_it_is_not_ready(
+def test_mount_and_feed_errors_become_not_ready(
     error: errors.WaltzError,
 ) -> None:
     original = OldClientAdapter(4)
@@ -106,10 +106,10 @@ def test_where_a_partition_cannot_be_mounted_or_fed_it_is_not_ready(
     assert refused(original, feed, error) == MountResponse(req(1), NOT_READY)
     # Once: what comes of it later is the answer to its next mount.
     assert refused(original, feed, error) is None
-    assert told(original, result(7, Reason.NOT_MOUNTED)) is None
+    assert translated(original, result(7, Reason.NOT_MOUNTED)) is None
     original.note_request(messages.MountRequest(req(8), -1, 0), 0.0)
-    assert told(original, result(7, Reason.NOT_MOUNTED)) is None
-    assert told(original, MountResponse(req(8), READY)) == MountResponse(req(8), READY)
+    assert translated(original, result(7, Reason.NOT_MOUNTED)) is None
+    assert translated(original, MountResponse(req(8), READY)) == MountResponse(req(8), READY)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_where_a_partition_cannot_be_mounted_or_fed_it_is_not_ready(
         errors.BadRequest("twice"),
     ],
 )
-def test_where_waltz_0_13_ends_the_connection_so_do_we(error: errors.WaltzError) -> None:
+def test_errors_that_close_a_0_13_connection_close_ours(error: errors.WaltzError) -> None:
     assert refused(mounted(), messages.FeedRequest(req(1), 99), error) == EndConnection(str(error))
 
 
@@ -164,12 +164,12 @@ def test_requests_that_waltz_0_13_cannot_stand_end_the_connection() -> None:
 # --- appends
 
 
-def test_what_is_in_the_log_is_reported_by_the_feed_alone() -> None:
-    assert told(mounted(), result(2, Reason.COMMITTED)) is None
+def test_only_the_feed_reports_commits() -> None:
+    assert translated(mounted(), result(2, Reason.COMMITTED)) is None
 
 
 def test_a_lock_names_the_transaction_that_the_client_has_to_reach() -> None:
-    failure = told(mounted(), result(2, Reason.LOCK, conflict=7))
+    failure = translated(mounted(), result(2, Reason.LOCK, conflict=7))
     assert failure == messages.LockFailure(req(2), 7)
 
 
@@ -178,36 +178,36 @@ def test_a_lock_names_the_transaction_that_the_client_has_to_reach() -> None:
     "reason",
     [Reason.LOST, Reason.AHEAD, Reason.NOT_MOUNTED, Reason.GENERATION, Reason.NO_SPACE],
 )
-def test_what_is_lost_has_the_client_mount_again_once(version: int, reason: Reason) -> None:
+def test_a_loss_makes_the_client_mount_again_once(version: int, reason: Reason) -> None:
     original = mounted(version)
     not_ready: ClientMessage = MountResponse(req(1), NOT_READY)
     if version <= 2:
         not_ready = messages.MountOutcome(req(1), is_ready=False)
-    assert told(original, result(2, reason)) == not_ready
-    assert told(original, result(3, Reason.NOT_MOUNTED)) is None
+    assert translated(original, result(2, reason)) == not_ready
+    assert translated(original, result(3, Reason.NOT_MOUNTED)) is None
 
 
 def test_a_mount_that_is_not_answered_yet_is_not_ended_by_what_came_before_it() -> None:
     original = mounted()
     original.note_request(messages.MountRequest(req(5), -1, 0), 0.0)
-    assert told(original, result(2, Reason.LOST)) is None
+    assert translated(original, result(2, Reason.LOST)) is None
 
 
 def test_a_lost_append_ends_the_mount_of_its_partition_only() -> None:
     original = mounted()
     original.note_request(messages.MountRequest(req(2, partition=3), -1, 0), 0.0)
-    told(original, MountResponse(req(2, partition=3), READY))
+    translated(original, MountResponse(req(2, partition=3), READY))
     lost = messages.AppendResult(req(4, partition=3), 9, bytes(8), bytes([Reason.LOST]), bytes(8))
-    assert told(original, lost) == MountResponse(req(2, partition=3), NOT_READY)
-    assert told(original, result(5, Reason.LOST)) == MountResponse(req(1), NOT_READY)
+    assert translated(original, lost) == MountResponse(req(2, partition=3), NOT_READY)
+    assert translated(original, result(5, Reason.LOST)) == MountResponse(req(1), NOT_READY)
 
 
-def test_what_a_flush_will_settle_is_not_reported() -> None:
-    assert told(mounted(), result(2, Reason.OVERLOADED)) is None
-    assert isinstance(told(mounted(), result(2, Reason.TOO_LARGE)), InexpressibleError)
+def test_outcomes_left_to_a_flush_are_not_reported() -> None:
+    assert translated(mounted(), result(2, Reason.OVERLOADED)) is None
+    assert isinstance(translated(mounted(), result(2, Reason.TOO_LARGE)), InexpressibleError)
 
 
-def test_of_an_append_that_is_refused_in_words_only_broken_data_end_the_connection() -> None:
+def test_only_broken_data_of_a_refused_append_ends_the_connection() -> None:
     broken = errors.ChecksumMismatch("append: expected another CRC")
     assert refused(mounted(), append(2), broken) == EndConnection(str(broken))
     for error in (errors.NotOwned("gone"), errors.OutcomeUnknown("maybe")):
@@ -227,7 +227,7 @@ def test_a_flush_that_cannot_be_answered_is_not_or_has_the_client_mount_again() 
 
 def test_a_mark_is_reported_as_it_is_or_not_at_all() -> None:
     mark = messages.HighWaterMarkResponse(req(1), -1)
-    assert told(OldClientAdapter(4), mark) == mark
+    assert translated(OldClientAdapter(4), mark) == mark
     original = OldClientAdapter(4)
     for error in (errors.NotOwned("elsewhere"), errors.Unavailable("no session")):
         first = refused(original, messages.HighWaterMarkRequest(req(1)), error)
@@ -246,11 +246,11 @@ def test_data_that_cannot_be_had_is_reported_in_waltz_0_13s_words() -> None:
         return messages.TransactionDataResponse(question.req_id, 44, (None, text))
 
     expected = "com.wepay.waltz.store.exception.TransactionNotFoundException: "
-    assert told(OldClientAdapter(4), no("not in the log")) == no(
+    assert translated(OldClientAdapter(4), no("not in the log")) == no(
         f"{expected}partition=6transactionId=44"
     )
     there = messages.TransactionDataResponse(question.req_id, 44, (b"data", None))
-    assert told(OldClientAdapter(4), there) is there
+    assert translated(OldClientAdapter(4), there) is there
     for error in (
         errors.NotOwned("gone"),
         errors.UnknownPartition("there is none"),
@@ -265,11 +265,11 @@ def test_data_that_cannot_be_had_is_reported_in_waltz_0_13s_words() -> None:
 def test_a_preference_that_cannot_be_written_down_is_reported_as_false() -> None:
     away = errors.CoordinatorUnavailable("ZooKeeper is away")
     wanted = messages.AddPreferredRequest(req(0), (1,))
-    told_so = messages.AddPreferredResponse(req(0), is_done=False)
-    assert refused(OldClientAdapter(4), wanted, away) == told_so
+    not_added = messages.AddPreferredResponse(req(0), is_done=False)
+    assert refused(OldClientAdapter(4), wanted, away) == not_added
     unwanted = messages.RemovePreferredRequest(req(0), (1,))
-    told_no = messages.RemovePreferredResponse(req(0), is_done=False)
-    assert refused(OldClientAdapter(4), unwanted, away) == told_no
+    not_removed = messages.RemovePreferredResponse(req(0), is_done=False)
+    assert refused(OldClientAdapter(4), unwanted, away) == not_removed
 
 
 # --- the feed
@@ -279,7 +279,7 @@ def test_a_preference_that_cannot_be_written_down_is_reported_as_false() -> None
 def test_a_stretch_of_the_feed_becomes_frames(version: int) -> None:
     headers = b"".join(req(row).to_bytes() + struct.pack(">i", row) for row in range(3))
     batch = messages.FeedBatch(req(1), 10, 3, headers, 1, -1, bytes(16))
-    assert told(mounted(version), batch) == Frames(feed_frames(10, headers, version))
+    assert translated(mounted(version), batch) == Frames(feed_frames(10, headers, version))
 
 
 def test_other_answers_are_reported_as_they_are() -> None:
@@ -290,7 +290,7 @@ def test_other_answers_are_reported_as_they_are() -> None:
         messages.ServerPartitionsResponse(req(0), (0, 1)),
         messages.PartitionsHealthResponse(req(0), ((0, True),)),
     ):
-        assert told(mounted(), answer) is answer
+        assert translated(mounted(), answer) is answer
 
 
 # --- whatever comes
@@ -316,8 +316,8 @@ def questions_of(version: int) -> list[ClientMessage]:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_whatever_a_client_is_reported_can_be_said_in_its_version(version: int) -> None:
-    said: list[Any] = [told(mounted(version), result(2, reason, 3)) for reason in Reason]
+def test_every_answer_can_be_expressed_in_the_clients_version(version: int) -> None:
+    said: list[Any] = [translated(mounted(version), result(2, reason, 3)) for reason in Reason]
     for question in questions_of(version):
         for error in all_errors():
             said.append(refused(mounted(version), question, error))
@@ -343,26 +343,28 @@ def test_no_refusal_of_a_mount_a_feed_or_data_is_met_by_silence(version: int) ->
         assert refused(OldClientAdapter(version), data, error) is not None
 
 
-@pytest.mark.parametrize("goes_on", [append(7), messages.FeedRequest(req(1), -1)])
-def test_one_that_continues_as_if_its_mount_had_not_ended_is_disconnected(
-    goes_on: ClientMessage,
+@pytest.mark.parametrize("later_request", [append(7), messages.FeedRequest(req(1), -1)])
+def test_a_client_that_ignores_the_end_of_its_mount_is_disconnected(
+    later_request: ClientMessage,
 ) -> None:
     original = mounted()
-    assert told(original, result(6, Reason.LOST), 100.0) == MountResponse(req(1), NOT_READY)
+    assert translated(original, result(6, Reason.LOST), 100.0) == MountResponse(req(1), NOT_READY)
     # What was on its way may still come, and other partitions go on.
-    assert original.note_request(goes_on, 100.0 + MOUNT_WAIT_S) is None
+    assert original.note_request(later_request, 100.0 + MOUNT_WAIT_S) is None
     late_s = 100.1 + MOUNT_WAIT_S
     assert original.note_request(messages.FlushRequest(req(7)), late_s) is None
     assert (
         original.note_request(messages.AppendRequest(req(7, 3), -1, (), (), (), 0, b"", 0), late_s)
         is None
     )
-    assert isinstance(original.note_request(goes_on, late_s), EndConnection)
-    # Whoever mounts again has taken it in.
+    assert isinstance(original.note_request(later_request, late_s), EndConnection)
+    # A client that mounts again has processed it.
     assert original.note_request(messages.MountRequest(req(8), -1, 0), late_s) is None
-    assert original.note_request(goes_on, late_s) is None
-    assert told(original, MountResponse(req(8), READY), late_s) == MountResponse(req(8), READY)
-    assert original.note_request(goes_on, late_s + 2 * MOUNT_WAIT_S) is None
+    assert original.note_request(later_request, late_s) is None
+    assert translated(original, MountResponse(req(8), READY), late_s) == MountResponse(
+        req(8), READY
+    )
+    assert original.note_request(later_request, late_s + 2 * MOUNT_WAIT_S) is None
 
 
 def test_partitions_that_do_not_exist_are_not_remembered() -> None:

@@ -18,7 +18,7 @@ IN_MEMORY_CONFIG = ClientConfig(
 # An original keeps what is in flight to itself.
 NOT_THERE = (
     client_contract.what_was_refused_for_what_is_in_flight_may_follow_it,
-    client_contract.who_follows_has_not_seen_what_others_wrote_under_other_locks,
+    client_contract.a_dependent_append_is_not_ahead_of_other_locks,
 )
 
 

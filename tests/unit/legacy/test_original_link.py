@@ -21,22 +21,22 @@ def sent_by(effects):
     return [message for each in effects if isinstance(each, ToServer) for message in each.messages]
 
 
-def test_all_mounts_have_the_sequence_of_the_first_and_each_partition_receives_its_own():
+def test_mounts_share_a_sequence_and_each_partition_gets_its_own_answers():
     link = OldServerLink()
     for partition, sequence in ((0, 5), (1, 6)):
         mount = m.MountWriter(mount_id(partition), sequence, LATEST_MARK, wants_feed=False)
         link.step(SendToOld(mount), 0)
-    told = [m.HighWaterMarkResponse(mount_id(each), 9 - each) for each in (1, 0)]
-    assert sent_by(link.step(ReceivedFromOld(told), 0)) == [
+    received = [m.HighWaterMarkResponse(mount_id(each), 9 - each) for each in (1, 0)]
+    assert sent_by(link.step(ReceivedFromOld(received), 0)) == [
         m.MountRequest(mount_id(1), 8, 5),
         m.MountRequest(mount_id(0), 9, 5),
     ]
     ready = [m.MountResponse(mount_id(1), 0), m.FlushResponse(mount_id(1), 8)]
     proofs = [each for each in link.step(ReceivedFromOld(ready), 0) if isinstance(each, Prove)]
     assert [each.partition_id for each in proofs] == [1]
-    (told,) = link.step(OwnershipProven(1, proofs[0].number, is_owner=True), 0)
-    assert isinstance(told, ToStream)
-    assert isinstance(told.message, m.Mounted)
+    (received,) = link.step(OwnershipProven(1, proofs[0].number, is_owner=True), 0)
+    assert isinstance(received, ToStream)
+    assert isinstance(received.message, m.Mounted)
     link.step(Wakeup(), 0)
     assert link.wake_at_ms is None
     link.step(SendToOld(m.AppendRequest(ReqId(7, 1, 1, 1), 8, (), (), (), 0, b"", 0)), 100)
@@ -44,5 +44,5 @@ def test_all_mounts_have_the_sequence_of_the_first_and_each_partition_receives_i
     assert sent_by(link.step(Wakeup(), link.wake_at_ms)) == [m.FlushRequest(ReqId(7, 1, 1, 1))]
 
 
-def test_what_is_for_no_process_here_is_passed_over():
+def test_messages_for_other_partitions_are_ignored():
     assert OldServerLink().step(ReceivedFromOld([m.HighWaterMarkResponse(mount_id(3), 9)]), 0) == []

@@ -26,14 +26,14 @@ def run(story):
         cluster.fill(0, COUNT)
         log.records = [(req_id, i % 5, b"%d" % i) for i, (req_id, _, _) in enumerate(log.records)]
 
-        async def told():
+        async def check():
             opening = Opening(
                 AsyncWaltzClient(cluster.directory(), "x", IN_MEMORY_CONFIG, client_id=None)
             )
             async with asyncio.timeout(HANG_S), opening as client:
                 await story(cluster, client)
 
-        asyncio.run(told())
+        asyncio.run(check())
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +91,7 @@ def test_readers_of_one_partition_do_not_disturb_each_other():
     run(story)
 
 
-def test_of_readers_that_have_lost_interest_a_few_feeds_are_kept():
+def test_a_few_feeds_of_inactive_readers_are_kept():
     async def story(cluster, client):
         for first in range(10):
             chunks = client.read_range(0, first, COUNT - 1)
@@ -143,7 +143,7 @@ def test_a_feed_that_breaks_is_restarted():
     run(story)
 
 
-def test_what_cannot_be_read_is_reported_when_time_is_up():
+def test_an_unreadable_range_is_reported_at_the_timeout():
     async def story(cluster, client):
         cluster.partition(0).poisoned.add(7)
         with pytest.raises(errors.Unavailable, match="TransactionNotFoundException"):
@@ -155,7 +155,7 @@ def test_what_cannot_be_read_is_reported_when_time_is_up():
     run(story)
 
 
-def test_a_partition_that_has_a_0_13_program_is_notified():
+def test_the_client_knows_partitions_of_a_0_13_server():
     async def story(cluster, client):
         assert await client.has_old_server()
         assert await client.has_old_server([0])

@@ -41,13 +41,13 @@ def append(sequence, mark=-1):
 
 
 class Table:
-    """A partition at an original, and what both sides of it have been told."""
+    """A partition at an original, and what both sides of it have received."""
 
     def __init__(self):
         self.partition = OldServerPartition(0)
         self.now_ms = 0
-        self.sent, self.told, self.proofs = [], [], []
-        self.given_up = None
+        self.sent, self.translated, self.proofs = [], [], []
+        self.end_reason = None
 
     def do(self, effects):
         for each in effects:
@@ -55,28 +55,28 @@ class Table:
                 case ToServer():
                     self.sent += each.messages
                 case ToStream():
-                    self.told.append(each.message)
+                    self.translated.append(each.message)
                 case Prove():
                     self.proofs.append(each.number)
                 case CloseLink():
-                    self.given_up = each.reason
+                    self.end_reason = each.reason
 
     def say(self, message):
         self.sent.clear()
         self.do(self.partition.send(message, 40, self.now_ms))
         return list(self.sent)
 
-    def hear(self, *received):
+    def receive(self, *received):
         self.sent.clear()
-        self.told.clear()
+        self.translated.clear()
         self.do(self.partition.receive(received, 40, self.now_ms))
-        return list(self.told)
+        return list(self.translated)
 
     def prove(self, *, is_owner=True):
-        self.told.clear()
+        self.translated.clear()
         number = self.proofs.pop()
         self.do(self.partition.proven(number, is_owner=is_owner, now_ms=self.now_ms))
-        return list(self.told)
+        return list(self.translated)
 
     def wake(self):
         self.sent.clear()
@@ -86,10 +86,10 @@ class Table:
     def mount(self, mark=9, *, wants_feed=False, after=LATEST_MARK, values=()):
         """Mount with the log at a mark."""
         self.say(m.MountWriter(MOUNT, 3, after, wants_feed, values))
-        self.hear(m.HighWaterMarkResponse(MOUNT, mark))
+        self.receive(m.HighWaterMarkResponse(MOUNT, mark))
         fed = [m.FeedData(theirs(i), i, i % 3) for i in range(after + 1, mark + 1)]
-        self.hear(*(fed if after != LATEST_MARK else ()), m.MountResponse(MOUNT, 0))
-        self.hear(m.FlushResponse(MOUNT, mark))
+        self.receive(*(fed if after != LATEST_MARK else ()), m.MountResponse(MOUNT, 0))
+        self.receive(m.FlushResponse(MOUNT, mark))
         return self.prove()
 
 
@@ -126,26 +126,28 @@ def test_a_mount_is_reported_when_mark_mount_flush_and_zookeeper_have_answered(t
     assert table.say(m.MountWriter(MOUNT, 3, LATEST_MARK, wants_feed=False)) == [
         m.HighWaterMarkRequest(MOUNT)
     ]
-    assert table.hear(m.HighWaterMarkResponse(MOUNT, 9)) == []
+    assert table.receive(m.HighWaterMarkResponse(MOUNT, 9)) == []
     assert table.sent == [m.MountRequest(MOUNT, 9, 40)]  # the connection's sequence, not ours
-    assert table.hear(m.FeedData(theirs(1), 10, 0), m.MountResponse(MOUNT, 0)) == []
+    assert table.receive(m.FeedData(theirs(1), 10, 0), m.MountResponse(MOUNT, 0)) == []
     assert table.sent == [m.FeedRequest(MOUNT, 10), m.FlushRequest(MOUNT)]
-    assert table.hear(m.FlushResponse(MOUNT, 11)) == []
+    assert table.receive(m.FlushResponse(MOUNT, 11)) == []
     assert not table.proofs  # the feed has not reached the flush's mark
-    assert table.hear(fed(11, theirs(2))) == []
-    told = table.prove()
-    assert [type(each) for each in told] == [m.Mounted]
-    assert told[0].high_water_mark == 11
+    assert table.receive(fed(11, theirs(2))) == []
+    translated = table.prove()
+    assert [type(each) for each in translated] == [m.Mounted]
+    assert translated[0].high_water_mark == 11
 
 
 def test_a_mount_with_a_feed_brings_it_first(table):
     assert table.say(m.MountWriter(MOUNT, 3, 7, wants_feed=True)) == [m.HighWaterMarkRequest(MOUNT)]
-    table.hear(m.HighWaterMarkResponse(MOUNT, 9))
+    table.receive(m.HighWaterMarkResponse(MOUNT, 9))
     assert table.sent == [m.MountRequest(MOUNT, 7, 40)]
-    told = table.hear(fed(8, theirs(1), 5), fed(9, theirs(2), 6), m.MountResponse(MOUNT, 0))
-    assert [(each.first, each.count) for each in told] == [(8, 2)]
-    assert bytes(told[0].headers) == struct.pack(">10i", *theirs(1), 5, *theirs(2), 6)
-    table.hear(m.FlushResponse(MOUNT, 9))
+    translated = table.receive(
+        fed(8, theirs(1), 5), fed(9, theirs(2), 6), m.MountResponse(MOUNT, 0)
+    )
+    assert [(each.first, each.count) for each in translated] == [(8, 2)]
+    assert bytes(translated[0].headers) == struct.pack(">10i", *theirs(1), 5, *theirs(2), 6)
+    table.receive(m.FlushResponse(MOUNT, 9))
     assert table.prove()[0].high_water_mark == 9
 
 
@@ -170,18 +172,18 @@ def test_a_mount_with_a_feed_brings_it_first(table):
 def test_a_mount_that_fails_is_reported_with_its_reason(table, after, answers, error):
     table.say(m.MountWriter(MOUNT, 3, after, wants_feed=after >= 0))
     for each in answers:
-        told = table.hear(each)
-    assert [(type(each), each.req_id, each.error_code) for each in told] == [
+        translated = table.receive(each)
+    assert [(type(each), each.req_id, each.error_code) for each in translated] == [
         (m.ErrorResponse, MOUNT, error.code)
     ]
 
 
 def test_a_mount_at_a_server_that_is_the_owner_no_more_is_not_trusted(table):
     table.say(m.MountWriter(MOUNT, 3, LATEST_MARK, wants_feed=False))
-    table.hear(m.HighWaterMarkResponse(MOUNT, 9))
-    table.hear(m.MountResponse(MOUNT, 0), m.FlushResponse(MOUNT, 9))
-    told = table.prove(is_owner=False)
-    assert [each.error_code for each in told] == [errors.NotOwned.code]
+    table.receive(m.HighWaterMarkResponse(MOUNT, 9))
+    table.receive(m.MountResponse(MOUNT, 0), m.FlushResponse(MOUNT, 9))
+    translated = table.prove(is_owner=False)
+    assert [each.error_code for each in translated] == [errors.NotOwned.code]
 
 
 def test_a_server_that_does_not_say_its_mark_is_asked_again(table):
@@ -191,27 +193,27 @@ def test_a_server_that_does_not_say_its_mark_is_asked_again(table):
     table.now_ms = RETRY_MS
     assert table.wake() == [m.HighWaterMarkRequest(MOUNT)]
     assert table.partition.wake_at_ms == 2 * RETRY_MS
-    assert table.hear(MARK, MARK) == []
+    assert table.receive(MARK, MARK) == []
     assert table.sent == [m.MountRequest(MOUNT, 9, 40)]
     assert table.partition.wake_at_ms is None
 
 
-def test_a_connection_on_which_a_mount_was_never_answered_is_given_up(table):
+def test_a_connection_with_an_unanswered_mount_is_closed(table):
     table.say(m.MountWriter(MOUNT, 3, LATEST_MARK, wants_feed=False))
     table.say(m.MountWriter(mine(-2), 4, LATEST_MARK, wants_feed=False))
-    assert table.given_up is None  # only the mark was not answered: it may not be the owner yet
-    table.hear(m.HighWaterMarkResponse(mine(-2), 9))
+    assert table.end_reason is None  # only the mark was not answered: it may not be the owner yet
+    table.receive(m.HighWaterMarkResponse(mine(-2), 9))
     table.say(m.MountWriter(mine(-3), 5, LATEST_MARK, wants_feed=False))
-    assert "got no answer" in table.given_up
+    assert "got no answer" in table.end_reason
 
 
 def test_answers_to_an_older_mount_count_for_nothing(mounted):
     mounted.say(m.MountWriter(mine(-2), 4, LATEST_MARK, wants_feed=False))
-    assert mounted.hear(m.HighWaterMarkResponse(MOUNT, 20), m.MountResponse(MOUNT, 0)) == []
+    assert mounted.receive(m.HighWaterMarkResponse(MOUNT, 20), m.MountResponse(MOUNT, 0)) == []
     assert mounted.sent == []
-    mounted.hear(m.HighWaterMarkResponse(mine(-2), 9), m.FeedSuspended(MOUNT))
+    mounted.receive(m.HighWaterMarkResponse(mine(-2), 9), m.FeedSuspended(MOUNT))
     assert mounted.sent == [m.MountRequest(mine(-2), 9, 40)]
-    assert mounted.hear(m.MountResponse(MOUNT, 0), m.FlushResponse(MOUNT, 9)) == []
+    assert mounted.receive(m.MountResponse(MOUNT, 0), m.FlushResponse(MOUNT, 9)) == []
     assert mounted.sent == []
     assert not mounted.proofs
 
@@ -219,10 +221,10 @@ def test_answers_to_an_older_mount_count_for_nothing(mounted):
 # --- appends
 
 
-def test_what_the_feed_has_brought_is_committed(mounted):
+def test_an_append_seen_in_the_feed_is_committed(mounted):
     assert mounted.say(append(1, 9)) == [append(1, 9)]
-    assert mounted.hear(fed(10, theirs(1))) == []
-    (result,) = mounted.hear(fed(11, mine(1)))
+    assert mounted.receive(fed(10, theirs(1))) == []
+    (result,) = mounted.receive(fed(11, mine(1)))
     assert (result.req_id, result.high_water_mark) == (mine(1), 11)
     assert outcomes(result) == ([11], [Reason.COMMITTED], [-1])
 
@@ -242,8 +244,8 @@ def test_a_batch_goes_row_by_row_and_is_answered_once(mounted):
         m.AppendRequest(mine(5), 8, (), (8,), (), 2, b"b", crc32(b"b")),
         m.AppendRequest(mine(6), 9, (6, 7), (), (9,), 3, b"c", crc32(b"c")),
     ]
-    assert mounted.hear(m.LockFailure(mine(5), 8), fed(10, mine(4))) == []
-    (result,) = mounted.hear(fed(11, mine(6)))
+    assert mounted.receive(m.LockFailure(mine(5), 8), fed(10, mine(4))) == []
+    (result,) = mounted.receive(fed(11, mine(6)))
     assert result.req_id == mine(4)
     assert outcomes(result) == (
         [10, -1, 11],
@@ -258,15 +260,15 @@ def test_a_batch_whose_last_row_is_refused_reports_how_far_the_log_is(mounted):
         [1, 2], [b"a", b"b"], write_locks=[(5,), (6,)], read_locks=none, append_locks=none
     )
     mounted.say(m.AppendBatch(mine(4), 9, payload, crc32(payload)))
-    assert mounted.hear(fed(10, mine(4))) == []
-    (result,) = mounted.hear(m.LockFailure(mine(5), 8))
+    assert mounted.receive(fed(10, mine(4))) == []
+    (result,) = mounted.receive(m.LockFailure(mine(5), 8))
     assert outcomes(result) == ([10, -1], [Reason.COMMITTED, Reason.LOCK], [-1, 8])
     assert result.high_water_mark == 10
 
 
 def test_a_batch_that_cannot_be_read_is_refused_as_at_ours(mounted):
     assert mounted.say(m.AppendBatch(mine(4), 9, b"no batch", 0)) == []
-    assert [(each.req_id, each.error_code) for each in mounted.told[-1:]] == [
+    assert [(each.req_id, each.error_code) for each in mounted.translated[-1:]] == [
         (mine(4), errors.BadRequest.code)
     ]
     assert mounted.say(append(5, 9)) == [append(5, 9)]
@@ -275,28 +277,28 @@ def test_a_batch_that_cannot_be_read_is_refused_as_at_ours(mounted):
 def test_a_later_one_in_the_log_ends_those_before_it(mounted):
     for sequence in (1, 2, 3):
         mounted.say(append(sequence))
-    one, two = mounted.hear(fed(10, mine(2)))
+    one, two = mounted.receive(fed(10, mine(2)))
     assert (one.req_id, outcomes(one)[1]) == (mine(1), [Reason.LOST])
     assert (two.req_id, outcomes(two)[0]) == (mine(2), [10])
-    assert [outcomes(each)[0] for each in mounted.hear(fed(11, mine(3)))] == [[11]]
+    assert [outcomes(each)[0] for each in mounted.receive(fed(11, mine(3)))] == [[11]]
 
 
-def test_what_a_lock_has_refused_is_reported_when_the_feed_is_there(mounted):
+def test_a_lock_failure_is_reported_when_the_feed_has_caught_up(mounted):
     mounted.say(append(1))
-    assert mounted.hear(m.LockFailure(mine(1), 12)) == []
-    assert mounted.hear(fed(10, theirs(1)), fed(11, theirs(2))) == []
-    (result,) = mounted.hear(fed(12, theirs(3)))
+    assert mounted.receive(m.LockFailure(mine(1), 12)) == []
+    assert mounted.receive(fed(10, theirs(1)), fed(11, theirs(2))) == []
+    (result,) = mounted.receive(fed(12, theirs(3)))
     assert outcomes(result) == ([-1], [Reason.LOCK], [12])
     assert result.high_water_mark == 12
 
 
-def test_what_comes_late_or_twice_changes_nothing(mounted):
+def test_late_and_repeated_messages_change_nothing(mounted):
     mounted.say(append(1))
-    assert len(mounted.hear(fed(10, mine(1)))) == 1
-    assert mounted.hear(fed(10, mine(1)), fed(10, mine(1)), m.LockFailure(mine(1), 3)) == []
+    assert len(mounted.receive(fed(10, mine(1)))) == 1
+    assert mounted.receive(fed(10, mine(1)), fed(10, mine(1)), m.LockFailure(mine(1), 3)) == []
 
 
-def test_what_was_dropped_is_reported_after_flush_feed_and_proof(mounted):
+def test_dropped_appends_are_reported_after_flush_feed_and_proof(mounted):
     mounted.say(append(1))
     mounted.now_ms = 1_000
     mounted.say(append(2))
@@ -305,23 +307,23 @@ def test_what_was_dropped_is_reported_after_flush_feed_and_proof(mounted):
     assert mounted.wake() == [m.FlushRequest(mine(2))]
     mounted.say(append(3))
     assert mounted.partition.wake_at_ms is None
-    assert mounted.hear(m.FlushResponse(mine(2), 10)) == []
+    assert mounted.receive(m.FlushResponse(mine(2), 10)) == []
     assert not mounted.proofs
-    mounted.hear(fed(10, theirs(1)))
-    told = mounted.prove()
-    assert [(each.req_id, outcomes(each)[1]) for each in told] == [
+    mounted.receive(fed(10, theirs(1)))
+    translated = mounted.prove()
+    assert [(each.req_id, outcomes(each)[1]) for each in translated] == [
         (mine(1), [Reason.NOT_MOUNTED]),
         (mine(2), [Reason.NOT_MOUNTED]),
     ]
     # The third one came behind the flush, which says nothing of it.
-    assert [outcomes(each)[0] for each in mounted.hear(fed(11, mine(3)))] == [[11]]
+    assert [outcomes(each)[0] for each in mounted.receive(fed(11, mine(3)))] == [[11]]
 
 
-def test_what_a_flush_has_passed_may_still_be_seen_in_the_log(mounted):
+def test_an_append_may_appear_in_the_log_after_a_flush(mounted):
     mounted.say(append(1))
     mounted.now_ms = FLUSH_AFTER_MS
     mounted.wake()
-    (result,) = mounted.hear(m.FlushResponse(mine(1), 10), fed(10, mine(1)))
+    (result,) = mounted.receive(m.FlushResponse(mine(1), 10), fed(10, mine(1)))
     assert outcomes(result)[0] == [10]
     assert mounted.prove() == []
 
@@ -332,10 +334,10 @@ def test_without_a_proof_nothing_is_reported_and_another_flush_asks(mounted, is_
     mounted.now_ms = FLUSH_AFTER_MS
     mounted.wake()
     if is_moved:
-        mounted.hear(m.FlushResponse(mine(1), 9))
+        mounted.receive(m.FlushResponse(mine(1), 9))
         assert mounted.prove(is_owner=False) == []
     else:
-        assert mounted.hear(m.FlushResponse(mine(1), NO_SESSION_MARK)) == []
+        assert mounted.receive(m.FlushResponse(mine(1), NO_SESSION_MARK)) == []
     assert mounted.partition.wake_at_ms == 2 * FLUSH_AFTER_MS
     mounted.now_ms = 2 * FLUSH_AFTER_MS
     assert mounted.wake() == [m.FlushRequest(mine(1))]
@@ -346,14 +348,14 @@ def test_no_more_is_under_way_than_the_server_takes(mounted):
         assert len(mounted.say(append(sequence))) == 1
     late = IN_FLIGHT_MAX + 1
     assert mounted.say(append(late)) == []
-    mounted.hear(fed(10, mine(1)))
+    mounted.receive(fed(10, mine(1)))
     assert mounted.sent == [append(late)]
 
 
 def test_a_mark_above_the_log_waits_for_the_servers_own(mounted):
     assert mounted.say(append(1, 11)) == [m.HighWaterMarkRequest(mine(1))]
     assert mounted.say(append(2, 9)) == []  # in order
-    mounted.hear(m.HighWaterMarkResponse(mine(1), 11))
+    mounted.receive(m.HighWaterMarkResponse(mine(1), 11))
     assert mounted.sent == [append(1, 11), append(2, 9)]
 
 
@@ -367,10 +369,10 @@ def test_the_servers_own_mark_is_asked_for_again(mounted):
     assert mounted.wake() == [m.HighWaterMarkRequest(mine(2)), m.FlushRequest(mine(1))]
     # Every question is answered in the end, and the row is refused once.
     answer = m.HighWaterMarkResponse(mine(2), 10)
-    assert mounted.hear(answer, answer) == []
+    assert mounted.receive(answer, answer) == []
     assert len(mounted.proofs) == 1
     assert [outcomes(each)[1] for each in mounted.prove()] == [[Reason.AHEAD]]
-    assert mounted.hear(answer) == []
+    assert mounted.receive(answer) == []
     assert mounted.say(append(3, 9)) == [append(3, 9)]
 
 
@@ -385,10 +387,10 @@ def test_the_servers_own_mark_is_asked_for_again(mounted):
 def test_a_mark_above_the_servers_own_is_refused(mounted, mark, is_owner, reason):
     mounted.say(append(1, 11))
     mounted.say(append(2, 9))
-    assert mounted.hear(m.HighWaterMarkResponse(mine(1), mark)) == []
+    assert mounted.receive(m.HighWaterMarkResponse(mine(1), mark)) == []
     assert mounted.sent == []
-    (told,) = mounted.prove(is_owner=is_owner)
-    assert (told.req_id, outcomes(told)[1]) == (mine(1), [reason])
+    (translated,) = mounted.prove(is_owner=is_owner)
+    assert (translated.req_id, outcomes(translated)[1]) == (mine(1), [reason])
     assert mounted.sent == [append(2, 9)]
 
 
@@ -396,38 +398,38 @@ def test_a_mark_above_the_servers_own_is_refused(mounted, mark, is_owner, reason
 
 
 def test_the_feed_of_a_writer_continues(mounted):
-    mounted.hear(m.FeedSuspended(MOUNT))
+    mounted.receive(m.FeedSuspended(MOUNT))
     assert mounted.sent == [m.FeedRequest(MOUNT, 9)]
 
 
 def test_the_feed_goes_as_far_as_the_stream_asks(table):
     table.mount(9, wants_feed=True, after=7)
-    table.hear(m.FeedSuspended(MOUNT))
+    table.receive(m.FeedSuspended(MOUNT))
     assert table.sent == []
     assert table.say(m.FeedRequest(MOUNT, 9)) == [m.FeedRequest(MOUNT, 9)]
-    told = table.hear(fed(10, theirs(1)), m.FeedSuspended(MOUNT))
-    assert [type(each) for each in told] == [m.FeedBatch, m.FeedSuspended]
+    translated = table.receive(fed(10, theirs(1)), m.FeedSuspended(MOUNT))
+    assert [type(each) for each in translated] == [m.FeedBatch, m.FeedSuspended]
     assert table.sent == []
     # What is under way needs it, whatever the stream wants.
     assert table.say(append(1)) == [append(1), m.FeedRequest(MOUNT, 10)]
-    # The end of that is not told to the stream, which has not asked for it.
-    assert table.hear(m.FeedSuspended(MOUNT)) == []
+    # The end of that is not passed to the stream, which has not asked for it.
+    assert table.receive(m.FeedSuspended(MOUNT)) == []
 
 
 def test_a_filter_leaves_headers_out_and_no_transaction(table):
     table.mount(9, wants_feed=True, after=8, values=(2,))
-    (batch,) = table.hear(*(fed(10 + i, theirs(i), i) for i in range(4)))
+    (batch,) = table.receive(*(fed(10 + i, theirs(i), i) for i in range(4)))
     assert (batch.first, batch.count) == (10, 4)
     assert bytes(batch.picked) == struct.pack(">i", 2)
     assert bytes(batch.headers) == struct.pack(">5i", *theirs(2), 2)
-    (batch,) = table.hear(fed(14, theirs(1), 1))
+    (batch,) = table.receive(fed(14, theirs(1), 1))
     assert (batch.first, batch.count, batch.picked, batch.headers) == (14, 1, b"", b"")
 
 
 def test_a_gap_is_not_taken_for_the_feed(table):
     table.mount(9, wants_feed=True, after=8)
-    assert table.hear(fed(11, theirs(1))) == []
-    assert [(each.first, each.count) for each in table.hear(fed(10, theirs(1)))] == [(10, 1)]
+    assert table.receive(fed(11, theirs(1))) == []
+    assert [(each.first, each.count) for each in table.receive(fed(10, theirs(1)))] == [(10, 1)]
 
 
 # --- reading back
@@ -440,8 +442,8 @@ def ask_headers(first, last):
 def test_headers_are_read_back_by_another_mount(mounted):
     assert mounted.say(ask_headers(4, 6)) == [m.MountRequest(mine(-5), 3, 40)]
     seen = [fed(i, theirs(i), i) for i in range(4, 10)]
-    assert mounted.hear(*seen[:4], fed(10, theirs(10))) == []
-    (answer,) = mounted.hear(*seen[4:], m.MountResponse(mine(-5), 0))
+    assert mounted.receive(*seen[:4], fed(10, theirs(10))) == []
+    (answer,) = mounted.receive(*seen[4:], m.MountResponse(mine(-5), 0))
     assert mounted.sent == [m.FeedRequest(mine(-5), 10)]
     assert (answer.first, answer.count, answer.next, answer.form) == (4, 3, 7, RangeForm.HEADERS)
     assert bytes(answer.records) == b"".join(
@@ -451,19 +453,19 @@ def test_headers_are_read_back_by_another_mount(mounted):
 
 
 @pytest.mark.parametrize("state", [1, 2, 0])
-def test_headers_that_do_not_come_are_notified(mounted, state):
+def test_headers_that_do_not_come_end_in_an_error(mounted, state):
     mounted.say(ask_headers(4, 6))
-    told = mounted.hear(fed(4, theirs(4)), m.MountResponse(mine(-5), state))
-    assert [(type(each), each.req_id) for each in told] == [(m.ErrorResponse, mine(-5))]
+    translated = mounted.receive(fed(4, theirs(4)), m.MountResponse(mine(-5), state))
+    assert [(type(each), each.req_id) for each in translated] == [(m.ErrorResponse, mine(-5))]
     assert mounted.say(append(1)) == []
 
 
-def test_what_a_0_13_program_does_not_know_is_not_said(mounted):
+def test_what_0_13_cannot_express_is_not_sent(mounted):
     with pytest.raises(errors.LocalProtocolError, match="ReplicasRequest"):
         mounted.say(m.ReplicasRequest(mine(-5), linearizable=False))
     data_only = m.RangeRequest(mine(-6), 0, 1, 100, RangeForm.WHOLE, ())
     mounted.say(data_only)
-    assert mounted.told[-1].error_code == errors.NotMounted.code
+    assert mounted.translated[-1].error_code == errors.NotMounted.code
 
 
 def test_a_write_with_a_claim_gets_the_reason_of_its_rejection():

@@ -1,4 +1,4 @@
-"""What our client tells at an original server in trouble: nothing wrong, and an end to all."""
+"""What our client reports at a 0.13 server in trouble: nothing wrong, and an end to all."""
 
 import asyncio
 import random
@@ -56,7 +56,7 @@ async def until(condition):
         await asyncio.sleep(0.005)
 
 
-async def told(futures):
+async def results_of(futures):
     """Return each outcome: an id, or the error."""
     await asyncio.wait(futures)
     return [each.exception() or each.result() for each in futures]
@@ -75,7 +75,7 @@ async def on_server(cluster, call):
     return await asyncio.to_thread(cluster.do, call)
 
 
-def test_what_was_on_its_way_when_the_connection_broke_is_found_in_the_log():
+def test_appends_in_flight_at_a_broken_connection_are_found_in_the_log():
     async def story(cluster):
         async with client_of(cluster) as client:
             await client.mount([0])
@@ -84,7 +84,7 @@ def test_what_was_on_its_way_when_the_connection_broke_is_found_in_the_log():
             await until(lambda: len(cluster.partition(0).pending) == 7)
             await on_server(cluster, cluster.servers[0].cut)
             await on_server(cluster, cluster.partition(0).may_commit.set)
-            assert await told(futures) == list(range(7))
+            assert await results_of(futures) == list(range(7))
         assert datas_of(cluster) == [b"%d" % i for i in range(7)]
 
     run(story)
@@ -92,7 +92,7 @@ def test_what_was_on_its_way_when_the_connection_broke_is_found_in_the_log():
 
 @pytest.mark.parametrize("kept", [0, 3, 7])
 @pytest.mark.parametrize("is_cut", [True, False])
-def test_what_a_store_session_has_lost_is_sent_again_and_stands_in_the_log_once(kept, is_cut):
+def test_appends_lost_with_a_store_session_are_resent_and_committed_once(kept, is_cut):
     async def story(cluster):
         async with client_of(cluster) as client:
             await client.mount([0])
@@ -103,7 +103,7 @@ def test_what_a_store_session_has_lost_is_sent_again_and_stands_in_the_log_once(
                 await on_server(cluster, cluster.servers[0].cut)
             await on_server(cluster, lambda: cluster.partition(0).break_session(kept))
             await on_server(cluster, cluster.partition(0).may_commit.set)
-            ids = await told(futures)
+            ids = await results_of(futures)
         found = datas_of(cluster)
         assert sorted(found) == [b"%d" % i for i in range(7)]
         assert [found[each] for each in ids] == [b"%d" % i for i in range(7)]
@@ -111,12 +111,12 @@ def test_what_a_store_session_has_lost_is_sent_again_and_stands_in_the_log_once(
     run(story)
 
 
-def test_what_was_dropped_without_a_word_is_found_out_by_a_flush():
+def test_silently_dropped_appends_are_found_by_a_flush():
     async def story(cluster):
         async with client_of(cluster) as client:
             await client.mount([0])
             await on_server(cluster, lambda: setattr(cluster.partition(0), "drops", 3))
-            ids = await told(await append_all(client, 3))
+            ids = await results_of(await append_all(client, 3))
         assert [datas_of(cluster)[each] for each in ids] == [b"0", b"1", b"2"]
 
     run(story)
@@ -130,33 +130,33 @@ def test_a_later_one_in_the_log_says_that_an_earlier_one_was_lost(monkeypatch):
             await client.mount([0])
             await on_server(cluster, lambda: setattr(cluster.partition(0), "drops", 1))
             futures = await append_all(client, 5)
-            ids = await told(futures)
+            ids = await results_of(futures)
         assert sorted(datas_of(cluster)) == [b"%d" % i for i in range(5)]
         assert [datas_of(cluster)[each] for each in ids] == [b"%d" % i for i in range(5)]
 
     run(story)
 
 
-def test_nothing_is_reported_on_the_word_of_a_server_that_has_lost_the_partition():
-    """Its mark is too old, and what it believes to be lost was found by its successor."""
+def test_a_server_that_has_lost_the_partition_decides_no_outcome():
+    """Its mark is too old, and what it considers lost was found by its successor."""
 
     async def story(cluster):
         async with client_of(cluster) as client:
             await client.mount([0])
             directory = client.directory
-            directory.told = dict(directory.owners)
+            directory.stale_owners = dict(directory.owners)
             await hold(cluster)
             futures = await append_all(client, 2)
             await until(lambda: len(cluster.partition(0).pending) == 2)
             before = cluster.partition(0)
 
-            await asyncio.to_thread(cluster.move, 0, 1, kept=1, is_told=False)
-            # The old owner gives up what was on its way, and answers flushes and mounts.
+            await asyncio.to_thread(cluster.move, 0, 1, kept=1, is_notified=False)
+            # The old owner abandons what was on its way, and answers flushes and mounts.
             await on_server(cluster, lambda: before.break_session(0))
             await until(lambda: cluster.servers[0].answered.count(8) > 3)
             assert not any(each.done() for each in futures)
-            directory.told = None
-            assert await told(futures) == [0, 1]
+            directory.stale_owners = None
+            assert await results_of(futures) == [0, 1]
         assert datas_of(cluster) == [b"0", b"1"]
 
     run(story, server_count=2)
@@ -215,7 +215,7 @@ def test_a_mark_above_the_log_is_refused_before_anything_is_sent():
     run(story)
 
 
-def test_what_is_not_committed_yet_is_never_asked_for():
+def test_uncommitted_records_are_never_requested():
     async def story(cluster):
         cluster.fill(0, 10, b"data")
         async with client_of(cluster) as client:
@@ -248,13 +248,13 @@ class Seen(AsyncCallbacks):
 # The feed brings the first, headers fetched in ranges the second (partition_stream.py, invariant
 # 7).
 @pytest.mark.parametrize("behind", [1_000, 21_000])
-def test_one_that_is_far_behind_catches_up_and_continues(behind):
+def test_a_client_that_is_far_behind_catches_up_and_continues(behind):
     async def story(cluster):
         cluster.fill(0, behind, b"old")
         async with client_of(cluster) as client:
             seen = Seen(-1, behind + 10)
             await client.subscribe(seen, [0])
-            ids = await told(await append_all(client, 10))
+            ids = await results_of(await append_all(client, 10))
             assert ids == list(range(behind, behind + 10))
             await seen.is_over.wait()
             assert seen.ids == list(range(behind + 10))
@@ -315,19 +315,19 @@ def test_a_partition_moves_from_a_server_of_ours_to_a_0_13_program():
         with MemoryWaltz(1) as ours:
             async with client_of(cluster) as client:
                 directory = client.directory
-                directory.told = {0: ours.async_client()._client.directory.owners[0]}
+                directory.stale_owners = {0: ours.async_client()._client.directory.owners[0]}
                 client._client_id = 50
                 first = [await client.append(b"ours", partition=0) for _ in range(3)]
-                assert await told(first) == [0, 1, 2]
+                assert await results_of(first) == [0, 1, 2]
                 assert not await client.has_old_server()
-                # What is in the log is in the log, whoever serves it.
+                # What is in the log stays in the log, whichever server serves it.
                 cluster.fill(0, 3)
                 cluster.owners[0] = (0, 2)
                 await on_server(cluster, lambda: cluster.servers[0].own(0, cluster.logs[0], 2))
-                directory.told = None
+                directory.stale_owners = None
                 directory.changed(directory.owners)
                 later = [await client.append(b"original", partition=0) for _ in range(3)]
-                assert await told(later) == [3, 4, 5]
+                assert await results_of(later) == [3, 4, 5]
                 assert await client.has_old_server()
         assert datas_of(cluster)[3:] == [b"original"] * 3
 
@@ -425,7 +425,7 @@ def test_a_counter_counts_on_with_another_client_beside_ours():
                         write_locks=[hashed],
                         client_high_water_mark=mark,
                     )
-                    outcome = (await told([future]))[0]
+                    outcome = (await results_of([future]))[0]
                     done = isinstance(outcome, int)
                     mark = outcome if done else outcome.high_water_mark
 
@@ -438,7 +438,7 @@ def test_a_counter_counts_on_with_another_client_beside_ours():
     run(story)
 
 
-def test_one_that_was_replaced_without_a_word_mounts_on_another_connection():
+def test_a_silently_replaced_connection_mounts_on_another_one():
     async def story(cluster):
         async with client_of(cluster) as client:
             await client.mount([0])
@@ -474,8 +474,8 @@ async def trouble(cluster, chance):
         await on_server(cluster, lambda: strike(cluster, chance))
         if chance.random() < 0.1:
             to, kept = 1 - cluster.owners[0][0], chance.randrange(4)
-            is_told = chance.random() < 0.5
-            await asyncio.to_thread(cluster.move, 0, to, kept=kept, is_told=is_told)
+            is_notified = chance.random() < 0.5
+            await asyncio.to_thread(cluster.move, 0, to, kept=kept, is_notified=is_notified)
         await asyncio.sleep(0.01)
 
 
@@ -489,11 +489,11 @@ async def write(cluster, name, rounds, outcomes):
                 )
                 for i, data in enumerate(datas)
             ]
-            outcomes.update(zip(datas, await told(futures), strict=True))
+            outcomes.update(zip(datas, await results_of(futures), strict=True))
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_whatever_happens_nothing_wrong_is_reported(seed):
+def test_no_wrong_outcome_is_reported_under_faults(seed):
     chance = random.Random(seed)
     rounds, writers, outcomes = 60, 3, {}
 

@@ -52,11 +52,11 @@ def test_a_directory_that_java_cannot_name_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "passed_on"),
     [("C", "C.UTF-8"), ("POSIX", "C.UTF-8"), ("C.UTF-8", "C.UTF-8"), (None, None)],
 )
-def test_java_names_files_as_python_does(given, told):
-    """Without a locale at all Python itself has chosen one, and told its children of it."""
+def test_java_names_files_as_python_does(given, passed_on):
+    """Without a locale Python itself has chosen one, and passed it on to its children."""
     program = (
         "from waltz_core.local.zookeeper_process import environment as of;"
         "print(of().get('LC_ALL'), of().get('LC_CTYPE'))"
@@ -70,7 +70,7 @@ def test_java_names_files_as_python_does(given, told):
         [sys.executable, "-c", program], env=clean, capture_output=True, text=True, check=True
     )
     of_all, of_types = done.stdout.split()
-    assert of_all == str(told)
+    assert of_all == str(passed_on)
     assert "UTF-8" in (of_all, of_types) or "C.UTF-8" in (of_all, of_types)
 
 

@@ -1,4 +1,4 @@
-"""Making an index anew: what it says, and that a crash leaves the old one or the new one."""
+"""Rebuilding an index: what it says, and that a crash leaves the old one or the new one."""
 
 from random import Random
 

@@ -107,7 +107,7 @@ def test_a_wrong_crc_alone_is_left_to_the_caller():
 
 
 def test_a_record_inside_of_a_records_data_is_no_record():
-    """Its id and its CRC are right; but what leads to it is whole, so that nobody looks there."""
+    """Its id and its CRC are right; but what leads to it is whole, so that no check looks there."""
     made = [record(0, record(1, b"bait")), record(1, b"true")]
     (run,) = walk(Bytes(b"".join(made)), 0)
     assert run.length == 2

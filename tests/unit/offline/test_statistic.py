@@ -30,7 +30,7 @@ def test_a_segment_is_counted(tmp_path):
     assert [one.index_density for one in found] == [1.0, 1.0, 1.0]
 
 
-def test_what_cannot_be_read_is_counted_in_bytes(tmp_path):
+def test_unreadable_records_are_counted_in_bytes(tmp_path):
     directory, world = some_storage(tmp_path)
     path = segments(directory)[0]
     start = 128 + sum(map(len, world.records[:3]))

@@ -1,4 +1,4 @@
-"""`verify`: each kind of damage is told exactly, in which file and where."""
+"""`verify`: each kind of damage is reported exactly, with its file and place."""
 
 import shutil
 from dataclasses import replace
@@ -52,7 +52,7 @@ def swap(one, other):
     other.write_bytes(first)
 
 
-def test_what_was_looked_at_is_counted(storage):
+def test_checked_files_and_records_are_counted(storage):
     log = verified(storage).logs[PARTITION]
     assert (log.segments, log.records, log.last) == (3, 36, 35)
     assert (log.checksums, log.chains, log.unchecked_chains) == (72, 7, 0)
@@ -272,7 +272,7 @@ def test_sessions_of_the_two_control_files_are_compared(storage):
 
 
 def test_records_may_have_no_batches_where_the_slot_says_so(storage):
-    """The marker vouches for records all the same."""
+    """The marker confirms records all the same."""
     write_slot(storage, acked=Marker(35, UNBATCHED), nonce=bytes(16), provisional=Mark(1, 50))
     path = seg(storage, 2, ".chn")
     path.write_bytes(path.read_bytes()[:64])
@@ -293,7 +293,7 @@ def test_slots_in_each_others_place_are_none(storage):
     assert wrong[2] == f"{SLOTS}: no slot is valid; the partition will not open"
 
 
-def test_bytes_that_no_process_writes_are_reported(storage):
+def test_bytes_that_are_never_written_are_reported(storage):
     flip(storage / SLOTS, 5000, 7)
     assert found(storage)[0] == [f"{SLOTS} at 5000: expected zero after the slot, found 0x07"]
     flip(storage / SLOTS, 5000, 7)
@@ -325,7 +325,7 @@ def test_a_torn_tail_of_an_unclean_stop_is_a_note(tmp_path):
     assert len(found(directory)[0]) == 1, "what was known to be synced is no torn tail"
 
 
-def test_what_an_opened_and_closed_log_has_lost_in_a_crash_is_gone(tmp_path):
+def test_records_lost_in_a_crash_of_a_closed_log_are_gone(tmp_path):
     world = some_world()
     world.append([3])
     world.disk.power_loss(Survival.ANY_SECTORS, world.rng)
@@ -360,13 +360,13 @@ def test_findings_above_the_limit_are_counted(storage):
 
 
 @pytest.mark.parametrize("name", ["nothing", "2/waltz-x.ctl", "empty"])
-def test_what_is_no_storage_is_refused(storage, name):
+def test_a_directory_without_a_storage_is_rejected(storage, name):
     (storage / "empty").mkdir()
     with pytest.raises(BadRequest, match="expected a storage directory"):
         verified(storage / name)
 
 
-def test_a_directory_that_is_looked_at_cannot_be_opened_and_the_other_way_round(storage):
+def test_a_directory_cannot_be_inspected_and_opened_at_the_same_time(storage):
     file = RealDisk().open(storage / "waltz-x.id")
     with locked_shared(storage), locked_shared(storage / "2"):
         assert not file.lock_whole()
@@ -377,7 +377,7 @@ def test_a_directory_that_is_looked_at_cannot_be_opened_and_the_other_way_round(
     assert verified(storage).findings.wrong == 0
 
 
-def test_a_crc_of_the_data_that_is_wrong_in_a_record_that_is_right_is_found(storage):
+def test_a_wrong_data_crc_in_a_correct_record_is_found(storage):
     path = seg(storage, 0)
     record = bytearray(some_world().records[0])
     record[33] ^= 1
@@ -388,7 +388,7 @@ def test_a_crc_of_the_data_that_is_wrong_in_a_record_that_is_right_is_found(stor
     assert wrong[0].startswith(f"{ONE}.seg at 128: record 0: expected CRC 76a4c084 of its data")
 
 
-def test_what_is_confirmed_in_the_last_segment_is_no_torn_tail(tmp_path):
+def test_confirmed_records_of_the_last_segment_are_no_torn_tail(tmp_path):
     world = some_world(segment_bytes_max=100_000)
     world.append([3])
     directory = spill(world.disk, tmp_path)
@@ -399,7 +399,7 @@ def test_what_is_confirmed_in_the_last_segment_is_no_torn_tail(tmp_path):
     assert wrong[0].endswith("; not listed as damaged")
 
 
-def test_a_batch_in_front_of_a_file_in_which_a_log_continued_is_no_torn_one(tmp_path):
+def test_a_batch_before_a_continued_file_is_not_torn(tmp_path):
     """No marker has moved where a failed sync ended the older file; what it holds was synced."""
     world = some_world(segment_bytes_max=100_000)
     for _ in range(3):
@@ -419,7 +419,7 @@ def test_a_batch_in_front_of_a_file_in_which_a_log_continued_is_no_torn_one(tmp_
 
 
 @pytest.mark.parametrize("is_closed", [False, True])
-def test_what_is_behind_the_end_of_a_file_is_a_fault_in_a_closed_log_only(tmp_path, is_closed):
+def test_bytes_after_the_end_of_a_file_are_a_fault_only_in_a_closed_log(tmp_path, is_closed):
     """A file that a failed write has ended may have its tail back: that cut was never synced."""
     world = some_world()
     world.append([3])

@@ -30,7 +30,7 @@ def test_a_healthy_cluster_passes_all_of_them(case):
     assert failed(case) == []
 
 
-def test_what_has_failed_belongs_to_a_check_and_to_its_partitions_only():
+def test_a_failure_counts_for_one_check_and_its_partitions_only():
     found = [Failed("quorum", "x", (1,)), Failed("storage", "y", (1, 2)), Failed("server", "z", ())]
     assert [failed_checks(found, each) for each in range(4)] == [
         *(set(), {"quorum", "storage"}, {"storage"}, set())
@@ -44,7 +44,7 @@ def test_partitions_that_were_not_chosen_are_left_out(case):
     assert ("assignment", (0,)) not in failed(case, (1,))
 
 
-def test_no_servers_or_a_partition_that_no_process_owns(case):
+def test_no_servers_or_a_partition_without_an_owner(case):
     case.cluster(owners={1: Ownership(2, 4)})
     assert failed(case) == [("assignment", (0,))]
     assert text(case) == "partition 0 has no server"
@@ -112,8 +112,8 @@ def test_replicas_that_are_behind_or_too_few(case):
     assert text(case) == "partition 0 has no replicas: `waltz-core cluster auto-assign`"
 
 
-def test_what_follows_from_a_cause_fails_beside_it(case):
-    """The doctor would tell of the storage only; a check is passed or is not."""
+def test_consequences_fail_together_with_their_cause(case):
+    """The doctor would report the storage only; a check is passed or is not."""
     case.storage(C, failure="refused", replicas={})
     case.server(1, out_of_reach=(C,))
     case.states({A: ENGAGED, B: ENGAGED, C: BEHIND})

@@ -35,13 +35,13 @@ def test_a_partition_that_is_well(case):
     assert (now.quorum, now.newest) == (2, 90)
 
 
-def test_no_process_owns_it(case):
+def test_a_partition_without_an_owner(case):
     case.cluster(owners={})
     now = standing(case)
     assert (now.owner, now.is_served, now.is_open) == (None, False, False)
 
 
-def test_what_a_replica_lacks():
+def test_the_missing_records_of_a_replica():
     well = ReplicaFacts()
     assert unavailable_reason(well) is None
     lacks = {
@@ -56,16 +56,16 @@ def test_what_a_replica_lacks():
         assert unavailable_reason(replace(well, **changed)) is lack
 
 
-def test_one_that_answers_is_who_a_session_could_be_opened_with(case):
+def test_only_an_answering_replica_counts_for_a_session(case):
     case.storage(A, failure="refused", replicas={})
     case.replica(B, is_stuck=True)
-    case.storage(C, replicas={})  # it has told nothing, and is held for well
+    case.storage(C, replicas={})  # it has reported nothing, and is assumed to be well
     now = standing(case)
     assert now.answering == [C]
     assert now.unknown == [A, B]
 
 
-def test_one_that_can_confirm(case):
+def test_trusted_replicas_can_confirm(case):
     case.server(1, served={0: False})
     case.replica(A, is_suspect=True)
     assert not standing(case).has_no_trusted_quorum
@@ -73,10 +73,10 @@ def test_one_that_can_confirm(case):
     assert standing(case).suspects == [A, B]
     assert standing(case).has_no_trusted_quorum
     case.storage(C, failure="refused", replicas={})
-    assert not standing(case).has_no_trusted_quorum  # somebody who may know is only away
+    assert not standing(case).has_no_trusted_quorum  # a storage that may know is only away
 
 
-def test_what_the_newest_session_says(case):
+def test_the_newest_session_of_the_replicas(case):
     case.states({A: ENGAGED, B: ReplicaState(6, 50), SPARE: ENGAGED})
     now = standing(case)
     assert now.engaged == [A, SPARE]

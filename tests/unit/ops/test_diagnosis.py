@@ -133,7 +133,7 @@ def case():
     return Case()
 
 
-def test_nothing_is_wrong_with_a_healthy_cluster(case):
+def test_a_healthy_cluster_has_no_findings(case):
     assert case.found() == []
     assert summary(case.facts) == (
         "2 servers, 4 storages, 2 partitions with 3 replicas each, 3 nodes of ZooKeeper"
@@ -148,7 +148,7 @@ def test_without_zookeeper_only_that_is_reported(case):
     found = case.the_only("zookeeper-unavailable")
     assert found.sentence.endswith("of the cluster is unknown: no answer")
     assert found.command == "waltz-core zookeeper run --config zoo.cfg"
-    case.facts = Facts(CONNECT, access_error="who are you")
+    case.facts = Facts(CONNECT, access_error="unknown peer")
     assert case.the_only("zookeeper-access-denied").command.endswith(
         f"--connect '{CONNECT}?auth=FILE'"
     )
@@ -182,7 +182,7 @@ def test_a_process_that_does_not_run_is_reported_once_and_by_name(case):
     )
 
 
-def test_what_was_added_to_a_cluster_on_this_machine_is_not_started_by_local_up(case):
+def test_local_up_does_not_start_added_storages(case):
     case.local(MemberFacts("storage-1", A, "up", 77), MemberFacts("storage-2", B, "up", 78))
     case.storage(C, failure="refused", replicas={})
     found = next(each for each in diagnose(case.facts) if each.name == "storage-unavailable")
@@ -205,7 +205,7 @@ def test_a_server_that_does_not_answer(case):
 
 
 def test_a_cluster_that_is_spoken_to_in_another_way(case):
-    """Nobody is to be ended for it, and of partitions nothing is known."""
+    """No process must be ended for it, and of partitions nothing is known."""
     said = "expected plain TCP, found TLS"
     for number in (1, 2):
         case.server(number, failure=said, is_tls_mismatch=True, served={})
@@ -247,7 +247,7 @@ def test_a_preference_that_cannot_be_granted(case):
     assert found.command == f"waltz-core cluster unprefer 0 {TWO} --connect {CONNECT}"
 
 
-def test_a_storage_that_a_server_cannot_reach_is_reported_unless_no_process_can(case):
+def test_a_storage_unreachable_for_one_server_is_reported_unless_it_is_for_all(case):
     case.server(1, out_of_reach=(C,))
     assert case.found() == [("storage-out-of-reach", f"{ONE} {C}")]
     case.storage(C, failure="refused", replicas={})
@@ -270,7 +270,7 @@ def test_a_storage_that_does_not_answer(case):
 
 
 def test_a_storage_that_is_only_starting_is_waited_for(case):
-    """After a crash it reads for minutes, and has no port: who ends it has it begin anew."""
+    """After a crash it reads for minutes, and has no port: if it is ended, it begins again."""
     again = f"waltz-core doctor --connect {CONNECT}"
     case.local(MemberFacts("storage-1", A, "up", 79), MemberFacts("storage-2", B, "up", 80))
     case.storage(A, failure="refused", replicas={})
@@ -283,13 +283,13 @@ def test_a_storage_that_is_only_starting_is_waited_for(case):
     case.server(2, served={1: False})
     assert {each.name for each in diagnose(case.facts)} == {"storage-starting", "no-quorum"}
     assert {each.command for each in diagnose(case.facts)} == {again}
-    # From elsewhere nobody knows: to start it a second time does no harm.
+    # From another machine this is unknown: to start it a second time does no harm.
     case.facts = replace(case.facts, local=None)
     assert {each.name for each in diagnose(case.facts)} == {"storage-unavailable", "no-quorum"}
     assert "wait for it" in diagnose(case.facts)[0].sentence
 
 
-def test_a_storage_that_hangs_is_ended_and_a_port_that_is_right_is_left(case):
+def test_a_hanging_storage_is_ended_and_a_correct_port_is_kept(case):
     case.local(MemberFacts("storage-1", A, "up", 79))
     case.storage(A, admin_failure="no answer within 3 s", other_admin=5281, is_hanging=True)
     found = case.the_only("storage-unresponsive")
@@ -349,7 +349,7 @@ def test_a_disk_without_room_is_emptied_to_where_there_is_some(case):
     case.storage(SPARE, failure="refused")
     assert ("disk-nearly-full", A) in case.found()
     assert any("cluster add-storage HOST:PORT" in each.command for each in diagnose(case.facts))
-    # Nobody minds the full disk of a storage that holds nothing.
+    # The full disk of a storage that holds nothing is no finding.
     case.facts = healthy()
     case.storage(SPARE, space=SpaceFacts(0, True))
     assert case.found() == []
@@ -408,7 +408,7 @@ def test_a_partition_that_is_left_over(case):
         lambda case: case.replica(SPARE, last_session=8),
     ],
 )
-def test_nothing_is_to_be_deleted_that_others_may_lack(case, doubt):
+def test_no_command_deletes_records_that_others_may_lack(case, doubt):
     case.replica(SPARE, last=90, last_session=6)
     doubt(case)
     assert [each.name for each in diagnose(case.facts) if "--delete-files" in each.command] == []
@@ -433,7 +433,7 @@ def test_a_replica_that_lags(case):
     assert f"move-replica 0 {C} {SPARE}" in found.command
 
 
-def test_one_suspect_is_repaired_and_a_quorum_of_them_has_to_be_decided(case):
+def test_one_suspect_replica_is_repaired_and_a_suspect_quorum_needs_a_decision(case):
     case.replica(A, is_suspect=True)
     assert case.found() == [("replica-suspect", f"0 {A}")]
     case.replica(B, is_suspect=True)
@@ -443,7 +443,7 @@ def test_one_suspect_is_repaired_and_a_quorum_of_them_has_to_be_decided(case):
     assert found.command == f"waltz-core cluster accept-replicas 0 --connect {CONNECT}"
 
 
-def test_nothing_is_to_be_decided_while_a_process_that_knows_is_only_away(case):
+def test_no_decision_is_needed_while_a_voter_is_only_away(case):
     case.server(1, served={0: False})
     case.replica(A, is_suspect=True)
     case.storage(B, failure="refused", replicas={})
@@ -454,7 +454,7 @@ def test_nothing_is_to_be_decided_while_a_process_that_knows_is_only_away(case):
 # --- partitions
 
 
-def test_a_quorum_that_is_lost_is_reported_whatever_the_cause(case):
+def test_a_lost_quorum_is_reported_for_every_cause(case):
     for address in (A, B):
         case.storage(address, failure="refused", replicas={})
     case.server(1, served={0: False})
@@ -578,7 +578,7 @@ def test_a_rebuilding_that_was_broken_off_continues(case):
     found = case.the_only("rebuilding-unfinished")
     assert found.about == "0"
     assert found.command == REBUILD.replace("--replicas 3", "--replicas COUNT")
-    # It is told also while nothing is assigned, as when the command has just made the nodes.
+    # It is reported also while nothing is assigned, as when the command has just made the nodes.
     case.cluster(assigned={0: (), 1: (A, B, C)})
     case.storage(A, replicas={1: ReplicaFacts(last_session=7, last=90)})
     assert " --replicas COUNT --storage " in case.the_only("rebuilding-unfinished").command
@@ -596,7 +596,7 @@ def test_a_cluster_on_this_machine_that_zookeeper_has_lost_is_not_created_again(
         f"--from-directory here/.waltz/storage-1 --replicas COUNT --storage {A}:5281"
     )
     assert f" && {rebuild} --only-nodes && {{ {rebuild} & " in found.command
-    # That its processes end for that is told by it.
+    # This finding also covers the end of its processes.
     case.local(MemberFacts("zookeeper", NODES[0], "up", 78), MemberFacts("storage-1", A, "down"))
     assert case.the_only("cluster-lost")
 
@@ -638,7 +638,7 @@ def test_a_storage_that_answers_appends_much_later_than_the_others(case):
     )
     for times in (
         {A: (30, 180_000)},  # nothing to compare it with
-        {A: (30, 49_000), **usual},  # noticed by nobody
+        {A: (30, 49_000), **usual},  # not noticed
         {A: (9, 180_000), **usual},  # too few seconds
         {A: (30, 180_000), B: (30, 60_000), C: (30, 40_000)},
         usual,

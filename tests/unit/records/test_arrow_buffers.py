@@ -42,7 +42,7 @@ def test_a_mask_filters_as_it_would_in_numpy(mask: list[bool]):
     assert kept.to_pylist() == values[np.array(mask, dtype=np.bool_)].tolist()
 
 
-def test_nothing_is_one_empty_value():
+def test_the_constant_for_no_bytes_is_one_empty_value():
     assert pa.scalar(b"", pa.binary()) == arrow_buffers.NOTHING
 
 

@@ -119,7 +119,7 @@ def test_an_encoded_batch_is_like_any_bytes() -> None:
     assert payload.tolist() == list(bytes(payload))
 
 
-def test_a_batch_is_encoded_alike_whatever_the_environment_says(
+def test_the_encoding_of_a_batch_does_not_depend_on_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rows = pa.RecordBatch.from_pydict({"data": [b"a", b"bb"]})
@@ -167,7 +167,7 @@ def test_the_crc_of_each_row_of_a_slice(rows: list[bytes], data: st.DataObject) 
     [
         ({"header": [1]}, "expected data"),
         ({"data": [b""], "crc": ["x"]}, "column crc: expected uint32, found string"),
-        ({"data": [b""], "colour": [1]}, "found .*colour"),
+        ({"data": [b""], "color": [1]}, "found .*color"),
         ({"data": [None, b""]}, "column data: 1 nulls"),
         ({"data": [b""], "header": [None]}, "column header"),
         ({"data": [b""], "header": ["seven"]}, "column header: expected int32, found string"),
@@ -361,7 +361,7 @@ def test_large_metadata_is_refused() -> None:
 @pytest.mark.parametrize(
     "payload", [b"", b"\0", b"\xff" * 8, b"\xff\xff\xff\xff\0\0\0\0", b"ARROW1"]
 )
-def test_what_is_no_stream_is_refused(payload: bytes) -> None:
+def test_bytes_that_are_no_arrow_stream_are_rejected(payload: bytes) -> None:
     with pytest.raises(BadRequest, match="append batch"):
         decode(payload)
 

@@ -1,4 +1,4 @@
-"""Lock blocks: what is believed of them, and what is not."""
+"""Lock blocks: what is trusted in them, and what is not."""
 
 import struct
 
@@ -33,8 +33,8 @@ def block(first, last, *values, before=None, history=0):
     return encode(first, end(last, history), before.chain, locks_of(*values))
 
 
-def believed(data, at, steps_max=1_000):
-    """Return first, last and locks of all blocks that are believed below an end of the log."""
+def trusted(data, at, steps_max=1_000):
+    """Return first, last and locks of all blocks that are trusted below an end of the log."""
     blocks, found = Blocks(data), []
     while (one := blocks.below(at, steps_max)) is not None:
         found.append((one.first, one.end.last, bytes(one.locks)))
@@ -65,27 +65,27 @@ def test_the_bytes_of_a_block_that_reports_its_writers_apart():
 
 def test_blocks_are_followed_down_to_the_first():
     data = block(0, 0, 7) + block(1, 3, 1, 2, 3) + block(4, 4)
-    assert believed(data, end(4)) == [
+    assert trusted(data, end(4)) == [
         (4, 4, b""),
         (1, 3, locks_of(1, 2, 3)),
         (0, 0, locks_of(7)),
     ]
 
 
-def test_what_was_lost_or_comes_twice_is_passed_over():
+def test_lost_and_repeated_blocks_are_skipped():
     lost = block(1, 2, 9, history=1, before=end(0))
     data = block(0, 0, 7) + lost + block(1, 1, 8) + block(1, 1, 8) + block(2, 2) + lost
-    assert believed(data, end(2)) == [(2, 2, b""), (1, 1, locks_of(8)), (0, 0, locks_of(7))]
+    assert trusted(data, end(2)) == [(2, 2, b""), (1, 1, locks_of(8)), (0, 0, locks_of(7))]
 
 
 def test_another_history_of_the_same_ids_is_not_trusted():
     data = block(0, 0, 7) + block(1, 1, 8, history=1)
-    assert believed(data, end(1)) == []
+    assert trusted(data, end(1)) == []
 
 
-def test_nothing_is_trusted_below_a_gap():
+def test_blocks_below_a_gap_are_not_trusted():
     data = block(0, 0, 7) + block(2, 2, 9)
-    assert believed(data, end(2)) == [(2, 2, locks_of(9))]
+    assert trusted(data, end(2)) == [(2, 2, locks_of(9))]
     blocks = Blocks(data)
     blocks.below(end(2), 9)
     assert not blocks.is_spent
@@ -107,31 +107,31 @@ def test_too_many_locks_are_not_reported():
 
 
 @pytest.mark.parametrize("count", [0, 1, 59, 60, 61, 200])
-def test_what_is_no_block_ends_it(count):
+def test_bytes_that_are_no_block_end_the_walk(count):
     data = block(0, 0, 7) + bytes(count) + block(1, 1, 8)
     expected = [(1, 1, locks_of(8))] + [(0, 0, locks_of(7))] * (count == 0)
-    assert believed(data, end(1)) == expected
+    assert trusted(data, end(1)) == expected
 
 
 @pytest.mark.parametrize(("mark", "first", "last"), [(b"WLB3", 1, 1), (b"WLB1", 2, 1)])
-def test_what_has_a_right_crc_and_is_no_block_ends_it(mark, first, last):
+def test_a_correct_crc_without_a_block_ends_the_walk(mark, first, last):
     fields = (first, last, end(0).chain, end(last).chain, 0)
     body = mark + struct.pack(">qq16s16si", *fields)
     made = body + crc32(body).to_bytes(4, "big")
     assert len(made) == TRAILER_BYTES
-    assert believed(block(0, 0, 7) + made, end(last)) == []
+    assert trusted(block(0, 0, 7) + made, end(last)) == []
 
 
 @given(data=st.binary(max_size=300), last=st.integers(-1, 5))
 def test_noise_is_not_trusted(data, last):
-    assert believed(data, end(last)) == []
+    assert trusted(data, end(last)) == []
 
 
 @given(
     sizes=st.lists(st.integers(1, 3), min_size=1, max_size=6),
     damage=st.data(),
 )
-def test_whatever_is_spoiled_the_rest_is_right_and_without_a_gap(sizes, damage):
+def test_spoiled_answers_leave_the_rest_correct_and_complete(sizes, damage):
     parts, first = [], 0
     for size in sizes:
         parts.append(
@@ -147,7 +147,7 @@ def test_whatever_is_spoiled_the_rest_is_right_and_without_a_gap(sizes, damage):
         del data[place:]
     else:
         del data[place : place + damage.draw(st.integers(1, 80))]
-    found = believed(bytes(data), end(first - 1))
+    found = trusted(bytes(data), end(first - 1))
     truth = [(low, high, locks_of(*range(low, high + 1))) for low, high, _ in reversed(parts)]
     assert found == truth[: len(found)]
     assert len(found) < len(truth)

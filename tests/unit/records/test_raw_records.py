@@ -129,7 +129,7 @@ def test_crcs_are_proven_exactly_where_no_record_is_wrong(
 
 
 def test_a_record_that_states_another_length_is_wrong_though_its_crc_fits() -> None:
-    """Whoever reads the file goes by what it states, and would be lost from there on."""
+    """A reader of the file goes by what it states, and would be lost from there on."""
     records, lengths = run_of([b"first", b"other", b"third"])
     start, end = int(lengths[0]), int(lengths[:2].sum())
     for stated in (4, 6):
@@ -199,7 +199,7 @@ def test_lengths_round_trip(values: list[int]) -> None:
 
 
 def test_a_record_of_waltz_0_13_may_be_larger_than_ours() -> None:
-    """Otherwise nobody could read it, and no replica copy it."""
+    """Otherwise no client could read it, and no replica copy it."""
     length = raw_records.RECORD_BYTES_MAX + 1
     packed = struct.pack(">i", length)
     assert raw_records.lengths_from_wire(packed, length).tolist() == [length]
@@ -259,7 +259,7 @@ def test_stamps() -> None:
     st.sets(st.integers(0, 30)),
     st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), unique_by=lambda each: each[0]),
 )
-def test_an_id_has_the_stamp_of_the_last_run_that_began_before_it(
+def test_an_id_has_the_commit_stamp_of_its_run(
     chosen: set[int], runs: list[tuple[int, int]]
 ) -> None:
     stamps = [(first, last, 100 + first) for first, last in sorted(runs)]

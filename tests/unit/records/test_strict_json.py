@@ -8,7 +8,7 @@ import pytest
 from waltz_core.records.strict_json import from_json, to_json
 
 
-def test_what_json_has_comes_back() -> None:
+def test_json_values_round_trip() -> None:
     value = {"a": [1, 2.5, None, "ü"], "b": {"c": True}, "d": []}
     assert to_json(value) == '{"a":[1,2.5,null,"ü"],"b":{"c":true},"d":[]}'.encode()
     assert from_json(to_json(value)) == value
@@ -49,13 +49,13 @@ def test_words_that_json_does_not_have_are_named_with_their_place(text: str, sen
 
 
 @pytest.mark.parametrize("inside", ["1", "NaN"])
-def test_what_is_nested_too_deeply_is_no_json(inside: str) -> None:
+def test_too_deeply_nested_text_is_no_json(inside: str) -> None:
     text = f"[{inside}, " + "[" * 100_000 + "]" * 100_000 + "]"
     with pytest.raises(ValueError, match="nested too deeply"):
         from_json(text.encode())
 
 
-def test_what_is_nested_too_deeply_is_not_written() -> None:
+def test_too_deeply_nested_values_are_not_written() -> None:
     value: list[object] = []
     for _ in range(100_000):
         value = [value]

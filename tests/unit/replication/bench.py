@@ -39,7 +39,7 @@ class Bench:
         self.rng = Random(3)
         self.store = self._new_store(limits)
         self.limits = limits
-        self.told = []  # effects towards the owner, and reports
+        self.reported = []  # effects towards the owner, and reports
         self.sent = []  # (replica, message), all there ever were
         self.questions = deque()  # effects towards the coordinator
         self.requests = {}  # replica -> queue of requests
@@ -72,7 +72,7 @@ class Bench:
                     del self.requests[effect.replica]
                     self.dials = deque(one for one in self.dials if one.replica != effect.replica)
                 case _:
-                    self.told.append(effect)
+                    self.reported.append(effect)
         return effects
 
     def own(self, generation=1, replicas=None):
@@ -113,7 +113,7 @@ class Bench:
         return message, answer
 
     def ask_zookeeper(self, outcome="ok"):
-        """Answer the oldest question: "ok", "lost" (done, but nobody knows), "away" (not done)."""
+        """Answer the oldest question: "ok", "lost" (done, without an answer), "away" (not done)."""
         effect = self.questions.popleft()
         if outcome == "away":
             self.step(session_events.MetadataUnknown(effect.attempt, "away"))
@@ -182,11 +182,11 @@ class Bench:
 
     # --- what was said
 
-    def all_told(self, kind):
-        return [one for one in self.told if isinstance(one, kind)]
+    def all_reported(self, kind):
+        return [one for one in self.reported if isinstance(one, kind)]
 
     def reports(self, name):
-        return [dict(one.fields) for one in self.all_told(Report) if one.name == name]
+        return [dict(one.fields) for one in self.all_reported(Report) if one.name == name]
 
     def all_sent(self, kind, replica=None):
         return [

@@ -52,7 +52,7 @@ def test_adoption_makes_the_marker():
     assert claimed.metadata.states == STATES
 
 
-def test_adoption_without_states_writes_down_who_must_answer():
+def test_adoption_without_states_records_the_replicas_that_must_answer():
     claimed = claim_over(view({}, state=None), 4, [A, B, C], NONCE)
     assert claimed.metadata.states == dict.fromkeys([A, B, C], ReplicaState(-1, UNRESOLVED))
 

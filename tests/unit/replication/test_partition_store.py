@@ -30,9 +30,9 @@ from waltz_core.replication.session_events import (
 def test_the_first_session_of_a_new_partition():
     bench = Bench()
     bench.open()
-    opened = bench.all_told(SessionOpened)
+    opened = bench.all_reported(SessionOpened)
     assert opened == [SessionOpened(0, 1, -1, bytes(16), False)]
-    assert bench.all_told(Settled) == [Settled(0, -1)]
+    assert bench.all_reported(Settled) == [Settled(0, -1)]
     assert bench.metadata == PartitionMetadata(
         1, 0, dict.fromkeys([A, B, C], ReplicaState(0, UNRESOLVED))
     )
@@ -41,18 +41,18 @@ def test_the_first_session_of_a_new_partition():
     assert bench.store.next_transaction_id == 0
 
 
-def test_nothing_is_said_before_the_second_compare_and_set_is_known():
+def test_nothing_is_reported_before_the_second_compare_and_set_is_known():
     bench = Bench()
     bench.own()
     bench.ask_zookeeper()
     bench.ask_zookeeper()
     bench.run(questions=False)
     assert isinstance(bench.questions[0], session_events.WriteMetadata)
-    assert not bench.all_told(SessionOpened)
+    assert not bench.all_reported(SessionOpened)
     assert not bench.all_sent(wire.Engage)
     assert bench.store.open_session is None
     bench.ask_zookeeper()
-    assert len(bench.all_told(SessionOpened)) == 1
+    assert len(bench.all_reported(SessionOpened)) == 1
     assert len(bench.all_sent(wire.Engage)) == 3
 
 
@@ -68,21 +68,21 @@ def test_a_claim_of_unknown_outcome_is_read_again(outcome):
     bench.wait(20)
     bench.run()
     assert bench.store.open_session == 0
-    # What did not happen is claimed anew, what did is not claimed twice.
+    # What did not happen is claimed again, what did is not claimed twice.
     assert bench.metadata.session_id == 0
 
 
 @pytest.mark.parametrize("outcome", ["lost", "away"])
-def test_states_of_unknown_outcome_are_read_again_before_anything_is_said(outcome):
+def test_states_with_an_unknown_outcome_are_read_again_before_anything_is_reported(outcome):
     bench = Bench()
     bench.own()
     bench.ask_zookeeper()
     bench.ask_zookeeper()
     bench.run(questions=False)
     bench.ask_zookeeper(outcome)
-    assert not bench.all_told(SessionOpened)
+    assert not bench.all_reported(SessionOpened)
     bench.wait(3000)
-    assert not bench.all_told(SessionOpened)
+    assert not bench.all_reported(SessionOpened)
     bench.run()
     assert bench.store.open_session == 0
     assert bench.metadata.session_id == 0
@@ -134,7 +134,7 @@ def test_states_are_not_written_over_the_claim_of_another_process():
         bench.ask_zookeeper()
     assert bench.metadata == theirs
     assert bench.store.session is None
-    assert not bench.all_told(SessionOpened)
+    assert not bench.all_reported(SessionOpened)
     bench.reopen()
     assert bench.store.open_session == 8
 
@@ -144,7 +144,7 @@ def test_a_later_generation_is_not_touched():
     bench.metadata = PartitionMetadata(5, 7, {})
     bench.own(generation=4)
     bench.run()
-    assert "generation 5" in bench.all_told(Released)[0].reason
+    assert "generation 5" in bench.all_reported(Released)[0].reason
     assert bench.metadata.session_id == 7
     assert bench.store.wake_at_ms is None
 
@@ -198,11 +198,11 @@ def test_commits_need_a_quorum_and_come_in_order():
     last = bench.submit(2)
     bench.submit()
     bench.deliver(A)
-    assert not bench.all_told(Committed)
+    assert not bench.all_reported(Committed)
     bench.deliver(B)
-    assert [one.last for one in bench.all_told(Committed)] == [last]
+    assert [one.last for one in bench.all_reported(Committed)] == [last]
     bench.run()
-    committed = bench.all_told(Committed)
+    committed = bench.all_reported(Committed)
     assert [one.last for one in committed] == [1, 2]
     assert committed[-1].chain == bench.storages[A].chain == bench.storages[C].chain
     assert bench.store.high_water_mark == 2
@@ -216,7 +216,7 @@ def test_nothing_is_committed_by_fewer_than_a_majority(count, quorum):
     bench.submit()
     for synced, name in enumerate(bench.names, 1):
         bench.deliver(name)
-        assert bool(bench.all_told(Committed)) == (synced >= quorum)
+        assert bool(bench.all_reported(Committed)) == (synced >= quorum)
 
 
 @pytest.mark.parametrize(("count", "quorum"), [(1, 1), (2, 2), (3, 2), (4, 3), (5, 3)])
@@ -246,16 +246,16 @@ def test_a_lost_engaged_replica_ends_the_session_and_the_next_one_continues_with
     bench.deliver(B)
     bench.down = {C}
     bench.lose(C)
-    assert bench.all_told(SessionClosed)[0].session_id == 0
+    assert bench.all_reported(SessionClosed)[0].session_id == 0
     start_ms = bench.now_ms
     while bench.store.open_session is None:
         bench.run()
         bench.wait(5)
     assert bench.now_ms - start_ms <= 60
-    opened = bench.all_told(SessionOpened)[-1]
+    opened = bench.all_reported(SessionOpened)[-1]
     assert (opened.session_id, opened.high_water_mark, opened.unbroken) == (1, 1, True)
     assert bench.metadata.states[C] == ReplicaState(0, 1)
-    assert bench.all_told(Settled)[-1].committed_last == 1
+    assert bench.all_reported(Settled)[-1].committed_last == 1
 
 
 def test_a_claim_after_our_own_session_needs_no_reading():
@@ -265,7 +265,7 @@ def test_a_claim_after_our_own_session_needs_no_reading():
     assert isinstance(bench.questions[0], session_events.WriteMetadata)
     bench.reopen()
     assert bench.store.open_session == 1
-    assert bench.all_told(SessionOpened)[-1].unbroken
+    assert bench.all_reported(SessionOpened)[-1].unbroken
 
 
 def test_a_foreign_session_in_between_breaks_the_thread():
@@ -279,7 +279,7 @@ def test_a_foreign_session_in_between_breaks_the_thread():
     bench.step(session_events.Checkpoint())
     bench.reopen()
     assert bench.store.open_session == 2
-    assert not bench.all_told(SessionOpened)[-1].unbroken
+    assert not bench.all_reported(SessionOpened)[-1].unbroken
 
 
 def test_a_claim_of_ours_behind_a_foreign_session_does_not_repair_the_thread():
@@ -298,7 +298,7 @@ def test_a_claim_of_ours_behind_a_foreign_session_does_not_repair_the_thread():
         bench.lose(name)
     bench.own(replicas=(C, B, A))
     bench.reopen()
-    opened = bench.all_told(SessionOpened)[-1]
+    opened = bench.all_reported(SessionOpened)[-1]
     assert opened.session_id == 3
     assert not opened.unbroken
 
@@ -326,8 +326,8 @@ def with_doubt_about_ids_of_another():
 
 def until_it_asks_for_the_past(bench):
     """Let a session open that has to ask a replica; return which, and leave it at that."""
-    opened_count = len(bench.all_told(SessionOpened))
-    while len(bench.all_told(SessionOpened)) == opened_count:
+    opened_count = len(bench.all_reported(SessionOpened))
+    while len(bench.all_reported(SessionOpened)) == opened_count:
         bench.run(questions=False)
         if bench.questions:
             bench.ask_zookeeper()
@@ -338,25 +338,25 @@ def until_it_asks_for_the_past(bench):
     return supplier
 
 
-def test_what_is_in_doubt_is_settled_by_session_and_not_by_id():
+def test_unknown_outcomes_are_settled_by_session_and_not_by_id():
     bench = with_doubt_about_ids_of_another()
     bench.reopen()
-    opened = bench.all_told(SessionOpened)[-1]
+    opened = bench.all_reported(SessionOpened)[-1]
     assert opened.high_water_mark == 1
     assert not opened.unbroken
-    assert bench.all_told(Settled)[-1].committed_last == -1
+    assert bench.all_reported(Settled)[-1].committed_last == -1
     assert bench.logs()[A] == [100, 101]
 
 
-def test_what_is_in_doubt_outlives_a_session_that_is_lost_before_it_is_settled():
+def test_unknown_outcomes_survive_a_session_lost_before_they_are_settled():
     bench = with_doubt_about_ids_of_another()
-    settled_count = len(bench.all_told(Settled))
+    settled_count = len(bench.all_reported(Settled))
     bench.lose(until_it_asks_for_the_past(bench))
-    assert len(bench.all_told(Settled)) == settled_count
+    assert len(bench.all_reported(Settled)) == settled_count
     bench.reopen()
-    assert bench.all_told(Settled)[-1].committed_last == -1
+    assert bench.all_reported(Settled)[-1].committed_last == -1
     # Of others' writes before that session this server has learned nothing yet.
-    assert not bench.all_told(SessionOpened)[-1].unbroken
+    assert not bench.all_reported(SessionOpened)[-1].unbroken
 
 
 def taken_over(bench):
@@ -381,7 +381,7 @@ def test_a_new_owner_is_reported_the_stamp_that_the_log_ends_with():
     bench.run()
     other = taken_over(bench)
     other.reopen()
-    assert other.all_told(Settled) == [Settled(1, 2, 7_000)]
+    assert other.all_reported(Settled) == [Settled(1, 2, 7_000)]
 
 
 def test_a_replica_that_never_settles_the_past_is_done_without():
@@ -399,7 +399,7 @@ def test_a_replica_that_never_settles_the_past_is_done_without():
     assert other.store.session.replicas[supplier].stage is not ReplicaStage.ENGAGED
 
 
-def test_what_reached_a_quorum_is_settled_as_committed():
+def test_appends_on_a_quorum_are_settled_as_committed():
     bench = Bench()
     bench.open()
     bench.submit(2)
@@ -408,16 +408,16 @@ def test_what_reached_a_quorum_is_settled_as_committed():
         bench.storages[name].handle(bench.requests[name].popleft())
     bench.lose(C)
     bench.reopen()
-    assert bench.all_told(SessionOpened)[-1].high_water_mark == 1
-    assert bench.all_told(Settled)[-1].committed_last == 1
-    assert not bench.all_told(Committed)
+    assert bench.all_reported(SessionOpened)[-1].high_water_mark == 1
+    assert bench.all_reported(Settled)[-1].committed_last == 1
+    assert not bench.all_reported(Committed)
 
 
 def test_a_fenced_session_gives_way_and_a_lasting_duel_ends():
     bench = Bench(limits=SessionLimits(lost_races_max=2))
     bench.open()
     for _ in range(40):
-        if bench.all_told(Released):
+        if bench.all_reported(Released):
             break
         session = bench.metadata.session_id + 5
         bench.metadata = PartitionMetadata(1, session, bench.metadata.states)
@@ -431,7 +431,7 @@ def test_a_fenced_session_gives_way_and_a_lasting_duel_ends():
         for _ in range(8):
             bench.run()
             bench.wait(300)
-    assert "lost to another server" in bench.all_told(Released)[0].reason
+    assert "lost to another server" in bench.all_reported(Released)[0].reason
 
 
 def test_storages_ahead_of_zookeeper_stop_a_claim():
@@ -451,7 +451,7 @@ def test_storages_ahead_of_zookeeper_stop_a_claim():
     assert bench.metadata.session_id < 99
 
 
-def test_one_storage_ahead_of_zookeeper_stops_no_process():
+def test_one_storage_ahead_of_zookeeper_stops_no_session():
     bench = Bench()
     bench.open()
     bench.storages[A].disk.promised = 99
@@ -468,7 +468,7 @@ def test_no_quorum_for_long_releases_the_partition():
     for _ in range(20):
         bench.run()
         bench.wait(bench.limits.useful_ms)
-    assert "no quorum" in bench.all_told(Released)[0].reason
+    assert "no quorum" in bench.all_reported(Released)[0].reason
     assert bench.store.wake_at_ms is None
 
 
@@ -477,18 +477,18 @@ def test_it_is_released_at_its_time_when_nothing_else_happens():
     bench.down = {A, B}
     begun_ms = bench.now_ms
     bench.own()
-    while not bench.all_told(Released):
+    while not bench.all_reported(Released):
         bench.run()
         bench.now_ms = bench.store.wake_at_ms
         bench.step(session_events.Wakeup())
     assert bench.now_ms - begun_ms == bench.limits.quorum_ms_max
 
 
-def test_what_waits_for_its_turn_to_ask_zookeeper_is_not_released():
+def test_a_queued_zookeeper_request_does_not_release_the_partition():
     bench = Bench()
     bench.own()
     bench.wait(60_000)
-    assert not bench.all_told(Released)
+    assert not bench.all_reported(Released)
     bench.run()
     assert bench.store.open_session == 0
     # From then on time counts as ever.
@@ -497,21 +497,21 @@ def test_what_waits_for_its_turn_to_ask_zookeeper_is_not_released():
     for _ in range(11):
         bench.run()
         bench.wait(bench.limits.useful_ms)
-    assert not bench.all_told(Released)
+    assert not bench.all_reported(Released)
     for _ in range(3):
         bench.run()
         bench.wait(bench.limits.useful_ms)
-    assert "no quorum" in bench.all_told(Released)[0].reason
+    assert "no quorum" in bench.all_reported(Released)[0].reason
 
 
-def test_appends_that_reach_no_process_release_the_partition():
+def test_appends_that_cannot_be_sent_release_the_partition():
     bench = Bench()
     bench.open()
     bench.submit()
     bench.deliver(A)
     bench.wait(13_000)
-    assert bench.all_told(SessionClosed)
-    assert "no quorum" in bench.all_told(Released)[0].reason
+    assert bench.all_reported(SessionClosed)
+    assert "no quorum" in bench.all_reported(Released)[0].reason
 
 
 def test_zookeeper_away_does_not_release_and_does_not_stop_appends():
@@ -530,7 +530,7 @@ def test_zookeeper_away_does_not_release_and_does_not_stop_appends():
         bench.wait(bench.limits.useful_ms)
     assert bench.store.open_session == 0
     assert bench.store.high_water_mark == 29
-    assert not bench.all_told(Released)
+    assert not bench.all_reported(Released)
     bench.wait(3000)
     bench.run()
     assert bench.store.readable_replicas == [A, B, C]
@@ -543,18 +543,18 @@ def test_marks_are_proved_by_a_quorum_and_not_by_less():
     bench.run()
     bench.step(session_events.ProveMark(7))
     bench.deliver(B)
-    assert not bench.all_told(MarkProved)
+    assert not bench.all_reported(MarkProved)
     bench.deliver(C)
-    assert bench.all_told(MarkProved) == [MarkProved(7, 0)]
+    assert bench.all_reported(MarkProved) == [MarkProved(7, 0)]
     bench.silent = {A, B}
     bench.run()
     bench.step(session_events.ProveMark(8))
     bench.run()
     bench.wait(3000)
-    assert bench.all_told(MarkUnproved) == [MarkUnproved(8)]
+    assert bench.all_reported(MarkUnproved) == [MarkUnproved(8)]
     bench.step(session_events.ReleaseOwnership())
     bench.step(session_events.ProveMark(9))
-    assert bench.all_told(MarkUnproved)[-1] == MarkUnproved(9)
+    assert bench.all_reported(MarkUnproved)[-1] == MarkUnproved(9)
 
 
 def test_marks_are_not_proved_before_the_session_is_open():
@@ -566,7 +566,7 @@ def test_marks_are_not_proved_before_the_session_is_open():
     assert bench.store.session is not None
     assert bench.store.open_session is None
     bench.step(session_events.ProveMark(7))
-    assert bench.all_told(MarkUnproved) == [MarkUnproved(6), MarkUnproved(7)]
+    assert bench.all_reported(MarkUnproved) == [MarkUnproved(6), MarkUnproved(7)]
 
 
 def test_proofs_end_with_the_session():
@@ -574,7 +574,7 @@ def test_proofs_end_with_the_session():
     bench.open()
     bench.step(session_events.ProveMark(7))
     bench.lose(A)
-    assert bench.all_told(MarkUnproved) == [MarkUnproved(7)]
+    assert bench.all_reported(MarkUnproved) == [MarkUnproved(7)]
 
 
 def test_a_submit_to_a_session_that_is_over_is_dropped():
@@ -591,7 +591,7 @@ def test_a_submit_to_a_session_that_is_over_is_dropped():
     assert len(bench.sent) == sent
 
 
-def test_what_was_asked_of_zookeeper_before_is_not_waited_for():
+def test_earlier_zookeeper_requests_are_not_awaited():
     """An answer to an older attempt says nothing of the question of now."""
     bench = Bench()
     bench.own()
@@ -607,7 +607,7 @@ def test_what_was_asked_of_zookeeper_before_is_not_waited_for():
     assert bench.store.readable_replicas == [C, B, A]
 
 
-def test_a_write_that_was_given_up_is_not_known_again():
+def test_an_abandoned_write_is_not_known_again():
     """What it has come to is read; a second answer may be about another one's values."""
     bench = Bench()
     bench.own()
@@ -632,8 +632,8 @@ def test_disown_closes_everything():
     assert bench.requests == {}
     assert bench.store.session is None
     assert bench.store.wake_at_ms is None
-    assert len(bench.all_told(SessionClosed)) == 1
-    assert not bench.all_told(Released)
+    assert len(bench.all_reported(SessionClosed)) == 1
+    assert not bench.all_reported(Released)
 
 
 def test_the_same_assignment_again_changes_nothing():
@@ -714,11 +714,11 @@ def test_one_replica_is_a_quorum_of_one():
     assert bench.store.high_water_mark == 0
     bench.lose(A)
     bench.reopen()
-    assert bench.all_told(SessionOpened)[-1].high_water_mark == 0
+    assert bench.all_reported(SessionOpened)[-1].high_water_mark == 0
 
 
 def test_a_mark_that_was_exposed_never_goes_back():
-    """All disks lose what was acknowledged: nothing is opened over it, and a human is told."""
+    """All disks lose what was acknowledged: nothing opens over it, and the log reports it."""
     bench = Bench()
     bench.open()
     bench.submit()
@@ -792,4 +792,4 @@ def test_a_session_that_was_given_away_twice_is_the_end_of_trying():
         bench.run()
     assert bench.metadata.session_id == claimed
     assert len({tuple(log) for log in bench.logs().values()}) == 1
-    assert not bench.all_told(Released)
+    assert not bench.all_reported(Released)

@@ -1,4 +1,4 @@
-"""Unit tests of `waltz_core.replication.proving`: who is asked, when it counts, who is told."""
+"""Unit tests of `waltz_core.replication.proving`: requests, and when an answer counts."""
 
 from waltz_core.replication.limits import SessionLimits
 from waltz_core.replication.proving import Proving
@@ -48,7 +48,7 @@ def test_a_replica_that_hangs_is_asked_no_more_before_it_answers():
     assert len(hanging.requests) == 1
 
 
-def test_what_no_quorum_confirms_in_time_is_reported_once():
+def test_a_proof_that_times_out_is_reported_once():
     proofs, outbox = proving()
     proofs.begin(7, 40, [], 1_000)
     proofs.begin(8, 41, [], 1_050)

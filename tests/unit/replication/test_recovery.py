@@ -118,7 +118,7 @@ def test_the_decision_stays():
         (prepared(9, mark=5, damaged=[(2, 3), (5, 6)]), False),
     ],
 )
-def test_one_that_is_trusted(answer, credible):
+def test_trusted_replicas(answer, credible):
     assert is_credible(answer, ReplicaState(5, UNRESOLVED), OWN_ID) is credible
 
 
@@ -149,13 +149,13 @@ def marker(state):
         (PartitionMetadata(1, 5, engaged(A)), marker(MarkerState.OPEN), Origin.RECORDED),
     ],
 )
-def test_where_the_history_is(metadata, mark, origin):
+def test_the_replica_with_the_history(metadata, mark, origin):
     assert origin_of(metadata, mark) is origin
 
 
 def test_an_adoption_is_remembered_until_it_is_done():
     states = states_to_claim(Origin.ADOPTED, {}, [A, B, C])
-    # Whom an earlier claim has written down must answer, whoever is assigned by now.
+    # Storages that an earlier claim has recorded must answer, whichever are assigned by now.
     assert states_to_claim(Origin.ADOPTED, states, [A, B]) == states
     metadata = PartitionMetadata(1, 1, states)
     assert origin_of(metadata, marker(MarkerState.NEW)) is Origin.ADOPTED
@@ -184,7 +184,7 @@ def test_a_new_partition_begins_empty():
 
 
 # ---------------------------------------------------------------------------------------------
-# what ZooKeeper is told
+# what is written to ZooKeeper
 
 
 def test_states_at_the_opening():
@@ -219,9 +219,9 @@ def test_a_replica_that_was_engaged_later_than_zookeeper_knows_reports_a_rollbac
     recovery = Recovery(Origin.RECORDED, engaged(A, B, session=5))
     later = replace(prepared(9, session=6), engaged_session=6)
     assert "was engaged in session 6" in recovery.objection(later)
-    # One that has set a mark in a session that never opened has told nobody anything; what
+    # One that has set a mark in a session that never opened has reported nothing; what
     # ZooKeeper has is as ever.
     assert recovery.objection(prepared(9, session=6)) is None
     assert recovery.objection(replace(later, engaged_session=5)) is None
-    # Who was not in ZooKeeper's last session cannot keep those that were from another one.
+    # A storage outside ZooKeeper's last session cannot keep those that were from another one.
     assert [recovery.is_needed(each) for each in (A, B, C)] == [True, True, False]

@@ -47,15 +47,15 @@ def repair_of(one):
     return ReplicaRepair(prepared(one))
 
 
-def somebody(_first, _last):
+def available(_first, _last):
     return True
 
 
-def nobody(_first, _last):
+def unavailable(_first, _last):
     return False
 
 
-def walk(repair, one, source, goal, *, can_fill=somebody):
+def walk(repair, one, source, goal, *, can_fill=available):
     """Carry the steps out until nothing is left to do; return them."""
     steps = []
     while (step := repair.next_step(goal, can_fill=can_fill)) is not None:
@@ -142,7 +142,7 @@ def test_the_newest_batch_is_known_before_anything_is_cut():
     one, source = storage(*OLD, (2, [7]), (8, [9])), storage(*OLD)
     repair = repair_of(one)
     goal = Goal(5, source.chain)
-    while not isinstance(step := repair.next_step(goal, can_fill=somebody), Cut):
+    while not isinstance(step := repair.next_step(goal, can_fill=available), Cut):
         assert step.last in (5, 7)
         take(repair, one, source, step)
     assert repair.newest == 8
@@ -185,7 +185,7 @@ def test_a_longer_diverged_log_is_cut_twice():
     assert one.payloads() == source.payloads()
 
 
-def test_batches_that_a_source_has_made_up_cut_no_process():
+def test_reconstructed_batches_of_a_source_cut_no_replica():
     one = storage((1, [0]), (1, [1, 2]), (1, [3]))
     source = storage((1, [0]), (RECONSTRUCTED, [1]), (RECONSTRUCTED, [2]), (1, [3]), (1, [4]))
     with pytest.raises(ChecksumMismatch, match="the source has lost the batches of"):
@@ -215,7 +215,7 @@ def test_a_copy_that_does_not_lead_to_the_decided_chain_is_refused():
     assert (one.payloads(), one.chain) == ([0, 1, 2], usher.chain)
 
 
-def test_a_copy_that_was_begun_from_a_source_with_made_up_batches_is_cut_and_restarted():
+def test_a_copy_from_a_source_with_reconstructed_batches_is_restarted():
     one = storage((1, [0]), window=1)
     source = storage((1, [0]), (-1, [1]), (1, [2]), window=1)
     usher = storage((1, [0]), (1, [1]), (1, [2]), window=1)
@@ -238,14 +238,14 @@ def test_a_log_that_a_later_source_has_is_not_cut():
     repair, goal = repair_of(one), Goal(4, usher.chain)
     steps = []
     for source in (first, one, usher, usher, usher, usher):
-        steps.append(repair.next_step(goal, can_fill=somebody))
+        steps.append(repair.next_step(goal, can_fill=available))
         take(repair, one, source, steps[-1])
     assert kinds(steps) == ["SourceLineage", "OwnLineage", "SourceLineage", *kinds(steps)[3:]]
     assert "Cut" not in kinds(steps)
     assert one.payloads() == [0, 1, 2, 3, 4]
 
 
-def test_nothing_in_common_is_cut_to_nothing():
+def test_logs_with_nothing_in_common_are_cut_completely():
     one, source = storage((7, [50]), (7, [51])), storage(*OLD)
     walk(repair_of(one), one, source, Goal(5, source.chain))
     assert one.payloads() == source.payloads()
@@ -265,17 +265,17 @@ def test_a_mark_that_is_not_confirmed_protects_nothing():
     assert one.payloads() == source.payloads()
 
 
-def test_nothing_is_done_while_the_goals_chain_is_unknown():
+def test_no_step_while_the_goals_chain_is_unknown():
     one = storage(*OLD[:2])
-    assert repair_of(one).next_step(Goal(5, None), can_fill=somebody) is None
+    assert repair_of(one).next_step(Goal(5, None), can_fill=available) is None
 
 
-def test_a_new_goal_forgets_what_was_learnt_for_the_old_one():
+def test_a_new_goal_forgets_what_was_learned_for_the_old_one():
     one, source = storage(*OLD[:1]), storage(*OLD)
     repair = repair_of(one)
-    step = repair.next_step(Goal(5, source.chain), can_fill=somebody)
+    step = repair.next_step(Goal(5, source.chain), can_fill=available)
     take(repair, one, source, step)
-    assert isinstance(repair.next_step(Goal(5, source.chain), can_fill=somebody), FetchCopy)
+    assert isinstance(repair.next_step(Goal(5, source.chain), can_fill=available), FetchCopy)
     other = storage((4, [1, 2]), (4, [60, 61, 62, 63]))
     walk(repair, one, other, Goal(5, other.chain))
     assert one.payloads() == other.payloads()
@@ -293,24 +293,26 @@ def test_damage_is_repaired_before_the_mark():
     assert not one.disk.damaged
 
 
-def test_old_damage_does_not_hold_up_a_session_when_no_process_can_repair_it():
+def test_irreparable_old_damage_does_not_hold_up_a_session():
     one, source = storage(*OLD, mark=3), storage(*OLD)
     one.disk.damaged = {1}
     repair = repair_of(one)
-    assert kinds(walk(repair, one, source, Goal(5, source.chain), can_fill=nobody)) == ["SetMark"]
+    assert kinds(walk(repair, one, source, Goal(5, source.chain), can_fill=unavailable)) == [
+        "SetMark"
+    ]
     assert repair.fill_step((1, 1)) == FetchCopy(1, 1, whole_batches=False)
 
 
-def test_damage_above_the_old_mark_waits_for_a_process_that_can_repair_it():
+def test_damage_above_the_old_mark_waits_for_a_replica_that_can_repair_it():
     one, source = storage(*OLD, mark=3), storage(*OLD)
     one.disk.damaged = {4}
     repair = repair_of(one)
-    assert repair.next_step(Goal(5, source.chain), can_fill=nobody) is None
-    step = repair.next_step(Goal(5, source.chain), can_fill=somebody)
+    assert repair.next_step(Goal(5, source.chain), can_fill=unavailable) is None
+    step = repair.next_step(Goal(5, source.chain), can_fill=available)
     assert step == FetchCopy(4, 4, whole_batches=False)
 
 
-def test_damage_that_no_process_can_repair_does_not_hold_up_the_repair_of_other_damage():
+def test_irreparable_damage_does_not_hold_up_other_repairs():
     one, source = storage(*OLD, mark=3), storage(*OLD)
     one.disk.damaged = {1, 4}
     repair = repair_of(one)
@@ -323,10 +325,10 @@ def test_records_for_a_repair_that_has_become_needless_are_not_appended():
     one, source = storage(*OLD[:2], mark=2), storage(*OLD)
     one.disk.damaged = {1}
     repair, goal = repair_of(one), Goal(5, source.chain)
-    while not isinstance(step := repair.next_step(goal, can_fill=somebody), FetchCopy):
+    while not isinstance(step := repair.next_step(goal, can_fill=available), FetchCopy):
         take(repair, one, source, step)
     take(repair, one, source, step)
-    assert repair.next_step(goal, can_fill=nobody) == FetchCopy(3, 5, whole_batches=True)
+    assert repair.next_step(goal, can_fill=unavailable) == FetchCopy(3, 5, whole_batches=True)
 
 
 def test_a_repair_takes_from_the_damage_that_is_known_when_it_is_done():
@@ -338,7 +340,7 @@ def test_a_repair_takes_from_the_damage_that_is_known_when_it_is_done():
     fill = repair.fill_step((1, 4))
     assert (fill.answer.first, fill.answer.count) == (1, 2)
     repair.damage_found([(0, 0), (2, 7)])
-    # What was fetched does not begin where the damage begins now, so it is fetched anew.
+    # What was fetched does not begin where the damage begins now, so it is fetched again.
     assert repair.fill_step((2, 7)) == FetchCopy(2, 7, whole_batches=False)
     repair.filled(fill)
     assert repair.damaged == [(0, 0), (3, 7)]
@@ -372,18 +374,18 @@ def test_damage_that_is_cut_away_is_no_damage():
     assert "FillDamage" not in kinds(steps)
 
 
-def test_of_damage_that_was_cut_through_only_what_is_left_is_asked_for():
+def test_only_the_rest_of_truncated_damage_is_requested():
     one, source = storage(*OLD, (3, [7])), storage(*OLD)
     one.disk.damaged = {5}
     repair = repair_of(one)
-    repair.damage_found([(5, 6)])  # as a storage tells of records that lie side by side
+    repair.damage_found([(5, 6)])  # as a storage reports adjacent records
     steps = walk(repair, one, source, Goal(5, source.chain), can_fill=lambda _, last: last <= 5)
     assert kinds(steps)[-3:] == ["FetchCopy", "FillDamage", "SetMark"]
     assert not one.disk.damaged
 
 
 # ---------------------------------------------------------------------------------------------
-# what is not believed
+# what is not trusted
 
 
 def range_of(source, first, last):
@@ -457,7 +459,7 @@ def test_a_batch_of_another_session_has_another_chain():
 def test_a_lineage_that_does_not_cover_the_question_is_refused():
     one, source = storage(*OLD[:2]), storage(*OLD)
     repair = repair_of(one)
-    step = repair.next_step(Goal(5, source.chain), can_fill=somebody)
+    step = repair.next_step(Goal(5, source.chain), can_fill=available)
     for lineage in ((), (LineageEntry(0, 1, 1, 0, bytes(16)),)):
         answer = wire.LineageResponse(9, 1, 0, bytes(16), lineage)
         with pytest.raises(RemoteProtocolError):
@@ -478,7 +480,7 @@ def without_batches(one, first, last):
 
 
 @pytest.mark.parametrize("mark", [-1, 2])
-def test_what_a_replica_cannot_compare_is_cut_to_its_last_true_batch_and_copied(mark):
+def test_an_incomparable_tail_is_cut_to_the_last_true_batch_and_copied(mark):
     one, source = storage(*OLD, (3, [7]), mark=mark), storage(*OLD)
     without_batches(one, 3, 5)
     steps = walk(repair_of(one), one, source, Goal(5, source.chain))
@@ -506,7 +508,7 @@ def test_a_mark_within_a_batch_of_another_history_is_not_cut_through():
 def test_a_cut_that_cut_elsewhere_is_refused():
     one, source = storage(*OLD, (3, [7])), storage(*OLD)
     repair = repair_of(one)
-    while not isinstance(step := repair.next_step(Goal(5, source.chain), can_fill=somebody), Cut):
+    while not isinstance(step := repair.next_step(Goal(5, source.chain), can_fill=available), Cut):
         take(repair, one, source, step)
     with pytest.raises(RemoteProtocolError, match="expected the log to end at 5"):
         repair.cut(4, bytes(16), step)

@@ -24,7 +24,7 @@ def behind(bench, replica, *, batches=8):
 
 
 def run_until(bench, kind):
-    """Go on, one thing at a time, until a request of a kind is under way; return who has it."""
+    """Step until a request of a kind is under way; return the storage that has it."""
     while True:
         for name in bench.names:
             if any(isinstance(message, kind) for message in bench.requests.get(name, ())):
@@ -64,7 +64,7 @@ def test_the_source_is_marked_or_at_the_goal_and_whole():
     assert not bench.storages[A].disk.damaged
 
 
-def test_no_process_is_cut_to_fit_a_log_that_is_not_the_goal():
+def test_no_replica_is_cut_to_fit_a_log_that_is_not_the_goal():
     """The first replica has another history, the last one has lost its end."""
     bench = Bench()
     bench.open()
@@ -112,7 +112,7 @@ def test_a_source_that_does_not_answer_is_left_for_another():
 
 
 def answers_otherwise(bench, replica, kind, **fields):
-    """Let a storage do what it is asked, and tell something else of it."""
+    """Let a storage do what it is asked, and report something else."""
     real = bench.storages[replica].handle
 
     def handle(message):
@@ -123,7 +123,7 @@ def answers_otherwise(bench, replica, kind, **fields):
 
 
 @pytest.mark.parametrize("fields", [{"synced_max": 16}, {"synced_max": 14}, {"chain": bytes(16)}])
-def test_one_that_has_marked_another_log_is_not_ready(fields):
+def test_a_replica_with_a_mark_on_another_log_is_not_ready(fields):
     bench = Bench()
     behind(bench, C)
     answers_otherwise(bench, A, wire.SetLowWaterMark, **fields)
@@ -132,7 +132,7 @@ def test_one_that_has_marked_another_log_is_not_ready(fields):
     assert bench.store.readable_replicas == [B, C]
 
 
-def test_one_that_has_not_synced_what_was_copied_is_not_ready():
+def test_a_replica_with_an_unsynced_copy_is_not_ready():
     bench = Bench()
     behind(bench, C)
     answers_otherwise(bench, C, wire.AppendRaw, synced_max=2)
@@ -141,7 +141,7 @@ def test_one_that_has_not_synced_what_was_copied_is_not_ready():
     assert bench.store.readable_replicas == [A, B]
 
 
-def test_what_was_copied_from_a_source_with_other_batches_is_cut_and_copied_from_another():
+def test_a_copy_from_a_source_with_other_batches_is_cut_and_repeated():
     """That they are others shows at the end only: the first of them is on disk by then."""
     bench = Bench()
     behind(bench, C, batches=4)
@@ -180,8 +180,8 @@ def test_the_wanting_replica_is_lost_while_its_copy_is_under_way():
     assert bench.logs()[C] == bench.logs()[A]
 
 
-def test_a_goal_is_chosen_again_when_no_process_has_it_any_more():
-    """The only log at the mark is gone before anybody is marked: another credible one may do."""
+def test_a_goal_is_chosen_again_when_no_replica_has_it():
+    """The only log at the mark is lost before a replica is marked: another trusted one may do."""
     bench = Bench()
     behind(bench, C)
     while bench.store.session is None or bench.store.session.repairs.goal is None:
@@ -273,7 +273,7 @@ def test_a_marked_replica_that_cannot_be_repaired_stays():
     bench.reopen()
     bench.wait(100)
     bench.run()
-    # Nobody had it at first. One replica is made whole by hand, so the others can be mended.
+    # No replica had it at first. One is made whole by hand, so the others can be repaired.
     bench.storages[C].disk.damaged = set()
     bench.step(session_events.Checkpoint())
     bench.reopen()
@@ -285,8 +285,8 @@ def test_a_marked_replica_that_cannot_be_repaired_stays():
     assert B not in bench.store.readable_replicas or bench.reports("replica.repair_rejected")
 
 
-def refuses_mends(bench, replica):
-    """Let a replica refuse to be mended, until what is returned is set back."""
+def rejects_repairs(bench, replica):
+    """Let a replica reject repairs, until what is returned is set back."""
     storage = bench.storages[replica]
     real = storage.handle
 
@@ -301,7 +301,7 @@ def refuses_mends(bench, replica):
 
 
 def with_marks(*, above=3):
-    """Return a bench whose replicas have their marks at 5, and so many batches above them."""
+    """Return a bench whose replicas have their marks at 5, and N batches above them."""
     bench = Bench()
     bench.open()
     for _ in range(3):
@@ -319,31 +319,31 @@ def with_marks(*, above=3):
     return bench
 
 
-def test_what_lies_below_the_old_mark_and_cannot_be_repaired_holds_up_no_mark():
+def test_irreparable_damage_below_the_old_mark_holds_up_no_mark():
     bench = with_marks()
     bench.storages[B].disk.damaged = {1}
-    real = refuses_mends(bench, B)
+    real = rejects_repairs(bench, B)
     bench.step(session_events.Checkpoint())
     bench.reopen()
     assert bench.store.readable_replicas == [A, B, C]
     assert [one["replica"] for one in bench.reports("replica.repair_rejected")] == [B]
     assert not bench.reports("replica.rejected")
-    # It is tried again when the replica tells of it again.
+    # It is tried again when the replica reports it again.
     bench.storages[B].handle = real
-    tells_of_damage(bench, B)
+    reports_damage(bench, B)
     bench.run()
     assert not bench.storages[B].disk.damaged
 
 
-def test_what_lies_above_the_old_mark_is_repaired_from_another_source_before_the_mark():
+def test_damage_above_the_old_mark_is_repaired_before_the_mark_is_set():
     bench = with_marks()
     bench.storages[B].disk.damaged = {7}
-    real = refuses_mends(bench, B)
+    real = rejects_repairs(bench, B)
     bench.step(session_events.Checkpoint())
     bench.reopen()
     bench.wait(LIMITS.answer_ms_max // 2)
     bench.run()
-    # It was offered what each of the others has, and is not marked: nobody vouches for it.
+    # It was offered what each of the others has, and is not marked: no replica confirms it.
     assert len(bench.all_sent(wire.Repair, B)) == 2
     assert bench.all_sent(wire.RangeRaw, A)
     assert bench.all_sent(wire.RangeRaw, C)
@@ -360,15 +360,15 @@ def test_what_lies_above_the_old_mark_is_repaired_from_another_source_before_the
     assert bench.store.readable_replicas == [A, B, C]
 
 
-def test_damage_that_grew_while_a_repair_was_under_way_is_repaired_from_its_new_beginning():
+def test_damage_that_grew_during_a_repair_is_repaired_from_its_new_start():
     bench = with_marks()
     storage = bench.storages[B]
     storage.disk.damaged = {7}
     bench.step(session_events.Checkpoint())
     while run_until(bench, wire.Repair) != B:
         bench.deliver(B)
-    real = refuses_mends(bench, B)
-    tells_of_damage(bench, B, 6)
+    real = rejects_repairs(bench, B)
+    reports_damage(bench, B, 6)
     bench.deliver(B)
     storage.handle = real
     bench.run()
@@ -383,8 +383,8 @@ def test_damage_that_grew_while_a_repair_was_under_way_is_repaired_from_its_new_
 # damage that is found in a running session
 
 
-def tells_of_damage(bench, replica, *damaged):
-    """Let a replica find damage, and tell the owner of all that it knows."""
+def reports_damage(bench, replica, *damaged):
+    """Let a replica find damage, and report all that it knows to the owner."""
     storage = bench.storages[replica]
     storage.disk.damaged |= set(damaged)
     pairs = b"".join(bad.to_bytes(8, "big") * 2 for bad in sorted(storage.disk.damaged))
@@ -407,7 +407,7 @@ def running(*, batches=4):
 def test_damage_in_a_running_session_is_repaired_in_it():
     bench = running()
     session = bench.store.open_session
-    tells_of_damage(bench, B, 0, 5)
+    reports_damage(bench, B, 0, 5)
     bench.run()
     assert not bench.storages[B].disk.damaged
     assert bench.store.open_session == session
@@ -419,7 +419,7 @@ def test_damage_in_a_running_session_is_repaired_in_it():
 
 def test_appends_continue_while_damage_is_repaired():
     bench = running()
-    tells_of_damage(bench, B, 1)
+    reports_damage(bench, B, 1)
     last = bench.submit(2)
     assert [type(message) for message in bench.requests[B]] == [wire.AppendRaw]
     bench.run()
@@ -427,12 +427,12 @@ def test_appends_continue_while_damage_is_repaired():
     assert not bench.storages[B].disk.damaged
 
 
-def test_what_a_peer_has_not_synced_is_not_asked_of_it():
+def test_unsynced_records_are_not_requested_from_a_peer():
     bench = running()
     bench.silent = {A, C}
     last = bench.submit(2)
     bench.deliver(B)
-    tells_of_damage(bench, B, last)
+    reports_damage(bench, B, last)
     assert not bench.all_sent(wire.RangeRaw)
     bench.silent = set()
     bench.run()
@@ -442,9 +442,9 @@ def test_what_a_peer_has_not_synced_is_not_asked_of_it():
 
 def test_a_peer_with_the_same_damage_is_not_asked():
     bench = running()
-    tells_of_damage(bench, A, 3)
-    tells_of_damage(bench, B, 3)
-    tells_of_damage(bench, B, 3, 6)
+    reports_damage(bench, A, 3)
+    reports_damage(bench, B, 3)
+    reports_damage(bench, B, 3, 6)
     bench.run()
     assert {message.first for message in bench.all_sent(wire.RangeRaw, A)} == {6}
     assert not bench.storages[A].disk.damaged
@@ -454,14 +454,14 @@ def test_a_peer_with_the_same_damage_is_not_asked():
 def test_damage_that_all_replicas_have_hides_no_other():
     bench = running()
     for name in (A, B, C):
-        tells_of_damage(bench, name, 1)
-    tells_of_damage(bench, C, 1, 4)
+        reports_damage(bench, name, 1)
+    reports_damage(bench, C, 1, 4)
     bench.run()
     assert bench.storages[C].disk.damaged == {1}
     assert bench.store.open_session is not None
 
 
-def test_a_replica_that_reports_half_a_range_is_given_up():
+def test_a_replica_that_reports_half_a_range_is_abandoned():
     bench = running()
     session = bench.store.open_session
     bench.step(
@@ -470,7 +470,7 @@ def test_a_replica_that_reports_half_a_range_is_given_up():
     assert "pairs of IDs" in bench.reports("replica.rejected")[-1]["reason"]
 
 
-def test_one_that_reports_damage_before_it_was_asked_is_asked_for_all_of_it():
+def test_early_damage_reports_are_followed_by_a_full_request():
     bench = running()
     bench.step(session_events.Checkpoint())
     while not bench.requests.get(B):

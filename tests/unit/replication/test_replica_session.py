@@ -98,7 +98,7 @@ def test_a_marked_replica_does_not_come_back_into_the_session(one):
     assert one.is_tainted
 
 
-def test_closing_is_said_once_and_not_of_a_connection_that_is_gone(one, outbox):
+def test_closing_is_reported_once_and_not_for_a_lost_connection(one, outbox):
     connected(one)
     one.close()
     one.close()
@@ -142,7 +142,7 @@ def test_a_replica_is_behind_when_too_much_or_too_many_are_unanswered(outbox, li
 
 
 @pytest.mark.parametrize("synced_max", [0, 3, 99])
-def test_what_is_synced_must_have_been_sent(one, synced_max):
+def test_a_sync_answer_requires_a_sent_append(one, synced_max):
     marked(one)
     window = SessionWindow(-1, GENESIS_CHAIN)
     one.append_flight(window.add(make_batch(0, [1, 2], 7), 5, 1), 1)

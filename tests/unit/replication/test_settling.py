@@ -1,4 +1,4 @@
-"""Unit tests of `waltz_core.replication.settling`: which questions are asked, what they tell."""
+"""Unit tests of `waltz_core.replication.settling`: its requests, and what their answers show."""
 
 from types import SimpleNamespace
 
@@ -75,7 +75,7 @@ def test_an_answer_without_batches_is_refused():
     assert past.outcome is None
 
 
-def test_batches_that_were_made_up_do_not_say_that_a_session_wrote_nothing():
+def test_reconstructed_batches_do_not_prove_that_a_session_wrote_nothing():
     other = Replica()
     past, replica = settling(9, other, in_doubt=InDoubt(7, 3, 8))
     past.begin(0)
@@ -87,7 +87,7 @@ def test_batches_that_were_made_up_do_not_say_that_a_session_wrote_nothing():
     assert past.outcome == Settled(9, 8, 0)
 
 
-def test_no_process_is_left_who_has_the_batches():
+def test_no_replica_with_the_batches_is_left():
     past, replica = settling(5, unbroken=False)
     past.begin(0)
     with pytest.raises(errors.RemoteProtocolError, match="has lost the batches"):

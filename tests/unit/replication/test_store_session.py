@@ -31,7 +31,7 @@ def stage(bench, replica):
 # C to F: fence, decide, repair
 
 
-def test_everybody_is_fenced_first_with_session_nonce_and_identity():
+def test_all_replicas_are_fenced_first_with_session_nonce_and_identity():
     bench = Bench()
     del bench.storage_ids[C]
     bench.own()
@@ -63,7 +63,7 @@ def test_an_undecidable_session_waits_and_touches_nothing():
     bench.wait(3000)
     bench.run()
     assert bench.store.open_session is not None
-    assert bench.all_told(SessionOpened)[-1].high_water_mark == 0
+    assert bench.all_reported(SessionOpened)[-1].high_water_mark == 0
     assert not bench.storages[B].disk.suspect
 
 
@@ -109,7 +109,7 @@ def test_an_unacknowledged_tail_is_kept_when_a_voter_is_unknown_and_cut_when_not
         for name in sorted(set(bench.names) - set(down), reverse=True):
             bench.deliver(name) if bench.requests.get(name) else None
         bench.reopen()
-        opened = bench.all_told(SessionOpened)[-1]
+        opened = bench.all_reported(SessionOpened)[-1]
         assert opened.high_water_mark in (mark, 1)
         logs = bench.logs()
         assert logs[A] == logs[B]
@@ -155,7 +155,7 @@ def test_zookeeper_that_knows_nothing_of_a_batchs_session_is_not_trusted():
     bench.submit(3)
     bench.submit(3)
     for _ in range(2):
-        bench.deliver(C)  # nobody else gets these
+        bench.deliver(C)  # no other storage gets these
     restart(bench, down=[C])
     for name in (A, B):
         bench.requests.get(name, []).clear()
@@ -188,12 +188,12 @@ def test_a_replica_that_knows_a_later_session_is_in_none(monkeypatch, is_left_ou
         restart(bench, down=[C])
         bench.reopen()
     restart(bench)
-    tell = bench.storages[C]._prepare
+    prepare = bench.storages[C]._prepare
 
-    def tell_of_later(prefix, message):
-        return replace(tell(prefix, message), engaged_session=9)
+    def prepare_with_later_session(prefix, message):
+        return replace(prepare(prefix, message), engaged_session=9)
 
-    monkeypatch.setattr(bench.storages[C], "_prepare", tell_of_later)
+    monkeypatch.setattr(bench.storages[C], "_prepare", prepare_with_later_session)
     bench.step(session_events.TakeOwnership(2, bench.names))
     bench.run()
     bench.wait(LIMITS.grace_ms)
@@ -215,7 +215,7 @@ def test_a_replica_that_knows_a_later_session_is_in_none(monkeypatch, is_left_ou
         (errors.StorageIdMismatch("another"), LIMITS.rejected_retry_ms),
     ],
 )
-def test_one_that_has_not_known_its_assignment_is_asked_again_soon(monkeypatch, error, wait_ms):
+def test_a_storage_without_its_assignment_is_asked_again_soon(monkeypatch, error, wait_ms):
     def refuse(_prefix, _message):
         raise error
 
@@ -299,7 +299,7 @@ def test_damage_in_a_running_log_is_repaired_at_the_next_session():
     assert bench.store.readable_replicas == [A, B, C]
 
 
-def test_a_silent_storage_is_given_up_after_a_while_and_dialled_again():
+def test_a_silent_storage_times_out_and_is_dialed_again():
     bench = Bench()
     bench.open()
     bench.silent = {C}
@@ -368,7 +368,7 @@ def test_a_late_replica_may_be_slow_while_it_catches_up(step):
         bench.wait(LIMITS.answer_ms_max)
         bench.submit()
         bench.run()
-    # Were it given up, it could only come back into another session. So it is told how long.
+    # Were it abandoned, it could only return in another session. So it is asked to wait.
     assert bench.store.open_session == session
     (owing,) = bench.store.replica_waits_ms(bench.now_ms).items()
     assert owing == (C, 4 * LIMITS.answer_ms_max)
@@ -411,7 +411,7 @@ def test_the_loss_of_one_that_may_be_engaged_ends_the_session():
     assert isinstance(bench.questions[0], session_events.WriteMetadata)
     bench.lose(B)
     assert bench.reports("session.abandoned")
-    assert not bench.all_told(SessionOpened)
+    assert not bench.all_reported(SessionOpened)
     bench.reopen()
     assert bench.store.open_session == 1
 
@@ -420,7 +420,7 @@ def test_the_loss_of_one_that_may_be_engaged_ends_the_session():
 # J: the live log
 
 
-def test_a_slow_replica_holds_up_no_process_and_costs_bounded_memory():
+def test_a_slow_replica_costs_bounded_memory_and_no_time():
     bench = Bench()
     bench.open()
     bench.silent = {C}
@@ -436,7 +436,7 @@ def test_a_slow_replica_holds_up_no_process_and_costs_bounded_memory():
     bench.run()
     assert bench.logs()[C] == bench.logs()[A]
     assert any(message.whole_batches for message in bench.all_sent(wire.RangeRaw))
-    assert not bench.all_told(SessionClosed)
+    assert not bench.all_reported(SessionClosed)
 
 
 def test_a_replica_that_is_a_little_slow_is_fed_from_memory():
@@ -459,7 +459,7 @@ def test_a_refused_append_ends_the_session_and_keeps_the_replica_out_for_a_while
     bench.storages[C].fails_next_sync = True
     bench.submit()
     bench.run()
-    assert bench.all_told(SessionClosed)
+    assert bench.all_reported(SessionClosed)
     bench.reopen()
     bench.wait(100)
     bench.run()
@@ -491,8 +491,8 @@ def test_an_answer_that_cannot_be_is_the_end_of_the_replica(synced_max):
         message = bench.requests[A].popleft()
     answer = wire.Appended(0, message.sequence, 0, synced_max)
     bench.step(session_events.ReplicaAnswered(0, A, answer))
-    assert bench.all_told(SessionClosed)
-    assert not bench.all_told(Committed)
+    assert bench.all_reported(SessionClosed)
+    assert not bench.all_reported(Committed)
 
 
 @pytest.mark.parametrize(
@@ -508,7 +508,7 @@ def test_answers_to_nothing_are_the_end_of_the_connection(answer):
     bench.open()
     bench.submit()
     bench.step(session_events.ReplicaAnswered(0, A, answer))
-    assert "storage0:1" in bench.all_told(SessionClosed)[0].reason
+    assert "storage0:1" in bench.all_reported(SessionClosed)[0].reason
 
 
 @pytest.mark.parametrize(
@@ -519,21 +519,21 @@ def test_answers_to_nothing_are_the_end_of_the_connection(answer):
         session_events.ReplicaOpened(0, A),
     ],
 )
-def test_what_comes_of_an_older_session_is_dropped(late):
+def test_answers_of_an_older_session_are_dropped(late):
     bench = Bench()
     bench.open()
     restart(bench)
     bench.step(late)
     bench.ask_zookeeper()  # the claim
-    dialling = len(bench.told), len(bench.sent)
+    dialing = len(bench.reported), len(bench.sent)
     bench.step(late)
-    assert (len(bench.told), len(bench.sent)) == dialling
+    assert (len(bench.reported), len(bench.sent)) == dialing
     bench.reopen()
     bench.submit()
     bench.run()
-    running = len(bench.told), len(bench.sent)
+    running = len(bench.reported), len(bench.sent)
     bench.step(late)
-    assert (len(bench.told), len(bench.sent)) == running
+    assert (len(bench.reported), len(bench.sent)) == running
     assert bench.store.open_session == 1
     assert bench.store.readable_replicas == [A, B, C]
 
@@ -545,7 +545,7 @@ def test_a_storage_that_is_bound_to_a_later_session_ends_this_one():
     message = bench.requests[A].popleft()
     nack = wire.Nack(0, message.sequence, 0, errors.SessionFenced.code, 7, "bound to 7")
     bench.step(session_events.ReplicaAnswered(0, A, nack))
-    assert "bound to 7" in bench.all_told(SessionClosed)[0].reason
+    assert "bound to 7" in bench.all_reported(SessionClosed)[0].reason
     bench.wait(30)
     assert isinstance(bench.questions[0], session_events.ReadMetadata)
 
@@ -585,7 +585,7 @@ def test_a_disk_that_fails_in_the_fence_is_no_other_owner():
 
 
 def test_a_replica_that_is_bound_to_a_still_later_session_ends_this_one():
-    """It is known to be ahead of ZooKeeper; what it has promised since is somebody's session."""
+    """It is known to be ahead of ZooKeeper; its later promise is another owner's session."""
     bench = Bench()
     bench.open()
     bench.storages[A].disk.promised = 99
@@ -601,12 +601,12 @@ def test_a_replica_that_is_bound_to_a_still_later_session_ends_this_one():
         bench.storages[A].disk.promised = promised
         bench.deliver(A)
         assert (bench.store.session is None) == (promised == 100)
-    assert "bound to 100" in bench.all_told(SessionClosed)[-1].reason
-    assert bench.all_told(SessionClosed)[-1].session_id == session_id
+    assert "bound to 100" in bench.all_reported(SessionClosed)[-1].reason
+    assert bench.all_reported(SessionClosed)[-1].session_id == session_id
 
 
 def test_a_storage_that_takes_another_ones_name_is_not_trusted():
-    """It says who it is only in its answer; what it has is another replica's log, or none."""
+    """It identifies itself only in its answer; what it has is another replica's log, or none."""
     bench = Bench()
     bench.own()
     while not bench.requests.get(A):

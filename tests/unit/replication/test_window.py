@@ -55,7 +55,7 @@ def test_only_whole_batches_are_committed():
     assert window.oldest_ms is None
 
 
-def test_nothing_uncommitted_is_forgotten():
+def test_uncommitted_batches_are_kept():
     window = filled(1, 1, 1)
     window.commit(0)
     window.trim(99, 0, 9)
@@ -63,7 +63,7 @@ def test_nothing_uncommitted_is_forgotten():
     assert window.at(1) is not None
 
 
-def test_what_a_process_needs_is_kept_up_to_the_limit():
+def test_batches_for_late_replicas_are_kept_up_to_the_limit():
     window = filled(1, 1, 1)
     size = window.at(0).size_bytes
     window.commit(2)
@@ -93,7 +93,7 @@ def test_batches_that_are_kept_count_with_their_locks_and_by_their_number():
     assert window.first == 9, "nothing in flight is dropped"
 
 
-def test_what_is_in_flight_is_reported_in_order():
+def test_batches_in_flight_are_listed_in_order():
     window = filled(2, 1, 3)
     window.commit(1)
     assert [(batch.first, batch.last) for batch in window.uncommitted] == [(2, 2), (3, 5)]

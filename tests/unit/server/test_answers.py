@@ -1,4 +1,4 @@
-"""What clients are told, in the words of the original's messages and of ours."""
+"""What clients receive, in the words of the original's messages and of ours."""
 
 from waltz_core import errors
 from waltz_core.records.record import (
@@ -59,21 +59,21 @@ def test_a_mark_is_reported_in_the_words_of_the_question() -> None:
     identity = PartitionIdentity(PartitionId(3), 8, bytes(16))
     replicas = [ReplicaId("s:1")]
 
-    def told(message: ClientMessage) -> ClientMessage:
+    def answered(message: ClientMessage) -> ClientMessage:
         answer = answers.with_mark(ask(message), TransactionId(9), SessionId(2), replicas, identity)
         assert (answer.connection, answer.cost_bytes) == (A, 70)
         return answer.message
 
-    assert told(messages.FlushRequest(REQ)) == messages.FlushResponse(REQ, 9)
-    assert told(messages.HighWaterMarkRequest(REQ)) == messages.HighWaterMarkResponse(REQ, 9)
+    assert answered(messages.FlushRequest(REQ)) == messages.FlushResponse(REQ, 9)
+    assert answered(messages.HighWaterMarkRequest(REQ)) == messages.HighWaterMarkResponse(REQ, 9)
     asked = messages.ReplicasRequest(REQ, linearizable=False)
-    assert told(asked) == messages.ReplicasResponse(REQ, 2, 9, ("s:1",), bytes(16), 8)
+    assert answered(asked) == messages.ReplicasResponse(REQ, 2, 9, ("s:1",), bytes(16), 8)
 
 
 def test_a_writer_gets_its_limits_and_an_older_client_that_it_is_ready() -> None:
     limits = PartitionLimits(lock_slot_count=1009)
-    told = answers.mounted(ask(NEW_MOUNT), TransactionId(4), SessionId(2), limits).message
-    assert told == messages.Mounted(
+    answered = answers.mounted(ask(NEW_MOUNT), TransactionId(4), SessionId(2), limits).message
+    assert answered == messages.Mounted(
         REQ, 2, 4, limits.batch_rows_max, limits.batch_bytes_max, limits.connection_bytes_max
     )
     old = answers.mounted(ask(OLD_MOUNT), TransactionId(4), SessionId(2), limits).message

@@ -54,7 +54,7 @@ MIB = 1024 * 1024
 
 
 class World:
-    """A pipeline with a session and two mounted clients; commits what it is told to."""
+    """A pipeline with a session and two mounted clients; commits on request."""
 
     def __init__(self, limits: PartitionLimits | None = None, *, is_open: bool = True) -> None:
         self.mounts = Mounts(100)
@@ -134,7 +134,7 @@ class World:
         return req_id
 
     def share(self) -> None:
-        """Have the pace believe that a small request has met another client's large ones."""
+        """Make the pace assume that a small request has met another client's large ones."""
         self.pace.started(ConnectionId(99), self.now_ms)
         self.pace.forgotten()
         self.pace.small(B, self.now_ms)
@@ -194,10 +194,10 @@ def results(outcomes: Sequence[AppendOutcome]) -> dict[ReqId, list[tuple[int, Re
 
 
 def proved(world: World, outcomes: Sequence[AppendOutcome]) -> list[AppendOutcome]:
-    """Return what is told of the rows that are ahead, once the session is proven."""
+    """Return the answers for the rows that are ahead, once the session is proven."""
     found = [each.ticket for each in outcomes if isinstance(each, Ahead)]
-    told = [world.pipeline.answer_ahead(ticket, is_proved=True) for ticket in found]
-    return [each for outcomes in told for each in outcomes if isinstance(each, Answer)]
+    answers_ahead = [world.pipeline.answer_ahead(ticket, is_proved=True) for ticket in found]
+    return [each for outcomes in answers_ahead for each in outcomes if isinstance(each, Answer)]
 
 
 def faults(outcomes: Sequence[AppendOutcome]) -> list[int]:
@@ -232,7 +232,7 @@ def test_a_single_append_is_answered_when_it_is_committed_and_not_before() -> No
     assert world.pipeline.in_flight_bytes == 0
 
 
-def test_what_waits_together_goes_to_the_store_as_one_batch_in_fair_order() -> None:
+def test_waiting_appends_become_one_batch_in_fair_order() -> None:
     world = World()
     first = world.single(data=b"one")
     rows = world.batch([b"two", b"three"])
@@ -409,7 +409,7 @@ def test_a_row_that_is_too_large_is_not_in_the_log_and_enters_no_lock(
     }
 
 
-def test_what_comes_on_an_older_connection_after_the_mount_on_a_newer_one_is_refused() -> None:
+def test_appends_on_an_older_connection_are_refused_after_a_newer_mount() -> None:
     world = World()
     newer = ConnectionId(21)
     world.mounts.begin(BOB, newer, 2)
@@ -490,7 +490,7 @@ def test_a_full_queue_refuses_the_greedy_and_not_the_modest() -> None:
     assert world.pipeline.queued_bytes == 1100
 
 
-def test_what_arrives_after_an_append_without_room_does_not_overtake_it() -> None:
+def test_appends_do_not_overtake_one_that_waits_for_room() -> None:
     world = World(PartitionLimits(lock_slot_count=11, queue_bytes_max=1000), is_open=False)
     before = world.single(cost=600)
     without_room = world.single(cost=600)
@@ -543,7 +543,7 @@ def test_a_large_request_goes_alone() -> None:
     assert [batch.last - batch.first + 1 for batch in world.turns()] == [1, 1, 1]
 
 
-def test_while_small_ones_have_to_pass_large_ones_go_one_by_one_with_pauses() -> None:
+def test_large_requests_go_one_by_one_while_small_ones_wait() -> None:
     world = World()
     for _ in range(4):
         world.single(data=LARGE, cost=LARGE_BYTES)
@@ -570,7 +570,7 @@ def test_while_small_ones_have_to_pass_large_ones_go_one_by_one_with_pauses() ->
     assert len(world.turns()) == 1
 
 
-def test_large_ones_of_a_closed_session_hold_back_no_process() -> None:
+def test_large_ones_of_a_closed_session_hold_back_no_request() -> None:
     world = World()
     world.share()
     world.batch([bytes(PIECE_BYTES // 2)] * 3)
@@ -582,7 +582,7 @@ def test_large_ones_of_a_closed_session_hold_back_no_process() -> None:
     world.open(-1, settled=-1)
 
 
-def test_what_is_small_passes_a_large_one_that_waits_even_when_its_turn_comes_first() -> None:
+def test_small_requests_pass_a_waiting_large_one() -> None:
     world = World()
     world.share()
     world.batch([bytes(PIECE_BYTES // 2)] * 3)
@@ -636,7 +636,7 @@ def records_of(batches: Sequence[Batch]) -> list[tuple[int, bytes]]:
     return found
 
 
-def test_rows_keep_their_order_and_sequence_numbers_whatever_piece_they_are_in() -> None:
+def test_rows_keep_order_and_sequence_numbers_across_pieces() -> None:
     world = World()
     world.share()
     rows = [bytes((number,)) * (PIECE_BYTES * 3 // 4) for number in range(6)]
@@ -697,9 +697,9 @@ def test_a_mount_on_the_same_connection_takes_the_rest_with_it_too() -> None:
     world.mounts.begin(ALICE, A, 1)
     world.mounts.finish(ALICE, A)
     world.now_ms += PAUSE_MS_MAX
-    told = results(world.turn())[flood]
-    assert [reason for _, reason, _ in told[:done]] == [COMMITTED] * done
-    assert [reason for _, reason, _ in told[done:]] == [Reason.NOT_MOUNTED] * (4 - done)
+    answers_ahead = results(world.turn())[flood]
+    assert [reason for _, reason, _ in answers_ahead[:done]] == [COMMITTED] * done
+    assert [reason for _, reason, _ in answers_ahead[done:]] == [Reason.NOT_MOUNTED] * (4 - done)
 
 
 def test_rows_that_no_session_has_seen_go_into_the_next_one() -> None:
@@ -807,7 +807,7 @@ def test_a_barrier_waits_for_what_is_in_flight_only() -> None:
 # --- lost sessions
 
 
-def test_nothing_is_reported_at_the_end_of_a_session_but_all_of_it_when_settled() -> None:
+def test_outcomes_are_reported_when_settled_and_not_at_the_end_of_a_session() -> None:
     world = World()
     kept, lost = world.single(write=[1]), None
     world.turn()
@@ -831,7 +831,7 @@ def test_nothing_is_reported_at_the_end_of_a_session_but_all_of_it_when_settled(
 
 
 @pytest.mark.parametrize("unbroken", [True, False])
-def test_what_had_landed_by_the_end_of_a_session_is_kept_where_no_other_process_wrote(
+def test_committed_appends_of_an_ended_session_are_kept_without_another_writer(
     unbroken,
 ) -> None:
     """Otherwise its chain may be another one than the log's."""
@@ -860,7 +860,7 @@ def test_locks_of_lost_transactions_are_free_again_when_no_other_process_wrote()
     assert results(world.commit()) == {again: [(0, COMMITTED, -1)]}
 
 
-def test_what_was_lost_refuses_no_process_that_sends_it_again_though_others_got_in() -> None:
+def test_a_lost_append_does_not_refuse_its_retry_even_after_others() -> None:
     world = World()
     world.single(write=[1])
     world.turn()
@@ -950,7 +950,7 @@ def test_a_batch_carries_the_locks_of_all_its_transactions() -> None:
     assert batch.locks == b""
 
 
-def test_nothing_is_judged_before_the_lock_table_is_filled() -> None:
+def test_no_append_is_judged_before_the_lock_table_is_filled() -> None:
     world = World(is_open=False)
     world.open(5, unbroken=False)
     refill = world.pipeline.refill
@@ -967,7 +967,7 @@ def test_nothing_is_judged_before_the_lock_table_is_filled() -> None:
     assert (batch.first, batch.last, batch.locks) == (6, 6, struct.pack(">i", 1))
 
 
-def test_one_that_waits_for_the_lock_table_waits_no_longer_than_so() -> None:
+def test_the_wait_for_the_lock_table_is_limited() -> None:
     world = World(is_open=False)
     world.open(5, unbroken=False)
     world.pipeline.refill.query_locks(SessionId(1), (ReplicaId("s1:1"),), 0, holds=True)

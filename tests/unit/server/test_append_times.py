@@ -22,7 +22,7 @@ def test_a_storage_that_was_frozen_once_is_not_slow() -> None:
     assert times.recent(20_000) == [AppendTime(SLOW, 20, 2_000)]
 
 
-def test_what_is_older_than_the_window_is_forgotten() -> None:
+def test_times_older_than_the_window_are_forgotten() -> None:
     times = AppendTimes()
     times.add(SLOW, [500], 0)
     times.add(SLOW, [4], 30_000)

@@ -18,8 +18,8 @@ RATES = {0: 10_000.0, 1: 1_000.0, 2: 1_000.0, 3: 1_000.0}
 PACE = BalanceTimes(interval_ms=5, window_ms=100, cooldown_ms=3_600_000)
 
 
-async def balanced(zookeeper, *, servers, telling, sick=None):
-    """Return views and rounds of a cluster whose servers balance, those in `telling`.
+async def balanced(zookeeper, *, servers, reporting, sick=None):
+    """Return views and rounds of a cluster whose servers balance, those in `reporting`.
 
     The partitions of a server in `sick` do not open, so they cost it nothing.
     """
@@ -40,7 +40,7 @@ async def balanced(zookeeper, *, servers, telling, sick=None):
         rate = 0.0 if server_id in ill else 1.0
         return {partition: RATES[partition] * now * rate for partition in mine}
 
-    for server_id in telling:
+    for server_id in reporting:
         balancing = Balancing(
             server_id,
             by_server[server_id],
@@ -65,7 +65,7 @@ def owners(view):
 def test_the_lead_leaves_a_hot_partition_alone_on_its_server():
     async def story():
         inbox, looks, works = await balanced(
-            MemoryZooKeeper(asyncio.Event), servers=(1, 2), telling=(1, 2)
+            MemoryZooKeeper(asyncio.Event), servers=(1, 2), reporting=(1, 2)
         )
         async with asyncio.timeout(HANG_S), running(*works):
             await inbox.until(lambda view: owners(view) == {0: 1, 1: 1, 2: 2, 3: 2})
@@ -80,7 +80,7 @@ def test_the_lead_leaves_a_hot_partition_alone_on_its_server():
 def test_nothing_moves_to_a_server_that_reports_nothing():
     async def story():
         zookeeper = MemoryZooKeeper(asyncio.Event)
-        inbox, looks, works = await balanced(zookeeper, servers=(1, 2), telling=(1,))
+        inbox, looks, works = await balanced(zookeeper, servers=(1, 2), reporting=(1,))
         async with asyncio.timeout(HANG_S), running(*works):
             await inbox.until(lambda view: owners(view) == {0: 1, 1: 1, 2: 2, 3: 2})
             await some_rounds(looks)
@@ -95,7 +95,7 @@ def test_a_damaged_load_is_ignored_and_logged(caplog):
 
     async def story():
         zookeeper = MemoryZooKeeper(asyncio.Event)
-        inbox, looks, works = await balanced(zookeeper, servers=(1, 2), telling=(1,))
+        inbox, looks, works = await balanced(zookeeper, servers=(1, 2), reporting=(1,))
         nodes = zookeeper.coordinator(ROOT).loads._nodes
         damaged = b'{"format":1,"loads":{"2":[%d,1]}}' % 10**400
         await nodes.put_ephemeral(nodes.paths.load(2), damaged, nodes.paths.loads)
@@ -111,7 +111,7 @@ def test_nothing_moves_to_a_server_that_is_idle_as_it_cannot_serve():
     async def story():
         sick = {2}
         zookeeper = MemoryZooKeeper(asyncio.Event)
-        inbox, looks, works = await balanced(zookeeper, servers=(1, 2), telling=(1, 2), sick=sick)
+        inbox, looks, works = await balanced(zookeeper, servers=(1, 2), reporting=(1, 2), sick=sick)
         async with asyncio.timeout(HANG_S), running(*works):
             await inbox.until(lambda view: owners(view) == {0: 1, 1: 1, 2: 2, 3: 2})
             await some_rounds(looks)
@@ -148,7 +148,7 @@ def shows(*servers, is_settled=True):
 
 
 @pytest.mark.parametrize("between", [shows(1, 2, is_settled=False), shows(0, 1, 2), shows(1, 2, 3)])
-def test_nothing_has_lasted_when_servers_have_come_or_gone_or_another_one_led(monkeypatch, between):
+def test_a_change_of_servers_or_lead_restarts_the_observation(monkeypatch, between):
     called, now_ms = [], 0
     monkeypatch.setattr("waltz_core.server.process.balancing.loop_clock_ms", lambda: now_ms)
     monkeypatch.setattr(Balancer, "reset_history", lambda _: called.append("away"))

@@ -71,7 +71,7 @@ def test_a_range_over_several_batches() -> None:
 
 
 @pytest.mark.parametrize(("first", "last"), [(0, 99), (4, 4), (13, 20)])
-def test_what_is_not_held_is_a_miss(first: int, last: int) -> None:
+def test_an_absent_range_is_a_miss(first: int, last: int) -> None:
     cache = cache_of((5, 7), (8, 12))
     assert read(cache, first, last) == []
     assert (cache.hits, cache.misses) == (0, 1)
@@ -98,7 +98,7 @@ def test_bytes_max_is_kept_but_for_the_first_record(bytes_max: int, expected: li
     assert numbers(read(cache_of((5, 7), (8, 12)), 6, 12, bytes_max)) == expected
 
 
-def test_nothing_is_copied() -> None:
+def test_cached_ranges_are_not_copied() -> None:
     cache = TransactionCache(CacheBudget(1 << 20))
     records = bytearray(record(0) + record(1))
     cache.put(entry(0, 1), np.full(2, RECORD_BYTES), memoryview(records))

@@ -74,7 +74,7 @@ class Backend:
 
 
 @on_loop
-async def test_nothing_more_is_taken_from_a_client_that_does_not_read():
+async def test_a_client_that_does_not_read_is_paused():
     backend, link = Backend(), Link()
     clients = Clients(backend, LIMITS, None, Metrics("server"))
     clients.accept(link)
@@ -106,5 +106,5 @@ async def test_checks_of_the_storages_do_not_multiply():
         await until(lambda: backend.check_count)
         backend.may_end.set()
     assert backend.check_count == 1
-    told = [CheckConnectivityResponse(each, (("s:1", True),)) for each in ids]
-    assert [link.sent for link in links] == [told, told]
+    answers = [CheckConnectivityResponse(each, (("s:1", True),)) for each in ids]
+    assert [link.sent for link in links] == [answers, answers]

@@ -31,7 +31,7 @@ def test_a_flush_waits_for_what_came_before_it_and_for_nothing_else():
     assert completions.flush(4) == [Reached(4)]
 
 
-def test_what_is_abandoned_lets_all_flushes_go():
+def test_abandoning_answers_all_flushes():
     completions = Completions(World().mounts, AppendCounters())
     ticket_of(completions)
     completions.flush(1)
@@ -69,8 +69,8 @@ def test_without_a_proof_that_it_is_ahead_a_client_has_to_mount_again():
     world = World()
     ahead = world.single(mark=9)
     (found,) = [each for each in world.turn() if isinstance(each, Ahead)]
-    told = world.pipeline.answer_ahead(found.ticket, is_proved=False)
-    assert results(told) == {ahead: [(-1, Reason.NOT_MOUNTED, -1)]}
+    answered = world.pipeline.answer_ahead(found.ticket, is_proved=False)
+    assert results(answered) == {ahead: [(-1, Reason.NOT_MOUNTED, -1)]}
     behind = world.single()
     assert results(world.turn()) == {behind: [(-1, Reason.NOT_MOUNTED, -1)]}
 

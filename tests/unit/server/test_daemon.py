@@ -28,7 +28,7 @@ def test_lock_tables_share_a_budget() -> None:
     assert many.lock_slot_count * 8 * 1_000 <= config().lock_table_bytes_max
 
 
-def test_what_is_joined_in_one_turn_fits_into_a_frame_to_a_storage() -> None:
+def test_appends_joined_in_one_turn_fit_into_one_storage_frame() -> None:
     for batch_bytes in (5 * MIB, 8 * MIB, 12 * MIB):
         limits = limits_of(config(batch_bytes_max=batch_bytes, batch_rows_max=1_000_000), 4)
         rows = limits.batch_rows_max + limits.slice_rows_max
@@ -49,7 +49,7 @@ def test_settings_reach_replication() -> None:
 
 
 class Handing:
-    """A coordinator of whom servers only want to hand over; each hand-over waits for `go`."""
+    """A coordinator that only records hand-overs; each hand-over waits for `go`."""
 
     def __init__(self, *, is_taken: bool = True) -> None:
         self.go, self.asked, self.at_once = asyncio.Event(), list[int](), 0
@@ -103,7 +103,7 @@ def test_partitions_are_handed_over_one_by_one_and_only_while_they_are_released(
             asked = [tasks.create_task(server._hand_over(each, 1)) for each in range(4)]
             await turns()
             assert coordinator.asked == [0]
-            # Meanwhile one has begun anew, and one has moved away.
+            # Meanwhile one has begun again, and one has moved away.
             server.hosts[1].partition.is_owned = True
             del server.hosts[2]
             coordinator.go.set()
@@ -113,7 +113,7 @@ def test_partitions_are_handed_over_one_by_one_and_only_while_they_are_released(
     asyncio.run(story())
 
 
-def test_a_partition_is_handed_over_once_in_a_while_and_again_when_no_process_took_it() -> None:
+def test_a_partition_is_handed_over_rarely_and_again_if_not_taken() -> None:
     async def story() -> None:
         coordinator = Handing()
         coordinator.go.set()
@@ -131,7 +131,7 @@ def test_a_partition_is_handed_over_once_in_a_while_and_again_when_no_process_to
     asyncio.run(story())
 
 
-def test_what_was_handed_over_is_preferred_again_when_its_storages_answer(
+def test_a_handed_over_partition_is_preferred_again_when_its_storages_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def story() -> None:
@@ -146,7 +146,7 @@ def test_what_was_handed_over_is_preferred_again_when_its_storages_answer(
         server.check_connectivity = check  # type: ignore[method-assign]
         await server.prefer([PartitionId(1), PartitionId(0)], [])
         assert await server._hand_over(PartitionId(0), Generation(1))
-        # Somebody asks for another one meanwhile: the sick one is not preferred by that.
+        # A command asks for another one meanwhile: the sick one is not preferred by that.
         await server.prefer([PartitionId(3)], [])
         looking = asyncio.get_running_loop().create_task(server._run_preference_restore())
         for _ in range(3):
@@ -162,7 +162,7 @@ def test_what_was_handed_over_is_preferred_again_when_its_storages_answer(
     asyncio.run(story())
 
 
-def test_what_no_process_wants_any_more_is_not_preferred_again(
+def test_a_preference_that_was_removed_is_not_restored(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def story() -> None:
@@ -170,7 +170,7 @@ def test_what_no_process_wants_any_more_is_not_preferred_again(
         looked = asyncio.Event()
 
         async def check() -> list[tuple[str, bool]]:
-            # While the storages are asked, somebody takes the preference back.
+            # While the storages are asked, a command takes the preference back.
             await server.prefer([], [PartitionId(0)])
             looked.set()
             return [(str(each), True) for each in STORAGES]
@@ -187,7 +187,7 @@ def test_what_no_process_wants_any_more_is_not_preferred_again(
     asyncio.run(story())
 
 
-def test_one_that_is_cancelled_while_handing_over_holds_up_no_process() -> None:
+def test_a_cancelled_hand_over_holds_up_no_other() -> None:
     async def story() -> None:
         coordinator = Handing()
         server = server_of(coordinator, 0, 1)

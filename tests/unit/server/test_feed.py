@@ -169,7 +169,7 @@ def test_a_congested_client_costs_nothing_and_others_continue() -> None:
     assert each.lag_max() == 0
 
 
-def test_nothing_is_kept_of_a_congested_client_that_is_gone() -> None:
+def test_state_of_a_disconnected_congested_client_is_dropped() -> None:
     each = feed(-1)
     for _ in range(2):
         mount(each, 1, -1, -1)
@@ -201,7 +201,7 @@ def test_the_lag_is_that_of_the_slowest_client_that_is_mounted() -> None:
     assert each.lag_max() == 0
 
 
-def test_what_is_forgotten_is_fetched_and_sent_to_all_who_stand_there() -> None:
+def test_evicted_headers_are_fetched_once_for_all_clients_at_that_mark() -> None:
     each = feed(30, remembered_from=20)
     for client in (1, 2):
         mount(each, client, 4, 30)
@@ -223,13 +223,13 @@ def test_a_fetched_stretch_is_cut_to_what_was_promised(chain_at: int) -> None:
     (frame, reached) = each.fetched(stretch)
     assert isinstance(frame, Answer)
     assert isinstance(frame.message, FeedBatch)
-    told = (6, CHAIN) if chain_at == 6 else (BEFORE_FIRST, GENESIS_CHAIN)
+    expected = (6, CHAIN) if chain_at == 6 else (BEFORE_FIRST, GENESIS_CHAIN)
     assert frame.message.count == 2
-    assert (frame.message.chain_at, frame.message.chain) == told
+    assert (frame.message.chain_at, frame.message.chain) == expected
     assert isinstance(reached, MountReached)
 
 
-def test_what_comes_for_a_client_that_left_is_for_no_process() -> None:
+def test_an_answer_for_a_disconnected_client_is_dropped() -> None:
     each = feed(30, remembered_from=20)
     mount(each, 1, 4, 30)
     each.turn()
@@ -238,7 +238,7 @@ def test_what_comes_for_a_client_that_left_is_for_no_process() -> None:
     assert each.count == 0
 
 
-def test_giving_up_returns_who_still_waits() -> None:
+def test_abandoning_returns_the_waiting_requests() -> None:
     each = feed(4)
     mount(each, 1, -1, 4)
     mount(each, 2, 4, 4)
@@ -315,7 +315,7 @@ def test_a_filter_takes_headers_out_and_covers_everything() -> None:
     assert isinstance(sent[-1], MountReached)
 
 
-def test_what_passes_as_a_whole_is_sent_as_it_is() -> None:
+def test_a_batch_that_passes_the_filter_is_sent_unchanged() -> None:
     each = feed(4)
     filtered(each, 1, 1, 4, 2, 3, 4, 99)
     assert picked(turns(each)) == [(2, 3, [2, 3, 4], b"")]

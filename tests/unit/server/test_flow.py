@@ -1,4 +1,4 @@
-"""Who is read from and who waits: counts, bytes, slow takers of answers, and the memory limit."""
+"""Which connections are read and which wait: counts, bytes, slow readers, and the memory limit."""
 
 import pytest
 
@@ -34,7 +34,7 @@ def batch(size: int) -> AppendBatch:
     return AppendBatch(REQ, -1, bytes(size), 0)
 
 
-def test_what_is_over_the_count_waits_and_stops_the_reading() -> None:
+def test_requests_over_the_count_wait_and_pause_reading() -> None:
     each = flow(count=2)
     each.receive(A, [FlushRequest(REQ)] * 3)
     assert len(each.admit(A)) == 2
@@ -46,7 +46,7 @@ def test_what_is_over_the_count_waits_and_stops_the_reading() -> None:
     assert each.in_flight_count(A) == 2
 
 
-def test_what_is_over_the_bytes_waits() -> None:
+def test_requests_over_the_bytes_wait() -> None:
     each = flow(in_flight_bytes=1_000)
     each.receive(A, [batch(800), batch(800), batch(800)])
     (first,) = each.admit(A)
@@ -67,7 +67,7 @@ def test_a_range_counts_for_its_answer_and_takes_half_of_the_bytes_at_most() -> 
     assert len(each.admit(A)) == 1
 
 
-def test_one_that_does_not_take_answers_is_not_worked_for() -> None:
+def test_a_connection_that_does_not_read_answers_gets_no_work() -> None:
     each = flow()
     each.backlog(A, 5_000, is_congested=True)
     each.receive(A, [batch(10)])
@@ -129,7 +129,7 @@ def test_several_are_stopped_when_one_does_not_hold_enough() -> None:
         lambda many: AddPreferredRequest(REQ, many),
     ],
 )
-def test_what_becomes_many_numbers_counts_for_all_of_them(request_of) -> None:
+def test_compressed_numbers_count_with_their_full_size(request_of) -> None:
     """A frame of 256 KiB takes ten times that as numbers of Python."""
     each = flow(in_flight_bytes=1 << 20)
     each.receive(A, [request_of(tuple(range(ENTRIES_MAX)))] * 2)

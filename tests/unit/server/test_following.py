@@ -1,4 +1,4 @@
-"""Authors who follow what is in flight: what they are told, what is let in, what is not."""
+"""Authors that follow what is in flight: what they receive, what is let in, what is not."""
 
 import zlib
 
@@ -29,7 +29,7 @@ HOT, COLD = 5, 6
 
 
 class Authors(World):
-    """A pipeline, and authors who follow."""
+    """A pipeline, and authors that follow."""
 
     def follow(
         self,
@@ -52,12 +52,12 @@ class Authors(World):
         return req_id
 
     def after(self, mark: int, **more) -> ReqId:
-        """An author who was told of everything up to a mark in the session of now."""
+        """An author that has received everything up to a mark in the current session."""
         return self.follow(mark=mark, session=self.session, **more)
 
 
-def told(outcomes) -> dict[ReqId, list[int]]:
-    """Return the ids that each author was told."""
+def predecessor_ids(outcomes) -> dict[ReqId, list[int]]:
+    """Return the IDs that each author received."""
     return {
         each.message.req_id: [
             record.transaction_id
@@ -94,11 +94,11 @@ def test_a_writer_gets_its_predecessors_in_flight_and_may_follow_them():
     assert results(world.commit()) == {behind: [(1, COMMITTED, -1)]}
 
 
-def test_what_is_gathered_goes_in_one_batch_when_what_is_in_flight_has_landed():
+def test_gathered_appends_become_one_batch_after_those_in_flight():
     world, _ = in_flight()
     for number in range(3):
         world.follow(BOB)
-        assert told(world.turn())
+        assert predecessor_ids(world.turn())
         world.after(number, client=BOB)
         world.turn()
     assert len(world.submitted) == 1
@@ -116,7 +116,7 @@ def test_no_more_is_gathered_than_a_slice():
     world.turn()
     for number in range(3):
         world.follow(BOB)
-        assert told(world.turn())
+        assert predecessor_ids(world.turn())
         assert len(world.submitted) == 1
         world.after(number, client=BOB, data=bytes(2_000))
         world.turn()
@@ -124,7 +124,7 @@ def test_no_more_is_gathered_than_a_slice():
     assert (batch.first, batch.last) == (1, 3)
 
 
-def test_a_barrier_waits_for_what_is_gathered_as_for_what_is_in_flight():
+def test_a_barrier_waits_for_gathered_appends_as_for_those_in_flight():
     world, _ = in_flight()
     world.after(0, client=BOB)
     world.turn()
@@ -134,13 +134,13 @@ def test_a_barrier_waits_for_what_is_gathered_as_for_what_is_in_flight():
     assert Reached(1) in world.commit()
 
 
-def test_while_authors_wait_what_was_gathered_goes_some_time_after_the_batch_before_it():
+def test_while_authors_wait_gathered_appends_are_sent_after_a_pause():
     world, _ = in_flight()
     world.follow(BOB)
-    assert told(world.turn())
-    world.follow(BOB)  # waits until the one who was told has come, or does not come
+    assert predecessor_ids(world.turn())
+    world.follow(BOB)  # waits until the notified one has come, or does not come
     world.after(0)
-    assert told(world.turn())
+    assert predecessor_ids(world.turn())
     world.follow(BOB)
     world.turn()
     assert len(world.submitted) == 1
@@ -155,7 +155,7 @@ def test_while_authors_wait_what_was_gathered_goes_some_time_after_the_batch_bef
     assert world.now_ms > began_ms
 
 
-def test_what_does_not_follow_takes_what_was_gathered_with_it():
+def test_an_independent_append_submits_the_gathered_ones():
     world, _ = in_flight()
     world.follow(BOB)
     world.turn()
@@ -176,24 +176,24 @@ def test_all_of_its_locks_above_its_mark_and_nothing_else_is_reported():
     world.commit()
     world.single(append=[8])
     world.turn()
-    assert told_of(world, write=[HOT]) == [1, 3]
-    assert told_of(world, write=[9], read=[8, 7]) == [2, 4]
-    assert told_of(world, write=[HOT], mark=1) == [3]
-    assert told_of(world, write=[HOT, COLD], mark=3) is None  # it is let in
+    assert predecessor_ids_for(world, write=[HOT]) == [1, 3]
+    assert predecessor_ids_for(world, write=[9], read=[8, 7]) == [2, 4]
+    assert predecessor_ids_for(world, write=[HOT], mark=1) == [3]
+    assert predecessor_ids_for(world, write=[HOT, COLD], mark=3) is None  # it is let in
 
 
-def told_of(world: Authors, **asked) -> list[int] | None:
+def predecessor_ids_for(world: Authors, **asked) -> list[int] | None:
     req_id = world.follow(BOB, **asked)
     out = world.turn()
-    world.now_ms += HELD_MS_MAX  # nobody is expected back any more
-    return told([*out, *world.turn()]).get(req_id)
+    world.now_ms += HELD_MS_MAX  # no author is expected back any more
+    return predecessor_ids([*out, *world.turn()]).get(req_id)
 
 
 def test_rows_of_batches_are_no_predecessors():
     world, winner = in_flight()
     world.batch([b"a", b"b"], write=[[COLD], [9]])
     world.turn()
-    assert told_of(world, write=[HOT]) == [0]
+    assert predecessor_ids_for(world, write=[HOT]) == [0]
     waiting = world.follow(BOB, write=[COLD])
     assert world.turn() == []
     out = world.commit()
@@ -212,10 +212,10 @@ def test_too_much_is_not_reported(name, monkeypatch):
     assert results(world.commit())[waiting] == [(-1, LOCK, 1)]
 
 
-def test_one_that_asks_for_many_locks_is_not_reported():
+def test_predecessors_for_too_many_locks_are_not_returned():
     world, _ = in_flight()
     most = following.PREDECESSORS_LOCKS_MAX
-    assert told_of(world, write=range(HOT, HOT + most)) == [0]
+    assert predecessor_ids_for(world, write=range(HOT, HOT + most)) == [0]
     waiting = world.follow(BOB, write=range(HOT, HOT + most), read=[100])
     assert world.turn() == []
     assert results(world.commit())[waiting] == [(-1, LOCK, 0)]
@@ -230,12 +230,12 @@ def test_many_locks_are_not_remembered_for_long(monkeypatch):
     world.turn()
     for _ in range(3):
         world.commit()
-    assert told_of(world, write=[500], mark=1) == [2]
+    assert predecessor_ids_for(world, write=[500], mark=1) == [2]
     late = world.follow(BOB)
     assert results(world.turn())[late] == [(-1, LOCK, 0)]
 
 
-def test_what_is_not_remembered_any_more_is_not_reported(monkeypatch):
+def test_forgotten_predecessors_are_not_returned(monkeypatch):
     monkeypatch.setattr(following, "REMEMBERED_COUNT_MAX", 2)
     world, _ = in_flight()
     for _ in range(2):
@@ -244,35 +244,35 @@ def test_what_is_not_remembered_any_more_is_not_reported(monkeypatch):
     world.commit()
     late = world.follow(BOB, mark=-1)
     assert results(world.turn())[late] == [(-1, LOCK, 2)]
-    assert told_of(world, mark=0) == [1, 2]
+    assert predecessor_ids_for(world, mark=0) == [1, 2]
 
 
 def test_one_is_reported_at_each_admission_and_the_others_wait():
     world, _ = in_flight()
     losers = [world.follow(BOB if i % 2 else ALICE) for i in range(3)]
-    assert list(told(world.turn())) == losers[:1]
+    assert list(predecessor_ids(world.turn())) == losers[:1]
     for number, loser in enumerate(losers[1:]):
         world.after(number)
-        assert told(world.turn()) == {loser: list(range(number + 2))}
+        assert predecessor_ids(world.turn()) == {loser: list(range(number + 2))}
 
 
-def test_when_no_process_comes_the_next_is_reported_after_a_while():
+def test_if_a_notified_writer_does_not_return_the_next_is_notified():
     world, _ = in_flight()
     losers = [world.follow(), world.follow()]
-    assert list(told(world.turn())) == losers[:1]
+    assert list(predecessor_ids(world.turn())) == losers[:1]
     at_ms = world.pipeline.turn_at_ms(world.now_ms)
     assert at_ms == world.now_ms + NOTIFY_MS_MIN
     world.now_ms = at_ms
-    assert list(told(world.turn())) == losers[1:]
+    assert list(predecessor_ids(world.turn())) == losers[1:]
     world.now_ms += HELD_MS_MAX
     world.turn()
     assert world.pipeline.turn_at_ms(world.now_ms) is None
 
 
-def test_what_was_reported_in_another_session_is_not_followed():
+def test_predecessors_of_another_session_are_not_followed():
     world, winner = in_flight()
     world.follow(BOB)
-    assert told(world.turn())
+    assert predecessor_ids(world.turn())
     session = world.session
     world.pipeline.closed()
     assert results(world.open(-1, settled=-1)) == {winner: [(-1, LOST, -1)]}
@@ -289,7 +289,7 @@ def test_what_was_reported_in_another_session_is_not_followed():
     assert results(world.turn()) == {stale: [(-1, LOCK, 0)]}
 
 
-def test_a_session_whose_number_is_not_new_is_no_processes_to_follow():
+def test_a_session_with_an_old_number_is_not_followed():
     world, _ = in_flight()
     world.pipeline.closed()
     world.session -= 1  # as when ZooKeeper's data were put back
@@ -303,17 +303,17 @@ def test_a_session_whose_number_is_not_new_is_no_processes_to_follow():
     assert results(world.commit())[waiting] == [(-1, LOCK, 0)]
 
 
-def test_no_process_follows_what_was_never_admitted():
+def test_rejected_appends_cannot_be_followed():
     world, _ = in_flight()
     beyond = world.after(1)
     assert results(world.turn()) == {beyond: [(-1, LOCK, -1)]}
 
 
-def test_what_follows_is_refused_for_what_has_come_since():
+def test_a_dependent_append_is_refused_for_later_conflicts():
     world, _ = in_flight()
     world.after(0, client=BOB)
     late = world.after(0, client=BOB)
-    assert told(world.turn()) == {late: [1]}
+    assert predecessor_ids(world.turn()) == {late: [1]}
 
 
 def test_a_conflict_in_flight_without_predecessors_is_answered_when_it_is_final():
@@ -334,7 +334,7 @@ def test_appends_in_flight_are_not_in_the_log_for_a_client_without_an_answer():
     assert not world.pipeline.in_flight_bytes
 
 
-def test_what_was_gathered_is_lost_with_its_session():
+def test_gathered_appends_are_lost_with_their_session():
     world, winner = in_flight()
     behind = world.after(0, client=BOB)
     world.turn()
@@ -348,7 +348,7 @@ def test_what_was_gathered_is_lost_with_its_session():
     assert world.submitted[-1].last == 0
 
 
-def test_what_was_gathered_is_lost_even_if_others_have_written_so_far():
+def test_gathered_appends_are_lost_even_after_foreign_writes():
     world, winner = in_flight()
     behind = world.after(0, client=BOB)
     world.turn()
@@ -357,20 +357,20 @@ def test_what_was_gathered_is_lost_even_if_others_have_written_so_far():
     assert results(out) == {winner: [(0, COMMITTED, -1)], behind: [(-1, LOST, -1)]}
 
 
-def test_what_was_gathered_was_never_submitted_when_the_partition_goes():
+def test_gathered_appends_of_an_abandoned_partition_were_never_submitted():
     world, winner = in_flight()
     behind = world.after(0, client=BOB)
     waiting = [world.follow(BOB), world.follow(BOB)]
-    assert list(told(world.turn())) == waiting[:1]
+    assert list(predecessor_ids(world.turn())) == waiting[:1]
     queued, doubtful, _ = world.pipeline.abandon()
     assert {each.req_id for each in queued} == {behind, waiting[1]}
     assert [each.req_id for each in doubtful] == [winner]
 
 
-def test_one_that_waits_notices_the_end_of_the_session_and_no_process_of_a_closed_connection():
+def test_a_waiting_author_is_answered_at_the_end_of_the_session_unless_it_disconnected():
     world, _ = in_flight()
     waiting = [world.follow(), world.follow(BOB), world.follow()]
-    assert list(told(world.turn())) == waiting[:1]
+    assert list(predecessor_ids(world.turn())) == waiting[:1]
     world.pipeline.close(B)
     assert results(world.pipeline.closed()) == {waiting[2]: [(-1, LOCK, -1)]}
 
@@ -403,7 +403,7 @@ def gathered_while_another_waits() -> Authors:
     return world
 
 
-def test_what_was_gathered_does_not_wait_for_more_when_the_session_is_to_end():
+def test_gathered_appends_do_not_wait_when_the_session_must_end():
     world = gathered_while_another_waits()
     world.pipeline.hold()
     assert world.wants_turn
@@ -411,7 +411,7 @@ def test_what_was_gathered_does_not_wait_for_more_when_the_session_is_to_end():
     assert [batch.last for batch in world.submitted] == [0, 1]
 
 
-def test_what_was_gathered_is_not_submitted_when_the_session_has_ended():
+def test_gathered_appends_are_not_submitted_after_the_session():
     world = gathered_while_another_waits()
     world.pipeline.closed()
     world.now_ms += GATHER_MS
@@ -420,7 +420,7 @@ def test_what_was_gathered_is_not_submitted_when_the_session_has_ended():
     assert [batch.last for batch in world.submitted] == [0]
 
 
-def test_what_follows_does_not_overtake_what_was_sent_before_it():
+def test_a_dependent_append_does_not_overtake_earlier_ones():
     world, winner = in_flight()
     world.commit()
     first, second = world.single(mark=0, write=(COLD,)), world.follow(mark=0)
@@ -432,7 +432,7 @@ def test_what_follows_does_not_overtake_what_was_sent_before_it():
     assert winner != first
 
 
-def test_nothing_of_a_lost_session_is_reported_in_the_next_one():
+def test_predecessors_of_a_lost_session_are_not_returned_in_the_next():
     world, winner = in_flight()
     world.pipeline.closed()
     assert results(world.open(-1)) == {winner: [(-1, LOST, -1)]}
@@ -456,7 +456,7 @@ def test_the_reported_record_is_that_of_the_admitted_row_not_of_the_rejected_one
     assert (found.transaction_id, found.req_id, found.data) == (1, cold, b"cold")
 
 
-def test_one_that_does_not_ask_is_reported_nothing_new():
+def test_a_connection_that_did_not_ask_gets_no_notices():
     world, _ = in_flight()
     waiting = world.single(BOB, write=[HOT])
     assert world.turn() == []

@@ -1,4 +1,4 @@
-"""What a partition tells the metrics, and when it is owned again."""
+"""What a partition reports to the metrics, and when it is owned again."""
 
 from random import Random
 from types import SimpleNamespace
@@ -19,10 +19,10 @@ A_REPLICA = ReplicaId("10.0.0.1:5280")
 
 
 def test_the_feed_that_is_furthest_behind_is_reported() -> None:
-    world, metrics, told = World(), Metrics("server"), _PublishedCounters()
+    world, metrics, shown = World(), Metrics("server"), _PublishedCounters()
 
     def lag() -> float:
-        told.publish(PartitionId(0), world.partition, metrics)
+        shown.publish(PartitionId(0), world.partition, metrics)
         return metrics.value("waltz_server_feed_lag_transactions", partition=0)
 
     world.open()
@@ -34,38 +34,38 @@ def test_the_feed_that_is_furthest_behind_is_reported() -> None:
 
 
 class Counted(Metrics):
-    """Metrics that count how often they are told something."""
+    """Metrics that count how often they are updated."""
 
-    told_count = 0
+    update_count = 0
 
     def set(self, name: str, value: float, **labels: str | int) -> None:
-        self.told_count += 1
+        self.update_count += 1
         super().set(name, value, **labels)
 
     def add(self, name: str, amount: float = 1, **labels: str | int) -> None:
-        self.told_count += 1
+        self.update_count += 1
         super().add(name, amount, **labels)
 
 
-def test_what_is_as_it_was_is_not_reported_again() -> None:
-    world, metrics, told = World(), Counted("server"), _PublishedCounters()
+def test_unchanged_figures_are_not_reported_again() -> None:
+    world, metrics, shown = World(), Counted("server"), _PublishedCounters()
     world.open()
     world.mount(ALICE, A, feed=True)
-    told.publish(PartitionId(0), world.partition, metrics)
-    before = metrics.told_count
+    shown.publish(PartitionId(0), world.partition, metrics)
+    before = metrics.update_count
     assert metrics.value("waltz_server_store_session", partition=0) > 0
-    told.publish(PartitionId(0), world.partition, metrics)
-    assert metrics.told_count == before
+    shown.publish(PartitionId(0), world.partition, metrics)
+    assert metrics.update_count == before
     world.fill(7)
-    told.publish(PartitionId(0), world.partition, metrics)
+    shown.publish(PartitionId(0), world.partition, metrics)
     mark = world.partition.high_water_mark
     assert metrics.value("waltz_server_high_water_mark", partition=0) == mark
     assert metrics.value("waltz_server_appended_transactions_total", partition=0) > 0
-    assert metrics.told_count > before
+    assert metrics.update_count > before
 
 
 def test_a_replica_that_does_not_answer_is_reported_until_it_does(caplog) -> None:
-    """A late one holds up nobody, and so nobody else would say that it hangs."""
+    """A late one holds up no other, so nothing else would show that it hangs."""
     owed_since, metrics = {}, Metrics("server")
     waits = Waits(
         PartitionId(3), lambda now: {r: now - at for r, at in owed_since.items()}, metrics

@@ -145,7 +145,7 @@ def test_the_locks_of_what_was_accepted_are_reported(
     assert sorted(found) == [(-2, 0), (1, 0), (6, 1), (7, 1)]
 
 
-def test_of_many_transactions_no_process_is_reported_which_one_has_which_lock() -> None:
+def test_large_batches_carry_no_lock_distances() -> None:
     group = [
         SingleTicket(A, 100, AppendRequest(REQ, -1, (row,), (), (), 0, b"", 0), Epoch(), 0)
         for row in range(DISTANCES_TRANSACTIONS_MAX + 1)
@@ -171,7 +171,7 @@ def test_the_locks_of_a_batch_that_is_accepted_whole_are_all_reported() -> None:
     assert list(piece.writers) == [0, 1, 1]
 
 
-def test_what_was_damaged_on_the_way_is_refused() -> None:
+def test_an_append_damaged_in_transit_is_rejected() -> None:
     with pytest.raises(errors.ChecksumMismatch, match="payload with CRC"):
         decode(AppendBatch(REQ, -1, message().payload, 1), LIMITS)
     with pytest.raises(errors.ChecksumMismatch, match="data with CRC"):

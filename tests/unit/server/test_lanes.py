@@ -1,4 +1,4 @@
-"""Fair queueing by bytes: turns, order within a lane, and that nobody saves up turns."""
+"""Fair queueing by bytes: turns, order within a lane, and that no connection saves up turns."""
 
 import random
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ def test_lanes_of_equal_requests_take_turns_and_keep_their_order() -> None:
     assert lanes.bytes == 0
 
 
-def test_one_that_asks_for_little_goes_before_those_that_flood() -> None:
+def test_a_light_connection_precedes_heavy_ones() -> None:
     lanes: Lanes[Item] = Lanes()
     for flood in (1, 2, 3):
         for number in range(3):
@@ -55,7 +55,7 @@ def test_one_that_asks_for_little_goes_before_those_that_flood() -> None:
     ]  # fmt: skip
 
 
-def test_no_process_saves_up_turns() -> None:
+def test_unused_turns_are_not_saved() -> None:
     lanes: Lanes[Item] = Lanes()
     lanes.push(item(1, "a0", 1_000))
     lanes.push(item(2, "idle"))
@@ -108,7 +108,7 @@ def test_a_request_taken_in_parts_stays_at_the_head_and_is_charged_by_part() -> 
         lanes.take_part(3_000)
 
 
-def test_what_is_left_of_a_request_is_dropped_with_its_lane() -> None:
+def test_the_rest_of_a_request_is_dropped_with_its_lane() -> None:
     lanes: Lanes[Item] = Lanes()
     lanes.push(item(1, "cut", 3_000))
     lanes.take_part(1_000)

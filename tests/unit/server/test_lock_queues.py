@@ -1,4 +1,4 @@
-"""A hot lock: those who were refused are told in turn, and nobody waits for long."""
+"""A hot lock: refused writers are notified in turn, and none waits for long."""
 
 from tests.unit.server.test_append import ALICE, BOB, COMMITTED, LOCK, B, World, results
 from waltz_core.records.record import BEFORE_FIRST
@@ -16,39 +16,39 @@ def contended(*, losers: int = 3, took_ms: int = 1) -> tuple[World, list, dict]:
     refused = [world.single(BOB if i % 2 else ALICE, write=[HOT]) for i in range(losers)]
     world.turn()
     world.now_ms += took_ms
-    told = results(world.commit())
-    return world, refused, told
+    answered = results(world.commit())
+    return world, refused, answered
 
 
 def next_commit(world: World, mark: int, lock: int = HOT) -> dict:
-    """Somebody gets in with a lock; return who is told when that has landed."""
+    """One writer gets in with a lock; return those notified when that has landed."""
     world.single(mark=mark, write=[lock])
     world.turn()
     return results(world.commit())
 
 
-def test_one_is_reported_at_each_landing_in_the_order_in_which_they_came() -> None:
-    world, refused, told = contended()
-    assert told[refused[0]] == [(-1, LOCK, 0)]
-    assert refused[1] not in told
-    assert refused[2] not in told
+def test_refused_writers_are_notified_one_per_commit_in_their_order() -> None:
+    world, refused, answered = contended()
+    assert answered[refused[0]] == [(-1, LOCK, 0)]
+    assert refused[1] not in answered
+    assert refused[2] not in answered
     for number, req_id in enumerate(refused[1:], 1):
-        told = next_commit(world, number - 1)
-        # Of the transaction that has come meanwhile, so that nobody waits for less.
-        assert told.pop(req_id) == [(-1, LOCK, number)]
-        assert list(told.values()) == [[(number, COMMITTED, -1)]]
+        answered = next_commit(world, number - 1)
+        # Of the transaction that has come meanwhile, so that none waits for less.
+        assert answered.pop(req_id) == [(-1, LOCK, number)]
+        assert list(answered.values()) == [[(number, COMMITTED, -1)]]
     assert world.pipeline.turn_at_ms(world.now_ms) is None
 
 
-def test_one_that_is_refused_later_is_reported_later() -> None:
+def test_refused_writers_are_notified_in_the_order_of_refusal() -> None:
     world, refused, _ = contended(losers=2)
     world.single(mark=0, write=[HOT])
     world.turn()
     last = world.single(BOB, mark=0, write=[HOT])
     world.turn()
-    told = results(world.commit())
-    assert refused[1] in told
-    assert last not in told
+    answered = results(world.commit())
+    assert refused[1] in answered
+    assert last not in answered
     assert last in next_commit(world, 1)
 
 
@@ -65,32 +65,32 @@ def test_two_hot_locks_do_not_wait_for_each_other() -> None:
     world.turn()
     refused = [world.single(BOB, write=[lock]) for lock in (HOT, COLD, HOT, COLD)]
     world.turn()
-    told = results(world.commit())
-    assert [req_id in told for req_id in refused] == [True, True, False, False]
+    answered = results(world.commit())
+    assert [req_id in answered for req_id in refused] == [True, True, False, False]
 
 
-def test_when_no_process_comes_the_next_one_is_reported_after_a_while() -> None:
+def test_if_a_notified_author_does_not_return_the_next_is_notified() -> None:
     world, refused, _ = contended(took_ms=4)
     for req_id in refused[1:]:
         before_ms = world.now_ms
         assert not world.wants_turn
-        told = results(world.turn_when_paced())
-        assert list(told) == [req_id]
+        answered = results(world.turn_when_paced())
+        assert list(answered) == [req_id]
         assert world.now_ms - before_ms == NOTIFY_FACTOR * 4
     assert world.pipeline.turn_at_ms(world.now_ms) is None
 
 
-def test_when_commits_become_slower_everybody_gets_more_time() -> None:
+def test_slower_commits_give_waiting_writers_more_time() -> None:
     world, refused, _ = contended(took_ms=1)
     world.single(mark=0, write=[HOT])
     world.turn()
     world.now_ms += 8
     assert refused[1] in results(world.commit())
     before_ms = world.now_ms
-    told: dict = {}
-    while not told:  # The first look comes at what was due before.
-        told = results(world.turn_when_paced())
-    assert list(told) == [refused[2]]
+    answered: dict = {}
+    while not answered:  # The first look comes at what was due before.
+        answered = results(world.turn_when_paced())
+    assert list(answered) == [refused[2]]
     assert world.now_ms - before_ms == NOTIFY_FACTOR * 8
 
 
@@ -100,9 +100,9 @@ def test_a_waiting_writer_is_notified_of_the_newest_conflict_of_any_writer() -> 
     world.turn()
     late = world.single(mark=0, write=[HOT])
     world.turn()
-    told = results(world.commit())
-    assert told[refused[1]] == [(-1, LOCK, 1)]
-    assert late not in told
+    answered = results(world.commit())
+    assert answered[refused[1]] == [(-1, LOCK, 1)]
+    assert late not in answered
 
 
 def test_commits_of_no_time_at_all_leave_some_time_too() -> None:
@@ -111,30 +111,30 @@ def test_commits_of_no_time_at_all_leave_some_time_too() -> None:
     assert world.now_ms == NOTIFY_MS_MIN
 
 
-def test_no_process_is_held_back_for_long() -> None:
+def test_refused_writers_wait_a_limited_time() -> None:
     world, refused, _ = contended(losers=200)
-    told = []
-    while len(told) < 199:
-        told += results(world.turn_when_paced())
+    answered = []
+    while len(answered) < 199:
+        answered += results(world.turn_when_paced())
         assert world.now_ms <= 1 + HELD_MS_MAX
-    assert told == refused[1:]
+    assert answered == refused[1:]
 
 
-def test_the_end_of_a_session_holds_no_process_back() -> None:
+def test_the_end_of_a_session_holds_back_no_request() -> None:
     world, refused, _ = contended()
     assert list(results(world.pipeline.closed())) == refused[1:]
     assert world.pipeline.turn_at_ms(world.now_ms) is None
     assert results(world.open(0)) == {}
 
 
-def test_a_partition_that_is_given_up_gives_them_back() -> None:
+def test_an_abandoned_partition_returns_its_queued_appends() -> None:
     world, refused, _ = contended()
     queued, doubtful, out = world.pipeline.abandon()
     assert [ticket.req_id for ticket in queued] == refused[1:]
     assert (doubtful, out) == ([], [])
 
 
-def test_a_closed_connection_is_reported_nothing_and_a_flush_does_not_wait_for_it() -> None:
+def test_a_closed_connection_gets_no_answers_and_a_flush_does_not_wait_for_it() -> None:
     world, refused, _ = contended(losers=4)
     assert world.pipeline.flush(1) == []
     assert results(world.pipeline.close(B)) == {}
@@ -150,7 +150,7 @@ def test_a_flush_waits_until_they_are_reported() -> None:
     assert Reached(1) in world.turn_when_paced()
 
 
-def test_one_that_comes_with_an_old_mark_is_reported_at_once() -> None:
+def test_a_writer_with_an_old_mark_is_answered_at_once() -> None:
     world, _, _ = contended(losers=3)
     world.single(mark=0, write=[COLD])
     world.turn()  # something is in flight, and others are held back
@@ -158,14 +158,14 @@ def test_one_that_comes_with_an_old_mark_is_reported_at_once() -> None:
     assert list(results(world.turn())) == [stale]
 
 
-def test_those_that_only_read_do_not_wait_for_each_other() -> None:
+def test_read_only_locks_do_not_wait_for_each_other() -> None:
     world = World()
     world.single(write=[HOT])
     world.turn()
     readers = [world.single(BOB, read=[HOT]) for _ in range(3)]
     world.turn()
-    told = results(world.commit())
-    assert [told[req_id] for req_id in readers] == [[(-1, LOCK, 0)]] * 3
+    answered = results(world.commit())
+    assert [answered[req_id] for req_id in readers] == [[(-1, LOCK, 0)]] * 3
 
 
 def test_read_locks_and_their_order_make_a_queue_too() -> None:
@@ -175,11 +175,11 @@ def test_read_locks_and_their_order_make_a_queue_too() -> None:
     same = [world.single(BOB, write=locks) for locks in ([HOT, COLD], [COLD, HOT])]
     other = world.single(BOB, write=[HOT, COLD], read=[7])
     world.turn()
-    told = results(world.commit())
-    assert [req_id in told for req_id in (*same, other)] == [True, False, True]
+    answered = results(world.commit())
+    assert [req_id in answered for req_id in (*same, other)] == [True, False, True]
 
 
-def test_a_writer_that_has_gone_holds_no_process_up() -> None:
+def test_a_disconnected_writer_holds_up_no_other() -> None:
     world = World()
     world.single(write=[HOT])
     world.turn()
@@ -188,13 +188,13 @@ def test_a_writer_that_has_gone_holds_no_process_up() -> None:
     world.turn()
     world.mounts.close(B)
     world.pipeline.close(B)
-    told = results(world.commit())
-    assert there in told
-    assert set(gone) <= told.keys(), "they are nobody's, and leave at once"
+    answered = results(world.commit())
+    assert there in answered
+    assert set(gone) <= answered.keys(), "they have no client, and leave at once"
     assert world.pipeline.turn_at_ms(world.now_ms) is None
 
 
-def test_of_two_queues_the_one_that_is_due_first_is_reported_first() -> None:
+def test_of_two_queues_the_one_due_first_is_notified_first() -> None:
     world, slow, _ = contended(losers=2, took_ms=20)
     began_ms = world.now_ms
     world.single(mark=0, write=[COLD])
@@ -205,8 +205,8 @@ def test_of_two_queues_the_one_that_is_due_first_is_reported_first() -> None:
     assert quick[0] in results(world.commit())
     assert list(results(world.turn_when_paced())) == [quick[1]]
     assert world.now_ms == began_ms + 1 + NOTIFY_FACTOR
-    while slow[1] not in (told := results(world.turn_when_paced())):
-        assert told == {}
+    while slow[1] not in (answered := results(world.turn_when_paced())):
+        assert answered == {}
     assert world.now_ms == began_ms + NOTIFY_FACTOR * 20
 
 

@@ -10,7 +10,7 @@ from waltz_core.server.locking.lock_table import (
     NO_CONFLICT,
     REJECTED,
     SLOT_COUNT,
-    Judgement,
+    Judgment,
     LockRequests,
     LockTable,
     indices,
@@ -30,8 +30,8 @@ def judge(
     high: int = 0,
     next_id: int | None = None,
     eligible: list[bool] | None = None,
-) -> Judgement:
-    """Judge rows given as {"w": [...], "r": [...], "a": [...]}; marks and log at 0 if not told."""
+) -> Judgment:
+    """Judge rows given as {"w": [...], "r": [...], "a": [...]}; marks and log at 0 if not given."""
     write, read, append = (column([row.get(key, []) for row in rows]) for key in "wra")
     marks = mark if isinstance(mark, int) else np.array(mark, dtype=np.int64)
     mask = None if eligible is None else np.array(eligible)
@@ -127,7 +127,7 @@ def test_a_row_sees_the_rows_before_it_in_its_batch() -> None:
     assert found.pending.tolist() == [False, True, True, False, False]
 
 
-def test_a_refused_row_of_the_batch_blocks_no_process() -> None:
+def test_a_refused_row_of_a_batch_blocks_no_append() -> None:
     table = table_at(0)
     judge(table, {"w": [1]}, high=0, next_id=1)
     found = judge(table, {"w": [1, 2]}, {"w": [2]}, {"w": [2]}, mark=0, high=1)
@@ -148,7 +148,7 @@ def test_clamp_forgets_what_never_came_to_be() -> None:
     assert judge(table, {"w": [2]}, mark=0, high=1).ids.tolist() == [2]
 
 
-def test_what_is_lost_does_not_refuse_who_sends_it_again() -> None:
+def test_a_lost_append_does_not_refuse_its_retry() -> None:
     table = table_at(0)
     judge(table, {"w": [1]}, high=0, next_id=1)
     table.landed(TransactionId(1))
@@ -160,14 +160,14 @@ def test_what_is_lost_does_not_refuse_who_sends_it_again() -> None:
     assert judge(table, {"w": [1]}, mark=1, high=9, next_id=10).ids.tolist() == [10]
 
 
-def test_reset_makes_everybody_catch_up() -> None:
+def test_reset_makes_all_connections_catch_up() -> None:
     table = table_at(0)
     table.reset(TransactionId(6))
     assert judge(table, {"w": [1]}, {"r": [2]}, {"a": [3]}, mark=5, high=6).accepted_count == 1
     assert judge(table, {"w": [1]}, {"r": [2]}, mark=6, high=6, next_id=8).accepted_count == 2
 
 
-def test_what_was_in_flight_before_a_reset_takes_nothing_back_after_it() -> None:
+def test_locks_in_flight_before_a_reset_undo_nothing_after_it() -> None:
     table = table_at(0)
     judge(table, {"w": [1]}, {"w": [2]}, {"w": [3]}, next_id=1)
     # Another owner has written up to 1 and may have written each of them; then this one is back.
@@ -177,7 +177,7 @@ def test_what_was_in_flight_before_a_reset_takes_nothing_back_after_it() -> None
     assert judge(table, {"r": [3]}, mark=0, high=1).conflicts.tolist() == [1]
 
 
-def test_what_is_in_flight_is_taken_back_though_what_came_before_it_has_landed() -> None:
+def test_locks_in_flight_are_undone_even_if_earlier_ones_committed() -> None:
     table = table_at(0)
     for next_id, lock in (1, 1), (2, 2):
         judge(table, {"w": [lock]}, next_id=next_id)
@@ -186,7 +186,7 @@ def test_what_is_in_flight_is_taken_back_though_what_came_before_it_has_landed()
     assert [table.estimate(lock) for lock in (1, 2)] == [1, 0]
 
 
-def test_of_what_is_too_much_to_take_back_nothing_lies_above_the_mark_either() -> None:
+def test_too_many_entries_to_undo_leave_none_above_the_mark() -> None:
     table = table_at(0)
     judge(table, {"w": [1]}, next_id=1)
     judge(table, {"w": [1, *range(10, 10_000)]}, mark=1, high=1, next_id=2)
@@ -269,7 +269,7 @@ def test_calls_do_not_grow_with_the_rows(hot: bool) -> None:
     assert counts[1] <= 2 * counts[0]
 
 
-def test_what_is_learnt_lets_slots_go_down_and_no_lock_below_its_writer() -> None:
+def test_a_refill_lowers_slots_but_no_lock_below_its_writer() -> None:
     table = table_at(9)
     judge(table, {"w": [3]}, mark=9, high=9)
     ids = np.array([9, 7, 7], dtype=np.int64)

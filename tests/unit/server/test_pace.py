@@ -69,7 +69,7 @@ def test_while_shared_large_ones_go_in_pieces_one_at_a_time() -> None:
 
 
 @pytest.mark.parametrize("took_ms", [0, 1, 7, 900])
-def test_after_each_piece_there_is_a_pause_in_proportion_but_not_permanently(took_ms: int) -> None:
+def test_after_each_piece_there_is_a_limited_pause_in_proportion(took_ms: int) -> None:
     pace = shared()
     pace.small(MODEST, 100)
     pace.started(FLOOD, 100)
@@ -90,7 +90,7 @@ def test_a_piece_that_never_lands_holds_nothing_back_once_forgotten() -> None:
         pace.forgotten()
 
 
-def test_a_piece_that_hangs_is_not_waited_for_permanently() -> None:
+def test_the_wait_for_a_hanging_piece_is_limited() -> None:
     pace = shared()
     pace.started(FLOOD, 100)
     pace.small(MODEST, 900)
@@ -107,7 +107,7 @@ def test_without_small_ones_sharing_ends() -> None:
 
 
 def steered(took_ms: list[int]) -> Pace:
-    """A pace whose small requests took 5 ms while calm, and then so long beside a piece."""
+    """A pace whose small requests took 5 ms while calm, and then a given time beside a piece."""
     pace = shared()
     for start_ms in range(100, 60_100, 10):
         pace.small_landed(start_ms, start_ms + 5)
@@ -117,7 +117,7 @@ def steered(took_ms: list[int]) -> Pace:
     return pace
 
 
-def test_small_ones_that_suffer_lengthen_the_pauses_but_not_permanently() -> None:
+def test_slow_small_requests_lengthen_the_pauses_for_a_while() -> None:
     assert steered([9]).factor > FACTOR_FIRST
     assert steered([500] * 100).factor == FACTOR_MAX
 
@@ -143,7 +143,7 @@ def test_the_calm_time_is_what_one_in_a_hundred_exceeds() -> None:
     assert pace.factor > FACTOR_FIRST
 
 
-def test_what_is_measured_beside_a_piece_does_not_count_as_calm() -> None:
+def test_times_during_a_piece_do_not_count_as_calm() -> None:
     pace = shared()
     pace.started(FLOOD, 100)
     pace.small_landed(100, 200)
@@ -156,7 +156,7 @@ def test_what_is_measured_beside_a_piece_does_not_count_as_calm() -> None:
 
 
 def after_a_long_flood(for_ms: int) -> Pace:
-    """A pace whose small requests took 5 ms while calm, and 9 ms for so long beside a flood."""
+    """A pace whose small requests took 5 ms while calm, and 9 ms during a flood of a given time."""
     pace = steered([])
     pace.landed(60_100, 60_105)
     for start_ms in range(60_110, 60_110 + for_ms, 10):

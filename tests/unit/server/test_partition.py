@@ -256,7 +256,7 @@ def test_an_append_goes_to_the_store_and_is_answered_when_committed() -> None:
     assert world.partition.high_water_mark == 0
 
 
-def test_nothing_is_reported_between_session_opened_and_settled() -> None:
+def test_nothing_is_answered_between_session_opened_and_settled() -> None:
     world = World()
     mark = world.send(A, messages.HighWaterMarkRequest(world.req_id(ALICE)))
     world.say(
@@ -285,7 +285,7 @@ def test_a_lost_session_is_settled_before_its_appends_are_reported() -> None:
     assert world.reason(behind) is Reason.NOT_MOUNTED
 
 
-def test_an_append_that_is_lost_to_a_full_disk_is_notified() -> None:
+def test_an_append_lost_to_a_full_disk_gets_an_answer() -> None:
     world = ready()
     lost = world.append()
     world.run()
@@ -306,7 +306,7 @@ def test_a_log_that_is_shorter_than_reported_is_not_served() -> None:
     assert world.store.of(replication.ReleaseOwnership)
 
 
-def test_disown_reports_everybody_what_is_known() -> None:
+def test_disown_reports_the_known_outcomes_to_all_clients() -> None:
     world = ready()
     in_flight = world.append()
     world.run()
@@ -324,7 +324,7 @@ def test_disown_reports_everybody_what_is_known() -> None:
     assert world.answer(old_mount) == messages.MountResponse(old_mount, 1)
 
 
-def test_one_that_waits_too_long_for_a_session_is_reported() -> None:
+def test_requests_time_out_without_a_session() -> None:
     world = World()
     mark = world.send(A, messages.HighWaterMarkRequest(world.req_id(ALICE)))
     world.now_ms = world.limits.open_wait_ms - 1
@@ -346,7 +346,7 @@ def test_the_store_is_woken_when_it_asked_to_be() -> None:
     assert isinstance(world.store.events[-1], Wakeup)
 
 
-def test_a_checkpoint_waits_until_nothing_is_in_flight_and_takes_nothing_with_it() -> None:
+def test_a_checkpoint_waits_for_appends_in_flight_and_loses_none() -> None:
     world = World(checkpoint_interval_count=3, checkpoint_interval_ms=50)
     world.open(9)
     world.mount()
@@ -429,8 +429,8 @@ def test_a_mount_over_a_lost_session_is_answered_by_the_next_one() -> None:
     assert world.reason(req_id) is Reason.COMMITTED
 
 
-def test_what_a_closed_connection_waits_for_is_forgotten() -> None:
-    """Without a session it could wait for days, and who comes back asks again each time."""
+def test_requests_of_a_closed_connection_are_forgotten() -> None:
+    """Without a session it could wait for days, and a client that returns asks again each time."""
     world = ready()
     world.append()
     world.run()
@@ -448,7 +448,7 @@ def test_what_a_closed_connection_waits_for_is_forgotten() -> None:
     assert not world.is_answered(flush)
 
 
-def test_what_a_closed_connection_reads_is_not_fetched() -> None:
+def test_reads_of_a_closed_connection_are_not_fetched() -> None:
     world = World()
     world.open(999)
     for first in range(10):
@@ -460,7 +460,7 @@ def test_what_a_closed_connection_reads_is_not_fetched() -> None:
 
 
 @pytest.mark.parametrize("is_closed", [True, False])
-def test_what_a_feed_that_has_ended_waits_for_is_not_fetched(is_closed: bool) -> None:
+def test_headers_for_an_ended_feed_are_not_fetched(is_closed: bool) -> None:
     world = World()
     world.open(999)
     for client in range(10):
@@ -550,7 +550,7 @@ def test_a_client_ahead_of_the_log_is_reported() -> None:
     assert world.error(world.mount(BOB, B, mark=-3)) == errors.BadRequest.code
 
 
-def test_without_a_proof_a_mount_ahead_of_the_log_is_reported_to_try_again() -> None:
+def test_without_a_proof_a_mount_ahead_of_the_log_must_retry() -> None:
     world = ready()
     mount = world.mount(BOB, B, mark=0)
     world.fail_proof()
@@ -654,9 +654,9 @@ def test_a_feed_mount_that_outlives_its_session_is_answered_by_the_next_one() ->
     assert not world.is_answered(mount)
     world.open(4)
     world.run()
-    told = world.answer(mount)
-    assert isinstance(told, messages.Mounted)
-    assert told.session_id == world.session
+    mount_answer = world.answer(mount)
+    assert isinstance(mount_answer, messages.Mounted)
+    assert mount_answer.session_id == world.session
 
 
 def test_a_feed_mount_that_outlives_its_generation_is_refused() -> None:
@@ -697,7 +697,7 @@ def test_a_feed_request_that_fits_no_mount_is_reported() -> None:
     world = ready()
     mount = world.mount(BOB, B, feed=True)
     stranger = world.send(B, messages.FeedRequest(world.req_id(BOB), -1))
-    # Whose mount went with an earlier ownership mounts again: it was not told of that.
+    # A client whose mount ended with an earlier ownership mounts again: it was not notified.
     assert world.error(stranger) == errors.NotMounted.code
     ahead = world.send(B, messages.FeedRequest(mount, 7))
     assert len(world.of(messages.ErrorResponse)) == 1
@@ -730,7 +730,7 @@ def test_a_congested_client_is_fed_nothing_until_it_has_drained() -> None:
     assert fed(world, B) == [0, 1, 2]
 
 
-def test_what_is_not_remembered_is_fetched_once_for_all() -> None:
+def test_evicted_data_is_fetched_once_for_all_clients() -> None:
     world = World()
     world.open(2)
     first = world.mount(ALICE, A, mark=-1, feed=True)
@@ -999,7 +999,7 @@ def test_an_append_ahead_of_a_session_that_ends_has_to_mount_again(ending: str) 
     assert world.reason(ahead) is Reason.NOT_MOUNTED
 
 
-def test_a_batch_ahead_of_an_earlier_session_is_not_notified_by_a_later_one() -> None:
+def test_a_later_session_does_not_answer_a_batch_ahead_of_an_earlier_one() -> None:
     world = ready()
     payload = encode_append(
         [0, 0],
@@ -1034,7 +1034,7 @@ def test_a_fresh_mark_is_reported_at_once_and_an_old_one_is_proved_first() -> No
     assert world.answer(stale) == messages.HighWaterMarkResponse(stale, -1)
 
 
-def test_a_proven_mark_is_never_behind_what_was_reported_meanwhile() -> None:
+def test_a_proven_mark_covers_everything_reported_meanwhile() -> None:
     """A proof confirms the session; the mark of when it began may be old when it ends."""
     world = ready()
     asked = world.send(A, messages.ReplicasRequest(world.req_id(ALICE), linearizable=True))
@@ -1048,8 +1048,8 @@ def test_a_proven_mark_is_never_behind_what_was_reported_meanwhile() -> None:
     assert message.high_water_mark == 0
 
 
-def test_an_opening_is_a_proof_as_of_its_write_and_not_of_its_news() -> None:
-    """A server that is paused while its states are written may be replaced before it hears so."""
+def test_an_opening_proves_the_mark_as_of_its_write_and_not_of_its_answer() -> None:
+    """A server that is paused while its states are written may be replaced meanwhile."""
     world = World()
     metadata, marker = PartitionMetadata(), PartitionMarker(MarkerState.OPEN)
     world.say(replication.WriteMetadata(1, metadata, marker, 0, 0))
@@ -1110,7 +1110,7 @@ def test_a_flush_is_answered_when_all_before_it_is_final() -> None:
     assert world.answer(flush) == messages.FlushResponse(flush, 1)
 
 
-def test_what_is_no_request_is_reported() -> None:
+def test_an_unexpected_message_is_reported() -> None:
     world = ready()
     req_id = world.send(A, messages.HighWaterMarkResponse(world.req_id(ALICE), 3))
     assert world.error(req_id) == errors.BadRequest.code
@@ -1139,7 +1139,7 @@ def test_a_new_owner_asks_for_the_locks_and_takes_what_it_is_sent() -> None:
     assert world.reason(appended) is Reason.COMMITTED
 
 
-def test_an_owner_that_continues_alone_asks_no_process() -> None:
+def test_an_owner_that_continues_alone_sends_no_requests() -> None:
     world = World(lock_refill_count_max=100)
     world.open(-1, unbroken=False)
     world.mount()
@@ -1149,7 +1149,7 @@ def test_an_owner_that_continues_alone_asks_no_process() -> None:
     assert world.fetches == []
 
 
-def test_a_partition_that_is_given_up_forgets_which_it_has_asked() -> None:
+def test_an_abandoned_partition_forgets_the_replicas_it_asked() -> None:
     world = World(lock_refill_count_max=100)
     world.open(5, unbroken=False)
     (fetch,) = world.fetches

@@ -10,7 +10,7 @@ def preferring(*partitions):
     return found
 
 
-def test_what_is_asked_for_is_kept_in_its_order():
+def test_preferences_are_kept_in_order():
     found = preferring(2, 0)
     assert found.active_after((1, 0), (2,)) == (0, 1)
     assert found.wanted == (2, 0)
@@ -18,10 +18,10 @@ def test_what_is_asked_for_is_kept_in_its_order():
     assert found.wanted == found.active_after((), ()) == (0, 1)
 
 
-def test_what_was_handed_over_rests_for_a_while():
+def test_a_handed_over_partition_pauses_for_a_while():
     found = preferring(0, 1)
     assert found.handed_over(1, 100.0)
-    assert not found.handed_over(7, 100.0)  # nobody has asked for that one
+    assert not found.handed_over(7, 100.0)  # no command has asked for that one
     assert (found.wanted, found.suspended) == ((0, 1), [1])
     assert found.active_after((3,), ()) == (0, 3)
     assert found.resumable(159.0) == []
@@ -30,7 +30,7 @@ def test_what_was_handed_over_rests_for_a_while():
     assert (found.suspended, found.active_after((), ())) == ([], (0, 1))
 
 
-def test_a_process_that_asks_again_or_no_longer_wants_it_ends_the_rest():
+def test_a_changed_preference_ends_the_pause():
     found = preferring(0, 1)
     found.handed_over(0, 5.0)
     found.handed_over(1, 5.0)

@@ -1,4 +1,4 @@
-"""Proofs of the high-water mark: who shares one, and for how long it is fresh."""
+"""Proofs of the high-water mark: which requests share one, and for how long it is fresh."""
 
 from waltz_core.records.record import BEFORE_FIRST, ClientId, Generation, PartitionId, ReqId
 from waltz_core.replication.session_events import ProveMark
@@ -25,7 +25,7 @@ def test_a_proof_whose_questions_are_gone_makes_room_for_the_next() -> None:
     assert proofs.failed(2, 30) == (["c"], [])
 
 
-def test_an_answer_to_no_proof_of_ours_answers_no_process() -> None:
+def test_an_answer_to_an_unknown_proof_is_ignored() -> None:
     proofs: Proofs[str] = Proofs(1000)
     assert proofs.proved(7, 0) == ((), [])
     assert proofs.failed(0, 0) == ((), [])
@@ -34,7 +34,7 @@ def test_an_answer_to_no_proof_of_ours_answers_no_process() -> None:
     assert proofs.failed(1, 20) == (["a"], [])
 
 
-def test_the_answer_to_a_proof_of_a_session_before_answers_no_process() -> None:
+def test_the_answer_to_a_proof_of_an_earlier_session_is_ignored() -> None:
     proofs: Proofs[str] = Proofs(1000)
     proofs.wait_for_proof("a", 10)
     proofs.reset()
@@ -68,7 +68,7 @@ def test_the_end_of_a_session_returns_all_questions_and_ends_freshness() -> None
     assert proofs.proved(1, 20) == ((), [])
 
 
-def test_what_a_request_takes_to_be_in_the_log() -> None:
+def test_the_mark_that_a_request_assumes() -> None:
     req_id = ReqId(ClientId(1), Generation(1), PartitionId(0), 1)
     asked = [
         messages.MountRequest(req_id, 5, 1),

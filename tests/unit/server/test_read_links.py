@@ -28,7 +28,7 @@ def answer_to(asked: RangeRaw) -> RangeBytes:
 
 
 class Storage:
-    """Takes requests and answers when it is told to."""
+    """Takes requests and answers when the test says so."""
 
     def __init__(self) -> None:
         self.links: list[net.Link] = []
@@ -53,7 +53,7 @@ async def storage() -> AsyncIterator[tuple[Storage, ReplicaId]]:
 
 
 @on_loop
-async def test_one_that_counts_alike_gets_its_own_answer():
+async def test_clients_with_equal_request_ids_get_their_own_answers():
     """A partition that is lost and owned again counts from the beginning, and may still wait."""
     async with storage() as (there, replica), asyncio.TaskGroup() as tasks:
         links = ReadLinks(KEY, 4)
@@ -83,10 +83,10 @@ async def test_a_link_that_breaks_right_after_the_greeting_is_not_waited_for(mon
 
 
 @on_loop
-async def test_an_answer_that_comes_too_late_is_no_processes():
+async def test_an_answer_that_comes_too_late_is_dropped():
     async with storage() as (there, replica), asyncio.TaskGroup() as tasks:
         links = ReadLinks(KEY, 4)
-        # The link is there before time counts: a dial that is given up has asked for nothing.
+        # The link is there before time counts: a cancelled dial has asked for nothing.
         first = tasks.create_task(links.fetch(replica, request(1, 0)))
         await until(lambda: len(there.asked) == 1)
         there.links[0].send(answer_to(there.asked[0]))
@@ -104,7 +104,7 @@ async def test_an_answer_that_comes_too_late_is_no_processes():
 
 
 @on_loop
-async def test_a_storage_that_says_nothing_is_given_up_soon_where_another_one_can_be_asked():
+async def test_a_silent_storage_times_out_soon_if_there_is_another_one():
     with socket.socket() as silent, pytest.MonkeyPatch.context() as patched:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
@@ -115,24 +115,24 @@ async def test_a_storage_that_says_nothing_is_given_up_soon_where_another_one_ca
 
 
 @on_loop
-async def test_one_that_waits_for_another_ones_dial_is_reported_in_time():
+async def test_a_wait_for_a_shared_dial_times_out():
     with socket.socket() as silent, pytest.MonkeyPatch.context() as patched:
         silent.bind(("127.0.0.1", 0))
         silent.listen()  # takes connections, and says nothing
         patched.setattr(storage_links, "READ_TIMEOUT_S", 0.05)
         replica = ReplicaId(f"127.0.0.1:{silent.getsockname()[1]}")
         links = ReadLinks(KEY, 4)
-        told = []
+        failures = []
 
         async def fetch(sequence):
             with pytest.raises(Unreachable) as failure:
                 await links.fetch(replica, request(sequence, 10))
-            told.append(str(failure.value))
+            failures.append(str(failure.value))
 
         async with asyncio.TaskGroup() as tasks:
             for sequence in (1, 2, 3):
                 tasks.create_task(fetch(sequence))
-        assert told == [f"{replica}: no answer within 0.05 s"] * 3
+        assert failures == [f"{replica}: no answer within 0.05 s"] * 3
 
 
 @on_loop

@@ -112,7 +112,7 @@ def test_so_many_fetches_at_a_time_and_the_others_in_order() -> None:
     assert fourth.message.first == 30
 
 
-def test_what_only_a_closed_connection_waits_for_is_not_fetched() -> None:
+def test_reads_for_closed_connections_only_are_not_fetched() -> None:
     each = reads(fetches_max=1)
     first = fetch_of(ask(each, 0, 9))
     for number in range(10, 60, 10):
@@ -132,7 +132,7 @@ def test_what_only_a_closed_connection_waits_for_is_not_fetched() -> None:
     assert not each._jobs
 
 
-def test_what_waits_to_be_fetched_again_for_a_closed_connection_is_not() -> None:
+def test_a_retry_for_a_closed_connection_is_dropped() -> None:
     each = reads()
     fetch = fetch_of(ask(each, 0, 9))
     for _ in REPLICAS[1:]:
@@ -198,14 +198,14 @@ def test_a_fetch_is_not_tried_where_it_has_failed_while_others_are_left(others: 
         fetch = fetch_of(outcomes)
         tried.append(fetch.replica)
         assert len(set(tried)) == len(tried)
-        # So many others come and go that nobody is shunned any more.
+        # So many others come and go that none is shunned any more.
         for place in range(1, others + 1):
             other = fetch_of(ask(each, 10 * place, 10 * place + 9, sequence=place + 1))
             each.fetched(other.token, headers(other, 10), 0)
     assert sorted(tried) == sorted(REPLICAS)
 
 
-def test_one_that_is_slow_is_given_up_soon_until_all_were_tried() -> None:
+def test_a_slow_storage_times_out_soon_until_all_were_tried() -> None:
     each = reads()
     fetch = fetch_of(ask(each, 0, 9))
     for _ in range(2):
@@ -219,7 +219,7 @@ def test_one_that_is_slow_is_given_up_soon_until_all_were_tried() -> None:
     assert not fetch_of(ask(alone, 0, 9)).is_urgent
 
 
-def test_one_that_has_failed_is_asked_last_for_a_while() -> None:
+def test_a_failed_storage_is_asked_last_for_a_while() -> None:
     each = reads(mark=10_000)
     fetch = fetch_of(ask(each, 0, 9))
     failed = fetch.replica
@@ -231,7 +231,7 @@ def test_one_that_has_failed_is_asked_last_for_a_while() -> None:
         fetch = fetch_of(ask(each, 10 * place, 10 * place + 9))
     assert failed not in asked[:AVOIDED_FETCHES]
     assert failed in asked[AVOIDED_FETCHES : AVOIDED_FETCHES + 3]
-    # Nobody is left out where there is no other.
+    # None is left out where there is no other.
     each.replicas = [failed]
     assert fetch_of(each.failed(fetch.token, "no answer", 0)).replica == failed
 
@@ -253,7 +253,7 @@ def test_after_some_rounds_the_client_is_reported() -> None:
     assert each.wake_at_ms is None
 
 
-def test_what_a_session_left_is_asked_in_the_next() -> None:
+def test_reads_of_an_ended_session_continue_in_the_next() -> None:
     each = reads()
     fetch = fetch_of(ask(each, 0, 9))
     each.closed()
@@ -276,7 +276,7 @@ def test_an_answer_of_an_old_session_still_counts() -> None:
 
 
 @pytest.mark.parametrize("is_good", [True, False])
-def test_what_is_under_way_when_it_is_given_up_still_counts(is_good: bool) -> None:
+def test_a_read_under_way_still_counts_after_a_timeout(is_good: bool) -> None:
     each = reads(fetches_max=1)
     fetch = fetch_of(ask(each, 0, 9, sequence=1))
     each.abandon()
@@ -306,7 +306,7 @@ def test_a_range_never_has_more_rows_than_a_frame_can_report() -> None:
     assert fetch.message.last == 5 + ROWS_MAX - 1
 
 
-def test_giving_up_returns_the_questions() -> None:
+def test_abandoning_returns_the_requests() -> None:
     each = reads(fetches_max=1)
     fetch = fetch_of(ask(each, 0, 9, sequence=1))
     ask(each, 10, 19, sequence=2)
@@ -391,7 +391,7 @@ def rotten(answer: RangeBytes) -> RangeBytes:
         (RangeForm.HEADERS, lambda fetch: dataclasses.replace(headers(fetch, 3), count=2)),
     ],
 )
-def test_what_a_storage_sends_is_checked_whole_before_it_continues(form, spoil) -> None:
+def test_an_answer_of_a_storage_is_checked_before_the_next_read(form, spoil) -> None:
     each = reads()
     fetch = fetch_of(ask(each, 10, 12, form=form))
     again = fetch_of(each.failed(fetch.token, "gone", 0))
@@ -460,7 +460,7 @@ def test_reading_ahead_ends_at_the_mark() -> None:
     assert fetch_of(ask_data(each, 10)).message.last == 12
 
 
-def test_what_is_being_read_ahead_is_not_asked_twice() -> None:
+def test_read_ahead_ranges_are_not_requested_twice() -> None:
     each = reads()
     fetch = fetch_of(ask_data(each, 7))
     each.fetched(fetch.token, whole(fetch, 7), 0)
@@ -492,7 +492,7 @@ def test_damage_ahead_takes_nothing_from_those_before_it() -> None:
     assert data_of(answer) == written(8)
 
 
-def test_what_is_too_large_to_keep_is_answered_and_not_kept() -> None:
+def test_ranges_over_the_cache_limit_are_answered_and_not_kept() -> None:
     each = reads(budget_bytes=2_000)
     fetch = fetch_of(ask_data(each, 7))
     each.fetched(fetch.token, whole(fetch, 7), 0)
@@ -503,7 +503,7 @@ def test_what_is_too_large_to_keep_is_answered_and_not_kept() -> None:
     assert fetch_of(ask_data(each, 10)).message.first == 10
 
 
-def test_nothing_read_ahead_outlives_a_session_that_cannot_confirm_it() -> None:
+def test_read_ahead_is_dropped_if_the_session_cannot_confirm_it() -> None:
     each = reads()
     for wanted, until in ((7, 7), (8, 12)):
         fetch = fetch_of(ask_data(each, wanted))
@@ -512,7 +512,7 @@ def test_nothing_read_ahead_outlives_a_session_that_cannot_confirm_it() -> None:
     assert fetch_of(ask_data(each, 9)).message.first == 9
 
 
-def test_a_partition_that_is_given_up_while_it_is_read_ahead() -> None:
+def test_a_partition_can_be_abandoned_during_read_ahead() -> None:
     each = reads()
     fetch = fetch_of(ask_data(each, 7))
     each.fetched(fetch.token, whole(fetch, 7), 0)

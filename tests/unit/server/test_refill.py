@@ -23,7 +23,7 @@ def end(last: int, history: int = 0) -> LogEnd:
 
 
 def block(last: int, *locks: int, first: int | None = None, history: int = 0) -> bytes:
-    """A block of one transaction, if not told otherwise; it writes the lock of its own id, too."""
+    """A block of one transaction by default; it writes the lock of its own id, too."""
     low = last if first is None else first
     packed = struct.pack(f">{len(locks) + 1}i", 1_000 + last, *locks)
     return encode(TransactionId(low), end(last, history), end(low - 1).chain, packed)
@@ -97,7 +97,7 @@ def test_a_lock_is_as_young_as_its_last_transaction_and_no_younger_than_its_batc
     assert world.written(6, 2) == [6, 9]
 
 
-def test_of_a_batch_that_reports_its_writers_apart_a_lock_is_no_younger_than_its_writer() -> None:
+def test_with_writers_per_row_a_lock_is_as_old_as_its_writer() -> None:
     world = World()
     world.query_locks()
     packed = struct.pack(">4i", 21, 22, 23, 21)
@@ -108,7 +108,7 @@ def test_of_a_batch_that_reports_its_writers_apart_a_lock_is_no_younger_than_its
     assert world.written(3) == [3]
 
 
-def test_it_goes_down_as_far_as_is_wanted() -> None:
+def test_the_refill_reads_down_to_the_limit() -> None:
     world = World(lock_refill_count_max=3)
     world.query_locks()
     world.answer(blocks(0, MARK))
@@ -123,7 +123,7 @@ def test_it_goes_down_as_far_as_is_wanted() -> None:
     [b"", b"junk" * 40, blocks(0, 8), blocks(0, 8) + block(9, history=1), blocks(0, 9)[:-1]],
     ids=["nothing", "junk", "too short", "another log", "torn"],
 )
-def test_what_the_log_does_not_prove_is_not_learnt(data: bytes) -> None:
+def test_locks_without_proof_by_the_log_are_not_learned(data: bytes) -> None:
     world = World()
     world.query_locks()
     for replica in REPLICAS:
@@ -138,7 +138,7 @@ def test_what_the_log_does_not_prove_is_not_learnt(data: bytes) -> None:
     ]
 
 
-def test_what_one_replica_lacks_the_next_one_has() -> None:
+def test_the_next_replica_supplies_missing_blocks() -> None:
     world = World()
     world.query_locks()
     world.answer(blocks(0, 3) + blocks(6, 9))
@@ -152,7 +152,7 @@ def test_what_one_replica_lacks_the_next_one_has() -> None:
     assert [each.replica for each in world.fetches] == list(REPLICAS[:2])
 
 
-def test_what_was_entered_meanwhile_stays() -> None:
+def test_locks_entered_meanwhile_stay() -> None:
     world = World()
     world.query_locks(holds=False)
     assert not world.refill.holds(world.now_ms)
@@ -167,7 +167,7 @@ def test_what_was_entered_meanwhile_stays() -> None:
     assert world.written(4, 5, 6) == [4, MARK + 1, 6]
 
 
-def test_no_process_is_held_for_long_and_what_comes_later_is_used() -> None:
+def test_mounts_wait_a_limited_time_and_later_blocks_are_used() -> None:
     world = World()
     world.query_locks()
     assert world.refill.turn_at_ms(world.now_ms) == world.now_ms + HELD_MS_MAX
@@ -179,7 +179,7 @@ def test_no_process_is_held_for_long_and_what_comes_later_is_used() -> None:
     assert world.refill.floor == -1
 
 
-def test_one_that_fails_is_asked_again_a_while_later() -> None:
+def test_a_failed_replica_is_asked_again_later() -> None:
     world = World()
     world.query_locks()
     for _ in REPLICAS:
@@ -194,7 +194,7 @@ def test_one_that_fails_is_asked_again_a_while_later() -> None:
     assert world.refill.floor == -1
 
 
-def test_one_that_fails_until_no_process_is_held_any_more_is_left_alone() -> None:
+def test_a_failing_refill_stops_when_no_request_waits_any_more() -> None:
     world = World()
     world.query_locks()
     world.now_ms += HELD_MS_MAX
@@ -224,7 +224,7 @@ def test_a_session_that_no_other_process_has_come_between_continues() -> None:
     assert not world.refill.holds(world.now_ms)
 
 
-def test_what_is_known_to_be_missing_is_not_asked_for_again() -> None:
+def test_missing_blocks_are_not_requested_again() -> None:
     world = World()
     world.query_locks()
     for data in (blocks(8, MARK), blocks(6, MARK), blocks(0, 3) + blocks(6, MARK)):
@@ -244,14 +244,14 @@ def test_what_is_known_to_be_missing_is_not_asked_for_again() -> None:
         assert world.refill.turn_at_ms(world.now_ms) is None
     assert len(world.fetches) == 4
     assert len(world.reports) == reports
-    # After somebody else has had the log all of it is unknown again.
+    # After another owner has had the log all of it is unknown again.
     world.refill.begin(world.table, end(MARK))
     world.query_locks(SESSION + 9)
     assert world.fetches[4].replica == REPLICAS[0]
     assert world.refill.holds(world.now_ms)
 
 
-def test_one_that_had_nothing_at_all_or_did_not_answer_is_asked_again() -> None:
+def test_a_source_that_was_empty_or_silent_is_asked_again() -> None:
     world = World()
     world.query_locks()
     world.answer(b"")
@@ -268,7 +268,7 @@ def test_one_that_had_nothing_at_all_or_did_not_answer_is_asked_again() -> None:
     assert [each.replica for each in world.fetches[3:]] == list(REPLICAS[:2])
 
 
-def test_what_never_answers_is_not_asked_permanently() -> None:
+def test_requests_without_an_answer_are_limited() -> None:
     world = World()
     for session in range(IN_FLIGHT_MAX + 3):
         world.query_locks(session)
@@ -289,7 +289,7 @@ def test_a_turn_takes_a_slice(monkeypatch: pytest.MonkeyPatch, limit: str) -> No
     assert world.written(*range(10)) == list(range(10))
 
 
-def test_what_lies_above_the_floor_is_passed_over_in_slices(
+def test_blocks_above_the_floor_are_skipped_in_slices(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "SLICE_BLOCKS_MAX", 2)
@@ -300,7 +300,7 @@ def test_what_lies_above_the_floor_is_passed_over_in_slices(
     assert world.refill.floor == -1
 
 
-def test_nothing_is_asked_of_an_empty_log_or_when_nothing_is_wanted() -> None:
+def test_no_refill_for_an_empty_log_or_a_limit_of_zero() -> None:
     world = World()
     world.refill.begin(world.table, LogEnd(TransactionId(-1), bytes(16)))
     world.query_locks()

@@ -1,4 +1,4 @@
-"""The outcome of each row of an append: told once, and lost only with what it stands on."""
+"""The outcome of each row of an append: reported once, lost only with what it depends on."""
 
 import numpy as np
 
@@ -35,7 +35,7 @@ def batch(ids: list[int], reasons: list[Reason], conflicts: list[int]) -> BatchT
     return ticket
 
 
-def told(ticket: SingleTicket | BatchTicket) -> list[tuple[int, Reason, int]]:
+def outcomes(ticket: SingleTicket | BatchTicket) -> list[tuple[int, Reason, int]]:
     answer = ticket.answer(TransactionId(99))
     assert (answer.connection, answer.cost_bytes) == (A, 60)
     message = answer.message
@@ -46,31 +46,31 @@ def told(ticket: SingleTicket | BatchTicket) -> list[tuple[int, Reason, int]]:
     return list(zip(ids, map(Reason, bytes(message.reasons)), conflicts, strict=True))
 
 
-def test_what_a_single_append_is_reported() -> None:
-    assert told(single(5)) == [(5, Reason.COMMITTED, -1)]
-    assert told(single(conflict=3)) == [(-1, Reason.LOCK, 3)]
+def test_the_outcome_of_a_single_append() -> None:
+    assert outcomes(single(5)) == [(5, Reason.COMMITTED, -1)]
+    assert outcomes(single(conflict=3)) == [(-1, Reason.LOCK, 3)]
 
 
 def test_a_single_append_is_lost_with_its_id_or_with_its_conflict() -> None:
     kept = single(5)
     assert not kept.settle(TransactionId(5))
-    assert told(kept) == [(5, Reason.COMMITTED, -1)]
+    assert outcomes(kept) == [(5, Reason.COMMITTED, -1)]
     gone = single(5)
     assert gone.settle(TransactionId(4))
-    assert told(gone) == [(-1, Reason.LOST, -1)]
+    assert outcomes(gone) == [(-1, Reason.LOST, -1)]
     refused = single(conflict=5)
     assert not refused.settle(TransactionId(5))
-    assert told(refused) == [(-1, Reason.LOCK, 5)]
+    assert outcomes(refused) == [(-1, Reason.LOCK, 5)]
     unsure = single(conflict=5)
     assert unsure.settle(TransactionId(4))
-    assert told(unsure) == [(-1, Reason.LOST, -1)]
+    assert outcomes(unsure) == [(-1, Reason.LOST, -1)]
 
 
 def test_a_batch_is_lost_row_by_row() -> None:
     committed, lock, ahead = Reason.COMMITTED, Reason.LOCK, Reason.AHEAD
     rows = batch([4, -1, -1, 5, -1], [committed, lock, ahead, committed, lock], [-1, 2, -1, -1, 5])
     assert rows.settle(TransactionId(4))
-    assert told(rows) == [
+    assert outcomes(rows) == [
         (4, committed, -1),
         (-1, lock, 2),
         (-1, ahead, -1),
@@ -82,7 +82,7 @@ def test_a_batch_is_lost_row_by_row() -> None:
 def test_a_batch_of_which_nothing_is_lost() -> None:
     rows = batch([4, 5], [Reason.COMMITTED] * 2, [-1, -1])
     assert not rows.settle(TransactionId(5))
-    assert told(rows) == [(4, Reason.COMMITTED, -1), (5, Reason.COMMITTED, -1)]
+    assert outcomes(rows) == [(4, Reason.COMMITTED, -1), (5, Reason.COMMITTED, -1)]
 
 
 def opened(data: list[bytes]) -> BatchTicket:
@@ -102,7 +102,7 @@ def test_a_batch_that_is_refused_as_a_whole() -> None:
     rows = opened([b"a", b"b", b"c"])
     rows.reject(Reason.OVERLOADED)
     assert rows.is_final
-    assert told(rows) == [(-1, Reason.OVERLOADED, -1)] * 3
+    assert outcomes(rows) == [(-1, Reason.OVERLOADED, -1)] * 3
 
 
 def test_a_batch_is_final_when_all_of_it_is_judged_and_nothing_in_flight() -> None:
@@ -115,7 +115,7 @@ def test_a_batch_is_final_when_all_of_it_is_judged_and_nothing_in_flight() -> No
     assert (rows.is_judged, rows.is_final, rows.rows) == (True, False, None)
     rows.flight_count = 0
     assert rows.is_final
-    assert told(rows) == [(7, Reason.COMMITTED, -1), *[(-1, Reason.NOT_MOUNTED, -1)] * 2]
+    assert outcomes(rows) == [(7, Reason.COMMITTED, -1), *[(-1, Reason.NOT_MOUNTED, -1)] * 2]
 
 
 def test_rows_that_are_not_judged_are_not_lost() -> None:
@@ -126,7 +126,7 @@ def test_rows_that_are_not_judged_are_not_lost() -> None:
     assert rows.reasons.tolist() == [Reason.LOST, Reason.COMMITTED]
     assert not rows.settle(TransactionId(6))
     rows.reject(Reason.NOT_MOUNTED)
-    assert told(rows) == [(-1, Reason.LOST, -1), (-1, Reason.NOT_MOUNTED, -1)]
+    assert outcomes(rows) == [(-1, Reason.LOST, -1), (-1, Reason.NOT_MOUNTED, -1)]
 
 
 def test_a_piece_ends_before_the_row_that_would_make_it_too_long() -> None:
@@ -143,4 +143,4 @@ def test_a_piece_ends_before_the_row_that_would_make_it_too_long() -> None:
 def test_rows_lost_to_a_full_disk_are_reported_as_such() -> None:
     rows = batch([4, 5], [Reason.COMMITTED] * 2, [-1, -1])
     assert rows.settle(TransactionId(4), Reason.NO_SPACE)
-    assert told(rows) == [(4, Reason.COMMITTED, -1), (-1, Reason.NO_SPACE, -1)]
+    assert outcomes(rows) == [(4, Reason.COMMITTED, -1), (-1, Reason.NO_SPACE, -1)]

@@ -52,7 +52,7 @@ def left(disk, keep):
     return platter_of(disk).image(keep).files
 
 
-def test_what_was_synced_stays_whatever_else_is_lost():
+def test_synced_data_stays_in_every_crash():
     disk = made()
     disk.open(PATH).pwrite([b"b"], 0)
     assert left(disk, Keep()) == {PATH: b"a" * 4 * SECTOR_BYTES}
@@ -82,7 +82,7 @@ def test_a_file_may_have_grown_and_hold_nothing_yet():
     assert only == b"a".ljust(SECTOR_BYTES, b"\0") + b"b" * SECTOR_BYTES
 
 
-def test_a_sync_of_a_file_says_nothing_of_its_name_nor_the_other_way_round():
+def test_a_sync_of_a_file_and_of_its_name_are_independent():
     disk = made()
     file = disk.open(ROOT / "g", create=True)
     file.pwrite([b"g"], 0)
@@ -152,7 +152,7 @@ def test_a_program_may_forget_a_sync_or_make_it_late():
 
 
 @given(st.integers(0, 10_000))
-def test_of_several_values_any_may_be_left_and_nothing_else(seed):
+def test_after_a_crash_any_one_of_several_values_is_left(seed):
     disk = made(b"")
     file = disk.open(PATH)
     for value in (b"1", b"2", b"3"):

@@ -1,4 +1,4 @@
-"""The twin itself: does it lose exactly what was not synced, and fail when it is told to?"""
+"""The simulated disk itself: it loses exactly what was not synced, and fails on request."""
 
 from pathlib import Path
 from random import Random
@@ -22,7 +22,7 @@ def disk():
     return disk
 
 
-def test_what_was_synced_stays_and_the_rest_goes(disk):
+def test_synced_data_stays_and_the_rest_is_lost(disk):
     file = disk.open(PATH)
     file.pwrite([b"b" * 10, memoryview(b"c")], SECTOR_BYTES)
     file.sync()
@@ -41,7 +41,7 @@ def test_a_killed_process_loses_nothing(disk):
     assert disk.content(PATH) == b"a" * 1000 + b"z" * 2000
 
 
-def test_of_a_long_write_both_ends_may_be_left_and_nothing_between():
+def test_a_long_write_may_leave_both_ends_without_the_middle():
     disk = SimDisk()
     disk.make_directory(Path("/d"))
     file = disk.open(Path("/d/f"), create=True)
@@ -66,7 +66,7 @@ def test_any_subset_of_sectors_can_be_left_and_no_half_of_one():
     assert len(patterns) == 16
 
 
-def test_what_grew_without_its_sectors_reads_as_zeros():
+def test_growth_without_its_sectors_reads_as_zeros():
     seen = set()
     for seed in range(100):
         disk = SimDisk()
@@ -136,7 +136,7 @@ def test_a_full_disk_takes_what_fits_and_reads_continue():
     assert file.size() == 6
 
 
-def test_nothing_works_while_the_power_is_off(disk):
+def test_calls_fail_while_the_power_is_off(disk):
     file = disk.open(PATH)
     disk.plan(disk.step_count + 1, DiskFault.POWER_LOSS)
     with pytest.raises(PowerLoss):
@@ -169,7 +169,7 @@ def test_rot_is_on_the_platter_and_unseen_by_the_steps(disk):
     assert disk.step_count == steps
 
 
-def test_a_fault_can_be_planned_for_a_kind_of_call_or_for_a_read_and_reports_when_it_strikes(disk):
+def test_a_fault_can_be_planned_for_calls_or_reads_and_reports_its_time(disk):
     struck = []
     disk.plan_call({"rename", "sync"}, DiskFault.FAILS, lambda: struck.append("call"))
     disk.plan_read(2, lambda: struck.append("read"))
@@ -258,7 +258,7 @@ def test_a_part_of_a_sector_that_cannot_be_read_cannot_be_written(offset, size, 
     assert disk.content(path) == bytes(offset) + b"x" * written + bytes(2_000 - offset - written)
 
 
-def test_sectors_that_cannot_be_read_are_zeros_when_they_are_given_up_or_cut_away():
+def test_unreadable_sectors_are_zeros_when_they_are_released_or_cut():
     disk = SimDisk()
     path = Path("/d/f")
     disk.put(path, b"a" * 2_000)
@@ -280,7 +280,7 @@ def test_sectors_that_cannot_be_read_are_zeros_when_they_are_given_up_or_cut_awa
     assert file.pread(976, 1_024) == bytes(976)
 
 
-def test_what_is_free_is_what_the_capacity_leaves():
+def test_free_space_is_the_rest_of_the_capacity():
     disk = SimDisk(capacity_bytes=100)
     disk.put(Path("/d/f"), bytes(70))
     assert disk.free_bytes(Path("/d")) == 30

@@ -11,7 +11,7 @@ def written(content):
     return Inode(bytearray(content), bytearray(content))
 
 
-def test_what_rotted_on_the_platter_is_seen_when_it_is_dropped():
+def test_rot_on_the_platter_shows_after_a_drop():
     inode = written(b"a" * 3 * SECTOR_BYTES)
     inode.kept[SECTOR_BYTES + 5] = 0
     inode.drop_cached(0, SECTOR_BYTES)
@@ -21,7 +21,7 @@ def test_what_rotted_on_the_platter_is_seen_when_it_is_dropped():
     assert inode.seen == inode.kept
 
 
-def test_what_is_not_synced_is_never_dropped():
+def test_unsynced_data_is_never_dropped():
     inode = written(b"a" * 2 * SECTOR_BYTES)
     inode.seen[3:5] = b"bb"
     inode.touch(3, 5)
@@ -29,7 +29,7 @@ def test_what_is_not_synced_is_never_dropped():
     assert inode.seen[3:5] == b"bb"
 
 
-def test_what_a_failed_sync_has_lost_reads_as_before_and_grows_by_zeros():
+def test_after_a_failed_sync_reads_are_unchanged_and_growth_is_zeros():
     inode = written(b"a" * 10)
     inode.seen[:] = b"b" * 700
     inode.dirty.clear()

@@ -44,7 +44,7 @@ def test_anything_else_is_reported_with_what_was_expected(marks: object, found: 
 
 
 @pytest.mark.parametrize("what", [None, [(1, "a")], "df"])
-def test_what_is_no_data_frame_is_reported(what: object) -> None:
+def test_an_argument_that_is_no_data_frame_is_reported(what: object) -> None:
     with pytest.raises(
         BadRequest, match=f"append: expected a DataFrame .* found {type(what).__name__}"
     ):
@@ -75,7 +75,7 @@ def test_columns_that_spark_cannot_distinguish_are_reported_before_anything_is_w
     _check_distinct_columns(frame("id", "status", "partition", "data", **INSENSITIVE), {})
 
 
-def test_a_given_option_replaces_a_default_whatever_its_case() -> None:
+def test_a_given_option_replaces_a_default_in_any_case() -> None:
     df = MagicMock(columns=["data"])
     df.sparkSession.conf = INSENSITIVE
     options = df.write.format.return_value.mode.return_value.options

@@ -195,8 +195,8 @@ def test_a_mark_ahead_of_the_log_ends_the_job() -> None:
         list(Appender(Ahead(0, loss=0.0), OPTIONS).send([rows]))
 
 
-class Mending:
-    """Computes refused rows anew: without a "!" they are taken; every third one it leaves out."""
+class LimitedRetries:
+    """Recomputes refused rows: without a "!" they are taken; every third one it leaves out."""
 
     retries_max = 2
 
@@ -238,9 +238,9 @@ def test_refused_rows_are_computed_again(seed: int, monkeypatch: pytest.MonkeyPa
         (chance.randrange(3), f"{number}{'!' * chance.choice([0, 0, 0, 1, 2, 3])}".encode())
         for number in range(150)
     ]
-    log, mending = Answering(seed, loss=chance.choice([0.0, 0.1])), Mending()
+    log, rejected_rows = Answering(seed, loss=chance.choice([0.0, 0.1])), LimitedRetries()
     pieces = [rows[start : start + 23] for start in range(0, len(rows), 23)]
-    appender = Appender(log, OPTIONS, mending)
+    appender = Appender(log, OPTIONS, rejected_rows)
     reported_count = list(appender.send(with_source(piece) for piece in pieces))
     ends: dict[str, bool] = {}
     for answered in reported_count:
@@ -253,7 +253,7 @@ def test_refused_rows_are_computed_again(seed: int, monkeypatch: pytest.MonkeyPa
     assert len(ends) == len(rows)
     in_log = {data.decode() for taken in log.taken.values() for data in taken}
     assert in_log == {key for key, is_taken in ends.items() if is_taken}
-    left_out = {data.decode().rstrip("!") for data in mending.left_out}
+    left_out = {data.decode().rstrip("!") for data in rejected_rows.left_out}
     for _, data in rows:
         key, times = data.decode().rstrip("!"), data.count(b"!")
-        assert ends[key] == (times <= mending.retries_max and key not in left_out)
+        assert ends[key] == (times <= rejected_rows.retries_max and key not in left_out)

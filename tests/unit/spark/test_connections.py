@@ -52,7 +52,7 @@ def test_a_zookeeper_that_does_not_answer_stops_no_other_cluster() -> None:
     assert Client.made == ["dead:2181/x", "live:2181/x"]
 
 
-def test_one_that_wants_the_same_cluster_waits_and_shares_the_client() -> None:
+def test_callers_of_one_cluster_wait_and_share_the_client() -> None:
     with ThreadPoolExecutor() as pool:
         first = pool.submit(client_of, "dead:2181/x")
         assert Client.dials.acquire(timeout=HANG_S)
@@ -62,7 +62,7 @@ def test_one_that_wants_the_same_cluster_waits_and_shares_the_client() -> None:
     assert Client.made == ["dead:2181/x"]
 
 
-def test_what_stays_is_left_out_of_the_search_for_garbage_once_for_each_kind_of_work(
+def test_objects_are_frozen_once_for_each_kind_of_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     done: list[str] = []

@@ -72,7 +72,7 @@ def test_the_driver_gets_class_and_sentence_back(text: str) -> None:
     assert str(found) == "a: row"
 
 
-def test_what_is_not_ours_is_no_processes() -> None:
+def test_foreign_errors_are_not_our_errors() -> None:
     assert error_of(RuntimeError("ValueError: no")) is None
     assert error_of(RuntimeError("waltz_core.errors.Any: no")) is None
     assert error_of(RuntimeError("waltz_core.errors.ClassVar: no")) is None
@@ -96,7 +96,7 @@ SOURCE = "[PYTHON_DATA_SOURCE_ERROR] Failed to initialize Python data source wri
     [
         WORKER + OURS,
         f"o42.save.\n: org.apache.spark.SparkException: {WORKER}{OURS}{JAVA}",
-        # As PySpark 4.3 tells it: in a task, on the driver, of a stream, over Connect.
+        # As PySpark 4.3 reports it: in a task, on the driver, of a stream, over Connect.
         f"o42.save.\n: org.apache.spark.PythonException: [PYTHON_EXCEPTION] {WORKER[:-1]} {OURS}",
         f"Lost task 0.3 in stage 3.0 (TID 6) (host executor 1): [PYTHON_EXCEPTION] {WORKER}{OURS}",
         f"{SOURCE}{OURS}{JAVA}",
@@ -124,14 +124,16 @@ def test_the_last_word_is_ours(text: str) -> None:
         "During handling of the above exception, another exception occurred:",
     ],
 )
-def test_what_is_raised_over_it_has_the_last_word(between: str) -> None:
+def test_a_later_error_takes_precedence(between: str) -> None:
     text = f"{WORKER}{OURS}\n\n{between}\n\nRuntimeError: the ledger is closed{JAVA}"
     assert trailing_error(text) is None
     assert type(error_of(RuntimeError(text))) is errors.LockFailed  # it is inside
 
 
-@pytest.mark.parametrize("text", ["", "ValueError: x", "waltz_core.errors.Nobody: x", "LockFailed"])
-def test_other_texts_are_no_processes(text: str) -> None:
+@pytest.mark.parametrize(
+    "text", ["", "ValueError: x", "waltz_core.errors.Unknown: x", "LockFailed"]
+)
+def test_other_texts_are_not_our_errors(text: str) -> None:
     assert trailing_error(text) is None
     assert error_of(RuntimeError(text)) is None
 

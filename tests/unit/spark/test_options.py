@@ -1,4 +1,4 @@
-"""Options of format("waltz"): every wrong one is a sentence that names it and the mend."""
+"""Options of format("waltz"): every wrong one is a sentence that names it and the fix."""
 
 import pytest
 
@@ -150,7 +150,7 @@ def test_a_write_s_options() -> None:
         parse_write({**CLUSTER, "writeId": "a", "exactlyOnce": "false"})
 
 
-def test_what_no_function_asks_for_has_no_effect_and_is_refused() -> None:
+def test_options_without_an_effect_are_rejected() -> None:
     retry = {**CLUSTER, "onLockFailure": "retry"}
     for name in ("maxRetries", "retryBackoff"):
         assert parse_write({**retry, name: "5", "recompute": "shop:again"}).recompute is not None
@@ -172,7 +172,7 @@ def test_the_name_of_a_write() -> None:
             parse_write({**CLUSTER, "writeId": bad})
 
 
-def test_what_becomes_of_bad_payloads() -> None:
+def test_the_modes_for_bad_payloads() -> None:
     assert parse_read(CLUSTER).on_corrupt is OnCorrupt.FAIL
     packed = {**CLUSTER, "dataFormat": "json"}
     options = parse_read({**packed, "mode": "PERMISSIVE", "columnNameOfCorruptRecord": "bad"})

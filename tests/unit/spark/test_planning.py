@@ -144,7 +144,7 @@ def test_the_first_since_a_time(stamps, since_ms):
     st.lists(st.tuples(st.integers(1, 50), st.booleans()), max_size=200),
     st.integers(1, 51),
 )
-def test_nothing_is_skipped_for_want_of_a_stamp(written, since_ms):
+def test_records_without_a_stamp_are_not_skipped(written, since_ms):
     times = sorted(time for time, _ in written)
     stamps = [time * is_stamped for time, (_, is_stamped) in zip(times, written, strict=True)]
     asked = []
@@ -160,7 +160,7 @@ def test_a_start_by_time_is_exact_behind_a_0_13_programs_part(unstamped, stamped
     assert found == unstamped + min(stamped, since_ms - 1) - 1
 
 
-def test_where_nothing_has_a_stamp_all_is_read():
+def test_a_log_without_stamps_is_read_completely():
     asked = []
     assert first_since(lambda at: asked.append(at) or 0, 10**9, 1) == -1
     assert len(asked) < 100

@@ -38,11 +38,11 @@ def test_a_file_is_of_the_write_in_its_name(write: str) -> None:
         "_SUCCESS",
     ],
 )
-def test_what_is_another_ones_is_left_alone(name: str) -> None:
+def test_results_of_other_writes_are_left_alone(name: str) -> None:
     assert not is_of(name, "1")
 
 
-def test_the_columns_that_no_process_may_carry_are_those_of_results() -> None:
+def test_the_reserved_columns_are_those_of_results() -> None:
     own = [field.name for field in RESULT_FIELDS]
     assert sorted([*RESULT_COLUMNS, "partition"]) == sorted(own)
 

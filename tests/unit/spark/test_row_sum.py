@@ -121,7 +121,7 @@ def test_identity_columns_stand_for_the_row() -> None:
     assert len({row(1, "Monday", 0), row(2, "Monday", 0), row(1, "Tuesday", 0)}) == 3
 
 
-def test_the_same_rows_are_no_error_and_a_summary_without_a_hash_is_none_either() -> None:
+def test_repeated_rows_and_summaries_without_a_hash_are_no_error() -> None:
     rows = RowSum(2, 77)
     rows.check_same("daily", {"committed": 2, **rows.as_fields()}, hint="")
     rows.check_same("daily", {"committed": 9}, hint="")

@@ -241,7 +241,7 @@ def test_any_nested_value_round_trips_with_a_null_at_each_level(
         ),
     ],
 )
-def test_what_stands_under_a_null_is_not_cast(
+def test_values_under_a_null_are_not_cast(
     data_format: str, kind: pa.DataType, values: list[object]
 ) -> None:
     column = pa.array(values, kind)

@@ -93,7 +93,7 @@ def test_the_first_marks_are_confirmed_by_a_quorum(
     cluster: Cluster,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nothing else tells a reader whose start is unknown that a server is not the owner now."""
+    """Nothing else shows a reader whose start is unknown that a server is not the owner now."""
     asked = []
     given = WaltzStreamReader._request_marks
 

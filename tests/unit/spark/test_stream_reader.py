@@ -1,4 +1,4 @@
-"""A micro-batch that was planned just before the log was made anew, and longer."""
+"""A micro-batch that was planned just before the log was recreated, and longer."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -107,7 +107,7 @@ def test_no_micro_batch_reads_another_log_under_old_offsets(
 @pytest.mark.parametrize("between", [nothing, report])
 @pytest.mark.parametrize("poll", ["0", "3600000"])
 @pytest.mark.parametrize("marks", [(50, 50), (50, 3)])  # longer, and one that ends before
-def test_where_data_loss_is_allowed_the_log_is_begun_again_and_nothing_else_is_read(
+def test_with_data_loss_allowed_the_log_is_read_again_from_its_start_only(
     cluster: Cluster,
     between: Callable[[WaltzStreamReader], None],
     poll: str,

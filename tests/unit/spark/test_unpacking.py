@@ -87,7 +87,7 @@ def read(value: object, kind: pa.DataType, data_format: str) -> object:
         ([1], "struct"),
     ],
 )
-def test_what_would_lose_something_is_an_error(value: object, kind: str, data_format: str) -> None:
+def test_lossy_conversions_are_errors(value: object, kind: str, data_format: str) -> None:
     with pytest.raises(BadFormat, match="transaction 0: column 'a': expected "):
         read(value, KINDS[kind], data_format)
 
@@ -106,7 +106,7 @@ def test_what_would_lose_something_is_an_error(value: object, kind: str, data_fo
     ],
 )
 @pytest.mark.parametrize("data_format", ["msgpack", "json"])
-def test_what_loses_nothing_is_converted(
+def test_lossless_values_are_converted(
     value: object, kind: str, found: object, data_format: str
 ) -> None:
     assert read(value, KINDS[kind], data_format) == found
@@ -217,7 +217,7 @@ def test_a_column_that_is_not_nullable_never_has_a_null() -> None:
         ),
     ],
 )
-def test_what_is_nested_and_not_nullable_never_has_a_null(kind, good, bad) -> None:
+def test_nested_fields_that_are_not_nullable_never_have_a_null(kind, good, bad) -> None:
     field = pa.field("a", kind)
     unpacker = Unpacker([field], "msgpack")
     data = pa.array([msgpack.packb({"a": each}) for each in good], pa.binary())
@@ -307,7 +307,7 @@ def keeps(  # noqa: C901 - a case for each type
 @pytest.mark.parametrize("data_format", ["msgpack", "json"])
 @pytest.mark.parametrize("kind", list(KINDS))
 @given(value=VALUES | st.binary(max_size=6))
-def test_what_is_read_is_what_was_written_or_an_error(
+def test_a_read_returns_the_written_value_or_an_error(
     kind: str, data_format: str, value: object
 ) -> None:
     if data_format == "json" and isinstance(value, bytes):

@@ -1,4 +1,4 @@
-"""What a storage answers its administration, errand by errand; who carries them out is the test."""
+"""What a storage answers its administration, errand by errand; the test carries them out."""
 
 import json
 import zlib
@@ -68,9 +68,9 @@ class Terminal:
         self.machine = AdminService(StorageIdentity(KEY, 4, b"the storage's id"), address="a:1")
         self.answers = {"InspectReplica": FACTS, "FindZooKeeperView": LEFT} | answers
         self.admin_tasks = []
-        self.told = []
+        self.answered = []
         self.reports = []
-        self.open = []  # effects `RunAdminTask` that nobody has carried out yet
+        self.open = []  # effects `RunAdminTask` that were not carried out yet
 
     def post(self, message, *, version=1, connection=1):
         self.take(self.machine.step(AdminRequest(connection, version, message), 0))
@@ -81,7 +81,7 @@ class Terminal:
                 case RunAdminTask():
                     self.open.append(effect)
                 case AdminAnswer():
-                    self.told.append((effect.connection, effect.message))
+                    self.answered.append((effect.connection, effect.message))
                 case Report():
                     self.reports.append(effect)
 
@@ -99,8 +99,8 @@ class Terminal:
         self.post(message, **options)
         while self.open:
             self.carry_out()
-        ((_, answer),) = self.told
-        self.told.clear()
+        ((_, answer),) = self.answered
+        self.answered.clear()
         assert answer.sequence == message.sequence
         return answer
 
@@ -146,7 +146,7 @@ def test_partitions_are_held_and_switched_one_by_one():
     ]
 
 
-def test_a_request_for_several_ends_at_the_first_that_is_refused_and_says_what_is_done():
+def test_a_request_for_several_stops_at_a_refusal_and_reports_what_is_done():
     desk = Terminal(
         SetAvailability=lambda task: DiskFailed("no") if task.partition_id == 2 else None
     )
@@ -173,9 +173,17 @@ def test_the_gauges_have_waltz_0_13s_names_and_form():
     desk = Terminal(FindHeld=held, FindDiskStatus=disk_status)
     answer = desk.ask(wire.MetricsRequest(1), version=0)
     assert answer.json == gauges_json(held, disk_status)
-    told = json.loads(answer.json)
-    assert set(told) == {"metrics", "ids", "gauges", "counters", "histograms", "meters", "timers"}
-    values = {name: gauge["value"] for name, gauge in told["gauges"].items()}
+    answered = json.loads(answer.json)
+    assert set(answered) == {
+        "metrics",
+        "ids",
+        "gauges",
+        "counters",
+        "histograms",
+        "meters",
+        "timers",
+    }
+    values = {name: gauge["value"] for name, gauge in answered["gauges"].items()}
     assert values == {
         "waltz-storage.waltz-storage-num-partitions": 1,
         "waltz-storage.waltz-storage-partition-ids": [3],
@@ -192,7 +200,7 @@ def test_the_gauges_have_waltz_0_13s_names_and_form():
     }
 
 
-def test_a_disk_that_does_not_say_what_is_free_has_no_gauge_for_it_but_its_error():
+def test_without_free_space_of_a_disk_its_error_replaces_the_gauge():
     disk_status = DiskStatus(None, 64, False, 1_700_000_000_000, "statvfs: input/output error")
     desk = Terminal(FindHeld=(HeldPartition(3, INFO, 52, True),), FindDiskStatus=disk_status)
     gauges = json.loads(desk.ask(wire.MetricsRequest(1)).json)["gauges"]
@@ -224,10 +232,10 @@ def test_records_are_listed_as_waltz_0_13_lists_them():
     assert desk.admin_tasks[-1] == ReadRange(2, 50, 50, 8 * 1024 * 1024)
 
 
-# ---- removal, suspicion, beginning anew (rule 2)
+# ---- removal, suspicion, starting again (rule 2)
 
 
-def test_what_no_session_counts_on_may_go():
+def test_a_replica_outside_the_session_can_be_removed():
     desk = Terminal()
     assert desk.ask(wire.RemovePartition(1, 2, True, False)) == wire.Done(1)
     assert desk.admin_tasks == [InspectReplica(2), FindZooKeeperView(2), Unassign(2, True)]
@@ -237,14 +245,14 @@ def test_what_no_session_counts_on_may_go():
 
 
 @pytest.mark.parametrize("forced", [False, True])
-def test_what_zookeeper_assigns_here_never_goes(forced):
+def test_an_assigned_replica_is_never_removed(forced):
     desk = Terminal(FindZooKeeperView=ASSIGNED)
     text = refused(desk.ask(wire.RemovePartition(1, 2, True, forced)), errors.BadRequest)
     assert "found it assigned" in text
     assert desk.changes == []
 
 
-def test_what_the_last_session_counts_on_goes_only_when_a_process_insists():
+def test_a_replica_of_the_last_session_is_removed_only_with_force():
     desk = Terminal(FindZooKeeperView=ENGAGED)
     text = refused(desk.ask(wire.RemovePartition(1, 2, True, False)), errors.BadRequest)
     assert "in session 7 with a:1, b:1, c:1 (without it 2 are left, still a quorum)" in text
@@ -255,7 +263,7 @@ def test_what_the_last_session_counts_on_goes_only_when_a_process_insists():
     assert desk.changes == [Unassign(2, True)]
 
 
-def test_a_log_is_thrown_away_only_where_no_process_counts_on_it_or_a_process_insists():
+def test_a_log_is_discarded_only_if_it_is_not_needed_or_with_force():
     desk = Terminal(FindZooKeeperView=ASSIGNED)
     assert desk.ask(wire.ReSeed(1, 2, False)) == wire.Done(1)
     assert desk.changes == [Reseed(2)]
@@ -288,27 +296,36 @@ def test_while_zookeeper_is_away_nothing_is_thrown_away(message):
     assert desk.changes == []
 
 
-def test_what_is_not_held_cannot_be_removed():
+def test_an_absent_replica_cannot_be_removed():
     desk = Terminal(InspectReplica=FACTS._replace(is_held=False))
     refused(desk.ask(wire.RemovePartition(1, 2, True, True)), errors.BadRequest)
     assert desk.changes == []
 
 
-# ---- what is told of a storage, and copying (rule 3)
+# ---- what a storage reports, and copying (rule 3)
 
 
 def test_a_storage_and_a_replica_are_reported():
     desk = Terminal(FindHeld=(HeldPartition(3, INFO, 52, True),))
     answer = desk.ask(wire.StorageRequest(1))
     assert answer == wire.StorageResponse(1, b"the storage's id", KEY, 4, "a:1", (3,))
-    told = desk.ask(wire.ReplicaRequest(2, 2))
-    assert (told.is_held, told.is_available, told.is_served, told.reason) == (True, True, True, "")
-    assert (told.promised, told.last_session, told.low_water_mark) == (7, 6, 40)
-    assert (told.synced_max, told.chain, told.is_suspect) == (52, b"c" * 16, False)
-    assert told.damaged == bytes(7) + b"\3" + bytes(7) + b"\4"
+    answered = desk.ask(wire.ReplicaRequest(2, 2))
+    assert (answered.is_held, answered.is_available, answered.is_served, answered.reason) == (
+        True,
+        True,
+        True,
+        "",
+    )
+    assert (answered.promised, answered.last_session, answered.low_water_mark) == (7, 6, 40)
+    assert (answered.synced_max, answered.chain, answered.is_suspect) == (52, b"c" * 16, False)
+    assert answered.damaged == bytes(7) + b"\3" + bytes(7) + b"\4"
     broken = ReplicaStatus(True, True, False, INFO, None, "no control slot is valid")
-    told = Terminal(InspectReplica=broken).ask(wire.ReplicaRequest(2, 2))
-    assert (told.reason, told.synced_max, told.damaged) == ("no control slot is valid", -1, b"")
+    answered = Terminal(InspectReplica=broken).ask(wire.ReplicaRequest(2, 2))
+    assert (answered.reason, answered.synced_max, answered.damaged) == (
+        "no control slot is valid",
+        -1,
+        b"",
+    )
     refusal = Terminal(InspectReplica=broken).ask(wire.RecordListRequest(2, 2, 0, 1))
     assert "no control slot is valid" in refused(refusal, errors.BadRequest)
 
@@ -347,24 +364,30 @@ def test_changes_take_turns_and_questions_do_not_wait_for_them():
     assert [type(run.task) for run in desk.open] == [SetAvailability, InspectReplica]
     desk.open.reverse()
     desk.carry_out()
-    assert desk.told == [(1, wire.SessionInfoResponse(4, 2, 6, 40, 39))]
-    desk.carry_out(DiskFailed("no"))  # whoever waits goes on all the same
+    assert desk.answered == [(1, wire.SessionInfoResponse(4, 2, 6, 40, 39))]
+    desk.carry_out(DiskFailed("no"))  # a waiting request continues all the same
     assert desk.carry_out() == SetAvailability(1, False)
     assert desk.carry_out() == MarkReplicaSuspect(2)
-    assert [(who, answer.sequence) for who, answer in desk.told[1:]] == [(1, 1), (2, 2), (1, 3)]
+    assert [(sender, answer.sequence) for sender, answer in desk.answered[1:]] == [
+        (1, 1),
+        (2, 2),
+        (1, 3),
+    ]
     assert desk.open == []
 
 
-def test_what_waits_is_bounded():
+def test_waiting_requests_are_limited():
     desk = Terminal()
     for sequence in range(WAITING_MAX + 3):
         desk.post(wire.MarkSuspect(sequence, 2, True))
-    assert [answer.sequence for _, answer in desk.told] == [WAITING_MAX + each for each in range(3)]
-    refused(desk.told[0][1], errors.Overloaded)
+    assert [answer.sequence for _, answer in desk.answered] == [
+        WAITING_MAX + each for each in range(3)
+    ]
+    refused(desk.answered[0][1], errors.Overloaded)
     for _ in range(WAITING_MAX):
         desk.carry_out()
     assert desk.open == []
-    assert len(desk.told) == WAITING_MAX + 3
+    assert len(desk.answered) == WAITING_MAX + 3
 
 
 def test_a_message_that_is_no_request_is_refused_and_ends_nothing():

@@ -36,7 +36,7 @@ def open_control(disk, directory=ROOT, *, key=KEY, partition_count=3):
 # ---- the original's control file
 
 
-def test_what_was_set_is_there_after_a_power_loss():
+def test_control_data_survives_a_power_loss():
     disk = new_disk()
     control = open_control(disk)
     before = control.info(1)
@@ -90,7 +90,7 @@ def test_flags_of_several_partitions_are_durable_by_one_sync():
     assert [open_control(disk).info(each).flags for each in range(3)] == [5, 1, 5]
 
 
-def test_a_sync_that_failed_is_reported_to_every_partition_of_the_file():
+def test_a_failed_sync_fails_every_partition_of_the_file():
     disk = new_disk()
     control = open_control(disk)
     before = control.set_marks(0, 7, 41)
@@ -104,7 +104,7 @@ def test_a_sync_that_failed_is_reported_to_every_partition_of_the_file():
     assert control.info(1).session_id == control.info(2).session_id == NO_SESSION
 
 
-def test_what_a_failed_sync_has_left_is_durable_once_the_next_opening_trusts_it():
+def test_slots_that_are_trusted_after_a_failed_sync_are_durable():
     disk = new_disk()
     control = open_control(disk)
     disk.plan(disk.step_count + 2, DiskFault.FAILS)
@@ -114,10 +114,10 @@ def test_what_a_failed_sync_has_left_is_durable_once_the_next_opening_trusts_it(
     control.close()
     again = open_control(disk)
     assert not again.has_failed
-    believed = again.info(1)
+    trusted = again.info(1)
     again.close()
     disk.power_loss(Survival.NOTHING, Random(1))
-    assert open_control(disk).info(1) == believed
+    assert open_control(disk).info(1) == trusted
 
 
 def test_one_sync_is_for_all_that_had_written_before_it_began(tmp_path):
@@ -238,7 +238,7 @@ def test_a_crash_while_it_is_made_leaves_none_or_a_whole_one():
     pytest.fail("it was never made without a crash")
 
 
-def test_what_is_forgotten_is_as_new_but_for_flags_and_age():
+def test_a_forgotten_partition_is_new_except_for_flags_and_age():
     disk = new_disk()
     control = open_control(disk)
     before = control.set_marks(1, 7, 41)
@@ -334,16 +334,16 @@ def test_slots_that_cannot_be_read_leave_no_file_open():
 def test_a_slot_takes_what_is_lost_of_its_own_block_and_no_other(monkeypatch):
     disk = new_disk()
     slots = SlotFile.create(disk, ROOT, Slot(2))
-    given_up = []
-    monkeypatch.setattr(SimFile, "discard_lost", lambda _, *place: not given_up.append(place))
+    abandoned = []
+    monkeypatch.setattr(SimFile, "discard_lost", lambda _, *place: not abandoned.append(place))
     for _ in range(2):
         disk.plan_call({"write"}, DiskFault.FAILS)
         slots.write(Slot(2))
         place = SLOT_BLOCK_BYTES * (slots.slot.sequence % 2 == 0)
         assert disk.content(SLOTS)[place : place + SLOT_BYTES] == slots.slot.encode()
-        assert given_up.pop() == (place, SLOT_BYTES)
+        assert abandoned.pop() == (place, SLOT_BYTES)
     slots.write(Slot(2))
-    assert given_up == [], "the write went through"
+    assert abandoned == [], "the write went through"
     monkeypatch.setattr(SimFile, "discard_lost", lambda *_: False)
     disk.plan_call({"write"}, DiskFault.FAILS)
     with pytest.raises(DiskFailed, match="write"):

@@ -254,7 +254,7 @@ def test_a_cut_in_the_middle_of_a_batch(world):
     assert world.log.chain_at(7) == chain
 
 
-def test_what_there_was_no_room_to_cut_is_cut_when_the_mark_is_set_again(world, monkeypatch):
+def test_a_cut_without_room_happens_when_the_mark_is_set_again(world, monkeypatch):
     _, chain = cover(world, 7)
     with monkeypatch.context() as patch:
         patch.setattr(truncation, "carry_out", Mock(side_effect=NoSpace("full")))
@@ -268,7 +268,7 @@ def test_what_there_was_no_room_to_cut_is_cut_when_the_mark_is_set_again(world, 
     assert not world.log.suspect
 
 
-def test_what_follows_the_last_record_is_appended(world):
+def test_records_after_the_last_one_are_appended(world):
     cover(world)
     first, second = other_batches(records(0, 14), (8, 6), 2)
     append(world, first)
@@ -296,16 +296,16 @@ def test_batches_that_do_not_follow_on_are_refused_and_cover_nothing(world):
     other = b"\1" * len(chain)  # the same records, behind some that are not here
     crcs = b"".join(data[end - 4 : end] for end in lengths.cumsum())
     behind = entry._replace(chain=next_chain(other, 0, 2, 2, crcs))
-    for start, before, told in ((1, chain, entry), (first, other, entry), (first, other, behind)):
+    for start, before, placed in ((1, chain, entry), (first, other, entry), (first, other, behind)):
         with pytest.raises(BadRequest):
-            world.log.append(2, start, lengths, data, before, (told,))
+            world.log.append(2, start, lengths, data, before, (placed,))
         assert world.log.max_id == BEFORE_FIRST
     for each in batches:
         append(world, each)
     assert on_disk(world) == world.content() == whole(9)
 
 
-def test_nothing_below_the_confirmed_mark_is_given_up(world):
+def test_nothing_below_the_confirmed_mark_is_cut(world):
     cover(world)
     (wrong,) = other_batches([*records(0, 3), *records(3, 4, b"else")], (7,), 2)
     with pytest.raises(DataLoss, match="below the low-water mark 5"):
@@ -376,7 +376,7 @@ def test_one_cut_in_a_session_and_at_a_batch_that_is_here(world):
         world.log.truncate(2, BEFORE_FIRST, BEFORE_FIRST, GENESIS_CHAIN)
 
 
-def test_what_an_owner_has_written_is_cut_as_ever(world):
+def test_records_of_an_owner_are_cut_as_usual(world):
     log = world.log
     log.set_low_water_mark(2, 9, log.chain)
     log.engage(2, 9)
@@ -433,7 +433,7 @@ def test_a_cut_covers_after_a_mark_that_an_earlier_version_took_from_a_0_13_serv
     assert empty.content() == whole(9)
 
 
-def test_the_word_for_no_batches_is_no_chain_and_outlives_a_slot_on_disk():
+def test_the_value_for_no_batches_is_distinct_and_survives_a_slot_on_disk():
     assert UNBATCHED != GENESIS_CHAIN
     assert not Slot(0).is_unbatched
     unbatched = Slot(0, acked=Marker(4, UNBATCHED))

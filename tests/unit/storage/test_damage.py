@@ -145,7 +145,7 @@ def test_a_whole_batch_is_held_against_its_records_beside_a_lost_one(log):
         damage.fill(slot, log.segments, *foreign(1, 4))
 
 
-def test_what_is_repaired_beside_a_batch_that_rotted_waits_for_it_not(log):
+def test_a_repair_does_not_wait_for_a_rotten_batch_beside_it(log):
     spoil_batch(log, 1)
     assert log.fill(1, 1) == (IdRange(4, 6),)
     spoil_batch(log, 2)
@@ -153,7 +153,7 @@ def test_what_is_repaired_beside_a_batch_that_rotted_waits_for_it_not(log):
 
 
 @pytest.mark.parametrize("spoiled", [(0, 1), (2,)])
-def test_nothing_proves_several_lost_batches_nor_the_last_one(log, spoiled):
+def test_several_lost_batches_or_the_last_one_cannot_be_proved(log, spoiled):
     for place in spoiled:
         spoil_batch(log, place)
     log.disk.flip(ROOT / segment_name(0, ".seg"), SEGMENT_HEADER_BYTES + RECORD_BYTES * 8 + 44)
@@ -241,7 +241,7 @@ def test_a_lost_block_with_the_batches_header_is_rebuilt():
     assert [(one.first, one.last) for one in found] == [(one.first, one.last) for one in entries]
 
 
-def test_a_segments_header_is_kept_when_its_block_is_given_up():
+def test_a_segments_header_is_kept_when_its_block_is_released():
     log = Lost()
     before = log.disk.content(log.path)
     log.disk.make_unreadable(log.path, 0, 0)

@@ -102,7 +102,7 @@ def test_a_block_that_is_given_at_the_second_try_stays(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("number", [errno.ENOMEM, errno.ESTALE, errno.EINTR])
-def test_an_error_that_reports_nothing_of_the_bytes_gives_nothing_up(tmp_path, lost, number):
+def test_an_error_without_a_byte_range_releases_nothing(tmp_path, lost, number):
     path = tmp_path / "f"
     path.write_bytes(b"a" * 100)
     lost.blocks.add(0)
@@ -158,7 +158,7 @@ def test_files_are_created_whole_in_place_of_older_ones(place):
     assert disk.list(directory) == ["e", "f"]
 
 
-def test_nothing_has_its_name_before_all_is_written():
+def test_a_file_gets_its_name_after_its_content():
     """Rule 4: whichever step fails, there is the old file or the new one."""
     for step in range(1, 20):
         disk = new_disk()
@@ -246,12 +246,12 @@ def test_an_error_of_the_system_says_what_failed_and_where(tmp_path, monkeypatch
 
 @pytest.fixture
 def no_syncs(monkeypatch):
-    """Syncs say at once that they are done: these tests look at who has what open."""
+    """Syncs say at once that they are done: these tests look at which files are open."""
     monkeypatch.setattr(os, "fdatasync", lambda _: None)
 
 
 @pytest.mark.usefixtures("no_syncs")
-def test_as_many_files_are_open_as_the_disk_was_reported_and_all_can_be_used(tmp_path):
+def test_no_more_files_are_open_than_the_limit_and_all_can_be_used(tmp_path):
     disk = RealDisk(8)
     files = [disk.open(tmp_path / str(place), create=True) for place in range(40)]
     rng = Random(1)
@@ -341,9 +341,7 @@ def test_a_file_that_cannot_be_opened_again_is_a_failed_read_or_a_failed_write(t
     assert not isinstance(caught.value, ReadFailed), "that is a bug of ours, not the disk's"
 
 
-def test_a_file_that_is_closed_under_a_call_keeps_its_number_until_the_call_has_ended(
-    tmp_path, monkeypatch
-):
+def test_a_file_closed_during_a_call_keeps_its_descriptor_until_the_end(tmp_path, monkeypatch):
     disk = RealDisk(2)
     file = disk.open(tmp_path / "f", create=True)
     write, numbers = os.pwritev, []
@@ -364,9 +362,7 @@ def test_a_file_that_is_closed_under_a_call_keeps_its_number_until_the_call_has_
         file.sync()
 
 
-def test_what_will_be_read_is_asked_for_with_one_descriptor_and_is_no_promise(
-    tmp_path, monkeypatch
-):
+def test_read_ahead_uses_one_descriptor_and_is_only_a_hint(tmp_path, monkeypatch):
     sizes = {"empty": 0, "small": 65_536, "large": 1_000_000}
     for name, size in sizes.items():
         (tmp_path / name).write_bytes(bytes(size))
@@ -397,7 +393,7 @@ def test_what_will_be_read_is_asked_for_with_one_descriptor_and_is_no_promise(
     assert disk.descriptors._count == 0
 
 
-def test_an_error_of_a_close_that_makes_room_is_no_processes(tmp_path, monkeypatch):
+def test_an_error_while_closing_a_file_to_make_room_is_ignored(tmp_path, monkeypatch):
     disk = RealDisk(1)
     one = disk.open(tmp_path / "1", create=True)
     close = os.close
@@ -444,7 +440,7 @@ def test_threads_share_the_descriptors(tmp_path):
     assert len(open_names(tmp_path)) == 3
 
 
-def test_what_is_free_is_what_anybody_may_use(tmp_path):
+def test_free_space_excludes_reserved_blocks(tmp_path):
     found = os.statvfs(tmp_path)
     free = RealDisk().free_bytes(tmp_path)
     assert 0 < free <= found.f_bfree * found.f_frsize
@@ -492,9 +488,7 @@ def test_the_twin_has_no_more_room_than_it_was_given():
 # ---- what a killed process may have left
 
 
-def test_the_names_beside_a_directory_that_is_there_are_synced_where_they_may_be_read(
-    tmp_path, monkeypatch
-):
+def test_names_beside_an_existing_directory_are_synced_if_readable(tmp_path, monkeypatch):
     disk, synced = RealDisk(), []
     monkeypatch.setattr(disk, "sync_directory", synced.append)
     disk.make_directory(tmp_path / "a" / "b")
@@ -508,7 +502,7 @@ def test_the_names_beside_a_directory_that_is_there_are_synced_where_they_may_be
     assert synced == []
 
 
-def test_the_last_of_several_files_has_its_name_only_when_the_others_have_theirs_for_good():
+def test_the_last_file_is_named_only_after_the_others_are_durable():
     disk = RecordingDisk()
     disk.make_directory(ROOT)
     create_durably(disk, ROOT, [("a", b"1"), ("b", b"2"), ("c", b"3")])
@@ -532,10 +526,10 @@ MIB = 1024 * 1024
 def test_a_real_file_keeps_its_newest_part_in_memory_and_all_of_it_on_the_disk(
     tmp_path, monkeypatch, can_do_it
 ):
-    told = []
+    hints = []
 
     def advise(_, start, size, advice):
-        told.append((start + size, advice))
+        hints.append((start + size, advice))
         if not can_do_it:
             raise OSError(errno.EINVAL, "not here")
 
@@ -544,9 +538,9 @@ def test_a_real_file_keeps_its_newest_part_in_memory_and_all_of_it_on_the_disk(
     piece = os.urandom(MIB)
     for number in range(8):
         file.pwrite([piece[:10], piece[10:]] if number % 2 else [piece], number * MIB)
-        assert len(told) == max(0, number - 4)  # nothing before it is synced
+        assert len(hints) == max(0, number - 4)  # nothing before it is synced
         file.sync()
-    assert told == [(number * MIB, os.POSIX_FADV_DONTNEED) for number in range(1, 5)]
+    assert hints == [(number * MIB, os.POSIX_FADV_DONTNEED) for number in range(1, 5)]
     assert file.pread(8 * MIB, 0) == 8 * piece
     file.close()
 
@@ -567,7 +561,7 @@ def test_the_system_does_give_old_parts_back(tmp_path):
     assert sum(there) * mmap.PAGESIZE <= kept + STEP_BYTES + 2 * MIB + size
 
 
-def test_what_is_written_behind_a_cut_counts_from_the_cut(tmp_path):
+def test_writes_after_a_cut_count_from_the_cut(tmp_path):
     kept, size = 4 * MIB, 2 * MIB
     file = RealDisk(cached_bytes_max=kept).open(tmp_path / "f", create=True)
     for end in (32 * MIB, 30 * MIB):
@@ -583,7 +577,7 @@ def test_what_is_written_behind_a_cut_counts_from_the_cut(tmp_path):
     assert sum(there) * mmap.PAGESIZE <= kept + STEP_BYTES + 2 * MIB + size
 
 
-def test_what_is_dropped_is_read_from_the_disk_the_next_time(tmp_path):
+def test_dropped_pages_are_read_from_the_disk_again(tmp_path):
     file = RealDisk().open(tmp_path / "f", create=True)
     content = os.urandom(8 * mmap.PAGESIZE)
     file.pwrite([content], 0)

@@ -248,7 +248,7 @@ def test_a_short_write_is_carried_on(tmp_path, monkeypatch):
 # ---- administration; what a crash does to it stands in tests/property
 
 
-def test_what_is_not_held_is_not_administered(tmp_path):
+def test_an_absent_partition_cannot_be_administered(tmp_path):
     engine = open_engine(tmp_path)
     for command in (
         lambda partition: engine.unassign(partition, deletes_files=False),
@@ -291,7 +291,7 @@ def test_a_partition_that_cannot_be_opened_can_be_emptied_and_promises_nothing_t
     engine.close()
 
 
-def test_a_partition_that_cannot_be_opened_can_be_deleted_but_not_just_given_up(tmp_path):
+def test_a_partition_that_cannot_be_opened_can_be_deleted_but_not_just_unassigned(tmp_path):
     engine = rotten(tmp_path, blocks=(0, 1))
     with pytest.raises(BadFormat):
         engine.unassign(1, deletes_files=False)
@@ -320,7 +320,7 @@ def test_a_directory_that_is_no_partition_of_this_cluster_is_let_be(tmp_path):
     engine.close()
 
 
-def test_one_that_opens_now_can_be_switched_whatever_was_wrong_before(tmp_path):
+def test_a_repaired_partition_can_be_switched(tmp_path):
     engine = rotten(tmp_path, blocks=(0, 1))
     assert 1 in engine.failed
     path = tmp_path / "1" / "waltz-x.ctl"
@@ -335,14 +335,14 @@ def test_one_that_opens_now_can_be_switched_whatever_was_wrong_before(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["waltz-x.id", "waltz-storage.ctl"])
-def test_what_is_wrong_is_reported_with_its_file(tmp_path, name):
+def test_errors_name_the_file(tmp_path, name):
     open_engine(tmp_path).close()
     (tmp_path / name).write_bytes(b"\1" * 400)
     with pytest.raises((BadFormat, ChecksumMismatch), match=f"{name}: "):
         open_engine(tmp_path)
 
 
-def test_what_a_killed_process_has_written_is_durable_before_it_is_trusted():
+def test_files_of_a_killed_process_are_synced_before_they_are_trusted():
     disk = SimDisk()
     wanted = {"partition_count": 2, "new_storage_id": bytes(16)}
     engine = Engine.open(disk, Path("/waltz"), SETTINGS, **wanted)

@@ -34,7 +34,7 @@ def new_index(disk):
     return OffsetIndex(disk.open(IDX), BLANK)
 
 
-def test_what_is_written_over_lost_sectors_keeps_its_header_and_what_can_be_read():
+def test_a_rewrite_over_lost_sectors_keeps_the_header_and_readable_entries():
     disk = new_disk()
     index = new_index(disk)
     index.write(0, np.arange(300))
@@ -158,7 +158,7 @@ def test_the_place_is_found_around_an_entry_that_cannot_be_read(damaged):
     assert lineage.place_of(entries[damaged].last) in {damaged, damaged + 1}
 
 
-def test_what_is_torn_at_the_end_is_trimmed_and_what_is_wrong_before_stays():
+def test_a_torn_end_is_trimmed_and_earlier_damage_stays():
     disk = new_disk()
     lineage, entries = filled(disk, (2,) * 5)
     disk.flip(CHN, entry_offset(1))

@@ -66,7 +66,7 @@ def test_a_group_is_bounded(monkeypatch):
     assert [len(one.take_next()[0]) for _ in range(4)] == [2, 2, 1, 0]
 
 
-def test_nothing_is_taken_while_work_is_under_way():
+def test_no_work_is_taken_while_work_is_under_way():
     one = lane(reads=[a_read()])
     one.work = SimpleNamespace()
     with pytest.raises(AssertionError):

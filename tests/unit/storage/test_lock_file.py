@@ -12,7 +12,7 @@ def new_file(disk, file_bytes_max=100):
     return made
 
 
-def test_what_was_appended_is_there_newest_last():
+def test_appended_blocks_are_there_newest_last():
     locks = new_file(new_disk())
     locks.append([b"one", b"two"])
     locks.append([b"three"])
@@ -38,7 +38,7 @@ def test_it_continues_after_a_restart():
     first = new_file(disk)
     first.append([b"before"])
     first.close()
-    first.append([b"nobody"])
+    first.append([b"no process"])
     second = new_file(disk)
     second.append([b"after"])
     assert second.newest(100) == b"beforeafter"
@@ -57,7 +57,7 @@ def test_many_of_them_share_few_descriptors(tmp_path):
     assert [locks.newest(100) for locks in files] == [b"%d 0 %d 1 " % (n, n) for n in range(8)]
 
 
-def test_nothing_is_written_to_disk_for_nothing():
+def test_empty_blocks_are_not_written():
     disk = new_disk()
     new_file(disk).append([])
     assert disk.files() == {}
@@ -83,7 +83,7 @@ def test_a_read_that_fails_is_an_empty_answer():
     assert locks.newest(100) == b""
 
 
-def test_a_disk_without_room_hinders_no_process():
+def test_a_full_disk_holds_up_no_other_partition():
     disk = new_disk()
     locks = new_file(disk)
     disk.capacity_bytes = 0

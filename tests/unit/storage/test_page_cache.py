@@ -24,10 +24,10 @@ def test_the_newest_part_stays():
 
 
 def test_older_parts_are_given_back_step_by_step():
-    told = given_back(Tail(KEPT), KEPT + 5 * STEP_BYTES)
-    assert [start + size for start, size in told] == [n * STEP_BYTES for n in range(1, 6)]
+    dropped = given_back(Tail(KEPT), KEPT + 5 * STEP_BYTES)
+    assert [start + size for start, size in dropped] == [n * STEP_BYTES for n in range(1, 6)]
     # Each begins earlier than the last one ended: that may have ended within a folio.
-    assert [start for start, _ in told] == [max(0, n * STEP_BYTES - FOLIO) for n in range(5)]
+    assert [start for start, _ in dropped] == [max(0, n * STEP_BYTES - FOLIO) for n in range(5)]
 
 
 def test_many_small_appends_are_given_back_together():
@@ -41,30 +41,30 @@ def test_a_large_append_is_given_back_at_once_and_only_once():
     assert tail.take_old() is None
 
 
-def test_what_was_there_before_is_left_alone():
-    told = given_back(Tail(0), 4 * MIB, start=100 * MIB)
-    assert min(start for start, _ in told) == 100 * MIB
+def test_earlier_pages_are_left_alone():
+    dropped = given_back(Tail(0), 4 * MIB, start=100 * MIB)
+    assert min(start for start, _ in dropped) == 100 * MIB
 
 
-def test_what_was_not_written_here_is_not_touched():
+def test_pages_that_were_not_written_here_are_left_alone():
     assert Tail(0).take_old() is None
 
 
-def test_what_is_written_over_does_not_move_the_end():
+def test_overwriting_does_not_move_the_end():
     tail = Tail(KEPT)
     assert given_back(tail, KEPT) == []
     tail.wrote(0, MIB)
     assert tail.take_old() is None
 
 
-def test_what_was_cut_does_not_count():
+def test_truncated_pages_do_not_count():
     tail = Tail(KEPT)
     assert given_back(tail, 32 * MIB)
     tail.cut(2 * MIB)
     assert given_back(tail, KEPT + MIB, start=2 * MIB) == [(0, 3 * MIB)]
 
 
-def test_what_lies_between_a_repair_and_the_end_was_not_written_here():
+def test_pages_between_a_repair_and_the_end_do_not_count():
     tail = Tail(0)
     tail.wrote(5 * MIB, 100)
     tail.wrote(90 * MIB, 2 * MIB)

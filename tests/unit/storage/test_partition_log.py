@@ -270,7 +270,7 @@ def test_a_provisional_mark_may_be_lowered_and_a_confirmed_one_not(world):
     assert (state.last_session, state.mark_confirmed, state.engaged_session) == (3, False, 2)
 
 
-def test_the_first_append_of_a_session_confirms_its_mark_and_of_a_later_one_does_not(world):
+def test_only_the_first_append_of_a_session_confirms_its_mark(world):
     world.append([2])
     world.log.set_low_water_mark(1, 1, world.log.chain)
     world.log.prepare(2, NONCE)
@@ -300,7 +300,7 @@ def test_segments_roll_over_at_the_record_that_crosses_the_limit(world):
     assert not world.log.suspect
 
 
-def test_an_append_that_does_not_continue_or_does_not_hold_is_refused_and_leaves_nothing(world):
+def test_an_append_with_a_gap_or_wrong_data_is_refused_and_leaves_nothing(world):
     world.append([2])
     records, lengths = make_records(2, [5, 5])
     chain = world.log.chain
@@ -382,8 +382,8 @@ def test_rot_is_found_by_the_read_noted_read_around_and_repaired(world, at):
     assert world.everything() == written
 
 
-def test_whatever_is_lost_beside_what_is_repaired_is_missed_after_a_crash(world):
-    """Its block may be given up for the repair, with what else was in it."""
+def test_losses_beside_a_repair_are_found_after_a_crash(world):
+    """Its block may be released for the repair, with what else was in it."""
     written = b"".join(world.append([3, 4]) for _ in range(20))
     flip(world, 130, 44)
     world.log.read_range(125, 131, 1 << 20, whole_batches=False)
@@ -398,7 +398,7 @@ def test_whatever_is_lost_beside_what_is_repaired_is_missed_after_a_crash(world)
 
 
 def test_nothing_is_repaired_in_a_session_in_which_a_write_has_failed(world):
-    """The marker cannot move any more, and so tells of nothing that would be lost beside it."""
+    """The marker cannot move any more, and so shows nothing that would be lost beside it."""
     written = b"".join(world.append([3, 4]) for _ in range(20))
     flip(world, 130, 44)
     world.log.read_range(125, 131, 1 << 20, whole_batches=False)
@@ -426,7 +426,7 @@ def test_a_clean_close_clears_the_dirty_bit_and_marks_the_end(world):
     assert world.open().suspect
 
 
-def test_a_torn_tail_is_cut_and_an_unsynced_batch_counts_as_a_whole_or_not_at_all(world):
+def test_a_torn_tail_is_cut_and_an_unsynced_batch_is_kept_whole_or_not(world):
     world.append([4])
     world.append([4, 4], sync=False)
     path = world.directory / "0" / f"{0:019d}.seg"
@@ -447,7 +447,7 @@ def exchange(world, transaction_id):
         file.write(other)
 
 
-def test_a_batch_that_was_never_synced_and_whose_chain_does_not_hold_is_no_part_of_the_log(world):
+def test_an_unsynced_batch_with_a_wrong_chain_is_not_in_the_log(world):
     world.append([4])
     world.append([4], sync=False)
     world.append([4], sync=False)
@@ -459,7 +459,7 @@ def test_a_batch_that_was_never_synced_and_whose_chain_does_not_hold_is_no_part_
     assert (world.log.max_id, world.log.damaged, world.log.suspect) == (3, (), False)
 
 
-def test_a_batch_above_the_marker_that_a_later_entry_calls_synced_is_not_cut_but_suspect(world):
+def test_a_synced_batch_above_the_marker_is_suspect_and_not_cut(world):
     world.append([4])
     world.append([4])
     world.append([4])
@@ -650,13 +650,13 @@ def test_a_0_13_program_that_ran_on_the_directory_in_between_is_adopted(world):
     assert world.everything() == written + more
     world.crash()
     assert (world.log.max_id, world.log.suspect) == (6, False)
-    # Also the second time: only what was adopted is bounded anew, whatever ends where.
+    # Also the second time: only what was adopted is bounded again, whatever ends where.
     *before, adopted = world.log.lineage(0, 6)[1]
     assert tuple(before) == ours
     assert (adopted.first, adopted.last, adopted.session_id) == (5, 6, NO_SESSION)
 
 
-def test_an_earlier_session_of_a_0_13_program_takes_no_later_one_back(world):
+def test_an_earlier_session_of_0_13_does_not_replace_a_later_one(world):
     written = world.append([5])
     world.log.set_low_water_mark(1, 4, world.log.chain)
     world.log.engage(1, 4)
@@ -721,9 +721,7 @@ def test_a_full_disk_refuses_the_append_and_leaves_the_log_as_it_was(world):
 @pytest.mark.parametrize(
     "what", [("write", ".seg"), ("write", ".chn"), ("sync", ".seg"), ("sync", ".chn")]
 )
-def test_a_failed_write_or_sync_cuts_what_was_not_acknowledged_and_continues_in_a_new_file(
-    world, what
-):
+def test_after_a_failed_write_or_sync_the_log_continues_in_a_new_file(world, what):
     written = world.append([5])
     world.disk.fail[what] = DiskFailed
     with pytest.raises(DiskFailed):
@@ -758,7 +756,7 @@ def test_a_batch_that_has_rotted_does_not_keep_a_new_segment_from_beginning(worl
     assert (state.synced_max, state.chain) == (49, world.log.chain_at(49))
 
 
-def test_what_cannot_be_cut_away_makes_the_replica_suspect(world):
+def test_a_failed_cut_makes_the_replica_suspect(world):
     world.append([5])
     for what in ("sync", "truncate"):
         world.disk.fail[(what, ".seg")] = DiskFailed
@@ -916,7 +914,7 @@ def test_a_marker_does_not_move_while_a_truncation_is_half_done(world):
     assert (world.log.max_id, world.log.slot.truncate, world.log.suspect) == (5, None, False)
 
 
-def test_a_truncation_that_found_no_room_is_finished_by_its_own_session_and_mark_only(world):
+def test_a_truncation_without_room_is_finished_by_its_own_session_and_mark(world):
     world.append([4, 4], size=20)
     world.log.prepare(2, NONCE)
     chain = world.log.chain_at(3)
@@ -946,7 +944,7 @@ def test_a_truncation_that_finds_no_room_twice_waits_for_the_next_opening(world)
     assert (world.log.max_id, world.log.slot.truncate) == (5, None)
 
 
-def test_what_a_failed_sync_leaves_is_not_counted_though_a_wrong_index_keeps_it_there(world):
+def test_the_rest_of_a_failed_sync_does_not_count_even_if_it_cannot_be_cut(world):
     world.append([1] * 5)
     records, lengths = make_records(5, [20] * 3)
     entries = make_entries(records, lengths, 5, world.log.chain, 1, [3])

@@ -58,7 +58,7 @@ def log():
     return Log()
 
 
-def test_what_fits_is_read_one_record_at_least(log):
+def test_a_read_returns_what_fits_and_at_least_one_record(log):
     assert log.read(0, 11) == 11
     assert log.read(4, 6) == 6
     assert log.read(2, 11, 3 * RECORD_BYTES) == 4
@@ -151,7 +151,7 @@ def test_headers_are_those_of_the_records_and_stop_before_damage(log):
 
 
 def test_headers_of_large_records_come_in_several_answers(log, monkeypatch):
-    """Thousands of headers may be in gigabytes of records: the reader would give up first."""
+    """Thousands of headers may be in gigabytes of records: the reader would time out first."""
     monkeypatch.setattr(reading, "READ_BYTES", 2 * RECORD_BYTES)
     monkeypatch.setattr(reading, "HEADERS_READ_BYTES_MAX", 3 * RECORD_BYTES)
     read = log.reader.read_headers(1, 11, 1 << 20)
@@ -262,7 +262,7 @@ def test_batches_are_made_up_also_where_records_cannot_be_read(large):
     assert {one for one in entries if one.session_id != RECONSTRUCTED} <= set(large.entries)
 
 
-def test_what_was_checked_is_counted(large):
+def test_checked_records_are_counted(large):
     assert large.reader.verify(0, 10 * RECORD_BYTES) == 10
     assert large.reader.checked_bytes == 10 * RECORD_BYTES
     large.disk.flip(ROOT / segment_name(0, ".seg"), SEGMENT_HEADER_BYTES + 11 * RECORD_BYTES + 44)
@@ -349,8 +349,8 @@ def test_verifying_drops_no_block_before_it_comes_to_it(large):
     assert large.read(0, 99) == 99
 
 
-def test_what_cannot_be_dropped_is_read_as_it_is(large, monkeypatch):
-    """A file that cannot be opened again tells it when it is read; the drop is a hint."""
+def test_pages_that_cannot_be_dropped_are_read_from_memory(large, monkeypatch):
+    """A file that cannot be opened again shows it when it is read; the drop is a hint."""
 
     def refuse(_file, _offset, _size):
         raise DiskFailed("opening a file: input/output error")

@@ -38,9 +38,9 @@ def test_others_come_in_their_place_and_the_headers_follow():
     rebatching.relink(segments)
     assert entries_of(segments) == bounds
     assert content(segments) == records
-    befores = [rebatching.chain_before(segments, place, within=False) for place in range(3)]
-    assert befores == [GENESIS_CHAIN, bounds[0].chain, bounds[1].chain]
-    assert [each.lineage.chain_before for each in segments.all] == befores
+    earlier = [rebatching.chain_before(segments, place, within=False) for place in range(3)]
+    assert earlier == [GENESIS_CHAIN, bounds[0].chain, bounds[1].chain]
+    assert [each.lineage.chain_before for each in segments.all] == earlier
     assert rebatching.chain_before(segments, 2) == bounds[2].chain
     segments.close()
     assert disk.exists(path_of(7, ".chn"))

@@ -31,7 +31,7 @@ def offset_of(transaction_id):
     return SEGMENT_HEADER_BYTES + RECORD_BYTES * transaction_id
 
 
-def test_a_scan_stops_at_the_first_wrong_record_and_a_search_finds_the_next_good_one():
+def test_a_scan_stops_at_a_wrong_record_and_a_search_finds_the_next_good_one():
     disk = new_disk()
     fill_segment(new_segment(disk, chain=GENESIS_CHAIN), [6])
     disk.flip(SEG, offset_of(2) + 50)
@@ -84,7 +84,7 @@ def test_a_hole_ends_where_the_index_and_a_record_agree():
     assert search_of(with_later_records(offset_of(8) + 30))(2) == (12, offset_of(12))
 
 
-def test_what_the_index_does_not_know_is_found_all_the_same():
+def test_records_missing_in_the_index_are_found():
     disk = new_disk()
     fill_segment(new_segment(disk), [20])
     disk.flip(SEG, offset_of(3) + 40)
@@ -98,7 +98,7 @@ def test_what_the_index_does_not_know_is_found_all_the_same():
     assert search_of(disk)(3) == (4, offset_of(4))
 
 
-def test_where_records_are_lost_an_index_that_has_lost_offsets_ends_no_hole():
+def test_an_index_with_lost_offsets_does_not_end_a_hole():
     disk = new_disk()
     fill_segment(new_segment(disk), [200])
     disk.make_unreadable(SEG, offset_of(3) + 40, offset_of(3) + 40)
@@ -113,7 +113,7 @@ def test_where_records_are_lost_an_index_that_has_lost_offsets_ends_no_hole():
         behind(3, offset_of(3), size)
 
 
-def test_without_an_index_a_record_before_which_there_is_no_room_ends_no_hole():
+def test_without_an_index_a_record_with_no_space_before_it_ends_no_hole():
     disk = with_later_records(offset_of(2) + 30)
     disk.put(IDX, disk.content(IDX)[:SEGMENT_HEADER_BYTES])
     # Eight records before the tenth need 320 bytes.
@@ -172,7 +172,7 @@ def possible_places(data, after, space):
 
 
 @pytest.mark.parametrize("step", [1, 7, 64, 1 << 16])
-def test_the_places_of_records_are_found_whatever_the_steps(monkeypatch, step):
+def test_the_places_of_records_are_found_in_steps_of_any_size(monkeypatch, step):
     monkeypatch.setattr(record_search, "_STEP_BYTES", step)
     rng = Random(step)
     found = 0
@@ -228,7 +228,7 @@ def test_data_that_looks_like_many_long_records_costs_no_time():
     assert file.read_bytes < 2 * len(content)
 
 
-def test_what_the_disk_does_not_give_is_zeros_and_is_asked_for_once():
+def test_unreadable_blocks_are_zeros_and_are_read_once():
     disk = new_disk()
     content = Random(3).randbytes(20_000)
     disk.put(SEG, content)

@@ -1,4 +1,4 @@
-"""Opening a log: what is believed, what is cut, what is damage, and when a replica is suspect."""
+"""Opening a log: what is trusted, what is cut, what is damage, and when a replica is suspect."""
 
 import dataclasses
 from random import Random
@@ -92,7 +92,7 @@ def test_a_new_partition_is_an_empty_log():
     assert opened(disk)[0].last == BEFORE_FIRST
 
 
-def test_what_was_acknowledged_and_what_is_whole_above_it_stays():
+def test_acknowledged_and_intact_later_records_stay():
     disk = new_disk()
     _, records, entries = written(disk, [3, 2], [4], acked=1)
     segments, slots = opened(disk)
@@ -112,7 +112,7 @@ def test_a_batch_that_is_not_whole_is_cut_with_all_that_follows():
     assert (slots.slot.suspect, slots.slot.damaged) == (False, ())
 
 
-def test_what_is_damaged_elsewhere_confirms_no_batch():
+def test_a_damaged_record_confirms_no_batch():
     disk = new_disk()
     below = (IdRange(1, 1),)
     segments, _, entries = written(disk, [3, 2, 4], acked=1, damaged=below)
@@ -183,7 +183,7 @@ def test_an_end_that_was_made_up_is_suspect_after_a_crash_too():
     disk.flip(path_of(0, ".chn"), LINEAGE_HEADER_BYTES + 2 * LINEAGE_ENTRY_BYTES)
     before = disk.content(ROOT / SLOTS_NAME)
     assert opened(disk)[0].lineage_end().session_id == RECONSTRUCTED
-    disk.put(ROOT / SLOTS_NAME, before)  # the batches are durable, what is told of them is not
+    disk.put(ROOT / SLOTS_NAME, before)  # the batches are durable, their slot is not
     _, slots = opened(disk)
     assert (slots.slot.suspect, slots.slot.low_water_mark) == (True, 4)
 
@@ -220,7 +220,7 @@ def test_falling_back_to_the_older_slot_refuses_all_sessions_so_far():
     assert slot.suspect
     assert slot.promised == 5
     assert slot.nonce not in {b"", bytes(16)}
-    # Once more, before any session has come: nobody can have been promised a later one.
+    # Once more, before any session has come: no owner can have been promised a later one.
     content = disk.content(ROOT / SLOTS_NAME)
     older = min((0, 1), key=lambda place: Slot.decode(_block(content, place)).sequence)
     disk.flip(ROOT / SLOTS_NAME, SLOT_BLOCK_BYTES * (1 - older) + 20)
@@ -247,7 +247,7 @@ def fallen_back(disk, **slot):
     disk.flip(ROOT / SLOTS_NAME, SLOT_BLOCK_BYTES * slots._place + 20)
 
 
-def test_an_opening_that_is_cut_short_does_not_forget_that_it_fell_back(monkeypatch):
+def test_an_interrupted_opening_keeps_the_fallback_flag(monkeypatch):
     disk = new_disk()
     fallen_back(disk, promised=9)
     info = INFO._replace(session_id=4)
@@ -365,7 +365,7 @@ def test_files_without_their_segment_are_removed():
 
 
 @pytest.mark.parametrize("last", [3, 4, 6])
-def test_a_batch_that_a_file_was_given_up_with_and_that_is_back_is_none(last):
+def test_a_batch_of_an_abandoned_file_does_not_count_when_it_returns(last):
     """Its cut was not synced, and the next segment begins where it does."""
     disk = new_disk()
     _, records, entries = written(disk, [3], [2])
@@ -422,7 +422,7 @@ def test_a_record_that_has_rotted_before_it_was_adopted_changes_no_chain():
 
 
 @pytest.mark.parametrize("is_zero", [False, True])
-def test_a_record_of_which_not_even_the_checksum_is_left_makes_an_adopted_log_suspect(is_zero):
+def test_a_record_without_a_checksum_makes_an_adopted_log_suspect(is_zero):
     def spoil(disk):
         end = SEGMENT_HEADER_BYTES + 4 * RECORD_BYTES
         if is_zero:
@@ -484,7 +484,7 @@ def test_a_transaction_of_a_0_13_program_that_is_larger_than_ours_is_no_torn_tai
     assert (slots.slot.damaged, slots.slot.suspect) == ((), False)
 
 
-def test_what_was_promised_before_a_0_13_programs_session_is_not_promised_in_it():
+def test_an_earlier_promise_does_not_hold_in_a_session_of_0_13():
     """Whose nonce it has is another owner's, of an older session."""
     disk = new_disk()
     written(disk, [3], promised=4, nonce=bytes([7] * 16), old_sequence=3)
@@ -569,14 +569,14 @@ def test_a_log_that_is_gone_is_suspect_however_its_opening_ends():
     pytest.fail("it was never opened without a crash")
 
 
-def test_all_files_are_said_to_be_read_soon_before_the_first_of_them_is():
-    class Told(SimDisk):
-        told = None
+def test_all_files_are_announced_before_the_first_is_read():
+    class ReadAheadDisk(SimDisk):
+        announced = None
 
         def will_read(self, directory, names):
-            self.told = (self.read_count, directory, set(names))
+            self.announced = (self.read_count, directory, set(names))
 
-    disk = Told()
+    disk = ReadAheadDisk()
     disk.make_directory(ROOT)
     written(disk, [3], [2], [4])
     disk.put(ROOT / "left.tmp", b"")
@@ -584,7 +584,7 @@ def test_all_files_are_said_to_be_read_soon_before_the_first_of_them_is():
     opened(disk)
     suffixes = (".seg", ".idx", ".chn")
     names = {segment_name(first, suffix) for first in (0, 3, 5) for suffix in suffixes}
-    assert disk.told == (before, ROOT, names | {SLOTS_NAME})
+    assert disk.announced == (before, ROOT, names | {SLOTS_NAME})
 
 
 # ---- what is synced (rule 9)
@@ -612,7 +612,7 @@ def test_a_log_up_to_its_marker_takes_a_sync_of_batches_slot_and_names():
     assert syncs(disk) == [".chn", SLOTS_NAME, "names"]
 
 
-def test_what_no_marker_confirms_and_what_was_repaired_is_synced():
+def test_unconfirmed_and_repaired_records_are_synced():
     disk = new_disk()
     written(disk, [3, 2], acked=1)
     assert syncs(disk) == [".chn", ".idx", ".seg", SLOTS_NAME, "names"]
@@ -645,7 +645,7 @@ def test_a_slot_is_durable_before_anything_is_done_that_the_older_one_forbids(ne
 # ---- a crash while it is opened
 
 
-def test_what_was_adopted_is_read_again_after_a_restart():
+def test_adopted_records_are_read_again_after_a_restart():
     disk = new_disk()
     _, records, _ = make_segments(disk, [700, 700], [900], [500])
     firsts = (0, 1400, 2300)
@@ -692,7 +692,7 @@ def test_an_opening_that_is_interrupted_anywhere_comes_to_the_same_end():
 
 @pytest.mark.parametrize("acked", [0, 2])
 def test_a_replica_that_lost_its_batches_is_suspect_however_its_opening_ends(acked):
-    """Rule 6: nothing in its files is wrong any more once the `.chn` was made anew."""
+    """Rule 6: nothing in its files is wrong any more once the `.chn` was rebuilt."""
     for step in range(1, 80):
         disk = new_disk()
         written(disk, [3, 2], [4], acked=acked)
@@ -784,7 +784,7 @@ def test_sectors_that_cannot_be_read_in_an_older_segment_are_damage(lost, acked)
     assert (again.damaged, again.suspect) == (slots.slot.damaged, False)
 
 
-def test_what_an_index_cannot_report_an_older_segment_is_read_in_its_records():
+def test_without_an_index_an_older_segment_is_scanned():
     disk = new_disk()
     _, records, _ = written(disk, [100, 100], [4])
     path = path_of(0, ".idx")
@@ -796,7 +796,7 @@ def test_what_an_index_cannot_report_an_older_segment_is_read_in_its_records():
 
 
 def test_lost_sectors_of_records_and_of_their_index_keep_a_log_closed():
-    """Nothing would tell a record behind the hole from one that lies in another one's data."""
+    """A record behind the hole could not be distinguished from one within another one's data."""
     disk = new_disk()
     written(disk, [200, 200], [4], acked=1)
     path = path_of(0, ".seg")
@@ -811,7 +811,7 @@ def test_lost_sectors_of_records_and_of_their_index_keep_a_log_closed():
 
 
 def test_sectors_that_cannot_be_read_at_the_end_of_the_log_keep_it_closed():
-    """What is not vouched for is cut where it is not whole; a drive that stutters tells nothing."""
+    """What is not confirmed is cut where it is not whole; a drive that stutters reports nothing."""
     disk = new_disk()
     written(disk, [3], [20, 20], acked=2)
     path = path_of(3, ".seg")
@@ -847,7 +847,7 @@ def test_batches_behind_the_last_record_are_cut():
     assert content(segments) == records[: 3 * RECORD_BYTES]
 
 
-def test_a_batch_that_rots_before_a_file_in_which_a_log_continues_is_not_taken_for_a_torn_one():
+def test_a_rotten_batch_before_a_continued_file_is_not_torn():
     """After a failed write no marker moves with the roll; that file says what was synced."""
     disk = new_disk()
     segments, records, entries = written(disk, [3, 2, 1], acked=1)
@@ -858,8 +858,8 @@ def test_a_batch_that_rots_before_a_file_in_which_a_log_continues_is_not_taken_f
     assert (content(segments), segments.last) == (records, 5)
 
 
-def test_a_batch_over_the_border_of_two_files_that_is_torn_is_cut_and_no_process_is_suspect():
-    """What lies in the older file was synced there; the batch was not, and nobody was told."""
+def test_a_torn_batch_across_two_segments_is_cut_without_suspicion():
+    """What lies in the older file was synced there; the batch was not, and was not acknowledged."""
     disk = new_disk()
     segments, records, entries = written(disk, [3, 2], acked=2)
     more, lengths, _ = make_batches(5, [2], entries[-1].chain)

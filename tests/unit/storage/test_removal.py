@@ -55,7 +55,7 @@ def test_a_partition_that_is_not_held_any_more_leaves_nothing_of_its_own(disk, c
     assert control.info(1).flags == FLAG_AVAILABLE
 
 
-def test_one_that_restarts_keeps_its_promise_and_whether_it_is_available(disk, control):
+def test_a_restart_keeps_promise_and_availability(disk, control):
     removal.wipe(disk, HOME, control, KEPT)
     assert names_in(disk) == ["notes.txt", SLOTS_NAME]
     info = control.info(2)
@@ -70,7 +70,7 @@ def test_one_that_restarts_keeps_its_promise_and_whether_it_is_available(disk, c
 def test_each_step_is_durable_before_the_next(disk, control, intent):
     """A file system may keep names in any order but for a sync of the directory between them.
 
-    A log that comes back without its slots could not be opened, or be believed again.
+    A log that comes back without its slots could not be opened, or be trusted again.
     """
     begun = len(disk.trace)
     removal.wipe(disk, HOME, control, intent)

@@ -55,7 +55,7 @@ def test_a_piece_is_never_large():
     assert read(scrub, 0)[1] == ScrubPiece(0, PIECE_BYTES_MAX)
 
 
-def test_one_partition_after_the_other_and_each_as_far_as_it_went_at_the_beginning():
+def test_partitions_are_read_in_turn_up_to_their_initial_marks():
     scrub = made(5, 2)
     assert read(scrub, 0, last=10, next_id=6)[0] == 2
     assert read(scrub, 500, last=80, next_id=11) == (2, ScrubPiece(6, 100_000), True)
@@ -89,7 +89,7 @@ def test_a_log_that_was_cut_is_not_read_beyond_its_end():
     assert scrub.places == {}
 
 
-def test_nothing_goes_by_itself_at_rate_zero_but_what_is_asked_for():
+def test_at_rate_zero_only_requested_passes_run():
     scrub = made(1, 2, bytes_per_s=0)
     assert scrub.wake_at_ms is None
     scrub.request([2], 70)
@@ -101,7 +101,7 @@ def test_nothing_goes_by_itself_at_rate_zero_but_what_is_asked_for():
     assert [each.passes_count for each in scrub.states(170)] == [0, 1]
 
 
-def test_what_is_asked_for_goes_first_and_from_the_beginning():
+def test_requested_passes_run_first_and_from_the_beginning():
     scrub = made(1, 2)
     read(scrub, 0, next_id=50)
     scrub.request([2], 100)
@@ -118,7 +118,7 @@ def test_asked_in_the_middle_of_a_piece_it_restarts():
     assert read(scrub, 6)[1].first == 0
 
 
-def test_a_dropped_partition_holds_no_process_up():
+def test_a_dropped_partition_does_not_hold_up_others():
     scrub = made(1, 2)
     scrub.begin(1, 99, 0)
     assert scrub.wake_at_ms is None
@@ -128,7 +128,7 @@ def test_a_dropped_partition_holds_no_process_up():
     assert scrub.wake_at_ms is None
 
 
-def test_where_it_was_is_kept_over_a_restart():
+def test_the_position_survives_a_restart():
     scrub = made(1, 2)
     read(scrub, 0, next_id=50)
     assert scrub.places == {1: 50}

@@ -53,7 +53,7 @@ def test_a_segment_has_its_name_only_when_it_is_whole():
     pytest.fail("it was never made without a crash")
 
 
-def test_what_was_synced_is_read_back_after_a_power_loss():
+def test_synced_records_are_read_back_after_a_power_loss():
     disk = new_disk()
     segment = new_segment(disk)
     assert (segment.last, segment.is_dirty) == (BEFORE_FIRST, False)
@@ -154,7 +154,7 @@ def test_a_hole_is_filled_durably():
     assert open_segment(disk).read(0, 5)[0] == records
 
 
-def test_what_does_not_fit_into_a_hole_is_refused():
+def test_records_that_do_not_fit_into_a_hole_are_rejected():
     disk = new_disk()
     segment = new_segment(disk)
     records, _ = fill_segment(segment, [6])
@@ -179,7 +179,7 @@ def test_a_hole_at_the_end_has_any_size():
 
 
 @pytest.mark.parametrize("cut", [1, 30, 59])
-def test_a_torn_tail_that_no_process_confirmed_is_cut(cut):
+def test_an_unconfirmed_torn_tail_is_cut(cut):
     disk = new_disk()
     records, _ = fill_segment(new_segment(disk), [5])
     disk.put(SEG, disk.content(SEG)[:-cut])
@@ -227,7 +227,7 @@ def test_good_records_in_the_wrong_place_do_not_end_a_hole():
     assert segment.read(0, 29)[0] == records
 
 
-def test_damage_above_it_is_a_torn_tail_whatever_follows():
+def test_any_damage_above_it_is_a_torn_tail():
     disk = new_disk()
     fill_segment(new_segment(disk), [6])
     disk.flip(SEG, offset_of(3) + 40)
@@ -308,7 +308,7 @@ def test_a_failed_write_is_reported():
 # ---- what a failed sync leaves
 
 
-def test_what_the_cache_calls_clean_is_durable_when_it_was_written_again():
+def test_rewritten_pages_are_durable_even_if_the_cache_calls_them_clean():
     disk = new_disk()
     segment = new_segment(disk)
     fill_segment(segment, [2])
@@ -344,7 +344,7 @@ def test_an_index_that_may_have_failed_is_copied_to_a_new_file():
 
 
 @pytest.mark.parametrize("synced", [BEFORE_FIRST, 0, 1])
-def test_what_a_failed_sync_of_an_index_has_lost_is_reported_by_the_records(synced):
+def test_index_entries_lost_in_a_failed_sync_are_rebuilt_from_records(synced):
     disk = new_disk()
     segment = new_segment(disk)
     records, lengths, _ = make_batches(0, [3])
@@ -381,7 +381,7 @@ def test_a_header_that_is_wrong_is_reported_with_its_file():
         open_segment(disk)
 
 
-def test_an_index_header_in_a_lost_or_given_up_block_is_written_again_and_another_is_not_trusted():
+def test_an_index_header_in_a_lost_block_is_rewritten_and_a_wrong_one_is_not_trusted():
     disk = new_disk()
     fill_segment(new_segment(disk), [100])
     path = ROOT / segment_name(0, ".idx")

@@ -67,7 +67,7 @@ def test_every_stretch_is_read_over_the_borders():
             assert lengths.tolist() == [RECORD_BYTES] * (last - first + 1)
 
 
-def test_what_fits_is_counted_over_the_borders_and_one_always_does():
+def test_the_limit_counts_across_segments_and_one_record_always_fits():
     segments, _, _ = make_segments(new_disk(), [3], [1, 1], [4])
     for first in range(9):
         for bytes_max in range(0, 10 * RECORD_BYTES, 13):
@@ -121,7 +121,7 @@ def test_a_cut_may_go_over_borders_and_be_done_again(last_to_keep):
         assert again.read(0, last_to_keep)[0] == bytes_of(records, 0, last_to_keep)
 
 
-def test_a_segment_that_no_process_knows_of_goes_with_a_cut():
+def test_an_unknown_segment_is_removed_by_a_cut():
     """It got its name before making it failed; the next opening would take it for the log's."""
     disk = new_disk()
     segments, _, entries = make_segments(disk, [3])
@@ -158,7 +158,7 @@ def test_a_hole_over_a_border_is_filled():
         reopened(disk, 0, 3, 5).fill(1, lengths, memoryview(run), IdRange(1, 1))
 
 
-def test_a_new_file_is_gone_on_in_and_the_old_one_left_alone():
+def test_appends_continue_in_a_new_file_and_the_old_one_is_left_alone():
     disk = new_disk()
     segments, _, entries = make_segments(disk, [3])
     segments.renew(9, entries[-1].chain, BEFORE_FIRST)
@@ -171,7 +171,7 @@ def test_a_new_file_is_gone_on_in_and_the_old_one_left_alone():
     assert segments.lineage_end() == entries[-1]
 
 
-def test_the_first_wrong_record_is_found_whatever_is_wrong_with_it():
+def test_the_first_wrong_record_is_found_for_every_kind_of_damage():
     run, lengths = make_run(4, [0, 10, 20, 5])
     assert first_wrong(run, lengths, 4) is None
     assert first_wrong(run, lengths, 5) == 0

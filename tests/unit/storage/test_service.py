@@ -53,7 +53,7 @@ NO_ID = bytes(16)
 
 
 class MoodyFile:
-    """A real file that fails when its disk is told to."""
+    """A real file that fails when its disk says so."""
 
     def __init__(self, file, disk):
         self._file = file
@@ -96,7 +96,7 @@ class MoodyDisk(RealDisk):
 
 
 class Bench:
-    """A service whose effects are written down, and whose work waits to be run."""
+    """A service whose effects are recorded, and whose work waits to be run."""
 
     def __init__(self, directory, *, reserve_bytes=0, **options):
         self.disk = MoodyDisk()
@@ -138,7 +138,7 @@ class Bench:
         return count
 
     def ask(self, connection, message):
-        """Return the one answer to a request; nobody has asked for notices."""
+        """Return the one answer to a request; no connection has asked for notices."""
         before = len(self.answers())
         self.send(connection, message)
         self.finish()
@@ -228,7 +228,7 @@ def test_a_new_replica_reports_that_it_has_nothing(bench):
     assert bench.log.promised == 5
 
 
-def test_a_storage_that_no_process_has_registered_yet_is_prepared_without_its_id(bench):
+def test_an_unregistered_storage_is_prepared_without_its_id(bench):
     answer = bench.ask(1, prepare(Owner(5), storage_id=NO_ID))
     assert answer.storage_id == STORAGE_ID
 
@@ -264,7 +264,7 @@ def test_the_same_session_of_another_owner_is_refused(bench):
     assert bench.only(service_effects.CloseConnection) == []
 
 
-def test_a_session_that_was_promised_to_no_process_knows_which_is_not_anothers(tmp_path):
+def test_after_a_lost_control_slot_only_a_newer_session_is_accepted(tmp_path):
     bench = Bench(tmp_path)
     bench.owned(5)
     bench.engine.abandon()
@@ -291,7 +291,7 @@ def test_the_same_owner_may_come_again_on_another_connection(bench):
     assert isinstance(bench.ask(2, owner.append()), Appended)
 
 
-def test_what_comes_late_from_a_connection_that_an_owner_has_given_up_changes_nothing(bench):
+def test_late_messages_of_an_abandoned_connection_change_nothing(bench):
     """The disk hangs, the owner dials again, and then what it had sent at first is read."""
     owner = Owner(5)
     bench.send(2, prepare(owner))
@@ -304,14 +304,14 @@ def test_what_comes_late_from_a_connection_that_an_owner_has_given_up_changes_no
 
 
 def test_an_owner_that_returns_gets_no_answer_about_a_rival(bench):
-    """Who is told that this session was promised to another halts its partition for good."""
+    """An owner whose session turns out to be promised to another halts its partition for good."""
     owner = Owner(5)
     bench.send(1, prepare(owner))
     bench.send(1, prepare(owner))  # the first one is under way, this one waits
     bench.send(2, prepare(owner))
     bench.finish()
-    told = [(each, type(answer)) for each, answer in bench.answers()]
-    assert (2, Prepared) in told
+    answered = [(each, type(answer)) for each, answer in bench.answers()]
+    assert (2, Prepared) in answered
     codes = {answer.error_code for _, answer in bench.answers() if isinstance(answer, Nack)}
     assert codes == {errors.ConnectionSuperseded.code}
 
@@ -337,10 +337,10 @@ def test_a_promise_that_could_not_be_made_durable_ends_the_session(bench):
 
 
 # ---------------------------------------------------------------------------------------------
-# who may ask
+# which connections may ask
 
 
-def test_nothing_is_done_on_a_connection_that_has_not_prepared_the_session(bench):
+def test_requests_without_a_prepared_session_are_rejected(bench):
     owner = bench.owned(5, connection=1)
     for message in (
         owner.make(SetLowWaterMark, BEFORE_FIRST, GENESIS_CHAIN),
@@ -378,7 +378,7 @@ def test_a_message_of_another_session_is_refused_with_the_promised_one(bench):
     assert isinstance(bench.ask(1, owner.make(Heartbeat)), HeartbeatAnswer)
 
 
-def test_what_is_no_request_is_refused(bench):
+def test_an_unexpected_message_is_rejected(bench):
     owner = bench.owned(5)
     assert bench.refusal(1, owner.make(SuccessResponse)) is errors.BadRequest
 
@@ -405,7 +405,7 @@ def test_a_heartbeat_reports_a_later_session_before_that_is_answered(bench):
 # appending
 
 
-def test_what_is_appended_is_answered_after_the_sync_and_can_be_read(bench):
+def test_appends_are_answered_after_the_sync_and_can_be_read(bench):
     owner = bench.owned(5)
     first, second = owner.append(3), owner.append(2)
     assert bench.ask(1, first) == Appended(5, first.sequence, 0, 2)
@@ -442,7 +442,7 @@ def test_all_appends_that_wait_are_synced_once(bench):
     assert one_group == 2 * (bench.log.sync_count - before)
 
 
-def test_nothing_is_answered_before_the_work_is_done(bench):
+def test_answers_wait_for_the_work(bench):
     owner = bench.owned(5)
     count = len(bench.answers())
     bench.send(1, owner.append(), owner.append())
@@ -502,7 +502,7 @@ def test_a_later_session_ends_the_earlier_one_at_once(bench):
     bench.send(1, old.append())
     assert bench.answers(1)[-1].promised == 6
     bench.finish()
-    # What was under way is on disk, and the new session is told so.
+    # What was under way is on disk, and the new session receives it.
     prepared = bench.answers(2)[-1]
     assert (prepared.synced_max, prepared.last_session) == (0, 5)
     assert bench.service.queued_bytes == 0
@@ -542,7 +542,7 @@ def test_a_reader_is_answered_while_the_session_that_it_names_is_engaged(bench):
     assert (beyond.first, beyond.count, beyond.records) == (5, 0, b"")
     bench.step(service.Disconnected(1))  # the owner is gone, the log is what it was
     assert bench.ask(7, range_of(Owner(6), 0, 0, reader=True)).count == 1
-    bench.step(service.Disconnected(7))  # nothing is kept for those who are gone
+    bench.step(service.Disconnected(7))  # nothing is kept for closed connections
     assert bench.refusal(7, range_of(Owner(6), 0, 0, reader=True)) is errors.BadRequest
 
 
@@ -629,7 +629,7 @@ def test_reads_and_writes_take_turns(bench):
 # limits
 
 
-def test_one_that_brings_more_than_there_is_room_for_is_not_read_until_there_is(make):
+def test_a_connection_over_the_memory_limit_is_paused(make):
     bench = make(queue_bytes_max=4_000)
     owner = bench.owned(5)
     bench.send(1, *(owner.append(data=bytes(500)) for _ in range(8)))
@@ -650,13 +650,13 @@ def test_a_connection_that_is_gone_is_not_resumed(make):
     assert bench.only(service_effects.ResumeReading) == []
 
 
-def test_a_prepare_that_waits_is_notified_of_the_later_session_that_ends_it(bench):
+def test_a_waiting_prepare_gets_the_later_session_that_ends_it(bench):
     owner = bench.owned(5)
     bench.send(1, owner.append())
     bench.send(2, prepare(Owner(6)))
     bench.send(3, prepare(Owner(7)))
-    told = bench.answers(2)[-1]
-    assert (told.error_code, told.promised) == (errors.SessionFenced.code, 7)
+    answered = bench.answers(2)[-1]
+    assert (answered.error_code, answered.promised) == (errors.SessionFenced.code, 7)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -672,7 +672,7 @@ def test_a_prepare_that_waits_for_a_failing_disk_names_no_other_owner(bench):
     assert bench.answers(2)[-1].error_code == DiskFailed.code
 
 
-def test_after_a_failed_sync_the_partition_leaves_its_session_and_a_second_one_is_the_end(bench):
+def test_a_failed_sync_ends_the_session_and_a_second_one_the_process(bench):
     owner = bench.owned(5)
     bench.ask(1, owner.append(2))
     kept = Owner(6).continues(owner)
@@ -782,7 +782,7 @@ def test_a_damaged_range_is_reported_and_repaired(bench):
 # damage that comes to light
 
 
-def damage_told(bench, connection=1):
+def reported_damage(bench, connection=1):
     return [
         np.frombuffer(each.damaged, dtype=">i8").tolist()
         for each in bench.answers(connection)
@@ -794,7 +794,7 @@ def reports(bench, name):
     return [dict(each.fields) for each in bench.only(Report) if each.name == name]
 
 
-def test_the_owner_is_notified_of_damage_whichever_read_found_it(bench):
+def test_the_owner_is_notified_of_damage_found_by_any_read(bench):
     owner = bench.owned(5)
     bench.ask(1, owner.append(6))
     bench.ask(2, open_request())
@@ -802,25 +802,25 @@ def test_the_owner_is_notified_of_damage_whichever_read_found_it(bench):
     with flipped(bench.engine.directory / "0", 3):
         answer = bench.ask(2, range_of(reader, 0, 5, reader=True))
     assert answer.count == 3
-    assert damage_told(bench) == [[3, 3]]
-    assert damage_told(bench, 2) == []
+    assert reported_damage(bench) == [[3, 3]]
+    assert reported_damage(bench, 2) == []
     (notice,) = [each for each in bench.answers(1) if isinstance(each, DamageFound)]
     assert (notice.session_id, notice.sequence, notice.partition_id) == (5, 0, 0)
     with flipped(bench.engine.directory / "0", 5):
         bench.ask(2, range_of(reader, 4, 5, reader=True))
         bench.ask(2, range_of(reader, 4, 5, reader=True))
-    assert damage_told(bench) == [[3, 3], [3, 3, 5, 5]], "all that is known, once it is more"
+    assert reported_damage(bench) == [[3, 3], [3, 3, 5, 5]], "all that is known, once it is more"
     assert [each["ids"] for each in reports(bench, "damage_found")] == ["3..3", "5..5"]
 
 
-def test_damage_that_no_process_owns_is_noted_and_reported_with_the_next_session(bench):
+def test_damage_without_an_owner_is_reported_with_the_next_session(bench):
     owner = bench.owned(5)
     bench.ask(1, owner.append(6))
     bench.step(service.Disconnected(1))
     with flipped(bench.engine.directory / "0", 2):
         bench.step(service.ScrubNow())
         bench.finish()
-    assert damage_told(bench) == []
+    assert reported_damage(bench) == []
     assert reports(bench, "damage_found") == [{"partition": 0, "ids": "2..2"}]
     prepared = bench.ask(2, prepare(Owner(6)))
     assert np.frombuffer(prepared.damaged, dtype=">i8").tolist() == [2, 2]
@@ -836,10 +836,10 @@ def test_the_owner_is_reported_again_after_each_pass_of_what_is_not_repaired(ben
             while bench.service.scrub_states(bench.now_ms)[0].passes_count < passes_count:
                 tick(bench)
                 bench.finish()
-    assert damage_told(bench) == [[3, 3]] * 4, "as it is found, and after each pass"
+    assert reported_damage(bench) == [[3, 3]] * 4, "as it is found, and after each pass"
 
 
-def test_what_is_repaired_in_the_session_is_reported(bench):
+def test_repairs_in_the_session_are_reported(bench):
     owner = bench.owned(5)
     bench.ask(1, owner.append(6))
     with flipped(bench.engine.directory / "0", 3):
@@ -892,7 +892,7 @@ def test_a_log_is_read_again_piece_by_piece(make):
     assert bench.service.wake_at_ms == begun_ms + 60_000
 
 
-def test_of_a_whole_log_the_owner_is_reported_nothing_after_a_pass(bench):
+def test_a_pass_over_a_whole_log_reports_nothing(bench):
     owner = bench.owned(5)
     bench.ask(1, owner.append(6))
     bench.step(service.ScrubNow())
@@ -900,7 +900,7 @@ def test_of_a_whole_log_the_owner_is_reported_nothing_after_a_pass(bench):
     while not reports(bench, "scrub_finished"):
         tick(bench)
         bench.finish()
-    assert damage_told(bench) == []
+    assert reported_damage(bench) == []
 
 
 def test_a_piece_waits_for_work_under_way_and_goes_before_what_waits(make):
@@ -987,7 +987,7 @@ def test_room_is_looked_for_until_there_is_some(make):
     assert len(bench.only(service_effects.CheckSpace)) == 3
 
 
-def test_what_is_no_append_takes_its_room_from_the_reserve(make):
+def test_other_writes_than_appends_use_the_reserve(make):
     bench = make(reserve_bytes=4_096)
     owner = bench.owned(5, engaged=False)
     bench.disk.next_errors["pwrite"] = NoSpace("waltz-x.ctl: no space left")
@@ -1065,7 +1065,7 @@ def test_files_that_were_deleted_or_replaced_are_used_no_more(make, tmp_path, ch
     assert not bench.only(service_effects.EndProcess)
 
 
-def test_what_a_replica_lacked_is_reported_when_it_was_filled_up(bench):
+def test_a_filled_replica_is_reported(bench):
     owner = bench.owned()
     bench.ask(1, owner.append(3))
     later = Owner(2)

@@ -1,4 +1,4 @@
-"""What a storage serves, how it opens many, and when it looks again though nothing was told."""
+"""What a storage serves, how it opens many, and when it looks again without a notice."""
 
 import asyncio
 import threading
@@ -28,7 +28,7 @@ def after(*, served, wanted, stored_here):
 
 
 @pytest.mark.parametrize("partitions", [(), (0,), (0, 2)])
-def test_one_that_serves_what_it_should_and_has_nothing_else_waits_for_a_change(partitions):
+def test_a_storage_that_serves_its_assignment_waits_for_a_change(partitions):
     assert after(served=partitions, wanted=partitions, stored_here=partitions) is None
 
 
@@ -40,11 +40,11 @@ def test_one_that_serves_what_it_should_and_has_nothing_else_waits_for_a_change(
         ((0, 1), (0, 2)),
     ],
 )
-def test_what_is_not_as_it_should_be_is_looked_at_after_a_pause_that_grows(served, wanted):
+def test_deviations_are_checked_again_after_growing_pauses(served, wanted):
     assert after(served=served, wanted=wanted, stored_here=(0, 1, 2)) == REOPEN_S_MIN
 
 
-def test_what_lies_here_unserved_is_looked_at_seldom_but_permanently():
+def test_unserved_replicas_are_checked_rarely_but_without_end():
     assert REOPEN_S_MIN < REOPEN_S_MAX
     assert after(served=(0,), wanted=(0,), stored_here=(0, 1)) == REOPEN_S_MAX
     assert after(served=(), wanted=(), stored_here=(1,)) == REOPEN_S_MAX
@@ -155,7 +155,7 @@ class Follower:
 
     async def until(self, condition):
         async with asyncio.timeout(HANG_S):
-            while not condition():  # noqa: ASYNC110 - of the loop's own steps nobody tells
+            while not condition():  # noqa: ASYNC110 - no event reports the loop's own steps
                 await asyncio.sleep(0)
 
     async def follow(self):
@@ -173,7 +173,7 @@ async def following(engine, coordinator=None):
             task.cancel()
 
 
-def test_what_is_offline_is_not_served_though_it_is_assigned_here():
+def test_an_offline_replica_is_not_served_even_if_assigned():
     async def main():
         engine = Directory(0, 1)
         engine.offline = {1}
@@ -189,7 +189,7 @@ def test_what_is_offline_is_not_served_though_it_is_assigned_here():
     asyncio.run(main())
 
 
-def test_what_was_taken_away_is_served_while_a_session_names_it_unless_it_is_offline():
+def test_a_removed_replica_in_a_session_is_served_unless_it_is_offline():
     async def main():
         engine, coordinator = Directory(0, 1, 2), Metadata(1, 2)
         engine.offline = {2}
@@ -197,7 +197,7 @@ def test_what_was_taken_away_is_served_while_a_session_names_it_unless_it_is_off
             assert await follower.assigned(0) == [0, 1]
             assert sorted(engine.opened) == [0, 1]
             coordinator.is_away = True
-            assert await follower.looked() == [0, 1], "nothing changes while nobody says"
+            assert await follower.looked() == [0, 1], "nothing changes without a notice"
             coordinator.is_away = False
             coordinator.named = {2}
             assert await follower.looked() == [0]
@@ -206,7 +206,7 @@ def test_what_was_taken_away_is_served_while_a_session_names_it_unless_it_is_off
     asyncio.run(main())
 
 
-def test_where_only_a_new_start_can_help_it_ends():
+def test_the_process_ends_if_only_a_restart_helps():
     class Failing(Directory):
         def assign(self, partition_id):
             raise DiskFailed(f"partition {partition_id}")
@@ -219,13 +219,13 @@ def test_where_only_a_new_start_can_help_it_ends():
             engine.has_failed = True
             await follower.looked()
 
-    with pytest.raises(ExceptionGroup) as told:
+    with pytest.raises(ExceptionGroup) as failure:
         asyncio.run(main())
-    assert told.group_contains(DiskFailed, match="partition 0")
+    assert failure.group_contains(DiskFailed, match="partition 0")
 
 
-@pytest.mark.parametrize("what", ["offline", "given up"])
-def test_what_goes_while_zookeeper_is_asked_is_not_opened_again(what):
+@pytest.mark.parametrize("what", ["offline", "abandoned"])
+def test_a_replica_removed_during_the_request_is_not_opened_again(what):
     async def main():
         engine, coordinator = Directory(0, 1), Metadata(1)
 
@@ -238,7 +238,7 @@ def test_what_goes_while_zookeeper_is_asked_is_not_opened_again(what):
         coordinator.meanwhile = gone
         async with following(engine, coordinator) as follower:
             assert await follower.assigned(0) == [0]
-            assert engine.opened == [0], "and above all it is not held anew"
+            assert engine.opened == [0], "and above all it is not held again"
 
     asyncio.run(main())
 
@@ -256,7 +256,7 @@ def test_as_many_as_there_are_openers_are_opened_at_once():
     concurrently(call, ())
 
 
-def test_what_one_raises_is_raised_when_all_are_done():
+def test_an_error_of_one_opening_is_raised_when_all_are_done():
     opened = []
 
     def call(partition_id):
@@ -286,7 +286,7 @@ def test_a_drop_that_hangs_holds_up_its_own_partition_only():
     asyncio.run(main())
 
 
-def test_nothing_is_kept_of_a_change_of_a_partition_that_does_not_exist():
+def test_changes_of_unknown_partitions_are_dropped():
     async def main():
         async with following(Directory(0, 1)) as follower:
             for partition_id in (-1, 4, 1 << 30):

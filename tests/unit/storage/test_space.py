@@ -34,7 +34,7 @@ def test_appends_are_refused_before_they_touch_the_reserve():
     assert disk.step_count == steps, "nothing was written"
 
 
-def test_after_the_reserve_was_given_up_appends_wait_until_it_is_whole_again():
+def test_after_the_reserve_was_released_appends_wait_until_it_is_whole_again():
     disk, space = made(capacity=4_500)
     space.check(500)
     disk.put(ROOT / "other", bytes(400))
@@ -65,7 +65,7 @@ def test_looking_again_wants_what_was_refused():
     assert not space.is_short
 
 
-def test_a_disk_that_is_full_at_the_start_is_said_to_be():
+def test_a_disk_that_is_full_at_the_start_is_reported():
     disk, space = made(capacity=3_999)
     assert (space.is_short, space.reserved_bytes) == (True, 0)
     assert disk.content(RESERVE) == b""
@@ -86,7 +86,7 @@ class NoNames(SimDisk):
         raise NoSpace(f"opening {path}")
 
 
-def test_a_disk_that_has_room_again_is_said_to_have_it_without_an_append():
+def test_a_disk_with_room_again_is_reported_without_an_append():
     disk, space = made()
     space.release()
     assert space.is_short
@@ -161,7 +161,7 @@ def test_the_reserve_is_not_given_back_while_another_thread_fills_it():
     assert (space.reserved_bytes, disk.exists(RESERVE)) == (4_000, True)
 
 
-def test_what_finds_no_room_is_called_once_more_with_the_reserve():
+def test_a_call_without_room_is_repeated_with_the_reserve():
     _, space = made()
     calls = []
 
@@ -214,7 +214,7 @@ def test_a_disk_with_much_room_is_asked_now_and_then():
     assert disk.asked == 5, "half of the 6,000 that were left may be written unasked"
 
 
-def test_what_a_write_has_lacked_is_looked_for():
+def test_the_room_that_a_write_lacked_is_checked():
     disk, space = made()
     space.check(100)
     space.ran_short(5_000)

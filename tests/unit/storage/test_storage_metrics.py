@@ -72,7 +72,7 @@ def test_gauges_read_what_is_so():
     assert metrics.value("waltz_storage_full_disks") == 0
 
 
-def test_a_disk_that_does_not_say_what_is_free_leaves_the_other_gauges():
+def test_unknown_free_space_leaves_the_other_gauges():
     metrics, storage_metrics = made()
 
     def fail():

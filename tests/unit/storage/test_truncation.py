@@ -35,7 +35,7 @@ def test_a_cut_in_the_middle_of_a_batch_gives_the_rest_a_chain_of_its_own():
     assert cut.chain != entries[1].chain
 
 
-def test_what_will_not_hold_behind_the_cut_goes_with_the_intent():
+def test_entries_above_a_cut_are_removed_with_the_intent():
     segments, _, entries = make_segments(new_disk(), [3, 5], [2])
     ends = [Marker(one.last, one.chain) for one in entries]
     slot = Slot(2, acked=ends[2], provisional=Mark(4, 9), damaged=(IdRange(1, 6),))

@@ -1,4 +1,4 @@
-"""What is told of a directory, and what changes leave, as far as the engine's tests do not say."""
+"""What a directory reports, and what changes leave, beyond the engine's tests."""
 
 from pathlib import Path
 
@@ -46,7 +46,7 @@ def copy_of(owner, count=3, **changed):
     return Copy(1, 1, **(fields | changed))
 
 
-def test_what_is_held_and_how_it_stands_is_reported(engine):
+def test_held_replicas_and_their_states_are_reported(engine):
     assert held_by(engine) == ()
     absent = facts_of(engine, 1, is_served=False)
     assert (absent.is_held, absent.is_available, absent.log) == (False, True, None)
@@ -69,7 +69,7 @@ def test_the_disk_is_reported_with_the_time(engine):
     assert disk_status_of(engine, 1_234).is_full
 
 
-def test_a_disk_that_does_not_say_what_is_free_is_reported_with_the_rest(engine, monkeypatch):
+def test_unknown_free_space_is_reported_with_the_rest(engine, monkeypatch):
     def fail():
         raise DiskFailed("getting the free space of /waltz: input/output error")
 
@@ -103,7 +103,7 @@ def test_the_log_is_open_again_after_a_change(engine, change):
     assert found.log.is_suspect == (not isinstance(change, admin_tasks.SetAvailability))
 
 
-def test_what_was_given_up_stays_closed(engine):
+def test_an_abandoned_partition_stays_closed(engine):
     carry_out(engine, admin_tasks.Assign(1))
     carry_out(engine, admin_tasks.Unassign(1, deletes_files=True))
     assert held_by(engine) == ()
@@ -168,7 +168,7 @@ def full_engine():
     return engine, disk
 
 
-def test_how_a_replica_stands_is_reported_without_reading_its_files():
+def test_the_state_of_a_replica_is_reported_without_reading_its_files():
     """The event loop asks: a disk that hangs must not stop it, and another thread may write."""
     engine, disk = full_engine()
     disk.capacity_bytes += 1 << 16
@@ -213,7 +213,7 @@ def test_other_changes_have_the_reserve():
     assert engine.log(1).suspect
 
 
-def test_no_copy_confirms_a_mark_that_no_process_has_confirmed(engine):
+def test_a_copy_does_not_confirm_an_unconfirmed_mark(engine):
     carry_out(engine, admin_tasks.Assign(1))
     log = engine.log(1)
     log.prepare(4, NONCE)

@@ -154,7 +154,7 @@ def test_lengths_that_do_not_fit_the_bytes_are_refused(log):
     assert "expected CRC" in str(outcome)
 
 
-def test_what_is_no_request_is_refused(log):
+def test_an_unexpected_message_is_rejected(log):
     (outcome,) = run(log, SuccessResponse(5, 1, 0)).outcomes
     assert isinstance(outcome, BadRequest)
 
@@ -166,7 +166,7 @@ def test_without_requests_the_marker_moves(log):
     assert log.slot.acked.transaction_id == 2
 
 
-def test_reads_are_bounded_whatever_is_asked_for(log, monkeypatch):
+def test_reads_are_always_bounded(log, monkeypatch):
     asked = []
     read = log.read_range
     monkeypatch.setattr(
@@ -183,14 +183,14 @@ def test_reads_are_bounded_whatever_is_asked_for(log, monkeypatch):
     assert BATCHES_BYTES_MAX // 40 <= ENTRIES_MAX
 
 
-def test_where_records_lie_is_reported_to_readers_and_counted_as_read(log):
+def test_record_places_are_returned_and_counted_as_read(log):
     owner = Owner(5)
     run(log, owner.append(3))
-    (told,) = run(log, owner.make(RangeRaw, 1, 2, 1 << 20, PLACES, False, True)).outcomes
-    assert (told.first, told.count, told.form) == (1, 2, PLACES)
-    assert decode_places(told.records, 2 * 44) == (FilePlace(0, SEGMENT_HEADER_BYTES + 44, 88),)
-    assert told.records_crc == zlib.crc32(told.records)
-    assert told.lineage[0].last == 2
+    (located,) = run(log, owner.make(RangeRaw, 1, 2, 1 << 20, PLACES, False, True)).outcomes
+    assert (located.first, located.count, located.form) == (1, 2, PLACES)
+    assert decode_places(located.records, 2 * 44) == (FilePlace(0, SEGMENT_HEADER_BYTES + 44, 88),)
+    assert located.records_crc == zlib.crc32(located.records)
+    assert located.lineage[0].last == 2
     result = run(log, owner.make(RangeRaw, 0, 9, -5, PLACES, False, True))
     assert (result.read_count, result.read_bytes) == (1, 44)
     (refused,) = run(log, owner.make(RangeRaw, 1, 2, 1 << 20, PLACES, False, False)).outcomes
@@ -252,7 +252,7 @@ def test_a_piece_of_the_scrub_says_what_was_read_and_where_to_continue(log):
     assert result.scrubbed == Scrubbed(6, 88)
 
 
-def test_what_the_scrub_cannot_get_past_is_reported_and_left(log, monkeypatch):
+def test_an_obstacle_of_the_scrub_is_reported_and_skipped(log, monkeypatch):
     run(log, Owner(5).append(6))
 
     def fails(_first, _bytes_max):
@@ -279,7 +279,7 @@ def test_a_read_that_fails_for_a_request_is_its_outcome_and_no_failed_write(log,
 
 
 class SmallRoom:
-    """Room for so many bytes; writes down when the reserve is given up."""
+    """Room for N bytes; records when the reserve is released."""
 
     def __init__(self, size):
         self.size = size

@@ -1,4 +1,4 @@
-"""Threads that do what blocks: each outcome is told once, on the loop's thread, by order."""
+"""Threads for blocking work: each outcome is reported once, on the loop's thread, in order."""
 
 import asyncio
 import threading
@@ -34,8 +34,8 @@ def work(do: Callable[[], WorkResult] = WorkResult) -> Work:
     return cast("Work", Piece(do))
 
 
-class Told:
-    """Keeps what it was told, and on which thread."""
+class Recorder:
+    """Keeps the outcomes that it received, and on which thread."""
 
     def __init__(self) -> None:
         self.outcomes: list[tuple[Work, WriteOutcome]] = []
@@ -48,14 +48,14 @@ class Told:
 
 @on_loop
 async def test_a_result_is_reported_once_on_the_loops_thread():
-    told = Told()
-    writers = Writers(2, told)
+    recorder = Recorder()
+    writers = Writers(2, recorder)
     made = WorkResult(appended_count=3)
     piece = work(lambda: made)
     writers.run(piece)
-    await until(lambda: told.outcomes)
-    assert told.outcomes == [(piece, made)]
-    assert told.threads == {threading.get_ident()}
+    await until(lambda: recorder.outcomes)
+    assert recorder.outcomes == [(piece, made)]
+    assert recorder.threads == {threading.get_ident()}
     thread = cast("Piece", piece).thread
     assert thread is not None
     assert thread is not threading.current_thread()
@@ -63,22 +63,22 @@ async def test_a_result_is_reported_once_on_the_loops_thread():
     writers.end()
     await asyncio.to_thread(thread.join, WAIT_S)
     assert not thread.is_alive()
-    assert len(told.outcomes) == 1
+    assert len(recorder.outcomes) == 1
 
 
 @pytest.mark.parametrize("error", [OSError("gone"), AssertionError("ours"), SystemExit(3)])
-def test_what_a_piece_raises_is_its_outcome(error: BaseException):
+def test_an_error_of_a_piece_is_its_outcome(error: BaseException):
     async def story() -> None:
         def fail() -> WorkResult:
             raise error
 
-        told = Told()
-        writers = Writers(1, told)
+        recorder = Recorder()
+        writers = Writers(1, recorder)
         writers.run(work(fail))
         writers.run(work())
-        await until(lambda: len(told.outcomes) == 2)
-        assert told.outcomes[0][1] is error
-        assert isinstance(told.outcomes[1][1], WorkResult), "the thread goes on"
+        await until(lambda: len(recorder.outcomes) == 2)
+        assert recorder.outcomes[0][1] is error
+        assert isinstance(recorder.outcomes[1][1], WorkResult), "the thread continues"
         writers.end()
 
     net.run(story())
@@ -86,53 +86,53 @@ def test_what_a_piece_raises_is_its_outcome(error: BaseException):
 
 @on_loop
 async def test_one_thread_does_the_pieces_in_their_order():
-    told = Told()
-    writers = Writers(1, told)
+    recorder = Recorder()
+    writers = Writers(1, recorder)
     pieces = [work() for _ in range(50)]
     for piece in pieces:
         writers.run(piece)
-    await until(lambda: len(told.outcomes) == len(pieces))
-    assert [piece for piece, _ in told.outcomes] == pieces
+    await until(lambda: len(recorder.outcomes) == len(pieces))
+    assert [piece for piece, _ in recorder.outcomes] == pieces
     writers.end()
 
 
 @on_loop
 async def test_a_thread_that_is_free_keeps_nothing_of_what_it_did():
-    told = Told()
-    writers = Writers(1, told)
+    recorder = Recorder()
+    writers = Writers(1, recorder)
     writers.run(work())
-    await until(lambda: told.outcomes)
-    ((piece, _),) = told.outcomes
+    await until(lambda: recorder.outcomes)
+    ((piece, _),) = recorder.outcomes
     kept = weakref.ref(cast("Piece", piece))
     del piece
-    told.outcomes.clear()
+    recorder.outcomes.clear()
     await until(lambda: kept() is None)
     writers.end()
 
 
 @on_loop
-async def test_a_piece_that_a_disk_holds_keeps_no_other_process_and_no_end():
-    told, held = Told(), threading.Event()
+async def test_a_piece_that_hangs_on_a_disk_delays_no_other_and_no_shutdown():
+    recorder, held = Recorder(), threading.Event()
 
     def hang() -> WorkResult:
         assert held.wait(WAIT_S)
         return WorkResult()
 
-    writers = Writers(2, told)
+    writers = Writers(2, recorder)
     stuck, other = work(hang), work()
     writers.run(stuck)
     writers.run(other)
-    await until(lambda: told.outcomes)
-    assert told.outcomes[0][0] is other
+    await until(lambda: recorder.outcomes)
+    assert recorder.outcomes[0][0] is other
     writers.end()  # Does not wait.
-    assert len(told.outcomes) == 1
+    assert len(recorder.outcomes) == 1
     held.set()
-    await until(lambda: len(told.outcomes) == 2)
-    assert told.outcomes[1][0] is stuck
+    await until(lambda: len(recorder.outcomes) == 2)
+    assert recorder.outcomes[1][0] is stuck
 
 
-def test_an_outcome_that_comes_after_the_loop_is_reported_to_no_process():
-    told, held = Told(), threading.Event()
+def test_an_outcome_after_the_end_of_the_loop_is_dropped():
+    recorder, held = Recorder(), threading.Event()
     raised: SimpleQueue[object] = SimpleQueue()
 
     def hang() -> WorkResult:
@@ -140,7 +140,7 @@ def test_an_outcome_that_comes_after_the_loop_is_reported_to_no_process():
         return WorkResult()
 
     async def story() -> Work:
-        writers = Writers(1, told)
+        writers = Writers(1, recorder)
         piece = work(hang)
         writers.run(piece)
         writers.end()
@@ -157,7 +157,7 @@ def test_an_outcome_that_comes_after_the_loop_is_reported_to_no_process():
         threading.excepthook = before
     assert not thread.is_alive()
     assert raised.empty()
-    assert told.outcomes == []
+    assert recorder.outcomes == []
 
 
 # ---- helpers

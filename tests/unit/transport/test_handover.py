@@ -1,4 +1,4 @@
-"""One process hands another an open file: who is given what, and who is not."""
+"""One process hands another an open file: which process is given what, and which is not."""
 
 import asyncio
 import contextlib
@@ -78,7 +78,7 @@ def test_a_file_outlives_its_name_and_one_that_has_handed_it_over(tmp_path, name
     assert not handover.is_offered(name)
 
 
-def test_what_is_not_there_is_not_had(tmp_path, name):
+def test_a_missing_file_is_not_handed_over(tmp_path, name):
     with pytest.raises(errors.Unreachable, match="Connection refused"):
         handover.take(name, b"this", timeout_s=30)
     path = tmp_path / "none"
@@ -95,7 +95,7 @@ PYTHON = ["/usr/bin/env", "python3", "-c"]
 
 
 def has_another_user():
-    """Whether a Python can be run by another user: by root only, and where he may read one."""
+    """Return whether another user can run a Python: root starts it, and the user can read it."""
     if os.geteuid() != 0:
         return False
     return subprocess.run([*PYTHON, ""], user=65_534, cwd="/", check=False).returncode == 0
@@ -121,7 +121,7 @@ with socket.socket(socket.AF_UNIX) as asking:
 @needs_another_user
 def test_a_process_of_another_user_is_given_nothing(tmp_path, name):
     path = tmp_path / "file"
-    path.write_bytes(b"not his")
+    path.write_bytes(b"not its own")
 
     def asked_by(user):
         line = [*PYTHON, ASKS, name]
@@ -146,7 +146,7 @@ with socket.socket(socket.AF_UNIX) as listening:
 
 
 @needs_another_user
-def test_what_another_user_hands_over_under_the_name_is_not_taken(name):
+def test_a_file_from_another_user_is_not_taken(name):
     line = [*PYTHON, GIVES, name]
     with subprocess.Popen(line, user=65_534, cwd="/", stdout=subprocess.PIPE) as other:
         try:
@@ -158,7 +158,7 @@ def test_what_another_user_hands_over_under_the_name_is_not_taken(name):
             other.kill()
 
 
-def test_what_is_taken_is_not_inherited_by_other_programs(tmp_path, name):
+def test_received_files_are_not_inherited_by_other_programs(tmp_path, name):
     path = tmp_path / "file"
     path.write_bytes(b"ours")
     taken = run(name, path, lambda: handover.take(name, b"this", timeout_s=30))
@@ -166,7 +166,7 @@ def test_what_is_taken_is_not_inherited_by_other_programs(tmp_path, name):
     os.close(taken)
 
 
-def test_one_that_asks_nothing_does_not_keep_others_waiting_for_long(tmp_path, name, monkeypatch):
+def test_an_idle_connection_does_not_delay_others_for_long(tmp_path, name, monkeypatch):
     monkeypatch.setattr(handover, "REQUEST_TIMEOUT_S", 2.0)
     path = tmp_path / "file"
     path.write_bytes(b"here")
@@ -215,7 +215,7 @@ def test_a_name_that_is_taken_is_left_to_its_owner(tmp_path, name):
 
     async def main():
         async with offering(name, path), offering(name, tmp_path / "none") as second:
-            await second  # it has given up, and nobody is worse off
+            await second  # it has stopped, and no other is worse off
             return await asyncio.to_thread(take, name)
 
     assert net.run(main()) == b"the first one's"
@@ -229,7 +229,7 @@ def test_without_abstract_names_nothing_is_offered(name, monkeypatch):
         handover.take(name, b"this", timeout_s=1)
 
 
-def test_one_that_cannot_be_let_in_once_is_let_in_later(tmp_path, name, monkeypatch):
+def test_a_connection_that_is_refused_once_is_accepted_later(tmp_path, name, monkeypatch):
     path = tmp_path / "file"
     path.write_bytes(b"here")
     monkeypatch.setattr(handover, "PAUSE_S", 0.01)

@@ -48,7 +48,7 @@ def test_a_numeric_address_is_not_looked_up(dns: Dns):
     assert dns.asked == []
 
 
-def test_callers_share_one_lookup_and_those_that_give_up_end_it_for_no_process(dns: Dns):
+def test_callers_share_one_lookup_and_a_cancelled_one_does_not_end_it(dns: Dns):
     async def run():
         async with asyncio.TaskGroup() as tasks:
             callers = [tasks.create_task(lookup.addresses_of("slow-1")) for _ in range(20)]
@@ -78,7 +78,7 @@ def test_names_whose_lookups_are_slow_do_not_delay_others(dns: Dns):
     net.run(run())
 
 
-def test_what_a_lookup_raises(dns: Dns, monkeypatch: pytest.MonkeyPatch):
+def test_the_errors_of_a_lookup(dns: Dns, monkeypatch: pytest.MonkeyPatch):
     dns.may_end.set()
     with pytest.raises(socket.gaierror, match="not known"):
         asyncio.run(lookup.addresses_of("slow-and-unknown"))

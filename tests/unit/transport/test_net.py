@@ -25,7 +25,7 @@ def raw(size, sequence=0):
 
 
 class Peer:
-    """Keeps what a link's callbacks were told."""
+    """Keeps what a link's callbacks received."""
 
     def __init__(self):
         self.links = []
@@ -48,7 +48,7 @@ def contexts(request, certificates):
     if request.param == "plain":
         return None, None
     settings = StorageConfig(connect="zk:1/w", directory="d", **certificates.settings)
-    return tls.listening(settings), tls.dialling(settings, "")
+    return tls.listening(settings), tls.dialing(settings, "")
 
 
 @pytest.fixture
@@ -136,7 +136,7 @@ async def test_receive_waits_and_then_gives_all_that_is_there(pair):
 
 
 @on_loop
-async def test_what_came_before_start_is_handed_over_by_it(pair):
+async def test_start_delivers_earlier_messages(pair):
     async with pair() as (link, peer, _):
         peer.links[0].send(Appended(1, 7, 3, 9))
         peer.links[0].close("enough")
@@ -146,12 +146,12 @@ async def test_what_came_before_start_is_handed_over_by_it(pair):
         assert late.messages == [Appended(1, 7, 3, 9)]
         assert late.closed == ["closed by the peer"]
         assert link.is_closed
-        link.send(Appended(1, 7, 3, 9))  # nobody is there; nothing happens
+        link.send(Appended(1, 7, 3, 9))  # no peer is there; nothing happens
         assert link.write_backlog_bytes == 0
 
 
 @on_loop
-async def test_an_inbox_that_no_process_empties_stops_the_peer(pair):
+async def test_a_full_inbox_stops_the_peer(pair):
     async with pair() as (link, peer, _):
         there, count = peer.links[0], 0
         while not (there.is_congested and link._inbox_bytes > 1024 * 1024):
@@ -170,7 +170,7 @@ async def test_an_inbox_that_no_process_empties_stops_the_peer(pair):
 
 
 @on_loop
-async def test_one_that_does_not_take_answers_may_not_ask(pair):
+async def test_a_peer_that_does_not_read_is_paused(pair):
     async with pair() as (link, peer, _):
         there = peer.links[0]
         drained = []
@@ -227,7 +227,7 @@ async def test_a_listener_may_lower_the_hard_limit_of_a_link(pair):
 
 
 @on_loop
-async def test_a_dial_that_no_process_answers_is_unreachable():
+async def test_an_unanswered_dial_is_unreachable():
     with socket.socket() as taken:
         taken.bind((ANY, 0))
         address = f"{ANY}:{taken.getsockname()[1]}"
@@ -250,17 +250,17 @@ async def test_a_dial_to_a_name_that_no_lookup_accepts_is_unreachable(host: str)
         await net.dial(Surface.STORAGE, f"{host}:5280")
 
 
-def test_a_dial_that_is_given_up_when_it_is_ready_leaves_no_connection(monkeypatch):
-    """Given up at the moment of the peer's hello, when whoever dials has not been told yet."""
-    is_told = net.Link._hello_received
+def test_a_dial_cancelled_at_the_hello_leaves_no_connection(monkeypatch):
+    """Closed at the moment of the peer's hello, before the dialing side is notified."""
+    hello_received = net.Link._hello_received
     dials, links = [], []
 
-    def is_told_and_given_up(link):
-        is_told(link)
+    def receive_hello_and_close(link):
+        hello_received(link)
         links.append(link)
         dials[0].cancel()
 
-    async def dial_and_give_up():
+    async def dial_and_close():
         has_ended = asyncio.Event()
 
         async def say_hello_late(reader, writer):
@@ -284,8 +284,8 @@ def test_a_dial_that_is_given_up_when_it_is_ready_leaves_no_connection(monkeypat
             finally:
                 links[0].abort("test is over")
 
-    monkeypatch.setattr(net.Link, "_hello_received", is_told_and_given_up)
-    net.run(dial_and_give_up())
+    monkeypatch.setattr(net.Link, "_hello_received", receive_hello_and_close)
+    net.run(dial_and_close())
 
 
 async def answer_with(data):
@@ -297,7 +297,7 @@ async def answer_with(data):
     return await asyncio.start_server(serve, ANY, 0)
 
 
-async def dial_somebody_who_says(data):
+async def dial_peer_that_sends(data):
     server = await answer_with(data)
     try:
         await net.dial(Surface.STORAGE, f"{ANY}:{server.sockets[0].getsockname()[1]}")
@@ -308,19 +308,19 @@ async def dial_somebody_who_says(data):
 @on_loop
 async def test_a_dial_to_a_process_of_another_language_is_a_protocol_error():
     with pytest.raises(RemoteProtocolError, match="expected a frame of surface 'H'"):
-        await dial_somebody_who_says(b"SSH-2.0-OpenSSH_9.2\r\n")
+        await dial_peer_that_sends(b"SSH-2.0-OpenSSH_9.2\r\n")
     with pytest.raises(RemoteProtocolError, match="no common version"):
-        await dial_somebody_who_says(codec.encode_hello(Hello((9,), "Waltz Storage Server")))
+        await dial_peer_that_sends(codec.encode_hello(Hello((9,), "Waltz Storage Server")))
 
 
 @on_loop
 async def test_a_dial_that_is_closed_before_the_hello_is_unreachable():
     with pytest.raises(Unreachable, match="before its hello"):
-        await dial_somebody_who_says(b"")
+        await dial_peer_that_sends(b"")
 
 
 @on_loop
-async def test_a_listener_cuts_who_speaks_another_language_and_serves_the_others(pair, contexts):
+async def test_a_listener_closes_foreign_connections_and_serves_the_others(pair, contexts):
     async with pair() as (link, peer, listener):
         reader, writer = await asyncio.open_connection(ANY, listener.port)
         writer.write(b"GET / HTTP/1.1\r\n\r\n")
@@ -336,7 +336,7 @@ async def test_a_listener_cuts_who_speaks_another_language_and_serves_the_others
 
 
 @on_loop
-async def test_one_that_is_silent_in_its_hello_is_cut():
+async def test_a_peer_silent_during_its_hello_is_disconnected():
     peer = Peer()
     listener = await net.listen(Surface.STORAGE, ANY, 0, peer.connected)
     reader, writer = await asyncio.open_connection(ANY, listener.port)
@@ -353,7 +353,7 @@ async def test_one_that_is_silent_in_its_hello_is_cut():
 
 
 @on_loop
-async def test_one_that_trickles_a_frame_is_cut():
+async def test_a_peer_that_trickles_a_frame_is_disconnected():
     peer = Peer()
     listener = await net.listen(Surface.STORAGE, ANY, 0, peer.connected)
     _, writer = await asyncio.open_connection(ANY, listener.port)
@@ -404,7 +404,7 @@ async def test_a_dialler_that_has_nothing_to_say_sends_an_empty_frame(pair):
 
 
 @on_loop
-async def test_one_that_is_silent_for_very_long_is_cut(pair):
+async def test_a_peer_silent_for_very_long_is_disconnected(pair):
     async with pair() as (_link, peer, _):
         there = peer.links[0]
         there._idle_ticks = net._IDLE_TICKS_MAX
@@ -442,7 +442,7 @@ async def test_a_closing_listener_closes_its_links_and_sends_what_is_unsent(pair
 
 
 @on_loop
-async def test_one_that_was_accepted_when_a_listener_closed_is_closed_too():
+async def test_a_connection_accepted_during_the_close_is_closed_too():
     for turns in range(8):  # of the loop between the connection and the listener's end
         listener = await net.listen(Surface.STORAGE, ANY, 0, Peer().connected)
         with socket.create_connection((ANY, listener.port)) as dialler:
@@ -450,7 +450,7 @@ async def test_one_that_was_accepted_when_a_listener_closed_is_closed_too():
             for _ in range(turns):
                 await asyncio.sleep(0)
             await listener.close()
-            # Sooner than whoever says no hello is cut.
+            # Sooner than a peer without a hello is cut.
             with contextlib.suppress(ConnectionResetError):
                 async with asyncio.timeout(net.HELLO_S_MAX / 2):
                     while await asyncio.get_running_loop().sock_recv(dialler, 1024):
@@ -465,7 +465,7 @@ async def test_a_port_that_is_taken_is_a_bad_config():
 
 
 @on_loop
-async def test_what_cannot_be_sent_is_an_error_of_the_caller(pair):
+async def test_a_message_that_cannot_be_sent_is_an_error_of_the_caller(pair):
     async with pair() as (link, _, _):
         with pytest.raises(AssertionError):
             link.send(FlushRequest((1, 2, 3, 4)))

@@ -35,10 +35,10 @@ def server(**settings: object) -> ServerConfig:
     return ServerConfig(**{"connect": CONNECT} | settings)  # type: ignore[arg-type]
 
 
-def test_no_process_speaks_tls_who_is_not_reported_to():
-    assert tls.dialling(PLAIN, "") is None
-    assert tls.dialling(PLAIN, CONNECT) is None
-    assert tls.dialling(PLAIN, f"{CONNECT}?auth=/etc/tls=on") is None
+def test_tls_is_off_by_default():
+    assert tls.dialing(PLAIN, "") is None
+    assert tls.dialing(PLAIN, CONNECT) is None
+    assert tls.dialing(PLAIN, f"{CONNECT}?auth=/etc/tls=on") is None
     assert tls.listening(server()) is None
     assert tls.listening(storage()) is None
     assert tls.listening(storage(connect="none at all")) is None
@@ -52,9 +52,9 @@ def test_no_process_speaks_tls_who_is_not_reported_to():
         ("nothing", ssl.CERT_NONE, False),
     ],
 )
-def test_one_that_dials_checks_what_it_is_reported_to(files, verify, mode, is_name_checked):
+def test_a_dial_verifies_the_configured_properties(files, verify, mode, is_name_checked):
     config = ClientConfig(tls="on", tls_authorities=files.authorities, tls_verify=verify)
-    context = tls.dialling(config, "")
+    context = tls.dialing(config, "")
     assert context is not None
     assert context.verify_mode is mode
     assert context.check_hostname is is_name_checked
@@ -64,7 +64,7 @@ def test_one_that_dials_checks_what_it_is_reported_to(files, verify, mode, is_na
 
 def test_without_authorities_those_of_the_system_are_trusted(files, monkeypatch):
     monkeypatch.setenv("SSL_CERT_FILE", files.authorities)
-    context = tls.dialling(ClientConfig(tls="on"), "")
+    context = tls.dialing(ClientConfig(tls="on"), "")
     assert context is not None
     assert len(context.get_ca_certs()) >= 1
 
@@ -75,7 +75,7 @@ def test_the_connect_string_names_the_authorities_or_says_a_word(files):
         ("unverified", 0, ssl.CERT_NONE),
         ("on", None, ssl.CERT_REQUIRED),
     ):
-        for context in (tls.dialling(PLAIN, f"{CONNECT}?tls={place}"), tls.named(place)):
+        for context in (tls.dialing(PLAIN, f"{CONNECT}?tls={place}"), tls.named(place)):
             assert context is not None
             assert context.verify_mode is mode
             assert count in (None, len(context.get_ca_certs()))
@@ -99,7 +99,7 @@ def test_a_file_of_settings_names_others_that_lie_beside_it(tmp_path: Path):
     listening = tls.listening(storage(connect=connect))
     assert listening is not None
     assert listening.verify_mode is ssl.CERT_REQUIRED
-    assert tls.dialling(server(connect=connect), connect) is not None
+    assert tls.dialing(server(connect=connect), connect) is not None
     file.write_text('tls = "off"\n')
     assert tls.named(str(file)) is None
     file.write_text('tls_authority = "ca.pem"\n')
@@ -109,9 +109,9 @@ def test_a_file_of_settings_names_others_that_lie_beside_it(tmp_path: Path):
 
 def test_settings_win_over_the_connect_string(files, tmp_path):
     connect = f"{CONNECT}?tls={tmp_path / 'absent.pem'}"
-    assert tls.dialling(ClientConfig(tls="off"), connect) is None
+    assert tls.dialing(ClientConfig(tls="off"), connect) is None
     config = ClientConfig(tls_authorities=files.authorities, tls_verify="chain")
-    context = tls.dialling(config, connect)
+    context = tls.dialing(config, connect)
     assert context is not None
     assert not context.check_hostname
     # What a daemon's settings lack, its connect string says.
@@ -137,11 +137,9 @@ def test_settings_win_over_the_connect_string(files, tmp_path):
         ({"tls_authorities": "{authorities}", "tls_verify": "nothing"}, ssl.CERT_NONE, False),
     ],
 )
-def test_a_connect_string_that_trusts_anybody_weakens_no_setting(
-    files, settings, mode, is_name_checked
-):
+def test_an_unverified_connect_string_weakens_no_setting(files, settings, mode, is_name_checked):
     given = {name: each.format(authorities=files.authorities) for name, each in settings.items()}
-    context = tls.dialling(ClientConfig(**given), f"{CONNECT}?tls=unverified")
+    context = tls.dialing(ClientConfig(**given), f"{CONNECT}?tls=unverified")
     assert context is not None
     assert context.verify_mode is mode
     assert context.check_hostname is is_name_checked
@@ -150,12 +148,12 @@ def test_a_connect_string_that_trusts_anybody_weakens_no_setting(
 def test_a_file_of_settings_that_checks_less_weakens_no_setting(tmp_path):
     file = tmp_path / "tls.toml"
     file.write_text('tls_verify = "nothing"\n')
-    context = tls.dialling(ClientConfig(tls_verify="name"), f"{CONNECT}?tls={file}")
+    context = tls.dialing(ClientConfig(tls_verify="name"), f"{CONNECT}?tls={file}")
     assert context is not None
     assert context.check_hostname
 
 
-def test_what_is_switched_off_meanwhile_is_not_renewed(tmp_path, caplog):
+def test_tls_switched_off_meanwhile_is_not_renewed(tmp_path, caplog):
     made = make(tmp_path)
     file = tmp_path / "tls.toml"
     file.write_text(render_toml("tls", made.settings))
@@ -166,7 +164,7 @@ def test_what_is_switched_off_meanwhile_is_not_renewed(tmp_path, caplog):
     assert "tls.renewal_failed error=" in caplog.text
 
 
-def test_a_server_lets_anybody_in_and_a_storage_those_with_a_certificate(files):
+def test_a_server_accepts_any_client_and_a_storage_requires_a_certificate(files):
     open_to_all = tls.listening(server(**files.settings))
     assert open_to_all is not None
     assert open_to_all.verify_mode is ssl.CERT_NONE
@@ -180,13 +178,13 @@ def test_a_server_lets_anybody_in_and_a_storage_those_with_a_certificate(files):
     assert tls.listening(storage(**without, tls_require_certificate=False)) is not None
 
 
-def test_one_that_wants_certificates_does_not_listen_in_the_clear_by_mistake():
+def test_a_port_with_certificates_never_listens_in_plain_text():
     with pytest.raises(BadConfig, match='tls: expected "on" with tls_require_certificate'):
         tls.listening(server(tls_require_certificate=True))
     assert tls.listening(server(tls="off", tls_require_certificate=True)) is None
 
 
-def test_a_file_that_has_tls_off_is_reported_to_one_that_speaks_it(files, tmp_path, caplog):
+def test_a_renewed_file_with_tls_off_is_logged(files, tmp_path, caplog):
     file = tmp_path / "tls.toml"
     file.write_text(render_toml("tls", files.settings))
     config = server(connect=f"{CONNECT}?tls={file}")
@@ -202,7 +200,7 @@ def test_the_key_may_be_in_the_file_of_the_certificate(files, tmp_path):
     assert tls.listening(server(tls="on", tls_certificate=str(both))) is not None
 
 
-def test_a_daemon_without_a_certificate_is_notified(files):
+def test_a_daemon_without_a_certificate_gets_an_error(files):
     with pytest.raises(BadConfig, match="tls_certificate: expected a file"):
         tls.listening(server(tls="on"))
     with pytest.raises(BadConfig, match="tls_certificate: expected a file"):
@@ -211,28 +209,28 @@ def test_a_daemon_without_a_certificate_is_notified(files):
 
 def test_settings_without_the_word_are_a_mistake(files):
     with pytest.raises(BadConfig, match='tls: expected "on" or "off" with tls_authorities'):
-        tls.dialling(ClientConfig(tls_authorities=files.authorities), CONNECT)
-    assert tls.dialling(ClientConfig(tls="off", tls_authorities=files.authorities), CONNECT) is None
+        tls.dialing(ClientConfig(tls_authorities=files.authorities), CONNECT)
+    assert tls.dialing(ClientConfig(tls="off", tls_authorities=files.authorities), CONNECT) is None
 
 
 def test_files_that_cannot_be_used_are_named(files, tmp_path):
     for name in ("tls_certificate", "tls_key", "tls_authorities"):
         settings = files.settings | {name: str(tmp_path / "absent.pem")}
         with pytest.raises(BadConfig, match=rf"{name}: '.*absent.pem' cannot be read: No such"):
-            tls.dialling(ClientConfig(**settings), "")
+            tls.dialing(ClientConfig(**settings), "")
     nothing = tmp_path / "nothing.pem"
     nothing.write_text("nothing\n")
     for name in ("tls_certificate", "tls_authorities"):
         settings = files.settings | {name: str(nothing)}
         with pytest.raises(BadConfig, match=rf"{name}: .*nothing.pem.*: expected a PEM file with"):
-            tls.dialling(ClientConfig(**settings), "")
+            tls.dialing(ClientConfig(**settings), "")
     other = make(tmp_path, name="other")
     settings = files.settings | {"tls_key": other.key}
     with pytest.raises(BadConfig, match="its private key: key values mismatch"):
-        tls.dialling(ClientConfig(**settings), "")
+        tls.dialing(ClientConfig(**settings), "")
 
 
-def test_a_key_with_a_password_asks_no_process(files, tmp_path):
+def test_a_key_with_a_password_does_not_prompt(files, tmp_path):
     locked = tmp_path / "locked.pem"
     key = serialization.load_pem_private_key(Path(files.key).read_bytes(), None)
     locked.write_bytes(
@@ -244,7 +242,7 @@ def test_a_key_with_a_password_asks_no_process(files, tmp_path):
     )
     settings = files.settings | {"tls_key": str(locked)}
     with pytest.raises(BadConfig, match="expected a key without a password"):
-        tls.dialling(ClientConfig(**settings), "")
+        tls.dialing(ClientConfig(**settings), "")
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl")
@@ -257,7 +255,7 @@ def test_the_commands_of_the_page_make_files_that_fit(tmp_path):
     )
     files = Certificates(*(str(tmp_path / f"{name}.pem") for name in ("ca", "certificate", "key")))
     listens = tls.listening(storage(**files.settings))
-    dials = tls.dialling(ClientConfig(**files.settings), "")
+    dials = tls.dialing(ClientConfig(**files.settings), "")
     assert listens is not None
     assert dials is not None
     ends = [(ssl.MemoryBIO(), ssl.MemoryBIO()) for _ in range(2)]
@@ -289,7 +287,7 @@ def test_bad_words(settings, said):
 
 
 @pytest.mark.parametrize(
-    ("host", "word", "is_told"),
+    ("host", "word", "is_logged"),
     [
         ("127.0.0.1", "", False),
         ("127.3.2.1", "", False),
@@ -301,12 +299,12 @@ def test_bad_words(settings, said):
         ("storage1", "off", False),
     ],
 )
-def test_one_that_listens_beyond_this_machine_in_the_clear_is_notified(caplog, host, word, is_told):
+def test_listening_in_plain_text_beyond_this_machine_is_logged(caplog, host, word, is_logged):
     settings = server(listen_host=host, advertised_host="here", tls=word)
     assert tls.listening(settings) is None
     lines = [each.getMessage() for each in caplog.records]
-    assert len(lines) == is_told
-    if is_told:
+    assert len(lines) == is_logged
+    if is_logged:
         assert f"tls.disabled host={host}" in lines[0]
         assert 'tls = "on"' in lines[0]
         assert 'tls = "off"' in lines[0]
@@ -332,11 +330,11 @@ def failure(reason: str) -> ssl.SSLError:
         ("BAD_SIGNATURE", "TLS has failed: bad signature"),
     ],
 )
-def test_what_has_failed_is_reported_in_words(reason, said):
+def test_handshake_errors_are_described(reason, said):
     assert tls.failure_text(failure(reason)).startswith(said)
 
 
-def test_what_is_no_matter_of_tls_is_reported_as_it_is():
+def test_other_errors_than_tls_are_reported_unchanged():
     assert tls.failure_text(ConnectionRefusedError(111, "Connection refused")).endswith("refused")
     assert tls.failure_text(ConnectionResetError()) == "ConnectionResetError"
     assert tls.alert_of(ConnectionResetError()) == tls.alert_of(failure("OTHER")) == b""

@@ -1,4 +1,4 @@
-"""Handshakes over real sockets: who comes through, who does not, and what each side is told."""
+"""Handshakes over real sockets: which peers come through, and what each side reports."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,7 @@ def files(tmp_path_factory):
 
 @pytest.fixture
 def said(caplog, monkeypatch):
-    """The lines of the log so far; nothing was told before."""
+    """The lines of the log so far; nothing was logged before."""
     monkeypatch.setattr(tls, "_LAST_LOGGED", {})
     caplog.set_level(logging.INFO)
     return lambda: "\n".join(each.getMessage() for each in caplog.records)
@@ -44,10 +44,10 @@ def listening(files, **settings):
     return tls.listening(StorageConfig(connect="zk:1/w", directory="d", **asked))
 
 
-def believing(files, **settings):
-    """What a client dials in who has no certificate."""
+def trusting(files, **settings):
+    """The context of a client without a certificate."""
     asked = {"tls": "on", "tls_authorities": files.authorities} | settings
-    return tls.dialling(ClientConfig(**asked), "")
+    return tls.dialing(ClientConfig(**asked), "")
 
 
 class Peer:
@@ -92,7 +92,7 @@ async def there_and_back(files):
     """Send more than any buffer holds; return what arrives, and what comes back."""
     async with (
         open_port(listening(files)) as (peer, _, address),
-        linked(address, believing(files)) as link,
+        linked(address, trusting(files)) as link,
     ):
         for message in SENT:
             link.send(message)
@@ -117,7 +117,7 @@ def test_frames_of_all_sizes_go_both_ways_on_a_loop(files, run):
 
 @on_loop
 async def test_a_client_may_speak_tls_1_2_alone(files):
-    context = believing(files)
+    context = trusting(files)
     context.maximum_version = ssl.TLSVersion.TLSv1_2
     async with open_port(listening(files)) as (peer, _, address), linked(address, context) as link:
         assert link._transport.get_extra_info("ssl_object").version() == "TLSv1.2"
@@ -129,15 +129,15 @@ async def test_a_client_may_speak_tls_1_2_alone(files):
 async def test_two_of_ours_speak_tls_1_3(files):
     async with (
         open_port(listening(files)) as (_, _, address),
-        linked(address, believing(files)) as link,
+        linked(address, trusting(files)) as link,
     ):
         assert link._transport.get_extra_info("ssl_object").version() == "TLSv1.3"
 
 
 @on_loop
-async def test_what_was_sent_before_a_close_arrives(files):
+async def test_messages_sent_before_a_close_arrive(files):
     async with open_port(listening(files)) as (peer, _, address):
-        link = await net.dial(Surface.STORAGE, address, ssl=believing(files))
+        link = await net.dial(Surface.STORAGE, address, ssl=trusting(files))
         for n in range(10):
             link.send(raw(MIB, n))
         link.close("done")
@@ -150,7 +150,7 @@ async def test_what_was_sent_before_a_close_arrives(files):
 @on_loop
 async def test_an_abort_is_noticed_at_once(files):
     async with open_port(listening(files)) as (peer, _, address):
-        link = await net.dial(Surface.STORAGE, address, ssl=believing(files))
+        link = await net.dial(Surface.STORAGE, address, ssl=trusting(files))
         await until(lambda: peer.links)
         link.abort("enough")
         await link.wait_closed()
@@ -163,7 +163,7 @@ async def test_an_abort_is_noticed_at_once(files):
 async def test_a_close_does_not_wait_long_for_one_that_does_not_answer(files, monkeypatch):
     monkeypatch.setattr(net, "CLOSE_S_MAX", 0.1)
     async with open_port(listening(files)) as (peer, _, address):
-        link = await net.dial(Surface.STORAGE, address, ssl=believing(files))
+        link = await net.dial(Surface.STORAGE, address, ssl=trusting(files))
         await until(lambda: peer.links)
         peer.links[0].pause_reading()
         for n in range(30):
@@ -193,7 +193,7 @@ def original_hello(versions, text):
 
 @contextlib.asynccontextmanager
 async def original(surface, directory):
-    """A daemon of 0.13: TLS 1.2, a certificate that nobody has signed; give address and hellos."""
+    """A daemon of 0.13: TLS 1.2, a self-signed certificate; yield address and hellos."""
     hellos = []
 
     async def greet(reader, writer):
@@ -213,7 +213,7 @@ async def original(surface, directory):
 
 
 @pytest.mark.parametrize("surface", ORIGINALS)
-def test_a_0_13_programs_daemon_is_reached_by_one_that_trusts_anybody(surface, tmp_path):
+def test_an_unverified_dial_reaches_a_0_13_daemon(surface, tmp_path):
     @on_loop
     async def story():
         async with original(surface, tmp_path) as (address, hellos):
@@ -230,8 +230,8 @@ def test_a_0_13_programs_daemon_is_reached_by_one_that_trusts_anybody(surface, t
 
 
 @on_loop
-async def test_a_0_13_programs_client_reaches_us_with_whatever_certificate_it_has(files, tmp_path):
-    """Its connector checks nothing, and shows a certificate that nobody has signed if asked."""
+async def test_a_0_13_client_connects_with_any_certificate(files, tmp_path):
+    """Its connector checks nothing, and shows an unsigned certificate if asked."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.maximum_version = ssl.TLSVersion.TLSv1_2
@@ -246,11 +246,11 @@ async def test_a_0_13_programs_client_reaches_us_with_whatever_certificate_it_ha
 
 
 # ---------------------------------------------------------------------------------------------
-# those who do not fit
+# mismatched peers
 
 
 @on_loop
-async def test_plain_to_tls_is_reported_to_both(files, said):
+async def test_both_sides_report_plain_to_tls(files, said):
     async with open_port(listening(files)) as (_, listener, address):
         with pytest.raises(TlsMismatch, match=f"{address}: expected plain TCP, found TLS"):
             await net.dial(Surface.STORAGE, address)
@@ -278,19 +278,19 @@ async def test_the_same_of_the_same_peer_is_reported_once_in_a_while(files, said
 
 
 @on_loop
-async def test_tls_to_plain_is_reported_to_both(files, said):
+async def test_both_sides_report_tls_to_plain(files, said):
     async with open_port(None) as (_, _, address):
         with pytest.raises(TlsMismatch, match=f"{address}: expected TLS, found plain TCP"):
-            await net.dial(Surface.STORAGE, address, ssl=believing(files))
+            await net.dial(Surface.STORAGE, address, ssl=trusting(files))
         await until(lambda: "peer=127.0.0.1 error=expected plain TCP, found TLS" in said())
         assert f"peer={address} error=expected TLS, found plain TCP" in said()
 
 
 @on_loop
-async def test_a_certificate_of_another_authority_is_reported_to_both(files, tmp_path, said):
+async def test_both_sides_report_a_certificate_of_another_authority(files, tmp_path, said):
     async with open_port(listening(files)) as (_, _, address):
         with pytest.raises(TlsMismatch, match="the peer's certificate is not accepted: unable to"):
-            await net.dial(Surface.STORAGE, address, ssl=believing(make(tmp_path)))
+            await net.dial(Surface.STORAGE, address, ssl=trusting(make(tmp_path)))
         await until(lambda: "perhaps it does not accept the certificate" in said())
 
 
@@ -299,38 +299,38 @@ async def test_a_certificate_for_another_host_is_reported(tmp_path):
     files = make(tmp_path, hosts=("storage1.example",))
     async with open_port(listening(files)) as (_, _, address):
         with pytest.raises(TlsMismatch, match=r"not accepted: .*IP address mismatch"):
-            await net.dial(Surface.STORAGE, address, ssl=believing(files))
-        async with linked(address, believing(files, tls_verify="chain")):
+            await net.dial(Surface.STORAGE, address, ssl=trusting(files))
+        async with linked(address, trusting(files, tls_verify="chain")):
             pass
-        async with linked(address, believing(make(tmp_path), tls_verify="nothing")):
+        async with linked(address, trusting(make(tmp_path), tls_verify="nothing")):
             pass
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
-def test_a_certificate_that_is_missing_is_reported_to_both(files, version, said):
+def test_both_sides_report_a_missing_certificate(files, version, said):
     @on_loop
     async def story():
         required = listening(files, tls_require_certificate=True)
         async with open_port(required) as (peer, _, address):
-            context = believing(files)
+            context = trusting(files)
             context.maximum_version = version
             with pytest.raises(TlsMismatch, match="expects a certificate"):
                 await net.dial(Surface.STORAGE, address, ssl=context)
             await until(lambda: "expected a certificate of the peer, found none" in said())
             assert peer.links == []
-            async with linked(address, tls.dialling(ClientConfig(**files.settings), "")):
+            async with linked(address, tls.dialing(ClientConfig(**files.settings), "")):
                 pass
 
     story()
 
 
 @on_loop
-async def test_a_certificate_that_no_process_has_signed_is_reported_to_both(files, tmp_path, said):
+async def test_both_sides_report_a_self_signed_certificate(files, tmp_path, said):
     stranger = make(tmp_path, name="stranger")
     settings = stranger.settings | {"tls_authorities": files.authorities}
     async with open_port(listening(files, tls_require_certificate=True)) as (_, _, address):
         with pytest.raises(TlsMismatch, match="the peer does not accept this side's certificate"):
-            await net.dial(Surface.STORAGE, address, ssl=tls.dialling(ClientConfig(**settings), ""))
+            await net.dial(Surface.STORAGE, address, ssl=tls.dialing(ClientConfig(**settings), ""))
         await until(lambda: "the peer's certificate is not accepted" in said())
 
 
@@ -362,15 +362,15 @@ async def test_a_port_of_tls_1_1_is_refused(files):
         old.set_ciphers("ALL:@SECLEVEL=0")
     async with open_port(old) as (_, _, address):
         with pytest.raises(TlsMismatch, match=r"no common version: expected TLS 1\.2"):
-            await net.dial(Surface.STORAGE, address, ssl=believing(files))
+            await net.dial(Surface.STORAGE, address, ssl=trusting(files))
 
 
 @on_loop
 async def test_files_that_were_replaced_hold_from_then_on_if_they_are_right(tmp_path, said):
     used, new = make(tmp_path), make(tmp_path, name="new")
     config = StorageConfig(connect="zk:1/w", directory="d", **used.settings)
-    ports, dials = tls.listening(config), tls.dialling(config, "")
-    before = tls.dialling(ClientConfig(**used.settings), "")
+    ports, dials = tls.listening(config), tls.dialing(config, "")
+    before = tls.dialing(ClientConfig(**used.settings), "")
     async with open_port(ports) as (_, _, address), linked(address, dials) as kept:
         shutil.copyfile(new.certificate, used.certificate)
         tls.renew(config, ports, dials)  # of two files that belong together one is there
@@ -381,7 +381,7 @@ async def test_files_that_were_replaced_hold_from_then_on_if_they_are_right(tmp_
         shutil.copyfile(new.authorities, used.authorities)
         tls.renew(config, ports, dials)
         assert f"tls.renewed certificate={used.certificate}" in said()
-        async with linked(address, tls.dialling(ClientConfig(**new.settings), "")):
+        async with linked(address, tls.dialing(ClientConfig(**new.settings), "")):
             pass
         async with linked(address, dials):
             assert not kept.is_closed
@@ -390,16 +390,16 @@ async def test_files_that_were_replaced_hold_from_then_on_if_they_are_right(tmp_
 
 
 # ---------------------------------------------------------------------------------------------
-# those who do not go on
+# handshakes that stop
 
 
 @on_loop
-async def test_one_that_connects_and_goes_is_no_news(files, said):
+async def test_a_connection_without_data_is_not_logged(files, said):
     async with open_port(listening(files)) as (_, listener, address):
         for is_reset in (False, True, False):
             with socket.create_connection(("127.0.0.1", listener.port)) as gone:
                 gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", is_reset, 0))
-        async with linked(address, believing(files)):
+        async with linked(address, trusting(files)):
             pass
         await until(lambda: not listener._tls_port._handshakes_count)
         assert said() == ""
@@ -408,7 +408,7 @@ async def test_one_that_connects_and_goes_is_no_news(files, said):
 @pytest.mark.parametrize(
     ("first_bytes", "line"), [(b"", "no handshake within"), (b"\x16\x03", "is taking longer than")]
 )
-def test_one_that_is_slow_in_its_handshake_is_cut(files, monkeypatch, said, first_bytes, line):
+def test_a_slow_handshake_is_disconnected(files, monkeypatch, said, first_bytes, line):
     monkeypatch.setattr(tls_port, "HANDSHAKE_S_MAX", 0.1)
 
     @on_loop
@@ -430,10 +430,10 @@ async def test_too_many_handshakes_at_one_time_are_refused(files, monkeypatch, s
         with socket.create_connection((ANY, listener.port)):
             await until(lambda: listener._tls_port._handshakes_count)
             with pytest.raises(Unreachable):
-                await net.dial(Surface.STORAGE, address, ssl=believing(files))
+                await net.dial(Surface.STORAGE, address, ssl=trusting(files))
             assert "1 handshakes are in progress" in said()
         await until(lambda: not listener._tls_port._handshakes_count)
-        async with linked(address, believing(files)):
+        async with linked(address, trusting(files)):
             pass
 
 
@@ -451,15 +451,15 @@ async def test_a_fault_of_one_connection_is_no_end_of_the_port(files, monkeypatc
         monkeypatch.setattr(socket.socket, "dup", failing_dup)
         for _ in range(2):
             with pytest.raises(Unreachable):
-                await net.dial(Surface.STORAGE, address, ssl=believing(files))
+                await net.dial(Surface.STORAGE, address, ssl=trusting(files))
         assert "Too many open files" in said()
         await until(lambda: not listener._tls_port._handshakes_count)
-        async with linked(address, believing(files)):
+        async with linked(address, trusting(files)):
             assert listener.links
 
 
 @on_loop
-async def test_a_port_that_closes_drops_who_is_in_its_handshake(files):
+async def test_a_closing_port_drops_connections_in_their_handshake(files):
     peer = Peer()
     listener = await net.listen(Surface.STORAGE, ANY, 0, peer.connected, ssl=listening(files))
     reader, writer = await asyncio.open_connection(ANY, listener.port)
@@ -470,7 +470,7 @@ async def test_a_port_that_closes_drops_who_is_in_its_handshake(files):
         assert await reader.read() == b""
     writer.close()
     with pytest.raises(Unreachable):
-        await net.dial(Surface.STORAGE, f"{ANY}:{listener.port}", ssl=believing(files))
+        await net.dial(Surface.STORAGE, f"{ANY}:{listener.port}", ssl=trusting(files))
 
 
 @on_loop
@@ -483,7 +483,7 @@ async def test_an_address_that_is_taken_is_a_bad_config(files):
 
 
 class FailingLoop:
-    """A loop whose system has no descriptor for the first who comes."""
+    """A loop whose system has no descriptor for the first connection."""
 
     def __init__(self, loop):
         self._loop = loop
@@ -502,7 +502,7 @@ class FailingLoop:
 
 
 @on_loop
-async def test_one_that_cannot_be_accepted_now_is_no_end_of_the_port(files, monkeypatch, said):
+async def test_a_failed_accept_does_not_end_the_port(files, monkeypatch, said):
     monkeypatch.setattr(tls_port, "_ACCEPT_PAUSE_S", 0.01)
     made = []
     port = tls_port.TlsPort(listening(files), lambda: made.append(1) or asyncio.Protocol())
@@ -511,7 +511,7 @@ async def test_one_that_cannot_be_accepted_now_is_no_end_of_the_port(files, monk
     with socket.create_connection((ANY, port.port)):
         await until(lambda: "tls.accept_failed" in said())
     _, writer = await asyncio.open_connection(
-        ANY, port.port, ssl=believing(files), server_hostname=ANY
+        ANY, port.port, ssl=trusting(files), server_hostname=ANY
     )
     await until(lambda: made)
     assert made == [1]

@@ -76,7 +76,7 @@ def test_small_fields_are_one_buffer():
     assert len(codec.encode(append_raw(b"x" * 100), 1)) == 1
 
 
-def test_every_message_of_the_table_has_a_plan_in_each_version_it_exists_in():
+def test_every_message_has_a_plan_in_each_of_its_versions():
     for surface in (Surface.CLIENT, Surface.STORAGE):
         for version in surface.versions:
             for message_class in codec._plans(surface, version).values():
@@ -126,14 +126,14 @@ def test_fields_of_a_later_version_are_empty_when_they_were_not_sent():
     assert codec.decode(Surface.CLIENT, 1, payload(locked, 1)) == locked
 
 
-def test_an_extra_field_is_not_reported_to_one_that_does_not_know_it():
-    told = Prepared(
+def test_a_new_field_is_not_sent_to_an_older_version():
+    prepared = Prepared(
         *(9, 1, 0, bytes(16), 8, 99, True, 120, bytes(16), False, b""), engaged_session=7
     )
-    assert codec.decode(Surface.STORAGE, 2, payload(told, 2)) == told
-    assert len(payload(told, 1)) == len(payload(told, 2)) - 8
-    untold = codec.decode(Surface.STORAGE, 1, payload(told, 1))
-    assert untold == dataclasses.replace(told, engaged_session=-1)
+    assert codec.decode(Surface.STORAGE, 2, payload(prepared, 2)) == prepared
+    assert len(payload(prepared, 1)) == len(payload(prepared, 2)) - 8
+    prepared_v1 = codec.decode(Surface.STORAGE, 1, payload(prepared, 1))
+    assert prepared_v1 == dataclasses.replace(prepared, engaged_session=-1)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_data_or_error(result):
     assert codec.decode(Surface.CLIENT, 5, payload(message, 5)) == message
 
 
-def test_a_bool_is_true_only_for_one():
+def test_a_bool_is_true_only_for_the_byte_1():
     data = bytearray(payload(ErrorResponse(REQ_ID, 21, retriable=True, message="x"), 5))
     at = 1 + 16 + 4
     assert data[at] == 1

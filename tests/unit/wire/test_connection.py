@@ -70,7 +70,7 @@ def test_a_server_or_storage_of_0_13_is_refused_with_what_to_do(is_listener, pee
     assert "Hint: migrate the whole cluster at once, as docs/compatibility.md describes." in text
 
 
-def test_nothing_is_sent_before_the_peers_hello():
+def test_no_message_is_sent_before_the_peers_hello():
     dialler = storage(is_listener=False)
     with pytest.raises(LocalProtocolError, match="no version yet"):
         dialler.send(SuccessResponse(1, 2, 3))
@@ -108,7 +108,7 @@ def test_a_frame_of_another_language_ends_the_connection(start):
 @pytest.mark.parametrize("start", [b"\x16\x03\x01\x02\x00", b"\x15\x03\x03\x00\x02"])
 def test_a_peer_that_speaks_tls_is_reported_as_that(start):
     assert failure(storage(is_listener=True), start + bytes(2)) == "expected plain TCP, found TLS"
-    # Later it would be anything, and is told as it is.
+    # Later it would be anything, and is reported as it is.
     _, listener = pair()
     assert "expected a frame of surface 'S' version 2" in failure(listener, start + bytes(2))
 

@@ -161,5 +161,5 @@ def test_the_sixteen_bytes_of_an_id_are_sixteen():
         to_wire(bytes(15))
 
 
-def test_what_was_not_sent_is_empty():
+def test_missing_fields_are_empty():
     assert EMPTY == {FieldKind.INT32S: ()}

@@ -62,7 +62,7 @@ def test_the_question_for_a_segment_comes_back(partition_id, first):
     assert decode_segment(question) == (partition_id, first)
 
 
-def test_each_storage_of_each_cluster_has_a_door_of_its_own_that_fits_a_socket_s_name():
+def test_each_storage_has_its_own_socket_name_of_valid_length():
     host = "a-host-with-a-very-long-name." * 8
     doors = {socket_name_of(key, f"{host}:{port}") for key in (KEY, bytes(16)) for port in (1, 2)}
     assert len(doors) == 4

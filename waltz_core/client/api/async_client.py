@@ -88,7 +88,7 @@ class AsyncWaltzClient(OpenedByConnect):
         self.config = config
         self.directory = directory
         self.random = Random()  # noqa: S311 - spreads retries, keeps no secret
-        self._ssl = tls.dialling(config, connect)
+        self._ssl = tls.dialing(config, connect)
         self.links = ServerLinks(
             dial_timeout_s=config.dial_timeout_ms / 1000,
             late_answers_s=config.request_timeout_ms / 1000,

@@ -1,7 +1,7 @@
 """The client for threads: the asyncio client on one background loop, behind blocking calls.
 
 For applications, notebooks and Spark workers without an event loop. Every method delegates to
-`async_client.py` and adds no behaviour.
+`async_client.py` and adds no behavior.
 
 Rules:
     1. One background thread runs the loop. The application's code never runs on it: contexts,

@@ -214,7 +214,7 @@ class ServerLinks:
         self._ssl = ssl
         self._links: dict[_Key, ServerLink] = {}
         self._open: dict[int, ServerLink] = {}
-        self._dialling: dict[_Key, asyncio.Future[None]] = {}
+        self._dialing: dict[_Key, asyncio.Future[None]] = {}
         self._count = 0
         self._logged_old_servers: set[str] = set()  # 0.13 servers that are logged already
         self._is_closed = False
@@ -235,7 +235,7 @@ class ServerLinks:
                     return found
                 found.retire(self._late_answers_s)
                 del self._links[key]
-            under_way = self._dialling.get(key)
+            under_way = self._dialing.get(key)
             if under_way is None:
                 return await self._dial_for_all(key)
             # NB: to await a future is to cancel it when one is cancelled; `wait` leaves it alone.
@@ -246,7 +246,7 @@ class ServerLinks:
     async def _dial_for_all(self, key: _Key) -> ServerLink:
         """Dial; callers that need the same connection meanwhile share the outcome (rule 3)."""
         outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._dialling[key] = outcome
+        self._dialing[key] = outcome
         overdue = self._watch_dial(key[0])
         try:
             made = await self._dial(key)
@@ -262,7 +262,7 @@ class ServerLinks:
         finally:
             overdue.cancel()
             self._silences.left(key[0], _DIAL, "the dial was cancelled")  # if not reported above
-            del self._dialling[key]
+            del self._dialing[key]
             outcome.cancel()  # unless it is done: the dial was cancelled
 
     def _watch_dial(self, address: str) -> asyncio.TimerHandle:

@@ -367,7 +367,7 @@ class Transaction(FeedItem):
     __slots__ = ()
 
     def data(self) -> bytes:
-        """Return the data; it is fetched together with that of neighbouring IDs and cached.
+        """Return the data; it is fetched together with that of neighboring IDs and cached.
 
         Raises Unavailable on timeout, Damaged if the data fails its checksum.
         """
@@ -390,7 +390,7 @@ class AsyncTransaction(FeedItem):
     __slots__ = ()
 
     async def data(self) -> bytes:
-        """Return the data; it is fetched together with that of neighbouring IDs and cached.
+        """Return the data; it is fetched together with that of neighboring IDs and cached.
 
         Raises Unavailable on timeout, Damaged if the data fails its checksum.
         """

@@ -111,7 +111,7 @@ class Membership:
         """Register this process as a live server, or change its registration.
 
         The node lives as long as the session. After a lost session `follow` registers the same
-        server id again. From now on `follow` also fulfils the lead server's duty whenever this
+        server id again. From now on `follow` also fulfills the lead server's duty whenever this
         process has the smallest live server id.
         """
         self._descriptor = descriptor
@@ -341,7 +341,7 @@ class Membership:
     async def follow(self, callback: Callable[[ServersView], None]) -> Never:
         """Call back with each settled view (or that there is no server), until cancelled.
 
-        While this process is registered, this also keeps it registered and fulfils the lead
+        While this process is registered, this also keeps it registered and fulfills the lead
         server's duty: computing the assignment for a changed set of servers (rules 1 and 2).
         """
         partition_count: int | None = None

@@ -1,6 +1,6 @@
 """The checks of an append when it leaves its lane: mount, generation, size, checksum, format.
 
-They precede the judgement of its locks, and keep rules 1 and 4 of `pipeline.py`: appends of an
+They precede the judgment of its locks, and keep rules 1 and 4 of `pipeline.py`: appends of an
 older mount are rejected as soon as a newer one exists.
 """
 

@@ -3,14 +3,14 @@
 Here a transaction gets its ID or is rejected, so every guarantee about outcomes is kept here: no
 outcome is reported before it is final, and no final outcome ever changes.
 
-    received -> its connection's lane -> [turn] checks, lock judgement, ids -> records
+    received -> its connection's lane -> [turn] checks, lock judgment, ids -> records
              -> one store batch, in flight -> committed or settled -> answered
 
 Rules (docs/design/correctness.md 2.3 and 2.4, rows 22-30):
     1. Mount and generation are checked when a request leaves its lane, not when it enters. So
        requests of older connections are rejected from the moment a newer one mounts, and so are
        requests that precede the last mount on the same connection.
-    2. Locks are entered at judgement with the IDs that the rows will have, so an entry above the
+    2. Locks are entered at judgment with the IDs that the rows will have, so an entry above the
        high-water mark is in flight. A row rejected for such an ID waits until that ID is final.
     3. Rows are judged once. Rows lost with a session are reported as LOST, only after `Settled`.
     4. A lost row ends its client's mount: later appends of the client must not overtake it.

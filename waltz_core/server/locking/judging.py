@@ -102,7 +102,7 @@ def judge_rows(ticket: BatchTicket, stop: int, table: LockTable, place: LogPlace
     small_enough = rows.lengths <= TRANSACTION_BYTES_MAX
     all_small = bool(small_enough.all())
     marks = ticket.mark if rows.marks is None else rows.marks
-    judgement = table.judge(
+    judgment = table.judge(
         LockRequests(
             rows.write_locks,
             rows.read_locks,
@@ -113,23 +113,23 @@ def judge_rows(ticket: BatchTicket, stop: int, table: LockTable, place: LogPlace
         high_water_mark=place.high_water_mark,
         next_id=place.next_id,
     )
-    accepted = judgement.accepted
+    accepted = judgment.accepted
     reasons = np.where(accepted, np.uint8(Reason.COMMITTED), np.uint8(Reason.LOCK))
-    reasons[judgement.ahead] = Reason.AHEAD
+    reasons[judgment.ahead] = Reason.AHEAD
     if not all_small:
         reasons[~small_enough] = Reason.TOO_LARGE
-    ticket.ids[start:stop] = judgement.ids
-    ticket.conflicts[start:stop] = judgement.conflicts
+    ticket.ids[start:stop] = judgment.ids
+    ticket.conflicts[start:stop] = judgment.conflicts
     ticket.reasons[start:stop] = reasons
     ticket.judged(stop)
-    if judgement.accepted_count:
-        keep = None if judgement.accepted_count == rows.count else accepted
+    if judgment.accepted_count:
+        keep = None if judgment.accepted_count == rows.count else accepted
         req_id = ticket.req_id._replace(sequence=ticket.req_id.sequence + start)
         part = encode_records(rows, keep, place.next_id, req_id)
-        is_few = judgement.accepted_count <= DISTANCES_TRANSACTIONS_MAX
+        is_few = judgment.accepted_count <= DISTANCES_TRANSACTIONS_MAX
         writers = writers_of(rows, keep) if is_few else b""
         return JudgedPiece(part, [ticket], [], entered_locks(rows, keep), writers)
-    if judgement.pending.any():
+    if judgment.pending.any():
         return JudgedPiece(None, [ticket], [])
     return JudgedPiece(None, [], [ticket])
 
@@ -210,7 +210,7 @@ def _judge_one_by_one(
 def _judge_together(group: list[SingleTicket], table: LockTable, place: LogPlace) -> list[_Verdict]:
     messages = [ticket.message for ticket in group]
     marks = np.array([message.client_high_water_mark for message in messages], dtype=np.int64)
-    judgement = table.judge(
+    judgment = table.judge(
         LockRequests(
             lock_column([message.write_locks for message in messages]),
             lock_column([message.read_locks for message in messages]),
@@ -220,5 +220,5 @@ def _judge_together(group: list[SingleTicket], table: LockTable, place: LogPlace
         high_water_mark=place.high_water_mark,
         next_id=place.next_id,
     )
-    conflicts = np.where(judgement.ahead, AHEAD, judgement.conflicts)
-    return list(zip(judgement.ids.tolist(), conflicts.tolist(), strict=True))
+    conflicts = np.where(judgment.ahead, AHEAD, judgment.conflicts)
+    return list(zip(judgment.ids.tolist(), conflicts.tolist(), strict=True))

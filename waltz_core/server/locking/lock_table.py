@@ -83,7 +83,7 @@ class LockRequests(NamedTuple):
     eligible: Mask | None = None
 
 
-class Judgement(NamedTuple):
+class Judgment(NamedTuple):
     """The verdict on each row.
 
     `ids` are consecutive over the accepted rows, REJECTED for the others. `ahead` marks the rows of
@@ -155,7 +155,7 @@ class LockTable:
 
     def judge(
         self, requests: LockRequests, *, high_water_mark: TransactionId, next_id: TransactionId
-    ) -> Judgement:
+    ) -> Judgment:
         """Judge the rows in order (rule 5), and enter the locks of the accepted ones (rule 3).
 
         `next_id` is the ID of the next accepted row; IDs from `high_water_mark + 1` to below it are
@@ -182,7 +182,7 @@ class LockTable:
             conflicts[inside] = next_id - 1 + ranks[conflicts[inside] - _IN_BATCH]
         ids = np.where(accepted, next_id - 1 + ranks, REJECTED)
         self._enter(*entries, ids)
-        return Judgement(
+        return Judgment(
             ids=ids,
             conflicts=conflicts,
             ahead=ahead,

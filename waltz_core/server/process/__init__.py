@@ -1,7 +1,7 @@
 """The server daemon: connections of clients, links to storages and to other servers, shutdown.
 
 `server_daemon.py` is the process. `host.py` runs the machine of one partition, `clients.py` has the
-connections of clients, and `storage_links.py` those to storages. `neighbours.py` and
+connections of clients, and `storage_links.py` those to storages. `neighbors.py` and
 `balancing.py` observe other servers, `preferences.py` decides which partitions this server
 prefers, `openings.py` limits how many are opened at a time, and `flow.py` limits what
 clients may send. `in_process.py` and `log_in_memory.py` are a server without storages, for

@@ -83,7 +83,7 @@ class ServerServices:
     answer: Callable[[Answer], None]
     failed: Callable[[Exception], None]
     write_backlog_bytes_max: int
-    ssl: SSLContext | None  # for dialling storages
+    ssl: SSLContext | None  # for dialing storages
 
 
 class Host:

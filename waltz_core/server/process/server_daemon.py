@@ -45,7 +45,7 @@ from waltz_core.server.process.balancing import BalanceTimes, Balancing
 from waltz_core.server.process.clients import Clients
 from waltz_core.server.process.flow import FlowLimits
 from waltz_core.server.process.host import Host, ServerServices
-from waltz_core.server.process.neighbours import Neighbours
+from waltz_core.server.process.neighbors import Neighbors
 from waltz_core.server.process.openings import Openings
 from waltz_core.server.process.preferences import Preferences, within_reach
 from waltz_core.server.process.storage_links import ReadLinks, is_reachable
@@ -140,7 +140,7 @@ class Server:
         self._feed_cache_bytes = max(
             _FEED_CACHE_BYTES_MIN, config.feed_cache_bytes // self.partition_count
         )
-        self._ssl = tls.dialling(config, config.connect)
+        self._ssl = tls.dialing(config, config.connect)
         self._read_links = ReadLinks(self._cluster_key, self.partition_count, ssl=self._ssl)
         self._openings = Openings()
         self._append_times = AppendTimes()
@@ -152,7 +152,7 @@ class Server:
         self._view: ServersView | None = None
         self._tasks = asyncio.TaskGroup()
         self._clients = Clients(self, _flow_limits(config), self._tasks, self.metrics)
-        self._neighbours = Neighbours(
+        self._neighbors = Neighbors(
             server_id, self._tasks, coordinator.remove_dead_server, ssl=self._ssl
         )
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -218,7 +218,7 @@ class Server:
                 tasks.create_task(follow_readable(coordinator.follow_servers, self._owned))
                 tasks.create_task(self._publish())
                 tasks.create_task(self._run_preference_restore())
-                tasks.create_task(self._neighbours.report(coordinator.reach, self._is_open))
+                tasks.create_task(self._neighbors.report(coordinator.reach, self._is_open))
                 if self._config.balance == "load":
                     tasks.create_task(self._balancing().run())
                 on_ready(self.address)
@@ -255,7 +255,7 @@ class Server:
 
     async def _end(self) -> None:
         """Shut down (rule 3); raises `_End`, which ends all tasks."""
-        self._neighbours.stop()
+        self._neighbors.stop()
         self._clients.pause()
         for _ in range(LAST_APPENDS_POLLS):
             pipelines = [host.partition.pipeline for host in self.hosts.values()]
@@ -297,7 +297,7 @@ class Server:
     def _owned(self, view: ServersView) -> None:
         """The assignment in force has changed."""
         self._view = view
-        self._neighbours.follow(view)
+        self._neighbors.follow(view)
         self._own_assigned()
 
     def _own_assigned(self) -> None:

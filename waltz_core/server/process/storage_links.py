@@ -159,7 +159,7 @@ class ReadLinks:
         # Storages answer readers only after this request, which names the cluster.
         self._opening = OpenRequest(_NONE, _NONE, _NONE, cluster_key, partition_count)
         self._links: dict[ReplicaId, _ReadLink] = {}
-        self._dialling: dict[ReplicaId, asyncio.Lock] = {}
+        self._dialing: dict[ReplicaId, asyncio.Lock] = {}
         # Own numbers, since those of callers may collide: late answers must not be confused.
         self._numbers = count(1)
 
@@ -198,7 +198,7 @@ class ReadLinks:
             read_link.link.close("shutting down")
 
     async def _link(self, replica: ReplicaId) -> _ReadLink:
-        lock = self._dialling.setdefault(replica, asyncio.Lock())
+        lock = self._dialing.setdefault(replica, asyncio.Lock())
         async with lock:
             found = self._links.get(replica)
             if found is not None:

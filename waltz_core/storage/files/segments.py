@@ -276,7 +276,7 @@ class Segments:
         return range(max(0, self._index_of(first)), last_index + 1)
 
     def _repair_batches(self, index: int, low: int, high: int) -> None:
-        """Rewrite the entries of places low..high-1, whose neighbours are known.
+        """Rewrite the entries of places low..high-1, whose neighbors are known.
 
         A single one can be reconstructed from the chain of the next, except for its stamp, which
         becomes that of the preceding one. Of several the bounds are lost: their chains will differ

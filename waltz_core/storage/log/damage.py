@@ -7,7 +7,7 @@ Rules:
     2. Only records that are valid by themselves are written, and only into known damage.
     3. The damage is removed from the slot last, after the chain of each batch that is whole again
        was verified: a record with the right ID may belong to another history. If this reveals that
-       a neighbouring record is wrong, that record is noted as damaged, and the repair is kept.
+       a neighboring record is wrong, that record is noted as damaged, and the repair is kept.
     4. Where the entry of one batch cannot be read either, the repair must send the records of this
        batch, then those of the next: together they prove, by the next batch's chain, what the entry
        was. Nothing proves several lost entries, or the last of a segment: the repair is rejected.

@@ -5,7 +5,7 @@ Reading changes nothing except the known damage, and it is the only way for byte
 Rules:
     1. No record is returned that contradicts its own CRC, length or ID.
     2. Damage that a read finds is noted in the slot, durably, before the read continues.
-    3. A wrong index or batch entry is repaired from its neighbours, once per read.
+    3. A wrong index or batch entry is repaired from its neighbors, once per read.
     4. A failed disk read is tried once more; if it fails again, the bytes count as wrong, and rules
        1 to 3 hold for them. Each error is kept until `take_errors` is called.
     5. A reader on this machine may be given file positions instead. It then does the checks of rule

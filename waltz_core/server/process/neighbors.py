@@ -10,8 +10,8 @@ Rules:
        a row: then no process listens at its address. A dial without any answer, as from a dead or
        partitioned host, proves nothing (ZooKeeper's session timeout covers that), nor does a
        refused connection at a name with several addresses.
-    3. A wrong judgement only costs a move of partitions: a live server registers again, and the
-       storages fence replaced owners. Nothing else may rely on this judgement.
+    3. A wrong judgment only costs a move of partitions: a live server registers again, and the
+       storages fence replaced owners. Nothing else may rely on this judgment.
     4. A server that changes its preferences is the same process: its watch continues.
     5. A dying process may still accept one more connection and drop it. After any other end of a
        dial the next one follows soon, then with growing pauses.
@@ -47,14 +47,14 @@ REPORT_S: Final = 1.0
 DIAL_TIMEOUT_S: Final = 3.0
 
 
-class Neighbours:
+class Neighbors:
     """See the module's rules.
 
     Args:
         server_id: this server.
         tasks: runs the watches.
         remove_dead: removes a dead server from the cluster; raises if that fails.
-        ssl: the TLS context for dialling other servers.
+        ssl: the TLS context for dialing other servers.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Neighbours:
             try:
                 await board.publish(self._server_id, report)
             except WaltzError as error:
-                _log.info("neighbours.publish_failed error=%s", error)
+                _log.info("neighbors.publish_failed error=%s", error)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(REPORT_S):
                     await self._results.is_changed.wait()
@@ -120,7 +120,7 @@ class _DialResults:
         self.reachability = Reachability()
         self.is_changed = asyncio.Event()
 
-    def dialled(self, server_id: ServerId, error: WaltzError | None) -> None:
+    def dialed(self, server_id: ServerId, error: WaltzError | None) -> None:
         """Record the result of a dial."""
         now_ms = loop_clock_ms()
         is_failed = isinstance(error, BadConfig | TlsMismatch)
@@ -173,7 +173,7 @@ class _Watch:
                     await self._pause(REFUSED_PAUSE_S if refusals else pause_s)
                     pause_s = min(2 * pause_s, RETRY_PAUSE_S)  # rule 5
                     continue
-                # If it is alive after all, it must be reached again before the next judgement.
+                # If it is alive after all, it must be reached again before the next judgment.
                 refusals, was_connected = 0, not await self._is_removed()
                 await self._pause(RETRY_PAUSE_S)
             else:
@@ -191,17 +191,17 @@ class _Watch:
 
     def _note(self, error: WaltzError | None) -> None:
         if not self._stopped.is_set():
-            self._results.dialled(self.descriptor.server_id, error)
+            self._results.dialed(self.descriptor.server_id, error)
 
     async def _is_removed(self) -> bool:
         dead = self.descriptor
         try:
             await self._remove_dead(dead)
         except WaltzError as error:
-            _log.warning("neighbours.removal_failed server=%s error=%s", dead.server_id, error)
+            _log.warning("neighbors.removal_failed server=%s error=%s", dead.server_id, error)
             return False
         _log.warning(
-            "neighbours.removed server=%s address=%s reason='nothing listens at this address'",
+            "neighbors.removed server=%s address=%s reason='nothing listens at this address'",
             dead.server_id,
             dead.address,
         )

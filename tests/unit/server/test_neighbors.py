@@ -15,8 +15,8 @@ from waltz_core.cluster.membership.registration import ServersView
 from waltz_core.cluster.nodes.model import ServerDescriptor
 from waltz_core.errors import CoordinatorUnavailable
 from waltz_core.records.record import PartitionId, ServerId
-from waltz_core.server.process import neighbours
-from waltz_core.server.process.neighbours import Neighbours
+from waltz_core.server.process import neighbors
+from waltz_core.server.process.neighbors import Neighbors
 from waltz_core.transport import net
 from waltz_core.wire.messages import Surface
 
@@ -31,11 +31,11 @@ SOME_DIALS = 8
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let nobody wait for a second; count the dials. What a test changes is taken back, too."""
-    monkeypatch.setattr(neighbours, "RETRY_PAUSE_S", 0.02)
-    monkeypatch.setattr(neighbours, "REFUSED_PAUSE_S", 0.001)
-    # A dial that is given up may have come to the listener, which is no server that was reached.
-    monkeypatch.setattr(neighbours, "DIAL_TIMEOUT_S", 15.0)
+    """Let no dial wait for a second; count the dials. What a test changes is restored, too."""
+    monkeypatch.setattr(neighbors, "RETRY_PAUSE_S", 0.02)
+    monkeypatch.setattr(neighbors, "REFUSED_PAUSE_S", 0.001)
+    # A cancelled dial may have come to the listener, which is no server that was reached.
+    monkeypatch.setattr(neighbors, "DIAL_TIMEOUT_S", 15.0)
     dial = net.dial
 
     async def counted(*args, **options):
@@ -57,13 +57,13 @@ async def some_dials() -> None:
 
 
 class World:
-    """One server's neighbours, and whom it has taken out."""
+    """One server's neighbors, and those that it has removed."""
 
     def __init__(self, tasks: asyncio.TaskGroup) -> None:
         self.taken_out: list[ServerDescriptor] = []
         self.failures = 0
         self.links: list[net.Link] = []
-        self.neighbours = Neighbours(ME, tasks, self.remove_dead)
+        self.neighbors = Neighbors(ME, tasks, self.remove_dead)
 
     async def remove_dead(self, dead: ServerDescriptor) -> None:
         if self.failures:
@@ -72,7 +72,7 @@ class World:
         self.taken_out.append(dead)
 
     async def listen(self, port: int | None = None) -> net.Listener:
-        """Listen; at the same port again, which nobody else is given meanwhile."""
+        """Listen; at the same port again, which no other process is given meanwhile."""
         return await net.listen(Surface.CLIENT, HOST, port or free_port(), self.links.append)
 
 
@@ -81,15 +81,15 @@ async def world() -> AsyncIterator[World]:
     async with asyncio.TaskGroup() as tasks:
         made = World(tasks)
         yield made
-        made.neighbours.stop()
+        made.neighbors.stop()
 
 
 @on_loop
-async def test_one_that_listens_no_more_is_taken_out_once():
+async def test_a_server_that_no_longer_listens_is_removed_once():
     async with world() as here:
         listener = await here.listen()
         other = ServerDescriptor(OTHER, HOST, listener.port)
-        here.neighbours.follow(view_of(other))
+        here.neighbors.follow(view_of(other))
         await until(lambda: here.links)
         dials = DIALS[0]
         await listener.close()
@@ -105,13 +105,13 @@ async def test_one_that_listens_no_more_is_taken_out_once():
 
 
 @on_loop
-async def test_one_that_changes_its_preferences_and_dies_is_taken_out_as_it_is_known_now():
+async def test_a_dead_server_is_removed_by_its_current_descriptor():
     async with world() as here:
         listener = await here.listen()
-        here.neighbours.follow(view_of(ServerDescriptor(OTHER, HOST, listener.port)))
+        here.neighbors.follow(view_of(ServerDescriptor(OTHER, HOST, listener.port)))
         await until(lambda: here.links)
         now = ServerDescriptor(OTHER, HOST, listener.port, (PartitionId(3),))
-        here.neighbours.follow(view_of(now))
+        here.neighbors.follow(view_of(now))
         await listener.close()
         await until(lambda: here.taken_out)
         assert here.taken_out == [now]
@@ -124,7 +124,7 @@ async def test_a_refusal_that_zookeeper_could_not_be_reported_is_reported_again(
         here.failures = 2
         listener = await here.listen()
         other = ServerDescriptor(OTHER, HOST, listener.port)
-        here.neighbours.follow(view_of(other))
+        here.neighbors.follow(view_of(other))
         await until(lambda: here.links)
         await listener.close()
         await until(lambda: here.taken_out)
@@ -135,7 +135,7 @@ async def test_a_refusal_that_zookeeper_could_not_be_reported_is_reported_again(
 async def test_a_lost_connection_alone_says_nothing():
     async with world() as here:
         listener = await here.listen()
-        here.neighbours.follow(view_of(ServerDescriptor(OTHER, HOST, listener.port)))
+        here.neighbors.follow(view_of(ServerDescriptor(OTHER, HOST, listener.port)))
         for count in range(1, 4):
             await until(lambda count=count: len(here.links) == count)
             here.links[-1].abort("for the test")
@@ -147,7 +147,7 @@ async def test_a_lost_connection_alone_says_nothing():
 @on_loop
 async def test_an_address_that_was_never_reached_is_not_judged():
     async with world() as here:
-        here.neighbours.follow(view_of(ServerDescriptor(OTHER, HOST, free_port())))
+        here.neighbors.follow(view_of(ServerDescriptor(OTHER, HOST, free_port())))
         await some_dials()
         assert here.taken_out == []
 
@@ -158,38 +158,38 @@ async def test_a_host_that_cannot_exist_is_published_as_unreachable(host: str):
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(reachability, "FAILING_MS", 0)
         async with world() as here:
-            here.neighbours.follow(view_of(ServerDescriptor(OTHER, host, 1)))
+            here.neighbors.follow(view_of(ServerDescriptor(OTHER, host, 1)))
             await some_dials()
-            report = here.neighbours._results.reachability.report(0)
+            report = here.neighbors._results.reachability.report(0)
     assert report.unreachable.keys() == {OTHER}
     assert ReachReport.from_bytes(report.to_bytes()) == report
 
 
 @on_loop
-async def test_one_that_answers_no_more_but_is_not_refused_is_not_judged():
-    neighbours.REFUSED_PAUSE_S = 0.1  # type: ignore[misc] - until the silent one listens
+async def test_a_silent_server_that_accepts_connections_is_not_removed():
+    neighbors.REFUSED_PAUSE_S = 0.1  # type: ignore[misc] - until the silent one listens
     async with world() as here:
         listener = await here.listen()
-        here.neighbours.follow(view_of(ServerDescriptor(OTHER, HOST, listener.port)))
+        here.neighbors.follow(view_of(ServerDescriptor(OTHER, HOST, listener.port)))
         await until(lambda: here.links)
         await listener.close()
-        neighbours.DIAL_TIMEOUT_S = 0.05  # type: ignore[misc]
+        neighbors.DIAL_TIMEOUT_S = 0.05  # type: ignore[misc]
         with socket.socket() as silent:  # takes connections, and says nothing
             silent.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             silent.bind((HOST, listener.port))
             silent.listen()
             await some_dials()
             assert here.taken_out == []
-            here.neighbours.stop()
+            here.neighbors.stop()
 
 
 @on_loop
-async def test_one_that_drops_one_more_connection_while_it_dies_is_taken_out_soon():
-    neighbours.RETRY_PAUSE_S = 3600.0  # type: ignore[misc]
-    neighbours.REFUSED_PAUSE_S = 0.1  # type: ignore[misc] - until the dying one listens
+async def test_a_dying_server_that_accepts_once_more_is_removed_soon():
+    neighbors.RETRY_PAUSE_S = 3600.0  # type: ignore[misc]
+    neighbors.REFUSED_PAUSE_S = 0.1  # type: ignore[misc] - until the dying one listens
     async with world() as here:
         listener = await here.listen()
-        here.neighbours.follow(view_of(ServerDescriptor(OTHER, HOST, listener.port)))
+        here.neighbors.follow(view_of(ServerDescriptor(OTHER, HOST, listener.port)))
         await until(lambda: here.links)
         await listener.close()
         with socket.socket() as dying:
@@ -204,7 +204,7 @@ async def test_one_that_drops_one_more_connection_while_it_dies_is_taken_out_soo
 
 
 @on_loop
-async def test_a_server_that_closes_each_connection_is_dialled_ever_more_slowly():
+async def test_a_server_that_closes_each_connection_is_dialed_ever_more_slowly():
     pauses: list[float] = []
 
     async def noted(_watch, seconds: float) -> None:
@@ -212,8 +212,8 @@ async def test_a_server_that_closes_each_connection_is_dialled_ever_more_slowly(
         await asyncio.sleep(0)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(neighbours._Watch, "_pause", noted)
-        patched.setattr(neighbours, "RETRY_PAUSE_S", 60.0)  # no connection lives that long
+        patched.setattr(neighbors._Watch, "_pause", noted)
+        patched.setattr(neighbors, "RETRY_PAUSE_S", 60.0)  # no connection lives that long
         async with world() as here:
 
             def close(link: net.Link) -> None:
@@ -221,20 +221,20 @@ async def test_a_server_that_closes_each_connection_is_dialled_ever_more_slowly(
                 link.close("no")
 
             listener = await net.listen(Surface.CLIENT, HOST, free_port(), close)
-            here.neighbours.follow(view_of(ServerDescriptor(OTHER, HOST, listener.port)))
+            here.neighbors.follow(view_of(ServerDescriptor(OTHER, HOST, listener.port)))
             await until(lambda: len(here.links) >= 19)
-            here.neighbours.stop()
+            here.neighbors.stop()
             await listener.close()
     assert pauses[:18] == [*(0.001 * 2**count for count in range(16)), 60.0, 60.0]
 
 
 @on_loop
-async def test_one_that_has_left_is_looked_after_no_more():
+async def test_a_server_that_left_is_not_watched():
     async with world() as here:
         listener = await here.listen()
-        here.neighbours.follow(view_of(ServerDescriptor(OTHER, HOST, listener.port)))
+        here.neighbors.follow(view_of(ServerDescriptor(OTHER, HOST, listener.port)))
         await until(lambda: here.links)
-        here.neighbours.follow(view_of())
+        here.neighbors.follow(view_of())
         await until(lambda: here.links[0].is_closed)
         await listener.close()
     # Its watch has ended with the others, or this would still wait.
