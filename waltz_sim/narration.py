@@ -59,14 +59,14 @@ _VERBS: Final = {"fenced": "with", "cut": "to", "copied": "", "repaired": "", "m
 _WRITTEN: Final = "ZooKeeper has"
 # Reports that are milestones; the others have visible consequences.
 _REPORTS: Final[dict[str, str]] = {
-    "replica.unknown": "{replica} is not trusted",
+    "replica.untrusted": "{replica} is not trusted",
     "replica.refused": "{replica} is rejected: {reason}",
     "replica.no_source": "{replica} cannot give {wanting} what it lacks: {reason}",
     "replica.repair_rejected": "{replica} rejects the repair: {reason}",
     "session.abandoned": "session {session} is abandoned: {reason}",
     "coordinator.unavailable": "ZooKeeper does not answer",
     "partition.refused": "rejected: {reason}",
-    "data_loss": "stopped: {reason}",
+    "partition.data_loss": "stopped: {reason}",
 }
 
 

@@ -126,7 +126,7 @@ def allow_open_files(connections_max: int) -> None:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit != resource.RLIM_INFINITY and limit < connections_max + _OTHER_FILES:
         _log.warning(
-            "process.open_files_too_few limit=%d connections_max=%d expected_at_least=%d hint=%r",
+            "process.open_files_limit_low limit=%d connections_max=%d expected_at_least=%d hint=%r",
             limit,
             connections_max,
             connections_max + _OTHER_FILES,

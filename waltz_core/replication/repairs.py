@@ -318,8 +318,12 @@ class Repairs:
 
     def _shun(self, ticket: int, source: ReplicaId, reason: str, now_ms: int) -> None:
         wanting = self._errands[ticket].wanting
-        fields = (("replica", source), ("wanting", wanting.replica), ("reason", reason))
-        self._outbox.append(Report("replica.no_source", fields))
+        self._outbox.append(
+            Report(
+                "replica.no_source",
+                (("replica", source), ("wanting", wanting.replica), ("reason", reason)),
+            )
+        )
         until_ms = now_ms + self._limits.answer_ms_max
         self._shunned_until_ms[wanting.replica, source] = until_ms
         self._drop(ticket)

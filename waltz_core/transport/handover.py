@@ -120,7 +120,7 @@ async def _answer(caller: socket.socket, question_bytes: int, open_requested: Op
     with closing(caller):
         user = _user_of(caller)
         if user not in _trusted():
-            _log.info("handover.refused error=user %d is not the one that runs this process", user)
+            _log.info("handover.refused error=%s", f"user {user} does not run this process")
             return
         try:
             async with asyncio.timeout(QUESTION_S_MAX):

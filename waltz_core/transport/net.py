@@ -475,7 +475,7 @@ class Link:
             self._hand_over(_only_messages(events), count)
         if failed is not None:
             if str(failed) != FOUND_TLS:
-                _log.warning("net.protocol peer=%s error=%s", self.address, failed)
+                _log.warning("net.protocol_error peer=%s error=%s", self.address, failed)
             elif self._is_listener:  # a dialer gets an exception
                 tls.log_failure(self.address.rpartition(":")[0], FOUND_TLS)
             self.abort(str(failed))

@@ -85,7 +85,7 @@ def renew(config: ServerConfig | StorageConfig, *contexts: ssl.SSLContext | None
         _log.error("tls.not_renewed error=%s", error)
         return
     if chosen is None:
-        _log.error("tls.not_renewed error=tls: expected it to be on, as it was at the start")
+        _log.error("tls.not_renewed error=%s", "tls: expected it to be on, as it was at the start")
         return
     for context in filter(None, contexts):
         _load_certificate(context, chosen)
@@ -117,10 +117,10 @@ def listening(config: ServerConfig | StorageConfig) -> ssl.SSLContext | None:
             raise BadConfig('tls: expected "on" with tls_require_certificate = true')
         if not is_meant and not _is_loopback(config.listen_host):
             _log.warning(
-                "tls.off host=%s: every host that can connect may read and write, without "
-                'authentication; expected tls = "on" with tls_certificate, or tls = "off" in a '
-                "private network",
+                "tls.off host=%s hint=%r",
                 config.listen_host,
+                "every host that can connect may read and write without authentication: set "
+                'tls = "on" and tls_certificate, or tls = "off" in a private network',
             )
         return None
     if not chosen.tls_certificate:
@@ -291,7 +291,7 @@ def _check_own_certificate(chosen: TlsConfig, host: str) -> None:
         if isinstance(error, ssl.SSLCertVerificationError):
             reason = error.verify_message
         _log.error(
-            "tls.certificate_does_not_fit certificate=%s host=%s error=%r",
+            "tls.certificate_mismatch certificate=%s host=%s error=%r",
             chosen.tls_certificate,
             host,
             reason,

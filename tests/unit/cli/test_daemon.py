@@ -15,4 +15,4 @@ def test_too_few_open_files_are_reported(monkeypatch, caplog, hard, connections_
     monkeypatch.setattr(resource, "getrlimit", lambda _: (hard, hard))
     monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
     daemon_command.allow_open_files(connections_max)
-    assert (f"process.open_files_too_few limit={hard}" in caplog.text) == is_told
+    assert (f"process.open_files_limit_low limit={hard}" in caplog.text) == is_told

@@ -88,8 +88,8 @@ def test_a_disk_that_does_not_say_what_is_free_leaves_the_other_gauges():
 
 def test_a_pass_of_the_scrub_is_counted_for_its_partition():
     metrics, figures = made()
-    figures.report(Report("scrub_finished", (("partition", 4),)))
-    figures.report(Report("refused", (("request", "Prepare"), ("error", "SessionFenced"))))
+    figures.report(Report("storage.scrub_finished", (("partition", 4),)))
+    figures.report(Report("storage.refused", (("request", "Prepare"), ("error", "SessionFenced"))))
     assert metrics.value("waltz_storage_scrub_passes_total", partition=4) == 1
-    assert metrics.value("waltz_storage_events_total", event="scrub_finished") == 1
-    assert metrics.value("waltz_storage_events_total", event="refused") == 1
+    assert metrics.value("waltz_storage_events_total", event="storage.scrub_finished") == 1
+    assert metrics.value("waltz_storage_events_total", event="storage.refused") == 1

@@ -361,7 +361,7 @@ def test_a_certificate_for_another_host_is_reported_at_the_start(
     for make_config in (server, storage):
         caplog.clear()
         assert tls.listening(make_config(**shown.settings, **settings)) is not None
-        assert ("tls.certificate_does_not_fit" in caplog.text) == bool(complaint)
+        assert ("tls.certificate_mismatch" in caplog.text) == bool(complaint)
         assert complaint in caplog.text
 
 
@@ -382,4 +382,4 @@ def test_a_key_that_peers_do_not_take_is_reported_at_the_start(tmp_path, caplog)
     )
     settings = {"tls": "on", "tls_certificate": str(file), "tls_authorities": str(file)}
     assert tls.listening(server(**settings)) is not None
-    assert "tls.certificate_does_not_fit" in caplog.text
+    assert "tls.certificate_mismatch" in caplog.text

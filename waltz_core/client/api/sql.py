@@ -235,7 +235,7 @@ class SqlCallbacks(BatchCallbacks):
         """Retry while the database is unreachable (rule 4), else decide like `Callbacks`."""
         if is_outage(error) or is_conflict(error):
             cause = error.orig if isinstance(error, DBAPIError) else error
-            _log.warning("sql.database_away partition=%d error=%s", partition, cause)
+            _log.warning("sql.database_unavailable partition=%d error=%s", partition, cause)
             if _sqlstate(error) == _READ_ONLY:
                 self._engine.dispose()  # a new connection finds the new primary
             return PoisonPolicy.RETRY

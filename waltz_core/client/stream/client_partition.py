@@ -330,7 +330,7 @@ class ClientPartition:
         try:
             now = await self._surroundings.directory.owner_now(self.partition_id)
         except errors.WaltzError as error:
-            _log.info("client.owner_unknown partition=%d error=%s", self.partition_id, error)
+            _log.info("client.owner_read_failed partition=%d error=%s", self.partition_id, error)
         on_result(now == known)
 
     async def _renew_client_id(self) -> None:
@@ -342,7 +342,7 @@ class ClientPartition:
             try:
                 client_id = await self._surroundings.directory.next_client_id()
             except errors.Unavailable as error:
-                _log.warning("client.no_id partition=%d error=%s", self.partition_id, error)
+                _log.warning("client.id_request_failed partition=%d error=%s", self.partition_id, error)
                 await asyncio.sleep(pause_s)
                 continue
             self._driver.post(stream_events.Renewed(client_id))

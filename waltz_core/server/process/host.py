@@ -62,10 +62,15 @@ _GAUGES: Final = (
 # Waits from which a replica is reported as slow, and as silent.
 SLOW_REPLICA_MS: Final = 1_000
 SILENT_REPLICA_MS: Final = 10_000
-# Reports that an operator should see.
-_WARNINGS: Final = frozenset({"append.slow"})
+# The levels of reports; the others have INFO.
+LEVELS: Final = {
+    "append.slow": logging.WARNING,
+    "partition.data_loss": logging.ERROR,
+    "partition.refused": logging.WARNING,
+    "replica.damaged": logging.WARNING,
+}
 # The reports that end an attempt to open a session, successful or not.
-_ENDS_OF_OPENING: Final = frozenset({"session_opened", "session_closed", "session.abandoned"})
+_ENDS_OF_OPENING: Final = frozenset({"session.opened", "session.closed", "session.abandoned"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +201,7 @@ class Host:
         try:
             is_handed_over = await self._around.hand_over(self.partition_id, generation)
         except WaltzError as error:
-            _log.warning("partition.kept partition=%s error=%r", self.partition_id, error)
+            _log.warning("partition.hand_over_failed partition=%s error=%r", self.partition_id, error)
             return
         if is_handed_over:
             _log.warning("partition.handed_over partition=%s", self.partition_id)
@@ -262,7 +267,7 @@ class Host:
 
     def _report(self, report: Report) -> None:
         fields = " ".join(f"{name}={value}" for name, value in report.fields)
-        level = logging.WARNING if report.name in _WARNINGS else logging.INFO
+        level = LEVELS.get(report.name, logging.INFO)
         _log.log(level, "%s partition=%s %s", report.name, self.partition_id, fields)
         self._around.metrics.report(report)
         if report.name in _ENDS_OF_OPENING:
@@ -280,7 +285,7 @@ class Host:
         try:
             await self._around.refresh_storage_ids()
         except WaltzError as error:
-            _log.info("partition.storage_ids_unknown reason=%s", error)
+            _log.info("partition.storage_ids_read_failed reason=%s", error)
 
     @property
     def cost(self) -> float:

@@ -206,7 +206,7 @@ class Serving:
                 metadata = (await self._coordinator.read_partition(partition_id)).metadata
                 is_named = metadata is not None and self.address in metadata.states
             except errors.WaltzError as error:
-                _log.warning("storage.metadata_unread partition=%s error=%s", partition_id, error)
+                _log.warning("storage.metadata_read_failed partition=%s error=%s", partition_id, error)
                 is_named = partition_id in self.logs
             if is_named:
                 leaving.append(partition_id)
@@ -233,8 +233,11 @@ class Serving:
         for partition_id in partition_ids:
             log = found[partition_id]
             if isinstance(log, errors.WaltzError):
-                fields = (("partition", partition_id), ("error", log))
-                self._report(Report("partition_refused", fields))
+                self._report(
+                    Report(
+                        "storage.partition_refused", (("partition", partition_id), ("error", log))
+                    )
+                )
                 if self._engine.has_failed:
                     raise log
                 continue
