@@ -50,7 +50,10 @@ class Component(NamedTuple):
 
 COMPONENTS = (
     Component(
-        "server", ("waltz_core/server/", "waltz_core/replication/"), SERVER_LEVELS, field="partition"
+        "server",
+        ("waltz_core/server/", "waltz_core/replication/"),
+        SERVER_LEVELS,
+        field="partition",
     ),
     Component("storage", ("waltz_core/storage/",), STORAGE_LEVELS, logging.DEBUG),
     Component("client", ("waltz_core/client/",), field="machine"),
@@ -142,13 +145,16 @@ def wrong_lines() -> list[str]:
         f"{path}:{call.lineno}: {ast.unparse(call.args[0])}"
         for path, tree in _modules()
         for call in _log_calls(tree)
-        if not LINE.fullmatch(_text(call.args[0])) and not DRIVER_LINE.fullmatch(_text(call.args[0]))
+        if not LINE.fullmatch(_text(call.args[0]))
+        and not DRIVER_LINE.fullmatch(_text(call.args[0]))
     ] + [name for name in events() if not NAME.fullmatch(name)]
 
 
 @cache
 def _modules() -> list[tuple[str, ast.Module]]:
-    paths = sorted(path for name in ("waltz_core", "waltz_spark") for path in (ROOT / name).rglob("*.py"))
+    paths = sorted(
+        path for name in ("waltz_core", "waltz_spark") for path in (ROOT / name).rglob("*.py")
+    )
     texts = ((path, path.read_text(encoding="utf-8")) for path in paths)
     return [
         (path.relative_to(ROOT).as_posix(), ast.parse(text))

@@ -1,6 +1,9 @@
 """Tables and other parts of Markdown pages."""
 
+import re
 from collections.abc import Iterable, Sequence
+
+PAGE = re.compile(r"docs/([\w-]+\.md)")
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -15,5 +18,5 @@ def code(text: object) -> str:
 
 
 def cell(text: str) -> str:
-    """Return plain text as a cell."""
-    return text.replace("|", r"\|").replace("<", "&lt;")
+    """Return a text of the code as a cell; pages that it names become links."""
+    return PAGE.sub(r"[\1](../\1)", text.replace("|", r"\|"))

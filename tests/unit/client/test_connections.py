@@ -275,9 +275,7 @@ def test_a_silent_server_is_named_in_the_log_once_and_again_when_it_is_over(monk
             return address
 
     address = asyncio.run(story())
-    told = [
-        (each.levelname, *each.getMessage().split()[:2]) for each in caplog.records
-    ]
+    told = [(each.levelname, *each.getMessage().split()[:2]) for each in caplog.records]
     assert told == [
         ("WARNING", "server.silent", f"server={address}"),
         ("INFO", "server.responsive", f"server={address}"),

@@ -76,7 +76,7 @@ partitions = click.option(
     "partitions",
     required=True,
     metavar="PARTITIONS",
-    help="3 or 0-6,9, for example",
+    help="the partitions, for example 3 or 0-6,9",
 )
 
 

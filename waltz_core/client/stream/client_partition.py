@@ -342,7 +342,9 @@ class ClientPartition:
             try:
                 client_id = await self._surroundings.directory.next_client_id()
             except errors.Unavailable as error:
-                _log.warning("client.id_request_failed partition=%d error=%s", self.partition_id, error)
+                _log.warning(
+                    "client.id_request_failed partition=%d error=%s", self.partition_id, error
+                )
                 await asyncio.sleep(pause_s)
                 continue
             self._driver.post(stream_events.Renewed(client_id))

@@ -201,7 +201,9 @@ class Host:
         try:
             is_handed_over = await self._around.hand_over(self.partition_id, generation)
         except WaltzError as error:
-            _log.warning("partition.hand_over_failed partition=%s error=%r", self.partition_id, error)
+            _log.warning(
+                "partition.hand_over_failed partition=%s error=%r", self.partition_id, error
+            )
             return
         if is_handed_over:
             _log.warning("partition.handed_over partition=%s", self.partition_id)
