@@ -75,7 +75,7 @@ class BadRequest(UsageError):
 
 
 class ClientAhead(UsageError):
-    """A client's high-water mark is above the log's: wrong cluster, or a lost log.
+    """A client's high-water mark is above the log's: another cluster, or a log that lost data.
 
     Action: Check the connect string. If the log was created again, also create the view again.
     """
@@ -121,7 +121,7 @@ class Unavailable(WaltzError):
 
 
 class NotMounted(Unavailable):
-    """The connection has not mounted the partition, or was replaced since.
+    """The connection has not mounted the partition, or a later mount has replaced it.
 
     Action: Repeat the call; the client mounts the partition again.
     """
@@ -166,7 +166,7 @@ class NoSpace(Unavailable):
 
 
 class Unreachable(Unavailable):
-    """No connection to a peer, or it broke, or the peer did not answer in time.
+    """A connection to a peer failed or broke, or the peer did not answer in time.
 
     Action: Repeat the call; if it fails again, check the peer and the network.
     """
@@ -248,9 +248,9 @@ class SessionFenced(Superseded):
 
 
 class GenerationMismatch(Superseded):
-    """The partition has another generation.
+    """The request names another generation of the partition, which changes with its owner.
 
-    Action: Repeat the call; the client reads the owner again.
+    Action: Find the owner again; the client does this itself.
     """
 
     code = 42
@@ -354,7 +354,7 @@ class DataLoss(Damaged):
 
 
 class ReplicaSuspect(Damaged):
-    """A replica's log is not trusted until it was repaired.
+    """A replica's log is not trusted until it is repaired.
 
     Action: Wait for the repair; `waltz-core doctor` shows what prevents it.
     """

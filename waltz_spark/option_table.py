@@ -78,7 +78,7 @@ OPTIONS: tuple[Option, ...] = (
         "transactionIds",
         Use.READ,
         "all",
-        "Ranges of transaction ids to fetch: `1000-1999,5000`; they apply to every partition.",
+        "Ranges of transaction IDs to fetch: `1000-1999,5000`; they apply to every partition.",
     ),
     Option(
         "headers",
@@ -156,7 +156,7 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "partitionBy",
         Use.WRITE,
-        "the first lock, otherwise round robin",
+        "the first lock, otherwise round-robin",
         "A column whose hash chooses the partition of rows without one.",
     ),
     Option(

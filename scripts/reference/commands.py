@@ -47,11 +47,13 @@ def _verb(name: str, verb: Verb) -> Iterator[str]:
     if name in DAEMONS:
         kind = DAEMONS[name]
         yield _prose(
-            f"`--config FILE` names a TOML file with settings. Each [setting of a {kind}]"
-            f"(settings.md#{kind}) is also an option that overrides the file: `--port` for `port`."
+            f"`--config FILE` names a TOML file with settings. Each setting of a [{kind}]"
+            f"(settings.md#{kind}), of [ZooKeeper](settings.md#zookeeper) and of "
+            "[TLS](settings.md#tls) is also an option that overrides the file: `--port` for `port`."
         )
         return
-    records = (each.get_help_record(context) for each in verb.params)
+    arguments_first = sorted(verb.params, key=lambda each: isinstance(each, click.Option))
+    records = (each.get_help_record(context) for each in arguments_first)
     rows = [_row(*each) for each in records if each is not None]
     if rows:
         yield table(("argument or option", "default", "meaning"), rows)

@@ -98,16 +98,11 @@ def tables() -> dict[str, str]:
 def _table(component: Component) -> str:
     texts = descriptions()
     rows = [
-        (
-            code(event.name),
-            event.level,
-            ", ".join(map(code, event.fields)),
-            " ".join(filter(None, texts[event.name])),
-        )
-        for event in events().values()
+        (code(name), event.level, ", ".join(map(code, event.fields)), *texts[name])
+        for name, event in sorted(events().items())
         if event.component is component
     ]
-    return table(("event", "level", "fields", "meaning, and what to do"), sorted(rows))
+    return table(("event", "level", "fields", "meaning", "what to do"), rows)
 
 
 def descriptions() -> dict[str, Description]:

@@ -352,7 +352,7 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
     small_requests_first: bool = setting(
         True,  # noqa: FBT003 - as above
         "Whether the server splits large batches, and pauses between the pieces, while small "
-        "requests arrive, too: these wait at most twice as long as alone. False: the client that "
+        "requests arrive; these then wait at most twice as long as alone. False: the client that "
         "sends most gets the largest share.",
     )
     batch_rows_max: int = setting(

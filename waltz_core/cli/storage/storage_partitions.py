@@ -50,7 +50,7 @@ from waltz_core.wire.admin_messages import (
 _force = click.option(
     "--force",
     is_flag=True,
-    help="also if the last session needs this replica; first read the error without it",
+    help="also if the last session needs this replica; read the error without --force first",
 )
 
 

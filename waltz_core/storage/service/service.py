@@ -538,9 +538,9 @@ class StorageService:
                 self._report(
                     "storage.replica_repaired",
                     partition=lane.log.partition_id,
-                    ends_at=message.mark,
                     session=message.session_id,
                     ended_at=lane.prepared_max,
+                    ends_at=message.mark,
                 )
 
     def _give_up(self, lane: Lane, why: WaltzError) -> None:
