@@ -59,243 +59,239 @@ class Metric(NamedTuple):
     help: str
 
 
-def _table() -> dict[str, Metric]:
-    counter, gauge, histogram = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HISTOGRAM
-    one, replica = ("partition",), ("partition", "replica")
-    rows = [
+_COUNTER, _GAUGE, _HISTOGRAM = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HISTOGRAM
+_ONE, _REPLICA = ("partition",), ("partition", "replica")
+# Name after `waltz_`, type, labels, help.
+_ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
+    (
+        "server_events_total",
+        _COUNTER,
+        ("event",),
+        "Events that the server's state machines reported; event: the name, as in the log.",
+    ),
+    (
+        "server_appended_transactions_total",
+        _COUNTER,
+        _ONE,
+        "Transactions that this server has committed.",
+    ),
+    (
+        "server_appended_bytes_total",
+        _COUNTER,
+        _ONE,
+        "Bytes of the records that this server has committed.",
+    ),
+    (
+        "server_appended_batches_total",
+        _COUNTER,
+        _ONE,
+        "Batches of appends that this server has committed.",
+    ),
+    (
+        "server_rejected_transactions_total",
+        _COUNTER,
+        ("partition", "reason"),
         (
-            "server_events_total",
-            counter,
-            ("event",),
-            "Events that the server's state machines reported; event: the name, as in the log.",
+            "Transactions that the server has rejected; reason: lock, lost, ahead, "
+            "not_mounted, generation, no_space, too_large or overloaded."
         ),
+    ),
+    (
+        "server_append_seconds",
+        _HISTOGRAM,
+        (),
+        "Time from the arrival of an append batch at the server to its commit.",
+    ),
+    (
+        "server_replica_append_seconds",
+        _HISTOGRAM,
+        ("replica",),
+        "Time from the server's append request to the replica's acknowledgement.",
+    ),
+    (
+        "server_high_water_mark",
+        _GAUGE,
+        _ONE,
+        "ID of the last committed transaction; -1 if the log is empty.",
+    ),
+    (
+        "server_store_session",
+        _GAUGE,
+        _ONE,
+        "Number of the open store session; 0 if none is open.",
+    ),
+    (
+        "server_feed_lag_transactions",
+        _GAUGE,
+        _ONE,
+        "Committed transactions that the slowest feed has not been sent yet; 0 without a feed.",
+    ),
+    (
+        "server_engaged_replicas",
+        _GAUGE,
+        _ONE,
+        "Replicas whose acknowledgements count for a commit.",
+    ),
+    (
+        "server_replica_wait_ms",
+        _GAUGE,
+        _REPLICA,
+        "Time for which a replica has owed an answer; 0 if that is less than a second.",
+    ),
+    (
+        "server_false_rejections_ratio",
+        _GAUGE,
+        _ONE,
         (
-            "server_appended_transactions_total",
-            counter,
-            one,
-            "Transactions that this server has committed.",
+            "Estimated probability that the lock table rejects a lock without a real conflict, "
+            "for a client that lags by 1,000 transactions."
         ),
-        (
-            "server_appended_bytes_total",
-            counter,
-            one,
-            "Bytes of the records that this server has committed.",
-        ),
-        (
-            "server_appended_batches_total",
-            counter,
-            one,
-            "Batches of appends that this server has committed.",
-        ),
-        (
-            "server_rejected_transactions_total",
-            counter,
-            ("partition", "reason"),
-            (
-                "Transactions that the server has rejected; reason: lock, lost, ahead, "
-                "not_mounted, generation, no_space, too_large or overloaded."
-            ),
-        ),
-        (
-            "server_append_seconds",
-            histogram,
-            (),
-            "Time from the arrival of an append batch at the server to its commit.",
-        ),
-        (
-            "server_replica_append_seconds",
-            histogram,
-            ("replica",),
-            "Time from the server's append request to the replica's acknowledgement.",
-        ),
-        (
-            "server_high_water_mark",
-            gauge,
-            one,
-            "ID of the last committed transaction; -1 if the log is empty.",
-        ),
-        (
-            "server_store_session",
-            gauge,
-            one,
-            "Number of the open store session; 0 if none is open.",
-        ),
-        (
-            "server_feed_lag_transactions",
-            gauge,
-            one,
-            "Committed transactions that the slowest feed has not been sent yet; 0 without a feed.",
-        ),
-        (
-            "server_engaged_replicas",
-            gauge,
-            one,
-            "Replicas whose acknowledgements count for a commit.",
-        ),
-        (
-            "server_replica_wait_ms",
-            gauge,
-            replica,
-            "Time for which a replica has owed an answer; 0 if that is less than a second.",
-        ),
-        (
-            "server_false_rejections_ratio",
-            gauge,
-            one,
-            (
-                "Estimated probability that the lock table rejects a lock without a real conflict, "
-                "for a client that lags by 1,000 transactions."
-            ),
-        ),
-        ("server_lock_table_bytes", gauge, (), "Memory of the lock tables of all partitions."),
-        (
-            "server_feed_cache_bytes",
-            gauge,
-            (),
-            "Memory of the feed caches of all partitions: headers of recent transactions.",
-        ),
-        (
-            "server_transaction_cache_bytes",
-            gauge,
-            (),
-            "Memory of the transaction cache: recent transactions with their data.",
-        ),
-        (
-            "server_cache_reads_total",
-            counter,
-            ("cache", "outcome"),
-            "Reads from a cache; cache: feed or transaction, outcome: hit or miss.",
-        ),
-        (
-            "server_fetched_bytes_total",
-            counter,
-            one,
-            "Bytes of records that the server has read from storages, for readers and feeds.",
-        ),
-        (
-            "server_queued_bytes",
-            gauge,
-            (),
-            "Bytes of requests that the server has not answered yet.",
-        ),
-        ("server_connections", gauge, (), "Open connections of clients."),
-        ("server_old_client_connections", gauge, (), "Open connections of Waltz 0.13 clients."),
-        ("server_partitions", gauge, (), "Partitions that this server owns."),
-        (
-            "storage_events_total",
-            counter,
-            ("event",),
-            "Events that the storage's state machine reported; event: the name, as in the log.",
-        ),
-        (
-            "storage_requests_total",
-            counter,
-            ("request",),
-            "Requests that the storage has received; request: the message, such as AppendRaw.",
-        ),
-        (
-            "storage_appended_transactions_total",
-            counter,
-            one,
-            "Transactions that this storage has appended and synced.",
-        ),
-        (
-            "storage_appended_bytes_total",
-            counter,
-            one,
-            "Bytes of the records that this storage has appended and synced.",
-        ),
-        ("storage_syncs_total", counter, (), "Calls of fdatasync on segment files."),
-        (
-            "storage_sync_seconds",
-            histogram,
-            (),
-            "Duration of a call of fdatasync on a segment file.",
-        ),
-        (
-            "storage_read_transactions_total",
-            counter,
-            one,
-            "Transactions that this storage has sent to readers and servers.",
-        ),
-        (
-            "storage_read_bytes_total",
-            counter,
-            one,
-            "Bytes of the records that this storage has sent to readers and servers.",
-        ),
-        (
-            "storage_last_transaction",
-            gauge,
-            one,
-            "ID of the last transaction that is synced on this storage; -1 if there is none.",
-        ),
-        (
-            "storage_low_water_mark",
-            gauge,
-            one,
-            "Low-water mark of the replica: no transaction up to this ID is ever truncated.",
-        ),
-        (
-            "storage_suspect_replicas",
-            gauge,
-            (),
-            "Replicas whose log is not trusted until it is repaired.",
-        ),
-        ("storage_failed_writes_total", counter, (), "Writes and syncs that failed."),
-        ("storage_failed_reads_total", counter, one, "Reads that failed."),
-        (
-            "storage_damaged_transactions",
-            gauge,
-            one,
-            "Transactions that are damaged or unreadable on this storage, and not repaired yet.",
-        ),
-        (
-            "storage_damage_found_transactions_total",
-            counter,
-            one,
-            "Transactions that this storage has found damaged.",
-        ),
-        (
-            "storage_damage_repaired_transactions_total",
-            counter,
-            one,
-            "Damaged transactions that were repaired with copies from other replicas.",
-        ),
-        (
-            "storage_scrubbed_bytes_total",
-            counter,
-            one,
-            "Bytes of the records that scrubs have verified.",
-        ),
-        ("storage_scrub_passes_total", counter, one, "Scrubs that have verified the whole log."),
-        (
-            "storage_full_disks",
-            gauge,
-            (),
-            "1 while the storage rejects appends because its disk is full, else 0.",
-        ),
-        (
-            "storage_reserve_bytes",
-            gauge,
-            (),
-            "Disk space that is reserved for repairs on a full disk.",
-        ),
-        ("storage_queued_bytes", gauge, (), "Bytes of appends that wait for a writer thread."),
-        (
-            "storage_free_bytes",
-            gauge,
-            (),
-            "Free space of the disk with the storage's directory; NaN if it cannot be read.",
-        ),
-        ("storage_connections", gauge, (), "Open connections of servers and readers."),
-    ]
-    table = {f"waltz_{row[0]}": Metric(f"waltz_{row[0]}", *row[1:]) for row in rows}
-    assert len(table) == len(rows), "a duplicate name in the table"
-    return table
-
-
-TABLE: Final = _table()
+    ),
+    ("server_lock_table_bytes", _GAUGE, (), "Memory of the lock tables of all partitions."),
+    (
+        "server_feed_cache_bytes",
+        _GAUGE,
+        (),
+        "Memory of the feed caches of all partitions: headers of recent transactions.",
+    ),
+    (
+        "server_transaction_cache_bytes",
+        _GAUGE,
+        (),
+        "Memory of the transaction cache: recent transactions with their data.",
+    ),
+    (
+        "server_cache_reads_total",
+        _COUNTER,
+        ("cache", "outcome"),
+        "Reads from a cache; cache: feed or transaction, outcome: hit or miss.",
+    ),
+    (
+        "server_fetched_bytes_total",
+        _COUNTER,
+        _ONE,
+        "Bytes of records that the server has read from storages, for readers and feeds.",
+    ),
+    (
+        "server_queued_bytes",
+        _GAUGE,
+        (),
+        "Bytes of requests that the server has not answered yet.",
+    ),
+    ("server_connections", _GAUGE, (), "Open connections of clients."),
+    ("server_old_client_connections", _GAUGE, (), "Open connections of Waltz 0.13 clients."),
+    ("server_partitions", _GAUGE, (), "Partitions that this server owns."),
+    (
+        "storage_events_total",
+        _COUNTER,
+        ("event",),
+        "Events that the storage's state machine reported; event: the name, as in the log.",
+    ),
+    (
+        "storage_requests_total",
+        _COUNTER,
+        ("request",),
+        "Requests that the storage has received; request: the message, such as AppendRaw.",
+    ),
+    (
+        "storage_appended_transactions_total",
+        _COUNTER,
+        _ONE,
+        "Transactions that this storage has appended and synced.",
+    ),
+    (
+        "storage_appended_bytes_total",
+        _COUNTER,
+        _ONE,
+        "Bytes of the records that this storage has appended and synced.",
+    ),
+    ("storage_syncs_total", _COUNTER, (), "Calls of fdatasync on segment files."),
+    (
+        "storage_sync_seconds",
+        _HISTOGRAM,
+        (),
+        "Duration of a call of fdatasync on a segment file.",
+    ),
+    (
+        "storage_read_transactions_total",
+        _COUNTER,
+        _ONE,
+        "Transactions that this storage has sent to readers and servers.",
+    ),
+    (
+        "storage_read_bytes_total",
+        _COUNTER,
+        _ONE,
+        "Bytes of the records that this storage has sent to readers and servers.",
+    ),
+    (
+        "storage_last_transaction",
+        _GAUGE,
+        _ONE,
+        "ID of the last transaction that is synced on this storage; -1 if there is none.",
+    ),
+    (
+        "storage_low_water_mark",
+        _GAUGE,
+        _ONE,
+        "Low-water mark of the replica: no transaction up to this ID is ever truncated.",
+    ),
+    (
+        "storage_suspect_replicas",
+        _GAUGE,
+        (),
+        "Replicas whose log is not trusted until it is repaired.",
+    ),
+    ("storage_failed_writes_total", _COUNTER, (), "Writes and syncs that failed."),
+    ("storage_failed_reads_total", _COUNTER, _ONE, "Reads that failed."),
+    (
+        "storage_damaged_transactions",
+        _GAUGE,
+        _ONE,
+        "Transactions that are damaged or unreadable on this storage, and not repaired yet.",
+    ),
+    (
+        "storage_damage_found_transactions_total",
+        _COUNTER,
+        _ONE,
+        "Transactions that this storage has found damaged.",
+    ),
+    (
+        "storage_damage_repaired_transactions_total",
+        _COUNTER,
+        _ONE,
+        "Damaged transactions that were repaired with copies from other replicas.",
+    ),
+    (
+        "storage_scrubbed_bytes_total",
+        _COUNTER,
+        _ONE,
+        "Bytes of the records that scrubs have verified.",
+    ),
+    ("storage_scrub_passes_total", _COUNTER, _ONE, "Scrubs that have verified the whole log."),
+    (
+        "storage_full_disks",
+        _GAUGE,
+        (),
+        "1 while the storage rejects appends because its disk is full, else 0.",
+    ),
+    (
+        "storage_reserve_bytes",
+        _GAUGE,
+        (),
+        "Disk space that is reserved for repairs on a full disk.",
+    ),
+    ("storage_queued_bytes", _GAUGE, (), "Bytes of appends that wait for a writer thread."),
+    (
+        "storage_free_bytes",
+        _GAUGE,
+        (),
+        "Free space of the disk with the storage's directory; NaN if it cannot be read.",
+    ),
+    ("storage_connections", _GAUGE, (), "Open connections of servers and readers."),
+)
+TABLE: Final = {f"waltz_{row[0]}": Metric(f"waltz_{row[0]}", *row[1:]) for row in _ROWS}
+assert len(TABLE) == len(_ROWS), "a duplicate name in the table"
 
 
 class Reported(Protocol):

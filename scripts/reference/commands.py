@@ -47,9 +47,9 @@ def _verb(name: str, verb: Verb) -> Iterator[str]:
     if name in DAEMONS:
         kind = DAEMONS[name]
         yield _prose(
-            f"`--config FILE` names a TOML file with settings. Each setting of a [{kind}]"
-            f"(settings.md#{kind}), of [ZooKeeper](settings.md#zookeeper) and of "
-            "[TLS](settings.md#tls) is also an option that overrides the file: `--port` for `port`."
+            f"`--config FILE` names a TOML file with settings. Each setting of a {kind}, of "
+            "ZooKeeper and of TLS is also an option that overrides the file: `--port` for `port`. "
+            f"docs/reference/settings.md#{kind} lists them."
         )
         return
     arguments_first = sorted(verb.params, key=lambda each: isinstance(each, click.Option))

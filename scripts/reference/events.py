@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from scripts.reference.markdown import code, table
+from scripts.reference.markdown import cell, code, table
 from waltz_core.server.process.host import LEVELS as SERVER_LEVELS
 from waltz_core.storage.process.storage_daemon import LEVELS as STORAGE_LEVELS
 
@@ -98,7 +98,7 @@ def tables() -> dict[str, str]:
 def _table(component: Component) -> str:
     texts = descriptions()
     rows = [
-        (code(name), event.level, ", ".join(map(code, event.fields)), *texts[name])
+        (code(name), event.level, ", ".join(map(code, event.fields)), *map(cell, texts[name]))
         for name, event in sorted(events().items())
         if event.component is component
     ]
@@ -121,28 +121,28 @@ def events() -> dict[str, LogEvent]:
     known: dict[str, LogEvent] = {}
     for path, tree in _modules():
         component = next(each for each in COMPONENTS if path.startswith(each.folders))
-        for name, fields in _reported(tree):
+        for call, fields in _reports(tree):
+            name = _text(call.args[0])
             event = known.setdefault(name, LogEvent(name, component))
             event.fields |= dict.fromkeys(filter(None, (component.field, *fields)))
         for call in _log_calls(tree):
-            line, method = _text(call.args[0]), _called(call)
-            if DRIVER_LINE.fullmatch(line) is None:
-                name = line.partition(" ")[0]
-                event = known.setdefault(name, LogEvent(name, component))
-                event.fields |= dict.fromkeys(FIELD.findall(line))
-                event.levels.add(LEVELS[method])
+            line = _text(call.args[0])
+            name = line.partition(" ")[0]
+            event = known.setdefault(name, LogEvent(name, component))
+            event.fields |= dict.fromkeys(FIELD.findall(line))
+            event.levels.add(LEVELS[_called(call)])
     return known
 
 
 def wrong_lines() -> list[str]:
     """Return the log calls and reports that rule 1 does not allow."""
+    lines = [(path, call, LINE) for path, tree in _modules() for call in _log_calls(tree)]
+    names = [(path, call, NAME) for path, tree in _modules() for call, _ in _reports(tree)]
     return [
         f"{path}:{call.lineno}: {ast.unparse(call.args[0])}"
-        for path, tree in _modules()
-        for call in _log_calls(tree)
-        if not LINE.fullmatch(_text(call.args[0]))
-        and not DRIVER_LINE.fullmatch(_text(call.args[0]))
-    ] + [name for name in events() if not NAME.fullmatch(name)]
+        for path, call, form in (*lines, *names)
+        if not form.fullmatch(_text(call.args[0]))
+    ]
 
 
 @cache
@@ -154,37 +154,55 @@ def _modules() -> list[tuple[str, ast.Module]]:
     return [
         (path.relative_to(ROOT).as_posix(), ast.parse(text))
         for path, text in texts
-        if "_log" in text or "Report(" in text
+        if "_log." in text or "Report(" in text
     ]
 
 
-def _log_calls(tree: ast.AST) -> Iterator[ast.Call]:
-    for node in ast.walk(tree):
-        match node:
-            case ast.Call(func=ast.Attribute(value=ast.Name(id="_log"), attr=method)):
-                if method == "log":  # its first argument is a level
-                    yield ast.copy_location(ast.Call(node.func, node.args[1:], []), node)
-                elif method in LEVELS:
-                    yield node
+def _log_calls(tree: ast.Module) -> list[ast.Call]:
+    """Return the calls of a logger, without those of drivers: `_log.log(level, ...)`."""
+    return [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and isinstance(node.func.value, ast.Name)
+        and node.func.value.id == "_log"
+        and node.func.attr in LEVELS
+        and not DRIVER_LINE.fullmatch(_text(node.args[0]))
+    ]
 
 
-def _reported(tree: ast.Module) -> Iterator[tuple[str, list[str]]]:
-    """Yield name and fields of each report (rules 1 and 2)."""
-    reporters = {"Report": list[str]()}
+def _reports(tree: ast.Module) -> Iterator[tuple[ast.Call, list[str]]]:
+    """Yield each report with its fields (rules 1 and 2)."""
+    reporters: dict[str, list[str]] = {"Report": []}
+    inside: set[ast.AST] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef) and "Report(name" in ast.unparse(node):
+        if isinstance(node, ast.FunctionDef) and (made := _report_of_name(node)):
             reporters[node.name] = _pairs(node)
+            inside.add(made)
     for node in ast.walk(tree):
-        if not isinstance(node, ast.Call) or _called(node) not in reporters or not node.args:
-            continue
-        if name := _text(node.args[0]):
-            own = _pairs(node) + [each.arg for each in node.keywords if each.arg]
-            yield name, reporters[_called(node)] + own
+        if isinstance(node, ast.Call) and _called(node) in reporters and node not in inside:
+            own = [each.arg for each in node.keywords if each.arg]
+            yield node, reporters[_called(node)] + _pairs(node) + own
+
+
+def _report_of_name(function: ast.FunctionDef) -> ast.Call | None:
+    """Return the call `Report(name, ...)` of a reporter."""
+    if "name" not in (each.arg for each in function.args.args):
+        return None
+    for node in ast.walk(function):
+        match node:
+            case ast.Call(func=ast.Name(id="Report"), args=[ast.Name(id="name"), *_]):
+                return node
+    return None
 
 
 def _called(call: ast.Call) -> str:
     """Return the last part of the name of what is called."""
-    return ast.unparse(call.func).rpartition(".")[2]
+    match call.func:
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return name
+    return ""
 
 
 def _text(node: ast.expr) -> str:

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Sequence
 
-PAGE = re.compile(r"docs/([\w-]+\.md)")
+PAGE = re.compile(r"docs/(reference/)?(([\w-]+\.md)(?:#[\w-]+)?)")
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -19,4 +19,10 @@ def code(text: object) -> str:
 
 def cell(text: str) -> str:
     """Return a text of the code as a cell; pages that it names become links."""
-    return PAGE.sub(r"[\1](../\1)", text.replace("|", r"\|"))
+    return PAGE.sub(_link, text.replace("|", r"\|"))
+
+
+def _link(page: re.Match[str]) -> str:
+    """Return a link from a page in docs/reference/."""
+    is_beside, place, name = page.groups()
+    return f"[{name}]({place if is_beside else f'../{place}'})"

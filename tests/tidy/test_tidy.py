@@ -621,6 +621,18 @@ def test_a_log_line_is_the_name_of_an_event_and_its_fields():
     nothing(events.wrong_lines(), "expected `area.event field=value ...`")
 
 
+def test_a_field_with_spaces_is_the_last_one():
+    """It has no quotes, so a parser could not find a field after it; a hint has quotes."""
+    wrong = [
+        event.name
+        for event in events.events().values()
+        if {"error", "reason", "message"}.intersection(
+            [each for each in event.fields if each != "hint"][:-1]
+        )
+    ]
+    nothing(wrong, "error, reason and message come last")
+
+
 def test_every_event_has_one_level():
     several = [
         f"{event.name}: {', '.join(map(logging.getLevelName, event.levels))}"
