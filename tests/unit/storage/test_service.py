@@ -1089,10 +1089,10 @@ def test_a_full_disk_is_reported_once_and_that_it_has_room_again(make):
     for _ in range(2):
         assert bench.refusal(1, owner.append()) is NoSpace
         owner.next_id -= 1
-    names = [each.name for each in bench.only(Report) if each.name.startswith("disk_")]
+    names = [each.name for each in bench.only(Report) if each.name.startswith("storage.disk_")]
     assert names == ["storage.disk_full"]
     bench.disk.free = None
     bench.engine.room.look_again()
     bench.step(service.LookedForRoom())
-    names = [each.name for each in bench.only(Report) if each.name.startswith("disk_")]
+    names = [each.name for each in bench.only(Report) if each.name.startswith("storage.disk_")]
     assert names == ["storage.disk_full", "storage.disk_has_room"]

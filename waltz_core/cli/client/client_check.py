@@ -79,7 +79,7 @@ def _checks(function: VerbFunction) -> VerbFunction:
             type=int,
             default=100,
             metavar="N",
-            help="transactions of each client [default: 100]",
+            help="transactions that each client appends, or `consume` checks [default: 100]",
         ),
     ):
         function = declare(function)
