@@ -261,9 +261,9 @@ class Narrator(Checks):
             case "recovery.decided":
                 mark = fields["mark"]
                 assert isinstance(mark, int)
-                self.narrate(f"decided: {self.span(0, mark)} {self._without(fields['unknown'])}")
+                self.narrate(f"decided: {self.span(0, mark)} {self._without(fields['untrusted'])}")
             case "recovery.waiting":
-                self.narrate(f"undecidable {self._without(fields['unknown'])}")
+                self.narrate(f"undecidable {self._without(fields['untrusted'])}")
             case known if known in _REPORTS:
                 self.narrate(_REPORTS[known].format(**fields))
             case _:
