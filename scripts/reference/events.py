@@ -194,6 +194,8 @@ def _report_of_name(function: ast.FunctionDef) -> ast.Call | None:
         match node:
             case ast.Call(func=ast.Name(id="Report"), args=[ast.Name(id="name"), *_]):
                 return node
+            case _:
+                pass
     return None
 
 
@@ -202,7 +204,8 @@ def _called(call: ast.Call) -> str:
     match call.func:
         case ast.Name(id=name) | ast.Attribute(attr=name):
             return name
-    return ""
+        case _:
+            return ""
 
 
 def _text(node: ast.expr) -> str:

@@ -60,7 +60,8 @@ def _default(each: Field[Any], users: Sequence[type[Config]]) -> str:
     kinds: dict[str, list[str]] = {}
     for user in users:
         (its,) = [one for one in fields(user) if one.name == each.name]
-        shown = "empty" if its.default == "" else code(literal(each.name, its.default))
+        default: Any = its.default
+        shown = "empty" if default == "" else code(literal(each.name, default))
         kinds.setdefault(shown, []).append(user.kind)
     if len(kinds) == 1:
         return next(iter(kinds))
