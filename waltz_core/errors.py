@@ -275,7 +275,7 @@ class LockFailed(Superseded):
 class ConnectionSuperseded(Superseded):
     """A later connection of the same client, or of the same partition owner, has replaced it.
 
-    Action: Stop: another process with the same client ID is in use.
+    Action: Stop this client, writer or task; a later one has taken over.
     """
 
     code = 44
