@@ -107,7 +107,7 @@ notebook: ## Open the notebooks in JupyterLab; without a display it prints the U
 
 docs: ## Write the generated files again: the samples in conf/ and the tables in docs/
 	@scripts/bootstrap dev
-	@$(RUN) python scripts/generate_docs.py
+	@$(RUN) python -m scripts.generate_docs
 
 local: ## A whole cluster on this machine: ZooKeeper, three storages, two servers
 	@scripts/bootstrap run

@@ -1,17 +1,20 @@
 """Generate the samples in `conf/`, the tables in `docs/` and the layers in ARCHITECTURE.md.
 
-A test compares the files with `generated()`, so that they always match the code.
+A test compares the files with `generated()`, so that they always match the code. The tables of
+`docs/reference/` are in the package `reference`.
 """
 
 import ast
 import dataclasses
 import sys
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
+from scripts.reference import commands, errors, events, metrics, settings, spark_options
+from scripts.reference.markdown import table
 from waltz_core.cluster.nodes import model
 from waltz_core.cluster.nodes.paths import ZNODES
 from waltz_core.config import KINDS
@@ -26,7 +29,6 @@ from waltz_core.storage.files import format as files
 from waltz_core.storage.log import removal
 from waltz_core.wire import admin_messages, messages
 from waltz_core.wire.messages import FieldKind, Message, Surface
-from waltz_spark.option_table import OPTIONS
 
 if TYPE_CHECKING:
     import numpy as np
@@ -101,7 +103,12 @@ def generated() -> dict[Path, str]:
     for kind, config_type in KINDS.items():
         texts[ROOT / "conf" / f"{kind}.toml"] = sample_toml(config_type)
     for place, tables in {
-        "docs/spark.md": {"options": options()},
+        "docs/reference/commands.md": commands.sections(),
+        "docs/reference/errors.md": errors.tables(),
+        "docs/reference/events.md": events.tables(),
+        "docs/reference/metrics.md": metrics.tables(),
+        "docs/reference/settings.md": settings.tables(),
+        "docs/reference/spark-options.md": spark_options.tables(),
         "docs/zookeeper.md": {"nodes": nodes(), "values": node_values()},
         "docs/doctor.md": {"findings": findings()},
         "docs/design/wire-format.md": wire_tables(),
@@ -151,21 +158,6 @@ def node_values() -> str:
         if isinstance(each, type) and (each.__doc__ or "").startswith("`R")
     ]
     return table(("value", "node and bytes"), rows)
-
-
-def options() -> str:
-    """Return the table of Spark options."""
-    rows = [
-        f"| `{option.name}` | {option.use.value} | {option.default} | {option.text} |"
-        for option in OPTIONS
-    ]
-    return "\n".join(["| option | for | default | |", "|---|---|---|---|", *rows])
-
-
-def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return a table."""
-    head, *body = ["| " + " | ".join(map(str, line)) + " |" for line in (columns, *rows)]
-    return "\n".join([head, "|" + "---|" * len(columns), *body])
 
 
 def wire_tables() -> dict[str, str]:
@@ -343,13 +335,13 @@ def summary(container: str, name: str) -> str:
     return text.partition("\n")[0]
 
 
-def drifted() -> list[str]:
-    """Return the generated files that are not up to date."""
-    return [
-        str(path.relative_to(ROOT))
+def drifted() -> dict[str, str]:
+    """Return the expected text of each generated file that is not up to date."""
+    return {
+        str(path.relative_to(ROOT)): text
         for path, text in sorted(generated().items())
         if not path.exists() or path.read_text(encoding="utf-8") != text
-    ]
+    }
 
 
 def main() -> int:
@@ -359,10 +351,10 @@ def main() -> int:
         for name in stale:
             print(f"{name}: not up to date, run make docs")
         return 1 if stale else 0
-    for name in stale:
+    for name, text in stale.items():
         path = ROOT / name
         path.parent.mkdir(exist_ok=True)
-        path.write_text(generated()[path], encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
         print(f"wrote {name}")
     return 0
 

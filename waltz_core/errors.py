@@ -21,129 +21,191 @@ Rules:
     1. A message states what was expected, what was found, and where.
     2. Codes are unique and never reused; 0 means "no error".
     3. `retriable` is a property of the class, not of the situation.
+    4. The docstring of a class states what has happened, and under "Action:" what the caller or an
+       operator does; docs/reference/errors.md shows both.
 """
 
 from typing import Any, ClassVar
 
 
 class WaltzError(Exception):
-    """The base of every error raised on purpose."""
+    """The base of every error raised on purpose.
+
+    Action: Catch it only where all errors are handled alike.
+    """
 
     code: ClassVar[int] = 1
     retriable: ClassVar[bool] = False
 
 
 class UsageError(WaltzError):
-    """The call can never succeed."""
+    """The call can never succeed.
+
+    Action: Correct the call; do not repeat it.
+    """
 
     code = 10
 
 
 class BadConfig(UsageError):
-    """A setting, option or argument is unknown, misspelled or out of bounds."""
+    """A setting, option or argument is unknown, misspelled or out of bounds.
+
+    Action: Correct the value that the message names.
+    """
 
     code = 11
 
 
 class NoCluster(BadConfig):
-    """ZooKeeper answers, and has no cluster at the given root."""
+    """ZooKeeper answers, and has no cluster at the given root.
+
+    Action: Check the root in the connect string; `waltz-core cluster list` shows the clusters.
+    """
 
     code = 16
 
 
 class BadRequest(UsageError):
-    """A request is well-formed but not valid."""
+    """The server, the storage or the client rejects the request: its content is not valid.
+
+    Action: Correct the request as the message states.
+    """
 
     code = 12
 
 
 class ClientAhead(UsageError):
-    """A client's high-water mark is above the log's: wrong cluster, or a lost log."""
+    """A client's high-water mark is above the log's: another cluster, or a log that lost data.
+
+    Action: Check the connect string. If the log was created again, also create the view again.
+    """
 
     code = 13
 
 
 class TooLarge(UsageError):
-    """A transaction or a message is over its size limit."""
+    """A transaction or a message is over its size limit.
+
+    Action: Make the transaction or the batch smaller.
+    """
 
     code = 14
 
 
 class UnknownPartition(UsageError):
-    """The cluster has no such partition."""
+    """The cluster has no such partition.
+
+    Action: Use a partition number below the cluster's partition count.
+    """
 
     code = 15
 
 
 class NotOpen(UsageError, AttributeError):
-    """A client was used before it was opened; `hasattr` is false for its attributes until then."""
+    """A client was used before it was opened; `hasattr` is false for its attributes until then.
+
+    Action: Use the client inside its `with` or `async with` block.
+    """
 
     code = 17
 
 
 class Unavailable(WaltzError):
-    """The call failed now; the same call may succeed later."""
+    """The call failed now; the same call may succeed later.
+
+    Action: Repeat the call after a pause.
+    """
 
     code = 20
     retriable = True
 
 
 class NotMounted(Unavailable):
-    """The connection has not mounted the partition, or was replaced since."""
+    """The connection has not mounted the partition, or a later mount has replaced it.
+
+    Action: Repeat the call; the client mounts the partition again.
+    """
 
     code = 21
 
 
 class NotOwned(Unavailable):
-    """This server does not own the partition now."""
+    """This server does not own the partition now.
+
+    Action: Repeat the call; the client finds the new owner.
+    """
 
     code = 22
 
 
 class Overloaded(Unavailable):
-    """A queue or a memory budget is full."""
+    """A queue or a memory budget is full.
+
+    Action: Repeat the call after a pause, and append less at once.
+    """
 
     code = 23
 
 
 class SessionLost(Unavailable):
-    """The store session broke before the append was committed; it is not in the log."""
+    """The store session broke before the append was committed; it is not in the log.
+
+    Action: Repeat the append.
+    """
 
     code = 24
 
 
 class NoSpace(Unavailable):
-    """A storage has no space for the append; reads continue."""
+    """A storage has no space for the append; reads continue.
+
+    Action: Free space on the storage's disk, then repeat the append.
+    """
 
     code = 25
 
 
 class Unreachable(Unavailable):
-    """No connection to a peer, or it broke, or the peer did not answer in time."""
+    """A connection to a peer failed or broke, or the peer did not answer in time.
+
+    Action: Repeat the call; if it fails again, check the peer and the network.
+    """
 
     code = 26
 
 
 class TlsMismatch(Unreachable):
-    """A TLS handshake failed: one side does not use TLS, or does not trust the other."""
+    """A TLS handshake failed: one side does not use TLS, or does not trust the other.
+
+    Action: Compare the TLS settings of both sides (docs/operations.md).
+    """
 
     code = 30
 
 
 class CoordinatorUnavailable(Unavailable):
-    """ZooKeeper did not answer."""
+    """ZooKeeper did not answer.
+
+    Action: Repeat the call; if it fails again, check ZooKeeper.
+    """
 
     code = 27
 
 
 class OutcomeUnknown(Unavailable):
-    """The append may or may not be in the log; reading the log shows it."""
+    """The append may or may not be in the log; reading the log shows it.
+
+    Action: Read the log before you append the same data again.
+    """
 
     code = 28
 
 
 class CoordinatorOutcomeUnknown(Unavailable):
-    """A write to ZooKeeper may or may not have happened; reading again shows it."""
+    """A write to ZooKeeper may or may not have happened; reading again shows it.
+
+    Action: Read the state again before you repeat the change.
+    """
 
     code = 29
 
@@ -153,6 +215,8 @@ class ViewBehind(Unavailable):
 
     `applied` and `high_water_mark` are the positions of the callbacks and the log, and `rate_per_s`
     is the number of transactions applied per second. The context is not in the log.
+
+    Action: Repeat the context when the view has caught up, or make its callbacks faster.
     """
 
     code = 31
@@ -162,13 +226,19 @@ class ViewBehind(Unavailable):
 
 
 class Superseded(WaltzError):
-    """A newer owner, session or writer has taken over."""
+    """A newer owner, session or writer has taken over.
+
+    Action: Start again from the current state.
+    """
 
     code = 40
 
 
 class SessionFenced(Superseded):
-    """A storage has promised a later store session: `promised`, if known."""
+    """A storage has promised a later store session: `promised`, if known.
+
+    Action: None: the server claims a later session.
+    """
 
     code = 41
 
@@ -178,7 +248,10 @@ class SessionFenced(Superseded):
 
 
 class GenerationMismatch(Superseded):
-    """The partition has another generation."""
+    """The request names another generation of the partition, which changes with its owner.
+
+    Action: Find the owner again; the client does this itself.
+    """
 
     code = 42
 
@@ -189,6 +262,8 @@ class LockFailed(Superseded):
     If known, `conflicting` is the transaction that it conflicts with (or a later one), and
     `high_water_mark` a mark of the log from which to compute the transaction again. For appends
     that may depend on others, `following` is the state for the next `append` (`client.Following`).
+
+    Action: Apply the log up to `high_water_mark`, compute the transaction again, and append that.
     """
 
     code = 43
@@ -198,91 +273,136 @@ class LockFailed(Superseded):
 
 
 class ConnectionSuperseded(Superseded):
-    """A later connection of the same client, or of the same partition owner, has replaced it."""
+    """A later connection of the same client, or of the same partition owner, has replaced it.
+
+    Action: Stop this client, writer or task; a later one has taken over.
+    """
 
     code = 44
 
 
 class CoordinatorConflict(Superseded):
-    """A node in ZooKeeper was changed, created or deleted since it was read."""
+    """A node in ZooKeeper was changed, created or deleted since it was read.
+
+    Action: Repeat the command; it reads the current state.
+    """
 
     code = 45
 
 
 class Damaged(WaltzError):
-    """Stored bytes are not what was written."""
+    """Stored bytes are not what was written.
+
+    Action: Stop, and notify an operator.
+    """
 
     code = 60
 
 
 class ChecksumMismatch(Damaged):
-    """A checksum does not match its bytes."""
+    """A checksum does not match its bytes.
+
+    Action: On a storage, run `waltz-core disk verify`; replicas repair each other.
+    """
 
     code = 61
 
 
 class BadFormat(Damaged):
-    """A file, a node or a structure cannot be decoded."""
+    """A file, a node or a structure cannot be decoded.
+
+    Action: Check whether the file or node was changed by another program or version.
+    """
 
     code = 62
 
 
 class MissingSegment(Damaged):
-    """The segments of a partition are not contiguous."""
+    """The segments of a partition are not contiguous.
+
+    Action: Restore the segment file, or copy the replica: `waltz-core storage re-seed`.
+    """
 
     code = 63
 
 
 class ClusterKeyMismatch(Damaged):
-    """A storage directory, a peer, or an application's view belongs to another cluster."""
+    """A storage directory, a peer, or an application's view belongs to another cluster.
+
+    Action: Check the connect string and the directory; do not mix clusters.
+    """
 
     code = 64
 
 
 class StorageIdMismatch(Damaged):
-    """The storage at this address is not the registered one."""
+    """The storage at this address is not the registered one.
+
+    Action: Use `waltz-core cluster replace-storage` if the storage was replaced.
+    """
 
     code = 65
 
 
 class DataLoss(Damaged):
-    """The log is shorter than a reported mark, or has changed below it."""
+    """The log is shorter than a reported mark, or has changed below it.
+
+    Action: Check the connect string. Restore the lost storages before anything else is changed.
+    """
 
     code = 66
 
 
 class ReplicaSuspect(Damaged):
-    """A replica's log is not trusted until it was repaired."""
+    """A replica's log is not trusted until it is repaired.
+
+    Action: Wait for the repair; `waltz-core doctor` shows what prevents it.
+    """
 
     code = 67
 
 
 class DiskFailed(Damaged):
-    """A write or an fsync failed; its file is not used any more."""
+    """A write or an fsync failed; its file is not used any more.
+
+    Action: Check the disk, then restart the storage (docs/disks.md).
+    """
 
     code = 68
 
 
 class ReadFailed(DiskFailed):
-    """The disk failed to read bytes; writes are not affected."""
+    """The disk failed to read bytes; writes are not affected.
+
+    Action: Check the disk; readers use other replicas meanwhile (docs/disks.md).
+    """
 
     code = 69
 
 
 class ProtocolError(WaltzError):
-    """The wire protocol was broken."""
+    """The wire protocol was broken.
+
+    Action: Check that both sides are supported versions of Waltz.
+    """
 
     code = 80
 
 
 class LocalProtocolError(ProtocolError):
-    """This side tried to send what the protocol does not allow."""
+    """This side tried to send what the protocol does not allow.
+
+    Action: Report it as a bug.
+    """
 
     code = 81
 
 
 class RemoteProtocolError(ProtocolError):
-    """The peer sent bytes that the protocol does not allow."""
+    """The peer sent bytes that the protocol does not allow.
+
+    Action: Check which program and which version the peer is.
+    """
 
     code = 82
 

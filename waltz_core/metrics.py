@@ -59,65 +59,239 @@ class Metric(NamedTuple):
     help: str
 
 
-def _table() -> dict[str, Metric]:
-    counter, gauge, histogram = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HISTOGRAM
-    one, replica = ("partition",), ("partition", "replica")
-    rows = [
-        ("server_events_total", counter, ("event",), "reports of machines and shells, by name"),
-        ("server_appended_transactions_total", counter, one, "committed here"),
-        ("server_appended_bytes_total", counter, one, "bytes of records committed here"),
-        ("server_appended_batches_total", counter, one, "batches committed here"),
-        ("server_rejected_transactions_total", counter, ("partition", "reason"), "not appended"),
-        ("server_append_seconds", histogram, (), "from a batch's arrival to its answer"),
-        ("server_replica_append_seconds", histogram, replica[1:], "until an append's answer"),
-        ("server_high_water_mark", gauge, one, "id of the last committed transaction"),
-        ("server_store_session", gauge, one, "number of the open store session, 0 when none"),
-        ("server_feed_lag_transactions", gauge, one, "committed, not sent to the slowest feed"),
-        ("server_engaged_replicas", gauge, one, "replicas whose acknowledgement counts"),
-        ("server_replica_wait_ms", gauge, replica, "how long a replica has owed an answer"),
-        ("server_false_rejections_ratio", gauge, one, "rejected only by a shared slot, estimated"),
-        ("server_lock_table_bytes", gauge, (), "all lock tables"),
-        ("server_feed_cache_bytes", gauge, (), "the feed cache of all partitions"),
-        ("server_transaction_cache_bytes", gauge, (), "the transaction cache of all partitions"),
-        ("server_cache_reads_total", counter, ("cache", "outcome"), "outcome: hit or miss"),
-        ("server_fetched_bytes_total", counter, one, "read from storages for readers and feeds"),
-        ("server_queued_bytes", gauge, (), "requests that are not answered yet"),
-        ("server_connections", gauge, (), "clients connected now"),
-        ("server_old_client_connections", gauge, (), "clients of Waltz 0.13 connected now"),
-        ("server_partitions", gauge, (), "partitions owned now"),
-        ("storage_events_total", counter, ("event",), "reports of the service and its shell"),
-        ("storage_requests_total", counter, ("request",), "requests taken, by message"),
-        ("storage_appended_transactions_total", counter, one, "synced here"),
-        ("storage_appended_bytes_total", counter, one, "bytes of records synced here"),
-        ("storage_syncs_total", counter, (), "calls of fdatasync on a segment"),
-        ("storage_sync_seconds", histogram, (), "one call of fdatasync on a segment"),
-        ("storage_read_transactions_total", counter, one, "given to readers and servers"),
-        ("storage_read_bytes_total", counter, one, "bytes of records given to readers and servers"),
-        ("storage_last_transaction", gauge, one, "id of the last transaction synced here"),
-        ("storage_low_water_mark", gauge, one, "nothing below it is ever truncated"),
-        ("storage_suspect_replicas", gauge, (), "replicas whose log is not trusted"),
-        ("storage_failed_writes_total", counter, (), "writes and syncs that failed"),
-        ("storage_failed_reads_total", counter, one, "reads that failed"),
-        ("storage_damaged_transactions", gauge, one, "known and unreadable here"),
-        ("storage_damage_found_transactions_total", counter, one, "found damaged here"),
-        ("storage_damage_repaired_transactions_total", counter, one, "repaired from replicas"),
-        ("storage_scrubbed_bytes_total", counter, one, "bytes of records verified by scrubs"),
-        ("storage_scrub_passes_total", counter, one, "completely scrubbed logs"),
-        ("storage_full_disks", gauge, (), "1 while appends are rejected: no space, else 0"),
-        ("storage_reserve_bytes", gauge, (), "reserved for repairs on a full disk"),
-        ("storage_queued_bytes", gauge, (), "appends that wait for a writer thread"),
-        ("storage_free_bytes", gauge, (), "free on the disk of the directory"),
-        ("storage_connections", gauge, (), "servers and readers connected now"),
-        ("client_events_total", counter, ("event",), "reports of streams"),
-        ("client_appended_transactions_total", counter, (), "reported as committed"),
-        ("client_rejected_transactions_total", counter, ("reason",), "reported as failed"),
-    ]
-    table = {f"waltz_{row[0]}": Metric(f"waltz_{row[0]}", *row[1:]) for row in rows}
-    assert len(table) == len(rows), "a duplicate name in the table"
-    return table
-
-
-TABLE: Final = _table()
+_COUNTER, _GAUGE, _HISTOGRAM = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HISTOGRAM
+_ONE, _REPLICA = ("partition",), ("partition", "replica")
+# Name after `waltz_`, type, labels, help.
+_ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
+    (
+        "server_events_total",
+        _COUNTER,
+        ("event",),
+        "Events that the server's state machines reported; event: the name, as in the log.",
+    ),
+    (
+        "server_appended_transactions_total",
+        _COUNTER,
+        _ONE,
+        "Transactions that this server has committed.",
+    ),
+    (
+        "server_appended_bytes_total",
+        _COUNTER,
+        _ONE,
+        "Bytes of the records that this server has committed.",
+    ),
+    (
+        "server_appended_batches_total",
+        _COUNTER,
+        _ONE,
+        "Batches of appends that this server has committed.",
+    ),
+    (
+        "server_rejected_transactions_total",
+        _COUNTER,
+        ("partition", "reason"),
+        (
+            "Transactions that the server has rejected; reason: lock, lost, ahead, "
+            "not_mounted, generation, no_space, too_large or overloaded."
+        ),
+    ),
+    (
+        "server_append_seconds",
+        _HISTOGRAM,
+        (),
+        "Time from the arrival of an append batch at the server to its commit.",
+    ),
+    (
+        "server_replica_append_seconds",
+        _HISTOGRAM,
+        ("replica",),
+        "Time from the server's append request to the replica's acknowledgement.",
+    ),
+    (
+        "server_high_water_mark",
+        _GAUGE,
+        _ONE,
+        "ID of the last committed transaction; -1 if the log is empty.",
+    ),
+    (
+        "server_store_session",
+        _GAUGE,
+        _ONE,
+        "Number of the open store session; 0 if none is open.",
+    ),
+    (
+        "server_feed_lag_transactions",
+        _GAUGE,
+        _ONE,
+        "Committed transactions that the slowest feed has not been sent yet; 0 without a feed.",
+    ),
+    (
+        "server_engaged_replicas",
+        _GAUGE,
+        _ONE,
+        "Replicas whose acknowledgements count for a commit.",
+    ),
+    (
+        "server_replica_wait_ms",
+        _GAUGE,
+        _REPLICA,
+        "Time for which a replica has owed an answer; 0 if that is less than a second.",
+    ),
+    (
+        "server_false_rejections_ratio",
+        _GAUGE,
+        _ONE,
+        (
+            "Estimated probability that the lock table rejects a lock without a real conflict, "
+            "for a client that lags by 1,000 transactions."
+        ),
+    ),
+    ("server_lock_table_bytes", _GAUGE, (), "Memory of the lock tables of all partitions."),
+    (
+        "server_feed_cache_bytes",
+        _GAUGE,
+        (),
+        "Memory of the feed caches of all partitions: headers of recent transactions.",
+    ),
+    (
+        "server_transaction_cache_bytes",
+        _GAUGE,
+        (),
+        "Memory of the transaction cache: recent transactions with their data.",
+    ),
+    (
+        "server_cache_reads_total",
+        _COUNTER,
+        ("cache", "outcome"),
+        "Reads from a cache; cache: feed or transaction, outcome: hit or miss.",
+    ),
+    (
+        "server_fetched_bytes_total",
+        _COUNTER,
+        _ONE,
+        "Bytes of records that the server has read from storages, for readers and feeds.",
+    ),
+    (
+        "server_queued_bytes",
+        _GAUGE,
+        (),
+        "Bytes of requests that the server has not answered yet.",
+    ),
+    ("server_connections", _GAUGE, (), "Open connections of clients."),
+    ("server_old_client_connections", _GAUGE, (), "Open connections of Waltz 0.13 clients."),
+    ("server_partitions", _GAUGE, (), "Partitions that this server owns."),
+    (
+        "storage_events_total",
+        _COUNTER,
+        ("event",),
+        "Events that the storage's state machine reported; event: the name, as in the log.",
+    ),
+    (
+        "storage_requests_total",
+        _COUNTER,
+        ("request",),
+        "Requests that the storage has received; request: the message, such as AppendRaw.",
+    ),
+    (
+        "storage_appended_transactions_total",
+        _COUNTER,
+        _ONE,
+        "Transactions that this storage has appended and synced.",
+    ),
+    (
+        "storage_appended_bytes_total",
+        _COUNTER,
+        _ONE,
+        "Bytes of the records that this storage has appended and synced.",
+    ),
+    ("storage_syncs_total", _COUNTER, (), "Calls of fdatasync on segment files."),
+    (
+        "storage_sync_seconds",
+        _HISTOGRAM,
+        (),
+        "Duration of a call of fdatasync on a segment file.",
+    ),
+    (
+        "storage_read_transactions_total",
+        _COUNTER,
+        _ONE,
+        "Transactions that this storage has sent to readers and servers.",
+    ),
+    (
+        "storage_read_bytes_total",
+        _COUNTER,
+        _ONE,
+        "Bytes of the records that this storage has sent to readers and servers.",
+    ),
+    (
+        "storage_last_transaction",
+        _GAUGE,
+        _ONE,
+        "ID of the last transaction that is synced on this storage; -1 if there is none.",
+    ),
+    (
+        "storage_low_water_mark",
+        _GAUGE,
+        _ONE,
+        "Low-water mark of the replica: no transaction up to this ID is ever truncated.",
+    ),
+    (
+        "storage_suspect_replicas",
+        _GAUGE,
+        (),
+        "Replicas whose log is not trusted until it is repaired.",
+    ),
+    ("storage_failed_writes_total", _COUNTER, (), "Writes and syncs that failed."),
+    ("storage_failed_reads_total", _COUNTER, _ONE, "Reads that failed."),
+    (
+        "storage_damaged_transactions",
+        _GAUGE,
+        _ONE,
+        "Transactions that are damaged or unreadable on this storage, and not repaired yet.",
+    ),
+    (
+        "storage_damage_found_transactions_total",
+        _COUNTER,
+        _ONE,
+        "Transactions that this storage has found damaged.",
+    ),
+    (
+        "storage_damage_repaired_transactions_total",
+        _COUNTER,
+        _ONE,
+        "Damaged transactions that were repaired with copies from other replicas.",
+    ),
+    (
+        "storage_scrubbed_bytes_total",
+        _COUNTER,
+        _ONE,
+        "Bytes of the records that scrubs have verified.",
+    ),
+    ("storage_scrub_passes_total", _COUNTER, _ONE, "Scrubs that have verified the whole log."),
+    (
+        "storage_full_disks",
+        _GAUGE,
+        (),
+        "1 while the storage rejects appends because its disk is full, else 0.",
+    ),
+    (
+        "storage_reserve_bytes",
+        _GAUGE,
+        (),
+        "Disk space that is reserved for repairs on a full disk.",
+    ),
+    ("storage_queued_bytes", _GAUGE, (), "Bytes of appends that wait for a writer thread."),
+    (
+        "storage_free_bytes",
+        _GAUGE,
+        (),
+        "Free space of the disk with the storage's directory; NaN if it cannot be read.",
+    ),
+    ("storage_connections", _GAUGE, (), "Open connections of servers and readers."),
+)
+TABLE: Final = {f"waltz_{row[0]}": Metric(f"waltz_{row[0]}", *row[1:]) for row in _ROWS}
+assert len(TABLE) == len(_ROWS), "a duplicate name in the table"
 
 
 class Reported(Protocol):
@@ -129,7 +303,7 @@ class Reported(Protocol):
 
 
 class Metrics:
-    """The metrics of one daemon; `area` is "server", "storage" or "client"."""
+    """The metrics of one daemon; `area` is "server" or "storage"."""
 
     def __init__(self, area: str, *, with_process: bool = False) -> None:
         self._area = area

@@ -59,14 +59,14 @@ _VERBS: Final = {"fenced": "with", "cut": "to", "copied": "", "repaired": "", "m
 _WRITTEN: Final = "ZooKeeper has"
 # Reports that are milestones; the others have visible consequences.
 _REPORTS: Final[dict[str, str]] = {
-    "replica.unknown": "{replica} is not trusted",
+    "replica.untrusted": "{replica} is not trusted",
     "replica.rejected": "{replica} is rejected: {reason}",
     "replica.no_source": "{replica} cannot give {target} what it lacks: {reason}",
     "replica.repair_rejected": "{replica} rejects the repair: {reason}",
     "session.abandoned": "session {session} is abandoned: {reason}",
     "coordinator.unavailable": "ZooKeeper does not answer",
     "partition.rejected": "rejected: {reason}",
-    "data_loss": "stopped: {reason}",
+    "partition.data_loss": "stopped: {reason}",
 }
 
 
@@ -261,9 +261,9 @@ class Narrator(Checks):
             case "recovery.decided":
                 mark = fields["mark"]
                 assert isinstance(mark, int)
-                self.narrate(f"decided: {self.span(0, mark)} {self._without(fields['unknown'])}")
+                self.narrate(f"decided: {self.span(0, mark)} {self._without(fields['untrusted'])}")
             case "recovery.waiting":
-                self.narrate(f"undecidable {self._without(fields['unknown'])}")
+                self.narrate(f"undecidable {self._without(fields['untrusted'])}")
             case known if known in _REPORTS:
                 self.narrate(_REPORTS[known].format(**fields))
             case _:

@@ -83,7 +83,7 @@ class LagListener(StreamingQueryListener):
         query, lags = str(event.progress.id), lag_of(event.progress)
         with self._lock:
             self._lags[query] = lags
-        _log.debug("query %s is behind by %s", query, lags)
+        _log.debug("spark.query_lag query=%s lags=%s", query, lags)
         if self._on_lag is not None:
             self._on_lag(query, [dict(each) for each in lags])
 

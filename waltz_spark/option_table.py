@@ -1,6 +1,6 @@
 """The table of all options of `format("waltz")`: name, use, default, description.
 
-It is the source for the code (`options.py`) and for `docs/spark.md`, which a test compares.
+It is the source for the code (`options.py`) and for `docs/reference/spark-options.md`.
 """
 
 from dataclasses import dataclass
@@ -78,7 +78,7 @@ OPTIONS: tuple[Option, ...] = (
         "transactionIds",
         Use.READ,
         "all",
-        "Ranges of transaction ids to fetch: `1000-1999,5000`; they apply to every partition.",
+        "Ranges of transaction IDs to fetch: `1000-1999,5000`; they apply to every partition.",
     ),
     Option(
         "headers",
@@ -108,8 +108,8 @@ OPTIONS: tuple[Option, ...] = (
         "pollInterval",
         Use.STREAM,
         "100",
-        "The marks are requested at most once in this many milliseconds; Spark would request them "
-        "ninety times a second. Use `0` if `processAllAvailable` must see the latest writes.",
+        "Milliseconds for which marks are reused; Spark requests them ninety times a second. Use "
+        "`0` if `processAllAvailable` must see the latest writes.",
     ),
     Option(
         "failOnDataLoss",
@@ -156,7 +156,7 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "partitionBy",
         Use.WRITE,
-        "the first lock, otherwise round robin",
+        "the first lock, otherwise round-robin",
         "A column whose hash chooses the partition of rows without one.",
     ),
     Option(
@@ -171,8 +171,8 @@ OPTIONS: tuple[Option, ...] = (
         "fail",
         "`fail`: the job aborts at the first rejected row and reports what is in the log. "
         "`reject`: a rejected row is final, with status REJECTED in the results. `retry`: it has "
-        "status RETRY, with the mark from which to compute it again; or `recompute` does that at "
-        "once.",
+        "status RETRY and the mark from which to compute it again; with `recompute`, the task does "
+        "that at once.",
     ),
     Option(
         "recompute",

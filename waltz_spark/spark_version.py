@@ -165,8 +165,8 @@ class _WithoutAdmissionControl(DataSourceStreamReader):
         count = sum(mark - begin.get(each, -1) for each, mark in decode(end).marks.items())
         if isinstance(limit, ReadMaxRows) and count > limit.max_rows:
             _log.warning(
-                "a micro-batch has %d transactions, maxTransactionsPerTrigger is %d: PySpark "
-                "before 4.2 cannot limit a micro-batch",
+                "spark.micro_batch_over_limit transactions=%d maxTransactionsPerTrigger=%d hint=%r",
                 count,
                 limit.max_rows,
+                "PySpark before 4.2 cannot limit a micro-batch",
             )

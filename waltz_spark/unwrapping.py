@@ -38,7 +38,7 @@ def unwrap(session: SparkSession) -> None:
             _unwrap_gateway()
             _contexts.add(session.sparkContext)
     except (AttributeError, TypeError) as error:
-        _log.debug("errors stay as Spark raises them", exc_info=error)  # rule 3
+        _log.debug("spark.errors_not_converted", exc_info=error)  # rule 3
 
 
 def is_connect(session: SparkSession) -> bool:
@@ -75,7 +75,7 @@ def _trailing_error_of_java(failure: protocol.Py4JJavaError) -> WaltzError | Non
     try:
         return trailing_error(str(failure))  # requests the text from Java
     except Exception as error:  # noqa: BLE001 - rule 3
-        _log.debug("an error has no text", exc_info=error)
+        _log.debug("spark.error_without_text", exc_info=error)
         return None
 
 
@@ -84,7 +84,7 @@ def _error_from_spark(failure: protocol.Py4JJavaError) -> Exception:
     try:
         return convert_exception(failure.java_exception)
     except Exception as error:  # noqa: BLE001 - rule 3
-        _log.debug("an error stays as it is", exc_info=error)
+        _log.debug("spark.error_not_converted", exc_info=error)
         found: Exception = failure
         return found
 

@@ -237,7 +237,7 @@ def test_two_are_no_quorum_while_one_of_them_is_an_old_copy(story: Story, tmp_pa
     def is_unknown() -> bool:
         lines = "".join(log_of(story, name)[start:] for name, start in said.items())
         return all(
-            re.search(rf"replica.unknown partition={each} .*replica={address}", lines)
+            re.search(rf"replica.untrusted partition={each} .*replica={address}", lines)
             for each in range(4)
         )
 

@@ -134,7 +134,7 @@ def unknown_replicas(story: Story, member: Member) -> set[str]:
     for server in ("server-1", "server-2"):
         text = story.cluster.log_path(server).read_text(encoding="utf-8")
         lines |= {
-            line for line in text.splitlines() if "replica.unknown" in line and of_member in line
+            line for line in text.splitlines() if "replica.untrusted" in line and of_member in line
         }
     return lines
 

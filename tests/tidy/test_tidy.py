@@ -5,8 +5,8 @@ Each failure names the file, the line and the rule, so that the fix needs no loo
 
 import ast
 import gc
+import logging
 import re
-import runpy
 import subprocess
 import tomllib
 from collections import Counter
@@ -18,6 +18,8 @@ from typing import NamedTuple
 
 import pytest
 
+from scripts import generate_docs
+from scripts.reference import events
 from waltz_core.config import KINDS
 
 # In one worker, as they share what they have read.
@@ -623,8 +625,48 @@ def test_no_path_of_one_machine_is_named():
 
 
 def test_generated_samples_and_tables_are_current():
-    generator = runpy.run_path(str(ROOT / "scripts" / "generate_docs.py"))
-    nothing(generator["drifted"](), "not what the code says: run make docs")
+    nothing(generate_docs.drifted(), "not what the code says: run make docs")
+
+
+def test_a_log_line_is_the_name_of_an_event_and_its_fields():
+    nothing(events.wrong_lines(), "expected `area.event field=value ...`")
+
+
+def test_a_field_with_spaces_is_the_last_one():
+    """It has no quotes, so a parser could not find a field after it; a hint has quotes."""
+    wrong = [
+        event.name
+        for event in events.events().values()
+        if {"error", "reason", "message"}.intersection(
+            [each for each in event.fields if each != "hint"][:-1]
+        )
+    ]
+    nothing(wrong, "error, reason and message come last")
+
+
+def test_every_event_has_one_level():
+    several = [
+        f"{event.name}: {', '.join(map(logging.getLevelName, event.levels))}"
+        for event in events.events().values()
+        if len(event.levels) > 1
+    ]
+    nothing(several, "one event, several levels")
+
+
+def test_every_event_is_described_once():
+    logged, described = events.events().keys(), events.descriptions().keys()
+    nothing(logged - described, f"no description in {events.TEXTS.name}")
+    nothing(described - logged, f"in {events.TEXTS.name}, but in no log line")
+
+
+def test_an_operator_learns_what_to_do_about_a_warning():
+    texts = events.descriptions()
+    wrong = [
+        f"{event.name}: {event.level}"
+        for event in events.events().values()
+        if event.name in texts and event.wants_action is not bool(texts[event.name].action)
+    ]
+    nothing(wrong, "WARNING and ERROR have an action, other levels have none")
 
 
 def text_of(name: str) -> str:

@@ -114,7 +114,7 @@ def with_cluster_argument(function: VerbFunction) -> VerbFunction:
         "--connect",
         envvar=options.CONNECT_VARIABLE,
         metavar="CONNECT",
-        help=f"the same as an option [default: ${options.CONNECT_VARIABLE}]",
+        help=f"the cluster, as an option [default: ${options.CONNECT_VARIABLE}]",
     )
     @functools.wraps(function)
     def run(*, place: str | None, connect: str | None, **words: Any) -> object:  # noqa: ANN401

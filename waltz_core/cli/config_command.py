@@ -11,7 +11,12 @@ from waltz_core.config.settings import load
 
 
 @verb
-@options.argument("kind", "KIND", "the kind of settings", type=options.NamedChoice(sorted(KINDS)))
+@options.argument(
+    "kind",
+    "KIND",
+    "the kind of settings: client, local, server, storage or tls",
+    type=options.NamedChoice(sorted(KINDS)),
+)
 @options.config_file
 @options.as_json
 def show_command(*, kind: str, config: Path | None, as_json: bool) -> int:

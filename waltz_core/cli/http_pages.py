@@ -38,9 +38,13 @@ class Sample(NamedTuple):
 
 
 @verb
-@options.argument("address", "HOST:HTTP_PORT", "setting `http_port` of the daemon")
-@click.option("--match", default="", metavar="TEXT", help="only names that contain this")
-@click.option("--all", "is_all", is_flag=True, help="also the buckets of histograms")
+@options.argument(
+    "address", "HOST:HTTP_PORT", "the host of the daemon, and its setting `http_port`"
+)
+@click.option(
+    "--match", default="", metavar="TEXT", help="show only metrics whose name contains this text"
+)
+@click.option("--all", "is_all", is_flag=True, help="also show the buckets of histograms")
 @options.as_json
 def metrics(*, address: str, match: str, is_all: bool, as_json: bool) -> int:
     samples = [

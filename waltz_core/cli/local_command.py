@@ -52,7 +52,11 @@ def _fixed(function: VerbFunction) -> VerbFunction:
     help="TLS settings of all processes (docs/operations.md)",
 )
 @click.option(
-    "--timeout-s", type=float, help="seconds to wait until it is ready [default: 60]", metavar="S"
+    "--timeout-s",
+    type=float,
+    metavar="S",
+    help="seconds to wait until the cluster is ready "
+    f"[default: {LocalConfig().ready_timeout_ms // 1000}]",
 )
 @_directory
 def up(

@@ -54,27 +54,27 @@ NOUNS: Mapping[str, NounEntry] = {
             "cluster.cluster_command": {
                 "create": "create a cluster's nodes in ZooKeeper",
                 "show": "show servers, storages, partitions",
-                "protect": "restrict the nodes to the user of the connect string's auth file",
+                "protect": "restrict the cluster's nodes to the user in the auth file",
             },
             "cluster.cluster_roots": {
-                "list": "list the clusters of a ZooKeeper, or below a root",
+                "list": "list the clusters in a ZooKeeper, or below one of its nodes",
                 "show-key": "print the cluster key, which every storage has",
                 "delete": (
                     "delete a cluster's nodes from ZooKeeper; the records stay on the storages"
                 ),
             },
             "cluster.cluster_verify": {
-                "verify": "check every partition, from ZooKeeper to storages",
+                "verify": "check each partition: assignment, server, connections, storages, quorum",
             },
             "cluster.cluster_reach": {
                 "check-connectivity": (
-                    "check connections: from here to each server, from it to each storage"
+                    "check the connections to each server, and from each server to each storage"
                 ),
             },
             "cluster.cluster_changes": {
                 "add-storage": "add an empty storage to the cluster",
                 "remove-storage": "move a storage's replicas away, then remove it from the cluster",
-                "set-admin-port": "set a storage's admin port",
+                "set-admin-port": "change the admin port of a storage in ZooKeeper",
                 "replace-storage": (
                     "move a storage's replicas to another one, or to its empty successor"
                 ),
@@ -82,11 +82,11 @@ NOUNS: Mapping[str, NounEntry] = {
                 "remove-replica": "remove the replica of some partitions from a storage",
                 "move-replica": "move a replica from one storage to another",
                 "auto-assign": "spread all replicas evenly over groups and storages",
-                "remove-server": "delete the node of a dead server",
+                "remove-server": "remove a dead server from ZooKeeper",
             },
             "cluster.cluster_checks": {
                 "prefer": "make a server the preferred owner of some partitions",
-                "unprefer": "end a server's preference for some partitions",
+                "unprefer": "remove a server's preference for some partitions",
                 "audit": "show the changes of the cluster: user, time and outcome",
             },
             "cluster.cluster_rescue": {
@@ -121,8 +121,8 @@ NOUNS: Mapping[str, NounEntry] = {
             },
             "storage.storage_views": {
                 "list": "list the partitions of storages, and their state",
-                "validate": "connect to every storage of a cluster at both ports",
-                "max-transaction-id": "print the last id on disk",
+                "validate": "check that each storage of a cluster answers at both of its ports",
+                "max-transaction-id": "print the last ID on disk",
             },
             "http_pages": {
                 "metrics": "show the metrics of one storage",
@@ -162,7 +162,7 @@ NOUNS: Mapping[str, NounEntry] = {
             },
             "cluster.cluster_checks": {
                 "add-preferred-partition": "make a server the preferred owner of some partitions",
-                "remove-preferred-partition": "end a server's preference for some partitions",
+                "remove-preferred-partition": "remove a server's preference for some partitions",
             },
         },
         (
@@ -179,7 +179,7 @@ NOUNS: Mapping[str, NounEntry] = {
             },
             "disk.disk_segment": {
                 "dump-segment": "print the records of segments, one a line",
-                "segment-statistic": "count sizes, ids, batches and sessions of segments",
+                "segment-statistic": "count sizes, IDs, batches and sessions of segments",
             },
             "disk.disk_verify": {
                 "verify": (
@@ -208,12 +208,12 @@ NOUNS: Mapping[str, NounEntry] = {
                 "append": "append transactions, one for each line or argument",
                 "read": "print transactions of a partition",
                 "watch": "print transactions as they are committed, until interrupted",
-                "high-water-mark": "print the id of the last transaction",
+                "high-water-mark": "print the ID of the last transaction",
             },
             "client.client_check": {
                 "validate": "let clients write under one lock and check that all see the same log",
-                "produce": "run one producer of `validate` alone",
-                "consume": "check the transactions of producers, like `validate`",
+                "produce": "append like one client of `validate`, without checks",
+                "consume": "read and check the transactions of `client produce`",
             },
         },
         (
@@ -227,7 +227,7 @@ NOUNS: Mapping[str, NounEntry] = {
         "show every setting and its source",
         {
             "config_command": {
-                "show": "show settings and sources: default, file, environment",
+                "show": "show each setting with its source: default, file or environment",
             },
         },
     ),

@@ -91,7 +91,7 @@ def wait_s(function: FC) -> FC:
 
 
 as_json = click.option(
-    "--json", "as_json", is_flag=True, help="one JSON value on standard output, and nothing else"
+    "--json", "as_json", is_flag=True, help="print one JSON value and nothing else"
 )
 connect = click.option(
     "--connect",
@@ -100,14 +100,16 @@ connect = click.option(
     metavar="CONNECT",
     help=f"the cluster, {PLACE} [default: ${CONNECT_VARIABLE}]",
 )
-config_file = click.option("--config", type=PATH, help="a TOML file; options override it")
+config_file = click.option(
+    "--config", type=PATH, help="a TOML file with settings; options override it"
+)
 exit_with_parent = click.option("--exit-with-parent", is_flag=True, hidden=True)
 partition = click.option(
     "--partition", type=int, default=0, metavar="P", help="the partition [default: 0]"
 )
-partitions = argument("partitions", "PARTITIONS", "3, 0-6,9 or all, for example")
+partitions = argument("partitions", "PARTITIONS", "the partitions, for example 3, 0-6,9 or all")
 server = argument("server", "HOST:PORT", "the server, as `server list` shows it")
-storage_address = argument("address", "HOST:PORT", "the address at which servers reach the storage")
+storage_address = argument("address", "HOST:PORT", "the storage, by its address in the cluster")
 tls = click.option(
     "--tls",
     metavar="FILE",

@@ -11,7 +11,12 @@ from waltz_core.local import zookeeper_process
 
 
 @verb
-@click.option("--config", type=options.PATH, required=True, help="a zoo.cfg")
+@click.option(
+    "--config",
+    type=options.PATH,
+    required=True,
+    help="ZooKeeper's configuration file (sample: conf/zoo.cfg)",
+)
 @options.exit_with_parent
 def run_command(*, config: Path, exit_with_parent: bool) -> int:
     if not config.is_file():

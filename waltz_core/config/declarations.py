@@ -33,7 +33,7 @@ TLS_CHECKS = ("name", "chain", "nothing")
 def _connect() -> Any:  # noqa: ANN401 - see `setting`
     return setting(
         "",
-        "ZooKeeper's hosts and the cluster's root. All processes of a cluster have the same.",
+        "ZooKeeper's hosts and the cluster's root. All processes of a cluster use the same value.",
         example="127.0.0.1:2181/waltz/local",
     )
 
@@ -232,9 +232,9 @@ class StorageConfig(TlsConfig, ZooKeeperConfig):
     )
     queue_bytes_max: int = _bytes(
         64 * MIB,
-        "Appends that wait for a writer, over all partitions. When it is full, the storage "
-        "does not read from connections. Too small: a sync has little to do. Too large: memory "
-        "and latency.",
+        "Bytes of appends that wait for a writer thread, over all partitions. Over the limit, the "
+        "storage does not read from connections. Too small: each sync covers few appends. Too "
+        "large: memory and latency.",
         least=32 * MIB,
     )
     connections_max: int = setting(
@@ -274,15 +274,16 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
     http_port: int = _port(0, "Port for /metrics, /health and /ping. 0: none.")
     lock_slot_count: int = setting(
         1_048_573,
-        "Slots of a partition's lock table, 8 bytes each; best a prime. Too few: the server "
-        "rejects appends of clients that lag without a real conflict. Too many: memory, and "
+        "Slots of a partition's lock table, 8 bytes each; preferably a prime number. Too few: the "
+        "server rejects appends of clients that lag without a real conflict. Too many: memory, and "
         "time when a partition moves.",
         least=101,
         most=134_217_689,
     )
     lock_table_bytes_max: int = _bytes(
         256 * MIB,
-        "Lock tables of all partitions together. Over the limit, the server shrinks all tables.",
+        "Bytes of the lock tables of all partitions. Over the limit, the server shrinks all "
+        "tables.",
         least=MIB,
     )
     lock_refill_count_max: int = setting(
@@ -295,20 +296,20 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
     )
     feed_cache_bytes: int = _bytes(
         64 * MIB,
-        "Headers of recent transactions, over all partitions. Too small: feeds that lag a little "
-        "read from storages.",
+        "Bytes of the headers of recent transactions, over all partitions. Too small: feeds that "
+        "lag a little read from storages.",
         least=MIB,
     )
     transaction_cache_bytes: int = _bytes(
         128 * MIB,
-        "Recent transactions with their data, over all partitions. Too small: readers of recent "
-        "data cost the storages' disks.",
+        "Bytes of recent transactions with their data, over all partitions. Too small: readers of "
+        "recent data cost the storages' disks.",
         least=MIB,
     )
     memory_bytes_max: int = _bytes(
         GIB,
-        "All buffers, caches and tables of this server. Over the limit, the server rejects "
-        "appends as overloaded and does not read from connections.",
+        "Bytes of all buffers, caches and tables of this server. Over the limit, the server "
+        "rejects appends as overloaded and does not read from connections.",
         least=64 * MIB,
     )
     connections_max: int = setting(
@@ -316,7 +317,8 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
     )
     connection_in_flight_bytes_max: int = _bytes(
         64 * MIB,
-        "Unanswered requests of one connection. Over the limit, the server does not read from it.",
+        "Bytes of unanswered requests of one connection. Over the limit, the server does not read "
+        "from it.",
         least=16 * MIB,
     )
     connection_in_flight_max: int = setting(
@@ -328,20 +330,20 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
     )
     write_buffer_bytes_max: int = _bytes(
         MIB,
-        "Answers that one client has not read yet. Over the limit, the server pauses its feed "
-        "and its requests until it has read some.",
+        "Bytes of answers that one client has not read yet. Over the limit, the server pauses the "
+        "client's feed and requests until it has read some.",
         least=64 * KIB,
     )
     partition_queue_bytes_max: int = _bytes(
         32 * MIB,
-        "Appends that wait for their lock check. When it is full, the server rejects more as "
-        "overloaded.",
+        "Bytes of appends to one partition that wait for their lock check. Over the limit, the "
+        "server rejects appends as overloaded.",
         least=16 * MIB,
     )
     partition_in_flight_bytes_max: int = _bytes(
         4 * MIB,
-        "Records sent to replicas and not yet on a quorum of disks. Too small: the disks idle "
-        "between syncs. Too large: latency, and memory for each replica.",
+        "Bytes of records sent to replicas and not yet on a quorum of disks. Too small: the disks "
+        "idle between syncs. Too large: latency, and memory for each replica.",
         least=64 * KIB,
     )
     partition_in_flight_batches_max: int = setting(
@@ -349,13 +351,13 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
     )
     small_requests_first: bool = setting(
         True,  # noqa: FBT003 - as above
-        "While small requests arrive too, the server splits large batches and pauses between "
-        "the pieces, so that small ones wait at most twice as long as alone. Off: the client "
-        "that sends most gets most.",
+        "Whether the server splits large batches, and pauses between the pieces, while small "
+        "requests arrive; these then wait at most twice as long as alone. False: the client that "
+        "sends most gets the largest share.",
     )
     batch_rows_max: int = setting(
         16_384,
-        "Rows of one append batch of a client. Too many: appends of other clients wait for it.",
+        "Rows in one append batch of a client. Too many: appends of other clients wait for it.",
         least=1,
         most=1_000_000,
     )
@@ -364,9 +366,9 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
     )
     replica_lag_bytes_max: int = _bytes(
         16 * MIB,
-        "How far a replica may lag before the server catches it up from the logs of the others "
-        "instead of from memory. Too small: a short pause costs reads. Too large: memory for "
-        "each replica.",
+        "Bytes by which a replica may lag before the server catches it up from the logs of the "
+        "others instead of from memory. Too small: a short pause costs reads. Too large: memory "
+        "for each replica.",
         least=MIB,
     )
     checkpoint_interval_count: int = setting(
@@ -377,7 +379,7 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
         most=1_000_000_000,
     )
     feed_frame_count_max: int = setting(
-        4_096, "Transactions of one feed message.", least=1, most=65_536
+        4_096, "Transactions in one feed message.", least=1, most=65_536
     )
     feed_grant_count_min: int = setting(
         10_000,
@@ -387,7 +389,7 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
         most=10_000_000,
     )
     range_bytes_max: int = _bytes(
-        4 * MIB, "Records of one answer to a reader.", least=64 * KIB, most=8 * MIB
+        4 * MIB, "Bytes of records in one answer to a reader.", least=64 * KIB, most=8 * MIB
     )
     group: int = _group(
         "The group of storages that this server is in. It reads from storages of this group "
@@ -406,7 +408,9 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
         50, "The first pause before a replica is tried again. Too short: wasted work."
     )
     retry_interval_ms_max: int = _ms(
-        2_000, "The longest such pause. Too long: a storage that has returned stays unused."
+        2_000,
+        "The longest pause before a replica is tried again. Too long: a storage that has returned "
+        "stays unused.",
     )
     quorum_timeout_ms: int = _ms(
         12_000,
@@ -423,13 +427,13 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
     )
     session_timer_ms: int = _ms(
         2_000,
-        "Time after an answer of a quorum for which the server returns marks without asking it "
+        "Time after an answer of a quorum for which the server returns marks without querying it "
         "again. Too long: a server that has lost its partitions returns old marks.",
     )
     balance: str = setting(
         "count",
-        'How partitions are spread over servers: by "count", or by "load", the cost that they '
-        "cause. The same for all servers.",
+        'How partitions are spread over servers: by "count", the number of partitions, or by '
+        '"load", the work that they cause. All servers use the same value.',
     )
     balance_interval_ms: int = _ms(
         5_000,
@@ -490,7 +494,9 @@ class ClientConfig(TlsConfig, ZooKeeperConfig):
     mount_timeout_ms: int = _ms(10_000, "Time that one attempt to mount a partition may take.")
     retry_interval_ms_min: int = _ms(50, "The first pause before a server is tried again.")
     retry_interval_ms_max: int = _ms(
-        2_000, "The longest such pause. Too long: idle time after a server has returned."
+        2_000,
+        "The longest pause before a server is tried again. Too long: idle time after a server has "
+        "returned.",
     )
     in_flight_count_max: int = setting(
         20_000,
@@ -499,7 +505,12 @@ class ClientConfig(TlsConfig, ZooKeeperConfig):
         least=1,
         most=10_000_000,
     )
-    in_flight_bytes_max: int = _bytes(32 * MIB, "The same in bytes.", least=5 * MIB)
+    in_flight_bytes_max: int = _bytes(
+        32 * MIB,
+        "Bytes of the transactions of one partition that wait for their outcome; beyond that, "
+        "`submit` waits.",
+        least=5 * MIB,
+    )
     batch_rows_max: int = setting(
         10_000,
         "Transactions sent in one append batch; the server may allow less.",
@@ -513,7 +524,7 @@ class ClientConfig(TlsConfig, ZooKeeperConfig):
         most=15 * MIB,
     )
     range_bytes_max: int = _bytes(
-        4 * MIB, "Records requested at once when reading.", least=64 * KIB, most=8 * MIB
+        4 * MIB, "Bytes of records requested at once when reading.", least=64 * KIB, most=8 * MIB
     )
     group: int = _group(
         "The group of storages that this client is in: reads of ranges from replicas use this "

@@ -223,7 +223,7 @@ def render(config_type: type[Config], values: Mapping[str, object]) -> str:
             raise BadConfig(f"{kind}: unknown setting {name!r}{nearest(name, list(known))}")
         typed = _typed(name, value, known[name].type, kind)
         _check(f"{kind}: {name}", typed, known[name])
-        lines.append(f"{name} = {_literal(name, typed)}\n")
+        lines.append(f"{name} = {literal(name, typed)}\n")
     return "".join(lines)
 
 
@@ -240,7 +240,7 @@ def sample_toml(config_type: type[Config]) -> str:
         example: str = each.metadata["example"]
         mark = "" if example else "# "
         default: Any = each.default
-        lines.append(f"{mark}{each.name} = {_literal(each.name, example or default)}")
+        lines.append(f"{mark}{each.name} = {literal(each.name, example or default)}")
     return "\n".join(lines) + "\n"
 
 
@@ -258,7 +258,12 @@ def _wrapped(text: str, width: int = 96) -> list[str]:
     return lines
 
 
-def _literal(name: str, value: Value) -> str:
+def literal(name: str, value: Value) -> str:
+    """Return a value as TOML.
+
+    Raises:
+        BadConfig: a text with control characters.
+    """
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int):

@@ -320,8 +320,12 @@ class Repairs:
 
     def _avoid_source(self, ticket: int, source: ReplicaId, reason: str, now_ms: int) -> None:
         target = self._running[ticket].target
-        fields = (("replica", source), ("target", target.replica), ("reason", reason))
-        self._outbox.append(Report("replica.no_source", fields))
+        self._outbox.append(
+            Report(
+                "replica.no_source",
+                (("replica", source), ("target", target.replica), ("reason", reason)),
+            )
+        )
         until_ms = now_ms + self._limits.answer_ms_max
         self._avoided_until_ms[target.replica, source] = until_ms
         self._drop(ticket)

@@ -499,7 +499,7 @@ class StoreSession:
             return
         self.recovery.answered(each.replica, answer, registered)
         if each.replica in self.recovery.unknown:
-            self._report("replica.unknown", replica=each.replica, last=answer.synced_max)
+            self._report("replica.untrusted", replica=each.replica, last=answer.synced_max)
         each.stage = ReplicaStage.REPAIRING
         each.repair = ReplicaRepair(answer)
 
@@ -527,13 +527,13 @@ class StoreSession:
         if mark is None:
             if self.recovery.is_complete and not self._is_waiting_reported:
                 self._is_waiting_reported = True
-                self._report("recovery.waiting", unknown=tuple(self.recovery.unknown))
+                self._report("recovery.waiting", untrusted=tuple(self.recovery.unknown))
             return False
         if mark < self.claim.known_last:
             reason = f"the replicas' log ends at {mark}, but {self.claim.known_last} was committed"
             self.end(Ending(Cause.REJECTED, reason))
             return False
-        self._report("recovery.decided", mark=mark, unknown=tuple(self.recovery.unknown))
+        self._report("recovery.decided", mark=mark, untrusted=tuple(self.recovery.unknown))
         self.repairs.decided(mark)
         return True
 
@@ -601,8 +601,9 @@ class StoreSession:
             return
         each.slow_count += 1
         if now_ms >= each.slow_report_at_ms:
-            fields = {"replica": each.replica, "took_ms": took_ms, "count": each.slow_count}
-            self._report("append.slow", **fields)
+            self._report(
+                "append.slow", replica=each.replica, took_ms=took_ms, count=each.slow_count
+            )
             each.slow_count, each.slow_report_at_ms = 0, now_ms + SLOW_REPORT_MS
 
     def _stalled_at_ms(self) -> int | None:

@@ -120,7 +120,7 @@ async def _answer(caller: socket.socket, request_bytes: int, open_requested: Ope
     with closing(caller):
         user = _user_of(caller)
         if user not in _trusted():
-            _log.info("handover.denied error=user %d is not the one that runs this process", user)
+            _log.info("handover.denied error=%s", f"user {user} does not run this process")
             return
         try:
             async with asyncio.timeout(REQUEST_TIMEOUT_S):

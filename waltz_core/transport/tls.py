@@ -87,7 +87,7 @@ def renew(config: ServerConfig | StorageConfig, *contexts: ssl.SSLContext | None
         _log.error("tls.renewal_failed error=%s", error)
         return
     if chosen is None:
-        _log.error("tls.renewal_failed error=tls: expected it to be on, as it was at the start")
+        _log.error("tls.renewal_failed error=%s", "tls: expected it to be on, as it was at the start")
         return
     for context in filter(None, contexts):
         _load_certificate(context, chosen)
@@ -119,10 +119,10 @@ def listening(config: ServerConfig | StorageConfig) -> ssl.SSLContext | None:
             raise BadConfig('tls: expected "on" with tls_require_certificate = true')
         if not is_meant and not _is_loopback(config.listen_host):
             _log.warning(
-                "tls.disabled host=%s: every host that can connect may read and write, without "
-                'authentication; expected tls = "on" with tls_certificate, or tls = "off" in a '
-                "private network",
+                "tls.disabled host=%s hint=%r",
                 config.listen_host,
+                "every host that can connect may read and write without authentication: set "
+                'tls = "on" and tls_certificate, or tls = "off" in a private network',
             )
         return None
     if not chosen.tls_certificate:

@@ -117,7 +117,7 @@ class TlsPort:
                 with contextlib.suppress(OSError):
                     duplicate.send(tls.alert_of(error))
         except Exception:  # noqa: BLE001 - one connection must not end the port
-            _log.exception("tls.failed peer=%s", host)
+            _log.exception("tls.task_failed peer=%s", host)
         finally:
             self._handshakes_count -= 1
             if duplicate is not None:

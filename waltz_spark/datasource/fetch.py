@@ -126,8 +126,15 @@ def fetch(
         for batch in _batches(chunk, span.partition, shape):
             rows += batch.num_rows
             yield shape.project(batch)
-    took = time.monotonic() - began
-    _log.info("partition %d: %d rows, %d bytes in %.2f s", span.partition, rows, size, took)
+    _log.info(
+        "spark.range_read partition=%d first=%d last=%d rows=%d bytes=%d took_s=%.2f",
+        span.partition,
+        span.first,
+        span.last,
+        rows,
+        size,
+        time.monotonic() - began,
+    )
 
 
 def _batches(chunk: RangeChunk, partition: int, shape: Shape) -> list[pa.RecordBatch]:

@@ -40,7 +40,7 @@ class WaltzDataSource(DataSource):
 
     A read returns `partition`, `transaction_id`, `header`, `request_id`, `commit_time`, `data`, or
     the columns of your schema with option `dataFormat`. A write appends each row as one
-    transaction. `docs/spark.md` lists all options and columns.
+    transaction. `docs/reference/spark-options.md` lists all options.
 
         spark.read.format("waltz").load("zk1:2181/waltz/payments")
         df.write.format("waltz").mode("append").save("zk1:2181/waltz/payments")

@@ -153,7 +153,7 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             if marks[shown] >= begin[shown]:
                 what = self._other_cluster(start.cluster, self._cluster_key)
             raise DataLoss(f"{what}: {_OTHER_LOG}")
-        _log.warning("partitions %s belong to another log and are read from its start", lost)
+        _log.warning("spark.log_recreated partitions=%s", lost)
         return dict.fromkeys(lost, int(BEFORE_FIRST))
 
     def _other_cluster(self, expected: str | None, found: bytes) -> str:
@@ -225,7 +225,7 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                         f"{past[0]}, but its log ends at {sources[past[0]].high_water_mark}"
                     )
                 raise DataLoss(f"{what}: {_OTHER_LOG}")
-            _log.warning("a micro-batch of another log: partitions %s cannot be read", lost)
+            _log.warning("spark.micro_batch_skipped partitions=%s", lost)
             whole = [span for span in whole if span.partition not in lost]
         return tasks_of(client, options, whole, sources)
 

@@ -85,8 +85,9 @@ def new_job(options: WriteOptions, schema: StructType, write: str | None) -> Job
         load_function(options.recompute)
         if options.exactly_once and not options.identity_columns:
             _log.warning(
-                "waltz: recompute without identityColumns: a task that runs again after rows were "
-                "recomputed fails, as it cannot find them in the log"
+                "spark.recompute_without_identity hint=%r",
+                "set identityColumns: otherwise a task that runs again cannot find its recomputed "
+                "rows in the log, and fails",
             )
     return with_client(options.connect, lambda client: _job_at(client, options, write))
 
@@ -148,13 +149,10 @@ class WaltzBatchWriter(DataSourceArrowWriter):
         if any(task.was_done for task in tasks):
             return  # the error has the counts
         committed = sum(task.committed for task in tasks)
-        again = ""
-        if self._job.is_named:
-            again = f"; if it runs again as write {self._job.write}, they are not written twice"
         _log.warning(
-            "waltz: the job failed; at least %d of its rows are in the log and stay there%s",
+            "spark.write_failed committed=%d write=%s",
             committed,
-            again,
+            self._job.write if self._job.is_named else "unnamed",
         )
 
 
@@ -192,9 +190,9 @@ def finish(job: Job, messages: Sequence[WriterCommitMessage | None], named: Name
         ended = end_write(job.options.connect, named.write, summary, keep_ms=keep_ms)
         rows.check_same(named.write, asyncio.run(ended), hint=_HINT_OF_RACE)
     _log.warning(
-        "waltz: %(committed)d rows committed (%(recomputed)d recomputed), %(rejected)d rejected, "
-        "%(retry)d to retry (%(rejected_by_own_rows)d rejected because of rows of this job) in "
-        "%(seconds).1f s",
+        "spark.write_committed committed=%(committed)d recomputed=%(recomputed)d "
+        "rejected=%(rejected)d retry=%(retry)d rejected_by_own_rows=%(rejected_by_own_rows)d "
+        "took_s=%(seconds).1f",
         summary,
     )
 
@@ -210,11 +208,10 @@ def _repeat(job: Job, tasks: list[TaskResult], named: Named) -> None:
     is_alone = all(task.was_done for task in tasks)
     hint = named.hint if is_alone else _HINT_OF_RACE
     _rows_of(tasks).check_same(named.write, summary, hint=hint)
-    unknown = ""
-    if "rows_hash" not in summary:
-        unknown = "; an earlier version finished it, so its rows could not be compared"
     _log.warning(
-        "waltz: write %s is already committed; nothing was appended%s", named.write, unknown
+        "spark.write_already_committed write=%s rows_compared=%s",
+        named.write,
+        "rows_hash" in summary,  # earlier versions wrote no hash
     )
     path = next((task.results_path for task in tasks if task.results_path is not None), None)
     if path is not None:
@@ -250,7 +247,7 @@ def forget(job: Job, writes: list[str]) -> None:
     try:
         asyncio.run(forget_writes(job.options.connect, writes))
     except WaltzError as error:
-        _log.warning("waltz: writes %s will be removed later: %s", writes, error)
+        _log.warning("spark.writes_not_removed writes=%s error=%s", writes, error)
 
 
 def now_ms() -> int:

@@ -163,8 +163,7 @@ class Recomputer:
             if since is not None:
                 return marks, since
             _log.warning(
-                "waltz: partition %d: %d rejected rows are not recomputed: too many transactions "
-                "since their mark %d",
+                "spark.rows_not_recomputed partition=%d rows=%d mark=%d",
                 rejected.partition,
                 int((rejected.marks == marks[0]).sum()),
                 marks[0],

@@ -79,7 +79,7 @@ class WaltzStreamWriter(DataSourceStreamArrowWriter):
         before: list[str] = []
         if write is not None and batchId > 0:
             before = [f"{write.removesuffix(str(batchId))}{batchId - 1}"]
-        _log.info("waltz: micro-batch %d", batchId)
+        _log.info("spark.micro_batch_written batch=%d", batchId)
         keep_days = max(UNFINISHED_DAYS, self._job.options.retention_days)
         named = None if write is None else Named(write, keep_days, _HINT)
         finish(self._job, messages, named)
@@ -91,7 +91,7 @@ class WaltzStreamWriter(DataSourceStreamArrowWriter):
         if any(task.was_done for task in tasks):
             return  # the error has the counts
         _log.warning(
-            "waltz: micro-batch %d failed; at least %d of its rows are in the log and stay there",
+            "spark.micro_batch_failed batch=%d committed=%d",
             batchId,
             sum(task.committed for task in tasks),
         )

@@ -158,7 +158,7 @@ class Job:
         already = read_back(client, claim.marks, own=own, others=others, keys=keys)
         client.begin_sequences(already.next_sequences)
         _log.info(
-            "task %d of write %s, attempt %d: %d rows are in the log already",
+            "spark.rows_found task=%d write=%s attempt=%d rows=%d",
             claim.task,
             claim.write,
             state.attempt,
@@ -197,7 +197,7 @@ class Job:
         written.file = None if results is None else results.close()
         took, rows = time.monotonic() - began, written.committed + written.rejected
         _log.info(
-            "task %d, attempt %d: %d rows in %.2f s, %d rejected",
+            "spark.task_written task=%d attempt=%d rows=%d took_s=%.2f rejected=%d",
             *place,
             rows,
             took,

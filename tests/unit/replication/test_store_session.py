@@ -76,7 +76,7 @@ def test_all_answers_in_and_nothing_decidable_is_reported_once():
     bench.run()
     bench.wait(2000)
     bench.run()
-    assert bench.reports("recovery.waiting") == [{"session": 1, "unknown": (B, C)}]
+    assert bench.reports("recovery.waiting") == [{"session": 1, "untrusted": (B, C)}]
 
 
 def test_a_quorum_is_enough_when_one_storage_is_dead():
@@ -128,7 +128,7 @@ def test_a_rolled_back_replica_is_filled_up_and_counts_again():
     bench.run()
     bench.wait(LIMITS.grace_ms)
     bench.run()
-    assert bench.reports("replica.unknown") == [{"session": 1, "replica": A, "last": 1}]
+    assert bench.reports("replica.untrusted") == [{"session": 1, "replica": A, "last": 1}]
     bench.wait(1000)
     bench.run()
     assert bench.store.readable_replicas == [A, B, C]

@@ -36,7 +36,7 @@ def test_a_micro_batch_reads_all_that_is_there_and_a_warning_says_so(
         end = reader.latestOffset()
     assert end == offset(10, 10)
     assert read(reader, start, end) == {0, 1}
-    assert "a micro-batch has 22 transactions, maxTransactionsPerTrigger is 3" in caplog.text
+    assert "micro_batch_over_limit transactions=22 maxTransactionsPerTrigger=3" in caplog.text
 
 
 def test_offsets_never_go_back(cluster: Cluster) -> None:  # noqa: F811

@@ -403,5 +403,8 @@ def test_changes_and_refusals_are_reported():
     desk = Terminal()
     desk.ask(wire.MarkSuspect(1, 2, True))
     desk.ask(wire.CheckCluster(-1, KEY, 5))
-    assert [report.name for report in desk.reports] == ["administered", "administration_rejected"]
+    assert [report.name for report in desk.reports] == [
+        "storage.administered",
+        "storage.administration_rejected",
+    ]
     assert dict(desk.reports[0].fields) == {"request": "MarkSuspect", "partition": 2}

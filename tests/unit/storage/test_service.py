@@ -756,7 +756,7 @@ def test_a_dropped_partition_is_served_no_more(bench):
 def test_refusals_are_reported(bench):
     bench.refusal(1, prepare(Owner(5, partition_id=3)))
     (report,) = bench.only(Report)
-    assert report.name == "rejected"
+    assert report.name == "storage.rejected"
     assert dict(report.fields) == {"request": "Prepare", "error": "UnknownPartition"}
 
 
@@ -810,7 +810,7 @@ def test_the_owner_is_notified_of_damage_found_by_any_read(bench):
         bench.ask(2, range_of(reader, 4, 5, reader=True))
         bench.ask(2, range_of(reader, 4, 5, reader=True))
     assert reported_damage(bench) == [[3, 3], [3, 3, 5, 5]], "all that is known, once it is more"
-    assert [each["ids"] for each in reports(bench, "damage_found")] == ["3..3", "5..5"]
+    assert [each["ids"] for each in reports(bench, "storage.damage_found")] == ["3..3", "5..5"]
 
 
 def test_damage_without_an_owner_is_reported_with_the_next_session(bench):
@@ -821,7 +821,7 @@ def test_damage_without_an_owner_is_reported_with_the_next_session(bench):
         bench.step(service.ScrubNow())
         bench.finish()
     assert reported_damage(bench) == []
-    assert reports(bench, "damage_found") == [{"partition": 0, "ids": "2..2"}]
+    assert reports(bench, "storage.damage_found") == [{"partition": 0, "ids": "2..2"}]
     prepared = bench.ask(2, prepare(Owner(6)))
     assert np.frombuffer(prepared.damaged, dtype=">i8").tolist() == [2, 2]
 
@@ -847,7 +847,7 @@ def test_repairs_in_the_session_are_reported(bench):
     records, _, lengths = records_of(3, 1)
     repair = owner.make(Repair, 3, lengths, records, zlib.crc32(records))
     assert isinstance(bench.ask(1, repair), ReplicaEnd)
-    assert reports(bench, "damage_repaired") == [{"partition": 0, "ids": "3..3"}]
+    assert reports(bench, "storage.damage_repaired") == [{"partition": 0, "ids": "3..3"}]
     assert bench.ask(1, range_of(owner, 0, 5)).count == 6
 
 
@@ -857,8 +857,8 @@ def test_a_read_that_fails_is_reported_and_ends_nothing(bench):
     for _ in range(3):
         bench.disk.next_errors["pread"] = ReadFailed("reading x.seg: Input/output error")
         assert bench.ask(1, range_of(owner, 0, 5)).count == 6
-    assert len(reports(bench, "read_failed")) == 3
-    assert "x.seg" in reports(bench, "read_failed")[0]["error"]
+    assert len(reports(bench, "storage.read_failed")) == 3
+    assert "x.seg" in reports(bench, "storage.read_failed")[0]["error"]
     assert (
         bench.only(service_effects.EndProcess) == bench.only(service_effects.CloseConnection) == []
     )
@@ -883,7 +883,7 @@ def test_a_log_is_read_again_piece_by_piece(make):
     bench.ask(1, owner.append(6))
     begun_ms = bench.now_ms
     pieces = []
-    while not reports(bench, "scrub_finished"):
+    while not reports(bench, "storage.scrub_finished"):
         pieces += [(work.piece, bench.now_ms) for work in tick(bench) if work.piece is not None]
         bench.finish()
     assert [piece.first for piece, _ in pieces] == [0, 2, 4], "100 of 264 bytes at a time"
@@ -897,7 +897,7 @@ def test_a_pass_over_a_whole_log_reports_nothing(bench):
     bench.ask(1, owner.append(6))
     bench.step(service.ScrubNow())
     bench.finish()
-    while not reports(bench, "scrub_finished"):
+    while not reports(bench, "storage.scrub_finished"):
         tick(bench)
         bench.finish()
     assert reported_damage(bench) == []
@@ -915,7 +915,7 @@ def test_a_piece_waits_for_work_under_way_and_goes_before_what_waits(make):
     assert [work.piece.first for work in bench.works] == [0]
     bench.finish()
     assert bench.answers(1)[-1].synced_max == 7
-    assert reports(bench, "scrub_finished") == [{"partition": 0}]
+    assert reports(bench, "storage.scrub_finished") == [{"partition": 0}]
 
 
 def test_the_marker_moves_also_when_the_scrub_came_in_between(bench):
@@ -943,8 +943,8 @@ def test_a_scrub_that_fails_at_a_slot_is_a_failed_write_and_continues_elsewhere(
         bench.step(service.ScrubNow())
         bench.disk.next_errors["pwrite"] = DiskFailed("writing waltz-x.ctl: Input/output error")
         bench.finish()
-    assert len(reports(bench, "disk_failed")) == 1
-    assert "waltz-x.ctl" in reports(bench, "scrub_skipped")[0]["error"]
+    assert len(reports(bench, "storage.disk_failed")) == 1
+    assert "waltz-x.ctl" in reports(bench, "storage.scrub_skipped")[0]["error"]
     assert bench.service.wake_at_ms is None or bench.service.wake_at_ms > bench.now_ms
 
 
@@ -1002,7 +1002,7 @@ def test_a_failed_scrub_of_a_full_disk_ends_nothing(make):
     bench.disk.free = 0
     bench.step(service.ScrubNow())
     bench.finish()
-    assert reports(bench, "scrub_finished")
+    assert reports(bench, "storage.scrub_finished")
 
 
 @contextmanager
@@ -1052,8 +1052,10 @@ def test_files_that_were_deleted_or_replaced_are_used_no_more(make, tmp_path, ch
     (gone,) = bench.only(service_effects.DropPartition)
     assert gone.log is bench.log
     names = [each.name for each in bench.only(Report)]
-    assert names.count("files_replaced") == 1
-    assert {"disk_failed", "scrub_skipped", "damage_found"}.isdisjoint(names)
+    assert names.count("storage.files_replaced") == 1
+    assert {"storage.disk_failed", "storage.scrub_skipped", "storage.damage_found"}.isdisjoint(
+        names
+    )
     assert bench.refusal(3, prepare(Owner(4))) is UnknownPartition
     bench.now_ms += 10_000
     bench.step(Wakeup())
@@ -1075,7 +1077,7 @@ def test_a_filled_replica_is_reported(bench):
     mark = later.make(SetLowWaterMark, later.next_id - 1, later.chain)
     assert isinstance(bench.ask(2, mark), ReplicaEnd)
     (repaired,) = [
-        dict(each.fields) for each in bench.only(Report) if each.name == "replica_repaired"
+        dict(each.fields) for each in bench.only(Report) if each.name == "storage.replica_repaired"
     ]
     assert repaired == {"partition": 0, "session": 2, "ended_at": 2, "ends_at": 4}
 
@@ -1087,10 +1089,10 @@ def test_a_full_disk_is_reported_once_and_that_it_has_room_again(make):
     for _ in range(2):
         assert bench.refusal(1, owner.append()) is NoSpace
         owner.next_id -= 1
-    names = [each.name for each in bench.only(Report) if each.name.startswith("disk_")]
-    assert names == ["disk_full"]
+    names = [each.name for each in bench.only(Report) if each.name.startswith("storage.disk_")]
+    assert names == ["storage.disk_full"]
     bench.disk.free = None
     bench.engine.space.recheck()
     bench.step(service.SpaceChecked())
-    names = [each.name for each in bench.only(Report) if each.name.startswith("disk_")]
-    assert names == ["disk_full", "disk_has_space"]
+    names = [each.name for each in bench.only(Report) if each.name.startswith("storage.disk_")]
+    assert names == ["storage.disk_full", "storage.disk_has_space"]

@@ -72,14 +72,14 @@ def _checks(function: VerbFunction) -> VerbFunction:
             type=int,
             default=1,
             metavar="N",
-            help="number of partitions, from 0 on [default: 1]",
+            help="number of partitions to use, from partition 0 on [default: 1]",
         ),
         click.option(
             "--transactions",
             type=int,
             default=100,
             metavar="N",
-            help="transactions of each client [default: 100]",
+            help="transactions that each client appends, or `consume` checks [default: 100]",
         ),
     ):
         function = declare(function)
@@ -294,7 +294,9 @@ async def produce(chosen: CheckLoad) -> int:
 
 
 @verb
-@click.option("--first", type=int, metavar="ID", help="first id [default: the next transaction]")
+@click.option(
+    "--first", type=int, metavar="ID", help="first ID to read [default: the next transaction]"
+)
 @_checks
 async def consume(chosen: CheckLoad) -> int:
     async with AsyncWaltzClient.connect(chosen.connect) as client:

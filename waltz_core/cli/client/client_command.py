@@ -35,7 +35,7 @@ from waltz_core.records.record import BEFORE_FIRST
     metavar="P",
     help="the partition [default: derived from the first lock, otherwise round-robin]",
 )
-@click.option("--header", type=int, default=0, help="32 bits for the application [default: 0]")
+@click.option("--header", type=int, default=0, help="the header, a 32-bit number [default: 0]")
 @click.option(
     "--write-lock", multiple=True, metavar="NAME:KEY", help="a write lock; KEY is an integer"
 )
@@ -43,7 +43,7 @@ from waltz_core.records.record import BEFORE_FIRST
     "--high-water-mark",
     type=int,
     metavar="ID",
-    help="fail if a lock was written after this id [default: the partition's high-water mark]",
+    help="fail if a lock was written after this ID [default: the partition's high-water mark]",
 )
 @options.connect
 @options.as_json
@@ -95,9 +95,15 @@ def _lock(text: str) -> int:
 @verb
 @options.partition
 @click.option(
-    "--first", type=int, default=BEFORE_FIRST + 1, metavar="ID", help="first id [default: 0]"
+    "--first",
+    type=int,
+    default=BEFORE_FIRST + 1,
+    metavar="ID",
+    help="first ID to read [default: 0]",
 )
-@click.option("--last", type=int, metavar="ID", help="last id [default: the high-water mark]")
+@click.option(
+    "--last", type=int, metavar="ID", help="last ID to read [default: the high-water mark]"
+)
 @options.connect
 @options.as_json
 def read(*, partition: int, first: int, last: int | None, connect: str, as_json: bool) -> int:
@@ -118,8 +124,10 @@ def read(*, partition: int, first: int, last: int | None, connect: str, as_json:
 
 @verb
 @options.partition
-@click.option("--first", type=int, metavar="ID", help="first id [default: the next transaction]")
-@click.option("--transactions", type=int, metavar="N", help="number after which it ends")
+@click.option(
+    "--first", type=int, metavar="ID", help="first ID to read [default: the next transaction]"
+)
+@click.option("--transactions", type=int, metavar="N", help="end after this number of transactions")
 @options.connect
 @options.as_json
 async def watch(
@@ -182,7 +190,7 @@ def _print(row: tuple[int, int, str], *, as_json: bool) -> None:
 
 @verb
 @click.option("--partition", type=int, metavar="P", help="one partition [default: all]")
-@click.option("--linearizable", is_flag=True, help="marks that a quorum has confirmed")
+@click.option("--linearizable", is_flag=True, help="let a quorum confirm the marks")
 @options.connect
 @options.as_json
 def high_water_mark(

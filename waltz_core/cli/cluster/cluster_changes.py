@@ -38,7 +38,7 @@ _storages = options.argument("addresses", "HOST:PORT...", "the storages", nargs=
 
 @verb
 @options.storage_address
-@click.option("--group", type=int, help="its group [default: a group of its own]")
+@click.option("--group", type=int, help="the group of the storage [default: a new group]")
 @_admin_port
 @changes()
 async def add_storage(
@@ -76,7 +76,9 @@ async def _check_storage(address: ReplicaId) -> None:
 
 @verb
 @options.storage_address
-@options.argument("admin_port", "ADMIN_PORT", "the port at which it listens", type=int)
+@options.argument(
+    "admin_port", "ADMIN_PORT", "the port at which the storage accepts administration", type=int
+)
 @changes()
 async def set_admin_port(command: Command, *, address: str, admin_port: int) -> Result:
     storage = ReplicaId(address)
@@ -240,7 +242,7 @@ async def move_replica(command: Command, *, partitions: str, origin: str, target
 
 @verb
 @click.option(
-    "--replicas", type=int, metavar="N", help="number for each partition [default: unchanged]"
+    "--replicas", type=int, metavar="N", help="replicas of each partition [default: unchanged]"
 )
 @changes()
 async def auto_assign(command: Command, *, replicas: int | None) -> Result:

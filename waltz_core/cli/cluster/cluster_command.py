@@ -29,7 +29,7 @@ from waltz_core.records.record import PartitionId
     help="a storage; repeat it for each. Every group has one replica of each partition; "
     "without GROUP each storage is a separate group",
 )
-@click.option("--if-absent", is_flag=True, help="succeed if the cluster exists already")
+@click.option("--if-absent", is_flag=True, help="succeed if the cluster already exists")
 @with_cluster_argument
 @options.wait_s
 async def create(

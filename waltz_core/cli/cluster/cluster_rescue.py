@@ -340,9 +340,9 @@ class FormerCluster(NamedTuple):
     "--missing",
     multiple=True,
     metavar="HOST:PORT",
-    help="one of these storages that is lost permanently",
+    help="one of these storages, if it is lost permanently; repeat it for each",
 )
-@click.option("--cluster-key", type=click.UUID, help="the key that `cluster show` printed")
+@click.option("--cluster-key", type=click.UUID, help="the key that `cluster show-key` printed")
 @click.option("--partitions", type=int, help="the cluster's partition count")
 @click.option(
     "--from-directory",
@@ -351,12 +351,12 @@ class FormerCluster(NamedTuple):
     help="a storage's directory, which contains key and partition count",
 )
 @click.option(
-    "--replicas", type=int, help="number for each partition [default: one for each group]"
+    "--replicas", type=int, help="replicas of each partition [default: one for each group]"
 )
 @click.option(
     "--only-nodes",
     is_flag=True,
-    help="end after creating the nodes, before storages are started; run it again without",
+    help="only create the nodes, so that storages can start; then run the command without this",
 )
 @changes(creates=True)
 async def rebuild_metadata(command: Command, **words: Any) -> Result:  # noqa: ANN401

@@ -87,7 +87,7 @@ async def show_key(*, connect: str, as_json: bool) -> int:
 @click.option(
     "--force",
     is_flag=True,
-    help="also while servers or storages run, and for the remains of a partly deleted cluster",
+    help="delete even while servers or storages run, or after an interrupted deletion",
 )
 @changes()
 async def delete(command: Command, *, name: str, force: bool) -> Result:

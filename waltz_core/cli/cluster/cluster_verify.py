@@ -21,7 +21,9 @@ ANSWER_S: Final = 10.0
 
 
 @verb
-@click.option("--partitions", default="all", help="3 or 0-6,9, for example [default: all]")
+@click.option(
+    "--partitions", default="all", help="the partitions, for example 3 or 0-6,9 [default: all]"
+)
 @click.option(
     "--by-partition",
     is_flag=True,

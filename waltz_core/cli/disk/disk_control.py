@@ -40,7 +40,7 @@ _SLOT_FLAGS = {
 
 @verb
 @click.option("-a", "--assigned", is_flag=True, help="only assigned partitions")
-@options.files("a storage directory, a partition's, waltz-storage.ctl or waltz-x.ctl")
+@options.files("a storage directory, a partition's directory, waltz-storage.ctl or waltz-x.ctl")
 def dump_control_file(
     *, path: Path, partitions: list[int] | None, assigned: bool, as_json: bool
 ) -> int:

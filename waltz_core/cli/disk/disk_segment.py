@@ -75,8 +75,8 @@ class SegmentChoice(NamedTuple):
 )
 @click.option("--batches", is_flag=True, help="print the batches of the .chn file")
 @click.option("-t", "--transaction", type=int, metavar="ID", help="print this record only")
-@click.option("--first", type=int, metavar="ID", help="first id")
-@click.option("--last", type=int, metavar="ID", help="last id")
+@click.option("--first", type=int, metavar="ID", help="first ID to print")
+@click.option("--last", type=int, metavar="ID", help="last ID to print")
 @click.option("--data", is_flag=True, help="also print the data of records")
 @click.option(
     "-d",

@@ -29,7 +29,7 @@ FINDINGS_LIMIT = 1000
     metavar="N",
     help=f"number of findings to show; the others are counted [default: {FINDINGS_LIMIT}]",
 )
-@options.files("a storage directory, a partition's, or a .seg file")
+@options.files("a storage directory, a partition's directory or a .seg file")
 def verify(*, path: Path, partitions: list[int] | None, limit: int, as_json: bool) -> int:
     if limit < 0:
         raise BadConfig(f"--limit: expected a number from 0, found {limit}")

@@ -50,7 +50,7 @@ from waltz_core.wire.admin_messages import (
 _force = click.option(
     "--force",
     is_flag=True,
-    help="also if the last session depends on this replica; read the error first",
+    help="also if the last session needs this replica; read the error without --force first",
 )
 
 
@@ -121,7 +121,7 @@ async def remove_partition(
     "--online",
     type=options.NamedChoice(("true", "false")),
     required=True,
-    help="false: no server can use them",
+    help="true: servers use the replica; false: they do not",
 )
 @with_storages()
 async def availability(where: StorageChoice, *, partitions: str, online: str) -> int:

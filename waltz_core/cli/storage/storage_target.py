@@ -76,7 +76,7 @@ partitions = click.option(
     "partitions",
     required=True,
     metavar="PARTITIONS",
-    help="3 or 0-6,9, for example",
+    help="the partitions, for example 3 or 0-6,9",
 )
 
 
@@ -89,10 +89,17 @@ def with_storages(
         metavar="CONNECT",
         help=f"the cluster, {options.PLACE} [default without --admin: ${options.CONNECT_VARIABLE}]",
     )
-    storage = click.option(
-        "--storage", metavar="HOST:PORT", help="the storage, by its address in the cluster"
+    which = (
+        "only this storage [default: all]"
+        if is_cluster
+        else "the storage, by its address in the cluster"
     )
-    admin = click.option("--admin", metavar="HOST:ADMIN_PORT", help="the storage's admin port")
+    storage = click.option("--storage", metavar="HOST:PORT", help=which)
+    admin = click.option(
+        "--admin",
+        metavar="HOST:ADMIN_PORT",
+        help="the storage, by its admin port; instead of --connect and --storage",
+    )
     # The timeout for ZooKeeper only; an option of earlier versions.
     hidden = click.option("--wait-s", type=float, default=options.CONNECT_WAIT_S, hidden=True)
     wait_s = hidden if has_timeout else options.wait_s

@@ -424,7 +424,7 @@ class ReplicaReader:
                 chunk = await self._fetch_from(address, query)
             except errors.WaltzError as error:
                 _log.info(
-                    "ranges.replica_rejected partition=%d replica=%s error=%s",
+                    "ranges.replica_failed partition=%d replica=%s error=%s",
                     self._partition_id,
                     address,
                     error,
@@ -464,7 +464,7 @@ class ReplicaReader:
                 if self._is_closed:
                     raise
                 _log.warning(
-                    "ranges.nearby_unavailable partition=%d replica=%s error=%s",
+                    "ranges.local_read_failed partition=%d replica=%s error=%s",
                     self._partition_id,
                     address,
                     error,

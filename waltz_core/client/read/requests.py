@@ -267,7 +267,7 @@ class OwnerRequests:
             addresses = {address for each in found.values() for address in each.replicas}
             groups = await self._directory.groups(addresses)
         except errors.WaltzError as error:
-            _log.warning("requests.groups_unknown error=%s", error)
+            _log.warning("client.groups_read_failed error=%s", error)
             return found
         return {
             partition: replace(

@@ -330,7 +330,7 @@ class ClientPartition:
         try:
             now = await self._services.directory.owner_now(self.partition_id)
         except errors.WaltzError as error:
-            _log.info("client.owner_unknown partition=%d error=%s", self.partition_id, error)
+            _log.info("client.owner_read_failed partition=%d error=%s", self.partition_id, error)
         on_result(now == known)
 
     async def _renew_client_id(self) -> None:
@@ -345,7 +345,7 @@ class ClientPartition:
                 client_id = await self._services.directory.next_client_id()
             except errors.Unavailable as error:
                 _log.warning(
-                    "client.id_unavailable partition=%d error=%s", self.partition_id, error
+                    "client.id_request_failed partition=%d error=%s", self.partition_id, error
                 )
                 await asyncio.sleep(pause_s)
                 continue

@@ -306,7 +306,7 @@ class PartitionStream:
 
     def _wait(self, reason: str, now_ms: int, out: list[Effect]) -> None:
         self.failure = reason
-        out.append(self._report("stream_interrupted", reason=reason))
+        out.append(self._report("stream.interrupted", reason=reason))
         self._phase_deadline_ms = None
         if not (self.has_pending or self._cursor.is_wanted or self._wants_mount):
             self.phase = Phase.IDLE
@@ -343,7 +343,7 @@ class PartitionStream:
             case messages.ErrorResponse():
                 self._error(message, now_ms, out)
             case _:
-                out.append(self._report("message_ignored", message=type(message).__name__))
+                out.append(self._report("stream.message_ignored", message=type(message).__name__))
 
     def _mounted(self, message: messages.Mounted, now_ms: int, out: list[Effect]) -> None:
         if self.phase is not Phase.MOUNTING:
@@ -427,7 +427,7 @@ class PartitionStream:
         elif self._readback.is_requested(message.req_id):
             self._leave(f"reading back: {error}", now_ms, out)
         else:
-            out.append(self._report("message_ignored", message=str(error)))
+            out.append(self._report("stream.message_ignored", message=str(error)))
 
     # --- appends
 

@@ -417,7 +417,7 @@ class Partition:
         self._route_reads(self.reads.opened(opened.session_id, mark))
         self._route(settled)
         self._out.append(
-            Report("session_opened", (("session", opened.session_id), ("high_water_mark", mark)))
+            Report("session.opened", (("session", opened.session_id), ("high_water_mark", mark)))
         )
         for request in self._waiting.session_opened():
             self._receive(request)
@@ -461,7 +461,7 @@ class Partition:
         for request in self._unproved(self._proofs.reset()):
             self._wait_for_session(request)
         self._out.append(
-            Report("session_closed", (("session", event.session_id), ("reason", event.reason)))
+            Report("session.closed", (("session", event.session_id), ("reason", event.reason)))
         )
 
     def _proof_ended(self, event: replication.MarkProved | replication.MarkUnproved) -> None:
@@ -496,7 +496,7 @@ class Partition:
         """Release the partition: committed transactions are missing from the log (rule 5)."""
         self._stop_serving(reason)
         self._drive(replication.ReleaseOwnership())
-        self._out.append(Report("data_loss", (("reason", reason),)))
+        self._out.append(Report("partition.data_loss", (("reason", reason),)))
         self._out.append(replication.Released(f"data loss: {reason}"))
 
     def _stop_serving(self, reason: str) -> None:

@@ -280,7 +280,9 @@ class Clients:
                 self._loop.call_later(answer.after_s, self._end, connection, answer.reason)
             case InexpressibleError():
                 _log.warning(
-                    "client.inexpressible_error address=%s %s", client.link.address, answer.text
+                    "client.inexpressible_error address=%s error=%s",
+                    client.link.address,
+                    answer.text,
                 )
             case _:
                 self._send(connection, client, answer)

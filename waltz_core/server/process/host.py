@@ -62,10 +62,15 @@ _GAUGES: Final = (
 # Waits from which a replica is reported as slow, and as silent.
 SLOW_REPLICA_MS: Final = 1_000
 SILENT_REPLICA_MS: Final = 10_000
-# Reports that an operator should see.
-_WARNINGS: Final = frozenset({"append.slow"})
+# The levels of reports; the others have INFO.
+LEVELS: Final = {
+    "append.slow": logging.WARNING,
+    "partition.data_loss": logging.ERROR,
+    "partition.refused": logging.WARNING,
+    "replica.damaged": logging.WARNING,
+}
 # The reports that end an attempt to open a session, successful or not.
-_OPENING_ENDED: Final = frozenset({"session_opened", "session_closed", "session.abandoned"})
+_OPENING_ENDED: Final = frozenset({"session.opened", "session.closed", "session.abandoned"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +269,7 @@ class Host:
 
     def _report(self, report: Report) -> None:
         fields = " ".join(f"{name}={value}" for name, value in report.fields)
-        level = logging.WARNING if report.name in _WARNINGS else logging.INFO
+        level = LEVELS.get(report.name, logging.INFO)
         _log.log(level, "%s partition=%s %s", report.name, self.partition_id, fields)
         self._services.metrics.report(report)
         if report.name in _OPENING_ENDED:
@@ -282,7 +287,7 @@ class Host:
         try:
             await self._services.refresh_storage_ids()
         except WaltzError as error:
-            _log.info("partition.storage_ids_unknown reason=%s", error)
+            _log.info("partition.storage_ids_read_failed reason=%s", error)
 
     @property
     def cost(self) -> float:

@@ -289,7 +289,7 @@ class Server:
             await self._storage_id_reads.answered()
             await self._refresh_nearby()
         except errors.WaltzError as error:
-            _log.warning("server.storages_unreadable error=%r", error)
+            _log.warning("server.storages_read_failed error=%r", error)
         if assignments is self._newest_assignments:
             self._assignments = assignments
             self._own_assigned()

@@ -88,7 +88,7 @@ class AdminPort:
         listener = await net.listen(
             Surface.ADMIN, host, port, self._accept, ssl=ssl, links_max=LINKS_MAX
         )
-        _log.info("storage.admin_port address=%s:%d", host, listener.port)
+        _log.info("storage.admin_port address=%s", f"{host}:{listener.port}")
         return listener
 
     def stop(self) -> None:

@@ -209,7 +209,7 @@ class Serving:
                 is_named = metadata is not None and self.address in metadata.states
             except errors.WaltzError as error:
                 _log.warning(
-                    "storage.metadata_unreadable partition=%s error=%s", partition_id, error
+                    "storage.metadata_read_failed partition=%s error=%s", partition_id, error
                 )
                 is_named = partition_id in self.logs
             if is_named:
@@ -237,8 +237,11 @@ class Serving:
         for partition_id in partition_ids:
             log = found[partition_id]
             if isinstance(log, errors.WaltzError):
-                fields = (("partition", partition_id), ("error", log))
-                self._report(Report("partition_rejected", fields))
+                self._report(
+                    Report(
+                        "storage.partition_rejected", (("partition", partition_id), ("error", log))
+                    )
+                )
                 if self._engine.has_failed:
                     raise log
                 continue

@@ -72,19 +72,20 @@ DISK_STATUS_S_MAX: Final = 2.0
 # Limit of unsent answers of one connection; beyond it the connection is closed.
 ANSWERS_BYTES_MAX: Final = 2 * FRAME_BYTES_MAX
 # Reports that are logged as WARNING or INFO; others are counted, and logged as DEBUG.
-_LEVELS: Final = {
-    "disk_failed": logging.WARNING,
-    "disk_full": logging.WARNING,
-    "files_replaced": logging.WARNING,
-    "partition_rejected": logging.WARNING,
-    "read_failed": logging.WARNING,
-    "reserve_released": logging.WARNING,
-    "damage_found": logging.WARNING,
-    "scrub_skipped": logging.WARNING,
-    "damage_repaired": logging.INFO,
-    "disk_has_space": logging.INFO,
-    "replica_repaired": logging.INFO,
-    "scrub_finished": logging.INFO,
+# The levels of reports; the others have DEBUG.
+LEVELS: Final = {
+    "storage.disk_failed": logging.WARNING,
+    "storage.disk_full": logging.WARNING,
+    "storage.files_replaced": logging.WARNING,
+    "storage.partition_rejected": logging.WARNING,
+    "storage.read_failed": logging.WARNING,
+    "storage.reserve_released": logging.WARNING,
+    "storage.damage_found": logging.WARNING,
+    "storage.scrub_skipped": logging.WARNING,
+    "storage.damage_repaired": logging.INFO,
+    "storage.disk_has_space": logging.INFO,
+    "storage.replica_repaired": logging.INFO,
+    "storage.scrub_finished": logging.INFO,
 }
 ResultT = TypeVar("ResultT")
 
@@ -435,7 +436,7 @@ class StorageDaemon:
                 await self._is_idle.wait()
         except TimeoutError:
             self._is_left = True
-            _log.warning("storage.shutdown_pending_work works=%d", self._works_count)
+            _log.warning("storage.shutdown_pending_work count=%d", self._works_count)
 
     def _failed(self, error: BaseException) -> None:
         """End the process with an error; the first one counts."""
@@ -629,10 +630,10 @@ class StorageDaemon:
 
     def _report(self, report: Report) -> None:
         self._storage_metrics.report(report)
-        level = _LEVELS.get(report.name, logging.DEBUG)
+        level = LEVELS.get(report.name, logging.DEBUG)
         if _log.isEnabledFor(level):
             fields = " ".join(f"{name}={value}" for name, value in report.fields)
-            _log.log(level, "storage.%s %s", report.name, fields)
+            _log.log(level, "%s %s", report.name, fields)
 
     async def _with_timeout(self, what: str, call: Callable[[], None], limit_s: float) -> None:
         """Call on a thread at the end of the process; a disk that hangs must not prevent it."""
@@ -640,7 +641,7 @@ class StorageDaemon:
             async with asyncio.timeout(limit_s):
                 await self._in_thread(call)
         except TimeoutError:
-            _log.warning("storage.shutdown_timed_out what=%r limit_s=%.0f", what, limit_s)
+            _log.warning("storage.close_timed_out what=%r limit_s=%.0f", what, limit_s)
 
     async def _in_thread(self, call: Callable[[], ResultT]) -> ResultT:
         return await self._loop.run_in_executor(self._pool, call)

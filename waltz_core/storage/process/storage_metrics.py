@@ -92,7 +92,7 @@ class StorageMetrics:
     def report(self, report: Report) -> None:
         """Count a report under its name, and the scrub's passes per partition."""
         self._metrics.report(report)
-        if report.name == "scrub_finished":
+        if report.name == "storage.scrub_finished":
             partition = str(dict(report.fields)["partition"])
             self._metrics.add("waltz_storage_scrub_passes_total", partition=partition)
 

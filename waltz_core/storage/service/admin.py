@@ -207,7 +207,7 @@ class AdminService:
         except StopIteration as end:
             self._effects.append(AdminAnswer(request.connection, end.value))
             if isinstance(request.message, _CHANGES):
-                self._report("administered", request)
+                self._report("storage.administered", request)
         except WaltzError as error:
             self._reject(request, error)
         else:
@@ -227,14 +227,15 @@ class AdminService:
         if request.version == 0:  # rule 6
             answer = wire.AdminFailure(sequence, f"{type(error).__name__}: {text}", ())
         self._effects.append(AdminAnswer(request.connection, answer))
-        self._report("administration_rejected", request, error=text)
+        self._report("storage.administration_rejected", request, error=text)
 
     def _report(self, name: str, request: AdminRequest, **fields: object) -> None:
-        reported = {"request": type(request.message).__name__} | fields
-        partition = getattr(request.message, "partition_id", None)
-        if partition is not None:
-            reported["partition"] = partition
-        self._effects.append(Report(name, tuple(reported.items())))
+        message = request.message
+        of_request = (
+            ("request", type(message).__name__),
+            ("partition", getattr(message, "partition_id", "none")),
+        )
+        self._effects.append(Report(name, (*of_request, *fields.items())))
 
     # ------------------------------------------------------------------ requests
 

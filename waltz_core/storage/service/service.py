@@ -444,7 +444,7 @@ class StorageService:
         self._note_space(now_ms)
         scrubbed = result.scrubbed
         if scrubbed is not None and self._scrub.done(work.partition_id, scrubbed, now_ms):
-            self._report("scrub_finished", partition=work.partition_id)
+            self._report("storage.scrub_finished", partition=work.partition_id)
             self._notify_owner(lane)  # Again: what could not be repaired may be repairable now.
         is_marked = not work.requests and work.piece is None
         lane.is_unmarked = result.appended_count > 0 or (lane.is_unmarked and not is_marked)
@@ -476,18 +476,18 @@ class StorageService:
         if lane.has_lost_files:
             return  # The result is not about this partition's log.
         if result.has_released:
-            self._report("reserve_released", partition=partition_id)
+            self._report("storage.reserve_released", partition=partition_id)
         for error in result.failed_reads:
-            self._report("read_failed", partition=partition_id, error=error)
+            self._report("storage.read_failed", partition=partition_id, error=error)
         if result.scrubbed is not None and result.scrubbed.error is not None:
             error = result.scrubbed.error
-            self._report("scrub_skipped", partition=partition_id, error=error)
+            self._report("storage.scrub_skipped", partition=partition_id, error=error)
         if result.repaired is not None:
             self._report(
-                "damage_repaired", partition=partition_id, ids=in_words((result.repaired,))
+                "storage.damage_repaired", partition=partition_id, ids=in_words((result.repaired,))
             )
         if result.found:
-            self._report("damage_found", partition=partition_id, ids=in_words(result.found))
+            self._report("storage.damage_found", partition=partition_id, ids=in_words(result.found))
             self._notify_owner(lane)
 
     def _notify_owner(self, lane: Lane) -> None:
@@ -502,8 +502,10 @@ class StorageService:
             return
         if self._space.is_short != self._is_full:
             self._is_full = self._space.is_short
-            name = "disk_full" if self._is_full else "disk_has_space"
-            self._report(name, reserved_bytes=self._space.reserved_bytes)
+            if self._is_full:
+                self._report("storage.disk_full", reserved_bytes=self._space.reserved_bytes)
+            else:
+                self._report("storage.disk_has_space", reserved_bytes=self._space.reserved_bytes)
         if self._is_full and self._space_check_at_ms is None:
             self._space_check_at_ms = now_ms + SPACE_CHECK_INTERVAL_MS
 
@@ -537,15 +539,17 @@ class StorageService:
             elif isinstance(outcome, Prepared):
                 lane.prepared_max = TransactionId(outcome.synced_max)
             elif isinstance(message, SetLowWaterMark) and message.mark != lane.prepared_max:
-                fields = {"session": message.session_id, "ended_at": lane.prepared_max}
-                partition_id = lane.log.partition_id
                 self._report(
-                    "replica_repaired", partition=partition_id, ends_at=message.mark, **fields
+                    "storage.replica_repaired",
+                    partition=lane.log.partition_id,
+                    session=message.session_id,
+                    ended_at=lane.prepared_max,
+                    ends_at=message.mark,
                 )
 
     def _stop_serving(self, lane: Lane, why: WaltzError) -> None:
         """Stop serving a partition (rule 11)."""
-        self._report("files_replaced", partition=lane.log.partition_id, error=why)
+        self._report("storage.files_replaced", partition=lane.log.partition_id, error=why)
         lane.has_lost_files = True
         self._fence(lane, why)
         self._effects.append(DropPartition(lane.log, why))
@@ -555,7 +559,7 @@ class StorageService:
         assert result.failure is not None
         self._failures_count += 1
         partition_id = lane.log.partition_id
-        self._report("disk_failed", partition=partition_id, error=str(result.failure))
+        self._report("storage.disk_failed", partition=partition_id, error=str(result.failure))
         if self._failures_count > 1:
             self._effects.append(EndProcess(str(result.failure)))
         self._fence(lane, result.failure)
@@ -575,7 +579,7 @@ class StorageService:
         lane = self._lanes.get(PartitionId(message.partition_id))
         # A greater one would look as if ZooKeeper had lost data.
         promised = lane.promise.seen if lane is not None else NO_SESSION
-        self._report("rejected", request=type(message).__name__, error=type(error).__name__)
+        self._report("storage.rejected", request=type(message).__name__, error=type(error).__name__)
         text = str(error)[:REJECTION_CHARACTERS_MAX]
         self._answer(request, Nack(*_prefix(message), error.code, promised, text))
 

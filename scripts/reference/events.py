@@ -1,0 +1,222 @@
+"""The log events: names, levels and fields from the code, meanings from `events.toml`.
+
+Rules:
+    1. An event is logged as `_log.info("area.event field=%s", ...)`, or is a
+       `Report("area.event", (("field", value),))` of a machine, which its driver logs.
+    2. A function that passes its parameter `name` to a `Report` is a reporter: each of its calls is
+       an event, with the reporter's own fields and the keywords of the call.
+    3. An event has one level and one meaning; one of level WARNING or ERROR also has an action.
+"""
+
+import ast
+import logging
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from scripts.reference.markdown import cell, code, table
+from waltz_core.server.process.host import LEVELS as SERVER_LEVELS
+from waltz_core.storage.process.storage_daemon import LEVELS as STORAGE_LEVELS
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXTS = Path(__file__).with_name("events.toml")
+NAME = re.compile(r"[a-z]+\.[a-z]+(?:_[a-z]+)*")
+FIELD = re.compile(r" (\w+)=(?:%(?:\(\w+\))?(?:\.\d)?[dfrs]|'[^'%]*'|[\w./-]+)")
+LINE = re.compile(f"{NAME.pattern}(?:{FIELD.pattern})*")
+# The line of a driver: the name of a report, and fields.
+DRIVER_LINE = re.compile(r"%s (?:\w+=%s )?%s")
+LEVELS = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+    "exception": logging.ERROR,
+}
+
+
+class Component(NamedTuple):
+    """A part of the code, and how its drivers log reports."""
+
+    title: str
+    folders: tuple[str, ...]
+    levels: Mapping[str, int] = {}
+    level: int = logging.INFO
+    field: str = ""
+
+
+COMPONENTS = (
+    Component(
+        "server",
+        ("waltz_core/server/", "waltz_core/replication/"),
+        SERVER_LEVELS,
+        field="partition",
+    ),
+    Component("storage", ("waltz_core/storage/",), STORAGE_LEVELS, logging.DEBUG),
+    Component("client", ("waltz_core/client/",), field="machine"),
+    Component("spark", ("waltz_spark/",)),
+    Component("every-process", ("waltz_core/",)),
+)
+
+
+@dataclass
+class LogEvent:
+    """An event, as the code logs it."""
+
+    name: str
+    component: Component
+    levels: set[int] = field(default_factory=set)
+    fields: dict[str, None] = field(default_factory=dict)  # in order
+
+    @property
+    def level(self) -> str:
+        """Its name (rule 3)."""
+        (level,) = self.levels or {self.component.levels.get(self.name, self.component.level)}
+        return logging.getLevelName(level)
+
+    @property
+    def wants_action(self) -> bool:
+        """Whether an operator should look at it."""
+        return self.level in ("WARNING", "ERROR")
+
+
+class Description(NamedTuple):
+    """What an event means, and what an operator does about it."""
+
+    meaning: str
+    action: str = ""
+
+
+def tables() -> dict[str, str]:
+    """Return a table for each component."""
+    return {each.title: _table(each) for each in COMPONENTS}
+
+
+def _table(component: Component) -> str:
+    texts = descriptions()
+    rows = [
+        (code(name), event.level, ", ".join(map(code, event.fields)), *map(cell, texts[name]))
+        for name, event in sorted(events().items())
+        if event.component is component
+    ]
+    return table(("event", "level", "fields", "meaning", "what to do"), rows)
+
+
+def descriptions() -> dict[str, Description]:
+    """Return the description of each event by name."""
+    areas = tomllib.loads(TEXTS.read_text(encoding="utf-8"))
+    return {
+        f"{area}.{name}": Description(**text)
+        for area, texts in areas.items()
+        for name, text in texts.items()
+    }
+
+
+@cache
+def events() -> dict[str, LogEvent]:
+    """Return each event of the code by name."""
+    known: dict[str, LogEvent] = {}
+    for path, tree in _modules():
+        component = next(each for each in COMPONENTS if path.startswith(each.folders))
+        for call, fields in _reports(tree):
+            name = _text(call.args[0])
+            event = known.setdefault(name, LogEvent(name, component))
+            event.fields |= dict.fromkeys(filter(None, (component.field, *fields)))
+        for call in _log_calls(tree):
+            line = _text(call.args[0])
+            name = line.partition(" ")[0]
+            event = known.setdefault(name, LogEvent(name, component))
+            event.fields |= dict.fromkeys(FIELD.findall(line))
+            event.levels.add(LEVELS[_called(call)])
+    return known
+
+
+def wrong_lines() -> list[str]:
+    """Return the log calls and reports that rule 1 does not allow."""
+    lines = [(path, call, LINE) for path, tree in _modules() for call in _log_calls(tree)]
+    names = [(path, call, NAME) for path, tree in _modules() for call, _ in _reports(tree)]
+    return [
+        f"{path}:{call.lineno}: {ast.unparse(call.args[0])}"
+        for path, call, form in (*lines, *names)
+        if not form.fullmatch(_text(call.args[0]))
+    ]
+
+
+@cache
+def _modules() -> list[tuple[str, ast.Module]]:
+    paths = sorted(
+        path for name in ("waltz_core", "waltz_spark") for path in (ROOT / name).rglob("*.py")
+    )
+    texts = ((path, path.read_text(encoding="utf-8")) for path in paths)
+    return [
+        (path.relative_to(ROOT).as_posix(), ast.parse(text))
+        for path, text in texts
+        if "_log." in text or "Report(" in text
+    ]
+
+
+def _log_calls(tree: ast.Module) -> list[ast.Call]:
+    """Return the calls of a logger, without those of drivers: `_log.log(level, ...)`."""
+    return [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and isinstance(node.func.value, ast.Name)
+        and node.func.value.id == "_log"
+        and node.func.attr in LEVELS
+        and not DRIVER_LINE.fullmatch(_text(node.args[0]))
+    ]
+
+
+def _reports(tree: ast.Module) -> Iterator[tuple[ast.Call, list[str]]]:
+    """Yield each report with its fields (rules 1 and 2)."""
+    reporters: dict[str, list[str]] = {"Report": []}
+    inside: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and (made := _report_of_name(node)):
+            reporters[node.name] = _pairs(node)
+            inside.add(made)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and _called(node) in reporters and node not in inside:
+            own = [each.arg for each in node.keywords if each.arg]
+            yield node, reporters[_called(node)] + _pairs(node) + own
+
+
+def _report_of_name(function: ast.FunctionDef) -> ast.Call | None:
+    """Return the call `Report(name, ...)` of a reporter."""
+    if "name" not in (each.arg for each in function.args.args):
+        return None
+    for node in ast.walk(function):
+        match node:
+            case ast.Call(func=ast.Name(id="Report"), args=[ast.Name(id="name"), *_]):
+                return node
+            case _:
+                pass
+    return None
+
+
+def _called(call: ast.Call) -> str:
+    """Return the last part of the name of what is called."""
+    match call.func:
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return name
+        case _:
+            return ""
+
+
+def _text(node: ast.expr) -> str:
+    """Return a literal text; empty for all else."""
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+
+
+def _pairs(node: ast.AST) -> list[str]:
+    """Return the names in all pairs `("name", value)`, in order."""
+    return [
+        _text(each.elts[0])
+        for each in ast.walk(node)
+        if isinstance(each, ast.Tuple) and len(each.elts) == 2 and _text(each.elts[0])
+    ]

@@ -1,0 +1,38 @@
+"""The metrics, from the table in `waltz_core/metrics.py`."""
+
+from scripts.reference.markdown import cell, code, table
+from waltz_core.metrics import TABLE, Metric
+
+# The last word of a name -> the unit, where the word itself is not the unit.
+UNITS = {
+    "mark": "transaction ID",
+    "transaction": "transaction ID",
+    "session": "session number",
+    "ratio": "0 to 1",
+    "ms": "milliseconds",
+}
+
+
+def tables() -> dict[str, str]:
+    """Return a table for each area."""
+    return {area: _table(f"waltz_{area}_") for area in ("server", "storage")}
+
+
+def _table(prefix: str) -> str:
+    rows = [
+        (
+            code(each.name),
+            each.kind.value,
+            ", ".join(map(code, each.labels)),
+            _unit(each),
+            cell(each.help),
+        )
+        for each in TABLE.values()
+        if each.name.startswith(prefix)
+    ]
+    return table(("metric", "type", "labels", "unit", "meaning"), rows)
+
+
+def _unit(metric: Metric) -> str:
+    word = metric.name.removesuffix("_total").rpartition("_")[2]
+    return UNITS.get(word, word)

@@ -1,0 +1,73 @@
+"""The settings, from the declarations in `waltz_core/config/declarations.py`."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import Field, fields
+from typing import Any
+
+from scripts.reference.markdown import cell, code, table
+from waltz_core.config.declarations import KINDS, TlsConfig, ZooKeeperConfig
+from waltz_core.config.settings import Config, literal
+
+SHARED: dict[str, type[Config]] = {"zookeeper": ZooKeeperConfig, "tls": TlsConfig}
+# Part of a name -> unit; the first that fits counts.
+UNITS = {
+    "bytes_per_s": "bytes per second",
+    "bytes": "bytes",
+    "_ms": "milliseconds",
+    "port": "port",
+    "group": "group",
+}
+
+
+def tables() -> dict[str, str]:
+    """Return the settings that several kinds share, then those of each kind alone."""
+    known = {each.name for declared in SHARED.values() for each in fields(declared)}
+    found = {}
+    for name, declared in SHARED.items():
+        users = [each for each in KINDS.values() if issubclass(each, declared)]
+        found[name] = _table(fields(declared), users)
+    for name, declared in KINDS.items():
+        if name not in SHARED:
+            own = [each for each in fields(declared) if each.name not in known]
+            found[name] = _table(own, [declared])
+    return found
+
+
+def _table(settings: Iterable[Field[Any]], users: Sequence[type[Config]]) -> str:
+    rows = [
+        (
+            code(each.name),
+            _type(each),
+            _default(each, users),
+            _bounds(each),
+            cell(each.metadata["doc"]),
+        )
+        for each in settings
+    ]
+    return table(("setting", "type", "default", "bounds", "meaning"), rows)
+
+
+def _type(each: Field[Any]) -> str:
+    if each.type is not int:
+        return "text" if each.type is str else "true or false"
+    return next((unit for part, unit in UNITS.items() if part in each.name), "number")
+
+
+def _default(each: Field[Any], users: Sequence[type[Config]]) -> str:
+    """Return the default, or those of all kinds that use the setting."""
+    if example := each.metadata["example"]:
+        return f"required, for example {code(example)}"
+    kinds: dict[str, list[str]] = {}
+    for user in users:
+        (its,) = [one for one in fields(user) if one.name == each.name]
+        default: Any = its.default
+        shown = "empty" if default == "" else code(literal(each.name, default))
+        kinds.setdefault(shown, []).append(user.kind)
+    if len(kinds) == 1:
+        return next(iter(kinds))
+    return "; ".join(f"{', '.join(names)}: {shown}" for shown, names in kinds.items())
+
+
+def _bounds(each: Field[Any]) -> str:
+    least, most = each.metadata["least"], each.metadata["most"]
+    return "" if least is None else f"{least:_} to {most:_}"

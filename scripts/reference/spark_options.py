@@ -1,0 +1,26 @@
+"""The options of `format("waltz")`, from `waltz_spark/option_table.py`."""
+
+from scripts.reference.markdown import cell, code, table
+from waltz_spark.option_table import OPTIONS, Use
+
+# The kinds of reads that an option is for, as columns.
+READS = {Use.READ: ("yes", "yes"), Use.BATCH: ("yes", "no"), Use.STREAM: ("no", "yes")}
+
+
+def tables() -> dict[str, str]:
+    """Return the tables by use: options of reads and writes, of reads, and of writes."""
+    reading = [
+        (code(each.name), *READS[each.use], each.default, cell(each.text))
+        for each in OPTIONS
+        if each.use in READS
+    ]
+    return {
+        "both": _table(Use.BOTH),
+        "reading": table(("option", "batch", "stream", "default", "meaning"), reading),
+        "writing": _table(Use.WRITE),
+    }
+
+
+def _table(use: Use) -> str:
+    rows = [(code(each.name), each.default, cell(each.text)) for each in OPTIONS if each.use is use]
+    return table(("option", "default", "meaning"), rows)
