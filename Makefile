@@ -39,7 +39,8 @@ SPARK_AGAIN = --reruns 5 --only-rerun 'Python worker failed to connect back'
 # Than cores: of the quick tests, too, some wait.
 ONE_MORE := $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 
-.PHONY: help demo test test-core test-spark spark-versions check sim chaos bench notebook docs local format
+.PHONY: help demo test test-core test-spark spark-versions check sim chaos bench notebook docs local format wheel \
+    test-wheel
 
 help: ## Show this list
 	@printf 'make TARGET\n\n'
@@ -81,6 +82,13 @@ check: ## Style, types, layers, and the quick tests; under a minute
 	@$(RUN) python -m mypy
 	@$(RUN) lint-imports | sed -n "/^Contracts/,\$$p"
 	@$(RUN) python -m pytest -n $(ONE_MORE) --dist loadgroup $(QUICK) $(ARGS)
+
+wheel: ## Build the wheels and the source distribution into build/dist
+	@scripts/bootstrap release
+	@$(RUN) scripts/build_wheel
+
+test-wheel: wheel ## Install the wheel outside of the checkout, and run the quick tests with it
+	@$(RUN) scripts/test_wheel $(ARGS)
 
 format: ## Put the sources into the one format
 	@scripts/bootstrap dev

@@ -52,7 +52,7 @@ def _fixed(function: VerbFunction) -> VerbFunction:
     help="TLS settings of all processes (docs/operations.md)",
 )
 @click.option(
-    "--timeout-s", type=float, help="seconds to wait until it is ready [default: 60]", metavar="S"
+    "--timeout-s", type=float, help="seconds to wait until it is ready [default: 300]", metavar="S"
 )
 @_directory
 def up(
