@@ -39,8 +39,7 @@ SPARK_AGAIN = --reruns 5 --only-rerun 'Python worker failed to connect back'
 # Than cores: of the quick tests, too, some wait.
 ONE_MORE := $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 
-.PHONY: help demo test test-core test-spark spark-versions check sim chaos bench notebook docs local format wheel \
-    test-wheel
+.PHONY: help demo test test-core test-spark spark-versions check sim chaos bench notebook docs local format
 
 help: ## Show this list
 	@printf 'make TARGET\n\n'
@@ -83,6 +82,7 @@ check: ## Style, types, layers, and the quick tests; under a minute
 	@$(RUN) lint-imports | sed -n "/^Contracts/,\$$p"
 	@$(RUN) python -m pytest -n $(ONE_MORE) --dist loadgroup $(QUICK) $(ARGS)
 
+.PHONY: wheel test-wheel
 wheel: ## Build the wheels and the source distribution into build/dist
 	@scripts/bootstrap release
 	@$(RUN) scripts/build_wheel
