@@ -1,4 +1,6 @@
-"""Print the section of CHANGELOG.md of a release: scripts/release_notes.py v0.2.0
+"""Print the section of CHANGELOG.md of a release.
+
+    python scripts/release_notes.py v0.2.0
 
 It fails if the tag is not the version of the code, or the section has no date. A release page shows
 each line break, so wrapped lines are joined.
@@ -14,9 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def notes(changelog: str, version: str) -> str:
     """Return the section of a version; raises ValueError if there is none with a date."""
-    title = re.search(
-        rf"^## {re.escape(version)} \(\d{{4}}-\d\d-\d\d\)\n", changelog, re.MULTILINE
-    )
+    title = re.search(rf"^## {re.escape(version)} \(\d{{4}}-\d\d-\d\d\)\n", changelog, re.MULTILINE)
     if title is None:
         raise ValueError(f"CHANGELOG.md: expected a section '## {version} (YYYY-MM-DD)'")
     section = re.split(r"^## ", changelog[title.end() :], maxsplit=1, flags=re.MULTILINE)[0]

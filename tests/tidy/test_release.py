@@ -35,7 +35,7 @@ def test_the_newest_section_is_that_of_the_version():
 
 
 def test_the_notes_of_a_release_are_its_section_with_joined_lines():
-    text = "# Changes\n\n## 2.1 (2030-01-02)\n\nNew:\n\n- a\n  b\n- c\n\n### Fixed\n\n- d\n\n## 2.0 (x)\n"
+    text = "# C\n\n## 2.1 (2030-01-02)\n\nNew:\n\n- a\n  b\n- c\n\n### Fixed\n\n- d\n\n## 2.0 (x)\n"
     notes = RELEASE_NOTES["notes"]
     assert notes(text, "2.1") == "New:\n\n- a b\n- c\n\n### Fixed\n\n- d"
     with pytest.raises(ValueError, match=r"expected a section '## 2\.0 "):
