@@ -83,6 +83,14 @@ check: ## Style, spelling, types, layers, and the quick tests; under a minute
 	@$(RUN) lint-imports | sed -n "/^Contracts/,\$$p"
 	@$(RUN) python -m pytest -n $(ONE_MORE) --dist loadgroup $(QUICK) $(ARGS)
 
+.PHONY: wheel test-wheel
+wheel: ## Build the wheels and the source distribution into build/dist
+	@scripts/bootstrap release
+	@$(RUN) scripts/build_wheel
+
+test-wheel: wheel ## Install the wheel outside of the checkout, and run the quick tests with it
+	@$(RUN) scripts/test_wheel $(ARGS)
+
 format: ## Put the sources into the one format
 	@scripts/bootstrap dev
 	@$(RUN) ruff check --quiet --fix . ; $(RUN) ruff format .

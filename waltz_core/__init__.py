@@ -1,3 +1,3 @@
 """Waltz, a quorum-replicated write-ahead log with optimistic locking: see ARCHITECTURE.md."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
