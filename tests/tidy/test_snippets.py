@@ -70,9 +70,7 @@ def text_of(page: Path) -> str:
 
 
 BLOCKS = [
-    block
-    for page in PAGES
-    for block in blocks_of(page.relative_to(ROOT).as_posix(), text_of(page))
+    block for page in PAGES for block in blocks_of(page.relative_to(ROOT).as_posix(), text_of(page))
 ]
 
 
@@ -107,7 +105,9 @@ def found(module: str, name: str | None = None) -> bool:
 
 def faults_of_shell(block: Block) -> Iterator[str]:
     """Yield the syntax errors of a script."""
-    run = subprocess.run(["bash", "-n"], input=block.text, capture_output=True, text=True)
+    run = subprocess.run(
+        ["bash", "-n"], input=block.text, check=False, capture_output=True, text=True
+    )
     yield from run.stderr.splitlines()
 
 
