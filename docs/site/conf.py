@@ -41,10 +41,10 @@ highlight_language = "text"
 
 # What stands in backticks in a docstring links to its description, if there is one.
 default_role = "py:obj"
-autodoc_default_options = {"members": True, "member-order": "bysource", "show-inheritance": True}
+autodoc_default_options = {"members": True, "member-order": "bysource"}
 autodoc_typehints_format = "short"
-# Not needed to show docstrings; and a fixture of the real pytest is no function.
-autodoc_mock_imports = ["pyspark", "pytest"]
+# A fixture of the real pytest is no function.
+autodoc_mock_imports = ["pytest"]
 python_use_unqualified_type_names = True
 
 html_theme = "furo"
