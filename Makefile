@@ -40,7 +40,7 @@ SPARK_AGAIN = --reruns 5 --only-rerun 'Python worker failed to connect back'
 # Than cores: of the quick tests, too, some wait.
 ONE_MORE := $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 
-.PHONY: help demo test spark-versions check sim chaos bench notebook docs site local format
+.PHONY: help demo test test-core test-spark spark-versions check sim chaos bench notebook docs site local format
 
 help: ## Show this list
 	@printf 'make TARGET\n\n'
@@ -53,14 +53,21 @@ demo: ## 336,776 flights through Spark into three replicas and back, then a conf
 	@$(RUN) python examples/demo.py $(ARGS)
 
 test: check ## Everything: check, then the simulator, the site, real daemons, faults, Spark, notebooks
-	@$(RUN) python -m pytest -n auto $(SIMULATED) $(ARGS)
-	@scripts/bootstrap site
-	@$(RUN) python -m pytest $(SITE) $(ARGS)
 	@$(RUN) python -m tests.java_classes
-	@$(RUN) python -m pytest $(FIVE) $(REAL) $(ARGS)
-	@$(RUN) python -m pytest $(THREE) $(SPARK_AGAIN) $(SPARK) $(ARGS)
+	@scripts/bootstrap site
 	@scripts/spark_version $(OLDEST_SPARK)
-	@PYSPARK_VERSION=$(OLDEST_SPARK) $(RUN) python -m pytest $(SPARK_AGAIN) -m core tests/spark $(ARGS)
+	@$(MAKE) -j 2 test-core test-spark
+
+# Side by side: tests with daemons and tests with Spark wait often, and the simulator never does.
+test-core:
+	@$(RUN) python -m pytest -n auto $(SIMULATED) $(ARGS) | sed -u 's/^/core:  /'
+	@$(RUN) python -m pytest $(SITE) $(ARGS) | sed -u 's/^/core:  /'
+	@$(RUN) python -m pytest $(FIVE) $(REAL) $(ARGS) | sed -u 's/^/core:  /'
+
+test-spark:
+	@$(RUN) python -m pytest $(THREE) $(SPARK_AGAIN) $(SPARK) $(ARGS) | sed -u 's/^/spark: /'
+	@PYSPARK_VERSION=$(OLDEST_SPARK) $(RUN) python -m pytest $(SPARK_AGAIN) -m core tests/spark $(ARGS) \
+	    | sed -u 's/^/spark: /'
 
 spark-versions: ## The tests of waltz_spark with each PySpark: make spark-versions SPARKS='4.0.5 4.2.0'
 	@scripts/bootstrap dev

@@ -39,7 +39,7 @@ myst_heading_anchors = 4
 nb_execution_mode = "off"
 highlight_language = "text"
 
-# What stands in backticks in a docstring links to its description, if there is one.
+# Of single backticks in docstrings; see docstrings.py.
 default_role = "py:obj"
 autodoc_default_options = {"members": True, "member-order": "bysource"}
 autodoc_typehints_format = "short"

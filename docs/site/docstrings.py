@@ -1,13 +1,17 @@
 """Sphinx extension: the project's docstrings as reStructuredText.
 
 Docstrings are written as plain text: an example is an indented block, and numbered rules are an
-indented list after `Rules:`. reStructuredText would show both as quotations.
+indented list after `Rules:`. reStructuredText would show both as quotations. What is in backticks
+is a name, which links to its description if there is one, or any other text.
 """
 
 import textwrap
 from collections.abc import Iterator
 
+from docutils.nodes import Element
 from sphinx.application import Sphinx
+from sphinx.domains.python import PyXRefRole
+from sphinx.environment import BuildEnvironment
 
 # The sections that `sphinx.ext.napoleon` converts.
 SECTIONS = ("Args:", "Attributes:", "Raises:", "Returns:", "Yields:")
@@ -58,6 +62,21 @@ def _is_python(text: str) -> bool:
     return True
 
 
+class NameRole(PyXRefRole):
+    """Sphinx's role for names, which shows leading dots, too: `.` would become nothing."""
+
+    def process_link(
+        self,
+        env: BuildEnvironment,
+        refnode: Element,
+        has_explicit_title: bool,  # noqa: FBT001
+        title: str,
+        target: str,
+    ) -> tuple[str, str]:
+        """Return the text to show and the name to look for."""
+        return title, super().process_link(env, refnode, has_explicit_title, title, target)[1]
+
+
 def convert(
     _app: Sphinx, _kind: str, _name: str, _value: object, _options: object, lines: list[str]
 ) -> None:
@@ -67,5 +86,6 @@ def convert(
 
 def setup(app: Sphinx) -> dict[str, bool]:
     """Convert each docstring before `sphinx.ext.napoleon` does."""
+    app.add_role_to_domain("py", "obj", NameRole(), override=True)
     app.connect("autodoc-process-docstring", convert, priority=400)
     return {"parallel_read_safe": True}
