@@ -21,7 +21,7 @@ PAGES = sorted(
         *(ROOT / "docs").rglob("*.md"),
         *(ROOT / "examples" / "notebooks").glob("*.ipynb"),
     )
-    if page.name != "navigation.md"
+    if page.stem != "navigation"
 )
 
 

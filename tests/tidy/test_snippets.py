@@ -188,19 +188,19 @@ def test_blocks_of_each_language_are_found():
     ],
 )
 def test_a_fault_is_found(language: str, text: str, fault: str):
-    (block,) = blocks_of("page.md", f"Text.\n\n```{language}\n{text}\n```\n")
+    (block,) = blocks_of("page", f"Text.\n\n```{language}\n{text}\n```\n")
     (message,) = faults(block)
-    assert message.startswith(f"page.md:4: {fault}")
+    assert message.startswith(f"page:4: {fault}")
 
 
 def test_a_syntax_error_of_a_script_is_found():
-    (block,) = blocks_of("page.md", "```bash\nfor x in; do\n```\n")
+    (block,) = blocks_of("page", "```bash\nfor x in; do\n```\n")
     assert "syntax error" in faults(block)[0]
 
 
 def test_a_block_inside_a_list_and_a_block_with_fences_are_found():
     text = "- a\n  ```toml\n  a = 1\n  ```\n\n````\n```python\n1 +\n```\n````\n"
-    assert [block.language for block in blocks_of("page.md", text)] == ["toml", ""]
+    assert [block.language for block in blocks_of("page", text)] == ["toml", ""]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
