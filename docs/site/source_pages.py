@@ -28,10 +28,11 @@ def link(app: Sphinx, document: nodes.document) -> None:
     """Replace a page's links to files and folders."""
     page = app.env.docname
     for node in list(document.findall(nodes.Element)):
-        if not isinstance(node, addnodes.download_reference | addnodes.pending_xref):
+        is_file = isinstance(node, addnodes.download_reference)
+        if not is_file and node.get("reftype") != "myst":
             continue
         path = posixpath.normpath(posixpath.join(posixpath.dirname(page), node["reftarget"]))
-        if isinstance(node, addnodes.download_reference) or (app.srcdir / path).is_dir():
+        if is_file or (app.srcdir / path).is_dir():
             uri = app.builder.get_relative_uri(page, target_of(app, path))
             node.replace_self(nodes.reference("", "", *node.children, refuri=uri, internal=True))
 
