@@ -55,10 +55,12 @@ html_copy_source = False
 html_show_sphinx = False
 
 
-def add_navigation(_app: Sphinx, page: str, text: list[str]) -> None:
-    """Append the table of contents to the start page."""
+def add_navigation(app: Sphinx, page: str, text: list[str]) -> None:
+    """Append the table of contents to the start page, without patterns that match no page."""
     if page == root_doc:
-        text[0] += "\n" + (HERE / "navigation.md").read_text(encoding="utf-8")
+        lines = (HERE / "navigation.md").read_text(encoding="utf-8").splitlines()
+        found = [line for line in lines if "*" not in line or any(app.srcdir.glob(f"{line}.md"))]
+        text[0] += "\n".join(["", *found, ""])
 
 
 def copy_start_page(app: Sphinx, error: Exception | None) -> None:
