@@ -24,6 +24,7 @@ SIMULATED = $(call present,property sim crash)
 # The longest files first: a worker takes the next file when it has finished one.
 REAL = $(call present,chaos fault integration)
 SPARK = $(call present,notebooks spark)
+SITE = $(call present,site)
 # The PySparks that `make spark-versions` tests, oldest first. `make test` tests the one in .venv and,
 # with the tests that are marked `core`, the oldest one.
 SPARKS ?= 4.0.0 4.1.4 4.2.1 4.3.0
@@ -39,7 +40,7 @@ SPARK_AGAIN = --reruns 5 --only-rerun 'Python worker failed to connect back'
 # Than cores: of the quick tests, too, some wait.
 ONE_MORE := $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 
-.PHONY: help demo test test-core test-spark spark-versions check sim chaos bench notebook docs local format
+.PHONY: help demo test test-core test-spark spark-versions check sim chaos bench notebook docs site local format
 
 help: ## Show this list
 	@printf 'make TARGET\n\n'
@@ -51,14 +52,16 @@ demo: ## 336,776 flights through Spark into three replicas and back, then a conf
 	@scripts/bootstrap run
 	@$(RUN) python examples/demo.py $(ARGS)
 
-test: check ## Everything: check, then the simulator, real daemons, faults, Spark, notebooks
+test: check ## Everything: check, then the simulator, the site, real daemons, faults, Spark, notebooks
 	@$(RUN) python -m tests.java_classes
+	@scripts/bootstrap site
 	@scripts/spark_version $(OLDEST_SPARK)
 	@$(MAKE) -j 2 test-core test-spark
 
 # Side by side: tests with daemons and tests with Spark wait often, and the simulator never does.
 test-core:
 	@$(RUN) python -m pytest -n auto $(SIMULATED) $(ARGS) | sed -u 's/^/core:  /'
+	@$(RUN) python -m pytest $(SITE) $(ARGS) | sed -u 's/^/core:  /'
 	@$(RUN) python -m pytest $(FIVE) $(REAL) $(ARGS) | sed -u 's/^/core:  /'
 
 test-spark:
@@ -115,6 +118,12 @@ notebook: ## Open the notebooks in JupyterLab; without a display it prints the U
 docs: ## Write the generated files again: the samples in conf/ and the tables in docs/
 	@scripts/bootstrap dev
 	@$(RUN) python scripts/generate_docs.py
+
+site: ## The documentation as a website with search and API reference, in build/site/
+	@scripts/bootstrap site
+	@rm -rf build/site
+	@$(RUN) python -m sphinx -q -W --keep-going -E -d build/site-doctrees -c docs/site . build/site $(ARGS)
+	@echo 'site: open build/site/index.html'
 
 local: ## A whole cluster on this machine: ZooKeeper, three storages, two servers
 	@scripts/bootstrap run

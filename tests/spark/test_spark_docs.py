@@ -1,0 +1,142 @@
+"""The Python snippets of README.md and docs/spark.md against a real cluster."""
+
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+
+import waltz_spark
+from tests.spark.versions import needs_pyspark
+from waltz_core.errors import LockFailed
+from waltz_spark.functions import lock
+
+pytestmark = pytest.mark.spark
+
+ROOT = Path(__file__).resolve().parents[2]
+CONNECT = re.compile(r"zk1:2181(?:,zk2:2181)?/waltz/\w+")
+SNIPPET = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SINCE = "2026-11-21T10:00:00Z"
+STOCK = '''\
+"""The module of the page: the rows stay as they are."""
+
+
+def newly_computed(refused, taken):
+    assert taken.column("item").to_pylist() == [7]
+    return refused
+
+
+'''
+
+
+def snippets(page: str) -> list[str]:
+    """Return the snippets of a page, each at its line."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    found = [
+        "\n" * (text.count("\n", 0, each.start()) + 1) + each[1] for each in SNIPPET.finditer(text)
+    ]
+    assert len(found) == text.count("```python")
+    return found
+
+
+class Reader:
+    """A reader who runs snippets one after the other, in the same names."""
+
+    def __init__(self, spark: SparkSession, connect: str, page: str) -> None:
+        self.page, self.connect = page, connect
+        self.names: dict[str, Any] = {
+            "spark": spark,
+            "waltz_spark": waltz_spark,
+            "connect": connect,
+            "LockFailed": LockFailed,
+        }
+
+    def run(self, snippet: str, **names: object) -> Mapping[str, Any]:
+        """Run a snippet with further names that it assumes; return all names."""
+        self.names |= names
+        here = CONNECT.sub(self.connect, snippet).replace(SINCE, "2013-01-01T00:00:00Z")
+        exec(compile(here, ROOT / self.page, "exec"), self.names)
+        return self.names
+
+
+@pytest.fixture
+def own(spark: SparkSession) -> Iterator[SparkSession]:
+    """A session of its own: its listeners and queries go with it."""
+    own = spark.newSession()
+    yield own
+    for query in own.streams.active:
+        query.stop()
+    # Else this one stays the thread's active session, and what others register is not found.
+    spark.createDataFrame([], "nothing int")
+
+
+def rows(spark: SparkSession, item: int) -> DataFrame:
+    """Return one order of an item, with its lock."""
+    order = spark.sql(f"SELECT 1 AS order_id, {item} AS item, 2 AS count")
+    return order.withColumn("write_locks", F.array(lock("item", F.col("item"))))
+
+
+def test_the_snippet_of_the_readme(own: SparkSession, connect: str) -> None:
+    (snippet,) = snippets("README.md")
+    names = Reader(own, connect, "README.md").run(
+        snippet,
+        df=own.sql("SELECT 'LX 1' AS data"),
+        decide=lambda flights: flights.where("partition >= 0").select("data").limit(1),
+    )
+    assert names["result"].counts["committed"] == 1
+    assert names["result"].rejected.count() == 0
+
+
+@needs_pyspark(4, 2, "there is no lag")
+def test_the_snippets_of_the_spark_page(
+    own: SparkSession, connect: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # The last one needs a server of Spark Connect; test_connect.py opens such sessions.
+    first, recompute, error, stream, lag, write, _remote = snippets("docs/spark.md")
+    reader = Reader(own, connect, "docs/spark.md")
+    assert reader.run(first)["spark"].version == own.version
+    marks = waltz_spark.snapshot(own, connect).high_water_marks
+    waltz_spark.append(rows(own, 7), connect, high_water_marks=marks, dataFormat="msgpack")
+
+    reader.run(recompute, **stock(own, recompute, tmp_path), orders=rows(own, 7), marks=marks)
+
+    late = (
+        rows(own, 7)
+        .select(F.lit("late").alias("data"), "write_locks")
+        .withColumn("client_high_water_mark", F.lit(-1).cast("long"))
+    )
+    reader.run(error, df=late)
+    assert "a row was rejected" in capsys.readouterr().out
+
+    counts: list[int] = []
+    names = reader.run(
+        stream,
+        spark=own,
+        settle=lambda batch, _number: counts.append(batch.count()),
+        place=str(tmp_path / "settled"),
+    )
+    names["query"].processAllAvailable()
+    assert sum(counts) == own.read.format("waltz").load(connect).count()
+    reader.run(lag)
+
+    own.sql("SELECT 'changed' AS data").write.parquet(str(tmp_path / "in"))
+    changes = own.readStream.schema("data string").parquet(str(tmp_path / "in"))
+    reader.run(write, changes=changes, place=str(tmp_path / "written"), results=str(tmp_path / "r"))
+    for query in own.streams.active:
+        query.processAllAvailable()
+    assert own.read.parquet(str(tmp_path / "r" / "batch=0")).count() == 1
+    assert own.read.format("waltz").load(connect).where("data = 'changed'").count() == 1
+
+
+def stock(spark: SparkSession, snippet: str, folder: Path) -> dict[str, object]:
+    """Hand the function of a snippet to Spark, as the module that the snippet names."""
+    function = snippet.strip().split("\n\n")[0]
+    path = folder / "stock.py"
+    path.write_text(STOCK + function + "\n", encoding="utf-8")
+    spark.addArtifact(str(path), pyfile=True)
+    sys.path.insert(0, str(folder))
+    return {}
