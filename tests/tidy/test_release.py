@@ -49,7 +49,8 @@ def test_a_tag_of_another_version_is_rejected(capsys):
 
 def test_changes_have_a_known_kind_and_audience_and_are_listed_once():
     assert set(re.findall(r"(?m)^### (.*)", CHANGELOG)) <= set(KINDS)
-    assert {entry.split("**")[1].rstrip(":") for entry in entries()} == AUDIENCES
+    # Changes that only contributors notice are in the log of commits.
+    assert [entry for entry in entries() if entry.split("**")[1].rstrip(":") not in AUDIENCES] == []
     assert [entry for entry, count in Counter(entries()).items() if count > 1] == []
 
 
