@@ -87,7 +87,9 @@ def renew(config: ServerConfig | StorageConfig, *contexts: ssl.SSLContext | None
         _log.error("tls.renewal_failed error=%s", error)
         return
     if chosen is None:
-        _log.error("tls.renewal_failed error=%s", "tls: expected it to be on, as it was at the start")
+        _log.error(
+            "tls.renewal_failed error=%s", "tls: expected it to be on, as it was at the start"
+        )
         return
     for context in filter(None, contexts):
         _load_certificate(context, chosen)
