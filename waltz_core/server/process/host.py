@@ -66,7 +66,7 @@ SILENT_REPLICA_MS: Final = 10_000
 LEVELS: Final = {
     "append.slow": logging.WARNING,
     "partition.data_loss": logging.ERROR,
-    "partition.refused": logging.WARNING,
+    "partition.rejected": logging.WARNING,
     "replica.damaged": logging.WARNING,
 }
 # The reports that end an attempt to open a session, successful or not.
