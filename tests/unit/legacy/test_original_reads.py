@@ -1,6 +1,7 @@
 """Ranges at an original: headers from feeds of their own, data one by one, what is kept open."""
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,12 +16,12 @@ from waltz_core.legacy import old_server_reads
 from waltz_core.records.raw_records import HEADER_DTYPE
 
 IN_MEMORY_CONFIG = ClientConfig(
-    request_timeout_ms=3_000, retry_interval_ms_min=5, retry_interval_ms_max=50
+    request_timeout_ms=60_000, retry_interval_ms_min=5, retry_interval_ms_max=50
 )
 COUNT = 3_000
 
 
-def run(story):
+def run(story, config=IN_MEMORY_CONFIG):
     with OriginalCluster(1) as cluster:
         log = cluster.logs[0]
         cluster.fill(0, COUNT)
@@ -28,7 +29,7 @@ def run(story):
 
         async def check():
             opening = Opening(
-                AsyncWaltzClient(cluster.directory(), "x", IN_MEMORY_CONFIG, client_id=None)
+                AsyncWaltzClient(cluster.directory(), "x", config, client_id=None)
             )
             async with asyncio.timeout(HANG_S), opening as client:
                 await story(cluster, client)
@@ -152,7 +153,7 @@ def test_an_unreadable_range_is_reported_at_the_timeout():
         with pytest.raises(errors.NotOwned, match="is not ready for partition 0"):
             await data_of(client.read_range(0, 0, 20))
 
-    run(story)
+    run(story, replace(IN_MEMORY_CONFIG, request_timeout_ms=500))
 
 
 def test_the_client_knows_partitions_of_a_0_13_server():
