@@ -28,9 +28,7 @@ def run(story, config=IN_MEMORY_CONFIG):
         log.records = [(req_id, i % 5, b"%d" % i) for i, (req_id, _, _) in enumerate(log.records)]
 
         async def check():
-            opening = Opening(
-                AsyncWaltzClient(cluster.directory(), "x", config, client_id=None)
-            )
+            opening = Opening(AsyncWaltzClient(cluster.directory(), "x", config, client_id=None))
             async with asyncio.timeout(HANG_S), opening as client:
                 await story(cluster, client)
 
