@@ -30,6 +30,7 @@ STORE_QUEUE = 200
 BATCH = 100
 MIN_FETCH = 100
 NO_SESSION_MARK = -(1 << 63)
+ACCEPT_STEPS = 8
 READY, NOT_READY, CLIENT_AHEAD = 0, 1, 2
 
 
@@ -483,6 +484,10 @@ class OriginalCluster:
             self._give(number, number % len(self.servers), 1)
 
     async def _stop(self) -> None:
+        # From a connection in the backlog to the first step of `_serve`, which closes it, asyncio
+        # takes some steps of the loop; it leaves the socket open if the server is closed before.
+        for _ in range(ACCEPT_STEPS):
+            await asyncio.sleep(0)
         for server in self.servers:
             server.stop()
         # Tasks that were cancelled end before their loop does.
