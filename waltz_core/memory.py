@@ -43,6 +43,9 @@ from waltz_core.transport import net
 IN_MEMORY_CONFIG: Final = ClientConfig(
     request_timeout_ms=5_000, retry_interval_ms_min=1, retry_interval_ms_max=50
 )
+# A client whose append has no outcome is disconnected for longer than its own timeout, so that a
+# busy machine cannot connect it again before it has noticed.
+OUTCOME_TIMEOUT_FACTOR: Final = 1.25
 KEY: Final = b"Waltz in memory."
 assert len(KEY) == 16
 # How often a suspended feed checks whether it has ended.
@@ -224,7 +227,8 @@ class _MemoryClient(AsyncWaltzClient):
     def __init__(
         self, server: "MemoryServer", gate: "_Gate", config: ClientConfig, client_id: int | None
     ) -> None:
-        directory = _MemoryDirectory(server, config.request_timeout_ms / 1000)
+        outcome_timeout_s = OUTCOME_TIMEOUT_FACTOR * config.request_timeout_ms / 1000
+        directory = _MemoryDirectory(server, outcome_timeout_s)
         if client_id is not None:
             directory.take(client_id)
         super().__init__(directory, f"{server.address}/memory", config, client_id=client_id)

@@ -265,7 +265,7 @@ def test_a_context_outlives_a_failure(waltz_memory):
 @pytest.mark.parametrize("enters_log", [True, False])
 def test_an_outcome_is_unknown_and_the_client_continues(waltz_memory, enters_log):
     # Long enough for what the client does afterwards, too.
-    patient = replace(SHORT, request_timeout_ms=10_000)
+    patient = replace(SHORT, request_timeout_ms=4_000)
     with waltz_memory.client(patient) as client, waltz_memory.client() as other:
         waltz_memory.fail_next_append(1, errors.OutcomeUnknown("no server"), enters_log=enters_log)
         context = RecordingContext(0)
