@@ -284,7 +284,7 @@ class ConnectionSuperseded(Superseded):
 class CoordinatorConflict(Superseded):
     """A node in ZooKeeper was changed, created or deleted since it was read.
 
-    Action: Repeat the command; it reads the current state.
+    Action: Read the state again before you decide on the change; a repeated command does this.
     """
 
     code = 45

@@ -102,14 +102,16 @@ OPTIONS: tuple[Option, ...] = (
         "maxTransactionsPerTrigger",
         Use.STREAM,
         str(TRIGGER_TRANSACTIONS_MAX),
-        "A micro-batch reads at most this many transactions, divided by the lag of each partition.",
+        "Maximum number of transactions of a micro-batch, distributed over the partitions in "
+        "proportion to their lag.",
     ),
     Option(
         "pollInterval",
         Use.STREAM,
         "100",
-        "Milliseconds for which marks are reused; Spark requests them ninety times a second. Use "
-        "`0` if `processAllAvailable` must see the latest writes.",
+        "Time in milliseconds for which the driver caches the log's marks, which Spark requests "
+        "about 90 times a second. `0` disables the cache: use it if `processAllAvailable` must see "
+        "the latest writes.",
     ),
     Option(
         "failOnDataLoss",

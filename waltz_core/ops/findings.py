@@ -97,8 +97,8 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         ),
         _row(
             "cluster-lost",
-            "the cluster at {connect} no longer exists in ZooKeeper; the one in {directory} did, "
-            "and its storages know enough to rebuild ZooKeeper's nodes",
+            "ZooKeeper no longer has the cluster at {connect}; the storages in {directory} belong "
+            "to it and have the data to rebuild ZooKeeper's nodes",
             "{rebuild}",
         ),
     ),
@@ -146,8 +146,8 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         ),
         _row(
             "assignment-stale",
-            "partitions are not assigned to the servers that run now: this is the duty of the lead "
-            "server {server}, which does not fulfill it; stop its process and start it again",
+            "partitions are not assigned to the running servers: the lead server {server} has not "
+            "written a new assignment; stop its process and start it again",
             _START,
         ),
         _row(
@@ -158,9 +158,9 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         ),
         _row(
             "storage-out-of-reach",
-            "server {server} cannot connect to storage {storage}, which answers from here: check "
-            "the network between them (the command checks the same from the machine on which it "
-            "runs)",
+            "server {server} cannot connect to storage {storage}, which answers this machine: "
+            "check the network between them (the command tests the connection from the machine "
+            "that runs it)",
             "waltz-core storage validate --connect {connect} --storage {storage}",
         ),
     ),
@@ -237,8 +237,8 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         ),
         _row(
             "storage-clock-skew",
-            "the clock of storage {storage} is {seconds} s {way} the clock of this machine: set "
-            "the one that is wrong",
+            "the clock of storage {storage} is {seconds} s {way} this machine's clock: synchronize "
+            "both",
             _SYNC_CLOCK,
         ),
     ),
@@ -327,7 +327,7 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         _row(
             "replicas-share-group",
             "partition {partition}: its replicas are in fewer groups than possible, so the loss of "
-            "one place could take too many of them",
+            "one group could cost the quorum",
             "{spread}",
         ),
         _row(
@@ -377,10 +377,10 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         ),
         _row(
             "metadata-lost",
-            "partition {partition} has a history, but ZooKeeper has lost its state. All of the "
-            "cluster's nodes must be rebuilt, for which all storages must answer: stop all servers "
-            "and storages, delete the old nodes, then start the storages and afterwards the "
-            "servers while the last command waits for them",
+            "partition {partition} has records, but ZooKeeper has lost its metadata. All nodes of "
+            "the cluster must be rebuilt, and all storages must answer. Stop all servers and "
+            "storages, and delete the old nodes. Then start the storages, and the servers while "
+            "the last command waits for them",
             "{rebuild}",
         ),
         _row(

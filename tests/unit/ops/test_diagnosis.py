@@ -358,7 +358,7 @@ def test_a_disk_without_room_is_emptied_to_where_there_is_some(case):
 def test_clocks_that_differ(case):
     case.storage(A, clock_ahead_ms=-4_200.0)
     found = case.the_only("storage-clock-skew")
-    assert f"storage {A} is 4.2 s behind the clock of this machine" in found.sentence
+    assert f"storage {A} is 4.2 s behind this machine's clock" in found.sentence
     case.storage(A, clock_ahead_ms=None)
     case.partition(stamp_ahead_ms=61_000.0)
     found = case.the_only("server-clock-skew")
@@ -561,7 +561,7 @@ def test_metadata_that_is_lost(case):
     # What is left of the old nodes has to go first: over it nothing is rebuilt.
     delete = f"waltz-core cluster delete pay --connect {CONNECT}"
     assert found.command == f"{delete} && {REBUILD}"
-    for step in ("stop all servers and storages", "delete the old nodes", "waits for them"):
+    for step in ("Stop all servers and storages", "delete the old nodes", "waits for them"):
         assert step in found.sentence
     # Of a cluster on this machine all steps are known.
     case.local(MemberFacts("storage-1", A, "up", 79, 5281))

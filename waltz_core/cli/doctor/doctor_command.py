@@ -4,8 +4,8 @@
 
 Rules:
     1. It changes nothing, and it ends: each query has a timeout.
-    2. It looks twice. A problem that has gone by the second time (a partition that moves, a replica
-       that catches up) is not reported.
+    2. It checks twice. A problem that no longer exists at the second check (a partition that moves,
+       a replica that catches up) is not reported.
     3. Exit code 0: no problem; 1: problems, or no process could be queried.
 """
 
