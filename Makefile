@@ -56,9 +56,9 @@ test: check ## Everything: check, then the simulator, the site, real daemons, fa
 	@$(RUN) python -m tests.java_classes
 	@scripts/bootstrap site
 	@scripts/spark_version $(OLDEST_SPARK)
-	@$(MAKE) -j 2 test-core test-spark
+	@$(MAKE) test-core test-spark
 
-# Side by side: tests with daemons and tests with Spark wait often, and the simulator never does.
+# On two cores one after the other; with more cores, `make -j 2 test` runs both at the same time.
 test-core:
 	@$(RUN) python -m pytest -n auto $(SIMULATED) $(ARGS) | sed -u 's/^/core:  /'
 	@$(RUN) python -m pytest $(SITE) $(ARGS) | sed -u 's/^/core:  /'
