@@ -60,14 +60,13 @@ test: check ## Everything: check, then the simulator, the site, real daemons, fa
 
 # On two cores one after the other; with more cores, `make -j 2 test` runs both at the same time.
 test-core:
-	@$(RUN) python -m pytest -n auto $(SIMULATED) $(ARGS) | sed -u 's/^/core:  /'
-	@$(RUN) python -m pytest $(SITE) $(ARGS) | sed -u 's/^/core:  /'
-	@$(RUN) python -m pytest $(FIVE) $(REAL) $(ARGS) | sed -u 's/^/core:  /'
+	@$(RUN) python -m pytest -n auto $(SIMULATED) $(ARGS)
+	@$(RUN) python -m pytest $(SITE) $(ARGS)
+	@$(RUN) python -m pytest $(FIVE) $(REAL) $(ARGS)
 
 test-spark:
-	@$(RUN) python -m pytest $(THREE) $(SPARK_AGAIN) $(SPARK) $(ARGS) | sed -u 's/^/spark: /'
-	@PYSPARK_VERSION=$(OLDEST_SPARK) $(RUN) python -m pytest $(SPARK_AGAIN) -m core tests/spark $(ARGS) \
-	    | sed -u 's/^/spark: /'
+	@$(RUN) python -m pytest $(THREE) $(SPARK_AGAIN) $(SPARK) $(ARGS)
+	@PYSPARK_VERSION=$(OLDEST_SPARK) $(RUN) python -m pytest $(SPARK_AGAIN) -m core tests/spark $(ARGS)
 
 spark-versions: ## The tests of waltz_spark with each PySpark: make spark-versions SPARKS='4.0.5 4.2.0'
 	@scripts/bootstrap dev
