@@ -156,7 +156,7 @@ def test_two_writers_of_one_snapshot(spark: SparkSession, connect: str) -> None:
     for number, row in lost.items():
         assert row.lock_failure_transaction_id == won[number]
         assert row.transaction_id is None
-        assert row.writer_name == "boris"
+        assert row.who == "boris"
         assert row.retry_high_water_mark >= won[number]
     again = waltz_spark.append(
         dispatches(spark, "boris", 25, 39), connect, dataFormat="msgpack", onLockFailure="fail"
