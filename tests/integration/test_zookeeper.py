@@ -349,7 +349,7 @@ def test_the_log_has_one_line_when_zookeeper_goes_and_one_when_it_returns(
     host = re.escape(own_zookeeper.host)
     at = r"at=20\d\d-\d\d-\d\dT\d\d:\d\d:\d\dZ"
     assert re.fullmatch(f"zookeeper.disconnected hosts={host} {at}", lost)
-    pattern = f"zookeeper.connected hosts={host} away_ms=\\d+ session=(same|new) {at}"
+    pattern = f"zookeeper.connected hosts={host} disconnected_ms=\\d+ session=(same|new) {at}"
     assert re.fullmatch(pattern, found)
 
 
