@@ -567,16 +567,16 @@ def poison_stops_one_partition(world: World) -> None:
     with world.open() as client:
         other = (world.partition + 1) % client.partition_count
         marks = client.high_water_marks()
-        ledger, beside = Ledger(marks[world.partition]), Ledger(marks[other])
+        ledger, other_ledger = Ledger(marks[world.partition]), Ledger(marks[other])
         bad = marks[world.partition] + 2
         ledger.poison[bad] = 1_000
         client.subscribe(ledger, [world.partition])
-        client.subscribe(beside, [other])
+        client.subscribe(other_ledger, [other])
         for _ in range(4):
             appended(client, world.partition)
             appended(client, other)
         ledger.until(lambda: bool(ledger.raised))
-        beside.until(lambda: len(beside.seen) == 4)
+        other_ledger.until(lambda: len(other_ledger.seen) == 4)
         assert ledger.raised == [bad]
         assert ledger.ids == [bad - 1]
 

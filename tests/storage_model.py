@@ -1,4 +1,4 @@
-"""A partition log over a disk that loses power, beside a model of what it must still have."""
+"""A partition log over a disk that loses power, and a model of what it must still have."""
 
 import traceback
 from dataclasses import dataclass, field

@@ -7,8 +7,8 @@ sends is on its way to the disk before it is sent, and what was not reported bef
 unknown outcome.
 
 Three kinds of writes, those of `examples/four_writers.py`: batches and single transactions, blind,
-under locks; and contexts that read a counter built from the feed and are tried again. Beside them
-a question now and then: what is your mark, now?
+under locks; and contexts that read a counter built from the feed and are tried again. In
+addition, high-water marks are requested now and then.
 
 Orders come by standard input: "stop" (send no more; "settled" is said when all outcomes are
 known), then "end MARKS" (as JSON; "fed" is said when the feed has reached them all).

@@ -31,7 +31,7 @@ def request_id(number: int) -> tuple[int, int, int, int]:
 
 
 class History:
-    """Files of one life, and the log beside them."""
+    """Files of one life, and the log to compare them with."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory

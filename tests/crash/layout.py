@@ -153,7 +153,7 @@ def read_directory(files, root):
                 raise Wrong(f"segment {path.stem} behind {len(records)} records")
             index = files.get(path.with_suffix(".idx"))
             if index is None:
-                raise Wrong(f"no index beside {path.stem}")
+                raise Wrong(f"no index for {path.stem}")
             records += read_segment(
                 files[path],
                 index,

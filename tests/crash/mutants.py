@@ -106,7 +106,7 @@ NOT_NEEDED = {
     "next opening",
     "reading._note_damage#1": "the next read finds it again",
     "repair > log_files.mark_acked#2": "for what is lost "
-    "beside a hole: this disk gives all that was synced (test_partition_log.py has another)",
+    "next to a hole: this disk gives all that was synced (test_partition_log.py has another)",
     "segments.fill > segment.fill#6": "an index that is wrong is repaired by the next read",
 }
 # It is needed, and not before the next one: both are done before anything is acknowledged.

@@ -95,7 +95,7 @@ def test_any_changed_byte_of_a_closed_log_is_found(tmp_path, seed):
 
 @settings(max_examples=40)
 @given(st.integers(0, 9), st.data())
-def test_any_changed_byte_beside_the_logs_is_found(tmp_path_factory, seed, data):
+def test_any_changed_byte_outside_the_logs_is_found(tmp_path_factory, seed, data):
     world = random_world(seed)
     run_until_power_loss(world, 10, None)
     world.close()

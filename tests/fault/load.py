@@ -203,7 +203,7 @@ class Story:
         return _Load(self)
 
     def row(self, partition: int, *, padding: int = 0) -> bytes:
-        """Return data for an append beside the loads; its outcome is not recorded."""
+        """Return data for an append outside the loads; its outcome is not recorded."""
         content = four_writers.Content(
             f"row.{len(self.ledger)}", partition, -1, [], [], [], padding="x" * padding
         )

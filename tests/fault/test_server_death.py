@@ -43,7 +43,7 @@ def test_partitions_of_a_killed_server_move_at_once(story: Story):
         story.cluster.kill("server-1")
         wait_until("the others own all", lambda: owners(story) == others)
         load.await_commits(1_000)
-        # The last one has no server to report it; but it is there, and one killed beside it
+        # The last one has no server to report it; but it is there, and one killed together with it
         # leaves everything to it.
         story.cluster.kill("server-2")
         wait_until("one owns all", lambda: len(owners(story)) == 1)

@@ -15,7 +15,7 @@ from waltz_core.local import LocalCluster, running
 
 
 class Server(Child):
-    """A server beside those of the cluster."""
+    """A server in addition to those of the cluster."""
 
     def __init__(
         self,

@@ -46,7 +46,7 @@ async def probed(address, admin_port, partitions=CLUSTER.partitions):
     return await _Storage(seen, replica, TIMEOUT_S, None).probe()
 
 
-def test_a_log_that_does_not_answer_is_found_beside_one_that_does(tmp_path, monkeypatch, released):
+def test_a_log_that_does_not_answer_is_found_next_to_one_that_does(tmp_path, monkeypatch, released):
     run, admin_port = Work.run, free_port()
 
     def hangs(work, *clock):

@@ -167,7 +167,7 @@ def test_a_reader_continues_when_its_server_owns_the_partition_again(
     run(main())
 
 
-def test_counters_of_programs_of_0_13_of_all_versions_beside_dying_storages() -> None:
+def test_counters_of_all_0_13_versions_survive_killed_storages() -> None:
     async def main() -> None:
         async with cluster() as (world, server), contextlib.AsyncExitStack() as stack:
             models = [

@@ -236,7 +236,7 @@ def mount_fences_when_answered() -> Patches:
     begin, finish, is_ready = Mounts.begin, Mounts.finish, Mounts.is_ready
     older = {}  # the mounts of one partition -> by client, the connection that still appends
 
-    def begin_beside(self, client_id, connection, sequence):
+    def begin_keeping_the_older(self, client_id, connection, sequence):
         mount = self._mounts.get(client_id)
         if mount is not None and mount.is_ready:
             older.setdefault(id(self), {})[client_id] = mount.connection
@@ -250,7 +250,7 @@ def mount_fences_when_answered() -> Patches:
         is_older = older.get(id(self), {}).get(client_id) == connection
         return is_older or is_ready(self, client_id, connection)
 
-    yield instead(Mounts, "begin", begin_beside)
+    yield instead(Mounts, "begin", begin_keeping_the_older)
     yield instead(Mounts, "finish", finish_alone)
     yield instead(Mounts, "is_ready", is_either_ready)
 

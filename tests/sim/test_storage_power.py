@@ -26,7 +26,7 @@ pytestmark = pytest.mark.sim
 
 
 class Model:
-    """A log as a list, beside the real one."""
+    """A log as a list, to compare with the real one."""
 
     def __init__(self, directory, rng):
         self.rng = rng

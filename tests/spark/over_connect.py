@@ -338,8 +338,8 @@ def test_streams_in_and_out(
 def started(writer: DataStreamWriter) -> StreamingQuery:
     """Start a query with a Python function; once more where Spark does not get its worker.
 
-    It waits ten seconds for a Python process beside the server, which no setting makes longer: too
-    short for a machine that stands still for a moment.
+    It waits ten seconds for a Python process on the server's machine, and no setting changes this:
+    too short for a machine that pauses.
     """
     try:
         return writer.start()
@@ -352,7 +352,7 @@ def started(writer: DataStreamWriter) -> StreamingQuery:
 def test_foreach_batch_is_written_once(
     spark: SparkSession, connect: str, marks: dict[int, int], tmp_path: Path
 ) -> None:
-    """The function runs beside the server; its first run fails after its write."""
+    """The function runs on the server's machine; its first run fails after its write."""
     rows = spark.range(0, 80, numPartitions=2).selectExpr("CAST(id AS string) AS data")
     rows.write.parquet(str(tmp_path / "in"))
     failed, name = str(tmp_path / "failed"), f"foreach-{sum(marks.values())}"

@@ -156,7 +156,7 @@ def test_a_batch_whose_tasks_are_done_and_that_was_not_committed(place: Place) -
     assert place.in_log() == once(2)
 
 
-def test_results_stand_beside_each_other_by_micro_batch(place: Place, tmp_path: Path) -> None:
+def test_each_micro_batch_has_its_own_results(place: Place, tmp_path: Path) -> None:
     place.put(0)
     place.put(1)
     results = tmp_path / "results"

@@ -305,7 +305,7 @@ def test_a_decision_that_a_text_names_exists():
 
 
 def is_there(naming: str, found: re.Match[str]) -> bool:
-    """Return whether a page is there, from the root or beside the file that names it."""
+    """Return whether a page is there, from the root or the folder of the file that names it."""
     page = found.group(1)
     if "://" in page or "*" in page or page in PAGES_OF_USERS:
         return True

@@ -24,6 +24,7 @@ WORDS = {
     r"he|his|him|himself": "it, its",
     r"heard|unheard": "received, answered",
     r"anew": "again; rebuilt, recreated",
+    r"beside": "next to, in addition to, compared with",
     r"mend|mends|mended|mending": "repair",
     r"vouch|vouches|vouched": "trusted, confirmed",
     r"believe|believes|believed": "trust, assume",

@@ -253,8 +253,8 @@ def _read(place: str) -> TlsConfig:
     found = load(TlsConfig, path=place).config
     folder = Path(place).parent
     names = {name: getattr(found, name) for name in _FILES}
-    beside = {name: str(folder / value) for name, value in names.items() if value}
-    return replace(found, tls=found.tls or ON, **beside)
+    paths = {name: str(folder / value) for name, value in names.items() if value}
+    return replace(found, tls=found.tls or ON, **paths)
 
 
 def _client_context(chosen: TlsConfig) -> ssl.SSLContext:

@@ -403,7 +403,7 @@ class ByHand:
                 return
 
 
-def test_a_counter_counts_on_with_another_client_beside_ours():
+def test_a_counter_continues_with_a_second_client():
     each = 25
 
     async def story(cluster):

@@ -128,7 +128,7 @@ RECORDS = {
         [f"{ONE}.seg at 0: header: expected zero in reserved byte 100, found 0x01"],
     ),
 }
-BESIDE = {
+OTHER_FILES = {
     "an index entry": (
         lambda s: flip(seg(s, 2, ".idx"), 128 + 8 * 3 + 7, 2),
         [f"{THREE}.idx at 152: record 27: expected offset 304, found 306"],
@@ -202,7 +202,7 @@ BESIDE = {
 }
 
 
-KINDS = RECORDS | BESIDE
+KINDS = RECORDS | OTHER_FILES
 
 
 @pytest.mark.parametrize(("hurt", "sentences"), KINDS.values(), ids=KINDS)

@@ -109,7 +109,7 @@ def test_crcs_are_proven_exactly_where_no_record_is_wrong(
     changed = bytearray(records)
     for place in data.draw(st.lists(st.integers(0, len(records) - 1), max_size=2)):
         changed[place] ^= 1 << data.draw(st.integers(0, 7))
-    if data.draw(st.booleans()):  # a border elsewhere: beside empty rows bytes may still add up
+    if data.draw(st.booleans()):  # a border elsewhere: next to empty rows, bytes may still add up
         border = data.draw(st.integers(0, lengths.size - 1))
         shift = min(data.draw(st.integers(0, 3)), int(lengths[border]) - 40)
         lengths = lengths.copy()

@@ -19,7 +19,7 @@ FLOOD, MODEST = ConnectionId(1), ConnectionId(2)
 
 
 def shared(now_ms: int = 0) -> Pace:
-    """A pace that has seen a small request beside another client's large one."""
+    """A pace that has seen a small request during another client's large one."""
     pace = Pace()
     pace.started(FLOOD, now_ms)
     pace.landed(now_ms, now_ms)
@@ -107,7 +107,7 @@ def test_without_small_ones_sharing_ends() -> None:
 
 
 def steered(took_ms: list[int]) -> Pace:
-    """A pace whose small requests took 5 ms while calm, and then a given time beside a piece."""
+    """A pace whose small requests took 5 ms while calm, and then a given time during a piece."""
     pace = shared()
     for start_ms in range(100, 60_100, 10):
         pace.small_landed(start_ms, start_ms + 5)
@@ -169,7 +169,7 @@ def after_a_long_flood(for_ms: int) -> Pace:
     return pace
 
 
-def test_beside_a_flood_the_calm_time_stays_for_a_while() -> None:
+def test_during_a_flood_the_calm_time_is_kept_for_a_while() -> None:
     pace = after_a_long_flood(BASELINE_KEPT_MS - 2 * SHARED_MS)
     factor = pace.factor
     pace.small_landed(200_000, 200_009)

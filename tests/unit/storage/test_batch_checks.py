@@ -85,7 +85,7 @@ def test_a_batch_with_damage_left_waits_for_the_rest_of_it():
 
 
 @pytest.mark.parametrize("is_unreadable", [False, True])
-def test_damage_found_beside_a_repair_waits_for_its_own_repair(is_unreadable):
+def test_damage_found_during_a_repair_waits_for_its_own_repair(is_unreadable):
     disk = new_disk()
     segments, _, _ = make_segments(disk, [3, 40])
     path, place = ROOT / segment_name(0, ".seg"), 128 + 36 * RECORD_BYTES + 44

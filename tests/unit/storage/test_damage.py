@@ -52,7 +52,7 @@ def test_a_hole_is_filled_bit_by_bit_from_its_beginning(log):
     assert log.fill(6, 6, slot=Slot(2, damaged=left)) == (IdRange(1, 1),)
 
 
-def test_damage_that_comes_to_light_beside_it_is_known_from_then_on(log):
+def test_damage_found_during_a_repair_is_recorded(log):
     log.disk.flip(ROOT / segment_name(0, ".seg"), SEGMENT_HEADER_BYTES + RECORD_BYTES * 7 + 44)
     assert log.fill(4, 6) == (IdRange(1, 1), IdRange(7, 7))
     assert log.fill(7, 7, slot=Slot(2, damaged=(IdRange(7, 7),))) == ()
@@ -138,14 +138,14 @@ def test_records_of_another_history_prove_no_batch(log, spoiled):
     assert log.segments.read(0, 9)[0] == log.records
 
 
-def test_a_whole_batch_is_held_against_its_records_beside_a_lost_one(log):
+def test_a_whole_batch_is_compared_with_its_records_next_to_a_lost_one(log):
     spoil_batch(log, 1)
     slot = Slot(2, damaged=(IdRange(1, 6),))
     with pytest.raises(ChecksumMismatch, match=r"do not match the chain of batch 0\.\.2"):
         damage.fill(slot, log.segments, *foreign(1, 4))
 
 
-def test_a_repair_does_not_wait_for_a_rotten_batch_beside_it(log):
+def test_a_repair_does_not_wait_for_a_rotten_adjacent_batch(log):
     spoil_batch(log, 1)
     assert log.fill(1, 1) == (IdRange(4, 6),)
     spoil_batch(log, 2)
@@ -185,9 +185,9 @@ def test_lost_blocks_are_written_over_in_pieces(pieces):
     for end in pieces:
         damaged = log.fill(at, end, slot=Slot(2, damaged=damaged))
         at = end + 1
-    beside = [one for one in damaged if one.last < 21 or one.first > 39]
-    assert len(beside) == len(damaged), "none of what was filled is damaged"
-    for one in beside:  # it shared a block with them
+    outside = [one for one in damaged if one.last < 21 or one.first > 39]
+    assert len(outside) == len(damaged), "none of what was filled is damaged"
+    for one in outside:  # it shared a block with them
         assert 12 < one.first <= one.last < 49
         log.fill(*one, slot=Slot(2, damaged=(one,)))
     assert log.segments.read(0, 59)[0] == log.records[: 60 * RECORD_BYTES]

@@ -488,7 +488,7 @@ def test_the_twin_has_no_more_room_than_it_was_given():
 # ---- what a killed process may have left
 
 
-def test_names_beside_an_existing_directory_are_synced_if_readable(tmp_path, monkeypatch):
+def test_names_next_to_an_existing_directory_are_synced_if_readable(tmp_path, monkeypatch):
     disk, synced = RealDisk(), []
     monkeypatch.setattr(disk, "sync_directory", synced.append)
     disk.make_directory(tmp_path / "a" / "b")

@@ -382,7 +382,7 @@ def test_rot_is_found_by_the_read_noted_read_around_and_repaired(world, at):
     assert world.everything() == written
 
 
-def test_losses_beside_a_repair_are_found_after_a_crash(world):
+def test_losses_next_to_a_repair_are_found_after_a_crash(world):
     """Its block may be released for the repair, with what else was in it."""
     written = b"".join(world.append([3, 4]) for _ in range(20))
     flip(world, 130, 44)
@@ -398,7 +398,7 @@ def test_losses_beside_a_repair_are_found_after_a_crash(world):
 
 
 def test_nothing_is_repaired_in_a_session_in_which_a_write_has_failed(world):
-    """The marker cannot move any more, and so shows nothing that would be lost beside it."""
+    """The marker cannot move any more, so it does not show records that would be lost after it."""
     written = b"".join(world.append([3, 4]) for _ in range(20))
     flip(world, 130, 44)
     world.log.read_range(125, 131, 1 << 20, whole_batches=False)
@@ -529,7 +529,7 @@ def test_rot_below_the_marker_is_damage_and_never_cut(world):
 
 
 @pytest.mark.parametrize("suffix", ["idx", "chn"])
-def test_files_beside_the_records_are_made_again(world, suffix):
+def test_files_other_than_segments_are_rebuilt(world, suffix):
     written = b"".join(world.append([7, 8]) for _ in range(10))
     for path in (world.directory / "0").glob(f"*.{suffix}"):
         path.unlink()

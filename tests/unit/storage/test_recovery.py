@@ -55,7 +55,7 @@ def opened(disk, *, info=INFO, trust_fsync=True):
 
 
 def written(disk, *counts_of_each, acked=None, **slot):
-    """Write a log with slots beside it; `acked` is the number of batches that are acknowledged."""
+    """Write a log with slots next to it; `acked` is the number of batches that are acknowledged."""
     segments, records, entries = make_segments(disk, *counts_of_each)
     acked_entries = entries[: len(entries) if acked is None else acked]
     marker = Marker(BEFORE_FIRST, GENESIS_CHAIN)

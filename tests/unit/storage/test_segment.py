@@ -360,7 +360,7 @@ def test_index_entries_lost_in_a_failed_sync_are_rebuilt_from_records(synced):
     assert open_segment(disk).read(0, 2)[0] == records
 
 
-def test_no_file_beside_a_removed_segment_goes_before_it():
+def test_no_file_of_a_removed_segment_is_removed_before_it():
     disk = new_disk()
     segment = new_segment(disk)
     begin = len(disk.trace)

@@ -152,7 +152,7 @@ def test_a_copy_that_does_not_fit_changes_nothing(engine, changed, error):
 
 
 def full_engine():
-    """Return an engine with a reserve and no room beside it, and its disk."""
+    """Return an engine with a reserve and no other free space, and its disk."""
     disk = SimDisk(capacity_bytes=1 << 20)
     settings = LogSettings(bytes(16), 1 << 20, lambda: 5)
     engine = Engine.open(

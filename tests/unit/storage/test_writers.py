@@ -59,7 +59,7 @@ async def test_a_result_is_reported_once_on_the_loops_thread():
     thread = cast("Piece", piece).thread
     assert thread is not None
     assert thread is not threading.current_thread()
-    assert thread.daemon, "rule 3: a process ends beside a thread that a disk holds"
+    assert thread.daemon, "rule 3: a process ends despite a thread that a disk holds"
     writers.end()
     await asyncio.to_thread(thread.join, WAIT_S)
     assert not thread.is_alive()

@@ -81,7 +81,7 @@ def test_the_connect_string_names_the_authorities_or_says_a_word(files):
             assert count in (None, len(context.get_ca_certs()))
 
 
-def test_a_file_of_settings_names_others_that_lie_beside_it(tmp_path: Path):
+def test_a_settings_file_names_files_in_its_own_directory(tmp_path: Path):
     make(tmp_path)
     names = {
         "tls_certificate": "ours-cert.pem",

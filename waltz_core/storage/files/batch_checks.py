@@ -99,9 +99,9 @@ def check_repaired(
         if RECONSTRUCTED in {entry.session_id, NO_SESSION if before is None else before.session_id}:
             continue  # Its chain is not computed from these records, nor is that of the next.
         crcs = _crcs(segments, entry.first, entry.last)
-        beside = () if crcs is not None else _wrong_ids(segments, entry, repaired)
-        found += beside
-        if beside:
+        outside = () if crcs is not None else _wrong_ids(segments, entry, repaired)
+        found += outside
+        if outside:
             continue
         if crcs is None or check_chain([entry], entry.first, chain, crcs) is not None:
             raise ChecksumMismatch(
@@ -130,8 +130,8 @@ def _crcs(segments: Segments, first: TransactionId, last: TransactionId) -> byte
 def _wrong_ids(segments: Segments, entry: LineageEntry, repaired: IdRange) -> tuple[IdRange, ...]:
     """Return the IDs of a batch that are wrong, except the repaired ones."""
     every = map(TransactionId, range(entry.first, entry.last + 1))
-    beside = [each for each in every if not repaired.first <= each <= repaired.last]
-    return tuple(IdRange(each, each) for each in beside if _crcs(segments, each, each) is None)
+    outside = [each for each in every if not repaired.first <= each <= repaired.last]
+    return tuple(IdRange(each, each) for each in outside if _crcs(segments, each, each) is None)
 
 
 def entry_before(segments: Segments, first: TransactionId) -> LineageEntry | None:

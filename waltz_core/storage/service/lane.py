@@ -82,8 +82,8 @@ def queue_bytes(message: StorageMessage) -> int:
     """Return the memory that a waiting request holds, or that its answer will."""
     match message:
         case AppendRaw():
-            beside = len(message.locks) + _BATCH_BYTES * len(message.lineage[1:])
-            return REQUEST_BYTES + len(message.records) + len(message.lengths) + beside
+            metadata_bytes = len(message.locks) + _BATCH_BYTES * len(message.lineage[1:])
+            return REQUEST_BYTES + len(message.records) + len(message.lengths) + metadata_bytes
         case Repair():
             return REQUEST_BYTES + len(message.records) + len(message.lengths)
         case RangeRaw() | LockBlocksRequest():
