@@ -92,7 +92,7 @@ class Driver(Generic[EventT, EffectT]):
     def _step(self, event: EventT | Wakeup) -> None:
         effects = self._machine.step(event, self._clock())
         if _log.isEnabledFor(logging.DEBUG):
-            _log.debug("driver.step machine=%s event=%r effects=%r", self._name, event, effects)
+            _log.debug("machine.step machine=%s event=%r effects=%r", self._name, event, effects)
         for effect in effects:
             if isinstance(effect, Report):
                 self._on_report(effect)
@@ -101,7 +101,7 @@ class Driver(Generic[EventT, EffectT]):
 
     def _fail(self, error: Exception) -> None:
         self.stop()
-        _log.error("driver.failed machine=%s", self._name, exc_info=error)
+        _log.error("machine.failed machine=%s", self._name, exc_info=error)
         if self._on_failure is not None:
             self._on_failure(error)
 
