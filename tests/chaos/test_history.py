@@ -83,21 +83,21 @@ def test_a_sound_history_passes(history: History):
     assert verdict.counts["marks asked for"] == 1
 
 
-def test_a_refusal_without_a_writer_is_found(history: History):
+def test_a_rejection_without_a_writer_is_found(history: History):
     history.log.sessions = {0: [0]}
     history.sent(content("e", mark=1, writes=[LOCK]), at=4.0)
     history.lines.append(["reported", "e", "refused", -1, 4.5, ""])
     assert any("no client had written its locks" in each for each in history.wrong())
 
 
-def test_a_writer_that_came_after_the_refusal_is_no_cause(history: History):
+def test_a_writer_that_came_after_the_rejection_is_no_cause(history: History):
     history.log.sessions = {0: [0]}
     history.sent(content("e", mark=1, writes=[OTHER]), at=1.5)
     history.lines.append(["reported", "e", "refused", -1, 1.9, ""])
     assert any("no client had written its locks" in each for each in history.wrong())
 
 
-def test_a_new_session_may_refuse_what_was_under_way_and_no_more(history: History):
+def test_a_new_session_may_reject_what_was_under_way_and_no_more(history: History):
     history.sent(content("e", mark=0, writes=[OTHER + 1]), at=4.0)
     history.lines.append(["reported", "e", "refused", -1, 4.5, ""])
     verdict = check([history.life()], history.log)

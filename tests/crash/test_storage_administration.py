@@ -218,7 +218,7 @@ def test_a_start_that_finishes_a_removal_may_be_cut_too(name, survival):
 
 @pytest.mark.parametrize("name", COMMANDS)
 @pytest.mark.parametrize("fault", [DiskFault.FAILS, DiskFault.DISK_FULL])
-def test_a_command_that_the_disk_refuses_at_any_step_can_be_given_again(name, fault):
+def test_a_command_that_the_disk_rejects_at_any_step_can_be_given_again(name, fault):
     command, done = COMMANDS[name]
     step = 0
     while True:

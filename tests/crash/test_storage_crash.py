@@ -112,7 +112,7 @@ def test_a_large_unsynced_group_of_which_any_sectors_are_left_is_no_damage():
 
 @pytest.mark.parametrize("fault", [DiskFault.FAILS, DiskFault.DISK_FULL])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_after_an_error_the_log_continues_or_says_why_not(seed, fault):
+def test_after_an_error_the_log_continues_or_states_the_reason(seed, fault):
     world = random_world(seed)
     world.prepare()
     world.set_mark()
@@ -190,7 +190,7 @@ def append_much(world):
         world.append()
 
 
-def test_a_full_disk_refuses_appends_and_continues_reading():
+def test_a_full_disk_rejects_appends_and_continues_reading():
     world = World(Random(3))
     world.prepare()
     world.set_mark()

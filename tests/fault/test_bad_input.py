@@ -246,7 +246,7 @@ def test_one_full_disk_stops_nothing(roomy: tuple[Story, list[Disk]]):
     story.check_agrees()
 
 
-def test_a_refusal_for_want_of_space_says_so(roomy: tuple[Story, list[Disk]]):
+def test_an_append_rejected_for_space_reports_no_space(roomy: tuple[Story, list[Disk]]):
     story, disks = roomy
     for disk in disks:
         disk.fill()
@@ -255,7 +255,7 @@ def test_a_refusal_for_want_of_space_says_so(roomy: tuple[Story, list[Disk]]):
         assert isinstance(rejected_append(story, client), NoSpace)
 
 
-def test_three_full_disks_refuse_appends_and_serve_reads(roomy: tuple[Story, list[Disk]]):
+def test_three_full_disks_reject_appends_and_serve_reads(roomy: tuple[Story, list[Disk]]):
     story, disks = roomy
     with story.load() as load:
         load.await_commits()

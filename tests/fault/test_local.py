@@ -281,7 +281,7 @@ def test_up_waits_for_every_server(directory: Path):
         assert owners == {f"127.0.0.1:{slow.member(f'server-{each}').port}" for each in (1, 2)}
 
 
-def test_a_second_up_at_the_same_time_is_refused(directory: Path):
+def test_a_second_up_at_the_same_time_is_rejected(directory: Path):
     with subprocess.Popen(
         command("local", "up", "--directory", str(directory), *SMALL),
         stdout=subprocess.PIPE,

@@ -89,7 +89,7 @@ def test_all_is_well_and_in_step(cluster: LocalCluster):
     assert ids == {"0": last, "1": -1}
 
 
-def test_a_replica_is_emptied_copied_and_comes_back(cluster: LocalCluster):
+def test_a_replica_is_emptied_copied_and_returns(cluster: LocalCluster):
     one, other = names(cluster)[:2]
     at = ("--connect", cluster.connect, "--storage", other, "--partition", "0")
     last = append(cluster, 200)
@@ -111,7 +111,7 @@ def test_a_replica_is_emptied_copied_and_comes_back(cluster: LocalCluster):
     wait_until("it is level", lambda: is_level(cluster, other, last))
 
 
-def test_a_doubted_replica_is_trusted_again_after_a_session(cluster: LocalCluster):
+def test_a_suspect_replica_is_trusted_again_after_a_session(cluster: LocalCluster):
     name = names(cluster)[2]
     at = ("--connect", cluster.connect, "--storage", name, "--partition", "0")
     wait_until("it takes part", lambda: all_engaged(cluster))
@@ -133,7 +133,7 @@ def assign(cluster: LocalCluster, held: dict[str, tuple[int, ...]]) -> None:
     asyncio.run(main())
 
 
-def test_a_partition_moves_away_and_comes_back(cluster: LocalCluster):
+def test_a_partition_moves_away_and_returns(cluster: LocalCluster):
     one, other, third = names(cluster)
     at = ("--connect", cluster.connect, "--storage", third, "--partition", "1")
     assert "found it assigned" in refused("remove-partition", *at, "--delete-files")

@@ -123,7 +123,7 @@ def test_a_session_that_is_not_open_gets_no_reports(tmp_path):
     on_loop(main())
 
 
-def test_nothing_beyond_the_mark_is_asked_for(tmp_path):
+def test_nothing_beyond_the_mark_is_requested(tmp_path):
     async def main():
         async with log_in(tmp_path) as log:
             with log.reader(last=19) as reader:

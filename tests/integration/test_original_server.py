@@ -118,7 +118,7 @@ def test_servers_answer_the_commands_that_look_at_them(
     assert "does not answer" not in text
 
 
-def test_a_server_that_is_too_old_is_refused_in_one_sentence(zookeeper: str):
+def test_a_server_that_is_too_old_is_rejected_in_one_sentence(zookeeper: str):
     with OriginalCluster(1, versions=(0, 1, 2)) as cluster:
         made = Nodes(zookeeper, cluster)
         quick = ClientConfig(request_timeout_ms=500)

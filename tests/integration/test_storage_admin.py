@@ -251,7 +251,7 @@ def test_a_partition_that_is_offline_is_not_served_and_continues_when_it_is_back
     on_loop(main())
 
 
-def test_a_doubted_replica_says_so_to_the_next_session(tmp_path):
+def test_a_suspect_replica_is_reported_to_the_next_session(tmp_path):
     async def main():
         async with storage(tmp_path) as (address, port), admin_of(port) as admin:
             async with session(address, 5) as owner:
@@ -313,7 +313,7 @@ def test_settled_records_are_copied_to_an_offline_replica(tmp_path):
     on_loop(main())
 
 
-def test_a_copy_that_does_not_continue_from_the_log_is_refused(tmp_path):
+def test_a_copy_that_does_not_continue_from_the_log_is_rejected(tmp_path):
     async def main():
         async with two_storages(tmp_path) as (address, source, other_address, target):
             for where, count in ((address, 3), (other_address, 1)):
@@ -329,7 +329,7 @@ def test_a_copy_that_does_not_continue_from_the_log_is_refused(tmp_path):
     on_loop(main())
 
 
-def test_records_are_read_again_when_a_process_asks_for_it(tmp_path):
+def test_records_are_read_again_when_a_process_requests_it(tmp_path):
     async def main():
         async with storage(tmp_path) as (address, port), admin_of(port) as admin:
             async with session(address, 5) as owner:

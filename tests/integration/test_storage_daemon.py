@@ -208,7 +208,7 @@ def test_an_older_server_gets_fewer_fields(tmp_path, monkeypatch):
         assert on_loop(prepared_by(storage.address, 7)) == (1, 6, -1)
 
 
-def test_another_cluster_another_process_and_a_broken_file_are_refused(tmp_path):
+def test_another_cluster_another_process_and_a_broken_file_are_rejected(tmp_path):
     with running(tmp_path) as storage:
         assert storage.line.startswith("storage ready ")
         with running(tmp_path) as second:
@@ -545,7 +545,7 @@ async def is_served(address, session_id, partition_id=0):
         return isinstance(await owner.ask(message), Prepared)
 
 
-def test_the_assignment_in_zookeeper_says_what_is_served(tmp_path, zookeeper):
+def test_the_assignment_in_zookeeper_states_what_is_served(tmp_path, zookeeper):
     connect = f"{zookeeper}/storage-daemon"
     port = free_port()
     address = f"127.0.0.1:{port}"
@@ -802,7 +802,7 @@ def test_a_partition_that_can_be_opened_again_is_served_without_a_restart(tmp_pa
     on_loop(main())
 
 
-def test_a_scrub_that_is_asked_for_finds_rot_and_continues_after_a_restart(tmp_path):
+def test_a_scrub_that_is_requested_finds_rot_and_continues_after_a_restart(tmp_path):
     async def main():
         storage = StorageDaemon(config_for(tmp_path), CLUSTER, None)
         stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()

@@ -289,7 +289,7 @@ def test_a_value_over_the_servers_limit_is_not_taken_for_a_success(zookeeper):
     asyncio.run(run())
 
 
-def test_zookeeper_is_killed_and_comes_back(own_zookeeper: ZooKeeperProcess):
+def test_zookeeper_is_killed_and_returns(own_zookeeper: ZooKeeperProcess):
     async def run():
         async with world_at(own_zookeeper.host) as world:
             server = await created(world, "/restarts")

@@ -23,7 +23,7 @@ datas = st.binary(max_size=500) | st.builds(
 
 
 @given(values, st.sampled_from([MSGPACK, JSON]), st.integers(1, 22), st.integers(0, 300))
-def test_every_value_comes_back(value, inner, level, minimum_bytes):
+def test_every_value_returns(value, inner, level, minimum_bytes):
     packed = Zstd(inner, level=level, minimum_bytes=minimum_bytes).serialize(value)
     # A reader needs to know neither level nor minimum.
     assert Zstd(inner).deserialize(packed) == value

@@ -373,7 +373,7 @@ def test_gate_nothing_is_reported_without_a_session(world, message):
         world.answer(message)
 
 
-def test_gate_some_refusals_need_no_session(world):
+def test_gate_some_rejections_need_no_session(world):
     world.says(session_events.SessionClosed(world.session, "over"))
     world.checks.server_stepped(world.owner)
     mark = world.history.last
@@ -426,7 +426,7 @@ def test_no_cut_below_the_mark(world):
         world.works(m.Truncate, 4, -1, bytes(16))
 
 
-def test_no_cut_is_even_asked_for_below_the_mark(world):
+def test_no_cut_is_even_requested_below_the_mark(world):
     with fails("NoCutCommitted"):
         world.works(m.Truncate, 4, -1, bytes(16), outcome=DataLoss("below"))
 
@@ -460,7 +460,7 @@ def test_log_matching_of_records_that_were_never_written(world):
         world.checks.outcomes.exposed(world.history.last + 1, bytes(16))
 
 
-def test_log_matching_of_what_was_asked_for(world):
+def test_log_matching_of_what_was_requested(world):
     record = world.history.records[-1]
     operation = world.last_operation()
     assert data_in(record) == operation.data
@@ -544,7 +544,7 @@ def test_outcome_truth_of_being_ahead(world):
     world.checks.settled(world.client, outcome.effect)
 
 
-def test_outcome_truth_of_a_refusal(world):
+def test_outcome_truth_of_a_rejection(world):
     outcome = Settled(world, reason=m.Reason.LOST)
     outcome.operation.transaction_id = 3
     effect = client_events.ParcelRejected(outcome.parcel.token, Unreachable("never sent"))
@@ -552,7 +552,7 @@ def test_outcome_truth_of_a_refusal(world):
         world.checks.rejected(world.client, effect)
 
 
-def test_a_refusal_names_what_is_final(world):
+def test_a_rejection_names_what_is_final(world):
     settled = Settled(world, reason=m.Reason.LOCK, conflict=world.history.last + 1)
     with fails("OutcomeTruth"):
         world.checks.settled(world.client, settled.effect)

@@ -41,14 +41,14 @@ def test_bad_input_gets_one_sentence(capsys, words, sentence):
     "text",
     ["", "{}", '{"format": 9}', '{"format": 1, "seed": 1, "setup": {"horses": 3}, "faults": []}'],
 )
-def test_a_file_that_is_no_schedule_is_refused(capsys, tmp_path, text):
+def test_a_file_that_is_no_schedule_is_rejected(capsys, tmp_path, text):
     path = tmp_path / "schedule.json"
     path.write_text(text)
     assert main(["--schedule", str(path)]) == 1
     assert "schedule: expected" in capsys.readouterr().err
 
 
-def test_a_kind_of_fault_that_is_not_known_is_refused(capsys, tmp_path):
+def test_a_kind_of_fault_that_is_not_known_is_rejected(capsys, tmp_path):
     path = tmp_path / "schedule.json"
     path.write_text(Schedule(1, faults=(Fault(1_000, "earthquake", 7),)).to_json())
     assert main(["--schedule", str(path)]) == 1
@@ -100,7 +100,7 @@ def test_a_failing_seed_is_reported_with_all_that_replays_it(capsys, tmp_path, m
     assert "seed 9 broke Fork: two chains at 3\n  python -m waltz_sim --seed 9\n" in captured.err
 
 
-def test_after_fewer_steps_a_world_is_healed(capsys):
+def test_after_fewer_steps_a_world_is_repaired(capsys):
     words = ["--seed", "3", "--json"]
     assert main([*words, "--steps", "300"]) == 0
     short = json.loads(capsys.readouterr().out)

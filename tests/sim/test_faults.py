@@ -127,7 +127,7 @@ def test_without_a_budget_all_may_lose_what_they_notice_but_not_after_zookeeper(
 # ---- disks
 
 
-def test_a_disk_that_comes_back_old_is_filled_up_again():
+def test_a_disk_that_returns_old_is_filled_up_again():
     cluster = cluster_of()
     storage = cluster.storages[A]
     assert disk_faults.take_snapshot(cluster, Chosen())
@@ -141,7 +141,7 @@ def test_a_disk_that_comes_back_old_is_filled_up_again():
     assert storage.log.max_id > old
 
 
-def test_an_empty_disk_is_refused_until_an_operator_has_replaced_it():
+def test_an_empty_disk_is_rejected_until_an_operator_has_replaced_it():
     cluster = cluster_of()
     storage = cluster.storages[A]
     before = storage.storage_id
@@ -151,7 +151,7 @@ def test_an_empty_disk_is_refused_until_an_operator_has_replaced_it():
     assert storage.engine.storage_id not in {before, NO_STORAGE_ID}
 
 
-def test_swapped_disks_are_refused_and_nothing_is_lost():
+def test_swapped_disks_are_rejected_and_nothing_is_lost():
     cluster = cluster_of()
     one, other = cluster.storages[A], cluster.storages[B]
     cluster.swap_disks(one, other)
@@ -279,7 +279,7 @@ def test_a_link_is_cut_in_the_middle_of_what_is_on_its_way():
     healed(cluster)
 
 
-def test_messages_of_an_abandoned_link_arrive_after_the_next_mount_and_are_refused():
+def test_messages_of_an_abandoned_link_arrive_after_the_next_mount_and_are_rejected():
     cluster = cluster_of(clients=3)
     counts = cluster.checks.counts
     for seed in range(30):
@@ -336,7 +336,7 @@ def test_a_stranded_owner_is_replaced_and_does_not_know_it(seed, kept_count):
     assert not cluster.coordinator.cut_off
 
 
-def test_a_stranded_owner_is_asked_for_its_mark_and_reports_no_old_one():
+def test_a_stranded_owner_reports_no_old_mark():
     counts = [healed(stranded(seed, think_ms=10)[0]) for seed in (8, 12, 15)]
     assert sum(each["mark requested from an old owner"] for each in counts) > 5
 

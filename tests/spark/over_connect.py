@@ -125,7 +125,7 @@ def test_it_is_a_session_of_connect(spark: SparkSession) -> None:
     assert type(spark).__module__.startswith("pyspark.sql.connect.")
 
 
-def test_a_table_comes_back_whole(spark: SparkSession, connect: str, marks: dict[int, int]) -> None:
+def test_a_table_returns_whole(spark: SparkSession, connect: str, marks: dict[int, int]) -> None:
     table = spark.range(500).selectExpr(
         "id",
         "concat('owner ', id) AS owner",

@@ -45,7 +45,7 @@ def accounts(spark: SparkSession, count: int) -> DataFrame:
 
 @pytest.mark.core
 @pytest.mark.parametrize("data_format", ["msgpack", "json"])
-def test_a_table_comes_back_whole(spark: SparkSession, connect: str, data_format: str) -> None:
+def test_a_table_returns_whole(spark: SparkSession, connect: str, data_format: str) -> None:
     before = marks_of(spark, connect)
     table = accounts(spark, 5000)
     locked = table.withColumn("append_locks", F.array(lock("account", "id")))
@@ -198,7 +198,7 @@ def test_ten_jobs_count_one_counter_up(spark: SparkSession, connect: str) -> Non
     assert sorted(row.value for row in rows) == list(range(1, 11))
 
 
-def test_fail_says_what_is_in_the_log(spark: SparkSession, connect: str, tmp_path: Path) -> None:
+def test_fail_states_what_is_in_the_log(spark: SparkSession, connect: str, tmp_path: Path) -> None:
     marks = marks_of(spark, connect)
     waltz_spark.append(
         dispatches(spark, "anna", 100, 100), connect, high_water_marks=marks, dataFormat="msgpack"

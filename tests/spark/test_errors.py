@@ -182,7 +182,7 @@ def test_nothing_to_write_is_no_error(spark: SparkSession, connect: str) -> None
 
 
 @pytest.mark.parametrize("mode", ["error", "ignore"])
-def test_other_modes_are_refused_before_anything_runs(
+def test_other_modes_are_rejected_before_anything_runs(
     spark: SparkSession, connect: str, mode: str
 ) -> None:
     with pytest.raises(AnalysisException, match='Please use either the "Append"'):
@@ -194,7 +194,9 @@ def test_a_list_of_clusters(spark: SparkSession, connect: str) -> None:
         spark.read.format("waltz").load([connect, connect]).count()
 
 
-def test_complete_says_why_a_log_cannot(spark: SparkSession, connect: str, tmp_path: Path) -> None:
+def test_complete_states_the_reason_a_log_cannot(
+    spark: SparkSession, connect: str, tmp_path: Path
+) -> None:
     counts = spark.readStream.format("rate").load().groupBy().count()
     query = (
         counts.selectExpr("CAST(count AS string) AS data")
@@ -210,7 +212,7 @@ def test_complete_says_why_a_log_cannot(spark: SparkSession, connect: str, tmp_p
     assert isinstance(waltz_spark.error_of(failed.value), errors.BadRequest)
 
 
-def test_overwrite_says_why_a_log_cannot(spark: SparkSession, connect: str) -> None:
+def test_overwrite_states_the_reason_a_log_cannot(spark: SparkSession, connect: str) -> None:
     with pytest.raises(Exception, match="mode 'overwrite' is not supported"):
         rows(spark).write.format("waltz").mode("overwrite").save(connect)
 

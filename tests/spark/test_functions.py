@@ -41,7 +41,7 @@ def test_a_null_key_has_no_lock(spark: SparkSession) -> None:
     assert table.select(lock("account", "key")).collect()[0][0] is None
 
 
-def test_another_type_of_key_is_refused(spark: SparkSession) -> None:
+def test_another_type_of_key_is_rejected(spark: SparkSession) -> None:
     table = spark.sql("SELECT DATE'2013-01-01' AS key")
     with pytest.raises(Exception, match="key of a lock must be an integer or a string, not date"):
         table.select(lock("account", "key")).collect()

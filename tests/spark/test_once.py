@@ -262,7 +262,7 @@ def test_a_write_that_is_done_appends_nothing(write: Write) -> None:
     assert write.in_log() == once(rows)
 
 
-def test_a_write_that_is_done_refuses_other_rows(write: Write) -> None:
+def test_a_write_that_is_done_rejects_other_rows(write: Write) -> None:
     monday, job = rows_of(1, 1), write.job()
     write.finish(job, job.write_task(batches_of(monday), 0, 0))
     for others, counts, hashes in (

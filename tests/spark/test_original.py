@@ -45,7 +45,7 @@ def test_a_log_is_read_in_tasks(spark: SparkSession, original: OriginalCluster, 
     assert {row.commit_time for row in rows} == {None}  # an original keeps none
 
 
-def test_rows_are_written_and_refused_by_locks(
+def test_rows_are_written_and_rejected_by_locks(
     spark: SparkSession, original: OriginalCluster, there: str
 ) -> None:
     rows = [(i % 2, b"%d" % i, [lock("hot", i % 4)]) for i in range(40)]
@@ -58,7 +58,7 @@ def test_rows_are_written_and_refused_by_locks(
         assert sorted(int(data) % 4 for _, _, data in log.records) == locks
 
 
-def test_exactly_once_is_refused_before_any_task(
+def test_exactly_once_is_rejected_before_any_task(
     spark: SparkSession, original: OriginalCluster, there: str
 ) -> None:
     frame = spark.createDataFrame([(b"x",)], "data binary")

@@ -50,7 +50,7 @@ def values_of(spark: SparkSession, connect: str, key: int) -> list[tuple[int, in
     return [(row.more, row.value) for row in rows.orderBy("transaction_id").collect()]
 
 
-def test_a_refused_row_is_computed_again(spark: SparkSession, connect: str) -> None:
+def test_a_rejected_row_is_computed_again(spark: SparkSession, connect: str) -> None:
     key = 9001
     snapshot = waltz_spark.snapshot(spark, connect)
     marks = snapshot.high_water_marks

@@ -128,7 +128,7 @@ def test_a_billion_transactions_are_planned_with_one_look(
     assert all(len(task.layout.owners) == 1 for task in tasks)
 
 
-def test_spark_plans_a_billion_and_reads_what_was_asked_for(
+def test_spark_plans_a_billion_and_reads_what_was_requested(
     spark: SparkSession, billion: LocalCluster
 ) -> None:
     whole = spark.read.format("waltz").load(billion.connect)

@@ -196,7 +196,7 @@ def test_foreach_batch_with_a_name_and_a_number(place: Place) -> None:
     assert place.in_log() == once(2)
 
 
-def test_a_stream_that_a_log_cannot_take_says_why(place: Place) -> None:
+def test_a_stream_that_a_log_cannot_take_states_the_reason(place: Place) -> None:
     place.put(0)
     counts = place.table().groupBy("partition").count().selectExpr("CAST(count AS string) AS data")
     writer = counts.writeStream.format("waltz").outputMode("complete")
@@ -237,7 +237,7 @@ def test_a_named_job_that_failed_is_run_again(place: Place) -> None:
     assert place.in_log() == Counter(dict.fromkeys(range(4_000), 1))
 
 
-def test_a_named_append_reports_its_first_run_and_refuses_other_rows(
+def test_a_named_append_reports_its_first_run_and_rejects_other_rows(
     spark: SparkSession, connect: str
 ) -> None:
     days = {

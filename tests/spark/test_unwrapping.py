@@ -67,7 +67,7 @@ def test_it_is_sparks_error_too(spark: SparkSession, connect: str) -> None:
     assert (type(again), str(again)) == (errors.BadConfig, str(caught.value))
 
 
-def test_a_refused_row(spark: SparkSession, connect: str) -> None:
+def test_a_rejected_row(spark: SparkSession, connect: str) -> None:
     marks = dict(waltz_spark.snapshot(spark, connect).high_water_marks)
     waltz_spark.append(locked(spark, 1), connect, high_water_marks=marks)
     begun = json.dumps({str(partition): mark for partition, mark in marks.items()})

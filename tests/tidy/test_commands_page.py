@@ -99,7 +99,7 @@ def test_each_command_of_waltz_0_13_has_a_row_with_one_of_ours():
         assert difference.strip(), there
 
 
-def test_every_noun_has_a_row_and_every_verb_says_what_it_does():
+def test_every_noun_has_a_row_and_every_verb_states_what_it_does():
     page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
     for noun in NOUNS:
         assert f"`{noun}`" in page

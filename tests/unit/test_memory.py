@@ -135,7 +135,7 @@ def test_an_argument_that_is_no_context_is_reported(waltz_memory):
                 asyncio.run(submit(wrong))
 
 
-def test_a_client_of_another_event_loop_says_so_and_lives_on(waltz_memory):
+def test_a_client_of_another_event_loop_is_reported_and_lives_on(waltz_memory):
     async def append(client):
         async with asyncio.timeout(HANG_S):
             return await (await client.append(b"x", partition=0))
@@ -155,7 +155,7 @@ def test_a_client_of_another_event_loop_says_so_and_lives_on(waltz_memory):
         own.run(client.close())
 
 
-def test_callbacks_of_the_other_client_are_refused(waltz_memory):
+def test_callbacks_of_the_other_client_are_rejected(waltz_memory):
     class Late(Callbacks):
         async def apply_transaction(self, transaction):
             """It is not awaited."""
@@ -182,7 +182,7 @@ def test_callbacks_of_the_other_client_are_refused(waltz_memory):
 # --- refusals and failures
 
 
-def test_the_next_locked_appends_are_refused_and_no_more(waltz_memory):
+def test_the_next_locked_appends_are_rejected_and_no_more(waltz_memory):
     locks = [lock("a")]
     with waltz_memory.client() as client:
         waltz_memory.reject_next(2)
@@ -195,7 +195,7 @@ def test_the_next_locked_appends_are_refused_and_no_more(waltz_memory):
     assert [each.data for each in waltz_memory.transactions(0)] == [b"free", b"free", b"in time"]
 
 
-def test_a_refused_context_is_executed_again(waltz_memory):
+def test_a_rejected_context_is_executed_again(waltz_memory):
     with waltz_memory.client() as client:
         ledger = Ledger(-1)
         client.subscribe(ledger, [2])
@@ -206,7 +206,7 @@ def test_a_refused_context_is_executed_again(waltz_memory):
         assert context.hooks == ["lock failure"] * 3 + [("completion", True), "application"]
 
 
-def test_a_context_that_is_always_refused_expires(waltz_memory):
+def test_a_context_that_is_always_rejected_expires(waltz_memory):
     with waltz_memory.client() as client:
         waltz_memory.reject_next(1_000_000)
         context = RecordingContext(0)

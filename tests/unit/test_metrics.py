@@ -143,7 +143,7 @@ def test_two_daemons_in_one_process_do_not_mix():
     assert second.value("waltz_server_partitions") == 0
 
 
-def test_process_figures_come_when_asked_for():
+def test_process_figures_come_when_requested():
     assert b"process_cpu_seconds_total" in Metrics("server", with_process=True).page()
     assert b"process_cpu_seconds_total" not in Metrics("server").page()
 
@@ -230,7 +230,7 @@ def test_health_says_yes_or_no_with_the_reason():
         (b"GET /ping HTTP/1.1\r\nX: " + b"x" * HEAD_BYTES_MAX + b"\r\n\r\n", ""),
     ],
 )
-def test_other_requests_are_refused(request_bytes, status):
+def test_other_requests_are_rejected(request_bytes, status):
     assert served(lambda port: ask(port, request_bytes))[0] == status
 
 

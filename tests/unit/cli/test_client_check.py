@@ -54,7 +54,7 @@ def test_lost_answers_change_nothing(capsys, connected):
     assert (code, found["written"], found["checked"]) == (0, 60, 120)
 
 
-def test_a_log_that_does_not_refuse_is_found(capsys, connected, monkeypatch):
+def test_a_log_that_does_not_reject_is_found(capsys, connected, monkeypatch):
     def unlocked(context, builder):
         context.attempts += 1
         builder.data = text_of(builder.client_high_water_mark + 1)

@@ -74,7 +74,7 @@ def test_a_storage_that_does_not_run_replaces_no_other():
     assert asyncio.run(take_over()) == {OLD}
 
 
-def test_an_empty_storage_that_gets_no_replicas_back_says_so():
+def test_an_empty_storage_that_gets_no_replicas_back_is_reported():
     async def bring_back():
         coordinator = MemoryZooKeeper(asyncio.Event).coordinator("/w")
         listener = await net.listen(Surface.STORAGE, "127.0.0.1", 0, lambda _link: None)

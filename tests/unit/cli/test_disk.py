@@ -47,7 +47,7 @@ def lines(capsys, *words):
     return [json.loads(line) for line in printed(capsys, *words, "--json").splitlines()]
 
 
-def test_verify_says_what_is_wrong_and_ends_with_1(storage, capsys):
+def test_verify_states_what_is_wrong_and_ends_with_1(storage, capsys):
     assert main(["disk", "verify", str(storage)]) == 0
     assert "0 wrong, 0 to note" in capsys.readouterr().out
     flip(segments(storage)[1], 200)
@@ -164,7 +164,7 @@ def test_the_dump_continues_after_an_unreadable_payload(tmp_path, capsys):
         ),
     ],
 )
-def test_a_deserializer_that_is_none_is_refused(storage, capsys, name, sentence):
+def test_a_deserializer_that_is_none_is_rejected(storage, capsys, name, sentence):
     assert main(["disk", "dump-segment", str(storage), "-d", name]) == 1
     said = capsys.readouterr()
     assert said.err.startswith(f"waltz-core: {sentence}")
@@ -240,7 +240,7 @@ def test_an_index_is_rebuilt_unless_it_is_a_dry_run(storage, capsys):
     assert path.read_bytes() == good
 
 
-def test_one_segment_that_is_refused_does_not_keep_the_others_from_being_repaired(storage, capsys):
+def test_one_segment_that_is_rejected_does_not_keep_the_others_from_being_repaired(storage, capsys):
     flip(segments(storage)[0], 39)
     flip(segments(storage, ".idx")[1], 140)
     assert main(["disk", "repair-index", str(storage)]) == 1
@@ -265,7 +265,7 @@ engine.close()
 """
 
 
-def test_a_directory_of_a_running_storage_is_refused_and_can_be_looked_at(storage, capsys):
+def test_a_directory_of_a_running_storage_is_rejected_and_can_be_looked_at(storage, capsys):
     command = [sys.executable, "-c", HOLDER, str(storage)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as running:
         assert running.stdout.readline() == b"open\n"
@@ -291,7 +291,7 @@ sys.stdin.read()
 """
 
 
-def test_a_directory_of_a_running_original_is_refused(storage, capsys):
+def test_a_directory_of_a_running_original_is_rejected(storage, capsys):
     (storage / "waltz-x.id").unlink()
     command = [sys.executable, "-c", ORIGINAL, str(storage)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as running:

@@ -95,14 +95,14 @@ def test_a_cluster_that_could_not_be_asked_is_not_called_healthy():
     assert "zookeeper" in doctor_command.value_of(Facts(CONNECT), [])["facts"]
 
 
-def test_without_a_cluster_to_look_at_it_says_what_it_expects(gathered, capsys):
+def test_without_a_cluster_to_look_at_it_states_what_it_expects(gathered, capsys):
     assert main(["doctor"]) == 1
     assert "expected --connect zk1:2181" in capsys.readouterr().err
     assert main(["doctor", "--connect", CONNECT, "--timeout-s", "0"]) == 1
     assert "expected more than 0, found 0" in capsys.readouterr().err
 
 
-def test_a_node_of_zookeeper_says_what_it_is():
+def test_a_node_of_zookeeper_states_what_it_is():
     assert mode_of(b"Zookeeper version: 3.9\nMode: leader\nNode count: 5\n") == "leader"
     assert mode_of(b"This ZooKeeper instance is not currently serving requests\n") == ""
     assert mode_of(b"srvr is not executed because it is not in the whitelist.\n") == "not reported"

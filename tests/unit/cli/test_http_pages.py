@@ -91,6 +91,6 @@ def test_a_number_is_read_as_it_was_written(number):
 
 
 @given(st.text(max_size=40))
-def test_any_text_is_a_page_or_is_refused(text):
+def test_any_text_is_a_page_or_is_rejected(text):
     with contextlib.suppress(errors.RemoteProtocolError):
         assert all(isinstance(each.value, int | float) for each in parse(text, "x:1"))

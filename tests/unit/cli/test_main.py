@@ -122,7 +122,7 @@ def test_logging_may_stand_before_a_command(tmp_path, capsys, logging_as_before)
     assert "logger 'waltz_core': Unknown level: 'LOUD'" in capsys.readouterr().err
 
 
-def test_every_command_says_what_it_takes(capsys):
+def test_every_command_states_what_it_takes(capsys):
     for noun in NOUNS:
         assert main([noun, "--help"]) == 0
         for verb in () if is_verb(noun) else verbs_of(noun):

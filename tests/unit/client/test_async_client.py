@@ -103,7 +103,7 @@ async def test_a_root_without_a_cluster_names_the_command():
 
 
 @on_virtual_loop
-async def test_a_closed_client_says_so():
+async def test_a_closed_client_is_reported():
     async with memory_cluster() as cluster:
         client = cluster.client()
         async with client.opened():
@@ -114,7 +114,7 @@ async def test_a_closed_client_says_so():
 
 
 @on_virtual_loop
-async def test_a_fork_of_a_client_says_so():
+async def test_a_fork_of_a_client_is_reported():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         reader, writer = os.pipe()
         child = os.fork()
@@ -210,7 +210,7 @@ async def test_the_partition_follows_the_first_lock_or_goes_round():
 
 
 @on_virtual_loop
-async def test_a_lock_that_was_written_since_refuses_and_says_from_where_to_compute():
+async def test_a_lock_that_was_written_since_rejects_and_says_from_where_to_compute():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         name = lock("account", 1)
         await (await client.append(b"a", partition=0, write_locks=[name]))
@@ -692,7 +692,7 @@ def test_a_poison_transaction_follows_its_policy(policy, seen, calls):
 
 
 @on_virtual_loop
-async def test_an_application_ahead_of_the_log_is_reported_loudly():
+async def test_an_application_ahead_of_the_log_is_reported_with_an_error():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         await (await client.append(b"x", partition=0))
         callbacks = Applying(mark=70)

@@ -56,13 +56,13 @@ def test_records_before_the_start_do_not_count_as_lag():
     assert latest.take_request_mark() == mark
 
 
-def test_a_batch_with_odd_headers_is_refused_in_words():
+def test_a_batch_with_odd_headers_is_rejected_in_words():
     message = feed_batch(req(-1), 0, *ROWS[:2])
     spoiled = type(message)(message.req_id, 0, 3, message.headers, 1, -1, bytes(16))
     assert "3 has 40 bytes" in fed(BEFORE_FIRST).take(spoiled)
 
 
-def test_more_is_asked_for_once_for_each_grant_and_within_bounds():
+def test_more_is_requested_once_for_each_grant_and_within_bounds():
     cursor = fed(BEFORE_FIRST, ahead_max=3)
     assert cursor.take_request_mark() == BEFORE_FIRST
     assert cursor.take_request_mark() is None
@@ -151,7 +151,7 @@ def test_filtered_transactions_are_in_order_and_within_their_batch(offsets):
     st.lists(st.integers(6, 9), max_size=4),
     st.integers(0, 3),
 )
-def test_a_filtered_batch_is_whole_or_refused_with_a_reason(count, offsets, values, surplus):
+def test_a_filtered_batch_is_whole_or_rejected_with_a_reason(count, offsets, values, surplus):
     picked = struct.pack(f">{len(offsets)}i", *offsets) + bytes(surplus)
     message = FeedBatch(req(-1), 0, count, heads(values), 1, -1, bytes(16), picked)
     taken = cursor_of(7, 8).take(message)
@@ -165,6 +165,6 @@ def test_a_filtered_batch_is_whole_or_refused_with_a_reason(count, offsets, valu
         assert "feed" in taken
 
 
-def test_an_unrequested_filter_is_refused():
+def test_an_unrequested_filter_is_rejected():
     taken = cursor_of().take(filtered(0, [7, 0, 7], (7,)))
     assert "3 has 40 bytes" in taken

@@ -163,7 +163,7 @@ def test_the_present_owner_is_read_after_all_writes_and_only_a_settled_view_answ
     assert not directory.owners  # it is an answer, and changes nothing
 
 
-def test_zookeeper_is_asked_again_only_if_the_layout_has_failed():
+def test_zookeeper_is_queried_again_only_if_the_layout_has_failed():
     zookeeper = WithViews(view(), view(8, host="b"))
     directory = ZooKeeperDirectory("zk:2181/shop", connect_timeout_ms=20_000, coordinator=zookeeper)
     for after_failure, owner, count in (
@@ -518,7 +518,7 @@ def test_a_node_that_cannot_be_decoded_counts_as_no_answer():
             in_virtual_time(ask())
 
 
-def test_another_cluster_in_the_place_of_a_missing_one_is_refused():
+def test_another_cluster_in_the_place_of_a_missing_one_is_rejected():
     zookeeper = Rebuilt()
     directory = missing(zookeeper)
     zookeeper.key = UUID(int=8)

@@ -71,7 +71,7 @@ def test_for_other_locks_the_mark_of_the_state_counts():
     assert again.claim(5, (*LOCKS, 33)) == (10, again)
 
 
-def test_a_list_is_of_the_locks_that_were_asked_for_last():
+def test_a_list_is_of_the_locks_that_were_requested_last():
     first = FOLLOW.with_predecessors(message(6, last=9), 5, MOUNT, LOCKS)
     fewer = first.with_predecessors(message(11, last=11), 9, MOUNT, LOCKS[:1])
     assert fewer.claim(5, LOCKS[:1]) == (11, fewer)

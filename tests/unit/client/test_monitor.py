@@ -96,7 +96,7 @@ def test_only_rows_of_ones_own_count():
     assert pending.known_outcome(BEFORE_FIRST) is None
 
 
-def test_headers_must_be_those_that_were_asked_for():
+def test_headers_must_be_those_that_were_requested():
     monitor = a_monitor()
     good = headers(10, req(1), req(2))
     assert monitor.match_headers(TransactionId(10), 2, good)
@@ -196,7 +196,7 @@ def test_every_row_of_every_parcel_is_found_where_it_stands(sizes, order):
         max_size=12,
     ),
 )
-def test_a_short_stretch_of_the_feed_says_what_a_long_one_says(sizes, rows):
+def test_a_short_stretch_of_the_feed_states_what_a_long_one_says(sizes, rows):
     found = []
     for few in (ONE_BY_ONE_MAX, -1):
         monitor, sequence = a_monitor(), 1

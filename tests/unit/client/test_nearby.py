@@ -90,7 +90,7 @@ def test_a_range_over_two_segments_is_read_in_pieces_of_one_grant(files, reader)
     assert files.taken == [10, 17]
 
 
-def test_no_more_is_read_than_asked_for_and_one_record_at_least(files, reader):
+def test_no_more_is_read_than_requested_and_one_record_at_least(files, reader):
     assert files.read(reader, 12, 13).lengths.size == 2
     assert files.read(reader, 20, 29, 1).lengths.size == 1
     assert files.read(reader, 11, 29).lengths.size == 19
@@ -112,7 +112,7 @@ def test_no_byte_of_a_record_may_differ(files, reader, at):
         files.read(reader, 10, 29)
 
 
-def test_right_records_in_the_wrong_place_are_refused(files, reader):
+def test_right_records_in_the_wrong_place_are_rejected(files, reader):
     """A place that is off by a record has right sums and wrong ids."""
     files.write(10, files.records[files.size : 8 * files.size])
     with pytest.raises(errors.ChecksumMismatch):

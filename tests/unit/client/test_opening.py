@@ -39,7 +39,7 @@ def test_a_forgotten_await_is_reported_at_the_first_use():
 
 
 @pytest.mark.parametrize("opened", [WaltzClient, AsyncWaltzClient.connect])
-def test_settings_of_another_kind_are_refused_in_words(opened):
+def test_settings_of_another_kind_are_rejected_in_words(opened):
     async def opening():
         opened(CONNECT, {"request_timeout_ms": 1})
 
@@ -84,7 +84,7 @@ def test_an_error_in_the_callers_generator_is_raised_to_the_caller(what):
         (lambda c: c.subscribe(_Callbacks(), headers=7), r"headers: expected a list such as \[7\]"),
     ],
 )
-def test_one_where_several_are_asked_for_is_reported_as_a_list(what, sentence):
+def test_one_where_several_are_requested_is_reported_as_a_list(what, sentence):
     refused = pytest.raises(errors.BadRequest, match=sentence)
     with MemoryWaltz() as waltz, waltz.client() as client, refused:
         what(client)

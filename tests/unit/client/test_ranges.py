@@ -313,7 +313,7 @@ def asked_for_a_range(
     return asked
 
 
-def test_a_replica_nearby_is_asked_before_the_others(monkeypatch: pytest.MonkeyPatch):
+def test_a_replica_nearby_is_queried_before_the_others(monkeypatch: pytest.MonkeyPatch):
     for first in range(20):
         assert asked_for_a_range(monkeypatch, ("s3:1",), first=first) == ["s3:1"]
     near = ("s1:1", "s3:1")
@@ -331,7 +331,7 @@ def test_a_read_that_is_made_again_asks_the_same_replica(monkeypatch: pytest.Mon
             assert asked_for_a_range(monkeypatch, (), first=first, order=order) == once
 
 
-def test_without_those_nearby_the_others_are_asked_and_then_the_server(
+def test_without_those_nearby_the_others_are_queried_and_then_the_server(
     monkeypatch: pytest.MonkeyPatch,
 ):
     near = ("s1:1", "s3:1")

@@ -102,12 +102,12 @@ def test_after_a_failure_the_next_owner_is_looked_up():
     assert [address for address, _ in cluster.asked] == ["old", "new"]
 
 
-def test_a_mark_that_must_not_be_stale_is_asked_for_as_such():
+def test_a_mark_that_must_not_be_stale_is_requested_as_such():
     cluster = Cluster(owner=mark(7))
     assert in_virtual_time(cluster.requests.high_water_mark(0, linearizable=True)) == 107
 
 
-def test_that_the_log_ends_is_trusted_when_a_quorum_says_so():
+def test_that_the_log_ends_is_trusted_when_a_quorum_is_reported():
     """A server that has lost the partition may not know it yet, nor what was written since."""
     ends = []
 

@@ -135,7 +135,7 @@ def test_applications_and_partitions_have_marks_of_their_own(engine: sa.Engine) 
         lambda connection: connection.exec_driver_sql("END"),
     ],
 )
-def test_commits_inside_apply_are_refused(
+def test_commits_inside_apply_are_rejected(
     engine: sa.Engine, then: Callable[[sa.Connection], object]
 ) -> None:
     callbacks = Adding(engine)
@@ -149,7 +149,7 @@ def test_commits_inside_apply_are_refused(
     assert (callbacks.total, callbacks.client_high_water_mark(0)) == (1, 0)
 
 
-def test_a_refusal_that_is_swallowed_counts_too(engine: sa.Engine) -> None:
+def test_a_rejection_that_is_swallowed_counts_too(engine: sa.Engine) -> None:
     def swallow(connection: sa.Connection) -> None:
         with pytest.raises(BadRequest):
             connection.commit()
@@ -162,7 +162,7 @@ def test_a_refusal_that_is_swallowed_counts_too(engine: sa.Engine) -> None:
     assert callbacks.total == 0
 
 
-def test_an_error_that_is_caught_and_has_undone_all_is_refused(engine: sa.Engine) -> None:
+def test_an_error_that_is_caught_and_has_undone_all_is_rejected(engine: sa.Engine) -> None:
     def insert_again(connection: sa.Connection) -> None:
         with pytest.raises(sa.exc.IntegrityError):
             connection.execute(sa.text("INSERT OR ROLLBACK INTO totals VALUES (1, 0)"))
@@ -222,7 +222,7 @@ def test_skipped_transactions_move_the_mark_with_the_next_one(engine: sa.Engine)
         ("sqlite:///{}/app.db", {"isolation_level": "AUTOCOMMIT"}, "AUTOCOMMIT"),
     ],
 )
-def test_an_engine_that_cannot_keep_them_together_is_refused(
+def test_an_engine_that_cannot_keep_them_together_is_rejected(
     tmp_path: Path, url: str, options: dict[str, Any], found: str
 ) -> None:
     engine = sa.create_engine(url.format(tmp_path), **options)
@@ -236,7 +236,7 @@ def test_an_url_is_no_engine() -> None:
         Adding("sqlite:///accounts.db")  # type: ignore[arg-type]
 
 
-def test_without_sqlalchemy_the_import_says_what_to_install() -> None:
+def test_without_sqlalchemy_the_import_states_what_to_install() -> None:
     code = "import sys; sys.modules['sqlalchemy'] = None; import waltz_core.client.api.sql"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=HANG_S
@@ -499,7 +499,7 @@ def test_a_filter_moves_the_mark_past_what_it_leaves_out(engine: sa.Engine) -> N
 ONE, OTHER = bytes([1]) * 16, bytes([2]) * 16
 
 
-def test_a_view_of_another_cluster_is_refused(engine: sa.Engine) -> None:
+def test_a_view_of_another_cluster_is_rejected(engine: sa.Engine) -> None:
     callbacks = Adding(engine)
     callbacks.begin(ONE)
     callbacks.client_high_water_mark(0)
@@ -539,7 +539,7 @@ def test_a_mark_of_a_development_version_gets_the_key_of_one_that_reads_it_first
         other.client_high_water_mark(0)
 
 
-def test_callbacks_that_would_apply_nothing_are_refused(engine: sa.Engine) -> None:
+def test_callbacks_that_would_apply_nothing_are_rejected(engine: sa.Engine) -> None:
     class Neither(SqlCallbacks):
         pass
 

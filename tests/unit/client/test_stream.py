@@ -202,7 +202,7 @@ def test_an_answer_that_comes_on_the_old_link_counts():
         lambda data: replace(data, first=11, next=13, records=headers(11, req(1), req(2))),
     ],
 )
-def test_headers_that_are_not_those_asked_for_settle_nothing(spoil):
+def test_headers_that_are_not_those_requested_settle_nothing(spoil):
     story = in_doubt()
     story.mounted(story.link(number=2), 11, link=2)
     (asked,) = story.sent(m.RangeRequest)
@@ -299,7 +299,7 @@ def test_a_link_that_is_gone_need_not_be_avoided():
         (errors.GenerationMismatch("x"), m.Reason.GENERATION),
     ],
 )
-def test_a_definite_refusal_is_reported_for_every_row(error, reason):
+def test_a_definite_rejection_is_reported_for_every_row(error, reason):
     story = Story().ready(mark=4)
     story.step(stream_events.SendAppends(parcel(1, rows=3)))
     outcome = settled(story.reject(req(1), error))[1]
@@ -328,7 +328,7 @@ def test_a_usage_error_is_the_callers():
     assert story.stream.phase is Phase.READY
 
 
-def test_a_refused_mount_waits_for_the_other_answers_and_keeps_its_link():
+def test_a_rejected_mount_waits_for_the_other_answers_and_keeps_its_link():
     story = Story().ready()
     for token in (1, 2):
         story.step(stream_events.SendAppends(parcel(token)))
@@ -570,7 +570,7 @@ def test_a_gap_in_the_feed_is_never_handed_on():
     assert "gap" in story.stream.failure
 
 
-def test_no_more_is_asked_for_while_the_application_is_far_behind():
+def test_no_more_is_requested_while_the_application_is_far_behind():
     story = Story()
     request = story.fed(-1)
     story.receive(feed_batch(request.req_id, 0, *(req(i, 0, 99) for i in range(50))))
@@ -614,7 +614,7 @@ def test_a_feed_that_is_far_behind_is_fetched_and_then_resumed():
     assert (mount.high_water_mark, mount.wants_feed) == (480, True)
 
 
-def test_a_log_below_the_clients_mark_stops_the_stream_loudly():
+def test_a_log_below_the_clients_mark_stops_the_stream_with_an_error():
     story = Story()
     story.step(stream_events.Subscribe(90))
     story.mounted(story.link(), 50)
@@ -645,7 +645,7 @@ def test_the_history_that_was_fed_is_looked_for_again():
     assert story.stream.phase is Phase.READY
 
 
-def test_another_history_stops_the_stream_loudly():
+def test_another_history_stops_the_stream_with_an_error():
     story, effects = chained(b"a" * 16, found=b"b" * 16)
     assert isinstance(effects[-1].error, errors.DataLoss)
     assert story.stream.phase is Phase.STOPPED

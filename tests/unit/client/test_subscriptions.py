@@ -659,7 +659,7 @@ class WithoutMark:
 
 
 @on_virtual_loop
-async def test_callbacks_that_lack_a_method_are_refused_with_its_name():
+async def test_callbacks_that_lack_a_method_are_rejected_with_its_name():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         text = (
             "WithoutMark: expected a method client_high_water_mark, found none. "

@@ -58,13 +58,13 @@ def test_serializers_give_back_what_they_were_given(serializer, value):
 @pytest.mark.parametrize(
     ("serializer", "value"), [(BYTES, "text"), (MSGPACK, object()), (JSON, b"bytes")]
 )
-def test_serializers_refuse_what_they_cannot_write(serializer, value):
+def test_serializers_reject_what_they_cannot_write(serializer, value):
     with pytest.raises(errors.BadRequest, match="transaction data"):
         serializer.serialize(value)
 
 
 @pytest.mark.parametrize("serializer", [MSGPACK, JSON])
-def test_serializers_refuse_what_they_cannot_read(serializer):
+def test_serializers_reject_what_they_cannot_read(serializer):
     with pytest.raises(errors.BadFormat, match="transaction data"):
         serializer.deserialize(b"\xc1\xff")
 

@@ -96,7 +96,7 @@ def test_more_partitions_than_before():
     assert assigned(old, live(1, 2)).servers == {1: {0: 3, 2: 1}, 2: {1: 4, 3: 1}}
 
 
-def test_fewer_partitions_than_before_is_refused():
+def test_fewer_partitions_than_before_is_rejected():
     old = PartitionAssignment(1, 4, {1: {0: 1, 1: 1, 2: 1, 3: 1}})
     with pytest.raises(errors.BadRequest, match="cannot shrink"):
         assigned(old, live(1), partition_count=3)

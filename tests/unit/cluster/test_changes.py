@@ -98,7 +98,7 @@ def test_without_a_history_nothing_is_awaited():
     assert step(PartitionReplicas(("A",), PartitionMetadata()), "A") is None
 
 
-def test_a_partition_without_any_replica_is_refused():
+def test_a_partition_without_any_replica_is_rejected():
     with pytest.raises(errors.BadRequest, match="partition 0 would be left without a replica"):
         changes.next_step(0, seen("A"), plan(""))
 

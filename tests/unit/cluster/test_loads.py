@@ -103,7 +103,7 @@ def test_loads_are_what_was_written(loads):
         (100_000 * b"[", "expected JSON"),
     ],
 )
-def test_anything_else_is_refused(data, said):
+def test_anything_else_is_rejected(data, said):
     with pytest.raises(BadFormat, match=said):
         decode_loads(data)
 

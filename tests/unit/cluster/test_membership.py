@@ -579,7 +579,7 @@ async def prefers_a_removed_server(cluster, *, is_late):
 
 
 @in_cluster
-async def test_a_preference_waits_for_those_that_may_be_about_to_come_back(cluster):
+async def test_a_preference_waits_for_those_that_may_be_about_to_return(cluster):
     (one, first), (two, second) = cluster.member(), cluster.member()
     await one.register(descriptor(1))
     await two.register(descriptor(2))

@@ -67,7 +67,7 @@ def test_watches_fire_once_in_order_and_after_the_write():
     assert log == ["first", "second", "third"]
 
 
-def test_a_refused_write_fires_nothing_and_changes_nothing():
+def test_a_rejected_write_fires_nothing_and_changes_nothing():
     zookeeper = MemoryZooKeeper(asyncio.Event)
     session = zookeeper.session()
     now(session.write([CreateNode("/a"), CreateNode("/a/b")]))

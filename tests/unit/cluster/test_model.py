@@ -91,7 +91,7 @@ def test_errors_are_described(decode, text, said):
     assert " at offset " in str(caught.value)
 
 
-def test_metadata_of_another_partition_is_refused():
+def test_metadata_of_another_partition_is_rejected():
     metadata = model.PartitionMetadata(1, 2, {"a:1": model.ReplicaState(2)})
     data = metadata.to_bytes(3)
     assert model.PartitionMetadata.from_bytes(data, 3) == metadata
@@ -99,7 +99,7 @@ def test_metadata_of_another_partition_is_refused():
         model.PartitionMetadata.from_bytes(data, 4)
 
 
-def test_a_string_over_65535_bytes_is_refused():
+def test_a_string_over_65535_bytes_is_rejected():
     assert len(model.encode_utf("é" * 32767)) == 2 + 65534
     with pytest.raises(errors.BadRequest, match="at most 65535 bytes, found 65536"):
         model.encode_utf("é" * 32768)

@@ -137,7 +137,7 @@ def test_a_storage_is_added_empty_and_in_a_group_of_its_own():
         (C, 0, "admin port"),
     ],
 )
-def test_a_storage_that_cannot_be_is_refused(address, port, said):
+def test_a_storage_that_cannot_be_is_rejected(address, port, said):
     with pytest.raises(errors.UsageError, match=said):
         layout().with_storage(address, port, None)
 
@@ -189,7 +189,7 @@ async def test_a_change_is_made_again_when_another_process_was_quicker(cluster):
 
 
 @in_cluster
-async def test_a_step_that_is_too_wide_is_refused(cluster):
+async def test_a_step_that_is_too_wide_is_rejected(cluster):
     def change(old):
         moved = model.ReplicaAssignments({A: (0, 1), B: (), C: (), D: (0, 1), "h:1": (0, 1)})
         return StorageLayout(moved, old.groups, old.admin_ports)
@@ -272,7 +272,7 @@ async def test_a_plan_waits_and_says_for_what(cluster):
 
 
 @in_cluster
-async def test_a_wish_that_can_never_be_is_refused(cluster):
+async def test_a_wish_that_can_never_be_is_rejected(cluster):
     async with cluster.owned():
         with pytest.raises(
             errors.BadRequest, match=r"10\.0\.0\.9:1 is not a storage of this cluster"

@@ -53,7 +53,7 @@ async def test_zookeepers_own_nodes_are_ignored(it):
     assert await tree.find_clusters(it.session, "/") == []
 
 
-def test_too_many_other_nodes_are_refused(monkeypatch):
+def test_too_many_other_nodes_are_rejected(monkeypatch):
     monkeypatch.setattr(tree, "NODES_MAX", 10)
 
     async def run(it):

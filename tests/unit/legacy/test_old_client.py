@@ -207,7 +207,7 @@ def test_outcomes_left_to_a_flush_are_not_reported() -> None:
     assert isinstance(translated(mounted(), result(2, Reason.TOO_LARGE)), InexpressibleError)
 
 
-def test_only_broken_data_of_a_refused_append_ends_the_connection() -> None:
+def test_only_broken_data_of_a_rejected_append_ends_the_connection() -> None:
     broken = errors.ChecksumMismatch("append: expected another CRC")
     assert refused(mounted(), append(2), broken) == EndConnection(str(broken))
     for error in (errors.NotOwned("gone"), errors.OutcomeUnknown("maybe")):
@@ -332,7 +332,7 @@ def test_every_answer_can_be_expressed_in_the_clients_version(version: int) -> N
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_no_refusal_of_a_mount_a_feed_or_data_is_met_by_silence(version: int) -> None:
+def test_no_rejection_of_a_mount_a_feed_or_data_is_met_by_silence(version: int) -> None:
     mount, feed, _, _, mark, data, *_ = questions_of(version)
     for error in all_errors():
         original = OldClientAdapter(version)

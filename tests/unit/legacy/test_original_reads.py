@@ -67,7 +67,7 @@ def test_a_range_is_whole_and_leaves_nothing_open():
     run(story)
 
 
-def test_a_chunk_is_no_larger_than_asked_for_by_much():
+def test_a_chunk_is_no_larger_than_requested_by_much():
     async def story(cluster, client):
         sizes = [len(each.records) async for each in client.read_range(0, 0, 999, bytes_max=4_000)]
         assert max(sizes) < 4_000 + old_server_reads.CONCURRENT_REQUESTS_MAX * 50

@@ -186,7 +186,7 @@ def test_a_mount_at_a_server_that_is_the_owner_no_more_is_not_trusted(table):
     assert [each.error_code for each in translated] == [errors.NotOwned.code]
 
 
-def test_a_server_that_does_not_say_its_mark_is_asked_again(table):
+def test_a_server_that_does_not_say_its_mark_is_queried_again(table):
     table.say(m.MountWriter(MOUNT, 3, LATEST_MARK, wants_feed=False))
     assert table.partition.wake_at_ms == RETRY_MS
     assert table.wake() == []
@@ -254,7 +254,7 @@ def test_a_batch_goes_row_by_row_and_is_answered_once(mounted):
     )
 
 
-def test_a_batch_whose_last_row_is_refused_reports_how_far_the_log_is(mounted):
+def test_a_batch_whose_last_row_is_rejected_reports_how_far_the_log_is(mounted):
     none = [(), ()]
     payload = encode_append(
         [1, 2], [b"a", b"b"], write_locks=[(5,), (6,)], read_locks=none, append_locks=none
@@ -266,7 +266,7 @@ def test_a_batch_whose_last_row_is_refused_reports_how_far_the_log_is(mounted):
     assert result.high_water_mark == 10
 
 
-def test_a_batch_that_cannot_be_read_is_refused_as_at_ours(mounted):
+def test_a_batch_that_cannot_be_read_is_rejected_as_at_ours(mounted):
     assert mounted.say(m.AppendBatch(mine(4), 9, b"no batch", 0)) == []
     assert [(each.req_id, each.error_code) for each in mounted.translated[-1:]] == [
         (mine(4), errors.BadRequest.code)
@@ -359,7 +359,7 @@ def test_a_mark_above_the_log_waits_for_the_servers_own(mounted):
     assert mounted.sent == [append(1, 11), append(2, 9)]
 
 
-def test_the_servers_own_mark_is_asked_for_again(mounted):
+def test_the_servers_own_mark_is_requested_again(mounted):
     mounted.say(append(1, 9))
     mounted.say(append(2, 11))
     assert mounted.partition.wake_at_ms == RETRY_MS
@@ -384,7 +384,7 @@ def test_the_servers_own_mark_is_asked_for_again(mounted):
         (NO_SESSION_MARK, True, Reason.NOT_MOUNTED),
     ],
 )
-def test_a_mark_above_the_servers_own_is_refused(mounted, mark, is_owner, reason):
+def test_a_mark_above_the_servers_own_is_rejected(mounted, mark, is_owner, reason):
     mounted.say(append(1, 11))
     mounted.say(append(2, 9))
     assert mounted.receive(m.HighWaterMarkResponse(mine(1), mark)) == []

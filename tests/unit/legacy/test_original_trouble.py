@@ -162,7 +162,7 @@ def test_a_server_that_has_lost_the_partition_decides_no_outcome():
     run(story, server_count=2)
 
 
-def test_a_server_that_does_not_own_it_yet_is_asked_again():
+def test_a_server_that_does_not_own_it_yet_is_queried_again():
     async def story(cluster):
         await on_server(cluster, lambda: cluster.servers[0].release_ownership(0))
         async with client_of(cluster) as client:
@@ -174,7 +174,7 @@ def test_a_server_that_does_not_own_it_yet_is_asked_again():
     run(story)
 
 
-def test_a_mark_is_asked_for_again_at_a_server_that_does_not_own_it_yet(monkeypatch):
+def test_a_mark_is_requested_again_at_a_server_that_does_not_own_it_yet(monkeypatch):
     monkeypatch.setitem(requests.UNANSWERED_S, messages.HighWaterMarkResponse, 0.05)
 
     async def story(cluster):
@@ -203,7 +203,7 @@ def test_a_mount_that_is_never_answered_is_tried_on_another_connection():
     run(story)
 
 
-def test_a_mark_above_the_log_is_refused_before_anything_is_sent():
+def test_a_mark_above_the_log_is_rejected_before_anything_is_sent():
     async def story(cluster):
         async with client_of(cluster) as client:
             await client.mount([0])

@@ -45,7 +45,7 @@ def test_a_directory_is_written_as_java_reads_it(path, text):
     assert zookeeper_config(Path(path), 2181).splitlines()[0] == f"dataDir={text}"
 
 
-def test_a_directory_that_java_cannot_name_is_refused():
+def test_a_directory_that_java_cannot_name_is_rejected():
     path = Path(os.fsdecode(b"/var/\xfcmlaut"))
     with pytest.raises(BadConfig, match=r"^'/var/.udcfcmlaut': expected .* a name in UTF-8"):
         zookeeper_config(path, 2181)

@@ -271,7 +271,7 @@ def test_sessions_of_the_two_control_files_are_compared(storage):
     assert notes == ["waltz-storage.ctl: partition 2: expected session 5, as in the slot, found 1"]
 
 
-def test_records_may_have_no_batches_where_the_slot_says_so(storage):
+def test_records_may_have_no_batches_where_the_slot_is_reported(storage):
     """The marker confirms records all the same."""
     write_slot(storage, acked=Marker(35, UNBATCHED), nonce=bytes(16), provisional=Mark(1, 50))
     path = seg(storage, 2, ".chn")

@@ -178,7 +178,7 @@ def test_the_crc_of_each_row_of_a_slice(rows: list[bytes], data: st.DataObject) 
         ({"data": [1.5]}, "column data: expected binary, found double"),
     ],
 )
-def test_columns_that_are_refused_before_they_are_sent(
+def test_columns_that_are_rejected_before_they_are_sent(
     columns: dict[str, list[object]], says: str
 ) -> None:
     rows = pa.RecordBatch.from_pydict({name: pa.array(c) for name, c in columns.items()})
@@ -186,14 +186,14 @@ def test_columns_that_are_refused_before_they_are_sent(
         batches.encode_append_arrow(rows)
 
 
-def test_a_column_that_is_there_twice_is_refused() -> None:
+def test_a_column_that_is_there_twice_is_rejected() -> None:
     columns = [pa.array([b"one"]), pa.array([b"other"])]
     rows = pa.RecordBatch.from_arrays(columns, names=["data", "data"])
     with pytest.raises(BadRequest, match="each once, found"):
         batches.encode_append_arrow(rows)
 
 
-def test_lists_that_are_refused_before_they_are_sent() -> None:
+def test_lists_that_are_rejected_before_they_are_sent() -> None:
     none: list[list[int]] = [[]]
     with pytest.raises(BadRequest, match="column header"):
         batches.encode_append([2**31], [b""], write_locks=none, read_locks=none, append_locks=none)
@@ -201,7 +201,7 @@ def test_lists_that_are_refused_before_they_are_sent() -> None:
         batches.encode_append([1, 2], [b""], write_locks=none, read_locks=none, append_locks=none)
 
 
-def test_a_row_over_the_limit_is_refused_before_it_is_sent() -> None:
+def test_a_row_over_the_limit_is_rejected_before_it_is_sent() -> None:
     with pytest.raises(TooLarge, match=f"found {TRANSACTION_BYTES_MAX + 1} in row 1"):
         simple([b"", bytes(TRANSACTION_BYTES_MAX + 1)])
     simple([bytes(TRANSACTION_BYTES_MAX)])
@@ -237,7 +237,7 @@ def test_limits_of_a_batch() -> None:
         batches.decode_append(payload, rows_max=3, bytes_max=len(payload) - 1)
 
 
-def test_no_rows_are_refused() -> None:
+def test_no_rows_are_rejected() -> None:
     with pytest.raises(BadRequest, match="at least one row"):
         decode(stream(batches.APPEND_SCHEMA, [], [], [], [], [], []))
 
@@ -260,7 +260,7 @@ def test_the_plain_stream_is_good() -> None:
         (3, [[1], [None]], "a lock is null"),
     ],
 )
-def test_contents_that_are_refused(place: int, column: list[object], says: str) -> None:
+def test_contents_that_are_rejected(place: int, column: list[object], says: str) -> None:
     columns = [*GOOD[:place], column, *GOOD[place + 1 :]]
     with pytest.raises(BadRequest, match=says):
         decode(stream(batches.APPEND_SCHEMA, *columns))
@@ -277,7 +277,7 @@ def test_contents_that_are_refused(place: int, column: list[object], says: str) 
         ((0, 1, 1), (0, 2, 1)),
     ],
 )
-def test_offsets_that_lead_elsewhere_are_refused(
+def test_offsets_that_lead_elsewhere_are_rejected(
     offsets: tuple[int, ...], wrong: tuple[int, ...]
 ) -> None:
     """They are no sums of lengths in a stream, but whatever its maker wrote: never memory's."""
@@ -294,7 +294,7 @@ def joined(crcs: checksum.U32, lengths: checksum.I64) -> int:
     return reduce(lambda run, row: checksum.combine(run, *row), both, 0)
 
 
-def test_wrong_crcs_that_add_up_are_refused() -> None:
+def test_wrong_crcs_that_add_up_are_rejected() -> None:
     """CRC-32 is linear, so two wrong CRCs can cancel out over the whole batch."""
     data = [b"first", b"second", b"third"]
     crcs = np.array([crc32(row) for row in data], dtype=np.uint32)
@@ -308,13 +308,13 @@ def test_wrong_crcs_that_add_up_are_refused() -> None:
         decode(stream(batches.APPEND_SCHEMA, [0, 0, 0], data, crcs, none, none, none))
 
 
-def test_a_mark_below_the_first_is_refused() -> None:
+def test_a_mark_below_the_first_is_rejected() -> None:
     with pytest.raises(BadRequest, match="found -2"):
         decode(stream(batches.APPEND_SCHEMA_WITH_MARKS, *GOOD, [5, -2]))
 
 
 @pytest.mark.parametrize("codec", ["lz4", "zstd"])
-def test_compressed_buffers_are_refused_before_they_expand(codec: str) -> None:
+def test_compressed_buffers_are_rejected_before_they_expand(codec: str) -> None:
     bomb = [b"\0" * 4_000_000]
     payload = stream(
         batches.APPEND_SCHEMA,
@@ -328,7 +328,7 @@ def test_compressed_buffers_are_refused_before_they_expand(codec: str) -> None:
     assert pa.default_memory_pool().bytes_allocated() == before
 
 
-def test_other_schemas_are_refused() -> None:
+def test_other_schemas_are_rejected() -> None:
     with pytest.raises(BadRequest, match="columns of APPEND_SCHEMA, found x int64"):
         decode(stream(pa.schema([("x", pa.int64())]), [1]))
     turned = pa.schema(list(batches.APPEND_SCHEMA)[::-1])
@@ -339,7 +339,7 @@ def test_other_schemas_are_refused() -> None:
         decode(stream(coded, *GOOD))
 
 
-def test_more_than_one_batch_is_refused() -> None:
+def test_more_than_one_batch_is_rejected() -> None:
     sink = pa.BufferOutputStream()
     batch = pa.RecordBatch.from_arrays(
         [pa.array(c, f.type) for c, f in zip(GOOD, batches.APPEND_SCHEMA, strict=True)],
@@ -352,7 +352,7 @@ def test_more_than_one_batch_is_refused() -> None:
         decode(sink.getvalue().to_pybytes())
 
 
-def test_large_metadata_is_refused() -> None:
+def test_large_metadata_is_rejected() -> None:
     fields = pa.schema([(f"column-{i}", pa.int32()) for i in range(1000)])
     with pytest.raises(BadRequest, match="bytes of metadata"):
         decode(stream(fields, *([1] for _ in range(1000))))
@@ -366,7 +366,7 @@ def test_bytes_that_are_no_arrow_stream_are_rejected(payload: bytes) -> None:
         decode(payload)
 
 
-def test_every_truncation_is_refused() -> None:
+def test_every_truncation_is_rejected() -> None:
     payload = simple([b"abc", b"d"])
     end = len(payload) - 8  # The end mark of the stream may be missing.
     for length in range(end):
@@ -496,7 +496,7 @@ def test_an_empty_range() -> None:
     assert batches.headers_to_arrow(b"", [], ["header"], partition_id=PartitionId(0)) == []
 
 
-def test_torn_headers_are_refused() -> None:
+def test_torn_headers_are_rejected() -> None:
     with pytest.raises(BadRequest, match="28 bytes each, found 29"):
         batches.headers_to_arrow(bytes(29), [], ["header"], partition_id=PartitionId(0))
 

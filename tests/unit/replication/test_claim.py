@@ -70,12 +70,12 @@ def test_a_claim_by_a_0_13_program_server_has_no_name():
     assert view(state=None).name is None
 
 
-def test_an_open_partition_without_states_is_refused():
+def test_an_open_partition_without_states_is_rejected():
     assert "lost or rolled back" in rejection(view({}), [A, B, C], {})
     assert rejection(view({}, state=MarkerState.NEW), [A, B, C], {}) is None
 
 
-def test_too_many_new_replicas_are_refused():
+def test_too_many_new_replicas_are_rejected():
     assert rejection(view(), [A, B, D], {}) is None
     assert "fewer than 2 new replicas" in rejection(view(), [A, D, E], {})
 

@@ -88,7 +88,7 @@ def test_states_with_an_unknown_outcome_are_read_again_before_anything_is_report
     assert bench.metadata.session_id == 0
 
 
-def test_states_that_zookeeper_did_not_take_are_asked_for_again_after_a_pause():
+def test_states_that_zookeeper_did_not_take_are_requested_again_after_a_pause():
     bench = Bench()
     bench.own()
     bench.ask_zookeeper()
@@ -149,7 +149,7 @@ def test_a_later_generation_is_not_touched():
     assert bench.store.wake_at_ms is None
 
 
-def test_an_open_partition_whose_states_are_gone_is_refused_and_looked_at_again():
+def test_an_open_partition_whose_states_are_gone_is_rejected_and_looked_at_again():
     bench = Bench(state=MarkerState.OPEN)
     bench.own()
     bench.run()
@@ -163,7 +163,7 @@ def test_an_open_partition_whose_states_are_gone_is_refused_and_looked_at_again(
     assert bench.store.open_session is not None
 
 
-def test_a_new_partition_with_records_somewhere_is_refused():
+def test_a_new_partition_with_records_somewhere_is_rejected():
     donor = Bench()
     donor.open()
     donor.submit()
@@ -692,7 +692,7 @@ def test_a_session_opens_with_a_quorum_of_the_last_assignment_too():
     assert set(bench.metadata.states) == {A, B, D}
 
 
-def test_too_many_new_replicas_at_once_are_refused():
+def test_too_many_new_replicas_at_once_are_rejected():
     bench = Bench()
     bench.add_storage(D)
     bench.add_storage(E)

@@ -204,7 +204,7 @@ def test_batches_that_a_source_has_made_up_are_not_copied():
     assert one.payloads() == [0]
 
 
-def test_a_copy_that_does_not_lead_to_the_decided_chain_is_refused():
+def test_a_copy_that_does_not_lead_to_the_decided_chain_is_rejected():
     one = storage((1, [0]))
     source, usher = storage((1, [0]), (-1, [1, 2])), storage((1, [0]), (1, [1, 2]))
     repair, goal = repair_of(one), Goal(2, usher.chain)
@@ -407,7 +407,7 @@ def changed(answer, **fields):
         ({"records_crc": 1}, ChecksumMismatch),
     ],
 )
-def test_a_range_that_is_not_what_was_asked_for(fields, error):
+def test_a_range_that_is_not_what_was_requested(fields, error):
     answer = range_of(storage(*OLD), 0, 2)
     verify_records(answer, first=0, last=2)
     with pytest.raises(error):
@@ -456,7 +456,7 @@ def test_a_batch_of_another_session_has_another_chain():
         verify_batches(changed(answer, lineage=forged), GENESIS_CHAIN)
 
 
-def test_a_lineage_that_does_not_cover_the_question_is_refused():
+def test_a_lineage_that_does_not_cover_the_question_is_rejected():
     one, source = storage(*OLD[:2]), storage(*OLD)
     repair = repair_of(one)
     step = repair.next_step(Goal(5, source.chain), can_fill=available)
@@ -505,7 +505,7 @@ def test_a_mark_within_a_batch_of_another_history_is_not_cut_through():
     assert one.last == 5
 
 
-def test_a_cut_that_cut_elsewhere_is_refused():
+def test_a_cut_that_cut_elsewhere_is_rejected():
     one, source = storage(*OLD, (3, [7])), storage(*OLD)
     repair = repair_of(one)
     while not isinstance(step := repair.next_step(Goal(5, source.chain), can_fill=available), Cut):

@@ -92,7 +92,7 @@ def test_a_connection_with_a_change_in_flight_is_not_replaced(one, kind, fields,
     assert one.is_tainted is tainted
 
 
-def test_a_marked_replica_does_not_come_back_into_the_session(one):
+def test_a_marked_replica_does_not_return_into_the_session(one):
     marked(one)
     one.lost(2, Random(1))
     assert one.is_tainted

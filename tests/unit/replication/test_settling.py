@@ -67,7 +67,7 @@ def test_doubt_is_read_back_window_by_window_after_the_stamp():
     assert past.outcome == Settled(9, 6, 777)
 
 
-def test_an_answer_without_batches_is_refused():
+def test_an_answer_without_batches_is_rejected():
     past, replica = settling(5, unbroken=False)
     past.begin(0)
     with pytest.raises(errors.RemoteProtocolError):

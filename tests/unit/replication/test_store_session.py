@@ -215,7 +215,7 @@ def test_a_replica_that_knows_a_later_session_is_in_none(monkeypatch, is_left_ou
         (errors.StorageIdMismatch("another"), LIMITS.rejected_retry_ms),
     ],
 )
-def test_a_storage_without_its_assignment_is_asked_again_soon(monkeypatch, error, wait_ms):
+def test_a_storage_without_its_assignment_is_queried_again_soon(monkeypatch, error, wait_ms):
     def refuse(_prefix, _message):
         raise error
 
@@ -255,7 +255,7 @@ def test_a_source_that_dies_while_it_is_copied_from_is_replaced():
     assert len({tuple(bench.logs()[name]) for name in survivors}) == 1
 
 
-def test_bad_copies_are_noticed_and_another_source_is_asked():
+def test_bad_copies_are_noticed_and_another_source_is_queried():
     bench = Bench()
     bench.open()
     for _ in range(4):
@@ -453,7 +453,7 @@ def test_a_replica_that_is_a_little_slow_is_fed_from_memory():
     assert not bench.all_sent(wire.RangeRaw)
 
 
-def test_a_refused_append_ends_the_session_and_keeps_the_replica_out_for_a_while():
+def test_a_rejected_append_ends_the_session_and_keeps_the_replica_out_for_a_while():
     bench = Bench()
     bench.open()
     bench.storages[C].fails_next_sync = True
@@ -550,7 +550,7 @@ def test_a_storage_that_is_bound_to_a_later_session_ends_this_one():
     assert isinstance(bench.questions[0], session_events.ReadMetadata)
 
 
-def test_a_replica_that_has_lost_its_promise_is_asked_for_the_next_session():
+def test_a_replica_that_has_lost_its_promise_joins_the_next_session():
     bench = Bench()
     bench.own()
     while not bench.requests.get(A):

@@ -254,7 +254,7 @@ def test_waiting_appends_become_one_batch_in_fair_order() -> None:
     }
 
 
-def test_rows_of_a_batch_keep_their_sequence_numbers_when_others_are_refused() -> None:
+def test_rows_of_a_batch_keep_their_sequence_numbers_when_others_are_rejected() -> None:
     world = World()
     world.single(write=[5])
     world.turn()
@@ -320,7 +320,7 @@ def test_how_long_appends_took_is_noted() -> None:
 # --- locks
 
 
-def test_a_refusal_for_a_committed_conflict_is_reported_at_once() -> None:
+def test_a_rejection_for_a_committed_conflict_is_reported_at_once() -> None:
     world = World()
     world.single(write=[5])
     world.turn()
@@ -332,7 +332,7 @@ def test_a_refusal_for_a_committed_conflict_is_reported_at_once() -> None:
     assert results(world.commit())[fine] == [(1, COMMITTED, -1)]
 
 
-def test_a_refusal_for_a_conflict_in_flight_waits_for_it() -> None:
+def test_a_rejection_for_a_conflict_in_flight_waits_for_it() -> None:
     world = World()
     winner = world.single(write=[5])
     world.turn()
@@ -354,7 +354,7 @@ def test_two_that_conflict_in_one_turn() -> None:
     }
 
 
-def test_a_mark_above_the_log_is_refused_row_by_row() -> None:
+def test_a_mark_above_the_log_is_rejected_row_by_row() -> None:
     world = World()
     ahead = world.single(mark=0, read=[1])
     rows = world.batch([b"a", b"b"], BOB, marks=[-1, 4])
@@ -366,7 +366,7 @@ def test_a_mark_above_the_log_is_refused_row_by_row() -> None:
     assert world.pipeline.counters.rejected[Reason.AHEAD] == 2
 
 
-def test_a_request_that_waits_when_its_client_mounts_again_is_refused() -> None:
+def test_a_request_that_waits_when_its_client_mounts_again_is_rejected() -> None:
     world = World()
     late = world.single()
     world.mounts.begin(ALICE, A, 1)
@@ -409,7 +409,7 @@ def test_a_row_that_is_too_large_is_not_in_the_log_and_enters_no_lock(
     }
 
 
-def test_appends_on_an_older_connection_are_refused_after_a_newer_mount() -> None:
+def test_appends_on_an_older_connection_are_rejected_after_a_newer_mount() -> None:
     world = World()
     newer = ConnectionId(21)
     world.mounts.begin(BOB, newer, 2)
@@ -477,7 +477,7 @@ def test_appends_wait_for_a_session_and_then_enter_in_order() -> None:
     assert results(world.commit()) == {first: [(42, COMMITTED, -1)], second: [(43, COMMITTED, -1)]}
 
 
-def test_a_full_queue_refuses_the_greedy_and_not_the_modest() -> None:
+def test_a_full_queue_rejects_the_greedy_and_not_the_modest() -> None:
     world = World(PartitionLimits(lock_slot_count=11, queue_bytes_max=1000), is_open=False)
     refused = []
     for _ in range(20):
@@ -507,7 +507,7 @@ def test_appends_do_not_overtake_one_that_waits_for_room() -> None:
     assert results(world.commit()) == {again: [(1, COMMITTED, -1)]}
 
 
-def test_each_row_of_a_batch_for_which_there_is_no_room_is_refused() -> None:
+def test_each_row_of_a_batch_for_which_there_is_no_room_is_rejected() -> None:
     world = World(PartitionLimits(lock_slot_count=11, queue_bytes_max=1000), is_open=False)
     for _ in range(5):
         world.batch([b"a"] * 100)
@@ -784,7 +784,7 @@ def test_a_flush_waits_for_all_that_was_received_before_it_and_nothing_after() -
     assert [each.token for each in out if isinstance(each, Reached)] == [2, 3]
 
 
-def test_a_flush_is_freed_by_refusals_and_by_closed_connections_too() -> None:
+def test_a_flush_is_freed_by_rejections_and_by_closed_connections_too() -> None:
     world = World()
     world.single(generation=Generation(9))
     world.pipeline.flush(1)
@@ -860,7 +860,7 @@ def test_locks_of_lost_transactions_are_free_again_when_no_other_process_wrote()
     assert results(world.commit()) == {again: [(0, COMMITTED, -1)]}
 
 
-def test_a_lost_append_does_not_refuse_its_retry_even_after_others() -> None:
+def test_a_lost_append_does_not_reject_its_retry_even_after_others() -> None:
     world = World()
     world.single(write=[1])
     world.turn()

@@ -50,7 +50,7 @@ def test_an_error_ends_a_request_and_what_is_too_large_is_counted():
     assert (figures.requests, figures.rejected[Reason.TOO_LARGE]) == (2, 1)
 
 
-def test_refusals_are_counted_by_their_reason():
+def test_rejections_are_counted_by_their_reason():
     world = World()
     world.single(write=[5])
     world.turn()

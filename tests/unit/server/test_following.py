@@ -309,7 +309,7 @@ def test_rejected_appends_cannot_be_followed():
     assert results(world.turn()) == {beyond: [(-1, LOCK, -1)]}
 
 
-def test_a_dependent_append_is_refused_for_later_conflicts():
+def test_a_dependent_append_is_rejected_for_later_conflicts():
     world, _ = in_flight()
     world.after(0, client=BOB)
     late = world.after(0, client=BOB)

@@ -77,7 +77,7 @@ def test_pieces_give_the_same_outcomes_and_records_as_the_whole(stops: list[int]
     assert numbers == [10, 11, 14]
 
 
-def test_a_piece_without_records_waits_only_for_what_it_was_refused_for() -> None:
+def test_a_piece_without_records_waits_only_for_what_it_was_rejected_for() -> None:
     ticket = BatchTicket(A, 1_000, message(), REQ, Epoch(), 0)
     ticket.open(decode(message(), LIMITS))
     table = LockTable(1009, BEFORE_FIRST)
@@ -178,7 +178,7 @@ def test_an_append_damaged_in_transit_is_rejected() -> None:
         verify(AppendRequest(REQ, -1, (), (), (), 0, b"data", 1))
 
 
-def test_too_many_rows_and_sequence_numbers_that_run_out_are_refused() -> None:
+def test_too_many_rows_and_sequence_numbers_that_run_out_are_rejected() -> None:
     with pytest.raises(errors.TooLarge):
         decode(message(rows=[b"x"] * 7), LIMITS)
     last = REQ._replace(sequence=0x7FFFFFFF - 4)

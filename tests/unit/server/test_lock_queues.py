@@ -27,7 +27,7 @@ def next_commit(world: World, mark: int, lock: int = HOT) -> dict:
     return results(world.commit())
 
 
-def test_refused_writers_are_notified_one_per_commit_in_their_order() -> None:
+def test_rejected_writers_are_notified_one_per_commit_in_their_order() -> None:
     world, refused, answered = contended()
     assert answered[refused[0]] == [(-1, LOCK, 0)]
     assert refused[1] not in answered
@@ -40,7 +40,7 @@ def test_refused_writers_are_notified_one_per_commit_in_their_order() -> None:
     assert world.pipeline.turn_at_ms(world.now_ms) is None
 
 
-def test_refused_writers_are_notified_in_the_order_of_refusal() -> None:
+def test_rejected_writers_are_notified_in_the_order_of_rejection() -> None:
     world, refused, _ = contended(losers=2)
     world.single(mark=0, write=[HOT])
     world.turn()
@@ -111,7 +111,7 @@ def test_commits_of_no_time_at_all_leave_some_time_too() -> None:
     assert world.now_ms == NOTIFY_MS_MIN
 
 
-def test_refused_writers_wait_a_limited_time() -> None:
+def test_rejected_writers_wait_a_limited_time() -> None:
     world, refused, _ = contended(losers=200)
     answered = []
     while len(answered) < 199:

@@ -127,7 +127,7 @@ def test_a_row_sees_the_rows_before_it_in_its_batch() -> None:
     assert found.pending.tolist() == [False, True, True, False, False]
 
 
-def test_a_refused_row_of_a_batch_blocks_no_append() -> None:
+def test_a_rejected_row_of_a_batch_blocks_no_append() -> None:
     table = table_at(0)
     judge(table, {"w": [1]}, high=0, next_id=1)
     found = judge(table, {"w": [1, 2]}, {"w": [2]}, {"w": [2]}, mark=0, high=1)
@@ -148,7 +148,7 @@ def test_clamp_forgets_what_never_came_to_be() -> None:
     assert judge(table, {"w": [2]}, mark=0, high=1).ids.tolist() == [2]
 
 
-def test_a_lost_append_does_not_refuse_its_retry() -> None:
+def test_a_lost_append_does_not_reject_its_retry() -> None:
     table = table_at(0)
     judge(table, {"w": [1]}, high=0, next_id=1)
     table.landed(TransactionId(1))
@@ -215,7 +215,7 @@ def test_an_estimate_is_the_least_of_the_three_slots(lock: int) -> None:
     assert table.estimate(lock) == indices([lock], 1009).min()
 
 
-def test_false_refusal_probability() -> None:
+def test_false_rejection_probability() -> None:
     table = LockTable(1000, TransactionId(0))
     assert table.false_rejection_probability(TransactionId(0)) == 0
     assert table.false_rejection_probability(TransactionId(-1)) == 1
@@ -223,7 +223,7 @@ def test_false_refusal_probability() -> None:
     assert table.false_rejection_probability(TransactionId(5)) == pytest.approx(1 / 8)
 
 
-def test_the_false_refusals_foretold_are_those_that_happen() -> None:
+def test_the_false_rejections_foretold_are_those_that_happen() -> None:
     table = table_at(0)
     numbers = np.random.default_rng(1)
     locks = numbers.integers(-(2**31), 2**31, 300_000).astype(np.int32)

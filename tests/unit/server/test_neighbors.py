@@ -119,7 +119,7 @@ async def test_a_dead_server_is_removed_by_its_current_descriptor():
 
 
 @on_loop
-async def test_a_refusal_that_zookeeper_could_not_be_reported_is_reported_again():
+async def test_a_rejection_that_did_not_reach_zookeeper_is_reported_again():
     async with world() as here:
         here.failures = 2
         listener = await here.listen()

@@ -497,7 +497,7 @@ def test_a_later_mount_of_the_client_ends_the_one_that_waits() -> None:
     assert isinstance(world.answer(second), messages.Mounted)
 
 
-def test_generations_that_differ_are_refused() -> None:
+def test_generations_that_differ_are_rejected() -> None:
     world = ready()
     assert world.error(world.mount(BOB, B, generation=0)) == errors.GenerationMismatch.code
     assert world.error(world.mount(BOB, B, generation=2)) == errors.NotOwned.code
@@ -516,7 +516,7 @@ def test_a_new_generation_forgets_fences_and_all_that_was_remembered() -> None:
     assert len(world.fetches) == 1
 
 
-def test_a_partition_that_comes_back_in_its_generation_has_no_mounts() -> None:
+def test_a_partition_that_returns_in_its_generation_has_no_mounts() -> None:
     world = ready()
     world.step(replication.ReleaseOwnership())
     world.step(replication.TakeOwnership(Generation(1), REPLICAS))
@@ -659,7 +659,7 @@ def test_a_feed_mount_that_outlives_its_session_is_answered_by_the_next_one() ->
     assert mount_answer.session_id == world.session
 
 
-def test_a_feed_mount_that_outlives_its_generation_is_refused() -> None:
+def test_a_feed_mount_that_outlives_its_generation_is_rejected() -> None:
     world = ready()
     world.fill(5)
     message = messages.MountWriter(world.req_id(BOB), 1, 1, wants_feed=True)
@@ -858,7 +858,7 @@ def test_without_a_proof_no_client_gets_the_end_of_the_log() -> None:
     assert codes == dict.fromkeys(asked, errors.SessionLost.code)
 
 
-def test_a_senseless_range_is_refused() -> None:
+def test_a_senseless_range_is_rejected() -> None:
     world = ready()
     world.fill(4)
     for first, last in ((-1, 3), (3, 2)):
@@ -1087,7 +1087,7 @@ def test_replicas_are_reported_after_a_proof_when_it_must_be_linearizable() -> N
     assert world.error(proved) == errors.SessionLost.code
 
 
-def test_a_proof_that_a_session_took_with_it_is_asked_for_in_the_next() -> None:
+def test_a_proof_that_a_session_took_with_it_is_requested_in_the_next() -> None:
     world = ready()
     asked = world.send(A, messages.ReplicasRequest(world.req_id(ALICE), linearizable=True))
     world.close()
@@ -1116,7 +1116,7 @@ def test_an_unexpected_message_is_reported() -> None:
     assert world.error(req_id) == errors.BadRequest.code
 
 
-def test_a_new_owner_asks_for_the_locks_and_takes_what_it_is_sent() -> None:
+def test_a_new_owner_requests_the_locks_and_takes_what_it_is_sent() -> None:
     world = World(lock_refill_count_max=100)
     world.open(5, unbroken=False)
     (fetch,) = world.fetches

@@ -45,7 +45,7 @@ def test_the_answer_to_a_proof_of_an_earlier_session_is_ignored() -> None:
     assert proofs.proved(2, 30) == (["b"], [])
 
 
-def test_freshness_counts_from_when_the_proof_was_asked_for() -> None:
+def test_freshness_counts_from_when_the_proof_was_requested() -> None:
     proofs: Proofs[str] = Proofs(1000)
     assert not proofs.is_fresh(0)
     proofs.wait_for_proof("a", 10)

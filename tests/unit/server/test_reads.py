@@ -150,7 +150,7 @@ def test_replicas_take_turns() -> None:
     assert sorted(asked) == sorted(2 * REPLICAS)
 
 
-def test_replicas_nearby_are_asked_first_and_none_that_the_session_does_not_have() -> None:
+def test_replicas_nearby_are_queried_first_and_none_that_the_session_does_not_have() -> None:
     each = reads()
     each.nearby = {REPLICAS[1], ReplicaId("near-but-not-engaged:1")}
     fetches = [fetch_of(ask(each, 10 * place, 10 * place + 9)) for place in range(4)]
@@ -219,7 +219,7 @@ def test_a_slow_storage_times_out_soon_until_all_were_tried() -> None:
     assert not fetch_of(ask(alone, 0, 9)).is_urgent
 
 
-def test_a_failed_storage_is_asked_last_for_a_while() -> None:
+def test_a_failed_storage_is_queried_last_for_a_while() -> None:
     each = reads(mark=10_000)
     fetch = fetch_of(ask(each, 0, 9))
     failed = fetch.replica

@@ -179,7 +179,7 @@ def test_mounts_wait_a_limited_time_and_later_blocks_are_used() -> None:
     assert world.refill.floor == -1
 
 
-def test_a_failed_replica_is_asked_again_later() -> None:
+def test_a_failed_replica_is_queried_again_later() -> None:
     world = World()
     world.query_locks()
     for _ in REPLICAS:
@@ -251,7 +251,7 @@ def test_missing_blocks_are_not_requested_again() -> None:
     assert world.refill.holds(world.now_ms)
 
 
-def test_a_source_that_was_empty_or_silent_is_asked_again() -> None:
+def test_a_source_that_was_empty_or_silent_is_queried_again() -> None:
     world = World()
     world.query_locks()
     world.answer(b"")

@@ -98,7 +98,7 @@ def opened(data: list[bytes]) -> BatchTicket:
     return ticket
 
 
-def test_a_batch_that_is_refused_as_a_whole() -> None:
+def test_a_batch_that_is_rejected_as_a_whole() -> None:
     rows = opened([b"a", b"b", b"c"])
     rows.reject(Reason.OVERLOADED)
     assert rows.is_final

@@ -230,7 +230,7 @@ def with_source(rows: list[tuple[int, bytes]]) -> Shaped:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_refused_rows_are_computed_again(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejected_rows_are_computed_again(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(appender_module, "_PAUSE_SECONDS_FIRST", 0.0)
     monkeypatch.setattr(appender_module, "_PAUSE_SECONDS_MAX", 0.0)
     chance = random.Random(seed)

@@ -90,7 +90,7 @@ def test_a_wrong_column_is_a_sentence(
     assert sentence in str(caught.value)
 
 
-def test_a_type_that_has_no_place_in_a_payload_is_refused_wherever_it_is() -> None:
+def test_a_type_that_has_no_place_in_a_payload_is_rejected_wherever_it_is() -> None:
     from pyspark.sql import types as t  # noqa: PLC0415
 
     interval = t.StructType().add("when", t.ArrayType(t.DayTimeIntervalType()))
@@ -201,13 +201,13 @@ def test_a_null_lock_is_no_lock() -> None:
     assert found.append.column("append_locks").to_pylist() == [[], [7]]
 
 
-def test_a_payload_over_the_limit_is_refused() -> None:
+def test_a_payload_over_the_limit_is_rejected() -> None:
     batch = pa.record_batch({"data": pa.array([b"x" * (4 * 1024 * 1024 + 1)])})
     with pytest.raises(TooLarge, match="4,194,305 bytes is over the limit of 4,194,304"):
         shaper().shape(batch)
 
 
-def test_a_null_payload_is_refused() -> None:
+def test_a_null_payload_is_rejected() -> None:
     shaped = shaper()
     shaped.shape(pa.record_batch({"data": pa.array([b"x", b"y"])}))
     with pytest.raises(BadRequest, match=r"'data' is null in row 3 of its task; .* Hint: "):
@@ -219,7 +219,7 @@ def test_a_null_payload_is_refused() -> None:
         shaper().shape(batch)
 
 
-def test_a_mark_before_the_log_is_refused_by_column_and_row() -> None:
+def test_a_mark_before_the_log_is_rejected_by_column_and_row() -> None:
     marks = pa.array([-1, None, -7, -8], pa.int64())
     batch = pa.record_batch({"data": pa.array([b"x"] * 4), "client_high_water_mark": marks})
     with pytest.raises(
@@ -247,7 +247,7 @@ def test_a_column_that_is_no_number_or_string_chooses_partitions_by_its_hash() -
 
 
 @pytest.mark.parametrize("name", ["WRITE_LOCKS", "Append_Locks", "write_lock", "readlocks"])
-def test_a_lock_column_that_would_lock_nothing_is_refused(name: str) -> None:
+def test_a_lock_column_that_would_lock_nothing_is_rejected(name: str) -> None:
     """Packed with the others, it would be payload, and nothing locked."""
     columns = StructType(
         [StructField("id", LongType()), StructField(name, ArrayType(IntegerType()))]

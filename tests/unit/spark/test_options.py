@@ -80,18 +80,18 @@ def test_marks_are_json_by_partition() -> None:
 
 
 @pytest.mark.parametrize("value", ["newest", "{", '{"0": "x"}', '{"0": -2}', "[1]", '{"a": 1}'])
-def test_bad_marks_are_refused_by_name(value: str) -> None:
+def test_bad_marks_are_rejected_by_name(value: str) -> None:
     with pytest.raises(BadConfig, match="startingHighWaterMarks"):
         parse_read({**CLUSTER, "startingHighWaterMarks": value})
 
 
 @pytest.mark.parametrize("value", ["[]", '""', '[["0", 41]]', '{"0": 1, "00": 2}'])
-def test_marks_that_are_no_object_are_refused(value: str) -> None:
+def test_marks_that_are_no_object_are_rejected(value: str) -> None:
     with pytest.raises(BadConfig, match="'clientHighWaterMarks': expected JSON from partition"):
         parse_write({**CLUSTER, "clientHighWaterMarks": value})
 
 
-def test_an_option_of_the_other_direction_is_refused() -> None:
+def test_an_option_of_the_other_direction_is_rejected() -> None:
     with pytest.raises(BadConfig, match="'onLockFailure' is for writing, this is reading"):
         parse_read({**CLUSTER, "onLockFailure": "reject"})
     with pytest.raises(BadConfig, match="'partitions' is for reading, this is writing"):
@@ -124,7 +124,7 @@ def test_columns_are_checked_with_the_nearest_name() -> None:
         ("dataFormat", "xml"),
     ],
 )
-def test_values_out_of_bounds_are_refused_by_name(name: str, value: str) -> None:
+def test_values_out_of_bounds_are_rejected_by_name(name: str, value: str) -> None:
     with pytest.raises(BadConfig, match=name):
         parse_read({**CLUSTER, name: value})
 
@@ -198,7 +198,7 @@ def test_an_option_of_kafka_leads_to_ours(name: str, ours: str) -> None:
         check_names({name: "x"})
 
 
-def test_a_time_in_seconds_is_refused() -> None:
+def test_a_time_in_seconds_is_rejected() -> None:
     with pytest.raises(BadConfig, match=r"seems to be seconds\. Hint: use 1795471928000"):
         parse_read({**CLUSTER, "startingTimestamp": "1795471928"})
     options = parse_read({**CLUSTER, "startingTimestamp": "1795471928000"})

@@ -35,7 +35,7 @@ def test_starts_are_exclusive_and_ends_inclusive() -> None:
 
 
 @pytest.mark.parametrize("name", ["startingHighWaterMarks", "endingHighWaterMarks"])
-def test_a_mark_of_a_partition_that_is_not_there_is_refused(name: str) -> None:
+def test_a_mark_of_a_partition_that_is_not_there_is_rejected(name: str) -> None:
     check_marks(read(**{name: '{"3": 1}'}), 4)
     with pytest.raises(BadConfig, match=f"option '{name}': expected partitions of 0 to 3, found 4"):
         check_marks(read(**{name: '{"4": 1}'}), 4)
@@ -57,7 +57,7 @@ def test_marks_are_given_for_each_partition_that_is_read(name, resolve, use) -> 
 
 
 @pytest.mark.parametrize("starting", ['{"0": 5, "1": 7}', "latest"])
-def test_a_start_after_the_end_is_refused(starting: str) -> None:
+def test_a_start_after_the_end_is_rejected(starting: str) -> None:
     marks = {0: 9, 1: 7}
     options = read(startingHighWaterMarks=starting, endingHighWaterMarks='{"0": 9, "1": 6}')
     with pytest.raises(
@@ -99,7 +99,7 @@ def test_an_absent_partition_is_named() -> None:
     task_count_min=st.integers(1, 20),
     per_task_max=st.integers(1, 120),
 )
-def test_tasks_cover_exactly_what_was_asked_for(
+def test_tasks_cover_exactly_what_was_requested(
     counts: list[int], task_count_min: int, per_task_max: int
 ) -> None:
     whole = [Span(p, 7, 6 + count) for p, count in enumerate(counts) if count]

@@ -54,7 +54,7 @@ def where(index: int) -> str:
 
 
 @pytest.mark.parametrize("data_format", ["msgpack", "json"])
-def test_every_spark_type_comes_back_exactly(data_format: str) -> None:
+def test_every_spark_type_returns_exactly(data_format: str) -> None:
     batch = EVERY_TYPE.to_batches()[0]
     payloads = pack(batch.columns, batch.schema.names, data_format)
     unpacked = Unpacker(list(batch.schema), data_format).columns(payloads, where)
@@ -288,7 +288,7 @@ STRUCT = types.StructType([types.StructField("x", INT)])
         (VOID, "json", "a map cannot have null keys"),
     ],
 )
-def test_maps_whose_keys_cannot_be_packed_are_refused(
+def test_maps_whose_keys_cannot_be_packed_are_rejected(
     key: types.DataType, data_format: str, sentence: str
 ) -> None:
     kind = types.MapType(key, VOID)
@@ -321,7 +321,7 @@ def test_json_packs_maps_with_any_key() -> None:
         ),
     ],
 )
-def test_permissive_refuses_not_null(kind: types.DataType, nullable: bool, name: str) -> None:
+def test_permissive_rejects_not_null(kind: types.DataType, nullable: bool, name: str) -> None:
     with pytest.raises(BadRequest, match=r"Hint: use .*toNullable") as caught:
         check_nullable("a", kind, nullable=nullable)
     assert f"column {name} is NOT NULL in the schema" in str(caught.value)
@@ -329,7 +329,7 @@ def test_permissive_refuses_not_null(kind: types.DataType, nullable: bool, name:
     check_nullable("a", as_struct.toNullable(), nullable=True)  # what the hint says
 
 
-def test_reader_and_writer_refuse_types_before_any_task() -> None:
+def test_reader_and_writer_reject_types_before_any_task() -> None:
     connect = {"path": "zk1:2181/waltz/none", "dataFormat": "msgpack"}
     source = WaltzDataSource(connect)
     log = types.StructField("header", INT, nullable=False)  # the log has no null there

@@ -26,7 +26,7 @@ def old_reader_of(**options: str):
     return stream_reader(reader_of(pollInterval="0", **options))
 
 
-def test_a_micro_batch_reads_all_that_is_there_and_a_warning_says_so(
+def test_a_micro_batch_reads_all_that_is_there_and_a_warning_is_reported(
     cluster: Cluster,  # noqa: F811 - the fixture
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -48,7 +48,7 @@ def test_offsets_never_go_back(cluster: Cluster) -> None:  # noqa: F811
         reader.latestOffset()
 
 
-def test_the_end_may_be_asked_for_before_the_start_is_known(
+def test_the_end_may_be_requested_before_the_start_is_known(
     cluster: Cluster,  # noqa: F811
 ) -> None:
     """PySpark does so with availableNow."""

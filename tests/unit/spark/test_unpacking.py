@@ -144,7 +144,7 @@ def test_nanoseconds_that_are_whole_microseconds_are_a_timestamp() -> None:
         read("2026-01-02T03:04:05.123456001Z", kind, "json")
 
 
-def test_a_payload_nested_too_deeply_says_so() -> None:
+def test_a_payload_nested_too_deeply_is_reported() -> None:
     data = b"\x81\xa1a" + b"\x91" * 2_000 + b"\x01"
     with pytest.raises(BadFormat, match="nested too deeply"):
         Unpacker([pa.field("a", pa.int32())], "msgpack").columns(pa.array([data]), where)

@@ -146,7 +146,7 @@ def test_partitions_are_held_and_switched_one_by_one():
     ]
 
 
-def test_a_request_for_several_stops_at_a_refusal_and_reports_what_is_done():
+def test_a_request_for_several_stops_at_a_rejection_and_reports_what_is_done():
     desk = Terminal(
         SetAvailability=lambda task: DiskFailed("no") if task.partition_id == 2 else None
     )
@@ -277,7 +277,7 @@ def test_a_log_is_discarded_only_if_it_is_not_needed_or_with_force():
     assert desk.changes == [Reseed(2)]
 
 
-def test_a_replica_is_doubted_unless_it_is_the_only_one():
+def test_a_replica_is_suspect_unless_it_is_the_only_one():
     desk = Terminal(FindZooKeeperView=ENGAGED)
     assert desk.ask(wire.MarkSuspect(1, 2, False)) == wire.Done(1)
     assert desk.changes == [MarkReplicaSuspect(2)]
@@ -390,7 +390,7 @@ def test_waiting_requests_are_limited():
     assert len(desk.answered) == WAITING_MAX + 3
 
 
-def test_a_message_that_is_no_request_is_refused_and_ends_nothing():
+def test_a_message_that_is_no_request_is_rejected_and_ends_nothing():
     desk = Terminal()
     for message in (wire.Done(1), wire.AdminRejected(1, 5, "x"), wire.Copied(1, 2, 3)):
         assert "does not accept" in refused(desk.ask(message), errors.BadRequest)
@@ -399,7 +399,7 @@ def test_a_message_that_is_no_request_is_refused_and_ends_nothing():
     assert desk.ask(wire.MarkSuspect(9, 2, True)) == wire.Done(9)
 
 
-def test_changes_and_refusals_are_reported():
+def test_changes_and_rejections_are_reported():
     desk = Terminal()
     desk.ask(wire.MarkSuspect(1, 2, True))
     desk.ask(wire.CheckCluster(-1, KEY, 5))

@@ -162,7 +162,7 @@ def test_the_other_structure_counts_when_one_is_damaged():
         open_control(disk)
 
 
-def test_two_structures_of_one_age_are_refused():
+def test_two_structures_of_one_age_are_rejected():
     disk = new_disk()
     open_control(disk)
     content = disk.content(PATH)
@@ -173,7 +173,7 @@ def test_two_structures_of_one_age_are_refused():
         open_control(disk)
 
 
-def test_an_entry_in_the_place_of_another_is_refused():
+def test_an_entry_in_the_place_of_another_is_rejected():
     disk = new_disk()
     open_control(disk)
     disk.flip(PATH, partition_entry_offset(1) + 3, 2)
@@ -181,7 +181,7 @@ def test_an_entry_in_the_place_of_another_is_refused():
         open_control(disk)
 
 
-def test_another_cluster_and_another_number_of_partitions_are_refused():
+def test_another_cluster_and_another_number_of_partitions_are_rejected():
     disk = new_disk()
     open_control(disk).close()
     with pytest.raises(ClusterKeyMismatch, match=f"found {KEY.hex()}"):
@@ -201,7 +201,7 @@ def test_a_file_that_a_process_only_began_is_rebuilt(tmp_path, size):
 
 
 @pytest.mark.parametrize("size", [None, 0, 1, 127])
-def test_a_file_that_is_gone_or_cut_where_partitions_are_is_refused(tmp_path, size):
+def test_a_file_that_is_gone_or_cut_where_partitions_are_is_rejected(tmp_path, size):
     control = open_control(RealDisk(), tmp_path)
     control.set_marks(0, 7, 41)
     control.close()
@@ -267,7 +267,7 @@ def test_slots_take_turns_and_the_newest_counts():
         assert not slots.fell_back
 
 
-def test_a_damaged_slot_falls_back_to_the_older_one_and_says_so():
+def test_a_damaged_slot_falls_back_to_the_older_one_and_is_reported():
     disk = new_disk()
     slots = new_slots(disk)
     slots.write(Slot(2, promised=6))
@@ -300,7 +300,7 @@ def test_a_slot_in_the_others_place_is_none(spoiled):
     assert SlotFile.open(disk, ROOT, 2).slot.promised == 12
 
 
-def test_slots_of_another_partition_are_refused():
+def test_slots_of_another_partition_are_rejected():
     disk = new_disk()
     new_slots(disk)
     with pytest.raises(BadFormat, match="expected partition 1, found 2"):

@@ -289,7 +289,7 @@ def test_other_records_take_the_place_of_those_above_the_mark_and_of_no_others(w
     assert b"else" in world.content()
 
 
-def test_batches_that_do_not_follow_on_are_refused_and_cover_nothing(world):
+def test_batches_that_do_not_follow_on_are_rejected_and_cover_nothing(world):
     cover(world)
     batches = list(other_batches(records(0, 10), (3, 4, 3), 2))
     first, lengths, data, chain, (entry,) = batches[0]

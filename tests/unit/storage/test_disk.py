@@ -187,7 +187,7 @@ def test_a_lock_on_the_whole_file_is_met_by_a_second_opener(place):
     two.close()
 
 
-def test_a_range_that_another_process_has_is_refused(tmp_path):
+def test_a_range_that_another_process_has_is_rejected(tmp_path):
     path = tmp_path / "f"
     path.write_bytes(bytes(256))
     script = (
@@ -224,7 +224,7 @@ CALLS = {
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS])
-def test_an_error_of_the_system_says_what_failed_and_where(tmp_path, monkeypatch, call, number):
+def test_an_error_of_the_system_states_what_failed_and_where(tmp_path, monkeypatch, call, number):
     file = RealDisk().open(tmp_path / "f", create=True)
 
     def fail(*_args):

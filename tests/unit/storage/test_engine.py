@@ -133,7 +133,7 @@ def test_a_reserve_that_cannot_be_given_back_ends_nothing():
     engine.close()
 
 
-def test_a_second_opener_is_refused_in_this_process_and_in_another(tmp_path):
+def test_a_second_opener_is_rejected_in_this_process_and_in_another(tmp_path):
     engine = open_engine(tmp_path)
     with pytest.raises(DiskFailed, match="another process"):
         open_engine(tmp_path)
@@ -151,7 +151,7 @@ def test_a_second_opener_is_refused_in_this_process_and_in_another(tmp_path):
     open_engine(tmp_path).close()
 
 
-def test_another_cluster_or_another_number_of_partitions_is_refused(tmp_path):
+def test_another_cluster_or_another_number_of_partitions_is_rejected(tmp_path):
     open_engine(tmp_path).close()
     with pytest.raises(ClusterKeyMismatch):
         open_engine(tmp_path, settings=LogSettings(bytes(16), 10_000, lambda: 5))

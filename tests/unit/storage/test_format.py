@@ -57,7 +57,7 @@ CHECKED = ("info", "lineage", "entry", "id", "slot", "wipe")
 @pytest.mark.parametrize("name", STRUCTURES)
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_any_bytes_decode_or_are_refused(name, data):
+def test_any_bytes_decode_or_are_rejected(name, data):
     good, decode = STRUCTURES[name]
     raw = bytearray(
         good[: data.draw(st.integers(0, len(good)))] if data.draw(st.booleans()) else good

@@ -229,7 +229,7 @@ def test_a_promise_fences_older_sessions_and_other_nonces_also_after_a_restart(w
         world.crash()
 
 
-def test_a_mark_is_refused_where_the_log_does_not_end(world):
+def test_a_mark_is_rejected_where_the_log_does_not_end(world):
     world.append([3])
     chain = world.log.chain
     for mark, wrong in ((1, chain), (3, chain), (2, GENESIS_CHAIN)):
@@ -300,7 +300,7 @@ def test_segments_roll_over_at_the_record_that_crosses_the_limit(world):
     assert not world.log.suspect
 
 
-def test_an_append_with_a_gap_or_wrong_data_is_refused_and_leaves_nothing(world):
+def test_an_append_with_a_gap_or_wrong_data_is_rejected_and_leaves_nothing(world):
     world.append([2])
     records, lengths = make_records(2, [5, 5])
     chain = world.log.chain
@@ -577,7 +577,7 @@ def test_a_missing_segment_in_the_middle_is_damage_and_can_be_filled(world):
     assert world.everything() == written
 
 
-def test_a_torn_slot_falls_back_and_refuses_what_may_have_been_promised(world):
+def test_a_torn_slot_falls_back_and_rejects_what_may_have_been_promised(world):
     world.append([2])
     world.log.prepare(7, NONCE)
     place = world.log._files.slots._place
@@ -703,7 +703,7 @@ def test_a_clock_that_is_set_back_does_not_keep_the_marker_from_moving(world):
 # ---- a disk that fails
 
 
-def test_a_full_disk_refuses_the_append_and_leaves_the_log_as_it_was(world):
+def test_a_full_disk_rejects_the_append_and_leaves_the_log_as_it_was(world):
     written = world.append([5])
     for suffix in (".seg", ".idx", ".chn"):
         world.disk.fail[("write", suffix)] = NoSpace

@@ -210,7 +210,7 @@ def _block(content, place):
     return content[SLOT_BLOCK_BYTES * place :][:SLOT_BYTES]
 
 
-def test_falling_back_to_the_older_slot_refuses_all_sessions_so_far():
+def test_falling_back_to_the_older_slot_rejects_all_sessions_so_far():
     disk = new_disk()
     written(disk, [3])
     slots = SlotFile.open(disk, ROOT, 2)
@@ -334,7 +334,7 @@ def test_slots_that_are_gone_are_reported_and_not_rebuilt():
         opened(disk)
 
 
-def test_a_log_without_its_beginning_is_refused():
+def test_a_log_without_its_beginning_is_rejected():
     disk = new_disk()
     written(disk, [3], [2])
     for suffix in (".seg", ".idx", ".chn"):

@@ -119,6 +119,6 @@ def test_an_intent_that_is_not_this_partitions_removes_nothing(disk, control, co
 
 
 @pytest.mark.parametrize("fields", [(2, 2, 9), (2, -1, 9), (2, 1, -2)])
-def test_an_intent_of_impossible_values_is_refused(fields):
+def test_an_intent_of_impossible_values_is_rejected(fields):
     with pytest.raises(BadFormat, match="impossible flag"):
         Wipe.decode(with_crc(struct.pack(">iiiq16s", 0, *fields, NONCE)))

@@ -189,7 +189,7 @@ def test_never_is_later_than_any_time():
 
 
 @given(st.dictionaries(st.integers(0, 10_000), st.integers(0, (1 << 63) - 1)))
-def test_places_come_back_from_their_file(places):
+def test_places_return_from_their_file(places):
     disk = new_disk()
     write_places(disk, ROOT, places)
     assert read_places(disk, ROOT) == places

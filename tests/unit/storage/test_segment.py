@@ -84,7 +84,7 @@ def test_each_file_is_synced_when_it_has_something_to_sync():
     assert (segment.is_dirty, segment.sync()) == (False, 0)
 
 
-def test_a_segment_of_something_else_is_refused():
+def test_a_segment_of_something_else_is_rejected():
     disk = new_disk()
     new_segment(disk).close()
     for partition_id, key in ((1, KEY), (2, bytes(16))):
@@ -95,7 +95,7 @@ def test_a_segment_of_something_else_is_refused():
         open_segment(disk, 7)
 
 
-def test_batches_of_another_segment_are_refused():
+def test_batches_of_another_segment_are_rejected():
     disk = new_disk()
     new_segment(disk).close()
     new_segment(disk, 7).close()
@@ -271,7 +271,7 @@ def test_an_index_that_lies_is_seen_and_repaired():
 
 
 @pytest.mark.parametrize("place", [0, 5])
-def test_an_index_that_leads_out_of_the_file_asks_for_no_memory(place):
+def test_an_index_that_leads_out_of_the_file_allocates_no_memory(place):
     disk = new_disk()
     fill_segment(new_segment(disk), [6])
     # The first offset becomes 0, or the last one grows by 2**62.

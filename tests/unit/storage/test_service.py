@@ -246,19 +246,19 @@ def test_a_storage_of_others_is_not_prepared(bench, wrong, error):
     assert bench.log.promised == -1
 
 
-def test_a_session_that_is_no_number_soon_after_the_last_is_refused(bench):
+def test_a_session_that_is_no_number_soon_after_the_last_is_rejected(bench):
     assert bench.refusal(1, prepare(Owner(-1))) is errors.BadRequest
     assert bench.refusal(1, prepare(Owner(1 << 40))) is errors.BadRequest
     assert bench.log.promised == -1
 
 
-def test_an_earlier_session_is_refused_with_the_promised_one(bench):
+def test_an_earlier_session_is_rejected_with_the_promised_one(bench):
     bench.owned(5)
     answer = bench.ask(2, prepare(Owner(4)))
     assert (answer.error_code, answer.promised) == (errors.SessionFenced.code, 5)
 
 
-def test_the_same_session_of_another_owner_is_refused(bench):
+def test_the_same_session_of_another_owner_is_rejected(bench):
     bench.owned(5)
     assert bench.refusal(2, prepare(Owner(5, nonce=b"another nonce..."))) is errors.SessionFenced
     assert bench.only(service_effects.CloseConnection) == []
@@ -323,7 +323,7 @@ def test_a_connection_may_continue_with_a_later_session(bench):
     assert isinstance(bench.ask(1, later.append()), Appended)
 
 
-def test_a_partition_that_is_not_assigned_here_is_refused(bench):
+def test_a_partition_that_is_not_assigned_here_is_rejected(bench):
     assert bench.refusal(1, prepare(Owner(5, partition_id=3))) is errors.UnknownPartition
 
 
@@ -356,7 +356,7 @@ def test_requests_without_a_prepared_session_are_rejected(bench):
     assert bench.log.synced_max == BEFORE_FIRST
 
 
-def test_a_message_of_another_session_is_refused_with_the_promised_one(bench):
+def test_a_message_of_another_session_is_rejected_with_the_promised_one(bench):
     owner = bench.owned(5)
     requests = (
         owner.make(SetLowWaterMark, BEFORE_FIRST, GENESIS_CHAIN),
@@ -451,7 +451,7 @@ def test_answers_wait_for_the_work(bench):
     assert len(bench.answers()) == count + 2
 
 
-def test_bytes_that_are_not_what_was_sent_are_refused_with_all_that_follows(bench):
+def test_bytes_that_are_not_what_was_sent_are_rejected_with_all_that_follows(bench):
     owner = bench.owned(5)
     good, bad, after = owner.append(), owner.append(), owner.append()
     bad = dataclasses.replace(bad, records=b"\xff" + bad.records[1:])
@@ -463,14 +463,14 @@ def test_bytes_that_are_not_what_was_sent_are_refused_with_all_that_follows(benc
     assert bench.log.synced_max == 0
 
 
-def test_an_append_that_does_not_follow_on_is_refused(bench):
+def test_an_append_that_does_not_follow_on_is_rejected(bench):
     owner = bench.owned(5)
     owner.append()
     assert bench.refusal(1, owner.append()) is errors.BadRequest
     assert bench.log.max_id == BEFORE_FIRST
 
 
-def test_an_append_without_batches_is_refused(bench):
+def test_an_append_without_batches_is_rejected(bench):
     owner = bench.owned(5)
     empty = dataclasses.replace(owner.append(), lineage=())
     assert bench.refusal(1, empty) is errors.BadRequest
@@ -571,7 +571,7 @@ def test_a_reader_never_sees_what_is_not_synced(bench):
 
 
 @pytest.mark.parametrize("wrong", [{"key": b"another cluster."}, {"count": 5}])
-def test_a_reader_of_another_cluster_is_refused(bench, wrong):
+def test_a_reader_of_another_cluster_is_rejected(bench, wrong):
     bench.send(7, open_request(**wrong))
     assert bench.answers(7)[-1].error_code == errors.ClusterKeyMismatch.code
     bench.owned(5)
@@ -699,7 +699,7 @@ def test_a_failed_sync_ends_the_session_and_a_second_one_the_process(bench):
     assert "y.seg" in end.reason
 
 
-def test_a_full_disk_refuses_appends_and_still_reads(bench):
+def test_a_full_disk_rejects_appends_and_still_reads(bench):
     owner = bench.owned(5)
     bench.ask(1, owner.append(2))
     kept = (owner.next_id, owner.chain)
@@ -753,7 +753,7 @@ def test_a_dropped_partition_is_served_no_more(bench):
     assert len(bench.only(service_effects.Idle)) == 2
 
 
-def test_refusals_are_reported(bench):
+def test_rejections_are_reported(bench):
     bench.refusal(1, prepare(Owner(5, partition_id=3)))
     (report,) = bench.only(Report)
     assert report.name == "storage.rejected"

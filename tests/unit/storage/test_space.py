@@ -22,7 +22,7 @@ def made(*, capacity=10_000, reserve=4_000):
     return disk, space
 
 
-def test_appends_are_refused_before_they_touch_the_reserve():
+def test_appends_are_rejected_before_they_touch_the_reserve():
     disk, space = made()
     steps = disk.step_count
     space.check(6_000)
@@ -52,7 +52,7 @@ def test_after_the_reserve_was_released_appends_wait_until_it_is_whole_again():
     space.check(1)
 
 
-def test_looking_again_wants_what_was_refused():
+def test_looking_again_wants_what_was_rejected():
     disk, space = made()
     disk.put(ROOT / "other", bytes(5_000))
     with pytest.raises(NoSpace):
@@ -195,7 +195,7 @@ class Asked(SimDisk):
         return super().free_bytes(directory)
 
 
-def test_a_disk_with_much_room_is_asked_now_and_then():
+def test_a_disk_with_much_room_is_queried_now_and_then():
     disk = Asked()
     disk.make_directory(ROOT)
     space = DiskSpace(disk, ROOT, 0)

@@ -58,7 +58,7 @@ def test_a_batch_that_cannot_be_read_is_not_cut_in_its_middle():
     assert truncation.intended(Slot(2), segments, 2).truncate == TruncateIntent(2, None)
 
 
-def test_a_segment_whose_removal_could_not_be_synced_does_not_come_back():
+def test_a_segment_whose_removal_could_not_be_synced_does_not_return():
     disk = new_disk()
     segments, _, _ = make_segments(disk, [3, 5], [2])
     slot = truncation.intended(Slot(2), segments, 5)

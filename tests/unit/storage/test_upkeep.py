@@ -111,7 +111,7 @@ def test_an_abandoned_partition_stays_closed(engine):
         engine.log(1)
 
 
-def test_a_log_that_does_not_open_after_a_change_says_why(engine, monkeypatch):
+def test_a_log_that_does_not_open_after_a_change_states_the_reason(engine, monkeypatch):
     carry_out(engine, admin_tasks.Assign(1))
 
     def broken(*_arguments, **_options):

@@ -83,7 +83,7 @@ def test_the_lock_blocks_of_a_group_are_kept_and_reported(log):
     assert none.blocks == b""
 
 
-def test_a_group_that_was_refused_whole_is_not_synced(log):
+def test_a_group_that_was_rejected_whole_is_not_synced(log):
     owner = Owner(5)
     owner.append()
     result = run(log, owner.append(), owner.append())
@@ -113,7 +113,7 @@ def flipped(records, place):
     return bytes(changed)
 
 
-def test_an_append_that_was_changed_on_its_way_is_refused(log):
+def test_an_append_that_was_changed_on_its_way_is_rejected(log):
     append = Owner(5).append(3)
     changed = flipped(append.records, 50)
     wrong = dataclasses.replace(append, records=changed)
@@ -126,7 +126,7 @@ def test_an_append_that_was_changed_on_its_way_is_refused(log):
     assert log.max_id == BEFORE_FIRST
 
 
-def test_a_record_that_was_wrong_when_it_was_sent_is_refused(log):
+def test_a_record_that_was_wrong_when_it_was_sent_is_rejected(log):
     append = Owner(5).append(3)
     changed = flipped(append.records, 80)
     wrong = dataclasses.replace(append, records=changed, records_crc=zlib.crc32(changed))
@@ -136,7 +136,7 @@ def test_a_record_that_was_wrong_when_it_was_sent_is_refused(log):
     assert log.max_id == BEFORE_FIRST
 
 
-def test_records_with_other_ids_are_refused(log):
+def test_records_with_other_ids_are_rejected(log):
     records, _, _ = records_of(0, 2)
     append = Owner(5).append(3)
     mixed = records + records_of(7, 1)[0]
@@ -146,7 +146,7 @@ def test_records_with_other_ids_are_refused(log):
     assert str(outcome) == "append at 0: expected ID 2, found another one"
 
 
-def test_lengths_that_do_not_fit_the_bytes_are_refused(log):
+def test_lengths_that_do_not_fit_the_bytes_are_rejected(log):
     records, _, lengths = records_of(0, 2)
     repair = Owner(5).make(Repair, 0, lengths, records, zlib.crc32(records) ^ 1)
     (outcome,) = run(log, repair).outcomes
@@ -243,7 +243,7 @@ def test_a_range_is_one_read_of_its_records(log, monkeypatch, form):
 # reading again, room
 
 
-def test_a_piece_of_the_scrub_says_what_was_read_and_where_to_continue(log):
+def test_a_piece_of_the_scrub_states_what_was_read_and_where_to_continue(log):
     run(log, Owner(5).append(6))
     result = Work(log, (), STORAGE_ID, piece=ScrubPiece(0, 100)).run()
     assert result.scrubbed == Scrubbed(2, 88)
@@ -297,7 +297,7 @@ class SmallRoom:
         self.lacking = size
 
 
-def test_a_group_for_which_there_is_no_room_is_refused_whole_before_it_is_written(log):
+def test_a_group_for_which_there_is_no_room_is_rejected_whole_before_it_is_written(log):
     owner = Owner(5)
     appends = tuple(LaneRequest(1, owner.append(2)) for _ in range(2))
     room = SmallRoom(2 * 168 - 1)

@@ -57,7 +57,7 @@ def take(name, question=b"this"):
         return file.read()
 
 
-def test_a_file_is_handed_over_for_reading_as_often_as_it_is_asked_for(tmp_path, name):
+def test_a_file_is_handed_over_for_reading_as_often_as_it_is_requested(tmp_path, name):
     path = tmp_path / "file"
     path.write_bytes(b"what lies in it")
     run(name, path, lambda: take(name))  # the first loop of a process keeps files of its own
@@ -229,7 +229,7 @@ def test_without_abstract_names_nothing_is_offered(name, monkeypatch):
         handover.take(name, b"this", timeout_s=1)
 
 
-def test_a_connection_that_is_refused_once_is_accepted_later(tmp_path, name, monkeypatch):
+def test_a_connection_that_is_rejected_once_is_accepted_later(tmp_path, name, monkeypatch):
     path = tmp_path / "file"
     path.write_bytes(b"here")
     monkeypatch.setattr(handover, "PAUSE_S", 0.01)

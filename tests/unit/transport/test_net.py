@@ -414,7 +414,7 @@ async def test_a_peer_silent_for_very_long_is_disconnected(pair):
 
 
 @on_loop
-async def test_more_links_than_allowed_are_refused():
+async def test_more_links_than_allowed_are_rejected():
     peer = Peer()
     listener = await net.listen(Surface.STORAGE, ANY, 0, peer.connected, links_max=1)
     link = await net.dial(Surface.STORAGE, f"{ANY}:{listener.port}")

@@ -343,7 +343,7 @@ def hello_of_tls_1_1():
 
 
 @on_loop
-async def test_tls_1_1_is_refused(files, said):
+async def test_tls_1_1_is_rejected(files, said):
     async with open_port(listening(files)) as (_, _, address):
         reader, writer = await asyncio.open_connection(*address.split(":"))
         writer.write(hello_of_tls_1_1())
@@ -355,7 +355,7 @@ async def test_tls_1_1_is_refused(files, said):
 
 
 @on_loop
-async def test_a_port_of_tls_1_1_is_refused(files):
+async def test_a_port_of_tls_1_1_is_rejected(files):
     with warnings.catch_warnings(action="ignore"):
         old = listening(files)
         old.minimum_version = old.maximum_version = ssl.TLSVersion.TLSv1_1
@@ -424,7 +424,7 @@ def test_a_slow_handshake_is_disconnected(files, monkeypatch, said, first_bytes,
 
 
 @on_loop
-async def test_too_many_handshakes_at_one_time_are_refused(files, monkeypatch, said):
+async def test_too_many_handshakes_at_one_time_are_rejected(files, monkeypatch, said):
     monkeypatch.setattr(tls_port, "HANDSHAKES_MAX", 1)
     async with open_port(listening(files)) as (_, listener, address):
         with socket.create_connection((ANY, listener.port)):

@@ -99,7 +99,7 @@ def test_every_kind_of_field_has_one_layout():
 
 
 @pytest.mark.parametrize("version", [0, 1, 2, 4])
-def test_a_message_of_a_later_version_is_refused_on_both_sides(version):
+def test_a_message_of_a_later_version_is_rejected_on_both_sides(version):
     mounted = Mounted(REQ_ID, 1, 2, 3, 4, 5)
     with pytest.raises(LocalProtocolError, match="Mounted is not in version"):
         codec.encode(mounted, version)
@@ -107,7 +107,7 @@ def test_a_message_of_a_later_version_is_refused_on_both_sides(version):
         codec.decode(Surface.CLIENT, version, payload(mounted, 5))
 
 
-def test_a_message_that_was_taken_out_is_refused(monkeypatch):
+def test_a_message_that_was_taken_out_is_rejected(monkeypatch):
     monkeypatch.setattr(FlushRequest, "until", 2)
     monkeypatch.setattr(codec, "_plans_made", {})
     monkeypatch.setattr(codec, "_tables_made", {})

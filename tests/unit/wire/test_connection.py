@@ -63,7 +63,7 @@ def test_no_common_version_ends_the_connection():
 @pytest.mark.parametrize(
     ("is_listener", "peer"), [(True, "Waltz Storage Client"), (False, "Waltz Storage Server")]
 )
-def test_a_server_or_storage_of_0_13_is_refused_with_what_to_do(is_listener, peer):
+def test_a_server_or_storage_of_0_13_is_rejected_with_what_to_do(is_listener, peer):
     text = failure(storage(is_listener=is_listener), codec.encode_hello(Hello((0,), peer)))
     assert text.startswith("no common version of surface 'S': this side has [1, 2], ")
     assert f"{peer!r} has [0]" in text

@@ -78,7 +78,7 @@ def test_every_kind_of_variable_size_is_among_these():
 
 
 @pytest.mark.parametrize(("kind", "value", "data"), LAYOUTS)
-def test_a_value_that_is_cut_short_is_refused(kind, value, data):
+def test_a_value_that_is_cut_short_is_rejected(kind, value, data):
     for size in range(len(data)):
         with pytest.raises((RemoteProtocolError, struct.error)):
             VARIABLE[kind][1](memoryview(data[:size]), 0, [])
@@ -86,7 +86,7 @@ def test_a_value_that_is_cut_short_is_refused(kind, value, data):
 
 @pytest.mark.parametrize("kind", sorted(set(VARIABLE), key=lambda kind: kind.name))
 @pytest.mark.parametrize("number", [2**31 - 1, 2**24])
-def test_a_count_that_the_bytes_left_cannot_hold_is_refused(kind, number):
+def test_a_count_that_the_bytes_left_cannot_hold_is_rejected(kind, number):
     data = (b"\1" if kind is FieldKind.DATA_OR_ERROR else b"") + count(number)
     with pytest.raises((RemoteProtocolError, struct.error)):
         VARIABLE[kind][1](memoryview(data + bytes(3)), 0, [])
@@ -100,7 +100,7 @@ def test_a_negative_count_is_null_only_where_null_is_allowed(number):
             VARIABLE[kind][1](memoryview(count(number)), 0, [])
 
 
-def test_more_entries_than_allowed_are_refused_both_ways():
+def test_more_entries_than_allowed_are_rejected_both_ways():
     with pytest.raises(LocalProtocolError, match="at most 65536 entries"):
         put(FieldKind.TEXTS, ("",) * (ENTRIES_MAX + 1))
     data = count(ENTRIES_MAX + 1) + bytes(4 * (ENTRIES_MAX + 1))
@@ -119,7 +119,7 @@ def test_a_text_is_strict_utf8_of_a_bounded_length():
     assert values == ["a"]
 
 
-def test_a_record_with_a_wrong_crc_is_refused():
+def test_a_record_with_a_wrong_crc_is_rejected():
     wrong = bytearray(RECORD_BYTES)
     wrong[-5] ^= 1
     with pytest.raises(RemoteProtocolError, match="CRC"):

@@ -21,13 +21,13 @@ places = st.lists(st.builds(FilePlace, st.integers(0, 1 << 62), st.integers(0, 1
 
 
 @given(places)
-def test_places_come_back_as_they_were(made):
+def test_places_return_as_they_were(made):
     total = sum(place.size for place in made)
     assert decode_places(encode_places(made), total) == tuple(made)
 
 
 @given(st.binary(max_size=100), st.integers(0, 1000))
-def test_junk_is_refused_or_adds_up(junk, records_bytes):
+def test_junk_is_rejected_or_adds_up(junk, records_bytes):
     try:
         found = decode_places(junk, records_bytes)
     except BadFormat:
@@ -45,18 +45,18 @@ def test_junk_is_refused_or_adds_up(junk, records_bytes):
         ([FilePlace(-1, 0, 10)], 10, "expected a run of bytes of a segment"),
     ],
 )
-def test_impossible_places_are_refused(made, records_bytes, sentence):
+def test_impossible_places_are_rejected(made, records_bytes, sentence):
     with pytest.raises(BadFormat, match=sentence):
         decode_places(encode_places(made), records_bytes)
 
 
-def test_a_place_is_whole_or_refused():
+def test_a_place_is_whole_or_rejected():
     with pytest.raises(BadFormat, match="expected 24 bytes each, found 23"):
         decode_places(encode_places([FilePlace(0, 128, 10)])[:-1], 10)
 
 
 @given(st.integers(0, (1 << 31) - 1), st.integers(0, (1 << 63) - 1))
-def test_the_question_for_a_segment_comes_back(partition_id, first):
+def test_the_question_for_a_segment_returns(partition_id, first):
     question = encode_segment(partition_id, first)
     assert len(question) == SEGMENT_REQUEST_BYTES
     assert decode_segment(question) == (partition_id, first)
