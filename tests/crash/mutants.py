@@ -94,9 +94,9 @@ NOT_NEEDED = {
     "segments.renew > segment.sync#1": "nothing trusts it; it is for 0.13, which does not "
     "cut where the next segment begins (test_layout.py)",
     "segments.renew > segment.sync#2": "as the line before",
-    "room.fill#1": "rebuilt at each start; a sync takes the room where it is only "
+    "space.fill#1": "rebuilt at each start; a sync takes the space where it is only "
     "promised until then",
-    "room.release#1": "room may be free only when the removal is durable",
+    "space.release#1": "space may be free only when the removal is durable",
     "log_recovery._recover > segment.recover#1": "a segment that is not the last changes by rot "
     "only",
     "log_recovery._recover > segment.recover#2": "as the line before",
