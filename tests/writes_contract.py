@@ -56,7 +56,7 @@ async def a_write_that_is_over_is_over_for_all(world: World, root: str) -> None:
         first.writes.enter("w", 0, "run", first.next_client_id),
         first.writes.finish("w", {}, 0),
     ):
-        with pytest.raises(errors.ConnectionSuperseded, match="it is over and was removed"):
+        with pytest.raises(errors.ConnectionSuperseded, match="and then removed"):
             await over
 
 

@@ -7,7 +7,7 @@ module defines exceptions.
       UsageError        the call is wrong; do not retry
         BadConfig (NoCluster), BadRequest, ClientAhead, TooLarge, UnknownPartition, NotOpen
       Unavailable       try again (retriable)
-        NotMounted, NotOwned, Overloaded, SessionLost, NoSpace, Unreachable (TlsMismatch),
+        NotMounted, NotOwned, Overloaded, SessionLost, NoSpace, Unreachable (TlsFailed),
         CoordinatorUnavailable, OutcomeUnknown, CoordinatorOutcomeUnknown, ViewBehind
       Superseded        a newer owner or writer exists; start again from current state
         SessionFenced, GenerationMismatch, LockFailed, ConnectionSuperseded, CoordinatorConflict
@@ -174,7 +174,7 @@ class Unreachable(Unavailable):
     code = 26
 
 
-class TlsMismatch(Unreachable):
+class TlsFailed(Unreachable):
     """A TLS handshake failed: one side does not use TLS, or does not trust the other.
 
     Action: Compare the TLS settings of both sides (docs/operations.md).

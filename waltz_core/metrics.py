@@ -179,7 +179,7 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
         "Bytes of requests that the server has not answered yet.",
     ),
     ("server_connections", _GAUGE, (), "Open connections of clients."),
-    ("server_old_client_connections", _GAUGE, (), "Open connections of Waltz 0.13 clients."),
+    ("server_legacy_client_connections", _GAUGE, (), "Open connections of Waltz 0.13 clients."),
     ("server_partitions", _GAUGE, (), "Partitions that this server owns."),
     (
         "storage_events_total",

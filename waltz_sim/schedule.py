@@ -81,7 +81,7 @@ class Setup:
             feed_frame_count_max=8,
             feed_grant_count_min=16,
             fetches_max=2,
-            session_timer_ms=400,
+            mark_staleness_ms_max=400,
             open_wait_ms=2_000,
             checkpoint_interval_count=self.checkpoint_interval_count,
             checkpoint_interval_ms=200,

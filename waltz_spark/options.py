@@ -137,15 +137,15 @@ def check_names(options: Mapping[str, str]) -> None:
             )
         if key.lower() in _KAFKA_OPTIONS:
             raise BadConfig(
-                f"format 'waltz' has no option {key!r}; did you mean "
-                f"{_KAFKA_OPTIONS[key.lower()]!r}? (docs/kafka.md compares the options)"
+                f"format 'waltz' has no option {key!r}. Hint: did you mean "
+                f"{_KAFKA_OPTIONS[key.lower()]!r}? docs/kafka.md compares the options."
             )
         near = difflib.get_close_matches(key.lower(), list(BY_KEY), n=1, cutoff=0.5)
         if near:
             suggestion = f"did you mean {BY_KEY[near[0]].name!r}?"
         else:
-            suggestion = "the options are " + ", ".join(option.name for option in OPTIONS)
-        raise BadConfig(f"format 'waltz' has no option {key!r}; {suggestion}")
+            suggestion = f"the options are {', '.join(option.name for option in OPTIONS)}."
+        raise BadConfig(f"format 'waltz' has no option {key!r}. Hint: {suggestion}")
 
 
 def parse_read(options: Mapping[str, str], use: Use = Use.READ) -> ReadOptions:

@@ -21,7 +21,7 @@ UNSTAMPED = 0  # the commit stamp of transactions that a 0.13 server wrote
 UNSTAMPED_READS_MAX = 32
 
 
-class Span(NamedTuple):
+class TransactionRange(NamedTuple):
     """Transactions first..last of one partition of the log."""
 
     partition: int
@@ -196,21 +196,23 @@ def spans(
     starts: Mapping[int, int],
     ends: Mapping[int, int],
     wanted: Sequence[tuple[int, int]] = (),
-) -> list[Span]:
+) -> list[TransactionRange]:
     """Return what to read, within the wanted ranges of ids (all without any)."""
-    found: list[Span] = []
+    found: list[TransactionRange] = []
     for partition in sorted(ends):
         first, last = starts[partition] + 1, ends[partition]
         floor = first
         for low, high in sorted(wanted) or [(first, last)]:
-            cut = Span(partition, max(floor, low), min(last, high))
+            cut = TransactionRange(partition, max(floor, low), min(last, high))
             if cut.first <= cut.last:
                 found.append(cut)
                 floor = cut.last + 1
     return found
 
 
-def split(whole: Sequence[Span], *, task_count_min: int, per_task_max: int) -> list[Span]:
+def split(
+    whole: Sequence[TransactionRange], *, task_count_min: int, per_task_max: int
+) -> list[TransactionRange]:
     """Split spans into tasks of at most `per_task_max`, and into at least `task_count_min` tasks.
 
     Larger spans get more tasks; a task has at least one transaction.
@@ -219,12 +221,12 @@ def split(whole: Sequence[Span], *, task_count_min: int, per_task_max: int) -> l
     if total == 0:
         return []
     size = min(per_task_max, max(1, total // task_count_min))
-    tasks: list[Span] = []
+    tasks: list[TransactionRange] = []
     for span in whole:
         count = span.last - span.first + 1
         pieces = -(-count // size)
         for index in range(pieces):
             first = span.first + count * index // pieces
             last = span.first + count * (index + 1) // pieces - 1
-            tasks.append(Span(span.partition, first, last))
+            tasks.append(TransactionRange(span.partition, first, last))
     return tasks

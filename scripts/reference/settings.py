@@ -69,5 +69,5 @@ def _default(each: Field[Any], users: Sequence[type[Config]]) -> str:
 
 
 def _bounds(each: Field[Any]) -> str:
-    least, most = each.metadata["least"], each.metadata["most"]
-    return "" if least is None else f"{least:_} to {most:_}"
+    minimum, maximum = each.metadata["minimum"], each.metadata["maximum"]
+    return "" if minimum is None else f"{minimum:_} to {maximum:_}"

@@ -151,7 +151,7 @@ def test_a_read_that_fails_is_reported_and_its_records_are_repaired(story: Story
     assert metric(story, "storage-3", "waltz_storage_failed_reads_total") >= 1
     assert metric(story, "storage-3", "waltz_storage_failed_writes_total") == 0
     said = log_of(story, "storage-3")
-    assert f"reading {path}: Input/output error" in said
+    assert f"cannot read {path}: Input/output error" in said
     assert story.cluster.member("storage-3").process() is not None
     with story.load() as load:
         load.await_commits()

@@ -199,7 +199,7 @@ def test_each_version_mounts_appends_and_reads(
             rpc.send(beyond, req(0))
             assert await is_ended(rpc)
             await until(
-                lambda: server._clients.old_client_count == 1
+                lambda: server._clients.legacy_client_count == 1
             )  # the superseded one has gone
 
     with watching(caplog) as logged:

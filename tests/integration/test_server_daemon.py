@@ -464,7 +464,7 @@ def test_two_servers_share_the_partitions_and_one_takes_over() -> None:
 
 def test_while_zookeeper_is_away_appends_and_marks_continue() -> None:
     async def main() -> None:
-        async with cluster(session_timer_ms=1) as (world, server):
+        async with cluster(mark_staleness_ms_max=1) as (world, server):
             client = await connect(server)
             await client.mount()
             for session in world.zookeeper._sessions:

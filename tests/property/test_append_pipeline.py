@@ -28,7 +28,7 @@ from waltz_core.records.record import (
 )
 from waltz_core.replication.session_events import Batch, SessionOpened
 from waltz_core.server.append.mounts import Mounts
-from waltz_core.server.append.outcomes import Ahead, AppendOutcome, Reached, SubmitBatch
+from waltz_core.server.append.outcomes import AheadOfLog, AppendOutcome, Reached, SubmitBatch
 from waltz_core.server.append.pace import Pace
 from waltz_core.server.append.pipeline import AppendPipeline
 from waltz_core.server.locking.tickets import LARGE_BYTES, Ticket
@@ -255,7 +255,7 @@ class World:
                 open_rows = {row for batch in self.in_flight for row in req_ids_of(batch)}
                 assert not any(self.rows_of(each) & open_rows for each in waited)
                 assert self.due(self.unanswered_at_flush[outcome.token]) <= set(self.answers)
-            elif isinstance(outcome, Ahead):
+            elif isinstance(outcome, AheadOfLog):
                 self.unproved.append(outcome.ticket)
             elif isinstance(outcome, Answer):
                 message = outcome.message

@@ -617,7 +617,7 @@ def test_a_plain_mark_is_no_older_than_the_session_timer(world):
     world.checks.answers._marks.clear()
     world.answer(m.HighWaterMarkResponse(QUESTION, last - 5))
     world.checks.answers.acknowledged(last)
-    timer_ms = world.cluster.limits.session_timer_ms
+    timer_ms = world.cluster.limits.mark_staleness_ms_max
     world.cluster.world.now_us += (timer_ms + 2) * MS
     with fails("StaleMark"):
         world.answer(m.HighWaterMarkResponse(QUESTION, last - 5))

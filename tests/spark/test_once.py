@@ -257,7 +257,7 @@ def test_a_write_that_is_done_appends_nothing(write: Write) -> None:
     asyncio.run(forget_writes(write.connect, [write.name]))
     with pytest.raises(ConnectionSuperseded, match=r"finished before, and was removed .* run it"):
         write.finish(again, *tasks)
-    with pytest.raises(ConnectionSuperseded, match="it is over and was removed"):
+    with pytest.raises(ConnectionSuperseded, match="and then removed"):
         job.write_task(batches_of(rows), 0, 2)
     assert write.in_log() == once(rows)
 

@@ -151,7 +151,7 @@ class WriteRegistry:
             other, _, later = name.rpartition("-")
             if other == series and is_number(later) and int(later) > int(number):
                 raise _superseded_error(
-                    write, None, f"{name} has begun, so it is over and was removed"
+                    write, None, f"the later write {name} has begun; the log removed this one"
                 )
 
     async def _fence(self) -> list[Operation]:
@@ -189,7 +189,7 @@ class WriteRegistry:
     async def _check_continues(self, write: str, task: int) -> None:
         state = await self.read(write)
         if state is None:
-            raise _superseded_error(write, task, "it is over and was removed")
+            raise _superseded_error(write, task, "it was completed or superseded, and then removed")
         if state.is_done:
             raise _superseded_error(write, task, "it is done")
 
@@ -235,7 +235,9 @@ class WriteRegistry:
             await self._znodes.sync()
             node = await self._znodes.get(path)
             if node is None:
-                raise _superseded_error(write, None, "it is over and was removed")
+                raise _superseded_error(
+                    write, None, "it was completed or superseded, and then removed"
+                )
             found = decode_node(path, node, WriteState.from_bytes)
             if found.is_done:
                 return found

@@ -39,19 +39,19 @@ def _connect() -> Any:  # noqa: ANN401 - see `setting`
 
 
 def _port(default: int, doc: str) -> Any:  # noqa: ANN401 - see `setting`
-    return setting(default, doc, least=0, most=PORT_MAX)
+    return setting(default, doc, minimum=0, maximum=PORT_MAX)
 
 
 def _group(doc: str) -> Any:  # noqa: ANN401 - see `setting`
-    return setting(NO_GROUP, doc, least=NO_GROUP, most=(1 << 31) - 1)
+    return setting(NO_GROUP, doc, minimum=NO_GROUP, maximum=(1 << 31) - 1)
 
 
-def _bytes(default: int, doc: str, *, least: int = KIB, most: int = 1024 * GIB) -> Any:  # noqa: ANN401 - see `setting`
-    return setting(default, doc, least=least, most=most)
+def _bytes(default: int, doc: str, *, minimum: int = KIB, maximum: int = 1024 * GIB) -> Any:  # noqa: ANN401 - see `setting`
+    return setting(default, doc, minimum=minimum, maximum=maximum)
 
 
-def _ms(default: int, doc: str, *, least: int = 1) -> Any:  # noqa: ANN401 - see `setting`
-    return setting(default, doc, least=least, most=MS_MAX)
+def _ms(default: int, doc: str, *, minimum: int = 1) -> Any:  # noqa: ANN401 - see `setting`
+    return setting(default, doc, minimum=minimum, maximum=MS_MAX)
 
 
 def _zookeeper_connect_timeout_ms(default: int) -> Any:  # noqa: ANN401 - see `setting`
@@ -73,7 +73,7 @@ class ZooKeeperConfig(Config):
         "Silence after which ZooKeeper ends this process's session. Too short: a pause of the "
         "machine moves partitions. Too long: the partitions of a dead server wait that long "
         "for a new owner.",
-        least=500,
+        minimum=500,
     )
     zookeeper_request_timeout_ms: int = _ms(
         10_000,
@@ -107,8 +107,8 @@ class TlsConfig(Config):
     tls_verify: str = setting(
         "",
         'How the peer\'s certificate is verified: "name" (CA and host name), "chain" (CA only) '
-        'or "nothing". Empty: as ?tls= states, otherwise "name"; also "name" if '
-        "?tls=unverified meets `tls_authorities`.",
+        'or "nothing". Empty: "nothing" if the connect string has ?tls=unverified and '
+        '`tls_authorities` is empty, otherwise "name".',
     )
 
     def validate(self) -> None:
@@ -145,7 +145,7 @@ def _check_hosts(listen_host: str, advertised_host: str) -> None:
     if listen_host in ("", "0.0.0.0", "::") and not advertised_host:  # noqa: S104
         raise BadConfig(
             f"advertised_host: listen_host is {listen_host!r}, which other machines cannot "
-            "connect to; set advertised_host to this machine's name or address"
+            "connect to. Hint: set advertised_host to this machine's name or address."
         )
 
 
@@ -178,8 +178,8 @@ class StorageConfig(TlsConfig, ZooKeeperConfig):
         1_000_000_000,
         "Size at which a segment file is full and the next one begins. Too small: many files "
         "and indexes. Too large: slow to check at a start and to copy.",
-        least=4 * KIB,
-        most=2_000_000_000,
+        minimum=4 * KIB,
+        maximum=2_000_000_000,
     )
     open_files_max: int = setting(
         64,
@@ -187,36 +187,36 @@ class StorageConfig(TlsConfig, ZooKeeperConfig):
         "for appends and reads that alternate between many partitions. Too many: the process "
         "reaches its limit on open files, which connections need, too. Files with unsynced "
         "writes stay open beyond it, at most three for each partition.",
-        least=8,
-        most=65_536,
+        minimum=8,
+        maximum=65_536,
     )
     cached_bytes_max: int = _bytes(
         16 * MIB,
         "Recently appended bytes of each file that stay in the page cache after a sync; the "
         "storage releases older pages. Too small: readers that lag a little read from the "
         "disk. Too large: memory fills with pages that are not read, at the cost of new ones.",
-        least=0,
+        minimum=0,
     )
     reserve_bytes: int = _bytes(
         64 * MIB,
         "Space that is reserved, and released when the disk is full, so that repair and marks "
         "still work. Too small: a full disk also stops repair.",
-        least=0,
-        most=64 * GIB,
+        minimum=0,
+        maximum=64 * GIB,
     )
     scrub_bytes_per_s: int = _bytes(
         4 * MIB,
         "Rate at which old records are read again, over all partitions, so that the storage "
         "finds rot while other replicas can repair it. 0: no scrub. Too slow: a terabyte takes "
         "weeks. Too fast: reads and syncs wait for it.",
-        least=0,
-        most=4 * GIB,
+        minimum=0,
+        maximum=4 * GIB,
     )
     scrub_interval_ms: int = _ms(
         MS_MAX,
         "Minimum time between the starts of two scrubs of one log. Too short: a small log is "
         "read all day without need.",
-        least=0,
+        minimum=0,
     )
     trust_fsync: bool = setting(
         True,  # noqa: FBT003 - the name explains it
@@ -227,22 +227,22 @@ class StorageConfig(TlsConfig, ZooKeeperConfig):
         4,
         "Threads that write and sync, one call at a time for a partition. Too few: partitions "
         "wait for each other's syncs. Too many: they contend for the disk.",
-        least=1,
-        most=64,
+        minimum=1,
+        maximum=64,
     )
     queue_bytes_max: int = _bytes(
         64 * MIB,
         "Bytes of appends that wait for a writer thread, over all partitions. Over the limit, the "
         "storage does not read from connections. Too small: each sync covers few appends. Too "
         "large: memory and latency.",
-        least=32 * MIB,
+        minimum=32 * MIB,
     )
     connections_max: int = setting(
         10_000,
         "Concurrent connections; the storage rejects more. Servers have one for each "
         "partition, and a second one while it moves.",
-        least=4,
-        most=100_000,
+        minimum=4,
+        maximum=100_000,
     )
 
     tls_require_certificate: bool = _tls_require_certificate(default=True)
@@ -275,79 +275,79 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
     lock_slot_count: int = setting(
         1_048_573,
         "Slots of a partition's lock table, 8 bytes each; preferably a prime number. Too few: the "
-        "server rejects appends of clients that lag without a real conflict. Too many: memory, and "
-        "time when a partition moves.",
-        least=101,
-        most=134_217_689,
+        "server rejects appends of lagging clients although there is no conflict. Too many: the "
+        "server needs more memory, and moves of partitions take longer.",
+        minimum=101,
+        maximum=134_217_689,
     )
     lock_table_bytes_max: int = _bytes(
         256 * MIB,
         "Bytes of the lock tables of all partitions. Over the limit, the server shrinks all "
         "tables.",
-        least=MIB,
+        minimum=MIB,
     )
     lock_refill_count_max: int = setting(
         1_000_000,
-        "Number of recent transactions whose locks a new owner loads from the storages, at "
-        "most 8 MiB of them. Too few: after a move the server rejects appends of clients that "
-        "lag more, without a real conflict. Too many: work when a partition moves. 0: none.",
-        least=0,
-        most=100_000_000,
+        "Number of recent transactions whose locks a new owner loads from the storages; it stops "
+        "after 8 MiB of locks. Too few: after a move the server rejects appends of clients that "
+        "lag more, without a real conflict. Too many: moves of partitions take longer. 0: none.",
+        minimum=0,
+        maximum=100_000_000,
     )
     feed_cache_bytes: int = _bytes(
         64 * MIB,
         "Bytes of the headers of recent transactions, over all partitions. Too small: feeds that "
         "lag a little read from storages.",
-        least=MIB,
+        minimum=MIB,
     )
     transaction_cache_bytes: int = _bytes(
         128 * MIB,
         "Bytes of recent transactions with their data, over all partitions. Too small: readers of "
         "recent data cost the storages' disks.",
-        least=MIB,
+        minimum=MIB,
     )
     memory_bytes_max: int = _bytes(
         GIB,
         "Bytes of all buffers, caches and tables of this server. Over the limit, the server "
         "rejects appends as overloaded and does not read from connections.",
-        least=64 * MIB,
+        minimum=64 * MIB,
     )
     connections_max: int = setting(
-        10_000, "Concurrent connections; the server rejects more.", least=4, most=100_000
+        10_000, "Concurrent connections; the server rejects more.", minimum=4, maximum=100_000
     )
     connection_in_flight_bytes_max: int = _bytes(
         64 * MIB,
         "Bytes of unanswered requests of one connection. Over the limit, the server does not read "
         "from it.",
-        least=16 * MIB,
+        minimum=16 * MIB,
     )
     connection_in_flight_max: int = setting(
         1_024,
         "Unanswered appends and batches of one connection. Over the limit, the server does not "
         "read from it.",
-        least=1,
-        most=1_000_000,
+        minimum=1,
+        maximum=1_000_000,
     )
     write_buffer_bytes_max: int = _bytes(
         MIB,
         "Bytes of answers that one client has not read yet. Over the limit, the server pauses the "
         "client's feed and requests until it has read some.",
-        least=64 * KIB,
+        minimum=64 * KIB,
     )
     partition_queue_bytes_max: int = _bytes(
         32 * MIB,
         "Bytes of appends to one partition that wait for their lock check. Over the limit, the "
         "server rejects appends as overloaded.",
-        least=16 * MIB,
+        minimum=16 * MIB,
     )
     partition_in_flight_bytes_max: int = _bytes(
         4 * MIB,
         "Bytes of records sent to replicas and not yet on a quorum of disks. Too small: the disks "
         "idle between syncs. Too large: latency, and memory for each replica.",
-        least=64 * KIB,
+        minimum=64 * KIB,
     )
     partition_in_flight_batches_max: int = setting(
-        64, "Batches sent to replicas and not yet on a quorum of disks.", least=1, most=65_536
+        64, "Batches sent to replicas and not yet on a quorum of disks.", minimum=1, maximum=65_536
     )
     small_requests_first: bool = setting(
         True,  # noqa: FBT003 - as above
@@ -358,51 +358,52 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
     batch_rows_max: int = setting(
         16_384,
         "Rows in one append batch of a client. Too many: appends of other clients wait for it.",
-        least=1,
-        most=1_000_000,
+        minimum=1,
+        maximum=1_000_000,
     )
     batch_bytes_max: int = _bytes(
-        8 * MIB, "Bytes of one append batch of a client.", least=5 * MIB, most=15 * MIB
+        8 * MIB, "Bytes of one append batch of a client.", minimum=5 * MIB, maximum=15 * MIB
     )
     replica_lag_bytes_max: int = _bytes(
         16 * MIB,
         "Bytes by which a replica may lag before the server catches it up from the logs of the "
         "others instead of from memory. Too small: a short pause costs reads. Too large: memory "
         "for each replica.",
-        least=MIB,
+        minimum=MIB,
     )
     checkpoint_interval_count: int = setting(
         250_000,
         "Number of transactions after which low-water marks are raised. Too many: a recovery "
         "compares more. Too few: a new session, and a short pause, more often.",
-        least=100,
-        most=1_000_000_000,
+        minimum=100,
+        maximum=1_000_000_000,
     )
     feed_frame_count_max: int = setting(
-        4_096, "Transactions in one feed message.", least=1, most=65_536
+        4_096, "Transactions in one feed message.", minimum=1, maximum=65_536
     )
     feed_grant_count_min: int = setting(
         10_000,
         "Minimum number of transactions that a client may request to be fed ahead. Too small: "
         "frequent round trips.",
-        least=1,
-        most=10_000_000,
+        minimum=1,
+        maximum=10_000_000,
     )
     range_bytes_max: int = _bytes(
-        4 * MIB, "Bytes of records in one answer to a reader.", least=64 * KIB, most=8 * MIB
+        4 * MIB, "Bytes of records in one answer to a reader.", minimum=64 * KIB, maximum=8 * MIB
     )
     group: int = _group(
         "The group of storages that this server is in. It reads from storages of this group "
         "where possible. -1: from all of them in turn."
     )
     partition_fetches_max: int = setting(
-        8, "Concurrent reads from storages for one partition.", least=1, most=1_024
+        8, "Concurrent reads from storages for one partition.", minimum=1, maximum=1_024
     )
     fences_count_max: int = setting(
         262_144,
-        "Clients of one partition whose latest connection is remembered after they disconnected.",
-        least=1_024,
-        most=100_000_000,
+        "Disconnected clients of one partition whose latest connection the server remembers, to "
+        "reject older connections of the same client ID.",
+        minimum=1_024,
+        maximum=100_000_000,
     )
     retry_interval_ms_min: int = _ms(
         50, "The first pause before a replica is tried again. Too short: wasted work."
@@ -417,18 +418,19 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
         "Time without a quorum after which a partition is assigned to another server. Too "
         "short: slow disks move partitions. Too long: a server that cannot connect to storages "
         "keeps them.",
-        least=100,
+        minimum=100,
     )
     slow_append_ms: int = _ms(
         250,
         "Appends that a replica takes this long to answer are logged as `append.slow` with the "
         "replica, at most once a second for each. Too low: healthy disks are logged. 0: never.",
-        least=0,
+        minimum=0,
     )
-    session_timer_ms: int = _ms(
+    mark_staleness_ms_max: int = _ms(
         2_000,
-        "Time after an answer of a quorum for which the server returns marks without querying it "
-        "again. Too long: a server that has lost its partitions returns old marks.",
+        "Maximum staleness of a mark that the server returns: the time for which an answer of a "
+        "quorum of replicas remains valid. Too long: a server that has lost its partitions "
+        "returns old marks. Too short: more queries to replicas.",
     )
     balance: str = setting(
         "count",
@@ -439,19 +441,19 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
         5_000,
         'How often servers report loads and consider moves, if `balance` is "load". Too short: '
         "work for ZooKeeper.",
-        least=50,
+        minimum=50,
     )
     balance_window_ms: int = _ms(
         30_000,
         "Loads are means over about this time. Too short: peaks move partitions. Too long: a "
         "slow response to a lasting change.",
-        least=50,
+        minimum=50,
     )
     balance_cooldown_ms: int = _ms(
         600_000,
         "Minimum time for which a partition that was moved for its load stays. Too short: "
         "partitions with varying loads move to and fro.",
-        least=50,
+        minimum=50,
     )
     open_wait_ms: int = _ms(
         5_000,
@@ -489,7 +491,7 @@ class ClientConfig(TlsConfig, ZooKeeperConfig):
         30_000,
         "Time that an append may take before its outcome is unknown. Too short: unknown "
         "outcomes while a partition moves. Too long: an application learns of a fault late.",
-        least=100,
+        minimum=100,
     )
     mount_timeout_ms: int = _ms(10_000, "Time that one attempt to mount a partition may take.")
     retry_interval_ms_min: int = _ms(50, "The first pause before a server is tried again.")
@@ -502,29 +504,32 @@ class ClientConfig(TlsConfig, ZooKeeperConfig):
         20_000,
         "Transactions of one partition that wait for their outcome; beyond that, `submit` "
         "waits. Too few: latency limits throughput. Too many: memory, and stale locks.",
-        least=1,
-        most=10_000_000,
+        minimum=1,
+        maximum=10_000_000,
     )
     in_flight_bytes_max: int = _bytes(
         32 * MIB,
         "Bytes of the transactions of one partition that wait for their outcome; beyond that, "
         "`submit` waits.",
-        least=5 * MIB,
+        minimum=5 * MIB,
     )
     batch_rows_max: int = setting(
         10_000,
         "Transactions sent in one append batch; the server may allow less.",
-        least=1,
-        most=1_000_000,
+        minimum=1,
+        maximum=1_000_000,
     )
     batch_bytes_max: int = _bytes(
         4 * MIB,
         "Bytes sent in one append batch; the server may allow less.",
-        least=64 * KIB,
-        most=15 * MIB,
+        minimum=64 * KIB,
+        maximum=15 * MIB,
     )
     range_bytes_max: int = _bytes(
-        4 * MIB, "Bytes of records requested at once when reading.", least=64 * KIB, most=8 * MIB
+        4 * MIB,
+        "Bytes of records requested at once when reading.",
+        minimum=64 * KIB,
+        maximum=8 * MIB,
     )
     group: int = _group(
         "The group of storages that this client is in: reads of ranges from replicas use this "
@@ -534,8 +539,8 @@ class ClientConfig(TlsConfig, ZooKeeperConfig):
         100_000,
         "Transactions fed and not applied yet, beyond which the client requests no more. Too "
         "few: frequent round trips. Too many: memory.",
-        least=100,
-        most=100_000_000,
+        minimum=100,
+        maximum=100_000_000,
     )
 
     def validate(self) -> None:
@@ -553,22 +558,22 @@ class LocalConfig(Config):
 
     directory: str = setting(".waltz", "The directory of data, configuration and logs.")
     zookeeper_count: int = setting(
-        1, "Nodes of ZooKeeper. Three tolerate the loss of one.", least=1, most=7
+        1, "Nodes of ZooKeeper. Three tolerate the loss of one.", minimum=1, maximum=7
     )
     storage_count: int = setting(
-        3, "Storages. Every partition has a replica on each.", least=1, most=9
+        3, "Storages. Every partition has a replica on each.", minimum=1, maximum=9
     )
-    server_count: int = setting(2, "Servers, which share the partitions.", least=1, most=16)
+    server_count: int = setting(2, "Servers, which share the partitions.", minimum=1, maximum=16)
     partition_count: int = setting(
-        4, "Partitions. Fixed for the life of the directory.", least=1, most=1_024
+        4, "Partitions. Fixed for the life of the directory.", minimum=1, maximum=1_024
     )
     port_base: int = setting(
         0,
         "First of the consecutive ports of all processes: 3 for each storage, 2 for each server, 1 "
         "for ZooKeeper, or 3 for each of its nodes. 0: the usual ports where they are free, and "
         "random ones. Fixed for the life of the directory.",
-        least=0,
-        most=65_000,
+        minimum=0,
+        maximum=65_000,
     )
     ready_timeout_ms: int = _ms(
         300_000, "How long `up` waits until every partition accepts appends."

@@ -28,13 +28,13 @@ def setting(
     default: Value,
     doc: str,
     *,
-    least: int | None = None,
-    most: int | None = None,
+    minimum: int | None = None,
+    maximum: int | None = None,
     example: str = "",
 ) -> Any:  # noqa: ANN401 - what `dataclasses.field` returns has every type
     """Declare a setting. With an `example` it has no default that could work, and must be given."""
     assert not example or default == "", "only a text can be required"
-    metadata = {"doc": doc, "least": least, "most": most, "example": example}
+    metadata = {"doc": doc, "minimum": minimum, "maximum": maximum, "example": example}
     return field(default=default, metadata=metadata)
 
 
@@ -187,11 +187,11 @@ def _typed(name: str, value: object, wanted: Any, origin: str) -> Value:  # noqa
 def _check(where: str, value: Value, each: Any) -> None:  # noqa: ANN401 - a `Field` of any type
     if type(value) is not each.type:
         raise BadConfig(f"{where}: expected {each.type.__name__}, found {value!r}")
-    least, most = each.metadata["least"], each.metadata["most"]
+    minimum, maximum = each.metadata["minimum"], each.metadata["maximum"]
     if isinstance(value, int) and (
-        (least is not None and value < least) or (most is not None and value > most)
+        (minimum is not None and value < minimum) or (maximum is not None and value > maximum)
     ):
-        raise BadConfig(f"{where}: expected {least}..{most}, found {value}")
+        raise BadConfig(f"{where}: expected {minimum}..{maximum}, found {value}")
 
 
 def _missing(config_type: type[Config], name: str) -> str:
@@ -245,8 +245,8 @@ def sample_toml(config_type: type[Config]) -> str:
 
 
 def _bounds(each: Any) -> str:  # noqa: ANN401 - a `Field` of any type
-    least, most = each.metadata["least"], each.metadata["most"]
-    return "" if least is None else f" [{least:_}..{most:_}]"
+    minimum, maximum = each.metadata["minimum"], each.metadata["maximum"]
+    return "" if minimum is None else f" [{minimum:_}..{maximum:_}]"
 
 
 def _wrapped(text: str, width: int = 96) -> list[str]:

@@ -43,7 +43,7 @@ class OpenFile:
         try:
             self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise DiskFailed(f"opening {path}: {error.strerror}") from error
+            raise DiskFailed(f"cannot open {path}: {error.strerror}") from error
 
     def pread(self, size: int, offset: int) -> bytes:
         """Return up to `size` bytes."""
@@ -54,7 +54,7 @@ class OpenFile:
                 size -= len(data)
                 offset += len(data)
         except OSError as error:
-            raise DiskFailed(f"reading {self.path} at {offset}: {error.strerror}") from error
+            raise DiskFailed(f"cannot read {self.path} at {offset}: {error.strerror}") from error
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def size(self) -> int:
@@ -90,7 +90,7 @@ def names_in(directory: Path) -> list[str]:
     try:
         return sorted(os.listdir(directory))
     except OSError as error:
-        raise DiskFailed(f"listing {directory}: {error.strerror}") from error
+        raise DiskFailed(f"cannot list {directory}: {error.strerror}") from error
 
 
 # ---------------------------------------------------------------------------------------------
@@ -207,4 +207,4 @@ def _lock_shared(file: OpenFile, directory: Path, *, is_old: bool) -> None:
             "first, or use a copy of the directory."
         ) from error
     except OSError as error:
-        raise DiskFailed(f"locking {file.path}: {error.strerror}") from error
+        raise DiskFailed(f"cannot lock {file.path}: {error.strerror}") from error

@@ -33,7 +33,7 @@ from waltz_core.records.record import (
 from waltz_core.replication.limits import SessionLimits
 from waltz_core.replication.session_claim import (
     Claim,
-    InDoubt,
+    InDoubtIds,
     View,
     claim_over,
     is_newer,
@@ -120,7 +120,7 @@ class PartitionStore:
         self._our_names: list[tuple[SessionId, bytes]] = []
         self._is_unbroken = False
         self._high_water_mark = BEFORE_FIRST
-        self._in_doubt: InDoubt | None = None
+        self._in_doubt: InDoubtIds | None = None
         self._failure_count = 0
         self._unavailable_count = 0
         self._lost_race_count = 0
@@ -364,7 +364,7 @@ class PartitionStore:
         if session.is_settled:
             # Not after a session that only opened: the owner does not know its log.
             self._is_unbroken = True
-            in_doubt = InDoubt(session.claim.session_id, window.committed, window.last)
+            in_doubt = InDoubtIds(session.claim.session_id, window.committed, window.last)
             self._in_doubt = in_doubt if window.last > window.committed else None
         assert session.opened_ms is not None
         if self._now_ms - session.opened_ms >= self._limits.stable_ms:

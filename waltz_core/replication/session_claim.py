@@ -48,7 +48,7 @@ class View(NamedTuple):
         return marker.session_id, marker.nonce
 
 
-class InDoubt(NamedTuple):
+class InDoubtIds(NamedTuple):
     """IDs submitted to an earlier session that are not final: those above `committed`."""
 
     session_id: SessionId
@@ -73,7 +73,7 @@ class Claim:
     assigned: tuple[ReplicaId, ...]
     unbroken: bool
     known_last: TransactionId
-    in_doubt: InDoubt | None
+    in_doubt: InDoubtIds | None
     excluded: Mapping[ReplicaId, int]
     bound_later: Mapping[ReplicaId, SessionId]
 

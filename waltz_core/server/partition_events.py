@@ -52,7 +52,7 @@ MIB = 1024 * KIB
 class PartitionLimits:
     """The limits of a partition. All must be positive, except `lock_refill_count_max`.
 
-    `session_timer_ms`: how long marks are reported without another proof after a quorum last
+    `mark_staleness_ms_max`: how long marks are reported without another proof after a quorum last
     answered in the session. `open_wait_ms`: how long a request other than an append waits for a
     store session before it is rejected. `fences_max`: number of disconnected clients whose highest
     connection sequence is kept. `checkpoint_interval_count`: number of transactions after which a
@@ -75,7 +75,7 @@ class PartitionLimits:
     range_bytes_max: int = 4 * MIB
     fetches_max: int = 8
     fences_max: int = 262_144
-    session_timer_ms: int = 2_000
+    mark_staleness_ms_max: int = 2_000
     open_wait_ms: int = 5_000
     checkpoint_interval_count: int = 250_000
     checkpoint_interval_ms: int = 10_000

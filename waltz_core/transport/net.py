@@ -28,7 +28,7 @@ from typing import Any, Final, TypeAlias, TypeVar, cast
 
 import uvloop
 
-from waltz_core.errors import BadConfig, RemoteProtocolError, TlsMismatch, Unreachable, WaltzError
+from waltz_core.errors import BadConfig, RemoteProtocolError, TlsFailed, Unreachable, WaltzError
 from waltz_core.transport import lookup, tcp, tls
 from waltz_core.transport.tls_port import BACKLOG, TlsPort
 from waltz_core.wire.connection import (
@@ -88,7 +88,7 @@ async def dial(
 
     With `ssl` (`tls.dialing`) it uses TLS.
 
-    Raises Unreachable if there is no connection within `timeout_s` seconds, TlsMismatch if only one
+    Raises Unreachable if there is no connection within `timeout_s` seconds, TlsFailed if only one
     side uses TLS, or a certificate is not accepted, RemoteProtocolError if the peer speaks another
     protocol.
     """
@@ -116,10 +116,10 @@ async def dial(
         except TimeoutError as error:
             raise Unreachable(f"{address}: no connection and hello within {timeout_s} s") from error
         except OSError as error:
-            kind = TlsMismatch if isinstance(error, SSLError) else Unreachable
+            kind = TlsFailed if isinstance(error, SSLError) else Unreachable
             raise kind(f"{address}: {tls.failure_text(error)}") from error
     except BaseException as error:
-        if isinstance(error, TlsMismatch):
+        if isinstance(error, TlsFailed):
             tls.log_failure(address, str(error).removeprefix(f"{address}: "))
         # NB: a caller may be cancelled when the link is ready already; only this code knows it.
         link.abort("the dial was cancelled")
@@ -148,7 +148,8 @@ async def _connect(
             return
     if len(errors) == 1:
         raise next(iter(errors.values()))
-    raise OSError("; ".join(f"{address}: {error}" for address, error in errors.items()))
+    failures = (f"{address}: {tls.failure_text(error)}" for address, error in errors.items())
+    raise OSError("; ".join(failures))
 
 
 async def listen(
@@ -170,7 +171,7 @@ async def listen(
         async with asyncio.timeout(10.0):
             await listener._open(host, port, ssl)
     except OSError as error:
-        raise BadConfig(f"cannot listen on {host}:{port}: {error}") from error
+        raise BadConfig(f"cannot listen on {host}:{port}: {tls.failure_text(error)}") from error
     return listener
 
 
@@ -444,11 +445,12 @@ class Link:
 
     def _lost(self, error: Exception | None) -> None:
         if self.closed_reason is None:
-            self.closed_reason = f"connection lost: {error}" if error else "closed by the peer"
+            reason = tls.failure_text(error) if error else ""
+            self.closed_reason = f"connection lost: {reason}" if error else "closed by the peer"
             if isinstance(error, SSLError):
-                self.closed_reason, self._has_tls_failed = tls.failure_text(error), True
+                self.closed_reason, self._has_tls_failed = reason, True
             if isinstance(error, TimeoutError):  # the kernel's own probes of an idle connection
-                _log.warning("net.peer_silent peer=%s error=%s", self.address, error)
+                _log.warning("net.peer_silent peer=%s error=%s", self.address, reason)
         self._set_timer(None, None)
         self._closed.set()
         self._arrived.set()
@@ -544,7 +546,7 @@ class Link:
         assert self._transport is not None
         silence_ms = tcp.silence_ms(self._transport.get_extra_info("socket"))
         if silence_ms is not None:
-            _log.warning("net.peer_silent peer=%s silence_ms=%d", self.address, silence_ms)
+            _log.warning("net.peer_silent peer=%s silent_ms=%d", self.address, silence_ms)
             self.abort(f"the peer's host has acknowledged nothing for {silence_ms} ms")
             return
         if not self._is_listener and self.bytes_sent == self._tick_sent:
@@ -599,7 +601,7 @@ def _connection_error(address: str, link: Link) -> WaltzError:
     """Return the error for a link that was closed before the peer's hello."""
     broken = link._connection.failure
     if link._has_tls_failed or (broken is not None and str(broken) == FOUND_TLS):
-        return TlsMismatch(f"{address}: {broken or link.closed_reason}")
+        return TlsFailed(f"{address}: {broken or link.closed_reason}")
     if broken is not None:
         return RemoteProtocolError(f"{address}: {broken}")
     return Unreachable(f"{address}: {link.closed_reason} before its hello")

@@ -23,6 +23,7 @@ Rules:
 import contextlib
 import ipaddress
 import logging
+import os
 import ssl
 import time
 from dataclasses import fields, replace
@@ -174,11 +175,13 @@ def place_in(connect: str) -> str:
 
 
 def failure_text(error: Exception) -> str:
-    """Return the text for an error of a handshake, or after it."""
+    """Return the text for an error of a connection, without the number of the error."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"the peer's certificate is not accepted: {error.verify_message}"
     if not isinstance(error, ssl.SSLError):
-        return str(error) or type(error).__name__
+        if isinstance(error, OSError) and (error.errno or 0) > 0:  # not one of getaddrinfo
+            return os.strerror(error.errno or 0)
+        return getattr(error, "strerror", None) or str(error) or type(error).__name__
     reason = error.reason or ""
     if "ALERT" in reason and any(each in reason for each in _CERTIFICATE_ALERTS):
         sentence = f"the peer does not accept this side's certificate: {_words(reason)}"

@@ -190,7 +190,7 @@ class AnswerGuarantees:
         self._marks[answer.connection] = mark
         if isinstance(message, FlushResponse | HighWaterMarkResponse | ReplicasResponse):
             pace = self._pace.get(server.name, 1)
-            timer_ms = int(evidence.cluster.limits.session_timer_ms / pace)
+            timer_ms = int(evidence.cluster.limits.mark_staleness_ms_max / pace)
             known = self.acknowledged_at(evidence.world.now_ms - timer_ms - 1)
             if mark < known:
                 evidence.fail(

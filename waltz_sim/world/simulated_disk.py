@@ -123,7 +123,7 @@ class SimFile:
         if unreadable and size:
             sectors = range(offset // SECTOR_BYTES, (offset + size - 1) // SECTOR_BYTES + 1)
             if not unreadable.isdisjoint(sectors):
-                raise ReadFailed(f"reading {self._path}: a sector cannot be read")
+                raise ReadFailed(f"cannot read {self._path}: a sector cannot be read")
         return bytes(self._inode.seen[offset : offset + size])
 
     def pwrite(self, parts: Sequence["Buffer"], offset: int) -> None:
@@ -263,7 +263,7 @@ class SimDisk:
         inode = self._names.get(path)
         if inode is None:
             if not create:
-                raise DiskFailed(f"opening {path}: no such file")
+                raise DiskFailed(f"cannot open {path}: no such file")
             self.inject(self.step("create", path), "create", path)
             inode = Inode()
             self._change(_NameChange(path, inode))
@@ -511,7 +511,7 @@ class SimDisk:
             injected = self.read_plans.pop(self.read_count)
             if injected is not None:
                 injected()
-            raise ReadFailed(f"reading {path}: input/output error")
+            raise ReadFailed(f"cannot read {path}: input/output error")
 
     def inject(self, fault: DiskFault | None, what: str, path: Path) -> None:
         """Raise the error of a fault."""

@@ -14,7 +14,7 @@ from pyspark.sql.types import StructType
 
 from waltz_core.client import ClusterLayout, ReplicaSet, WaltzClient
 from waltz_spark import planning
-from waltz_spark.datasource.fetch import Shape, fetch
+from waltz_spark.datasource.fetch import BatchColumns, fetch
 from waltz_spark.datasource.starts import starts
 from waltz_spark.failures import without_stack, without_stack_each
 from waltz_spark.options import ReadOptions
@@ -81,7 +81,7 @@ class WaltzBatchReader(DataSourceReader):
 def tasks_of(
     client: WaltzClient,
     options: ReadOptions,
-    whole: Sequence[planning.Span],
+    whole: Sequence[planning.TransactionRange],
     sources: Mapping[int, ReplicaSet],
 ) -> Sequence[InputPartition]:
     """Return the tasks that read the spans; `sources` by partition, for each with a span."""
@@ -104,5 +104,5 @@ def read_task(
     """
     if not isinstance(task, Task):
         return iter(())  # for Spark: there is nothing to read
-    span = planning.Span(task.partition, task.first, task.last)
-    return fetch(client_at(task.layout), task.replicas, span, Shape(options, schema))
+    span = planning.TransactionRange(task.partition, task.first, task.last)
+    return fetch(client_at(task.layout), task.replicas, span, BatchColumns(options, schema))

@@ -21,7 +21,7 @@ from waltz_core.client import RangeChunk, RangeForm, ReplicaSet, WaltzClient
 from waltz_core.records import batches
 from waltz_core.records.record import PartitionId
 from waltz_spark.options import LOG_COLUMNS, OnCorrupt, ReadOptions
-from waltz_spark.planning import Span
+from waltz_spark.planning import TransactionRange
 from waltz_spark.spark_version import arrow_schema
 from waltz_spark.unpacking import Unpacker, is_case_sensitive
 
@@ -31,8 +31,8 @@ _log = logging.getLogger("waltz")
 _PLACE = ("partition", "transaction_id")
 
 
-class Shape:
-    """The shape of a read's batches.
+class BatchColumns:
+    """The columns of a read's batches.
 
     Args:
         options: the options of the read.
@@ -102,7 +102,7 @@ def _as_text(data: pa.Array) -> pa.Array:
 
 
 def fetch(
-    client: WaltzClient, replicas: ReplicaSet, span: Span, shape: Shape
+    client: WaltzClient, replicas: ReplicaSet, span: TransactionRange, shape: BatchColumns
 ) -> Iterator[pa.RecordBatch]:
     """Yield the transactions of a span.
 
@@ -137,7 +137,7 @@ def fetch(
     )
 
 
-def _batches(chunk: RangeChunk, partition: int, shape: Shape) -> list[pa.RecordBatch]:
+def _batches(chunk: RangeChunk, partition: int, shape: BatchColumns) -> list[pa.RecordBatch]:
     if shape.headers_only:
         return batches.headers_to_arrow(
             chunk.records, chunk.stamps, shape.columns, partition_id=PartitionId(partition)

@@ -45,7 +45,7 @@ def story(caplog):
 def test_a_silence_and_its_end_are_reported_once_and_zookeeper_is_checked(story):
     silences = story.silences
     assert story.at(101, silences.detected, SERVER, 1, since_s=99.5) == [
-        ("WARNING", f"server.silent server={SERVER} owes_answer_s=1.5")
+        ("WARNING", f"server.silent server={SERVER} silent_s=1.5")
     ]
     for now_s in range(102, 300):
         assert story.at(now_s, silences.detected, SERVER, 1, since_s=now_s - 1) == []

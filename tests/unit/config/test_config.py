@@ -48,8 +48,8 @@ def test_each_setting_has_a_sentence_bounds_and_a_unit(config_type):
     for each in fields(config_type):
         assert each.metadata["doc"].endswith("."), each.name
         if each.type is int:
-            least, most = each.metadata["least"], each.metadata["most"]
-            assert least <= each.default <= most, each.name
+            minimum, maximum = each.metadata["minimum"], each.metadata["maximum"]
+            assert minimum <= each.default <= maximum, each.name
             assert each.name.endswith((*UNITS, "port", "port_base", "group")), (
                 f"{each.name} does not end with its unit"
             )
@@ -63,7 +63,7 @@ def test_every_bound_is_held(config_type):
         if each.metadata["example"]
     }
     for each in fields(config_type):
-        for bound, step in (("least", -1), ("most", 1)):
+        for bound, step in (("minimum", -1), ("maximum", 1)):
             if each.metadata[bound] is not None:
                 value = each.metadata[bound] + step
                 with pytest.raises(BadConfig, match=f"{each.name}: expected"):
@@ -85,19 +85,19 @@ def test_relations_are_checked():
 
 def test_one_transaction_of_the_greatest_size_fits_every_limit():
     whole = TRANSACTION_BYTES_MAX + RECORD_OVERHEAD_BYTES
-    least = {each.name: each.metadata["least"] for each in fields(ServerConfig)}
-    assert least["batch_bytes_max"] > whole
-    assert least["partition_queue_bytes_max"] > whole
-    assert least["connection_in_flight_bytes_max"] > whole
+    minimum = {each.name: each.metadata["minimum"] for each in fields(ServerConfig)}
+    assert minimum["batch_bytes_max"] > whole
+    assert minimum["partition_queue_bytes_max"] > whole
+    assert minimum["connection_in_flight_bytes_max"] > whole
     assert (
-        next(f for f in fields(ServerConfig) if f.name == "batch_bytes_max").metadata["most"]
+        next(f for f in fields(ServerConfig) if f.name == "batch_bytes_max").metadata["maximum"]
         < FRAME_BYTES_MAX
     )
     assert (
-        next(f for f in fields(StorageConfig) if f.name == "queue_bytes_max").metadata["least"]
+        next(f for f in fields(StorageConfig) if f.name == "queue_bytes_max").metadata["minimum"]
         > FRAME_BYTES_MAX
     )
-    client = {each.name: each.metadata["least"] for each in fields(ClientConfig)}
+    client = {each.name: each.metadata["minimum"] for each in fields(ClientConfig)}
     assert client["in_flight_bytes_max"] > whole
 
 

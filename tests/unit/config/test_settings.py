@@ -25,8 +25,8 @@ class PlantConfig(Config):
     kind: ClassVar[str] = "plant"
 
     name: str = setting("", "What it is called.", example="fern")
-    water_ms: int = setting(2_000, "How often. Too often: it drowns.", least=1_000, most=9_000)
-    port: int = setting(15_000, "Where it drains.", least=0, most=65_535)
+    water_ms: int = setting(2_000, "How often. Too often: it drowns.", minimum=1_000, maximum=9_000)
+    port: int = setting(15_000, "Where it drains.", minimum=0, maximum=65_535)
     is_green: bool = setting(True, "Whether it is well.")
 
 
@@ -37,8 +37,8 @@ class CactusConfig(PlantConfig):
     kind: ClassVar[str] = "cactus"
 
     connect: str = setting("", "Where.", example="here:1/x")
-    least_ms: int = setting(1_000, "Least.", least=1, most=9_000)
-    drain_port: int = setting(0, "Where else.", least=0, most=65_535)
+    least_ms: int = setting(1_000, "Least.", minimum=1, maximum=9_000)
+    drain_port: int = setting(0, "Where else.", minimum=0, maximum=65_535)
 
     def validate(self) -> None:
         self._not_above("least_ms", "water_ms")

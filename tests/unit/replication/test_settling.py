@@ -6,7 +6,7 @@ import pytest
 
 from waltz_core import errors
 from waltz_core.records.record import GENESIS_CHAIN, RECONSTRUCTED, LineageEntry
-from waltz_core.replication.session_claim import InDoubt
+from waltz_core.replication.session_claim import InDoubtIds
 from waltz_core.replication.session_events import Settled
 from waltz_core.replication.settling import SETTLING, Settling
 from waltz_core.wire.messages import LineageRequest, LineageResponse
@@ -58,7 +58,7 @@ def test_the_last_batch_of_a_log_that_others_may_have_written_reports_its_stamp(
 
 
 def test_doubt_is_read_back_window_by_window_after_the_stamp():
-    past, replica = settling(9, unbroken=False, in_doubt=InDoubt(7, 3, 8))
+    past, replica = settling(9, unbroken=False, in_doubt=InDoubtIds(7, 3, 8))
     past.begin(0)
     past.answered(replica, lineage((9, 9, 8, 777)), 0)
     past.answered(replica, lineage((7, 7, 8, 770), (8, 8, 8, 775)), 0)
@@ -77,7 +77,7 @@ def test_an_answer_without_batches_is_rejected():
 
 def test_reconstructed_batches_do_not_prove_that_a_session_wrote_nothing():
     other = Replica()
-    past, replica = settling(9, other, in_doubt=InDoubt(7, 3, 8))
+    past, replica = settling(9, other, in_doubt=InDoubtIds(7, 3, 8))
     past.begin(0)
     past.answered(replica, lineage((6, 6, 7, 710), (7, 8, 7, 720)), 0)
     past.answered(replica, lineage((4, 5, RECONSTRUCTED, 0)), 0)

@@ -27,7 +27,7 @@ from waltz_core.records.record import (
 from waltz_core.replication.session_events import Batch, SessionOpened
 from waltz_core.server.append.mounts import Mounts
 from waltz_core.server.append.outcomes import (
-    Ahead,
+    AheadOfLog,
     AppendOutcome,
     BatchCommitted,
     Reached,
@@ -195,7 +195,7 @@ def results(outcomes: Sequence[AppendOutcome]) -> dict[ReqId, list[tuple[int, Re
 
 def proved(world: World, outcomes: Sequence[AppendOutcome]) -> list[AppendOutcome]:
     """Return the answers for the rows that are ahead, once the session is proven."""
-    found = [each.ticket for each in outcomes if isinstance(each, Ahead)]
+    found = [each.ticket for each in outcomes if isinstance(each, AheadOfLog)]
     answers_ahead = [world.pipeline.answer_ahead(ticket, is_proved=True) for ticket in found]
     return [each for outcomes in answers_ahead for each in outcomes if isinstance(each, Answer)]
 

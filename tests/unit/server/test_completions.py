@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from tests.unit.server.test_append import ALICE, A, World, results
 from waltz_core.errors import BadRequest, TooLarge
 from waltz_core.server.append.completions import Completions
-from waltz_core.server.append.outcomes import Ahead, Reached
+from waltz_core.server.append.outcomes import AheadOfLog, Reached
 from waltz_core.server.locking.tickets import AppendCounters
 from waltz_core.wire.messages import ErrorResponse, Reason
 
@@ -68,7 +68,7 @@ def test_rejections_are_counted_by_their_reason():
 def test_without_a_proof_that_it_is_ahead_a_client_has_to_mount_again():
     world = World()
     ahead = world.single(mark=9)
-    (found,) = [each for each in world.turn() if isinstance(each, Ahead)]
+    (found,) = [each for each in world.turn() if isinstance(each, AheadOfLog)]
     answered = world.pipeline.answer_ahead(found.ticket, is_proved=False)
     assert results(answered) == {ahead: [(-1, Reason.NOT_MOUNTED, -1)]}
     behind = world.single()
@@ -78,7 +78,7 @@ def test_without_a_proof_that_it_is_ahead_a_client_has_to_mount_again():
 def test_a_client_that_has_mounted_meanwhile_keeps_its_mount():
     world = World()
     world.single(mark=9)
-    (found,) = [each for each in world.turn() if isinstance(each, Ahead)]
+    (found,) = [each for each in world.turn() if isinstance(each, AheadOfLog)]
     world.mounts.begin(ALICE, A, 2)
     world.mounts.finish(ALICE, A)
     world.pipeline.answer_ahead(found.ticket, is_proved=False)

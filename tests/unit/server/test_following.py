@@ -18,7 +18,7 @@ from tests.unit.server.test_append import (
 )
 from waltz_core.client.model.predecessors import FOLLOW
 from waltz_core.records.record import NO_SESSION, PartitionId, ReqId
-from waltz_core.server.append.outcomes import Ahead, Reached
+from waltz_core.server.append.outcomes import AheadOfLog, Reached
 from waltz_core.server.locking import following
 from waltz_core.server.locking.following import GATHER_MS
 from waltz_core.server.locking.lock_queues import HELD_MS_MAX, NOTIFY_MS_MIN
@@ -329,7 +329,7 @@ def test_a_conflict_in_flight_without_predecessors_is_answered_when_it_is_final(
 def test_appends_in_flight_are_not_in_the_log_for_a_client_without_an_answer():
     world, winner = in_flight()
     world.follow(BOB, mark=0)
-    assert [type(each) for each in world.turn()] == [Ahead]
+    assert [type(each) for each in world.turn()] == [AheadOfLog]
     assert list(results(world.commit())) == [winner]
     assert not world.pipeline.in_flight_bytes
 

@@ -1026,7 +1026,7 @@ def test_a_fresh_mark_is_reported_at_once_and_an_old_one_is_proved_first() -> No
     world = ready()
     fresh = world.send(A, messages.HighWaterMarkRequest(world.req_id(ALICE)))
     assert world.answer(fresh) == messages.HighWaterMarkResponse(fresh, -1)
-    world.now_ms += world.limits.session_timer_ms + 1
+    world.now_ms += world.limits.mark_staleness_ms_max + 1
     stale = world.send(A, messages.HighWaterMarkRequest(world.req_id(ALICE)))
     assert not world.is_answered(stale)
     (proof,) = world.store.of(replication.ProveMark)
@@ -1053,7 +1053,7 @@ def test_an_opening_proves_the_mark_as_of_its_write_and_not_of_its_answer() -> N
     world = World()
     metadata, marker = PartitionMetadata(), PartitionMarker(MarkerState.OPEN)
     world.say(replication.WriteMetadata(1, metadata, marker, 0, 0))
-    world.now_ms += world.limits.session_timer_ms + 1
+    world.now_ms += world.limits.mark_staleness_ms_max + 1
     world.open()
     asked = world.send(A, messages.HighWaterMarkRequest(world.req_id(ALICE)))
     assert not world.is_answered(asked)
@@ -1066,7 +1066,7 @@ def test_a_commit_is_a_proof_as_of_its_submission() -> None:
     world = ready()
     world.append()
     world.run()
-    world.now_ms += world.limits.session_timer_ms + 1
+    world.now_ms += world.limits.mark_staleness_ms_max + 1
     world.commit()
     stale = world.send(A, messages.HighWaterMarkRequest(world.req_id(ALICE)))
     assert not world.is_answered(stale)

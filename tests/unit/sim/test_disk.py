@@ -177,7 +177,7 @@ def test_a_fault_can_be_planned_for_calls_or_reads_and_reports_its_time(disk):
     file.pwrite([b"b"], 0)
     assert file.pread(1, 0) == b"b"
     assert struck == []
-    with pytest.raises(DiskFailed, match="reading"):
+    with pytest.raises(DiskFailed, match="cannot read"):
         file.pread(1, 0)
     with pytest.raises(DiskFailed, match="sync"):
         file.sync()

@@ -8,7 +8,7 @@ from waltz_core.errors import BadConfig, DataLoss
 from waltz_spark.option_table import Use
 from waltz_spark.options import parse_read
 from waltz_spark.planning import (
-    Span,
+    TransactionRange,
     check_marks,
     check_order,
     chosen_partitions,
@@ -31,7 +31,7 @@ def test_starts_are_exclusive_and_ends_inclusive() -> None:
         startingHighWaterMarks='{"0": 4, "1": -1}', endingHighWaterMarks='{"0": 6, "1": 4}'
     )
     starts, ends = resolve_starts(options, marks), resolve_ends(options, marks)
-    assert spans(starts, ends) == [Span(0, 5, 6), Span(1, 0, 4)]
+    assert spans(starts, ends) == [TransactionRange(0, 5, 6), TransactionRange(1, 0, 4)]
 
 
 @pytest.mark.parametrize("name", ["startingHighWaterMarks", "endingHighWaterMarks"])
@@ -85,7 +85,11 @@ def test_a_mark_past_the_end_is_data_loss_unless_allowed() -> None:
 
 def test_ranges_of_ids_cut_every_partition() -> None:
     found = spans({0: -1, 1: -1}, {0: 99, 1: 15}, [(10, 19), (15, 30)])
-    assert found == [Span(0, 10, 19), Span(0, 20, 30), Span(1, 10, 15)]
+    assert found == [
+        TransactionRange(0, 10, 19),
+        TransactionRange(0, 20, 30),
+        TransactionRange(1, 10, 15),
+    ]
 
 
 def test_an_absent_partition_is_named() -> None:
@@ -102,7 +106,7 @@ def test_an_absent_partition_is_named() -> None:
 def test_tasks_cover_exactly_what_was_requested(
     counts: list[int], task_count_min: int, per_task_max: int
 ) -> None:
-    whole = [Span(p, 7, 6 + count) for p, count in enumerate(counts) if count]
+    whole = [TransactionRange(p, 7, 6 + count) for p, count in enumerate(counts) if count]
     tasks = split(whole, task_count_min=task_count_min, per_task_max=per_task_max)
     covered = [(t.partition, i) for t in tasks for i in range(t.first, t.last + 1)]
     assert covered == [(s.partition, i) for s in whole for i in range(s.first, s.last + 1)]

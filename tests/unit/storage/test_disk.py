@@ -123,7 +123,7 @@ def test_a_system_that_cannot_take_blocks_out_leaves_them(tmp_path, monkeypatch,
 
 def test_names_come_go_and_move(place):
     disk, directory = place
-    with pytest.raises(DiskFailed, match=r"opening .*/f"):
+    with pytest.raises(DiskFailed, match=r"cannot open .*/f"):
         disk.open(directory / "f")
     disk.open(directory / "f", create=True).close()
     disk.open(directory / "g", create=True).close()
@@ -327,10 +327,10 @@ def test_a_file_that_cannot_be_opened_again_is_a_failed_read_or_a_failed_write(t
     file.sync()
     disk.open(tmp_path / "other", create=True)
     (tmp_path / "f").rename(tmp_path / "elsewhere")
-    with pytest.raises(ReadFailed, match=f"opening {tmp_path}/f: No such file"):
+    with pytest.raises(ReadFailed, match=f"cannot open {tmp_path}/f: No such file"):
         file.pread(4, 0)
     for call in (lambda: file.pwrite([b"x"], 0), file.sync, file.size, lambda: file.truncate(1)):
-        with pytest.raises(DiskFailed, match=f"opening {tmp_path}/f") as caught:
+        with pytest.raises(DiskFailed, match=f"cannot open {tmp_path}/f") as caught:
             call()
         assert not isinstance(caught.value, ReadFailed)
     (tmp_path / "elsewhere").rename(tmp_path / "f")
@@ -444,22 +444,22 @@ def test_free_space_excludes_reserved_blocks(tmp_path):
     found = os.statvfs(tmp_path)
     free = RealDisk().free_bytes(tmp_path)
     assert 0 < free <= found.f_bfree * found.f_frsize
-    with pytest.raises(DiskFailed, match="getting the free space of"):
+    with pytest.raises(DiskFailed, match="cannot get the free space of"):
         RealDisk().free_bytes(tmp_path / "none")
 
 
 def test_errors_of_names_are_typed(tmp_path):
     disk = RealDisk()
-    with pytest.raises(DiskFailed, match="listing"):
+    with pytest.raises(DiskFailed, match="cannot list"):
         disk.list(tmp_path / "none")
-    with pytest.raises(DiskFailed, match="renaming"):
+    with pytest.raises(DiskFailed, match="cannot rename"):
         disk.rename(tmp_path / "none", tmp_path / "other")
-    with pytest.raises(DiskFailed, match="removing"):
+    with pytest.raises(DiskFailed, match="cannot remove"):
         disk.unlink(tmp_path)
-    with pytest.raises(DiskFailed, match="syncing"):
+    with pytest.raises(DiskFailed, match="cannot sync"):
         disk.sync_directory(tmp_path / "none")
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(DiskFailed, match=r"making|getting the identity of"):
+    with pytest.raises(DiskFailed, match=r"cannot make|cannot get the identity of"):
         disk.make_directory(tmp_path / "file" / "below")
 
 

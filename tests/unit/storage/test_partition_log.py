@@ -862,7 +862,7 @@ def test_a_truncation_that_a_wrong_index_stops_is_carried_out_before_anything_el
     spoil_offset(world, 6)
     world.log.prepare(2, NONCE)
     base = world.log.chain_at(5)
-    with pytest.raises(DiskFailed, match=r"truncating: .* wrong from record 6 on"):
+    with pytest.raises(DiskFailed, match=r"cannot truncate: .* wrong from record 6 on"):
         world.log.truncate(2, 5, 5, base)
     # The intent is durable: a session that kept all ten would lose them at the next opening.
     with pytest.raises(DiskFailed, match="until it is opened again"):
@@ -935,7 +935,7 @@ def test_a_truncation_that_finds_no_room_twice_waits_for_the_next_opening(world)
     world.disk.fail[("write", ".chn")] = NoSpace
     with pytest.raises(NoSpace):
         world.log.truncate(*cut)
-    with pytest.raises(DiskFailed, match="partition 0: truncating"):
+    with pytest.raises(DiskFailed, match="partition 0: cannot truncate"):
         world.log.truncate(*cut)
     world.disk.fail.clear()
     with pytest.raises(DiskFailed):

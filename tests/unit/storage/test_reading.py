@@ -353,7 +353,7 @@ def test_pages_that_cannot_be_dropped_are_read_from_memory(large, monkeypatch):
     """A file that cannot be opened again shows it when it is read; the drop is a hint."""
 
     def refuse(_file, _offset, _size):
-        raise DiskFailed("opening a file: input/output error")
+        raise DiskFailed("cannot open a file: input/output error")
 
     monkeypatch.setattr(SimFile, "drop_cached", refuse)
     assert large.reader.verify(0, 10 * RECORD_BYTES) == 10

@@ -855,7 +855,7 @@ def test_a_read_that_fails_is_reported_and_ends_nothing(bench):
     owner = bench.owned(5)
     bench.ask(1, owner.append(6))
     for _ in range(3):
-        bench.disk.next_errors["pread"] = ReadFailed("reading x.seg: Input/output error")
+        bench.disk.next_errors["pread"] = ReadFailed("cannot read x.seg: Input/output error")
         assert bench.ask(1, range_of(owner, 0, 5)).count == 6
     assert len(reports(bench, "storage.read_failed")) == 3
     assert "x.seg" in reports(bench, "storage.read_failed")[0]["error"]

@@ -83,7 +83,7 @@ class NoNames(SimDisk):
     """Has no room for another file, not even for an empty one."""
 
     def open(self, path, **how):
-        raise NoSpace(f"opening {path}")
+        raise NoSpace(f"cannot open {path}")
 
 
 def test_a_disk_with_room_again_is_reported_without_an_append():

@@ -26,7 +26,7 @@ def test_work_is_counted_for_its_partition():
         sync_s=0.25,
         found=(IdRange(3, 3), IdRange(7, 9)),
         repaired=IdRange(3, 4),
-        failed_reads=["reading x.seg"],
+        failed_reads=["cannot read x.seg"],
         scrubbed=Scrubbed(20, 900),
     )
     storage_metrics.count(work, result)

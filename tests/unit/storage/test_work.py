@@ -256,12 +256,12 @@ def test_an_obstacle_of_the_scrub_is_reported_and_skipped(log, monkeypatch):
     run(log, Owner(5).append(6))
 
     def fails(_first, _bytes_max):
-        raise ReadFailed("reading x.chn: Input/output error")
+        raise ReadFailed("cannot read x.chn: Input/output error")
 
     monkeypatch.setattr(log, "verify", fails)
     result = Work(log, (), STORAGE_ID, piece=ScrubPiece(0, 100)).run()
-    assert result.scrubbed == Scrubbed(6, 0, "reading x.chn: Input/output error")
-    assert result.failed_reads == ["reading x.chn: Input/output error"]
+    assert result.scrubbed == Scrubbed(6, 0, "cannot read x.chn: Input/output error")
+    assert result.failed_reads == ["cannot read x.chn: Input/output error"]
     assert result.failure is None
 
 
@@ -269,7 +269,7 @@ def test_a_read_that_fails_for_a_request_is_its_outcome_and_no_failed_write(log,
     run(log, Owner(5).append(6))
 
     def fails(*_ids):
-        raise ReadFailed("reading x.chn: Input/output error")
+        raise ReadFailed("cannot read x.chn: Input/output error")
 
     monkeypatch.setattr(log, "lineage", fails)
     result = run(log, Owner(5).make(LineageRequest, 0, 5))

@@ -14,7 +14,7 @@ import pytest
 from tests.certificates import make
 from tests.loops import on_loop, until
 from waltz_core.config import ClientConfig, StorageConfig
-from waltz_core.errors import BadConfig, RemoteProtocolError, TlsMismatch, Unreachable
+from waltz_core.errors import BadConfig, RemoteProtocolError, TlsFailed, Unreachable
 from waltz_core.transport import net, tls, tls_port
 from waltz_core.wire.messages import Appended, AppendRaw, Surface
 
@@ -217,7 +217,7 @@ def test_an_unverified_dial_reaches_a_0_13_daemon(surface, tmp_path):
     @on_loop
     async def story():
         async with original(surface, tmp_path) as (address, hellos):
-            with pytest.raises(TlsMismatch, match="the peer's certificate is not accepted"):
+            with pytest.raises(TlsFailed, match="the peer's certificate is not accepted"):
                 await net.dial(surface, address, ssl=tls.named("on"))
             # Which versions both speak is another question.
             with contextlib.suppress(RemoteProtocolError):
@@ -252,7 +252,7 @@ async def test_a_0_13_client_connects_with_any_certificate(files, tmp_path):
 @on_loop
 async def test_both_sides_report_plain_to_tls(files, said):
     async with open_port(listening(files)) as (_, listener, address):
-        with pytest.raises(TlsMismatch, match=f"{address}: expected plain TCP, found TLS"):
+        with pytest.raises(TlsFailed, match=f"{address}: expected plain TCP, found TLS"):
             await net.dial(Surface.STORAGE, address)
         await until(lambda: "error=expected TLS, found plain TCP" in said())
         assert listener.links == ()
@@ -261,7 +261,7 @@ async def test_both_sides_report_plain_to_tls(files, said):
 @on_loop
 async def test_the_same_of_the_same_peer_is_reported_once_in_a_while(files, said, monkeypatch):
     async def plain_to_tls():
-        with pytest.raises(TlsMismatch):
+        with pytest.raises(TlsFailed):
             await net.dial(Surface.STORAGE, address)
         await until(lambda: not listener._tls_port._handshakes_count)
 
@@ -280,7 +280,7 @@ async def test_the_same_of_the_same_peer_is_reported_once_in_a_while(files, said
 @on_loop
 async def test_both_sides_report_tls_to_plain(files, said):
     async with open_port(None) as (_, _, address):
-        with pytest.raises(TlsMismatch, match=f"{address}: expected TLS, found plain TCP"):
+        with pytest.raises(TlsFailed, match=f"{address}: expected TLS, found plain TCP"):
             await net.dial(Surface.STORAGE, address, ssl=trusting(files))
         await until(lambda: "peer=127.0.0.1 error=expected plain TCP, found TLS" in said())
         assert f"peer={address} error=expected TLS, found plain TCP" in said()
@@ -289,7 +289,7 @@ async def test_both_sides_report_tls_to_plain(files, said):
 @on_loop
 async def test_both_sides_report_a_certificate_of_another_authority(files, tmp_path, said):
     async with open_port(listening(files)) as (_, _, address):
-        with pytest.raises(TlsMismatch, match="the peer's certificate is not accepted: unable to"):
+        with pytest.raises(TlsFailed, match="the peer's certificate is not accepted: unable to"):
             await net.dial(Surface.STORAGE, address, ssl=trusting(make(tmp_path)))
         await until(lambda: "perhaps it does not accept the certificate" in said())
 
@@ -298,7 +298,7 @@ async def test_both_sides_report_a_certificate_of_another_authority(files, tmp_p
 async def test_a_certificate_for_another_host_is_reported(tmp_path):
     files = make(tmp_path, hosts=("storage1.example",))
     async with open_port(listening(files)) as (_, _, address):
-        with pytest.raises(TlsMismatch, match=r"not accepted: .*IP address mismatch"):
+        with pytest.raises(TlsFailed, match=r"not accepted: .*IP address mismatch"):
             await net.dial(Surface.STORAGE, address, ssl=trusting(files))
         async with linked(address, trusting(files, tls_verify="chain")):
             pass
@@ -314,7 +314,7 @@ def test_both_sides_report_a_missing_certificate(files, version, said):
         async with open_port(required) as (peer, _, address):
             context = trusting(files)
             context.maximum_version = version
-            with pytest.raises(TlsMismatch, match="expects a certificate"):
+            with pytest.raises(TlsFailed, match="expects a certificate"):
                 await net.dial(Surface.STORAGE, address, ssl=context)
             await until(lambda: "expected a certificate of the peer, found none" in said())
             assert peer.links == []
@@ -329,7 +329,7 @@ async def test_both_sides_report_a_self_signed_certificate(files, tmp_path, said
     stranger = make(tmp_path, name="stranger")
     settings = stranger.settings | {"tls_authorities": files.authorities}
     async with open_port(listening(files, tls_require_certificate=True)) as (_, _, address):
-        with pytest.raises(TlsMismatch, match="the peer does not accept this side's certificate"):
+        with pytest.raises(TlsFailed, match="the peer does not accept this side's certificate"):
             await net.dial(Surface.STORAGE, address, ssl=tls.dialing(ClientConfig(**settings), ""))
         await until(lambda: "the peer's certificate is not accepted" in said())
 
@@ -361,7 +361,7 @@ async def test_a_port_of_tls_1_1_is_rejected(files):
         old.minimum_version = old.maximum_version = ssl.TLSVersion.TLSv1_1
         old.set_ciphers("ALL:@SECLEVEL=0")
     async with open_port(old) as (_, _, address):
-        with pytest.raises(TlsMismatch, match=r"no common version: expected TLS 1\.2"):
+        with pytest.raises(TlsFailed, match=r"no common version: expected TLS 1\.2"):
             await net.dial(Surface.STORAGE, address, ssl=trusting(files))
 
 
@@ -385,7 +385,7 @@ async def test_files_that_were_replaced_hold_from_then_on_if_they_are_right(tmp_
             pass
         async with linked(address, dials):
             assert not kept.is_closed
-        with pytest.raises(TlsMismatch, match="is not accepted"):
+        with pytest.raises(TlsFailed, match="is not accepted"):
             await net.dial(Surface.STORAGE, address, ssl=before)
 
 

@@ -168,7 +168,10 @@ async def _decide(
     logs, (replica, is_accepted) = answers.logs, requested
     chosen = _chosen(replica, partition_id, logs)
     lost = rebuilding.losses(logs[chosen], logs)
-    lost += [f"{each} did not answer: {reason}" for each, reason in answers.unanswered.items()]
+    lost += [
+        f"{each} did not answer: {reason.removeprefix(f'{each}: ')}"
+        for each, reason in answers.unanswered.items()
+    ]
     shown: dict[str, object] = {
         "partition": partition_id,
         "chosen": chosen,

@@ -27,7 +27,7 @@ from waltz_core.cluster.coordinator import ClusterView, Coordinator, PartitionVi
 from waltz_core.cluster.membership.reachability import ReachReport
 from waltz_core.cluster.zookeeper import zookeeper_session
 from waltz_core.config.connect_string import ConnectString, parse_connect_string, split_address
-from waltz_core.errors import ClusterKeyMismatch, NoCluster, TlsMismatch, Unavailable, WaltzError
+from waltz_core.errors import ClusterKeyMismatch, NoCluster, TlsFailed, Unavailable, WaltzError
 from waltz_core.local import LocalCluster
 from waltz_core.ops.facts import (
     ClusterFacts,
@@ -50,6 +50,7 @@ from waltz_core.records.record import (
     TransactionId,
 )
 from waltz_core.transport import net
+from waltz_core.transport.tls import failure_text
 from waltz_core.wire.admin_messages import (
     CheckCluster,
     Done,
@@ -167,9 +168,10 @@ class _ProbeFailure(TypedDict):
 
 async def _probe_failure(error: WaltzError, address: str, timeout_s: float) -> _ProbeFailure:
     """Return the facts about a process that could not be queried."""
-    is_tls_mismatch = isinstance(error, TlsMismatch)
+    is_tls_mismatch = isinstance(error, TlsFailed)
     is_silent = not is_tls_mismatch and await _accepts_connections(address, timeout_s)
-    return {"failure": str(error), "is_silent": is_silent, "is_tls_mismatch": is_tls_mismatch}
+    failure = str(error).removeprefix(f"{address}: ")
+    return {"failure": failure, "is_silent": is_silent, "is_tls_mismatch": is_tls_mismatch}
 
 
 # --- ZooKeeper
@@ -191,7 +193,7 @@ async def _node(address: str, timeout_s: float) -> NodeFacts:
         is_silent = await _accepts_connections(address, timeout_s)
         return NodeFacts(address, f"no answer within {timeout_s:g} s", is_silent)
     except OSError as error:
-        return NodeFacts(address, str(error))
+        return NodeFacts(address, failure_text(error))
     return NodeFacts(address, mode=mode_of(answer), latency_ms=_ms_since(began_s))
 
 
@@ -506,7 +508,8 @@ class _Storage:
         except ClusterKeyMismatch:
             return replace(facts, is_of_cluster=False)
         except (WaltzError, TimeoutError) as error:
-            why = str(error) or f"no answer within {self._timeout_s:g} s"
+            why = str(error).removeprefix(f"{facts.admin}: ")
+            why = why or f"no answer within {self._timeout_s:g} s"
             port = await self._admin_port()
             is_hanging = isinstance(error, TimeoutError) and port == split_address(facts.admin)[1]
             return replace(facts, admin_failure=why, is_hanging=is_hanging, other_admin=port)

@@ -42,7 +42,7 @@ class Outage:
             return
         self._logged_s = now_s
         _log.warning(
-            "feed.waiting partition=%d for=%s since_s=%.0f reason=%s",
+            "feed.waiting partition=%d for=%s waited_s=%.0f reason=%s",
             self._partition_id,
             self._what,
             lasts_s,

@@ -54,7 +54,7 @@ class Silences:
             return
         known.is_logged, known.logged_s = True, now_s
         _log.warning(
-            "server.silent server=%s owes_answer_s=%.1f",
+            "server.silent server=%s silent_s=%.1f",
             address,
             now_s - known.since_s,
         )

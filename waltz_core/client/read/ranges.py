@@ -488,7 +488,7 @@ class ReplicaReader:
                 )
         except TimeoutError as error:
             raise errors.Unreachable(
-                f"{address}: no greeting within {HANDSHAKE_TIMEOUT_S} s"
+                f"{address}: no hello within {HANDSHAKE_TIMEOUT_S} s"
             ) from error
 
     def _nearby_at(self, address: str) -> Nearby | None:

@@ -85,7 +85,9 @@ class TaskClaim:
         else:
             state = await writes.read(self.write)
         if state is None:
-            raise ConnectionSuperseded(f"write {self.write}: it is over and was removed")
+            raise ConnectionSuperseded(
+                f"write {self.write}: it was completed or superseded, and then removed"
+            )
         self._write_state = state
         if not state.is_done:
             self._task_state = await writes.enter(

@@ -253,7 +253,8 @@ class Membership:
             except (errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
                 await self._nodes.znodes.sync()
         raise errors.CoordinatorUnavailable(
-            f"{self._nodes.paths.servers} was changed by others in {WRITE_ATTEMPTS_MAX} attempts"
+            f"cannot write {self._nodes.paths.servers}: other processes changed it during each of "
+            f"{WRITE_ATTEMPTS_MAX} attempts"
         )
 
     async def remove_dead(self, dead: model.ServerDescriptor) -> None:

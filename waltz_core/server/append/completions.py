@@ -5,8 +5,8 @@ Every request ends here, once, whichever way it went through the pipeline.
 Rules:
     1. A request is answered once, and leaves its epoch then. When all requests of an epoch have
        left, the flushes that waited for it are notified.
-    2. AHEAD is not reported directly: `Ahead` requests a proof of the session in which the row was
-       judged. Without the proof the answer is NOT_MOUNTED, so that the client mounts again.
+    2. AHEAD is not reported directly: `AheadOfLog` requests a proof of the session in which the
+       row was judged. Without the proof the answer is NOT_MOUNTED, so that the client mounts again.
 """
 
 from collections import deque
@@ -18,7 +18,7 @@ from waltz_core.errors import TooLarge, WaltzError
 from waltz_core.records.record import BEFORE_FIRST, NO_SESSION, TransactionId
 from waltz_core.server.append.answers import reject_ticket
 from waltz_core.server.append.mounts import Mounts
-from waltz_core.server.append.outcomes import Ahead, AppendOutcome, Reached
+from waltz_core.server.append.outcomes import AheadOfLog, AppendOutcome, Reached
 from waltz_core.server.locking.following import Followers
 from waltz_core.server.locking.tickets import AppendCounters, Epoch, SingleTicket, Ticket
 from waltz_core.server.partition_events import Answer
@@ -107,7 +107,7 @@ class Completions:
             out.append(self._answer(ticket))
             self.leave(ticket, out)
         elif ticket.session_id == self.session_id:
-            out.append(Ahead(ticket))  # Flushes wait for that answer, too.
+            out.append(AheadOfLog(ticket))  # Flushes wait for that answer, too.
         else:
             out.extend(self.answer_ahead(ticket, is_proved=False))
 

@@ -33,10 +33,12 @@ class Reached:
 
 
 @value(frozen=True, slots=True)
-class Ahead:
+class AheadOfLog:
     """Prove the session, then answer this with `answer_ahead` (pipeline.py, rule 9)."""
 
     ticket: Ticket
 
 
-AppendOutcome: TypeAlias = Answer | SubmitBatch | BatchCommitted | Reached | Ahead | Fetch | Report
+AppendOutcome: TypeAlias = (
+    Answer | SubmitBatch | BatchCommitted | Reached | AheadOfLog | Fetch | Report
+)

@@ -6,7 +6,7 @@ request arrived, that it knows no later session; or at once while such a confirm
 
 Rules (docs/design/correctness.md 2.4, row 16, and 2.3, "ZooKeeper away"):
     1. A proof that began before a request arrived answers that request only if freshness within
-       `session_timer_ms` is sufficient for it.
+       `mark_staleness_ms_max` is sufficient for it.
     2. One proof is under way at a time; requests that arrive meanwhile share the next one.
     3. A client with a mark above this server's may have it from a later owner. The error that it is
        ahead is final for the client. So it is reported only after a proof that began later than the
@@ -36,16 +36,16 @@ class Proofs(Generic[RequestT]):
 
     __slots__ = (
         "_is_under_way",
+        "_mark_staleness_ms_max",
         "_requested_ms",
         "_requests",
-        "_session_timer_ms",
         "_token",
         "_waiting",
         "proved_ms",
     )
 
-    def __init__(self, session_timer_ms: int) -> None:
-        self._session_timer_ms = session_timer_ms
+    def __init__(self, mark_staleness_ms_max: int) -> None:
+        self._mark_staleness_ms_max = mark_staleness_ms_max
         self._waiting: list[RequestT] = []
         self._requests: list[RequestT] = []
         self._requested_ms = 0
@@ -56,7 +56,7 @@ class Proofs(Generic[RequestT]):
 
     def is_fresh(self, now_ms: int) -> bool:
         """Whether the last proof is recent enough to answer without another one."""
-        return self.proved_ms is not None and now_ms - self.proved_ms <= self._session_timer_ms
+        return self.proved_ms is not None and now_ms - self.proved_ms <= self._mark_staleness_ms_max
 
     def confirm(self, at_ms: int) -> None:
         """A quorum answered a request that was sent at `at_ms`, which is a proof, too."""

@@ -73,7 +73,7 @@ class Partition:
         self.pipeline = AppendPipeline(limits, self._mounts, pace, identity.partition_id)
         self.reads = Reads(identity.partition_id, limits, transactions, feed_cache)
         self.feed = Feed(limits, self.reads)
-        self._proofs: Proofs[Received | Ticket] = Proofs(limits.session_timer_ms)
+        self._proofs: Proofs[Received | Ticket] = Proofs(limits.mark_staleness_ms_max)
         self._generation = Generation(-1)
         self._settled_generation = Generation(-1)
         self._is_owned = False
@@ -531,7 +531,7 @@ class Partition:
                     self.reads.remember(outcome.entry, outcome.batch)
                 case outcomes.Reached():
                     self._reached(outcome.token)
-                case outcomes.Ahead():
+                case outcomes.AheadOfLog():
                     self._prove(outcome.ticket)
                 case _:
                     assert_never(outcome)

@@ -172,7 +172,7 @@ class Clients:
         return len(self._clients)
 
     @property
-    def old_client_count(self) -> int:
+    def legacy_client_count(self) -> int:
         return sum(client.old_client is not None for client in self._clients.values())
 
     # -----------------------------------------------------------------------------------------

@@ -112,7 +112,7 @@ def _first_error(group: BaseExceptionGroup[errors.WaltzError]) -> errors.WaltzEr
     return found if isinstance(found, errors.WaltzError) else _first_error(found)
 
 
-class _End(Exception):
+class _Stopped(Exception):
     """The server was stopped."""
 
 
@@ -224,7 +224,7 @@ class Server:
                 on_ready(self.address)
                 await self._until(stop)
                 await self._end()
-        except* _End:
+        except* _Stopped:
             _log.info("server.ended server=%s", self._server_id)
 
     def _is_open(self) -> bool:
@@ -254,7 +254,7 @@ class Server:
             self._failure.result()
 
     async def _end(self) -> None:
-        """Shut down (rule 3); raises `_End`, which ends all tasks."""
+        """Shut down (rule 3); raises `_Stopped`, which ends all tasks."""
         self._neighbors.stop()
         self._clients.pause()
         for _ in range(LAST_APPENDS_POLLS):
@@ -269,7 +269,7 @@ class Server:
             _log.warning("server.unregister_failed error=%r", error)
         for partition_id in list(self.hosts):
             self._drop(partition_id)
-        raise _End
+        raise _Stopped
 
     def _fail(self, error: Exception) -> None:
         if not self._failure.done():
@@ -476,7 +476,7 @@ class Server:
                 host.publish()
             metrics.set("waltz_server_partitions", len(self.hosts))
             metrics.set("waltz_server_connections", self._clients.count)
-            metrics.set("waltz_server_old_client_connections", self._clients.old_client_count)
+            metrics.set("waltz_server_legacy_client_connections", self._clients.legacy_client_count)
             metrics.set("waltz_server_queued_bytes", self._clients.bytes)
             metrics.set("waltz_server_feed_cache_bytes", len(self.hosts) * self._feed_cache_bytes)
             metrics.set("waltz_server_transaction_cache_bytes", self._budget.used_bytes)
@@ -522,7 +522,7 @@ def limits_of(config: ServerConfig, partition_count: int) -> PartitionLimits:
         range_bytes_max=config.range_bytes_max,
         fetches_max=config.partition_fetches_max,
         fences_max=config.fences_count_max,
-        session_timer_ms=config.session_timer_ms,
+        mark_staleness_ms_max=config.mark_staleness_ms_max,
         open_wait_ms=config.open_wait_ms,
         checkpoint_interval_count=config.checkpoint_interval_count,
         lock_refill_count_max=config.lock_refill_count_max,

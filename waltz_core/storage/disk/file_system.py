@@ -204,20 +204,20 @@ def descriptor_for_reader(path: Path) -> int:
     try:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
-        raise ReadFailed(f"opening {path}: {error.strerror or error}") from error
+        raise ReadFailed(f"cannot open {path}: {error.strerror or error}") from error
 
 
 @contextmanager
-def _typed_errors(what: str, path: Path) -> Iterator[None]:
+def _typed_errors(action: str, path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise _typed(error, what, path) from error
+        raise _typed(error, action, path) from error
 
 
-def _typed(error: OSError, what: str, path: Path, *, may_be_full: bool = True) -> WaltzError:
+def _typed(error: OSError, action: str, path: Path, *, may_be_full: bool = True) -> WaltzError:
     """Map an error of the operating system to one of `errors.py` (rule 1)."""
-    message = f"{what} {path}: {error.strerror or error}"
+    message = f"cannot {action} {path}: {error.strerror or error}"
     if may_be_full and error.errno in {errno.ENOSPC, errno.EDQUOT}:
         return NoSpace(message)
     return DiskFailed(message)
@@ -265,7 +265,7 @@ class RealFile:
                 self._fd = descriptors.open(path, flags)
                 descriptors.leave(self, is_kept=False)
         except OSError as error:
-            raise _typed(error, "opening", path) from error
+            raise _typed(error, "open", path) from error
 
     def pread(self, size: int, offset: int) -> bytes:
         """Return up to `size` bytes."""
@@ -287,7 +287,7 @@ class RealFile:
             return b"".join(parts)
         except OSError as error:
             why = f"{error.strerror or error} ({size} bytes at {offset})"
-            raise ReadFailed(f"reading {self._path}: {why}") from error
+            raise ReadFailed(f"cannot read {self._path}: {why}") from error
         finally:
             self._leave()
 
@@ -308,7 +308,7 @@ class RealFile:
                 offset += written
                 left = _after(left, written)
         except OSError as error:
-            raise _typed(error, "writing", self._path) from error
+            raise _typed(error, "write", self._path) from error
         finally:
             self._leave()
 
@@ -349,7 +349,7 @@ class RealFile:
             if old is not None:
                 _drop_cached(fd, *old)
         except OSError as error:
-            raise _typed(error, "syncing", self._path, may_be_full=False) from error
+            raise _typed(error, "sync", self._path, may_be_full=False) from error
         finally:
             self._leave()
 
@@ -361,7 +361,7 @@ class RealFile:
         try:
             os.ftruncate(fd, size)
         except OSError as error:
-            raise _typed(error, "truncating", self._path) from error
+            raise _typed(error, "truncate", self._path) from error
         finally:
             self._leave()
 
@@ -371,7 +371,7 @@ class RealFile:
         try:
             return os.fstat(fd).st_size
         except OSError as error:
-            raise _typed(error, "getting the size of", self._path) from error
+            raise _typed(error, "get the size of", self._path) from error
         finally:
             self._leave()
 
@@ -384,7 +384,7 @@ class RealFile:
         except OSError as error:
             if error.errno in {errno.EACCES, errno.EAGAIN}:
                 return False
-            raise DiskFailed(f"locking {self._path}: {error.strerror}") from error
+            raise DiskFailed(f"cannot lock {self._path}: {error.strerror}") from error
         finally:
             self._leave()
         return True
@@ -398,7 +398,7 @@ class RealFile:
         except BlockingIOError:
             return False
         except OSError as error:
-            raise DiskFailed(f"locking {self._path}: {error.strerror}") from error
+            raise DiskFailed(f"cannot lock {self._path}: {error.strerror}") from error
         finally:
             self._leave()
         return True
@@ -410,7 +410,7 @@ class RealFile:
         try:
             os.posix_fallocate(fd, 0, size)
         except OSError as error:
-            raise _typed(error, "allocating", self._path) from error
+            raise _typed(error, "allocate space for", self._path) from error
         finally:
             self._leave()
 
@@ -422,7 +422,7 @@ class RealFile:
                 if not self._is_used:
                     self.release()
         except OSError as error:
-            raise _typed(error, "closing", self._path) from error
+            raise _typed(error, "close", self._path) from error
 
     # ---- its descriptor (rule 5)
 
@@ -433,7 +433,7 @@ class RealFile:
             if self._fd >= 0:
                 self._descriptors.use(self)
             else:
-                with _typed_errors("opening", self._path):
+                with _typed_errors("open", self._path):
                     self._fd = self._descriptors.open(self._path, os.O_RDWR | os.O_CLOEXEC)
             self._is_used = True
             return self._fd
@@ -535,12 +535,12 @@ class RealDisk:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
-            raise _typed(error, "getting the identity of", path) from error
+            raise _typed(error, "get the identity of", path) from error
         return found.st_dev, found.st_ino
 
     def list(self, directory: Path) -> list[str]:
         """Return the names, sorted."""
-        with _typed_errors("listing", directory):
+        with _typed_errors("list", directory):
             return sorted(os.listdir(directory))
 
     def will_read(self, directory: Path, names: Sequence[str]) -> None:
@@ -566,22 +566,22 @@ class RealDisk:
             self.sync_directory(directory)
 
     def _make_one(self, directory: Path) -> None:
-        with _typed_errors("making", directory):
+        with _typed_errors("make", directory):
             directory.mkdir(exist_ok=True)
 
     def rename(self, source: Path, target: Path) -> None:
         """Give a file another name."""
-        with _typed_errors("renaming", source):
+        with _typed_errors("rename", source):
             source.replace(target)
 
     def unlink(self, path: Path) -> None:
         """Remove a file, if it is there."""
-        with _typed_errors("removing", path):
+        with _typed_errors("remove", path):
             path.unlink(missing_ok=True)
 
     def sync_directory(self, directory: Path) -> None:
         """Wait until the names are on disk."""
-        with _typed_errors("syncing", directory):
+        with _typed_errors("sync", directory):
             fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 os.fsync(fd)
@@ -590,12 +590,12 @@ class RealDisk:
 
     def free_bytes(self, directory: Path) -> int:
         """Return the free bytes, without those that are reserved for root."""
-        with _typed_errors("getting the free space of", directory):
+        with _typed_errors("get the free space of", directory):
             found = os.statvfs(directory)
         return found.f_bavail * found.f_frsize
 
     def size_bytes(self, directory: Path) -> int:
         """Return the size, with the part reserved for root."""
-        with _typed_errors("getting the file system size of", directory):
+        with _typed_errors("get the file system size of", directory):
             found = os.statvfs(directory)
         return found.f_blocks * found.f_frsize

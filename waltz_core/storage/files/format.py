@@ -610,7 +610,10 @@ class Slot:
         _zero(body[used : -_SESSIONS_BACK.size], "control slot")
         (back,) = _SESSIONS_BACK.unpack_from(body, len(body) - _SESSIONS_BACK.size)
         if back > last_session + 1:
-            raise BadFormat(f"control slot: engaged {back - 1} before session {last_session}")
+            raise BadFormat(
+                f"control slot: expected an engaged session of at least 0, "
+                f"found {last_session + 1 - back}"
+            )
         return Slot(
             PartitionId(partition),
             sequence,

@@ -80,7 +80,9 @@ class Cover:
         try:
             files.use(*self._reopen())
         except WaltzError as error:
-            raise DiskFailed(f"partition {files.partition_id}: making batches: {error}") from error
+            raise DiskFailed(
+                f"partition {files.partition_id}: cannot make batches: {error}"
+            ) from error
 
     def cover(self, last: TransactionId) -> None:
         """Report the log's end at an ID, and drop the batches after it (rule 2)."""

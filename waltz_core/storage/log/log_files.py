@@ -228,7 +228,7 @@ class LogFiles:
             self.is_half_cut = isinstance(error, NoSpace) and not was_half_cut
             if self.is_half_cut:
                 raise
-            raise DiskFailed(f"partition {self.partition_id}: truncating: {error}") from error
+            raise DiskFailed(f"partition {self.partition_id}: cannot truncate: {error}") from error
         self.is_half_cut = self.has_failed = self.is_broken = False
         self.sync_count += 1
         self.synced_max = self.last

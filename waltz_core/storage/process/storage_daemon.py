@@ -277,7 +277,7 @@ class StorageDaemon:
                     await self._until_one_of((self._is_assigned, stop), tasks)
                     await self._serve_until(stop, on_ready, tasks)
                     await self._end(serving)
-            except* _End:
+            except* _Stopped:
                 if not self._is_left:  # otherwise no thread may be free
                     write = partial(self._write_places, machine.scrub_places)
                     await self._with_timeout("the scrub's progress", write, CLOSE_S_MAX)
@@ -421,11 +421,11 @@ class StorageDaemon:
         await self._until_one_of((stop,), tasks)
 
     async def _end(self, serving: Serving) -> None:
-        """Shut down (rule 5); raise `_End`, which ends all tasks."""
+        """Shut down (rule 5); raise `_Stopped`, which ends all tasks."""
         for link in self._links.values():
             link.pause_reading()
         await self._drain(serving)
-        raise _End
+        raise _Stopped
 
     async def _drain(self, serving: Serving | None = None) -> None:
         """Wait, with a limit, until no work and no change of served partitions is running."""
@@ -647,7 +647,7 @@ class StorageDaemon:
         return await self._loop.run_in_executor(self._pool, call)
 
 
-class _End(Exception):
+class _Stopped(Exception):
     """The storage was stopped."""
 
 

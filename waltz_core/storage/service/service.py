@@ -293,7 +293,9 @@ class StorageService:
         session = SessionId(message.session_id)
         promise = lane.promise
         if not 0 <= session <= promise.session_id + SESSION_JUMP_MAX:
-            raise BadRequest(f"session {session}: expected one soon after {promise.session_id}")
+            raise BadRequest(
+                f"session {session}: expected 0 to {promise.session_id + SESSION_JUMP_MAX}"
+            )
         if promise.has_no_owner and session in (promise.seen, promise.session_id):
             # It may be the owner of the session that this replica has seen, and no rival.
             raise ReplicaSuspect(
