@@ -77,7 +77,7 @@ def test_one_slow_storage_slows_no_append(tale: Tale):
 
 
 @pytest.mark.parametrize("how", ["vanishes", "freezes"])
-def test_a_host_that_goes_is_succeeded_and_gets_nothing_in_when_it_is_back(tale: Tale, how: str):
+def test_a_lost_host_is_replaced_and_cannot_write_when_it_returns(tale: Tale, how: str):
     """Row 16, and that a move takes a session time-out and half a second."""
     lost = tale.owned_by("server-1")
     everything = [*WORLD.members, CLIENT, "operator"]

@@ -97,7 +97,7 @@ def test_a_writer_that_came_after_the_rejection_is_no_cause(history: History):
     assert any("no client had written its locks" in each for each in history.wrong())
 
 
-def test_a_new_session_may_reject_what_was_under_way_and_no_more(history: History):
+def test_a_new_session_may_reject_what_was_in_progress_and_no_more(history: History):
     history.sent(content("e", mark=0, writes=[OTHER + 1]), at=4.0)
     history.lines.append(["reported", "e", "refused", -1, 4.5, ""])
     verdict = check([history.life()], history.log)

@@ -1,7 +1,7 @@
 """Each story is cut at every change: what was acknowledged is there, and nothing torn.
 
 Each test says how many cuts, survivals and openings it has tried; they are summed up at the end of
-a run, and `test_the_matrix_is_as_large_as_it_says` holds their number.
+a run, and `test_the_matrix_has_its_documented_size` holds their number.
 """
 
 from random import Random
@@ -61,7 +61,7 @@ def test_an_index_whose_sync_has_failed_is_written_again_by_the_next_process():
     assert not dict(found.logs)[0].suspect
 
 
-def test_the_matrix_is_as_large_as_it_says():
+def test_the_matrix_has_its_documented_size():
     cuts = kept = 0
     for story in EVERY:
         made = story()

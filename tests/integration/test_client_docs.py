@@ -21,7 +21,7 @@ def snippets(page: str) -> list[tuple[int, str]]:
     ]
 
 
-def test_every_snippet_does_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_every_snippet_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     page = (ROOT / "docs/client.md").read_text(encoding="utf-8")
     found = snippets(page)
     assert len(found) == page.count("```python") + page.count("<!-- python")

@@ -134,7 +134,7 @@ def test_nothing_beyond_the_mark_is_requested(tmp_path):
     on_loop(main())
 
 
-def test_a_storage_that_goes_away_in_the_middle_is_left(tmp_path):
+def test_a_storage_that_disconnects_in_the_middle_is_abandoned(tmp_path):
     async def main():
         async with contextlib.AsyncExitStack() as running:
             log = await running.enter_async_context(log_in(tmp_path))
@@ -148,7 +148,7 @@ def test_a_storage_that_goes_away_in_the_middle_is_left(tmp_path):
     on_loop(main())
 
 
-def test_a_reader_that_is_closed_while_it_asks_continues_to_the_server(tmp_path):
+def test_a_reader_that_is_closed_during_its_request_continues_to_the_server(tmp_path):
     async def refused(reader):
         with pytest.raises(errors.Unavailable) as message:
             await reader.fetch(RangeQuery(0, COUNT - 1))

@@ -74,7 +74,7 @@ def test_story(story, zookeeper):
     asyncio.run(run())
 
 
-def test_the_connect_string_says_it_all(zookeeper):
+def test_the_connect_string_is_sufficient(zookeeper):
     async def run():
         async with door.connected(f"{zookeeper}/deep/down/cluster") as coordinator:
             assert coordinator.where == f"{zookeeper}/deep/down/cluster"
@@ -223,7 +223,7 @@ def test_nothing_listens_at_the_address():
     assert 0.6 < time.monotonic() - begun < SOONER_S
 
 
-def test_a_process_listens_and_says_nothing():
+def test_a_process_listens_and_never_answers():
     with socket.socket() as mute:
         mute.bind(("127.0.0.1", 0))
         mute.listen()
@@ -324,7 +324,7 @@ def test_zookeeper_is_killed_and_returns(own_zookeeper: ZooKeeperProcess):
     asyncio.run(run())
 
 
-def test_the_log_has_one_line_when_zookeeper_goes_and_one_when_it_returns(
+def test_the_log_has_one_line_when_zookeeper_is_lost_and_one_when_it_returns(
     own_zookeeper: ZooKeeperProcess, caplog: pytest.LogCaptureFixture
 ):
     async def run():

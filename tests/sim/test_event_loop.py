@@ -64,7 +64,7 @@ def test_a_timeout_ends_what_waits_and_leaves_no_timer(process):
     assert process.world.step_count == steps
 
 
-def test_a_program_that_stands_still_runs_no_callback(process):
+def test_a_paused_program_runs_no_callback(process):
     loop, outcome = loop_of(process), []
     loop.enter(lambda: loop.call_later(1, outcome.append, "late"))
     process.pause()

@@ -182,7 +182,7 @@ class TestOutliving:
         two.world.run(1_000_000)
         return late
 
-    def test_it_arrives_in_order_behind_the_next_link_and_then_the_end(self, two):
+    def test_it_arrives_in_order_after_the_next_link_and_then_the_end(self, two):
         late, old = self.held(two), two.link
         two.network.give_up(old, "abandoned")
         assert two.outcome("near") == ["abandoned"]
@@ -210,7 +210,7 @@ class TestOutliving:
         assert two.outcome("near") == [8, "abandoned"]
         assert len(late) == 1
 
-    def test_an_end_that_is_closed_is_reported_behind_what_is_held_back(self, two):
+    def test_an_end_that_is_closed_is_reported_after_what_is_held_back(self, two):
         self.held(two)
         two.network.close(two.link, NEAR, "enough")
         two.world.run(1_000_000)
@@ -220,7 +220,7 @@ class TestOutliving:
         assert two.outcome("far") == [1, 2, "abandoned"]
         assert two.outcome("near") == []
 
-    def test_healing_lets_it_arrive_at_once(self, two):
+    def test_a_repaired_network_delivers_at_once(self, two):
         late = self.held(two)
         two.network.repair()
         two.network.give_up(two.link, "later")
@@ -243,7 +243,7 @@ class TestOutliving:
         assert two.outcome("near") == ["abandoned"]
         assert len(late) == 1
 
-    def test_an_end_on_its_way_comes_behind_what_was_held_back(self, two):
+    def test_an_end_is_delivered_after_everything_held_back(self, two):
         self.held(two)
         two.network.slow_us = 100_000
         two.network.close(two.link, NEAR, "enough")

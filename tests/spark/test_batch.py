@@ -338,7 +338,7 @@ def test_payloads_that_cannot_be_unpacked_are_left_out(spark: SparkSession, conn
     assert [each - ids[0] for each in ids] == [0, 3, 6, 7]
 
 
-def test_a_payload_that_lacks_a_required_column_is_handled_as_mode_says(
+def test_a_payload_that_lacks_a_required_column_is_handled_according_to_mode(
     spark: SparkSession, connect: str
 ) -> None:
     reader = corrupt_log(spark, connect).option("requiredColumns", "n").schema("n long")

@@ -115,7 +115,7 @@ def test_wrong_writes(
     assert spark.read.format("waltz").load(connect).count() == before
 
 
-def test_a_sentence_comes_without_a_stack_and_with_its_class(
+def test_an_error_is_shown_without_a_stack_and_with_its_class(
     spark: SparkSession, connect: str
 ) -> None:
     outside = rows(spark, "data string, partition int", ("x", 9))

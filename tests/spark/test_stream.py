@@ -100,7 +100,7 @@ def test_a_stream_continues_from_its_checkpoint(
     assert spark.read.parquet(str(tmp_path / "files")).count() == 120
 
 
-def test_a_stream_starts_with_what_comes_unless_reported(
+def test_a_stream_starts_with_new_transactions_unless_an_option_sets_the_start(
     spark: SparkSession, connect: str, tmp_path: Path
 ) -> None:
     append(connect, 8)

@@ -107,7 +107,7 @@ def test_a_batch_that_spark_has_not_recorded_is_not_written_again(place: Place) 
     assert place.in_log() == once(3)
 
 
-def test_a_batch_that_comes_again_with_other_rows_fails(place: Place) -> None:
+def test_a_batch_that_is_sent_again_with_other_rows_fails(place: Place) -> None:
     """A checkpoint that was cut back by hand: the batch is planned again, over more input."""
     place.put(0)
     place.run()

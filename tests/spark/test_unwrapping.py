@@ -153,7 +153,7 @@ def test_other_errors_stay_as_they_are(spark: SparkSession) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Cannot infer the eval type")  # Spark's own words
-def test_our_words_in_what_a_user_says_are_the_users(spark: SparkSession) -> None:
+def test_our_words_in_a_users_text_belong_to_the_user(spark: SparkSession) -> None:
     ours = "waltz_core.errors.LockFailed: no"
 
     def failing(sentence: str) -> DataFrame:

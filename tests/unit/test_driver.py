@@ -62,7 +62,7 @@ def test_reports_are_logged_without_a_receiver(caplog):
 
 
 @on_loop
-async def test_a_wakeup_comes_at_its_time_and_the_next_one_is_read_again():
+async def test_a_wakeup_occurs_at_its_time_and_the_next_one_is_computed_again():
     machine = Echo({Wakeup(): ("woken",)})
     woken = asyncio.Event()
     loop = asyncio.get_running_loop()

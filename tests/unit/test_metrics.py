@@ -45,7 +45,7 @@ def test_counters_and_gauges_show_their_values():
     assert metrics.value("waltz_server_connections") == 3
 
 
-def test_a_counter_stands_on_the_page_from_its_first_count_and_grows_between_looks():
+def test_a_counter_appears_on_the_page_with_its_first_count_and_grows():
     metrics, name = Metrics("server"), "waltz_server_appended_batches_total"
     metrics.add(name, 0, partition=4)
     assert b'waltz_server_appended_batches_total{partition="4"} 0.0\n' in metrics.page()
@@ -75,7 +75,7 @@ def test_counting_down_or_under_a_wrong_label_fails_at_once():
         metrics.add("waltz_server_connections")
 
 
-def test_an_asked_gauge_is_read_when_shown():
+def test_a_gauge_with_a_callback_is_read_when_shown():
     metrics, held = Metrics("server"), [7.0]
     metrics.set_source("waltz_server_queued_bytes", lambda: held[0])
     assert metrics.value("waltz_server_queued_bytes") == 7
@@ -210,7 +210,7 @@ def test_a_port_that_is_taken_is_named():
     assert served(taken)
 
 
-def test_health_says_yes_or_no_with_the_reason():
+def test_health_is_yes_or_no_with_the_reason():
     status, body = get("/health")
     assert (status, json.loads(body)) == (
         "HTTP/1.1 200 OK",

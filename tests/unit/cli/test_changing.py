@@ -59,7 +59,7 @@ async def test_a_cluster_that_is_made_holds_the_record_of_its_making(coordinator
 
 
 @story
-async def test_a_cluster_that_is_deleted_comes_not_back_for_its_record(coordinator):
+async def test_a_deleted_cluster_is_not_restored_by_its_record(coordinator):
     for creates in (False, True):
         await coordinator.create_cluster(CLUSTER)
         async with audited(coordinator, creates=creates):

@@ -95,7 +95,7 @@ def test_a_wrong_index_does_not_lead_a_dump_astray(storage, capsys):
     assert (only["transaction_id"], only["is_right"]) == (5, True)
 
 
-def test_batches_stand_behind_their_last_record(storage, capsys):
+def test_batches_stand_after_their_last_record(storage, capsys):
     found = lines(capsys, "dump-segment", segments(storage)[0], "-r", "--batches")
     order = [one.get("transaction_id", one.get("last")) for one in found]
     assert order == [0, 1, 2, 2, 3, 4, 5, 6, 7, 7, 8, 8, 9, 10]

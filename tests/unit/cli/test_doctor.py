@@ -90,7 +90,7 @@ def test_tls_files_that_do_not_fit_are_reported_in_a_sentence(gathered, tmp_path
     assert "key values mismatch" in sentence
 
 
-def test_a_cluster_that_could_not_be_asked_is_not_called_healthy():
+def test_an_unreachable_cluster_is_not_reported_as_healthy():
     assert "could not be queried" in doctor_command.as_text(Facts(CONNECT), [])[0]
     assert "zookeeper" in doctor_command.value_of(Facts(CONNECT), [])["facts"]
 

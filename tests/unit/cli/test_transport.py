@@ -27,7 +27,7 @@ def dialed_with(monkeypatch):
     return ssl_of
 
 
-def test_the_scheme_comes_from_the_connect_string_only(dialed_with, monkeypatch):
+def test_the_scheme_is_read_from_the_connect_string_only(dialed_with, monkeypatch):
     assert dialed_with() is None
     assert dialed_with(connect=None) is None
     assert dialed_with(connect=PLACE) is None
@@ -37,14 +37,14 @@ def test_the_scheme_comes_from_the_connect_string_only(dialed_with, monkeypatch)
     assert dialed_with(connect=PLACE) is None
 
 
-def test_an_option_says_it_for_one_that_has_an_address_only(dialed_with, tmp_path):
+def test_an_option_sets_it_for_a_server_with_an_address_only(dialed_with, tmp_path):
     file = make(tmp_path).authorities
     assert len(dialed_with(tls=file, connect=None).get_ca_certs()) == 1
     assert dialed_with(tls="unverified", connect=f"{PLACE}?tls={file}").verify_mode is ssl.CERT_NONE
     assert len(dialed_with(tls=None, connect=f"{PLACE}?tls={file}").get_ca_certs()) == 1
 
 
-def test_a_cluster_that_is_found_out_later_says_it(dialed_with):
+def test_a_wrong_cluster_that_is_detected_later_is_reported(dialed_with):
     def find_out():
         own_transport.use_scheme_of(f"{PLACE}?tls=unverified")
         return own_transport.ssl()

@@ -182,7 +182,7 @@ def test_stale_appends_are_not_sent_again(monkeypatch, fields, reason):
     in_virtual_time(story())
 
 
-def test_a_batch_waits_behind_what_is_held_back(monkeypatch):
+def test_a_batch_waits_after_what_is_held_back(monkeypatch):
     monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_FULL_DELAY_S", 0)
 
     async def story():

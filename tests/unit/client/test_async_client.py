@@ -162,7 +162,7 @@ async def test_many_appends_share_a_frame_and_a_few_go_alone():
 
 
 @on_virtual_loop
-async def test_rows_are_gathered_while_others_are_under_way():
+async def test_rows_are_gathered_while_others_are_in_progress():
     with mock.patch.object(appends, "GATHERING_S_MAX", 60.0):
         async with memory_cluster() as cluster, cluster.client().opened() as client:
             await client.mount([0])
@@ -199,7 +199,7 @@ async def test_rows_do_not_wait_long_for_an_answer_that_takes_its_time():
 
 
 @on_virtual_loop
-async def test_the_partition_follows_the_first_lock_or_goes_round():
+async def test_the_partition_is_that_of_the_first_lock_or_round_robin():
     async with memory_cluster(partition_count=4) as cluster, cluster.client().opened() as client:
         name = lock("account", 7)
         await (await client.append(b"x", append_locks=[name]))
@@ -210,7 +210,7 @@ async def test_the_partition_follows_the_first_lock_or_goes_round():
 
 
 @on_virtual_loop
-async def test_a_lock_that_was_written_since_rejects_and_says_from_where_to_compute():
+async def test_a_lock_that_was_written_since_rejects_with_the_id_to_compute_from():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         name = lock("account", 1)
         await (await client.append(b"a", partition=0, write_locks=[name]))
@@ -452,7 +452,7 @@ async def test_closing_reports_unknown_outcomes():
 
 
 @on_virtual_loop
-async def test_closing_waits_for_what_is_under_way():
+async def test_closing_waits_for_what_is_in_progress():
     async with memory_cluster() as cluster:
         async with cluster.client().opened() as client:
             futures = [await client.append(b"x", partition=0) for _ in range(100)]
@@ -635,7 +635,7 @@ async def test_the_feed_continues_over_broken_connections():
 
 
 @on_virtual_loop
-async def test_the_feed_from_the_end_shows_only_what_comes():
+async def test_the_feed_from_the_end_shows_only_new_transactions():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         await (await client.append(b"old", partition=0))
         callbacks = Applying(mark=LATEST)
@@ -648,7 +648,7 @@ async def test_the_feed_from_the_end_shows_only_what_comes():
 
 
 @on_virtual_loop
-async def test_data_comes_with_its_neighbors():
+async def test_data_is_fetched_with_its_neighbors():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         payload = batch_of(*(b"%d" % i for i in range(300)))
         await (await client.append_batch(0, payload, 300, client_high_water_mark=-1))
@@ -838,7 +838,7 @@ async def test_catching_up_continues_after_an_outage():
 
 
 @on_virtual_loop
-async def test_a_feed_from_the_end_waits_for_a_server_that_knows_it():
+async def test_a_feed_from_the_end_waits_for_a_server_with_its_mark():
     async with two_clients(BRIEF) as (cluster, writer, client):
         await (await writer.append(b"old", partition=0))
         callbacks = Plain(mark=LATEST)

@@ -164,7 +164,7 @@ def test_a_uniform_outcome_has_no_ids():
     sizes=st.lists(st.integers(1, 6), min_size=1, max_size=8),
     order=st.randoms(use_true_random=False),
 )
-def test_every_row_of_every_parcel_is_found_where_it_stands(sizes, order):
+def test_every_row_of_every_parcel_is_found_at_its_place(sizes, order):
     monitor = a_monitor()
     rows = []
     sequence = 1
@@ -196,7 +196,7 @@ def test_every_row_of_every_parcel_is_found_where_it_stands(sizes, order):
         max_size=12,
     ),
 )
-def test_a_short_stretch_of_the_feed_states_what_a_long_one_says(sizes, rows):
+def test_a_short_part_of_the_feed_has_the_same_content_as_a_long_one(sizes, rows):
     found = []
     for few in (ONE_BY_ONE_MAX, -1):
         monitor, sequence = a_monitor(), 1

@@ -323,7 +323,7 @@ def test_a_replica_nearby_is_queried_before_the_others(monkeypatch: pytest.Monke
     assert asked == set(REPLICAS)
 
 
-def test_a_read_that_is_made_again_asks_the_same_replica(monkeypatch: pytest.MonkeyPatch):
+def test_a_repeated_read_uses_the_same_replica(monkeypatch: pytest.MonkeyPatch):
     for first in range(20):
         once = asked_for_a_range(monkeypatch, (), first=first)
         # In whatever order a server names them: that changes with each append.
@@ -344,7 +344,7 @@ def test_without_those_nearby_the_others_are_queried_and_then_the_server(
     assert all_of_them[4:] == ["server", "server"]
 
 
-def test_a_storage_that_is_near_and_not_engaged_is_not_asked(monkeypatch: pytest.MonkeyPatch):
+def test_a_nearby_storage_that_is_not_engaged_gets_no_request(monkeypatch: pytest.MonkeyPatch):
     asked = asked_for_a_range(monkeypatch, ("s9:1",), down=REPLICAS)
     assert sorted(asked[:4]) == sorted(REPLICAS)
     assert asked[4:] == ["server", "server"]

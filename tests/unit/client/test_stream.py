@@ -125,7 +125,7 @@ def in_doubt(rows: int = 2) -> Story:
     return story
 
 
-def test_rows_in_doubt_are_looked_for_between_the_two_marks():
+def test_rows_in_doubt_are_searched_between_the_two_marks():
     story = in_doubt()
     story.step(stream_events.SendAppends(parcel(2)))
     assert story.done == []  # invariant 1: not before what is in doubt is settled
@@ -183,7 +183,7 @@ def test_a_link_that_breaks_while_reading_back_changes_no_bounds():
     assert (asked.first, asked.last) == (10, 12)
 
 
-def test_an_answer_that_comes_on_the_old_link_counts():
+def test_an_answer_on_the_old_link_counts():
     story = in_doubt()
     story.link(number=2)
     effects = story.step(stream_events.MessageReceived(1, committed(req(1), 10, 11)))
@@ -491,7 +491,7 @@ def test_the_feed_is_mounted_after_its_distance_is_known():
     assert story.stream.phase is Phase.READY
 
 
-def test_a_filter_goes_out_with_the_mount_of_the_feed_only():
+def test_a_filter_is_sent_with_the_mount_of_the_feed_only():
     story = Story()
     story.step(stream_events.Subscribe(4, (7, 9)))
     first = story.link()
@@ -570,7 +570,7 @@ def test_a_gap_in_the_feed_is_never_handed_on():
     assert "gap" in story.stream.failure
 
 
-def test_no_more_is_requested_while_the_application_is_far_behind():
+def test_no_more_is_requested_while_the_application_lags_far():
     story = Story()
     request = story.fed(-1)
     story.receive(feed_batch(request.req_id, 0, *(req(i, 0, 99) for i in range(50))))
@@ -596,7 +596,7 @@ def test_no_requests_before_the_answer_to_a_mount():
     assert story.sent(m.FeedRequest) == [m.FeedRequest(mount.req_id, 49)]
 
 
-def test_a_feed_that_is_far_behind_is_fetched_and_then_resumed():
+def test_a_feed_that_lags_far_is_fetched_and_then_resumed():
     story = Story()
     story.step(stream_events.Subscribe(-1))
     effects = story.mounted(story.link(), 500)
@@ -658,7 +658,7 @@ def test_a_batch_without_an_entry_of_its_own_proves_nothing(last):
     assert story.stream.phase is Phase.READY
 
 
-def test_the_genesis_chain_says_nothing():
+def test_the_genesis_chain_proves_nothing():
     assert bytes(GENESIS_CHAIN) == bytes(16)
     story = Story()
     request = story.fed(-1)

@@ -29,7 +29,7 @@ def test_locks_are_the_golden_ones():
     assert json.loads(text)
 
 
-def test_a_text_key_stands_for_its_crc():
+def test_a_text_key_is_hashed_to_its_crc():
     assert lock("account", "äb") == lock_hash("account", crc32("äb".encode()))
     assert lock("account") == lock("account", 0)
     assert partition_of(lock("account", 7), 5) == spread(lock("account", 7), 5)

@@ -64,7 +64,7 @@ def test_partitions_that_are_handed_over_come_to_a_server_that_is_well(sick):
     assert min(well) >= 2  # no server is given all of it
 
 
-def test_the_remainder_goes_to_the_lowest_ids():
+def test_the_remainder_is_assigned_to_the_lowest_ids():
     found = assigned(PartitionAssignment(), live(5, 2, 9), partition_count=8)
     assert {server: len(owned) for server, owned in found.servers.items()} == {2: 3, 5: 3, 9: 2}
 
@@ -74,7 +74,7 @@ def test_fewer_partitions_than_servers():
     assert found.servers == {1: {0: 1}, 2: {1: 1}, 3: {}}
 
 
-def test_preferred_partitions_go_to_one_that_asks_first_even_beyond_its_share():
+def test_preferred_partitions_are_assigned_to_their_first_server_beyond_its_share():
     servers = live(1, 2, preferred={1: [3, 2, 1, 99], 2: [3, 0]})
     found = assigned(PartitionAssignment(), servers)
     assert found.servers == {1: {1: 1, 2: 1, 3: 1}, 2: {0: 1}}

@@ -118,7 +118,7 @@ def test_any_plan_keeps_the_rules(cluster):
 
 @settings(max_examples=50, deadline=None)
 @given(clusters())
-def test_planning_on_and_on_comes_to_an_end(cluster):
+def test_repeated_planning_ends(cluster):
     servers, owners, loads, preferred = cluster
     balancer = Balancer(BalanceLimits(cooldown_ms=1, sustained_ms=0, settling_ms=2 * WINDOW_MS))
     for number in range(30):
@@ -275,7 +275,7 @@ def test_an_imbalance_that_no_move_improves_is_left_alone(seed):
     assert not cluster.moves
 
 
-def test_a_load_that_comes_and_goes_does_not_take_partitions_with_it_each_time():
+def test_a_load_that_varies_does_not_move_partitions_each_time():
     cluster = Cluster(dict.fromkeys(range(8), 100.0), 2, 1, 0.2)
     for minute in range(60):
         cluster.rates[3] = 1_000.0 if minute % 2 else 100.0

@@ -164,7 +164,7 @@ def test_a_suspended_session_continues_where_it_was():
     asyncio.run(story())
 
 
-def test_a_second_node_of_the_same_server_goes_away():
+def test_a_second_node_of_the_same_server_is_removed():
     async def story():
         world = MemoryWorld()
         session = await world.znodes()

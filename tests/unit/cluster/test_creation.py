@@ -47,7 +47,7 @@ def test_an_assignment_may_be_given():
 
 @pytest.mark.parametrize("partition_count", [1, 985, 986, 987, 988, 2000, 3001])
 @pytest.mark.parametrize("root_version", [NO_NODE, 0, 7])
-def test_the_roots_data_comes_last_and_no_step_is_too_large(partition_count, root_version):
+def test_the_roots_data_is_last_and_no_step_is_too_large(partition_count, root_version):
     paths = ClusterPaths("/w")
     steps = creation_steps(paths, NewCluster("n", partition_count, KEY), root_version=root_version)
     assert all(0 < len(step) <= STEP_OPERATIONS_MAX for step in steps)

@@ -74,7 +74,7 @@ def test_a_server_finds_its_partitions_by_its_id():
 
 
 @in_cluster
-async def test_registering_makes_one_node_that_goes_with_its_session(cluster):
+async def test_registering_creates_one_node_that_is_removed_with_its_session(cluster):
     member, session = cluster.member()
     await member.register(descriptor(3))
     await member.register(descriptor(3))
@@ -363,7 +363,7 @@ async def test_an_unregistered_server_is_not_registered_again_by_following(clust
 
 
 @in_cluster
-async def test_a_membership_that_never_stands_still_is_reported(cluster):
+async def test_a_membership_that_never_stabilizes_is_reported(cluster):
     member, session = cluster.member()
     other, _ = cluster.member()
     await other.register(descriptor(2))

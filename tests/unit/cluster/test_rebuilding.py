@@ -29,7 +29,7 @@ def chosen(logs, *, unanswered=(), count=3):
     return choose(7, logs, groups=GROUPS, replica_count=count, unanswered=unanswered)
 
 
-def test_the_newest_session_goes_before_the_longest_log():
+def test_the_newest_session_precedes_the_longest_log():
     found = chosen({"A": log(3, 900), "B": log(5, 100), "C": log(5, 90)})
     assert (found.source, found.log.synced_max) == ("B", 100)
     assert found.first_members == ("B", "C")

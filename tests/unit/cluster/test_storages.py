@@ -142,7 +142,7 @@ def test_a_storage_that_cannot_be_is_rejected(address, port, said):
         layout().with_storage(address, port, None)
 
 
-def test_a_storage_goes_when_it_holds_nothing():
+def test_a_storage_without_replicas_is_removed():
     assert layout().without_storage(B) == StorageLayout(
         model.ReplicaAssignments({A: (0,)}), {A: 0}, {A: 5281}
     )
@@ -250,7 +250,7 @@ async def test_a_plan_is_carried_out_step_by_step(cluster):
 
 
 @in_cluster
-async def test_a_plan_waits_and_says_for_what(cluster):
+async def test_a_plan_waits_and_reports_the_reason(cluster):
     """C is away: without A the quorum of two would need it."""
     async with cluster.owned(away=[C]):
         progress = []

@@ -87,7 +87,7 @@ def test_the_connect_string_sets_authentication_and_tls(options, auth_file, tls)
         ("?auth=f", "the connect string is empty"),
     ],
 )
-def test_a_bad_one_is_reported_in_a_sentence_with_a_good_one(text, said):
+def test_a_bad_argument_is_reported_with_a_good_example(text, said):
     with pytest.raises(BadConfig) as caught:
         parse_connect_string(text)
     assert said in str(caught.value)

@@ -154,7 +154,7 @@ def test_an_unreadable_range_is_reported_at_the_timeout():
     run(story, replace(IN_MEMORY_CONFIG, request_timeout_ms=500))
 
 
-def test_the_client_knows_partitions_of_a_0_13_server():
+def test_the_client_mounts_partitions_of_a_0_13_server():
     async def story(cluster, client):
         assert await client.has_old_server()
         assert await client.has_old_server([0])

@@ -229,7 +229,7 @@ def test_an_append_seen_in_the_feed_is_committed(mounted):
     assert outcomes(result) == ([11], [Reason.COMMITTED], [-1])
 
 
-def test_a_batch_goes_row_by_row_and_is_answered_once(mounted):
+def test_a_batch_is_judged_row_by_row_and_answered_once(mounted):
     payload = encode_append(
         [1, 2, 3],
         [b"a", b"b", b"c"],
@@ -329,7 +329,7 @@ def test_an_append_may_appear_in_the_log_after_a_flush(mounted):
 
 
 @pytest.mark.parametrize("is_moved", [True, False])
-def test_without_a_proof_nothing_is_reported_and_another_flush_asks(mounted, is_moved):
+def test_without_a_proof_nothing_is_reported_and_the_next_flush_requests_one(mounted, is_moved):
     mounted.say(append(1))
     mounted.now_ms = FLUSH_AFTER_MS
     mounted.wake()
@@ -343,7 +343,7 @@ def test_without_a_proof_nothing_is_reported_and_another_flush_asks(mounted, is_
     assert mounted.wake() == [m.FlushRequest(mine(1))]
 
 
-def test_no_more_is_under_way_than_the_server_takes(mounted):
+def test_no_more_is_in_progress_than_the_server_takes(mounted):
     for sequence in range(1, IN_FLIGHT_MAX + 1):
         assert len(mounted.say(append(sequence))) == 1
     late = IN_FLIGHT_MAX + 1
@@ -402,7 +402,7 @@ def test_the_feed_of_a_writer_continues(mounted):
     assert mounted.sent == [m.FeedRequest(MOUNT, 9)]
 
 
-def test_the_feed_goes_as_far_as_the_stream_asks(table):
+def test_the_feed_is_granted_as_far_as_the_stream_requests(table):
     table.mount(9, wants_feed=True, after=7)
     table.receive(m.FeedSuspended(MOUNT))
     assert table.sent == []

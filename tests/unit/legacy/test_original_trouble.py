@@ -122,7 +122,7 @@ def test_silently_dropped_appends_are_found_by_a_flush():
     run(story)
 
 
-def test_a_later_one_in_the_log_says_that_an_earlier_one_was_lost(monkeypatch):
+def test_a_later_append_in_the_log_shows_that_an_earlier_one_was_lost(monkeypatch):
     monkeypatch.setattr(old_server_stream, "FLUSH_AFTER_MS", 1_000 * HANG_S)
 
     async def story(cluster):
@@ -248,7 +248,7 @@ class Seen(AsyncCallbacks):
 # The feed brings the first, headers fetched in ranges the second (partition_stream.py, invariant
 # 7).
 @pytest.mark.parametrize("behind", [1_000, 21_000])
-def test_a_client_that_is_far_behind_catches_up_and_continues(behind):
+def test_a_client_that_lags_far_catches_up_and_continues(behind):
     async def story(cluster):
         cluster.fill(0, behind, b"old")
         async with client_of(cluster) as client:

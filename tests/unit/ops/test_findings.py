@@ -73,7 +73,7 @@ def test_a_field_that_is_missing_is_our_bug():
         finding("storage-unavailable", "a:1", storage="a:1", start="x")
 
 
-def test_a_finding_of_a_partition_says_of_which():
+def test_a_finding_of_a_partition_names_the_partition():
     fields = {"storage": "a:1", "connect": "z:1/w", "partition": 3}
     assert finding("replica-offline", "3 a:1", **fields).partition == 3
     assert finding("no-server", "servers", start="x").partition is None

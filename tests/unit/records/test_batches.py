@@ -453,7 +453,7 @@ def test_a_range_as_a_table(data: list[bytes]) -> None:
 
 
 @given(st.permutations(batches.READ_SCHEMA.names), st.integers(0, 6))
-def test_only_the_asked_columns_in_the_asked_order(names: list[str], count: int) -> None:
+def test_only_the_requested_columns_in_the_requested_order(names: list[str], count: int) -> None:
     records, lengths = run_of([b"a", b"b"])
     asked = names[:count]
     (found,) = batches.range_to_arrow(records, lengths, [], asked, partition_id=PartitionId(1))
@@ -461,7 +461,7 @@ def test_only_the_asked_columns_in_the_asked_order(names: list[str], count: int)
     assert found.num_rows == (2 if asked else found.num_rows)
 
 
-def test_a_long_range_comes_in_several_batches() -> None:
+def test_a_long_range_is_sent_in_several_batches() -> None:
     data = [b"%d" % n for n in range(2 * batches.ARROW_ROWS_MAX + 5)]
     records, lengths = run_of(data)
     found = batches.range_to_arrow(records, lengths, [], ["data"], partition_id=PartitionId(0))
@@ -472,7 +472,7 @@ def test_a_long_range_comes_in_several_batches() -> None:
     assert [b.num_rows for b in found] == [8192, 8192, 5]
 
 
-def test_a_wide_range_comes_in_several_batches() -> None:
+def test_a_wide_range_is_sent_in_several_batches() -> None:
     data = [bytes(3_000_000)] * 3 + [b"", b""]
     records, lengths = run_of(data)
     found = batches.range_to_arrow(records, lengths, [], ["data"], partition_id=PartitionId(0))

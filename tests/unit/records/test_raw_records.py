@@ -166,7 +166,7 @@ def test_lengths_that_cut_records_elsewhere_are_found() -> None:
     assert raw_records.first_bad_record(records, shifted) == 0
 
 
-def test_a_record_that_lies_about_its_length_is_found() -> None:
+def test_a_record_with_a_wrong_length_is_found() -> None:
     body = RECORD_PREFIX.pack(0, REQ_ID.to_bytes(), 0, 99, 0) + b"data"
     records = body + crc32(body).to_bytes(4, "big")
     assert raw_records.first_bad_record(records, np.array([44])) == 0

@@ -282,7 +282,7 @@ def test_a_foreign_session_in_between_breaks_the_thread():
     assert not bench.all_reported(SessionOpened)[-1].unbroken
 
 
-def test_a_claim_of_ours_behind_a_foreign_session_does_not_repair_the_thread():
+def test_a_claim_of_ours_after_a_foreign_session_does_not_repair_the_thread():
     """The second claim finds our own name, of a session that never opened."""
     bench = Bench()
     bench.open()
@@ -717,7 +717,7 @@ def test_one_replica_is_a_quorum_of_one():
     assert bench.all_reported(SessionOpened)[-1].high_water_mark == 0
 
 
-def test_a_mark_that_was_exposed_never_goes_back():
+def test_a_mark_that_was_exposed_never_decreases():
     """All disks lose what was acknowledged: nothing opens over it, and the log reports it."""
     bench = Bench()
     bench.open()

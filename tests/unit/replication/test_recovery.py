@@ -215,7 +215,7 @@ def test_a_replica_that_is_no_longer_assigned_disappears():
     assert list(recovery.opening_states(6, [A, B], [A, B])) == [A, B]
 
 
-def test_a_replica_that_was_engaged_later_than_zookeeper_knows_reports_a_rollback():
+def test_a_replica_engaged_later_than_zookeepers_session_reports_a_rollback():
     recovery = Recovery(Origin.RECORDED, engaged(A, B, session=5))
     later = replace(prepared(9, session=6), engaged_session=6)
     assert "was engaged in session 6" in recovery.objection(later)

@@ -163,7 +163,7 @@ def test_a_copy_from_a_source_with_other_batches_is_cut_and_repeated():
     assert bench.logs()[C] == bench.logs()[B]
 
 
-def test_the_wanting_replica_is_lost_while_its_copy_is_under_way():
+def test_the_wanting_replica_is_lost_while_its_copy_is_in_progress():
     bench = Bench()
     behind(bench, C)
     source = run_until(bench, wire.RangeRaw)
@@ -319,7 +319,7 @@ def with_marks(*, above=3):
     return bench
 
 
-def test_irreparable_damage_below_the_old_mark_holds_up_no_mark():
+def test_irreparable_damage_below_the_old_mark_delays_no_mark():
     bench = with_marks()
     bench.storages[B].disk.damaged = {1}
     real = rejects_repairs(bench, B)
@@ -440,7 +440,7 @@ def test_unsynced_records_are_not_requested_from_a_peer():
     assert not bench.storages[B].disk.damaged
 
 
-def test_a_peer_with_the_same_damage_is_not_asked():
+def test_a_peer_with_the_same_damage_gets_no_request():
     bench = running()
     reports_damage(bench, A, 3)
     reports_damage(bench, B, 3)

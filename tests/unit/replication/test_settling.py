@@ -37,7 +37,7 @@ def lineage(*entries):
     return LineageResponse(9, 1, 0, GENESIS_CHAIN, batches)
 
 
-def test_an_unbroken_thread_without_doubt_asks_nothing():
+def test_an_unbroken_claim_with_nothing_in_doubt_sends_no_request():
     past, replica = settling(5)
     past.begin(0)
     assert (past.outcome, replica.supplier) == (Settled(9, 5), [])
@@ -57,7 +57,7 @@ def test_the_last_batch_of_a_log_that_others_may_have_written_reports_its_stamp(
     assert past.outcome == Settled(9, 5, 777)
 
 
-def test_doubt_is_read_back_window_by_window_after_the_stamp():
+def test_rows_in_doubt_are_read_back_window_by_window_after_the_stamp():
     past, replica = settling(9, unbroken=False, in_doubt=InDoubtIds(7, 3, 8))
     past.begin(0)
     past.answered(replica, lineage((9, 9, 8, 777)), 0)

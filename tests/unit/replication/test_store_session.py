@@ -147,7 +147,7 @@ def test_another_storage_at_the_address_is_not_used():
     assert bench.reports("replica.rejected")[0]["replica"] == A
 
 
-def test_zookeeper_that_knows_nothing_of_a_batchs_session_is_not_trusted():
+def test_a_zookeeper_without_the_session_of_a_batch_is_not_trusted():
     """Its data was rolled back; the log of an older session would win, and cut committed ids."""
     bench = Bench()
     bench.open()
@@ -179,7 +179,7 @@ def test_zookeeper_that_knows_nothing_of_a_batchs_session_is_not_trusted():
 
 
 @pytest.mark.parametrize("is_left_out", [True, False])
-def test_a_replica_that_knows_a_later_session_is_in_none(monkeypatch, is_left_out):
+def test_a_replica_with_a_later_session_is_in_none(monkeypatch, is_left_out):
     """One that ZooKeeper has as left out cannot keep the others from theirs: if there has been a
     later session, one of them knows it, too."""
     bench = Bench()
@@ -321,7 +321,7 @@ def test_a_silent_storage_times_out_and_is_dialed_again():
 # I: late replicas
 
 
-def test_a_late_replica_joins_after_it_has_caught_up_and_zookeeper_knows():
+def test_a_late_replica_joins_after_it_has_caught_up_and_zookeeper_has_recorded_it():
     bench = Bench()
     bench.down = {C}
     bench.open()

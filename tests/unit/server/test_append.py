@@ -292,7 +292,7 @@ def test_commit_stamps_continue_from_the_last_owners() -> None:
     assert [batch.stamp_ms for batch in world.submitted] == [900, 1_000]
 
 
-def test_the_committed_batch_comes_with_its_lineage_before_its_answers() -> None:
+def test_the_committed_batch_and_its_lineage_precede_its_answers() -> None:
     world = World()
     world.single()
     world.turn(wall_ms=9)
@@ -535,7 +535,7 @@ def test_a_full_window_stops_the_turns_until_something_lands() -> None:
     assert world.wants_turn
 
 
-def test_a_large_request_goes_alone() -> None:
+def test_a_large_request_is_sent_alone() -> None:
     world = World()
     world.single()
     world.single(BOB, data=LARGE, cost=LARGE_BYTES)
@@ -596,7 +596,7 @@ def test_small_requests_pass_a_waiting_large_one() -> None:
 # --- pieces
 
 
-def test_while_the_server_is_shared_a_large_batch_goes_in_pieces() -> None:
+def test_a_large_batch_is_processed_in_pieces_on_a_shared_server() -> None:
     world = World()
     world.share()
     rows = [bytes((number,)) * (PIECE_BYTES // 2) for number in range(5)]
@@ -664,7 +664,7 @@ def flooded(world: World, *, flush: bool = False) -> ReqId:
     return flood
 
 
-def test_a_mount_that_goes_between_two_pieces_takes_the_rest_with_it() -> None:
+def test_a_mount_that_ends_between_two_pieces_drops_the_rest() -> None:
     world = World()
     flood = flooded(world)
     done = world.submitted[0].last + 1
@@ -678,7 +678,7 @@ def test_a_mount_that_goes_between_two_pieces_takes_the_rest_with_it() -> None:
     assert len(world.submitted) == 1
 
 
-def test_a_lost_piece_keeps_all_behind_it_out() -> None:
+def test_a_lost_piece_keeps_all_after_it_out() -> None:
     world = World()
     flood = flooded(world)
     lost = world.submitted[0].last + 1
@@ -739,7 +739,7 @@ def test_a_connection_that_closes_between_two_pieces_leaves_its_flush_once() -> 
     assert again.pipeline.close(A) == [Reached(1)]
 
 
-def test_giving_up_in_the_middle_of_a_batch_leaves_it_in_doubt() -> None:
+def test_an_end_in_the_middle_of_a_batch_leaves_it_in_doubt() -> None:
     world = World()
     flood = flooded(world)
     queued = world.single()
@@ -895,7 +895,7 @@ def test_a_request_may_be_settled_in_the_middle() -> None:
     }
 
 
-def test_giving_up_reports_queued_from_doubtful() -> None:
+def test_an_end_distinguishes_queued_from_submitted_appends() -> None:
     world = World()
     in_flight = world.single()
     world.turn()

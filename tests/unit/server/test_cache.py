@@ -203,7 +203,7 @@ def fed(cache: FeedCache, first: int, last: int) -> bytes:
     return cache.read(TransactionId(first), TransactionId(last))
 
 
-def test_the_ring_goes_round() -> None:
+def test_the_ring_wraps_around() -> None:
     cache = FeedCache(20 * 10 + 3)
     assert (cache.capacity, cache.size_bytes) == (10, 200)
     feed(cache, 0, 6)

@@ -187,7 +187,7 @@ def test_a_preference_that_was_removed_is_not_restored(
     asyncio.run(story())
 
 
-def test_a_cancelled_hand_over_holds_up_no_other() -> None:
+def test_a_cancelled_hand_over_delays_no_other() -> None:
     async def story() -> None:
         coordinator = Handing()
         server = server_of(coordinator, 0, 1)

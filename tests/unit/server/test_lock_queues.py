@@ -179,7 +179,7 @@ def test_read_locks_and_their_order_make_a_queue_too() -> None:
     assert [req_id in answered for req_id in (*same, other)] == [True, False, True]
 
 
-def test_a_disconnected_writer_holds_up_no_other() -> None:
+def test_a_disconnected_writer_delays_no_other() -> None:
     world = World()
     world.single(write=[HOT])
     world.turn()

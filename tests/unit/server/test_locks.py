@@ -87,7 +87,7 @@ def test_which_locks_are_entered(kind: str, enters: bool) -> None:
     assert table.estimate(2) == 0
 
 
-def test_a_row_stands_for_its_highest_lock() -> None:
+def test_a_row_represents_its_highest_lock() -> None:
     table = table_at(0)
     judge(table, {"w": [1]}, {"w": [2]}, {"w": [3]})
     found = judge(table, {"w": [1], "r": [3, 2]}, mark=0, high=3)

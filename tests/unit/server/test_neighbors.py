@@ -132,7 +132,7 @@ async def test_a_rejection_that_did_not_reach_zookeeper_is_reported_again():
 
 
 @on_loop
-async def test_a_lost_connection_alone_says_nothing():
+async def test_a_lost_connection_alone_logs_nothing():
     async with world() as here:
         listener = await here.listen()
         here.neighbors.follow(view_of(ServerDescriptor(OTHER, HOST, listener.port)))

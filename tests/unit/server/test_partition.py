@@ -243,7 +243,7 @@ def ready() -> World:
 # --- appends and sessions
 
 
-def test_an_append_goes_to_the_store_and_is_answered_when_committed() -> None:
+def test_an_append_is_submitted_to_the_store_and_answered_when_committed() -> None:
     world = ready()
     req_id = world.append()
     assert world.partition.wake_at_ms == world.now_ms
@@ -336,7 +336,7 @@ def test_requests_time_out_without_a_session() -> None:
     assert world.error(mark) == errors.Unavailable.code
 
 
-def test_the_store_is_woken_when_it_asked_to_be() -> None:
+def test_the_store_is_woken_at_the_requested_time() -> None:
     world = ready()
     world.store.wake_at_ms = 70
     assert world.partition.wake_at_ms == 70
@@ -1149,7 +1149,7 @@ def test_an_owner_that_continues_alone_sends_no_requests() -> None:
     assert world.fetches == []
 
 
-def test_an_abandoned_partition_forgets_the_replicas_it_asked() -> None:
+def test_an_abandoned_partition_forgets_the_replicas_with_open_requests() -> None:
     world = World(lock_refill_count_max=100)
     world.open(5, unbroken=False)
     (fetch,) = world.fetches

@@ -83,7 +83,7 @@ async def test_a_link_that_breaks_right_after_the_greeting_is_not_waited_for(mon
 
 
 @on_loop
-async def test_an_answer_that_comes_too_late_is_dropped():
+async def test_a_late_answer_is_dropped():
     async with storage() as (there, replica), asyncio.TaskGroup() as tasks:
         links = ReadLinks(KEY, 4)
         # The link is there before time counts: a cancelled dial has asked for nothing.

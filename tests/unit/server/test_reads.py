@@ -172,7 +172,7 @@ def test_replicas_nearby_take_turns() -> None:
     assert sorted(asked) == sorted(3 * REPLICAS[:2])
 
 
-def test_a_failed_fetch_goes_to_every_replica_and_then_waits() -> None:
+def test_a_failed_fetch_is_sent_to_every_replica_and_then_waits() -> None:
     each = reads()
     fetch = fetch_of(ask(each, 0, 9))
     tried = [fetch.replica]
@@ -276,7 +276,7 @@ def test_an_answer_of_an_old_session_still_counts() -> None:
 
 
 @pytest.mark.parametrize("is_good", [True, False])
-def test_a_read_under_way_still_counts_after_a_timeout(is_good: bool) -> None:
+def test_a_read_in_progress_still_counts_after_a_timeout(is_good: bool) -> None:
     each = reads(fetches_max=1)
     fetch = fetch_of(ask(each, 0, 9, sequence=1))
     each.abandon()
@@ -314,7 +314,7 @@ def test_abandoning_returns_the_requests() -> None:
     assert each.fetched(fetch.token, headers(fetch, 10), 0) == []
 
 
-def test_a_batch_that_a_storage_has_made_up_gives_the_feed_no_chain() -> None:
+def test_an_invented_batch_of_a_storage_gives_the_feed_no_chain() -> None:
     each = reads()
     fetch = fetch_of(each.headers(TransactionId(0), TransactionId(9)))
     lineage = tuple(
@@ -327,7 +327,7 @@ def test_a_batch_that_a_storage_has_made_up_gives_the_feed_no_chain() -> None:
     assert (stretch.first, len(stretch.headers), stretch.chain_at) == (0, 40, 0)
 
 
-def test_the_chain_that_goes_with_feed_headers() -> None:
+def test_the_chain_of_feed_headers() -> None:
     each = reads(mark=-1)
     for first, last in ((0, 1), (2, 2), (3, 9)):
         count = last - first + 1

@@ -99,7 +99,7 @@ def test_a_file_that_came_with_no_sync_is_gone(disk):
     assert disk.list(ROOT) == ["f"]
 
 
-def test_a_failed_sync_lies_to_the_next_one(disk):
+def test_after_a_failed_sync_the_next_one_reports_a_false_success(disk):
     file = disk.open(PATH)
     file.pwrite([b"b"], 0)
     disk.plan(disk.step_count + 1, DiskFault.FAILS)
@@ -186,7 +186,7 @@ def test_a_fault_can_be_planned_for_calls_or_reads_and_reports_its_time(disk):
     file.sync()
 
 
-def test_a_disk_that_lies_has_synced_nothing(disk):
+def test_a_disk_with_false_syncs_has_synced_nothing(disk):
     disk.is_lying = True
     file = disk.open(PATH)
     file.pwrite([b"b"], 0)

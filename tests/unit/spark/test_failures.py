@@ -153,7 +153,7 @@ def test_other_texts_are_not_our_errors(text: str) -> None:
         f"\tat org.apache.spark.Some.method(Some.scala:1)\n{OURS}",
     ],
 )
-def test_our_words_in_what_a_user_says_are_the_users(text: str) -> None:
+def test_our_words_in_a_users_text_belong_to_the_user(text: str) -> None:
     assert trailing_error(text) is None
     assert error_of(ValueError(text)) is None
 

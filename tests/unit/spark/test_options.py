@@ -38,7 +38,7 @@ def test_every_option_of_the_table_is_known_in_any_case() -> None:
     check_names({option.name.upper(): "x" for option in OPTIONS})
 
 
-def test_no_cluster_says_all_three_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_no_cluster_lists_all_three_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WALTZ_CONNECT", raising=False)
     with pytest.raises(BadConfig) as caught:
         parse_read({})

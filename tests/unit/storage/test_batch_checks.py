@@ -37,7 +37,7 @@ def test_a_chain_is_followed_to_the_first_batch_that_does_not_continue():
     assert check_chain(lied, 0, GENESIS_CHAIN, crcs) == 1
 
 
-def test_a_run_that_is_not_what_it_says_is_rejected():
+def test_a_run_that_differs_from_its_header_is_rejected():
     records, lengths, entries = make_batches(4, [3, 2], KEY)
     bad = bytearray(records)
     bad[2 * RECORD_BYTES + 44] ^= 1

@@ -593,7 +593,7 @@ def test_dropped_pages_are_read_from_the_disk_again(tmp_path):
     assert not any(there)
 
 
-def test_each_piece_of_a_file_that_is_read_through_comes_from_the_disk(tmp_path):
+def test_each_piece_of_a_sequential_read_is_read_from_the_disk(tmp_path):
     """Whatever it was written by: the system has it in folios that may be larger than a piece."""
     file, written, piece = RealDisk().open(tmp_path / "f", create=True), 2 * MIB, MIB // 4
     size = 3 * written

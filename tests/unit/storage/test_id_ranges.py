@@ -45,7 +45,7 @@ def test_ranges_are_counted_and_reported():
     assert (in_words(ranges), in_words(())) == ("3..3,7..11", "")
 
 
-def test_a_shorter_log_has_no_damage_behind_its_end():
+def test_a_shorter_log_has_no_damage_after_its_end():
     ranges = (IdRange(3, 3), IdRange(7, 11))
     assert damage_until(ranges, 8) == (IdRange(3, 3), IdRange(7, 8))
     assert damage_until(ranges, 6) == (IdRange(3, 3),)

@@ -49,7 +49,7 @@ def test_reads_and_writes_take_turns_and_appends_go_together():
     ]
 
 
-def test_the_scrubs_piece_goes_first_and_once():
+def test_the_scrubs_piece_runs_first_and_once():
     one = lane(writes=[OWNER.make(Engage, 1)], reads=[a_read()], piece=ScrubPiece(7, 100))
     assert [kinds(one.take_next()) for _ in range(3)] == [
         [ScrubPiece(7, 100)],
@@ -66,7 +66,7 @@ def test_a_group_is_bounded(monkeypatch):
     assert [len(one.take_next()[0]) for _ in range(4)] == [2, 2, 1, 0]
 
 
-def test_no_work_is_taken_while_work_is_under_way():
+def test_no_work_is_taken_while_work_is_in_progress():
     one = lane(reads=[a_read()])
     one.work = SimpleNamespace()
     with pytest.raises(AssertionError):

@@ -83,7 +83,7 @@ def test_a_read_that_fails_is_an_empty_answer():
     assert locks.newest(100) == b""
 
 
-def test_a_full_disk_holds_up_no_other_partition():
+def test_a_full_disk_delays_no_other_partition():
     disk = new_disk()
     locks = new_file(disk)
     disk.capacity_bytes = 0

@@ -273,7 +273,7 @@ def test_checked_records_are_counted(large):
     assert large.reader.segment_end(100) == 102
 
 
-def test_verifying_passes_over_the_damage_that_it_stands_in_and_no_other(log):
+def test_verifying_skips_only_the_damage_at_its_position(log):
     log.rot(10)
     assert log.reader.verify(8, 1 << 20) == 10
     lineage = ROOT / segment_name(0, ".chn")
@@ -342,7 +342,7 @@ def test_verifying_finds_what_is_wrong_on_the_disk_and_right_in_memory(large):
     assert large.slots.slot.damaged == (IdRange(11, 11), IdRange(60, 60))
 
 
-def test_verifying_drops_no_block_before_it_comes_to_it(large):
+def test_verifying_drops_no_block_before_it_has_reached_it(large):
     path = ROOT / segment_name(0, ".seg")
     large.disk.rot_unseen(path, SEGMENT_HEADER_BYTES + 60 * RECORD_BYTES + 44)
     assert large.reader.verify(0, 10 * RECORD_BYTES) == 10

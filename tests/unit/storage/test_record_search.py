@@ -49,7 +49,7 @@ def test_a_scan_stops_at_a_wrong_record_and_a_search_finds_the_next_good_one():
     assert find_record(file, size, 0, size=size, starts=NOWHERE) is None
 
 
-def test_a_record_ends_where_it_says_if_that_is_in_the_file():
+def test_a_record_ends_at_its_length_if_that_is_in_the_file():
     disk = new_disk()
     fill_segment(new_segment(disk), [3])
     file, size = disk.open(SEG), len(disk.content(SEG))
@@ -120,7 +120,7 @@ def test_without_an_index_a_record_with_no_space_before_it_ends_no_hole():
     assert search_of(disk)(2) == (6, offset_of(6))
 
 
-def test_a_record_above_the_last_hides_none_behind_it():
+def test_a_record_above_the_last_hides_none_after_it():
     disk = with_later_records(offset_of(8) + 30)
     disk.put(IDX, disk.content(IDX)[:SEGMENT_HEADER_BYTES])
     assert search_of(disk, last=9)(2) is None
@@ -136,7 +136,7 @@ def test_a_record_above_the_last_that_was_confirmed_ends_no_hole():
     assert search_of(disk, last=6)(6) is None
 
 
-def test_an_index_that_knows_nothing_is_searched_for_once(monkeypatch):
+def test_an_empty_index_is_searched_for_once(monkeypatch):
     disk = new_disk()
     fill_segment(new_segment(disk), [20])
     known = disk.content(IDX)

@@ -227,7 +227,7 @@ def test_falling_back_to_the_older_slot_rejects_all_sessions_so_far():
     assert opened(disk, info=INFO._replace(session_id=4))[1].slot.promised == 5
 
 
-def test_a_session_that_only_the_log_knows_of_was_promised_too():
+def test_a_session_that_only_the_log_contains_was_promised_too():
     """The lost slot may have been the only one with its promise; its batches are in the log."""
     disk = new_disk()
     written(disk, [3], promised=0, last_session=0)
@@ -666,7 +666,7 @@ def test_adopted_records_are_read_again_after_a_restart():
         slots.close()
 
 
-def test_an_opening_that_is_interrupted_anywhere_comes_to_the_same_end():
+def test_an_opening_that_is_interrupted_anywhere_has_the_same_result():
     for step in range(1, 80):
         disk = new_disk()
         _, records, entries = written(disk, [3, 2], [4, 3], acked=3)
@@ -836,7 +836,7 @@ def test_lost_batches_at_the_end_of_an_older_segment_are_made_up():
         assert (content(segments), segments.chain) == (records, entries[-1].chain)
 
 
-def test_batches_behind_the_last_record_are_cut():
+def test_batches_after_the_last_record_are_cut():
     disk = new_disk()
     _, records, entries = written(disk, [3], [4])
     seg = path_of(3, ".seg")

@@ -247,7 +247,7 @@ def test_in_an_older_segment_all_that_is_missing_is_damage():
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])
-def test_bytes_behind_an_older_segment_are_cut_only_where_all_of_it_was_found(is_damaged):
+def test_bytes_after_an_older_segment_are_cut_only_where_all_of_it_was_found(is_damaged):
     disk = new_disk()
     fill_segment(new_segment(disk), [6])
     disk.put(SEG, disk.content(SEG) + b"more")
@@ -258,7 +258,7 @@ def test_bytes_behind_an_older_segment_are_cut_only_where_all_of_it_was_found(is
     assert disk.content(SEG).endswith(b"more") == is_damaged
 
 
-def test_an_index_that_lies_is_seen_and_repaired():
+def test_a_wrong_index_is_detected_and_repaired():
     disk = new_disk()
     records, _ = fill_segment(new_segment(disk), [6])
     disk.flip(IDX, SEGMENT_HEADER_BYTES + 8 * 3 + 7, 4)

@@ -130,7 +130,7 @@ def test_an_unknown_segment_is_removed_by_a_cut():
     assert [name for name in disk.list(ROOT) if name.endswith(".seg")] == [segment_name(0, ".seg")]
 
 
-def test_the_batch_that_a_cut_goes_through_gets_its_new_entry_once():
+def test_a_batch_that_is_cut_gets_its_new_entry_once():
     segments, _, entries = straddling(new_disk())
     cut = entries[1]._replace(last=5, chain=bytes(range(16)))
     for _ in range(2):

@@ -383,7 +383,7 @@ def test_an_unexpected_message_is_rejected(bench):
     assert bench.refusal(1, owner.make(SuccessResponse)) is errors.BadRequest
 
 
-def test_a_heartbeat_is_answered_at_once_while_work_is_under_way(bench):
+def test_a_heartbeat_is_answered_at_once_while_work_is_in_progress(bench):
     owner = bench.owned(5)
     bench.send(1, owner.append(), owner.make(Heartbeat))
     assert isinstance(bench.answers(1)[-1], HeartbeatAnswer)
@@ -711,7 +711,7 @@ def test_a_full_disk_rejects_appends_and_still_reads(bench):
     assert bench.ask(1, owner.append()).synced_max == 2
 
 
-def test_the_marker_moves_when_a_log_comes_to_rest(bench):
+def test_the_marker_moves_when_a_log_becomes_idle(bench):
     owner = bench.owned(5)
     assert bench.service.wake_at_ms is None
     bench.ask(1, owner.append(2))
@@ -903,7 +903,7 @@ def test_a_pass_over_a_whole_log_reports_nothing(bench):
     assert reported_damage(bench) == []
 
 
-def test_a_piece_waits_for_work_under_way_and_goes_before_what_waits(make):
+def test_a_piece_waits_for_current_work_and_runs_before_queued_work(make):
     bench = make(scrub=Scrub(bytes_per_s=0))
     owner = bench.owned(5)
     bench.ask(1, owner.append(6))

@@ -269,7 +269,7 @@ def test_an_error_of_one_opening_is_raised_when_all_are_done():
     assert sorted(opened) == [0, *range(2, 20)]
 
 
-def test_a_drop_that_hangs_holds_up_its_own_partition_only():
+def test_a_drop_that_hangs_delays_its_own_partition_only():
     async def main():
         engine = Directory(0, 1, 2)
         async with following(engine) as follower:

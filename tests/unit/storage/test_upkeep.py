@@ -122,7 +122,7 @@ def test_a_log_that_does_not_open_after_a_change_states_the_reason(engine, monke
     assert facts_of(engine, 1, is_served=False).reason == "rotten"
 
 
-def test_copies_go_behind_the_log_and_set_no_mark(engine):
+def test_copies_go_after_the_log_and_set_no_mark(engine):
     carry_out(engine, admin_tasks.Assign(1))
     owner = Owner(5, 1)
     assert carry_out(engine, admin_tasks.PutCopy(copy_of(owner))) == 2
@@ -223,6 +223,6 @@ def test_a_copy_does_not_confirm_an_unconfirmed_mark(engine):
     assert log.slot.provisional is not None
 
 
-def test_a_change_knows_its_partition():
+def test_a_change_contains_its_partition():
     assert upkeep.partition_of(admin_tasks.Assign(2)) == 2
     assert upkeep.partition_of(admin_tasks.PutCopy(copy_of(Owner(5, 1)))) == 1

@@ -69,7 +69,7 @@ def test_without_authorities_those_of_the_system_are_trusted(files, monkeypatch)
     assert len(context.get_ca_certs()) >= 1
 
 
-def test_the_connect_string_names_the_authorities_or_says_a_word(files):
+def test_the_connect_string_contains_a_tls_file_or_a_mode(files):
     for place, count, mode in (
         (files.authorities, 1, ssl.CERT_REQUIRED),
         ("unverified", 0, ssl.CERT_NONE),

@@ -86,7 +86,7 @@ def test_messages_that_come_with_the_hello_follow_it():
     assert events[1:] == [message, message]
 
 
-def test_keep_alive_says_nothing():
+def test_keep_alive_has_no_effect():
     dialler, listener = pair()
     message = SuccessResponse(1, 2, 3)
     stream = dialler.keep_alive() + sent(dialler, message) + dialler.keep_alive()
@@ -106,7 +106,7 @@ def test_a_frame_of_another_language_ends_the_connection(start):
 
 
 @pytest.mark.parametrize("start", [b"\x16\x03\x01\x02\x00", b"\x15\x03\x03\x00\x02"])
-def test_a_peer_that_speaks_tls_is_reported_as_that(start):
+def test_a_peer_that_uses_tls_is_reported_as_such(start):
     assert failure(storage(is_listener=True), start + bytes(2)) == "expected plain TCP, found TLS"
     # Later it would be anything, and is reported as it is.
     _, listener = pair()
@@ -123,7 +123,7 @@ def test_messages_before_a_failure_are_handed_out():
     assert len(events) == 2
 
 
-def test_after_a_failure_nothing_goes_in_or_out():
+def test_after_a_failure_nothing_is_received_or_sent():
     dialler, listener = pair()
     failure(listener, b"garbage")
     assert listener.receive(sent(dialler, SuccessResponse(1, 2, 3))) == []

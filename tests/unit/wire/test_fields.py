@@ -68,7 +68,7 @@ def read(kind, data):
 
 
 @pytest.mark.parametrize(("kind", "value", "data"), LAYOUTS)
-def test_a_value_lies_as_the_table_says(kind, value, data):
+def test_a_value_is_encoded_as_in_the_table(kind, value, data):
     assert put(kind, value) == data
     assert read(kind, data) == value
 
