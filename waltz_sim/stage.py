@@ -329,23 +329,23 @@ class Stage:
 
         Rescue(self.cluster, on_answer)
 
-    def stranger_requests(self, name: str, session_id: str) -> None:
+    def outsider_requests(self, name: str, session_id: str) -> None:
         """Let a process that owns no partition request a session from a storage."""
         identity = (bytes(16), NO_STORAGE_ID, self.cluster.key, 1)
-        self._stranger(name, Prepare(int(session_id), 1, self.cluster.partition_id, *identity))
+        self._outsider(name, Prepare(int(session_id), 1, self.cluster.partition_id, *identity))
 
-    def stranger_appends(self, name: str, session_id: str) -> None:
+    def outsider_appends(self, name: str, session_id: str) -> None:
         """Let a process append in a session that it has not requested."""
         nothing = (0, b"", b"", 0, GENESIS_CHAIN, ())
-        self._stranger(name, AppendRaw(int(session_id), 1, self.cluster.partition_id, *nothing))
+        self._outsider(name, AppendRaw(int(session_id), 1, self.cluster.partition_id, *nothing))
 
-    def _stranger(self, name: str, request: StorageMessage) -> None:
+    def _outsider(self, name: str, request: StorageMessage) -> None:
         def on_answer(answers: PeerAnswers) -> None:
             for each in answers:
-                what = each.message if isinstance(each, Nack) else "as you say"
-                self.narrator.narrate(f"{name} to a stranger: {what}")
+                what = each.message if isinstance(each, Nack) else "promised"
+                self.narrator.narrate(f"{name} to an outsider: {what}")
 
-        SimPeer(self.cluster, "stranger").request(self._storage(name), [request], on_answer)
+        SimPeer(self.cluster, "outsider").request(self._storage(name), [request], on_answer)
 
     # ---- the application
 
@@ -473,8 +473,8 @@ _COMMANDS: Final[dict[str, Callable[..., None]]] = {
     r"take ([A-E]) (offline|online)": Stage.set_available,
     r"empty ([A-E])": Stage.empty,
     r"declare what the storages have": Stage.declare,
-    r"let a stranger ask ([A-E]) for session (\d+)": Stage.stranger_requests,
-    r"let a stranger append to ([A-E]) in session (\d+)": Stage.stranger_appends,
+    r"let an outsider ask ([A-E]) for session (\d+)": Stage.outsider_requests,
+    r"let an outsider append to ([A-E]) in session (\d+)": Stage.outsider_appends,
     r"append (\d+)( at once)?": Stage.append,
     r"writes go on": Stage.writes_continue,
     r"writes end": Stage.writes_end,
