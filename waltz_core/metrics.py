@@ -133,7 +133,7 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
         "Replicas whose acknowledgements count for a commit.",
     ),
     (
-        "server_replica_wait_ms",
+        "server_replica_wait_seconds",
         _GAUGE,
         _REPLICA,
         "Time for which a replica has owed an answer; 0 if that is less than a second.",

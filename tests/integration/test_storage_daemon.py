@@ -408,7 +408,7 @@ def test_work_that_does_not_end_in_time_keeps_its_files_until_it_has(tmp_path, m
     storages = []
 
     async def main():
-        storage = StorageDaemon(config_for(tmp_path, writer_threads_count=1), CLUSTER, None)
+        storage = StorageDaemon(config_for(tmp_path, writer_thread_count=1), CLUSTER, None)
         storages.append(storage)
         async with at_an_append(storage, begun) as (_, stop):
             stop.set()

@@ -165,7 +165,7 @@ def table() -> str:
         why = (SWITCHES[trace.switch].__doc__ or "").strip().splitlines()[0]
         rules = ", ".join(sorted(trace.rules))
         faults = len(trace.schedule.faults)
-        size = f"{faults} faults, {trace.schedule.setup.duration_ms} ms"
+        size = f"{faults} fault{'s' * (faults != 1)}, {trace.schedule.setup.duration_ms} ms"
         lines.append(f"| `{trace.switch}` | {why} | {trace.seeds_needed} | {rules} | {size} |")
     return "\n".join([*lines, ""])
 

@@ -291,7 +291,9 @@ class Coordinator:
                     _version(marker),
                 )
             before = after
-        raise errors.CoordinatorUnavailable(f"{path} changes faster than it can be read")
+        raise errors.CoordinatorUnavailable(
+            f"{path}: other processes changed it during each attempt to read it"
+        )
 
     async def write_partition(
         self,
@@ -359,7 +361,9 @@ class Coordinator:
             except errors.CoordinatorConflict:
                 continue
             return new
-        raise errors.CoordinatorUnavailable(f"{path} changes faster than it can be written")
+        raise errors.CoordinatorUnavailable(
+            f"{path}: other processes changed it during each attempt to write it"
+        )
 
     async def register_storage_id(self, address: ReplicaId, storage_id: UUID) -> UUID:
         """Register the storage at `address`, and return the id that is registered for it.

@@ -184,7 +184,9 @@ class WriteRegistry:
             new = replace(old, attempt=old.attempt + 1, runs=runs)
             if await self._try_write([Set(path, new.to_bytes(), node.stat.version)]):
                 return new
-        raise errors.CoordinatorUnavailable(f"{path} changes faster than it can be written")
+        raise errors.CoordinatorUnavailable(
+            f"{path}: other processes changed it during each attempt to write it"
+        )
 
     async def _check_continues(self, write: str, task: int) -> None:
         state = await self.read(write)
@@ -244,7 +246,9 @@ class WriteRegistry:
             done = replace(found, summary=dict(summary), keep_ms=keep_ms)
             if await self._try_write([Set(path, done.to_bytes(), node.stat.version)]):
                 return done
-        raise errors.CoordinatorUnavailable(f"{path} changes faster than it can be written")
+        raise errors.CoordinatorUnavailable(
+            f"{path}: other processes changed it during each attempt to write it"
+        )
 
     async def forget(self, write: str, *, expired_ms: int | None = None) -> bool:
         """Remove a write; a task that still runs ends at its next mount (rule 5).

@@ -207,8 +207,8 @@ class StorageConfig(TlsConfig, ZooKeeperConfig):
     scrub_bytes_per_s: int = _bytes(
         4 * MIB,
         "Rate at which old records are read again, over all partitions, so that the storage "
-        "finds rot while other replicas can repair it. 0: no scrub. Too slow: a terabyte takes "
-        "weeks. Too fast: reads and syncs wait for it.",
+        "finds silent corruption while other replicas can repair it. 0: no scrub. Too slow: a "
+        "terabyte takes weeks. Too fast: reads and syncs wait for it.",
         minimum=0,
         maximum=4 * GIB,
     )
@@ -223,7 +223,7 @@ class StorageConfig(TlsConfig, ZooKeeperConfig):
         "Whether the disk keeps what it reports as synced. False: after every restart of the "
         "machine a replica is suspect until it is repaired.",
     )
-    writer_threads_count: int = setting(
+    writer_thread_count: int = setting(
         4,
         "Threads that write and sync, one call at a time for a partition. Too few: partitions "
         "wait for each other's syncs. Too many: they contend for the disk.",
@@ -321,7 +321,7 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
         "from it.",
         minimum=16 * MIB,
     )
-    connection_in_flight_max: int = setting(
+    connection_in_flight_count_max: int = setting(
         1_024,
         "Unanswered appends and batches of one connection. Over the limit, the server does not "
         "read from it.",
@@ -398,7 +398,7 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
     partition_fetches_max: int = setting(
         8, "Concurrent reads from storages for one partition.", minimum=1, maximum=1_024
     )
-    fences_count_max: int = setting(
+    fence_count_max: int = setting(
         262_144,
         "Disconnected clients of one partition whose latest connection the server remembers, to "
         "reject older connections of the same client ID.",
@@ -486,7 +486,7 @@ class ClientConfig(TlsConfig, ZooKeeperConfig):
 
     kind: ClassVar[str] = "client"
 
-    dial_timeout_ms: int = _ms(5_000, "Time that connecting to a server may take.")
+    server_connect_timeout_ms: int = _ms(5_000, "Time that connecting to a server may take.")
     request_timeout_ms: int = _ms(
         30_000,
         "Time that an append may take before its outcome is unknown. Too short: unknown "

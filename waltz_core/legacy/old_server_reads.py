@@ -225,7 +225,9 @@ class HeaderFeed:
             raise errors.Unreachable(str(error)) from error
         if (link.version or 0) > VERSION_MAX:
             link.abort("not a 0.13 server")
-            raise errors.Unreachable(f"{address}: it is not a Waltz 0.13 server any more")
+            raise errors.Unreachable(
+                f"{address}: expected a Waltz 0.13 server, found a later version"
+            )
         self._link, self._next = link, first
         req_id = ReqId(ClientId(self.client_id), self._owner.generation, self._partition_id, 1)
         link.send(messages.MountRequest(req_id, first - 1, connection_sequence))

@@ -173,7 +173,7 @@ class LocalCluster:
     ) -> None:
         self.directory = directory.absolute()
         if zookeeper_count < 1:
-            raise BadConfig(f"a cluster has 1 ZooKeeper or more, found {zookeeper_count}")
+            raise BadConfig(f"zookeeper_count: expected at least 1, found {zookeeper_count}")
         self._counts = (zookeeper_count, storage_count, server_count, partition_count)
         self._usual_ports = usual_ports
         self._port_base = port_base

@@ -268,7 +268,7 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         ),
         _row(
             "replica-opening",
-            "partition {partition}: {storage} opens its log, which may take minutes: wait",
+            "partition {partition}: {storage} is opening its log; this may take minutes",
             _REPEAT_DOCTOR,
         ),
         _row(

@@ -12,8 +12,9 @@ Rules (docs/design/correctness.md 2.1 F):
     5. The mark is set only when the log ends there with the goal's chain.
     6. Before the log is cut, its newest batch must be known: the owner first checks that its
        session is known to ZooKeeper.
-    7. A source that could not read its batches has made up others, which are marked as such. They
-       serve only its own records: they are never copied, and no other log is cut to match them.
+    7. A source that could not read its batches has reconstructed others, which are marked as such.
+       They serve only its own records: they are never copied, and no other log is cut to match
+       them.
 
 The steps, each derived from the known state and never twice in flight:
 
@@ -400,7 +401,7 @@ def verify_batches(answer: RangeBytes, chain_before: Chain) -> Chain:
     """Check that a range of whole batches continues the chain; return the chain after it.
 
     Raises:
-        ChecksumMismatch: the chain differs, or the source's batches are made up (rule 7).
+        ChecksumMismatch: the chain differs, or the source's batches are reconstructed (rule 7).
         BadFormat: the lineage does not cover the records.
     """
     if bytes(answer.chain_before) != chain_before:
@@ -464,7 +465,7 @@ def pairs_of(damaged: bytes | memoryview) -> list[tuple[TransactionId, Transacti
 
 
 def _check_not_reconstructed(source: LineageResponse, own: LineageResponse) -> None:
-    """Raise if the source has made up batches where the replica has real ones (rule 7)."""
+    """Raise if the source has reconstructed batches where the replica has real ones (rule 7)."""
     real = [entry for entry in own.lineage if entry.session_id != RECONSTRUCTED]
     for entry in source.lineage if real else ():
         if entry.session_id == RECONSTRUCTED and (

@@ -7,8 +7,8 @@ Rules (docs/design/correctness.md 2.3 and 2.4, row 21):
     1. Batches of an earlier session are recognized by the session in the lineage, never by IDs.
     2. If another owner may have written the log, commit stamps continue from the last one in the
        log, whatever this server's clock shows.
-    3. A batch that a replica has made up has neither session nor stamp: it does not prove that a
-       session's batches are missing from the log.
+    3. A batch that a replica has reconstructed has neither session nor stamp: it does not prove
+       that a session's batches are missing from the log.
 """
 
 from collections.abc import Sequence

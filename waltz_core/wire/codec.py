@@ -103,7 +103,9 @@ def encode(message: Message, version: int) -> list[Buffer]:
 def decode(surface: Surface, version: int, payload: memoryview) -> Message:
     """Return the message in a payload; raise RemoteProtocolError for invalid bytes."""
     if len(payload) == 0:
-        raise RemoteProtocolError(f"surface {surface.name} {version}: a message without a type")
+        raise RemoteProtocolError(
+            f"surface {surface.name} {version}: expected a message type, found an empty payload"
+        )
     plan = _plans(surface, version).get(payload[0])
     if plan is None:
         raise RemoteProtocolError(

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 CONFIG: Final = ClientConfig(
     request_timeout_ms=4_000,
     mount_timeout_ms=1_500,
-    dial_timeout_ms=1_500,
+    server_connect_timeout_ms=1_500,
     retry_interval_ms_min=20,
     retry_interval_ms_max=400,
     range_bytes_max=64 * KIB,
@@ -317,7 +317,7 @@ class _Links(ServerLinks):
 
     def __init__(self, author: ContextClient) -> None:
         super().__init__(
-            dial_timeout_s=CONFIG.dial_timeout_ms / 1000,
+            dial_timeout_s=CONFIG.server_connect_timeout_ms / 1000,
             late_answers_s=CONFIG.request_timeout_ms / 1000,
         )
         self._author = author

@@ -49,7 +49,7 @@ IN_MEMORY_CONFIG = ClientConfig(
     retry_interval_ms_max=50,
     zookeeper_connect_timeout_ms=3_000,
     mount_timeout_ms=3_000,
-    dial_timeout_ms=1_000,
+    server_connect_timeout_ms=1_000,
 )
 
 

@@ -293,7 +293,7 @@ async def placed_client(
 @pytest.mark.parametrize("is_placed", [False, True], ids=["watches", "was placed"])
 @pytest.mark.parametrize("what", ["dialed", "asked", "appended"])
 def test_a_client_of_a_frozen_server_turns_to_the_next_owner(what: str, is_placed: bool) -> None:
-    config = replace(IN_MEMORY_CONFIG, request_timeout_ms=60_000, dial_timeout_ms=60_000)
+    config = replace(IN_MEMORY_CONFIG, request_timeout_ms=60_000, server_connect_timeout_ms=60_000)
 
     @on_virtual_loop
     @mock.patch.object(net, "HELLO_S_MAX", 60.0)

@@ -37,7 +37,7 @@ class Files:
         (self.directory / str(segment)).write_bytes(bytes(SKIPPED) + records)
 
     def take(self, door, question, *, timeout_s):
-        assert (door, timeout_s) == ("the door", 5.0)
+        assert (door, timeout_s) == ("the name", 5.0)
         partition_id, segment = decode_segment(question)
         assert partition_id == 3
         self.taken.append(segment)
@@ -71,7 +71,7 @@ def files(tmp_path, monkeypatch):
 
 @pytest.fixture
 def reader():
-    made = Nearby("the door", 3, timeout_s=5.0)
+    made = Nearby("10.0.0.2:15280", "the name", 3, timeout_s=5.0)
     yield made
     made.close()
 
@@ -191,11 +191,11 @@ def test_a_thread_waits_for_what_is_on_the_disk(files, reader, monkeypatch, erro
 
 
 def test_nothing_is_read_while_a_thread_is_still_busy_with_a_cancelled_read(files, monkeypatch):
-    is_running, reader = threading.Event(), Nearby("the door", 3, timeout_s=0.05)
+    is_running, reader = threading.Event(), Nearby("10.0.0.2:15280", "the name", 3, timeout_s=0.05)
 
     def hangs(_door, question, *, timeout_s):
         assert is_running.wait(HANG_S)
-        return files.take("the door", question, timeout_s=100 * timeout_s)
+        return files.take("the name", question, timeout_s=100 * timeout_s)
 
     monkeypatch.setattr(nearby_module.handover, "take", hangs)
 

@@ -162,7 +162,7 @@ def test_a_view_of_larger_items_is_a_local_error():
 @pytest.mark.parametrize(
     ("data", "why"),
     [
-        (b"", "without a type"),
+        (b"", "an empty payload"),
         (b"\xff", "no message of type 255"),
         (b"\x07", "cannot be read"),
         (b"\x07" + bytes(21), "1 bytes after its last field"),

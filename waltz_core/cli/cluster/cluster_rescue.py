@@ -187,8 +187,8 @@ async def _decide(
     if not is_accepted:
         return {
             **shown,
-            "summary": f"nothing was changed; with --yes the log of {chosen} becomes the log of "
-            f"partition {partition_id}, and records that only others have are lost",
+            "summary": f"nothing was changed. Hint: add --yes to make the log of {chosen} the "
+            f"log of partition {partition_id}; records that only others have are then lost.",
         }
     _check_needed(partition_id, answers)
     members = await _declare(command, partition_id, answers, chosen)

@@ -80,13 +80,13 @@ async def doctor(*, connect: str | None, directory: Path, timeout_s: float, as_j
     else:
         for line in as_text(facts, found):
             print_result(line)
-    return 1 if found else 0
+    return 1 if found or facts.cluster is None else 0
 
 
 doctor.details = (
     f"It changes nothing. It reports problems that last for {RECHECK_AFTER_S:g} s, each with a "
     "command in which you replace the words in capitals. Exit code 0: no problem; 1: problems, or "
-    "no process could be queried. docs/doctor.md lists all findings."
+    "the cluster could not be queried. docs/doctor.md lists all findings."
 )
 
 

@@ -75,5 +75,5 @@ async def _state_of(address: str) -> str:
         response = await query(address, PartitionsHealthResponse, PartitionsHealthRequest)
     except WaltzError as error:
         return f"does not answer: {error}"
-    ill = [partition for partition, is_healthy in response.healthy if not is_healthy]
-    return f"no open session: partitions {ranges_of(ill)}" if ill else OK
+    unhealthy = [partition for partition, is_healthy in response.healthy if not is_healthy]
+    return f"no open store session: partitions {ranges_of(unhealthy)}" if unhealthy else OK

@@ -90,7 +90,7 @@ class AsyncWaltzClient(OpenedByConnect):
         self.random = Random()  # noqa: S311 - spreads retries, keeps no secret
         self._ssl = tls.dialing(config, connect)
         self.links = ServerLinks(
-            dial_timeout_s=config.dial_timeout_ms / 1000,
+            dial_timeout_s=config.server_connect_timeout_ms / 1000,
             late_answers_s=config.request_timeout_ms / 1000,
             silent=directory.mark_suspect,
             ssl=self._ssl,
@@ -542,7 +542,7 @@ class AsyncWaltzClient(OpenedByConnect):
             replicas or NO_REPLICAS,
             from_server,
             first=query.first,
-            timeout_s=self.config.dial_timeout_ms / 1000,
+            timeout_s=self.config.server_connect_timeout_ms / 1000,
             ssl=self._ssl,
         )
         try:

@@ -89,8 +89,11 @@ RequestGrant = Callable[[], Awaitable[ReadGrant]]
 class Nearby:
     """Reads one partition in one session from one storage on this machine."""
 
-    def __init__(self, door: str, partition_id: PartitionId, *, timeout_s: float) -> None:
-        self._door = door
+    def __init__(
+        self, address: str, socket_name: str, partition_id: PartitionId, *, timeout_s: float
+    ) -> None:
+        self._address = address
+        self._socket_name = socket_name
         self._partition_id = partition_id
         self._timeout_s = timeout_s
         self._files: dict[TransactionId, FileIO] = {}
@@ -115,7 +118,7 @@ class Nearby:
             ChecksumMismatch: a record is damaged.
         """
         if self._is_reading:
-            raise errors.Unreachable(f"{self._door}: a read is not done yet")
+            raise errors.Unreachable(f"{self._address}: a read is not done yet")
         grant = self._grant
         if grant is None or not grant.first <= first < grant.next:
             grant = self._grant = await query()
@@ -153,7 +156,7 @@ class Nearby:
                 return await loop.run_in_executor(None, read)
         except TimeoutError as error:
             raise errors.Unreachable(
-                f"{self._door}: nothing was read within {self._timeout_s} s"
+                f"{self._address}: nothing was read within {self._timeout_s} s"
             ) from error
 
     def _close_all_but(self, segments: Collection[TransactionId]) -> None:
@@ -181,7 +184,7 @@ class Nearby:
         if raw_records.proven_crcs(records, lengths, first, records_crc=crc) is None:
             raise errors.ChecksumMismatch(
                 f"partition {self._partition_id}: one of the records {first}.."
-                f"{first + lengths.size - 1} of {self._door} is damaged"
+                f"{first + lengths.size - 1} in the files of storage {self._address} is damaged"
             )
         return records
 
@@ -193,7 +196,7 @@ class Nearby:
         try:
             if file is None:
                 request = encode_segment(self._partition_id, segment)
-                taken = handover.take(self._door, request, timeout_s=self._timeout_s)
+                taken = handover.take(self._socket_name, request, timeout_s=self._timeout_s)
                 file = self._files[segment] = FileIO(taken)
             while part:
                 count = os.preadv(file.fileno(), [part[:_PIECE_BYTES]], offset, flags)
@@ -203,7 +206,7 @@ class Nearby:
                 if not count:
                     raise errors.ReadFailed(
                         f"partition {self._partition_id}: expected {len(part)} more bytes at "
-                        f"{offset} of segment {segment} of {self._door}, found its end"
+                        f"{offset} of segment {segment} of {self._address}, found its end"
                     )
                 crc = crc32(part[:count], crc)
                 part = part[count:]
@@ -211,7 +214,7 @@ class Nearby:
         except (OSError, ValueError) as error:  # a file that was closed meanwhile is a ValueError
             if flags and isinstance(error, OSError) and error.errno in _WOULD_WAIT:
                 raise BlockingIOError(error.errno, str(error)) from error
-            raise errors.ReadFailed(f"segment {segment} of {self._door}: {error}") from error
+            raise errors.ReadFailed(f"segment {segment} of {self._address}: {error}") from error
         return crc
 
 

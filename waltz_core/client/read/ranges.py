@@ -492,10 +492,10 @@ class ReplicaReader:
             ) from error
 
     def _nearby_at(self, address: str) -> Nearby | None:
-        door = socket_name_of(self._replicas.cluster_key, address)
-        if not handover.is_offered(door):
+        name = socket_name_of(self._replicas.cluster_key, address)
+        if not handover.is_offered(name):
             return None
-        return Nearby(door, self._partition_id, timeout_s=self._timeout_s)
+        return Nearby(address, name, self._partition_id, timeout_s=self._timeout_s)
 
     def _stop_nearby(self) -> None:
         """Let the storage send the records from now on."""

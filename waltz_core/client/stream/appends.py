@@ -549,7 +549,8 @@ def error_of(partition_id: PartitionId, row: PendingRow, outcome: RowOutcome) ->
     if outcome.reason == Reason.AHEAD:
         return errors.ClientAhead(
             f"{where}: the client's high-water mark {row.mark} is above the log's "
-            f"{outcome.high_water_mark}: another cluster, or the log was lost"
+            f"{outcome.high_water_mark}. Hint: the client may be "
+            "connected to another cluster, or the log was lost."
         )
     if outcome.reason == Reason.TOO_LARGE:
         return errors.TooLarge(

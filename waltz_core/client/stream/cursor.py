@@ -120,12 +120,14 @@ class FeedCursor:
         if count > 0 and size == count * FEED_HEADER_BYTES and not message.picked:
             picked = None
         elif not self.header_values or count <= 0 or len(message.picked) % 4:
-            return f"a feed batch of {count} has {size} bytes of headers"
+            expected = count * FEED_HEADER_BYTES
+            return f"feed batch of {count}: expected {expected} header bytes, found {size}"
         else:
             offsets = np.frombuffer(message.picked, dtype=">i4").astype(np.int64)
             rises = bool((np.diff(offsets, prepend=-1, append=count) > 0).all())
             if not rises or size != offsets.size * FEED_HEADER_BYTES:
-                return f"a feed batch of {count} has {size} bytes of headers, {offsets.size} picked"
+                rows = f"headers of {offsets.size} rows"
+                return f"feed batch of {count}: expected {rows}, found {size} bytes"
             picked = (offsets + message.first).tolist()
         if self.header_values:
             values = np.frombuffer(message.headers, dtype=FEED_HEADER_DTYPE)["header"]

@@ -176,7 +176,8 @@ class Membership:
 
     def _changes_too_fast(self) -> errors.CoordinatorUnavailable:
         return errors.CoordinatorUnavailable(
-            f"{self._nodes.paths.servers} changes faster than it can be written"
+            f"{self._nodes.paths.servers}: other processes changed it during each attempt to "
+            "write it"
         )
 
     async def _wait_for_owners(self) -> None:
@@ -510,7 +511,9 @@ class Membership:
             if registered is not None:
                 assignment = decode_node(path, node, model.PartitionAssignment.from_bytes)
                 return _Membership(node.stat, assignment, registered)
-        raise errors.CoordinatorUnavailable(f"{path} changes faster than it can be read")
+        raise errors.CoordinatorUnavailable(
+            f"{path}: other processes changed it during each attempt to read it"
+        )
 
     async def _read_descriptors(
         self, names: tuple[str, ...], signal: Signal | None

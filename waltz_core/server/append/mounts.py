@@ -101,7 +101,8 @@ class Mounts:
         if mark > place.high_water_mark:
             return ClientAhead(
                 f"{place}: the client's high-water mark {mark} is above the log's "
-                f"{place.high_water_mark}: another cluster, or the log was lost"
+                f"{place.high_water_mark}. Hint: the client may be "
+                "connected to another cluster, or the log was lost."
             )
         excess = self._excess(message, connection, place)
         client_id, sequence = message.req_id.client_id, message.connection_sequence

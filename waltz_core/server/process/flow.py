@@ -36,7 +36,7 @@ NUMBER_BYTES: Final = 40
 class FlowLimits(NamedTuple):
     """See the module's rules."""
 
-    connection_in_flight_max: int
+    connection_in_flight_count_max: int
     connection_in_flight_bytes_max: int
     memory_bytes_max: int
     range_bytes_max: int
@@ -172,7 +172,7 @@ class Flow:
 
     def _has_capacity(self, account: _Account) -> bool:
         limits = self._limits
-        if account.is_congested or account.count >= limits.connection_in_flight_max:
+        if account.is_congested or account.count >= limits.connection_in_flight_count_max:
             return False
         bytes_max = limits.connection_in_flight_bytes_max
         if isinstance(account.waiting[0], RangeRequest):

@@ -337,8 +337,8 @@ class Waits:
         slow = {each for each, wait_ms in waits_ms.items() if wait_ms >= SLOW_REPLICA_MS}
         for each in sorted(slow | self._slow):
             self._metrics.set(
-                "waltz_server_replica_wait_ms",
-                waits_ms[each] if each in slow else 0,
+                "waltz_server_replica_wait_seconds",
+                waits_ms[each] / 1_000 if each in slow else 0,
                 partition=self._partition_id,
                 replica=each,
             )

@@ -66,7 +66,7 @@ GENERATION: Final = Generation(1)
 _NEVER_COUNT: Final = 1 << 62
 _NONE: Final = BEFORE_FIRST.to_bytes(8, "big", signed=True)
 _FLOW: Final = FlowLimits(
-    connection_in_flight_max=1_024,
+    connection_in_flight_count_max=1_024,
     connection_in_flight_bytes_max=64 * MIB,
     memory_bytes_max=512 * MIB,
     range_bytes_max=4 * MIB,

@@ -521,7 +521,7 @@ def limits_of(config: ServerConfig, partition_count: int) -> PartitionLimits:
         feed_grant_count_min=config.feed_grant_count_min,
         range_bytes_max=config.range_bytes_max,
         fetches_max=config.partition_fetches_max,
-        fences_max=config.fences_count_max,
+        fences_max=config.fence_count_max,
         mark_staleness_ms_max=config.mark_staleness_ms_max,
         open_wait_ms=config.open_wait_ms,
         checkpoint_interval_count=config.checkpoint_interval_count,
@@ -544,7 +544,7 @@ def store_limits_of(config: ServerConfig) -> SessionLimits:
 def _flow_limits(config: ServerConfig) -> FlowLimits:
     held = config.lock_table_bytes_max + config.feed_cache_bytes + config.transaction_cache_bytes
     return FlowLimits(
-        connection_in_flight_max=config.connection_in_flight_max,
+        connection_in_flight_count_max=config.connection_in_flight_count_max,
         connection_in_flight_bytes_max=config.connection_in_flight_bytes_max,
         memory_bytes_max=max(config.memory_bytes_max - held, 16 * MIB),
         range_bytes_max=config.range_bytes_max,

@@ -534,7 +534,7 @@ def _feed_stretch(run: _Run) -> FeedHeaders:
     headers = heads[:, RECORD_HEADER.size - raw_records.FEED_HEADER_BYTES :].tobytes()
     chain_at, chain = BEFORE_FIRST, GENESIS_CHAIN
     for entry in reversed(run.lineage):
-        # A made-up batch of a storage has a chain that no other replica has.
+        # A reconstructed batch of a storage has a chain that no other replica has.
         if run.first <= entry.last <= run.last and entry.session_id != RECONSTRUCTED:
             chain_at, chain = entry.last, entry.chain
             break

@@ -280,7 +280,7 @@ LINEAGE_HEADER: Final = ByteLayout(
 _BATCH_FIELDS = (
     Field("first", "q"),
     Field("last", "q"),
-    Field("session id", "q", "-1: adopted from Waltz 0.13; -2: made up for a lost entry"),
+    Field("session id", "q", "-1: adopted from Waltz 0.13; -2: reconstructed for a lost entry"),
     Field("commit stamp", "q", "ms since 1970; 0: none"),
     Field("chain", "16s", "after this batch"),
 )

@@ -621,7 +621,7 @@ class _Opening:
 
 
 def _last_true_end(segments: Segments) -> TransactionId:
-    """Return the end of the last batch that is not made up; unreadable ones count as made up."""
+    """Return the end of the last batch that is readable and not reconstructed."""
     for segment in reversed(segments.all):
         for place in range(segment.lineage.count - 1, -1, -1):
             with suppress(BadFormat, ChecksumMismatch):

@@ -151,9 +151,9 @@ class StorageDaemon:
         self._ssl = tls.listening(config)
         self._cluster = cluster
         self._coordinator = coordinator
-        self._writers = Writers(config.writer_threads_count, self._work_done)
+        self._writers = Writers(config.writer_thread_count, self._work_done)
         # For rare calls: opening, closing, files other than the logs.
-        self._pool = CallThreads(config.writer_threads_count, "storage-helper")
+        self._pool = CallThreads(config.writer_thread_count, "storage-helper")
         self._loop = asyncio.get_running_loop()
         self._links: dict[ConnectionId, Link] = {}
         self._numbers = count(1)

@@ -440,8 +440,9 @@ class Engine:
         try:
             if slots.fell_back:
                 raise ReplicaSuspect(
-                    f"partition {partition_id}: expected two control slots, found one; open it "
-                    "first, to find out what it may have promised"
+                    f"partition {partition_id}: expected 2 valid control slots, found 1. Hint: "
+                    "make the partition available first, so that its opening limits what it may "
+                    "have promised."
                 )
             sequence = self._control.info(partition_id).sequence + 1
             slots.write(replace(slots.slot, old_sequence=sequence))

@@ -305,12 +305,14 @@ class StorageService:
         requested = Promise(session, message.nonce)
         if session <= promise.session_id and requested != promise:
             raise SessionFenced(
-                f"partition {message.partition_id}: session {session} comes after "
-                f"{promise.session_id} was promised to another owner"
+                f"partition {message.partition_id}: session {session} rejected: the replica has "
+                f"promised session {promise.session_id} to another owner"
             )
         why: WaltzError = SessionFenced(f"session {session} was prepared")
         if requested == promise:  # rule 10
-            why = ConnectionSuperseded(f"a later connection of session {session}'s owner is here")
+            why = ConnectionSuperseded(
+                f"replaced by a later connection of the owner of session {session}"
+            )
             if lane.owner is not None and request.connection < lane.owner:
                 raise why
         # First the promise: the rejected owners get this session in the error, not their own.
