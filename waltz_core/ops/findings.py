@@ -90,9 +90,9 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         ),
         _row(
             "no-cluster",
-            "there is no cluster at {connect}; the command creates a new, empty one. If there was "
-            "one, ZooKeeper's data is lost: run `cluster rebuild-metadata` instead (When "
-            "ZooKeeper's data is lost, in docs/operations.md)",
+            "there is no cluster at {connect}. Hint: the command creates a new, empty one. If "
+            "there was one, ZooKeeper's data is lost: run `cluster rebuild-metadata` instead (When"
+            " ZooKeeper's data is lost, in docs/operations.md)",
             "waltz-core cluster create {connect} --partitions COUNT --storage HOST:PORT:ADMIN_PORT",
         ),
         _row(
@@ -127,27 +127,27 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         ),
         _row(
             "server-silent",
-            "server {server} accepts connections but does not answer ({why}): stop its process and "
-            "start it again",
+            "server {server} accepts connections but does not answer ({why}). Hint: stop its "
+            "process and start it again.",
             _START,
         ),
         _row(
             "server-tls-failed",
-            "the TLS handshake with server {server} fails ({why}): name the cluster's TLS settings "
-            "in the connect string (?tls=), or check the server's certificate",
+            "the TLS handshake with server {server} fails ({why}). Hint: name the cluster's TLS "
+            "settings in the connect string (?tls=), or check the server's certificate.",
             _DOCTOR,
         ),
         _row(
             "server-unreachable",
-            "server {server} is assigned no partitions, because other servers cannot connect to it "
-            "({why}). Check its advertised_host and advertised_port, its certificate, and the "
-            "network between the servers",
+            "server {server} is assigned no partitions, because other servers cannot connect to it"
+            " ({why}). Hint: check its advertised_host and advertised_port, its certificate, and "
+            "the network between the servers.",
             _REPEAT_DOCTOR,
         ),
         _row(
             "assignment-stale",
             "partitions are not assigned to the running servers: the lead server {server} has not "
-            "written a new assignment; stop its process and start it again",
+            "written a new assignment. Hint: stop its process and start it again.",
             _START,
         ),
         _row(
@@ -158,41 +158,41 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         ),
         _row(
             "storage-out-of-reach",
-            "server {server} cannot connect to storage {storage}, which answers this machine: "
-            "check the network between them (the command tests the connection from the machine "
-            "that runs it)",
+            "server {server} cannot connect to storage {storage}, which answers this machine. "
+            "Hint: check the network between them; the command tests the connection from the "
+            "machine that runs it.",
             "waltz-core storage validate --connect {connect} --storage {storage}",
         ),
     ),
     Area.STORAGES: (
         _row(
             "storage-unavailable",
-            "storage {storage} does not answer: {why}; if its process runs, it may be reading its "
-            "files after a crash: wait for it",
+            "storage {storage} does not answer: {why}. Hint: if its process runs, it may be "
+            "reading its files after a crash; wait for it.",
             _START,
         ),
         _row(
             "storage-silent",
-            "storage {storage} accepts connections but does not answer ({why}): stop its process "
-            "and start it again",
+            "storage {storage} accepts connections but does not answer ({why}). Hint: stop its "
+            "process and start it again.",
             _START,
         ),
         _row(
             "storage-tls-failed",
-            "the TLS handshake with storage {storage} fails ({why}): name the cluster's TLS "
-            "settings in the connect string (?tls=), or check the storage's certificate",
+            "the TLS handshake with storage {storage} fails ({why}). Hint: name the cluster's TLS "
+            "settings in the connect string (?tls=), or check the storage's certificate.",
             _DOCTOR,
         ),
         _row(
             "storage-unresponsive",
             "storage {storage} accepts requests, but its threads do not complete them ({why}), as "
-            "when a disk hangs: check the disk, stop the process and start it again",
+            "when a disk hangs. Hint: check the disk, stop the process and start it again.",
             _START,
         ),
         _row(
             "storage-starting",
             "storage {storage} is starting: it reads its files, which may take minutes after a "
-            "crash, and opens its port afterwards; wait, and do not stop it",
+            "crash, and opens its port afterwards. Hint: wait, and do not stop it.",
             _REPEAT_DOCTOR,
         ),
         _row(
@@ -209,14 +209,14 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         ),
         _row(
             "storage-cluster-mismatch",
-            "the storage at {storage} belongs to another cluster: stop it, and start the one whose "
-            "directory belongs to this cluster",
+            "the storage at {storage} belongs to another cluster. Hint: stop it, and start the one"
+            " whose directory belongs to this cluster.",
             _START,
         ),
         _row(
             "storage-id-mismatch",
-            "storage {found} answers at {storage}, but {expected} is registered there: stop it and "
-            "start the registered one, or let an empty one take its place",
+            "storage {found} answers at {storage}, but {expected} is registered there. Hint: stop "
+            "it and start the registered one, or let an empty one take its place.",
             "waltz-core cluster replace-storage {storage} {storage} --connect {connect}",
         ),
         _row(
@@ -232,13 +232,13 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         _row(
             "storage-slow",
             "storage {storage} takes {took} ms to answer an append, {times} times as long as the "
-            "others: check its disk, its network and the load of its machine",
+            "others. Hint: check its disk, its network and the load of its machine.",
             _REPEAT_DOCTOR,
         ),
         _row(
             "storage-clock-skew",
-            "the clock of storage {storage} is {seconds} s {way} this machine's clock: synchronize "
-            "both",
+            "the clock of storage {storage} is {seconds} s {way} this machine's clock. Hint: "
+            "synchronize both.",
             _SYNC_CLOCK,
         ),
     ),
@@ -256,14 +256,14 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         _row(
             "replica-left-over",
             "storage {storage} has files of partitions {partitions}, which are assigned to other "
-            "storages; the command deletes these files",
+            "storages. Hint: the command deletes these files.",
             "waltz-core storage remove-partition --connect {connect} --storage {storage} "
             "--partition {partitions} --delete-files",
         ),
         _row(
             "replica-stuck",
             "partition {partition}: {storage} answers, but requests for this log do not complete, "
-            "as when a disk hangs: check the disk, stop the process and start it again",
+            "as when a disk hangs. Hint: check the disk, stop the process and start it again.",
             _START,
         ),
         _row(
@@ -311,7 +311,8 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         _row(
             "no-trusted-quorum",
             "partition {partition}: only {able} of {count} replicas have a trusted log, {quorum} "
-            "are required. The command lists what could be lost; add --yes to accept the loss",
+            "are required. Hint: the command lists what could be lost; add --yes to accept the "
+            "loss.",
             "waltz-core cluster accept-replicas {partition} --connect {connect}",
         ),
         _row(
@@ -342,8 +343,8 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         ),
         _row(
             "partition-served-by-another",
-            "partition {partition}: server {server} serves it, but {owner} owns it; stop the "
-            "process of {server} and start it again",
+            "partition {partition}: server {server} serves it, but {owner} owns it. Hint: stop the"
+            " process of {server} and start it again.",
             _START,
         ),
         _row(
@@ -377,10 +378,10 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         ),
         _row(
             "metadata-lost",
-            "partition {partition} has records, but ZooKeeper has lost its metadata. All nodes of "
-            "the cluster must be rebuilt, and all storages must answer. Stop all servers and "
-            "storages, and delete the old nodes. Then start the storages, and the servers while "
-            "the last command waits for them",
+            "partition {partition} has records, but ZooKeeper has lost its metadata. Hint: all "
+            "nodes of the cluster must be rebuilt, and all storages must answer. Stop all servers "
+            "and storages, and delete the old nodes. Then start the storages, and the servers "
+            "while the last command waits for them.",
             "{rebuild}",
         ),
         _row(

@@ -52,7 +52,7 @@ def test_findings_are_numbered_with_their_commands(gathered, capsys):
     gathered[:] = [without(healthy(), A)]
     assert main(["doctor", "--connect", CONNECT]) == 1
     sentence, command = capsys.readouterr().out.splitlines()
-    assert sentence.startswith(f"1. storage {A} does not answer: refused; ")
+    assert sentence.startswith(f"1. storage {A} does not answer: refused. Hint: ")
     assert command == "   waltz-core storage run --config storage.toml"
 
 

@@ -153,7 +153,7 @@ def test_without_zookeeper_only_that_is_reported(case):
         f"--connect '{CONNECT}?auth=FILE'"
     )
     case.facts = Facts(CONNECT, is_no_cluster=True)
-    assert case.the_only("no-cluster").sentence.startswith(f"there is no cluster at {CONNECT}; ")
+    assert case.the_only("no-cluster").sentence.startswith(f"there is no cluster at {CONNECT}. Hint: ")
 
 
 def test_a_node_of_zookeeper(case):
@@ -634,7 +634,7 @@ def test_a_storage_that_answers_appends_much_later_than_the_others(case):
     case.server(1, append_times={A: (30, 180_000), **usual})
     case.server(2, append_times={A: (10, 100_000)})
     assert case.the_only("storage-slow").sentence.startswith(
-        f"storage {A} takes 160 ms to answer an append, 64 times as long as the others: "
+        f"storage {A} takes 160 ms to answer an append, 64 times as long as the others. Hint: "
     )
     for times in (
         {A: (30, 180_000)},  # nothing to compare it with
