@@ -15,7 +15,7 @@ from tests.integration.test_server_daemon import ALICE, BOB, cluster, connect, r
 from tests.loops import until
 from tests.original_client import Req, Wire
 from tests.patience import HANG_S
-from waltz_core.legacy import old_client
+from waltz_core.legacy import legacy_client
 from waltz_core.records.record import PartitionId
 from waltz_core.server.process.server_daemon import Server
 
@@ -303,7 +303,7 @@ def test_a_later_connection_of_a_client_ends_the_earlier_one() -> None:
 def test_requests_without_a_mount_are_answered_or_left_open(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(old_client, "MARK_WAIT_S", 0.2)
+    monkeypatch.setattr(legacy_client, "MARK_WAIT_S", 0.2)
 
     async def main() -> None:
         async with cluster() as (_, server), dialing(server) as dial:

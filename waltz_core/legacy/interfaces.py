@@ -95,7 +95,7 @@ class Query(Protocol):
         """The limit in bytes."""
 
 
-class OldRecords(NamedTuple):
+class LegacyRecords(NamedTuple):
     """The records up to `last`; `lengths` are those of whole records, empty for headers."""
 
     last: TransactionId

@@ -11,7 +11,7 @@ a partition over at any moment; `waltz_core.replication` keeps that safe.
     read              feeds and ranges, from memory or from a storage
     partition_events  the events and effects of a partition, and its limits
 
-The adapter for 0.13 clients is `waltz_core.legacy.old_client`.
+The adapter for 0.13 clients is `waltz_core.legacy.legacy_client`.
 
 Everything from `partition` down is pure: no clock, no sockets, no tasks.
 

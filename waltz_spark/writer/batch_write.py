@@ -93,7 +93,7 @@ def new_job(options: WriteOptions, schema: StructType, write: str | None) -> Job
 
 
 def _job_at(client: WaltzClient, options: WriteOptions, write: str | None) -> Job:
-    if options.exactly_once and client.has_old_server():
+    if options.exactly_once and client.has_legacy_server():
         raise BadConfig(
             "option 'exactlyOnce': partitions of this cluster are at a Waltz 0.13 server, which "
             "does not support exactly-once writes. Hint: use exactlyOnce=false."

@@ -40,7 +40,7 @@ class Cluster:
 
 
 class Link:
-    is_old_server = False
+    is_legacy_server = False
 
     def __init__(self, cluster, address, is_bulk):
         self.cluster, self.address, self.is_bulk = cluster, address, is_bulk

@@ -1,12 +1,12 @@
 """The partitions of one connection to an original, and what they share."""
 
-from waltz_core.legacy.old_server_link import (
-    OldServerLink,
+from waltz_core.legacy.legacy_server_link import (
+    LegacyServerLink,
     OwnershipProven,
     ReceivedFromOld,
     SendToOld,
 )
-from waltz_core.legacy.old_server_stream import FLUSH_AFTER_MS, Prove, ToServer, ToStream
+from waltz_core.legacy.legacy_server_stream import FLUSH_AFTER_MS, Prove, ToServer, ToStream
 from waltz_core.machine import Wakeup
 from waltz_core.records.record import ReqId
 from waltz_core.wire import messages as m
@@ -22,7 +22,7 @@ def sent_by(effects):
 
 
 def test_mounts_share_a_sequence_and_each_partition_gets_its_own_answers():
-    link = OldServerLink()
+    link = LegacyServerLink()
     for partition, sequence in ((0, 5), (1, 6)):
         mount = m.MountWriter(mount_id(partition), sequence, LATEST_MARK, wants_feed=False)
         link.step(SendToOld(mount), 0)
@@ -45,4 +45,6 @@ def test_mounts_share_a_sequence_and_each_partition_gets_its_own_answers():
 
 
 def test_messages_for_other_partitions_are_ignored():
-    assert OldServerLink().step(ReceivedFromOld([m.HighWaterMarkResponse(mount_id(3), 9)]), 0) == []
+    assert (
+        LegacyServerLink().step(ReceivedFromOld([m.HighWaterMarkResponse(mount_id(3), 9)]), 0) == []
+    )

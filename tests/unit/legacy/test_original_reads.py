@@ -12,7 +12,7 @@ from waltz_core import errors
 from waltz_core.client import AsyncWaltzClient, RangeForm
 from waltz_core.client.api.opening import Opening
 from waltz_core.config import ClientConfig
-from waltz_core.legacy import old_server_reads
+from waltz_core.legacy import legacy_server_reads
 from waltz_core.records.raw_records import HEADER_DTYPE
 
 IN_MEMORY_CONFIG = ClientConfig(
@@ -37,8 +37,8 @@ def run(story, config=IN_MEMORY_CONFIG):
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setattr(old_server_reads, "WHOLE_COUNT_MAX", 256)
-    monkeypatch.setattr(old_server_reads, "HEADERS_COUNT_MAX", 256)
+    monkeypatch.setattr(legacy_server_reads, "WHOLE_COUNT_MAX", 256)
+    monkeypatch.setattr(legacy_server_reads, "HEADERS_COUNT_MAX", 256)
 
 
 def feeds(client):
@@ -70,7 +70,7 @@ def test_a_range_is_whole_and_leaves_nothing_open():
 def test_a_chunk_is_no_larger_than_requested_by_much():
     async def story(cluster, client):
         sizes = [len(each.records) async for each in client.read_range(0, 0, 999, bytes_max=4_000)]
-        assert max(sizes) < 4_000 + old_server_reads.CONCURRENT_REQUESTS_MAX * 50
+        assert max(sizes) < 4_000 + legacy_server_reads.CONCURRENT_REQUESTS_MAX * 50
         assert len(sizes) > 5
 
     run(story)
@@ -96,14 +96,14 @@ def test_a_few_feeds_of_inactive_readers_are_kept():
             chunks = client.read_range(0, first, COUNT - 1)
             await anext(chunks)
             await chunks.aclose()
-        assert feeds(client) <= old_server_reads.FEEDS_MAX
-        assert cluster.last_client_id <= old_server_reads.FEEDS_MAX + 3
+        assert feeds(client) <= legacy_server_reads.FEEDS_MAX
+        assert cluster.last_client_id <= legacy_server_reads.FEEDS_MAX + 3
 
     run(story)
 
 
 def test_a_feed_that_is_read_while_the_client_is_closed_is_not_kept(monkeypatch):
-    read, read_feeds = old_server_reads.HeaderFeed.read, []
+    read, read_feeds = legacy_server_reads.HeaderFeed.read, []
 
     async def story(cluster, client):
         async def read_and_close(feed, *asked):
@@ -112,7 +112,7 @@ def test_a_feed_that_is_read_while_the_client_is_closed_is_not_kept(monkeypatch)
             client.requests.close()
             return found
 
-        monkeypatch.setattr(old_server_reads.HeaderFeed, "read", read_and_close)
+        monkeypatch.setattr(legacy_server_reads.HeaderFeed, "read", read_and_close)
         chunks = client.read_range(0, 0, COUNT - 1)
         await anext(chunks)
         assert feeds(client) == 0
@@ -156,7 +156,7 @@ def test_an_unreadable_range_is_reported_at_the_timeout():
 
 def test_the_client_mounts_partitions_of_a_0_13_server():
     async def story(cluster, client):
-        assert await client.has_old_server()
-        assert await client.has_old_server([0])
+        assert await client.has_legacy_server()
+        assert await client.has_legacy_server([0])
 
     run(story)

@@ -5,7 +5,7 @@ import struct
 import pytest
 
 from waltz_core import errors
-from waltz_core.legacy.old_server_rows import FeedRun, OldRow, ParcelRows, rows_of
+from waltz_core.legacy.legacy_server_rows import FeedRun, LegacyRow, ParcelRows, rows_of
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import ReqId
 from waltz_core.wire.messages import AppendBatch, AppendRequest, FeedData, MountWriter, Reason
@@ -27,7 +27,7 @@ def test_a_batch_that_cannot_be_read_raises():
 
 def test_a_parcel_is_answered_with_its_last_row():
     parcel = ParcelRows(FIRST, 3)
-    rows = [OldRow(parcel, place, None) for place in range(3)]
+    rows = [LegacyRow(parcel, place, None) for place in range(3)]
     assert not rows[2].committed(11)
     rows[1].estimate = 8
     assert not rows[1].rejected(Reason.NOT_MOUNTED)

@@ -5,13 +5,13 @@ import struct
 import pytest
 
 from waltz_core import errors
-from waltz_core.legacy import old_server_stream
-from waltz_core.legacy.old_server_appends import IN_FLIGHT_MAX
-from waltz_core.legacy.old_server_stream import (
+from waltz_core.legacy import legacy_server_stream
+from waltz_core.legacy.legacy_server_appends import IN_FLIGHT_MAX
+from waltz_core.legacy.legacy_server_stream import (
     FLUSH_AFTER_MS,
     RETRY_MS,
     CloseLink,
-    OldServerPartition,
+    LegacyServerPartition,
     Prove,
     ToServer,
     ToStream,
@@ -44,7 +44,7 @@ class Table:
     """A partition at an original, and what both sides of it have received."""
 
     def __init__(self):
-        self.partition = OldServerPartition(0)
+        self.partition = LegacyServerPartition(0)
         self.now_ms = 0
         self.sent, self.translated, self.proofs = [], [], []
         self.end_reason = None
@@ -470,5 +470,5 @@ def test_what_0_13_cannot_express_is_not_sent(mounted):
 
 def test_a_write_with_a_claim_gets_the_reason_of_its_rejection():
     assert "does not support exactly-once writes" in str(
-        old_server_stream.exactly_once_error("host:1")
+        legacy_server_stream.exactly_once_error("host:1")
     )

@@ -16,7 +16,7 @@ from waltz_core.client import AsyncCallbacks, AsyncWaltzClient, RangeForm, lock
 from waltz_core.client.api.opening import Opening
 from waltz_core.client.read import requests
 from waltz_core.config import ClientConfig
-from waltz_core.legacy import old_server_stream
+from waltz_core.legacy import legacy_server_stream
 from waltz_core.memory import MemoryWaltz
 from waltz_core.wire import messages
 
@@ -31,7 +31,7 @@ IN_MEMORY_CONFIG = ClientConfig(
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
     """Ask for a flush soon, where an original's client would wait for five seconds."""
-    monkeypatch.setattr(old_server_stream, "FLUSH_AFTER_MS", 100)
+    monkeypatch.setattr(legacy_server_stream, "FLUSH_AFTER_MS", 100)
 
 
 @asynccontextmanager
@@ -123,7 +123,7 @@ def test_silently_dropped_appends_are_found_by_a_flush():
 
 
 def test_a_later_append_in_the_log_shows_that_an_earlier_one_was_lost(monkeypatch):
-    monkeypatch.setattr(old_server_stream, "FLUSH_AFTER_MS", 1_000 * HANG_S)
+    monkeypatch.setattr(legacy_server_stream, "FLUSH_AFTER_MS", 1_000 * HANG_S)
 
     async def story(cluster):
         async with client_of(cluster) as client:
@@ -281,7 +281,7 @@ def test_a_filter_is_applied_here_and_the_mark_continues():
     run(story)
 
 
-def test_a_write_with_a_claim_is_an_error_at_an_old_server():
+def test_a_write_with_a_claim_is_an_error_at_an_legacy_server():
     with OriginalCluster(1) as cluster:
 
         async def story():
@@ -319,7 +319,7 @@ def test_a_partition_moves_from_a_server_of_ours_to_a_0_13_program():
                 client._client_id = 50
                 first = [await client.append(b"ours", partition=0) for _ in range(3)]
                 assert await results_of(first) == [0, 1, 2]
-                assert not await client.has_old_server()
+                assert not await client.has_legacy_server()
                 # What is in the log stays in the log, whichever server serves it.
                 cluster.fill(0, 3)
                 cluster.owners[0] = (0, 2)
@@ -328,7 +328,7 @@ def test_a_partition_moves_from_a_server_of_ours_to_a_0_13_program():
                 directory.changed(directory.owners)
                 later = [await client.append(b"original", partition=0) for _ in range(3)]
                 assert await results_of(later) == [3, 4, 5]
-                assert await client.has_old_server()
+                assert await client.has_legacy_server()
         assert datas_of(cluster)[3:] == [b"original"] * 3
 
     run(story)

@@ -153,7 +153,9 @@ def test_without_zookeeper_only_that_is_reported(case):
         f"--connect '{CONNECT}?auth=FILE'"
     )
     case.facts = Facts(CONNECT, is_no_cluster=True)
-    assert case.the_only("no-cluster").sentence.startswith(f"there is no cluster at {CONNECT}. Hint: ")
+    assert case.the_only("no-cluster").sentence.startswith(
+        f"there is no cluster at {CONNECT}. Hint: "
+    )
 
 
 def test_a_node_of_zookeeper(case):

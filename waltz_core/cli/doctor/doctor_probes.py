@@ -413,7 +413,7 @@ class _Server:
         return tuple(ReplicaId(name) for name, is_there in answer.reachable if not is_there)
 
     async def _append_times(self, link: ServerLink) -> Mapping[ReplicaId, tuple[int, int]]:
-        if link.is_old_server:
+        if link.is_legacy_server:
             return {}
         try:
             response = await link.request(

@@ -331,9 +331,9 @@ class AsyncWaltzClient(OpenedByConnect):
         wanted, near = self._or_all(partitions), self.config.group if group is None else group
         return await self.requests.replica_sets(wanted, linearizable=linearizable, group=near)
 
-    async def has_old_server(self, partitions: Iterable[int] | None = None) -> bool:
+    async def has_legacy_server(self, partitions: Iterable[int] | None = None) -> bool:
         """Return whether a 0.13 server owns any of these partitions (default: all) now."""
-        return await self.requests.has_old_server(self._or_all(partitions))
+        return await self.requests.has_legacy_server(self._or_all(partitions))
 
     async def flush(self, partition: int) -> TransactionId:
         """Wait until all earlier appends are final; return the partition's mark.

@@ -265,9 +265,9 @@ class WaltzClient:
             self._client.replica_sets(partitions, linearizable=linearizable, group=group)
         )
 
-    def has_old_server(self, partitions: Iterable[int] | None = None) -> bool:
+    def has_legacy_server(self, partitions: Iterable[int] | None = None) -> bool:
         """Return whether a 0.13 server owns any of these partitions (default: all) now."""
-        return self._call(self._client.has_old_server(partitions))
+        return self._call(self._client.has_legacy_server(partitions))
 
     def flush(self, partition: int) -> TransactionId:
         """Wait until all earlier appends are final; return the partition's mark.

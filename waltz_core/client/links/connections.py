@@ -12,8 +12,8 @@ Rules:
     4. Large answers have a connection of their own: a range in transit delays every message after
        it, and a server reads no appends from a client that does not read its answers. Each of the
        two connections is opened when it is first needed (docs/decisions/014).
-    5. For a 0.13 server (`legacy/old_server_link.py`) the messages of streams are translated here,
-       between stream and socket. Requests are not: their callers know the server's version.
+    5. For a 0.13 server (`legacy/legacy_server_link.py`) the messages of streams are translated
+       here, between stream and socket. Requests are not: their callers know the server's version.
     6. A server that owes an answer and sends nothing is `silent`: it may be frozen, and another
        server may own its partitions long before the waiting caller times out. One line is logged
        for each silence (`silence.py`).
@@ -27,10 +27,10 @@ from typing import NamedTuple, cast
 
 from waltz_core import errors
 from waltz_core.client.links import silence
-from waltz_core.client.links.old_server import OldServer
+from waltz_core.client.links.legacy_server import LegacyServer
 from waltz_core.client.links.pending_requests import AnswerT, PendingRequests
 from waltz_core.client.links.silence import Silences, SilenceWatch
-from waltz_core.legacy import old_server_stream
+from waltz_core.legacy import legacy_server_stream
 from waltz_core.records.record import PartitionId, ReqId
 from waltz_core.transport import net
 from waltz_core.wire.messages import AppendFollowing, ClientMessage, Message, Surface
@@ -74,9 +74,9 @@ class ServerLink:
         self._streams: dict[int, _Stream] = {}
         self._used_by: dict[int, IsWaiting] = {}
         self._close_after_s: float | None = None
-        self.is_old_server = (link.version or 0) <= old_server_stream.VERSION_MAX
-        self._old_server = (
-            OldServer(link, self._deliver, self._prove) if self.is_old_server else None
+        self.is_legacy_server = (link.version or 0) <= legacy_server_stream.VERSION_MAX
+        self._legacy_server = (
+            LegacyServer(link, self._deliver, self._prove) if self.is_legacy_server else None
         )
         link.start(self._take, self._closed)
 
@@ -131,10 +131,10 @@ class ServerLink:
 
     def send(self, message: ClientMessage) -> None:
         """Send a message of a stream; a closed connection calls `on_lost`."""
-        if self._old_server is None:
+        if self._legacy_server is None:
             self._link.send(message)
         else:
-            self._old_server.send(message)
+            self._legacy_server.send(message)
         self._watch.start()
 
     async def request(
@@ -162,8 +162,8 @@ class ServerLink:
             for message in cast("list[ClientMessage]", received)
             if not self._answers.take(message)
         ]
-        if self._old_server is not None:
-            self._old_server.take(rest)
+        if self._legacy_server is not None:
+            self._legacy_server.take(rest)
             return
         for message in rest:
             self._deliver(message)
@@ -188,8 +188,8 @@ class ServerLink:
 
     def _closed(self, reason: str) -> None:
         self._watch.end(reason)
-        if self._old_server is not None:
-            self._old_server.stop()
+        if self._legacy_server is not None:
+            self._legacy_server.stop()
         self._answers.fail(reason)
         streams, self._streams = list(self._streams.values()), {}
         for each in streams:
@@ -216,7 +216,7 @@ class ServerLinks:
         self._open: dict[int, ServerLink] = {}
         self._dialing: dict[_Key, asyncio.Future[None]] = {}
         self._count = 0
-        self._logged_old_servers: set[str] = set()  # 0.13 servers that are logged already
+        self._logged_legacy_servers: set[str] = set()  # 0.13 servers that are logged already
         self._is_closed = False
 
     async def get(
@@ -295,10 +295,10 @@ class ServerLinks:
         if made.is_closed:  # since the greeting: no handler would be notified
             raise errors.Unreachable(f"{address}: {link.closed_reason}")
         self._links[key] = self._open[made.number] = made
-        if made.is_old_server and address not in self._logged_old_servers:
-            self._logged_old_servers.add(address)
+        if made.is_legacy_server and address not in self._logged_legacy_servers:
+            self._logged_legacy_servers.add(address)
             _log.warning(
-                "client.old_server server=%s version=%d see=docs/compatibility.md",
+                "client.legacy_server server=%s version=%d see=docs/compatibility.md",
                 address,
                 link.version,
             )

@@ -36,7 +36,7 @@ import numpy.typing as npt
 
 from waltz_core import errors
 from waltz_core.client.read.nearby import GRANT_BYTES, Nearby, ReadGrant
-from waltz_core.legacy.interfaces import OldRecords
+from waltz_core.legacy.interfaces import LegacyRecords
 from waltz_core.records import raw_records
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import (
@@ -195,7 +195,7 @@ def chunk_of_server(
     return chunk
 
 
-def chunk_of_records(query: RangeQuery, found: OldRecords) -> RangeChunk:
+def chunk_of_records(query: RangeQuery, found: LegacyRecords) -> RangeChunk:
     """Return the records of a 0.13 server, which were checked when they arrived."""
     is_whole = query.form is RangeForm.WHOLE
     return RangeChunk(

@@ -9,9 +9,9 @@ Rules:
        again. When the request timeout has passed, the last error is raised, or the one before it
        if the last attempt had hardly any time left.
     3. Nearby replicas are a preference: if the groups cannot be read, no replica counts as nearby.
-    4. A 0.13 server gets the queries that it knows (`old_server_reads.py`). ZooKeeper proves that
-       its mark is not stale: a server that owned the partition when it answered, and still does
-       afterwards, has committed everything up to then.
+    4. A 0.13 server gets the queries that it knows (`legacy_server_reads.py`). ZooKeeper proves
+       that its mark is not stale: a server that owned the partition when it answered, and still
+       does afterwards, has committed everything up to then.
     5. When a partition moves, a query that waits for the former owner is sent to the new one: the
        former one may be frozen or on a dead host, and would use up the timeout.
 """
@@ -37,7 +37,7 @@ from waltz_core.client.read.ranges import (
     server_request,
 )
 from waltz_core.config.declarations import NO_GROUP, ClientConfig
-from waltz_core.legacy.old_server_reads import OldServerReads
+from waltz_core.legacy.legacy_server_reads import LegacyServerReads
 from waltz_core.records.record import BEFORE_FIRST, NO_SESSION, PartitionId, ReqId, TransactionId
 from waltz_core.wire import messages
 from waltz_core.wire.messages import ClientMessage
@@ -92,7 +92,7 @@ class OwnerRequests:
         self._random = random
         self._waiting: dict[int, _OpenQuery] = {}
         self._numbers = count(1)
-        self._old_reads = OldServerReads(directory, links, NO_CLIENT_ID)
+        self._old_reads = LegacyServerReads(directory, links, NO_CLIENT_ID)
 
     def moved(self, owners: Mapping[PartitionId, Owner]) -> None:
         """The assignment has changed (rule 5)."""
@@ -217,7 +217,7 @@ class OwnerRequests:
         """
 
         async def query(reader: OwnerLink) -> ReplicaSet:
-            if reader.link.is_old_server:
+            if reader.link.is_legacy_server:
                 mark = await _mark_of(reader)
                 if linearizable:
                     await self._prove(reader)
@@ -244,11 +244,11 @@ class OwnerRequests:
         if now != reader.owner:
             raise errors.NotOwned(f"{reader.owner.address}: the partition has moved")
 
-    async def has_old_server(self, partition_ids: Iterable[PartitionId]) -> bool:
+    async def has_legacy_server(self, partition_ids: Iterable[PartitionId]) -> bool:
         """Return whether a 0.13 server owns any of these partitions now."""
 
         async def query(reader: OwnerLink) -> bool:
-            return reader.link.is_old_server
+            return reader.link.is_legacy_server
 
         found = await by_partition(
             partition_ids, lambda each: self._query_until_answered(each, query, is_bulk=False)
@@ -293,7 +293,7 @@ class OwnerRequests:
             await asyncio.sleep(self._config.retry_interval_ms_min / 1000)
 
     async def _range_of(self, query: RangeQuery, reader: OwnerLink) -> RangeChunk:
-        if reader.link.is_old_server:
+        if reader.link.is_legacy_server:
             return chunk_of_records(query, await self._old_reads.range(reader, query))
         answer = await _answer_of(
             reader, messages.RangeData, lambda req_id: server_request(req_id, query)
@@ -304,7 +304,7 @@ class OwnerRequests:
         """Return the same of known committed records; only IDs and data of it are valid."""
 
         async def query_owner(reader: OwnerLink) -> RangeChunk:
-            if reader.link.is_old_server:
+            if reader.link.is_legacy_server:
                 return chunk_of_records(query, await self._old_reads.data_range(reader, query))
             return await self._range_of(query, reader)
 
@@ -327,7 +327,7 @@ async def _answer_of(
     reader: OwnerLink, answer: type[AnswerT], make: Callable[[ReqId], ClientMessage]
 ) -> AnswerT:
     timeout_s = reader.timeout_s
-    if reader.link.is_old_server:
+    if reader.link.is_legacy_server:
         timeout_s = min(timeout_s, UNANSWERED_S.get(answer, timeout_s))
     return await reader.link.request(
         answer,

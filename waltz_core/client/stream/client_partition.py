@@ -31,7 +31,7 @@ from waltz_core.client.stream.stream_events import Phase, StreamSettings
 from waltz_core.client.stream.write_claim import TaskClaim
 from waltz_core.config.declarations import ClientConfig
 from waltz_core.driver import Driver
-from waltz_core.legacy import old_server_stream
+from waltz_core.legacy import legacy_server_stream
 from waltz_core.machine import Report
 from waltz_core.records.record import Generation, PartitionId, TransactionId
 from waltz_core.wire.messages import ClientMessage
@@ -321,8 +321,8 @@ class ClientPartition:
         )
 
     def _check_claim(self, link: ServerLink) -> None:
-        if link.is_old_server and self._services.claim is not None:
-            raise old_server_stream.exactly_once_error(link.address)
+        if link.is_legacy_server and self._services.claim is not None:
+            raise legacy_server_stream.exactly_once_error(link.address)
 
     async def _verify_owner(self, known: Owner, on_result: Callable[[bool], None]) -> None:
         """Pass on whether the partition's owner is unchanged, which a 0.13 server cannot prove."""

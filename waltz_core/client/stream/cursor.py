@@ -126,8 +126,10 @@ class FeedCursor:
             offsets = np.frombuffer(message.picked, dtype=">i4").astype(np.int64)
             rises = bool((np.diff(offsets, prepend=-1, append=count) > 0).all())
             if not rises or size != offsets.size * FEED_HEADER_BYTES:
-                rows = f"headers of {offsets.size} rows"
-                return f"feed batch of {count}: expected {rows}, found {size} bytes"
+                return (
+                    f"feed batch of {count}: expected ascending offsets, each with a header, "
+                    f"found {offsets.size} picked and {size} header bytes"
+                )
             picked = (offsets + message.first).tolist()
         if self.header_values:
             values = np.frombuffer(message.headers, dtype=FEED_HEADER_DTYPE)["header"]

@@ -8,7 +8,7 @@ Rules:
     2. A link is read only while `flow` has room for its requests.
     3. A partition that has received a request of a connection is notified when the connection is
        congested, drained or closed.
-    4. For a 0.13 client (up to L 4) `old_client.py` translates the answers. If it ends the
+    4. For a 0.13 client (up to L 4) `legacy_client.py` translates the answers. If it ends the
        connection, no further request of the client is processed.
 """
 
@@ -20,13 +20,13 @@ from itertools import count
 from typing import Protocol, cast
 
 from waltz_core import errors
-from waltz_core.legacy.old_client import (
+from waltz_core.legacy.legacy_client import (
     VERSION_MAX,
     EndConnection,
     Frames,
     InexpressibleError,
+    LegacyClientAdapter,
     OldAnswer,
-    OldClientAdapter,
 )
 from waltz_core.metrics import Metrics
 from waltz_core.records.record import PartitionId
@@ -135,7 +135,7 @@ class Backend(Protocol):
 @dataclass(slots=True)
 class _Client:
     link: Link
-    old_client: OldClientAdapter | None
+    legacy_client: LegacyClientAdapter | None
     hosts: dict[PartitionId, Served] = field(default_factory=dict)  # that have its requests
     is_congested: bool = False
     is_read: bool = True
@@ -173,7 +173,7 @@ class Clients:
 
     @property
     def legacy_client_count(self) -> int:
-        return sum(client.old_client is not None for client in self._clients.values())
+        return sum(client.legacy_client is not None for client in self._clients.values())
 
     # -----------------------------------------------------------------------------------------
     # links
@@ -183,10 +183,10 @@ class Clients:
         connection = ConnectionId(next(self._ids))
         version = link.version
         assert version is not None
-        old_client = OldClientAdapter(version) if version <= VERSION_MAX else None
-        if old_client is not None:
+        legacy_client = LegacyClientAdapter(version) if version <= VERSION_MAX else None
+        if legacy_client is not None:
             _log.info("client.old_version address=%s version=%d", link.address, version)
-        self._clients[connection] = _Client(link, old_client)
+        self._clients[connection] = _Client(link, legacy_client)
         self._flow.open(connection)
         link.start(
             lambda messages: self._received(connection, messages),
@@ -244,14 +244,14 @@ class Clients:
         client = self._clients.get(connection)
         if client is None:
             return
-        if client.old_client is None:
+        if client.legacy_client is None:
             self._send(connection, client, effect.message)
         else:
-            translated = client.old_client.translate_answer(
+            translated = client.legacy_client.translate_answer(
                 effect.message, effect.request, self._loop.time()
             )
             if translated is not None:
-                self._send_to_old_client(connection, client, translated)
+                self._send_to_legacy_client(connection, client, translated)
         self._flow.answered(connection, effect.cost_bytes)
         if not self._answered:
             # Not now: the caller is in the middle of a step.
@@ -266,7 +266,7 @@ class Clients:
         client.link.send(message)
         self._note_sent(connection, client)
 
-    def _send_to_old_client(
+    def _send_to_legacy_client(
         self, connection: ConnectionId, client: _Client, answer: OldAnswer
     ) -> None:
         match answer:
@@ -360,8 +360,8 @@ class Clients:
         if client is None or client.link.is_closed:
             return
         message = request.message
-        if client.old_client is not None:
-            end = client.old_client.note_request(message, self._loop.time())
+        if client.legacy_client is not None:
+            end = client.legacy_client.note_request(message, self._loop.time())
             if end is not None:
                 self._end(connection, end.reason)
                 return

@@ -110,7 +110,7 @@ class _Mount:
     is_ready: bool = False
 
 
-class OldClientAdapter:
+class LegacyClientAdapter:
     """One connection of a 0.13 client; see the module's rules."""
 
     __slots__ = ("_ended_s", "_ends_soon", "_mounts", "_version")

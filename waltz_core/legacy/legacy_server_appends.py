@@ -1,6 +1,6 @@
 """The rows that a stream appends at a 0.13 server: waiting, in flight, rejected by a lock.
 
-Rules (4 to 6 and 8: `old_server_stream.py`):
+Rules (4 to 6 and 8: `legacy_server_stream.py`):
     1. A row is COMMITTED if, and only if, its request ID was seen in the feed.
     2. It is LOST if a later row of this connection was seen there: the server processes appends in
        order of arrival, and assigns IDs in that order.
@@ -14,7 +14,7 @@ Rules (4 to 6 and 8: `old_server_stream.py`):
 from collections import deque
 from typing import Final
 
-from waltz_core.legacy.old_server_rows import OldRow, ParcelRows
+from waltz_core.legacy.legacy_server_rows import LegacyRow, ParcelRows
 from waltz_core.records.record import ReqId, TransactionId
 from waltz_core.wire.messages import AppendRequest, Reason
 
@@ -22,13 +22,13 @@ from waltz_core.wire.messages import AppendRequest, Reason
 IN_FLIGHT_MAX: Final = 200
 
 
-class OldAppends:
+class LegacyAppends:
     """The rows of one partition on one connection; methods return parcels that can be answered."""
 
     def __init__(self) -> None:
-        self.waiting: deque[OldRow] = deque()
-        self.in_flight: dict[ReqId, OldRow] = {}  # in the order in which they were sent
-        self._rejected: list[OldRow] = []  # those of them that a lock has rejected (rule 3)
+        self.waiting: deque[LegacyRow] = deque()
+        self.in_flight: dict[ReqId, LegacyRow] = {}  # in the order in which they were sent
+        self._rejected: list[LegacyRow] = []  # those of them that a lock has rejected (rule 3)
         self.sent_count = 0
 
     @property

@@ -1,10 +1,10 @@
 """One partition at a 0.13 server: translates between a stream and protocol version 3 or 4.
 
 A 0.13 server acknowledges nothing and never answers some requests, so the outcome of an append is
-inferred from the feed. This module and `old_server_appends.py` contain all such inferences; the
+inferred from the feed. This module and `legacy_server_appends.py` contain all such inferences; the
 stream and the monitor do not know of them (docs/design/wire-format.md 2, decision 022).
 
-Rules (1 to 3 and 7: `old_server_appends.py`):
+Rules (1 to 3 and 7: `legacy_server_appends.py`):
     4. That other rows are not in the log is inferred from a mark of the server that the feed has
        reached: that of a flush, or of a mount and a flush. A server that has lost the partition
        without knowing it may name an old mark. So ZooKeeper is read afterwards, and the inference
@@ -25,8 +25,8 @@ from functools import partial
 from typing import Final, TypeAlias
 
 from waltz_core import errors
-from waltz_core.legacy.old_server_appends import OldAppends
-from waltz_core.legacy.old_server_rows import FeedRun, OldRow, ParcelRows, rows_of
+from waltz_core.legacy.legacy_server_appends import LegacyAppends
+from waltz_core.legacy.legacy_server_rows import FeedRun, LegacyRow, ParcelRows, rows_of
 from waltz_core.records.record import (
     BEFORE_FIRST,
     NO_SESSION,
@@ -112,7 +112,7 @@ class _Flush:
     is_proving: bool = False
 
 
-class OldServerPartition:
+class LegacyServerPartition:
     """One partition on one connection to a 0.13 server; see the module's docstring."""
 
     def __init__(self, partition_id: PartitionId) -> None:
@@ -132,10 +132,10 @@ class OldServerPartition:
         self._is_suspended = False  # the server has sent what was requested
         self._is_granted = False  # the stream has requested more
         self._reading: _Reading | None = None
-        self._appends = OldAppends()
+        self._appends = LegacyAppends()
         # The row for which the server's mark was requested (rule 6).
         self._expected_req_id: ReqId | None = None
-        self._ahead: OldRow | None = None
+        self._ahead: LegacyRow | None = None
         self._flush: _Flush | None = None
         self._flushed_ms = 0
         self._out: list[Effect] = []

@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING
 from waltz_core import errors
 from waltz_core.legacy.interfaces import (
     ClientIds,
+    LegacyRecords,
     Links,
-    OldRecords,
     OwnerAddress,
     OwnerLinkLike,
     Query,
 )
-from waltz_core.legacy.old_server_stream import VERSION_MAX
+from waltz_core.legacy.legacy_server_stream import VERSION_MAX
 from waltz_core.records.checksum import crc32
 from waltz_core.records.raw_records import encode_record
 from waltz_core.records.record import (
@@ -57,7 +57,7 @@ FEEDS_MAX = 4
 _NO_REQUEST = ReqId(ClientId(0), 0, PartitionId(0), 0)  # type: ignore[arg-type]
 
 
-class OldServerReads:
+class LegacyServerReads:
     """The reads of one client at 0.13 servers."""
 
     def __init__(self, client_ids: ClientIds, links: Links, client_id: int) -> None:
@@ -77,7 +77,7 @@ class OldServerReads:
             for each in feeds:
                 each.close()
 
-    async def range(self, reader: OwnerLinkLike, query: Query) -> OldRecords:
+    async def range(self, reader: OwnerLinkLike, query: Query) -> LegacyRecords:
         """Return a stretch of the log; empty if it ends before.
 
         Raises Unavailable, like a read at a current server.
@@ -93,9 +93,9 @@ class OldServerReads:
             RECORD_HEADER.pack(each.transaction_id, each.req_id.to_bytes(), each.header)
             for each in wanted
         )
-        return OldRecords(TransactionId(last), [], records)
+        return LegacyRecords(TransactionId(last), [], records)
 
-    async def data_range(self, reader: OwnerLinkLike, query: Query) -> OldRecords:
+    async def data_range(self, reader: OwnerLinkLike, query: Query) -> LegacyRecords:
         """Return a stretch whose end is known to be committed; only IDs and data of it are valid.
 
         The records have no request IDs. With a filter it is the first transaction alone, which
@@ -160,7 +160,7 @@ class OldServerReads:
         query: Query,
         heads: Sequence[RecordHeader],
         last: TransactionId,
-    ) -> OldRecords:
+    ) -> LegacyRecords:
         """Fetch data in order, until there is enough of it."""
         records, lengths = bytearray(), list[int]()
         for start in range(0, len(heads), CONCURRENT_REQUESTS_MAX):
@@ -176,7 +176,7 @@ class OldServerReads:
             if len(records) >= query.bytes_max and start + CONCURRENT_REQUESTS_MAX < len(heads):
                 last = part[-1].transaction_id
                 break
-        return OldRecords(last, lengths, bytes(records))
+        return LegacyRecords(last, lengths, bytes(records))
 
     async def _data_of_all(
         self, reader: OwnerLinkLike, ids: Sequence[TransactionId]

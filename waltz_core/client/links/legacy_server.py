@@ -1,16 +1,16 @@
 """Runs the machine that translates the streams of one connection to a 0.13 server.
 
-The machine is in `legacy/old_server_link.py`.
+The machine is in `legacy/legacy_server_link.py`.
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
 
 from waltz_core.driver import Driver
-from waltz_core.legacy import old_server_stream
-from waltz_core.legacy.old_server_link import (
+from waltz_core.legacy import legacy_server_stream
+from waltz_core.legacy.legacy_server_link import (
     Event,
-    OldServerLink,
+    LegacyServerLink,
     OwnershipProven,
     ReceivedFromOld,
     SendToOld,
@@ -23,7 +23,7 @@ from waltz_core.wire.messages import ClientMessage
 Prove = Callable[[PartitionId, Callable[[bool], None]], None]
 
 
-class OldServer:
+class LegacyServer:
     """Translates for all streams of a connection; `deliver` receives the streams' messages."""
 
     def __init__(
@@ -32,8 +32,8 @@ class OldServer:
         self._link = link
         self._deliver = deliver
         self._prove = prove
-        self._driver: Driver[Event, old_server_stream.Effect] = Driver(
-            OldServerLink(),
+        self._driver: Driver[Event, legacy_server_stream.Effect] = Driver(
+            LegacyServerLink(),
             self._perform,
             on_failure=lambda error: link.abort(f"translating for 0.13: {error}"),
         )
@@ -50,18 +50,18 @@ class OldServer:
         """Do nothing more: the connection is closed."""
         self._driver.stop()
 
-    def _perform(self, effect: old_server_stream.Effect) -> None:
+    def _perform(self, effect: legacy_server_stream.Effect) -> None:
         if self._link.is_closed:
             return
         match effect:
-            case old_server_stream.ToServer():
+            case legacy_server_stream.ToServer():
                 self._link.send_all(effect.messages)
-            case old_server_stream.ToStream():
+            case legacy_server_stream.ToStream():
                 self._deliver(effect.message)
-            case old_server_stream.Prove():
+            case legacy_server_stream.Prove():
                 self._prove(effect.partition_id, partial(self._proven, effect))
-            case old_server_stream.CloseLink():
+            case legacy_server_stream.CloseLink():
                 self._link.abort(effect.reason)
 
-    def _proven(self, request: old_server_stream.Prove, is_owner: bool) -> None:  # noqa: FBT001 - as `Prove` has it
+    def _proven(self, request: legacy_server_stream.Prove, is_owner: bool) -> None:  # noqa: FBT001 - as `Prove` has it
         self._driver.post(OwnershipProven(request.partition_id, request.number, is_owner))

@@ -66,7 +66,7 @@ class ParcelRows:
 
 
 @dataclass(slots=True, eq=False)
-class OldRow:
+class LegacyRow:
     """One transaction in flight: the 0.13 request for it, and its parcel and place."""
 
     parcel: ParcelRows
@@ -102,10 +102,10 @@ class OldRow:
         return self.parcel.open_count == 0
 
 
-def rows_of(message: AppendRequest | AppendBatch) -> list[OldRow]:
+def rows_of(message: AppendRequest | AppendBatch) -> list[LegacyRow]:
     """Return the rows of an append in order, each with its own request (rule 1)."""
     if isinstance(message, AppendRequest):
-        return [OldRow(ParcelRows(message.req_id, 1), 0, message)]
+        return [LegacyRow(ParcelRows(message.req_id, 1), 0, message)]
     found = batches.decode_append(
         message.payload, rows_max=FRAME_BYTES_MAX, bytes_max=FRAME_BYTES_MAX
     )
@@ -124,7 +124,9 @@ def rows_of(message: AppendRequest | AppendBatch) -> list[OldRow]:
         strict=True,
     )
     return [
-        OldRow(parcel, place, AppendRequest(first._replace(sequence=first.sequence + place), *row))
+        LegacyRow(
+            parcel, place, AppendRequest(first._replace(sequence=first.sequence + place), *row)
+        )
         for place, row in enumerate(rows)
     ]
 

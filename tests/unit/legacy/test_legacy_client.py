@@ -8,13 +8,13 @@ import pytest
 
 from waltz_core import errors
 from waltz_core.legacy.feed_frames import feed_frames
-from waltz_core.legacy.old_client import (
+from waltz_core.legacy.legacy_client import (
     MARK_WAIT_S,
     MOUNT_WAIT_S,
     EndConnection,
     Frames,
     InexpressibleError,
-    OldClientAdapter,
+    LegacyClientAdapter,
 )
 from waltz_core.records.record import ClientId, Generation, PartitionId, ReqId
 from waltz_core.server.partition_events import ConnectionId, rejection
@@ -30,17 +30,19 @@ def req(sequence: int, partition: int = 0) -> ReqId:
     return ReqId(ClientId(1), Generation(1), PartitionId(partition), sequence)
 
 
-def translated(original: OldClientAdapter, message: ClientMessage, now_s: float = 0.0) -> Any:
+def translated(original: LegacyClientAdapter, message: ClientMessage, now_s: float = 0.0) -> Any:
     return original.translate_answer(message, None, now_s)
 
 
-def refused(original: OldClientAdapter, question: ClientMessage, error: errors.WaltzError) -> Any:
+def refused(
+    original: LegacyClientAdapter, question: ClientMessage, error: errors.WaltzError
+) -> Any:
     answer = rejection(A, question.req_id, 9, error, question)
     return original.translate_answer(answer.message, answer.request, 0.0)
 
 
-def mounted(version: int = 4, sequence: int = 1) -> OldClientAdapter:
-    original = OldClientAdapter(version)
+def mounted(version: int = 4, sequence: int = 1) -> LegacyClientAdapter:
+    original = LegacyClientAdapter(version)
     original.note_request(messages.MountRequest(req(sequence), -1, 0), 0.0)
     assert translated(original, MountResponse(req(sequence), READY)) is not None
     return original
@@ -63,7 +65,7 @@ def append(sequence: int) -> messages.AppendRequest:
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("state", [READY, NOT_READY, CLIENT_AHEAD])
 def test_the_answer_to_a_mount_is_a_state_or_a_bool(version: int, state: int) -> None:
-    original = OldClientAdapter(version)
+    original = LegacyClientAdapter(version)
     assert original.note_request(messages.MountRequest(req(1), 5, 0), 0.0) is None
     expected = (
         messages.MountOutcome(req(1), state == READY)
@@ -97,7 +99,7 @@ def test_the_answer_to_an_obsolete_mount_is_not_reported() -> None:
 def test_mount_and_feed_errors_become_not_ready(
     error: errors.WaltzError,
 ) -> None:
-    original = OldClientAdapter(4)
+    original = LegacyClientAdapter(4)
     question = messages.MountRequest(req(1), -1, 0)
     original.note_request(question, 0.0)
     assert refused(original, question, error) == MountResponse(req(1), NOT_READY)
@@ -125,7 +127,7 @@ def test_errors_that_close_a_0_13_connection_close_ours(error: errors.WaltzError
 
 
 def test_mounts_of_partitions_that_do_not_exist_take_no_memory() -> None:
-    original = OldClientAdapter(4)
+    original = LegacyClientAdapter(4)
     unknown = errors.UnknownPartition("there is no partition 7: the cluster has 4, from 0 on")
     tracemalloc.start()
     try:
@@ -143,22 +145,24 @@ def test_mounts_of_partitions_that_do_not_exist_take_no_memory() -> None:
 def test_requests_that_waltz_0_13_cannot_stand_end_the_connection() -> None:
     # -2 means something to us, and nothing to an original.
     assert isinstance(
-        OldClientAdapter(4).note_request(messages.MountRequest(req(1), -2, 0), 0.0), EndConnection
-    )
-    assert isinstance(
-        OldClientAdapter(4).note_request(messages.AddPreferredRequest(req(0), ()), 0.0),
+        LegacyClientAdapter(4).note_request(messages.MountRequest(req(1), -2, 0), 0.0),
         EndConnection,
     )
     assert isinstance(
-        OldClientAdapter(4).note_request(messages.RemovePreferredRequest(req(0), ()), 0.0),
+        LegacyClientAdapter(4).note_request(messages.AddPreferredRequest(req(0), ()), 0.0),
+        EndConnection,
+    )
+    assert isinstance(
+        LegacyClientAdapter(4).note_request(messages.RemovePreferredRequest(req(0), ()), 0.0),
         EndConnection,
     )
     assert (
-        OldClientAdapter(4).note_request(messages.RemovePreferredRequest(req(0), (7,)), 0.0) is None
+        LegacyClientAdapter(4).note_request(messages.RemovePreferredRequest(req(0), (7,)), 0.0)
+        is None
     )
     answer = messages.FlushResponse(req(1), 3)
     wrong = errors.BadRequest("FlushResponse is no request to a server")
-    assert refused(OldClientAdapter(4), answer, wrong) == EndConnection(str(wrong))
+    assert refused(LegacyClientAdapter(4), answer, wrong) == EndConnection(str(wrong))
 
 
 # --- appends
@@ -222,13 +226,13 @@ def test_a_flush_that_cannot_be_answered_is_not_or_has_the_client_mount_again() 
     assert refused(mounted(), flush, errors.NotOwned("gone")) is None
     for error in (errors.Unavailable("no session"), errors.SessionLost("no quorum")):
         assert refused(mounted(), flush, error) == MountResponse(req(1), NOT_READY)
-        assert refused(OldClientAdapter(4), flush, error) is None
+        assert refused(LegacyClientAdapter(4), flush, error) is None
 
 
 def test_a_mark_is_reported_as_it_is_or_not_at_all() -> None:
     mark = messages.HighWaterMarkResponse(req(1), -1)
-    assert translated(OldClientAdapter(4), mark) == mark
-    original = OldClientAdapter(4)
+    assert translated(LegacyClientAdapter(4), mark) == mark
+    original = LegacyClientAdapter(4)
     for error in (errors.NotOwned("elsewhere"), errors.Unavailable("no session")):
         first = refused(original, messages.HighWaterMarkRequest(req(1)), error)
         again = refused(original, messages.HighWaterMarkRequest(req(2)), error)
@@ -246,30 +250,30 @@ def test_data_that_cannot_be_had_is_reported_in_waltz_0_13s_words() -> None:
         return messages.TransactionDataResponse(question.req_id, 44, (None, text))
 
     expected = "com.wepay.waltz.store.exception.TransactionNotFoundException: "
-    assert translated(OldClientAdapter(4), no("not in the log")) == no(
+    assert translated(LegacyClientAdapter(4), no("not in the log")) == no(
         f"{expected}partition=6transactionId=44"
     )
     there = messages.TransactionDataResponse(question.req_id, 44, (b"data", None))
-    assert translated(OldClientAdapter(4), there) is there
+    assert translated(LegacyClientAdapter(4), there) is there
     for error in (
         errors.NotOwned("gone"),
         errors.UnknownPartition("there is none"),
         errors.Unavailable("no session"),
         errors.SessionLost("no quorum"),
     ):
-        assert refused(OldClientAdapter(4), question, error) == no("partition not ready")
+        assert refused(LegacyClientAdapter(4), question, error) == no("partition not ready")
     fault = errors.Unreachable("no replica gave it")
-    assert refused(OldClientAdapter(4), question, fault) == no("no replica gave it")
+    assert refused(LegacyClientAdapter(4), question, fault) == no("no replica gave it")
 
 
 def test_a_preference_that_cannot_be_written_down_is_reported_as_false() -> None:
     away = errors.CoordinatorUnavailable("ZooKeeper is away")
     wanted = messages.AddPreferredRequest(req(0), (1,))
     not_added = messages.AddPreferredResponse(req(0), is_done=False)
-    assert refused(OldClientAdapter(4), wanted, away) == not_added
+    assert refused(LegacyClientAdapter(4), wanted, away) == not_added
     unwanted = messages.RemovePreferredRequest(req(0), (1,))
     not_removed = messages.RemovePreferredResponse(req(0), is_done=False)
-    assert refused(OldClientAdapter(4), unwanted, away) == not_removed
+    assert refused(LegacyClientAdapter(4), unwanted, away) == not_removed
 
 
 # --- the feed
@@ -321,7 +325,7 @@ def test_every_answer_can_be_expressed_in_the_clients_version(version: int) -> N
     for question in questions_of(version):
         for error in all_errors():
             said.append(refused(mounted(version), question, error))
-            said.append(refused(OldClientAdapter(version), question, error))
+            said.append(refused(LegacyClientAdapter(version), question, error))
     assert len(all_errors()) > 30
     for each in said:
         assert not isinstance(each, messages.ErrorResponse)
@@ -335,12 +339,12 @@ def test_every_answer_can_be_expressed_in_the_clients_version(version: int) -> N
 def test_no_rejection_of_a_mount_a_feed_or_data_is_met_by_silence(version: int) -> None:
     mount, feed, _, _, mark, data, *_ = questions_of(version)
     for error in all_errors():
-        original = OldClientAdapter(version)
+        original = LegacyClientAdapter(version)
         original.note_request(mount, 0.0)
         assert refused(original, mount, error) is not None
         assert refused(mounted(version), feed, error) is not None
-        assert refused(OldClientAdapter(version), mark, error) is not None
-        assert refused(OldClientAdapter(version), data, error) is not None
+        assert refused(LegacyClientAdapter(version), mark, error) is not None
+        assert refused(LegacyClientAdapter(version), data, error) is not None
 
 
 @pytest.mark.parametrize("later_request", [append(7), messages.FeedRequest(req(1), -1)])
@@ -368,7 +372,7 @@ def test_a_client_that_ignores_the_end_of_its_mount_is_disconnected(
 
 
 def test_partitions_that_do_not_exist_are_not_remembered() -> None:
-    original = OldClientAdapter(4)
+    original = LegacyClientAdapter(4)
     unknown = errors.UnknownPartition("the cluster has 3")
     for partition in range(3, 103):
         mount = messages.MountRequest(req(1, partition), -1, 0)

@@ -1,6 +1,6 @@
 """The partitions of one connection to a 0.13 server, as a machine.
 
-Partitions share only the connection sequence; each of them is an `OldServerPartition`.
+Partitions share only the connection sequence; each of them is an `LegacyServerPartition`.
 
 Rule: all mounts of one connection have the connection sequence of the first one. The server keeps
 that one for as long as the connection lasts, and drops messages with another one.
@@ -9,7 +9,7 @@ that one for as long as the connection lasts, and drops messages with another on
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from waltz_core.legacy.old_server_stream import Effect, OldServerPartition
+from waltz_core.legacy.legacy_server_stream import Effect, LegacyServerPartition
 from waltz_core.machine import Wakeup
 from waltz_core.records.record import PartitionId
 from waltz_core.values import value
@@ -42,11 +42,11 @@ class OwnershipProven:
 Event: TypeAlias = SendToOld | ReceivedFromOld | OwnershipProven | Wakeup
 
 
-class OldServerLink:
+class LegacyServerLink:
     """The partitions of one connection to a 0.13 server."""
 
     def __init__(self) -> None:
-        self._partitions: dict[int, OldServerPartition] = {}
+        self._partitions: dict[int, LegacyServerPartition] = {}
         self._connection_sequence: int | None = None
         # The earliest wake-up since all partitions were checked: most have none.
         self._wake_at_ms: int | None = None
@@ -78,7 +78,7 @@ class OldServerLink:
         partition_id = message.req_id.partition_id
         partition = self._partitions.get(partition_id)
         if partition is None:
-            partition = self._partitions[partition_id] = OldServerPartition(partition_id)
+            partition = self._partitions[partition_id] = LegacyServerPartition(partition_id)
         effects = partition.send(message, self._connection_sequence, now_ms)
         self._note(partition)
         return effects
@@ -104,7 +104,7 @@ class OldServerLink:
             self._note(partition)
         return effects
 
-    def _note(self, partition: OldServerPartition) -> None:
+    def _note(self, partition: LegacyServerPartition) -> None:
         wanted_ms = partition.wake_at_ms
         if wanted_ms is not None and (self._wake_at_ms is None or wanted_ms < self._wake_at_ms):
             self._wake_at_ms = wanted_ms
