@@ -104,12 +104,12 @@ def decode(surface: Surface, version: int, payload: memoryview) -> Message:
     """Return the message in a payload; raise RemoteProtocolError for invalid bytes."""
     if len(payload) == 0:
         raise RemoteProtocolError(
-            f"surface {surface.name} {version}: expected a message type, found an empty payload"
+            f"protocol {surface.name} {version}: expected a message type, found an empty payload"
         )
     plan = _plans(surface, version).get(payload[0])
     if plan is None:
         raise RemoteProtocolError(
-            f"surface {surface.name} {version}: there is no message of type {payload[0]}"
+            f"protocol {surface.name} {version}: there is no message of type {payload[0]}"
         )
     values: list[Any] = []
     at = 1
@@ -199,7 +199,7 @@ def _make_plan(message_class: type[Message], version: int) -> _Plan:
     surface = message_class.surface
     if not _exists(message_class, version):
         raise LocalProtocolError(
-            f"{message_class.__name__} is not in version {version} of surface {surface.name}"
+            f"{message_class.__name__} is not in version {version} of protocol {surface.name}"
         )
     hints = get_type_hints(message_class, include_extras=True)
     writers: list[_Writer] = []

@@ -225,7 +225,7 @@ class Connection:
             raise RemoteProtocolError(FOUND_TLS)
         if header.magic != surface.magic or header.version != version:
             raise RemoteProtocolError(
-                f"expected a frame of surface {chr(surface.magic)!r} version {version}, "
+                f"expected a frame of protocol {chr(surface.magic)!r} version {version}, "
                 f"found {chr(header.magic)!r} version {header.version}"
             )
         if not 0 <= header.payload_bytes <= limit - FRAME_HEADER.size:
@@ -247,7 +247,7 @@ class Connection:
         common = set(peer.versions) & set(self._versions)
         if not common:
             raise RemoteProtocolError(
-                f"no common version of surface {chr(self.surface.magic)!r}: "
+                f"no common version of protocol {chr(self.surface.magic)!r}: "
                 f"this side has {list(self._versions)}, "
                 f"{peer.text[:80]!r} has {list(peer.versions[:32])}{self._transport_hint(peer)}"
             )

@@ -307,7 +307,7 @@ async def dial_peer_that_sends(data):
 
 @on_loop
 async def test_a_dial_to_a_process_of_another_language_is_a_protocol_error():
-    with pytest.raises(RemoteProtocolError, match="expected a frame of surface 'H'"):
+    with pytest.raises(RemoteProtocolError, match="expected a frame of protocol 'H'"):
         await dial_peer_that_sends(b"SSH-2.0-OpenSSH_9.2\r\n")
     with pytest.raises(RemoteProtocolError, match="no common version"):
         await dial_peer_that_sends(codec.encode_hello(Hello((9,), "Waltz Storage Server")))

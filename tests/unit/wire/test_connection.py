@@ -65,7 +65,7 @@ def test_no_common_version_ends_the_connection():
 )
 def test_a_server_or_storage_of_0_13_is_rejected_with_what_to_do(is_listener, peer):
     text = failure(storage(is_listener=is_listener), codec.encode_hello(Hello((0,), peer)))
-    assert text.startswith("no common version of surface 'S': this side has [1, 2], ")
+    assert text.startswith("no common version of protocol 'S': this side has [1, 2], ")
     assert f"{peer!r} has [0]" in text
     assert "Hint: migrate the whole cluster at once, as docs/compatibility.md describes." in text
 
@@ -102,7 +102,7 @@ def test_a_second_hello_ends_the_connection():
 @pytest.mark.parametrize("start", [b"L\x00\x01", b"S\x00\x00", b"GET", b"\x16\x03\x01"])
 def test_a_frame_of_another_language_ends_the_connection(start):
     _, listener = pair()
-    assert "expected a frame of surface 'S' version 2" in failure(listener, start + bytes(4))
+    assert "expected a frame of protocol 'S' version 2" in failure(listener, start + bytes(4))
 
 
 @pytest.mark.parametrize("start", [b"\x16\x03\x01\x02\x00", b"\x15\x03\x03\x00\x02"])
@@ -110,7 +110,7 @@ def test_a_peer_that_uses_tls_is_reported_as_such(start):
     assert failure(storage(is_listener=True), start + bytes(2)) == "expected plain TCP, found TLS"
     # Later it would be anything, and is reported as it is.
     _, listener = pair()
-    assert "expected a frame of surface 'S' version 2" in failure(listener, start + bytes(2))
+    assert "expected a frame of protocol 'S' version 2" in failure(listener, start + bytes(2))
 
 
 def test_messages_before_a_failure_are_handed_out():
