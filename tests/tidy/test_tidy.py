@@ -264,6 +264,21 @@ def test_folders_are_small_and_have_an_overview():
     nothing(full, f"over {FOLDER_FILES_MAX} files")
 
 
+def test_an_overview_mentions_each_file_of_its_folder():
+    """Those of the two roots are for applications; the layers in ARCHITECTURE.md have their files."""
+    silent = []
+    for source in product():
+        folder, _, name = source.path.rpartition("/")
+        if folder in ("waltz_core", "waltz_spark"):
+            continue
+        stem = name.removesuffix(".py")
+        overview = ROOT / folder / "__init__.py"
+        text = ast.get_docstring(ast.parse(overview.read_text(encoding="utf-8"))) or ""
+        if stem not in ("__init__", "__main__") and not re.search(rf"\b{stem}\b", text):
+            silent.append(source.path)
+    nothing(silent, "the folder's __init__.py does not mention it")
+
+
 def test_a_file_that_a_text_names_exists():
     paths = tuple(f"/{name}" for name in tracked() if name.endswith(".py"))
     # Decisions also describe files of earlier versions.

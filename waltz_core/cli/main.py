@@ -84,7 +84,7 @@ NOUNS: Mapping[str, NounEntry] = {
                 "auto-assign": "spread all replicas evenly over groups and storages",
                 "remove-server": "remove a dead server from ZooKeeper",
             },
-            "cluster.cluster_checks": {
+            "cluster.cluster_preferences": {
                 "prefer": "make a server the preferred owner of some partitions",
                 "unprefer": "remove a server's preference for some partitions",
                 "audit": "show the changes of the cluster: user, time and outcome",
@@ -160,7 +160,7 @@ NOUNS: Mapping[str, NounEntry] = {
             "http_pages": {
                 "metrics": "show the metrics of one server",
             },
-            "cluster.cluster_checks": {
+            "cluster.cluster_preferences": {
                 "add-preferred-partition": "make a server the preferred owner of some partitions",
                 "remove-preferred-partition": "remove a server's preference for some partitions",
             },

@@ -415,9 +415,9 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
     )
     quorum_timeout_ms: int = _ms(
         12_000,
-        "Time without a quorum after which a partition is assigned to another server. Too "
-        "short: slow disks move partitions. Too long: a server that cannot connect to storages "
-        "keeps them.",
+        "Time without a quorum after which a partition is assigned to another server, and "
+        "within which a replica must answer. Too short: slow disks move partitions. Too long: a "
+        "server that cannot connect to storages keeps them.",
         minimum=100,
     )
     slow_append_ms: int = _ms(

@@ -1,17 +1,23 @@
 """Checkers for the guarantees of Waltz, one file for each subject.
 
-    witness     shared state: the reference history, the counters, and failure reports
-    replicas    3 PromiseMono, 4 SingleWriter, 7 GateCAS2 (on disk), 9 NoCutCommitted, 10 LwmFull,
+    evidence    shared state: the reference history, the counters, and failure reports
+    replica_guarantees
+                3 PromiseMono, 4 SingleWriter, 7 GateCAS2 (on disk), 9 NoCutCommitted, 10 LwmFull,
                 21 NoRotServed (of storages), 22 Identity, 23 LogMatching, 24 Fixed
     sessions    2 AckQuorum, 4 SingleWriter, 5 FenceFirst, 6 DecisionCovers, 8 EngagedOnly,
                 20 MetaShape
-    answers     7 GateCAS2 (to clients), 15 HwmMono, 21 NoRotServed (of servers), stale marks,
+    answer_guarantees
+                7 GateCAS2 (to clients), 15 HwmMono, 21 NoRotServed (of servers), stale marks,
                 flush, rows that overtake a lost row
-    outcomes    1 AckUnique, 11 OutcomeTruth, 12 AtMostOnce, 13 Dense, 14 ClientPrefix, 15 HwmMono,
+    outcome_guarantees
+                1 AckUnique, 11 OutcomeTruth, 12 AtMostOnce, 13 Dense, 14 ClientPrefix, 15 HwmMono,
                 16 NotAhead, 17 LockSerial and Serializable, dependent appends, commit stamps
     locking     18 LockBound, 19 ReserveHeld
     bounds      26 Bounded
     sometimes   27 Sometimes
+    history     the reference history of a run
+    ledger      the state of the simulated applications
+    budget      which losses the model allows
 
 The numbers and names are those of docs/design/correctness.md 3.2; 25 Converged is
 `checkers.Checks.at_end`.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from waltz_core.replication import session_events
 from waltz_core.server.locking.refill import IN_FLIGHT_MAX
+from waltz_core.server.read.read_ahead import AHEAD_BYTES
 from waltz_core.storage.service.lane import REQUEST_BYTES
 from waltz_core.wire.messages import AppendRaw, StorageMessage
 
@@ -90,8 +91,9 @@ class Bounds:
         service = storage.service
         if service is None:
             return
-        # The lag counts record bytes; the queue also counts the rest of each request.
-        limit = QUEUE_BYTES_MAX + 2 * (lag_bytes_max + FRAME_BYTES)
+        # The lag counts record bytes; the queue also counts the rest of each request, and the
+        # answer to a read. Each session may send one more read before its connection is paused.
+        limit = QUEUE_BYTES_MAX + 2 * (lag_bytes_max + FRAME_BYTES + AHEAD_BYTES)
         if service.queued_bytes - REQUEST_BYTES * service.queued_count > limit:
             self._facts.fail("Bounded", f"{storage.name}: {service.queued_bytes} bytes queued")
 

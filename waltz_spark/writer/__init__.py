@@ -3,6 +3,10 @@
 A task sends its rows in append batches with one client, several in flight. The log answers each
 row: committed with its ID, rejected by a lock with the conflicting ID, or lost (the session broke,
 a partition moved). Lost rows are sent again, in order, because they are known not to be in the log.
-A later attempt of a task finds the rows of earlier ones in the log (`once.py`), and sends the rest.
-`batch_write.py` and `stream_write.py` begin and end a write.
+A later attempt of a task finds the rows of earlier ones in the log, and sends the rest.
+
+`batch_write.py` and `stream_write.py` begin and end a write on the driver. `task.py` is one task:
+`columns.py` makes payload, locks, partition and mark of each row, `appender.py` sends the rows,
+`once.py` finds those of earlier attempts by their `row_keys.py`, `recompute.py` recomputes rejected
+ones, and `results.py` keeps the outcomes. `row_sum.py` recognizes the rows of a finished write.
 """

@@ -2,7 +2,7 @@
 
 import pytest
 
-from waltz_core.cli.cluster.cluster_checks import _time
+from waltz_core.cli.cluster.cluster_preferences import _time
 
 
 @pytest.mark.parametrize(

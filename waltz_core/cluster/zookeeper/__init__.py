@@ -3,5 +3,6 @@
 `zookeeper_session.py` implements `znodes.py` with kazoo, over the connection thread of
 `kazoo_connection.py`; `zookeeper_in_memory.py` implements it for tests and the simulator.
 `credentials.py` has the access control lists, `watchdog.py` ends the session of a process whose
-event loop hangs, and `starting.py` retries while a daemon starts.
+event loop hangs, and `starting.py` retries while a daemon starts. `unreadable.py`
+handles nodes that cannot be decoded.
 """

@@ -11,6 +11,7 @@ writer that is never too low. So a false rejection is possible, a missed conflic
 Rules (docs/design/correctness.md 2.3 and 2.4, rows 25-30; docs/design/wire-format.md 4):
     1. The estimate of a row is the greatest over its write and read locks; append locks update the
        table and are never compared. A row passes when the estimate is not above its client's mark.
+       `judge` applies this to many rows as arrays, `judge_one` to a single one.
     2. A row whose mark is above the log's is AHEAD and is not judged at all.
     3. An accepted row enters its write and append locks at once, with the ID that it will have. An
        entry above the high-water mark is thus "reserved": its transaction is still in flight.
