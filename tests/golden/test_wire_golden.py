@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.golden import wire_examples
 from waltz_core.records.record import ReqId
 from waltz_core.wire import codec
 from waltz_core.wire.messages import Message, Surface
 
 HERE = Path(__file__).parent / "wire"
-SURFACES = {"L": Surface.CLIENT, "A": Surface.ADMIN}
+SURFACES = {"L": Surface.CLIENT, "S": Surface.STORAGE, "A": Surface.ADMIN}
 EXAMPLE_COUNTS = {"client_server_v4.json": 25, "client_server_v6.json": 2}
 # What the original calls a field, where the table has another name for it.
 RENAMED = {
@@ -98,3 +99,19 @@ def test_vectors_of_older_versions():
             assert message.state == int(state[2])
         seen += 1
     assert seen == 25
+
+
+def test_messages_of_released_versions_keep_their_bytes_and_their_meaning():
+    for each in load("waltz_0_2.json"):
+        surface, version, data = read_frame(each["frame_hex"])
+        message = round_trip(surface, version, data)
+        assert (type(message).__name__, version) == (each["message"], each["version"])
+        assert wire_examples.fields_of(message) == each["fields"]
+
+
+def test_every_message_of_a_released_version_has_an_example():
+    known = {(each["message"], each["version"]) for each in load("waltz_0_2.json")}
+    for surface, versions in wire_examples.RELEASED.items():
+        for version in versions:
+            for each in wire_examples.messages_of(surface, version):
+                assert (each.__name__, version) in known

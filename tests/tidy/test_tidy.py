@@ -265,7 +265,7 @@ def test_folders_are_small_and_have_an_overview():
 
 
 def test_an_overview_mentions_each_file_of_its_folder():
-    """Those of the two roots are for applications; the layers in ARCHITECTURE.md have their files."""
+    """Those of the roots are for applications; the layers in ARCHITECTURE.md have their files."""
     silent = []
     for source in product():
         folder, _, name = source.path.rpartition("/")

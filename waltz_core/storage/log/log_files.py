@@ -6,8 +6,8 @@ of the log, which is before the end of the records while records are covered (`c
 Rules (numbers in brackets: docs/design/correctness.md 2.4):
     1. A method that promises durability returns after the sync.
     2. The acked marker is an ID at the end of a batch, with the chain there. It moves when records,
-       batches and index are synced: at each roll, or a second after the last sync that it lacks. The
-       service moves it when the log is idle. A log that ends below its marker is suspect [2].
+       batches and index are synced: at each roll, or a second after the last sync that it lacks;
+       the service moves it when the log is idle. A log that ends below its marker is suspect [2].
     3. A failed write or sync is final for its file: unsynced records are cut, and the log
        continues in a new segment when a session prepares it again. When the cut or a slot fails
        too, the log rejects all calls until it is opened again [7].

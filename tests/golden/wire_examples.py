@@ -1,0 +1,101 @@
+"""Examples of our own messages: `python -m tests.golden.wire_examples` adds those that are missing.
+
+Examples of released versions are never edited: they show what a peer of that release sends.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from waltz_core.records.record import LineageEntry, Record, ReqId
+from waltz_core.wire import codec, fields
+from waltz_core.wire.messages import FieldKind, Message, Surface
+
+FILE = Path(__file__).parent / "wire" / "waltz_0_2.json"
+# The versions that Waltz 0.13 does not have; those of 0.2.0.
+RELEASED = {Surface.CLIENT: (5, 6), Surface.STORAGE: (1, 2), Surface.ADMIN: (1,)}
+VALUES: dict[FieldKind, object] = {
+    FieldKind.BOOL: True,
+    FieldKind.INT8: 3,
+    FieldKind.INT32: -70_001,
+    FieldKind.INT64: 1 << 40,
+    FieldKind.CRC32: 0xFEDCBA98,
+    FieldKind.RAW16: bytes(range(16)),
+    FieldKind.REQ_ID: ReqId(1, 2, 3, 4),
+    FieldKind.BLOB: b"abc",
+    FieldKind.TEXT: "storage ü",
+    FieldKind.TEXT_OR_NULL: None,
+    FieldKind.INT32S: (7, -8),
+    FieldKind.PACKED_INT32S: bytes.fromhex("00000007fffffff8"),
+    FieldKind.PACKED_INT64S: bytes.fromhex("0000000000000007fffffffffffffff8"),
+    FieldKind.TEXTS: ("a", "b"),
+    FieldKind.LINEAGE: (LineageEntry(5, 9, 2, 1_700_000_000_000, bytes(range(16))),),
+    FieldKind.RECORDS: (Record(9, ReqId(1, 2, 3, 4), 5, b"abc"),),
+    FieldKind.TEXT_BOOL_MAP: (("a", True),),
+    FieldKind.INT32_BOOL_MAP: ((1, False),),
+    FieldKind.DATA_OR_ERROR: (b"abc", None),
+    FieldKind.STACK: (("class", "method", None, 7),),
+}
+
+
+def messages_of(surface: Surface, version: int) -> list[type[Message]]:
+    """Return the classes of all messages that exist in a version."""
+    return [plan.make for plan in codec._plans(surface, version).values()]
+
+
+def plain(value: object) -> Any:
+    """Return a value as JSON has it: bytes in hex, tuples as lists."""
+    if isinstance(value, bytes | memoryview):
+        return bytes(value).hex()
+    if isinstance(value, tuple | list):
+        return [plain(each) for each in value]
+    return [plain(each) for each in dataclasses.astuple(value)] if is_record(value) else value
+
+
+def is_record(value: object) -> bool:
+    """Whether a value is an instance of a dataclass."""
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def fields_of(message: Message) -> dict[str, Any]:
+    """Return the values of a message's fields as JSON has them."""
+    return {
+        each.name: plain(getattr(message, each.name)) for each in dataclasses.fields(type(message))
+    }
+
+
+def example(message_class: type[Message], version: int) -> dict[str, Any]:
+    """Return an example with a value in every field that the version has."""
+    hints = get_type_hints(message_class, include_extras=True)
+    values = {}
+    for field in dataclasses.fields(message_class):
+        kind = hints[field.name].__metadata__[0]
+        is_extra = field.metadata.get("is_extra", False)
+        absent = field.default if is_extra else fields.EMPTY.get(kind)
+        is_there = field.metadata.get("since", 0) <= version
+        values[field.name] = VALUES[kind] if is_there else absent
+    message = message_class(**values)
+    return {
+        "message": message_class.__name__,
+        "version": version,
+        "frame_hex": b"".join(codec.encode(message, version)).hex(),
+        "fields": fields_of(message),
+    }
+
+
+def add_missing() -> None:
+    """Add an example for each message of each released version that has none."""
+    found = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else []
+    known = {(each["message"], each["version"]) for each in found}
+    for surface, versions in RELEASED.items():
+        for version in versions:
+            for each in messages_of(surface, version):
+                if (each.__name__, version) not in known:
+                    found.append(example(each, version))
+    lines = ",\n".join(json.dumps(each, ensure_ascii=False) for each in found)
+    FILE.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    add_missing()
