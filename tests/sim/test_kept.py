@@ -119,6 +119,11 @@ def test_a_repeated_request_after_a_hanging_disk_is_no_rival(monkeypatch):
     assert run(schedule).rule == "Converged"
 
 
+def test_a_storages_queue_may_hold_a_read_of_each_session():
+    schedule = Schedule.from_json((KEPT / "1795815712392.json").read_text(encoding="utf-8"))
+    assert run(schedule).is_good
+
+
 @pytest.mark.parametrize("seed", [77000331, 77000490])
 def test_an_operator_finishes_what_a_command_that_died_has_decided(seed):
     """Or finds that ZooKeeper was put back to before the first session, which needs no command."""

@@ -145,6 +145,11 @@ def headers_of(records: Buffer, lengths: I64) -> bytes:
     return _gather(records, _starts(lengths), HEADER_DTYPE).tobytes()
 
 
+def prefixes_of(records: Buffer, lengths: I64) -> Structured:
+    """Return the 36 bytes before the data of each record as a structured array (`PREFIX_DTYPE`)."""
+    return _gather(records, _starts(lengths), PREFIX_DTYPE)
+
+
 def feed_headers_of(records: Buffer, lengths: I64) -> bytes:
     """Return the feed headers, 20 bytes each: request id, header."""
     if lengths.size <= ONE_BY_ONE_MAX:

@@ -1,0 +1,143 @@
+"""An object gives back the bytes that it was made of, and no others."""
+
+import io
+from random import Random
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from waltz_core.archive.objects import ArchiveObject, ObjectFacts, ObjectWriter, Piece
+from waltz_core.errors import BadFormat, ChecksumMismatch
+from waltz_core.records import raw_records
+from waltz_core.records.checksum import crc32
+from waltz_core.records.record import GENESIS_CHAIN, LineageEntry, ReqId, next_chain
+
+KEY = bytes(range(16))
+SIZES = (3, 1, 40, 7)  # of the batches; more than `raw_records` processes one by one
+FIRST = 1_000
+
+
+def batches_from(first, *, sizes=SIZES, chain=GENESIS_CHAIN, seed=0):
+    """Return the records of some batches, and their lineage."""
+    rng, records, lineage = Random(seed), [], []
+    for number, size in enumerate(sizes):
+        crcs = b""
+        last = first + size - 1
+        for transaction_id in range(first, last + 1):
+            data = rng.randbytes(rng.choice((0, 5, 300)))
+            req_id = ReqId(7, number, 3, transaction_id - first)
+            header = rng.randrange(-9, 9)
+            record = raw_records.encode_record(transaction_id, req_id, header, data, crc32(data))
+            records.append(record)
+            crcs += record[-4:]
+        chain = next_chain(chain, first, last, number, crcs)
+        lineage.append(LineageEntry(first, last, number, 1_700_000_000_000 * (number > 0), chain))
+        first = last + 1
+    return records, lineage
+
+
+def object_of(records, lineage, *, rows=10, **changes):
+    """Return the bytes of an object with row groups of so many rows."""
+    facts = ObjectFacts(KEY, 3, FIRST, lineage[-1].last, GENESIS_CHAIN, lineage[-1].chain)
+    sink = io.BytesIO()
+    writer = ObjectWriter(sink, facts._replace(**changes))
+    for start in range(0, len(records), rows):
+        part = records[start : start + rows]
+        low, high = FIRST + start, FIRST + start + len(part) - 1
+        inside = [each for each in lineage if each.first <= high and each.last >= low]
+        writer.add(Piece(b"".join(part), np.array([len(each) for each in part]), inside))
+    writer.close()
+    return sink.getvalue()
+
+
+def opened(data):
+    return ArchiveObject(io.BytesIO(data), "o")
+
+
+@pytest.mark.parametrize("rows", [1, 2, 10, 45, 1_000])
+def test_records_and_batches_return_byte_for_byte(rows):
+    records, lineage = batches_from(FIRST)
+    found = opened(object_of(records, lineage, rows=rows))
+    pieces = [found.read(group) for group in range(found.group_count)]
+    assert b"".join(bytes(each.records) for each in pieces) == b"".join(records)
+    assert [n for each in pieces for n in each.lengths] == [len(each) for each in records]
+    assert list(found.verify()) == lineage
+    assert found.facts == ObjectFacts(
+        KEY, 3, FIRST, lineage[-1].last, GENESIS_CHAIN, lineage[-1].chain
+    )
+
+
+def test_any_reader_of_parquet_understands_the_rows():
+    records, lineage = batches_from(FIRST)
+    table = pq.read_table(io.BytesIO(object_of(records, lineage)))
+    assert table.column("transaction_id").to_pylist() == list(range(FIRST, FIRST + sum(SIZES)))
+    assert table.column("data").to_pylist() == [each[36:-4] for each in records]
+    times = table.column("commit_time").to_pylist()
+    assert times[: SIZES[0]] == [None] * SIZES[0]  # rule 3
+    assert {each.timestamp() for each in times[SIZES[0] :]} == {1_700_000_000.0}
+
+
+def test_row_groups_can_be_skipped_by_id_time_and_header():
+    records, lineage = batches_from(FIRST)
+    metadata = pq.ParquetFile(io.BytesIO(object_of(records, lineage))).metadata
+    names = {name: at for at, name in enumerate(metadata.schema.names)}
+    for name in ("transaction_id", "header", "commit_time"):
+        assert metadata.row_group(1).column(names[name]).statistics.has_min_max, name
+    assert metadata.row_group(1).column(names["transaction_id"]).statistics.min == FIRST + 10
+
+
+def test_a_changed_byte_is_found_or_changes_nothing():
+    """Of any byte of the file: of pages, of statistics, of the footer."""
+    records, lineage = batches_from(FIRST)
+    whole = object_of(records, lineage)
+    rng, found = Random(4), 0
+    for at in rng.sample(range(len(whole)), 400):
+        data = bytearray(whole)
+        data[at] ^= 1 << rng.randrange(8)
+        try:
+            again = opened(bytes(data))
+            assert list(again.verify()) == lineage
+            pieces = [again.read(group) for group in range(again.group_count)]
+            assert b"".join(bytes(each.records) for each in pieces) == b"".join(records)
+        except (BadFormat, ChecksumMismatch) as error:
+            found += str(error).startswith("object")
+    assert found > 100
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"chain_before": bytes(range(16))}, "with the chain"),
+        ({"chain": bytes(range(16))}, "with the chain"),
+        ({"last": FIRST + 49}, "expected to end at 1049"),
+        ({"first": FIRST - 1}, "expected ID 999, found 1000"),
+    ],
+)
+def test_metadata_that_does_not_fit_the_rows_is_found(wrong, said):
+    records, lineage = batches_from(FIRST)
+    with pytest.raises((BadFormat, ChecksumMismatch), match=said):
+        list(opened(object_of(records, lineage, **wrong)).verify())
+
+
+def test_a_missing_record_and_a_missing_batch_are_found():
+    records, lineage = batches_from(FIRST)
+    with pytest.raises(BadFormat, match="expected ID 1010, found 1011"):
+        list(opened(object_of(records[:10] + records[11:], lineage)).verify())
+    last = lineage[-1]
+    with pytest.raises(ChecksumMismatch, match="expected to end at 1050"):
+        list(opened(object_of(records[: -SIZES[-1]], [*lineage[:-1], last])).verify())
+
+
+def test_a_file_that_is_no_object_is_rejected():
+    with pytest.raises(BadFormat, match="object o: "):
+        opened(b"not Parquet")
+    records, lineage = batches_from(FIRST)
+    sink = io.BytesIO()
+    pq.write_table(pq.read_table(io.BytesIO(object_of(records, lineage))).select([0, 1]), sink)
+    with pytest.raises(BadFormat, match="expected the columns"):
+        opened(sink.getvalue())
+    with pytest.raises(BadFormat, match="expected format 1, found 2"):
+        ObjectFacts.from_bytes(b'{"format": 2}')
+    with pytest.raises(BadFormat, match="metadata is not valid"):
+        ObjectFacts.from_bytes(b"{}")
