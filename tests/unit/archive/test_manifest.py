@@ -1,0 +1,134 @@
+"""A manifest lists objects without gaps, and nothing that was changed is taken for one."""
+
+from random import Random
+
+import pytest
+
+from waltz_core.archive import manifest
+from waltz_core.archive.manifest import Manifest, ObjectEntry, Page
+from waltz_core.errors import BadFormat, ChecksumMismatch
+from waltz_core.records.checksum import crc32
+from waltz_core.records.record import GENESIS_CHAIN
+
+KEY = bytes(range(16))
+EMPTY = Manifest(KEY, 3, 0, 0, -1, GENESIS_CHAIN)
+
+
+def entry(number, *, rows=10, first=None):
+    first = number * rows if first is None else first
+    chain = number.to_bytes(16, "big")
+    name = f"objects/{number}.parquet"
+    times = (1_000 + number, 2_000 + number)
+    return ObjectEntry(name, first, first + rows - 1, chain, 5_000, 77, 9_000, *times)
+
+
+def filled(count):
+    found = EMPTY
+    for number in range(count):
+        found = found.with_object(entry(number))
+    return found
+
+
+def read(found):
+    return Manifest.from_bytes(found.to_bytes(), "m")
+
+
+def test_a_manifest_returns_from_its_bytes():
+    for count in (0, 1, 30):
+        found = filled(count)
+        assert read(found) == found
+        assert (found.version, found.last) == (count, 10 * count - 1)
+    assert found.chain == entry(29).chain
+
+
+@pytest.mark.parametrize("first", [9, 11])
+def test_an_object_after_a_gap_or_over_another_one_is_rejected(first):
+    with pytest.raises(BadFormat, match="expected an object from 10 on"):
+        filled(1).with_object(entry(1, first=first))
+
+
+def test_old_objects_become_pages_so_that_the_head_stays_small(monkeypatch):
+    monkeypatch.setattr(manifest, "PAGE_ENTRIES", 5)
+    found, pages = EMPTY, {}
+    for number in range(48):
+        page = found.next_page
+        if page is not None:
+            name = f"page-{len(pages)}"
+            pages[name] = page.to_bytes()
+            found = found.with_page(name, page)
+        found = read(found.with_object(entry(number)))
+        assert len(found.newest) <= 10
+    assert len(found.pages) == 8
+    entries = []
+    for each in found.pages:
+        assert crc32(pages[each.name]) == each.file_crc
+        page = Page.from_bytes(pages[each.name], each.name)
+        assert (page.entries[0].first, page.entries[-1].last) == (each.first, each.last)
+        assert (each.commit_ms_min, each.commit_ms_max) == (
+            page.entries[0].commit_ms_min,
+            page.entries[-1].commit_ms_max,
+        )
+        entries += page.entries
+    assert [*entries, *found.newest] == [entry(number) for number in range(48)]
+
+
+def test_expiry_removes_what_is_wholly_below_the_first_available_id(monkeypatch):
+    monkeypatch.setattr(manifest, "PAGE_ENTRIES", 2)
+    found = filled(4)
+    found = found.with_page("p", found.next_page)
+    for first, pages, newest in ((0, 1, 2), (19, 1, 2), (20, 0, 2), (35, 0, 1), (40, 0, 0)):
+        kept = read(found.without_before(first))
+        assert (kept.first, len(kept.pages), len(kept.newest)) == (first, pages, newest)
+        assert (kept.version, kept.last) == (found.version + 1, 39)
+    assert read(kept.with_object(entry(4))).last == 49
+
+
+def test_a_changed_byte_is_found():
+    data = filled(3).to_bytes()
+    rng = Random(1)
+    for at in rng.sample(range(len(data)), 100):
+        changed = bytearray(data)
+        changed[at] ^= 1 << rng.randrange(8)
+        with pytest.raises((BadFormat, ChecksumMismatch), match="manifest m: "):
+            Manifest.from_bytes(bytes(changed), "m")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"last": 40}, "expected objects up to 40"),
+        ({"first": 31}, "found 29 and 31"),
+        ({"newest": (entry(0), entry(2))}, "expected ID 10, found 20..29"),
+        ({"newest": (entry(1), entry(2)), "first": 5}, "no object has the first ID 5"),
+        (
+            {"newest": (entry(0)._replace(last=-1), entry(1), entry(2))},
+            "expected ID 0, found 0..-1",
+        ),
+    ],
+)
+def test_a_manifest_that_contradicts_itself_is_rejected(wrong, said):
+    good = filled(3)
+    values = {name: getattr(good, name) for name in ("version", "first", "last", "chain", "newest")}
+    bad = Manifest(KEY, 3, **{**values, **wrong})
+    with pytest.raises(BadFormat, match=said):
+        read(bad)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"[]", "expected format 1, found None"),
+        (b'{"format": 2}', "expected format 1, found 2"),
+        (b'{"format": 1}', "KeyError"),
+        (b"{", "manifest m: "),
+        (filled(1).to_bytes()[9:].replace(b'"file_crc":77', b'"file_crc":true'), "file_crc of"),
+        (filled(1).to_bytes()[9:].replace(b'"name":"', b'"names":"'), "expected ObjectEntry"),
+        (
+            filled(1).to_bytes()[9:].replace(b'"pages":[]', b'"pages":{}'),
+            "expected a list of pages",
+        ),
+    ],
+)
+def test_other_content_is_rejected_with_the_reason(body, said):
+    with pytest.raises(BadFormat, match=said):
+        Manifest.from_bytes(b"%08x\n%s" % (crc32(body), body), "m")

@@ -1,0 +1,280 @@
+"""The manifest of a partition's archive: its objects, in order and without gaps.
+
+A manifest is a head and pages. A page has `PAGE_ENTRIES` objects and never changes; the head lists
+the pages and the newest objects. So archiving one object writes the head only, whatever the size of
+the archive. Head and pages are files of their own, and are never overwritten (rule AR 2).
+
+    8 hexadecimal digits   CRC-32 of the rest
+    line feed
+    JSON
+
+Rules (docs/decisions/047):
+    1. Objects are consecutive: each begins after the last ID that may be used of the one before,
+       with its chain.
+    2. A new manifest has all objects of the previous one, except for those that expiry removes, and
+       a corrupt one that another with the same IDs and chain replaces (AR 5).
+    3. `version` rises by one with every manifest of a partition.
+"""
+
+from dataclasses import replace
+from typing import Any, Final, NamedTuple, Self
+
+from waltz_core.errors import BadFormat, ChecksumMismatch
+from waltz_core.records import strict_json
+from waltz_core.records.checksum import crc32
+from waltz_core.records.record import Chain, PartitionId, TransactionId
+from waltz_core.values import value
+
+FORMAT: Final = 1
+PAGE_ENTRIES: Final = 1_000
+_CHAIN_BYTES: Final = 16
+
+
+class ObjectEntry(NamedTuple):
+    """One object: where it is, what it has, and by which it is recognized.
+
+    `last` is the last ID that may be used; the object may have more. `chain` is the chain there.
+    Commit times are in ms, 0 if no transaction has one.
+    """
+
+    name: str
+    first: TransactionId
+    last: TransactionId
+    chain: Chain
+    file_bytes: int
+    file_crc: int
+    record_bytes: int
+    commit_ms_min: int
+    commit_ms_max: int
+
+
+class PageEntry(NamedTuple):
+    """One page: its file, its CRC-32, and the bounds of its objects."""
+
+    name: str
+    file_crc: int
+    first: TransactionId
+    last: TransactionId
+    commit_ms_min: int
+    commit_ms_max: int
+
+
+class Page(NamedTuple):
+    """The objects of a page."""
+
+    entries: tuple[ObjectEntry, ...]
+
+    def to_bytes(self) -> bytes:
+        """Return the bytes of the page's file."""
+        return _framed({"format": FORMAT, "objects": [_entry_to_json(e) for e in self.entries]})
+
+    @classmethod
+    def from_bytes(cls, data: bytes, name: str) -> Self:
+        """Decode and check.
+
+        Raises:
+            BadFormat, ChecksumMismatch: with the name of the file.
+        """
+        values = _unframed(data, name)
+        with_values = _list_of(values, "objects", name)
+        return cls(tuple(_entry_from_json(each, name) for each in with_values))
+
+
+@value(frozen=True, slots=True)
+class Manifest:
+    """The head of a manifest. `first` is the first available ID, `last` the archived mark."""
+
+    cluster_key: bytes
+    partition_id: PartitionId
+    version: int
+    first: TransactionId
+    last: TransactionId
+    chain: Chain
+    pages: tuple[PageEntry, ...] = ()
+    newest: tuple[ObjectEntry, ...] = ()
+
+    def with_object(self, entry: ObjectEntry) -> "Manifest":
+        """Return the next manifest, with one more object; raises BadFormat if there is a gap."""
+        if entry.first != self.last + 1 or entry.last < entry.first:
+            raise BadFormat(
+                f"manifest {self.version} of partition {self.partition_id}: expected an object "
+                f"from {self.last + 1} on, found {entry.first}..{entry.last}"
+            )
+        return replace(
+            self,
+            version=self.version + 1,
+            last=entry.last,
+            chain=entry.chain,
+            newest=(*self.newest, entry),
+        )
+
+    @property
+    def next_page(self) -> Page | None:
+        """The objects that must become a page before more are added; None if there are few."""
+        full = len(self.newest) >= 2 * PAGE_ENTRIES
+        return Page(self.newest[:PAGE_ENTRIES]) if full else None
+
+    def with_page(self, name: str, page: Page) -> "Manifest":
+        """Return the same manifest with its oldest newest objects in a page, which is written."""
+        entries = page.entries
+        assert self.newest[: len(entries)] == entries
+        times = [each for entry in entries for each in _times(entry)]
+        added = PageEntry(
+            name,
+            crc32(page.to_bytes()),
+            entries[0].first,
+            entries[-1].last,
+            min(times, default=0),
+            max(times, default=0),
+        )
+        return replace(self, pages=(*self.pages, added), newest=self.newest[len(entries) :])
+
+    def without_before(self, first: TransactionId) -> "Manifest":
+        """Return the next manifest, in which `first` is the first available ID (expiry).
+
+        Whole pages and objects below it are removed; an object that contains it stays.
+        """
+        assert self.first <= first <= self.last + 1
+        return replace(
+            self,
+            version=self.version + 1,
+            first=first,
+            pages=tuple(each for each in self.pages if each.last >= first),
+            newest=tuple(each for each in self.newest if each.last >= first),
+        )
+
+    def to_bytes(self) -> bytes:
+        """Return the bytes of the head's file."""
+        return _framed(
+            {
+                "format": FORMAT,
+                "cluster_key": self.cluster_key.hex(),
+                "partition": self.partition_id,
+                "version": self.version,
+                "first": self.first,
+                "last": self.last,
+                "chain": self.chain.hex(),
+                "pages": [each._asdict() for each in self.pages],
+                "objects": [_entry_to_json(each) for each in self.newest],
+            }
+        )
+
+    @classmethod
+    def from_bytes(cls, data: bytes, name: str) -> Self:
+        """Decode and check (rule 1).
+
+        Raises:
+            BadFormat, ChecksumMismatch: with the name of the file.
+        """
+        values = _unframed(data, name)
+        try:
+            found = cls(
+                _hex(values["cluster_key"]),
+                PartitionId(_whole(values["partition"])),
+                _whole(values["version"]),
+                TransactionId(_whole(values["first"])),
+                TransactionId(_whole(values["last"])),
+                Chain(_hex(values["chain"])),
+                tuple(_page_from_json(each, name) for each in _list_of(values, "pages", name)),
+                tuple(_entry_from_json(each, name) for each in _list_of(values, "objects", name)),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise BadFormat(f"manifest {name}: {type(error).__name__}: {error}") from error
+        found._check(name)
+        return found
+
+    def _check(self, name: str) -> None:
+        bounds = [each[2:4] for each in self.pages] + [each[1:3] for each in self.newest]
+        reach = bounds[0][0] - 1 if bounds else self.last
+        for first, last in bounds:
+            if first != reach + 1 or last < first:
+                raise BadFormat(f"manifest {name}: expected ID {reach + 1}, found {first}..{last}")
+            reach = last
+        if reach != self.last or not 0 <= self.first <= self.last + 1:
+            raise BadFormat(
+                f"manifest {name}: expected objects up to {self.last} and a first ID up to there, "
+                f"found {reach} and {self.first}"
+            )
+        if bounds and self.first < bounds[0][0]:
+            raise BadFormat(f"manifest {name}: no object has the first ID {self.first}")
+
+
+def _times(entry: ObjectEntry) -> tuple[int, ...]:
+    return (entry.commit_ms_min, entry.commit_ms_max) if entry.commit_ms_max else ()
+
+
+def _framed(values: dict[str, Any]) -> bytes:
+    body = strict_json.to_json(values)
+    return b"%08x\n%s" % (crc32(body), body)
+
+
+def _unframed(data: bytes, name: str) -> dict[str, Any]:
+    stated, _, body = data.partition(b"\n")
+    if stated != b"%08x" % crc32(body):
+        raise ChecksumMismatch(f"manifest {name}: expected CRC {crc32(body):08x}, found {stated!r}")
+    try:
+        values = strict_json.from_json(body)
+    except ValueError as error:
+        raise BadFormat(f"manifest {name}: {error}") from error
+    found = values.get("format") if isinstance(values, dict) else None
+    if not isinstance(values, dict) or found != FORMAT:
+        raise BadFormat(f"manifest {name}: expected format {FORMAT}, found {found!r}")
+    return values
+
+
+def _list_of(values: dict[str, Any], key: str, name: str) -> list[Any]:
+    found = values.get(key)
+    if not isinstance(found, list):
+        raise BadFormat(f"manifest {name}: expected a list of {key}, found {found!r:.80}")
+    return found
+
+
+def _entry_to_json(entry: ObjectEntry) -> dict[str, Any]:
+    return {**entry._asdict(), "chain": entry.chain.hex()}
+
+
+def _entry_from_json(values: object, name: str) -> ObjectEntry:
+    return ObjectEntry(*_fields_of(values, ObjectEntry, name))
+
+
+def _page_from_json(values: object, name: str) -> PageEntry:
+    return PageEntry(*_fields_of(values, PageEntry, name))
+
+
+def _fields_of(
+    values: object, kind: type[ObjectEntry] | type[PageEntry], name: str
+) -> tuple[Any, ...]:
+    if not isinstance(values, dict) or set(values) != set(kind._fields):
+        raise BadFormat(f"manifest {name}: expected {kind.__name__}, found {values!r:.200}")
+    found: list[Any] = []
+    for field in kind._fields:
+        each = values[field]
+        try:
+            if field == "name":
+                found.append(_text(each))
+            elif field == "chain":
+                found.append(Chain(_hex(each)))
+            else:
+                found.append(_whole(each))
+        except (TypeError, ValueError) as error:
+            raise BadFormat(f"manifest {name}: {field} of {kind.__name__}: {error}") from error
+    return tuple(found)
+
+
+def _hex(text: object) -> bytes:
+    found = bytes.fromhex(_text(text))
+    if len(found) != _CHAIN_BYTES:
+        raise ValueError(f"expected {_CHAIN_BYTES} bytes, found {len(found)}")
+    return found
+
+
+def _text(found: object) -> str:
+    if not isinstance(found, str) or not found:
+        raise TypeError(f"expected a text, found {found!r:.80}")
+    return found
+
+
+def _whole(found: object) -> int:
+    if not isinstance(found, int) or isinstance(found, bool) or found < -1:
+        raise TypeError(f"expected a number of at least -1, found {found!r:.80}")
+    return found
