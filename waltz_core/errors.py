@@ -8,12 +8,13 @@ module defines exceptions.
         BadConfig (NoCluster), BadRequest, ClientAhead, TooLarge, UnknownPartition, NotOpen
       Unavailable       try again (retriable)
         NotMounted, NotOwned, Overloaded, SessionLost, NoSpace, Unreachable (TlsFailed),
-        CoordinatorUnavailable, OutcomeUnknown, CoordinatorOutcomeUnknown, ViewBehind
+        CoordinatorUnavailable, OutcomeUnknown, CoordinatorOutcomeUnknown, ViewBehind,
+        ArchiveUnavailable
       Superseded        a newer owner or writer exists; start again from current state
         SessionFenced, GenerationMismatch, LockFailed, ConnectionSuperseded, CoordinatorConflict
       Damaged           bytes are wrong; stop and notify an operator
         ChecksumMismatch, BadFormat, MissingSegment, ClusterKeyMismatch, StorageIdMismatch,
-        DataLoss, ReplicaSuspect, DiskFailed (ReadFailed)
+        DataLoss, ReplicaSuspect, DiskFailed (ReadFailed), ObjectMissing
       ProtocolError     the wire protocol was broken
         LocalProtocolError (by this side), RemoteProtocolError (by the peer)
 
@@ -225,6 +226,15 @@ class ViewBehind(Unavailable):
     rate_per_s: float | None = None
 
 
+class ArchiveUnavailable(Unavailable):
+    """The object store of the archive did not carry out a request.
+
+    Action: Repeat the call; if it fails again, check the store, its credentials and the network.
+    """
+
+    code = 32
+
+
 class Superseded(WaltzError):
     """A newer owner, session or writer has taken over.
 
@@ -378,6 +388,15 @@ class ReadFailed(DiskFailed):
     """
 
     code = 69
+
+
+class ObjectMissing(Damaged):
+    """A file of the archive that is listed does not exist.
+
+    Action: Restore the file from a copy or an earlier version in the object store.
+    """
+
+    code = 70
 
 
 class ProtocolError(WaltzError):

@@ -78,6 +78,7 @@ ONE_DOOR = {
 # The core has two doors: rows in batches, with what they are made over, and the codec of payloads.
 ARROW_DOORS = (
     "waltz_core/archive/objects.py",
+    "waltz_core/archive/store.py",
     "waltz_core/records/arrow_buffers.py",
     "waltz_core/records/batches.py",
     "waltz_core/client/model/compression.py",

@@ -59,7 +59,7 @@ class PageEntry(NamedTuple):
     commit_ms_max: int
 
 
-class Page(NamedTuple):
+class ManifestPage(NamedTuple):
     """The objects of a page."""
 
     entries: tuple[ObjectEntry, ...]
@@ -109,12 +109,12 @@ class Manifest:
         )
 
     @property
-    def next_page(self) -> Page | None:
+    def next_page(self) -> ManifestPage | None:
         """The objects that must become a page before more are added; None if there are few."""
         full = len(self.newest) >= 2 * PAGE_ENTRIES
-        return Page(self.newest[:PAGE_ENTRIES]) if full else None
+        return ManifestPage(self.newest[:PAGE_ENTRIES]) if full else None
 
-    def with_page(self, name: str, page: Page) -> "Manifest":
+    def with_page(self, name: str, page: ManifestPage) -> "Manifest":
         """Return the same manifest with its oldest newest objects in a page, which is written."""
         entries = page.entries
         assert self.newest[: len(entries)] == entries

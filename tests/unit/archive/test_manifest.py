@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from waltz_core.archive import manifest
-from waltz_core.archive.manifest import Manifest, ObjectEntry, Page
+from waltz_core.archive.manifest import Manifest, ObjectEntry, ManifestPage
 from waltz_core.errors import BadFormat, ChecksumMismatch
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import GENESIS_CHAIN
@@ -62,7 +62,7 @@ def test_old_objects_become_pages_so_that_the_head_stays_small(monkeypatch):
     entries = []
     for each in found.pages:
         assert crc32(pages[each.name]) == each.file_crc
-        page = Page.from_bytes(pages[each.name], each.name)
+        page = ManifestPage.from_bytes(pages[each.name], each.name)
         assert (page.entries[0].first, page.entries[-1].last) == (each.first, each.last)
         assert (each.commit_ms_min, each.commit_ms_max) == (
             page.entries[0].commit_ms_min,

@@ -1,0 +1,180 @@
+"""The door to the object store that holds an archive: any file system of `pyarrow.fs`.
+
+All calls block: use threads. `ArchiveStore` is also the interface that the simulator implements.
+
+Rules (docs/decisions/047):
+    1. A file counts when `write` or the end of `writing` has returned: then it is durable. In a
+       directory that takes a temporary file, its sync, its name, and a sync of the directory; other
+       stores acknowledge the end of an upload when it is durable. Reading a file back proves
+       nothing about that (AR 3).
+    2. Nothing is overwritten (AR 2). A directory rejects a name that exists; in other stores the
+       names are unique by construction.
+    3. A failed or cancelled `writing` leaves no file with the name in a directory, and in other
+       stores perhaps an incomplete one, which no manifest lists.
+    4. A missing file is ObjectMissing, everything else ArchiveUnavailable: the message states the
+       operation, the file and the reason of the store.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import parse_qsl, urlsplit
+
+import pyarrow as pa
+from pyarrow import fs as arrow_fs
+
+from waltz_core.errors import ArchiveUnavailable, BadConfig, ObjectMissing
+from waltz_core.records.raw_records import Buffer
+
+# After this time without progress a request to S3 has failed; the SDK tries again a few times.
+S3_TIMEOUT_S: Final = 20.0
+_S3_OPTIONS: Final = ("region", "endpoint_override", "scheme")
+_TEMPORARY: Final = ".tmp"
+_FAILURES: Final = (OSError, pa.ArrowException)
+
+
+class ArchiveStore:
+    """The files of an archive, by names relative to its URL."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._files, self._base = _opened(url)
+        self._is_directory = isinstance(self._files, arrow_fs.LocalFileSystem)
+
+    def write(self, name: str, data: Buffer) -> None:
+        """Write a file; durable (rules 1 and 2).
+
+        Raises:
+            ArchiveUnavailable: it was not written, or the store did not acknowledge it.
+        """
+        with self.writing(name) as sink:
+            sink.write(data)
+
+    @contextmanager
+    def writing(self, name: str) -> Iterator[Any]:
+        """Give a sink for a file, which is durable when the block has ended without an error.
+
+        Raises:
+            ArchiveUnavailable: as `write`.
+        """
+        with _reported("write", self._place(name)):
+            if self._is_directory:
+                with _durable_file(Path(self._place(name))) as sink:
+                    yield sink
+            else:
+                with self._files.open_output_stream(self._place(name)) as sink:
+                    yield sink
+
+    def read(self, name: str) -> bytes:
+        """Return the content of a file.
+
+        Raises:
+            ObjectMissing, ArchiveUnavailable: rule 4.
+        """
+        place = self._place(name)
+        with _reported("read", place), self._files.open_input_stream(place) as source:
+            return bytes(source.read())
+
+    def open(self, name: str) -> Any:  # noqa: ANN401 - a file of pyarrow
+        """Open a file for reads at any place; the caller closes it.
+
+        Raises:
+            ObjectMissing, ArchiveUnavailable: rule 4.
+        """
+        with _reported("open", self._place(name)):
+            return self._files.open_input_file(self._place(name))
+
+    def names(self, folder: str) -> list[str]:
+        """Return the names of all files in a folder and below it, sorted; none if it is missing.
+
+        Temporary files of writes that did not end are among them.
+
+        Raises:
+            ArchiveUnavailable: rule 4.
+        """
+        chosen = arrow_fs.FileSelector(self._place(folder), allow_not_found=True, recursive=True)
+        with _reported("list", self._place(folder)):
+            found = self._files.get_file_info(chosen)
+        start = len(self._base) + 1
+        return sorted(each.path[start:] for each in found if each.type is arrow_fs.FileType.File)
+
+    def delete(self, name: str) -> None:
+        """Delete a file; a missing one is no error.
+
+        Raises:
+            ArchiveUnavailable: rule 4.
+        """
+        with suppress(ObjectMissing), _reported("delete", self._place(name)):
+            self._files.delete_file(self._place(name))
+
+    def _place(self, name: str) -> str:
+        return f"{self._base}/{name}"
+
+
+def _opened(url: str) -> tuple[arrow_fs.FileSystem, str]:
+    """Return the file system of a URL and the path in it."""
+    parts = urlsplit(url)
+    try:
+        if parts.scheme == "s3":
+            options = dict(parse_qsl(parts.query))
+            unknown = sorted(set(options) - set(_S3_OPTIONS))
+            if unknown:
+                raise BadConfig(
+                    f"archive {url}: expected the options {', '.join(_S3_OPTIONS)}, "
+                    f"found {', '.join(unknown)}"
+                )
+            store = arrow_fs.S3FileSystem(
+                connect_timeout=S3_TIMEOUT_S, request_timeout=S3_TIMEOUT_S, **options
+            )
+            return store, f"{parts.netloc}{parts.path}".rstrip("/")
+        found, base = arrow_fs.FileSystem.from_uri(url)
+    except (*_FAILURES, ValueError) as error:
+        raise BadConfig(
+            f"archive {url}: {error}. Hint: expected a URL such as file:///srv/archive, "
+            "s3://bucket/folder, gs://bucket/folder or hdfs://host/folder."
+        ) from error
+    return found, base.rstrip("/")
+
+
+@contextmanager
+def _reported(operation: str, place: str) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise ObjectMissing(f"archive: cannot {operation} {place}: it does not exist") from error
+    except _FAILURES as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ArchiveUnavailable(f"archive: cannot {operation} {place}: {reason}") from error
+
+
+@contextmanager
+def _durable_file(path: Path) -> Iterator[Any]:
+    """Give a file for writing; it gets its name when it is synced (rules 1 to 3)."""
+    _make_durable_folder(path.parent)
+    temporary = path.with_name(path.name + _TEMPORARY)
+    try:
+        with temporary.open("xb") as sink:
+            yield sink
+            sink.flush()
+            os.fsync(sink.fileno())
+        os.link(temporary, path)
+        _sync_folder(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _make_durable_folder(folder: Path) -> None:
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    for each in reversed(missing):
+        each.mkdir(exist_ok=True)
+        _sync_folder(each.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
