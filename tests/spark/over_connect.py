@@ -225,7 +225,7 @@ def test_errors_are_one_sentence(spark: SparkSession, connect: str, marks: dict[
     with pytest.raises(errors.BadConfig) as caught:
         read(spark, connect, marks, startingHighWaterMark="x").collect()
     assert str(caught.value) == (
-        "format 'waltz' has no option 'startinghighwatermark'; did you mean "
+        "format 'waltz' has no option 'startinghighwatermark'. Hint: did you mean "
         "'startingHighWaterMarks'?"
     )
     assert is_one_sentence(caught.value)

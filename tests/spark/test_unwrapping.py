@@ -47,7 +47,7 @@ def test_a_wrong_option(spark: SparkSession, connect: str) -> None:
     with pytest.raises(errors.BadConfig) as caught:
         read(spark, connect, startingHighWaterMark="x")
     assert str(caught.value) == (
-        "format 'waltz' has no option 'startinghighwatermark'; did you mean "
+        "format 'waltz' has no option 'startinghighwatermark'. Hint: did you mean "
         "'startingHighWaterMarks'?"
     )
     assert is_one_sentence(caught.value)
