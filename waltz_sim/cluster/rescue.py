@@ -92,8 +92,8 @@ class Rescue:
         self._on_verdict(verdict)
 
     def _passed(self, step: str) -> None:
-        """Rule 2."""
-        if step == self._dies_after:
+        """Rule 2; a command that still runs when all faults have ended does not die."""
+        if step == self._dies_after and not self._cluster.is_recovering:
             raise Died(f"after {step}")
 
     async def _rescue(self) -> RebuildDecision:
