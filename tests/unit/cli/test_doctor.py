@@ -90,8 +90,10 @@ def test_tls_files_that_do_not_fit_are_reported_in_a_sentence(gathered, tmp_path
     assert "key values mismatch" in sentence
 
 
-def test_an_unreachable_cluster_is_not_reported_as_healthy():
-    assert "could not be queried" in doctor_command.as_text(Facts(CONNECT), [])[0]
+def test_a_cluster_that_becomes_unreachable_is_not_reported_as_healthy(gathered, capsys):
+    gathered[:] = [without(healthy(), A), Facts(CONNECT)]
+    assert main(["doctor", "--connect", CONNECT]) == 1
+    assert "could not be queried" in capsys.readouterr().out
     assert "zookeeper" in doctor_command.value_of(Facts(CONNECT), [])["facts"]
 
 
