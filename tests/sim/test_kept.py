@@ -12,6 +12,7 @@ from waltz_core.replication.session_recovery import Recovery
 from waltz_core.storage.files import record_search
 from waltz_core.storage.files.segments import Segments
 from waltz_core.storage.log import log_recovery
+from waltz_core.storage.log.log_files import LogFiles
 from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.service import service
 from waltz_core.storage.service.service_effects import CloseConnection
@@ -133,3 +134,21 @@ def test_an_operator_finishes_what_a_command_that_died_has_decided(seed):
     """
     schedule = Schedule.from_json((KEPT / f"{seed}.json").read_text(encoding="utf-8"))
     assert run(schedule).is_good
+
+
+def test_a_truncation_reports_the_chain_that_it_has_written(monkeypatch):
+    """A read that failed after the truncation left the chain of the longer log."""
+    schedule = Schedule.from_json((KEPT / "1795815724074.json").read_text(encoding="utf-8"))
+    assert run(schedule).is_good
+    truncate = LogFiles.cut
+
+    def read_again(self, last_to_keep):
+        before = self.chain
+        truncate(self, last_to_keep)
+        after = self.chain
+        self.chain = self.synced_chain = before
+        assert self.segments.chain == after
+        self.chain = self.synced_chain = after
+
+    monkeypatch.setattr(LogFiles, "cut", read_again)
+    assert run(schedule).rule == "NoCutCommitted"

@@ -125,10 +125,13 @@ class Rescue:
         self._passed("claim")
 
     async def _query(self) -> None:
-        """Query every storage for its log, in the session."""
+        """Query every storage for its log, in the session: assigned or known to ZooKeeper."""
+        metadata = self._cluster.coordinator.metadata
+        held = () if self._accepted is None or metadata is None else metadata.states
+        members = dict.fromkeys([*self._cluster.replicas, *held])
         identity = (NO_STORAGE_ID, self._cluster.key, 1)
         prepare = Prepare(self._session_id, 1, self._partition_id, self._nonce, *identity)
-        answering_links = {each: self._send(each, [prepare]) for each in self._cluster.replicas}
+        answering_links = {each: self._send(each, [prepare]) for each in members}
         self._received = {}
         for replica, answering in answering_links.items():
             answers = await answering

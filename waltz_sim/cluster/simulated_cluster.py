@@ -367,8 +367,7 @@ class SimCluster:
         # Some more work, then a pause.
         world.run(AFTERWARDS_MS * MS)
         self.workload.is_over = True
-        if not world.run(EQUAL_MS_MAX * MS, until=self.is_equal):
-            checks.fail("Converged", f"not equal: {self.unrecovered_reasons()}")
+        self._run_until_equal()
         checks.at_end()
 
     def _run_until_whole(self) -> None:
@@ -391,6 +390,14 @@ class SimCluster:
             self.world.run(OPERATOR_MS * MS, until=self.is_repaired)
             self.operate(waits=again % 4 != 3)
         self.checks.fail("Converged", f"not repaired: {self.unrecovered_reasons()}")
+
+    def _run_until_equal(self) -> None:
+        """Let the operator replace a storage whose unreadable files are found only now."""
+        for _ in range(EQUAL_MS_MAX // OPERATOR_MS):
+            if self.world.run(OPERATOR_MS * MS, until=self.is_equal):
+                return
+            self.operate()
+        self.checks.fail("Converged", f"not equal: {self.unrecovered_reasons()}")
 
     def _scrub_all(self) -> None:
         """Scrub every log by its own storage, and give the owner time for repairs."""

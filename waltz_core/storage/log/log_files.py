@@ -232,8 +232,8 @@ class LogFiles:
         self.is_half_cut = self.has_failed = self.is_broken = False
         self.sync_count += 1
         self.synced_max = self.last
-        self.chain = UNBATCHED if self.slot.is_unbatched else self.segments.chain
-        self.synced_chain = self.chain
+        # From the slot: reading it again could fail, and leave the chain of the longer log.
+        self.chain = self.synced_chain = self.slot.acked.chain
 
     # ---- failing (rules 3 and 5)
 
