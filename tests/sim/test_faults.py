@@ -300,7 +300,7 @@ def test_an_unused_link_is_not_outlived():
     assert len(cluster.network.links) <= before + 1
 
 
-def test_that_an_end_has_closed_is_not_received_through_a_blocked_way():
+def test_a_close_is_not_delivered_over_a_blocked_link():
     cluster = at_rest()
     network, server = cluster.network, cluster.owner
     link = next(each for each in server.links.values() if each.ends[1].name == A)

@@ -179,7 +179,7 @@ def test_every_log_is_read_once_in_a_pass_and_no_faster_than_allowed(lasts, rate
     assert [each.passes_count for each in scrub.states(now_ms)] == [1] * len(lasts)
 
 
-def test_never_is_later_than_any_time():
+def test_none_sorts_after_any_time():
     assert (earlier(None, None), earlier(3, None), earlier(None, 0)) == (None, 3, 0)
     assert (earlier(3, 4), earlier(4, 3)) == (3, 3)
 
@@ -189,7 +189,7 @@ def test_never_is_later_than_any_time():
 
 
 @given(st.dictionaries(st.integers(0, 10_000), st.integers(0, (1 << 63) - 1)))
-def test_places_return_from_their_file(places):
+def test_scrub_positions_survive_a_write_and_a_read(places):
     disk = new_disk()
     write_places(disk, ROOT, places)
     assert read_places(disk, ROOT) == places
