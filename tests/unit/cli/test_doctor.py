@@ -94,7 +94,9 @@ def test_a_cluster_that_becomes_unreachable_is_not_reported_as_healthy(gathered,
     gathered[:] = [without(healthy(), A), Facts(CONNECT)]
     assert main(["doctor", "--connect", CONNECT]) == 1
     assert "could not be queried" in capsys.readouterr().out
-    assert "zookeeper" in doctor_command.value_of(Facts(CONNECT), [])["facts"]
+    value = doctor_command.value_of(Facts(CONNECT), [])
+    assert "zookeeper" in value["facts"]
+    assert not value["is_healthy"]
 
 
 def test_without_a_cluster_to_look_at_it_states_what_it_expects(gathered, capsys):

@@ -80,7 +80,7 @@ async def doctor(*, connect: str | None, directory: Path, timeout_s: float, as_j
     else:
         for line in as_text(facts, found):
             print_result(line)
-    return 1 if found or facts.cluster is None else 0
+    return 0 if _is_healthy(facts, found) else 1
 
 
 doctor.details = (
@@ -133,11 +133,15 @@ def _clocks(facts: Facts) -> str:
     )
 
 
+def _is_healthy(facts: Facts, found: list[Finding]) -> bool:
+    return not found and facts.cluster is not None
+
+
 def value_of(facts: Facts, found: list[Finding]) -> dict[str, object]:
     """Return the one value for scripts."""
     return {
         "connect": facts.connect,
-        "is_healthy": not found,
+        "is_healthy": _is_healthy(facts, found),
         "findings": [
             {
                 "name": each.name,
