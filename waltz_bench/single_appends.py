@@ -44,7 +44,7 @@ async def _append_one(load: BenchLoad, meter: Meter) -> Measured:
 
     payload = Random(3).randbytes(load.payload_bytes)  # noqa: S311 - test data
     own: list[float] = []
-    theirs: list[float] = []
+    peer_times: list[float] = []
     ids: list[int] = []
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(AsyncWaltzClient.connect(load.connect))
@@ -71,15 +71,15 @@ async def _append_one(load: BenchLoad, meter: Meter) -> Measured:
             until = time.perf_counter() + load.seconds / SLICES
             while peer is not None and (sent := time.perf_counter()) < until:
                 await peer.publish(payload)
-                theirs.append(time.perf_counter() - sent)
+                peer_times.append(time.perf_counter() - sent)
         meter.stop()
         lost, doubled = await check_ids(client, starts, {0: ids})
     extra: dict[str, object] = {}
-    if theirs:
+    if peer_times:
         extra = {
-            f"{load.peer}_p{share}_ms": percentile_ms(theirs, share / 100) for share in (50, 99)
+            f"{load.peer}_p{share}_ms": percentile_ms(peer_times, share / 100) for share in (50, 99)
         }
-        extra["p50_ratio"] = round(float(np.median(own) / np.median(theirs)), 2)
+        extra["p50_ratio"] = round(float(np.median(own) / np.median(peer_times)), 2)
     return measured(load, ids, own, took=took, wrong=(lost, doubled), extra=extra)
 
 

@@ -95,17 +95,17 @@ def _alternately(
 
 def _measurement(load: BenchLoad, rounds: Sequence[tuple[float, float]], found: int) -> Measured:
     """Return the figures of all rounds; `found` is the number of one round's rows in the log."""
-    ours, ceilings = zip(*rounds, strict=True)
+    times, ceilings = zip(*rounds, strict=True)
     return Measured(
         rows=ROUNDS * load.rows,
-        seconds=sum(ours),
+        seconds=sum(times),
         bytes=ROUNDS * load.rows * load.payload_bytes,
         acknowledged=ROUNDS * load.rows,
         lost=max(0, load.rows - found),
         doubled=max(0, found - load.rows),
-        of_ceiling=round(statistics.median(ceilings) / statistics.median(ours), 3),
+        of_ceiling=round(statistics.median(ceilings) / statistics.median(times), 3),
         extra={
-            "rates_per_s": [round(load.rows / seconds) for seconds in ours],
+            "rates_per_s": [round(load.rows / seconds) for seconds in times],
             "ceiling_rates_per_s": [round(load.rows / seconds) for seconds in ceilings],
         },
     )

@@ -137,7 +137,8 @@ class Narrator(Checks):
         by_deeds: dict[str, list[str]] = {}
         for name, deeds in sorted(together.items()):
             parts = [f"{verb} {_VERBS[verb]} {self.span(*ids)}" for verb, *ids in deeds]
-            by_deeds.setdefault(", ".join(" ".join(one.split()) for one in parts), []).append(name)
+            text = ", ".join(" ".join(part.split()) for part in parts)
+            by_deeds.setdefault(text, []).append(name)
         self.lines += [f"{' '.join(names)}: {text}" for text, names in by_deeds.items()]
 
     def span(self, first: int, last: int) -> str:
@@ -156,7 +157,7 @@ class Narrator(Checks):
         for what, ids in sorted(outcomes.items()):
             if what == "in the log":
                 spans = _runs(sorted(ids))
-                self.lines.append(f"reported: {', '.join(self.span(*one) for one in spans)} {what}")
+                self.lines.append(f"reported: {', '.join(self.span(*ids) for ids in spans)} {what}")
             else:
                 self.lines.append(f"reported: {len(ids)} {what}")
 

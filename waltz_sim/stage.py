@@ -182,12 +182,12 @@ class Stage:
 
     def cut_off(self, name: str, others: str) -> None:
         """Drop everything between a machine and some others, without closing links."""
-        network, one = self.cluster.network, self._process(name).name
+        network, machine = self.cluster.network, self._process(name).name
         for other in (self._process(each).name for each in others.split()):
-            network.block(one, other)
-            network.block(other, one)
+            network.block(machine, other)
+            network.block(other, machine)
             for link in list(network.links.values()):
-                if {each.name for each in link.ends} == {one, other}:
+                if {each.name for each in link.ends} == {machine, other}:
                     network.mute(link)
 
     def cut_one_way(self, name: str, other: str) -> None:
@@ -253,9 +253,9 @@ class Stage:
 
     def swap_disks(self, name: str, other: str) -> None:
         """Swap the disks of two machines; both storages are down."""
-        one, two = self._storage(name), self._storage(other)
-        one.disk, two.disk = two.disk, one.disk
-        for each in (one, two):
+        first, second = self._storage(name), self._storage(other)
+        first.disk, second.disk = second.disk, first.disk
+        for each in (first, second):
             self.narrator.rolled_back(each)
 
     def fill_disk(self, name: str) -> None:

@@ -375,8 +375,8 @@ def session(
         builder = builder.config(key, value)
     with _stderr_of_the_terminal(), warnings.catch_warnings():
         # Connect starts its server with all of them and then tries to set them again.
-        ours = "|".join(re.escape(key) for key in settings if key not in own)
-        warnings.filterwarnings("ignore", f"Failed to set ({ours}) ")
+        waltz_names = "|".join(re.escape(key) for key in settings if key not in own)
+        warnings.filterwarnings("ignore", f"Failed to set ({waltz_names}) ")
         made = _start(builder)
     unwrap(made)
     return made

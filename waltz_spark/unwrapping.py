@@ -59,11 +59,11 @@ def _unwrap_gateway() -> None:
         try:
             return given(*args, **kwargs)
         except protocol.Py4JJavaError as failure:
-            ours = _trailing_error_of_java(failure)
-            if ours is None:
+            waltz_error = _trailing_error_of_java(failure)
+            if waltz_error is None:
                 raise
             cause = _error_from_spark(failure)
-        raise _both(ours, cause) from cause
+        raise _both(waltz_error, cause) from cause
 
     protocol.get_return_value = get_return_value
     install_exception_handler()
@@ -99,30 +99,30 @@ def _unwrap_client(client: Any) -> None:  # noqa: ANN401 - its class cannot be n
         try:
             return given(*args, **kwargs)
         except PySparkException as failure:
-            ours, cause = trailing_error(str(failure)), failure
-            if ours is None:
+            waltz_error, cause = trailing_error(str(failure)), failure
+            if waltz_error is None:
                 raise
-        raise _both(ours, cause) from cause
+        raise _both(waltz_error, cause) from cause
 
     client._handle_error = handle_error
 
 
-def _both(ours: WaltzError, reported: Exception) -> Exception:
+def _both(waltz_error: WaltzError, reported: Exception) -> Exception:
     """Return the `WaltzError`, which handlers of Spark's class catch, too."""
     if not isinstance(reported, PySparkException):
-        return ours
-    kind = _kind(type(ours), type(reported))
-    error: Exception = kind.__new__(kind, *ours.args)
-    error.__dict__.update(reported.__dict__, plain=ours)
+        return waltz_error
+    kind = _kind(type(waltz_error), type(reported))
+    error: Exception = kind.__new__(kind, *waltz_error.args)
+    error.__dict__.update(reported.__dict__, plain=waltz_error)
     return error
 
 
-def _kind(ours: type[WaltzError], reported: type[PySparkException]) -> type[Exception]:
+def _kind(waltz_error: type[WaltzError], reported: type[PySparkException]) -> type[Exception]:
     """Return a class with both base classes, Spark's methods, and the name of the `WaltzError`."""
     members = {
-        "__module__": ours.__module__,
-        "__doc__": ours.__doc__,
+        "__module__": waltz_error.__module__,
+        "__doc__": waltz_error.__doc__,
         "__str__": Exception.__str__,
-        "__reduce__": lambda self: (ours, self.args),
+        "__reduce__": lambda self: (waltz_error, self.args),
     }
-    return type(ours.__name__, (ours, reported), members)
+    return type(waltz_error.__name__, (waltz_error, reported), members)

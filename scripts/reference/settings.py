@@ -59,7 +59,7 @@ def _default(each: Field[Any], users: Sequence[type[Config]]) -> str:
         return f"required, for example {code(example)}"
     kinds: dict[str, list[str]] = {}
     for user in users:
-        (its,) = [one for one in fields(user) if one.name == each.name]
+        (its,) = [setting for setting in fields(user) if setting.name == each.name]
         default: Any = its.default
         shown = "empty" if default == "" else code(literal(each.name, default))
         kinds.setdefault(shown, []).append(user.kind)

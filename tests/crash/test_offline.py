@@ -113,7 +113,7 @@ def test_any_changed_byte_outside_the_logs_is_found(tmp_path_factory, seed, data
 
 @given(SLOTS)
 def test_slots_are_read_as_they_are_written(slot):
-    read = layout.slot(slot.encode(), (slot.sequence + 1) % 2)
+    read = layout.control_slot(slot.encode(), (slot.sequence + 1) % 2)
     assert read.wrong == ()
     assert (read.partition, read.sequence, read.old_sequence) == (
         slot.partition_id,
@@ -162,7 +162,7 @@ def test_batches_are_read_as_they_are_written(entry, place, key, created_ms):
 
 @given(st.binary(max_size=600), st.integers(0, 1))
 def test_any_bytes_decode_to_something(data, place):
-    assert layout.slot(data, place).wrong
+    assert layout.control_slot(data, place).wrong
     assert layout.control_entry(data, place).wrong
     assert layout.file_header(data[:100]).wrong
     assert layout.chain_header(data[:60]).wrong

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import random
+import re
 import signal
 import sys
 import time
@@ -267,4 +268,20 @@ def test_a_view_finds_the_new_primary(postgres: postgres.Postgres) -> None:
     assert callbacks.uncaught_exception(0, 0, refused.value) is PoisonPolicy.RETRY
     callbacks.apply_transaction(alone)
     assert callbacks.client_high_water_mark(0) == 0
+    engine.dispose()
+
+
+def test_the_statement_of_the_client_page_adds_arrays(postgres: postgres.Postgres) -> None:
+    page = (ROOT / "docs/client.md").read_text(encoding="utf-8")
+    (statement,) = re.findall(r"^```sql\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    metadata = sa.MetaData()
+    account = sa.Column("account", sa.Integer, primary_key=True, autoincrement=False)
+    totals = sa.Table("totals", metadata, account, sa.Column("amount", sa.Integer, nullable=False))
+    engine = engine_of(postgres.create(), "READ COMMITTED")
+    metadata.create_all(engine)
+    with engine.begin() as connection:
+        connection.execute(totals.insert(), [{"account": each, "amount": 10} for each in (1, 2, 3)])
+        connection.execute(sa.text(statement), {"accounts": [3, 1], "amounts": [5, -4]})
+        found = connection.execute(sa.select(totals.c.account, totals.c.amount)).all()
+    assert {(row.account, row.amount) for row in found} == {(1, 6), (2, 10), (3, 15)}
     engine.dispose()

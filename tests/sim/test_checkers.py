@@ -489,7 +489,7 @@ def test_fixed_now_and_then(world):
     rot(world)
     with fails("Fixed"):
         world.checks.replicas.look_at(world.storage, log)
-    world.checks.rotted(world.storage)
+    world.checks.became_corrupt(world.storage)
     world.checks.replicas.look_at(world.storage, log)
 
 

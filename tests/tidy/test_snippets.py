@@ -1,6 +1,7 @@
 """Every fenced block of a page is checked, by the language that it names.
 
 Blocks that run elsewhere: the Python of docs/client.md in tests/integration/test_client_docs.py,
+its SQL in tests/fault/test_sql_instances.py,
 that of README.md and docs/spark.md in tests/spark/test_spark_docs.py, the SQL of docs/spark.md in
 tests/spark/test_sql.py. test_commands_page.py checks the commands `waltz-core` in all blocks.
 """

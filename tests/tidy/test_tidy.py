@@ -55,7 +55,7 @@ ORDINARY_WORDS = frozenset(
 # What changes its object and returns something.
 CHANGES = {"acquire", "next", "pop", "popitem", "popleft", "remove", "send", "setdefault", "step"}
 # third-party module -> the only files that may name it
-ONE_DOOR = {
+LIBRARY_FILES = {
     # A second CRC-32: the verifier of a disk shares no code with its writer.
     "crcmod": ("waltz_core/offline/layout.py",),
     "kazoo": (
@@ -75,15 +75,15 @@ ONE_DOOR = {
     "sqlalchemy": ("waltz_core/client/api/sql.py", "waltz_bench/sql_view.py"),
 }
 # pyarrow is what Spark and the core exchange, so waltz_spark may name it anywhere.
-# The core has two doors: rows in batches, with what they are made over, and the codec of payloads.
-ARROW_DOORS = (
+# In the core: rows in batches, with what they are made over, and the codec of payloads.
+ARROW_FILES = (
     "waltz_core/archive/objects.py",
     "waltz_core/archive/store.py",
     "waltz_core/records/arrow_buffers.py",
     "waltz_core/records/batches.py",
     "waltz_core/client/model/compression.py",
 )
-DISK_DOORS = ("waltz_core/storage/disk/file_system.py",)
+DISK_FILES = ("waltz_core/storage/disk/file_system.py",)
 # What a file that reaches the disk only through a `Disk` does not ask of a path.
 PATH_CALLS = (
     "glob",
@@ -440,16 +440,16 @@ def test_pure_functions_take_no_bare_minus_one_for_an_id():
 # --- Libraries
 
 
-def test_each_third_party_library_has_one_door():
+def test_each_third_party_library_has_one_interface():
     wrong = [
         f"{s.path}:{node.lineno} names {name}"
         for s in product()
         for node in s.nodes
         for name in imported(node)
-        if (name in ONE_DOOR and s.path not in ONE_DOOR[name])
-        or (name == "pyarrow" and s.path.startswith("waltz_core/") and s.path not in ARROW_DOORS)
+        if (name in LIBRARY_FILES and s.path not in LIBRARY_FILES[name])
+        or (name == "pyarrow" and s.path.startswith("waltz_core/") and s.path not in ARROW_FILES)
     ]
-    nothing(wrong, "a library is named outside of its door")
+    nothing(wrong, "a library is named outside of its interface")
 
 
 def test_every_pure_file_is_under_the_contract_of_pure_modules():
@@ -462,12 +462,12 @@ def test_every_pure_file_is_under_the_contract_of_pure_modules():
     ]
     listed = tuple(f"{name}." for name in contract["source_modules"])
     folders = tuple(f"waltz_core/{name}/" for name in PURE_PACKAGES)
-    folders += tuple(f"waltz_sim/{name}/" for name in ("world", "cluster", "faults", "promises"))
+    folders += tuple(f"waltz_sim/{name}/" for name in ("world", "cluster", "faults", "guarantees"))
     forgotten = [
         s.path
         for s in product()
         if s.path.startswith(folders) and not s.path.endswith("__init__.py") and not is_shell(s)
-        if s.path not in DISK_DOORS
+        if s.path not in DISK_FILES
         if not (s.path.removesuffix(".py").replace("/", ".") + ".").startswith(listed)
     ]
     nothing(forgotten, "add them to source_modules in pyproject.toml")
@@ -480,7 +480,7 @@ def test_files_are_reached_only_through_a_disk():
         if s.path.startswith(
             ("waltz_core/storage/", "waltz_sim/world/", "waltz_sim/cluster/", "waltz_sim/faults/")
         )
-        if s.path not in DISK_DOORS and not is_shell(s)
+        if s.path not in DISK_FILES and not is_shell(s)
         for node in s.nodes
         if isinstance(node, ast.Call)
         if dotted(node.func).split(".")[-1] in PATH_CALLS or dotted(node.func) == "open"
@@ -488,7 +488,7 @@ def test_files_are_reached_only_through_a_disk():
     wrong += [
         f"{s.path}:{node.lineno} names {name}"
         for s in product()
-        if s.path.startswith("waltz_core/storage/") and s.path not in DISK_DOORS and not is_shell(s)
+        if s.path.startswith("waltz_core/storage/") and s.path not in DISK_FILES and not is_shell(s)
         for node in s.nodes
         for name in imported(node)
         if name in ("os", "fcntl", "io", "tempfile", "shutil")

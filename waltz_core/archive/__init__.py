@@ -1,6 +1,6 @@
 """The archive of a log: its older part as Parquet objects (docs/decisions/047).
 
 `objects.py` writes the transactions of a range as one object, reads them back to the same bytes,
-and verifies them. `manifest.py` lists the objects of a partition, and `store.py` is the door to the
-store.
+and verifies them. `manifest.py` lists the objects of a partition, and `store.py` is the interface
+to the store.
 """

@@ -1,6 +1,6 @@
-"""The door to the object store that holds an archive: any file system of `pyarrow.fs`.
+"""The interface to the object store that holds an archive: any file system of `pyarrow.fs`.
 
-All calls block: use threads. `ArchiveStore` is also the interface that the simulator implements.
+All calls block: use threads. The simulator implements `ArchiveStore`, too.
 
 Rules (docs/decisions/047):
     1. A file counts when `write` or the end of `writing` has returned: then it is durable. In a

@@ -28,3 +28,9 @@ def show_command(*, kind: str, config: Path | None, as_json: bool) -> int:
     else:
         print_table(("setting", "value", "from"), rows)
     return 0
+
+
+show_command.details = (
+    "For `client`, only this command reads a file and the variables WALTZ_CLIENT_...: an "
+    "application passes a `ClientConfig` to its client."
+)

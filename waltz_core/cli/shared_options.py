@@ -51,6 +51,15 @@ class RenamedOption(click.Option):
             self.opts = every
 
 
+class ConnectOption(click.Option):
+    """A required option; its help shows the environment variable and not "[required]"."""
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        """Return the line of help."""
+        record = super().get_help_record(ctx)
+        return record and (record[0], record[1].removesuffix("  [required]"))
+
+
 class NamedChoice(click.Choice[str]):
     """A choice; the error names the nearest value."""
 
@@ -95,6 +104,7 @@ as_json = click.option(
 )
 connect = click.option(
     "--connect",
+    cls=ConnectOption,
     envvar=CONNECT_VARIABLE,
     required=True,
     metavar="CONNECT",

@@ -175,6 +175,6 @@ def explanation(error: click.UsageError) -> str:
 def _close_option(name: str, command: click.Command) -> str:
     if not re.match(r"--?[^\d-]", name):
         return ""
-    options = {each.lstrip("-"): each for one in command.params for each in one.opts}
+    options = {each.lstrip("-"): each for parameter in command.params for each in parameter.opts}
     found = difflib.get_close_matches(name.lstrip("-"), options, n=1)
     return f"; did you mean {options[found[0]]!r}?" if found else ""

@@ -482,7 +482,7 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ClientConfig(TlsConfig, ZooKeeperConfig):
-    """An application's client, and each Spark task."""
+    """An application's client; it gets `ClientConfig(...)`, and reads no file and no variable."""
 
     kind: ClassVar[str] = "client"
 

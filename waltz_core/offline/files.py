@@ -1,7 +1,7 @@
-"""The door to files that are only read: opening, listing, and locking out a storage.
+"""Files that are only read: opening, listing, and locking out a storage.
 
-The storage's own door opens every file for writing, which must not be necessary to inspect a backup
-on a read-only disk. Nothing here can change a byte.
+The storage's own `RealDisk` opens every file for writing, which must not be necessary to inspect
+a backup on a read-only disk. Nothing here can change a byte.
 
 Rules:
     1. Files are opened read-only; an error of the operating system becomes one sentence.
@@ -143,9 +143,11 @@ def segments_at(path: Path, partitions: list[int] | None = None) -> list[Path]:
         raise BadRequest(f"{path}: expected a segment or a directory, found nothing")
     directories = [path]
     if is_storage(path) or not firsts_in(path):
-        directories = [path / str(one) for one in chosen(path, partitions)]
+        directories = [path / str(number) for number in chosen(path, partitions)]
     found = [
-        segment_path(one, first, SEGMENT_SUFFIX) for one in directories for first in firsts_in(one)
+        segment_path(directory, first, SEGMENT_SUFFIX)
+        for directory in directories
+        for first in firsts_in(directory)
     ]
     if not found:
         raise BadRequest(f"{path}: expected segments, found none")
@@ -155,7 +157,7 @@ def segments_at(path: Path, partitions: list[int] | None = None) -> list[Path]:
 def chosen(directory: Path, partitions: list[int] | None) -> list[int]:
     """Return the partitions of a storage directory, or the chosen ones, which must exist."""
     here = partitions_in(directory)
-    missing = [one for one in partitions or [] if one not in here]
+    missing = [number for number in partitions or [] if number not in here]
     if missing:
         raise BadRequest(
             f"{directory}: expected partition {missing[0]}, found "
@@ -167,7 +169,9 @@ def chosen(directory: Path, partitions: list[int] | None) -> list[int]:
 def storage_of(path: Path) -> Path | None:
     """Return the storage directory that contains a file or a directory, if any."""
     path = path.absolute()
-    return next((one for one in (path, *path.parents[:2]) if is_storage(one)), None)
+    return next(
+        (directory for directory in (path, *path.parents[:2]) if is_storage(directory)), None
+    )
 
 
 # ---------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Rebuilding the index of a segment from its records.
 
-Only this file of the package writes. It goes through the storage's door to the disk, whose test
+Only this file of the package writes. It goes through the storage's `Disk`, whose test
 twin loses power at every step.
 
 Rules:

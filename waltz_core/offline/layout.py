@@ -127,13 +127,13 @@ def control_entry(data: Bytes, place: int) -> ControlEntry:
     number = int.from_bytes(body[:4], "big", signed=True)
     _expect(wrong, "partition", place, number)
     infos = _info(body[4:40]), _info(body[40:76])
-    good = [one for one in (0, 1) if not infos[one].wrong]
+    good = [index for index in (0, 1) if not infos[index].wrong]
     if not good:
         wrong.append("both structures are wrong, so none counts")
     elif len(good) == 2 and infos[0].sequence == infos[1].sequence:
         wrong.append(f"both structures have sequence {infos[0].sequence}, so none counts")
         good = []
-    current = max(good, key=lambda one: infos[one].sequence, default=None)
+    current = max(good, key=lambda index: infos[index].sequence, default=None)
     return ControlEntry(number, infos, current, tuple(wrong))
 
 
@@ -199,7 +199,7 @@ class ControlSlot(NamedTuple):
         return any(low <= first and last <= high for low, high in self.damaged)
 
 
-def slot(data: Bytes, place: int) -> ControlSlot:
+def control_slot(data: Bytes, place: int) -> ControlSlot:
     """Decode a slot from the beginning of block 0 or 1."""
     body, wrong = _filled(data, SLOT_BYTES)
     _expect_crc(wrong, body[:-4], int.from_bytes(body[-4:], "big"))
@@ -264,8 +264,8 @@ def _wrong_slot_values(
 
 def current_slot(slots: tuple[ControlSlot, ControlSlot], partition: int) -> ControlSlot | None:
     """Return the slot that counts for a partition, if one does."""
-    good = [one for one in slots if not one.wrong and one.partition == partition]
-    return max(good, key=lambda one: one.sequence, default=None)
+    good = [slot for slot in slots if not slot.wrong and slot.partition == partition]
+    return max(good, key=lambda slot: slot.sequence, default=None)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -223,8 +223,8 @@ class ChainCheck:
 
     def _check_header(self, first: int, header: ChainHeader, *, is_sure: bool) -> None:
         """Check errors and chain; `SegmentCheck` compares the header with that of `.seg`."""
-        for one in header.wrong:
-            what = f"header: {one}; its batches are unknown"
+        for error in header.wrong:
+            what = f"header: {error}; its batches are unknown"
             self._add(first, 0, what, is_wrong=self._is_wrong(-1))
         if not header.wrong and is_sure and header.chain_before != self.end.chain:
             self._add(

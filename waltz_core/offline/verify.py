@@ -70,8 +70,8 @@ def _verify_storage(
     control = read_control(directory / CONTROL_NAME)
     check_control(control, findings)
     here = partitions_in(directory)
-    is_ours = any((directory / str(one) / SLOTS_NAME).exists() for one in here)
-    check_id(directory, findings, is_ours=is_ours)
+    has_slots = any((directory / str(number) / SLOTS_NAME).exists() for number in here)
+    check_id(directory, findings, has_slots=has_slots)
     if control is not None and partitions is None:
         _check_assignment(control, here, findings)
     logs = {}

@@ -39,8 +39,8 @@ from waltz_core.offline.layout import (
     Info,
     control_entry,
     control_header,
+    control_slot,
     current_slot,
-    slot,
     storage_id,
 )
 from waltz_core.offline.verify_log import has_batches
@@ -74,7 +74,7 @@ def read_slots(path: Path) -> tuple[ControlSlot, ControlSlot] | None:
     data = read_all(path)
     if data is None:
         return None
-    return slot(data[:SLOT_BYTES], 0), slot(data[SLOT_BLOCK_BYTES:][:SLOT_BYTES], 1)
+    return control_slot(data[:SLOT_BYTES], 0), control_slot(data[SLOT_BLOCK_BYTES:][:SLOT_BYTES], 1)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -99,8 +99,8 @@ def check_control(control: Control | None, findings: Findings) -> None:
         )
     for place, entry in enumerate(control.entries):
         at = CONTROL_HEADER_BYTES + CONTROL_ENTRY_BYTES * place
-        for one in entry.wrong:
-            report.wrong(at, f"partition {place}: {one}")
+        for error in entry.wrong:
+            report.wrong(at, f"partition {place}: {error}")
         for number, info in enumerate(entry.infos):
             if info.wrong:
                 offset = at + 4 + INFO_BYTES * number
@@ -108,12 +108,12 @@ def check_control(control: Control | None, findings: Findings) -> None:
                 report.wrong(offset, f"partition {place}, structure {number + 1}: {what}")
 
 
-def check_id(directory: Path, findings: Findings, *, is_ours: bool) -> None:
+def check_id(directory: Path, findings: Findings, *, has_slots: bool) -> None:
     """Report the errors of `waltz-x.id`; Waltz 0.13 has none."""
     report = findings.in_file(ID_NAME)
     data = read_all(directory / ID_NAME)
     if data is None:
-        if is_ours:
+        if has_slots:
             report.wrong(None, "is missing: the storage ID is unknown")
         return
     wrong = storage_id(data)[1]
@@ -179,16 +179,16 @@ def _check_blocks(path: Path, report: FileFindings) -> None:
 def _check_slots(
     slots: tuple[ControlSlot, ControlSlot], number: int, report: FileFindings
 ) -> ControlSlot | None:
-    for place, one in enumerate(slots):
+    for place, slot in enumerate(slots):
         offset = SLOT_BLOCK_BYTES * place
-        if one.wrong:
-            report.wrong(offset, f"slot {place}: {'; '.join(one.wrong)}")
-        elif one.partition != number:
+        if slot.wrong:
+            report.wrong(offset, f"slot {place}: {'; '.join(slot.wrong)}")
+        elif slot.partition != number:
             report.wrong(
-                offset, f"slot {place}: expected partition {number}, found {one.partition}"
+                offset, f"slot {place}: expected partition {number}, found {slot.partition}"
             )
     current = current_slot(slots, number)
-    good = [one for one in slots if not one.wrong and one.partition == number]
+    good = [slot for slot in slots if not slot.wrong and slot.partition == number]
     if current is None:
         report.wrong(None, "no slot is valid; the partition will not open")
     elif len(good) == 1:
@@ -238,40 +238,40 @@ def compare(
 
 
 def _compare_marks(
-    expected: ExpectedLog, one: ControlSlot, seen: FoundLog, report: FileFindings
+    expected: ExpectedLog, slot: ControlSlot, seen: FoundLog, report: FileFindings
 ) -> None:
-    marks = [("low-water mark", one.low_water_mark)]
+    marks = [("low-water mark", slot.low_water_mark)]
     # Waltz 0.13 sets its mark before it has filled the log up (rule 4).
-    if one.flags & PROVISIONAL and any(one.nonce) and one.provisional_session >= 0:
-        marks.append(("provisional low-water mark", one.provisional_mark))
-    if not expected.is_adopted or _is_unbatched(one):
-        marks.append(("acked id", one.acked))
+    if slot.flags & PROVISIONAL and any(slot.nonce) and slot.provisional_session >= 0:
+        marks.append(("provisional low-water mark", slot.provisional_mark))
+    if not expected.is_adopted or _is_unbatched(slot):
+        marks.append(("acked id", slot.acked))
     for what, mark in marks:
         if mark > seen.last:
             report.wrong(
                 None, f"expected a log up to the {what} {mark}, found it to end at {seen.last}"
             )
-    if expected.is_adopted or one.flags & TRUNCATE or one.acked > seen.last:
+    if expected.is_adopted or slot.flags & TRUNCATE or slot.acked > seen.last:
         return
-    found = seen.chains_at.get(one.acked)
-    if found != one.acked_chain:
+    found = seen.chains_at.get(slot.acked)
+    if found != slot.acked_chain:
         shown = found.hex() if found is not None else "no batch that ends there"
         report.wrong(
-            None, f"acked id {one.acked}: expected chain {one.acked_chain.hex()}, found {shown}"
+            None, f"acked id {slot.acked}: expected chain {slot.acked_chain.hex()}, found {shown}"
         )
-    if not one.is_dirty and one.acked < seen.last:
+    if not slot.is_dirty and slot.acked < seen.last:
         report.wrong(
-            None, f"closed with the acked id {one.acked}, but the log continues to {seen.last}"
+            None, f"closed with the acked id {slot.acked}, but the log continues to {seen.last}"
         )
 
 
-def _is_unbatched(one: ControlSlot) -> bool:
+def _is_unbatched(slot: ControlSlot) -> bool:
     """Return whether records may have no batches (rule 4)."""
-    return one.acked_chain == UNBATCHED
+    return slot.acked_chain == UNBATCHED
 
 
-def _compare_damage(one: ControlSlot, seen: FoundLog, report: FileFindings) -> None:
-    for first, last in one.damaged:
+def _compare_damage(slot: ControlSlot, seen: FoundLog, report: FileFindings) -> None:
+    for first, last in slot.damaged:
         if last > seen.last:
             report.wrong(None, f"damaged {first}..{last}: the log ends at {seen.last}")
         elif not any(low <= last and first <= high for low, high in seen.bad):
@@ -280,14 +280,14 @@ def _compare_damage(one: ControlSlot, seen: FoundLog, report: FileFindings) -> N
             )
 
 
-def _note_state(one: ControlSlot, report: FileFindings) -> None:
-    if one.is_dirty:
-        report.note(None, f"was not closed; known to be synced up to {one.acked}")
-    if one.is_suspect:
+def _note_state(slot: ControlSlot, report: FileFindings) -> None:
+    if slot.is_dirty:
+        report.note(None, f"was not closed; known to be synced up to {slot.acked}")
+    if slot.is_suspect:
         report.note(None, "suspect: the log is not trusted until it is repaired")
-    if one.flags & TRUNCATE:
+    if slot.flags & TRUNCATE:
         report.note(
-            None, f"truncation after {one.truncate_to} was begun; the next start finishes it"
+            None, f"truncation after {slot.truncate_to} was begun; the next start finishes it"
         )
 
 

@@ -139,8 +139,8 @@ class _LogCheck:
             return -1
         with OpenFile(path) as file:
             header = header_of(file)
-            entries = (one.batch for one in batches_of(file, header.segment_crc))
-            return max((one.synced for one in entries if not one.wrong), default=-1)
+            entries = (found.batch for found in batches_of(file, header.segment_crc))
+            return max((entry.synced for entry in entries if not entry.wrong), default=-1)
 
     def _passed_batches(self) -> int:
         """Return the end of the last valid batch in an older segment: all of it was synced."""
@@ -149,8 +149,10 @@ class _LogCheck:
             if not path.exists():
                 continue
             with OpenFile(path) as file:
-                entries = (one.batch for one in batches_of(file, header_of(file).segment_crc))
-                right = [one.last for one in entries if not one.wrong and one.last < next_first]
+                entries = (found.batch for found in batches_of(file, header_of(file).segment_crc))
+                right = [
+                    entry.last for entry in entries if not entry.wrong and entry.last < next_first
+                ]
             if right:
                 return max(right)
         return -1

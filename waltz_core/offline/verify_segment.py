@@ -156,8 +156,8 @@ class SegmentCheck:
 
     def _check_header(self, suffix: str, found: FileHeader, of_records: FileHeader) -> None:
         report = self._report[suffix]
-        for one in found.wrong:
-            report.wrong(0, f"header: {one}")
+        for error in found.wrong:
+            report.wrong(0, f"header: {error}")
         key = of_records.cluster_key if self._expected.key is None else self._expected.key
         partition = self._expected.partition
         partition = of_records.partition if partition is None else partition
@@ -172,11 +172,11 @@ class SegmentCheck:
     def _check_created(self, times: dict[str, int]) -> None:
         if len(times) < 3 or times[".seg"] == times[".idx"]:
             return
-        for odd, one, other in ((".seg", ".idx", ".chn"), (".idx", ".seg", ".chn")):
-            if times[one] == times[other]:
+        for odd, suffix, other in ((".seg", ".idx", ".chn"), (".idx", ".seg", ".chn")):
+            if times[suffix] == times[other]:
                 self._report[odd].note(
                     _CREATED_AT,
-                    f"header: created at {times[odd]} ms, {one} and {other} at {times[one]}; "
+                    f"header: created at {times[odd]} ms, {suffix} and {other} at {times[suffix]}; "
                     "nothing depends on it",
                 )
 
@@ -292,13 +292,12 @@ class _IndexCheck:
         expected = np.array(run.bounds[:-1], dtype=np.int64)[: found.size] + run.offset
         differ = np.flatnonzero(found != expected)
         if differ.size:
-            one = int(differ[0])
+            at = int(differ[0])
             more = f", and {differ.size - 1} more after it" if differ.size > 1 else ""
             self._report.found(
-                FILE_HEADER_BYTES + OFFSET_BYTES * (place + one),
-                f"record {run.first + one}: expected offset {expected[one]}, found "
-                f"{found[one]}{more}",
-                is_wrong=self._is_wrong(run.first + one),
+                FILE_HEADER_BYTES + OFFSET_BYTES * (place + at),
+                f"record {run.first + at}: expected offset {expected[at]}, found {found[at]}{more}",
+                is_wrong=self._is_wrong(run.first + at),
             )
 
     def finish(self, due: int, next_first: int | None) -> None:

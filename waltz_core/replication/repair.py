@@ -235,9 +235,9 @@ class ReplicaRepair:
             return OwnLineage(lowest, self._ceiling)
         if self._source is None:
             return SourceLineage(TransactionId(self._own.lineage[0].first), self._ceiling)
-        theirs = dict(_points(self._source))
+        source_chains = dict(_points(self._source))
         for last, chain in reversed(_points(self._own)):
-            if theirs.get(last) == chain and last < self.last:
+            if source_chains.get(last) == chain and last < self.last:
                 if last < self._floor:
                     raise self._lost_batches(self._own)
                 return Cut(last, last, chain)
@@ -329,10 +329,10 @@ class ReplicaRepair:
         It may have reported other damage since. If the range can wait it is ignored until it is
         reported again.
         """
-        rejected = [one for one in self.damaged if one[0] == step.answer.first]
+        rejected = [damage for damage in self.damaged if damage[0] == step.answer.first]
         is_needed = any(self._must_fill(last) for _, last in rejected)
         if not is_needed:
-            self.damaged = [one for one in self.damaged if one not in rejected]
+            self.damaged = [damage for damage in self.damaged if damage not in rejected]
         self._fetched = None
         return is_needed
 
@@ -436,7 +436,7 @@ def verify_batches(answer: RangeBytes, chain_before: Chain) -> Chain:
 
 def _check_lineage(answer: LineageResponse, first: int, last: int) -> None:
     entries = answer.lineage
-    dense = all(one.last + 1 == other.first for one, other in pairwise(entries))
+    dense = all(entry.last + 1 == other.first for entry, other in pairwise(entries))
     if not entries or not dense or not entries[-1].first <= last <= entries[-1].last:
         raise RemoteProtocolError(f"lineage: expected batches that cover {first}..{last}")
 

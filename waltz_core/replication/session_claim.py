@@ -78,9 +78,9 @@ class Claim:
     bound_later: Mapping[ReplicaId, SessionId]
 
 
-def is_newer(one: Generation, other: Generation) -> bool:
+def is_newer(generation: Generation, other: Generation) -> bool:
     """Return whether a generation is later than another; they are int32 and may wrap."""
-    return 0 < ((one - other) & 0xFFFFFFFF) < 1 << 31
+    return 0 < ((generation - other) & 0xFFFFFFFF) < 1 << 31
 
 
 def rejection(

@@ -15,7 +15,7 @@ The packages, from the top: `process` is the daemon, which decides which partiti
 opens the administration port. `service` is the state machine that answers servers and
 administration, the threads that do the blocking work, and the engine that holds a directory.
 `log` is the log of one partition, `files` reads and writes each kind of file, and `disk` is the
-door to the file system.
+interface to the file system.
 
 Durability:
     - `prepare`: the promise, then everything that was appended earlier.

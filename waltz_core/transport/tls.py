@@ -280,15 +280,15 @@ def _check_own_certificate(chosen: TlsConfig, host: str) -> None:
     if chosen.tls_verify == "nothing":
         return
     host = host.removeprefix("[").removesuffix("]")
-    theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    theirs.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # its issuer is trusted here
-    theirs.check_hostname = chosen.tls_verify in ("", "name")
-    theirs.load_verify_locations(chosen.tls_certificate)
-    ours = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    _load_certificate(ours, chosen)
+    dialing = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    dialing.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # its issuer is trusted here
+    dialing.check_hostname = chosen.tls_verify in ("", "name")
+    dialing.load_verify_locations(chosen.tls_certificate)
+    accepting = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    _load_certificate(accepting, chosen)
     up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
-    client = theirs.wrap_bio(down, up, server_hostname=host)
-    server = ours.wrap_bio(up, down, server_side=True)
+    client = dialing.wrap_bio(down, up, server_hostname=host)
+    server = accepting.wrap_bio(up, down, server_side=True)
     try:
         for end in (client, server, client):
             with contextlib.suppress(ssl.SSLWantReadError):

@@ -213,8 +213,8 @@ def _listed(
 
     def put(value: tuple[Any, ...], out: Out) -> None:
         _put_entries(len(value), out)
-        for one in value:
-            put_one(one, out)
+        for item in value:
+            put_one(item, out)
 
     def read(view: memoryview, at: int, values: list[Any]) -> int:
         count, at = _read_entries(view, at, entry_bytes_min)

@@ -87,9 +87,9 @@ class Checks(Evidence):
         """A fault has rolled this replica's disk back: its promises are lost."""
         self.replicas.rolled_back(storage)
 
-    def rotted(self, storage: "SimStorage") -> None:
+    def became_corrupt(self, storage: "SimStorage") -> None:
         """A fault has changed durable bytes of this replica."""
-        self.replicas.rotted(storage)
+        self.replicas.became_corrupt(storage)
 
     def before_work(self, storage: "SimStorage", work: Work) -> Before:
         """Record a log's state before a piece of work; `worked` gets the returned value."""

@@ -178,13 +178,13 @@ class SimCluster:
 
     # ---- the operator (rule 3)
 
-    def swap_disks(self, one: SimStorage, other: SimStorage) -> None:
+    def swap_disks(self, storage: SimStorage, other: SimStorage) -> None:
         """Swap the disks of two machines, without data loss."""
-        for each in (one, other):
+        for each in (storage, other):
             each.kill()
-        one.disk, other.disk = other.disk, one.disk
-        one.rejected = other.rejected = None
-        for each, its in ((one, other), (other, one)):
+        storage.disk, other.disk = other.disk, storage.disk
+        storage.rejected = other.rejected = None
+        for each, its in ((storage, other), (other, storage)):
             if each.name in self.swapped:
                 del self.swapped[each.name]
             else:
@@ -338,15 +338,19 @@ class SimCluster:
             if session is not None:
                 stages = [f"{each.replica}:{each.stage.name}" for each in session.replicas.values()]
         damaged = {
-            name: (one.log.suspect, one.log.damaged)
-            for name, one in self.storages.items()
-            if one.log is not None and (one.log.suspect or one.log.damaged)
+            name: (storage.log.suspect, storage.log.damaged)
+            for name, storage in self.storages.items()
+            if storage.log is not None and (storage.log.suspect or storage.log.damaged)
         }
         lasts = {
-            name: "down" if one.log is None else one.log.max_id
-            for name, one in self.storages.items()
+            name: "down" if storage.log is None else storage.log.max_id
+            for name, storage in self.storages.items()
         }
-        rejected = {name: str(one.rejected) for name, one in self.storages.items() if one.rejected}
+        rejected = {
+            name: str(storage.rejected)
+            for name, storage in self.storages.items()
+            if storage.rejected
+        }
         return (
             f"owner {owner and owner.name}, {stages}, replicas end at {lasts}, the log at "
             f"{self.checks.history.last}, rejected {rejected}, suspect or damaged {damaged}, "

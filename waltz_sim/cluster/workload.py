@@ -103,9 +103,13 @@ class Workload:
         operations = [self._operation(client.name, row, mark, follows) for row in rows]
         self._parcels[self._tokens] = operations
         if len(operations) == 1:
-            one = operations[0]
-            content = Single(7, one.data, one.write, one.read, one.append, follows)
-            return Parcel(self._tokens, 1, TransactionId(one.mark), content, zlib.crc32(one.data))
+            operation = operations[0]
+            content = Single(
+                7, operation.data, operation.write, operation.read, operation.append, follows
+            )
+            return Parcel(
+                self._tokens, 1, TransactionId(operation.mark), content, zlib.crc32(operation.data)
+            )
         payload = encode_append(
             [7] * len(rows),
             [each.data for each in operations],
@@ -169,15 +173,15 @@ class Workload:
     def checked_transaction_of(self, process: "Process") -> CheckedTransaction:
         """Return the next deal of an application."""
         keys, roll = self._cluster.setup.keys, process.chance()
-        one = int(process.chance() * keys)
+        key = int(process.chance() * keys)
         if roll < 0.4:
             return CheckedTransaction(
-                RowKind.TRANSFER, one, (one + 1 + int(process.chance() * (keys - 1))) % keys
+                RowKind.TRANSFER, key, (key + 1 + int(process.chance() * (keys - 1))) % keys
             )
         return (
-            CheckedTransaction(RowKind.PUSH, one, one)
+            CheckedTransaction(RowKind.PUSH, key, key)
             if roll < 0.7
-            else CheckedTransaction(RowKind.GUARD, one, one ^ 1)
+            else CheckedTransaction(RowKind.GUARD, key, key ^ 1)
         )
 
     def ended(self, token: int) -> "list[Operation]":

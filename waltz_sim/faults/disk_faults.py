@@ -150,28 +150,30 @@ def empty_disk(cluster: SimCluster, rng: "Random") -> bool:
 
 def clone_disk(cluster: SimCluster, rng: "Random") -> bool:
     """Overwrite a disk with a copy of another storage's disk."""
-    one, other = any_storage(cluster, rng), any_storage(cluster, rng)
-    if one is other or _is_of(cluster, other, one) or not cluster.budget.allows(one):
+    storage, other = any_storage(cluster, rng), any_storage(cluster, rng)
+    if storage is other or _is_of(cluster, other, storage) or not cluster.budget.allows(storage):
         return False
-    _replace_disk(cluster, one, other.disk.contents(), rng)
+    _replace_disk(cluster, storage, other.disk.contents(), rng)
     _operate_later(cluster, rng)
     return True
 
 
-def _is_of(cluster: SimCluster, other: SimStorage, one: SimStorage) -> bool:
+def _is_of(cluster: SimCluster, other: SimStorage, storage: SimStorage) -> bool:
     """Whether a disk is an older copy of the storage's own: undetectable (budget.py, rule 2)."""
-    path, mine = HOME / STORAGE_ID_NAME, cluster.coordinator.storage_ids.get(one.replica)
+    path, mine = HOME / STORAGE_ID_NAME, cluster.coordinator.storage_ids.get(storage.replica)
     return mine is None or (other.disk.exists(path) and mine in other.disk.content(path))
 
 
 def swap_disks(cluster: SimCluster, rng: "Random") -> bool:
     """Swap the disks of two machines until an operator notices; nothing is lost."""
-    one, other = any_storage(cluster, rng), any_storage(cluster, rng)
-    if one is other:
+    storage, other = any_storage(cluster, rng), any_storage(cluster, rng)
+    if storage is other:
         return False
-    if any(each.name in cluster.swapped or cluster.budget.has_lost(each) for each in (one, other)):
+    if any(
+        each.name in cluster.swapped or cluster.budget.has_lost(each) for each in (storage, other)
+    ):
         return False
-    cluster.swap_disks(one, other)
+    cluster.swap_disks(storage, other)
     _operate_later(cluster, rng)
     return True
 
@@ -403,7 +405,7 @@ def _spoil(
         storage.kill(is_silent=rng.random() < 0.2)
         keep_down(cluster, storage, rng.randrange(1, 500))
     cluster.budget.spend(storage)
-    cluster.checks.rotted(storage)
+    cluster.checks.became_corrupt(storage)
     cluster.world.note(f"{storage.name}: {path} is spoiled")
     how(storage, path, len(storage.disk.content(path)))
     cluster.checks.count(f"spoiled {path.suffix if path.parent != HOME else path.name}")

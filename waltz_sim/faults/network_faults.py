@@ -58,12 +58,12 @@ def partition_network(cluster: SimCluster, rng: "Random") -> bool:
     side = {name for name in names if rng.random() < 0.4}
     is_one_way = rng.random() < 0.4
     network = cluster.network
-    for one in names:
+    for machine in names:
         for other in names:
-            if (one in side) and (other not in side):
-                network.block(one, other)
+            if (machine in side) and (other not in side):
+                network.block(machine, other)
                 if not is_one_way:
-                    network.block(other, one)
+                    network.block(other, machine)
     cluster.world.after(rng.randrange(10, 1_500) * MS, network.blocked.clear)
     return True
 
@@ -71,15 +71,15 @@ def partition_network(cluster: SimCluster, rng: "Random") -> bool:
 def isolate_one(cluster: SimCluster, rng: "Random") -> bool:
     """Isolate one machine from all others, or two machines from each other."""
     network, names = cluster.network, [each.name for each in cluster.processes]
-    one = rng.choice(names)
-    others = [name for name in names if name != one]
+    machine = rng.choice(names)
+    others = [name for name in names if name != machine]
     if rng.random() < 0.4:
         others = [rng.choice(others)]
     is_one_way = rng.random() < 0.4
     for other in others:
-        network.block(one, other)
+        network.block(machine, other)
         if not is_one_way:
-            network.block(other, one)
+            network.block(other, machine)
     cluster.world.after(rng.randrange(50, 2_500) * MS, network.blocked.clear)
     return True
 

@@ -135,8 +135,8 @@ class Ledger:
         kind, first, second, *read = _BODY.unpack_from(data, NUMBER_BYTES)
         if kind == RowKind.PLAIN:
             return
-        one, other = self._thing(kind, first), self._thing(kind, second)
-        now = [one.at(transaction_id), other.at(transaction_id)]
+        left, right = self._thing(kind, first), self._thing(kind, second)
+        now = [left.at(transaction_id), right.at(transaction_id)]
         if read != now:
             raise Violation(
                 "Serializable",

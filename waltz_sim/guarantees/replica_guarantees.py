@@ -89,7 +89,7 @@ class ReplicaGuarantees:
         self.kept: dict[str, int] = {}
         # The batches on its disk, and the last id of each.
         self._holds: dict[str, dict[Chain, int]] = {}
-        self.rotten: dict[str, None] = {}  # replicas whose platter bytes a fault has changed
+        self.corrupted: dict[str, None] = {}  # replicas whose platter bytes a fault has changed
         self._chain_of: dict[tuple[int, SessionId], Chain] = {}
         self._cutting: dict[str, _Cut] = {}  # truncations in progress
         self._work_count = 0
@@ -98,7 +98,7 @@ class ReplicaGuarantees:
 
     def opened(self, storage: "SimStorage", log: "PartitionLog") -> None:
         """3. PromiseMono across restarts; rule 1."""
-        if storage.name in self.rotten and log.suspect:
+        if storage.name in self.corrupted and log.suspect:
             self.durable.pop(storage.name, None)  # It fell back to its older slot.
         self._check_durable(storage.name, log)
         cutting = self._cutting.get(storage.name)
@@ -117,7 +117,7 @@ class ReplicaGuarantees:
 
     def _check_torn(self, storage: "SimStorage", log: "PartitionLog") -> None:
         """21. NoRotServed: records that count after a crash are complete, before any read."""
-        if storage.name in self.rotten or log.suspect or log.damaged:
+        if storage.name in self.corrupted or log.suspect or log.damaged:
             return
         operations = self._facts.history.operations
         for place, data in enumerate(self.data_on(storage)):
@@ -133,9 +133,9 @@ class ReplicaGuarantees:
         self._cutting.pop(storage.name, None)
         # Its earlier answers still count: they may be in flight.
 
-    def rotted(self, storage: "SimStorage") -> None:
+    def became_corrupt(self, storage: "SimStorage") -> None:
         """Note that a fault has changed bytes on this replica's platter."""
-        self.rotten[storage.name] = None
+        self.corrupted[storage.name] = None
 
     # ---- working
 
@@ -187,8 +187,8 @@ class ReplicaGuarantees:
             self._facts.count("NO_SPACE")
         if isinstance(message, Truncate) and isinstance(error, DataLoss):
             # The storage's own check rejected it; no server may rely on that.
-            if storage.name in self.rotten:
-                self._facts.count("a rotten log was not cut")
+            if storage.name in self.corrupted:
+                self._facts.count("a corrupt log was not cut")
                 return
             self._facts.fail("NoCutCommitted", f"{storage.name} rejected a truncation: {error}")
 
@@ -227,7 +227,7 @@ class ReplicaGuarantees:
         holds = self._holds.get(storage.name, {})
         for chain, last in [each for each in holds.items() if each[1] > keep]:
             is_acked = last <= cut.acked and chains.get(last) == chain
-            if is_acked and storage.name not in self.rotten:
+            if is_acked and storage.name not in self.corrupted:
                 self._facts.fail("NoCutCommitted", f"{storage.name} keeps {keep}, cuts {last}")
             del holds[chain]
         if keep < log.slot.low_water_mark:
@@ -255,7 +255,7 @@ class ReplicaGuarantees:
 
     def _is_reconstructed(self, name: str, entry: LineageEntry) -> bool:
         """Whether a batch may be a substitute for others whose entries were unreadable."""
-        return name in self.rotten and entry.session_id == RECONSTRUCTED
+        return name in self.corrupted and entry.session_id == RECONSTRUCTED
 
     def _check_identity(self, storage: "SimStorage", what: str) -> None:
         """22. Identity: only the registered disk is changed."""
@@ -290,7 +290,7 @@ class ReplicaGuarantees:
         records = bytes(answer.records)
         end = 0
         is_whole = answer.form == RangeForm.WHOLE
-        if name in self.rotten and not _covers(answer):
+        if name in self.corrupted and not _covers(answer):
             return  # Some entries are lost; the requester detects that.
         for entry in answer.lineage:
             if self._is_reconstructed(name, entry):
@@ -316,7 +316,7 @@ class ReplicaGuarantees:
 
     def look_at(self, storage: "SimStorage", log: "PartitionLog") -> None:
         """24. Fixed: up to its low-water mark a replica has the rows of the history."""
-        if storage.name in self.rotten or log.damaged:
+        if storage.name in self.corrupted or log.damaged:
             return
         if storage.name not in self._sessions.engaged_now:
             return

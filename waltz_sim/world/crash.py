@@ -331,7 +331,7 @@ class Only(Keep):
 
     def __init__(self, units: Iterable[Unit]) -> None:
         self.units = set(units)
-        self._sized = {one.file for one in self.units if isinstance(one, Sector)}
+        self._sized = {unit.file for unit in self.units if isinstance(unit, Sector)}
 
     def version(self, unit: Unit, count: int) -> int:
         """Return the newest for a kept unit."""
@@ -408,7 +408,7 @@ class _File:
 
     def sync(self) -> None:
         """Make all durable except doubtful sectors."""
-        suspect = {one: self.sectors[one] for one in self.doubtful}
+        suspect = {sector: self.sectors[sector] for sector in self.doubtful}
         before = self.kept
         self.kept = bytearray(self.seen)
         for sector in suspect:
@@ -490,7 +490,7 @@ class Platter:
         self._pending.setdefault(path, []).append((False, None))
 
     def _sync_entries(self, directory: Path) -> None:
-        for path in [one for one in self._pending if one.parent == directory]:
+        for path in [path for path in self._pending if path.parent == directory]:
             del self._pending[path]
             self._kept.pop(path, None)
             if path in self._seen:
@@ -516,12 +516,12 @@ class Platter:
                 if is_there:
                     entries[path] = file
         directories = {Path("/")}
-        for path in sorted(one for one, file in entries.items() if file is None):
+        for path in sorted(path for path, file in entries.items() if file is None):
             if path.parent in directories:
                 directories.add(path)
         contents = {
             path: self._files[file].content(file, keep)
-            for path, file in sorted(entries.items(), key=lambda one: one[0])
+            for path, file in sorted(entries.items(), key=lambda entry: entry[0])
             if file is not None and path.parent in directories
         }
         return Contents(contents, frozenset(directories))
@@ -534,13 +534,13 @@ def survivals(platter: Platter, rng: "Random", *, random_count: int) -> Iterator
     units = platter.units()
     if len(units) < 2:
         return
-    files = {one.file for one in units if not isinstance(one, DirectoryEntry)}
+    files = {unit.file for unit in units if not isinstance(unit, DirectoryEntry)}
     groups: list[Sequence[Unit]] = [
-        [one for one in units if not isinstance(one, DirectoryEntry) and one.file == file]
+        [unit for unit in units if not isinstance(unit, DirectoryEntry) and unit.file == file]
         for file in files
     ]
-    groups.append([one for one in units if isinstance(one, DirectoryEntry)])
-    alone = [[one] for one in _some(units, rng)]
+    groups.append([unit for unit in units if isinstance(unit, DirectoryEntry)])
+    alone = [[unit] for unit in _some(units, rng)]
     for group in (*alone, *(group for group in groups if 1 < len(group) < len(units))):
         yield Only(group)
         yield AllBut(group)
@@ -562,7 +562,9 @@ def _some(units: Sequence[Unit], rng: "Random") -> Sequence[Unit]:
 
 def sync_places(changes: Sequence[DiskChange]) -> list[int]:
     """Return the places of syncs."""
-    return [place for place, one in enumerate(changes) if isinstance(one, Sync | SyncDirectory)]
+    return [
+        place for place, change in enumerate(changes) if isinstance(change, Sync | SyncDirectory)
+    ]
 
 
 def without(changes: Sequence[DiskChange], place: int) -> list[DiskChange]:
@@ -572,7 +574,7 @@ def without(changes: Sequence[DiskChange], place: int) -> list[DiskChange]:
 
 def delayed(changes: Sequence[DiskChange], place: int) -> list[DiskChange] | None:
     """Return the changes of a program that delays a sync beyond the next one; None for the last."""
-    after = next((one for one in sync_places(changes) if one > place), None)
+    after = next((sync for sync in sync_places(changes) if sync > place), None)
     if after is None:
         return None
     return [

@@ -47,8 +47,8 @@ class Inode:
         old = len(self.seen)
         if size < old:
             del self.seen[size:]
-            self.dirty = {one for one in self.dirty if one * SECTOR_BYTES < size}
-            self.unreadable = {one for one in self.unreadable if one * SECTOR_BYTES < size}
+            self.dirty = {sector for sector in self.dirty if sector * SECTOR_BYTES < size}
+            self.unreadable = {sector for sector in self.unreadable if sector * SECTOR_BYTES < size}
         else:
             self.seen.extend(bytes(size - old))
             # The new part reads as zeros on the platter, too, regardless of earlier content.

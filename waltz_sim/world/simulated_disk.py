@@ -337,7 +337,7 @@ class SimDisk:
     def free_bytes(self, directory: Path) -> int:
         """Return the free space in bytes."""
         self.check_power()
-        used = sum(len(one.seen) for one in self._names.values())
+        used = sum(len(inode.seen) for inode in self._names.values())
         return FREE_BYTES if self.capacity_bytes is None else max(0, self.capacity_bytes - used)
 
     def size_bytes(self, directory: Path) -> int:
@@ -532,7 +532,7 @@ class SimDisk:
         growth = size - len(inode.seen)
         if self.capacity_bytes is None or growth <= 0:
             return 0
-        used = sum(len(one.seen) for one in self._names.values())
+        used = sum(len(each.seen) for each in self._names.values())
         return self.capacity_bytes - used - growth
 
 
@@ -561,9 +561,9 @@ def _lose(inode: Inode, survival: Survival, rng: "Random") -> None:
     elif survival is Survival.ANY_SECTORS:
         share = rng.choice((0.1, 0.5, 0.9))
         size = rng.choice((*sizes, rng.randint(*sizes)))
-        inode.carry_over([one for one in sectors if rng.random() < share], size)
+        inode.carry_over([sector for sector in sectors if rng.random() < share], size)
     elif survival is Survival.ENDS:
-        ends = [one for one in sectors if not {one - 1, one + 1} <= inode.dirty]
+        ends = [sector for sector in sectors if not {sector - 1, sector + 1} <= inode.dirty]
         inode.carry_over(ends, len(inode.seen))
     inode.seen = bytearray(inode.kept)
     inode.dirty.clear()

@@ -51,20 +51,22 @@ def dump_control_file(
     if missing:
         found = f"{numbers[0]}..{numbers[-1]}" if numbers else "none"
         raise BadRequest(f"{path}: expected partition {min(missing)}, found {found}")
-    shown = [one for one in numbers if partitions is None or one in partitions]
+    shown = [number for number in numbers if partitions is None or number in partitions]
     if assigned:
-        shown = [one for one in shown if is_assigned(entries.get(one))]
-    slots = {one: read_slots(path) for one, path in slot_paths.items() if one in shown}
+        shown = [number for number in shown if is_assigned(entries.get(number))]
+    slots = {number: read_slots(path) for number, path in slot_paths.items() if number in shown}
     if as_json:
         value = {
             "control_file": None if control is None else _header_json(control),
             "storage_id": None if identity is None else _id_json(identity),
-            "partitions": [_partition_json(one, entries.get(one), slots.get(one)) for one in shown],
+            "partitions": [
+                _partition_json(number, entries.get(number), slots.get(number)) for number in shown
+            ],
         }
         print_json(value)
         return 0
     if control is not None:
-        _print_control(control, {one: entries[one] for one in shown if one in entries})
+        _print_control(control, {number: entries[number] for number in shown if number in entries})
         print_result("")
     if identity is not None:
         storage, wrong = storage_id(identity)
@@ -83,7 +85,7 @@ def _found_at(path: Path) -> tuple[Control | None, bytes | None, dict[int, Path]
     if path.is_file() and path.name == CONTROL_NAME:
         return read_control(path), None, {}
     if path.is_dir() and is_storage(path):
-        held = {one: path / str(one) / SLOTS_NAME for one in partitions_in(path)}
+        held = {number: path / str(number) / SLOTS_NAME for number in partitions_in(path)}
         return read_control(path / CONTROL_NAME), read_all(path / ID_NAME), held
     if path.is_dir() and (path / SLOTS_NAME).exists():
         return None, None, {_number(path.absolute()): path / SLOTS_NAME}
@@ -136,27 +138,27 @@ def _partition_json(
         value["wrong"] = entry.wrong
         value["structures"] = [
             {
-                **one._asdict(),
-                "flags": _names(one.flags, _INFO_FLAGS),
+                **info._asdict(),
+                "flags": _names(info.flags, _INFO_FLAGS),
                 "counts": place == entry.current,
             }
-            for place, one in enumerate(entry.infos)
+            for place, info in enumerate(entry.infos)
         ]
     if slots is not None:
         counts = current_slot(slots, number)
-        value["slots"] = [_slot_json(one, is_current=one is counts) for one in slots]
+        value["slots"] = [_slot_json(slot, is_current=slot is counts) for slot in slots]
     return value
 
 
-def _slot_json(one: ControlSlot, *, is_current: bool) -> dict[str, object]:
-    value: dict[str, object] = dict(one._asdict())
-    first, last, session, stamp_ms, chain = one.cut
+def _slot_json(slot: ControlSlot, *, is_current: bool) -> dict[str, object]:
+    value: dict[str, object] = dict(slot._asdict())
+    first, last, session, stamp_ms, chain = slot.cut
     value |= {
-        "flags": _names(one.flags, _SLOT_FLAGS),
-        "nonce": one.nonce.hex(),
-        "acked_chain": one.acked_chain.hex(),
+        "flags": _names(slot.flags, _SLOT_FLAGS),
+        "nonce": slot.nonce.hex(),
+        "acked_chain": slot.acked_chain.hex(),
         "cut": None
-        if not one.flags & CUT
+        if not slot.flags & CUT
         else {
             "first": first,
             "last": last,
@@ -166,9 +168,9 @@ def _slot_json(one: ControlSlot, *, is_current: bool) -> dict[str, object]:
         },
         "counts": is_current,
     }
-    if not one.flags & PROVISIONAL:
+    if not slot.flags & PROVISIONAL:
         value["provisional_session"] = value["provisional_mark"] = None
-    if not one.flags & TRUNCATE:
+    if not slot.flags & TRUNCATE:
         value["truncate_to"] = None
     return value
 
@@ -186,18 +188,18 @@ def _print_control(control: Control, entries: dict[int, ControlEntry]) -> None:
     )
     rows = []
     for number, entry in entries.items():
-        for place, one in enumerate(entry.infos):
+        for place, info in enumerate(entry.infos):
             rows.append(
                 (
                     number,
                     place + 1,
                     "counts" if place == entry.current else "-",
-                    one.session,
-                    one.low_water_mark,
-                    one.local_low_water_mark,
-                    " ".join(_names(one.flags, _INFO_FLAGS)) or "-",
-                    one.sequence,
-                    "; ".join(one.wrong) or "right",
+                    info.session,
+                    info.low_water_mark,
+                    info.local_low_water_mark,
+                    " ".join(_names(info.flags, _INFO_FLAGS)) or "-",
+                    info.sequence,
+                    "; ".join(info.wrong) or "right",
                 )
             )
     titles = ("partition", "structure", "", "session", "low-water mark", "local mark", "flags")
@@ -210,7 +212,7 @@ def _print_control(control: Control, entries: dict[int, ControlEntry]) -> None:
 def _print_slots(number: int, slots: tuple[ControlSlot, ControlSlot]) -> None:
     counts = current_slot(slots, number)
     print_result(f"{number}/{SLOTS_NAME}")
-    columns = [_slot_texts(one, is_current=one is counts) for one in slots]
+    columns = [_slot_texts(slot, is_current=slot is counts) for slot in slots]
     print_table(
         ("", "slot 0", "slot 1"),
         [(title, columns[0][title], columns[1][title]) for title in columns[0]],
@@ -218,27 +220,27 @@ def _print_slots(number: int, slots: tuple[ControlSlot, ControlSlot]) -> None:
     print_result("")
 
 
-def _slot_texts(one: ControlSlot, *, is_current: bool) -> dict[str, str]:
+def _slot_texts(slot: ControlSlot, *, is_current: bool) -> dict[str, str]:
     provisional = "-"
-    if one.flags & PROVISIONAL:
-        provisional = f"{one.provisional_mark} of session {one.provisional_session}"
-    cut = f", cuts batch {one.cut[0]}..{one.cut[1]}" if one.flags & CUT else ""
+    if slot.flags & PROVISIONAL:
+        provisional = f"{slot.provisional_mark} of session {slot.provisional_session}"
+    cut = f", cuts batch {slot.cut[0]}..{slot.cut[1]}" if slot.flags & CUT else ""
     return {
         "counts": "yes" if is_current else "no",
-        "CRC and values": "; ".join(one.wrong) or "right",
-        "version": str(one.version),
-        "partition": str(one.partition),
-        "sequence": str(one.sequence),
-        "sequence of 0.13": str(one.old_sequence),
-        "flags": " ".join(_names(one.flags, _SLOT_FLAGS)) or "-",
-        "promised session": str(one.promised),
-        "nonce": one.nonce.hex(),
-        "last session": str(one.last_session),
-        "engaged session": str(one.engaged),
-        "low-water mark": str(one.low_water_mark),
+        "CRC and values": "; ".join(slot.wrong) or "right",
+        "version": str(slot.version),
+        "partition": str(slot.partition),
+        "sequence": str(slot.sequence),
+        "sequence of 0.13": str(slot.old_sequence),
+        "flags": " ".join(_names(slot.flags, _SLOT_FLAGS)) or "-",
+        "promised session": str(slot.promised),
+        "nonce": slot.nonce.hex(),
+        "last session": str(slot.last_session),
+        "engaged session": str(slot.engaged),
+        "low-water mark": str(slot.low_water_mark),
         "provisional mark": provisional,
-        "acked id": str(one.acked),
-        "chain there": one.acked_chain.hex(),
-        "truncate to": f"{one.truncate_to}{cut}" if one.flags & TRUNCATE else "-",
-        "damaged": " ".join(f"{first}..{last}" for first, last in one.damaged) or "-",
+        "acked id": str(slot.acked),
+        "chain there": slot.acked_chain.hex(),
+        "truncate to": f"{slot.truncate_to}{cut}" if slot.flags & TRUNCATE else "-",
+        "damaged": " ".join(f"{first}..{last}" for first, last in slot.damaged) or "-",
     }

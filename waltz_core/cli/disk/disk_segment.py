@@ -203,8 +203,8 @@ def _show_header(path: Path, header: FileHeader, size: int, wanted: _Wanted) -> 
         f"{size} bytes, created {utc_text(header.created_ms)}, "
         f"cluster key {uuid(header.cluster_key)}"
     )
-    for one in header.wrong:
-        print_result(f"  wrong: {one}")
+    for error in header.wrong:
+        print_result(f"  wrong: {error}")
 
 
 def _header_json(header: FileHeader) -> dict[str, object]:
@@ -304,10 +304,10 @@ def _show_batch(batch: BatchEntry, wanted: _Wanted) -> None:
 def segment_statistic(*, path: Path, partitions: list[int] | None, as_json: bool) -> int:
     found = (statistic_of(path) for path in segments_at(path, partitions))
     if as_json:
-        print_json([_statistic_json(one) for one in found])
+        print_json([_statistic_json(statistic) for statistic in found])
         return 0
-    for one in found:
-        _print_statistic(one)
+    for statistic in found:
+        _print_statistic(statistic)
     return 0
 
 
@@ -343,13 +343,13 @@ def _statistic_json(found: Statistic) -> dict[str, object]:
         "sessions": [
             {
                 "session": session,
-                "batches": one.batches,
-                "first": one.first,
-                "last": one.last,
-                "first_stamp_ms": one.first_stamp_ms,
-                "last_stamp_ms": one.last_stamp_ms,
+                "batches": statistic.batches,
+                "first": statistic.first,
+                "last": statistic.last,
+                "first_stamp_ms": statistic.first_stamp_ms,
+                "last_stamp_ms": statistic.last_stamp_ms,
             }
-            for session, one in found.sessions.items()
+            for session, statistic in found.sessions.items()
         ],
         "first_stamp_ms": found.first_stamp_ms,
         "last_stamp_ms": found.last_stamp_ms,
@@ -380,8 +380,9 @@ def _print_statistic(found: Statistic) -> None:
         )
     if found.wrong_batches:
         print_result(f"  batches   {found.wrong_batches} entries are wrong")
-    for session, one in found.sessions.items():
-        print_result(f"  session   {session}: {one.batches} batches, {one.first}..{one.last}")
+    for session, statistic in found.sessions.items():
+        ids = f"{statistic.first}..{statistic.last}"
+        print_result(f"  session   {session}: {statistic.batches} batches, {ids}")
     if found.first_stamp_ms is not None and found.last_stamp_ms is not None:
         seconds = (found.last_stamp_ms - found.first_stamp_ms) / 1000
         span = f"{utc_text(found.first_stamp_ms)} to {utc_text(found.last_stamp_ms)}"

@@ -48,8 +48,13 @@ def _verified_json(found: Verified) -> dict[str, object]:
         "wrong": findings.wrong,
         "notes": findings.notes,
         "findings": [
-            {"kind": _kind(one), "file": one.path, "offset": one.offset, "what": one.what}
-            for one in findings.kept
+            {
+                "kind": _kind(finding),
+                "file": finding.path,
+                "offset": finding.offset,
+                "what": finding.what,
+            }
+            for finding in findings.kept
         ],
         "partitions": [
             {
@@ -76,9 +81,9 @@ def _kind(finding: FileFinding) -> str:
 
 def _print_verified(found: Verified) -> None:
     findings = found.findings
-    for one in findings.kept:
-        where = one.path if one.offset is None else f"{one.path} at {one.offset}"
-        print_result(f"{_kind(one)}: {where}: {one.what}")
+    for finding in findings.kept:
+        where = finding.path if finding.offset is None else f"{finding.path} at {finding.offset}"
+        print_result(f"{_kind(finding)}: {where}: {finding.what}")
     if findings.omitted_count:
         print_result(f"and {findings.omitted_count} more, see --limit")
     if found.logs and next(iter(found.logs)) >= 0:
@@ -97,8 +102,8 @@ def _print_verified(found: Verified) -> None:
         )
     logs = found.logs.values()
     print_result(
-        f"{sum(one.checksums for one in logs)} checksums of {sum(one.records for one in logs)} "
-        f"records, {sum(one.bytes_read for one in logs)} bytes, in {found.seconds:.1f} s: "
+        f"{sum(log.checksums for log in logs)} checksums of {sum(log.records for log in logs)} "
+        f"records, {sum(log.bytes_read for log in logs)} bytes, in {found.seconds:.1f} s: "
         f"{findings.wrong} wrong, {findings.notes} to note"
     )
 
@@ -137,10 +142,10 @@ def repair_index(*, path: Path, partitions: list[int] | None, dry_run: bool, as_
             except BadFormat as error:  # The others can be repaired nevertheless.
                 rejected.append(str(error))
     if as_json:
-        print_json([_repaired_json(one, dry_run=dry_run) for one in repaired])
+        print_json([_repaired_json(index, dry_run=dry_run) for index in repaired])
     else:
-        for one in repaired:
-            print_result(_repaired_text(one, dry_run=dry_run))
+        for index in repaired:
+            print_result(_repaired_text(index, dry_run=dry_run))
     for message in rejected:
         print_error(f"waltz-core: {message}")
     return 1 if rejected else 0
@@ -150,24 +155,24 @@ def _locked(disk: RealDisk, path: Path, *, dry_run: bool) -> AbstractContextMana
     return locked_shared(path) if dry_run else locked_exclusively(disk, path)
 
 
-def _repaired_json(one: Repaired, *, dry_run: bool) -> dict[str, object]:
+def _repaired_json(index: Repaired, *, dry_run: bool) -> dict[str, object]:
     return {
-        "file": str(one.path),
-        "is_right": one.is_right,
-        "is_rebuilt": not one.is_right and not dry_run,
-        "entries": one.entries,
-        "old_entries": one.old_entries,
-        "wrong": one.wrong,
-        "kept_of_unreadable_records": one.kept,
+        "file": str(index.path),
+        "is_right": index.is_right,
+        "is_rebuilt": not index.is_right and not dry_run,
+        "entries": index.entries,
+        "old_entries": index.old_entries,
+        "wrong": index.wrong,
+        "kept_of_unreadable_records": index.kept,
     }
 
 
-def _repaired_text(one: Repaired, *, dry_run: bool) -> str:
-    if one.is_right:
-        return f"{one.path}: correct, {one.entries} entries; unchanged"
+def _repaired_text(index: Repaired, *, dry_run: bool) -> str:
+    if index.is_right:
+        return f"{index.path}: correct, {index.entries} entries; unchanged"
     done = "would be rebuilt" if dry_run else "rebuilt"
-    was = "missing" if one.old_entries is None else f"wrong in {one.wrong} places"
-    if one.wrong == 1 and one.old_entries is not None:
+    was = "missing" if index.old_entries is None else f"wrong in {index.wrong} places"
+    if index.wrong == 1 and index.old_entries is not None:
         was = "wrong in 1 place"
-    kept = f"; {one.kept} of them belong to unreadable records" if one.kept else ""
-    return f"{one.path}: {was}; {done}, {one.entries} entries{kept}"
+    kept = f"; {index.kept} of them belong to unreadable records" if index.kept else ""
+    return f"{index.path}: {was}; {done}, {index.entries} entries{kept}"

@@ -62,7 +62,7 @@ async def _each(
     where: StorageChoice,
     partitions: str,
     what: str,
-    one: Callable[[StorageAdmin, int], Awaitable[object]],
+    change: Callable[[StorageAdmin, int], Awaitable[object]],
 ) -> int:
     """Apply a change to each partition of a storage, and report it (rule 1)."""
     chosen = numbers_of(partitions)
@@ -74,7 +74,7 @@ async def _each(
             admin_connection(target.admin, ssl=own_transport.ssl()) as admin,
         ):
             for partition in chosen:
-                await one(admin, partition)
+                await change(admin, partition)
                 done.append(partition)
     finally:
         if where.as_json:
@@ -92,10 +92,10 @@ def _ranges(numbers: list[int]) -> str:
 @partitions
 @with_storages()
 async def add_partition(where: StorageChoice, *, partitions: str) -> int:
-    async def one(admin: StorageAdmin, partition: int) -> None:
+    async def change(admin: StorageAdmin, partition: int) -> None:
         await admin.request(Done, SetAssigned, (partition,), True, False)  # noqa: FBT003 - the wire's
 
-    return await _each(where, partitions, "add-partition", one)
+    return await _each(where, partitions, "add-partition", change)
 
 
 @verb
@@ -106,13 +106,13 @@ async def add_partition(where: StorageChoice, *, partitions: str) -> int:
 async def remove_partition(
     where: StorageChoice, *, partitions: str, delete_files: bool, force: bool
 ) -> int:
-    async def one(admin: StorageAdmin, partition: int) -> None:
+    async def change(admin: StorageAdmin, partition: int) -> None:
         if admin.is_current:
             await admin.request(Done, RemovePartition, partition, delete_files, force)
         else:
             await admin.request(Done, SetAssigned, (partition,), False, delete_files)  # noqa: FBT003 - the wire's
 
-    return await _each(where, partitions, "remove-partition", one)
+    return await _each(where, partitions, "remove-partition", change)
 
 
 @verb
@@ -125,10 +125,10 @@ async def remove_partition(
 )
 @with_storages()
 async def availability(where: StorageChoice, *, partitions: str, online: str) -> int:
-    async def one(admin: StorageAdmin, partition: int) -> None:
+    async def change(admin: StorageAdmin, partition: int) -> None:
         await admin.request(Done, SetAvailable, (partition,), online == "true")
 
-    return await _each(where, partitions, f"availability {online}", one)
+    return await _each(where, partitions, f"availability {online}", change)
 
 
 @verb
@@ -136,10 +136,10 @@ async def availability(where: StorageChoice, *, partitions: str, online: str) ->
 @_force
 @with_storages()
 async def mark_suspect(where: StorageChoice, *, partitions: str, force: bool) -> int:
-    async def one(admin: StorageAdmin, partition: int) -> None:
+    async def change(admin: StorageAdmin, partition: int) -> None:
         await admin.request(Done, MarkSuspect, partition, force)
 
-    return await _each(where, partitions, "mark-suspect", one)
+    return await _each(where, partitions, "mark-suspect", change)
 
 
 @verb
@@ -147,10 +147,10 @@ async def mark_suspect(where: StorageChoice, *, partitions: str, force: bool) ->
 @_force
 @with_storages()
 async def re_seed(where: StorageChoice, *, partitions: str, force: bool) -> int:
-    async def one(admin: StorageAdmin, partition: int) -> None:
+    async def change(admin: StorageAdmin, partition: int) -> None:
         await admin.request(Done, ReSeed, partition, force)
 
-    return await _each(where, partitions, "re-seed", one)
+    return await _each(where, partitions, "re-seed", change)
 
 
 # ---------------------------------------------------------------------------------------------

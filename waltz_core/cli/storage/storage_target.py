@@ -141,7 +141,10 @@ def numbers_of(text: str) -> tuple[int, ...]:
 async def read_facts(where: StorageChoice) -> ClusterStorages:
     """Read a cluster's storages from ZooKeeper; raises CoordinatorUnavailable, BadConfig."""
     async with connected(where.cluster or "", where.wait_s) as found:
-        ids = {address: one.bytes for address, one in (await found.read_storage_ids()).items()}
+        ids = {
+            address: storage_id.bytes
+            for address, storage_id in (await found.read_storage_ids()).items()
+        }
         return ClusterStorages(
             await found.read_cluster(),
             await found.read_replica_assignment(),

@@ -271,7 +271,8 @@ class OwnerRequests:
             return found
         return {
             partition: replace(
-                each, nearby=tuple(one for one in each.replicas if groups.get(one) == group)
+                each,
+                nearby=tuple(address for address in each.replicas if groups.get(address) == group),
             )
             for partition, each in found.items()
         }

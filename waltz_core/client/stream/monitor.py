@@ -310,13 +310,13 @@ class Monitor:
 
     def _match_one_by_one(self, first: int, headers: Buffer) -> None:
         """Match like `_match`, for so few rows that arrays would cost more."""
-        ours = (self._client_id, self._partition_id)
+        writer = (self._client_id, self._partition_id)
         own = [
             (transaction_id, generation, sequence)
             for transaction_id, (client_id, generation, partition_id, sequence, _) in enumerate(
                 _FEED.iter_unpack(headers), first
             )
-            if (client_id, partition_id) == ours
+            if (client_id, partition_id) == writer
         ]
         if not own:
             return

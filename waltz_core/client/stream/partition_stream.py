@@ -521,7 +521,9 @@ class PartitionStream:
             lost = BatchOutcome.uniform(
                 parcel.row_count, Reason.LOST, high_water_mark=self.high_water_mark
             )
-            out.extend(ParcelSettled(*one) for one in self._outbox.lose_following(parcel, lost))
+            out.extend(
+                ParcelSettled(*settled) for settled in self._outbox.lose_following(parcel, lost)
+            )
 
     def _expire(self, now_ms: int, out: list[Effect]) -> None:
         timeout_ms = self._settings.request_timeout_ms

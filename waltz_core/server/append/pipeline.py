@@ -143,7 +143,7 @@ class AppendPipeline:
         self._completions.session_id = opened.session_id
         self._completions.high_water_mark = opened.high_water_mark
         for flight in self._flights.pop_settled(last):
-            self._land(flight, out, now_ms=None, is_ours=unbroken)
+            self._land(flight, out, now_ms=None, is_owner=unbroken)
         lost, submitted = self._flights.pop_lost()
         for each in lost:
             for ticket in each.tickets:
@@ -459,12 +459,12 @@ class AppendPipeline:
     # endings
 
     def _land(
-        self, flight: Flight, out: list[AppendOutcome], *, now_ms: int | None, is_ours: bool = True
+        self, flight: Flight, out: list[AppendOutcome], *, now_ms: int | None, is_owner: bool = True
     ) -> None:
         batch = flight.batch
         self.counters.committed += batch.last - batch.first + 1
         self.counters.committed_bytes += len(batch.records)
-        if is_ours:  # Otherwise another owner may have cut and extended the log since.
+        if is_owner:  # Otherwise another owner may have cut and extended the log since.
             out.append(BatchCommitted(flight.entry, batch))
         held: list[SingleTicket] = []
         for ticket in flight.tickets:

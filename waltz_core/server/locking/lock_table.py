@@ -332,10 +332,14 @@ def indices(locks: I32 | Sequence[int], slot_count: int) -> I64:
 
 def _slots_of(lock: int, slot_count: int) -> tuple[int, int, int]:
     """Return `indices` of a single lock: for one, arrays cost more than they save."""
-    one = (lock * _A + _B) & _WORD
-    two = (one * _A + _B) & _WORD
-    three = (two * _A + _B) & _WORD
-    return (one & _INDEX) % slot_count, (two & _INDEX) % slot_count, (three & _INDEX) % slot_count
+    first = (lock * _A + _B) & _WORD
+    second = (first * _A + _B) & _WORD
+    third = (second * _A + _B) & _WORD
+    return (
+        (first & _INDEX) % slot_count,
+        (second & _INDEX) % slot_count,
+        (third & _INDEX) % slot_count,
+    )
 
 
 def slot_count_within(budget_bytes: int, table_count: int) -> int:

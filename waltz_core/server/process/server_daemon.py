@@ -303,11 +303,11 @@ class Server:
     def _own_assigned(self) -> None:
         if self._view is None:
             return
-        ours = self._view.partitions_of(self._server_id)
-        for partition_id in [each for each in self.hosts if each not in ours]:
+        own = self._view.partitions_of(self._server_id)
+        for partition_id in [each for each in self.hosts if each not in own]:
             _log.info("partition.moved_away partition=%s", partition_id)
             self._drop(partition_id)
-        for partition_id, generation in ours.items():
+        for partition_id, generation in own.items():
             replicas = self._assignments.replicas_of(partition_id)
             host = self.hosts.get(partition_id)
             if host is None:

@@ -1,4 +1,4 @@
-"""The door to the file system: the operations that a storage needs of a disk, and the real one.
+"""The interface to the file system: what a storage needs of a disk, and the real disk.
 
 All disk errors appear here, so the simulator replaces `Disk` by one that tears, loses and fills up.
 No other file of a storage opens files.

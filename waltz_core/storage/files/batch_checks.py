@@ -92,7 +92,7 @@ def check_repaired(
     """
     found: list[IdRange] = []
     for chain, entry in _batches(segments, repaired):
-        is_damaged = any(one.first <= entry.last and entry.first <= one.last for one in damaged)
+        is_damaged = any(ids.first <= entry.last and entry.first <= ids.last for ids in damaged)
         if is_damaged or entry.first > repaired.last:  # no more entries of repaired ones
             continue
         before = entry_before(segments, entry.first)

@@ -295,7 +295,7 @@ class SlotFile:
         """Return the name and the content of a file with two valid slots."""
         assert _block_of(slot.sequence) == 1, "rule 4"
         older = replace(slot, sequence=slot.sequence - 1)
-        blocks = [one.encode().ljust(SLOT_BLOCK_BYTES, b"\0") for one in (older, slot)]
+        blocks = [each.encode().ljust(SLOT_BLOCK_BYTES, b"\0") for each in (older, slot)]
         return SLOTS_NAME, b"".join(blocks)
 
     @classmethod
@@ -323,8 +323,10 @@ class SlotFile:
             owners = ", ".join(str(slot.partition_id) for _, slot in found)
             why = f"expected partition {partition_id}, found {owners}" if found else "none"
             raise BadFormat(f"{path}: no control slot is valid: {why}")
-        _, place, slot = max(valid, key=lambda one: one[0])
-        older = next((one for sequence, _, one in valid if sequence < slot.sequence), None)
+        _, place, slot = max(valid, key=lambda candidate: candidate[0])
+        older = next(
+            (candidate for sequence, _, candidate in valid if sequence < slot.sequence), None
+        )
         return cls(disk, directory, file, slot, place, older=older)
 
     def is_in_place(self) -> bool:

@@ -401,7 +401,7 @@ def decode_storage_id(data: Bytes) -> bytes:
 # <p>/waltz-x.ctl: two slots, at 0 and at 4096; the greater sequence counts.
 #
 # A slot is one sector, which a disk writes completely or not at all: a wrong slot was not torn by a
-# crash but has rotted, and the promise in it may be lost. Then the other one counts and the replica
+# crash but is corrupt, and the promise in it may be lost. Then the other one counts and the replica
 # is suspect; with both wrong the partition cannot be opened. The rest of the block after the sector
 # is zero and is not read.
 
@@ -574,7 +574,7 @@ class Slot:
             truncate.last_to_keep,
             *(truncate.cut or (0, 0, 0, 0, GENESIS_CHAIN)),
         )
-        ranges = b"".join(_RANGE.pack(*one) for one in self.damaged)
+        ranges = b"".join(_RANGE.pack(*ids) for ids in self.damaged)
         tail = _SESSIONS_BACK.pack(self._sessions_back())
         return with_crc((body + ranges).ljust(SLOT_BYTES - _CRC.size - len(tail), b"\0") + tail)
 

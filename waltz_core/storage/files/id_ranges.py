@@ -16,11 +16,11 @@ def with_damage(damaged: tuple[IdRange, ...], added: IdRange) -> tuple[IdRange, 
     too, which costs a repair and never a wrong answer.
     """
     merged: list[IdRange] = []
-    for one in sorted((*damaged, added)):
-        if merged and one.first <= merged[-1].last + 1:
-            merged[-1] = IdRange(merged[-1].first, max(merged[-1].last, one.last))
+    for ids in sorted((*damaged, added)):
+        if merged and ids.first <= merged[-1].last + 1:
+            merged[-1] = IdRange(merged[-1].first, max(merged[-1].last, ids.last))
         else:
-            merged.append(one)
+            merged.append(ids)
     while len(merged) > DAMAGED_MAX:
         gaps = [after.first - before.last for before, after in pairwise(merged)]
         place = gaps.index(min(gaps))
@@ -34,13 +34,13 @@ def without_damage(damaged: tuple[IdRange, ...], removed: IdRange) -> tuple[IdRa
     for first, last in damaged:
         before = IdRange(first, min(last, TransactionId(removed.first - 1)))
         after = IdRange(max(first, TransactionId(removed.last + 1)), last)
-        left.extend(one for one in (before, after) if one.first <= one.last)
+        left.extend(part for part in (before, after) if part.first <= part.last)
     return tuple(left[:DAMAGED_MAX]) if len(left) <= DAMAGED_MAX else damaged
 
 
 def damage_until(damaged: tuple[IdRange, ...], last: TransactionId) -> tuple[IdRange, ...]:
     """Return the ranges, cut at the last ID of a log."""
-    return tuple(IdRange(one.first, min(one.last, last)) for one in damaged if one.first <= last)
+    return tuple(IdRange(ids.first, min(ids.last, last)) for ids in damaged if ids.first <= last)
 
 
 def count_of(ranges: tuple[IdRange, ...]) -> int:

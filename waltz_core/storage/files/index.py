@@ -203,8 +203,8 @@ class LineageFile:
         self, entries: Sequence[LineageEntry], synced: TransactionId, place: int
     ) -> list[bytes]:
         return [
-            encode_entry(one, synced, segment_crc=self._segment_crc, place=number)
-            for number, one in enumerate(entries, place)
+            encode_entry(entry, synced, segment_crc=self._segment_crc, place=number)
+            for number, entry in enumerate(entries, place)
         ]
 
     def trim(self) -> LineageEntry | None:

@@ -175,7 +175,9 @@ class Segments:
     def _remove_unfinished(self) -> None:
         """Remove a segment whose creation failed after it got its name: `all` does not have it."""
         names = self._disk.list(self.directory)
-        unknown = [one for one in map(first_of_name, names) if one not in {None, *self._firsts}]
+        unknown = [
+            first for first in map(first_of_name, names) if first not in {None, *self._firsts}
+        ]
         for first in unknown:
             assert first is not None
             header = self._blank._replace(first=first)
@@ -292,7 +294,7 @@ class Segments:
         after = lineage.entry(high)
         before = self._entry_before(index, low)
         places = high - low
-        ends = [before.last + one for one in range(1, places)] + [after.first - 1]
+        ends = [before.last + count for count in range(1, places)] + [after.first - 1]
         made = self._proven(index, low) if places == 1 else None
         if made is not None:
             lineage.rewrite(low, [made])

@@ -129,9 +129,9 @@ class Cover:
         """Return whether only known damage differs from these records (rule 6)."""
         offsets = raw_records.offsets_of(lengths)
         at = 0
-        for one in self._files.slot.damaged:
-            low = max(0, one.first - first)
-            high = min(int(lengths.size), one.last - first + 1)
+        for ids in self._files.slot.damaged:
+            low = max(0, ids.first - first)
+            high = min(int(lengths.size), ids.last - first + 1)
             if low < high:
                 if found[at : offsets[low]] != records[at : offsets[low]]:
                     return False

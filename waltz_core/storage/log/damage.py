@@ -44,7 +44,7 @@ def fill(
         BadFormat: the bytes do not fit into the hole.
     """
     last = TransactionId(first + int(lengths.size) - 1)
-    hole = next((one for one in slot.damaged if one.first == first), None)
+    hole = next((ids for ids in slot.damaged if ids.first == first), None)
     if hole is None or not first <= last <= hole.last:
         raise BadRequest(
             f"partition {slot.partition_id}: expected ids from the beginning of a damaged range, "
@@ -74,7 +74,7 @@ def _prove_lost_batches(segments: Segments, filled: IdRange, damaged: Sequence[I
         segments.entries(*filled, filled.last - filled.first + 1)
         return
     for lost in segments.lost_batches(*filled):
-        waits = any(one.first <= lost.ids.last and lost.ids.first <= one.last for one in damaged)
+        waits = any(ids.first <= lost.ids.last and lost.ids.first <= ids.last for ids in damaged)
         is_touched = filled.first <= lost.ids.last and lost.ids.first <= filled.last
         if is_touched and not (waits and lost.may_be_proven) and not segments.prove(lost):
             raise ChecksumMismatch(

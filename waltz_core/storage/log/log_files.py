@@ -136,7 +136,7 @@ class LogFiles:
         """Begin a new segment; `end` is that of the last batch.
 
         Return the batches that do not end in the old one, and the end of the last one that does.
-        Nothing is read: bytes that have rotted must not stop an append in its middle.
+        Nothing is read: corrupt bytes must not stop an append in its middle.
         """
         last = self.segments.last
         here = [entry for entry in entries if entry.last <= last]

@@ -396,8 +396,8 @@ class _Opening:
             self._suspect()
 
     def _note(self, damaged: tuple[IdRange, ...]) -> None:
-        for one in damaged:
-            self.slot = replace(self.slot, damaged=with_damage(self.slot.damaged, one))
+        for ids in damaged:
+            self.slot = replace(self.slot, damaged=with_damage(self.slot.damaged, ids))
 
     # ---- batches
 
@@ -471,7 +471,7 @@ class _Opening:
     ) -> bool:
         if entry.first != end + 1:
             return False
-        if any(one.first <= entry.last and entry.first <= one.last for one in self.slot.damaged):
+        if any(ids.first <= entry.last and entry.first <= ids.last for ids in self.slot.damaged):
             return True  # what cannot be read cannot be checked; the damage is known
         crcs = segments.record_crcs(entry.first, entry.last)
         return crcs is not None and check_chain([entry], entry.first, chain, crcs) is None
@@ -479,8 +479,8 @@ class _Opening:
     def _fill_between(self, segments: Segments, segment: Segment) -> None:
         """Give a segment that lost its batches new ones, up to where the next known ones begin."""
         place = segments.all.index(segment)
-        before = [one for one in segments.all[: place + 1] if one.lineage.count]
-        after = next((one for one in segments.all[place + 1 :] if one.lineage.count), None)
+        before = [each for each in segments.all[: place + 1] if each.lineage.count]
+        after = next((each for each in segments.all[place + 1 :] if each.lineage.count), None)
         first = before[-1].lineage.entry(before[-1].lineage.count - 1).last + 1 if before else 0
         if after is not None:
             last = min(segment.last, after.lineage.entry(0).first - 1)
@@ -527,8 +527,8 @@ class _Opening:
     def _crcs_of(self, segments: Segments, first: TransactionId, last: TransactionId) -> bytes:
         """Return the records' CRCs for a batch that is made.
 
-        An adopted record that has rotted is noted as damage; its CRC is the one that it states, as
-        on the other replicas. If that may have rotted, the replica is suspect.
+        A corrupt adopted record is noted as damage; its CRC is the one that it states, as on the
+        other replicas. If the stated CRC may be corrupt, too, the replica is suspect.
         """
         crcs: bytes | None = None
         try:
@@ -555,13 +555,13 @@ class _Opening:
 
     def _stated_crc(self, segments: Segments, transaction_id: TransactionId) -> bytes:
         record, _ = segments.read(transaction_id, transaction_id)
-        # If its end has rotted, it is zero, or the beginning of the next one has most likely, too.
+        # If a record's end is corrupt, it is zero, or most likely the next record's start is, too.
         has_next = transaction_id < segments.segment_end(transaction_id)
         if has_next and len(record) >= RECORD_OVERHEAD_BYTES and any(record[-4:]):
             found, _, _, data_bytes, data_crc = RECORD_PREFIX.unpack_from(record)
             data = memoryview(record)[RECORD_PREFIX.size : -4]
             if (found, data_bytes) == (transaction_id, len(data)) and crc32(data) != data_crc:
-                return record[-4:]  # It is the data that has rotted, or its own CRC.
+                return record[-4:]  # The data is corrupt, or the CRC of the data.
         self._suspect()
         return bytes(4)
 

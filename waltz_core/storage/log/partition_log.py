@@ -345,7 +345,7 @@ class PartitionLog:
         first = TransactionId(self.slot.low_water_mark + 1)
         while first <= self.max_id:
             first = self.verify(first, READ_BYTES)
-        above = [one for one in self.slot.damaged if one.last > self.slot.low_water_mark]
+        above = [ids for ids in self.slot.damaged if ids.last > self.slot.low_water_mark]
         if above:
             raise ReplicaSuspect(f"partition {self.partition_id}: records {above} are damaged")
 

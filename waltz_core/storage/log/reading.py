@@ -204,9 +204,9 @@ class LogReader:
         try:
             read = self.read_range(first, last, bytes_max, whole_batches=False)
         except ChecksumMismatch:
-            for one in self._slots.slot.damaged:
-                if one.first <= first <= one.last:
-                    return TransactionId(one.last + 1)
+            for ids in self._slots.slot.damaged:
+                if ids.first <= first <= ids.last:
+                    return TransactionId(ids.last + 1)
             raise
         return TransactionId(first + int(read.lengths.size))
 
@@ -315,7 +315,7 @@ class LogReader:
     def _note_damage(self, found: Sequence[IdRange]) -> None:
         slot = self._slots.slot
         damaged = slot.damaged
-        for one in found:
-            damaged = with_damage(damaged, one)
+        for ids in found:
+            damaged = with_damage(damaged, ids)
         if damaged != slot.damaged:
             self._write_slot(replace(slot, damaged=damaged))

@@ -220,11 +220,11 @@ class Scrub:
         return {name: turn.next_id for name, turn in self._turns.items() if turn.next_id}
 
 
-def earlier(one: int | None, other: int | None) -> int | None:
+def earlier(time: int | None, other: int | None) -> int | None:
     """Return the earlier of two times each of which may be None (never)."""
-    if one is None or other is None:
-        return other if one is None else one
-    return min(one, other)
+    if time is None or other is None:
+        return other if time is None else time
+    return min(time, other)
 
 
 # ---------------------------------------------------------------------------------------------

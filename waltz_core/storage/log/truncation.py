@@ -33,7 +33,7 @@ def intended(slot: Slot, segments: Segments, last_to_keep: TransactionId) -> Slo
     return replace(
         slot,
         truncate=TruncateIntent(last_to_keep, cut),
-        acked=min(slot.acked, _marker(slot, *end), key=lambda one: one.transaction_id),
+        acked=min(slot.acked, _marker(slot, *end), key=lambda mark: mark.transaction_id),
         provisional=provisional,
     )
 

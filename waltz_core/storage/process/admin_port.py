@@ -177,7 +177,7 @@ class AdminPort:
     def _scrub(self, task: admin_tasks.ScrubStatus) -> ScrubState | None:
         if task.begins:
             self._post(service.ScrubNow(task.partition_id))
-        found = (one for one in self._scrub_states() if one.partition_id == task.partition_id)
+        found = (state for state in self._scrub_states() if state.partition_id == task.partition_id)
         return next(found, None)
 
     # ---- reading (rule 2)

@@ -103,7 +103,11 @@ class Serving:
     @property
     def offline(self) -> tuple[PartitionId, ...]:
         """Return the partitions that are assigned here and were taken offline."""
-        return tuple(one for one in self._assigned if not self._engine.is_available(one))
+        return tuple(
+            partition_id
+            for partition_id in self._assigned
+            if not self._engine.is_available(partition_id)
+        )
 
     @property
     def not_served(self) -> list[PartitionId]:
@@ -117,7 +121,11 @@ class Serving:
         return {str(each): str(failed[each]) for each in self.not_served if each in failed}
 
     def _wanted(self) -> tuple[PartitionId, ...]:
-        return tuple(one for one in self._assigned if self._engine.is_available(one))
+        return tuple(
+            partition_id
+            for partition_id in self._assigned
+            if self._engine.is_available(partition_id)
+        )
 
     # ---- following (rule 1)
 

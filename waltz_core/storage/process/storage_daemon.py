@@ -285,8 +285,8 @@ class StorageDaemon:
 
     async def _offer_segments(self) -> None:
         """Hand segments over to readers of this machine."""
-        door = socket_name_of(self._cluster.cluster_key.bytes, self.address)
-        await handover.offer(door, SEGMENT_REQUEST_BYTES, self._open_segment)
+        socket_name = socket_name_of(self._cluster.cluster_key.bytes, self.address)
+        await handover.offer(socket_name, SEGMENT_REQUEST_BYTES, self._open_segment)
 
     async def _make_machine(self, engine: Engine, identity: StorageIdentity) -> StorageService:
         config = self._config

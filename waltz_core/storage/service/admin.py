@@ -258,14 +258,14 @@ class AdminService:
         return wire.Done(message.sequence)
 
     def _set_available(self, message: wire.SetAvailable) -> Script:
-        def one(partition_id: PartitionId) -> Generator[AdminTask, object, None]:
+        def change(partition_id: PartitionId) -> Generator[AdminTask, object, None]:
             yield SetAvailability(partition_id, message.is_available)
 
-        yield from _for_each(message.partitions, one)
+        yield from _for_each(message.partitions, change)
         return wire.Done(message.sequence)
 
     def _set_assigned(self, message: wire.SetAssigned) -> Script:
-        def one(partition_id: PartitionId) -> Generator[AdminTask, object, None]:
+        def change(partition_id: PartitionId) -> Generator[AdminTask, object, None]:
             if message.is_assigned:
                 yield Assign(partition_id)
             else:
@@ -273,7 +273,7 @@ class AdminService:
                     partition_id, deletes_files=message.deletes_files, is_forced=False
                 )
 
-        yield from _for_each(message.partitions, one)
+        yield from _for_each(message.partitions, change)
         return wire.Done(message.sequence)
 
     def _remove(self, message: wire.RemovePartition) -> Script:
@@ -313,7 +313,9 @@ class AdminService:
     def _answer_held(self, message: wire.HeldRequest | wire.StorageRequest) -> Script:
         held = yield from _held()
         if isinstance(message, wire.HeldRequest):
-            pairs = tuple((int(one.partition_id), one.is_available) for one in held)
+            pairs = tuple(
+                (int(partition.partition_id), partition.is_available) for partition in held
+            )
             return wire.HeldResponse(message.sequence, pairs)
         return wire.StorageResponse(
             message.sequence,
@@ -321,7 +323,7 @@ class AdminService:
             cluster_key=self._identity.cluster_key,
             partition_count=self._identity.partition_count,
             address=self._address,
-            held=tuple(int(one.partition_id) for one in held),
+            held=tuple(int(partition.partition_id) for partition in held),
         )
 
     def _answer_gauges(self, message: wire.MetricsRequest) -> Script:
@@ -432,13 +434,13 @@ class AdminService:
 
 
 def _for_each(
-    partitions: Sequence[int], one: Callable[[PartitionId], Generator[AdminTask, object, None]]
+    partitions: Sequence[int], change: Callable[[PartitionId], Generator[AdminTask, object, None]]
 ) -> Generator[AdminTask, object, None]:
     """Do something for each partition (rule 4)."""
     done: list[int] = []
     for partition_id in dict.fromkeys(partitions):
         try:
-            yield from one(PartitionId(partition_id))
+            yield from change(PartitionId(partition_id))
         except WaltzError as error:
             if not done:
                 raise
@@ -536,19 +538,19 @@ def gauges_json(held: Sequence[HeldPartition], disk_status: DiskStatus) -> bytes
     group = "waltz-storage"
     values: dict[str, object] = {
         f"{group}.waltz-storage-num-partitions": len(held),
-        f"{group}.waltz-storage-partition-ids": [one.partition_id for one in held],
+        f"{group}.waltz-storage-partition-ids": [partition.partition_id for partition in held],
     }
     facts = zip(DISK_GAUGES, disk_status, strict=True)
     values |= {f"{group}.{name}": value for name, value in facts if value is not None}
-    for one in held:
-        own = f"{group}.partition-{one.partition_id}"
+    for partition in held:
+        own = f"{group}.partition-{partition.partition_id}"
         values |= {
-            f"{own}.session-id": one.info.session_id,
-            f"{own}.low-water-mark": one.info.low_water_mark,
-            f"{own}.local-low-water-mark": one.info.local_low_water_mark,
-            f"{own}.flags": one.info.flags,
-            f"{own}.sequence-number": one.info.sequence,
-            f"{own}.max-transaction-id": one.synced_max,
+            f"{own}.session-id": partition.info.session_id,
+            f"{own}.low-water-mark": partition.info.low_water_mark,
+            f"{own}.local-low-water-mark": partition.info.local_low_water_mark,
+            f"{own}.flags": partition.info.flags,
+            f"{own}.sequence-number": partition.info.sequence,
+            f"{own}.max-transaction-id": partition.synced_max,
         }
     gauges = {name: {"value": value} for name, value in values.items()}
     kinds = ("counters", "histograms", "meters", "timers")

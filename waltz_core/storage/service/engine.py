@@ -166,7 +166,11 @@ class Engine:
     def assigned(self) -> Sequence[PartitionId]:
         """Return the partitions that this storage holds, in order."""
         every = map(PartitionId, range(self.partition_count))
-        return [one for one in every if self._control.info(one).flags & FLAG_ASSIGNED]
+        return [
+            partition_id
+            for partition_id in every
+            if self._control.info(partition_id).flags & FLAG_ASSIGNED
+        ]
 
     def info(self, partition_id: PartitionId) -> PartitionInfo:
         """Return a partition's entry in the 0.13 control file.
