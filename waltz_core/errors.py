@@ -301,7 +301,7 @@ class CoordinatorConflict(Superseded):
 
 
 class Damaged(WaltzError):
-    """Stored bytes are not what was written.
+    """Stored bytes differ from the written ones.
 
     Action: Stop, and notify an operator.
     """

@@ -31,7 +31,7 @@ _CHAIN_BYTES: Final = 16
 
 
 class ObjectEntry(NamedTuple):
-    """One object: where it is, what it has, and by which it is recognized.
+    """One object: its name, its content, and the values that identify it.
 
     `last` is the last ID that may be used; the object may have more. `chain` is the chain there.
     Commit times are in ms, 0 if no transaction has one.

@@ -256,7 +256,7 @@ class StorageConfig(TlsConfig, ZooKeeperConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig(TlsConfig, ZooKeeperConfig):
-    """A server daemon; what begins with `partition_` or `connection_` holds for each of them."""
+    """A server; `partition_...` settings apply per partition, `connection_...` per connection."""
 
     kind: ClassVar[str] = "server"
 

@@ -73,7 +73,7 @@ class _LogCheck:
             self._durable = max(self._durable, by_entries, self._passed_batches())
             slot = self._expected.slot
             if slot is not None and slot.flags & TRUNCATE:
-                # An entry above the cut is true, but does not count after the cut.
+                # An entry above the cut is valid, but does not count after the cut.
                 self._durable = min(self._durable, slot.truncate_to)
             self._chain = ChainCheck(
                 self._directory,

@@ -341,7 +341,7 @@ class ReplicaRepair:
         self.is_set = True
 
     def restart(self) -> None:
-        """The source was lost: discard its answers, and that the logs agree."""
+        """The source was lost: discard its answers and the result that the logs agree."""
         self._forget()
         self._is_aligned = False
 

@@ -406,7 +406,7 @@ class Link:
     # ------------------------------------------------------------------ closing
 
     def close(self, reason: str) -> None:
-        """Send what is unsent, within `CLOSE_S_MAX`, then close."""
+        """Send all unsent bytes, within `CLOSE_S_MAX`, then close."""
         if self.is_closed:
             return
         self.closed_reason = reason
@@ -416,7 +416,7 @@ class Link:
         self._set_timer(CLOSE_S_MAX, self._transport.abort)
 
     def abort(self, reason: str) -> None:
-        """Close now; what is unsent is lost."""
+        """Close now; unsent bytes are lost."""
         if not self.is_closed:
             self.closed_reason = reason
         if self._transport is not None:

@@ -192,7 +192,7 @@ class SimCluster:
             self.restart_later(each)
 
     def operate(self, *, waits: bool = True) -> None:
-        """Repair what cannot heal by itself; if patient, wait for what may."""
+        """Repair faults that do not end by themselves; with `waits`, wait for the others."""
         for name in list(self.swapped):
             if name in self.swapped:
                 storage = next(each for each in self.storages.values() if each.name == name)

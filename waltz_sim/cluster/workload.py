@@ -165,7 +165,7 @@ class Workload:
         """Return the pause of an application."""
         think_us = self._cluster.setup.think_ms * 1_000
         if self._cluster.is_recovering:
-            # Only the recovery of the cluster is still to be seen, and that may take long.
+            # Only the recovery of the cluster is still awaited, and it may take long.
             late_us = max(0, self.recovering_us() - WAIT_US)
             think_us += think_us * late_us // SLOWING_US
         return int(process.chance() * 2 * think_us) + 100

@@ -99,7 +99,7 @@ class SyncDirectory(NamedTuple):
 
 
 class Remark(NamedTuple):
-    """Not a change of the disk: an entry by which the program's test finds a place in the list."""
+    """A mark by which a test finds a place in the list; not a change of the disk."""
 
     what: object
 

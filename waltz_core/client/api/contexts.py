@@ -68,7 +68,7 @@ class RunnableContext(Protocol):
 
     @property
     def follows(self) -> bool:
-        """Whether it goes by what is in flight."""
+        """Whether it may depend on appends in flight."""
 
     def partition_id(self, partition_count: int) -> int:
         """Return the partition."""
@@ -98,7 +98,7 @@ class LoopContext:
 
     @property
     def follows(self) -> bool:
-        """Whether it goes by what is in flight."""
+        """Whether it may depend on appends in flight."""
         return self._context.follows
 
     def partition_id(self, partition_count: int) -> int:

@@ -7,8 +7,8 @@ broken.
 Rules:
     1. A parcel's rows have consecutive sequence numbers, and parcels are kept in that order.
     2. An outcome is reported once, and only when it is final for every row of the parcel.
-    3. A row is COMMITTED if an answer says so, or if its request id is in the log.
-    4. A row is LOST if an answer says so, or if a mount has proven everything older final and the
+    3. A row is COMMITTED if an answer states it, or if its request id is in the log.
+    4. A row is LOST if an answer states it, or if a mount has proven everything older final and the
        log, read back to the mark of that mount, does not contain it.
     5. A row got its id, if any, above every mark that was known when it was sent: reading back
        starts there.
@@ -60,7 +60,7 @@ assert _FEED.size == FEED_HEADER_DTYPE.itemsize
 
 @value(frozen=True, slots=True, eq=False)
 class BatchOutcome:
-    """What became of each row: one place in each array for it, in the order of the rows.
+    """The outcome of each row: one place in each array for it, in the order of the rows.
 
     `transaction_ids` holds -1 for rows that are not in the log; `reasons` are `Reason` values;
     `conflicting` is the id that a LOCK rejection conflicts with, else -1. `high_water_mark` is a

@@ -11,7 +11,7 @@ Invariants:
     1. Appends are sent in READY only: after a mount whose answer has proven everything older final,
        and after the rows in doubt have been settled by reading the log back.
     2. Generations of mounts never decrease: a server that has lost the partition, perhaps without
-       knowing it, says nothing about what a later owner does.
+       knowing it, proves nothing about a later owner.
     3. A mount whose mark is below a known one is not trusted.
     4. Connection sequences of links increase, so that the newest one fences all others. A link on
        which an append was never answered is not mounted again: the server fences between
@@ -228,7 +228,7 @@ class PartitionStream:
         self._connection_sequence = event.connection_sequence
         self._generation = event.generation
         self._link, self._may_follow = event.link, event.may_follow
-        # Without the feed at first: the answer says how long it would be.
+        # Without the feed at first: the answer states how long it would be.
         self._send_mount(LATEST_MARK, now_ms, out, wants_feed=False)
 
     def _send_mount(self, mark: int, now_ms: int, out: list[Effect], *, wants_feed: bool) -> None:
@@ -589,7 +589,7 @@ class PartitionStream:
 
     def _take_applied(self, mark: TransactionId, now_ms: int, out: list[Effect]) -> None:
         if self._cursor.applied(mark) and self.phase is Phase.READY:
-            # The log has grown by an unknown amount: the next mount's answer says how far (7).
+            # The log has grown by an unknown amount: the next mount's answer states how far (7).
             self._remount("the application has caught up", now_ms, out)
         else:
             self._request_feed(out)

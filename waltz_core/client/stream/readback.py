@@ -59,7 +59,7 @@ class ReadBack:
         return self._request is not None and self._request.req_id == req_id
 
     def take(self, message: RangeData, monitor: Monitor) -> str | None:
-        """Process an answer; return a text that says what is wrong with it, or None."""
+        """Process an answer; return a text that states what is wrong with it, or None."""
         request = self._request
         assert request is not None
         self._request = None

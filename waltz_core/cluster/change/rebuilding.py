@@ -7,17 +7,17 @@ A quorum of the replicas has synced every acknowledged record in some session. A
 session before it accepts appends in it, and only with a log that has everything before it. So among
 the replicas that answer, one with the newest session and, of these, the longest log has everything,
 provided that fewer than a quorum are missing: of n replicas with a quorum of Q, any n - Q + 1
-include one that has synced what was acknowledged.
+include one that has synced every acknowledged record.
 
 The replicas must be those of the last assignment, which is lost. A copy of an older session may be
 a replica that had fallen behind, or one that remained when the partition moved away, and then it
-says nothing about later sessions. On the other hand, a replica that does not open its log, was
+proves nothing about later sessions. On the other hand, a replica that does not open its log, was
 taken offline or has an empty directory looks like a storage that never had one. Only a copy of the
 newest session was certainly a replica in it.
 
 Rules (docs/design/correctness.md 2.4, row 15):
     1. Nodes that are created for a rebuilding contain no partition that may be opened: its marker
-       says that there was a history, and no replica is engaged.
+       states that there was a history, and no replica is engaged.
     2. One replica is declared engaged, and no other. It is assigned together with a second one, so
        that no single disk acknowledges appends; the others are added like any new replica.
     3. A replica that is suspect, or damaged above its mark, is not chosen automatically. A later

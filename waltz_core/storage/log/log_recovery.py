@@ -168,7 +168,7 @@ def _open_slots(disk: Disk, directory: Path, blank: SegmentHeader, info: Partiti
 def _at_open(slots: SlotFile, info: PartitionInfo, *, trust_fsync: bool) -> Slot:
     slot = slots.slot
     if slot.is_overtaken(info):
-        slot = replace(slot, truncate=None)  # 0.13 has decided since what is in the log
+        slot = replace(slot, truncate=None)  # 0.13 has written since, and its log counts
     elif slot.provisional is not None and slot.nonce == NO_NONCE:  # rule 4; owners have nonces
         slot = replace(slot, provisional=slot.provisional._replace(session_id=NO_SESSION))
     if slots.fell_back:
@@ -359,7 +359,7 @@ class _Opening:
         # The marker moves at a roll, but not when a failure makes the log begin a new file.
         self._durable = max(self._marker, self._passed, durable)
         if self.slot.truncate is not None:
-            # An entry above the cut is true, but does not count after the cut (rule 1).
+            # An entry above the cut is valid, but does not count after the cut (rule 1).
             self._durable = min(self._durable, self.slot.truncate.last_to_keep)
         nexts = [*(segment.first for segment in segments.all[1:]), None]
         for segment, next_first in zip(segments.all, nexts, strict=True):

@@ -197,7 +197,7 @@ class LogReader:
             self._errors.append(str(error))
 
     def verify(self, first: TransactionId, bytes_max: int) -> TransactionId:
-        """Read records from an ID on, off the disk, note damage, return the next ID (rule 6)."""
+        """Read records from an ID on from the disk, note damage, return the next ID (rule 6)."""
         last = self._segments.last
         with suppress(DiskFailed, *_WRONG):  # only a hint: the read itself finds wrong bytes
             self._segments.drop_cached(first, self._segments.fitting(first, last, bytes_max))
