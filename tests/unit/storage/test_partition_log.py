@@ -337,7 +337,7 @@ def test_a_close_marks_the_end_as_clean_unless_a_write_has_failed(world, has_fai
     world.close()
     world.settings = replace(world.settings, trust_fsync=False)
     assert world.open().suspect == has_failed
-    assert world.log.slot.acked.transaction_id == (BEFORE_FIRST if has_failed else 4)
+    assert world.log.max_id == 4
 
 
 # ---- after a crash
@@ -429,7 +429,7 @@ def test_rot_below_the_marker_is_damage_and_never_cut(world):
 
 
 @pytest.mark.parametrize(
-    ("names", "suspect"), [("*.idx", False), ("*.chn", True), (f"{45:019d}.chn", True)]
+    ("names", "suspect"), [("*.idx", False), ("*.chn", True), (f"{32:019d}.chn", True)]
 )
 def test_files_other_than_segments_are_rebuilt(world, names, suspect):
     written = b"".join(world.append([7, 8]) for _ in range(10))
