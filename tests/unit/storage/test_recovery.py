@@ -199,11 +199,12 @@ def test_falling_back_to_the_older_slot_rejects_all_sessions_so_far():
     assert opened(disk, info=INFO._replace(session_id=4))[1].slot.promised == 5
 
 
-def fallen_back(disk, promised, **older):
+def fallen_back(disk, lost_promise, **older):
     """Write a log whose newer slot, with this promise, is lost."""
     written(disk, [3], **older)
     slots = SlotFile.open(disk, ROOT, 2)
-    slots.write(Slot(2, promised=promised, acked=slots.slot.acked, old_sequence=INFO.sequence))
+    lost = Slot(2, promised=lost_promise, acked=slots.slot.acked, old_sequence=INFO.sequence)
+    slots.write(lost)
     disk.flip(ROOT / SLOTS_NAME, SLOT_BLOCK_BYTES * slots._place + 20)
 
 
