@@ -5,15 +5,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from tests.unit.storage.logs import (
-    BLANK,
-    KEY,
-    ROOT,
-    fill_segment,
-    make_batches,
-    new_disk,
-    new_segment,
-)
+from tests.unit.storage.logs import BLANK, KEY, ROOT, make_batches, new_disk
 from waltz_core.errors import ChecksumMismatch
 from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN
 from waltz_core.storage.disk.file_system import RealDisk, create_durably
@@ -228,15 +220,3 @@ def test_an_entry_of_another_segment_is_none():
     with pytest.raises(ChecksumMismatch):
         other.entry(0)
     assert other.unreadable() == [(0, len(entries))]
-
-
-def test_entries_that_are_written_again_are_what_they_were():
-    disk = new_disk()
-    segment = new_segment(disk)
-    _, entries = fill_segment(segment, [2, 1, 3])
-    begin = disk.step_count
-    segment.lineage.write_again(1)
-    assert disk.step_count == begin + 1
-    assert list(segment.lineage.entries(0)) == entries
-    segment.lineage.write_again(3)
-    assert disk.step_count == begin + 1
