@@ -64,29 +64,6 @@ def entry_offset(place):
 # ---- offsets
 
 
-def test_offsets_are_read_back_as_far_as_there_are_any():
-    index = new_index(new_disk())
-    assert index.count == 0
-    assert index.read(0, 5).tolist() == []
-    index.write(0, np.array([128, 170, 260]))
-    index.write(3, np.array([300]))
-    assert index.count == 4
-    assert index.read(1, 2).tolist() == [170, 260]
-    assert index.read(2, 99).tolist() == [260, 300]
-    index.write(1, np.array([171]))
-    assert (index.count, index.read(0, 4).tolist()) == (4, [128, 171, 260, 300])
-    index.write(4, np.array([], dtype=np.int64))
-    assert index.count == 4
-    index.add(350)
-    assert (index.count, index.read(3, 9).tolist()) == (5, [300, 350])
-
-
-def test_an_index_has_no_gaps():
-    index = new_index(new_disk())
-    with pytest.raises(AssertionError):
-        index.write(1, np.array([170]))
-
-
 def test_only_what_was_synced_of_an_index_is_left():
     disk = new_disk()
     index = new_index(disk)
@@ -113,17 +90,6 @@ def test_half_an_offset_at_the_end_is_none(tmp_path):
 
 
 # ---- batches
-
-
-def test_entries_are_read_back_alone_and_in_rows():
-    lineage, entries = filled(new_disk())
-    assert lineage.count == 4
-    assert [lineage.entry(place) for place in range(4)] == entries
-    assert list(lineage.entries(1)) == entries[1:]
-    assert lineage.slice(1, 3) == entries[1:3]
-    assert list(lineage.entries(4)) == []
-    assert lineage.chain_at(0) == GENESIS_CHAIN
-    assert lineage.chain_at(4) == entries[-1].chain
 
 
 def test_the_place_of_an_id_is_that_of_the_batch_that_ends_at_or_after_it():
@@ -187,20 +153,6 @@ def test_a_header_is_rewritten_durably_and_the_entries_stay():
     again = LineageFile(disk.open(CHN), header)
     assert again.chain_at(0) == KEY
     assert list(again.entries(0)) == entries
-
-
-def test_cut_entries_are_gone():
-    disk = new_disk()
-    lineage, entries = filled(disk)
-    lineage.cut(2)
-    lineage.sync()
-    disk.power_loss(Survival.NOTHING, Random(1))
-    again = LineageFile(disk.open(CHN), LineageHeader(BLANK, GENESIS_CHAIN))
-    assert list(again.entries(0)) == entries[:2]
-    lineage, _ = filled(new_disk())
-    lineage.append([], BEFORE_FIRST)
-    assert lineage.count == 4
-    lineage.close()
 
 
 @pytest.mark.parametrize(("source", "target"), [(1, 2), (3, 0)])

@@ -83,15 +83,6 @@ def content(segments):
 # ---- opening
 
 
-def test_a_new_partition_is_an_empty_log():
-    disk = new_disk()
-    segments, slots = opened(disk)
-    assert (segments.last, segments.chain) == (BEFORE_FIRST, GENESIS_CHAIN)
-    assert (slots.slot.promised, slots.slot.suspect, slots.slot.dirty) == (NO_SESSION, False, True)
-    disk.power_loss(Survival.NOTHING, Random(1))
-    assert opened(disk)[0].last == BEFORE_FIRST
-
-
 def test_acknowledged_and_intact_later_records_stay():
     disk = new_disk()
     _, records, entries = written(disk, [3, 2], [4], acked=1)
@@ -217,19 +208,6 @@ def test_a_session_that_only_the_log_contains_was_promised_too():
     assert slots.slot.promised == 2
 
 
-def test_an_interrupted_opening_keeps_the_fallback_flag(monkeypatch):
-    disk = new_disk()
-    fallen_back(disk, 9)
-    info = INFO._replace(session_id=4)
-    with monkeypatch.context() as patches:
-        patches.setattr(log_recovery._Opening, "open_segments", broken("a crash"))
-        with pytest.raises(DiskFailed, match="a crash"):
-            opened(disk, info=info)
-    slots = opened(disk, info=info)[1]
-    assert not slots.fell_back
-    assert (slots.slot.promise, slots.slot.suspect) == (Promise.without_owner(4), True)
-
-
 def broken(message):
     def fail(*_, **__):
         raise DiskFailed(message)
@@ -305,15 +283,6 @@ def test_a_log_without_its_beginning_is_rejected():
         disk.unlink(path_of(0, suffix))
     with pytest.raises(MissingSegment, match="expected a segment from id 0, found 3 first"):
         opened(disk)
-
-
-def test_a_file_with_a_name_beyond_all_ids_is_none_of_the_log():
-    disk = new_disk()
-    written(disk, [3])
-    for stray in ("9" * 19, str(1 << 63)):
-        disk.put(ROOT / f"{stray}.seg", b"stray")
-    segments, slots = opened(disk)
-    assert (segments.last, slots.slot.suspect) == (2, False)
 
 
 def test_files_without_their_segment_are_removed():
@@ -630,6 +599,12 @@ def test_an_opening_that_is_interrupted_anywhere_has_the_same_result():
         assert content(segments) == records[: 9 * RECORD_BYTES]
         assert list(segments.entries_from(0)) == entries[:3]
         assert (slots.slot.suspect, slots.slot.damaged) == (False, ())
+
+
+def test_an_interrupted_opening_keeps_the_fallback_flag():
+    info = INFO._replace(session_id=4)
+    for _, slots in cut_openings(lambda disk: fallen_back(disk, 9), Survival.ANY_SECTORS, info):
+        assert (slots.slot.promise, slots.slot.suspect) == (Promise.without_owner(4), True)
 
 
 @pytest.mark.parametrize("acked", [0, 2])

@@ -108,17 +108,6 @@ def test_batches_of_another_segment_are_rejected():
         open_segment(disk)
 
 
-def test_a_missing_index_is_made_empty_and_then_from_the_records():
-    disk = new_disk()
-    records, _ = fill_segment(new_segment(disk), [3, 2])
-    disk.unlink(IDX)
-    segment = open_segment(disk)
-    assert (segment.last, segment.is_plausible()) == (BEFORE_FIRST, False)
-    assert segment.recover(0, 4, is_last=True) == ((), False)
-    assert segment.read(0, 4)[0] == records
-    assert segment.is_plausible()
-
-
 # ---- cutting and filling
 
 
@@ -166,15 +155,6 @@ def test_an_unconfirmed_torn_tail_is_cut(cut):
     assert segment.last == 3
     assert segment.read(0, 3)[0] == records[: 4 * RECORD_BYTES]
     assert len(disk.content(SEG)) == segment.size_bytes == offset_of(4)
-
-
-def test_a_confirmed_record_that_is_gone_is_reported():
-    disk = new_disk()
-    fill_segment(new_segment(disk), [5])
-    disk.put(SEG, disk.content(SEG)[: offset_of(3)])
-    segment = open_segment(disk)
-    assert segment.recover(0, 4, is_last=True).lost
-    assert segment.last == 2
 
 
 @pytest.mark.parametrize("bad", [0, 2, 4])

@@ -125,13 +125,6 @@ def test_an_unexpected_message_is_rejected(log):
     assert isinstance(outcome, BadRequest)
 
 
-def test_without_requests_the_marker_moves(log):
-    run(log, Owner(5).append(3))
-    assert log.slot.acked.transaction_id == BEFORE_FIRST
-    assert run(log).outcomes == []
-    assert log.slot.acked.transaction_id == 2
-
-
 def test_reads_are_always_bounded(log, monkeypatch):
     asked = []
     read = log.read_range
