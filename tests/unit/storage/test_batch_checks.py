@@ -80,15 +80,6 @@ def test_a_chain_that_was_made_up_proves_nothing_of_records_nor_does_the_next():
     check_repaired(segments, IdRange(0, 4), ())
 
 
-def test_a_batch_with_damage_left_waits_for_the_rest_of_it():
-    disk = new_disk()
-    segments, _, _ = make_segments(disk, [3, 4])
-    disk.flip(ROOT / segment_name(0, ".seg"), 128 + 4 * RECORD_BYTES + 44)
-    assert check_repaired(segments, IdRange(3, 3), [IdRange(4, 4)]) == ()
-    with pytest.raises(ChecksumMismatch, match=r"records 4\.\.4"):
-        check_repaired(segments, IdRange(4, 4), ())
-
-
 @pytest.mark.parametrize("is_unreadable", [False, True])
 def test_damage_found_during_a_repair_waits_for_its_own_repair(is_unreadable):
     disk = new_disk()

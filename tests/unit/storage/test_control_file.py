@@ -80,16 +80,6 @@ def test_a_failed_write_changes_nothing_that_counts():
     assert open_control(disk).info(2).flags == 5
 
 
-def test_flags_of_several_partitions_are_durable_by_one_sync():
-    disk = new_disk()
-    control = open_control(disk)
-    syncs_before = disk.trace.count(f"sync {CONTROL_NAME}")
-    control.set_flags_of([0, 2], 5)
-    assert disk.trace.count(f"sync {CONTROL_NAME}") == syncs_before + 1
-    disk.power_loss(Survival.NOTHING, Random(1))
-    assert [open_control(disk).info(each).flags for each in range(3)] == [5, 1, 5]
-
-
 def test_a_failed_sync_fails_every_partition_of_the_file_until_it_is_opened_again():
     disk = new_disk()
     control = open_control(disk)

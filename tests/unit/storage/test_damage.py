@@ -40,12 +40,6 @@ def log():
     return Log()
 
 
-def test_a_filled_hole_is_no_damage_any_more(log):
-    assert log.fill(1, 1) == (IdRange(4, 6),)
-    assert log.fill(4, 6) == (IdRange(1, 1),)
-    assert log.segments.read(0, 9)[0] == log.records
-
-
 def test_a_hole_is_filled_bit_by_bit_from_its_beginning(log):
     left = log.fill(4, 5)
     assert left == (IdRange(1, 1), IdRange(6, 6))

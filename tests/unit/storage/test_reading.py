@@ -140,8 +140,7 @@ def test_headers_of_large_records_come_in_several_answers(log, monkeypatch):
     assert log.reader.read_headers(1, 11, 1 << 20).record_count == 1
 
 
-# ---------------------------------------------------------------------------------------------
-# a disk that does not give bytes
+# ---- a disk that does not give bytes
 
 
 class LargeLog(Log):

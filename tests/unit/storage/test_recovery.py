@@ -93,16 +93,6 @@ def test_acknowledged_and_intact_later_records_stay():
     assert (slots.slot.suspect, slots.slot.damaged, slots.slot.dirty) == (False, (), True)
 
 
-def test_a_batch_that_is_not_whole_is_cut_with_all_that_follows():
-    disk = new_disk()
-    _, records, entries = written(disk, [3, 2, 4], acked=1)
-    rot_record(disk, 0, 4)
-    segments, slots = opened(disk)
-    assert content(segments) == records[: 3 * RECORD_BYTES]
-    assert list(segments.entries_from(0)) == entries[:1]
-    assert (slots.slot.suspect, slots.slot.damaged) == (False, ())
-
-
 def test_a_damaged_record_confirms_no_batch():
     disk = new_disk()
     below = (IdRange(1, 1),)

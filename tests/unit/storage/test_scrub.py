@@ -173,8 +173,7 @@ def test_every_log_is_read_once_in_a_pass_and_no_faster_than_allowed(lasts, rate
     assert [each.passes_count for each in scrub.states(now_ms)] == [1] * len(lasts)
 
 
-# ---------------------------------------------------------------------------------------------
-# the file
+# ---- the file
 
 
 @given(st.dictionaries(st.integers(0, 10_000), st.integers(0, (1 << 63) - 1)))

@@ -216,8 +216,7 @@ def open_request(key=KEY, count=4):
     return OpenRequest(-1, -1, -1, key, count)
 
 
-# ---------------------------------------------------------------------------------------------
-# preparing
+# ---- preparing
 
 
 @pytest.mark.parametrize("storage_id", [STORAGE_ID, NO_ID], ids=["registered", "not yet"])
@@ -328,8 +327,7 @@ def test_a_promise_that_could_not_be_made_durable_ends_the_session(bench):
     assert bench.refusal(2, prepare(Owner(4))) is errors.SessionFenced
 
 
-# ---------------------------------------------------------------------------------------------
-# which connections may ask
+# ---- which connections may ask
 
 
 def requests_of(owner):
@@ -387,8 +385,7 @@ def test_a_heartbeat_reports_a_later_session_before_that_is_answered(bench):
     bench.finish()
 
 
-# ---------------------------------------------------------------------------------------------
-# appending
+# ---- appending
 
 
 def test_appends_are_answered_after_the_sync_and_can_be_read(bench):
@@ -449,8 +446,7 @@ def test_appends_are_synced_before_what_comes_after_them(bench):
     assert bench.log.synced_max == 1
 
 
-# ---------------------------------------------------------------------------------------------
-# fencing
+# ---- fencing
 
 
 def test_a_later_session_ends_the_earlier_one_at_once(bench):
@@ -483,8 +479,7 @@ def test_a_disconnected_owner_leaves_nothing_in_the_queue(bench):
     assert bench.ask(2, prepare(again)).synced_max == 0
 
 
-# ---------------------------------------------------------------------------------------------
-# reading
+# ---- reading
 
 
 def test_a_reader_is_answered_while_the_session_that_it_names_is_engaged(bench):
@@ -563,8 +558,7 @@ def test_headers_whole_batches_and_a_lineage(bench):
     assert bytes(found.chain_before) == GENESIS_CHAIN
 
 
-# ---------------------------------------------------------------------------------------------
-# limits
+# ---- limits
 
 
 @pytest.mark.parametrize("is_gone", [False, True])
@@ -592,8 +586,7 @@ def test_a_waiting_prepare_gets_the_later_session_that_ends_it(bench):
     assert (answered.error_code, answered.promised) == (errors.SessionFenced.code, 7)
 
 
-# ---------------------------------------------------------------------------------------------
-# the disk
+# ---- the disk
 
 
 def test_a_prepare_that_waits_for_a_failing_disk_names_no_other_owner(bench):
@@ -666,8 +659,7 @@ def test_the_marker_moves_when_a_log_becomes_idle(bench):
     assert bench.service.wake_at_ms == bench.now_ms + 1000
 
 
-# ---------------------------------------------------------------------------------------------
-# partitions that come and go
+# ---- partitions that come and go
 
 
 def test_a_dropped_partition_is_served_no_more(bench):
@@ -712,8 +704,7 @@ def test_a_damaged_range_is_repaired_in_this_session_or_the_next(bench, session_
     assert bench.ask(1, range_of(owner, 0, 5)).count == 6
 
 
-# ---------------------------------------------------------------------------------------------
-# damage that comes to light
+# ---- damage that comes to light
 
 
 def reported_damage(bench, connection=1):
@@ -787,8 +778,7 @@ def test_a_read_that_fails_is_reported_and_ends_nothing(bench):
     assert bench.ask(1, owner.append()).synced_max == 6
 
 
-# ---------------------------------------------------------------------------------------------
-# the scrub
+# ---- the scrub
 
 
 def tick(bench):
@@ -867,8 +857,7 @@ def test_a_partition_that_is_dropped_in_the_middle_of_a_piece(make):
     assert bench.service.scrub_states(bench.now_ms) == []
 
 
-# ---------------------------------------------------------------------------------------------
-# room
+# ---- room
 
 
 def test_room_is_looked_for_until_there_is_some(make):
@@ -930,8 +919,7 @@ def flipped(directory, index):
     yield
 
 
-# ---------------------------------------------------------------------------------------------
-# files that were deleted or replaced
+# ---- files that were deleted or replaced
 
 
 def replaced(directory):

@@ -42,8 +42,7 @@ def test_deviations_are_checked_again_soon_and_unserved_replicas_rarely(
     assert found == interval_s
 
 
-# ---------------------------------------------------------------------------------------------
-# following
+# ---- following
 
 
 ADDRESS = "here:1"

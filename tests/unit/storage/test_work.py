@@ -198,8 +198,7 @@ def test_a_range_is_one_read_of_its_records(log, monkeypatch, form):
     assert [size for suffix, size in preads if suffix == ".seg"] == [995 * 44]
 
 
-# ---------------------------------------------------------------------------------------------
-# reading again, room
+# ---- reading again, room
 
 
 def test_a_piece_of_the_scrub_states_what_was_read_and_where_to_continue(log):
