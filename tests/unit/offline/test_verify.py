@@ -24,7 +24,7 @@ from waltz_core.offline.layout import UNBATCHED, crc32
 from waltz_core.offline.lineage import batches_of, header_of
 from waltz_core.storage.disk.file_system import RealDisk
 from waltz_core.storage.files.format import IdRange, Mark, Marker, Slot
-from waltz_sim.world.simulated_disk import DiskFault, Survival
+from waltz_sim.world.simulated_disk import DiskFault
 
 ONE, TWO, THREE = "2/0000000000000000000", "2/0000000000000000011", "2/0000000000000000024"
 SLOTS = "2/waltz-x.ctl"
@@ -315,15 +315,6 @@ def test_a_torn_tail_of_an_unclean_stop_is_a_note(tmp_path, segment_bytes_max):
     (confirmed,) = found(directory)[0]
     assert confirmed.startswith(f"{ONE}.seg at 173: record 1: ")
     assert confirmed.endswith("; not listed as damaged")
-
-
-def test_records_lost_in_a_crash_of_a_closed_log_are_gone(tmp_path):
-    world = some_world()
-    world.append([3])
-    world.disk.power_loss(Survival.ANY_SECTORS, world.rng)
-    world.open()
-    world.close()
-    assert found(spill(world.disk, tmp_path)) == ([], [])
 
 
 def test_a_partition_and_a_segment_can_be_verified_alone(tmp_path, storage):

@@ -276,7 +276,7 @@ def flip(world, transaction_id, at=38):
 
 
 def test_rot_is_found_by_the_read_noted_read_around_and_repaired(world):
-    written = b"".join(world.append([3, 4]) for _ in range(20))
+    written = world.append([3, 4] * 20)
     flip(world, 50)
     assert len(world.log.read_range(40, 60, 1 << 20, whole_batches=False).lengths) == 10
     assert world.log.damaged == (IdRange(50, 50),)
@@ -299,7 +299,7 @@ def test_rot_is_found_by_the_read_noted_read_around_and_repaired(world):
 
 def test_losses_next_to_a_repair_are_found_after_a_crash(world):
     """Its block may be released for the repair, with what else was in it."""
-    written = b"".join(world.append([3, 4]) for _ in range(20))
+    written = world.append([3, 4] * 20)
     flip(world, 130, 44)
     world.log.read_range(125, 131, 1 << 20, whole_batches=False)
     world.log.repair(130, np.array([60]), written[130 * 60 : 131 * 60])
@@ -314,7 +314,7 @@ def test_losses_next_to_a_repair_are_found_after_a_crash(world):
 
 def test_nothing_is_repaired_in_a_session_in_which_a_write_has_failed(world):
     """The marker cannot move any more, so it does not show records that would be lost after it."""
-    written = b"".join(world.append([3, 4]) for _ in range(20))
+    written = world.append([3, 4] * 20)
     flip(world, 130, 44)
     world.log.read_range(125, 131, 1 << 20, whole_batches=False)
     world.disk.fail["sync", ".seg"] = DiskFailed
@@ -432,7 +432,7 @@ def test_rot_below_the_marker_is_damage_and_never_cut(world):
     ("names", "suspect"), [("*.idx", False), ("*.chn", True), (f"{32:019d}.chn", True)]
 )
 def test_files_other_than_segments_are_rebuilt(world, names, suspect):
-    written = b"".join(world.append([7, 8]) for _ in range(10))
+    written = world.append([7, 8] * 10)
     chain = world.log.chain
     found = list((world.directory / "0").glob(names))
     assert found
@@ -453,7 +453,7 @@ def test_files_other_than_segments_are_rebuilt(world, names, suspect):
 
 
 def test_a_missing_segment_in_the_middle_is_damage_and_can_be_filled(world):
-    written = b"".join(world.append([5]) for _ in range(40))
+    written = world.append([5] * 40)
     firsts = [segment.first for segment in world.log._files.segments.all]
     for suffix in ("seg", "idx", "chn"):
         (world.directory / "0" / f"{firsts[2]:019d}.{suffix}").unlink()
