@@ -64,6 +64,20 @@ def entry_offset(place):
 # ---- offsets
 
 
+def test_offsets_are_read_back_as_far_as_there_are_any():
+    index = new_index(new_disk())
+    assert index.count == 0
+    assert index.read(0, 5).tolist() == []
+    index.write(0, np.array([128, 170, 260]))
+    index.write(3, np.array([300]))
+    assert index.read(2, 99).tolist() == [260, 300]
+    index.write(1, np.array([171]))
+    assert (index.count, index.read(0, 4).tolist()) == (4, [128, 171, 260, 300])
+    index.write(4, np.array([], dtype=np.int64))
+    index.add(350)
+    assert (index.count, index.read(3, 9).tolist()) == (5, [300, 350])
+
+
 def test_only_what_was_synced_of_an_index_is_left():
     disk = new_disk()
     index = new_index(disk)
