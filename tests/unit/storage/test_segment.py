@@ -70,6 +70,20 @@ def test_synced_records_are_read_back_after_a_power_loss():
     assert list(segment.lineage.entries(0)) == entries
 
 
+def test_each_file_is_synced_when_it_has_something_to_sync():
+    segment = new_segment(new_disk())
+    records, lengths, entries = make_batches(0, [2])
+    segment.append(lengths, records)
+    assert (segment.is_dirty, segment.sync()) == (True, 1)
+    segment.append_entries([], BEFORE_FIRST)
+    assert (segment.is_dirty, segment.sync()) == (False, 0)
+    segment.append_entries(entries, BEFORE_FIRST)
+    assert segment.sync() == 1
+    segment.append(*reversed(make_run(2, [5])))
+    segment.forget()
+    assert (segment.is_dirty, segment.sync()) == (False, 0)
+
+
 def test_a_segment_of_something_else_is_rejected():
     disk = new_disk()
     new_segment(disk).close()
