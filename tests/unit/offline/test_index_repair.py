@@ -1,5 +1,6 @@
 """Rebuilding an index: what it says, and that a crash leaves the old one or the new one."""
 
+from contextlib import suppress
 from random import Random
 
 import pytest
@@ -64,19 +65,16 @@ def test_a_crash_at_any_step_leaves_the_old_index_or_the_new_one(disk, survival)
     good = disk.content(INDEX)
     contents = disk.contents()
     seen = set()
-    step = 0
-    lost = True
-    while lost:
+    is_done, step = False, 0
+    while not is_done:
         step += 1
         disk.become(contents)
         disk.flip(INDEX, 140)
         bad = disk.content(INDEX)
         disk.plan(disk.step_count + step, DiskFault.POWER_LOSS)
-        lost = False
-        try:
+        with suppress(PowerLoss):
             repair_index(disk, SEGMENT, dry_run=False)
-        except PowerLoss:
-            lost = True
+            is_done = True
         disk.power_loss(survival, Random(step))
         assert disk.content(INDEX) in (good, bad)
         seen.add(disk.content(INDEX))
@@ -96,20 +94,12 @@ def test_an_error_leaves_the_old_index(disk, fault):
         assert disk.open_count == 0
 
 
-def test_entries_of_records_that_cannot_be_read_are_kept(disk):
+@pytest.mark.parametrize(("lost", "wrong_entry"), [((200, 150), 12), ((700, 1000), 0)])
+def test_entries_of_records_that_cannot_be_read_are_kept(disk, lost, wrong_entry):
     good = disk.content(INDEX)
-    disk.overwrite(SEGMENT, 200, bytes(150))
-    disk.flip(INDEX, 128 + 8 * 12 + 7)
-    found = repair_index(disk, SEGMENT, dry_run=False)
-    assert found.kept > 1
-    assert found.wrong == 1
-    assert disk.content(INDEX) == good
-
-
-def test_entries_of_a_tail_that_cannot_be_read_are_kept(disk):
-    good = disk.content(INDEX)
-    disk.overwrite(SEGMENT, 700, bytes(1000))
-    disk.flip(INDEX, 135)
+    start, size = lost
+    disk.overwrite(SEGMENT, start, bytes(size))
+    disk.flip(INDEX, 128 + 8 * wrong_entry + 7)
     found = repair_index(disk, SEGMENT, dry_run=False)
     assert (found.entries, found.wrong) == (13, 1)
     assert found.kept > 1

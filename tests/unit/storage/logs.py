@@ -52,9 +52,8 @@ def make_run(first, sizes, seed=0):
     return b"".join(parts), np.array([len(one) for one in parts], dtype=np.int64)
 
 
-def make_batches(first, counts, chain=GENESIS_CHAIN, *, sizes=20, session=1, seed=0):
-    """Return records, lengths and entries of batches of so many records."""
-    records, lengths = make_run(first, [sizes] * sum(counts), seed)
+def make_entries(records, lengths, first, chain, session, counts):
+    """Return the entries of batches of so many of these records."""
     crcs = record_crcs(records, lengths)
     entries = []
     at = first
@@ -63,7 +62,13 @@ def make_batches(first, counts, chain=GENESIS_CHAIN, *, sizes=20, session=1, see
         chain = next_chain(chain, at, at + count - 1, session, part)
         entries.append(LineageEntry(at, at + count - 1, session, 5, chain))
         at += count
-    return records, lengths, entries
+    return entries
+
+
+def make_batches(first, counts, chain=GENESIS_CHAIN, *, sizes=20, session=1, seed=0):
+    """Return records, lengths and entries of batches of so many records."""
+    records, lengths = make_run(first, [sizes] * sum(counts), seed)
+    return records, lengths, make_entries(records, lengths, first, chain, session, counts)
 
 
 def new_disk():

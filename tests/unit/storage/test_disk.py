@@ -46,9 +46,15 @@ def test_parts_are_written_one_after_the_other_and_read_up_to_the_end(place):
     file.close()
 
 
-def test_many_parts_are_more_than_one_call_takes(tmp_path):
+@pytest.mark.parametrize("bytes_max", [None, 3])
+def test_parts_are_written_in_as_many_calls_as_the_system_wants(tmp_path, monkeypatch, bytes_max):
+    whole = os.pwritev
+    if bytes_max:
+        monkeypatch.setattr(
+            os, "pwritev", lambda fd, parts, at: whole(fd, [memoryview(parts[0])[:bytes_max]], at)
+        )
     file = RealDisk().open(tmp_path / "f", create=True)
-    parts = [bytes([place % 251]) * (place % 3) for place in range(3000)]
+    parts = [bytes([place % 251]) * (place % 5) for place in range(3000)]
     file.pwrite(parts, 7)
     assert file.pread(10_000, 7) == b"".join(parts)
     file.close()
@@ -57,16 +63,19 @@ def test_many_parts_are_more_than_one_call_takes(tmp_path):
 @pytest.fixture
 def lost(monkeypatch):
     """Blocks, by number, that the real disk does not give, and the error for them."""
-    pread, blocks, number = os.pread, set(), [errno.EIO]
+    found = SimpleNamespace(blocks=set(), number=errno.EIO, is_once=False)
+    pread = os.pread
 
     def failing(fd, size, offset):
-        if size and blocks & set(range(offset // 4096, -(-(offset + size) // 4096))):
-            raise OSError(number[-1], "no")
+        if size and found.blocks & set(range(offset // 4096, -(-(offset + size) // 4096))):
+            if found.is_once:
+                found.blocks.clear()
+            raise OSError(found.number, "no")
         return pread(fd, size, offset)
 
     monkeypatch.setattr(os, "pread", failing)
     monkeypatch.setattr(disk_module, "_SECOND_TRY_S", 0)
-    return SimpleNamespace(blocks=blocks, number=number)
+    return found
 
 
 def test_blocks_that_the_disk_does_not_give_are_taken_out_of_a_real_file(tmp_path, lost):
@@ -85,40 +94,34 @@ def test_blocks_that_the_disk_does_not_give_are_taken_out_of_a_real_file(tmp_pat
     assert file.size() == 20_000
 
 
-def test_a_block_that_is_given_at_the_second_try_stays(tmp_path, monkeypatch):
+@pytest.fixture
+def whole_file(lost, tmp_path):
+    """A file whose one block the disk does not give."""
     path = tmp_path / "f"
     path.write_bytes(b"a" * 100)
-    pread, errors = os.pread, [errno.EIO]
-
-    def failing_once(fd, size, offset):
-        if errors:
-            raise OSError(errors.pop(), "Input/output error")
-        return pread(fd, size, offset)
-
-    monkeypatch.setattr(os, "pread", failing_once)
-    RealDisk().open(path).discard_lost(0, 10)
-    assert not errors
-    assert path.read_bytes() == b"a" * 100
+    lost.blocks.add(0)
+    return path
 
 
 @pytest.mark.parametrize("number", [errno.ENOMEM, errno.ESTALE, errno.EINTR])
-def test_an_error_without_a_byte_range_releases_nothing(tmp_path, lost, number):
-    path = tmp_path / "f"
-    path.write_bytes(b"a" * 100)
-    lost.blocks.add(0)
-    lost.number.append(number)
-    RealDisk().open(path).discard_lost(0, 10)
-    assert path.read_bytes() == b"a" * 100
+def test_an_error_without_a_byte_range_releases_nothing(lost, whole_file, number):
+    lost.number = number
+    RealDisk().open(whole_file).discard_lost(0, 10)
+    assert whole_file.read_bytes() == b"a" * 100
 
 
-def test_a_system_that_cannot_take_blocks_out_leaves_them(tmp_path, monkeypatch, lost):
-    path = tmp_path / "f"
-    path.write_bytes(b"a" * 100)
-    file = RealDisk().open(path)
+def test_a_block_that_is_given_at_the_second_try_stays(lost, whole_file):
+    lost.is_once = True
+    RealDisk().open(whole_file).discard_lost(0, 10)
+    assert not lost.blocks
+    assert whole_file.read_bytes() == b"a" * 100
+
+
+def test_a_system_that_cannot_take_blocks_out_leaves_them(lost, whole_file, monkeypatch):
+    file = RealDisk().open(whole_file)
     monkeypatch.setattr(disk_module.ctypes, "CDLL", lambda _: object())
-    lost.blocks.add(0)
     file.discard_lost(0, 10)
-    assert path.read_bytes() == b"a" * 100
+    assert whole_file.read_bytes() == b"a" * 100
 
 
 def test_names_come_go_and_move(place):
@@ -253,10 +256,10 @@ def no_syncs(monkeypatch):
 @pytest.mark.usefixtures("no_syncs")
 def test_no_more_files_are_open_than_the_limit_and_all_can_be_used(tmp_path):
     disk = RealDisk(8)
-    files = [disk.open(tmp_path / str(place), create=True) for place in range(40)]
+    files = [disk.open(tmp_path / str(place), create=True) for place in range(20)]
     rng = Random(1)
     contents = [b""] * len(files)
-    for _ in range(200):
+    for _ in range(80):
         place = rng.randrange(len(files))
         more = rng.randbytes(3)
         files[place].pwrite([more], len(contents[place]))
@@ -545,35 +548,24 @@ def test_a_real_file_keeps_its_newest_part_in_memory_and_all_of_it_on_the_disk(
     file.close()
 
 
-def test_the_system_does_give_old_parts_back(tmp_path):
-    """In pieces that no folio fits, on the disk that the tests run on."""
+@pytest.mark.parametrize("has_cut", [False, True])
+def test_the_system_does_give_old_parts_back(tmp_path, has_cut):
+    """In pieces that no folio fits, on the disk that the tests run on; a cut is a new end."""
     kept, size = MIB, 1_088_001
     file = RealDisk(cached_bytes_max=kept).open(tmp_path / "f", create=True)
-    for number in range(32):
-        file.pwrite([os.urandom(size)], number * size)
-        file.sync()
+    for count in (16, 14) if has_cut else (16,):
+        for number in range(file.size() // size, count):
+            file.pwrite([os.urandom(size)], number * size)
+            file.sync()
+        there = pages_in_memory(tmp_path / "f")
+        if has_cut:
+            file.truncate(size)
+            file.sync()
     file.close()
-    there = pages_in_memory(tmp_path / "f")
     if all(there):
         pytest.skip("a file system in memory")
     assert there[-1]
     # Less than a step is not given back, nor is a folio in which a step ends.
-    assert sum(there) * mmap.PAGESIZE <= kept + STEP_BYTES + 2 * MIB + size
-
-
-def test_writes_after_a_cut_count_from_the_cut(tmp_path):
-    kept, size = 4 * MIB, 2 * MIB
-    file = RealDisk(cached_bytes_max=kept).open(tmp_path / "f", create=True)
-    for end in (32 * MIB, 30 * MIB):
-        for at in range(file.size(), end, size):
-            file.pwrite([os.urandom(size)], at)
-            file.sync()
-        there = pages_in_memory(tmp_path / "f")
-        file.truncate(size)
-        file.sync()
-    file.close()
-    if all(there):
-        pytest.skip("a file system in memory")
     assert sum(there) * mmap.PAGESIZE <= kept + STEP_BYTES + 2 * MIB + size
 
 

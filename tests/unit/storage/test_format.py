@@ -55,7 +55,7 @@ CHECKED = ("info", "lineage", "entry", "id", "slot", "wipe")
 
 
 @pytest.mark.parametrize("name", STRUCTURES)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(data=st.data())
 def test_any_bytes_decode_or_are_rejected(name, data):
     good, decode = STRUCTURES[name]

@@ -5,15 +5,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from tests.unit.storage.logs import (
-    BLANK,
-    KEY,
-    ROOT,
-    fill_segment,
-    make_batches,
-    new_disk,
-    new_segment,
-)
+from tests.unit.storage.logs import BLANK, KEY, ROOT, make_batches, new_disk
 from waltz_core.errors import ChecksumMismatch
 from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN
 from waltz_core.storage.disk.file_system import RealDisk, create_durably
@@ -78,21 +70,12 @@ def test_offsets_are_read_back_as_far_as_there_are_any():
     assert index.read(0, 5).tolist() == []
     index.write(0, np.array([128, 170, 260]))
     index.write(3, np.array([300]))
-    assert index.count == 4
-    assert index.read(1, 2).tolist() == [170, 260]
     assert index.read(2, 99).tolist() == [260, 300]
     index.write(1, np.array([171]))
     assert (index.count, index.read(0, 4).tolist()) == (4, [128, 171, 260, 300])
     index.write(4, np.array([], dtype=np.int64))
-    assert index.count == 4
     index.add(350)
     assert (index.count, index.read(3, 9).tolist()) == (5, [300, 350])
-
-
-def test_an_index_has_no_gaps():
-    index = new_index(new_disk())
-    with pytest.raises(AssertionError):
-        index.write(1, np.array([170]))
 
 
 def test_only_what_was_synced_of_an_index_is_left():
@@ -121,17 +104,6 @@ def test_half_an_offset_at_the_end_is_none(tmp_path):
 
 
 # ---- batches
-
-
-def test_entries_are_read_back_alone_and_in_rows():
-    lineage, entries = filled(new_disk())
-    assert lineage.count == 4
-    assert [lineage.entry(place) for place in range(4)] == entries
-    assert list(lineage.entries(1)) == entries[1:]
-    assert lineage.slice(1, 3) == entries[1:3]
-    assert list(lineage.entries(4)) == []
-    assert lineage.chain_at(0) == GENESIS_CHAIN
-    assert lineage.chain_at(4) == entries[-1].chain
 
 
 def test_the_place_of_an_id_is_that_of_the_batch_that_ends_at_or_after_it():
@@ -197,20 +169,6 @@ def test_a_header_is_rewritten_durably_and_the_entries_stay():
     assert list(again.entries(0)) == entries
 
 
-def test_cut_entries_are_gone():
-    disk = new_disk()
-    lineage, entries = filled(disk)
-    lineage.cut(2)
-    lineage.sync()
-    disk.power_loss(Survival.NOTHING, Random(1))
-    again = LineageFile(disk.open(CHN), LineageHeader(BLANK, GENESIS_CHAIN))
-    assert list(again.entries(0)) == entries[:2]
-    lineage, _ = filled(new_disk())
-    lineage.append([], BEFORE_FIRST)
-    assert lineage.count == 4
-    lineage.close()
-
-
 @pytest.mark.parametrize(("source", "target"), [(1, 2), (3, 0)])
 def test_an_entry_at_the_place_of_another_is_none(source, target):
     disk = new_disk()
@@ -228,15 +186,3 @@ def test_an_entry_of_another_segment_is_none():
     with pytest.raises(ChecksumMismatch):
         other.entry(0)
     assert other.unreadable() == [(0, len(entries))]
-
-
-def test_entries_that_are_written_again_are_what_they_were():
-    disk = new_disk()
-    segment = new_segment(disk)
-    _, entries = fill_segment(segment, [2, 1, 3])
-    begin = disk.step_count
-    segment.lineage.write_again(1)
-    assert disk.step_count == begin + 1
-    assert list(segment.lineage.entries(0)) == entries
-    segment.lineage.write_again(3)
-    assert disk.step_count == begin + 1

@@ -3,8 +3,6 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
-import pytest
-
 from tests.storage_owner import Owner
 from waltz_core.storage.files.format import Promise
 from waltz_core.storage.log.scrub import ScrubPiece
@@ -64,13 +62,6 @@ def test_a_group_is_bounded(monkeypatch):
     monkeypatch.setattr(lanes, "GROUP_BYTES_MAX", 2 * queue_bytes(appends[0]))
     one = lane(writes=appends)
     assert [len(one.take_next()[0]) for _ in range(4)] == [2, 2, 1, 0]
-
-
-def test_no_work_is_taken_while_work_is_in_progress():
-    one = lane(reads=[a_read()])
-    one.work = SimpleNamespace()
-    with pytest.raises(AssertionError):
-        one.take_next()
 
 
 def test_requests_count_for_what_they_carry_or_ask_for():

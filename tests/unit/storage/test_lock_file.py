@@ -57,15 +57,11 @@ def test_many_of_them_share_few_descriptors(tmp_path):
     assert [locks.newest(100) for locks in files] == [b"%d 0 %d 1 " % (n, n) for n in range(8)]
 
 
-def test_empty_blocks_are_not_written():
-    disk = new_disk()
-    new_file(disk).append([])
-    assert disk.files() == {}
-
-
 def test_after_an_error_there_is_silence():
     disk = new_disk()
     locks = new_file(disk)
+    locks.append([])
+    assert disk.files() == {}
     locks.append([b"one"])
     disk.plan(disk.step_count + 1, DiskFault.FAILS)
     locks.append([b"two"])
@@ -73,19 +69,10 @@ def test_after_an_error_there_is_silence():
     assert locks.newest(100) == b""
     assert new_file(disk).newest(100).startswith(b"one")
     assert b"three" not in new_file(disk).newest(100)
-
-
-def test_a_read_that_fails_is_an_empty_answer():
-    disk = new_disk()
-    locks = new_file(disk)
-    locks.append([b"one"])
     disk.plan_read(1)
-    assert locks.newest(100) == b""
-
-
-def test_a_full_disk_delays_no_other_partition():
-    disk = new_disk()
-    locks = new_file(disk)
-    disk.capacity_bytes = 0
+    assert new_file(disk).newest(100) == b""
+    full = new_disk()
+    full.capacity_bytes = 0
+    locks = new_file(full)
     locks.append([b"one"])
     assert locks.newest(100) == b""

@@ -7,68 +7,44 @@ from waltz_core.storage.disk.page_cache import FOLIO_BYTES_MAX, STEP_BYTES, Tail
 
 MIB = 1024 * 1024
 KEPT = 4 * MIB
-FOLIO = 2 * MIB
 
 
-def given_back(tail, size, *, start=0, step=MIB):
-    """Append so much; return what is to be given back: (start, size) of each."""
-    old = []
-    for offset in range(start, start + size, step):
-        tail.wrote(offset, step)
-        old.append(tail.take_old())
-    return [each for each in old if each is not None]
+def given_back(tail, *writes):
+    """Make writes of so much at a place; return what is to be given back: (start, size) of each."""
+    found = []
+    for at, size in writes:
+        tail.wrote(at, size)
+        found.append(tail.take_old())
+    assert tail.take_old() is None, "once"
+    return [each for each in found if each is not None]
 
 
-def test_the_newest_part_stays():
-    assert given_back(Tail(KEPT), KEPT + STEP_BYTES - MIB) == []
+def pieces(size, *, start=0, step=MIB):
+    return [(at, step) for at in range(start, start + size, step)]
 
 
-def test_older_parts_are_given_back_step_by_step():
-    dropped = given_back(Tail(KEPT), KEPT + 5 * STEP_BYTES)
+def test_the_newest_part_stays_and_older_parts_are_given_back_step_by_step():
+    tail = Tail(KEPT)
+    assert tail.take_old() is None
+    newest = KEPT + STEP_BYTES - MIB
+    assert given_back(tail, *pieces(newest)) == []
+    assert given_back(tail, (0, MIB)) == [], "overwriting does not move the end"
+    dropped = given_back(tail, *pieces(5 * STEP_BYTES, start=newest))
     assert [start + size for start, size in dropped] == [n * STEP_BYTES for n in range(1, 6)]
     # Each begins earlier than the last one ended: that may have ended within a folio.
-    assert [start for start, _ in dropped] == [max(0, n * STEP_BYTES - FOLIO) for n in range(5)]
-
-
-def test_many_small_appends_are_given_back_together():
-    assert len(given_back(Tail(KEPT), KEPT + 2 * STEP_BYTES, step=4096)) == 2
-
-
-def test_a_large_append_is_given_back_at_once_and_only_once():
-    tail = Tail(0)
-    tail.wrote(100, 9 * MIB)
-    assert tail.take_old() == (100, 9 * MIB)
-    assert tail.take_old() is None
-
-
-def test_earlier_pages_are_left_alone():
-    dropped = given_back(Tail(0), 4 * MIB, start=100 * MIB)
-    assert min(start for start, _ in dropped) == 100 * MIB
-
-
-def test_pages_that_were_not_written_here_are_left_alone():
-    assert Tail(0).take_old() is None
-
-
-def test_overwriting_does_not_move_the_end():
-    tail = Tail(KEPT)
-    assert given_back(tail, KEPT) == []
-    tail.wrote(0, MIB)
-    assert tail.take_old() is None
-
-
-def test_truncated_pages_do_not_count():
-    tail = Tail(KEPT)
-    assert given_back(tail, 32 * MIB)
+    expected = [max(0, n * STEP_BYTES - FOLIO_BYTES_MAX) for n in range(5)]
+    assert [start for start, _ in dropped] == expected
     tail.cut(2 * MIB)
-    assert given_back(tail, KEPT + MIB, start=2 * MIB) == [(0, 3 * MIB)]
+    assert given_back(tail, *pieces(KEPT + MIB, start=2 * MIB)) == [(0, 3 * MIB)]
+    assert len(given_back(Tail(KEPT), *pieces(KEPT + 2 * STEP_BYTES, step=4096))) == 2
 
 
-def test_pages_between_a_repair_and_the_end_do_not_count():
-    tail = Tail(0)
-    tail.wrote(5 * MIB, 100)
-    tail.wrote(90 * MIB, 2 * MIB)
-    assert tail.take_old() == (90 * MIB, 2 * MIB)
+def test_only_what_was_written_in_a_row_is_given_back():
+    assert given_back(Tail(0), (100, 9 * MIB)) == [(100, 9 * MIB)]
+    dropped = given_back(Tail(0), *pieces(4 * MIB, start=100 * MIB))
+    assert min(start for start, _ in dropped) == 100 * MIB
+    # A repair, and then the end.
+    assert given_back(Tail(0), (5 * MIB, 100), (90 * MIB, 2 * MIB)) == [(90 * MIB, 2 * MIB)]
 
 
 @given(st.lists(st.integers(1, 3 * FOLIO_BYTES_MAX), min_size=1), st.integers(0, 200))

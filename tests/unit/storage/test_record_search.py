@@ -176,7 +176,7 @@ def test_the_places_of_records_are_found_in_steps_of_any_size(monkeypatch, step)
     monkeypatch.setattr(record_search, "_STEP_BYTES", step)
     rng = Random(step)
     found = 0
-    for size in (0, 35, 36, 37, 200, 1000):
+    for size in (0, 35, 36, 37, 400):
         for fill in (0, 1, 255):
             # Small numbers in all places, so that many of them look like ids and lengths.
             data = bytes(rng.choice((0, 0, 0, fill, rng.randrange(40))) for _ in range(size))

@@ -2,6 +2,7 @@
 
 import struct
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -13,7 +14,7 @@ from waltz_core.storage.files.format import FLAG_ASSIGNED, FLAG_AVAILABLE, Slot,
 from waltz_core.storage.files.lock_file import LOCKS_NAME, OLDER_LOCKS_NAME
 from waltz_core.storage.log import removal
 from waltz_core.storage.log.removal import WIPE_NAME, Wipe
-from waltz_sim.world.simulated_disk import DiskFault, SimDisk
+from waltz_sim.world.simulated_disk import DiskFault, SimDisk, Survival
 
 ROOT = Path("/storage")
 HOME = ROOT / "2"
@@ -48,11 +49,13 @@ def names_in(disk):
 
 
 def test_a_partition_that_is_not_held_any_more_leaves_nothing_of_its_own(disk, control):
+    sequence = control.info(2).sequence
     removal.wipe(disk, HOME, control, GONE)
     assert names_in(disk) == ["notes.txt"]
-    info = control.info(2)
-    assert (info.session_id, info.low_water_mark, info.flags) == (-1, -1, FLAG_AVAILABLE)
+    assert control.info(2) == (-1, -1, -1, FLAG_AVAILABLE, sequence + 1)
     assert control.info(1).flags == FLAG_AVAILABLE
+    disk.power_loss(Survival.NOTHING, Random(1))
+    assert ControlFile.open(disk, ROOT, KEY, 4, 5).info(2).sequence == sequence + 1
 
 
 def test_a_restart_keeps_promise_and_availability(disk, control):

@@ -13,7 +13,6 @@ from waltz_core.storage.log.scrub import (
     Scrub,
     Scrubbed,
     ScrubPiece,
-    earlier,
     read_places,
     write_places,
 )
@@ -48,11 +47,6 @@ def test_the_rate_is_kept_by_pauses():
     assert scrub.next_turn(499) is None
     assert read(scrub, 500, next_id=41, size=1_000_000) == (3, ScrubPiece(40, 100_000), False)
     assert scrub.wake_at_ms == 10_500
-
-
-def test_a_piece_is_never_large():
-    scrub = made(3, bytes_per_s=1 << 40)
-    assert read(scrub, 0)[1] == ScrubPiece(0, PIECE_BYTES_MAX)
 
 
 def test_partitions_are_read_in_turn_up_to_their_initial_marks():
@@ -179,13 +173,7 @@ def test_every_log_is_read_once_in_a_pass_and_no_faster_than_allowed(lasts, rate
     assert [each.passes_count for each in scrub.states(now_ms)] == [1] * len(lasts)
 
 
-def test_none_sorts_after_any_time():
-    assert (earlier(None, None), earlier(3, None), earlier(None, 0)) == (None, 3, 0)
-    assert (earlier(3, 4), earlier(4, 3)) == (3, 3)
-
-
-# ---------------------------------------------------------------------------------------------
-# the file
+# ---- the file
 
 
 @given(st.dictionaries(st.integers(0, 10_000), st.integers(0, (1 << 63) - 1)))

@@ -57,22 +57,15 @@ def straddling(disk):
     return segments, records, entries + made
 
 
-def test_every_stretch_is_read_over_the_borders():
+def test_a_read_goes_over_the_borders_up_to_its_limit_and_one_record_always_fits():
     segments, records, _ = make_segments(new_disk(), [3], [1, 1], [4])
-    assert [segment.first for segment in segments.all] == [0, 3, 5]
     for first in range(9):
-        for last in range(first, 9):
+        for bytes_max in range(0, 10 * RECORD_BYTES, 13):
+            last = segments.fitting(first, 8, bytes_max)
+            assert last == min(8, first + max(1, bytes_max // RECORD_BYTES) - 1)
             found, lengths = segments.read(first, last)
             assert found == bytes_of(records, first, last)
             assert lengths.tolist() == [RECORD_BYTES] * (last - first + 1)
-
-
-def test_the_limit_counts_across_segments_and_one_record_always_fits():
-    segments, _, _ = make_segments(new_disk(), [3], [1, 1], [4])
-    for first in range(9):
-        for bytes_max in range(0, 10 * RECORD_BYTES, 13):
-            reach = first + max(1, bytes_max // RECORD_BYTES) - 1
-            assert segments.fitting(first, 8, bytes_max) == min(8, reach)
     assert segments.fitting(1, 2, 1 << 30) == 2
 
 

@@ -216,21 +216,16 @@ def open_request(key=KEY, count=4):
     return OpenRequest(-1, -1, -1, key, count)
 
 
-# ---------------------------------------------------------------------------------------------
-# preparing
+# ---- preparing
 
 
-def test_a_new_replica_reports_that_it_has_nothing(bench):
-    answer = bench.ask(1, prepare(Owner(5)))
+@pytest.mark.parametrize("storage_id", [STORAGE_ID, NO_ID], ids=["registered", "not yet"])
+def test_a_new_replica_reports_that_it_has_nothing(bench, storage_id):
+    answer = bench.ask(1, prepare(Owner(5), storage_id=storage_id))
     assert answer == Prepared(
         5, 1, 0, STORAGE_ID, -1, BEFORE_FIRST, True, BEFORE_FIRST, GENESIS_CHAIN, False, b""
     )
     assert bench.log.promised == 5
-
-
-def test_an_unregistered_storage_is_prepared_without_its_id(bench):
-    answer = bench.ask(1, prepare(Owner(5), storage_id=NO_ID))
-    assert answer.storage_id == STORAGE_ID
 
 
 @pytest.mark.parametrize(
@@ -252,15 +247,11 @@ def test_a_session_that_is_no_number_soon_after_the_last_is_rejected(bench):
     assert bench.log.promised == -1
 
 
-def test_an_earlier_session_is_rejected_with_the_promised_one(bench):
+@pytest.mark.parametrize("rival", [{"session_id": 4}, {"nonce": b"another nonce..."}], ids=str)
+def test_an_earlier_session_and_another_owner_are_rejected_with_the_promised_one(bench, rival):
     bench.owned(5)
-    answer = bench.ask(2, prepare(Owner(4)))
+    answer = bench.ask(2, prepare(Owner(**{"session_id": 5} | rival)))
     assert (answer.error_code, answer.promised) == (errors.SessionFenced.code, 5)
-
-
-def test_the_same_session_of_another_owner_is_rejected(bench):
-    bench.owned(5)
-    assert bench.refusal(2, prepare(Owner(5, nonce=b"another nonce..."))) is errors.SessionFenced
     assert bench.only(service_effects.CloseConnection) == []
 
 
@@ -336,13 +327,12 @@ def test_a_promise_that_could_not_be_made_durable_ends_the_session(bench):
     assert bench.refusal(2, prepare(Owner(4))) is errors.SessionFenced
 
 
-# ---------------------------------------------------------------------------------------------
-# which connections may ask
+# ---- which connections may ask
 
 
-def test_requests_without_a_prepared_session_are_rejected(bench):
-    owner = bench.owned(5, connection=1)
-    for message in (
+def requests_of(owner):
+    """Return one request of each kind but `Prepare`."""
+    return (
         owner.make(SetLowWaterMark, BEFORE_FIRST, GENESIS_CHAIN),
         owner.make(Truncate, BEFORE_FIRST, BEFORE_FIRST, GENESIS_CHAIN),
         owner.make(Engage, BEFORE_FIRST),
@@ -351,24 +341,18 @@ def test_requests_without_a_prepared_session_are_rejected(bench):
         owner.make(Repair, 0, b"", b"", 0),
         range_of(owner, 0, 0),
         Owner(5).append(),
-    ):
+    )
+
+
+def test_requests_without_a_prepared_session_are_rejected(bench):
+    for message in requests_of(bench.owned(5, connection=1)):
         assert bench.refusal(2, message) is errors.SessionFenced
     assert bench.log.synced_max == BEFORE_FIRST
 
 
 def test_a_message_of_another_session_is_rejected_with_the_promised_one(bench):
     owner = bench.owned(5)
-    requests = (
-        owner.make(SetLowWaterMark, BEFORE_FIRST, GENESIS_CHAIN),
-        owner.make(Truncate, BEFORE_FIRST, BEFORE_FIRST, GENESIS_CHAIN),
-        owner.make(Engage, BEFORE_FIRST),
-        owner.make(Heartbeat),
-        owner.make(LineageRequest, 0, 0),
-        owner.make(Repair, 0, b"", b"", 0),
-        range_of(owner, 0, 0),
-        owner.append(),
-    )
-    for request, session_id in itertools.product(requests, (-1, 4, 6, 1 << 62)):
+    for request, session_id in itertools.product(requests_of(owner), (-1, 4, 6, 1 << 62)):
         for connection in (1, 2):
             message = dataclasses.replace(request, session_id=session_id)
             answer = bench.ask(connection, message)
@@ -390,19 +374,22 @@ def test_a_heartbeat_is_answered_at_once_while_work_is_in_progress(bench):
     bench.finish()
 
 
-def test_a_heartbeat_reports_a_later_session_before_that_is_answered(bench):
+def test_a_later_session_is_reported_before_that_is_answered(bench):
     owner = bench.owned(5, connection=1)
-    bench.send(3, open_request())
-    assert isinstance(bench.ask(3, owner.make(Heartbeat)), HeartbeatAnswer)
+    bench.send(4, open_request())
+    assert isinstance(bench.ask(4, owner.make(Heartbeat)), HeartbeatAnswer)
+    bench.send(1, owner.append())
     bench.send(2, prepare(Owner(6)))
-    bench.send(3, owner.make(Heartbeat))
-    answer = bench.answers(3)[-1]
+    bench.send(4, owner.make(Heartbeat))
+    answer = bench.answers(4)[-1]
     assert (answer.error_code, answer.promised) == (errors.SessionFenced.code, 6)
+    bench.send(3, prepare(Owner(7)))
+    waiting = bench.answers(2)[-1]
+    assert (waiting.error_code, waiting.promised) == (errors.SessionFenced.code, 7)
     bench.finish()
 
 
-# ---------------------------------------------------------------------------------------------
-# appending
+# ---- appending
 
 
 def test_appends_are_answered_after_the_sync_and_can_be_read(bench):
@@ -442,15 +429,6 @@ def test_all_appends_that_wait_are_synced_once(bench):
     assert one_group == 2 * (bench.log.sync_count - before)
 
 
-def test_answers_wait_for_the_work(bench):
-    owner = bench.owned(5)
-    count = len(bench.answers())
-    bench.send(1, owner.append(), owner.append())
-    assert len(bench.answers()) == count
-    bench.finish()
-    assert len(bench.answers()) == count + 2
-
-
 def test_bytes_that_are_not_what_was_sent_are_rejected_with_all_that_follows(bench):
     owner = bench.owned(5)
     good, bad, after = owner.append(), owner.append(), owner.append()
@@ -463,19 +441,6 @@ def test_bytes_that_are_not_what_was_sent_are_rejected_with_all_that_follows(ben
     assert bench.log.synced_max == 0
 
 
-def test_an_append_that_does_not_follow_on_is_rejected(bench):
-    owner = bench.owned(5)
-    owner.append()
-    assert bench.refusal(1, owner.append()) is errors.BadRequest
-    assert bench.log.max_id == BEFORE_FIRST
-
-
-def test_an_append_without_batches_is_rejected(bench):
-    owner = bench.owned(5)
-    empty = dataclasses.replace(owner.append(), lineage=())
-    assert bench.refusal(1, empty) is errors.BadRequest
-
-
 def test_appends_are_synced_before_what_comes_after_them(bench):
     owner = bench.owned(5)
     bench.send(1, owner.append(), owner.append())
@@ -485,8 +450,7 @@ def test_appends_are_synced_before_what_comes_after_them(bench):
     assert bench.log.synced_max == 1
 
 
-# ---------------------------------------------------------------------------------------------
-# fencing
+# ---- fencing
 
 
 def test_a_later_session_ends_the_earlier_one_at_once(bench):
@@ -519,8 +483,7 @@ def test_a_disconnected_owner_leaves_nothing_in_the_queue(bench):
     assert bench.ask(2, prepare(again)).synced_max == 0
 
 
-# ---------------------------------------------------------------------------------------------
-# reading
+# ---- reading
 
 
 def test_a_reader_is_answered_while_the_session_that_it_names_is_engaged(bench):
@@ -578,7 +541,7 @@ def test_a_reader_of_another_cluster_is_rejected(bench, wrong):
     assert bench.refusal(7, range_of(Owner(5), 0, 0, reader=True)) is errors.BadRequest
 
 
-def test_headers_and_whole_batches(bench):
+def test_headers_whole_batches_and_a_lineage(bench):
     owner = bench.owned(5)
     bench.ask(1, owner.append(3))
     chain = owner.chain
@@ -593,74 +556,32 @@ def test_headers_and_whole_batches(bench):
     assert bench.refusal(1, range_of(owner, 4, 5, whole_batches=True)) is errors.BadRequest
     assert bench.refusal(1, range_of(owner, 6, 9)) is errors.BadRequest
     assert bench.refusal(1, range_of(owner, 0, 1, form=9)) is errors.BadRequest
-
-
-def test_a_lineage(bench):
-    owner = bench.owned(5)
-    bench.ask(1, owner.append(3))
-    bench.ask(1, owner.append(3))
     found = bench.ask(1, owner.make(LineageRequest, 1, 4))
     assert isinstance(found, LineageResponse)
     assert [(entry.first, entry.last) for entry in found.lineage] == [(0, 2), (3, 5)]
     assert bytes(found.chain_before) == GENESIS_CHAIN
 
 
-def test_reads_and_writes_take_turns(bench):
-    owner = bench.owned(5)
-    bench.ask(1, owner.append(3))
-    bench.send(1, owner.append())
-    bench.send(1, *(range_of(owner, 0, 0) for _ in range(3)))
-    bench.send(1, owner.append(), owner.append())
-    kinds = []
-    while bench.works:
-        work = bench.works.pop(0)
-        kinds.append((type(work.requests[0].message).__name__, len(work.requests)))
-        bench.step(service.WorkDone(work, work.run()))
-    assert kinds == [
-        ("AppendRaw", 1),
-        ("RangeRaw", 1),
-        ("AppendRaw", 2),
-        ("RangeRaw", 1),
-        ("RangeRaw", 1),
-    ]
+# ---- limits
 
 
-# ---------------------------------------------------------------------------------------------
-# limits
-
-
-def test_a_connection_over_the_memory_limit_is_paused(make):
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_a_connection_over_the_memory_limit_is_paused(make, is_gone):
     bench = make(queue_bytes_max=4_000)
     owner = bench.owned(5)
     bench.send(1, *(owner.append(data=bytes(500)) for _ in range(8)))
     assert [each.connection for each in bench.only(service_effects.PauseReading)] == [1]
     assert bench.only(service_effects.ResumeReading) == []
+    if is_gone:
+        bench.step(service.Disconnected(1))
     bench.finish()
-    assert [each.connection for each in bench.only(service_effects.ResumeReading)] == [1]
+    resumed = [each.connection for each in bench.only(service_effects.ResumeReading)]
+    assert resumed == ([] if is_gone else [1])
     assert bench.service.queued_bytes == 0
-    assert bench.log.synced_max == 7
+    assert bench.log.synced_max == (0 if is_gone else 7)
 
 
-def test_a_connection_that_is_gone_is_not_resumed(make):
-    bench = make(queue_bytes_max=4_000)
-    owner = bench.owned(5)
-    bench.send(1, *(owner.append(data=bytes(500)) for _ in range(8)))
-    bench.step(service.Disconnected(1))
-    bench.finish()
-    assert bench.only(service_effects.ResumeReading) == []
-
-
-def test_a_waiting_prepare_gets_the_later_session_that_ends_it(bench):
-    owner = bench.owned(5)
-    bench.send(1, owner.append())
-    bench.send(2, prepare(Owner(6)))
-    bench.send(3, prepare(Owner(7)))
-    answered = bench.answers(2)[-1]
-    assert (answered.error_code, answered.promised) == (errors.SessionFenced.code, 7)
-
-
-# ---------------------------------------------------------------------------------------------
-# the disk
+# ---- the disk
 
 
 def test_a_prepare_that_waits_for_a_failing_disk_names_no_other_owner(bench):
@@ -733,8 +654,7 @@ def test_the_marker_moves_when_a_log_becomes_idle(bench):
     assert bench.service.wake_at_ms == bench.now_ms + 1000
 
 
-# ---------------------------------------------------------------------------------------------
-# partitions that come and go
+# ---- partitions that come and go
 
 
 def test_a_dropped_partition_is_served_no_more(bench):
@@ -760,26 +680,26 @@ def test_rejections_are_reported(bench):
     assert dict(report.fields) == {"request": "Prepare", "error": "UnknownPartition"}
 
 
-def test_a_damaged_range_is_reported_and_repaired(bench):
+@pytest.mark.parametrize("session_id", [5, 6])
+def test_a_damaged_range_is_repaired_in_this_session_or_the_next(bench, session_id):
     owner = bench.owned(5)
     bench.ask(1, owner.append(6))
     with flipped(bench.engine.directory / "0", 3):
         assert bench.refusal(1, range_of(owner, 3, 3)) is errors.ChecksumMismatch
-    prepared = bench.ask(2, prepare(Owner(6)))
-    assert np.frombuffer(prepared.damaged, dtype=">i8").tolist() == [3, 3]
+    if session_id == 6:
+        owner = Owner(6)
+        prepared = bench.ask(1, prepare(owner))
+        assert np.frombuffer(prepared.damaged, dtype=">i8").tolist() == [3, 3]
     records, _, lengths = records_of(3, 1)
-
-    repair = Owner(6)
-    repair.sequence = 9
-    message = repair.make(Repair, 3, lengths, records, zlib.crc32(records))
+    message = owner.make(Repair, 3, lengths, records, zlib.crc32(records))
     wrong = dataclasses.replace(message, records_crc=1)
-    assert bench.refusal(2, wrong) is errors.ChecksumMismatch
-    assert isinstance(bench.ask(2, message), ReplicaEnd)
-    assert bench.ask(2, range_of(Owner(6), 3, 3)).count == 1
+    assert bench.refusal(1, wrong) is errors.ChecksumMismatch
+    assert isinstance(bench.ask(1, message), ReplicaEnd)
+    assert reports(bench, "storage.damage_repaired") == [{"partition": 0, "ids": "3..3"}]
+    assert bench.ask(1, range_of(owner, 0, 5)).count == 6
 
 
-# ---------------------------------------------------------------------------------------------
-# damage that comes to light
+# ---- damage that comes to light
 
 
 def reported_damage(bench, connection=1):
@@ -839,18 +759,6 @@ def test_the_owner_is_reported_again_after_each_pass_of_what_is_not_repaired(ben
     assert reported_damage(bench) == [[3, 3]] * 4, "as it is found, and after each pass"
 
 
-def test_repairs_in_the_session_are_reported(bench):
-    owner = bench.owned(5)
-    bench.ask(1, owner.append(6))
-    with flipped(bench.engine.directory / "0", 3):
-        assert bench.refusal(1, range_of(owner, 3, 3)) is errors.ChecksumMismatch
-    records, _, lengths = records_of(3, 1)
-    repair = owner.make(Repair, 3, lengths, records, zlib.crc32(records))
-    assert isinstance(bench.ask(1, repair), ReplicaEnd)
-    assert reports(bench, "storage.damage_repaired") == [{"partition": 0, "ids": "3..3"}]
-    assert bench.ask(1, range_of(owner, 0, 5)).count == 6
-
-
 def test_a_read_that_fails_is_reported_and_ends_nothing(bench):
     owner = bench.owned(5)
     bench.ask(1, owner.append(6))
@@ -865,8 +773,7 @@ def test_a_read_that_fails_is_reported_and_ends_nothing(bench):
     assert bench.ask(1, owner.append()).synced_max == 6
 
 
-# ---------------------------------------------------------------------------------------------
-# the scrub
+# ---- the scrub
 
 
 def tick(bench):
@@ -890,16 +797,6 @@ def test_a_log_is_read_again_piece_by_piece(make):
     assert pieces[-1][1] - begun_ms == 2 * 880
     assert bench.service.scrub_states(bench.now_ms)[0].read_bytes == 264
     assert bench.service.wake_at_ms == begun_ms + 60_000
-
-
-def test_a_pass_over_a_whole_log_reports_nothing(bench):
-    owner = bench.owned(5)
-    bench.ask(1, owner.append(6))
-    bench.step(service.ScrubNow())
-    bench.finish()
-    while not reports(bench, "storage.scrub_finished"):
-        tick(bench)
-        bench.finish()
     assert reported_damage(bench) == []
 
 
@@ -907,6 +804,8 @@ def test_a_piece_waits_for_current_work_and_runs_before_queued_work(make):
     bench = make(scrub=Scrub(bytes_per_s=0))
     owner = bench.owned(5)
     bench.ask(1, owner.append(6))
+    bench.step(service.ScrubNow(3))
+    assert bench.works == [], "that partition is not served"
     bench.send(1, owner.append())
     bench.step(service.ScrubNow(0))
     assert [work.piece for work in bench.works] == [None]
@@ -931,11 +830,6 @@ def test_the_marker_moves_also_when_the_scrub_came_in_between(bench):
     assert bench.log.slot.acked.transaction_id == 1
 
 
-def test_a_partition_that_is_not_served_is_not_read(bench):
-    bench.step(service.ScrubNow(3))
-    assert bench.works == []
-
-
 def test_a_scrub_that_fails_at_a_slot_is_a_failed_write_and_continues_elsewhere(bench):
     owner = bench.owned(5)
     bench.ask(1, owner.append(6))
@@ -958,8 +852,7 @@ def test_a_partition_that_is_dropped_in_the_middle_of_a_piece(make):
     assert bench.service.scrub_states(bench.now_ms) == []
 
 
-# ---------------------------------------------------------------------------------------------
-# room
+# ---- room
 
 
 def test_room_is_looked_for_until_there_is_some(make):
@@ -967,8 +860,10 @@ def test_room_is_looked_for_until_there_is_some(make):
     owner = bench.owned(5)
     kept = (owner.next_id, owner.chain)
     bench.disk.free = 50
-    assert bench.refusal(1, owner.append(2)) is NoSpace
-    assert "expected 168 bytes" in bench.answers(1)[-1].message
+    for _ in range(2):
+        assert bench.refusal(1, owner.append(2)) is NoSpace
+        assert "expected 168 bytes" in bench.answers(1)[-1].message
+        owner.next_id, owner.chain = kept
     assert bench.log.max_id == -1
     for free, is_short in ((50, True), (167, True), (168, False)):
         bench.disk.free = free
@@ -978,7 +873,8 @@ def test_room_is_looked_for_until_there_is_some(make):
         bench.step(service.SpaceChecked())
         assert look.space.is_short == is_short
     assert len(bench.only(service_effects.CheckSpace)) == 3
-    owner.next_id, owner.chain = kept
+    names = [each.name for each in bench.only(Report) if each.name.startswith("storage.disk_")]
+    assert names == ["storage.disk_full", "storage.disk_has_space"], "each once"
     assert bench.ask(1, owner.append(2)).synced_max == 1
     wake_at_ms = bench.service.wake_at_ms
     tick(bench)
@@ -1018,8 +914,7 @@ def flipped(directory, index):
     yield
 
 
-# ---------------------------------------------------------------------------------------------
-# files that were deleted or replaced
+# ---- files that were deleted or replaced
 
 
 def replaced(directory):
@@ -1080,19 +975,3 @@ def test_a_filled_replica_is_reported(bench):
         dict(each.fields) for each in bench.only(Report) if each.name == "storage.replica_repaired"
     ]
     assert repaired == {"partition": 0, "session": 2, "ended_at": 2, "ends_at": 4}
-
-
-def test_a_full_disk_is_reported_once_and_that_it_has_room_again(make):
-    bench = make(reserve_bytes=4_096)
-    owner = bench.owned()
-    bench.disk.free = 10
-    for _ in range(2):
-        assert bench.refusal(1, owner.append()) is NoSpace
-        owner.next_id -= 1
-    names = [each.name for each in bench.only(Report) if each.name.startswith("storage.disk_")]
-    assert names == ["storage.disk_full"]
-    bench.disk.free = None
-    bench.engine.space.recheck()
-    bench.step(service.SpaceChecked())
-    names = [each.name for each in bench.only(Report) if each.name.startswith("storage.disk_")]
-    assert names == ["storage.disk_full", "storage.disk_has_space"]

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.loops import on_loop, until
 from tests.patience import HANG_S
 from waltz_core.cluster.nodes.model import ReplicaAssignments
 from waltz_core.errors import CoordinatorUnavailable, DiskFailed, UnknownPartition
@@ -23,35 +24,26 @@ from waltz_core.storage.service import service
 from waltz_sim.world.simulated_disk import SimDisk
 
 
-def after(*, served, wanted, stored_here):
-    return recheck_interval_s(REOPEN_S_MIN, served=served, wanted=wanted, stored_here=stored_here)
-
-
-@pytest.mark.parametrize("partitions", [(), (0,), (0, 2)])
-def test_a_storage_that_serves_its_assignment_waits_for_a_change(partitions):
-    assert after(served=partitions, wanted=partitions, stored_here=partitions) is None
-
-
 @pytest.mark.parametrize(
-    ("served", "wanted"),
+    ("served", "wanted", "stored_here", "interval_s"),
     [
-        ((0,), (0, 1)),  # one could not be opened
-        ((0, 1), (0,)),  # one was taken away, and its owner still counts on it
-        ((0, 1), (0, 2)),
+        ((), (), (), None),
+        ((0, 2), (0, 2), (0, 2), None),
+        ((0,), (0, 1), (0, 1, 2), REOPEN_S_MIN),  # one could not be opened
+        ((0, 1), (0,), (0, 1, 2), REOPEN_S_MIN),  # one was taken away, and its owner counts on it
+        ((0, 1), (0, 2), (0, 1, 2), REOPEN_S_MIN),
+        ((0,), (0,), (0, 1), REOPEN_S_MAX),
+        ((), (), (1,), REOPEN_S_MAX),
     ],
 )
-def test_deviations_are_checked_again_after_growing_pauses(served, wanted):
-    assert after(served=served, wanted=wanted, stored_here=(0, 1, 2)) == REOPEN_S_MIN
+def test_deviations_are_checked_again_soon_and_unserved_replicas_rarely(
+    served, wanted, stored_here, interval_s
+):
+    found = recheck_interval_s(REOPEN_S_MIN, served=served, wanted=wanted, stored_here=stored_here)
+    assert found == interval_s
 
 
-def test_unserved_replicas_are_checked_rarely_but_without_end():
-    assert REOPEN_S_MIN < REOPEN_S_MAX
-    assert after(served=(0,), wanted=(0,), stored_here=(0, 1)) == REOPEN_S_MAX
-    assert after(served=(), wanted=(), stored_here=(1,)) == REOPEN_S_MAX
-
-
-# ---------------------------------------------------------------------------------------------
-# following
+# ---- following
 
 
 ADDRESS = "here:1"
@@ -153,11 +145,6 @@ class Follower:
             await self._looked.wait()
         return sorted(self.serving.logs)
 
-    async def until(self, condition):
-        async with asyncio.timeout(HANG_S):
-            while not condition():  # noqa: ASYNC110 - no event reports the loop's own steps
-                await asyncio.sleep(0)
-
     async def follow(self):
         await self.serving.follow(self._looked.set)
 
@@ -173,37 +160,33 @@ async def following(engine, coordinator=None):
             task.cancel()
 
 
-def test_an_offline_replica_is_not_served_even_if_assigned():
-    async def main():
-        engine = Directory(0, 1)
-        engine.offline = {1}
-        async with following(engine) as follower:
-            assert await follower.assigned(0, 1) == [0]
-            assert (follower.serving.offline, follower.serving.not_served) == ((1,), [])
-            engine.offline = {0}
-            assert await follower.looked() == [1]
-            assert follower.dropped == [0]
-            engine.offline = set()
-            assert await follower.looked() == [0, 1]
-
-    asyncio.run(main())
+@on_loop
+async def test_an_offline_replica_is_not_served_even_if_assigned():
+    engine = Directory(0, 1)
+    engine.offline = {1}
+    async with following(engine) as follower:
+        assert await follower.assigned(0, 1) == [0]
+        assert (follower.serving.offline, follower.serving.not_served) == ((1,), [])
+        engine.offline = {0}
+        assert await follower.looked() == [1]
+        assert follower.dropped == [0]
+        engine.offline = set()
+        assert await follower.looked() == [0, 1]
 
 
-def test_a_removed_replica_in_a_session_is_served_unless_it_is_offline():
-    async def main():
-        engine, coordinator = Directory(0, 1, 2), Metadata(1, 2)
-        engine.offline = {2}
-        async with following(engine, coordinator) as follower:
-            assert await follower.assigned(0) == [0, 1]
-            assert sorted(engine.opened) == [0, 1]
-            coordinator.is_away = True
-            assert await follower.looked() == [0, 1], "nothing changes without a notice"
-            coordinator.is_away = False
-            coordinator.named = {2}
-            assert await follower.looked() == [0]
-            assert follower.dropped == [1]
-
-    asyncio.run(main())
+@on_loop
+async def test_a_removed_replica_in_a_session_is_served_unless_it_is_offline():
+    engine, coordinator = Directory(0, 1, 2), Metadata(1, 2)
+    engine.offline = {2}
+    async with following(engine, coordinator) as follower:
+        assert await follower.assigned(0) == [0, 1]
+        assert sorted(engine.opened) == [0, 1]
+        coordinator.is_away = True
+        assert await follower.looked() == [0, 1], "nothing changes without a notice"
+        coordinator.is_away = False
+        coordinator.named = {2}
+        assert await follower.looked() == [0]
+        assert follower.dropped == [1]
 
 
 def test_the_process_ends_if_only_a_restart_helps():
@@ -225,22 +208,20 @@ def test_the_process_ends_if_only_a_restart_helps():
 
 
 @pytest.mark.parametrize("what", ["offline", "abandoned"])
-def test_a_replica_removed_during_the_request_is_not_opened_again(what):
-    async def main():
-        engine, coordinator = Directory(0, 1), Metadata(1)
+@on_loop
+async def test_a_replica_removed_during_the_request_is_not_opened_again(what):
+    engine, coordinator = Directory(0, 1), Metadata(1)
 
-        def gone():
-            if what == "offline":
-                engine.offline.add(1)
-            else:
-                engine.stored_here.discard(1)
+    def gone():
+        if what == "offline":
+            engine.offline.add(1)
+        else:
+            engine.stored_here.discard(1)
 
-        coordinator.meanwhile = gone
-        async with following(engine, coordinator) as follower:
-            assert await follower.assigned(0) == [0]
-            assert engine.opened == [0], "and above all it is not held again"
-
-    asyncio.run(main())
+    coordinator.meanwhile = gone
+    async with following(engine, coordinator) as follower:
+        assert await follower.assigned(0) == [0]
+        assert engine.opened == [0], "and above all it is not held again"
 
 
 def test_as_many_as_there_are_openers_are_opened_at_once():
@@ -269,47 +250,41 @@ def test_an_error_of_one_opening_is_raised_when_all_are_done():
     assert sorted(opened) == [0, *range(2, 20)]
 
 
-def test_a_drop_that_hangs_delays_its_own_partition_only():
-    async def main():
-        engine = Directory(0, 1, 2)
-        async with following(engine) as follower:
-            await follower.assigned(0, 1)
-            follower.hanging = {0}
-            assert await follower.assigned(2, 3) == [0, 2, 3]
-            assert follower.dropped == [1]
-            assert await follower.serving.run_exclusively(1, lambda: "done") == "done"
-            assert await follower.assigned(0, 2) == [0, 2], "it is dropped first"
-            follower.serving.idle(0)
-            await follower.until(lambda: engine.opened.count(0) == 2)
-            assert follower.dropped == [1, 3, 0]
-
-    asyncio.run(main())
+@on_loop
+async def test_a_drop_that_hangs_delays_its_own_partition_only():
+    engine = Directory(0, 1, 2)
+    async with following(engine) as follower:
+        await follower.assigned(0, 1)
+        follower.hanging = {0}
+        assert await follower.assigned(2, 3) == [0, 2, 3]
+        assert follower.dropped == [1]
+        assert await follower.serving.run_exclusively(1, lambda: "done") == "done"
+        assert await follower.assigned(0, 2) == [0, 2], "it is dropped first"
+        follower.serving.idle(0)
+        await until(lambda: engine.opened.count(0) == 2)
+        assert follower.dropped == [1, 3, 0]
 
 
-def test_changes_of_unknown_partitions_are_dropped():
-    async def main():
-        async with following(Directory(0, 1)) as follower:
-            for partition_id in (-1, 4, 1 << 30):
-                with pytest.raises(UnknownPartition):
-                    await follower.serving.run_exclusively(partition_id, lambda: "done")
-            assert await follower.serving.run_exclusively(3, lambda: "done") == "done"
-            assert set(follower.serving._alone) == {3}
-
-    asyncio.run(main())
+@on_loop
+async def test_changes_of_unknown_partitions_are_dropped():
+    async with following(Directory(0, 1)) as follower:
+        for partition_id in (-1, 4, 1 << 30):
+            with pytest.raises(UnknownPartition):
+                await follower.serving.run_exclusively(partition_id, lambda: "done")
+        assert await follower.serving.run_exclusively(3, lambda: "done") == "done"
+        assert set(follower.serving._alone) == {3}
 
 
-def test_a_partition_whose_files_are_gone_is_dropped_and_not_opened_again():
-    async def main():
-        engine = Directory(0, 1)
-        async with following(engine) as follower:
-            assert await follower.assigned(0, 1) == [0, 1]
-            follower.serving.stop_serving(0, DiskFailed("gone"))
-            await follower.until(lambda: follower.dropped == [0])
-            assert await follower.looked() == [1]
-            assert follower.serving.not_served == [0]
-            assert follower.serving.not_served_reasons == {"0": "gone"}
-            assert engine.opened == [0, 1]
-            engine.files_error.clear()
-            assert await follower.looked() == [0, 1]
-
-    asyncio.run(main())
+@on_loop
+async def test_a_partition_whose_files_are_gone_is_dropped_and_not_opened_again():
+    engine = Directory(0, 1)
+    async with following(engine) as follower:
+        assert await follower.assigned(0, 1) == [0, 1]
+        follower.serving.stop_serving(0, DiskFailed("gone"))
+        await until(lambda: follower.dropped == [0])
+        assert await follower.looked() == [1]
+        assert follower.serving.not_served == [0]
+        assert follower.serving.not_served_reasons == {"0": "gone"}
+        assert engine.opened == [0, 1]
+        engine.files_error.clear()
+        assert await follower.looked() == [0, 1]

@@ -23,18 +23,6 @@ from waltz_sim.world.simulated_disk import DiskFault, Survival
 RECORD_BYTES = 60
 
 
-def test_a_cut_in_the_middle_of_a_batch_gives_the_rest_a_chain_of_its_own():
-    segments, _, entries = make_segments(new_disk(), [3, 5])
-    assert cut_of(segments, 2) == (None, Marker(2, entries[0].chain))
-    assert cut_of(segments, BEFORE_FIRST) == (None, Marker(BEFORE_FIRST, GENESIS_CHAIN))
-    cut, end = cut_of(segments, 5)
-    assert end == Marker(2, entries[0].chain)
-    assert (cut.first, cut.last, cut.session_id) == (3, 5, entries[1].session_id)
-    crcs = segments.record_crcs(3, 5)
-    assert check_chain([cut], 3, entries[0].chain, crcs) is None
-    assert cut.chain != entries[1].chain
-
-
 def test_entries_above_a_cut_are_removed_with_the_intent():
     segments, _, entries = make_segments(new_disk(), [3, 5], [2])
     ends = [Marker(one.last, one.chain) for one in entries]
@@ -43,6 +31,9 @@ def test_entries_above_a_cut_are_removed_with_the_intent():
     found = truncation.intended(slot, segments, 5)
     assert found.truncate == TruncateIntent(5, cut)
     assert (found.acked, found.provisional, found.damaged) == (ends[0], None, slot.damaged)
+    assert (cut.first, cut.last, cut.session_id) == (3, 5, entries[1].session_id)
+    assert check_chain([cut], 3, entries[0].chain, segments.record_crcs(3, 5)) is None
+    assert cut_of(segments, BEFORE_FIRST) == (None, Marker(BEFORE_FIRST, GENESIS_CHAIN))
     kept = Slot(2, acked=ends[0], provisional=Mark(4, 5))
     found = truncation.intended(kept, segments, 7)
     assert (found.truncate, found.acked) == (TruncateIntent(7, None), ends[0])

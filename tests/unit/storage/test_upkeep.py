@@ -16,9 +16,7 @@ from waltz_core.errors import (
 )
 from waltz_core.records import raw_records
 from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN, NO_SESSION
-from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.service import admin_tasks, upkeep
-from waltz_core.storage.service.engine import Engine
 from waltz_core.storage.service.upkeep import carry_out, disk_status_of, facts_of, held_by
 from waltz_core.wire.admin_messages import Copy
 from waltz_sim.world.simulated_disk import DiskFault, SimDisk
@@ -154,15 +152,7 @@ def test_a_copy_that_does_not_fit_changes_nothing(engine, changed, error):
 def full_engine():
     """Return an engine with a reserve and no other free space, and its disk."""
     disk = SimDisk(capacity_bytes=1 << 20)
-    settings = LogSettings(bytes(16), 1 << 20, lambda: 5)
-    engine = Engine.open(
-        disk,
-        Path("/waltz"),
-        settings,
-        partition_count=2,
-        new_storage_id=bytes(16),
-        reserve_bytes=16_384,
-    )
+    engine = open_engine(Path("/waltz"), disk=disk, reserve_bytes=16_384)
     carry_out(engine, admin_tasks.Assign(1))
     disk.capacity_bytes = (1 << 20) - disk.free_bytes(Path("/waltz"))
     return engine, disk
@@ -180,30 +170,22 @@ def test_the_state_of_a_replica_is_reported_without_reading_its_files():
     assert disk.read_count == reads_count
 
 
-def test_a_copy_leaves_the_reserve_alone():
+@pytest.mark.parametrize("is_found", [True, False])
+def test_a_copy_for_which_there_is_no_room_leaves_the_reserve_alone(is_found):
+    """Whether that is seen before it is written, or in the middle of that."""
     engine, disk = full_engine()
-    owner = Owner(5, 1)
-    copy = copy_of(owner)
-    size = 3 * 44 + 3 * 8 + 64
-    disk.capacity_bytes += size - 1
-    with pytest.raises(NoSpace, match=f"expected {size} bytes for an append and the reserve"):
+    copy, size = copy_of(Owner(5, 1)), 3 * 44 + 3 * 8 + 64
+    disk.capacity_bytes += size - is_found
+    if not is_found:
+        disk.plan_call(("write",), DiskFault.DISK_FULL)
+    error = f"expected {size} bytes for an append and the reserve" if is_found else "."
+    with pytest.raises(NoSpace, match=error):
         carry_out(engine, admin_tasks.PutCopy(copy))
     assert (engine.log(1).max_id, engine.space.reserved_bytes) == (BEFORE_FIRST, 16_384)
     assert engine.space.is_short
-    disk.capacity_bytes += 1
+    disk.capacity_bytes += is_found
     assert carry_out(engine, admin_tasks.PutCopy(copy)) == 2
     assert engine.space.reserved_bytes == 16_384
-
-
-def test_a_copy_that_finds_less_room_than_there_was_leaves_the_reserve_alone():
-    engine, disk = full_engine()
-    disk.capacity_bytes += 1_000
-    disk.plan_call(("write",), DiskFault.DISK_FULL)
-    with pytest.raises(NoSpace):
-        carry_out(engine, admin_tasks.PutCopy(copy_of(Owner(5, 1))))
-    assert (engine.log(1).max_id, engine.space.reserved_bytes) == (BEFORE_FIRST, 16_384)
-    assert engine.space.is_short
-    assert carry_out(engine, admin_tasks.PutCopy(copy_of(Owner(5, 1)))) == 2
 
 
 def test_other_changes_have_the_reserve():
