@@ -482,22 +482,17 @@ async def test_data_is_fetched_with_its_neighbors():
         (PoisonPolicy.STOP, [0, 1], [2]),
     ],
 )
-def test_a_poison_transaction_follows_its_policy(policy, seen, calls):
-    @on_virtual_loop
-    async def story():
-        async with memory_cluster() as cluster, cluster.client().opened() as client:
-            await (
-                await client.append_batch(0, batch_of(*[b"x"] * 5), 5, client_high_water_mark=-1)
-            )
-            callbacks = Applying()
-            callbacks.policy = policy
-            callbacks.poison[2] = 3 if policy is PoisonPolicy.RETRY else 1
-            await client.subscribe(callbacks, [0])
-            await until(lambda: callbacks.seen == seen and len(callbacks.errors) == len(calls))
-            assert [transaction_id for transaction_id, _ in callbacks.errors] == calls
-            assert all(str(error) == "poison" for _, error in callbacks.errors)
-
-    story()
+@on_virtual_loop
+async def test_a_poison_transaction_follows_its_policy(policy, seen, calls):
+    async with memory_cluster() as cluster, cluster.client().opened() as client:
+        await (await client.append_batch(0, batch_of(*[b"x"] * 5), 5, client_high_water_mark=-1))
+        callbacks = Applying()
+        callbacks.policy = policy
+        callbacks.poison[2] = 3 if policy is PoisonPolicy.RETRY else 1
+        await client.subscribe(callbacks, [0])
+        await until(lambda: callbacks.seen == seen and len(callbacks.errors) == len(calls))
+        assert [transaction_id for transaction_id, _ in callbacks.errors] == calls
+        assert all(str(error) == "poison" for _, error in callbacks.errors)
 
 
 @on_virtual_loop

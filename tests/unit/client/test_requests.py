@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from tests.loops import in_virtual_time
+from tests.loops import in_virtual_time, on_virtual_loop
 from tests.patience import HANG_S
 from waltz_core import errors
 from waltz_core.client.links.directory import Owner
@@ -122,21 +122,19 @@ def test_that_the_log_ends_is_trusted_when_a_quorum_is_reported():
     assert (chunk.next, ends) == (5, [9, 9, 4])
 
 
-def test_a_request_is_not_repeated_without_a_move():
-    async def story():
-        cluster = Cluster(owner=mark(7))
-        cluster.may_answer.clear()
-        async with asyncio.timeout(HANG_S), asyncio.TaskGroup() as group:
-            asking = group.create_task(cluster.requests.high_water_mark(0, linearizable=False))
-            while not cluster.asked:  # noqa: ASYNC110 - it is on its way
-                await asyncio.sleep(0)
-            cluster.requests.moved({0: Owner("owner", 2), 1: Owner("other", 2)})
+@on_virtual_loop
+async def test_a_request_is_not_repeated_without_a_move():
+    cluster = Cluster(owner=mark(7))
+    cluster.may_answer.clear()
+    async with asyncio.timeout(HANG_S), asyncio.TaskGroup() as group:
+        asking = group.create_task(cluster.requests.high_water_mark(0, linearizable=False))
+        while not cluster.asked:  # noqa: ASYNC110 - it is on its way
             await asyncio.sleep(0)
-            cluster.may_answer.set()
-            assert await asking == 7
-        assert len(cluster.asked) == 1
-
-    in_virtual_time(story())
+        cluster.requests.moved({0: Owner("owner", 2), 1: Owner("other", 2)})
+        await asyncio.sleep(0)
+        cluster.may_answer.set()
+        assert await asking == 7
+    assert len(cluster.asked) == 1
 
 
 @pytest.mark.parametrize("error", [errors.BadRequest, errors.DataLoss])

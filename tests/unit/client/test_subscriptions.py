@@ -721,35 +721,32 @@ async def test_a_partition_that_is_taken_up_again_while_its_feed_starts_is_appli
 
 
 @pytest.mark.parametrize("is_context", [True, False])
-def test_an_append_before_the_mark_is_known_claims_nothing(is_context):
-    @on_virtual_loop
-    async def story():
-        async with two_clients() as (_, client, other):
-            locks = [lock("counter")]
-            await (await other.append(b"\x01", partition=0, header=3, write_locks=locks))
-            callbacks = AskedForLong()
-            await client.mount([0])
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(client.subscribe(callbacks, [0]))
-                await callbacks.is_asked.wait()
-                context = Tried(callbacks.state)
-                use = (
-                    client.submit(context)
-                    if is_context
-                    else client.append(b"x", partition=0, write_locks=locks)
-                )
-                used = tasks.create_task(use)
-                await client.high_water_mark(0)  # the loop turns; the log's mark is known
-                assert not used.done()
-                callbacks.may_answer.set()
-            if is_context:
-                assert await used.result() == 1
-                await until(lambda: callbacks.state == {"value": 2})
-            else:
-                with contextlib.suppress(errors.LockFailed):  # or the feed was as fast
-                    await used.result()
-
-    story()
+@on_virtual_loop
+async def test_an_append_before_the_mark_is_known_claims_nothing(is_context):
+    async with two_clients() as (_, client, other):
+        locks = [lock("counter")]
+        await (await other.append(b"\x01", partition=0, header=3, write_locks=locks))
+        callbacks = AskedForLong()
+        await client.mount([0])
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(client.subscribe(callbacks, [0]))
+            await callbacks.is_asked.wait()
+            context = Tried(callbacks.state)
+            use = (
+                client.submit(context)
+                if is_context
+                else client.append(b"x", partition=0, write_locks=locks)
+            )
+            used = tasks.create_task(use)
+            await client.high_water_mark(0)  # the loop turns; the log's mark is known
+            assert not used.done()
+            callbacks.may_answer.set()
+        if is_context:
+            assert await used.result() == 1
+            await until(lambda: callbacks.state == {"value": 2})
+        else:
+            with contextlib.suppress(errors.LockFailed):  # or the feed was as fast
+                await used.result()
 
 
 @on_virtual_loop
