@@ -3,7 +3,7 @@
 import struct
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.client.stories import feed_batch, req
@@ -116,6 +116,7 @@ def cursor_of(*wanted: int) -> FeedCursor:
 values_of_a_log = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 
 
+@settings(max_examples=40)
 @given(values_of_a_log, st.sets(st.integers(0, 3), min_size=1), st.data())
 def test_a_filtered_feed_is_dense_over_any_frames_and_repeats(values, wanted, drawn):
     wanted = tuple(sorted(wanted))

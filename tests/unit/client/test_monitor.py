@@ -4,7 +4,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.client.stories import (
@@ -160,6 +160,7 @@ def test_a_uniform_outcome_has_no_ids():
     assert outcome.transaction_ids.tolist() == outcome.conflicting.tolist() == [-1] * 3
 
 
+@settings(max_examples=40)
 @given(
     sizes=st.lists(st.integers(1, 6), min_size=1, max_size=8),
     order=st.randoms(use_true_random=False),
@@ -189,6 +190,7 @@ def test_every_row_of_every_parcel_is_found_at_its_place(sizes, order):
     assert ids == [log.index(row) if row in log else -1 for row in rows]
 
 
+@settings(max_examples=40)
 @given(
     sizes=st.lists(st.integers(1, 4), min_size=1, max_size=5),
     rows=st.lists(

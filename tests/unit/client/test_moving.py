@@ -213,8 +213,8 @@ async def test_moves_to_and_fro_lose_nothing_and_double_nothing() -> None:
         seen = Applying()
         await client.subscribe(seen, [0])
         futures, outcomes = [], []
-        for turn in range(6):
-            for i in range(40):
+        for turn in range(4):
+            for i in range(20):
                 futures.append(await client.append(b"%d-%d" % (turn, i), partition=0))
                 if i % 10 == 0:
                     payload = batch_of(b"b%d-%d" % (turn, i))
@@ -226,12 +226,12 @@ async def test_moves_to_and_fro_lose_nothing_and_double_nothing() -> None:
         data = [row for _, _, row in cluster.logs[0].rows()]
         # Each is in the log once, where its outcome says, and in the order of the appends, though
         # what was lost on the way was sent again.
-        sent = [b"%d-%d" % (turn, i) for turn in range(6) for i in range(40)]
+        sent = [b"%d-%d" % (turn, i) for turn in range(4) for i in range(20)]
         assert [data[each] for each in ids] == sent
         assert ids == sorted(ids)
         # Batches are not sent again: those that are in the log are in their order.
         reasons_of_batches = [(await each).reasons.tolist() for each in outcomes]
-        batches = [b"b%d-%d" % (turn, i) for turn in range(6) for i in range(0, 40, 10)]
+        batches = [b"b%d-%d" % (turn, i) for turn in range(4) for i in range(0, 20, 10)]
         expected = [
             row for row, (reason,) in zip(batches, reasons_of_batches, strict=True) if reason == 0
         ]

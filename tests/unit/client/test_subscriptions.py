@@ -8,7 +8,7 @@ import pytest
 
 from tests.loops import on_virtual_loop
 from tests.unit.client.memory_cluster import memory_cluster, two_clients
-from tests.unit.client.test_async_client import Counting, batch_of, until
+from tests.unit.client.test_async_client import BRIEF, Counting, batch_of, until
 from waltz_core import errors
 from waltz_core.client import LATEST, AsyncCallbacks, PoisonPolicy, TransactionContext, lock
 from waltz_core.client.read.feed_delivery import HAND_OVER_S_MAX
@@ -204,16 +204,16 @@ async def test_contexts_continue_while_partitions_come_and_go():
     async with two_clients() as (_, one, two):
         callbacks = Shared()
         await two.subscribe(callbacks, [0])
-        contexts = [Counting(callbacks.state) for _ in range(20)]
+        contexts = [Counting(callbacks.state) for _ in range(8)]
         futures = []
         for context in contexts:
             await (await one.append(b"", partition=0, write_locks=[lock("another")]))
             futures.append(await two.submit(context))
             await two.set_partitions([])
             await two.set_partitions([0])
-        assert len({await future for future in futures}) == 20
-        await until(lambda: len(callbacks.seen[0]) == 40)
-        assert callbacks.seen[0] == list(range(40))
+        assert len({await future for future in futures}) == 8
+        await until(lambda: len(callbacks.seen[0]) == 16)
+        assert callbacks.seen[0] == list(range(16))
 
 
 @on_virtual_loop
@@ -265,11 +265,19 @@ async def test_a_context_whose_partition_stays_paused_expires():
 
 
 @on_virtual_loop
-async def test_invalid_partitions_are_reported():
+async def test_invalid_partitions_and_filters_are_reported():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         with pytest.raises(errors.UsageError, match="subscribe first"):
             await client.set_partitions([0])
         callbacks = Shared()
+        for headers, message in (
+            ([], "1 to 1000, found 0"),
+            (range(1_001), "found 1001"),
+            ([1 << 31], "32-bit"),
+        ):
+            with pytest.raises(errors.BadRequest, match=message):
+                await client.subscribe(callbacks, headers=headers)
+        assert client.partitions == ()
         await client.subscribe(callbacks, [0])
         with pytest.raises(errors.UnknownPartition):
             await client.set_partitions([0, 9])
@@ -358,8 +366,8 @@ async def test_a_filtered_feed_starts_from_the_end_of_the_log():
 
 @on_virtual_loop
 async def test_a_filtered_feed_catches_up_in_filtered_ranges():
-    async with memory_cluster() as cluster, cluster.client().opened() as client:
-        rows = 10_000
+    async with memory_cluster() as cluster, cluster.client(BRIEF).opened() as client:
+        rows = 2_000
         for number in range(5):
             payload = batch_of(*[b"x" * 20] * rows, header=number)
             await (await client.append_batch(0, payload, rows, client_high_water_mark=-1))
@@ -394,19 +402,6 @@ async def test_a_context_is_computed_again_after_a_conflict_that_its_feed_does_n
         await until(lambda: context.answered[-1] == "applied")
         assert context.answered == ["lock failure", "completed True", "applied"]
         assert callbacks.seen[0] == []
-
-
-@on_virtual_loop
-async def test_a_filter_that_makes_no_sense_is_reported():
-    async with memory_cluster() as cluster, cluster.client().opened() as client:
-        for headers, message in (
-            ([], "1 to 1000, found 0"),
-            (range(1_001), "found 1001"),
-            ([1 << 31], "32-bit"),
-        ):
-            with pytest.raises(errors.BadRequest, match=message):
-                await client.subscribe(Shared(), headers=headers)
-        assert client.partitions == ()
 
 
 class Withdraw(TransactionContext):
@@ -769,24 +764,10 @@ async def test_a_context_continues_where_the_feed_could_not_start():
         assert await submitted.result() == 0
 
 
-class Asked(Shared):
-    """Is asked for its mark, and answers when it may go on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_asked = asyncio.Event()
-
-    async def client_high_water_mark(self, partition):
-        self.is_asked.set()
-        await self.may_go_on.wait()
-        return -1
-
-
 @on_virtual_loop
 async def test_a_wait_for_a_feed_of_a_closing_client_ends():
     async with memory_cluster() as cluster:
-        client, callbacks = await cluster.client().open(), Asked()
-        callbacks.may_go_on.clear()
+        client, callbacks = await cluster.client().open(), AskedForLong()
         await client.subscribe(callbacks, [])
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(client.set_partitions([0]))
@@ -794,5 +775,5 @@ async def test_a_wait_for_a_feed_of_a_closing_client_ends():
             tasks.create_task(client.set_partitions([]))
             await asyncio.sleep(0)
             await client.close()
-            callbacks.may_go_on.set()
+            callbacks.may_answer.set()
         assert client.partitions == ()
