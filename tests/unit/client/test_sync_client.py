@@ -80,6 +80,10 @@ def test_callbacks_that_each_wait_for_a_context_do_not_wait_for_one_another():
         assert sorted(done) == list(range(count))
 
 
+async def never(*_, **__):
+    await asyncio.Event().wait()
+
+
 def wait_until(condition) -> None:
     while not condition():
         time.sleep(0.005)
@@ -95,9 +99,6 @@ def test_a_closed_client_cannot_be_entered():
 def test_tasks_started_during_the_shutdown_are_ended_too():
     """A callback's thread may request data when the client's loop has stopped already."""
     client, made, late = WaltzClient.at(LAYOUT), threading.Event(), []
-
-    async def never():
-        await asyncio.Event().wait()
 
     async def replaced():
         made.set()
@@ -285,9 +286,6 @@ def test_a_signal_may_close_the_client_while_something_is_handed_over(monkeypatc
         with pytest.raises(errors.UsageError, match="the client is closed"):
             client.high_water_mark(0)
         finished.append(True)
-
-    async def never(*_, **__):
-        await asyncio.Event().wait()
 
     monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", give_and_be_interrupted)
     client._client.high_water_mark = never
