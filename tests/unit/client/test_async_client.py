@@ -8,18 +8,11 @@ from collections import Counter
 from dataclasses import replace
 from unittest import mock
 
-import numpy as np
 import pytest
 
 from tests.loops import on_virtual_loop
 from tests.patience import HANG_S
-from tests.unit.client.memory_cluster import (
-    CONNECT,
-    IN_MEMORY_CONFIG,
-    KEY,
-    memory_cluster,
-    two_clients,
-)
+from tests.unit.client.memory_cluster import IN_MEMORY_CONFIG, KEY, memory_cluster, two_clients
 from waltz_core import errors
 from waltz_core.client import (
     LATEST,
@@ -748,36 +741,6 @@ async def test_replicas_of_the_own_group_are_nearby():
 
 # ---------------------------------------------------------------------------------------------
 # given the layout
-
-
-@on_virtual_loop
-async def test_a_client_with_a_layout_does_not_ask_zookeeper():
-    async with memory_cluster() as cluster, cluster.client().opened() as client:
-        await client.mount()
-        layout = client.layout()
-        assert layout.connect == CONNECT
-        opening = AsyncWaltzClient.at(
-            layout, IN_MEMORY_CONFIG, client_id=5, connection_sequence=1 << 32
-        )
-        async with opening as placed_client:
-            outcome = await (
-                await placed_client.append_batch(1, batch_of(b"x"), 1, client_high_water_mark=-1)
-            )
-            assert outcome.transaction_ids.tolist() == [0]
-            assert np.array_equal(outcome.reasons, [0])
-        assert cluster.logs[1].rows()[0][0][0] == 5  # the client id in the request id
-
-
-@on_virtual_loop
-async def test_connections_are_shared_and_so_is_the_wait_for_one():
-    async with memory_cluster(partition_count=8) as cluster, cluster.client().opened() as client:
-        await client.mount()
-        await client.high_water_marks()
-        assert len(cluster.servers[0].links) == 1
-        cluster.servers[0].cut()
-        await until(lambda: not cluster.servers[0].links)
-        assert len(await client.high_water_marks()) == 8
-        await until(lambda: len(cluster.servers[0].links) == 1)
 
 
 @on_virtual_loop

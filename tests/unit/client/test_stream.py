@@ -19,7 +19,7 @@ from tests.unit.client.stories import (
 from waltz_core import errors
 from waltz_core.client.stream import partition_stream, stream_events
 from waltz_core.client.stream.stream_events import Phase
-from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN, LineageEntry
+from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN, RECONSTRUCTED, LineageEntry
 from waltz_core.wire import messages as m
 
 
@@ -624,7 +624,9 @@ def test_a_log_below_the_clients_mark_stops_the_stream_with_an_error():
     assert story.stream.phase is Phase.STOPPED
 
 
-def chained(chain: bytes, *, found: bytes | None, last: int = 1) -> tuple[Story, list]:
+def chained(
+    chain: bytes, *, found: bytes | None, last: int = 1, session_id: int = 1
+) -> tuple[Story, list]:
     """Feed up to a batch end with a chain, break, mount again, and answer about the chain."""
     story = Story()
     request = story.fed(-1)
@@ -636,7 +638,7 @@ def chained(chain: bytes, *, found: bytes | None, last: int = 1) -> tuple[Story,
     story.mounted(mount, 1, link=2)
     (asked,) = story.sent(m.RangeRequest)
     assert (asked.first, asked.last) == (1, 1)
-    lineage = () if found is None else (LineageEntry(0, last, 1, 0, found),)
+    lineage = () if found is None else (LineageEntry(0, last, session_id, 0, found),)
     return story, story.receive(range_data(asked, rows[1], mark=1, lineage=lineage), link=2)
 
 
@@ -651,10 +653,16 @@ def test_another_history_stops_the_stream_with_an_error():
     assert story.stream.phase is Phase.STOPPED
 
 
-@pytest.mark.parametrize("last", [5, None])
-def test_a_batch_without_an_entry_of_its_own_proves_nothing(last):
-    found = None if last is None else b"b" * 16
-    story, _ = chained(b"a" * 16, found=found, last=last or 0)
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"found": b"b" * 16, "last": 5},
+        {"found": None},
+        {"found": b"b" * 16, "session_id": RECONSTRUCTED},
+    ],
+)
+def test_a_batch_without_an_entry_of_its_own_proves_nothing(entry):
+    story, _ = chained(b"a" * 16, **entry)
     assert story.stream.phase is Phase.READY
 
 

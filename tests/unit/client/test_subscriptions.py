@@ -160,18 +160,6 @@ async def test_a_feed_ends_after_what_is_being_applied():
 
 
 @on_virtual_loop
-async def test_a_paused_partition_is_not_fed():
-    async with memory_cluster() as cluster, cluster.client().opened() as client:
-        await client.subscribe(Shared(), [0])
-        await write(client, 0, 5)
-        hosted = cluster.servers[0].partitions[0]
-        await until(lambda: hosted.partition.feed.count == 1)
-        await client.set_partitions([])
-        await write(client, 0, 5)
-        assert hosted.partition.feed.count == 0
-
-
-@on_virtual_loop
 async def test_a_feed_that_a_transaction_has_stopped_is_started_again():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         callbacks = Shared()
@@ -197,23 +185,6 @@ async def test_a_transaction_that_is_tried_again_and_again_does_not_hold_a_feed(
         await until(lambda: len(callbacks.errors) >= 3)
         await client.set_partitions([])
         assert callbacks.seen[0] == []
-
-
-@on_virtual_loop
-async def test_contexts_continue_while_partitions_come_and_go():
-    async with two_clients() as (_, one, two):
-        callbacks = Shared()
-        await two.subscribe(callbacks, [0])
-        contexts = [Counting(callbacks.state) for _ in range(8)]
-        futures = []
-        for context in contexts:
-            await (await one.append(b"", partition=0, write_locks=[lock("another")]))
-            futures.append(await two.submit(context))
-            await two.set_partitions([])
-            await two.set_partitions([0])
-        assert len({await future for future in futures}) == 8
-        await until(lambda: len(callbacks.seen[0]) == 16)
-        assert callbacks.seen[0] == list(range(16))
 
 
 @on_virtual_loop
@@ -350,18 +321,6 @@ async def test_a_filtered_feed_brings_what_passes_and_the_mark_continues():
         await write_headers(client, 0, 8, 9)
         await until(lambda: partition.mark == 10)
         assert callbacks.seen[0] == [0, 2, 7, 10]
-
-
-@on_virtual_loop
-async def test_a_filtered_feed_starts_from_the_end_of_the_log():
-    async with memory_cluster() as cluster, cluster.client().opened() as client:
-        await write_headers(client, 0, 7, 7)
-        callbacks = Picking(LATEST)
-        await client.subscribe(callbacks, [0], headers=[7])
-        await until(lambda: client._partitions[0].mark == 1 and client._partitions[0].is_ready)
-        await write_headers(client, 0, 8, 7)
-        await until(lambda: callbacks.seen[0])
-        assert callbacks.seen[0] == [3]
 
 
 @on_virtual_loop
