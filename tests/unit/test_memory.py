@@ -64,23 +64,23 @@ async def nothing():
     """What an async function returns when it is not awaited."""
 
 
-@pytest.mark.parametrize("act", [lambda: sys.exit(3), nothing])
-def test_a_failing_callback_ends_only_its_feed(waltz_memory, act):
-    callbacks = Plain(act)
+@pytest.mark.parametrize(
+    ("act", "answer", "error"),
+    [
+        (lambda: sys.exit(3), PoisonPolicy.STOP, errors.UsageError),
+        (nothing, PoisonPolicy.STOP, errors.UsageError),
+        (lambda: 1 / 0, None, ZeroDivisionError),
+        (lambda: 1 / 0, "skip", ZeroDivisionError),  # it is no policy
+    ],
+)
+def test_a_failing_callback_ends_only_its_feed(waltz_memory, act, answer, error):
+    callbacks = Plain(act, answer)
     with waltz_memory.client() as client:
         client.append(b"poison", partition=0).result()
         client.subscribe(callbacks, [0])
         until(lambda: client.partitions == ())
         assert client.append(b"and it continues", partition=0).result() == 1
-    assert [type(each) for each in callbacks.errors] == [errors.UsageError]
-
-
-@pytest.mark.parametrize("answer", [None, "skip"])
-def test_an_answer_that_is_no_policy_stops_the_feed(waltz_memory, answer):
-    with waltz_memory.client() as client:
-        client.append(b"poison", partition=0).result()
-        client.subscribe(Plain(lambda: 1 / 0, answer), [0])
-        until(lambda: client.partitions == ())
+    assert [type(each) for each in callbacks.errors] == [error]
 
 
 def test_a_context_that_ends_the_process_ends_itself(waltz_memory):
