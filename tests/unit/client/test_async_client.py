@@ -19,7 +19,6 @@ from waltz_core.client import (
     AsyncCallbacks,
     AsyncWaltzClient,
     PoisonPolicy,
-    RangeForm,
     Reason,
     TransactionContext,
     lock,
@@ -679,19 +678,6 @@ async def test_ranges_come_in_dense_chunks_until_their_reader_or_the_client_ends
         with pytest.raises(errors.WaltzError, match="closed"):
             async for _ in chunks:
                 pass
-
-
-@on_virtual_loop
-async def test_headers_alone_and_some_headers_only():
-    async with memory_cluster() as cluster, cluster.client().opened() as client:
-        for i in range(30):
-            await (await client.append(b"x", partition=0, header=i % 3))
-        chunks = [c async for c in client.read_range(0, 0, 29, form=RangeForm.HEADERS)]
-        assert sum(len(c.records) for c in chunks) == 30 * 28
-        filtered = [c async for c in client.read_range(0, 0, 29, header_values=[1])]
-        assert sum(c.count for c in filtered) == 10
-        assert filtered[-1].next == 30
-        assert filtered[0].stamps[0][2] == 1_700_000_000_000
 
 
 @on_virtual_loop

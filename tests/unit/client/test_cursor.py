@@ -23,6 +23,16 @@ def fed(mark: int, ahead_max: int = 10) -> FeedCursor:
     return cursor
 
 
+def test_nothing_is_taken_before_a_subscription():
+    cursor = FeedCursor(10)
+    assert cursor.take(feed_batch(req(-1), 0, *ROWS)) is None
+    assert cursor.take_request_mark() is None
+    cursor.want(None)
+    assert cursor.take(feed_batch(req(-1), 0, *ROWS)) is None
+    assert cursor.know(4) == 4
+    assert cursor.know(9) == 4
+
+
 def test_records_before_the_start_do_not_count_as_lag():
     mark = 1_000_000
     cursor = FeedCursor(ahead_max=3)
@@ -54,6 +64,17 @@ def test_more_is_requested_once_for_each_grant_and_within_bounds():
     assert cursor.applied(1)
     assert not cursor.applied(BEFORE_FIRST)  # received late, changes nothing
     assert cursor.take_request_mark() == 2
+
+
+def test_while_it_lags_nothing_is_taken_and_then_it_continues():
+    cursor = fed(4)
+    cursor.is_lagging = True
+    assert cursor.take(feed_batch(req(-1), 5, *ROWS)) is None
+    assert cursor.take_request_mark() is None
+    with pytest.raises(AssertionError):
+        cursor.resume(3)
+    cursor.resume(50)
+    assert cursor.know(60) == 50
 
 
 # ---------------------------------------------------------------------------------------------
@@ -126,3 +147,8 @@ def test_a_filtered_batch_is_whole_or_rejected_with_a_reason(count, offsets, val
         assert list(taken.ids) == (list(range(count)) if of_all else offsets)
     else:
         assert "feed" in taken
+
+
+def test_an_unrequested_filter_is_rejected():
+    taken = cursor_of().take(filtered(0, [7, 0, 7], (7,)))
+    assert "found 40" in taken

@@ -158,10 +158,12 @@ def test_reading_back_continues_until_the_mark():
     story = in_doubt()
     story.mounted(story.link(number=2), 12, link=2)
     (asked,) = story.sent(m.RangeRequest)
-    story.receive(range_data(asked, req(5, 0, 99), mark=12), link=2)
+    answer = range_data(asked, req(5, 0, 99), req(1), mark=12)
+    assert story.receive(replace(answer, req_id=req(-99)), link=2) == []  # it was not requested
+    story.receive(answer, link=2)
     (again,) = story.sent(m.RangeRequest)
-    assert (again.first, again.last) == (11, 12)
-    effects = story.receive(range_data(again, req(1), req(2), mark=12), link=2)
+    assert (again.first, again.last) == (12, 12)
+    effects = story.receive(range_data(again, req(2), mark=12), link=2)
     assert settled(effects)[1].transaction_ids.tolist() == [11, 12]
 
 
@@ -194,6 +196,7 @@ def test_an_answer_on_the_old_link_counts():
     [
         lambda data: replace(data, first=11),
         lambda data: replace(data, count=1),
+        lambda data: replace(data, count=0, next=data.first, records=b""),
         lambda data: replace(data, next=data.next + 1),
         lambda data: replace(data, form=m.RangeForm.WHOLE),
         lambda data: replace(data, records=data.records[:-1]),

@@ -31,6 +31,13 @@ def test_only_errors_from_before_the_log_are_a_definite_no(code):
     assert (verdicts.reason_of(kind("x")) is not None) is (kind in DEFINITE)
 
 
+def test_mounts_are_tried_again_unless_that_can_never_help():
+    assert verdicts.is_mount_retriable(errors.NotOwned("x"))
+    assert verdicts.is_mount_retriable(errors.GenerationMismatch("x"))
+    for kind in (errors.ClientAhead, errors.ConnectionSuperseded, errors.UnknownPartition):
+        assert not verdicts.is_mount_retriable(kind("x"))
+
+
 @pytest.mark.parametrize("reason", Reason)
 def test_order_is_lost_with_what_may_be_sent_again(reason):
     one = replace(parcel(1), keeps_order=True)
