@@ -35,6 +35,13 @@ def a_monitor() -> Monitor:
     return Monitor(CLIENT, PARTITION)
 
 
+def test_sequence_numbers_are_not_used_twice():
+    monitor = a_monitor()
+    sent(monitor, 1, 1, rows=3)
+    with pytest.raises(AssertionError):
+        sent(monitor, 2, 3)
+
+
 def test_an_answer_belongs_to_the_parcel_with_exactly_its_request_id():
     monitor = a_monitor()
     pending = sent(monitor, 1, 5)
@@ -68,6 +75,16 @@ def test_the_log_outweighs_an_answer():
     assert outcome.high_water_mark == 21
 
 
+def test_only_rows_of_ones_own_count():
+    monitor = a_monitor()
+    pending = sent(monitor, 1, 1, rows=2)
+    strangers = (req(1, 0, 99), req(1, 1), req(3), req(0), req(1)._replace(partition_id=4))
+    assert monitor.match_headers(TransactionId(10), 5, headers(10, *strangers))
+    monitor.match_feed(TransactionId(10), feed_headers(*strangers))
+    assert pending.found is None
+    assert pending.known_outcome(BEFORE_FIRST) is None
+
+
 def test_a_parcel_found_in_part_has_an_unknown_outcome():
     monitor = a_monitor()
     pending = sent(monitor, 1, 1, rows=2)
@@ -75,6 +92,15 @@ def test_a_parcel_found_in_part_has_an_unknown_outcome():
     monitor.match_feed(TransactionId(12), feed_headers(req(1)))
     assert pending.known_outcome(BEFORE_FIRST) is None, "the other row may be in the log as well"
     assert monitor.unresolved() == (10, 15)
+
+
+def test_everything_is_read_up_to_the_last_proof():
+    monitor = a_monitor()
+    sent(monitor, 1, 1, mark=9)
+    monitor.prove(TransactionId(12))
+    sent(monitor, 2, 2, mark=12)
+    monitor.prove(TransactionId(20))
+    assert monitor.unresolved() == (10, 20)
 
 
 def test_a_proof_does_not_cover_later_appends():
