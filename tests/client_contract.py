@@ -48,7 +48,7 @@ class Ledger(Callbacks):
         self.mark = mark
         self.seen: list[tuple[int, int, bytes]] = []
         self.poison: dict[int, int] = {}  # how often to raise, by transaction
-        self.policy = PoisonPolicy.STOP
+        self.policies: dict[int, PoisonPolicy] = {}  # STOP otherwise
         self.raised: list[int] = []
         self.may_go = threading.Event()
         self.may_go.set()
@@ -76,7 +76,7 @@ class Ledger(Callbacks):
         with self._changed:
             self.raised.append(transaction_id)
             self._changed.notify_all()
-        return self.policy
+        return self.policies.get(transaction_id, PoisonPolicy.STOP)
 
     def until(self, condition: Callable[[], bool]) -> None:
         with self._changed:
@@ -218,7 +218,11 @@ def invalid_appends_are_rejected_and_others_continue(world: World) -> None:
             appended(client, world.partition, header=1 << 31)
         with pytest.raises(errors.BadRequest):
             appended(client, world.partition, write_locks=[1 << 31])
-        assert appended(client, world.partition) == before + 1
+        text = rf"partition {world.partition}: the client's high-water mark {before + 99} is above "
+        ahead = {"write_locks": [lock("a")], "client_high_water_mark": before + 99}
+        with pytest.raises(errors.ClientAhead, match=rf"{text}the log's {before}\. Hint: the clie"):
+            appended(client, world.partition, **ahead)
+        assert appended(client, world.partition, write_locks=[lock("a")]) == before + 1
 
 
 def a_flush_waits_for_what_was_appended_before_it(world: World) -> None:
@@ -279,7 +283,8 @@ def write_and_append_locks_stop_write_and_read_locks_and_nothing_else(world: Wor
                 b"late", partition=world.partition, **{later: hashed}, client_high_water_mark=mark
             )
             if earlier != "read_locks" and later != "append_locks":
-                with pytest.raises(errors.LockFailed) as failed:
+                text = rf"written by transaction {won} .*after the client's high-water mark {mark}"
+                with pytest.raises(errors.LockFailed, match=text) as failed:
                     late.result(HANG_S)
                 assert failed.value.conflicting == won
                 assert failed.value.high_water_mark >= won
@@ -305,20 +310,6 @@ def one_lock_of_many_is_enough_and_others_do_not_matter(world: World) -> None:
         del many[3]
         appended(client, world.partition, write_locks=many, client_high_water_mark=mark)
         appended(client, world.partition, client_high_water_mark=-1)
-
-
-def a_mark_ahead_of_the_log_is_rejected(world: World) -> None:
-    with world.open() as client:
-        mark = client.high_water_mark(world.partition)
-        ahead = client.append(
-            b"",
-            partition=world.partition,
-            write_locks=[lock("a")],
-            client_high_water_mark=mark + 100,
-        )
-        with pytest.raises(errors.ClientAhead):
-            ahead.result(HANG_S)
-        assert appended(client, world.partition, b"", write_locks=[lock("a")]) == mark + 1
 
 
 # --- contexts
@@ -362,32 +353,25 @@ def a_context_without_a_feed_also_applies_the_winner(world: World) -> None:
         assert context.hooks == ["lock failure", ("completion", True)]
 
 
-def a_context_may_give_itself_up(world: World) -> None:
+def a_context_ends_when_it_gives_itself_up_or_raises(world: World) -> None:
     class Idle(RecordingContext):
         def execute(self, builder: TransactionBuilder) -> bool:
             return False
 
-    with world.open() as client:
-        before = appended(client, world.partition)
-        context = Idle(world.partition)
-        assert client.submit(context).result(HANG_S) is None
-        assert context.has_ended.wait(HANG_S)
-        assert context.hooks == [("completion", False)]
-        assert client.flush(world.partition) == before
-
-
-def what_execute_raises_ends_a_context(world: World) -> None:
     class Broken(RecordingContext):
         def execute(self, builder: TransactionBuilder) -> bool:
             raise KeyError("no such account")
 
     with world.open() as client:
-        appended(client, world.partition)
-        context = Broken(world.partition)
+        before = appended(client, world.partition)
+        idle, broken = Idle(world.partition), Broken(world.partition)
+        assert client.submit(idle).result(HANG_S) is None
         with pytest.raises(KeyError, match="no such account"):
-            client.submit(context).result(HANG_S)
-        assert context.has_ended.wait(HANG_S)
-        assert context.hooks == [("exception", KeyError)]
+            client.submit(broken).result(HANG_S)
+        for context, hook in ((idle, ("completion", False)), (broken, ("exception", KeyError))):
+            assert context.has_ended.wait(HANG_S)
+            assert context.hooks == [hook]
+        assert client.flush(world.partition) == before
 
 
 def a_context_ends_with_its_retries(world: World) -> None:
@@ -563,48 +547,23 @@ def the_latest_is_the_end_of_the_log(world: World) -> None:
         assert ledger.ids[0] > before
 
 
-def poison_stops_one_partition(world: World) -> None:
+def poison_is_skipped_or_tried_again_or_stops_one_partition(world: World) -> None:
     with world.open() as client:
         other = (world.partition + 1) % client.partition_count
         marks = client.high_water_marks()
         ledger, other_ledger = Ledger(marks[world.partition]), Ledger(marks[other])
-        bad = marks[world.partition] + 2
-        ledger.poison[bad] = 1_000
+        skipped, again, stops = (ledger.mark + each for each in (2, 3, 5))
+        ledger.policies = {skipped: PoisonPolicy.SKIP, again: PoisonPolicy.RETRY}
+        ledger.poison = {skipped: 1_000, again: 2, stops: 1_000}
         client.subscribe(ledger, [world.partition])
         client.subscribe(other_ledger, [other])
-        for _ in range(4):
+        for _ in range(6):
             appended(client, world.partition)
             appended(client, other)
-        ledger.until(lambda: bool(ledger.raised))
-        other_ledger.until(lambda: len(other_ledger.seen) == 4)
-        assert ledger.raised == [bad]
-        assert ledger.ids == [bad - 1]
-
-
-def poison_is_skipped(world: World) -> None:
-    with world.open() as client:
-        ledger = Ledger(client.high_water_mark(world.partition))
-        ledger.policy = PoisonPolicy.SKIP
-        bad = ledger.mark + 2
-        ledger.poison[bad] = 1_000
-        client.subscribe(ledger, [world.partition])
-        last = [appended(client, world.partition) for _ in range(4)][-1]
-        ledger.until(lambda: last in ledger.ids)
-        assert ledger.raised == [bad]
-        assert ledger.ids == [bad - 1, bad + 1, bad + 2]
-
-
-def poison_is_tried_again(world: World) -> None:
-    with world.open() as client:
-        ledger = Ledger(client.high_water_mark(world.partition))
-        ledger.policy = PoisonPolicy.RETRY
-        bad = ledger.mark + 2
-        ledger.poison[bad] = 2
-        client.subscribe(ledger, [world.partition])
-        last = [appended(client, world.partition) for _ in range(4)][-1]
-        ledger.until(lambda: last in ledger.ids)
-        assert ledger.raised == [bad, bad]
-        assert ledger.ids == [bad - 1, bad, bad + 1, bad + 2]
+        ledger.until(lambda: stops in ledger.raised)
+        other_ledger.until(lambda: len(other_ledger.seen) == 6)
+        assert ledger.raised == [skipped, again, again, stops]
+        assert ledger.ids == [skipped - 1, again, stops - 1]
 
 
 # Where a connection breaks, what was lost is sent again behind what was not, and a context counts
@@ -628,15 +587,11 @@ ALWAYS = (
     without_a_partition_the_first_lock_says_which,
     write_and_append_locks_stop_write_and_read_locks_and_nothing_else,
     one_lock_of_many_is_enough_and_others_do_not_matter,
-    a_mark_ahead_of_the_log_is_rejected,
-    a_context_may_give_itself_up,
-    what_execute_raises_ends_a_context,
+    a_context_ends_when_it_gives_itself_up_or_raises,
     two_clients_with_one_lock_lose_nothing,
     dependent_appends_continue_from_those_in_flight,
     a_feed_begins_after_the_mark_and_leaves_nothing_out,
     the_latest_is_the_end_of_the_log,
-    poison_stops_one_partition,
-    poison_is_skipped,
-    poison_is_tried_again,
+    poison_is_skipped_or_tried_again_or_stops_one_partition,
 )
 STORIES = IN_CALM + ALWAYS

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tests.loops import in_virtual_time
+from tests.loops import on_virtual_loop
 from tests.patience import HANG_S
 from tests.unit.client.stories import PARTITION
 from waltz_core import errors
@@ -56,72 +56,61 @@ def errors_of(futures):
     return [type(each.exception()) for each in futures]
 
 
-def test_one_that_times_out_waiting_for_room_does_not_hold_up_others():
+@on_virtual_loop
+async def test_one_that_times_out_waiting_for_room_does_not_hold_up_others():
     """What is in flight may be so for hours, while the partition has no server."""
-
-    async def story():
-        window = AppendWindow(rows_max=10, bytes_max=1 << 20)
-        assert window.try_take(8, 100)
-        loop = asyncio.get_running_loop()
-        large, small, other = (loop.create_task(window.take(rows, 1)) for rows in (5, 1, 3))
-        await asyncio.sleep(0)
-        assert not small.done()  # in order
-        large.cancel()
-        await asyncio.wait([large, small])
-        other.cancel()
-        await asyncio.wait([other])
-        assert not window._waiting
-        window.release(9, 101)
-        assert window.is_empty
-
-    in_virtual_time(story())
+    window = AppendWindow(rows_max=10, bytes_max=1 << 20)
+    assert window.try_take(8, 100)
+    loop = asyncio.get_running_loop()
+    large, small, other = (loop.create_task(window.take(rows, 1)) for rows in (5, 1, 3))
+    await asyncio.sleep(0)
+    assert not small.done()  # in order
+    large.cancel()
+    await asyncio.wait([large, small])
+    other.cancel()
+    await asyncio.wait([other])
+    assert not window._waiting
+    window.release(9, 101)
+    assert window.is_empty
 
 
-def test_appends_held_back_end_with_the_connection():
-    async def story():
-        author = Author()
-        held = author.append()
-        author.lose(1)
-        behind = author.append()
-        assert len(author.sent) == 1
-        author.appends.abandon(GONE)
-        assert errors_of([held, behind]) == [errors.Unreachable] * 2
-        assert author.window.is_empty
-        assert not author.appends.has_pending
-
-    in_virtual_time(story())
+@on_virtual_loop
+async def test_appends_held_back_end_with_the_connection():
+    author = Author()
+    held = author.append()
+    author.lose(1)
+    behind = author.append()
+    assert len(author.sent) == 1
+    author.appends.abandon(GONE)
+    assert errors_of([held, behind]) == [errors.Unreachable] * 2
+    assert author.window.is_empty
+    assert not author.appends.has_pending
 
 
-def test_appends_that_wait_for_an_abandoned_parcel_are_not_sent(monkeypatch):
+@on_virtual_loop
+async def test_appends_that_wait_for_an_abandoned_parcel_are_not_sent(monkeypatch):
     monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_FULL_DELAY_S", 0)
-
-    async def story():
-        author = Author()
-        futures = [author.append(), author.append()]
-        author.lose(1)
-        await until(lambda: author.appends._pause is None)  # now it waits for the second alone
-        author.appends.abandon(GONE)
-        assert len(author.sent) == 2
-        assert errors_of(futures) == [errors.Unreachable] * 2
-        assert not author.appends.has_pending
-
-    in_virtual_time(story())
+    author = Author()
+    futures = [author.append(), author.append()]
+    author.lose(1)
+    await until(lambda: author.appends._pause is None)  # now it waits for the second alone
+    author.appends.abandon(GONE)
+    assert len(author.sent) == 2
+    assert errors_of(futures) == [errors.Unreachable] * 2
+    assert not author.appends.has_pending
 
 
 @pytest.mark.parametrize("token", [1, 2])
-def test_appends_held_back_are_resent_in_their_place(monkeypatch, token):
+@on_virtual_loop
+async def test_appends_held_back_are_resent_in_their_place(monkeypatch, token):
     monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_FULL_DELAY_S", 0)
-
-    async def story():
-        author = Author()
-        for data in (b"one", b"two"):
-            author.append(data)
-        author.lose(token)
-        author.lose(3 - token)
-        await until(lambda: len(author.sent) == 4)
-        assert [each.content.data for each in author.sent] == [b"one", b"two"] * 2
-
-    in_virtual_time(story())
+    author = Author()
+    for data in (b"one", b"two"):
+        author.append(data)
+    author.lose(token)
+    author.lose(3 - token)
+    await until(lambda: len(author.sent) == 4)
+    assert [each.content.data for each in author.sent] == [b"one", b"two"] * 2
 
 
 class LateLoop:
@@ -138,18 +127,16 @@ class LateLoop:
         return self._loop.call_soon(callback)
 
 
-def test_appends_held_back_twice_are_resent_even_on_a_late_loop():
-    async def story():
-        author = Author()
-        author.appends._loop = LateLoop()
-        for data in (b"one", b"two"):
-            author.append(data)
-        author.lose(1)
-        author.lose(2)
-        await until(lambda: len(author.sent) == 4)
-        assert [each.content.data for each in author.sent] == [b"one", b"two"] * 2
-
-    in_virtual_time(story())
+@on_virtual_loop
+async def test_appends_held_back_twice_are_resent_even_on_a_late_loop():
+    author = Author()
+    author.appends._loop = LateLoop()
+    for data in (b"one", b"two"):
+        author.append(data)
+    author.lose(1)
+    author.lose(2)
+    await until(lambda: len(author.sent) == 4)
+    assert [each.content.data for each in author.sent] == [b"one", b"two"] * 2
 
 
 SEEN = FollowedState(SessionId(3), PARTITION, 1, 0, 5, (), frozenset())
@@ -159,153 +146,130 @@ SEEN = FollowedState(SessionId(3), PARTITION, 1, 0, 5, (), frozenset())
 @pytest.mark.parametrize(
     "fields", [{"is_attempt": True}, {"follows": SEEN}, {"deadline_s": 0.0}, {}]
 )
-def test_stale_appends_are_not_sent_again(monkeypatch, fields, reason):
+@on_virtual_loop
+async def test_stale_appends_are_not_sent_again(monkeypatch, fields, reason):
     """An attempt is computed again, and so is what was computed from what is lost with it."""
     monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_DELAY_S", 0)
     monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_FULL_DELAY_S", 0)
-
-    async def story():
-        author = Author()
-        future = author.append(**fields)
-        author.lose(1, reason)
-        if not fields and reason is not Reason.LOCK:
-            await until(lambda: len(author.sent) == 2)
-            return
-        assert future.done()
-        assert not author.appends.has_pending
-        assert len(author.sent) == 1
-        if "is_attempt" in fields:
-            assert future.result().reason == reason
-        else:
-            assert future.exception() is not None
-
-    in_virtual_time(story())
+    author = Author()
+    future = author.append(**fields)
+    author.lose(1, reason)
+    if not fields and reason is not Reason.LOCK:
+        await until(lambda: len(author.sent) == 2)
+        return
+    assert future.done()
+    assert not author.appends.has_pending
+    assert len(author.sent) == 1
+    if "is_attempt" in fields:
+        assert future.result().reason == reason
+    else:
+        assert future.exception() is not None
 
 
-def test_a_batch_waits_after_what_is_held_back(monkeypatch):
+@on_virtual_loop
+async def test_a_batch_waits_after_what_is_held_back(monkeypatch):
     monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_FULL_DELAY_S", 0)
-
-    async def story():
-        author = Author()
-        author.append()
-        author.lose(1)
-        author.append_batch(ReportOrder())
-        author.append()
-        assert len(author.sent) == 1
-        await until(lambda: len(author.sent) == 4)
-        assert [each.row_count for each in author.sent] == [1, 1, 2, 1]
-
-    in_virtual_time(story())
+    author = Author()
+    author.append()
+    author.lose(1)
+    author.append_batch(ReportOrder())
+    author.append()
+    assert len(author.sent) == 1
+    await until(lambda: len(author.sent) == 4)
+    assert [each.row_count for each in author.sent] == [1, 1, 2, 1]
 
 
-def test_a_waiting_batch_ends_with_its_connection_or_its_order(monkeypatch):
+@on_virtual_loop
+async def test_a_waiting_batch_ends_with_its_connection_or_its_order(monkeypatch):
     monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_FULL_DELAY_S", 0)
-
-    async def story():
-        author, order = Author(), ReportOrder()
-        author.append()
-        author.lose(1)
-        lost = author.append_batch(order)
-        order.reported_count += 1
-        assert (await lost).reasons.tolist() == [Reason.LOST] * 2
-        author.lose(2)
-        refused = author.append_batch()
-        author.appends.abandon(GONE)
-        assert errors_of([refused]) == [errors.Unreachable]
-        assert author.window.is_empty
-
-    in_virtual_time(story())
+    author, order = Author(), ReportOrder()
+    author.append()
+    author.lose(1)
+    lost = author.append_batch(order)
+    order.reported_count += 1
+    assert (await lost).reasons.tolist() == [Reason.LOST] * 2
+    author.lose(2)
+    refused = author.append_batch()
+    author.appends.abandon(GONE)
+    assert errors_of([refused]) == [errors.Unreachable]
+    assert author.window.is_empty
 
 
-def test_a_waiting_batch_is_lost_with_an_earlier_one_of_its_order(monkeypatch):
+@on_virtual_loop
+async def test_a_waiting_batch_is_lost_with_an_earlier_one_of_its_order(monkeypatch):
     monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_FULL_DELAY_S", 0)
-
-    async def story():
-        author, order = Author(), ReportOrder()
-        first = author.append_batch(order)
-        author.append()
-        author.lose(2)
-        behind = author.append_batch(order)
-        author.appends.settled(1, BatchOutcome.uniform(2, Reason.LOST, high_water_mark=0))
-        assert (await first).reasons.tolist() == [Reason.LOST] * 2
-        order.processed_count += 1  # the writer knows of the first now, and of that one alone
-        again = author.append_batch(order)
-        await until(lambda: len(author.sent) == 3)
-        assert [each.row_count for each in author.sent] == [2, 1, 1]
-        for each in (behind, again):
-            assert (await each).reasons.tolist() == [Reason.LOST] * 2
-        order.processed_count += 2
-        author.append_batch(order)
-        assert author.sent[-1].row_count == 2
-
-    in_virtual_time(story())
+    author, order = Author(), ReportOrder()
+    first = author.append_batch(order)
+    author.append()
+    author.lose(2)
+    behind = author.append_batch(order)
+    author.appends.settled(1, BatchOutcome.uniform(2, Reason.LOST, high_water_mark=0))
+    assert (await first).reasons.tolist() == [Reason.LOST] * 2
+    order.processed_count += 1  # the writer knows of the first now, and of that one alone
+    again = author.append_batch(order)
+    await until(lambda: len(author.sent) == 3)
+    assert [each.row_count for each in author.sent] == [2, 1, 1]
+    for each in (behind, again):
+        assert (await each).reasons.tolist() == [Reason.LOST] * 2
+    order.processed_count += 2
+    author.append_batch(order)
+    assert author.sent[-1].row_count == 2
 
 
-def test_rows_that_go_together_are_each_judged_by_their_own_mark():
-    async def story():
-        author = Author(batch_rows=9, batch_bytes=1 << 20)
-        for mark in (7, 3, 7, 9, 7, 7, 7, 7, 7):
-            author.append(mark=mark, write_locks=(mark,))
-        (parcel,) = author.sent
-        rows = decode_append(parcel.content, rows_max=9, bytes_max=1 << 20)
-        assert rows.marks.tolist() == [7, 3, 7, 9, 7, 7, 7, 7, 7]
-        assert rows.write_locks.values.tolist() == rows.marks.tolist()
-
-    in_virtual_time(story())
+@on_virtual_loop
+async def test_rows_that_go_together_are_each_judged_by_their_own_mark():
+    author = Author(batch_rows=9, batch_bytes=1 << 20)
+    for mark in (7, 3, 7, 9, 7, 7, 7, 7, 7):
+        author.append(mark=mark, write_locks=(mark,))
+    (parcel,) = author.sent
+    rows = decode_append(parcel.content, rows_max=9, bytes_max=1 << 20)
+    assert rows.marks.tolist() == [7, 3, 7, 9, 7, 7, 7, 7, 7]
+    assert rows.write_locks.values.tolist() == rows.marks.tolist()
 
 
-def test_a_parcel_over_the_servers_limit_is_sent_in_two_parts():
-    async def story():
-        author = Author(batch_rows=9, batch_bytes=1 << 20)
-        for number in range(9):
-            author.append(b"%d" % number)
-        author.appends.rejected(1, errors.TooLarge("nine rows"))
-        parts = [
-            decode_append(parcel.content, rows_max=9, bytes_max=1 << 20)
-            for parcel in author.sent[1:]
-        ]
-        data = [part.data.to_pylist() for part in parts]
-        assert data == [[b"0", b"1", b"2", b"3"], [b"4", b"5", b"6", b"7", b"8"]]
-
-    in_virtual_time(story())
+@on_virtual_loop
+async def test_a_parcel_over_the_servers_limit_is_sent_in_two_parts():
+    author = Author(batch_rows=9, batch_bytes=1 << 20)
+    for number in range(9):
+        author.append(b"%d" % number)
+    author.appends.rejected(1, errors.TooLarge("nine rows"))
+    parts = [
+        decode_append(parcel.content, rows_max=9, bytes_max=1 << 20) for parcel in author.sent[1:]
+    ]
+    data = [part.data.to_pylist() for part in parts]
+    assert data == [[b"0", b"1", b"2", b"3"], [b"4", b"5", b"6", b"7", b"8"]]
 
 
 @pytest.mark.parametrize("rows", [1, 9])
-def test_attempts_keep_no_order_and_all_others_do(rows):
-    async def story():
-        for is_attempt in (False, True):
-            author = Author(batch_rows=rows, batch_bytes=1 << 20)
-            for _ in range(rows):
-                author.append(is_attempt=is_attempt)
-            assert [each.keeps_order for each in author.sent] == [not is_attempt]
-
-    in_virtual_time(story())
+@on_virtual_loop
+async def test_attempts_keep_no_order_and_all_others_do(rows):
+    for is_attempt in (False, True):
+        author = Author(batch_rows=rows, batch_bytes=1 << 20)
+        for _ in range(rows):
+            author.append(is_attempt=is_attempt)
+        assert [each.keeps_order for each in author.sent] == [not is_attempt]
 
 
-def test_a_dependent_append_carries_no_mark_above_its_predecessors():
-    async def story():
-        for mark, sent, session_id in ((4, 4, 3), (5, 8, 3), (6, 8, 3)):
-            row = PendingRow(b"data", 0, 0)
-            row.follow(FollowedState(SessionId(3), PARTITION, 1, 5, 8, (), frozenset()), mark)
-            assert (row.mark, row.follows.session_id) == (sent, session_id)
-
-    in_virtual_time(story())
+@on_virtual_loop
+async def test_a_dependent_append_carries_no_mark_above_its_predecessors():
+    for mark, sent, session_id in ((4, 4, 3), (5, 8, 3), (6, 8, 3)):
+        row = PendingRow(b"data", 0, 0)
+        row.follow(FollowedState(SessionId(3), PARTITION, 1, 5, 8, (), frozenset()), mark)
+        assert (row.mark, row.follows.session_id) == (sent, session_id)
 
 
-def test_room_is_first_come_first_served_and_returned_when_unused():
-    async def story():
-        window = AppendWindow(rows_max=10, bytes_max=1 << 20)
-        assert window.try_take(8, 1)
-        async with asyncio.TaskGroup() as group:
-            large = group.create_task(window.take(5, 1))
-            await asyncio.sleep(0)
-            assert not window.try_take(1, 1), "another caller waits already"
-            group.create_task(window.take(1, 1))
-            await asyncio.sleep(0)
-            window.release(8, 1)
-            large.cancel()  # in the same moment in which it is given room
-        assert large.cancelled()
-        window.release(1, 1)
-        assert window.is_empty
-
-    in_virtual_time(story())
+@on_virtual_loop
+async def test_room_is_first_come_first_served_and_returned_when_unused():
+    window = AppendWindow(rows_max=10, bytes_max=1 << 20)
+    assert window.try_take(8, 1)
+    async with asyncio.TaskGroup() as group:
+        large = group.create_task(window.take(5, 1))
+        await asyncio.sleep(0)
+        assert not window.try_take(1, 1), "another caller waits already"
+        group.create_task(window.take(1, 1))
+        await asyncio.sleep(0)
+        window.release(8, 1)
+        large.cancel()  # in the same moment in which it is given room
+    assert large.cancelled()
+    window.release(1, 1)
+    assert window.is_empty

@@ -7,9 +7,8 @@ from waltz_core.memory import MemoryWaltz
 
 
 @pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)
-@pytest.mark.parametrize("delay_ms", [0, (0.5, 3.0)], ids=["quick", "slow"])
-def test_story(story, delay_ms):
-    with MemoryWaltz(delay_ms=delay_ms) as waltz:
+def test_story(story):
+    with MemoryWaltz(delay_ms=(0.5, 3.0)) as waltz:
         world = World(waltz.client, 1)
         story(world)
         assert is_whole(world)

@@ -130,125 +130,99 @@ async def until(condition):
         await asyncio.sleep(0)
 
 
-def test_large_answers_have_a_connection_of_their_own():
-    async def story():
-        async with a_server() as (links, address, _):
-            small, large = await links.get(address), await links.get(address, is_bulk=True)
-            assert small is not large
-            assert await links.get(address) is small
-            assert await links.get(address, is_bulk=True) is large
-
-    asyncio.run(story())
-
-
-def test_an_avoided_connection_is_replaced_and_its_end_loses_nothing():
-    async def story():
-        async with a_server() as (links, address, _):
-            old = await links.get(address)
-            old.attach(0, print, print, lambda: False, print)
-            new = await links.get(address, excluded=(old.number,))
-            assert new is not old
-            assert not old.is_closed, "it is still used"
-            old.detach(0)
-            await old.wait_closed()
-            assert await links.get(address) is new
-            assert not new.is_closed
-
-    asyncio.run(story())
+@on_loop
+async def test_an_avoided_connection_is_replaced_and_its_end_loses_nothing():
+    async with a_server() as (links, address, _):
+        old = await links.get(address)
+        old.attach(0, print, print, lambda: False, print)
+        new = await links.get(address, excluded=(old.number,))
+        assert new is not old
+        assert not old.is_closed, "it is still used"
+        old.detach(0)
+        await old.wait_closed()
+        assert await links.get(address) is new
+        assert not new.is_closed
 
 
-def test_a_waiting_request_fails_when_the_connection_breaks():
-    async def story():
-        async with a_server() as (links, address, got), asyncio.TaskGroup() as group:
-            link = await links.get(address)
-            waiting = group.create_task(ask_or_error(link))
-            await until(lambda: got)
-            got[0][0].abort("the server has died")
-            assert isinstance(await waiting, errors.Unreachable)
-            # A later request still does not wait.
-            assert isinstance(await ask_or_error(link), errors.Unreachable)
-
-    asyncio.run(story())
+@on_loop
+async def test_a_waiting_request_fails_when_the_connection_breaks():
+    async with a_server() as (links, address, got), asyncio.TaskGroup() as group:
+        link = await links.get(address)
+        waiting = group.create_task(answer_or_error(ask(link)))
+        await until(lambda: got)
+        got[0][0].abort("the server has died")
+        assert isinstance(await waiting, errors.Unreachable)
+        # A later request still does not wait.
+        assert isinstance(await answer_or_error(ask(link)), errors.Unreachable)
 
 
-async def ask_or_error(link):
+async def answer_or_error(waiting):
     try:
-        return await ask(link)
+        return await waiting
     except errors.WaltzError as error:
         return error
 
 
-def test_no_request_has_a_number_that_streams_use():
+@on_loop
+async def test_no_request_has_a_number_that_streams_use():
     """It distinguishes their answers."""
-
-    async def story():
-        async with a_server() as (links, address, got), asyncio.TaskGroup() as group:
-            link = await links.get(address)
-            for _ in range(3):
-                waiting = group.create_task(ask(link))
-                await until(lambda: got)
-                server, request = got.pop()
-                assert request.req_id.sequence < CONTROL_SEQUENCE_MIN
-                server.send(HighWaterMarkResponse(request.req_id, 7))
-                assert (await waiting).high_water_mark == 7
-                link._sequence = -(1 << 31)  # the next one is the last before they begin again
-
-    asyncio.run(story())
+    async with a_server() as (links, address, got), asyncio.TaskGroup() as group:
+        link = await links.get(address)
+        for _ in range(3):
+            waiting = group.create_task(ask(link))
+            await until(lambda: got)
+            server, request = got.pop()
+            assert request.req_id.sequence < CONTROL_SEQUENCE_MIN
+            server.send(HighWaterMarkResponse(request.req_id, 7))
+            assert (await waiting).high_water_mark == 7
+            link._sequence = -(1 << 31)  # the next one is the last before they begin again
 
 
-def test_a_close_during_a_dial_keeps_no_connection(door):
-    async def story():
-        async with a_server() as (links, address, _), asyncio.TaskGroup() as group:
-            dialing = group.create_task(get_or_error(links, address))
-            await until(lambda: door.count)
-            await links.close("the client ends")
-            door.may_pass.set()
-            assert isinstance(await dialing, errors.Unreachable)
-            assert not links._open
-
-    asyncio.run(story())
+@on_loop
+async def test_a_close_during_a_dial_keeps_no_connection(door):
+    async with a_server() as (links, address, _), asyncio.TaskGroup() as group:
+        dialing = group.create_task(answer_or_error(links.get(address)))
+        await until(lambda: door.count)
+        await links.close("the client ends")
+        door.may_pass.set()
+        assert isinstance(await dialing, errors.Unreachable)
+        assert not links._open
 
 
-async def get_or_error(links, address):
-    try:
-        return await links.get(address)
-    except errors.WaltzError as error:
-        return error
-
-
-def test_a_server_is_silent_if_a_request_waits_and_nothing_was_received(
-    monkeypatch,
-):
+@on_loop
+async def test_a_server_is_silent_if_a_request_waits_and_nothing_was_received(monkeypatch, caplog):
     monkeypatch.setattr("waltz_core.client.links.silence.SILENT_S", 600)  # the test looks itself
-
-    async def story():
-        silences = []
-        async with a_server(lambda: silences.append(1)) as (links, address, got):
-            link = await links.get(address)
-            is_waiting = [False]
-            link.attach(0, print, print, lambda: is_waiting[0], print)
-            async with asyncio.TaskGroup() as group:
-                asking = group.create_task(ask(link))
-                await until(lambda: got)
-                ((server, request),) = got
-                for spoken, count in ((False, 1), (True, 1), (False, 2)):
-                    if spoken:
-                        other = request.req_id._replace(sequence=-7)
-                        server.send(HighWaterMarkResponse(other, 7))
-                        await until(lambda: link._watch._has_received)
-                    look(link)
-                    assert len(silences) == count
-                server.send(HighWaterMarkResponse(request.req_id, 7))
-                await asking
-            link._watch._has_received = False
-            look(link)
-            assert len(silences) == 2, "no request waits for it any more"
-            link.send(HighWaterMarkRequest(request.req_id))
-            is_waiting[0] = True  # a stream
-            look(link)
-            assert len(silences) == 3
-
-    asyncio.run(story())
+    caplog.set_level("INFO", "waltz_core.client.links.silence")
+    silences = []
+    async with a_server(lambda: silences.append(1)) as (links, address, got):
+        link = await links.get(address)
+        is_waiting = [False]
+        link.attach(0, print, print, lambda: is_waiting[0], print)
+        async with asyncio.TaskGroup() as group:
+            asking = group.create_task(ask(link))
+            await until(lambda: got)
+            ((server, request),) = got
+            for spoken, count in ((False, 1), (True, 1), (False, 2)):
+                if spoken:
+                    other = request.req_id._replace(sequence=-7)
+                    server.send(HighWaterMarkResponse(other, 7))
+                    await until(lambda: link._watch._has_received)
+                look(link)
+                assert len(silences) == count
+            server.send(HighWaterMarkResponse(request.req_id, 7))
+            await asking
+        link._watch._has_received = False
+        look(link)
+        assert len(silences) == 2, "no request waits for it any more"
+        link.send(HighWaterMarkRequest(request.req_id))
+        is_waiting[0] = True  # a stream
+        look(link)
+        assert len(silences) == 3
+    logged = [(each.levelname, *each.getMessage().split()[:2]) for each in caplog.records]
+    assert logged[:2] == [
+        ("WARNING", "server.silent", f"server={address}"),
+        ("INFO", "server.responsive", f"server={address}"),
+    ]
 
 
 def look(link):
@@ -258,48 +232,20 @@ def look(link):
     link._watch._check()
 
 
-def test_a_silent_server_is_named_in_the_log_once_and_again_when_it_is_over(monkeypatch, caplog):
-    monkeypatch.setattr("waltz_core.client.links.silence.SILENT_S", 600)  # the test looks itself
-    caplog.set_level("INFO", "waltz_core.client.links.silence")
-
-    async def story():
-        async with a_server() as (links, address, got), asyncio.TaskGroup() as group:
-            link = await links.get(address)
-            asking = group.create_task(ask(link))
-            await until(lambda: got)
-            for _ in range(3):
-                look(link)
-            ((server, request),) = got
-            server.send(HighWaterMarkResponse(request.req_id, 7))
-            await asking
-            return address
-
-    address = asyncio.run(story())
-    logged = [(each.levelname, *each.getMessage().split()[:2]) for each in caplog.records]
-    assert logged == [
-        ("WARNING", "server.silent", f"server={address}"),
-        ("INFO", "server.responsive", f"server={address}"),
-    ]
-
-
 @pytest.mark.parametrize("is_logged", [True, False])
-def test_a_server_that_does_not_greet_is_reported_as_silent_and_then_as_left(
+@on_loop
+async def test_a_server_that_does_not_greet_is_reported_as_silent_and_then_as_left(
     monkeypatch, caplog, is_logged
 ):
     monkeypatch.setattr("waltz_core.client.links.silence.SILENT_S", 0.01)
     caplog.set_level("INFO", "waltz_core.client.links.silence")
-
-    async def story():
-        how = {} if is_logged else {"silent": None}
-        links = ServerLinks(dial_timeout_s=0.1, late_answers_s=0, **how)
-        with socket.create_server(("127.0.0.1", 0)) as frozen:  # as one that was stopped
-            address = f"127.0.0.1:{frozen.getsockname()[1]}"
-            with pytest.raises(errors.Unreachable):
-                await links.get(address)
-        await links.close("the test is over")
-        return address
-
-    address = asyncio.run(story())
+    how = {} if is_logged else {"silent": None}
+    links = ServerLinks(dial_timeout_s=0.1, late_answers_s=0, **how)
+    with socket.create_server(("127.0.0.1", 0)) as frozen:  # as one that was stopped
+        address = f"127.0.0.1:{frozen.getsockname()[1]}"
+        with pytest.raises(errors.Unreachable):
+            await links.get(address)
+    await links.close("the test is over")
     logged = [each.getMessage().split(" server=")[0] for each in caplog.records]
     assert logged == (["server.silent", "server.silent_until_closed"] if is_logged else [])
     assert all(address in each.getMessage() for each in caplog.records)

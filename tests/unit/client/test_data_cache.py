@@ -10,7 +10,7 @@ from waltz_core.client import AsyncCallbacks
 from waltz_core.client.read.data_cache import DataBudget
 from waltz_core.records.record import TransactionId
 
-COUNT = 200
+COUNT = 60
 SIZE = 2_000
 
 
@@ -49,12 +49,12 @@ async def read_all(client, partitions):
 
 @on_virtual_loop
 async def test_all_partitions_share_one_budget_while_they_catch_up():
-    bytes_max = 100_000
-    async with memory_cluster(partition_count=8) as cluster, cluster.client().opened() as client:
+    bytes_max = 50_000
+    async with memory_cluster(partition_count=4) as cluster, cluster.client().opened() as client:
         client.subscriptions.data_budget = DataBudget(bytes_max)
-        for partition in range(8):
+        for partition in range(4):
             await write(client, partition)
-        callbacks = await read_all(client, 8)
+        callbacks = await read_all(client, 4)
         assert SIZE < max(callbacks.kept_bytes) <= bytes_max
 
 

@@ -24,6 +24,11 @@ from waltz_core.records.record import ReplicaId
 
 CLUSTER = ClusterInfo("shop", bytes(16), 3)
 LAYOUT = ClusterLayout("zk:2181/shop", CLUSTER, {0: ("a:1", 1), 2: ("b:2", 4)})
+CONNECT = "waltz_core.client.links.directory.zookeeper_session.connect"
+
+
+def directory_of(zookeeper):
+    return ZooKeeperDirectory("zk:2181/shop", connect_timeout_ms=20_000, coordinator=zookeeper)
 
 
 def test_a_task_is_given_its_own_partition_only():
@@ -31,26 +36,21 @@ def test_a_task_is_given_its_own_partition_only():
     assert LAYOUT.of(1) == ClusterLayout("zk:2181/shop", CLUSTER, {})
 
 
-def test_later_layouts_are_learned_without_a_request():
+def test_newer_layouts_are_learned_without_a_request_and_passed_on():
     directory = FixedDirectory(LAYOUT.of(0), connect_timeout_ms=1)
-    directory.add_owners(LAYOUT.of(2))
-    assert in_virtual_time(directory.owner(2, after_failure=False)) == Owner("b:2", 4)
-
-
-def test_an_older_layout_does_not_replace_a_newer_one():
-    directory = FixedDirectory(LAYOUT, connect_timeout_ms=1)
-    for generation in (0, 1):
-        directory.add_owners(ClusterLayout("zk:2181/shop", CLUSTER, {0: ("gone:9", generation)}))
-    assert directory.owners[0] == Owner("a:1", 1)
-
-
-def test_a_newer_layout_is_learned_and_passed_on():
-    directory = FixedDirectory(LAYOUT, connect_timeout_ms=1)
     reported = []
     in_virtual_time(directory.open(lambda owners: reported.append(dict(owners))))
-    directory.add_owners(ClusterLayout("zk:2181/shop", CLUSTER, {0: ("new:9", 2), 2: ("b:2", 4)}))
+    before = directory.owners
+    for layout in (
+        LAYOUT,
+        *(ClusterLayout("zk:2181/shop", CLUSTER, {0: ("gone:9", old)}) for old in (0, 1)),
+        ClusterLayout("zk:2181/shop", CLUSTER, {0: ("new:9", 2), 2: ("b:2", 4)}),
+    ):
+        directory.add_owners(layout)
     assert directory.owners == {0: Owner("new:9", 2), 2: Owner("b:2", 4)}
-    assert reported == [{0: Owner("new:9", 2)}]
+    assert reported == [{2: Owner("b:2", 4)}, {0: Owner("new:9", 2)}]
+    assert in_virtual_time(directory.owner(2, after_failure=False)) == Owner("b:2", 4)
+    assert before == {0: Owner("a:1", 1)}  # another thread may go through them meanwhile
 
 
 class Asked:
@@ -74,7 +74,7 @@ class Asked:
 
 async def share(zookeeper, count, *, cancelled=None):
     """Have many ask at once; return each one's answer, None for the one that was cancelled."""
-    directory = ZooKeeperDirectory("zk:2181/shop", connect_timeout_ms=20_000, coordinator=zookeeper)
+    directory = directory_of(zookeeper)
 
     async def ask(partition):
         try:
@@ -133,7 +133,7 @@ def view(server_id=7, *, host="a", is_settled=True):
 
 def test_an_owner_in_an_unsettled_view_does_not_count():
     zookeeper = WithViews(view(is_settled=False), view())
-    directory = ZooKeeperDirectory("zk:2181/shop", connect_timeout_ms=20_000, coordinator=zookeeper)
+    directory = directory_of(zookeeper)
     with pytest.raises(errors.NotOwned):
         in_virtual_time(directory.owner(0, after_failure=True))
     assert directory.owners == {}
@@ -150,9 +150,7 @@ def test_the_present_owner_is_read_after_all_writes_and_only_a_settled_view_answ
             asked.append("now")
             return view(host="b", is_settled=len(asked) > 1)
 
-    directory = ZooKeeperDirectory(
-        "zk:2181/shop", connect_timeout_ms=20_000, coordinator=ZooKeeper()
-    )
+    directory = directory_of(ZooKeeper())
 
     async def story():
         with pytest.raises(errors.NotOwned, match="has no settled owner"):
@@ -165,7 +163,7 @@ def test_the_present_owner_is_read_after_all_writes_and_only_a_settled_view_answ
 
 def test_zookeeper_is_queried_again_only_if_the_layout_has_failed():
     zookeeper = WithViews(view(), view(8, host="b"))
-    directory = ZooKeeperDirectory("zk:2181/shop", connect_timeout_ms=20_000, coordinator=zookeeper)
+    directory = directory_of(zookeeper)
     for after_failure, owner, count in (
         (False, OWNER, 1),
         (False, OWNER, 1),
@@ -216,7 +214,7 @@ def test_another_cluster_at_the_same_address_does_not_answer(monkeypatch):
         await directory.close()
 
     reported = []
-    monkeypatch.setattr("waltz_core.client.links.directory.zookeeper_session.connect", connect)
+    monkeypatch.setattr(CONNECT, connect)
     in_virtual_time(ask_twice())
     assert Elsewhere.open_count == 0
     assert reported == []
@@ -243,7 +241,7 @@ def test_a_late_answer_of_zookeeper_replaces_nothing_newer(monkeypatch):
         return await directory.owner(2, after_failure=False)
 
     reported = []
-    monkeypatch.setattr("waltz_core.client.links.directory.zookeeper_session.connect", connect)
+    monkeypatch.setattr(CONNECT, connect)
     assert in_virtual_time(ask()) == Owner("b:2", 4)
     assert reported == [{0: Owner("z:1", 3), 1: Owner("z:1", 3)}]
 
@@ -269,17 +267,9 @@ def test_a_request_during_the_close_leaves_no_session_behind(monkeypatch):
         await ask()
 
     may_connect = asyncio.Event()
-    monkeypatch.setattr("waltz_core.client.links.directory.zookeeper_session.connect", connect)
+    monkeypatch.setattr(CONNECT, connect)
     in_virtual_time(ask_and_close())
     assert Elsewhere.open_count == 0
-
-
-def test_the_owners_that_were_handed_out_stay_as_they_were():
-    """Another thread may go through them meanwhile."""
-    directory = FixedDirectory(LAYOUT.of(0), connect_timeout_ms=1)
-    before = directory.owners
-    directory.add_owners(LAYOUT)
-    assert before == {0: Owner("a:1", 1)}
 
 
 class Grouped:
@@ -296,7 +286,7 @@ class Grouped:
 
 def test_groups_are_read_once_and_again_for_a_storage_that_is_in_none():
     zookeeper = Grouped()
-    directory = ZooKeeperDirectory("zk:2181/shop", connect_timeout_ms=20_000, coordinator=zookeeper)
+    directory = directory_of(zookeeper)
 
     async def ask(*storages):
         return await directory.groups(storages)
@@ -311,7 +301,7 @@ def test_groups_are_read_once_and_again_for_a_storage_that_is_in_none():
 
 
 def test_a_request_to_a_closed_directory_fails():
-    directory = ZooKeeperDirectory("zk:2181/shop", connect_timeout_ms=20_000, coordinator=Behind())
+    directory = directory_of(Behind())
 
     async def close_and_ask():
         await directory.close()
@@ -335,14 +325,14 @@ def test_a_new_session_does_not_repeat_reports(monkeypatch):
         return sessions.pop(0)()
 
     async def open_twice():
-        directory = ZooKeeperDirectory("zk:2181/shop", connect_timeout_ms=20_000)
+        directory = directory_of(None)
         for _ in range(2):
             await directory.open(lambda _owners: None)
             seen.append(len(directory.owners))
             await directory.close()
 
     sessions, seen = [Behind, Unsettled], []
-    monkeypatch.setattr("waltz_core.client.links.directory.zookeeper_session.connect", connect)
+    monkeypatch.setattr(CONNECT, connect)
     in_virtual_time(open_twice())
     assert seen == [3, 0]
 
@@ -375,7 +365,7 @@ def test_a_caller_that_times_out_does_not_restart_the_connect(monkeypatch):
         await directory.close()
 
     slow = Slow()
-    monkeypatch.setattr("waltz_core.client.links.directory.zookeeper_session.connect", slow)
+    monkeypatch.setattr(CONNECT, slow)
     in_virtual_time(ask())
     assert slow.count == 1
     assert Elsewhere.open_count == 0
@@ -399,7 +389,7 @@ def test_all_waiting_callers_learn_that_no_zookeeper_answers(monkeypatch):
             slow.may_connect.set()
 
     slow = Slow(errors.CoordinatorUnavailable("refused"))
-    monkeypatch.setattr("waltz_core.client.links.directory.zookeeper_session.connect", slow)
+    monkeypatch.setattr(CONNECT, slow)
     in_virtual_time(ask())
     assert slow.count == 1
 
@@ -421,7 +411,7 @@ def test_closing_ends_what_waits_for_zookeeper(monkeypatch):
         assert len(asyncio.all_tasks()) == 1
 
     slow = Slow()
-    monkeypatch.setattr("waltz_core.client.links.directory.zookeeper_session.connect", slow)
+    monkeypatch.setattr(CONNECT, slow)
     in_virtual_time(ask_and_close())
 
 
@@ -442,7 +432,7 @@ def test_a_client_with_a_layout_opens_zookeeper_by_its_settings(monkeypatch):
         pass
 
     asked = []
-    monkeypatch.setattr("waltz_core.client.links.directory.zookeeper_session.connect", connect)
+    monkeypatch.setattr(CONNECT, connect)
     in_virtual_time(ask())
     assert asked == [{"connect_timeout_ms": 7_000, "session_timeout_ms": 9_000}]
     assert Elsewhere.open_count == 0
@@ -478,9 +468,7 @@ def missing(zookeeper):
     """Return a directory that was opened and has met a missing cluster since."""
 
     async def meet():
-        directory = ZooKeeperDirectory(
-            "zk:2181/shop", connect_timeout_ms=20_000, coordinator=zookeeper
-        )
+        directory = directory_of(zookeeper)
         await directory.open(lambda _owners: None)
         zookeeper.is_missing = True
         for ask in (lambda: directory.owner(0, after_failure=True), directory.run):
@@ -503,7 +491,7 @@ def test_a_cluster_that_is_rebuilt_under_its_key_is_used_again():
 def test_a_node_that_cannot_be_decoded_counts_as_no_answer():
     """An error that no retry can repair would end streams and feeds for good."""
     zookeeper = Rebuilt()
-    directory = ZooKeeperDirectory("zk:2181/shop", connect_timeout_ms=20_000, coordinator=zookeeper)
+    directory = directory_of(zookeeper)
     in_virtual_time(directory.open(lambda _owners: None))
 
     async def rotten():
@@ -530,7 +518,7 @@ def test_another_cluster_in_the_place_of_a_missing_one_is_rejected():
 def test_a_directory_that_opens_where_no_cluster_is_does_not_wait_for_one():
     zookeeper = Rebuilt()
     zookeeper.is_missing = True
-    directory = ZooKeeperDirectory("zk:2181/shop", connect_timeout_ms=20_000, coordinator=zookeeper)
+    directory = directory_of(zookeeper)
 
     async def close():
         pass

@@ -46,19 +46,12 @@ async def test_a_timed_out_wait_for_a_feed_leaves_nothing():
 
 
 @on_virtual_loop
-async def test_a_timed_out_wait_for_a_mount_leaves_nothing():
+async def test_timed_out_waits_for_a_mount_and_for_a_mark_leave_nothing():
     partition = partition_without_a_server()
     for _ in range(COUNT):
         await give_up(partition.mounted())
-    assert not partition._mount_waiters
-    partition.close()
-
-
-@on_virtual_loop
-async def test_a_timed_out_wait_for_a_mark_leaves_nothing():
-    partition = partition_without_a_server()
-    for _ in range(COUNT):
         await give_up(partition.known(TransactionId(4)))
+    assert not partition._mount_waiters
     assert not partition._mark_waiters
     partition.close()
 

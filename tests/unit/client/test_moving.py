@@ -153,62 +153,58 @@ async def make_moves(cluster: MemoryCluster, there: list[Way], count: int) -> No
 
 
 @MOVES
-def test_late_appends_on_an_old_connection_are_rejected(moves: int) -> None:
-    @on_virtual_loop
-    async def story() -> None:
-        async with two_servers() as (cluster, there, client):
-            await client.mount([0])
-            server = cluster.owner(0)
-            (old,) = there[cluster.servers.index(server)].passages
-            old.hold("up")
-            futures = [await client.append(b"%d" % i, partition=0) for i in range(5)]
-            batch = await client.append_batch(0, batch_of(b"a", b"b"), 2, client_high_water_mark=-1)
-            await until(lambda: old.held["up"])
-            await make_moves(cluster, there, moves)
-            old.lose_client()
-            # Nothing of it is in the log: rows are sent again and the batch is reported as lost.
-            assert (await batch).reasons.tolist() == [Reason.LOST] * 2
-            assert sorted([await future for future in futures]) == list(range(5))
-            assert cluster.owner(0) is server or moves == 1
-            before = server.received.count("AppendBatch") + server.received.count("AppendRequest")
-            old.release("up")
-            await until(
-                lambda: (
-                    server.received.count("AppendBatch") + server.received.count("AppendRequest")
-                    >= before + 2
-                )
+@on_virtual_loop
+async def test_late_appends_on_an_old_connection_are_rejected(moves: int) -> None:
+    async with two_servers() as (cluster, there, client):
+        await client.mount([0])
+        server = cluster.owner(0)
+        (old,) = there[cluster.servers.index(server)].passages
+        old.hold("up")
+        futures = [await client.append(b"%d" % i, partition=0) for i in range(5)]
+        batch = await client.append_batch(0, batch_of(b"a", b"b"), 2, client_high_water_mark=-1)
+        await until(lambda: old.held["up"])
+        await make_moves(cluster, there, moves)
+        old.lose_client()
+        # Nothing of it is in the log: rows are sent again and the batch is reported as lost.
+        assert (await batch).reasons.tolist() == [Reason.LOST] * 2
+        assert sorted([await future for future in futures]) == list(range(5))
+        assert cluster.owner(0) is server or moves == 1
+        before = server.received.count("AppendBatch") + server.received.count("AppendRequest")
+        old.release("up")
+        await until(
+            lambda: (
+                server.received.count("AppendBatch") + server.received.count("AppendRequest")
+                >= before + 2
             )
-            assert await (await client.append(b"last", partition=0)) == 5
-            data = [row for _, _, row in cluster.logs[0].rows()]
-            assert data == [*(b"%d" % i for i in range(5)), b"last"]
-
-    story()
+        )
+        assert await (await client.append(b"last", partition=0)) == 5
+        data = [row for _, _, row in cluster.logs[0].rows()]
+        assert data == [*(b"%d" % i for i in range(5)), b"last"]
 
 
 @MOVES
-def test_an_answer_that_is_late_is_not_missed_and_nothing_is_written_twice(moves: int) -> None:
-    @on_virtual_loop
-    async def story() -> None:
-        async with two_servers() as (cluster, there, client):
-            await client.mount([0])
-            server = cluster.owner(0)
-            (old,) = there[cluster.servers.index(server)].passages
-            old.hold("down")
-            futures = [await client.append(b"%d" % i, partition=0) for i in range(5)]
-            batch = await client.append_batch(0, batch_of(b"a", b"b"), 2, client_high_water_mark=-1)
-            await until(lambda: len(cluster.logs[0].rows()) == 7)
-            assert not batch.done()
-            await make_moves(cluster, there, moves)
-            old.lose_client()
-            assert (await batch).committed_count == 2
-            ids = [await future for future in futures]
-            old.release("down")
-            assert await (await client.append(b"last", partition=0)) == 7
-            data = [row for _, _, row in cluster.logs[0].rows()]
-            assert [data[each] for each in ids] == [b"%d" % i for i in range(5)]
-            assert sorted(data) == sorted([*(b"%d" % i for i in range(5)), b"a", b"b", b"last"])
-
-    story()
+@on_virtual_loop
+async def test_an_answer_that_is_late_is_not_missed_and_nothing_is_written_twice(
+    moves: int,
+) -> None:
+    async with two_servers() as (cluster, there, client):
+        await client.mount([0])
+        server = cluster.owner(0)
+        (old,) = there[cluster.servers.index(server)].passages
+        old.hold("down")
+        futures = [await client.append(b"%d" % i, partition=0) for i in range(5)]
+        batch = await client.append_batch(0, batch_of(b"a", b"b"), 2, client_high_water_mark=-1)
+        await until(lambda: len(cluster.logs[0].rows()) == 7)
+        assert not batch.done()
+        await make_moves(cluster, there, moves)
+        old.lose_client()
+        assert (await batch).committed_count == 2
+        ids = [await future for future in futures]
+        old.release("down")
+        assert await (await client.append(b"last", partition=0)) == 7
+        data = [row for _, _, row in cluster.logs[0].rows()]
+        assert [data[each] for each in ids] == [b"%d" % i for i in range(5)]
+        assert sorted(data) == sorted([*(b"%d" % i for i in range(5)), b"a", b"b", b"last"])
 
 
 @on_virtual_loop
@@ -217,8 +213,8 @@ async def test_moves_to_and_fro_lose_nothing_and_double_nothing() -> None:
         seen = Applying()
         await client.subscribe(seen, [0])
         futures, outcomes = [], []
-        for turn in range(6):
-            for i in range(40):
+        for turn in range(4):
+            for i in range(20):
                 futures.append(await client.append(b"%d-%d" % (turn, i), partition=0))
                 if i % 10 == 0:
                     payload = batch_of(b"b%d-%d" % (turn, i))
@@ -230,12 +226,12 @@ async def test_moves_to_and_fro_lose_nothing_and_double_nothing() -> None:
         data = [row for _, _, row in cluster.logs[0].rows()]
         # Each is in the log once, where its outcome says, and in the order of the appends, though
         # what was lost on the way was sent again.
-        sent = [b"%d-%d" % (turn, i) for turn in range(6) for i in range(40)]
+        sent = [b"%d-%d" % (turn, i) for turn in range(4) for i in range(20)]
         assert [data[each] for each in ids] == sent
         assert ids == sorted(ids)
         # Batches are not sent again: those that are in the log are in their order.
         reasons_of_batches = [(await each).reasons.tolist() for each in outcomes]
-        batches = [b"b%d-%d" % (turn, i) for turn in range(6) for i in range(0, 40, 10)]
+        batches = [b"b%d-%d" % (turn, i) for turn in range(4) for i in range(0, 20, 10)]
         expected = [
             row for row, (reason,) in zip(batches, reasons_of_batches, strict=True) if reason == 0
         ]
@@ -292,38 +288,34 @@ async def placed_client(
 
 @pytest.mark.parametrize("is_placed", [False, True], ids=["watches", "was placed"])
 @pytest.mark.parametrize("what", ["dialed", "asked", "appended"])
-def test_a_client_of_a_frozen_server_turns_to_the_next_owner(what: str, is_placed: bool) -> None:
+@on_virtual_loop
+@mock.patch.object(net, "HELLO_S_MAX", 60.0)
+@mock.patch.object(silence, "SILENT_S", 0.05)
+async def test_a_client_of_a_frozen_server_turns_to_the_next_owner(
+    what: str, is_placed: bool
+) -> None:
     config = replace(IN_MEMORY_CONFIG, request_timeout_ms=60_000, server_connect_timeout_ms=60_000)
-
-    @on_virtual_loop
-    @mock.patch.object(net, "HELLO_S_MAX", 60.0)
-    @mock.patch.object(silence, "SILENT_S", 0.05)
-    async def story() -> None:
-        async with (
-            memory_cluster(server_count=2) as cluster,
-            ways(cluster) as there,
-            placed_client(cluster, config)
-            if is_placed
-            else cluster.client(config).opened() as client,
-        ):
-            await (await client.append(b"a", partition=0))
-            way = there[cluster.servers.index(cluster.owner(0))]
-            for each in way.passages:
-                each.hold("down")
-            way.is_frozen = True
-            asks: dict[str, Callable[[], Coroutine[Any, Any, object]]] = {
-                # Data come over a connection of their own, which is not made yet.
-                "dialed": lambda: client.requests.data(PartitionId(0), TransactionId(0)),
-                "asked": lambda: client.high_water_mark(0),
-                "appended": lambda: appended(client, b"b"),
-            }
-            async with asyncio.TaskGroup() as tasks:
-                asked = tasks.create_task(asks[what]())
-                await until(lambda: any(each.held["down"] for each in way.passages))
-                await make_moves(cluster, there, 1)
-            assert asked.result() == {"dialed": b"a", "asked": 0, "appended": 1}[what]
-
-    story()
+    async with (
+        memory_cluster(server_count=2) as cluster,
+        ways(cluster) as there,
+        placed_client(cluster, config) if is_placed else cluster.client(config).opened() as client,
+    ):
+        await (await client.append(b"a", partition=0))
+        way = there[cluster.servers.index(cluster.owner(0))]
+        for each in way.passages:
+            each.hold("down")
+        way.is_frozen = True
+        asks: dict[str, Callable[[], Coroutine[Any, Any, object]]] = {
+            # Data come over a connection of their own, which is not made yet.
+            "dialed": lambda: client.requests.data(PartitionId(0), TransactionId(0)),
+            "asked": lambda: client.high_water_mark(0),
+            "appended": lambda: appended(client, b"b"),
+        }
+        async with asyncio.TaskGroup() as tasks:
+            asked = tasks.create_task(asks[what]())
+            await until(lambda: any(each.held["down"] for each in way.passages))
+            await make_moves(cluster, there, 1)
+        assert asked.result() == {"dialed": b"a", "asked": 0, "appended": 1}[what]
 
 
 async def appended(client: OpenedClient, data: bytes) -> int:

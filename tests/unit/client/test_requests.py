@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from tests.loops import in_virtual_time
+from tests.loops import in_virtual_time, on_virtual_loop
 from tests.patience import HANG_S
 from waltz_core import errors
 from waltz_core.client.links.directory import Owner
@@ -122,21 +122,19 @@ def test_that_the_log_ends_is_trusted_when_a_quorum_is_reported():
     assert (chunk.next, ends) == (5, [9, 9, 4])
 
 
-def test_a_request_is_not_repeated_without_a_move():
-    async def story():
-        cluster = Cluster(owner=mark(7))
-        cluster.may_answer.clear()
-        async with asyncio.timeout(HANG_S), asyncio.TaskGroup() as group:
-            asking = group.create_task(cluster.requests.high_water_mark(0, linearizable=False))
-            while not cluster.asked:  # noqa: ASYNC110 - it is on its way
-                await asyncio.sleep(0)
-            cluster.requests.moved({0: Owner("owner", 2), 1: Owner("other", 2)})
+@on_virtual_loop
+async def test_a_request_is_not_repeated_without_a_move():
+    cluster = Cluster(owner=mark(7))
+    cluster.may_answer.clear()
+    async with asyncio.timeout(HANG_S), asyncio.TaskGroup() as group:
+        asking = group.create_task(cluster.requests.high_water_mark(0, linearizable=False))
+        while not cluster.asked:  # noqa: ASYNC110 - it is on its way
             await asyncio.sleep(0)
-            cluster.may_answer.set()
-            assert await asking == 7
-        assert len(cluster.asked) == 1
-
-    in_virtual_time(story())
+        cluster.requests.moved({0: Owner("owner", 2), 1: Owner("other", 2)})
+        await asyncio.sleep(0)
+        cluster.may_answer.set()
+        assert await asking == 7
+    assert len(cluster.asked) == 1
 
 
 @pytest.mark.parametrize("error", [errors.BadRequest, errors.DataLoss])
@@ -147,7 +145,14 @@ def test_permanent_errors_are_not_retried(error):
     assert len(cluster.asked) == 1
 
 
-def test_a_zookeeper_timeout_reports_the_earlier_failure():
+@pytest.mark.parametrize(
+    ("silent_from", "expected"),
+    [
+        (1, r"no answer within 500 ms: ZooKeeper names no owner"),
+        (3, r"names no owner; before that: no ZooKeeper answered at zk1: refused$"),
+    ],
+)
+def test_a_zookeeper_timeout_reports_the_earlier_failure(silent_from, expected):
     """It names the host, and why it does not answer."""
 
     class Away(Cluster):
@@ -155,13 +160,12 @@ def test_a_zookeeper_timeout_reports_the_earlier_failure():
 
         async def owner(self, partition_id, *, after_failure):
             self.asked_count += 1
-            if self.asked_count == 3:
+            if self.asked_count == silent_from:
                 await asyncio.Event().wait()
             raise errors.CoordinatorUnavailable("no ZooKeeper answered at zk1: refused")
 
     cluster = Away()
     cluster.requests._config = ClientConfig(retry_interval_ms_min=1, request_timeout_ms=500)
-    expected = r"names no owner; before that: no ZooKeeper answered at zk1: refused$"
     with pytest.raises(errors.CoordinatorUnavailable, match=expected):
         in_virtual_time(cluster.requests.high_water_mark(0, linearizable=False))
 

@@ -1,7 +1,7 @@
 """The mark and the changes stand in the database together, or not at all."""
 
+import importlib
 import sqlite3
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -87,28 +87,6 @@ def test_an_error_in_apply_rolls_back_changes_and_mark(engine: sa.Engine) -> Non
     assert callbacks.uncaught_exception(0, 0, caught.value) is PoisonPolicy.STOP
 
 
-def test_two_instances_apply_each_transaction_once(engine: sa.Engine) -> None:
-    instances = [Adding(engine), Adding(engine)]
-    for each in instances:
-        each.client_high_water_mark(0)
-    failed: list[Exception] = []
-
-    def run(each: Adding) -> None:
-        try:
-            for number in range(40):
-                each.apply_transaction(transaction(number))
-        except Exception as error:  # noqa: BLE001 - reported below
-            failed.append(error)
-
-    threads = [threading.Thread(target=run, args=(each,)) for each in instances]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failed
-    assert (instances[0].total, instances[1].client_high_water_mark(0)) == (40, 39)
-
-
 def test_applications_and_partitions_have_marks_of_their_own(engine: sa.Engine) -> None:
     one, other = Adding(engine, application="one"), Adding(engine, application="other")
     one.client_high_water_mark(0)
@@ -175,43 +153,41 @@ def test_an_error_that_is_caught_and_has_undone_all_is_rejected(engine: sa.Engin
     assert (callbacks.total, callbacks.client_high_water_mark(0)) == (3, 2)
 
 
-def test_an_error_that_is_caught_and_has_undone_nothing_is_no_matter(engine: sa.Engine) -> None:
-    def insert_again(connection: sa.Connection) -> None:
-        with pytest.raises(sa.exc.IntegrityError):
-            connection.execute(sa.text("INSERT INTO totals VALUES (1, 0)"))
+def take_points(connection: sa.Connection) -> None:
+    point = connection.begin_nested()
+    connection.execute(TOTALS.update().values(total=1_000))
+    point.rollback()
+    with connection.begin_nested():
+        connection.execute(TOTALS.update().values(total=TOTALS.c.total + 10))
 
-    callbacks = Adding(engine)
-    callbacks.then = insert_again
-    apply_all(callbacks, range(3))
-    assert (callbacks.total, callbacks.client_high_water_mark(0)) == (3, 2)
+
+def catch_an_error(connection: sa.Connection) -> None:
+    with pytest.raises(sa.exc.IntegrityError):
+        connection.execute(sa.text("INSERT INTO totals VALUES (1, 0)"))
+
+
+def running(statement: str) -> Callable[[sa.Connection], object]:
+    return lambda connection: connection.exec_driver_sql(statement).all()
 
 
 @pytest.mark.parametrize(
-    "statement",
+    ("then", "total"),
     [
-        "SELECT 'one; COMMIT' AS said",
-        "SELECT CASE WHEN total = 0 THEN 'none' ELSE 'some' END FROM totals -- ; rollback",
-        'SELECT total AS "; END" FROM totals',
+        (running("SELECT 'one; COMMIT' AS said"), 1),
+        (running("SELECT CASE WHEN total = 0 THEN 'none' ELSE 'some' END FROM totals -- ; end"), 1),
+        (running('SELECT total AS "; END" FROM totals'), 1),
+        (take_points, 11),
+        (catch_an_error, 1),
     ],
 )
-def test_words_that_end_nothing_are_no_matter(engine: sa.Engine, statement: str) -> None:
+def test_what_leaves_the_database_transaction_open_is_welcome(
+    engine: sa.Engine, then: Callable[[sa.Connection], object], total: int
+) -> None:
     callbacks = Adding(engine)
     callbacks.client_high_water_mark(0)
-    callbacks.then = lambda connection: connection.exec_driver_sql(statement).all()
-    callbacks.apply_transaction(transaction(0))
-    assert (callbacks.total, callbacks.client_high_water_mark(0)) == (1, 0)
-
-
-def test_skipped_transactions_move_the_mark_with_the_next_one(engine: sa.Engine) -> None:
-    callbacks = Adding(engine)
-    callbacks.client_high_water_mark(0)
-    callbacks.then = lambda _: 1 // 0
-    for number in (0, 1):
-        with pytest.raises(ZeroDivisionError):
-            callbacks.apply_transaction(transaction(number))
-    callbacks.then = None
-    callbacks.apply_transaction(transaction(2))
-    assert (callbacks.total, callbacks.client_high_water_mark(0)) == (1, 2)
+    callbacks.then = then
+    apply_all(callbacks, [0])
+    assert (callbacks.total, callbacks.client_high_water_mark(0)) == (total, 0)
 
 
 @pytest.mark.parametrize(
@@ -228,35 +204,18 @@ def test_an_engine_that_cannot_keep_them_together_is_rejected(
     engine = sa.create_engine(url.format(tmp_path), **options)
     with pytest.raises(BadConfig, match=found):
         Adding(engine)
+    with pytest.raises(BadConfig, match="create_engine, found 'sqlite://"):
+        Adding(url)  # type: ignore[arg-type]
     engine.dispose()
 
 
-def test_an_url_is_no_engine() -> None:
-    with pytest.raises(BadConfig, match="create_engine, found 'sqlite://"):
-        Adding("sqlite:///accounts.db")  # type: ignore[arg-type]
-
-
-def test_without_sqlalchemy_the_import_states_what_to_install() -> None:
-    code = "import sys; sys.modules['sqlalchemy'] = None; import waltz_core.client.api.sql"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=HANG_S
-    )
-    assert "pip install 'waltz-spark[sql]'" in done.stderr.splitlines()[-1]
-
-
-def test_savepoints_are_welcome(engine: sa.Engine) -> None:
-    def half(connection: sa.Connection) -> None:
-        point = connection.begin_nested()
-        connection.execute(TOTALS.update().values(total=1_000))
-        point.rollback()
-        with connection.begin_nested():
-            connection.execute(TOTALS.update().values(total=TOTALS.c.total + 10))
-
-    callbacks = Adding(engine)
-    callbacks.client_high_water_mark(0)
-    callbacks.then = half
-    callbacks.apply_transaction(transaction(0))
-    assert (callbacks.total, callbacks.client_high_water_mark(0)) == (11, 0)
+def test_without_sqlalchemy_the_import_states_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "sqlalchemy", None)
+    monkeypatch.delitem(sys.modules, sql.__name__)
+    with pytest.raises(ImportError, match=r"pip install 'waltz-spark\[sql\]'"):
+        importlib.import_module(sql.__name__)
 
 
 def test_a_database_that_was_set_back_is_reported(engine: sa.Engine) -> None:
@@ -407,7 +366,7 @@ def test_batches_grow_while_they_are_fast_and_shrink_when_they_are_slow(
     now_s = 0.0
     monkeypatch.setattr(sql.time, "monotonic", lambda: now_s)
     callbacks = Summing(engine)
-    apply_all(callbacks, range(20_000))
+    apply_all(callbacks, range(12_272))
     sizes = [len(each) for each in callbacks.given]
     assert sizes[:5] == [16, 32, 64, 128, 256]
     assert max(sizes) == 4_096
@@ -418,9 +377,9 @@ def test_batches_grow_while_they_are_fast_and_shrink_when_they_are_slow(
 
     callbacks.given.clear()
     callbacks.meanwhile = last_long
-    apply_all(callbacks, range(20_000, 27_680))
+    apply_all(callbacks, range(12_272, 19_952))
     assert [len(each) for each in callbacks.given][:4] == [4_096, 2_048, 1_024, 512]
-    assert callbacks.total == 27_680
+    assert callbacks.total == 19_952
 
 
 def test_a_failing_transaction_is_found_and_earlier_ones_stay(engine: sa.Engine) -> None:

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from tests.unit.client.stories import (
@@ -19,7 +18,7 @@ from tests.unit.client.stories import (
 from waltz_core import errors
 from waltz_core.client.stream import partition_stream, stream_events
 from waltz_core.client.stream.stream_events import Phase
-from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN, LineageEntry
+from waltz_core.records.record import GENESIS_CHAIN, RECONSTRUCTED, LineageEntry
 from waltz_core.wire import messages as m
 
 
@@ -159,10 +158,12 @@ def test_reading_back_continues_until_the_mark():
     story = in_doubt()
     story.mounted(story.link(number=2), 12, link=2)
     (asked,) = story.sent(m.RangeRequest)
-    story.receive(range_data(asked, req(5, 0, 99), mark=12), link=2)
+    answer = range_data(asked, req(5, 0, 99), req(1), mark=12)
+    assert story.receive(replace(answer, req_id=req(-99)), link=2) == []  # it was not requested
+    story.receive(answer, link=2)
     (again,) = story.sent(m.RangeRequest)
-    assert (again.first, again.last) == (11, 12)
-    effects = story.receive(range_data(again, req(1), req(2), mark=12), link=2)
+    assert (again.first, again.last) == (12, 12)
+    effects = story.receive(range_data(again, req(2), mark=12), link=2)
     assert settled(effects)[1].transaction_ids.tolist() == [11, 12]
 
 
@@ -195,6 +196,7 @@ def test_an_answer_on_the_old_link_counts():
     [
         lambda data: replace(data, first=11),
         lambda data: replace(data, count=1),
+        lambda data: replace(data, count=0, next=data.first, records=b""),
         lambda data: replace(data, next=data.next + 1),
         lambda data: replace(data, form=m.RangeForm.WHOLE),
         lambda data: replace(data, records=data.records[:-1]),
@@ -624,7 +626,9 @@ def test_a_log_below_the_clients_mark_stops_the_stream_with_an_error():
     assert story.stream.phase is Phase.STOPPED
 
 
-def chained(chain: bytes, *, found: bytes | None, last: int = 1) -> tuple[Story, list]:
+def chained(
+    chain: bytes, *, found: bytes | None, last: int = 1, session_id: int = 1
+) -> tuple[Story, list]:
     """Feed up to a batch end with a chain, break, mount again, and answer about the chain."""
     story = Story()
     request = story.fed(-1)
@@ -636,13 +640,8 @@ def chained(chain: bytes, *, found: bytes | None, last: int = 1) -> tuple[Story,
     story.mounted(mount, 1, link=2)
     (asked,) = story.sent(m.RangeRequest)
     assert (asked.first, asked.last) == (1, 1)
-    lineage = () if found is None else (LineageEntry(0, last, 1, 0, found),)
+    lineage = () if found is None else (LineageEntry(0, last, session_id, 0, found),)
     return story, story.receive(range_data(asked, rows[1], mark=1, lineage=lineage), link=2)
-
-
-def test_the_history_that_was_fed_is_looked_for_again():
-    story, _ = chained(b"a" * 16, found=b"a" * 16)
-    assert story.stream.phase is Phase.READY
 
 
 def test_another_history_stops_the_stream_with_an_error():
@@ -651,10 +650,17 @@ def test_another_history_stops_the_stream_with_an_error():
     assert story.stream.phase is Phase.STOPPED
 
 
-@pytest.mark.parametrize("last", [5, None])
-def test_a_batch_without_an_entry_of_its_own_proves_nothing(last):
-    found = None if last is None else b"b" * 16
-    story, _ = chained(b"a" * 16, found=found, last=last or 0)
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"found": b"a" * 16},
+        {"found": None},  # and what has no entry of its own proves nothing
+        {"found": b"b" * 16, "last": 5},
+        {"found": b"b" * 16, "session_id": RECONSTRUCTED},
+    ],
+)
+def test_the_history_that_was_fed_is_looked_for_again(entry):
+    story, _ = chained(b"a" * 16, **entry)
     assert story.stream.phase is Phase.READY
 
 
@@ -684,7 +690,6 @@ def test_marks_come_from_everything_that_is_received():
     assert story.stream.high_water_mark == 3
     story.receive(feed_batch(request.req_id, 4, req(1, 0, 99)))
     assert story.stream.high_water_mark == 4
-    assert np.int64(BEFORE_FIRST) == -1
 
 
 def test_news_of_the_assignment_also_end_a_dial_that_hangs():

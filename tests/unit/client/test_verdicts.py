@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.unit.client.stories import parcel, req
+from tests.unit.client.stories import parcel
 from waltz_core import errors
 from waltz_core.client.stream import verdicts
-from waltz_core.client.stream.monitor import BatchOutcome, Pending
+from waltz_core.client.stream.monitor import BatchOutcome
 from waltz_core.records.record import BEFORE_FIRST
 from waltz_core.wire.messages import Reason
 
@@ -36,21 +36,6 @@ def test_mounts_are_tried_again_unless_that_can_never_help():
     assert verdicts.is_mount_retriable(errors.GenerationMismatch("x"))
     for kind in (errors.ClientAhead, errors.ConnectionSuperseded, errors.UnknownPartition):
         assert not verdicts.is_mount_retriable(kind("x"))
-
-
-@pytest.mark.parametrize("reason", [each for each in Reason if each is not Reason.COMMITTED])
-def test_two_reasons_ask_for_another_mount(reason):
-    outcome = BatchOutcome.uniform(2, reason, high_water_mark=3)
-    found = verdicts.remount_reason(outcome)
-    assert found is (reason if reason in (Reason.NOT_MOUNTED, Reason.GENERATION) else None)
-
-
-def test_the_two_ends_of_waiting_say_what_they_mean():
-    assert "it is not in the log" in str(verdicts.not_sent(3, 500, "no server"))
-    pending = Pending(parcel(1, rows=2), req(4), 1, 1, 8, 0)
-    text = str(verdicts.unknown(pending, "within 500 ms", "no server"))
-    assert "2 rows from request (7, 0, 3, 4)" in text
-    assert "after transaction 8" in text
 
 
 @pytest.mark.parametrize("reason", Reason)
