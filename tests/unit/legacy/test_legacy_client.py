@@ -1,7 +1,6 @@
 """What a 0.13 client receives for the answers of our partitions (docs/decisions/020)."""
 
 import struct
-import tracemalloc
 from typing import Any
 
 import pytest
@@ -124,22 +123,6 @@ def test_mount_and_feed_errors_become_not_ready(
 )
 def test_errors_that_close_a_0_13_connection_close_ours(error: errors.WaltzError) -> None:
     assert refused(mounted(), messages.FeedRequest(req(1), 99), error) == EndConnection(str(error))
-
-
-def test_mounts_of_partitions_that_do_not_exist_take_no_memory() -> None:
-    original = LegacyClientAdapter(4)
-    unknown = errors.UnknownPartition("there is no partition 7: the cluster has 4, from 0 on")
-    tracemalloc.start()
-    try:
-        for number in range(20_000):
-            mount = messages.MountRequest(req(1, 7 + number), -1, 0)
-            assert original.note_request(mount, 0.0) is None
-            answer = refused(original, mount, unknown)
-            assert answer == MountResponse(mount.req_id, NOT_READY)
-        kept_bytes = tracemalloc.get_traced_memory()[0]
-    finally:
-        tracemalloc.stop()
-    assert kept_bytes < 100_000
 
 
 def test_requests_that_waltz_0_13_cannot_stand_end_the_connection() -> None:

@@ -5,7 +5,6 @@ import struct
 import pytest
 
 from waltz_core import errors
-from waltz_core.legacy import legacy_server_stream
 from waltz_core.legacy.legacy_server_appends import IN_FLIGHT_MAX
 from waltz_core.legacy.legacy_server_stream import (
     FLUSH_AFTER_MS,
@@ -466,9 +465,3 @@ def test_what_0_13_cannot_express_is_not_sent(mounted):
     data_only = m.RangeRequest(mine(-6), 0, 1, 100, RangeForm.WHOLE, ())
     mounted.say(data_only)
     assert mounted.translated[-1].error_code == errors.NotMounted.code
-
-
-def test_a_write_with_a_claim_gets_the_reason_of_its_rejection():
-    assert "does not support exactly-once writes" in str(
-        legacy_server_stream.exactly_once_error("host:1")
-    )

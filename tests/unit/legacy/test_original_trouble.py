@@ -2,19 +2,19 @@
 
 import asyncio
 import random
-import socket
-import struct
 from contextlib import asynccontextmanager
-from zlib import crc32
+from functools import partial
 
 import pytest
 
-from tests.original_server_for_clients import HELLO, OriginalCluster
+from tests.original_server_for_clients import OriginalCluster, Peer
 from tests.patience import HANG_S
 from waltz_core import errors
-from waltz_core.client import AsyncCallbacks, AsyncWaltzClient, RangeForm, lock
+from waltz_core.client import AsyncCallbacks, AsyncWaltzClient, lock
 from waltz_core.client.api.opening import Opening
 from waltz_core.client.read import requests
+from waltz_core.client.stream import client_partition
+from waltz_core.client.stream.stream_events import StreamSettings
 from waltz_core.config import ClientConfig
 from waltz_core.legacy import legacy_server_stream
 from waltz_core.memory import MemoryWaltz
@@ -90,8 +90,7 @@ def test_appends_in_flight_at_a_broken_connection_are_found_in_the_log():
     run(story)
 
 
-@pytest.mark.parametrize("kept", [0, 3, 7])
-@pytest.mark.parametrize("is_cut", [True, False])
+@pytest.mark.parametrize(("kept", "is_cut"), [(0, False), (3, True), (7, True)])
 def test_appends_lost_with_a_store_session_are_resent_and_committed_once(kept, is_cut):
     async def story(cluster):
         async with client_of(cluster) as client:
@@ -107,32 +106,6 @@ def test_appends_lost_with_a_store_session_are_resent_and_committed_once(kept, i
         found = datas_of(cluster)
         assert sorted(found) == [b"%d" % i for i in range(7)]
         assert [found[each] for each in ids] == [b"%d" % i for i in range(7)]
-
-    run(story)
-
-
-def test_silently_dropped_appends_are_found_by_a_flush():
-    async def story(cluster):
-        async with client_of(cluster) as client:
-            await client.mount([0])
-            await on_server(cluster, lambda: setattr(cluster.partition(0), "drops", 3))
-            ids = await results_of(await append_all(client, 3))
-        assert [datas_of(cluster)[each] for each in ids] == [b"0", b"1", b"2"]
-
-    run(story)
-
-
-def test_a_later_append_in_the_log_shows_that_an_earlier_one_was_lost(monkeypatch):
-    monkeypatch.setattr(legacy_server_stream, "FLUSH_AFTER_MS", 1_000 * HANG_S)
-
-    async def story(cluster):
-        async with client_of(cluster) as client:
-            await client.mount([0])
-            await on_server(cluster, lambda: setattr(cluster.partition(0), "drops", 1))
-            futures = await append_all(client, 5)
-            ids = await results_of(futures)
-        assert sorted(datas_of(cluster)) == [b"%d" % i for i in range(5)]
-        assert [datas_of(cluster)[each] for each in ids] == [b"%d" % i for i in range(5)]
 
     run(story)
 
@@ -247,8 +220,12 @@ class Seen(AsyncCallbacks):
 
 # The feed brings the first, headers fetched in ranges the second (partition_stream.py, invariant
 # 7).
-@pytest.mark.parametrize("behind", [1_000, 21_000])
-def test_a_client_that_lags_far_catches_up_and_continues(behind):
+@pytest.mark.parametrize("behind", [1_000, 3_000])
+def test_a_client_that_lags_far_catches_up_and_continues(behind, monkeypatch):
+    monkeypatch.setattr(
+        client_partition, "StreamSettings", partial(StreamSettings, feed_lag_max=2_000)
+    )
+
     async def story(cluster):
         cluster.fill(0, behind, b"old")
         async with client_of(cluster) as client:
@@ -263,24 +240,6 @@ def test_a_client_that_lags_far_catches_up_and_continues(behind):
     run(story)
 
 
-def test_a_filter_is_applied_here_and_the_mark_continues():
-    async def story(cluster):
-        async with client_of(cluster) as client:
-            seen = Seen(-1, 4)
-            await client.subscribe(seen, [0], headers=[3])
-            for i in range(12):
-                await (await client.append(b"", partition=0, header=i % 6))
-            last = await client.append(b"", partition=0, header=3)
-            await last
-            last = await client.append(b"", partition=0, header=3)
-            await seen.is_over.wait()
-            assert seen.ids == [3, 9, 12, 13]
-            chunks = client.read_range(0, 0, 13, form=RangeForm.HEADERS, header_values=[3])
-            assert [chunk.count async for chunk in chunks] == [4]
-
-    run(story)
-
-
 def test_a_write_with_a_claim_is_an_error_at_an_legacy_server():
     with OriginalCluster(1) as cluster:
 
@@ -288,7 +247,10 @@ def test_a_write_with_a_claim_is_an_error_at_an_legacy_server():
             async with client_of(cluster) as client:
                 client.claim = Claim()
                 future = await client.append(b"", partition=0)
-                with pytest.raises(errors.UsageError, match=r"Waltz 0\.13 server"):
+                with pytest.raises(
+                    errors.UsageError,
+                    match=r"Waltz 0\.13 server, which does not support exactly-once",
+                ):
                     await future
                 client.claim = None
 
@@ -297,17 +259,6 @@ def test_a_write_with_a_claim_is_an_error_at_an_legacy_server():
                 pass
 
         asyncio.run(story())
-
-
-def test_a_batch_that_cannot_be_read_harms_no_other_process():
-    async def story(cluster):
-        async with client_of(cluster) as client:
-            bad = await client.append_batch(0, b"no batch", 3, client_high_water_mark=-1)
-            with pytest.raises(errors.BadRequest):
-                await bad
-            assert await (await client.append(b"", partition=0)) == 0
-
-    run(story)
 
 
 def test_a_partition_moves_from_a_server_of_ours_to_a_0_13_program():
@@ -334,118 +285,19 @@ def test_a_partition_moves_from_a_server_of_ours_to_a_0_13_program():
     run(story)
 
 
-# --- another client, made by hand
-
-
-class ByHand:
-    """A client of four messages, without anything of ours."""
-
-    def __init__(self, port, client_id, connection_sequence=0):
-        self.socket = socket.create_connection(("127.0.0.1", port), HANG_S)
-        self.client_id, self.sequence = client_id, 0
-        hello = struct.pack(">i5h", 5, 0, 1, 2, 3, 4) + struct.pack(">i", 4) + b"hand"
-        self.socket.sendall(HELLO.pack(ord("H"), 0, len(hello)) + hello)
-        self.receive()
-        self.mark = -1
-        self.count = 0
-        mount = self.req_id()
-        self.send(0, mount, struct.pack(">qq", -1, connection_sequence))
-        self.log = []
-        while self.take() != 1:
-            pass
-        self.send(3, mount, struct.pack(">q", self.mark))
-
-    def req_id(self):
-        self.sequence += 1
-        return struct.pack(">4i", self.client_id, 1, 0, self.sequence)
-
-    def send(self, kind, req_id, rest):
-        payload = bytes([kind]) + req_id + rest
-        self.socket.sendall(HELLO.pack(ord("L"), 4, len(payload)) + payload)
-
-    def exactly(self, size):
-        found = b""
-        while len(found) < size:
-            more = self.socket.recv(size - len(found))
-            assert more
-            found += more
-        return found
-
-    def receive(self):
-        _, _, size = HELLO.unpack(self.exactly(HELLO.size))
-        return self.exactly(size)
-
-    def take(self):
-        """Take one message in; return its type."""
-        payload = self.receive()
-        kind, req_id, rest = payload[0], payload[1:17], payload[17:]
-        if kind == 4:
-            transaction_id = struct.unpack_from(">q", rest)[0]
-            if transaction_id == self.mark + 1:
-                self.mark = transaction_id
-                self.count = transaction_id + 1
-                self.log.append(req_id)
-        elif kind == 5:
-            self.send(3, req_id, struct.pack(">q", self.mark))
-        return kind
-
-    def increment(self, hashed):
-        """Count on, under a lock, until that is in the log."""
-        while True:
-            data = b"%d" % (self.count + 1)
-            req_id = self.req_id()
-            rest = struct.pack(">qii", self.mark, 1, hashed) + struct.pack(">iii", 0, 0, 0)
-            rest += struct.pack(">i", len(data)) + data + struct.pack(">I", crc32(data))
-            self.send(2, req_id, rest)
-            while self.take() != 10 and req_id not in self.log:
-                pass
-            if req_id in self.log:
-                return
-
-
-def test_a_counter_continues_with_a_second_client():
-    each = 25
-
-    async def story(cluster):
-        hand = await asyncio.to_thread(ByHand, cluster.servers[0].port, 77)
-        hashed = lock("counter")
-
-        def by_hand():
-            for _ in range(each):
-                hand.increment(hashed)
-
-        async def ours(client):
-            mark = -1
-            for _ in range(each):
-                done = False
-                while not done:
-                    future = await client.append(
-                        b"%d" % (mark + 2),
-                        partition=0,
-                        write_locks=[hashed],
-                        client_high_water_mark=mark,
-                    )
-                    outcome = (await results_of([future]))[0]
-                    done = isinstance(outcome, int)
-                    mark = outcome if done else outcome.high_water_mark
-
-        async with client_of(cluster) as client, asyncio.TaskGroup() as group:
-            group.create_task(asyncio.to_thread(by_hand))
-            group.create_task(ours(client))
-        hand.socket.close()
-        assert datas_of(cluster) == [b"%d" % i for i in range(1, 2 * each + 1)]
-
-    run(story)
-
-
 def test_a_silently_replaced_connection_mounts_on_another_one():
+    def replace(partition):
+        (client_id,) = partition.mounts
+        peer, generation = partition.mounts[client_id]
+        later = Peer(peer.writer)
+        later.sequence = peer.sequence + 1
+        partition.mounts[client_id] = (later, generation)
+
     async def story(cluster):
         async with client_of(cluster) as client:
             await client.mount([0])
-            port = cluster.servers[0].port
-            hand = await asyncio.to_thread(ByHand, port, client.client_id, 2)
+            await on_server(cluster, lambda: replace(cluster.partition(0)))
             assert await (await client.append(b"dropped at first", partition=0)) == 0
-            hand.socket.close()
 
     run(story)
 
@@ -492,10 +344,10 @@ async def write(cluster, name, rounds, outcomes):
             outcomes.update(zip(datas, await results_of(futures), strict=True))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_no_wrong_outcome_is_reported_under_faults(seed):
     chance = random.Random(seed)
-    rounds, writers, outcomes = 60, 3, {}
+    rounds, writers, outcomes = 20, 3, {}
 
     async def story(cluster):
         async with asyncio.timeout(HANG_S), asyncio.TaskGroup() as group:
