@@ -18,13 +18,13 @@ from waltz_core.records.record import (
     TransactionId,
 )
 from waltz_core.server.locking import judging
-from waltz_core.server.locking.judging import LogPlace, decode, judge_rows, judge_singles, verify
+from waltz_core.server.locking.judging import LogPlace, decode, judge_rows, judge_singles
 from waltz_core.server.locking.lock_table import LockTable
 from waltz_core.server.locking.tickets import BatchTicket, Epoch, SingleTicket
 from waltz_core.server.partition_events import ConnectionId, PartitionLimits
 from waltz_core.wire.messages import AppendBatch, AppendRequest, Reason
 
-LIMITS = PartitionLimits(lock_slot_count=1009, batch_rows_max=6)
+LIMITS = PartitionLimits(lock_slot_count=1009)
 REQ = ReqId(ClientId(1), Generation(1), PartitionId(0), 10)
 A = ConnectionId(1)
 DATA = [b"a", b"bb", b"ccc", b"dddd", b"e"]
@@ -33,15 +33,15 @@ MARKS = [-1, -1, -1, 5, -1]
 COMMITTED, LOCK, AHEAD = Reason.COMMITTED, Reason.LOCK, Reason.AHEAD
 
 
-def message(req_id: ReqId = REQ, rows: list[bytes] = DATA) -> AppendBatch:
-    none: list[list[int]] = [[] for _ in rows]
+def message(req_id: ReqId = REQ) -> AppendBatch:
+    none: list[list[int]] = [[] for _ in DATA]
     payload = encode_append(
-        list(range(len(rows))),
-        rows,
-        write_locks=WRITES[: len(rows)] if rows is DATA else none,
+        list(range(len(DATA))),
+        DATA,
+        write_locks=WRITES,
         read_locks=none,
         append_locks=none,
-        marks=MARKS if rows is DATA else None,
+        marks=MARKS,
     )
     return AppendBatch(req_id, -1, payload, zlib.crc32(payload))
 
@@ -171,16 +171,7 @@ def test_the_locks_of_a_batch_that_is_accepted_whole_are_all_reported() -> None:
     assert list(piece.writers) == [0, 1, 1]
 
 
-def test_an_append_damaged_in_transit_is_rejected() -> None:
-    with pytest.raises(errors.ChecksumMismatch, match="payload with CRC"):
-        decode(AppendBatch(REQ, -1, message().payload, 1), LIMITS)
-    with pytest.raises(errors.ChecksumMismatch, match="data with CRC"):
-        verify(AppendRequest(REQ, -1, (), (), (), 0, b"data", 1))
-
-
-def test_too_many_rows_and_sequence_numbers_that_run_out_are_rejected() -> None:
-    with pytest.raises(errors.TooLarge):
-        decode(message(rows=[b"x"] * 7), LIMITS)
+def test_sequence_numbers_that_run_out_are_rejected() -> None:
     last = REQ._replace(sequence=0x7FFFFFFF - 4)
     assert decode(message(last), LIMITS).count == 5
     with pytest.raises(errors.BadRequest, match="sequence numbers"):

@@ -63,7 +63,3 @@ def test_ranges_are_read_as_from_a_storage():
     assert (whole.first, whole.count, heads.count) == (1, 2, 2)
     assert np.frombuffer(heads.records, ">i8").size * 8 == 2 * 28
     assert bytes(whole.records[36:37]) == b"b"
-
-
-def test_an_empty_log_holds_nothing():
-    assert MemoryLog().transactions() == []

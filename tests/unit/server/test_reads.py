@@ -144,10 +144,12 @@ def test_a_retry_for_a_closed_connection_is_dropped() -> None:
     assert each.wake(RETRY_FIRST_MS) == []
 
 
-def test_replicas_take_turns() -> None:
+@pytest.mark.parametrize("nearby", [REPLICAS, REPLICAS[:2]])
+def test_replicas_nearby_take_turns(nearby: list[ReplicaId]) -> None:
     each = reads()
+    each.nearby = set() if nearby == REPLICAS else set(nearby)
     asked = [fetch_of(ask(each, 10 * place, 10 * place + 9)).replica for place in range(6)]
-    assert sorted(asked) == sorted(2 * REPLICAS)
+    assert sorted(asked) == sorted(6 // len(nearby) * nearby)
 
 
 def test_replicas_nearby_are_queried_first_and_none_that_the_session_does_not_have() -> None:
@@ -163,13 +165,6 @@ def test_replicas_nearby_are_queried_first_and_none_that_the_session_does_not_ha
     each.replicas = [REPLICAS[0], REPLICAS[2]]
     assert each.opened(SessionId(5), TransactionId(999)) == []
     assert fetch_of(ask(each, 500, 509)).replica in each.replicas
-
-
-def test_replicas_nearby_take_turns() -> None:
-    each = reads()
-    each.nearby = set(REPLICAS[:2])
-    asked = [fetch_of(ask(each, 10 * place, 10 * place + 9)).replica for place in range(6)]
-    assert sorted(asked) == sorted(3 * REPLICAS[:2])
 
 
 def test_a_failed_fetch_is_sent_to_every_replica_and_then_waits() -> None:
