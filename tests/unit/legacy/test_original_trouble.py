@@ -70,23 +70,8 @@ async def on_server(cluster, call):
 
 
 @on_loop
-async def test_appends_in_flight_at_a_broken_connection_are_found_in_the_log(cluster):
-    async with client_of(cluster) as client:
-        await client.mount([0])
-        await hold(cluster)
-        futures = await append_all(client, 7)
-        await until(lambda: len(cluster.partition(0).pending) == 7)
-        await on_server(cluster, cluster.servers[0].cut)
-        await on_server(cluster, cluster.partition(0).may_commit.set)
-        assert await results_of(futures) == list(range(7))
-    assert datas_of(cluster) == [b"%d" % i for i in range(7)]
-
-
-@on_loop
 @pytest.mark.parametrize(("kept", "is_cut"), [(0, False), (3, True), (7, True)])
-async def test_appends_lost_with_a_store_session_are_resent_and_committed_once(
-    kept, is_cut, cluster
-):
+async def test_appends_are_found_in_the_log_or_resent_and_committed_once(kept, is_cut, cluster):
     async with client_of(cluster) as client:
         await client.mount([0])
         await hold(cluster)

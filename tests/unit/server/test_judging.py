@@ -2,6 +2,7 @@
 
 import struct
 import zlib
+from collections.abc import Sequence
 
 import pytest
 
@@ -44,6 +45,26 @@ def message(req_id: ReqId = REQ) -> AppendBatch:
         marks=MARKS,
     )
     return AppendBatch(req_id, -1, payload, zlib.crc32(payload))
+
+
+def single(
+    write: Sequence[int], read: Sequence[int] = (), append: Sequence[int] = (), *, mark: int = -1
+) -> SingleTicket:
+    asked = AppendRequest(REQ, mark, tuple(write), tuple(read), tuple(append), 0, b"", 0)
+    return SingleTicket(A, 100, asked, Epoch(), 0)
+
+
+def with_locks(
+    write: list[list[int]], read: list[list[int]], append: list[list[int]]
+) -> BatchTicket:
+    count = len(write)
+    payload = encode_append(
+        [0] * count, [b""] * count, write_locks=write, read_locks=read, append_locks=append
+    )
+    asked = AppendBatch(REQ, -1, payload, zlib.crc32(payload))
+    ticket = BatchTicket(A, 1_000, asked, REQ, Epoch(), 0)
+    ticket.open(decode(asked, LIMITS))
+    return ticket
 
 
 def judged(stops: list[int]) -> tuple[BatchTicket, list[EncodedBatch]]:
@@ -91,18 +112,7 @@ def test_a_piece_without_records_waits_only_for_what_it_was_rejected_for() -> No
 @pytest.mark.parametrize("few", [0, 16], ids=["by arrays", "one by one"])
 def test_single_transactions_are_judged_in_order(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judging, "ONE_BY_ONE_MAX", few)
-    group = [
-        SingleTicket(
-            A,
-            100,
-            AppendRequest(
-                REQ._replace(sequence=number), mark, tuple(write), (), (), number, data, 0
-            ),
-            Epoch(),
-            0,
-        )
-        for number, (data, write, mark) in enumerate(zip(DATA, WRITES, MARKS, strict=True))
-    ]
+    group = [single(write, mark=mark) for write, mark in zip(WRITES, MARKS, strict=True)]
     table = LockTable(1009, BEFORE_FIRST)
     piece = judge_singles(group, table, LogPlace(BEFORE_FIRST, TransactionId(0)))
     assert piece.part is not None
@@ -118,27 +128,13 @@ def test_the_locks_of_what_was_accepted_are_reported(
 ) -> None:
     monkeypatch.setattr(judging, "ONE_BY_ONE_MAX", few)
     writes, reads, appends = [[1, -2], [1], []], [[9], [], []], [[], [5], [6, 7]]
-    group = [
-        SingleTicket(
-            A,
-            100,
-            AppendRequest(REQ, -1, tuple(write), tuple(read), tuple(append), 0, b"", 0),
-            Epoch(),
-            0,
-        )
-        for write, read, append in zip(writes, reads, appends, strict=True)
-    ]
+    group = [single(*locks) for locks in zip(writes, reads, appends, strict=True)]
     place = LogPlace(BEFORE_FIRST, TransactionId(0))
     piece = judge_singles(group, LockTable(1009, BEFORE_FIRST), place)
     assert [ticket.reason for ticket in group] == [COMMITTED, LOCK, COMMITTED]
     assert struct.unpack(">4i", piece.locks) == (1, -2, 6, 7)
     assert list(piece.writers) == [0, 0, 1, 1]
-    payload = encode_append(
-        [0, 0, 0], [b""] * 3, write_locks=writes, read_locks=reads, append_locks=appends
-    )
-    asked = AppendBatch(REQ, -1, payload, zlib.crc32(payload))
-    ticket = BatchTicket(A, 1_000, asked, REQ, Epoch(), 0)
-    ticket.open(decode(asked, LIMITS))
+    ticket = with_locks(writes, reads, appends)
     piece = judge_rows(ticket, 3, LockTable(1009, BEFORE_FIRST), place)
     assert ticket.reasons.tolist() == [COMMITTED, LOCK, COMMITTED]
     found = zip(struct.unpack(">4i", piece.locks), piece.writers, strict=True)
@@ -146,10 +142,7 @@ def test_the_locks_of_what_was_accepted_are_reported(
 
 
 def test_large_batches_carry_no_lock_distances() -> None:
-    group = [
-        SingleTicket(A, 100, AppendRequest(REQ, -1, (row,), (), (), 0, b"", 0), Epoch(), 0)
-        for row in range(DISTANCES_TRANSACTIONS_MAX + 1)
-    ]
+    group = [single([row]) for row in range(DISTANCES_TRANSACTIONS_MAX + 1)]
     place = LogPlace(BEFORE_FIRST, TransactionId(0))
     whole = judge_singles(group, LockTable(10_007, BEFORE_FIRST), place)
     assert whole.locks == struct.pack(f">{len(group)}i", *range(len(group)))
@@ -159,12 +152,7 @@ def test_large_batches_carry_no_lock_distances() -> None:
 
 
 def test_the_locks_of_a_batch_that_is_accepted_whole_are_all_reported() -> None:
-    payload = encode_append(
-        [0, 0], [b""] * 2, write_locks=[[1], [2]], read_locks=[[9], []], append_locks=[[], [3]]
-    )
-    asked = AppendBatch(REQ, -1, payload, zlib.crc32(payload))
-    ticket = BatchTicket(A, 1_000, asked, REQ, Epoch(), 0)
-    ticket.open(decode(asked, LIMITS))
+    ticket = with_locks([[1], [2]], [[9], []], [[], [3]])
     place = LogPlace(BEFORE_FIRST, TransactionId(0))
     piece = judge_rows(ticket, 2, LockTable(1009, BEFORE_FIRST), place)
     assert struct.unpack(">3i", piece.locks) == (1, 2, 3)

@@ -1,12 +1,13 @@
 """One partition of a server as a whole: sessions, appends, mounts, reads and the way out."""
 
-import struct
+import dataclasses
 import zlib
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import pytest
 
+from tests.unit.server.test_reads import headers
 from waltz_core import errors
 from waltz_core.cluster.nodes.model import MarkerState, PartitionMarker, PartitionMetadata
 from waltz_core.machine import Report, Wakeup
@@ -17,7 +18,6 @@ from waltz_core.records.record import (
     GENESIS_CHAIN,
     ClientId,
     Generation,
-    LineageEntry,
     PartitionId,
     ReplicaId,
     ReqId,
@@ -452,7 +452,7 @@ def test_headers_for_an_ended_feed_are_not_fetched(is_closed: bool) -> None:
         for client in range(10):
             world.mount(ClientId(client), A, sequence=2)
     for fetch in world.fetches[:8]:
-        world.step(Fetched(fetch.token, header_range(fetch, 1)))
+        world.step(Fetched(fetch.token, headers(fetch, 1)))
     assert len(world.fetches) == 8
     assert not world.partition.reads._jobs
 
@@ -635,7 +635,7 @@ def test_a_feed_mount_that_outlives_its_generation_is_rejected() -> None:
     world.run()
     assert not world.is_answered(mount)
     (fetch,) = world.fetches
-    world.step(Fetched(fetch.token, header_range(fetch, 3)))
+    world.step(Fetched(fetch.token, headers(fetch, 3)))
     world.run()
     assert world.error(mount) == errors.GenerationMismatch.code
     again = world.mount(BOB, B, sequence=2, generation=2)
@@ -689,7 +689,7 @@ def test_evicted_data_is_fetched_once_for_all_clients() -> None:
     (fetch,) = world.fetches
     assert (fetch.message.first, fetch.message.last, fetch.message.reader) == (0, 2, True)
     assert fetch.message.session_id == 1
-    world.step(Fetched(fetch.token, header_range(fetch, 3)))
+    world.step(Fetched(fetch.token, headers(fetch, 3)))
     world.run()
     assert fed(world, A) == fed(world, B) == [0, 1, 2]
     assert isinstance(world.answer(first), messages.Mounted)
@@ -702,36 +702,19 @@ def test_a_storage_that_sends_something_else_is_not_trusted() -> None:
     mount = world.mount(ALICE, A, mark=-1, feed=True)
     for _ in range(5):
         fetch = world.fetches[-1]
-        world.step(Fetched(fetch.token, header_range(fetch, 3, offset=1)))
+        shifted = headers(fetch, 4).records[raw_records.HEADER_DTYPE.itemsize :]
+        found = dataclasses.replace(
+            headers(fetch, 3), records=shifted, records_crc=zlib.crc32(shifted)
+        )
+        world.step(Fetched(fetch.token, found))
         world.now_ms += 1_000
         world.run()
     assert fed(world, A) == []
     assert len({each.replica for each in world.fetches}) == 3
     fetch = world.fetches[-1]
-    world.step(Fetched(fetch.token, header_range(fetch, 3)))
+    world.step(Fetched(fetch.token, headers(fetch, 3)))
     world.run()
     assert isinstance(world.answer(mount), messages.Mounted)
-
-
-def header_range(fetch: Fetch, count: int, offset: int = 0) -> messages.RangeBytes:
-    asked = fetch.message
-    records = b"".join(
-        struct.pack(">q", asked.first + index + offset) + bytes(20) for index in range(count)
-    )
-    entry = LineageEntry(TransactionId(0), TransactionId(count - 1), SessionId(1), 5, GENESIS_CHAIN)
-    return messages.RangeBytes(
-        asked.session_id,
-        asked.sequence,
-        0,
-        asked.first,
-        count,
-        asked.form,
-        b"",
-        records,
-        zlib.crc32(records),
-        bytes(16),
-        (entry,),
-    )
 
 
 # --- reads
