@@ -220,14 +220,6 @@ def test_answers_to_an_older_mount_count_for_nothing(mounted):
 # --- appends
 
 
-def test_an_append_seen_in_the_feed_is_committed(mounted):
-    assert mounted.say(append(1, 9)) == [append(1, 9)]
-    assert mounted.receive(fed(10, theirs(1))) == []
-    (result,) = mounted.receive(fed(11, mine(1)))
-    assert (result.req_id, result.high_water_mark) == (mine(1), 11)
-    assert outcomes(result) == ([11], [Reason.COMMITTED], [-1])
-
-
 def test_a_batch_is_judged_row_by_row_and_answered_once(mounted):
     payload = encode_append(
         [1, 2, 3],
@@ -245,24 +237,12 @@ def test_a_batch_is_judged_row_by_row_and_answered_once(mounted):
     ]
     assert mounted.receive(m.LockFailure(mine(5), 8), fed(10, mine(4))) == []
     (result,) = mounted.receive(fed(11, mine(6)))
-    assert result.req_id == mine(4)
+    assert (result.req_id, result.high_water_mark) == (mine(4), 11)
     assert outcomes(result) == (
         [10, -1, 11],
         [Reason.COMMITTED, Reason.LOCK, Reason.COMMITTED],
         [-1, 8, -1],
     )
-
-
-def test_a_batch_whose_last_row_is_rejected_reports_how_far_the_log_is(mounted):
-    none = [(), ()]
-    payload = encode_append(
-        [1, 2], [b"a", b"b"], write_locks=[(5,), (6,)], read_locks=none, append_locks=none
-    )
-    mounted.say(m.AppendBatch(mine(4), 9, payload, crc32(payload)))
-    assert mounted.receive(fed(10, mine(4))) == []
-    (result,) = mounted.receive(m.LockFailure(mine(5), 8))
-    assert outcomes(result) == ([10, -1], [Reason.COMMITTED, Reason.LOCK], [-1, 8])
-    assert result.high_water_mark == 10
 
 
 def test_a_batch_that_cannot_be_read_is_rejected_as_at_ours(mounted):
