@@ -213,24 +213,6 @@ COMMITTED, LOCK, LOST = Reason.COMMITTED, Reason.LOCK, Reason.LOST
 # --- ids, records, answers
 
 
-def test_a_single_append_is_answered_when_it_is_committed_and_not_before() -> None:
-    world = World()
-    req_id = world.single(data=b"hello")
-    out = world.turn(wall_ms=123)
-    assert results(out) == {}
-    (batch,) = world.submitted
-    assert (batch.first, batch.last, batch.stamp_ms) == (0, 0, 123)
-    lengths = raw_records.lengths_from_wire(batch.lengths, len(batch.records))
-    assert raw_records.first_bad_record(batch.records, lengths) is None
-    assert raw_records.record_crcs(batch.records, lengths) == batch.record_crcs
-    assert zlib.crc32(batch.records) == batch.records_crc
-    assert bytes(batch.records[36:-4]) == b"hello"
-    out = world.commit()
-    assert results(out) == {req_id: [(0, COMMITTED, -1)]}
-    assert world.pipeline.high_water_mark == 0
-    assert world.pipeline.in_flight_bytes == 0
-
-
 def test_waiting_appends_become_one_batch_in_fair_order() -> None:
     world = World()
     first = world.single(data=b"one")
@@ -239,6 +221,7 @@ def test_waiting_appends_become_one_batch_in_fair_order() -> None:
     out = world.turn()
     (batch,) = world.submitted
     assert [type(each) for each in out] == [SubmitBatch]
+    assert (batch.first, batch.last, batch.stamp_ms) == (0, 3, 1_000)
     lengths = raw_records.lengths_from_wire(batch.lengths, len(batch.records))
     assert raw_records.first_bad_record(batch.records, lengths) is None
     assert raw_records.ids_of(batch.records, lengths).tolist() == [0, 1, 2, 3]
@@ -251,6 +234,8 @@ def test_waiting_appends_become_one_batch_in_fair_order() -> None:
         other: [(1, COMMITTED, -1)],
         rows: [(2, COMMITTED, -1), (3, COMMITTED, -1)],
     }
+    assert world.pipeline.high_water_mark == 3
+    assert world.pipeline.in_flight_bytes == 0
 
 
 def test_commit_stamps_never_decrease() -> None:
@@ -299,18 +284,6 @@ def test_how_long_appends_took_is_noted() -> None:
 
 
 # --- locks
-
-
-def test_a_rejection_for_a_committed_conflict_is_reported_at_once() -> None:
-    world = World()
-    world.single(write=[5])
-    world.turn()
-    world.commit()
-    late = world.single(BOB, read=[5], mark=-1)
-    assert results(world.turn()) == {late: [(-1, LOCK, 0)]}
-    fine = world.single(BOB, read=[5], mark=0)
-    world.turn()
-    assert results(world.commit())[fine] == [(1, COMMITTED, -1)]
 
 
 def test_a_rejection_for_a_conflict_in_flight_waits_for_it() -> None:
@@ -475,17 +448,6 @@ def test_a_transaction_over_4_mib_is_too_large() -> None:
 # --- waiting
 
 
-def test_appends_wait_for_a_session_and_then_enter_in_order() -> None:
-    world = World(is_open=False)
-    first, second = world.single(), world.single()
-    assert not world.wants_turn
-    assert world.turn() == []
-    world.open(41)
-    assert world.wants_turn
-    world.turn()
-    assert results(world.commit()) == {first: [(42, COMMITTED, -1)], second: [(43, COMMITTED, -1)]}
-
-
 def test_a_full_queue_rejects_the_greedy_and_not_the_modest() -> None:
     world = World(PartitionLimits(lock_slot_count=11, queue_bytes_max=1000), is_open=False)
     refused = []
@@ -506,7 +468,10 @@ def test_appends_do_not_overtake_one_that_waits_for_room() -> None:
     assert results(world.early) == {without_room: [(-1, Reason.OVERLOADED, -1)]}
     after = world.single(cost=100)
     assert world.early == []
+    assert not world.wants_turn
+    assert world.turn() == []
     world.open(-1)
+    assert world.wants_turn
     assert results(world.turn()) == {after: [(-1, Reason.NOT_MOUNTED, -1)]}
     assert results(world.commit()) == {before: [(0, COMMITTED, -1)]}
     world.mounts.begin(ALICE, A, 1)
