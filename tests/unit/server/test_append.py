@@ -852,11 +852,11 @@ def test_after_a_foreign_session_every_lock_counts_as_written_at_the_mark() -> N
 
 def test_a_request_may_be_settled_in_the_middle() -> None:
     world = World()
-    rows = world.batch([b"a", b"b", b"c"], write=[[1], [1], [2]])
+    rows = world.batch([b"a", b"b", b"c", b"d"], write=[[1], [1], [2], [2]])
     world.turn()
     world.pipeline.closed()
     assert results(world.open(0, settled=0)) == {
-        rows: [(0, COMMITTED, -1), (-1, LOCK, 0), (-1, LOST, -1)]
+        rows: [(0, COMMITTED, -1), (-1, LOCK, 0), (-1, LOST, -1), (-1, LOST, -1)]
     }
 
 
@@ -870,6 +870,7 @@ def test_an_end_distinguishes_queued_from_submitted_appends() -> None:
     assert [ticket.req_id for ticket in first] == [queued]
     assert [ticket.req_id for ticket in second] == [in_flight]
     assert out == [Reached(4)]
+    assert world.pipeline.flush(5) == [Reached(5)]
     assert world.pipeline.queued_bytes == world.pipeline.in_flight_bytes == 0
 
 
