@@ -34,6 +34,5 @@ async def test_so_many_have_a_turn_and_the_others_wait(monkeypatch: pytest.Monke
 @on_virtual_loop
 async def test_a_turn_ends_by_itself():
     openings = Openings()
-    for _ in range(TURNS_MAX):
-        await openings.turn()
-    await openings.turn()
+    turns = [await openings.turn() for _ in range(TURNS_MAX + 1)]
+    assert len(turns) == TURNS_MAX + 1
