@@ -1,7 +1,6 @@
 """What a 0.13 client receives for the answers of our partitions (docs/decisions/020)."""
 
 import struct
-import tracemalloc
 from typing import Any
 
 import pytest
@@ -126,40 +125,15 @@ def test_errors_that_close_a_0_13_connection_close_ours(error: errors.WaltzError
     assert refused(mounted(), messages.FeedRequest(req(1), 99), error) == EndConnection(str(error))
 
 
-def test_mounts_of_partitions_that_do_not_exist_take_no_memory() -> None:
-    original = LegacyClientAdapter(4)
-    unknown = errors.UnknownPartition("there is no partition 7: the cluster has 4, from 0 on")
-    tracemalloc.start()
-    try:
-        for number in range(20_000):
-            mount = messages.MountRequest(req(1, 7 + number), -1, 0)
-            assert original.note_request(mount, 0.0) is None
-            answer = refused(original, mount, unknown)
-            assert answer == MountResponse(mount.req_id, NOT_READY)
-        kept_bytes = tracemalloc.get_traced_memory()[0]
-    finally:
-        tracemalloc.stop()
-    assert kept_bytes < 100_000
-
-
 def test_requests_that_waltz_0_13_cannot_stand_end_the_connection() -> None:
-    # -2 means something to us, and nothing to an original.
-    assert isinstance(
-        LegacyClientAdapter(4).note_request(messages.MountRequest(req(1), -2, 0), 0.0),
-        EndConnection,
-    )
-    assert isinstance(
-        LegacyClientAdapter(4).note_request(messages.AddPreferredRequest(req(0), ()), 0.0),
-        EndConnection,
-    )
-    assert isinstance(
-        LegacyClientAdapter(4).note_request(messages.RemovePreferredRequest(req(0), ()), 0.0),
-        EndConnection,
-    )
-    assert (
-        LegacyClientAdapter(4).note_request(messages.RemovePreferredRequest(req(0), (7,)), 0.0)
-        is None
-    )
+    for request in (
+        messages.MountRequest(req(1), -2, 0),  # means something to us, and nothing to an original
+        messages.AddPreferredRequest(req(0), ()),
+        messages.RemovePreferredRequest(req(0), ()),
+    ):
+        assert isinstance(LegacyClientAdapter(4).note_request(request, 0.0), EndConnection)
+    fine = messages.RemovePreferredRequest(req(0), (7,))
+    assert LegacyClientAdapter(4).note_request(fine, 0.0) is None
     answer = messages.FlushResponse(req(1), 3)
     wrong = errors.BadRequest("FlushResponse is no request to a server")
     assert refused(LegacyClientAdapter(4), answer, wrong) == EndConnection(str(wrong))
@@ -168,11 +142,11 @@ def test_requests_that_waltz_0_13_cannot_stand_end_the_connection() -> None:
 # --- appends
 
 
-def test_only_the_feed_reports_commits() -> None:
-    assert translated(mounted(), result(2, Reason.COMMITTED)) is None
-
-
-def test_a_lock_names_the_transaction_that_the_client_has_to_reach() -> None:
+def test_only_the_feed_reports_commits_and_what_a_flush_finds_is_left_to_it() -> None:
+    for reason in (Reason.COMMITTED, Reason.OVERLOADED):
+        assert translated(mounted(), result(2, reason)) is None
+    assert isinstance(translated(mounted(), result(2, Reason.TOO_LARGE)), InexpressibleError)
+    # A lock names the transaction that the client has to reach.
     failure = translated(mounted(), result(2, Reason.LOCK, conflict=7))
     assert failure == messages.LockFailure(req(2), 7)
 
@@ -204,11 +178,6 @@ def test_a_lost_append_ends_the_mount_of_its_partition_only() -> None:
     lost = messages.AppendResult(req(4, partition=3), 9, bytes(8), bytes([Reason.LOST]), bytes(8))
     assert translated(original, lost) == MountResponse(req(2, partition=3), NOT_READY)
     assert translated(original, result(5, Reason.LOST)) == MountResponse(req(1), NOT_READY)
-
-
-def test_outcomes_left_to_a_flush_are_not_reported() -> None:
-    assert translated(mounted(), result(2, Reason.OVERLOADED)) is None
-    assert isinstance(translated(mounted(), result(2, Reason.TOO_LARGE)), InexpressibleError)
 
 
 def test_only_broken_data_of_a_rejected_append_ends_the_connection() -> None:

@@ -5,7 +5,6 @@ import struct
 import pytest
 
 from waltz_core import errors
-from waltz_core.legacy import legacy_server_stream
 from waltz_core.legacy.legacy_server_appends import IN_FLIGHT_MAX
 from waltz_core.legacy.legacy_server_stream import (
     FLUSH_AFTER_MS,
@@ -221,14 +220,6 @@ def test_answers_to_an_older_mount_count_for_nothing(mounted):
 # --- appends
 
 
-def test_an_append_seen_in_the_feed_is_committed(mounted):
-    assert mounted.say(append(1, 9)) == [append(1, 9)]
-    assert mounted.receive(fed(10, theirs(1))) == []
-    (result,) = mounted.receive(fed(11, mine(1)))
-    assert (result.req_id, result.high_water_mark) == (mine(1), 11)
-    assert outcomes(result) == ([11], [Reason.COMMITTED], [-1])
-
-
 def test_a_batch_is_judged_row_by_row_and_answered_once(mounted):
     payload = encode_append(
         [1, 2, 3],
@@ -246,24 +237,12 @@ def test_a_batch_is_judged_row_by_row_and_answered_once(mounted):
     ]
     assert mounted.receive(m.LockFailure(mine(5), 8), fed(10, mine(4))) == []
     (result,) = mounted.receive(fed(11, mine(6)))
-    assert result.req_id == mine(4)
+    assert (result.req_id, result.high_water_mark) == (mine(4), 11)
     assert outcomes(result) == (
         [10, -1, 11],
         [Reason.COMMITTED, Reason.LOCK, Reason.COMMITTED],
         [-1, 8, -1],
     )
-
-
-def test_a_batch_whose_last_row_is_rejected_reports_how_far_the_log_is(mounted):
-    none = [(), ()]
-    payload = encode_append(
-        [1, 2], [b"a", b"b"], write_locks=[(5,), (6,)], read_locks=none, append_locks=none
-    )
-    mounted.say(m.AppendBatch(mine(4), 9, payload, crc32(payload)))
-    assert mounted.receive(fed(10, mine(4))) == []
-    (result,) = mounted.receive(m.LockFailure(mine(5), 8))
-    assert outcomes(result) == ([10, -1], [Reason.COMMITTED, Reason.LOCK], [-1, 8])
-    assert result.high_water_mark == 10
 
 
 def test_a_batch_that_cannot_be_read_is_rejected_as_at_ours(mounted):
@@ -466,9 +445,3 @@ def test_what_0_13_cannot_express_is_not_sent(mounted):
     data_only = m.RangeRequest(mine(-6), 0, 1, 100, RangeForm.WHOLE, ())
     mounted.say(data_only)
     assert mounted.translated[-1].error_code == errors.NotMounted.code
-
-
-def test_a_write_with_a_claim_gets_the_reason_of_its_rejection():
-    assert "does not support exactly-once writes" in str(
-        legacy_server_stream.exactly_once_error("host:1")
-    )

@@ -11,7 +11,9 @@ from tests.patience import HANG_S
 from waltz_core.cluster.change.creation import NewCluster
 from waltz_core.cluster.membership.balance import Balancer
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
+from waltz_core.server.locking.tickets import AppendCounters
 from waltz_core.server.process.balancing import BalanceTimes, Balancing
+from waltz_core.server.process.load import cost_of
 
 ROOT = "/w"
 RATES = {0: 10_000.0, 1: 1_000.0, 2: 1_000.0, 3: 1_000.0}
@@ -123,6 +125,16 @@ def test_nothing_moves_to_a_server_that_is_idle_as_it_cannot_serve():
             await looks.until(lambda _: f"{ROOT}/x/load/2" not in zookeeper.dump())
 
     in_virtual_time(story())
+
+
+def test_bytes_rows_and_answers_count():
+    figures = AppendCounters()
+    assert cost_of(figures, answers=0, answer_bytes=0) == 0
+    assert cost_of(figures, answers=0, answer_bytes=2048) == 2
+    figures.committed_bytes = 10 * 1024
+    assert cost_of(figures, answers=0, answer_bytes=0) == 10
+    figures.committed = 8
+    assert cost_of(figures, answers=1, answer_bytes=0) == 27
 
 
 class Scripted:

@@ -6,7 +6,7 @@ from uuid import UUID
 
 import pytest
 
-from tests.patience import HANG_S
+from tests.loops import on_loop
 from waltz_core import errors
 from waltz_core.cluster.nodes.model import ReplicaAssignments, ServerDescriptor
 from waltz_core.config import ServerConfig
@@ -95,107 +95,96 @@ async def turns() -> None:
         await asyncio.sleep(0)
 
 
-def test_partitions_are_handed_over_one_by_one_and_only_while_they_are_released() -> None:
-    async def story() -> None:
-        coordinator = Handing()
-        server = server_of(coordinator, 0, 1, 2, 3)
-        async with asyncio.TaskGroup() as tasks:
-            asked = [tasks.create_task(server._hand_over(each, 1)) for each in range(4)]
-            await turns()
-            assert coordinator.asked == [0]
-            # Meanwhile one has begun again, and one has moved away.
-            server.hosts[1].partition.is_owned = True
-            del server.hosts[2]
-            coordinator.go.set()
-        assert [each.result() for each in asked] == [True, False, False, True]
-        assert (coordinator.asked, coordinator.most_at_once) == ([0, 3], 1)
-
-    asyncio.run(story())
-
-
-def test_a_partition_is_handed_over_rarely_and_again_if_not_taken() -> None:
-    async def story() -> None:
-        coordinator = Handing()
+@on_loop
+async def test_partitions_are_handed_over_one_by_one_and_only_while_they_are_released() -> None:
+    coordinator = Handing()
+    server = server_of(coordinator, 0, 1, 2, 3)
+    async with asyncio.TaskGroup() as tasks:
+        asked = [tasks.create_task(server._hand_over(each, 1)) for each in range(4)]
+        await turns()
+        assert coordinator.asked == [0]
+        # Meanwhile one has begun again, and one has moved away.
+        server.hosts[1].partition.is_owned = True
+        del server.hosts[2]
         coordinator.go.set()
-        server = server_of(coordinator, 0, 1)
-        assert await server._hand_over(0, 1)
-        assert not await server._hand_over(0, 3)  # it has come back
-        coordinator.is_taken = False
-        assert not await server._hand_over(1, 1)
-        assert not await server._hand_over(1, 1)
-        assert coordinator.asked == [0, 1, 1]
-        # So it is given nothing for its load, though it looks idle.
-        assert not server._balancing()._is_fit()
-        assert server_of(coordinator)._balancing()._is_fit()
-
-    asyncio.run(story())
+    assert [each.result() for each in asked] == [True, False, False, True]
+    assert (coordinator.asked, coordinator.most_at_once) == ([0, 3], 1)
 
 
-def test_a_handed_over_partition_is_preferred_again_when_its_storages_answer(
+@on_loop
+async def test_a_partition_is_handed_over_rarely_and_again_if_not_taken() -> None:
+    coordinator = Handing()
+    coordinator.go.set()
+    server = server_of(coordinator, 0, 1)
+    assert await server._hand_over(0, 1)
+    assert not await server._hand_over(0, 3)  # it has come back
+    coordinator.is_taken = False
+    assert not await server._hand_over(1, 1)
+    assert not await server._hand_over(1, 1)
+    assert coordinator.asked == [0, 1, 1]
+    # So it is given nothing for its load, though it looks idle.
+    assert not server._balancing()._is_fit()
+    assert server_of(coordinator)._balancing()._is_fit()
+
+
+@on_loop
+async def test_a_handed_over_partition_is_preferred_again_when_its_storages_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def story() -> None:
-        coordinator, server = hasty(monkeypatch)
-        reached = dict.fromkeys(STORAGES[1:], False)
-        looks = asyncio.Semaphore(0)
+    coordinator, server = hasty(monkeypatch)
+    reached = dict.fromkeys(STORAGES[1:], False)
+    looks = asyncio.Semaphore(0)
 
-        async def check() -> list[tuple[str, bool]]:
-            looks.release()
-            return [(STORAGES[0], True), *((str(each), reached[each]) for each in reached)]
+    async def check() -> list[tuple[str, bool]]:
+        looks.release()
+        return [(STORAGES[0], True), *((str(each), reached[each]) for each in reached)]
 
-        server.check_connectivity = check  # type: ignore[method-assign]
-        await server.prefer([PartitionId(1), PartitionId(0)], [])
-        assert await server._hand_over(PartitionId(0), Generation(1))
-        # A command asks for another one meanwhile: the sick one is not preferred by that.
-        await server.prefer([PartitionId(3)], [])
-        looking = asyncio.get_running_loop().create_task(server._run_preference_restore())
-        for _ in range(3):
-            await looks.acquire()
-        assert coordinator.preferred == [(1, 0), (1, 3)]
-        reached[STORAGES[1]] = True
-        async with asyncio.timeout(HANG_S):
-            while len(coordinator.preferred) < 3:
-                await looks.acquire()
-        assert coordinator.preferred == [(1, 0), (1, 3), (1, 0, 3)]
-        looking.cancel()
-
-    asyncio.run(story())
+    server.check_connectivity = check  # type: ignore[method-assign]
+    await server.prefer([PartitionId(1), PartitionId(0)], [])
+    assert await server._hand_over(PartitionId(0), Generation(1))
+    # A command asks for another one meanwhile: the sick one is not preferred by that.
+    await server.prefer([PartitionId(3)], [])
+    looking = asyncio.get_running_loop().create_task(server._run_preference_restore())
+    for _ in range(3):
+        await looks.acquire()
+    assert coordinator.preferred == [(1, 0), (1, 3)]
+    reached[STORAGES[1]] = True
+    while len(coordinator.preferred) < 3:
+        await looks.acquire()
+    assert coordinator.preferred == [(1, 0), (1, 3), (1, 0, 3)]
+    looking.cancel()
 
 
-def test_a_preference_that_was_removed_is_not_restored(
+@on_loop
+async def test_a_preference_that_was_removed_is_not_restored(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def story() -> None:
-        coordinator, server = hasty(monkeypatch)
-        looked = asyncio.Event()
+    coordinator, server = hasty(monkeypatch)
+    looked = asyncio.Event()
 
-        async def check() -> list[tuple[str, bool]]:
-            # While the storages are asked, a command takes the preference back.
-            await server.prefer([], [PartitionId(0)])
-            looked.set()
-            return [(str(each), True) for each in STORAGES]
+    async def check() -> list[tuple[str, bool]]:
+        # While the storages are asked, a command takes the preference back.
+        await server.prefer([], [PartitionId(0)])
+        looked.set()
+        return [(str(each), True) for each in STORAGES]
 
-        server.check_connectivity = check  # type: ignore[method-assign]
-        await server.prefer([PartitionId(1), PartitionId(0)], [])
-        assert await server._hand_over(PartitionId(0), Generation(1))
-        looking = asyncio.get_running_loop().create_task(server._run_preference_restore())
-        await looked.wait()
-        await turns()
-        assert coordinator.preferred == [(1, 0), (1,)]
-        looking.cancel()
-
-    asyncio.run(story())
+    server.check_connectivity = check  # type: ignore[method-assign]
+    await server.prefer([PartitionId(1), PartitionId(0)], [])
+    assert await server._hand_over(PartitionId(0), Generation(1))
+    looking = asyncio.get_running_loop().create_task(server._run_preference_restore())
+    await looked.wait()
+    await turns()
+    assert coordinator.preferred == [(1, 0), (1,)]
+    looking.cancel()
 
 
-def test_a_cancelled_hand_over_delays_no_other() -> None:
-    async def story() -> None:
-        coordinator = Handing()
-        server = server_of(coordinator, 0, 1)
-        first = asyncio.get_running_loop().create_task(server._hand_over(0, 1))
-        await turns()
-        first.cancel()
-        await turns()
-        coordinator.go.set()
-        assert await server._hand_over(1, 1)
-
-    asyncio.run(story())
+@on_loop
+async def test_a_cancelled_hand_over_delays_no_other() -> None:
+    coordinator = Handing()
+    server = server_of(coordinator, 0, 1)
+    first = asyncio.get_running_loop().create_task(server._hand_over(0, 1))
+    await turns()
+    first.cancel()
+    await turns()
+    coordinator.go.set()
+    assert await server._hand_over(1, 1)

@@ -2,7 +2,6 @@
 
 import pytest
 
-from waltz_core.errors import BadRequest, ClientAhead, NotMounted, WaltzError
 from waltz_core.records.raw_records import FEED_HEADER_BYTES
 from waltz_core.records.record import (
     BEFORE_FIRST,
@@ -15,7 +14,6 @@ from waltz_core.records.record import (
     SessionId,
     TransactionId,
 )
-from waltz_core.server.append.mounts import PartitionPlace
 from waltz_core.server.partition_events import (
     Answer,
     ConnectionId,
@@ -150,25 +148,6 @@ def test_many_clients_are_served_in_turns() -> None:
     )
 
 
-def test_a_congested_client_costs_nothing_and_others_continue() -> None:
-    each = feed(-1)
-    for client in (1, 2):
-        mount(each, client, -1, -1)
-    turns(each)
-    for client in (1, 2):
-        assert grant(each, client, -1)
-    each.congested(ConnectionId(1))
-    for mark in range(5):
-        each.advanced(SessionId(1), TransactionId(mark))
-        out = turns(each)
-        assert frames(out, 1) == []
-        assert frames(out, 2) == [(mark, 1)]
-    assert each.lag_max() == 5
-    each.drained(ConnectionId(1))
-    assert frames(turns(each), 1) == [(0, 5)]
-    assert each.lag_max() == 0
-
-
 def test_state_of_a_disconnected_congested_client_is_dropped() -> None:
     each = feed(-1)
     for _ in range(2):
@@ -252,23 +231,6 @@ def test_abandoning_returns_the_waiting_requests() -> None:
     assert each.count == 0
     each.advanced(SessionId(2), TransactionId(9))
     assert turns(each) == []
-
-
-def test_a_feed_request_that_is_not_granted_gets_the_reason() -> None:
-    each = feed(9)
-    place = PartitionPlace(PartitionId(0), Generation(0), TransactionId(9))
-
-    def take(client: int, mark: int) -> WaltzError | None:
-        question = Received(ConnectionId(client), FeedRequest(req_id(client), mark), 60, 0)
-        return each.take(question, mark, place)
-
-    assert isinstance(take(1, 9), NotMounted)
-    mount(each, 1, 9, 9)
-    each.turn()
-    assert isinstance(take(1, 10), ClientAhead)
-    assert isinstance(take(1, -2), BadRequest)
-    assert take(1, 9) is None
-    assert isinstance(take(1, 9), BadRequest)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -5,16 +5,6 @@ from waltz_core.records.lock_blocks import DISTANCES_TRANSACTIONS_MAX
 from waltz_core.server.append.flights import Draft
 
 
-def test_a_draft_is_as_large_as_its_records():
-    draft = Draft()
-    assert draft.size_bytes == 0
-    for number in range(3):
-        part = EncodedBatch(number, number, b"\0\0\0\x05", memoryview(b"12345"), b"1234", 0)
-        draft.add(part, b"lock", b"\0")
-    assert draft.size_bytes == 15
-    assert len(draft.parts) == len(draft.locks) == 3
-
-
 def test_a_draft_reports_how_far_its_locks_are_behind_its_last_id():
     draft = Draft()
     for first, last, writers in ((7, 9, b"\0\2\2"), (10, 10, b""), (11, 12, b"\1\0")):

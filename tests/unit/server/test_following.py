@@ -334,7 +334,8 @@ def test_appends_in_flight_are_not_in_the_log_for_a_client_without_an_answer():
     assert not world.pipeline.in_flight_bytes
 
 
-def test_gathered_appends_are_lost_with_their_session():
+@pytest.mark.parametrize("mark", [0, 5])
+def test_gathered_appends_are_lost_with_their_session_even_after_foreign_writes(mark):
     world, winner = in_flight()
     behind = world.after(0, client=BOB)
     world.turn()
@@ -342,19 +343,10 @@ def test_gathered_appends_are_lost_with_their_session():
     assert token == []
     assert world.pipeline.closed() == []
     assert not world.wants_turn
-    out = world.open(0, settled=0)
+    out = world.open(mark, settled=mark, unbroken=mark == 0)
     assert results(out) == {winner: [(0, COMMITTED, -1)], behind: [(-1, LOST, -1)]}
     assert Reached(1) in out
     assert world.submitted[-1].last == 0
-
-
-def test_gathered_appends_are_lost_even_after_foreign_writes():
-    world, winner = in_flight()
-    behind = world.after(0, client=BOB)
-    world.turn()
-    world.pipeline.closed()
-    out = world.open(5, settled=5, unbroken=False)
-    assert results(out) == {winner: [(0, COMMITTED, -1)], behind: [(-1, LOST, -1)]}
 
 
 def test_gathered_appends_of_an_abandoned_partition_were_never_submitted():
@@ -375,18 +367,6 @@ def test_a_waiting_author_is_answered_at_the_end_of_the_session_unless_it_discon
     assert results(world.pipeline.closed()) == {waiting[2]: [(-1, LOCK, -1)]}
 
 
-def test_a_session_that_is_to_end_lets_what_was_gathered_out():
-    world, _ = in_flight()
-    world.after(0)
-    world.turn()
-    world.pipeline.hold()
-    world.commit()
-    assert world.pipeline.in_flight_bytes
-    assert len(world.turns()) == 1
-    world.commit()
-    assert not world.pipeline.in_flight_bytes
-
-
 def gathered_while_another_waits() -> Authors:
     """Nothing is in flight, and what is gathered waits for more because an author waits."""
     world, _ = in_flight()
@@ -403,21 +383,14 @@ def gathered_while_another_waits() -> Authors:
     return world
 
 
-def test_gathered_appends_do_not_wait_when_the_session_must_end():
+@pytest.mark.parametrize(("end", "submitted"), [("hold", [0, 1]), ("closed", [0])])
+def test_gathered_appends_are_sent_before_the_end_of_the_session_and_not_after(end, submitted):
     world = gathered_while_another_waits()
-    world.pipeline.hold()
-    assert world.wants_turn
-    world.turn()
-    assert [batch.last for batch in world.submitted] == [0, 1]
-
-
-def test_gathered_appends_are_not_submitted_after_the_session():
-    world = gathered_while_another_waits()
-    world.pipeline.closed()
+    getattr(world.pipeline, end)()
+    assert world.wants_turn == (end == "hold")
     world.now_ms += GATHER_MS
-    assert not world.wants_turn
     world.turn()
-    assert [batch.last for batch in world.submitted] == [0]
+    assert [batch.last for batch in world.submitted] == submitted
 
 
 def test_a_dependent_append_does_not_overtake_earlier_ones():

@@ -127,13 +127,6 @@ def test_the_end_of_a_session_holds_back_no_request() -> None:
     assert results(world.open(0)) == {}
 
 
-def test_an_abandoned_partition_returns_its_queued_appends() -> None:
-    world, refused, _ = contended()
-    queued, doubtful, out = world.pipeline.abandon()
-    assert [ticket.req_id for ticket in queued] == refused[1:]
-    assert (doubtful, out) == ([], [])
-
-
 def test_a_closed_connection_gets_no_answers_and_a_flush_does_not_wait_for_it() -> None:
     world, refused, _ = contended(losers=4)
     assert world.pipeline.flush(1) == []
@@ -142,12 +135,6 @@ def test_a_closed_connection_gets_no_answers_and_a_flush_does_not_wait_for_it() 
     assert list(results(out)) == [refused[2]]
     assert Reached(1) in out
     assert world.pipeline.turn_at_ms(world.now_ms) is None
-
-
-def test_a_flush_waits_until_they_are_reported() -> None:
-    world, _, _ = contended(losers=2)
-    assert world.pipeline.flush(1) == []
-    assert Reached(1) in world.turn_when_paced()
 
 
 def test_a_writer_with_an_old_mark_is_answered_at_once() -> None:

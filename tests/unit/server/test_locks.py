@@ -46,15 +46,6 @@ def table_at(mark: int) -> LockTable:
     return LockTable(SLOT_COUNT, TransactionId(mark))
 
 
-def test_rows_without_locks_always_pass() -> None:
-    found = judge(table_at(9), {}, {}, mark=0, high=9, next_id=12)
-    assert found.ids.tolist() == [12, 13]
-    assert found.accepted_count == 2
-    assert found.accepted.all()
-    assert not found.ahead.any()
-    assert not found.pending.any()
-
-
 def test_the_estimate_may_equal_the_mark_and_no_more() -> None:
     table = table_at(5)
     assert judge(table, {"w": [1]}, mark=5, high=9).ids.tolist() == [10]
@@ -72,13 +63,6 @@ def test_write_and_read_locks_are_compared(kind: str) -> None:
     assert found.conflicts.tolist() == [1]
 
 
-def test_append_locks_are_never_compared_and_never_wait() -> None:
-    table = table_at(7)
-    judge(table, {"w": [1]}, mark=7, high=7)
-    found = judge(table, {"a": [1]}, mark=0, high=7, next_id=9)
-    assert found.ids.tolist() == [9]
-
-
 @pytest.mark.parametrize(("kind", "enters"), [("w", True), ("a", True), ("r", False)])
 def test_which_locks_are_entered(kind: str, enters: bool) -> None:
     table = table_at(0)
@@ -92,14 +76,6 @@ def test_a_row_represents_its_highest_lock() -> None:
     judge(table, {"w": [1]}, {"w": [2]}, {"w": [3]})
     found = judge(table, {"w": [1], "r": [3, 2]}, mark=0, high=3)
     assert found.conflicts.tolist() == [3]
-
-
-def test_a_mark_above_the_log_is_ahead() -> None:
-    table = table_at(0)
-    found = judge(table, {"w": [1]}, {"w": [1]}, mark=[4, 3], high=3)
-    assert found.ahead.tolist() == [True, False]
-    assert found.ids.tolist() == [REJECTED, 4]
-    assert found.conflicts.tolist() == [NO_CONFLICT, NO_CONFLICT]
 
 
 def test_rows_that_are_not_eligible_leave_no_trace() -> None:
@@ -177,15 +153,6 @@ def test_locks_in_flight_before_a_reset_undo_nothing_after_it() -> None:
     assert judge(table, {"r": [3]}, mark=0, high=1).conflicts.tolist() == [1]
 
 
-def test_locks_in_flight_are_undone_even_if_earlier_ones_committed() -> None:
-    table = table_at(0)
-    for next_id, lock in (1, 1), (2, 2):
-        judge(table, {"w": [lock]}, next_id=next_id)
-    table.landed(TransactionId(1))
-    table.clamp(TransactionId(1))
-    assert [table.estimate(lock) for lock in (1, 2)] == [1, 0]
-
-
 def test_too_many_entries_to_undo_leave_none_above_the_mark() -> None:
     table = table_at(0)
     judge(table, {"w": [1]}, next_id=1)
@@ -224,9 +191,9 @@ def test_false_rejection_probability() -> None:
 
 
 def test_the_false_rejections_foretold_are_those_that_happen() -> None:
-    table = table_at(0)
+    table = LockTable(100_003, TransactionId(0))
     numbers = np.random.default_rng(1)
-    locks = numbers.integers(-(2**31), 2**31, 300_000).astype(np.int32)
+    locks = numbers.integers(-(2**31), 2**31, 30_000).astype(np.int32)
     none = LockColumn(np.zeros(locks.size + 1, dtype=np.int64), np.zeros(0, dtype=np.int32))
     written = LockColumn(np.arange(locks.size + 1), locks)
     first = TransactionId(0)
@@ -235,7 +202,7 @@ def test_the_false_rejections_foretold_are_those_that_happen() -> None:
     )
     foretold = table.false_rejection_probability(first)
     strangers = numbers.integers(-(2**31), 2**31, 20_000).astype(np.int32)
-    refused = (table._slots[indices(strangers, SLOT_COUNT)].min(axis=0) > 0).mean()
+    refused = (table._slots[indices(strangers, 100_003)].min(axis=0) > 0).mean()
     assert foretold == pytest.approx(refused, rel=0.1)
     assert 0.1 < foretold < 0.4
 

@@ -1,6 +1,4 @@
-"""The store in memory: what is written is committed, dense and chained, and is read as it was."""
-
-import numpy as np
+"""The store in memory: what is written is committed, dense and chained."""
 
 from waltz_core.records.batches import decode_append, encode_append, encode_records
 from waltz_core.records.record import (
@@ -14,7 +12,6 @@ from waltz_core.records.record import (
 )
 from waltz_core.replication import session_events as replication
 from waltz_core.server.process.log_in_memory import REPLICA, MemoryLog, MemoryStore
-from waltz_core.wire.messages import RangeForm, RangeRaw
 
 REQ_ID = ReqId(ClientId(7), Generation(1), PartitionId(0), 5)
 
@@ -53,17 +50,3 @@ def test_a_later_owner_finds_what_an_earlier_one_has_committed():
     session, _ = store.step(replication.TakeOwnership(Generation(2), (REPLICA,)), 0)
     assert (session.session_id, session.high_water_mark, session.generation) == (1, 0, 2)
     assert session.chain == store.log.chain
-
-
-def test_ranges_are_read_as_from_a_storage():
-    store = opened()
-    store.step(replication.Submit(SessionId(0), batch_of(0, b"a", b"b", b"c")), 0)
-    whole = store.log.read(RangeRaw(0, 0, 0, 1, 2, 1 << 20, RangeForm.WHOLE, False, False))
-    heads = store.log.read(RangeRaw(0, 0, 0, 1, 2, 1 << 20, RangeForm.HEADERS, False, False))
-    assert (whole.first, whole.count, heads.count) == (1, 2, 2)
-    assert np.frombuffer(heads.records, ">i8").size * 8 == 2 * 28
-    assert bytes(whole.records[36:37]) == b"b"
-
-
-def test_an_empty_log_holds_nothing():
-    assert MemoryLog().transactions() == []

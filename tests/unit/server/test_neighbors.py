@@ -75,6 +75,14 @@ class World:
         """Listen; at the same port again, which no other process is given meanwhile."""
         return await net.listen(Surface.CLIENT, HOST, port or free_port(), self.links.append)
 
+    async def reached(self) -> tuple[net.Listener, ServerDescriptor]:
+        """Have another server listen, and wait until it is reached."""
+        listener = await self.listen()
+        other = ServerDescriptor(OTHER, HOST, listener.port)
+        self.neighbors.follow(view_of(other))
+        await until(lambda: self.links)
+        return listener, other
+
 
 @contextlib.asynccontextmanager
 async def world() -> AsyncIterator[World]:
@@ -87,10 +95,7 @@ async def world() -> AsyncIterator[World]:
 @on_loop
 async def test_a_server_that_no_longer_listens_is_removed_once():
     async with world() as here:
-        listener = await here.listen()
-        other = ServerDescriptor(OTHER, HOST, listener.port)
-        here.neighbors.follow(view_of(other))
-        await until(lambda: here.links)
+        listener, other = await here.reached()
         dials = DIALS[0]
         await listener.close()
         await until(lambda: here.taken_out)
@@ -107,9 +112,7 @@ async def test_a_server_that_no_longer_listens_is_removed_once():
 @on_loop
 async def test_a_dead_server_is_removed_by_its_current_descriptor():
     async with world() as here:
-        listener = await here.listen()
-        here.neighbors.follow(view_of(ServerDescriptor(OTHER, HOST, listener.port)))
-        await until(lambda: here.links)
+        listener, _ = await here.reached()
         now = ServerDescriptor(OTHER, HOST, listener.port, (PartitionId(3),))
         here.neighbors.follow(view_of(now))
         await listener.close()
@@ -122,10 +125,7 @@ async def test_a_dead_server_is_removed_by_its_current_descriptor():
 async def test_a_rejection_that_did_not_reach_zookeeper_is_reported_again():
     async with world() as here:
         here.failures = 2
-        listener = await here.listen()
-        other = ServerDescriptor(OTHER, HOST, listener.port)
-        here.neighbors.follow(view_of(other))
-        await until(lambda: here.links)
+        listener, _ = await here.reached()
         await listener.close()
         await until(lambda: here.taken_out)
         assert here.failures == 0
@@ -169,9 +169,7 @@ async def test_a_host_that_cannot_exist_is_published_as_unreachable(host: str):
 async def test_a_silent_server_that_accepts_connections_is_not_removed():
     neighbors.REFUSED_PAUSE_S = 0.1  # type: ignore[misc] - until the silent one listens
     async with world() as here:
-        listener = await here.listen()
-        here.neighbors.follow(view_of(ServerDescriptor(OTHER, HOST, listener.port)))
-        await until(lambda: here.links)
+        listener, _ = await here.reached()
         await listener.close()
         neighbors.DIAL_TIMEOUT_S = 0.05  # type: ignore[misc]
         with socket.socket() as silent:  # takes connections, and says nothing
@@ -188,9 +186,7 @@ async def test_a_dying_server_that_accepts_once_more_is_removed_soon():
     neighbors.RETRY_PAUSE_S = 3600.0  # type: ignore[misc]
     neighbors.REFUSED_PAUSE_S = 0.1  # type: ignore[misc] - until the dying one listens
     async with world() as here:
-        listener = await here.listen()
-        here.neighbors.follow(view_of(ServerDescriptor(OTHER, HOST, listener.port)))
-        await until(lambda: here.links)
+        listener, _ = await here.reached()
         await listener.close()
         with socket.socket() as dying:
             dying.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -231,9 +227,7 @@ async def test_a_server_that_closes_each_connection_is_dialed_ever_more_slowly()
 @on_loop
 async def test_a_server_that_left_is_not_watched():
     async with world() as here:
-        listener = await here.listen()
-        here.neighbors.follow(view_of(ServerDescriptor(OTHER, HOST, listener.port)))
-        await until(lambda: here.links)
+        listener, _ = await here.reached()
         here.neighbors.follow(view_of())
         await until(lambda: here.links[0].is_closed)
         await listener.close()

@@ -4,42 +4,35 @@ import asyncio
 
 import pytest
 
-from tests.patience import HANG_S
+from tests.loops import on_virtual_loop
 from waltz_core.server.process import openings as openings_module
 from waltz_core.server.process.openings import TURNS_MAX, Openings, Turn
 
 
-def test_so_many_have_a_turn_and_the_others_wait(monkeypatch: pytest.MonkeyPatch):
+@on_virtual_loop
+async def test_so_many_have_a_turn_and_the_others_wait(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(openings_module, "TURN_S", 600.0)  # none ends by itself
+    openings, turns = Openings(), list[Turn]()
 
-    async def story() -> None:
-        openings, turns = Openings(), list[Turn]()
+    async def begin() -> None:
+        turns.append(await openings.turn())
 
-        async def begin() -> None:
-            turns.append(await openings.turn())
-
-        async with asyncio.TaskGroup() as tasks:
-            for _ in range(TURNS_MAX + 2):
-                tasks.create_task(begin())
-            for _ in range(10):
-                await asyncio.sleep(0)
-            assert len(turns) == TURNS_MAX
-            turns[0].end()
-            turns[0].end()  # again is no second place
-            for _ in range(10):
-                await asyncio.sleep(0)
-            assert len(turns) == TURNS_MAX + 1
-            turns[1].end()
-
-    asyncio.run(story())
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(TURNS_MAX + 2):
+            tasks.create_task(begin())
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert len(turns) == TURNS_MAX
+        turns[0].end()
+        turns[0].end()  # again is no second place
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert len(turns) == TURNS_MAX + 1
+        turns[1].end()
 
 
-def test_a_turn_ends_by_itself():
-    async def story() -> None:
-        openings = Openings()
-        for _ in range(TURNS_MAX):
-            await openings.turn()
-        async with asyncio.timeout(HANG_S):
-            await openings.turn()
-
-    asyncio.run(story())
+@on_virtual_loop
+async def test_a_turn_ends_by_itself():
+    openings = Openings()
+    turns = [await openings.turn() for _ in range(TURNS_MAX + 1)]
+    assert len(turns) == TURNS_MAX + 1

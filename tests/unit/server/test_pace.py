@@ -27,34 +27,37 @@ def shared(now_ms: int = 0) -> Pace:
     return pace
 
 
-def test_large_ones_alone_are_not_held_back() -> None:
+@pytest.mark.parametrize(
+    ("flood_ms", "landed_ms", "small"),
+    [
+        ([0, 1, 2], None, None),
+        ([], None, (MODEST, 2)),
+        ([0], None, (FLOOD, 1)),
+        ([0], 5, (MODEST, SHARED_MS)),
+    ],
+    ids=["large ones alone", "small ones alone", "of one client", "large ones of long ago"],
+)
+def test_large_ones_are_not_held_back_without_small_ones_of_others_meanwhile(
+    flood_ms: list[int], landed_ms: int | None, small: tuple[ConnectionId, int] | None
+) -> None:
     pace = Pace()
-    for now_ms in range(5):
-        assert pace.large_at_ms(now_ms) == now_ms
-        assert pace.piece_bytes(now_ms) is None
+    for now_ms in flood_ms:
         pace.started(FLOOD, now_ms)
+    if landed_ms is not None:
+        pace.landed(flood_ms[0], landed_ms)
+    if small is not None:
+        pace.small(*small)
+    now_ms = small[1] if small else 3
+    assert pace.large_at_ms(now_ms) == now_ms
+    assert pace.piece_bytes(now_ms) is None
 
 
-def test_small_ones_alone_hold_nothing_back() -> None:
-    pace = Pace()
+def test_switched_off_it_holds_nothing_back() -> None:
+    pace = Pace(is_on=False)
+    pace.started(FLOOD, 0)
     pace.small(MODEST, 0)
     assert pace.large_at_ms(0) == 0
     assert pace.piece_bytes(0) is None
-
-
-def test_a_client_s_own_small_requests_do_not_hold_back_its_large_ones() -> None:
-    pace = Pace()
-    pace.started(FLOOD, 0)
-    pace.small(FLOOD, 1)
-    assert pace.large_at_ms(1) == 1
-
-
-def test_large_ones_of_long_ago_hold_nothing_back() -> None:
-    pace = Pace()
-    pace.started(FLOOD, 0)
-    pace.landed(0, 5)
-    pace.small(MODEST, SHARED_MS)
-    assert pace.piece_bytes(SHARED_MS) is None
 
 
 def test_while_shared_large_ones_go_in_pieces_one_at_a_time() -> None:
@@ -181,11 +184,3 @@ def test_a_calm_time_of_long_ago_is_not_trusted() -> None:
     factor = pace.factor
     pace.small_landed(200_000, 200_009)
     assert pace.factor < factor
-
-
-def test_switched_off_it_holds_nothing_back() -> None:
-    pace = Pace(is_on=False)
-    pace.started(FLOOD, 0)
-    pace.small(MODEST, 0)
-    assert pace.large_at_ms(0) == 0
-    assert pace.piece_bytes(0) is None

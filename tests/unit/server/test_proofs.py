@@ -34,17 +34,6 @@ def test_an_answer_to_an_unknown_proof_is_ignored() -> None:
     assert proofs.failed(1, 20) == (["a"], [])
 
 
-def test_the_answer_to_a_proof_of_an_earlier_session_is_ignored() -> None:
-    proofs: Proofs[str] = Proofs(1000)
-    proofs.wait_for_proof("a", 10)
-    proofs.reset()
-    assert proofs.wait_for_proof("b", 20) == [ProveMark(2)]
-    assert proofs.proved(1, 30) == ((), [])
-    assert proofs.failed(1, 30) == ((), [])
-    assert not proofs.is_fresh(30)
-    assert proofs.proved(2, 30) == (["b"], [])
-
-
 def test_freshness_counts_from_when_the_proof_was_requested() -> None:
     proofs: Proofs[str] = Proofs(1000)
     assert not proofs.is_fresh(0)
@@ -58,14 +47,18 @@ def test_freshness_counts_from_when_the_proof_was_requested() -> None:
     assert proofs.is_fresh(1500)
 
 
-def test_the_end_of_a_session_returns_all_questions_and_ends_freshness() -> None:
+def test_the_end_of_a_session_returns_all_questions_and_ends_proof_and_freshness() -> None:
     proofs: Proofs[str] = Proofs(1000)
     proofs.confirm(0)
     proofs.wait_for_proof("a", 10)
     proofs.wait_for_proof("b", 10)
     assert proofs.reset() == ["a", "b"]
     assert not proofs.is_fresh(10)
-    assert proofs.proved(1, 20) == ((), [])
+    assert proofs.wait_for_proof("c", 20) == [ProveMark(2)]
+    assert proofs.proved(1, 30) == ((), [])
+    assert proofs.failed(1, 30) == ((), [])
+    assert not proofs.is_fresh(30)
+    assert proofs.proved(2, 30) == (["c"], [])
 
 
 def test_the_mark_that_a_request_assumes() -> None:

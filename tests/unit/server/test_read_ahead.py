@@ -23,13 +23,6 @@ def kept(ahead: ReadAhead, *ids: int) -> list[int]:
     return [each for each in ids if found[each] is not None]
 
 
-def test_each_record_of_a_stretch_is_found_and_none_outside_it() -> None:
-    ahead = ReadAhead(CacheBudget(1 << 20))
-    keep(ahead, 10, 5)
-    assert kept(ahead, *range(8, 18)) == [10, 11, 12, 13, 14]
-    assert ahead.hits == 5
-
-
 def test_the_oldest_stretch_makes_room_for_the_next() -> None:
     budget = CacheBudget(1 << 20)
     ahead = ReadAhead(budget)

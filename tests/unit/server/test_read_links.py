@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
@@ -50,6 +50,16 @@ async def storage() -> AsyncIterator[tuple[Storage, ReplicaId]]:
         yield made, ReplicaId(f"127.0.0.1:{listener.port}")
     finally:
         await listener.close()
+
+
+@contextlib.contextmanager
+def silent_storage(timeout: str) -> Iterator[ReplicaId]:
+    """Takes connections, and says nothing."""
+    with socket.socket() as silent, pytest.MonkeyPatch.context() as patched:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        patched.setattr(storage_links, timeout, 0.05)
+        yield ReplicaId(f"127.0.0.1:{silent.getsockname()[1]}")
 
 
 @on_loop
@@ -105,22 +115,16 @@ async def test_a_late_answer_is_dropped():
 
 @on_loop
 async def test_a_silent_storage_times_out_soon_if_there_is_another_one():
-    with socket.socket() as silent, pytest.MonkeyPatch.context() as patched:
-        silent.bind(("127.0.0.1", 0))
-        silent.listen()
-        patched.setattr(storage_links, "URGENT_READ_TIMEOUT_S", 0.05)
-        replica = ReplicaId(f"127.0.0.1:{silent.getsockname()[1]}")
-        with pytest.raises(Unreachable, match=r"no answer within 0\.05 s"):
-            await ReadLinks(KEY, 4).fetch(replica, request(1, 10), is_urgent=True)
+    with (
+        silent_storage("URGENT_READ_TIMEOUT_S") as replica,
+        pytest.raises(Unreachable, match=r"no answer within 0\.05 s"),
+    ):
+        await ReadLinks(KEY, 4).fetch(replica, request(1, 10), is_urgent=True)
 
 
 @on_loop
 async def test_a_wait_for_a_shared_dial_times_out():
-    with socket.socket() as silent, pytest.MonkeyPatch.context() as patched:
-        silent.bind(("127.0.0.1", 0))
-        silent.listen()  # takes connections, and says nothing
-        patched.setattr(storage_links, "READ_TIMEOUT_S", 0.05)
-        replica = ReplicaId(f"127.0.0.1:{silent.getsockname()[1]}")
+    with silent_storage("READ_TIMEOUT_S") as replica:
         links = ReadLinks(KEY, 4)
         failures = []
 

@@ -4,7 +4,7 @@ import zlib
 
 from waltz_core.records.batches import decode_append, encode_append, encode_records
 from waltz_core.records.record import ClientId, Generation, PartitionId, ReqId, TransactionId
-from waltz_core.server.locking.single_records import encode_singles, joined, lock_column
+from waltz_core.server.locking.single_records import encode_singles
 from waltz_core.server.locking.tickets import Epoch, SingleTicket
 from waltz_core.server.partition_events import ConnectionId
 from waltz_core.wire.messages import AppendRequest
@@ -36,20 +36,3 @@ def test_one_by_one_gives_the_bytes_of_a_batch() -> None:
     found = encode_singles([ticket(row, 70, 40) for row in range(len(DATA))])
     assert bytes(found.records) == bytes(expected.records)
     assert found._replace(records=expected.records) == expected
-
-
-def test_joined_runs_are_one_run() -> None:
-    tickets = [ticket(row, 70, 40) for row in range(len(DATA))]
-    parts = [encode_singles(tickets[:1]), encode_singles(tickets[1:3]), encode_singles(tickets[3:])]
-    whole = encode_singles(tickets)
-    found = joined(parts)
-    assert bytes(found.records) == bytes(whole.records)
-    assert found._replace(records=whole.records) == whole
-    assert joined([whole]) is whole
-
-
-def test_a_lock_column() -> None:
-    column = lock_column([(1, -2), (), (3,)])
-    assert column.offsets.tolist() == [0, 2, 2, 3]
-    assert column.values.tolist() == [1, -2, 3]
-    assert lock_column([(), ()]).values.size == 0

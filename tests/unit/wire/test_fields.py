@@ -6,8 +6,8 @@ import zlib
 import pytest
 
 from waltz_core.errors import LocalProtocolError, RemoteProtocolError
-from waltz_core.records.record import LineageEntry, Record, RecordHeader, ReqId
-from waltz_core.wire.fields import EMPTY, FIXED, VARIABLE, Out, read_count, read_text
+from waltz_core.records.record import LineageEntry, Record, ReqId
+from waltz_core.wire.fields import FIXED, VARIABLE, Out
 from waltz_core.wire.messages import ENTRIES_MAX, TEXT_BYTES_MAX, FieldKind
 
 REQ_ID = ReqId(1, 2, 3, 4)
@@ -20,8 +20,6 @@ RECORD_BYTES = (
     + b"abc"
     + struct.pack(">I", zlib.crc32(b"abc"))
 )
-HEADER = RecordHeader(7, REQ_ID, -5)
-HEADER_BYTES = RECORD_BYTES[:28]
 ENTRY = LineageEntry(1, 2, 3, 4, b"0123456789abcdef")
 CRC_BYTES = struct.pack(">I", zlib.crc32(b"abc"))
 
@@ -45,6 +43,7 @@ LAYOUTS = [
     (FieldKind.INT32_BOOL_MAP, ((9, False),), count(1) + count(9) + b"\0"),
     (FieldKind.DATA_OR_ERROR, (b"abc", None), b"\1" + count(3) + b"abc" + CRC_BYTES),
     (FieldKind.DATA_OR_ERROR, (None, None), b"\0" + count(-1)),
+    (FieldKind.DATA_OR_ERROR, (None, "no"), b"\0" + count(2) + b"no"),
     (
         FieldKind.STACK,
         (("C", "m", None, -2),),
@@ -96,7 +95,7 @@ def test_a_count_that_the_bytes_left_cannot_hold_is_rejected(kind, number):
 def test_a_negative_count_is_null_only_where_null_is_allowed(number):
     assert read(FieldKind.TEXT_OR_NULL, count(number)) is None
     for kind in (FieldKind.BLOB, FieldKind.TEXT, FieldKind.INT32S, FieldKind.LINEAGE):
-        with pytest.raises(RemoteProtocolError, match="a count of"):
+        with pytest.raises(RemoteProtocolError, match=r"a count of -\d+ at byte 0, with 0 bytes"):
             VARIABLE[kind][1](memoryview(count(number)), 0, [])
 
 
@@ -114,9 +113,6 @@ def test_a_text_is_strict_utf8_of_a_bounded_length():
         read(FieldKind.TEXT, count(1) + b"\xff")
     with pytest.raises(RemoteProtocolError, match="a text of at most"):
         read(FieldKind.TEXT, count(TEXT_BYTES_MAX + 1) + bytes(TEXT_BYTES_MAX + 1))
-    values = []
-    assert read_text(memoryview(count(1) + b"a"), 0, values) == 5
-    assert values == ["a"]
 
 
 def test_a_record_with_a_wrong_crc_is_rejected():
@@ -133,12 +129,6 @@ def test_numbers_stay_packed_and_are_whole():
     found = read(FieldKind.PACKED_INT64S, data)
     assert isinstance(found, memoryview)
     assert found.obj is data
-
-
-def test_a_count_is_followed_by_its_place():
-    assert read_count(memoryview(count(3) + b"abc"), 0, 1) == (3, 4)
-    with pytest.raises(RemoteProtocolError, match="a count of 3 at byte 0, with 3 bytes left"):
-        read_count(memoryview(count(3) + b"abc"), 0, 2)
 
 
 def test_large_bytes_are_kept_apart_and_small_ones_joined():
@@ -159,7 +149,3 @@ def test_the_sixteen_bytes_of_an_id_are_sixteen():
     assert to_wire(memoryview(bytes(16))) == bytes(16)
     with pytest.raises(LocalProtocolError, match="expected 16 bytes, found 15"):
         to_wire(bytes(15))
-
-
-def test_missing_fields_are_empty():
-    assert EMPTY == {FieldKind.INT32S: ()}

@@ -1,7 +1,7 @@
 """Where records lie: what goes in comes out, and nothing else is taken for it."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from waltz_core.errors import BadFormat
@@ -20,12 +20,14 @@ sizes = st.integers(1, 1 << 40)
 places = st.lists(st.builds(FilePlace, st.integers(0, 1 << 62), st.integers(0, 1 << 40), sizes))
 
 
+@settings(max_examples=30)
 @given(places)
 def test_places_return_as_they_were(made):
     total = sum(place.size for place in made)
     assert decode_places(encode_places(made), total) == tuple(made)
 
 
+@settings(max_examples=30)
 @given(st.binary(max_size=100), st.integers(0, 1000))
 def test_junk_is_rejected_or_adds_up(junk, records_bytes):
     try:
@@ -55,7 +57,8 @@ def test_a_place_is_whole_or_rejected():
         decode_places(encode_places([FilePlace(0, 128, 10)])[:-1], 10)
 
 
-@given(st.integers(0, (1 << 31) - 1), st.integers(0, (1 << 63) - 1))
+@pytest.mark.parametrize("first", [0, 7, (1 << 63) - 1])
+@pytest.mark.parametrize("partition_id", [0, 3, (1 << 31) - 1])
 def test_the_question_for_a_segment_returns(partition_id, first):
     question = encode_segment(partition_id, first)
     assert len(question) == SEGMENT_REQUEST_BYTES
