@@ -176,8 +176,7 @@ async def test_a_server_publishes_in_each_session():
 
 @on_virtual_loop
 async def test_a_report_whose_write_had_no_known_outcome_is_published_again(monkeypatch):
-    zookeeper = MemoryZooKeeper(asyncio.Event)
-    session = zookeeper.session()
+    session = MemoryZooKeeper(asyncio.Event).session()
     await session.write([CreateNode("/w")])
     nodes = ClusterNodes(session, "/w")
     board = ReachBoard(nodes)
