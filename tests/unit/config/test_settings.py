@@ -6,15 +6,7 @@ from typing import ClassVar
 
 import pytest
 
-from waltz_core.config.settings import (
-    Config,
-    ShownSetting,
-    load,
-    nearest,
-    render,
-    sample_toml,
-    setting,
-)
+from waltz_core.config.settings import Config, ShownSetting, load, render, sample_toml, setting
 from waltz_core.errors import BadConfig
 
 
@@ -172,7 +164,3 @@ def test_a_sample_is_complete_and_its_comments_are_the_defaults(tmp_path):
     assert load(PlantConfig, path=write(tmp_path, live)).config == PlantConfig(name="fern")
     assert "# How often. Too often: it drowns. [1_000..9_000]" in sample
     assert "# port = 15000" in sample
-
-
-def test_nearest_lists_all_when_nothing_is_near():
-    assert nearest("qqq", ["a", "b"]) == "; expected one of a, b"
