@@ -62,21 +62,11 @@ def test_idle_partitions_are_spread_by_count():
     assert set(moves.values()) == {2}
 
 
-def test_preferred_partitions_stay():
-    owners = {0: 1, 1: 1, 2: 2}
-    assert planned(owners, {0: 500, 1: 500, 2: 100}, preferred=[0]) == {1: 2}
-    assert planned(owners, {0: 500, 1: 500, 2: 100}, preferred=[0, 1]) == {}
-
-
 def test_servers_that_report_nothing_neither_give_nor_take():
     owners = {0: 1, 1: 1, 2: 3}
     assert planned(owners, {0: 500, 1: 500}, servers=[1, 2]) in ({0: 2}, {1: 2})
     assert planned(owners, {0: 500, 1: 500, 2: 9_999}, servers=[2, 3]) == {}
     assert planned(owners, {0: 500, 1: 500}, servers=[1]) == {}
-
-
-def test_a_partition_without_a_load_stays():
-    assert planned({0: 1, 1: 1, 2: 1}, {1: 100, 2: 100}, servers=[1, 2]) == {1: 2}
 
 
 def test_so_many_move_at_once_and_then_rest():

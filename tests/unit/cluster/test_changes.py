@@ -55,12 +55,6 @@ def test_replicas_are_added_one_by_one_and_awaited():
     assert step(seen("ABCDE"), "ABCDE", "DE") is None
 
 
-def test_no_replica_is_removed_before_the_added_one_is_in_sync():
-    assert step(seen("ABC"), "ABD", "D") == "ABCD"
-    assert step(seen("ABCD", "ABC"), "ABD", "D") == "D copies the log"
-    assert step(seen("ABCD"), "ABD", "D") == "ABD"
-
-
 def test_a_step_waits_for_an_open_session():
     reason = step(seen("ABC", session=4), "ABCD", "D")
     assert reason.startswith("its server must open a session; the last one was with A, B, C")

@@ -44,6 +44,13 @@ class Cluster:
         session = self.zookeeper.session()
         return Membership(ClusterNodes(session, ROOT)), session
 
+    async def servers(self, count):
+        """Return members that have registered, with 1 as the first id, and their sessions."""
+        found = [self.member() for _ in range(count)]
+        for number, (member, _) in enumerate(found, 1):
+            await member.register(descriptor(number))
+        return found
+
     def registered(self):
         """Return the server ids that have a node, in the order in which the nodes were made."""
         dump = self.zookeeper.dump()
@@ -91,9 +98,7 @@ async def test_a_failed_removal_is_not_reported_as_done(cluster):
 
 @in_cluster
 async def test_a_server_that_is_known_to_be_dead_is_taken_out_by_another(cluster):
-    (dead, _), (other, session) = cluster.member(), cluster.member()
-    await dead.register(descriptor(1))
-    await other.register(descriptor(2))
+    (dead, _), (other, session) = await cluster.servers(2)
     # What is registered now is another process, or has changed: no server has seen that one dead.
     await other.remove_dead(descriptor(1, preferred=[1]))
     assert cluster.registered() == [1, 2]
@@ -183,8 +188,7 @@ async def test_a_write_of_unknown_outcome_registers_once(cluster, fault):
 @in_cluster
 async def test_a_second_node_of_ones_own_is_taken_away(cluster):
     """Both of two attempts may have succeeded; the earlier node stays."""
-    member, session = cluster.member()
-    await member.register(descriptor(1))
+    [(member, session)] = await cluster.servers(1)
     (name,) = cluster.zookeeper.names(SERVERS)
     await session.write(
         [CreateNode(f"{SERVERS}/s_", descriptor(1).to_bytes(), ephemeral=True, sequential=True)]
@@ -217,9 +221,7 @@ async def test_only_settled_views_are_called_back_and_each_once(cluster):
 
 @in_cluster
 async def test_only_the_lead_writes_assignments(cluster):
-    (one, _), (two, two_session) = cluster.member(), cluster.member()
-    await one.register(descriptor(1))
-    await two.register(descriptor(2))
+    (one, _), (two, two_session) = await cluster.servers(2)
     written = Inbox()
     whole = two_session.write
 
@@ -240,9 +242,7 @@ async def test_only_the_lead_writes_assignments(cluster):
 
 @in_cluster
 async def test_the_lead_moves_partitions_and_all_servers_follow(cluster):
-    (one, _), (two, _) = cluster.member(), cluster.member()
-    await one.register(descriptor(1))
-    await two.register(descriptor(2))
+    (one, _), (two, _) = await cluster.servers(2)
     at_one, at_two = Inbox(), Inbox()
     async with running(one.follow(at_one), two.follow(at_two)):
         await at_two.until(lambda view: list(view.servers) == [1, 2])
@@ -297,8 +297,7 @@ async def test_a_membership_that_never_stabilizes_is_reported(cluster):
 
 @in_cluster
 async def test_a_damaged_descriptor_is_named(cluster):
-    member, session = cluster.member()
-    await member.register(descriptor(1))
+    [(member, session)] = await cluster.servers(1)
     (name,) = cluster.zookeeper.names(SERVERS)
     await session.write([Set(f"{SERVERS}/{name}", b"\xff", 0)])
     with pytest.raises(errors.BadFormat, match=f"^{SERVERS}/{name}: "):
@@ -331,9 +330,7 @@ async def looked(cluster):
 
 @in_cluster
 async def test_after_a_return_of_zookeeper_those_that_register_again_keep_what_they_had(cluster):
-    (one, first), (two, second) = cluster.member(), cluster.member()
-    await one.register(descriptor(1))
-    await two.register(descriptor(2))
+    (one, first), (two, second) = await cluster.servers(2)
     at_one, at_two = Inbox(), Inbox()
     async with running(one.follow(at_one), two.follow(at_two)):
         before = owned(await at_two.until(lambda view: len(view.servers) == 2))
@@ -363,9 +360,7 @@ async def test_after_a_return_of_zookeeper_those_that_register_again_keep_what_t
 @contextlib.asynccontextmanager
 async def two_servers(cluster):
     """Give the session of a registered server, and a second one, its session and what it sees."""
-    (one, first), (two, second) = cluster.member(), cluster.member()
-    await one.register(descriptor(1))
-    await two.register(descriptor(2))
+    (one, first), (two, second) = await cluster.servers(2)
     at_two = Inbox()
     async with running(one.follow(Inbox()), two.follow(at_two)):
         await at_two.until(lambda view: len(view.servers) == 2)
@@ -450,8 +445,7 @@ async def test_preferences_are_in_force_with_the_write_that_makes_them_known(clu
 @pytest.mark.parametrize("is_late", [False, True], ids=["before", "at the write"])
 @in_cluster
 async def test_a_preference_that_could_not_be_written_is_not_kept(cluster, is_late):
-    member, session = cluster.member()
-    await member.register(descriptor(1))
+    [(member, session)] = await cluster.servers(1)
     real = session.write
 
     def write(operations):

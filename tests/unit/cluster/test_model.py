@@ -116,8 +116,3 @@ def test_a_string_over_65535_bytes_is_rejected():
 def test_modified_utf8(text, data):
     assert model.encode_utf(text).hex() == data
     assert model.decode_utf(bytes.fromhex(data)[2:]) == text
-
-
-def test_a_nonce_has_sixteen_bytes():
-    with pytest.raises(AssertionError):
-        model.PartitionMarker(model.MarkerState.OPEN, 1, b"short").to_bytes()

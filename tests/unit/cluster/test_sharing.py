@@ -26,18 +26,6 @@ async def _turns(count: int = 5) -> None:
 
 
 @on_virtual_loop
-async def test_concurrent_callers_share_one_request():
-    oracle = Oracle()
-    shared = Shared(oracle.ask)
-    async with asyncio.TaskGroup() as tasks:
-        for _ in range(100):
-            tasks.create_task(shared.answered())
-        await _turns()
-        oracle.may_answer.release()
-    assert oracle.asked == 1
-
-
-@on_virtual_loop
 async def test_a_caller_during_a_request_causes_another_request():
     oracle = Oracle()
     shared = Shared(oracle.ask)

@@ -66,8 +66,10 @@ def test_every_bound_is_held(config_type):
 def test_relations_are_checked():
     with pytest.raises(BadConfig, match="admin_port: expected a port other than port's"):
         StorageConfig(connect=CONNECT, directory="d", port=9, admin_port=9)
+    assert StorageConfig(connect=CONNECT, directory="d", port=0, admin_port=0).port == 0
     with pytest.raises(
-        BadConfig, match="retry_interval_ms_min: expected at most retry_interval_ms_max"
+        BadConfig,
+        match=r"retry_interval_ms_min: expected at most retry_interval_ms_max \(400\), found 500",
     ):
         ServerConfig(connect=CONNECT, retry_interval_ms_min=500, retry_interval_ms_max=400)
     with pytest.raises(BadConfig, match="memory_bytes_max: expected at least"):
