@@ -31,21 +31,6 @@ async def test_a_missing_node_is_a_missing_cluster():
 
 
 @on_virtual_loop
-async def test_missing_nodes_are_made_parents_first_and_others_left_alone():
-    zookeeper, nodes, writer = two_views()
-    await writer.write([CreateNode("/w"), CreateNode("/w/a", b"kept")])
-    for _ in range(2):
-        await nodes.ensure(["/w", "/w/a", "/w/b", "/w/b/c"])
-    assert zookeeper.dump() == {
-        "/": b"",
-        "/w": b"",
-        "/w/a": b"kept",
-        "/w/b": b"",
-        "/w/b/c": b"",
-    }
-
-
-@on_virtual_loop
 async def test_a_process_quicker_is_no_error():
     zookeeper, nodes, writer = two_views()
     whole = nodes.znodes.get
@@ -96,21 +81,6 @@ async def test_a_follower_looks_at_once_and_after_each_change_and_no_more():
     assert looks.seen.all == [None, b"1", b"2"]
     await writer.write([Set(ROOT, b"3", 1)])
     assert looks.seen.all[-1] == b"2"
-
-
-@on_virtual_loop
-async def test_a_follower_outlives_lost_connections_and_sessions():
-    _, nodes, writer = two_views()
-    await writer.write([CreateNode(ROOT, b"1")])
-    looks = Looks(nodes)
-    async with running(nodes.follow(looks)):
-        await looks.until(b"1")
-        for end in (nodes.znodes.suspend, nodes.znodes.expire):
-            end()
-            version = (await writer.get(ROOT)).stat.version
-            await writer.write([Set(ROOT, end.__name__.encode(), version)])
-            nodes.znodes.resume()
-            await looks.until(end.__name__.encode())
 
 
 @on_virtual_loop
