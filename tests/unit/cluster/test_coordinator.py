@@ -34,9 +34,9 @@ class MemoryWorld:
         znodes.resume()
 
 
-@pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)
-def test_story(story):
-    asyncio.run(story(MemoryWorld(), ROOT))
+@pytest.mark.parametrize("check_story", STORIES, ids=lambda story: story.__name__)
+def test_story(check_story):
+    asyncio.run(check_story(MemoryWorld(), ROOT))
 
 
 FAULTS = pytest.mark.parametrize("fault", WriteFault)

@@ -17,9 +17,9 @@ from waltz_core.cluster.writes import TaskState, WriteRegistry, WriteState, chec
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper, WriteFault
 
 
-@pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)
-def test_story(story):
-    asyncio.run(story(MemoryWorld(), ROOT))
+@pytest.mark.parametrize("check_story", STORIES, ids=lambda story: story.__name__)
+def test_story(check_story):
+    asyncio.run(check_story(MemoryWorld(), ROOT))
 
 
 @on_virtual_loop

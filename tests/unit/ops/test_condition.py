@@ -1,6 +1,5 @@
 """How a partition stands: what is judged at one place for the doctor and for `verify`."""
 
-
 import pytest
 
 from tests.unit.ops.test_diagnosis import ENGAGED, ONE, SPARE, A, B, C, Case
