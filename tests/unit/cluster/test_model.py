@@ -97,7 +97,7 @@ def test_metadata_of_another_partition_is_rejected():
 
 
 def test_a_string_over_65535_bytes_is_rejected():
-    assert len(model.encode_utf("é" * 32767)) == 2 + 65534
+    assert len(model.encode_utf("a" + "é" * 32767)) == 2 + 65535
     with pytest.raises(errors.BadRequest, match="at most 65535 bytes, found 65536"):
         model.encode_utf("é" * 32768)
 
