@@ -16,7 +16,7 @@ from tests.patience import HANG_S
 from waltz_core import errors
 from waltz_core.cluster.change.creation import NewCluster, NewStorage
 from waltz_core.cluster.coordinator import Coordinator, PartitionVersions
-from waltz_core.cluster.membership.registration import Ownership, ServersView
+from waltz_core.cluster.membership.registration import ServersView
 from waltz_core.cluster.nodes import model
 from waltz_core.cluster.nodes.znodes import NO_NODE, CreateNode, Delete, SessionState, Set, Znodes
 
@@ -151,9 +151,9 @@ async def a_cluster_has_the_nodes_of_the_original(world: World, root: str) -> No
 
 
 async def a_large_cluster_takes_several_writes(world: World, root: str) -> None:
-    coordinator = await created(world, root, partition_count=4500)
-    assert (await coordinator.read_cluster()).params.partition_count == 4500
-    last = await coordinator.read_partition(4499)
+    coordinator = await created(world, root, partition_count=1500)
+    assert (await coordinator.read_cluster()).params.partition_count == 1500
+    last = await coordinator.read_partition(1499)
     assert last.marker == model.PartitionMarker(model.MarkerState.NEW)
 
 
@@ -319,36 +319,6 @@ async def servers_come_and_go(world: World, root: str) -> None:
     assert (await client.read_servers()) == view
 
 
-async def no_view_is_out_of_step(world: World, root: str) -> None:
-    client = await created(world, root)
-    members = [await member(world, root) for _ in range(4)]
-    at_client = Inbox()
-    followers = [each.follow_servers(Inbox()) for each in members]
-    async with running(client.follow_servers(at_client), *followers):
-        async with asyncio.TaskGroup() as group:
-            for number, each in enumerate(members, start=1):
-                group.create_task(each.register_server(descriptor(number)))
-        await at_client.until(lambda view: len(view.servers) == 4)
-        async with asyncio.TaskGroup() as group:
-            for each in members[:2]:
-                group.create_task(each.unregister_server())
-        await at_client.until(lambda view: list(view.servers) == [3, 4])
-    generations = dict.fromkeys(range(4), Ownership(0, 0))
-    for view in at_client.all:
-        if not view.servers:
-            continue
-        assert view.is_settled
-        assert set(view.owners) == {0, 1, 2, 3}
-        assert all(owner.server_id in view.servers for owner in view.owners.values())
-        for partition, owner in view.owners.items():
-            before = generations[partition]
-            if before.server_id == owner.server_id:
-                assert owner.generation >= before.generation
-            else:
-                assert owner.generation > before.generation
-            generations[partition] = owner
-
-
 async def a_server_with_a_lost_session_registers_again(world: World, root: str) -> None:
     client = await created(world, root)
     znodes = await world.znodes()
@@ -486,7 +456,6 @@ STORIES = [
     the_first_storage_id_stays,
     the_replica_assignment_is_followed,
     servers_come_and_go,
-    no_view_is_out_of_step,
     a_server_with_a_lost_session_registers_again,
     a_server_is_registered_once,
     a_write_is_all_or_nothing,

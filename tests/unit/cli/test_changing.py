@@ -1,10 +1,12 @@
 """Changes are on record whatever becomes of them, also those that make or delete what holds it."""
 
 import asyncio
+import contextlib
 
 import pytest
 
 from tests.cluster_contract import KEY
+from tests.loops import on_virtual_loop
 from waltz_core import errors
 from waltz_core.cli.changing import OUTCOME_INTERRUPTED, audited, time_limit
 from waltz_core.cluster.change.audit import BEGUN, DONE
@@ -14,51 +16,42 @@ from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
 CLUSTER = NewCluster("w", 1, KEY)
 
 
-def story(run):
-    async def with_coordinator():
-        await run(MemoryZooKeeper(asyncio.Event).coordinator("/w"))
-
-    return lambda: asyncio.run(with_coordinator())
+@pytest.fixture
+def coordinator():
+    return MemoryZooKeeper(asyncio.Event).coordinator("/w")
 
 
 async def outcomes(coordinator):
     return [each.outcome for each in await coordinator.audit.read()]
 
 
-@story
-async def test_a_change_is_on_record_while_it_continues_and_afterwards(coordinator):
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (None, DONE),
+        (errors.BadRequest("expected more"), "failed: expected more"),
+        (asyncio.CancelledError(), OUTCOME_INTERRUPTED),
+    ],
+)
+@on_virtual_loop
+async def test_a_change_is_on_record_while_it_continues_and_afterwards(coordinator, error, outcome):
     await coordinator.create_cluster(CLUSTER)
-    async with audited(coordinator):
-        assert await outcomes(coordinator) == [BEGUN]
-    assert await outcomes(coordinator) == [DONE]
-
-
-@story
-async def test_a_failed_command_states_the_reason(coordinator):
-    await coordinator.create_cluster(CLUSTER)
-    with pytest.raises(errors.BadRequest):
+    with pytest.raises(type(error)) if error else contextlib.nullcontext():
         async with audited(coordinator):
-            raise errors.BadRequest("expected more")
-    assert await outcomes(coordinator) == ["failed: expected more"]
+            assert await outcomes(coordinator) == [BEGUN]
+            if error:
+                raise error
+    assert await outcomes(coordinator) == [outcome]
 
 
-@story
-async def test_an_interrupted_command_is_not_done(coordinator):
-    await coordinator.create_cluster(CLUSTER)
-    with pytest.raises(asyncio.CancelledError):
-        async with audited(coordinator):
-            raise asyncio.CancelledError
-    assert await outcomes(coordinator) == [OUTCOME_INTERRUPTED]
-
-
-@story
+@on_virtual_loop
 async def test_a_cluster_that_is_made_holds_the_record_of_its_making(coordinator):
     async with audited(coordinator, creates=True):
         await coordinator.create_cluster(CLUSTER)
     assert await outcomes(coordinator) == [DONE]
 
 
-@story
+@on_virtual_loop
 async def test_a_deleted_cluster_is_not_restored_by_its_record(coordinator):
     for creates in (False, True):
         await coordinator.create_cluster(CLUSTER)
@@ -73,27 +66,23 @@ async def test_a_deleted_cluster_is_not_restored_by_its_record(coordinator):
     ("user", "sudoer", "user_name"),
     [("root", "alice", "alice as root"), ("alice", None, "alice"), ("alice", "alice", "alice")],
 )
-def test_the_audit_record_names_the_user_behind_sudo(monkeypatch, user, sudoer, user_name):
+@on_virtual_loop
+async def test_the_audit_record_names_the_user_behind_sudo(
+    coordinator, monkeypatch, user, sudoer, user_name
+):
     """On a machine that several people administer all of them are root."""
     monkeypatch.setenv("LOGNAME", user)
     monkeypatch.delenv("SUDO_USER", raising=False)
     if sudoer:
         monkeypatch.setenv("SUDO_USER", sudoer)
-
-    @story
-    async def run(coordinator):
-        await coordinator.create_cluster(CLUSTER)
-        async with audited(coordinator):
-            (entry,) = await coordinator.audit.read()
-        assert entry.user.rpartition("@")[0] == user_name
-
-    run()
+    await coordinator.create_cluster(CLUSTER)
+    async with audited(coordinator):
+        (entry,) = await coordinator.audit.read()
+    assert entry.user.rpartition("@")[0] == user_name
 
 
-def test_a_timed_out_command_names_what_it_waited_for():
-    async def wait():
+@on_virtual_loop
+async def test_a_timed_out_command_names_what_it_waited_for():
+    with pytest.raises(errors.Unavailable, match="still waiting: a storage"):
         async with time_limit(0.01, lambda: "a storage"):
             await asyncio.Event().wait()
-
-    with pytest.raises(errors.Unavailable, match="still waiting: a storage"):
-        asyncio.run(wait())

@@ -36,15 +36,15 @@ def printed(capsys, *words):
 
 def test_many_clients_under_one_lock_leave_a_log_that_is_valid(capsys, connected):
     with connected() as waltz:
-        words = ("--clients", "3", "--transactions", "20", "--partitions", "2")
+        words = ("--clients", "3", "--transactions", "8", "--partitions", "2")
         code, found = printed(capsys, "validate", *words)
         assert code == 0
         assert found["is_valid"]
-        assert (found["clients"], found["written"], found["checked"]) == (3, 60, 180)
-        assert found["attempts"] > 60, "no append was ever refused: nothing was tested"
-        assert found["ids"] == {"0": [0, 29], "1": [0, 29]}
+        assert (found["clients"], found["written"], found["checked"]) == (3, 24, 72)
+        assert found["attempts"] > 24, "no append was ever refused: nothing was tested"
+        assert found["ids"] == {"0": [0, 11], "1": [0, 11]}
         data = [[each.data for each in waltz.transactions(p)] for p in (0, 1)]
-        assert data == [[text_of(number) for number in range(30)]] * 2
+        assert data == [[text_of(number) for number in range(12)]] * 2
 
 
 def test_lost_answers_change_nothing(capsys, connected):
@@ -106,13 +106,8 @@ def test_senseless_arguments_are_reported_in_a_sentence(capsys, connected, words
     assert sentence in capsys.readouterr().err
 
 
-@given(LARGE)
-def test_an_id_is_its_data_however_large(number):
-    assert faults_of(0, number - 1, number, text_of(number)) == []
-
-
-@given(LARGE, LARGE, LARGE)
-def test_every_other_record_is_a_fault(last, number, data):
-    found = faults_of(7, last, number, text_of(data))
-    assert len(found) == (number != last + 1) + (data != number)
+@given(LARGE, st.sampled_from([0, 1, -7]), st.sampled_from([0, 1, -7]))
+def test_a_record_is_right_if_it_follows_and_its_data_is_its_id(number, gap, difference):
+    found = faults_of(7, number - 1 - gap, number, text_of(number + difference))
+    assert len(found) == (gap != 0) + (difference != 0)
     assert all(each.startswith(f"partition 7, id {number}: expected ") for each in found)

@@ -67,31 +67,37 @@ def test_names_of_waltz_0_13_lead_to_ours(words):
     assert theirs is ours
 
 
-@pytest.mark.parametrize("noun", ["storage", "server"])
-def test_a_daemon_imports_nothing_of_the_other_verbs(noun):
+def test_a_daemon_imports_nothing_of_the_other_verbs():
     code = (
         "import sys; from waltz_core.cli.main import main;"
-        f"assert main([{noun!r}, 'run', '--help']) == 0; assert 'numpy' not in sys.modules;"
-        f"import waltz_core.{noun}.process.{noun}_daemon;"
+        "assert main(['storage', 'run', '--help']) == main(['server', 'run', '--help']) == 0;"
+        "assert 'numpy' not in sys.modules;"
+        "import waltz_core.storage.process.storage_daemon;"
+        "import waltz_core.server.process.server_daemon;"
         "print([each for each in sys.modules if each.startswith(('waltz_core.client', "
         "'waltz_core.cli.changing', 'waltz_core.cli.http_pages', 'psutil', 'pyspark', 'rich', "
         "'argparse'))])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"
+    assert printed_last(code) == "[]"
 
 
-@pytest.mark.parametrize("words", [["--help"], ["cluster"], ["client", "--help"], ["storage"]])
-def test_a_nouns_help_imports_no_verb(words):
+def test_help_imports_no_verb_and_plain_output_does_not_import_rich():
     code = (
-        "import sys; from waltz_core.cli.main import main; main(sys.argv[1:]);"
-        "print(*[each for each in sys.modules if each.startswith(('waltz_core.cli.', 'rich'))])"
+        "import sys; from waltz_core.cli.main import main;"
+        "[main(words.split()) for words in ('--help', 'cluster', 'client --help', 'storage')];"
+        "found = [each for each in sys.modules if each.startswith('waltz_core.cli.')];"
+        "from waltz_core.cli.output import print_table; import waltz_core.cli.progress;"
+        "print_table(['a'], [[1]]); print(*found, 'rich' in sys.modules)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, *words], capture_output=True, text=True, check=True
-    )
-    imported = {each.rpartition(".")[2] for each in done.stdout.splitlines()[-1].split()}
-    assert imported == {"main", "output", "verbs"}
+    *imported, has_rich = printed_last(code).split()
+    assert {each.rpartition(".")[2] for each in imported} == {"main", "output", "verbs"}
+    assert has_rich == "False"
+
+
+def printed_last(code):
+    """Run code in a Python of its own; return the last line that it prints."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()[-1]
 
 
 def test_a_daemons_flags_report_what_holds_without_them(capsys):
@@ -156,17 +162,12 @@ def test_every_word_that_a_verb_takes_is_explained(noun):
         ("waltz-core config show ", set(KINDS)),
     ],
 )
-def test_a_shell_completes_nouns_verbs_options_and_values(words, expected):
-    code = "import sys; from waltz_core.cli.main import main; sys.exit(main())"
-    environment = {
-        "_WALTZ_CORE_COMPLETE": "bash_complete",
-        "COMP_WORDS": words,
-        "COMP_CWORD": str(words.count(" ")),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
-    found = {line.partition(",")[2] for line in done.stdout.splitlines()}
+def test_a_shell_completes_nouns_verbs_options_and_values(words, expected, capsys, monkeypatch):
+    monkeypatch.setenv("_WALTZ_CORE_COMPLETE", "bash_complete")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(words.count(" ")))
+    assert main([]) == 0
+    found = {line.partition(",")[2] for line in capsys.readouterr().out.splitlines()}
     assert found - {"--help"} == expected
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import io
-import subprocess
 import sys
 
 import pytest
@@ -52,15 +51,6 @@ def test_no_color_is_shown_where_none_is_wanted(terminal, monkeypatch):
     print_table(*TABLE)
     assert "FAILED" in terminal.getvalue()
     assert "\x1b[3" not in terminal.getvalue()
-
-
-def test_plain_output_does_not_import_rich():
-    code = (
-        "import sys; from waltz_core.cli.output import print_table; import waltz_core.cli.progress;"
-        "print_table(['a'], [[1]]); print('rich' in sys.modules)"
-    )
-    ran = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert ran.stdout.splitlines()[-1] == "False"
 
 
 @pytest.mark.parametrize("first_shown_s", [0.0, 60.0])

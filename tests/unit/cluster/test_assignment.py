@@ -69,11 +69,6 @@ def test_the_remainder_is_assigned_to_the_lowest_ids():
     assert {server: len(owned) for server, owned in found.servers.items()} == {2: 3, 5: 3, 9: 2}
 
 
-def test_fewer_partitions_than_servers():
-    found = assigned(PartitionAssignment(), live(1, 2, 3), partition_count=2)
-    assert found.servers == {1: {0: 1}, 2: {1: 1}, 3: {}}
-
-
 def test_preferred_partitions_are_assigned_to_their_first_server_beyond_its_share():
     servers = live(1, 2, preferred={1: [3, 2, 1, 99], 2: [3, 0]})
     found = assigned(PartitionAssignment(), servers)

@@ -90,15 +90,9 @@ async def test_only_the_newest_are_kept(coordinator):
     assert found == [entry(number) for number in range(3, 23)]
 
 
-def test_an_outcome_that_cannot_be_written_breaks_nothing():
-    async def story():
-        zookeeper = MemoryZooKeeper(asyncio.Event)
-        coordinator = zookeeper.coordinator(ROOT)
-        await coordinator.create_cluster(NewCluster("w", 1, KEY))
-        path = await coordinator.audit.begin(entry())
-        session = coordinator._znodes
-        session.faults.append(WriteFault.REQUEST_LOST)
-        await coordinator.audit.end(path, entry(), audit.DONE, 5)
-        assert await coordinator.audit.read() == [entry()]
-
-    asyncio.run(story())
+@in_cluster
+async def test_an_outcome_that_cannot_be_written_breaks_nothing(coordinator):
+    path = await coordinator.audit.begin(entry())
+    coordinator._znodes.faults.append(WriteFault.REQUEST_LOST)
+    await coordinator.audit.end(path, entry(), audit.DONE, 5)
+    assert await coordinator.audit.read() == [entry()]

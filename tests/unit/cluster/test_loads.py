@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.cluster_contract import KEY
+from tests.loops import on_virtual_loop
 from waltz_core.cluster.change.creation import NewCluster
 from waltz_core.cluster.membership.loads import (
     LoadBook,
@@ -108,27 +109,25 @@ def test_anything_else_is_rejected(data, said):
         decode_loads(data)
 
 
-def test_servers_report_and_the_lead_reads():
-    async def story():
-        zookeeper = MemoryZooKeeper(asyncio.Event)
-        one, two = zookeeper.coordinator("/w"), zookeeper.coordinator("/w")
-        await one.create_cluster(NewCluster("w", 1, KEY))
-        await one.loads.publish(1, {0: PartitionLoad(1.0, 5)})
-        await one.loads.publish(1, {0: PartitionLoad(2.0, 10)})
-        await two.loads.publish(2, {})
-        assert await two.loads.read([1, 2, 3]) == {1: {0: PartitionLoad(2.0, 10)}, 2: {}}
-        # The node of a process that is about to go, under the id that it keeps.
-        await two.loads.publish(1, {0: PartitionLoad(3.0, 15)})
-        assert await one.loads.read([1]) == {1: {0: PartitionLoad(3.0, 15)}}
-        # One of a version to come does not keep the others from being read.
-        nodes = one.loads._nodes
-        path = nodes.paths.load(1)
-        found = await nodes.znodes.get(path)
-        await nodes.znodes.write([Set(path, b'{"format": 99}', found.stat.version)])
-        ignored = []
-        assert await one.loads.read([1, 2], ignored.append) == {2: {}}
-        assert [str(each).partition(":")[0] for each in ignored] == [path]
-        await two.close()
-        assert await one.loads.read([1, 2]) == {}
-
-    asyncio.run(story())
+@on_virtual_loop
+async def test_servers_report_and_the_lead_reads():
+    zookeeper = MemoryZooKeeper(asyncio.Event)
+    one, two = zookeeper.coordinator("/w"), zookeeper.coordinator("/w")
+    await one.create_cluster(NewCluster("w", 1, KEY))
+    await one.loads.publish(1, {0: PartitionLoad(1.0, 5)})
+    await one.loads.publish(1, {0: PartitionLoad(2.0, 10)})
+    await two.loads.publish(2, {})
+    assert await two.loads.read([1, 2, 3]) == {1: {0: PartitionLoad(2.0, 10)}, 2: {}}
+    # The node of a process that is about to go, under the id that it keeps.
+    await two.loads.publish(1, {0: PartitionLoad(3.0, 15)})
+    assert await one.loads.read([1]) == {1: {0: PartitionLoad(3.0, 15)}}
+    # One of a version to come does not keep the others from being read.
+    nodes = one.loads._nodes
+    path = nodes.paths.load(1)
+    found = await nodes.znodes.get(path)
+    await nodes.znodes.write([Set(path, b'{"format": 99}', found.stat.version)])
+    ignored = []
+    assert await one.loads.read([1, 2], ignored.append) == {2: {}}
+    assert [str(each).partition(":")[0] for each in ignored] == [path]
+    await two.close()
+    assert await one.loads.read([1, 2]) == {}

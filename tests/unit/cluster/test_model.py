@@ -1,8 +1,5 @@
 """What decoders say about bytes that mean nothing, and what encoders refuse."""
 
-import struct
-from uuid import UUID
-
 import pytest
 
 from waltz_core import errors
@@ -100,7 +97,7 @@ def test_metadata_of_another_partition_is_rejected():
 
 
 def test_a_string_over_65535_bytes_is_rejected():
-    assert len(model.encode_utf("é" * 32767)) == 2 + 65534
+    assert len(model.encode_utf("a" + "é" * 32767)) == 2 + 65535
     with pytest.raises(errors.BadRequest, match="at most 65535 bytes, found 65536"):
         model.encode_utf("é" * 32768)
 
@@ -119,14 +116,3 @@ def test_a_string_over_65535_bytes_is_rejected():
 def test_modified_utf8(text, data):
     assert model.encode_utf(text).hex() == data
     assert model.decode_utf(bytes.fromhex(data)[2:]) == text
-
-
-def test_unresolved_is_the_smallest_long():
-    assert struct.pack(">q", model.UNRESOLVED).hex() == "8000000000000000"
-    assert model.ReplicaState(4).closing_high_water_mark == model.UNRESOLVED
-
-
-def test_a_nonce_has_sixteen_bytes():
-    with pytest.raises(AssertionError):
-        model.PartitionMarker(model.MarkerState.OPEN, 1, b"short").to_bytes()
-    assert model.StorageRegistration(UUID(int=3)).to_bytes() == b"\1" + bytes(15) + b"\3"

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from tests.loops import on_virtual_loop
 from waltz_core import errors
 from waltz_core.cluster.membership.reachability import (
     FAILING_MS,
@@ -152,48 +153,43 @@ def test_a_report_survives_its_bytes():
             ReachReport.from_bytes(data)
 
 
-def test_a_server_publishes_in_each_session():
-    async def run():
-        zookeeper = MemoryZooKeeper(asyncio.Event)
-        session = zookeeper.session()
-        await session.write([CreateNode("/w")])
-        board = ReachBoard(ClusterNodes(session, "/w"))
-        reader = ReachBoard(ClusterNodes(zookeeper.session(), "/w"))
-        await board.publish(1, says([2]))
-        assert await reader.read([1, 2]) == {1: says([2])}
-        await board.publish(1, says([], [2]))
-        assert await reader.read([1, 2]) == {1: says([], [2])}
-        assert await reader.read([2]) == {}
-        await session.write([CreateNode("/w/x/reach/2", b"of another version")])
-        assert await reader.read([1, 2]) == {1: says([], [2])}
-        session.expire()
-        session.resume()
-        assert await reader.read([1]) == {}
-        await board.publish(1, says([], [2]))
-        assert await reader.read([1]) == {1: says([], [2])}
-
-    asyncio.run(run())
+@on_virtual_loop
+async def test_a_server_publishes_in_each_session():
+    zookeeper = MemoryZooKeeper(asyncio.Event)
+    session = zookeeper.session()
+    await session.write([CreateNode("/w")])
+    board = ReachBoard(ClusterNodes(session, "/w"))
+    reader = ReachBoard(ClusterNodes(zookeeper.session(), "/w"))
+    await board.publish(1, says([2]))
+    assert await reader.read([1, 2]) == {1: says([2])}
+    await board.publish(1, says([], [2]))
+    assert await reader.read([1, 2]) == {1: says([], [2])}
+    assert await reader.read([2]) == {}
+    await session.write([CreateNode("/w/x/reach/2", b"of another version")])
+    assert await reader.read([1, 2]) == {1: says([], [2])}
+    session.expire()
+    session.resume()
+    assert await reader.read([1]) == {}
+    await board.publish(1, says([], [2]))
+    assert await reader.read([1]) == {1: says([], [2])}
 
 
-def test_a_report_whose_write_had_no_known_outcome_is_published_again(monkeypatch):
-    async def run():
-        zookeeper = MemoryZooKeeper(asyncio.Event)
-        session = zookeeper.session()
-        await session.write([CreateNode("/w")])
-        nodes = ClusterNodes(session, "/w")
-        board = ReachBoard(nodes)
-        await board.publish(1, says([2]))
-        put_ephemeral = nodes.put_ephemeral
+@on_virtual_loop
+async def test_a_report_whose_write_had_no_known_outcome_is_published_again(monkeypatch):
+    session = MemoryZooKeeper(asyncio.Event).session()
+    await session.write([CreateNode("/w")])
+    nodes = ClusterNodes(session, "/w")
+    board = ReachBoard(nodes)
+    await board.publish(1, says([2]))
+    put_ephemeral = nodes.put_ephemeral
 
-        async def put_own_without_an_answer(path, data, parent):
-            await put_ephemeral(path, data, parent)
-            raise errors.CoordinatorOutcomeUnknown("no answer")
+    async def put_own_without_an_answer(path, data, parent):
+        await put_ephemeral(path, data, parent)
+        raise errors.CoordinatorOutcomeUnknown("no answer")
 
-        with monkeypatch.context() as patched:
-            patched.setattr(nodes, "put_ephemeral", put_own_without_an_answer)
-            with pytest.raises(errors.CoordinatorOutcomeUnknown):
-                await board.publish(1, says([], [2]))
-        await board.publish(1, says([2]))
-        assert await board.read([1]) == {1: says([2])}
-
-    asyncio.run(run())
+    with monkeypatch.context() as patched:
+        patched.setattr(nodes, "put_ephemeral", put_own_without_an_answer)
+        with pytest.raises(errors.CoordinatorOutcomeUnknown):
+            await board.publish(1, says([], [2]))
+    await board.publish(1, says([2]))
+    assert await board.read([1]) == {1: says([2])}

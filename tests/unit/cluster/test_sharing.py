@@ -3,6 +3,7 @@
 import asyncio
 import gc
 
+from tests.loops import on_virtual_loop
 from waltz_core.cluster.nodes.sharing import Shared
 from waltz_core.errors import CoordinatorUnavailable
 
@@ -24,84 +25,64 @@ async def _turns(count: int = 5) -> None:
         await asyncio.sleep(0)
 
 
-def test_concurrent_callers_share_one_request():
-    async def story() -> None:
-        oracle = Oracle()
-        shared = Shared(oracle.ask)
-        async with asyncio.TaskGroup() as tasks:
-            for _ in range(100):
-                tasks.create_task(shared.answered())
-            await _turns()
-            oracle.may_answer.release()
+@on_virtual_loop
+async def test_a_caller_during_a_request_causes_another_request():
+    oracle = Oracle()
+    shared = Shared(oracle.ask)
+    async with asyncio.TaskGroup() as tasks:
+        first = tasks.create_task(shared.answered())
+        await _turns()
+        late = [tasks.create_task(shared.answered()) for _ in range(2)]
+        await _turns()
         assert oracle.asked == 1
-
-    asyncio.run(story())
-
-
-def test_a_caller_during_a_request_causes_another_request():
-    async def story() -> None:
-        oracle = Oracle()
-        shared = Shared(oracle.ask)
-        async with asyncio.TaskGroup() as tasks:
-            first = tasks.create_task(shared.answered())
-            await _turns()
-            late = [tasks.create_task(shared.answered()) for _ in range(2)]
-            await _turns()
-            assert oracle.asked == 1
-            oracle.may_answer.release()
-            await first
-            await _turns()
-            assert not any(each.done() for each in late)
-            assert oracle.asked == 2
-            oracle.may_answer.release()
-
-    asyncio.run(story())
+        oracle.may_answer.release()
+        await first
+        await _turns()
+        assert not any(each.done() for each in late)
+        assert oracle.asked == 2
+        oracle.may_answer.release()
 
 
-def test_a_failure_is_returned_to_exactly_those_that_share_it():
-    async def story() -> None:
-        answers = [CoordinatorUnavailable("away"), None]
-        messages: list[str] = []
+@on_virtual_loop
+async def test_a_failure_is_returned_to_exactly_those_that_share_it():
+    answers = [CoordinatorUnavailable("away"), None]
+    messages: list[str] = []
 
-        async def ask() -> None:
-            answer = answers.pop(0)
-            if answer is not None:
-                raise answer
+    async def ask() -> None:
+        answer = answers.pop(0)
+        if answer is not None:
+            raise answer
 
-        shared = Shared(ask)
+    shared = Shared(ask)
 
-        async def note_error() -> None:
-            try:
-                await shared.answered()
-            except CoordinatorUnavailable as error:
-                messages.append(str(error))
+    async def note_error() -> None:
+        try:
+            await shared.answered()
+        except CoordinatorUnavailable as error:
+            messages.append(str(error))
 
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(note_error())
-            tasks.create_task(note_error())
-        await note_error()
-        assert messages == ["away", "away"]
-        assert not answers
-
-    asyncio.run(story())
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(note_error())
+        tasks.create_task(note_error())
+    await note_error()
+    assert messages == ["away", "away"]
+    assert not answers
 
 
-def test_a_caller_that_times_out_does_not_take_the_answer_from_others():
-    async def story() -> None:
-        oracle = Oracle()
-        shared = Shared(oracle.ask)
-        async with asyncio.TaskGroup() as tasks:
-            impatient = tasks.create_task(shared.answered())
-            patient = tasks.create_task(shared.answered())
-            await _turns()
-            impatient.cancel()
-            await _turns()
-            oracle.may_answer.release()
-            await patient
-        assert impatient.cancelled()
-        assert oracle.asked == 1
-
-    asyncio.run(story())
+@on_virtual_loop
+async def test_a_caller_that_times_out_does_not_take_the_answer_from_others():
+    oracle = Oracle()
+    shared = Shared(oracle.ask)
+    async with asyncio.TaskGroup() as tasks:
+        impatient = tasks.create_task(shared.answered())
+        patient = tasks.create_task(shared.answered())
+        await _turns()
+        impatient.cancel()
+        await _turns()
+        oracle.may_answer.release()
+        await patient
+    assert impatient.cancelled()
+    assert oracle.asked == 1
 
 
 def test_a_failure_without_waiters_is_no_error_of_the_loop():

@@ -6,6 +6,7 @@ from uuid import UUID
 
 import pytest
 
+from tests.loops import on_virtual_loop
 from tests.patience import HANG_S
 from waltz_core import errors
 from waltz_core.cluster.change import changes
@@ -280,17 +281,15 @@ async def test_a_wish_that_can_never_be_is_rejected(cluster):
             await carry_out(cluster, {0: (A, B, C, "10.0.0.9:1")})
 
 
-def test_only_so_many_partitions_change_at_a_time():
-    async def story():
-        cluster = await Cluster(3 * CONCURRENT_PARTITIONS_MAX).create()
-        await cluster.coordinator.storages.change(lambda old: old.with_storage(D, 7, 2))
-        layout = await cluster.coordinator.storages.read()
-        now = changes.placement_of(layout.assignment, cluster.partition_count)
-        async with cluster.owned():
-            progress = await carry_out(cluster, changes.replaced(now, A, D, now))
-        assert max(len(each.step) for each in progress) == CONCURRENT_PARTITIONS_MAX
-        after = await cluster.coordinator.read_replica_assignment()
-        assert after.partitions[A] == ()
-        assert len(after.partitions[D]) == cluster.partition_count
-
-    asyncio.run(story())
+@on_virtual_loop
+async def test_only_so_many_partitions_change_at_a_time():
+    cluster = await Cluster(3 * CONCURRENT_PARTITIONS_MAX).create()
+    await cluster.coordinator.storages.change(lambda old: old.with_storage(D, 7, 2))
+    layout = await cluster.coordinator.storages.read()
+    now = changes.placement_of(layout.assignment, cluster.partition_count)
+    async with cluster.owned():
+        progress = await carry_out(cluster, changes.replaced(now, A, D, now))
+    assert max(len(each.step) for each in progress) == CONCURRENT_PARTITIONS_MAX
+    after = await cluster.coordinator.read_replica_assignment()
+    assert after.partitions[A] == ()
+    assert len(after.partitions[D]) == cluster.partition_count

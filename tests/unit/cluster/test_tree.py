@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from tests.cluster_contract import KEY
+from tests.loops import on_virtual_loop
 from waltz_core import errors
 from waltz_core.cluster.change.creation import NewCluster
 from waltz_core.cluster.nodes import tree
@@ -26,15 +27,17 @@ class Story:
         return coordinator
 
 
-def story(run):
-    return lambda: asyncio.run(run(Story()))
+@pytest.fixture
+def it():
+    return Story()
 
 
-@story
+@on_virtual_loop
 async def test_clusters_are_found_below_a_place_and_nowhere_else(it):
     for root in ("/a/one", "/a/two", "/b"):
         await it.cluster(root, root[-1])
-    await it.session.write([CreateNode("/zookeeper"), CreateNode("/a/other", b"no cluster")])
+    await it.cluster("/zookeeper")  # its own nodes are ignored
+    await it.session.write([CreateNode("/a/other", b"no cluster")])
 
     async def roots(below):
         return [each.root for each in await tree.find_clusters(it.session, below)]
@@ -47,26 +50,17 @@ async def test_clusters_are_found_below_a_place_and_nowhere_else(it):
     assert (found.params.name, found.params.partition_count) == ("b", 3)
 
 
-@story
-async def test_zookeepers_own_nodes_are_ignored(it):
-    await it.cluster("/zookeeper")
-    assert await tree.find_clusters(it.session, "/") == []
-
-
-def test_too_many_other_nodes_are_rejected(monkeypatch):
+@on_virtual_loop
+async def test_too_many_other_nodes_are_rejected(it, monkeypatch):
     monkeypatch.setattr(tree, "NODES_MAX", 10)
-
-    async def run(it):
-        await it.session.write([CreateNode(f"/n{number}") for number in range(9)])
-        assert await tree.find_clusters(it.session, "/") == []
-        await it.session.write([CreateNode("/n9")])
-        with pytest.raises(errors.BadRequest, match="more than 10 nodes below /"):
-            await tree.find_clusters(it.session, "/")
-
-    asyncio.run(run(Story()))
+    await it.session.write([CreateNode(f"/n{number}") for number in range(9)])
+    assert await tree.find_clusters(it.session, "/") == []
+    await it.session.write([CreateNode("/n9")])
+    with pytest.raises(errors.BadRequest, match="more than 10 nodes below /"):
+        await tree.find_clusters(it.session, "/")
 
 
-@story
+@on_virtual_loop
 async def test_a_deleted_cluster_leaves_nothing_and_its_neighbors_alone(it):
     await it.cluster("/a/one")
     await it.cluster("/a/two")
@@ -81,34 +75,29 @@ async def test_a_deleted_cluster_leaves_nothing_and_its_neighbors_alone(it):
     await it.cluster("/a/two")
 
 
-def test_large_clusters_are_deleted_in_steps(monkeypatch):
+@on_virtual_loop
+async def test_large_clusters_are_deleted_in_steps(it, monkeypatch):
     monkeypatch.setattr(tree, "STEP_NODES_MAX", 10)
-
-    async def run(it):
-        await it.cluster("/w", partition_count=15)
-        steps = []
-        count = await tree.delete_tree(it.session, "/w", lambda *each: steps.append(each))
-        assert 20 < count < 30
-        assert [done for done, _ in steps] == [0, 10, 20]
-        assert {of for _, of in steps} == {count}
-        assert set(it.zookeeper.dump()) == {"/"}
-
-    asyncio.run(run(Story()))
+    await it.cluster("/w", partition_count=15)
+    steps = []
+    count = await tree.delete_tree(it.session, "/w", lambda *each: steps.append(each))
+    assert 20 < count < 30
+    assert [done for done, _ in steps] == [0, 10, 20]
+    assert {of for _, of in steps} == {count}
+    assert set(it.zookeeper.dump()) == {"/"}
 
 
 @pytest.mark.parametrize("fault", list(WriteFault))
 @pytest.mark.parametrize("at", [0, 1])
-def test_a_write_of_unknown_outcome_is_looked_at_again(fault, at):
-    async def run(it):
-        await it.cluster("/w")
-        it.session.faults = [None] * at + [fault]
-        await tree.delete_tree(it.session, "/w")
-        assert set(it.zookeeper.dump()) == {"/"}
-
-    asyncio.run(run(Story()))
+@on_virtual_loop
+async def test_a_write_of_unknown_outcome_is_looked_at_again(it, fault, at):
+    await it.cluster("/w")
+    it.session.faults = [None] * at + [fault]
+    await tree.delete_tree(it.session, "/w")
+    assert set(it.zookeeper.dump()) == {"/"}
 
 
-@story
+@on_virtual_loop
 async def test_nodes_created_meanwhile_are_deleted_too(it):
     await it.cluster("/w")
     other = it.zookeeper.session()
@@ -128,7 +117,7 @@ async def test_nodes_created_meanwhile_are_deleted_too(it):
     assert set(it.zookeeper.dump()) == {"/"}
 
 
-@story
+@on_virtual_loop
 async def test_deleting_a_cluster_under_constant_writes_fails_but_leaves_no_cluster(it):
     coordinator = await it.cluster("/w")
     other, numbers = it.zookeeper.session(), iter(range(1_000))
@@ -149,7 +138,7 @@ async def test_deleting_a_cluster_under_constant_writes_fails_but_leaves_no_clus
         await coordinator.read_cluster()
 
 
-@story
+@on_virtual_loop
 async def test_the_remains_of_a_cluster_go_and_what_is_another_ones_stays(it):
     await it.session.write(
         [CreateNode("/w"), CreateNode("/w/store"), CreateNode("/w/store/partition")]
@@ -166,7 +155,7 @@ async def test_the_remains_of_a_cluster_go_and_what_is_another_ones_stays(it):
     assert set(it.zookeeper.dump()) == {"/", "/a", "/a/ids", "/a/topics", "/b"}
 
 
-@story
+@on_virtual_loop
 async def test_a_cluster_below_another_one_is_not_deleted_with_it(it):
     await it.cluster("/w")
     await it.cluster("/w/team/payments", "payments")

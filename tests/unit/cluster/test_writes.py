@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.cluster_contract import created
-from tests.unit.cluster.test_coordinator import MemoryWorld
+from tests.loops import on_virtual_loop
+from tests.unit.cluster.test_coordinator import FAULTS, ROOT, MemoryWorld, with_cluster
 from tests.writes_contract import MARKS, STORIES
 from waltz_core import errors
 from waltz_core.cluster.coordinator import Coordinator
@@ -16,134 +16,97 @@ from waltz_core.cluster.nodes.znodes import CreateNode, Delete
 from waltz_core.cluster.writes import TaskState, WriteRegistry, WriteState, check_name
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper, WriteFault
 
-ROOT = "/waltz/writes"
-FAULTS = pytest.mark.parametrize("fault", WriteFault)
+
+@pytest.mark.parametrize("check_story", STORIES, ids=lambda story: story.__name__)
+def test_story(check_story):
+    asyncio.run(check_story(MemoryWorld(), ROOT))
 
 
-@pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)
-def test_story(story):
-    asyncio.run(story(MemoryWorld(), ROOT))
-
-
-def test_whether_an_attempt_continues_is_read_from_what_zookeeper_holds_now(monkeypatch):
+@on_virtual_loop
+async def test_whether_an_attempt_continues_is_read_from_what_zookeeper_holds_now(monkeypatch):
     """The server of the session may be behind: what it shows is only the present after a sync."""
-
-    async def story():
-        world = MemoryWorld()
-        await created(world, ROOT)
-        session = await world.znodes()
-        writes, calls = Coordinator(session, ROOT).writes, []
-        await writes.begin("w", MARKS, 5)
-        await writes.enter("w", 0, "r", Coordinator(session, ROOT).next_client_id)
-        for name in ("sync", "get"):
-            monkeypatch.setattr(session, name, noted(getattr(session, name), name, calls))
-        await writes.check("w", 0, 1)
-        assert calls == ["sync", "get", "get"]
-        await writes.finish("w", {}, 9)
-        assert calls[3:] == ["sync", "get"]
-
-    asyncio.run(story())
+    _, session, coordinator = await with_cluster()
+    writes, calls = coordinator.writes, []
+    await writes.begin("w", MARKS, 5)
+    await writes.enter("w", 0, "r", coordinator.next_client_id)
+    for name in ("sync", "get"):
+        monkeypatch.setattr(session, name, noted(getattr(session, name), name, calls))
+    await writes.check("w", 0, 1)
+    assert calls == ["sync", "get", "get"]
+    await writes.finish("w", {}, 9)
+    assert calls[3:] == ["sync", "get"]
 
 
-def test_a_task_that_was_paused_begins_no_write_that_is_over_and_removed_by_then(monkeypatch):
+@on_virtual_loop
+async def test_a_task_that_was_paused_begins_no_write_that_is_over_and_removed_by_then(monkeypatch):
     """It had looked for later writes, and found none. Its rows would enter the log once more."""
+    world, paused, its = await with_cluster()
+    other = Coordinator(await world.znodes(), ROOT).writes
+    await other.begin("s-5", MARKS, 5, in_series=True)
+    real = paused.write
 
-    async def story():
-        world = MemoryWorld()
-        await created(world, ROOT)
-        paused, other = await world.znodes(), Coordinator(await world.znodes(), ROOT).writes
-        await other.begin("s-5", MARKS, 5, in_series=True)
-        real = paused.write
+    async def write(operations):
+        monkeypatch.undo()
+        await other.begin("s-6", MARKS, 5, in_series=True)
+        await other.finish("s-6", {}, 5)
+        await other.begin("s-7", MARKS, 5, in_series=True)
+        await other.forget("s-6")
+        return await real(operations)
 
-        async def write(operations):
-            monkeypatch.undo()
-            await other.begin("s-6", MARKS, 5, in_series=True)
-            await other.finish("s-6", {}, 5)
-            await other.begin("s-7", MARKS, 5, in_series=True)
-            await other.forget("s-6")
-            return await real(operations)
-
-        monkeypatch.setattr(paused, "write", write)
-        with pytest.raises(errors.ConnectionSuperseded, match="s-7 has begun"):
-            await Coordinator(paused, ROOT).writes.begin("s-6", MARKS, 5, in_series=True)
-        assert await other.read("s-6") is None
-
-    asyncio.run(story())
+    monkeypatch.setattr(paused, "write", write)
+    with pytest.raises(errors.ConnectionSuperseded, match="s-7 has begun"):
+        await its.writes.begin("s-6", MARKS, 5, in_series=True)
+    assert await other.read("s-6") is None
 
 
 @pytest.mark.parametrize("writes_before", [0, 1, 2])
-def test_an_expired_write_that_was_restarted_is_not_removed(monkeypatch, writes_before):
+@on_virtual_loop
+async def test_an_expired_write_that_was_restarted_is_not_removed(monkeypatch, writes_before):
     """Its tasks would get other client ids, and append their rows once more."""
+    world, paused, its = await with_cluster()
+    coordinator = Coordinator(await world.znodes(), ROOT)
+    other, left = coordinator.writes, [writes_before]
+    await other.begin("w", MARKS, 5)
+    await other.enter("w", 0, "r", coordinator.next_client_id)
+    world.zookeeper.advance(10)
+    real = paused.write
 
-    async def story():
-        world = MemoryWorld()
-        await created(world, ROOT)
-        paused, active = await world.znodes(), await world.znodes()
-        coordinator = Coordinator(active, ROOT)
-        other, left = coordinator.writes, [writes_before]
-        await other.begin("w", MARKS, 5)
-        await other.enter("w", 0, "r", coordinator.next_client_id)
-        world.zookeeper.advance(10)
-        real = paused.write
+    async def write(operations):
+        if operations[0].path.endswith("/w") or "/w/" in operations[0].path:
+            left[0] -= 1
+        if left[0] < 0:
+            monkeypatch.undo()
+            assert await other.forget("w")
+            await other.begin("w", MARKS, 5)
+            await other.enter("w", 0, "r", coordinator.next_client_id)
+        return await real(operations)
 
-        async def write(operations):
-            if operations[0].path.endswith("/w") or "/w/" in operations[0].path:
-                left[0] -= 1
-            if left[0] < 0:
-                monkeypatch.undo()
-                assert await other.forget("w")
-                await other.begin("w", MARKS, 5)
-                await other.enter("w", 0, "r", coordinator.next_client_id)
-            return await real(operations)
-
-        monkeypatch.setattr(paused, "write", write)
-        assert await Coordinator(paused, ROOT).writes.forget_expired() == []
-        assert not (await other.read("w")).is_done
-        assert (await other.enter("w", 0, "r", coordinator.next_client_id)).attempt == 2
-
-    asyncio.run(story())
+    monkeypatch.setattr(paused, "write", write)
+    assert await its.writes.forget_expired() == []
+    assert not (await other.read("w")).is_done
+    assert (await other.enter("w", 0, "r", coordinator.next_client_id)).attempt == 2
 
 
-def test_expired_writes_are_removed_and_named():
-    async def story():
-        world = MemoryWorld()
-        await created(world, ROOT)
-        writes = Coordinator(await world.znodes(), ROOT).writes
-        await writes.begin("old", MARKS, 5)
-        await writes.begin("new", MARKS, 50)
-        world.zookeeper.advance(10)
-        assert await writes.forget_expired() == ["old"]
-        assert await writes.read("old") is None
-        assert await writes.read("new") is not None
-
-    asyncio.run(story())
-
-
-def test_a_write_is_over_before_its_tasks_are_removed(monkeypatch):
+@on_virtual_loop
+async def test_a_write_is_over_before_its_tasks_are_removed(monkeypatch):
     """Else a task that enters meanwhile would have another client id than it had before."""
+    _, session, coordinator = await with_cluster()
+    writes, removals = coordinator.writes, []
+    await writes.begin("w", MARKS, 5)
+    await writes.enter("w", 0, "r", coordinator.next_client_id)
+    real = session.write
 
-    async def story():
-        world = MemoryWorld()
-        await created(world, ROOT)
-        session = await world.znodes()
-        writes, removals = Coordinator(session, ROOT).writes, []
-        await writes.begin("w", MARKS, 5)
-        await writes.enter("w", 0, "r", Coordinator(session, ROOT).next_client_id)
-        real = session.write
+    async def write(operations):
+        if isinstance(operations[0], Delete):
+            with pytest.raises(errors.ConnectionSuperseded, match="done"):
+                await writes.enter("w", 1, "r", coordinator.next_client_id)
+            removals.append(operations)
+        return await real(operations)
 
-        async def write(operations):
-            if isinstance(operations[0], Delete):
-                with pytest.raises(errors.ConnectionSuperseded, match="done"):
-                    await writes.enter("w", 1, "r", Coordinator(session, ROOT).next_client_id)
-                removals.append(operations)
-            return await real(operations)
-
-        monkeypatch.setattr(session, "write", write)
-        await writes.forget("w")
-        assert len(removals) == 2, "its task, and itself"
-        assert await writes.read("w") is None
-
-    asyncio.run(story())
+    monkeypatch.setattr(session, "write", write)
+    await writes.forget("w")
+    assert len(removals) == 2, "its task, and itself"
+    assert await writes.read("w") is None
 
 
 def noted(call, name, calls):
@@ -155,42 +118,40 @@ def noted(call, name, calls):
 
 
 @FAULTS
-def test_an_answer_that_is_lost_costs_an_attempt_and_nothing_else(fault):
-    async def story():
-        world = MemoryWorld()
-        await created(world, ROOT)
-        session = await world.znodes()
-        coordinator = Coordinator(session, ROOT)
-        writes = coordinator.writes
-        session.faults += [fault] * 2
-        assert (await writes.begin("w", MARKS, 5)).marks == MARKS
-        client_id = await coordinator.next_client_id()
+@on_virtual_loop
+async def test_an_answer_that_is_lost_costs_an_attempt_and_nothing_else(fault):
+    _, session, coordinator = await with_cluster()
+    writes = coordinator.writes
+    session.faults += [fault] * 2
+    assert (await writes.begin("w", MARKS, 5)).marks == MARKS
+    client_id = await coordinator.next_client_id()
 
-        async def the_one():
-            return client_id
+    async def the_one():
+        return client_id
 
-        was_done = fault is WriteFault.REPLY_LOST
-        session.faults.append(fault)
-        assert (await writes.enter("w", 0, "r", the_one)).attempt == 1 + was_done
-        session.faults.append(fault)
-        assert (await writes.enter("w", 0, "r", the_one)).attempt == 2 + 2 * was_done
-        session.faults.append(fault)
-        assert (await writes.finish("w", {"rows": 1}, 9)).summary == {"rows": 1}
-        session.faults.append(fault)
-        await writes.forget("w")
-        assert await writes.read("w") is None
+    was_done = fault is WriteFault.REPLY_LOST
+    session.faults.append(fault)
+    assert (await writes.enter("w", 0, "r", the_one)).attempt == 1 + was_done
+    session.faults.append(fault)
+    assert (await writes.enter("w", 0, "r", the_one)).attempt == 2 + 2 * was_done
+    session.faults.append(fault)
+    assert (await writes.finish("w", {"rows": 1}, 9)).summary == {"rows": 1}
+    session.faults.append(fault)
+    await writes.forget("w")
+    assert await writes.read("w") is None
 
-    asyncio.run(story())
+
+NUMBERS = st.dictionaries(st.integers(0, 1 << 20), st.integers(-1, (1 << 63) - 1), max_size=8)
+SUMMARIES = st.dictionaries(st.text(max_size=8), st.integers() | st.text(max_size=8))
+RUNS = st.lists(st.text(max_size=20), max_size=5).map(tuple)
 
 
 @given(
-    st.dictionaries(st.integers(0, 1 << 20), st.integers(-1, (1 << 63) - 1), max_size=8),
-    st.integers(0, 1 << 50),
-    st.none() | st.dictionaries(st.text(max_size=8), st.integers() | st.text(max_size=8)),
+    st.builds(WriteState, NUMBERS, st.integers(0, 1 << 50), st.none() | SUMMARIES)
+    | st.builds(TaskState, st.integers(1, 1 << 30), st.integers(1, 1 << 40), RUNS)
 )
-def test_a_write_round_trips(marks, keep_ms, summary):
-    state = WriteState(marks, keep_ms, summary)
-    assert WriteState.from_bytes(state.to_bytes()) == state
+def test_a_write_and_a_task_survive_their_bytes(state):
+    assert type(state).from_bytes(state.to_bytes()) == state
 
 
 def test_a_write_of_format_1_is_read_and_kept_for_a_year():
@@ -205,28 +166,20 @@ def test_a_write_of_format_1_is_read_and_kept_for_a_year():
     assert b'"format":2' in found.to_bytes()
 
 
-def test_how_long_a_write_is_kept_is_measured_by_zookeeper():
-    async def story():
-        world = MemoryWorld()
-        await created(world, ROOT)
-        writes = Coordinator(await world.znodes(), ROOT).writes
-        world.zookeeper.advance(5_000)
-        await writes.begin("w", MARKS, 1_000)
-        world.zookeeper.advance(999)
-        assert await writes.forget_expired() == []
-        await writes.finish("w", {"rows": 1}, 1_000)
-        world.zookeeper.advance(999)
-        assert await writes.forget_expired() == []
-        world.zookeeper.advance(1)
-        assert await writes.forget_expired() == ["w"]
-
-    asyncio.run(story())
-
-
-@given(st.integers(1, 1 << 30), st.integers(1, 1 << 40), st.lists(st.text(max_size=20), max_size=5))
-def test_a_task_round_trips(client_id, attempt, runs):
-    state = TaskState(client_id, attempt, tuple(runs))
-    assert TaskState.from_bytes(state.to_bytes()) == state
+@on_virtual_loop
+async def test_how_long_a_write_is_kept_is_measured_by_zookeeper():
+    world, _, coordinator = await with_cluster()
+    writes = coordinator.writes
+    world.zookeeper.advance(5_000)
+    await writes.begin("w", MARKS, 1_000)
+    world.zookeeper.advance(999)
+    assert await writes.forget_expired() == []
+    await writes.finish("w", {"rows": 1}, 1_000)
+    world.zookeeper.advance(999)
+    assert await writes.forget_expired() == []
+    world.zookeeper.advance(1)
+    assert await writes.forget_expired() == ["w"]
+    assert await writes.read("w") is None
 
 
 @given(
@@ -249,7 +202,8 @@ def test_any_bytes_are_a_value_or_a_bad_format(data):
         assert isinstance(value, kind) if message is None else kind.__name__ in message
 
 
-def test_numbers_that_no_writer_writes():
+@on_virtual_loop
+async def test_numbers_that_no_writer_writes():
     for data in (
         b'{"format":2,"keep_ms":1,"marks":{"%s":1}}' % (5_000 * b"9"),
         b'{"format":2,"keep_ms":1,"marks":{"1":%s}}' % (5_000 * b"9"),
@@ -258,17 +212,14 @@ def test_numbers_that_no_writer_writes():
         with pytest.raises(errors.BadFormat, match="WriteState: expected"):
             WriteState.from_bytes(data)
 
-    async def run():
-        session = MemoryZooKeeper(asyncio.Event).session()
-        for path in ("/w", "/w/x", "/w/x/writes", "/w/x/writes/n-1"):
-            await session.write([CreateNode(path)])
-        await session.write([CreateNode(f"/w/x/writes/n-{5_000 * '9'}")])
-        await session.write([CreateNode(f"/w/x/writes/n-1/{5_000 * '9'}")])
-        registry = WriteRegistry(ClusterNodes(session, "/w"))
-        assert await registry.task_numbers("n-1") == []
-        await registry._check_is_last("n-1")
-
-    asyncio.run(run())
+    session = MemoryZooKeeper(asyncio.Event).session()
+    for path in ("/w", "/w/x", "/w/x/writes", "/w/x/writes/n-1"):
+        await session.write([CreateNode(path)])
+    await session.write([CreateNode(f"/w/x/writes/n-{5_000 * '9'}")])
+    await session.write([CreateNode(f"/w/x/writes/n-1/{5_000 * '9'}")])
+    registry = WriteRegistry(ClusterNodes(session, "/w"))
+    assert await registry.task_numbers("n-1") == []
+    await registry._check_is_last("n-1")
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a b", "ü", "x" * 201])

@@ -7,40 +7,26 @@ from waltz_core.errors import BadConfig
 
 
 @pytest.mark.parametrize(
-    ("text", "hosts", "root"),
+    ("text", "expected"),
     [
-        ("zk1:2181,zk2:2181/waltz/payments", ("zk1:2181", "zk2:2181"), "/waltz/payments"),
-        ("localhost:2181/w", ("localhost:2181",), "/w"),
-        (" 10.0.0.1:1/w/ ", ("10.0.0.1:1",), "/w"),
-        ("a:1, b:65535/w", ("a:1", "b:65535"), "/w"),
-        ("[::1]:2181,[fe80::2]:9/w/x y", ("[::1]:2181", "[fe80::2]:9"), "/w/x y"),
+        ("zk1:2181,zk2:2181/waltz/payments", (("zk1:2181", "zk2:2181"), "/waltz/payments")),
+        ("localhost:2181/w", (("localhost:2181",), "/w")),
+        (" 10.0.0.1:1/w/ ", (("10.0.0.1:1",), "/w")),
+        ("a:1, b:65535/w", (("a:1", "b:65535"), "/w")),
+        ("[::1]:2181,[fe80::2]:9/w/x y", (("[::1]:2181", "[fe80::2]:9"), "/w/x y")),
+        ("a:1,b:2/w?auth=/etc/waltz/auth", (("a:1", "b:2"), "/w", "/etc/waltz/auth")),
+        ("a:1/w?auth=relative file", (("a:1",), "/w", "relative file")),
+        ("a:1/w?auth=/a?b&c=d", (("a:1",), "/w", "/a?b&c=d")),
+        ("a:1/w?auth=auth=", (("a:1",), "/w", "auth=")),
+        ("a:1/w?tls=on", (("a:1",), "/w", "", "on")),
+        ("a:1/w?tls=/etc/waltz/ca.pem", (("a:1",), "/w", "", "/etc/waltz/ca.pem")),
+        ("a:1/w?auth=/etc/zk&tls=tls.toml", (("a:1",), "/w", "/etc/zk", "tls.toml")),
+        ("a:1/w?tls=a&b=c&auth=/etc/zk?d", (("a:1",), "/w", "/etc/zk?d", "a&b=c")),
     ],
 )
-def test_a_good_one(text, hosts, root):
+def test_a_connect_string_sets_hosts_root_authentication_and_tls(text, expected):
     found = parse_connect_string(text)
-    assert found == ConnectString(hosts, root)
-    assert parse_connect_string(str(found)) == found
-
-
-@pytest.mark.parametrize("file", ["/etc/waltz/auth", "relative file", "/a?b&c=d", "auth="])
-def test_an_auth_file_is_named(file):
-    found = parse_connect_string(f"zk1:2181,zk2:2181/waltz/payments?auth={file}")
-    assert found == ConnectString(("zk1:2181", "zk2:2181"), "/waltz/payments", file)
-    assert parse_connect_string(str(found)) == found
-
-
-@pytest.mark.parametrize(
-    ("options", "auth_file", "tls"),
-    [
-        ("tls=on", "", "on"),
-        ("tls=/etc/waltz/ca.pem", "", "/etc/waltz/ca.pem"),
-        ("auth=/etc/zk&tls=tls.toml", "/etc/zk", "tls.toml"),
-        ("tls=a&b=c&auth=/etc/zk?d", "/etc/zk?d", "a&b=c"),
-    ],
-)
-def test_the_connect_string_sets_authentication_and_tls(options, auth_file, tls):
-    found = parse_connect_string(f"zk1:2181/waltz/payments?{options}")
-    assert found == ConnectString(("zk1:2181",), "/waltz/payments", auth_file, tls)
+    assert found == ConnectString(*expected)
     assert parse_connect_string(str(found)) == found
 
 

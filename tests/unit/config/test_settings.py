@@ -6,15 +6,7 @@ from typing import ClassVar
 
 import pytest
 
-from waltz_core.config.settings import (
-    Config,
-    ShownSetting,
-    load,
-    nearest,
-    render,
-    sample_toml,
-    setting,
-)
+from waltz_core.config.settings import Config, ShownSetting, load, render, sample_toml, setting
 from waltz_core.errors import BadConfig
 
 
@@ -32,17 +24,11 @@ class PlantConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class CactusConfig(PlantConfig):
-    """A plant with `connect` and a relation."""
+    """A plant with `connect`."""
 
     kind: ClassVar[str] = "cactus"
 
     connect: str = setting("", "Where.", example="here:1/x")
-    least_ms: int = setting(1_000, "Least.", minimum=1, maximum=9_000)
-    drain_port: int = setting(0, "Where else.", minimum=0, maximum=65_535)
-
-    def validate(self) -> None:
-        self._not_above("least_ms", "water_ms")
-        self._differ("port", "drain_port")
 
 
 def write(tmp_path, text):
@@ -141,13 +127,6 @@ def test_a_config_made_by_hand_is_checked_too():
         PlantConfig(name="a", water_ms=1)
     with pytest.raises(BadConfig, match="water_ms: expected int, found '5'"):
         PlantConfig(name="a", water_ms="5")
-    with pytest.raises(
-        BadConfig, match=r"least_ms: expected at most water_ms \(2000\), found 3000"
-    ):
-        CactusConfig(name="a", connect="c", least_ms=3_000)
-    with pytest.raises(BadConfig, match="drain_port: expected a port other than port's"):
-        CactusConfig(name="a", connect="c", port=5, drain_port=5)
-    assert CactusConfig(name="a", connect="c", port=0, drain_port=0).port == 0
 
 
 def test_rendered_settings_are_read_back(tmp_path):
@@ -172,7 +151,3 @@ def test_a_sample_is_complete_and_its_comments_are_the_defaults(tmp_path):
     assert load(PlantConfig, path=write(tmp_path, live)).config == PlantConfig(name="fern")
     assert "# How often. Too often: it drowns. [1_000..9_000]" in sample
     assert "# port = 15000" in sample
-
-
-def test_nearest_lists_all_when_nothing_is_near():
-    assert nearest("qqq", ["a", "b"]) == "; expected one of a, b"

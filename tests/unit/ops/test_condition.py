@@ -1,13 +1,10 @@
 """How a partition stands: what is judged at one place for the doctor and for `verify`."""
 
-from dataclasses import replace
-
 import pytest
 
 from tests.unit.ops.test_diagnosis import ENGAGED, ONE, SPARE, A, B, C, Case
 from waltz_core.cluster.nodes.model import PartitionMetadata, ReplicaState
-from waltz_core.ops.condition import PartitionCondition, UnavailableReason, unavailable_reason
-from waltz_core.ops.facts import ReplicaFacts
+from waltz_core.ops.condition import PartitionCondition
 
 
 @pytest.fixture
@@ -33,27 +30,6 @@ def test_a_partition_that_is_well(case):
         False,
     )
     assert (now.quorum, now.newest) == (2, 90)
-
-
-def test_a_partition_without_an_owner(case):
-    case.cluster(owners={})
-    now = standing(case)
-    assert (now.owner, now.is_served, now.is_open) == (None, False, False)
-
-
-def test_the_missing_records_of_a_replica():
-    well = ReplicaFacts()
-    assert unavailable_reason(well) is None
-    lacks = {
-        UnavailableReason.OFFLINE: {"is_available": False},
-        UnavailableReason.NOT_HELD: {"is_held": False},
-        UnavailableReason.OPENING: {"is_opening": True},
-        UnavailableReason.UNREADABLE: {"reason": "rot"},
-        UnavailableReason.STUCK: {"is_stuck": True},
-    }
-    assert set(lacks) == set(UnavailableReason)
-    for lack, changed in lacks.items():
-        assert unavailable_reason(replace(well, **changed)) is lack
 
 
 def test_only_an_answering_replica_counts_for_a_session(case):

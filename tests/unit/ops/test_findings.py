@@ -68,11 +68,6 @@ def test_a_command_that_cannot_be_given_is_noticed(line):
         check_understood(line)
 
 
-def test_a_field_that_is_missing_is_our_bug():
-    with pytest.raises(KeyError):
-        finding("storage-unavailable", "a:1", storage="a:1", start="x")
-
-
 def test_a_finding_of_a_partition_names_the_partition():
     fields = {"storage": "a:1", "connect": "z:1/w", "partition": 3}
     assert finding("replica-offline", "3 a:1", **fields).partition == 3
