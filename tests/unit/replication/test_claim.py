@@ -75,11 +75,6 @@ def test_an_open_partition_without_states_is_rejected():
     assert rejection(view({}, state=MarkerState.NEW), [A, B, C], {}) is None
 
 
-def test_too_many_new_replicas_are_rejected():
-    assert rejection(view(), [A, B, D], {}) is None
-    assert "fewer than 2 new replicas" in rejection(view(), [A, D, E], {})
-
-
 def test_storages_that_know_later_sessions_than_zookeeper():
     assert rejection(view(), [A, B, C], {A: 9}) is None
     assert rejection(view(), [A, B, C], {A: 5, B: 5}) is None

@@ -141,16 +141,6 @@ def test_a_replica_is_behind_when_too_much_or_too_many_are_unanswered(outbox, li
     assert not one.is_lagging
 
 
-@pytest.mark.parametrize("synced_max", [0, 3, 99])
-def test_a_sync_answer_requires_a_sent_append(one, synced_max):
-    marked(one)
-    window = SessionWindow(-1, GENESIS_CHAIN)
-    one.append_flight(window.add(make_batch(0, [1, 2], 7), 5, 1), 1)
-    request = one.take(wire.Appended(5, 1, 2, synced_max))
-    with pytest.raises(RemoteProtocolError, match="to be synced"):
-        one.appended(request.message, wire.Appended(5, 1, 2, synced_max))
-
-
 def test_a_group_of_appends_may_be_answered_with_the_last_id_at_once(one):
     marked(one)
     window = SessionWindow(-1, GENESIS_CHAIN)
