@@ -175,20 +175,17 @@ async def original(surface, directory):
 
 
 @pytest.mark.parametrize("surface", ORIGINALS)
-def test_an_unverified_dial_reaches_a_0_13_daemon(surface, tmp_path):
-    @on_loop
-    async def story():
-        async with original(surface, tmp_path) as (address, hellos):
-            with pytest.raises(TlsFailed, match="the peer's certificate is not accepted"):
-                await net.dial(surface, address, ssl=tls.named("on"))
-            # Which versions both speak is another question.
-            with contextlib.suppress(RemoteProtocolError):
-                async with linked(address, tls.named("unverified"), surface):
-                    pass
-            await until(lambda: hellos)
-        assert hellos[0][:3] == b"H\0\0"
-
-    story()
+@on_loop
+async def test_an_unverified_dial_reaches_a_0_13_daemon(surface, tmp_path):
+    async with original(surface, tmp_path) as (address, hellos):
+        with pytest.raises(TlsFailed, match="the peer's certificate is not accepted"):
+            await net.dial(surface, address, ssl=tls.named("on"))
+        # Which versions both speak is another question.
+        with contextlib.suppress(RemoteProtocolError):
+            async with linked(address, tls.named("unverified"), surface):
+                pass
+        await until(lambda: hellos)
+    assert hellos[0][:3] == b"H\0\0"
 
 
 @on_loop
@@ -269,21 +266,18 @@ async def test_a_certificate_for_another_host_is_reported(tmp_path):
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
-def test_both_sides_report_a_missing_certificate(files, version, said):
-    @on_loop
-    async def story():
-        required = listening(files, tls_require_certificate=True)
-        async with open_port(required) as (peer, _, address):
-            context = trusting(files)
-            context.maximum_version = version
-            with pytest.raises(TlsFailed, match="expects a certificate"):
-                await net.dial(Surface.STORAGE, address, ssl=context)
-            await until(lambda: "expected a certificate of the peer, found none" in said())
-            assert peer.links == []
-            async with linked(address, tls.dialing(ClientConfig(**files.settings), "")):
-                pass
-
-    story()
+@on_loop
+async def test_both_sides_report_a_missing_certificate(files, version, said):
+    required = listening(files, tls_require_certificate=True)
+    async with open_port(required) as (peer, _, address):
+        context = trusting(files)
+        context.maximum_version = version
+        with pytest.raises(TlsFailed, match="expects a certificate"):
+            await net.dial(Surface.STORAGE, address, ssl=context)
+        await until(lambda: "expected a certificate of the peer, found none" in said())
+        assert peer.links == []
+        async with linked(address, tls.dialing(ClientConfig(**files.settings), "")):
+            pass
 
 
 @on_loop
@@ -370,19 +364,15 @@ async def test_a_connection_without_data_is_not_logged(files, said):
 @pytest.mark.parametrize(
     ("first_bytes", "line"), [(b"", "no handshake within"), (b"\x16\x03", "is taking longer than")]
 )
-def test_a_slow_handshake_is_disconnected(files, monkeypatch, said, first_bytes, line):
+@on_loop
+async def test_a_slow_handshake_is_disconnected(files, monkeypatch, said, first_bytes, line):
     monkeypatch.setattr(tls_port, "HANDSHAKE_S_MAX", 0.1)
-
-    @on_loop
-    async def story():
-        async with open_port(listening(files)) as (_, listener, _):
-            reader, writer = await asyncio.open_connection(ANY, listener.port)
-            writer.write(first_bytes)
-            assert await reader.read() == b""
-            writer.close()
-            await until(lambda: line in said())
-
-    story()
+    async with open_port(listening(files)) as (_, listener, _):
+        reader, writer = await asyncio.open_connection(ANY, listener.port)
+        writer.write(first_bytes)
+        assert await reader.read() == b""
+        writer.close()
+        await until(lambda: line in said())
 
 
 @on_loop
