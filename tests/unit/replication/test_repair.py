@@ -18,7 +18,6 @@ from waltz_core.replication.repair import (
     ReplicaRepair,
     SetMark,
     SourceLineage,
-    pairs_of,
     verify_batches,
     verify_records,
 )
@@ -276,16 +275,6 @@ def test_damage_is_repaired_before_the_mark():
     assert not one.disk.damaged
 
 
-def test_irreparable_old_damage_does_not_hold_up_a_session():
-    one, source = storage(*OLD, mark=3), storage(*OLD)
-    one.disk.damaged = {1}
-    repair = repair_of(one)
-    assert kinds(walk(repair, one, source, Goal(5, source.chain), can_fill=unavailable)) == [
-        "SetMark"
-    ]
-    assert repair.fill_step((1, 1)) == FetchCopy(1, 1, whole_batches=False)
-
-
 def test_damage_above_the_old_mark_waits_for_a_replica_that_can_repair_it():
     one, source = storage(*OLD, mark=3), storage(*OLD)
     one.disk.damaged = {4}
@@ -343,11 +332,6 @@ def test_rejected_records_leave_the_damage_that_was_reported_since():
     repair.damage_found([(0, 2), (4, 4)])
     repair.not_filled(fill)
     assert repair.damaged == [(0, 2), (4, 4)]
-
-
-def test_half_a_range_of_damage_is_the_peers_fault():
-    with pytest.raises(RemoteProtocolError, match="pairs of IDs, found 3"):
-        pairs_of(bytes(24))
 
 
 def test_damage_that_is_cut_away_is_no_damage():

@@ -410,7 +410,7 @@ def test_a_replica_that_reports_half_a_range_is_abandoned():
     bench.step(
         session_events.ReplicaAnswered(session, B, wire.DamageFound(session, 0, 0, bytes(8)))
     )
-    assert "pairs of IDs" in bench.reports("replica.rejected")[-1]["reason"]
+    assert "pairs of IDs, found 1" in bench.reports("replica.rejected")[-1]["reason"]
 
 
 def test_early_damage_reports_are_followed_by_a_full_request():

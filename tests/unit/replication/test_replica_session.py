@@ -5,7 +5,6 @@ from random import Random
 import pytest
 
 from tests.unit.replication.model_storage import make_batch
-from waltz_core.errors import RemoteProtocolError
 from waltz_core.records.record import GENESIS_CHAIN
 from waltz_core.replication.limits import SessionLimits
 from waltz_core.replication.replica_session import ReplicaSession, ReplicaStage
@@ -49,15 +48,6 @@ def test_requests_carry_session_partition_and_a_sequence_of_their_own(one, outbo
     assert one.take(wire.LineageResponse(5, 2, 2, bytes(16), ())).ticket == 9
     assert one.take(wire.Nack(5, 1, 2, 1, 0, "")).message == wire.Heartbeat(5, 1, 2)
     assert one.oldest_ms is None
-
-
-def test_an_answer_of_the_wrong_kind_or_to_nothing(one):
-    connected(one)
-    one.send_request(wire.Heartbeat, now_ms=7)
-    with pytest.raises(RemoteProtocolError, match="there is no such request"):
-        one.take(wire.HeartbeatAnswer(5, 2, 2))
-    with pytest.raises(RemoteProtocolError, match="expected HeartbeatAnswer, found Appended"):
-        one.take(wire.Appended(5, 1, 2, 0))
 
 
 def test_redials_wait_longer_and_longer_and_start_again_after_success(one):

@@ -141,7 +141,8 @@ def test_a_payload_near_the_limit_travels_alone() -> None:
 
 def test_rows_with_many_locks_travel_in_smaller_batches() -> None:
     rows = shaped([(0, b"%d" % number) for number in range(100)])
-    locks = pa.array([list(range(LOCKS_MAX))] * 100, pa.list_(pa.int32()))
+    bounds = pa.array(np.arange(101, dtype=np.int32) * LOCKS_MAX)
+    locks = pa.ListArray.from_arrays(bounds, np.tile(np.arange(LOCKS_MAX, dtype=np.int32), 100))
     place = rows.append.schema.get_field_index("append_locks")
     append = rows.append.set_column(place, "append_locks", locks)
     log = RandomLog(1, loss=0.0)
