@@ -105,29 +105,22 @@ def kinds(steps):
 OLD = [(1, [1, 2]), (1, [3]), (2, [4, 5, 6])]  # ids 0..5
 
 
-def test_an_equal_log_only_gets_the_mark():
-    one, source = storage(*OLD), storage(*OLD)
-    steps = walk(repair_of(one), one, source, Goal(5, source.chain))
-    assert kinds(steps) == ["SetMark"]
-    assert one.disk.provisional == (9, 5)
-
-
-def test_an_empty_partition_needs_no_source():
-    one = storage()
-    assert kinds(walk(repair_of(one), one, None, Goal(-1, GENESIS_CHAIN))) == ["SetMark"]
-
-
-def test_a_shorter_log_is_filled_up_in_stretches_of_whole_batches():
-    one, source = storage(), storage(*OLD)
-    steps = walk(repair_of(one), one, source, Goal(5, source.chain))
-    assert kinds(steps) == ["FetchCopy", "AppendCopy", "FetchCopy", "AppendCopy", "SetMark"]
-    assert one.payloads() == [1, 2, 3, 4, 5, 6]
-
-
-def test_a_shorter_log_that_is_a_prefix_is_not_cut():
-    one, source = storage(*OLD[:2]), storage(*OLD)
-    steps = walk(repair_of(one), one, source, Goal(5, source.chain))
-    assert kinds(steps) == ["SourceLineage", "FetchCopy", "AppendCopy", "SetMark"]
+@pytest.mark.parametrize(
+    ("own", "decided", "expected"),
+    [
+        (OLD, OLD, ["SetMark"]),
+        ([], [], ["SetMark"]),
+        ([], OLD, ["FetchCopy", "AppendCopy", "FetchCopy", "AppendCopy", "SetMark"]),
+        (OLD[:2], OLD, ["SourceLineage", "FetchCopy", "AppendCopy", "SetMark"]),
+    ],
+    ids=["equal", "empty", "stretches of whole batches", "a prefix is not cut"],
+)
+def test_a_log_is_filled_up_to_the_mark(own, decided, expected):
+    one, source = storage(*own), storage(*decided)
+    steps = walk(repair_of(one), one, source if decided else None, Goal(source.last, source.chain))
+    assert kinds(steps) == expected
+    assert one.payloads() == source.payloads()
+    assert one.disk.provisional == (9, source.last)
 
 
 def test_a_longer_log_is_cut_to_the_mark_and_not_below():

@@ -1,6 +1,5 @@
 """Unit tests of `waltz_core.replication.window`."""
 
-
 from tests.unit.replication.model_storage import make_batch
 from waltz_core.records.lock_blocks import Blocks, LogEnd
 from waltz_core.records.record import GENESIS_CHAIN
