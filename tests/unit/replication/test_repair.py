@@ -169,14 +169,6 @@ def test_a_diverged_log_is_cut_where_they_part_and_filled_up():
     assert one.chain == source.chain
 
 
-def test_a_longer_diverged_log_is_cut_twice():
-    one = storage(*OLD[:2], (3, [40, 41]), (3, [42, 43]))
-    source = storage(*OLD)
-    steps = walk(repair_of(one), one, source, Goal(5, source.chain))
-    assert [step.last_to_keep for step in steps if isinstance(step, Cut)] == [5, 2]
-    assert one.payloads() == source.payloads()
-
-
 def test_reconstructed_batches_of_a_source_cut_no_replica():
     one = storage((1, [0]), (1, [1, 2]), (1, [3]))
     source = storage((1, [0]), (RECONSTRUCTED, [1]), (RECONSTRUCTED, [2]), (1, [3]), (1, [4]))
@@ -238,11 +230,6 @@ def test_logs_with_nothing_in_common_are_cut_completely_below_a_mark_that_is_not
     one.disk.provisional = (7, 1)
     walk(repair_of(one), one, source, Goal(5, source.chain))
     assert one.payloads() == source.payloads()
-
-
-def test_no_step_while_the_goals_chain_is_unknown():
-    one = storage(*OLD[:2])
-    assert repair_of(one).next_step(Goal(5, None), can_fill=available) is None
 
 
 def test_a_new_goal_forgets_what_was_learned_for_the_old_one():
