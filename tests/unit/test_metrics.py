@@ -54,25 +54,6 @@ def test_a_counter_appears_on_the_page_with_its_first_count_and_grows():
         assert f'{name}{{partition="4"}} {2.0 * look}\n'.encode() in metrics.page()
 
 
-def test_counts_of_a_forgotten_partition_do_not_return():
-    metrics, name = Metrics("server"), "waltz_server_appended_batches_total"
-    metrics.add(name, 5, partition=4)
-    metrics.forget(partition=4)
-    assert b'partition="4"' not in metrics.page()
-    metrics.add(name, 2, partition=4)
-    assert metrics.value(name, partition=4) == 2
-
-
-def test_counting_down_or_under_a_wrong_label_fails_at_once():
-    metrics = Metrics("server")
-    with pytest.raises(AssertionError):
-        metrics.add("waltz_server_appended_batches_total", -1, partition=4)
-    with pytest.raises(ValueError, match="label"):
-        metrics.add("waltz_server_appended_batches_total", partitions=4)
-    with pytest.raises(AssertionError):
-        metrics.add("waltz_server_connections")
-
-
 def test_a_gauge_with_a_callback_is_read_when_shown():
     metrics, held = Metrics("server"), [7.0]
     metrics.set_source("waltz_server_queued_bytes", lambda: held[0])
@@ -110,7 +91,7 @@ def test_a_returning_partition_counts_from_zero():
     assert metrics.value(name, partition=2) == 7
 
 
-def test_a_name_or_label_that_is_not_in_the_table_is_our_bug():
+def test_counting_down_or_under_a_wrong_name_or_label_is_our_bug():
     metrics = Metrics("server")
     with pytest.raises(KeyError):
         metrics.add("waltz_server_apended_transactions_total", partition=0)
@@ -118,6 +99,10 @@ def test_a_name_or_label_that_is_not_in_the_table_is_our_bug():
         metrics.add("waltz_server_appended_transactions_total", shard=0)
     with pytest.raises(AssertionError):
         metrics.set("waltz_server_appended_transactions_total", 1, partition=0)
+    with pytest.raises(AssertionError):
+        metrics.add("waltz_server_appended_transactions_total", -1, partition=0)
+    with pytest.raises(AssertionError):
+        metrics.add("waltz_server_connections")
     with pytest.raises(AssertionError, match="no metric of the area"):
         Metrics("sever")
 

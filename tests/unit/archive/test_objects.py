@@ -92,7 +92,7 @@ def test_a_changed_byte_is_found_or_changes_nothing():
     records, lineage = batches_from(FIRST)
     whole = object_of(records, lineage)
     rng, found = Random(4), 0
-    for at in rng.sample(range(len(whole)), 400):
+    for at in rng.sample(range(len(whole)), 100):
         data = bytearray(whole)
         data[at] ^= 1 << rng.randrange(8)
         try:
@@ -102,7 +102,7 @@ def test_a_changed_byte_is_found_or_changes_nothing():
             assert b"".join(bytes(each.records) for each in pieces) == b"".join(records)
         except (BadFormat, ChecksumMismatch) as error:
             found += str(error).startswith("object")
-    assert found > 100
+    assert found > 25
 
 
 @pytest.mark.parametrize(

@@ -155,13 +155,35 @@ class Bench:
             else:
                 return
 
+    def run_for(self, ms):
+        """Go on, let time pass, and go on."""
+        self.run()
+        self.wait(ms)
+        self.run()
+
     def open(self, generation=1, replicas=None):
         """Own the partition and let the session open."""
         self.own(generation, replicas)
-        self.run()
-        self.wait(self.limits.grace_ms)
-        self.run()
+        self.run_for(self.limits.grace_ms)
         assert self.store.open_session is not None
+
+    def decide(self):
+        """Own the partition, up to the question whether ZooKeeper takes the decided states."""
+        self.own()
+        self.ask_zookeeper()
+        self.ask_zookeeper()
+        self.run(questions=False)
+        assert isinstance(self.questions[0], session_events.WriteMetadata)
+
+    def step_until(self, is_reached):
+        """Take one step after another until a condition holds."""
+        while not is_reached():
+            if self.dials:
+                self.connect()
+            elif ready := [name for name in self.names if self.requests.get(name)]:
+                self.deliver(ready[0])
+            else:
+                self.ask_zookeeper()
 
     def reopen(self):
         """Let the next session open after one was lost."""
@@ -179,6 +201,34 @@ class Bench:
         batch = make_batch(self.store.next_transaction_id, payloads, self.now_ms)
         self.step(session_events.Submit(self.store.open_session, batch))
         return batch.last
+
+    def append(self, count=1, *, batches=1):
+        """Append batches and let all replicas have them."""
+        for _ in range(batches):
+            self.submit(count)
+        self.run()
+
+    # --- other servers
+
+    def claim_elsewhere(self, session_id):
+        """Let another server have claimed a session."""
+        nonce = session_id.to_bytes(16, "big")
+        self.metadata = PartitionMetadata(1, session_id, self.metadata.states)
+        self.marker = PartitionMarker(self.marker.state, session_id, nonce)
+        self.metadata_version += 1
+        self.marker_version += 1
+
+    def other_server(self):
+        """Return another server's bench over the same storages and the same ZooKeeper."""
+        other = Bench(*self.names)
+        other.storages, other.storage_ids = self.storages, self.storage_ids
+        other.store = other._new_store(other.limits)
+        other.look_at_zookeeper_of(self)
+        return other
+
+    def look_at_zookeeper_of(self, other):
+        self.metadata, self.metadata_version = other.metadata, other.metadata_version
+        self.marker, self.marker_version = other.marker, other.marker_version
 
     # --- what was said
 

@@ -6,13 +6,7 @@ import pytest
 
 from tests.unit.replication.bench import LIMITS, A, B, Bench, C, D, E, wire
 from tests.unit.replication.model_storage import make_batch
-from waltz_core.cluster.nodes.model import (
-    UNRESOLVED,
-    MarkerState,
-    PartitionMarker,
-    PartitionMetadata,
-    ReplicaState,
-)
+from waltz_core.cluster.nodes.model import UNRESOLVED, MarkerState, PartitionMetadata, ReplicaState
 from waltz_core.replication import session_events
 from waltz_core.replication.limits import SessionLimits
 from waltz_core.replication.replica_session import ReplicaStage
@@ -27,9 +21,7 @@ from waltz_core.replication.session_events import (
 )
 
 
-def test_the_first_session_of_a_new_partition():
-    bench = Bench()
-    bench.open()
+def test_the_first_session_of_a_new_partition(bench):
     opened = bench.all_reported(SessionOpened)
     assert opened == [SessionOpened(0, 1, -1, bytes(16), False)]
     assert bench.all_reported(Settled) == [Settled(0, -1)]
@@ -43,11 +35,7 @@ def test_the_first_session_of_a_new_partition():
 
 def test_nothing_is_reported_before_the_second_compare_and_set_is_known():
     bench = Bench()
-    bench.own()
-    bench.ask_zookeeper()
-    bench.ask_zookeeper()
-    bench.run(questions=False)
-    assert isinstance(bench.questions[0], session_events.WriteMetadata)
+    bench.decide()
     assert not bench.all_reported(SessionOpened)
     assert not bench.all_sent(wire.Engage)
     assert bench.store.open_session is None
@@ -64,9 +52,7 @@ def test_a_claim_of_unknown_outcome_is_read_again(outcome):
     bench.ask_zookeeper(outcome)
     bench.wait(100)
     assert isinstance(bench.ask_zookeeper(), session_events.ReadMetadata)
-    bench.run()
-    bench.wait(20)
-    bench.run()
+    bench.run_for(20)
     assert bench.store.open_session == 0
     # What did not happen is claimed again, what did is not claimed twice.
     assert bench.metadata.session_id == 0
@@ -75,10 +61,7 @@ def test_a_claim_of_unknown_outcome_is_read_again(outcome):
 @pytest.mark.parametrize("outcome", ["lost", "away"])
 def test_states_with_an_unknown_outcome_are_read_again_before_anything_is_reported(outcome):
     bench = Bench()
-    bench.own()
-    bench.ask_zookeeper()
-    bench.ask_zookeeper()
-    bench.run(questions=False)
+    bench.decide()
     bench.ask_zookeeper(outcome)
     assert not bench.all_reported(SessionOpened)
     bench.wait(3000)
@@ -90,10 +73,7 @@ def test_states_with_an_unknown_outcome_are_read_again_before_anything_is_report
 
 def test_states_that_zookeeper_did_not_take_are_requested_again_after_a_pause():
     bench = Bench()
-    bench.own()
-    bench.ask_zookeeper()
-    bench.ask_zookeeper()
-    bench.run(questions=False)
+    bench.decide()
     bench.ask_zookeeper("away")
     asked_ms = bench.now_ms
     bench.step(session_events.Wakeup())
@@ -111,25 +91,16 @@ def test_a_claim_that_another_process_won_is_followed_by_another_id():
     bench = Bench()
     bench.own()
     bench.ask_zookeeper()
-    bench.metadata = PartitionMetadata(1, 7, {})
-    bench.marker = PartitionMarker(MarkerState.NEW, 7, b"x" * 16)
-    bench.metadata_version += 1
-    bench.marker_version += 1
+    bench.claim_elsewhere(7)
     bench.reopen()
     assert bench.store.open_session == 8
 
 
 def test_states_are_not_written_over_the_claim_of_another_process():
     bench = Bench()
-    bench.own()
-    bench.ask_zookeeper()
-    bench.ask_zookeeper()
-    bench.run(questions=False)
-    assert isinstance(bench.questions[0], session_events.WriteMetadata)
-    theirs = PartitionMetadata(1, 7, {})
-    bench.metadata, bench.marker = theirs, PartitionMarker(MarkerState.NEW, 7, b"x" * 16)
-    bench.metadata_version += 1
-    bench.marker_version += 1
+    bench.decide()
+    bench.claim_elsewhere(7)
+    theirs = bench.metadata
     while bench.questions:
         bench.ask_zookeeper()
     assert bench.metadata == theirs
@@ -157,17 +128,14 @@ def test_an_open_partition_whose_states_are_gone_is_rejected_and_looked_at_again
     assert not bench.sent
     bench.metadata = PartitionMetadata(1, 3, dict.fromkeys([A, B, C], ReplicaState(-1, UNRESOLVED)))
     bench.wait(11_000)
-    bench.run()
-    bench.wait(100)
-    bench.run()
+    bench.run_for(100)
     assert bench.store.open_session is not None
 
 
 def test_a_new_partition_with_records_somewhere_is_rejected():
     donor = Bench()
     donor.open()
-    donor.submit()
-    donor.run()
+    donor.append()
     bench = Bench()
     bench.storages[A].disk.entries = donor.storages[A].disk.entries
     bench.own()
@@ -181,9 +149,7 @@ def test_a_partition_of_waltz_0_13_is_adopted_only_when_all_are_empty():
     bench = Bench(state=None)
     bench.down = {C}
     bench.own()
-    bench.run()
-    bench.wait(1000)
-    bench.run()
+    bench.run_for(1000)
     assert bench.store.open_session is None
     assert not bench.all_sent(wire.SetLowWaterMark)
     bench.down = set()
@@ -192,9 +158,7 @@ def test_a_partition_of_waltz_0_13_is_adopted_only_when_all_are_empty():
     assert bench.marker.state is MarkerState.OPEN
 
 
-def test_commits_need_a_quorum_and_come_in_order():
-    bench = Bench()
-    bench.open()
+def test_commits_need_a_quorum_and_come_in_order(bench):
     last = bench.submit(2)
     bench.submit()
     bench.deliver(A)
@@ -236,11 +200,8 @@ def test_no_session_opens_with_fewer_than_a_majority(count, quorum):
     assert bench.store.readable_replicas == list(names[:quorum])
 
 
-def test_a_lost_engaged_replica_ends_the_session_and_the_next_one_continues_without_it():
-    bench = Bench()
-    bench.open()
-    bench.submit()
-    bench.run()
+def test_a_lost_engaged_replica_ends_the_session_and_the_next_one_continues_without_it(bench):
+    bench.append()
     bench.submit()
     bench.deliver(A)
     bench.deliver(B)
@@ -258,39 +219,18 @@ def test_a_lost_engaged_replica_ends_the_session_and_the_next_one_continues_with
     assert bench.all_reported(Settled)[-1].committed_last == 1
 
 
-def test_a_claim_after_our_own_session_needs_no_reading():
-    bench = Bench()
-    bench.open()
+def test_a_foreign_session_in_between_breaks_the_thread(bench):
+    bench.claim_elsewhere(1)
     bench.step(session_events.Checkpoint())
-    assert isinstance(bench.questions[0], session_events.WriteMetadata)
-    bench.reopen()
-    assert bench.store.open_session == 1
-    assert bench.all_reported(SessionOpened)[-1].unbroken
-
-
-def test_a_foreign_session_in_between_breaks_the_thread():
-    bench = Bench()
-    bench.open()
-    states = bench.metadata.states
-    bench.metadata = PartitionMetadata(1, 1, states)
-    bench.marker = PartitionMarker(MarkerState.OPEN, 1, b"x" * 16)
-    bench.metadata_version += 1
-    bench.marker_version += 1
-    bench.step(session_events.Checkpoint())
+    assert isinstance(bench.questions[0], session_events.WriteMetadata), "it reads after a conflict"
     bench.reopen()
     assert bench.store.open_session == 2
     assert not bench.all_reported(SessionOpened)[-1].unbroken
 
 
-def test_a_claim_of_ours_after_a_foreign_session_does_not_repair_the_thread():
+def test_a_claim_of_ours_after_a_foreign_session_does_not_repair_the_thread(bench):
     """The second claim finds our own name, of a session that never opened."""
-    bench = Bench()
-    bench.open()
-    states = bench.metadata.states
-    bench.metadata = PartitionMetadata(1, 1, states)
-    bench.marker = PartitionMarker(MarkerState.OPEN, 1, b"x" * 16)
-    bench.metadata_version += 1
-    bench.marker_version += 1
+    bench.claim_elsewhere(1)
     bench.step(session_events.Checkpoint())
     while bench.metadata.session_id != 2:
         bench.ask_zookeeper()
@@ -305,20 +245,14 @@ def test_a_claim_of_ours_after_a_foreign_session_does_not_repair_the_thread():
 
 def with_doubt_about_ids_of_another():
     """Ours lost ids 0..1 in session 0; another server wrote its own 0..1 in session 1."""
-    bench, other = Bench(), Bench()
-    other.storages, other.storage_ids = bench.storages, bench.storage_ids
-    other.store = other._new_store(other.limits)
+    bench = Bench()
     bench.open()
     bench.submit(2)
-    other.metadata, other.marker = bench.metadata, bench.marker
-    other.metadata_version = bench.metadata_version
-    other.marker_version = bench.marker_version
+    other = bench.other_server()
     other.numbers = 100
     other.open(generation=2)
-    other.submit(2)
-    other.run()
-    bench.metadata, bench.marker = other.metadata, other.marker
-    bench.metadata_version, bench.marker_version = other.metadata_version, other.marker_version
+    other.append(2)
+    bench.look_at_zookeeper_of(other)
     bench.lose(A)
     bench.own(generation=3)
     return bench
@@ -359,37 +293,21 @@ def test_unknown_outcomes_survive_a_session_lost_before_they_are_settled():
     assert not bench.all_reported(SessionOpened)[-1].unbroken
 
 
-def taken_over(bench):
-    """Return another server's bench over the same storages and the same ZooKeeper."""
-    other = Bench()
-    other.storages, other.storage_ids = bench.storages, bench.storage_ids
-    other.store = other._new_store(other.limits)
-    other.metadata, other.marker = bench.metadata, bench.marker
-    other.metadata_version = bench.metadata_version
-    other.marker_version = bench.marker_version
-    other.own(generation=2)
-    return other
-
-
-def test_a_new_owner_is_reported_the_stamp_that_the_log_ends_with():
+def test_a_new_owner_is_reported_the_stamp_that_the_log_ends_with(bench):
     """Its clock may be behind the last owner's; stamps never decrease all the same."""
-    bench = Bench()
-    bench.open()
     bench.submit(2)
     bench.now_ms = 7_000
-    bench.submit()
-    bench.run()
-    other = taken_over(bench)
+    bench.append()
+    other = bench.other_server()
+    other.own(generation=2)
     other.reopen()
     assert other.all_reported(Settled) == [Settled(1, 2, 7_000)]
 
 
-def test_a_replica_that_never_settles_the_past_is_done_without():
-    bench = Bench()
-    bench.open()
-    bench.submit()
-    bench.run()
-    other = taken_over(bench)
+def test_a_replica_that_never_settles_the_past_is_done_without(bench):
+    bench.append()
+    other = bench.other_server()
+    other.own(generation=2)
     supplier = until_it_asks_for_the_past(other)
     other.silent.add(supplier)
     other.run()
@@ -399,9 +317,7 @@ def test_a_replica_that_never_settles_the_past_is_done_without():
     assert other.store.session.replicas[supplier].stage is not ReplicaStage.ENGAGED
 
 
-def test_appends_on_a_quorum_are_settled_as_committed():
-    bench = Bench()
-    bench.open()
+def test_appends_on_a_quorum_are_settled_as_committed(bench):
     bench.submit(2)
     bench.submit()
     for name in (A, B):
@@ -420,10 +336,7 @@ def test_a_fenced_session_gives_way_and_a_lasting_duel_ends():
         if bench.all_reported(Released):
             break
         session = bench.metadata.session_id + 5
-        bench.metadata = PartitionMetadata(1, session, bench.metadata.states)
-        bench.marker = PartitionMarker(MarkerState.OPEN, session, session.to_bytes(16, "big"))
-        bench.metadata_version += 1
-        bench.marker_version += 1
+        bench.claim_elsewhere(session)
         for storage in bench.storages.values():
             storage.disk.promised = session
         if bench.store.open_session is not None:
@@ -434,9 +347,7 @@ def test_a_fenced_session_gives_way_and_a_lasting_duel_ends():
     assert "lost to another server" in bench.all_reported(Released)[0].reason
 
 
-def test_storages_ahead_of_zookeeper_stop_a_claim():
-    bench = Bench()
-    bench.open()
+def test_storages_ahead_of_zookeeper_stop_a_claim(bench):
     for name in (A, B):
         bench.storages[name].disk.promised = 99
     bench.step(session_events.Checkpoint())
@@ -451,9 +362,7 @@ def test_storages_ahead_of_zookeeper_stop_a_claim():
     assert bench.metadata.session_id < 99
 
 
-def test_one_storage_ahead_of_zookeeper_stops_no_session():
-    bench = Bench()
-    bench.open()
+def test_one_storage_ahead_of_zookeeper_stops_no_session(bench):
     bench.storages[A].disk.promised = 99
     bench.step(session_events.Checkpoint())
     bench.wait(100)
@@ -464,17 +373,6 @@ def test_one_storage_ahead_of_zookeeper_stops_no_session():
 def test_no_quorum_for_long_releases_the_partition():
     bench = Bench()
     bench.down = {A, B}
-    bench.own()
-    for _ in range(20):
-        bench.run()
-        bench.wait(bench.limits.useful_ms)
-    assert "no quorum" in bench.all_reported(Released)[0].reason
-    assert bench.store.wake_at_ms is None
-
-
-def test_it_is_released_at_its_time_when_nothing_else_happens():
-    bench = Bench()
-    bench.down = {A, B}
     begun_ms = bench.now_ms
     bench.own()
     while not bench.all_reported(Released):
@@ -482,6 +380,8 @@ def test_it_is_released_at_its_time_when_nothing_else_happens():
         bench.now_ms = bench.store.wake_at_ms
         bench.step(session_events.Wakeup())
     assert bench.now_ms - begun_ms == bench.limits.quorum_ms_max
+    assert "no quorum" in bench.all_reported(Released)[0].reason
+    assert bench.store.wake_at_ms is None
 
 
 def test_a_queued_zookeeper_request_does_not_release_the_partition():
@@ -504,9 +404,7 @@ def test_a_queued_zookeeper_request_does_not_release_the_partition():
     assert "no quorum" in bench.all_reported(Released)[0].reason
 
 
-def test_appends_that_cannot_be_sent_release_the_partition():
-    bench = Bench()
-    bench.open()
+def test_appends_that_cannot_be_sent_release_the_partition(bench):
     bench.submit()
     bench.deliver(A)
     bench.wait(13_000)
@@ -538,9 +436,13 @@ def test_zookeeper_away_does_not_release_and_does_not_stop_appends():
 
 def test_marks_are_proved_by_a_quorum_and_not_by_less():
     bench = Bench()
-    bench.open()
-    bench.submit()
-    bench.run()
+    bench.step(session_events.ProveMark(5))
+    bench.own()
+    bench.run(questions=False)
+    bench.step(session_events.ProveMark(6))
+    assert bench.all_reported(MarkUnproved) == [MarkUnproved(5), MarkUnproved(6)]
+    bench.reopen()
+    bench.append()
     bench.step(session_events.ProveMark(7))
     bench.deliver(B)
     assert not bench.all_reported(MarkProved)
@@ -551,35 +453,18 @@ def test_marks_are_proved_by_a_quorum_and_not_by_less():
     bench.step(session_events.ProveMark(8))
     bench.run()
     bench.wait(3000)
-    assert bench.all_reported(MarkUnproved) == [MarkUnproved(8)]
-    bench.step(session_events.ReleaseOwnership())
+    assert bench.all_reported(MarkUnproved)[2:] == [MarkUnproved(8)]
+    bench.silent = set()
+    bench.reopen()
     bench.step(session_events.ProveMark(9))
-    assert bench.all_reported(MarkUnproved)[-1] == MarkUnproved(9)
-
-
-def test_marks_are_not_proved_before_the_session_is_open():
-    bench = Bench()
-    bench.step(session_events.ProveMark(6))
-    bench.down = {A, B}
-    bench.own()
-    bench.run()
-    assert bench.store.session is not None
-    assert bench.store.open_session is None
-    bench.step(session_events.ProveMark(7))
-    assert bench.all_reported(MarkUnproved) == [MarkUnproved(6), MarkUnproved(7)]
-
-
-def test_proofs_end_with_the_session():
-    bench = Bench()
-    bench.open()
-    bench.step(session_events.ProveMark(7))
     bench.lose(A)
-    assert bench.all_reported(MarkUnproved) == [MarkUnproved(7)]
+    assert bench.all_reported(MarkUnproved)[3:] == [MarkUnproved(9)]
+    bench.step(session_events.ReleaseOwnership())
+    bench.step(session_events.ProveMark(10))
+    assert bench.all_reported(MarkUnproved)[4:] == [MarkUnproved(10)]
 
 
-def test_a_submit_to_a_session_that_is_over_is_dropped():
-    bench = Bench()
-    bench.open()
+def test_a_submit_to_a_session_that_is_over_is_dropped(bench):
     session = bench.store.open_session
     bench.lose(A)
     sent = len(bench.sent)
@@ -625,9 +510,7 @@ def test_an_abandoned_write_is_not_known_again():
     assert bench.store.open_session == 0
 
 
-def test_disown_closes_everything():
-    bench = Bench()
-    bench.open()
+def test_disown_closes_everything(bench):
     bench.step(session_events.ReleaseOwnership())
     assert bench.requests == {}
     assert bench.store.session is None
@@ -636,9 +519,7 @@ def test_disown_closes_everything():
     assert not bench.all_reported(Released)
 
 
-def test_the_same_assignment_again_changes_nothing():
-    bench = Bench()
-    bench.open()
+def test_the_same_assignment_again_changes_nothing(bench):
     bench.own()
     bench.step(session_events.Reassign((A, B, C)))
     assert bench.store.open_session == 0
@@ -651,14 +532,11 @@ def test_a_replica_is_replaced_by_another():
     bench = Bench()
     bench.add_storage(D)
     bench.open()
-    for _ in range(5):
-        bench.submit(2)
-    bench.run()
+    bench.append(2, batches=5)
     bench.step(session_events.Reassign((A, B, D)))
     bench.wait(30)
     bench.reopen()
-    bench.wait(100)
-    bench.run()
+    bench.run_for(100)
     assert bench.metadata.states == dict.fromkeys([A, B, D], ReplicaState(1, UNRESOLVED))
     assert bench.storages[D].payloads() == bench.storages[A].payloads()
     assert C not in bench.requests
@@ -668,8 +546,7 @@ def test_a_session_opens_with_a_quorum_of_the_last_assignment_too():
     """B is away, and C is lost when all is decided: D makes a quorum of the new ones alone."""
     bench = Bench(A, B, C, D)
     bench.open(replicas=(A, B, C))
-    bench.submit()
-    bench.run()
+    bench.append()
     bench.down = {B}
     bench.step(session_events.Reassign((A, B, D)))
     while bench.questions:
@@ -706,36 +583,18 @@ def test_too_many_new_replicas_at_once_are_rejected():
     assert bench.store.open_session == 1
 
 
-def test_one_replica_is_a_quorum_of_one():
-    bench = Bench(A)
-    bench.open()
-    bench.submit()
-    bench.run()
-    assert bench.store.high_water_mark == 0
-    bench.lose(A)
-    bench.reopen()
-    assert bench.all_reported(SessionOpened)[-1].high_water_mark == 0
-
-
-def test_a_mark_that_was_exposed_never_decreases():
+def test_a_mark_that_was_exposed_never_decreases(bench):
     """All disks lose what was acknowledged: nothing opens over it, and the log reports it."""
-    bench = Bench()
-    bench.open()
-    bench.submit()
-    bench.run()
+    bench.append()
     for storage in bench.storages.values():
         storage.disk.entries = []
     bench.step(session_events.Checkpoint())
-    bench.run()
-    bench.wait(100)
-    bench.run()
+    bench.run_for(100)
     assert bench.store.open_session is None
     assert "0 was committed" in bench.reports("partition.rejected")[0]["reason"]
 
 
-def test_failures_are_followed_by_growing_pauses():
-    bench = Bench()
-    bench.open()
+def test_failures_are_followed_by_growing_pauses(bench):
     claimed_ms = []
     for _ in range(12):
         bench.wait(1)
@@ -751,9 +610,7 @@ def test_failures_are_followed_by_growing_pauses():
     assert gaps[-1] >= 1000
 
 
-def test_storages_that_are_restarted_one_after_the_other_are_no_failures():
-    bench = Bench()
-    bench.open()
+def test_storages_that_are_restarted_one_after_the_other_are_no_failures(bench):
     for replica in (A, B, C) * 4:
         bench.wait(bench.limits.useful_ms)
         bench.run()
@@ -766,24 +623,18 @@ def test_storages_that_are_restarted_one_after_the_other_are_no_failures():
         assert bench.now_ms - lost_ms <= bench.limits.first_retry_ms_max + bench.limits.grace_ms
 
 
-def test_a_session_that_was_given_away_twice_is_the_end_of_trying():
+def test_a_session_that_was_given_away_twice_is_the_end_of_trying(bench):
     """ZooKeeper is put back by one session: the next claim has an id that was in use."""
-    bench = Bench()
-    bench.open()
     old = (bench.metadata, bench.marker)
     bench.step(session_events.Checkpoint())
     bench.reopen()
-    for _ in range(3):
-        bench.submit()
-    bench.run()
+    bench.append(batches=3)
     assert bench.store.open_session == 1
     bench.metadata, bench.marker = old
     bench.store = bench._new_store(bench.limits)
     bench.requests.clear()
     bench.own(generation=2)
-    bench.run()
-    bench.wait(100)
-    bench.run()
+    bench.run_for(100)
     assert bench.store.open_session is None
     assert "rolled back" in bench.reports("partition.rejected")[0]["reason"]
     claimed = bench.metadata.session_id

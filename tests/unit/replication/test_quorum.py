@@ -9,14 +9,6 @@ from waltz_core.replication.quorum import Tally, VoteResult, quorum_mark, quorum
 REPLICAS = [ReplicaId(f"storage-{n}:1") for n in range(5)]
 
 
-def test_two_of_three_votes_commit() -> None:
-    tally = Tally(REPLICAS[:3])
-    tally.vote(REPLICAS[0])
-    assert tally.verdict is VoteResult.OPEN
-    tally.vote(REPLICAS[1])
-    assert tally.verdict is VoteResult.COMMITTED
-
-
 def test_a_vote_outlives_its_connection() -> None:
     tally = Tally(REPLICAS[:3])
     tally.vote(REPLICAS[0])

@@ -69,15 +69,6 @@ def test_replicas_that_were_not_engaged_have_no_voice():
     assert recovery.unknown == [B]
 
 
-def test_two_unknown_of_three_are_waited_for_though_both_answered():
-    recovery = Recovery(Origin.RECORDED, engaged(A, B, C))
-    recovery.answered(A, prepared(9), OWN_ID)
-    recovery.answered(B, prepared(9, session=4), OWN_ID)
-    recovery.answered(C, prepared(9, suspect=True), OWN_ID)
-    assert recovery.is_complete
-    assert recovery.decide() is None
-
-
 def test_the_seeds_vote_would_lose_what_ours_keeps():
     """Id 0 is on B and C; B's disk is put back to an older one; C is away, A never had it."""
     recovery = Recovery(Origin.RECORDED, engaged(A, B, C))
@@ -95,15 +86,6 @@ def test_unknown_is_for_good_and_a_log_that_shrank_is_unknown():
     recovery.answered(B, prepared(9), OWN_ID)
     recovery.answered(B, prepared(8), OWN_ID)
     assert recovery.unknown == [A, B, C]
-
-
-def test_the_decision_stays():
-    recovery = Recovery(Origin.RECORDED, engaged(A, B, C))
-    recovery.answered(A, prepared(9), OWN_ID)
-    recovery.answered(B, prepared(7), OWN_ID)
-    assert recovery.decide() == 9
-    recovery.answered(C, prepared(7), OWN_ID)
-    assert recovery.decide() == 9
 
 
 @pytest.mark.parametrize(
@@ -167,22 +149,6 @@ def test_an_adoption_is_remembered_until_it_is_done():
     assert recovery.decide() == -1
 
 
-@pytest.mark.parametrize("origin", [Origin.NEW, Origin.ADOPTED])
-def test_records_where_there_can_be_none_are_noticed(origin):
-    recovery = Recovery(origin, {})
-    assert recovery.is_foreign(prepared(0))
-    assert "IDs up to 0 of a partition without history" in recovery.objection(prepared(0))
-    assert recovery.objection(prepared(-1)) is None
-    assert not recovery.is_foreign(prepared(-1))
-    assert not Recovery(Origin.RECORDED, engaged(A)).is_foreign(prepared(0))
-
-
-def test_a_new_partition_begins_empty():
-    recovery = Recovery(Origin.NEW, {})
-    assert recovery.decide() == -1
-    assert recovery.old_quorum == 0
-
-
 # ---------------------------------------------------------------------------------------------
 # what is written to ZooKeeper
 
@@ -205,14 +171,6 @@ def test_the_last_assignments_quorum_is_not_that_of_its_engaged():
     recovery = Recovery(Origin.RECORDED, states)
     assert len(recovery.engaged) == 3
     assert recovery.old_quorum == 3
-
-
-def test_a_replica_that_is_no_longer_assigned_disappears():
-    recovery = Recovery(Origin.RECORDED, engaged(A, B, C))
-    recovery.answered(A, prepared(9), OWN_ID)
-    recovery.answered(B, prepared(9), OWN_ID)
-    recovery.decide()
-    assert list(recovery.opening_states(6, [A, B], [A, B])) == [A, B]
 
 
 def test_a_replica_engaged_later_than_zookeepers_session_reports_a_rollback():

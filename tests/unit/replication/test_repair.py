@@ -18,7 +18,6 @@ from waltz_core.replication.repair import (
     ReplicaRepair,
     SetMark,
     SourceLineage,
-    pairs_of,
     verify_batches,
     verify_records,
 )
@@ -106,29 +105,22 @@ def kinds(steps):
 OLD = [(1, [1, 2]), (1, [3]), (2, [4, 5, 6])]  # ids 0..5
 
 
-def test_an_equal_log_only_gets_the_mark():
-    one, source = storage(*OLD), storage(*OLD)
-    steps = walk(repair_of(one), one, source, Goal(5, source.chain))
-    assert kinds(steps) == ["SetMark"]
-    assert one.disk.provisional == (9, 5)
-
-
-def test_an_empty_partition_needs_no_source():
-    one = storage()
-    assert kinds(walk(repair_of(one), one, None, Goal(-1, GENESIS_CHAIN))) == ["SetMark"]
-
-
-def test_a_shorter_log_is_filled_up_in_stretches_of_whole_batches():
-    one, source = storage(), storage(*OLD)
-    steps = walk(repair_of(one), one, source, Goal(5, source.chain))
-    assert kinds(steps) == ["FetchCopy", "AppendCopy", "FetchCopy", "AppendCopy", "SetMark"]
-    assert one.payloads() == [1, 2, 3, 4, 5, 6]
-
-
-def test_a_shorter_log_that_is_a_prefix_is_not_cut():
-    one, source = storage(*OLD[:2]), storage(*OLD)
-    steps = walk(repair_of(one), one, source, Goal(5, source.chain))
-    assert kinds(steps) == ["SourceLineage", "FetchCopy", "AppendCopy", "SetMark"]
+@pytest.mark.parametrize(
+    ("own", "decided", "expected"),
+    [
+        (OLD, OLD, ["SetMark"]),
+        ([], [], ["SetMark"]),
+        ([], OLD, ["FetchCopy", "AppendCopy", "FetchCopy", "AppendCopy", "SetMark"]),
+        (OLD[:2], OLD, ["SourceLineage", "FetchCopy", "AppendCopy", "SetMark"]),
+    ],
+    ids=["equal", "empty", "stretches of whole batches", "a prefix is not cut"],
+)
+def test_a_log_is_filled_up_to_the_mark(own, decided, expected):
+    one, source = storage(*own), storage(*decided)
+    steps = walk(repair_of(one), one, source if decided else None, Goal(source.last, source.chain))
+    assert kinds(steps) == expected
+    assert one.payloads() == source.payloads()
+    assert one.disk.provisional == (9, source.last)
 
 
 def test_a_longer_log_is_cut_to_the_mark_and_not_below():
@@ -177,14 +169,6 @@ def test_a_diverged_log_is_cut_where_they_part_and_filled_up():
     assert one.chain == source.chain
 
 
-def test_a_longer_diverged_log_is_cut_twice():
-    one = storage(*OLD[:2], (3, [40, 41]), (3, [42, 43]))
-    source = storage(*OLD)
-    steps = walk(repair_of(one), one, source, Goal(5, source.chain))
-    assert [step.last_to_keep for step in steps if isinstance(step, Cut)] == [5, 2]
-    assert one.payloads() == source.payloads()
-
-
 def test_reconstructed_batches_of_a_source_cut_no_replica():
     one = storage((1, [0]), (1, [1, 2]), (1, [3]))
     source = storage((1, [0]), (RECONSTRUCTED, [1]), (RECONSTRUCTED, [2]), (1, [3]), (1, [4]))
@@ -204,23 +188,12 @@ def test_batches_that_a_source_has_made_up_are_not_copied():
     assert one.payloads() == [0]
 
 
-def test_a_copy_that_does_not_lead_to_the_decided_chain_is_rejected():
-    one = storage((1, [0]))
-    source, usher = storage((1, [0]), (-1, [1, 2])), storage((1, [0]), (1, [1, 2]))
-    repair, goal = repair_of(one), Goal(2, usher.chain)
-    with pytest.raises(ChecksumMismatch, match="do not lead to the decided chain"):
-        walk(repair, one, source, goal)
-    repair.restart()
-    walk(repair, one, usher, goal)
-    assert (one.payloads(), one.chain) == ([0, 1, 2], usher.chain)
-
-
-def test_a_copy_from_a_source_with_reconstructed_batches_is_restarted():
+def test_a_copy_that_does_not_lead_to_the_decided_chain_is_rejected_and_made_again():
     one = storage((1, [0]), window=1)
     source = storage((1, [0]), (-1, [1]), (1, [2]), window=1)
     usher = storage((1, [0]), (1, [1]), (1, [2]), window=1)
     repair, goal = repair_of(one), Goal(2, usher.chain)
-    with pytest.raises(ChecksumMismatch):
+    with pytest.raises(ChecksumMismatch, match="do not lead to the decided chain"):
         walk(repair, one, source, goal)
     assert one.payloads() == [0, 1]
     repair.restart()
@@ -245,12 +218,6 @@ def test_a_log_that_a_later_source_has_is_not_cut():
     assert one.payloads() == [0, 1, 2, 3, 4]
 
 
-def test_logs_with_nothing_in_common_are_cut_completely():
-    one, source = storage((7, [50]), (7, [51])), storage(*OLD)
-    walk(repair_of(one), one, source, Goal(5, source.chain))
-    assert one.payloads() == source.payloads()
-
-
 def test_a_log_is_not_cut_below_its_own_confirmed_mark():
     one, source = storage((7, [50]), (7, [51]), mark=0), storage(*OLD)
     with pytest.raises(DataLoss, match="low-water mark 0"):
@@ -258,16 +225,11 @@ def test_a_log_is_not_cut_below_its_own_confirmed_mark():
     assert one.last == 1
 
 
-def test_a_mark_that_is_not_confirmed_protects_nothing():
+def test_logs_with_nothing_in_common_are_cut_completely_below_a_mark_that_is_not_confirmed():
     one, source = storage((7, [50]), (7, [51])), storage(*OLD)
     one.disk.provisional = (7, 1)
     walk(repair_of(one), one, source, Goal(5, source.chain))
     assert one.payloads() == source.payloads()
-
-
-def test_no_step_while_the_goals_chain_is_unknown():
-    one = storage(*OLD[:2])
-    assert repair_of(one).next_step(Goal(5, None), can_fill=available) is None
 
 
 def test_a_new_goal_forgets_what_was_learned_for_the_old_one():
@@ -291,16 +253,6 @@ def test_damage_is_repaired_before_the_mark():
     steps = walk(repair_of(one), one, source, Goal(5, source.chain))
     assert kinds(steps) == ["FetchCopy", "FillDamage"] * 3 + ["SetMark"]
     assert not one.disk.damaged
-
-
-def test_irreparable_old_damage_does_not_hold_up_a_session():
-    one, source = storage(*OLD, mark=3), storage(*OLD)
-    one.disk.damaged = {1}
-    repair = repair_of(one)
-    assert kinds(walk(repair, one, source, Goal(5, source.chain), can_fill=unavailable)) == [
-        "SetMark"
-    ]
-    assert repair.fill_step((1, 1)) == FetchCopy(1, 1, whole_batches=False)
 
 
 def test_damage_above_the_old_mark_waits_for_a_replica_that_can_repair_it():
@@ -360,11 +312,6 @@ def test_rejected_records_leave_the_damage_that_was_reported_since():
     repair.damage_found([(0, 2), (4, 4)])
     repair.not_filled(fill)
     assert repair.damaged == [(0, 2), (4, 4)]
-
-
-def test_half_a_range_of_damage_is_the_peers_fault():
-    with pytest.raises(RemoteProtocolError, match="pairs of IDs, found 3"):
-        pairs_of(bytes(24))
 
 
 def test_damage_that_is_cut_away_is_no_damage():

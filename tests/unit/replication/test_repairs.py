@@ -25,16 +25,16 @@ def behind(bench, replica, *, batches=8):
 
 def run_until(bench, kind):
     """Step until a request of a kind is under way; return the storage that has it."""
-    while True:
-        for name in bench.names:
-            if any(isinstance(message, kind) for message in bench.requests.get(name, ())):
-                return name
-        if bench.dials:
-            bench.connect()
-        elif ready := [name for name in bench.names if bench.requests.get(name)]:
-            bench.deliver(ready[0])
-        else:
-            bench.ask_zookeeper()
+
+    def asked():
+        return [
+            name
+            for name in bench.names
+            if any(isinstance(message, kind) for message in bench.requests.get(name, ()))
+        ]
+
+    bench.step_until(asked)
+    return asked()[0]
 
 
 def test_one_step_at_a_time():
@@ -44,8 +44,7 @@ def test_one_step_at_a_time():
     ranges = sum(isinstance(m, wire.RangeRaw) for name in bench.names for m in bench.requests[name])
     assert ranges == 1
     bench.reopen()
-    bench.wait(100)
-    bench.run()
+    bench.run_for(100)
     assert bench.logs()[C] == bench.logs()[A]
 
 
@@ -56,26 +55,22 @@ def test_the_source_is_marked_or_at_the_goal_and_whole():
     bench.storages[A].disk.damaged = {3}
     bench.storages[A].disk.provisional = None
     bench.reopen()
-    bench.wait(100)
-    bench.run()
+    bench.run_for(100)
     copied = bench.all_sent(wire.RangeRaw, A)
     assert not any(message.first <= 3 <= message.last for message in copied)
     assert bench.logs()[C] == bench.logs()[B]
     assert not bench.storages[A].disk.damaged
 
 
-def test_no_replica_is_cut_to_fit_a_log_that_is_not_the_goal():
+def test_no_replica_is_cut_to_fit_a_log_that_is_not_the_goal(bench):
     """The first replica has another history, the last one has lost its end."""
-    bench = Bench()
-    bench.open()
     bench.submit()
     bench.deliver(A)
     bench.down = {A}
     bench.lose(A)
     bench.reopen()
     for _ in range(2):
-        bench.submit()
-        bench.run()
+        bench.append()
     disk = bench.storages[C].disk
     bench.storages[C].disk = replace(disk, entries=disk.entries[:1], suspect=True)
     assert bench.logs() == {A: [0], B: [1, 2], C: [1]}
@@ -174,8 +169,7 @@ def test_the_wanting_replica_is_lost_while_its_copy_is_in_progress():
     bench.reopen()
     bench.wait(3000)
     bench.reopen()
-    bench.wait(100)
-    bench.run()
+    bench.run_for(100)
     assert bench.store.readable_replicas == [A, B, C]
     assert bench.logs()[C] == bench.logs()[A]
 
@@ -206,18 +200,15 @@ def test_a_goal_is_chosen_again_when_no_replica_has_it():
     assert bench.logs()[survivors[0]] == bench.logs()[survivors[1]]
 
 
-def test_the_goal_is_the_log_of_a_process_that_can_be_trusted():
+def test_the_goal_is_the_log_of_a_process_that_can_be_trusted(bench):
     """The first replica's log ends at the mark, too, but in a batch that was never committed."""
-    bench = Bench()
-    bench.open()
     bench.submit()
     bench.deliver(A)
     bench.down = {A}
     bench.lose(A)
     bench.reopen()
     bench.wait(bench.limits.grace_ms)
-    bench.submit()
-    bench.run()
+    bench.append()
     assert bench.logs() == {A: [0], B: [1], C: [1]}
     bench.down = set()
     bench.step(session_events.Checkpoint())
@@ -230,9 +221,7 @@ def test_the_goal_is_the_log_of_a_process_that_can_be_trusted():
 def test_a_log_that_contradicts_the_decided_one_below_its_mark_is_set_aside():
     bench = Bench()
     behind(bench, C)
-    bench.run()
-    bench.wait(100)
-    bench.run()
+    bench.run_for(100)
     other = Bench()
     other.numbers = 500
     other.open()
@@ -242,47 +231,10 @@ def test_a_log_that_contradicts_the_decided_one_below_its_mark_is_set_aside():
     mine = bench.storages[C].disk
     bench.storages[C].disk = replace(mine, entries=other.storages[C].disk.entries, confirmed=15)
     bench.step(session_events.Checkpoint())
-    bench.run()
-    bench.wait(100)
-    bench.run()
+    bench.run_for(100)
     assert "no common batch end" in bench.reports("replica.rejected")[-1]["reason"]
     assert bench.store.readable_replicas == [A, B]
     assert bench.storages[C].last == 15
-
-
-def test_a_marked_replica_that_cannot_be_repaired_stays():
-    bench = Bench()
-    bench.open()
-    for _ in range(3):
-        bench.submit(2)
-    bench.run()
-    bench.step(session_events.Checkpoint())
-    bench.reopen()
-    for name in bench.names:
-        bench.storages[name].disk.damaged = {1}
-    real = bench.storages[B].handle
-
-    def refuses(message):
-        if isinstance(message, wire.Repair):
-            prefix = (message.session_id, message.sequence, 0)
-            return wire.Nack(*prefix, BadRequest.code, message.session_id, "no")
-        return real(message)
-
-    bench.storages[B].handle = refuses
-    bench.step(session_events.Checkpoint())
-    bench.reopen()
-    bench.wait(100)
-    bench.run()
-    # No replica had it at first. One is made whole by hand, so the others can be repaired.
-    bench.storages[C].disk.damaged = set()
-    bench.step(session_events.Checkpoint())
-    bench.reopen()
-    bench.wait(100)
-    bench.run()
-    assert not bench.storages[A].disk.damaged
-    assert bench.storages[B].disk.damaged == {1}
-    assert bench.store.open_session is not None
-    assert B not in bench.store.readable_replicas or bench.reports("replica.repair_rejected")
 
 
 def rejects_repairs(bench, replica):
@@ -304,14 +256,10 @@ def with_marks(*, above=3):
     """Return a bench whose replicas have their marks at 5, and N batches above them."""
     bench = Bench()
     bench.open()
-    for _ in range(3):
-        bench.submit(2)
-    bench.run()
+    bench.append(2, batches=3)
     bench.step(session_events.Checkpoint())
     bench.reopen()
-    for _ in range(above):
-        bench.submit(2)
-    bench.run()
+    bench.append(2, batches=above)
     bench.wait(1000)
     bench.run()
     assert [one.disk.confirmed for one in bench.storages.values()] == [5, 5, 5]
@@ -341,8 +289,7 @@ def test_damage_above_the_old_mark_is_repaired_before_the_mark_is_set():
     real = rejects_repairs(bench, B)
     bench.step(session_events.Checkpoint())
     bench.reopen()
-    bench.wait(LIMITS.answer_ms_max // 2)
-    bench.run()
+    bench.run_for(LIMITS.answer_ms_max // 2)
     # It was offered what each of the others has, and is not marked: no replica confirms it.
     assert len(bench.all_sent(wire.Repair, B)) == 2
     assert bench.all_sent(wire.RangeRaw, A)
@@ -353,9 +300,7 @@ def test_damage_above_the_old_mark_is_repaired_before_the_mark_is_set():
     assert not bench.reports("replica.rejected")
     bench.storages[B].handle = real
     bench.wait(LIMITS.answer_ms_max)
-    bench.run()
-    bench.wait(1000)
-    bench.run()
+    bench.run_for(1000)
     assert not bench.storages[B].disk.damaged
     assert bench.store.readable_replicas == [A, B, C]
 
@@ -397,9 +342,7 @@ def reports_damage(bench, replica, *damaged):
 def running(*, batches=4):
     bench = Bench()
     bench.open()
-    for _ in range(batches):
-        bench.submit(2)
-    bench.run()
+    bench.append(2, batches=batches)
     bench.sent.clear()
     return bench
 
@@ -467,23 +410,18 @@ def test_a_replica_that_reports_half_a_range_is_abandoned():
     bench.step(
         session_events.ReplicaAnswered(session, B, wire.DamageFound(session, 0, 0, bytes(8)))
     )
-    assert "pairs of IDs" in bench.reports("replica.rejected")[-1]["reason"]
+    assert "pairs of IDs, found 1" in bench.reports("replica.rejected")[-1]["reason"]
 
 
 def test_early_damage_reports_are_followed_by_a_full_request():
     bench = running()
     bench.step(session_events.Checkpoint())
-    while not bench.requests.get(B):
-        if bench.dials:
-            bench.connect()
-        else:
-            bench.ask_zookeeper()
+    bench.step_until(lambda: bench.requests.get(B))
     session = bench.requests[B][0].session_id
     bench.storages[B].disk.damaged = {2}
     notice = wire.DamageFound(session, 0, 0, (2).to_bytes(8, "big") * 2)
     bench.step(session_events.ReplicaAnswered(session, B, notice))
     bench.reopen()
-    bench.wait(100)
-    bench.run()
+    bench.run_for(100)
     assert not bench.storages[B].disk.damaged
     assert bench.store.readable_replicas == [A, B, C]

@@ -5,11 +5,9 @@ from random import Random
 import pytest
 
 from tests.unit.replication.model_storage import make_batch
-from waltz_core.errors import RemoteProtocolError
 from waltz_core.records.record import GENESIS_CHAIN
 from waltz_core.replication.limits import SessionLimits
 from waltz_core.replication.replica_session import ReplicaSession, ReplicaStage
-from waltz_core.replication.session_events import CloseReplica, OpenReplica, SendToReplica
 from waltz_core.replication.window import SessionWindow
 from waltz_core.wire import messages as wire
 
@@ -34,30 +32,6 @@ def connected(one, stage=ReplicaStage.PREPARING):
 def marked(one, mark=-1, chain=GENESIS_CHAIN):
     connected(one, ReplicaStage.REPAIRING)
     one.marked(mark, chain)
-
-
-def test_requests_carry_session_partition_and_a_sequence_of_their_own(one, outbox):
-    connected(one)
-    one.send_request(wire.Heartbeat, now_ms=7)
-    one.send_request(wire.LineageRequest, 3, 4, now_ms=8, ticket=9)
-    assert outbox == [
-        OpenReplica(5, "storage0:1"),
-        SendToReplica(5, "storage0:1", wire.Heartbeat(5, 1, 2)),
-        SendToReplica(5, "storage0:1", wire.LineageRequest(5, 2, 2, 3, 4)),
-    ]
-    assert one.oldest_ms == 7
-    assert one.take(wire.LineageResponse(5, 2, 2, bytes(16), ())).ticket == 9
-    assert one.take(wire.Nack(5, 1, 2, 1, 0, "")).message == wire.Heartbeat(5, 1, 2)
-    assert one.oldest_ms is None
-
-
-def test_an_answer_of_the_wrong_kind_or_to_nothing(one):
-    connected(one)
-    one.send_request(wire.Heartbeat, now_ms=7)
-    with pytest.raises(RemoteProtocolError, match="there is no such request"):
-        one.take(wire.HeartbeatAnswer(5, 2, 2))
-    with pytest.raises(RemoteProtocolError, match="expected HeartbeatAnswer, found Appended"):
-        one.take(wire.Appended(5, 1, 2, 0))
 
 
 def test_redials_wait_longer_and_longer_and_start_again_after_success(one):
@@ -92,42 +66,6 @@ def test_a_connection_with_a_change_in_flight_is_not_replaced(one, kind, fields,
     assert one.is_tainted is tainted
 
 
-def test_a_marked_replica_does_not_return_into_the_session(one):
-    marked(one)
-    one.lost(2, Random(1))
-    assert one.is_tainted
-
-
-def test_closing_is_reported_once_and_not_for_a_lost_connection(one, outbox):
-    connected(one)
-    one.close()
-    one.close()
-    assert outbox[1:] == [CloseReplica(5, "storage0:1")]
-    one.dial()
-    one.is_broken = True
-    one.close()
-    assert len(outbox) == 3
-
-
-def test_appends_follow_one_another_and_count_until_they_are_answered(one, outbox):
-    marked(one)
-    window = SessionWindow(-1, GENESIS_CHAIN)
-    first = window.add(make_batch(0, [1, 2], 7), 5, 1)
-    second = window.add(make_batch(2, [3], 7)._replace(locks=b"lock"), 5, 1)
-    one.append_flight(first, 1)
-    one.append_flight(second, 1)
-    size = first.size_bytes + second.size_bytes + len(second.locks)
-    assert (one.next_id, one.next_chain, one.unanswered_bytes) == (3, window.chain, size)
-    sent = outbox[-2].message
-    assert (sent.first, sent.chain_before, sent.lineage) == (0, GENESIS_CHAIN, (first.entry,))
-    assert [each.message.locks for each in outbox[-2:]] == [b"", second.locks]
-    assert second.locks
-    request = one.take(wire.Appended(5, 1, 2, 1))
-    one.appended(request.message, wire.Appended(5, 1, 2, 1))
-    assert one.synced_last == 1
-    assert one.unanswered_bytes == second.size_bytes + len(second.locks)
-
-
 @pytest.mark.parametrize("limits", [{"lag_count_max": 2}, {"lag_bytes_max": 90}])
 def test_a_replica_is_behind_when_too_much_or_too_many_are_unanswered(outbox, limits):
     one = ReplicaSession("storage0:1", 5, 2, outbox=outbox, limits=SessionLimits(**limits))
@@ -139,16 +77,6 @@ def test_a_replica_is_behind_when_too_much_or_too_many_are_unanswered(outbox, li
     assert one.is_lagging
     one.take(wire.Appended(5, 1, 2, 0))
     assert not one.is_lagging
-
-
-@pytest.mark.parametrize("synced_max", [0, 3, 99])
-def test_a_sync_answer_requires_a_sent_append(one, synced_max):
-    marked(one)
-    window = SessionWindow(-1, GENESIS_CHAIN)
-    one.append_flight(window.add(make_batch(0, [1, 2], 7), 5, 1), 1)
-    request = one.take(wire.Appended(5, 1, 2, synced_max))
-    with pytest.raises(RemoteProtocolError, match="to be synced"):
-        one.appended(request.message, wire.Appended(5, 1, 2, synced_max))
 
 
 def test_a_group_of_appends_may_be_answered_with_the_last_id_at_once(one):

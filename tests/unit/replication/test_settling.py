@@ -37,26 +37,6 @@ def lineage(*entries):
     return LineageResponse(9, 1, 0, GENESIS_CHAIN, batches)
 
 
-def test_an_unbroken_claim_with_nothing_in_doubt_sends_no_request():
-    past, replica = settling(5)
-    past.begin(0)
-    assert (past.outcome, replica.supplier) == (Settled(9, 5), [])
-
-
-def test_an_empty_log_has_no_stamp_to_continue_from():
-    past, replica = settling(-1, unbroken=False)
-    past.begin(0)
-    assert (past.outcome, replica.supplier) == (Settled(9, -1), [])
-
-
-def test_the_last_batch_of_a_log_that_others_may_have_written_reports_its_stamp():
-    past, replica = settling(5, unbroken=False)
-    past.begin(0)
-    assert (past.outcome, replica.supplier) == (None, [(5, 5)])
-    past.answered(replica, lineage((4, 5, 8, 777)), 0)
-    assert past.outcome == Settled(9, 5, 777)
-
-
 def test_rows_in_doubt_are_read_back_window_by_window_after_the_stamp():
     past, replica = settling(9, unbroken=False, in_doubt=InDoubtIds(7, 3, 8))
     past.begin(0)

@@ -16,7 +16,7 @@ from waltz_core.wire.messages import Prepared
 CHANGES = (wire.Truncate, wire.AppendRaw, wire.SetLowWaterMark, wire.Repair, wire.Engage)
 
 
-def restart(bench, *, down=(), keep_session=False):
+def restart(bench, *, down=()):
     """End the session and let the next one begin with some storages away."""
     bench.down = set(down)
     bench.sent.clear()
@@ -46,16 +46,11 @@ def test_all_replicas_are_fenced_first_with_session_nonce_and_identity():
     assert prepares[C].storage_id == bytes(16)
 
 
-def test_an_undecidable_session_waits_and_touches_nothing():
-    bench = Bench()
-    bench.open()
-    bench.submit()
-    bench.run()
+def test_an_undecidable_session_waits_and_touches_nothing(bench):
+    bench.append()
     bench.storages[B].disk.suspect = True
     restart(bench, down=[C])
-    bench.run()
-    bench.wait(500)
-    bench.run()
+    bench.run_for(500)
     assert not any(isinstance(message, CHANGES) for _, message in bench.sent)
     assert bench.store.session.recovery.unknown == [B, C]
     assert bench.storages[A].disk.promised == bench.storages[B].disk.promised == 1
@@ -67,31 +62,12 @@ def test_an_undecidable_session_waits_and_touches_nothing():
     assert not bench.storages[B].disk.suspect
 
 
-def test_all_answers_in_and_nothing_decidable_is_reported_once():
-    bench = Bench()
-    bench.open()
+def test_all_answers_in_and_nothing_decidable_is_reported_once(bench):
     for name in (B, C):
         bench.storages[name].disk.suspect = True
     restart(bench)
-    bench.run()
-    bench.wait(2000)
-    bench.run()
+    bench.run_for(2000)
     assert bench.reports("recovery.waiting") == [{"session": 1, "untrusted": (B, C)}]
-
-
-def test_a_quorum_is_enough_when_one_storage_is_dead():
-    bench = Bench()
-    bench.open()
-    bench.submit()
-    bench.run()
-    restart(bench, down=[B])
-    start_ms = bench.now_ms
-    bench.run()
-    bench.wait(LIMITS.grace_ms)
-    bench.run()
-    assert bench.store.open_session == 1
-    assert bench.now_ms - start_ms <= LIMITS.grace_ms
-    assert bench.metadata.states[B] == ReplicaState(0, 0)
 
 
 def test_an_unacknowledged_tail_is_kept_when_a_voter_is_unknown_and_cut_when_not():
@@ -116,18 +92,12 @@ def test_an_unacknowledged_tail_is_kept_when_a_voter_is_unknown_and_cut_when_not
         assert len(logs[A]) == opened.high_water_mark + 1
 
 
-def test_a_rolled_back_replica_is_filled_up_and_counts_again():
-    bench = Bench()
-    bench.open()
-    for _ in range(6):
-        bench.submit(2)
-    bench.run()
+def test_a_rolled_back_replica_is_filled_up_and_counts_again(bench):
+    bench.append(2, batches=6)
     old = bench.storages[A].disk
     bench.storages[A].disk = replace(old, entries=old.entries[:1], suspect=True)
     bench.step(session_events.Checkpoint())
-    bench.run()
-    bench.wait(LIMITS.grace_ms)
-    bench.run()
+    bench.run_for(LIMITS.grace_ms)
     assert bench.reports("replica.untrusted") == [{"session": 1, "replica": A, "last": 1}]
     bench.wait(1000)
     bench.run()
@@ -135,22 +105,16 @@ def test_a_rolled_back_replica_is_filled_up_and_counts_again():
     assert bench.logs()[A] == bench.logs()[B]
 
 
-def test_another_storage_at_the_address_is_not_used():
-    bench = Bench()
-    bench.open()
+def test_another_storage_at_the_address_is_not_used(bench):
     bench.storage_ids[A] = b"another-storage!"
     restart(bench)
-    bench.run()
-    bench.wait(LIMITS.grace_ms)
-    bench.run()
+    bench.run_for(LIMITS.grace_ms)
     assert bench.store.readable_replicas == [B, C]
     assert bench.reports("replica.rejected")[0]["replica"] == A
 
 
-def test_a_zookeeper_without_the_session_of_a_batch_is_not_trusted():
+def test_a_zookeeper_without_the_session_of_a_batch_is_not_trusted(bench):
     """Its data was rolled back; the log of an older session would win, and cut committed ids."""
-    bench = Bench()
-    bench.open()
     old = bench.metadata, bench.marker
     bench.submit(3)
     bench.submit(3)
@@ -160,8 +124,7 @@ def test_a_zookeeper_without_the_session_of_a_batch_is_not_trusted():
     for name in (A, B):
         bench.requests.get(name, []).clear()
     bench.reopen()
-    bench.submit()
-    bench.run()
+    bench.append()
     assert bench.store.high_water_mark == 0
     before = bench.logs()
     assert [len(before[name]) for name in (A, B, C)] == [1, 1, 6]
@@ -170,20 +133,16 @@ def test_a_zookeeper_without_the_session_of_a_batch_is_not_trusted():
     bench.metadata_version += 1
     restart(bench, down=[A])
     bench.step(session_events.TakeOwnership(2, bench.names))
-    bench.run()
-    bench.wait(LIMITS.grace_ms)
-    bench.run()
+    bench.run_for(LIMITS.grace_ms)
     assert bench.store.open_session is None
     assert bench.logs() == before
     assert "its data was rolled back" in bench.reports("partition.rejected")[-1]["reason"]
 
 
 @pytest.mark.parametrize("is_left_out", [True, False])
-def test_a_replica_with_a_later_session_is_in_none(monkeypatch, is_left_out):
+def test_a_replica_with_a_later_session_is_in_none(bench, monkeypatch, is_left_out):
     """One that ZooKeeper has as left out cannot keep the others from theirs: if there has been a
     later session, one of them knows it, too."""
-    bench = Bench()
-    bench.open()
     if is_left_out:
         restart(bench, down=[C])
         bench.reopen()
@@ -195,9 +154,7 @@ def test_a_replica_with_a_later_session_is_in_none(monkeypatch, is_left_out):
 
     monkeypatch.setattr(bench.storages[C], "_prepare", prepare_with_later_session)
     bench.step(session_events.TakeOwnership(2, bench.names))
-    bench.run()
-    bench.wait(LIMITS.grace_ms)
-    bench.run()
+    bench.run_for(LIMITS.grace_ms)
     why = "was engaged in session 9, but the last opened session in ZooKeeper is"
     if is_left_out:
         assert bench.store.readable_replicas == [A, B]
@@ -230,34 +187,7 @@ def test_a_storage_without_its_assignment_is_queried_again_soon(monkeypatch, err
     assert [dial.replica for dial in bench.dials] == [C]
 
 
-def test_a_source_that_dies_while_it_is_copied_from_is_replaced():
-    bench = Bench()
-    bench.open()
-    for _ in range(12):
-        bench.submit(2)
-        bench.deliver(A)
-        bench.deliver(B)
-    restart(bench)
-    while not bench.all_sent(wire.RangeRaw):
-        if bench.dials:
-            bench.connect()
-        elif ready := [name for name in bench.names if bench.requests.get(name)]:
-            bench.deliver(ready[0])
-        else:
-            bench.ask_zookeeper()
-    source = next(name for name, message in bench.sent if isinstance(message, wire.RangeRaw))
-    bench.down = {source}
-    bench.lose(source)
-    bench.reopen()
-    assert bench.store.high_water_mark == 23
-    survivors = [name for name in bench.names if name != source]
-    assert bench.store.readable_replicas == survivors
-    assert len({tuple(bench.logs()[name]) for name in survivors}) == 1
-
-
-def test_bad_copies_are_noticed_and_another_source_is_queried():
-    bench = Bench()
-    bench.open()
+def test_bad_copies_are_noticed_and_another_source_is_queried(bench):
     for _ in range(4):
         bench.submit(2)
         bench.deliver(A)
@@ -282,31 +212,21 @@ def test_bad_copies_are_noticed_and_another_source_is_queried():
     assert bench.store.readable_replicas == [A, B, C]
 
 
-def test_damage_in_a_running_log_is_repaired_at_the_next_session():
-    bench = Bench()
-    bench.open()
-    for _ in range(4):
-        bench.submit(2)
-    bench.run()
+def test_damage_in_a_running_log_is_repaired_at_the_next_session(bench):
+    bench.append(2, batches=4)
     restart(bench)
     bench.reopen()
     bench.storages[B].disk.damaged = {1, 6}
     restart(bench)
-    bench.run()
-    bench.wait(100)
-    bench.run()
+    bench.run_for(100)
     assert not bench.storages[B].disk.damaged
     assert bench.store.readable_replicas == [A, B, C]
 
 
-def test_a_silent_storage_times_out_and_is_dialed_again():
-    bench = Bench()
-    bench.open()
+def test_a_silent_storage_times_out_and_is_dialed_again(bench):
     bench.silent = {C}
     restart(bench)
-    bench.run()
-    bench.wait(LIMITS.grace_ms)
-    bench.run()
+    bench.run_for(LIMITS.grace_ms)
     assert bench.store.readable_replicas == [A, B]
     assert stage(bench, C) is ReplicaStage.PREPARING
     bench.wait(LIMITS.answer_ms_max)
@@ -325,9 +245,7 @@ def test_a_late_replica_joins_after_it_has_caught_up_and_zookeeper_has_recorded_
     bench = Bench()
     bench.down = {C}
     bench.open()
-    for _ in range(20):
-        bench.submit(2)
-    bench.run()
+    bench.append(2, batches=20)
     bench.down = set()
     bench.wait(3000)
     bench.run(questions=False)
@@ -352,9 +270,7 @@ def test_a_late_replica_may_be_slow_while_it_catches_up(step):
     bench = Bench()
     bench.down = {C}
     bench.open()
-    for _ in range(20):
-        bench.submit(2)
-    bench.run()
+    bench.append(2, batches=20)
     session = bench.store.open_session
     bench.down, bench.silent = set(), {C}
     bench.wait(3000)
@@ -366,8 +282,7 @@ def test_a_late_replica_may_be_slow_while_it_catches_up(step):
         bench.run()
     for _ in range(4):
         bench.wait(LIMITS.answer_ms_max)
-        bench.submit()
-        bench.run()
+        bench.append()
     # Were it abandoned, it could only return in another session. So it is asked to wait.
     assert bench.store.open_session == session
     (owing,) = bench.store.replica_waits_ms(bench.now_ms).items()
@@ -396,19 +311,14 @@ def test_the_loss_of_a_late_replica_ends_nothing_but_its_return_needs_a_new_sess
     assert bench.store.open_session == 0
     bench.wait(LIMITS.rejoin_ms_min)
     bench.reopen()
-    bench.wait(100)
-    bench.run()
+    bench.run_for(100)
     assert bench.store.open_session == 1
     assert bench.store.readable_replicas == [A, B, C]
 
 
 def test_the_loss_of_one_that_may_be_engaged_ends_the_session():
     bench = Bench()
-    bench.own()
-    bench.ask_zookeeper()
-    bench.ask_zookeeper()
-    bench.run(questions=False)
-    assert isinstance(bench.questions[0], session_events.WriteMetadata)
+    bench.decide()
     bench.lose(B)
     assert bench.reports("session.abandoned")
     assert not bench.all_reported(SessionOpened)
@@ -420,13 +330,10 @@ def test_the_loss_of_one_that_may_be_engaged_ends_the_session():
 # J: the live log
 
 
-def test_a_slow_replica_costs_bounded_memory_and_no_time():
-    bench = Bench()
-    bench.open()
+def test_a_slow_replica_costs_bounded_memory_and_no_time(bench):
     bench.silent = {C}
     for _ in range(200):
-        bench.submit(2)
-        bench.run()
+        bench.append(2)
     assert bench.store.high_water_mark == 399
     session = bench.store.session
     assert session.replicas[C].unanswered_bytes <= LIMITS.lag_bytes_max + 200
@@ -439,13 +346,10 @@ def test_a_slow_replica_costs_bounded_memory_and_no_time():
     assert not bench.all_reported(SessionClosed)
 
 
-def test_a_replica_that_is_a_little_slow_is_fed_from_memory():
-    bench = Bench()
-    bench.open()
+def test_a_replica_that_is_a_little_slow_is_fed_from_memory(bench):
     bench.silent = {C}
     for _ in range(14):
-        bench.submit()
-        bench.run()
+        bench.append()
     assert bench.store.session.replicas[C].next_id < 14, "it was not sent all of them"
     bench.silent = set()
     bench.run()
@@ -453,16 +357,12 @@ def test_a_replica_that_is_a_little_slow_is_fed_from_memory():
     assert not bench.all_sent(wire.RangeRaw)
 
 
-def test_a_rejected_append_ends_the_session_and_keeps_the_replica_out_for_a_while():
-    bench = Bench()
-    bench.open()
+def test_a_rejected_append_ends_the_session_and_keeps_the_replica_out_for_a_while(bench):
     bench.storages[C].fails_next_sync = True
-    bench.submit()
-    bench.run()
+    bench.append()
     assert bench.all_reported(SessionClosed)
     bench.reopen()
-    bench.wait(100)
-    bench.run()
+    bench.run_for(100)
     assert bench.store.readable_replicas == [A, B]
     bench.wait(LIMITS.hold_ms_min)
     bench.run()
@@ -470,9 +370,7 @@ def test_a_rejected_append_ends_the_session_and_keeps_the_replica_out_for_a_whil
     assert bench.store.open_session == 1
 
 
-def test_a_replica_that_is_held_back_is_taken_when_there_is_no_other():
-    bench = Bench()
-    bench.open()
+def test_a_replica_that_is_held_back_is_taken_when_there_is_no_other(bench):
     bench.down = {B}
     bench.storages[C].fails_next_sync = True
     bench.submit()
@@ -481,34 +379,32 @@ def test_a_replica_that_is_held_back_is_taken_when_there_is_no_other():
     assert bench.store.readable_replicas == [A, C]
 
 
-@pytest.mark.parametrize("synced_max", [-1, 99])
-def test_an_answer_that_cannot_be_is_the_end_of_the_replica(synced_max):
-    bench = Bench()
-    bench.open()
-    bench.submit()
+@pytest.mark.parametrize("synced_max", [-1, 0, 2, 99])
+def test_an_answer_that_cannot_be_is_the_end_of_the_replica(bench, synced_max):
+    bench.submit(2)
     message = bench.requests[A].popleft()
     if isinstance(message, wire.Engage):
         message = bench.requests[A].popleft()
     answer = wire.Appended(0, message.sequence, 0, synced_max)
     bench.step(session_events.ReplicaAnswered(0, A, answer))
-    assert bench.all_reported(SessionClosed)
+    assert "to be synced" in bench.all_reported(SessionClosed)[0].reason
     assert not bench.all_reported(Committed)
 
 
 @pytest.mark.parametrize(
-    "answer",
+    ("answer", "said"),
     [
-        wire.Appended(0, 999, 0, 0),
-        wire.HeartbeatAnswer(0, 4, 0),
-        Prepared(0, 4, 0, bytes(16), 0, 0, True, 0, bytes(16), False, b""),
+        (wire.Appended(0, 999, 0, 0), "there is no such request"),
+        (wire.HeartbeatAnswer(0, 4, 0), "expected Appended, found HeartbeatAnswer"),
+        (Prepared(0, 4, 0, bytes(16), 0, 0, True, 0, bytes(16), False, b""), "found Prepared"),
     ],
 )
-def test_answers_to_nothing_are_the_end_of_the_connection(answer):
-    bench = Bench()
-    bench.open()
+def test_answers_to_nothing_are_the_end_of_the_connection(bench, answer, said):
     bench.submit()
     bench.step(session_events.ReplicaAnswered(0, A, answer))
-    assert "storage0:1" in bench.all_reported(SessionClosed)[0].reason
+    reason = bench.all_reported(SessionClosed)[0].reason
+    assert "storage0:1" in reason
+    assert said in reason
 
 
 @pytest.mark.parametrize(
@@ -519,9 +415,7 @@ def test_answers_to_nothing_are_the_end_of_the_connection(answer):
         session_events.ReplicaOpened(0, A),
     ],
 )
-def test_answers_of_an_older_session_are_dropped(late):
-    bench = Bench()
-    bench.open()
+def test_answers_of_an_older_session_are_dropped(bench, late):
     restart(bench)
     bench.step(late)
     bench.ask_zookeeper()  # the claim
@@ -529,8 +423,7 @@ def test_answers_of_an_older_session_are_dropped(late):
     bench.step(late)
     assert (len(bench.reported), len(bench.sent)) == dialing
     bench.reopen()
-    bench.submit()
-    bench.run()
+    bench.append()
     running = len(bench.reported), len(bench.sent)
     bench.step(late)
     assert (len(bench.reported), len(bench.sent)) == running
@@ -538,9 +431,7 @@ def test_answers_of_an_older_session_are_dropped(late):
     assert bench.store.readable_replicas == [A, B, C]
 
 
-def test_a_storage_that_is_bound_to_a_later_session_ends_this_one():
-    bench = Bench()
-    bench.open()
+def test_a_storage_that_is_bound_to_a_later_session_ends_this_one(bench):
     bench.submit()
     message = bench.requests[A].popleft()
     nack = wire.Nack(0, message.sequence, 0, errors.SessionFenced.code, 7, "bound to 7")
@@ -553,8 +444,7 @@ def test_a_storage_that_is_bound_to_a_later_session_ends_this_one():
 def test_a_replica_that_has_lost_its_promise_joins_the_next_session():
     bench = Bench()
     bench.own()
-    while not bench.requests.get(A):
-        bench.ask_zookeeper() if bench.questions else bench.connect()
+    bench.step_until(lambda: bench.requests.get(A))
     message = bench.requests[A].popleft()
     assert isinstance(message, wire.Prepare)
     nack = wire.Nack(0, message.sequence, 0, errors.ReplicaSuspect.code, 0, "a slot was lost")
@@ -569,8 +459,7 @@ def test_a_disk_that_fails_in_the_fence_is_no_other_owner():
     """What the storage is bound to is this session; only its disk could not say so."""
     bench = Bench()
     bench.own()
-    while not all(bench.requests.get(name) for name in (A, B, C)):
-        bench.ask_zookeeper() if bench.questions else bench.connect()
+    bench.step_until(lambda: all(bench.requests.get(name) for name in (A, B, C)))
     for name in (A, B):
         message = bench.requests[name].popleft()
         assert isinstance(message, wire.Prepare)
@@ -584,10 +473,8 @@ def test_a_disk_that_fails_in_the_fence_is_no_other_owner():
     assert bench.store.open_session is not None
 
 
-def test_a_replica_that_is_bound_to_a_still_later_session_ends_this_one():
+def test_a_replica_that_is_bound_to_a_still_later_session_ends_this_one(bench):
     """It is known to be ahead of ZooKeeper; its later promise is another owner's session."""
-    bench = Bench()
-    bench.open()
     bench.storages[A].disk.promised = 99
     bench.step(session_events.Checkpoint())
     bench.wait(100)
@@ -609,8 +496,7 @@ def test_a_storage_that_takes_another_ones_name_is_not_trusted():
     """It identifies itself only in its answer; what it has is another replica's log, or none."""
     bench = Bench()
     bench.own()
-    while not bench.requests.get(A):
-        bench.ask_zookeeper() if bench.questions else bench.connect()
+    bench.step_until(lambda: bench.requests.get(A))
     bench.storages[A].disk.storage_id = b"another-storage!"
     message = bench.requests[A].popleft()
     answer = bench.storages[A].handle(replace(message, storage_id=bytes(16)))
@@ -651,9 +537,7 @@ def test_slow_appends_are_reported_once_a_second_with_their_count():
     assert [(each["took_ms"], each["count"]) for each in of_a] == [(900, 1), (1_000, 3)]
 
 
-def test_without_a_limit_no_append_is_slow():
-    bench = Bench()
-    bench.open()
+def test_without_a_limit_no_append_is_slow(bench):
     bench.submit()
     bench.now_ms += 100_000
     bench.run()

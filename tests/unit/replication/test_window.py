@@ -1,10 +1,8 @@
 """Unit tests of `waltz_core.replication.window`."""
 
-import pytest
-
 from tests.unit.replication.model_storage import make_batch
 from waltz_core.records.lock_blocks import Blocks, LogEnd
-from waltz_core.records.record import GENESIS_CHAIN, next_chain
+from waltz_core.records.record import GENESIS_CHAIN
 from waltz_core.replication.window import SessionWindow
 
 
@@ -15,18 +13,6 @@ def filled(*sizes, start=-1):
     return window
 
 
-def test_batches_follow_one_another_and_carry_the_chain():
-    window = filled(2, 1)
-    first, second = window.at(0), window.at(2)
-    chain = next_chain(GENESIS_CHAIN, 0, 1, 3, first.batch.record_crcs)
-    assert first.entry == (0, 1, 3, 7, chain)
-    assert first.chain_before == GENESIS_CHAIN
-    assert second.chain_before == chain
-    assert window.chain == second.entry.chain
-    assert window.at(1) is None
-    assert (window.first, window.last, window.committed) == (0, 2, -1)
-
-
 def test_a_batch_whose_locks_are_known_has_a_block_of_them():
     window = filled(2)
     assert window.at(0).locks == b""
@@ -34,33 +20,6 @@ def test_a_batch_whose_locks_are_known_has_a_block_of_them():
     flight = window.add(make_batch(2, [1, 2], 7)._replace(locks=b"lock"), 3, 100)
     block = Blocks(flight.locks).below(LogEnd(3, window.chain), 1)
     assert (block.first, block.chain_before, bytes(block.locks)) == (2, before, b"lock")
-
-
-def test_a_gap_is_our_own_bug():
-    window = filled(2)
-    with pytest.raises(AssertionError):
-        window.add(make_batch(3, [1], 7), 3, 100)
-
-
-def test_only_whole_batches_are_committed():
-    window = filled(2, 3)
-    assert not window.commit(0)
-    assert window.commit(3)
-    assert window.committed == 1
-    assert window.committed_chain == window.at(0).entry.chain
-    assert window.in_flight_bytes == window.at(2).size_bytes
-    assert not window.commit(3)
-    assert window.commit(4)
-    assert window.in_flight_bytes == 0
-    assert window.oldest_ms is None
-
-
-def test_uncommitted_batches_are_kept():
-    window = filled(1, 1, 1)
-    window.commit(0)
-    window.trim(99, 0, 9)
-    assert window.first == 1
-    assert window.at(1) is not None
 
 
 def test_batches_for_late_replicas_are_kept_up_to_the_limit():
@@ -91,9 +50,3 @@ def test_batches_that_are_kept_count_with_their_locks_and_by_their_number():
     assert window.first == 6
     window.trim(0, 1 << 20, 0)
     assert window.first == 9, "nothing in flight is dropped"
-
-
-def test_batches_in_flight_are_listed_in_order():
-    window = filled(2, 1, 3)
-    window.commit(1)
-    assert [(batch.first, batch.last) for batch in window.uncommitted] == [(2, 2), (3, 5)]

@@ -11,16 +11,6 @@ def written(content):
     return Inode(bytearray(content), bytearray(content))
 
 
-def test_rot_on_the_platter_shows_after_a_drop():
-    inode = written(b"a" * 3 * SECTOR_BYTES)
-    inode.kept[SECTOR_BYTES + 5] = 0
-    inode.drop_cached(0, SECTOR_BYTES)
-    assert inode.seen == b"a" * 3 * SECTOR_BYTES
-    inode.drop_cached(SECTOR_BYTES + 100, 1)  # any byte of a sector is all of it
-    assert inode.seen[SECTOR_BYTES + 5] == 0
-    assert inode.seen == inode.kept
-
-
 def test_unsynced_data_is_never_dropped():
     inode = written(b"a" * 2 * SECTOR_BYTES)
     inode.seen[3:5] = b"bb"
@@ -35,17 +25,6 @@ def test_after_a_failed_sync_reads_are_unchanged_and_growth_is_zeros():
     inode.dirty.clear()
     inode.drop_cached(0, 10_000)
     assert inode.seen == b"a" * 10 + bytes(690)
-
-
-def test_whole_writes_bring_lost_sectors_back_and_others_end_before_them():
-    inode = written(bytes(4 * SECTOR_BYTES))
-    inode.unreadable.update((1, 2))
-    assert inode.up_to_lost(0, bytes(2 * SECTOR_BYTES)) == bytes(2 * SECTOR_BYTES)
-    assert inode.up_to_lost(10, bytes(SECTOR_BYTES)) == bytes(SECTOR_BYTES - 10)
-    inode.touch(SECTOR_BYTES - 1, 2 * SECTOR_BYTES)
-    assert inode.unreadable == {2}
-    inode.resize(2 * SECTOR_BYTES)
-    assert inode.unreadable == set()
 
 
 @given(

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pyarrow as pa
 import pytest
-from pyspark.sql.types import ArrayType, IntegerType, LongType, StructField, StructType
+from pyspark.sql.types import StructType
 
 from waltz_core.errors import BadRequest, TooLarge
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import LOCKS_MAX, lock_hash, spread
-from waltz_spark.options import OnLockFailure, WriteOptions, parse_write
+from waltz_spark.options import OnLockFailure, WriteOptions
 from waltz_spark.writer.columns import LOCK_COLUMNS, Shaper, check_schema
 from waltz_spark.writer.once import Spool
 
@@ -65,6 +65,21 @@ def schema(**columns: str) -> StructType:
             PLAIN,
             "column 'write_lock' is not a column of the log; did you mean 'write_locks'?",
         ),
+        # Packed with the others, it would be payload, and nothing locked.
+        *(
+            ({"id": "long", name: "array<int>"}, PACKED, f"did you mean '{meant}'")
+            for name, meant in (
+                ("WRITE_LOCKS", "write_locks"),
+                ("Append_Locks", "append_locks"),
+                ("write_lock", "write_locks"),
+                ("readlocks", "read_locks"),
+            )
+        ),
+        (
+            {"d": "array<int>"},
+            replace(PACKED, partition_by="d"),
+            "xxhash64('d')",
+        ),
         (
             {"data": "binary", "id": "long", "who": "string"},
             replace(PLAIN, partition_by="id"),
@@ -99,12 +114,6 @@ def test_a_type_that_has_no_place_in_a_payload_is_rejected_wherever_it_is() -> N
         check_schema(found, PACKED)
 
 
-def test_a_right_one_passes() -> None:
-    locks = dict.fromkeys(("write_locks", "read_locks", "append_locks"), "array<int>")
-    rest = {"header": "int", "partition": "int", "client_high_water_mark": "long"}
-    check_schema(schema(data="string", **locks, **rest), PLAIN)
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -113,12 +122,15 @@ def test_a_right_one_passes() -> None:
         replace(PLAIN, results_path="somewhere", result_columns=("id",)),
     ],
 )
-def test_a_column_that_an_option_takes_passes(options: WriteOptions) -> None:
+def test_a_right_column_and_one_that_an_option_takes_pass(options: WriteOptions) -> None:
+    locks = dict.fromkeys(LOCK_COLUMNS, "array<int>")
+    rest = {"header": "int", "partition": "int", "client_high_water_mark": "long"}
+    check_schema(schema(data="string", **locks, **rest), PLAIN)
     check_schema(schema(data="string", id="long"), options)
     check_schema(schema(id="long"), PACKED)
 
 
-def shaper(options: WriteOptions = PLAIN, **kwargs: bool) -> Shaper:
+def shaper(options: WriteOptions = PLAIN, **kwargs: int) -> Shaper:
     return Shaper(options, 4, {0: 10, 1: 11, 2: 12, 3: 13}, wants_identity=False, **kwargs)
 
 
@@ -136,13 +148,6 @@ def test_the_first_lock_chooses_the_partition() -> None:
     assert found.append.column("client_high_water_mark").to_pylist() == [
         10 + partition for partition in found.partitions.tolist()
     ]
-
-
-def test_rows_without_a_lock_go_round() -> None:
-    batch = pa.record_batch({"data": pa.array([b"x"] * 6)})
-    both = shaper()
-    assert both.shape(batch).partitions.tolist() == [0, 1, 2, 3, 0, 1]
-    assert both.shape(batch).partitions.tolist() == [2, 3, 0, 1, 2, 3]
 
 
 def test_partition_by_hashes_like_the_client() -> None:
@@ -169,25 +174,11 @@ def test_a_string_that_is_no_text_has_a_hash_and_no_place_in_a_payload() -> None
                 shaper(options).shape(pa.record_batch({kind: column}))
 
 
-def test_a_row_has_no_more_locks_than_a_transaction() -> None:
-    for name in LOCK_COLUMNS:
-        locks = pa.array([[], list(range(LOCKS_MAX + 1))], pa.list_(pa.int32()))
-        batch = pa.record_batch({"data": pa.array([b"x"] * 2), name: locks})
-        with pytest.raises(TooLarge, match=f"'{name}': expected at most 65,536 locks"):
-            shaper().shape(batch)
-
-
 def test_a_given_partition_wins_and_a_null_falls_back() -> None:
     batch = pa.record_batch(
         {"data": pa.array([b"x"] * 3), "partition": pa.array([3, None, 3], pa.int32())}
     )
     assert shaper().shape(batch).partitions.tolist() == [3, 1, 3]
-
-
-def test_a_partition_that_does_not_exist_is_named() -> None:
-    batch = pa.record_batch({"data": pa.array([b"x"]), "partition": pa.array([9], pa.int32())})
-    with pytest.raises(BadRequest, match="'partition': expected 0 to 3, found 9"):
-        shaper().shape(batch)
 
 
 def test_a_null_lock_is_no_lock() -> None:
@@ -201,33 +192,54 @@ def test_a_null_lock_is_no_lock() -> None:
     assert found.append.column("append_locks").to_pylist() == [[], [7]]
 
 
-def test_a_payload_over_the_limit_is_rejected() -> None:
-    batch = pa.record_batch({"data": pa.array([b"x" * (4 * 1024 * 1024 + 1)])})
-    with pytest.raises(TooLarge, match="4,194,305 bytes is over the limit of 4,194,304"):
-        shaper().shape(batch)
+LOCKS = pa.list_(pa.int32())
 
 
-def test_a_null_payload_is_rejected() -> None:
+@pytest.mark.parametrize(
+    ("columns", "error", "sentence"),
+    [
+        ({"data": [None]}, BadRequest, r"'data' is null in row 2 of its task; .* Hint: "),
+        (
+            {"data": [None], "header": pa.array([7], pa.int32())},
+            BadRequest,
+            r"is null in row 2 of its task \({'header': 7}\)",
+        ),
+        (
+            {"data": [b"x" * (4 * 1024 * 1024 + 1)]},
+            TooLarge,
+            "4,194,305 bytes is over the limit of 4,194,304",
+        ),
+        (
+            {"data": [b"x"], "partition": pa.array([9], pa.int32())},
+            BadRequest,
+            "'partition': expected 0 to 3, found 9",
+        ),
+        (
+            {"data": [b"x"] * 4, "client_high_water_mark": [-1, None, -7, -8]},
+            BadRequest,
+            r"column 'client_high_water_mark': expected -1 .* found -7 in row 4 of its task",
+        ),
+        *(
+            (
+                {"data": [b"x"] * 2, name: pa.array([[], range(LOCKS_MAX + 1)], LOCKS)},
+                TooLarge,
+                f"'{name}': expected at most 65,536 locks",
+            )
+            for name in LOCK_COLUMNS
+        ),
+    ],
+)
+def test_a_wrong_value_is_a_sentence(
+    columns: dict[str, object], error: type[Exception], sentence: str
+) -> None:
     shaped = shaper()
-    shaped.shape(pa.record_batch({"data": pa.array([b"x", b"y"])}))
-    with pytest.raises(BadRequest, match=r"'data' is null in row 3 of its task; .* Hint: "):
-        shaped.shape(pa.record_batch({"data": pa.array([b"x", None])}))
-    batch = pa.record_batch(
-        {"data": pa.array([None, b"x"]), "header": pa.array([7, 8], pa.int32())}
-    )
-    with pytest.raises(BadRequest, match=r"is null in row 0 of its task \({'header': 7}\)"):
-        shaper().shape(batch)
-
-
-def test_a_mark_before_the_log_is_rejected_by_column_and_row() -> None:
-    marks = pa.array([-1, None, -7, -8], pa.int64())
-    batch = pa.record_batch({"data": pa.array([b"x"] * 4), "client_high_water_mark": marks})
-    with pytest.raises(
-        BadRequest,
-        match=r"column 'client_high_water_mark': expected -1 .* found -7 in row 2 of its task",
-    ):
-        shaper().shape(batch)
-    assert shaper().shape(batch[:2]).append.num_rows == 2
+    marks = pa.array([-1, None], pa.int64())
+    right = {"data": pa.array([b"x", b"y"]), "client_high_water_mark": marks}
+    assert shaped.shape(pa.record_batch(right)).append.num_rows == 2
+    arrays = {"data": pa.array(columns["data"], pa.binary())}
+    arrays |= {name: pa.array(each) for name, each in columns.items() if name != "data"}
+    with pytest.raises(error, match=sentence):
+        shaped.shape(pa.record_batch(arrays))
 
 
 def test_log_columns_are_not_packed() -> None:
@@ -237,23 +249,6 @@ def test_log_columns_are_not_packed() -> None:
     found = shaper(PACKED).shape(batch)
     assert found.append.column("data").to_pylist() == [b"\x81\xa1a\x01"]
     assert found.append.column("header").to_pylist() == [5]
-
-
-def test_a_column_that_is_no_number_or_string_chooses_partitions_by_its_hash() -> None:
-    columns = StructType([StructField("d", ArrayType(IntegerType()))])
-    options = replace(PLAIN, data_format="json", partition_by="d")
-    with pytest.raises(BadRequest, match=r"found array<int>\. Hint: .*xxhash64\('d'\)"):
-        check_schema(columns, options)
-
-
-@pytest.mark.parametrize("name", ["WRITE_LOCKS", "Append_Locks", "write_lock", "readlocks"])
-def test_a_lock_column_that_would_lock_nothing_is_rejected(name: str) -> None:
-    """Packed with the others, it would be payload, and nothing locked."""
-    columns = StructType(
-        [StructField("id", LongType()), StructField(name, ArrayType(IntegerType()))]
-    )
-    with pytest.raises(BadRequest, match=r"is not a column of the log; did you mean '\w+_locks'"):
-        check_schema(columns, replace(PLAIN, data_format="json"))
 
 
 def test_shaped_rows_have_one_schema_whichever_way_they_come() -> None:
@@ -273,12 +268,10 @@ def test_shaped_rows_have_one_schema_whichever_way_they_come() -> None:
     assert again.append.schema == shaped.append.schema
 
 
-def test_round_robin_begins_at_the_number_of_the_task() -> None:
+def test_rows_without_a_lock_go_round_from_the_number_of_the_task_on() -> None:
     """Tasks of one row each spread over all partitions."""
     batch = pa.RecordBatch.from_pydict({"data": [b"a", b"b"]})
-    options = parse_write({"connect": "zk:2181/waltz/test"})
-    found = [
-        Shaper(options, 4, {}, wants_identity=False, first_turn=task).shape(batch).partitions
-        for task in range(6)
-    ]
-    assert [each.tolist() for each in found] == [[0, 1], [1, 2], [2, 3], [3, 0], [0, 1], [1, 2]]
+    for task in range(6):
+        rows = shaper(first_turn=task)
+        found = rows.shape(batch).partitions.tolist() + rows.shape(batch).partitions.tolist()
+        assert found == [turn % 4 for turn in range(task, task + 4)]

@@ -56,7 +56,7 @@ def of_one(columns: dict[str, object], options: WriteOptions = PLAIN) -> RowSum:
 
 @given(st.data())
 def test_neither_order_nor_batches_nor_tasks_change_it(data: st.DataObject) -> None:
-    rows = data.draw(st.lists(rows_of_any_kind, min_size=1, max_size=30))
+    rows = data.draw(st.lists(rows_of_any_kind, min_size=1, max_size=12))
     expected = sum_of([batch_of(rows)])
     shuffled = data.draw(st.permutations(rows))
     cuts = sorted(data.draw(st.sets(st.integers(1, len(rows)))) | {0, len(rows)})

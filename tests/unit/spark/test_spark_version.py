@@ -5,7 +5,7 @@ import logging
 import pytest
 from pyspark.sql.types import StructType
 
-from tests.unit.spark.test_stream_reader import Cluster, cluster, read, reader_of  # noqa: F401 - a fixture
+from tests.unit.spark.streams import Cluster, read, reader_of
 from waltz_core.errors import DataLoss
 from waltz_spark import spark_version
 from waltz_spark.datasource.stream_read import WaltzStreamReader
@@ -27,8 +27,7 @@ def old_reader_of(**options: str):
 
 
 def test_a_micro_batch_reads_all_that_is_there_and_a_warning_is_reported(
-    cluster: Cluster,  # noqa: F811 - the fixture
-    caplog: pytest.LogCaptureFixture,
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
     reader = old_reader_of(maxTransactionsPerTrigger="3")
     start = reader.initialOffset()
@@ -39,7 +38,7 @@ def test_a_micro_batch_reads_all_that_is_there_and_a_warning_is_reported(
     assert "micro_batch_over_limit transactions=22 maxTransactionsPerTrigger=3" in caplog.text
 
 
-def test_offsets_never_go_back(cluster: Cluster) -> None:  # noqa: F811
+def test_offsets_never_go_back(cluster: Cluster) -> None:
     reader = old_reader_of()
     reader.partitions(offset(10, 10), offset(10, 10))  # as Spark does after a restart
     assert reader.latestOffset() == offset(10, 10)
@@ -48,9 +47,7 @@ def test_offsets_never_go_back(cluster: Cluster) -> None:  # noqa: F811
         reader.latestOffset()
 
 
-def test_the_end_may_be_requested_before_the_start_is_known(
-    cluster: Cluster,  # noqa: F811
-) -> None:
+def test_the_end_may_be_requested_before_the_start_is_known(cluster: Cluster) -> None:
     """PySpark does so with availableNow."""
     reader = old_reader_of()
     end = reader.latestOffset()
@@ -60,18 +57,14 @@ def test_the_end_may_be_requested_before_the_start_is_known(
     assert read(reader, {"0": 4, "1": 10}, end) == {0}
 
 
-def test_a_start_that_was_found_after_the_end_is_no_data_loss(
-    cluster: Cluster,  # noqa: F811
-) -> None:
+def test_a_start_that_was_found_after_the_end_is_no_data_loss(cluster: Cluster) -> None:
     reader = old_reader_of()
     end = reader.latestOffset()
     cluster.become(1, 12, 12)
     assert read(reader, {"0": 12, "1": 10}, end) == set()
 
 
-def test_another_cluster_with_a_longer_log_is_data_loss(
-    cluster: Cluster,  # noqa: F811
-) -> None:
+def test_another_cluster_with_a_longer_log_is_data_loss(cluster: Cluster) -> None:
     reader = old_reader_of()
     start = offset(10, 10)
     cluster.become(2, 30, 30)
@@ -80,9 +73,7 @@ def test_another_cluster_with_a_longer_log_is_data_loss(
         reader.partitions(start, end)
 
 
-def test_where_data_loss_is_allowed_another_log_is_read_from_its_start(
-    cluster: Cluster,  # noqa: F811
-) -> None:
+def test_where_data_loss_is_allowed_another_log_is_read_from_its_start(cluster: Cluster) -> None:
     reader = old_reader_of(failOnDataLoss="false")
     end = reader.latestOffset()
     tasks = reader.partitions({"0": 10, "1": 30}, end)
@@ -90,8 +81,7 @@ def test_where_data_loss_is_allowed_another_log_is_read_from_its_start(
 
 
 def test_the_first_marks_are_confirmed_by_a_quorum(
-    cluster: Cluster,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing else shows a reader whose start is unknown that a server is not the owner now."""
     asked = []

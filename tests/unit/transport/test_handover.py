@@ -23,6 +23,14 @@ def name():
     return f"waltz-test/{secrets.token_hex(16)}"
 
 
+@pytest.fixture
+def path(tmp_path):
+    """Return the file that is offered."""
+    offered = tmp_path / "file"
+    offered.write_bytes(b"here")
+    return offered
+
+
 @contextlib.asynccontextmanager
 async def offering(name, path):
     """Offer one file, under the question b"this"."""
@@ -57,24 +65,21 @@ def take(name, question=b"this"):
         return file.read()
 
 
-def test_a_file_is_handed_over_for_reading_as_often_as_it_is_requested(tmp_path, name):
-    path = tmp_path / "file"
-    path.write_bytes(b"what lies in it")
+def test_a_file_is_handed_over_for_reading_as_often_as_it_is_requested(path, name):
     run(name, path, lambda: take(name))  # the first loop of a process keeps files of its own
     gc.collect()  # what other tests have left is closed before anything is counted
     count = len(os.listdir("/proc/self/fd"))
     found = run(name, path, lambda: [take(name) for _ in range(3 * handover.CALLERS_MAX)])
-    assert set(found) == {b"what lies in it"}
+    assert set(found) == {b"here"}
     assert len(os.listdir("/proc/self/fd")) == count
 
 
-def test_a_file_outlives_its_name_and_one_that_has_handed_it_over(tmp_path, name):
-    path = tmp_path / "file"
-    path.write_bytes(b"still there")
+def test_a_file_outlives_its_name_and_its_owner_and_other_programs_do_not_inherit_it(path, name):
     taken = run(name, path, lambda: handover.take(name, b"this", timeout_s=30))
+    assert not os.get_inheritable(taken)
     path.unlink()
     with open(taken, "rb") as file:
-        assert file.read() == b"still there"
+        assert file.read() == b"here"
     assert not handover.is_offered(name)
 
 
@@ -119,9 +124,7 @@ with socket.socket(socket.AF_UNIX) as asking:
 
 
 @needs_another_user
-def test_a_process_of_another_user_is_given_nothing(tmp_path, name):
-    path = tmp_path / "file"
-    path.write_bytes(b"not its own")
+def test_a_process_of_another_user_is_given_nothing(path, name):
 
     def asked_by(user):
         line = [*PYTHON, ASKS, name]
@@ -158,18 +161,8 @@ def test_a_file_from_another_user_is_not_taken(name):
             other.kill()
 
 
-def test_received_files_are_not_inherited_by_other_programs(tmp_path, name):
-    path = tmp_path / "file"
-    path.write_bytes(b"ours")
-    taken = run(name, path, lambda: handover.take(name, b"this", timeout_s=30))
-    assert not os.get_inheritable(taken)
-    os.close(taken)
-
-
-def test_an_idle_connection_does_not_delay_others_for_long(tmp_path, name, monkeypatch):
-    monkeypatch.setattr(handover, "REQUEST_TIMEOUT_S", 2.0)
-    path = tmp_path / "file"
-    path.write_bytes(b"here")
+def test_an_idle_connection_does_not_delay_others_for_long(path, name, monkeypatch):
+    monkeypatch.setattr(handover, "REQUEST_TIMEOUT_S", 0.5)
 
     def asks():
         with contextlib.ExitStack() as opened:
@@ -186,9 +179,7 @@ def test_an_idle_connection_does_not_delay_others_for_long(tmp_path, name, monke
     run(name, path, asks)
 
 
-def test_a_file_that_takes_long_to_open_is_not_left_open(tmp_path, name):
-    path = tmp_path / "file"
-    path.write_bytes(b"slowly")
+def test_a_file_that_takes_long_to_open_is_not_left_open(path, name):
     late_s = [0.0]
 
     async def open_slowly(_question):
@@ -203,22 +194,20 @@ def test_a_file_that_takes_long_to_open_is_not_left_open(tmp_path, name):
         async with asyncio.TaskGroup() as tasks:
             offered = tasks.create_task(handover.offer(name, 4, open_slowly))
             await asyncio.sleep(0)
-            assert await asyncio.to_thread(take, name) == b"slowly"
+            assert await asyncio.to_thread(take, name) == b"here"
             offered.cancel()
 
     asyncio.run(main())  # its loop asks its own clock
 
 
-def test_a_name_that_is_taken_is_left_to_its_owner(tmp_path, name):
-    path = tmp_path / "file"
-    path.write_bytes(b"the first one's")
+def test_a_name_that_is_taken_is_left_to_its_owner(tmp_path, path, name):
 
     async def main():
         async with offering(name, path), offering(name, tmp_path / "none") as second:
             await second  # it has stopped, and no other is worse off
             return await asyncio.to_thread(take, name)
 
-    assert net.run(main()) == b"the first one's"
+    assert net.run(main()) == b"here"
 
 
 def test_without_abstract_names_nothing_is_offered(name, monkeypatch):
@@ -229,9 +218,7 @@ def test_without_abstract_names_nothing_is_offered(name, monkeypatch):
         handover.take(name, b"this", timeout_s=1)
 
 
-def test_a_connection_that_is_rejected_once_is_accepted_later(tmp_path, name, monkeypatch):
-    path = tmp_path / "file"
-    path.write_bytes(b"here")
+def test_a_connection_that_is_rejected_once_is_accepted_later(path, name, monkeypatch):
     monkeypatch.setattr(handover, "PAUSE_S", 0.01)
     failures = [OSError(24, "Too many open files")]
 

@@ -22,11 +22,6 @@ CONNECT = "zk1:2181/waltz/payments"
 PLAIN = ClientConfig()
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    return make(tmp_path_factory.mktemp("certificates"))
-
-
 def storage(**settings: object) -> StorageConfig:
     return StorageConfig(**{"connect": CONNECT, "directory": "d"} | settings)  # type: ignore[arg-type]
 
@@ -151,17 +146,6 @@ def test_a_file_of_settings_that_checks_less_weakens_no_setting(tmp_path):
     context = tls.dialing(ClientConfig(tls_verify="name"), f"{CONNECT}?tls={file}")
     assert context is not None
     assert context.check_hostname
-
-
-def test_tls_switched_off_meanwhile_is_not_renewed(tmp_path, caplog):
-    made = make(tmp_path)
-    file = tmp_path / "tls.toml"
-    file.write_text(render_toml("tls", made.settings))
-    config = server(connect=f"{CONNECT}?tls={file}")
-    listening = tls.listening(config)
-    file.write_text('tls = "off"\n')
-    tls.renew(config, listening)
-    assert "tls.renewal_failed error=" in caplog.text
 
 
 def test_a_server_accepts_any_client_and_a_storage_requires_a_certificate(files):

@@ -1,0 +1,14 @@
+"""What tests of stream readers begin with."""
+
+import pytest
+
+from tests.unit.spark.streams import Cluster
+from waltz_spark.datasource import stream_read
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    made = Cluster()
+    monkeypatch.setattr(stream_read, "client_of", made.client)
+    monkeypatch.setattr(stream_read, "sources_of", made.sources)
+    return made

@@ -1,0 +1,62 @@
+"""A cluster that a stream reads, as far as its reader sees it."""
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+
+from pyspark.sql.types import StructType
+
+from waltz_core.client import ReplicaSet
+from waltz_core.client.links.directory import ClusterInfo, ClusterLayout
+from waltz_spark.datasource import stream_read
+from waltz_spark.datasource.batch_read import Task
+from waltz_spark.datasource.stream_read import WaltzStreamReader
+from waltz_spark.options import parse_read
+
+CONNECT = "zk:2181/w/x"
+
+
+class Cluster:
+    """What stands at the connect string; a test puts another one in its place."""
+
+    def __init__(self) -> None:
+        self.become(1, 10, 10)
+
+    def become(self, key: int, *marks: int) -> None:
+        self.info = ClusterInfo("x", bytes([key]) * 16, len(marks))
+        self.marks = marks
+
+    def client(self, _connect: str = CONNECT) -> SimpleNamespace:
+        info = self.info
+        return SimpleNamespace(
+            partition_count=info.partition_count,
+            cluster=lambda: info,
+            layout=lambda: ClusterLayout(CONNECT, info, {}),
+        )
+
+    def sources(
+        self,
+        _connect: str,
+        choose: Callable[[int], Sequence[int]],
+        *,
+        linearizable: bool,
+        group: int | None,
+    ) -> tuple[SimpleNamespace, dict[int, ReplicaSet]]:
+        del linearizable
+        assert group is None
+        count = len(self.marks)
+        chosen = choose(count)
+        return self.client(), {
+            n: ReplicaSet(self.info.key, count, 1, self.marks[n], ("s:1",)) for n in chosen
+        }
+
+
+def reader_of(**options: str) -> WaltzStreamReader:
+    chosen = {"path": CONNECT, "startingHighWaterMarks": "earliest", **options}
+    return WaltzStreamReader(parse_read(chosen), StructType())
+
+
+def read(reader: WaltzStreamReader, start: stream_read.Offset, end: stream_read.Offset) -> set[int]:
+    """Return the partitions of which a micro-batch reads anything."""
+    tasks = reader.partitions(start, end)
+    assert all(isinstance(each, Task) for each in tasks)
+    return {each.partition for each in tasks if isinstance(each, Task)}
