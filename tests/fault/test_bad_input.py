@@ -55,7 +55,7 @@ def storage(story: Story, name: str, *words: str) -> tuple[str, ...]:
 def stopped(story: Story) -> Iterator[Path]:
     """Give the directory of storage-1, which does not run; nothing in its log may change."""
     with story.load() as load:
-        load.await_commits(40)
+        load.await_commits(20)
     story.check_whole()
     story.cluster.kill("storage-1", signal.SIGTERM)
     before = segments(story.cluster, "storage-1")
@@ -64,12 +64,12 @@ def stopped(story: Story) -> Iterator[Path]:
     assert {path: after[path][: len(data)] for path, data in before.items()} == before
     story.cluster.start("storage-1")
     with story.load() as load:
-        load.await_commits(40)
+        load.await_commits(20)
     story.check_whole()
     story.check_agrees()
 
 
-def test_a_directory_of_another_cluster(story: Story, stopped: Path):
+def test_a_directory_of_another_cluster_and_a_truncated_control_file(story: Story, stopped: Path):
     root = story.cluster.connect.partition("/")[0] + "/another"
     address = story.cluster.member("storage-1")
     created = run(
@@ -80,6 +80,14 @@ def test_a_directory_of_another_cluster(story: Story, stopped: Path):
     said = sentence_of(*storage(story, "storage-1", "--connect", root))
     assert "cluster" in said
     assert str(stopped) in said
+    file = stopped / "waltz-storage.ctl"
+    whole = file.read_bytes()
+    for length in (0, 200):
+        file.write_bytes(whole[:length])
+        said = sentence_of(*storage(story, "storage-1"))
+        assert file.read_bytes() == whole[:length]
+        assert "waltz-storage.ctl" in said
+    file.write_bytes(whole)
 
 
 def test_a_second_process_on_one_directory(story: Story):
@@ -88,21 +96,7 @@ def test_a_second_process_on_one_directory(story: Story):
     )
     assert str(story.cluster.directory / "storage-2") in said
     with story.load() as load:
-        load.await_commits(40)
-
-
-@pytest.mark.parametrize("length", [0, 1, 100, 300])
-def test_a_truncated_control_file(story: Story, stopped: Path, length: int):
-    file = stopped / "waltz-storage.ctl"
-    whole = file.read_bytes()
-    assert length < len(whole)
-    file.write_bytes(whole[:length])
-    try:
-        said = sentence_of(*storage(story, "storage-1"))
-        assert file.read_bytes() == whole[:length]
-    finally:
-        file.write_bytes(whole)
-    assert "waltz-storage.ctl" in said
+        load.await_commits(20)
 
 
 def test_the_directory_of_another_storage(story: Story, stopped: Path):
@@ -136,18 +130,6 @@ def test_an_absent_cluster_root(story: Story, tmp_path: Path, kind: str):
     said = sentence_of(kind, "run", "--connect", connect, "--port", "0", *words)
     assert "/absent" in said
     assert not list(tmp_path.rglob("*.ctl"))
-
-
-@pytest.mark.parametrize("kind", ["storage", "server"])
-def test_an_unknown_setting(tmp_path: Path, kind: str):
-    file = tmp_path / "daemon.toml"
-    file.write_text('connect = "127.0.0.1:1/x"\nsegment_byte_max = 1\nprot = 2\n')
-    said = sentence_of(kind, "run", "--config", str(file))
-    assert "segment_byte_max" in said or "prot" in said
-    assert str(file) in said
-    file.write_text("connect = ")
-    assert str(file) in sentence_of(kind, "run", "--config", str(file))
-    assert "absent.toml" in sentence_of(kind, "run", "--config", str(tmp_path / "absent.toml"))
 
 
 @pytest.mark.parametrize("name", ["storage-1", "server-1"])
@@ -236,7 +218,7 @@ def test_one_full_disk_stops_nothing(roomy: tuple[Story, list[Disk]]):
     with story.load() as load:
         load.await_commits()
         disks[1].fill()
-        load.await_commits(2_000)
+        load.await_commits()
         with WaltzClient(story.cluster.connect) as client:
             last = client.high_water_mark(0, linearizable=True)
             assert sum(chunk.count for chunk in client.read_range(0, 0, last)) == last + 1
@@ -244,15 +226,6 @@ def test_one_full_disk_stops_nothing(roomy: tuple[Story, list[Disk]]):
         load.await_commits()
     story.check_whole()
     story.check_agrees()
-
-
-def test_an_append_rejected_for_space_reports_no_space(roomy: tuple[Story, list[Disk]]):
-    story, disks = roomy
-    for disk in disks:
-        disk.fill()
-    quick = ClientConfig(request_timeout_ms=3_000)
-    with WaltzClient(story.cluster.connect, quick) as client:
-        assert isinstance(rejected_append(story, client), NoSpace)
 
 
 def test_three_full_disks_reject_appends_and_serve_reads(roomy: tuple[Story, list[Disk]]):
@@ -264,9 +237,9 @@ def test_three_full_disks_reject_appends_and_serve_reads(roomy: tuple[Story, lis
     quick = ClientConfig(request_timeout_ms=3_000)
     with WaltzClient(story.cluster.connect, quick) as client:
         last = client.high_water_mark(1)
-        refusal = rejected_append(story, client)
-        assert isinstance(refusal, Unavailable), repr(refusal)
-        assert not isinstance(refusal, OutcomeUnknown)
+        for refusal in rejected_appends(story, client):
+            assert isinstance(refusal, Unavailable), repr(refusal)
+            assert not isinstance(refusal, OutcomeUnknown)
         assert sum(chunk.count for chunk in client.read_range(1, 0, last)) == last + 1
     for disk in disks:
         disk.free()
@@ -317,8 +290,8 @@ def is_full(story: Story, storage: str) -> bool:
     return bool(found["is_full"]) and "waltz_storage_full_disks 1.0" in pages[1]
 
 
-def rejected_append(story: Story, client: WaltzClient) -> BaseException | None:
-    """Append until one is refused: the last page of a file may still have room.
+def rejected_appends(story: Story, client: WaltzClient) -> list[BaseException]:
+    """Append until one is refused for its space: the last page of a file may still have room.
 
     Between two sessions an append may also meet the time in which the client mounts again: it
     receives a retriable error, and tries again.
@@ -329,10 +302,10 @@ def rejected_append(story: Story, client: WaltzClient) -> BaseException | None:
         error = client.append(story.row(1, padding=9_000), partition=1).exception(30)
         if error is not None and not isinstance(error, NotMounted):
             errors.append(error)
-        return bool(errors)
+        return isinstance(error, NoSpace)
 
-    wait_until("an append is refused", is_refused)
-    return errors[0]
+    wait_until("an append is refused for its space", is_refused)
+    return errors
 
 
 def test_undecodable_nodes_end_no_daemon(story: Story):

@@ -27,7 +27,7 @@ def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
             "balance_cooldown_ms": COOLDOWN_MS,
         }
     }
-    with running(tmp_path, settings=settings, partition_count=PARTITIONS) as found:
+    with running(tmp_path, settings=settings, storage_count=1, partition_count=PARTITIONS) as found:
         yield found
 
 

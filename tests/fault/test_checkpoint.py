@@ -21,7 +21,7 @@ def sessions(client: WaltzClient) -> list[int]:
 
 def test_a_session_that_begins_under_load_loses_nothing(tmp_path):
     settings: dict[str, dict[str, object]] = {"server": {"checkpoint_interval_count": 100}}
-    with running(tmp_path / "cluster", settings=settings) as cluster:
+    with running(tmp_path / "cluster", settings=settings, server_count=1) as cluster:
         story = Story(cluster)
         with WaltzClient(cluster.connect) as client, story.load() as load:
             load.await_commits()

@@ -12,6 +12,7 @@ from waltz_core.errors import ConnectionSuperseded
 
 pytestmark = pytest.mark.fault
 FOR_LONG = 1 << 50
+STORAGE_COUNT = 1
 SERVERS = ("server-1", "server-2")
 
 

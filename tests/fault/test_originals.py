@@ -29,7 +29,7 @@ def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
     settings: dict[str, dict[str, object]] = {
         "server": {"zookeeper_session_timeout_ms": SESSION_MS}
     }
-    with running(tmp_path, settings=settings, partition_count=2) as started:
+    with running(tmp_path, settings=settings, storage_count=1, partition_count=2) as started:
         yield started
 
 

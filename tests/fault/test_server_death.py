@@ -19,7 +19,7 @@ def story(tmp_path: Path) -> Iterator[Story]:
     settings: dict[str, dict[str, object]] = {
         "server": {"zookeeper_session_timeout_ms": SESSION_MS}
     }
-    with running(tmp_path, settings=settings, server_count=3) as cluster:
+    with running(tmp_path, settings=settings, storage_count=1, server_count=3) as cluster:
         yield Story(cluster)
 
 
@@ -39,15 +39,15 @@ def test_partitions_of_a_killed_server_move_at_once(story: Story):
     }
     wait_until("all three own some", lambda: len(owners(story)) == 3)
     with story.load() as load:
-        load.await_commits(1_000)
+        load.await_commits()
         story.cluster.kill("server-1")
         wait_until("the others own all", lambda: owners(story) == others)
-        load.await_commits(1_000)
+        load.await_commits()
         # The last one has no server to report it; but it is there, and one killed together with it
         # leaves everything to it.
         story.cluster.kill("server-2")
         wait_until("one owns all", lambda: len(owners(story)) == 1)
-        load.await_commits(1_000)
+        load.await_commits()
     log = story.cluster.log_path("server-3").read_text(encoding="utf-8")
     assert re.search(r"neighbors\.removed server=\d+ address=127\.0\.0\.1:\d+", log)
     story.check_agrees()

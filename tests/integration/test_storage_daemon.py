@@ -11,7 +11,6 @@ import sys
 import threading
 import urllib.request
 from pathlib import Path
-from uuid import UUID
 
 import pytest
 
@@ -206,23 +205,6 @@ def test_an_older_server_gets_fewer_fields(tmp_path, monkeypatch):
         assert on_loop(prepared_by(storage.address, 6)) == (2, 5, 5)
         monkeypatch.setattr(Surface.STORAGE, "versions_offered", (0, 1))
         assert on_loop(prepared_by(storage.address, 7)) == (1, 6, -1)
-
-
-def test_another_cluster_another_process_and_a_broken_file_are_rejected(tmp_path):
-    with running(tmp_path) as storage:
-        assert storage.line.startswith("storage ready ")
-        with running(tmp_path) as second:
-            assert "another process" in second.line
-            assert second.process.wait(HANG_S) == 1
-        assert storage.end(signal.SIGTERM) == 0
-    with running(tmp_path, str(UUID(int=1))) as foreign:
-        assert foreign.line.startswith("refused: ClusterKeyMismatch")
-        assert str(KEY) in foreign.line or KEY.hex in foreign.line
-    control = tmp_path / "waltz-storage.ctl"
-    control.write_bytes(control.read_bytes()[:200])
-    with running(tmp_path) as broken:
-        assert broken.line.startswith("refused: ")
-        assert "waltz-storage.ctl" in broken.line
 
 
 def test_it_does_not_run_without_its_assertions(tmp_path):
