@@ -13,6 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from kazoo.client import KazooClient
@@ -49,6 +50,73 @@ def sentence_of(*words: str) -> str:
 def storage(story: Story, name: str, *words: str) -> tuple[str, ...]:
     config = story.cluster.directory / "conf" / f"{name}.toml"
     return ("storage", "run", "--config", str(config), *words)
+
+
+class Disk:
+    """A small disk of its own under a storage's directory."""
+
+    def __init__(self, where: Path) -> None:
+        self.where = where
+        where.mkdir(parents=True)
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(where)],
+            check=True,
+            capture_output=True,
+        )
+
+    @property
+    def filler(self) -> Path:
+        return self.where / "filler"
+
+    def fill(self) -> None:
+        """Leave no byte."""
+        with self.filler.open("ab", buffering=0) as file:
+            for size in (1 << 20, 4096, 1):
+                with contextlib.suppress(OSError):
+                    while file.write(bytes(size)) == size:
+                        pass
+        with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+            (self.where / "more").write_bytes(bytes(4096))
+        (self.where / "more").unlink(missing_ok=True)
+
+    def free(self) -> None:
+        """Give it back."""
+        self.filler.unlink(missing_ok=True)
+
+    def unmount(self) -> None:
+        subprocess.run(["umount", "-l", str(self.where)], check=True, capture_output=True)
+
+
+class SmallDisks(NamedTuple):
+    """The directory of a cluster, and the disks of its storages, or why there are none."""
+
+    directory: Path
+    disks: list[Disk]
+    why_not: str
+
+
+@pytest.fixture(scope="module")
+def small_disks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallDisks]:
+    """Mount three small disks, where that is possible."""
+    made = SmallDisks(tmp_path_factory.mktemp("disks"), [], "")
+    if os.geteuid() != 0 or not sys.platform.startswith("linux"):
+        made = made._replace(why_not="only root on Linux can mount a small disk")
+    else:
+        try:
+            for number in (1, 2, 3):
+                made.disks.append(Disk(made.directory / f"storage-{number}"))
+        except subprocess.CalledProcessError as error:
+            made = made._replace(why_not=f"no tmpfs can be mounted: {error.stderr.decode()}")
+    yield made
+    for disk in made.disks:
+        disk.unmount()
+
+
+@pytest.fixture(scope="module")
+def module_story(small_disks: SmallDisks) -> Iterator[Story]:
+    """Give a cluster whose three storages have small disks."""
+    with running(small_disks.directory) as cluster:
+        yield Story(cluster)
 
 
 @pytest.fixture
@@ -146,71 +214,16 @@ def test_a_port_in_use(story: Story, name: str):
 # a full disk
 
 
-class Disk:
-    """A small disk of its own under a storage's directory."""
-
-    def __init__(self, where: Path) -> None:
-        self.where = where
-        where.mkdir(parents=True)
-        subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(where)],
-            check=True,
-            capture_output=True,
-        )
-
-    @property
-    def filler(self) -> Path:
-        return self.where / "filler"
-
-    def fill(self) -> None:
-        """Leave no byte."""
-        with self.filler.open("ab", buffering=0) as file:
-            for size in (1 << 20, 4096, 1):
-                with contextlib.suppress(OSError):
-                    while file.write(bytes(size)) == size:
-                        pass
-        with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
-            (self.where / "more").write_bytes(bytes(4096))
-        (self.where / "more").unlink(missing_ok=True)
-
-    def free(self) -> None:
-        """Give it back."""
-        self.filler.unlink(missing_ok=True)
-
-    def unmount(self) -> None:
-        subprocess.run(["umount", "-l", str(self.where)], check=True, capture_output=True)
-
-
-@pytest.fixture(scope="module")
-def small_disks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Story, list[Disk]]]:
-    """Give a cluster whose three storages have small disks."""
-    if os.geteuid() != 0 or not sys.platform.startswith("linux"):
-        pytest.skip("only root on Linux can mount a small disk")
-    top = tmp_path_factory.mktemp("disks")
-    disks: list[Disk] = []
-    try:
-        try:
-            disks += [Disk(top / f"storage-{number}") for number in (1, 2, 3)]
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"no tmpfs can be mounted: {error.stderr.decode().strip()}")
-        with running(top) as cluster:
-            yield Story(cluster), disks
-    finally:
-        for disk in disks:
-            disk.unmount()
-
-
 @pytest.fixture
-def roomy(small_disks: tuple[Story, list[Disk]]) -> Iterator[tuple[Story, list[Disk]]]:
-    """Give all the room back afterwards."""
-    story, disks = small_disks
+def roomy(story: Story, small_disks: SmallDisks) -> Iterator[tuple[Story, list[Disk]]]:
+    """Give the cluster and its disks; all the room is given back afterwards."""
+    if small_disks.why_not:
+        pytest.skip(small_disks.why_not)
     try:
-        yield story, disks
+        yield story, small_disks.disks
     finally:
-        for disk in disks:
+        for disk in small_disks.disks:
             disk.free()
-        for member in story.cluster.members:
-            story.cluster.start(member.name)
 
 
 def test_one_full_disk_stops_nothing(roomy: tuple[Story, list[Disk]]):
