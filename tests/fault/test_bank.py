@@ -17,7 +17,7 @@ from tests.fault.load import ROOT, Story, four_writers, wait_until
 pytestmark = pytest.mark.fault
 
 TELLER_COUNT = 3
-KILLED_ORDER = ("teller", "server-1", "teller", "storage-2", "teller", "server-2", "teller")
+KILLED_ORDER = ("teller", "server-1", "teller", "storage-2", "teller")
 
 
 class Process(Child):

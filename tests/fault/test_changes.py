@@ -80,7 +80,7 @@ def test_a_whole_group_of_five_storages_in_three_is_lost_and_the_log_continues(s
         check_nothing_is_wrong(story)
         for name in ("storage-1", "storage-4"):
             cluster.kill(name)
-        load.await_commits(1_000)
+        load.await_commits()
         for name in ("storage-1", "storage-4"):
             cluster.start(name)
         load.await_commits()

@@ -107,7 +107,7 @@ def injected(story: Story, storage: str, *options: str) -> Iterator[None]:
 
 def test_rot_in_an_old_segment_is_found_by_the_scrub_and_repaired_in_the_session(story: Story):
     with story.load() as load:
-        load.await_commits(3_000)
+        load.await_commits(600)
     story.check_whole()
     path = cold_segment(story, "storage-2")
     before = path.read_bytes()
@@ -139,7 +139,7 @@ def test_rot_in_an_old_segment_is_found_by_the_scrub_and_repaired_in_the_session
 
 def test_a_read_that_fails_is_reported_and_its_records_are_repaired(story: Story):
     with story.load() as load:
-        load.await_commits(3_000)
+        load.await_commits(600)
     story.check_whole()
     path = cold_segment(story, "storage-3")
     repaired = "waltz_storage_damage_repaired_transactions_total"
@@ -169,7 +169,7 @@ def test_a_second_failed_sync_ends_the_process_and_names_the_file(story: Story):
             wait_until(
                 "the process ended", lambda: story.cluster.member("storage-1").process() is None
             )
-        load.await_commits(1_000)
+        load.await_commits()
         last = log_of(story, "storage-1").strip().splitlines()[-1]
         top = story.cluster.directory / "storage-1"
         assert re.search(rf"(syncing|sync) {top}/\S+: Input/output error", last), last
@@ -200,7 +200,7 @@ def test_an_old_copy_of_a_directory_is_filled_up_and_has_no_vote(story: Story, t
     with story.load() as load:
         load.await_commits()
         copy_running(story, "storage-2", tmp_path / "old")
-        load.await_commits(1_500)
+        load.await_commits()
         story.cluster.kill("storage-2")
         put_back(story, "storage-2", tmp_path / "old")
         load.await_commits()
@@ -223,7 +223,7 @@ def test_two_are_no_quorum_while_one_of_them_is_an_old_copy(story: Story, tmp_pa
         load.await_commits()
         story.cluster.start("storage-2")
         wait_until("all engaged", lambda: all_engaged(story.cluster))
-        load.await_commits(1_000)
+        load.await_commits()
     story.check_whole()
     # Servers first: the third storage must not answer a session that begins while all are killed.
     for name in (*SERVERS, "storage-1", "storage-2", "storage-3"):

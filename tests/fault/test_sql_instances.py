@@ -28,7 +28,7 @@ from waltz_core.records.raw_records import HEADER_DTYPE
 
 pytestmark = pytest.mark.fault
 
-ROUNDS = 4
+ROUNDS = 3
 LAG_MAX = 300
 
 
@@ -96,7 +96,7 @@ class Log:
         while not condition():
             assert time.monotonic() < deadline, f"not in time: {what}"
             if sum(self.marks().values()) - sum(applied(self._engine).values()) > LAG_MAX:
-                time.sleep(0.02)
+                time.sleep(0.02)  # other processes apply, and report it only in the database
                 continue
             self.write(1)
 
@@ -192,7 +192,7 @@ def test_a_database_that_dies_is_waited_for(waltz_cluster: str, tmp_path: Path) 
         log = Log(client, engine)
         instance = Instance(waltz_cluster, place, "alone", tmp_path)
         try:
-            for _ in range(3):
+            for _ in range(2):
                 before = count_of(engine, "alone")
                 log.write_until_applied_by("alone", before + 20)
                 server.stop()
