@@ -580,8 +580,7 @@ def test_a_storage_that_was_left_out_is_registered_again_when_it_is_added(
                 await assign(coordinator)
                 await coordinator.storages.forget_id(address)
                 assert await coordinator.read_storage_ids() == {}
-                while "storage.not_assigned" not in caplog.text:  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
+                await until(lambda: "storage.not_assigned" in caplog.text)
                 await assign(coordinator, address)
                 while (after := await coordinator.read_storage_ids()) == {}:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
@@ -720,8 +719,7 @@ def test_early_requests_wait_for_the_partitions_to_open(tmp_path, monkeypatch):
             assert await asyncio.to_thread(opening.wait, HANG_S)
             async with session(f"127.0.0.1:{port}", 5) as owner:
                 asked = tasks.create_task(owner.prepare())
-                while not storage._early:  # noqa: ASYNC110 - no event reports the arrival
-                    await asyncio.sleep(0)
+                await until(lambda: storage._early)
                 assert not asked.done()
                 may_open.set()
                 assert isinstance(await asked, Prepared)
@@ -800,8 +798,7 @@ def test_a_scrub_that_is_requested_finds_rot_and_continues_after_a_restart(tmp_p
                     file.write(b"rot")
                 passes = [each.passes_count for each in storage.scrub_status()]
                 storage.scrub_now(PartitionId(0))
-                while storage.scrub_status()[0].is_requested:  # noqa: ASYNC110 - no event reports it
-                    await asyncio.sleep(0.01)
+                await until(lambda: not storage.scrub_status()[0].is_requested)
             after = [each.passes_count for each in storage.scrub_status()]
             assert (after[0], after[1]) == (passes[0] + 1, passes[1])
             assert (await storage.health()).details["damaged"] == [0]
@@ -810,8 +807,7 @@ def test_a_scrub_that_is_requested_finds_rot_and_continues_after_a_restart(tmp_p
             assert storage.metrics.value(found, partition=0) == 1
             assert storage.metrics.value("waltz_storage_scrubbed_bytes_total", partition=0) >= 836
             storage.scrub_now()
-            while any(each.is_requested for each in storage.scrub_status()):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+            await until(lambda: not any(each.is_requested for each in storage.scrub_status()))
             stop.set()
         assert (tmp_path / "waltz-x.scrub").exists()
 
