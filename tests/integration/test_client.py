@@ -88,9 +88,7 @@ def test_replicas_give_the_same_bytes_as_the_server(client: WaltzClient):
         rows = [b"%05d" % i for i in range(500)]
         client.append_batch(1, batch_of(rows), 500, client_high_water_mark=-1).result()
     last = client.high_water_mark(1)
-    wait_until(
-        "three replicas", lambda: len(client.replicas(1).replicas) == 3
-    )  # the last one may have only begun
+    wait_until("the last one has begun", lambda: len(client.replicas(1).replicas) == 3)
     replicas = client.replicas(1)
     for form in RangeForm:
         ours = [
