@@ -90,6 +90,7 @@ def owned_by(story: Story, name: str) -> list[int]:
 
 def test_a_client_that_watches_nothing_notices_that_its_server_is_frozen(story: Story):
     """Like a Spark task: it knows where everything is, and has no session with ZooKeeper."""
+    wait_until("it owns some", lambda: owned_by(story, "server-1"))
     with WaltzClient(story.cluster.connect) as watching:
         layout = watching.layout()
     (number, *_) = owned_by(story, "server-1")
