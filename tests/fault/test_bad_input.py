@@ -189,6 +189,7 @@ def test_no_zookeeper(tmp_path: Path, kind: str):
             *("--zookeeper-connect-timeout-ms", "1000"),
         )
     assert host in said
+    assert not (tmp_path / "s").exists()
 
 
 @pytest.mark.parametrize("kind", ["storage", "server"])
