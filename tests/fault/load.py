@@ -264,6 +264,18 @@ def shown(cluster: LocalCluster) -> dict[str, object]:
     return found
 
 
+def partitions(cluster: LocalCluster) -> dict[int, dict[str, object]]:
+    """Return what `shown` has of each partition."""
+    found = shown(cluster)["partitions"]
+    assert isinstance(found, dict)
+    return {int(number): each for number, each in found.items()}
+
+
+def owners(cluster: LocalCluster) -> set[object]:
+    """Return the addresses of the servers that own partitions."""
+    return {each["server"] for each in partitions(cluster).values()}
+
+
 def role(node: Member) -> str:
     """Return what a node of ZooKeeper says it is, "none" while it serves no client."""
     try:
@@ -278,10 +290,10 @@ def role(node: Member) -> str:
 def all_engaged(cluster: LocalCluster) -> bool:
     """Return whether ZooKeeper says so of every replica."""
     view = shown(cluster)
-    storages, partitions = view["storages"], view["partitions"]
-    assert isinstance(partitions, dict)
+    storages, found = view["storages"], view["partitions"]
+    assert isinstance(found, dict)
     assert isinstance(storages, dict)
-    return all(set(each["engaged"]) == set(storages) for each in partitions.values())
+    return all(set(each["engaged"]) == set(storages) for each in found.values())
 
 
 def segments(cluster: LocalCluster, storage: str) -> dict[str, bytes]:

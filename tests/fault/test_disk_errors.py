@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fault.load import Story, all_engaged, shown, standing_still, wait_until
+from tests.fault.load import Story, all_engaged, partitions, standing_still, wait_until
 from tests.patience import HANG_S
 from waltz_core.client import WaltzClient
 from waltz_core.config import ClientConfig
@@ -68,10 +68,8 @@ def cold_segment(story: Story, storage: str) -> Path:
     return min(top.glob("0/*.seg"))
 
 
-def sessions(story: Story) -> dict[str, object]:
-    partitions = shown(story.cluster)["partitions"]
-    assert isinstance(partitions, dict)
-    return {name: each["session"] for name, each in partitions.items()}
+def sessions(story: Story) -> list[object]:
+    return [each["session"] for each in partitions(story.cluster).values()]
 
 
 @contextmanager

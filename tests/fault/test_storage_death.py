@@ -17,7 +17,7 @@ import pytest
 
 from tests.fault.changing import address, check_level, does, refuses
 from tests.fault.doctor import await_findings, doctor, from_elsewhere, run_as_printed
-from tests.fault.load import Story, shown, wait_until
+from tests.fault.load import Story, owners, partitions, wait_until
 from tests.patience import HANG_S
 from waltz_core.client import WaltzClient
 from waltz_core.errors import Unreachable
@@ -72,15 +72,15 @@ def test_all_storages_killed_at_once(story: Story):
 
 
 def test_a_server_that_slept_too_long_gets_nothing_in(story: Story):
-    sleeper = story.cluster.member("server-2")
-    address = f"127.0.0.1:{sleeper.port}"
-    wait_until("both servers own some", lambda: len(owners(story)) == 2)
-    moved = [int(each) for each, part in partitions(story).items() if part["server"] == address]
+    sleeping = address(story.cluster, "server-2")
+    wait_until("both servers own some", lambda: len(owners(story.cluster)) == 2)
+    found = partitions(story.cluster).items()
+    moved = [number for number, each in found if each["server"] == sleeping]
     with story.load() as load:
         load.await_commits()
         story.cluster.kill("server-2", signal.SIGSTOP)
         try:
-            wait_until("it has lost its partitions", lambda: address not in owners(story))
+            wait_until("it has lost its partitions", lambda: sleeping not in owners(story.cluster))
             load.await_commits()
             with WaltzClient(story.cluster.connect) as client:
                 seen = {each: client.replicas(each, linearizable=True) for each in moved}
@@ -97,16 +97,6 @@ def test_a_server_that_slept_too_long_gets_nothing_in(story: Story):
                 assert all(entry.session_id >= seen[each].session_id for entry in chunk.lineage)
     story.check_whole()
     story.check_agrees()
-
-
-def partitions(story: Story) -> dict[str, dict[str, object]]:
-    found = shown(story.cluster)["partitions"]
-    assert isinstance(found, dict)
-    return found
-
-
-def owners(story: Story) -> set[object]:
-    return {each["server"] for each in partitions(story).values()}
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from tests.commands import run_command
 from tests.fault.changing import address
 from tests.fault.child import Child
 from tests.fault.gate import Gate
-from tests.fault.load import ROOT, Story, shown, wait_until
+from tests.fault.load import ROOT, Story, owners, partitions, wait_until
 from tests.patience import HANG_S
 from tests.ports import free_port
 from waltz_core.client import ClusterLayout, TaskClaim, WaltzClient, begin_write, end_write
@@ -54,13 +54,6 @@ class Server(Child):
         """Return whether it is registered."""
         assert self.process.poll() is None, self._log.read_text()
         return "server ready" in self._log.read_text()
-
-
-def owners(cluster: LocalCluster) -> set[object]:
-    """Return the addresses that own partitions."""
-    partitions = shown(cluster)["partitions"]
-    assert isinstance(partitions, dict)
-    return {each["server"] for each in partitions.values()}
 
 
 def doctor(cluster: LocalCluster) -> str:
@@ -203,10 +196,9 @@ def test_its_partitions_move_and_it_returns_as_after_any_expiry(story: Story, ha
 
 def owned_by(story: Story, name: str) -> list[int]:
     """Return the partitions that a server owns."""
-    partitions = shown(story.cluster)["partitions"]
-    assert isinstance(partitions, dict)
     where = address(story.cluster, name)
-    return [int(number) for number, each in partitions.items() if each["server"] == where]
+    found = partitions(story.cluster).items()
+    return [number for number, each in found if each["server"] == where]
 
 
 def test_a_client_that_watches_nothing_notices_that_its_server_is_frozen(story: Story):
