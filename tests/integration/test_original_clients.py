@@ -47,9 +47,9 @@ def endpoints_of(*servers: Server) -> dict[str, dict[int, int]]:
 
 
 @contextlib.asynccontextmanager
-async def model_of(client_id: int, *servers: Server, versions=(0, 1, 2, 3, 4)):
+async def model_of(client_id: int, *servers: Server):
     state = Counters()
-    async with OriginalClient(client_id, [0], state.apply, versions=versions) as client:
+    async with OriginalClient(client_id, [0], state.apply) as client:
         client.set_endpoints(endpoints_of(*servers))
         yield client, state
 
