@@ -1,4 +1,4 @@
-"""Originals of all versions and a client of ours write the same counters while servers are killed."""
+"""Originals of all versions and our client write the same counters while servers are killed."""
 
 import asyncio
 import contextlib

@@ -16,8 +16,6 @@ from waltz_core.server.process import host as hosting
 from waltz_core.server.process.server_daemon import Server
 from waltz_core.wire import messages
 
-VERSIONS = range(5)
-
 
 class Counters:
     """The state that a client makes of the log: counters, by name."""
