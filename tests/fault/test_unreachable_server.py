@@ -178,7 +178,9 @@ def hanging(story: Story, tmp_path: Path) -> Iterator[Hanging]:
         server.kill()
 
 
-def test_its_partitions_move_and_it_returns_as_after_any_expiry(story: Story, hanging: Hanging):
+def test_partitions_of_a_hanging_server_move_and_it_returns_as_after_any_expiry(
+    story: Story, hanging: Hanging
+):
     with story.load() as load:
         load.await_commits()
         hanging.hang()
