@@ -220,6 +220,7 @@ def test_up_draws_again_what_another_program_has_taken_meanwhile(directory: Path
         for port in before:
             stack.enter_context(taken(port))
         again = LocalCluster(directory)
+        stack.callback(again.down)
         again.prepare()
         assert not again._loaded().ports & before
     assert len(again._loaded().ports) == len(before)
