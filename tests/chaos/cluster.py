@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.network import Machine, Network, environment
+from tests.commands import run_command
 from tests.patience import HANG_S, slowness
 from tests.spark.places import die_with_parent
 from waltz_core.client import WaltzClient
@@ -272,15 +273,14 @@ class ChaosCluster:
         return dict(json.loads(self.command("cluster", "show", self.connect, "--json")))
 
     def command(self, *words: str) -> str:
-        """Run a command of ours at the operator's place; raises CalledProcessError."""
-        return subprocess.run(
-            self.operator.command(sys.executable, "-m", "waltz_core", *words),
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=HANG_S,
-            env=environment(),
-        ).stdout
+        """Run a command of ours at the operator's place, in this process.
+
+        Raises CalledProcessError.
+        """
+        with self.operator.entered():
+            done = run_command(*words)
+        done.check_returncode()
+        return done.stdout
 
     def owners(self) -> dict[int, str]:
         """Return the name of the server that owns each partition; empty for none."""
@@ -306,7 +306,8 @@ class ChaosCluster:
     def wait_until(what: str, condition: Callable[[], object], *, seconds: float) -> float:
         """Look at a condition until it holds; return how long it took.
 
-        A busy machine has as many times longer as its processes take.
+        A busy machine has as many times longer as its processes take. Nothing in another namespace
+        reports to this process, so it looks again and again.
         """
         began = time.monotonic()
         while not condition():

@@ -122,7 +122,5 @@ def tale(module_tale: Tale) -> Iterator[Tale]:
     yield module_tale
     module_tale.applications.down()
     module_tale.network.repair()
-    for name, member in module_tale.cluster.members.items():
-        if member.is_frozen:
-            module_tale.cluster.thaw(name)
+    for name in module_tale.cluster.members:
         module_tale.cluster.start(name)

@@ -16,12 +16,16 @@ SESSION_MS = 1_500
 
 
 @pytest.fixture(scope="module")
-def module_story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
-    """Give one cluster to all tests of a file."""
+def module_story(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Story]:
+    """Give one cluster to all tests of a file, with its STORAGE_COUNT, of three without it."""
     settings: dict[str, dict[str, object]] = {
         kind: {"zookeeper_session_timeout_ms": SESSION_MS} for kind in ("server", "storage")
     }
-    with running(tmp_path_factory.mktemp("cluster"), settings=settings) as cluster:
+    where = tmp_path_factory.mktemp("cluster")
+    storage_count = getattr(request.module, "STORAGE_COUNT", 3)
+    with running(where, settings=settings, storage_count=storage_count) as cluster:
         yield Story(cluster)
 
 

@@ -22,6 +22,7 @@ from waltz_core.local import LocalCluster
 from waltz_core.records.record import RECORD_OVERHEAD_BYTES
 
 ROUNDS_MAX, ROUND_S = 4, 10.0
+PAUSE_S = 0.2  # between two looks: no process reports what the doctor would find
 PARTITIONS, ROWS = 2, 5
 CRC_BYTES = 4  # at the end of a record
 # A doctor on another machine knows nothing of the processes on this machine.
@@ -146,6 +147,7 @@ def await_findings(names: Iterable[str], *words: str) -> list[dict[str, str]]:
         if set(names) == {each["name"] for each in found}:
             return found
         assert time.monotonic() < deadline, f"not {set(names)}, but {found}"
+        time.sleep(PAUSE_S)
 
 
 def _environment(*first_on_path: Path) -> dict[str, str]:
@@ -189,6 +191,7 @@ def repair(directory: Path, found: list[dict[str, str]], *first_on_path: Path) -
         while (found := doctor(*here(directory))) and _commands_in(found) == given:
             if time.monotonic() > deadline:
                 break
+            time.sleep(PAUSE_S)
         if not found:
             return
     report = "\n".join(said)

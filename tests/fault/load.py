@@ -31,7 +31,6 @@ ROOT = Path(__file__).resolve().parents[2]
 ROWS, IN_FLIGHT = 20, 8
 # Between two bursts of IN_FLIGHT batches: a load keeps the log in use without using all CPU.
 PAUSE_S = 0.2
-# It ends a hang, and says nothing of how fast something is: machines are busy.
 CREATED_END = 12  # a segment begins with 4 bytes of version and 8 of its making
 
 
@@ -51,11 +50,19 @@ four_writers = _four_writers()
 
 
 def wait_until(what: str, condition: Callable[[], object]) -> None:
-    """Look at a condition until it holds; fail when it does not in time."""
+    """Look at a condition until it holds; fail when it does not in time.
+
+    Other processes report nothing to this one, so it looks again and again. It pauses for twice
+    the time of a look: many looks run a whole command.
+    """
     deadline = time.monotonic() + HANG_S
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {HANG_S:.0f} s: {what}"
-        time.sleep(0.05)
+    while True:
+        began = time.monotonic()
+        if condition():
+            return
+        now = time.monotonic()
+        assert now < deadline, f"not within {HANG_S:.0f} s: {what}"
+        time.sleep(max(0.05, 2 * (now - began)))
 
 
 @contextmanager
@@ -124,7 +131,7 @@ class Load:
         assert client_id is not None
         return client_id
 
-    def await_commits(self, rows: int = 400) -> None:
+    def await_commits(self, rows: int = 200) -> None:
         """Wait until N more rows are reported as committed."""
         wanted = self.committed + rows
         wait_until(
@@ -257,6 +264,18 @@ def shown(cluster: LocalCluster) -> dict[str, object]:
     return found
 
 
+def partitions(cluster: LocalCluster) -> dict[int, dict[str, object]]:
+    """Return what `shown` has of each partition."""
+    found = shown(cluster)["partitions"]
+    assert isinstance(found, dict)
+    return {int(number): each for number, each in found.items()}
+
+
+def owners(cluster: LocalCluster) -> set[object]:
+    """Return the addresses of the servers that own partitions."""
+    return {each["server"] for each in partitions(cluster).values()}
+
+
 def role(node: Member) -> str:
     """Return what a node of ZooKeeper says it is, "none" while it serves no client."""
     try:
@@ -271,10 +290,10 @@ def role(node: Member) -> str:
 def all_engaged(cluster: LocalCluster) -> bool:
     """Return whether ZooKeeper says so of every replica."""
     view = shown(cluster)
-    storages, partitions = view["storages"], view["partitions"]
-    assert isinstance(partitions, dict)
+    storages, found = view["storages"], view["partitions"]
+    assert isinstance(found, dict)
     assert isinstance(storages, dict)
-    return all(set(each["engaged"]) == set(storages) for each in partitions.values())
+    return all(set(each["engaged"]) == set(storages) for each in found.values())
 
 
 def segments(cluster: LocalCluster, storage: str) -> dict[str, bytes]:

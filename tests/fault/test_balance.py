@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fault.load import shown, wait_until
+from tests.fault.load import partitions, wait_until
 from waltz_core.client import WaltzClient
 from waltz_core.local import LocalCluster, running
 
@@ -27,15 +27,13 @@ def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
             "balance_cooldown_ms": COOLDOWN_MS,
         }
     }
-    with running(tmp_path, settings=settings, partition_count=PARTITIONS) as found:
+    with running(tmp_path, settings=settings, storage_count=1, partition_count=PARTITIONS) as found:
         yield found
 
 
 def owned(cluster: LocalCluster) -> dict[int, tuple[object, object]]:
     """Return owner and generation of each partition."""
-    partitions = shown(cluster)["partitions"]
-    assert isinstance(partitions, dict)
-    return {int(p): (each["server"], each["generation"]) for p, each in partitions.items()}
+    return {p: (each["server"], each["generation"]) for p, each in partitions(cluster).items()}
 
 
 def is_alone(cluster: LocalCluster) -> bool:

@@ -3,6 +3,7 @@
 The tests go on from one another: the last ones stop the cluster and delete it.
 """
 
+import asyncio
 import contextlib
 import io
 import json
@@ -13,15 +14,21 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
+from tests.commands import run_command
 from tests.fault.changing import address
-from tests.fault.load import command, wait_until
+from tests.fault.load import all_engaged, command, wait_until
 from tests.patience import HANG_S
 from waltz_core.cli.main import main
+from waltz_core.client import WaltzClient
+from waltz_core.cluster.nodes.model import ReplicaAssignments
+from waltz_core.cluster.zookeeper.zookeeper_session import connected
 from waltz_core.local import LocalCluster, running
+from waltz_core.records.record import PartitionId, ReplicaId
 
 pytestmark = pytest.mark.fault
 
@@ -208,13 +215,160 @@ def test_a_running_cluster_can_be_measured(cluster: LocalCluster):
     assert found["lost"] == found["doubled"] == 0
 
 
+# --- storages
+
+
+def names(cluster: LocalCluster) -> list[str]:
+    return [f"127.0.0.1:{each.port}" for each in cluster.members if each.kind == "storage"]
+
+
+def append(cluster: LocalCluster, count: int) -> int:
+    """Append to partition 0 and return the last id."""
+    with WaltzClient(cluster.connect) as client:
+        futures = [client.append(b"x" * 100, partition=0) for _ in range(count)]
+        return max(future.result(HANG_S) for future in futures)
+
+
+def replica(cluster: LocalCluster, name: str, partition: int = 0) -> dict[str, object]:
+    listed = done(cluster, "storage", "list", "--storage", name)
+    (found,) = [each for each in listed["replicas"] if each["partition"] == partition]
+    assert isinstance(found, dict)
+    return found
+
+
+def is_level(cluster: LocalCluster, name: str, last: int) -> bool:
+    found = replica(cluster, name)
+    return (found["state"], found["last"]) == ("online", last)
+
+
+def test_all_storages_are_in_step(cluster: LocalCluster):
+    wait_until("all run", lambda: ran(cluster, "storage", "validate").code == 0)
+    validated = done(cluster, "storage", "validate")
+    assert validated["is_healthy"]
+    assert set(validated["storages"]) == set(names(cluster))
+    assert done(cluster, "storage", "sync-partitions") == {"is_done": True, "steps": []}
+    listed = done(cluster, "storage", "list")
+    assert len(listed["replicas"]) == 6
+    assert {each["state"] for each in listed["replicas"]} == {"online"}
+    last = append(cluster, 50)
+    words = ("--storage", names(cluster)[0], "--partition", "0-1")
+    ids = done(cluster, "storage", "max-transaction-id", *words)
+    assert ids["0"] == last
+    assert ids.keys() == {"0", "1"}
+
+
+def test_a_replica_is_emptied_copied_and_returns(cluster: LocalCluster):
+    one, other = names(cluster)[:2]
+    at = ("--storage", other, "--partition", "0")
+    last = append(cluster, 200)
+    assert "found it engaged in session" in refused(cluster, "storage", "re-seed", *at)
+    done(cluster, "storage", "availability", *at, "--online", "false")
+    wait_until("the others go on", lambda: append(cluster, 1) > last)
+    mark = replica(cluster, one)["low_water_mark"]
+    assert "expected partition 0 to be offline" in refused(
+        cluster,
+        *("storage", "recover-partition", "--storage", one),
+        *("--partition", "0", "--from", other),
+    )
+    done(cluster, "storage", "re-seed", *at)
+    found = replica(cluster, other)
+    assert (found["state"], found["last"]) == ("offline, suspect", -1)
+    steps = done(
+        cluster, "storage", "recover-partition", *at, "--from", one, "--batch-bytes", "5000"
+    )
+    assert steps == [{"partition": 0, "last before": -1, "last after": mark}]
+    done(cluster, "storage", "availability", *at, "--online", "true")
+    last = append(cluster, 10)
+    wait_until("it is level", lambda: is_level(cluster, other, last))
+
+
+def test_a_suspect_replica_is_trusted_again_after_a_session(cluster: LocalCluster):
+    name = names(cluster)[2]
+    at = ("--storage", name, "--partition", "0")
+    wait_until("it takes part", lambda: all_engaged(cluster))
+    before = replica(cluster, name)["session"]
+    done(cluster, "storage", "mark-suspect", *at)
+    last = append(cluster, 10)
+    wait_until("it is level", lambda: is_level(cluster, name, last))
+    assert replica(cluster, name)["session"] > before, "it was not marked suspect"
+
+
+def assign(cluster: LocalCluster, held: dict[str, tuple[int, ...]]) -> None:
+    async def main() -> None:
+        async with connected(cluster.connect) as coordinator:
+            partitions = {
+                ReplicaId(name): tuple(map(PartitionId, each)) for name, each in held.items()
+            }
+            await coordinator.update_replica_assignment(lambda _: ReplicaAssignments(partitions))
+
+    asyncio.run(main())
+
+
+def test_a_partition_moves_away_and_returns(cluster: LocalCluster):
+    one, other, third = names(cluster)
+    at = ("--storage", third, "--partition", "1")
+    assert "found it assigned" in refused(
+        cluster, "storage", "remove-partition", *at, "--delete-files"
+    )
+    assign(cluster, {one: (0, 1), other: (0, 1), third: (0,)})
+    wait_until(
+        "it is left out",
+        lambda: ran(cluster, "storage", "remove-partition", *at, "--delete-files").code == 0,
+    )
+    directory = Path(cluster.directory) / "storage-3" / "1"
+    assert list(directory.iterdir()) == []
+    assert "not assigned" in refused(cluster, "storage", "max-transaction-id", *at)
+    assert done(cluster, "storage", "sync-partitions") == {"is_done": True, "steps": []}
+    assign(cluster, {one: (0, 1), other: (0, 1), third: (0, 1)})
+    wait_until("it is held", lambda: ran(cluster, "storage", "max-transaction-id", *at).code == 0)
+    assert done(cluster, "storage", "add-partition", *at) == {
+        "storage": third,
+        "verb": "add-partition",
+        "done": [1],
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("list",), "expected --admin HOST:ADMIN_PORT, or --connect"),
+        (("list", "--admin", "127.0.0.1"), "expected host:port"),
+        (("list", "--admin", "127.0.0.1:1"), "127.0.0.1:1"),
+        (("list", "--admin", "127.0.0.1:1", "--storage", "x:1"), "found both"),
+        (("re-seed", "--admin", "127.0.0.1:1", "--partition", "x"), "ranges such as 0-6,7"),
+        (("re-seed", "--admin", "127.0.0.1:1", "--partition", "3-1"), "a range that rises"),
+    ],
+)
+def test_invalid_requests_are_reported_in_a_sentence(words: tuple[str, ...], sentence: str):
+    found = run_command("storage", *words)
+    assert found.returncode == 1, (found.stdout, found.stderr)
+    (said,) = found.stderr.strip().splitlines()
+    assert sentence in said
+
+
+def test_a_storage_that_is_none_of_the_clusters_is_reported(cluster: LocalCluster):
+    at = ("--partition", "0")
+    assert "expected a storage of this cluster" in refused(
+        cluster, "storage", "re-seed", *at, "--storage", "no:1"
+    )
+    assert "expected --storage HOST:PORT in addition to --connect" in refused(
+        cluster, "storage", "re-seed", *at
+    )
+    port = next(each.port for each in cluster.members if each.kind == "storage")
+    found = run_command("storage", "list", "--admin", f"127.0.0.1:{port}")
+    assert "expected a storage's admin port, found a 'Waltz Storage Server'" in found.stderr
+
+
+# --- the end
+
+
 def test_an_unused_cluster_is_deleted(cluster: LocalCluster):
     assert "the name of the cluster at " in refused(cluster, "cluster", "delete", "payments")
     assert "expected all servers and storages to be stopped" in refused(
         cluster, "cluster", "delete", "local"
     )
     outcomes = {each["command"]: each["outcome"] for each in done(cluster, "cluster", "audit")}
-    assert sum("availability" in what for what in outcomes) == 2
+    assert sum("availability" in what for what in outcomes) == 4
     assert any("cluster delete local" in what for what in outcomes)
     for member in cluster.members:
         if member.kind != "zookeeper":

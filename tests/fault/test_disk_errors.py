@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fault.load import Story, all_engaged, shown, standing_still, wait_until
+from tests.fault.load import Story, all_engaged, partitions, standing_still, wait_until
 from tests.patience import HANG_S
 from waltz_core.client import WaltzClient
 from waltz_core.config import ClientConfig
@@ -68,10 +68,8 @@ def cold_segment(story: Story, storage: str) -> Path:
     return min(top.glob("0/*.seg"))
 
 
-def sessions(story: Story) -> dict[str, object]:
-    partitions = shown(story.cluster)["partitions"]
-    assert isinstance(partitions, dict)
-    return {name: each["session"] for name, each in partitions.items()}
+def sessions(story: Story) -> list[object]:
+    return [each["session"] for each in partitions(story.cluster).values()]
 
 
 @contextmanager
@@ -107,7 +105,7 @@ def injected(story: Story, storage: str, *options: str) -> Iterator[None]:
 
 def test_rot_in_an_old_segment_is_found_by_the_scrub_and_repaired_in_the_session(story: Story):
     with story.load() as load:
-        load.await_commits(3_000)
+        load.await_commits(600)
     story.check_whole()
     path = cold_segment(story, "storage-2")
     before = path.read_bytes()
@@ -139,7 +137,7 @@ def test_rot_in_an_old_segment_is_found_by_the_scrub_and_repaired_in_the_session
 
 def test_a_read_that_fails_is_reported_and_its_records_are_repaired(story: Story):
     with story.load() as load:
-        load.await_commits(3_000)
+        load.await_commits(600)
     story.check_whole()
     path = cold_segment(story, "storage-3")
     repaired = "waltz_storage_damage_repaired_transactions_total"
@@ -169,7 +167,7 @@ def test_a_second_failed_sync_ends_the_process_and_names_the_file(story: Story):
             wait_until(
                 "the process ended", lambda: story.cluster.member("storage-1").process() is None
             )
-        load.await_commits(1_000)
+        load.await_commits()
         last = log_of(story, "storage-1").strip().splitlines()[-1]
         top = story.cluster.directory / "storage-1"
         assert re.search(rf"(syncing|sync) {top}/\S+: Input/output error", last), last
@@ -200,7 +198,7 @@ def test_an_old_copy_of_a_directory_is_filled_up_and_has_no_vote(story: Story, t
     with story.load() as load:
         load.await_commits()
         copy_running(story, "storage-2", tmp_path / "old")
-        load.await_commits(1_500)
+        load.await_commits()
         story.cluster.kill("storage-2")
         put_back(story, "storage-2", tmp_path / "old")
         load.await_commits()
@@ -223,7 +221,7 @@ def test_two_are_no_quorum_while_one_of_them_is_an_old_copy(story: Story, tmp_pa
         load.await_commits()
         story.cluster.start("storage-2")
         wait_until("all engaged", lambda: all_engaged(story.cluster))
-        load.await_commits(1_000)
+        load.await_commits()
     story.check_whole()
     # Servers first: the third storage must not answer a session that begins while all are killed.
     for name in (*SERVERS, "storage-1", "storage-2", "storage-3"):

@@ -16,7 +16,7 @@ def test_four_writers_agree_with_the_log(tmp_path):
     done = subprocess.run(
         [
             *(sys.executable, str(ROOT / "examples" / "four_writers.py")),
-            *("--transactions", "8000", "--directory", str(tmp_path)),
+            *("--transactions", "3000", "--directory", str(tmp_path)),
         ],
         capture_output=True,
         text=True,

@@ -7,8 +7,6 @@ with no code of this version (`tests/crash/layout.py`, docs/zookeeper.md).
 import shutil
 import socket
 import struct
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +14,7 @@ from typing import NamedTuple
 import pytest
 from kazoo.client import KazooClient
 
+from tests.commands import run_command
 from tests.crash import layout
 from tests.fault.load import all_engaged, differing, wait_until
 from tests.patience import HANG_S
@@ -138,7 +137,7 @@ class OldCluster:
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
-    made = LocalCluster(tmp_path / "cluster", bound=True, partition_count=2)
+    made = LocalCluster(tmp_path / "cluster", bound=True, server_count=1, partition_count=2)
     made.prepare()
     try:
         yield made
@@ -177,8 +176,7 @@ def append(client: WaltzClient, count: int, partition: int = 0) -> None:
 
 
 def verifies(directory: Path) -> bool:
-    command = [sys.executable, "-m", "waltz_core", "disk", "verify", str(directory)]
-    return subprocess.run(command, check=False, capture_output=True).returncode == 0
+    return run_command("disk", "verify", str(directory)).returncode == 0
 
 
 def refused_0_13_server(cluster: LocalCluster, name: str) -> str:

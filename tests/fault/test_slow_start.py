@@ -1,23 +1,25 @@
 """A daemon starts while ZooKeeper does not answer for a while."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.fault.child import Child
 from tests.fault.gate import Gate
-from tests.fault.load import Story, command, wait_until
+from tests.fault.load import command, wait_until
 from tests.ports import free_port
 from waltz_core.config import render_toml
+from waltz_core.local import LocalCluster
 
 
 class Daemon(Child):
     """A server or a storage of its own, whose ZooKeeper is behind a gate."""
 
-    def __init__(self, story: Story, folder: Path, kind: str, gate: Gate) -> None:
-        (zookeeper,) = story.cluster.zookeepers
+    def __init__(self, cluster: LocalCluster, folder: Path, kind: str, gate: Gate) -> None:
+        (zookeeper,) = cluster.zookeepers
         values: dict[str, object] = {
-            "connect": story.cluster.connect.replace(f":{zookeeper.port}", f":{gate.port}"),
+            "connect": cluster.connect.replace(f":{zookeeper.port}", f":{gate.port}"),
             "port": free_port(),
             # The time limit of one request is over soon, that of the start is not.
             "zookeeper_request_timeout_ms": 500,
@@ -37,16 +39,28 @@ class Daemon(Child):
         return text
 
 
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    """Give a cluster without processes but ZooKeeper's."""
+    made = LocalCluster(tmp_path_factory.mktemp("cluster"), bound=True)
+    try:
+        made.prepare()
+        yield made
+    finally:
+        made.down()
+
+
 # The first answer is that to the request for a session; reading and registering come after it.
-@pytest.mark.parametrize("answers", [1, 2, 4, 6])
-@pytest.mark.parametrize("kind", ["server", "storage"])
+@pytest.mark.parametrize(
+    ("kind", "answers"), [("server", 1), ("server", 4), ("storage", 2), ("storage", 6)]
+)
 def test_a_start_waits_for_a_zookeeper_that_does_not_answer(
-    story: Story, tmp_path: Path, kind: str, answers: int
+    cluster: LocalCluster, tmp_path: Path, kind: str, answers: int
 ):
-    (zookeeper,) = story.cluster.zookeepers
+    (zookeeper,) = cluster.zookeepers
     with Gate(lambda: zookeeper.port) as gate:
         gate.stall(after_answers=answers)
-        daemon = Daemon(story, tmp_path, kind, gate)
+        daemon = Daemon(cluster, tmp_path, kind, gate)
         try:
             wait_until("it says what it waits for", lambda: "zookeeper.waiting" in daemon.said())
             assert f"{kind} ready" not in daemon.said()

@@ -22,6 +22,7 @@ from tests.fault.load import ROOT, wait_until
 from tests.fault.sql_instance import ENTRIES, METADATA, SUMS, engine_of
 from tests.patience import HANG_S
 from tests.unit.client.test_sql import transaction
+from waltz_core import local
 from waltz_core.client import PoisonPolicy, RangeForm, Transaction, WaltzClient
 from waltz_core.client.api.sql import SqlCallbacks
 from waltz_core.errors import BadRequest
@@ -29,7 +30,7 @@ from waltz_core.records.raw_records import HEADER_DTYPE
 
 pytestmark = pytest.mark.fault
 
-ROUNDS = 4
+ROUNDS = 3
 LAG_MAX = 300
 
 
@@ -38,6 +39,14 @@ class Place(NamedTuple):
 
     url: str
     isolation: str | None
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Give the connect string of a cluster."""
+    where = tmp_path_factory.mktemp("cluster")
+    with local.cluster(where, storage_count=1, server_count=1) as connect:
+        yield connect
 
 
 @pytest.fixture(params=["sqlite", "READ COMMITTED", "SERIALIZABLE"])
@@ -97,7 +106,7 @@ class Log:
         while not condition():
             assert time.monotonic() < deadline, f"not in time: {what}"
             if sum(self.marks().values()) - sum(applied(self._engine).values()) > LAG_MAX:
-                time.sleep(0.02)
+                time.sleep(0.02)  # other processes apply, and report it only in the database
                 continue
             self.write(1)
 
@@ -146,16 +155,16 @@ def count_of(engine: sa.Engine, name: str) -> int:
 
 
 def test_each_transaction_is_applied_once_though_instances_are_killed(
-    waltz_cluster: str, place: Place, engine: sa.Engine, tmp_path: Path
+    cluster: str, place: Place, engine: sa.Engine, tmp_path: Path
 ) -> None:
     numbers = itertools.count(1)
 
     def start() -> Instance:
         number = next(numbers)  # every second one applies a batch with one statement each
         name = f"instance {number}"
-        return Instance(waltz_cluster, place, name, tmp_path, together=number % 2 == 0)
+        return Instance(cluster, place, name, tmp_path, together=number % 2 == 0)
 
-    with WaltzClient(waltz_cluster) as client:
+    with WaltzClient(cluster) as client:
         with engine.begin() as connection:
             rows = [{"partition_id": each, "total": 0} for each in range(client.partition_count)]
             connection.execute(SUMS.insert(), rows)
@@ -182,8 +191,8 @@ def test_each_transaction_is_applied_once_though_instances_are_killed(
         check(engine, log)
 
 
-def test_a_database_that_dies_is_waited_for(waltz_cluster: str, tmp_path: Path) -> None:
-    with postgres.running() as server, WaltzClient(waltz_cluster) as client:
+def test_a_database_that_dies_is_waited_for(cluster: str, tmp_path: Path) -> None:
+    with postgres.running() as server, WaltzClient(cluster) as client:
         place = Place(server.create(), "READ COMMITTED")
         engine = engine_of(place.url, place.isolation)
         METADATA.create_all(engine)
@@ -191,9 +200,9 @@ def test_a_database_that_dies_is_waited_for(waltz_cluster: str, tmp_path: Path) 
             rows = [{"partition_id": each, "total": 0} for each in range(client.partition_count)]
             connection.execute(SUMS.insert(), rows)
         log = Log(client, engine)
-        instance = Instance(waltz_cluster, place, "alone", tmp_path)
+        instance = Instance(cluster, place, "alone", tmp_path)
         try:
-            for _ in range(3):
+            for _ in range(2):
                 before = count_of(engine, "alone")
                 log.write_until_applied_by("alone", before + 20)
                 server.stop()

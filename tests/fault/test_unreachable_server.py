@@ -1,17 +1,36 @@
-"""A server that no other server can connect to owns no partitions, and the doctor says why."""
+"""A server that no other server can connect to, that hangs, that is frozen, or that has restarted.
 
+Its partitions move, the doctor says why, and an attempt that is over stays over.
+"""
+
+import asyncio
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import pytest
 
 from tests.certificates import make
 from tests.commands import run_command
+from tests.fault.changing import address
 from tests.fault.child import Child
 from tests.fault.gate import Gate
-from tests.fault.load import Story, shown, wait_until
+from tests.fault.load import ROOT, Story, owners, partitions, wait_until
+from tests.patience import HANG_S
 from tests.ports import free_port
-from waltz_core.config import render_toml
+from waltz_core.client import ClusterLayout, TaskClaim, WaltzClient, begin_write, end_write
+from waltz_core.config import ClientConfig, render_toml
+from waltz_core.errors import ConnectionSuperseded
 from waltz_core.local import LocalCluster, running
+
+pytestmark = pytest.mark.fault
+STORAGE_COUNT = 1
+# Nothing in this file may take so long.
+REQUEST_MS = 600_000
+FOR_LONG = 1 << 50
+SERVERS = ("server-1", "server-2")
 
 
 class Server(Child):
@@ -37,13 +56,6 @@ class Server(Child):
         return "server ready" in self._log.read_text()
 
 
-def owners(cluster: LocalCluster) -> set[object]:
-    """Return the addresses that own partitions."""
-    partitions = shown(cluster)["partitions"]
-    assert isinstance(partitions, dict)
-    return {each["server"] for each in partitions.values()}
-
-
 def doctor(cluster: LocalCluster) -> str:
     """Return what the doctor says."""
     words = ("doctor", "--connect", cluster.connect, "--directory", "nowhere")
@@ -54,7 +66,7 @@ def test_a_server_with_an_untrusted_certificate_gets_no_partitions(tmp_path: Pat
     trusted, other = (make(tmp_path, name=name) for name in ("trusted", "other"))
     file = tmp_path / "tls.toml"
     file.write_text(render_toml("tls", trusted.settings))
-    with running(tmp_path / "cluster", tls=file, server_count=1) as cluster:
+    with running(tmp_path / "cluster", tls=file, storage_count=1, server_count=1) as cluster:
         story = Story(cluster)
         before = owners(cluster)
         port = free_port()
@@ -63,7 +75,6 @@ def test_a_server_with_an_untrusted_certificate_gets_no_partitions(tmp_path: Pat
         try:
             with story.load() as load:
                 wait_until("it is registered", server.is_ready)
-                load.await_commits(2_000)
                 wait_until(
                     "the doctor says why",
                     lambda: "the peer's certificate is not accepted" in doctor(cluster),
@@ -82,12 +93,13 @@ def test_a_running_server_that_becomes_unreachable_loses_its_partitions(
 ):
     port = free_port()
     with Gate(lambda: port) as gate:
-        address, others = f"127.0.0.1:{gate.port}", owners(story.cluster)
+        wait_until("both own some", lambda: len(owners(story.cluster)) == 2)
+        gated, others = f"127.0.0.1:{gate.port}", owners(story.cluster)
         settings = {"port": port, "advertised_port": gate.port}
         server = Server(story.cluster, tmp_path, settings)
         try:
             with story.load() as load:
-                wait_until("it owns some", lambda: address in owners(story.cluster))
+                wait_until("it owns some", lambda: gated in owners(story.cluster))
                 load.await_commits()
                 gate.shut()
                 wait_until("it owns nothing", lambda: owners(story.cluster) == others)
@@ -95,7 +107,7 @@ def test_a_running_server_that_becomes_unreachable_loses_its_partitions(
                 wait_until("the doctor says so", lambda: "no partitions" in doctor(story.cluster))
                 assert server.is_ready()
                 gate.open()
-                wait_until("it owns some again", lambda: address in owners(story.cluster))
+                wait_until("it owns some again", lambda: gated in owners(story.cluster))
                 load.await_commits()
         finally:
             server.kill()
@@ -103,27 +115,176 @@ def test_a_running_server_that_becomes_unreachable_loses_its_partitions(
 
 
 def test_a_server_that_is_cut_off_from_the_others_gets_nothing_when_all_storages_restart(
-    tmp_path: Path,
+    story: Story, tmp_path: Path
 ):
-    with running(tmp_path / "cluster", server_count=2) as cluster:
-        story, others = Story(cluster), owners(cluster)
-        settings = {"port": free_port(), "advertised_port": free_port()}
-        program = ("-m", "tests.fault.walled_server")
-        server = Server(cluster, tmp_path, settings, program)
+    cluster = story.cluster
+    wait_until("both own some", lambda: len(owners(cluster)) == 2)
+    others = owners(cluster)
+    settings = {"port": free_port(), "advertised_port": free_port()}
+    server = Server(cluster, tmp_path, settings, ("-m", "tests.fault.walled_server"))
+    try:
+        wait_until("it is registered", server.is_ready)
+        with story.load() as load:
+            load.await_commits()
+            for _ in range(2):
+                cluster.kill("storage-1")
+                cluster.start("storage-1")
+                load.await_commits()
+                # While no server had an open partition, it may have been given some.
+                wait_until("the others own all", lambda: owners(cluster) == others)
+                load.await_commits()
+    finally:
+        server.kill()
+    story.check_agrees()
+
+
+# --- a server hangs, and another one is frozen
+
+
+class Hanging(Child):
+    """server-1, as a process that can hang."""
+
+    def __init__(self, story: Story, folder: Path) -> None:
+        config = story.cluster.directory / "conf" / "server-1.toml"
+        self._log = folder / "log"
+        self._while = folder / "while"
+        words = [str(self._while), str(config)]
+        with self._log.open("w") as log:
+            self.run([sys.executable, "-m", "tests.fault.hanging_server", *words], log, ROOT)
+
+    def hang(self) -> None:
+        """Hang until `go_on`."""
+        self._while.touch()
+        self.process.send_signal(signal.SIGUSR1)
+
+    def go_on(self) -> None:
+        """Have the loop run again."""
+        self._while.unlink()
+
+    def said(self) -> str:
+        """Return its log."""
+        return self._log.read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def hanging(story: Story, tmp_path: Path) -> Iterator[Hanging]:
+    """Run server-1 in a process that can hang."""
+    story.cluster.kill("server-1", signal.SIGTERM)
+    server = Hanging(story, tmp_path)
+    try:
+        wait_until("both own some", lambda: len(owners(story.cluster)) == 2)
+        yield server
+    finally:
+        server.kill()
+
+
+def test_partitions_of_a_hanging_server_move_and_it_returns_as_after_any_expiry(
+    story: Story, hanging: Hanging
+):
+    with story.load() as load:
+        load.await_commits()
+        hanging.hang()
+        other = {address(story.cluster, "server-2")}
+        wait_until("the other one owns all", lambda: owners(story.cluster) == other)
+        load.await_commits()
+        assert "zookeeper.loop_unresponsive" in hanging.said()
+        hanging.go_on()
+        wait_until("both own some again", lambda: len(owners(story.cluster)) == 2)
+        load.await_commits()
+    assert "zookeeper.loop_responsive" in hanging.said()
+    assert hanging.process.poll() is None
+    story.check_agrees()
+
+
+def owned_by(story: Story, name: str) -> list[int]:
+    """Return the partitions that a server owns."""
+    where = address(story.cluster, name)
+    found = partitions(story.cluster).items()
+    return [number for number, each in found if each["server"] == where]
+
+
+def test_a_client_that_watches_nothing_notices_that_its_server_is_frozen(story: Story):
+    """Like a Spark task: it knows where everything is, and has no session with ZooKeeper."""
+    wait_until("it owns some", lambda: owned_by(story, "server-1"))
+    with WaltzClient(story.cluster.connect) as watching:
+        layout = watching.layout()
+    (number, *_) = owned_by(story, "server-1")
+    with (
+        WaltzClient.at(layout, ClientConfig(request_timeout_ms=REQUEST_MS)) as client,
+        ThreadPoolExecutor(2) as threads,
+    ):
+        first = client.append(story.row(number), partition=number).result(HANG_S)
+        story.cluster.kill("server-1", signal.SIGSTOP)
         try:
-            wait_until("it is registered", server.is_ready)
-            with story.load() as load:
-                load.await_commits(2_000)
-                for _ in range(3):
-                    storages = [each.name for each in cluster.members if each.kind == "storage"]
-                    for each in storages:
-                        cluster.kill(each)
-                    for each in storages:
-                        cluster.start(each)
-                    load.await_commits()
-                    # While no server had an open partition, it may have been given some.
-                    wait_until("the others own all", lambda: owners(cluster) == others)
-                    load.await_commits()
+            appended = client.append(story.row(number), partition=number)
+            asked = threads.submit(client.high_water_mark, number)
+            read = threads.submit(lambda: list(client.read_range(number, first, first)))
+            assert appended.result(HANG_S) == first + 1
+            assert asked.result(HANG_S) >= first
+            assert [len(chunk.lengths) for chunk in read.result(HANG_S)] == [1]
         finally:
-            server.kill()
-        story.check_agrees()
+            story.cluster.kill("server-1", signal.SIGCONT)
+    story.check_whole()
+
+
+# --- servers that forget what was mounted
+
+
+def layout_of(connect: str) -> ClusterLayout:
+    with WaltzClient(connect) as client:
+        return client.layout()
+
+
+def attempt(story: Story, write: str, run: str) -> WaltzClient:
+    """Begin an attempt at task 0 of a write."""
+    connect = story.cluster.connect
+    return WaltzClient.at(layout_of(connect), claim=TaskClaim(connect, write, 0, run=run))
+
+
+def servers_forget(story: Story) -> None:
+    for name in SERVERS:
+        story.cluster.kill(name, signal.SIGKILL)
+    for name in SERVERS:
+        story.cluster.start(name)
+
+
+def begin(story: Story, write: str) -> None:
+    asyncio.run(begin_write(story.cluster.connect, write, {}, keep_ms=FOR_LONG))
+
+
+def records_with(story: Story, data: bytes) -> int:
+    found = 0
+    with WaltzClient(story.cluster.connect) as client:
+        for partition, last in client.high_water_marks(linearizable=True).items():
+            for chunk in client.read_range(partition, 0, last) if last >= 0 else ():
+                found += bytes(chunk.records).count(data)
+    return found
+
+
+def test_a_newer_attempt_ends_an_older_one_over_a_fail_over(story: Story) -> None:
+    begin(story, "claim-1")
+    with attempt(story, "claim-1", "a") as old:
+        first_of_old, late_of_old, first_of_new = (story.row(0) for _ in range(3))
+        old.append(first_of_old, partition=0).result(HANG_S)
+        with attempt(story, "claim-1", "a") as new:
+            new.mount([0])
+            servers_forget(story)
+            with pytest.raises(ConnectionSuperseded):
+                old.append(late_of_old, partition=0).result(HANG_S)
+            new.append(first_of_new, partition=0).result(HANG_S)
+    assert records_with(story, first_of_old) == records_with(story, first_of_new) == 1
+    assert records_with(story, late_of_old) == 0
+
+
+def test_a_write_that_is_done_ends_its_attempts_over_a_fail_over(story: Story) -> None:
+    begin(story, "claim-2")
+    connect = story.cluster.connect
+    with attempt(story, "claim-2", "a") as straggler:
+        in_time, too_late = story.row(1), story.row(1)
+        straggler.append(in_time, partition=1).result(HANG_S)
+        asyncio.run(end_write(connect, "claim-2", {}, keep_ms=FOR_LONG))
+        servers_forget(story)
+        with pytest.raises(ConnectionSuperseded):
+            straggler.append(too_late, partition=1).result(HANG_S)
+    assert records_with(story, in_time) == 1
+    assert records_with(story, too_late) == 0

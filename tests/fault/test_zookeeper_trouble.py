@@ -28,7 +28,7 @@ from waltz_core.config import ClientConfig
 from waltz_core.errors import BadConfig, WaltzError
 from waltz_core.local import LocalCluster, Member, running
 
-OUTAGE_S = float(os.environ.get("WALTZ_OUTAGE_S", "10"))
+OUTAGE_S = float(os.environ.get("WALTZ_OUTAGE_S", "5"))
 # Longer than a busy machine keeps a process waiting: what takes as long has waited for a session.
 SESSION_MS = 3_000
 # A process that waited for ZooKeeper would wait at least until a session is over.
@@ -42,7 +42,7 @@ SETTINGS: dict[str, dict[str, object]] = {
 def module_story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     """Give a cluster with an ensemble, with short sessions."""
     where = tmp_path_factory.mktemp("ensemble")
-    with running(where, settings=SETTINGS, zookeeper_count=3, server_count=3) as cluster:
+    with running(where, settings=SETTINGS, zookeeper_count=3) as cluster:
         yield Story(cluster)
 
 
@@ -72,7 +72,7 @@ def owners(cluster: LocalCluster) -> dict[int, tuple[str, int]]:
 
 def await_spread(cluster: LocalCluster) -> dict[int, tuple[str, int]]:
     """Wait until all servers own something and each has a session of its generation."""
-    wait_until("three own all", lambda: len({each[0] for each in owners(cluster).values()}) == 3)
+    wait_until("both own some", lambda: len({each[0] for each in owners(cluster).values()}) == 2)
     wait_until("healthy", lambda: all(each[0] == 200 for each in healths(cluster).values()))
     return owners(cluster)
 
@@ -133,16 +133,15 @@ def test_the_connect_string_names_all_nodes(story: Story):
     assert "waltz  key " in done.stdout
 
 
-@pytest.mark.parametrize("kind", ["follower", "leader"])
-def test_the_loss_of_one_node_is_not_noticed(story: Story, kind: str):
+def test_the_loss_of_the_leading_node_is_not_noticed(story: Story):
+    """All sessions lose their connections; with a follower only its own do."""
     cluster = story.cluster
     before = await_spread(cluster)
     with story.load() as load:
         load.await_commits()
         refused, began = len(load.refusals), time.monotonic()
-        lost = next(member.name for member in cluster.zookeepers if role(member) == kind)
+        lost = next(member.name for member in cluster.zookeepers if role(member) == "leader")
         cluster.kill(lost)
-        load.await_commits(2_000)
         wait_until("two sessions long", lambda: time.monotonic() > began + 2 * SESSION_MS / 1000)
         assert away(cluster) == []
         assert owners(cluster) == before
@@ -163,14 +162,13 @@ def test_the_loss_of_all_costs_no_append_and_moves_nothing(story: Story):
         for member in cluster.zookeepers:
             cluster.kill(member.name)
         assert away(cluster) == [], "a short absence is no illness"
-        load.await_commits(1_000)
         daemons = {member.name for member in cluster.members if member.http_port}
         wait_until("health shows it", lambda: set(away(cluster)) == daemons)
         for member in cluster.members:
             if member.http_port:
                 assert page(member, "/ping") == (200, "pong\n")
         while time.monotonic() < began + OUTAGE_S:
-            load.await_commits(500)
+            load.await_commits()
             # A mark that is proven by a quorum's answers, and not by anything in ZooKeeper.
             marks = reader.high_water_marks()
             assert min(marks.values()) >= 0
@@ -181,11 +179,12 @@ def test_the_loss_of_all_costs_no_append_and_moves_nothing(story: Story):
         wait_until("all healthy", lambda: not away(cluster))
         wait_until("as before", lambda: owners(cluster) == before)
         took = time.monotonic() - back
-        assert len(servers_view(cluster).servers) == 3
-        load.await_commits(2_000)
+        assert len(servers_view(cluster).servers) == 2
+        load.await_commits()
         ended = time.monotonic()
         assert load.refusals[refused:] == []
-        # Nor does anything move once the sessions that no process has resumed are over.
+        # Nor does anything move once the sessions that no process has resumed are over. No event
+        # shows that nothing moves: only time does.
         wait_until("two sessions long", lambda: time.monotonic() > ended + 2 * SESSION_MS / 1000)
         assert owners(cluster) == before
     gap = gap_s(load, began, ended)
@@ -200,7 +199,7 @@ def test_all_sessions_end_and_nothing_moves(tmp_path: Path):
 
     One that was killed keeps the sessions, and an ensemble's new leader restarts their timeouts.
     """
-    cluster = LocalCluster(tmp_path, bound=True, server_count=3, settings=SETTINGS)
+    cluster = LocalCluster(tmp_path, bound=True, storage_count=1, settings=SETTINGS)
     with Gate(lambda: cluster.member("zookeeper").port) as gate:
         through = f"127.0.0.1:{gate.port}/waltz/local"
         for each in ("server", "storage"):
@@ -219,7 +218,7 @@ def test_all_sessions_end_and_nothing_moves(tmp_path: Path):
                 back = time.monotonic()
                 wait_until("as before", lambda: is_as_before(cluster, before))
                 took = time.monotonic() - back
-                load.await_commits(2_000)
+                load.await_commits()
                 ended = time.monotonic()
                 assert load.refusals[refused:] == []
             gap = gap_s(load, began, ended)
@@ -253,47 +252,23 @@ def test_a_server_that_dies_while_zookeeper_is_away_is_replaced_after_its_return
     await_spread(cluster)
     with story.load() as load:
         load.await_commits()
-        for member in cluster.zookeepers:
+        lost = cluster.zookeepers[:2]  # the third one alone has no quorum
+        for member in lost:
             cluster.kill(member.name)
         cluster.kill("server-2")
         dead = f"127.0.0.1:{cluster.member('server-2').port}"
-        for member in cluster.zookeepers:
+        for member in lost:
             cluster.start(member.name)
         wait_until("ZooKeeper has a quorum", lambda: leads(cluster))
         wait_until(
-            "the others own all",
+            "the other one owns all",
             lambda: dead not in {each[0] for each in owners(cluster).values()},
         )
-        load.await_commits(2_000)
+        load.await_commits()
         cluster.start("server-2")
         await_spread(cluster)
         load.await_commits()
     story.check_agrees()
-
-
-def test_a_session_that_ends_with_appends_pending_loses_and_doubles_nothing(story: Story):
-    cluster = story.cluster
-    before = await_spread(cluster)
-    with story.load() as load:
-        load.await_commits()
-        address = before[0][0]
-        name = next(
-            member.name for member in cluster.members if address.endswith(f":{member.port}")
-        )
-        cluster.kill(name, signal.SIGSTOP)  # with whatever is on its way
-        try:
-            wait_until(
-                "others own its partitions",
-                lambda: address not in {each[0] for each in owners(cluster).values()},
-            )
-            load.await_commits()
-        finally:
-            cluster.kill(name, signal.SIGCONT)
-        await_spread(cluster)
-        load.await_commits(2_000)
-    assert owners(cluster) != before
-    story.check_agrees()
-    story.check_whole()
 
 
 # --- authentication
@@ -316,22 +291,45 @@ def said(*words: str) -> str:
     return done.stderr
 
 
-def test_a_cluster_of_its_own_user(tmp_path: Path, auth_file: Path, cluster_of: Callable):  # type: ignore[type-arg]
-    options = {"server_count": 1, "partition_count": 1, "bound": True}
-    cluster = cluster_of(LocalCluster(tmp_path / "c", auth_file=auth_file, **options))
-    connect = cluster.up()
-    assert connect.endswith(f"/waltz/local?auth={auth_file}")
-    place = connect.partition("?")[0]
+def test_a_cluster_is_protected_and_then_rejects_other_users(
+    tmp_path: Path,
+    auth_file: Path,
+    cluster_of: Callable,  # type: ignore[type-arg]
+):
+    options = {"storage_count": 1, "server_count": 1, "partition_count": 1, "bound": True}
+    cluster = cluster_of(LocalCluster(tmp_path / "c", **options))
+    place = cluster.up()
+    with WaltzClient(place) as client:
+        client.append(b"open", partition=0).result(HANG_S)
+    # As in docs/zookeeper.md: first all authenticate, and the nodes they create stay open.
+    auth_file.write_text("digest:waltz:a long password\nworld:anyone:cdrwa\n")
+    connect = f"{place}?auth={auth_file}"
+    cluster._loaded().auth_file = str(auth_file)
+    for name in ("storage-1", "server-1"):
+        cluster.kill(name, signal.SIGTERM)
+        cluster.start(name)
+    for each in (place, connect):
+        wait_until("both may", lambda each=each: mark(each) == 0)
+    auth_file.write_text("digest:waltz:a long password\n")
+    cluster.kill("server-1", signal.SIGTERM)
+    cluster.start("server-1")
+    wait_until("the server is back", lambda: mark(connect) == 0)
+    assert "protected " in run_command("cluster", "protect", connect).stderr
     with WaltzClient(connect) as client:
-        client.append(b"mine", partition=0).result(HANG_S)
-        assert client.high_water_marks() == {0: 0}
+        client.append(b"closed", partition=0).result(HANG_S)
+        assert client.high_water_marks() == {0: 1}
+    assert cluster.connect == connect
     assert "engaged" in str(shown(cluster)["partitions"])
+    check_only_its_user_is_let_in(tmp_path, place)
     # No process shows the password.
     for member in cluster.members:
         process = member.process()
         assert process is not None
         assert "a long password" not in " ".join(process.cmdline())
-    # Without credentials, and with other ones.
+
+
+def check_only_its_user_is_let_in(tmp_path: Path, place: str) -> None:
+    """Without credentials, with other ones, and with a file that is absent."""
     unreachable = said("cluster", "show", place)
     assert "requires authentication at /waltz/local" in unreachable
     assert "?auth=FILE" in unreachable
@@ -345,32 +343,6 @@ def test_a_cluster_of_its_own_user(tmp_path: Path, auth_file: Path, cluster_of: 
         WaltzClient(place)
     missing = said("cluster", "show", f"{place}?auth={tmp_path}/none")
     assert "cannot be read: No such file" in missing
-
-
-def test_a_cluster_is_protected_later(tmp_path: Path, auth_file: Path, cluster_of: Callable):  # type: ignore[type-arg]
-    options = {"server_count": 1, "partition_count": 1, "bound": True}
-    cluster = cluster_of(LocalCluster(tmp_path / "c", **options))
-    place = cluster.up()
-    with WaltzClient(place) as client:
-        client.append(b"open", partition=0).result(HANG_S)
-    # As in docs/zookeeper.md: first all authenticate, and the nodes they create stay open.
-    auth_file.write_text("digest:waltz:a long password\nworld:anyone:cdrwa\n")
-    connect = f"{place}?auth={auth_file}"
-    cluster._loaded().auth_file = str(auth_file)
-    for name in ("storage-1", "storage-2", "storage-3", "server-1"):
-        cluster.kill(name, signal.SIGTERM)
-        cluster.start(name)
-    for each in (place, connect):
-        wait_until("both may", lambda each=each: mark(each) == 0)
-    auth_file.write_text("digest:waltz:a long password\n")
-    cluster.kill("server-1", signal.SIGTERM)
-    cluster.start("server-1")
-    wait_until("the server is back", lambda: mark(connect) == 0)
-    assert "protected " in run_command("cluster", "protect", connect).stderr
-    assert "requires authentication" in said("cluster", "show", place)
-    with WaltzClient(connect) as client:
-        client.append(b"closed", partition=0).result(HANG_S)
-        assert client.high_water_marks() == {0: 1}
 
 
 def mark(connect: str) -> int | None:

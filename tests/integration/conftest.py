@@ -38,7 +38,7 @@ class ZooKeeperProcess:
         while not self._answers():
             assert self.process.poll() is None, (self.directory / "zookeeper.log").read_text()
             assert time.monotonic() < deadline, f"no ZooKeeper at {self.host} in {HANG_S} s"
-            time.sleep(0.05)
+            time.sleep(0.05)  # nothing reports that it has begun to listen
 
     def kill(self) -> None:
         assert self.process is not None

@@ -28,7 +28,7 @@ def test_every_snippet_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert len(found) >= 15
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": "snippets"}
-    with running(tmp_path / "local") as cluster:
+    with running(tmp_path / "local", storage_count=1, server_count=1) as cluster:
         try:
             for line, text in found:
                 # An error is shown at its line of the page.

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.zookeeper
 
 @pytest.fixture(scope="module")
 def connect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with running(tmp_path_factory.mktemp("cluster") / "local") as cluster:
+    with running(tmp_path_factory.mktemp("cluster") / "local", storage_count=1) as cluster:
         yield cluster.connect
 
 

@@ -20,7 +20,8 @@ SHARE = 20
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    with running(tmp_path_factory.mktemp("cluster") / "local") as running_cluster:
+    where = tmp_path_factory.mktemp("cluster") / "local"
+    with running(where, storage_count=1, server_count=1) as running_cluster:
         yield running_cluster
 
 
@@ -109,8 +110,9 @@ async def bytes_of_a_feed(
 
 
 # Near enough to be fed, and so far behind that it is fetched in ranges first.
-@pytest.mark.parametrize(("partition", "batches"), [(0, 15), (1, 45)])
-@pytest.mark.parametrize("reads_data", [False, True])
+@pytest.mark.parametrize(
+    ("partition", "batches", "reads_data"), [(0, 15, False), (0, 15, True), (1, 45, True)]
+)
 def test_bytes_on_the_wire_fall_in_proportion(
     cluster: LocalCluster, partition: int, batches: int, reads_data: bool
 ) -> None:

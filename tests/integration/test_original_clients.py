@@ -16,8 +16,6 @@ from waltz_core.server.process import host as hosting
 from waltz_core.server.process.server_daemon import Server
 from waltz_core.wire import messages
 
-VERSIONS = range(5)
-
 
 class Counters:
     """The state that a client makes of the log: counters, by name."""
@@ -47,9 +45,9 @@ def endpoints_of(*servers: Server) -> dict[str, dict[int, int]]:
 
 
 @contextlib.asynccontextmanager
-async def model_of(client_id: int, *servers: Server, versions=(0, 1, 2, 3, 4)):
+async def model_of(client_id: int, *servers: Server):
     state = Counters()
-    async with OriginalClient(client_id, [0], state.apply, versions=versions) as client:
+    async with OriginalClient(client_id, [0], state.apply) as client:
         client.set_endpoints(endpoints_of(*servers))
         yield client, state
 
@@ -114,24 +112,6 @@ def test_appends_of_a_broken_session_are_settled_on_the_same_connection() -> Non
     run(main())
 
 
-def test_a_client_with_a_reset_connection_count_retries_with_higher_numbers() -> None:
-    async def main() -> None:
-        async with cluster() as (_, server):
-            earlier = await original.Wire.open(server.address)
-            mount = Req(9, 1, 0, 1)
-            earlier.send(original.MOUNT_REQUEST, mount, struct.pack(">qq", -1, 3))
-            kind, *_ = await earlier.receive()
-            assert kind == original.MOUNT_RESPONSE
-            # Its server's node was away for a moment: the client begins with 0, as for a new one.
-            async with model_of(9, server) as (client, state):
-                await client.submit(0, lambda: state.count_up("a"))
-                assert client.stream.reconnects == 4
-                await until(lambda: state.values == {"a": 1})
-            earlier.close()
-
-    run(main())
-
-
 def test_a_reader_continues_when_its_server_owns_the_partition_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -163,40 +143,6 @@ def test_a_reader_continues_when_its_server_owns_the_partition_again(
             assert client.stream.reconnects == 0
             assert await mark >= 0
             check_outcomes(world, [client])
-
-    run(main())
-
-
-def test_counters_of_all_0_13_versions_survive_killed_storages() -> None:
-    async def main() -> None:
-        async with cluster() as (world, server), contextlib.AsyncExitStack() as stack:
-            models = [
-                await stack.enter_async_context(
-                    model_of(10 + version, server, versions=tuple(range(version + 1)))
-                )
-                for version in VERSIONS
-            ]
-
-            async def count(client: OriginalClient, state: Counters, times: int) -> None:
-                for time in range(times):
-                    await client.submit(0, lambda time=time: state.count_up("ab"[time % 2]))
-
-            async with asyncio.TaskGroup() as tasks:
-                counting = [tasks.create_task(count(client, state, 20)) for client, state in models]
-                for storage in (world.storages[0], world.storages[2]):
-                    mark = server.hosts[PartitionId(0)].partition.high_water_mark
-                    await until(
-                        lambda mark=mark: (
-                            server.hosts[PartitionId(0)].partition.high_water_mark > mark + 10
-                            or all(each.done() for each in counting)
-                        )
-                    )
-                    await storage.stop()
-                    await storage.start()
-            for client, state in models:
-                await until(lambda state=state: state.values == {"a": 50, "b": 50})
-                assert client.stream.reconnects == 0
-            check_outcomes(world, [client for client, _ in models])
 
     run(main())
 

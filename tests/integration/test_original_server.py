@@ -8,8 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.client_contract import Ledger, RecordingContext, World, appended, is_whole, log_of
-from tests.client_contract import two_clients_with_one_lock_lose_nothing as two_clients
+from tests.client_contract import Ledger, RecordingContext, appended, log_of
 from tests.original_server_for_clients import OriginalCluster
 from tests.original_zookeeper import ROOT, Nodes
 from tests.patience import HANG_S
@@ -51,12 +50,6 @@ def test_a_client_needs_nothing_of_ours_and_leaves_nothing_there(connect: str, n
     assert nodes.paths() == before
 
 
-def test_two_clients_count_together(connect: str):
-    world = World(lambda: WaltzClient(connect), 1)
-    two_clients(world)
-    assert is_whole(world)
-
-
 def test_a_partition_that_moves_takes_its_client_along(connect: str, nodes: Nodes):
     with WaltzClient(connect) as client:
         cluster = nodes.cluster
@@ -77,13 +70,6 @@ def test_a_partition_that_moves_takes_its_client_along(connect: str, nodes: Node
             2,
             2,
         ]
-
-
-def test_marks_are_those_of_the_owner(connect: str, nodes: Nodes):
-    with WaltzClient(connect) as client:
-        appended(client, 1)
-        assert client.high_water_marks(linearizable=True) == {0: -1, 1: 0}
-        assert client.flush(1) == 0
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:

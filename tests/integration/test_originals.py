@@ -343,8 +343,8 @@ def test_a_0_13_program_that_does_not_read_costs_bounded_memory() -> None:
             send_mount(deaf, req(1, client=ALICE))
             await answer(deaf, original.MOUNT_RESPONSE)
             deaf.send(original.FEED_REQUEST, req(1, client=ALICE), LONG.pack(-1))
-            for _ in range(60):
-                await writer.append(4_000, size=1)
+            for _ in range(45):
+                await writer.append(1_000, size=220)
                 assert server._clients.bytes < 8 << 20
             mark = await writer.mark()
             next_id = 0

@@ -262,26 +262,6 @@ def test_a_server_reads_from_its_own_group_while_that_takes_part() -> None:
     run(main())
 
 
-def test_a_feed_from_the_beginning_and_on() -> None:
-    async def main() -> None:
-        async with cluster() as (_, server):
-            writer, reader = await connect(server), await connect(server, BOB)
-            await writer.mount()
-            await writer.append(10)
-            mounted = await reader.mount(mark=4, feed=True)
-            await until(lambda: reader.pushed)
-            (early,) = [each for each in reader.pushed if isinstance(each, messages.FeedBatch)]
-            assert (early.first, early.count) == (5, 5)
-            reader.link.send(messages.FeedRequest(mounted.req_id, 9))
-            await writer.append(5)
-            await until(lambda: len(reader.pushed) == 2)
-            late = reader.pushed[1]
-            assert isinstance(late, messages.FeedBatch)
-            assert (late.first, late.count, late.chain_at) == (10, 5, 14)
-
-    run(main())
-
-
 def test_questions_to_the_server_as_a_whole() -> None:
     async def main() -> None:
         async with cluster(2) as (world, server):
@@ -379,33 +359,6 @@ def test_nothing_is_dropped_in_silence() -> None:
     run(main())
 
 
-def test_a_storage_that_dies_and_returns_costs_no_append() -> None:
-    async def main() -> None:
-        async with cluster() as (world, server):
-            client = await connect(server)
-            await client.mount()
-            assert await ids(client.append(3)) == [0, 1, 2]
-            session = server.hosts[PartitionId(0)].partition.session_id
-            await world.storages[0].stop()
-            mounts = 1
-            done = 3
-            while done < 60:
-                answer = await client.append(3)
-                assert isinstance(answer, messages.AppendResult)
-                if bytes(answer.reasons) == bytes(3):
-                    done += 3
-                else:
-                    mounts += 1
-                    await client.mount(sequence=mounts)
-            assert server.hosts[PartitionId(0)].partition.session_id > session
-            await world.storages[0].start()
-            await until(lambda: world.storages[0].logs[0].last == done - 1)
-            assert await client.mark() == done - 1
-            assert world.storages[0].logs[0].records == world.storages[1].logs[0].records
-
-    run(main())
-
-
 def test_a_storage_that_is_replaced_is_taken_in_without_a_new_session(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -436,28 +389,6 @@ def test_a_storage_that_is_replaced_is_taken_in_without_a_new_session(
             assert registered == replaced.storage_id
             await until(lambda: 0 in replaced.logs and replaced.logs[0].last == 2)
             assert partition.session_id == session
-
-    run(main())
-
-
-def test_two_servers_share_the_partitions_and_one_takes_over() -> None:
-    async def main() -> None:
-        async with cluster(4) as (world, first):
-            client = await connect(first)
-            await client.mount()
-            await client.append(5)
-            async with asyncio.TaskGroup() as tasks:
-                second = await world.serve(tasks)
-                await until(lambda: len(first.hosts) == 2 and len(second.hosts) == 2)
-                assert set(first.hosts) | set(second.hosts) == set(range(4))
-                world.stops[0].set()
-                await until(lambda: len(second.hosts) == 4)
-                await until(lambda: all(host.partition.is_open for host in second.hosts.values()))
-                await until(lambda: first.hosts == {})
-                await until(lambda: client.closed is not None)
-                other = await connect(second)
-                assert await other.mark() == 4
-                world.stops[1].set()
 
     run(main())
 

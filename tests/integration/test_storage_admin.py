@@ -21,8 +21,7 @@ from tests.integration.test_storage_daemon import (
 )
 from tests.ports import free_port
 from waltz_core import errors
-from waltz_core.cli.storage.storage_views import damaged_count
-from waltz_core.client.links.storage_admin import admin_connection, copy_partition
+from waltz_core.client.links.storage_admin import admin_connection
 from waltz_core.cluster.zookeeper.zookeeper_session import connected
 from waltz_core.records.record import BEFORE_FIRST, PartitionId, ReplicaId
 from waltz_core.storage.process.storage_daemon import StaticCluster
@@ -108,18 +107,6 @@ async def storage(directory, *, partitions=(0, 2), **options):
 
 def admin_of(port):
     return admin_connection(f"127.0.0.1:{port}")
-
-
-@asynccontextmanager
-async def two_storages(directory):
-    """Give the data address and the administration of one storage, and of another."""
-    async with (
-        storage(directory / "a") as (address, port),
-        storage(directory / "b") as (other_address, other_port),
-        admin_of(port) as source,
-        admin_of(other_port) as target,
-    ):
-        yield address, source, other_address, target
 
 
 async def fill(owner, batches=3):
@@ -240,6 +227,8 @@ def test_a_partition_that_is_offline_is_not_served_and_continues_when_it_is_back
                 assert "or offline" in refused.message
             found = await replica(admin, 0)
             assert (found.is_available, found.is_served, found.synced_max) == (False, False, 29)
+            with pytest.raises(errors.BadRequest, match="expected a served partition"):
+                await admin.request(ScrubResponse, ScrubRequest, 0, True)
             read = await admin.request(RecordListResponse, RecordListRequest, 0, 28, 9)
             assert len(read.records) == 2
         async with storage(tmp_path) as (address, port), admin_of(port) as admin:
@@ -289,72 +278,6 @@ def test_a_log_is_thrown_away_on_purpose_only_and_that_survives_a_kill(tmp_path)
         process.end()
     with running(tmp_path) as process:
         on_loop(look(process.address))
-
-
-def test_settled_records_are_copied_to_an_offline_replica(tmp_path):
-    async def main():
-        async with two_storages(tmp_path) as (address, source, other_address, target):
-            async with session(address, 5) as owner:
-                await fill(owner)
-            async with session(address, 6) as owner:
-                await fill(owner)  # the mark is 29 now, and 59 the last id
-                with pytest.raises(errors.BadRequest, match="expected it to be offline"):
-                    await copy_partition(source, target, 0, 0)
-                await target.request(Done, SetAvailable, (0,), False)
-                assert await copy_partition(source, target, 0, 0, bytes_max=500) == 29
-                assert await copy_partition(source, target, 0, 30) == 29
-                chains = [(await replica(each, 0)).chain for each in (source, target)]
-                assert chains[0] != chains[1]
-            await target.request(Done, SetAvailable, (0,), True)
-            prepared = await until_served(other_address, 7)
-            # It has the records, and can confirm no more than before.
-            assert (prepared.synced_max, prepared.last_session) == (29, -1)
-
-    on_loop(main())
-
-
-def test_a_copy_that_does_not_continue_from_the_log_is_rejected(tmp_path):
-    async def main():
-        async with two_storages(tmp_path) as (address, source, other_address, target):
-            for where, count in ((address, 3), (other_address, 1)):
-                for number in (5 + count, 10 + count):  # another history on each
-                    async with session(where, number) as owner:
-                        await fill(owner, count)
-            await target.request(Done, SetAvailable, (0,), False)
-            before = await replica(target, 0)
-            with pytest.raises(errors.BadRequest):
-                await copy_partition(source, target, 0, before.synced_max + 1)
-            assert (await replica(target, 0)).chain == before.chain
-
-    on_loop(main())
-
-
-def test_records_are_read_again_when_a_process_requests_it(tmp_path):
-    async def main():
-        async with storage(tmp_path) as (address, port), admin_of(port) as admin:
-            async with session(address, 5) as owner:
-                await fill(owner, 20)
-            assert await scrubbed(admin) == 199
-            assert damaged_count(await replica(admin, 0)) == 0
-            path = tmp_path / "0" / "0000000000000000000.seg"
-            content = bytearray(path.read_bytes())
-            content[-60] ^= 1
-            path.write_bytes(content)
-            assert await scrubbed(admin) == 199
-            assert damaged_count(await replica(admin, 0)) == 1
-            await admin.request(Done, SetAvailable, (0,), False)
-            with pytest.raises(errors.BadRequest, match="expected a served partition"):
-                await scrubbed(admin)
-
-    async def scrubbed(admin):
-        state = await admin.request(ScrubResponse, ScrubRequest, 0, True)
-        count = state.passes_count
-        while state.passes_count == count:
-            state = await admin.request(ScrubResponse, ScrubRequest, 0, False)
-        assert state.error is None
-        return state.last_id
-
-    on_loop(main())
 
 
 # ---------------------------------------------------------------------------------------------

@@ -6,16 +6,14 @@ import signal
 import socket
 import ssl
 import struct
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.certificates import Certificates, make
-from tests.patience import HANG_S
+from tests.commands import run_command
+from tests.fault.load import wait_until
 from waltz_core import errors
 from waltz_core.client import WaltzClient
 from waltz_core.config import ClientConfig, render_toml
@@ -35,24 +33,14 @@ def cluster(
 ) -> Iterator[LocalCluster]:
     file = tmp_path_factory.mktemp("tls") / "tls.toml"
     file.write_text(render_toml("tls", certificates.settings))
-    with running(tmp_path_factory.mktemp("cluster") / "local", tls=file) as made:
+    with running(
+        tmp_path_factory.mktemp("cluster") / "local", tls=file, storage_count=1, server_count=1
+    ) as made:
         yield made
 
 
 def place_of(cluster: LocalCluster) -> str:
     return cluster.connect.partition("?")[0]
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + HANG_S
-    while not condition():
-        assert time.monotonic() < deadline, "it never came to it"
-        time.sleep(0.01)
-
-
-def waltz(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "waltz_core", *words]
-    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=HANG_S)
 
 
 def test_a_client_appends_and_reads_from_servers_and_from_storages(cluster: LocalCluster):
@@ -86,8 +74,7 @@ def test_a_plain_client_gets_an_error_within_seconds(cluster: LocalCluster):
         pytest.raises(errors.WaltzError, match="expected plain TCP, found TLS"),
     ):
         client.high_water_mark(PARTITION)
-    logs = [cluster.log_path(f"server-{each}").read_text() for each in (1, 2)]
-    assert any("expected TLS, found plain TCP" in each for each in logs)
+    assert "expected TLS, found plain TCP" in cluster.log_path("server-1").read_text()
 
 
 def test_a_client_that_trusts_another_authority_gets_an_error(
@@ -115,26 +102,24 @@ def test_commands_reach_every_port(cluster: LocalCluster):
         ("client", "append", "--partition", str(PARTITION), "hello", *connect),
         ("doctor", *connect),
     ):
-        done = waltz(*words)
+        done = run_command(*words)
         assert done.returncode == 0, (words, done.stdout, done.stderr)
 
 
 def test_a_plain_command_to_a_tls_port_gets_an_error(cluster: LocalCluster):
     port = cluster.member("storage-1").admin_port
-    done = waltz("storage", "list", "--admin", f"127.0.0.1:{port}")
+    done = run_command("storage", "list", "--admin", f"127.0.0.1:{port}")
     assert done.returncode == 1
     assert "expected plain TCP, found TLS" in done.stderr
 
 
 def test_the_doctor_suggests_no_end_for_a_process_it_does_not_understand(cluster: LocalCluster):
-    done = waltz("doctor", "--json", "--connect", place_of(cluster))
+    done = run_command("doctor", "--json", "--connect", place_of(cluster))
     findings = json.loads(done.stdout)["findings"]
-    assert [each["name"] for each in findings] == ["server-tls-failed"] * 2 + [
-        "storage-tls-failed"
-    ] * 3
+    assert [each["name"] for each in findings] == ["server-tls-failed", "storage-tls-failed"]
     _, *words = shlex.split(findings[0]["command"])
     file = cluster.connect.partition("?tls=")[2]
-    done = waltz(*(each.replace("FILE", file) for each in words))
+    done = run_command(*(each.replace("FILE", file) for each in words))
     assert done.returncode == 0, done.stdout
 
 
@@ -167,13 +152,16 @@ def test_a_0_13_program_reaches_servers_in_tls_1_2_and_storages_with_a_certifica
 def test_daemons_read_their_files_again_after_a_signal(cluster: LocalCluster):
     for name in ("storage-1", "server-1"):
         cluster.kill(name, signal.SIGHUP)
-        until(lambda name=name: "tls.renewed certificate=" in cluster.log_path(name).read_text())
+        wait_until(
+            "it has read them",
+            lambda name=name: "tls.renewed certificate=" in cluster.log_path(name).read_text(),
+        )
     with WaltzClient(cluster.connect) as client:
         assert client.append(b"still there", partition=PARTITION).result() >= 0
 
 
 def test_metrics_are_readable_without_tls(cluster: LocalCluster):
     port = cluster.member("server-1").http_port
-    done = waltz("server", "metrics", f"127.0.0.1:{port}", "--json")
+    done = run_command("server", "metrics", f"127.0.0.1:{port}", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)

@@ -114,9 +114,10 @@ def test_a_loop_that_hangs_loses_its_session_and_finds_that_out(zookeeper):
             session.on_state(states.append)
             session.on_state(lambda state: state is SessionState.CONNECTED and is_back.set())
             deadline = time.monotonic() + 60
-            while other.exists("/hangs") is not None:  # this very thread has to run the loop
+            # This thread hangs while it looks, and lets the threads of kazoo run in between.
+            while other.exists("/hangs") is not None:
                 assert time.monotonic() < deadline
-                time.sleep(0.05)  # noqa: ASYNC251 - it hangs
+                time.sleep(0.05)  # noqa: ASYNC251
             async with asyncio.timeout(HANG_S):
                 await is_back.wait()
             assert SessionState.LOST in states
@@ -289,11 +290,14 @@ def test_a_value_over_the_servers_limit_is_not_taken_for_a_success(zookeeper):
     asyncio.run(run())
 
 
-def test_zookeeper_is_killed_and_returns(own_zookeeper: ZooKeeperProcess):
+def test_zookeeper_is_killed_and_returns(
+    own_zookeeper: ZooKeeperProcess, caplog: pytest.LogCaptureFixture
+):
     async def run():
         async with world_at(own_zookeeper.host) as world:
             server = await created(world, "/restarts")
-            other = Coordinator(await world.znodes(), "/restarts")
+            znodes = await world.znodes()
+            other = Coordinator(znodes, "/restarts")
             views, states, replicas = Inbox(), Inbox(), Inbox()
             server.on_session_state(states)
             following = (
@@ -311,6 +315,9 @@ def test_zookeeper_is_killed_and_returns(own_zookeeper: ZooKeeperProcess):
                 async with asyncio.timeout(SOONER_S):
                     with pytest.raises(errors.CoordinatorUnavailable, match=own_zookeeper.host):
                         await server.next_client_id()
+                # Meanwhile kazoo tries to connect, again and again.
+                attempts = count_attempts(znodes)
+                await until(lambda: attempts() >= 5)
                 await asyncio.to_thread(own_zookeeper.start)
                 await states.until(lambda state: state is SessionState.CONNECTED)
                 assert await server.next_client_id() == 1
@@ -321,36 +328,23 @@ def test_zookeeper_is_killed_and_returns(own_zookeeper: ZooKeeperProcess):
                 await other.update_replica_assignment(lambda old: type(old)())
                 await replicas.until(lambda found: not found.partitions)
 
-    asyncio.run(run())
-
-
-def test_the_log_has_one_line_when_zookeeper_is_lost_and_one_when_it_returns(
-    own_zookeeper: ZooKeeperProcess, caplog: pytest.LogCaptureFixture
-):
-    async def run():
-        async with world_at(own_zookeeper.host) as world:
-            states = Inbox()
-            znodes = await world.znodes()
-            znodes.on_state(states)
-            own_zookeeper.kill()
-            await states.until(lambda state: state is SessionState.SUSPENDED)
-            # Meanwhile kazoo tries to connect, again and again.
-            attempts = count_attempts(znodes)
-            await until(lambda: attempts() >= 5)
-            await asyncio.to_thread(own_zookeeper.start)
-            await states.until(lambda state: state is SessionState.CONNECTED)
-
     with caplog.at_level(logging.INFO):
         asyncio.run(run())
-    lines = [
-        record.getMessage() for record in caplog.records if record.name.startswith("waltz_core")
-    ]
-    lost, found = lines
-    host = re.escape(own_zookeeper.host)
-    at = r"at=20\d\d-\d\d-\d\dT\d\d:\d\d:\d\dZ"
-    assert re.fullmatch(f"zookeeper.disconnected hosts={host} {at}", lost)
-    pattern = f"zookeeper.connected hosts={host} disconnected_ms=\\d+ session=(same|new) {at}"
-    assert re.fullmatch(pattern, found)
+    check_log_has_one_line_of_each_loss_and_return(caplog.messages, own_zookeeper.host)
+
+
+def check_log_has_one_line_of_each_loss_and_return(lines: list[str], host: str) -> None:
+    """Two sessions were lost, and have returned."""
+    lost = [each for each in lines if each.startswith("zookeeper.disconnected")]
+    found = [each for each in lines if each.startswith("zookeeper.connected")]
+    assert (len(lost), len(found)) == (2, 2)
+    assert sum(each.startswith("zookeeper.") for each in lines) == 4, "no line of an attempt"
+    hosts, at = re.escape(host), r"at=20\d\d-\d\d-\d\dT\d\d:\d\d:\d\dZ"
+    for each in lost:
+        assert re.fullmatch(f"zookeeper.disconnected hosts={hosts} {at}", each)
+    pattern = f"zookeeper.connected hosts={hosts} disconnected_ms=\\d+ session=(same|new) {at}"
+    for each in found:
+        assert re.fullmatch(pattern, each)
 
 
 def count_attempts(znodes: door.ZooKeeperSession):
@@ -396,7 +390,7 @@ async def tree(znodes: Znodes, path: str) -> dict[str, object]:
     return found
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_memory_does_what_zookeeper_does(zookeeper, seed):
     """Any operations give the same results, refusals, stats, data and names in both."""
     random = Random(seed)
@@ -409,7 +403,7 @@ def test_memory_does_what_zookeeper_does(zookeeper, seed):
             outcomes = []
             for znodes in (real, fake):
                 await znodes.write([CreateNode(root)])
-            for _ in range(80):
+            for _ in range(40):
                 operations = [any_operation(random, root) for _ in range(random.randrange(1, 4))]
                 outcome = await result_of(real, operations)
                 assert await result_of(fake, operations) == outcome, operations
@@ -418,7 +412,7 @@ def test_memory_does_what_zookeeper_does(zookeeper, seed):
             await real.close()
             await fake.close()
             assert await tree(await world.znodes(), root) == await tree(memory.session(), root)
-        assert 10 < outcomes.count("conflict") < 75
+        assert 5 < outcomes.count("conflict") < 37
 
     asyncio.run(run())
 
