@@ -47,8 +47,8 @@ def test_a_killed_process_is_started_again_and_then_power_is_lost(story, record_
     matrix, made = Matrix(story.__name__), story()
     kills(matrix, made.disk.changes, made.begin)
     acknowledge(record_property, matrix)
-    assert matrix.counts["kills"] > 25
-    assert matrix.counts["survivals after a kill"] > 500
+    assert matrix.counts["kills"] > 14
+    assert matrix.counts["survivals after a kill"] > 250
 
 
 def test_an_index_whose_sync_has_failed_is_written_again_by_the_next_process():
