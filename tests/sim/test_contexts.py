@@ -17,7 +17,7 @@ def schedule(seed):
 
 
 def test_contexts_commit_what_they_decide_by_their_view():
-    found = run(schedule(3))
+    found = run(schedule(4))
     assert found.is_good, found.text
     assert found.counts["feed unsubscribed"] > 2
     assert found.counts["context client restarted"] > 0
