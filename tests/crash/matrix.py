@@ -29,11 +29,11 @@ from waltz_sim.world.crash import AnyOf, Keep, Platter, RecordingDisk, Remark, s
 from waltz_sim.world.simulated_disk import Contents
 
 RANDOM_SURVIVALS = 8
-RANDOM_SECOND = 2
-KILLS_OF_A_STORY = 60
+RANDOM_SECOND = 1
+KILLS_OF_A_STORY = 30
 EVERY_KILL = 10  # one is followed by a loss of power at every change
 SHARE_AFTER_A_KILL = 0.25
-EVERY_SECOND = 40  # openings, one is cut at every change
+EVERY_SECOND = 80  # openings, one is cut at every change
 
 
 class Violation(AssertionError):

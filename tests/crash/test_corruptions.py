@@ -17,7 +17,7 @@ from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN
 from waltz_sim.world.crash import Everything, Platter
 from waltz_sim.world.simulated_disk import Contents, SimDisk
 
-SEEDS = 600 + int(os.environ.get("WALTZ_CORRUPTIONS", "0"))
+SEEDS = 300 + int(os.environ.get("WALTZ_CORRUPTIONS", "0"))
 SEEDS_OF_A_TEST = 50
 KINDS = ("flip", "flip", "cut", "grow", "zero page", "noise", "swap", "copy", "remove")
 

@@ -189,7 +189,7 @@ def test_power_that_is_lost_while_a_0_13_program_s_directory_is_adopted_changes_
         logs={0: AcknowledgedLog((history,), (log.promise,), (log.marks,), (log.info,), (), ())},
     )
     matrix = Matrix("adopting")
-    for number in range(40):
+    for number in range(3):
         key, again = matrix.judge(acknowledged, contents, "as it was")
         matrix.name = f"adopting {number}"
         second_losses(matrix, {key: (acknowledged, contents, again, "as it was")})

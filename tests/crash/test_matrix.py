@@ -39,7 +39,7 @@ def test_power_is_lost_at_every_change_and_again_while_the_directory_is_opened(
     second_losses(matrix, left)
     acknowledge(record_property, matrix)
     assert matrix.counts["cuts"] >= len(made.disk.changes) - made.begin
-    assert matrix.counts["second survivals"] > 200
+    assert matrix.counts["second survivals"] > 80
 
 
 @pytest.mark.parametrize("story", EVERY, ids=lambda one: one.__name__)
@@ -47,8 +47,8 @@ def test_a_killed_process_is_started_again_and_then_power_is_lost(story, record_
     matrix, made = Matrix(story.__name__), story()
     kills(matrix, made.disk.changes, made.begin)
     acknowledge(record_property, matrix)
-    assert matrix.counts["kills"] > 25
-    assert matrix.counts["survivals after a kill"] > 500
+    assert matrix.counts["kills"] > 14
+    assert matrix.counts["survivals after a kill"] > 150
 
 
 def test_an_index_whose_sync_has_failed_is_written_again_by_the_next_process():

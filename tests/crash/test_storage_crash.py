@@ -21,7 +21,7 @@ from waltz_core.errors import DiskFailed, NoSpace
 from waltz_core.records.record import GENESIS_CHAIN
 from waltz_sim.world.simulated_disk import DiskFault, PowerLoss, Survival
 
-SEEDS = range(25 + int(os.environ.get("WALTZ_STORAGE_SEEDS", "0")))
+SEEDS = range(10 + int(os.environ.get("WALTZ_STORAGE_SEEDS", "0")))
 
 
 @pytest.mark.parametrize("survival", SURVIVALS)
@@ -72,8 +72,8 @@ def story(world):
     world.restart()
 
 
-@pytest.mark.parametrize("survival", SURVIVALS)
-def test_power_loss_at_every_step_of_a_story(survival):
+def test_power_loss_at_every_step_of_a_story():
+    """Each step with another survival; the matrix of `test_matrix.py` tries all at each."""
     step = 0
     lost = True
     while lost:
@@ -85,7 +85,7 @@ def test_power_loss_at_every_step_of_a_story(survival):
             story(world)
         except PowerLoss:
             lost = True
-            world.lose_power(survival)
+            world.lose_power(SURVIVALS[step % len(SURVIVALS)])
             world.go_on()
     assert step > 150, "the story ends before the disk has done anything"
 
@@ -142,7 +142,7 @@ def test_after_an_error_the_log_continues_or_states_the_reason(seed, fault):
 
 
 @pytest.mark.parametrize("fault", [DiskFault.FAILS, DiskFault.DISK_FULL])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_an_append_over_segments_that_fails_at_any_step_leaves_nothing_behind(seed, fault):
     step = 0
     while True:
@@ -157,7 +157,7 @@ def test_an_append_over_segments_that_fails_at_any_step_leaves_nothing_behind(se
             world.append([1, 1, 5, 5])
             world.sync()
         except (DiskFailed, NoSpace):
-            pass
+            pass  # the planned fault, as the log reports it; what it leaves is checked below
         else:
             break
         try:

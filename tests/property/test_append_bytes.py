@@ -68,7 +68,7 @@ def test_any_bytes(payload: bytes) -> None:
     check(payload)
 
 
-@settings(max_examples=1500)
+@settings(max_examples=500)
 @given(damages)
 def test_a_damaged_payload(course: list[tuple[str, int, int]]) -> None:
     payload = bytearray(PAYLOAD)

@@ -17,16 +17,11 @@ def schedule(seed):
 
 
 def test_contexts_commit_what_they_decide_by_their_view():
-    found = run(schedule(3))
+    found = run(schedule(4))
     assert found.is_good, found.text
     assert found.counts["feed unsubscribed"] > 2
+    assert found.counts["context client restarted"] > 0
     assert found.counts["deals"] > 50
-
-
-def test_the_same_seed_is_the_same_run():
-    one, other = run(schedule(4), is_traced=True), run(schedule(4), is_traced=True)
-    assert (one.fingerprint, one.trace) == (other.fingerprint, other.trace)
-    assert one.counts["context client restarted"] > 0
 
 
 def test_a_claim_beyond_the_view_is_found():

@@ -8,8 +8,8 @@ from functools import cache
 
 import pytest
 
-from waltz_core.records.record import BEFORE_FIRST
-from waltz_core.wire.messages import RangeRaw, Reason
+from tests.sim.steady_writer import SteadyWriter
+from waltz_core.wire.messages import RangeRaw
 from waltz_sim.cluster.checkers import Checks
 from waltz_sim.cluster.simulated_cluster import MS, SimCluster
 from waltz_sim.schedule import Schedule, Setup
@@ -18,7 +18,6 @@ DURATION_MS = 2_000
 WRITE_EVERY_MS = 3
 SLOW_US = 500_000
 SLOWER_MAX = 2.0
-NO_LOCKS = ((), (), ())
 SETUP = Setup(
     spare_storages=0,
     servers=1,
@@ -39,48 +38,24 @@ class Counting(Checks):
                 self.count("copied from a log")
 
 
-class Writer:
-    """Appends a row every few milliseconds, whatever is under way, and times the answers."""
-
-    def __init__(self, cluster: SimCluster) -> None:
-        self.cluster = cluster
-        self.client = cluster.clients[0]
-        self.sent_us: dict[int, int] = {}
-        self.took_us: list[int] = []
-        self.client.on_settled = self.settled
-        self.client.started()
-        self.client.subscribe(BEFORE_FIRST)
-        self.tick()
-
-    def tick(self) -> None:
-        """Let time be looked at, also when nothing happens."""
-        self.cluster.world.after(50 * MS, self.tick)
-
-    def append(self) -> None:
-        world, workload = self.cluster.world, self.cluster.workload
-        if world.now_ms < DURATION_MS:
-            parcel = workload.parcel(self.client, [NO_LOCKS], self.client.mark)
-            self.sent_us[parcel.token] = world.now_us
-            self.client.append(parcel)
-            world.after(WRITE_EVERY_MS * MS, self.append)
-
-    def settled(self, effect) -> None:
-        self.cluster.workload.ended(effect.token)
-        assert effect.outcome.reasons.tolist() == [Reason.COMMITTED]
-        self.took_us.append(self.cluster.world.now_us - self.sent_us[effect.token])
-
-    def percentile_ms(self, share: float) -> float:
-        return sorted(self.took_us)[int(share * len(self.took_us))] / MS
+def percentile_ms(writer: SteadyWriter, share: float) -> float:
+    return sorted(writer.took_us)[int(share * len(writer.took_us))] / MS
 
 
-def written(seed: int, slow: str | None = None, *, from_the_start: bool = False) -> Writer:
+def tick(cluster: SimCluster) -> None:
+    """Let time be looked at, also when nothing happens."""
+    cluster.world.after(50 * MS, lambda: tick(cluster))
+
+
+def written(seed: int, slow: str | None = None, *, from_the_start: bool = False) -> SteadyWriter:
     """Let a cluster run with one storage slow, or none; nothing ends because of it."""
     cluster = SimCluster(Schedule(seed, SETUP), checks=Counting)
     for storage in cluster.storages.values():
         storage.fsync_us = 500
     if slow is not None and from_the_start:
         cluster.storages[slow].fsync_us = SLOW_US
-    writer = Writer(cluster)
+    writer = SteadyWriter(cluster, every_ms=WRITE_EVERY_MS, until_ms=DURATION_MS)
+    tick(cluster)
     assert cluster.world.run(1_000 * MS, until=lambda: cluster.checks.counts["session opened"] > 0)
     if slow is not None:
         cluster.storages[slow].fsync_us = SLOW_US
@@ -93,11 +68,12 @@ def written(seed: int, slow: str | None = None, *, from_the_start: bool = False)
         assert behind < last - 50, "it is not slow"
         assert cluster.checks.counts["copied from a log"], "it was always fed from memory"
     cluster.run_until_recovered()
+    assert writer.others == []
     return writer
 
 
 @cache
-def calm() -> Writer:
+def calm() -> SteadyWriter:
     return written(0)
 
 
@@ -105,9 +81,9 @@ def calm() -> Writer:
 def test_a_slow_replica_costs_appends_little_and_ends_no_session(slow: str):
     laden = written(0, slow)
     for share in (0.5, 0.99):
-        assert laden.percentile_ms(share) <= SLOWER_MAX * calm().percentile_ms(share)
+        assert percentile_ms(laden, share) <= SLOWER_MAX * percentile_ms(calm(), share)
 
 
 def test_a_replica_that_is_too_slow_to_join_ends_no_session():
     laden = written(0, "storage0:1", from_the_start=True)
-    assert laden.percentile_ms(0.99) <= SLOWER_MAX * calm().percentile_ms(0.99)
+    assert percentile_ms(laden, 0.99) <= SLOWER_MAX * percentile_ms(calm(), 0.99)

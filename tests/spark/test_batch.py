@@ -10,7 +10,6 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import LongType, StructField, StructType
 
-import waltz_core.local
 import waltz_spark
 from tests.patience import HANG_S
 from waltz_core.client import WaltzClient
@@ -47,7 +46,7 @@ def accounts(spark: SparkSession, count: int) -> DataFrame:
 @pytest.mark.parametrize("data_format", ["msgpack", "json"])
 def test_a_table_returns_whole(spark: SparkSession, connect: str, data_format: str) -> None:
     before = marks_of(spark, connect)
-    table = accounts(spark, 5000)
+    table = accounts(spark, 1000)
     locked = table.withColumn("append_locks", F.array(lock("account", "id")))
     locked.write.format("waltz").mode("append").option("dataFormat", data_format).save(connect)
     back = since(spark, connect, before).option("dataFormat", data_format).schema(ACCOUNTS)
@@ -187,28 +186,14 @@ def count_up(spark: SparkSession, connect: str, key: int) -> None:
         assert refused.retry_high_water_mark >= refused.lock_failure_transaction_id
 
 
-def test_ten_jobs_count_one_counter_up(spark: SparkSession, connect: str) -> None:
-    key = 4711
-    with ThreadPoolExecutor(10) as pool:
-        jobs = [pool.submit(count_up, spark, connect, key) for _ in range(10)]
-        for job in jobs:
+def test_jobs_count_one_counter_up(spark: SparkSession, connect: str) -> None:
+    key, jobs = 4711, 4
+    with ThreadPoolExecutor(jobs) as pool:
+        for job in [pool.submit(count_up, spark, connect, key) for _ in range(jobs)]:
             job.result(HANG_S)
     reader = spark.read.format("waltz").option("dataFormat", "json").option("mode", "DROPMALFORMED")
     rows = reader.schema("key int, value int").load(connect).where(F.col("key") == key).collect()
-    assert sorted(row.value for row in rows) == list(range(1, 11))
-
-
-def test_fail_states_what_is_in_the_log(spark: SparkSession, connect: str, tmp_path: Path) -> None:
-    marks = marks_of(spark, connect)
-    waltz_spark.append(
-        dispatches(spark, "anna", 100, 100), connect, high_water_marks=marks, dataFormat="msgpack"
-    )
-    with pytest.raises(Exception, match=r"a row was rejected, transaction \d+ has written one of"):
-        dispatches(spark, "boris", 100, 101).write.format("waltz").mode("append").option(
-            "dataFormat", "msgpack"
-        ).option("clientHighWaterMarks", marks_json(marks)).option(
-            "resultsPath", str(tmp_path / "results")
-        ).save(connect)
+    assert sorted(row.value for row in rows) == list(range(1, jobs + 1))
 
 
 def test_rows_of_one_job_conflict_like_strangers(spark: SparkSession, connect: str) -> None:
@@ -225,6 +210,8 @@ def test_an_empty_frame_writes_nothing(spark: SparkSession, connect: str) -> Non
     assert result.counts["committed"] == 0
     assert result.results.count() == 0
     assert "status" in result.results.columns
+    none = spark.createDataFrame([], "data string")
+    none.write.format("waltz").mode("append").save(connect)
     assert marks_of(spark, connect) == before
 
 
@@ -245,21 +232,6 @@ def test_results_are_found_wherever_they_are(
         spark.conf.unset("fs.defaultFS")
 
 
-def test_sql(spark: SparkSession, connect: str) -> None:
-    before = marks_of(spark, connect)
-    options = f"OPTIONS (connect '{connect}', columns 'partition,transaction_id,data')"
-    spark.sql(f"CREATE OR REPLACE TEMPORARY VIEW log USING waltz {options}")
-    # Spark wants a column for each of the table's, so the view for writing has only these two.
-    options = f"OPTIONS (connect '{connect}', columns 'partition,data')"
-    spark.sql(f"CREATE OR REPLACE TEMPORARY VIEW log_in USING waltz {options}")
-    spark.sql("INSERT INTO log_in SELECT 3, CAST('from sql' AS binary)")
-    assert marks_of(spark, connect)[3] == before[3] + 1
-    found = spark.sql(
-        f"SELECT data FROM log WHERE partition = 3 AND transaction_id = {before[3] + 1}"
-    )
-    assert [bytes(row.data) for row in found.collect()] == [b"from sql"]
-
-
 def test_order_within_a_partition_is_kept(spark: SparkSession, connect: str) -> None:
     before = marks_of(spark, connect)
     table = spark.range(20_000).selectExpr("1 AS partition", "CAST(id AS string) AS data")
@@ -267,31 +239,6 @@ def test_order_within_a_partition_is_kept(spark: SparkSession, connect: str) -> 
     found = since(spark, connect, before).option("partitions", "1").load(connect)
     values = [int(bytes(r.data)) for r in found.orderBy("transaction_id").collect()]
     assert values == list(range(20_000))
-
-
-def test_the_client_reads_what_spark_wrote(
-    spark: SparkSession, cluster: waltz_core.local.LocalCluster
-) -> None:
-    before = marks_of(spark, cluster.connect)
-    spark.createDataFrame([("x",)], "data string").select(
-        "data", F.lit(0).alias("partition")
-    ).write.format("waltz").mode("append").save(cluster.connect)
-    with WaltzClient(cluster.connect) as client:
-        assert client.high_water_mark(0) == before[0] + 1
-
-
-def test_append_from_threads(spark: SparkSession, connect: str) -> None:
-    marks = marks_of(spark, connect)
-
-    def write(writer_name: str, first: int, last: int) -> float:
-        table = dispatches(spark, writer_name, first, last)
-        result = waltz_spark.append(table, connect, high_water_marks=marks, dataFormat="msgpack")
-        return result.counts["committed"]
-
-    with ThreadPoolExecutor(2) as pool:
-        found = [pool.submit(write, "anna", 200, 239), pool.submit(write, "boris", 220, 259)]
-    # Whichever was faster, each aircraft was dispatched once.
-    assert sum(each.result() for each in found) == 60
 
 
 CORRUPT = [b'{"n":1}', b"no json", b'{"n":"x"}', b'{"n":4}', b"[5]", b"\xff\xfe", b'{"n":7}', b"{}"]
@@ -306,7 +253,7 @@ def corrupt_log(spark: SparkSession, connect: str):
     return since(spark, connect, before).option("dataFormat", "json")
 
 
-def test_payloads_that_cannot_be_unpacked_fail_by_default(
+def test_payloads_that_cannot_be_unpacked_fail_by_default_are_nulls_or_left_out(
     spark: SparkSession, connect: str
 ) -> None:
     reader = corrupt_log(spark, connect)
@@ -315,38 +262,26 @@ def test_payloads_that_cannot_be_unpacked_fail_by_default(
     ):
         reader.schema("n long").load(connect).collect()
 
-
-def test_payloads_that_cannot_be_unpacked_give_nulls_and_are_kept(
-    spark: SparkSession, connect: str
-) -> None:
-    reader = corrupt_log(spark, connect).option("mode", "PERMISSIVE")
+    reader = reader.option("mode", "PERMISSIVE")
     rows = reader.schema("n long, _corrupt_record binary").load(connect).collect()
     assert [row.n for row in rows] == [1, None, None, 4, None, None, 7, None]
     kept = [None if row[1] is None else bytes(row[1]) for row in rows]
     assert kept == [None, *CORRUPT[1:3], None, *CORRUPT[4:6], None, None]
     named = reader.option("columnNameOfCorruptRecord", "bad").schema("bad string, n long")
     assert [row.bad for row in named.load(connect).collect()][4:7] == ["[5]", "��", None]
-    plain = reader.schema("transaction_id long, n long").load(connect)
-    assert plain.count() == plain.where("transaction_id IS NOT NULL").count() == len(CORRUPT)
+    plain = reader.schema("transaction_id long, n long").load(connect).collect()
+    assert [row.transaction_id is None for row in plain] == [False] * len(CORRUPT)
 
-
-def test_payloads_that_cannot_be_unpacked_are_left_out(spark: SparkSession, connect: str) -> None:
-    reader = corrupt_log(spark, connect).option("mode", "DROPMALFORMED")
+    reader = reader.option("mode", "DROPMALFORMED")
     rows = reader.schema("n long, transaction_id long").load(connect).collect()
     assert [row.n for row in rows] == [1, 4, 7, None]
     ids = [row.transaction_id for row in rows]
     assert [each - ids[0] for each in ids] == [0, 3, 6, 7]
-
-
-def test_a_payload_that_lacks_a_required_column_is_handled_according_to_mode(
-    spark: SparkSession, connect: str
-) -> None:
-    reader = corrupt_log(spark, connect).option("requiredColumns", "n").schema("n long")
-    reader = reader.option("mode", "DROPMALFORMED")
-    assert [row.n for row in reader.load(connect).collect()] == [1, 4, 7]
-    assert reader.option("requiredColumns", "N").load(connect).count() == 3
+    # A payload that lacks a required column is handled according to the mode, too.
+    required = reader.option("requiredColumns", "N").schema("n long")
+    assert [row.n for row in required.load(connect).collect()] == [1, 4, 7]
     with pytest.raises(Exception, match=r"'requiredColumns': .*\(n\), found 'm'"):
-        reader.option("requiredColumns", "n,m").load(connect).collect()
+        reader.option("requiredColumns", "n,m").schema("n long").load(connect).collect()
 
 
 def test_the_schema_of_a_frame_without_nulls_reads_what_was_written_from_it(
@@ -367,9 +302,7 @@ def test_the_schema_of_a_frame_without_nulls_reads_what_was_written_from_it(
     assert not any(field.nullable for field in table.schema)
     waltz_spark.append(table, connect, dataFormat="json")
     reader = since(spark, connect, before).option("dataFormat", "json").schema(table.schema)
-    back = reader.load(connect)
-    assert sorted(back.collect()) == table.collect()
-    assert back.where("id is null or word is null").count() == 0
+    assert sorted(reader.load(connect).collect()) == table.collect()
 
 
 def test_a_null_never_reaches_a_column_that_is_not_null(spark: SparkSession, connect: str) -> None:
@@ -378,16 +311,9 @@ def test_a_null_never_reaches_a_column_that_is_not_null(spark: SparkSession, con
     )
     dropped = reader.option("mode", "DROPMALFORMED").load(connect)
     assert [row.n for row in dropped.collect()] == [1, 4, 7]
-    assert (dropped.where("n is null").count(), dropped.where("n is not null").count()) == (0, 3)
+    assert dropped.where("n is not null").count() == 3
     with pytest.raises(Exception, match=r"column 'n' is NOT NULL .* Hint: .*toNullable"):
         reader.option("mode", "PERMISSIVE").load(connect).collect()
-    lacking = marks_of(spark, connect)
-    with WaltzClient(connect) as client:
-        client.append(b'{"m":1}', partition=0).result(HANG_S)
-    strict = since(spark, connect, lacking).option("dataFormat", "json")
-    with pytest.raises(Exception, match=r"transaction \d+: column 'n' is NOT NULL in the schema"):
-        strict.schema("n long not null").load(connect).collect()
-    assert strict.schema("n long").load(connect).where("n is null").count() == 1
 
 
 def test_keys_match_columns_as_names_match_in_spark(spark: SparkSession, connect: str) -> None:
@@ -400,20 +326,3 @@ def test_keys_match_columns_as_names_match_in_spark(spark: SparkSession, connect
     finally:
         spark.conf.unset("spark.sql.caseSensitive")
     assert found == [None] * 5
-
-
-def test_a_float_is_no_integer(spark: SparkSession, connect: str) -> None:
-    before = marks_of(spark, connect)
-    with WaltzClient(connect) as client:
-        client.append(b'{"amount": 12.75}', partition=0).result(HANG_S)
-    reader = since(spark, connect, before).option("dataFormat", "json")
-    with pytest.raises(Exception, match=r"column 'amount': expected int32, found 12\.75"):
-        reader.schema("amount int").load(connect).collect()
-    (row,) = reader.schema("amount decimal(5,2)").load(connect).collect()
-    assert str(row.amount) == "12.75"
-
-
-def test_a_column_for_corrupt_payloads_is_text_or_bytes(spark: SparkSession, connect: str) -> None:
-    reader = spark.read.format("waltz").option("dataFormat", "json")
-    with pytest.raises(Exception, match="column '_corrupt_record': expected string or binary"):
-        reader.schema("n long, _corrupt_record int").load(connect).collect()

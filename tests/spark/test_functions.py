@@ -15,25 +15,23 @@ TEXTS = ["", "N14228", "grüße", "😀"]
 NAMES = ["account", "", "😀", "a-very-long-lock-name-that-overflows-int-hash-arithmetic"]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_long_key(spark: SparkSession, name: str) -> None:
-    table = spark.createDataFrame([(key,) for key in KEYS], "key long")
-    found = [row[0] for row in table.select(lock(name, "key")).collect()]
-    assert found == [client_lock(name, key) for key in KEYS]
+def test_a_lock_is_that_of_the_client(spark: SparkSession) -> None:
+    for kind, keys in (("long", KEYS), ("string", TEXTS)):
+        table = spark.createDataFrame([(key,) for key in keys], f"key {kind}")
+        found = table.select(*(lock(name, F.col("key")) for name in NAMES)).collect()
+        assert [tuple(row) for row in found] == [
+            tuple(client_lock(name, key) for name in NAMES) for key in keys
+        ]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_text_key(spark: SparkSession, name: str) -> None:
-    table = spark.createDataFrame([(key,) for key in TEXTS], "key string")
-    found = [row[0] for row in table.select(lock(name, F.col("key"))).collect()]
-    assert found == [client_lock(name, key) for key in TEXTS]
-
-
-@pytest.mark.parametrize("kind", ["tinyint", "smallint", "int"])
-def test_narrow_integers(spark: SparkSession, kind: str) -> None:
-    table = spark.sql(f"SELECT CAST(v AS {kind}) AS key FROM VALUES (0), (1), (-5) AS t(v)")
-    found = [row[0] for row in table.select(lock("account", "key")).collect()]
-    assert found == [client_lock("account", key) for key in (0, 1, -5)]
+def test_narrow_integers(spark: SparkSession) -> None:
+    kinds = ("tinyint", "smallint", "int")
+    casts = ", ".join(f"CAST(v AS {kind}) AS {kind}" for kind in kinds)
+    table = spark.sql(f"SELECT {casts} FROM VALUES (0), (1), (-5) AS t(v)")
+    found = table.select(*(lock("account", kind) for kind in kinds)).collect()
+    assert [tuple(row) for row in found] == [
+        (client_lock("account", key),) * len(kinds) for key in (0, 1, -5)
+    ]
 
 
 def test_a_null_key_has_no_lock(spark: SparkSession) -> None:
@@ -50,6 +48,8 @@ def test_another_type_of_key_is_rejected(spark: SparkSession) -> None:
 def test_the_partition_of_a_hash(spark: SparkSession) -> None:
     hashes = [0, 1, -1, 2**31 - 1, -(2**31), *[client_lock("k", n) for n in range(50)]]
     table = spark.createDataFrame([(h,) for h in hashes], "h int")
-    for count in (1, 3, 4, 1000):
-        found = [row[0] for row in table.select(partition_of(F.col("h"), count)).collect()]
-        assert found == [spread(h, count) for h in hashes]
+    counts = (1, 3, 4, 1000)
+    found = table.select(*(partition_of(F.col("h"), count) for count in counts)).collect()
+    assert [tuple(row) for row in found] == [
+        tuple(spread(h, count) for count in counts) for h in hashes
+    ]

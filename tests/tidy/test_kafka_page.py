@@ -3,8 +3,6 @@
 import re
 from pathlib import Path
 
-import pytest
-
 from waltz_spark.option_table import OPTIONS
 from waltz_spark.options import LOG_COLUMNS
 
@@ -26,10 +24,6 @@ def our_names() -> set[str]:
     return {name for cell in ours for name in NAME.findall(cell)}
 
 
-@pytest.mark.parametrize("name", [option.name for option in OPTIONS])
-def test_every_option_is_compared_with_kafkas(name: str):
-    assert name in our_names()
-
-
-def test_no_option_is_named_that_there_is_not():
-    assert our_names() <= {option.name for option in OPTIONS} | NOT_OPTIONS
+def test_every_option_is_compared_with_kafkas_and_no_other_is_named():
+    options = {option.name for option in OPTIONS}
+    assert options <= our_names() <= options | NOT_OPTIONS

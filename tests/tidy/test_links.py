@@ -17,10 +17,7 @@ import pytest
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
-from tests.tidy.test_tidy import ROOT, nothing, text_of, tracked
-
-# In one worker, as they share what they have read.
-pytestmark = pytest.mark.xdist_group("tidy")
+from tests.tidy.sources import ROOT, nothing, source_of, text_of, tracked
 
 MARKDOWN = MarkdownIt("commonmark").enable("table")
 # `[text][name]` is still there as text if no line defines the name.
@@ -45,7 +42,7 @@ def markdown_of(page: str) -> Iterator[str]:
             if cell["cell_type"] == "markdown":
                 yield "".join(cell["source"])
     elif "](" in text:
-        for node in ast.walk(ast.parse(text)):
+        for node in source_of(page).nodes:
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 yield ast.get_docstring(node) or ""
 

@@ -59,10 +59,3 @@ def test_the_notebook_has_more_text_than_code(path: Path):
     code, prose = cells_of(path, "code"), cells_of(path, "markdown")
     assert "".join(prose[0]["source"]).startswith("# ")
     assert len(prose) >= len(code) - 2  # a plot may follow its figures, the start its title
-
-
-@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
-def test_the_links_of_the_notebook_exist(path: Path):
-    text = "".join(text for cell in cells_of(path, "markdown") for text in texts_of(cell))
-    links = re.findall(r"\]\(([^)#]+)\)", text)
-    assert all((FOLDER / link).exists() for link in links if "://" not in link), links

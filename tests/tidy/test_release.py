@@ -13,8 +13,6 @@ import pytest
 
 from waltz_core import __version__
 
-pytestmark = pytest.mark.xdist_group("tidy")
-
 ROOT = Path(__file__).resolve().parents[2]
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 RELEASE_NOTES = runpy.run_path(str(ROOT / "scripts" / "release_notes.py"))

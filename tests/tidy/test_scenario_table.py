@@ -3,13 +3,10 @@
 import ast
 import re
 from functools import cache
-from pathlib import Path
 
-import pytest
-
+from tests.tidy.sources import ROOT, nothing, source_of, sources_under
 from waltz_sim.scenario import stories_in
 
-ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "docs" / "scenarios.md"
 STORIES = ROOT / "tests" / "sim" / "scenarios"
 ROW_COUNT = 40
@@ -32,9 +29,8 @@ def functions_of(path: str) -> frozenset[str]:
     """Return the names of a file's tests; none where there is no such file."""
     if not (ROOT / path).is_file():
         return frozenset()
-    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
-    return frozenset(node.name for node in ast.walk(tree) if isinstance(node, functions))
+    return frozenset(node.name for node in source_of(path).nodes if isinstance(node, functions))
 
 
 @cache
@@ -51,28 +47,30 @@ def test_every_row_is_there_once_and_in_order():
     assert [int(number) for number, _ in ROW.findall(text)] == list(range(1, ROW_COUNT + 1))
 
 
-@pytest.mark.parametrize("number", range(1, ROW_COUNT + 1))
-def test_a_row_names_tests_that_exist(number: int):
-    named = [line for line in rows()[number].splitlines() if line.startswith("- ")]
-    missing = []
-    for line in named:
-        test, story = TEST.match(line), STORY.match(line)
-        is_there = (test is not None and test[2] in functions_of(test[1])) or (
-            story is not None and story[2] in titles_of(story[1])
-        )
-        if not is_there:
-            missing.append(line)
-    assert named, "a row without a test"
-    assert not missing
+def is_there(line: str) -> bool:
+    """Return whether a line of the table names a test or a story that exists."""
+    test, story = TEST.match(line), STORY.match(line)
+    if test is not None:
+        return test[2] in functions_of(test[1])
+    return story is not None and story[2] in titles_of(story[1])
+
+
+def test_a_row_names_tests_that_exist():
+    named = {
+        number: [line for line in text.splitlines() if line.startswith("- ")]
+        for number, text in rows().items()
+    }
+    nothing([f"row {each}" for each, lines in named.items() if not lines], "a row without a test")
+    missing = [line for lines in named.values() for line in lines if not is_there(line)]
+    nothing(missing, "no test or story has this name")
 
 
 def test_no_file_is_mapped_into_memory():
-    texts = {path: path.read_text("utf-8") for path in sorted((ROOT / "waltz_core").rglob("*.py"))}
     mapping = [
-        path.relative_to(ROOT).as_posix()
-        for path, text in texts.items()
-        if "mmap" in text or "memmap" in text or "memory_map" in text
-        for node in ast.walk(ast.parse(text))
+        each.path
+        for each in sources_under("waltz_core")
+        if "mmap" in each.text or "memmap" in each.text or "memory_map" in each.text
+        for node in each.nodes
         if (isinstance(node, ast.Import) and any(each.name == "mmap" for each in node.names))
         or (isinstance(node, ast.ImportFrom) and node.module == "mmap")
         or (isinstance(node, ast.Attribute) and node.attr in {"memmap", "memory_map"})

@@ -14,6 +14,7 @@ import subprocess
 import tomllib
 from collections.abc import Iterator
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,6 +67,7 @@ def blocks_of(page: str, text: str) -> Iterator[Block]:
         start = closing.end()
 
 
+@cache
 def text_of(page: Path) -> str:
     return page.read_text(encoding="utf-8")
 
@@ -204,15 +206,14 @@ def test_a_block_inside_a_list_and_a_block_with_fences_are_found():
     assert [block.language for block in blocks_of("page", text)] == ["toml", ""]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_targets_modules_scripts_and_extras_of_a_page_exist(page: Path):
-    assert missing_in(text_of(page)) == set()
+def test_targets_modules_scripts_and_extras_of_a_page_exist():
+    missing = {page.name: missing_in(text_of(page)) for page in PAGES}
+    assert {name: names for name, names in missing.items() if names} == {}
 
 
 def missing_in(text: str) -> set[str]:
     """Return what a text names and the project lacks."""
     makefile = text_of(ROOT / "Makefile")
-    project = tomllib.loads(text_of(ROOT / "pyproject.toml"))["project"]
     missing = set()
     for target, variables in MAKE.findall(text):
         names = re.findall(r"[A-Z]+(?==)", variables)
@@ -224,9 +225,17 @@ def missing_in(text: str) -> set[str]:
     missing.update(name for name in MODULE.findall(text) if not is_module(name))
     missing.update(name for name in SCRIPT.findall(text) if not list(ROOT.glob(f"{name}*")))
     extras = {name for found in EXTRAS.findall(text) for name in found.split(",")}
-    return missing | (extras - project["optional-dependencies"].keys())
+    return missing | (extras - optional_dependencies())
 
 
+@cache
+def optional_dependencies() -> frozenset[str]:
+    """Return the names of the project's extras."""
+    project = tomllib.loads(text_of(ROOT / "pyproject.toml"))["project"]
+    return frozenset(project["optional-dependencies"])
+
+
+@cache
 def is_module(name: str) -> bool:
     """Return whether `python -m` finds a module."""
     try:

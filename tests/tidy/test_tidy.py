@@ -4,29 +4,30 @@ Each failure names the file, the line and the rule, so that the fix needs no loo
 """
 
 import ast
-import gc
 import logging
 import re
-import subprocess
 import tomllib
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
-
-import pytest
 
 from scripts import generate_docs
 from scripts.reference import events
+from tests.tidy.sources import (
+    ROOT,
+    Source,
+    instructions,
+    nothing,
+    of_tests,
+    product,
+    source_of,
+    text_of,
+    tracked,
+)
 from waltz_core.config import KINDS
 
-# In one worker, as they share what they have read.
-pytestmark = pytest.mark.xdist_group("tidy")
-
-ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("waltz_core", "waltz_spark", "waltz_sim", "waltz_bench")
 FUNCTION_LINES_MAX = 60
 FILE_LINES_MAX = 800
 # path -> why it may be longer
@@ -106,7 +107,7 @@ ISSUE_LINK = re.compile(r"#\d+|https?://")
 PYTHON_FILE = re.compile(r"(?<![\w/.*-])((?:\w+/)*\w+\.py)\b")
 # A page, with the number or the title of one of its sections if that is given; a comment may wrap.
 PAGE = re.compile(
-    r"([\w*./:-]*\w\.md)\b(?:#(?P<anchor>[\w-]+))?`?"
+    r"(?<![\w*./:-])([\w*./:-]*\w\.md)\b(?:#(?P<anchor>[\w-]+))?`?"
     r"(?:\s+(?:#\s+)?(?P<number>\d+(?:\.\d+)*)\b|,\s+(?:#\s+)?\"(?P<title>\w[^\"\n]*)\")?"
 )
 LINK_TEXT = re.compile(r"\[[^\]\n]*\]\(")
@@ -125,53 +126,6 @@ FILES_OF_OTHERS = {
 }
 TO_DO = re.compile(r"\b(TOD[O]|FIXM[E]|XX[X])\b")
 MACHINE_PATH = re.compile(r"(?<![\w.])/(work|root|home/\w+|Users/\w+|tmp/\w+)/")
-
-
-class Source(NamedTuple):
-    """One file of Python, with all nodes of its tree, outer ones first."""
-
-    path: str
-    text: str
-    tree: ast.Module
-    nodes: tuple[ast.AST, ...]
-
-
-@cache
-def sources_under(*folders: str) -> tuple[Source, ...]:
-    """Return every Python file under some folders, in order."""
-    paths = sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
-    found = []
-    gc.disable()  # a million nodes that stay: looking through them again and again takes longest
-    for path in paths:
-        text = path.read_text(encoding="utf-8")
-        tree = ast.parse(text)
-        found.append(Source(path.relative_to(ROOT).as_posix(), text, tree, tuple(ast.walk(tree))))
-    gc.freeze()
-    gc.enable()
-    return tuple(found)
-
-
-def product() -> tuple[Source, ...]:
-    """Return the files that are installed."""
-    return sources_under(*PACKAGES)
-
-
-def of_tests() -> tuple[Source, ...]:
-    """Return the files of the tests."""
-    return sources_under("tests")
-
-
-@cache
-def tracked() -> tuple[str, ...]:
-    """Return every file that belongs to the project."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        check=True,
-    )
-    names = listed.stdout.decode().split("\0")
-    return tuple(sorted(name for name in names if name and (ROOT / name).is_file()))
 
 
 def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -203,12 +157,6 @@ def dotted(node: ast.AST) -> str:
         case ast.Attribute():
             return f"{dotted(node.value)}.{node.attr}"
     return ""
-
-
-def nothing(found: Collection[str], rule: str) -> None:
-    """Fail with the rule and every place that breaks it."""
-    if found:
-        pytest.fail("\n".join([f"{rule}:", *sorted(found)]), pytrace=False)
 
 
 # --- Files
@@ -269,20 +217,20 @@ def test_folders_are_small_and_have_an_overview():
 def test_an_overview_mentions_each_file_of_its_folder():
     """Those of the roots are for applications; the layers in ARCHITECTURE.md have their files."""
     silent = []
-    for source in product():
-        folder, _, name = source.path.rpartition("/")
+    for each in product():
+        folder, _, name = each.path.rpartition("/")
         if folder in ("waltz_core", "waltz_spark"):
             continue
         stem = name.removesuffix(".py")
-        overview = ROOT / folder / "__init__.py"
-        text = ast.get_docstring(ast.parse(overview.read_text(encoding="utf-8"))) or ""
+        text = ast.get_docstring(source_of(f"{folder}/__init__.py").tree) or ""
         if stem not in ("__init__", "__main__") and not re.search(rf"\b{stem}\b", text):
-            silent.append(source.path)
+            silent.append(each.path)
     nothing(silent, "the folder's __init__.py does not mention it")
 
 
 def test_a_file_that_a_text_names_exists():
-    paths = tuple(f"/{name}" for name in tracked() if name.endswith(".py"))
+    paths = [Path(name).parts for name in tracked() if name.endswith(".py")]
+    endings = {"/".join(parts[at:]) for parts in paths for at in range(len(parts))}
     # Decisions also describe files of earlier versions.
     pages = [
         (name, text_of(name))
@@ -293,7 +241,7 @@ def test_a_file_that_a_text_names_exists():
         f"{name}: {path}"
         for name, text in (*pages, *((s.path, s.text) for s in product()))
         for path in PYTHON_FILE.findall(text)
-        if path not in FILES_OF_OTHERS and not any(each.endswith(f"/{path}") for each in paths)
+        if path not in FILES_OF_OTHERS and path not in endings
     ]
     nothing(gone, "a text names a file that does not exist")
 
@@ -301,8 +249,8 @@ def test_a_file_that_a_text_names_exists():
 def test_a_page_that_a_text_names_exists_and_has_the_section():
     wrong = [
         f"{name}: {' '.join(found.group().split())}"
-        for name in tracked()
-        if name.endswith((".py", ".md", ".toml", "Makefile")) or name.startswith("scripts/")
+        for name in instructions()
+        if ".md" in text_of(name)
         for found in PAGE.finditer(LINK_TEXT.sub("(", text_of(name)).replace('" / "', "/"))
         if not is_there(name, found)
     ]
@@ -313,8 +261,8 @@ def test_a_decision_that_a_text_names_exists():
     there = {int(path.name[:3]) for path in (ROOT / "docs" / "decisions").glob("[0-9]*.md")}
     gone = [
         f"{name}: {found.group()}"
-        for name in tracked()
-        if name.endswith((".py", ".md", ".toml", "Makefile")) or name.startswith("scripts/")
+        for name in instructions()
+        if "decision" in text_of(name)
         for found in DECISION.finditer(text_of(name))
         if int(found.group(1)) not in there
     ]
@@ -353,13 +301,6 @@ def is_shell(source: Source) -> bool:
     """Return whether a file names what no pure file may name."""
     names = {name for node in source.nodes for name in imported(node)}
     return bool(names & set(SHELL_MODULES))
-
-
-def test_exceptions_to_these_rules_name_files_that_exist():
-    nothing(
-        [path for path in FILES_LONGER_ON_PURPOSE if not (ROOT / path).exists()],
-        "listed here, but gone",
-    )
 
 
 # --- Names
@@ -593,7 +534,8 @@ def test_every_test_can_fail():
         idle += [
             f"{source.path}:{node.lineno} {node.name}"
             for node in functions
-            if node.name.startswith("test_") and not can_fail(node, refusing)
+            if node.name.startswith("test_") and node.name not in refusing
+            if not can_fail(node, refusing)
         ]
     nothing(idle, "a test that cannot fail")
 
@@ -619,24 +561,30 @@ def can_fail(function: ast.AST, refusing: Collection[str]) -> bool:
 # --- Everything that is in the repository
 
 
+def lines_with(pattern: re.Pattern[str], name: str) -> Iterator[tuple[str, str]]:
+    """Yield the lines of a file that have what a pattern describes, with their places."""
+    if pattern.search(text_of(name)):
+        for number, line in enumerate(text_of(name).splitlines(), 1):
+            if pattern.search(line):
+                yield f"{name}:{number}", line
+
+
 def test_every_todo_links_an_issue():
     open_ends = [
-        f"{name}:{number}"
-        for name in tracked()
-        if name.endswith((".py", ".md", ".toml", "Makefile")) or name.startswith("scripts/")
-        for number, line in enumerate(text_of(name).splitlines(), 1)
-        if TO_DO.search(line) and not ISSUE_LINK.search(line)
+        place
+        for name in instructions()
+        for place, line in lines_with(TO_DO, name)
+        if not ISSUE_LINK.search(line)
     ]
     nothing(open_ends, "something is left to do and links no issue")
 
 
 def test_no_path_of_one_machine_is_named():
     found = [
-        f"{name}:{number}"
+        place
         for name in tracked()
         if name != "tests/tidy/test_tidy.py"
-        for number, line in enumerate(text_of(name).splitlines(), 1)
-        if MACHINE_PATH.search(line)
+        for place, _ in lines_with(MACHINE_PATH, name)
     ]
     nothing(found, "a path of one machine only")
 
@@ -684,8 +632,3 @@ def test_an_operator_learns_what_to_do_about_a_warning():
         if event.name in texts and event.wants_action is not bool(texts[event.name].action)
     ]
     nothing(wrong, "WARNING and ERROR have an action, other levels have none")
-
-
-def text_of(name: str) -> str:
-    """Return a file's text; bytes that are none are left out, as in a picture."""
-    return (ROOT / name).read_bytes().decode("utf-8", errors="ignore")

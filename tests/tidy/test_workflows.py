@@ -8,9 +8,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-# In one worker, as the other tests of the texts.
-pytestmark = pytest.mark.xdist_group("tidy")
-
 ROOT = Path(__file__).resolve().parents[2]
 GITHUB = ROOT / ".github"
 WORKFLOWS = sorted((GITHUB / "workflows").glob("*.yml"))

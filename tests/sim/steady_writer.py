@@ -1,0 +1,43 @@
+"""A client that appends a row every few milliseconds, whatever is under way, in virtual time."""
+
+from waltz_core.records.record import BEFORE_FIRST
+from waltz_core.wire.messages import Reason
+from waltz_sim.cluster.simulated_cluster import MS, SimCluster
+
+NO_LOCKS = ((), (), ())
+
+
+class SteadyWriter:
+    """Appends until a time, and keeps when each row was answered and with what."""
+
+    def __init__(self, cluster: SimCluster, *, every_ms: int, until_ms: int) -> None:
+        self.cluster, self.every_ms, self.until_ms = cluster, every_ms, until_ms
+        self.client = cluster.clients[0]
+        self.sent_us: dict[int, int] = {}
+        self.answered_us: list[int] = []
+        self.took_us: list[int] = []
+        self.ids: list[int] = []
+        self.others: list[str] = []  # outcomes that are no commit
+        self.client.on_settled = self.settled
+        self.client.on_rejected = lambda effect: self.others.append(str(effect.error))
+        self.client.started()
+        self.client.subscribe(BEFORE_FIRST)
+
+    def append(self) -> None:
+        world, workload = self.cluster.world, self.cluster.workload
+        if world.now_ms < self.until_ms:
+            parcel = workload.parcel(self.client, [NO_LOCKS], self.client.mark)
+            self.sent_us[parcel.token] = world.now_us
+            self.client.append(parcel)
+            world.after(self.every_ms * MS, self.append)
+
+    def settled(self, effect) -> None:
+        self.cluster.workload.ended(effect.token)
+        now_us = self.cluster.world.now_us
+        self.answered_us.append(now_us)
+        self.took_us.append(now_us - self.sent_us[effect.token])
+        (number,), (reason,) = effect.outcome.transaction_ids, effect.outcome.reasons
+        if reason == Reason.COMMITTED:
+            self.ids.append(int(number))
+        else:
+            self.others.append(Reason(reason).name)

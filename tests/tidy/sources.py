@@ -1,0 +1,86 @@
+"""The files of the project, each read and parsed once for all tests of this folder."""
+
+import ast
+import gc
+import subprocess
+from collections.abc import Collection
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("waltz_core", "waltz_spark", "waltz_sim", "waltz_bench")
+
+
+class Source(NamedTuple):
+    """One file of Python, with all nodes of its tree, outer ones first."""
+
+    path: str
+    text: str
+    tree: ast.Module
+    nodes: tuple[ast.AST, ...]
+
+
+@cache
+def source_of(path: str) -> Source:
+    """Return a file of Python."""
+    text = text_of(path)
+    gc.disable()  # a million nodes that stay: looking through them again and again takes longest
+    tree = ast.parse(text)
+    found = Source(path, text, tree, tuple(ast.walk(tree)))
+    gc.freeze()
+    gc.enable()
+    return found
+
+
+@cache
+def sources_under(*folders: str) -> tuple[Source, ...]:
+    """Return every Python file under some folders, in order."""
+    paths = sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    return tuple(source_of(path.relative_to(ROOT).as_posix()) for path in paths)
+
+
+def product() -> tuple[Source, ...]:
+    """Return the files that are installed."""
+    return sources_under(*PACKAGES)
+
+
+def of_tests() -> tuple[Source, ...]:
+    """Return the files of the tests."""
+    return sources_under("tests")
+
+
+@cache
+def tracked() -> tuple[str, ...]:
+    """Return every file that belongs to the project."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+    )
+    names = listed.stdout.decode().split("\0")
+    return tuple(sorted(name for name in names if name and (ROOT / name).is_file()))
+
+
+def instructions() -> list[str]:
+    """Return the files that people write: code, pages, settings, scripts."""
+    return [
+        name
+        for name in tracked()
+        if name.endswith((".py", ".md", ".toml", "Makefile")) or name.startswith("scripts/")
+    ]
+
+
+@cache
+def text_of(name: str) -> str:
+    """Return a file's text; bytes that are none are left out, as in a picture."""
+    return (ROOT / name).read_bytes().decode("utf-8", errors="ignore")
+
+
+def nothing(found: Collection[str], rule: str) -> None:
+    """Fail with the rule and every place that breaks it."""
+    if found:
+        pytest.fail("\n".join([f"{rule}:", *sorted(found)]), pytrace=False)
