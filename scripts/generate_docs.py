@@ -28,7 +28,7 @@ from waltz_core.records.raw_records import PREFIX_DTYPE
 from waltz_core.storage.files import format as files
 from waltz_core.storage.log import removal
 from waltz_core.wire import admin_messages, messages
-from waltz_core.wire.messages import FieldKind, Message, Surface
+from waltz_core.wire.messages import FieldKind, Message, WireProtocol
 
 if TYPE_CHECKING:
     import numpy as np
@@ -163,11 +163,11 @@ def node_values() -> str:
 def wire_tables() -> dict[str, str]:
     """Return the tables of the wire format."""
     return {
-        "surfaces": surfaces(),
+        "protocols": protocols(),
         "field-kinds": field_kinds(),
-        "client-messages": message_table(Surface.CLIENT, messages.ClientMessage),
-        "storage-messages": message_table(Surface.STORAGE, messages.StorageMessage),
-        "admin-messages": message_table(Surface.ADMIN, admin_messages.AdminMessage),
+        "client-messages": message_table(WireProtocol.CLIENT, messages.ClientMessage),
+        "storage-messages": message_table(WireProtocol.STORAGE, messages.StorageMessage),
+        "admin-messages": message_table(WireProtocol.ADMIN, admin_messages.AdminMessage),
         "reasons": members(messages.Reason),
         "mount-states": members(messages.MountState),
         "range-forms": members(messages.RangeForm),
@@ -175,8 +175,8 @@ def wire_tables() -> dict[str, str]:
     }
 
 
-def surfaces() -> str:
-    """Return the table of surfaces."""
+def protocols() -> str:
+    """Return the table of protocols."""
     rows = [
         (
             f"`{chr(each.magic)}`",
@@ -186,9 +186,9 @@ def surfaces() -> str:
             each.listener_text,
             each.dialler_text,
         )
-        for each in Surface
+        for each in WireProtocol
     ]
-    head = ("magic", "surface", "a listener accepts", "a dialer offers")
+    head = ("magic", "protocol", "a listener accepts", "a dialer offers")
     return table((*head, "text of the listener's hello", "text of the dialer's hello"), rows)
 
 
@@ -197,8 +197,8 @@ def field_kinds() -> str:
     return table(("kind", "layout"), [(each.name, each.value) for each in FieldKind])
 
 
-def message_table(surface: Surface, prefix: type[Message]) -> str:
-    """Return the messages of a surface by code, without the fields of `prefix`."""
+def message_table(protocol: WireProtocol, prefix: type[Message]) -> str:
+    """Return the messages of a protocol by code, without the fields of `prefix`."""
     classes = [
         value
         for module in (messages, admin_messages)
@@ -209,13 +209,13 @@ def message_table(surface: Surface, prefix: type[Message]) -> str:
         (each.code, each.__name__, versions_of(each), fields_of(each, prefix), first_line(each))
         for each in sorted(classes, key=lambda each: (each.code, each.since))
     ]
-    assert all(each.surface is surface for each in classes)
+    assert all(each.protocol is protocol for each in classes)
     return table(("code", "message", "versions", "fields", ""), rows)
 
 
 def versions_of(message: type[Message]) -> str:
-    """Return the versions of its surface in which a message exists."""
-    since = max(message.since, message.surface.versions[0])
+    """Return the versions of its protocol in which a message exists."""
+    since = max(message.since, message.protocol.versions[0])
     return f"{since}+" if message.until is None else f"{since}-{message.until}"
 
 

@@ -1,7 +1,8 @@
 """What every Waltz must do for a client, checked over memory and over a real cluster.
 
-`test_conformance_memory.py` runs the stories over `MemoryWaltz`, calm and with faults,
-`test_conformance.py` over real processes. The log of a story's partition may hold anything before.
+`test_conformance_memory.py` runs the scenarios over `MemoryWaltz`, calm and with faults,
+`test_conformance.py` over real processes. The log of a scenario's partition may hold anything
+before.
 """
 
 import threading
@@ -35,7 +36,7 @@ MIB = 1024 * 1024
 
 @dataclass
 class World:
-    """A Waltz in which a story runs, and the partition that belongs to this story."""
+    """A Waltz in which a scenario runs, and the partition that belongs to this scenario."""
 
     open: Callable[[], WaltzClient]
     partition: int
@@ -146,7 +147,7 @@ def appended(client: WaltzClient, partition: int, data: bytes = b"", **more) -> 
 
 
 def is_whole(world: World) -> bool:
-    """Return whether ids are dense from 0 and no request stands twice, as after every story."""
+    """Return whether ids are dense from 0 and no request stands twice, as after every scenario."""
     with world.open() as client:
         last = client.high_water_mark(world.partition, linearizable=True)
         chunks = client.read_range(world.partition, 0, last, form=RangeForm.HEADERS)
@@ -594,4 +595,4 @@ ALWAYS = (
     the_latest_is_the_end_of_the_log,
     poison_is_skipped_or_tried_again_or_stops_one_partition,
 )
-STORIES = IN_CALM + ALWAYS
+SCENARIOS = IN_CALM + ALWAYS

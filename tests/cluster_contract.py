@@ -1,7 +1,7 @@
 """What every ZooKeeper must do for a cluster, checked over memory and over a real one.
 
-A world opens sessions. `test_coordinator.py` runs the stories over memory, `test_zookeeper.py` over
-a real ZooKeeper; each story has a root of its own.
+A world opens sessions. `test_coordinator.py` runs the scenarios over memory, `test_zookeeper.py`
+over a real ZooKeeper; each scenario has a root of its own.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class World(Protocol):
-    """A ZooKeeper in which stories run."""
+    """A ZooKeeper in which scenarios run."""
 
     async def znodes(self) -> Znodes: ...
 
@@ -444,7 +444,7 @@ async def a_closed_session_refuses(world: World, root: str) -> None:
         await znodes.write([CreateNode(root)])
 
 
-STORIES = [
+SCENARIOS = [
     a_cluster_is_created_once,
     a_cluster_has_the_nodes_of_the_original,
     a_large_cluster_takes_several_writes,

@@ -1,4 +1,4 @@
-"""Stories on an event loop: they end within a time, and wait for what has no event of its own."""
+"""Scenarios on an event loop: they end within a time, and wait for what has no event of its own."""
 
 import asyncio
 import selectors
@@ -28,7 +28,7 @@ class _NoWaiting(selectors.DefaultSelector):
             return super().select(POLL_INTERVAL_S)
         found = super().select(0)
         if not found:
-            assert timeout is not None, "nothing is planned: the story never ends"
+            assert timeout is not None, "nothing is planned: the scenario never ends"
             self.now_s += timeout
         self.now_s += TURN_S
         return found
@@ -52,37 +52,39 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
         self._clock.thread_count -= 1
 
 
-def in_virtual_time(story: Coroutine[object, object, ResultT]) -> ResultT:
+def in_virtual_time(scenario: Coroutine[object, object, ResultT]) -> ResultT:
     """Run a coroutine that only waits for timers, tasks and `asyncio.to_thread`, at once.
 
     Time passes while everything waits, and by `TURN_S` at each turn, however busy the machine is.
     """
     with asyncio.Runner(loop_factory=_VirtualLoop) as runner:
-        return runner.run(story)
+        return runner.run(scenario)
 
 
-def on_loop(story: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+def on_loop(scenario: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     """Run a coroutine function as a test, on the loop of daemons, within `HANG_S`."""
 
-    @wraps(story)
+    @wraps(scenario)
     def run(*fixtures: object, **named_fixtures: object) -> None:
         async def bounded() -> None:
             async with asyncio.timeout(HANG_S):
-                await story(*fixtures, **named_fixtures)
+                await scenario(*fixtures, **named_fixtures)
 
         net.run(bounded())
 
     return run
 
 
-def on_virtual_loop(story: Callable[..., Coroutine[object, object, None]]) -> Callable[..., None]:
+def on_virtual_loop(
+    scenario: Callable[..., Coroutine[object, object, None]],
+) -> Callable[..., None]:
     """Run a coroutine function as a test, in virtual time, within `HANG_S` of it."""
 
-    @wraps(story)
+    @wraps(scenario)
     def run(*fixtures: object, **named_fixtures: object) -> None:
         async def bounded() -> None:
             async with asyncio.timeout(HANG_S):
-                await story(*fixtures, **named_fixtures)
+                await scenario(*fixtures, **named_fixtures)
 
         in_virtual_time(bounded())
 
@@ -90,6 +92,6 @@ def on_virtual_loop(story: Callable[..., Coroutine[object, object, None]]) -> Ca
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Look at a condition until it holds; the time of the story ends it otherwise."""
+    """Look at a condition until it holds; the time of the scenario ends it otherwise."""
     while not condition():  # noqa: ASYNC110 - what is awaited has no event of its own
         await asyncio.sleep(POLL_INTERVAL_S)

@@ -96,7 +96,7 @@ async def a_write_with_many_tasks_is_forgotten_whole(world: World, root: str) ->
     assert await one.writes.read("w") is None
 
 
-STORIES = [
+SCENARIOS = [
     a_task_has_one_last_attempt,
     a_write_that_is_over_is_over_for_all,
     the_time_of_a_write_begins_with_its_last_change,

@@ -302,7 +302,7 @@ def zookeeper_loss(load: BenchLoad, meter: Meter) -> Measured:
 
 
 async def _measured(
-    load: BenchLoad, meter: Meter, story: Callable[[_Run], Awaitable[None]], only: str | None
+    load: BenchLoad, meter: Meter, scenario: Callable[[_Run], Awaitable[None]], only: str | None
 ) -> Measured:
     """Run the steps; `only` is the kind of step whose gaps are reported, None for all."""
 
@@ -318,7 +318,7 @@ async def _measured(
         async with asyncio.TaskGroup() as group:
             for lane in run.lanes:
                 group.create_task(run.write(lane))
-            await story(run)
+            await scenario(run)
             run.stop()
         took = time.perf_counter() - began
         lost, doubled = await run.check()

@@ -1,6 +1,6 @@
-"""Milestones: the events of a world that a story lists, as short lines.
+"""Milestones: the events of a world that a scenario lists, as short lines.
 
-A story that depended on times, randomness, or the order of equal machines' answers would change
+A scenario that depended on times, randomness, or the order of equal machines' answers would change
 with every change of the code. This module defines the milestones and their texts.
 
 Rules:
@@ -9,9 +9,9 @@ Rules:
     2. Actions of single replicas, between two milestones of the partition, are listed together and
        in the order of the replicas' names: their own order does not matter.
     3. Storages are A to E, servers S and T. IDs that depend on timing get names, h1 for the first
-       one in the story; the same ID has the same name.
+       one in the scenario; the same ID has the same name.
     4. A log with IDs 0 to 9 is "0..9", an empty one is "nothing".
-    5. A repeated line within a session and a step of a story is listed once: a rejected machine
+    5. A repeated line within a session and a step of a scenario is listed once: a rejected machine
        retries forever.
 """
 
@@ -44,7 +44,7 @@ from waltz_sim.world.network import NEAR
 
 if TYPE_CHECKING:
     from waltz_core.replication.partition_store import PartitionStore
-    from waltz_core.server.partition_events import Answer
+    from waltz_core.server.partition_events import SendToClient
     from waltz_core.storage.service.work import Work, WorkResult
     from waltz_sim.cluster.servers import SimServer
     from waltz_sim.cluster.simulated_clients import SimClient
@@ -71,7 +71,7 @@ _REPORTS: Final[dict[str, str]] = {
 
 
 def letters(text: str) -> str:
-    """Return a text with the names that storages and servers have in stories (rule 3)."""
+    """Return a text with the names that storages and servers have in scenarios (rule 3)."""
 
     def name(found: re.Match[str]) -> str:
         storage, server = found.groups()
@@ -285,14 +285,16 @@ class Narrator(Checks):
                     self.narrate(f"{server.name} opens session {session} with {self.span(0, mark)}")
                 case session_events.SessionClosed(session_id=session, reason=reason):
                     self.narrate(f"session {session} ends: {reason}")
-                case session_events.Settled():
+                case session_events.SessionSettled():
                     self._narrate_settled(store, effect)
                 case session_events.Released(reason=reason):
                     self.narrate(f"{server.name} gives the partition up: {reason}")
                 case _:
                     pass
 
-    def _narrate_settled(self, store: "PartitionStore", effect: session_events.Settled) -> None:
+    def _narrate_settled(
+        self, store: "PartitionStore", effect: session_events.SessionSettled
+    ) -> None:
         assert store.session is not None
         mark_suspect = store.session.claim.in_doubt
         if mark_suspect is None:
@@ -301,7 +303,7 @@ class Narrator(Checks):
         kept = self.span(first, min(effect.committed_last, last))
         self.narrate(f"in doubt: {self.span(first, last)}; in the log: {kept}")
 
-    def answered(self, server: "SimServer", answer: "Answer") -> None:
+    def answered(self, server: "SimServer", answer: "SendToClient") -> None:
         """See `Checks.answered`; an outcome is a milestone when the application gets it."""
         super().answered(server, answer)
         link, message = self.cluster.network.links.get(answer.connection), answer.message
@@ -312,7 +314,7 @@ class Narrator(Checks):
 
     # ---- applications
 
-    def settled(self, client: "SimClient", effect: client_events.ParcelSettled) -> None:
+    def settled(self, client: "SimClient", effect: client_events.SubmissionSettled) -> None:
         """See `Checks.settled`."""
         super().settled(client, effect)
         outcome = effect.outcome
@@ -321,7 +323,7 @@ class Narrator(Checks):
             what = _outcome(reason)
             self._outcomes.setdefault(what, []).append(number)
 
-    def rejected(self, client: "SimClient", effect: client_events.ParcelRejected) -> None:
+    def rejected(self, client: "SimClient", effect: client_events.SubmissionRejected) -> None:
         """See `Checks.rejected`."""
         super().rejected(client, effect)
         what = "unknown" if isinstance(effect.error, OutcomeUnknown) else "not sent"

@@ -1,11 +1,11 @@
-"""Stories: commands for a cluster, and the resulting milestones, line by line.
+"""Scenarios: commands for a cluster, and the resulting milestones, line by line.
 
-A random run shows that no guarantee breaks, a story shows what happens. It is a text for people
+A random run shows that no guarantee breaks, a scenario shows what happens. It is a text for people
 who know the protocol, and a test: a new run must produce the same text.
 
-A file of stories begins with an introduction. Each story has a title (`## `), an introduction, and
-steps. A step (`> `) has one or more commands, separated by semicolons; then the world runs until it
-is quiet for a while. The milestones follow, indented:
+A file of scenarios begins with an introduction. Each scenario has a title (`## `), an introduction,
+and steps. A step (`> `) has one or more commands, separated by semicolons; then the world runs
+until it is quiet for a while. The milestones follow, indented:
 
     ## A storage dies
     Two of three go on without it.
@@ -18,9 +18,10 @@ is quiet for a while. The milestones follow, indented:
         ...
 
 Rules:
-    1. The world of a story is calm: every delay is the middle one, and no fault occurs by itself.
-    2. All checkers of the simulator are active. At its end a story is healed, and the cluster must
-       recover, unless the story has the command `leave it broken`.
+    1. The world of a scenario is calm: every delay is the middle one, and no fault occurs by
+       itself.
+    2. All checkers of the simulator are active. At its end a scenario is healed, and the cluster
+       must recover, unless the scenario has the command `leave it broken`.
     3. `stage.py` has the commands, `narration.py` the milestones.
 """
 
@@ -45,7 +46,7 @@ class ScenarioStep:
 
 
 @dataclass(slots=True)
-class Story:
+class Scenario:
     """A title, an introduction, and steps."""
 
     title: str
@@ -54,40 +55,42 @@ class Story:
 
     @property
     def text(self) -> str:
-        """The text of the story in a file."""
+        """The text of the scenario in a file."""
         words = "".join(f"{line}\n" for line in self.words)
         return f"## {self.title}\n{words}\n{''.join(each.text for each in self.steps)}"
 
 
-def stories_in(text: str) -> tuple[str, list[Story]]:
-    """Return the introduction of a file, and its stories; raises BadFormat."""
+def scenarios_in(text: str) -> tuple[str, list[Scenario]]:
+    """Return the introduction of a file, and its scenarios; raises BadFormat."""
     intro, *parts = re.split(r"^## ", text, flags=re.MULTILINE)
-    stories = []
+    scenarios = []
     for part in parts:
         title, *lines = part.strip().split("\n")
-        story = Story(title)
+        scenario = Scenario(title)
         for line in lines:
             if line.startswith("> "):
-                story.steps.append(ScenarioStep(line[2:]))
-            elif line.startswith("    ") and story.steps:
-                story.steps[-1].lines.append(line[4:])
-            elif story.steps:
-                raise BadFormat(f"story {title!r}: expected a step or a milestone, found {line!r}")
+                scenario.steps.append(ScenarioStep(line[2:]))
+            elif line.startswith("    ") and scenario.steps:
+                scenario.steps[-1].lines.append(line[4:])
+            elif scenario.steps:
+                raise BadFormat(
+                    f"scenario {title!r}: expected a step or a milestone, found {line!r}"
+                )
             elif line:
-                story.words.append(line)
-        stories.append(story)
-    return intro, stories
+                scenario.words.append(line)
+        scenarios.append(scenario)
+    return intro, scenarios
 
 
-def replayed(story: Story) -> Story:
-    """Run a story; return it with the milestones of each step (rule 2).
+def replayed(scenario: Scenario) -> Scenario:
+    """Run a scenario; return it with the milestones of each step (rule 2).
 
     Raises BadFormat for an invalid command, `history.Violation` for a broken guarantee.
     """
-    again = Story(story.title, story.words)
-    opening = story.steps[0].commands if story.steps else ""
+    again = Scenario(scenario.title, scenario.words)
+    opening = scenario.steps[0].commands if scenario.steps else ""
     stage = Stage(opening.split(";")[0])
-    for step in story.steps:
+    for step in scenario.steps:
         again.steps.append(ScenarioStep(step.commands, stage.play(step.commands)))
     if not stage.is_left_broken:
         stage.cluster.run_until_recovered()

@@ -69,7 +69,7 @@ class Setup:
     is_unbounded: bool = (
         False  # losses may affect any number of replicas, and ZooKeeper (budget.py)
     )
-    is_calm: bool = False  # every draw is the middle one, for stories
+    is_calm: bool = False  # every draw is the middle one, for scenarios
 
     def limits(self) -> PartitionLimits:
         """The limits of a served partition."""

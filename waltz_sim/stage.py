@@ -1,12 +1,12 @@
-"""The commands of stories, and their actions in a calm world.
+"""The commands of scenarios, and their actions in a calm world.
 
-`scenario.py` has the format of stories; this module lists all commands.
+`scenario.py` has the format of scenarios; this module lists all commands.
 
 Rules:
-    1. Commands run immediately, in the order of the story, without waiting in between.
-    2. A killed process stays down until the story starts it again.
+    1. Commands run immediately, in the order of the scenario, without waiting in between.
+    2. A killed process stays down until the scenario starts it again.
     3. The opening, always the same, runs before the rest of its step. Its milestones are listed
-       only if the story begins slowly.
+       only if the scenario begins slowly.
 """
 
 import re
@@ -61,7 +61,7 @@ class Stage:
             opening.strip(),
         )
         if found is None:
-            raise BadFormat(f"story: expected it to begin with replicas, found {opening!r}")
+            raise BadFormat(f"scenario: expected it to begin with replicas, found {opening!r}")
         replicas, spare, servers = ((each or "").split() for each in found.groups())
         setup = Setup(
             replicas=len(replicas),
@@ -122,7 +122,7 @@ class Stage:
             if found is not None:
                 action(self, *found.groups())
                 return
-        raise BadFormat(f"story: expected a command, found {command!r}")
+        raise BadFormat(f"scenario: expected a command, found {command!r}")
 
     def _on_milestone(self, line: str) -> None:
         for milestone, command in list(self._triggers):
@@ -140,7 +140,7 @@ class Stage:
         self.cluster.world.run(int(duration_ms) * MS)
 
     def leave_broken(self) -> None:
-        """Do not heal this story: it would need an operator's decision."""
+        """Do not heal this scenario: it would need an operator's decision."""
         self.is_left_broken = True
 
     # ---- processes
@@ -359,7 +359,7 @@ class Stage:
 
     def _append(self, count: int) -> None:
         client, mark = self._client, self._client.mark
-        client.append(self.cluster.workload.parcel(client, [_NO_LOCKS] * count, mark))
+        client.append(self.cluster.workload.submission(client, [_NO_LOCKS] * count, mark))
 
     def writes_continue(self) -> None:
         """Append a row now and then; lost appends are retried."""
@@ -379,14 +379,14 @@ class Stage:
             self._append(1)
             self.cluster.world.after(WRITE_EVERY_MS * MS, self._write)
 
-    def _settled(self, effect: client_events.ParcelSettled) -> None:
+    def _settled(self, effect: client_events.SubmissionSettled) -> None:
         count = len(self.cluster.workload.ended(effect.token))
         if not self.narrator.names_ids:
             self.narrator.last_narrated_us = self.cluster.world.now_us
         elif (effect.outcome.reasons == Reason.LOST).any():
             self._append(count)
 
-    def _rejected(self, effect: client_events.ParcelRejected) -> None:
+    def _rejected(self, effect: client_events.SubmissionRejected) -> None:
         self.cluster.workload.ended(effect.token)
         self.narrator.last_narrated_us = self.cluster.world.now_us
 

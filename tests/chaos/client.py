@@ -32,7 +32,7 @@ from waltz_core.errors import WaltzError
 from waltz_core.records.batches import encode_append
 
 ACCOUNTS, COUNTERS = 300, 40
-PENDING_MAX = 5  # parcels of one partition under way
+PENDING_MAX = 5  # submissions of one partition under way
 BATCH_ROWS = 12
 TICK_S = 0.06
 ASK_S = 0.5

@@ -18,7 +18,7 @@ RECOVERY_S = 40.0
 WHOLE_S = 60.0
 
 
-class Tale:
+class NetworkScenario:
     """A cluster, and everything that it reported to applications, over several tests."""
 
     def __init__(self, cluster: ChaosCluster, directory: Path) -> None:
@@ -108,19 +108,21 @@ def _apart() -> None:
 
 
 @pytest.fixture(scope="module")
-def module_tale(_apart: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tale]:
+def module_scenario(
+    _apart: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[NetworkScenario]:
     """Give one cluster to all tests of a file."""
     where = tmp_path_factory.mktemp("chaos")
     with running(WORLD, where) as cluster:
-        yield Tale(cluster, where)
+        yield NetworkScenario(cluster, where)
 
 
 @pytest.fixture
-def tale(module_tale: Tale) -> Iterator[Tale]:
+def scenario(module_scenario: NetworkScenario) -> Iterator[NetworkScenario]:
     """Yield the file's cluster with an application at work; afterwards repair everything."""
-    module_tale.begin()
-    yield module_tale
-    module_tale.applications.down()
-    module_tale.network.repair()
-    for name in module_tale.cluster.members:
-        module_tale.cluster.start(name)
+    module_scenario.begin()
+    yield module_scenario
+    module_scenario.applications.down()
+    module_scenario.network.repair()
+    for name in module_scenario.cluster.members:
+        module_scenario.cluster.start(name)

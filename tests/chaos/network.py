@@ -3,8 +3,8 @@
 Each place is a network namespace with a link of its own to a router in the middle, which is a
 namespace, too. Nothing is ever changed where a process lives: what is cut is lost on its way, in
 silence, as by a cable that was pulled. The holders of the namespaces end with this process
-(`tests/spark/places.py`), and with them every link, rule and mount: a run that was killed leaves
-nothing behind.
+(`tests/spark/record_locations.py`), and with them every link, rule and mount: a run that was killed
+leaves nothing behind.
 
 Where namespaces cannot be made (no root, no iproute2) places are addresses of the loopback, and
 nothing can be cut.

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tests.chaos.cluster import QUORUM_TIMEOUT_MS, SESSION_MS
-from tests.chaos.conftest import CLIENT, WORLD, Tale
+from tests.chaos.conftest import CLIENT, WORLD, NetworkScenario
 from tests.chaos.lag import Lag
 from tests.chaos.network import both_ways
 from tests.patience import slowness
@@ -23,7 +23,9 @@ MARGIN_S = 4.0
 
 
 @pytest.mark.parametrize("ways", ["both", "to the server"])
-def test_a_server_without_a_majority_of_storages_gives_its_partitions_up(tale: Tale, ways: str):
+def test_a_server_without_a_majority_of_storages_gives_its_partitions_up(
+    scenario: NetworkScenario, ways: str
+):
     """Rows 18 and 20: ZooKeeper is fine, so no other process can know.
 
     Requests that do not arrive have no answers: the one way that both ways do not include is that
@@ -32,74 +34,78 @@ def test_a_server_without_a_majority_of_storages_gives_its_partitions_up(tale: T
     links = [(each, "server-1") for each in STORAGES[:2]]
     if ways == "both":
         links = both_ways(["server-1"], STORAGES[:2])
-    lost = tale.owned_by("server-1")
-    with tale.network.without(links):
+    lost = scenario.owned_by("server-1")
+    with scenario.network.without(links):
         cut_s = time.monotonic()
-        tale.await_commits(lost, since_s=cut_s, seconds=QUORUM_TIMEOUT_MS / 1000 + 3 * MARGIN_S)
-        assert set(tale.cluster.owners().values()) == {"server-2"}
-    tale.await_commits(ALL, since_s=time.monotonic())
-    tale.check()
+        scenario.await_commits(lost, since_s=cut_s, seconds=QUORUM_TIMEOUT_MS / 1000 + 3 * MARGIN_S)
+        assert set(scenario.cluster.owners().values()) == {"server-2"}
+    scenario.await_commits(ALL, since_s=time.monotonic())
+    scenario.check()
 
 
-def test_a_server_without_zookeeper_is_succeeded(tale: Tale):
+def test_another_server_takes_over_from_one_without_zookeeper(scenario: NetworkScenario):
     """Row 19: it continues until others own what it owned, and then it is fenced."""
-    lost = tale.owned_by("server-1")
-    with tale.network.without(both_ways(["server-1"], ZOOKEEPERS)):
+    lost = scenario.owned_by("server-1")
+    with scenario.network.without(both_ways(["server-1"], ZOOKEEPERS)):
         cut_s = time.monotonic()
-        tale.wait("server-2 owns all", lambda: set(tale.cluster.owners().values()) == {"server-2"})
-        tale.await_commits(lost, since_s=time.monotonic())
-        assert tale.gap_s(lost, since_s=cut_s) < (SESSION_S + MARGIN_S) * slowness()
-    tale.await_commits(ALL, since_s=time.monotonic())
-    tale.check()
+        scenario.wait(
+            "server-2 owns all", lambda: set(scenario.cluster.owners().values()) == {"server-2"}
+        )
+        scenario.await_commits(lost, since_s=time.monotonic())
+        assert scenario.gap_s(lost, since_s=cut_s) < (SESSION_S + MARGIN_S) * slowness()
+    scenario.await_commits(ALL, since_s=time.monotonic())
+    scenario.check()
 
 
-def test_one_slow_storage_slows_no_append(tale: Tale):
+def test_one_slow_storage_slows_no_append(scenario: NetworkScenario):
     """Row 35: two of three are a quorum."""
     lag = Lag(800)
     links = both_ways(["storage-3"], WORLD.names("server"))
-    tale.network.slow(links, lag)
+    scenario.network.slow(links, lag)
     slow_s = time.monotonic()
-    tale.wait("500 commits", lambda: len(tale.waits_s(since_s=slow_s)) >= 500)
-    waits = tale.waits_s(since_s=slow_s)
-    tale.network.hurry(links)
+    scenario.wait("500 commits", lambda: len(scenario.waits_s(since_s=slow_s)) >= 500)
+    waits = scenario.waits_s(since_s=slow_s)
+    scenario.network.hurry(links)
     # An append that waits for the third takes at least there and back; on a busy machine others
     # may take as long.
     quick = sum(each < lag.delay_ms / 1000 for each in waits)
     assert quick > 0.5 * len(waits), f"{quick} of {len(waits)}, the longest {waits[-1]:.2f} s"
-    tale.check()
+    scenario.check()
 
 
-def test_a_lost_host_is_replaced_and_cannot_write_when_it_returns(tale: Tale):
+def test_a_lost_host_is_replaced_and_cannot_write_when_it_returns(scenario: NetworkScenario):
     """Row 16, and that a move takes a session time-out and half a second."""
-    lost = tale.owned_by("server-1")
+    lost = scenario.owned_by("server-1")
     everything = [*WORLD.members, CLIENT, "operator"]
     gone_s = time.monotonic()
-    tale.network.cut(both_ways(["server-1"], everything))
-    tale.wait("server-2 owns all", lambda: set(tale.cluster.owners().values()) == {"server-2"})
-    tale.await_commits(lost, since_s=gone_s)
-    assert tale.gap_s(lost, since_s=gone_s) < (SESSION_S + 0.5 + MARGIN_S) * slowness()
-    with tale.cluster.client() as client:
+    scenario.network.cut(both_ways(["server-1"], everything))
+    scenario.wait(
+        "server-2 owns all", lambda: set(scenario.cluster.owners().values()) == {"server-2"}
+    )
+    scenario.await_commits(lost, since_s=gone_s)
+    assert scenario.gap_s(lost, since_s=gone_s) < (SESSION_S + 0.5 + MARGIN_S) * slowness()
+    with scenario.cluster.client() as client:
         seen = {each: client.replicas(each, linearizable=True) for each in lost}
-    tale.network.heal(both_ways(["server-1"], everything))
-    tale.wait("it owns some again", lambda: len(set(tale.cluster.owners().values())) == 2)
-    tale.await_commits(ALL, since_s=time.monotonic())
-    with tale.cluster.client() as client:
+    scenario.network.heal(both_ways(["server-1"], everything))
+    scenario.wait("it owns some again", lambda: len(set(scenario.cluster.owners().values())) == 2)
+    scenario.await_commits(ALL, since_s=time.monotonic())
+    with scenario.cluster.client() as client:
         for each in lost:
             first = seen[each].high_water_mark + 1
             last = client.high_water_mark(each, linearizable=True)
             assert last >= first
             for chunk in client.read_range(each, first, last):
                 assert all(entry.session_id >= seen[each].session_id for entry in chunk.lineage)
-    tale.check()
+    scenario.check()
 
 
-def test_a_client_that_cannot_reach_one_server_continues_with_the_other(tale: Tale):
-    cut_off, others = tale.owned_by("server-1"), tale.owned_by("server-2")
-    with tale.network.without(both_ways([CLIENT], ["server-1"])):
+def test_a_client_that_cannot_reach_one_server_continues_with_the_other(scenario: NetworkScenario):
+    cut_off, others = scenario.owned_by("server-1"), scenario.owned_by("server-2")
+    with scenario.network.without(both_ways([CLIENT], ["server-1"])):
         # The outcome of what was on its way when the link broke may still be reported.
         cut_s = time.monotonic()
-        tale.await_commits(others, since_s=cut_s)
-        tale.await_commits(others, since_s=time.monotonic())
-        assert all(tale.life.progress_s(each, cut_s) is None for each in cut_off)
-    tale.await_commits(ALL, since_s=time.monotonic())
-    tale.check()
+        scenario.await_commits(others, since_s=cut_s)
+        scenario.await_commits(others, since_s=time.monotonic())
+        assert all(scenario.life.progress_s(each, cut_s) is None for each in cut_off)
+    scenario.await_commits(ALL, since_s=time.monotonic())
+    scenario.check()

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from random import Random
 
-from tests.crash.stories import (
+from tests.crash.scenarios import (
     ROOT,
     Acknowledged,
     History,
     Marks,
     Promise,
-    Story,
+    Scenario,
     info_of,
     loosened,
     marks_of,
@@ -207,7 +207,7 @@ def _check_indexes(files, directory, marker):
 
 
 # ---------------------------------------------------------------------------------------------
-# every point of a story
+# every point of a scenario
 
 
 def digest(contents: Contents):
@@ -222,7 +222,7 @@ def digest(contents: Contents):
 
 
 class Matrix:
-    """The crashes of one story; the same disk is opened once only."""
+    """The crashes of one scenario; the same disk is opened once only."""
 
     def __init__(self, name):
         self.name = name
@@ -244,7 +244,7 @@ class Matrix:
             self.counts["openings"] += 1
         return key, self._found[key]
 
-    def judge(self, acknowledged, contents, where):
+    def validate(self, acknowledged, contents, where):
         """Compare what is left with what was acknowledged; return a key of the state."""
         key, found = self.find(contents)
         try:
@@ -286,7 +286,7 @@ def power_losses(matrix, changes, begin, *, keeps=None, only_acknowledged=False,
             matrix.counts["survivals"] += 1
             contents = platter.image(keep)
             where = f"power lost after change {place} ({_name(changes, place)}), {_kept(keep)}"
-            key, found = matrix.judge(acknowledged, contents, where)
+            key, found = matrix.validate(acknowledged, contents, where)
             left.setdefault(key, (acknowledged, contents, found, where))
     return left
 
@@ -314,7 +314,7 @@ def _second(matrix, acknowledged, found, platter, keeps, where):
     matrix.counts["second cuts"] += 1
     for keep in keeps:
         matrix.counts["second survivals"] += 1
-        _, again = matrix.judge(
+        _, again = matrix.validate(
             acknowledged, platter.image(keep), f"{where} of the opening, {_kept(keep)}"
         )
         if again.logs != found.logs and dict(found.logs).keys() <= dict(again.logs).keys():
@@ -328,8 +328,8 @@ def kills(matrix, changes, begin, seed=0):
         matrix.counts["kills"] += 1
         rng = Random(f"{seed} {place}")
         where = f"killed after change {place} ({_name(changes, place)})"
-        story = started_again(matrix, changes[:place], acknowledged, where)
-        after = story.disk.changes
+        scenario = started_again(matrix, changes[:place], acknowledged, where)
+        after = scenario.disk.changes
         often = number % EVERY_KILL == 0
         for at, platter, now_acknowledged in points(after, place + 1):
             if not often and rng.random() > SHARE_AFTER_A_KILL and at < len(after):
@@ -340,7 +340,7 @@ def kills(matrix, changes, begin, seed=0):
             for keep in keeps:
                 matrix.counts["survivals after a kill"] += 1
                 lost = f"{where}, power lost after change {at} ({_name(after, at)}), {_kept(keep)}"
-                matrix.judge(now_acknowledged, platter.image(keep), lost)
+                matrix.validate(now_acknowledged, platter.image(keep), lost)
 
 
 def started_again(matrix, changes, acknowledged, where):
@@ -350,23 +350,23 @@ def started_again(matrix, changes, acknowledged, where):
 
 def used(matrix, disk, acknowledged, where):
     """Open a directory, and take appends."""
-    story = Story(99, disk, acknowledged)
-    story.loosen()
+    scenario = Scenario(99, disk, acknowledged)
+    scenario.loosen()
     try:
-        found, story.engine = opened(story.disk)
+        found, scenario.engine = opened(scenario.disk)
         check(acknowledged, found)
     except (WaltzError, Violation) as error:
         raise Violation(f"{matrix.name}, {where}: {type(error).__name__}: {error}") from error
     # Whatever an opening has found is durable when it is done.
-    story.histories = {
+    scenario.histories = {
         number: History(log.records, log.entries, log.last) for number, log in found.logs
     }
-    story.acknowledge()
-    for partition in story.engine.logs:
-        story.prepare(partition)
-        story.append([1], partition=partition)
-        story.sync(partition)
-    return story
+    scenario.acknowledge()
+    for partition in scenario.engine.logs:
+        scenario.prepare(partition)
+        scenario.append([1], partition=partition)
+        scenario.sync(partition)
+    return scenario
 
 
 def _name(changes, place):

@@ -8,7 +8,7 @@ from collections import defaultdict
 from random import Random
 
 from tests.crash.matrix import Violation, points, power_losses, started_again, used
-from tests.crash.stories import STORIES, first_start, site
+from tests.crash.scenarios import SCENARIOS, first_start, site
 from waltz_sim.world.crash import AnyOf, Keep, RecordingDisk, delayed, sync_places, without
 
 KILLS_OF_A_STORY = 12
@@ -18,13 +18,15 @@ MUTATIONS = {"forgotten": without, "made late": delayed}
 
 
 def runs(matrix):
-    """Every story, and what follows where some of them are killed or lose power."""
-    for make in STORIES:
-        story = make()
-        changes = story.disk.changes
-        yield make.__name__, changes, story.begin
+    """Every scenario, and what follows where some of them are killed or lose power."""
+    for make in SCENARIOS:
+        scenario = make()
+        changes = scenario.disk.changes
+        yield make.__name__, changes, scenario.begin
         rng = Random(make.__name__)
-        every = [(place, acknowledged) for place, _, acknowledged in points(changes, story.begin)]
+        every = [
+            (place, acknowledged) for place, _, acknowledged in points(changes, scenario.begin)
+        ]
         kills = every if make is first_start else rng.sample(every, KILLS_OF_A_STORY)
         for place, acknowledged in kills:
             after = started_again(
@@ -32,7 +34,7 @@ def runs(matrix):
             )
             yield f"{make.__name__} killed after {place}", after.disk.changes, place + 1
         lost = rng.sample(range(len(every)), LOSSES_OF_A_STORY)
-        for number, (place, platter, acknowledged) in enumerate(points(changes, story.begin)):
+        for number, (place, platter, acknowledged) in enumerate(points(changes, scenario.begin)):
             if number in lost:
                 disk = RecordingDisk.after_power_loss(platter.image(AnyOf(rng)), site)
                 begin = len(disk.changes) + 1
@@ -133,8 +135,8 @@ ANY_ORDER = {
     "log_files._roll > segment.sync#2": "batches, and an index that can be repaired",
     "log_files._roll#3": "the marker moves on; names of the new segment",
     "partition_log._confirm#1": "a mark that was acknowledged, and unacknowledged records",
-    "segments.cut > segment.remove#1": "names of one directory, the newest segment first; one sync "
-    "after two removals finds them in any order, and the intent removes the rest",
+    "segments.truncate > segment.remove#1": "names of one directory, the newest segment "
+    "first; one sync after two removals finds them in any order, and the intent removes the rest",
     "log_recovery.open_segments > segment.remove#1": "as at the cut",
     "truncation.carry_out > segment.sync#2": "batches and the index",
     "segments.fill > segment.fill#5": "records of a hole, whose damage is still noted",

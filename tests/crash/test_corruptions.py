@@ -11,7 +11,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from tests.crash.stories import Story, open_engine, settings
+from tests.crash.scenarios import Scenario, open_engine, settings
 from waltz_core.errors import ChecksumMismatch, Damaged, DataLoss, WaltzError
 from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN
 from waltz_sim.world.crash import Everything, Platter
@@ -24,22 +24,22 @@ KINDS = ("flip", "flip", "cut", "grow", "zero page", "noise", "swap", "copy", "r
 
 def closed_directory():
     """Two partitions of several segments, marked, and closed cleanly; and what is in them."""
-    story = Story(5, segment_bytes_max=1500)
-    story.start()
+    scenario = Scenario(5, segment_bytes_max=1500)
+    scenario.start()
     for partition in (0, 2):
-        story.assign(partition)
-        story.prepare(partition)
+        scenario.assign(partition)
+        scenario.prepare(partition)
     for number, counts in enumerate(([4, 3], [9], [1, 1, 1], [12, 2], [3])):
         for partition in (0, 2):
-            story.append(counts, partition=partition, bytes_max=200)
-            story.sync(partition)
+            scenario.append(counts, partition=partition, bytes_max=200)
+            scenario.sync(partition)
         if number == 2:
-            story.set_mark(0)
-    story.close()
+            scenario.set_mark(0)
+    scenario.close()
     platter = Platter()
-    for change in story.disk.changes:
+    for change in scenario.disk.changes:
         platter.add(change)
-    return platter.image(Everything()), story.histories
+    return platter.image(Everything()), scenario.histories
 
 
 CLOSED, HISTORIES = closed_directory()
@@ -136,7 +136,7 @@ def repair(log, history):
     return "repaired"
 
 
-def judge(seed):
+def validate(seed):
     """Corrupt, open, read, repair, and read again; return how it ended."""
     contents, touched = corrupted(Random(seed))
     disk = SimDisk(is_traced=False)
@@ -178,7 +178,7 @@ def test_a_corrupt_directory_is_repaired_or_reports_the_damage(first, record_pro
     ended = Counter()
     for seed in range(first, first + SEEDS_OF_A_TEST):
         try:
-            ended.update(judge(seed))
+            ended.update(validate(seed))
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
     for how, count in ended.items():

@@ -12,11 +12,11 @@ import pytest
 
 from tests.crash import layout
 from tests.crash.matrix import Matrix, opened, points, second_losses
-from tests.crash.stories import (
+from tests.crash.scenarios import (
     KEY,
     PARTITIONS,
     ROOT,
-    STORIES,
+    SCENARIOS,
     Acknowledged,
     AcknowledgedLog,
     History,
@@ -46,9 +46,9 @@ def platter_of(changes):
     return platter
 
 
-@pytest.mark.parametrize("story", STORIES, ids=lambda one: one.__name__)
-def test_after_a_clean_end_every_byte_is_where_waltz_0_13_looks_for_it(story):
-    made = story()
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda one: one.__name__)
+def test_after_a_clean_end_every_byte_is_where_waltz_0_13_looks_for_it(scenario):
+    made = scenario()
     made.close()
     files = platter_of(made.disk.changes).image(Keep()).files
     control, logs = layout.read_directory(files, ROOT)
@@ -65,9 +65,9 @@ def test_after_a_clean_end_every_byte_is_where_waltz_0_13_looks_for_it(story):
             assert files[path.with_suffix(".idx")][128:] == expected[1][128:]
 
 
-@pytest.mark.parametrize("story", [*PLAIN, truncate], ids=lambda one: one.__name__)
-def test_after_a_crash_and_our_start_waltz_0_13_reads_what_we_serve(story):
-    made, read = story(), 0
+@pytest.mark.parametrize("scenario", [*PLAIN, truncate], ids=lambda one: one.__name__)
+def test_after_a_crash_and_our_start_waltz_0_13_reads_what_we_serve(scenario):
+    made, read = scenario(), 0
     for place, platter, _ in points(made.disk.changes, made.begin):
         disk = RecordingDisk.after_power_loss(platter.image(AnyOf(Random(place))))
         found, engine = opened(disk)
@@ -78,9 +78,9 @@ def test_after_a_crash_and_our_start_waltz_0_13_reads_what_we_serve(story):
     assert read > 30
 
 
-@pytest.mark.parametrize("story", PLAIN, ids=lambda one: one.__name__)
-def test_after_a_crash_waltz_0_13_finds_all_that_was_acknowledged(story):
-    made, found = story(), 0
+@pytest.mark.parametrize("scenario", PLAIN, ids=lambda one: one.__name__)
+def test_after_a_crash_waltz_0_13_finds_all_that_was_acknowledged(scenario):
+    made, found = scenario(), 0
     for place, platter, acknowledged in points(made.disk.changes, made.begin):
         if not acknowledged.logs or any(not log.markers for log in acknowledged.logs.values()):
             continue
@@ -190,7 +190,7 @@ def test_power_that_is_lost_while_a_0_13_program_s_directory_is_adopted_changes_
     )
     matrix = Matrix("adopting")
     for number in range(3):
-        key, again = matrix.judge(acknowledged, contents, "as it was")
+        key, again = matrix.validate(acknowledged, contents, "as it was")
         matrix.name = f"adopting {number}"
         second_losses(matrix, {key: (acknowledged, contents, again, "as it was")})
     assert matrix.counts["second survivals"] > 40

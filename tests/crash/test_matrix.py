@@ -1,4 +1,4 @@
-"""Each story is cut at every change: what was acknowledged is there, and nothing torn.
+"""Each scenario is cut at every change: what was acknowledged is there, and nothing torn.
 
 Each test says how many cuts, survivals and openings it has tried; they are summed up at the end of
 a run, and `test_the_matrix_has_its_documented_size` holds their number.
@@ -17,12 +17,12 @@ from tests.crash.matrix import (
     second_losses,
     started_again,
 )
-from tests.crash.stories import ADMINISTRATION, STORIES, failed_sync_of_an_index, loosened
+from tests.crash.scenarios import ADMINISTRATION, SCENARIOS, failed_sync_of_an_index, loosened
 from waltz_sim.world.crash import Keep, survivals
 
 CUTS_MIN = 1_500
 SURVIVALS_MIN = 25_000
-EVERY = (*STORIES, *ADMINISTRATION)
+EVERY = (*SCENARIOS, *ADMINISTRATION)
 
 
 def acknowledge(record_property, matrix):
@@ -30,11 +30,11 @@ def acknowledge(record_property, matrix):
         record_property(f"crash: {what}", count)
 
 
-@pytest.mark.parametrize("story", EVERY, ids=lambda one: one.__name__)
+@pytest.mark.parametrize("scenario", EVERY, ids=lambda one: one.__name__)
 def test_power_is_lost_at_every_change_and_again_while_the_directory_is_opened(
-    story, record_property
+    scenario, record_property
 ):
-    matrix, made = Matrix(story.__name__), story()
+    matrix, made = Matrix(scenario.__name__), scenario()
     left = power_losses(matrix, made.disk.changes, made.begin)
     second_losses(matrix, left)
     acknowledge(record_property, matrix)
@@ -42,9 +42,9 @@ def test_power_is_lost_at_every_change_and_again_while_the_directory_is_opened(
     assert matrix.counts["second survivals"] > 80
 
 
-@pytest.mark.parametrize("story", EVERY, ids=lambda one: one.__name__)
-def test_a_killed_process_is_started_again_and_then_power_is_lost(story, record_property):
-    matrix, made = Matrix(story.__name__), story()
+@pytest.mark.parametrize("scenario", EVERY, ids=lambda one: one.__name__)
+def test_a_killed_process_is_started_again_and_then_power_is_lost(scenario, record_property):
+    matrix, made = Matrix(scenario.__name__), scenario()
     kills(matrix, made.disk.changes, made.begin)
     acknowledge(record_property, matrix)
     assert matrix.counts["kills"] > 14
@@ -57,14 +57,14 @@ def test_an_index_whose_sync_has_failed_is_written_again_by_the_next_process():
     changes = made.disk.changes
     after = started_again(matrix, changes, loosened(made.acknowledged), "killed").disk.changes
     *_, (_, platter, acknowledged) = points(after, len(changes) + 1)
-    _, found = matrix.judge(acknowledged, platter.image(Keep()), "power lost at the end")
+    _, found = matrix.validate(acknowledged, platter.image(Keep()), "power lost at the end")
     assert not dict(found.logs)[0].suspect
 
 
 def test_the_matrix_has_its_documented_size():
     cuts = kept = 0
-    for story in EVERY:
-        made = story()
+    for scenario in EVERY:
+        made = scenario()
         for place, platter, _ in points(made.disk.changes, made.begin):
             cuts += 1
             rng = Random(place)

@@ -135,8 +135,8 @@ def test_slots_are_read_as_they_are_written(slot):
     assert (read.truncate_to if read.flags & layout.TRUNCATE else None) == (
         slot.truncate.last_to_keep if slot.truncate else None
     )
-    assert (read.cut if read.flags & layout.CUT else None) == (
-        slot.truncate.cut if slot.truncate else None
+    assert (read.shortened if read.flags & layout.SHORTENED else None) == (
+        slot.truncate.shortened if slot.truncate else None
     )
 
 
@@ -184,7 +184,7 @@ def cut_in_a_batch(world):
 
 
 @pytest.mark.parametrize("survival", list(Survival))
-def test_a_cut_that_a_crash_has_stopped_is_no_fault(tmp_path, survival):
+def test_a_truncation_that_a_crash_has_stopped_is_no_fault(tmp_path, survival):
     step = cuts = 0
     lost = True
     while lost:

@@ -56,7 +56,7 @@ def test_power_loss_while_the_log_recovers_from_one(seed):
     world.go_on()
 
 
-def story(world):
+def scenario(world):
     """Append over segments, mark, cut in the middle of a batch, append again, restart."""
     world.prepare()
     world.set_mark()
@@ -72,7 +72,7 @@ def story(world):
     world.restart()
 
 
-def test_power_loss_at_every_step_of_a_story():
+def test_power_loss_at_every_step_of_a_scenario():
     """Each step with another survival; the matrix of `test_matrix.py` tries all at each."""
     step = 0
     lost = True
@@ -82,12 +82,12 @@ def test_power_loss_at_every_step_of_a_story():
         world.disk.plan(world.disk.step_count + step, DiskFault.POWER_LOSS)
         lost = False
         try:
-            story(world)
+            scenario(world)
         except PowerLoss:
             lost = True
             world.lose_power(SURVIVALS[step % len(SURVIVALS)])
             world.go_on()
-    assert step > 150, "the story ends before the disk has done anything"
+    assert step > 150, "the scenario ends before the disk has done anything"
 
 
 def test_a_large_unsynced_group_of_which_any_sectors_are_left_is_no_damage():
@@ -170,7 +170,7 @@ def test_an_append_over_segments_that_fails_at_any_step_leaves_nothing_behind(se
     assert step > 40, "the append was to begin several segments"
 
 
-def test_a_mark_that_was_cut_away_is_not_confirmed_by_the_next_append():
+def test_a_mark_that_was_truncated_away_is_not_confirmed_by_the_next_append():
     world = World(Random(1))
     world.prepare()
     for _ in range(4):

@@ -25,7 +25,7 @@ SEEDS = range(12 + int(os.environ.get("WALTZ_STORAGE_SEEDS", "0")))
 
 
 def rot(world):
-    """Let something on the platter change; the original's control file is not ours to judge."""
+    """Let something on the platter change; the original's control file is not ours to validate."""
     disk, rng = world.disk, world.rng
     paths = [path for path, content in sorted(disk.files().items()) if content]
     path = rng.choice([one for one in paths if one.name != "waltz-storage.ctl"])
@@ -158,7 +158,7 @@ def opened_with(world, files):
         return None
 
 
-def judge(world, files, spoiled_path):
+def validate(world, files, spoiled_path):
     """Open it, and compare it with all that was confirmed; return how it ended."""
     marker = world.log.slot.acked.transaction_id
     after = opened_with(world, files)
@@ -175,7 +175,7 @@ def judge(world, files, spoiled_path):
 
 
 @pytest.mark.parametrize("first", range(0, 8 * len(SEEDS), 24))
-def test_confirmed_records_are_never_cut_silently(first):
+def test_confirmed_records_are_never_truncated_silently(first):
     """One fault of a disk, at the next start after an unclean stop."""
     ended = Counter()
     for seed in range(first, first + 24):
@@ -187,7 +187,7 @@ def test_confirmed_records_are_never_cut_silently(first):
         for _ in range(20):
             path, content = spoiled(world.rng, whole)
             try:
-                ended[judge(world, {**whole, path: content}, path)] += 1
+                ended[validate(world, {**whole, path: content}, path)] += 1
             except AssertionError as error:
                 raise AssertionError(f"seed {seed}, {path}: {error}") from error
     assert ended["suspect"] > 10

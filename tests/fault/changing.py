@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.commands import run_command
-from tests.fault.load import Story, command, segments, shown, wait_until
+from tests.fault.load import Scenario, command, segments, shown, wait_until
 from tests.patience import HANG_S
 from waltz_core.cluster.change.storages import StorageLayout
 from waltz_core.cluster.zookeeper.zookeeper_session import connected
@@ -102,10 +102,10 @@ def replicas(cluster: LocalCluster) -> dict[int, set[str]]:
     }
 
 
-def check_level(story: Story) -> None:
+def check_level(scenario: Scenario) -> None:
     """Wait until exactly the assigned replicas are engaged, and have the same bytes."""
-    wait_until("every assigned replica engaged", lambda: not _behind(story.cluster))
-    wait_until("replicas equal", lambda: not _unlike(story.cluster))
+    wait_until("every assigned replica engaged", lambda: not _behind(scenario.cluster))
+    wait_until("replicas equal", lambda: not _unlike(scenario.cluster))
 
 
 def _behind(cluster: LocalCluster) -> list[int]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fault.load import Story
+from tests.fault.load import Scenario
 from tests.postgres import Postgres, postgres
 from waltz_core.local import LocalCluster, running
 
@@ -16,9 +16,9 @@ SESSION_MS = 1_500
 
 
 @pytest.fixture(scope="module")
-def module_story(
+def module_scenario(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Story]:
+) -> Iterator[Scenario]:
     """Give one cluster to all tests of a file, with its STORAGE_COUNT, of three without it."""
     settings: dict[str, dict[str, object]] = {
         kind: {"zookeeper_session_timeout_ms": SESSION_MS} for kind in ("server", "storage")
@@ -26,15 +26,15 @@ def module_story(
     where = tmp_path_factory.mktemp("cluster")
     storage_count = getattr(request.module, "STORAGE_COUNT", 3)
     with running(where, settings=settings, storage_count=storage_count) as cluster:
-        yield Story(cluster)
+        yield Scenario(cluster)
 
 
 @pytest.fixture
-def story(module_story: Story) -> Iterator[Story]:
+def scenario(module_scenario: Scenario) -> Iterator[Scenario]:
     """Give the file's cluster; whatever a test has ended runs again afterwards."""
-    yield module_story
-    for member in module_story.cluster.members:
-        module_story.cluster.start(member.name)
+    yield module_scenario
+    for member in module_scenario.cluster.members:
+        module_scenario.cluster.start(member.name)
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])

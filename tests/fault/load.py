@@ -198,7 +198,7 @@ class Load:
             self._marks[partition] = max(self._marks[partition], int(outcome.high_water_mark))
 
 
-class Story:
+class Scenario:
     """All outcomes on one cluster, over several loads."""
 
     def __init__(self, cluster: LocalCluster) -> None:
@@ -206,7 +206,7 @@ class Story:
         self.ledger: list[four_writers.RecordedOutcome] = []
 
     def load(self) -> "_Load":
-        """Run a load for the length of a `with`; its outcomes belong to the story."""
+        """Run a load for the length of a `with`; its outcomes belong to the scenario."""
         return _Load(self)
 
     def row(self, partition: int, *, padding: int = 0) -> bytes:
@@ -237,9 +237,9 @@ class Story:
 
 
 class _Load:
-    def __init__(self, story: Story) -> None:
-        self._story = story
-        self._load = Load(story.cluster.connect)
+    def __init__(self, scenario: Scenario) -> None:
+        self._scenario = scenario
+        self._load = Load(scenario.cluster.connect)
 
     def __enter__(self) -> Load:
         return self._load
@@ -248,7 +248,7 @@ class _Load:
         try:
             self._load.stop()
         finally:
-            self._story.ledger += self._load.ledger
+            self._scenario.ledger += self._load.ledger
 
 
 def command(*words: str) -> list[str]:

@@ -19,7 +19,7 @@ import pytest
 from kazoo.client import KazooClient
 
 from tests.commands import run_command
-from tests.fault.load import Story, command, segments, wait_until
+from tests.fault.load import Scenario, command, segments, wait_until
 from tests.patience import HANG_S
 from waltz_core.client import WaltzClient
 from waltz_core.config import ClientConfig
@@ -47,8 +47,8 @@ def sentence_of(*words: str) -> str:
     return said[0]
 
 
-def storage(story: Story, name: str, *words: str) -> tuple[str, ...]:
-    config = story.cluster.directory / "conf" / f"{name}.toml"
+def storage(scenario: Scenario, name: str, *words: str) -> tuple[str, ...]:
+    config = scenario.cluster.directory / "conf" / f"{name}.toml"
     return ("storage", "run", "--config", str(config), *words)
 
 
@@ -113,69 +113,71 @@ def small_disks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallDisks
 
 
 @pytest.fixture(scope="module")
-def module_story(small_disks: SmallDisks) -> Iterator[Story]:
+def module_scenario(small_disks: SmallDisks) -> Iterator[Scenario]:
     """Give a cluster whose three storages have small disks."""
     with running(small_disks.directory) as cluster:
-        yield Story(cluster)
+        yield Scenario(cluster)
 
 
 @pytest.fixture
-def stopped(story: Story) -> Iterator[Path]:
+def stopped(scenario: Scenario) -> Iterator[Path]:
     """Give the directory of storage-1, which does not run; nothing in its log may change."""
-    with story.load() as load:
+    with scenario.load() as load:
         load.await_commits(20)
-    story.check_whole()
-    story.cluster.kill("storage-1", signal.SIGTERM)
-    before = segments(story.cluster, "storage-1")
-    yield story.cluster.directory / "storage-1"
-    after = segments(story.cluster, "storage-1")
+    scenario.check_whole()
+    scenario.cluster.kill("storage-1", signal.SIGTERM)
+    before = segments(scenario.cluster, "storage-1")
+    yield scenario.cluster.directory / "storage-1"
+    after = segments(scenario.cluster, "storage-1")
     assert {path: after[path][: len(data)] for path, data in before.items()} == before
-    story.cluster.start("storage-1")
-    with story.load() as load:
+    scenario.cluster.start("storage-1")
+    with scenario.load() as load:
         load.await_commits(20)
-    story.check_whole()
-    story.check_agrees()
+    scenario.check_whole()
+    scenario.check_agrees()
 
 
-def test_a_directory_of_another_cluster_and_a_truncated_control_file(story: Story, stopped: Path):
-    root = story.cluster.connect.partition("/")[0] + "/another"
-    address = story.cluster.member("storage-1")
+def test_a_directory_of_another_cluster_and_a_truncated_control_file(
+    scenario: Scenario, stopped: Path
+):
+    root = scenario.cluster.connect.partition("/")[0] + "/another"
+    address = scenario.cluster.member("storage-1")
     created = run(
         *("cluster", "create", root, "--partitions", "4"),
         *("--storage", f"127.0.0.1:{address.port}:{address.admin_port}"),
     )
     assert created.returncode == 0, created.stderr
-    said = sentence_of(*storage(story, "storage-1", "--connect", root))
+    said = sentence_of(*storage(scenario, "storage-1", "--connect", root))
     assert "cluster" in said
     assert str(stopped) in said
     file = stopped / "waltz-storage.ctl"
     whole = file.read_bytes()
     for length in (0, 200):
         file.write_bytes(whole[:length])
-        said = sentence_of(*storage(story, "storage-1"))
+        said = sentence_of(*storage(scenario, "storage-1"))
         assert file.read_bytes() == whole[:length]
         assert "waltz-storage.ctl" in said
     file.write_bytes(whole)
 
 
-def test_a_second_process_on_one_directory(story: Story):
+def test_a_second_process_on_one_directory(scenario: Scenario):
     said = sentence_of(
-        *storage(story, "storage-2", "--port", "0", "--admin-port", "0", "--http-port", "0")
+        *storage(scenario, "storage-2", "--port", "0", "--admin-port", "0", "--http-port", "0")
     )
-    assert str(story.cluster.directory / "storage-2") in said
-    with story.load() as load:
+    assert str(scenario.cluster.directory / "storage-2") in said
+    with scenario.load() as load:
         load.await_commits(20)
 
 
-def test_the_directory_of_another_storage(story: Story, stopped: Path):
+def test_the_directory_of_another_storage(scenario: Scenario, stopped: Path):
     """A copied disk under another address: the cluster knows which storage was there."""
-    story.cluster.kill("storage-2", signal.SIGTERM)
+    scenario.cluster.kill("storage-2", signal.SIGTERM)
     copy = stopped.with_name("copy")
-    shutil.copytree(story.cluster.directory / "storage-2", copy)
-    said = sentence_of(*storage(story, "storage-1", "--directory", str(copy)))
+    shutil.copytree(scenario.cluster.directory / "storage-2", copy)
+    said = sentence_of(*storage(scenario, "storage-1", "--directory", str(copy)))
     assert "storage" in said
     shutil.rmtree(copy)
-    story.cluster.start("storage-2")
+    scenario.cluster.start("storage-2")
 
 
 @pytest.mark.parametrize("kind", ["storage", "server"])
@@ -193,8 +195,8 @@ def test_no_zookeeper(tmp_path: Path, kind: str):
 
 
 @pytest.mark.parametrize("kind", ["storage", "server"])
-def test_an_absent_cluster_root(story: Story, tmp_path: Path, kind: str):
-    connect = story.cluster.connect + "/absent"
+def test_an_absent_cluster_root(scenario: Scenario, tmp_path: Path, kind: str):
+    connect = scenario.cluster.connect + "/absent"
     words = ["--directory", str(tmp_path / "s"), "--admin-port", "0"] if kind == "storage" else []
     said = sentence_of(kind, "run", "--connect", connect, "--port", "0", *words)
     assert "/absent" in said
@@ -202,10 +204,10 @@ def test_an_absent_cluster_root(story: Story, tmp_path: Path, kind: str):
 
 
 @pytest.mark.parametrize("name", ["storage-1", "server-1"])
-def test_a_port_in_use(story: Story, name: str):
-    member = story.cluster.member(name)
-    story.cluster.kill(name, signal.SIGTERM)
-    config = story.cluster.directory / "conf" / f"{name}.toml"
+def test_a_port_in_use(scenario: Scenario, name: str):
+    member = scenario.cluster.member(name)
+    scenario.cluster.kill(name, signal.SIGTERM)
+    config = scenario.cluster.directory / "conf" / f"{name}.toml"
     with socket.create_server(("127.0.0.1", member.port)):
         said = sentence_of(member.kind, "run", "--config", str(config))
     assert str(member.port) in said
@@ -216,81 +218,81 @@ def test_a_port_in_use(story: Story, name: str):
 
 
 @pytest.fixture
-def roomy(story: Story, small_disks: SmallDisks) -> Iterator[tuple[Story, list[Disk]]]:
+def roomy(scenario: Scenario, small_disks: SmallDisks) -> Iterator[tuple[Scenario, list[Disk]]]:
     """Give the cluster and its disks; all the room is given back afterwards."""
     if small_disks.why_not:
         pytest.skip(small_disks.why_not)
     try:
-        yield story, small_disks.disks
+        yield scenario, small_disks.disks
     finally:
         for disk in small_disks.disks:
             disk.free()
 
 
-def test_one_full_disk_stops_nothing(roomy: tuple[Story, list[Disk]]):
-    story, disks = roomy
-    with story.load() as load:
+def test_one_full_disk_stops_nothing(roomy: tuple[Scenario, list[Disk]]):
+    scenario, disks = roomy
+    with scenario.load() as load:
         load.await_commits()
         disks[1].fill()
         load.await_commits()
-        with WaltzClient(story.cluster.connect) as client:
+        with WaltzClient(scenario.cluster.connect) as client:
             last = client.high_water_mark(0, linearizable=True)
             assert sum(chunk.count for chunk in client.read_range(0, 0, last)) == last + 1
         disks[1].free()
         load.await_commits()
-    story.check_whole()
-    story.check_agrees()
+    scenario.check_whole()
+    scenario.check_agrees()
 
 
-def test_three_full_disks_reject_appends_and_serve_reads(roomy: tuple[Story, list[Disk]]):
-    story, disks = roomy
-    with story.load() as load:
+def test_three_full_disks_reject_appends_and_serve_reads(roomy: tuple[Scenario, list[Disk]]):
+    scenario, disks = roomy
+    with scenario.load() as load:
         load.await_commits()
     for disk in disks:
         disk.fill()
     quick = ClientConfig(request_timeout_ms=3_000)
-    with WaltzClient(story.cluster.connect, quick) as client:
+    with WaltzClient(scenario.cluster.connect, quick) as client:
         last = client.high_water_mark(1)
-        for refusal in rejected_appends(story, client):
+        for refusal in rejected_appends(scenario, client):
             assert isinstance(refusal, Unavailable), repr(refusal)
             assert not isinstance(refusal, OutcomeUnknown)
         assert sum(chunk.count for chunk in client.read_range(1, 0, last)) == last + 1
     for disk in disks:
         disk.free()
-    with story.load() as load:
+    with scenario.load() as load:
         load.await_commits()
-    story.check_whole()
-    story.check_agrees()
+    scenario.check_whole()
+    scenario.check_agrees()
 
 
-def test_a_full_disk_is_shown_and_its_reserve_is_filled_again(roomy: tuple[Story, list[Disk]]):
-    story, disks = roomy
+def test_a_full_disk_is_shown_and_its_reserve_is_filled_again(roomy: tuple[Scenario, list[Disk]]):
+    scenario, disks = roomy
     reserve = disks[2].where / "waltz-x.reserve"
     wait_until("a reserve", lambda: reserve.exists() and reserve.stat().st_size > 0)
     size = reserve.stat().st_size
     disks[2].fill()
-    with story.load() as load:
-        wait_until("shown as full", lambda: is_full(story, "storage-3"))
+    with scenario.load() as load:
+        wait_until("shown as full", lambda: is_full(scenario, "storage-3"))
         load.await_commits()
         # A repair takes what it needs from the reserve; here another process takes it away.
         reserve.unlink()
-        story.cluster.kill("storage-3")
+        scenario.cluster.kill("storage-3")
         disks[2].fill()
-        story.cluster.start("storage-3")
-        wait_until("full from its start", lambda: is_full(story, "storage-3"))
+        scenario.cluster.start("storage-3")
+        wait_until("full from its start", lambda: is_full(scenario, "storage-3"))
         load.await_commits()
         disks[2].free()
-        wait_until("not full any more", lambda: not is_full(story, "storage-3"))
+        wait_until("not full any more", lambda: not is_full(scenario, "storage-3"))
         wait_until("its reserve is whole", lambda: reserve.stat().st_size == size)
         load.await_commits()
-    story.check_whole()
-    story.check_agrees()
+    scenario.check_whole()
+    scenario.check_agrees()
 
 
-def is_full(story: Story, storage: str) -> bool:
+def is_full(scenario: Scenario, storage: str) -> bool:
     """Return what a storage says of its disk; the two pages agree."""
     pages: list[str] = []
-    port = story.cluster.member(storage).http_port
+    port = scenario.cluster.member(storage).http_port
     for name in ("health", "metrics"):
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/{name}", timeout=HANG_S) as page:
@@ -304,7 +306,7 @@ def is_full(story: Story, storage: str) -> bool:
     return bool(found["is_full"]) and "waltz_storage_full_disks 1.0" in pages[1]
 
 
-def rejected_appends(story: Story, client: WaltzClient) -> list[BaseException]:
+def rejected_appends(scenario: Scenario, client: WaltzClient) -> list[BaseException]:
     """Append until one is refused for its space: the last page of a file may still have room.
 
     Between two sessions an append may also meet the time in which the client mounts again: it
@@ -313,7 +315,7 @@ def rejected_appends(story: Story, client: WaltzClient) -> list[BaseException]:
     errors: list[BaseException] = []
 
     def is_refused() -> bool:
-        error = client.append(story.row(1, padding=9_000), partition=1).exception(30)
+        error = client.append(scenario.row(1, padding=9_000), partition=1).exception(30)
         if error is not None and not isinstance(error, NotMounted):
             errors.append(error)
         return isinstance(error, NoSpace)
@@ -322,9 +324,9 @@ def rejected_appends(story: Story, client: WaltzClient) -> list[BaseException]:
     return errors
 
 
-def test_undecodable_nodes_end_no_daemon(story: Story):
+def test_undecodable_nodes_end_no_daemon(scenario: Scenario):
     """A damaged node ended every storage, or every server, at once."""
-    hosts, _, root = story.cluster.connect.partition("/")
+    hosts, _, root = scenario.cluster.connect.partition("/")
     zookeeper = KazooClient(hosts)
     zookeeper.start(timeout=HANG_S)
     nodes = {
@@ -332,13 +334,13 @@ def test_undecodable_nodes_end_no_daemon(story: Story):
         f"/{root}/serverDescriptors": ("server-1", "server-2"),
     }
     try:
-        with story.load() as load:  # an open client; a new one could not read the nodes
+        with scenario.load() as load:  # an open client; a new one could not read the nodes
             load.await_commits()
             for node, names in nodes.items():
                 right, _ = zookeeper.get(node)
                 zookeeper.set(node, b"rotten")
                 for name in names:
-                    log = story.cluster.log_path(name)
+                    log = scenario.cluster.log_path(name)
                     wait_until(
                         f"{name} has read {node}",
                         lambda log=log, node=node: (
@@ -350,7 +352,7 @@ def test_undecodable_nodes_end_no_daemon(story: Story):
     finally:
         zookeeper.stop()
         zookeeper.close()
-    with story.load() as load:
+    with scenario.load() as load:
         load.await_commits()
-    story.check_whole()
-    story.check_agrees()
+    scenario.check_whole()
+    scenario.check_agrees()

@@ -13,7 +13,7 @@ import pytest
 from tests.fault import bank_teller
 from tests.fault.bank_teller import ACCOUNT_COUNT, DONE, REFUSED, bank_books, bank_desk, engine_of
 from tests.fault.child import Child
-from tests.fault.load import ROOT, Story, four_writers, wait_until
+from tests.fault.load import ROOT, Scenario, four_writers, wait_until
 from tests.patience import HANG_S
 
 pytestmark = pytest.mark.fault
@@ -50,8 +50,8 @@ class Process(Child):
 
 
 @pytest.fixture
-def tellers(story: Story, database: str, tmp_path: Path) -> Iterator[list[Process]]:
-    connect = story.cluster.connect
+def tellers(scenario: Scenario, database: str, tmp_path: Path) -> Iterator[list[Process]]:
+    connect = scenario.cluster.connect
     engine = engine_of(database)
     bank = bank_desk.Bank(connect, engine)
     for account in range(1, ACCOUNT_COUNT + 1):
@@ -69,7 +69,7 @@ def tellers(story: Story, database: str, tmp_path: Path) -> Iterator[list[Proces
 
 
 def test_the_sums_are_right_whichever_process_is_killed(
-    story: Story, database: str, tellers: list[Process]
+    scenario: Scenario, database: str, tellers: list[Process]
 ) -> None:
     for each in tellers:
         each.await_commits()
@@ -79,18 +79,18 @@ def test_the_sums_are_right_whichever_process_is_killed(
             victim.kill()
             victim.start()
         else:
-            story.cluster.kill(name)
+            scenario.cluster.kill(name)
             victim.await_commits()
-            story.cluster.start(name)
+            scenario.cluster.start(name)
         victim.await_commits()
     for each in tellers:
         each.end()
     journaled = [line for each in tellers for line in bank_teller.read(each.journal)]
     assert any("repeated" in line for line in journaled), "no teller was killed in the middle"
     engine = engine_of(database)
-    bank = bank_desk.Bank(story.cluster.connect, engine)
+    bank = bank_desk.Bank(scenario.cluster.connect, engine)
     bank.settle_all()
-    ledger = Ledger(story.cluster.connect)
+    ledger = Ledger(scenario.cluster.connect)
     ledger.check_whole()
     ledger.check_outcomes(journaled)
     assert bank.cents_under_way() == 0
@@ -161,11 +161,11 @@ def first(database: str) -> int:
 
 
 @pytest.fixture
-def typed(story: Story, database: str) -> Run:
+def typed(scenario: Scenario, database: str) -> Run:
     def run(*words: str, lines: tuple[str, ...] = ()) -> "subprocess.CompletedProcess[str]":
         command = [sys.executable, str(ROOT / "examples" / "bank.py"), *words]
         return subprocess.run(
-            [*command, "--connect", story.cluster.connect, "--database", database],
+            [*command, "--connect", scenario.cluster.connect, "--database", database],
             input="".join(f"{line}\n" for line in lines),
             capture_output=True,
             text=True,
@@ -177,9 +177,9 @@ def typed(story: Story, database: str) -> Run:
 
 
 @pytest.fixture
-def bank(story: Story, database: str) -> Iterator[bank_desk.Bank]:
+def bank(scenario: Scenario, database: str) -> Iterator[bank_desk.Bank]:
     engine = engine_of(database)
-    made = bank_desk.Bank(story.cluster.connect, engine)
+    made = bank_desk.Bank(scenario.cluster.connect, engine)
     yield made
     made.close()
     engine.dispose()
@@ -234,14 +234,14 @@ def in_two_partitions(bank: bank_desk.Bank, first: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("is_closed", [False, True])
 def test_the_next_one_ends_what_was_left_half_done(
-    story: Story, database: str, first: int, bank: bank_desk.Bank, is_closed: bool
+    scenario: Scenario, database: str, first: int, bank: bank_desk.Bank, is_closed: bool
 ) -> None:
     one, two = in_two_partitions(bank, first + (300 if is_closed else 350))
     for account in (one, two):
         bank.open(account)
     bank.deposit(one, 500)
     engine = engine_of(database)
-    dying = DyingBank(story.cluster.connect, engine)
+    dying = DyingBank(scenario.cluster.connect, engine)
     with pytest.raises(Dead):
         dying.transfer(one, two, 200)
     dying.close()

@@ -15,29 +15,29 @@ from tests.fault.changing import (
     replicas,
 )
 from tests.fault.doctor import doctor, from_elsewhere
-from tests.fault.load import Story, partitions, segments, shown, wait_until
+from tests.fault.load import Scenario, partitions, segments, shown, wait_until
 
 pytestmark = pytest.mark.fault
 
 
-def held_by(story: Story) -> set[str]:
+def held_by(scenario: Scenario) -> set[str]:
     """Return the storages of the cluster."""
-    found = shown(story.cluster)["storages"]
+    found = shown(scenario.cluster)["storages"]
     assert isinstance(found, dict)
     return set(found)
 
 
-def check_nothing_is_wrong(story: Story) -> None:
+def check_nothing_is_wrong(scenario: Scenario) -> None:
     """Wait until the doctor reports nothing, as after every operation on a healthy cluster."""
-    words = from_elsewhere(story.cluster.connect)
+    words = from_elsewhere(scenario.cluster.connect)
     wait_until("the doctor reports nothing", lambda: not doctor(*words))
 
 
-def test_the_four_examples_of_recovery_with_writes_continuing(story: Story):
-    cluster = story.cluster
+def test_the_four_examples_of_recovery_with_writes_continuing(scenario: Scenario):
+    cluster = scenario.cluster
     d, e = new_storage(cluster), new_storage(cluster)
     usual = replicas(cluster)[0]
-    with story.load() as load:
+    with scenario.load() as load:
         load.await_commits()
         assert (
             does(cluster, "add-storage", d, "--group", "0", *admin_port(cluster, d))["group"] == 0
@@ -49,7 +49,7 @@ def test_the_four_examples_of_recovery_with_writes_continuing(story: Story):
         does(cluster, "remove-replica", "0", d)
         assert replicas(cluster)[0] == usual
         assert not segments(cluster, "storage-4")
-        check_nothing_is_wrong(story)
+        check_nothing_is_wrong(scenario)
         steps = does(cluster, "add-replica", "0", d, e)["steps"]
         assert steps == [f"partition 0: +{d}", f"partition 0: +{e}"]
         load.await_commits()
@@ -57,27 +57,27 @@ def test_the_four_examples_of_recovery_with_writes_continuing(story: Story):
         steps = does(cluster, "remove-replica", "0", d, e)["steps"]
         assert steps == [f"partition 0: -{d}", f"partition 0: -{e}"]
         load.await_commits()
-    check_nothing_is_wrong(story)
-    check_level(story)
-    story.check_agrees()
+    check_nothing_is_wrong(scenario)
+    check_level(scenario)
+    scenario.check_agrees()
     assert "would be left without a replica" in refuses(
         cluster, "remove-replica", "0", *sorted(usual)
     )
     assert "is not a storage of this cluster" in refuses(cluster, "add-replica", "0", "127.0.0.1:1")
 
 
-def test_a_whole_group_of_five_storages_in_three_is_lost_and_the_log_continues(story: Story):
-    cluster = story.cluster
+def test_a_whole_group_of_five_storages_in_three_is_lost_and_the_log_continues(scenario: Scenario):
+    cluster = scenario.cluster
     first, second, third = (address(cluster, f"storage-{each}") for each in (1, 2, 3))
     d, e = (address(cluster, f"storage-{each}") for each in (4, 5))
     groups = {first: 0, d: 0, second: 1, e: 1, third: 2}
-    assert held_by(story) == set(groups)
-    with story.load() as load:
+    assert held_by(scenario) == set(groups)
+    with scenario.load() as load:
         load.await_commits()
         assert does(cluster, "auto-assign")["changed"]
         for assigned in replicas(cluster).values():
             assert sorted(groups[each] for each in assigned) == [0, 1, 2]
-        check_nothing_is_wrong(story)
+        check_nothing_is_wrong(scenario)
         for name in ("storage-1", "storage-4"):
             cluster.kill(name)
         load.await_commits()
@@ -91,52 +91,52 @@ def test_a_whole_group_of_five_storages_in_three_is_lost_and_the_log_continues(s
         does(cluster, "remove-storage", d)
         does(cluster, "remove-storage", e)
         load.await_commits()
-    assert held_by(story) == {first, second, third}
-    check_nothing_is_wrong(story)
-    check_level(story)
-    story.check_agrees()
+    assert held_by(scenario) == {first, second, third}
+    check_nothing_is_wrong(scenario)
+    check_level(scenario)
+    scenario.check_agrees()
 
 
-def test_a_dead_storage_is_replaced_by_an_empty_one(story: Story):
-    cluster = story.cluster
+def test_a_dead_storage_is_replaced_by_an_empty_one(scenario: Scenario):
+    cluster = scenario.cluster
     dead, fresh = address(cluster, "storage-3"), new_storage(cluster)
-    with story.load() as load:
+    with scenario.load() as load:
         load.await_commits()
         cluster.kill("storage-3")
         load.await_commits()
         result = does(cluster, "replace-storage", dead, fresh, *admin_port(cluster, fresh))
         assert result["moved"] == cluster.partition_count
         load.await_commits()
-        assert held_by(story) == {*(held_by(story) - {dead}), fresh}
+        assert held_by(scenario) == {*(held_by(scenario) - {dead}), fresh}
         # A cluster that has lost one more continues: the new one counts.
         cluster.kill("storage-2")
         load.await_commits()
         cluster.start("storage-2")
         load.await_commits()
-    check_nothing_is_wrong(story)
-    check_level(story)
-    story.check_agrees()
+    check_nothing_is_wrong(scenario)
+    check_level(scenario)
+    scenario.check_agrees()
 
 
-def test_preferred_partitions_are_owned_by_one_that_prefers_them(story: Story):
-    cluster = story.cluster
+def test_preferred_partitions_are_owned_by_one_that_prefers_them(scenario: Scenario):
+    cluster = scenario.cluster
     one = address(cluster, "server-1")
-    with story.load() as load:
+    with scenario.load() as load:
         load.await_commits()
         assert does(cluster, "prefer", "all", one)["owns"] == [0, 1, 2, 3]
         load.await_commits()
-        check_nothing_is_wrong(story)
+        check_nothing_is_wrong(scenario)
         assert len(does(cluster, "unprefer", "0-3", one)["owns"]) == 2
         load.await_commits()
-    check_nothing_is_wrong(story)
-    story.check_agrees()
+    check_nothing_is_wrong(scenario)
+    scenario.check_agrees()
     assert "no server is registered at 127.0.0.1:1" in refuses(
         cluster, "prefer", "0", "127.0.0.1:1"
     )
 
 
-def test_every_change_is_on_record(story: Story):
-    found = does(story.cluster, "audit")
+def test_every_change_is_on_record(scenario: Scenario):
+    found = does(scenario.cluster, "audit")
     verbs = [each["command"].split()[1] for each in found]
     for verb in ("add-storage", "add-replica", "remove-storage", "replace-storage", "prefer"):
         assert verb in verbs

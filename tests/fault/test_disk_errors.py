@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fault.load import Story, all_engaged, partitions, standing_still, wait_until
+from tests.fault.load import Scenario, all_engaged, partitions, standing_still, wait_until
 from tests.patience import HANG_S
 from waltz_core.client import WaltzClient
 from waltz_core.config import ClientConfig
@@ -27,58 +27,58 @@ RECORD_START = 128  # behind the header of a segment
 
 
 @pytest.fixture(scope="module")
-def module_story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+def module_scenario(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scenario]:
     """Give a cluster with small segments that are read again every second."""
     settings: dict[str, dict[str, object]] = {
         "storage": {"segment_bytes_max": 16_384, "scrub_interval_ms": 1_000},
         "server": {"zookeeper_session_timeout_ms": 1_500},
     }
     with running(tmp_path_factory.mktemp("cluster"), settings=settings) as cluster:
-        yield Story(cluster)
+        yield Scenario(cluster)
 
 
-def metric(story: Story, name: str, what: str) -> float:
+def metric(scenario: Scenario, name: str, what: str) -> float:
     """Return the sum of a metric of a member over its labels."""
-    port = story.cluster.member(name).http_port
+    port = scenario.cluster.member(name).http_port
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=HANG_S) as page:
         text = page.read().decode()
     found = re.findall(rf"^{what}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
     return sum(float(each) for each in found)
 
 
-def health(story: Story, name: str) -> dict[str, object]:
-    port = story.cluster.member(name).http_port
+def health(scenario: Scenario, name: str) -> dict[str, object]:
+    port = scenario.cluster.member(name).http_port
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=HANG_S) as page:
         found: dict[str, object] = json.loads(page.read())
     return found
 
 
-def log_of(story: Story, name: str) -> str:
-    return story.cluster.log_path(name).read_text(encoding="utf-8", errors="replace")
+def log_of(scenario: Scenario, name: str) -> str:
+    return scenario.cluster.log_path(name).read_text(encoding="utf-8", errors="replace")
 
 
-def server_logs(story: Story) -> str:
-    return "".join(log_of(story, name) for name in SERVERS)
+def server_logs(scenario: Scenario) -> str:
+    return "".join(log_of(scenario, name) for name in SERVERS)
 
 
-def cold_segment(story: Story, storage: str) -> Path:
+def cold_segment(scenario: Scenario, storage: str) -> Path:
     """Return the first segment of a partition that continues in another file."""
-    top = story.cluster.directory / storage
+    top = scenario.cluster.directory / storage
     wait_until("a second segment", lambda: len(list(top.glob("0/*.seg"))) > 1)
     return min(top.glob("0/*.seg"))
 
 
-def sessions(story: Story) -> list[object]:
-    return [each["session"] for each in partitions(story.cluster).values()]
+def sessions(scenario: Scenario) -> list[object]:
+    return [each["session"] for each in partitions(scenario.cluster).values()]
 
 
 @contextmanager
-def injected(story: Story, storage: str, *options: str) -> Iterator[None]:
+def injected(scenario: Scenario, storage: str, *options: str) -> Iterator[None]:
     """Have system calls of a storage fail, as strace's options say."""
     tool = shutil.which("strace")
     if tool is None:
         pytest.skip("there is no strace")
-    process = story.cluster.member(storage).process()
+    process = scenario.cluster.member(storage).process()
     assert process is not None
     command = [tool, "-f", "-qq", "-p", str(process.pid), "-o", "/dev/null", *options]
     strace = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
@@ -103,153 +103,159 @@ def injected(story: Story, storage: str, *options: str) -> Iterator[None]:
 # rot
 
 
-def test_rot_in_an_old_segment_is_found_by_the_scrub_and_repaired_in_the_session(story: Story):
-    with story.load() as load:
+def test_rot_in_an_old_segment_is_found_by_the_scrub_and_repaired_in_the_session(
+    scenario: Scenario,
+):
+    with scenario.load() as load:
         load.await_commits(600)
-    story.check_whole()
-    path = cold_segment(story, "storage-2")
+    scenario.check_whole()
+    path = cold_segment(scenario, "storage-2")
     before = path.read_bytes()
-    opened = sessions(story)
+    opened = sessions(scenario)
     with path.open("r+b") as file:
         for at in (RECORD_START + 50, RECORD_START + 3_000):
             file.seek(at)
             file.write(bytes([before[at] ^ 1]))
     found = "waltz_storage_damage_found_transactions_total"
     repaired = "waltz_storage_damage_repaired_transactions_total"
-    wait_until("found", lambda: metric(story, "storage-2", found) >= 2)
-    wait_until("repaired", lambda: metric(story, "storage-2", repaired) >= 2)
-    assert metric(story, "storage-2", found) == metric(story, "storage-2", repaired)
+    wait_until("found", lambda: metric(scenario, "storage-2", found) >= 2)
+    wait_until("repaired", lambda: metric(scenario, "storage-2", repaired) >= 2)
+    assert metric(scenario, "storage-2", found) == metric(scenario, "storage-2", repaired)
     assert path.read_bytes() == before
-    assert sessions(story) == opened, "no session had to end for it"
-    assert metric(story, "storage-2", "waltz_storage_damaged_transactions") == 0
-    assert health(story, "storage-2")["damaged"] == []
-    said = log_of(story, "storage-2")
+    assert sessions(scenario) == opened, "no session had to end for it"
+    assert metric(scenario, "storage-2", "waltz_storage_damaged_transactions") == 0
+    assert health(scenario, "storage-2")["damaged"] == []
+    said = log_of(scenario, "storage-2")
     assert "storage.damage_found partition=0" in said
     assert "storage.damage_repaired partition=0" in said
     # The server learns of it after the storage has reported it to the doctor.
-    wait_until("the repair is logged", lambda: "replica.repaired partition=0" in server_logs(story))
-    story.check_agrees()
+    wait_until(
+        "the repair is logged", lambda: "replica.repaired partition=0" in server_logs(scenario)
+    )
+    scenario.check_agrees()
 
 
 # ---------------------------------------------------------------------------------------------
 # errors of the disk
 
 
-def test_a_read_that_fails_is_reported_and_its_records_are_repaired(story: Story):
-    with story.load() as load:
+def test_a_read_that_fails_is_reported_and_its_records_are_repaired(scenario: Scenario):
+    with scenario.load() as load:
         load.await_commits(600)
-    story.check_whole()
-    path = cold_segment(story, "storage-3")
+    scenario.check_whole()
+    path = cold_segment(scenario, "storage-3")
     repaired = "waltz_storage_damage_repaired_transactions_total"
-    earlier = metric(story, "storage-3", repaired)
+    earlier = metric(scenario, "storage-3", repaired)
     fail = ("-P", str(path), "-e", "trace=pread64", "-e", "inject=pread64:error=EIO:when=1..12")
-    with injected(story, "storage-3", *fail):
-        wait_until("repaired", lambda: metric(story, "storage-3", repaired) > earlier)
-        wait_until("whole", lambda: health(story, "storage-3")["damaged"] == [])
-    assert metric(story, "storage-3", "waltz_storage_failed_reads_total") >= 1
-    assert metric(story, "storage-3", "waltz_storage_failed_writes_total") == 0
-    said = log_of(story, "storage-3")
+    with injected(scenario, "storage-3", *fail):
+        wait_until("repaired", lambda: metric(scenario, "storage-3", repaired) > earlier)
+        wait_until("whole", lambda: health(scenario, "storage-3")["damaged"] == [])
+    assert metric(scenario, "storage-3", "waltz_storage_failed_reads_total") >= 1
+    assert metric(scenario, "storage-3", "waltz_storage_failed_writes_total") == 0
+    said = log_of(scenario, "storage-3")
     assert f"cannot read {path}: Input/output error" in said
-    assert story.cluster.member("storage-3").process() is not None
-    with story.load() as load:
+    assert scenario.cluster.member("storage-3").process() is not None
+    with scenario.load() as load:
         load.await_commits()
-    story.check_whole()
-    story.check_agrees()
+    scenario.check_whole()
+    scenario.check_agrees()
 
 
-def test_a_second_failed_sync_ends_the_process_and_names_the_file(story: Story):
-    with story.load() as load:
+def test_a_second_failed_sync_ends_the_process_and_names_the_file(scenario: Scenario):
+    with scenario.load() as load:
         load.await_commits()
         # Not that of the slots or of the scrub's place: files of records and of batches only.
         with injected(
-            story, "storage-1", "-e", "trace=fdatasync", "-e", "inject=fdatasync:error=EIO"
+            scenario, "storage-1", "-e", "trace=fdatasync", "-e", "inject=fdatasync:error=EIO"
         ):
             wait_until(
-                "the process ended", lambda: story.cluster.member("storage-1").process() is None
+                "the process ended", lambda: scenario.cluster.member("storage-1").process() is None
             )
         load.await_commits()
-        last = log_of(story, "storage-1").strip().splitlines()[-1]
-        top = story.cluster.directory / "storage-1"
+        last = log_of(scenario, "storage-1").strip().splitlines()[-1]
+        top = scenario.cluster.directory / "storage-1"
         assert re.search(rf"(syncing|sync) {top}/\S+: Input/output error", last), last
-        assert "Traceback" not in log_of(story, "storage-1")
-        story.cluster.start("storage-1")
+        assert "Traceback" not in log_of(scenario, "storage-1")
+        scenario.cluster.start("storage-1")
         load.await_commits()
-    story.check_whole()
-    story.check_agrees()
+    scenario.check_whole()
+    scenario.check_agrees()
 
 
 # ---------------------------------------------------------------------------------------------
 # a backup that is put back
 
 
-def copy_running(story: Story, storage: str, where: Path) -> None:
+def copy_running(scenario: Scenario, storage: str, where: Path) -> None:
     """Copy a storage's directory as it is at one moment."""
-    with standing_still(story.cluster, storage):
-        shutil.copytree(story.cluster.directory / storage, where)
+    with standing_still(scenario.cluster, storage):
+        shutil.copytree(scenario.cluster.directory / storage, where)
 
 
-def put_back(story: Story, storage: str, where: Path) -> None:
-    directory = story.cluster.directory / storage
+def put_back(scenario: Scenario, storage: str, where: Path) -> None:
+    directory = scenario.cluster.directory / storage
     shutil.rmtree(directory)
     shutil.copytree(where, directory)
 
 
-def test_an_old_copy_of_a_directory_is_filled_up_and_has_no_vote(story: Story, tmp_path: Path):
-    with story.load() as load:
+def test_an_old_copy_of_a_directory_is_filled_up_and_has_no_vote(
+    scenario: Scenario, tmp_path: Path
+):
+    with scenario.load() as load:
         load.await_commits()
-        copy_running(story, "storage-2", tmp_path / "old")
+        copy_running(scenario, "storage-2", tmp_path / "old")
         load.await_commits()
-        story.cluster.kill("storage-2")
-        put_back(story, "storage-2", tmp_path / "old")
+        scenario.cluster.kill("storage-2")
+        put_back(scenario, "storage-2", tmp_path / "old")
         load.await_commits()
         # One of the two that have everything goes as the old one comes.
-        story.cluster.kill("storage-3")
-        story.cluster.start("storage-2")
+        scenario.cluster.kill("storage-3")
+        scenario.cluster.start("storage-2")
         load.await_commits()
-        story.cluster.start("storage-3")
+        scenario.cluster.start("storage-3")
         load.await_commits()
-    story.check_whole()
-    story.check_agrees()
+    scenario.check_whole()
+    scenario.check_agrees()
 
 
-def test_two_are_no_quorum_while_one_of_them_is_an_old_copy(story: Story, tmp_path: Path):
-    with story.load() as load:
+def test_two_are_no_quorum_while_one_of_them_is_an_old_copy(scenario: Scenario, tmp_path: Path):
+    with scenario.load() as load:
         load.await_commits()
-        copy_running(story, "storage-2", tmp_path / "old")
+        copy_running(scenario, "storage-2", tmp_path / "old")
         # It is away for a moment, so that later sessions know of it than the copy does.
-        story.cluster.kill("storage-2")
+        scenario.cluster.kill("storage-2")
         load.await_commits()
-        story.cluster.start("storage-2")
-        wait_until("all engaged", lambda: all_engaged(story.cluster))
+        scenario.cluster.start("storage-2")
+        wait_until("all engaged", lambda: all_engaged(scenario.cluster))
         load.await_commits()
-    story.check_whole()
+    scenario.check_whole()
     # Servers first: the third storage must not answer a session that begins while all are killed.
     for name in (*SERVERS, "storage-1", "storage-2", "storage-3"):
-        story.cluster.kill(name)
-    put_back(story, "storage-2", tmp_path / "old")
-    said = {name: len(log_of(story, name)) for name in SERVERS}
-    address = f"127.0.0.1:{story.cluster.member('storage-2').port}"
+        scenario.cluster.kill(name)
+    put_back(scenario, "storage-2", tmp_path / "old")
+    said = {name: len(log_of(scenario, name)) for name in SERVERS}
+    address = f"127.0.0.1:{scenario.cluster.member('storage-2').port}"
     for name in ("storage-1", "storage-2", *SERVERS):
-        story.cluster.start(name)
+        scenario.cluster.start(name)
 
     def is_unknown() -> bool:
-        lines = "".join(log_of(story, name)[start:] for name, start in said.items())
+        lines = "".join(log_of(scenario, name)[start:] for name, start in said.items())
         return all(
             re.search(rf"replica.untrusted partition={each} .*replica={address}", lines)
             for each in range(4)
         )
 
-    with WaltzClient(story.cluster.connect) as client:
-        futures = [client.append(story.row(each), partition=each) for each in range(4)]
+    with WaltzClient(scenario.cluster.connect) as client:
+        futures = [client.append(scenario.row(each), partition=each) for each in range(4)]
         wait_until("the old copy is not trusted", is_unknown)
         # All have answered that will; a session that opened with them would return its mark.
-        with WaltzClient(story.cluster.connect, ClientConfig(request_timeout_ms=400)) as asks:
+        with WaltzClient(scenario.cluster.connect, ClientConfig(request_timeout_ms=400)) as asks:
             for each in range(4):
                 with pytest.raises(Unavailable, match="no answer within 400 ms"):
                     asks.high_water_mark(each)
         done = [each.exception() or each.result() for each in futures if each.done()]
         assert done == []
-        story.cluster.start("storage-3")
+        scenario.cluster.start("storage-3")
         assert all(each.result(HANG_S) >= 0 for each in futures)
-    story.check_whole()
-    story.check_agrees()
+    scenario.check_whole()
+    scenario.check_agrees()

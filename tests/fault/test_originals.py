@@ -51,7 +51,7 @@ def endpoints_of(view: ServersView) -> dict[str, dict[int, int]]:
     }
 
 
-class Story:
+class Scenario:
     """Originals that follow the assignment, and the owner of partition 0."""
 
     def __init__(self) -> None:
@@ -69,18 +69,18 @@ class Story:
 
 
 @contextlib.asynccontextmanager
-async def originals(connect: str, count: int) -> AsyncIterator[Story]:
-    story = Story()
+async def originals(connect: str, count: int) -> AsyncIterator[Scenario]:
+    scenario = Scenario()
     async with connected(connect) as coordinator, contextlib.AsyncExitStack() as stack:
         for number in range(count):
             counters = Counters()
             client_id = await coordinator.next_client_id()
             versions = tuple(range(5 - number))
             client = OriginalClient(client_id, [0], counters.apply, versions=versions)
-            story.clients.append((await stack.enter_async_context(client), counters))
-        following = asyncio.ensure_future(coordinator.follow_servers(story.follow))  # noqa: TID251
+            scenario.clients.append((await stack.enter_async_context(client), counters))
+        following = asyncio.ensure_future(coordinator.follow_servers(scenario.follow))  # noqa: TID251
         try:
-            yield story
+            yield scenario
         finally:
             following.cancel()
 
@@ -121,11 +121,11 @@ async def log_of(client: AsyncWaltzClient) -> list[Req]:
     return found
 
 
-def check_outcomes(story: Story, log: list[Req]) -> None:
+def check_outcomes(scenario: Scenario, log: list[Req]) -> None:
     """What was reported as failed is not in the log; what was reported as committed is, once."""
     assert len(set(log)) == len(log)
     committed = set(log)
-    for client, _ in story.clients:
+    for client, _ in scenario.clients:
         for each, is_committed in client.outcomes.items():
             assert (each in committed) == is_committed, each
 
@@ -135,7 +135,7 @@ def test_counters_come_to_the_right_sum_while_owners_are_killed(cluster: LocalCl
         ours = Ours()
         async with (
             AsyncWaltzClient.connect(cluster.connect) as client,
-            originals(cluster.connect, 5) as story,
+            originals(cluster.connect, 5) as scenario,
         ):
             await client.subscribe(ours, [0])
             members = {
@@ -145,27 +145,29 @@ def test_counters_come_to_the_right_sum_while_owners_are_killed(cluster: LocalCl
             }
             async with asyncio.TaskGroup() as tasks:
                 is_over = asyncio.Event()
-                for each in story.clients:
+                for each in scenario.clients:
                     tasks.create_task(count_up(is_over, *each))
                 by_us = tasks.create_task(count_up_ours(is_over, client, ours.counters))
                 for round_number in (1, 2):
                     mark = len(ours.counters.applied)
                     await until(lambda mark=mark: len(ours.counters.applied) >= mark + 60)
-                    owner = story.owner
+                    owner = scenario.owner
                     assert owner is not None
                     await asyncio.to_thread(cluster.kill, members[owner])
-                    await until(lambda owner=owner: story.owner not in (owner, None))
+                    await until(lambda owner=owner: scenario.owner not in (owner, None))
                     if round_number == 1:
                         await asyncio.to_thread(cluster.start, members[owner])
-                        await until(lambda: len(story.endpoints) == 2)
+                        await until(lambda: len(scenario.endpoints) == 2)
                 mark = len(ours.counters.applied)
                 await until(lambda: len(ours.counters.applied) >= mark + 60)
                 is_over.set()
-            total = by_us.result() + sum(sum(each.outcomes.values()) for each, _ in story.clients)
-            for counters in (ours.counters, *(each for _, each in story.clients)):
+            total = by_us.result() + sum(
+                sum(each.outcomes.values()) for each, _ in scenario.clients
+            )
+            for counters in (ours.counters, *(each for _, each in scenario.clients)):
                 await until(lambda counters=counters: sum(counters.values.values()) == total)
                 assert counters.applied == ours.counters.applied
-            check_outcomes(story, await log_of(client))
+            check_outcomes(scenario, await log_of(client))
 
     async def within() -> None:
         async with asyncio.timeout(HANG_S):

@@ -16,7 +16,7 @@ import pytest
 from tests.commands import run_command
 from tests.fault.changing import address, begin, check_level, does, end, refuses, replicas
 from tests.fault.conftest import SESSION_MS
-from tests.fault.load import Story, all_engaged, role, standing_still, wait_until
+from tests.fault.load import Scenario, all_engaged, role, standing_still, wait_until
 from waltz_core.client import WaltzClient
 from waltz_core.local import Member, running
 
@@ -44,20 +44,20 @@ main.main(sys.argv[1:])
 
 
 @pytest.fixture(scope="module")
-def module_story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+def module_scenario(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scenario]:
     """Give a cluster whose storages do not trust their logs after a crash."""
     settings: dict[str, dict[str, object]] = {
         "server": {"zookeeper_session_timeout_ms": SESSION_MS},
         "storage": {"zookeeper_session_timeout_ms": SESSION_MS, "trust_fsync": False},
     }
     with running(tmp_path_factory.mktemp("cluster"), settings=settings) as cluster:
-        yield Story(cluster)
+        yield Scenario(cluster)
 
 
-def test_a_new_zookeeper_learns_from_the_storages(story: Story):
-    cluster = story.cluster
+def test_a_new_zookeeper_learns_from_the_storages(scenario: Scenario):
+    cluster = scenario.cluster
     for _ in range(3):
-        with story.load() as load:
+        with scenario.load() as load:
             load.await_commits(100)
             last_client_id = load.client_id
     for member in reversed(cluster.members):
@@ -85,65 +85,65 @@ def test_a_new_zookeeper_learns_from_the_storages(story: Story):
     result = end(command)
     assert result.code == 0, result
     assert len(result.result["partitions"]) == cluster.partition_count
-    with story.load() as load:
+    with scenario.load() as load:
         load.await_commits()
         assert load.client_id > last_client_id
-    check_level(story)
-    story.check_agrees()
-    story.check_whole()
+    check_level(scenario)
+    scenario.check_agrees()
+    scenario.check_whole()
     assert "there is nothing to rebuild" in refuses(cluster, *rebuild)
 
 
-def test_a_storage_with_a_lying_disk_does_not_decide_alone(story: Story, tmp_path: Path):
+def test_a_storage_with_a_lying_disk_does_not_decide_alone(scenario: Scenario, tmp_path: Path):
     """A disk goes back to what it had when it stopped to sync, within a session.
 
     With one other replica away, its word would be half of the decision, and acknowledged rows lost.
     """
-    cluster = story.cluster
+    cluster = scenario.cluster
     lying, absent = cluster.member("storage-3"), cluster.member("storage-1")
-    with story.load() as load:
+    with scenario.load() as load:
         load.await_commits()
     wait_until("all replicas are engaged", lambda: all_engaged(cluster))
     with standing_still(cluster, lying.name):
         shutil.copytree(cluster.directory / lying.name, tmp_path / "synced")
-    with story.load() as load:
+    with scenario.load() as load:
         load.await_commits()
     for name in ("server-1", "server-2", lying.name):
         cluster.kill(name)
     cluster.kill(absent.name, signal.SIGTERM)  # Killed, it could not trust its own log either.
     shutil.rmtree(cluster.directory / lying.name)
     shutil.copytree(tmp_path / "synced", cluster.directory / lying.name)
-    said = unknown_replicas(story, lying)
+    said = unknown_replicas(scenario, lying)
     for name in (lying.name, "server-1", "server-2"):
         cluster.start(name)
     wait_until(
         "its word is not taken in any partition",
-        lambda: len(unknown_replicas(story, lying) - said) == cluster.partition_count,
+        lambda: len(unknown_replicas(scenario, lying) - said) == cluster.partition_count,
     )
-    assert not_passed(story)
+    assert not_passed(scenario)
     cluster.start(absent.name)
-    with story.load() as load:
+    with scenario.load() as load:
         load.await_commits()
-    check_level(story)
-    story.check_agrees()
-    story.check_whole()
+    check_level(scenario)
+    scenario.check_agrees()
+    scenario.check_whole()
 
 
-def unknown_replicas(story: Story, member: Member) -> set[str]:
+def unknown_replicas(scenario: Scenario, member: Member) -> set[str]:
     """Return the servers' lines about a storage that is not trusted."""
     of_member = f"127.0.0.1:{member.port}"
     lines: set[str] = set()
     for server in ("server-1", "server-2"):
-        text = story.cluster.log_path(server).read_text(encoding="utf-8")
+        text = scenario.cluster.log_path(server).read_text(encoding="utf-8")
         lines |= {
             line for line in text.splitlines() if "replica.untrusted" in line and of_member in line
         }
     return lines
 
 
-def test_replicas_that_are_all_suspect_are_accepted_by_command(story: Story):
-    cluster = story.cluster
-    with story.load() as load:
+def test_replicas_that_are_all_suspect_are_accepted_by_command(scenario: Scenario):
+    cluster = scenario.cluster
+    with scenario.load() as load:
         load.await_commits()
     for name in STORAGES:
         cluster.member(name).process().send_signal(signal.SIGKILL)
@@ -151,36 +151,36 @@ def test_replicas_that_are_all_suspect_are_accepted_by_command(story: Story):
         cluster.kill(name)
     for name in STORAGES:
         cluster.start(name)
-    wait_until("no partition is open", lambda: not_passed(story))
+    wait_until("no partition is open", lambda: not_passed(scenario))
     shown = does(cluster, "accept-replicas", "0")
     assert all(each["is_suspect"] for each in shown["replicas"].values())
-    assert not_passed(story), "showing has changed something"
+    assert not_passed(scenario), "showing has changed something"
     # Killed between ZooKeeper and the replica, the command has let nothing in, and can be repeated.
     words = ("cluster", "accept-replicas", "0", "--yes", "--connect", cluster.connect)
     killed = subprocess.run([sys.executable, "-c", DIES_AT_THE_MARK, *words], check=False)
     assert killed.returncode == -signal.SIGKILL
-    assert not_passed(story), "a command that did not finish has opened the partition"
+    assert not_passed(scenario), "a command that did not finish has opened the partition"
     for partition in range(cluster.partition_count):
         result = does(cluster, "accept-replicas", str(partition), "--yes")
         assert result["chosen"] in result["replicas"]
-    with story.load() as load:
+    with scenario.load() as load:
         load.await_commits()
-    story.check_whole()
-    story.check_agrees()
+    scenario.check_whole()
+    scenario.check_agrees()
 
 
-def not_passed(story: Story) -> bool:
+def not_passed(scenario: Scenario) -> bool:
     """Return whether `verify` finds no partition open."""
-    ran = run_command("cluster", "verify", "--connect", story.cluster.connect, "--json")
+    ran = run_command("cluster", "verify", "--connect", scenario.cluster.connect, "--json")
     closed = ("has no open session with a quorum of replicas", "does not serve it")
     sentences = [
         each for each in json.loads(ran.stdout)["findings"] if any(one in each for one in closed)
     ]
-    return len(sentences) == story.cluster.partition_count
+    return len(sentences) == scenario.cluster.partition_count
 
 
-def test_the_last_disk_is_accepted_and_a_new_one_takes_an_old_ones_place(story: Story):
-    cluster = story.cluster
+def test_the_last_disk_is_accepted_and_a_new_one_takes_an_old_ones_place(scenario: Scenario):
+    cluster = scenario.cluster
     last, lost, other = (address(cluster, name) for name in STORAGES)
     with WaltzClient(cluster.connect) as client:
         marks = client.high_water_marks()
@@ -197,7 +197,7 @@ def test_the_last_disk_is_accepted_and_a_new_one_takes_an_old_ones_place(story: 
     for partition in partitions:
         does(cluster, "accept-replicas", str(partition), "--yes")
     assert replicas(cluster) == {each: {last} for each in partitions}
-    with story.load() as load:
+    with scenario.load() as load:
         load.await_commits()
         replace = ("replace-storage", lost, lost)
         waited = refuses(cluster, *replace, "--timeout-s", "2")
@@ -208,5 +208,5 @@ def test_the_last_disk_is_accepted_and_a_new_one_takes_an_old_ones_place(story: 
         does(cluster, "auto-assign", "--replicas", "2")
         load.await_commits()
     assert replicas(cluster) == {each: {last, lost} for each in partitions}
-    check_level(story)
-    story.check_agrees()
+    check_level(scenario)
+    scenario.check_agrees()

@@ -17,7 +17,7 @@ import pytest
 
 from tests.fault.changing import address, check_level, does, refuses
 from tests.fault.doctor import await_findings, doctor, from_elsewhere, run_as_printed
-from tests.fault.load import Story, owners, partitions, wait_until
+from tests.fault.load import Scenario, owners, partitions, wait_until
 from tests.patience import HANG_S
 from waltz_core.client import WaltzClient
 from waltz_core.errors import Unreachable
@@ -28,75 +28,77 @@ STORAGES = ("storage-1", "storage-2", "storage-3")
 STALLED_S, RUNNING_S = 0.45, 0.1
 
 
-def test_a_killed_storage_is_whole_again_by_itself(story: Story):
-    with story.load() as load:
+def test_a_killed_storage_is_whole_again_by_itself(scenario: Scenario):
+    with scenario.load() as load:
         load.await_commits()
-        story.cluster.kill("storage-1")
+        scenario.cluster.kill("storage-1")
         load.await_commits()
-        story.cluster.start("storage-1")
+        scenario.cluster.start("storage-1")
         load.await_commits()
-    story.check_whole()
-    story.check_agrees()
+    scenario.check_whole()
+    scenario.check_agrees()
 
 
-def test_appends_stop_without_a_quorum_and_resume_with_one(story: Story):
+def test_appends_stop_without_a_quorum_and_resume_with_one(scenario: Scenario):
     """With one storage left, only earlier appends and unknown outcomes are reported."""
-    with story.load() as load:
+    with scenario.load() as load:
         load.await_commits()
-        story.cluster.kill("storage-2")
-        story.cluster.kill("storage-3")
-        with WaltzClient(story.cluster.connect) as client:
-            futures = [client.append(story.row(each), partition=each) for each in range(4)]
+        scenario.cluster.kill("storage-2")
+        scenario.cluster.kill("storage-3")
+        with WaltzClient(scenario.cluster.connect) as client:
+            futures = [client.append(scenario.row(each), partition=each) for each in range(4)]
             assert not any(each.done() for each in futures)
-            story.cluster.start("storage-2")
+            scenario.cluster.start("storage-2")
             assert all(each.result(HANG_S) >= 0 for each in futures)
         load.await_commits()
-        story.cluster.start("storage-3")
+        scenario.cluster.start("storage-3")
         load.await_commits()
-    story.check_whole()
-    story.check_agrees()
+    scenario.check_whole()
+    scenario.check_agrees()
 
 
-def test_all_storages_killed_at_once(story: Story):
-    with story.load() as load:
+def test_all_storages_killed_at_once(scenario: Scenario):
+    with scenario.load() as load:
         load.await_commits()
         for name in STORAGES:
-            story.cluster.member(name).process().send_signal(signal.SIGKILL)
+            scenario.cluster.member(name).process().send_signal(signal.SIGKILL)
         for name in STORAGES:
-            story.cluster.kill(name)
+            scenario.cluster.kill(name)
         for name in STORAGES:
-            story.cluster.start(name)
+            scenario.cluster.start(name)
         load.await_commits()
-    story.check_whole()
-    story.check_agrees()
+    scenario.check_whole()
+    scenario.check_agrees()
 
 
-def test_a_server_that_slept_too_long_gets_nothing_in(story: Story):
-    sleeping = address(story.cluster, "server-2")
-    wait_until("both servers own some", lambda: len(owners(story.cluster)) == 2)
-    found = partitions(story.cluster).items()
+def test_a_server_that_slept_too_long_gets_nothing_in(scenario: Scenario):
+    sleeping = address(scenario.cluster, "server-2")
+    wait_until("both servers own some", lambda: len(owners(scenario.cluster)) == 2)
+    found = partitions(scenario.cluster).items()
     moved = [number for number, each in found if each["server"] == sleeping]
-    with story.load() as load:
+    with scenario.load() as load:
         load.await_commits()
-        story.cluster.kill("server-2", signal.SIGSTOP)
+        scenario.cluster.kill("server-2", signal.SIGSTOP)
         try:
-            wait_until("it has lost its partitions", lambda: sleeping not in owners(story.cluster))
+            wait_until(
+                "it has lost its partitions", lambda: sleeping not in owners(scenario.cluster)
+            )
             load.await_commits()
-            with WaltzClient(story.cluster.connect) as client:
+            with WaltzClient(scenario.cluster.connect) as client:
                 seen = {each: client.replicas(each, linearizable=True) for each in moved}
         finally:
-            story.cluster.kill("server-2", signal.SIGCONT)
+            scenario.cluster.kill("server-2", signal.SIGCONT)
         load.await_commits()
     assert moved
-    with WaltzClient(story.cluster.connect) as client:
+    with WaltzClient(scenario.cluster.connect) as client:
         for each in moved:
             first = seen[each].high_water_mark + 1
             last = client.high_water_mark(each, linearizable=True)
             assert last >= first
             for chunk in client.read_range(each, first, last):
                 assert all(entry.session_id >= seen[each].session_id for entry in chunk.lineage)
-    story.check_whole()
-    story.check_agrees()
+    scenario.check_whole()
+    scenario.check_agrees()
 
 
 @contextmanager
@@ -127,9 +129,9 @@ def slow_lines(cluster: LocalCluster, storage: str) -> list[str]:
     return [line for line in lines if "append.slow" in line and f"replica={storage} " in line]
 
 
-def test_the_doctor_and_the_log_name_a_storage_that_stalls(story: Story):
-    cluster, storage = story.cluster, address(story.cluster, "storage-2")
-    with story.load() as load, stalling(cluster, "storage-2"):
+def test_the_doctor_and_the_log_name_a_storage_that_stalls(scenario: Scenario):
+    cluster, storage = scenario.cluster, address(scenario.cluster, "storage-2")
+    with scenario.load() as load, stalling(cluster, "storage-2"):
         load.await_commits()
         wait_until("the log names it", lambda: slow_lines(cluster, storage))
 
@@ -142,8 +144,8 @@ def test_the_doctor_and_the_log_name_a_storage_that_stalls(story: Story):
     others = [address(cluster, each) for each in ("storage-1", "storage-3")]
     found = doctor(*from_elsewhere(cluster.connect))
     assert not any(each["about"] in others for each in found)
-    story.check_whole()
-    story.check_agrees()
+    scenario.check_whole()
+    scenario.check_agrees()
 
 
 # --- the directory of a partition, or of a storage, is deleted or replaced while it runs
@@ -177,13 +179,13 @@ def health(cluster: LocalCluster, name: str) -> dict[str, object]:
 
 @pytest.mark.parametrize("change", [delete, put_copy_back])
 def test_the_replica_is_out_until_it_is_re_seeded_as_printed(
-    story: Story, change: Callable[[Path], None]
+    scenario: Scenario, change: Callable[[Path], None]
 ):
-    cluster, storage = story.cluster, address(story.cluster, "storage-2")
+    cluster, storage = scenario.cluster, address(scenario.cluster, "storage-2")
     elsewhere = from_elsewhere(cluster.connect)
     log = cluster.log_path("storage-2")
     before = log.read_text(encoding="utf-8").count("storage.files_replaced")
-    with story.load() as load:
+    with scenario.load() as load:
         load.await_commits()
         change(cluster.directory / "storage-2" / "1")
         load.await_commits()
@@ -203,13 +205,13 @@ def test_the_replica_is_out_until_it_is_re_seeded_as_printed(
         load.await_commits()
     assert log.read_text(encoding="utf-8").count("storage.files_replaced") == before + 1
     shutil.rmtree(cluster.directory / "storage-2" / "moved", ignore_errors=True)
-    story.check_whole()
-    story.check_agrees()
+    scenario.check_whole()
+    scenario.check_agrees()
 
 
-def test_a_storage_ends_without_its_directory_and_an_empty_one_takes_its_place(story: Story):
-    cluster, storage = story.cluster, address(story.cluster, "storage-2")
-    with story.load() as load:
+def test_a_storage_ends_without_its_directory_and_an_empty_one_takes_its_place(scenario: Scenario):
+    cluster, storage = scenario.cluster, address(scenario.cluster, "storage-2")
+    with scenario.load() as load:
         load.await_commits()
         delete(cluster.directory / "storage-2")
         load.await_commits()
@@ -228,6 +230,6 @@ def test_a_storage_ends_without_its_directory_and_an_empty_one_takes_its_place(s
         does(cluster, "add-replica", "all", storage)
         load.await_commits()
     wait_until("nothing is wrong any more", lambda: not doctor(*from_elsewhere(cluster.connect)))
-    check_level(story)
-    story.check_whole()
-    story.check_agrees()
+    check_level(scenario)
+    scenario.check_whole()
+    scenario.check_agrees()

@@ -17,7 +17,7 @@ from tests.commands import run_command
 from tests.fault.changing import address
 from tests.fault.child import Child
 from tests.fault.gate import Gate
-from tests.fault.load import ROOT, Story, owners, partitions, wait_until
+from tests.fault.load import ROOT, Scenario, owners, partitions, wait_until
 from tests.patience import HANG_S
 from tests.ports import free_port
 from waltz_core.client import ClusterLayout, TaskClaim, WaltzClient, begin_write, end_write
@@ -67,13 +67,13 @@ def test_a_server_with_an_untrusted_certificate_gets_no_partitions(tmp_path: Pat
     file = tmp_path / "tls.toml"
     file.write_text(render_toml("tls", trusted.settings))
     with running(tmp_path / "cluster", tls=file, storage_count=1, server_count=1) as cluster:
-        story = Story(cluster)
+        scenario = Scenario(cluster)
         before = owners(cluster)
         port = free_port()
         shows = {"tls_certificate": other.certificate, "tls_key": other.key}
         server = Server(cluster, tmp_path, {"port": port, "tls": "on", **shows})
         try:
-            with story.load() as load:
+            with scenario.load() as load:
                 wait_until("it is registered", server.is_ready)
                 wait_until(
                     "the doctor says why",
@@ -84,47 +84,49 @@ def test_a_server_with_an_untrusted_certificate_gets_no_partitions(tmp_path: Pat
                 load.await_commits()
         finally:
             server.kill()
-        assert {each.outcome for each in story.ledger} <= {"committed", "refused"}
-        story.check_agrees()
+        assert {each.outcome for each in scenario.ledger} <= {"committed", "refused"}
+        scenario.check_agrees()
 
 
 def test_a_running_server_that_becomes_unreachable_loses_its_partitions(
-    story: Story, tmp_path: Path
+    scenario: Scenario, tmp_path: Path
 ):
     port = free_port()
     with Gate(lambda: port) as gate:
-        wait_until("both own some", lambda: len(owners(story.cluster)) == 2)
-        gated, others = f"127.0.0.1:{gate.port}", owners(story.cluster)
+        wait_until("both own some", lambda: len(owners(scenario.cluster)) == 2)
+        gated, others = f"127.0.0.1:{gate.port}", owners(scenario.cluster)
         settings = {"port": port, "advertised_port": gate.port}
-        server = Server(story.cluster, tmp_path, settings)
+        server = Server(scenario.cluster, tmp_path, settings)
         try:
-            with story.load() as load:
-                wait_until("it owns some", lambda: gated in owners(story.cluster))
+            with scenario.load() as load:
+                wait_until("it owns some", lambda: gated in owners(scenario.cluster))
                 load.await_commits()
                 gate.shut()
-                wait_until("it owns nothing", lambda: owners(story.cluster) == others)
+                wait_until("it owns nothing", lambda: owners(scenario.cluster) == others)
                 load.await_commits()
-                wait_until("the doctor says so", lambda: "no partitions" in doctor(story.cluster))
+                wait_until(
+                    "the doctor says so", lambda: "no partitions" in doctor(scenario.cluster)
+                )
                 assert server.is_ready()
                 gate.open()
-                wait_until("it owns some again", lambda: gated in owners(story.cluster))
+                wait_until("it owns some again", lambda: gated in owners(scenario.cluster))
                 load.await_commits()
         finally:
             server.kill()
-    story.check_agrees()
+    scenario.check_agrees()
 
 
 def test_a_server_that_is_cut_off_from_the_others_gets_nothing_when_all_storages_restart(
-    story: Story, tmp_path: Path
+    scenario: Scenario, tmp_path: Path
 ):
-    cluster = story.cluster
+    cluster = scenario.cluster
     wait_until("both own some", lambda: len(owners(cluster)) == 2)
     others = owners(cluster)
     settings = {"port": free_port(), "advertised_port": free_port()}
     server = Server(cluster, tmp_path, settings, ("-m", "tests.fault.walled_server"))
     try:
         wait_until("it is registered", server.is_ready)
-        with story.load() as load:
+        with scenario.load() as load:
             load.await_commits()
             for _ in range(2):
                 cluster.kill("storage-1")
@@ -135,7 +137,7 @@ def test_a_server_that_is_cut_off_from_the_others_gets_nothing_when_all_storages
                 load.await_commits()
     finally:
         server.kill()
-    story.check_agrees()
+    scenario.check_agrees()
 
 
 # --- a server hangs, and another one is frozen
@@ -144,8 +146,8 @@ def test_a_server_that_is_cut_off_from_the_others_gets_nothing_when_all_storages
 class Hanging(Child):
     """server-1, as a process that can hang."""
 
-    def __init__(self, story: Story, folder: Path) -> None:
-        config = story.cluster.directory / "conf" / "server-1.toml"
+    def __init__(self, scenario: Scenario, folder: Path) -> None:
+        config = scenario.cluster.directory / "conf" / "server-1.toml"
         self._log = folder / "log"
         self._while = folder / "while"
         words = [str(self._while), str(config)]
@@ -167,64 +169,64 @@ class Hanging(Child):
 
 
 @pytest.fixture
-def hanging(story: Story, tmp_path: Path) -> Iterator[Hanging]:
+def hanging(scenario: Scenario, tmp_path: Path) -> Iterator[Hanging]:
     """Run server-1 in a process that can hang."""
-    story.cluster.kill("server-1", signal.SIGTERM)
-    server = Hanging(story, tmp_path)
+    scenario.cluster.kill("server-1", signal.SIGTERM)
+    server = Hanging(scenario, tmp_path)
     try:
-        wait_until("both own some", lambda: len(owners(story.cluster)) == 2)
+        wait_until("both own some", lambda: len(owners(scenario.cluster)) == 2)
         yield server
     finally:
         server.kill()
 
 
 def test_partitions_of_a_hanging_server_move_and_it_returns_as_after_any_expiry(
-    story: Story, hanging: Hanging
+    scenario: Scenario, hanging: Hanging
 ):
-    with story.load() as load:
+    with scenario.load() as load:
         load.await_commits()
         hanging.hang()
-        other = {address(story.cluster, "server-2")}
-        wait_until("the other one owns all", lambda: owners(story.cluster) == other)
+        other = {address(scenario.cluster, "server-2")}
+        wait_until("the other one owns all", lambda: owners(scenario.cluster) == other)
         load.await_commits()
         assert "zookeeper.loop_unresponsive" in hanging.said()
         hanging.go_on()
-        wait_until("both own some again", lambda: len(owners(story.cluster)) == 2)
+        wait_until("both own some again", lambda: len(owners(scenario.cluster)) == 2)
         load.await_commits()
     assert "zookeeper.loop_responsive" in hanging.said()
     assert hanging.process.poll() is None
-    story.check_agrees()
+    scenario.check_agrees()
 
 
-def owned_by(story: Story, name: str) -> list[int]:
+def owned_by(scenario: Scenario, name: str) -> list[int]:
     """Return the partitions that a server owns."""
-    where = address(story.cluster, name)
-    found = partitions(story.cluster).items()
+    where = address(scenario.cluster, name)
+    found = partitions(scenario.cluster).items()
     return [number for number, each in found if each["server"] == where]
 
 
-def test_a_client_that_watches_nothing_notices_that_its_server_is_frozen(story: Story):
+def test_a_client_that_watches_nothing_notices_that_its_server_is_frozen(scenario: Scenario):
     """Like a Spark task: it knows where everything is, and has no session with ZooKeeper."""
-    wait_until("it owns some", lambda: owned_by(story, "server-1"))
-    with WaltzClient(story.cluster.connect) as watching:
+    wait_until("it owns some", lambda: owned_by(scenario, "server-1"))
+    with WaltzClient(scenario.cluster.connect) as watching:
         layout = watching.layout()
-    (number, *_) = owned_by(story, "server-1")
+    (number, *_) = owned_by(scenario, "server-1")
     with (
         WaltzClient.at(layout, ClientConfig(request_timeout_ms=REQUEST_MS)) as client,
         ThreadPoolExecutor(2) as threads,
     ):
-        first = client.append(story.row(number), partition=number).result(HANG_S)
-        story.cluster.kill("server-1", signal.SIGSTOP)
+        first = client.append(scenario.row(number), partition=number).result(HANG_S)
+        scenario.cluster.kill("server-1", signal.SIGSTOP)
         try:
-            appended = client.append(story.row(number), partition=number)
+            appended = client.append(scenario.row(number), partition=number)
             asked = threads.submit(client.high_water_mark, number)
             read = threads.submit(lambda: list(client.read_range(number, first, first)))
             assert appended.result(HANG_S) == first + 1
             assert asked.result(HANG_S) >= first
             assert [len(chunk.lengths) for chunk in read.result(HANG_S)] == [1]
         finally:
-            story.cluster.kill("server-1", signal.SIGCONT)
-    story.check_whole()
+            scenario.cluster.kill("server-1", signal.SIGCONT)
+    scenario.check_whole()
 
 
 # --- servers that forget what was mounted
@@ -235,56 +237,56 @@ def layout_of(connect: str) -> ClusterLayout:
         return client.layout()
 
 
-def attempt(story: Story, write: str, run: str) -> WaltzClient:
+def attempt(scenario: Scenario, write: str, run: str) -> WaltzClient:
     """Begin an attempt at task 0 of a write."""
-    connect = story.cluster.connect
+    connect = scenario.cluster.connect
     return WaltzClient.at(layout_of(connect), claim=TaskClaim(connect, write, 0, run=run))
 
 
-def servers_forget(story: Story) -> None:
+def servers_forget(scenario: Scenario) -> None:
     for name in SERVERS:
-        story.cluster.kill(name, signal.SIGKILL)
+        scenario.cluster.kill(name, signal.SIGKILL)
     for name in SERVERS:
-        story.cluster.start(name)
+        scenario.cluster.start(name)
 
 
-def begin(story: Story, write: str) -> None:
-    asyncio.run(begin_write(story.cluster.connect, write, {}, keep_ms=FOR_LONG))
+def begin(scenario: Scenario, write: str) -> None:
+    asyncio.run(begin_write(scenario.cluster.connect, write, {}, keep_ms=FOR_LONG))
 
 
-def records_with(story: Story, data: bytes) -> int:
+def records_with(scenario: Scenario, data: bytes) -> int:
     found = 0
-    with WaltzClient(story.cluster.connect) as client:
+    with WaltzClient(scenario.cluster.connect) as client:
         for partition, last in client.high_water_marks(linearizable=True).items():
             for chunk in client.read_range(partition, 0, last) if last >= 0 else ():
                 found += bytes(chunk.records).count(data)
     return found
 
 
-def test_a_newer_attempt_ends_an_older_one_over_a_fail_over(story: Story) -> None:
-    begin(story, "claim-1")
-    with attempt(story, "claim-1", "a") as old:
-        first_of_old, late_of_old, first_of_new = (story.row(0) for _ in range(3))
+def test_a_newer_attempt_ends_an_older_one_over_a_fail_over(scenario: Scenario) -> None:
+    begin(scenario, "claim-1")
+    with attempt(scenario, "claim-1", "a") as old:
+        first_of_old, late_of_old, first_of_new = (scenario.row(0) for _ in range(3))
         old.append(first_of_old, partition=0).result(HANG_S)
-        with attempt(story, "claim-1", "a") as new:
+        with attempt(scenario, "claim-1", "a") as new:
             new.mount([0])
-            servers_forget(story)
+            servers_forget(scenario)
             with pytest.raises(ConnectionSuperseded):
                 old.append(late_of_old, partition=0).result(HANG_S)
             new.append(first_of_new, partition=0).result(HANG_S)
-    assert records_with(story, first_of_old) == records_with(story, first_of_new) == 1
-    assert records_with(story, late_of_old) == 0
+    assert records_with(scenario, first_of_old) == records_with(scenario, first_of_new) == 1
+    assert records_with(scenario, late_of_old) == 0
 
 
-def test_a_write_that_is_done_ends_its_attempts_over_a_fail_over(story: Story) -> None:
-    begin(story, "claim-2")
-    connect = story.cluster.connect
-    with attempt(story, "claim-2", "a") as straggler:
-        in_time, too_late = story.row(1), story.row(1)
+def test_a_write_that_is_done_ends_its_attempts_over_a_fail_over(scenario: Scenario) -> None:
+    begin(scenario, "claim-2")
+    connect = scenario.cluster.connect
+    with attempt(scenario, "claim-2", "a") as straggler:
+        in_time, too_late = scenario.row(1), scenario.row(1)
         straggler.append(in_time, partition=1).result(HANG_S)
         asyncio.run(end_write(connect, "claim-2", {}, keep_ms=FOR_LONG))
-        servers_forget(story)
+        servers_forget(scenario)
         with pytest.raises(ConnectionSuperseded):
             straggler.append(too_late, partition=1).result(HANG_S)
-    assert records_with(story, in_time) == 1
-    assert records_with(story, too_late) == 0
+    assert records_with(scenario, in_time) == 1
+    assert records_with(scenario, too_late) == 0

@@ -19,7 +19,7 @@ import pytest
 
 from tests.commands import run_command
 from tests.fault.gate import Gate
-from tests.fault.load import Load, Story, role, shown, wait_until
+from tests.fault.load import Load, Scenario, role, shown, wait_until
 from tests.patience import HANG_S
 from waltz_core.client import WaltzClient
 from waltz_core.cluster.coordinator import ServersView
@@ -39,11 +39,11 @@ SETTINGS: dict[str, dict[str, object]] = {
 
 
 @pytest.fixture(scope="module")
-def module_story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+def module_scenario(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scenario]:
     """Give a cluster with an ensemble, with short sessions."""
     where = tmp_path_factory.mktemp("ensemble")
     with running(where, settings=SETTINGS, zookeeper_count=3) as cluster:
-        yield Story(cluster)
+        yield Scenario(cluster)
 
 
 def figures(text: str) -> None:
@@ -113,8 +113,8 @@ def gap_s(load: Load, began: float, ended: float) -> float:
     return max(b - a for a, b in pairwise([began, *reported, ended]))
 
 
-def test_the_connect_string_names_all_nodes(story: Story):
-    cluster = story.cluster
+def test_the_connect_string_names_all_nodes(scenario: Scenario):
+    cluster = scenario.cluster
     assert [member.name for member in cluster.zookeepers] == [f"zookeeper-{n}" for n in (1, 2, 3)]
     hosts = ",".join(f"127.0.0.1:{member.port}" for member in cluster.zookeepers)
     assert cluster.connect == f"{hosts}/waltz/local"
@@ -133,11 +133,11 @@ def test_the_connect_string_names_all_nodes(story: Story):
     assert "waltz  key " in done.stdout
 
 
-def test_the_loss_of_the_leading_node_is_not_noticed(story: Story):
+def test_the_loss_of_the_leading_node_is_not_noticed(scenario: Scenario):
     """All sessions lose their connections; with a follower only its own do."""
-    cluster = story.cluster
+    cluster = scenario.cluster
     before = await_spread(cluster)
-    with story.load() as load:
+    with scenario.load() as load:
         load.await_commits()
         refused, began = len(load.refusals), time.monotonic()
         lost = next(member.name for member in cluster.zookeepers if role(member) == "leader")
@@ -150,13 +150,13 @@ def test_the_loss_of_the_leading_node_is_not_noticed(story: Story):
     assert gap_s(load, began, ended) < GAP_S
     cluster.start(lost)
     wait_until("the node is back", lambda: role(cluster.member(lost)) in ("follower", "leader"))
-    story.check_agrees()
+    scenario.check_agrees()
 
 
-def test_the_loss_of_all_costs_no_append_and_moves_nothing(story: Story):
-    cluster = story.cluster
+def test_the_loss_of_all_costs_no_append_and_moves_nothing(scenario: Scenario):
+    cluster = scenario.cluster
     before, moved = await_spread(cluster), moves(cluster)
-    with story.load() as load, WaltzClient(cluster.connect) as reader:
+    with scenario.load() as load, WaltzClient(cluster.connect) as reader:
         load.await_commits()
         refused, began = len(load.refusals), time.monotonic()
         for member in cluster.zookeepers:
@@ -191,7 +191,7 @@ def test_the_loss_of_all_costs_no_append_and_moves_nothing(story: Story):
     figures(f"away {OUTAGE_S:.0f} s, longest gap {gap:.3f} s, as before after {took:.2f} s")
     assert gap < GAP_S
     assert moves(cluster) == moved
-    story.check_agrees()
+    scenario.check_agrees()
 
 
 def test_all_sessions_end_and_nothing_moves(tmp_path: Path):
@@ -207,8 +207,8 @@ def test_all_sessions_end_and_nothing_moves(tmp_path: Path):
         try:
             cluster.up()
             before, moved = await_spread(cluster), moves(cluster)
-            story = Story(cluster)
-            with story.load() as load:
+            scenario = Scenario(cluster)
+            with scenario.load() as load:
                 load.await_commits()
                 refused, began = len(load.refusals), time.monotonic()
                 gate.shut()
@@ -225,7 +225,7 @@ def test_all_sessions_end_and_nothing_moves(tmp_path: Path):
             figures(f"all sessions over, longest gap {gap:.3f} s, as before after {took:.2f} s")
             assert moves(cluster) == moved
             assert gap < GAP_S
-            story.check_agrees()
+            scenario.check_agrees()
         finally:
             cluster.down()
 
@@ -247,10 +247,12 @@ def moves(cluster: LocalCluster) -> int:
     return sum(log.count("partition.moved_away") for log in logs)
 
 
-def test_a_server_that_dies_while_zookeeper_is_away_is_replaced_after_its_return(story: Story):
-    cluster = story.cluster
+def test_a_server_that_dies_while_zookeeper_is_away_is_replaced_after_its_return(
+    scenario: Scenario,
+):
+    cluster = scenario.cluster
     await_spread(cluster)
-    with story.load() as load:
+    with scenario.load() as load:
         load.await_commits()
         lost = cluster.zookeepers[:2]  # the third one alone has no quorum
         for member in lost:
@@ -268,7 +270,7 @@ def test_a_server_that_dies_while_zookeeper_is_away_is_replaced_after_its_return
         cluster.start("server-2")
         await_spread(cluster)
         load.await_commits()
-    story.check_agrees()
+    scenario.check_agrees()
 
 
 # --- authentication

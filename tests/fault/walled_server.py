@@ -10,7 +10,7 @@ from waltz_core.server.process import neighbors
 class Wall:
     """A firewall between this server and the others, and nothing else."""
 
-    async def dial(self, _surface: object, address: str, **_options: object) -> None:
+    async def dial(self, _protocol: object, address: str, **_options: object) -> None:
         """Fail as a connection does that a firewall drops."""
         raise Unreachable(f"{address}: timed out") from TimeoutError()
 

@@ -25,7 +25,7 @@ from waltz_core.wire.admin_messages import (
     SetAvailable,
 )
 from waltz_core.wire.connection import Connection
-from waltz_core.wire.messages import Surface
+from waltz_core.wire.messages import WireProtocol
 
 HERE = Path(__file__).parent / "wire"
 CAPTURED = json.loads((HERE / "storage_admin_v0.json").read_text(encoding="utf-8"))
@@ -78,7 +78,7 @@ def test_captured_frames_decode_to_their_meaning_and_encode_to_their_bytes(examp
     data = bytes.fromhex(example["frame_hex"])
     header = codec.decode_frame_header(data)
     assert header == (ord("A"), 0, len(data) - 7)
-    message = codec.decode(Surface.ADMIN, 0, memoryview(data)[7:])
+    message = codec.decode(WireProtocol.ADMIN, 0, memoryview(data)[7:])
     assert message == expected_message(example["decoded"])
     assert b"".join(codec.encode(message, 0)) == data
 
@@ -121,20 +121,20 @@ def test_each_type_has_the_bytes_of_the_specification(message, version):
     payload = bytes.fromhex(BY_HAND[message])
     frame = b"A" + struct.pack(">hi", version, len(payload)) + payload
     assert b"".join(codec.encode(message, version)) == frame
-    assert codec.decode(Surface.ADMIN, version, memoryview(payload)) == message
+    assert codec.decode(WireProtocol.ADMIN, version, memoryview(payload)) == message
 
 
 def test_the_table_of_version_0_is_that_of_waltz_0_13():
-    assert sorted(codec._plans(Surface.ADMIN, 0)) == [1, 2, 3, 4, *range(6, 15)]
-    ours = codec._plans(Surface.ADMIN, 1).keys() - codec._plans(Surface.ADMIN, 0).keys()
+    assert sorted(codec._plans(WireProtocol.ADMIN, 0)) == [1, 2, 3, 4, *range(6, 15)]
+    ours = codec._plans(WireProtocol.ADMIN, 1).keys() - codec._plans(WireProtocol.ADMIN, 0).keys()
     assert min(ours) >= 64
     assert ReSeed.code in ours
 
 
 def test_version_0_is_used_with_0_13_and_version_1_otherwise():
     for versions, agreed in (((0,), 0), (None, 1)):
-        storage = Connection(Surface.ADMIN, is_listener=True)
-        tool = Connection(Surface.ADMIN, is_listener=False, versions=versions)
+        storage = Connection(WireProtocol.ADMIN, is_listener=True)
+        tool = Connection(WireProtocol.ADMIN, is_listener=False, versions=versions)
         storage.receive(tool.first_bytes())
         tool.receive(storage.first_bytes())
         assert (storage.version, tool.version) == (agreed, agreed)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from waltz_core.wire import codec
 from waltz_core.wire.connection import Connection
-from waltz_core.wire.messages import Hello, Surface
+from waltz_core.wire.messages import Hello, WireProtocol
 
 EXAMPLES = json.loads((Path(__file__).parent / "wire" / "hello.json").read_text(encoding="utf-8"))
 
@@ -31,6 +31,6 @@ def test_the_clients_hello_of_the_specification():
 
 def test_our_hellos_carry_waltz_0_13s_texts():
     texts = {example["decoded"]["message"] for example in EXAMPLES}
-    for surface in (Surface.CLIENT, Surface.STORAGE, Surface.ADMIN):
-        hello = codec.decode_hello(Connection(surface, is_listener=True).first_bytes()[7:])
+    for protocol in (WireProtocol.CLIENT, WireProtocol.STORAGE, WireProtocol.ADMIN):
+        hello = codec.decode_hello(Connection(protocol, is_listener=True).first_bytes()[7:])
         assert hello.text in texts

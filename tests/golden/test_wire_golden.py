@@ -9,10 +9,10 @@ import pytest
 from tests.golden import wire_examples
 from waltz_core.records.record import ReqId
 from waltz_core.wire import codec
-from waltz_core.wire.messages import Message, Surface
+from waltz_core.wire.messages import Message, WireProtocol
 
 HERE = Path(__file__).parent / "wire"
-SURFACES = {"L": Surface.CLIENT, "S": Surface.STORAGE, "A": Surface.ADMIN}
+SURFACES = {"L": WireProtocol.CLIENT, "S": WireProtocol.STORAGE, "A": WireProtocol.ADMIN}
 EXAMPLE_COUNTS = {"client_server_v4.json": 25, "client_server_v6.json": 2}
 # What the original calls a field, where the table has another name for it.
 RENAMED = {
@@ -40,12 +40,12 @@ def read_frame(text):
     data = bytes.fromhex(text)
     header = codec.decode_frame_header(data)
     assert len(data) == 7 + header.payload_bytes
-    surface = SURFACES[chr(header.magic)]
-    return surface, header.version, data
+    protocol = SURFACES[chr(header.magic)]
+    return protocol, header.version, data
 
 
-def round_trip(surface, version, data) -> Message:
-    message = codec.decode(surface, version, memoryview(data)[7:])
+def round_trip(protocol, version, data) -> Message:
+    message = codec.decode(protocol, version, memoryview(data)[7:])
     assert b"".join(codec.encode(message, version)) == data
     return message
 
@@ -54,9 +54,9 @@ def round_trip(surface, version, data) -> Message:
 def test_captured_frames_decode_to_their_meaning_and_encode_to_their_bytes(file):
     seen = 0
     for example in load(file):
-        surface, version, data = read_frame(example["frame_hex"])
+        protocol, version, data = read_frame(example["frame_hex"])
         meaning = example["decoded"]
-        message = round_trip(surface, version, data)
+        message = round_trip(protocol, version, data)
         assert message.code == meaning["type"]
         ids = meaning["reqId"]
         expected = ReqId(ids["clientId"], ids["generation"], ids["partitionId"], ids["seqNum"])
@@ -80,11 +80,11 @@ def test_vectors_of_older_versions():
     for example in load("codec_vectors.json"):
         if example["frame_hex"][:2] == "53":
             continue  # the storage protocol of 0.13 (decision 043)
-        surface, version, data = read_frame(example["frame_hex"])
+        protocol, version, data = read_frame(example["frame_hex"])
         if len(data) == 7:
-            assert data == codec.encode_keep_alive(surface, version)
+            assert data == codec.encode_keep_alive(protocol, version)
             continue
-        message = round_trip(surface, version, data)
+        message = round_trip(protocol, version, data)
         if example["name"].startswith("APPEND_REQUEST v"):
             assert message.req_id == ReqId(1, 2, 3, 4)
             assert message.client_high_water_mark == 99
@@ -103,15 +103,15 @@ def test_vectors_of_older_versions():
 
 def test_messages_of_released_versions_keep_their_bytes_and_their_meaning():
     for each in load("waltz_0_2.json"):
-        surface, version, data = read_frame(each["frame_hex"])
-        message = round_trip(surface, version, data)
+        protocol, version, data = read_frame(each["frame_hex"])
+        message = round_trip(protocol, version, data)
         assert (type(message).__name__, version) == (each["message"], each["version"])
         assert wire_examples.fields_of(message) == each["fields"]
 
 
 def test_every_message_of_a_released_version_has_an_example():
     known = {(each["message"], each["version"]) for each in load("waltz_0_2.json")}
-    for surface, versions in wire_examples.RELEASED.items():
+    for protocol, versions in wire_examples.RELEASED.items():
         for version in versions:
-            for each in wire_examples.messages_of(surface, version):
+            for each in wire_examples.messages_of(protocol, version):
                 assert (each.__name__, version) in known

@@ -10,11 +10,11 @@ from typing import Any, get_type_hints
 
 from waltz_core.records.record import LineageEntry, Record, ReqId
 from waltz_core.wire import codec, fields
-from waltz_core.wire.messages import FieldKind, Message, Surface
+from waltz_core.wire.messages import FieldKind, Message, WireProtocol
 
 FILE = Path(__file__).parent / "wire" / "waltz_0_2.json"
 # The versions that Waltz 0.13 does not have; those of 0.2.0.
-RELEASED = {Surface.CLIENT: (5, 6), Surface.STORAGE: (1, 2), Surface.ADMIN: (1,)}
+RELEASED = {WireProtocol.CLIENT: (5, 6), WireProtocol.STORAGE: (1, 2), WireProtocol.ADMIN: (1,)}
 VALUES: dict[FieldKind, object] = {
     FieldKind.BOOL: True,
     FieldKind.INT8: 3,
@@ -39,9 +39,9 @@ VALUES: dict[FieldKind, object] = {
 }
 
 
-def messages_of(surface: Surface, version: int) -> list[type[Message]]:
+def messages_of(protocol: WireProtocol, version: int) -> list[type[Message]]:
     """Return the classes of all messages that exist in a version."""
-    return [plan.make for plan in codec._plans(surface, version).values()]
+    return [plan.make for plan in codec._plans(protocol, version).values()]
 
 
 def plain(value: object) -> Any:
@@ -88,9 +88,9 @@ def add_missing() -> None:
     """Add an example for each message of each released version that has none."""
     found = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else []
     known = {(each["message"], each["version"]) for each in found}
-    for surface, versions in RELEASED.items():
+    for protocol, versions in RELEASED.items():
         for version in versions:
-            for each in messages_of(surface, version):
+            for each in messages_of(protocol, version):
                 if (each.__name__, version) not in known:
                     found.append(example(each, version))
     lines = ",\n".join(json.dumps(each, ensure_ascii=False) for each in found)

@@ -13,7 +13,7 @@ from waltz_core.records.checksum import crc32
 from waltz_core.records.record import GENESIS_CHAIN, Chain, LineageEntry, TransactionId, next_chain
 from waltz_core.transport import net
 from waltz_core.wire import messages
-from waltz_core.wire.messages import Message, RangeForm, StorageMessage, Surface
+from waltz_core.wire.messages import Message, RangeForm, StorageMessage, WireProtocol
 
 
 @dataclass
@@ -65,7 +65,9 @@ class MemoryStorage:
         return f"127.0.0.1:{self.port}"
 
     async def start(self) -> None:
-        self._listener = await net.listen(Surface.STORAGE, "127.0.0.1", self.port, self._accept)
+        self._listener = await net.listen(
+            WireProtocol.STORAGE, "127.0.0.1", self.port, self._accept
+        )
 
     async def stop(self) -> None:
         if self._listener is not None:
@@ -132,7 +134,7 @@ class MemoryStorage:
             case messages.Engage():
                 log.is_confirmed = True
             case messages.Truncate():
-                log.cut(message.last_to_keep)
+                log.truncate(message.last_to_keep)
             case messages.AppendRaw():
                 return self._append(log, message, prefix)
             case messages.RangeRaw():
@@ -146,7 +148,7 @@ class MemoryStorage:
             case messages.LockBlocksRequest():
                 return messages.LockBlocks(*prefix, b"")
             case messages.Heartbeat():
-                return messages.HeartbeatAnswer(*prefix)
+                return messages.HeartbeatResponse(*prefix)
             case _:
                 raise AssertionError(message)
         return messages.ReplicaEnd(*prefix, log.last, log.chain)

@@ -1,10 +1,10 @@
-"""A real cluster does for clients what the contract says: the same stories as over memory."""
+"""A real cluster does for clients what the contract says: the same scenarios as over memory."""
 
 from collections.abc import Iterator
 
 import pytest
 
-from tests.client_contract import STORIES, World, is_whole
+from tests.client_contract import SCENARIOS, World, is_whole
 from waltz_core.client import WaltzClient
 from waltz_core.local import running
 
@@ -17,8 +17,8 @@ def connect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield cluster.connect
 
 
-@pytest.mark.parametrize("number", range(len(STORIES)), ids=lambda i: STORIES[i].__name__)
-def test_story(number: int, connect: str):
+@pytest.mark.parametrize("number", range(len(SCENARIOS)), ids=lambda i: SCENARIOS[i].__name__)
+def test_scenario(number: int, connect: str):
     world = World(lambda: WaltzClient(connect), number % 4)
-    STORIES[number](world)
+    SCENARIOS[number](world)
     assert is_whole(world)

@@ -96,7 +96,7 @@ def test_appends_of_a_broken_session_are_settled_on_the_same_connection() -> Non
             for storage in world.storages:
                 storage._held.clear()
                 storage.is_held = False
-                storage.logs[0].cut(0)
+                storage.logs[0].truncate(0)
             for storage in world.storages:
                 await storage.stop()
                 await storage.start()

@@ -89,7 +89,7 @@ def send_append(wire: Wire, at: Req, data: bytes, mark: int = -1, **rest: object
 
 @contextlib.asynccontextmanager
 async def dialing(server: Server) -> AsyncIterator[Callable[..., Awaitable[Wire]]]:
-    """Give what makes connections, of these versions; they end with the story."""
+    """Give what makes connections, of these versions; they end with the scenario."""
     made: list[Wire] = []
 
     async def dial(versions: tuple[int, ...] = (0, 1, 2, 3, 4)) -> Wire:

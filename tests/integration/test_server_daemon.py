@@ -28,7 +28,7 @@ from waltz_core.server.process import server_daemon
 from waltz_core.server.process.server_daemon import Server
 from waltz_core.transport import net
 from waltz_core.wire import messages
-from waltz_core.wire.messages import LATEST_MARK, ClientMessage, RangeForm, Reason, Surface
+from waltz_core.wire.messages import LATEST_MARK, ClientMessage, RangeForm, Reason, WireProtocol
 
 ROOT = "/waltz/test"
 CLUSTER_KEY = UUID(int=7)
@@ -175,7 +175,7 @@ class Client:
 
 
 async def connect(server: Server, client_id: ClientId = ALICE) -> Client:
-    link = await net.dial(Surface.CLIENT, server.address)
+    link = await net.dial(WireProtocol.CLIENT, server.address)
     generations = [host.partition.generation for host in server.hosts.values()]
     return Client(link, client_id, generations[0] if generations else 0)
 

@@ -51,7 +51,7 @@ from waltz_core.wire.admin_messages import (
     StorageRequest,
     StorageResponse,
 )
-from waltz_core.wire.messages import Appended, Hello, Nack, Prepare, Prepared, Surface
+from waltz_core.wire.messages import Appended, Hello, Nack, Prepare, Prepared, WireProtocol
 
 WIRE = Path(__file__).parents[1] / "golden" / "wire"
 CAPTURED = {
@@ -77,7 +77,7 @@ class OriginalTool:
     async def ask(self, message):
         answer = await self.exchange(b"".join(codec.encode(message, 0)))
         assert answer[:3] == b"A\0\0"
-        found = codec.decode(Surface.ADMIN, 0, memoryview(answer)[7:])
+        found = codec.decode(WireProtocol.ADMIN, 0, memoryview(answer)[7:])
         assert isinstance(found, AdminMessage)
         assert found.sequence == message.sequence
         return found
@@ -191,7 +191,7 @@ def test_a_tool_of_0_13_reads_its_fields(tmp_path):
     on_loop(main())
 
 
-def test_the_port_takes_no_other_surface_and_the_others_take_no_administration(tmp_path):
+def test_the_port_takes_no_other_protocol_and_the_others_take_no_administration(tmp_path):
     async def main():
         async with storage(tmp_path) as (address, port):
             with pytest.raises(errors.WaltzError):

@@ -47,7 +47,7 @@ from waltz_core.wire.messages import (
     ReplicaEnd,
     SetLowWaterMark,
     SuccessResponse,
-    Surface,
+    WireProtocol,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -142,7 +142,7 @@ class Session:
 
 @contextlib.asynccontextmanager
 async def session(address, session_id, partition_id=0):
-    link = await net.dial(Surface.STORAGE, address)
+    link = await net.dial(WireProtocol.STORAGE, address)
     try:
         yield Session(link, Owner(session_id, partition_id))
     finally:
@@ -203,7 +203,7 @@ def test_an_older_server_gets_fewer_fields(tmp_path, monkeypatch):
     with running(tmp_path) as storage:
         assert on_loop(prepared_by(storage.address, 5)) == (2, -1, -1)
         assert on_loop(prepared_by(storage.address, 6)) == (2, 5, 5)
-        monkeypatch.setattr(Surface.STORAGE, "versions_offered", (0, 1))
+        monkeypatch.setattr(WireProtocol.STORAGE, "versions_offered", (0, 1))
         assert on_loop(prepared_by(storage.address, 7)) == (1, 6, -1)
 
 

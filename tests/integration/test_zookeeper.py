@@ -1,4 +1,4 @@
-"""The coordinator over a real ZooKeeper: the stories of the contract, and lost connections."""
+"""The coordinator over a real ZooKeeper: the scenarios of the contract, and lost connections."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,7 @@ import pytest
 from kazoo.client import KazooClient
 
 from tests import writes_contract
-from tests.cluster_contract import STORIES, Inbox, created, descriptor, owned, running
+from tests.cluster_contract import SCENARIOS, Inbox, created, descriptor, owned, running
 from tests.integration.conftest import ZooKeeperProcess
 from tests.loops import until
 from tests.patience import HANG_S
@@ -64,12 +64,12 @@ async def world_at(host: str) -> AsyncIterator[RealWorld]:
 
 
 @pytest.mark.parametrize(
-    "story", STORIES + writes_contract.STORIES, ids=lambda story: story.__name__
+    "scenario", SCENARIOS + writes_contract.SCENARIOS, ids=lambda scenario: scenario.__name__
 )
-def test_story(story, zookeeper):
+def test_scenario(scenario, zookeeper):
     async def run():
         async with world_at(zookeeper) as world:
-            await story(world, f"/stories/{story.__name__}")
+            await scenario(world, f"/scenarios/{scenario.__name__}")
 
     asyncio.run(run())
 

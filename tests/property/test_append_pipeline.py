@@ -31,7 +31,7 @@ from waltz_core.server.append.outcomes import AheadOfLog, AppendOutcome, Reached
 from waltz_core.server.append.pace import Pace
 from waltz_core.server.append.pipeline import AppendPipeline
 from waltz_core.server.locking.tickets import LARGE_BYTES, Ticket
-from waltz_core.server.partition_events import Answer, ConnectionId, PartitionLimits
+from waltz_core.server.partition_events import ConnectionId, PartitionLimits, SendToClient
 from waltz_core.wire.messages import AppendBatch, AppendRequest, AppendResult, Reason
 
 SEEDS = range(150)
@@ -256,7 +256,7 @@ class World:
                 assert self.due(self.unanswered_at_flush[outcome.token]) <= set(self.answers)
             elif isinstance(outcome, AheadOfLog):
                 self.unproved.append(outcome.ticket)
-            elif isinstance(outcome, Answer):
+            elif isinstance(outcome, SendToClient):
                 message = outcome.message
                 assert isinstance(message, AppendResult)
                 self.answered(message)

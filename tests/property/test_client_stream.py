@@ -20,7 +20,7 @@ def test_outcomes_agree_with_the_log(block):
         world.heal()
         world.check()
         for settled in world.settled.values():
-            if isinstance(settled, stream_events.ParcelSettled):
+            if isinstance(settled, stream_events.SubmissionSettled):
                 reasons.update(settled.outcome.reasons.tolist())
             elif isinstance(settled.error, errors.OutcomeUnknown):
                 unknown += 1

@@ -10,7 +10,7 @@ from waltz_core.errors import LocalProtocolError, RemoteProtocolError
 from waltz_core.records.record import LineageEntry, Record, RecordHeader, ReqId
 from waltz_core.wire import codec, fields
 from waltz_core.wire.connection import Connection, HelloReceived, ProtocolFailed
-from waltz_core.wire.messages import FieldKind, Hello, Surface
+from waltz_core.wire.messages import FieldKind, Hello, WireProtocol
 
 int8 = st.integers(-(2**7), 2**7 - 1)
 int32 = st.integers(-(2**31), 2**31 - 1)
@@ -56,9 +56,9 @@ VALUES = {
     FieldKind.STACK: tuples_of(st.tuples(text, text, st.none() | text, int32)),
 }
 CASES = [
-    (surface, version)
-    for surface in (Surface.CLIENT, Surface.STORAGE, Surface.ADMIN)
-    for version in surface.versions
+    (protocol, version)
+    for protocol in (WireProtocol.CLIENT, WireProtocol.STORAGE, WireProtocol.ADMIN)
+    for version in protocol.versions
 ]
 
 
@@ -76,19 +76,19 @@ def message_of(message_class, version):
 
 @st.composite
 def any_message(draw):
-    surface, version = draw(st.sampled_from(CASES))
-    plans = list(codec._plans(surface, version).values())
+    protocol, version = draw(st.sampled_from(CASES))
+    plans = list(codec._plans(protocol, version).values())
     message_class = draw(st.sampled_from(plans)).make
-    return surface, version, draw(message_of(message_class, version))
+    return protocol, version, draw(message_of(message_class, version))
 
 
 @given(any_message())
 def test_any_message_round_trips(case):
-    surface, version, message = case
+    protocol, version, message = case
     data = b"".join(codec.encode(message, version))
     header = codec.decode_frame_header(data)
-    assert header == (surface.magic, version, len(data) - 7)
-    decoded = codec.decode(surface, version, memoryview(data)[7:])
+    assert header == (protocol.magic, version, len(data) - 7)
+    decoded = codec.decode(protocol, version, memoryview(data)[7:])
     assert decoded == message
     assert b"".join(codec.encode(decoded, version)) == data
 
@@ -110,14 +110,14 @@ def test_any_value_of_a_variable_kind_round_trips(kind, data):
 @given(any_message(), st.data())
 @settings(max_examples=300)
 def test_a_broken_message_is_a_message_or_an_error_of_the_peer(case, data):
-    surface, version, message = case
+    protocol, version, message = case
     payload = bytearray(b"".join(codec.encode(message, version))[7:])
     cut = data.draw(st.integers(0, len(payload)))
     flips = data.draw(st.lists(st.tuples(st.integers(0, len(payload) - 1), st.integers(1, 255))))
     for place, change in flips:
         payload[place] ^= change
-    decode_anything(surface, version, bytes(payload[:cut]))
-    decode_anything(surface, version, bytes(payload))
+    decode_anything(protocol, version, bytes(payload[:cut]))
+    decode_anything(protocol, version, bytes(payload))
 
 
 @given(st.sampled_from(CASES), st.binary(max_size=200))
@@ -126,16 +126,16 @@ def test_any_bytes_are_a_message_or_an_error_of_the_peer(case, data):
     decode_anything(*case, data)
 
 
-def decode_anything(surface, version, data):
+def decode_anything(protocol, version, data):
     try:
-        message = codec.decode(surface, version, memoryview(data))
+        message = codec.decode(protocol, version, memoryview(data))
     except RemoteProtocolError:
         return
     try:
         again = b"".join(codec.encode(message, version))[7:]
     except LocalProtocolError:
         raise AssertionError(f"decoded what cannot be encoded: {message}") from None
-    assert codec.decode(surface, version, memoryview(again)) == message
+    assert codec.decode(protocol, version, memoryview(again)) == message
 
 
 @given(st.lists(st.integers(-(2**15), 2**15 - 1), max_size=10).map(tuple), text)
@@ -155,9 +155,9 @@ def test_any_bytes_are_a_hello_or_an_error_of_the_peer(data):
 
 @given(st.lists(any_message().filter(lambda case: case[1] == 1), max_size=5), st.data())
 def test_messages_arrive_however_the_bytes_are_cut(cases, data):
-    sent = [message for surface, _, message in cases if surface is Surface.STORAGE]
-    dialler = Connection(Surface.STORAGE, is_listener=False)
-    listener = Connection(Surface.STORAGE, is_listener=True)
+    sent = [message for protocol, _, message in cases if protocol is WireProtocol.STORAGE]
+    dialler = Connection(WireProtocol.STORAGE, is_listener=False)
+    listener = Connection(WireProtocol.STORAGE, is_listener=True)
     dialler.receive(listener.first_bytes())
     stream = dialler.first_bytes() + b"".join(b"".join(dialler.send(m)) for m in sent)
     received = []
@@ -173,8 +173,8 @@ def test_messages_arrive_however_the_bytes_are_cut(cases, data):
 
 @given(st.binary(max_size=300))
 def test_any_bytes_on_a_connection_end_in_at_most_one_failure(data):
-    listener = Connection(Surface.STORAGE, is_listener=True)
-    dialler = Connection(Surface.STORAGE, is_listener=False)
+    listener = Connection(WireProtocol.STORAGE, is_listener=True)
+    dialler = Connection(WireProtocol.STORAGE, is_listener=False)
     events = listener.receive(dialler.first_bytes() + data)
     failures = [event for event in events if isinstance(event, ProtocolFailed)]
     assert len(failures) <= 1

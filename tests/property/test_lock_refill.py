@@ -117,7 +117,7 @@ def learn_while_appending(rng: Random) -> None:
         check()
         if rng.random() < 0.3:
             lock = rng.randrange(LOCKS)
-            table.judge_one(
+            table.validate_one(
                 ([], [], [lock]),
                 mark.last,
                 high_water_mark=mark.last,

@@ -1,4 +1,4 @@
-"""The lock table against a model that judges one row after the other with plain numbers."""
+"""The lock table against a model that validates one row after the other with plain numbers."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -46,7 +46,7 @@ class Model:
             found.append((value & 0x3FFFFFFF) % len(self.slots))
         return found
 
-    def judge(self, batch: list[Row], high: int, next_id: int) -> list[tuple[int, int, bool]]:
+    def validate(self, batch: list[Row], high: int, next_id: int) -> list[tuple[int, int, bool]]:
         verdicts = []
         for write, read, append, lag, eligible in batch:
             mark = max(-1, high - lag) if lag >= 0 else high + 1
@@ -73,7 +73,7 @@ def column(lists: list[list[int]]) -> LockColumn:
     return LockColumn(np.cumsum([0] + [len(r) for r in lists]), np.array(values, dtype=np.int32))
 
 
-def judge_one_by_one(
+def validate_one_by_one(
     table: LockTable,
     batch: list[Row],
     marks: list[int],
@@ -87,7 +87,7 @@ def judge_one_by_one(
     ):
         if not eligible:
             continue
-        said = table.judge_one(
+        said = table.validate_one(
             (write, read, append), mark, high_water_mark=high, next_id=TransactionId(next_id)
         )
         assert said == (AHEAD if ahead else PASSED if given_id >= 0 else conflict)
@@ -96,7 +96,7 @@ def judge_one_by_one(
 
 @settings(max_examples=400)
 @given(st.sampled_from([1, 2, 5, 31, 1009]), st.integers(-1, 5), steps)
-def test_the_table_judges_like_the_model(
+def test_the_table_validates_like_the_model(
     slot_count: int, high: int, course: list[tuple[list[Row], int, str]]
 ) -> None:
     table, model = LockTable(slot_count, TransactionId(high)), Model(slot_count, high)
@@ -104,7 +104,7 @@ def test_the_table_judges_like_the_model(
     next_id = high + 1
     for batch, commits, fate in course:
         marks = [max(-1, high - lag) if lag >= 0 else high + 1 for _, _, _, lag, _ in batch]
-        found = table.judge(
+        found = table.validate(
             LockRequests(
                 *(column([row[kind] for row in batch]) for kind in range(3)),
                 marks=np.array(marks, dtype=np.int64),
@@ -113,7 +113,7 @@ def test_the_table_judges_like_the_model(
             high_water_mark=TransactionId(high),
             next_id=TransactionId(next_id),
         )
-        expected = model.judge(batch, high, next_id)
+        expected = model.validate(batch, high, next_id)
         verdicts = zip(
             found.ids.tolist(), found.conflicts.tolist(), found.ahead.tolist(), strict=True
         )
@@ -121,7 +121,7 @@ def test_the_table_judges_like_the_model(
         assert found.pending.tolist() == [conflict > high for _, conflict, _ in expected]
         assert found.accepted_count == sum(i >= 0 for i, _, _ in expected)
         assert table._slots.tolist() == model.slots
-        judge_one_by_one(single, batch, marks, expected, TransactionId(high))
+        validate_one_by_one(single, batch, marks, expected, TransactionId(high))
         assert single._slots.tolist() == model.slots
         next_id += found.accepted_count
         high = min(high + commits, next_id - 1)

@@ -4,7 +4,7 @@ from tests.sim.switches import Patches, instead, nothing, switch
 from waltz_core.client.stream import partition_stream, verdicts
 from waltz_core.client.stream.client_partition import ClientPartition
 from waltz_core.client.stream.monitor import Monitor
-from waltz_core.client.stream.outbox import WaitingParcel
+from waltz_core.client.stream.outbox import WaitingSubmission
 from waltz_core.client.stream.partition_stream import PartitionStream
 from waltz_core.errors import OutcomeUnknown
 from waltz_core.wire.messages import Reason
@@ -29,14 +29,14 @@ def unknown_is_a_rejection() -> Patches:
 
 @switch
 def broken_link_is_a_rejection() -> Patches:
-    """A parcel whose link breaks counts as not sent."""
+    """A submission whose link breaks counts as not sent."""
     original = PartitionStream._leave
 
     def _leave(self, reason, now_ms, out):
         for pending in list(self._monitor):
             self._monitor.remove(pending)
             error = verdicts.not_sent(self._partition_id, 0, reason)
-            out.append(partition_stream.ParcelRejected(pending.parcel.token, error))
+            out.append(partition_stream.SubmissionRejected(pending.submission.token, error))
         original(self, reason, now_ms, out)
 
     yield instead(PartitionStream, "_leave", _leave)
@@ -64,7 +64,9 @@ def sent_again_on_a_new_link() -> Patches:
     def _mounted(self, message, now_ms, out):
         for pending in list(self._monitor):
             self._monitor.remove(pending)
-            self._outbox._waiting.appendleft(WaitingParcel(pending.parcel, pending.deadline_ms))
+            self._outbox._waiting.appendleft(
+                WaitingSubmission(pending.submission, pending.deadline_ms)
+            )
         original(self, message, now_ms, out)
 
     yield instead(PartitionStream, "_mounted", _mounted)

@@ -17,7 +17,7 @@ from waltz_core.replication.repairs import Repairs
 from waltz_core.replication.replica_session import NO_TICKET, ReplicaSession, ReplicaStage
 from waltz_core.replication.session_events import Committed
 from waltz_core.replication.session_recovery import Origin, Recovery
-from waltz_core.replication.settling import Settling
+from waltz_core.replication.settlement import Settlement
 from waltz_core.replication.store_session import StoreSession
 from waltz_core.storage.log.partition_log import PartitionLog
 
@@ -310,13 +310,13 @@ def connections_are_replaced() -> Patches:
 @switch
 def settled_by_id() -> Patches:
     """Appends of the session before are committed if their ids are at or below the new mark."""
-    original = Settling._settle
+    original = Settlement._settle
 
     def _settle(self, committed_last):
         doubt = self._claim.in_doubt
         original(self, committed_last if doubt is None else min(doubt.last, self._mark))
 
-    yield instead(Settling, "_settle", _settle)
+    yield instead(Settlement, "_settle", _settle)
 
 
 @switch
@@ -431,7 +431,7 @@ def mark_answered_without_a_session() -> Patches:
 @switch
 def doubt_is_forgotten() -> Patches:
     """Appends in flight in a lost session count as lost, without a look at the log."""
-    original = Settling.begin
+    original = Settlement.begin
 
     def begin(self, now_ms):
         doubt = self._claim.in_doubt
@@ -440,7 +440,7 @@ def doubt_is_forgotten() -> Patches:
         else:
             self._settle(doubt.committed)
 
-    yield instead(Settling, "begin", begin)
+    yield instead(Settlement, "begin", begin)
 
 
 @switch
@@ -456,13 +456,13 @@ def former_quorum_not_needed() -> Patches:
 @switch
 def stamps_continue_from_the_clock() -> Patches:
     """A new owner stamps batches by its own clock, whatever the log's last stamp is."""
-    original = Settling.begin
+    original = Settlement.begin
 
     def begin(self, now_ms):
         self._stamp_ms = self._stamp_ms or 0
         original(self, now_ms)
 
-    yield instead(Settling, "begin", begin)
+    yield instead(Settlement, "begin", begin)
 
 
 @switch

@@ -13,12 +13,12 @@ from waltz_core.server.append.admission import Admission
 from waltz_core.server.append.mounts import Mounts
 from waltz_core.server.append.outcomes import Reached
 from waltz_core.server.append.pipeline import AppendPipeline
-from waltz_core.server.locking import judging
+from waltz_core.server.locking import validation
 from waltz_core.server.locking.following import Followers, RecentAppends
-from waltz_core.server.locking.judging import JudgedPiece
 from waltz_core.server.locking.lock_queues import LockQueues
 from waltz_core.server.locking.lock_table import LockTable
 from waltz_core.server.locking.tickets import BatchTicket
+from waltz_core.server.locking.validation import ValidatedPiece
 from waltz_core.server.partition.proofs import Proofs
 from waltz_core.server.partition.served_partition import Partition
 from waltz_core.server.read.reads import Reads
@@ -46,7 +46,11 @@ def locks_not_clamped() -> Patches:
 @switch
 def locks_written_at_commit() -> Patches:
     """A lock is entered when its transaction is committed, not when it is checked."""
-    judge, judge_one, committed = LockTable.judge, LockTable.judge_one, AppendPipeline.committed
+    validate, validate_one, committed = (
+        LockTable.validate,
+        LockTable.validate_one,
+        AppendPipeline.committed,
+    )
     later = {}  # table -> what was entered too early, by id
 
     def without_entries(self, call, next_id):
@@ -58,13 +62,13 @@ def locks_written_at_commit() -> Patches:
         self._slots[changed] = before[changed]
         return found
 
-    def judge_later(self, requests, *, high_water_mark, next_id):
+    def validate_later(self, requests, *, high_water_mark, next_id):
         marks = {"high_water_mark": high_water_mark, "next_id": next_id}
-        return without_entries(self, lambda: judge(self, requests, **marks), next_id)
+        return without_entries(self, lambda: validate(self, requests, **marks), next_id)
 
-    def judge_one_later(self, locks, mark, *, high_water_mark, next_id):
+    def validate_one_later(self, locks, mark, *, high_water_mark, next_id):
         marks = {"high_water_mark": high_water_mark, "next_id": next_id}
-        return without_entries(self, lambda: judge_one(self, locks, mark, **marks), next_id)
+        return without_entries(self, lambda: validate_one(self, locks, mark, **marks), next_id)
 
     def committed_then_entered(self, last, chain, *, now_ms):
         entries = later.pop(id(self._table), [])
@@ -74,8 +78,8 @@ def locks_written_at_commit() -> Patches:
         later[id(self._table)] = [entry for entry in entries if entry[0] > last]
         return committed(self, last, chain, now_ms=now_ms)
 
-    yield instead(LockTable, "judge", judge_later)
-    yield instead(LockTable, "judge_one", judge_one_later)
+    yield instead(LockTable, "validate", validate_later)
+    yield instead(LockTable, "validate_one", validate_one_later)
     yield instead(AppendPipeline, "committed", committed_then_entered)
 
 
@@ -92,46 +96,46 @@ def append_locks_not_entered() -> Patches:
 
 
 def without_locks(kind):
-    """Judge every row as if it had asked for no locks of a kind."""
-    judge, judge_one = LockTable.judge, LockTable.judge_one
+    """Validate every row as if it had asked for no locks of a kind."""
+    validate, validate_one = LockTable.validate, LockTable.validate_one
 
-    def judge_rows(self, requests, *, high_water_mark, next_id):
+    def validate_rows(self, requests, *, high_water_mark, next_id):
         asked = getattr(requests, kind)
         none = asked._replace(offsets=np.zeros_like(asked.offsets), values=asked.values[:0])
         marks = {"high_water_mark": high_water_mark, "next_id": next_id}
-        return judge(self, requests._replace(**{kind: none}), **marks)
+        return validate(self, requests._replace(**{kind: none}), **marks)
 
-    def judge_row(self, locks, mark, *, high_water_mark, next_id):
+    def validate_row(self, locks, mark, *, high_water_mark, next_id):
         marks = {"high_water_mark": high_water_mark, "next_id": next_id}
         write, read, append = locks
         left = (write, (), append) if kind == "read" else (write, read, ())
-        return judge_one(self, left, mark, **marks)
+        return validate_one(self, left, mark, **marks)
 
-    yield instead(LockTable, "judge", judge_rows)
-    yield instead(LockTable, "judge_one", judge_row)
+    yield instead(LockTable, "validate", validate_rows)
+    yield instead(LockTable, "validate_one", validate_row)
 
 
 @switch
 def conflict_in_flight_answered_at_once() -> Patches:
     """A rejection for a transaction in flight is answered before that one is final."""
-    rows, singles = pipeline.judge_rows, pipeline.judge_singles
+    rows, singles = pipeline.validate_rows, pipeline.validate_singles
 
-    def judge_rows(ticket, stop, table, place):
+    def validate_rows(ticket, stop, table, place):
         piece = rows(ticket, stop, table, place)
         return (
             piece
             if piece.part is not None
-            else JudgedPiece(None, [], [*piece.doubtful, *piece.rejected])
+            else ValidatedPiece(None, [], [*piece.doubtful, *piece.rejected])
         )
 
-    def judge_singles(group, table, place):
+    def validate_singles(group, table, place):
         piece = singles(group, table, place)
         kept = [ticket for ticket in piece.doubtful if ticket.transaction_id >= 0]
         outcome = [ticket for ticket in piece.doubtful if ticket.transaction_id < 0]
-        return JudgedPiece(piece.part, kept, [*piece.rejected, *outcome])
+        return ValidatedPiece(piece.part, kept, [*piece.rejected, *outcome])
 
-    yield instead(pipeline, "judge_rows", judge_rows)
-    yield instead(pipeline, "judge_singles", judge_singles)
+    yield instead(pipeline, "validate_rows", validate_rows)
+    yield instead(pipeline, "validate_singles", validate_singles)
 
 
 @switch
@@ -149,19 +153,19 @@ def rows_see_no_rows_of_their_batch() -> Patches:
 @switch
 def client_ahead_accepted() -> Patches:
     """The server accepts a transaction that was computed above the log's mark."""
-    judge, judge_one = LockTable.judge, LockTable.judge_one
+    validate, validate_one = LockTable.validate, LockTable.validate_one
 
-    def judge_rows(self, requests, *, high_water_mark, next_id):
+    def validate_rows(self, requests, *, high_water_mark, next_id):
         marks = np.minimum(requests.marks, high_water_mark)
         known = {"high_water_mark": high_water_mark, "next_id": next_id}
-        return judge(self, requests._replace(marks=marks), **known)
+        return validate(self, requests._replace(marks=marks), **known)
 
-    def judge_row(self, locks, mark, *, high_water_mark, next_id):
+    def validate_row(self, locks, mark, *, high_water_mark, next_id):
         known = {"high_water_mark": high_water_mark, "next_id": next_id}
-        return judge_one(self, locks, min(mark, high_water_mark), **known)
+        return validate_one(self, locks, min(mark, high_water_mark), **known)
 
-    yield instead(LockTable, "judge", judge_rows)
-    yield instead(LockTable, "judge_one", judge_row)
+    yield instead(LockTable, "validate", validate_rows)
+    yield instead(LockTable, "validate_one", validate_row)
 
 
 @switch
@@ -366,7 +370,7 @@ def doubtful_flights_land() -> Patches:
 @switch
 def batch_answered_before_all_is_final() -> Patches:
     """A batch is answered when its first flight has landed."""
-    yield instead(BatchTicket, "is_final", property(lambda self: self.is_judged))
+    yield instead(BatchTicket, "is_final", property(lambda self: self.is_validated))
 
 
 @switch
@@ -425,9 +429,9 @@ def lock_blocks_replace_newer_locks() -> Patches:
 @switch
 def append_locks_missing_in_lock_blocks() -> Patches:
     """A lock block has write locks only."""
-    rows, singles = pipeline.judge_rows, pipeline.judge_singles
+    rows, singles = pipeline.validate_rows, pipeline.validate_singles
 
-    def judge_rows(ticket, stop, table, place):
+    def validate_rows(ticket, stop, table, place):
         def without(outcome):
             def no_append_locks(rows_kept, keep):
                 none = LockColumn(np.zeros(rows_kept.count + 1, np.int64), np.zeros(0, np.int32))
@@ -435,14 +439,14 @@ def append_locks_missing_in_lock_blocks() -> Patches:
 
             return no_append_locks
 
-        entered, writers = without(judging.entered_locks), without(judging.writers_of)
+        entered, writers = without(validation.entered_locks), without(validation.writers_of)
         with (
-            instead(judging, "entered_locks", entered),
-            instead(judging, "writers_of", writers),
+            instead(validation, "entered_locks", entered),
+            instead(validation, "writers_of", writers),
         ):
             return rows(ticket, stop, table, place)
 
-    def judge_singles(group, table, place):
+    def validate_singles(group, table, place):
         piece = singles(group, table, place)
         kept = [ticket.message for ticket in group if ticket.transaction_id >= 0]
         locks = [lock for each in kept for lock in each.write_locks]
@@ -450,8 +454,8 @@ def append_locks_missing_in_lock_blocks() -> Patches:
         packed = np.array(locks, dtype=">i4").tobytes()
         return piece._replace(locks=packed, writers=writers)
 
-    yield instead(pipeline, "judge_rows", judge_rows)
-    yield instead(pipeline, "judge_singles", judge_singles)
+    yield instead(pipeline, "validate_rows", validate_rows)
+    yield instead(pipeline, "validate_singles", validate_singles)
 
 
 @switch

@@ -42,15 +42,15 @@ def skip_truncate() -> Patches:
 def truncate_without_intent() -> Patches:
     """A truncation is not stored first, and not synced."""
 
-    def cut(self, last_to_keep):
-        cut, _ = truncation.cut_of(self.segments, last_to_keep)
-        self.segments.cut(last_to_keep, cut)
+    def truncate(self, last_to_keep):
+        cut, _ = truncation.truncation_of(self.segments, last_to_keep)
+        self.segments.truncate(last_to_keep, cut)
         self.synced_max = self.last
         self.chain = self.synced_chain = self.segments.chain
         marker = min(self.slot.acked, Marker(self.last, self.chain))
         self.write_slot(replace(self.slot, acked=marker))
 
-    yield instead(LogFiles, "cut", cut)
+    yield instead(LogFiles, "truncate", truncate)
 
 
 @switch
@@ -334,7 +334,7 @@ def group_goes_on_after_a_refusal() -> Patches:
 def segments_cut_in_any_order() -> Patches:
     """A truncation removes the segments' files without syncing their directory."""
 
-    def cut(self, last_to_keep, entry):
+    def truncate(self, last_to_keep, entry):
         directory = self._disk.sync_directory
         self._disk.sync_directory = nothing
         try:
@@ -342,8 +342,8 @@ def segments_cut_in_any_order() -> Patches:
         finally:
             self._disk.sync_directory = directory
 
-    original = Segments.cut
-    yield instead(Segments, "cut", cut)
+    original = Segments.truncate
+    yield instead(Segments, "truncate", truncate)
 
 
 @switch

@@ -26,9 +26,9 @@ class SteadyWriter:
     def append(self) -> None:
         world, workload = self.cluster.world, self.cluster.workload
         if world.now_ms < self.until_ms:
-            parcel = workload.parcel(self.client, [NO_LOCKS], self.client.mark)
-            self.sent_us[parcel.token] = world.now_us
-            self.client.append(parcel)
+            submission = workload.submission(self.client, [NO_LOCKS], self.client.mark)
+            self.sent_us[submission.token] = world.now_us
+            self.client.append(submission)
             world.after(self.every_ms * MS, self.append)
 
     def settled(self, effect) -> None:

@@ -13,7 +13,7 @@ from waltz_core.errors import ClientAhead, DataLoss, DiskFailed, LockFailed, Unr
 from waltz_core.records.record import GENESIS_CHAIN, NO_SESSION, LineageEntry, ReplicaId, ReqId
 from waltz_core.replication import session_events
 from waltz_core.server.locking.lock_table import LockTable
-from waltz_core.server.partition_events import Answer, rejection
+from waltz_core.server.partition_events import SendToClient, rejection
 from waltz_core.storage.service.work import LaneRequest, Work, WorkResult
 from waltz_core.wire import messages as m
 from waltz_sim.cluster.simulated_cluster import MS, SimCluster
@@ -53,7 +53,7 @@ class World:
 
     def answer(self, message) -> None:
         """A message leaves the owner for the first client."""
-        self.checks.answered(self.owner, Answer(self.link.number, message, 0))
+        self.checks.answered(self.owner, SendToClient(self.link.number, message, 0))
 
     def says(self, *effects, server=None) -> None:
         """The owner's store says something."""
@@ -392,12 +392,12 @@ def test_gate_no_session_is_named_that_is_not_open(world):
 # 9, 10, 22, 23, 24: what lies on disks
 
 
-def test_no_cut_committed(world):
+def test_no_truncation_committed(world):
     with fails("NoCutCommitted"):
         world.works(m.Truncate, 5, -1, bytes(16))
 
 
-def test_no_cut_that_an_opening_carries_to_its_end(world):
+def test_no_truncation_that_an_opening_carries_to_its_end(world):
     log = world.storage.log
     world.works(m.Truncate, 5, -1, bytes(16), outcome=DiskFailed("half of it"))
     world.checks.log_opened(world.storage, log)
@@ -407,7 +407,7 @@ def test_no_cut_that_an_opening_carries_to_its_end(world):
         )
 
 
-def test_a_cut_that_an_opening_ends_when_others_have_acknowledged_more(world):
+def test_a_truncation_that_an_opening_ends_when_others_have_acknowledged_more(world):
     """What it has lost by then never counted: it was cut before that."""
     log, later = world.storage.log, world.history.log[6:]
     del world.history.log[6:]
@@ -419,14 +419,14 @@ def test_a_cut_that_an_opening_ends_when_others_have_acknowledged_more(world):
     assert world.checks.replicas.kept[world.storage.name] == 5
 
 
-def test_no_cut_below_the_mark(world):
+def test_no_truncation_below_the_mark(world):
     log = world.storage.log
     log._files.slots.slot = replace(log.slot, low_water_mark=5)
     with fails("NoCutCommitted"):
         world.works(m.Truncate, 4, -1, bytes(16))
 
 
-def test_no_cut_is_even_requested_below_the_mark(world):
+def test_no_truncation_is_even_requested_below_the_mark(world):
     with fails("NoCutCommitted"):
         world.works(m.Truncate, 4, -1, bytes(16), outcome=DataLoss("below"))
 
@@ -497,15 +497,15 @@ def test_fixed_now_and_then(world):
 # 11, 12, 13, 14, 15: what applications receive
 
 
-class Settled:
+class SessionSettled:
     """An outcome reported to the first client, of an operation that the workload has just made."""
 
     def __init__(self, world, *, reason, transaction_id=-1, conflict=-1, mark=0):
         workload = world.cluster.workload
-        self.parcel = workload.parcel(world.client, [((1,), (), ())], 0)
-        (self.operation,) = workload.operations_of(self.parcel.token)
-        self.effect = client_events.ParcelSettled(
-            self.parcel.token,
+        self.submission = workload.submission(world.client, [((1,), (), ())], 0)
+        (self.operation,) = workload.operations_of(self.submission.token)
+        self.effect = client_events.SubmissionSettled(
+            self.submission.token,
             BatchOutcome(
                 mark,
                 np.array([transaction_id]),
@@ -516,13 +516,13 @@ class Settled:
 
 
 def test_outcome_truth_of_a_yes(world):
-    outcome = Settled(world, reason=m.Reason.COMMITTED, transaction_id=1)
+    outcome = SessionSettled(world, reason=m.Reason.COMMITTED, transaction_id=1)
     with fails("OutcomeTruth"):
         world.checks.settled(world.client, outcome.effect)
 
 
 def test_outcome_truth_of_a_no(world):
-    outcome = Settled(world, reason=m.Reason.LOST)
+    outcome = SessionSettled(world, reason=m.Reason.LOST)
     outcome.operation.transaction_id = 3
     with fails("OutcomeTruth"):
         world.checks.settled(world.client, outcome.effect)
@@ -536,24 +536,24 @@ def test_outcome_truth_of_a_definite_no(world):
 
 
 def test_outcome_truth_of_being_ahead(world):
-    outcome = Settled(world, reason=m.Reason.AHEAD)
+    outcome = SessionSettled(world, reason=m.Reason.AHEAD)
     with fails("OutcomeTruth"):
         world.checks.settled(world.client, outcome.effect)
-    outcome = Settled(world, reason=m.Reason.AHEAD)
+    outcome = SessionSettled(world, reason=m.Reason.AHEAD)
     outcome.operation.mark = world.history.last + 1
     world.checks.settled(world.client, outcome.effect)
 
 
 def test_outcome_truth_of_a_rejection(world):
-    outcome = Settled(world, reason=m.Reason.LOST)
+    outcome = SessionSettled(world, reason=m.Reason.LOST)
     outcome.operation.transaction_id = 3
-    effect = client_events.ParcelRejected(outcome.parcel.token, Unreachable("never sent"))
+    effect = client_events.SubmissionRejected(outcome.submission.token, Unreachable("never sent"))
     with fails("OutcomeTruth"):
         world.checks.rejected(world.client, effect)
 
 
 def test_a_rejection_names_what_is_final(world):
-    settled = Settled(world, reason=m.Reason.LOCK, conflict=world.history.last + 1)
+    settled = SessionSettled(world, reason=m.Reason.LOCK, conflict=world.history.last + 1)
     with fails("OutcomeTruth"):
         world.checks.settled(world.client, settled.effect)
     with fails("OutcomeTruth"):

@@ -1,4 +1,4 @@
-"""Schedules of seeds that found a fault of ours which no written story shows: kept, shortened."""
+"""Shortened schedules of seeds that found a defect which no written scenario shows."""
 
 import struct
 from dataclasses import replace
@@ -84,7 +84,7 @@ def test_records_whose_batch_has_rotted_with_them_are_repaired(monkeypatch):
     assert run(schedule).rule == "Converged"
 
 
-def test_a_rotten_batch_above_the_marker_is_not_cut_if_the_log_continues(monkeypatch):
+def test_a_rotten_batch_above_the_marker_is_not_truncated_if_the_log_continues(monkeypatch):
     """A failed sync had ended its file; with it went what two of three had acknowledged."""
     schedule = Schedule.from_json((KEPT / "610000134.json").read_text(encoding="utf-8"))
     assert run(schedule).is_good
@@ -140,7 +140,7 @@ def test_a_truncation_reports_the_chain_that_it_has_written(monkeypatch):
     """A read that failed after the truncation left the chain of the longer log."""
     schedule = Schedule.from_json((KEPT / "1795815724074.json").read_text(encoding="utf-8"))
     assert run(schedule).is_good
-    truncate = LogFiles.cut
+    truncate = LogFiles.truncate
 
     def read_again(self, last_to_keep):
         before = self.chain
@@ -150,5 +150,5 @@ def test_a_truncation_reports_the_chain_that_it_has_written(monkeypatch):
         assert self.segments.chain == after
         self.chain = self.synced_chain = after
 
-    monkeypatch.setattr(LogFiles, "cut", read_again)
+    monkeypatch.setattr(LogFiles, "truncate", read_again)
     assert run(schedule).rule == "NoCutCommitted"

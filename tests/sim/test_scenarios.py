@@ -1,6 +1,6 @@
-"""Every story of `scenarios/` is run again, and must produce the same text.
+"""Every scenario of `scenarios/` is run again, and must produce the same text.
 
-`WALTZ_REWRITE_STORIES=1` writes the present output; review the difference before you commit it.
+`WALTZ_REWRITE_SCENARIOS=1` writes the present output; review the difference before you commit it.
 """
 
 import os
@@ -11,34 +11,34 @@ import pytest
 from waltz_core.errors import BadFormat
 from waltz_core.replication import session_recovery
 from waltz_sim.guarantees.history import Violation
-from waltz_sim.scenario import replayed, stories_in
+from waltz_sim.scenario import replayed, scenarios_in
 
 FILES = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))
-STORIES = [
-    pytest.param(story, id=f"{path.stem}: {story.title}")
+SCENARIOS = [
+    pytest.param(scenario, id=f"{path.stem}: {scenario.title}")
     for path in FILES
-    for story in stories_in(path.read_text(encoding="utf-8"))[1]
+    for scenario in scenarios_in(path.read_text(encoding="utf-8"))[1]
 ]
-IS_REWRITTEN = "WALTZ_REWRITE_STORIES" in os.environ
+IS_REWRITTEN = "WALTZ_REWRITE_SCENARIOS" in os.environ
 
 
-@pytest.mark.skipif(IS_REWRITTEN, reason="the stories are rewritten")
-@pytest.mark.parametrize("story", STORIES)
-def test_story(story):
-    assert replayed(story).text == story.text
+@pytest.mark.skipif(IS_REWRITTEN, reason="the scenarios are rewritten")
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_scenario(scenario):
+    assert replayed(scenario).text == scenario.text
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_file_has_one_form(path):
     text = path.read_text(encoding="utf-8")
-    intro, stories = stories_in(text)
+    intro, scenarios = scenarios_in(text)
     if IS_REWRITTEN:
-        stories = [replayed(each) for each in stories]
-    written = intro + "\n".join(each.text for each in stories)
+        scenarios = [replayed(each) for each in scenarios]
+    written = intro + "\n".join(each.text for each in scenarios)
     if IS_REWRITTEN:
         path.write_text(written, encoding="utf-8")
     assert written == text or IS_REWRITTEN
-    assert len({each.title for each in stories}) == len(stories)
+    assert len({each.title for each in scenarios}) == len(scenarios)
 
 
 BEGINNING = "A few words.\n\n## A storage dies\nAnd more.\n\n> begin with A B C; append 1\n"
@@ -46,19 +46,19 @@ BEGINNING = "A few words.\n\n## A storage dies\nAnd more.\n\n> begin with A B C;
 
 def outcome(steps: str) -> list[str]:
     """Return what comes of the last of some steps."""
-    (story,) = stories_in(f"## A title\n\n{steps}\n")[1]
-    return replayed(story).steps[-1].lines
+    (scenario,) = scenarios_in(f"## A title\n\n{steps}\n")[1]
+    return replayed(scenario).steps[-1].lines
 
 
 def test_a_file_is_read_and_written():
-    intro, (story,) = stories_in(BEGINNING + "    reported: 0 in the log\n> kill C\n")
+    intro, (scenario,) = scenarios_in(BEGINNING + "    reported: 0 in the log\n> kill C\n")
     assert intro == "A few words.\n\n"
-    assert story.words == ["And more."]
-    assert [(each.commands, each.lines) for each in story.steps] == [
+    assert scenario.words == ["And more."]
+    assert [(each.commands, each.lines) for each in scenario.steps] == [
         ("begin with A B C; append 1", ["reported: 0 in the log"]),
         ("kill C", []),
     ]
-    assert intro + story.text == BEGINNING + "    reported: 0 in the log\n> kill C\n"
+    assert intro + scenario.text == BEGINNING + "    reported: 0 in the log\n> kill C\n"
 
 
 @pytest.mark.parametrize(
@@ -69,19 +69,19 @@ def test_a_file_is_read_and_written():
         ("> begin with A B C\nand then", "expected a step or a milestone, found 'and then'"),
     ],
 )
-def test_an_invalid_story_is_reported(steps, sentence):
+def test_an_invalid_scenario_is_reported(steps, sentence):
     with pytest.raises(BadFormat, match=sentence):
         outcome(steps)
 
 
-def test_a_story_that_reports_something_else_is_noticed():
-    (story,) = stories_in(BEGINNING + "    reported: 0..1 in the log\n")[1]
-    assert replayed(story).text != story.text
-    assert replayed(story).steps[0].lines == ["reported: 0 in the log"]
+def test_a_scenario_that_reports_something_else_is_noticed():
+    (scenario,) = scenarios_in(BEGINNING + "    reported: 0..1 in the log\n")[1]
+    assert replayed(scenario).text != scenario.text
+    assert replayed(scenario).steps[0].lines == ["reported: 0 in the log"]
 
 
-def test_checkers_run_during_a_story(monkeypatch):
-    """A broken promise within a story does not depend on how the story is written."""
+def test_checkers_run_during_a_scenario(monkeypatch):
+    """A broken promise within a scenario does not depend on how the scenario is written."""
     monkeypatch.setattr(session_recovery, "decide", lambda maxes, **_: min(maxes, default=None))
     with pytest.raises(Violation, match="DecisionCovers"):
         outcome(

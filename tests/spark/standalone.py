@@ -1,7 +1,7 @@
 """A real Spark cluster out of the pip package: a standalone master and two workers, each a process.
 
 Master and driver run in the middle, where Waltz's own processes are; each worker in a place of its
-own (`places.py`). All of them have the settings of `conf/spark-defaults.conf`.
+own (`record_locations.py`). All of them have the settings of `conf/spark-defaults.conf`.
 """
 
 import contextlib

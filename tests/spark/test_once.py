@@ -124,7 +124,7 @@ def test_an_attempt_continues_where_the_one_before_has_stopped(write: Write) -> 
     assert third.runs != []
 
 
-def test_without_it_rows_are_there_twice(write: Write) -> None:
+def test_without_exactly_once_a_repeated_write_duplicates_rows(write: Write) -> None:
     """What the other tests prevent: the same job with `exactlyOnce` off."""
     rows = rows_of(0, 100)
     off = Write(write.connect, write.name, exactlyOnce="false")
@@ -179,7 +179,7 @@ def straggling(write: Write, job: Job, rows: list[bytes]) -> Iterator[list[Conne
         straggler.join(HANG_S)
 
 
-def test_an_older_attempt_that_lives_on_gets_nothing_in(write: Write) -> None:
+def test_an_older_attempt_that_still_runs_writes_nothing(write: Write) -> None:
     """A straggler after `abort`, or the slower of two attempts under speculation."""
     rows, job = rows_of(0, 120), write.job()
     with straggling(write, job, rows) as failures:

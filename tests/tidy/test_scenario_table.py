@@ -5,10 +5,10 @@ import re
 from functools import cache
 
 from tests.tidy.sources import ROOT, nothing, source_of, sources_under
-from waltz_sim.scenario import stories_in
+from waltz_sim.scenario import scenarios_in
 
 TABLE = ROOT / "docs" / "scenarios.md"
-STORIES = ROOT / "tests" / "sim" / "scenarios"
+SCENARIOS = ROOT / "tests" / "sim" / "scenarios"
 ROW_COUNT = 40
 ROW = re.compile(r"^### (\d+)\. (.+)$", re.MULTILINE)
 TEST = re.compile(r"^- `(tests/\S+\.py)::(test_\w+)`$")
@@ -35,11 +35,13 @@ def functions_of(path: str) -> frozenset[str]:
 
 @cache
 def titles_of(subject: str) -> frozenset[str]:
-    """Return the titles of a file's stories."""
-    path = STORIES / f"{subject}.txt"
+    """Return the titles of a file's scenarios."""
+    path = SCENARIOS / f"{subject}.txt"
     if not path.is_file():
         return frozenset()
-    return frozenset(story.title for story in stories_in(path.read_text(encoding="utf-8"))[1])
+    return frozenset(
+        scenario.title for scenario in scenarios_in(path.read_text(encoding="utf-8"))[1]
+    )
 
 
 def test_every_row_is_there_once_and_in_order():
@@ -48,11 +50,11 @@ def test_every_row_is_there_once_and_in_order():
 
 
 def is_there(line: str) -> bool:
-    """Return whether a line of the table names a test or a story that exists."""
-    test, story = TEST.match(line), STORY.match(line)
+    """Return whether a line of the table names a test or a scenario that exists."""
+    test, scenario = TEST.match(line), STORY.match(line)
     if test is not None:
         return test[2] in functions_of(test[1])
-    return story is not None and story[2] in titles_of(story[1])
+    return scenario is not None and scenario[2] in titles_of(scenario[1])
 
 
 def test_a_row_names_tests_that_exist():
@@ -62,7 +64,7 @@ def test_a_row_names_tests_that_exist():
     }
     nothing([f"row {each}" for each, lines in named.items() if not lines], "a row without a test")
     missing = [line for lines in named.values() for line in lines if not is_there(line)]
-    nothing(missing, "no test or story has this name")
+    nothing(missing, "no test or scenario has this name")
 
 
 def test_no_file_is_mapped_into_memory():

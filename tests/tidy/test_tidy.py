@@ -47,9 +47,9 @@ ORDINARY_WORDS = frozenset(
         r"\w+",
         """
         admin cache callbacks check client cluster config connection consumer copy data directory
-        disk end entry error failed file info keeper limits link log mark memory message mismatch
-        node open opened protocol read reader request response result run server session set state
-        storage store task view waiting waltz write zoo
+        disk end entry error failed file info keeper limits link local log mark memory message
+        mismatch node open opened protocol read reader request response result run send server
+        session set state storage store task to view waiting waltz write zoo
         """,
     )
 )

@@ -16,7 +16,7 @@ from typing import Final
 
 from waltz_core.transport import net
 from waltz_core.transport import tls as tls_settings
-from waltz_core.wire.messages import Surface
+from waltz_core.wire.messages import WireProtocol
 
 _PLACE: Final[ContextVar[str]] = ContextVar("tls", default="")
 
@@ -40,9 +40,9 @@ def ssl() -> SSLContext | None:
     return _context(place) if place else None
 
 
-async def dial(surface: Surface, address: str, *, timeout_s: float = 5.0) -> net.Link:
+async def dial(protocol: WireProtocol, address: str, *, timeout_s: float = 5.0) -> net.Link:
     """Connect like `net.dial`, with the same errors."""
-    return await net.dial(surface, address, timeout_s=timeout_s, ssl=ssl())
+    return await net.dial(protocol, address, timeout_s=timeout_s, ssl=ssl())
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from typing import TypeVar
 from waltz_core.cli import own_transport
 from waltz_core.errors import WaltzError
 from waltz_core.records.record import ReqId
-from waltz_core.wire.messages import ClientMessage, Surface
+from waltz_core.wire.messages import ClientMessage, WireProtocol
 
 ANSWER_S = 10.0
 DIAL_TIMEOUT_S = 3.0
@@ -36,18 +36,19 @@ async def query(
         await links.close("answered")
 
 
-async def answers(surface: Surface, address: str) -> bool:
+async def answers(protocol: WireProtocol, address: str) -> bool:
     """Return whether a process at the address completes the hello."""
-    return await name_at(surface, address) is not None
+    return await name_at(protocol, address) is not None
 
 
-async def name_at(surface: Surface, address: str) -> str | None:
+async def name_at(protocol: WireProtocol, address: str) -> str | None:
     """Return the text of the hello at an address; None if no process listens there.
 
-    Every port of Waltz completes the hello; the text distinguishes them (`Surface.listener_text`).
+    Every port of Waltz completes the hello; the text distinguishes them
+    (`WireProtocol.listener_text`).
     """
     try:
-        link = await own_transport.dial(surface, address, timeout_s=DIAL_TIMEOUT_S)
+        link = await own_transport.dial(protocol, address, timeout_s=DIAL_TIMEOUT_S)
     except WaltzError:
         return None
     name = "" if link.peer is None else link.peer.text

@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 
 from waltz_core.records.raw_records import FEED_HEADER_BYTES, FEED_HEADER_DTYPE
-from waltz_core.wire.messages import Buffer, FeedData, Surface
+from waltz_core.wire.messages import Buffer, FeedData, WireProtocol
 
 _FRAME: Final = np.dtype(
     [
@@ -35,7 +35,7 @@ def feed_frames(first: int, headers: Buffer, version: int) -> bytes:
     heads = np.frombuffer(headers, FEED_HEADER_DTYPE)
     assert heads.size * FEED_HEADER_BYTES == len(headers)
     frames = np.empty(heads.size, _FRAME)
-    frames["magic"] = Surface.CLIENT.magic
+    frames["magic"] = WireProtocol.CLIENT.magic
     frames["version"] = version
     frames["length"] = _PAYLOAD_BYTES
     frames["type"] = FeedData.code

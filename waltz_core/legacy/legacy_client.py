@@ -99,7 +99,7 @@ class InexpressibleError:
     text: str
 
 
-OldAnswer: TypeAlias = ClientMessage | Frames | EndConnection | InexpressibleError
+LegacyResponse: TypeAlias = ClientMessage | Frames | EndConnection | InexpressibleError
 
 
 @dataclass(slots=True)
@@ -149,7 +149,7 @@ class LegacyClientAdapter:
 
     def translate_answer(
         self, message: ClientMessage, request: ClientMessage | None, now_s: float
-    ) -> OldAnswer | None:
+    ) -> LegacyResponse | None:
         """Translate the answer to a request."""
         answer = self._translated(message, request)
         if isinstance(answer, MountResponse | MountOutcome):
@@ -160,7 +160,7 @@ class LegacyClientAdapter:
 
     def _translated(
         self, message: ClientMessage, request: ClientMessage | None
-    ) -> OldAnswer | None:
+    ) -> LegacyResponse | None:
         match message:
             case AppendResult():
                 return self._append_ended(message)
@@ -175,7 +175,7 @@ class LegacyClientAdapter:
             case _:
                 return message
 
-    def _append_ended(self, message: AppendResult) -> OldAnswer | None:
+    def _append_ended(self, message: AppendResult) -> LegacyResponse | None:
         """Report the outcome of an append; only the feed reports committed ones."""
         req_id, reason = message.req_id, Reason(message.reasons[0])
         assert len(message.reasons) == 1, "a 0.13 client appends single transactions"
@@ -195,7 +195,7 @@ class LegacyClientAdapter:
     # -----------------------------------------------------------------------------------------
     # mounts
 
-    def _mount_answered(self, req_id: ReqId, state: int) -> OldAnswer | None:
+    def _mount_answered(self, req_id: ReqId, state: int) -> LegacyResponse | None:
         mount = self._mounts.get(req_id.partition_id)
         partition_id = req_id.partition_id
         if mount is None or mount.req_id != req_id:
@@ -205,7 +205,7 @@ class LegacyClientAdapter:
             del self._mounts[partition_id]
         return self._mount_state(req_id, state)
 
-    def _mount_ended(self, partition_id: PartitionId) -> OldAnswer | None:
+    def _mount_ended(self, partition_id: PartitionId) -> LegacyResponse | None:
         """Make the client mount again, unless it is about to (rule 2)."""
         mount = self._mounts.get(partition_id)
         if mount is None or not mount.is_ready:
@@ -220,10 +220,12 @@ class LegacyClientAdapter:
     # -----------------------------------------------------------------------------------------
     # rejections
 
-    def _rejected(self, request: ClientMessage | None, error: ErrorResponse) -> OldAnswer | None:
+    def _rejected(
+        self, request: ClientMessage | None, error: ErrorResponse
+    ) -> LegacyResponse | None:
         """Translate an error, depending on the request."""
         req_id = error.req_id
-        answer: OldAnswer | None = None
+        answer: LegacyResponse | None = None
         match request:
             case MountRequest() | FeedRequest():
                 answer = self._mount_rejected(req_id, error)
@@ -246,7 +248,7 @@ class LegacyClientAdapter:
                 answer = EndConnection(error.message)
         return answer
 
-    def _mount_rejected(self, req_id: ReqId, error: ErrorResponse) -> OldAnswer | None:
+    def _mount_rejected(self, req_id: ReqId, error: ErrorResponse) -> LegacyResponse | None:
         mount = self._mounts.get(req_id.partition_id)
         if mount is None or mount.req_id != req_id:
             return None  # rule 4
@@ -254,13 +256,13 @@ class LegacyClientAdapter:
             return EndConnection(error.message)
         return self._mount_answered(req_id, MountState.NOT_READY)
 
-    def _flush_rejected(self, req_id: ReqId, error: ErrorResponse) -> OldAnswer | None:
+    def _flush_rejected(self, req_id: ReqId, error: ErrorResponse) -> LegacyResponse | None:
         """Send nothing, like 0.13; if the mount still exists, make the client mount again."""
         if error.error_code in (errors.NotOwned.code, errors.UnknownPartition.code):
             return None
         return self._mount_ended(req_id.partition_id)
 
-    def _mark_rejected(self, error: ErrorResponse) -> OldAnswer | None:
+    def _mark_rejected(self, error: ErrorResponse) -> LegacyResponse | None:
         """Send nothing, and let the client ask again on its next connection (rule 3)."""
         if self._ends_soon:
             return None

@@ -14,7 +14,7 @@ Rules (4 to 6 and 8: `legacy_server_stream.py`):
 from collections import deque
 from typing import Final
 
-from waltz_core.legacy.legacy_server_rows import LegacyRow, ParcelRows
+from waltz_core.legacy.legacy_server_rows import LegacyRow, SubmissionRows
 from waltz_core.records.record import ReqId, TransactionId
 from waltz_core.wire.messages import AppendRequest, Reason
 
@@ -23,7 +23,7 @@ IN_FLIGHT_MAX: Final = 200
 
 
 class LegacyAppends:
-    """The rows of one partition on one connection; methods return parcels that can be answered."""
+    """The rows of one partition on one connection; methods return submissions to answer."""
 
     def __init__(self) -> None:
         self.waiting: deque[LegacyRow] = deque()
@@ -61,14 +61,14 @@ class LegacyAppends:
         self.in_flight[row.request.req_id] = row
         return row.request
 
-    def committed(self, req_id: ReqId, transaction_id: TransactionId) -> list[ParcelRows]:
+    def committed(self, req_id: ReqId, transaction_id: TransactionId) -> list[SubmissionRows]:
         """Process a row in the feed: all rows sent before it are final, too (rules 1, 2)."""
         row = self.in_flight.get(req_id)
         if row is None:
             return []
         ended = self.end_up_to(row.number - 1, Reason.LOST)
         del self.in_flight[req_id]
-        return [*ended, row.parcel] if row.committed(transaction_id) else ended
+        return [*ended, row.submission] if row.committed(transaction_id) else ended
 
     def lock_failed(self, req_id: ReqId, estimate: TransactionId) -> None:
         """The server has rejected a row because of transaction `estimate`, or an earlier one."""
@@ -77,7 +77,7 @@ class LegacyAppends:
             row.estimate = estimate
             self._rejected.append(row)
 
-    def end_rejected(self, mark: TransactionId) -> list[ParcelRows]:
+    def end_rejected(self, mark: TransactionId) -> list[SubmissionRows]:
         """End the rows that locks have rejected, up to the feed's mark (rule 3)."""
         ended = []
         rejected, self._rejected = self._rejected, []
@@ -90,10 +90,10 @@ class LegacyAppends:
                 continue
             del self.in_flight[row.request.req_id]
             if row.rejected(Reason.LOCK):
-                ended.append(row.parcel)
+                ended.append(row.submission)
         return ended
 
-    def end_up_to(self, number: int, reason: Reason) -> list[ParcelRows]:
+    def end_up_to(self, number: int, reason: Reason) -> list[SubmissionRows]:
         """End all rows up to the one that was sent as `number`: they are not in the log."""
         ended = []
         while self.in_flight:
@@ -102,5 +102,5 @@ class LegacyAppends:
                 break
             del self.in_flight[req_id]
             if row.rejected(reason):
-                ended.append(row.parcel)
+                ended.append(row.submission)
         return ended

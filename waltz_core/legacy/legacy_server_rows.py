@@ -1,11 +1,12 @@
 """Splits appends into 0.13 requests, and combines outcomes and feeds into those of the stream.
 
 A 0.13 server accepts one transaction in each request and feeds one in each message, while the
-stream uses parcels and stretches.
+stream uses submissions and stretches.
 
 Rules:
-    1. Row i of a parcel has the sequence number of its request id plus i, as at a current server.
-    2. A parcel is answered once, when every row of it is final.
+    1. Row i of a submission has the sequence number of its request id plus i, as at a current
+       server.
+    2. A submission is answered once, when every row of it is final.
 """
 
 import struct
@@ -36,7 +37,7 @@ _FEED_HEADER: Final = struct.Struct(">16si")
 
 
 @dataclass(slots=True, eq=False)
-class ParcelRows:
+class SubmissionRows:
     """The known outcomes of the rows of one append of the stream."""
 
     req_id: ReqId  # of its first row
@@ -67,10 +68,10 @@ class ParcelRows:
 
 @dataclass(slots=True, eq=False)
 class LegacyRow:
-    """One transaction in flight: the 0.13 request for it, and its parcel and place."""
+    """One transaction in flight: the 0.13 request for it, and its submission and place."""
 
-    parcel: ParcelRows
-    place: int  # in its parcel
+    submission: SubmissionRows
+    place: int  # in its submission
     request: AppendRequest
     number: int = 0  # in the order in which rows were sent on this connection
     sent_ms: int = 0
@@ -82,34 +83,34 @@ class LegacyRow:
         return self.request.client_high_water_mark
 
     def committed(self, transaction_id: TransactionId) -> bool:
-        """Note that it is in the log; return True when its parcel can be answered."""
-        self.parcel.ids[self.place] = transaction_id
+        """Note that it is in the log; return True when its submission can be answered."""
+        self.submission.ids[self.place] = transaction_id
         return self._ended(Reason.COMMITTED)
 
     def rejected(self, reason: Reason) -> bool:
-        """Note that it will never be in the log; return True when its parcel can be answered.
+        """Note that it will never be in the log; return True when its submission can be answered.
 
         A rejection by a lock is reported as that, whatever other reason would have ended it.
         """
         if self.estimate is None:
             return self._ended(reason)
-        self.parcel.conflicting[self.place] = self.estimate
+        self.submission.conflicting[self.place] = self.estimate
         return self._ended(Reason.LOCK)
 
     def _ended(self, reason: Reason) -> bool:
-        self.parcel.reasons[self.place] = reason
-        self.parcel.open_count -= 1
-        return self.parcel.open_count == 0
+        self.submission.reasons[self.place] = reason
+        self.submission.open_count -= 1
+        return self.submission.open_count == 0
 
 
 def rows_of(message: AppendRequest | AppendBatch) -> list[LegacyRow]:
     """Return the rows of an append in order, each with its own request (rule 1)."""
     if isinstance(message, AppendRequest):
-        return [LegacyRow(ParcelRows(message.req_id, 1), 0, message)]
+        return [LegacyRow(SubmissionRows(message.req_id, 1), 0, message)]
     found = batches.decode_append(
         message.payload, rows_max=FRAME_BYTES_MAX, bytes_max=FRAME_BYTES_MAX
     )
-    parcel = ParcelRows(message.req_id, found.count)
+    submission = SubmissionRows(message.req_id, found.count)
     marks = [message.client_high_water_mark] * found.count
     if found.marks is not None:
         marks = found.marks.tolist()
@@ -125,7 +126,7 @@ def rows_of(message: AppendRequest | AppendBatch) -> list[LegacyRow]:
     )
     return [
         LegacyRow(
-            parcel, place, AppendRequest(first._replace(sequence=first.sequence + place), *row)
+            submission, place, AppendRequest(first._replace(sequence=first.sequence + place), *row)
         )
         for place, row in enumerate(rows)
     ]

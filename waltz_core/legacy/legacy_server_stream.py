@@ -26,7 +26,7 @@ from typing import Final, TypeAlias
 
 from waltz_core import errors
 from waltz_core.legacy.legacy_server_appends import LegacyAppends
-from waltz_core.legacy.legacy_server_rows import FeedRun, LegacyRow, ParcelRows, rows_of
+from waltz_core.legacy.legacy_server_rows import FeedRun, LegacyRow, SubmissionRows, rows_of
 from waltz_core.records.record import (
     BEFORE_FIRST,
     NO_SESSION,
@@ -445,7 +445,7 @@ class LegacyServerPartition:
         # A server that has lost the partition knows a lower mark, one without a session none.
         is_known = is_owner and mark >= BEFORE_FIRST
         if row.rejected(Reason.AHEAD if is_known else Reason.NOT_MOUNTED):
-            self._answer([row.parcel])
+            self._answer([row.submission])
 
     def _conclude(self) -> None:
         """Settle the rows that the feed's position allows to settle (rules 3 and 4)."""
@@ -463,8 +463,8 @@ class LegacyServerPartition:
         self._proofs[self._proof] = then
         self._out.append(Prove(self._partition_id, self._proof))
 
-    def _answer(self, parcels: Iterable[ParcelRows]) -> None:
-        for each in parcels:
+    def _answer(self, submissions: Iterable[SubmissionRows]) -> None:
+        for each in submissions:
             # An estimate is the id of a transaction in the log, whether it was fed here or not.
             mark = max(self._mark, *each.conflicting)
             self._to_stream(each.result(TransactionId(mark)))

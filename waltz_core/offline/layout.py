@@ -41,7 +41,7 @@ RECORD_FRAME_BYTES: Final = 40  # a record without its data
 GENESIS: Final = bytes(16)
 
 AVAILABLE, ASSIGNED = 1, 4
-DIRTY, SUSPECT, PROVISIONAL, TRUNCATE, CUT = 1, 2, 4, 8, 16
+DIRTY, SUSPECT, PROVISIONAL, TRUNCATE, SHORTENED = 1, 2, 4, 8, 16
 # Instead of a chain: records may have no batches.
 UNBATCHED: Final = b"\xff" * 16
 RECONSTRUCTED: Final = -2  # the session of a batch that replaces unreadable ones
@@ -179,7 +179,7 @@ class ControlSlot(NamedTuple):
     acked: int
     acked_chain: bytes
     truncate_to: int
-    cut: tuple[int, int, int, int, bytes]
+    shortened: tuple[int, int, int, int, bytes]
     damaged: tuple[tuple[int, int], ...]
     engaged: int  # the last session in which the replica was engaged
     wrong: tuple[str, ...]
@@ -208,10 +208,10 @@ def control_slot(data: Bytes, place: int) -> ControlSlot:
     promised, nonce, last_session, mark = struct.unpack_from(">q16sqq", body, 32)
     provisional_session, provisional_mark = struct.unpack_from(">qq", body, 72)
     acked, acked_chain, truncate_to = struct.unpack_from(">q16sq", body, 88)
-    cut = struct.unpack_from(">qqqq16s", body, 120)
+    shortened = struct.unpack_from(">qqqq16s", body, 120)
     _expect(wrong, "version", 0, version)
-    if flags & ~(2 * CUT - 1):
-        wrong.append(f"expected flags below {2 * CUT:#x}, found {flags:#x}")
+    if flags & ~(2 * SHORTENED - 1):
+        wrong.append(f"expected flags below {2 * SHORTENED:#x}, found {flags:#x}")
     if sequence % 2 == place:
         wrong.append(f"expected {'an odd' if place == 0 else 'an even'} sequence, found {sequence}")
     if not 0 <= count <= _DAMAGED_MAX:
@@ -239,7 +239,7 @@ def control_slot(data: Bytes, place: int) -> ControlSlot:
         acked,
         acked_chain,
         truncate_to,
-        cut,
+        shortened,
         damaged,
         last_session + 1 - back if back else -1,
         tuple(wrong),

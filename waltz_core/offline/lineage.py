@@ -256,7 +256,8 @@ class ChainCheck:
         entry = placed.batch
         if first <= entry.last and (next_first is None or entry.last < next_first):
             return True
-        # The tail of a file that a failed write has ended may be back: that cut is not synced.
+        # The tail of a file that a failed write has ended may be back: that truncation is not
+        # synced.
         self._add(
             first,
             placed.offset,

@@ -8,7 +8,7 @@ Rules:
        entry states, and all segments but the last. Of the rest, a storage that was not closed may
        have left any part. Without a slot, a torn tail looks like rot, and all errors count.
     2. Where Waltz 0.13 has written since this version did, the batches may be of a history that it
-       has cut: their errors are notes. The next start makes new ones.
+       has truncated: their errors are notes. The next start makes new ones.
 """
 
 from functools import partial
@@ -73,7 +73,7 @@ class _LogCheck:
             self._durable = max(self._durable, by_entries, self._passed_batches())
             slot = self._expected.slot
             if slot is not None and slot.flags & TRUNCATE:
-                # An entry above the cut is valid, but does not count after the cut.
+                # An entry above the truncation is valid, but does not count after the truncation.
                 self._durable = min(self._durable, slot.truncate_to)
             self._chain = ChainCheck(
                 self._directory,
@@ -119,7 +119,8 @@ class _LogCheck:
         """Return whether a segment's bytes of an ID must have been synced."""
         behind = self._firsts[self._firsts.index(segment) + 1 :]
         if behind:
-            # The tail of a file that a failed write has ended may be back: that cut is not synced.
+            # The tail of a file that a failed write has ended may be back: that truncation is not
+            # synced.
             return not self._is_dirty or transaction_id < behind[0]
         return not self._is_dirty or transaction_id <= durable
 

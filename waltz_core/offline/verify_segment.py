@@ -8,8 +8,8 @@ Rules:
     2. Every entry of the index is compared with the position of its record, except for unreadable
        records, whose position is unknown.
     3. Bytes that were not known to be synced when a storage stopped without a close may be torn:
-       they were never acknowledged, and the next start cuts them. That is a note. Any other fault
-       is an error.
+       they were never acknowledged, and the next start truncates them. That is a note. Any other
+       fault is an error.
     4. The creation times have no checksum and no meaning. Where two files of a segment agree and
        a third does not, that is a note: a crash can leave it, too.
 """
@@ -237,7 +237,7 @@ class SegmentCheck:
             self._lose(gap.first, reach - 1)
             return reach
         is_wrong = self._is_wrong(gap.first)
-        tail = "" if is_wrong else "; never acknowledged, the next start cuts it"
+        tail = "" if is_wrong else "; never acknowledged, the next start truncates it"
         what = f"bytes {gap.offset}..{gap.end - 1} hold no record from {gap.first} on: {gap.why}"
         self._report[".seg"].found(gap.offset, what + tail, is_wrong=is_wrong)
         return gap.first
@@ -252,7 +252,7 @@ class SegmentCheck:
         slot = self._expected.slot
         tail = ""
         if not is_wrong:
-            tail = "; never acknowledged, the next start cuts from here on"
+            tail = "; never acknowledged, the next start truncates from here on"
         elif slot is not None:
             tail = f"; {'' if slot.lists(first, last) else 'not '}listed as damaged"
         what = f"{records_text(first, last)}: {why}{tail}"
@@ -261,7 +261,8 @@ class SegmentCheck:
     def _report_spare(self, offset: int) -> None:
         assert self._next_first is not None
         slot = self._expected.slot
-        # The tail of a file that a failed write has ended may be back: that cut is not synced.
+        # The tail of a file that a failed write has ended may be back: that truncation is not
+        # synced.
         is_wrong = slot is None or not slot.is_dirty
         what = f"continues with record {self._next_first}, with which the next segment begins"
         self._report[".seg"].found(offset, what, is_wrong=is_wrong)

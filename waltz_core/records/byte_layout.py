@@ -19,7 +19,7 @@ class Field(NamedTuple):
     note: str = ""
 
 
-class FieldPlace(NamedTuple):
+class FieldOffset(NamedTuple):
     """A field and where it is in its structure."""
 
     offset: int
@@ -39,12 +39,12 @@ class ByteLayout:
         self.fields = (*fields, _CRC) if has_crc else fields
         self.size_bytes = sum(_size_bytes(each) for each in self.fields)
 
-    def places(self, start: int = 0) -> list[FieldPlace]:
+    def places(self, start: int = 0) -> list[FieldOffset]:
         """Return the fields with their offsets; the first one is at `start`."""
         found = []
         for each in self.fields:
             size_bytes = _size_bytes(each)
-            found.append(FieldPlace(start, size_bytes, each))
+            found.append(FieldOffset(start, size_bytes, each))
             start += size_bytes
         return found
 

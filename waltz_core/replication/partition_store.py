@@ -54,9 +54,9 @@ from waltz_core.replication.session_events import (
     Reassign,
     Released,
     ReleaseOwnership,
-    ReplicaAnswered,
     ReplicaLost,
     ReplicaOpened,
+    ReplicaResponded,
     SessionClosed,
     Submit,
     TakeOwnership,
@@ -206,7 +206,7 @@ class PartitionStore:
         assert not self._outbox
         self._now_ms = now_ms
         match event:
-            case ReplicaAnswered() | ReplicaOpened() | ReplicaLost():
+            case ReplicaResponded() | ReplicaOpened() | ReplicaLost():
                 self._replica_event(event)
             case Submit():
                 if self.open_session == event.session_id and self._session is not None:
@@ -228,12 +228,12 @@ class PartitionStore:
         self._outbox.clear()
         return effects
 
-    def _replica_event(self, event: ReplicaAnswered | ReplicaOpened | ReplicaLost) -> None:
+    def _replica_event(self, event: ReplicaResponded | ReplicaOpened | ReplicaLost) -> None:
         session = self._session
         if session is None or event.session_id != session.claim.session_id:
             return
         match event:
-            case ReplicaAnswered():
+            case ReplicaResponded():
                 session.answered(event.replica, event.message, self._now_ms)
             case ReplicaOpened():
                 session.opened(event.replica, self._now_ms)

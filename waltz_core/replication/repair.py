@@ -1,26 +1,26 @@
-"""Makes one replica's log equal to the decided one: cut, copy, repair damage, set the mark.
+"""Makes one replica's log equal to the decided one: truncate, copy, repair damage, set the mark.
 
 Only this file destroys records. It knows one replica and the goal; its owner chooses the sources
 and has the connections.
 
 Rules (docs/design/correctness.md 2.1 F):
     1. A repair starts only after the mark is decided.
-    2. Records above the mark were never acknowledged and are cut.
-    3. Below it, the log is cut only if the chains differ: back to the last batch end where its
-       chain is the goal's, and never below the replica's own confirmed low-water mark.
+    2. Records above the mark were never acknowledged and are truncated.
+    3. Below it, the log is truncated only if the chains differ: back to the last batch end where
+       its chain is the goal's, and never below the replica's own confirmed low-water mark.
     4. Copied records are checked by their CRCs and by the chain before they are passed on.
     5. The mark is set only when the log ends there with the goal's chain.
-    6. Before the log is cut, its newest batch must be known: the owner first checks that its
+    6. Before the log is truncated, its newest batch must be known: the owner first checks that its
        session is known to ZooKeeper.
     7. A source that could not read its batches has reconstructed others, which are marked as such.
-       They serve only its own records: they are never copied, and no other log is cut to match
-       them.
+       They serve only its own records: they are never copied, and no other log is truncated to
+       match them.
 
 The steps, each derived from the known state and never twice in flight:
 
-    longer than the mark    own lineage at the mark, and its newest batch -> Cut
+    longer than the mark    own lineage at the mark, and its newest batch -> Truncation
     chain differs           the source's chain at the end of this log; if it differs, both lineages,
-                            newest first -> Cut to the last common batch end (rule 6)
+                            newest first -> Truncation to the last common batch end (rule 6)
     damaged                 Fetch -> FillDamage; damage below the previous mark blocks nothing: it
                             is repaired before the mark is set if a source has the records, or later
     shorter                 Fetch -> Append
@@ -69,8 +69,8 @@ class SourceLineage(NamedTuple):
     last: TransactionId
 
 
-class Cut(NamedTuple):
-    """Cut this replica's log."""
+class Truncation(NamedTuple):
+    """Truncate this replica's log."""
 
     last_to_keep: TransactionId
     base: TransactionId
@@ -108,7 +108,7 @@ class SetMark(NamedTuple):
 # Whether another replica has the records of a damaged range.
 CanFill: TypeAlias = Callable[[TransactionId, TransactionId], bool]
 RepairStep: TypeAlias = (
-    OwnLineage | SourceLineage | Cut | FetchCopy | AppendCopy | FillDamage | SetMark
+    OwnLineage | SourceLineage | Truncation | FetchCopy | AppendCopy | FillDamage | SetMark
 )
 
 
@@ -154,7 +154,7 @@ class ReplicaRepair:
         if self.is_set:
             return None
         step = self._step(goal, can_fill=can_fill)
-        self._wants_newest = isinstance(step, Cut) and self.newest is None
+        self._wants_newest = isinstance(step, Truncation) and self.newest is None
         return OwnLineage(self.last, self.last) if self._wants_newest else step
 
     def _step(self, goal: Goal, *, can_fill: CanFill) -> RepairStep | None:
@@ -184,7 +184,7 @@ class ReplicaRepair:
     ) -> RepairStep | None:
         """The log is a prefix of the goal's: repair damage, complete it, set its mark."""
         assert self.last <= mark
-        # A cut may have removed a part of a damaged range: no source has that part.
+        # A truncation may have removed a part of a damaged range: no source has that part.
         self.damaged = [
             (first, min(last, self.last)) for first, last in self.damaged if first <= self.last
         ]
@@ -204,13 +204,15 @@ class ReplicaRepair:
 
     def _shorten(self, mark: TransactionId) -> RepairStep:
         if mark == BEFORE_FIRST:
-            return Cut(BEFORE_FIRST, BEFORE_FIRST, GENESIS_CHAIN)
+            return Truncation(BEFORE_FIRST, BEFORE_FIRST, GENESIS_CHAIN)
         if self._own is None:
             return OwnLineage(mark, mark)
         entry = self._own.lineage[-1]
         if entry.last == mark:
-            return Cut(mark, mark, entry.chain)
-        return Cut(mark, TransactionId(entry.first - 1), Chain(bytes(self._own.chain_before)))
+            return Truncation(mark, mark, entry.chain)
+        return Truncation(
+            mark, TransactionId(entry.first - 1), Chain(bytes(self._own.chain_before))
+        )
 
     def _align(self) -> bool:
         """Return whether the log's end is known to be a batch end of the source's log."""
@@ -224,7 +226,7 @@ class ReplicaRepair:
         return self._is_aligned
 
     def _align_step(self) -> RepairStep:
-        """Find the last batch end that both logs have, and cut to it (rule 3)."""
+        """Find the last batch end that both logs have, and truncate to it (rule 3)."""
         if self._ceiling is None:
             # Usually the log is a prefix: its end is a batch end of the source's log.
             return SourceLineage(self.last, self.last)
@@ -240,7 +242,7 @@ class ReplicaRepair:
             if source_chains.get(last) == chain and last < self.last:
                 if last < self._floor:
                     raise self._lost_batches(self._own)
-                return Cut(last, last, chain)
+                return Truncation(last, last, chain)
         # The last common batch end is below both windows: continue further down.
         seen = max(self._own.lineage[0].first, self._source.lineage[0].first)
         self._ceiling = TransactionId(seen - 1)
@@ -288,13 +290,13 @@ class ReplicaRepair:
             self._fetched_chain = chain
         self._fetched = answer
 
-    def cut(self, last: TransactionId, chain: Chain, step: Cut) -> None:
-        """The replica was cut."""
+    def truncate(self, last: TransactionId, chain: Chain, step: Truncation) -> None:
+        """The replica was truncated."""
         if last != min(self.last, step.last_to_keep):
             raise RemoteProtocolError(
                 f"truncate: expected the log to end at {step.last_to_keep}, found {last}"
             )
-        # The known lineages are those of a longer log. The cut may be inside a batch.
+        # The known lineages are those of a longer log. The truncation may be inside a batch.
         is_point = step.base == last and step.base_chain == chain
         was_aligning = self._ceiling is not None
         self._forget()

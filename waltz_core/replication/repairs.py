@@ -11,8 +11,9 @@ Rules:
        is repaired from any marked replica that has synced the records.
     3. A source that failed is not used again for that replica for `answer_ms_max`; the replica's
        repair continues with another one.
-    4. Nothing is cut from a log that has a batch of a session unknown to ZooKeeper. Only sessions
-       that were opened, and so recorded in ZooKeeper, have batches: ZooKeeper's data is too old.
+    4. Nothing is truncated from a log that has a batch of a session unknown to ZooKeeper. Only
+       sessions that were opened, and so recorded in ZooKeeper, have batches: ZooKeeper's data is
+       too old.
     5. The goal's chain is that of the first credible log that ends at the mark. It is fixed as
        soon as one replica is marked.
     6. Damage is repaired in the session in which it is found, and blocks nothing: a marked replica
@@ -36,7 +37,6 @@ from waltz_core.records.record import (
 from waltz_core.replication.limits import SessionLimits
 from waltz_core.replication.repair import (
     AppendCopy,
-    Cut,
     FetchCopy,
     FillDamage,
     Goal,
@@ -45,6 +45,7 @@ from waltz_core.replication.repair import (
     ReplicaRepair,
     SetMark,
     SourceLineage,
+    Truncation,
     pairs_of,
     verify_batches,
     verify_records,
@@ -144,7 +145,7 @@ class Repairs:
         except WaltzError as error:
             self._failed.append((each.replica, str(error)))
             return
-        if isinstance(step, Cut) and self._contradicts(repair):
+        if isinstance(step, Truncation) and self._contradicts(repair):
             self.contradiction = (
                 f"replica {each.replica} has batches of session {repair.newest}, but the last "
                 f"opened session in ZooKeeper is {self._recovery.newest_session}: its data was "
@@ -171,7 +172,7 @@ class Repairs:
         match step:
             case OwnLineage(first, last):
                 self._send_step(each, each, step, messages.LineageRequest, (first, last), now_ms)
-            case Cut(last, base, chain):
+            case Truncation(last, base, chain):
                 self._send_step(each, each, step, messages.Truncate, (last, base, chain), now_ms)
             case AppendCopy(answer, _):
                 self._send_step(
@@ -422,8 +423,8 @@ class Repairs:
         answer: messages.ReplicaEnd,
     ) -> None:
         last, chain = TransactionId(answer.synced_max), Chain(bytes(answer.chain))
-        if isinstance(step, Cut):
-            repair.cut(last, chain, step)
+        if isinstance(step, Truncation):
+            repair.truncate(last, chain, step)
         elif isinstance(step, FillDamage):
             repair.filled(step)
             first, count = TransactionId(step.answer.first), step.answer.count

@@ -52,7 +52,7 @@ _ANSWERS: Final[dict[type[StorageMessage], type[StorageMessage]]] = {
     messages.Repair: messages.ReplicaEnd,
     messages.SetLowWaterMark: messages.ReplicaEnd,
     messages.Engage: messages.ReplicaEnd,
-    messages.Heartbeat: messages.HeartbeatAnswer,
+    messages.Heartbeat: messages.HeartbeatResponse,
 }
 _CHANGING: Final = (
     messages.Truncate,

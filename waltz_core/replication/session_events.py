@@ -9,10 +9,10 @@ Rules:
     2. `OpenReplica` has one outcome: `ReplicaOpened` or `ReplicaLost`. An opened replica is lost
        once, by `ReplicaLost`, or closed by `CloseReplica`, after which no event of it follows.
     3. A coordinator effect carries an attempt number and has one outcome with the same number.
-    4. No `SessionOpened`, `Settled` or `Committed` of a session leaves before the second
+    4. No `SessionOpened`, `SessionSettled` or `Committed` of a session leaves before the second
        compare-and-set of that session is known to have succeeded (invariant GateCAS2).
-    5. `Settled` follows once after each `SessionOpened`, before anything is appended in it: batches
-       submitted to earlier sessions are then final.
+    5. `SessionSettled` follows once after each `SessionOpened`, before anything is appended in it:
+       batches submitted to earlier sessions are then final.
 """
 
 from typing import NamedTuple, TypeAlias
@@ -153,7 +153,7 @@ class ReplicaLost:
 
 
 @value(frozen=True, slots=True)
-class ReplicaAnswered:
+class ReplicaResponded:
     """A storage's answer; its `sequence` is that of the request."""
 
     session_id: SessionId
@@ -174,7 +174,7 @@ Event: TypeAlias = (
     | MetadataUnknown
     | ReplicaOpened
     | ReplicaLost
-    | ReplicaAnswered
+    | ReplicaResponded
     | Wakeup
 )
 
@@ -249,7 +249,7 @@ class SessionOpened:
 
 
 @value(frozen=True, slots=True)
-class Settled:
+class SessionSettled:
     """Of everything submitted to earlier sessions, IDs up to `committed_last` are in the log.
 
     All later ones are lost: they are not in the log and never will be. `stamp_ms` is the last
@@ -272,7 +272,7 @@ class Committed:
 
 @value(frozen=True, slots=True)
 class SessionClosed:
-    """No more appends in this session; submitted batches wait for the next one's `Settled`.
+    """No more appends in this session; submitted batches wait for the next one's `SessionSettled`.
 
     `error_code`: if a replica's rejection ended the session, its code (`errors.py`); otherwise 0.
     """
@@ -315,7 +315,7 @@ Effect: TypeAlias = (
     | SendToReplica
     | CloseReplica
     | SessionOpened
-    | Settled
+    | SessionSettled
     | Committed
     | SessionClosed
     | MarkProved

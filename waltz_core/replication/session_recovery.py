@@ -167,7 +167,7 @@ class Recovery:
         synced_max = TransactionId(answer.synced_max)
         if replica in self._max:
             before = self._max[replica]
-            # Nothing is cut before the decision, so a shorter log has lost records.
+            # Nothing is truncated before the decision, so a shorter log has lost records.
             shrunk = before is not None and self.mark is None and synced_max < before
             credible = credible and before is not None and not shrunk
         self._max[replica] = synced_max if credible else None

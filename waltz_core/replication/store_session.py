@@ -46,7 +46,7 @@ from waltz_core.replication.replica_session import (
 from waltz_core.replication.session_claim import Claim
 from waltz_core.replication.session_events import Batch, Committed, Effect, SessionOpened
 from waltz_core.replication.session_recovery import NO_STORAGE_ID, Recovery
-from waltz_core.replication.settling import SETTLING, Settling
+from waltz_core.replication.settlement import SETTLING, Settlement
 from waltz_core.replication.window import SessionWindow
 from waltz_core.wire import messages
 from waltz_core.wire.messages import StorageMessage
@@ -141,7 +141,7 @@ class StoreSession:
         self._progress_ms = 0
         self._is_waiting_reported = False
         self._proving = Proving(claim.assigned, outbox=outbox, limits=limits)
-        self._settling: Settling | None = None
+        self._settling: Settlement | None = None
         self._rivals: list[ReplicaId] = []
 
     # -----------------------------------------------------------------------------------------
@@ -439,7 +439,7 @@ class StoreSession:
                 self._nacked(each, request, answer, now_ms)
             case messages.Prepared():
                 self._prepared(each, answer, now_ms)
-            case messages.HeartbeatAnswer():
+            case messages.HeartbeatResponse():
                 self._proving.vote(request.ticket, each.replica)
             case messages.LineageResponse() if request.ticket == SETTLING:
                 assert self._settling is not None
@@ -550,7 +550,7 @@ class StoreSession:
                 claim.session_id, claim.generation, mark, self.window.chain, claim.unbroken
             )
         )
-        self._settling = Settling(claim, mark, self.engaged)
+        self._settling = Settlement(claim, mark, self.engaged)
         self._settling.begin(now_ms)
         self._note_settled()
 

@@ -1,4 +1,4 @@
-"""A server: it owns partitions, orders their appends, judges locks, feeds clients, answers reads.
+"""A server: owns partitions, orders appends, validates locks, feeds clients, answers reads.
 
 It keeps nothing on disk. Its state is in the storages and in ZooKeeper, and another server can take
 a partition over at any moment; `waltz_core.replication` keeps that safe.
@@ -7,7 +7,7 @@ a partition over at any moment; `waltz_core.replication` keeps that safe.
     partition         the machine of a partition: routes between the parts below and the store's
                       sessions, and reports marks only with a proof that no later session exists
     append            the append pipeline: mounts, lanes, pace, outcomes
-    locking           the lock table, the judgment of rows, contending writers
+    locking           the lock table, the validation of rows, contending writers
     read              feeds and ranges, from memory or from a storage
     partition_events  the events and effects of a partition, and its limits
 
@@ -23,16 +23,17 @@ Life of an append
        alone.
     3. `admission` checks the mount, the generation and the checksums. Rows that fail are rejected,
        each with a reason.
-    4. The lock table judges the rows in order (`judging`). Accepted rows get IDs, which are entered
-       into the table at once. Rejected ones may have to wait until the ID that they conflict with
-       is final.
+    4. The lock table validates the rows in order (`validating`). Accepted rows get IDs, which are
+       entered into the table at once. Rejected ones may have to wait until the ID that they
+       conflict with is final.
     5. The accepted rows become records, with the same bytes as on disk (`batches`,
        `single_records`), and go to the store as one batch.
     6. `Committed`: a quorum has the batch on disk. It is cached (`cache`), its requests are
        answered, and so are the rejections, flushes and mounts that waited for it.
-    7. If the session breaks first, nothing is answered until the next one is `Settled`. Everything
-       up to the settled mark is committed. Everything else is LOST, is never judged again, and ends
-       the mount of its client, so that no later append of the client can overtake it.
+    7. If the session breaks first, nothing is answered until the next one is `SessionSettled`.
+       Everything up to the settled mark is committed. Everything else is LOST, is never validated
+       again, and ends the mount of its client, so that no later append of the client can overtake
+       it.
 
 Life of a mount
     1. Its connection sequence is the highest of this client in this generation, otherwise it is

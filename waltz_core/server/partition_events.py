@@ -4,8 +4,8 @@ The partition machine, its host and the server process use only these, together 
 `replication/session_events.py`.
 
 Rules:
-    1. Every request ends with exactly one `Answer` whose `cost_bytes` is the request's own, unless
-       its connection closes first. Answers in between (the feed) have `cost_bytes` 0.
+    1. Every request ends with exactly one `SendToClient` whose `cost_bytes` is the request's own,
+       unless its connection closes first. Answers in between (the feed) have `cost_bytes` 0.
     2. A request without another answer gets an `ErrorResponse`; none is dropped.
     3. `Fetch` has one outcome with the same token: `Fetched` or `FetchFailed`.
     4. `Drained` follows every `Congested`, and may come without one.
@@ -188,7 +188,7 @@ Event: TypeAlias = (
     | replication.MetadataUnknown
     | replication.ReplicaOpened
     | replication.ReplicaLost
-    | replication.ReplicaAnswered
+    | replication.ReplicaResponded
 )
 
 # ---------------------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ Event: TypeAlias = (
 
 
 @value(frozen=True, slots=True)
-class Answer:
+class SendToClient:
     """Send a message to a client; see rule 1.
 
     `request` is the request that an error answers, for the adapter of 0.13 clients.
@@ -235,7 +235,7 @@ class FeedHeaders(NamedTuple):
         return len(self.headers) // FEED_HEADER_BYTES
 
 
-Effect: TypeAlias = Answer | Fetch | replication.Effect
+Effect: TypeAlias = SendToClient | Fetch | replication.Effect
 
 
 def rejection(
@@ -244,7 +244,7 @@ def rejection(
     cost_bytes: int,
     error: WaltzError,
     request: ClientMessage | None = None,
-) -> Answer:
+) -> SendToClient:
     """Return the answer that reports an error."""
     message = ErrorResponse(req_id, error.code, error.retriable, str(error))
-    return Answer(connection, message, cost_bytes, request)
+    return SendToClient(connection, message, cost_bytes, request)

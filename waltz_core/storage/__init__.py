@@ -29,5 +29,5 @@ it is missing the replica is suspect. Above that, batches that are whole, have t
 the chain. The rest was never acknowledged, and a crash may leave any of its sectors.
 
 Known limit: rot in the last group that was synced before an unclean stop looks like a torn tail,
-and is cut. A quorum of other replicas has the acknowledged part of it.
+and is truncated. A quorum of other replicas has the acknowledged part of it.
 """

@@ -38,7 +38,7 @@ from waltz_core.wire.connection import (
     HelloReceived,
     ProtocolFailed,
 )
-from waltz_core.wire.messages import Hello, Message, Surface
+from waltz_core.wire.messages import Hello, Message, WireProtocol
 
 _log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 async def dial(
-    surface: Surface,
+    protocol: WireProtocol,
     address: str,
     *,
     timeout_s: float = 5.0,
@@ -105,7 +105,7 @@ async def dial(
             ready.set_exception(_connection_error(address, link))
             ready.exception()  # retrieved here, as the dial may have been cancelled
 
-    link = Link(surface, is_listener=False, write_backlog_bytes_max=write_backlog_bytes_max)
+    link = Link(protocol, is_listener=False, write_backlog_bytes_max=write_backlog_bytes_max)
     link._on_ready = is_ready
     link._on_lost = report_closed
     try:
@@ -153,7 +153,7 @@ async def _connect(
 
 
 async def listen(
-    surface: Surface,
+    protocol: WireProtocol,
     host: str,
     port: int,
     on_connection: Callable[["Link"], None],
@@ -166,7 +166,7 @@ async def listen(
     Port 0 takes a free one, see `Listener.port`. With `ssl` (`tls.listening`) a peer without TLS
     gets an alert. Raises BadConfig if it is not possible to listen at the address.
     """
-    listener = Listener(surface, on_connection, links_max)
+    listener = Listener(protocol, on_connection, links_max)
     try:
         async with asyncio.timeout(10.0):
             await listener._open(host, port, ssl)
@@ -179,11 +179,11 @@ class Listener:
     """An open port and its links."""
 
     def __init__(
-        self, surface: Surface, on_connection: Callable[["Link"], None], links_max: int
+        self, protocol: WireProtocol, on_connection: Callable[["Link"], None], links_max: int
     ) -> None:
         self.host = ""
         self.port = 0
-        self._surface = surface
+        self._protocol = protocol
         self._on_connection = on_connection
         self._links_max = links_max
         self._links: dict[Link, None] = {}
@@ -221,7 +221,7 @@ class Listener:
 
     def _make_protocol(self) -> "_LinkProtocol":
         link = Link(
-            self._surface, is_listener=True, write_backlog_bytes_max=WRITE_BACKLOG_BYTES_MAX
+            self._protocol, is_listener=True, write_backlog_bytes_max=WRITE_BACKLOG_BYTES_MAX
         )
         link._on_made = self._link_made
         link._on_ready = self._on_connection
@@ -243,10 +243,10 @@ class Listener:
 
 
 class Link:
-    """One TCP connection that carries messages of one surface."""
+    """One TCP connection that carries messages of one protocol."""
 
     def __init__(
-        self, surface: Surface, *, is_listener: bool, write_backlog_bytes_max: int
+        self, protocol: WireProtocol, *, is_listener: bool, write_backlog_bytes_max: int
     ) -> None:
         assert write_backlog_bytes_max > WRITE_BACKLOG_BYTES_HIGH
         self.address = ""
@@ -255,7 +255,7 @@ class Link:
         self.write_backlog_bytes_max = write_backlog_bytes_max
         self.bytes_sent = 0
         self.bytes_received = 0
-        self._connection = Connection(surface, is_listener=is_listener)
+        self._connection = Connection(protocol, is_listener=is_listener)
         self._is_listener = is_listener
         self._transport: asyncio.Transport | None = None
         self._loop = asyncio.get_running_loop()

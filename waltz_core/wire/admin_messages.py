@@ -1,4 +1,4 @@
-"""Every message of surface A: the administration of a storage.
+"""Every message of protocol A: the administration of a storage.
 
 It is a table like `messages.py`, with the same rules. Version 0 has the bytes of Waltz 0.13
 (docs/design/wire-format.md 3.2); version 1 adds messages.
@@ -25,9 +25,9 @@ from waltz_core.wire.messages import (
     PackedInt64s,
     Raw16,
     Records,
-    Surface,
     Text,
     TextOrNull,
+    WireProtocol,
 )
 
 # (class, method, file or None, line) of each frame
@@ -38,7 +38,7 @@ Stack = Annotated[tuple[tuple[str, str, str | None, int], ...], FieldKind.STACK]
 class AdminMessage(Message):
     """A message between a storage and an administration tool."""
 
-    surface = Surface.ADMIN
+    protocol = WireProtocol.ADMIN
     sequence: Int64
 
 

@@ -23,7 +23,7 @@ from typing import Any, Final, NamedTuple, TypeAlias, get_type_hints
 from waltz_core.errors import LocalProtocolError, RemoteProtocolError
 from waltz_core.wire import admin_messages, messages
 from waltz_core.wire.fields import EMPTY, FIXED, VARIABLE, FieldReader, Out, read_count, read_text
-from waltz_core.wire.messages import Buffer, FieldKind, Hello, Message, Surface
+from waltz_core.wire.messages import Buffer, FieldKind, Hello, Message, WireProtocol
 
 FRAME_HEADER: Final = struct.Struct(">Bhi")  # magic, version, payload length
 HELLO_VERSION: Final = 0
@@ -49,9 +49,9 @@ def decode_frame_header(data: Buffer, offset: int = 0) -> FrameHeader:
     return FrameHeader._make(FRAME_HEADER.unpack_from(data, offset))
 
 
-def encode_keep_alive(surface: Surface, version: int) -> bytes:
+def encode_keep_alive(protocol: WireProtocol, version: int) -> bytes:
     """Return the empty frame of a keep-alive (docs/design/wire-format.md 1.1)."""
-    return FRAME_HEADER.pack(surface.magic, version, 0)
+    return FRAME_HEADER.pack(protocol.magic, version, 0)
 
 
 def encode_hello(hello: Hello) -> bytes:
@@ -59,7 +59,7 @@ def encode_hello(hello: Hello) -> bytes:
     text = hello.text.encode()
     payload = struct.pack(f">i{len(hello.versions)}h", len(hello.versions), *hello.versions)
     payload += _INT32.pack(len(text)) + text
-    return FRAME_HEADER.pack(Surface.HELLO.magic, HELLO_VERSION, len(payload)) + payload
+    return FRAME_HEADER.pack(WireProtocol.HELLO.magic, HELLO_VERSION, len(payload)) + payload
 
 
 def decode_hello(payload: Buffer) -> Hello:
@@ -100,16 +100,16 @@ def encode(message: Message, version: int) -> list[Buffer]:
     return buffers
 
 
-def decode(surface: Surface, version: int, payload: memoryview) -> Message:
+def decode(protocol: WireProtocol, version: int, payload: memoryview) -> Message:
     """Return the message in a payload; raise RemoteProtocolError for invalid bytes."""
     if len(payload) == 0:
         raise RemoteProtocolError(
-            f"protocol {surface.name} {version}: expected a message type, found an empty payload"
+            f"protocol {protocol.name} {version}: expected a message type, found an empty payload"
         )
-    plan = _plans(surface, version).get(payload[0])
+    plan = _plans(protocol, version).get(payload[0])
     if plan is None:
         raise RemoteProtocolError(
-            f"protocol {surface.name} {version}: there is no message of type {payload[0]}"
+            f"protocol {protocol.name} {version}: there is no message of type {payload[0]}"
         )
     values: list[Any] = []
     at = 1
@@ -150,14 +150,14 @@ class _Plan(NamedTuple):
 
 # Filled on demand, never changed: the table has a few dozen classes and few versions.
 _plans_made: dict[tuple[type[Message], int], _Plan] = {}
-_tables_made: dict[tuple[Surface, int], dict[int, _Plan]] = {}
+_tables_made: dict[tuple[WireProtocol, int], dict[int, _Plan]] = {}
 
 
-def _plans(surface: Surface, version: int) -> dict[int, _Plan]:
-    """Return the plans of all messages that exist in a version of a surface, by type code."""
-    found = _tables_made.get((surface, version))
+def _plans(protocol: WireProtocol, version: int) -> dict[int, _Plan]:
+    """Return the plans of all messages that exist in a version of a protocol, by type code."""
+    found = _tables_made.get((protocol, version))
     if found is None:
-        found = _tables_made[surface, version] = _make_table(surface, version)
+        found = _tables_made[protocol, version] = _make_table(protocol, version)
     return found
 
 
@@ -168,16 +168,16 @@ def _plan(message_class: type[Message], version: int) -> _Plan:
     return found
 
 
-def _make_table(surface: Surface, version: int) -> dict[int, _Plan]:
+def _make_table(protocol: WireProtocol, version: int) -> dict[int, _Plan]:
     found: dict[int, _Plan] = {}
-    for message_class in _message_classes(surface):
+    for message_class in _message_classes(protocol):
         if _exists(message_class, version):
             assert message_class.code not in found, "messages.py rule 3: a code is used twice"
             found[message_class.code] = _plan(message_class, version)
     return found
 
 
-def _message_classes(surface: Surface) -> list[type[Message]]:
+def _message_classes(protocol: WireProtocol) -> list[type[Message]]:
     """Return the classes of the tables that have a code, in the order of their files."""
     return [
         value
@@ -185,7 +185,7 @@ def _message_classes(surface: Surface) -> list[type[Message]]:
         for value in vars(table).values()
         if isinstance(value, type)
         and issubclass(value, Message)
-        and getattr(value, "surface", None) is surface
+        and getattr(value, "protocol", None) is protocol
         and hasattr(value, "code")
     ]
 
@@ -196,10 +196,10 @@ def _exists(message_class: type[Message], version: int) -> bool:
 
 
 def _make_plan(message_class: type[Message], version: int) -> _Plan:
-    surface = message_class.surface
+    protocol = message_class.protocol
     if not _exists(message_class, version):
         raise LocalProtocolError(
-            f"{message_class.__name__} is not in version {version} of protocol {surface.name}"
+            f"{message_class.__name__} is not in version {version} of protocol {protocol.name}"
         )
     hints = get_type_hints(message_class, include_extras=True)
     writers: list[_Writer] = []
@@ -229,7 +229,7 @@ def _make_plan(message_class: type[Message], version: int) -> _Plan:
     end_run()
     return _Plan(
         name=message_class.__name__,
-        magic=surface.magic,
+        magic=protocol.magic,
         code_byte=bytes((message_class.code,)),
         make=message_class,
         writers=tuple(writers),

@@ -11,7 +11,7 @@ Rules:
     2. After a failure nothing is received and nothing can be sent any more.
     3. Messages that were received before a failure are returned before it.
     4. A frame over the limit is rejected before memory is allocated for it.
-    5. An empty frame of the correct surface and version is a keep-alive.
+    5. An empty frame of the correct protocol and version is a keep-alive.
     6. Each frame's payload has its own memory: a view of it stays valid as long as it is kept.
 """
 
@@ -24,7 +24,7 @@ from waltz_core.errors import LocalProtocolError, RemoteProtocolError
 from waltz_core.records.record import FRAME_BYTES_MAX
 from waltz_core.wire import codec
 from waltz_core.wire.codec import FRAME_HEADER, FrameHeader
-from waltz_core.wire.messages import Buffer, Hello, Message, Surface
+from waltz_core.wire.messages import Buffer, Hello, Message, WireProtocol
 
 HELLO_BYTES_MAX: Final = 64 * 1024
 # One read of small frames; a large frame is read into its own memory from its second read on.
@@ -35,10 +35,10 @@ _TLS_RECORDS: Final = ((0x15, 3), (0x16, 3))
 FOUND_TLS: Final = "expected plain TCP, found TLS"
 assert FRAME_HEADER.size < _SCRATCH_BYTES
 _TOO_OLD: Final = {
-    Surface.CLIENT: "a server before version 3 cannot report that a client is ahead of its log, "
-    "one before version 2 does not support append locks. Hint: upgrade the server.",
-    Surface.STORAGE: "servers and storages of Waltz 0.13 and of this version cannot work together. "
-    "Hint: migrate the whole cluster at once, as docs/compatibility.md describes.",
+    WireProtocol.CLIENT: "a server before version 3 cannot report that a client is ahead of its "
+    "log, one before version 2 does not support append locks. Hint: upgrade the server.",
+    WireProtocol.STORAGE: "servers and storages of Waltz 0.13 and of this version cannot work "
+    "together. Hint: migrate the whole cluster at once, as docs/compatibility.md describes.",
 }
 
 
@@ -71,21 +71,21 @@ class Connection:
 
     def __init__(
         self,
-        surface: Surface,
+        protocol: WireProtocol,
         *,
         is_listener: bool,
         versions: tuple[int, ...] | None = None,
         frame_bytes_max: int = FRAME_BYTES_MAX,
     ) -> None:
-        assert surface is not Surface.HELLO
+        assert protocol is not WireProtocol.HELLO
         assert FRAME_HEADER.size < frame_bytes_max <= FRAME_BYTES_MAX
-        self.surface = surface
+        self.protocol = protocol
         self.version: int | None = None
         self.peer: Hello | None = None
         self.failure: RemoteProtocolError | None = None
-        own = surface.versions_taken if is_listener else surface.versions_offered
+        own = protocol.versions_taken if is_listener else protocol.versions_offered
         self._versions = own if versions is None else versions
-        self._text = surface.listener_text if is_listener else surface.dialler_text
+        self._text = protocol.listener_text if is_listener else protocol.dialler_text
         self._frame_bytes_max = frame_bytes_max
         self._scratch: memoryview | None = None
         self._scratch_end = 0
@@ -109,7 +109,7 @@ class Connection:
         if self.version is None or self.failure is not None:
             state = "has failed" if self.failure else "has no version yet"
             raise LocalProtocolError(f"{type(message).__name__}: the connection {state}")
-        assert message.surface is self.surface
+        assert message.protocol is self.protocol
         buffers = codec.encode(message, self.version)
         frame_bytes = sum(map(len, buffers))
         if frame_bytes > self._frame_bytes_max:
@@ -122,8 +122,8 @@ class Connection:
     def keep_alive(self) -> bytes:
         """Return an empty frame."""
         if self.version is None:
-            return codec.encode_keep_alive(Surface.HELLO, codec.HELLO_VERSION)
-        return codec.encode_keep_alive(self.surface, self.version)
+            return codec.encode_keep_alive(WireProtocol.HELLO, codec.HELLO_VERSION)
+        return codec.encode_keep_alive(self.protocol, self.version)
 
     # ------------------------------------------------------------------ receiving
 
@@ -218,14 +218,14 @@ class Connection:
     def _check_header(self, header: FrameHeader) -> None:
         """Raise RemoteProtocolError unless this frame is allowed now (rules 1 and 4)."""
         if self.version is None:
-            surface, version, limit = Surface.HELLO, codec.HELLO_VERSION, HELLO_BYTES_MAX
+            protocol, version, limit = WireProtocol.HELLO, codec.HELLO_VERSION, HELLO_BYTES_MAX
         else:
-            surface, version, limit = self.surface, self.version, self._frame_bytes_max
+            protocol, version, limit = self.protocol, self.version, self._frame_bytes_max
         if self.version is None and (header.magic, header.version >> 8) in _TLS_RECORDS:
             raise RemoteProtocolError(FOUND_TLS)
-        if header.magic != surface.magic or header.version != version:
+        if header.magic != protocol.magic or header.version != version:
             raise RemoteProtocolError(
-                f"expected a frame of protocol {chr(surface.magic)!r} version {version}, "
+                f"expected a frame of protocol {chr(protocol.magic)!r} version {version}, "
                 f"found {chr(header.magic)!r} version {header.version}"
             )
         if not 0 <= header.payload_bytes <= limit - FRAME_HEADER.size:
@@ -237,17 +237,17 @@ class Connection:
     def _transport_hint(self, peer: Hello) -> str:
         """Return why a peer is rejected that is older than all versions of this side."""
         is_older = bool(peer.versions) and max(peer.versions) < min(self._versions)
-        return f"; {_TOO_OLD[self.surface]}" if is_older and self.surface in _TOO_OLD else ""
+        return f"; {_TOO_OLD[self.protocol]}" if is_older and self.protocol in _TOO_OLD else ""
 
     def _take(self, payload: memoryview, events: list[ConnectionEvent]) -> None:
         if self.version is not None:
-            events.append(codec.decode(self.surface, self.version, payload))
+            events.append(codec.decode(self.protocol, self.version, payload))
             return
         peer = codec.decode_hello(payload)
         common = set(peer.versions) & set(self._versions)
         if not common:
             raise RemoteProtocolError(
-                f"no common version of protocol {chr(self.surface.magic)!r}: "
+                f"no common version of protocol {chr(self.protocol.magic)!r}: "
                 f"this side has {list(self._versions)}, "
                 f"{peer.text[:80]!r} has {list(peer.versions[:32])}{self._transport_hint(peer)}"
             )

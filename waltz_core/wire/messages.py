@@ -1,11 +1,11 @@
-"""Every message of surfaces L and S, one table by type code; A is in `admin_messages.py`.
+"""Every message of protocols L and S, one table by type code; A is in `admin_messages.py`.
 
 `codec.py` derives the bytes from these declarations alone. docs/design/wire-format.md describes the
 exchanges, with tables that `make docs` generates from here.
 
 Rules:
     1. Fields are written in declaration order, big-endian, with the layouts of `FieldKind`.
-    2. `since` and `until` are the versions of its surface in which a message or a field exists. A
+    2. `since` and `until` are the versions of its protocol in which a message or a field exists. A
        value that an older version cannot express is an error, unless the field is marked
        `is_extra`: it is not sent then, and the peer reads the field's default.
     3. A code is never reused; codes that 0.13 does not have start at 64.
@@ -70,7 +70,7 @@ Int32BoolMap = Annotated[tuple[tuple[int, bool], ...], FieldKind.INT32_BOOL_MAP]
 DataOrError = Annotated[tuple[Buffer | None, str | None], FieldKind.DATA_OR_ERROR]
 
 
-class Surface(Enum):
+class WireProtocol(Enum):
     """The protocol of a port: its magic byte, the existing versions, the texts of its hellos.
 
     The versions that a listener accepts and those that a dialer offers may differ.
@@ -137,7 +137,7 @@ FEED_HEADERS_MAX = 1_000
 class Message:
     """The base of all messages; the class variables are the table's columns."""
 
-    surface: ClassVar[Surface]
+    protocol: ClassVar[WireProtocol]
     code: ClassVar[int]
     since: ClassVar[int] = 0
     until: ClassVar[int | None] = None
@@ -163,7 +163,7 @@ class Hello:
 class ClientMessage(Message):
     """A message between a client and a server."""
 
-    surface = Surface.CLIENT
+    protocol = WireProtocol.CLIENT
     req_id: Req
 
 
@@ -605,7 +605,7 @@ class ErrorResponse(ClientMessage):
 class StorageMessage(Message):
     """A message between a server (or a reader) and a storage."""
 
-    surface = Surface.STORAGE
+    protocol = WireProtocol.STORAGE
     session_id: Int64
     sequence: Int64
     partition_id: Int32
@@ -812,7 +812,7 @@ class Heartbeat(StorageMessage):
 
 
 @value(frozen=True, slots=True)
-class HeartbeatAnswer(StorageMessage):
+class HeartbeatResponse(StorageMessage):
     """No later session was promised here."""
 
     code = 78

@@ -13,12 +13,12 @@ from waltz_core.machine import Report
 from waltz_core.records.record import NO_SESSION
 from waltz_core.storage.service import admin_tasks, upkeep
 from waltz_core.storage.service.admin import (
-    AdminAnswer,
     AdminRequest,
     AdminService,
     AdminTaskDone,
     Effect,
     RunAdminTask,
+    SendAdminResponse,
 )
 from waltz_core.storage.service.admin_tasks import AdminTask, ZooKeeperView
 from waltz_core.storage.service.service import StorageIdentity
@@ -55,7 +55,7 @@ class Operator:
 
     def _perform(self, effect: Effect) -> None:
         match effect:
-            case AdminAnswer():
+            case SendAdminResponse():
                 is_done = isinstance(effect.message, Done)
                 self._cluster.checks.count("administered" if is_done else "administration rejected")
                 self._on_answer(effect.message)

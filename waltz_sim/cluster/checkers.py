@@ -18,19 +18,19 @@ from waltz_core.records.record import Chain, SessionId, TransactionId
 from waltz_core.replication import session_events
 from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.service.work import Work, WorkResult
-from waltz_sim.guarantees.answer_guarantees import AnswerGuarantees
 from waltz_sim.guarantees.bounds import Bounds
 from waltz_sim.guarantees.evidence import Evidence
 from waltz_sim.guarantees.ledger import Ledger
 from waltz_sim.guarantees.locking import Locking
 from waltz_sim.guarantees.outcome_guarantees import Outcomes
 from waltz_sim.guarantees.replica_guarantees import Before, ReplicaGuarantees
+from waltz_sim.guarantees.response_guarantees import ResponseGuarantees
 from waltz_sim.guarantees.sessions import Sessions
 from waltz_sim.guarantees.sometimes import REPORTED
 
 if TYPE_CHECKING:
     from waltz_core.replication.partition_store import PartitionStore
-    from waltz_core.server.partition_events import Answer
+    from waltz_core.server.partition_events import SendToClient
     from waltz_core.wire.messages import ClientMessage, StorageMessage
     from waltz_sim.cluster.servers import SimServer
     from waltz_sim.cluster.simulated_clients import SimClient
@@ -46,7 +46,7 @@ class Checks(Evidence):
         super().__init__(cluster)
         self.sessions = Sessions(self)
         self.replicas = ReplicaGuarantees(self, self.sessions)
-        self.answers = AnswerGuarantees(self, self.sessions)
+        self.answers = ResponseGuarantees(self, self.sessions)
         self.locking = Locking(self)
         self.outcomes = Outcomes(self, self.answers, self.locking)
         self.bounds = Bounds(self)
@@ -173,7 +173,7 @@ class Checks(Evidence):
         self.sessions.received(session_id, replica, message)
         self.bounds.received(session_id, replica, message)
 
-    def answered(self, server: "SimServer", answer: "Answer") -> None:
+    def answered(self, server: "SimServer", answer: "SendToClient") -> None:
         """A server has sent a message to a client."""
         self.answers.answered(server, answer)
 
@@ -214,11 +214,11 @@ class Checks(Evidence):
         """A client's mark has moved."""
         self.outcomes.mark_moved(client, mark)
 
-    def settled(self, client: "SimClient", effect: client_events.ParcelSettled) -> None:
-        """An application gets the outcome of a parcel."""
+    def settled(self, client: "SimClient", effect: client_events.SubmissionSettled) -> None:
+        """An application gets the outcome of a submission."""
         self.outcomes.settled(client, effect)
 
-    def rejected(self, client: "SimClient", effect: client_events.ParcelRejected) -> None:
+    def rejected(self, client: "SimClient", effect: client_events.SubmissionRejected) -> None:
         """An application gets an error instead of an outcome."""
         self.outcomes.rejected(client, effect.token, effect.error)
 

@@ -24,7 +24,6 @@ from waltz_core.server.append.pace import Pace
 from waltz_core.server.locking.tickets import LARGE_BYTES
 from waltz_core.server.partition.served_partition import Partition
 from waltz_core.server.partition_events import (
-    Answer,
     Closed,
     Congested,
     ConnectionId,
@@ -36,6 +35,7 @@ from waltz_core.server.partition_events import (
     FetchFailed,
     PartitionIdentity,
     Received,
+    SendToClient,
     rejection,
 )
 from waltz_core.server.read.cache import CacheBudget, FeedCache, TransactionCache
@@ -167,7 +167,7 @@ class SimServer(Process):
         if self.dies_at is None:
             return False
         point, is_wanted_after, struck = self.dies_at
-        if isinstance(thing, session_events.SendToReplica | session_events.ReplicaAnswered):
+        if isinstance(thing, session_events.SendToReplica | session_events.ReplicaResponded):
             thing = thing.message
         if type(thing).__name__ != point or is_after != is_wanted_after:
             return False
@@ -257,7 +257,7 @@ class SimServer(Process):
 
     def _perform(self, effect: Effect) -> None:  # noqa: C901 - a case for each effect
         match effect:
-            case Answer():
+            case SendToClient():
                 self._answer(effect)
             case session_events.SendToReplica():
                 link = self._sessions.get((effect.session_id, effect.replica))
@@ -314,7 +314,7 @@ class SimServer(Process):
         self.step(Received(connection, message, cost_bytes, self.wall_ms))
 
     def _client_nowhere(self, link: SimLink, message: ClientMessage) -> None:
-        """Answer as the daemon does for a partition that it does not serve."""
+        """SendToClient as the daemon does for a partition that it does not serve."""
         error = NotOwned(f"{self.name} does not own the partition")
         answer = rejection(ConnectionId(link.number), message.req_id, 0, error)
         self.cluster.network.send(link, FAR, answer.message)
@@ -322,7 +322,7 @@ class SimServer(Process):
     def _client_lost(self, link: SimLink, reason: str) -> None:
         self.step(Closed(ConnectionId(link.number)))
 
-    def _answer(self, effect: Answer) -> None:
+    def _answer(self, effect: SendToClient) -> None:
         self.cluster.checks.answered(self, effect)
         link = self.links.get(effect.connection)
         if link is not None:
@@ -357,7 +357,7 @@ class SimServer(Process):
             if self._sessions.get(key) is link:
                 assert isinstance(message, StorageMessage)
                 self.cluster.checks.replica_answered(session_id, replica, message)
-                self.step(session_events.ReplicaAnswered(session_id, replica, message))
+                self.step(session_events.ReplicaResponded(session_id, replica, message))
 
         self.cluster.network.dial(
             self,
@@ -446,7 +446,7 @@ class SimServer(Process):
 def describe(event: Event) -> str:
     """Return a short text of an event, for the trace."""
     match event:
-        case session_events.ReplicaAnswered():
+        case session_events.ReplicaResponded():
             return f"{event.replica} {message_in_words(event.message)}"
         case Received():
             return f"client {event.connection} {message_in_words(event.message)}"

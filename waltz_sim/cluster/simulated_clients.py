@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from waltz_core.client.stream import stream_events
-from waltz_core.client.stream.monitor import Parcel
+from waltz_core.client.stream.monitor import Submission
 from waltz_core.client.stream.partition_stream import PartitionStream
 from waltz_core.client.stream.stream_events import StreamSettings
 from waltz_core.errors import Unreachable
@@ -71,8 +71,8 @@ class SimClient(Process):
         self._inbox: deque[stream_events.Event] = deque()
         self._is_stepping = False
         # The application's callback for outcomes.
-        self.on_settled: Callable[[stream_events.ParcelSettled], None] = lambda _: None
-        self.on_rejected: Callable[[stream_events.ParcelRejected], None] = lambda _: None
+        self.on_settled: Callable[[stream_events.SubmissionSettled], None] = lambda _: None
+        self.on_rejected: Callable[[stream_events.SubmissionRejected], None] = lambda _: None
         self.on_ready: Callable[[], None] = lambda: None
         self.on_stopped: Callable[[], None] = lambda: None
 
@@ -106,9 +106,9 @@ class SimClient(Process):
 
     # ---- actions of the application
 
-    def append(self, parcel: Parcel) -> None:
+    def append(self, submission: Submission) -> None:
         """Append; exactly one of `on_settled` and `on_rejected` follows."""
-        self.step(stream_events.SendAppends(parcel))
+        self.step(stream_events.SendAppends(submission))
 
     def subscribe(self, mark: TransactionId) -> None:
         """Subscribe to the feed after a mark."""
@@ -170,10 +170,10 @@ class SimClient(Process):
                 link = self._links.get(effect.link)
                 if link is not None:
                     self._send(link, effect.message)
-            case stream_events.ParcelSettled():
+            case stream_events.SubmissionSettled():
                 checks.settled(self, effect)
                 self.on_settled(effect)
-            case stream_events.ParcelRejected():
+            case stream_events.SubmissionRejected():
                 checks.rejected(self, effect)
                 self.on_rejected(effect)
             case stream_events.OpenLink():

@@ -354,7 +354,7 @@ class SimCluster:
         return (
             f"owner {owner and owner.name}, {stages}, replicas end at {lasts}, the log at "
             f"{self.checks.history.last}, rejected {rejected}, suspect or damaged {damaged}, "
-            f"{self.workload.pending_count} parcels wait"
+            f"{self.workload.pending_count} submissions wait"
         )
 
     def run_until_recovered(self) -> None:

@@ -343,7 +343,7 @@ class SimStorage(Process):
 
     def _perform(self, effect: service_effects.Effect) -> None:
         match effect:
-            case service_effects.StorageAnswer(connection, message):
+            case service_effects.SendStorageMessage(connection, message):
                 link = self.links.get(connection)
                 if link is not None:
                     self._cluster.network.send(link, FAR, message)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 
 from waltz_core.client.model.predecessors import FOLLOW, FollowedState
 from waltz_core.client.stream import stream_events
-from waltz_core.client.stream.monitor import Parcel, Single
+from waltz_core.client.stream.monitor import Single, Submission
 from waltz_core.records.batches import encode_append
 from waltz_core.records.record import BEFORE_FIRST, TransactionId
 from waltz_core.wire.messages import (
@@ -65,7 +65,7 @@ class Workload:
         self._world = cluster.world
         self._numbers = 0
         self._tokens = 0
-        self._parcels: dict[int, list[Operation]] = {}
+        self._submissions: dict[int, list[Operation]] = {}
         self.is_over = False
         self._recovering_since_us: int | None = None
 
@@ -77,37 +77,37 @@ class Workload:
 
     @property
     def pending_count(self) -> int:
-        """How many parcels wait for an outcome."""
-        return len(self._parcels)
+        """How many submissions wait for an outcome."""
+        return len(self._submissions)
 
     def operations_of(self, token: int) -> "Sequence[Operation]":
-        """Return the rows of a parcel."""
-        return self._parcels[token]
+        """Return the rows of a submission."""
+        return self._submissions[token]
 
     def begin(self, client: "SimClient") -> None:
         """Start the application of a client that has just started."""
         _Application(self, self._cluster, client).begin()
 
-    def parcel(
+    def submission(
         self,
         client: "SimClient",
         rows: "Sequence[RowPlan]",
         mark: int,
         follows: FollowedState | None = None,
-    ) -> Parcel:
-        """Record rows (deals, or write, read and append locks) and pack them into a parcel.
+    ) -> Submission:
+        """Record rows (deals, or write, read and append locks) and pack them into a submission.
 
         Following rows are computed from the state at the mark, and from appends in flight.
         """
         self._tokens += 1
         operations = [self._operation(client.name, row, mark, follows) for row in rows]
-        self._parcels[self._tokens] = operations
+        self._submissions[self._tokens] = operations
         if len(operations) == 1:
             operation = operations[0]
             content = Single(
                 7, operation.data, operation.write, operation.read, operation.append, follows
             )
-            return Parcel(
+            return Submission(
                 self._tokens, 1, TransactionId(operation.mark), content, zlib.crc32(operation.data)
             )
         payload = encode_append(
@@ -117,7 +117,9 @@ class Workload:
             read_locks=[each.read for each in operations],
             append_locks=[each.append for each in operations],
         )
-        return Parcel(self._tokens, len(rows), TransactionId(mark), payload, zlib.crc32(payload))
+        return Submission(
+            self._tokens, len(rows), TransactionId(mark), payload, zlib.crc32(payload)
+        )
 
     def rows_of(self, author: str, rows: "Sequence[Locks]") -> list[Operation]:
         """Record rows without a waiting author."""
@@ -185,14 +187,14 @@ class Workload:
         )
 
     def ended(self, token: int) -> "list[Operation]":
-        """Remove a parcel: its outcome is known, or never will be."""
-        return self._parcels.pop(token)
+        """Remove a submission: its outcome is known, or never will be."""
+        return self._submissions.pop(token)
 
     def drop(self, client: "SimClient") -> None:
-        """Forget the parcels of a client that has died."""
-        for token, operations in list(self._parcels.items()):
+        """Forget the submissions of a client that has died."""
+        for token, operations in list(self._submissions.items()):
             if operations[0].client == client.name:
-                del self._parcels[token]
+                del self._submissions[token]
 
 
 class _Application:
@@ -284,9 +286,9 @@ class _Application:
         if self._follows and len(rows) == 1:
             # Its state is that of the mark, and the claims of earlier appends are on top of it.
             follows = (following or FOLLOW).claim(TransactionId(mark))[1]
-        self._client.append(self._workload.parcel(self._client, rows, mark, follows))
+        self._client.append(self._workload.submission(self._client, rows, mark, follows))
 
-    def _settled(self, effect: stream_events.ParcelSettled) -> None:
+    def _settled(self, effect: stream_events.SubmissionSettled) -> None:
         operations = self._workload.ended(effect.token)
         self._waiting -= 1
         again = [
@@ -301,6 +303,6 @@ class _Application:
         else:
             self._retries = 0
 
-    def _rejected(self, effect: stream_events.ParcelRejected) -> None:
+    def _rejected(self, effect: stream_events.SubmissionRejected) -> None:
         self._workload.ended(effect.token)
         self._waiting -= 1

@@ -6,7 +6,7 @@
                 21 NoRotServed (of storages), 22 Identity, 23 LogMatching, 24 Fixed
     sessions    2 AckQuorum, 4 SingleWriter, 5 FenceFirst, 6 DecisionCovers, 8 EngagedOnly,
                 20 MetaShape
-    answer_guarantees
+    response_guarantees
                 7 GateCAS2 (to clients), 15 HwmMono, 21 NoRotServed (of servers), stale marks,
                 flush, rows that overtake a lost row
     outcome_guarantees

@@ -23,9 +23,9 @@ from waltz_sim.guarantees.history import Operation, data_in
 
 if TYPE_CHECKING:
     from waltz_sim.cluster.simulated_clients import SimClient
-    from waltz_sim.guarantees.answer_guarantees import AnswerGuarantees
     from waltz_sim.guarantees.evidence import Evidence
     from waltz_sim.guarantees.locking import Locking
+    from waltz_sim.guarantees.response_guarantees import ResponseGuarantees
     from waltz_sim.world.process import Process
 
 _REPORTED: Final = {int(reason): f"reported {reason.name}" for reason in Reason}
@@ -36,7 +36,7 @@ class Outcomes:
     """Checks the results that all applications receive."""
 
     def __init__(
-        self, evidence: "Evidence", answers: "AnswerGuarantees", locking: "Locking"
+        self, evidence: "Evidence", answers: "ResponseGuarantees", locking: "Locking"
     ) -> None:
         self._facts = evidence
         self._answers = answers
@@ -157,7 +157,7 @@ class Outcomes:
         if mark > last:
             self._facts.fail("HwmMono", f"{client.name} received {mark}, the log ends at {last}")
 
-    def settled(self, client: "SimClient", effect: stream_events.ParcelSettled) -> None:
+    def settled(self, client: "SimClient", effect: stream_events.SubmissionSettled) -> None:
         """11. OutcomeTruth: each outcome that an application receives is true."""
         evidence, outcome = self._facts, effect.outcome
         assert isinstance(outcome.reasons, np.ndarray)
@@ -199,7 +199,7 @@ class Outcomes:
         return operation.mark == BEFORE_FIRST or since_us <= operation.requested_us
 
     def rejected(self, client: "SimClient", token: int, error: WaltzError) -> None:
-        """11. OutcomeTruth, for a parcel without an outcome: unknown, or certainly not sent."""
+        """11. OutcomeTruth, for a submission without an outcome: unknown, or certainly not sent."""
         is_unknown = isinstance(error, OutcomeUnknown)
         self._facts.count("reported unknown" if is_unknown else "reported not sent")
         for operation in self._facts.cluster.workload.operations_of(token):

@@ -403,8 +403,8 @@ class Sessions:
                 self._decide(SessionId(int(str(dict(effect.fields)["session"]))))
             case session_events.SessionOpened():
                 self._session_opened(server, effect)
-            case session_events.Settled():
-                self._check_open(effect.session_id, "Settled")
+            case session_events.SessionSettled():
+                self._check_open(effect.session_id, "SessionSettled")
             case session_events.Committed():
                 self._committed(effect)
             case session_events.MarkUnproved():

@@ -21,7 +21,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from waltz_core.wire import codec
-from waltz_core.wire.messages import ClientMessage, Message, StorageMessage, Surface
+from waltz_core.wire.messages import ClientMessage, Message, StorageMessage, WireProtocol
 from waltz_sim.world.process import Process
 from waltz_sim.world.world import World
 
@@ -317,9 +317,9 @@ class Network:
 def through_bytes(message: Message) -> Message:
     """Return a message after encoding and decoding (rule 5)."""
     if isinstance(message, ClientMessage):
-        surface, version = Surface.CLIENT, CLIENT_VERSION
+        protocol, version = WireProtocol.CLIENT, CLIENT_VERSION
     else:
         assert isinstance(message, StorageMessage)
-        surface, version = Surface.STORAGE, STORAGE_VERSION
+        protocol, version = WireProtocol.STORAGE, STORAGE_VERSION
     frame = b"".join(codec.encode(message, version))
-    return codec.decode(surface, version, memoryview(frame)[codec.FRAME_HEADER.size :])
+    return codec.decode(protocol, version, memoryview(frame)[codec.FRAME_HEADER.size :])

@@ -10,7 +10,7 @@ Rules:
        fault from a schedule changes the rest of the run as little as possible.
     4. The trace is a running hash over all notes: two runs of one seed have equal traces. A note
        changes only the trace; `fingerprint` is cheaper and always available.
-    5. In a calm world every draw is the middle one, so that a story does not depend on luck.
+    5. In a calm world every draw is the middle one, so that a scenario does not depend on luck.
 """
 
 import hashlib

@@ -84,7 +84,7 @@ class Recompute(Protocol):
         """Return the recomputed rows, possibly fewer."""
 
 
-class AnsweredRows(NamedTuple):
+class FinalRows(NamedTuple):
     """Rows with a final outcome in `reasons`: committed, or rejected by a lock."""
 
     partition: int
@@ -168,7 +168,7 @@ class Appender:
         self._lanes: dict[int, _Lane] = {}
         self._in_flight = 0
 
-    def send(self, batches: Iterable[Shaped]) -> Iterator[AnsweredRows]:
+    def send(self, batches: Iterable[Shaped]) -> Iterator[FinalRows]:
         """Send everything; yield outcomes as they become known.
 
         Raises:
@@ -202,7 +202,7 @@ class Appender:
 
     # -- out ----------------------------------------------------------------------------------
 
-    def _pump(self, *, last: bool) -> Iterator[AnsweredRows]:
+    def _pump(self, *, last: bool) -> Iterator[FinalRows]:
         """Send what can be sent; return when the input may continue (or all is answered)."""
         while True:
             for partition in sorted(self._lanes):
@@ -287,7 +287,7 @@ class Appender:
         lane.sent.append((chunk, future))
         self._in_flight += 1
 
-    def _collect(self, *, block: bool) -> Iterator[AnsweredRows]:
+    def _collect(self, *, block: bool) -> Iterator[FinalRows]:
         """Take the available answers, in order; with `block`, wait for one lane's oldest."""
         for partition in sorted(self._lanes):
             lane = self._lanes[partition]
@@ -298,7 +298,7 @@ class Appender:
                 block = False
                 yield from self._judge(lane, chunk, outcome)
 
-    def _judge(self, lane: _Lane, chunk: _Chunk, outcome: BatchOutcome) -> Iterator[AnsweredRows]:
+    def _judge(self, lane: _Lane, chunk: _Chunk, outcome: BatchOutcome) -> Iterator[FinalRows]:
         reasons = outcome.reasons
         for reason, (kind, text) in _FATAL.items():
             if (reasons == reason).any():
@@ -324,7 +324,7 @@ class Appender:
             identity = chunk.identity
             if identity is not None and len(kept) < len(reasons):
                 identity = identity.take(pa.array(kept))
-            yield AnsweredRows(
+            yield FinalRows(
                 chunk.partition,
                 identity,
                 outcome.transaction_ids[kept],
@@ -337,7 +337,7 @@ class Appender:
 
     # -- again --------------------------------------------------------------------------------
 
-    def _recompute(self, lane: _Lane) -> Iterator[AnsweredRows]:
+    def _recompute(self, lane: _Lane) -> Iterator[FinalRows]:
         """Recompute the rows whose delay has passed; yield those that are final."""
         assert self._recomputer is not None
         now = time.monotonic()
@@ -404,11 +404,11 @@ def _pieces(chunk: _Chunk, rows_max: int) -> Iterator[_Chunk]:
         start += count
 
 
-def _omitted_rows(waiting: _Waiting, rows: npt.NDArray[np.int64]) -> AnsweredRows:
+def _omitted_rows(waiting: _Waiting, rows: npt.NDArray[np.int64]) -> FinalRows:
     """Return rejected rows that are final because the function omitted them."""
     chunk = waiting.chunk
     assert chunk.identity is None or len(chunk.identity) == len(waiting.conflicting)
-    return AnsweredRows(
+    return FinalRows(
         chunk.partition,
         None if chunk.identity is None else chunk.identity.take(pa.array(rows)),
         np.full(len(rows), -1, dtype=np.int64),

@@ -29,7 +29,7 @@ import pyarrow as pa
 from waltz_core.client import RangeForm, Reason, WaltzClient
 from waltz_core.errors import BadRequest
 from waltz_core.records import raw_records
-from waltz_spark.writer.appender import AnsweredRows
+from waltz_spark.writer.appender import FinalRows
 from waltz_spark.writer.columns import LOCK_COLUMNS, MARK_COLUMN, Shaped
 from waltz_spark.writer.row_keys import RowKeys
 
@@ -77,7 +77,7 @@ class EarlierRows:
         """The number of records without a matching row so far."""
         return len(self._left)
 
-    def split(self, shaped: Shaped) -> tuple[Shaped | None, list[AnsweredRows]]:
+    def split(self, shaped: Shaped) -> tuple[Shaped | None, list[FinalRows]]:
         """Return the rows to append, and the outcomes of those in the log.
 
         Raises:
@@ -116,7 +116,7 @@ class EarlierRows:
         """Whether no later row can make the write fail, except by its locks (rule 5)."""
         return not self._others and self.count == 0
 
-    def missing(self, batches: Iterable[Shaped], there: list[AnsweredRows]) -> Iterator[Shaped]:
+    def missing(self, batches: Iterable[Shaped], there: list[FinalRows]) -> Iterator[Shaped]:
         """Yield the rows to append; add the outcomes of the others to `there` (rule 5).
 
         Raises:
@@ -296,10 +296,10 @@ def _taken(shaped: Shaped, rows: list[int]) -> Shaped:
     )
 
 
-def _answered(shaped: Shaped, partition: int, rows: list[tuple[int, int]]) -> AnsweredRows:
+def _answered(shaped: Shaped, partition: int, rows: list[tuple[int, int]]) -> FinalRows:
     ids = np.array([found for _, found in rows], dtype=np.int64)
     index = pa.array([row for row, _ in rows], pa.int64())
-    return AnsweredRows(
+    return FinalRows(
         partition=partition,
         identity=None if shaped.identity is None else shaped.identity.take(index),
         transaction_ids=ids,

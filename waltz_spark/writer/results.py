@@ -27,7 +27,7 @@ from pyspark.sql.types import StructType
 from waltz_core.client import Reason
 from waltz_core.errors import BadConfig, BadRequest
 from waltz_spark.spark_version import arrow_schema
-from waltz_spark.writer.appender import AnsweredRows
+from waltz_spark.writer.appender import FinalRows
 
 COMMITTED, REJECTED, RETRY = "COMMITTED", "REJECTED", "RETRY"
 # The columns of the outcome; they replace input columns of the same name.
@@ -46,7 +46,7 @@ _HIDDEN = "_"
 _OWN = frozenset(part.name for part in RESULT_FIELDS)
 
 
-def result_batch(answered: AnsweredRows, rejected_status: str) -> pa.RecordBatch:
+def result_batch(answered: FinalRows, rejected_status: str) -> pa.RecordBatch:
     """Return one row of results for each answered row; `rejected_status` is that of rejected ones.
 
     `retry_high_water_mark` is a mark from which a rejected row can be computed again.
@@ -130,7 +130,7 @@ class ResultFile:
         self.name = name
         self._writer: pq.ParquetWriter | None = None
 
-    def add(self, answered: AnsweredRows) -> None:
+    def add(self, answered: FinalRows) -> None:
         """Append the outcomes of some rows."""
         batch = result_batch(answered, self._rejected_status)
         if self._writer is None:

@@ -24,7 +24,7 @@ from waltz_core.client import ClusterLayout, Reason, TaskClaim, WaltzClient
 from waltz_core.errors import LockFailed
 from waltz_spark.options import OnLockFailure, WriteOptions
 from waltz_spark.shared_clients import client_at, settle
-from waltz_spark.writer.appender import AnsweredRows, Appender
+from waltz_spark.writer.appender import Appender, FinalRows
 from waltz_spark.writer.columns import Shaped, Shaper
 from waltz_spark.writer.once import EarlierRows, read_back
 from waltz_spark.writer.recompute import Recomputer
@@ -58,7 +58,7 @@ class TaskResult(WriterCommitMessage):
     conflicts: list[tuple[int, int]] = field(default_factory=list)  # partition, conflicting id
     file: str | None = None
 
-    def count(self, answered: AnsweredRows) -> None:
+    def count(self, answered: FinalRows) -> None:
         """Add the outcomes of some rows to the counts."""
         committed = answered.reasons == Reason.COMMITTED
         self.committed += int(committed.sum())
@@ -186,7 +186,7 @@ class Job:
         shaper = self._shaper(marks, place[0], wants_identity=results is not None)
         shaped = self._shaped(batches, shaper, written)
         began = time.monotonic()
-        there: list[AnsweredRows] = []
+        there: list[FinalRows] = []
         sent = self._appender(client, shaper).send(already.missing(shaped, there))
         for answered in _with_existing(sent, there, written):
             written.count(answered)
@@ -231,9 +231,7 @@ class Job:
             recomputer = Recomputer(client, self.options, shaper, random.SystemRandom())
         return Appender(client, self.options, recomputer)
 
-    def _fail(
-        self, written: TaskResult, answered: AnsweredRows, results: ResultFile | None
-    ) -> None:
+    def _fail(self, written: TaskResult, answered: FinalRows, results: ResultFile | None) -> None:
         if results is not None:
             results.close_of_failed()
         rejected = np.flatnonzero(answered.reasons != Reason.COMMITTED)
@@ -257,8 +255,8 @@ def task_attempt() -> tuple[int, int]:
 
 
 def _with_existing(
-    sent: Iterable[AnsweredRows], there: list[AnsweredRows], written: TaskResult
-) -> Iterator[AnsweredRows]:
+    sent: Iterable[FinalRows], there: list[FinalRows], written: TaskResult
+) -> Iterator[FinalRows]:
     """Yield the outcomes of sent rows, and of rows that were in the log already."""
     for answered in sent:
         yield from _drained(there, written)
@@ -266,7 +264,7 @@ def _with_existing(
     yield from _drained(there, written)
 
 
-def _drained(there: list[AnsweredRows], written: TaskResult) -> Iterator[AnsweredRows]:
+def _drained(there: list[FinalRows], written: TaskResult) -> Iterator[FinalRows]:
     while there:
         answered = there.pop(0)
         written.found += len(answered.transaction_ids)

@@ -30,7 +30,7 @@ async def written(client, counts) -> dict[int, int]:
 )
 def test_the_log_has_to_be_a_chain(counts, wrong):
     @on_virtual_loop
-    async def story():
+    async def scenario():
         async with memory_cluster() as cluster, cluster.client().opened() as client:
             await (await client.append(b"of another client", partition=0))
             acknowledged = await written(client, counts)
@@ -40,16 +40,16 @@ def test_the_log_has_to_be_a_chain(counts, wrong):
                 wrong[1],
             )
 
-    story()
+    scenario()
 
 
 def test_an_author_that_is_behind_reads_what_it_has_not_seen():
     @on_virtual_loop
-    async def story():
+    async def scenario():
         async with memory_cluster() as cluster, cluster.client().opened() as client:
             await written(client, [(1, -1), (2, 0)])
             await (await client.append(b"of another client", partition=0))
             assert await hot_lock._read(client, RUN, Seen(0, -1, -1), 2) == Seen(2, 1, 2)
             assert await hot_lock._read(client, RUN, Seen(2, 1, 2), 2) == Seen(2, 1, 2)
 
-    story()
+    scenario()

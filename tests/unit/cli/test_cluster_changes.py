@@ -13,7 +13,7 @@ from waltz_core.cluster.change.creation import NewCluster, NewStorage
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
 from waltz_core.errors import BadConfig, Unreachable
 from waltz_core.transport import net
-from waltz_core.wire.messages import Surface
+from waltz_core.wire.messages import WireProtocol
 
 OLD = "127.0.0.1:1"
 replace_storage = work_of(cluster_changes.replace_storage)
@@ -30,11 +30,11 @@ class Line:
         pass
 
 
-async def run(verb, surface, address_name="address", **words):
+async def run(verb, protocol, address_name="address", **words):
     """Run a verb on a cluster and a listener of one kind; return its answer and the storages."""
     coordinator = MemoryZooKeeper(asyncio.Event).coordinator("/w")
     await coordinator.create_cluster(CLUSTER)
-    listener = await net.listen(surface, "127.0.0.1", 0, lambda _link: None)
+    listener = await net.listen(protocol, "127.0.0.1", 0, lambda _link: None)
     try:
         words[address_name] = f"127.0.0.1:{listener.port}"
         try:
@@ -47,18 +47,18 @@ async def run(verb, surface, address_name="address", **words):
     return result, stored
 
 
-@pytest.mark.parametrize("surface", [Surface.ADMIN, Surface.CLIENT])
+@pytest.mark.parametrize("protocol", [WireProtocol.ADMIN, WireProtocol.CLIENT])
 @pytest.mark.parametrize("is_replaced", [False, True])
-def test_a_port_that_is_no_storages_own_does_not_become_a_storage(surface, is_replaced):
+def test_a_port_that_is_no_storages_own_does_not_become_a_storage(protocol, is_replaced):
     verb = cluster_changes.replace_storage if is_replaced else cluster_changes.add_storage
     words = {"address": OLD, "address_name": "successor"} if is_replaced else {"group": None}
-    expected = f"expected a storage's port, found a '{surface.listener_text}'"
+    expected = f"expected a storage's port, found a '{protocol.listener_text}'"
     with pytest.raises(BadConfig, match=expected):
-        asyncio.run(run(verb, surface, **words))
+        asyncio.run(run(verb, protocol, **words))
 
 
 def test_a_storage_is_added():
-    result, stored = asyncio.run(run(cluster_changes.add_storage, Surface.STORAGE, group=None))
+    result, stored = asyncio.run(run(cluster_changes.add_storage, WireProtocol.STORAGE, group=None))
     assert stored == {OLD, result["storage"]}
 
 
@@ -77,7 +77,7 @@ def test_a_storage_that_does_not_run_replaces_no_other():
 def test_an_empty_storage_that_gets_no_replicas_back_is_reported():
     async def bring_back():
         coordinator = MemoryZooKeeper(asyncio.Event).coordinator("/w")
-        listener = await net.listen(Surface.STORAGE, "127.0.0.1", 0, lambda _link: None)
+        listener = await net.listen(WireProtocol.STORAGE, "127.0.0.1", 0, lambda _link: None)
         empty = f"127.0.0.1:{listener.port}"
         storages = (*CLUSTER.storages, NewStorage(empty, 2, 1))
         held = {OLD: (0, 1), empty: ()}

@@ -143,7 +143,7 @@ def rebuilt(monkeypatch, storage, *, now_s, dies_at=()):
     async def open_links(*_):
         return {address: storage}, {}
 
-    async def story():
+    async def scenario():
         zookeeper = MemoryZooKeeper(asyncio.Event)
         command = SimpleNamespace(
             coordinator=zookeeper.coordinator("/a/w"),
@@ -192,7 +192,7 @@ def rebuilt(monkeypatch, storage, *, now_s, dies_at=()):
 
     monkeypatch.setattr(cluster_rescue, "open_links", open_links)
     monkeypatch.setattr(cluster_rescue.time, "time", lambda: now_s)
-    return asyncio.run(story())
+    return asyncio.run(scenario())
 
 
 def test_ids_continue_above_those_of_the_logs_where_a_clock_was_set_back(monkeypatch):

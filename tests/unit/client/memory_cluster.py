@@ -25,19 +25,19 @@ from waltz_core.replication import session_events as replication
 from waltz_core.server.append.pace import Pace
 from waltz_core.server.partition.served_partition import Partition, PartitionIdentity
 from waltz_core.server.partition_events import (
-    Answer,
     Closed,
     ConnectionId,
     Fetch,
     Fetched,
     PartitionLimits,
     Received,
+    SendToClient,
     rejection,
 )
 from waltz_core.server.process.log_in_memory import REPLICA, MemoryLog, MemoryStore
 from waltz_core.server.read.cache import CacheBudget, FeedCache, TransactionCache
 from waltz_core.transport import net
-from waltz_core.wire.messages import Surface
+from waltz_core.wire.messages import WireProtocol
 
 KEY = UUID("00112233-4455-6677-8899-aabbccddeeff")
 ROOT = "/waltz/test"
@@ -113,7 +113,7 @@ class MemoryServer:
         self.tasks: list[asyncio.Task] = []
 
     async def start(self) -> None:
-        self.listener = await net.listen(Surface.CLIENT, "127.0.0.1", 0, self._accept)
+        self.listener = await net.listen(WireProtocol.CLIENT, "127.0.0.1", 0, self._accept)
         await self.coordinator.register_server(
             model.ServerDescriptor(self.server_id, "127.0.0.1", self.listener.port)
         )
@@ -170,7 +170,7 @@ class MemoryServer:
 
     def _perform(self, number: int, effect) -> None:
         match effect:
-            case Answer():
+            case SendToClient():
                 link = self.links.get(effect.connection)
                 if link is not None:
                     link.send(effect.message)

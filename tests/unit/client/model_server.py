@@ -13,7 +13,7 @@ import numpy as np
 
 from waltz_core import errors
 from waltz_core.client.stream import stream_events
-from waltz_core.client.stream.monitor import Parcel, Single
+from waltz_core.client.stream.monitor import Single, Submission
 from waltz_core.client.stream.partition_stream import PartitionStream
 from waltz_core.client.stream.stream_events import Phase, StreamSettings
 from waltz_core.machine import Report, Wakeup
@@ -69,7 +69,9 @@ class ModelWorld:
         self.stream = PartitionStream(CLIENT, PARTITION, SETTINGS, random)
         self.sent: dict[int, list[ReqId]] = {}
         self.row_counts: dict[int, int] = {}
-        self.settled: dict[int, stream_events.ParcelSettled | stream_events.ParcelRejected] = {}
+        self.settled: dict[
+            int, stream_events.SubmissionSettled | stream_events.SubmissionRejected
+        ] = {}
         # What was fed, None for what does not pass the filter.
         self.fed: list[ReqId | None] = []
         self.header_values = header_values
@@ -94,7 +96,7 @@ class ModelWorld:
                     self.attempts.append(effect)
                 case stream_events.Send():
                     self.send(effect)
-                case stream_events.ParcelSettled() | stream_events.ParcelRejected():
+                case stream_events.SubmissionSettled() | stream_events.SubmissionRejected():
                     assert effect.token not in self.settled, "settled twice"
                     self.settled[effect.token] = effect
                 case stream_events.FeedAdvanced():
@@ -137,7 +139,7 @@ class ModelWorld:
         text = str(token).encode()
         content = Single(0, text, (), (), ()) if rows == 1 and self.random.random() < 0.5 else text
         self.row_counts[token] = rows
-        self.step(stream_events.SendAppends(Parcel(token, rows, BEFORE_FIRST, content, 0)))
+        self.step(stream_events.SendAppends(Submission(token, rows, BEFORE_FIRST, content, 0)))
 
     # --- the network
 
@@ -230,7 +232,7 @@ class ModelWorld:
             if not newer and not (message.connection_sequence == sequence and number == link):
                 self.reject(link, message.req_id, errors.ConnectionSuperseded("older"))
                 return
-        # NB: what still queues is judged later, by this fence: of an older link it is refused.
+        # NB: what still queues is validated later, by this fence: of an older link it is refused.
         self.fence = (link, message.connection_sequence)
         self.is_mounted = True
         mark = len(self.log) - 1
@@ -435,7 +437,7 @@ class ModelWorld:
         assert set(self.settled) == set(range(self.tokens))
         for token, settled in self.settled.items():
             rows = self.sent.get(token, [])
-            if isinstance(settled, stream_events.ParcelRejected):
+            if isinstance(settled, stream_events.SubmissionRejected):
                 if not isinstance(settled.error, errors.OutcomeUnknown):
                     assert not any(row in where for row in rows), (token, settled)
                 continue

@@ -6,7 +6,7 @@ import pytest
 
 from tests.loops import on_virtual_loop
 from tests.patience import HANG_S
-from tests.unit.client.stories import PARTITION
+from tests.unit.client.scenarios import PARTITION
 from waltz_core import errors
 from waltz_core.client.model.predecessors import FollowedState
 from waltz_core.client.stream.appends import Appends, AppendWindow, PendingRow, ReportOrder
@@ -20,7 +20,7 @@ GONE = errors.Unreachable("no server is there")
 
 
 class Author:
-    """Appends of a partition, and the parcels that they have sent."""
+    """Appends of a partition, and the submissions that they have sent."""
 
     def __init__(self, batch_rows=1, batch_bytes=100):
         self.sent, self.window = [], AppendWindow(rows_max=100, bytes_max=1 << 20)
@@ -88,7 +88,7 @@ async def test_appends_held_back_end_with_the_connection():
 
 
 @on_virtual_loop
-async def test_appends_that_wait_for_an_abandoned_parcel_are_not_sent(monkeypatch):
+async def test_appends_that_wait_for_an_abandoned_submission_are_not_sent(monkeypatch):
     monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_FULL_DELAY_S", 0)
     author = Author()
     futures = [author.append(), author.append()]
@@ -217,24 +217,25 @@ async def test_a_waiting_batch_is_lost_with_an_earlier_one_of_its_order(monkeypa
 
 
 @on_virtual_loop
-async def test_rows_that_go_together_are_each_judged_by_their_own_mark():
+async def test_rows_that_go_together_are_each_validated_by_their_own_mark():
     author = Author(batch_rows=9, batch_bytes=1 << 20)
     for mark in (7, 3, 7, 9, 7, 7, 7, 7, 7):
         author.append(mark=mark, write_locks=(mark,))
-    (parcel,) = author.sent
-    rows = decode_append(parcel.content, rows_max=9, bytes_max=1 << 20)
+    (submission,) = author.sent
+    rows = decode_append(submission.content, rows_max=9, bytes_max=1 << 20)
     assert rows.marks.tolist() == [7, 3, 7, 9, 7, 7, 7, 7, 7]
     assert rows.write_locks.values.tolist() == rows.marks.tolist()
 
 
 @on_virtual_loop
-async def test_a_parcel_over_the_servers_limit_is_sent_in_two_parts():
+async def test_a_submission_over_the_servers_limit_is_sent_in_two_parts():
     author = Author(batch_rows=9, batch_bytes=1 << 20)
     for number in range(9):
         author.append(b"%d" % number)
     author.appends.rejected(1, errors.TooLarge("nine rows"))
     parts = [
-        decode_append(parcel.content, rows_max=9, bytes_max=1 << 20) for parcel in author.sent[1:]
+        decode_append(submission.content, rows_max=9, bytes_max=1 << 20)
+        for submission in author.sent[1:]
     ]
     data = [part.data.to_pylist() for part in parts]
     assert data == [[b"0", b"1", b"2", b"3"], [b"4", b"5", b"6", b"7", b"8"]]

@@ -24,8 +24,8 @@ from waltz_core.config import ClientConfig
 ROOT = "/waltz/claims"
 
 
-def run(story, monkeypatch):
-    """Play a story with a coordinator over memory that every claim is given."""
+def run(scenario, monkeypatch):
+    """Play a scenario with a coordinator over memory that every claim is given."""
 
     async def play():
         world = MemoryWorld()
@@ -41,7 +41,7 @@ def run(story, monkeypatch):
 
         monkeypatch.setattr(write_claim.zookeeper_session, "connect", connect)
         monkeypatch.setattr(write_claim.zookeeper_session, "connected", connected)
-        await story(coordinator)
+        await scenario(coordinator)
 
     asyncio.run(play())
 
@@ -53,7 +53,7 @@ async def entered(task, name, **options):
 
 
 def test_the_others_are_those_of_earlier_runs(monkeypatch):
-    async def story(coordinator):
+    async def scenario(coordinator):
         await coordinator.writes.begin("w", MARKS, 5)
         first = [await entered(task, "one") for task in range(3)]
         assert [await each.other_clients() for each in first] == [set()] * 3
@@ -67,11 +67,11 @@ def test_the_others_are_those_of_earlier_runs(monkeypatch):
         assert again.connection_sequence == 2 * SEQUENCES_OF_ATTEMPT
         assert (again.is_done, again.marks) == (False, dict(MARKS))
 
-    run(story, monkeypatch)
+    run(scenario, monkeypatch)
 
 
 def test_a_later_attempt_ends_the_earlier_one(monkeypatch):
-    async def story(coordinator):
+    async def scenario(coordinator):
         await coordinator.writes.begin("w", MARKS, 5)
         first = await entered(0, "one")
         await first.check()
@@ -80,11 +80,11 @@ def test_a_later_attempt_ends_the_earlier_one(monkeypatch):
             await first.check()
         await second.check()
 
-    run(story, monkeypatch)
+    run(scenario, monkeypatch)
 
 
 def test_only_a_task_of_a_series_begins_a_write(monkeypatch):
-    async def story(coordinator):
+    async def scenario(coordinator):
         first = await entered(0, "one", series=(MARKS, 5))
         assert first.marks == dict(MARKS)
         # The marks of the first attempt hold.
@@ -96,11 +96,11 @@ def test_only_a_task_of_a_series_begins_a_write(monkeypatch):
         with pytest.raises(errors.ConnectionSuperseded, match="and then removed"):
             await entered(0, "one")
 
-    run(story, monkeypatch)
+    run(scenario, monkeypatch)
 
 
 def test_writes_are_forgotten_by_name_and_when_their_time_is_over(monkeypatch):
-    async def story(coordinator):
+    async def scenario(coordinator):
         writes = coordinator.writes
         for name, keep_ms in (("named", 50), ("old", 0), ("kept", 50)):
             assert await begin_write("memory", name, MARKS, keep_ms=keep_ms) is None
@@ -113,4 +113,4 @@ def test_writes_are_forgotten_by_name_and_when_their_time_is_over(monkeypatch):
         found = [await writes.read(name) for name in ("named", "old", "kept")]
         assert [each is None for each in found] == [True, True, False]
 
-    run(story, monkeypatch)
+    run(scenario, monkeypatch)

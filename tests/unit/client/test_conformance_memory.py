@@ -2,21 +2,21 @@
 
 import pytest
 
-from tests.client_contract import ALWAYS, STORIES, World, is_whole
+from tests.client_contract import ALWAYS, SCENARIOS, World, is_whole
 from waltz_core.memory import MemoryWaltz
 
 
-@pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)
-def test_story(story):
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+def test_scenario(scenario):
     with MemoryWaltz(delay_ms=(0.5, 3.0)) as waltz:
         world = World(waltz.client, 1)
-        story(world)
+        scenario(world)
         assert is_whole(world)
 
 
-@pytest.mark.parametrize("story", ALWAYS, ids=lambda story: story.__name__)
-def test_story_with_faults(story):
+@pytest.mark.parametrize("scenario", ALWAYS, ids=lambda scenario: scenario.__name__)
+def test_scenario_with_faults(scenario):
     with MemoryWaltz(seed=7, fault_rate=0.2) as waltz:
         world = World(waltz.client, 1)
-        story(world)
+        scenario(world)
         assert is_whole(world)

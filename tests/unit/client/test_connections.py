@@ -12,7 +12,7 @@ from waltz_core import errors
 from waltz_core.client.links.connections import ServerLinks
 from waltz_core.records.record import CONTROL_SEQUENCE_MIN
 from waltz_core.transport import net
-from waltz_core.wire.messages import HighWaterMarkRequest, HighWaterMarkResponse, Surface
+from waltz_core.wire.messages import HighWaterMarkRequest, HighWaterMarkResponse, WireProtocol
 
 
 class Door:
@@ -41,7 +41,9 @@ async def share(door, count, *, cancelled=None, address=None):
 
     None for the one that was cancelled.
     """
-    listener = await net.listen(Surface.CLIENT, "127.0.0.1", 0, lambda link: link.start(print, len))
+    listener = await net.listen(
+        WireProtocol.CLIENT, "127.0.0.1", 0, lambda link: link.start(print, len)
+    )
     links = ServerLinks(dial_timeout_s=5, late_answers_s=0)
     where = address or f"127.0.0.1:{listener.port}"
 
@@ -86,7 +88,9 @@ def test_a_failed_dial_fails_all_its_waiters(door):
 @on_loop
 async def test_a_connection_that_breaks_right_after_the_greeting_is_no_connection(monkeypatch):
     """A stream on it would receive nothing, and wait for the answer to its mount."""
-    listener = await net.listen(Surface.CLIENT, "127.0.0.1", 0, lambda link: link.abort("dead"))
+    listener = await net.listen(
+        WireProtocol.CLIENT, "127.0.0.1", 0, lambda link: link.abort("dead")
+    )
     dial = net.dial
 
     async def dial_and_be_slow(*args, **options):
@@ -108,7 +112,7 @@ async def test_a_connection_that_breaks_right_after_the_greeting_is_no_connectio
 async def a_server(silent=lambda: None):
     """Give the links of a client, a server's address, and what the server has got."""
     got, links = [], ServerLinks(dial_timeout_s=5, late_answers_s=0, silent=silent)
-    listener = await net.listen(Surface.CLIENT, "127.0.0.1", 0, lambda link: taken(link, got))
+    listener = await net.listen(WireProtocol.CLIENT, "127.0.0.1", 0, lambda link: taken(link, got))
     async with asyncio.timeout(HANG_S):
         yield links, f"127.0.0.1:{listener.port}", got
         await links.close("the test is over")

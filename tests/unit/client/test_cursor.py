@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.client.stories import feed_batch, req
+from tests.unit.client.scenarios import feed_batch, req
 from waltz_core.client.stream.cursor import FeedCursor
 from waltz_core.records.record import BEFORE_FIRST
 from waltz_core.server.read.feeds import pick

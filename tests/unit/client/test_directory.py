@@ -152,12 +152,12 @@ def test_the_present_owner_is_read_after_all_writes_and_only_a_settled_view_answ
 
     directory = directory_of(ZooKeeper())
 
-    async def story():
+    async def scenario():
         with pytest.raises(errors.NotOwned, match="has no settled owner"):
             await directory.owner_now(0)
         return await directory.owner_now(0)
 
-    assert in_virtual_time(story()) == Owner("b:1", 3)
+    assert in_virtual_time(scenario()) == Owner("b:1", 3)
     assert not directory.owners  # it is an answer, and changes nothing
 
 

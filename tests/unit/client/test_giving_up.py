@@ -9,7 +9,7 @@ from random import Random
 from types import SimpleNamespace
 
 from tests.loops import on_virtual_loop
-from tests.unit.client.stories import PARTITION
+from tests.unit.client.scenarios import PARTITION
 from waltz_core import errors
 from waltz_core.client.read.feed_delivery import Applier
 from waltz_core.client.stream.appends import Appends, AppendWindow, PendingRow

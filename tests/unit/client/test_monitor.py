@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.client.stories import (
+from tests.unit.client.scenarios import (
     CLIENT,
     PARTITION,
     committed,
     feed_headers,
     headers,
-    parcel,
     req,
     result,
+    submission,
 )
 from waltz_core import errors
 from waltz_core.client.stream import monitor as client_monitor
@@ -26,7 +26,7 @@ from waltz_core.wire.messages import Reason
 
 
 def sent(monitor: Monitor, token: int, sequence: int, rows: int = 1, mark: int = 9) -> Pending:
-    pending = Pending(parcel(token, rows), req(sequence), 1, 1, TransactionId(mark), 100)
+    pending = Pending(submission(token, rows), req(sequence), 1, 1, TransactionId(mark), 100)
     monitor.register(pending)
     return pending
 
@@ -42,7 +42,7 @@ def test_sequence_numbers_are_not_used_twice():
         sent(monitor, 2, 3)
 
 
-def test_an_answer_belongs_to_the_parcel_with_exactly_its_request_id():
+def test_an_answer_belongs_to_the_submission_with_exactly_its_request_id():
     monitor = a_monitor()
     pending = sent(monitor, 1, 5)
     assert monitor.find(req(5)) is pending
@@ -85,7 +85,7 @@ def test_only_rows_of_ones_own_count():
     assert pending.known_outcome(BEFORE_FIRST) is None
 
 
-def test_a_parcel_found_in_part_has_an_unknown_outcome():
+def test_a_submission_found_in_part_has_an_unknown_outcome():
     monitor = a_monitor()
     pending = sent(monitor, 1, 1, rows=2)
     monitor.prove(TransactionId(15))
@@ -110,7 +110,7 @@ def test_a_proof_does_not_cover_later_appends():
     late = sent(monitor, 2, 2, mark=12)
     assert monitor.unresolved() == (10, 12)
     settled = monitor.settle(TransactionId(12))
-    assert [pending.parcel.token for pending, _ in settled] == [1]
+    assert [pending.submission.token for pending, _ in settled] == [1]
     assert list(monitor) == [late]
     assert monitor.unresolved() is None
 
@@ -120,7 +120,7 @@ def test_a_proof_does_not_cover_later_appends():
     sizes=st.lists(st.integers(1, 6), min_size=1, max_size=8),
     order=st.randoms(use_true_random=False),
 )
-def test_every_row_of_every_parcel_is_found_at_its_place(sizes, order):
+def test_every_row_of_every_submission_is_found_at_its_place(sizes, order):
     monitor = a_monitor()
     rows = []
     sequence = 1
@@ -140,7 +140,7 @@ def test_every_row_of_every_parcel_is_found_at_its_place(sizes, order):
         assert monitor.match_headers(TransactionId(at), len(part), headers(at, *part))
         at += len(part)
     settled = monitor.settle(TransactionId(len(log) - 1))
-    assert [pending.parcel.token for pending, _ in settled] == list(range(len(sizes)))
+    assert [pending.submission.token for pending, _ in settled] == list(range(len(sizes)))
     ids = np.concatenate([outcome.transaction_ids for _, outcome in settled]).tolist()
     assert ids == [log.index(row) if row in log else -1 for row in rows]
 

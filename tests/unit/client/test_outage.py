@@ -17,7 +17,7 @@ def logged_at(
     """Return when it was logged; None in place of a time: it works again."""
     logged: list[float] = []
 
-    async def story() -> None:
+    async def scenario() -> None:
         now = [0.0]
         asyncio.get_running_loop().time = lambda: now[0]  # type: ignore[method-assign]
         each = Outage(PartitionId(3), "server", log_after_s=log_after_s)
@@ -32,7 +32,7 @@ def logged_at(
                 logged.append(at_s)
 
     with caplog.at_level(logging.INFO):
-        asyncio.run(story())
+        asyncio.run(scenario())
     return logged
 
 

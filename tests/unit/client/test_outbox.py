@@ -2,19 +2,21 @@
 
 from dataclasses import replace
 
-from tests.unit.client.stories import PARTITION, parcel
+from tests.unit.client.scenarios import PARTITION, submission
 from waltz_core import errors
 from waltz_core.client.model.predecessors import FOLLOW
-from waltz_core.client.stream.monitor import Parcel, Single
+from waltz_core.client.stream.monitor import Single, Submission
 from waltz_core.client.stream.outbox import MountLimits, Outbox
 
 
 def test_an_append_over_the_frame_limit_is_rejected_with_both_sizes():
     outbox = Outbox(PARTITION)
     limits = MountLimits(rows_max=5, bytes_max=4, in_flight_bytes_max=1)
-    assert outbox.rejection(parcel(1, rows=5), limits, 1) is None
-    assert "at most 5 rows" in str(outbox.rejection(parcel(1, rows=6), limits, 1))
-    assert "found 1 rows and 5 bytes" in str(outbox.rejection(parcel(1, data=b"12345"), limits, 1))
+    assert outbox.rejection(submission(1, rows=5), limits, 1) is None
+    assert "at most 5 rows" in str(outbox.rejection(submission(1, rows=6), limits, 1))
+    assert "found 1 rows and 5 bytes" in str(
+        outbox.rejection(submission(1, data=b"12345"), limits, 1)
+    )
 
 
 def test_dependents_of_another_mount_or_partition_are_not_sent():
@@ -23,7 +25,7 @@ def test_dependents_of_another_mount_or_partition_are_not_sent():
 
     def refusal(following):
         single = Single(0, b"", (1,), (), (), following)
-        return outbox.rejection(Parcel(1, 1, 7, single, 0), limits, 2)
+        return outbox.rejection(Submission(1, 1, 7, single, 0), limits, 2)
 
     assert refusal(FOLLOW) is refusal(lost_rows) is None
     assert isinstance(refusal(replace(lost_rows, mount=1)), errors.SessionLost)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.loops import in_virtual_time
-from tests.unit.client.stories import headers, req
+from tests.unit.client.scenarios import headers, req
 from waltz_core import errors
 from waltz_core.client.read.ranges import (
     RangeChunk,
@@ -23,7 +23,7 @@ from waltz_core.records.batches import decode_append, encode_append, encode_reco
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import LineageEntry, PartitionId, SessionId, TransactionId
 from waltz_core.wire.messages import RangeBytes, RangeData, RangeForm, RangeRaw
-from waltz_core.wire.places import PLACES
+from waltz_core.wire.record_locations import LOCATIONS
 
 P = PartitionId(3)
 QUERY = RangeQuery(TransactionId(10), TransactionId(14))
@@ -140,7 +140,7 @@ def test_a_replica_s_answer_to_another_question_is_an_error_of_the_protocol(chan
 def test_places_with_lengths_that_are_no_array_of_as_many_are_an_error_of_the_protocol(size: int):
     storage = Storage(4)
     storage.answer = replace(
-        storage.answer, form=PLACES, lengths=bytes(size), records=b"", records_crc=0
+        storage.answer, form=LOCATIONS, lengths=bytes(size), records=b"", records_crc=0
     )
     link, query = ReaderConnection(storage), replace(QUERY, last=TransactionId(13))
     with pytest.raises(errors.RemoteProtocolError, match="lengths with a count of 4"):

@@ -174,7 +174,7 @@ def test_a_zookeeper_timeout_reports_the_earlier_failure(silent_from, expected):
     ("silent_after_s", "expected"), [(0.96, errors.NotOwned), (0.0, errors.Unreachable)]
 )
 def test_the_error_names_the_cause_of_earlier_tries(silent_after_s, expected):
-    async def story():
+    async def scenario():
         silent_at_s = asyncio.get_running_loop().time() + silent_after_s
 
         def answer(request):
@@ -189,4 +189,4 @@ def test_the_error_names_the_cause_of_earlier_tries(silent_after_s, expected):
             await cluster.requests.high_water_mark(0, linearizable=False)
         return type(raised.value)
 
-    assert in_virtual_time(story()) is expected
+    assert in_virtual_time(scenario()) is expected

@@ -12,7 +12,7 @@ from waltz_core.client.links.silence import Silences
 SERVER = "host-1:15180"
 
 
-class Story:
+class Scenario:
     """Silences on a clock of its own, and what was logged of them."""
 
     def __init__(self, caplog):
@@ -38,53 +38,53 @@ class Story:
 
 
 @pytest.fixture
-def story(caplog):
-    return Story(caplog)
+def scenario(caplog):
+    return Scenario(caplog)
 
 
-def test_a_silence_and_its_end_are_reported_once_and_zookeeper_is_checked(story):
-    silences = story.silences
-    assert story.at(101, silences.detected, SERVER, 1, since_s=99.5) == [
+def test_a_silence_and_its_end_are_reported_once_and_zookeeper_is_checked(scenario):
+    silences = scenario.silences
+    assert scenario.at(101, silences.detected, SERVER, 1, since_s=99.5) == [
         ("WARNING", f"server.silent server={SERVER} silent_s=1.5")
     ]
     for now_s in range(102, 110):
-        assert story.at(now_s, silences.detected, SERVER, 1, since_s=now_s - 1) == []
-    assert story.doubts == 9
-    assert story.at(300, silences.received, SERVER, 1) == [
+        assert scenario.at(now_s, silences.detected, SERVER, 1, since_s=now_s - 1) == []
+    assert scenario.doubts == 9
+    assert scenario.at(300, silences.received, SERVER, 1) == [
         ("INFO", f"server.responsive server={SERVER} after_s=200.5")
     ]
-    assert story.at(301, silences.received, SERVER, 1) == []
+    assert scenario.at(301, silences.received, SERVER, 1) == []
 
 
-def test_a_closed_silent_connection_is_reported_with_the_reason(story):
-    story.at(101, story.silences.detected, SERVER, 1, since_s=100)
-    assert story.at(104, story.silences.left, SERVER, 1, "reset by peer") == [
+def test_a_closed_silent_connection_is_reported_with_the_reason(scenario):
+    scenario.at(101, scenario.silences.detected, SERVER, 1, since_s=100)
+    assert scenario.at(104, scenario.silences.left, SERVER, 1, "reset by peer") == [
         ("INFO", f"server.silent_until_closed server={SERVER} after_s=4.0 reason=reset by peer")
     ]
-    assert story.at(105, story.silences.left, SERVER, 1, "reset by peer") == []
+    assert scenario.at(105, scenario.silences.left, SERVER, 1, "reset by peer") == []
 
 
-def test_a_server_that_was_not_silent_is_not_reported(story):
-    assert story.at(100, story.silences.received, SERVER, 1) == []
-    assert story.at(100, story.silences.left, SERVER, 1, "closed") == []
+def test_a_server_that_was_not_silent_is_not_reported(scenario):
+    assert scenario.at(100, scenario.silences.received, SERVER, 1) == []
+    assert scenario.at(100, scenario.silences.left, SERVER, 1, "closed") == []
 
 
-def test_a_servers_connections_are_silent_as_one(story):
-    silences = story.silences
-    assert story.at(101, silences.detected, SERVER, 1, since_s=100)
-    assert story.at(102, silences.detected, SERVER, 2, since_s=101) == []
-    assert story.at(103, silences.received, SERVER, 3) == [], "it was never silent there"
-    assert story.at(104, silences.left, SERVER, 1, "closed") == []
-    assert story.at(105, silences.received, SERVER, 2) == [
+def test_a_servers_connections_are_silent_as_one(scenario):
+    silences = scenario.silences
+    assert scenario.at(101, silences.detected, SERVER, 1, since_s=100)
+    assert scenario.at(102, silences.detected, SERVER, 2, since_s=101) == []
+    assert scenario.at(103, silences.received, SERVER, 3) == [], "it was never silent there"
+    assert scenario.at(104, silences.left, SERVER, 1, "closed") == []
+    assert scenario.at(105, silences.received, SERVER, 2) == [
         ("INFO", f"server.responsive server={SERVER} after_s=5.0")
     ]
-    assert story.at(106, silences.detected, "host-2:15180", 1, since_s=105), "another server"
+    assert scenario.at(106, silences.detected, "host-2:15180", 1, since_s=105), "another server"
 
 
-def test_repeated_failures_are_reported_at_intervals(story):
+def test_repeated_failures_are_reported_at_intervals(scenario):
     reported = []
     for now_s in range(100, 100 + 2 * int(LOG_INTERVAL_S) + 1, 5):
-        if story.at(now_s, story.silences.detected, SERVER, 0, since_s=now_s - 1):
+        if scenario.at(now_s, scenario.silences.detected, SERVER, 0, since_s=now_s - 1):
             reported.append(now_s)
-        story.at(now_s + 1, story.silences.left, SERVER, 0, "no hello")
+        scenario.at(now_s + 1, scenario.silences.left, SERVER, 0, "no hello")
     assert reported == [100, 100 + LOG_INTERVAL_S, 100 + 2 * LOG_INTERVAL_S]

@@ -4,16 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.client.stories import (
+from tests.unit.client.scenarios import (
     SETTINGS,
-    Story,
+    Scenario,
     committed,
     feed_batch,
     headers,
-    parcel,
     range_data,
     req,
     result,
+    submission,
 )
 from waltz_core import errors
 from waltz_core.client.stream import partition_stream, stream_events
@@ -23,11 +23,11 @@ from waltz_core.wire import messages as m
 
 
 def settled(effects):
-    return {e.token: e.outcome for e in effects if isinstance(e, stream_events.ParcelSettled)}
+    return {e.token: e.outcome for e in effects if isinstance(e, stream_events.SubmissionSettled)}
 
 
 def refused(effects):
-    return {e.token: e.error for e in effects if isinstance(e, stream_events.ParcelRejected)}
+    return {e.token: e.error for e in effects if isinstance(e, stream_events.SubmissionRejected)}
 
 
 # ---------------------------------------------------------------------------------------------
@@ -35,11 +35,13 @@ def refused(effects):
 
 
 def test_the_first_append_links_mounts_and_is_sent():
-    story = Story()
-    assert story.step(stream_events.SendAppends(parcel(1))) == [stream_events.OpenLink(1, ())]
-    mount = story.link(generation=4)
+    scenario = Scenario()
+    assert scenario.step(stream_events.SendAppends(submission(1))) == [
+        stream_events.OpenLink(1, ())
+    ]
+    mount = scenario.link(generation=4)
     assert mount == m.MountWriter(req(-1, 4), 1, m.LATEST_MARK, wants_feed=False)
-    assert story.mounted(mount, 9) == [
+    assert scenario.mounted(mount, 9) == [
         stream_events.MarkAdvanced(9),
         stream_events.Ready(9),
         stream_events.Send(1, m.AppendRequest(req(1, 4), -1, (1,), (2,), (3,), 5, b"data", 99)),
@@ -47,17 +49,17 @@ def test_the_first_append_links_mounts_and_is_sent():
 
 
 def test_rows_of_a_batch_use_up_its_sequence_numbers():
-    story = Story().ready()
-    story.step(stream_events.SendAppends(parcel(1, rows=10)))
-    assert story.sent() == [m.AppendBatch(req(1), -1, b"data", 99)]
-    story.step(stream_events.SendAppends(parcel(2)))
-    assert story.sent()[0].req_id == req(11)
+    scenario = Scenario().ready()
+    scenario.step(stream_events.SendAppends(submission(1, rows=10)))
+    assert scenario.sent() == [m.AppendBatch(req(1), -1, b"data", 99)]
+    scenario.step(stream_events.SendAppends(submission(2)))
+    assert scenario.sent()[0].req_id == req(11)
 
 
-def test_an_answer_settles_its_parcel_and_moves_the_mark():
-    story = Story().ready()
-    story.step(stream_events.SendAppends(parcel(1, rows=2)))
-    effects = story.receive(
+def test_an_answer_settles_its_submission_and_moves_the_mark():
+    scenario = Scenario().ready()
+    scenario.step(stream_events.SendAppends(submission(1, rows=2)))
+    effects = scenario.receive(
         result(req(1), (5, m.Reason.COMMITTED, -1), (-1, m.Reason.LOCK, 4), mark=5)
     )
     assert effects[0] == stream_events.MarkAdvanced(5)
@@ -67,127 +69,127 @@ def test_an_answer_settles_its_parcel_and_moves_the_mark():
     assert outcome.conflicting.tolist() == [-1, 4]
     assert outcome.high_water_mark == 5
     assert outcome.committed_count == 1
-    assert not story.stream.has_pending
+    assert not scenario.stream.has_pending
 
 
 def test_appends_in_flight_stay_within_the_servers_limit():
-    story = Story()
-    story.step(stream_events.Mount())
-    mount = story.link()
-    story.receive(m.Mounted(mount.req_id, 1, -1, 100, 1_000, 25))
-    story.step(stream_events.SendAppends(parcel(1, data=b"x" * 20)))
-    assert len(story.sent()) == 1
-    story.step(stream_events.SendAppends(parcel(2, data=b"x" * 20)))
-    assert story.sent() == []
-    story.receive(committed(req(1), 0))
-    assert [each.req_id for each in story.sent()] == [req(2)]
+    scenario = Scenario()
+    scenario.step(stream_events.Mount())
+    mount = scenario.link()
+    scenario.receive(m.Mounted(mount.req_id, 1, -1, 100, 1_000, 25))
+    scenario.step(stream_events.SendAppends(submission(1, data=b"x" * 20)))
+    assert len(scenario.sent()) == 1
+    scenario.step(stream_events.SendAppends(submission(2, data=b"x" * 20)))
+    assert scenario.sent() == []
+    scenario.receive(committed(req(1), 0))
+    assert [each.req_id for each in scenario.sent()] == [req(2)]
 
 
 def test_an_append_over_the_servers_frame_limit_is_rejected_unsent():
-    story = Story().ready()
-    effects = story.step(stream_events.SendAppends(parcel(1, rows=101)))
+    scenario = Scenario().ready()
+    effects = scenario.step(stream_events.SendAppends(submission(1, rows=101)))
     assert isinstance(refused(effects)[1], errors.TooLarge)
-    effects = story.step(stream_events.SendAppends(parcel(2, data=b"x" * 1_001)))
+    effects = scenario.step(stream_events.SendAppends(submission(2, data=b"x" * 1_001)))
     assert isinstance(refused(effects)[2], errors.TooLarge)
-    assert not story.stream.has_pending
+    assert not scenario.stream.has_pending
 
 
-def test_waiting_appends_do_not_overtake_the_rows_of_a_large_parcel():
-    """They come again in two parcels, behind everything that waits."""
-    story = Story()
+def test_waiting_appends_do_not_overtake_the_rows_of_a_large_submission():
+    """They come again in two submissions, behind everything that waits."""
+    scenario = Scenario()
     for token, rows in ((1, 101), (2, 1), (3, 2)):
-        one = replace(parcel(token, rows=rows), keeps_order=token != 3)
-        story.step(stream_events.SendAppends(one))
-    effects = story.mounted(story.link(), -1)
+        one = replace(submission(token, rows=rows), keeps_order=token != 3)
+        scenario.step(stream_events.SendAppends(one))
+    effects = scenario.mounted(scenario.link(), -1)
     assert isinstance(refused(effects)[1], errors.TooLarge)
     assert settled(effects)[2].reasons.tolist() == [m.Reason.LOST]
-    assert [each.req_id for each in story.sent(m.AppendBatch)] == [req(1)]  # it keeps no order
-    assert story.sent(m.AppendRequest) == []
+    assert [each.req_id for each in scenario.sent(m.AppendBatch)] == [req(1)]  # it keeps no order
+    assert scenario.sent(m.AppendRequest) == []
 
 
-def test_a_wish_to_mount_is_fulfilled_without_anything_to_send():
-    story = Story()
-    assert story.step(stream_events.Mount()) == [stream_events.OpenLink(1, ())]
-    assert story.mounted(story.link(), 3)[-1] == stream_events.Ready(3)
-    assert story.step(stream_events.Mount()) == []
+def test_a_requested_mount_does_not_wait_for_an_append():
+    scenario = Scenario()
+    assert scenario.step(stream_events.Mount()) == [stream_events.OpenLink(1, ())]
+    assert scenario.mounted(scenario.link(), 3)[-1] == stream_events.Ready(3)
+    assert scenario.step(stream_events.Mount()) == []
 
 
 # ---------------------------------------------------------------------------------------------
 # a broken link
 
 
-def in_doubt(rows: int = 2) -> Story:
-    """A parcel was sent at mark 9 and its link broke; the next link is asked for."""
-    story = Story().ready(mark=9)
-    story.step(stream_events.SendAppends(parcel(1, rows=rows)))
-    assert story.step(stream_events.LinkLost(1, "cut")) == [stream_events.OpenLink(2, (1,))]
-    return story
+def in_doubt(rows: int = 2) -> Scenario:
+    """A submission was sent at mark 9 and its link broke; the next link is asked for."""
+    scenario = Scenario().ready(mark=9)
+    scenario.step(stream_events.SendAppends(submission(1, rows=rows)))
+    assert scenario.step(stream_events.LinkLost(1, "cut")) == [stream_events.OpenLink(2, (1,))]
+    return scenario
 
 
 def test_rows_in_doubt_are_searched_between_the_two_marks():
-    story = in_doubt()
-    story.step(stream_events.SendAppends(parcel(2)))
-    assert story.done == []  # invariant 1: not before what is in doubt is settled
-    mount = story.link(number=2, generation=1)
-    effects = story.mounted(mount, 12, link=2)
+    scenario = in_doubt()
+    scenario.step(stream_events.SendAppends(submission(2)))
+    assert scenario.done == []  # invariant 1: not before what is in doubt is settled
+    mount = scenario.link(number=2, generation=1)
+    effects = scenario.mounted(mount, 12, link=2)
     asked = m.RangeRequest(req(-3, 1), 10, 12, 2_800, m.RangeForm.HEADERS, ())
     assert effects == [stream_events.MarkAdvanced(12), stream_events.Send(2, asked)]
-    effects = story.receive(range_data(asked, req(1, 1, 99), req(2), req(2, 1), mark=12), link=2)
+    effects = scenario.receive(range_data(asked, req(1, 1, 99), req(2), req(2, 1), mark=12), link=2)
     outcome = settled(effects)[1]
     assert outcome.reasons.tolist() == [m.Reason.LOST, m.Reason.COMMITTED]
     assert outcome.transaction_ids.tolist() == [-1, 11]
-    assert [each.req_id for each in story.sent()] == [req(3, 1)]
+    assert [each.req_id for each in scenario.sent()] == [req(3, 1)]
 
 
 def test_ordered_appends_do_not_overtake_resent_ones():
-    story = Story().ready(mark=9)
-    story.step(stream_events.SendAppends(replace(parcel(1), keeps_order=True)))
-    story.step(stream_events.LinkLost(1, "cut"))
-    story.step(stream_events.SendAppends(replace(parcel(2), keeps_order=True)))
-    story.step(stream_events.SendAppends(parcel(3)))
-    effects = story.mounted(story.link(number=2), 9, link=2)
+    scenario = Scenario().ready(mark=9)
+    scenario.step(stream_events.SendAppends(replace(submission(1), keeps_order=True)))
+    scenario.step(stream_events.LinkLost(1, "cut"))
+    scenario.step(stream_events.SendAppends(replace(submission(2), keeps_order=True)))
+    scenario.step(stream_events.SendAppends(submission(3)))
+    effects = scenario.mounted(scenario.link(number=2), 9, link=2)
     outcomes = settled(effects)
     assert {token: each.reasons.tolist() for token, each in outcomes.items()} == {
         1: [m.Reason.LOST],
         2: [m.Reason.LOST],
     }
-    assert [each.req_id for each in story.sent()] == [req(2)]  # the third: it is ignored
+    assert [each.req_id for each in scenario.sent()] == [req(2)]  # the third: it is ignored
 
 
 def test_reading_back_continues_until_the_mark():
-    story = in_doubt()
-    story.mounted(story.link(number=2), 12, link=2)
-    (asked,) = story.sent(m.RangeRequest)
+    scenario = in_doubt()
+    scenario.mounted(scenario.link(number=2), 12, link=2)
+    (asked,) = scenario.sent(m.RangeRequest)
     answer = range_data(asked, req(5, 0, 99), req(1), mark=12)
-    assert story.receive(replace(answer, req_id=req(-99)), link=2) == []  # it was not requested
-    story.receive(answer, link=2)
-    (again,) = story.sent(m.RangeRequest)
+    assert scenario.receive(replace(answer, req_id=req(-99)), link=2) == []  # it was not requested
+    scenario.receive(answer, link=2)
+    (again,) = scenario.sent(m.RangeRequest)
     assert (again.first, again.last) == (12, 12)
-    effects = story.receive(range_data(again, req(2), mark=12), link=2)
+    effects = scenario.receive(range_data(again, req(2), mark=12), link=2)
     assert settled(effects)[1].transaction_ids.tolist() == [11, 12]
 
 
 def test_without_later_records_all_unanswered_appends_are_lost():
-    story = in_doubt()
-    effects = story.mounted(story.link(number=2), 9, link=2)
+    scenario = in_doubt()
+    effects = scenario.mounted(scenario.link(number=2), 9, link=2)
     assert settled(effects)[1].reasons.tolist() == [m.Reason.LOST] * 2
-    assert story.stream.phase is Phase.READY
+    assert scenario.stream.phase is Phase.READY
 
 
 def test_a_link_that_breaks_while_reading_back_changes_no_bounds():
-    story = in_doubt()
-    story.mounted(story.link(number=2), 12, link=2)
-    story.step(stream_events.LinkLost(2, "cut"))
-    story.wake(story.stream.wake_at_ms)
-    story.mounted(story.link(number=3), 40, link=3)
-    (asked,) = story.sent(m.RangeRequest)
+    scenario = in_doubt()
+    scenario.mounted(scenario.link(number=2), 12, link=2)
+    scenario.step(stream_events.LinkLost(2, "cut"))
+    scenario.wake(scenario.stream.wake_at_ms)
+    scenario.mounted(scenario.link(number=3), 40, link=3)
+    (asked,) = scenario.sent(m.RangeRequest)
     assert (asked.first, asked.last) == (10, 12)
 
 
 def test_an_answer_on_the_old_link_counts():
-    story = in_doubt()
-    story.link(number=2)
-    effects = story.step(stream_events.MessageReceived(1, committed(req(1), 10, 11)))
+    scenario = in_doubt()
+    scenario.link(number=2)
+    effects = scenario.step(stream_events.MessageReceived(1, committed(req(1), 10, 11)))
     assert settled(effects)[1].transaction_ids.tolist() == [10, 11]
 
 
@@ -205,12 +207,12 @@ def test_an_answer_on_the_old_link_counts():
     ],
 )
 def test_headers_that_are_not_those_requested_settle_nothing(spoil):
-    story = in_doubt()
-    story.mounted(story.link(number=2), 11, link=2)
-    (asked,) = story.sent(m.RangeRequest)
-    effects = story.receive(spoil(range_data(asked, req(1), req(2), mark=11)), link=2)
+    scenario = in_doubt()
+    scenario.mounted(scenario.link(number=2), 11, link=2)
+    (asked,) = scenario.sent(m.RangeRequest)
+    effects = scenario.receive(spoil(range_data(asked, req(1), req(2), mark=11)), link=2)
     assert settled(effects) == {}
-    assert story.stream.phase is Phase.WAITING
+    assert scenario.stream.phase is Phase.WAITING
 
 
 # ---------------------------------------------------------------------------------------------
@@ -218,71 +220,71 @@ def test_headers_that_are_not_those_requested_settle_nothing(spoil):
 
 
 def test_an_older_generation_is_not_mounted():
-    story = Story()
-    story.step(stream_events.Mount())
-    story.mounted(story.link(generation=5), 3)
-    story.step(stream_events.SendAppends(parcel(1)))
-    story.step(stream_events.LinkLost(1, "cut"))
-    opening = story.done[0]
-    assert story.step(stream_events.LinkOpened(opening.attempt, 2, 4, 9)) == []
-    assert story.stream.phase is Phase.WAITING
+    scenario = Scenario()
+    scenario.step(stream_events.Mount())
+    scenario.mounted(scenario.link(generation=5), 3)
+    scenario.step(stream_events.SendAppends(submission(1)))
+    scenario.step(stream_events.LinkLost(1, "cut"))
+    opening = scenario.done[0]
+    assert scenario.step(stream_events.LinkOpened(opening.attempt, 2, 4, 9)) == []
+    assert scenario.stream.phase is Phase.WAITING
 
 
 def test_a_mark_below_a_known_one_is_not_trusted():
-    story = in_doubt()
-    effects = story.mounted(story.link(number=2), 8, link=2)
+    scenario = in_doubt()
+    effects = scenario.mounted(scenario.link(number=2), 8, link=2)
     assert settled(effects) == {}
-    assert story.stream.phase is Phase.WAITING
-    assert "is below the known mark 9" in story.stream.failure
+    assert scenario.stream.phase is Phase.WAITING
+    assert "is below the known mark 9" in scenario.stream.failure
 
 
 def test_a_link_with_unanswered_appends_is_never_mounted_again():
-    story = in_doubt()
-    story.mounted(story.link(number=2), 9, link=2)
+    scenario = in_doubt()
+    scenario.mounted(scenario.link(number=2), 9, link=2)
     # What was in doubt is settled, yet it may still queue at the server behind link 1.
-    story.step(stream_events.SendAppends(parcel(2)))
-    story.step(stream_events.LinkLost(2, "cut"))
-    story.wake(story.stream.wake_at_ms)
-    opening = next(each for each in story.done if isinstance(each, stream_events.OpenLink))
+    scenario.step(stream_events.SendAppends(submission(2)))
+    scenario.step(stream_events.LinkLost(2, "cut"))
+    scenario.wake(scenario.stream.wake_at_ms)
+    opening = next(each for each in scenario.done if isinstance(each, stream_events.OpenLink))
     assert set(opening.spoiled) >= {2}
     with pytest.raises(AssertionError):
-        story.step(stream_events.LinkOpened(opening.attempt, 2, 0, 99))
+        scenario.step(stream_events.LinkOpened(opening.attempt, 2, 0, 99))
 
 
 def test_a_link_with_an_abandoned_append_is_not_mounted_again_either():
-    story = Story().ready()
-    story.step(stream_events.SendAppends(parcel(1)))
-    assert isinstance(refused(story.wake(SETTINGS.request_timeout_ms))[1], errors.OutcomeUnknown)
-    assert story.step(stream_events.Subscribe(-1)) == [stream_events.OpenLink(2, (1,))]
+    scenario = Scenario().ready()
+    scenario.step(stream_events.SendAppends(submission(1)))
+    assert isinstance(refused(scenario.wake(SETTINGS.request_timeout_ms))[1], errors.OutcomeUnknown)
+    assert scenario.step(stream_events.Subscribe(-1)) == [stream_events.OpenLink(2, (1,))]
 
 
 def test_links_that_broke_are_not_remembered():
     """A client that lives for years sees many of them."""
-    story = Story().ready()
+    scenario = Scenario().ready()
     for number in range(1, 9):
-        story.step(stream_events.SendAppends(parcel(number)))
-        story.step(stream_events.LinkLost(number, "cut"))
-        if story.stream.phase is Phase.WAITING:
-            story.wake(story.stream.wake_at_ms)
-        story.mounted(story.link(number=number + 1), -1, link=number + 1)
-        assert story.stream.phase is Phase.READY
-    assert not story.stream._spoiled
+        scenario.step(stream_events.SendAppends(submission(number)))
+        scenario.step(stream_events.LinkLost(number, "cut"))
+        if scenario.stream.phase is Phase.WAITING:
+            scenario.wake(scenario.stream.wake_at_ms)
+        scenario.mounted(scenario.link(number=number + 1), -1, link=number + 1)
+        assert scenario.stream.phase is Phase.READY
+    assert not scenario.stream._spoiled
 
 
 def test_a_link_that_is_gone_need_not_be_avoided():
-    story = Story().ready()
-    story.step(stream_events.SendAppends(parcel(1)))
-    story.receive(m.ErrorResponse(req(1), errors.OutcomeUnknown.code, True, "?"))
-    opening = story.done[-1]
+    scenario = Scenario().ready()
+    scenario.step(stream_events.SendAppends(submission(1)))
+    scenario.receive(m.ErrorResponse(req(1), errors.OutcomeUnknown.code, True, "?"))
+    opening = scenario.done[-1]
     assert opening == stream_events.OpenLink(2, (1,))
-    story.step(stream_events.LinkLost(1, "cut"))
-    story.mounted(story.link(number=2), 0, link=2)
-    (asked,) = story.sent(m.RangeRequest)
-    story.receive(range_data(asked, req(1), mark=0), link=2)
-    story.step(stream_events.SendAppends(parcel(2)))
-    story.step(stream_events.MessageReceived(2, committed(req(2), 1)))
-    story.step(stream_events.LinkLost(2, "cut"))
-    assert story.stream.phase is Phase.IDLE
+    scenario.step(stream_events.LinkLost(1, "cut"))
+    scenario.mounted(scenario.link(number=2), 0, link=2)
+    (asked,) = scenario.sent(m.RangeRequest)
+    scenario.receive(range_data(asked, req(1), mark=0), link=2)
+    scenario.step(stream_events.SendAppends(submission(2)))
+    scenario.step(stream_events.MessageReceived(2, committed(req(2), 1)))
+    scenario.step(stream_events.LinkLost(2, "cut"))
+    assert scenario.stream.phase is Phase.IDLE
 
 
 # ---------------------------------------------------------------------------------------------
@@ -302,73 +304,73 @@ def test_a_link_that_is_gone_need_not_be_avoided():
     ],
 )
 def test_a_definite_rejection_is_reported_for_every_row(error, reason):
-    story = Story().ready(mark=4)
-    story.step(stream_events.SendAppends(parcel(1, rows=3)))
-    outcome = settled(story.reject(req(1), error))[1]
+    scenario = Scenario().ready(mark=4)
+    scenario.step(stream_events.SendAppends(submission(1, rows=3)))
+    outcome = settled(scenario.reject(req(1), error))[1]
     assert outcome.reasons.tolist() == [reason] * 3
     assert outcome.high_water_mark == 4
     remounts = reason in (m.Reason.NOT_MOUNTED, m.Reason.GENERATION)
-    assert (story.stream.phase is Phase.READY) is not remounts
+    assert (scenario.stream.phase is Phase.READY) is not remounts
 
 
 def test_an_unknown_outcome_is_settled_by_the_log():
-    story = Story().ready(mark=4)
-    story.step(stream_events.SendAppends(parcel(1)))
-    effects = story.reject(req(1), errors.OutcomeUnknown("the partition has moved"))
+    scenario = Scenario().ready(mark=4)
+    scenario.step(stream_events.SendAppends(submission(1)))
+    effects = scenario.reject(req(1), errors.OutcomeUnknown("the partition has moved"))
     assert effects == [stream_events.OpenLink(2, (1,))]
-    story.mounted(story.link(number=2, generation=1), 5, link=2)
-    (asked,) = story.sent(m.RangeRequest)
-    effects = story.receive(range_data(asked, req(1), mark=5), link=2)
+    scenario.mounted(scenario.link(number=2, generation=1), 5, link=2)
+    (asked,) = scenario.sent(m.RangeRequest)
+    effects = scenario.receive(range_data(asked, req(1), mark=5), link=2)
     assert settled(effects)[1].transaction_ids.tolist() == [5]
 
 
 def test_a_usage_error_is_the_callers():
-    story = Story().ready()
-    story.step(stream_events.SendAppends(parcel(1)))
-    error = refused(story.reject(req(1), errors.BadRequest("no Arrow")))[1]
+    scenario = Scenario().ready()
+    scenario.step(stream_events.SendAppends(submission(1)))
+    error = refused(scenario.reject(req(1), errors.BadRequest("no Arrow")))[1]
     assert isinstance(error, errors.BadRequest)
-    assert story.stream.phase is Phase.READY
+    assert scenario.stream.phase is Phase.READY
 
 
 def test_a_rejected_mount_waits_for_the_other_answers_and_keeps_its_link():
-    story = Story().ready()
+    scenario = Scenario().ready()
     for token in (1, 2):
-        story.step(stream_events.SendAppends(parcel(token)))
-    story.receive(result(req(1), (-1, m.Reason.NOT_MOUNTED, -1), mark=-1))
-    assert story.stream.phase is Phase.READY
-    story.step(stream_events.SendAppends(parcel(3)))
-    assert story.sent() == []  # it would overtake nothing, and be refused as well
-    effects = story.receive(result(req(2), (-1, m.Reason.NOT_MOUNTED, -1), mark=-1))
+        scenario.step(stream_events.SendAppends(submission(token)))
+    scenario.receive(result(req(1), (-1, m.Reason.NOT_MOUNTED, -1), mark=-1))
+    assert scenario.stream.phase is Phase.READY
+    scenario.step(stream_events.SendAppends(submission(3)))
+    assert scenario.sent() == []  # it would overtake nothing, and be refused as well
+    effects = scenario.receive(result(req(2), (-1, m.Reason.NOT_MOUNTED, -1), mark=-1))
     assert effects[-1] == stream_events.OpenLink(2, ())
-    story.mounted(story.link(number=1), -1)
-    assert [each.req_id for each in story.sent(m.AppendRequest)] == [req(3)]
+    scenario.mounted(scenario.link(number=1), -1)
+    assert [each.req_id for each in scenario.sent(m.AppendRequest)] == [req(3)]
 
 
 def test_answers_that_do_not_come_are_not_waited_for_long():
-    story = Story().ready()
+    scenario = Scenario().ready()
     for token in (1, 2):
-        story.step(stream_events.SendAppends(parcel(token)))
-    story.receive(result(req(1), (-1, m.Reason.NOT_MOUNTED, -1), mark=-1))
-    assert story.wake(SETTINGS.retry_interval_ms_max) == [stream_events.OpenLink(2, (1,))]
+        scenario.step(stream_events.SendAppends(submission(token)))
+    scenario.receive(result(req(1), (-1, m.Reason.NOT_MOUNTED, -1), mark=-1))
+    assert scenario.wake(SETTINGS.retry_interval_ms_max) == [stream_events.OpenLink(2, (1,))]
 
 
-def test_an_answer_that_does_not_fit_its_parcel_leaves_it_in_doubt():
-    story = Story().ready()
-    story.step(stream_events.SendAppends(parcel(1, rows=2)))
-    assert story.receive(committed(req(1), 5)) == [stream_events.OpenLink(2, (1,))]
+def test_an_answer_that_does_not_fit_its_submission_leaves_it_in_doubt():
+    scenario = Scenario().ready()
+    scenario.step(stream_events.SendAppends(submission(1, rows=2)))
+    assert scenario.receive(committed(req(1), 5)) == [stream_events.OpenLink(2, (1,))]
 
 
 def test_a_later_owner_of_the_client_id_ends_the_stream():
-    story = Story().ready()
-    story.step(stream_events.SendAppends(parcel(1)))
-    story.step(stream_events.SendAppends(parcel(2)))
-    effects = story.reject(req(1), errors.ConnectionSuperseded("a later one"))
+    scenario = Scenario().ready()
+    scenario.step(stream_events.SendAppends(submission(1)))
+    scenario.step(stream_events.SendAppends(submission(2)))
+    effects = scenario.reject(req(1), errors.ConnectionSuperseded("a later one"))
     rejected = refused(effects)
     assert isinstance(rejected[1], errors.OutcomeUnknown)
     assert isinstance(rejected[2], errors.OutcomeUnknown)
     assert isinstance(effects[-1], stream_events.Stopped)
     assert isinstance(
-        refused(story.step(stream_events.SendAppends(parcel(3))))[3],
+        refused(scenario.step(stream_events.SendAppends(submission(3))))[3],
         errors.ConnectionSuperseded,
     )
 
@@ -378,56 +380,58 @@ def test_a_later_owner_of_the_client_id_ends_the_stream():
 
 
 def test_links_are_tried_again_at_once_and_then_after_pauses_that_double():
-    story = Story()
-    story.step(stream_events.SendAppends(parcel(1)))
+    scenario = Scenario()
+    scenario.step(stream_events.SendAppends(submission(1)))
     pauses = []
     for _ in range(7):
-        opening = story.done[-1]
+        opening = scenario.done[-1]
         assert isinstance(opening, stream_events.OpenLink)
-        story.step(stream_events.LinkFailed(opening.attempt, errors.Unreachable("no owner")))
-        if story.done:
+        scenario.step(stream_events.LinkFailed(opening.attempt, errors.Unreachable("no owner")))
+        if scenario.done:
             pauses.append(0)
             continue
-        pauses.append(story.stream.wake_at_ms - story.now_ms)
-        story.wake(story.stream.wake_at_ms)
+        pauses.append(scenario.stream.wake_at_ms - scenario.now_ms)
+        scenario.wake(scenario.stream.wake_at_ms)
     assert pauses[0] == 0
     for pause, whole in zip(pauses[1:], (100, 200, 400, 800, 1_000, 1_000), strict=True):
         assert whole // 2 <= pause <= whole
 
 
 def test_news_of_the_assignment_end_a_pause():
-    story = Story()
-    story.step(stream_events.SendAppends(parcel(1)))
+    scenario = Scenario()
+    scenario.step(stream_events.SendAppends(submission(1)))
     for _ in range(2):
-        story.step(stream_events.LinkFailed(story.done[-1].attempt, errors.NotOwned("no owner")))
-    assert story.done == []
-    assert story.step(stream_events.GenerationChanged(1)) == [stream_events.OpenLink(3, ())]
+        scenario.step(
+            stream_events.LinkFailed(scenario.done[-1].attempt, errors.NotOwned("no owner"))
+        )
+    assert scenario.done == []
+    assert scenario.step(stream_events.GenerationChanged(1)) == [stream_events.OpenLink(3, ())]
     # What has failed was another server: this one is tried again as if it were the first time.
-    story.step(stream_events.LinkFailed(3, errors.NotOwned("not yet")))
-    assert story.done == [stream_events.OpenLink(4, ())]
+    scenario.step(stream_events.LinkFailed(3, errors.NotOwned("not yet")))
+    assert scenario.done == [stream_events.OpenLink(4, ())]
 
 
 def test_a_newer_generation_is_followed_and_an_old_one_ignored():
-    story = Story().ready()
-    assert story.step(stream_events.GenerationChanged(0)) == []
-    story.step(stream_events.SendAppends(parcel(1)))
-    assert story.step(stream_events.GenerationChanged(1)) == [stream_events.OpenLink(2, (1,))]
+    scenario = Scenario().ready()
+    assert scenario.step(stream_events.GenerationChanged(0)) == []
+    scenario.step(stream_events.SendAppends(submission(1)))
+    assert scenario.step(stream_events.GenerationChanged(1)) == [stream_events.OpenLink(2, (1,))]
 
 
 def test_an_unanswered_mount_times_out():
-    story = Story()
-    story.step(stream_events.SendAppends(parcel(1)))
-    story.link()
-    assert story.stream.wake_at_ms == SETTINGS.mount_timeout_ms
-    assert story.wake(SETTINGS.mount_timeout_ms) == [stream_events.OpenLink(2, ())]
+    scenario = Scenario()
+    scenario.step(stream_events.SendAppends(submission(1)))
+    scenario.link()
+    assert scenario.stream.wake_at_ms == SETTINGS.mount_timeout_ms
+    assert scenario.wake(SETTINGS.mount_timeout_ms) == [stream_events.OpenLink(2, ())]
 
 
 def test_at_its_deadline_an_append_is_unknown_or_was_never_sent():
-    story = Story().ready(mark=6)
-    story.step(stream_events.SendAppends(parcel(1)))
-    story.step(stream_events.LinkLost(1, "cut"))
-    story.step(stream_events.SendAppends(parcel(2)))
-    rejected = refused(story.wake(SETTINGS.request_timeout_ms))
+    scenario = Scenario().ready(mark=6)
+    scenario.step(stream_events.SendAppends(submission(1)))
+    scenario.step(stream_events.LinkLost(1, "cut"))
+    scenario.step(stream_events.SendAppends(submission(2)))
+    rejected = refused(scenario.wake(SETTINGS.request_timeout_ms))
     assert isinstance(rejected[1], errors.OutcomeUnknown)
     assert "after transaction 6" in str(rejected[1])
     assert isinstance(rejected[2], errors.Unreachable)
@@ -435,23 +439,23 @@ def test_at_its_deadline_an_append_is_unknown_or_was_never_sent():
 
 
 def test_outcomes_seen_in_the_feed_are_known_at_the_deadline():
-    story = Story()
-    request = story.fed(-1)
-    story.step(stream_events.SendAppends(parcel(1)))
-    story.receive(feed_batch(request.req_id, 0, req(1)))
-    effects = story.wake(SETTINGS.request_timeout_ms)
+    scenario = Scenario()
+    request = scenario.fed(-1)
+    scenario.step(stream_events.SendAppends(submission(1)))
+    scenario.receive(feed_batch(request.req_id, 0, req(1)))
+    effects = scenario.wake(SETTINGS.request_timeout_ms)
     assert settled(effects)[1].transaction_ids.tolist() == [0]
 
 
 def test_closing_reports_what_was_sent_from_what_was_not():
-    story = Story().ready()
-    story.step(stream_events.SendAppends(parcel(1)))
-    story.step(stream_events.LinkLost(1, "cut"))
-    story.step(stream_events.SendAppends(parcel(2)))
-    rejected = refused(story.step(stream_events.Close()))
+    scenario = Scenario().ready()
+    scenario.step(stream_events.SendAppends(submission(1)))
+    scenario.step(stream_events.LinkLost(1, "cut"))
+    scenario.step(stream_events.SendAppends(submission(2)))
+    rejected = refused(scenario.step(stream_events.Close()))
     assert isinstance(rejected[1], errors.OutcomeUnknown)
     assert type(rejected[2]) is errors.Unreachable
-    assert story.stream.wake_at_ms is None
+    assert scenario.stream.wake_at_ms is None
 
 
 # ---------------------------------------------------------------------------------------------
@@ -460,16 +464,16 @@ def test_closing_reports_what_was_sent_from_what_was_not():
 
 def test_a_client_id_is_replaced_before_its_numbers_run_out(monkeypatch):
     monkeypatch.setattr(partition_stream, "SEQUENCE_MAX", 10)
-    story = Story().ready()
-    story.step(stream_events.SendAppends(parcel(1, rows=8)))
-    story.step(stream_events.SendAppends(parcel(2, rows=5)))
-    assert story.done == []  # not while something of the old id is in flight
-    assert story.receive(committed(req(1), *range(8)))[-1] == stream_events.NeedClientId()
-    assert story.step(stream_events.ClientIdRenewed(8)) == [stream_events.OpenLink(2, ())]
-    mount = story.link(number=1)
+    scenario = Scenario().ready()
+    scenario.step(stream_events.SendAppends(submission(1, rows=8)))
+    scenario.step(stream_events.SendAppends(submission(2, rows=5)))
+    assert scenario.done == []  # not while something of the old id is in flight
+    assert scenario.receive(committed(req(1), *range(8)))[-1] == stream_events.NeedClientId()
+    assert scenario.step(stream_events.ClientIdRenewed(8)) == [stream_events.OpenLink(2, ())]
+    mount = scenario.link(number=1)
     assert mount.req_id.client_id == 8
-    story.mounted(mount, 7)
-    assert [each.req_id for each in story.sent()] == [req(1, 0, client_id=8)]
+    scenario.mounted(mount, 7)
+    assert [each.req_id for each in scenario.sent()] == [req(1, 0, client_id=8)]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -477,177 +481,177 @@ def test_a_client_id_is_replaced_before_its_numbers_run_out(monkeypatch):
 
 
 def test_the_feed_is_mounted_after_its_distance_is_known():
-    story = Story()
-    story.step(stream_events.Subscribe(4))
-    first = story.link()
+    scenario = Scenario()
+    scenario.step(stream_events.Subscribe(4))
+    first = scenario.link()
     assert not first.wants_feed
-    story.mounted(first, 9)
-    (second,) = story.sent(m.MountWriter)
+    scenario.mounted(first, 9)
+    (second,) = scenario.sent(m.MountWriter)
     assert second == m.MountWriter(req(-2), 1, 4, wants_feed=True)
-    effects = story.receive(feed_batch(second.req_id, 5, *(req(i, 0, 99) for i in range(5))))
+    effects = scenario.receive(feed_batch(second.req_id, 5, *(req(i, 0, 99) for i in range(5))))
     assert [(e.first, e.count) for e in effects if isinstance(e, stream_events.FeedAdvanced)] == [
         (5, 5)
     ]
-    story.mounted(second, 9)
-    assert story.sent(m.FeedRequest) == [m.FeedRequest(second.req_id, 9)]
-    assert story.stream.phase is Phase.READY
+    scenario.mounted(second, 9)
+    assert scenario.sent(m.FeedRequest) == [m.FeedRequest(second.req_id, 9)]
+    assert scenario.stream.phase is Phase.READY
 
 
 def test_a_filter_is_sent_with_the_mount_of_the_feed_only():
-    story = Story()
-    story.step(stream_events.Subscribe(4, (7, 9)))
-    first = story.link()
+    scenario = Scenario()
+    scenario.step(stream_events.Subscribe(4, (7, 9)))
+    first = scenario.link()
     assert (first.wants_feed, first.header_values) == (False, ())
-    story.mounted(first, 9)
-    (second,) = story.sent(m.MountWriter)
+    scenario.mounted(first, 9)
+    (second,) = scenario.sent(m.MountWriter)
     assert (second.wants_feed, second.header_values) == (True, (7, 9))
 
 
 def test_a_feed_that_was_ended_is_mounted_away_and_nothing_of_it_is_taken():
-    story = Story()
-    request = story.fed(4)
-    story.step(stream_events.Unsubscribe())
+    scenario = Scenario()
+    request = scenario.fed(4)
+    scenario.step(stream_events.Unsubscribe())
     late = feed_batch(request.req_id, 5, req(1, 0, 99))
-    assert not [e for e in story.receive(late) if isinstance(e, stream_events.FeedAdvanced)]
-    assert not story.stream.has_feed
-    assert story.stream.phase is not Phase.READY
+    assert not [e for e in scenario.receive(late) if isinstance(e, stream_events.FeedAdvanced)]
+    assert not scenario.stream.has_feed
+    assert scenario.stream.phase is not Phase.READY
 
 
 def test_a_feed_that_begins_again_takes_nothing_of_the_one_before():
-    story = Story()
-    request = story.fed(4)
-    story.step(stream_events.Unsubscribe())
-    story.step(stream_events.Subscribe(2))
+    scenario = Scenario()
+    request = scenario.fed(4)
+    scenario.step(stream_events.Unsubscribe())
+    scenario.step(stream_events.Subscribe(2))
     late = feed_batch(request.req_id, 3, req(1, 0, 99))
-    assert not [e for e in story.receive(late) if isinstance(e, stream_events.FeedAdvanced)]
-    first = story.link()
+    assert not [e for e in scenario.receive(late) if isinstance(e, stream_events.FeedAdvanced)]
+    first = scenario.link()
     assert not first.wants_feed
-    story.mounted(first, 4)
-    (second,) = story.sent(m.MountWriter)
+    scenario.mounted(first, 4)
+    (second,) = scenario.sent(m.MountWriter)
     assert (second.high_water_mark, second.wants_feed) == (2, True)
 
 
 def test_messages_of_an_earlier_mount_are_ignored_on_the_same_link():
-    story = Story()
-    request = story.fed(4)
-    story.step(stream_events.Unsubscribe())
-    story.step(stream_events.Subscribe(2))
-    story.mounted(story.link(), 4)
-    (again,) = story.sent(m.MountWriter)
+    scenario = Scenario()
+    request = scenario.fed(4)
+    scenario.step(stream_events.Unsubscribe())
+    scenario.step(stream_events.Subscribe(2))
+    scenario.mounted(scenario.link(), 4)
+    (again,) = scenario.sent(m.MountWriter)
     late = feed_batch(request.req_id, 3, req(1, 0, 99))
-    assert story.receive(late) == []
-    assert [e.first for e in story.receive(replace(late, req_id=again.req_id))] == [3]
+    assert scenario.receive(late) == []
+    assert [e.first for e in scenario.receive(replace(late, req_id=again.req_id))] == [3]
 
 
 def test_ending_a_feed_that_never_was_changes_nothing():
-    story = Story().ready(4)
-    assert story.step(stream_events.Unsubscribe()) == []
-    assert story.stream.phase is Phase.READY
+    scenario = Scenario().ready(4)
+    assert scenario.step(stream_events.Unsubscribe()) == []
+    assert scenario.stream.phase is Phase.READY
 
 
 def test_the_feed_from_the_end_of_the_log_begins_at_the_mount():
-    story = Story()
-    story.step(stream_events.Subscribe(None))
-    story.mounted(story.link(), 9)
-    (mount,) = story.sent(m.MountWriter)
+    scenario = Scenario()
+    scenario.step(stream_events.Subscribe(None))
+    scenario.mounted(scenario.link(), 9)
+    (mount,) = scenario.sent(m.MountWriter)
     assert mount.high_water_mark == 9
 
 
 def test_repeated_feed_records_are_dropped():
-    story = Story()
-    request = story.fed(-1)
+    scenario = Scenario()
+    request = scenario.fed(-1)
     rows = [req(i, 0, 99) for i in range(4)]
-    story.receive(feed_batch(request.req_id, 0, *rows[:3]))
-    effects = story.receive(feed_batch(request.req_id, 1, *rows[1:]))
+    scenario.receive(feed_batch(request.req_id, 0, *rows[:3]))
+    effects = scenario.receive(feed_batch(request.req_id, 1, *rows[1:]))
     (fed,) = [e for e in effects if isinstance(e, stream_events.FeedAdvanced)]
     assert (fed.first, fed.count, len(fed.headers)) == (3, 1, 20)
-    assert story.receive(feed_batch(request.req_id, 1, *rows[1:])) == []
+    assert scenario.receive(feed_batch(request.req_id, 1, *rows[1:])) == []
 
 
 def test_a_gap_in_the_feed_is_never_handed_on():
-    story = Story()
-    request = story.fed(-1)
-    effects = story.receive(feed_batch(request.req_id, 1, req(1, 0, 99)))
+    scenario = Scenario()
+    request = scenario.fed(-1)
+    effects = scenario.receive(feed_batch(request.req_id, 1, req(1, 0, 99)))
     assert effects == [stream_events.OpenLink(2, ())]
-    assert "gap" in story.stream.failure
+    assert "gap" in scenario.stream.failure
 
 
 def test_no_more_is_requested_while_the_application_lags_far():
-    story = Story()
-    request = story.fed(-1)
-    story.receive(feed_batch(request.req_id, 0, *(req(i, 0, 99) for i in range(50))))
-    assert story.receive(m.FeedSuspended(request.req_id)) == []
-    assert story.step(stream_events.Applied(23)) == []
+    scenario = Scenario()
+    request = scenario.fed(-1)
+    scenario.receive(feed_batch(request.req_id, 0, *(req(i, 0, 99) for i in range(50))))
+    assert scenario.receive(m.FeedSuspended(request.req_id)) == []
+    assert scenario.step(stream_events.Applied(23)) == []
     # By then the log may have grown by any length, so that is found out first.
-    assert story.step(stream_events.Applied(24)) == [stream_events.OpenLink(2, ())]
-    effects = story.mounted(story.link(), 900)
+    assert scenario.step(stream_events.Applied(24)) == [stream_events.OpenLink(2, ())]
+    effects = scenario.mounted(scenario.link(), 900)
     assert effects[1:] == [stream_events.FeedLagging(49, 900), stream_events.Ready(900)]
 
 
 def test_no_requests_before_the_answer_to_a_mount():
-    story = Story()
-    request = story.fed(-1)
-    story.receive(feed_batch(request.req_id, 0, *(req(i, 0, 99) for i in range(50))))
-    story.receive(m.FeedSuspended(request.req_id))
-    story.step(stream_events.Applied(24))
-    story.mounted(story.link(), 60)
-    (mount,) = story.sent(m.MountWriter)
+    scenario = Scenario()
+    request = scenario.fed(-1)
+    scenario.receive(feed_batch(request.req_id, 0, *(req(i, 0, 99) for i in range(50))))
+    scenario.receive(m.FeedSuspended(request.req_id))
+    scenario.step(stream_events.Applied(24))
+    scenario.mounted(scenario.link(), 60)
+    (mount,) = scenario.sent(m.MountWriter)
     assert mount.wants_feed
-    assert story.step(stream_events.Applied(30)) == []
-    story.mounted(mount, 60)
-    assert story.sent(m.FeedRequest) == [m.FeedRequest(mount.req_id, 49)]
+    assert scenario.step(stream_events.Applied(30)) == []
+    scenario.mounted(mount, 60)
+    assert scenario.sent(m.FeedRequest) == [m.FeedRequest(mount.req_id, 49)]
 
 
 def test_a_feed_that_lags_far_is_fetched_and_then_resumed():
-    story = Story()
-    story.step(stream_events.Subscribe(-1))
-    effects = story.mounted(story.link(), 500)
+    scenario = Scenario()
+    scenario.step(stream_events.Subscribe(-1))
+    effects = scenario.mounted(scenario.link(), 500)
     assert effects == [
         stream_events.MarkAdvanced(500),
         stream_events.FeedLagging(-1, 500),
         stream_events.Ready(500),
     ]
-    story.step(stream_events.SendAppends(parcel(1)))
-    assert len(story.sent()) == 1  # appends need not wait for it
-    story.receive(committed(req(1), 501))
-    assert story.step(stream_events.Resume(480)) == [stream_events.OpenLink(2, ())]
-    story.mounted(story.link(), 501)
-    (mount,) = story.sent(m.MountWriter)
+    scenario.step(stream_events.SendAppends(submission(1)))
+    assert len(scenario.sent()) == 1  # appends need not wait for it
+    scenario.receive(committed(req(1), 501))
+    assert scenario.step(stream_events.Resume(480)) == [stream_events.OpenLink(2, ())]
+    scenario.mounted(scenario.link(), 501)
+    (mount,) = scenario.sent(m.MountWriter)
     assert (mount.high_water_mark, mount.wants_feed) == (480, True)
 
 
 def test_a_log_below_the_clients_mark_stops_the_stream_with_an_error():
-    story = Story()
-    story.step(stream_events.Subscribe(90))
-    story.mounted(story.link(), 50)
-    (mount,) = story.sent(m.MountWriter)
-    effects = story.reject(mount.req_id, errors.ClientAhead("the log ends at 50"))
+    scenario = Scenario()
+    scenario.step(stream_events.Subscribe(90))
+    scenario.mounted(scenario.link(), 50)
+    (mount,) = scenario.sent(m.MountWriter)
+    effects = scenario.reject(mount.req_id, errors.ClientAhead("the log ends at 50"))
     assert isinstance(effects[-1].error, errors.ClientAhead)
-    assert story.stream.phase is Phase.STOPPED
+    assert scenario.stream.phase is Phase.STOPPED
 
 
 def chained(
     chain: bytes, *, found: bytes | None, last: int = 1, session_id: int = 1
-) -> tuple[Story, list]:
+) -> tuple[Scenario, list]:
     """Feed up to a batch end with a chain, break, mount again, and answer about the chain."""
-    story = Story()
-    request = story.fed(-1)
+    scenario = Scenario()
+    request = scenario.fed(-1)
     rows = (req(1, 0, 99), req(2, 0, 99))
-    story.receive(feed_batch(request.req_id, 0, *rows, chain_at=1, chain=chain))
-    story.step(stream_events.LinkLost(1, "cut"))
-    story.mounted(story.link(number=2), 1, link=2)
-    (mount,) = story.sent(m.MountWriter)
-    story.mounted(mount, 1, link=2)
-    (asked,) = story.sent(m.RangeRequest)
+    scenario.receive(feed_batch(request.req_id, 0, *rows, chain_at=1, chain=chain))
+    scenario.step(stream_events.LinkLost(1, "cut"))
+    scenario.mounted(scenario.link(number=2), 1, link=2)
+    (mount,) = scenario.sent(m.MountWriter)
+    scenario.mounted(mount, 1, link=2)
+    (asked,) = scenario.sent(m.RangeRequest)
     assert (asked.first, asked.last) == (1, 1)
     lineage = () if found is None else (LineageEntry(0, last, session_id, 0, found),)
-    return story, story.receive(range_data(asked, rows[1], mark=1, lineage=lineage), link=2)
+    return scenario, scenario.receive(range_data(asked, rows[1], mark=1, lineage=lineage), link=2)
 
 
 def test_another_history_stops_the_stream_with_an_error():
-    story, effects = chained(b"a" * 16, found=b"b" * 16)
+    scenario, effects = chained(b"a" * 16, found=b"b" * 16)
     assert isinstance(effects[-1].error, errors.DataLoss)
-    assert story.stream.phase is Phase.STOPPED
+    assert scenario.stream.phase is Phase.STOPPED
 
 
 @pytest.mark.parametrize(
@@ -660,44 +664,44 @@ def test_another_history_stops_the_stream_with_an_error():
     ],
 )
 def test_the_history_that_was_fed_is_looked_for_again(entry):
-    story, _ = chained(b"a" * 16, **entry)
-    assert story.stream.phase is Phase.READY
+    scenario, _ = chained(b"a" * 16, **entry)
+    assert scenario.stream.phase is Phase.READY
 
 
 def test_the_genesis_chain_proves_nothing():
     assert bytes(GENESIS_CHAIN) == bytes(16)
-    story = Story()
-    request = story.fed(-1)
-    story.receive(feed_batch(request.req_id, 0, req(1, 0, 99)))
-    story.step(stream_events.LinkLost(1, "cut"))
-    story.mounted(story.link(number=2), 0, link=2)
-    (mount,) = story.sent(m.MountWriter)
-    story.mounted(mount, 0, link=2)
-    assert story.sent(m.RangeRequest) == []
+    scenario = Scenario()
+    request = scenario.fed(-1)
+    scenario.receive(feed_batch(request.req_id, 0, req(1, 0, 99)))
+    scenario.step(stream_events.LinkLost(1, "cut"))
+    scenario.mounted(scenario.link(number=2), 0, link=2)
+    (mount,) = scenario.sent(m.MountWriter)
+    scenario.mounted(mount, 0, link=2)
+    assert scenario.sent(m.RangeRequest) == []
 
 
 def test_one_row_twice_in_the_log_is_not_passed_over():
-    story = Story()
-    request = story.fed(-1)
-    story.step(stream_events.SendAppends(parcel(1)))
+    scenario = Scenario()
+    request = scenario.fed(-1)
+    scenario.step(stream_events.SendAppends(submission(1)))
     with pytest.raises(errors.DataLoss, match="twice"):
-        story.receive(feed_batch(request.req_id, 0, req(1), req(1)))
+        scenario.receive(feed_batch(request.req_id, 0, req(1), req(1)))
 
 
 def test_marks_come_from_everything_that_is_received():
-    story = Story()
-    request = story.fed(3)
-    assert story.stream.high_water_mark == 3
-    story.receive(feed_batch(request.req_id, 4, req(1, 0, 99)))
-    assert story.stream.high_water_mark == 4
+    scenario = Scenario()
+    request = scenario.fed(3)
+    assert scenario.stream.high_water_mark == 3
+    scenario.receive(feed_batch(request.req_id, 4, req(1, 0, 99)))
+    assert scenario.stream.high_water_mark == 4
 
 
 def test_news_of_the_assignment_also_end_a_dial_that_hangs():
-    story = Story()
-    story.step(stream_events.SendAppends(parcel(1)))
-    first = story.opening
-    assert story.step(stream_events.GenerationChanged(1)) == [stream_events.OpenLink(2, ())]
-    assert story.step(stream_events.LinkOpened(first.attempt, 1, 0, 1)) == []
-    assert story.step(stream_events.LinkFailed(first.attempt, errors.Unreachable("gone"))) == []
-    assert story.stream.phase is Phase.LINKING
-    assert isinstance(story.link(number=2, generation=1), m.MountWriter)
+    scenario = Scenario()
+    scenario.step(stream_events.SendAppends(submission(1)))
+    first = scenario.opening
+    assert scenario.step(stream_events.GenerationChanged(1)) == [stream_events.OpenLink(2, ())]
+    assert scenario.step(stream_events.LinkOpened(first.attempt, 1, 0, 1)) == []
+    assert scenario.step(stream_events.LinkFailed(first.attempt, errors.Unreachable("gone"))) == []
+    assert scenario.stream.phase is Phase.LINKING
+    assert isinstance(scenario.link(number=2, generation=1), m.MountWriter)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.unit.client.stories import parcel
+from tests.unit.client.scenarios import submission
 from waltz_core import errors
 from waltz_core.client.stream import verdicts
 from waltz_core.client.stream.monitor import BatchOutcome
@@ -40,10 +40,10 @@ def test_mounts_are_tried_again_unless_that_can_never_help():
 
 @pytest.mark.parametrize("reason", Reason)
 def test_order_is_lost_with_what_may_be_sent_again(reason):
-    one = replace(parcel(1), keeps_order=True)
+    one = replace(submission(1), keeps_order=True)
     outcome = BatchOutcome(
         0, np.array([0]), np.array([reason], dtype=np.uint8), np.array([BEFORE_FIRST])
     )
     may_be = (Reason.COMMITTED, Reason.LOCK, Reason.AHEAD, Reason.TOO_LARGE)
     assert verdicts.is_order_lost(one, outcome) is (reason not in may_be)
-    assert not verdicts.is_order_lost(parcel(1), outcome)
+    assert not verdicts.is_order_lost(submission(1), outcome)

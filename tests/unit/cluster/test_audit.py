@@ -24,11 +24,11 @@ def entry(number=1):
     return AuditEntry("ann@host", 1_700_000_000_000 + number, f"cluster verb {number}")
 
 
-def in_cluster(story):
+def in_cluster(scenario):
     async def run():
         coordinator = MemoryZooKeeper(asyncio.Event).coordinator(ROOT)
         await coordinator.create_cluster(NewCluster("w", 1, KEY))
-        await story(coordinator)
+        await scenario(coordinator)
 
     return lambda: asyncio.run(run())
 

@@ -1,10 +1,10 @@
-"""The coordinator over memory: the stories of the contract, and what faults on request show."""
+"""The coordinator over memory: the scenarios of the contract, and what faults on request show."""
 
 import asyncio
 
 import pytest
 
-from tests.cluster_contract import KEY, STORIES, created, descriptor
+from tests.cluster_contract import KEY, SCENARIOS, created, descriptor
 from tests.loops import on_virtual_loop
 from waltz_core import errors
 from waltz_core.cluster.change.creation import NewCluster
@@ -34,9 +34,9 @@ class MemoryWorld:
         znodes.resume()
 
 
-@pytest.mark.parametrize("check_story", STORIES, ids=lambda story: story.__name__)
-def test_story(check_story):
-    asyncio.run(check_story(MemoryWorld(), ROOT))
+@pytest.mark.parametrize("check_scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+def test_scenario(check_scenario):
+    asyncio.run(check_scenario(MemoryWorld(), ROOT))
 
 
 FAULTS = pytest.mark.parametrize("fault", WriteFault)

@@ -60,13 +60,13 @@ class Cluster:
         ]
 
 
-def in_cluster(story):
-    """Run a story in a cluster of its own; its other parameters are those of the test."""
+def in_cluster(scenario):
+    """Run a scenario in a cluster of its own; its other parameters are those of the test."""
 
     async def run(**parameters):
-        await story(await Cluster().create(), **parameters)
+        await scenario(await Cluster().create(), **parameters)
 
-    _, *others = signature(story).parameters.values()
+    _, *others = signature(scenario).parameters.values()
     run.__signature__ = Signature(others)
     return on_virtual_loop(run)
 

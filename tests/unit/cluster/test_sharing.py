@@ -86,7 +86,7 @@ async def test_a_caller_that_times_out_does_not_take_the_answer_from_others():
 
 
 def test_a_failure_without_waiters_is_no_error_of_the_loop():
-    async def story() -> list[str]:
+    async def scenario() -> list[str]:
         complaints: list[str] = []
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda _, context: complaints.append(context["message"]))
@@ -108,4 +108,4 @@ def test_a_failure_without_waiters_is_no_error_of_the_loop():
         await _turns()
         return complaints
 
-    assert asyncio.run(story()) == []
+    assert asyncio.run(scenario()) == []

@@ -102,10 +102,10 @@ def run_now(coroutine):
     raise AssertionError("it has waited")
 
 
-def in_cluster(story):
+def in_cluster(scenario):
     async def run():
         async with asyncio.timeout(HANG_S):
-            await story(await Cluster().create())
+            await scenario(await Cluster().create())
 
     return lambda: asyncio.run(run())
 

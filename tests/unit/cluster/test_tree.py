@@ -14,7 +14,7 @@ from waltz_core.cluster.nodes.znodes import CreateNode
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper, WriteFault
 
 
-class Story:
+class Scenario:
     """A ZooKeeper with a session that tests write through, and clusters in it."""
 
     def __init__(self):
@@ -29,7 +29,7 @@ class Story:
 
 @pytest.fixture
 def it():
-    return Story()
+    return Scenario()
 
 
 @on_virtual_loop

@@ -26,13 +26,13 @@ def test_a_view_is_kept_while_nodes_cannot_be_decoded(
     async def rotten(take):
         raise errors.BadFormat("/w/s_0: rotten")
 
-    async def story() -> None:
+    async def scenario() -> None:
         with pytest.raises(errors.BadConfig, match="enough"):
             await unreadable.follow_readable(follow, seen.append)
         with pytest.raises(errors.BadFormat):  # no view to keep
             await unreadable.follow_readable(rotten, seen.append)
 
-    asyncio.run(story())
+    asyncio.run(scenario())
     assert seen == [1, 2, 3]
     assert [each.message for each in caplog.records] == [
         f"zookeeper.node_unreadable error={each}" for each in rot

@@ -1,4 +1,4 @@
-"""Unit tests of `waltz_core.cluster.writes`: the stories over memory, lost answers, the bytes."""
+"""Unit tests of `waltz_core.cluster.writes`: the scenarios over memory, lost answers, the bytes."""
 
 import asyncio
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.loops import on_virtual_loop
 from tests.unit.cluster.test_coordinator import FAULTS, ROOT, MemoryWorld, with_cluster
-from tests.writes_contract import MARKS, STORIES
+from tests.writes_contract import MARKS, SCENARIOS
 from waltz_core import errors
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.nodes.node_access import ClusterNodes
@@ -17,9 +17,9 @@ from waltz_core.cluster.writes import TaskState, WriteRegistry, WriteState, chec
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper, WriteFault
 
 
-@pytest.mark.parametrize("check_story", STORIES, ids=lambda story: story.__name__)
-def test_story(check_story):
-    asyncio.run(check_story(MemoryWorld(), ROOT))
+@pytest.mark.parametrize("check_scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+def test_scenario(check_scenario):
+    asyncio.run(check_scenario(MemoryWorld(), ROOT))
 
 
 @on_virtual_loop

@@ -3,7 +3,7 @@
 import pytest
 
 from tests import client_contract
-from tests.client_contract import STORIES, World, is_whole
+from tests.client_contract import SCENARIOS, World, is_whole
 from tests.original_server_for_clients import OriginalCluster
 from waltz_core.client import AsyncWaltzClient, WaltzClient
 from waltz_core.client.api.opening import Opening
@@ -30,15 +30,17 @@ def client_of(cluster: OriginalCluster, config: ClientConfig = IN_MEMORY_CONFIG)
 
 
 @pytest.mark.parametrize(
-    "story", [each for each in STORIES if each not in NOT_THERE], ids=lambda story: story.__name__
+    "scenario",
+    [each for each in SCENARIOS if each not in NOT_THERE],
+    ids=lambda scenario: scenario.__name__,
 )
-def test_story(story):
-    # Our client treats both versions alike; two stories show that it speaks the older one too.
-    is_older = story in (
+def test_scenario(scenario):
+    # Our client treats both versions alike; two scenarios show that it speaks the older one too.
+    is_older = scenario in (
         client_contract.what_is_written_is_read_and_fed_byte_for_byte,
         client_contract.write_and_append_locks_stop_write_and_read_locks_and_nothing_else,
     )
     with OriginalCluster(versions=(0, 1, 2, 3) if is_older else (0, 1, 2, 3, 4)) as cluster:
         world = World(lambda: client_of(cluster), 1)
-        story(world)
+        scenario(world)
         assert is_whole(world)

@@ -220,7 +220,7 @@ def test_answers_to_an_older_mount_count_for_nothing(mounted):
 # --- appends
 
 
-def test_a_batch_is_judged_row_by_row_and_answered_once(mounted):
+def test_a_batch_is_validated_row_by_row_and_answered_once(mounted):
     payload = encode_append(
         [1, 2, 3],
         [b"a", b"b", b"c"],

@@ -309,7 +309,7 @@ def test_a_torn_tail_of_an_unclean_stop_is_a_note(tmp_path, segment_bytes_max):
     cut(seg(directory, -1), 10)
     wrong, notes = found(directory)
     assert wrong == []
-    assert any("never acknowledged, the next start cuts it" in one for one in notes)
+    assert any("never acknowledged, the next start truncates it" in one for one in notes)
     assert f"{SLOTS}: was not closed; known to be synced up to 35" in notes
     flip(seg(directory, 0), 200)
     (confirmed,) = found(directory)[0]

@@ -1,4 +1,4 @@
-"""How a partition stands: what is judged at one place for the doctor and for `verify`."""
+"""How a partition stands: what is validated at one place for the doctor and for `verify`."""
 
 import pytest
 

@@ -109,7 +109,7 @@ class Bench:
         """Let a storage serve its oldest request and answer it."""
         message = self.requests[replica].popleft()
         answer = self.storages[replica].handle(message)
-        self.step(session_events.ReplicaAnswered(message.session_id, replica, answer))
+        self.step(session_events.ReplicaResponded(message.session_id, replica, answer))
         return message, answer
 
     def ask_zookeeper(self, outcome="ok"):

@@ -132,7 +132,7 @@ class ModelStorage:
             raise errors.SessionFenced(f"bound to {disk.promised}, not {message.session_id}")
         match message:
             case wire.Heartbeat():
-                return wire.HeartbeatAnswer(*prefix)
+                return wire.HeartbeatResponse(*prefix)
             case wire.LineageRequest():
                 return self._lineage(prefix, message)
             case wire.RangeRaw():

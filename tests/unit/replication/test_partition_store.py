@@ -17,14 +17,14 @@ from waltz_core.replication.session_events import (
     Released,
     SessionClosed,
     SessionOpened,
-    Settled,
+    SessionSettled,
 )
 
 
 def test_the_first_session_of_a_new_partition(bench):
     opened = bench.all_reported(SessionOpened)
     assert opened == [SessionOpened(0, 1, -1, bytes(16), False)]
-    assert bench.all_reported(Settled) == [Settled(0, -1)]
+    assert bench.all_reported(SessionSettled) == [SessionSettled(0, -1)]
     assert bench.metadata == PartitionMetadata(
         1, 0, dict.fromkeys([A, B, C], ReplicaState(0, UNRESOLVED))
     )
@@ -216,7 +216,7 @@ def test_a_lost_engaged_replica_ends_the_session_and_the_next_one_continues_with
     opened = bench.all_reported(SessionOpened)[-1]
     assert (opened.session_id, opened.high_water_mark, opened.unbroken) == (1, 1, True)
     assert bench.metadata.states[C] == ReplicaState(0, 1)
-    assert bench.all_reported(Settled)[-1].committed_last == 1
+    assert bench.all_reported(SessionSettled)[-1].committed_last == 1
 
 
 def test_a_foreign_session_in_between_breaks_the_thread(bench):
@@ -278,17 +278,17 @@ def test_unknown_outcomes_are_settled_by_session_and_not_by_id():
     opened = bench.all_reported(SessionOpened)[-1]
     assert opened.high_water_mark == 1
     assert not opened.unbroken
-    assert bench.all_reported(Settled)[-1].committed_last == -1
+    assert bench.all_reported(SessionSettled)[-1].committed_last == -1
     assert bench.logs()[A] == [100, 101]
 
 
 def test_unknown_outcomes_survive_a_session_lost_before_they_are_settled():
     bench = with_doubt_about_ids_of_another()
-    settled_count = len(bench.all_reported(Settled))
+    settled_count = len(bench.all_reported(SessionSettled))
     bench.lose(until_it_asks_for_the_past(bench))
-    assert len(bench.all_reported(Settled)) == settled_count
+    assert len(bench.all_reported(SessionSettled)) == settled_count
     bench.reopen()
-    assert bench.all_reported(Settled)[-1].committed_last == -1
+    assert bench.all_reported(SessionSettled)[-1].committed_last == -1
     # Of others' writes before that session this server has learned nothing yet.
     assert not bench.all_reported(SessionOpened)[-1].unbroken
 
@@ -301,7 +301,7 @@ def test_a_new_owner_is_reported_the_stamp_that_the_log_ends_with(bench):
     other = bench.other_server()
     other.own(generation=2)
     other.reopen()
-    assert other.all_reported(Settled) == [Settled(1, 2, 7_000)]
+    assert other.all_reported(SessionSettled) == [SessionSettled(1, 2, 7_000)]
 
 
 def test_a_replica_that_never_settles_the_past_is_done_without(bench):
@@ -325,7 +325,7 @@ def test_appends_on_a_quorum_are_settled_as_committed(bench):
     bench.lose(C)
     bench.reopen()
     assert bench.all_reported(SessionOpened)[-1].high_water_mark == 1
-    assert bench.all_reported(Settled)[-1].committed_last == 1
+    assert bench.all_reported(SessionSettled)[-1].committed_last == 1
     assert not bench.all_reported(Committed)
 
 

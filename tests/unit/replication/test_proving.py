@@ -24,7 +24,7 @@ def proving():
     return Proving(NAMES, outbox=outbox, limits=SessionLimits(proof_ms_max=100)), outbox
 
 
-def test_a_quorum_proves_the_mark_that_was_committed_at_the_question():
+def test_a_quorum_proves_the_mark_that_was_committed_when_the_proof_was_requested():
     proofs, outbox = proving()
     engaged = [Replica(), Replica()]
     proofs.begin(7, 40, engaged, 1_000)

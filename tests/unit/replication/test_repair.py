@@ -10,7 +10,6 @@ from waltz_core.errors import BadFormat, ChecksumMismatch, DataLoss, RemoteProto
 from waltz_core.records.record import GENESIS_CHAIN, RECONSTRUCTED, LineageEntry, next_chain
 from waltz_core.replication.repair import (
     AppendCopy,
-    Cut,
     FetchCopy,
     FillDamage,
     Goal,
@@ -18,6 +17,7 @@ from waltz_core.replication.repair import (
     ReplicaRepair,
     SetMark,
     SourceLineage,
+    Truncation,
     verify_batches,
     verify_records,
 )
@@ -74,9 +74,9 @@ def take(repair, one, source, step):
         case SourceLineage(first, last):
             answer = ok(source.handle(wire.LineageRequest(*prefix, *step)))
             repair.source_answered(answer, first=first, last=last)
-        case Cut():
+        case Truncation():
             answer = ok(one.handle(wire.Truncate(*prefix, *step)))
-            repair.cut(answer.synced_max, answer.chain, step)
+            repair.truncate(answer.synced_max, answer.chain, step)
         case FetchCopy(first, last, whole):
             request = wire.RangeRaw(*prefix, first, last, 99999, 0, whole, False)
             repair.fetched(ok(source.handle(request)), step)
@@ -123,28 +123,28 @@ def test_a_log_is_filled_up_to_the_mark(own, decided, expected):
     assert one.disk.provisional == (9, source.last)
 
 
-def test_a_longer_log_is_cut_to_the_mark_and_not_below():
+def test_a_longer_log_is_truncated_to_the_mark_and_not_below():
     one, source = storage(*OLD, (3, [7])), storage(*OLD)
     steps = walk(repair_of(one), one, source, Goal(5, source.chain))
-    assert steps[:3] == [OwnLineage(5, 5), OwnLineage(6, 6), Cut(5, 5, source.chain)]
+    assert steps[:3] == [OwnLineage(5, 5), OwnLineage(6, 6), Truncation(5, 5, source.chain)]
     assert kinds(steps[3:]) == ["SetMark"]
 
 
-def test_the_newest_batch_is_known_before_anything_is_cut():
+def test_the_newest_batch_is_known_before_anything_is_truncated():
     one, source = storage(*OLD, (2, [7]), (8, [9])), storage(*OLD)
     repair = repair_of(one)
     goal = Goal(5, source.chain)
-    while not isinstance(step := repair.next_step(goal, can_fill=available), Cut):
+    while not isinstance(step := repair.next_step(goal, can_fill=available), Truncation):
         assert step.last in (5, 7)
         take(repair, one, source, step)
     assert repair.newest == 8
 
 
-def test_a_mark_inside_a_batch_cuts_the_batch_and_gives_the_goal_its_chain():
+def test_a_mark_inside_a_batch_truncates_the_batch_and_gives_the_goal_its_chain():
     usher = storage(*OLD)
     repair = repair_of(usher)
     steps = walk(repair, usher, None, Goal(4, None))
-    assert kinds(steps) == ["OwnLineage", "OwnLineage", "Cut"]
+    assert kinds(steps) == ["OwnLineage", "OwnLineage", "Truncation"]
     assert steps[2].base == 2
     assert (repair.last, repair.chain) == (4, usher.chain)
     goal = Goal(4, usher.chain)
@@ -152,24 +152,24 @@ def test_a_mark_inside_a_batch_cuts_the_batch_and_gives_the_goal_its_chain():
     assert kinds(walk(repair_of(follower), follower, usher, goal)) == [
         "OwnLineage",
         "OwnLineage",
-        "Cut",
+        "Truncation",
         "SetMark",
     ]
     assert follower.chain == usher.chain
 
 
-def test_a_diverged_log_is_cut_where_they_part_and_filled_up():
+def test_a_diverged_log_is_truncated_where_they_part_and_filled_up():
     tail = [(2, [10 + n]) for n in range(9)]
     other = [(3, [30 + n]) for n in range(7)]
     one, source = storage(*OLD[:2], *other, window=2), storage(*OLD[:2], *tail, window=3)
     steps = walk(repair_of(one), one, source, Goal(11, source.chain))
-    cuts = [step for step in steps if isinstance(step, Cut)]
-    assert cuts == [Cut(2, 2, storage(*OLD[:2]).chain)]
+    cuts = [step for step in steps if isinstance(step, Truncation)]
+    assert cuts == [Truncation(2, 2, storage(*OLD[:2]).chain)]
     assert one.payloads() == source.payloads()
     assert one.chain == source.chain
 
 
-def test_reconstructed_batches_of_a_source_cut_no_replica():
+def test_reconstructed_batches_of_a_source_truncate_no_replica():
     one = storage((1, [0]), (1, [1, 2]), (1, [3]))
     source = storage((1, [0]), (RECONSTRUCTED, [1]), (RECONSTRUCTED, [2]), (1, [3]), (1, [4]))
     with pytest.raises(ChecksumMismatch, match="the source has lost the batches of"):
@@ -177,7 +177,7 @@ def test_reconstructed_batches_of_a_source_cut_no_replica():
     assert one.payloads() == [0, 1, 2, 3]
     # The other way round, the made-up ones are cut.
     steps = walk(repair_of(source), source, one, Goal(3, one.chain))
-    assert "Cut" in kinds(steps)
+    assert "Truncation" in kinds(steps)
     assert (source.payloads(), source.chain) == ([0, 1, 2, 3], one.chain)
 
 
@@ -201,7 +201,7 @@ def test_a_copy_that_does_not_lead_to_the_decided_chain_is_rejected_and_made_aga
     assert (one.payloads(), one.chain) == ([0, 1, 2], usher.chain)
 
 
-def test_a_log_that_a_later_source_has_is_not_cut():
+def test_a_log_that_a_later_source_has_is_not_truncated():
     """The first one that was asked had another end, or had lost its batches."""
     one = storage((1, [0]), (1, [1, 2]), (1, [3]))
     first, usher = (
@@ -214,18 +214,18 @@ def test_a_log_that_a_later_source_has_is_not_cut():
         steps.append(repair.next_step(goal, can_fill=available))
         take(repair, one, source, steps[-1])
     assert kinds(steps) == ["SourceLineage", "OwnLineage", "SourceLineage", *kinds(steps)[3:]]
-    assert "Cut" not in kinds(steps)
+    assert "Truncation" not in kinds(steps)
     assert one.payloads() == [0, 1, 2, 3, 4]
 
 
-def test_a_log_is_not_cut_below_its_own_confirmed_mark():
+def test_a_log_is_not_truncated_below_its_own_confirmed_mark():
     one, source = storage((7, [50]), (7, [51]), mark=0), storage(*OLD)
     with pytest.raises(DataLoss, match="low-water mark 0"):
         walk(repair_of(one), one, source, Goal(5, source.chain))
     assert one.last == 1
 
 
-def test_logs_with_nothing_in_common_are_cut_completely_below_a_mark_that_is_not_confirmed():
+def test_logs_with_nothing_in_common_are_truncated_completely_below_a_mark_that_is_not_confirmed():
     one, source = storage((7, [50]), (7, [51])), storage(*OLD)
     one.disk.provisional = (7, 1)
     walk(repair_of(one), one, source, Goal(5, source.chain))
@@ -314,7 +314,7 @@ def test_rejected_records_leave_the_damage_that_was_reported_since():
     assert repair.damaged == [(0, 2), (4, 4)]
 
 
-def test_damage_that_is_cut_away_is_no_damage():
+def test_damage_that_is_truncated_away_is_no_damage():
     one, source = storage(*OLD, (3, [7])), storage(*OLD)
     one.disk.damaged = {6}
     steps = walk(repair_of(one), one, source, Goal(5, source.chain))
@@ -427,16 +427,16 @@ def without_batches(one, first, last):
 
 
 @pytest.mark.parametrize("mark", [-1, 2])
-def test_an_incomparable_tail_is_cut_to_the_last_true_batch_and_copied(mark):
+def test_an_incomparable_tail_is_truncated_to_the_last_true_batch_and_copied(mark):
     one, source = storage(*OLD, (3, [7]), mark=mark), storage(*OLD)
     without_batches(one, 3, 5)
     steps = walk(repair_of(one), one, source, Goal(5, source.chain))
-    assert [step.last_to_keep for step in steps if isinstance(step, Cut)] == [5, 2]
+    assert [step.last_to_keep for step in steps if isinstance(step, Truncation)] == [5, 2]
     assert one.payloads() == source.payloads()
     assert one.chain == source.chain
 
 
-def test_a_mark_within_lost_batches_is_not_cut_through():
+def test_a_mark_within_lost_batches_is_not_truncated_through():
     one, source = storage(*OLD, (3, [7]), mark=4), storage(*OLD)
     without_batches(one, 3, 5)
     repair = repair_of(one)
@@ -445,7 +445,7 @@ def test_a_mark_within_lost_batches_is_not_cut_through():
     assert one.last == 5
 
 
-def test_a_mark_within_a_batch_of_another_history_is_not_cut_through():
+def test_a_mark_within_a_batch_of_another_history_is_not_truncated_through():
     one, source = storage(*OLD[:2], (3, [7, 8, 9]), mark=4), storage(*OLD)
     with pytest.raises(DataLoss, match="no common batch end"):
         walk(repair_of(one), one, source, Goal(5, source.chain))
@@ -455,7 +455,9 @@ def test_a_mark_within_a_batch_of_another_history_is_not_cut_through():
 def test_a_cut_that_cut_elsewhere_is_rejected():
     one, source = storage(*OLD, (3, [7])), storage(*OLD)
     repair = repair_of(one)
-    while not isinstance(step := repair.next_step(Goal(5, source.chain), can_fill=available), Cut):
+    while not isinstance(
+        step := repair.next_step(Goal(5, source.chain), can_fill=available), Truncation
+    ):
         take(repair, one, source, step)
     with pytest.raises(RemoteProtocolError, match="expected the log to end at 5"):
-        repair.cut(4, bytes(16), step)
+        repair.truncate(4, bytes(16), step)

@@ -62,7 +62,7 @@ def test_the_source_is_marked_or_at_the_goal_and_whole():
     assert not bench.storages[A].disk.damaged
 
 
-def test_no_replica_is_cut_to_fit_a_log_that_is_not_the_goal(bench):
+def test_no_replica_is_truncated_to_fit_a_log_that_is_not_the_goal(bench):
     """The first replica has another history, the last one has lost its end."""
     bench.submit()
     bench.deliver(A)
@@ -136,7 +136,7 @@ def test_a_replica_with_an_unsynced_copy_is_not_ready():
     assert bench.store.readable_replicas == [A, B]
 
 
-def test_a_copy_from_a_source_with_other_batches_is_cut_and_repeated():
+def test_a_copy_from_a_source_with_other_batches_is_truncated_and_repeated():
     """That they are others shows at the end only: the first of them is on disk by then."""
     bench = Bench()
     behind(bench, C, batches=4)
@@ -165,7 +165,7 @@ def test_the_wanting_replica_is_lost_while_its_copy_is_in_progress():
     bench.lose(C)
     message = bench.requests[source].popleft()
     answer = bench.storages[source].handle(message)
-    bench.step(session_events.ReplicaAnswered(message.session_id, source, answer))
+    bench.step(session_events.ReplicaResponded(message.session_id, source, answer))
     bench.reopen()
     bench.wait(3000)
     bench.reopen()
@@ -335,7 +335,7 @@ def reports_damage(bench, replica, *damaged):
     pairs = b"".join(bad.to_bytes(8, "big") * 2 for bad in sorted(storage.disk.damaged))
     session = storage.disk.promised
     bench.step(
-        session_events.ReplicaAnswered(session, replica, wire.DamageFound(session, 0, 0, pairs))
+        session_events.ReplicaResponded(session, replica, wire.DamageFound(session, 0, 0, pairs))
     )
 
 
@@ -408,7 +408,7 @@ def test_a_replica_that_reports_half_a_range_is_abandoned():
     bench = running()
     session = bench.store.open_session
     bench.step(
-        session_events.ReplicaAnswered(session, B, wire.DamageFound(session, 0, 0, bytes(8)))
+        session_events.ReplicaResponded(session, B, wire.DamageFound(session, 0, 0, bytes(8)))
     )
     assert "pairs of IDs, found 1" in bench.reports("replica.rejected")[-1]["reason"]
 
@@ -420,7 +420,7 @@ def test_early_damage_reports_are_followed_by_a_full_request():
     session = bench.requests[B][0].session_id
     bench.storages[B].disk.damaged = {2}
     notice = wire.DamageFound(session, 0, 0, (2).to_bytes(8, "big") * 2)
-    bench.step(session_events.ReplicaAnswered(session, B, notice))
+    bench.step(session_events.ReplicaResponded(session, B, notice))
     bench.reopen()
     bench.run_for(100)
     assert not bench.storages[B].disk.damaged

@@ -70,7 +70,7 @@ def test_all_answers_in_and_nothing_decidable_is_reported_once(bench):
     assert bench.reports("recovery.waiting") == [{"session": 1, "untrusted": (B, C)}]
 
 
-def test_an_unacknowledged_tail_is_kept_when_a_voter_is_unknown_and_cut_when_not():
+def test_an_unacknowledged_tail_is_kept_when_a_voter_is_unknown_and_truncated_when_not():
     for down, mark in (([], -1), ([C], 1)):
         bench = Bench()
         bench.open()
@@ -386,7 +386,7 @@ def test_an_answer_that_cannot_be_is_the_end_of_the_replica(bench, synced_max):
     if isinstance(message, wire.Engage):
         message = bench.requests[A].popleft()
     answer = wire.Appended(0, message.sequence, 0, synced_max)
-    bench.step(session_events.ReplicaAnswered(0, A, answer))
+    bench.step(session_events.ReplicaResponded(0, A, answer))
     assert "to be synced" in bench.all_reported(SessionClosed)[0].reason
     assert not bench.all_reported(Committed)
 
@@ -395,13 +395,13 @@ def test_an_answer_that_cannot_be_is_the_end_of_the_replica(bench, synced_max):
     ("answer", "said"),
     [
         (wire.Appended(0, 999, 0, 0), "there is no such request"),
-        (wire.HeartbeatAnswer(0, 4, 0), "expected Appended, found HeartbeatAnswer"),
+        (wire.HeartbeatResponse(0, 4, 0), "expected Appended, found HeartbeatResponse"),
         (Prepared(0, 4, 0, bytes(16), 0, 0, True, 0, bytes(16), False, b""), "found Prepared"),
     ],
 )
 def test_answers_to_nothing_are_the_end_of_the_connection(bench, answer, said):
     bench.submit()
-    bench.step(session_events.ReplicaAnswered(0, A, answer))
+    bench.step(session_events.ReplicaResponded(0, A, answer))
     reason = bench.all_reported(SessionClosed)[0].reason
     assert "storage0:1" in reason
     assert said in reason
@@ -410,7 +410,7 @@ def test_answers_to_nothing_are_the_end_of_the_connection(bench, answer, said):
 @pytest.mark.parametrize(
     "late",
     [
-        session_events.ReplicaAnswered(0, A, wire.Appended(0, 1, 0, 5)),
+        session_events.ReplicaResponded(0, A, wire.Appended(0, 1, 0, 5)),
         session_events.ReplicaLost(0, A, "late"),
         session_events.ReplicaOpened(0, A),
     ],
@@ -435,7 +435,7 @@ def test_a_storage_that_is_bound_to_a_later_session_ends_this_one(bench):
     bench.submit()
     message = bench.requests[A].popleft()
     nack = wire.Nack(0, message.sequence, 0, errors.SessionFenced.code, 7, "bound to 7")
-    bench.step(session_events.ReplicaAnswered(0, A, nack))
+    bench.step(session_events.ReplicaResponded(0, A, nack))
     assert "bound to 7" in bench.all_reported(SessionClosed)[0].reason
     bench.wait(30)
     assert isinstance(bench.questions[0], session_events.ReadMetadata)
@@ -448,7 +448,7 @@ def test_a_replica_that_has_lost_its_promise_joins_the_next_session():
     message = bench.requests[A].popleft()
     assert isinstance(message, wire.Prepare)
     nack = wire.Nack(0, message.sequence, 0, errors.ReplicaSuspect.code, 0, "a slot was lost")
-    bench.step(session_events.ReplicaAnswered(0, A, nack))
+    bench.step(session_events.ReplicaResponded(0, A, nack))
     assert bench.store.session is None
     bench.wait(1_000)
     bench.run()
@@ -464,7 +464,7 @@ def test_a_disk_that_fails_in_the_fence_is_no_other_owner():
         message = bench.requests[name].popleft()
         assert isinstance(message, wire.Prepare)
         nack = wire.Nack(0, message.sequence, 0, errors.DiskFailed.code, 0, "input/output error")
-        bench.step(session_events.ReplicaAnswered(0, name, nack))
+        bench.step(session_events.ReplicaResponded(0, name, nack))
     assert bench.reports("partition.rejected") == []
     assert bench.store.session is not None
     for _ in range(20):
@@ -501,7 +501,7 @@ def test_a_storage_that_takes_another_ones_name_is_not_trusted():
     message = bench.requests[A].popleft()
     answer = bench.storages[A].handle(replace(message, storage_id=bytes(16)))
     assert isinstance(answer, Prepared)
-    bench.step(session_events.ReplicaAnswered(0, A, answer))
+    bench.step(session_events.ReplicaResponded(0, A, answer))
     assert "expected storage ID" in bench.reports("replica.rejected")[0]["reason"]
     bench.wait(LIMITS.grace_ms)
     bench.run()

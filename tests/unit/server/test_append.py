@@ -1,4 +1,4 @@
-"""The way of appends: judged, joined, sent as batches, and answered when they are final."""
+"""The way of appends: validated, joined, sent as batches, and answered when they are final."""
 
 import struct
 import zlib
@@ -36,7 +36,7 @@ from waltz_core.server.append.pace import PAUSE_MS_MAX, PIECE_BYTES, SHARED_MS, 
 from waltz_core.server.append.pipeline import AppendPipeline
 from waltz_core.server.locking.refill import HELD_MS_MAX
 from waltz_core.server.locking.tickets import LARGE_BYTES
-from waltz_core.server.partition_events import Answer, ConnectionId, Fetch, PartitionLimits
+from waltz_core.server.partition_events import ConnectionId, Fetch, PartitionLimits, SendToClient
 from waltz_core.wire.messages import (
     AppendBatch,
     AppendRequest,
@@ -183,7 +183,7 @@ def results(outcomes: Sequence[AppendOutcome]) -> dict[ReqId, list[tuple[int, Re
     """Return id, reason and conflict of each row of each request that was answered."""
     found = {}
     for outcome in outcomes:
-        if isinstance(outcome, Answer) and isinstance(outcome.message, AppendResult):
+        if isinstance(outcome, SendToClient) and isinstance(outcome.message, AppendResult):
             message = outcome.message
             ids = np.frombuffer(message.transaction_ids, ">i8").tolist()
             conflicts = np.frombuffer(message.conflicting, ">i8").tolist()
@@ -196,14 +196,16 @@ def proved(world: World, outcomes: Sequence[AppendOutcome]) -> list[AppendOutcom
     """Return the answers for the rows that are ahead, once the session is proven."""
     found = [each.ticket for each in outcomes if isinstance(each, AheadOfLog)]
     answers_ahead = [world.pipeline.answer_ahead(ticket, is_proved=True) for ticket in found]
-    return [each for outcomes in answers_ahead for each in outcomes if isinstance(each, Answer)]
+    return [
+        each for outcomes in answers_ahead for each in outcomes if isinstance(each, SendToClient)
+    ]
 
 
 def faults(outcomes: Sequence[AppendOutcome]) -> list[int]:
     return [
         each.message.error_code
         for each in outcomes
-        if isinstance(each, Answer) and isinstance(each.message, ErrorResponse)
+        if isinstance(each, SendToClient) and isinstance(each.message, ErrorResponse)
     ]
 
 
@@ -263,7 +265,7 @@ def test_the_committed_batch_and_its_lineage_precede_its_answers() -> None:
     world.single()
     world.turn(wall_ms=9)
     out = world.commit()
-    assert [type(each) for each in out] == [BatchCommitted, Answer]
+    assert [type(each) for each in out] == [BatchCommitted, SendToClient]
     assert isinstance(out[0], BatchCommitted)
     batch = world.submitted[0]
     chain = next_chain(
@@ -352,7 +354,7 @@ def test_only_the_mounted_connection_of_the_right_generation_appends() -> None:
 def test_a_row_that_is_too_large_is_not_in_the_log_and_enters_no_lock(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("waltz_core.server.locking.judging.TRANSACTION_BYTES_MAX", 4)
+    monkeypatch.setattr("waltz_core.server.locking.validation.TRANSACTION_BYTES_MAX", 4)
     world = World()
     rows = world.batch([b"fits", b"is too large", b"fits"], write=[[1], [2], [2]])
     world.turn()
@@ -372,7 +374,7 @@ def test_a_wrong_checksum_is_reported_and_nothing_is_appended() -> None:
     world.pipeline.receive(A, AppendBatch(req_id, -1, b"payload", 1), cost_bytes=50, now_ms=0)
     out = world.turn()
     assert faults(out) == [errors.ChecksumMismatch.code] * 2
-    single, batch = (each.message for each in out if isinstance(each, Answer))
+    single, batch = (each.message for each in out if isinstance(each, SendToClient))
     assert isinstance(single, ErrorResponse)
     assert "data with CRC" in single.message
     assert isinstance(batch, ErrorResponse)
@@ -915,7 +917,7 @@ def test_a_batch_carries_the_locks_of_all_its_transactions() -> None:
     assert batch.locks == b""
 
 
-def test_no_append_is_judged_before_the_lock_table_is_filled() -> None:
+def test_no_append_is_validated_before_the_lock_table_is_filled() -> None:
     world = World(is_open=False)
     world.open(5, unbroken=False)
     refill = world.pipeline.refill

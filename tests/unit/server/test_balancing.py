@@ -65,7 +65,7 @@ def owners(view):
 
 
 def test_the_lead_leaves_a_hot_partition_alone_on_its_server():
-    async def story():
+    async def scenario():
         inbox, looks, works = await balanced(
             MemoryZooKeeper(asyncio.Event), servers=(1, 2), reporting=(1, 2)
         )
@@ -76,11 +76,11 @@ def test_the_lead_leaves_a_hot_partition_alone_on_its_server():
             assert owners(inbox.all[-1]) == {0: 1, 1: 2, 2: 2, 3: 2}
             assert [owner.generation for owner in inbox.all[-1].owners.values()] == [1, 2, 1, 1]
 
-    in_virtual_time(story())
+    in_virtual_time(scenario())
 
 
 def test_nothing_moves_to_a_server_that_reports_nothing():
-    async def story():
+    async def scenario():
         zookeeper = MemoryZooKeeper(asyncio.Event)
         inbox, looks, works = await balanced(zookeeper, servers=(1, 2), reporting=(1,))
         async with asyncio.timeout(HANG_S), running(*works):
@@ -89,13 +89,13 @@ def test_nothing_moves_to_a_server_that_reports_nothing():
             assert owners(inbox.all[-1]) == {0: 1, 1: 1, 2: 2, 3: 2}
             assert f"{ROOT}/x/load/1" in zookeeper.dump()
 
-    in_virtual_time(story())
+    in_virtual_time(scenario())
 
 
 def test_a_damaged_load_is_ignored_and_logged(caplog):
     caplog.set_level("INFO")
 
-    async def story():
+    async def scenario():
         zookeeper = MemoryZooKeeper(asyncio.Event)
         inbox, looks, works = await balanced(zookeeper, servers=(1, 2), reporting=(1,))
         nodes = zookeeper.coordinator(ROOT).loads._nodes
@@ -106,11 +106,11 @@ def test_a_damaged_load_is_ignored_and_logged(caplog):
             await some_rounds(looks)
         assert f"balance.load_ignored error={nodes.paths.load(2)}: loads: expected" in caplog.text
 
-    in_virtual_time(story())
+    in_virtual_time(scenario())
 
 
 def test_nothing_moves_to_a_server_that_is_idle_as_it_cannot_serve():
-    async def story():
+    async def scenario():
         sick = {2}
         zookeeper = MemoryZooKeeper(asyncio.Event)
         inbox, looks, works = await balanced(zookeeper, servers=(1, 2), reporting=(1, 2), sick=sick)
@@ -124,7 +124,7 @@ def test_nothing_moves_to_a_server_that_is_idle_as_it_cannot_serve():
             sick.add(2)
             await looks.until(lambda _: f"{ROOT}/x/load/2" not in zookeeper.dump())
 
-    in_virtual_time(story())
+    in_virtual_time(scenario())
 
 
 def test_bytes_rows_and_answers_count():
@@ -166,7 +166,7 @@ def test_a_change_of_servers_or_lead_restarts_the_observation(monkeypatch, betwe
     monkeypatch.setattr(Balancer, "reset_history", lambda _: called.append("away"))
     monkeypatch.setattr(Balancer, "plan", lambda *_: called.append("plan") or {})
 
-    async def story():
+    async def scenario():
         nonlocal now_ms
         views = [shows(1, 2), shows(1, 2), between]
         balancing = Balancing(1, Scripted(views), dict, PACE)
@@ -174,5 +174,5 @@ def test_a_change_of_servers_or_lead_restarts_the_observation(monkeypatch, betwe
             await balancing._check()
             now_ms += PACE.window_ms
 
-    in_virtual_time(story())
+    in_virtual_time(scenario())
     assert called == ["away", "plan", "away"]

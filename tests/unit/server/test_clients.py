@@ -5,7 +5,7 @@ import asyncio
 from tests.loops import on_loop, until
 from waltz_core.metrics import Metrics
 from waltz_core.records.record import ClientId, Generation, PartitionId, ReqId
-from waltz_core.server.partition_events import Answer
+from waltz_core.server.partition_events import SendToClient
 from waltz_core.server.process.clients import Clients
 from waltz_core.server.process.flow import FlowLimits
 from waltz_core.wire.messages import (
@@ -13,7 +13,7 @@ from waltz_core.wire.messages import (
     CheckConnectivityResponse,
     FlushRequest,
     FlushResponse,
-    Surface,
+    WireProtocol,
 )
 
 LIMITS = FlowLimits(2, 1 << 20, 1 << 30, 1 << 20)
@@ -23,7 +23,7 @@ class Link:
     """A connection whose client reads nothing from the first answer on."""
 
     def __init__(self) -> None:
-        self.version, self.address = max(Surface.CLIENT.versions_taken), "a:1"
+        self.version, self.address = max(WireProtocol.CLIENT.versions_taken), "a:1"
         self.is_closed = False
         self.is_congested, self.write_backlog_bytes, self.is_read = False, 0, True
         self.sent = []
@@ -85,7 +85,7 @@ async def test_a_client_that_does_not_read_is_paused():
     taken = backend.host.taken
     assert [message for _, message, _ in taken] == requests[:2]
     connection, message, cost_bytes = taken[0]
-    clients.answer(Answer(connection, FlushResponse(message.req_id, 0), cost_bytes))
+    clients.answer(SendToClient(connection, FlushResponse(message.req_id, 0), cost_bytes))
     await asyncio.sleep(0)
     assert len(taken) == 2
     link.is_congested = False

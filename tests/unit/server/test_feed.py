@@ -15,11 +15,11 @@ from waltz_core.records.record import (
     TransactionId,
 )
 from waltz_core.server.partition_events import (
-    Answer,
     ConnectionId,
     FeedHeaders,
     PartitionLimits,
     Received,
+    SendToClient,
 )
 from waltz_core.server.read.feeds import FRAMES_PER_TURN_MAX, Feed, FetchHeaders, MountReached
 from waltz_core.wire.messages import (
@@ -76,7 +76,7 @@ def frames(outcomes: list[object], client: int) -> list[tuple[int, int]]:
     """Return first id and count of each frame to a client, and check what is in it."""
     found = []
     for outcome in outcomes:
-        if isinstance(outcome, Answer) and isinstance(outcome.message, FeedBatch):
+        if isinstance(outcome, SendToClient) and isinstance(outcome.message, FeedBatch):
             message = outcome.message
             assert outcome.cost_bytes == 0
             assert bytes(message.headers) == headers(
@@ -128,7 +128,7 @@ def test_a_grant_reaches_at_least_its_minimum_and_is_answered_at_its_end() -> No
     each.advanced(SessionId(2), TransactionId(9))
     out = turns(each)
     assert frames(out, 1) == [(2, 4)]
-    assert out[-1] == Answer(ConnectionId(1), FeedSuspended(req_id(1)), 60)
+    assert out[-1] == SendToClient(ConnectionId(1), FeedSuspended(req_id(1)), 60)
     # Behind a mark that has gone far ahead a grant reaches up to it.
     assert grant(each, 1, 1)
     assert frames(turns(each), 1) == [(2, 8)]
@@ -200,7 +200,7 @@ def test_a_fetched_stretch_is_cut_to_what_was_promised(chain_at: int) -> None:
     each.turn()
     stretch = FeedHeaders(TransactionId(5), headers(5, 14), TransactionId(chain_at), CHAIN)
     (frame, reached) = each.fetched(stretch)
-    assert isinstance(frame, Answer)
+    assert isinstance(frame, SendToClient)
     assert isinstance(frame.message, FeedBatch)
     expected = (6, CHAIN) if chain_at == 6 else (BEFORE_FIRST, GENESIS_CHAIN)
     assert frame.message.count == 2
@@ -245,7 +245,7 @@ def filtered(each: Feed, client: int, mark: int, until: int, *values: int) -> No
 
 def picked(outcomes: list[object]) -> list[tuple[int, int, list[int], bytes]]:
     """Return first id, count, headers and offsets of each frame."""
-    messages = [each.message for each in outcomes if isinstance(each, Answer)]
+    messages = [each.message for each in outcomes if isinstance(each, SendToClient)]
     return [
         (
             each.first,

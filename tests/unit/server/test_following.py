@@ -22,7 +22,7 @@ from waltz_core.server.append.outcomes import AheadOfLog, Reached
 from waltz_core.server.locking import following
 from waltz_core.server.locking.following import GATHER_MS
 from waltz_core.server.locking.lock_queues import HELD_MS_MAX, NOTIFY_MS_MIN
-from waltz_core.server.partition_events import Answer, PartitionLimits
+from waltz_core.server.partition_events import PartitionLimits, SendToClient
 from waltz_core.wire.messages import AppendFollowing, Predecessors
 
 HOT, COLD = 5, 6
@@ -64,7 +64,7 @@ def predecessor_ids(outcomes) -> dict[ReqId, list[int]]:
             for record in FOLLOW.with_predecessors(each.message, -1, 0, ()).predecessors
         ]
         for each in outcomes
-        if isinstance(each, Answer) and isinstance(each.message, Predecessors)
+        if isinstance(each, SendToClient) and isinstance(each.message, Predecessors)
     }
 
 

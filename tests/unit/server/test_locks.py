@@ -10,9 +10,9 @@ from waltz_core.server.locking.lock_table import (
     NO_CONFLICT,
     REJECTED,
     SLOT_COUNT,
-    Judgment,
     LockRequests,
     LockTable,
+    Validation,
     indices,
     slot_count_within,
 )
@@ -23,19 +23,19 @@ def column(rows: list[list[int]]) -> LockColumn:
     return LockColumn(offsets, np.array([x for row in rows for x in row], dtype=np.int32))
 
 
-def judge(
+def validate(
     table: LockTable,
     *rows: dict[str, list[int]],
     mark: int | list[int] = 0,
     high: int = 0,
     next_id: int | None = None,
     eligible: list[bool] | None = None,
-) -> Judgment:
-    """Judge rows given as {"w": [...], "r": [...], "a": [...]}; marks and log at 0 if not given."""
+) -> Validation:
+    """Validate rows given as {"w": [...], "r": [...], "a": [...]}; marks and log default to 0."""
     write, read, append = (column([row.get(key, []) for row in rows]) for key in "wra")
     marks = mark if isinstance(mark, int) else np.array(mark, dtype=np.int64)
     mask = None if eligible is None else np.array(eligible)
-    return table.judge(
+    return table.validate(
         LockRequests(write, read, append, marks, mask),
         high_water_mark=TransactionId(high),
         next_id=TransactionId(high + 1 if next_id is None else next_id),
@@ -48,8 +48,8 @@ def table_at(mark: int) -> LockTable:
 
 def test_the_estimate_may_equal_the_mark_and_no_more() -> None:
     table = table_at(5)
-    assert judge(table, {"w": [1]}, mark=5, high=9).ids.tolist() == [10]
-    found = judge(table, {"w": [2]}, mark=4, high=9)
+    assert validate(table, {"w": [1]}, mark=5, high=9).ids.tolist() == [10]
+    found = validate(table, {"w": [2]}, mark=4, high=9)
     assert found.ids.tolist() == [REJECTED]
     assert found.conflicts.tolist() == [5]
     assert not found.pending.any()
@@ -58,29 +58,29 @@ def test_the_estimate_may_equal_the_mark_and_no_more() -> None:
 @pytest.mark.parametrize("kind", ["w", "r"])
 def test_write_and_read_locks_are_compared(kind: str) -> None:
     table = table_at(0)
-    judge(table, {"w": [1]}, next_id=1)
-    found = judge(table, {kind: [1]}, mark=0, high=1)
+    validate(table, {"w": [1]}, next_id=1)
+    found = validate(table, {kind: [1]}, mark=0, high=1)
     assert found.conflicts.tolist() == [1]
 
 
 @pytest.mark.parametrize(("kind", "enters"), [("w", True), ("a", True), ("r", False)])
 def test_which_locks_are_entered(kind: str, enters: bool) -> None:
     table = table_at(0)
-    judge(table, {kind: [1]}, next_id=1)
+    validate(table, {kind: [1]}, next_id=1)
     assert table.estimate(1) == (1 if enters else 0)
     assert table.estimate(2) == 0
 
 
 def test_a_row_represents_its_highest_lock() -> None:
     table = table_at(0)
-    judge(table, {"w": [1]}, {"w": [2]}, {"w": [3]})
-    found = judge(table, {"w": [1], "r": [3, 2]}, mark=0, high=3)
+    validate(table, {"w": [1]}, {"w": [2]}, {"w": [3]})
+    found = validate(table, {"w": [1], "r": [3, 2]}, mark=0, high=3)
     assert found.conflicts.tolist() == [3]
 
 
 def test_rows_that_are_not_eligible_leave_no_trace() -> None:
     table = table_at(0)
-    found = judge(
+    found = validate(
         table, {"w": [1]}, {"w": [1]}, {"w": [9]}, mark=[0, 0, 99], eligible=[False, True, False]
     )
     assert found.ids.tolist() == [REJECTED, 1, REJECTED]
@@ -90,14 +90,14 @@ def test_rows_that_are_not_eligible_leave_no_trace() -> None:
 
 def test_a_conflict_in_flight_is_pending_and_one_in_the_log_is_not() -> None:
     table = table_at(0)
-    judge(table, {"w": [1]}, {"w": [2]}, high=0, next_id=1)
-    found = judge(table, {"w": [1]}, {"w": [2]}, mark=0, high=1, next_id=3)
+    validate(table, {"w": [1]}, {"w": [2]}, high=0, next_id=1)
+    found = validate(table, {"w": [1]}, {"w": [2]}, mark=0, high=1, next_id=3)
     assert found.conflicts.tolist() == [1, 2]
     assert found.pending.tolist() == [False, True]
 
 
 def test_a_row_sees_the_rows_before_it_in_its_batch() -> None:
-    found = judge(table_at(0), {"w": [1]}, {"w": [1]}, {"r": [1]}, {"w": [2]}, {"a": [2]})
+    found = validate(table_at(0), {"w": [1]}, {"w": [1]}, {"r": [1]}, {"w": [2]}, {"a": [2]})
     assert found.ids.tolist() == [1, REJECTED, REJECTED, 2, 3]
     assert found.conflicts.tolist() == [NO_CONFLICT, 1, 1, NO_CONFLICT, NO_CONFLICT]
     assert found.pending.tolist() == [False, True, True, False, False]
@@ -105,71 +105,71 @@ def test_a_row_sees_the_rows_before_it_in_its_batch() -> None:
 
 def test_a_rejected_row_of_a_batch_blocks_no_append() -> None:
     table = table_at(0)
-    judge(table, {"w": [1]}, high=0, next_id=1)
-    found = judge(table, {"w": [1, 2]}, {"w": [2]}, {"w": [2]}, mark=0, high=1)
+    validate(table, {"w": [1]}, high=0, next_id=1)
+    found = validate(table, {"w": [1, 2]}, {"w": [2]}, {"w": [2]}, mark=0, high=1)
     assert found.ids.tolist() == [REJECTED, 2, REJECTED]
     assert found.conflicts.tolist() == [1, NO_CONFLICT, 2]
 
 
 def test_one_lock_twice_in_a_row_does_not_conflict_with_itself() -> None:
-    found = judge(table_at(0), {"w": [1, 1], "r": [1], "a": [1]})
+    found = validate(table_at(0), {"w": [1, 1], "r": [1], "a": [1]})
     assert found.ids.tolist() == [1]
 
 
 def test_clamp_forgets_what_never_came_to_be() -> None:
     table = table_at(0)
-    judge(table, {"w": [1]}, {"w": [2]}, high=0, next_id=1)
+    validate(table, {"w": [1]}, {"w": [2]}, high=0, next_id=1)
     table.clamp(TransactionId(1))
     assert (table.estimate(1), table.estimate(2), table.estimate(3)) == (1, 0, 0)
-    assert judge(table, {"w": [2]}, mark=0, high=1).ids.tolist() == [2]
+    assert validate(table, {"w": [2]}, mark=0, high=1).ids.tolist() == [2]
 
 
 def test_a_lost_append_does_not_reject_its_retry() -> None:
     table = table_at(0)
-    judge(table, {"w": [1]}, high=0, next_id=1)
+    validate(table, {"w": [1]}, high=0, next_id=1)
     table.landed(TransactionId(1))
     # Others write, and the session ends with the next one under the lock in flight.
-    judge(table, *({"w": [other]} for other in range(2, 10)), mark=1, high=1, next_id=2)
-    judge(table, {"w": [1]}, mark=1, high=1, next_id=10)
+    validate(table, *({"w": [other]} for other in range(2, 10)), mark=1, high=1, next_id=2)
+    validate(table, {"w": [1]}, mark=1, high=1, next_id=10)
     table.clamp(TransactionId(9))
     assert table.estimate(1) == 1
-    assert judge(table, {"w": [1]}, mark=1, high=9, next_id=10).ids.tolist() == [10]
+    assert validate(table, {"w": [1]}, mark=1, high=9, next_id=10).ids.tolist() == [10]
 
 
 def test_reset_makes_all_connections_catch_up() -> None:
     table = table_at(0)
     table.reset(TransactionId(6))
-    assert judge(table, {"w": [1]}, {"r": [2]}, {"a": [3]}, mark=5, high=6).accepted_count == 1
-    assert judge(table, {"w": [1]}, {"r": [2]}, mark=6, high=6, next_id=8).accepted_count == 2
+    assert validate(table, {"w": [1]}, {"r": [2]}, {"a": [3]}, mark=5, high=6).accepted_count == 1
+    assert validate(table, {"w": [1]}, {"r": [2]}, mark=6, high=6, next_id=8).accepted_count == 2
 
 
 def test_locks_in_flight_before_a_reset_undo_nothing_after_it() -> None:
     table = table_at(0)
-    judge(table, {"w": [1]}, {"w": [2]}, {"w": [3]}, next_id=1)
+    validate(table, {"w": [1]}, {"w": [2]}, {"w": [3]}, next_id=1)
     # Another owner has written up to 1 and may have written each of them; then this one is back.
     table.reset(TransactionId(1))
     table.clamp(TransactionId(1))
     assert [table.estimate(lock) for lock in (1, 2, 3)] == [1, 1, 1]
-    assert judge(table, {"r": [3]}, mark=0, high=1).conflicts.tolist() == [1]
+    assert validate(table, {"r": [3]}, mark=0, high=1).conflicts.tolist() == [1]
 
 
 def test_too_many_entries_to_undo_leave_none_above_the_mark() -> None:
     table = table_at(0)
-    judge(table, {"w": [1]}, next_id=1)
-    judge(table, {"w": [1, *range(10, 10_000)]}, mark=1, high=1, next_id=2)
+    validate(table, {"w": [1]}, next_id=1)
+    validate(table, {"w": [1, *range(10, 10_000)]}, mark=1, high=1, next_id=2)
     table.clamp(TransactionId(1))
     assert [table.estimate(lock) for lock in (1, 10, 9_999)] == [1, 1, 1]
-    assert judge(table, {"w": [1, 10]}, mark=1, high=1).ids.tolist() == [2]
+    assert validate(table, {"w": [1, 10]}, mark=1, high=1).ids.tolist() == [2]
 
 
 def test_an_empty_batch() -> None:
-    assert judge(table_at(0)).accepted_count == 0
+    assert validate(table_at(0)).accepted_count == 0
 
 
 def test_a_batch_changes_only_the_slots_of_its_entries() -> None:
-    """The row numbers that are put into the table while it judges must all be gone again."""
+    """The row numbers that are put into the table while it validates must all be gone again."""
     table = LockTable(11, TransactionId(3))
-    judge(table, {"w": [1]}, {"w": [1]}, {"r": [2]}, {"w": [5]}, mark=[3, 3, 3, 0], high=3)
+    validate(table, {"w": [1]}, {"w": [1]}, {"r": [2]}, {"w": [5]}, mark=[3, 3, 3, 0], high=3)
     assert set(table._slots.tolist()) <= {3, 4, 5}
     untouched = set(range(11)) - set(indices([1], 11).ravel().tolist())
     assert {int(table._slots[slot]) for slot in untouched} <= {3}
@@ -197,7 +197,7 @@ def test_the_false_rejections_foretold_are_those_that_happen() -> None:
     none = LockColumn(np.zeros(locks.size + 1, dtype=np.int64), np.zeros(0, dtype=np.int32))
     written = LockColumn(np.arange(locks.size + 1), locks)
     first = TransactionId(0)
-    table.judge(
+    table.validate(
         LockRequests(none, none, written, 0), high_water_mark=first, next_id=TransactionId(1)
     )
     foretold = table.false_rejection_probability(first)
@@ -228,7 +228,7 @@ def test_calls_do_not_grow_with_the_rows(hot: bool) -> None:
         requests = LockRequests(LockColumn(np.arange(count + 1), locks), none, none, 0)
         table = table_at(0)
         with counted_calls() as calls:
-            found = table.judge(
+            found = table.validate(
                 requests, high_water_mark=TransactionId(0), next_id=TransactionId(1)
             )
         assert found.accepted_count == (1 if hot else found.accepted_count)
@@ -238,7 +238,7 @@ def test_calls_do_not_grow_with_the_rows(hot: bool) -> None:
 
 def test_a_refill_lowers_slots_but_no_lock_below_its_writer() -> None:
     table = table_at(9)
-    judge(table, {"w": [3]}, mark=9, high=9)
+    validate(table, {"w": [3]}, mark=9, high=9)
     ids = np.array([9, 7, 7], dtype=np.int64)
     table.refine(TransactionId(9), TransactionId(6), np.array([1, 2, 3], dtype=np.int32), ids)
     assert [table.estimate(lock) for lock in (1, 2, 3, 4)] == [9, 7, 10, 6]

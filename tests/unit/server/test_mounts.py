@@ -2,14 +2,14 @@
 
 from waltz_core.errors import BadRequest, Overloaded, WaltzError
 from waltz_core.records.record import ClientId, Generation, PartitionId, ReqId, TransactionId
-from waltz_core.server.append.mounts import CLIENTS_MAX, Mounts, PartitionPlace
+from waltz_core.server.append.mounts import CLIENTS_MAX, Mounts, PartitionPosition
 from waltz_core.server.partition_events import ConnectionId
 from waltz_core.wire.messages import FEED_HEADERS_MAX, LATEST_MARK, MountWriter
 
 ALICE, BOB = ClientId(1), ClientId(2)
 OLD, NEW = ConnectionId(10), ConnectionId(11)
 
-PLACE = PartitionPlace(PartitionId(0), Generation(1), TransactionId(9))
+PLACE = PartitionPosition(PartitionId(0), Generation(1), TransactionId(9))
 
 
 def fault(

@@ -18,7 +18,7 @@ from waltz_core.records.record import PartitionId, ServerId
 from waltz_core.server.process import neighbors
 from waltz_core.server.process.neighbors import Neighbors
 from waltz_core.transport import net
-from waltz_core.wire.messages import Surface
+from waltz_core.wire.messages import WireProtocol
 
 HOST = "127.0.0.1"
 ME, OTHER = ServerId(1), ServerId(2)
@@ -73,7 +73,7 @@ class World:
 
     async def listen(self, port: int | None = None) -> net.Listener:
         """Listen; at the same port again, which no other process is given meanwhile."""
-        return await net.listen(Surface.CLIENT, HOST, port or free_port(), self.links.append)
+        return await net.listen(WireProtocol.CLIENT, HOST, port or free_port(), self.links.append)
 
     async def reached(self) -> tuple[net.Listener, ServerDescriptor]:
         """Have another server listen, and wait until it is reached."""
@@ -100,7 +100,7 @@ async def test_a_server_that_no_longer_listens_is_removed_once():
         await listener.close()
         await until(lambda: here.taken_out)
         assert DIALS[0] - dials >= 3, "one refusal may be that of a process that is restarted"
-        # It may be alive in spite of that: only a server that was reached again is judged again.
+        # It may be alive in spite of that: only a server that was reached again is validated again.
         await some_dials()
         assert here.taken_out == [other]
         listener = await here.listen(listener.port)
@@ -145,7 +145,7 @@ async def test_a_lost_connection_alone_logs_nothing():
 
 
 @on_loop
-async def test_an_address_that_was_never_reached_is_not_judged():
+async def test_an_address_that_was_never_reached_is_not_validated():
     async with world() as here:
         here.neighbors.follow(view_of(ServerDescriptor(OTHER, HOST, free_port())))
         await some_dials()
@@ -216,7 +216,7 @@ async def test_a_server_that_closes_each_connection_is_dialed_ever_more_slowly()
                 here.links.append(link)
                 link.close("no")
 
-            listener = await net.listen(Surface.CLIENT, HOST, free_port(), close)
+            listener = await net.listen(WireProtocol.CLIENT, HOST, free_port(), close)
             here.neighbors.follow(view_of(ServerDescriptor(OTHER, HOST, listener.port)))
             await until(lambda: len(here.links) >= 19)
             here.neighbors.stop()

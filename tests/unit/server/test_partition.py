@@ -29,7 +29,6 @@ from waltz_core.replication import session_events as replication
 from waltz_core.server.append.pace import Pace
 from waltz_core.server.partition.served_partition import Partition
 from waltz_core.server.partition_events import (
-    Answer,
     Closed,
     Congested,
     ConnectionId,
@@ -41,6 +40,7 @@ from waltz_core.server.partition_events import (
     PartitionIdentity,
     PartitionLimits,
     Received,
+    SendToClient,
 )
 from waltz_core.server.read.cache import CacheBudget, FeedCache, TransactionCache
 from waltz_core.wire import messages
@@ -89,7 +89,7 @@ class World:
         self.now_ms = 0
         self.session = 0
         self.sequence = 1
-        self.answers: list[Answer] = []
+        self.answers: list[SendToClient] = []
         self.fetches: list[Fetch] = []
         self.rest: list[object] = []
         self.step(replication.TakeOwnership(Generation(1), REPLICAS))
@@ -98,7 +98,7 @@ class World:
 
     def step(self, event: Event) -> None:
         for effect in self.partition.step(event, self.now_ms):
-            if isinstance(effect, Answer):
+            if isinstance(effect, SendToClient):
                 self.answers.append(effect)
             elif isinstance(effect, Fetch):
                 self.fetches.append(effect)
@@ -130,7 +130,9 @@ class World:
             replication.SessionOpened(
                 session_id, Generation(generation), TransactionId(mark), self.chain, unbroken
             ),
-            replication.Settled(session_id, TransactionId(mark if settled is None else settled)),
+            replication.SessionSettled(
+                session_id, TransactionId(mark if settled is None else settled)
+            ),
         )
 
     def close(self, error_code: int = 0) -> None:
@@ -251,7 +253,7 @@ def test_nothing_is_answered_between_session_opened_and_settled() -> None:
     )
     assert world.answers == []
     assert not world.partition.is_open
-    world.say(replication.Settled(SessionId(1), TransactionId(4)))
+    world.say(replication.SessionSettled(SessionId(1), TransactionId(4)))
     assert world.answer(mark) == messages.HighWaterMarkResponse(mark, 4)
     assert world.partition.is_open
 

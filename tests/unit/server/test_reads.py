@@ -23,12 +23,12 @@ from waltz_core.records.record import (
 )
 from waltz_core.replication.session_events import Batch
 from waltz_core.server.partition_events import (
-    Answer,
     ConnectionId,
     FeedHeaders,
     Fetch,
     PartitionLimits,
     Received,
+    SendToClient,
 )
 from waltz_core.server.read.cache import CacheBudget, FeedCache, TransactionCache
 from waltz_core.server.read.read_ahead import AHEAD_BYTES, AHEAD_COUNT
@@ -65,13 +65,13 @@ def reads(mark: int = 999, *, budget_bytes: int = 1 << 20, **limits: int) -> Rea
 
 def ask(
     each: Reads, first: int, last: int, *, form: RangeForm = RangeForm.HEADERS, sequence: int = 1
-) -> list[Answer | Fetch | FeedHeaders]:
+) -> list[SendToClient | Fetch | FeedHeaders]:
     req_id = ReqId(ClientId(1), Generation(0), PartitionId(0), sequence)
     message = RangeRequest(req_id, first, last, 1 << 20, form, ())
     return each.range(Received(ConnectionId(1), message, 70, 0), message)
 
 
-def fetch_of(outcomes: list[Answer | Fetch | FeedHeaders]) -> Fetch:
+def fetch_of(outcomes: list[SendToClient | Fetch | FeedHeaders]) -> Fetch:
     (found,) = outcomes
     assert isinstance(found, Fetch)
     return found
@@ -102,7 +102,7 @@ def test_so_many_fetches_at_a_time_and_the_others_in_order() -> None:
     assert ask(each, 20, 29) == []
     assert ask(each, 30, 39) == []
     answer, third = each.fetched(first.token, headers(first, 10), 0)
-    assert isinstance(answer, Answer)
+    assert isinstance(answer, SendToClient)
     assert isinstance(third, Fetch)
     assert third.message.first == 20
     (fourth,) = each.failed(second.token, "gone", 0)
@@ -180,7 +180,7 @@ def test_a_failed_fetch_is_sent_to_every_replica_and_then_waits() -> None:
     fetch = fetch_of(each.wake(RETRY_FIRST_MS))
     assert not fetch.is_urgent
     (answer,) = each.fetched(fetch.token, headers(fetch, 10), RETRY_FIRST_MS)
-    assert isinstance(answer, Answer)
+    assert isinstance(answer, SendToClient)
     assert isinstance(answer.message, RangeData)
 
 
@@ -234,7 +234,7 @@ def test_after_some_rounds_the_client_is_reported() -> None:
             outcomes = each.wake(now_ms)
         outcomes = each.failed(fetch_of(outcomes).token, "gone", now_ms)
     (answer,) = outcomes
-    assert isinstance(answer, Answer)
+    assert isinstance(answer, SendToClient)
     assert answer.message.error_code == errors.Unreachable.code
     assert each.wake_at_ms is None
 
@@ -257,7 +257,7 @@ def test_an_answer_of_an_old_session_still_counts() -> None:
     fetch = fetch_of(ask(each, 0, 9))
     each.closed()
     (answer,) = each.fetched(fetch.token, headers(fetch, 10), 0)
-    assert isinstance(answer, Answer)
+    assert isinstance(answer, SendToClient)
     assert each.fetched(fetch.token, headers(fetch, 10), 0) == []
 
 
@@ -383,19 +383,21 @@ def test_an_answer_of_a_storage_is_checked_before_the_next_read(form, spoil) -> 
     assert third.replica not in {fetch.replica, again.replica}
     good = whole(third, 10, 11) if form is RangeForm.WHOLE else headers(third, 2)
     (answer,) = each.fetched(third.token, good, 0)
-    assert isinstance(answer, Answer)
+    assert isinstance(answer, SendToClient)
     assert isinstance(answer.message, RangeData)
     assert (answer.message.first, answer.message.next) == (10, 12)
 
 
-def ask_data(each: Reads, wanted: int, *, sequence: int = 1) -> list[Answer | Fetch | FeedHeaders]:
+def ask_data(
+    each: Reads, wanted: int, *, sequence: int = 1
+) -> list[SendToClient | Fetch | FeedHeaders]:
     req_id = ReqId(ClientId(1), Generation(0), PartitionId(0), sequence)
     message = TransactionDataRequest(req_id, wanted)
     return each.data(Received(ConnectionId(1), message, 70, 0), message)
 
 
-def data_of(outcome: Answer | Fetch | FeedHeaders) -> tuple[int, bytes]:
-    assert isinstance(outcome, Answer)
+def data_of(outcome: SendToClient | Fetch | FeedHeaders) -> tuple[int, bytes]:
+    assert isinstance(outcome, SendToClient)
     data, error = outcome.message.result
     assert error is None
     assert data is not None

@@ -156,7 +156,7 @@ def test_locks_entered_meanwhile_stay() -> None:
     world = World()
     world.query_locks(holds=False)
     assert not world.refill.holds(world.now_ms)
-    world.table.judge_one(
+    world.table.validate_one(
         ([1_005], [], []),
         MARK,
         high_water_mark=TransactionId(MARK),

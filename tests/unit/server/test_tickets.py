@@ -1,4 +1,4 @@
-"""What `test_append.py` does not show of a batch: rows not judged yet, where a piece ends."""
+"""What `test_append.py` does not show of a batch: rows not validated yet, where a piece ends."""
 
 import numpy as np
 
@@ -29,22 +29,22 @@ def outcomes(ticket: BatchTicket) -> list[tuple[int, Reason]]:
 
 
 def opened(data: list[bytes]) -> BatchTicket:
-    """A batch that was decoded and of which no row is judged."""
+    """A batch that was decoded and of which no row is validated."""
     none: list[list[int]] = [[] for _ in data]
     payload = encode_append(
         [0] * len(data), data, write_locks=none, read_locks=none, append_locks=none
     )
     ticket = BatchTicket(A, 60, AppendBatch(REQ, 5, payload, 0), REQ, Epoch(), 0)
-    assert not ticket.is_judged
+    assert not ticket.is_validated
     ticket.open(decode_append(payload, rows_max=100, bytes_max=MIB))
-    assert (ticket.message, ticket.mark, ticket.judged_count) == (None, 5, 0)
+    assert (ticket.message, ticket.mark, ticket.validated_count) == (None, 5, 0)
     return ticket
 
 
-def test_rows_that_are_not_judged_are_not_lost() -> None:
+def test_rows_that_are_not_validated_are_not_lost() -> None:
     rows = opened([b"a", b"b", b"c"])
     rows.ids[:2] = 6, 7
-    rows.judged(2)
+    rows.validated(2)
     assert rows.settle(TransactionId(6), Reason.NO_SPACE)
     assert rows.reasons.tolist() == [Reason.COMMITTED, Reason.NO_SPACE, Reason.COMMITTED]
     assert not rows.settle(TransactionId(6))
@@ -62,6 +62,6 @@ def test_a_piece_ends_before_the_row_that_would_make_it_too_long() -> None:
     assert [rows.stop_within(piece) for piece in (1, 100, 199, 200, 999, None)] == [
         1, 1, 1, 2, 9, 10
     ]  # fmt: skip
-    rows.judged(8)
+    rows.validated(8)
     assert [rows.stop_within(piece) for piece in (1, 200, 9_999, None)] == [9, 10, 10, 10]
     assert [rows.cost_up_to(row) for row in (0, 1, 8, 10)] == [0, 6, 48, 60]

@@ -9,7 +9,7 @@ import pytest
 from pyspark.sql.types import ArrayType, LongType, NullType, StructType
 
 from waltz_core.errors import BadRequest
-from waltz_spark.writer.appender import AnsweredRows
+from waltz_spark.writer.appender import FinalRows
 from waltz_spark.writer.columns import RESULT_COLUMNS
 from waltz_spark.writer.results import (
     REJECTED,
@@ -65,7 +65,7 @@ def attempt(path: Path, number: int, write: str = "w") -> ResultFile:
     file = ResultFile(str(path), file_name(0, number, write), rejected_status=REJECTED)
     ids, none = np.arange(2, dtype=np.int64), np.full(2, -1, np.int64)
     identity = pa.RecordBatch.from_pydict({"id": pa.array([1, 2])})
-    file.add(AnsweredRows(0, identity, ids, np.zeros(2, np.uint8), none, 1, 1))
+    file.add(FinalRows(0, identity, ids, np.zeros(2, np.uint8), none, 1, 1))
     return file
 
 

@@ -13,11 +13,11 @@ from waltz_core.records.record import GENESIS_CHAIN, LineageEntry, ReqId
 from waltz_core.storage.files.format import FLAG_ASSIGNED, FLAG_AVAILABLE, IdRange, PartitionInfo
 from waltz_core.storage.service.admin import (
     WAITING_MAX,
-    AdminAnswer,
     AdminRequest,
     AdminService,
     AdminTaskDone,
     RunAdminTask,
+    SendAdminResponse,
 )
 from waltz_core.storage.service.admin_tasks import (
     Assign,
@@ -79,7 +79,7 @@ class Terminal:
             match effect:
                 case RunAdminTask():
                     self.open.append(effect)
-                case AdminAnswer():
+                case SendAdminResponse():
                     self.answered.append((effect.connection, effect.message))
                 case Report():
                     self.reports.append(effect)

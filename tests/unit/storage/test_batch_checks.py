@@ -64,7 +64,7 @@ def test_a_run_that_differs_from_its_header_is_rejected():
 def test_the_batch_behind_repaired_records_is_not_held_against_them():
     disk = new_disk()
     segments, _, entries = make_segments(disk, [3], [4], [2])
-    segments.all[1].lineage.cut(0)
+    segments.all[1].lineage.truncate(0)
     segments.all[2].rewrite_lineage_header(entries[0].chain)
     check_repaired(segments, IdRange(3, 6), ())
     with pytest.raises(ChecksumMismatch):

@@ -243,7 +243,7 @@ def test_a_record_that_has_rotted_is_covered_like_the_others_and_stays_damaged(w
     assert world.log.damaged == ()
 
 
-def test_a_cut_in_the_middle_of_a_batch(world):
+def test_a_truncation_in_the_middle_of_a_batch(world):
     """The mark is decided below the end: what is behind it goes when the mark is set."""
     last, chain = cover(world, 7)
     assert (last, world.log.chain) == (7, chain)
@@ -254,7 +254,7 @@ def test_a_cut_in_the_middle_of_a_batch(world):
     assert world.log.chain_at(7) == chain
 
 
-def test_a_cut_without_room_happens_when_the_mark_is_set_again(world, monkeypatch):
+def test_a_truncation_without_room_happens_when_the_mark_is_set_again(world, monkeypatch):
     _, chain = cover(world, 7)
     with monkeypatch.context() as patch:
         patch.setattr(truncation, "carry_out", Mock(side_effect=NoSpace("full")))
@@ -304,7 +304,7 @@ def test_batches_that_do_not_follow_on_are_rejected_and_cover_nothing(world):
     assert on_disk(world) == world.content() == whole(9)
 
 
-def test_nothing_below_the_confirmed_mark_is_cut(world):
+def test_nothing_below_the_confirmed_mark_is_truncated(world):
     cover(world)
     (wrong,) = other_batches([*records(0, 3), *records(3, 4, b"else")], (7,), 2)
     with pytest.raises(DataLoss, match="below the low-water mark 5"):
@@ -365,16 +365,16 @@ def test_a_disk_that_fails_in_between_takes_nothing_with_it(world):
     assert world.content() == whole(9)
 
 
-def test_one_cut_in_a_session_and_at_a_batch_that_is_here(world):
+def test_one_truncation_in_a_session_and_at_a_batch_that_is_here(world):
     with pytest.raises(BadRequest, match=r"expected chain 0+ at 3, found no batch end there"):
         world.log.truncate(2, 8, 3, GENESIS_CHAIN)
     cover(world)
     append(world, next(other_batches(records(0, 10), (3,), 2)))
-    with pytest.raises(BadRequest, match="one cut"):
+    with pytest.raises(BadRequest, match="one truncation"):
         cover(world)
 
 
-def test_records_of_an_owner_are_cut_as_usual(world):
+def test_records_of_an_owner_are_truncated_as_usual(world):
     log = world.log
     log.set_low_water_mark(2, 9, log.chain)
     log.engage(2, 9)

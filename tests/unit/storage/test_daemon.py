@@ -66,7 +66,7 @@ async def main():
             health = await daemon.health()
             print(health.details["disk_error"])
         else:
-            Engine.close = storage_daemon.write_places = hangs
+            Engine.close = storage_daemon.write_positions = hangs
         stop.set()
 
     tasks = []

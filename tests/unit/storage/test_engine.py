@@ -298,7 +298,7 @@ def test_a_partition_whose_files_are_gone_opens_only_when_it_was_emptied(tmp_pat
     if is_replaced:
         shutil.copytree(tmp_path / "copy", tmp_path / "1")
     with pytest.raises(MissingSegment) as found:
-        log.check_place()
+        log.check_files()
     engine.stop_serving(1, found.value)
     for call in (engine.assign, engine.log):
         with pytest.raises(MissingSegment, match="deleted or replaced"):
@@ -315,16 +315,16 @@ def test_a_partition_whose_files_are_gone_opens_only_when_it_was_emptied(tmp_pat
 def test_a_partition_is_not_emptied_where_the_control_file_is_gone(tmp_path, is_replaced):
     engine = open_engine(tmp_path / "storage")
     log = engine.assign(1)
-    engine.check_place()
+    engine.check_files()
     shutil.copytree(tmp_path / "storage", tmp_path / "copy")
     shutil.rmtree(tmp_path / "storage")
     if is_replaced:
         (tmp_path / "copy").rename(tmp_path / "storage")
     with pytest.raises(MissingSegment) as found:
-        log.check_place()
+        log.check_files()
     engine.stop_serving(1, found.value)
     assert engine.has_lost_files
-    for call in (engine.check_place, lambda: engine.re_seed(1)):
+    for call in (engine.check_files, lambda: engine.re_seed(1)):
         with pytest.raises(MissingSegment, match=r"waltz-storage.ctl: .*deleted or replaced.*Hint"):
             call()
     assert (tmp_path / "storage").exists() == is_replaced

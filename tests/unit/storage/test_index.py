@@ -84,11 +84,11 @@ def test_only_what_was_synced_of_an_index_is_left():
     index.write(0, np.array([128, 170]))
     index.sync()
     index.write(2, np.array([260]))
-    index.cut(1)
+    index.truncate(1)
     disk.power_loss(Survival.NOTHING, Random(1))
     index = OffsetIndex(disk.open(IDX), BLANK)
     assert index.read(0, 9).tolist() == [128, 170]
-    index.cut(1)
+    index.truncate(1)
     index.sync()
     disk.power_loss(Survival.NOTHING, Random(1))
     assert OffsetIndex(disk.open(IDX), BLANK).count == 1

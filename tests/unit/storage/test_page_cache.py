@@ -34,7 +34,7 @@ def test_the_newest_part_stays_and_older_parts_are_given_back_step_by_step():
     # Each begins earlier than the last one ended: that may have ended within a folio.
     expected = [max(0, n * STEP_BYTES - FOLIO_BYTES_MAX) for n in range(5)]
     assert [start for start, _ in dropped] == expected
-    tail.cut(2 * MIB)
+    tail.truncate(2 * MIB)
     assert given_back(tail, *pieces(KEPT + MIB, start=2 * MIB)) == [(0, 3 * MIB)]
     assert len(given_back(Tail(KEPT), *pieces(KEPT + 2 * STEP_BYTES, step=4096))) == 2
 

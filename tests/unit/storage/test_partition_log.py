@@ -343,7 +343,7 @@ def test_a_close_marks_the_end_as_clean_unless_a_write_has_failed(world, has_fai
 # ---- after a crash
 
 
-def test_a_torn_tail_is_cut_and_an_unsynced_batch_is_kept_whole_or_not(world):
+def test_a_torn_tail_is_truncated_and_an_unsynced_batch_is_kept_whole_or_not(world):
     world.append([4])
     world.append([4, 4], sync=False)
     path = world.directory / "0" / f"{0:019d}.seg"
@@ -380,7 +380,9 @@ def test_rot_above_the_marker_is_damage_where_a_later_entry_calls_the_record_syn
 
 
 @pytest.mark.parametrize("change", [flip, exchange])
-def test_a_wrong_record_that_was_not_synced_is_cut_with_the_whole_ones_behind_it(world, change):
+def test_a_wrong_record_that_was_not_synced_is_truncated_with_the_whole_ones_behind_it(
+    world, change
+):
     world.append([4])
     world.append([4], sync=False)
     world.append([4], sync=False)
@@ -412,7 +414,7 @@ def test_a_log_that_ends_below_its_marker_is_suspect_until_a_mark_is_set(world):
     assert not world.log.suspect
 
 
-def test_rot_below_the_marker_is_damage_and_never_cut(world):
+def test_rot_below_the_marker_is_damage_and_never_truncated(world):
     written = world.append([20]) + world.append([20])
     world.clock.now += 1000
     world.append([1])
@@ -650,11 +652,11 @@ def test_a_batch_that_has_rotted_does_not_keep_a_new_segment_from_beginning(worl
     assert (state.synced_max, state.chain) == (49, world.log.chain_at(49))
 
 
-def test_a_failed_cut_makes_the_replica_suspect(world):
+def test_a_failed_truncation_makes_the_replica_suspect(world):
     world.append([5])
     for what in ("sync", "truncate"):
         world.disk.fail[(what, ".seg")] = DiskFailed
-    with pytest.raises(DiskFailed, match="cannot be cut"):
+    with pytest.raises(DiskFailed, match="cannot be truncated"):
         world.append([3])
     world.crash()
     assert world.log.suspect
@@ -700,7 +702,7 @@ def spoil_offset(world, transaction_id):
         file.write(bytes(8))
 
 
-def test_a_truncation_that_cuts_nothing_makes_durable_what_it_keeps(world):
+def test_a_truncation_that_truncates_nothing_makes_durable_what_it_keeps(world):
     world.append([2], sync=False)
     assert world.log.truncate(1, 1, 1, world.log.chain) == (1, world.log.chain)
     assert world.log.synced_max == 1
@@ -784,14 +786,14 @@ def test_a_truncation_that_finds_no_room_twice_waits_for_the_next_opening(world)
     assert (world.log.max_id, world.log.slot.truncate) == (5, None)
 
 
-def test_the_rest_of_a_failed_sync_does_not_count_even_if_it_cannot_be_cut(world):
+def test_the_rest_of_a_failed_sync_does_not_count_even_if_it_cannot_be_truncated(world):
     world.append([1] * 5)
     records, lengths = make_records(5, [20] * 3)
     entries = make_entries(records, lengths, 5, world.log.chain, 1, [3])
     world.log.append(1, 5, lengths, records, world.log.chain, entries)
     spoil_offset(world, 5)
     world.disk.fail[("sync", ".seg")] = DiskFailed
-    with pytest.raises(DiskFailed, match="cannot be cut"):
+    with pytest.raises(DiskFailed, match="cannot be truncated"):
         world.log.sync()
     world.disk.fail.clear()
     with pytest.raises(DiskFailed, match="until it is opened again"):

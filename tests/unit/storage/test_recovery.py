@@ -43,7 +43,7 @@ from waltz_core.storage.files.record_search import SCAN_BYTES
 from waltz_core.storage.files.segment import Segment
 from waltz_core.storage.log import log_recovery
 from waltz_core.storage.log.log_recovery import open_log
-from waltz_core.storage.log.truncation import cut_of
+from waltz_core.storage.log.truncation import truncation_of
 from waltz_sim.world.simulated_disk import DiskFault, PowerLoss, SimDisk, Survival
 
 RECORD_BYTES = 60
@@ -234,7 +234,7 @@ def test_an_error_while_files_are_closed_does_not_take_the_place_of_the_first(mo
 def test_the_intent_of_a_truncation_is_carried_out(last_to_keep):
     disk = new_disk()
     segments, records, entries = written(disk, [3], [2], [4])
-    cut, end = cut_of(segments, last_to_keep)
+    cut, end = truncation_of(segments, last_to_keep)
     slots = SlotFile.open(disk, ROOT, 2)
     acked = min(slots.slot.acked, end, key=lambda one: one.transaction_id)
     slots.write(
@@ -731,7 +731,7 @@ def test_lost_batches_at_the_end_of_an_older_segment_are_made_up():
         assert (content(segments), segments.chain) == (records, entries[-1].chain)
 
 
-def test_batches_after_the_last_record_are_cut():
+def test_batches_after_the_last_record_are_truncated():
     disk = new_disk()
     _, records, entries = written(disk, [3], [4])
     seg = path_of(3, ".seg")
@@ -753,7 +753,7 @@ def test_a_rotten_batch_before_a_continued_file_is_not_torn():
     assert (content(segments), segments.last) == (records, 5)
 
 
-def test_a_torn_batch_across_two_segments_is_cut_without_suspicion():
+def test_a_torn_batch_across_two_segments_is_truncated_without_suspicion():
     """What lies in the older file was synced there; the batch was not, and was not acknowledged."""
     disk = new_disk()
     segments, records, entries = written(disk, [3, 2], acked=2)

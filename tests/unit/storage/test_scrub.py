@@ -13,8 +13,8 @@ from waltz_core.storage.log.scrub import (
     Scrub,
     Scrubbed,
     ScrubPiece,
-    read_places,
-    write_places,
+    read_positions,
+    write_positions,
 )
 
 DAY_MS = 86_400_000
@@ -76,7 +76,7 @@ def test_an_empty_log_is_done_at_once_and_looked_at_again_later():
     assert scrub.wake_at_ms == PASS_PAUSE_MS
 
 
-def test_a_log_that_was_cut_is_not_read_beyond_its_end():
+def test_a_log_that_was_truncated_is_not_read_beyond_its_end():
     scrub = made(2)
     read(scrub, 0, last=99, next_id=50)
     assert scrub.begin(2, 30, 500) is None
@@ -179,21 +179,21 @@ def test_every_log_is_read_once_in_a_pass_and_no_faster_than_allowed(lasts, rate
 @given(st.dictionaries(st.integers(0, 10_000), st.integers(0, (1 << 63) - 1)))
 def test_scrub_positions_survive_a_write_and_a_read(places):
     disk = new_disk()
-    write_places(disk, ROOT, places)
-    assert read_places(disk, ROOT) == places
+    write_positions(disk, ROOT, places)
+    assert read_positions(disk, ROOT) == places
 
 
 def test_a_file_of_places_that_is_wrong_in_any_byte_reports_nothing():
     disk = new_disk()
-    assert read_places(disk, ROOT) == {}
-    write_places(disk, ROOT, {3: 70, 11: 5})
+    assert read_positions(disk, ROOT) == {}
+    write_positions(disk, ROOT, {3: 70, 11: 5})
     path = ROOT / PLACES_NAME
     for offset in range(len(disk.content(path))):
         disk.flip(path, offset, 4)
-        assert read_places(disk, ROOT) == {}
+        assert read_positions(disk, ROOT) == {}
         disk.flip(path, offset, 4)
     for size in range(len(disk.content(path)) - 1, -1, -1):
         disk.cut(path, size)
-        assert read_places(disk, ROOT) == {}
-    write_places(disk, ROOT, {3: 71})
-    assert read_places(disk, ROOT) == {3: 71}
+        assert read_positions(disk, ROOT) == {}
+    write_positions(disk, ROOT, {3: 71})
+    assert read_positions(disk, ROOT) == {3: 71}

@@ -111,18 +111,18 @@ def test_batches_of_another_segment_are_rejected():
 # ---- cutting and filling
 
 
-def test_a_cut_keeps_what_is_below_it_and_the_next_append_continues_there():
+def test_a_truncation_keeps_what_is_below_it_and_the_next_append_continues_there():
     disk = new_disk()
     segment = new_segment(disk)
     records, entries = fill_segment(segment, [3, 2, 4])
-    segment.cut(4)
+    segment.truncate(4)
     assert (segment.last, segment.size_bytes) == (4, offset_of(5))
     assert list(segment.lineage.entries(0)) == entries[:2]
     more, _ = fill_segment(segment, [2], entries[1].chain, seed=9)
     assert segment.read(0, 6)[0] == records[: 5 * RECORD_BYTES] + more
-    segment.cut(3)
+    segment.truncate(3)
     assert list(segment.lineage.entries(0)) == entries[:1]
-    segment.cut(BEFORE_FIRST)
+    segment.truncate(BEFORE_FIRST)
     assert (segment.last, segment.size_bytes) == (BEFORE_FIRST, SEGMENT_HEADER_BYTES)
     assert segment.lineage.count == 0
     assert segment.is_plausible()
@@ -142,7 +142,7 @@ def test_a_hole_at_the_end_has_any_size():
 
 
 @pytest.mark.parametrize("cut", [0, 1, 30, 59])
-def test_an_unconfirmed_torn_tail_is_cut(cut):
+def test_an_unconfirmed_torn_tail_is_truncated(cut):
     disk = new_disk()
     records, _ = fill_segment(new_segment(disk), [5])
     if cut:
@@ -195,7 +195,7 @@ def test_in_an_older_segment_all_that_is_missing_is_damage():
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])
-def test_bytes_after_an_older_segment_are_cut_only_where_all_of_it_was_found(is_damaged):
+def test_bytes_after_an_older_segment_are_truncated_only_where_all_of_it_was_found(is_damaged):
     disk = new_disk()
     fill_segment(new_segment(disk), [6])
     disk.put(SEG, disk.content(SEG) + b"more")

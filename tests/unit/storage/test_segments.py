@@ -94,11 +94,11 @@ def test_batches_that_touch_a_stretch_come_with_the_chain_before_them():
 
 
 @pytest.mark.parametrize("last_to_keep", range(-1, 9))
-def test_a_cut_may_go_over_borders_and_be_done_again(last_to_keep):
+def test_a_truncation_may_go_over_borders_and_be_done_again(last_to_keep):
     disk = new_disk()
     segments, records, entries = make_segments(disk, [3], [1, 1], [4])
     for _ in range(2):
-        segments.cut(last_to_keep, None)
+        segments.truncate(last_to_keep, None)
         assert segments.last == last_to_keep
     segments.sync()
     segments.sync_index()
@@ -114,20 +114,20 @@ def test_a_cut_may_go_over_borders_and_be_done_again(last_to_keep):
         assert again.read(0, last_to_keep)[0] == bytes_of(records, 0, last_to_keep)
 
 
-def test_an_unknown_segment_is_removed_by_a_cut():
+def test_an_unknown_segment_is_removed_by_a_truncation():
     """It got its name before making it failed; the next opening would take it for the log's."""
     disk = new_disk()
     segments, _, entries = make_segments(disk, [3])
     new_segment(disk, 3, entries[0].chain).close()
-    segments.cut(2, None)
+    segments.truncate(2, None)
     assert [name for name in disk.list(ROOT) if name.endswith(".seg")] == [segment_name(0, ".seg")]
 
 
-def test_a_batch_that_is_cut_gets_its_new_entry_once():
+def test_a_batch_that_is_truncated_gets_its_new_entry_once():
     segments, _, entries = straddling(new_disk())
     cut = entries[1]._replace(last=5, chain=bytes(range(16)))
     for _ in range(2):
-        segments.cut(5, cut)
+        segments.truncate(5, cut)
         assert list(segments.entries_from(0)) == [entries[0], cut]
     assert (segments.last, segments.chain) == (5, cut.chain)
 

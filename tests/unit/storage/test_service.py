@@ -28,7 +28,7 @@ from waltz_core.wire.messages import (
     DamageFound,
     Engage,
     Heartbeat,
-    HeartbeatAnswer,
+    HeartbeatResponse,
     LineageRequest,
     LineageResponse,
     LockBlocks,
@@ -159,7 +159,7 @@ class Bench:
         found = [
             (each.connection, each.message)
             for each in self.effects
-            if isinstance(each, service_effects.StorageAnswer)
+            if isinstance(each, service_effects.SendStorageMessage)
         ]
         return found if connection is None else [m for c, m in found if c == connection]
 
@@ -359,7 +359,7 @@ def test_a_message_of_another_session_is_rejected_with_the_promised_one(bench):
             assert (answer.error_code, answer.promised) == (errors.SessionFenced.code, 5)
             assert answer.session_id == session_id
     assert bench.log.promised == 5
-    assert isinstance(bench.ask(1, owner.make(Heartbeat)), HeartbeatAnswer)
+    assert isinstance(bench.ask(1, owner.make(Heartbeat)), HeartbeatResponse)
 
 
 def test_an_unexpected_message_is_rejected(bench):
@@ -370,14 +370,14 @@ def test_an_unexpected_message_is_rejected(bench):
 def test_a_heartbeat_is_answered_at_once_while_work_is_in_progress(bench):
     owner = bench.owned(5)
     bench.send(1, owner.append(), owner.make(Heartbeat))
-    assert isinstance(bench.answers(1)[-1], HeartbeatAnswer)
+    assert isinstance(bench.answers(1)[-1], HeartbeatResponse)
     bench.finish()
 
 
 def test_a_later_session_is_reported_before_that_is_answered(bench):
     owner = bench.owned(5, connection=1)
     bench.send(4, open_request())
-    assert isinstance(bench.ask(4, owner.make(Heartbeat)), HeartbeatAnswer)
+    assert isinstance(bench.ask(4, owner.make(Heartbeat)), HeartbeatResponse)
     bench.send(1, owner.append())
     bench.send(2, prepare(Owner(6)))
     bench.send(4, owner.make(Heartbeat))

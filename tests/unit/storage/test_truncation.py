@@ -17,30 +17,30 @@ from waltz_core.storage.files.format import (
     segment_name,
 )
 from waltz_core.storage.log import truncation
-from waltz_core.storage.log.truncation import cut_of
+from waltz_core.storage.log.truncation import truncation_of
 from waltz_sim.world.simulated_disk import DiskFault, Survival
 
 RECORD_BYTES = 60
 
 
-def test_entries_above_a_cut_are_removed_with_the_intent():
+def test_entries_above_a_truncation_are_removed_with_the_intent():
     segments, _, entries = make_segments(new_disk(), [3, 5], [2])
     ends = [Marker(one.last, one.chain) for one in entries]
     slot = Slot(2, acked=ends[2], provisional=Mark(4, 9), damaged=(IdRange(1, 6),))
-    cut, _ = cut_of(segments, 5)
+    cut, _ = truncation_of(segments, 5)
     found = truncation.intended(slot, segments, 5)
     assert found.truncate == TruncateIntent(5, cut)
     assert (found.acked, found.provisional, found.damaged) == (ends[0], None, slot.damaged)
     assert (cut.first, cut.last, cut.session_id) == (3, 5, entries[1].session_id)
     assert check_chain([cut], 3, entries[0].chain, segments.record_crcs(3, 5)) is None
-    assert cut_of(segments, BEFORE_FIRST) == (None, Marker(BEFORE_FIRST, GENESIS_CHAIN))
+    assert truncation_of(segments, BEFORE_FIRST) == (None, Marker(BEFORE_FIRST, GENESIS_CHAIN))
     kept = Slot(2, acked=ends[0], provisional=Mark(4, 5))
     found = truncation.intended(kept, segments, 7)
     assert (found.truncate, found.acked) == (TruncateIntent(7, None), ends[0])
     assert found.provisional == Mark(4, 5)
 
 
-def test_a_batch_that_cannot_be_read_is_not_cut_in_its_middle():
+def test_a_batch_that_cannot_be_read_is_not_truncated_in_its_middle():
     disk = new_disk()
     segments, _, _ = make_segments(disk, [3, 5])
     disk.flip(ROOT / segment_name(0, ".seg"), 128 + 4 * RECORD_BYTES + 44)
@@ -79,8 +79,8 @@ def test_it_is_carried_out_again_wherever_there_was_no_room():
         else:
             break
         assert segments.read(0, 5)[0] == records[: 6 * RECORD_BYTES]
-        assert list(segments.entries_from(0)) == [entries[0], slot.truncate.cut]
+        assert list(segments.entries_from(0)) == [entries[0], slot.truncate.shortened]
         after = truncation.finished(slot, segments)
         assert (after.truncate, after.damaged) == (None, (IdRange(4, 5),))
-        assert after.acked == Marker(5, slot.truncate.cut.chain)
+        assert after.acked == Marker(5, slot.truncate.shortened.chain)
     assert lacked > 6

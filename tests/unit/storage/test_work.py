@@ -32,7 +32,7 @@ from waltz_core.wire.messages import (
     SuccessResponse,
     Truncate,
 )
-from waltz_core.wire.places import PLACES, FilePlace, decode_places
+from waltz_core.wire.record_locations import LOCATIONS, FileLocation, decode_locations
 from waltz_sim.world.simulated_disk import DiskFault, SimDisk
 
 STORAGE_ID = b"the storage's id"
@@ -145,16 +145,18 @@ def test_reads_are_always_bounded(log, monkeypatch):
 def test_record_places_are_returned_and_counted_as_read(log):
     owner = Owner(5)
     run(log, owner.append(3))
-    (located,) = run(log, owner.make(RangeRaw, 1, 2, 1 << 20, PLACES, False, True)).outcomes
-    assert (located.first, located.count, located.form) == (1, 2, PLACES)
-    assert decode_places(located.records, 2 * 44) == (FilePlace(0, SEGMENT_HEADER_BYTES + 44, 88),)
+    (located,) = run(log, owner.make(RangeRaw, 1, 2, 1 << 20, LOCATIONS, False, True)).outcomes
+    assert (located.first, located.count, located.form) == (1, 2, LOCATIONS)
+    assert decode_locations(located.records, 2 * 44) == (
+        FileLocation(0, SEGMENT_HEADER_BYTES + 44, 88),
+    )
     assert located.records_crc == zlib.crc32(located.records)
     assert located.lineage[0].last == 2
-    result = run(log, owner.make(RangeRaw, 0, 9, -5, PLACES, False, True))
+    result = run(log, owner.make(RangeRaw, 0, 9, -5, LOCATIONS, False, True))
     assert (result.read_count, result.read_bytes) == (1, 44)
-    (refused,) = run(log, owner.make(RangeRaw, 1, 2, 1 << 20, PLACES, False, False)).outcomes
+    (refused,) = run(log, owner.make(RangeRaw, 1, 2, 1 << 20, LOCATIONS, False, False)).outcomes
     assert isinstance(refused, BadRequest)
-    (beyond,) = run(log, owner.make(RangeRaw, 3, 9, 1 << 20, PLACES, False, True)).outcomes
+    (beyond,) = run(log, owner.make(RangeRaw, 3, 9, 1 << 20, LOCATIONS, False, True)).outcomes
     assert beyond.count == 0
 
 

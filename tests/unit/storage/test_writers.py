@@ -68,7 +68,7 @@ async def test_a_result_is_reported_once_on_the_loops_thread():
 
 @pytest.mark.parametrize("error", [OSError("gone"), AssertionError("ours"), SystemExit(3)])
 def test_an_error_of_a_piece_is_its_outcome(error: BaseException):
-    async def story() -> None:
+    async def scenario() -> None:
         def fail() -> WorkResult:
             raise error
 
@@ -81,7 +81,7 @@ def test_an_error_of_a_piece_is_its_outcome(error: BaseException):
         assert isinstance(recorder.outcomes[1][1], WorkResult), "the thread continues"
         writers.end()
 
-    net.run(story())
+    net.run(scenario())
 
 
 @on_loop
@@ -139,7 +139,7 @@ def test_an_outcome_after_the_end_of_the_loop_is_dropped():
         assert held.wait(WAIT_S)
         return WorkResult()
 
-    async def story() -> Work:
+    async def scenario() -> Work:
         writers = Writers(1, recorder)
         piece = work(hang)
         writers.run(piece)
@@ -149,7 +149,7 @@ def test_an_outcome_after_the_end_of_the_loop_is_dropped():
 
     before, threading.excepthook = threading.excepthook, raised.put
     try:
-        thread = cast("Piece", asyncio.run(story())).thread
+        thread = cast("Piece", asyncio.run(scenario())).thread
         held.set()
         assert thread is not None
         thread.join(WAIT_S)

@@ -10,7 +10,7 @@ from tests.loops import until
 from waltz_core.config.host_names import check_host
 from waltz_core.errors import Unreachable
 from waltz_core.transport import lookup, net
-from waltz_core.wire.messages import Surface
+from waltz_core.wire.messages import WireProtocol
 
 
 class Dns:
@@ -127,15 +127,15 @@ def test_hosts_that_cannot_exist(host: str, why: str):
 def test_a_dial_tries_each_address(dns: Dns):
     async def run():
         dns.may_end.set()
-        listener = await net.listen(Surface.STORAGE, "127.0.0.1", 0, lambda _link: None)
+        listener = await net.listen(WireProtocol.STORAGE, "127.0.0.1", 0, lambda _link: None)
         try:
-            link = await net.dial(Surface.STORAGE, f"slow-1:{listener.port}")
+            link = await net.dial(WireProtocol.STORAGE, f"slow-1:{listener.port}")
             link.abort("seen")
         finally:
             await listener.close()
         # A refusal by one of several addresses is not the refusal of a dead process.
         with pytest.raises(Unreachable) as caught:
-            await net.dial(Surface.STORAGE, f"slow-1:{listener.port}")
+            await net.dial(WireProtocol.STORAGE, f"slow-1:{listener.port}")
         assert not isinstance(caught.value.__cause__, ConnectionRefusedError)
         assert str(caught.value).count("127.0.0.") == 2
 

@@ -15,7 +15,7 @@ from waltz_core.errors import BadConfig, LocalProtocolError, RemoteProtocolError
 from waltz_core.transport import net, tls
 from waltz_core.wire import codec
 from waltz_core.wire.connection import Connection
-from waltz_core.wire.messages import Appended, FlushRequest, Hello, Surface
+from waltz_core.wire.messages import Appended, FlushRequest, Hello, WireProtocol
 
 
 @pytest.fixture(params=["plain", "tls"])
@@ -34,9 +34,9 @@ def pair(contexts):
     @contextlib.asynccontextmanager
     async def opened(**dial_options):
         peer = Peer()
-        listener = await net.listen(Surface.STORAGE, ANY, 0, peer.connected, ssl=contexts[0])
+        listener = await net.listen(WireProtocol.STORAGE, ANY, 0, peer.connected, ssl=contexts[0])
         address = f"{ANY}:{listener.port}"
-        link = await net.dial(Surface.STORAGE, address, ssl=contexts[1], **dial_options)
+        link = await net.dial(WireProtocol.STORAGE, address, ssl=contexts[1], **dial_options)
         await until(lambda: peer.links)
         try:
             yield link, peer, listener
@@ -200,9 +200,9 @@ async def test_an_unanswered_dial_is_unreachable():
         taken.bind((ANY, 0))
         address = f"{ANY}:{taken.getsockname()[1]}"
         with pytest.raises(Unreachable, match=address):
-            await net.dial(Surface.STORAGE, address)
+            await net.dial(WireProtocol.STORAGE, address)
     with pytest.raises(Unreachable, match="is not a valid host name"):
-        await net.dial(Surface.STORAGE, "waltz..example.com:5280")
+        await net.dial(WireProtocol.STORAGE, "waltz..example.com:5280")
 
 
 @on_loop
@@ -210,7 +210,7 @@ async def test_a_dial_to_a_silent_peer_is_unreachable():
     with socket.create_server((ANY, 0)) as silent:
         address = f"{ANY}:{silent.getsockname()[1]}"
         with pytest.raises(Unreachable, match="no connection and hello within"):
-            await net.dial(Surface.STORAGE, address, timeout_s=0.1)
+            await net.dial(WireProtocol.STORAGE, address, timeout_s=0.1)
 
 
 def test_a_dial_cancelled_at_the_hello_leaves_no_connection(monkeypatch):
@@ -228,7 +228,7 @@ def test_a_dial_cancelled_at_the_hello_leaves_no_connection(monkeypatch):
 
         async def say_hello_late(reader, writer):
             await quiet()  # so that the dial waits for nothing but the hello
-            writer.write(Connection(Surface.STORAGE, is_listener=True).first_bytes())
+            writer.write(Connection(WireProtocol.STORAGE, is_listener=True).first_bytes())
             while await reader.read(1024):
                 pass
             has_ended.set()
@@ -240,7 +240,7 @@ def test_a_dial_cancelled_at_the_hello_leaves_no_connection(monkeypatch):
         ):
             address = f"{ANY}:{peer.sockets[0].getsockname()[1]}"
             async with asyncio.TaskGroup() as group:
-                dials.append(group.create_task(net.dial(Surface.STORAGE, address)))
+                dials.append(group.create_task(net.dial(WireProtocol.STORAGE, address)))
             assert dials[0].cancelled()
             try:
                 await has_ended.wait()
@@ -263,7 +263,7 @@ async def answer_with(data):
 async def dial_peer_that_sends(data):
     server = await answer_with(data)
     try:
-        await net.dial(Surface.STORAGE, f"{ANY}:{server.sockets[0].getsockname()[1]}")
+        await net.dial(WireProtocol.STORAGE, f"{ANY}:{server.sockets[0].getsockname()[1]}")
     finally:
         server.close()
 
@@ -301,7 +301,7 @@ async def test_a_listener_closes_foreign_connections_and_serves_the_others(pair,
 @on_loop
 async def test_a_peer_silent_during_its_hello_is_disconnected():
     peer = Peer()
-    listener = await net.listen(Surface.STORAGE, ANY, 0, peer.connected)
+    listener = await net.listen(WireProtocol.STORAGE, ANY, 0, peer.connected)
     reader, writer = await asyncio.open_connection(ANY, listener.port)
     await until(lambda: listener.links)
     (link,) = listener.links
@@ -318,7 +318,7 @@ async def test_a_peer_silent_during_its_hello_is_disconnected():
 @on_loop
 async def test_a_peer_that_trickles_a_frame_is_disconnected():
     peer = Peer()
-    listener = await net.listen(Surface.STORAGE, ANY, 0, peer.connected)
+    listener = await net.listen(WireProtocol.STORAGE, ANY, 0, peer.connected)
     _, writer = await asyncio.open_connection(ANY, listener.port)
     writer.write(codec.encode_hello(Hello((1,), "slow")) + codec.FRAME_HEADER.pack(83, 1, 999))
     await until(lambda: peer.links and peer.links[0]._connection.is_inside_frame)
@@ -365,13 +365,13 @@ async def test_a_peer_silent_for_very_long_is_disconnected(pair):
 @on_loop
 async def test_more_links_than_allowed_are_rejected():
     peer = Peer()
-    listener = await net.listen(Surface.STORAGE, ANY, 0, peer.connected, links_max=1)
-    link = await net.dial(Surface.STORAGE, f"{ANY}:{listener.port}")
+    listener = await net.listen(WireProtocol.STORAGE, ANY, 0, peer.connected, links_max=1)
+    link = await net.dial(WireProtocol.STORAGE, f"{ANY}:{listener.port}")
     with pytest.raises(Unreachable):
-        await net.dial(Surface.STORAGE, f"{ANY}:{listener.port}")
+        await net.dial(WireProtocol.STORAGE, f"{ANY}:{listener.port}")
     link.close("done")
     await until(lambda: not listener.links)
-    (await net.dial(Surface.STORAGE, f"{ANY}:{listener.port}")).close("done")
+    (await net.dial(WireProtocol.STORAGE, f"{ANY}:{listener.port}")).close("done")
     await listener.close()
 
 
@@ -387,13 +387,13 @@ async def test_a_closing_listener_closes_its_links_and_sends_what_is_unsent(pair
                 found += await link.receive()
         assert peer.closed == ["going home"]
         with pytest.raises(Unreachable):
-            await net.dial(Surface.STORAGE, f"{ANY}:{listener.port}")
+            await net.dial(WireProtocol.STORAGE, f"{ANY}:{listener.port}")
 
 
 @on_loop
 async def test_a_connection_accepted_during_the_close_is_closed_too():
     for turns in range(8):  # of the loop between the connection and the listener's end
-        listener = await net.listen(Surface.STORAGE, ANY, 0, Peer().connected)
+        listener = await net.listen(WireProtocol.STORAGE, ANY, 0, Peer().connected)
         with socket.create_connection((ANY, listener.port)) as dialler:
             dialler.setblocking(False)
             for _ in range(turns):
@@ -410,7 +410,7 @@ async def test_a_connection_accepted_during_the_close_is_closed_too():
 @on_loop
 async def test_a_port_that_is_taken_is_a_bad_config(contexts):
     with socket.create_server((ANY, 0)) as taken, pytest.raises(BadConfig, match="cannot listen"):
-        await net.listen(Surface.STORAGE, ANY, taken.getsockname()[1], print, ssl=contexts[0])
+        await net.listen(WireProtocol.STORAGE, ANY, taken.getsockname()[1], print, ssl=contexts[0])
 
 
 @on_loop
@@ -458,7 +458,7 @@ async def test_a_listener_may_say_when_a_link_is_congested(pair):
 async def test_an_idle_connection_whose_host_is_gone_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    link = net.Link(Surface.CLIENT, is_listener=True, write_backlog_bytes_max=1 << 30)
+    link = net.Link(WireProtocol.CLIENT, is_listener=True, write_backlog_bytes_max=1 << 30)
     link.address = "10.1.2.3:4"
     net._LinkProtocol(link).connection_lost(TimeoutError(errno.ETIMEDOUT, "Connection timed out"))
     assert link.closed_reason == "connection lost: Connection timed out"

@@ -17,7 +17,7 @@ from tests.unit.transport.peer import ANY, Peer, raw
 from waltz_core.config import ClientConfig, StorageConfig
 from waltz_core.errors import RemoteProtocolError, TlsFailed, Unreachable
 from waltz_core.transport import net, tls, tls_port
-from waltz_core.wire.messages import Appended, Surface
+from waltz_core.wire.messages import Appended, WireProtocol
 
 MIB = 1024 * 1024
 
@@ -45,7 +45,7 @@ def trusting(files, **settings):
 async def open_port(context):
     """Give the peer behind a port, the port's listener and its address."""
     peer = Peer()
-    listener = await net.listen(Surface.STORAGE, ANY, 0, peer.connected, ssl=context)
+    listener = await net.listen(WireProtocol.STORAGE, ANY, 0, peer.connected, ssl=context)
     try:
         yield peer, listener, f"{ANY}:{listener.port}"
     finally:
@@ -53,8 +53,8 @@ async def open_port(context):
 
 
 @contextlib.asynccontextmanager
-async def linked(address, context, surface=Surface.STORAGE):
-    link = await net.dial(surface, address, ssl=context)
+async def linked(address, context, protocol=WireProtocol.STORAGE):
+    link = await net.dial(protocol, address, ssl=context)
     try:
         yield link
     finally:
@@ -112,7 +112,7 @@ async def test_two_of_ours_speak_tls_1_3_and_a_client_may_speak_1_2_alone(files,
 @on_loop
 async def test_an_abort_is_noticed_at_once(files):
     async with open_port(listening(files)) as (peer, _, address):
-        link = await net.dial(Surface.STORAGE, address, ssl=trusting(files))
+        link = await net.dial(WireProtocol.STORAGE, address, ssl=trusting(files))
         await until(lambda: peer.links)
         link.abort("enough")
         await link.wait_closed()
@@ -125,7 +125,7 @@ async def test_an_abort_is_noticed_at_once(files):
 async def test_a_close_does_not_wait_long_for_one_that_does_not_answer(files, monkeypatch):
     monkeypatch.setattr(net, "CLOSE_S_MAX", 0.1)
     async with open_port(listening(files)) as (peer, _, address):
-        link = await net.dial(Surface.STORAGE, address, ssl=trusting(files))
+        link = await net.dial(WireProtocol.STORAGE, address, ssl=trusting(files))
         await until(lambda: peer.links)
         peer.links[0].pause_reading()
         for n in range(30):
@@ -141,9 +141,9 @@ async def test_a_close_does_not_wait_long_for_one_that_does_not_answer(files, mo
 # an original at the other end (docs/design/wire-format.md 1.2 and 1.3)
 
 ORIGINALS = {
-    Surface.CLIENT: ((0, 1, 2, 3, 4), "Waltz Server"),
-    Surface.STORAGE: ((0,), "Waltz Storage Server"),
-    Surface.ADMIN: ((0,), "Waltz Storage Admin Server"),
+    WireProtocol.CLIENT: ((0, 1, 2, 3, 4), "Waltz Server"),
+    WireProtocol.STORAGE: ((0,), "Waltz Storage Server"),
+    WireProtocol.ADMIN: ((0,), "Waltz Storage Admin Server"),
 }
 
 
@@ -154,12 +154,12 @@ def original_hello(versions, text):
 
 
 @contextlib.asynccontextmanager
-async def original(surface, directory):
+async def original(protocol, directory):
     """A daemon of 0.13: TLS 1.2, a self-signed certificate; yield address and hellos."""
     hellos = []
 
     async def greet(reader, writer):
-        writer.write(original_hello(*ORIGINALS[surface]))
+        writer.write(original_hello(*ORIGINALS[protocol]))
         head = await reader.readexactly(7)
         hellos.append(head + await reader.readexactly(struct.unpack(">i", head[3:])[0]))
         while await reader.read(1024):
@@ -174,15 +174,15 @@ async def original(surface, directory):
         yield f"{ANY}:{server.sockets[0].getsockname()[1]}", hellos
 
 
-@pytest.mark.parametrize("surface", ORIGINALS)
+@pytest.mark.parametrize("protocol", ORIGINALS)
 @on_loop
-async def test_an_unverified_dial_reaches_a_0_13_daemon(surface, tmp_path):
-    async with original(surface, tmp_path) as (address, hellos):
+async def test_an_unverified_dial_reaches_a_0_13_daemon(protocol, tmp_path):
+    async with original(protocol, tmp_path) as (address, hellos):
         with pytest.raises(TlsFailed, match="the peer's certificate is not accepted"):
-            await net.dial(surface, address, ssl=tls.named("on"))
+            await net.dial(protocol, address, ssl=tls.named("on"))
         # Which versions both speak is another question.
         with contextlib.suppress(RemoteProtocolError):
-            async with linked(address, tls.named("unverified"), surface):
+            async with linked(address, tls.named("unverified"), protocol):
                 pass
         await until(lambda: hellos)
     assert hellos[0][:3] == b"H\0\0"
@@ -212,7 +212,7 @@ async def test_a_0_13_client_connects_with_any_certificate(files, tmp_path):
 async def test_both_sides_report_plain_to_tls(files, said):
     async with open_port(listening(files)) as (_, listener, address):
         with pytest.raises(TlsFailed, match=f"{address}: expected plain TCP, found TLS"):
-            await net.dial(Surface.STORAGE, address)
+            await net.dial(WireProtocol.STORAGE, address)
         await until(lambda: "error=expected TLS, found plain TCP" in said())
         assert listener.links == ()
 
@@ -221,7 +221,7 @@ async def test_both_sides_report_plain_to_tls(files, said):
 async def test_the_same_of_the_same_peer_is_reported_once_in_a_while(files, said, monkeypatch):
     async def plain_to_tls():
         with pytest.raises(TlsFailed):
-            await net.dial(Surface.STORAGE, address)
+            await net.dial(WireProtocol.STORAGE, address)
         await until(lambda: not listener._tls_port._handshakes_count)
 
     async with open_port(listening(files)) as (_, listener, address):
@@ -240,7 +240,7 @@ async def test_the_same_of_the_same_peer_is_reported_once_in_a_while(files, said
 async def test_both_sides_report_tls_to_plain(files, said):
     async with open_port(None) as (_, _, address):
         with pytest.raises(TlsFailed, match=f"{address}: expected TLS, found plain TCP"):
-            await net.dial(Surface.STORAGE, address, ssl=trusting(files))
+            await net.dial(WireProtocol.STORAGE, address, ssl=trusting(files))
         await until(lambda: "peer=127.0.0.1 error=expected plain TCP, found TLS" in said())
         assert f"peer={address} error=expected TLS, found plain TCP" in said()
 
@@ -249,7 +249,7 @@ async def test_both_sides_report_tls_to_plain(files, said):
 async def test_both_sides_report_a_certificate_of_another_authority(files, tmp_path, said):
     async with open_port(listening(files)) as (_, _, address):
         with pytest.raises(TlsFailed, match="the peer's certificate is not accepted: unable to"):
-            await net.dial(Surface.STORAGE, address, ssl=trusting(make(tmp_path)))
+            await net.dial(WireProtocol.STORAGE, address, ssl=trusting(make(tmp_path)))
         await until(lambda: "perhaps it does not accept the certificate" in said())
 
 
@@ -258,7 +258,7 @@ async def test_a_certificate_for_another_host_is_reported(tmp_path):
     files = make(tmp_path, hosts=("storage1.example",))
     async with open_port(listening(files)) as (_, _, address):
         with pytest.raises(TlsFailed, match=r"not accepted: .*IP address mismatch"):
-            await net.dial(Surface.STORAGE, address, ssl=trusting(files))
+            await net.dial(WireProtocol.STORAGE, address, ssl=trusting(files))
         async with linked(address, trusting(files, tls_verify="chain")):
             pass
         async with linked(address, trusting(make(tmp_path), tls_verify="nothing")):
@@ -273,7 +273,7 @@ async def test_both_sides_report_a_missing_certificate(files, version, said):
         context = trusting(files)
         context.maximum_version = version
         with pytest.raises(TlsFailed, match="expects a certificate"):
-            await net.dial(Surface.STORAGE, address, ssl=context)
+            await net.dial(WireProtocol.STORAGE, address, ssl=context)
         await until(lambda: "expected a certificate of the peer, found none" in said())
         assert peer.links == []
         async with linked(address, tls.dialing(ClientConfig(**files.settings), "")):
@@ -286,7 +286,9 @@ async def test_both_sides_report_a_self_signed_certificate(files, tmp_path, said
     settings = stranger.settings | {"tls_authorities": files.authorities}
     async with open_port(listening(files, tls_require_certificate=True)) as (_, _, address):
         with pytest.raises(TlsFailed, match="the peer does not accept this side's certificate"):
-            await net.dial(Surface.STORAGE, address, ssl=tls.dialing(ClientConfig(**settings), ""))
+            await net.dial(
+                WireProtocol.STORAGE, address, ssl=tls.dialing(ClientConfig(**settings), "")
+            )
         await until(lambda: "the peer's certificate is not accepted" in said())
 
 
@@ -318,7 +320,7 @@ async def test_a_port_of_tls_1_1_is_rejected(files):
         old.set_ciphers("ALL:@SECLEVEL=0")
     async with open_port(old) as (_, _, address):
         with pytest.raises(TlsFailed, match=r"no common version: expected TLS 1\.2"):
-            await net.dial(Surface.STORAGE, address, ssl=trusting(files))
+            await net.dial(WireProtocol.STORAGE, address, ssl=trusting(files))
 
 
 @on_loop
@@ -342,7 +344,7 @@ async def test_files_that_were_replaced_hold_from_then_on_if_they_are_right(tmp_
         async with linked(address, dials):
             assert not kept.is_closed
         with pytest.raises(TlsFailed, match="is not accepted"):
-            await net.dial(Surface.STORAGE, address, ssl=before)
+            await net.dial(WireProtocol.STORAGE, address, ssl=before)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -382,7 +384,7 @@ async def test_too_many_handshakes_at_one_time_are_rejected(files, monkeypatch, 
         with socket.create_connection((ANY, listener.port)):
             await until(lambda: listener._tls_port._handshakes_count)
             with pytest.raises(Unreachable):
-                await net.dial(Surface.STORAGE, address, ssl=trusting(files))
+                await net.dial(WireProtocol.STORAGE, address, ssl=trusting(files))
             assert "1 handshakes are in progress" in said()
         await until(lambda: not listener._tls_port._handshakes_count)
         async with linked(address, trusting(files)):
@@ -403,7 +405,7 @@ async def test_a_fault_of_one_connection_is_no_end_of_the_port(files, monkeypatc
         monkeypatch.setattr(socket.socket, "dup", failing_dup)
         for _ in range(2):
             with pytest.raises(Unreachable):
-                await net.dial(Surface.STORAGE, address, ssl=trusting(files))
+                await net.dial(WireProtocol.STORAGE, address, ssl=trusting(files))
         assert "Too many open files" in said()
         await until(lambda: not listener._tls_port._handshakes_count)
         async with linked(address, trusting(files)):
@@ -413,7 +415,7 @@ async def test_a_fault_of_one_connection_is_no_end_of_the_port(files, monkeypatc
 @on_loop
 async def test_a_closing_port_drops_connections_in_their_handshake(files):
     peer = Peer()
-    listener = await net.listen(Surface.STORAGE, ANY, 0, peer.connected, ssl=listening(files))
+    listener = await net.listen(WireProtocol.STORAGE, ANY, 0, peer.connected, ssl=listening(files))
     reader, writer = await asyncio.open_connection(ANY, listener.port)
     writer.write(b"\x16\x03")
     await until(lambda: listener._tls_port._handshakes_count)
@@ -422,7 +424,7 @@ async def test_a_closing_port_drops_connections_in_their_handshake(files):
         assert await reader.read() == b""
     writer.close()
     with pytest.raises(Unreachable):
-        await net.dial(Surface.STORAGE, f"{ANY}:{listener.port}", ssl=trusting(files))
+        await net.dial(WireProtocol.STORAGE, f"{ANY}:{listener.port}", ssl=trusting(files))
 
 
 class FailingLoop:

@@ -21,8 +21,8 @@ from waltz_core.wire.messages import (
     Prepared,
     ServerPartitionsResponse,
     SuccessResponse,
-    Surface,
     TransactionDataResponse,
+    WireProtocol,
 )
 
 REQ_ID = ReqId(1, 2, 3, 4)
@@ -51,7 +51,7 @@ def test_large_fields_are_neither_copied_in_nor_out():
     buffers = codec.encode(append_raw(records), 1)
     assert any(buffer is records for buffer in buffers)
     data = memoryview(b"".join(buffers))[7:]
-    decoded = codec.decode(Surface.STORAGE, 1, data)
+    decoded = codec.decode(WireProtocol.STORAGE, 1, data)
     assert decoded == append_raw(records)
     assert decoded.records.obj is data.obj
 
@@ -62,7 +62,7 @@ def test_a_message_of_a_later_version_is_rejected_on_both_sides(version):
     with pytest.raises(LocalProtocolError, match="Mounted is not in version"):
         codec.encode(mounted, version)
     with pytest.raises(RemoteProtocolError, match="no message of type 67"):
-        codec.decode(Surface.CLIENT, version, payload(mounted, 5))
+        codec.decode(WireProtocol.CLIENT, version, payload(mounted, 5))
 
 
 def test_a_message_that_was_taken_out_is_rejected(monkeypatch):
@@ -72,25 +72,25 @@ def test_a_message_that_was_taken_out_is_rejected(monkeypatch):
     assert codec.encode(FlushRequest(REQ_ID), 2)
     with pytest.raises(LocalProtocolError):
         codec.encode(FlushRequest(REQ_ID), 3)
-    assert 8 not in codec._plans(Surface.CLIENT, 3)
+    assert 8 not in codec._plans(WireProtocol.CLIENT, 3)
 
 
 def test_fields_of_a_later_version_are_empty_when_they_were_not_sent():
     request = AppendRequest(REQ_ID, 99, (7, -8), (), (), 5, b"abc", 0x352441C2)
-    assert codec.decode(Surface.CLIENT, 0, payload(request, 0)) == request
+    assert codec.decode(WireProtocol.CLIENT, 0, payload(request, 0)) == request
     locked = AppendRequest(REQ_ID, 99, (7, -8), (9,), (), 5, b"abc", 0x352441C2)
     with pytest.raises(LocalProtocolError, match=r"AppendRequest\.read_locks"):
         codec.encode(locked, 0)
-    assert codec.decode(Surface.CLIENT, 1, payload(locked, 1)) == locked
+    assert codec.decode(WireProtocol.CLIENT, 1, payload(locked, 1)) == locked
 
 
 def test_a_new_field_is_not_sent_to_an_older_version():
     prepared = Prepared(
         *(9, 1, 0, bytes(16), 8, 99, True, 120, bytes(16), False, b""), engaged_session=7
     )
-    assert codec.decode(Surface.STORAGE, 2, payload(prepared, 2)) == prepared
+    assert codec.decode(WireProtocol.STORAGE, 2, payload(prepared, 2)) == prepared
     assert len(payload(prepared, 1)) == len(payload(prepared, 2)) - 8
-    prepared_v1 = codec.decode(Surface.STORAGE, 1, payload(prepared, 1))
+    prepared_v1 = codec.decode(WireProtocol.STORAGE, 1, payload(prepared, 1))
     assert prepared_v1 == dataclasses.replace(prepared, engaged_session=-1)
 
 
@@ -109,7 +109,7 @@ def test_a_new_field_is_not_sent_to_an_older_version():
 )
 def test_a_value_that_the_wire_cannot_carry_is_a_local_error(message):
     with pytest.raises(LocalProtocolError):
-        codec.encode(message, message.surface.versions[-1])
+        codec.encode(message, message.protocol.versions[-1])
 
 
 def test_a_view_of_larger_items_is_a_local_error():
@@ -134,14 +134,14 @@ def test_a_view_of_larger_items_is_a_local_error():
 )
 def test_bytes_that_are_no_message_are_an_error_of_the_peer(data, why):
     with pytest.raises(RemoteProtocolError, match=why):
-        codec.decode(Surface.STORAGE, 1, memoryview(data))
+        codec.decode(WireProtocol.STORAGE, 1, memoryview(data))
 
 
 def test_a_wrong_checksum_of_data_is_an_error_of_the_peer():
     data = bytearray(payload(TransactionDataResponse(REQ_ID, 1, (b"data", None)), 5))
     data[-6] ^= 1
     with pytest.raises(RemoteProtocolError, match="CRC"):
-        codec.decode(Surface.CLIENT, 5, memoryview(data))
+        codec.decode(WireProtocol.CLIENT, 5, memoryview(data))
 
 
 def test_a_bool_is_true_only_for_the_byte_1():
@@ -149,7 +149,7 @@ def test_a_bool_is_true_only_for_the_byte_1():
     at = 1 + 16 + 4
     assert data[at] == 1
     data[at] = 2
-    assert codec.decode(Surface.CLIENT, 5, memoryview(data)).retriable is False
+    assert codec.decode(WireProtocol.CLIENT, 5, memoryview(data)).retriable is False
 
 
 @pytest.mark.parametrize(

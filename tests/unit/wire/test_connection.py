@@ -12,12 +12,12 @@ from waltz_core.wire.messages import (
     FlushRequest,
     Hello,
     SuccessResponse,
-    Surface,
+    WireProtocol,
 )
 
 
 def storage(*, is_listener, **more):
-    return Connection(Surface.STORAGE, is_listener=is_listener, **more)
+    return Connection(WireProtocol.STORAGE, is_listener=is_listener, **more)
 
 
 def pair(**more):
@@ -45,7 +45,7 @@ def failure(connection, data):
 
 
 def test_the_highest_common_version_is_spoken():
-    mine = Connection(Surface.CLIENT, is_listener=True, versions=(0, 3, 4, 5))
+    mine = Connection(WireProtocol.CLIENT, is_listener=True, versions=(0, 3, 4, 5))
     (event,) = mine.receive(codec.encode_hello(Hello((0, 1, 2, 3, 4), "Waltz Client")))
     assert event == HelloReceived(Hello((0, 1, 2, 3, 4), "Waltz Client"), 4)
     assert mine.version == 4

@@ -23,7 +23,7 @@ from waltz_core.config.connect_string import split_address
 from waltz_core.errors import BadConfig, BadRequest, Unreachable, WaltzError
 from waltz_core.records.record import PartitionId, ReplicaId
 from waltz_core.wire.admin_messages import Done, RemovePartition
-from waltz_core.wire.messages import Surface
+from waltz_core.wire.messages import WireProtocol
 
 POLL_INTERVAL_S = 0.1
 
@@ -61,13 +61,13 @@ async def add_storage(
 
 async def _check_storage(address: ReplicaId) -> None:
     """Raise Unreachable if nothing listens there, BadConfig if it is not a storage's data port."""
-    name = await name_at(Surface.STORAGE, address)
+    name = await name_at(WireProtocol.STORAGE, address)
     if name is None:
         raise Unreachable(
             f"{address}: expected a storage that answers, found none; nothing was changed. "
             "Hint: start the storage with an empty directory, then run the command again."
         )
-    if name != Surface.STORAGE.listener_text:
+    if name != WireProtocol.STORAGE.listener_text:
         raise BadConfig(
             f"{address}: expected a storage's port, found a {name[:80]!r}; nothing was changed. "
             "Hint: use the address at which servers reach the storage (`port` in storage.toml)."
@@ -147,7 +147,7 @@ async def _replace_in_place(
     alone = [each for each, replicas in held.items() if len(replicas) == 1]
     if alone:
         raise BadRequest(f"{address} has the only replica of partition {alone[0]}")
-    if await answers(Surface.STORAGE, address):
+    if await answers(WireProtocol.STORAGE, address):
         raise BadRequest(
             f"{address} answers. Hint: stop it, and start its successor with an empty directory."
         )
@@ -158,10 +158,10 @@ async def _replace_in_place(
 
 async def _restore_storage(command: Command, wanted: Placement, address: ReplicaId) -> Result:
     """Register an empty storage at an address, and add the missing replicas to it."""
-    if not await answers(Surface.STORAGE, address):
+    if not await answers(WireProtocol.STORAGE, address):
         await command.coordinator.storages.forget_id(address)
         command.note(f"an empty storage may start at {address}")
-    while not await answers(Surface.STORAGE, address):
+    while not await answers(WireProtocol.STORAGE, address):
         command.wait_for(
             f"a storage with an empty directory to start at {address}, which then gets "
             f"partitions {ranges_of(sorted(wanted))}"
@@ -318,7 +318,7 @@ async def remove_server(command: Command, *, server: str) -> Result:
     if not found:
         names = ", ".join(each.address for each in servers.values()) or "none"
         raise BadConfig(f"no server is registered at {server}; registered are {names}")
-    if await answers(Surface.CLIENT, server):
+    if await answers(WireProtocol.CLIENT, server):
         raise BadRequest(f"the server at {server} answers. Hint: stop it; it unregisters itself.")
     for each in found:
         await command.coordinator.remove_dead_server(each)

@@ -11,7 +11,7 @@ from waltz_core.cli.queries import answers
 from waltz_core.cli.verbs import verb
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.errors import BadConfig, BadRequest, WaltzError
-from waltz_core.wire.messages import Surface
+from waltz_core.wire.messages import WireProtocol
 
 # A session needs a root; if only hosts are given, this is one that no cluster has.
 NO_ROOT = "/zookeeper"
@@ -133,7 +133,7 @@ async def _expect_no_process(command: Command) -> None:
     command.wait_for("a check that the storages are stopped")
     async with asyncio.TaskGroup() as tasks:
         queried = {
-            each: tasks.create_task(answers(Surface.STORAGE, each), name=f"query {each}")
+            each: tasks.create_task(answers(WireProtocol.STORAGE, each), name=f"query {each}")
             for each in storages
         }
     found += [f"storage {each}" for each, task in queried.items() if task.result()]

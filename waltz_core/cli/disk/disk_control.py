@@ -14,10 +14,10 @@ from waltz_core.offline.layout import (
     ASSIGNED,
     AVAILABLE,
     CONTROL_NAME,
-    CUT,
     DIRTY,
     ID_NAME,
     PROVISIONAL,
+    SHORTENED,
     SLOTS_NAME,
     SUSPECT,
     TRUNCATE,
@@ -34,7 +34,7 @@ _SLOT_FLAGS = {
     SUSPECT: "suspect",
     PROVISIONAL: "provisional",
     TRUNCATE: "truncating",
-    CUT: "cuts a batch",
+    SHORTENED: "shortens a batch",
 }
 
 
@@ -152,13 +152,13 @@ def _partition_json(
 
 def _slot_json(slot: ControlSlot, *, is_current: bool) -> dict[str, object]:
     value: dict[str, object] = dict(slot._asdict())
-    first, last, session, stamp_ms, chain = slot.cut
+    first, last, session, stamp_ms, chain = slot.shortened
     value |= {
         "flags": _names(slot.flags, _SLOT_FLAGS),
         "nonce": slot.nonce.hex(),
         "acked_chain": slot.acked_chain.hex(),
-        "cut": None
-        if not slot.flags & CUT
+        "shortened": None
+        if not slot.flags & SHORTENED
         else {
             "first": first,
             "last": last,
@@ -224,7 +224,11 @@ def _slot_texts(slot: ControlSlot, *, is_current: bool) -> dict[str, str]:
     provisional = "-"
     if slot.flags & PROVISIONAL:
         provisional = f"{slot.provisional_mark} of session {slot.provisional_session}"
-    cut = f", cuts batch {slot.cut[0]}..{slot.cut[1]}" if slot.flags & CUT else ""
+    shortened = (
+        f", shortens batch {slot.shortened[0]}..{slot.shortened[1]}"
+        if slot.flags & SHORTENED
+        else ""
+    )
     return {
         "counts": "yes" if is_current else "no",
         "CRC and values": "; ".join(slot.wrong) or "right",
@@ -241,6 +245,6 @@ def _slot_texts(slot: ControlSlot, *, is_current: bool) -> dict[str, str]:
         "provisional mark": provisional,
         "acked id": str(slot.acked),
         "chain there": slot.acked_chain.hex(),
-        "truncate to": f"{slot.truncate_to}{cut}" if slot.flags & TRUNCATE else "-",
+        "truncate to": f"{slot.truncate_to}{shortened}" if slot.flags & TRUNCATE else "-",
         "damaged": " ".join(f"{first}..{last}" for first, last in slot.damaged) or "-",
     }

@@ -80,7 +80,7 @@ from waltz_core.wire.messages import (
     RangeData,
     RangeForm,
     RangeRequest,
-    Surface,
+    WireProtocol,
 )
 
 CONCURRENT_PROBES_MAX: Final = 32
@@ -494,7 +494,7 @@ class _Storage:
         began_s = time.monotonic()
         try:
             link = await own_transport.dial(
-                Surface.STORAGE, self._address, timeout_s=self._timeout_s
+                WireProtocol.STORAGE, self._address, timeout_s=self._timeout_s
             )
         except WaltzError as error:
             return replace(

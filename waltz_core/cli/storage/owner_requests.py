@@ -39,7 +39,7 @@ from waltz_core.wire.messages import (
     SetLowWaterMark,
     StorageMessage,
     SuccessResponse,
-    Surface,
+    WireProtocol,
 )
 
 DIAL_TIMEOUT_S: Final = 3.0
@@ -76,7 +76,7 @@ class OwnerConnection:
     @staticmethod
     async def open(address: ReplicaId, facts: ExpectedCluster) -> "OwnerConnection":
         """Connect; raises Unreachable, or ClusterKeyMismatch for another cluster's storage."""
-        link = await own_transport.dial(Surface.STORAGE, address, timeout_s=DIAL_TIMEOUT_S)
+        link = await own_transport.dial(WireProtocol.STORAGE, address, timeout_s=DIAL_TIMEOUT_S)
         made = OwnerConnection(address, link, facts)
         opening = OpenRequest(
             _NO_CLIENT_ID, _NO_CLIENT_ID, _NO_CLIENT_ID, facts.cluster_key, facts.partition_count

@@ -32,7 +32,7 @@ from waltz_core.wire.admin_messages import (
     StorageRequest,
     StorageResponse,
 )
-from waltz_core.wire.messages import Surface
+from waltz_core.wire.messages import WireProtocol
 
 
 class ReplicaRow(NamedTuple):
@@ -153,7 +153,7 @@ async def validate(where: StorageChoice) -> int:
 
 async def _wrong_with_data_port(address: str) -> str | None:
     try:
-        link = await own_transport.dial(Surface.STORAGE, address)
+        link = await own_transport.dial(WireProtocol.STORAGE, address)
     except WaltzError as error:
         return str(error)
     link.close("done")

@@ -33,7 +33,7 @@ from waltz_core.client.links.silence import Silences, SilenceWatch
 from waltz_core.legacy import legacy_server_stream
 from waltz_core.records.record import PartitionId, ReqId
 from waltz_core.transport import net
-from waltz_core.wire.messages import AppendFollowing, ClientMessage, Message, Surface
+from waltz_core.wire.messages import AppendFollowing, ClientMessage, Message, WireProtocol
 
 _log = logging.getLogger(__name__)
 
@@ -279,7 +279,7 @@ class ServerLinks:
         Raises Unreachable, or RemoteProtocolError.
         """
         return await net.dial(
-            Surface.CLIENT, address, timeout_s=self._dial_timeout_s, ssl=self._ssl
+            WireProtocol.CLIENT, address, timeout_s=self._dial_timeout_s, ssl=self._ssl
         )
 
     async def _dial(self, key: _Key) -> ServerLink:

@@ -33,7 +33,7 @@ from waltz_core.wire.admin_messages import (
     CopyRequest,
     Done,
 )
-from waltz_core.wire.messages import Surface
+from waltz_core.wire.messages import WireProtocol
 
 # A removal unlinks every file of a partition before it is answered.
 ANSWER_S_MAX: Final = 120.0
@@ -100,10 +100,10 @@ async def admin_connection(
     address: str, *, ssl: SSLContext | None = None
 ) -> AsyncIterator[StorageAdmin]:
     """Connect to an admin port; raises Unreachable, or BadConfig for another kind of port."""
-    link = await net.dial(Surface.ADMIN, address, timeout_s=DIAL_S_MAX, ssl=ssl)
+    link = await net.dial(WireProtocol.ADMIN, address, timeout_s=DIAL_S_MAX, ssl=ssl)
     try:
         found = "" if link.peer is None else link.peer.text
-        if found != Surface.ADMIN.listener_text:  # A storage's two ports are easily mixed up.
+        if found != WireProtocol.ADMIN.listener_text:  # A storage's two ports are easily mixed up.
             raise BadConfig(f"{address}: expected a storage's admin port, found a {found[:80]!r}")
         yield StorageAdmin(link, address)
     finally:

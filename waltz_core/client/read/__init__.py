@@ -1,6 +1,6 @@
 """Reading: ranges of transactions, feeds, and the data of both.
 
-`requests.py` sends queries to the owner of a partition. `ranges.py` fetches ranges, and `nearby.py`
-reads them from the files of a storage on this machine. `catch_up.py` and `feed_delivery.py` pass
-the feed to the application, with the data that `data_cache.py` fetches.
+`requests.py` sends queries to the owner of a partition. `ranges.py` fetches ranges, and
+`local_reader.py` reads them from the files of a storage on this machine. `catch_up.py` and
+`feed_delivery.py` pass the feed to the application, with the data that `data_cache.py` fetches.
 """

@@ -13,10 +13,10 @@ Rules:
        to the server.
     4. A chunk never ends in the middle of a record, and `next` of one is `first` of the following.
     5. IDs beyond the last requested one are rejected: they may not be committed.
-    6. Nearby replicas are read first, and only replicas that the server named: a storage that is
-       near but not engaged is not read.
+    6. LocalReader replicas are read first, and only replicas that the server named: a storage that
+       is near but not engaged is not read.
     7. A replica on this machine answers with the positions of the records, and the client reads its
-       files (`nearby.py`); if that fails, the replica sends the records like any other.
+       files (`local_reader.py`); if that fails, the replica sends the records like any other.
     8. A greeting needs no disk: a storage that has not sent one within `HANDSHAKE_TIMEOUT_S` may be
        frozen, and the next one is tried. The last one, and records, have the whole timeout.
     9. Reads from different IDs begin at different replicas. A repeated read begins at the same one,
@@ -35,7 +35,7 @@ import numpy as np
 import numpy.typing as npt
 
 from waltz_core import errors
-from waltz_core.client.read.nearby import GRANT_BYTES, Nearby, ReadGrant
+from waltz_core.client.read.local_reader import GRANT_BYTES, LocalReader, ReadGrant
 from waltz_core.legacy.interfaces import LegacyRecords
 from waltz_core.records import raw_records
 from waltz_core.records.checksum import crc32
@@ -52,8 +52,8 @@ from waltz_core.records.record import (
 )
 from waltz_core.transport import handover, net
 from waltz_core.wire import messages
-from waltz_core.wire.messages import Buffer, RangeForm, Surface
-from waltz_core.wire.places import PLACES, decode_places, socket_name_of
+from waltz_core.wire.messages import Buffer, RangeForm, WireProtocol
+from waltz_core.wire.record_locations import LOCATIONS, decode_locations, socket_name_of
 
 I64 = npt.NDArray[np.int64]
 
@@ -247,7 +247,7 @@ class ReaderConnection:
         Raises Unreachable, ClusterKeyMismatch, or another error that the storage answers.
         """
         made = ReaderConnection(
-            await net.dial(Surface.STORAGE, address, timeout_s=timeout_s, ssl=ssl)
+            await net.dial(WireProtocol.STORAGE, address, timeout_s=timeout_s, ssl=ssl)
         )
         request = messages.OpenRequest(
             NO_SESSION, -1, -1, replicas.cluster_key, replicas.partition_count
@@ -305,7 +305,7 @@ class ReaderConnection:
     ) -> ReadGrant:
         """Request the positions of a stretch's records; raises like `fetch`, and if unsupported."""
         larger = replace(query, bytes_max=max(query.bytes_max, GRANT_BYTES))
-        answer, where = await self._range(partition_id, larger, PLACES, session_id, timeout_s)
+        answer, where = await self._range(partition_id, larger, LOCATIONS, session_id, timeout_s)
         if len(answer.lengths) != 4 * answer.count:
             raise errors.RemoteProtocolError(
                 f"{where}: found {len(answer.lengths) / 4:g} lengths with a count of {answer.count}"
@@ -313,7 +313,7 @@ class ReaderConnection:
         lengths: I64 = np.frombuffer(answer.lengths, dtype=">i4").astype(np.int64)
         try:
             raw_records.lengths_from_wire(answer.lengths, int(lengths.sum()))
-            places = decode_places(answer.records, int(lengths.sum()))
+            places = decode_locations(answer.records, int(lengths.sum()))
         except errors.BadFormat as error:
             raise errors.BadFormat(f"{where}: {error}") from error
         return ReadGrant(query.first, lengths, places, answer.lineage)
@@ -407,7 +407,7 @@ class ReplicaReader:
         Random(f"{partition_id}:{first}").shuffle(self._addresses)  # noqa: S311 - no secret
         self._addresses.sort(key=lambda each: each not in replicas.nearby)
         self._link: ReaderConnection | None = None
-        self._nearby: Nearby | None = None  # the connected storage, if it is on this machine
+        self._nearby: LocalReader | None = None  # the connected storage, if it is on this machine
         self._is_closed = False
         self.from_replica_count = 0
         self.from_nearby_count = 0  # of those
@@ -491,11 +491,11 @@ class ReplicaReader:
                 f"{address}: no hello within {HANDSHAKE_TIMEOUT_S} s"
             ) from error
 
-    def _nearby_at(self, address: str) -> Nearby | None:
+    def _nearby_at(self, address: str) -> LocalReader | None:
         name = socket_name_of(self._replicas.cluster_key, address)
         if not handover.is_offered(name):
             return None
-        return Nearby(address, name, self._partition_id, timeout_s=self._timeout_s)
+        return LocalReader(address, name, self._partition_id, timeout_s=self._timeout_s)
 
     def _stop_nearby(self) -> None:
         """Let the storage send the records from now on."""
@@ -504,7 +504,7 @@ class ReplicaReader:
             self._nearby = None
 
     async def _fetch_nearby(
-        self, nearby: Nearby, link: ReaderConnection, query: RangeQuery
+        self, nearby: LocalReader, link: ReaderConnection, query: RangeQuery
     ) -> RangeChunk:
         session_id = SessionId(self._replicas.session_id)
 

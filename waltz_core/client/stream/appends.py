@@ -1,4 +1,4 @@
-"""The outgoing appends of one partition: bounded, and gathered into parcels.
+"""The outgoing appends of one partition: bounded, and gathered into submissions.
 
 Rows that are appended in one turn of the event loop leave in one frame, so that a thousand small
 appends cost about as much as one batch.
@@ -10,9 +10,10 @@ Rules:
     3. A row of `append` that is known not to be in the log for a transient reason is sent again
        until its deadline: it is still valid. A row that a lock has rejected is never sent again,
        nor is a pipelined dependent append.
-    4. Rule 2 holds for rows that are sent again: they wait until every parcel that was in flight
-       with them has its outcome, and all rows and batches that were appended since wait for them.
-       Parcels that the stream had not sent by then return as lost (`monitor.Parcel.keeps_order`).
+    4. Rule 2 holds for rows that are sent again: they wait until every submission that was in
+       flight with them has its outcome, and all rows and batches that were appended since wait for
+       them. Submissions that the stream had not sent by then return as lost
+       (`monitor.Submission.keeps_order`).
     5. A wait for earlier appends does not include later appends: those may never end.
 """
 
@@ -27,7 +28,7 @@ import numpy as np
 
 from waltz_core import errors
 from waltz_core.client.model.predecessors import FollowedState
-from waltz_core.client.stream.monitor import BatchOutcome, Parcel, Single
+from waltz_core.client.stream.monitor import BatchOutcome, Single, Submission
 from waltz_core.records.batches import encode_append
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import (
@@ -40,8 +41,8 @@ from waltz_core.wire.messages import Reason
 
 # Up to this many rows go as single appends; more of them are cheaper as one Arrow batch.
 SINGLES_MAX = 8
-# While at least this many parcels are in flight, rows are gathered until one of them has its
-# outcome or a parcel is full: under load many small writers share a frame, else none waits.
+# While at least this many submissions are in flight, rows are gathered until one of them has its
+# outcome or a submission is full: under load many small writers share a frame, else none waits.
 PARCELS_BEFORE_GATHERING = 1
 # The server delays its answer to a rejection by a contended lock; other rows do not wait for it.
 GATHERING_S_MAX = 0.005
@@ -201,7 +202,7 @@ class AppendWindow:
         )
 
 
-Post: TypeAlias = Callable[[Parcel], None]
+Post: TypeAlias = Callable[[Submission], None]
 
 
 class ReportOrder:
@@ -222,7 +223,7 @@ class ReportOrder:
 
 
 class _Batch(NamedTuple):
-    """A parcel of `append_batch`."""
+    """A submission of `append_batch`."""
 
     future: asyncio.Future[BatchOutcome]
     row_count: int
@@ -268,10 +269,11 @@ class Appends:
         self._is_scheduled = False
         self._has_landed = False
         self._gather_timer: asyncio.TimerHandle | None = None
-        self._parcels: dict[int, list[PendingRow] | _Batch] = {}
+        self._submissions: dict[int, list[PendingRow] | _Batch] = {}
         self._token = 0
         self._added = 0
-        # Rows to be sent again, once the parcels up to the barrier are final and the pause is over.
+        # Rows to be sent again, once the submissions up to the barrier are final and the pause is
+        # over.
         self._held: list[PendingRow] = []
         self._barrier = 0
         self._pause: asyncio.Handle | None = None
@@ -281,7 +283,7 @@ class Appends:
     @property
     def has_pending(self) -> bool:
         """Whether any outcome is outstanding."""
-        return bool(self._parcels) or bool(self._gathered) or bool(self._held)
+        return bool(self._submissions) or bool(self._gathered) or bool(self._held)
 
     # --- in
 
@@ -339,7 +341,7 @@ class Appends:
 
     def _turn(self) -> None:
         self._is_scheduled = False
-        if self._has_landed or len(self._parcels) < PARCELS_BEFORE_GATHERING:
+        if self._has_landed or len(self._submissions) < PARCELS_BEFORE_GATHERING:
             self._send_gathered()
         elif self._gather_timer is None:
             self._gather_timer = self._loop.call_later(GATHERING_S_MAX, self._send_gathered)
@@ -371,9 +373,9 @@ class Appends:
             self._notify()
             return
         token = self._next_token()
-        self._parcels[token] = batch
+        self._submissions[token] = batch
         crc, keeps_order = crc32(batch.payload), order is not None
-        self._post(Parcel(token, batch.row_count, batch.mark, batch.payload, crc, keeps_order))
+        self._post(Submission(token, batch.row_count, batch.mark, batch.payload, crc, keeps_order))
 
     def _send_run(self, rows: list[PendingRow], *, is_alone: bool) -> None:
         if is_alone or len(rows) <= SINGLES_MAX:
@@ -385,11 +387,11 @@ class Appends:
 
     def _send_single(self, row: PendingRow) -> None:
         token = self._next_token()
-        self._parcels[token] = [row]
+        self._submissions[token] = [row]
         locks = (row.write_locks, row.read_locks, row.append_locks)
         single = Single(row.header, row.data, *locks, row.follows)
         crc, keeps_order = crc32(row.data), not row.is_attempt
-        self._post(Parcel(token, 1, row.mark, single, crc, keeps_order))
+        self._post(Submission(token, 1, row.mark, single, crc, keeps_order))
 
     def _send_rows(self, rows: list[PendingRow]) -> None:
         first = rows[0].mark
@@ -403,9 +405,9 @@ class Appends:
             marks=None if marks.count(first) == len(marks) else marks,
         )
         token = self._next_token()
-        self._parcels[token] = rows
+        self._submissions[token] = rows
         keeps_order = not all(row.is_attempt for row in rows)
-        self._post(Parcel(token, len(rows), first, payload, crc32(payload), keeps_order))
+        self._post(Submission(token, len(rows), first, payload, crc32(payload), keeps_order))
 
     def _next_token(self) -> int:
         self._token += 1
@@ -414,29 +416,29 @@ class Appends:
     # --- outcomes
 
     def settled(self, token: int, outcome: BatchOutcome) -> None:
-        """Handle the outcome of every row of a parcel."""
-        parcel = self._parcels.pop(token)
-        if isinstance(parcel, _Batch):
-            self._end(parcel)
-            parcel.finish(outcome)
+        """Handle the outcome of every row of a submission."""
+        submission = self._submissions.pop(token)
+        if isinstance(submission, _Batch):
+            self._end(submission)
+            submission.finish(outcome)
         else:
-            self._settle_rows(parcel, outcome)
+            self._settle_rows(submission, outcome)
         self._landed()
 
     def rejected(self, token: int, error: errors.WaltzError) -> None:
-        """Handle an error that ends a parcel without an outcome for its rows."""
-        parcel = self._parcels.pop(token)
-        if isinstance(parcel, _Batch):
-            self._end(parcel)
-            if not parcel.future.done():
-                parcel.future.set_exception(error)
-        elif isinstance(error, errors.TooLarge) and len(parcel) > 1:
+        """Handle an error that ends a submission without an outcome for its rows."""
+        submission = self._submissions.pop(token)
+        if isinstance(submission, _Batch):
+            self._end(submission)
+            if not submission.future.done():
+                submission.future.set_exception(error)
+        elif isinstance(error, errors.TooLarge) and len(submission) > 1:
             # The server accepts less in one frame than this client assumed.
-            middle = len(parcel) // 2
-            self._send_rows(parcel[:middle])
-            self._send_rows(parcel[middle:])
+            middle = len(submission) // 2
+            self._send_rows(submission[:middle])
+            self._send_rows(submission[middle:])
         else:
-            for row in parcel:
+            for row in submission:
                 self._end(row)
                 if not row.future.done():
                     row.future.set_exception(error)
@@ -445,9 +447,9 @@ class Appends:
     def abandon(self, error: errors.WaltzError) -> None:
         """Fail everything with this error: no more answers will arrive."""
         rows = [*self._held, *self._gathered]
-        # First, or rows that wait for a parcel would be sent when that parcel fails.
+        # First, or rows that wait for a submission would be sent when that submission fails.
         self._held, self._gathered, self._gathered_bytes = [], [], 0
-        for token in list(self._parcels):
+        for token in list(self._submissions):
             self.rejected(token, error)
         for each in rows:
             self._end(each)
@@ -506,7 +508,7 @@ class Appends:
         """Send the held rows again, if rule 4 allows it now."""
         if not self._held or self._pause is not None:
             return
-        if self._parcels and next(iter(self._parcels)) <= self._barrier:
+        if self._submissions and next(iter(self._submissions)) <= self._barrier:
             return
         rows = sorted(self._held, key=lambda row: row.number)
         self._held = []
@@ -520,7 +522,7 @@ class Appends:
         self.window.release(each.row_count, each.size_bytes)
 
     def _landed(self) -> None:
-        """A parcel has its outcome: rows that were gathered meanwhile may go."""
+        """A submission has its outcome: rows that were gathered meanwhile may go."""
         self._release()
         self._has_landed = bool(self._gathered)
         if self._gathered and not self._is_scheduled:

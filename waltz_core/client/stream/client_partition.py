@@ -25,7 +25,7 @@ from waltz_core.client.links.directory import Directory, Owner
 from waltz_core.client.links.outage import LOG_AFTER_S, Outage
 from waltz_core.client.stream import stream_events
 from waltz_core.client.stream.appends import Appends, AppendWindow
-from waltz_core.client.stream.monitor import Parcel
+from waltz_core.client.stream.monitor import Submission
 from waltz_core.client.stream.partition_stream import PartitionStream
 from waltz_core.client.stream.stream_events import Phase, StreamSettings
 from waltz_core.client.stream.write_claim import TaskClaim
@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 Fetch = Callable[[TransactionId, TransactionId], Coroutine[Any, Any, None]]
 
-# A parcel of single appends is sent when it is this large, or when the event loop turns.
+# A submission of single appends is sent when it is this large, or when the event loop turns.
 PARCEL_ROWS = 1_000
 PARCEL_BYTES = 512 * 1024
 
@@ -247,12 +247,12 @@ class ClientPartition:
         if self._link is not None:
             self._link.detach(self.partition_id)
 
-    def _send(self, parcel: Parcel) -> None:
+    def _send(self, submission: Submission) -> None:
         if self._driver.is_stopped:  # it would never get an outcome
             error = self._stopped or errors.Unreachable("the client was closed before it was sent")
-            self.appends.rejected(parcel.token, error)
+            self.appends.rejected(submission.token, error)
             return
-        self._driver.post(stream_events.SendAppends(parcel))
+        self._driver.post(stream_events.SendAppends(submission))
 
     # --- the stream's effects
 
@@ -261,9 +261,9 @@ class ClientPartition:
             case stream_events.Send():
                 if self._link is not None and self._link.number == effect.link:
                     self._link.send(effect.message)
-            case stream_events.ParcelSettled():
+            case stream_events.SubmissionSettled():
                 self.appends.settled(effect.token, effect.outcome)
-            case stream_events.ParcelRejected():
+            case stream_events.SubmissionRejected():
                 self.appends.rejected(effect.token, effect.error)
             case stream_events.MarkAdvanced():
                 self._mark_moved(effect.high_water_mark)

@@ -5,8 +5,9 @@ here: answers of the server, the feed, and the headers that are read back after 
 broken.
 
 Rules:
-    1. A parcel's rows have consecutive sequence numbers, and parcels are kept in that order.
-    2. An outcome is reported once, and only when it is final for every row of the parcel.
+    1. A submission's rows have consecutive sequence numbers, and submissions are kept in that
+       order.
+    2. An outcome is reported once, and only when it is final for every row of the submission.
     3. A row is COMMITTED if an answer states it, or if its request id is in the log.
     4. A row is LOST if an answer states it, or if a mount has proven everything older final and the
        log, read back to the mark of that mount, does not contain it.
@@ -48,7 +49,7 @@ from waltz_core.wire.messages import (
 _NO_ID: Final = np.full(1, BEFORE_FIRST, dtype=np.int64)
 _LOCK: Final = np.full(1, Reason.LOCK, dtype=np.uint8)
 _NO_ID.flags.writeable = _LOCK.flags.writeable = False
-# Answers that end a parcel; an error ends one, too.
+# Answers that end a submission; an error ends one, too.
 AppendAnswer: TypeAlias = AppendResult | Predecessors
 I64 = npt.NDArray[np.int64]
 U8 = npt.NDArray[np.uint8]
@@ -111,10 +112,10 @@ class Single(NamedTuple):
 
 
 @value(frozen=True, slots=True, eq=False)
-class Parcel:
+class Submission:
     """Rows that travel in one frame: an Arrow payload, or a single row without Arrow.
 
-    `keeps_order`: if an earlier parcel that keeps its order was lost, this one is not sent but
+    `keeps_order`: if an earlier submission that keeps its order was lost, this one is not sent but
     reported LOST as well, so that the caller can send both again in order.
     """
 
@@ -138,8 +139,8 @@ class Parcel:
     def message(self, req_id: ReqId, *, may_follow: bool = False) -> AppendRequest | AppendBatch:
         """Return the request that carries it.
 
-        `may_follow`: the server knows dependent appends. If it does not, the parcel must not depend
-        on any.
+        `may_follow`: the server knows dependent appends. If it does not, the submission must not
+        depend on any.
         """
         mark, content = self.client_high_water_mark, self.content
         if isinstance(content, Single):
@@ -156,9 +157,9 @@ class Parcel:
 
 @dataclass(slots=True, eq=False)
 class Pending:
-    """A parcel that was sent and is not final yet."""
+    """A submission that was sent and is not final yet."""
 
-    parcel: Parcel
+    submission: Submission
     req_id: ReqId  # of its first row
     link: int  # which connection it was sent on
     mount: int  # which mount it was sent under
@@ -171,14 +172,14 @@ class Pending:
     @property
     def last_sequence(self) -> int:
         """The sequence number of its last row."""
-        return self.req_id.sequence + self.parcel.row_count - 1
+        return self.req_id.sequence + self.submission.row_count - 1
 
     def known_outcome(self, high_water_mark: TransactionId) -> BatchOutcome | None:
         """Return the outcome if every row was seen in the log, else None."""
         if self.found is None or not (self.found != BEFORE_FIRST).all():
             return None
         lost = BatchOutcome.uniform(
-            self.parcel.row_count, Reason.LOST, high_water_mark=high_water_mark
+            self.submission.row_count, Reason.LOST, high_water_mark=high_water_mark
         )
         return _corrected(lost, self.found)
 
@@ -203,41 +204,41 @@ class Monitor:
 
     @property
     def oldest(self) -> Pending | None:
-        """The oldest parcel."""
+        """The oldest submission."""
         return next(iter(self._pending.values()), None)
 
     # --- sending
 
     def register(self, pending: Pending) -> None:
-        """Register a parcel that is about to be sent."""
+        """Register a submission that is about to be sent."""
         assert pending.req_id.client_id == self._client_id
         assert pending.req_id.partition_id == self._partition_id
         assert pending.req_id.sequence > self._last_sequence  # rule 1
-        assert pending.parcel.row_count > 0
+        assert pending.submission.row_count > 0
         self._pending[pending.req_id.sequence] = pending
         self._last_sequence = pending.last_sequence
-        self.in_flight_rows += pending.parcel.row_count
-        self.in_flight_bytes += pending.parcel.size_bytes
+        self.in_flight_rows += pending.submission.row_count
+        self.in_flight_bytes += pending.submission.size_bytes
 
     def find(self, req_id: ReqId) -> Pending | None:
-        """Return the parcel whose first row has this request id."""
+        """Return the submission whose first row has this request id."""
         pending = self._pending.get(req_id.sequence)
         return pending if pending is not None and pending.req_id == req_id else None
 
     def remove(self, pending: Pending) -> None:
-        """Remove a parcel whose outcome was reported."""
+        """Remove a submission whose outcome was reported."""
         removed = self._pending.pop(pending.req_id.sequence)
         assert removed is pending
-        self.in_flight_rows -= pending.parcel.row_count
-        self.in_flight_bytes -= pending.parcel.size_bytes
+        self.in_flight_rows -= pending.submission.row_count
+        self.in_flight_bytes -= pending.submission.size_bytes
         assert self.in_flight_rows >= 0
 
     # --- evidence
 
     def answered(self, result: AppendAnswer) -> tuple[Pending, BatchOutcome] | None:
-        """Return the outcome in a server's answer; None if the parcel has its outcome already.
+        """Return the outcome in a server's answer; None if the submission has its outcome already.
 
-        Raises RemoteProtocolError when the answer does not fit its parcel.
+        Raises RemoteProtocolError when the answer does not fit its submission.
         """
         pending = self.find(result.req_id)
         if pending is None:
@@ -245,7 +246,7 @@ class Monitor:
         if isinstance(result, Predecessors):
             outcome = _rejected(result, pending)
         else:
-            outcome = _decode(result, pending.parcel.row_count)
+            outcome = _decode(result, pending.submission.row_count)
         if pending.found is not None:
             outcome = _corrected(outcome, pending.found)
         self.remove(pending)
@@ -296,11 +297,11 @@ class Monitor:
         return (first, last) if first <= last else None
 
     def settle(self, high_water_mark: TransactionId) -> list[tuple[Pending, BatchOutcome]]:
-        """The log was read back: return the outcome of every proven parcel (rule 4)."""
+        """The log was read back: return the outcome of every proven submission (rule 4)."""
         settled = []
         for pending in [each for each in self if each.mark_proven is not None]:
             outcome = BatchOutcome.uniform(
-                pending.parcel.row_count, Reason.LOST, high_water_mark=high_water_mark
+                pending.submission.row_count, Reason.LOST, high_water_mark=high_water_mark
             )
             if pending.found is not None:
                 outcome = _corrected(outcome, pending.found)
@@ -328,7 +329,7 @@ class Monitor:
                 continue
             pending = self._pending[firsts[place]]
             row = sequence - pending.req_id.sequence
-            if row < pending.parcel.row_count and generation == pending.req_id.generation:
+            if row < pending.submission.row_count and generation == pending.req_id.generation:
                 hits.setdefault(place, []).append((row, transaction_id))
         for place in sorted(hits):
             rows, ids = np.array(hits[place], dtype=np.int64).T
@@ -352,7 +353,7 @@ class Monitor:
             rows = sequences - pending.req_id.sequence
             hits = np.flatnonzero(
                 (places == place)
-                & (rows < pending.parcel.row_count)
+                & (rows < pending.submission.row_count)
                 & (req_ids["generation"][own] == pending.req_id.generation)
             )
             if hits.size:
@@ -361,7 +362,7 @@ class Monitor:
 
 def _note(pending: Pending, rows: I64, ids: I64) -> None:
     if pending.found is None:
-        pending.found = np.full(pending.parcel.row_count, BEFORE_FIRST, dtype=np.int64)
+        pending.found = np.full(pending.submission.row_count, BEFORE_FIRST, dtype=np.int64)
     known = pending.found[rows]
     pending.found[rows] = ids
     reported = np.where(known == BEFORE_FIRST, ids, known)
@@ -386,15 +387,15 @@ def _corrected(outcome: BatchOutcome, found: I64) -> BatchOutcome:
 
 
 def _rejected(result: Predecessors, pending: Pending) -> BatchOutcome:
-    parcel, content = pending.parcel, pending.parcel.content
-    if parcel.follows is None or not isinstance(content, Single):
+    submission, content = pending.submission, pending.submission.content
+    if submission.follows is None or not isinstance(content, Single):
         raise errors.RemoteProtocolError(
             f"predecessors {tuple(result.req_id)}: the append was not a dependent one"
         )
     mark = TransactionId(result.high_water_mark)
     locks = (*content.write_locks, *content.read_locks)
-    following = parcel.follows.with_predecessors(
-        result, parcel.client_high_water_mark, pending.mount, locks
+    following = submission.follows.with_predecessors(
+        result, submission.client_high_water_mark, pending.mount, locks
     )
     return BatchOutcome(mark, _NO_ID, _LOCK, _NO_ID, following)
 

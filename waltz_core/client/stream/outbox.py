@@ -1,11 +1,11 @@
-"""Parcels that wait to be sent on one partition, in order, each until its deadline.
+"""Submissions that wait to be sent on one partition, in order, each until its deadline.
 
-A parcel in the outbox was never sent, so a timeout means "not in the log". For a parcel in the
-monitor it means "unknown".
+A submission in the outbox was never sent, so a timeout means "not in the log". For a submission in
+the monitor it means "unknown".
 
 Rules:
     1. First in, first out; deadlines never decrease.
-    2. A parcel that exceeds the server's limits is rejected before it is sent.
+    2. A submission that exceeds the server's limits is rejected before it is sent.
     3. So is one that depends on appends in flight in another mount (`predecessors.py`, rule 2).
 """
 
@@ -13,7 +13,7 @@ from collections import deque
 
 from waltz_core import errors
 from waltz_core.client.stream import verdicts
-from waltz_core.client.stream.monitor import BatchOutcome, Parcel
+from waltz_core.client.stream.monitor import BatchOutcome, Submission
 from waltz_core.records.record import PartitionId
 from waltz_core.values import value
 from waltz_core.wire.messages import Mounted, Reason
@@ -38,10 +38,10 @@ class MountLimits:
 
 
 @value(frozen=True, slots=True, eq=False)
-class WaitingParcel:
-    """A parcel and its deadline."""
+class WaitingSubmission:
+    """A submission and its deadline."""
 
-    parcel: Parcel
+    submission: Submission
     deadline_ms: int
 
 
@@ -50,60 +50,60 @@ class Outbox:
 
     def __init__(self, partition_id: PartitionId) -> None:
         self._partition_id = partition_id
-        self._waiting: deque[WaitingParcel] = deque()
+        self._waiting: deque[WaitingSubmission] = deque()
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     @property
-    def first(self) -> WaitingParcel | None:
-        """The next parcel to send."""
+    def first(self) -> WaitingSubmission | None:
+        """The next submission to send."""
         return self._waiting[0] if self._waiting else None
 
-    def put(self, parcel: Parcel, deadline_ms: int) -> None:
-        """Put a parcel at the end."""
+    def put(self, submission: Submission, deadline_ms: int) -> None:
+        """Put a submission at the end."""
         assert not self._waiting or deadline_ms >= self._waiting[-1].deadline_ms  # rule 1
-        self._waiting.append(WaitingParcel(parcel, deadline_ms))
+        self._waiting.append(WaitingSubmission(submission, deadline_ms))
 
-    def take(self) -> WaitingParcel:
-        """Take the first parcel out."""
+    def take(self) -> WaitingSubmission:
+        """Take the first submission out."""
         return self._waiting.popleft()
 
-    def take_all(self) -> list[WaitingParcel]:
+    def take_all(self) -> list[WaitingSubmission]:
         """Take everything out."""
         taken = list(self._waiting)
         self._waiting.clear()
         return taken
 
     def lose_following(
-        self, parcel: Parcel, outcome: BatchOutcome
+        self, submission: Submission, outcome: BatchOutcome
     ) -> list[tuple[int, BatchOutcome]]:
-        """Remove the parcels that must not overtake a lost one; return their outcomes."""
-        if not verdicts.is_order_lost(parcel, outcome):
+        """Remove the submissions that must not overtake a lost one; return their outcomes."""
+        if not verdicts.is_order_lost(submission, outcome):
             return []
         outcomes: list[tuple[int, BatchOutcome]] = []
         for _ in range(len(self._waiting)):
             waiting = self._waiting.popleft()
-            if waiting.parcel.keeps_order:
-                rows, mark = waiting.parcel.row_count, outcome.high_water_mark
+            if waiting.submission.keeps_order:
+                rows, mark = waiting.submission.row_count, outcome.high_water_mark
                 lost = BatchOutcome.uniform(rows, Reason.LOST, high_water_mark=mark)
-                outcomes.append((waiting.parcel.token, lost))
+                outcomes.append((waiting.submission.token, lost))
             else:
                 self._waiting.append(waiting)
         return outcomes
 
-    def take_expired(self, now_ms: int) -> list[WaitingParcel]:
-        """Take out the parcels whose deadline has passed."""
+    def take_expired(self, now_ms: int) -> list[WaitingSubmission]:
+        """Take out the submissions whose deadline has passed."""
         taken = []
         while self._waiting and self._waiting[0].deadline_ms <= now_ms:
             taken.append(self._waiting.popleft())
         return taken
 
     def rejection(
-        self, parcel: Parcel, limits: MountLimits, mount: int
+        self, submission: Submission, limits: MountLimits, mount: int
     ) -> errors.WaltzError | None:
-        """Return why a parcel is not sent in this mount, None when it is (rules 2 and 3)."""
-        follows = parcel.follows
+        """Return why a submission is not sent in this mount, None when it is (rules 2 and 3)."""
+        follows = submission.follows
         if follows is not None and follows.has_seen:
             if follows.partition_id != self._partition_id:
                 return errors.BadRequest(
@@ -115,10 +115,10 @@ class Outbox:
                     f"partition {self._partition_id}: the append depends on appends that were in "
                     "flight on a connection that has ended; it is not in the log"
                 )
-        if parcel.row_count <= limits.rows_max and parcel.size_bytes <= limits.bytes_max:
+        if submission.row_count <= limits.rows_max and submission.size_bytes <= limits.bytes_max:
             return None
         return errors.TooLarge(
             f"append batch for partition {self._partition_id}: expected at most "
             f"{limits.rows_max} rows and {limits.bytes_max} bytes, "
-            f"found {parcel.row_count} rows and {parcel.size_bytes} bytes"
+            f"found {submission.row_count} rows and {submission.size_bytes} bytes"
         )

@@ -20,8 +20,8 @@ Invariants:
     6. The feed is dense: the next accepted transaction is the one after the last.
     7. A feed that is far behind is not requested from the server, which would send all of it at
        once: on `FeedLagging` the driver fetches it, at the application's pace.
-    8. No parcel that keeps its order is sent after an earlier one was reported lost, unless it was
-       appended after that: parcels that still wait are reported LOST with it.
+    8. No submission that keeps its order is sent after an earlier one was reported lost, unless it
+       was appended after that: submissions that still wait are reported LOST with it.
 """
 
 from typing import TYPE_CHECKING, assert_never
@@ -30,7 +30,13 @@ from waltz_core import errors
 from waltz_core.client.stream import stream_events, verdicts
 from waltz_core.client.stream.backoff import Backoff
 from waltz_core.client.stream.cursor import FeedCursor
-from waltz_core.client.stream.monitor import AppendAnswer, BatchOutcome, Monitor, Parcel, Pending
+from waltz_core.client.stream.monitor import (
+    AppendAnswer,
+    BatchOutcome,
+    Monitor,
+    Pending,
+    Submission,
+)
 from waltz_core.client.stream.outbox import MountLimits, Outbox
 from waltz_core.client.stream.readback import ReadBack
 from waltz_core.client.stream.stream_events import (
@@ -40,13 +46,13 @@ from waltz_core.client.stream.stream_events import (
     MarkAdvanced,
     NeedClientId,
     OpenLink,
-    ParcelRejected,
-    ParcelSettled,
     Phase,
     Ready,
     Send,
     Stopped,
     StreamSettings,
+    SubmissionRejected,
+    SubmissionSettled,
 )
 from waltz_core.machine import Report, Wakeup
 from waltz_core.records.record import (
@@ -148,7 +154,7 @@ class PartitionStream:
         out: list[Effect] = []
         match event:
             case stream_events.SendAppends():
-                self._append(event.parcel, now_ms, out)
+                self._append(event.submission, now_ms, out)
             case stream_events.MessageReceived():
                 self._received(event, now_ms, out)
             case stream_events.Applied():
@@ -182,11 +188,11 @@ class PartitionStream:
                 assert_never(event)
         return out
 
-    def _append(self, parcel: Parcel, now_ms: int, out: list[Effect]) -> None:
+    def _append(self, submission: Submission, now_ms: int, out: list[Effect]) -> None:
         if self._stopped is not None:
-            out.append(ParcelRejected(parcel.token, self._stopped))
+            out.append(SubmissionRejected(submission.token, self._stopped))
             return
-        self._outbox.put(parcel, now_ms + self._settings.request_timeout_ms)
+        self._outbox.put(submission, now_ms + self._settings.request_timeout_ms)
         if self.phase is Phase.READY:
             self._send_waiting(out)
         else:
@@ -251,7 +257,7 @@ class PartitionStream:
             self._leave(event.reason, now_ms, out)
 
     def _spoil(self, pending: Pending) -> None:
-        """Do not mount the link of an unanswered parcel again; one that is lost needs no place."""
+        """Do not mount the link of an unanswered submission again."""
         if pending.is_link_lost:
             self._spoiled.pop(pending.link, None)
         else:
@@ -405,7 +411,7 @@ class PartitionStream:
     def _ready(self, now_ms: int, out: list[Effect]) -> None:
         for pending, outcome in self._monitor.settle(self.high_water_mark):
             self._spoil(pending)
-            self._settle_parcel(pending.parcel, outcome, out)
+            self._settle_submission(pending.submission, outcome, out)
         assert len(self._monitor) == 0  # invariant 1
         self.phase = Phase.READY
         self._phase_deadline_ms = None
@@ -436,29 +442,29 @@ class PartitionStream:
         if self._remount_reason is not None:
             return
         while (waiting := self._outbox.first) is not None:
-            parcel = waiting.parcel
-            rejection = self._outbox.rejection(parcel, self._limits, self._mount)
+            submission = waiting.submission
+            rejection = self._outbox.rejection(submission, self._limits, self._mount)
             if rejection is not None:
                 self._outbox.take()
-                self._report_rejection(parcel, rejection, out)
+                self._report_rejection(submission, rejection, out)
                 continue
-            in_flight_bytes = self._monitor.in_flight_bytes + parcel.size_bytes
+            in_flight_bytes = self._monitor.in_flight_bytes + submission.size_bytes
             if len(self._monitor) and in_flight_bytes > self._limits.in_flight_bytes_max:
                 return
-            if self.next_sequence + parcel.row_count > SEQUENCE_MAX:
+            if self.next_sequence + submission.row_count > SEQUENCE_MAX:
                 self._request_client_id(out)
                 return
             self._outbox.take()
-            self._send_parcel(parcel, waiting.deadline_ms, out)
+            self._send_submission(submission, waiting.deadline_ms, out)
 
-    def _send_parcel(self, parcel: Parcel, deadline_ms: int, out: list[Effect]) -> None:
+    def _send_submission(self, submission: Submission, deadline_ms: int, out: list[Effect]) -> None:
         client_id = ClientId(self._client_id)
         req_id = ReqId(client_id, self._generation, self._partition_id, self.next_sequence)
-        self.next_sequence += parcel.row_count  # invariant 5
+        self.next_sequence += submission.row_count  # invariant 5
         self._monitor.register(
-            Pending(parcel, req_id, self._link, self._mount, self.high_water_mark, deadline_ms)
+            Pending(submission, req_id, self._link, self._mount, self.high_water_mark, deadline_ms)
         )
-        out.append(Send(self._link, parcel.message(req_id, may_follow=self._may_follow)))
+        out.append(Send(self._link, submission.message(req_id, may_follow=self._may_follow)))
 
     def _append_result(self, message: AppendAnswer, now_ms: int, out: list[Effect]) -> None:
         try:
@@ -478,12 +484,12 @@ class PartitionStream:
         if reason is not None:
             self._monitor.remove(pending)
             outcome = BatchOutcome.uniform(
-                pending.parcel.row_count, reason, high_water_mark=self.high_water_mark
+                pending.submission.row_count, reason, high_water_mark=self.high_water_mark
             )
             self._conclude(pending, outcome, now_ms, out)
         elif isinstance(error, errors.UsageError):
             self._monitor.remove(pending)
-            out.append(ParcelRejected(pending.parcel.token, error))
+            out.append(SubmissionRejected(pending.submission.token, error))
             self._leave_if_drained(now_ms, out)
         elif isinstance(error, errors.ConnectionSuperseded):
             # An answer to an older mount may have it, too: this client has replaced that one.
@@ -496,7 +502,7 @@ class PartitionStream:
         self, pending: Pending, outcome: BatchOutcome, now_ms: int, out: list[Effect]
     ) -> None:
         self._learn(outcome.high_water_mark, out)
-        self._settle_parcel(pending.parcel, outcome, out)
+        self._settle_submission(pending.submission, outcome, out)
         if self.phase is not Phase.READY:
             return
         reason = verdicts.remount_reason(outcome) if pending.mount == self._mount else None
@@ -505,24 +511,27 @@ class PartitionStream:
         elif not self._leave_if_drained(now_ms, out):
             self._send_waiting(out)
 
-    def _settle_parcel(self, parcel: Parcel, outcome: BatchOutcome, out: list[Effect]) -> None:
-        out.append(ParcelSettled(parcel.token, outcome))
+    def _settle_submission(
+        self, submission: Submission, outcome: BatchOutcome, out: list[Effect]
+    ) -> None:
+        out.append(SubmissionSettled(submission.token, outcome))
         out.extend(
-            ParcelSettled(*outcome_of_token)
-            for outcome_of_token in self._outbox.lose_following(parcel, outcome)
+            SubmissionSettled(*outcome_of_token)
+            for outcome_of_token in self._outbox.lose_following(submission, outcome)
         )
 
     def _report_rejection(
-        self, parcel: Parcel, rejection: errors.WaltzError, out: list[Effect]
+        self, submission: Submission, rejection: errors.WaltzError, out: list[Effect]
     ) -> None:
-        """Report why a parcel is not sent; one that is too large comes again, in two."""
-        out.append(ParcelRejected(parcel.token, rejection))
-        if isinstance(rejection, errors.TooLarge) and parcel.row_count > 1:  # invariant 8
+        """Report why a submission is not sent; one that is too large comes again, in two."""
+        out.append(SubmissionRejected(submission.token, rejection))
+        if isinstance(rejection, errors.TooLarge) and submission.row_count > 1:  # invariant 8
             lost = BatchOutcome.uniform(
-                parcel.row_count, Reason.LOST, high_water_mark=self.high_water_mark
+                submission.row_count, Reason.LOST, high_water_mark=self.high_water_mark
             )
             out.extend(
-                ParcelSettled(*settled) for settled in self._outbox.lose_following(parcel, lost)
+                SubmissionSettled(*settled)
+                for settled in self._outbox.lose_following(submission, lost)
             )
 
     def _expire(self, now_ms: int, out: list[Effect]) -> None:
@@ -532,18 +541,18 @@ class PartitionStream:
             self._end_pending(pending, f"within {timeout_ms} ms", out)
         for waiting in self._outbox.take_expired(now_ms):
             error = verdicts.not_sent(self._partition_id, timeout_ms, self.failure)
-            out.append(ParcelRejected(waiting.parcel.token, error))
+            out.append(SubmissionRejected(waiting.submission.token, error))
 
     def _end_pending(self, pending: Pending, when: str, out: list[Effect]) -> None:
-        """End a parcel: report its outcome if every row is known, else OutcomeUnknown."""
+        """End a submission: report its outcome if every row is known, else OutcomeUnknown."""
         self._monitor.remove(pending)
         self._spoil(pending)
         outcome = pending.known_outcome(self.high_water_mark)
         if outcome is not None:
-            out.append(ParcelSettled(pending.parcel.token, outcome))
+            out.append(SubmissionSettled(pending.submission.token, outcome))
         else:
             error = verdicts.unknown(pending, when, self.failure)
-            out.append(ParcelRejected(pending.parcel.token, error))
+            out.append(SubmissionRejected(pending.submission.token, error))
 
     # --- client ids
 
@@ -628,6 +637,7 @@ class PartitionStream:
         for pending in list(self._monitor):
             self._end_pending(pending, "before the stream ended", out)
         out.extend(
-            ParcelRejected(waiting.parcel.token, error) for waiting in self._outbox.take_all()
+            SubmissionRejected(waiting.submission.token, error)
+            for waiting in self._outbox.take_all()
         )
         out.append(Stopped(error))

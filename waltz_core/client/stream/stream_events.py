@@ -6,17 +6,17 @@ Rules:
     1. `OpenLink` has one outcome with the same attempt number: `LinkOpened` or `LinkFailed`.
     2. A link that `LinkOpened` has passed is lost once, by `LinkLost`; other events from a link
        that is not the current one have no effect.
-    3. A parcel that was passed by `SendAppends` has one outcome: `ParcelSettled` or
-       `ParcelRejected`.
-    4. `ParcelRejected` with `OutcomeUnknown` leaves the parcel in doubt; with any other error, none
-       of its rows is or will ever be in the log.
+    3. A submission that was passed by `SendAppends` has one outcome: `SubmissionSettled` or
+       `SubmissionRejected`.
+    4. `SubmissionRejected` with `OutcomeUnknown` leaves the submission in doubt; with any other
+       error, none of its rows is or will ever be in the log.
 """
 
 from collections.abc import Sequence
 from enum import Enum, auto
 from typing import TypeAlias
 
-from waltz_core.client.stream.monitor import BatchOutcome, Parcel
+from waltz_core.client.stream.monitor import BatchOutcome, Submission
 from waltz_core.errors import WaltzError
 from waltz_core.machine import Report, Wakeup
 from waltz_core.records.record import Generation, TransactionId
@@ -56,9 +56,9 @@ class StreamSettings:
 
 @value(frozen=True, slots=True, eq=False)
 class SendAppends:
-    """Send a parcel, and report its outcome."""
+    """Send a submission, and report its outcome."""
 
-    parcel: Parcel
+    submission: Submission
 
 
 @value(frozen=True, slots=True)
@@ -204,16 +204,16 @@ class Ready:
 
 
 @value(frozen=True, slots=True, eq=False)
-class ParcelSettled:
-    """The outcome of every row of a parcel."""
+class SubmissionSettled:
+    """The outcome of every row of a submission."""
 
     token: int
     outcome: BatchOutcome
 
 
 @value(frozen=True, slots=True)
-class ParcelRejected:
-    """A parcel without an outcome for its rows (rule 4)."""
+class SubmissionRejected:
+    """A submission without an outcome for its rows (rule 4)."""
 
     token: int
     error: WaltzError
@@ -263,7 +263,7 @@ class MarkAdvanced:
 
 @value(frozen=True, slots=True)
 class Stopped:
-    """The stream has ended for good; later parcels fail with this error."""
+    """The stream has ended for good; later submissions fail with this error."""
 
     error: WaltzError
 
@@ -273,8 +273,8 @@ Effect: TypeAlias = (
     | Send
     | NeedClientId
     | Ready
-    | ParcelSettled
-    | ParcelRejected
+    | SubmissionSettled
+    | SubmissionRejected
     | FeedAdvanced
     | FeedLagging
     | MarkAdvanced

@@ -9,7 +9,7 @@ Rules:
 """
 
 from waltz_core import errors
-from waltz_core.client.stream.monitor import BatchOutcome, Parcel, Pending
+from waltz_core.client.stream.monitor import BatchOutcome, Pending, Submission
 from waltz_core.records.record import PartitionId
 from waltz_core.wire.messages import Reason
 
@@ -50,9 +50,9 @@ def remount_reason(outcome: BatchOutcome) -> Reason | None:
     return next((reason for reason in _REMOUNT if reason in found), None)
 
 
-def is_order_lost(parcel: Parcel, outcome: BatchOutcome) -> bool:
-    """Whether later parcels must wait until this one is sent again."""
-    if not parcel.keeps_order or not outcome.has_rejections:
+def is_order_lost(submission: Submission, outcome: BatchOutcome) -> bool:
+    """Whether later submissions must wait until this one is sent again."""
+    if not submission.keeps_order or not outcome.has_rejections:
         return False
     found = outcome.reasons.tobytes()
     return any(reason in found for reason in TRANSIENT)
@@ -64,7 +64,7 @@ def is_mount_retriable(error: errors.WaltzError) -> bool:
 
 
 def not_sent(partition_id: PartitionId, timeout_ms: int, failure: str) -> errors.Unreachable:
-    """Return the error of a parcel that was never sent, so it is not in the log."""
+    """Return the error of a submission that was never sent, so it is not in the log."""
     return errors.Unreachable(
         f"partition {partition_id}: not sent within {timeout_ms} ms ({failure}); "
         "it is not in the log"
@@ -72,9 +72,10 @@ def not_sent(partition_id: PartitionId, timeout_ms: int, failure: str) -> errors
 
 
 def unknown(pending: Pending, when: str, failure: str) -> errors.OutcomeUnknown:
-    """Return the error of a parcel whose outcome cannot be settled any more."""
+    """Return the error of a submission whose outcome cannot be settled any more."""
     return errors.OutcomeUnknown(
-        f"partition {pending.req_id.partition_id}: the outcome of {pending.parcel.row_count} rows "
-        f"from request {tuple(pending.req_id)} on could not be settled {when} ({failure}); "
+        f"partition {pending.req_id.partition_id}: the outcome of "
+        f"{pending.submission.row_count} rows from request {tuple(pending.req_id)} on "
+        f"could not be settled {when} ({failure}); "
         f"if they are in the log, then after transaction {pending.mark_before}"
     )

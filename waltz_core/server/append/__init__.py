@@ -1,4 +1,4 @@
-"""The append pipeline of a partition: queue, check, judge, encode, submit, answer.
+"""The append pipeline of a partition: queue, check, validate, encode, submit, answer.
 
 `pipeline.py` is the pipeline. `mounts.py` tracks which connections may append, and `admission.py`
 checks each append against it. `lanes.py` and `pace.py` schedule appends fairly. `flights.py` keeps

@@ -1,6 +1,6 @@
 """The checks of an append when it leaves its lane: mount, generation, size, checksum, format.
 
-They precede the judgment of its locks, and keep rules 1 and 4 of `pipeline.py`: appends of an
+They precede the validation of its locks, and keep rules 1 and 4 of `pipeline.py`: appends of an
 older mount are rejected as soon as a newer one exists.
 """
 
@@ -9,8 +9,8 @@ from waltz_core.records.record import TRANSACTION_BYTES_MAX, Generation
 from waltz_core.server.append.completions import Completions
 from waltz_core.server.append.mounts import Mounts
 from waltz_core.server.append.outcomes import AppendOutcome
-from waltz_core.server.locking.judging import decode, verify
 from waltz_core.server.locking.tickets import BatchTicket, SingleTicket, Ticket
+from waltz_core.server.locking.validation import decode, verify
 from waltz_core.server.partition_events import PartitionLimits
 from waltz_core.wire.messages import Reason
 
@@ -36,7 +36,7 @@ class Admission:
         return None
 
     def admits(self, ticket: SingleTicket, out: list[AppendOutcome]) -> bool:
-        """Return whether a single append may be judged; otherwise answer it."""
+        """Return whether a single append may be validated; otherwise answer it."""
         message = ticket.message
         reason = self.stale(ticket)
         if reason is None and len(message.data) > TRANSACTION_BYTES_MAX:
@@ -63,7 +63,7 @@ class Admission:
         return True
 
     def reject(self, ticket: Ticket, reason: Reason, out: list[AppendOutcome]) -> None:
-        """Reject all rows of an append that was not judged."""
+        """Reject all rows of an append that was not validated."""
         if isinstance(ticket, BatchTicket) and not self.opens(ticket, out):
             return
         ticket.reject(reason)

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 from waltz_core import errors
 from waltz_core.records.record import ReplicaId, SessionId, TransactionId
-from waltz_core.server.append.mounts import PartitionPlace
+from waltz_core.server.append.mounts import PartitionPosition
 from waltz_core.server.locking.tickets import Ticket
 from waltz_core.server.partition_events import (
-    Answer,
     PartitionIdentity,
     PartitionLimits,
     Received,
+    SendToClient,
     rejection,
 )
 from waltz_core.wire.messages import (
@@ -31,31 +31,31 @@ from waltz_core.wire.messages import (
 )
 
 
-def reject(request: Received, error: errors.WaltzError) -> Answer:
+def reject(request: Received, error: errors.WaltzError) -> SendToClient:
     """Report an error."""
     message = request.message
     return rejection(request.connection, message.req_id, request.cost_bytes, error, message)
 
 
-def reject_ticket(ticket: Ticket, error: errors.WaltzError) -> Answer:
+def reject_ticket(ticket: Ticket, error: errors.WaltzError) -> SendToClient:
     """Report an error that concerns a whole append."""
     return rejection(ticket.connection, ticket.req_id, ticket.cost_bytes, error, ticket.message)
 
 
-def superseded(request: Received) -> Answer:
+def superseded(request: Received) -> SendToClient:
     """Report that a later request of the same client replaces this one."""
     error = errors.ConnectionSuperseded("a later mount of the client has taken its place")
     return reject(request, error)
 
 
-def not_owned(request: Received, place: PartitionPlace) -> Answer:
+def not_owned(request: Received, place: PartitionPosition) -> SendToClient:
     """Report that another server owns the partition."""
     if isinstance(request.message, MountRequest):
         return _state(request, MountState.NOT_READY)
     return reject(request, errors.NotOwned(f"this server does not own {place}"))
 
 
-def reject_mount(request: Received, error: errors.WaltzError) -> Answer:
+def reject_mount(request: Received, error: errors.WaltzError) -> SendToClient:
     """Report why a connection may not mount."""
     if isinstance(request.message, MountRequest) and isinstance(error, errors.ClientAhead):
         return _state(request, MountState.CLIENT_AHEAD)
@@ -64,7 +64,7 @@ def reject_mount(request: Received, error: errors.WaltzError) -> Answer:
 
 def mounted(
     request: Received, mark: TransactionId, session_id: SessionId, limits: PartitionLimits
-) -> Answer:
+) -> SendToClient:
     """Report that a connection is mounted, and to a `MountWriter` the limits of its appends."""
     if not isinstance(request.message, MountWriter):
         return _state(request, MountState.READY)
@@ -76,7 +76,7 @@ def mounted(
         limits.batch_bytes_max,
         limits.connection_bytes_max,
     )
-    return Answer(request.connection, answer, request.cost_bytes)
+    return SendToClient(request.connection, answer, request.cost_bytes)
 
 
 def with_mark(
@@ -85,7 +85,7 @@ def with_mark(
     session_id: SessionId,
     replicas: Sequence[ReplicaId],
     identity: PartitionIdentity,
-) -> Answer:
+) -> SendToClient:
     """Answer a flush, or a request for the mark or for the replicas."""
     req_id = request.message.req_id
     answer: ClientMessage
@@ -102,9 +102,9 @@ def with_mark(
         )
     else:
         answer = HighWaterMarkResponse(req_id, mark)
-    return Answer(request.connection, answer, request.cost_bytes)
+    return SendToClient(request.connection, answer, request.cost_bytes)
 
 
-def _state(request: Received, state: MountState) -> Answer:
+def _state(request: Received, state: MountState) -> SendToClient:
     message = MountResponse(request.message.req_id, state)
-    return Answer(request.connection, message, request.cost_bytes)
+    return SendToClient(request.connection, message, request.cost_bytes)

@@ -5,8 +5,8 @@ Every request ends here, once, whichever way it went through the pipeline.
 Rules:
     1. A request is answered once, and leaves its epoch then. When all requests of an epoch have
        left, the flushes that waited for it are notified.
-    2. AHEAD is not reported directly: `AheadOfLog` requests a proof of the session in which the
-       row was judged. Without the proof the answer is NOT_MOUNTED, so that the client mounts again.
+    2. AHEAD is not reported directly: `AheadOfLog` requests a proof of the session in which the row
+       was validated. Without the proof the answer is NOT_MOUNTED, so that the client mounts again.
 """
 
 from collections import deque
@@ -21,7 +21,7 @@ from waltz_core.server.append.mounts import Mounts
 from waltz_core.server.append.outcomes import AheadOfLog, AppendOutcome, Reached
 from waltz_core.server.locking.following import Followers
 from waltz_core.server.locking.tickets import AppendCounters, Epoch, SingleTicket, Ticket
-from waltz_core.server.partition_events import Answer
+from waltz_core.server.partition_events import SendToClient
 from waltz_core.wire.messages import Reason
 
 
@@ -129,7 +129,7 @@ class Completions:
         out.append(reject_ticket(ticket, error))
         self.leave(ticket, out)
 
-    def _answer(self, ticket: Ticket) -> Answer:
+    def _answer(self, ticket: Ticket) -> SendToClient:
         rejected = self._counters.rejected
         if isinstance(ticket, SingleTicket):
             if ticket.reason:

@@ -43,7 +43,7 @@ from waltz_core.wire.messages import FEED_HEADERS_MAX, LATEST_MARK, MountRequest
 CLIENTS_MAX: Final = 64
 
 
-class PartitionPlace(NamedTuple):
+class PartitionPosition(NamedTuple):
     """The partition, its generation and its high-water mark."""
 
     partition_id: PartitionId
@@ -82,7 +82,10 @@ class Mounts:
         return self._left.get(client_id) if mount is None else mount.sequence
 
     def fault(
-        self, message: MountRequest | MountWriter, connection: ConnectionId, place: PartitionPlace
+        self,
+        message: MountRequest | MountWriter,
+        connection: ConnectionId,
+        place: PartitionPosition,
     ) -> WaltzError | None:
         """Return why this connection may not mount, None when it may."""
         generation, mark = message.req_id.generation, mark_of(message)
@@ -109,7 +112,10 @@ class Mounts:
         return excess or self._fenced(client_id, connection, sequence)
 
     def _excess(
-        self, message: MountRequest | MountWriter, connection: ConnectionId, place: PartitionPlace
+        self,
+        message: MountRequest | MountWriter,
+        connection: ConnectionId,
+        place: PartitionPosition,
     ) -> WaltzError | None:
         """Rule 6."""
         count = len(message.header_values) if isinstance(message, MountWriter) else 0

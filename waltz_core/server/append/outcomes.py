@@ -6,7 +6,7 @@ from waltz_core.machine import Report
 from waltz_core.records.record import LineageEntry
 from waltz_core.replication.session_events import Batch
 from waltz_core.server.locking.tickets import Ticket
-from waltz_core.server.partition_events import Answer, Fetch
+from waltz_core.server.partition_events import Fetch, SendToClient
 from waltz_core.values import value
 
 
@@ -40,5 +40,5 @@ class AheadOfLog:
 
 
 AppendOutcome: TypeAlias = (
-    Answer | SubmitBatch | BatchCommitted | Reached | AheadOfLog | Fetch | Report
+    SendToClient | SubmitBatch | BatchCommitted | Reached | AheadOfLog | Fetch | Report
 )

@@ -1,18 +1,19 @@
-"""The append pipeline of one partition: wait, judge, encode, submit, answer when final.
+"""The append pipeline of one partition: wait, validate, encode, submit, answer when final.
 
 Here a transaction gets its ID or is rejected, so every guarantee about outcomes is kept here: no
 outcome is reported before it is final, and no final outcome ever changes.
 
-    received -> its connection's lane -> [turn] checks, lock judgment, ids -> records
+    received -> its connection's lane -> [turn] checks, lock validation, ids -> records
              -> one store batch, in flight -> committed or settled -> answered
 
 Rules (docs/design/correctness.md 2.3 and 2.4, rows 22-30):
     1. Mount and generation are checked when a request leaves its lane, not when it enters. So
        requests of older connections are rejected from the moment a newer one mounts, and so are
        requests that precede the last mount on the same connection.
-    2. Locks are entered at judgment with the IDs that the rows will have, so an entry above the
+    2. Locks are entered at validation with the IDs that the rows will have, so an entry above the
        high-water mark is in flight. A row rejected for such an ID waits until that ID is final.
-    3. Rows are judged once. Rows lost with a session are reported as LOST, only after `Settled`.
+    3. Rows are validated once. Rows lost with a session are reported as LOST, only after
+       `SessionSettled`.
     4. A lost row ends its client's mount: later appends of the client must not overtake it.
     5. Everything that one turn takes goes to the store as one batch: small requests share a quorum
        round. A large request goes alone, so that no small one has to wait for its bytes. While the
@@ -20,12 +21,12 @@ Rules (docs/design/correctness.md 2.3 and 2.4, rows 22-30):
        turns in between.
     6. IDs in flight are consecutive from the high-water mark on.
     7. Rule 1 holds for each piece: when the mount or the generation is over, the rest of the
-       request is rejected, and the judged rows keep their outcome. A piece lost with its session
+       request is rejected, and the validated rows keep their outcome. A piece lost with its session
        ends the mount (rule 4), so no later row of the same request can enter.
-    8. After a move nothing is judged before the lock table has been filled (`refill.py`).
+    8. After a move nothing is validated before the lock table has been filled (`refill.py`).
     9. AHEAD (the client's mark is above the log's) is reported only with a proof
        (`completions.py`).
-   10. Dependent appends (`following.py`) are judged as if their predecessors were in the log,
+   10. Dependent appends (`following.py`) are validated as if their predecessors were in the log,
        provided that those are in flight in this same session; otherwise they are rejected.
        Admitted dependent appends are gathered while a batch is in flight, and go to the store when
        it has landed: at once or, while other authors wait, `GATHER_MS` after the previous batch.
@@ -46,11 +47,16 @@ from waltz_core.server.append.mounts import Mounts
 from waltz_core.server.append.outcomes import AppendOutcome, BatchCommitted, Reached, SubmitBatch
 from waltz_core.server.append.pace import Pace
 from waltz_core.server.locking.following import Followers
-from waltz_core.server.locking.judging import JudgedPiece, LogPlace, judge_rows, judge_singles
 from waltz_core.server.locking.lock_queues import LockQueues, is_contending
 from waltz_core.server.locking.lock_table import LockTable
 from waltz_core.server.locking.refill import Refill
 from waltz_core.server.locking.tickets import AppendCounters, BatchTicket, SingleTicket, Ticket
+from waltz_core.server.locking.validation import (
+    InFlightRange,
+    ValidatedPiece,
+    validate_rows,
+    validate_singles,
+)
 from waltz_core.server.partition_events import ConnectionId, PartitionLimits
 from waltz_core.wire.messages import AppendBatch, AppendFollowing, AppendRequest, Reason
 
@@ -216,7 +222,7 @@ class AppendPipeline:
                     doubtful[id(ticket)] = ticket
             out.extend(Reached(token) for token in each.waiting)
         for ticket in self._lanes.drop_all():
-            if isinstance(ticket, BatchTicket) and ticket.judged_count:
+            if isinstance(ticket, BatchTicket) and ticket.validated_count:
                 doubtful[id(ticket)] = ticket
             else:
                 queued.append(ticket)
@@ -288,7 +294,7 @@ class AppendPipeline:
     # a turn
 
     def turn(self, *, now_ms: int, wall_ms: int) -> list[AppendOutcome]:
-        """Take about one slice from the lanes, judge it, and submit it as one batch (rule 5)."""
+        """Take about one slice from the lanes, validate it, and submit it as one batch (rule 5)."""
         flights = self._flights
         draft, flights.gathered = flights.gathered or Draft(), None
         draft.out = [*self.refill.turn(now_ms)]
@@ -307,7 +313,7 @@ class AppendPipeline:
         return draft.out
 
     def _take_slice(self, draft: Draft, now_ms: int) -> None:
-        """Take requests from their lanes and judge them, up to about one slice."""
+        """Take requests from their lanes and validate them, up to about one slice."""
         group: list[SingleTicket] = []
         bytes_left, rows_left = self._limits.slice_bytes_max, self._limits.slice_rows_max
         while bytes_left > 0 and rows_left > 0:
@@ -324,18 +330,18 @@ class AppendPipeline:
                 rows_left -= 1
                 group = self._take_single(ticket, group, draft, now_ms)
             else:
-                self._judge_group(group, draft)
+                self._validate_group(group, draft)
                 group = []
                 rows_left -= self._take_rows(ticket, draft, now_ms)
             if ticket.is_large:
                 draft.is_large = draft.is_urgent = True
                 break
-        self._judge_group(group, draft)
+        self._validate_group(group, draft)
 
     def _take_single(
         self, ticket: SingleTicket, group: list[SingleTicket], draft: Draft, now_ms: int
     ) -> list[SingleTicket]:
-        """Take a single append from its lane; return the group that is judged together next."""
+        """Take a single append from its lane; return the group that is validated together next."""
         self._lanes.take(with_large=ticket.is_large)
         if not self._admission.admits(ticket, draft.out):
             return group
@@ -343,8 +349,8 @@ class AppendPipeline:
         if not ticket.follows:
             group.append(ticket)
             return group
-        self._judge_group(group, draft)
-        self._judge_follower(ticket, draft, now_ms)
+        self._validate_group(group, draft)
+        self._validate_follower(ticket, draft, now_ms)
         return []
 
     def _may_gather(self, draft: Draft, now_ms: int) -> bool:
@@ -380,15 +386,15 @@ class AppendPipeline:
         return None, at_ms
 
     def _take_rows(self, ticket: BatchTicket, draft: Draft, now_ms: int) -> int:
-        """Take a batch or a piece of it from its lane, judge it, and return its number of rows.
+        """Take a batch or a piece of it from its lane, validate it, and return its number of rows.
 
-        Only large batches are cut; a small one is taken whole, together with other requests.
+        Only large batches are truncated; a small one is taken whole, together with other requests.
         """
         piece_bytes = self._pace.piece_bytes(now_ms) if ticket.is_large else None
         if not self._admission.opens(ticket, draft.out):
             self._lanes.take(with_large=ticket.is_large)
             return 0
-        start, stop = ticket.judged_count, ticket.stop_within(piece_bytes)
+        start, stop = ticket.validated_count, ticket.stop_within(piece_bytes)
         if reason := self._admission.stale(ticket):
             self._lanes.take(with_large=ticket.is_large)
             ticket.reject(reason)
@@ -402,17 +408,17 @@ class AppendPipeline:
         if not start:
             ticket.session_id = self._session_id
         draft.is_urgent = True
-        self._add(judge_rows(ticket, stop, self._table, self._place), draft)
+        self._add(validate_rows(ticket, stop, self._table, self._place), draft)
         return stop - start
 
-    def _judge_group(self, group: list[SingleTicket], draft: Draft) -> None:
+    def _validate_group(self, group: list[SingleTicket], draft: Draft) -> None:
         if group:
             assert self._table is not None
             draft.is_urgent = True
-            self._add(judge_singles(group, self._table, self._place), draft)
+            self._add(validate_singles(group, self._table, self._place), draft)
 
-    def _judge_follower(self, ticket: SingleTicket, draft: Draft, now_ms: int) -> None:
-        """Judge a dependent append (rule 10)."""
+    def _validate_follower(self, ticket: SingleTicket, draft: Draft, now_ms: int) -> None:
+        """Validate a dependent append (rule 10)."""
         assert self._table is not None
         message = ticket.message
         assert isinstance(message, AppendFollowing)
@@ -424,13 +430,13 @@ class AppendPipeline:
             self._completions.finish(ticket, draft.out)
             return
         mark = last if has_seen else self._high_water_mark
-        piece = judge_singles([ticket], self._table, LogPlace(mark, self._flights.next_id))
+        piece = validate_singles([ticket], self._table, InFlightRange(mark, self._flights.next_id))
         if ticket.reason is Reason.LOCK and self._following.has_predecessors(ticket):
             notified = self._following.waiting.rejected(ticket, now_ms)
             draft.out += self._notify_followers(notified)
             return
         if ticket.conflict > self._high_water_mark:
-            piece = JudgedPiece(None, [ticket], [])
+            piece = ValidatedPiece(None, [ticket], [])
         self._add(piece, draft)
         if piece.part is not None:
             notified = self._following.waiting.admitted(ticket, now_ms)
@@ -440,10 +446,10 @@ class AppendPipeline:
         return self._completions.answer_followers(rejected, self._following, self._flights.next_id)
 
     @property
-    def _place(self) -> LogPlace:
-        return LogPlace(self._high_water_mark, self._flights.next_id)
+    def _place(self) -> InFlightRange:
+        return InFlightRange(self._high_water_mark, self._flights.next_id)
 
-    def _add(self, piece: JudgedPiece, draft: Draft) -> None:
+    def _add(self, piece: ValidatedPiece, draft: Draft) -> None:
         if piece.part is not None:
             draft.add(piece.part, piece.locks, piece.writers)
             self._flights.next_id = TransactionId(piece.part.last + 1)
@@ -464,7 +470,7 @@ class AppendPipeline:
         batch = flight.batch
         self.counters.committed += batch.last - batch.first + 1
         self.counters.committed_bytes += len(batch.records)
-        if is_owner:  # Otherwise another owner may have cut and extended the log since.
+        if is_owner:  # Otherwise another owner may have truncated and extended the log since.
             out.append(BatchCommitted(flight.entry, batch))
         held: list[SingleTicket] = []
         for ticket in flight.tickets:

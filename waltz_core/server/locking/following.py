@@ -22,10 +22,10 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from waltz_core.records.record import NO_SESSION, RECORD_OVERHEAD_BYTES, SessionId, TransactionId
-from waltz_core.server.locking.judging import JudgedPiece
 from waltz_core.server.locking.lock_queues import LockQueues
 from waltz_core.server.locking.tickets import SingleTicket
-from waltz_core.server.partition_events import Answer
+from waltz_core.server.locking.validation import ValidatedPiece
+from waltz_core.server.partition_events import SendToClient
 from waltz_core.wire.messages import AppendFollowing, Buffer, Predecessors
 
 # How many admitted transactions are remembered, in number and bytes.
@@ -176,7 +176,7 @@ class Followers:
         if not self._admitted.is_begun and self._session_id != NO_SESSION:
             self._admitted.begin(last)
 
-    def added(self, piece: JudgedPiece) -> None:
+    def added(self, piece: ValidatedPiece) -> None:
         """Rows were admitted."""
         if not self._admitted.is_begun:
             return
@@ -200,7 +200,7 @@ class Followers:
 
     def predecessors_answer(
         self, ticket: SingleTicket, high_water_mark: TransactionId, next_id: TransactionId
-    ) -> Answer | None:
+    ) -> SendToClient | None:
         """Return the answer with the predecessors of a rejected append; None by rule 2."""
         if self._session_id == NO_SESSION:
             return None
@@ -213,7 +213,7 @@ class Followers:
         message = Predecessors(
             ticket.req_id, self._session_id, high_water_mark, last, lengths, records
         )
-        return Answer(ticket.connection, message, ticket.cost_bytes)
+        return SendToClient(ticket.connection, message, ticket.cost_bytes)
 
 
 def _view_of(ticket: SingleTicket) -> tuple[int, tuple[int, ...]]:

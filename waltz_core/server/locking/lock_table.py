@@ -11,15 +11,15 @@ writer that is never too low. So a false rejection is possible, a missed conflic
 Rules (docs/design/correctness.md 2.3 and 2.4, rows 25-30; docs/design/wire-format.md 4):
     1. The estimate of a row is the greatest over its write and read locks; append locks update the
        table and are never compared. A row passes when the estimate is not above its client's mark.
-       `judge` applies this to many rows as arrays, `judge_one` to a single one.
-    2. A row whose mark is above the log's is AHEAD and is not judged at all.
+       `validate` applies this to many rows as arrays, `validate_one` to a single one.
+    2. A row whose mark is above the log's is AHEAD and is not validated at all.
     3. An accepted row enters its write and append locks at once, with the ID that it will have. An
        entry above the high-water mark is thus "reserved": its transaction is still in flight.
     4. A row rejected because of an entry in flight is PENDING on that ID: the rejection may be
-       reported when the ID is committed. When the ID is lost, the row is lost too and is not judged
-       again, so that it cannot enter the log after its client was notified of the loss.
-    5. Rows are judged in order, as if one by one: a row sees the entries of the accepted rows that
-       precede it in its own batch.
+       reported when the ID is committed. When the ID is lost, the row is lost too and is not
+       validated again, so that it cannot enter the log after its client was notified of the loss.
+    5. Rows are validated in order, as if one by one: a row sees the entries of the accepted rows
+       that precede it in its own batch.
     6. last writer(lock) <= estimate(lock) <= highest ID given; with nothing in flight no estimate
        is above the high-water mark. Entries lost with a session are undone: their slots get their
        previous values again. Otherwise a row that is sent again would be rejected for its own first
@@ -48,7 +48,7 @@ SLOT_BYTES: Final = 8
 HASH_COUNT: Final = 3
 REJECTED: Final = -1
 NO_CONFLICT: Final = -1
-# Results of `judge_one` other than an estimate.
+# Results of `validate_one` other than an estimate.
 PASSED: Final = -1
 AHEAD: Final = -2
 
@@ -62,7 +62,7 @@ _WORD: Final = 0xFFFFFFFF
 _INDEX: Final = int(_INDEX_MASK)
 _I64_MIN: Final = int(np.iinfo(np.int64).min)
 _I64_MAX: Final = int(np.iinfo(np.int64).max)
-# Above every transaction ID: `_IN_BATCH + row` in a slot means "row of the batch being judged".
+# Above every transaction ID: `_IN_BATCH + row` in a slot means "row of the batch being validated".
 _IN_BATCH: Final = 1 << 62
 # The values overwritten by a batch with more entries are not kept: too expensive for the benefit.
 _REMEMBERED_LOCKS_MAX: Final = HASH_COUNT * 8_192
@@ -84,7 +84,7 @@ class LockRequests(NamedTuple):
     eligible: Mask | None = None
 
 
-class Judgment(NamedTuple):
+class Validation(NamedTuple):
     """The verdict on each row.
 
     `ids` are consecutive over the accepted rows, REJECTED for the others. `ahead` marks the rows of
@@ -154,10 +154,10 @@ class LockTable:
     # -----------------------------------------------------------------------------------------
     # appends
 
-    def judge(
+    def validate(
         self, requests: LockRequests, *, high_water_mark: TransactionId, next_id: TransactionId
-    ) -> Judgment:
-        """Judge the rows in order (rule 5), and enter the locks of the accepted ones (rule 3).
+    ) -> Validation:
+        """Validate the rows in order (rule 5), and enter the locks of the accepted ones (rule 3).
 
         `next_id` is the ID of the next accepted row; IDs from `high_water_mark + 1` to below it are
         in flight.
@@ -183,7 +183,7 @@ class LockTable:
             conflicts[inside] = next_id - 1 + ranks[conflicts[inside] - _IN_BATCH]
         ids = np.where(accepted, next_id - 1 + ranks, REJECTED)
         self._enter(*entries, ids)
-        return Judgment(
+        return Validation(
             ids=ids,
             conflicts=conflicts,
             ahead=ahead,
@@ -191,7 +191,7 @@ class LockTable:
             accepted_count=int(ranks[-1]) if count else 0,
         )
 
-    def judge_one(
+    def validate_one(
         self,
         locks: tuple[Sequence[int], Sequence[int], Sequence[int]],
         mark: int,
@@ -199,7 +199,7 @@ class LockTable:
         high_water_mark: TransactionId,
         next_id: TransactionId,
     ) -> int:
-        """Judge one row as `judge` would: for a few rows, arrays cost more than they save.
+        """Validate one row as `validate` would: for a few rows, arrays cost more than they save.
 
         `locks` are the write, read and append locks. Returns PASSED (the row has `next_id`, and
         its locks are entered), AHEAD, or the estimate for which the row is rejected.

@@ -13,7 +13,7 @@ Rules:
     3. One replica is queried at a time. The next one may have what the first one lacks: the descent
        continues where it stopped. The floor is kept across sessions of this owner if no other owner
        came between.
-    4. No append is judged until the descent has ended, but for at most `HELD_MS_MAX`: the first
+    4. No append is validated until the descent has ended, but for at most `HELD_MS_MAX`: the first
        appends after a move are of clients below the mark. Later blocks are used as well.
     5. A turn takes a slice: a whole table's worth of locks would block everything else too long.
     6. A replica that had no block at the floor will never have one there, since later blocks are
@@ -110,11 +110,11 @@ class Refill:
         self._retry_at_ms = self._held_until_ms = None
 
     def holds(self, now_ms: int) -> bool:
-        """Whether appends must not be judged yet (rule 4)."""
+        """Whether appends must not be validated yet (rule 4)."""
         return self._held_until_ms is not None and now_ms < self._held_until_ms
 
     def turn_at_ms(self, now_ms: int) -> int | None:
-        """When `turn` has something to do, or appends may be judged again."""
+        """When `turn` has something to do, or appends may be validated again."""
         if self._blocks is not None:
             return now_ms
         return earliest(self._retry_at_ms, self._held_until_ms if self.holds(now_ms) else None)

@@ -1,18 +1,19 @@
 """Append requests on their way through the server, and the outcome of each of their rows.
 
 The outcome reported for an append must never change. A row's outcome is set in two places, both in
-this file: when the row is judged, and when a lost session is settled.
+this file: when the row is validated, and when a lost session is settled.
 
 Rules:
     1. A row's outcome is final when its ID, or the ID that it was rejected for, is not in flight
-       any more. A request is answered when all of its rows are judged and final.
+       any more. A request is answered when all of its rows are validated and final.
     2. `settle`: rows above the settled mark are LOST, whether they were accepted or rejected for an
-       ID that is lost itself. They are not judged again, so they cannot enter the log after their
-       client was notified of the loss (docs/design/correctness.md 2.3).
+       ID that is lost itself. They are not validated again, so they cannot enter the log after
+       their client was notified of the loss (docs/design/correctness.md 2.3).
     3. Rows of one request have consecutive sequence numbers, including rejected ones.
-    4. A batch may be judged in pieces, from the first row on. A row that no piece has reached has
-       no outcome: it is judged in the session that is open then, or rejected with all later rows.
-    5. AHEAD is reported only if the session in which the row was judged is proven afterwards
+    4. A batch may be validated in pieces, from the first row on. A row that no piece has reached
+       has no outcome: it is validated in the session that is open then, or rejected with all later
+       rows.
+    5. AHEAD is reported only if the session in which the row was validated is proven afterwards
        (`proofs.py`, rule 3). Without that proof the answer is NOT_MOUNTED: the row is not in the
        log either way.
 """
@@ -34,7 +35,7 @@ from waltz_core.records.record import (
     TransactionId,
 )
 from waltz_core.server.locking.lock_table import NO_CONFLICT, REJECTED
-from waltz_core.server.partition_events import Answer, ConnectionId
+from waltz_core.server.partition_events import ConnectionId, SendToClient
 from waltz_core.wire.messages import (
     AppendBatch,
     AppendFollowing,
@@ -78,7 +79,7 @@ class SingleTicket:
     transaction_id: int = REJECTED
     reason: Reason = Reason.COMMITTED
     conflict: int = NO_CONFLICT
-    # The session that it was judged in.
+    # The session that it was validated in.
     session_id: SessionId = NO_SESSION
 
     @property
@@ -121,7 +122,7 @@ class SingleTicket:
             self.reject(loss)
         return is_lost
 
-    def answer(self, high_water_mark: TransactionId) -> Answer:
+    def answer(self, high_water_mark: TransactionId) -> SendToClient:
         """Return the answer to the client."""
         accepted = self.transaction_id != REJECTED
         message = AppendResult(
@@ -131,16 +132,16 @@ class SingleTicket:
             _REASONS[self.reason],
             _NONE if self.conflict == NO_CONFLICT else _ID.pack(self.conflict),
         )
-        return Answer(self.connection, message, self.cost_bytes)
+        return SendToClient(self.connection, message, self.cost_bytes)
 
 
 @dataclass(slots=True)
 class BatchTicket:
-    """Many transactions in one request; rows below `judged_count` have an outcome (rule 4).
+    """Many transactions in one request; rows below `validated_count` have an outcome (rule 4).
 
-    `message` is dropped when it is decoded, and `rows` when all are judged: both pin the frame.
+    `message` is dropped when it is decoded, and `rows` when all are validated: both pin the frame.
     `mount` is as for a single append; `session_id` is the session in which the first piece was
-    judged. `flight_count` is the number of store batches that it waits for.
+    validated. `flight_count` is the number of store batches that it waits for.
     """
 
     connection: ConnectionId
@@ -152,7 +153,7 @@ class BatchTicket:
     mount: int = 0
     rows: AppendRows | None = None
     mark: int = 0
-    judged_count: int = 0
+    validated_count: int = 0
     flight_count: int = 0
     ids: I64 = field(default_factory=lambda: np.empty(0, np.int64))
     reasons: U8 = field(default_factory=lambda: np.empty(0, np.uint8))
@@ -165,14 +166,14 @@ class BatchTicket:
         return self.cost_bytes >= LARGE_BYTES
 
     @property
-    def is_judged(self) -> bool:
+    def is_validated(self) -> bool:
         """Whether all of its rows have an outcome."""
         return self.rows is None and self.message is None
 
     @property
     def is_final(self) -> bool:
         """Whether it can be answered (rule 1)."""
-        return self.is_judged and not self.flight_count
+        return self.is_validated and not self.flight_count
 
     @property
     def is_ahead(self) -> bool:
@@ -185,7 +186,7 @@ class BatchTicket:
         self.reasons[self.reasons == Reason.AHEAD] = Reason.NOT_MOUNTED
 
     def open(self, rows: AppendRows) -> None:
-        """Set the decoded rows; none is judged yet."""
+        """Set the decoded rows; none is validated yet."""
         assert self.message is not None
         self.mark = self.message.client_high_water_mark
         self.message, self.rows = None, rows
@@ -198,7 +199,7 @@ class BatchTicket:
         assert self.rows is not None
         if piece_bytes is None:
             return self.rows.count
-        start = self.judged_count
+        start = self.validated_count
         # The minimum size of a record bounds the number of rows that can fit.
         near = start + max(1, piece_bytes // RECORD_OVERHEAD_BYTES)
         ends = np.cumsum(self.rows.lengths[start:near] + RECORD_OVERHEAD_BYTES)
@@ -208,17 +209,17 @@ class BatchTicket:
         """Return the share of its cost for the rows before this one."""
         return self.cost_bytes * row // self.ids.size
 
-    def judged(self, stop: int) -> None:
+    def validated(self, stop: int) -> None:
         """Note that rows up to `stop` - 1 have an outcome; after the last one release the frame."""
-        assert self.judged_count < stop <= self.ids.size
-        self.judged_count = stop
+        assert self.validated_count < stop <= self.ids.size
+        self.validated_count = stop
         if stop == self.ids.size:
             self.rows = None
 
     def reject(self, reason: Reason) -> None:
-        """Reject all rows that are not judged; this is final."""
-        self.reasons[self.judged_count :] = reason
-        self.judged(self.ids.size)
+        """Reject all rows that are not validated; this is final."""
+        self.reasons[self.validated_count :] = reason
+        self.validated(self.ids.size)
 
     def settle(self, last: TransactionId, loss: Reason = Reason.LOST) -> bool:
         """Apply rule 2; return whether a row was lost, which is reported as `loss`."""
@@ -228,7 +229,7 @@ class BatchTicket:
         self.reasons = np.where(lost, np.uint8(loss), self.reasons)
         return bool(lost.any())
 
-    def answer(self, high_water_mark: TransactionId) -> Answer:
+    def answer(self, high_water_mark: TransactionId) -> SendToClient:
         """Return the answer to the client."""
         assert self.ids.size == self.reasons.size == self.conflicts.size > 0
         message = AppendResult(
@@ -238,7 +239,7 @@ class BatchTicket:
             self.reasons.tobytes(),
             self.conflicts.astype(">i8").tobytes(),
         )
-        return Answer(self.connection, message, self.cost_bytes)
+        return SendToClient(self.connection, message, self.cost_bytes)
 
 
 Ticket: TypeAlias = SingleTicket | BatchTicket

@@ -4,7 +4,8 @@ It connects clients and replication. The parts below have their own files and ar
 each other; only this file routes between them and tracks the store session.
 
 Rules (docs/design/correctness.md 2.1 H and 2.4, rows 16, 21, 22, 28, 29, 39):
-    1. No request is answered from a session before `SessionOpened` and `Settled`; requests wait.
+    1. No request is answered from a session before `SessionOpened` and `SessionSettled`; requests
+       wait.
     2. If no other owner can have written between two sessions (`unbroken`, same generation), locks
        are clamped and caches kept up to the mark; otherwise both are reset.
     3. A mount is answered when (a) there is a settled session, (b) everything of older connections
@@ -24,14 +25,13 @@ from waltz_core.machine import Report, Wakeup, earliest
 from waltz_core.records.record import BEFORE_FIRST, NO_SESSION, Generation, SessionId, TransactionId
 from waltz_core.replication import session_events as replication
 from waltz_core.server.append import answers, outcomes
-from waltz_core.server.append.mounts import Mounts, PartitionPlace, mark_of
+from waltz_core.server.append.mounts import Mounts, PartitionPosition, mark_of
 from waltz_core.server.append.pace import Pace
 from waltz_core.server.append.pipeline import AppendPipeline
 from waltz_core.server.locking.tickets import Ticket
 from waltz_core.server.partition.proofs import Proofs, claim_of
 from waltz_core.server.partition.waiting_requests import WaitingMount, WaitingRequests
 from waltz_core.server.partition_events import (
-    Answer,
     Closed,
     Congested,
     ConnectionId,
@@ -45,6 +45,7 @@ from waltz_core.server.partition_events import (
     PartitionIdentity,
     PartitionLimits,
     Received,
+    SendToClient,
     Store,
 )
 from waltz_core.server.read import feeds
@@ -120,8 +121,10 @@ class Partition:
         return self._generation
 
     @property
-    def _place(self) -> PartitionPlace:
-        return PartitionPlace(self._identity.partition_id, self._generation, self._high_water_mark)
+    def _place(self) -> PartitionPosition:
+        return PartitionPosition(
+            self._identity.partition_id, self._generation, self._high_water_mark
+        )
 
     @property
     def engaged_count(self) -> int:
@@ -345,7 +348,7 @@ class Partition:
         else:
             self._answer(request, is_proved=True)
 
-    def _with_mark(self, event: Received) -> Answer:
+    def _with_mark(self, event: Received) -> SendToClient:
         # The present mark, not that of the proof: the client may know the present one already.
         mark, replicas = self._high_water_mark, self.reads.replicas
         return answers.with_mark(event, mark, self._session_id, replicas, self._identity)
@@ -359,7 +362,7 @@ class Partition:
             match effect:
                 case replication.SessionOpened():
                     self._opening = effect
-                case replication.Settled():
+                case replication.SessionSettled():
                     self._settled(effect)
                 case replication.Committed():
                     self._committed(effect)
@@ -384,7 +387,7 @@ class Partition:
         self._is_owned = True
         self._drive(event)
 
-    def _settled(self, event: replication.Settled) -> None:
+    def _settled(self, event: replication.SessionSettled) -> None:
         opened, self._opening = self._opening, None
         assert opened is not None
         assert opened.session_id == event.session_id
@@ -523,7 +526,7 @@ class Partition:
     def _route(self, found: Sequence[outcomes.AppendOutcome]) -> None:
         for outcome in found:
             match outcome:
-                case Answer() | Fetch() | Report():
+                case SendToClient() | Fetch() | Report():
                     self._out.append(outcome)
                 case outcomes.SubmitBatch():
                     self._drive(replication.Submit(self._session_id, outcome.batch))
@@ -539,7 +542,7 @@ class Partition:
     def _route_feed(self, found: Sequence[feeds.FeedOutcome]) -> None:
         for outcome in found:
             match outcome:
-                case Answer():
+                case SendToClient():
                     self._out.append(outcome)
                 case feeds.FetchHeaders():
                     fetches = self.reads.headers(outcome.first, outcome.last)
@@ -549,7 +552,7 @@ class Partition:
                 case _:
                     assert_never(outcome)
 
-    def _route_reads(self, found: Sequence[Answer | Fetch | FeedHeaders]) -> None:
+    def _route_reads(self, found: Sequence[SendToClient | Fetch | FeedHeaders]) -> None:
         for outcome in found:
             if isinstance(outcome, FeedHeaders):
                 self._route_feed(self.feed.fetched(outcome))

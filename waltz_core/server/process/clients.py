@@ -26,17 +26,17 @@ from waltz_core.legacy.legacy_client import (
     Frames,
     InexpressibleError,
     LegacyClientAdapter,
-    OldAnswer,
+    LegacyResponse,
 )
 from waltz_core.metrics import Metrics
 from waltz_core.records.record import PartitionId
 from waltz_core.server.partition_events import (
-    Answer,
     Closed,
     Congested,
     ConnectionId,
     Drained,
     Event,
+    SendToClient,
     rejection,
 )
 from waltz_core.server.process.append_times import AppendTime
@@ -238,7 +238,7 @@ class Clients:
     # -----------------------------------------------------------------------------------------
     # answers
 
-    def answer(self, effect: Answer) -> None:
+    def answer(self, effect: SendToClient) -> None:
         """Send an answer; if it ends a request, there is room for the next one."""
         connection = effect.connection
         client = self._clients.get(connection)
@@ -267,7 +267,7 @@ class Clients:
         self._note_sent(connection, client)
 
     def _send_to_legacy_client(
-        self, connection: ConnectionId, client: _Client, answer: OldAnswer
+        self, connection: ConnectionId, client: _Client, answer: LegacyResponse
     ) -> None:
         match answer:
             case Frames():
@@ -379,7 +379,7 @@ class Clients:
                 host.post(Congested(connection))
         host.receive(connection, message, request.cost_bytes)
 
-    def _rejection(self, connection: ConnectionId, request: AdmittedRequest) -> Answer:
+    def _rejection(self, connection: ConnectionId, request: AdmittedRequest) -> SendToClient:
         """Return the answer to a request for a partition that is not served here."""
         message, cost_bytes = request
         partition_id = message.req_id.partition_id
@@ -389,7 +389,7 @@ class Clients:
                 f"the cluster has {self._backend.partition_count}, from 0 on"
             )
         elif isinstance(message, MountRequest):
-            return Answer(
+            return SendToClient(
                 connection, MountResponse(message.req_id, MountState.NOT_READY), cost_bytes
             )
         else:
@@ -429,14 +429,14 @@ class Clients:
             error = errors.BadRequest(fault)
             self.answer(rejection(connection, message.req_id, cost_bytes, error, message))
             return
-        self.answer(Answer(connection, answer, cost_bytes))
+        self.answer(SendToClient(connection, answer, cost_bytes))
 
     async def _check_connectivity(self) -> None:
         reachable = tuple(await self._backend.check_connectivity())
         checks, self._checks = self._checks, []
         for connection, (message, cost_bytes) in checks:
             answer = CheckConnectivityResponse(message.req_id, reachable)
-            self.answer(Answer(connection, answer, cost_bytes))
+            self.answer(SendToClient(connection, answer, cost_bytes))
 
     async def _prefer(
         self,
@@ -456,4 +456,4 @@ class Clients:
             self.answer(rejection(connection, message.req_id, cost_bytes, error, message))
             return
         answer = AddPreferredResponse if is_added else RemovePreferredResponse
-        self.answer(Answer(connection, answer(message.req_id, is_done), cost_bytes))
+        self.answer(SendToClient(connection, answer(message.req_id, is_done), cost_bytes))

@@ -35,7 +35,6 @@ from waltz_core.replication import session_events as replication
 from waltz_core.replication.partition_store import PartitionStore
 from waltz_core.server.partition.served_partition import Partition
 from waltz_core.server.partition_events import (
-    Answer,
     ConnectionId,
     Effect,
     Event,
@@ -43,6 +42,7 @@ from waltz_core.server.partition_events import (
     Fetched,
     FetchFailed,
     Received,
+    SendToClient,
 )
 from waltz_core.server.process.append_times import AppendTimes
 from waltz_core.server.process.load import cost_of
@@ -85,7 +85,7 @@ class ServerServices:
     metrics: Metrics
     refresh_storage_ids: Callable[[], Awaitable[None]]
     hand_over: Callable[[PartitionId, Generation], Awaitable[bool]]
-    answer: Callable[[Answer], None]
+    answer: Callable[[SendToClient], None]
     failed: Callable[[Exception], None]
     write_backlog_bytes_max: int
     ssl: SSLContext | None  # for dialing storages
@@ -167,7 +167,7 @@ class Host:
 
     def _perform(self, effect: Effect) -> None:
         match effect:
-            case Answer():
+            case SendToClient():
                 self._answers += 1
                 if isinstance(effect.message, RangeData):
                     self._answer_bytes += len(effect.message.records)

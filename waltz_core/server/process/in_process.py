@@ -27,7 +27,6 @@ from waltz_core.replication.session_events import TakeOwnership
 from waltz_core.server.append.pace import Pace
 from waltz_core.server.partition.served_partition import Partition
 from waltz_core.server.partition_events import (
-    Answer,
     ConnectionId,
     Effect,
     Event,
@@ -36,6 +35,7 @@ from waltz_core.server.partition_events import (
     PartitionIdentity,
     PartitionLimits,
     Received,
+    SendToClient,
     rejection,
 )
 from waltz_core.server.process.append_times import AppendTime
@@ -55,7 +55,7 @@ from waltz_core.wire.messages import (
     RangeRaw,
     Reason,
     ReplicasResponse,
-    Surface,
+    WireProtocol,
 )
 
 # A prime, and small: a table is made for every partition of every test.
@@ -145,14 +145,14 @@ class MemoryServer:
             for number in range(self.partition_count)
         }
         self._listener: net.Listener | None = None
-        self._delayed: dict[ConnectionId, deque[Answer]] = {}
+        self._delayed: dict[ConnectionId, deque[SendToClient]] = {}
         self._due_s: dict[ConnectionId, float] = {}
 
     async def start(self) -> None:
         """Own everything, and listen."""
         for host in self.hosts.values():
             host.post(TakeOwnership(GENERATION, (REPLICA,)))
-        self._listener = await net.listen(Surface.CLIENT, "127.0.0.1", 0, self.clients.accept)
+        self._listener = await net.listen(WireProtocol.CLIENT, "127.0.0.1", 0, self.clients.accept)
         self.address = f"127.0.0.1:{self._listener.port}"
 
     async def stop(self) -> None:
@@ -182,7 +182,7 @@ class MemoryServer:
     ) -> None:
         """Do nothing: there is only one server (`clients.Backend`)."""
 
-    def answer(self, effect: Answer) -> None:
+    def answer(self, effect: SendToClient) -> None:
         """Answer after the drawn delay (rule 3)."""
         connection = effect.connection
         delay_s = self.faults.delay_s()
@@ -269,7 +269,7 @@ class MemoryHost:
             mark = self._partition.high_water_mark
             conflict = mark.to_bytes(8, "big", signed=True)
             result = AppendResult(req_id, mark, _NONE, bytes((Reason.LOCK,)), conflict)
-            self._server.answer(Answer(connection, result, cost_bytes))
+            self._server.answer(SendToClient(connection, result, cost_bytes))
             return True
         return faults.is_lost() and self._lose(connection, req_id, enters_log=None)
 
@@ -283,7 +283,7 @@ class MemoryHost:
 
     def _perform(self, effect: Effect) -> None:
         match effect:
-            case Answer():
+            case SendToClient():
                 self._answer(effect)
             case Fetch(message=RangeRaw() as message):
                 fetched = Fetched(effect.token, self.store.log.read(message))
@@ -291,7 +291,7 @@ class MemoryHost:
             case _:
                 raise AssertionError(f"unexpected effect: {effect!r}")
 
-    def _answer(self, effect: Answer) -> None:
+    def _answer(self, effect: SendToClient) -> None:
         message = effect.message
         if message.req_id in self._muted and isinstance(message, AppendResult):
             self._muted.discard(message.req_id)

@@ -10,9 +10,9 @@ from typing import Final
 
 from waltz_core.server.locking.tickets import AppendCounters
 
-# In addition to bytes: a row is judged, numbered and hashed; an answer takes a turn of the loop and
-# a frame on both sides (docs/performance.md: a row of a single append costs about a hundred times
-# as much as a row of a large batch).
+# In addition to bytes: a row is validated, numbered and hashed; an answer takes a turn of the loop
+# and a frame on both sides (docs/performance.md: a row of a single append costs about a hundred
+# times as much as a row of a large batch).
 _ROW_KIB: Final = 0.125
 _ANSWER_KIB: Final = 16.0
 _KIB: Final = 1024

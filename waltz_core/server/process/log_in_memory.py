@@ -71,7 +71,7 @@ class MemoryLog:
         self.mark = batch.last
 
     def read(self, request: RangeRaw) -> RangeBytes:
-        """Answer as a storage does, from one batch."""
+        """SendToClient as a storage does, from one batch."""
         part = self._batches.read(
             TransactionId(request.first), TransactionId(request.last), request.bytes_max
         )[0]
@@ -143,7 +143,7 @@ class MemoryStore:
             replication.SessionOpened(
                 log.session, self.generation, log.mark, log.chain, unbroken=False
             ),
-            replication.Settled(log.session, log.mark),
+            replication.SessionSettled(log.session, log.mark),
         )
 
     def submit(self, batch: replication.Batch) -> Sequence[replication.Effect]:

@@ -4,14 +4,14 @@ ZooKeeper notices a dead process only when its session times out. The operating 
 connections of a dead process immediately, and refuses new ones.
 
 Rules:
-    1. Only a server to which this one was connected is judged. If its address cannot be reached
+    1. Only a server to which this one was connected is validated. If its address cannot be reached
        from here at all, a refused connection proves nothing.
     2. A server is dead when its connection was lost and dials were refused `REFUSALS_MIN` times in
        a row: then no process listens at its address. A dial without any answer, as from a dead or
        partitioned host, proves nothing (ZooKeeper's session timeout covers that), nor does a
        refused connection at a name with several addresses.
-    3. A wrong judgment only costs a move of partitions: a live server registers again, and the
-       storages fence replaced owners. Nothing else may rely on this judgment.
+    3. A wrong validation only costs a move of partitions: a live server registers again, and the
+       storages fence replaced owners. Nothing else may rely on this validation.
     4. A server that changes its preferences is the same process: its watch continues.
     5. A dying process may still accept one more connection and drop it. After any other end of a
        dial the next one follows soon, then with growing pauses.
@@ -36,7 +36,7 @@ from waltz_core.errors import BadConfig, TlsFailed, WaltzError
 from waltz_core.records.record import ServerId
 from waltz_core.server.process.storage_links import Tasks
 from waltz_core.transport import net
-from waltz_core.wire.messages import Surface
+from waltz_core.wire.messages import WireProtocol
 
 _log = logging.getLogger(__name__)
 
@@ -160,7 +160,7 @@ class _Watch:
         while not self._stopped.is_set():
             try:
                 self._link = await net.dial(
-                    Surface.CLIENT,
+                    WireProtocol.CLIENT,
                     self.descriptor.address,
                     timeout_s=DIAL_TIMEOUT_S,
                     ssl=self._ssl,
@@ -173,7 +173,7 @@ class _Watch:
                     await self._pause(REFUSED_PAUSE_S if refusals else pause_s)
                     pause_s = min(2 * pause_s, RETRY_PAUSE_S)  # rule 5
                     continue
-                # If it is alive after all, it must be reached again before the next judgment.
+                # If it is alive after all, it must be reached again before the next validation.
                 refusals, was_connected = 0, not await self._is_removed()
                 await self._pause(RETRY_PAUSE_S)
             else:

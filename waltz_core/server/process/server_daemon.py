@@ -51,7 +51,7 @@ from waltz_core.server.process.preferences import Preferences, within_reach
 from waltz_core.server.process.storage_links import ReadLinks, is_reachable
 from waltz_core.server.read.cache import CacheBudget, FeedCache, TransactionCache
 from waltz_core.transport import net, tls
-from waltz_core.wire.messages import Surface
+from waltz_core.wire.messages import WireProtocol
 
 _log = logging.getLogger(__name__)
 
@@ -181,7 +181,7 @@ class Server:
                 loop = asyncio.get_running_loop()
                 loop.add_signal_handler(signal.SIGHUP, tls.renew, config, ssl, self._ssl)
             listener = await net.listen(
-                Surface.CLIENT,
+                WireProtocol.CLIENT,
                 config.listen_host,
                 config.port,
                 self._accept,

@@ -32,7 +32,7 @@ from waltz_core.wire.messages import (
     RangeRaw,
     StorageMessage,
     SuccessResponse,
-    Surface,
+    WireProtocol,
 )
 
 DIAL_TIMEOUT_S: Final = 3.0
@@ -63,7 +63,7 @@ class SessionLinks:
         self,
         tasks: Tasks,
         post: Callable[[replication.ReplicaOpened | replication.ReplicaLost], None],
-        post_answer: Callable[[replication.ReplicaAnswered], None],
+        post_answer: Callable[[replication.ReplicaResponded], None],
         *,
         write_backlog_bytes_max: int,
         ssl: SSLContext | None = None,
@@ -108,7 +108,7 @@ class SessionLinks:
         session_id, replica = key
         try:
             link = await dial(
-                Surface.STORAGE,
+                WireProtocol.STORAGE,
                 replica,
                 timeout_s=DIAL_TIMEOUT_S,
                 ssl=self._ssl,
@@ -128,7 +128,7 @@ class SessionLinks:
                 if entry.is_closed:
                     return
                 assert isinstance(message, StorageMessage)
-                self._post_answer(replication.ReplicaAnswered(session_id, replica, message))
+                self._post_answer(replication.ReplicaResponded(session_id, replica, message))
 
         self._post(replication.ReplicaOpened(session_id, replica))
         if not entry.is_closed:
@@ -203,7 +203,9 @@ class ReadLinks:
             found = self._links.get(replica)
             if found is not None:
                 return found
-            link = await dial(Surface.STORAGE, replica, timeout_s=DIAL_TIMEOUT_S, ssl=self._ssl)
+            link = await dial(
+                WireProtocol.STORAGE, replica, timeout_s=DIAL_TIMEOUT_S, ssl=self._ssl
+            )
             read_link = self._links[replica] = _ReadLink(link)
             link.start(
                 lambda messages: _take_answers(replica, read_link, messages),
@@ -251,7 +253,7 @@ async def is_reachable(
 ) -> bool:
     """Whether a storage answers and is of this cluster."""
     try:
-        link = await dial(Surface.STORAGE, replica, timeout_s=DIAL_TIMEOUT_S, ssl=ssl)
+        link = await dial(WireProtocol.STORAGE, replica, timeout_s=DIAL_TIMEOUT_S, ssl=ssl)
     except WaltzError:
         return False
     try:

@@ -30,13 +30,13 @@ from waltz_core.records.record import (
     SessionId,
     TransactionId,
 )
-from waltz_core.server.append.mounts import PartitionPlace
+from waltz_core.server.append.mounts import PartitionPosition
 from waltz_core.server.partition_events import (
-    Answer,
     ConnectionId,
     FeedHeaders,
     PartitionLimits,
     Received,
+    SendToClient,
 )
 from waltz_core.values import value
 from waltz_core.wire.messages import FeedBatch, FeedSuspended, MountWriter
@@ -69,7 +69,7 @@ class MountReached:
     request: Received
 
 
-FeedOutcome: TypeAlias = Answer | FetchHeaders | MountReached
+FeedOutcome: TypeAlias = SendToClient | FetchHeaders | MountReached
 
 
 @dataclass(slots=True)
@@ -148,7 +148,7 @@ class Feed:
         context = self._contexts.get((request.connection, mount_id.client_id))
         return context is not None and context.mount_id == mount_id
 
-    def take(self, request: Received, mark: int, place: PartitionPlace) -> WaltzError | None:
+    def take(self, request: Received, mark: int, place: PartitionPosition) -> WaltzError | None:
         """Grant a feed request; return the error, None when it is granted."""
         where = f"feed after {mark} of {place}"
         if not self.is_mounted(request):
@@ -290,7 +290,7 @@ class Feed:
             picked,
         )
         context.next = TransactionId(context.next + count)
-        out.append(Answer(context.connection, message, 0))
+        out.append(SendToClient(context.connection, message, 0))
         if context.next <= min(context.until, self._high_water_mark):
             self._has_more = True
 
@@ -303,7 +303,7 @@ class Feed:
             out.append(MountReached(context.request))
             return
         message = FeedSuspended(context.mount_id)
-        out.append(Answer(context.connection, message, context.request.cost_bytes))
+        out.append(SendToClient(context.connection, message, context.request.cost_bytes))
 
 
 def pick(headers: Buffer, header_values: tuple[int, ...]) -> tuple[Buffer, bytes]:

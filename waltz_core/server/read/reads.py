@@ -10,7 +10,8 @@ Rules:
     3. An answer of a storage is checked completely: first ID, density, every CRC.
     4. At most `fetches_max` fetches are under way; the others wait in order.
     5. A fetch that is pending when a session ends is made again in the next one.
-    6. Nearby replicas are queried first, in turn. Replicas outside the session are never queried.
+    6. LocalReader replicas are queried first, in turn. Replicas outside the session are never
+       queried.
     7. A replica that answers slowly may be frozen: another one is queried soon, until all were
        tried. A failed replica is queried last for the next `AVOIDED_FETCHES`.
     8. Consecutive requests for single transactions are read ahead. If that fails, each request is
@@ -47,12 +48,12 @@ from waltz_core.records.record import (
 from waltz_core.replication.session_events import Batch
 from waltz_core.server.append.answers import reject
 from waltz_core.server.partition_events import (
-    Answer,
     ConnectionId,
     FeedHeaders,
     Fetch,
     PartitionLimits,
     Received,
+    SendToClient,
 )
 from waltz_core.server.read.cache import FeedCache, TransactionCache
 from waltz_core.server.read.read_ahead import AHEAD_BYTES, AHEAD_COUNT, ReadAhead
@@ -114,7 +115,7 @@ class _Job:
     retry_ms: int = RETRY_FIRST_MS
 
 
-ReadOutcome: TypeAlias = Answer | Fetch | FeedHeaders
+ReadOutcome: TypeAlias = SendToClient | Fetch | FeedHeaders
 
 
 class Reads:
@@ -239,7 +240,7 @@ class Reads:
                 f"its high-water mark is {self._high_water_mark}"
             )
             answer = TransactionDataResponse(message.req_id, wanted, (None, fault))
-            return [Answer(request.connection, answer, request.cost_bytes)]
+            return [SendToClient(request.connection, answer, request.cost_bytes)]
         record = self._ahead.find(wanted)
         if record is not None:
             return [_data_answer(request, message, record)]
@@ -485,7 +486,7 @@ class Reads:
         record, _ = raw_records.cut(run.records, run.lengths, skip=skip, count=1)
         return [_data_answer(request, message, record)]
 
-    def _range_answer(self, request: Received, message: RangeRequest, run: _Run) -> Answer:
+    def _range_answer(self, request: Received, message: RangeRequest, run: _Run) -> SendToClient:
         lengths, records = run.lengths, run.records
         count = run.last - run.first + 1
         if message.header_values and count:
@@ -502,7 +503,7 @@ class Reads:
             self._high_water_mark,
             run.lineage,
         )
-        return Answer(request.connection, answer, request.cost_bytes)
+        return SendToClient(request.connection, answer, request.cost_bytes)
 
 
 _EMPTY: Final = np.empty(0, dtype=np.int64)
@@ -523,10 +524,12 @@ def _key_alone(wanted: TransactionId) -> _Key:
     return _Key(wanted, wanted, 1, RangeForm.WHOLE)
 
 
-def _data_answer(request: Received, message: TransactionDataRequest, record: Buffer) -> Answer:
+def _data_answer(
+    request: Received, message: TransactionDataRequest, record: Buffer
+) -> SendToClient:
     data = memoryview(record)[RECORD_PREFIX.size : -4]
     answer = TransactionDataResponse(message.req_id, message.transaction_id, (data, None))
-    return Answer(request.connection, answer, request.cost_bytes)
+    return SendToClient(request.connection, answer, request.cost_bytes)
 
 
 def _feed_stretch(run: _Run) -> FeedHeaders:

@@ -79,7 +79,7 @@ class File(Protocol):
         """Make the file's bytes and size durable (fdatasync)."""
 
     def truncate(self, size: int) -> None:
-        """Cut the file to `size` bytes."""
+        """Truncate the file to `size` bytes."""
 
     def size(self) -> int:
         """Return the size in bytes."""
@@ -354,10 +354,10 @@ class RealFile:
             self._leave()
 
     def truncate(self, size: int) -> None:
-        """Cut the file."""
+        """Truncate the file."""
         fd = self._use()
         self._is_unsynced = True
-        self._tail.cut(size)
+        self._tail.truncate(size)
         try:
             os.ftruncate(fd, size)
         except OSError as error:

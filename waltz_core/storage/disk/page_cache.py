@@ -44,7 +44,7 @@ class Tail:
             self._first = self._start = offset
         self._end = max(self._end, offset + size)
 
-    def cut(self, size: int) -> None:
+    def truncate(self, size: int) -> None:
         """Note the new size of the file."""
         self._first, self._start = min(self._first, size), min(self._start, size)
         self._end = min(self._end, size)

@@ -411,7 +411,7 @@ SLOT_COUNT: Final = 2
 DAMAGED_MAX: Final = 21
 SLOT: Final = ByteLayout(
     Field("version", "i", "0"),
-    Field("flags", "i", "1 dirty, 2 suspect, 4 provisional mark, 8 truncation, 16 cut batch"),
+    Field("flags", "i", "1 dirty, 2 suspect, 4 provisional mark, 8 truncation, 16 shortened batch"),
     Field("partition", "i"),
     Field("damaged count", "i"),
     Field("sequence", "q"),
@@ -425,7 +425,7 @@ SLOT: Final = ByteLayout(
     Field("acked id", "q", "the acked marker"),
     Field("acked chain", "16s", "the chain there; all bits set: some records have no batches"),
     Field("last id to keep", "q", "of a truncation that has begun"),
-    *(each._replace(name=f"cut batch: {each.name}", note="") for each in _BATCH_FIELDS),
+    *(each._replace(name=f"shortened batch: {each.name}", note="") for each in _BATCH_FIELDS),
 )
 # After it in the same sector.
 SLOT_TAIL: Final = ByteLayout(
@@ -439,7 +439,7 @@ assert _SLOT.size == 168
 assert SLOT.size_bytes + SLOT_TAIL.size_bytes == SLOT_BYTES
 assert DAMAGED_MAX * _RANGE.size == SLOT_TAIL.places()[0].size_bytes
 _SESSIONS_BACK = struct.Struct(">I")
-_DIRTY, _SUSPECT, _PROVISIONAL, _TRUNCATE, _CUT = 1, 2, 4, 8, 16
+_DIRTY, _SUSPECT, _PROVISIONAL, _TRUNCATE, _SHORTENED = 1, 2, 4, 8, 16
 NO_NONCE: Final = bytes(16)
 _LOST_NONCE: Final = b"\xff" * 16
 
@@ -497,10 +497,10 @@ UNBATCHED: Final = Chain(b"\xff" * 16)
 
 
 class TruncateIntent(NamedTuple):
-    """A truncation that has begun: the ID to keep, and the entry of a batch cut in its middle."""
+    """A truncation that has begun: the ID to keep, and the entry of a shortened batch."""
 
     last_to_keep: TransactionId
-    cut: LineageEntry | None
+    shortened: LineageEntry | None
 
 
 class IdRange(NamedTuple):
@@ -572,7 +572,7 @@ class Slot:
             *provisional,
             *self.acked,
             truncate.last_to_keep,
-            *(truncate.cut or (0, 0, 0, 0, GENESIS_CHAIN)),
+            *(truncate.shortened or (0, 0, 0, 0, GENESIS_CHAIN)),
         )
         ranges = b"".join(_RANGE.pack(*ids) for ids in self.damaged)
         tail = _SESSIONS_BACK.pack(self._sessions_back())
@@ -589,7 +589,7 @@ class Slot:
             | _SUSPECT * self.suspect
             | _PROVISIONAL * (self.provisional is not None)
             | _TRUNCATE * (self.truncate is not None)
-            | _CUT * (self.truncate is not None and self.truncate.cut is not None)
+            | _SHORTENED * (self.truncate is not None and self.truncate.shortened is not None)
         )
 
     @staticmethod
@@ -600,7 +600,7 @@ class Slot:
         version, flags, partition, damaged_count, sequence, old_sequence = fields[:6]
         promised, nonce, last_session, low_water_mark = fields[6:10]
         check_version(version, "control slot")
-        if not 0 <= damaged_count <= DAMAGED_MAX or not 0 <= flags < 2 * _CUT:
+        if not 0 <= damaged_count <= DAMAGED_MAX or not 0 <= flags < 2 * _SHORTENED:
             raise BadFormat(
                 f"control slot: impossible damaged count {damaged_count} or flags {flags:x}"
             )
@@ -640,12 +640,12 @@ def _provisional(flags: int, session: int, mark: int) -> Mark | None:
     return Mark(SessionId(session), TransactionId(mark))
 
 
-def _truncate(flags: int, last_to_keep: int, cut: Sequence[Any]) -> TruncateIntent | None:
+def _truncate(flags: int, last_to_keep: int, shortened: Sequence[Any]) -> TruncateIntent | None:
     if not flags & _TRUNCATE:
         return None
     if last_to_keep < BEFORE_FIRST:
         raise BadFormat(f"control slot: expected to truncate to at least -1, found {last_to_keep}")
-    entry = _entry(cut) if flags & _CUT else None
+    entry = _entry(shortened) if flags & _SHORTENED else None
     return TruncateIntent(TransactionId(last_to_keep), entry)
 
 

@@ -39,7 +39,7 @@ def without_damage(damaged: tuple[IdRange, ...], removed: IdRange) -> tuple[IdRa
 
 
 def damage_until(damaged: tuple[IdRange, ...], last: TransactionId) -> tuple[IdRange, ...]:
-    """Return the ranges, cut at the last ID of a log."""
+    """Return the ranges, truncated at the last ID of a log."""
     return tuple(IdRange(ids.first, min(ids.last, last)) for ids in damaged if ids.first <= last)
 
 

@@ -1,7 +1,7 @@
 """Two lookups of a segment: ID to offset (`.idx`), and ID to batch (`.chn`).
 
-Both are arrays of fixed entries on disk that are only extended or cut at their end. Neither is held
-in memory, however long the log is.
+Both are arrays of fixed entries on disk that are only extended or truncated at their end. Neither
+is held in memory, however long the log is.
 
 Rules:
     1. `.idx` is a cache: it can be rebuilt from the records, and is if it is wrong.
@@ -100,7 +100,7 @@ class OffsetIndex:
         if not is_right:
             self.write_over(place, offsets)
 
-    def cut(self, count: int) -> None:
+    def truncate(self, count: int) -> None:
         """Keep the first `count` offsets."""
         self.is_dirty = self.is_dirty or count != self.count
         self._file.truncate(_offset_place(count))
@@ -213,7 +213,7 @@ class LineageFile:
         while place >= 0 and (end := self._readable(place)) is None:
             place -= 1
         if place + 1 < self.count or self._has_partial_entry:
-            self.cut(place + 1)
+            self.truncate(place + 1)
         return end
 
     def unreadable(self) -> list[tuple[int, int]]:
@@ -283,7 +283,7 @@ class LineageFile:
             self._file.pwrite(parts, _entry_place(self.count))
             self.count += len(entries)
 
-    def cut(self, count: int) -> None:
+    def truncate(self, count: int) -> None:
         """Keep the first `count` entries."""
         self._file.truncate(_entry_place(count))
         self.count = count

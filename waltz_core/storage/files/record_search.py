@@ -7,7 +7,7 @@ Rules:
     2. After a hole, the first record at the position that the index states is preferred to earlier
        candidates, unless such a candidate leads to it, record by record. A misdirected write leaves
        valid records in wrong places, and the data of a record may contain others.
-    3. Where nothing is cut, bytes that the disk cannot read are a hole like any other
+    3. Where nothing is truncated, bytes that the disk cannot read are a hole like any other
        (`PartlyReadableFile`), provided that the index can be read: a candidate after the hole may
        be inside a record's data.
 """

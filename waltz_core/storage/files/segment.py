@@ -296,10 +296,10 @@ class Segment:
         if self.index.is_dirty:
             self.index.sync()
 
-    def cut(self, last_to_keep: TransactionId) -> None:
-        """Cut records and batches after an ID; not durable.
+    def truncate(self, last_to_keep: TransactionId) -> None:
+        """Truncate records and batches after an ID; not durable.
 
-        A batch that the cut goes through is dropped; the caller handles it.
+        A batch that the truncation goes through is dropped; the caller handles it.
         """
         file, index, lineage = self._opened()
         keep = max(0, last_to_keep - self.first + 1)
@@ -309,9 +309,9 @@ class Segment:
         self._records_dirty = True
         self._lineage_dirty = True
         file.truncate(self.size_bytes)
-        index.cut(self.next_id - self.first)
+        index.truncate(self.next_id - self.first)
         place = lineage.place_of(TransactionId(last_to_keep + 1))
-        lineage.cut(place)
+        lineage.truncate(place)
 
     def fill(self, lengths: I64, records: Buffer, hole: IdRange) -> None:
         """Write the first records of a hole, durably. A hole at the segment's end has any size.
@@ -446,14 +446,15 @@ class Segment:
     def recover(
         self, start_id: TransactionId, must_reach: TransactionId, *, is_last: bool
     ) -> Recovered:
-        """Read records from `start_id` on, repair the index, and cut a torn tail (rule 3).
+        """Read records from `start_id` on, repair the index, and truncate a torn tail (rule 3).
 
         `must_reach` is the last ID that is known to have been synced: in the last segment by the
         acked marker or an entry, in the others it is the ID before the next segment.
         """
         file, index, _ = self._opened()
         file_size = file.size()
-        # The last segment's tail may be cut: a failed read does not prove it torn, so it raises.
+        # The last segment's tail may be truncated: a failed read does not prove it torn, so it
+        # raises.
         reader = file if is_last else PartlyReadableFile(file)
         start_id, offset = self._start_of(start_id, reader)
         stop_id = None if is_last else TransactionId(must_reach + 1)
@@ -480,12 +481,12 @@ class Segment:
             next_id, offset = TransactionId(must_reach + 1), file_size
             break
         self.next_id, self.size_bytes = next_id, offset
-        index.cut(next_id - self.first)
+        index.truncate(next_id - self.first)
         if offset < file_size and (is_last or not damaged):  # else there may be records
             file.truncate(offset)
             self._records_dirty = True
         if not is_last:
-            # More of the last one may be cut; `write_again` then makes it durable.
+            # More of the last one may be truncated; `write_again` then makes it durable.
             file.sync()
             index.sync()
             self._records_dirty = False

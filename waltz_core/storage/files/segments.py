@@ -1,7 +1,7 @@
 """The segments of one partition as one run of records and one run of batches.
 
-A batch, a read or a cut may cross the border between two files. This class handles the borders, so
-that neither the log above nor the segment below has to.
+A batch, a read or a truncation may cross the border between two files. This class handles the
+borders, so that neither the log above nor the segment below has to.
 
 Rules:
     1. Segment i ends where segment i+1 begins; the first begins at 0; there is always one.
@@ -36,7 +36,7 @@ from waltz_core.storage.disk.file_system import Disk
 from waltz_core.storage.files.format import IdRange, SegmentHeader, first_of_name
 from waltz_core.storage.files.lock_file import LockFile
 from waltz_core.storage.files.segment import Segment
-from waltz_core.wire.places import FilePlace
+from waltz_core.wire.record_locations import FileLocation
 
 I64 = npt.NDArray[np.int64]
 _CRC_BLOCK_BYTES: Final = 8 * 1024 * 1024
@@ -67,7 +67,7 @@ class Segments:
         self.directory = directory
         self._disk = disk
         self._blank = blank
-        self._is_cutting = False  # a cut was begun and is not finished
+        self._is_truncating = False  # a truncation was begun and is not finished
         self._firsts = [segment.first for segment in segments]
 
     # ---- contents
@@ -133,8 +133,8 @@ class Segments:
         Its index was synced up to the marker.
         """
         with suppress(DiskFailed):
-            # It is not trusted. But the sync may make the cut durable; Waltz 0.13, which does not
-            # cut where the next segment begins, would fail on the bytes after it.
+            # It is not trusted. But the sync may make the truncation durable; Waltz 0.13, which
+            # does not cut where the next segment begins, would fail on the bytes after it.
             self.current.sync()
         self.current.forget()
         if self.current.next_id > self.current.first:
@@ -154,23 +154,23 @@ class Segments:
         """Make the index of the current segment durable; the others are durable since the roll."""
         self.current.sync_index()
 
-    def cut(self, last_to_keep: TransactionId, cut: LineageEntry | None) -> None:
-        """Cut records and batches after an ID; `cut` is the entry of a batch cut in its middle.
+    def truncate(self, last_to_keep: TransactionId, shortened: LineageEntry | None) -> None:
+        """Truncate records and batches after an ID; `shortened` is the last batch's new entry.
 
         Not durable, except that removed segments stay removed. May be repeated.
         """
-        if self._is_cutting:  # Removed names are not visible any more, but may not be synced.
+        if self._is_truncating:  # Removed names are not visible any more, but may not be synced.
             self._disk.sync_directory(self.directory)
-        self._is_cutting = True
+        self._is_truncating = True
         self._remove_unfinished()
         while len(self.all) > 1 and self.current.first > last_to_keep:
             self._firsts.pop()
             self.all.pop().remove()
-        self.current.cut(last_to_keep)
+        self.current.truncate(last_to_keep)
         end = self.lineage_end()
-        if cut is not None and (end is None or end.last < cut.first):
-            self.current.append_entries([cut], BEFORE_FIRST)
-        self._is_cutting = False
+        if shortened is not None and (end is None or end.last < shortened.first):
+            self.current.append_entries([shortened], BEFORE_FIRST)
+        self._is_truncating = False
 
     def _remove_unfinished(self) -> None:
         """Remove a segment whose creation failed after it got its name: `all` does not have it."""
@@ -362,16 +362,16 @@ class Segments:
             segment.drop_cached(first, min(last, segment.last))
             first = TransactionId(segment.next_id)
 
-    def places(self, first: TransactionId, last: TransactionId) -> tuple[list[FilePlace], I64]:
+    def places(self, first: TransactionId, last: TransactionId) -> tuple[list[FileLocation], I64]:
         """Return the file positions of first..last, and their lengths, from the index alone."""
-        places: list[FilePlace] = []
+        places: list[FileLocation] = []
         lengths: list[I64] = []
         while first <= last:
             segment = self._holding(first)
             end = min(last, segment.last)
             offsets = segment.bounds(first, end)
             start = int(offsets[0])
-            places.append(FilePlace(segment.first, start, int(offsets[-1]) - start))
+            places.append(FileLocation(segment.first, start, int(offsets[-1]) - start))
             lengths.append(raw_records.lengths_between(offsets))
             first = TransactionId(end + 1)
         return places, np.concatenate(lengths)

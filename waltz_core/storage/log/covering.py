@@ -2,23 +2,25 @@
 
 Waltz 0.13 writes records without batches. An opening adopts them: it makes batches from their IDs
 (`log_recovery.py`, rule 4). Replicas that were not in sync when 0.13 stopped can have the same
-records in different batches. An owner then sees different chains, and cuts to where they agree, to
-copy from there. If the records were cut, a trusted replica would end below what it has
-acknowledged, and a second owner might decide by it before they are copied.
+records in different batches. An owner then sees different chains, and truncates to where they
+agree, to copy from there. If the records were truncated, a trusted replica would end below what it
+has acknowledged, and a second owner might decide by it before they are copied.
 
-So the records stay, and are covered: the log reports that it ends where it was cut to. Appended
-records are compared with those on the disk. As long as they are equal, only batches are written.
+So the records stay, and are covered: the log reports that it ends where it was truncated to.
+Appended records are compared with those on the disk. As long as they are equal, only batches are
+written.
 
 Rules (decision 043):
-    1. A cut covers records if the newest batch was adopted. The confirmed mark does not bind an
-       owner then: 0.13 set it for records, not for batches (`mark_confirmed` of PREPARED). A cut
-       also covers where a 0.13 server set the last mark through an earlier version of this storage
-       (`log_recovery.py`, rule 4): another replica may have the same records in adopted batches.
+    1. A truncation covers records if the newest batch was adopted. The confirmed mark does not bind
+       an owner then: 0.13 set it for records, not for batches (`mark_confirmed` of PREPARED). A
+       truncation also covers where a 0.13 server set the last mark through an earlier version of
+       this storage (`log_recovery.py`, rule 4): another replica may have the same records in
+       adopted batches.
     2. Before a batch is dropped it is durable that there are records without batches (`UNBATCHED`
        in the acked marker). The next opening, or the next session's PREPARE, makes batches for
        them, and nothing is covered any more.
-    3. Records are cut when others take their place, or when the decided mark is below them. Never
-       below the confirmed mark.
+    3. Records are truncated when others take their place, or when the decided mark is below them.
+       Never below the confirmed mark.
     4. When every remaining record has its batch, the log is like any other, and that is durable.
     5. A log that does not reach the mark of its last session reports no session in PREPARED: 0.13
        sets its mark before it has filled the log up, so the log is unknown, not short.
@@ -62,7 +64,7 @@ class Cover:
         return False
 
     def may_cover(self) -> bool:
-        """Return whether a cut must cover the records after it (rule 1)."""
+        """Return whether a truncation must cover the records after it (rule 1)."""
         provisional = self._files.slot.provisional
         is_mark_0_13 = provisional is not None and provisional.session_id == NO_SESSION
         return self.ends_adopted() or is_mark_0_13
@@ -74,7 +76,7 @@ class Cover:
         if files.has_failed:
             files.continue_in_new_segment()
         files.sync()
-        files.check_place()
+        files.check_files()
         files.abandon()
         files.has_failed = files.is_broken = True  # until they are open
         try:
@@ -87,15 +89,15 @@ class Cover:
     def cover(self, last: TransactionId) -> None:
         """Report the log's end at an ID, and drop the batches after it (rule 2)."""
         files = self._files
-        cut, end = truncation.cut_of(files.segments, last)
+        shortened, end = truncation.truncation_of(files.segments, last)
         files.sync()
         files.sync_index()
         files.write_slot(replace(files.slot, acked=Marker(files.synced_max, UNBATCHED)))
         files.covered_end = files.synced_max = last
-        files.chain = files.synced_chain = end.chain if cut is None else cut.chain
+        files.chain = files.synced_chain = end.chain if shortened is None else shortened.chain
         with files.failing():
             rebatching.drop_batches(files.segments, end.transaction_id)
-            rebatching.add_batches(files.segments, [] if cut is None else [cut])
+            rebatching.add_batches(files.segments, [] if shortened is None else [shortened])
 
     def uncover(self, lengths: I64, records: memoryview, entries: Sequence[LineageEntry]) -> bool:
         """Take whole batches if their records are those that are covered; else return False.
@@ -138,8 +140,8 @@ class Cover:
                 at = int(offsets[high])
         return found[at:] == records[at : len(found)]
 
-    def cut_rest(self) -> None:
-        """Cut records that are still covered (rule 3); raises DataLoss below the confirmed mark."""
+    def truncate_rest(self) -> None:
+        """Truncate covered records (rule 3); raises DataLoss below the confirmed mark."""
         files = self._files
         assert files.covered_end is not None
         end, chain, low_water_mark = files.covered_end, files.chain, files.slot.low_water_mark
@@ -151,14 +153,14 @@ class Cover:
         files.sync()
         files.covered_end = None
         if end < files.segments.last:
-            files.cut(end)
+            files.truncate(end)
         files.chain = chain
         self.settle()
 
     def settle(self) -> None:
         """Make it durable that all records have their batches (rule 4)."""
         files = self._files
-        with files.failing():  # covering still, so that nothing is cut that was synced
+        with files.failing():  # covering still, so that nothing is truncated that was synced
             rebatching.relink(files.segments)
             files.sync_count += files.segments.sync()
             files.segments.sync_index()

@@ -8,9 +8,9 @@ Rules (numbers in brackets: docs/design/correctness.md 2.4):
     2. The acked marker is an ID at the end of a batch, with the chain there. It moves when records,
        batches and index are synced: at each roll, or a second after the last sync that it lacks;
        the service moves it when the log is idle. A log that ends below its marker is suspect [2].
-    3. A failed write or sync is final for its file: unsynced records are cut, and the log
-       continues in a new segment when a session prepares it again. When the cut or a slot fails
-       too, the log rejects all calls until it is opened again [7].
+    3. A failed write or sync is final for its file: unsynced records are truncated, and the log
+       continues in a new segment when a session prepares it again. When the truncation or a slot
+       fails too, the log rejects all calls until it is opened again [7].
     4. A truncation writes its intent first. If it finds no room, the same call or the next opening
        finishes it [9, 12].
     5. Files that were deleted or replaced under this process are not used again: what they
@@ -61,7 +61,7 @@ class LogFiles:
         self.failure_count = 0
         self.has_failed = False  # rule 3
         self.is_broken = False  # rule 3: until the log is opened again
-        self.is_half_cut = False  # rule 4: there was no room
+        self.is_half_truncated = False  # rule 4: there was no room
         self.files_error: MissingSegment | None = None  # rule 5
         self._settings = settings
         self._unmarked_ms = 0  # since when something synced is beyond the marker; 0: nothing is
@@ -101,8 +101,9 @@ class LogFiles:
         try:
             self.write_batches(lengths, records, entries)
         except NoSpace:
-            # The part that did fit is cut again; the session ends, but the disk has not failed.
-            self._cut_back(*before)
+            # The part that did fit is truncated again; the session ends, but the disk has not
+            # failed.
+            self._truncate_back(*before)
             raise
         except DiskFailed as error:
             self.fail()
@@ -156,7 +157,8 @@ class LogFiles:
         """Make all appended records durable; return the last ID.
 
         Raises:
-            DiskFailed: the sync failed; everything after the last successful one is cut (rule 3).
+            DiskFailed: the sync failed; everything after the last successful one is truncated (rule
+            3).
         """
         self.check_working()
         try:
@@ -181,7 +183,8 @@ class LogFiles:
         if self.covered_end is not None:
             return
         self._unmarked_ms = 0
-        # Another sync of a failed index would wrongly succeed; a half-done cut has its marker.
+        # Another sync of a failed index would wrongly succeed; a half-done truncation has its
+        # marker.
         if self.slot.acked.transaction_id < self.synced_max and not self.has_failed:
             self.sync_index()
             marker = Marker(self.synced_max, self.synced_chain)
@@ -197,7 +200,7 @@ class LogFiles:
 
     def write_slot(self, slot: Slot, *, may_be_full: bool = False) -> None:
         """Make a slot durable; with `may_be_full`, NoSpace leaves the log as it is."""
-        self.check_place()
+        self.check_files()
         try:
             self.slots.write(slot)
             self.sync_count += 1
@@ -206,15 +209,15 @@ class LogFiles:
                 raise  # Nothing was written.
             raise self.broken(f"control slots: {error}") from error
 
-    def cut(self, last_to_keep: TransactionId) -> None:
-        """Cut everything after an ID, durably (rule 4).
+    def truncate(self, last_to_keep: TransactionId) -> None:
+        """Truncate everything after an ID, durably (rule 4).
 
         Raises:
             NoSpace: call it again when there is room; until then other calls fail.
             DiskFailed: the log must be opened again.
         """
-        was_half_cut = self.is_half_cut
-        if not was_half_cut:
+        was_half_truncated = self.is_half_truncated
+        if not was_half_truncated:
             intended = truncation.intended(self.slot, self.segments, last_to_keep)
             self.write_slot(intended, may_be_full=True)
         intent = self.slot.truncate
@@ -225,11 +228,11 @@ class LogFiles:
             self.slots.write(truncation.finished(self.slot, self.segments))
         except WaltzError as error:
             # The intent is durable, and stays: the next open carries it out before anything else.
-            self.is_half_cut = isinstance(error, NoSpace) and not was_half_cut
-            if self.is_half_cut:
+            self.is_half_truncated = isinstance(error, NoSpace) and not was_half_truncated
+            if self.is_half_truncated:
                 raise
             raise DiskFailed(f"partition {self.partition_id}: cannot truncate: {error}") from error
-        self.is_half_cut = self.has_failed = self.is_broken = False
+        self.is_half_truncated = self.has_failed = self.is_broken = False
         self.sync_count += 1
         self.synced_max = self.last
         # From the slot: reading it again could fail, and leave the chain of the longer log.
@@ -243,10 +246,10 @@ class LogFiles:
             raise DiskFailed(f"partition {self.partition_id}: a write failed in this session")
 
     def fail(self) -> None:
-        """Cut unsynced records, and reject further writes; if the cut fails, break."""
+        """Truncate unsynced records, and reject further writes; if the truncation fails, break."""
         self.failure_count += 1
         self.has_failed = True
-        self._cut_back(self.synced_max, self.synced_chain)
+        self._truncate_back(self.synced_max, self.synced_chain)
 
     @contextmanager
     def failing(self) -> Iterator[None]:
@@ -257,18 +260,21 @@ class LogFiles:
             self.fail()
             raise DiskFailed(str(error)) from error
 
-    def _cut_back(self, last: TransactionId, chain: Chain) -> None:
+    def _truncate_back(self, last: TransactionId, chain: Chain) -> None:
         if self.covered_end is not None:
             self.count_all()
             last, chain = min(self.slot.acked.transaction_id, self.synced_max), UNBATCHED
             self.synced_max = last
         try:
             if self.slot.acked.transaction_id > last:
-                # A roll has moved the marker beyond this cut; nothing there was acknowledged.
+                # A roll has moved the marker beyond this truncation; nothing there was
+                # acknowledged.
                 self.write_slot(replace(self.slot, acked=Marker(last, chain)))
-            self.segments.cut(last, None)
-        except WaltzError as error:  # An unreadable index prevents the cut like a failing disk.
-            failure = self.broken(f"the records written after {last} cannot be cut")
+            self.segments.truncate(last, None)
+        except (
+            WaltzError
+        ) as error:  # An unreadable index prevents the truncation like a failing disk.
+            failure = self.broken(f"the records written after {last} cannot be truncated")
             self.write_slot(replace(self.slot, suspect=True))
             raise failure from error
         self.chain = chain
@@ -290,7 +296,7 @@ class LogFiles:
         self.has_failed = self.is_broken = True
         return DiskFailed(f"partition {self.partition_id}: {reason}")
 
-    def check_place(self) -> None:
+    def check_files(self) -> None:
         """Check that directory and slots are still those that were opened (rule 5).
 
         Raises:

@@ -1,13 +1,13 @@
-"""Opens a log: decides which bytes to trust, cuts a torn tail, adopts records of Waltz 0.13.
+"""Opens a log: decides which bytes to trust, truncates a torn tail, adopts records of Waltz 0.13.
 
 The order of the steps matters (docs/design/correctness.md 2.5). This is the only place where the
 bytes of a replica are judged without a session.
 
 Rules:
     1. The intent of a truncation is carried out before anything is judged.
-    2. Nothing is ever cut that is known to have been synced: up to the acked marker, up to the ID
-       that a later batch's entry states, and up to the last batch of the older segments. Wrong
-       bytes there are damage, and missing ones make the replica suspect.
+    2. Nothing is ever truncated that is known to have been synced: up to the acked marker, up to
+       the ID that a later batch's entry states, and up to the last batch of the older segments.
+       Wrong bytes there are damage, and missing ones make the replica suspect.
     3. Above that, a record counts if its batch is whole, its entry is there and the chain matches.
        A crash may leave any sectors of the rest, which was never acknowledged.
     4. A directory that Waltz 0.13 has written to since this version did is adopted, and is not
@@ -244,8 +244,8 @@ class _Opening:
     def may_fall_back(self) -> bool:
         """Return whether a crash in this opening may make the older slot count.
 
-        The newer one can be read but may not be durable (rule 7). Whatever this opening cuts and
-        repairs must then be allowed with the older one, too (rules 1, 2, 6).
+        The newer one can be read but may not be durable (rule 7). Whatever this opening truncates
+        and repairs must then be allowed with the older one, too (rules 1, 2, 6).
         """
         newer, older = self._slots.slot, self._slots.older
         return (
@@ -328,8 +328,8 @@ class _Opening:
         lineage = segment.lineage
         chain = lineage.chain_before if end is None else end.chain
         if end is not None and end.last >= next_first:
-            # The tail of an abandoned file may be back: its cut was never synced.
-            lineage.cut(lineage.place_of(next_first))
+            # The tail of an abandoned file may be back: its truncation was never synced.
+            lineage.truncate(lineage.place_of(next_first))
             chain = lineage.chain_at(lineage.count)
             end = lineage.entry(lineage.count - 1) if lineage.count else None
         if end is not None:
@@ -348,18 +348,19 @@ class _Opening:
     # ---- records
 
     def recover_records(self, segments: Segments) -> None:
-        """Read the records after the marker, cut a torn tail, note damage (rule 2)."""
+        """Read the records after the marker, truncate a torn tail, note damage (rule 2)."""
         lineage = segments.current.lineage
         after = lineage.place_of(TransactionId(self._marker + 1))
         durable = lineage.durable_before(after)
         if self._is_overtaken:
-            # 0.13 may have cut what was synced then. It has no marker: records up to the last whole
-            # one may have been acknowledged, and it was stopped cleanly before a migration.
+            # 0.13 may have truncated what was synced then. It has no marker: records up to the last
+            # whole one may have been acknowledged, and it was stopped cleanly before a migration.
             durable = max(min(durable, segments.last), self._last_complete(segments))
         # The marker moves at a roll, but not when a failure makes the log begin a new file.
         self._durable = max(self._marker, self._passed, durable)
         if self.slot.truncate is not None:
-            # An entry above the cut is valid, but does not count after the cut (rule 1).
+            # An entry above the truncation is valid, but does not count after the truncation (rule
+            # 1).
             self._durable = min(self._durable, self.slot.truncate.last_to_keep)
         nexts = [*(segment.first for segment in segments.all[1:]), None]
         for segment, next_first in zip(segments.all, nexts, strict=True):
@@ -375,7 +376,9 @@ class _Opening:
         if segments.last < self._durable:
             self._suspect()
         if self.slot.truncate is not None:
-            segments.cut(*self.slot.truncate)  # Durable before the intent goes (`write_again`).
+            segments.truncate(
+                *self.slot.truncate
+            )  # Durable before the intent goes (`write_again`).
 
     def _last_complete(self, segments: Segments) -> TransactionId:
         """Return the last ID above the marker whose record is where the index has it."""
@@ -402,7 +405,7 @@ class _Opening:
     # ---- batches
 
     def settle_lineage(self, segments: Segments) -> None:
-        """Check the batches above the marker, and cut or adopt what has none (rules 3, 4)."""
+        """Check the batches above the marker, and truncate or adopt what has none (rules 3, 4)."""
         for segment in self._rebuilt:
             self._fill_between(segments, segment)
         anchor = min(self._marker, self.slot.low_water_mark) if self._adopting else self._marker
@@ -415,11 +418,11 @@ class _Opening:
             end = self._end_before_gap(segments, end)
         if self._adopting or end < self._durable:
             drop_batches(segments, end)
-            # An unreadable entry below that end is cut, too, with all after it.
+            # An unreadable entry below that end is truncated, too, with all after it.
             end = min(end, self._end_of(segments))
             self._append_batches(segments, TransactionId(end + 1), segments.last)
         elif end < segments.last or end < self._end_of(segments):
-            segments.cut(end, None)
+            segments.truncate(end, None)
 
     def _marker_holds(self, segments: Segments) -> bool:
         try:
@@ -603,8 +606,8 @@ class _Opening:
         )
         slot = _taken_over(self.slot, self._info) if self._is_overtaken else self.slot
         if end is not None and end.session_id == RECONSTRUCTED:
-            # No owner can compare this end with its log: let it cut the end and copy from there.
-            # The same holds after a crash between making up batches and writing this slot.
+            # No owner can compare this end with its log: let it truncate the end and copy from
+            # there. The same holds after a crash between making up batches and writing this slot.
             true_end = _last_true_end(segments)
             mark = min(slot.low_water_mark, true_end)
             provisional = slot.provisional if true_end >= slot.low_water_mark else None

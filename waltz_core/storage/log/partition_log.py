@@ -9,7 +9,7 @@ Rules (numbers in brackets: rows of docs/design/correctness.md 2.4):
        [15].
     3. A low-water mark is stored only where the log ends exactly there; it is provisional until
        ENGAGE, or the first append of its session, confirms it. Nothing below a confirmed mark is
-       ever cut [15].
+       ever truncated [15].
     4. Each batch above the acked marker has a lineage entry; records without one are no part of
        the log.
     5. Damaged IDs stay in the log and are known in the slot; reading them is an error [5].
@@ -190,7 +190,7 @@ class PartitionLog:
 
     @property
     def confirmed_low_water_mark(self) -> TransactionId:
-        """The mark below which nothing is ever cut (rule 3)."""
+        """The mark below which nothing is ever truncated (rule 3)."""
         return self.slot.low_water_mark
 
     @property
@@ -264,9 +264,9 @@ class PartitionLog:
             BadRequest: the log does not end, synced, at the mark with this chain.
             DataLoss: the mark is below the confirmed one.
             ReplicaSuspect: the log is suspect and damaged above its confirmed mark.
-            NoSpace: there is no room to cut what was covered; call it again when there is.
+            NoSpace: there is no room to truncate what was covered; call it again when there is.
         """
-        self._cut_covered(session, mark, chain)
+        self._truncate_covered(session, mark, chain)
         self._check_session(session)
         if (self.max_id, self.synced_max, self.chain) != (mark, mark, chain):
             raise BadRequest(
@@ -285,18 +285,18 @@ class PartitionLog:
         slot = replace(self.slot, acked=Marker(mark, chain), suspect=False)
         self._write_mark(slot, session, mark)
 
-    def _cut_covered(self, session: SessionId, mark: TransactionId, chain: Chain) -> None:
-        """Cut the records still covered if the log ends at the mark (`covering.py`, rule 3)."""
+    def _truncate_covered(self, session: SessionId, mark: TransactionId, chain: Chain) -> None:
+        """Truncate covered records if the log ends at the mark (`covering.py`, rule 3)."""
         files = self._files
-        intent = self.slot.truncate if files.is_half_cut else None
+        intent = self.slot.truncate if files.is_half_truncated else None
         if intent is not None and (session, mark) == (self.promised, intent.last_to_keep):
-            files.cut(mark)
+            files.truncate(mark)
             files.chain = files.segments.chain
             self._cover.settle()
         if files.covered_end is not None:
             self._check_session(session)
             if (files.covered_end, files.chain) == (mark, chain):
-                self._cover.cut_rest()
+                self._cover.truncate_rest()
 
     def _write_mark(self, slot: Slot, session: SessionId, mark: TransactionId) -> None:
         """Write session and provisional mark into a slot, then into the 0.13 control file."""
@@ -384,7 +384,7 @@ class PartitionLog:
         if self._files.covered_end is not None:
             if self._cover.uncover(lengths, new, entries):
                 return
-            self._cover.cut_rest()
+            self._cover.truncate_rest()
         self._confirm(session)
         self._files.append(lengths, new, entries)
         self.appended_bytes += len(records)
@@ -397,7 +397,7 @@ class PartitionLog:
         """Move the acked marker to the last synced ID, durably."""
         self._files.mark_acked()
 
-    # ---- cutting
+    # ---- truncation
 
     def truncate(
         self,
@@ -406,7 +406,7 @@ class PartitionLog:
         base: TransactionId,
         base_chain: Chain,
     ) -> tuple[TransactionId, Chain]:
-        """Cut everything after an ID, durably; return the last ID and the chain there.
+        """Truncate everything after an ID, durably; return the last ID and the chain there.
 
         Raises:
             NoSpace: call it again when there is room; until then other calls fail.
@@ -415,12 +415,12 @@ class PartitionLog:
             BadRequest: `base` is no batch end here with this chain, or is above `last_to_keep`.
         """
         files = self._files
-        intent = self.slot.truncate if files.is_half_cut else None
+        intent = self.slot.truncate if files.is_half_truncated else None
         if intent is not None and (session, last_to_keep) == (self.promised, intent.last_to_keep):
-            files.cut(last_to_keep)
+            files.truncate(last_to_keep)
             return self.max_id, self.chain
         if files.covered_end is not None and last_to_keep < files.covered_end:
-            raise BadRequest(f"partition {self.partition_id}: expected one cut per session")
+            raise BadRequest(f"partition {self.partition_id}: expected one truncation per session")
         self._check_session(session)
         covers = last_to_keep < self.max_id and self._cover.may_cover()
         if last_to_keep < self.slot.low_water_mark and not covers:
@@ -439,7 +439,7 @@ class PartitionLog:
         else:
             files.sync()
             if last_to_keep < self.max_id:
-                files.cut(last_to_keep)
+                files.truncate(last_to_keep)
         return self.max_id, self.chain
 
     def chain_at(self, transaction_id: TransactionId) -> Chain | None:
@@ -510,6 +510,6 @@ class PartitionLog:
         """Close the files and nothing else: the next open finds what a crash would leave."""
         self._files.abandon()
 
-    def check_place(self) -> None:
+    def check_files(self) -> None:
         """Raise MissingSegment if the files are not those that were opened; see `LogFiles`."""
-        self._files.check_place()
+        self._files.check_files()

@@ -9,7 +9,7 @@ Rules:
     4. A failed disk read is tried once more; if it fails again, the bytes count as wrong, and rules
        1 to 3 hold for them. Each error is kept until `take_errors` is called.
     5. A reader on this machine may be given file positions instead. It then does the checks of rule
-       1, and requests wrong records again through the storage (`client/read/nearby.py`).
+       1, and requests wrong records again through the storage (`client/read/local_reader.py`).
     6. A read that looks for damage first drops the records from the page cache, where they may be
        right although they are wrong on the disk.
 """
@@ -29,7 +29,7 @@ from waltz_core.storage.files.control_file import SlotFile
 from waltz_core.storage.files.format import IdRange, Slot
 from waltz_core.storage.files.id_ranges import with_damage
 from waltz_core.storage.files.segments import Segments, first_wrong
-from waltz_core.wire.places import FilePlace
+from waltz_core.wire.record_locations import FileLocation
 
 I64 = npt.NDArray[np.int64]
 _Read = TypeVar("_Read")
@@ -64,12 +64,12 @@ class HeadersRead(NamedTuple):
     chain_before: Chain
 
 
-class PlacesRead(NamedTuple):
+class LocationsRead(NamedTuple):
     """File positions of records `first` and following, and the batches that they belong to."""
 
     first: TransactionId
     lengths: I64
-    places: tuple[FilePlace, ...]
+    places: tuple[FileLocation, ...]
     entries: tuple[LineageEntry, ...]
 
 
@@ -275,7 +275,7 @@ class LogReader:
         chain_before, entries = self.lineage(first, TransactionId(next_id - 1))
         return HeadersRead(first, next_id - first, b"".join(parts), entries, chain_before)
 
-    def places(self, first: TransactionId, last: TransactionId, bytes_max: int) -> PlacesRead:
+    def places(self, first: TransactionId, last: TransactionId, bytes_max: int) -> LocationsRead:
         """Return positions of the records of first..last that fit into `bytes_max`, one at least.
 
         The records are not read. The answer stops before known damage.
@@ -291,14 +291,14 @@ class LogReader:
         self._reject_damaged(first, whole_batches=False)
         return self._repaired(first, last, lambda: self._places(first, last, bytes_max))
 
-    def _places(self, first: TransactionId, last: TransactionId, bytes_max: int) -> PlacesRead:
+    def _places(self, first: TransactionId, last: TransactionId, bytes_max: int) -> LocationsRead:
         # They cannot have more batches than records, so none is left out.
         last = min(last, TransactionId(first + LINEAGE_ENTRIES_MAX - 1))
         end = self._segments.fitting(first, last, bytes_max)
         end = self._before_damage(first, end, whole_batches=False)
         _, entries = self._segments.entries(first, end, LINEAGE_ENTRIES_MAX)
         places, lengths = self._segments.places(first, end)
-        return PlacesRead(first, lengths, tuple(places), entries)
+        return LocationsRead(first, lengths, tuple(places), entries)
 
     def lineage(
         self, first: TransactionId, last: TransactionId

@@ -31,15 +31,15 @@ def drop_batches(segments: Segments, end: TransactionId) -> None:
     current = segments.current.lineage  # it may have entries of removed records, too
     count = current.count
     if segments.last > end:
-        current.cut(_place_after(segments.current, end))
-    current.cut(current.place_of(TransactionId(end + 1)))
+        current.truncate(_place_after(segments.current, end))
+    current.truncate(current.place_of(TransactionId(end + 1)))
     if current.count < count:
         current.sync()
     for segment in reversed(segments.all[:-1]):
         if segment.last <= end:
             break
         if segment.lineage.count:
-            segment.lineage.cut(_place_after(segment, end))
+            segment.lineage.truncate(_place_after(segment, end))
             segment.lineage.sync()
 
 

@@ -153,7 +153,7 @@ class Scrub:
             turn.is_running, turn.last_id, turn.error = True, last_id, None
             # Counted from the start, so that the duration of a pass does not shift the next.
             turn.due_ms = now_ms
-        turn.last_id = min(turn.last_id, last_id)  # A log may have been cut since.
+        turn.last_id = min(turn.last_id, last_id)  # A log may have been truncated since.
         if turn.next_id > turn.last_id:
             self._finish(turn, now_ms)
             return None
@@ -231,14 +231,16 @@ def earlier(time: int | None, other: int | None) -> int | None:
 # the progress file (rule 4): a checksum, then a line for each partition
 
 
-def write_places(disk: Disk, directory: Path, places: Mapping[PartitionId, TransactionId]) -> None:
+def write_positions(
+    disk: Disk, directory: Path, places: Mapping[PartitionId, TransactionId]
+) -> None:
     """Write the next ID of each pass; raises DiskFailed, NoSpace."""
     lines = "".join(f"{partition} {next_id}\n" for partition, next_id in sorted(places.items()))
     body = lines.encode()
     create_durably(disk, directory, [(PLACES_NAME, f"{crc32(body):08x}\n".encode() + body)])
 
 
-def read_places(disk: Disk, directory: Path) -> dict[PartitionId, TransactionId]:
+def read_positions(disk: Disk, directory: Path) -> dict[PartitionId, TransactionId]:
     """Return the next ID of each pass; empty if unknown. Raises DiskFailed."""
     if not disk.exists(directory / PLACES_NAME):
         return {}

@@ -1,13 +1,14 @@
-"""A truncation: the intent that is written first, the cut, and the slot that is written after.
+"""A truncation: first the intent, then the change of the files, then the slot.
 
 A session begins it and the next opening may finish it; both must lead to the same log.
 
 Rules:
-    1. The intent is durable in the slot before anything is cut. From then on the truncation is
-       carried out, if need be by the next opening of the log.
+    1. The intent is durable in the slot before anything is truncated. From then on the truncation
+       is carried out, if need be by the next opening of the log.
     2. Each step may be repeated: a step that found no room is repeated when there is more.
-    3. A batch that is cut in its middle keeps its beginning, as a batch with its own chain. That is
-       part of the intent: once the cut is made, the records to compute it from may no longer exist.
+    3. A batch that is truncated in its middle keeps its beginning, as a batch with its own chain.
+       That is part of the intent: once the truncation is made, the records to compute it from may
+       no longer exist.
 """
 
 from dataclasses import replace
@@ -20,26 +21,28 @@ from waltz_core.storage.files.segments import Segments
 
 
 def intended(slot: Slot, segments: Segments, last_to_keep: TransactionId) -> Slot:
-    """Return the slot with the intent, and without the state that the cut invalidates (rule 1).
+    """Return the slot with the intent, without the state that becomes invalid (rule 1).
 
     Raises:
-        ChecksumMismatch: the batch that the cut goes through cannot be read.
+        ChecksumMismatch: the batch that the truncation goes through cannot be read.
     """
-    cut, end = cut_of(segments, last_to_keep)
+    shortened, end = truncation_of(segments, last_to_keep)
     provisional = slot.provisional
     if provisional is not None and last_to_keep < provisional.low_water_mark <= segments.last:
         provisional = None  # the log will not reach it, so it must not be confirmed
     # A mark that the log never reached is of Waltz 0.13, and still shows that the log is short.
     return replace(
         slot,
-        truncate=TruncateIntent(last_to_keep, cut),
+        truncate=TruncateIntent(last_to_keep, shortened),
         acked=min(slot.acked, _marker(slot, *end), key=lambda mark: mark.transaction_id),
         provisional=provisional,
     )
 
 
-def cut_of(segments: Segments, last_to_keep: TransactionId) -> tuple[LineageEntry | None, Marker]:
-    """Return the new entry of the batch that a cut goes through, and the batch end before it."""
+def truncation_of(
+    segments: Segments, last_to_keep: TransactionId
+) -> tuple[LineageEntry | None, Marker]:
+    """Return the entry of the batch that is shortened, and the batch end before it."""
     entry = segments.entry_of(last_to_keep) if last_to_keep >= 0 else None
     if entry is None or entry.last == last_to_keep:
         return None, Marker(last_to_keep, segments.chain_at(last_to_keep) or GENESIS_CHAIN)
@@ -47,18 +50,18 @@ def cut_of(segments: Segments, last_to_keep: TransactionId) -> tuple[LineageEntr
     crcs = segments.record_crcs(entry.first, last_to_keep)
     if crcs is None:
         raise ChecksumMismatch(
-            f"records {entry.first}..{last_to_keep}: expected to cut a batch that can be read"
+            f"records {entry.first}..{last_to_keep}: expected to truncate a batch that can be read"
         )
-    cut = entry._replace(
+    shortened = entry._replace(
         last=last_to_keep,
         chain=next_chain(chain, entry.first, last_to_keep, entry.session_id, crcs),
     )
-    return cut, Marker(TransactionId(entry.first - 1), chain)
+    return shortened, Marker(TransactionId(entry.first - 1), chain)
 
 
 def carry_out(segments: Segments, intent: TruncateIntent) -> None:
     """Carry out a truncation whose intent is durable; durable on return."""
-    segments.cut(*intent)
+    segments.truncate(*intent)
     segments.sync()
     segments.sync_index()
 

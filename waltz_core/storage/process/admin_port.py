@@ -26,13 +26,13 @@ from waltz_core.storage.log.scrub import ScrubState
 from waltz_core.storage.process.serving import InThread, Serving
 from waltz_core.storage.service import admin_tasks, service, upkeep
 from waltz_core.storage.service.admin import (
-    AdminAnswer,
     AdminRequest,
     AdminService,
     AdminTaskDone,
     Effect,
     Event,
     RunAdminTask,
+    SendAdminResponse,
 )
 from waltz_core.storage.service.admin_tasks import AdminTask
 from waltz_core.storage.service.engine import Engine
@@ -41,7 +41,14 @@ from waltz_core.storage.service.work import ConnectionId, LaneRequest, Work
 from waltz_core.transport import net
 from waltz_core.transport.net import Link, Listener
 from waltz_core.wire.admin_messages import AdminMessage, AdminRejected
-from waltz_core.wire.messages import Message, Nack, RangeForm, RangeRaw, StorageMessage, Surface
+from waltz_core.wire.messages import (
+    Message,
+    Nack,
+    RangeForm,
+    RangeRaw,
+    StorageMessage,
+    WireProtocol,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -86,7 +93,7 @@ class AdminPort:
     async def listen(self, host: str, port: int, ssl: SSLContext | None) -> Listener:
         """Open the port; raises BadConfig if that fails."""
         listener = await net.listen(
-            Surface.ADMIN, host, port, self._accept, ssl=ssl, links_max=LINKS_MAX
+            WireProtocol.ADMIN, host, port, self._accept, ssl=ssl, links_max=LINKS_MAX
         )
         _log.info("storage.admin_port address=%s", f"{host}:{listener.port}")
         return listener
@@ -114,7 +121,7 @@ class AdminPort:
 
     def _perform(self, effect: Effect) -> None:
         match effect:
-            case AdminAnswer():
+            case SendAdminResponse():
                 self._send(effect)
             case RunAdminTask():
                 self._tasks.create_task(self._run(effect))
@@ -123,7 +130,7 @@ class AdminPort:
             case _:
                 assert_never(effect)
 
-    def _send(self, effect: AdminAnswer) -> None:
+    def _send(self, effect: SendAdminResponse) -> None:
         link = self._links.get(effect.connection)
         if link is None:
             return

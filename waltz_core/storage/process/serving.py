@@ -156,7 +156,7 @@ class Serving:
                     retry_s = min(2 * retry_s, REOPEN_S_MAX)
                 self._changed.clear()
                 if self._engine.has_lost_files:
-                    await self._in_thread(self._engine.check_place)
+                    await self._in_thread(self._engine.check_files)
                 leaving = await self._leaving()
                 wanted = {
                     each for each in (*self._assigned, *leaving) if self._is_wanted(each, leaving)

@@ -43,7 +43,7 @@ from waltz_core.metrics import Health, Metrics, serve_pages
 from waltz_core.records.record import FRAME_BYTES_MAX, PartitionId, ReplicaId, TransactionId
 from waltz_core.storage.disk.file_system import RealDisk, descriptor_for_reader
 from waltz_core.storage.log.log_files import LogSettings
-from waltz_core.storage.log.scrub import Scrub, ScrubState, read_places, write_places
+from waltz_core.storage.log.scrub import Scrub, ScrubState, read_positions, write_positions
 from waltz_core.storage.process.admin_port import AdminPort
 from waltz_core.storage.process.serving import Serving, concurrently
 from waltz_core.storage.process.storage_metrics import StorageMetrics
@@ -56,8 +56,8 @@ from waltz_core.storage.service.work import ConnectionId, LaneRequest, Work
 from waltz_core.storage.service.writers import CallThreads, WriteOutcome, Writers
 from waltz_core.transport import handover, net, tls
 from waltz_core.transport.net import Link
-from waltz_core.wire.messages import Message, Nack, StorageMessage, Surface
-from waltz_core.wire.places import SEGMENT_REQUEST_BYTES, decode_segment, socket_name_of
+from waltz_core.wire.messages import Message, Nack, StorageMessage, WireProtocol
+from waltz_core.wire.record_locations import SEGMENT_REQUEST_BYTES, decode_segment, socket_name_of
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -247,7 +247,7 @@ class StorageDaemon:
                 )
                 await stack.enter_async_context(pages)
             listener = await net.listen(
-                Surface.STORAGE,
+                WireProtocol.STORAGE,
                 config.listen_host,
                 config.port,
                 self._accept,
@@ -267,7 +267,7 @@ class StorageDaemon:
                     )
                     stack.push_async_callback(admin.close)
                     tasks.create_task(serving.follow(self._checked_assignment))
-                    tasks.create_task(self._keep_places(machine))
+                    tasks.create_task(self._keep_positions(machine))
                     tasks.create_task(self._offer_segments())
                     if self._coordinator is None:
                         serving.recheck()
@@ -279,7 +279,7 @@ class StorageDaemon:
                     await self._end(serving)
             except* _Stopped:
                 if not self._is_left:  # otherwise no thread may be free
-                    write = partial(self._write_places, machine.scrub_places)
+                    write = partial(self._write_positions, machine.scrub_positions)
                     await self._with_timeout("the scrub's progress", write, CLOSE_S_MAX)
                 _log.info("storage.ended address=%s", self.address)
 
@@ -293,7 +293,7 @@ class StorageDaemon:
         scrub = Scrub(
             bytes_per_s=config.scrub_bytes_per_s,
             interval_ms=config.scrub_interval_ms,
-            places=await self._in_thread(self._read_places),
+            places=await self._in_thread(self._read_positions),
         )
         return StorageService(
             identity,
@@ -302,27 +302,27 @@ class StorageDaemon:
             scrub=scrub,
         )
 
-    def _read_places(self) -> dict[PartitionId, TransactionId]:
+    def _read_positions(self) -> dict[PartitionId, TransactionId]:
         try:
-            return read_places(RealDisk(), Path(self._config.directory))
+            return read_positions(RealDisk(), Path(self._config.directory))
         except errors.WaltzError as error:
             _log.warning("storage.scrub_restarted error=%s", error)
             return {}
 
-    def _write_places(self, places: Mapping[PartitionId, TransactionId]) -> None:
+    def _write_positions(self, places: Mapping[PartitionId, TransactionId]) -> None:
         try:
-            write_places(RealDisk(), Path(self._config.directory), places)
+            write_positions(RealDisk(), Path(self._config.directory), places)
         except errors.WaltzError as error:
             _log.warning("storage.scrub_progress_save_failed error=%s", error)
 
-    async def _keep_places(self, machine: StorageService) -> None:
+    async def _keep_positions(self, machine: StorageService) -> None:
         """Write the scrub's progress now and then, so that a restart continues it."""
         kept: Mapping[PartitionId, TransactionId] = {}
         while True:
             await asyncio.sleep(PLACES_S)
-            places = machine.scrub_places
+            places = machine.scrub_positions
             if places != kept:
-                await self._in_thread(partial(self._write_places, places))
+                await self._in_thread(partial(self._write_positions, places))
                 kept = places
 
     def _make_serving(self, engine: Engine) -> Serving:
@@ -483,7 +483,7 @@ class StorageDaemon:
 
     def _perform(self, effect: Effect) -> None:
         match effect:
-            case service_effects.StorageAnswer():
+            case service_effects.SendStorageMessage():
                 self._answer(effect.connection, effect.message)
             case service_effects.RunWork():
                 self._run_work(effect.work)

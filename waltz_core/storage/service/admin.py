@@ -108,7 +108,7 @@ Event: TypeAlias = AdminRequest | AdminTaskDone | Wakeup
 
 
 @value(frozen=True, slots=True)
-class AdminAnswer:
+class SendAdminResponse:
     """Send an answer; ignored if the connection is closed."""
 
     connection: ConnectionId
@@ -123,7 +123,7 @@ class RunAdminTask:
     task: AdminTask
 
 
-Effect: TypeAlias = AdminAnswer | RunAdminTask | Report
+Effect: TypeAlias = SendAdminResponse | RunAdminTask | Report
 
 Script: TypeAlias = Generator[AdminTask, object, AdminMessage]
 _CHANGES: Final = (
@@ -205,7 +205,7 @@ class AdminService:
         try:
             task = script.throw(value) if isinstance(value, WaltzError) else script.send(value)
         except StopIteration as end:
-            self._effects.append(AdminAnswer(request.connection, end.value))
+            self._effects.append(SendAdminResponse(request.connection, end.value))
             if isinstance(request.message, _CHANGES):
                 self._report("storage.administered", request)
         except WaltzError as error:
@@ -226,7 +226,7 @@ class AdminService:
         answer: AdminMessage = wire.AdminRejected(sequence, error.code, text)
         if request.version == 0:  # rule 6
             answer = wire.AdminFailure(sequence, f"{type(error).__name__}: {text}", ())
-        self._effects.append(AdminAnswer(request.connection, answer))
+        self._effects.append(SendAdminResponse(request.connection, answer))
         self._report("storage.administration_rejected", request, error=text)
 
     def _report(self, name: str, request: AdminRequest, **fields: object) -> None:

@@ -257,7 +257,7 @@ class Engine:
         """Whether a partition's files were deleted or replaced (rule 8)."""
         return partition_id in self._lost_logs
 
-    def check_place(self) -> None:
+    def check_files(self) -> None:
         """Check that the control file is still the one that was opened (rule 9).
 
         Raises:
@@ -356,7 +356,7 @@ class Engine:
             UnknownPartition: it is not held here.
             MissingSegment: the control file was deleted or replaced (rule 9).
         """
-        self.check_place()
+        self.check_files()
         self._check_held(partition_id)
         promise = self._promise(partition_id)
         self._wipe(
@@ -367,8 +367,8 @@ class Engine:
     def put_copy(self, copy: Copy) -> TransactionId:
         """Add whole batches of another replica to a log that is not served; return the last ID.
 
-        Nothing is cut, and no mark is set: the evidence of the replica does not change. The reserve
-        is not used for this (`space.py`, rule 2).
+        Nothing is truncated, and no mark is set: the evidence of the replica does not change. The
+        reserve is not used for this (`space.py`, rule 2).
 
         Raises:
             NoSpace: there is not enough room without the reserve; nothing of it was written.
@@ -417,7 +417,7 @@ class Engine:
         if log is None:
             return
         try:
-            log.check_place()
+            log.check_files()
         except MissingSegment as error:
             self.stop_serving(
                 partition_id, error

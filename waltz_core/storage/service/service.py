@@ -66,7 +66,7 @@ from waltz_core.storage.service.service_effects import (
     PauseReading,
     ResumeReading,
     RunWork,
-    StorageAnswer,
+    SendStorageMessage,
 )
 from waltz_core.storage.service.work import ConnectionId, LaneRequest, Work, WorkResult
 from waltz_core.values import value
@@ -75,7 +75,7 @@ from waltz_core.wire.messages import (
     DamageFound,
     Engage,
     Heartbeat,
-    HeartbeatAnswer,
+    HeartbeatResponse,
     LineageRequest,
     LockBlocksRequest,
     Nack,
@@ -203,7 +203,7 @@ class StorageService:
         return self._scrub.states(now_ms)
 
     @property
-    def scrub_places(self) -> dict[PartitionId, TransactionId]:
+    def scrub_positions(self) -> dict[PartitionId, TransactionId]:
         """Where the scrub continues after a restart."""
         return self._scrub.places
 
@@ -267,7 +267,7 @@ class StorageService:
                 self._check_session(lane, message)
                 if request.connection not in self._readers:
                     _check_owner(lane, request)
-                self._answer(request, HeartbeatAnswer(*_prefix(message)))
+                self._answer(request, HeartbeatResponse(*_prefix(message)))
             case RangeRaw(reader=True) | LockBlocksRequest():
                 lane = self._lane(message)
                 self._check_reader(lane, request)
@@ -499,7 +499,7 @@ class StorageService:
         if lane.owner is not None and lane.log.damaged:
             damaged = np.array(lane.log.damaged, dtype=">i8").tobytes()
             notice = DamageFound(lane.promise.session_id, 0, lane.log.partition_id, damaged)
-            self._effects.append(StorageAnswer(lane.owner, notice))
+            self._effects.append(SendStorageMessage(lane.owner, notice))
 
     def _note_space(self, now_ms: int) -> None:
         if self._space is None:
@@ -576,7 +576,7 @@ class StorageService:
     # ------------------------------------------------------------------ effects
 
     def _answer(self, request: LaneRequest, message: StorageMessage) -> None:
-        self._effects.append(StorageAnswer(request.connection, message))
+        self._effects.append(SendStorageMessage(request.connection, message))
 
     def _reject(self, request: LaneRequest, error: WaltzError) -> None:
         message = request.message

@@ -16,7 +16,7 @@ from waltz_core.wire.messages import StorageMessage
 
 
 @value(frozen=True, slots=True)
-class StorageAnswer:
+class SendStorageMessage:
     """Send a message on a connection; ignored if the connection is closed."""
 
     connection: ConnectionId
@@ -82,7 +82,7 @@ class EndProcess:
 
 
 Effect: TypeAlias = (
-    StorageAnswer
+    SendStorageMessage
     | CloseConnection
     | PauseReading
     | ResumeReading

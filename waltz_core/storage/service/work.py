@@ -43,7 +43,7 @@ from waltz_core.storage.files.format import IdRange
 from waltz_core.storage.files.id_ranges import without_damage
 from waltz_core.storage.files.space import DiskSpace, append_bytes
 from waltz_core.storage.log.partition_log import PartitionLog
-from waltz_core.storage.log.reading import PlacesRead
+from waltz_core.storage.log.reading import LocationsRead
 from waltz_core.storage.log.scrub import Scrubbed, ScrubPiece
 from waltz_core.values import value
 from waltz_core.wire.messages import (
@@ -66,7 +66,7 @@ from waltz_core.wire.messages import (
     StorageMessage,
     Truncate,
 )
-from waltz_core.wire.places import PLACES, PLACES_BYTES_MAX, encode_places
+from waltz_core.wire.record_locations import LOCATIONS, LOCATIONS_BYTES_MAX, encode_locations
 
 ConnectionId = NewType("ConnectionId", int)
 # Read limit for one answer; a single batch or record that is larger is sent whole.
@@ -206,7 +206,7 @@ class Work:
         """Return the cause: calls on deleted files fail although the disk works."""
         if isinstance(error, DiskFailed):
             try:
-                self.log.check_place()
+                self.log.check_files()
             except WaltzError as found:
                 return found
         return error
@@ -237,7 +237,7 @@ def _without(ranges: tuple[IdRange, ...], known: tuple[IdRange, ...]) -> tuple[I
 
 
 def _scrub(log: PartitionLog, piece: ScrubPiece) -> Scrubbed:
-    log.check_place()
+    log.check_files()
     before = log.reader.checked_bytes
     next_id = log.verify(piece.first, piece.bytes_max)
     return Scrubbed(next_id, log.reader.checked_bytes - before)
@@ -365,8 +365,8 @@ def _read(log: PartitionLog, message: RangeRaw, result: WorkResult) -> RangeByte
     bytes_max = min(max(1, message.bytes_max), limit)
     if message.reader and first > last:
         return _nothing(message)
-    if message.form == PLACES and message.reader:
-        return _places(log.reader.places(first, last, _places_bytes(message)), message, result)
+    if message.form == LOCATIONS and message.reader:
+        return _places(log.reader.places(first, last, _locations_bytes(message)), message, result)
     if message.form == RangeForm.HEADERS:
         headers = log.read_headers(first, last, bytes_max)
         records, lengths = headers.headers, b""
@@ -394,20 +394,20 @@ def _read(log: PartitionLog, message: RangeRaw, result: WorkResult) -> RangeByte
     )
 
 
-def _places_bytes(message: RangeRaw) -> int:
-    return min(max(1, message.bytes_max), PLACES_BYTES_MAX)
+def _locations_bytes(message: RangeRaw) -> int:
+    return min(max(1, message.bytes_max), LOCATIONS_BYTES_MAX)
 
 
-def _places(read: PlacesRead, message: RangeRaw, result: WorkResult) -> RangeBytes:
+def _places(read: LocationsRead, message: RangeRaw, result: WorkResult) -> RangeBytes:
     """Return the positions of the records; the requester reads and checks them itself."""
-    count, places = int(read.lengths.size), encode_places(read.places)
+    count, places = int(read.lengths.size), encode_locations(read.places)
     result.read_count += count
     result.read_bytes += sum(place.size for place in read.places)
     return RangeBytes(
         *_prefix(message),
         first=read.first,
         count=count,
-        form=PLACES,
+        form=LOCATIONS,
         lengths=raw_records.lengths_to_wire(read.lengths),
         records=places,
         records_crc=crc32(places),

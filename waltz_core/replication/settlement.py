@@ -18,14 +18,14 @@ from waltz_core.errors import RemoteProtocolError
 from waltz_core.records.record import BEFORE_FIRST, RECONSTRUCTED, LineageEntry, TransactionId
 from waltz_core.replication.replica_session import ReplicaSession
 from waltz_core.replication.session_claim import Claim
-from waltz_core.replication.session_events import Settled
+from waltz_core.replication.session_events import SessionSettled
 from waltz_core.wire.messages import LineageRequest, LineageResponse
 
 # The ticket of its requests; `Repairs` has those from 0 on.
 SETTLING: Final = -2
 
 
-class Settling:
+class Settlement:
     """The queries of one session, one at a time; `outcome` is set when all are answered."""
 
     def __init__(
@@ -33,7 +33,7 @@ class Settling:
     ) -> None:
         assert engaged
         self._replicas = list(engaged)  # the first one is queried
-        self.outcome: Settled | None = None
+        self.outcome: SessionSettled | None = None
         self._claim = claim
         self._mark = mark
         self._stamp_ms: int | None = 0 if claim.unbroken or mark == BEFORE_FIRST else None
@@ -103,4 +103,4 @@ class Settling:
 
     def _settle(self, committed_last: TransactionId) -> None:
         assert self._stamp_ms is not None
-        self.outcome = Settled(self._claim.session_id, committed_last, self._stamp_ms)
+        self.outcome = SessionSettled(self._claim.session_id, committed_last, self._stamp_ms)

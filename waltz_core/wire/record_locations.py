@@ -1,8 +1,8 @@
 """The positions of a range's records in a storage's files, for a reader on the same machine.
 
-A storage answers a `RangeRaw` of form `PLACES` with `RangeBytes` that contain lengths and lineage
-as usual, and these places instead of the records. An older storage rejects the form, so nothing
-else of the protocol changes.
+A storage answers a `RangeRaw` of form `LOCATIONS` with `RangeBytes` that contain lengths and
+lineage as usual, and these places instead of the records. An older storage rejects the form, so
+nothing else of the protocol changes.
 
 Rules:
     1. The places are runs of a segment file's bytes, in the order of the ids, without a gap between
@@ -20,15 +20,15 @@ from waltz_core.records.record import PartitionId, TransactionId
 from waltz_core.wire.messages import Buffer
 
 # The form of the request and the answer, in addition to those of `RangeForm`.
-PLACES: Final = 2
+LOCATIONS: Final = 2
 # The limit of the records in one answer, in bytes, because their lengths take memory.
-PLACES_BYTES_MAX: Final = 64 * 1024 * 1024
+LOCATIONS_BYTES_MAX: Final = 64 * 1024 * 1024
 _PLACE: Final = Struct(">qqq")
 _SEGMENT: Final = Struct(">iq")
 SEGMENT_REQUEST_BYTES: Final = _SEGMENT.size
 
 
-class FilePlace(NamedTuple):
+class FileLocation(NamedTuple):
     """A run of bytes of the segment whose first id is `segment`."""
 
     segment: TransactionId
@@ -36,17 +36,17 @@ class FilePlace(NamedTuple):
     size: int
 
 
-def encode_places(places: Iterable[FilePlace]) -> bytes:
+def encode_locations(places: Iterable[FileLocation]) -> bytes:
     """Return the places, 24 bytes each."""
     return b"".join(_PLACE.pack(*place) for place in places)
 
 
-def decode_places(packed: Buffer, records_bytes: int) -> tuple[FilePlace, ...]:
+def decode_locations(packed: Buffer, records_bytes: int) -> tuple[FileLocation, ...]:
     """Decode the places of `records_bytes` bytes of records; raise BadFormat if not valid."""
     if len(packed) % _PLACE.size:
         raise BadFormat(f"places: expected {_PLACE.size} bytes each, found {len(packed)} in all")
     places = tuple(
-        FilePlace(TransactionId(segment), offset, size)
+        FileLocation(TransactionId(segment), offset, size)
         for segment, offset, size in _PLACE.iter_unpack(packed)
     )
     for place in places:

@@ -45,7 +45,7 @@ from waltz_core.wire.messages import (
 from waltz_sim.guarantees.history import data_in
 
 if TYPE_CHECKING:
-    from waltz_core.server.partition_events import Answer
+    from waltz_core.server.partition_events import SendToClient
     from waltz_sim.cluster.servers import SimServer
     from waltz_sim.cluster.simulated_clients import SimClient
     from waltz_sim.guarantees.evidence import Evidence
@@ -70,7 +70,7 @@ _FROM_THE_LOG: Final = (ClientAhead.code, LockFailed.code)
 _FEED_HEADER: Final = 20
 
 
-class AnswerGuarantees:
+class ResponseGuarantees:
     """Checks all messages from servers to clients."""
 
     def __init__(self, evidence: "Evidence", sessions: "Sessions") -> None:
@@ -104,9 +104,9 @@ class AnswerGuarantees:
         self._mark_before.pop(server, None)
 
     def store_reported(self, server: str, effect: session_events.Effect) -> None:
-        """Track which sessions open (with `Settled`) and close."""
+        """Track which sessions open (with `SessionSettled`) and close."""
         match effect:
-            case session_events.Settled():
+            case session_events.SessionSettled():
                 self._open[server] = effect.session_id
                 self._in_step.setdefault(server, {})[effect.session_id] = None
             case session_events.SessionOpened():
@@ -129,7 +129,7 @@ class AnswerGuarantees:
 
     # ---- messages from servers
 
-    def answered(self, server: "SimServer", answer: "Answer") -> None:
+    def answered(self, server: "SimServer", answer: "SendToClient") -> None:
         """Check a message that a server sends to a client."""
         message, name = answer.message, server.name
         if self._depends_on_the_log(message) and not self._in_step.get(name):
@@ -177,7 +177,7 @@ class AnswerGuarantees:
                 "GateCAS2", f"{name} sends {type(message).__name__} of session {session}"
             )
 
-    def _check_mark(self, server: "SimServer", answer: "Answer", mark: int) -> None:
+    def _check_mark(self, server: "SimServer", answer: "SendToClient", mark: int) -> None:
         """15. HwmMono on each connection, never beyond the log; rule 2."""
         evidence, message = self._facts, answer.message
         if mark > evidence.history.last:

@@ -152,7 +152,7 @@ def _which(code, line):
     return sum(1 for one in lines if re.search(r"(sync|write)\w*\(", one))
 
 
-class Story:
+class Scenario:
     """A storage directory in use, on a disk that writes everything down."""
 
     def __init__(self, seed=1, disk=None, acknowledged=None, *, segment_bytes_max=700):
@@ -408,159 +408,159 @@ class Story:
 
 
 # ---------------------------------------------------------------------------------------------
-# the stories
+# the scenarios
 
 
 def first_start():
     """A directory is made, takes two partitions, and is used."""
-    story = Story()
-    story.start()
+    scenario = Scenario()
+    scenario.start()
     for partition in (1, 0):
-        story.assign(partition)
-        story.prepare(partition)
-    story.append([2, 1])
-    story.sync()
-    story.append([1], partition=1)
-    story.sync(1)
-    return story
+        scenario.assign(partition)
+        scenario.prepare(partition)
+    scenario.append([2, 1])
+    scenario.sync()
+    scenario.append([1], partition=1)
+    scenario.sync(1)
+    return scenario
 
 
 def first_start_of_several():
     """A directory takes several partitions at once."""
-    story = Story()
-    story.start()
-    story.assign_all((2, 0, 1))
+    scenario = Scenario()
+    scenario.start()
+    scenario.assign_all((2, 0, 1))
     for partition in (0, 2):
-        story.prepare(partition)
-        story.append([2, 1], partition=partition)
-        story.sync(partition)
-    return story
+        scenario.prepare(partition)
+        scenario.append([2, 1], partition=partition)
+        scenario.sync(partition)
+    return scenario
 
 
 def _begun(counts=(2, 1), *, segment_bytes_max=700, seed=1, marks=True):
-    """A partition with a session and acknowledged records, where a story begins."""
-    story = Story(seed, segment_bytes_max=segment_bytes_max)
-    story.start()
-    story.assign(0)
-    story.prepare()
+    """A partition with a session and acknowledged records, where a scenario begins."""
+    scenario = Scenario(seed, segment_bytes_max=segment_bytes_max)
+    scenario.start()
+    scenario.assign(0)
+    scenario.prepare()
     if marks:
-        story.set_mark()
-    story.append(counts)
-    story.sync()
-    story.begin = len(story.disk.changes)
-    return story
+        scenario.set_mark()
+    scenario.append(counts)
+    scenario.sync()
+    scenario.begin = len(scenario.disk.changes)
+    return scenario
 
 
 def appends():
     """Small and large groups, synced together and one by one."""
-    story = _begun(segment_bytes_max=1_000_000)
-    story.append([1])
-    story.sync()
-    story.append([3, 2])
-    story.append([1], bytes_max=1500)
-    story.append([4])
-    story.sync()
-    story.append([2], bytes_max=3000)
-    story.sync()
-    return story
+    scenario = _begun(segment_bytes_max=1_000_000)
+    scenario.append([1])
+    scenario.sync()
+    scenario.append([3, 2])
+    scenario.append([1], bytes_max=1500)
+    scenario.append([4])
+    scenario.sync()
+    scenario.append([2], bytes_max=3000)
+    scenario.sync()
+    return scenario
 
 
 def checkpoints():
     """The marker moves each second, and the index becomes durable with it."""
-    story = _begun(segment_bytes_max=1_000_000)
+    scenario = _begun(segment_bytes_max=1_000_000)
     for counts in ([2], [1, 1], [3]):
-        story.now_ms += 1500
-        story.append(counts)
-        story.sync()
-        story.append([1])
-    story.sync()
-    return story
+        scenario.now_ms += 1500
+        scenario.append(counts)
+        scenario.sync()
+        scenario.append([1])
+    scenario.sync()
+    return scenario
 
 
 def roll_over():
     """Batches that fill segments, lie across them, and end with them."""
-    story = _begun(segment_bytes_max=500)
-    story.append([4, 5], bytes_max=200)
-    story.sync()
-    story.append([9], bytes_max=300)
-    story.append([1])
-    story.sync()
-    return story
+    scenario = _begun(segment_bytes_max=500)
+    scenario.append([4, 5], bytes_max=200)
+    scenario.sync()
+    scenario.append([9], bytes_max=300)
+    scenario.append([1])
+    scenario.sync()
+    return scenario
 
 
 def sessions_and_marks():
     """Promises, marks that are confirmed, marks that are not, and appends that confirm them."""
-    story = _begun()
-    story.prepare()
-    story.set_mark()
-    story.append([1])
-    story.sync()
-    story.prepare()
-    story.set_mark(engages=False)
-    story.append([1])
-    story.sync()
-    story.prepare()
-    story.append([2])
-    story.sync()
-    story.set_mark(engages=False)
-    return story
+    scenario = _begun()
+    scenario.prepare()
+    scenario.set_mark()
+    scenario.append([1])
+    scenario.sync()
+    scenario.prepare()
+    scenario.set_mark(engages=False)
+    scenario.append([1])
+    scenario.sync()
+    scenario.prepare()
+    scenario.append([2])
+    scenario.sync()
+    scenario.set_mark(engages=False)
+    return scenario
 
 
 def truncate():
     """Cuts in a batch, at its end, over segments; and appends where something was cut."""
-    story = _begun([3], segment_bytes_max=500)
-    story.append([4, 6, 5], bytes_max=120)
-    story.sync()
-    story.now_ms += 1500
-    story.append([3, 4], bytes_max=200)
-    story.sync()
-    story.prepare()
-    story.truncate(21)
-    story.truncate(story.histories[0].entries[-2].last)
-    story.append([3], bytes_max=200)
-    story.sync()
-    story.prepare()
-    story.truncate(4)
-    story.append([2])
-    story.sync()
-    return story
+    scenario = _begun([3], segment_bytes_max=500)
+    scenario.append([4, 6, 5], bytes_max=120)
+    scenario.sync()
+    scenario.now_ms += 1500
+    scenario.append([3, 4], bytes_max=200)
+    scenario.sync()
+    scenario.prepare()
+    scenario.truncate(21)
+    scenario.truncate(scenario.histories[0].entries[-2].last)
+    scenario.append([3], bytes_max=200)
+    scenario.sync()
+    scenario.prepare()
+    scenario.truncate(4)
+    scenario.append([2])
+    scenario.sync()
+    return scenario
 
 
 def truncate_a_mark():
     """A mark that nothing has confirmed is cut away."""
-    story = _begun([3])
-    story.append([2])
-    story.sync()
-    story.prepare()
-    story.set_mark(engages=False)
-    story.prepare()
-    story.truncate(3)
-    story.append([2])
-    story.sync()
-    return story
+    scenario = _begun([3])
+    scenario.append([2])
+    scenario.sync()
+    scenario.prepare()
+    scenario.set_mark(engages=False)
+    scenario.prepare()
+    scenario.truncate(3)
+    scenario.append([2])
+    scenario.sync()
+    return scenario
 
 
 def restart():
     """A clean stop and a start, twice."""
-    story = _begun(segment_bytes_max=500)
-    story.restart()
-    story.prepare()
-    story.append([3, 2], bytes_max=250)
-    story.sync()
-    story.append([1])
-    story.restart()
-    return story
+    scenario = _begun(segment_bytes_max=500)
+    scenario.restart()
+    scenario.prepare()
+    scenario.append([3, 2], bytes_max=250)
+    scenario.sync()
+    scenario.append([1])
+    scenario.restart()
+    return scenario
 
 
 def _fails(what):
-    story = _begun(segment_bytes_max=900)
-    story.append([2])
-    story.failing(what, story.append_and_sync)
-    story.prepare()
-    story.append([1, 2])
-    story.sync()
-    story.restart()
-    return story
+    scenario = _begun(segment_bytes_max=900)
+    scenario.append([2])
+    scenario.failing(what, scenario.append_and_sync)
+    scenario.prepare()
+    scenario.append([1, 2])
+    scenario.sync()
+    scenario.restart()
+    return scenario
 
 
 def failed_write():
@@ -580,14 +580,14 @@ def failed_sync_of_batches():
 
 def failed_sync_of_an_index():
     """The marker is to move over more than a sector of the index, whose sync fails."""
-    story = _begun(segment_bytes_max=1_000_000)
-    story.append([100])
-    story.sync()
-    story.append([1])
-    story.sync()
-    story.now_ms += 1500
-    story.failing(6, story.append_and_sync)
-    return story
+    scenario = _begun(segment_bytes_max=1_000_000)
+    scenario.append([100])
+    scenario.sync()
+    scenario.append([1])
+    scenario.sync()
+    scenario.now_ms += 1500
+    scenario.failing(6, scenario.append_and_sync)
+    return scenario
 
 
 def failed_write_of_batches():
@@ -597,116 +597,118 @@ def failed_write_of_batches():
 
 def failed_write_of_an_empty_log():
     """The first write of all fails; the new segment takes the name of the old one."""
-    story = Story()
-    story.start()
-    story.assign(0)
-    story.prepare()
-    story.begin = len(story.disk.changes)
-    story.failing("write", lambda: story.append([2]))
-    story.prepare()
-    story.append([1])
-    story.sync()
-    return story
+    scenario = Scenario()
+    scenario.start()
+    scenario.assign(0)
+    scenario.prepare()
+    scenario.begin = len(scenario.disk.changes)
+    scenario.failing("write", lambda: scenario.append([2]))
+    scenario.prepare()
+    scenario.append([1])
+    scenario.sync()
+    return scenario
 
 
 def failed_roll_over():
     """A new segment cannot be made."""
-    story = _begun(segment_bytes_max=300)
-    story.failing("create", lambda: story.append([3, 3], bytes_max=300))
-    story.prepare()
-    story.append([1, 2])
-    story.sync()
-    return story
+    scenario = _begun(segment_bytes_max=300)
+    scenario.failing("create", lambda: scenario.append([3, 3], bytes_max=300))
+    scenario.prepare()
+    scenario.append([1, 2])
+    scenario.sync()
+    return scenario
 
 
 def full_disk():
     """An append finds no room; the reserve is given back, and the log continues where it was."""
-    story = _begun(segment_bytes_max=1000)
-    story.append([1])
-    story.failing("write", lambda: story.append([2, 2], bytes_max=300), fault=DiskFault.DISK_FULL)
-    story.doing(story.engine.space.release)
-    story.append([2])
-    story.sync()
-    story.doing(story.engine.space.fill)
-    story.append([1])
-    story.sync()
-    return story
+    scenario = _begun(segment_bytes_max=1000)
+    scenario.append([1])
+    scenario.failing(
+        "write", lambda: scenario.append([2, 2], bytes_max=300), fault=DiskFault.DISK_FULL
+    )
+    scenario.doing(scenario.engine.space.release)
+    scenario.append([2])
+    scenario.sync()
+    scenario.doing(scenario.engine.space.fill)
+    scenario.append([1])
+    scenario.sync()
+    return scenario
 
 
 def repair():
     """Damage is found, and filled from somewhere else."""
-    story = _begun([4, 4], segment_bytes_max=450)
-    story.append([3])
-    story.sync()
-    story.now_ms += 1500
-    story.append([1])
-    story.sync()
-    log, records = story.log(), story.histories[0].records
-    story.report_damage([(2, 2)])
-    story.rot(0, 2)
+    scenario = _begun([4, 4], segment_bytes_max=450)
+    scenario.append([3])
+    scenario.sync()
+    scenario.now_ms += 1500
+    scenario.append([1])
+    scenario.sync()
+    log, records = scenario.log(), scenario.histories[0].records
+    scenario.report_damage([(2, 2)])
+    scenario.rot(0, 2)
     with suppress(ChecksumMismatch):
         log.read_range(2, 2, 10_000, whole_batches=False)
     lengths = np.array([len(records[2])], dtype=np.int64)
     log.repair(2, lengths, records[2])
-    story.report_damage([])
-    story.append([2])
-    story.sync()
-    return story
+    scenario.report_damage([])
+    scenario.append([2])
+    scenario.sync()
+    return scenario
 
 
 def _two_held():
     """Two partitions with sessions and records over several segments."""
-    story = Story(segment_bytes_max=300)
-    story.start()
+    scenario = Scenario(segment_bytes_max=300)
+    scenario.start()
     for partition in (0, 1):
-        story.assign(partition)
-        story.prepare(partition)
-        story.set_mark(partition)
-        story.append([3, 2], partition=partition)
-        story.sync(partition)
-    story.begin = len(story.disk.changes)
-    return story
+        scenario.assign(partition)
+        scenario.prepare(partition)
+        scenario.set_mark(partition)
+        scenario.append([3, 2], partition=partition)
+        scenario.sync(partition)
+    scenario.begin = len(scenario.disk.changes)
+    return scenario
 
 
 def removal():
     """A partition is removed with its files, and held again later; the other one continues."""
-    story = _two_held()
-    story.remove(1)
-    story.append([1])
-    story.sync()
-    story.assign(1)
-    story.prepare(1)
-    story.append([2], partition=1)
-    story.sync(1)
-    return story
+    scenario = _two_held()
+    scenario.remove(1)
+    scenario.append([1])
+    scenario.sync()
+    scenario.assign(1)
+    scenario.prepare(1)
+    scenario.append([2], partition=1)
+    scenario.sync(1)
+    return scenario
 
 
 def given_up():
     """A partition is unassigned, its files stay, and it is held again with what they hold."""
-    story = _two_held()
-    history = story.stop_serving(1)
-    story.append([1])
-    story.sync()
-    story.assign(1, history)
-    story.prepare(1)
-    story.append([2], partition=1)
-    story.sync(1)
-    return story
+    scenario = _two_held()
+    history = scenario.stop_serving(1)
+    scenario.append([1])
+    scenario.sync()
+    scenario.assign(1, history)
+    scenario.prepare(1)
+    scenario.append([2], partition=1)
+    scenario.sync(1)
+    return scenario
 
 
 def re_seed():
     """A log is thrown away where it is held; what it has promised stays promised."""
-    story = _two_held()
-    story.re_seed(1)
-    story.append([1])
-    story.sync()
-    story.prepare(1)
-    story.append([2], partition=1)
-    story.sync(1)
-    return story
+    scenario = _two_held()
+    scenario.re_seed(1)
+    scenario.append([1])
+    scenario.sync()
+    scenario.prepare(1)
+    scenario.append([2], partition=1)
+    scenario.sync(1)
+    return scenario
 
 
-STORIES = (
+SCENARIOS = (
     first_start,
     first_start_of_several,
     appends,

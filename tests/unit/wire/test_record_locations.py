@@ -5,56 +5,60 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from waltz_core.errors import BadFormat
-from waltz_core.wire.places import (
+from waltz_core.wire.record_locations import (
     SEGMENT_REQUEST_BYTES,
-    FilePlace,
-    decode_places,
+    FileLocation,
+    decode_locations,
     decode_segment,
-    encode_places,
+    encode_locations,
     encode_segment,
     socket_name_of,
 )
 
 KEY = bytes(range(16))
 sizes = st.integers(1, 1 << 40)
-places = st.lists(st.builds(FilePlace, st.integers(0, 1 << 62), st.integers(0, 1 << 40), sizes))
+places = st.lists(st.builds(FileLocation, st.integers(0, 1 << 62), st.integers(0, 1 << 40), sizes))
 
 
 @settings(max_examples=30)
 @given(places)
 def test_places_return_as_they_were(made):
     total = sum(place.size for place in made)
-    assert decode_places(encode_places(made), total) == tuple(made)
+    assert decode_locations(encode_locations(made), total) == tuple(made)
 
 
 @settings(max_examples=30)
 @given(st.binary(max_size=100), st.integers(0, 1000))
 def test_junk_is_rejected_or_adds_up(junk, records_bytes):
     try:
-        found = decode_places(junk, records_bytes)
+        found = decode_locations(junk, records_bytes)
     except BadFormat:
         return
     assert sum(place.size for place in found) == records_bytes
-    assert encode_places(found) == junk
+    assert encode_locations(found) == junk
 
 
 @pytest.mark.parametrize(
     ("made", "records_bytes", "sentence"),
     [
-        ([FilePlace(0, 128, 10)], 11, "expected 11 bytes, found 10"),
-        ([FilePlace(0, 128, 10), FilePlace(5, 128, -1)], 9, "expected a run of bytes of a segment"),
-        ([FilePlace(0, -1, 10)], 10, "expected a run of bytes of a segment"),
-        ([FilePlace(-1, 0, 10)], 10, "expected a run of bytes of a segment"),
+        ([FileLocation(0, 128, 10)], 11, "expected 11 bytes, found 10"),
+        (
+            [FileLocation(0, 128, 10), FileLocation(5, 128, -1)],
+            9,
+            "expected a run of bytes of a segment",
+        ),
+        ([FileLocation(0, -1, 10)], 10, "expected a run of bytes of a segment"),
+        ([FileLocation(-1, 0, 10)], 10, "expected a run of bytes of a segment"),
     ],
 )
 def test_impossible_places_are_rejected(made, records_bytes, sentence):
     with pytest.raises(BadFormat, match=sentence):
-        decode_places(encode_places(made), records_bytes)
+        decode_locations(encode_locations(made), records_bytes)
 
 
 def test_a_place_is_whole_or_rejected():
     with pytest.raises(BadFormat, match="expected 24 bytes each, found 23"):
-        decode_places(encode_places([FilePlace(0, 128, 10)])[:-1], 10)
+        decode_locations(encode_locations([FileLocation(0, 128, 10)])[:-1], 10)
 
 
 @pytest.mark.parametrize("first", [0, 7, (1 << 63) - 1])

@@ -12,10 +12,10 @@ import pytest
 from tests.patience import HANG_S
 from tests.storage_owner import records_of
 from waltz_core import errors
-from waltz_core.client.read import nearby as nearby_module
-from waltz_core.client.read.nearby import Nearby, ReadGrant
+from waltz_core.client.read import local_reader as local_reader_module
+from waltz_core.client.read.local_reader import LocalReader, ReadGrant
 from waltz_core.records.record import LineageEntry
-from waltz_core.wire.places import FilePlace, decode_segment
+from waltz_core.wire.record_locations import FileLocation, decode_segment
 
 SKIPPED = 128  # what lies before the first record of a segment
 
@@ -50,7 +50,7 @@ class Files:
             low, high = max(first, segment), min(first + count, end)
             if low < high:
                 offset = SKIPPED + (low - segment) * self.size
-                places.append(FilePlace(segment, offset, (high - low) * self.size))
+                places.append(FileLocation(segment, offset, (high - low) * self.size))
         lineage = (LineageEntry(8, 14, 1, 77, bytes(16)), LineageEntry(15, 40, 2, 78, bytes(16)))
         return ReadGrant(first, self.lengths[:count], tuple(places), lineage)
 
@@ -65,13 +65,13 @@ class Files:
 @pytest.fixture
 def files(tmp_path, monkeypatch):
     made = Files(tmp_path)
-    monkeypatch.setattr(nearby_module.handover, "take", made.take)
+    monkeypatch.setattr(local_reader_module.handover, "take", made.take)
     return made
 
 
 @pytest.fixture
 def reader():
-    made = Nearby("10.0.0.2:15280", "the name", 3, timeout_s=5.0)
+    made = LocalReader("10.0.0.2:15280", "the name", 3, timeout_s=5.0)
     yield made
     made.close()
 
@@ -131,7 +131,7 @@ def test_a_storage_that_hands_over_nothing_is_reported(files, reader, monkeypatc
     def refuses(_door, _question, *, timeout_s):
         raise errors.Unreachable(f"no answer within {timeout_s}")
 
-    monkeypatch.setattr(nearby_module.handover, "take", refuses)
+    monkeypatch.setattr(local_reader_module.handover, "take", refuses)
     with pytest.raises(errors.Unreachable, match="no answer"):
         files.read(reader, 10, 12)
 
@@ -158,7 +158,7 @@ class Preadv:
         self.callers = []
         self._error = error
         self._call = os.preadv
-        monkeypatch.setattr(nearby_module.os, "preadv", self.read)
+        monkeypatch.setattr(local_reader_module.os, "preadv", self.read)
 
     def read(self, descriptor, buffers, offset, flags):
         is_main = threading.current_thread() is threading.main_thread()
@@ -191,13 +191,16 @@ def test_a_thread_waits_for_what_is_on_the_disk(files, reader, monkeypatch, erro
 
 
 def test_nothing_is_read_while_a_thread_is_still_busy_with_a_cancelled_read(files, monkeypatch):
-    is_running, reader = threading.Event(), Nearby("10.0.0.2:15280", "the name", 3, timeout_s=0.05)
+    is_running, reader = (
+        threading.Event(),
+        LocalReader("10.0.0.2:15280", "the name", 3, timeout_s=0.05),
+    )
 
     def hangs(_door, question, *, timeout_s):
         assert is_running.wait(HANG_S)
         return files.take("the name", question, timeout_s=100 * timeout_s)
 
-    monkeypatch.setattr(nearby_module.handover, "take", hangs)
+    monkeypatch.setattr(local_reader_module.handover, "take", hangs)
 
     async def ask():
         return files.grant(10, 20)

@@ -1,11 +1,11 @@
-"""From requests to records: decode them, judge their rows by their locks, encode accepted rows.
+"""From requests to records: decode them, validate their rows by their locks, encode accepted rows.
 
 These steps cost time for each row, and decide nothing about turns, sessions or answers, which is
-the job of `pipeline.py`. A batch, or a piece of one, is judged with whole arrays; single
+the job of `pipeline.py`. A batch, or a piece of one, is validated with whole arrays; single
 transactions in plain Python.
 
 Rules:
-    1. Only this file gives the tickets of judged rows their IDs, reasons and conflicts.
+    1. Only this file gives the tickets of validated rows their IDs, reasons and conflicts.
     2. Row i of a request has sequence number `req_id.sequence + i`, whichever piece it is in.
 """
 
@@ -34,18 +34,19 @@ from waltz_core.server.partition_events import PartitionLimits
 from waltz_core.wire.messages import AppendBatch, AppendRequest, Reason
 
 _SEQUENCE_MAX: Final = 0x7FFFFFFF
-# Up to this many single transactions are judged in plain Python: arrays cost more than they save.
+# Up to this many single transactions are validated in plain Python: arrays cost more than they
+# save.
 ONE_BY_ONE_MAX: Final = 16
 _ROWS: Final = tuple(bytes([row]) for row in range(DISTANCES_TRANSACTIONS_MAX))
 
 
-class JudgedPiece(NamedTuple):
-    """The result of judging: records, if any row was accepted, and the tickets by what they need.
+class ValidatedPiece(NamedTuple):
+    """The result: records, if any row was accepted, and the tickets by what they need.
 
     `locks` are the write and append locks of the records, in the format of `lock_blocks.py`.
     `writers` has a byte for each lock, the row of its record; it is empty if there are too many.
     `doubtful` tickets wait for something in flight, these records included; `rejected` ones are
-    judged and wait for nothing of this piece.
+    validated and wait for nothing of this piece.
     """
 
     part: EncodedBatch | None
@@ -55,7 +56,7 @@ class JudgedPiece(NamedTuple):
     writers: bytes = b""
 
 
-class LogPlace(NamedTuple):
+class InFlightRange(NamedTuple):
     """The end of the log: IDs from `high_water_mark + 1` to below `next_id` are in flight."""
 
     high_water_mark: TransactionId
@@ -94,15 +95,17 @@ def verify(message: AppendRequest) -> None:
         raise ChecksumMismatch(f"append: expected data with CRC {expected:08x}, found {found:08x}")
 
 
-def judge_rows(ticket: BatchTicket, stop: int, table: LockTable, place: LogPlace) -> JudgedPiece:
-    """Judge the next rows of a batch, up to `stop` - 1."""
+def validate_rows(
+    ticket: BatchTicket, stop: int, table: LockTable, place: InFlightRange
+) -> ValidatedPiece:
+    """Validate the next rows of a batch, up to `stop` - 1."""
     assert ticket.rows is not None
-    start = ticket.judged_count
+    start = ticket.validated_count
     rows = ticket.rows.part(start, stop)
     small_enough = rows.lengths <= TRANSACTION_BYTES_MAX
     all_small = bool(small_enough.all())
     marks = ticket.mark if rows.marks is None else rows.marks
-    judgment = table.judge(
+    validation = table.validate(
         LockRequests(
             rows.write_locks,
             rows.read_locks,
@@ -113,25 +116,25 @@ def judge_rows(ticket: BatchTicket, stop: int, table: LockTable, place: LogPlace
         high_water_mark=place.high_water_mark,
         next_id=place.next_id,
     )
-    accepted = judgment.accepted
+    accepted = validation.accepted
     reasons = np.where(accepted, np.uint8(Reason.COMMITTED), np.uint8(Reason.LOCK))
-    reasons[judgment.ahead] = Reason.AHEAD
+    reasons[validation.ahead] = Reason.AHEAD
     if not all_small:
         reasons[~small_enough] = Reason.TOO_LARGE
-    ticket.ids[start:stop] = judgment.ids
-    ticket.conflicts[start:stop] = judgment.conflicts
+    ticket.ids[start:stop] = validation.ids
+    ticket.conflicts[start:stop] = validation.conflicts
     ticket.reasons[start:stop] = reasons
-    ticket.judged(stop)
-    if judgment.accepted_count:
-        keep = None if judgment.accepted_count == rows.count else accepted
+    ticket.validated(stop)
+    if validation.accepted_count:
+        keep = None if validation.accepted_count == rows.count else accepted
         req_id = ticket.req_id._replace(sequence=ticket.req_id.sequence + start)
         part = encode_records(rows, keep, place.next_id, req_id)
-        is_few = judgment.accepted_count <= DISTANCES_TRANSACTIONS_MAX
+        is_few = validation.accepted_count <= DISTANCES_TRANSACTIONS_MAX
         writers = writers_of(rows, keep) if is_few else b""
-        return JudgedPiece(part, [ticket], [], entered_locks(rows, keep), writers)
-    if judgment.pending.any():
-        return JudgedPiece(None, [ticket], [])
-    return JudgedPiece(None, [], [ticket])
+        return ValidatedPiece(part, [ticket], [], entered_locks(rows, keep), writers)
+    if validation.pending.any():
+        return ValidatedPiece(None, [ticket], [])
+    return ValidatedPiece(None, [], [ticket])
 
 
 def entered_locks(rows: AppendRows, keep: Mask | None) -> bytes:
@@ -153,13 +156,17 @@ def writers_of(rows: AppendRows, keep: Mask | None) -> bytes:
     return np.concatenate(writers).astype(np.uint8).tobytes()
 
 
-def judge_singles(group: list[SingleTicket], table: LockTable, place: LogPlace) -> JudgedPiece:
-    """Judge single transactions, in order."""
-    judge = _judge_one_by_one if len(group) <= ONE_BY_ONE_MAX else _judge_together
+def validate_singles(
+    group: list[SingleTicket], table: LockTable, place: InFlightRange
+) -> ValidatedPiece:
+    """Validate single transactions, in order."""
+    validate = _validate_one_by_one if len(group) <= ONE_BY_ONE_MAX else _validate_together
     kept: list[SingleTicket] = []
     doubtful: list[Ticket] = []
     rejected: list[Ticket] = []
-    for ticket, (transaction_id, conflict) in zip(group, judge(group, table, place), strict=True):
+    for ticket, (transaction_id, conflict) in zip(
+        group, validate(group, table, place), strict=True
+    ):
         if transaction_id >= 0:
             ticket.transaction_id = transaction_id
             kept.append(ticket)
@@ -171,7 +178,7 @@ def judge_singles(group: list[SingleTicket], table: LockTable, place: LogPlace) 
             ticket.reason, ticket.conflict = Reason.LOCK, conflict
             (doubtful if conflict > place.high_water_mark else rejected).append(ticket)
     if not kept:
-        return JudgedPiece(None, doubtful, rejected)
+        return ValidatedPiece(None, doubtful, rejected)
     messages = [ticket.message for ticket in kept]
     locks = [lock for each in messages for lock in (*each.write_locks, *each.append_locks)]
     writers = b""
@@ -179,21 +186,21 @@ def judge_singles(group: list[SingleTicket], table: LockTable, place: LogPlace) 
         counts = [len(each.write_locks) + len(each.append_locks) for each in messages]
         writers = b"".join(_ROWS[row] * number for row, number in enumerate(counts))
     packed = struct.pack(f">{len(locks)}i", *locks)
-    return JudgedPiece(encode_singles(kept), doubtful, rejected, packed, writers)
+    return ValidatedPiece(encode_singles(kept), doubtful, rejected, packed, writers)
 
 
 # The ID, and the conflict: an ID, NO_CONFLICT or AHEAD.
 _Verdict: TypeAlias = tuple[int, int]
 
 
-def _judge_one_by_one(
-    group: list[SingleTicket], table: LockTable, place: LogPlace
+def _validate_one_by_one(
+    group: list[SingleTicket], table: LockTable, place: InFlightRange
 ) -> list[_Verdict]:
     verdicts: list[_Verdict] = []
     next_id = place.next_id
     for ticket in group:
         message = ticket.message
-        estimate = table.judge_one(
+        estimate = table.validate_one(
             (message.write_locks, message.read_locks, message.append_locks),
             max(message.client_high_water_mark, BEFORE_FIRST),
             high_water_mark=place.high_water_mark,
@@ -207,10 +214,12 @@ def _judge_one_by_one(
     return verdicts
 
 
-def _judge_together(group: list[SingleTicket], table: LockTable, place: LogPlace) -> list[_Verdict]:
+def _validate_together(
+    group: list[SingleTicket], table: LockTable, place: InFlightRange
+) -> list[_Verdict]:
     messages = [ticket.message for ticket in group]
     marks = np.array([message.client_high_water_mark for message in messages], dtype=np.int64)
-    judgment = table.judge(
+    validation = table.validate(
         LockRequests(
             lock_column([message.write_locks for message in messages]),
             lock_column([message.read_locks for message in messages]),
@@ -220,5 +229,5 @@ def _judge_together(group: list[SingleTicket], table: LockTable, place: LogPlace
         high_water_mark=place.high_water_mark,
         next_id=place.next_id,
     )
-    conflicts = np.where(judgment.ahead, AHEAD, judgment.conflicts)
-    return list(zip(judgment.ids.tolist(), conflicts.tolist(), strict=True))
+    conflicts = np.where(validation.ahead, AHEAD, validation.conflicts)
+    return list(zip(validation.ids.tolist(), conflicts.tolist(), strict=True))

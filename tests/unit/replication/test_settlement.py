@@ -1,4 +1,4 @@
-"""Unit tests of `waltz_core.replication.settling`: its requests, and what their answers show."""
+"""Unit tests of `waltz_core.replication.settlement`: its requests, and what their answers show."""
 
 from types import SimpleNamespace
 
@@ -7,8 +7,8 @@ import pytest
 from waltz_core import errors
 from waltz_core.records.record import GENESIS_CHAIN, RECONSTRUCTED, LineageEntry
 from waltz_core.replication.session_claim import InDoubtIds
-from waltz_core.replication.session_events import Settled
-from waltz_core.replication.settling import SETTLING, Settling
+from waltz_core.replication.session_events import SessionSettled
+from waltz_core.replication.settlement import SETTLING, Settlement
 from waltz_core.wire.messages import LineageRequest, LineageResponse
 
 
@@ -28,7 +28,7 @@ class Replica:
 def settling(mark, *others, unbroken=True, in_doubt=None):
     claim = SimpleNamespace(session_id=9, unbroken=unbroken, in_doubt=in_doubt)
     replica = Replica()
-    return Settling(claim, mark, [replica, *others]), replica
+    return Settlement(claim, mark, [replica, *others]), replica
 
 
 def lineage(*entries):
@@ -44,7 +44,7 @@ def test_rows_in_doubt_are_read_back_window_by_window_after_the_stamp():
     past.answered(replica, lineage((7, 7, 8, 770), (8, 8, 8, 775)), 0)
     past.answered(replica, lineage((4, 5, 7, 700), (6, 6, 7, 710)), 0)
     assert replica.supplier == [(9, 9), (4, 8), (4, 6)]
-    assert past.outcome == Settled(9, 6, 777)
+    assert past.outcome == SessionSettled(9, 6, 777)
 
 
 def test_an_answer_without_batches_is_rejected():
@@ -64,7 +64,7 @@ def test_reconstructed_batches_do_not_prove_that_a_session_wrote_nothing():
     assert past.outcome is None
     past.answered(other, lineage((4, 5, 7, 700), (6, 6, 7, 710), (7, 8, 7, 720)), 0)
     assert (replica.supplier, other.supplier) == ([(4, 8), (4, 5)], [(4, 8)])
-    assert past.outcome == Settled(9, 8, 0)
+    assert past.outcome == SessionSettled(9, 8, 0)
 
 
 def test_no_replica_with_the_batches_is_left():

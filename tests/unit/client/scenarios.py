@@ -1,4 +1,4 @@
-"""Short words for a stream's story: what it is sent, what it is expected to send."""
+"""Short words for a stream's scenario: what it is sent, what it is expected to send."""
 
 from random import Random
 
@@ -6,7 +6,7 @@ import numpy as np
 
 from waltz_core import errors
 from waltz_core.client.stream import stream_events
-from waltz_core.client.stream.monitor import Parcel, Single
+from waltz_core.client.stream.monitor import Single, Submission
 from waltz_core.client.stream.partition_stream import PartitionStream
 from waltz_core.client.stream.stream_events import StreamSettings
 from waltz_core.machine import Report, Wakeup
@@ -39,10 +39,10 @@ def req(sequence: int, generation: int = 0, client_id: int = CLIENT) -> ReqId:
     return ReqId(client_id, generation, PARTITION, sequence)
 
 
-def parcel(token: int, rows: int = 1, data: bytes = b"data") -> Parcel:
+def submission(token: int, rows: int = 1, data: bytes = b"data") -> Submission:
     """One row travels alone, more of them as a batch."""
     content = Single(5, data, (1,), (2,), (3,)) if rows == 1 else data
-    return Parcel(token, rows, BEFORE_FIRST, content, 99)
+    return Submission(token, rows, BEFORE_FIRST, content, 99)
 
 
 def result(req_id: ReqId, *rows: tuple[int, m.Reason, int], mark: int) -> m.AppendResult:
@@ -91,7 +91,7 @@ def range_data(
     )
 
 
-class Story:
+class Scenario:
     """A stream, its clock, and what it did in answer to the last event."""
 
     def __init__(self, settings: StreamSettings = SETTINGS) -> None:
@@ -145,7 +145,7 @@ class Story:
     def mounted(self, mount: m.MountWriter, mark: int, link: int = 1) -> list[stream_events.Effect]:
         return self.receive(m.Mounted(mount.req_id, 1, mark, 100, 1_000, 5_000), link)
 
-    def ready(self, mark: int = BEFORE_FIRST) -> "Story":
+    def ready(self, mark: int = BEFORE_FIRST) -> "Scenario":
         """Mount on link 1, generation 0."""
         self.step(stream_events.Mount())
         self.mounted(self.link(), mark)

@@ -37,7 +37,7 @@ from waltz_core.records import raw_records
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import LineageEntry, PartitionId, TransactionId
 from waltz_core.transport import handover
-from waltz_core.wire.places import FilePlace, encode_segment
+from waltz_core.wire.record_locations import FileLocation, encode_segment
 
 I64 = npt.NDArray[np.int64]
 
@@ -59,7 +59,7 @@ class ReadGrant:
 
     first: TransactionId
     lengths: I64
-    places: tuple[FilePlace, ...]
+    places: tuple[FileLocation, ...]
     lineage: tuple[LineageEntry, ...]
 
     @property
@@ -75,7 +75,7 @@ class ReadGrant:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class NearbyRecords:
+class LocalRecords:
     """Records that were read and checked, with their batches."""
 
     lengths: I64
@@ -86,7 +86,7 @@ class NearbyRecords:
 RequestGrant = Callable[[], Awaitable[ReadGrant]]
 
 
-class Nearby:
+class LocalReader:
     """Reads one partition in one session from one storage on this machine."""
 
     def __init__(
@@ -110,7 +110,7 @@ class Nearby:
 
     async def read(
         self, first: TransactionId, last: TransactionId, bytes_max: int, query: RequestGrant
-    ) -> NearbyRecords:
+    ) -> LocalRecords:
         """Read first..last up to `bytes_max`, at least one record.
 
         Raises:
@@ -130,7 +130,7 @@ class Nearby:
         if records is None:
             records = await self._read_on_a_thread(grant, low, high)
         end = TransactionId(grant.first + high - 1)
-        return NearbyRecords(grant.lengths[low:high], records, grant.batches_of(first, end))
+        return LocalRecords(grant.lengths[low:high], records, grant.batches_of(first, end))
 
     def _read_at_once(self, grant: ReadGrant, low: int, high: int) -> memoryview | None:
         """Read from the page cache; return None if a part is not in it (rule 6)."""

@@ -1,4 +1,4 @@
-"""Rows judged and encoded: whole, in pieces, and one by one, with one and the same result."""
+"""Rows validated and encoded: whole, in pieces, and one by one, with one and the same result."""
 
 import struct
 import zlib
@@ -18,10 +18,15 @@ from waltz_core.records.record import (
     ReqId,
     TransactionId,
 )
-from waltz_core.server.locking import judging
-from waltz_core.server.locking.judging import LogPlace, decode, judge_rows, judge_singles
+from waltz_core.server.locking import validation
 from waltz_core.server.locking.lock_table import LockTable
 from waltz_core.server.locking.tickets import BatchTicket, Epoch, SingleTicket
+from waltz_core.server.locking.validation import (
+    InFlightRange,
+    decode,
+    validate_rows,
+    validate_singles,
+)
 from waltz_core.server.partition_events import ConnectionId, PartitionLimits
 from waltz_core.wire.messages import AppendBatch, AppendRequest, Reason
 
@@ -67,30 +72,30 @@ def with_locks(
     return ticket
 
 
-def judged(stops: list[int]) -> tuple[BatchTicket, list[EncodedBatch]]:
-    """Judge the five rows in pieces that end at these rows, all with nothing committed."""
+def validated(stops: list[int]) -> tuple[BatchTicket, list[EncodedBatch]]:
+    """Validate the five rows in pieces that end at these rows, all with nothing committed."""
     ticket = BatchTicket(A, 1_000, message(), REQ, Epoch(), 0)
     ticket.open(decode(message(), LIMITS))
     table = LockTable(1009, BEFORE_FIRST)
     next_id = TransactionId(0)
     parts = []
     for stop in stops:
-        piece = judge_rows(ticket, stop, table, LogPlace(BEFORE_FIRST, next_id))
+        piece = validate_rows(ticket, stop, table, InFlightRange(BEFORE_FIRST, next_id))
         if piece.part is not None:
             parts.append(piece.part)
             assert piece.part.first == next_id
             next_id = TransactionId(piece.part.last + 1)
-    assert ticket.is_judged
+    assert ticket.is_validated
     return ticket, parts
 
 
 @pytest.mark.parametrize("stops", [[5], [1, 2, 3, 4, 5], [2, 5], [3, 4, 5]])
 def test_pieces_give_the_same_outcomes_and_records_as_the_whole(stops: list[int]) -> None:
-    ticket, parts = judged(stops)
+    ticket, parts = validated(stops)
     assert ticket.ids.tolist() == [0, 1, -1, -1, 2]
     assert ticket.reasons.tolist() == [COMMITTED, COMMITTED, LOCK, AHEAD, COMMITTED]
     assert ticket.conflicts.tolist() == [-1, -1, 0, -1, -1]
-    (whole,) = judged([5])[1]
+    (whole,) = validated([5])[1]
     assert b"".join(part.records for part in parts) == bytes(whole.records)
     assert b"".join(part.record_crcs for part in parts) == whole.record_crcs
     lengths = raw_records.lengths_from_wire(whole.lengths, len(whole.records))
@@ -102,19 +107,21 @@ def test_a_piece_without_records_waits_only_for_what_it_was_rejected_for() -> No
     ticket = BatchTicket(A, 1_000, message(), REQ, Epoch(), 0)
     ticket.open(decode(message(), LIMITS))
     table = LockTable(1009, BEFORE_FIRST)
-    judge_rows(ticket, 2, table, LogPlace(BEFORE_FIRST, TransactionId(0)))
-    pending = judge_rows(ticket, 3, table, LogPlace(BEFORE_FIRST, TransactionId(2)))
+    validate_rows(ticket, 2, table, InFlightRange(BEFORE_FIRST, TransactionId(0)))
+    pending = validate_rows(ticket, 3, table, InFlightRange(BEFORE_FIRST, TransactionId(2)))
     assert (pending.part, pending.doubtful, pending.rejected) == (None, [ticket], [])
-    ahead = judge_rows(ticket, 4, table, LogPlace(TransactionId(1), TransactionId(2)))
+    ahead = validate_rows(ticket, 4, table, InFlightRange(TransactionId(1), TransactionId(2)))
     assert (ahead.part, ahead.doubtful, ahead.rejected) == (None, [], [ticket])
 
 
 @pytest.mark.parametrize("few", [0, 16], ids=["by arrays", "one by one"])
-def test_single_transactions_are_judged_in_order(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judging, "ONE_BY_ONE_MAX", few)
+def test_single_transactions_are_validated_in_order(
+    few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(validation, "ONE_BY_ONE_MAX", few)
     group = [single(write, mark=mark) for write, mark in zip(WRITES, MARKS, strict=True)]
     table = LockTable(1009, BEFORE_FIRST)
-    piece = judge_singles(group, table, LogPlace(BEFORE_FIRST, TransactionId(0)))
+    piece = validate_singles(group, table, InFlightRange(BEFORE_FIRST, TransactionId(0)))
     assert piece.part is not None
     assert [ticket.transaction_id for ticket in group] == [0, 1, -1, -1, 2]
     assert [ticket.reason for ticket in group] == [COMMITTED, COMMITTED, LOCK, AHEAD, COMMITTED]
@@ -126,16 +133,16 @@ def test_single_transactions_are_judged_in_order(few: int, monkeypatch: pytest.M
 def test_the_locks_of_what_was_accepted_are_reported(
     few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(judging, "ONE_BY_ONE_MAX", few)
+    monkeypatch.setattr(validation, "ONE_BY_ONE_MAX", few)
     writes, reads, appends = [[1, -2], [1], []], [[9], [], []], [[], [5], [6, 7]]
     group = [single(*locks) for locks in zip(writes, reads, appends, strict=True)]
-    place = LogPlace(BEFORE_FIRST, TransactionId(0))
-    piece = judge_singles(group, LockTable(1009, BEFORE_FIRST), place)
+    place = InFlightRange(BEFORE_FIRST, TransactionId(0))
+    piece = validate_singles(group, LockTable(1009, BEFORE_FIRST), place)
     assert [ticket.reason for ticket in group] == [COMMITTED, LOCK, COMMITTED]
     assert struct.unpack(">4i", piece.locks) == (1, -2, 6, 7)
     assert list(piece.writers) == [0, 0, 1, 1]
     ticket = with_locks(writes, reads, appends)
-    piece = judge_rows(ticket, 3, LockTable(1009, BEFORE_FIRST), place)
+    piece = validate_rows(ticket, 3, LockTable(1009, BEFORE_FIRST), place)
     assert ticket.reasons.tolist() == [COMMITTED, LOCK, COMMITTED]
     found = zip(struct.unpack(">4i", piece.locks), piece.writers, strict=True)
     assert sorted(found) == [(-2, 0), (1, 0), (6, 1), (7, 1)]
@@ -143,18 +150,18 @@ def test_the_locks_of_what_was_accepted_are_reported(
 
 def test_large_batches_carry_no_lock_distances() -> None:
     group = [single([row]) for row in range(DISTANCES_TRANSACTIONS_MAX + 1)]
-    place = LogPlace(BEFORE_FIRST, TransactionId(0))
-    whole = judge_singles(group, LockTable(10_007, BEFORE_FIRST), place)
+    place = InFlightRange(BEFORE_FIRST, TransactionId(0))
+    whole = validate_singles(group, LockTable(10_007, BEFORE_FIRST), place)
     assert whole.locks == struct.pack(f">{len(group)}i", *range(len(group)))
     assert whole.writers == b""
-    few = judge_singles(group[1:], LockTable(10_007, BEFORE_FIRST), place)
+    few = validate_singles(group[1:], LockTable(10_007, BEFORE_FIRST), place)
     assert list(few.writers) == list(range(DISTANCES_TRANSACTIONS_MAX))
 
 
 def test_the_locks_of_a_batch_that_is_accepted_whole_are_all_reported() -> None:
     ticket = with_locks([[1], [2]], [[9], []], [[], [3]])
-    place = LogPlace(BEFORE_FIRST, TransactionId(0))
-    piece = judge_rows(ticket, 2, LockTable(1009, BEFORE_FIRST), place)
+    place = InFlightRange(BEFORE_FIRST, TransactionId(0))
+    piece = validate_rows(ticket, 2, LockTable(1009, BEFORE_FIRST), place)
     assert struct.unpack(">3i", piece.locks) == (1, 2, 3)
     assert list(piece.writers) == [0, 1, 1]
 
