@@ -238,7 +238,7 @@ class Link:
                 self.side.mounting(self, partition)
             await self.read(wire)
         except (EOFError, OSError):
-            pass
+            pass  # the connection has ended; a new one replaces it below
         finally:
             for task in self.processing:
                 task.cancel()

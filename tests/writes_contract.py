@@ -4,6 +4,7 @@ import pytest
 
 from tests.cluster_contract import World, created, member
 from waltz_core import errors
+from waltz_core.cluster.writes import REMOVALS_MAX
 
 MARKS = {0: 41, 3: -1}
 FOR_LONG = 1 << 40
@@ -90,7 +91,7 @@ async def a_write_with_many_tasks_is_forgotten_whole(world: World, root: str) ->
     async def the_one() -> int:
         return client_id
 
-    for task in range(1_100):
+    for task in range(REMOVALS_MAX + 10):
         await one.writes.enter("w", task, "run", the_one)
     await one.writes.forget("w")
     assert await one.writes.read("w") is None

@@ -883,7 +883,7 @@ def test_room_is_looked_for_until_there_is_some(make):
     assert len(bench.only(service_effects.CheckSpace)) == 3
 
 
-def test_other_writes_than_appends_use_the_reserve(make):
+def test_a_slot_that_does_not_fit_on_the_disk_fails_and_leaves_the_reserve(make):
     bench = make(reserve_bytes=4_096)
     owner = bench.owned(5, engaged=False)
     bench.disk.next_errors["pwrite"] = NoSpace("waltz-x.ctl: no space left")

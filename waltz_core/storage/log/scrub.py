@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from waltz_core.machine import earliest
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import BEFORE_FIRST, PartitionId, TransactionId
 from waltz_core.storage.disk.file_system import Disk, create_durably
@@ -106,7 +107,7 @@ class Scrub:
         if self._bytes_per_s:
             turn.due_ms = now_ms
             if self._reading is None:  # Not `_set_wake`: there may be a thousand partitions.
-                self.wake_at_ms = earlier(self.wake_at_ms, max(self._free_at_ms, now_ms))
+                self.wake_at_ms = earliest(self.wake_at_ms, max(self._free_at_ms, now_ms))
 
     def dropped(self, partition_id: PartitionId) -> None:
         """Remove a partition that is not served any more."""
@@ -218,13 +219,6 @@ class Scrub:
     def places(self) -> dict[PartitionId, TransactionId]:
         """The next ID of each unfinished pass (rule 4)."""
         return {name: turn.next_id for name, turn in self._turns.items() if turn.next_id}
-
-
-def earlier(time: int | None, other: int | None) -> int | None:
-    """Return the earlier of two times each of which may be None (never)."""
-    if time is None or other is None:
-        return other if time is None else time
-    return min(time, other)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -47,14 +47,14 @@ from waltz_core.errors import (
     UnknownPartition,
     WaltzError,
 )
-from waltz_core.machine import Report, Wakeup
+from waltz_core.machine import Report, Wakeup, earliest
 from waltz_core.records.record import NO_SESSION, PartitionId, SessionId, TransactionId
 from waltz_core.storage.files.format import Promise
 from waltz_core.storage.files.id_ranges import in_words
 from waltz_core.storage.files.space import DiskSpace
 from waltz_core.storage.log.log_files import MARKER_INTERVAL_MS
 from waltz_core.storage.log.partition_log import PartitionLog
-from waltz_core.storage.log.scrub import Scrub, ScrubPiece, ScrubState, earlier
+from waltz_core.storage.log.scrub import Scrub, ScrubPiece, ScrubState
 from waltz_core.storage.service.lane import SESSION_JUMP_MAX, Lane, queue_bytes
 from waltz_core.storage.service.service_effects import (
     CheckSpace,
@@ -184,7 +184,7 @@ class StorageService:
     @property
     def wake_at_ms(self) -> int | None:
         """When to move markers, to read a piece, or to look for room."""
-        return earlier(earlier(self._mark_at_ms, self._scrub.wake_at_ms), self._space_check_at_ms)
+        return earliest(earliest(self._mark_at_ms, self._scrub.wake_at_ms), self._space_check_at_ms)
 
     @property
     def partitions(self) -> tuple[PartitionId, ...]:
