@@ -196,7 +196,7 @@ class Round:
             self.outcome.recovered_s = time.monotonic() - repaired_s
             self._await_engaged(repaired_s)
             self._calm()
-            self._validate(began_s, time.monotonic())
+            self._check_outcomes(began_s, time.monotonic())
         finally:
             applications.down()
 
@@ -366,7 +366,7 @@ class Round:
                 f"{ill[0].outcome} {ill[0].why}"
             )
 
-    def _validate(self, began_s: float, ended_s: float) -> None:
+    def _check_outcomes(self, began_s: float, ended_s: float) -> None:
         """Compare everything with the log, and the logs with each other."""
         cluster, outcome = self._cluster, self.outcome
         with cluster.client() as client:

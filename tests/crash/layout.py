@@ -95,7 +95,7 @@ def segment(key, partition, first, records):
 
 
 def whole_record(data, at, number):
-    """The record of an id at a place, None if it is not there whole."""
+    """The record of an id at a position, None if it is not there whole."""
     if at + RECORD.size + 4 > len(data):
         return None
     found, _, _, length, data_crc = RECORD.unpack_from(data, at)

@@ -30,7 +30,7 @@ from waltz_sim.world.simulated_disk import Contents
 
 RANDOM_SURVIVALS = 8
 RANDOM_SECOND = 1
-KILLS_OF_A_STORY = 30
+KILLS_OF_A_SCENARIO = 30
 EVERY_KILL = 10  # one is followed by a loss of power at every change
 SHARE_AFTER_A_KILL = 0.25
 EVERY_SECOND = 80  # openings, one is cut at every change
@@ -154,9 +154,9 @@ def _wrong(history, found):
     """Say why a log is not this history; None if it is."""
     if not history.acked <= found.last < len(history.records):
         return f"ends at {found.last}, expected {history.acked}..{len(history.records) - 1}"
-    for place, record in enumerate(found.records):
-        if record and record != history.records[place]:
-            return f"record {place} is another one"
+    for position, record in enumerate(found.records):
+        if record and record != history.records[position]:
+            return f"record {position} is another one"
     if found.entries != tuple(one for one in history.entries if one.last <= found.last):
         return "other batches"
     if found.entries and found.entries[-1].last != found.last:
@@ -244,7 +244,7 @@ class Matrix:
             self.counts["openings"] += 1
         return key, self._found[key]
 
-    def validate(self, acknowledged, contents, where):
+    def check_result(self, acknowledged, contents, where):
         """Compare what is left with what was acknowledged; return a key of the state."""
         key, found = self.find(contents)
         try:
@@ -261,13 +261,13 @@ class Matrix:
 def points(changes, begin=0):
     """Yield each point of a possible crash, with the platter and what was acknowledged."""
     platter, acknowledged = Platter(), Acknowledged()
-    for place, change in enumerate(changes):
+    for position, change in enumerate(changes):
         platter.add(change)
         if isinstance(change, Remark):
             acknowledged = change.what
-        if place + 1 >= begin:
+        if position + 1 >= begin:
             # A point behind a remark is one of its own: nothing has changed but what is expected.
-            yield place + 1, platter, acknowledged
+            yield position + 1, platter, acknowledged
 
 
 def power_losses(matrix, changes, begin, *, keeps=None, only_acknowledged=False, seed=0):
@@ -277,16 +277,18 @@ def power_losses(matrix, changes, begin, *, keeps=None, only_acknowledged=False,
     is lost only where something was acknowledged.
     """
     left = {}
-    for place, platter, acknowledged in points(changes, begin):
-        if only_acknowledged and not isinstance(changes[place - 1], Remark):
+    for position, platter, acknowledged in points(changes, begin):
+        if only_acknowledged and not isinstance(changes[position - 1], Remark):
             continue
         matrix.counts["cuts"] += 1
-        rng = Random(f"{seed} {place}")
+        rng = Random(f"{seed} {position}")
         for keep in keeps or survivals(platter, rng, random_count=RANDOM_SURVIVALS):
             matrix.counts["survivals"] += 1
             contents = platter.image(keep)
-            where = f"power lost after change {place} ({_name(changes, place)}), {_kept(keep)}"
-            key, found = matrix.validate(acknowledged, contents, where)
+            where = (
+                f"power lost after change {position} ({_name(changes, position)}), {_kept(keep)}"
+            )
+            key, found = matrix.check_result(acknowledged, contents, where)
             left.setdefault(key, (acknowledged, contents, found, where))
     return left
 
@@ -300,21 +302,23 @@ def second_losses(matrix, left):
         begin, changes = matrix.openings[key]
         expected, rng = loosened(acknowledged), Random(f"{matrix.name} {number}")
         only = None if number % EVERY_SECOND == 0 else rng.randint(begin, len(changes))
-        for place, platter, _ in points(changes, begin):
+        for position, platter, _ in points(changes, begin):
             if only is None:
                 keeps = survivals(platter, rng, random_count=RANDOM_SECOND)
-            elif place == only:
+            elif position == only:
                 keeps = (Keep(), AnyOf(rng))
             else:
                 continue
-            _second(matrix, expected, found, platter, keeps, f"{where}, and after change {place}")
+            _second(
+                matrix, expected, found, platter, keeps, f"{where}, and after change {position}"
+            )
 
 
 def _second(matrix, acknowledged, found, platter, keeps, where):
     matrix.counts["second cuts"] += 1
     for keep in keeps:
         matrix.counts["second survivals"] += 1
-        _, again = matrix.validate(
+        _, again = matrix.check_result(
             acknowledged, platter.image(keep), f"{where} of the opening, {_kept(keep)}"
         )
         if again.logs != found.logs and dict(found.logs).keys() <= dict(again.logs).keys():
@@ -323,15 +327,17 @@ def _second(matrix, acknowledged, found, platter, keeps, where):
 
 def kills(matrix, changes, begin, seed=0):
     """Kill the process at points; it is started again, answers, and then power is lost."""
-    every = [(place, acknowledged) for place, _, acknowledged in points(changes, begin)]
-    for number, (place, acknowledged) in enumerate(every[:: 1 + len(every) // KILLS_OF_A_STORY]):
+    every = [(position, acknowledged) for position, _, acknowledged in points(changes, begin)]
+    for number, (position, acknowledged) in enumerate(
+        every[:: 1 + len(every) // KILLS_OF_A_SCENARIO]
+    ):
         matrix.counts["kills"] += 1
-        rng = Random(f"{seed} {place}")
-        where = f"killed after change {place} ({_name(changes, place)})"
-        scenario = started_again(matrix, changes[:place], acknowledged, where)
+        rng = Random(f"{seed} {position}")
+        where = f"killed after change {position} ({_name(changes, position)})"
+        scenario = started_again(matrix, changes[:position], acknowledged, where)
         after = scenario.disk.changes
         often = number % EVERY_KILL == 0
-        for at, platter, now_acknowledged in points(after, place + 1):
+        for at, platter, now_acknowledged in points(after, position + 1):
             if not often and rng.random() > SHARE_AFTER_A_KILL and at < len(after):
                 continue
             keeps = [Keep(), AnyOf(rng)]
@@ -340,7 +346,7 @@ def kills(matrix, changes, begin, seed=0):
             for keep in keeps:
                 matrix.counts["survivals after a kill"] += 1
                 lost = f"{where}, power lost after change {at} ({_name(after, at)}), {_kept(keep)}"
-                matrix.validate(now_acknowledged, platter.image(keep), lost)
+                matrix.check_result(now_acknowledged, platter.image(keep), lost)
 
 
 def started_again(matrix, changes, acknowledged, where):
@@ -369,8 +375,8 @@ def used(matrix, disk, acknowledged, where):
     return scenario
 
 
-def _name(changes, place):
-    change = changes[place - 1]
+def _name(changes, position):
+    change = changes[position - 1]
     return "acknowledged" if isinstance(change, Remark) else f"{change!r:.90}"
 
 

@@ -11,8 +11,8 @@ from tests.crash.matrix import Violation, points, power_losses, started_again, u
 from tests.crash.scenarios import SCENARIOS, first_start, site
 from waltz_sim.world.crash import AnyOf, Keep, RecordingDisk, delayed, sync_places, without
 
-KILLS_OF_A_STORY = 12
-LOSSES_OF_A_STORY = 12
+KILLS_OF_A_SCENARIO = 12
+LOSSES_OF_A_SCENARIO = 12
 TRIES = 12
 MUTATIONS = {"forgotten": without, "made late": delayed}
 
@@ -25,20 +25,21 @@ def runs(matrix):
         yield make.__name__, changes, scenario.begin
         rng = Random(make.__name__)
         every = [
-            (place, acknowledged) for place, _, acknowledged in points(changes, scenario.begin)
+            (position, acknowledged)
+            for position, _, acknowledged in points(changes, scenario.begin)
         ]
-        kills = every if make is first_start else rng.sample(every, KILLS_OF_A_STORY)
-        for place, acknowledged in kills:
+        kills = every if make is first_start else rng.sample(every, KILLS_OF_A_SCENARIO)
+        for position, acknowledged in kills:
             after = started_again(
-                matrix, changes[:place], acknowledged, f"killed after change {place}"
+                matrix, changes[:position], acknowledged, f"killed after change {position}"
             )
-            yield f"{make.__name__} killed after {place}", after.disk.changes, place + 1
-        lost = rng.sample(range(len(every)), LOSSES_OF_A_STORY)
-        for number, (place, platter, acknowledged) in enumerate(points(changes, scenario.begin)):
+            yield f"{make.__name__} killed after {position}", after.disk.changes, position + 1
+        lost = rng.sample(range(len(every)), LOSSES_OF_A_SCENARIO)
+        for number, (position, platter, acknowledged) in enumerate(points(changes, scenario.begin)):
             if number in lost:
                 disk = RecordingDisk.after_power_loss(platter.image(AnyOf(rng)), site)
                 begin = len(disk.changes) + 1
-                where = f"{make.__name__} without power after {place}"
+                where = f"{make.__name__} without power after {position}"
                 yield where, used(matrix, disk, acknowledged, where).disk.changes, begin
 
 
@@ -46,10 +47,10 @@ def occurrences(matrix):
     """Where each site is: (site, mutation) -> runs and places."""
     found = defaultdict(list)
     for name, changes, begin in runs(matrix):
-        for place in sync_places(changes):
-            if place >= begin and changes[place].site:
+        for position in sync_places(changes):
+            if position >= begin and changes[position].site:
                 for mutation in MUTATIONS:
-                    found[changes[place].site, mutation].append((name, changes, place))
+                    found[changes[position].site, mutation].append((name, changes, position))
     return found
 
 
@@ -60,14 +61,14 @@ def shown(matrix, mutation, places, *, is_thorough=True):
     # If something acknowledged is missing, that shows by itself; the rest needs more tries.
     passes = [(places, (Keep(),)), (quick, None)] if is_thorough else [(quick, (Keep(),))]
     for tries, keeps in passes:
-        for name, changes, place in tries:
-            mutated = MUTATIONS[mutation](changes, place)
+        for name, changes, position in tries:
+            mutated = MUTATIONS[mutation](changes, position)
             if mutated is None:
                 continue
             try:
                 matrix.name = name
                 power_losses(
-                    matrix, mutated, place, keeps=keeps, only_acknowledged=keeps is not None
+                    matrix, mutated, position, keeps=keeps, only_acknowledged=keeps is not None
                 )
             except Violation as error:
                 return str(error)

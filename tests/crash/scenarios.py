@@ -200,7 +200,7 @@ class Scenario:
         With `final` off nothing was made durable: what was before may be left later, too.
         """
         before = self.acknowledged
-        place = len(self.disk.changes)
+        position = len(self.disk.changes)
         self.disk.remark(before)
         error = None
         try:
@@ -214,7 +214,7 @@ class Scenario:
         if marker is not None:
             log = between.logs[partition]
             between.logs[partition] = log._replace(markers=(*log.markers, marker))
-        self.disk.changes[place] = Remark(between)
+        self.disk.changes[position] = Remark(between)
         if error is not None or not final:
             self.acknowledged = between
             self.disk.remark(between)

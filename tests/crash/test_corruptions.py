@@ -136,7 +136,7 @@ def repair(log, history):
     return "repaired"
 
 
-def validate(seed):
+def check_result(seed):
     """Corrupt, open, read, repair, and read again; return how it ended."""
     contents, touched = corrupted(Random(seed))
     disk = SimDisk(is_traced=False)
@@ -178,7 +178,7 @@ def test_a_corrupt_directory_is_repaired_or_reports_the_damage(first, record_pro
     ended = Counter()
     for seed in range(first, first + SEEDS_OF_A_TEST):
         try:
-            ended.update(validate(seed))
+            ended.update(check_result(seed))
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
     for how, count in ended.items():

@@ -68,8 +68,8 @@ def test_after_a_clean_end_every_byte_is_where_waltz_0_13_looks_for_it(scenario)
 @pytest.mark.parametrize("scenario", [*PLAIN, truncate], ids=lambda one: one.__name__)
 def test_after_a_crash_and_our_start_waltz_0_13_reads_what_we_serve(scenario):
     made, read = scenario(), 0
-    for place, platter, _ in points(made.disk.changes, made.begin):
-        disk = RecordingDisk.after_power_loss(platter.image(AnyOf(Random(place))))
+    for position, platter, _ in points(made.disk.changes, made.begin):
+        disk = RecordingDisk.after_power_loss(platter.image(AnyOf(Random(position))))
         found, engine = opened(disk)
         engine.abandon()
         _, logs = layout.read_directory(disk.inner.files(), ROOT)
@@ -81,10 +81,10 @@ def test_after_a_crash_and_our_start_waltz_0_13_reads_what_we_serve(scenario):
 @pytest.mark.parametrize("scenario", PLAIN, ids=lambda one: one.__name__)
 def test_after_a_crash_waltz_0_13_finds_all_that_was_acknowledged(scenario):
     made, found = scenario(), 0
-    for place, platter, acknowledged in points(made.disk.changes, made.begin):
+    for position, platter, acknowledged in points(made.disk.changes, made.begin):
         if not acknowledged.logs or any(not log.markers for log in acknowledged.logs.values()):
             continue
-        for keep in (Everything(), Keep(), AnyOf(Random(place))):
+        for keep in (Everything(), Keep(), AnyOf(Random(position))):
             _, logs = layout.read_directory(platter.image(keep).files, ROOT)
             for partition, log in acknowledged.logs.items():
                 (history,) = log.histories[-1:]
@@ -190,7 +190,7 @@ def test_power_that_is_lost_while_a_0_13_program_s_directory_is_adopted_changes_
     )
     matrix = Matrix("adopting")
     for number in range(3):
-        key, again = matrix.validate(acknowledged, contents, "as it was")
+        key, again = matrix.check_result(acknowledged, contents, "as it was")
         matrix.name = f"adopting {number}"
         second_losses(matrix, {key: (acknowledged, contents, again, "as it was")})
     assert matrix.counts["second survivals"] > 40

@@ -141,7 +141,7 @@ def test_slots_are_read_as_they_are_written(slot):
 
 
 @given(entries(), st.integers(0, 1 << 40), B16, INT64)
-def test_batches_are_read_as_they_are_written(entry, place, key, created_ms):
+def test_batches_are_read_as_they_are_written(entry, position, key, created_ms):
     segment = disk_format.SegmentHeader(created_ms, key, PartitionId(3), entry.first)
     head = disk_format.LineageHeader(segment, GENESIS)
     read_head = layout.chain_header(head.encode())
@@ -149,24 +149,24 @@ def test_batches_are_read_as_they_are_written(entry, place, key, created_ms):
     assert read_head.header[1:5] == (created_ms, key, 3, entry.first)
     assert layout.file_header(segment.encode()) == read_head.header
     written = disk_format.encode_entry(
-        entry, entry.first - 1, segment_crc=head.segment_crc, place=place
+        entry, entry.first - 1, segment_crc=head.segment_crc, position=position
     )
-    read = layout.batch(written, place, read_head.segment_crc)
+    read = layout.batch(written, position, read_head.segment_crc)
     expected = ()
     if entry.session_id < layout.RECONSTRUCTED:
         expected = (f"expected a session of at least -2, found {entry.session_id}",)
     assert read == BatchEntry(*entry, entry.first - 1, expected)
-    elsewhere = layout.batch(written, place + 1, read_head.segment_crc)
+    elsewhere = layout.batch(written, position + 1, read_head.segment_crc)
     assert elsewhere.wrong[0].startswith("expected CRC")
 
 
 @given(st.binary(max_size=600), st.integers(0, 1))
-def test_any_bytes_decode_to_something(data, place):
-    assert layout.control_slot(data, place).wrong
-    assert layout.control_entry(data, place).wrong
+def test_any_bytes_decode_to_something(data, position):
+    assert layout.control_slot(data, position).wrong
+    assert layout.control_entry(data, position).wrong
     assert layout.file_header(data[:100]).wrong
     assert layout.chain_header(data[:60]).wrong
-    assert layout.batch(data[:60], place, 0).wrong
+    assert layout.batch(data[:60], position, 0).wrong
     assert layout.storage_id(data[:20])[1]
 
 

@@ -25,7 +25,7 @@ SEEDS = range(12 + int(os.environ.get("WALTZ_STORAGE_SEEDS", "0")))
 
 
 def rot(world):
-    """Let something on the platter change; the original's control file is not ours to validate."""
+    """Let something on the platter change, except the control file of Waltz 0.13."""
     disk, rng = world.disk, world.rng
     paths = [path for path, content in sorted(disk.files().items()) if content]
     path = rng.choice([one for one in paths if one.name != "waltz-storage.ctl"])
@@ -124,8 +124,8 @@ def durable_before(files, marker):
     for path in paths:
         crc = chain_header(files[path][:CHAIN_HEADER_BYTES]).segment_crc
         body = files[path][CHAIN_HEADER_BYTES:]
-        for place in range(len(body) // BATCH_BYTES):
-            one = batch(body[BATCH_BYTES * place : BATCH_BYTES * (place + 1)], place, crc)
+        for position in range(len(body) // BATCH_BYTES):
+            one = batch(body[BATCH_BYTES * position : BATCH_BYTES * (position + 1)], position, crc)
             if not one.wrong:
                 last = max(last, one.synced if path == paths[-1] else one.last)
     return last
@@ -158,7 +158,7 @@ def opened_with(world, files):
         return None
 
 
-def validate(world, files, spoiled_path):
+def check_result(world, files, spoiled_path):
     """Open it, and compare it with all that was confirmed; return how it ended."""
     marker = world.log.slot.acked.transaction_id
     after = opened_with(world, files)
@@ -187,7 +187,7 @@ def test_confirmed_records_are_never_truncated_silently(first):
         for _ in range(20):
             path, content = spoiled(world.rng, whole)
             try:
-                ended[validate(world, {**whole, path: content}, path)] += 1
+                ended[check_result(world, {**whole, path: content}, path)] += 1
             except AssertionError as error:
                 raise AssertionError(f"seed {seed}, {path}: {error}") from error
     assert ended["suspect"] > 10

@@ -170,7 +170,7 @@ def test_our_layouts_have_not_changed():
     assert disk_format.encode_storage_id(bytes(range(16))).hex() == golden["storage_id"]
     entry = LineageEntry(3, 9, 7, 1795227976155, bytes(range(16)))
     head = disk_format.LineageHeader(SegmentHeader(5, KEY, 2, 43), bytes(range(16)))
-    bound = {"segment_crc": head.segment_crc, "place": 1}
+    bound = {"segment_crc": head.segment_crc, "position": 1}
     assert disk_format.encode_entry(entry, 2, **bound).hex() == golden["lineage_entry"]
     assert disk_format.decode_entry(bytes.fromhex(golden["lineage_entry"]), **bound) == (entry, 2)
     assert head.encode().hex() == golden["lineage_header"]

@@ -77,13 +77,13 @@ def test_its_control_file_is_dumped_as_it_was_captured(tmp_path, capsys, case):
     assert value["control_file"]["partition_count"] == decoded["numPartitions"]
     assert value["control_file"]["wrong"] == []
     for partition, stated in zip(value["partitions"], decoded["partitions"], strict=True):
-        for place, one in enumerate(partition["structures"]):
-            expected = stated[f"struct{place + 1}"]
+        for position, one in enumerate(partition["structures"]):
+            expected = stated[f"struct{position + 1}"]
             assert one["session"] == expected["sessionId"]
             assert one["low_water_mark"] == expected["lowWaterMark"]
             assert one["local_low_water_mark"] == expected["localLowWaterMark"]
             assert one["sequence"] == expected["sequenceNumber"]
-            assert one["counts"] == (stated["current"] == place + 1)
+            assert one["counts"] == (stated["current"] == position + 1)
             assert one["wrong"] == []
 
 

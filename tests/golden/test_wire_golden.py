@@ -12,7 +12,7 @@ from waltz_core.wire import codec
 from waltz_core.wire.messages import Message, WireProtocol
 
 HERE = Path(__file__).parent / "wire"
-SURFACES = {"L": WireProtocol.CLIENT, "S": WireProtocol.STORAGE, "A": WireProtocol.ADMIN}
+PROTOCOLS = {"L": WireProtocol.CLIENT, "S": WireProtocol.STORAGE, "A": WireProtocol.ADMIN}
 EXAMPLE_COUNTS = {"client_server_v4.json": 25, "client_server_v6.json": 2}
 # What the original calls a field, where the table has another name for it.
 RENAMED = {
@@ -40,7 +40,7 @@ def read_frame(text):
     data = bytes.fromhex(text)
     header = codec.decode_frame_header(data)
     assert len(data) == 7 + header.payload_bytes
-    protocol = SURFACES[chr(header.magic)]
+    protocol = PROTOCOLS[chr(header.magic)]
     return protocol, header.version, data
 
 

@@ -72,13 +72,13 @@ def test_any_bytes(payload: bytes) -> None:
 @given(damages)
 def test_a_damaged_payload(course: list[tuple[str, int, int]]) -> None:
     payload = bytearray(PAYLOAD)
-    for kind, place, value in course:
-        if kind == "bit" and place < len(payload):
-            payload[place] ^= 1 << value
-        elif kind == "word" and 8 * place + 8 <= len(payload):
-            payload[8 * place : 8 * place + 8] = value.to_bytes(8, "little")
+    for kind, position, value in course:
+        if kind == "bit" and position < len(payload):
+            payload[position] ^= 1 << value
+        elif kind == "word" and 8 * position + 8 <= len(payload):
+            payload[8 * position : 8 * position + 8] = value.to_bytes(8, "little")
         elif kind == "cut":
-            del payload[place:]
+            del payload[position:]
     check(bytes(payload))
 
 

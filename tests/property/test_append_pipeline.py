@@ -317,15 +317,15 @@ class World:
         committed = {req_id for req_id in self.log if req_id.client_id != FOREIGN}
         assert reported == committed - unreported
         self.check_order()
-        for place, req_id in enumerate(self.log):
+        for position, req_id in enumerate(self.log):
             if req_id.client_id == FOREIGN:
                 continue
             row = self.rows[req_id]
             held = set(row.write) | set(row.read)
-            for between in self.log[row.mark + 1 : place]:
+            for between in self.log[row.mark + 1 : position]:
                 entered = self.rows[between]
                 assert not held & {*entered.write, *entered.append}, "LockSerial"
-            assert row.mark < place, "NotAhead"
+            assert row.mark < position, "NotAhead"
 
     def check_order(self) -> None:
         """What a client sent behind a lost row on one mount is not in the log."""

@@ -114,8 +114,8 @@ def test_a_broken_message_is_a_message_or_an_error_of_the_peer(case, data):
     payload = bytearray(b"".join(codec.encode(message, version))[7:])
     cut = data.draw(st.integers(0, len(payload)))
     flips = data.draw(st.lists(st.tuples(st.integers(0, len(payload) - 1), st.integers(1, 255))))
-    for place, change in flips:
-        payload[place] ^= change
+    for position, change in flips:
+        payload[position] ^= change
     decode_anything(protocol, version, bytes(payload[:cut]))
     decode_anything(protocol, version, bytes(payload))
 

@@ -59,19 +59,19 @@ class History:
         self.writes = [each for each in self.writes if each[0] <= self.end.last]
 
     def spoil(self) -> None:
-        rng, place = self.rng, self.rng.randrange(3)
-        file = self.files[place]
+        rng, position = self.rng, self.rng.randrange(3)
+        file = self.files[position]
         how = rng.choice(("keep", "old", "flip", "cut", "again"))
         if how == "keep":
-            self.old[place] = bytes(file)
+            self.old[position] = bytes(file)
         elif how == "old":
-            file[:] = self.old[place]
+            file[:] = self.old[position]
         elif how == "flip" and file:
             file[rng.randrange(len(file))] ^= 1 << rng.randrange(8)
         elif how == "cut" and file:
             del file[rng.randrange(len(file)) :]
         elif how == "again":
-            file += self.old[place]
+            file += self.old[position]
 
     def last_writer(self, lock: int) -> int:
         return max((each for each, written in self.writes if written == lock), default=-1)

@@ -33,9 +33,9 @@ class Model:
 
     def clamp(self, mark: int) -> None:
         """Take back what was entered above the mark."""
-        for entered_id, place, before in reversed(self.entered):
+        for entered_id, position, before in reversed(self.entered):
             if entered_id > mark:
-                self.slots[place] = before
+                self.slots[position] = before
         self.entered.clear()
         self.slots = [min(slot, mark) for slot in self.slots]
 
@@ -60,9 +60,9 @@ class Model:
                 verdicts.append((-1, estimate, False))
             else:
                 for lock in write + append:
-                    for place in self.places(lock):
-                        self.entered.append((next_id, place, self.slots[place]))
-                        self.slots[place] = next_id
+                    for position in self.places(lock):
+                        self.entered.append((next_id, position, self.slots[position]))
+                        self.slots[position] = next_id
                 verdicts.append((next_id, -1, False))
                 next_id += 1
         return verdicts

@@ -120,16 +120,16 @@ def conflict_in_flight_answered_at_once() -> Patches:
     """A rejection for a transaction in flight is answered before that one is final."""
     rows, singles = pipeline.validate_rows, pipeline.validate_singles
 
-    def validate_rows(ticket, stop, table, place):
-        piece = rows(ticket, stop, table, place)
+    def validate_rows(ticket, stop, table, position):
+        piece = rows(ticket, stop, table, position)
         return (
             piece
             if piece.part is not None
             else ValidatedPiece(None, [], [*piece.doubtful, *piece.rejected])
         )
 
-    def validate_singles(group, table, place):
-        piece = singles(group, table, place)
+    def validate_singles(group, table, position):
+        piece = singles(group, table, position)
         kept = [ticket for ticket in piece.doubtful if ticket.transaction_id >= 0]
         outcome = [ticket for ticket in piece.doubtful if ticket.transaction_id < 0]
         return ValidatedPiece(piece.part, kept, [*piece.rejected, *outcome])
@@ -431,7 +431,7 @@ def append_locks_missing_in_lock_blocks() -> Patches:
     """A lock block has write locks only."""
     rows, singles = pipeline.validate_rows, pipeline.validate_singles
 
-    def validate_rows(ticket, stop, table, place):
+    def validate_rows(ticket, stop, table, position):
         def without(outcome):
             def no_append_locks(rows_kept, keep):
                 none = LockColumn(np.zeros(rows_kept.count + 1, np.int64), np.zeros(0, np.int32))
@@ -444,10 +444,10 @@ def append_locks_missing_in_lock_blocks() -> Patches:
             instead(validation, "entered_locks", entered),
             instead(validation, "writers_of", writers),
         ):
-            return rows(ticket, stop, table, place)
+            return rows(ticket, stop, table, position)
 
-    def validate_singles(group, table, place):
-        piece = singles(group, table, place)
+    def validate_singles(group, table, position):
+        piece = singles(group, table, position)
         kept = [ticket.message for ticket in group if ticket.transaction_id >= 0]
         locks = [lock for each in kept for lock in each.write_locks]
         writers = bytes(row for row, each in enumerate(kept) for _ in each.write_locks)

@@ -275,8 +275,8 @@ def index_trusted_after_crash() -> Patches:
     """The index is not checked against the records after a crash."""
 
     def _repair(self, first, starts):
-        place = first - self.first
-        missing = place + starts.size - self.index.count
+        position = first - self.first
+        missing = position + starts.size - self.index.count
         if missing > 0:
             self.index.write(self.index.count, starts[starts.size - missing :])
 
@@ -307,7 +307,7 @@ def marker_not_kept() -> Patches:
     def write_slot(self, slot):
         original(self, replace(slot, acked=Marker(BEFORE_FIRST, bytes(16))))
 
-    def durable_before(self, place):
+    def durable_before(self, position):
         return BEFORE_FIRST
 
     yield instead(LogFiles, "write_slot", write_slot)

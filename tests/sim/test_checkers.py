@@ -708,8 +708,8 @@ def test_followed_by_a_client_that_did_not_get_all_predecessors(world):
 
 
 def test_followed_by_a_client_that_got_another_predecessor(world):
-    chain, operation, (place, _) = follower_behind_a_writer(world)
-    operation.followed = ((place, (9, 9)),)
+    chain, operation, (position, _) = follower_behind_a_writer(world)
+    operation.followed = ((position, (9, 9)),)
     with fails("Followed"):
         world.checks.outcomes._check_followed(operation, chain, world.history.last)
 

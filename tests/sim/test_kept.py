@@ -57,9 +57,11 @@ def test_misplaced_good_records_do_not_prevent_a_repair(monkeypatch):
         data = self._file.pread(size - offset - 1, offset + 1)
         for at in record_search._candidates(data, hole, len(data)):
             (found,) = struct.unpack_from(">q", data, at)
-            place = offset + 1 + at
-            if record_search.scan(self._file, place, found, size=size, stop_id=found + 1)[0].size:
-                return (found, place) if found <= self._last else None
+            position = offset + 1 + at
+            if record_search.scan(self._file, position, found, size=size, stop_id=found + 1)[
+                0
+            ].size:
+                return (found, position) if found <= self._last else None
         return None
 
     monkeypatch.setattr(record_search.HoleSearch, "record_after", first_found)

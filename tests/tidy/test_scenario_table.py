@@ -12,7 +12,7 @@ SCENARIOS = ROOT / "tests" / "sim" / "scenarios"
 ROW_COUNT = 40
 ROW = re.compile(r"^### (\d+)\. (.+)$", re.MULTILINE)
 TEST = re.compile(r"^- `(tests/\S+\.py)::(test_\w+)`$")
-STORY = re.compile(r"^- (\w+): (.+)$")
+SCENARIO = re.compile(r"^- (\w+): (.+)$")
 
 
 def rows() -> dict[int, str]:
@@ -51,7 +51,7 @@ def test_every_row_is_there_once_and_in_order():
 
 def is_there(line: str) -> bool:
     """Return whether a line of the table names a test or a scenario that exists."""
-    test, scenario = TEST.match(line), STORY.match(line)
+    test, scenario = TEST.match(line), SCENARIO.match(line)
     if test is not None:
         return test[2] in functions_of(test[1])
     return scenario is not None and scenario[2] in titles_of(scenario[1])

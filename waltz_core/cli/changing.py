@@ -109,7 +109,12 @@ def changes(*, creates: bool = False) -> Callable[[Callable[..., Awaitable[Resul
 def with_cluster_argument(function: VerbFunction) -> VerbFunction:
     """Declare the cluster as an argument, too, as in `cluster create CONNECT`."""
 
-    @options.argument("place", "[CONNECT]", f"the cluster, {options.PLACE}", required=False)
+    @options.argument(
+        "place",
+        "[CONNECT]",
+        f"connect string, for example {options.CONNECT_EXAMPLE}",
+        required=False,
+    )
     @click.option(
         "--connect",
         envvar=options.CONNECT_VARIABLE,

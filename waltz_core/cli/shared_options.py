@@ -16,7 +16,7 @@ from click.decorators import FC
 from waltz_core.cli.verbs import VerbFunction
 from waltz_core.config.settings import nearest
 
-PLACE: Final = "zk1:2181,zk2:2181/waltz/payments"
+CONNECT_EXAMPLE: Final = "zk1:2181,zk2:2181/waltz/payments"
 CONNECT_VARIABLE: Final = "WALTZ_CONNECT"
 TIMEOUT_S: Final = 600.0
 CONNECT_WAIT_S: Final = 10.0
@@ -108,7 +108,7 @@ connect = click.option(
     envvar=CONNECT_VARIABLE,
     required=True,
     metavar="CONNECT",
-    help=f"the cluster, {PLACE} [default: ${CONNECT_VARIABLE}]",
+    help=f"connect string, for example {CONNECT_EXAMPLE} [default: ${CONNECT_VARIABLE}]",
 )
 config_file = click.option(
     "--config", type=PATH, help="a TOML file with settings; options override it"

@@ -68,10 +68,10 @@ class SubmissionRows:
 
 @dataclass(slots=True, eq=False)
 class LegacyRow:
-    """One transaction in flight: the 0.13 request for it, and its submission and place."""
+    """One transaction in flight: the 0.13 request for it, and its submission and position."""
 
     submission: SubmissionRows
-    place: int  # in its submission
+    position: int  # in its submission
     request: AppendRequest
     number: int = 0  # in the order in which rows were sent on this connection
     sent_ms: int = 0
@@ -84,7 +84,7 @@ class LegacyRow:
 
     def committed(self, transaction_id: TransactionId) -> bool:
         """Note that it is in the log; return True when its submission can be answered."""
-        self.submission.ids[self.place] = transaction_id
+        self.submission.ids[self.position] = transaction_id
         return self._ended(Reason.COMMITTED)
 
     def rejected(self, reason: Reason) -> bool:
@@ -94,11 +94,11 @@ class LegacyRow:
         """
         if self.estimate is None:
             return self._ended(reason)
-        self.submission.conflicting[self.place] = self.estimate
+        self.submission.conflicting[self.position] = self.estimate
         return self._ended(Reason.LOCK)
 
     def _ended(self, reason: Reason) -> bool:
-        self.submission.reasons[self.place] = reason
+        self.submission.reasons[self.position] = reason
         self.submission.open_count -= 1
         return self.submission.open_count == 0
 
@@ -126,9 +126,11 @@ def rows_of(message: AppendRequest | AppendBatch) -> list[LegacyRow]:
     )
     return [
         LegacyRow(
-            submission, place, AppendRequest(first._replace(sequence=first.sequence + place), *row)
+            submission,
+            position,
+            AppendRequest(first._replace(sequence=first.sequence + position), *row),
         )
-        for place, row in enumerate(rows)
+        for position, row in enumerate(rows)
     ]
 
 

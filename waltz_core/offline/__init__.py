@@ -1,6 +1,6 @@
 """Offline tools for a storage's files while no storage runs: dump, count, verify, rebuild an index.
 
-`waltz-core disk` is the command for them. `verify` judges a whole directory, `verify_control` its
+`waltz-core disk` is the command for them. `verify` checks a whole directory, `verify_control` its
 control files, `verify_log` one partition, `verify_segment` one segment; `statistic` counts a
 segment, `index_repair` rebuilds its `.idx`; `lineage` and `records` walk through `.chn` and `.seg`;
 `file_findings` collects the findings, `files` opens files for reading only, and `layout` decodes

@@ -115,12 +115,12 @@ class _OldIndex:
         self.header = b"" if file is None else file.pread(FILE_HEADER_BYTES, 0)
         self.count, self.spare_bytes = divmod(max(0, size - FILE_HEADER_BYTES), OFFSET_BYTES)
 
-    def read(self, place: int, count: int) -> I64:
-        """Return up to `count` offsets from a place on."""
-        count = max(0, min(count, self.count - place))
+    def read(self, position: int, count: int) -> I64:
+        """Return up to `count` offsets from a position on."""
+        count = max(0, min(count, self.count - position))
         if self._file is None or not count:
             return np.zeros(0, dtype=np.int64)
-        data = self._file.pread(OFFSET_BYTES * count, FILE_HEADER_BYTES + OFFSET_BYTES * place)
+        data = self._file.pread(OFFSET_BYTES * count, FILE_HEADER_BYTES + OFFSET_BYTES * position)
         return np.frombuffer(data, dtype=">i8").astype(np.int64)
 
 
@@ -136,9 +136,9 @@ def _good_header(file: File, path: Path, first: int) -> bytes:
 
 
 class _Part(NamedTuple):
-    """Entries of the new index from a place on; kept ones are of records that cannot be read."""
+    """Entries of the new index from a position on; kept ones are of records that cannot be read."""
 
-    place: int
+    position: int
     offsets: I64
     is_kept: bool
 
@@ -146,22 +146,22 @@ class _Part(NamedTuple):
 def _entries(file: File, first: int, old: _OldIndex) -> Iterator[_Part]:
     """Return the entries of the new index, part by part."""
     for part in walk(file, first):
-        place = part.first - first
+        position = part.first - first
         if not isinstance(part, Gap):
             yield _Part(
-                place, np.array(part.bounds[:-1], dtype=np.int64) + part.offset, is_kept=False
+                position, np.array(part.bounds[:-1], dtype=np.int64) + part.offset, is_kept=False
             )
             continue
         if part.next_id is not None:
             count = part.next_id - part.first
-            kept = old.read(place, count)
+            kept = old.read(position, count)
             if kept.size != count or not _is_plausible(kept, part):
                 kept = np.full(count, part.offset, dtype=np.int64)
-            yield _Part(place, kept, is_kept=True)
+            yield _Part(position, kept, is_kept=True)
             continue
-        kept = old.read(place, old.count)
+        kept = old.read(position, old.count)
         if kept.size and _is_plausible(kept, part):
-            yield _Part(place, kept, is_kept=True)
+            yield _Part(position, kept, is_kept=True)
 
 
 def _is_plausible(entries: I64, gap: Gap) -> bool:
@@ -175,9 +175,9 @@ def _compare(path: Path, header: bytes, parts: Iterator[_Part], old: _OldIndex) 
     count = wrong = kept = 0
     for part in parts:
         size = int(part.offsets.size)
-        count = part.place + size
+        count = part.position + size
         kept += size if part.is_kept else 0
-        there = old.read(part.place, size)
+        there = old.read(part.position, size)
         wrong += int((there != part.offsets[: there.size]).sum()) + size - int(there.size)
     if not old.exists:
         return Repaired(path, count, None, max(1, wrong), kept)
@@ -196,7 +196,7 @@ def _write(disk: Disk, path: Path, header: bytes, parts: Iterator[_Part]) -> Non
         file.truncate(0)
         file.pwrite([header], 0)
         for part in parts:
-            at = FILE_HEADER_BYTES + OFFSET_BYTES * part.place
+            at = FILE_HEADER_BYTES + OFFSET_BYTES * part.position
             file.pwrite([part.offsets.astype(">i8").tobytes()], at)
         file.sync()
     finally:

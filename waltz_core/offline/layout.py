@@ -65,9 +65,9 @@ def _expect_crc(wrong: list[str], body: bytes, stated: int, before: int = 0) -> 
 
 def _expect_zero(wrong: list[str], reserved: bytes, offset: int) -> None:
     """Note reserved bytes that are not zero; `offset` is their offset in the structure."""
-    for place, value in enumerate(reserved):
+    for position, value in enumerate(reserved):
         if value:
-            wrong.append(f"expected zero in reserved byte {offset + place}, found {value:#04x}")
+            wrong.append(f"expected zero in reserved byte {offset + position}, found {value:#04x}")
             return
 
 
@@ -121,11 +121,11 @@ def control_header(data: Bytes) -> ControlFileHeader:
     return ControlFileHeader(version, created_ms, key, count, tuple(wrong))
 
 
-def control_entry(data: Bytes, place: int) -> ControlEntry:
-    """Decode the 76 bytes of the partition at this place."""
+def control_entry(data: Bytes, position: int) -> ControlEntry:
+    """Decode the 76 bytes of the partition at this position."""
     body, wrong = _filled(data, CONTROL_ENTRY_BYTES)
     number = int.from_bytes(body[:4], "big", signed=True)
-    _expect(wrong, "partition", place, number)
+    _expect(wrong, "partition", position, number)
     infos = _info(body[4:40]), _info(body[40:76])
     good = [index for index in (0, 1) if not infos[index].wrong]
     if not good:
@@ -199,7 +199,7 @@ class ControlSlot(NamedTuple):
         return any(low <= first and last <= high for low, high in self.damaged)
 
 
-def control_slot(data: Bytes, place: int) -> ControlSlot:
+def control_slot(data: Bytes, position: int) -> ControlSlot:
     """Decode a slot from the beginning of block 0 or 1."""
     body, wrong = _filled(data, SLOT_BYTES)
     _expect_crc(wrong, body[:-4], int.from_bytes(body[-4:], "big"))
@@ -212,8 +212,10 @@ def control_slot(data: Bytes, place: int) -> ControlSlot:
     _expect(wrong, "version", 0, version)
     if flags & ~(2 * SHORTENED - 1):
         wrong.append(f"expected flags below {2 * SHORTENED:#x}, found {flags:#x}")
-    if sequence % 2 == place:
-        wrong.append(f"expected {'an odd' if place == 0 else 'an even'} sequence, found {sequence}")
+    if sequence % 2 == position:
+        wrong.append(
+            f"expected {'an odd' if position == 0 else 'an even'} sequence, found {sequence}"
+        )
     if not 0 <= count <= _DAMAGED_MAX:
         wrong.append(f"expected 0 to {_DAMAGED_MAX} damaged ranges, found {count}")
         count = 0
@@ -330,13 +332,13 @@ def chain_header(data: Bytes) -> ChainHeader:
     return ChainHeader(header, chain, crc32(body[:40] + bytes(88)))
 
 
-def batch(data: Bytes, place: int, segment_crc: int) -> BatchEntry:
-    """Decode the 64 bytes of the entry at a place in its file."""
+def batch(data: Bytes, position: int, segment_crc: int) -> BatchEntry:
+    """Decode the 64 bytes of the entry at a position in its file."""
     body, wrong = _filled(data, BATCH_BYTES)
     first, last, session, stamp_ms, chain, synced, reserved, stated = struct.unpack(
         ">qqqq16sq4sI", body
     )
-    _expect_crc(wrong, body[:-4], stated, crc32(struct.pack(">q", place), segment_crc))
+    _expect_crc(wrong, body[:-4], stated, crc32(struct.pack(">q", position), segment_crc))
     _expect_zero(wrong, reserved, 56)
     if not 0 <= first <= last:
         wrong.append(f"expected 0 <= first <= last, found {first}..{last}")

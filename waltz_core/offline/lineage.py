@@ -40,7 +40,7 @@ _SPARE: Final = 1 << 63  # above any ID: a fault that loses no record
 class PlacedEntry(NamedTuple):
     """An entry and its position."""
 
-    place: int
+    position: int
     offset: int
     batch: BatchEntry
 
@@ -50,17 +50,17 @@ def header_of(file: ReadableFile) -> ChainHeader:
     return chain_header(file.pread(CHAIN_HEADER_BYTES, 0))
 
 
-def batches_of(file: ReadableFile, segment_crc: int, place: int = 0) -> Iterator[PlacedEntry]:
-    """Return the entries of a `.chn` file from a place on, also an incomplete last one."""
+def batches_of(file: ReadableFile, segment_crc: int, position: int = 0) -> Iterator[PlacedEntry]:
+    """Return the entries of a `.chn` file from a position on, also an incomplete last one."""
     size = file.size()
-    offset = CHAIN_HEADER_BYTES + BATCH_BYTES * place
+    offset = CHAIN_HEADER_BYTES + BATCH_BYTES * position
     while offset < size:
         data = file.pread(_BLOCK_BATCHES * BATCH_BYTES, offset)
         for at in range(0, len(data), BATCH_BYTES):
             yield PlacedEntry(
-                place, offset + at, batch(data[at : at + BATCH_BYTES], place, segment_crc)
+                position, offset + at, batch(data[at : at + BATCH_BYTES], position, segment_crc)
             )
-            place += 1
+            position += 1
         offset += len(data)
 
 
@@ -196,14 +196,14 @@ class ChainCheck:
         """Return the valid entries of all `.chn` files; report the errors on the way."""
         before = -1
         unreadable: list[tuple[PlacedEntry, int]] = []
-        for place, first in enumerate(self._firsts):
+        for position, first in enumerate(self._firsts):
             path = segment_path(self._directory, first, ".chn")
             if not path.exists():
                 lost = "is missing: its batches are lost"
                 self._add(first, None, lost, is_wrong=self._is_wrong(-1))
                 self._is_chain_known = False
                 continue
-            next_first = self._firsts[place + 1] if place + 1 < len(self._firsts) else None
+            next_first = self._firsts[position + 1] if position + 1 < len(self._firsts) else None
             with OpenFile(path) as file:
                 header = header_of(file)
                 self._check_header(first, header, is_sure=self._is_chain_known and not unreadable)
@@ -245,7 +245,7 @@ class ChainCheck:
             self._add(
                 segment,
                 placed.offset,
-                f"entry {placed.place}, after batch {before}: {'; '.join(placed.batch.wrong)}",
+                f"entry {placed.position}, after batch {before}: {'; '.join(placed.batch.wrong)}",
                 is_wrong=self._is_wrong(lost),
             )
             self._is_chain_known = self._is_chain_known and lost == _SPARE

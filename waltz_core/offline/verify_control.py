@@ -63,9 +63,9 @@ def read_control(path: Path) -> Control | None:
     header = control_header(data[:CONTROL_HEADER_BYTES])
     whole = (len(data) - CONTROL_HEADER_BYTES) // CONTROL_ENTRY_BYTES
     entries = []
-    for place in range(max(0, min(header.partition_count, whole))):
-        at = CONTROL_HEADER_BYTES + CONTROL_ENTRY_BYTES * place
-        entries.append(control_entry(data[at : at + CONTROL_ENTRY_BYTES], place))
+    for position in range(max(0, min(header.partition_count, whole))):
+        at = CONTROL_HEADER_BYTES + CONTROL_ENTRY_BYTES * position
+        entries.append(control_entry(data[at : at + CONTROL_ENTRY_BYTES], position))
     return Control(header, tuple(entries), len(data))
 
 
@@ -97,15 +97,15 @@ def check_control(control: Control | None, findings: Findings) -> None:
             f"expected {expected} bytes, for {header.partition_count} partitions, found "
             f"{control.size}",
         )
-    for place, entry in enumerate(control.entries):
-        at = CONTROL_HEADER_BYTES + CONTROL_ENTRY_BYTES * place
+    for position, entry in enumerate(control.entries):
+        at = CONTROL_HEADER_BYTES + CONTROL_ENTRY_BYTES * position
         for error in entry.wrong:
-            report.wrong(at, f"partition {place}: {error}")
+            report.wrong(at, f"partition {position}: {error}")
         for number, info in enumerate(entry.infos):
             if info.wrong:
                 offset = at + 4 + INFO_BYTES * number
                 what = "; ".join(info.wrong)
-                report.wrong(offset, f"partition {place}, structure {number + 1}: {what}")
+                report.wrong(offset, f"partition {position}, structure {number + 1}: {what}")
 
 
 def check_id(directory: Path, findings: Findings, *, has_slots: bool) -> None:
@@ -171,21 +171,21 @@ def _check_blocks(path: Path, report: FileFindings) -> None:
     for block in (0, SLOT_BLOCK_BYTES):
         rest = data[block + SLOT_BYTES : block + SLOT_BLOCK_BYTES]
         if any(rest):
-            place = len(rest) - len(rest.lstrip(b"\0"))
-            at = block + SLOT_BYTES + place
-            report.wrong(at, f"expected zero after the slot, found {rest[place]:#04x}")
+            position = len(rest) - len(rest.lstrip(b"\0"))
+            at = block + SLOT_BYTES + position
+            report.wrong(at, f"expected zero after the slot, found {rest[position]:#04x}")
 
 
 def _check_slots(
     slots: tuple[ControlSlot, ControlSlot], number: int, report: FileFindings
 ) -> ControlSlot | None:
-    for place, slot in enumerate(slots):
-        offset = SLOT_BLOCK_BYTES * place
+    for position, slot in enumerate(slots):
+        offset = SLOT_BLOCK_BYTES * position
         if slot.wrong:
-            report.wrong(offset, f"slot {place}: {'; '.join(slot.wrong)}")
+            report.wrong(offset, f"slot {position}: {'; '.join(slot.wrong)}")
         elif slot.partition != number:
             report.wrong(
-                offset, f"slot {place}: expected partition {number}, found {slot.partition}"
+                offset, f"slot {position}: expected partition {number}, found {slot.partition}"
             )
     current = current_slot(slots, number)
     good = [slot for slot in slots if not slot.wrong and slot.partition == number]

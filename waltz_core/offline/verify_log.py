@@ -1,6 +1,6 @@
 """Verifying one partition: its segments in order, and its batches across them.
 
-It judges a log by its files and by its control slot. It knows nothing of other partitions or of how
+It checks a log by its files and by its control slot. It knows nothing of other partitions or of how
 control files are read.
 
 Rules:
@@ -125,7 +125,7 @@ class _LogCheck:
         return not self._is_dirty or transaction_id <= durable
 
     def _is_wrong_batch(self, transaction_id: int) -> bool:
-        # An entry is judged by its IDs alone: at a roll the last one may not have been written.
+        # An entry is checked by its IDs alone: at a roll the last one may not have been written.
         is_torn = self._is_dirty and transaction_id > self._durable
         return not (self._expected.is_adopted or is_torn)
 

@@ -191,11 +191,11 @@ class SegmentCheck:
         bad: list[int] = []
         view = memoryview(run.data)
         start = run.bounds[0]
-        for place, end in enumerate(run.bounds[1:]):
+        for position, end in enumerate(run.bounds[1:]):
             crc = crc32(view[start : end - 4]).to_bytes(4, "big")
             data_crc = crc32(view[start + 36 : end - 4]).to_bytes(4, "big")
             if crc != view[end - 4 : end] or data_crc != view[start + 32 : start + 36]:
-                bad.append(place)
+                bad.append(position)
             crcs += crc
             start = end
         self._seen.checksums += 2 * run.length
@@ -207,18 +207,18 @@ class SegmentCheck:
     def _pass_on(self, run: RecordRun, crcs: bytes, bad: list[int]) -> None:
         """Pass the records to the chain check; bad ones count as unreadable."""
         at = 0
-        for place in [*bad, run.length]:
-            if self._chain is not None and place > at:
-                self._chain.take(run.first + at, crcs[4 * at : 4 * place], place - at)
-            if place < run.length:
-                self._report_bad(run, place)
-                self._lose(run.first + place, run.first + place)
-            at = place + 1
+        for position in [*bad, run.length]:
+            if self._chain is not None and position > at:
+                self._chain.take(run.first + at, crcs[4 * at : 4 * position], position - at)
+            if position < run.length:
+                self._report_bad(run, position)
+                self._lose(run.first + position, run.first + position)
+            at = position + 1
 
-    def _report_bad(self, run: RecordRun, place: int) -> None:
-        start, end = run.bounds[place], run.bounds[place + 1]
+    def _report_bad(self, run: RecordRun, position: int) -> None:
+        start, end = run.bounds[position], run.bounds[position + 1]
         record = run.data[start:end]
-        number = run.first + place
+        number = run.first + position
         parts = []
         found, expected = int.from_bytes(record[-4:], "big"), crc32(record[:-4])
         if found != expected:
@@ -286,9 +286,11 @@ class _IndexCheck:
         """Compare the entries of a run."""
         if not self._exists or not run.length:
             return
-        place = run.first - self._first
+        position = run.first - self._first
         with OpenFile(self._path) as file:
-            data = file.pread(OFFSET_BYTES * run.length, FILE_HEADER_BYTES + OFFSET_BYTES * place)
+            data = file.pread(
+                OFFSET_BYTES * run.length, FILE_HEADER_BYTES + OFFSET_BYTES * position
+            )
         found = np.frombuffer(data[: len(data) // 8 * 8], dtype=">i8")
         expected = np.array(run.bounds[:-1], dtype=np.int64)[: found.size] + run.offset
         differ = np.flatnonzero(found != expected)
@@ -296,7 +298,7 @@ class _IndexCheck:
             at = int(differ[0])
             more = f", and {differ.size - 1} more after it" if differ.size > 1 else ""
             self._report.found(
-                FILE_HEADER_BYTES + OFFSET_BYTES * (place + at),
+                FILE_HEADER_BYTES + OFFSET_BYTES * (position + at),
                 f"record {run.first + at}: expected offset {expected[at]}, found {found[at]}{more}",
                 is_wrong=self._is_wrong(run.first + at),
             )

@@ -1,7 +1,7 @@
 """Seven checks of every partition, from ZooKeeper to storages, like `verify` of Waltz 0.13.
 
 `diagnosis.py` reports causes, once; a check fails whatever the cause, and for every affected
-partition. Both judge by `condition.py`.
+partition. Both use `condition.py`.
 
 Rules:
     1. A failure names its check and its partitions.

@@ -1,4 +1,4 @@
-"""The state of a partition, judged from the facts: its owner, its session, its replicas.
+"""The state of a partition, derived from the facts: its owner, its session, its replicas.
 
 The doctor reports causes and `cluster verify` lists checks; both use this state, so that they
 agree. Conclusions are drawn in `diagnosis.py` and `checks.py`.

@@ -278,8 +278,8 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         ),
         _row(
             "replica-damaged",
-            "partition {partition}: {count} transactions of {storage} are damaged, and no other "
-            "replica has repaired them yet",
+            "partition {partition}: {count} transactions of {storage} are damaged and have "
+            "not been repaired from another replica yet",
             f"waltz-core storage scrub {_AT}",
         ),
         _row(

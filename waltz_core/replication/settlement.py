@@ -22,7 +22,7 @@ from waltz_core.replication.session_events import SessionSettled
 from waltz_core.wire.messages import LineageRequest, LineageResponse
 
 # The ticket of its requests; `Repairs` has those from 0 on.
-SETTLING: Final = -2
+SETTLEMENT_TICKET: Final = -2
 
 
 class Settlement:
@@ -43,7 +43,7 @@ class Settlement:
         """Query a replica, or set the outcome at once if no query is necessary."""
         if self._stamp_ms is None:
             self._replicas[0].send_request(
-                LineageRequest, self._mark, self._mark, now_ms=now_ms, ticket=SETTLING
+                LineageRequest, self._mark, self._mark, now_ms=now_ms, ticket=SETTLEMENT_TICKET
             )
             return
         in_doubt = self._claim.in_doubt
@@ -99,7 +99,9 @@ class Settlement:
     def _request_unresolved(self, last: TransactionId, now_ms: int) -> None:
         assert self._claim.in_doubt is not None
         first = self._claim.in_doubt.committed + 1
-        self._replicas[0].send_request(LineageRequest, first, last, now_ms=now_ms, ticket=SETTLING)
+        self._replicas[0].send_request(
+            LineageRequest, first, last, now_ms=now_ms, ticket=SETTLEMENT_TICKET
+        )
 
     def _settle(self, committed_last: TransactionId) -> None:
         assert self._stamp_ms is not None

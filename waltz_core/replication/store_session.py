@@ -46,7 +46,7 @@ from waltz_core.replication.replica_session import (
 from waltz_core.replication.session_claim import Claim
 from waltz_core.replication.session_events import Batch, Committed, Effect, SessionOpened
 from waltz_core.replication.session_recovery import NO_STORAGE_ID, Recovery
-from waltz_core.replication.settlement import SETTLING, Settlement
+from waltz_core.replication.settlement import SETTLEMENT_TICKET, Settlement
 from waltz_core.replication.window import SessionWindow
 from waltz_core.wire import messages
 from waltz_core.wire.messages import StorageMessage
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from random import Random
 
 # Tickets of requests are those of `Repairs`, except for heartbeats (the proof's token) and
-# `SETTLING`.
+# `SETTLEMENT_TICKET`.
 
 # A stalled replica answers hundreds of appends late, all at once: one report a second is enough.
 SLOW_REPORT_MS: Final = 1_000
@@ -141,7 +141,7 @@ class StoreSession:
         self._progress_ms = 0
         self._is_waiting_reported = False
         self._proving = Proving(claim.assigned, outbox=outbox, limits=limits)
-        self._settling: Settlement | None = None
+        self._settlement: Settlement | None = None
         self._rivals: list[ReplicaId] = []
 
     # -----------------------------------------------------------------------------------------
@@ -441,9 +441,9 @@ class StoreSession:
                 self._prepared(each, answer, now_ms)
             case messages.HeartbeatResponse():
                 self._proving.vote(request.ticket, each.replica)
-            case messages.LineageResponse() if request.ticket == SETTLING:
-                assert self._settling is not None
-                self._settling.answered(each, answer, now_ms)
+            case messages.LineageResponse() if request.ticket == SETTLEMENT_TICKET:
+                assert self._settlement is not None
+                self._settlement.answered(each, answer, now_ms)
                 self._note_settled()
             case messages.ReplicaEnd() if isinstance(request.message, messages.Engage):
                 pass
@@ -550,15 +550,15 @@ class StoreSession:
                 claim.session_id, claim.generation, mark, self.window.chain, claim.unbroken
             )
         )
-        self._settling = Settlement(claim, mark, self.engaged)
-        self._settling.begin(now_ms)
+        self._settlement = Settlement(claim, mark, self.engaged)
+        self._settlement.begin(now_ms)
         self._note_settled()
 
     def _note_settled(self) -> None:
-        assert self._settling is not None
-        if self._settling.outcome is not None:
+        assert self._settlement is not None
+        if self._settlement.outcome is not None:
             self.is_settled = True
-            self._outbox.append(self._settling.outcome)
+            self._outbox.append(self._settlement.outcome)
 
     # -----------------------------------------------------------------------------------------
     # the live log

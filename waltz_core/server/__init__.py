@@ -23,7 +23,7 @@ Life of an append
        alone.
     3. `admission` checks the mount, the generation and the checksums. Rows that fail are rejected,
        each with a reason.
-    4. The lock table validates the rows in order (`validating`). Accepted rows get IDs, which are
+    4. The lock table validates the rows in order (`validation`). Accepted rows get IDs, which are
        entered into the table at once. Rejected ones may have to wait until the ID that they
        conflict with is final.
     5. The accepted rows become records, with the same bytes as on disk (`batches`,

@@ -1,12 +1,12 @@
 """The positions of a range's records in a storage's files, for a reader on the same machine.
 
 A storage answers a `RangeRaw` of form `LOCATIONS` with `RangeBytes` that contain lengths and
-lineage as usual, and these places instead of the records. An older storage rejects the form, so
+lineage as usual, and these locations instead of the records. An older storage rejects the form, so
 nothing else of the protocol changes.
 
 Rules:
-    1. The places are runs of a segment file's bytes, in the order of the ids, without a gap between
-       their records.
+    1. The locations are runs of a segment file's bytes, in the order of the ids, without a gap
+       between their records.
     2. Their sizes add up to the lengths of the answer.
 """
 
@@ -23,7 +23,7 @@ from waltz_core.wire.messages import Buffer
 LOCATIONS: Final = 2
 # The limit of the records in one answer, in bytes, because their lengths take memory.
 LOCATIONS_BYTES_MAX: Final = 64 * 1024 * 1024
-_PLACE: Final = Struct(">qqq")
+_LOCATION: Final = Struct(">qqq")
 _SEGMENT: Final = Struct(">iq")
 SEGMENT_REQUEST_BYTES: Final = _SEGMENT.size
 
@@ -36,26 +36,28 @@ class FileLocation(NamedTuple):
     size: int
 
 
-def encode_locations(places: Iterable[FileLocation]) -> bytes:
-    """Return the places, 24 bytes each."""
-    return b"".join(_PLACE.pack(*place) for place in places)
+def encode_locations(locations: Iterable[FileLocation]) -> bytes:
+    """Return the locations, 24 bytes each."""
+    return b"".join(_LOCATION.pack(*location) for location in locations)
 
 
 def decode_locations(packed: Buffer, records_bytes: int) -> tuple[FileLocation, ...]:
-    """Decode the places of `records_bytes` bytes of records; raise BadFormat if not valid."""
-    if len(packed) % _PLACE.size:
-        raise BadFormat(f"places: expected {_PLACE.size} bytes each, found {len(packed)} in all")
-    places = tuple(
+    """Decode the locations of `records_bytes` bytes of records; raise BadFormat if not valid."""
+    if len(packed) % _LOCATION.size:
+        raise BadFormat(
+            f"locations: expected {_LOCATION.size} bytes each, found {len(packed)} in all"
+        )
+    locations = tuple(
         FileLocation(TransactionId(segment), offset, size)
-        for segment, offset, size in _PLACE.iter_unpack(packed)
+        for segment, offset, size in _LOCATION.iter_unpack(packed)
     )
-    for place in places:
-        if place.segment < 0 or place.offset < 0 or place.size <= 0:
-            raise BadFormat(f"places: expected a run of bytes of a segment, found {place}")
-    total = sum(place.size for place in places)
+    for location in locations:
+        if location.segment < 0 or location.offset < 0 or location.size <= 0:
+            raise BadFormat(f"locations: expected a run of bytes of a segment, found {location}")
+    total = sum(location.size for location in locations)
     if total != records_bytes:
-        raise BadFormat(f"places: expected {records_bytes} bytes, found {total}")
-    return places
+        raise BadFormat(f"locations: expected {records_bytes} bytes, found {total}")
+    return locations
 
 
 def socket_name_of(cluster_key: bytes, address: str) -> str:

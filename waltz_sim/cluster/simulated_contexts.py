@@ -156,8 +156,8 @@ class ContextClient(Process):
 
     async def _append(self, client: AsyncWaltzClient) -> None:
         """Append without a mark: the client's own is claimed."""
-        place = int(self.chance() * self.cluster.setup.keys)
-        operation = self.operation(((place,), (), ()), self.view)
+        position = int(self.chance() * self.cluster.setup.keys)
+        operation = self.operation(((position,), (), ()), self.view)
         result: TransactionId | errors.WaltzError
         try:
             future = await client.append(
@@ -194,12 +194,14 @@ class ContextClient(Process):
         """Apply the next transaction; 13. Dense and 14. ClientPrefix."""
         if self.chance() < 0.3:
             await self._sleep_us(int(self.chance() * 5_000))
-        log, place = self.cluster.checks.history.log, transaction.transaction_id
-        if place != self.view + 1:
-            self.loop.fail(Violation("Dense", f"{self.name} applies {place} after {self.view}"))
-        elif place >= len(log) or log[place].key != transaction.req_id[::3]:
-            self.loop.fail(Violation("ClientPrefix", f"{self.name} was fed another one at {place}"))
-        self.view = place
+        log, position = self.cluster.checks.history.log, transaction.transaction_id
+        if position != self.view + 1:
+            self.loop.fail(Violation("Dense", f"{self.name} applies {position} after {self.view}"))
+        elif position >= len(log) or log[position].key != transaction.req_id[::3]:
+            self.loop.fail(
+                Violation("ClientPrefix", f"{self.name} was fed another one at {position}")
+            )
+        self.view = position
 
     # ---- the client's connections
 

@@ -249,8 +249,8 @@ class _Application:
         elif roll < 0.75:
             client.request(FlushRequest)
         elif roll < 0.85:
-            place = TransactionId(int(self._chance() * (last + 1)))
-            client.request(lambda req_id: TransactionDataRequest(req_id, place))
+            position = TransactionId(int(self._chance() * (last + 1)))
+            client.request(lambda req_id: TransactionDataRequest(req_id, position))
         else:
             form = RangeForm.WHOLE if self._chance() < 0.7 else RangeForm.HEADERS
             wanted = (7,) if self._chance() < 0.3 else ()

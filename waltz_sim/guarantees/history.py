@@ -198,12 +198,12 @@ class History:
                 f"{node.first}..{node.last} is stamped {node.stamp_ms} after {self.stamp_ms}",
             )
         self.stamp_ms = node.stamp_ms
-        for place, row in enumerate(node.rows, node.first):
+        for position, row in enumerate(node.rows, node.first):
             if row.key in self.at:
                 raise Violation(
-                    "AtMostOnce", f"{row.key} is in the log at {self.at[row.key]} and at {place}"
+                    "AtMostOnce", f"{row.key} is in the log at {self.at[row.key]} and at {position}"
                 )
-            self.at[row.key] = place
+            self.at[row.key] = position
             self.log.append(row)
             self.sessions.append(node.session_id)
         start = 0

@@ -58,8 +58,8 @@ class CheckedTransaction(NamedTuple):
         """The locks on the things that it only reads."""
         return (self._lock(self.second),) if self.kind is RowKind.GUARD else ()
 
-    def _lock(self, place: int) -> int:
-        return self.kind * _LOCKS_OF_KIND + place
+    def _lock(self, position: int) -> int:
+        return self.kind * _LOCKS_OF_KIND + position
 
 
 def _written_by(data: bytes) -> list[tuple[tuple[int, int], int]]:
@@ -120,8 +120,8 @@ class Ledger:
         for data in predecessors:
             after.update(_written_by(data))
         values = [
-            after.get((checked.kind, place), self._thing(checked.kind, place).at(mark))
-            for place in (checked.first, checked.second)
+            after.get((checked.kind, position), self._thing(checked.kind, position).at(mark))
+            for position in (checked.first, checked.second)
         ]
         return _BODY.pack(checked.kind, checked.first, checked.second, *values)
 
@@ -153,13 +153,13 @@ class Ledger:
         accounts = [value for (kind, _), value in last.items() if kind == RowKind.TRANSFER]
         if sum(accounts) != BALANCE * len(accounts):
             raise Violation("Serializable", f"{len(accounts)} accounts hold {sum(accounts)}")
-        for (kind, place), value in last.items():
-            if kind == RowKind.GUARD and value == 0 and last.get((kind, place ^ 1)) == 0:
-                raise Violation("Serializable", f"both guards of the pair of {place} have left")
+        for (kind, position), value in last.items():
+            if kind == RowKind.GUARD and value == 0 and last.get((kind, position ^ 1)) == 0:
+                raise Violation("Serializable", f"both guards of the pair of {position} have left")
 
-    def _thing(self, kind: int, place: int) -> _Versions:
-        found = self._things.get((kind, place))
+    def _thing(self, kind: int, position: int) -> _Versions:
+        found = self._things.get((kind, position))
         if found is None:
             value = {RowKind.TRANSFER: BALANCE, RowKind.PUSH: 0, RowKind.GUARD: 1}[RowKind(kind)]
-            found = self._things[kind, place] = _Versions(value)
+            found = self._things[kind, position] = _Versions(value)
         return found

@@ -55,25 +55,25 @@ class Outcomes:
     def submitted(self, chain: Chain) -> None:
         """16. NotAhead: no row was computed from rows that are not in the log."""
         history = self._facts.history
-        for place, row in enumerate(history.nodes[chain].rows, history.nodes[chain].first):
+        for position, row in enumerate(history.nodes[chain].rows, history.nodes[chain].first):
             operation = history.operations.get(row.number)
             if operation is None:
                 continue
             if operation.session_id != NO_SESSION:
-                self._check_followed(operation, chain, place)
+                self._check_followed(operation, chain, position)
             elif operation.mark > history.last:
                 self._facts.fail(
                     "NotAhead", f"{operation} is accepted, the log ends at {history.last}"
                 )
 
-    def _check_followed(self, operation: Operation, chain: Chain, place: int) -> None:
+    def _check_followed(self, operation: Operation, chain: Chain, position: int) -> None:
         """Followed: a dependent append's predecessors have the expected ids, in one session."""
         evidence, history = self._facts, self._facts.history
         session_id = history.nodes[chain].session_id
         if operation.session_id != session_id:
             evidence.fail("Followed", f"{operation} is accepted in session {session_id}")
-        if operation.mark >= place:
-            evidence.fail("Followed", f"{operation} is accepted as {place}")
+        if operation.mark >= position:
+            evidence.fail("Followed", f"{operation} is accepted as {position}")
         for transaction_id, key in operation.followed:
             row = history.row_before(chain, transaction_id)
             if row is None or row.key != key:
@@ -226,9 +226,9 @@ class Outcomes:
         heads = list(_HEAD.iter_unpack(effect.headers))
         if len(heads) != effect.count:
             evidence.fail("Dense", f"{client.name}: {len(heads)} headers, expected {effect.count}")
-        for place, (client_id, _, _, sequence, _) in enumerate(heads, effect.first):
-            if place >= len(log) or log[place].key != (client_id, sequence):
-                evidence.fail("ClientPrefix", f"{client.name} received a wrong row at {place}")
+        for position, (client_id, _, _, sequence, _) in enumerate(heads, effect.first):
+            if position >= len(log) or log[position].key != (client_id, sequence):
+                evidence.fail("ClientPrefix", f"{client.name} received a wrong row at {position}")
         evidence.counts["fed"] += effect.count
 
     def are_all_fed(self) -> bool:

@@ -120,10 +120,12 @@ class ReplicaGuarantees:
         if storage.name in self.corrupted or log.suspect or log.damaged:
             return
         operations = self._facts.history.operations
-        for place, data in enumerate(self.data_on(storage)):
+        for position, data in enumerate(self.data_on(storage)):
             operation = operations.get(int.from_bytes(data[:NUMBER_BYTES], "big"))
             if operation is None or operation.data != data:
-                self._facts.fail("NoRotServed", f"{storage.name} counts a torn record at {place}")
+                self._facts.fail(
+                    "NoRotServed", f"{storage.name} counts a torn record at {position}"
+                )
 
     def rolled_back(self, storage: "SimStorage") -> None:
         """Note that a fault has restored an older disk of a replica: its promises are lost."""
@@ -347,9 +349,9 @@ class ReplicaGuarantees:
         if found[: len(wanted)] == wanted:
             return
         at = 0
-        for place, record in enumerate(self._facts.history.records[: last + 1]):
+        for position, record in enumerate(self._facts.history.records[: last + 1]):
             if found[at : at + len(record)] != record:
-                self._facts.fail("Fixed", f"{storage.name} has a wrong record at {place}")
+                self._facts.fail("Fixed", f"{storage.name} has a wrong record at {position}")
             at += len(record)
 
 

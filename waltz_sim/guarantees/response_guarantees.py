@@ -218,25 +218,25 @@ class ResponseGuarantees:
         records, data = self._facts.history.records, bytes(message.records)
         size, at = RECORD_HEADER.size, 0
         for _ in range(message.count):
-            place = int.from_bytes(data[at : at + 8], "big")
-            if not 0 <= place < len(records):
-                self._facts.fail("NoRotServed", f"{name} sends {place}, which is not in the log")
-            record = records[place]
+            position = int.from_bytes(data[at : at + 8], "big")
+            if not 0 <= position < len(records):
+                self._facts.fail("NoRotServed", f"{name} sends {position}, which is not in the log")
+            record = records[position]
             wanted = record if message.form == RangeForm.WHOLE else record[:size]
             if data[at : at + len(wanted)] != wanted:
-                self._facts.fail("NoRotServed", f"{name} sends a wrong record at {place}")
+                self._facts.fail("NoRotServed", f"{name} sends a wrong record at {position}")
             at += len(wanted)
         if at != len(data):
             self._facts.fail("NoRotServed", f"{name} sends {len(data)} bytes, not {at}")
         self._facts.counts["read"] += message.count
 
     def _check_data(self, name: str, message: TransactionDataResponse) -> None:
-        place, records = message.transaction_id, self._facts.history.records
+        position, records = message.transaction_id, self._facts.history.records
         found, _ = message.result
         if found is None:
             return
-        if not 0 <= place < len(records) or bytes(found) != data_in(records[place]):
-            self._facts.fail("NoRotServed", f"{name} sends wrong data for {place}")
+        if not 0 <= position < len(records) or bytes(found) != data_in(records[position]):
+            self._facts.fail("NoRotServed", f"{name} sends wrong data for {position}")
         self._facts.count("read alone")
 
     def _check_result(self, name: str, message: AppendResult) -> None:

@@ -99,7 +99,7 @@ class SyncDirectory(NamedTuple):
 
 
 class Remark(NamedTuple):
-    """A mark by which a test finds a place in the list; not a change of the disk."""
+    """A mark by which a test finds a position in the list; not a change of the disk."""
 
     what: object
 
@@ -553,7 +553,9 @@ def _some(units: Sequence[Unit], rng: "Random") -> Sequence[Unit]:
     if len(units) <= UNITS_MAX:
         return units
     between = rng.sample(range(2, len(units) - 2), UNITS_MAX - 4)
-    return [units[place] for place in (0, 1, *sorted(between), len(units) - 2, len(units) - 1)]
+    return [
+        units[position] for position in (0, 1, *sorted(between), len(units) - 2, len(units) - 1)
+    ]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -563,24 +565,26 @@ def _some(units: Sequence[Unit], rng: "Random") -> Sequence[Unit]:
 def sync_places(changes: Sequence[DiskChange]) -> list[int]:
     """Return the places of syncs."""
     return [
-        place for place, change in enumerate(changes) if isinstance(change, Sync | SyncDirectory)
+        position
+        for position, change in enumerate(changes)
+        if isinstance(change, Sync | SyncDirectory)
     ]
 
 
-def without(changes: Sequence[DiskChange], place: int) -> list[DiskChange]:
+def without(changes: Sequence[DiskChange], position: int) -> list[DiskChange]:
     """Return the changes of a program that omits a sync."""
-    return [*changes[:place], *changes[place + 1 :]]
+    return [*changes[:position], *changes[position + 1 :]]
 
 
-def delayed(changes: Sequence[DiskChange], place: int) -> list[DiskChange] | None:
+def delayed(changes: Sequence[DiskChange], position: int) -> list[DiskChange] | None:
     """Return the changes of a program that delays a sync beyond the next one; None for the last."""
-    after = next((sync for sync in sync_places(changes) if sync > place), None)
+    after = next((sync for sync in sync_places(changes) if sync > position), None)
     if after is None:
         return None
     return [
-        *changes[:place],
-        *changes[place + 1 : after + 1],
-        changes[place],
+        *changes[:position],
+        *changes[position + 1 : after + 1],
+        changes[position],
         *changes[after + 1 :],
     ]
 
@@ -589,7 +593,7 @@ def platters(changes: Sequence[DiskChange]) -> Iterator[tuple[int, Platter]]:
     """Return each point at which a crash may occur, as the number of changes before it."""
     platter = Platter()
     yield 0, platter
-    for place, change in enumerate(changes):
+    for position, change in enumerate(changes):
         platter.add(change)
         if not isinstance(change, Remark):
-            yield place + 1, platter
+            yield position + 1, platter

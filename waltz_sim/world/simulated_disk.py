@@ -449,7 +449,7 @@ class SimDisk:
         return Contents(files, frozenset(self._directories))
 
     def become(self, contents: Contents) -> None:
-        """Put a backup, or nothing, in the place of all that is here; no file is open."""
+        """Put a backup, or nothing, in the position of all that is here; no file is open."""
         self._names = {
             path: Inode(bytearray(s), bytearray(s)) for path, s in contents.files.items()
         }
@@ -499,9 +499,9 @@ class SimDisk:
         return plan.fault
 
     def _next_call_plan(self, what: str) -> _Plan | None:
-        for place, (names, plan) in enumerate(self._call_plans):
+        for position, (names, plan) in enumerate(self._call_plans):
             if what in names:
-                del self._call_plans[place]
+                del self._call_plans[position]
                 return plan
         return None
 

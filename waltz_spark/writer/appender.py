@@ -296,9 +296,11 @@ class Appender:
                 self._in_flight -= 1
                 outcome = future.result()
                 block = False
-                yield from self._judge(lane, chunk, outcome)
+                yield from self._outcomes_of(lane, chunk, outcome)
 
-    def _judge(self, lane: _Lane, chunk: _Chunk, outcome: BatchOutcome) -> Iterator[FinalRows]:
+    def _outcomes_of(
+        self, lane: _Lane, chunk: _Chunk, outcome: BatchOutcome
+    ) -> Iterator[FinalRows]:
         reasons = outcome.reasons
         for reason, (kind, text) in _FATAL.items():
             if (reasons == reason).any():

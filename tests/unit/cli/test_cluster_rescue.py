@@ -195,7 +195,7 @@ def rebuilt(monkeypatch, storage, *, now_s, dies_at=()):
     return asyncio.run(scenario())
 
 
-def test_ids_continue_above_those_of_the_logs_where_a_clock_was_set_back(monkeypatch):
+def test_new_ids_are_above_those_in_the_logs_after_a_clock_was_set_back(monkeypatch):
     storage = Storage(Ids(70_000, 400), Ids(90_000, 500))
     client_id, owned, written, _ = rebuilt(monkeypatch, storage, now_s=IDS_EPOCH_S + 60)
     assert client_id > 90_000

@@ -232,11 +232,11 @@ def test_an_index_is_rebuilt_unless_it_is_a_dry_run(storage, capsys):
     flip(path, 140)
     bad = path.read_bytes()
     out = printed(capsys, "repair-index", storage, "--dry-run")
-    assert "0000000000000000011.idx: wrong in 1 place; would be rebuilt, 13 entries" in out
+    assert "0000000000000000011.idx: 1 wrong entry; would be rebuilt, 13 entries" in out
     assert out.count("; unchanged") == 2
     assert path.read_bytes() == bad
     out = printed(capsys, "repair-index", storage)
-    assert "0000000000000000011.idx: wrong in 1 place; rebuilt, 13 entries" in out
+    assert "0000000000000000011.idx: 1 wrong entry; rebuilt, 13 entries" in out
     assert path.read_bytes() == good
 
 
@@ -245,7 +245,7 @@ def test_one_segment_that_is_rejected_does_not_keep_the_others_from_being_repair
     flip(segments(storage, ".idx")[1], 140)
     assert main(["disk", "repair-index", str(storage)]) == 1
     said = capsys.readouterr()
-    assert "0000000000000000011.idx: wrong in 1 place; rebuilt" in said.out
+    assert "0000000000000000011.idx: 1 wrong entry; rebuilt" in said.out
     assert "0000000000000000000.seg: header: expected first id 0, found 1; no index" in said.err
 
 

@@ -51,7 +51,7 @@ def test_one_partition_is_handed_to_another_server():
 
 
 @pytest.mark.parametrize("sick", [{1}, {1, 2}, {2, 3}, {1, 3, 4}])
-def test_partitions_that_are_handed_over_come_to_a_server_that_is_well(sick):
+def test_partitions_are_handed_over_to_a_healthy_server(sick):
     """A server that reaches no quorum hands over all that it has, also what it was handed."""
     now = assigned(PartitionAssignment(), live(1, 2, 3, 4), partition_count=24)
     for _ in range(len(sick)):

@@ -253,7 +253,7 @@ def placements(draw):
 def test_spreading_is_even_and_over_groups(placed, count):
     groups, now = placed
     if count is not None and count > len(groups):
-        with pytest.raises(errors.BadRequest, match="need as many storages"):
+        with pytest.raises(errors.BadRequest, match="the number of storages, found"):
             changes.spread(now, groups, count)
         return
     wanted = changes.spread(now, groups, count)

@@ -52,7 +52,7 @@ async def with_cluster() -> tuple[MemoryWorld, MemorySession, Coordinator]:
 
 @FAULTS
 @on_virtual_loop
-async def test_an_id_with_an_unknown_fate_is_not_given_out(fault):
+async def test_an_id_whose_write_has_an_unknown_outcome_is_not_used(fault):
     _, session, coordinator = await with_cluster()
     assert await coordinator.next_client_id() == 1
     session.faults += [fault, fault]

@@ -120,7 +120,9 @@ async def test_a_server_that_does_not_own_it_yet_is_queried_again(cluster):
 
 
 @on_loop
-async def test_a_mark_is_requested_again_at_a_server_that_does_not_own_it_yet(monkeypatch, cluster):
+async def test_a_mark_request_is_repeated_while_the_server_does_not_own_the_partition(
+    monkeypatch, cluster
+):
     monkeypatch.setitem(requests.UNANSWERED_S, messages.HighWaterMarkResponse, 0.05)
     cluster.fill(0, 4)
     await on_server(cluster, lambda: cluster.servers[0].release_ownership(0))

@@ -114,9 +114,9 @@ def test_entries_that_cannot_be_true_become_the_beginning_of_the_damage(disk):
     assert repair_index(disk, SEGMENT, dry_run=False).kept == kept
     made = [int.from_bytes(disk.content(INDEX)[at : at + 8], "big") for at in range(128, 232, 8)]
     old = [int.from_bytes(good[at : at + 8], "big") for at in range(128, 232, 8)]
-    differ = [place for place in range(13) if made[place] != old[place]]
+    differ = [position for position in range(13) if made[position] != old[position]]
     assert len(differ) == kept - 1
-    assert {made[place] for place in differ} == {old[differ[0] - 1]}
+    assert {made[position] for position in differ} == {old[differ[0] - 1]}
 
 
 def test_a_segment_with_a_wrong_header_gets_no_index(disk):

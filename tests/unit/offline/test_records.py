@@ -34,7 +34,7 @@ def ids(parts):
     """Ids of readable records, in order, and the gaps."""
     parts = list(parts)
     runs = [one for one in parts if isinstance(one, RecordRun)]
-    found = [one.first + place for one in runs for place in range(one.length)]
+    found = [one.first + position for one in runs for position in range(one.length)]
     return found, [one for one in parts if isinstance(one, Gap)]
 
 

@@ -1,4 +1,4 @@
-"""`verify`: each kind of damage is reported exactly, with its file and place."""
+"""`verify`: each kind of damage is reported exactly, with its file and position."""
 
 import shutil
 from dataclasses import replace
@@ -38,8 +38,8 @@ def storage(tmp_path):
     return directory
 
 
-def seg(storage, place, suffix=".seg"):
-    return segments(storage, suffix)[place]
+def seg(storage, position, suffix=".seg"):
+    return segments(storage, suffix)[position]
 
 
 def cut(path, count):
@@ -223,8 +223,8 @@ def write_slot(storage, **changes):
     data = (storage / SLOTS).read_bytes()
     both = [Slot.decode(data[at : at + 512]) for at in (0, 4096)]
     current = max(both, key=lambda one: one.sequence)
-    place = 4096 * ((current.sequence + 1) % 2)
-    patch(storage / SLOTS, place, replace(current, **changes).encode())
+    position = 4096 * ((current.sequence + 1) % 2)
+    patch(storage / SLOTS, position, replace(current, **changes).encode())
     return current
 
 
@@ -408,8 +408,8 @@ def test_bytes_after_the_end_of_a_file_are_a_fault_only_in_a_closed_log(tmp_path
 def test_batches_that_the_storage_has_made_up_are_not_held_against_the_records(tmp_path):
     """It makes them of entries that it cannot read any more; their chains are of nothing."""
     world = some_world(segment_bytes_max=100_000)
-    for place in (1, 2):
-        world.disk.flip(ROOT / "2" / f"{'0' * 19}.chn", 64 + 64 * place + 8)
+    for position in (1, 2):
+        world.disk.flip(ROOT / "2" / f"{'0' * 19}.chn", 64 + 64 * position + 8)
     world.log.lineage(0, world.max_id)
     world.close()
     directory = spill(world.disk, tmp_path)

@@ -1,4 +1,4 @@
-"""How a partition stands: what is validated at one place for the doctor and for `verify`."""
+"""The state of a partition, as the doctor and `verify` both use it."""
 
 import pytest
 

@@ -436,7 +436,7 @@ def test_an_incomparable_tail_is_truncated_to_the_last_true_batch_and_copied(mar
     assert one.chain == source.chain
 
 
-def test_a_mark_within_lost_batches_is_not_truncated_through():
+def test_a_log_is_not_truncated_below_a_mark_within_lost_batches():
     one, source = storage(*OLD, (3, [7]), mark=4), storage(*OLD)
     without_batches(one, 3, 5)
     repair = repair_of(one)
@@ -445,7 +445,7 @@ def test_a_mark_within_lost_batches_is_not_truncated_through():
     assert one.last == 5
 
 
-def test_a_mark_within_a_batch_of_another_history_is_not_truncated_through():
+def test_a_log_is_not_truncated_below_a_mark_within_a_batch_of_another_history():
     one, source = storage(*OLD[:2], (3, [7, 8, 9]), mark=4), storage(*OLD)
     with pytest.raises(DataLoss, match="no common batch end"):
         walk(repair_of(one), one, source, Goal(5, source.chain))

@@ -8,7 +8,7 @@ from waltz_core import errors
 from waltz_core.records.record import GENESIS_CHAIN, RECONSTRUCTED, LineageEntry
 from waltz_core.replication.session_claim import InDoubtIds
 from waltz_core.replication.session_events import SessionSettled
-from waltz_core.replication.settlement import SETTLING, Settlement
+from waltz_core.replication.settlement import SETTLEMENT_TICKET, Settlement
 from waltz_core.wire.messages import LineageRequest, LineageResponse
 
 
@@ -21,11 +21,11 @@ class Replica:
         self.supplier = []
 
     def send_request(self, kind, first, last, *, now_ms, ticket):
-        assert (kind, ticket) == (LineageRequest, SETTLING)
+        assert (kind, ticket) == (LineageRequest, SETTLEMENT_TICKET)
         self.supplier.append((first, last))
 
 
-def settling(mark, *others, unbroken=True, in_doubt=None):
+def settlement_of(mark, *others, unbroken=True, in_doubt=None):
     claim = SimpleNamespace(session_id=9, unbroken=unbroken, in_doubt=in_doubt)
     replica = Replica()
     return Settlement(claim, mark, [replica, *others]), replica
@@ -38,7 +38,7 @@ def lineage(*entries):
 
 
 def test_rows_in_doubt_are_read_back_window_by_window_after_the_stamp():
-    past, replica = settling(9, unbroken=False, in_doubt=InDoubtIds(7, 3, 8))
+    past, replica = settlement_of(9, unbroken=False, in_doubt=InDoubtIds(7, 3, 8))
     past.begin(0)
     past.answered(replica, lineage((9, 9, 8, 777)), 0)
     past.answered(replica, lineage((7, 7, 8, 770), (8, 8, 8, 775)), 0)
@@ -48,7 +48,7 @@ def test_rows_in_doubt_are_read_back_window_by_window_after_the_stamp():
 
 
 def test_an_answer_without_batches_is_rejected():
-    past, replica = settling(5, unbroken=False)
+    past, replica = settlement_of(5, unbroken=False)
     past.begin(0)
     with pytest.raises(errors.RemoteProtocolError):
         past.answered(replica, lineage(), 0)
@@ -57,7 +57,7 @@ def test_an_answer_without_batches_is_rejected():
 
 def test_reconstructed_batches_do_not_prove_that_a_session_wrote_nothing():
     other = Replica()
-    past, replica = settling(9, other, in_doubt=InDoubtIds(7, 3, 8))
+    past, replica = settlement_of(9, other, in_doubt=InDoubtIds(7, 3, 8))
     past.begin(0)
     past.answered(replica, lineage((6, 6, 7, 710), (7, 8, 7, 720)), 0)
     past.answered(replica, lineage((4, 5, RECONSTRUCTED, 0)), 0)
@@ -68,7 +68,7 @@ def test_reconstructed_batches_do_not_prove_that_a_session_wrote_nothing():
 
 
 def test_no_replica_with_the_batches_is_left():
-    past, replica = settling(5, unbroken=False)
+    past, replica = settlement_of(5, unbroken=False)
     past.begin(0)
     with pytest.raises(errors.RemoteProtocolError, match="has lost the batches"):
         past.answered(replica, lineage((4, 5, RECONSTRUCTED, 0)), 0)

@@ -100,7 +100,7 @@ async def test_a_server_that_no_longer_listens_is_removed_once():
         await listener.close()
         await until(lambda: here.taken_out)
         assert DIALS[0] - dials >= 3, "one refusal may be that of a process that is restarted"
-        # It may be alive in spite of that: only a server that was reached again is validated again.
+        # It may be alive in spite of that: it must be reached before it can be declared dead again.
         await some_dials()
         assert here.taken_out == [other]
         listener = await here.listen(listener.port)
@@ -145,7 +145,7 @@ async def test_a_lost_connection_alone_logs_nothing():
 
 
 @on_loop
-async def test_an_address_that_was_never_reached_is_not_validated():
+async def test_a_server_that_was_never_reached_is_not_declared_dead():
     async with world() as here:
         here.neighbors.follow(view_of(ServerDescriptor(OTHER, HOST, free_port())))
         await some_dials()

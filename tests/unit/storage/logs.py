@@ -45,9 +45,9 @@ BLANK = SegmentHeader(5, KEY, 2, 0)
 def make_run(first, sizes, seed=0):
     """Return records with data of these sizes, back to back, and their lengths."""
     parts = []
-    for place, size in enumerate(sizes):
-        data = Random(f"{seed} {first + place}").randbytes(size)
-        head = RECORD_PREFIX.pack(first + place, bytes(16), 7, size, crc32(data))
+    for position, size in enumerate(sizes):
+        data = Random(f"{seed} {first + position}").randbytes(size)
+        head = RECORD_PREFIX.pack(first + position, bytes(16), 7, size, crc32(data))
         parts.append(head + data + crc32(head + data).to_bytes(4, "big"))
     return b"".join(parts), np.array([len(one) for one in parts], dtype=np.int64)
 
@@ -99,9 +99,9 @@ def make_segments(disk, *counts_of_each):
     """Return segments with batches of so many records in each, and all records and entries."""
     segments = Segments(disk, ROOT, BLANK, [new_segment(disk)])
     records, entries = b"", []
-    for place, counts in enumerate(counts_of_each):
+    for position, counts in enumerate(counts_of_each):
         chain = entries[-1].chain if entries else GENESIS_CHAIN
-        if place:
+        if position:
             segments.add(5, chain)
         more, made = fill_segment(segments.current, counts, chain)
         records += more
@@ -127,7 +127,7 @@ def forge_log(directory, segment_count, *, dirty):
         records, _, entries = make_batches(first, [2], chain)
         header = BLANK._replace(first=first)
         lineage = LineageHeader(header, chain)
-        entry = encode_entry(entries[0], first - 1, segment_crc=lineage.segment_crc, place=0)
+        entry = encode_entry(entries[0], first - 1, segment_crc=lineage.segment_crc, position=0)
         offsets = [SEGMENT_HEADER_BYTES, SEGMENT_HEADER_BYTES + len(records) // 2]
         index = b"".join(one.to_bytes(OFFSET_BYTES, "big") for one in offsets)
         for suffix, content in (

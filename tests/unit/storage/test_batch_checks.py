@@ -1,4 +1,4 @@
-"""Batches: whole, in their places, with the stated chain; or wrong, and reported with the place."""
+"""Batches: whole, in their places, with the stated chain; or wrong, and reported."""
 
 import pytest
 
@@ -84,11 +84,11 @@ def test_a_chain_that_was_made_up_proves_nothing_of_records_nor_does_the_next():
 def test_damage_found_during_a_repair_waits_for_its_own_repair(is_unreadable):
     disk = new_disk()
     segments, _, _ = make_segments(disk, [3, 40])
-    path, place = ROOT / segment_name(0, ".seg"), 128 + 36 * RECORD_BYTES + 44
+    path, position = ROOT / segment_name(0, ".seg"), 128 + 36 * RECORD_BYTES + 44
     if is_unreadable:
-        disk.make_unreadable(path, place, place)
+        disk.make_unreadable(path, position, position)
     else:
-        disk.flip(path, place)
+        disk.flip(path, position)
     found = check_repaired(segments, IdRange(3, 4), ())
     assert IdRange(36, 36) in found
     assert all(30 < one.first == one.last < 43 for one in found)
@@ -101,6 +101,6 @@ def test_the_batch_before_an_id_is_the_one_that_ends_there():
     assert entry_before(segments, 3) == entries[0]
     assert entry_before(segments, 5) == entries[1]
     assert entry_before(segments, 4) is None, "no batch ends at 3"
-    place = LINEAGE_HEADER_BYTES + LINEAGE_ENTRY_BYTES
-    disk.flip(ROOT / segment_name(0, ".chn"), place)
+    position = LINEAGE_HEADER_BYTES + LINEAGE_ENTRY_BYTES
+    disk.flip(ROOT / segment_name(0, ".chn"), position)
     assert entry_before(segments, 5) is None, "it cannot be read"

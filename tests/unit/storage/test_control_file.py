@@ -231,10 +231,10 @@ def test_a_damaged_slot_falls_back_to_the_older_one_and_is_reported():
     slots = new_slots(disk)
     slots.write(Slot(2, promised=6))
     slots.write(Slot(2, promised=9))
-    disk.flip(SLOTS, SLOT_BLOCK_BYTES * slots._place + 20)
+    disk.flip(SLOTS, SLOT_BLOCK_BYTES * slots._position + 20)
     slots = SlotFile.open(disk, ROOT, 2)
     assert (slots.slot.promised, slots.fell_back) == (6, True)
-    disk.flip(SLOTS, SLOT_BLOCK_BYTES * slots._place + 20)
+    disk.flip(SLOTS, SLOT_BLOCK_BYTES * slots._position + 20)
     with pytest.raises(BadFormat, match="no control slot is valid"):
         SlotFile.open(disk, ROOT, 2)
 
@@ -246,7 +246,7 @@ def test_a_slot_in_the_others_place_is_none(spoiled):
     slots = new_slots(disk)
     slots.write(Slot(2, promised=6))
     slots.write(Slot(2, promised=9))
-    content, newest = disk.content(SLOTS), slots._place
+    content, newest = disk.content(SLOTS), slots._position
     victim = newest if spoiled == "newest" else 1 - newest
     other = SLOT_BLOCK_BYTES * (1 - victim)
     disk.overwrite(SLOTS, SLOT_BLOCK_BYTES * victim, content[other : other + SLOT_BLOCK_BYTES])
@@ -294,13 +294,15 @@ def test_a_slot_takes_what_is_lost_of_its_own_block_and_no_other(monkeypatch):
     disk = new_disk()
     slots = SlotFile.create(disk, ROOT, Slot(2))
     abandoned = []
-    monkeypatch.setattr(SimFile, "discard_lost", lambda _, *place: not abandoned.append(place))
+    monkeypatch.setattr(
+        SimFile, "discard_lost", lambda _, *position: not abandoned.append(position)
+    )
     for _ in range(2):
         disk.plan_call({"write"}, DiskFault.FAILS)
         slots.write(Slot(2))
-        place = SLOT_BLOCK_BYTES * (slots.slot.sequence % 2 == 0)
-        assert disk.content(SLOTS)[place : place + SLOT_BYTES] == slots.slot.encode()
-        assert abandoned.pop() == (place, SLOT_BYTES)
+        position = SLOT_BLOCK_BYTES * (slots.slot.sequence % 2 == 0)
+        assert disk.content(SLOTS)[position : position + SLOT_BYTES] == slots.slot.encode()
+        assert abandoned.pop() == (position, SLOT_BYTES)
     slots.write(Slot(2))
     assert abandoned == [], "the write went through"
     monkeypatch.setattr(SimFile, "discard_lost", lambda *_: False)

@@ -229,8 +229,8 @@ def test_a_record_that_has_rotted_is_covered_like_the_others_and_stays_damaged(w
     """It is below the confirmed mark: if it counted as another one, nothing could be appended."""
     (path,) = (world.directory / "0").glob("*.seg")
     content = path.read_bytes()
-    place = content.index(records(3, 1)[0]) + 37
-    path.write_bytes(content[:place] + b"?" + content[place + 1 :])
+    position = content.index(records(3, 1)[0]) + 37
+    path.write_bytes(content[:position] + b"?" + content[position + 1 :])
     world.log.verify(0, 1 << 20)
     assert world.log.damaged == (IdRange(3, 3),)
     assert cover(world) == (BEFORE_FIRST, GENESIS_CHAIN)

@@ -85,9 +85,9 @@ def test_records_of_another_length_do_not_fit(log):
         damage.fill(HOLE, log.segments, 1, lengths, run)
 
 
-def spoil_batch(log, place):
+def spoil_batch(log, position):
     path = ROOT / segment_name(0, ".chn")
-    log.disk.flip(path, LINEAGE_HEADER_BYTES + LINEAGE_ENTRY_BYTES * place + 8)
+    log.disk.flip(path, LINEAGE_HEADER_BYTES + LINEAGE_ENTRY_BYTES * position + 8)
 
 
 def test_a_batch_that_rotted_with_its_records_is_rebuilt_from_them(log):
@@ -148,8 +148,8 @@ def test_a_repair_does_not_wait_for_a_rotten_adjacent_batch(log):
 
 @pytest.mark.parametrize("spoiled", [(0, 1), (2,)])
 def test_several_lost_batches_or_the_last_one_cannot_be_proved(log, spoiled):
-    for place in spoiled:
-        spoil_batch(log, place)
+    for position in spoiled:
+        spoil_batch(log, position)
     log.disk.flip(ROOT / segment_name(0, ".seg"), SEGMENT_HEADER_BYTES + RECORD_BYTES * 8 + 44)
     first, last = (8, 8) if spoiled == (2,) else (4, 5)
     with pytest.raises(ChecksumMismatch, match="do not prove the entry of their batch"):
@@ -198,26 +198,26 @@ def test_the_block_in_which_an_older_segment_ends_is_written_over():
     assert log.segments.read(0, 59)[0] == log.records[: 60 * RECORD_BYTES]
 
 
-@pytest.mark.parametrize("place", [0, SEGMENT_HEADER_BYTES + 8 * 50])
-def test_lost_blocks_of_an_index_are_rebuilt(place):
+@pytest.mark.parametrize("position", [0, SEGMENT_HEADER_BYTES + 8 * 50])
+def test_lost_blocks_of_an_index_are_rebuilt(position):
     log = Lost()
     path = log.path.with_suffix(".idx")
     content = log.disk.content(path)
     log.segments.close()
-    log.disk.make_unreadable(path, place, place)
+    log.disk.make_unreadable(path, position, position)
     assert log.segments.repair(0, 59) == ()
     assert log.segments.read(0, 59)[0] == log.records[: 60 * RECORD_BYTES]
     log.segments.close()
     assert log.disk.open(path).pread(10_000, 0) == content
 
 
-@pytest.mark.parametrize("place", [0, 600], ids=["with the header", "in the middle"])
-def test_lost_blocks_of_batches_are_rebuilt(place):
+@pytest.mark.parametrize("position", [0, 600], ids=["with the header", "in the middle"])
+def test_lost_blocks_of_batches_are_rebuilt(position):
     disk = new_disk()
     segments, _, entries = make_segments(disk, [1] * 40, [1])
     path = ROOT / segment_name(0, ".chn")
     before = disk.content(path)[:LINEAGE_HEADER_BYTES]
-    disk.make_unreadable(path, place, place)
+    disk.make_unreadable(path, position, position)
     segments.repair(0, 39)
     assert disk.content(path)[:LINEAGE_HEADER_BYTES] == before
     found = list(segments.entries_from(0))
@@ -237,8 +237,8 @@ def test_a_segments_header_is_kept_when_its_block_is_released():
 
 def test_records_that_do_not_fit_give_nothing_up():
     log = Lost()
-    place = SEGMENT_HEADER_BYTES + RECORD_BYTES * 20
-    log.disk.make_unreadable(log.path, place, place)
+    position = SEGMENT_HEADER_BYTES + RECORD_BYTES * 20
+    log.disk.make_unreadable(log.path, position, position)
     run, lengths = make_run(20, [500])
     with pytest.raises(BadFormat):
         damage.fill(Slot(2, damaged=(IdRange(20, 20),)), log.segments, 20, lengths, run)

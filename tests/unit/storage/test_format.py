@@ -28,7 +28,7 @@ from waltz_core.storage.log.removal import Wipe
 
 KEY = bytes(range(16))
 ENTRY = LineageEntry(3, 9, 7, 11, KEY)
-BOUND = {"segment_crc": 77, "place": 5}
+BOUND = {"segment_crc": 77, "position": 5}
 SLOT = Slot(
     2,
     provisional=Mark(1, 5),
@@ -62,11 +62,11 @@ def test_any_bytes_decode_or_are_rejected(name, data):
     raw = bytearray(
         good[: data.draw(st.integers(0, len(good)))] if data.draw(st.booleans()) else good
     )
-    for place in data.draw(st.lists(st.integers(0, max(0, len(raw) - 1)), max_size=8)):
+    for position in data.draw(st.lists(st.integers(0, max(0, len(raw) - 1)), max_size=8)):
         if raw:
-            raw[place] = data.draw(st.integers(0, 255))
+            raw[position] = data.draw(st.integers(0, 255))
     if name in CHECKED and len(raw) >= 4 and data.draw(st.booleans()):
-        before = crc32(struct.pack(">q", BOUND["place"]), BOUND["segment_crc"])
+        before = crc32(struct.pack(">q", BOUND["position"]), BOUND["segment_crc"])
         raw = bytearray(with_crc(bytes(raw[:-4]), before if name == "entry" else 0))
     with suppress(BadFormat, ChecksumMismatch):
         decode(bytes(raw))
@@ -75,10 +75,10 @@ def test_any_bytes_decode_or_are_rejected(name, data):
 @pytest.mark.parametrize("name", CHECKED)
 def test_every_flipped_bit_is_seen(name):
     good, decode = STRUCTURES[name]
-    for place in range(len(good)):
+    for position in range(len(good)):
         for bit in range(8):
             raw = bytearray(good)
-            raw[place] ^= 1 << bit
+            raw[position] ^= 1 << bit
             with pytest.raises(ChecksumMismatch):
                 decode(bytes(raw))
 

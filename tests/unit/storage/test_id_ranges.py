@@ -30,11 +30,11 @@ def test_damaged_ranges_hold_what_was_added_and_not_removed(steps):
 
 def test_too_many_damaged_ranges_grow_together_and_lose_none():
     ranges = ()
-    for place in range(2 * DAMAGED_MAX):
-        ranges = with_damage(ranges, IdRange(10 * place, 10 * place + 1))
+    for position in range(2 * DAMAGED_MAX):
+        ranges = with_damage(ranges, IdRange(10 * position, 10 * position + 1))
     assert len(ranges) == DAMAGED_MAX
     covered = {i for a, b in ranges for i in range(a, b + 1)}
-    assert all({10 * place, 10 * place + 1} <= covered for place in range(2 * DAMAGED_MAX))
+    assert all({10 * position, 10 * position + 1} <= covered for position in range(2 * DAMAGED_MAX))
     slot = Slot(0, damaged=ranges)
     assert Slot.decode(slot.encode()) == slot
 

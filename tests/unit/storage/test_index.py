@@ -57,8 +57,8 @@ def filled(disk, counts=(3, 1, 5, 2), first=0):
     return lineage, entries
 
 
-def entry_offset(place):
-    return LINEAGE_HEADER_BYTES + LINEAGE_ENTRY_BYTES * place
+def entry_offset(position):
+    return LINEAGE_HEADER_BYTES + LINEAGE_ENTRY_BYTES * position
 
 
 # ---- offsets
@@ -110,8 +110,8 @@ def test_the_place_of_an_id_is_that_of_the_batch_that_ends_at_or_after_it():
     lineage, entries = filled(new_disk(), (3, 1, 5, 2))
     for wanted in range(14):
         expected = next((i for i, one in enumerate(entries) if one.last >= wanted), 4)
-        assert lineage.place_of(wanted) == expected
-    assert new_lineage(new_disk()).place_of(0) == 0
+        assert lineage.position_of(wanted) == expected
+    assert new_lineage(new_disk()).position_of(0) == 0
 
 
 @pytest.mark.parametrize("damaged", range(6))
@@ -123,11 +123,11 @@ def test_the_place_is_found_around_an_entry_that_cannot_be_read(damaged):
         lineage.entry(damaged)
     with pytest.raises(ChecksumMismatch):
         list(lineage.entries(0))
-    for place, entry in enumerate(entries):
-        if place not in {damaged, damaged + 1}:
-            assert lineage.place_of(entry.last) == place
+    for position, entry in enumerate(entries):
+        if position not in {damaged, damaged + 1}:
+            assert lineage.position_of(entry.last) == position
     # Whether the bad one holds these ids is not known, so it is not passed over.
-    assert lineage.place_of(entries[damaged].last) in {damaged, damaged + 1}
+    assert lineage.position_of(entries[damaged].last) in {damaged, damaged + 1}
 
 
 def test_a_torn_end_is_trimmed_and_earlier_damage_stays():
@@ -150,7 +150,7 @@ def test_the_newest_word_on_what_was_durable_counts():
     entries = make_batches(0, (2,) * 4)[2]
     for entry, synced in zip(entries, (BEFORE_FIRST, 1, 3, 3), strict=True):
         lineage.append([entry], synced)
-    assert [lineage.durable_before(place) for place in range(5)] == [3, 3, 3, 3, BEFORE_FIRST]
+    assert [lineage.durable_before(position) for position in range(5)] == [3, 3, 3, 3, BEFORE_FIRST]
     disk.flip(CHN, entry_offset(2))
     disk.flip(CHN, entry_offset(3))
     assert lineage.durable_before(0) == 1

@@ -10,7 +10,7 @@ KEPT = 4 * MIB
 
 
 def given_back(tail, *writes):
-    """Make writes of so much at a place; return what is to be given back: (start, size) of each."""
+    """Make writes of so much at a position; return what is given back: (start, size) of each."""
     found = []
     for at, size in writes:
         tail.wrote(at, size)

@@ -264,8 +264,8 @@ def test_segments_roll_over_at_the_record_that_crosses_the_limit(world):
 
 def flip(world, transaction_id, at=38):
     log = world.log
-    place = log._files.segments._index_of(transaction_id)
-    segment = log._files.segments.all[place]
+    position = log._files.segments._index_of(transaction_id)
+    segment = log._files.segments.all[position]
     offset = int(segment.bounds(transaction_id, transaction_id)[0])
     path = world.directory / "0" / f"{segment.first:019d}.seg"
     with path.open("r+b") as file:
@@ -476,11 +476,11 @@ def test_a_missing_segment_in_the_middle_is_damage_and_can_be_filled(world):
 def test_a_torn_slot_falls_back_and_rejects_what_may_have_been_promised(world):
     world.append([2])
     world.log.prepare(7, NONCE)
-    place = world.log._files.slots._place
+    position = world.log._files.slots._position
     world.log.abandon()
     world.control.close()
     with (world.directory / "0" / "waltz-x.ctl").open("r+b") as file:
-        file.seek(4096 * place + 100)
+        file.seek(4096 * position + 100)
         file.write(b"torn")
     world.open()
     assert world.log.suspect

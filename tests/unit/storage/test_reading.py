@@ -49,9 +49,11 @@ class Log:
         assert read.first == first
         assert read.records == self.records[first * RECORD_BYTES : (end + 1) * RECORD_BYTES]
         touching = [one for one in self.entries if one.last >= first and one.first <= end]
-        place = self.entries.index(touching[0])
+        position = self.entries.index(touching[0])
         assert read.entries == tuple(touching)
-        assert read.chain_before == (self.entries[place - 1].chain if place else GENESIS_CHAIN)
+        assert read.chain_before == (
+            self.entries[position - 1].chain if position else GENESIS_CHAIN
+        )
         return end
 
 
@@ -241,11 +243,11 @@ def test_verifying_skips_only_the_damage_at_its_position(log):
 
 def placed(log, first, last, bytes_max=1 << 20):
     """Ask where records lie; return the last id of the answer when the places are right."""
-    read = log.reader.places(first, last, bytes_max)
+    read = log.reader.locations(first, last, bytes_max)
     found = b""
-    for place in read.places:
-        content = log.disk.content(ROOT / segment_name(place.segment, ".seg"))
-        found += content[place.offset : place.offset + place.size]
+    for position in read.locations:
+        content = log.disk.content(ROOT / segment_name(position.segment, ".seg"))
+        found += content[position.offset : position.offset + position.size]
     end = first + read.lengths.size - 1
     assert read.first == first
     assert found == log.records[first * RECORD_BYTES : (end + 1) * RECORD_BYTES]
@@ -262,17 +264,17 @@ def test_places_are_reported_over_segments_as_far_as_they_fit(log):
     assert placed(log, 2, 11, 4 * RECORD_BYTES - 1) == 4
     assert placed(log, 7, 11, 1) == 7
     with pytest.raises(BadRequest, match="expected ids up to 11"):
-        log.reader.places(3, 12, 1)
+        log.reader.locations(3, 12, 1)
 
 
 def test_places_are_not_read_but_stop_before_damage_that_is_known(log):
     log.rot(6)
-    assert log.reader.places(0, 11, 1 << 20).lengths.size == 12
+    assert log.reader.locations(0, 11, 1 << 20).lengths.size == 12
     assert log.slots.slot.damaged == ()
     log.read(0, 11)
     assert placed(log, 0, 11) == 5
     with pytest.raises(ChecksumMismatch, match=r"records 6\.\.6 are damaged"):
-        log.reader.places(6, 11, 1 << 20)
+        log.reader.locations(6, 11, 1 << 20)
     assert placed(log, 7, 11) == 11
 
 

@@ -38,7 +38,7 @@ def test_others_come_in_their_place_and_the_headers_follow():
     rebatching.relink(segments)
     assert entries_of(segments) == bounds
     assert content(segments) == records
-    earlier = [rebatching.chain_before(segments, place, within=False) for place in range(3)]
+    earlier = [rebatching.chain_before(segments, position, within=False) for position in range(3)]
     assert earlier == [GENESIS_CHAIN, bounds[0].chain, bounds[1].chain]
     assert [each.lineage.chain_before for each in segments.all] == earlier
     assert rebatching.chain_before(segments, 2) == bounds[2].chain

@@ -162,8 +162,8 @@ def test_an_unclean_stop_is_suspect_where_syncs_are_not_trusted(dirty, trust_fsy
     assert slot.suspect == (dirty and not trust_fsync)
 
 
-def _block(content, place):
-    return content[SLOT_BLOCK_BYTES * place :][:SLOT_BYTES]
+def _block(content, position):
+    return content[SLOT_BLOCK_BYTES * position :][:SLOT_BYTES]
 
 
 def test_falling_back_to_the_older_slot_rejects_all_sessions_so_far():
@@ -175,7 +175,7 @@ def test_falling_back_to_the_older_slot_rejects_all_sessions_so_far():
     assert slot.nonce not in {b"", bytes(16)}
     # Once more, before any session has come: no owner can have been promised a later one.
     content = disk.content(ROOT / SLOTS_NAME)
-    older = min((0, 1), key=lambda place: Slot.decode(_block(content, place)).sequence)
+    older = min((0, 1), key=lambda position: Slot.decode(_block(content, position)).sequence)
     disk.flip(ROOT / SLOTS_NAME, SLOT_BLOCK_BYTES * (1 - older) + 20)
     assert opened(disk, info=INFO._replace(session_id=4))[1].slot.promised == 5
 
@@ -186,7 +186,7 @@ def fallen_back(disk, lost_promise, **older):
     slots = SlotFile.open(disk, ROOT, 2)
     lost = Slot(2, promised=lost_promise, acked=slots.slot.acked, old_sequence=INFO.sequence)
     slots.write(lost)
-    disk.flip(ROOT / SLOTS_NAME, SLOT_BLOCK_BYTES * slots._place + 20)
+    disk.flip(ROOT / SLOTS_NAME, SLOT_BLOCK_BYTES * slots._position + 20)
 
 
 def test_a_session_that_only_the_log_contains_was_promised_too():
@@ -372,8 +372,8 @@ def test_a_sector_that_cannot_be_read_does_not_keep_an_adopted_log_closed():
     make_segments(disk, [200], [6])
     for first in (0, 200):
         disk.unlink(path_of(first, ".chn"))
-    place = SEGMENT_HEADER_BYTES + 90 * RECORD_BYTES
-    disk.make_unreadable(path_of(0, ".seg"), place, place)
+    position = SEGMENT_HEADER_BYTES + 90 * RECORD_BYTES
+    disk.make_unreadable(path_of(0, ".seg"), position, position)
     marks = {"low_water_mark": 205, "local_low_water_mark": 205}
     segments, slots = opened(disk, info=ADOPTED._replace(**marks))
     (lost,) = slots.slot.damaged
@@ -615,7 +615,7 @@ def test_batches_made_after_a_fall_back_are_marked():
     written(disk, [3, 2], [4], old_sequence=3)
     _, slots = opened(disk, info=INFO._replace(sequence=3))
     slots.write(dataclasses.replace(slots.slot, old_sequence=9))
-    disk.flip(ROOT / SLOTS_NAME, SLOT_BLOCK_BYTES * slots._place + 20)
+    disk.flip(ROOT / SLOTS_NAME, SLOT_BLOCK_BYTES * slots._position + 20)
     disk.flip(path_of(0, ".chn"), LINEAGE_HEADER_BYTES + 3)
     segments, slots = opened(disk, info=INFO._replace(sequence=9))
     assert slots.slot.suspect

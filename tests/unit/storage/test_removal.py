@@ -78,14 +78,14 @@ def test_each_step_is_durable_before_the_next(disk, control, intent):
     begun = len(disk.trace)
     removal.wipe(disk, HOME, control, intent)
     steps = disk.trace[begun:]
-    synced = [place for place, step in enumerate(steps) if step == f"syncdir {HOME.name}"]
+    synced = [position for position, step in enumerate(steps) if step == f"syncdir {HOME.name}"]
     logs = [at for at, step in enumerate(steps) if step.startswith("unlink 0")]
     slots = [at for at, s in enumerate(steps) if SLOTS_NAME in s and s[:6] in {"unlink", "rename"}]
     (gone,) = (at for at, step in enumerate(steps) if step == f"unlink {WIPE_NAME}")
     assert len(logs) == 6
     assert slots
     for before, after in ((max(logs), slots[-1]), (slots[-1], gone), (gone, len(steps))):
-        assert any(before < place < after for place in synced), steps
+        assert any(before < position < after for position in synced), steps
 
 
 def test_without_an_intent_nothing_is_finished(disk, control):

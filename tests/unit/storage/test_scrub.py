@@ -20,8 +20,8 @@ from waltz_core.storage.log.scrub import (
 DAY_MS = 86_400_000
 
 
-def made(*partitions, bytes_per_s=100_000, interval_ms=DAY_MS, places=None):
-    scrub = Scrub(bytes_per_s=bytes_per_s, interval_ms=interval_ms, places=places)
+def made(*partitions, bytes_per_s=100_000, interval_ms=DAY_MS, positions=None):
+    scrub = Scrub(bytes_per_s=bytes_per_s, interval_ms=interval_ms, positions=positions)
     for each in partitions:
         scrub.opened(each, 0)
     return scrub
@@ -80,7 +80,7 @@ def test_a_log_that_was_truncated_is_not_read_beyond_its_end():
     scrub = made(2)
     read(scrub, 0, last=99, next_id=50)
     assert scrub.begin(2, 30, 500) is None
-    assert scrub.places == {}
+    assert scrub.positions == {}
 
 
 def test_at_rate_zero_only_requested_passes_run():
@@ -125,11 +125,11 @@ def test_a_dropped_partition_does_not_hold_up_others():
 def test_the_position_survives_a_restart():
     scrub = made(1, 2)
     read(scrub, 0, next_id=50)
-    assert scrub.places == {1: 50}
-    again = made(1, 2, places=scrub.places)
+    assert scrub.positions == {1: 50}
+    again = made(1, 2, positions=scrub.positions)
     assert read(again, 0, next_id=60)[:2] == (1, ScrubPiece(50, 100_000))
     read(again, 9_000)
-    assert again.places == {}
+    assert again.positions == {}
 
 
 def test_how_far_it_is():
@@ -155,7 +155,7 @@ def test_how_far_it_is():
 def test_every_log_is_read_once_in_a_pass_and_no_faster_than_allowed(lasts, rate, sizes):
     scrub = made(*range(len(lasts)), bytes_per_s=rate, interval_ms=1 << 40)
     now_ms = total = turns = 0
-    places = dict.fromkeys(range(len(lasts)), 0)
+    positions = dict.fromkeys(range(len(lasts)), 0)
     while (at_ms := scrub.wake_at_ms) is not None and at_ms < 1 << 39:
         now_ms = max(now_ms, at_ms)
         partition = scrub.next_turn(now_ms)
@@ -163,13 +163,13 @@ def test_every_log_is_read_once_in_a_pass_and_no_faster_than_allowed(lasts, rate
         if piece is None:
             continue
         assert total <= rate * now_ms / 1_000 + 1, "not faster than the rate"
-        assert piece.first == places[partition], "in the order of ids, without a gap"
+        assert piece.first == positions[partition], "in the order of ids, without a gap"
         size = sizes[turns % len(sizes)]
         turns += 1
-        places[partition] = piece.first + 1 + turns % 7
-        scrub.done(partition, Scrubbed(places[partition], size), now_ms)
+        positions[partition] = piece.first + 1 + turns % 7
+        scrub.done(partition, Scrubbed(positions[partition], size), now_ms)
         total += size
-    assert all(places[each] > last for each, last in enumerate(lasts))
+    assert all(positions[each] > last for each, last in enumerate(lasts))
     assert [each.passes_count for each in scrub.states(now_ms)] == [1] * len(lasts)
 
 
@@ -177,10 +177,10 @@ def test_every_log_is_read_once_in_a_pass_and_no_faster_than_allowed(lasts, rate
 
 
 @given(st.dictionaries(st.integers(0, 10_000), st.integers(0, (1 << 63) - 1)))
-def test_scrub_positions_survive_a_write_and_a_read(places):
+def test_scrub_positions_survive_a_write_and_a_read(positions):
     disk = new_disk()
-    write_positions(disk, ROOT, places)
-    assert read_positions(disk, ROOT) == places
+    write_positions(disk, ROOT, positions)
+    assert read_positions(disk, ROOT) == positions
 
 
 def test_a_file_of_places_that_is_wrong_in_any_byte_reports_nothing():

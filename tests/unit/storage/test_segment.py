@@ -128,7 +128,7 @@ def test_a_truncation_keeps_what_is_below_it_and_the_next_append_continues_there
     assert segment.is_plausible()
 
 
-def test_a_hole_at_the_end_has_any_size():
+def test_damage_at_the_end_is_repaired_with_a_record_of_another_size():
     disk = new_disk()
     segment = new_segment(disk)
     records, _ = fill_segment(segment, [4])
@@ -218,17 +218,17 @@ def test_a_wrong_index_is_detected_and_repaired():
     assert segment.read(0, 5)[0] == records
 
 
-@pytest.mark.parametrize("place", [0, 5])
-def test_an_index_that_leads_out_of_the_file_allocates_no_memory(place):
+@pytest.mark.parametrize("position", [0, 5])
+def test_an_index_that_leads_out_of_the_file_allocates_no_memory(position):
     disk = new_disk()
     fill_segment(new_segment(disk), [6])
     # The first offset becomes 0, or the last one grows by 2**62.
-    disk.overwrite(IDX, SEGMENT_HEADER_BYTES, bytes(8)) if place == 0 else disk.flip(
-        IDX, SEGMENT_HEADER_BYTES + 8 * place, 0x40
+    disk.overwrite(IDX, SEGMENT_HEADER_BYTES, bytes(8)) if position == 0 else disk.flip(
+        IDX, SEGMENT_HEADER_BYTES + 8 * position, 0x40
     )
     segment = open_segment(disk)
     with pytest.raises(ChecksumMismatch, match="wrong from record"):
-        segment.read(0, max(0, place - 1))
+        segment.read(0, max(0, position - 1))
 
 
 def test_offsets_whose_differences_are_too_large_are_not_taken_for_rising_ones():

@@ -83,11 +83,11 @@ def test_batches_that_touch_a_stretch_come_with_the_chain_before_them():
     for first in range(10):
         for last in range(first, 10):
             expected = [one for one in entries if one.last >= first and one.first <= last]
-            place = entries.index(expected[0])
-            before = entries[place - 1].chain if place else GENESIS_CHAIN
+            position = entries.index(expected[0])
+            before = entries[position - 1].chain if position else GENESIS_CHAIN
             assert segments.entries(first, last, 99) == (before, tuple(expected))
             assert segments.entry_of(first) == expected[0]
-            assert list(segments.entries_from(first)) == entries[place:]
+            assert list(segments.entries_from(first)) == entries[position:]
     assert segments.entries(0, 9, 1) == (entries[1].chain, (entries[2],))
     assert segments.entry_of(10) is None
     assert segments.entries(10, 10, 5) == (entries[-1].chain, ())
@@ -135,9 +135,9 @@ def test_a_batch_that_is_truncated_gets_its_new_entry_once():
 def test_a_hole_over_a_border_is_filled():
     disk = new_disk()
     segments, records, _ = make_segments(disk, [3], [1, 1], [4])
-    for first, place in ((0, 2), (3, 0)):
+    for first, position in ((0, 2), (3, 0)):
         path = ROOT / segment_name(first, ".seg")
-        disk.flip(path, 128 + place * RECORD_BYTES + 44)
+        disk.flip(path, 128 + position * RECORD_BYTES + 44)
     assert segments.record_crcs(0, 1) is not None
     assert segments.record_crcs(0, 8) is None
     assert segments.diagnose(2) == (IdRange(2, 2),)
@@ -181,9 +181,9 @@ def test_the_first_wrong_record_is_found_for_every_kind_of_damage():
 def test_an_entry_of_another_place_is_not_trusted():
     disk = new_disk()
     segments, _, entries = make_segments(disk, [2, 1, 3, 1])
-    path, place = ROOT / segment_name(0, ".chn"), LINEAGE_HEADER_BYTES + LINEAGE_ENTRY_BYTES
+    path, position = ROOT / segment_name(0, ".chn"), LINEAGE_HEADER_BYTES + LINEAGE_ENTRY_BYTES
     segment_crc = LineageHeader(BLANK, GENESIS_CHAIN).segment_crc
-    disk.overwrite(path, place, encode_entry(entries[3], 5, segment_crc=segment_crc, place=1))
+    disk.overwrite(path, position, encode_entry(entries[3], 5, segment_crc=segment_crc, position=1))
     with pytest.raises(ChecksumMismatch, match=r"from 2 on after 0\.\.1, found 6"):
         segments.entries(0, 6, 9)
     assert segments.entries(6, 6, 9)[1] == (entries[3],)

@@ -261,7 +261,7 @@ def test_after_a_lost_control_slot_only_a_newer_session_is_accepted(tmp_path):
     bench.engine.abandon()
     slots = tmp_path / "0" / "waltz-x.ctl"
     content = bytearray(slots.read_bytes())
-    newer = max((0, 1), key=lambda place: Slot.decode(content[4096 * place :][:512]).sequence)
+    newer = max((0, 1), key=lambda position: Slot.decode(content[4096 * position :][:512]).sequence)
     content[4096 * newer] ^= 1
     slots.write_bytes(content)
     bench = Bench(tmp_path)

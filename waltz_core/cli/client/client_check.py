@@ -79,7 +79,8 @@ def _checks(function: VerbFunction) -> VerbFunction:
             type=int,
             default=100,
             metavar="N",
-            help="transactions that each client appends, or `consume` checks [default: 100]",
+            help="number of transactions that each client appends, or that `consume` checks "
+            "[default: 100]",
         ),
     ):
         function = declare(function)

@@ -1,7 +1,7 @@
 """`waltz-core cluster verify`: seven checks of every partition, from ZooKeeper to storages.
 
 It changes nothing. It reports failures as sentences for people, and by partition and check for
-programs. `ops/checks.py` judges the answers to the doctor's queries.
+programs. `ops/checks.py` evaluates the answers to the doctor's queries.
 """
 
 from typing import Final

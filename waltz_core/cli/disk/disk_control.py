@@ -140,9 +140,9 @@ def _partition_json(
             {
                 **info._asdict(),
                 "flags": _names(info.flags, _INFO_FLAGS),
-                "counts": place == entry.current,
+                "counts": position == entry.current,
             }
-            for place, info in enumerate(entry.infos)
+            for position, info in enumerate(entry.infos)
         ]
     if slots is not None:
         counts = current_slot(slots, number)
@@ -188,12 +188,12 @@ def _print_control(control: Control, entries: dict[int, ControlEntry]) -> None:
     )
     rows = []
     for number, entry in entries.items():
-        for place, info in enumerate(entry.infos):
+        for position, info in enumerate(entry.infos):
             rows.append(
                 (
                     number,
-                    place + 1,
-                    "counts" if place == entry.current else "-",
+                    position + 1,
+                    "counts" if position == entry.current else "-",
                     info.session,
                     info.low_water_mark,
                     info.local_low_water_mark,

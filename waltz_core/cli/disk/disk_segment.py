@@ -154,10 +154,10 @@ def _dump_records(
         run = part.starting_at(wanted.first)
         if wanted.last is not None:
             run = run.up_to(wanted.last)
-        for place in range(run.length):
-            start, end = run.bounds[place], run.bounds[place + 1]
+        for position in range(run.length):
+            start, end = run.bounds[position], run.bounds[position + 1]
             _show_record(run.offset + start, run.data[start:end], wanted)
-            while batch is not None and batch.last <= run.first + place:
+            while batch is not None and batch.last <= run.first + position:
                 _show_batch(batch, wanted)
                 batch = next(batches, None)
     return iter(()) if batch is None else _prepended(batch, batches)

@@ -44,8 +44,9 @@ NOT_MEASURED: Final = (
     "--connect",
     envvar=options.CONNECT_VARIABLE,
     metavar="CONNECT",
-    help=f"the cluster, {options.PLACE} [default: ${options.CONNECT_VARIABLE}, otherwise the "
-    "cluster of `waltz-core local up` on this machine]",
+    help=f"connect string, for example {options.CONNECT_EXAMPLE} "
+    f"[default: ${options.CONNECT_VARIABLE}, otherwise the cluster of `waltz-core local up` on "
+    "this machine]",
 )
 @click.option(
     "--directory",

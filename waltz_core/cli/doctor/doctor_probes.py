@@ -1,6 +1,6 @@
 """Queries ZooKeeper's nodes, the servers, the storages and this machine for the doctor.
 
-`ops/diagnosis.py` judges the answers.
+`ops/diagnosis.py` evaluates the answers.
 
 Rules:
     1. Each query has a timeout, and independent queries run concurrently.

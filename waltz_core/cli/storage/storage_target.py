@@ -87,7 +87,8 @@ def with_storages(
     connect = click.option(
         "--connect",
         metavar="CONNECT",
-        help=f"the cluster, {options.PLACE} [default without --admin: ${options.CONNECT_VARIABLE}]",
+        help=f"connect string, for example {options.CONNECT_EXAMPLE} "
+        f"[default without --admin: ${options.CONNECT_VARIABLE}]",
     )
     which = (
         "only this storage [default: all]"

@@ -304,7 +304,7 @@ class Applier:
                     self._advance(last)
                 continue
             first = TransactionId(run[0][0]) if run else last
-            policy = await self._judge(first, verdict.error)
+            policy = await self._poison_policy(first, verdict.error)
             if policy is PoisonPolicy.STOP:
                 _log.error("feed.stopped partition=%d error=%s", self._partition_id, verdict.error)
                 self.end(verdict.error)
@@ -326,7 +326,7 @@ class Applier:
             async with asyncio.timeout(pause_s):
                 await event.wait()
 
-    async def _judge(self, transaction_id: TransactionId, error: Exception) -> PoisonPolicy:
+    async def _poison_policy(self, transaction_id: TransactionId, error: Exception) -> PoisonPolicy:
         if policy_of(error) is PoisonPolicy.RETRY:
             self._outage.failed(error)
         else:

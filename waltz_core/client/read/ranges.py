@@ -407,10 +407,12 @@ class ReplicaReader:
         Random(f"{partition_id}:{first}").shuffle(self._addresses)  # noqa: S311 - no secret
         self._addresses.sort(key=lambda each: each not in replicas.nearby)
         self._link: ReaderConnection | None = None
-        self._nearby: LocalReader | None = None  # the connected storage, if it is on this machine
+        self._local_reader: LocalReader | None = (
+            None  # the connected storage, if it is on this machine
+        )
         self._is_closed = False
         self.from_replica_count = 0
-        self.from_nearby_count = 0  # of those
+        self.from_local_count = 0  # of those
 
     async def fetch(self, query: RangeQuery) -> RangeChunk:
         """Read a stretch."""
@@ -442,7 +444,7 @@ class ReplicaReader:
         self._disconnect()
 
     def _disconnect(self) -> None:
-        self._stop_nearby()
+        self._stop_local_reader()
         if self._link is not None:
             self._link.close()
             self._link = None
@@ -455,11 +457,11 @@ class ReplicaReader:
                 made.close()
                 raise errors.Unreachable(f"{address}: the reader was closed")
             self._link = made
-            self._nearby = self._nearby_at(address)
+            self._local_reader = self._local_reader_at(address)
         link = self._link  # the reader may be closed during a read
-        if self._nearby is not None and query.form is RangeForm.WHOLE:
+        if self._local_reader is not None and query.form is RangeForm.WHOLE:
             try:
-                return await self._fetch_nearby(self._nearby, link, query)
+                return await self._fetch_locally(self._local_reader, link, query)
             except errors.WaltzError as error:
                 if self._is_closed:
                     raise
@@ -469,7 +471,7 @@ class ReplicaReader:
                     address,
                     error,
                 )
-                self._stop_nearby()
+                self._stop_local_reader()
         return await link.fetch(
             self._partition_id,
             query,
@@ -491,20 +493,20 @@ class ReplicaReader:
                 f"{address}: no hello within {HANDSHAKE_TIMEOUT_S} s"
             ) from error
 
-    def _nearby_at(self, address: str) -> LocalReader | None:
+    def _local_reader_at(self, address: str) -> LocalReader | None:
         name = socket_name_of(self._replicas.cluster_key, address)
         if not handover.is_offered(name):
             return None
         return LocalReader(address, name, self._partition_id, timeout_s=self._timeout_s)
 
-    def _stop_nearby(self) -> None:
+    def _stop_local_reader(self) -> None:
         """Let the storage send the records from now on."""
-        if self._nearby is not None:
-            self._nearby.close()
-            self._nearby = None
+        if self._local_reader is not None:
+            self._local_reader.close()
+            self._local_reader = None
 
-    async def _fetch_nearby(
-        self, nearby: LocalReader, link: ReaderConnection, query: RangeQuery
+    async def _fetch_locally(
+        self, local_reader: LocalReader, link: ReaderConnection, query: RangeQuery
     ) -> RangeChunk:
         session_id = SessionId(self._replicas.session_id)
 
@@ -513,9 +515,9 @@ class ReplicaReader:
                 self._partition_id, query, session_id=session_id, timeout_s=self._timeout_s
             )
 
-        found = await nearby.read(query.first, query.last, query.bytes_max, query_grant)
+        found = await local_reader.read(query.first, query.last, query.bytes_max, query_grant)
         count = int(found.lengths.size)
-        self.from_nearby_count += 1
+        self.from_local_count += 1
         return RangeChunk(
             query.form,
             query.first,

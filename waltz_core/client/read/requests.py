@@ -243,7 +243,9 @@ class OwnerRequests:
         """Check that the owner has not changed (rule 4); raises NotOwned."""
         now = await self._directory.owner_now(reader.partition_id)
         if now != reader.owner:
-            raise errors.NotOwned(f"{reader.owner.address}: the partition has moved")
+            raise errors.NotOwned(
+                f"partition {reader.partition_id}: {reader.owner.address} is not its owner any more"
+            )
 
     async def has_legacy_server(self, partition_ids: Iterable[PartitionId]) -> bool:
         """Return whether a 0.13 server owns any of these partitions now."""

@@ -44,8 +44,8 @@ _log = logging.getLogger(__name__)
 Fetch = Callable[[TransactionId, TransactionId], Coroutine[Any, Any, None]]
 
 # A submission of single appends is sent when it is this large, or when the event loop turns.
-PARCEL_ROWS = 1_000
-PARCEL_BYTES = 512 * 1024
+SUBMISSION_ROWS = 1_000
+SUBMISSION_BYTES = 512 * 1024
 
 
 class ClientServices(Protocol):
@@ -86,8 +86,8 @@ class ClientPartition:
             partition_id,
             self.window,
             self._send,
-            batch_rows=min(PARCEL_ROWS, config.batch_rows_max),
-            batch_bytes=min(PARCEL_BYTES, config.batch_bytes_max),
+            batch_rows=min(SUBMISSION_ROWS, config.batch_rows_max),
+            batch_bytes=min(SUBMISSION_BYTES, config.batch_bytes_max),
         )
         self._applier: Applier | None = None
         self._consumed: TransactionId | None = None

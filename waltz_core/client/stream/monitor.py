@@ -61,7 +61,7 @@ assert _FEED.size == FEED_HEADER_DTYPE.itemsize
 
 @value(frozen=True, slots=True, eq=False)
 class BatchOutcome:
-    """The outcome of each row: one place in each array for it, in the order of the rows.
+    """The outcome of each row: one element in each array, in the order of the rows.
 
     `transaction_ids` holds -1 for rows that are not in the log; `reasons` are `Reason` values;
     `conflicting` is the id that a LOCK rejection conflicts with, else -1. `high_water_mark` is a
@@ -324,16 +324,16 @@ class Monitor:
         firsts = list(self._pending)
         hits: dict[int, list[tuple[int, int]]] = {}
         for transaction_id, generation, sequence in own:
-            place = bisect_right(firsts, sequence) - 1
-            if place < 0:
+            position = bisect_right(firsts, sequence) - 1
+            if position < 0:
                 continue
-            pending = self._pending[firsts[place]]
+            pending = self._pending[firsts[position]]
             row = sequence - pending.req_id.sequence
             if row < pending.submission.row_count and generation == pending.req_id.generation:
-                hits.setdefault(place, []).append((row, transaction_id))
-        for place in sorted(hits):
-            rows, ids = np.array(hits[place], dtype=np.int64).T
-            _note(self._pending[firsts[place]], rows, ids)
+                hits.setdefault(position, []).append((row, transaction_id))
+        for position in sorted(hits):
+            rows, ids = np.array(hits[position], dtype=np.int64).T
+            _note(self._pending[firsts[position]], rows, ids)
 
     def _match(self, ids: I64, req_ids: Structured) -> None:
         assert req_ids.dtype == REQ_ID_DTYPE
@@ -348,11 +348,11 @@ class Monitor:
         sequences = req_ids["sequence"][own].astype(np.int64)
         firsts = np.fromiter(self._pending, dtype=np.int64, count=len(self._pending))
         places = np.searchsorted(firsts, sequences, side="right") - 1
-        for place in np.unique(places[places >= 0]).tolist():
-            pending = self._pending[int(firsts[place])]
+        for position in np.unique(places[places >= 0]).tolist():
+            pending = self._pending[int(firsts[position])]
             rows = sequences - pending.req_id.sequence
             hits = np.flatnonzero(
-                (places == place)
+                (places == position)
                 & (rows < pending.submission.row_count)
                 & (req_ids["generation"][own] == pending.req_id.generation)
             )
@@ -368,10 +368,10 @@ def _note(pending: Pending, rows: I64, ids: I64) -> None:
     reported = np.where(known == BEFORE_FIRST, ids, known)
     twice = np.flatnonzero(pending.found[rows] != reported)
     if twice.size:
-        place = int(twice[0])
+        position = int(twice[0])
         raise errors.DataLoss(
-            f"append {tuple(pending.req_id)} row {rows[place]} is in the log twice: "
-            f"as transaction {reported[place]} and as {pending.found[rows[place]]}"
+            f"append {tuple(pending.req_id)} row {rows[position]} is in the log twice: "
+            f"as transaction {reported[position]} and as {pending.found[rows[position]]}"
         )
 
 

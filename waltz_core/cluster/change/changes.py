@@ -385,8 +385,8 @@ def _filled(now: Placement, groups: Mapping[ReplicaId, int], replica_count: int 
     usual = replica_count or len(set(groups.values()))
     if not 1 <= usual <= len(groups):
         raise errors.BadRequest(
-            f"{usual} replicas of each partition need as many storages, the cluster has "
-            f"{len(groups)}"
+            f"replicas per partition: expected 1 to {len(groups)}, the number of storages, found "
+            f"{usual}"
         )
     places = _Places(groups, {each: list(replicas) for each, replicas in now.items()})
     for partition_id, replicas in places.held.items():

@@ -388,7 +388,7 @@ class AppendPipeline:
     def _take_rows(self, ticket: BatchTicket, draft: Draft, now_ms: int) -> int:
         """Take a batch or a piece of it from its lane, validate it, and return its number of rows.
 
-        Only large batches are truncated; a small one is taken whole, together with other requests.
+        Only large batches are split; a small one is taken whole, together with other requests.
         """
         piece_bytes = self._pace.piece_bytes(now_ms) if ticket.is_large else None
         if not self._admission.opens(ticket, draft.out):

@@ -105,20 +105,20 @@ class Validation(NamedTuple):
         return accepted
 
 
-class _Places(NamedTuple):
+class _LockSlots(NamedTuple):
     """The slots of locks in the table."""
 
     rows: I64  # row of each lock
     slots: I64  # (3, lock count)
 
-    def joined_with(self, other: "_Places") -> "_Places":
+    def joined_with(self, other: "_LockSlots") -> "_LockSlots":
         """Return both, these first; most batches have one kind of locks only."""
         if not other.rows.size:
             return self
         if not self.rows.size:
             return other
         rows = np.concatenate((self.rows, other.rows))
-        return _Places(rows, np.concatenate((self.slots, other.slots), axis=1))
+        return _LockSlots(rows, np.concatenate((self.slots, other.slots), axis=1))
 
 
 class _Estimates(NamedTuple):
@@ -170,7 +170,7 @@ class LockTable:
         if requests.eligible is not None:
             ahead &= requests.eligible
             open_rows &= requests.eligible
-        write, read, append = (self._places(column) for column in requests[:3])
+        write, read, append = (self._lock_slots(column) for column in requests[:3])
         entering = write.joined_with(append)
         # One dimension only: NumPy 2.4's `ufunc.at` does not broadcast over two dimensions.
         entries = np.tile(entering.rows, HASH_COUNT), entering.slots.ravel()
@@ -286,12 +286,12 @@ class LockTable:
     # -----------------------------------------------------------------------------------------
     # inside
 
-    def _places(self, column: LockColumn) -> _Places:
+    def _lock_slots(self, column: LockColumn) -> _LockSlots:
         rows = np.repeat(np.arange(column.offsets.size - 1), column.counts)
-        return _Places(rows, indices(column.values, int(self._slot_count)))
+        return _LockSlots(rows, indices(column.values, int(self._slot_count)))
 
     def _estimates(
-        self, checked: _Places, entering: _Places, entries: tuple[I64, I64]
+        self, checked: _LockSlots, entering: _LockSlots, entries: tuple[I64, I64]
     ) -> _Estimates:
         """Look up the checked locks: preceding the batch, and as if all earlier rows had entered.
 
@@ -386,26 +386,26 @@ class _Followed(NamedTuple):
     """The slots that doubtful rows check, renumbered, as plain lists in row order."""
 
     rows: list[int]  # row of each checked lock
-    places: list[list[int]]  # its three slots, as places in `held`
+    indexes: list[list[int]]  # its three slots, as indexes into `held`
     held: list[int]  # the value of each slot, updated through the batch
     entering: list[int]  # row of each entry into one of these slots
-    targets: list[int]  # the place that it enters
+    targets: list[int]  # the index that it enters
 
 
 def _follow(found: _Estimates, doubtful: Mask, entries: tuple[I64, I64]) -> _Followed:
     checked = np.flatnonzero(doubtful[found.rows])
     checked = checked[np.argsort(found.rows[checked], kind="stable")]
-    slots, places = np.unique(found.slots[:, checked], return_inverse=True)
-    places = places.reshape(HASH_COUNT, -1)
+    slots, indexes = np.unique(found.slots[:, checked], return_inverse=True)
+    indexes = indexes.reshape(HASH_COUNT, -1)
     held = np.empty(slots.size, dtype=np.int64)
-    held[places] = found.before[:, checked]
+    held[indexes] = found.before[:, checked]
     rows, entered = entries
     target = np.minimum(np.searchsorted(slots, entered), slots.size - 1)
     relevant = np.flatnonzero(slots[target] == entered)
     relevant = relevant[np.argsort(rows[relevant], kind="stable")]
     return _Followed(
         rows=found.rows[checked].tolist(),
-        places=places.T.tolist(),
+        indexes=indexes.T.tolist(),
         held=held.tolist(),
         entering=rows[relevant].tolist(),
         targets=target[relevant].tolist(),
@@ -418,7 +418,7 @@ def _decide_in_order(followed: _Followed, marks: I64, accepted: Mask, conflicts:
     All of them are initially not accepted. The loop makes no calls: it may run for each row of a
     batch that writes the same lock in all rows.
     """
-    rows, places, held, entering, targets = followed
+    rows, indexes, held, entering, targets = followed
     passed, rejected, limits = accepted.tolist(), conflicts.tolist(), marks.tolist()
     lock, lock_count = 0, len(rows)
     entry, entry_count = 0, len(entering)
@@ -430,7 +430,7 @@ def _decide_in_order(followed: _Followed, marks: I64, accepted: Mask, conflicts:
             entry += 1
         estimate = NO_CONFLICT
         while lock < lock_count and rows[lock] == row:
-            first, second, third = places[lock]
+            first, second, third = indexes[lock]
             least = held[first] if held[first] < held[second] else held[second]  # noqa: FURB136
             least = least if least < held[third] else held[third]  # noqa: FURB136
             estimate = least if least > estimate else estimate  # noqa: FURB136 - no call per row

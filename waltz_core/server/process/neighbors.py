@@ -4,14 +4,14 @@ ZooKeeper notices a dead process only when its session times out. The operating 
 connections of a dead process immediately, and refuses new ones.
 
 Rules:
-    1. Only a server to which this one was connected is validated. If its address cannot be reached
-       from here at all, a refused connection proves nothing.
+    1. Only a server to which this one was connected can be declared dead. If its address cannot be
+       reached from here at all, a refused connection proves nothing.
     2. A server is dead when its connection was lost and dials were refused `REFUSALS_MIN` times in
        a row: then no process listens at its address. A dial without any answer, as from a dead or
        partitioned host, proves nothing (ZooKeeper's session timeout covers that), nor does a
        refused connection at a name with several addresses.
-    3. A wrong validation only costs a move of partitions: a live server registers again, and the
-       storages fence replaced owners. Nothing else may rely on this validation.
+    3. A false detection costs only a move of partitions: a live server registers again, and the
+       storages fence replaced owners. Nothing else may rely on this detection.
     4. A server that changes its preferences is the same process: its watch continues.
     5. A dying process may still accept one more connection and drop it. After any other end of a
        dial the next one follows soon, then with growing pauses.
@@ -173,7 +173,7 @@ class _Watch:
                     await self._pause(REFUSED_PAUSE_S if refusals else pause_s)
                     pause_s = min(2 * pause_s, RETRY_PAUSE_S)  # rule 5
                     continue
-                # If it is alive after all, it must be reached again before the next validation.
+                # If it is alive after all, it must be reached before it can be declared dead again.
                 refusals, was_connected = 0, not await self._is_removed()
                 await self._pause(RETRY_PAUSE_S)
             else:

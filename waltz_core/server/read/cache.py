@@ -190,18 +190,18 @@ class TransactionCache:
             self.misses += 1
             return []
         self.hits += 1
-        place = bisect_right(self._firsts, first, lo=self._head) - 1
+        position = bisect_right(self._firsts, first, lo=self._head) - 1
         found: list[CachedRange] = []
         start = int(first)
         while start <= min(last, newest) and (bytes_max > 0 or not found):
-            part = _part_of(self._batches[self._firsts[place]][1], start, int(last), bytes_max)
+            part = _part_of(self._batches[self._firsts[position]][1], start, int(last), bytes_max)
             found.append(part)
             bytes_max -= len(part.records)
             # A part that ends inside its batch is the last one: it has reached a limit.
             if part.last < part.entry.last:
                 break
             start = part.last + 1
-            place += 1
+            position += 1
         return found
 
 
@@ -218,7 +218,7 @@ def _part_of(batch: CachedBatch, first: int, last: int, bytes_max: int) -> Cache
 class FeedCache:
     """Request ID and header of the newest transactions of one partition, in a ring buffer.
 
-    The place of a transaction follows from its ID, so a read is one or two slices, and small
+    The position of a transaction follows from its ID, so a read is one or two slices, and small
     batches cost no more than large ones.
     """
 

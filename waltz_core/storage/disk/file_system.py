@@ -171,8 +171,8 @@ def create_durably(disk: Disk, directory: Path, files: Sequence[tuple[str, bytes
             file.sync()
         finally:
             file.close()
-    for place, (path, (name, _)) in enumerate(zip(temporary, files, strict=True), 1):
-        if 1 < place == len(files):
+    for position, (path, (name, _)) in enumerate(zip(temporary, files, strict=True), 1):
+        if 1 < position == len(files):
             disk.sync_directory(directory)
         disk.rename(path, directory / name)
     disk.sync_directory(directory)
@@ -457,9 +457,9 @@ class RealFile:
 
 def _after(parts: list[memoryview], written: int) -> list[memoryview]:
     """Return the rest of the parts after `written` bytes."""
-    for place, part in enumerate(parts):
+    for position, part in enumerate(parts):
         if written < len(part):
-            return [part[written:], *parts[place + 1 :]]
+            return [part[written:], *parts[position + 1 :]]
         written -= len(part)
     return []
 

@@ -163,8 +163,8 @@ class ControlFile:
         }
         with self._writing:
             for each, info in next_infos.items():
-                place = partition_info_offset(each, 1 - self._current[each])
-                self._file.pwrite([info.encode()], place)
+                position = partition_info_offset(each, 1 - self._current[each])
+                self._file.pwrite([info.encode()], position)
             self._written_count += 1
             number = self._written_count
         self._sync(number)
@@ -270,11 +270,11 @@ class SlotFile:
         directory: Path,
         file: File,
         slot: Slot,
-        place: int,
+        position: int,
         *,
         older: Slot | None,
     ) -> None:
-        assert place in {0, 1}
+        assert position in {0, 1}
         self._disk = disk
         self._directory = directory
         self._identity = self._identity_now()
@@ -282,7 +282,7 @@ class SlotFile:
         self.older = older
         self.fell_back = older is None
         self._file = file
-        self._place = place
+        self._position = position
 
     @classmethod
     def create(cls, disk: Disk, directory: Path, slot: Slot) -> "SlotFile":
@@ -314,20 +314,20 @@ class SlotFile:
             file.close()
             raise
         valid = [
-            (slot.sequence, place, slot)
-            for place, slot in found
-            if slot.partition_id == partition_id and place == _block_of(slot.sequence)
+            (slot.sequence, position, slot)
+            for position, slot in found
+            if slot.partition_id == partition_id and position == _block_of(slot.sequence)
         ]
         if not valid:
             file.close()
             owners = ", ".join(str(slot.partition_id) for _, slot in found)
             why = f"expected partition {partition_id}, found {owners}" if found else "none"
             raise BadFormat(f"{path}: no control slot is valid: {why}")
-        _, place, slot = max(valid, key=lambda candidate: candidate[0])
+        _, position, slot = max(valid, key=lambda candidate: candidate[0])
         older = next(
             (candidate for sequence, _, candidate in valid if sequence < slot.sequence), None
         )
-        return cls(disk, directory, file, slot, place, older=older)
+        return cls(disk, directory, file, slot, position, older=older)
 
     def is_in_place(self) -> bool:
         """Return whether directory and file are still those that were opened; raises DiskFailed."""
@@ -340,11 +340,11 @@ class SlotFile:
     def write(self, slot: Slot) -> None:
         """Make a slot durable, and the one that counts (rule 1)."""
         slot = replace(slot, sequence=self.slot.sequence + 1)
-        place = 1 - self._place
-        assert place == _block_of(slot.sequence), "rule 4"
-        write_over(self._file, slot.encode(), SLOT_BLOCK_BYTES * place)
+        position = 1 - self._position
+        assert position == _block_of(slot.sequence), "rule 4"
+        write_over(self._file, slot.encode(), SLOT_BLOCK_BYTES * position)
         self._file.sync()
-        self.slot, self.older, self._place = slot, self.slot, place
+        self.slot, self.older, self._position = slot, self.slot, position
 
     def close(self) -> None:
         """Close the file."""
@@ -353,9 +353,11 @@ class SlotFile:
 
 def _readable_slots(file: File) -> list[tuple[int, Slot]]:
     found: list[tuple[int, Slot]] = []
-    for place in range(SLOT_COUNT):
+    for position in range(SLOT_COUNT):
         with suppress(BadFormat, ChecksumMismatch):
-            found.append((place, Slot.decode(file.pread(SLOT_BYTES, SLOT_BLOCK_BYTES * place))))
+            found.append(
+                (position, Slot.decode(file.pread(SLOT_BYTES, SLOT_BLOCK_BYTES * position)))
+            )
     return found
 
 

@@ -23,8 +23,10 @@ def with_damage(damaged: tuple[IdRange, ...], added: IdRange) -> tuple[IdRange, 
             merged.append(ids)
     while len(merged) > DAMAGED_MAX:
         gaps = [after.first - before.last for before, after in pairwise(merged)]
-        place = gaps.index(min(gaps))
-        merged[place : place + 2] = [IdRange(merged[place].first, merged[place + 1].last)]
+        position = gaps.index(min(gaps))
+        merged[position : position + 2] = [
+            IdRange(merged[position].first, merged[position + 1].last)
+        ]
     return tuple(merged)
 
 
@@ -39,7 +41,7 @@ def without_damage(damaged: tuple[IdRange, ...], removed: IdRange) -> tuple[IdRa
 
 
 def damage_until(damaged: tuple[IdRange, ...], last: TransactionId) -> tuple[IdRange, ...]:
-    """Return the ranges, truncated at the last ID of a log."""
+    """Return the ranges, clipped to the last ID of a log."""
     return tuple(IdRange(ids.first, min(ids.last, last)) for ids in damaged if ids.first <= last)
 
 

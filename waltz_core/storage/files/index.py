@@ -51,29 +51,29 @@ class OffsetIndex:
         self.count = max(0, (file.size() - SEGMENT_HEADER_BYTES) // OFFSET_BYTES)
         self.is_dirty = False  # written to, by this process, since its last sync
 
-    def read(self, place: int, count: int) -> I64:
-        """Return up to `count` offsets from the record at `place` in the segment on."""
-        assert place >= 0
-        count = max(0, min(count, self.count - place))
-        data = self._file.pread(OFFSET_BYTES * count, _offset_place(place))
+    def read(self, position: int, count: int) -> I64:
+        """Return up to `count` offsets from the record at `position` in the segment on."""
+        assert position >= 0
+        count = max(0, min(count, self.count - position))
+        data = self._file.pread(OFFSET_BYTES * count, _offset_offset(position))
         return np.frombuffer(data[: len(data) // 8 * 8], dtype=">i8").astype(np.int64)
 
-    def write(self, place: int, offsets: I64) -> None:
-        """Write offsets from the record at `place` on; not durable."""
-        assert 0 <= place <= self.count
+    def write(self, position: int, offsets: I64) -> None:
+        """Write offsets from the record at `position` on; not durable."""
+        assert 0 <= position <= self.count
         if offsets.size:
             self.is_dirty = True
-            self._file.pwrite([offsets.astype(">i8").tobytes()], _offset_place(place))
-            self.count = max(self.count, place + int(offsets.size))
+            self._file.pwrite([offsets.astype(">i8").tobytes()], _offset_offset(position))
+            self.count = max(self.count, position + int(offsets.size))
 
-    def write_over(self, place: int, offsets: I64) -> None:
+    def write_over(self, position: int, offsets: I64) -> None:
         """Write offsets as `write` does, over some that may be unreadable."""
-        assert 0 <= place <= self.count
+        assert 0 <= position <= self.count
         if not offsets.size:
             return
         self.is_dirty = True
-        write_over(self._file, offsets.astype(">i8").tobytes(), _offset_place(place))
-        self.count = max(self.count, place + int(offsets.size))
+        write_over(self._file, offsets.astype(">i8").tobytes(), _offset_offset(position))
+        self.count = max(self.count, position + int(offsets.size))
         with suppress(ReadFailed):
             if not any(self._file.pread(SEGMENT_HEADER_BYTES, 0)):  # its block was abandoned
                 self._file.pwrite([self._header.encode()], 0)
@@ -81,29 +81,29 @@ class OffsetIndex:
     def add(self, offset: int) -> None:
         """Write the offset of one more record: for one, arrays cost more than they save."""
         self.is_dirty = True
-        self._file.pwrite([_OFFSET.pack(offset)], _offset_place(self.count))
+        self._file.pwrite([_OFFSET.pack(offset)], _offset_offset(self.count))
         self.count += 1
 
-    def known(self, place: int, count: int) -> I64:
+    def known(self, position: int, count: int) -> I64:
         """Return offsets as `read` does; none if the disk cannot read them."""
         try:
-            return self.read(place, count)
+            return self.read(position, count)
         except ReadFailed:
             return np.zeros(0, dtype=np.int64)
 
-    def rewrite(self, place: int, offsets: I64) -> None:
-        """Store these offsets from the record at `place` on; write only if any differs."""
+    def rewrite(self, position: int, offsets: I64) -> None:
+        """Store these offsets from the record at `position` on; write only if any differs."""
         try:
-            is_right = np.array_equal(self.read(place, int(offsets.size)), offsets)
+            is_right = np.array_equal(self.read(position, int(offsets.size)), offsets)
         except ReadFailed:
             is_right = False
         if not is_right:
-            self.write_over(place, offsets)
+            self.write_over(position, offsets)
 
     def truncate(self, count: int) -> None:
         """Keep the first `count` offsets."""
         self.is_dirty = self.is_dirty or count != self.count
-        self._file.truncate(_offset_place(count))
+        self._file.truncate(_offset_offset(count))
         self.count = count
 
     def sync(self) -> None:
@@ -116,8 +116,8 @@ class OffsetIndex:
         self._file.close()
 
 
-def _offset_place(place: int) -> int:
-    return SEGMENT_HEADER_BYTES + OFFSET_BYTES * place
+def _offset_offset(position: int) -> int:
+    return SEGMENT_HEADER_BYTES + OFFSET_BYTES * position
 
 
 class LineageFile:
@@ -153,99 +153,105 @@ class LineageFile:
         """The header of the segment that it belongs to."""
         return self._header.segment
 
-    def entry(self, place: int) -> LineageEntry:
+    def entry(self, position: int) -> LineageEntry:
         """Return one entry.
 
         Raises:
             BadFormat, ChecksumMismatch: its bytes are wrong.
         """
-        assert 0 <= place < self.count
-        return self._decoded(self._file.pread(LINEAGE_ENTRY_BYTES, _entry_place(place)), place)[0]
+        assert 0 <= position < self.count
+        return self._decoded(
+            self._file.pread(LINEAGE_ENTRY_BYTES, _entry_offset(position)), position
+        )[0]
 
-    def entries(self, place: int) -> Iterator[LineageEntry]:
-        """Return the entries from a place on, read block by block.
+    def entries(self, position: int) -> Iterator[LineageEntry]:
+        """Return the entries from a position on, read block by block.
 
         Raises:
             BadFormat, ChecksumMismatch: the bytes of one are wrong.
         """
-        while place < self.count:
-            wanted = min(_BLOCK_ENTRIES, self.count - place)
-            data = memoryview(self._file.pread(LINEAGE_ENTRY_BYTES * wanted, _entry_place(place)))
-            for number, start in enumerate(range(0, len(data), LINEAGE_ENTRY_BYTES), place):
+        while position < self.count:
+            wanted = min(_BLOCK_ENTRIES, self.count - position)
+            data = memoryview(
+                self._file.pread(LINEAGE_ENTRY_BYTES * wanted, _entry_offset(position))
+            )
+            for number, start in enumerate(range(0, len(data), LINEAGE_ENTRY_BYTES), position):
                 yield self._decoded(data[start : start + LINEAGE_ENTRY_BYTES], number)[0]
-            place += wanted
+            position += wanted
 
-    def place_of(self, transaction_id: TransactionId) -> int:
-        """Return the place of the first batch that ends at or after an ID; `count` if none does."""
+    def position_of(self, transaction_id: TransactionId) -> int:
+        """Return the position of the first batch that ends at or after an ID; `count` if none."""
         low, high = 0, self.count
         while low < high:
-            place = middle = (low + high) // 2
-            entry = self._readable(place)
-            while entry is None and (place := place + 1) < high:
-                entry = self._readable(place)
+            position = middle = (low + high) // 2
+            entry = self._readable(position)
+            while entry is None and (position := position + 1) < high:
+                entry = self._readable(position)
             if entry is not None and entry.last < transaction_id:
-                low = place + 1
+                low = position + 1
             else:
                 high = middle
         return low
 
-    def _readable(self, place: int) -> LineageEntry | None:
-        """Return the entry at a place; None where its bytes are wrong."""
+    def _readable(self, position: int) -> LineageEntry | None:
+        """Return the entry at a position; None where its bytes are wrong."""
         try:
-            return self.entry(place)
+            return self.entry(position)
         except (BadFormat, ChecksumMismatch):
             return None
 
-    def _decoded(self, data: Bytes, place: int) -> tuple[LineageEntry, TransactionId]:
-        return decode_entry(data, segment_crc=self._segment_crc, place=place)
+    def _decoded(self, data: Bytes, position: int) -> tuple[LineageEntry, TransactionId]:
+        return decode_entry(data, segment_crc=self._segment_crc, position=position)
 
     def _encoded(
-        self, entries: Sequence[LineageEntry], synced: TransactionId, place: int
+        self, entries: Sequence[LineageEntry], synced: TransactionId, position: int
     ) -> list[bytes]:
         return [
-            encode_entry(entry, synced, segment_crc=self._segment_crc, place=number)
-            for number, entry in enumerate(entries, place)
+            encode_entry(entry, synced, segment_crc=self._segment_crc, position=number)
+            for number, entry in enumerate(entries, position)
         ]
 
     def trim(self) -> LineageEntry | None:
         """Drop invalid entries at the end (of a torn or missing write); return the last one."""
-        place, end = self.count - 1, None
-        while place >= 0 and (end := self._readable(place)) is None:
-            place -= 1
-        if place + 1 < self.count or self._has_partial_entry:
-            self.truncate(place + 1)
+        position, end = self.count - 1, None
+        while position >= 0 and (end := self._readable(position)) is None:
+            position -= 1
+        if position + 1 < self.count or self._has_partial_entry:
+            self.truncate(position + 1)
         return end
 
     def unreadable(self) -> list[tuple[int, int]]:
         """Return the runs of places low..high-1 whose entries cannot be read; reads all of them."""
         runs: list[tuple[int, int]] = []
-        for place in range(self.count):
+        for position in range(self.count):
             try:
-                self.entry(place)
+                self.entry(position)
                 continue
             except (BadFormat, ChecksumMismatch, ReadFailed):
                 pass
-            if runs and runs[-1][1] == place:
-                runs[-1] = (runs[-1][0], place + 1)
+            if runs and runs[-1][1] == position:
+                runs[-1] = (runs[-1][0], position + 1)
             else:
-                runs.append((place, place + 1))
+                runs.append((position, position + 1))
         return runs
 
-    def rewrite(self, place: int, entries: Sequence[LineageEntry]) -> None:
-        """Write entries over those from a place on, durably."""
-        assert place + len(entries) <= self.count
-        parts = self._encoded(entries, BEFORE_FIRST, place)
-        if place:
-            self._file.pwrite(parts, _entry_place(place))
+    def rewrite(self, position: int, entries: Sequence[LineageEntry]) -> None:
+        """Write entries over those from a position on, durably."""
+        assert position + len(entries) <= self.count
+        parts = self._encoded(entries, BEFORE_FIRST, position)
+        if position:
+            self._file.pwrite(parts, _entry_offset(position))
         else:  # with the header: a lost block can only be written as a whole
             self._file.pwrite([self._header.encode(), *parts], 0)
         self._file.sync()
 
-    def write_again(self, place: int) -> None:
-        """Write the entries from a place on as they are; not durable."""
-        size = LINEAGE_ENTRY_BYTES * (self.count - place)
+    def write_again(self, position: int) -> None:
+        """Write the entries from a position on as they are; not durable."""
+        size = LINEAGE_ENTRY_BYTES * (self.count - position)
         if size:
-            self._file.pwrite([self._file.pread(size, _entry_place(place))], _entry_place(place))
+            self._file.pwrite(
+                [self._file.pread(size, _entry_offset(position))], _entry_offset(position)
+            )
 
     def slice(self, low: int, high: int) -> list[LineageEntry]:
         """Return the entries of places low..high-1."""
@@ -258,18 +264,18 @@ class LineageFile:
         self._file.sync()
         self.chain_before = chain_before
 
-    def chain_at(self, place: int) -> Chain:
-        """Return the chain before the entry at a place."""
-        return self.entry(place - 1).chain if place else self.chain_before
+    def chain_at(self, position: int) -> Chain:
+        """Return the chain before the entry at a position."""
+        return self.entry(position - 1).chain if position else self.chain_before
 
-    def durable_before(self, place: int) -> TransactionId:
-        """Return the last ID that the entries from a place on state as durable before them.
+    def durable_before(self, position: int) -> TransactionId:
+        """Return the last ID that the entries from a position on state as durable before them.
 
         Unreadable entries are skipped.
         """
         durable_before = BEFORE_FIRST
-        for at in range(place, self.count):
-            data = self._file.pread(LINEAGE_ENTRY_BYTES, _entry_place(at))
+        for at in range(position, self.count):
+            data = self._file.pread(LINEAGE_ENTRY_BYTES, _entry_offset(at))
             try:
                 durable_before = max(durable_before, self._decoded(data, at)[1])
             except (BadFormat, ChecksumMismatch):
@@ -280,12 +286,12 @@ class LineageFile:
         """Write entries at the end; `synced` is the last durable ID. Not durable."""
         if entries:
             parts = self._encoded(entries, synced, self.count)
-            self._file.pwrite(parts, _entry_place(self.count))
+            self._file.pwrite(parts, _entry_offset(self.count))
             self.count += len(entries)
 
     def truncate(self, count: int) -> None:
         """Keep the first `count` entries."""
-        self._file.truncate(_entry_place(count))
+        self._file.truncate(_entry_offset(count))
         self.count = count
         self._has_partial_entry = False
 
@@ -298,5 +304,5 @@ class LineageFile:
         self._file.close()
 
 
-def _entry_place(place: int) -> int:
-    return LINEAGE_HEADER_BYTES + LINEAGE_ENTRY_BYTES * place
+def _entry_offset(position: int) -> int:
+    return LINEAGE_HEADER_BYTES + LINEAGE_ENTRY_BYTES * position

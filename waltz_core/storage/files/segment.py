@@ -238,8 +238,8 @@ class Segment:
         starts, _ = scan(
             PartlyReadableFile(file), offset, start_id, size=self.size_bytes, stop_id=self.next_id
         )
-        place = start_id - self.first
-        offsets[place : place + starts.size] = starts
+        position = start_id - self.first
+        offsets[position : position + starts.size] = starts
         content = self._header.encode() + offsets.astype(">i8").tobytes()
         self.close()
         create_durably(self._disk, self._directory, [(segment_name(self.first, ".idx"), content)])
@@ -310,8 +310,8 @@ class Segment:
         self._lineage_dirty = True
         file.truncate(self.size_bytes)
         index.truncate(self.next_id - self.first)
-        place = lineage.place_of(TransactionId(last_to_keep + 1))
-        lineage.truncate(place)
+        position = lineage.position_of(TransactionId(last_to_keep + 1))
+        lineage.truncate(position)
 
     def fill(self, lengths: I64, records: Buffer, hole: IdRange) -> None:
         """Write the first records of a hole, durably. A hole at the segment's end has any size.
@@ -338,12 +338,12 @@ class Segment:
         if not any(file.pread(SEGMENT_HEADER_BYTES, 0)):  # its block was abandoned
             file.pwrite([self._header.encode()], 0)
         starts = offsets_of(lengths) + start
-        place = hole.first - self.first
-        index.write_over(place, starts[:-1])
+        position = hole.first - self.first
+        index.write_over(position, starts[:-1])
         if not whole and int(offsets[count]) != filled:
             # The index did not have the beginning of the rest of the hole; now it does.
             index.write_over(
-                place + count, np.full(offsets.size - 1 - count, filled, dtype=np.int64)
+                position + count, np.full(offsets.size - 1 - count, filled, dtype=np.int64)
             )
         file.sync()
         index.sync()
@@ -368,9 +368,9 @@ class Segment:
                 file.pwrite([file.pread(min(SCAN_BYTES, self.size_bytes - at), at)], at)
         index_first = first if index_first is None else min(first, index_first)
         if index_first < self.next_id:
-            place = index_first - self.first
-            index.write(place, index.read(place, self.next_id - index_first))
-        lineage.write_again(lineage.place_of(first))
+            position = index_first - self.first
+            index.write(position, index.read(position, self.next_id - index_first))
+        lineage.write_again(lineage.position_of(first))
         if syncs_all or self._records_dirty:
             file.sync()
         if syncs_all or index.is_dirty:
@@ -384,8 +384,8 @@ class Segment:
         """Return the offsets of first..last and the end of last, one more than there are IDs."""
         assert self.first <= first
         count = last - first + 1
-        place = first - self.first
-        offsets = self.index.read(place, min(count + 1, self.next_id - first))
+        position = first - self.first
+        offsets = self.index.read(position, min(count + 1, self.next_id - first))
         if first + offsets.size == self.next_id and offsets.size <= count:
             offsets = np.append(offsets, self.size_bytes)
         if (
@@ -497,16 +497,16 @@ class Segment:
 
     def _hole(self, hole: IdRange, offset: int, end: int) -> IdRange:
         """Index the IDs of a hole: where the old index had them, else all at its beginning."""
-        place = hole.first - self.first
+        position = hole.first - self.first
         count = hole.last - hole.first + 1
-        starts = self.index.known(place, count)
+        starts = self.index.known(position, count)
         good = (
             starts.size == count
             and starts[0] == offset
             and (starts[1:] > starts[:-1]).all()  # their difference may not fit
             and starts[-1] < max(end, offset + 1)
         )
-        self.index.write_over(place, starts if good else np.full(count, offset, dtype=np.int64))
+        self.index.write_over(position, starts if good else np.full(count, offset, dtype=np.int64))
         return hole
 
     def _knows(self, transaction_id: TransactionId, file_size: int) -> bool:

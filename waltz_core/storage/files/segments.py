@@ -43,13 +43,13 @@ _CRC_BLOCK_BYTES: Final = 8 * 1024 * 1024
 
 
 class LostBatches(NamedTuple):
-    """Unreadable entries in a segment from a place on; `ids` are theirs and the next entry's.
+    """Unreadable entries in a segment from a position on; `ids` are theirs and the next entry's.
 
     A single one with another after it may be reconstructed.
     """
 
     segment_index: int
-    place: int
+    position: int
     ids: IdRange
     may_be_proven: bool
 
@@ -102,10 +102,10 @@ class Segments:
         if not 0 <= transaction_id <= self.last:
             return None
         lineage = self._holding(transaction_id).lineage
-        place = lineage.place_of(transaction_id)
-        if place == lineage.count:
+        position = lineage.position_of(transaction_id)
+        if position == lineage.count:
             return None
-        entry = lineage.entry(place)
+        entry = lineage.entry(position)
         return entry.chain if entry.last == transaction_id else None
 
     def segment_end(self, transaction_id: TransactionId) -> TransactionId:
@@ -246,10 +246,10 @@ class Segments:
 
     def prove(self, lost: LostBatches) -> bool:
         """Rebuild a lost batch if its records and the batch after it prove what it was."""
-        made = self._proven(lost.segment_index, lost.place) if lost.may_be_proven else None
+        made = self._proven(lost.segment_index, lost.position) if lost.may_be_proven else None
         if made is None:
             return False
-        self.all[lost.segment_index].lineage.rewrite(lost.place, [made])
+        self.all[lost.segment_index].lineage.rewrite(lost.position, [made])
         return True
 
     def readable_batches(
@@ -262,11 +262,11 @@ class Segments:
         found = []
         for index in self._indices_around(first, last):
             lineage = self.all[index].lineage
-            for place in range(lineage.count):
+            for position in range(lineage.count):
                 with suppress(BadFormat, ChecksumMismatch, ReadFailed):
-                    entry = lineage.entry(place)
+                    entry = lineage.entry(position)
                     if first <= entry.last and entry.first <= last:
-                        found.append((lineage.chain_at(place), entry))
+                        found.append((lineage.chain_at(position), entry))
         return found
 
     def _indices_around(self, first: TransactionId, last: TransactionId) -> range:
@@ -278,7 +278,7 @@ class Segments:
         return range(max(0, self._index_of(first)), last_index + 1)
 
     def _repair_batches(self, index: int, low: int, high: int) -> None:
-        """Rewrite the entries of places low..high-1, whose neighbors are known.
+        """Rewrite the entries of positions low..high-1, whose neighbors are known.
 
         A single one can be reconstructed from the chain of the next, except for its stamp, which
         becomes that of the preceding one. Of several the bounds are lost: their chains will differ
@@ -293,9 +293,9 @@ class Segments:
             )
         after = lineage.entry(high)
         before = self._entry_before(index, low)
-        places = high - low
-        ends = [before.last + count for count in range(1, places)] + [after.first - 1]
-        made = self._proven(index, low) if places == 1 else None
+        entry_count = high - low
+        ends = [before.last + count for count in range(1, entry_count)] + [after.first - 1]
+        made = self._proven(index, low) if entry_count == 1 else None
         if made is not None:
             lineage.rewrite(low, [made])
             return
@@ -305,9 +305,12 @@ class Segments:
             before = entries[-1]
         lineage.rewrite(low, entries)
 
-    def _proven(self, index: int, place: int) -> LineageEntry | None:
+    def _proven(self, index: int, position: int) -> LineageEntry | None:
         """Reconstruct a lost batch from the chain of the next; None if nothing fits."""
-        before, after = self._entry_before(index, place), self.all[index].lineage.entry(place + 1)
+        before, after = (
+            self._entry_before(index, position),
+            self.all[index].lineage.entry(position + 1),
+        )
         if not 0 <= before.session_id <= after.session_id <= before.session_id + 100:
             return None
         for session in range(before.session_id, after.session_id + 1):
@@ -316,12 +319,12 @@ class Segments:
                 return made
         return None
 
-    def _entry_before(self, index: int, place: int) -> LineageEntry:
+    def _entry_before(self, index: int, position: int) -> LineageEntry:
         while index >= 0:
-            if place:
-                return self.all[index].lineage.entry(place - 1)
+            if position:
+                return self.all[index].lineage.entry(position - 1)
             index -= 1
-            place = self.all[index].lineage.count if index >= 0 else 0
+            position = self.all[index].lineage.count if index >= 0 else 0
         return LineageEntry(BEFORE_FIRST, BEFORE_FIRST, SessionId(0), 0, GENESIS_CHAIN)
 
     def _reconstructed_entry(
@@ -362,19 +365,21 @@ class Segments:
             segment.drop_cached(first, min(last, segment.last))
             first = TransactionId(segment.next_id)
 
-    def places(self, first: TransactionId, last: TransactionId) -> tuple[list[FileLocation], I64]:
+    def locations(
+        self, first: TransactionId, last: TransactionId
+    ) -> tuple[list[FileLocation], I64]:
         """Return the file positions of first..last, and their lengths, from the index alone."""
-        places: list[FileLocation] = []
+        locations: list[FileLocation] = []
         lengths: list[I64] = []
         while first <= last:
             segment = self._holding(first)
             end = min(last, segment.last)
             offsets = segment.bounds(first, end)
             start = int(offsets[0])
-            places.append(FileLocation(segment.first, start, int(offsets[-1]) - start))
+            locations.append(FileLocation(segment.first, start, int(offsets[-1]) - start))
             lengths.append(raw_records.lengths_between(offsets))
             first = TransactionId(end + 1)
-        return places, np.concatenate(lengths)
+        return locations, np.concatenate(lengths)
 
     def fitting(self, first: TransactionId, last: TransactionId, bytes_max: int) -> TransactionId:
         """Return the last ID so that `first`..it fits into `bytes_max`; at least `first`.
@@ -414,7 +419,7 @@ class Segments:
         """Return the batches that end at or after an ID, oldest first."""
         for index in range(max(0, self._index_of(first)), len(self.all)):
             lineage = self.all[index].lineage
-            yield from lineage.entries(lineage.place_of(first))
+            yield from lineage.entries(lineage.position_of(first))
 
     def entry_of(self, transaction_id: TransactionId) -> LineageEntry | None:
         """Return the batch that ends at or first after an ID."""
@@ -435,8 +440,8 @@ class Segments:
         left = entries_max
         for index in range(self._last_index_of(last), -1, -1):
             lineage = self.all[index].lineage
-            low = lineage.place_of(first)
-            high = min(lineage.place_of(last) + 1, lineage.count)
+            low = lineage.position_of(first)
+            high = min(lineage.position_of(last) + 1, lineage.count)
             low = max(low, high - left)
             if low < high:
                 slices.append(_run_of(lineage.slice(low, high)))
@@ -451,7 +456,7 @@ class Segments:
         index = max(0, self._index_of(last))
         while index + 1 < len(self.all):
             lineage = self.all[index].lineage
-            if lineage.place_of(last) < lineage.count:
+            if lineage.position_of(last) < lineage.count:
                 break
             index += 1
         return index
@@ -473,12 +478,12 @@ def first_wrong(records: bytes | memoryview, lengths: I64, first: TransactionId)
     count, size = _before_short(lengths)
     run = memoryview(records)[:size]
     found = [
-        place
-        for place in (
+        position
+        for position in (
             raw_records.first_bad_record(run, lengths[:count]),
             raw_records.first_gap(run, lengths[:count], first),
         )
-        if place is not None
+        if position is not None
     ]
     if found:
         return min(found)

@@ -2,11 +2,12 @@
 
 Waltz 0.13 writes records without batches. An opening adopts them: it makes batches from their IDs
 (`log_recovery.py`, rule 4). Replicas that were not in sync when 0.13 stopped can have the same
-records in different batches. An owner then sees different chains, and truncates to where they
-agree, to copy from there. If the records were truncated, a trusted replica would end below what it
-has acknowledged, and a second owner might decide by it before they are copied.
+records in different batches. An owner then sees different chains, and truncates the log to the last
+batch end that both have, and copies from there. If the records were truncated, a trusted replica
+would end below what it has acknowledged, and a second owner might decide by it before they are
+copied.
 
-So the records stay, and are covered: the log reports that it ends where it was truncated to.
+So the records stay, and are covered: the log reports the end that the truncation requested.
 Appended records are compared with those on the disk. As long as they are equal, only batches are
 written.
 

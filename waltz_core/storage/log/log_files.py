@@ -101,8 +101,8 @@ class LogFiles:
         try:
             self.write_batches(lengths, records, entries)
         except NoSpace:
-            # The part that did fit is truncated again; the session ends, but the disk has not
-            # failed.
+            # The part that did fit is removed by a truncation; the session ends, but the disk has
+            # not failed.
             self._truncate_back(*before)
             raise
         except DiskFailed as error:

@@ -1,10 +1,10 @@
 """Opens a log: decides which bytes to trust, truncates a torn tail, adopts records of Waltz 0.13.
 
-The order of the steps matters (docs/design/correctness.md 2.5). This is the only place where the
-bytes of a replica are judged without a session.
+The order of the steps matters (docs/design/correctness.md 2.5). Only here it is decided
+without a session which bytes of a replica to trust.
 
 Rules:
-    1. The intent of a truncation is carried out before anything is judged.
+    1. The intent of a truncation is carried out before any other check.
     2. Nothing is ever truncated that is known to have been synced: up to the acked marker, up to
        the ID that a later batch's entry states, and up to the last batch of the older segments.
        Wrong bytes there are damage, and missing ones make the replica suspect.
@@ -267,10 +267,10 @@ class _Opening:
                 header = self._blank._replace(first=firsts.pop())
                 Segment(self._disk, self._directory, header).remove()
         chain = GENESIS_CHAIN
-        for place, first in enumerate(firsts):
+        for position, first in enumerate(firsts):
             segment, end = self._open_segment(first, chain)
-            if place + 1 < len(firsts):
-                chain = self._verify_and_close(segment, end, firsts[place + 1])
+            if position + 1 < len(firsts):
+                chain = self._verify_and_close(segment, end, firsts[position + 1])
         if not opened:
             made = Segment.create(self._disk, self._directory, self._blank, GENESIS_CHAIN)
             opened.append(made)
@@ -329,7 +329,7 @@ class _Opening:
         chain = lineage.chain_before if end is None else end.chain
         if end is not None and end.last >= next_first:
             # The tail of an abandoned file may be back: its truncation was never synced.
-            lineage.truncate(lineage.place_of(next_first))
+            lineage.truncate(lineage.position_of(next_first))
             chain = lineage.chain_at(lineage.count)
             end = lineage.entry(lineage.count - 1) if lineage.count else None
         if end is not None:
@@ -350,7 +350,7 @@ class _Opening:
     def recover_records(self, segments: Segments) -> None:
         """Read the records after the marker, truncate a torn tail, note damage (rule 2)."""
         lineage = segments.current.lineage
-        after = lineage.place_of(TransactionId(self._marker + 1))
+        after = lineage.position_of(TransactionId(self._marker + 1))
         durable = lineage.durable_before(after)
         if self._is_overtaken:
             # 0.13 may have truncated what was synced then. It has no marker: records up to the last
@@ -481,9 +481,9 @@ class _Opening:
 
     def _fill_between(self, segments: Segments, segment: Segment) -> None:
         """Give a segment that lost its batches new ones, up to where the next known ones begin."""
-        place = segments.all.index(segment)
-        before = [each for each in segments.all[: place + 1] if each.lineage.count]
-        after = next((each for each in segments.all[place + 1 :] if each.lineage.count), None)
+        position = segments.all.index(segment)
+        before = [each for each in segments.all[: position + 1] if each.lineage.count]
+        after = next((each for each in segments.all[position + 1 :] if each.lineage.count), None)
         first = before[-1].lineage.entry(before[-1].lineage.count - 1).last + 1 if before else 0
         if after is not None:
             last = min(segment.last, after.lineage.entry(0).first - 1)
@@ -499,15 +499,15 @@ class _Opening:
         last_chain: Chain | None = None,
     ) -> None:
         """Make batches for first..last; the last one's chain is `last_chain` if that is known."""
-        place = 0
+        position = 0
         while first <= last:
             end = self._adopted_end(segments, first, last)
-            while segments.all[place].last < end:
-                place += 1
-            segment = segments.all[place]
+            while segments.all[position].last < end:
+                position += 1
+            segment = segments.all[position]
             crcs = self._crcs_of(segments, first, end)
             session_id, stamp_ms = self._origin_of_made(segments, first)
-            chain = next_chain(chain_before(segments, place), first, end, session_id, crcs)
+            chain = next_chain(chain_before(segments, position), first, end, session_id, crcs)
             if end == last and last_chain is not None:
                 chain = last_chain
             made = LineageEntry(first, end, session_id, stamp_ms, chain)
@@ -626,9 +626,9 @@ class _Opening:
 def _last_true_end(segments: Segments) -> TransactionId:
     """Return the end of the last batch that is readable and not reconstructed."""
     for segment in reversed(segments.all):
-        for place in range(segment.lineage.count - 1, -1, -1):
+        for position in range(segment.lineage.count - 1, -1, -1):
             with suppress(BadFormat, ChecksumMismatch):
-                entry = segment.lineage.entry(place)
+                entry = segment.lineage.entry(position)
                 if entry.session_id != RECONSTRUCTED:
                     return entry.last
     return BEFORE_FIRST

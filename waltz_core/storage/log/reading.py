@@ -69,7 +69,7 @@ class LocationsRead(NamedTuple):
 
     first: TransactionId
     lengths: I64
-    places: tuple[FileLocation, ...]
+    locations: tuple[FileLocation, ...]
     entries: tuple[LineageEntry, ...]
 
 
@@ -275,7 +275,7 @@ class LogReader:
         chain_before, entries = self.lineage(first, TransactionId(next_id - 1))
         return HeadersRead(first, next_id - first, b"".join(parts), entries, chain_before)
 
-    def places(self, first: TransactionId, last: TransactionId, bytes_max: int) -> LocationsRead:
+    def locations(self, first: TransactionId, last: TransactionId, bytes_max: int) -> LocationsRead:
         """Return positions of the records of first..last that fit into `bytes_max`, one at least.
 
         The records are not read. The answer stops before known damage.
@@ -289,16 +289,18 @@ class LogReader:
                 f"found {first}..{last}"
             )
         self._reject_damaged(first, whole_batches=False)
-        return self._repaired(first, last, lambda: self._places(first, last, bytes_max))
+        return self._repaired(first, last, lambda: self._locations(first, last, bytes_max))
 
-    def _places(self, first: TransactionId, last: TransactionId, bytes_max: int) -> LocationsRead:
+    def _locations(
+        self, first: TransactionId, last: TransactionId, bytes_max: int
+    ) -> LocationsRead:
         # They cannot have more batches than records, so none is left out.
         last = min(last, TransactionId(first + LINEAGE_ENTRIES_MAX - 1))
         end = self._segments.fitting(first, last, bytes_max)
         end = self._before_damage(first, end, whole_batches=False)
         _, entries = self._segments.entries(first, end, LINEAGE_ENTRIES_MAX)
-        places, lengths = self._segments.places(first, end)
-        return LocationsRead(first, lengths, tuple(places), entries)
+        locations, lengths = self._segments.locations(first, end)
+        return LocationsRead(first, lengths, tuple(locations), entries)
 
     def lineage(
         self, first: TransactionId, last: TransactionId

@@ -31,15 +31,15 @@ def drop_batches(segments: Segments, end: TransactionId) -> None:
     current = segments.current.lineage  # it may have entries of removed records, too
     count = current.count
     if segments.last > end:
-        current.truncate(_place_after(segments.current, end))
-    current.truncate(current.place_of(TransactionId(end + 1)))
+        current.truncate(_position_after(segments.current, end))
+    current.truncate(current.position_of(TransactionId(end + 1)))
     if current.count < count:
         current.sync()
     for segment in reversed(segments.all[:-1]):
         if segment.last <= end:
             break
         if segment.lineage.count:
-            segment.lineage.truncate(_place_after(segment, end))
+            segment.lineage.truncate(_position_after(segment, end))
             segment.lineage.sync()
 
 
@@ -54,13 +54,13 @@ def add_batches(segments: Segments, entries: Sequence[LineageEntry]) -> None:
 
 def relink(segments: Segments) -> None:
     """Rewrite `.chn` headers whose chain changed with the batches of earlier segments."""
-    for place, segment in enumerate(segments.all):
-        chain = chain_before(segments, place, within=False)
+    for position, segment in enumerate(segments.all):
+        chain = chain_before(segments, position, within=False)
         if segment.lineage.chain_before != chain:
             segment.rewrite_lineage_header(chain)
 
 
-def _place_after(segment: Segment, end: TransactionId) -> int:
+def _position_after(segment: Segment, end: TransactionId) -> int:
     """Return how many entries of a segment end at or before an ID; an invalid one ends it."""
     count = 0
     try:
@@ -73,9 +73,9 @@ def _place_after(segment: Segment, end: TransactionId) -> int:
     return count
 
 
-def chain_before(segments: Segments, place: int, *, within: bool = True) -> Chain:
-    """Return the chain after all batches of the segments up to a place."""
-    for index in range(place if within else place - 1, -1, -1):
+def chain_before(segments: Segments, position: int, *, within: bool = True) -> Chain:
+    """Return the chain after all batches of the segments up to a position."""
+    for index in range(position if within else position - 1, -1, -1):
         lineage = segments.all[index].lineage
         if lineage.count:
             return lineage.chain_at(lineage.count)

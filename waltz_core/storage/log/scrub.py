@@ -1,7 +1,7 @@
 """Schedules the scrub, which reads logs again to find rot while other replicas can repair it.
 
-It judges no bytes. It is a timetable, and `service.py` runs its pieces between the other work of a
-partition.
+It checks no bytes itself; it only schedules reads. `service.py` runs its pieces between the other
+work of a partition.
 
 Rules:
     1. One piece at a time in the whole storage, followed by a pause that keeps the rate.
@@ -87,13 +87,13 @@ class Scrub:
         *,
         bytes_per_s: int = 0,
         interval_ms: int = 0,
-        places: Mapping[PartitionId, TransactionId] | None = None,
+        positions: Mapping[PartitionId, TransactionId] | None = None,
     ) -> None:
         assert bytes_per_s >= 0
         self._bytes_per_s = bytes_per_s
         self._interval_ms = interval_ms
         self._turns: dict[PartitionId, _Turn] = {}
-        self._places = dict(places or {})
+        self._positions = dict(positions or {})
         self._reading: PartitionId | None = None  # rule 1
         self._free_at_ms = 0
         self.wake_at_ms: int | None = None  # when the next piece is due
@@ -102,7 +102,7 @@ class Scrub:
 
     def opened(self, partition_id: PartitionId, now_ms: int) -> None:
         """Schedule a partition that is now served, from where its pass had stopped."""
-        turn = _Turn(self._places.pop(partition_id, _FIRST))
+        turn = _Turn(self._positions.pop(partition_id, _FIRST))
         self._turns[partition_id] = turn
         if self._bytes_per_s:
             turn.due_ms = now_ms
@@ -216,7 +216,7 @@ class Scrub:
         ]
 
     @property
-    def places(self) -> dict[PartitionId, TransactionId]:
+    def positions(self) -> dict[PartitionId, TransactionId]:
         """The next ID of each unfinished pass (rule 4)."""
         return {name: turn.next_id for name, turn in self._turns.items() if turn.next_id}
 
@@ -226,10 +226,10 @@ class Scrub:
 
 
 def write_positions(
-    disk: Disk, directory: Path, places: Mapping[PartitionId, TransactionId]
+    disk: Disk, directory: Path, positions: Mapping[PartitionId, TransactionId]
 ) -> None:
     """Write the next ID of each pass; raises DiskFailed, NoSpace."""
-    lines = "".join(f"{partition} {next_id}\n" for partition, next_id in sorted(places.items()))
+    lines = "".join(f"{partition} {next_id}\n" for partition, next_id in sorted(positions.items()))
     body = lines.encode()
     create_durably(disk, directory, [(PLACES_NAME, f"{crc32(body):08x}\n".encode() + body)])
 
@@ -245,8 +245,8 @@ def read_positions(disk: Disk, directory: Path) -> dict[PartitionId, Transaction
         file.close()
     if head != f"{crc32(body):08x}".encode():
         return {}
-    places: dict[PartitionId, TransactionId] = {}
+    positions: dict[PartitionId, TransactionId] = {}
     for line in body.decode().splitlines():
         partition, next_id = line.split(" ")
-        places[PartitionId(int(partition))] = TransactionId(int(next_id))
-    return places
+        positions[PartitionId(int(partition))] = TransactionId(int(next_id))
+    return positions

@@ -293,7 +293,7 @@ class StorageDaemon:
         scrub = Scrub(
             bytes_per_s=config.scrub_bytes_per_s,
             interval_ms=config.scrub_interval_ms,
-            places=await self._in_thread(self._read_positions),
+            positions=await self._in_thread(self._read_positions),
         )
         return StorageService(
             identity,
@@ -309,9 +309,9 @@ class StorageDaemon:
             _log.warning("storage.scrub_restarted error=%s", error)
             return {}
 
-    def _write_positions(self, places: Mapping[PartitionId, TransactionId]) -> None:
+    def _write_positions(self, positions: Mapping[PartitionId, TransactionId]) -> None:
         try:
-            write_positions(RealDisk(), Path(self._config.directory), places)
+            write_positions(RealDisk(), Path(self._config.directory), positions)
         except errors.WaltzError as error:
             _log.warning("storage.scrub_progress_save_failed error=%s", error)
 
@@ -320,10 +320,10 @@ class StorageDaemon:
         kept: Mapping[PartitionId, TransactionId] = {}
         while True:
             await asyncio.sleep(PLACES_S)
-            places = machine.scrub_positions
-            if places != kept:
-                await self._in_thread(partial(self._write_positions, places))
-                kept = places
+            positions = machine.scrub_positions
+            if positions != kept:
+                await self._in_thread(partial(self._write_positions, positions))
+                kept = positions
 
     def _make_serving(self, engine: Engine) -> Serving:
         return Serving(

@@ -519,11 +519,11 @@ def _records_of(read: RangeBytes) -> tuple[Record, ...]:
     headers = raw_records.application_headers_of(read.records, lengths)
     view = memoryview(read.records)
     found, at = [], 0
-    for place, length in enumerate(lengths.tolist()):
+    for position, length in enumerate(lengths.tolist()):
         data = view[at + RECORD_OVERHEAD_BYTES - 4 : at + length - 4]
         req_id = ReqId.from_bytes(view[at + 8 : at + 24])
         found.append(
-            Record(TransactionId(int(ids[place])), req_id, int(headers[place]), bytes(data))
+            Record(TransactionId(int(ids[position])), req_id, int(headers[position]), bytes(data))
         )
         at += length
     return tuple(found)

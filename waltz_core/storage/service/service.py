@@ -205,7 +205,7 @@ class StorageService:
     @property
     def scrub_positions(self) -> dict[PartitionId, TransactionId]:
         """Where the scrub continues after a restart."""
-        return self._scrub.places
+        return self._scrub.positions
 
     def step(self, event: Event, now_ms: int) -> list[Effect]:
         """Take one event in (`machine.py`)."""

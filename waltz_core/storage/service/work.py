@@ -366,7 +366,9 @@ def _read(log: PartitionLog, message: RangeRaw, result: WorkResult) -> RangeByte
     if message.reader and first > last:
         return _nothing(message)
     if message.form == LOCATIONS and message.reader:
-        return _places(log.reader.places(first, last, _locations_bytes(message)), message, result)
+        return _locations(
+            log.reader.locations(first, last, _locations_bytes(message)), message, result
+        )
     if message.form == RangeForm.HEADERS:
         headers = log.read_headers(first, last, bytes_max)
         records, lengths = headers.headers, b""
@@ -398,19 +400,19 @@ def _locations_bytes(message: RangeRaw) -> int:
     return min(max(1, message.bytes_max), LOCATIONS_BYTES_MAX)
 
 
-def _places(read: LocationsRead, message: RangeRaw, result: WorkResult) -> RangeBytes:
+def _locations(read: LocationsRead, message: RangeRaw, result: WorkResult) -> RangeBytes:
     """Return the positions of the records; the requester reads and checks them itself."""
-    count, places = int(read.lengths.size), encode_locations(read.places)
+    count, locations = int(read.lengths.size), encode_locations(read.locations)
     result.read_count += count
-    result.read_bytes += sum(place.size for place in read.places)
+    result.read_bytes += sum(location.size for location in read.locations)
     return RangeBytes(
         *_prefix(message),
         first=read.first,
         count=count,
         form=LOCATIONS,
         lengths=raw_records.lengths_to_wire(read.lengths),
-        records=places,
-        records_crc=crc32(places),
+        records=locations,
+        records_crc=crc32(locations),
         chain_before=GENESIS_CHAIN,  # which only whole batches need
         lineage=read.entries,
     )

@@ -75,11 +75,11 @@ def test_records_are_read_from_the_files_in_all_their_bytes(tmp_path):
         async with log_in(tmp_path) as log:
             with log.reader() as reader:
                 assert await log.read(reader) == RECORDS
-                assert reader.from_nearby_count == reader.from_replica_count == 9
+                assert reader.from_local_count == reader.from_replica_count == 9
                 assert await log.read(reader, 33, 41) == RECORDS[33 * SIZE : 42 * SIZE]
                 heads = await log.read(reader, 0, 9, RangeForm.HEADERS)
                 assert heads[28:56] == RECORDS[SIZE : SIZE + 28]
-                assert (reader.from_nearby_count, reader.from_replica_count) == (11, 12)
+                assert (reader.from_local_count, reader.from_replica_count) == (11, 12)
             assert log.from_server == []
 
     on_loop(main())
@@ -94,14 +94,14 @@ def test_damage_is_found_by_the_reader_and_reported_to_the_storage(tmp_path):
             path.write_bytes(content[:place] + b"X" + content[place + 1 :])
             with log.reader() as reader:
                 assert await log.read(reader) == RECORDS[: 33 * SIZE]
-                assert reader.from_nearby_count == 4  # the fifth would have had it
+                assert reader.from_local_count == 4  # the fifth would have had it
             assert log.from_server == [33]
             (message,) = await log.owner.link.receive()  # the owner will have it repaired
             assert isinstance(message, DamageFound)
             assert np.frombuffer(message.damaged, ">i8").tolist() == [33, 33]
             with log.reader() as reader:  # known damage is not reported
                 assert await log.read(reader, 30) == RECORDS[30 * SIZE : 33 * SIZE]
-                assert reader.from_nearby_count == 1
+                assert reader.from_local_count == 1
 
     on_loop(main())
 
@@ -174,10 +174,10 @@ def test_a_storage_that_hands_nothing_over_sends_the_records(tmp_path, monkeypat
             with log.reader() as reader, monkeypatch.context() as changed:
                 changed.setattr(ranges.handover, "is_offered", lambda _door: False)
                 assert await log.read(reader) == RECORDS
-                assert reader.from_nearby_count == 0
+                assert reader.from_local_count == 0
             (tmp_path / "0" / segment_name(0, ".seg")).rename(tmp_path / "elsewhere")
             with log.reader() as reader:  # it says where, and cannot open it for another
                 assert await log.read(reader) == RECORDS
-                assert (reader.from_nearby_count, reader.from_replica_count) == (0, 9)
+                assert (reader.from_local_count, reader.from_replica_count) == (0, 9)
 
     on_loop(main())
