@@ -62,9 +62,12 @@ def server_logs(scenario: Scenario) -> str:
 
 
 def cold_segment(scenario: Scenario, storage: str) -> Path:
-    """Return the first segment of a partition that continues in another file."""
+    """Append until a partition continues in a second file; return its first one."""
     top = scenario.cluster.directory / storage
-    wait_until("a second segment", lambda: len(list(top.glob("0/*.seg"))) > 1)
+    with scenario.load() as load:
+        load.await_commits()
+        wait_until("a second segment", lambda: len(list(top.glob("0/*.seg"))) > 1)
+    scenario.check_whole()
     return min(top.glob("0/*.seg"))
 
 
@@ -106,9 +109,6 @@ def injected(scenario: Scenario, storage: str, *options: str) -> Iterator[None]:
 def test_rot_in_an_old_segment_is_found_by_the_scrub_and_repaired_in_the_session(
     scenario: Scenario,
 ):
-    with scenario.load() as load:
-        load.await_commits(600)
-    scenario.check_whole()
     path = cold_segment(scenario, "storage-2")
     before = path.read_bytes()
     opened = sessions(scenario)
@@ -140,9 +140,6 @@ def test_rot_in_an_old_segment_is_found_by_the_scrub_and_repaired_in_the_session
 
 
 def test_a_read_that_fails_is_reported_and_its_records_are_repaired(scenario: Scenario):
-    with scenario.load() as load:
-        load.await_commits(600)
-    scenario.check_whole()
     path = cold_segment(scenario, "storage-3")
     repaired = "waltz_storage_damage_repaired_transactions_total"
     earlier = metric(scenario, "storage-3", repaired)

@@ -19,6 +19,7 @@ from tests.fault.conftest import SESSION_MS
 from tests.fault.load import Scenario, all_engaged, role, standing_still, wait_until
 from waltz_core.client import WaltzClient
 from waltz_core.local import Member, running
+from waltz_core.local.ports import is_free
 
 pytestmark = pytest.mark.fault
 STORAGES = ("storage-1", "storage-2", "storage-3")
@@ -151,6 +152,9 @@ def test_replicas_that_are_all_suspect_are_accepted_by_command(scenario: Scenari
         cluster.kill(name)
     for name in STORAGES:
         cluster.start(name)
+    # A partition is not open either while no storage answers yet.
+    ports = [cluster.member(name).admin_port for name in STORAGES]
+    wait_until("all answer", lambda: not any(is_free(port, cluster.host) for port in ports))
     wait_until("no partition is open", lambda: not_passed(scenario))
     shown = does(cluster, "accept-replicas", "0")
     assert all(each["is_suspect"] for each in shown["replicas"].values())

@@ -33,7 +33,7 @@ class Log:
     def chain(self) -> Chain:
         return self.lineage[-1].chain if self.lineage else GENESIS_CHAIN
 
-    def cut(self, last: int) -> None:
+    def truncate(self, last: int) -> None:
         del self.records[last + 1 :]
         while self.lineage and self.lineage[-1].first > last:
             self.lineage.pop()
