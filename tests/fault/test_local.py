@@ -294,14 +294,18 @@ with waltz_core.local.cluster(Path(sys.argv[1]), **small) as connect:
 
 def test_an_embedded_cluster_ends_with_its_parent(tmp_path: Path):
     where = tmp_path / "embedded"
-    with subprocess.Popen(
-        [sys.executable, "-c", PARENT, str(where)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    ) as parent:
+    errors = tmp_path / "errors"
+    with (
+        errors.open("wb") as error_file,
+        subprocess.Popen(
+            [sys.executable, "-c", PARENT, str(where)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=error_file,
+        ) as parent,
+    ):
         assert parent.stdout is not None
-        assert b"127.0.0.1" in parent.stdout.readline()
+        assert b"127.0.0.1" in parent.stdout.readline(), errors.read_text()
         children = [pid for pid in pids_at(where) if pid != parent.pid]
         assert len(children) >= 3
         parent.kill()
