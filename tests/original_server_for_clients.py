@@ -254,7 +254,7 @@ class OriginalServer:
                 if frame:
                     await self._take(peer, frame)
         except (Dropped, asyncio.IncompleteReadError, ConnectionError, struct.error):
-            pass
+            pass  # the client has left, or has sent what no 0.13 server accepts
         except asyncio.CancelledError:
             pass  # the server stops; a caller that has cancelled it waits for no more than its end
         finally:

@@ -134,7 +134,7 @@ def decided_by_answering_replicas() -> Patches:
 
 @switch
 def cut_before_decision() -> Patches:
-    """A replica is cut back to its own mark as soon as it answers (as in Waltz 0.13)."""
+    """A replica is truncated to its own mark as soon as it answers (as in Waltz 0.13)."""
     original = StoreSession._prepared
 
     def _prepared(self, each, answer, now_ms):

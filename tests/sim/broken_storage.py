@@ -21,7 +21,7 @@ from waltz_core.wire.messages import AppendRaw, SetLowWaterMark
 
 @switch
 def skip_truncate() -> Patches:
-    """A storage reports that it has cut its log, and has not."""
+    """A storage reports that it has truncated its log, and has not."""
     original = PartitionLog.truncate
 
     def truncate(self, session, last_to_keep, base, base_chain):

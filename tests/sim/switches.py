@@ -23,7 +23,7 @@ def switch(make: Callable[[], Patches]) -> Callable[[], Patches]:
 
 
 def instead(owner: object, name: str, new: object) -> mock._patch:
-    """Put something in the position of a function of the production code, which must be there."""
+    """Replace a function of the production code, which must exist."""
     assert hasattr(owner, name), f"{owner} has no {name} any more"
     return mock.patch.object(owner, name, new)
 

@@ -314,7 +314,7 @@ class SimServer(Process):
         self.step(Received(connection, message, cost_bytes, self.wall_ms))
 
     def _client_nowhere(self, link: SimLink, message: ClientMessage) -> None:
-        """SendToClient as the daemon does for a partition that it does not serve."""
+        """Answer as the daemon does for a partition that it does not serve."""
         error = NotOwned(f"{self.name} does not own the partition")
         answer = rejection(ConnectionId(link.number), message.req_id, 0, error)
         self.cluster.network.send(link, FAR, answer.message)

@@ -13,7 +13,7 @@ Rules:
        to the server.
     4. A chunk never ends in the middle of a record, and `next` of one is `first` of the following.
     5. IDs beyond the last requested one are rejected: they may not be committed.
-    6. LocalReader replicas are read first, and only replicas that the server named: a storage that
+    6. Nearby replicas are read first, and only replicas that the server named: a storage that
        is near but not engaged is not read.
     7. A replica on this machine answers with the positions of the records, and the client reads its
        files (`local_reader.py`); if that fails, the replica sends the records like any other.

@@ -8,7 +8,7 @@ Rules:
     2. Retriable errors are retried after a delay that doubles, with the owner read from ZooKeeper
        again. When the request timeout has passed, the last error is raised, or the one before it
        if the last attempt had hardly any time left.
-    3. LocalReader replicas are a preference: if the groups cannot be read, no replica counts as
+    3. Nearby replicas are a preference: if the groups cannot be read, no replica counts as
        nearby.
     4. A 0.13 server gets the queries that it knows (`legacy_server_reads.py`). ZooKeeper proves
        that its mark is not stale: a server that owned the partition when it answered, and still

@@ -347,12 +347,12 @@ class Monitor:
             return
         sequences = req_ids["sequence"][own].astype(np.int64)
         firsts = np.fromiter(self._pending, dtype=np.int64, count=len(self._pending))
-        places = np.searchsorted(firsts, sequences, side="right") - 1
-        for position in np.unique(places[places >= 0]).tolist():
+        positions = np.searchsorted(firsts, sequences, side="right") - 1
+        for position in np.unique(positions[positions >= 0]).tolist():
             pending = self._pending[int(firsts[position])]
             rows = sequences - pending.req_id.sequence
             hits = np.flatnonzero(
-                (places == position)
+                (positions == position)
                 & (rows < pending.submission.row_count)
                 & (req_ids["generation"][own] == pending.req_id.generation)
             )

@@ -71,7 +71,7 @@ class MemoryLog:
         self.mark = batch.last
 
     def read(self, request: RangeRaw) -> RangeBytes:
-        """SendToClient as a storage does, from one batch."""
+        """Answer as a storage does, from one batch."""
         part = self._batches.read(
             TransactionId(request.first), TransactionId(request.last), request.bytes_max
         )[0]

@@ -10,7 +10,7 @@ Rules:
     3. An answer of a storage is checked completely: first ID, density, every CRC.
     4. At most `fetches_max` fetches are under way; the others wait in order.
     5. A fetch that is pending when a session ends is made again in the next one.
-    6. LocalReader replicas are queried first, in turn. Replicas outside the session are never
+    6. Nearby replicas are queried first, in turn. Replicas outside the session are never
        queried.
     7. A replica that answers slowly may be frozen: another one is queried soon, until all were
        tried. A failed replica is queried last for the next `AVOIDED_FETCHES`.

@@ -134,7 +134,7 @@ class Segments:
         """
         with suppress(DiskFailed):
             # It is not trusted. But the sync may make the truncation durable; Waltz 0.13, which
-            # does not cut where the next segment begins, would fail on the bytes after it.
+            # does not truncate where the next segment begins, would fail on the bytes after it.
             self.current.sync()
         self.current.forget()
         if self.current.next_id > self.current.first:
