@@ -112,6 +112,24 @@ def test_appends_of_a_broken_session_are_settled_on_the_same_connection() -> Non
     run(main())
 
 
+def test_a_0_13_client_with_a_reset_connection_count_retries_with_higher_numbers() -> None:
+    async def main() -> None:
+        async with cluster() as (_, server):
+            earlier = await original.Wire.open(server.address)
+            mount = Req(9, 1, 0, 1)
+            earlier.send(original.MOUNT_REQUEST, mount, struct.pack(">qq", -1, 3))
+            kind, *_ = await earlier.receive()
+            assert kind == original.MOUNT_RESPONSE
+            # After a short absence of its server's node the client counts from 0 again.
+            async with model_of(9, server) as (client, state):
+                await client.submit(0, lambda: state.count_up("a"))
+                assert client.stream.reconnects == 4
+                await until(lambda: state.values == {"a": 1})
+            earlier.close()
+
+    run(main())
+
+
 def test_a_reader_continues_when_its_server_owns_the_partition_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
