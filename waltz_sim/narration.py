@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 _NAME: Final = re.compile(r"storage(\d):1|server(\d)")
 _CHAIN: Final = re.compile(r"\b[0-9a-f]{32}\b")
 # Actions of single replicas (rule 2).
-_VERBS: Final = {"fenced": "with", "cut": "to", "copied": "", "repaired": "", "marked": "at"}
+_VERBS: Final = {"fenced": "with", "truncated": "to", "copied": "", "repaired": "", "marked": "at"}
 _WRITTEN: Final = "ZooKeeper has"
 # Reports that are milestones; the others have visible consequences.
 _REPORTS: Final[dict[str, str]] = {
@@ -188,7 +188,7 @@ class Narrator(Checks):
                 case Prepare():
                     self._narrate_records("fenced", storage.name, 0, work.log.synced_max)
                 case Truncate(last_to_keep=last):
-                    self._narrate_records("cut", storage.name, 0, last)
+                    self._narrate_records("truncated", storage.name, 0, last)
                 case Repair(first=first, lengths=lengths):
                     self._narrate_records(
                         "repaired", storage.name, first, first + len(lengths) // 4 - 1

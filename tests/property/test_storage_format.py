@@ -79,7 +79,7 @@ def test_slots(slot, back):
 @given(entries(), st.data())
 def test_lineage_entries(entry, data):
     synced = data.draw(st.integers(-1, entry.first - 1))
-    bound = {"segment_crc": data.draw(UINT32), "place": data.draw(IDS)}
+    bound = {"segment_crc": data.draw(UINT32), "position": data.draw(IDS)}
     assert decode_entry(encode_entry(entry, synced, **bound), **bound) == (entry, synced)
 
 
