@@ -257,7 +257,7 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
         "Transactions that this storage has found damaged.",
     ),
     (
-        "storage_damage_repaired_transactions_total",
+        "storage_repaired_transactions_total",
         _COUNTER,
         _ONE,
         "Damaged transactions that were repaired with copies from other replicas.",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from waltz_core.memory import MemoryWaltz
+    from waltz_core.memory_waltz import MemoryWaltz
 
 
 @pytest.fixture(scope="session")
@@ -24,7 +24,7 @@ def waltz_cluster() -> Iterator[str]:
 @pytest.fixture
 def waltz_memory() -> Iterator["MemoryWaltz"]:
     """An empty in-process Waltz with four partitions and injected faults."""
-    import waltz_core.memory  # noqa: PLC0415 - as above
+    import waltz_core.memory_waltz  # noqa: PLC0415 - as above
 
-    with waltz_core.memory.MemoryWaltz() as waltz:
+    with waltz_core.memory_waltz.MemoryWaltz() as waltz:
         yield waltz

@@ -117,7 +117,7 @@ def test_rot_in_an_old_segment_is_found_by_the_scrub_and_repaired_in_the_session
             file.seek(at)
             file.write(bytes([before[at] ^ 1]))
     found = "waltz_storage_damage_found_transactions_total"
-    repaired = "waltz_storage_damage_repaired_transactions_total"
+    repaired = "waltz_storage_repaired_transactions_total"
     wait_until("found", lambda: metric(scenario, "storage-2", found) >= 2)
     wait_until("repaired", lambda: metric(scenario, "storage-2", repaired) >= 2)
     assert metric(scenario, "storage-2", found) == metric(scenario, "storage-2", repaired)
@@ -141,7 +141,7 @@ def test_rot_in_an_old_segment_is_found_by_the_scrub_and_repaired_in_the_session
 
 def test_a_read_that_fails_is_reported_and_its_records_are_repaired(scenario: Scenario):
     path = cold_segment(scenario, "storage-3")
-    repaired = "waltz_storage_damage_repaired_transactions_total"
+    repaired = "waltz_storage_repaired_transactions_total"
     earlier = metric(scenario, "storage-3", repaired)
     fail = ("-P", str(path), "-e", "trace=pread64", "-e", "inject=pread64:error=EIO:when=1..12")
     with injected(scenario, "storage-3", *fail):

@@ -274,7 +274,7 @@ def lost_replica_rejoins() -> Patches:
         if each.stage is not ReplicaStage.ENGAGED or len(self.engaged) <= self.quorum:
             original(self, each, reason, now_ms, **why)
             return
-        self.repairs.lost(each)
+        self.repairs.connection_lost(each)
         each.close()
         each.lost(now_ms, self._rng)
         each.is_tainted = False

@@ -14,7 +14,7 @@ from waltz_core.server.append.mounts import Mounts
 from waltz_core.server.append.outcomes import Reached
 from waltz_core.server.append.pipeline import AppendPipeline
 from waltz_core.server.locking import validation
-from waltz_core.server.locking.following import Followers, RecentAppends
+from waltz_core.server.locking.dependent_appends import Followers, RecentAppends
 from waltz_core.server.locking.lock_queues import LockQueues
 from waltz_core.server.locking.lock_table import LockTable
 from waltz_core.server.locking.tickets import BatchTicket

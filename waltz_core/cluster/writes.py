@@ -142,7 +142,10 @@ class WriteRegistry:
                 await self._check_is_last(write)
             if await self._try_write([CreateNode(path, made.to_bytes()), *fence]):
                 return made
-        raise errors.CoordinatorUnavailable(f"{path} could not be created")
+        raise errors.CoordinatorUnavailable(
+            f"ZooKeeper node {path} was not created in {ATTEMPTS_MAX} attempts: other changes came "
+            "first. Hint: start the write again."
+        )
 
     async def _check_is_last(self, write: str) -> None:
         series, _, number = write.rpartition("-")

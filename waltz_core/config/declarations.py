@@ -190,7 +190,7 @@ class StorageConfig(TlsConfig, ZooKeeperConfig):
         minimum=8,
         maximum=65_536,
     )
-    cached_bytes_max: int = _bytes(
+    page_cache_bytes_max: int = _bytes(
         16 * MIB,
         "Recently appended bytes of each file that stay in the page cache after a sync; the "
         "storage releases older pages. Too small: readers that lag a little read from the "

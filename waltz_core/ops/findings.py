@@ -91,8 +91,8 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         _row(
             "no-cluster",
             "there is no cluster at {connect}. Hint: the command creates a new, empty one. If "
-            "there was one, ZooKeeper's data is lost: run `cluster rebuild-metadata` instead (When"
-            " ZooKeeper's data is lost, in docs/operations.md)",
+            "there was one, ZooKeeper's data is lost: run `cluster rebuild-metadata` instead "
+            "(docs/operations.md, section 'When ZooKeeper's data is lost')",
             "waltz-core cluster create {connect} --partitions COUNT --storage HOST:PORT:ADMIN_PORT",
         ),
         _row(

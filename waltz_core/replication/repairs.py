@@ -280,7 +280,7 @@ class Repairs:
             if oldest_ms + self._limits.answer_ms_max <= now_ms:
                 self._avoid_source(ticket, running.source.replica, "no answer", now_ms)
 
-    def lost(self, each: ReplicaSession) -> None:
+    def connection_lost(self, each: ReplicaSession) -> None:
         """A connection was lost: drop its steps (rule 1)."""
         for ticket, running in list(self._running.items()):
             if running.source is each or running.target is each:

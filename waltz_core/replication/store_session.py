@@ -390,7 +390,7 @@ class StoreSession:
     ) -> None:
         """Drop a replica; end the session if it counted (rule 6). `wait_ms` is for a rejection."""
         is_counted = self._is_counted(each)
-        self.repairs.lost(each)
+        self.repairs.connection_lost(each)
         each.close()
         each.lost(now_ms, self._rng, wait_ms=wait_ms)
         if is_counted:
@@ -542,7 +542,7 @@ class StoreSession:
         assert self.window is not None
         claim, mark = self.claim, self.window.committed
         for replica in [name for name in self.replicas if name not in claim.assigned]:
-            self.repairs.lost(self.replicas[replica])
+            self.repairs.connection_lost(self.replicas[replica])
             self.replicas.pop(replica).close()
         assert len(self.engaged) >= self.quorum
         self._outbox.append(

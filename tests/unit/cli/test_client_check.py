@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from waltz_core.cli.client import client_check
 from waltz_core.cli.client.client_check import NumberedContext, faults_of, text_of
 from waltz_core.cli.main import main
-from waltz_core.memory import MemoryWaltz
+from waltz_core.memory_waltz import MemoryWaltz
 
 LARGE = st.integers(0, 2**62)
 

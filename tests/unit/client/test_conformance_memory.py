@@ -3,7 +3,7 @@
 import pytest
 
 from tests.client_contract import ALWAYS, SCENARIOS, World, is_whole
-from waltz_core.memory import MemoryWaltz
+from waltz_core.memory_waltz import MemoryWaltz
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)

@@ -7,7 +7,7 @@ import pytest
 
 from waltz_core import errors
 from waltz_core.client import AsyncWaltzClient, Callbacks, Transaction, WaltzClient
-from waltz_core.memory import MemoryWaltz
+from waltz_core.memory_waltz import MemoryWaltz
 
 
 class _Callbacks(Callbacks):

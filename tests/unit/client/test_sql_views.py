@@ -14,7 +14,7 @@ from waltz_core import errors, memory
 from waltz_core.client import PoisonPolicy, Transaction, TransactionBuilder, lock, transactional
 from waltz_core.client.api import sql
 from waltz_core.client.api.sql import SqlCallbacks
-from waltz_core.memory import MemoryWaltz
+from waltz_core.memory_waltz import MemoryWaltz
 
 METADATA = sa.MetaData()
 ROWS = sa.Table(

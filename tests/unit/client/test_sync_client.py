@@ -20,7 +20,7 @@ from waltz_core.client.links.directory import ClusterInfo, ClusterLayout
 from waltz_core.client.read import data_cache
 from waltz_core.client.read.data_cache import DataBudget, DataCache
 from waltz_core.client.read.feed_delivery import HAND_OVER_S_MAX
-from waltz_core.memory import MemoryWaltz
+from waltz_core.memory_waltz import MemoryWaltz
 
 LAYOUT = ClusterLayout(
     "127.0.0.1:1/never_asked", ClusterInfo("shop", bytes(16), 3), {0: ("a:1", 1)}
@@ -520,7 +520,7 @@ NOT_CLOSED = """
 import time
 
 from waltz_core.client import Callbacks, TransactionContext
-from waltz_core.memory import MemoryWaltz
+from waltz_core.memory_waltz import MemoryWaltz
 
 
 class Applying(Callbacks):

@@ -18,7 +18,7 @@ from waltz_core.client.stream import client_partition
 from waltz_core.client.stream.stream_events import StreamSettings
 from waltz_core.config import ClientConfig
 from waltz_core.legacy import legacy_server_stream
-from waltz_core.memory import MemoryWaltz
+from waltz_core.memory_waltz import MemoryWaltz
 from waltz_core.wire import messages
 
 IN_MEMORY_CONFIG = ClientConfig(

@@ -537,7 +537,7 @@ def test_a_real_file_keeps_its_newest_part_in_memory_and_all_of_it_on_the_disk(
             raise OSError(errno.EINVAL, "not here")
 
     monkeypatch.setattr(os, "posix_fadvise", advise)
-    file = RealDisk(cached_bytes_max=4 * MIB).open(tmp_path / "f", create=True)
+    file = RealDisk(page_cache_bytes_max=4 * MIB).open(tmp_path / "f", create=True)
     piece = os.urandom(MIB)
     for number in range(8):
         file.pwrite([piece[:10], piece[10:]] if number % 2 else [piece], number * MIB)
@@ -552,7 +552,7 @@ def test_a_real_file_keeps_its_newest_part_in_memory_and_all_of_it_on_the_disk(
 def test_the_system_does_give_old_parts_back(tmp_path, has_cut):
     """In pieces that no folio fits, on the disk that the tests run on; a cut is a new end."""
     kept, size = MIB, 1_088_001
-    file = RealDisk(cached_bytes_max=kept).open(tmp_path / "f", create=True)
+    file = RealDisk(page_cache_bytes_max=kept).open(tmp_path / "f", create=True)
     for count in (16, 14) if has_cut else (16,):
         for number in range(file.size() // size, count):
             file.pwrite([os.urandom(size)], number * size)

@@ -38,7 +38,7 @@ def test_work_is_counted_for_its_partition():
         "read_bytes_total": 88,
         "failed_reads_total": 1,
         "damage_found_transactions_total": 4,
-        "damage_repaired_transactions_total": 2,
+        "repaired_transactions_total": 2,
         "scrubbed_bytes_total": 900,
     }
     for name, value in shown.items():

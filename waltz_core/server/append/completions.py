@@ -19,7 +19,7 @@ from waltz_core.records.record import BEFORE_FIRST, NO_SESSION, TransactionId
 from waltz_core.server.append.answers import reject_ticket
 from waltz_core.server.append.mounts import Mounts
 from waltz_core.server.append.outcomes import AheadOfLog, AppendOutcome, Reached
-from waltz_core.server.locking.following import Followers
+from waltz_core.server.locking.dependent_appends import Followers
 from waltz_core.server.locking.tickets import AppendCounters, Epoch, SingleTicket, Ticket
 from waltz_core.server.partition_events import SendToClient
 from waltz_core.wire.messages import Reason

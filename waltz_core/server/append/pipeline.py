@@ -26,8 +26,8 @@ Rules (docs/design/correctness.md 2.3 and 2.4, rows 22-30):
     8. After a move nothing is validated before the lock table has been filled (`refill.py`).
     9. AHEAD (the client's mark is above the log's) is reported only with a proof
        (`completions.py`).
-   10. Dependent appends (`following.py`) are validated as if their predecessors were in the log,
-       provided that those are in flight in this same session; otherwise they are rejected.
+   10. Dependent appends (`dependent_appends.py`) are validated as if their predecessors were in the
+       log, provided that those are in flight in this same session; otherwise they are rejected.
        Admitted dependent appends are gathered while a batch is in flight, and go to the store when
        it has landed: at once or, while other authors wait, `GATHER_MS` after the previous batch.
 """
@@ -41,12 +41,12 @@ from waltz_core.records.record import BEFORE_FIRST, NO_SESSION, Chain, Partition
 from waltz_core.replication.session_events import SessionOpened
 from waltz_core.server.append.admission import Admission
 from waltz_core.server.append.completions import Completions
-from waltz_core.server.append.flights import Draft, Flight, Flights
+from waltz_core.server.append.in_flight import Draft, Flight, Flights
 from waltz_core.server.append.lanes import Lanes
 from waltz_core.server.append.mounts import Mounts
 from waltz_core.server.append.outcomes import AppendOutcome, BatchCommitted, Reached, SubmitBatch
 from waltz_core.server.append.pace import Pace
-from waltz_core.server.locking.following import Followers
+from waltz_core.server.locking.dependent_appends import Followers
 from waltz_core.server.locking.lock_queues import LockQueues, is_contending
 from waltz_core.server.locking.lock_table import LockTable
 from waltz_core.server.locking.refill import Refill
@@ -168,7 +168,7 @@ class AppendPipeline:
             self.refill.begin(self._table, LogEnd(opened.high_water_mark, opened.chain))
         self._is_open = True
         self._is_held = False
-        self._following.opened(opened.session_id)
+        self._following.session_opened(opened.session_id)
         return out
 
     def committed(self, last: TransactionId, chain: Chain, *, now_ms: int) -> list[AppendOutcome]:
@@ -199,7 +199,7 @@ class AppendPipeline:
         self.refill.stop()
         self._loss = loss
         self._flights.stop()
-        self._following.closed()
+        self._following.session_closed()
         # Final rejections are reported now: the next session may take long to open.
         return self._completions.answer_rejected(self._lock_queues.all()) + self._notify_followers(
             self._following.waiting.all()
@@ -209,7 +209,7 @@ class AppendPipeline:
         """Release the partition: return unsubmitted appends, and those maybe in the log."""
         self._is_open = False
         self.refill.stop()
-        self._following.closed()
+        self._following.session_closed()
         out: list[AppendOutcome] = []
         queued: list[Ticket] = []
         # By identity: a batch may be in several flights, and the rest of it in its lane.

@@ -8,7 +8,7 @@ Rules:
     1. Only final rejections wait here. Waiting changes only when the writer receives its rejection.
     2. Single appends with exactly the same locks form a queue. The first in the queue is notified
        when a transaction with these locks has landed or, among writers of dependent appends
-       (`following.py`), was admitted; and some time after the last one was notified.
+       (`dependent_appends.py`), was admitted; and some time after the last one was notified.
     3. No writer waits for longer than `HELD_MS_MAX`, nor beyond the end of the session.
     4. The rejection names the last landed transaction with the queue's locks.
 """

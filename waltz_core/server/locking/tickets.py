@@ -94,7 +94,7 @@ class SingleTicket:
 
     @property
     def follows(self) -> bool:
-        """Whether it may depend on transactions in flight (`following.py`)."""
+        """Whether it may depend on transactions in flight (`dependent_appends.py`)."""
         return isinstance(self.message, AppendFollowing)
 
     @property

@@ -249,7 +249,7 @@ class RealFile:
         create: bool,
         descriptors: Descriptors,
         is_dispensable: bool = False,
-        cached_bytes_max: int = KEPT_BYTES,
+        page_cache_bytes_max: int = KEPT_BYTES,
     ) -> None:
         self._path = path
         self._descriptors = descriptors
@@ -258,7 +258,7 @@ class RealFile:
         self._is_locked = False
         self._is_unsynced = False
         self._is_used = False
-        self._tail = Tail(cached_bytes_max)
+        self._tail = Tail(page_cache_bytes_max)
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
         try:
             with descriptors.lock:
@@ -509,10 +509,10 @@ class RealDisk:
     """The file system of this machine, with a limit of open files (rule 5)."""
 
     def __init__(
-        self, open_files_max: int = OPEN_FILES_MAX, *, cached_bytes_max: int = KEPT_BYTES
+        self, open_files_max: int = OPEN_FILES_MAX, *, page_cache_bytes_max: int = KEPT_BYTES
     ) -> None:
         self.descriptors = Descriptors(open_files_max)
-        self._cached_bytes_max = cached_bytes_max
+        self._page_cache_bytes_max = page_cache_bytes_max
 
     def open(self, path: Path, *, create: bool = False, is_dispensable: bool = False) -> File:
         """Open a file for reading and writing."""
@@ -521,7 +521,7 @@ class RealDisk:
             create=create,
             descriptors=self.descriptors,
             is_dispensable=is_dispensable,
-            cached_bytes_max=self._cached_bytes_max,
+            page_cache_bytes_max=self._page_cache_bytes_max,
         )
 
     def exists(self, path: Path) -> bool:

@@ -213,7 +213,7 @@ class StorageDaemon:
             trust_fsync=config.trust_fsync,
         )
         return Engine.open(
-            RealDisk(config.open_files_max, cached_bytes_max=config.cached_bytes_max),
+            RealDisk(config.open_files_max, page_cache_bytes_max=config.page_cache_bytes_max),
             Path(config.directory),
             settings,
             partition_count=self._cluster.partition_count,

@@ -83,7 +83,7 @@ class StorageMetrics:
         for name, amount in (
             ("failed_reads_total", len(result.failed_reads)),
             ("damage_found_transactions_total", count_of(result.found)),
-            ("damage_repaired_transactions_total", count_of(repaired)),
+            ("repaired_transactions_total", count_of(repaired)),
             ("scrubbed_bytes_total", result.scrubbed.read_bytes if result.scrubbed else 0),
         ):
             if amount:

@@ -145,7 +145,7 @@ class Followers:
 
     # --- the session
 
-    def opened(self, session_id: SessionId) -> None:
+    def session_opened(self, session_id: SessionId) -> None:
         """A session accepts appends.
 
         If its number is not new to this process, dependent appends are not possible in it:
@@ -155,7 +155,7 @@ class Followers:
         if session_id > self._sessions_max:
             self._session_id = self._sessions_max = session_id
 
-    def closed(self) -> None:
+    def session_closed(self) -> None:
         """The session has ended: dependent appends are not possible any more."""
         self._session_id = NO_SESSION
         self._admitted.end()

@@ -16,7 +16,7 @@ from waltz_core import errors
 from waltz_core.client import AsyncCallbacks, Callbacks, PoisonPolicy, lock, transactional
 from waltz_core.client.stream import appends
 from waltz_core.config import ClientConfig
-from waltz_core.memory import MemoryWaltz
+from waltz_core.memory_waltz import MemoryWaltz
 from waltz_core.records.batches import encode_append
 from waltz_core.server.partition_events import PartitionLimits
 

@@ -19,8 +19,8 @@ from tests.unit.server.test_append import (
 from waltz_core.client.model.predecessors import FOLLOW
 from waltz_core.records.record import NO_SESSION, PartitionId, ReqId
 from waltz_core.server.append.outcomes import AheadOfLog, Reached
-from waltz_core.server.locking import following
-from waltz_core.server.locking.following import GATHER_MS
+from waltz_core.server.locking import dependent_appends
+from waltz_core.server.locking.dependent_appends import GATHER_MS
 from waltz_core.server.locking.lock_queues import HELD_MS_MAX, NOTIFY_MS_MIN
 from waltz_core.server.partition_events import PartitionLimits, SendToClient
 from waltz_core.wire.messages import AppendFollowing, Predecessors
@@ -206,7 +206,7 @@ def test_too_much_is_not_reported(name, monkeypatch):
     world, _ = in_flight()
     world.single(append=[HOT])
     world.turn()
-    monkeypatch.setattr(following, name, 1)
+    monkeypatch.setattr(dependent_appends, name, 1)
     waiting = world.follow(BOB)
     assert world.turn() == []
     assert results(world.commit())[waiting] == [(-1, LOCK, 1)]
@@ -214,7 +214,7 @@ def test_too_much_is_not_reported(name, monkeypatch):
 
 def test_predecessors_for_too_many_locks_are_not_returned():
     world, _ = in_flight()
-    most = following.PREDECESSORS_LOCKS_MAX
+    most = dependent_appends.PREDECESSORS_LOCKS_MAX
     assert predecessor_ids_for(world, write=range(HOT, HOT + most)) == [0]
     waiting = world.follow(BOB, write=range(HOT, HOT + most), read=[100])
     assert world.turn() == []
@@ -222,7 +222,9 @@ def test_predecessors_for_too_many_locks_are_not_returned():
 
 
 def test_many_locks_are_not_remembered_for_long(monkeypatch):
-    monkeypatch.setattr(following, "REMEMBERED_BYTES_MAX", 100 * following.REMEMBERED_LOCK_BYTES)
+    monkeypatch.setattr(
+        dependent_appends, "REMEMBERED_BYTES_MAX", 100 * dependent_appends.REMEMBERED_LOCK_BYTES
+    )
     world, _ = in_flight()
     world.single(write=range(HOT + 1, HOT + 50), append=range(100, 150))
     world.turn()
@@ -236,7 +238,7 @@ def test_many_locks_are_not_remembered_for_long(monkeypatch):
 
 
 def test_forgotten_predecessors_are_not_returned(monkeypatch):
-    monkeypatch.setattr(following, "REMEMBERED_COUNT_MAX", 2)
+    monkeypatch.setattr(dependent_appends, "REMEMBERED_COUNT_MAX", 2)
     world, _ = in_flight()
     for _ in range(2):
         world.single(append=[HOT])
@@ -319,7 +321,9 @@ def test_a_dependent_append_is_rejected_for_later_conflicts():
 def test_a_conflict_in_flight_without_predecessors_is_answered_when_it_is_final():
     world, _ = in_flight()
     behind = world.after(0)
-    late = world.after(0, client=BOB, read=range(100, 100 + following.PREDECESSORS_LOCKS_MAX))
+    late = world.after(
+        0, client=BOB, read=range(100, 100 + dependent_appends.PREDECESSORS_LOCKS_MAX)
+    )
     assert results(world.turn()) == {}
     assert late not in results(world.commit())
     assert len(world.turns()) == 1

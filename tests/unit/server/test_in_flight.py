@@ -2,7 +2,7 @@
 
 from waltz_core.records.batches import EncodedBatch
 from waltz_core.records.lock_blocks import DISTANCES_TRANSACTIONS_MAX
-from waltz_core.server.append.flights import Draft
+from waltz_core.server.append.in_flight import Draft
 
 
 def test_a_draft_reports_how_far_its_locks_are_behind_its_last_id():
