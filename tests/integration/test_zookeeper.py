@@ -239,8 +239,11 @@ def test_a_process_listens_and_never_answers():
         assert asyncio.run(run()) < SOONER_S
 
 
-def test_a_request_for_a_session_that_is_never_answered_is_rebuilt(zookeeper):
-    """As a ZooKeeper does that is just starting; the session timeout would be the time to wait."""
+def test_the_coordinator_reconnects_if_a_session_request_is_never_answered(zookeeper):
+    """A ZooKeeper server that is just starting does this.
+
+    The client must not wait for the session timeout.
+    """
     arrived = []
 
     async def front(reader, writer):

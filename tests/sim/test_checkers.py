@@ -612,7 +612,7 @@ def test_hwm_mono_of_a_connection(world):
 # stale marks, flushes
 
 
-def test_a_plain_mark_is_no_older_than_the_session_timer(world):
+def test_a_mark_of_a_non_linearizable_read_is_no_older_than_mark_staleness_ms_max(world):
     last = world.history.last
     world.checks.answers._marks.clear()
     world.answer(m.HighWaterMarkResponse(QUESTION, last - 5))

@@ -127,7 +127,7 @@ class ReplicaRepair:
         confirmed = answer.low_water_mark if answer.mark_confirmed else BEFORE_FIRST
         self._floor = TransactionId(confirmed)
         self._old_mark = answer.low_water_mark
-        self.damaged = pairs_of(answer.damaged)
+        self.damaged = decode_damaged_ranges(answer.damaged)
         # Whether (last, chain) is known to be a batch end of the goal's log, and the goal's chain.
         self._is_aligned = False
         self._goal_chain: Chain | None = None
@@ -451,7 +451,7 @@ def _points(answer: LineageResponse) -> list[tuple[TransactionId, Chain]]:
     return points
 
 
-def pairs_of(damaged: bytes | memoryview) -> list[tuple[TransactionId, TransactionId]]:
+def decode_damaged_ranges(damaged: bytes | memoryview) -> list[tuple[TransactionId, TransactionId]]:
     """Return the ranges of damaged IDs in a message, in order.
 
     Raises:

@@ -46,7 +46,7 @@ from waltz_core.replication.repair import (
     SetMark,
     SourceLineage,
     Truncation,
-    pairs_of,
+    decode_damaged_ranges,
     verify_batches,
     verify_records,
 )
@@ -313,7 +313,7 @@ class Repairs:
         Raises:
             RemoteProtocolError: the message does not have ranges of IDs.
         """
-        damaged = pairs_of(notice.damaged)
+        damaged = decode_damaged_ranges(notice.damaged)
         if each.repair is None:
             return  # Its PREPARED answer will include them.
         each.repair.damage_found(damaged)

@@ -21,7 +21,7 @@ from waltz_core.cluster.change.rebuilding import Log, RebuildDecision
 from waltz_core.cluster.nodes.model import MarkerState, PartitionMarker, PartitionMetadata
 from waltz_core.records.record import NO_SESSION, PartitionId, ReplicaId, SessionId, TransactionId
 from waltz_core.replication.quorum import quorum_size
-from waltz_core.replication.repair import pairs_of
+from waltz_core.replication.repair import decode_damaged_ranges
 from waltz_core.replication.session_recovery import NO_STORAGE_ID
 from waltz_core.wire.messages import (
     Nack,
@@ -282,7 +282,7 @@ def _rank(log: Log) -> tuple[bool, int, int, bool]:
 
 
 def _log_of(prepared: Prepared) -> Log:
-    lasts = [last for _, last in pairs_of(prepared.damaged)]
+    lasts = [last for _, last in decode_damaged_ranges(prepared.damaged)]
     is_damaged = any(last > prepared.low_water_mark for last in lasts)
     last_id = TransactionId(prepared.synced_max)
     return Log(SessionId(prepared.last_session), last_id, prepared.suspect, is_damaged)

@@ -1,13 +1,13 @@
 """How `check-connectivity` and `server list` show the answers that they receive."""
 
-from waltz_core.cli.cluster.cluster_reach import THIS_COMMAND, reached_by
+from waltz_core.cli.cluster.cluster_reach import THIS_COMMAND, checks_by_server
 from waltz_core.cli.output import ranges_of
 
 A, B, C = "a:1", "b:1", "c:1"
 
 
 def test_a_server_that_has_not_known_a_storage_does_not_reach_it():
-    found = reached_by("s:1", [A, B], {A: True, C: False})
+    found = checks_by_server("s:1", [A, B], {A: True, C: False})
     assert [(each.origin, each.target, each.is_reached) for each in found] == [
         (THIS_COMMAND, "server s:1", True),
         ("server s:1", f"storage {A}", True),

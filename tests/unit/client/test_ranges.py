@@ -129,7 +129,7 @@ def fetched(storage: Storage, form: RangeForm = RangeForm.WHOLE) -> RangeChunk:
 
 
 @pytest.mark.parametrize("changes", [{"first": 11}, {"form": RangeForm.HEADERS}, {"count": 0}])
-def test_a_replica_s_answer_to_another_question_is_an_error_of_the_protocol(changes):
+def test_a_replica_s_answer_to_another_request_is_an_error_of_the_protocol(changes):
     storage = Storage(4)
     storage.answer = replace(storage.answer, **changes)
     with pytest.raises(errors.RemoteProtocolError, match="found form"):

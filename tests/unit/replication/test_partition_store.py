@@ -228,7 +228,7 @@ def test_a_foreign_session_in_between_breaks_the_thread(bench):
     assert not bench.all_reported(SessionOpened)[-1].unbroken
 
 
-def test_a_claim_of_ours_after_a_foreign_session_does_not_repair_the_thread(bench):
+def test_a_claim_of_the_same_server_after_another_servers_session_is_not_unbroken(bench):
     """The second claim finds our own name, of a session that never opened."""
     bench.claim_elsewhere(1)
     bench.step(session_events.Checkpoint())

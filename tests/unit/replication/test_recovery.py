@@ -69,7 +69,7 @@ def test_replicas_that_were_not_engaged_have_no_voice():
     assert recovery.unknown == [B]
 
 
-def test_the_seeds_vote_would_lose_what_ours_keeps():
+def test_recovery_keeps_a_record_that_the_vote_of_waltz_0_13_would_lose():
     """Id 0 is on B and C; B's disk is put back to an older one; C is away, A never had it."""
     recovery = Recovery(Origin.RECORDED, engaged(A, B, C))
     recovery.answered(A, prepared(-1), OWN_ID)

@@ -265,7 +265,7 @@ def offsets(*values: int) -> bytes:
     return b"".join(each.to_bytes(4, "big") for each in values)
 
 
-def test_a_filter_takes_headers_out_and_covers_everything() -> None:
+def test_a_filtered_feed_omits_headers_and_still_covers_all_ids() -> None:
     each = feed(24)
     filtered(each, 1, -1, 24, 3, 5, 23)
     sent = turns(each)

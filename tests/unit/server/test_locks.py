@@ -190,7 +190,7 @@ def test_false_rejection_probability() -> None:
     assert table.false_rejection_probability(TransactionId(5)) == pytest.approx(1 / 8)
 
 
-def test_the_false_rejections_foretold_are_those_that_happen() -> None:
+def test_the_false_rejections_predicted_are_those_that_happen() -> None:
     table = LockTable(100_003, TransactionId(0))
     numbers = np.random.default_rng(1)
     locks = numbers.integers(-(2**31), 2**31, 30_000).astype(np.int32)
@@ -200,11 +200,11 @@ def test_the_false_rejections_foretold_are_those_that_happen() -> None:
     table.validate(
         LockRequests(none, none, written, 0), high_water_mark=first, next_id=TransactionId(1)
     )
-    foretold = table.false_rejection_probability(first)
+    predicted = table.false_rejection_probability(first)
     strangers = numbers.integers(-(2**31), 2**31, 20_000).astype(np.int32)
     refused = (table._slots[indices(strangers, 100_003)].min(axis=0) > 0).mean()
-    assert foretold == pytest.approx(refused, rel=0.1)
-    assert 0.1 < foretold < 0.4
+    assert predicted == pytest.approx(refused, rel=0.1)
+    assert 0.1 < predicted < 0.4
 
 
 def test_memory() -> None:

@@ -20,7 +20,7 @@ from waltz_core.wire.messages import CheckConnectivityRequest, CheckConnectivity
 THIS_COMMAND: Final = "this command"
 
 
-class Reach(NamedTuple):
+class ConnectionCheck(NamedTuple):
     """Whether one process reaches another; `reason` if known."""
 
     origin: str
@@ -50,32 +50,42 @@ async def check_connectivity(*, connect: str, as_json: bool) -> int:
     return 0 if is_healthy else 1
 
 
-async def _query_all(servers: list[str], storages: list[str], line: ProgressLine) -> list[Reach]:
+async def _query_all(
+    servers: list[str], storages: list[str], line: ProgressLine
+) -> list[ConnectionCheck]:
     done: list[str] = []
 
-    async def reached_from(address: str) -> list[Reach]:
+    async def check_server(address: str) -> list[ConnectionCheck]:
         try:
             answer = await query(address, CheckConnectivityResponse, CheckConnectivityRequest)
         except WaltzError as error:
-            found = [Reach(THIS_COMMAND, f"server {address}", is_reached=False, reason=str(error))]
+            found = [
+                ConnectionCheck(
+                    THIS_COMMAND, f"server {address}", is_reached=False, reason=str(error)
+                )
+            ]
         else:
-            found = reached_by(address, storages, dict(answer.reachable))
+            found = checks_by_server(address, storages, dict(answer.reachable))
         done.append(address)
         waits = ", ".join(each for each in servers if each not in done)
         line.show(len(done), len(servers), f"waiting for {waits}")
         return found
 
     async with asyncio.TaskGroup() as tasks:
-        started = [tasks.create_task(reached_from(each), name=each) for each in servers]
-    return [reach for task in started for reach in task.result()]
+        started = [tasks.create_task(check_server(each), name=each) for each in servers]
+    return [check for task in started for check in task.result()]
 
 
-def reached_by(server: str, storages: list[str], reported: Mapping[str, bool]) -> list[Reach]:
+def checks_by_server(
+    server: str, storages: list[str], reported: Mapping[str, bool]
+) -> list[ConnectionCheck]:
     """Return a server's answer for every storage, also for one that it does not know yet."""
     name = f"server {server}"
-    found = [Reach(THIS_COMMAND, name, is_reached=True)]
+    found = [ConnectionCheck(THIS_COMMAND, name, is_reached=True)]
     for storage in dict.fromkeys([*storages, *reported]):
         unknown = None if storage in reported else "the server does not know this storage (yet)"
         is_reached = reported.get(storage, False)
-        found.append(Reach(name, f"storage {storage}", is_reached=is_reached, reason=unknown))
+        found.append(
+            ConnectionCheck(name, f"storage {storage}", is_reached=is_reached, reason=unknown)
+        )
     return found
