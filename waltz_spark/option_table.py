@@ -229,9 +229,9 @@ OPTIONS: tuple[Option, ...] = (
         "writeId",
         Use.WRITE,
         "new for each write",
-        "Names the write, so that the whole job can run again: each row is written once, a write "
-        "that is done appends nothing, and other rows are an error. In `foreachBatch` use it with "
-        "`batchId`.",
+        "Identifies the write and makes it idempotent when the whole job runs again: rows that are "
+        "already in the log are not written again, a finished write appends nothing, and a run "
+        "with different rows fails. In `foreachBatch` use it with `batchId`.",
     ),
     Option(
         "batchId",

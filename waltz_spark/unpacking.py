@@ -453,7 +453,7 @@ _NAMES: dict[type, str] = {
 def _check_pairs(pairs: list[Any]) -> None:
     for pair in pairs:
         if type(pair) is not list or len(pair) != 2:
-            raise TypeError(f"expected pairs of key and value in a list, found {pair!r}")
+            raise TypeError(f"expected a [key, value] pair as list element, found {pair!r}")
 
 
 def _offsets(values: list[Any]) -> pa.Array:

@@ -405,7 +405,7 @@ def test_while_zookeeper_is_away_appends_and_marks_continue() -> None:
             assert (await server.health()).is_healthy is True
             assert (await server.health()).details["zookeeper"] is False
             assert await ids(client.append(2)) == [0, 1]
-            # Not without asking a quorum: the session timer has run out.
+            # Not without a query of a quorum: `mark_staleness_ms_max` has passed.
             before = sum(each.counts["Heartbeat"] for each in world.storages)
             await until(lambda: server.hosts[PartitionId(0)].partition.is_open)
             async with asyncio.timeout(HANG_S):

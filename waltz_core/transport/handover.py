@@ -94,7 +94,7 @@ def take(name: str, request: bytes, *, timeout_s: float) -> int:
         Unreachable: no process on this machine has the name, or it does not have the file.
     """
     if not IS_POSSIBLE:
-        raise Unreachable(f"{name}: this system has no abstract socket names")
+        raise Unreachable(f"{name}: this system does not support abstract Unix sockets")
     with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as made:
         made.settimeout(timeout_s)
         try:

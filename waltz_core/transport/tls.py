@@ -10,8 +10,8 @@ Rules:
     2. ?tls=FILE names the authorities; a FILE.toml has settings of kind "tls", with file names
        relative to it. ?tls=on trusts the system's authorities, ?tls=unverified any peer.
     3. TLS 1.2 is the minimum: Waltz 0.13 supports nothing newer.
-    4. A daemon that listens beyond this machine without TLS logs that once, unless `tls = "off"` is
-       explicit.
+    4. A daemon that listens on a non-loopback address without TLS logs that once, unless
+       `tls = "off"` is explicit.
     5. A daemon reads its files again on SIGHUP (`renew`). Authorities are added; only a restart
        removes them.
     6. The same failure of the same peer is logged once in `LOG_INTERVAL_S`, so that a peer that

@@ -6,7 +6,7 @@ whether or not the client will accept it.
 Rules:
     1. A server sends an outcome or a mark only while a store session is open and settled, or in
        the step that closed it. It may send records of the log from any session that was open.
-    2. A mark without a proof may be as old as the session timer, and no older.
+    2. A mark without a proof is no older than `mark_staleness_ms_max`.
     3. After a client's row was lost, none of its later rows on that connection is committed until
        the client mounts again.
     4. A server answers a flush only after it has answered every earlier request on that connection.

@@ -1,6 +1,6 @@
 """An asyncio event loop in virtual time, for production code with coroutines.
 
-Machines need no loop; the client's and the operator's shells do, and their faults are between two
+Machines need no loop; the client's and the operator's drivers do, and their faults are between two
 awaits.
 
 Rules:

@@ -974,4 +974,4 @@ def test_a_filled_replica_is_reported(bench):
     (repaired,) = [
         dict(each.fields) for each in bench.only(Report) if each.name == "storage.replica_repaired"
     ]
-    assert repaired == {"partition": 0, "session": 2, "ended_at": 2, "ends_at": 4}
+    assert repaired == {"partition": 0, "session": 2, "last_before": 2, "last": 4}

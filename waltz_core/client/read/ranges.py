@@ -177,7 +177,8 @@ def chunk_of_server(
     where = f"partition {partition_id}, transactions {query.first}..{query.last} from the server"
     if answer.form != query.form or answer.first != query.first or answer.count < 0:
         raise errors.RemoteProtocolError(
-            f"{where}: found form {answer.form}, first {answer.first}, count {answer.count}"
+            f"{where}: expected form {query.form}, first {query.first}, count of 0 or more; "
+            f"found form {answer.form}, first {answer.first}, count {answer.count}"
         )
     _check_end(answer.next - 1, query, where)
     chunk = RangeChunk(
@@ -340,14 +341,16 @@ class ReaderConnection:
             reader=True,
         )
         answer = await self._query(request, timeout_s)
-        where = f"partition {partition_id}, transactions {query.first}.. from {self._link.address}"
+        transactions = f"transactions {query.first}..{query.last}"
+        where = f"partition {partition_id}, {transactions} from {self._link.address}"
         if not isinstance(answer, messages.RangeBytes):
             raise errors.RemoteProtocolError(
                 f"{where}: expected RangeBytes, found {type(answer).__name__}"
             )
         if answer.first != query.first or answer.form != form or answer.count <= 0:
             raise errors.RemoteProtocolError(
-                f"{where}: found form {answer.form}, first {answer.first}, count {answer.count}"
+                f"{where}: expected form {form}, first {query.first}, count of 1 or more; "
+                f"found form {answer.form}, first {answer.first}, count {answer.count}"
             )
         if form != RangeForm.WHOLE and crc32(answer.records) != answer.records_crc:
             raise errors.ChecksumMismatch(f"{where}: the answer's CRC does not fit")

@@ -1,7 +1,7 @@
 """One partition of a client: its stream, its appends, its feed.
 
-The stream is a machine without futures, sockets or ZooKeeper. This shell performs its effects; each
-partition has one.
+The stream is a machine without futures, sockets or ZooKeeper. This driver performs its effects;
+each partition has one.
 
 Rules:
     1. Effects are performed in order and never wait; what takes time becomes a task that posts its

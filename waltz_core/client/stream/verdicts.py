@@ -1,6 +1,7 @@
 """What an error means for the rows of an append: in the log, not in the log, or unknown.
 
-A wrong entry here turns a rejection into a duplicate, or doubt into a loss.
+If the table wrongly lists an error as a rejection, the client sends rows again that are in the log,
+or reports them as failed.
 
 Rules:
     1. A rejection is final only for errors that the server returns before anything was stored, or

@@ -10,7 +10,8 @@ Rules (docs/design/correctness.md 2.1 H and 2.4, rows 16, 21, 22, 28, 29, 39):
        are clamped and caches kept up to the mark; otherwise both are reset.
     3. A mount is answered when (a) there is a settled session, (b) everything of older connections
        of the client is final, (c) the feed, if there is one, has reached the mark of that moment.
-    4. A mark is reported only while a quorum has confirmed the session within the session timer.
+    4. A mark is reported only while a quorum has confirmed the session within
+       `mark_staleness_ms_max`.
     5. A high-water mark never decreases; if the store reports a lower one it has lost data, and the
        partition is released.
     6. ClientAhead is reported only if the session is proven after the request arrived; if the proof

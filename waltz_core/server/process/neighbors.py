@@ -13,8 +13,9 @@ Rules:
     3. A false detection costs only a move of partitions: a live server registers again, and the
        storages fence replaced owners. Nothing else may rely on this detection.
     4. A server that changes its preferences is the same process: its watch continues.
-    5. A dying process may still accept one more connection and drop it. After any other end of a
-       dial the next one follows soon, then with growing pauses.
+    5. A dying process may still accept one more connection and drop it. So after a connection of
+       less than `RETRY_PAUSE_S`, and after a dial that fails in another way, the server dials again
+       soon, then with growing pauses, up to `RETRY_PAUSE_S`.
     6. The results of the dials are published for the lead, which assigns no partitions to a server
        to which no other server can connect (`cluster/membership/reachability.py`). An accepted
        connection counts even if it is closed at once: by a server of another version, or at its

@@ -1,7 +1,7 @@
 """The tasks of a storage's administration, and their results.
 
-The machine that decides (`admin.py`) and the shell that carries out (`admin_port.py`) share only
-these types.
+The machine that decides (`admin.py`) and the driver that performs the tasks
+(`process/admin_port.py`) share only these types.
 """
 
 from typing import Final, NamedTuple, TypeAlias

@@ -547,8 +547,8 @@ class StorageService:
                     "storage.replica_repaired",
                     partition=lane.log.partition_id,
                     session=message.session_id,
-                    ended_at=lane.prepared_max,
-                    ends_at=message.mark,
+                    last_before=lane.prepared_max,
+                    last=message.mark,
                 )
 
     def _stop_serving(self, lane: Lane, why: WaltzError) -> None:
