@@ -147,7 +147,7 @@ def findings() -> str:
 def nodes() -> str:
     """Return the table of ZooKeeper's nodes."""
     rows = [f"| `{n.path}` | {n.kind} | {n.content} | {n.written_by} |" for n in ZNODES]
-    return "\n".join(["| node | kind | content | written by |", "|---|---|---|---|", *rows])
+    return "\n".join(["| znode | kind | content | written by |", "|---|---|---|---|", *rows])
 
 
 def node_values() -> str:

@@ -292,7 +292,7 @@ class ConnectionSuperseded(Superseded):
 
 
 class CoordinatorConflict(Superseded):
-    """A node in ZooKeeper was changed, created or deleted since it was read.
+    """A znode was changed, created or deleted since it was read.
 
     Action: Read the state again before you decide on the change; a repeated command does this.
     """
@@ -319,9 +319,9 @@ class ChecksumMismatch(Damaged):
 
 
 class BadFormat(Damaged):
-    """A file, a node or a structure cannot be decoded.
+    """A file, a znode or a structure cannot be decoded.
 
-    Action: Check whether the file or node was changed by another program or version.
+    Action: Check whether the file or znode was changed by another program or version.
     """
 
     code = 62

@@ -33,7 +33,7 @@ NOWHERE = Path("/nonexistent")
 def sick_cluster(
     where: Path, settings: dict[str, dict[str, object]] | None = None
 ) -> Iterator["Patient"]:
-    """Run three nodes of ZooKeeper, three storages and a spare one, two servers."""
+    """Run three ZooKeeper servers, three storages and a spare one, two servers."""
     patient = Patient(where, settings)
     made = LocalCluster(where, zookeeper_count=3, partition_count=PARTITIONS, settings=settings)
     patient.started.append(made)

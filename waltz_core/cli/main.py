@@ -52,15 +52,15 @@ NOUNS: Mapping[str, NounEntry] = {
         "create, show, check and change a cluster: its storages, replicas, preferences",
         {
             "cluster.cluster_command": {
-                "create": "create a cluster's nodes in ZooKeeper",
+                "create": "create a cluster's znodes in ZooKeeper",
                 "show": "show servers, storages, partitions",
-                "protect": "restrict the cluster's nodes to the user in the auth file",
+                "protect": "restrict the cluster's znodes to the user in the auth file",
             },
             "cluster.cluster_roots": {
-                "list": "list the clusters in a ZooKeeper, or below one of its nodes",
+                "list": "list the clusters in a ZooKeeper, or below one of its znodes",
                 "show-key": "print the cluster key, which every storage has",
                 "delete": (
-                    "delete a cluster's nodes from ZooKeeper; the records stay on the storages"
+                    "delete a cluster's znodes from ZooKeeper; the records stay on the storages"
                 ),
             },
             "cluster.cluster_verify": {
@@ -91,7 +91,7 @@ NOUNS: Mapping[str, NounEntry] = {
             },
             "cluster.cluster_rescue": {
                 "accept-replicas": "accept one replica's log when there is no trusted quorum",
-                "rebuild-metadata": "rebuild ZooKeeper's nodes from the storages",
+                "rebuild-metadata": "rebuild a cluster's znodes from the storages",
             },
         },
         (
@@ -197,7 +197,10 @@ NOUNS: Mapping[str, NounEntry] = {
         "run the ZooKeeper that comes with PySpark",
         {
             "zookeeper_command": {
-                "run": "run one node with a zoo.cfg (sample: conf/zoo.cfg) and $SERVER_JVMFLAGS",
+                "run": (
+                    "run one ZooKeeper server with a zoo.cfg (sample: conf/zoo.cfg) and "
+                    "$SERVER_JVMFLAGS"
+                ),
             },
         },
     ),

@@ -143,7 +143,7 @@ class WriteRegistry:
             if await self._try_write([CreateNode(path, made.to_bytes()), *fence]):
                 return made
         raise errors.CoordinatorUnavailable(
-            f"ZooKeeper node {path} was not created in {ATTEMPTS_MAX} attempts: other changes came "
+            f"znode {path} was not created in {ATTEMPTS_MAX} attempts: other changes came "
             "first. Hint: start the write again."
         )
 

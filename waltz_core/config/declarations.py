@@ -537,8 +537,8 @@ class ClientConfig(TlsConfig, ZooKeeperConfig):
     )
     feed_ahead_count_max: int = setting(
         100_000,
-        "Transactions fed and not applied yet, beyond which the client requests no more. Too "
-        "few: frequent round trips. Too many: memory.",
+        "Maximum number of transactions that the client has requested from the feed and not "
+        "applied yet. Too few: frequent round trips. Too many: memory.",
         minimum=100,
         maximum=100_000_000,
     )
@@ -558,7 +558,7 @@ class LocalConfig(Config):
 
     directory: str = setting(".waltz", "The directory of data, configuration and logs.")
     zookeeper_count: int = setting(
-        1, "Nodes of ZooKeeper. Three tolerate the loss of one.", minimum=1, maximum=7
+        1, "ZooKeeper servers. Three tolerate the loss of one.", minimum=1, maximum=7
     )
     storage_count: int = setting(
         3, "Storages. Every partition has a replica on each.", minimum=1, maximum=9
@@ -570,8 +570,8 @@ class LocalConfig(Config):
     port_base: int = setting(
         0,
         "First of the consecutive ports of all processes: 3 for each storage, 2 for each server, 1 "
-        "for ZooKeeper, or 3 for each of its nodes. 0: the usual ports where they are free, and "
-        "random ones. Fixed for the life of the directory.",
+        "for a single ZooKeeper server, or 3 for each of several. 0: the usual ports where they "
+        "are free, and random ones. Fixed for the life of the directory.",
         minimum=0,
         maximum=65_000,
     )

@@ -140,7 +140,7 @@ class LocalCluster:
 
     Args:
         directory: of data, configuration, logs and the state file; created if absent.
-        zookeeper_count: 1, or nodes of an ensemble (an odd number; 3 tolerate the loss of one).
+        zookeeper_count: ZooKeeper servers: 1, or an odd number (3 tolerate the loss of one).
         storage_count: storages; every partition has a replica on each.
         server_count: servers.
         partition_count: partitions; fixed for the life of the directory.
@@ -202,7 +202,7 @@ class LocalCluster:
 
     @property
     def zookeepers(self) -> list[Member]:
-        """Return the nodes of ZooKeeper: one, or an ensemble."""
+        """Return the ZooKeeper servers: one, or an ensemble."""
         return [member for member in self.members if member.kind == "zookeeper"]
 
     @property
@@ -505,7 +505,7 @@ class LocalCluster:
             return f"the cluster was made with --port-base {base}"
         if name in {"quorum_port", "election_port"}:
             is_known = any(each.process() is not None for each in self.zookeepers)
-            return "the other nodes of ZooKeeper know it by that port" if is_known else ""
+            return "the other ZooKeeper servers know it by that port" if is_known else ""
         if member.kind == "storage" and name != "http_port" and self._created.exists():
             return "a storage is known by its address"
         return ""

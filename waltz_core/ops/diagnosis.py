@@ -81,7 +81,7 @@ def summary(facts: Facts) -> str:
         f"{_count(len(cluster.servers), 'server')}, {_count(len(cluster.storages), 'storage')}, "
         f"{_count(cluster.partition_count, 'partition')} with "
         f"{' or '.join(map(str, replicas))} replica{'' if replicas == [1] else 's'} each, "
-        f"{_count(len(facts.nodes), 'node')} of ZooKeeper"
+        f"{_count(len(facts.nodes), 'ZooKeeper server')}"
     )
 
 

@@ -27,7 +27,7 @@ from waltz_core.records.record import (
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
-    """One node of ZooKeeper; `mode` is leader, follower, standalone, or empty (no service)."""
+    """One ZooKeeper server; `mode` is leader, follower, standalone, or empty (no service)."""
 
     address: str
     failure: str = ""

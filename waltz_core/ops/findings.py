@@ -75,17 +75,17 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         ),
         _row(
             "zookeeper-node-unavailable",
-            "node {node} of ZooKeeper does not answer: {why}",
+            "ZooKeeper server {node} does not answer: {why}",
             _START,
         ),
         _row(
             "zookeeper-node-without-quorum",
-            "node {node} of ZooKeeper answers, but is not part of a quorum and serves no client",
+            "ZooKeeper server {node} answers, but is not part of a quorum and serves no client",
             _START,
         ),
         _row(
             "zookeeper-access-denied",
-            "ZooKeeper denies access to the cluster's nodes: {why}",
+            "ZooKeeper denies access to the cluster's znodes: {why}",
             "waltz-core doctor --connect '{hosts}?auth=FILE'",
         ),
         _row(
@@ -98,7 +98,7 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         _row(
             "cluster-lost",
             "ZooKeeper no longer has the cluster at {connect}; the storages in {directory} belong "
-            "to it and have the data to rebuild ZooKeeper's nodes",
+            "to it and have the data to rebuild its znodes in ZooKeeper",
             "{rebuild}",
         ),
     ),
@@ -379,9 +379,9 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         _row(
             "metadata-lost",
             "partition {partition} has records, but ZooKeeper has lost its metadata. Hint: all "
-            "nodes of the cluster must be rebuilt, and all storages must answer. Stop all servers "
-            "and storages, and delete the old nodes. Then start the storages, and the servers "
-            "while the last command waits for them.",
+            "znodes of the cluster must be rebuilt, and all storages must answer. Stop all servers "
+            "and storages, and delete the old znodes from ZooKeeper. Then start the storages, and "
+            "the servers while the last command waits for them.",
             "{rebuild}",
         ),
         _row(

@@ -131,9 +131,10 @@ def test_one_replica_is_declared_and_decides_alone():
 def test_the_logs_of_the_others_are_reported():
     logs = {"A": log(5, 10), "B": log(5, 12), "C": log(6, 9)}
     assert rebuilding.losses(logs["B"], logs) == [
-        "C took part in session 6, the chosen log only in 5"
+        "the last session of C is 6, that of the chosen log is 5"
     ]
-    assert rebuilding.losses(logs["A"], logs)[0] == "B has 11..12, the chosen log ends before"
+    lacking = "B has transactions 11..12, which the chosen log lacks"
+    assert rebuilding.losses(logs["A"], logs)[0] == lacking
 
 
 def test_ids_continue_above_all_that_were_given_out():

@@ -136,7 +136,7 @@ def case():
 def test_a_healthy_cluster_has_no_findings(case):
     assert case.found() == []
     assert summary(case.facts) == (
-        "2 servers, 4 storages, 2 partitions with 3 replicas each, 3 nodes of ZooKeeper"
+        "2 servers, 4 storages, 2 partitions with 3 replicas each, 3 ZooKeeper servers"
     )
 
 
@@ -161,7 +161,7 @@ def test_without_zookeeper_only_that_is_reported(case):
 def test_a_node_of_zookeeper(case):
     case.node(failure="refused", mode="")
     assert case.the_only("zookeeper-node-unavailable").sentence == (
-        "node zk1:2181 of ZooKeeper does not answer: refused"
+        "ZooKeeper server zk1:2181 does not answer: refused"
     )
     case.node(failure="", mode="")
     assert "is not part of a quorum" in case.the_only("zookeeper-node-without-quorum").sentence
@@ -560,10 +560,10 @@ def test_metadata_that_is_lost(case):
     case.cluster(cluster_key=KEY, name="pay")
     case.partition(metadata=PartitionMetadata())
     found = case.the_only("metadata-lost")
-    # What is left of the old nodes has to go first: over it nothing is rebuilt.
+    # What is left of the old znodes has to go first: over it nothing is rebuilt.
     delete = f"waltz-core cluster delete pay --connect {CONNECT}"
     assert found.command == f"{delete} && {REBUILD}"
-    for step in ("Stop all servers and storages", "delete the old nodes", "waits for them"):
+    for step in ("Stop all servers and storages", "delete the old znodes", "waits for them"):
         assert step in found.sentence
     # Of a cluster on this machine all steps are known.
     case.local(MemberFacts("storage-1", A, "up", 79, 5281))

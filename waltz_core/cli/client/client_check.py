@@ -296,7 +296,7 @@ async def produce(chosen: CheckLoad) -> int:
 
 @verb
 @click.option(
-    "--first", type=int, metavar="ID", help="first ID to read [default: the next transaction]"
+    "--first", type=int, metavar="ID", help="first ID to read [default: only new transactions]"
 )
 @_checks
 async def consume(chosen: CheckLoad) -> int:

@@ -125,7 +125,7 @@ def read(*, partition: int, first: int, last: int | None, connect: str, as_json:
 @verb
 @options.partition
 @click.option(
-    "--first", type=int, metavar="ID", help="first ID to read [default: the next transaction]"
+    "--first", type=int, metavar="ID", help="first ID to read [default: only new transactions]"
 )
 @click.option("--transactions", type=int, metavar="N", help="end after this number of transactions")
 @options.connect

@@ -78,7 +78,7 @@ async def protect(*, connect: str, wait_s: float) -> int:
         raise BadConfig(f"no cluster at {connect}: ZooKeeper has no such root")
     # The audit entry is written with the same credentials.
     async with connected(connect, wait_s) as found, audited(found, creates=True):
-        print_error(f"protected {count} nodes")
+        print_error(f"protected {count} znodes")
     return 0
 
 

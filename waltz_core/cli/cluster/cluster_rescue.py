@@ -359,7 +359,7 @@ class FormerCluster(NamedTuple):
 @click.option(
     "--only-nodes",
     is_flag=True,
-    help="only create the nodes, so that storages can start; then run the command without this",
+    help="only create the znodes, so that storages can start; then run the command without this",
 )
 @changes(creates=True)
 async def rebuild_metadata(command: Command, **words: Any) -> Result:  # noqa: ANN401
@@ -464,13 +464,13 @@ def _new_cluster(chosen: FormerCluster) -> NewCluster:
 
 
 async def _make_nodes(command: Command, new: NewCluster) -> None:
-    """Create the nodes, unless an earlier run has created them."""
+    """Create the znodes, unless an earlier run has created them."""
     coordinator = command.coordinator
     try:
         found = await coordinator.read_cluster()
     except BadConfig:
         await coordinator.create_for_rebuilding(new, rebuilding.ids_from(int(time.time())))  # noqa: TID251
-        command.note(f"created the nodes of cluster {new.cluster_key}")
+        command.note(f"created the znodes of cluster {new.cluster_key}")
         return
     if found.store.cluster_key != new.cluster_key:
         raise BadRequest(

@@ -110,7 +110,7 @@ async def delete(command: Command, *, name: str, force: bool) -> Result:
             await _expect_no_process(command)
 
     def show_progress(done_count: int, count: int) -> None:
-        command.wait_for(f"the nodes of {coordinator.where} to be deleted", done_count, count)
+        command.wait_for(f"the znodes of {coordinator.where} to be deleted", done_count, count)
 
     count = await coordinator.delete_cluster(show_progress)
     if not count:
@@ -120,7 +120,7 @@ async def delete(command: Command, *, name: str, force: bool) -> Result:
         "name": name,
         "cluster_key": key,
         "nodes": count,
-        "summary": f"deleted {count} nodes: {what}. The storages' directories are unchanged",
+        "summary": f"deleted {count} znodes: {what}. The storages' directories are unchanged",
     }
 
 

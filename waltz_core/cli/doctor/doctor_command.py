@@ -32,7 +32,7 @@ TIMEOUT_S: Final = 3.0
 # Long enough for a session to open or a partition to move on a healthy cluster.
 RECHECK_AFTER_S: Final = 1.5
 NOT_MEASURED: Final = (
-    "the clocks of ZooKeeper's nodes, which do not report them",
+    "the clocks of ZooKeeper servers, which do not report them",
     "the clocks of servers, except for commit times in the future",
     "whether the processes can reach each other, except servers to storages",
     "which machines can reach the ports: without TLS they belong in a private network",

@@ -1,4 +1,4 @@
-"""Queries ZooKeeper's nodes, the servers, the storages and this machine for the doctor.
+"""Queries ZooKeeper, the servers, the storages and this machine for the doctor.
 
 `ops/diagnosis.py` evaluates the answers.
 
@@ -178,7 +178,7 @@ async def _probe_failure(error: WaltzError, address: str, timeout_s: float) -> _
 
 
 async def _node(address: str, timeout_s: float) -> NodeFacts:
-    """Query one node with `srvr`, which every ZooKeeper answers unless it is disabled."""
+    """Query one ZooKeeper server with `srvr`, which each answers unless it is disabled."""
     host, port = net.split_address(address)
     began_s = time.monotonic()
     try:

@@ -186,12 +186,14 @@ def losses(chosen: Log, logs: Mapping[ReplicaId, Log]) -> list[str]:
     for name, log in logs.items():
         if log.last_session > chosen.last_session:
             found.append(
-                f"{name} took part in session {log.last_session}, the chosen log only in "
+                f"the last session of {name} is {log.last_session}, that of the chosen log is "
                 f"{chosen.last_session}"
             )
         if log.synced_max > chosen.synced_max:
             first = chosen.synced_max + 1
-            found.append(f"{name} has {first}..{log.synced_max}, the chosen log ends before")
+            found.append(
+                f"{name} has transactions {first}..{log.synced_max}, which the chosen log lacks"
+            )
     return found
 
 

@@ -151,7 +151,7 @@ async def connected(
 
 
 async def protect(text: str, *, connect_timeout_ms: int = CONNECT_TIMEOUT_MS) -> int:
-    """Set the access list of an auth file on a cluster's nodes; return their number.
+    """Set the access list of an auth file on a cluster's znodes; return their number.
 
     Raises BadConfig if the connect string names no auth file or ZooKeeper denies the change.
     """
