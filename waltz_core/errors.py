@@ -5,7 +5,8 @@ module defines exceptions.
 
     WaltzError
       UsageError        the call is wrong; do not retry
-        BadConfig (NoCluster), BadRequest, ClientAhead, TooLarge, UnknownPartition, NotOpen
+        BadConfig (NoCluster), BadRequest, ClientAhead, TooLarge, UnknownPartition,
+        NotOpen, BelowStart
       Unavailable       try again (retriable)
         NotMounted, NotOwned, Overloaded, SessionLost, NoSpace, Unreachable (TlsFailed),
         CoordinatorUnavailable, OutcomeUnknown, CoordinatorOutcomeUnknown, ViewBehind,
@@ -109,6 +110,19 @@ class NotOpen(UsageError, AttributeError):
     """
 
     code = 17
+
+
+class BelowStart(UsageError):
+    """The log begins after the requested ID: `first_available`, if known, is its first one.
+
+    Action: Read from the first available ID on.
+    """
+
+    code = 18
+
+    def __init__(self, message: str, first_available: int = -1) -> None:
+        super().__init__(message)
+        self.first_available = first_available
 
 
 class Unavailable(WaltzError):

@@ -23,7 +23,7 @@ from tests.crash.scenarios import (
 )
 from waltz_core.errors import ChecksumMismatch, WaltzError
 from waltz_core.storage.files.control_file import SLOTS_NAME
-from waltz_core.storage.files.format import SLOT_BLOCK_BYTES, SLOT_BYTES, Slot
+from waltz_core.storage.files.format import SLOT_BLOCK_BYTES, SLOT_BYTES, Marker, Slot
 from waltz_core.storage.log.removal import WIPE_NAME
 from waltz_sim.world.crash import AnyOf, Keep, Platter, RecordingDisk, Remark, survivals
 from waltz_sim.world.simulated_disk import Contents
@@ -52,6 +52,7 @@ class FoundLog:
     info: Marks
     suspect: bool
     damaged: tuple
+    start: Marker
 
     @property
     def last(self):
@@ -69,8 +70,9 @@ class Found:
 
 
 def found_log(log):
-    """Read all of a log."""
-    records, unreadable, at = [], [], 0
+    """Read all of a log; records at or below its start are empty."""
+    at = log.start.transaction_id + 1
+    records, unreadable = [b""] * at, []
     while at <= log.max_id:
         try:
             read = log.read_range(at, log.max_id, 1 << 20, whole_batches=False)
@@ -85,7 +87,7 @@ def found_log(log):
             records.append(read.records[offset : offset + length])
             offset += length
         at += read.lengths.size
-    entries = log.lineage(0, log.max_id)[1] if log.max_id >= 0 else ()
+    entries = log.lineage(0, log.max_id)[1] if log.max_id > log.start.transaction_id else ()
     return FoundLog(
         tuple(records),
         tuple(unreadable),
@@ -95,6 +97,7 @@ def found_log(log):
         info_of(log),
         log.suspect,
         log.damaged,
+        log.start,
     )
 
 
@@ -139,6 +142,8 @@ def check_log(partition, expected, found, damaged):
         raise Violation(f"{where} has lost its log, and does not say so")
     if any(one not in damaged for one in (*found.damaged, *found.unreadable)):
         raise Violation(f"{where} has damage {found.damaged}")
+    if found.start not in expected.starts:
+        raise Violation(f"{where} begins after {found.start}, expected {expected.starts}")
     if found.promise not in expected.promises:
         raise Violation(f"{where}: {found.promise}, expected one of {expected.promises}")
     if found.marks not in expected.marks:
@@ -157,7 +162,8 @@ def _wrong(history, found):
     for position, record in enumerate(found.records):
         if record and record != history.records[position]:
             return f"record {position} is another one"
-    if found.entries != tuple(one for one in history.entries if one.last <= found.last):
+    start = found.start.transaction_id
+    if found.entries != tuple(one for one in history.entries if start < one.last <= found.last):
         return "other batches"
     if found.entries and found.entries[-1].last != found.last:
         return f"ends at {found.last}, where no batch ends"
@@ -181,7 +187,7 @@ def check_platter(acknowledged, contents):
         if not slot.suspect and marker < min(expected.markers):
             raise Violation(f"partition {partition}: marker {marker}, {expected.markers}")
         if slot.truncate is None:
-            _check_indexes(contents.files, directory, marker)
+            _check_indexes(contents.files, directory, marker, slot.start.transaction_id)
 
 
 def _newer_slot(content):
@@ -192,7 +198,7 @@ def _newer_slot(content):
     return max(slots, key=lambda slot: slot.sequence, default=None)
 
 
-def _check_indexes(files, directory, marker):
+def _check_indexes(files, directory, marker, start):
     paths = sorted(one for one in files if one.parent == directory and one.suffix == ".seg")
     for path, after in zip_longest(paths, paths[1:]):
         content, index = files[path], files.get(path.with_suffix(".idx"), b"")
@@ -200,7 +206,7 @@ def _check_indexes(files, directory, marker):
         last = min(marker, int(after.stem) - 1) if after else marker
         while at + 40 <= len(content) and first <= last:
             stated = int.from_bytes(index[128 + 8 * (first - int(path.stem)) :][:8], "big")
-            if stated != at:
+            if first > start and stated != at:
                 raise Violation(f"{path.name}: the index says {stated} of {first}, not {at}")
             at += 40 + int.from_bytes(content[at + 28 : at + 32], "big")
             first += 1

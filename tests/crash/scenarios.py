@@ -21,6 +21,7 @@ import waltz_core.storage
 from tests.storage_model import batches
 from waltz_core.errors import ChecksumMismatch, DiskFailed, NoSpace
 from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN, next_chain
+from waltz_core.storage.files.format import GENESIS, Marker
 from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.service.engine import Engine
 from waltz_sim.world.crash import RecordingDisk, Remark, Sync, Write
@@ -77,6 +78,7 @@ class AcknowledgedLog(NamedTuple):
     markers: tuple[int, ...]  # on the disk itself at least one of these is confirmed
     is_dirty: tuple[bool, ...]
     suspects: tuple[bool, ...] = (False,)  # with True, an empty log is suspect
+    starts: tuple[Marker, ...] = (GENESIS,)
 
 
 @dataclass(frozen=True)
@@ -182,6 +184,7 @@ class Scenario:
                 (log.slot.acked.transaction_id,),
                 (log.slot.dirty,),
                 (log.suspect,),
+                (log.start,),
             )
             for partition, log in self.engine.logs.items()
         }
@@ -353,6 +356,18 @@ class Scenario:
             partition=partition,
             marker=base_id,
         )
+
+    def remove_oldest(self, partition=0):
+        log = self.log(partition)
+        archived = Marker(log.confirmed_low_water_mark, log.chain_at(log.confirmed_low_water_mark))
+        self.doing(lambda: log.remove_oldest(archived), partition=partition)
+        assert log.start > GENESIS
+
+    def reset(self, last, partition=0):
+        """Begin a log again after an ID; its records up to there are in an archive."""
+        log, start = self.log(partition), Marker(last, self.rng.randbytes(16))
+        after = History((b"",) * (last + 1), (), last)
+        self.doing(lambda: log.reset(log.promised, start), history=after, partition=partition)
 
     def close(self):
         histories = self.histories
@@ -656,6 +671,35 @@ def repair():
     return scenario
 
 
+def removed_segments():
+    """The oldest segments are archived and removed, while the log continues."""
+    scenario = _begun([4, 4], segment_bytes_max=450)
+    scenario.append([3, 5])
+    scenario.sync()
+    scenario.prepare()
+    scenario.set_mark()
+    for _ in range(3):
+        scenario.remove_oldest()
+        scenario.append([3])
+        scenario.sync()
+    scenario.restart()
+    scenario.remove_oldest()
+    return scenario
+
+
+def reset():
+    """A log without common batches with the others begins again after what is archived."""
+    scenario = _begun([4, 4], segment_bytes_max=450)
+    scenario.prepare()
+    scenario.reset(60)
+    scenario.append([2, 3])
+    scenario.sync()
+    scenario.set_mark()
+    scenario.append([1])
+    scenario.sync()
+    return scenario
+
+
 def _two_held():
     """Two partitions with sessions and records over several segments."""
     scenario = Scenario(segment_bytes_max=300)
@@ -726,6 +770,8 @@ SCENARIOS = (
     failed_roll_over,
     full_disk,
     repair,
+    removed_segments,
+    reset,
 )
 # What administration does to a partition. No mutant is asked of these: what a sync of theirs is for
 # shows only when a partition that went is held again (tests/crash/test_storage_administration).

@@ -45,7 +45,7 @@ DIRTY, SUSPECT, PROVISIONAL, TRUNCATE, SHORTENED = 1, 2, 4, 8, 16
 # Instead of a chain: records may have no batches.
 UNBATCHED: Final = b"\xff" * 16
 RECONSTRUCTED: Final = -2  # the session of a batch that replaces unreadable ones
-_DAMAGED_MAX: Final = 21
+_DAMAGED_MAX: Final = 19
 
 
 def _filled(data: Bytes, size: int) -> tuple[bytes, list[str]]:
@@ -181,6 +181,8 @@ class ControlSlot(NamedTuple):
     truncate_to: int
     shortened: tuple[int, int, int, int, bytes]
     damaged: tuple[tuple[int, int], ...]
+    start: int  # the end of the batch before the log's first record, and the chain there
+    start_chain: bytes
     engaged: int  # the last session in which the replica was engaged
     wrong: tuple[str, ...]
 
@@ -221,8 +223,10 @@ def control_slot(data: Bytes, position: int) -> ControlSlot:
         count = 0
     end = 168 + 16 * count
     damaged = tuple(struct.iter_unpack(">qq", body[168:end]))
-    _expect_zero(wrong, body[end:-8], end)
-    (back,) = struct.unpack_from(">I", body, SLOT_BYTES - 8)
+    _expect_zero(wrong, body[end:-32], end)
+    first, start_chain, back = struct.unpack_from(">q16sI", body, SLOT_BYTES - 32)
+    if first < 0:
+        wrong.append(f"expected a first id of at least 0, found {first}")
     if back > last_session + 1:
         wrong.append(f"expected at most {last_session + 1} sessions back, found {back}")
     wrong += _wrong_slot_values(promised, last_session, mark, acked, damaged)
@@ -243,6 +247,8 @@ def control_slot(data: Bytes, position: int) -> ControlSlot:
         truncate_to,
         shortened,
         damaged,
+        first - 1,
+        start_chain,
         last_session + 1 - back if back else -1,
         tuple(wrong),
     )

@@ -23,7 +23,6 @@ from waltz_core.offline.files import OpenFile, ReadableFile, segment_path
 from waltz_core.offline.layout import (
     BATCH_BYTES,
     CHAIN_HEADER_BYTES,
-    GENESIS,
     RECONSTRUCTED,
     BatchEntry,
     ChainHeader,
@@ -74,7 +73,8 @@ class BatchesEnd(NamedTuple):
 class ChainCheck:
     """Takes the records of a partition in order, and compares them with its batches.
 
-    `is_wrong` returns for an ID whether a fault there is an error, and not the trace of a stop.
+    `start` is the batch end after which the log begins. `is_wrong` returns for an ID whether a
+    fault there is an error, and not the trace of a stop.
     `ends` are IDs at which a batch should end; `chains` receives the chains there.
     """
 
@@ -82,20 +82,22 @@ class ChainCheck:
         self,
         directory: Path,
         firsts: list[int],
+        start: BatchesEnd,
         findings: Findings,
         is_wrong: Callable[[int], bool],
         ends: frozenset[int],
     ) -> None:
-        self.end = BatchesEnd(-1, GENESIS)
+        self.end = start
         self.count = 0
         self.unchecked = 0
-        self.chains: dict[int, bytes] = {-1: GENESIS}
+        self.chains: dict[int, bytes] = {start.last: start.chain}
         self._directory = directory
         self._firsts = firsts
         self._findings = findings
         self._is_wrong = is_wrong
         self._ends = ends
-        self._is_chain_known = True
+        # Else the batch at the start, or one before it, crosses into the oldest segment.
+        self._is_chain_known = firsts[0] == start.last + 1
         self._segment = 0
         self._entries = self._all_entries()
         self._current: tuple[PlacedEntry, int] | None = None  # with the first ID of its segment
@@ -194,7 +196,7 @@ class ChainCheck:
 
     def _all_entries(self) -> Iterator[tuple[PlacedEntry, int]]:
         """Return the valid entries of all `.chn` files; report the errors on the way."""
-        before = -1
+        before = self._firsts[0] - 1
         unreadable: list[tuple[PlacedEntry, int]] = []
         for position, first in enumerate(self._firsts):
             path = segment_path(self._directory, first, ".chn")

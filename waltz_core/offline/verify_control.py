@@ -156,7 +156,9 @@ def expected_log(
         durable = info.local_low_water_mark
     if current.flags & TRUNCATE:
         durable = min(durable, current.truncate_to)
-    ends = frozenset({current.acked, current.low_water_mark, current.provisional_mark})
+    ends = frozenset(
+        {current.start, current.acked, current.low_water_mark, current.provisional_mark}
+    )
     return ExpectedLog(number, key, current, is_adopted=is_adopted, durable=durable, ends=ends)
 
 
@@ -251,6 +253,13 @@ def _compare_marks(
             report.wrong(
                 None, f"expected a log up to the {what} {mark}, found it to end at {seen.last}"
             )
+    at_start = seen.chains_at.get(slot.start, slot.start_chain)
+    if at_start != slot.start_chain:
+        report.wrong(
+            None,
+            f"start of the log after {slot.start}: expected chain {slot.start_chain.hex()}, "
+            f"found {at_start.hex()}",
+        )
     if expected.is_adopted or slot.flags & TRUNCATE or slot.acked > seen.last:
         return
     found = seen.chains_at.get(slot.acked)

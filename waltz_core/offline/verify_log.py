@@ -17,8 +17,8 @@ from typing import Final
 
 from waltz_core.offline.file_findings import Findings, records_text
 from waltz_core.offline.files import OpenFile, firsts_in, names_in, segment_path
-from waltz_core.offline.layout import SLOTS_NAME, TRUNCATE
-from waltz_core.offline.lineage import ChainCheck, batches_of, header_of
+from waltz_core.offline.layout import GENESIS, SLOTS_NAME, TRUNCATE
+from waltz_core.offline.lineage import BatchesEnd, ChainCheck, batches_of, header_of
 from waltz_core.offline.verify_segment import ExpectedLog, FoundLog, SegmentCheck
 
 # Locks of the newest batches, unchecked here: a new owner verifies them by the chain.
@@ -59,6 +59,10 @@ class _LogCheck:
         self._expected = expected
         self._findings = findings
         self._seen = FoundLog()
+        slot = expected.slot
+        self._start = BatchesEnd(-1, GENESIS)
+        if slot is not None:
+            self._start = BatchesEnd(slot.start, slot.start_chain)
         self._firsts = firsts_in(directory)
         self._durable = expected.durable
         self._chain: ChainCheck | None = None
@@ -66,6 +70,7 @@ class _LogCheck:
     def run(self) -> FoundLog:
         """Verify the whole log."""
         self._check_names()
+        self._skip_removed()
         if not self._firsts:
             return self._seen
         if self._expected.slot is not None or has_batches(self._directory):
@@ -78,11 +83,12 @@ class _LogCheck:
             self._chain = ChainCheck(
                 self._directory,
                 self._firsts,
+                self._start,
                 self._findings,
                 self._is_wrong_batch,
                 self._expected.ends,
             )
-        due = 0
+        due = min(self._start.last + 1, self._firsts[0])
         for first, next_first in zip(self._firsts, [*self._firsts[1:], None], strict=True):
             if first > due:
                 self._report_missing(due, first)
@@ -106,10 +112,19 @@ class _LogCheck:
             self._seen.unchecked_chains = self._chain.unchecked
         return self._seen
 
+    def _skip_removed(self) -> None:
+        """Skip segments that end at or before the start of the log."""
+        first = self._start.last + 1
+        while len(self._firsts) > 1 and self._firsts[1] <= first:
+            path = segment_path(Path(self._directory.name), self._firsts.pop(0), ".seg")
+            note = f"ends before {first}, where the log begins; the next start removes it"
+            self._findings.in_file(str(path)).note(None, note)
+
     # ---- what may be torn (rule 1)
 
     def _is_wrong(self, transaction_id: int, segment: int) -> bool:
-        return self._is_synced(transaction_id, segment, self._durable)
+        is_used = transaction_id > self._start.last
+        return is_used and self._is_synced(transaction_id, segment, self._durable)
 
     def _is_index_wrong(self, transaction_id: int, segment: int) -> bool:
         # The index is synced when the marker moves; entries only state that records were synced.

@@ -22,6 +22,7 @@ from waltz_core.errors import BadRequest, DiskFailed
 from waltz_core.offline.files import OpenFile, locked_shared
 from waltz_core.offline.layout import UNBATCHED, crc32
 from waltz_core.offline.lineage import batches_of, header_of
+from waltz_core.offline.verify_control import read_slots
 from waltz_core.storage.disk.file_system import RealDisk
 from waltz_core.storage.files.format import IdRange, Mark, Marker, Slot
 from waltz_sim.world.simulated_disk import DiskFault
@@ -432,3 +433,60 @@ def test_a_file_of_locks_is_a_storages_and_others_are_noted(storage):
     assert found(storage) == ([], [])
     (storage / "2" / "notes.txt").write_bytes(b"")
     assert found(storage) == ([], ["2/notes.txt: is not a file of a storage"])
+
+
+@pytest.fixture
+def started(tmp_path):
+    """The same without segment 0..10: the log begins after the batch 9..20; another copy has it."""
+    world = some_world()
+    world.prepare()
+    world.set_mark()
+    before = spill(world.disk, tmp_path / "before")
+    assert world.log.remove_oldest(Marker(35, world.log.chain))
+    world.close()
+    directory = spill(world.disk, tmp_path / "started")
+    assert found(directory) == ([], [])
+    return directory, before
+
+
+def test_a_log_that_begins_above_0_is_verified_from_its_start_on(started):
+    directory, _ = started
+    log = verified(directory).logs[PARTITION]
+    assert (log.segments, log.last, log.unchecked_chains) == (2, 35, 1)
+    assert log.chains_at[20] == read_slots(directory / SLOTS)[0].start_chain
+    flip(seg(directory, 0), 128 + 37)  # record 11, below the start
+    wrong, notes = found(directory)
+    assert wrong == []
+    assert any("record 11: expected CRC" in each for each in notes)
+    flip(seg(directory, 0), 128 + 60 * 13)
+    assert found(directory)[0]
+
+
+def test_a_segment_whose_removal_was_interrupted_is_noted(started):
+    directory, before = started
+    for suffix in (".seg", ".idx", ".chn"):
+        shutil.copy(seg(before, 0, suffix), directory / f"{ONE}{suffix}")
+    note = f"{ONE}.seg: ends before 21, where the log begins; the next start removes it"
+    assert found(directory) == ([], [note])
+
+
+def test_a_log_without_its_first_segment_is_wrong(started):
+    directory, before = started
+    shutil.copy(before / SLOTS, directory / SLOTS)  # it states that the log begins with 0
+    assert f"{TWO}.seg: records 0..10: in no segment before this one" in found(directory)[0]
+
+
+def test_another_chain_at_the_start_is_wrong(started):
+    directory, _ = started
+    slots = [
+        replace(Slot.decode(data[:512]), start=Marker(20, b"c" * 16))
+        for data in blocks(SLOTS, directory)
+    ]
+    (directory / SLOTS).write_bytes(b"".join(each.encode().ljust(4096, b"\0") for each in slots))
+    (wrong,) = found(directory)[0]
+    assert wrong.startswith(f"{SLOTS}: start of the log after 20: expected chain 6363")
+
+
+def blocks(name, directory):
+    content = (directory / name).read_bytes()
+    return content[:4096], content[4096:]

@@ -157,6 +157,7 @@ def _slot_json(slot: ControlSlot, *, is_current: bool) -> dict[str, object]:
         "flags": _names(slot.flags, _SLOT_FLAGS),
         "nonce": slot.nonce.hex(),
         "acked_chain": slot.acked_chain.hex(),
+        "start_chain": slot.start_chain.hex(),
         "shortened": None
         if not slot.flags & SHORTENED
         else {
@@ -243,6 +244,8 @@ def _slot_texts(slot: ControlSlot, *, is_current: bool) -> dict[str, str]:
         "engaged session": str(slot.engaged),
         "low-water mark": str(slot.low_water_mark),
         "provisional mark": provisional,
+        "log begins after": str(slot.start),
+        "chain before it": slot.start_chain.hex(),
         "acked id": str(slot.acked),
         "chain there": slot.acked_chain.hex(),
         "truncate to": f"{slot.truncate_to}{shortened}" if slot.flags & TRUNCATE else "-",

@@ -408,7 +408,7 @@ def decode_storage_id(data: Bytes) -> bytes:
 SLOT_BYTES: Final = 512
 SLOT_BLOCK_BYTES: Final = 4096
 SLOT_COUNT: Final = 2
-DAMAGED_MAX: Final = 21
+DAMAGED_MAX: Final = 19
 SLOT: Final = ByteLayout(
     Field("version", "i", "0"),
     Field("flags", "i", "1 dirty, 2 suspect, 4 provisional mark, 8 truncation, 16 shortened batch"),
@@ -430,6 +430,9 @@ SLOT: Final = ByteLayout(
 # After it in the same sector.
 SLOT_TAIL: Final = ByteLayout(
     Field("damaged ranges", f"{16 * DAMAGED_MAX}s", f"{DAMAGED_MAX} times first and last id"),
+    Field("reserved", "8s", "0"),
+    Field("first id", "q", "of the log: that of its oldest segment"),
+    Field("chain before", "16s", "the chain before the first id"),
     Field("engaged", "I", "1 + how many sessions before the last one it was engaged; 0: never"),
     has_crc=True,
 )
@@ -438,7 +441,7 @@ _RANGE = struct.Struct(">qq")
 assert _SLOT.size == 168
 assert SLOT.size_bytes + SLOT_TAIL.size_bytes == SLOT_BYTES
 assert DAMAGED_MAX * _RANGE.size == SLOT_TAIL.places()[0].size_bytes
-_SESSIONS_BACK = struct.Struct(">I")
+_TAIL = struct.Struct(">q16sI")
 _DIRTY, _SUSPECT, _PROVISIONAL, _TRUNCATE, _SHORTENED = 1, 2, 4, 8, 16
 NO_NONCE: Final = bytes(16)
 _LOST_NONCE: Final = b"\xff" * 16
@@ -490,7 +493,7 @@ class Marker(NamedTuple):
     chain: Chain
 
 
-NOTHING_ACKED: Final = Marker(BEFORE_FIRST, GENESIS_CHAIN)
+GENESIS: Final = Marker(BEFORE_FIRST, GENESIS_CHAIN)
 # In place of the acked marker's chain: some records up to the marker have no batches. The next
 # opening makes them (`log_recovery.py`, rule 4). No hash has this value.
 UNBATCHED: Final = Chain(b"\xff" * 16)
@@ -526,12 +529,13 @@ class Slot:
     last_session: SessionId = NO_SESSION
     low_water_mark: TransactionId = BEFORE_FIRST
     provisional: Mark | None = None
-    acked: Marker = NOTHING_ACKED
+    acked: Marker = GENESIS
     truncate: TruncateIntent | None = None
     damaged: tuple[IdRange, ...] = ()
     dirty: bool = False
     suspect: bool = False
     engaged: SessionId = NO_SESSION  # the last one that had opened, and that this replica was in
+    start: Marker = GENESIS  # the end of the batch before the log's first record
 
     def is_overtaken(self, info: PartitionInfo) -> bool:
         """Return whether Waltz 0.13 has written since, as its sequence or session shows."""
@@ -575,7 +579,7 @@ class Slot:
             *(truncate.shortened or (0, 0, 0, 0, GENESIS_CHAIN)),
         )
         ranges = b"".join(_RANGE.pack(*ids) for ids in self.damaged)
-        tail = _SESSIONS_BACK.pack(self._sessions_back())
+        tail = _TAIL.pack(self.start.transaction_id + 1, self.start.chain, self._sessions_back())
         return with_crc((body + ranges).ljust(SLOT_BYTES - _CRC.size - len(tail), b"\0") + tail)
 
     def _sessions_back(self) -> int:
@@ -607,8 +611,10 @@ class Slot:
         if min(promised, last_session, low_water_mark, fields[12]) < BEFORE_FIRST:
             raise BadFormat("control slot: expected sessions and marks of at least -1")
         used = _SLOT.size + damaged_count * _RANGE.size
-        _zero(body[used : -_SESSIONS_BACK.size], "control slot")
-        (back,) = _SESSIONS_BACK.unpack_from(body, len(body) - _SESSIONS_BACK.size)
+        _zero(body[used : -_TAIL.size], "control slot")
+        first, chain_before, back = _TAIL.unpack_from(body, len(body) - _TAIL.size)
+        if first < 0:
+            raise BadFormat(f"control slot: expected a first id of at least 0, found {first}")
         if back > last_session + 1:
             raise BadFormat(
                 f"control slot: expected an engaged session of at least 0, "
@@ -629,6 +635,7 @@ class Slot:
             dirty=bool(flags & _DIRTY),
             suspect=bool(flags & _SUSPECT),
             engaged=SessionId(last_session + 1 - back) if back else NO_SESSION,
+            start=Marker(TransactionId(first - 1), Chain(chain_before)),
         )
 
 

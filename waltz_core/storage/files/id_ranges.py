@@ -45,6 +45,12 @@ def damage_until(damaged: tuple[IdRange, ...], last: TransactionId) -> tuple[IdR
     return tuple(IdRange(ids.first, min(ids.last, last)) for ids in damaged if ids.first <= last)
 
 
+def damage_after(damaged: tuple[IdRange, ...], start: TransactionId) -> tuple[IdRange, ...]:
+    """Return the ranges, without the IDs at or below the start of a log."""
+    first = TransactionId(start + 1)
+    return tuple(IdRange(max(ids.first, first), ids.last) for ids in damaged if ids.last >= first)
+
+
 def count_of(ranges: tuple[IdRange, ...]) -> int:
     """Return how many IDs there are in ranges that do not overlap."""
     return sum(last - first + 1 for first, last in ranges)

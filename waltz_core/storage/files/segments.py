@@ -4,9 +4,12 @@ A batch, a read or a truncation may cross the border between two files. This cla
 borders, so that neither the log above nor the segment below has to.
 
 Rules:
-    1. Segment i ends where segment i+1 begins; the first begins at 0; there is always one.
+    1. Segment i ends where segment i+1 begins; the first begins at or before the first record after
+       the start; there is always one.
     2. A batch's entry is in the segment of its last record.
-    3. Segments are made at the end and removed from the end, newest first.
+    3. Segments are made at the end. A truncation removes them from the end, newest first.
+    4. The log begins after its start, a batch end. Segments that end at or before the start are
+       removed, oldest first; older records of the oldest one that stays are not used any more.
 """
 
 from bisect import bisect_right
@@ -23,7 +26,6 @@ from waltz_core.errors import BadFormat, ChecksumMismatch, DiskFailed, ReadFaile
 from waltz_core.records import raw_records
 from waltz_core.records.record import (
     BEFORE_FIRST,
-    GENESIS_CHAIN,
     RECONSTRUCTED,
     RECORD_OVERHEAD_BYTES,
     Chain,
@@ -33,7 +35,7 @@ from waltz_core.records.record import (
     next_chain,
 )
 from waltz_core.storage.disk.file_system import Disk
-from waltz_core.storage.files.format import IdRange, SegmentHeader, first_of_name
+from waltz_core.storage.files.format import GENESIS, IdRange, Marker, SegmentHeader, first_of_name
 from waltz_core.storage.files.lock_file import LockFile
 from waltz_core.storage.files.segment import Segment
 from waltz_core.wire.record_locations import FileLocation
@@ -58,11 +60,17 @@ class Segments:
     """All segments of a partition, oldest first."""
 
     def __init__(
-        self, disk: Disk, directory: Path, blank: SegmentHeader, segments: list[Segment]
+        self,
+        disk: Disk,
+        directory: Path,
+        blank: SegmentHeader,
+        segments: list[Segment],
+        start: Marker = GENESIS,
     ) -> None:
         assert segments
-        assert segments[0].first == 0
+        assert segments[0].first <= start.transaction_id + 1
         self.all = segments
+        self.start = start
         self.lock_file = LockFile(disk, directory)
         self.directory = directory
         self._disk = disk
@@ -79,7 +87,7 @@ class Segments:
 
     @property
     def last(self) -> TransactionId:
-        """The last ID, or BEFORE_FIRST."""
+        """The last ID, or that of the start when there is no record."""
         return self.current.last
 
     @property
@@ -97,9 +105,10 @@ class Segments:
 
     def chain_at(self, transaction_id: TransactionId) -> Chain | None:
         """Return the chain at a batch's end, or None where no batch ends."""
-        if transaction_id == BEFORE_FIRST:
-            return GENESIS_CHAIN
-        if not 0 <= transaction_id <= self.last:
+        start = self.start
+        if transaction_id == start.transaction_id:
+            return start.chain
+        if not start.transaction_id < transaction_id <= self.last:
             return None
         lineage = self._holding(transaction_id).lineage
         position = lineage.position_of(transaction_id)
@@ -122,10 +131,25 @@ class Segments:
 
     def add(self, now_ms: int, chain_before: Chain) -> None:
         """Begin a new segment after the last record, durably."""
-        first = TransactionId(self.last + 1)
+        self._add(TransactionId(self.last + 1), now_ms, chain_before)
+
+    def _add(self, first: TransactionId, now_ms: int, chain_before: Chain) -> None:
         header = self._blank._replace(created_ms=now_ms, first=first)
         self.all.append(Segment.create(self._disk, self.directory, header, chain_before))
         self._firsts.append(first)
+
+    def begin_after(self, start: Marker, now_ms: int) -> None:
+        """Begin the log after a batch end, and remove what is older; durable, may be repeated.
+
+        A log that ends before the new start is empty afterwards (rule 4). The slot has the start
+        already.
+        """
+        self.start = start
+        if self.last < start.transaction_id:
+            self._add(TransactionId(start.transaction_id + 1), now_ms, start.chain)
+        while len(self.all) > 1 and self.all[1].first <= start.transaction_id + 1:
+            self.all.pop(0).remove()
+            self._firsts.pop(0)
 
     def renew(self, now_ms: int, chain_before: Chain, marker: TransactionId) -> None:
         """Continue in a new file, and do not write the current one again.
@@ -325,7 +349,14 @@ class Segments:
                 return self.all[index].lineage.entry(position - 1)
             index -= 1
             position = self.all[index].lineage.count if index >= 0 else 0
-        return LineageEntry(BEFORE_FIRST, BEFORE_FIRST, SessionId(0), 0, GENESIS_CHAIN)
+        before = TransactionId(self.all[0].first - 1)
+        return LineageEntry(before, before, SessionId(0), 0, self.oldest_chain())
+
+    def oldest_chain(self) -> Chain:
+        """Return the chain before the first batch of the oldest segment."""
+        if self.all[0].first == self.start.transaction_id + 1:
+            return self.start.chain
+        return self.all[0].lineage.chain_before
 
     def _reconstructed_entry(
         self, before: LineageEntry, last: int, session: SessionId

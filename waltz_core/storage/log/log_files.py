@@ -15,6 +15,8 @@ Rules (numbers in brackets: docs/design/correctness.md 2.4):
        finishes it [9, 12].
     5. Files that were deleted or replaced under this process are not used again: what they
        acknowledge would be lost, and the new ones may lack a promise.
+    6. A new start is durable in both slots before older segments are removed: with one that is
+       older than the segments, the log could not be opened.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,9 +28,10 @@ import numpy as np
 import numpy.typing as npt
 
 from waltz_core.errors import DiskFailed, MissingSegment, NoSpace, WaltzError
-from waltz_core.records.record import BEFORE_FIRST, Chain, LineageEntry, PartitionId, TransactionId
+from waltz_core.records.record import Chain, LineageEntry, PartitionId, TransactionId
 from waltz_core.storage.files.control_file import SLOTS_NAME, SlotFile
 from waltz_core.storage.files.format import UNBATCHED, Marker, Slot
+from waltz_core.storage.files.id_ranges import damage_after
 from waltz_core.storage.files.segments import Segments
 from waltz_core.storage.log import truncation
 from waltz_core.storage.log.reading import LogReader
@@ -85,7 +88,7 @@ class LogFiles:
 
     @property
     def last(self) -> TransactionId:
-        """The last ID of the log, synced or not; BEFORE_FIRST when it is empty."""
+        """The last ID of the log, synced or not; that of the start when it is empty."""
         return self.segments.last if self.covered_end is None else self.covered_end
 
     # ---- writing
@@ -147,7 +150,7 @@ class LogFiles:
         self.sync_count += self.segments.sync()
         self.segments.sync_index()
         marker = Marker(last, UNBATCHED) if self.slot.is_unbatched else end
-        if marker.transaction_id != BEFORE_FIRST:
+        if marker.transaction_id != self.segments.start.transaction_id:
             self.write_slot(replace(self.slot, acked=marker))
             self._unmarked_ms = 0
         self.segments.add(self._settings.now_ms(), end.chain)
@@ -237,6 +240,27 @@ class LogFiles:
         self.synced_max = self.last
         # From the slot: reading it again could fail, and leave the chain of the longer log.
         self.chain = self.synced_chain = self.slot.acked.chain
+
+    def begin_after(self, start: Marker, slot: Slot) -> None:
+        """Begin the log after a batch end, durably, and remove older segments (rule 6).
+
+        `slot` is the present one with the changes that belong to the new start.
+
+        Raises:
+            DiskFailed: the log must be opened again.
+        """
+        slot = replace(slot, start=start, damaged=damage_after(slot.damaged, start.transaction_id))
+        self.write_slot(slot)
+        self.write_slot(slot)
+        try:
+            self.segments.begin_after(start, self._settings.now_ms())
+        except (DiskFailed, NoSpace) as error:
+            raise self.broken(
+                f"the log cannot begin after {start.transaction_id}: {error}"
+            ) from error
+        if self.synced_max < start.transaction_id:
+            self.synced_max, self.chain = start
+            self.synced_chain = start.chain
 
     # ---- failing (rules 3 and 5)
 

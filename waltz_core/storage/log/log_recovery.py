@@ -41,6 +41,9 @@ Rules:
        this opening has made; records and index up to the marker, which were synced before it; and
        the slot before anything is changed, as a crash may then return to the older one. Whatever
        this opening has changed, or no marker or entry covers, is synced.
+   10. The slot has the start of the log before segments at or below it are removed. The opening
+       finishes that removal, oldest first. A log that ends before its start begins after it again,
+       empty and suspect: that is how a replica without these records is reset.
 """
 
 from contextlib import suppress
@@ -201,8 +204,6 @@ def _firsts(disk: Disk, directory: Path) -> list[TransactionId]:
     for name in names:
         if name.endswith((".idx", ".chn")) and f"{name[:-4]}.seg" not in known:
             disk.unlink(directory / name)  # a crash came before the `.seg` had its name
-    if firsts and firsts[0] != 0:
-        raise MissingSegment(f"{directory}: expected a segment from id 0, found {firsts[0]} first")
     return firsts
 
 
@@ -255,33 +256,46 @@ class _Opening:
             and not newer.suspect
             and not self._adopting
             and newer.truncate is older.truncate is None
+            and newer.start == older.start
             and older.acked.transaction_id <= newer.acked.transaction_id
         )
 
     def open_segments(self, firsts: list[TransactionId]) -> Segments:
-        """Open all segments, except those that a truncation had begun to remove (rule 1)."""
-        intent = self.slot.truncate
+        """Open all segments, except those that had begun to be removed (rules 1 and 10)."""
+        intent, start = self.slot.truncate, self.slot.start
         opened = self.opened
         if intent is not None:
             while len(firsts) > 1 and firsts[-1] > intent.last_to_keep:
-                header = self._blank._replace(first=firsts.pop())
-                Segment(self._disk, self._directory, header).remove()
-        chain = GENESIS_CHAIN
+                self._remove(firsts.pop())
+        while len(firsts) > 1 and firsts[1] <= start.transaction_id + 1:
+            self._remove(firsts.pop(0))
+        if firsts and firsts[0] > start.transaction_id + 1:
+            raise MissingSegment(
+                f"{self._directory}: expected a segment from id {start.transaction_id + 1}, "
+                f"found {firsts[0]} first"
+            )
+        # A batch that ends at or before the start may cross the beginning of the oldest segment:
+        # then only that segment has the chain before it.
+        is_exact = not firsts or firsts[0] == start.transaction_id + 1
+        chain = start.chain if is_exact else None
         for position, first in enumerate(firsts):
             segment, end = self._open_segment(first, chain)
             if position + 1 < len(firsts):
                 chain = self._verify_and_close(segment, end, firsts[position + 1])
         if not opened:
-            made = Segment.create(self._disk, self._directory, self._blank, GENESIS_CHAIN)
-            opened.append(made)
-        return Segments(self._disk, self._directory, self._blank, opened)
+            header = self._blank._replace(first=TransactionId(start.transaction_id + 1))
+            opened.append(Segment.create(self._disk, self._directory, header, start.chain))
+        return Segments(self._disk, self._directory, self._blank, opened, start)
+
+    def _remove(self, first: TransactionId) -> None:
+        Segment(self._disk, self._directory, self._blank._replace(first=first)).remove()
 
     def _open_segment(
-        self, first: TransactionId, chain_before: Chain
+        self, first: TransactionId, chain_before: Chain | None
     ) -> tuple[Segment, LineageEntry | None]:
         """Open a segment; a missing or wrong `.chn` is created again, without batches.
 
-        Also return its last batch.
+        Also return its last batch. `chain_before` is None where it is not known.
         """
         header = self._blank._replace(first=first)
         lineage = self._open_lineage(header)
@@ -289,7 +303,7 @@ class _Opening:
         if lineage is None:
             if not self._adopting:
                 self._suspect()
-            content = LineageHeader(header, chain_before).encode()
+            content = LineageHeader(header, chain_before or GENESIS_CHAIN).encode()
             create_durably(self._disk, self._directory, [(segment_name(first, ".chn"), content)])
         segment = Segment.open(
             self._disk,
@@ -300,7 +314,8 @@ class _Opening:
             lineage=lineage,
         )
         self.opened.append(segment)
-        if segment.lineage.chain_before != chain_before and not self._adopting:
+        is_continued = chain_before in {None, segment.lineage.chain_before}
+        if not is_continued and not self._adopting:
             self._suspect()
             self._rebuilt.extend(self.opened[-2:-1])  # It may have lost its last batches.
         end = segment.lineage.trim()
@@ -379,6 +394,8 @@ class _Opening:
             segments.truncate(
                 *self.slot.truncate
             )  # Durable before the intent goes (`write_again`).
+        if segments.last < segments.start.transaction_id:
+            segments.begin_after(segments.start, self._blank.created_ms)  # rule 10
 
     def _last_complete(self, segments: Segments) -> TransactionId:
         """Return the last ID above the marker whose record is where the index has it."""
@@ -467,7 +484,7 @@ class _Opening:
 
     def _end_of(self, segments: Segments) -> TransactionId:
         end = segments.lineage_end()
-        return end.last if end is not None else BEFORE_FIRST
+        return end.last if end is not None else segments.start.transaction_id
 
     def _holds(
         self, segments: Segments, entry: LineageEntry, end: TransactionId, chain: Chain
@@ -484,7 +501,10 @@ class _Opening:
         position = segments.all.index(segment)
         before = [each for each in segments.all[: position + 1] if each.lineage.count]
         after = next((each for each in segments.all[position + 1 :] if each.lineage.count), None)
-        first = before[-1].lineage.entry(before[-1].lineage.count - 1).last + 1 if before else 0
+        oldest = segments.all[0].first
+        first = (
+            before[-1].lineage.entry(before[-1].lineage.count - 1).last + 1 if before else oldest
+        )
         if after is not None:
             last = min(segment.last, after.lineage.entry(0).first - 1)
             if first <= last:
@@ -601,9 +621,7 @@ class _Opening:
     def settled(self, segments: Segments) -> Slot:
         """Return the slot as it is when the log is open (rule 5)."""
         end = segments.lineage_end()
-        marker = (
-            Marker(end.last, end.chain) if end is not None else Marker(BEFORE_FIRST, GENESIS_CHAIN)
-        )
+        marker = Marker(end.last, end.chain) if end is not None else segments.start
         slot = _taken_over(self.slot, self._info) if self._is_overtaken else self.slot
         if end is not None and end.session_id == RECONSTRUCTED:
             # No owner can compare this end with its log: let it truncate the end and copy from
@@ -631,4 +649,4 @@ def _last_true_end(segments: Segments) -> TransactionId:
                 entry = segment.lineage.entry(position)
                 if entry.session_id != RECONSTRUCTED:
                     return entry.last
-    return BEFORE_FIRST
+    return segments.start.transaction_id

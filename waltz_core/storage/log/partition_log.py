@@ -13,6 +13,8 @@ Rules (numbers in brackets: rows of docs/design/correctness.md 2.4):
     4. Each batch above the acked marker has a lineage entry; records without one are no part of
        the log.
     5. Damaged IDs stay in the log and are known in the slot; reading them is an error [5].
+    6. The log begins after its start, a batch end up to which the archive has every record. The
+       start only rises, never above the confirmed mark, and never within a batch (decision 047).
 """
 
 from collections.abc import Sequence
@@ -124,8 +126,13 @@ class PartitionLog:
 
     @property
     def max_id(self) -> TransactionId:
-        """The last ID that counts, synced or not; BEFORE_FIRST when the log is empty."""
+        """The last ID that counts, synced or not; that of the start when the log is empty."""
         return self._files.last
+
+    @property
+    def start(self) -> Marker:
+        """The batch end after which the log begins (rule 6)."""
+        return self._files.segments.start
 
     @property
     def synced_max(self) -> TransactionId:
@@ -423,7 +430,9 @@ class PartitionLog:
             raise BadRequest(f"partition {self.partition_id}: expected one truncation per session")
         self._check_session(session)
         covers = last_to_keep < self.max_id and self._cover.may_cover()
-        if last_to_keep < self.slot.low_water_mark and not covers:
+        if last_to_keep < self.start.transaction_id or (
+            last_to_keep < self.slot.low_water_mark and not covers
+        ):
             raise DataLoss(
                 f"partition {self.partition_id}: expected to keep at least "
                 f"{self.slot.low_water_mark}, found {last_to_keep}"
@@ -445,6 +454,63 @@ class PartitionLog:
     def chain_at(self, transaction_id: TransactionId) -> Chain | None:
         """Return the chain at a batch's end, or None where no batch ends."""
         return self._files.segments.chain_at(transaction_id)
+
+    # ---- the start (rule 6)
+
+    def remove_oldest(self, archived: Marker) -> bool:
+        """Remove the oldest segment, durably, if the archive has its records; return whether.
+
+        `archived` is a batch end up to which the archive has every record. The newest segment
+        stays, and so do records above the confirmed mark (AR 10 in decision 047).
+
+        Raises:
+            BadRequest: the log has another chain at `archived`.
+            DiskFailed: a write failed (`log_files.py`, rule 3).
+        """
+        files, segments = self._files, self._files.segments
+        files.check_working()
+        if self.chain_at(archived.transaction_id) != archived.chain:
+            raise BadRequest(
+                f"partition {self.partition_id}: expected chain {archived.chain.hex()} at "
+                f"{archived.transaction_id}, which is archived"
+            )
+        if len(segments.all) == 1 or files.covered_end is not None:
+            return False
+        end = segments.entry_of(segments.all[0].last)
+        if end is None or end.last > min(archived.transaction_id, self.slot.low_water_mark):
+            return False
+        files.mark_acked()
+        files.begin_after(Marker(end.last, end.chain), self.slot)
+        return True
+
+    def reset(self, session: SessionId, start: Marker) -> None:
+        """Drop all records and begin after a batch end that the archive has, durably (AR 12).
+
+        The log is suspect until a session sets its mark. Its confirmed mark becomes that of the
+        start: the records up to there are in the archive.
+
+        Raises:
+            SessionFenced: the session is not the promised one.
+            DataLoss: the log is not suspect, and its confirmed mark is above the start.
+            BadRequest: the log does not end before the start.
+            DiskFailed: a write failed (`log_files.py`, rule 3).
+        """
+        self._check_session(session)
+        slot = self.slot
+        if slot.low_water_mark > start.transaction_id and not slot.suspect:
+            raise DataLoss(
+                f"partition {self.partition_id}: expected to keep the records up to "
+                f"{slot.low_water_mark}, found a reset to {start.transaction_id}"
+            )
+        if self.max_id >= start.transaction_id:
+            raise BadRequest(
+                f"partition {self.partition_id}: expected a log that ends before "
+                f"{start.transaction_id}, found {self.max_id}"
+            )
+        self._files.count_all()
+        mark = max(slot.low_water_mark, start.transaction_id)
+        slot = replace(slot, suspect=True, acked=start, low_water_mark=mark, provisional=None)
+        self._files.begin_after(start, slot)
 
     # ---- reading
 

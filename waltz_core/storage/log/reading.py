@@ -22,7 +22,14 @@ from typing import Final, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from waltz_core.errors import BadFormat, BadRequest, ChecksumMismatch, DiskFailed, ReadFailed
+from waltz_core.errors import (
+    BadFormat,
+    BadRequest,
+    BelowStart,
+    ChecksumMismatch,
+    DiskFailed,
+    ReadFailed,
+)
 from waltz_core.records import raw_records
 from waltz_core.records.record import BEFORE_FIRST, Chain, LineageEntry, PartitionId, TransactionId
 from waltz_core.storage.files.control_file import SlotFile
@@ -104,14 +111,11 @@ class LogReader:
         before a damaged record.
 
         Raises:
+            BelowStart: `first` is not in the log any more.
             BadRequest: there is no such record, or no batch begins there.
             ChecksumMismatch: the record at `first` (or its batch) is damaged.
         """
-        if not 0 <= first <= last <= self._segments.last:
-            raise BadRequest(
-                f"partition {self.partition_id}: expected ids up to {self._segments.last}, "
-                f"found {first}..{last}"
-            )
+        self._check_bounds(first, last)
         wrong = BEFORE_FIRST
         while True:
             self._reject_damaged(first, whole_batches=whole_batches)
@@ -198,6 +202,7 @@ class LogReader:
 
     def verify(self, first: TransactionId, bytes_max: int) -> TransactionId:
         """Read records from an ID on from the disk, note damage, return the next ID (rule 6)."""
+        first = max(first, TransactionId(self._segments.start.transaction_id + 1))
         last = self._segments.last
         with suppress(DiskFailed, *_WRONG):  # only a hint: the read itself finds wrong bytes
             self._segments.drop_cached(first, self._segments.fitting(first, last, bytes_max))
@@ -209,6 +214,20 @@ class LogReader:
                     return TransactionId(ids.last + 1)
             raise
         return TransactionId(first + int(read.lengths.size))
+
+    def _check_bounds(self, first: TransactionId, last: TransactionId) -> None:
+        start = self._segments.start.transaction_id
+        if 0 <= first <= start:
+            raise BelowStart(
+                f"partition {self.partition_id}: expected ids from {start + 1} on, "
+                f"found {first}..{last}",
+                start + 1,
+            )
+        if not start < first <= last <= self._segments.last:
+            raise BadRequest(
+                f"partition {self.partition_id}: expected ids up to {self._segments.last}, "
+                f"found {first}..{last}"
+            )
 
     def segment_end(self, transaction_id: TransactionId) -> TransactionId:
         """Return the last ID of the segment that holds an ID."""
@@ -257,7 +276,7 @@ class LogReader:
         Fewer if the records are large.
 
         Raises:
-            BadRequest, ChecksumMismatch: as `read_range`.
+            BelowStart, BadRequest, ChecksumMismatch: as `read_range`.
         """
         last = min(last, TransactionId(first + max(1, bytes_max // 28) - 1))
         parts: list[bytes] = []
@@ -281,13 +300,9 @@ class LogReader:
         The records are not read. The answer stops before known damage.
 
         Raises:
-            BadRequest, ChecksumMismatch: as `read_range`.
+            BelowStart, BadRequest, ChecksumMismatch: as `read_range`.
         """
-        if not 0 <= first <= last <= self._segments.last:
-            raise BadRequest(
-                f"partition {self.partition_id}: expected ids up to {self._segments.last}, "
-                f"found {first}..{last}"
-            )
+        self._check_bounds(first, last)
         self._reject_damaged(first, whole_batches=False)
         return self._repaired(first, last, lambda: self._locations(first, last, bytes_max))
 
@@ -307,9 +322,16 @@ class LogReader:
     ) -> tuple[Chain, tuple[LineageEntry, ...]]:
         """Return the batches that touch first..last and the chain before them, newest if many.
 
+        Batches at or below the start are not among them.
+
         Raises:
+            BelowStart: no ID of the range is in the log any more.
             BadFormat, ChecksumMismatch: an entry is wrong.
         """
+        start = self._segments.start.transaction_id
+        if 0 <= last <= start:
+            self._check_bounds(first, last)
+        first = max(first, TransactionId(start + 1))
         return self._repaired(
             first, last, lambda: self._segments.entries(first, last, LINEAGE_ENTRIES_MAX)
         )

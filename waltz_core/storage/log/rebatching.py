@@ -15,13 +15,7 @@ Rules:
 from collections.abc import Sequence
 
 from waltz_core.errors import BadFormat, ChecksumMismatch
-from waltz_core.records.record import (
-    BEFORE_FIRST,
-    GENESIS_CHAIN,
-    Chain,
-    LineageEntry,
-    TransactionId,
-)
+from waltz_core.records.record import BEFORE_FIRST, Chain, LineageEntry, TransactionId
 from waltz_core.storage.files.segment import Segment
 from waltz_core.storage.files.segments import Segments
 
@@ -79,4 +73,4 @@ def chain_before(segments: Segments, position: int, *, within: bool = True) -> C
         lineage = segments.all[index].lineage
         if lineage.count:
             return lineage.chain_at(lineage.count)
-    return GENESIS_CHAIN
+    return segments.oldest_chain()

@@ -43,7 +43,8 @@ def truncation_of(
     segments: Segments, last_to_keep: TransactionId
 ) -> tuple[LineageEntry | None, Marker]:
     """Return the entry of the batch that is shortened, and the batch end before it."""
-    entry = segments.entry_of(last_to_keep) if last_to_keep >= 0 else None
+    is_whole = last_to_keep <= segments.start.transaction_id
+    entry = None if is_whole else segments.entry_of(last_to_keep)
     if entry is None or entry.last == last_to_keep:
         return None, Marker(last_to_keep, segments.chain_at(last_to_keep) or GENESIS_CHAIN)
     chain, _ = segments.entries(entry.last, entry.last, 1)

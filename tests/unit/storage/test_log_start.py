@@ -1,0 +1,296 @@
+"""A log that begins above 0: old segments are removed, and a replica without them is reset."""
+
+import pytest
+
+from tests.unit.storage.test_partition_log import NONCE, PowerLost, World
+from waltz_core.errors import (
+    BadFormat,
+    BadRequest,
+    BelowStart,
+    ChecksumMismatch,
+    DataLoss,
+    DiskFailed,
+    MissingSegment,
+    SessionFenced,
+)
+from waltz_core.records.record import Chain
+from waltz_core.storage.files.control_file import SLOTS_NAME
+from waltz_core.storage.files.format import SLOT_BLOCK_BYTES, IdRange, Marker, Slot, segment_name
+
+NO_LOG = Marker(4000, Chain(b"c" * 16))
+
+
+def names(world, suffix=".seg"):
+    return sorted(path.name for path in (world.directory / "0").glob(f"*{suffix}"))
+
+
+def end_of(log, transaction_id):
+    return Marker(transaction_id, log.chain_at(transaction_id))
+
+
+def marked(world):
+    """Confirm the mark at the end of the log; return that end."""
+    log = world.log
+    log.set_low_water_mark(log.promised, log.max_id, log.chain)
+    log.engage(log.promised, log.max_id)
+    return end_of(log, log.max_id)
+
+
+@pytest.fixture
+def world(tmp_path):
+    """Twelve batches of 4 records in segments of about 500 bytes, which end within batches."""
+    made = World(tmp_path, segment_bytes_max=500)
+    made.log.prepare(1, NONCE)
+    for _ in range(12):
+        made.append([4])
+    yield made
+    made.log.abandon()
+    made.control.close()
+
+
+def remove_all(world):
+    archived = marked(world)
+    while world.log.remove_oldest(archived):
+        pass
+    return archived
+
+
+def test_the_start_is_a_batch_end_at_or_after_the_end_of_the_removed_segment(world):
+    log, archived = world.log, marked(world)
+    before = names(world)
+    entries = log.lineage(0, log.max_id)[1]
+    everything = world.everything()
+    assert log.remove_oldest(archived)
+    assert names(world) == before[1:]
+    second = int(before[1][:-4])
+    assert second % 4 != 0, "the border is within a batch"
+    assert log.start == end_of(log, second + 4 - second % 4 - 1)
+    first = log.start.transaction_id + 1
+    read = log.read_range(first, log.max_id, 1 << 20, whole_batches=True)
+    assert read.records == everything[-len(read.records) :]
+    assert (read.chain_before, read.entries[0].first) == (log.start.chain, first)
+    assert log.lineage(0, log.max_id) == (log.start.chain, tuple(entries[first // 4 :]))
+
+
+def test_everything_but_the_newest_segment_can_be_removed_and_appends_go_on(world):
+    archived = remove_all(world)
+    log = world.log
+    assert len(names(world)) == 1
+    assert log.start.transaction_id < archived.transaction_id
+    world.append([3, 2])
+    for _ in range(2):
+        assert (world.log.max_id, world.log.suspect) == (52, False)
+        first = world.log.start.transaction_id + 1
+        read = world.log.read_range(first, 52, 1 << 20, whole_batches=True)
+        assert read.entries[-1].last == 52
+        world.crash()
+
+
+@pytest.mark.parametrize("first", [0, 3])
+def test_reads_below_the_start_name_the_first_id(world, first):
+    marked(world)
+    log = world.log
+    log.remove_oldest(end_of(log, log.max_id))
+    start = log.start.transaction_id
+    for read in (
+        lambda: log.read_range(first, log.max_id, 1000, whole_batches=False),
+        lambda: log.read_headers(first, log.max_id, 1000),
+        lambda: log.reader.locations(first, log.max_id, 1000),
+        lambda: log.lineage(first, start),
+    ):
+        with pytest.raises(BelowStart, match=f"expected ids from {start + 1} on") as caught:
+            read()
+        assert caught.value.first_available == start + 1
+    assert log.chain_at(first) is None
+    assert log.verify(0, 1000) > start + 1, "the scrub begins at the start"
+
+
+def test_nothing_is_removed_above_the_archived_id_or_the_confirmed_mark(world):
+    log = world.log
+    before = names(world)
+    assert not log.remove_oldest(end_of(log, log.max_id)), "no mark is confirmed"
+    marked(world)
+    assert not log.remove_oldest(end_of(log, 3))
+    with pytest.raises(BadRequest, match=r"expected chain .* at 47, which is archived"):
+        log.remove_oldest(Marker(47, Chain(b"c" * 16)))
+    with pytest.raises(BadRequest, match="at 99, which is archived"):
+        log.remove_oldest(Marker(99, log.chain))
+    assert names(world) == before
+    assert log.start.transaction_id == -1
+
+
+def test_nothing_is_truncated_below_the_start(world):
+    remove_all(world)
+    log = world.log
+    start = log.start
+    log.prepare(2, NONCE)
+    with pytest.raises(DataLoss):
+        log.truncate(2, start.transaction_id - 1, *start)
+    world.append([2], session=2)
+    log.prepare(3, NONCE)
+    assert log.truncate(3, 47, 47, log.chain_at(47)) == (47, log.chain_at(47))
+
+
+def test_damage_below_the_start_is_forgotten(world):
+    marked(world)
+    log = world.log
+    segment = world.directory / "0" / segment_name(0, ".seg")
+    content = bytearray(segment.read_bytes())
+    content[128 + 40] ^= 1
+    segment.write_bytes(content)
+    log.verify(0, 1000)
+    with pytest.raises(ChecksumMismatch):
+        log.read_range(0, 5, 1000, whole_batches=False)
+    assert log.damaged == (IdRange(0, 0),)
+    assert log.remove_oldest(end_of(log, log.max_id))
+    assert log.damaged == ()
+    assert world.crash().damaged == ()
+
+
+def steps_of(world, change):
+    """Run a change with the power lost before each of its steps, and open the log again."""
+    steps = 0
+    while True:
+        world.disk.left = steps
+        try:
+            change(world.log)
+        except PowerLost:
+            steps += 1
+            world.crash()
+            yield steps
+            continue
+        world.disk.left = None
+        assert steps > 5
+        return
+
+
+def test_a_removal_that_power_loss_interrupts_is_finished_by_the_opening(world):
+    archived = marked(world)
+    everything = world.everything()
+    starts = set()
+    for _ in steps_of(world, lambda log: log.remove_oldest(archived)):
+        log = world.log
+        assert (log.max_id, log.suspect, log.damaged) == (47, False, ())
+        first = log.start.transaction_id + 1
+        starts.add(first)
+        records = log.read_range(first, 47, 1 << 20, whole_batches=True).records
+        assert records == everything[-len(records) :]
+        log.prepare(log.promised, NONCE)
+    assert len(starts) > 2
+    assert 0 in starts
+
+
+def test_a_reset_drops_all_records_and_is_suspect_until_a_mark_is_set(world):
+    log = world.log
+    log.reset(1, NO_LOG)
+    for _ in range(2):
+        log = world.log
+        assert (log.max_id, log.chain, log.start, log.suspect) == (*NO_LOG, NO_LOG, True)
+        assert log.confirmed_low_water_mark == 4000
+        assert names(world) == [segment_name(4001, ".seg")]
+        assert log.state().synced_max == 4000
+        world.crash()
+    world.log.prepare(2, NONCE)
+    world.append([2, 3], session=2)
+    world.log.set_low_water_mark(2, 4005, world.log.chain)
+    assert not world.crash().suspect
+    assert world.log.read_range(4001, 4005, 1 << 20, whole_batches=True).entries[0].last == 4002
+
+
+def test_a_reset_is_finished_by_the_opening_wherever_it_stopped(tmp_path):
+    ends = set()
+    for steps in range(100):
+        world = World(tmp_path / str(steps), segment_bytes_max=500)
+        world.log.prepare(1, NONCE)
+        for _ in range(4):
+            world.append([4])
+        world.disk.left = steps
+        try:
+            world.log.reset(1, NO_LOG)
+        except PowerLost:
+            log = world.crash()
+            ends.add((log.max_id, log.suspect))
+            if log.suspect:
+                assert names(world) == [segment_name(4001, ".seg")]
+                assert log.prepare(2, NONCE).synced_max == 4000
+            world.close()
+            continue
+        world.disk.left = None
+        world.close()
+        break
+    assert ends == {(15, False), (4000, True)}
+
+
+def test_a_log_that_may_be_needed_is_not_reset(world):
+    log = world.log
+    with pytest.raises(SessionFenced):
+        log.reset(0, NO_LOG)
+    with pytest.raises(BadRequest, match="expected a log that ends before 47, found 47"):
+        log.reset(1, end_of(log, 47))
+    marked(world)
+    log.prepare(2, NONCE)
+    with pytest.raises(DataLoss, match="expected to keep the records up to 47"):
+        log.reset(2, Marker(40, Chain(b"c" * 16)))
+    assert log.max_id == 47
+
+
+def test_an_older_slot_does_not_bring_removed_segments_back(world):
+    remove_all(world)
+    start = world.log.start
+    world.log.abandon()
+    world.control.close()
+    path = world.directory / "0" / SLOTS_NAME
+    content = bytearray(path.read_bytes())
+    slots = [Slot.decode(content[at : at + 512]) for at in (0, SLOT_BLOCK_BYTES)]
+    assert {slot.start for slot in slots} == {start}
+    newer = max((0, 1), key=lambda position: slots[position].sequence)
+    content[newer * SLOT_BLOCK_BYTES + 40] ^= 1
+    path.write_bytes(content)
+    log = world.open()
+    assert (log.start, log.max_id, log.suspect) == (start, 47, True)
+
+
+def test_a_first_segment_above_the_start_is_missing(world):
+    remove_all(world)
+    world.log.abandon()
+    (oldest,) = (world.directory / "0").glob("*.seg")
+    first = world.log.start.transaction_id + 1
+    for suffix in (".seg", ".idx", ".chn"):
+        path = oldest.with_suffix(suffix)
+        path.rename(path.with_name(segment_name(first + 1, suffix)))
+    world.control.close()
+    with pytest.raises((MissingSegment, BadFormat), match=f"from id {first}"):
+        world.open()
+    for suffix in (".seg", ".idx", ".chn"):
+        (world.directory / "0" / segment_name(first + 1, suffix)).rename(oldest.with_suffix(suffix))
+    world.open()
+
+
+def test_a_lost_lineage_of_the_oldest_segment_makes_the_log_suspect(world):
+    remove_all(world)
+    world.append([4])
+    world.log.abandon()
+    world.control.close()
+    start = world.log.start
+    oldest = min((world.directory / "0").glob("*.chn"))
+    oldest.unlink()
+    log = world.open()
+    assert log.suspect
+    assert (log.max_id, log.start) == (51, start)
+
+
+def test_a_removal_that_fails_is_finished_by_the_next_opening(world):
+    archived = marked(world)
+    world.disk.unlink, unlink = _failing, world.disk.unlink
+    with pytest.raises(DiskFailed, match="the log cannot begin after"):
+        world.log.remove_oldest(archived)
+    assert world.log.is_broken
+    world.disk.unlink = unlink
+    log = world.crash()
+    assert log.start.transaction_id >= 0
+    assert names(world)[0] != segment_name(0, ".seg")
+    assert (log.max_id, log.suspect) == (47, False)
+
+
+def _failing(path):
+    raise DiskFailed(f"unlink {path}")
