@@ -106,7 +106,9 @@ def test_messages_of_released_versions_keep_their_bytes_and_their_meaning():
         protocol, version, data = read_frame(each["frame_hex"])
         message = round_trip(protocol, version, data)
         assert (type(message).__name__, version) == (each["message"], each["version"])
-        assert wire_examples.fields_of(message) == each["fields"]
+        fields = wire_examples.fields_of(message)
+        # Fields that a later version has added are not among those of the example.
+        assert {name: fields[name] for name in each["fields"]} == each["fields"]
 
 
 def test_every_message_of_a_released_version_has_an_example():

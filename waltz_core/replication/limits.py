@@ -11,6 +11,7 @@ Rules:
 from dataclasses import dataclass, fields
 
 MIB = 1024 * 1024
+_MAY_BE_ZERO = ("quorum_ms_max", "grace_ms", "slow_append_ms", "archive_interval_ms")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,9 @@ class SessionLimits:
     `lag_bytes_max`: limit of unanswered appends to one replica, and of batches kept in memory for
     slow ones; `lag_count_max`: how many requests and batches those may be, as each takes more
     memory than its bytes. `range_bytes_max`: size of one copied stretch. `slow_append_ms`: appends
-    that take an engaged replica this long are reported; 0 for never.
+    that take an engaged replica this long are reported; 0 for never. `archive_interval_ms`: pause
+    between attempts to archive committed batches, doubled after each failure; 0: nothing is
+    archived.
     """
 
     first_retry_ms_max: int = 20
@@ -56,10 +59,11 @@ class SessionLimits:
     lag_count_max: int = 16_384
     range_bytes_max: int = 1 * MIB
     slow_append_ms: int = 0
+    archive_interval_ms: int = 0
 
     def __post_init__(self) -> None:
         for name in (each.name for each in fields(self)):
-            least = 0 if name in ("quorum_ms_max", "grace_ms", "slow_append_ms") else 1
+            least = 0 if name in _MAY_BE_ZERO else 1
             assert getattr(self, name) >= least, name
         assert self.retry_ms_min <= self.retry_ms_max
         assert self.redial_ms_min <= self.redial_ms_max

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Final, assert_never
 
-from waltz_core.cluster.nodes.model import EMPTY_METADATA, ReplicaState
+from waltz_core.cluster.nodes.model import EMPTY_METADATA, ArchivedMark, ReplicaState
 from waltz_core.machine import Report, Wakeup
 from waltz_core.records.record import (
     BEFORE_FIRST,
@@ -318,9 +318,9 @@ class PartitionStore:
             return
         if self._waiting is not _Waiting.NOTHING or self._retry_at_ms is not None:
             return
-        states = session.wanted_states(self._now_ms)
-        if states is not None:
-            self._write_states(session, states)
+        states, archived = session.wanted_states(self._now_ms), session.wanted_archived
+        if states is not None or archived is not None:
+            self._write_states(session, states, archived)
 
     def _session_ended(self, session: StoreSession, ending: Ending) -> None:
         replica = ending.replica
@@ -481,7 +481,7 @@ class PartitionStore:
             self._claim(view)
             return
         assert wrote is not None
-        if view.metadata == wrote.metadata and view.name == wrote.name:
+        if (view.metadata, view.marker) == (wrote.metadata, wrote.marker):
             self._wrote(view)
         elif waiting is _Waiting.CLAIM_CHECK:
             self._writing = None
@@ -501,7 +501,7 @@ class PartitionStore:
             return
         if self._session.window is None:
             self._no_quorum_since_ms = None
-        self._session.wrote(view.metadata.states, self._now_ms)
+        self._session.wrote(view.metadata.states, view.archived, self._now_ms)
 
     # -----------------------------------------------------------------------------------------
     # CAS#1: the claim (A, B)
@@ -574,6 +574,7 @@ class PartitionStore:
             in_doubt=self._in_doubt,
             excluded=dict(self._held_until_ms),
             bound_later=bound_later,
+            archived=view.archived,
         )
         self._report("session.claimed", session=session_id, origin=claim.origin.name)
         self._session = StoreSession(
@@ -584,13 +585,20 @@ class PartitionStore:
     # -----------------------------------------------------------------------------------------
     # CAS#2 and CAS#3: the states (G, I)
 
-    def _write_states(self, session: StoreSession, states: dict[ReplicaId, ReplicaState]) -> None:
+    def _write_states(
+        self,
+        session: StoreSession,
+        states: dict[ReplicaId, ReplicaState] | None,
+        archived: ArchivedMark | None,
+    ) -> None:
+        """Write new states, a new archived mark, or both; what is None stays."""
         view = self._view
         assert view is not None, "the versions are known from the claim or the last write"
         assert view.marker is not None
         assert view.metadata.session_id == session.claim.session_id
-        session.writing = states
-        self._write(states_over(view, states), _Waiting.STATES)
+        session.writing = session.states if states is None else states
+        written = states_over(view, session.writing, archived or view.archived)
+        self._write(written, _Waiting.STATES)
 
     def _report(self, name: str, **fields: object) -> None:
         self._outbox.append(Report(name, tuple(fields.items())))

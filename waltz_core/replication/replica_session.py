@@ -53,6 +53,8 @@ _ANSWERS: Final[dict[type[StorageMessage], type[StorageMessage]]] = {
     messages.SetLowWaterMark: messages.ReplicaEnd,
     messages.Engage: messages.ReplicaEnd,
     messages.Heartbeat: messages.HeartbeatResponse,
+    messages.ArchiveRange: messages.SuccessResponse,
+    messages.SetArchived: messages.SuccessResponse,
 }
 _CHANGING: Final = (
     messages.Truncate,
@@ -105,6 +107,7 @@ class ReplicaSession:
         self.ticket = NO_TICKET  # of the one repair or copy step that is under way
         self.is_broken = False  # the connection is known to be lost
         self.is_tainted = False  # rule 3
+        self.supports_archiving = False  # as PREPARED shows
         self.redial_at_ms = 0
         # The live log at this replica: what it has synced, and the next ID to send.
         self.synced_last = BEFORE_FIRST

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from waltz_core.cluster.nodes.model import (
+    ArchivedMark,
     MarkerState,
     PartitionMarker,
     PartitionMetadata,
@@ -40,6 +41,11 @@ class View(NamedTuple):
         return self.metadata_version, self.marker_version
 
     @property
+    def archived(self) -> ArchivedMark | None:
+        """The range that is in the archive."""
+        return None if self.marker is None else self.marker.archived
+
+    @property
     def name(self) -> tuple[SessionId, bytes] | None:
         """Session and nonce of the last claim; None if a 0.13 server made it."""
         marker = self.marker
@@ -62,7 +68,7 @@ class Claim:
 
     `known_last` is the highest ID that this owner ever saw committed. `excluded` are replicas that
     rejected appends recently, and until when they are left out. `bound_later` are replicas
-    bound to a session that is unknown to ZooKeeper.
+    bound to a session that is unknown to ZooKeeper. `archived` is what the archive has.
     """
 
     session_id: SessionId
@@ -76,6 +82,7 @@ class Claim:
     in_doubt: InDoubtIds | None
     excluded: Mapping[ReplicaId, int]
     bound_later: Mapping[ReplicaId, SessionId]
+    archived: ArchivedMark | None = None
 
 
 def is_newer(generation: Generation, other: Generation) -> bool:
@@ -125,16 +132,18 @@ def claim_over(
     state = MarkerState.NEW if view.marker is None else view.marker.state
     return view._replace(
         metadata=PartitionMetadata(generation, session_id, states),
-        marker=PartitionMarker(state, session_id, nonce),
+        marker=PartitionMarker(state, session_id, nonce, view.archived),
     )
 
 
-def states_over(view: View, states: Mapping[ReplicaId, ReplicaState]) -> View:
-    """Return the values of CAS#2 and CAS#3: new replica states, and the partition is open."""
+def states_over(
+    view: View, states: Mapping[ReplicaId, ReplicaState], archived: ArchivedMark | None
+) -> View:
+    """Return the values of CAS#2 and CAS#3: states, archived mark, and the partition is open."""
     marker = view.marker
     assert marker is not None
     metadata = PartitionMetadata(view.metadata.generation, view.metadata.session_id, states)
     return view._replace(
         metadata=metadata,
-        marker=PartitionMarker(MarkerState.OPEN, marker.session_id, marker.nonce),
+        marker=PartitionMarker(MarkerState.OPEN, marker.session_id, marker.nonce, archived),
     )

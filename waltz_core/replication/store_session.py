@@ -21,7 +21,7 @@ from enum import Enum, auto
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from waltz_core.cluster.nodes.model import UNRESOLVED, ReplicaState
+from waltz_core.cluster.nodes.model import UNRESOLVED, ArchivedMark, ReplicaState
 from waltz_core.errors import (
     Damaged,
     RemoteProtocolError,
@@ -32,6 +32,7 @@ from waltz_core.errors import (
 )
 from waltz_core.machine import Report
 from waltz_core.records.record import PartitionId, ReplicaId, SessionId, TransactionId
+from waltz_core.replication.archiving import ARCHIVE_TICKET, Archiving
 from waltz_core.replication.limits import SessionLimits
 from waltz_core.replication.proving import Proving
 from waltz_core.replication.quorum import quorum_mark, quorum_size
@@ -142,6 +143,7 @@ class StoreSession:
         self._is_waiting_reported = False
         self._proving = Proving(claim.assigned, outbox=outbox, limits=limits)
         self._settlement: Settlement | None = None
+        self._archiving = Archiving(claim, outbox=outbox, limits=limits)
         self._rivals: list[ReplicaId] = []
 
     # -----------------------------------------------------------------------------------------
@@ -194,6 +196,9 @@ class StoreSession:
             elif not self._has_no_timeout(each) and (oldest_ms := each.oldest_ms) is not None:
                 times.append(oldest_ms + self._limits.answer_ms_max)
         times += self._proving.deadlines()
+        archive_at_ms = self._archiving.wake_at_ms if self.is_settled else None
+        if archive_at_ms is not None:
+            times.append(archive_at_ms)
         # These times only affect `wanted_states`, which every step evaluates: skip past ones.
         gates = [*self.claim.excluded.values()]
         if self._quorum_since_ms is not None and self.window is None:
@@ -243,6 +248,8 @@ class StoreSession:
         try:
             if isinstance(answer, messages.DamageFound):
                 self.repairs.damage_found(each, answer)
+            elif isinstance(answer, messages.RangeArchived):
+                self._archiving.archived(each, answer, now_ms)
             else:
                 self._answered(each, each.take(answer), answer, now_ms)
         except (RemoteProtocolError, Damaged) as error:
@@ -280,13 +287,16 @@ class StoreSession:
         assert self.window is not None
         self._proving.begin(token, self.window.committed, self.engaged, now_ms)
 
-    def wrote(self, states: Mapping[ReplicaId, ReplicaState], now_ms: int) -> None:
-        """ZooKeeper is known to have these states (rule 3)."""
+    def wrote(
+        self, states: Mapping[ReplicaId, ReplicaState], archived: ArchivedMark | None, now_ms: int
+    ) -> None:
+        """ZooKeeper is known to have these states and this archived mark (rule 3)."""
         assert self.ended is None
         goal = self.repairs.goal
         assert goal is not None
         assert goal.chain is not None
         self.states, self.writing = dict(states), None
+        self._archiving.wrote(archived, now_ms)
         for replica, each in self.replicas.items():
             if states.get(replica) != self._engaged_state or each.stage is ReplicaStage.ENGAGED:
                 continue
@@ -330,6 +340,12 @@ class StoreSession:
             return None
         claim = self.claim
         return self.recovery.opening_states(claim.session_id, claim.assigned, ready)
+
+    @property
+    def wanted_archived(self) -> ArchivedMark | None:
+        """The archived mark to write next, or None if there is nothing to write."""
+        is_writing = self.writing is not None
+        return None if is_writing or self.ended is not None else self._archiving.wanted
 
     def _marked(self, now_ms: int | None) -> list[ReplicaId]:
         """Return the marked replicas; with a time, without those that are left out then."""
@@ -445,10 +461,20 @@ class StoreSession:
                 assert self._settlement is not None
                 self._settlement.answered(each, answer, now_ms)
                 self._note_settled()
+            case _ if request.ticket == ARCHIVE_TICKET:
+                self._archive_answered(each, answer, now_ms)
             case messages.ReplicaEnd() if isinstance(request.message, messages.Engage):
                 pass
             case _:
                 self.repairs.answered(each, request.ticket, answer, now_ms)
+
+    def _archive_answered(self, each: ReplicaSession, answer: StorageMessage, now_ms: int) -> None:
+        if isinstance(answer, messages.LineageResponse):
+            self._archiving.answered(each, answer, now_ms)
+            if self._archiving.contradiction is not None:
+                self.end(Ending(Cause.REJECTED, self._archiving.contradiction))
+            else:
+                self._note_settled()
 
     def _nacked(
         self, each: ReplicaSession, request: SessionRequest, nack: messages.Nack, now_ms: int
@@ -466,6 +492,8 @@ class StoreSession:
             self.end(Ending(Cause.FENCED, reason, each.replica))
         elif is_same and isinstance(request.message, messages.Prepare):
             self._found_rival(each, reason, now_ms)
+        elif request.ticket == ARCHIVE_TICKET and self._archiving.is_checked:
+            self._archiving.rejected(reason, now_ms)
         elif self.repairs.fill_rejected(request.ticket, each, reason, now_ms):
             self._report("replica.repair_rejected", replica=each.replica, reason=reason)
         elif not self.repairs.source_rejected(request.ticket, each, reason, now_ms):
@@ -502,6 +530,7 @@ class StoreSession:
             self._report("replica.untrusted", replica=each.replica, last=answer.synced_max)
         each.stage = ReplicaStage.REPAIRING
         each.repair = ReplicaRepair(answer)
+        each.supports_archiving = answer.start != messages.NO_ARCHIVING
 
     # -----------------------------------------------------------------------------------------
     # recovery, until the session opens
@@ -519,6 +548,8 @@ class StoreSession:
             for each in self.replicas.values():
                 if each.stage in MARKED:
                     self._feed(each, now_ms)
+        if self.is_settled and self.window is not None and self.ended is None:
+            self._archiving.advance(self.engaged, self.window.committed, now_ms)
 
     def _is_decided(self) -> bool:
         if self.repairs.goal is not None:
@@ -531,6 +562,10 @@ class StoreSession:
             return False
         if mark < self.claim.known_last:
             reason = f"the replicas' log ends at {mark}, but {self.claim.known_last} was committed"
+            self.end(Ending(Cause.REJECTED, reason))
+            return False
+        if mark < self._archiving.last:
+            reason = f"the replicas' log ends at {mark}, but {self._archiving.last} is archived"
             self.end(Ending(Cause.REJECTED, reason))
             return False
         self._report("recovery.decided", mark=mark, untrusted=tuple(self.recovery.unknown))
@@ -552,11 +587,15 @@ class StoreSession:
         )
         self._settlement = Settlement(claim, mark, self.engaged)
         self._settlement.begin(now_ms)
+        self._archiving.begin(self.engaged, now_ms)
         self._note_settled()
 
     def _note_settled(self) -> None:
+        """Settled: earlier sessions are, and the log is the archived one."""
         assert self._settlement is not None
-        if self._settlement.outcome is not None:
+        is_done = self._settlement.outcome is not None and self._archiving.is_checked
+        if is_done and not self.is_settled:
+            assert self._settlement.outcome is not None
             self.is_settled = True
             self._outbox.append(self._settlement.outcome)
 

@@ -79,7 +79,7 @@ class WireProtocol(Enum):
     HELLO = ("H", (0,), (0,), "", "")
     # 3 is the first version of 0.13 whose servers can report that a client is ahead.
     CLIENT = ("L", (0, 1, 2, 3, 4, 5, 6), (3, 4, 5, 6), "Waltz Server", "Waltz Client")
-    STORAGE = ("S", (1, 2), (1, 2), "Waltz Storage Server", "Waltz Storage Client")
+    STORAGE = ("S", (1, 2, 3), (1, 2, 3), "Waltz Storage Server", "Waltz Storage Client")
     ADMIN = ("A", (0, 1), (0, 1), "Waltz Storage Admin Server", "Waltz Storage Admin Client")
 
     def __init__(
@@ -123,6 +123,8 @@ class RangeForm(IntEnum):
     HEADERS = 1  # 28 bytes each: id, request id, header
 
 
+# PREPARED: the storage does not support archiving.
+NO_ARCHIVING = -2
 # MOUNT_WRITER: the writer has no mark and uses the log's.
 LATEST_MARK = -2
 # Limits on counts for which a decoder allocates memory, in addition to the frame's size.
@@ -648,7 +650,8 @@ class Prepared(StorageMessage):
 
     `damaged` holds pairs first, last of ids whose records cannot be read. `engaged_session`:
     the last one that was opened with the replica in it, so that ZooKeeper has known of it; or -1,
-    also from a storage that does not report it (S 1).
+    also from a storage that does not report it (S 1). `start` is the end of the batch before the
+    log's first record, with the chain there; -2 from a storage without archiving (S 2).
     """
 
     code = 65
@@ -662,6 +665,8 @@ class Prepared(StorageMessage):
     suspect: Bool
     damaged: PackedInt64s
     engaged_session: Int64 = field(default=NO_SESSION, metadata={"since": 2, "is_extra": True})
+    start: Int64 = field(default=NO_ARCHIVING, metadata={"since": 3, "is_extra": True})
+    start_chain: Raw16 = field(default=bytes(16), metadata={"since": 3, "is_extra": True})
 
 
 @value(frozen=True, slots=True)
@@ -858,3 +863,52 @@ class DamageFound(StorageMessage):
     code = 80
     since = 1
     damaged: PackedInt64s
+
+
+@value(frozen=True, slots=True)
+class ArchiveRange(StorageMessage):
+    """Write whole batches of first..last, from the first one on, into the archive.
+
+    `chain_before` is the chain before `first`; `manifest` with its CRC is the present one, empty if
+    nothing is archived. `attempt` is a part of the new files' names. `RangeArchived` follows.
+    """
+
+    code = 83
+    since = 3
+    attempt: Int32
+    first: Int64
+    last: Int64
+    chain_before: Raw16
+    manifest: Text
+    manifest_crc: Crc32
+
+
+@value(frozen=True, slots=True)
+class RangeArchived(StorageMessage):
+    """A notification to the owner (sequence 0): the end of an attempt to archive.
+
+    The new manifest has all batches up to `last`, where the chain is `chain`. If `manifest` is
+    empty, nothing was archived: there is not enough yet or, with an `error`, the attempt failed.
+    """
+
+    code = 84
+    since = 3
+    attempt: Int32
+    last: Int64
+    chain: Raw16
+    manifest: Text
+    manifest_crc: Crc32
+    error: Text
+
+
+@value(frozen=True, slots=True)
+class SetArchived(StorageMessage):
+    """The archive has the IDs first..last (rule AR 9); rejected if the log has another chain."""
+
+    code = 85
+    since = 3
+    last: Int64
+    chain: Raw16
+    first: Int64
+    manifest_crc: Crc32
+    manifest: Text

@@ -191,7 +191,9 @@ class Rescue:
                 raise Died("the accepted log lacks acknowledged transactions (rule 3)")
             self._cluster.unfinished_rescue = self._accepted
             self._cluster.checks.count("replica accepted")
-        marker = PartitionMarker(MarkerState.OPEN, self._session_id, self._nonce)
+        before = coordinator.marker
+        archived = None if before is None else before.archived
+        marker = PartitionMarker(MarkerState.OPEN, self._session_id, self._nonce, archived)
         coordinator.put_back(metadata, marker)
         self._passed("write")
 

@@ -347,7 +347,7 @@ class SimCoordinator:
         assert before is not None
         assert marker is not None
         after = replace(before, session_id=session_id)
-        claimed = PartitionMarker(marker.state, session_id, nonce)
+        claimed = replace(marker, session_id=session_id, nonce=nonce)
         if session_id != before.session_id + 1:
             self.put_back(after, claimed)  # ZooKeeper's data was older than the storages'
             return

@@ -81,6 +81,7 @@ class ModelStorage:
         self.lineage_max = lineage_max
         self.range_batches_max = range_batches_max
         self.fails_next_sync = False
+        self.supports_archiving = True
 
     # --- the log
 
@@ -143,6 +144,8 @@ class ModelStorage:
                 self._truncate(message)
             case wire.SetLowWaterMark():
                 self._set_mark(message)
+            case wire.ArchiveRange() | wire.SetArchived():
+                return wire.SuccessResponse(*prefix)
             case wire.Engage():
                 own = disk.provisional == (message.session_id, message.mark)
                 if not own and (disk.provisional or disk.confirmed != message.mark):
@@ -167,7 +170,8 @@ class ModelStorage:
             mark, confirmed = disk.provisional[1], False
         damaged = b"".join(bad.to_bytes(8, "big") * 2 for bad in sorted(disk.damaged))
         state = (disk.last_session, mark, confirmed, self.last, self.chain, disk.suspect, damaged)
-        return wire.Prepared(*prefix, disk.storage_id, *state)
+        start = BEFORE_FIRST if self.supports_archiving else wire.NO_ARCHIVING
+        return wire.Prepared(*prefix, disk.storage_id, *state, start=start)
 
     def _lineage(self, prefix, message):
         found = [
@@ -175,6 +179,8 @@ class ModelStorage:
             for index, entry in enumerate(self.disk.entries)
             if entry.lineage.first <= message.last and entry.lineage.last >= message.first
         ][-self.lineage_max :]
+        if message.first == self.last + 1:
+            return wire.LineageResponse(*prefix, self.chain, ())
         if not found:
             raise errors.BadRequest(f"no batches in {message.first}..{message.last}")
         before = self.disk.entries[found[0] - 1].lineage.chain if found[0] else GENESIS_CHAIN

@@ -135,7 +135,7 @@ async def _query(
     session_id = SessionId(max(metadata.session_id, newest) + 1)
     session = Session(session_id, secrets.token_bytes(NONCE_BYTES))
     claimed = replace(metadata, session_id=session_id)
-    marker = PartitionMarker(marker.state, session_id, session.nonce)
+    marker = replace(marker, session_id=session_id, nonce=session.nonce)
     prepared: dict[ReplicaId, Prepared] = {}
     try:
         versions = await coordinator.write_partition(partition_id, claimed, marker, view.versions)
@@ -279,9 +279,9 @@ class _DeclareOperations:
 
     async def write(self, metadata: PartitionMetadata) -> None:
         """Write ZooKeeper."""
-        session = self.answers.session
-        marker = PartitionMarker(MarkerState.OPEN, session.session_id, session.nonce)
-        versions = self.answers.view.versions
+        session, view = self.answers.session, self.answers.view
+        marker = _opened_marker(view, session)
+        versions = view.versions
         await self.coordinator.write_partition(
             self.verdict.partition_id, metadata, marker, versions
         )
@@ -556,6 +556,12 @@ async def _newest_ids(
         return NO_IDS
 
 
+def _opened_marker(view: PartitionView, session: Session) -> PartitionMarker:
+    """Return the marker of an open partition in a session; what is archived stays so."""
+    archived = None if view.marker is None else view.marker.archived
+    return PartitionMarker(MarkerState.OPEN, session.session_id, session.nonce, archived)
+
+
 async def _write_verdict(
     coordinator: Coordinator, verdict: RebuildDecision, session: Session, generation: Generation
 ) -> None:
@@ -565,7 +571,7 @@ async def _write_verdict(
     # A server that has not read the raised generation yet cannot claim the partition.
     generation = max(metadata.generation, generation)
     written: PartitionMetadata = verdict.metadata(generation, session.session_id)
-    marker = PartitionMarker(MarkerState.OPEN, session.session_id, session.nonce)
+    marker = _opened_marker(view, session)
     await coordinator.write_partition(verdict.partition_id, written, marker, view.versions)
 
 

@@ -24,6 +24,7 @@ from uuid import UUID
 from waltz_core import errors
 from waltz_core.records.record import (
     NO_SESSION,
+    Chain,
     Generation,
     PartitionId,
     ReplicaId,
@@ -45,6 +46,8 @@ NO_NONCE = bytes(NONCE_BYTES)
 CLUSTER_MAGIC = 0xB4E87347
 STRUCTURE_VERSION = 1
 ASSIGNMENT_VERSION = 3
+_ARCHIVED_VERSION = 2
+_ARCHIVED = struct.Struct(">q16sqI")
 
 
 # --- values and their bytes
@@ -301,9 +304,26 @@ class MarkerState(Enum):
     OPEN = 2  # a session has been opened: empty metadata now means that something was lost
 
 
+class ArchivedMark(NamedTuple):
+    """The range of a partition that is in the archive: IDs `first`..`last` (decision 047).
+
+    `last` is a batch end with this chain. `manifest` is the name of the manifest that lists the
+    objects, with the CRC-32 of its bytes.
+    """
+
+    last: TransactionId
+    chain: Chain
+    first: TransactionId
+    manifest_crc: int
+    manifest: str
+
+
 @dataclass(frozen=True, slots=True)
 class PartitionMarker:
     """`R/x/partition/P`: byte 1, byte state (1 new, 2 open), int64 session, 16 bytes nonce.
+
+    With something archived: byte 2 first, and after the nonce int64 last ID, 16 bytes chain, int64
+    first ID, uint32 CRC of the manifest, UTF name of the manifest.
 
     It changes in one transaction with the partition's metadata. The nonce distinguishes two servers
     with the same session id, which a restored ZooKeeper makes possible; it is valid only while
@@ -313,24 +333,39 @@ class PartitionMarker:
     state: MarkerState
     session_id: SessionId = NO_SESSION
     nonce: bytes = NO_NONCE
+    archived: ArchivedMark | None = None
 
     def to_bytes(self) -> bytes:
         """Return the node's bytes."""
         assert len(self.nonce) == NONCE_BYTES
-        fields = (STRUCTURE_VERSION, self.state.value, self.session_id, self.nonce)
-        return struct.pack(">BBq16s", *fields)
+        version = STRUCTURE_VERSION if self.archived is None else _ARCHIVED_VERSION
+        data = struct.pack(">BBq16s", version, self.state.value, self.session_id, self.nonce)
+        if self.archived is not None:
+            *numbers, manifest = self.archived
+            data += _ARCHIVED.pack(*numbers) + encode_utf(manifest)
+        return data
 
     @staticmethod
     def from_bytes(data: bytes) -> "PartitionMarker":
         """Decode; raises BadFormat."""
         reader = _Reader(data, "PartitionMarker")
-        reader.version()
+        has_archive = data[:1] == bytes([_ARCHIVED_VERSION])
+        reader.version(_ARCHIVED_VERSION if has_archive else STRUCTURE_VERSION)
         state = reader.take(1, "state")[0]
         if state not in (MarkerState.NEW.value, MarkerState.OPEN.value):
             raise reader.bad(f"expected state 1 (new) or 2 (open), found {state}")
         session_id = SessionId(reader.int64("session id"))
         nonce = reader.take(NONCE_BYTES, "nonce")
-        return reader.end(PartitionMarker(MarkerState(state), session_id, nonce))
+        archived = _archived_mark(reader) if has_archive else None
+        return reader.end(PartitionMarker(MarkerState(state), session_id, nonce, archived))
+
+
+def _archived_mark(reader: "_Reader") -> ArchivedMark:
+    last, chain, first, crc = _ARCHIVED.unpack(reader.take(_ARCHIVED.size, "archived mark"))
+    if not 0 <= first <= last + 1:
+        raise reader.bad(f"expected archived IDs from 0 on, found {first}..{last}")
+    mark = TransactionId(last), Chain(chain), TransactionId(first)
+    return ArchivedMark(*mark, crc, reader.utf("name of the manifest"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,289 @@
+"""The archive of a partition: what is archived, what is recorded, and what replicas learn."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.unit.replication.bench import LIMITS, A, B, Bench, C, wire
+from waltz_core.cluster.nodes.model import ArchivedMark
+from waltz_core.records.record import GENESIS_CHAIN
+from waltz_core.replication.session_events import ReplicaResponded, SessionSettled
+
+INTERVAL_MS = 10_000
+ARCHIVING = replace(LIMITS, archive_interval_ms=INTERVAL_MS)
+
+
+def new_bench(*names):
+    bench = Bench(*names, limits=ARCHIVING)
+    bench.open()
+    bench.append(2, batches=3)
+    return bench
+
+
+@pytest.fixture
+def bench():
+    """Three replicas with batches 0..1, 2..3 and 4..5."""
+    return new_bench()
+
+
+def attempts(bench):
+    """Return the attempts so far, with the replica of each."""
+    return [each for each in bench.sent if isinstance(each[1], wire.ArchiveRange)]
+
+
+def begin(bench):
+    """Wait until a replica archives a range; return both."""
+    count = len(attempts(bench))
+    bench.run_for(INTERVAL_MS)
+    assert len(attempts(bench)) == count + 1
+    return attempts(bench)[-1]
+
+
+def chain_at(bench, last):
+    entries = bench.storages[A].disk.entries
+    return next(each.lineage.chain for each in entries if each.lineage.last == last)
+
+
+def finish(bench, replica, request, **fields):
+    """Let a replica report the end of an attempt."""
+    last = fields.pop("last", request.last)
+    if "chain" not in fields:
+        fields["chain"] = chain_at(bench, last) if last >= 0 else GENESIS_CHAIN
+    known = {"manifest": f"m{request.attempt}", "manifest_crc": 7, "error": "", **fields}
+    prefix = request.session_id, 0, request.partition_id
+    notice = wire.RangeArchived(*prefix, request.attempt, last, **known)
+    bench.step(ReplicaResponded(request.session_id, replica, notice))
+
+
+def archive(bench, last=None):
+    """Archive up to an ID, and record it."""
+    replica, request = begin(bench)
+    finish(bench, replica, request, last=request.last if last is None else last)
+    bench.run()
+    return bench.marker.archived
+
+
+def learned(bench):
+    return [(name, each.last) for name, each in bench.sent if isinstance(each, wire.SetArchived)]
+
+
+def test_a_range_is_archived_compared_recorded_and_then_announced(bench):
+    replica, request = begin(bench)
+    assert (request.first, request.last, request.chain_before) == (0, 5, GENESIS_CHAIN)
+    assert (request.manifest, request.manifest_crc) == ("", 0)
+    lineages = len(bench.all_sent(wire.LineageRequest))
+    finish(bench, replica, request, last=3)
+    (compared,) = bench.all_sent(wire.LineageRequest)[lineages:]
+    assert (compared.first, compared.last) == (3, 3)
+    assert bench.sent[-1][0] != replica
+    assert bench.marker.archived is None
+    bench.run(questions=False)
+    assert bench.questions[0].marker.archived == ArchivedMark(3, chain_at(bench, 3), 0, 7, "m1")
+    assert learned(bench) == []
+    bench.run()
+    assert bench.marker.archived.last == 3
+    assert sorted(learned(bench)) == [(A, 3), (B, 3), (C, 3)]
+    assert bench.reports("archive.recorded") == [{"session": 0, "last": 3, "manifest": "m1"}]
+
+
+def test_the_next_range_follows_the_recorded_one_at_once_and_uses_its_manifest(bench):
+    first = archive(bench, last=3)
+    _, request = attempts(bench)[-1]
+    assert (request.first, request.last, request.attempt) == (4, 5, 2)
+    assert (request.chain_before, request.manifest, request.manifest_crc) == (first.chain, "m1", 7)
+
+
+def test_nothing_is_requested_while_an_attempt_is_under_way_or_when_all_is_archived(bench):
+    replica, request = begin(bench)
+    bench.append(1)
+    bench.run_for(10 * INTERVAL_MS)
+    assert len(attempts(bench)) == 1
+    finish(bench, replica, request)
+    bench.run()
+    replica, request = attempts(bench)[-1]
+    assert request.first == 6
+    finish(bench, replica, request)
+    bench.run_for(10 * INTERVAL_MS)
+    assert len(attempts(bench)) == 2
+    assert bench.marker.archived.last == 6
+
+
+def test_too_little_is_asked_for_again_after_the_interval(bench):
+    replica, request = begin(bench)
+    finish(bench, replica, request, last=-1, manifest="", manifest_crc=0)
+    bench.run_for(INTERVAL_MS - 1)
+    assert len(attempts(bench)) == 1
+    bench.run_for(1)
+    assert len(attempts(bench)) == 2
+    assert not bench.reports("archive.failed")
+
+
+def test_a_failure_is_reported_and_another_replica_tries_later_and_later(bench):
+    replicas, pause = [], INTERVAL_MS
+    for count in range(3):
+        bench.run_for(pause)
+        assert len(attempts(bench)) == count + 1
+        replica, request = attempts(bench)[-1]
+        replicas.append(replica)
+        finish(bench, replica, request, last=-1, manifest="", error="store: 503")
+        pause = INTERVAL_MS << count
+        bench.run_for(pause - 1)
+        assert len(attempts(bench)) == count + 1
+        pause = 1
+    assert len(set(replicas)) > 1
+    assert bench.reports("archive.failed")[0]["reason"] == "store: 503"
+    assert bench.store.open_session == 0, "the session continues"
+    assert bench.marker.archived is None
+
+
+def test_a_rejected_request_is_a_failure_of_the_attempt_only(bench):
+    for each in bench.storages.values():
+        handle = each.handle
+
+        def reject(message, handle=handle):
+            if isinstance(message, wire.ArchiveRange):
+                return wire.Nack(message.session_id, message.sequence, 0, 12, 0, "no archive")
+            return handle(message)
+
+        each.handle = reject
+    bench.run_for(INTERVAL_MS)
+    (report,) = bench.reports("archive.failed")
+    assert report["reason"] == "BadRequest: no archive"
+    assert bench.store.open_session == 0
+
+
+def test_a_chain_that_another_replica_does_not_have_is_not_recorded(bench):
+    replica, request = begin(bench)
+    finish(bench, replica, request, chain=b"x" * 16)
+    bench.run()
+    assert bench.marker.archived is None
+    (report,) = bench.reports("archive.failed")
+    assert report["reason"].startswith(f"expected the chain of {replica} at 5, 7878")
+
+
+def test_an_end_within_a_batch_is_not_recorded(bench):
+    replica, request = begin(bench)
+    finish(bench, replica, request, last=4, chain=chain_at(bench, 5))
+    bench.run()
+    assert bench.marker.archived is None
+    assert "found no batch end at" in bench.reports("archive.failed")[0]["reason"]
+
+
+def test_results_of_other_attempts_and_replicas_are_ignored(bench):
+    replica, request = begin(bench)
+    other = next(name for name in bench.names if name != replica)
+    finish(bench, other, request)
+    finish(bench, replica, replace(request, attempt=9))
+    finish(bench, replica, request)
+    finish(bench, replica, request, last=3)
+    bench.run()
+    assert bench.marker.archived.last == 5
+
+
+@pytest.mark.parametrize("outcome", ["away", "lost"])
+def test_a_mark_is_recorded_once_although_zookeeper_does_not_answer(bench, outcome):
+    replica, request = begin(bench)
+    finish(bench, replica, request)
+    bench.run(questions=False)
+    bench.ask_zookeeper(outcome)
+    assert learned(bench) == []
+    bench.append(1)
+    bench.run_for(5_000)
+    assert bench.marker.archived.last == 5
+    assert bench.store.open_session == 0
+    assert sorted(learned(bench)) == [(A, 5), (B, 5), (C, 5)]
+
+
+def test_another_session_in_zookeeper_ends_this_one_before_the_mark_is_recorded(bench):
+    replica, request = begin(bench)
+    finish(bench, replica, request)
+    bench.run(questions=False)
+    bench.claim_elsewhere(5)
+    bench.run()
+    assert bench.marker.archived is None
+    assert bench.store.open_session != 0
+
+
+def test_a_later_session_keeps_the_mark_and_continues_after_it(bench):
+    mark = archive(bench, last=3)
+    bench.lose(A)
+    bench.reopen()
+    assert bench.marker.archived == mark
+    _, request = begin(bench)
+    assert (request.first, request.chain_before, request.session_id) == (4, mark.chain, 1)
+    assert (A, 3) in learned(bench)
+
+
+def test_an_attempt_ends_with_its_session(bench):
+    replica, request = begin(bench)
+    bench.lose(next(name for name in bench.names if name != replica))
+    bench.reopen()
+    finish(bench, replica, request)
+    bench.run()
+    assert bench.marker.archived is None
+    assert begin(bench)[1].first == 0
+
+
+def test_a_log_with_another_chain_at_the_archived_mark_is_not_appended_to(bench):
+    mark = archive(bench, last=3)
+    bench.marker = replace(bench.marker, archived=mark._replace(chain=b"x" * 16))
+    bench.marker_version += 1
+    settled = len(bench.all_reported(SessionSettled))
+    bench.lose(A)
+    bench.wait(3_000)
+    bench.run()
+    (report, *_) = bench.reports("partition.rejected")
+    assert "the archive has IDs up to 3 with chain 7878" in report["reason"]
+    assert len(bench.all_reported(SessionSettled)) == settled
+    assert bench.store.open_session is None
+
+
+def test_a_log_that_ends_below_the_archived_mark_is_rejected(bench):
+    mark = archive(bench, last=3)
+    bench.marker = replace(bench.marker, archived=mark._replace(last=9))
+    bench.marker_version += 1
+    bench.lose(A)
+    bench.wait(3_000)
+    bench.run()
+    assert bench.reports("partition.rejected")[0]["reason"] == (
+        "the replicas' log ends at 5, but 9 is archived"
+    )
+
+
+def test_one_replica_alone_has_no_other_to_compare_with():
+    bench = new_bench(A)
+    assert archive(bench).last == 5
+    assert learned(bench) == [(A, 5)]
+
+
+def test_a_replica_that_lags_is_compared_and_learns_when_it_has_caught_up(bench):
+    bench.silent = {B, C}
+    bench.submit()
+    bench.run()
+    bench.silent = set()
+    bench.run_for(INTERVAL_MS)
+    replica, request = attempts(bench)[-1]
+    assert request.last in {5, 6}
+    finish(bench, replica, request)
+    bench.run()
+    assert bench.marker.archived.last == request.last
+
+
+def test_storages_of_an_older_version_are_not_asked():
+    bench = Bench(limits=ARCHIVING)
+    for each in bench.storages.values():
+        each.supports_archiving = False
+    bench.open()
+    bench.append(2)
+    bench.run_for(5 * INTERVAL_MS)
+    assert not attempts(bench)
+    assert bench.store.wake_at_ms > bench.now_ms
+
+
+def test_without_the_setting_nothing_is_archived():
+    bench = Bench()
+    bench.open()
+    bench.append(2)
+    bench.run_for(10 * INTERVAL_MS)
+    assert not attempts(bench)
+    assert bench.store.wake_at_ms is None
