@@ -72,7 +72,7 @@ async def _append_batch(load: BenchLoad, meter: Meter) -> Measured:
                 group.create_task(_lane(client, partition, payloads, load, (until, lanes), ledger))
         took = time.perf_counter() - began
         meter.stop()
-        lost, doubled = await _check(client, starts, ledger)
+        lost, duplicated = await _check(client, starts, ledger)
     return Measured(
         rows=ledger.acknowledged,
         seconds=took,
@@ -81,7 +81,7 @@ async def _append_batch(load: BenchLoad, meter: Meter) -> Measured:
         gap_s_max=ledger.gap_s_max(),
         acknowledged=ledger.acknowledged,
         lost=lost,
-        doubled=doubled,
+        duplicated=duplicated,
         errors=ledger.errors,
         extra={"rejected": ledger.rejected, "partitions": len(partitions)},
     )
@@ -151,11 +151,11 @@ async def _lane(
 async def _check(
     client: AsyncWaltzClient, starts: Mapping[int, int], ledger: _Ledger
 ) -> tuple[int, int]:
-    """Read the headers of all written rows; return how many ids are lost, and how many doubled."""
-    lost = doubled = 0
+    """Read the headers of all written rows; return the counts of lost and duplicated ids."""
+    lost = duplicated = 0
     for partition, chunks in ledger.ids.items():
         ids = np.sort(np.concatenate(chunks)) if chunks else np.zeros(0, np.int64)
-        doubled += len(ids) - len(np.unique(ids))
+        duplicated += len(ids) - len(np.unique(ids))
         last = await client.high_water_mark(partition)
         found: list[I64] = []
         requests: list[npt.NDArray[np.void]] = []
@@ -169,8 +169,8 @@ async def _check(
         lost += int(np.setdiff1d(ids, there).size)
         if requests:
             whole = np.concatenate(requests)
-            doubled += len(whole) - len(np.unique(whole))
-    return lost, doubled
+            duplicated += len(whole) - len(np.unique(whole))
+    return lost, duplicated
 
 
 def replay(load: BenchLoad, meter: Meter) -> Measured:

@@ -78,7 +78,7 @@ async def _checkpoint(load: BenchLoad, meter: Meter) -> Measured:
             group.create_task(_append(client, load, run))
         took = time.perf_counter() - run.began
         meter.stop()
-        lost, doubled = await _check(client, run, start)
+        lost, duplicated = await _check(client, run, start)
     gaps_s = run.gaps_s()
     usual_s = np.diff(run.answered_s).tolist()
     return Measured(
@@ -89,7 +89,7 @@ async def _checkpoint(load: BenchLoad, meter: Meter) -> Measured:
         gap_s_max=max(usual_s, default=0.0),
         acknowledged=len(run.ids),
         lost=lost,
-        doubled=doubled,
+        duplicated=duplicated,
         errors=run.rejected,
         extra={
             "checkpoints": len(gaps_s),
@@ -147,7 +147,7 @@ async def _append(client: AsyncWaltzClient, load: BenchLoad, run: _Run) -> None:
 
 
 async def _check(client: AsyncWaltzClient, run: _Run, start: int) -> tuple[int, int]:
-    """Read the rows back; return how many ids are lost, and how many rows doubled."""
+    """Read the rows back; return how many ids are lost, and how many rows duplicated."""
     last = await client.high_water_mark(PARTITION)
     ids, requests = [], []
     async for chunk in client.read_range(PARTITION, start + 1, last, form=RangeForm.HEADERS):
@@ -158,5 +158,5 @@ async def _check(client: AsyncWaltzClient, run: _Run, start: int) -> tuple[int, 
         return len(run.ids), 0
     rows = np.concatenate(requests)
     lost = np.setdiff1d(np.array(run.ids, np.int64), np.concatenate(ids)).size
-    doubled = len(rows) - len(np.unique(rows)) + len(run.ids) - len(set(run.ids))
-    return int(lost), int(doubled)
+    duplicated = len(rows) - len(np.unique(rows)) + len(run.ids) - len(set(run.ids))
+    return int(lost), int(duplicated)

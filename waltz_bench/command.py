@@ -51,7 +51,11 @@ WITHOUT_CLUSTER = ("storage-append", "storage-open", "many-partitions")
 LOAD: dict[str, tuple[type, int | float | None, str]] = {
     "--payload": (int, 512, "bytes of data"),
     "--locks": (int, 1, "write locks of a transaction"),
-    "--batch": (int, None, "rows of a batch [default: 1000; Spark writes: option batchSize's own]"),
+    "--batch": (
+        int,
+        None,
+        "rows of a batch [default: 1000; Spark writes: the default of option batchSize]",
+    ),
     "--seconds": (float, 10.0, "length of the load"),
     "--in-flight": (int, 2, "batches in flight for each partition"),
     "--mib": (int, None, "storage-append, storage-open: MiB of data [default: 1024, 10240]"),
@@ -138,7 +142,7 @@ def bench(
         for line in _lines(report):
             print_result(line)
     print_json(asdict(report))
-    return 1 if report.lost or report.doubled or report.errors else 0
+    return 1 if report.lost or report.duplicated or report.errors else 0
 
 
 def _workload(name: str) -> Workload:
@@ -164,7 +168,7 @@ def _lines(report: BenchReport) -> list[str]:
     if report.p50_ms is not None:
         lines.append(f"  answers: p50 {report.p50_ms} ms, p99 {report.p99_ms} ms")
     lines.append(
-        f"  longest gap {report.max_gap_s} s; lost {report.lost}, doubled {report.doubled}, "
+        f"  longest gap {report.max_gap_s} s; lost {report.lost}, duplicated {report.duplicated}, "
         f"errors {report.errors}"
     )
     return lines

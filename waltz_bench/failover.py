@@ -1,14 +1,14 @@
 """The workloads `failover-*`, `rolling-restart`, `zookeeper-loss`: the longest gap in answers.
 
 They start and stop the daemons of a local cluster, measure the longest time without an answer, and
-check that no row is lost or doubled.
+check that no row is lost or duplicated.
 
 Rules:
     1. Every partition has its own writer, with a few rows at a time and a short pause. The gap of a
        step is the longest time between two acknowledgements in any partition, from the start of the
        step until all partitions have continued.
     2. A row that is reported as not in the log is sent again, as a user would do; so if it is in
-       the log nevertheless, it is found as doubled. Rows are identified by their content.
+       the log nevertheless, it is found as duplicated. Rows are identified by their content.
     3. Each step begins with a complete cluster: all servers registered and, if storages are
        restarted, all replicas engaged.
 """
@@ -198,8 +198,8 @@ class _Run:
     # ------------------------------------------------------------------------- the end
 
     async def check(self) -> tuple[int, int]:
-        """Read the log; return how many acknowledged rows are lost, and how many doubled."""
-        lost = doubled = 0
+        """Read the log; return how many acknowledged rows are lost, and how many duplicated."""
+        lost = duplicated = 0
         for lane in self.lanes:
             found: Counter[bytes] = Counter()
             partition_id = PartitionId(lane.partition)
@@ -210,8 +210,8 @@ class _Run:
                 ):
                     found.update(batch.column("data").to_pylist())
             lost += (lane.acknowledged - found).total()
-            doubled += sum(count - 1 for row, count in found.items() if row)
-        return lost, doubled
+            duplicated += sum(count - 1 for row, count in found.items() if row)
+        return lost, duplicated
 
 
 async def _kill(run: _Run) -> None:
@@ -321,7 +321,7 @@ async def _measured(
             await scenario(run)
             run.stop()
         took = time.perf_counter() - began
-        lost, doubled = await run.check()
+        lost, duplicated = await run.check()
     gaps_s = [gap for kind, each in run.gaps_s.items() for gap in each if only in (kind, None)]
     count = sum(lane.acknowledged.total() for lane in run.lanes)
     return Measured(
@@ -331,7 +331,7 @@ async def _measured(
         gap_s_max=max(gaps_s),
         acknowledged=count,
         lost=lost,
-        doubled=doubled,
+        duplicated=duplicated,
         extra={
             "median_gap_s": round(statistics.median(gaps_s), 3),
             "gaps_s": {kind: [round(gap, 3) for gap in each] for kind, each in run.gaps_s.items()},

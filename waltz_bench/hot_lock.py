@@ -6,7 +6,7 @@ Rules:
     1. A value is computed only from the one that its author has read in the log, or got as an
        append in flight (`builder.predecessors`).
     2. Every transaction of the run is in the log with its predecessor's id and value + 1, and with
-       the id that its author got; otherwise it counts as lost or doubled.
+       the id that its author got; otherwise it counts as lost or duplicated.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ async def _batches(client: AsyncWaltzClient, first: int, last: int) -> int:
 async def _check(
     client: AsyncWaltzClient, run: int, start: int, outcomes: dict[int, int]
 ) -> tuple[int, int]:
-    """Return how many transactions are lost, and how many doubled or computed wrongly."""
+    """Return how many transactions are lost, and how many duplicated or computed wrongly."""
     last = await client.high_water_mark(PARTITION, linearizable=True)
     before, value, broken, found = -1, 0, 0, 0
     async for transaction_id, count, writer in _counts(client, run, start + 1, last):

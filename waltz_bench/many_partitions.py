@@ -8,7 +8,7 @@ Rules:
     2. The cost of a step is reported in CPU time and wall time, as wall time depends on other load
        on the machine.
     3. A row is sent again only if the log is known not to have it; the marks at the end show what
-       is lost or doubled.
+       is lost or duplicated.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ async def _many_partitions(load: BenchLoad) -> Measured:
         await run.measure_idle(load.seconds)
         await run.kill_server()
         await run.starts("restart")
-        lost, doubled = await run.check()
+        lost, duplicated = await run.check()
     finally:
         if cluster.exists():
             cluster.down()
@@ -82,7 +82,7 @@ async def _many_partitions(load: BenchLoad) -> Measured:
         gap_s_max=run.gap_s,
         acknowledged=count,
         lost=lost,
-        doubled=doubled,
+        duplicated=duplicated,
         extra=run.figures,
     )
 
@@ -152,16 +152,16 @@ class _Run:
         }
 
     async def check(self) -> tuple[int, int]:
-        """Compare the marks with the acknowledged rows; return the lost and doubled ones."""
+        """Compare the marks with the acknowledged rows; return the lost and duplicated ones."""
         async with await self._connected() as client:
             marks = await client.high_water_marks(linearizable=True)
-        lost = doubled = 0
+        lost = duplicated = 0
         for partition, mark in marks.items():
             more = mark + 1 - self.acknowledged.get(partition, 0)
             lost += max(0, -more)
-            doubled += max(0, more - self.unknown.get(partition, 0))
+            duplicated += max(0, more - self.unknown.get(partition, 0))
         self.figures["unknown"] = sum(self.unknown.values())
-        return lost, doubled
+        return lost, duplicated
 
     # ------------------------------------------------------------------------- appends
 

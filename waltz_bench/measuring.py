@@ -3,7 +3,7 @@
 Rules:
     1. The report is one JSON object with at least the keys of `BenchReport`.
     2. CPU is the daemons' CPU time between start and end of the load.
-    3. Each workload reads the log back to compute `lost` and `doubled`.
+    3. Each workload reads the log back to compute `lost` and `duplicated`.
 """
 
 import os
@@ -63,7 +63,7 @@ class Measured:
     gap_s_max: float = 0.0
     acknowledged: int = 0
     lost: int = 0
-    doubled: int = 0
+    duplicated: int = 0
     errors: int = 0
     extra: dict[str, object] = field(default_factory=dict)
     cpu_seconds: dict[str, float] | None = None  # by role, if the workload measured it itself
@@ -83,7 +83,7 @@ class BenchReport:
     max_gap_s: float
     acknowledged: int
     lost: int
-    doubled: int
+    duplicated: int
     errors: int
     rows: int
     seconds: float
@@ -145,7 +145,7 @@ def make_report(
         max_gap_s=round(measured.gap_s_max, 4),
         acknowledged=measured.acknowledged,
         lost=measured.lost,
-        doubled=measured.doubled,
+        duplicated=measured.duplicated,
         errors=measured.errors,
         rows=measured.rows,
         seconds=round(measured.seconds, 3),

@@ -73,14 +73,14 @@ async def _append_one(load: BenchLoad, meter: Meter) -> Measured:
                 await peer.publish(payload)
                 peer_times.append(time.perf_counter() - sent)
         meter.stop()
-        lost, doubled = await check_ids(client, starts, {0: ids})
+        lost, duplicated = await check_ids(client, starts, {0: ids})
     extra: dict[str, object] = {}
     if peer_times:
         extra = {
             f"{load.peer}_p{share}_ms": percentile_ms(peer_times, share / 100) for share in (50, 99)
         }
         extra["p50_ratio"] = round(float(np.median(own) / np.median(peer_times)), 2)
-    return measured(load, ids, own, took=took, wrong=(lost, doubled), extra=extra)
+    return measured(load, ids, own, took=took, wrong=(lost, duplicated), extra=extra)
 
 
 def append_single(load: BenchLoad, meter: Meter) -> Measured:
@@ -113,9 +113,9 @@ async def _append_single(load: BenchLoad, meter: Meter) -> Measured:
                 latencies.append(time.perf_counter() - sent)
         took = time.perf_counter() - began
         meter.stop()
-        lost, doubled = await check_ids(client, starts, ids)
+        lost, duplicated = await check_ids(client, starts, ids)
     rows = [each for part in ids.values() for each in part]
-    return measured(load, rows, latencies, took=took, wrong=(lost, doubled), extra={})
+    return measured(load, rows, latencies, took=took, wrong=(lost, duplicated), extra={})
 
 
 def conditional(load: BenchLoad, meter: Meter) -> Measured:
@@ -163,9 +163,9 @@ async def _conditional(load: BenchLoad, meter: Meter) -> Measured:
                 group.create_task(write(client, number, began + load.seconds))
         took = time.perf_counter() - began
         meter.stop()
-        lost, doubled = await check_ids(client, starts, {partition: ids})
+        lost, duplicated = await check_ids(client, starts, {partition: ids})
     extra: dict[str, object] = {"writers": WRITERS, "rejected": rejected}
-    return measured(load, ids, latencies, took=took, wrong=(lost, doubled), extra=extra)
+    return measured(load, ids, latencies, took=took, wrong=(lost, duplicated), extra=extra)
 
 
 class _CountCallbacks(AsyncCallbacks):
@@ -209,7 +209,7 @@ async def _feed(load: BenchLoad, meter: Meter) -> Measured:
         bytes=rows * 20,
         acknowledged=rows,
         lost=max(0, rows - callbacks.count),
-        doubled=max(0, callbacks.count - rows),
+        duplicated=max(0, callbacks.count - rows),
     )
 
 
@@ -232,7 +232,7 @@ def measured(
         gap_s_max=max(latencies, default=0.0),
         acknowledged=len(ids),
         lost=wrong[0],
-        doubled=wrong[1],
+        duplicated=wrong[1],
         extra=extra,
     )
 
@@ -240,10 +240,10 @@ def measured(
 async def check_ids(
     client: AsyncWaltzClient, starts: Mapping[int, int], acknowledged: Mapping[int, list[int]]
 ) -> tuple[int, int]:
-    """Return how many acknowledged ids are not in the log, and how many are doubled."""
-    lost = doubled = 0
+    """Return how many acknowledged ids are not in the log, and how many are duplicated."""
+    lost = duplicated = 0
     for partition, ids in acknowledged.items():
-        doubled += len(ids) - len(set(ids))
+        duplicated += len(ids) - len(set(ids))
         last = await client.high_water_mark(partition)
         lost += sum(1 for each in ids if not starts[partition] < each <= last)
         first = max(starts[partition], BEFORE_FIRST) + 1
@@ -254,5 +254,5 @@ async def check_ids(
         ]
         if requests:
             whole = np.concatenate(requests)
-            doubled += len(whole) - len(np.unique(whole))
-    return lost, doubled
+            duplicated += len(whole) - len(np.unique(whole))
+    return lost, duplicated

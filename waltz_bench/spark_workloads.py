@@ -102,7 +102,7 @@ def _measurement(load: BenchLoad, rounds: Sequence[tuple[float, float]], found: 
         bytes=ROUNDS * load.rows * load.payload_bytes,
         acknowledged=ROUNDS * load.rows,
         lost=max(0, load.rows - found),
-        doubled=max(0, found - load.rows),
+        duplicated=max(0, found - load.rows),
         of_ceiling=round(statistics.median(ceilings) / statistics.median(times), 3),
         extra={
             "rates_per_s": [round(load.rows / seconds) for seconds in times],

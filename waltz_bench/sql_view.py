@@ -119,7 +119,7 @@ def sql_view(load: BenchLoad, meter: Meter) -> Measured:
         bytes=0,
         acknowledged=rows,
         lost=sum((expected - found).values()),
-        doubled=sum((found - expected).values()),
+        duplicated=sum((found - expected).values()),
         extra=extra | {"last": name, "database": url.partition(":")[0]},
     )
 

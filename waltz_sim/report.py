@@ -15,7 +15,7 @@ PROMISES: Final = (
         "lost, changed or forked",
         ("AckUnique", "AckQuorum", "Fork", "DecisionCovers", "LogMatching"),
     ),
-    ("doubled", ("AtMostOnce",)),
+    ("duplicated", ("AtMostOnce",)),
     ("wrong outcome reported", ("OutcomeTruth", "GateCAS2")),
     ("conflicts committed", ("LockSerial", "NotAhead")),
     ("wrong feed", ("Dense", "ClientPrefix", "HwmMono", "NoRotServed")),

@@ -10,7 +10,7 @@ no conflict; counters count; what was reported earlier is earlier in the log. Be
     1. A refusal has a cause: another client wrote one of its locks above its mark, and had sent
        that before the refusal was reported. A new store session may err for what was under way when
        it opened; such refusals are counted, and there are no more of them than that can be.
-    2. Each life of a client is fed the log from its beginning, each transaction once, in order;
+    2. A client is fed the log from its beginning after each start, each transaction once, in order;
        a client that lives to the end is fed all of it.
     3. A mark that was asked for is not below what any client had received as committed before.
 """

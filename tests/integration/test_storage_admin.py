@@ -299,7 +299,7 @@ def test_a_partition_is_removed_only_when_zookeeper_and_the_session_released_it(
                 await until_served(address, 5)
                 await assign(coordinator, address, other)
                 await write_states(coordinator, address, other)
-                with pytest.raises(errors.BadRequest, match="found it assigned"):
+                with pytest.raises(errors.BadRequest, match="in ZooKeeper, found one"):
                     await admin.request(Done, RemovePartition, 0, True, True)
                 await assign(coordinator, other)
                 with pytest.raises(errors.BadRequest, match="less than the quorum of 2"):

@@ -482,7 +482,7 @@ async def is_served(address, session_id, partition_id=0):
         return isinstance(await owner.ask(message), Prepared)
 
 
-def test_the_assignment_in_zookeeper_states_what_is_served(tmp_path, zookeeper):
+def test_a_storage_serves_the_partitions_that_zookeeper_assigns_to_it(tmp_path, zookeeper):
     connect = f"{zookeeper}/storage-daemon"
     port = free_port()
     address = f"127.0.0.1:{port}"

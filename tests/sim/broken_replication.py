@@ -300,7 +300,7 @@ def connections_are_replaced() -> Patches:
         return None if self.is_set else self._step(goal, can_fill=can_fill)
 
     def objection(self, answer):
-        return "has records of a partition without history" if self.is_foreign(answer) else None
+        return "has records of an unrecorded partition" if self.is_foreign(answer) else None
 
     yield instead(ReplicaSession, "_forget", _forget)
     yield instead(ReplicaRepair, "next_step", _next_step)

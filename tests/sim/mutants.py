@@ -160,7 +160,7 @@ def _shortened(name: str, verdict: RunVerdict) -> RunVerdict:
 
 def table() -> str:
     """Return what was found, as a table in Markdown."""
-    lines = ["| switch | what is broken | seeds | found by | its trace |", "|---|---|---|---|---|"]
+    lines = ["| mutant | what is broken | seeds | found by | its trace |", "|---|---|---|---|---|"]
     for trace in traces():
         why = (SWITCHES[trace.switch].__doc__ or "").strip().splitlines()[0]
         rules = ", ".join(sorted(trace.rules))

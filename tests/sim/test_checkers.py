@@ -13,7 +13,7 @@ from waltz_core.errors import ClientAhead, DataLoss, DiskFailed, LockFailed, Unr
 from waltz_core.records.record import GENESIS_CHAIN, NO_SESSION, LineageEntry, ReplicaId, ReqId
 from waltz_core.replication import session_events
 from waltz_core.server.locking.lock_table import LockTable
-from waltz_core.server.partition_events import SendToClient, rejection
+from waltz_core.server.partition_events import SendToClient, error_answer
 from waltz_core.storage.service.work import LaneRequest, Work, WorkResult
 from waltz_core.wire import messages as m
 from waltz_sim.cluster.simulated_cluster import MS, SimCluster
@@ -361,8 +361,8 @@ def outcome(reason=m.Reason.LOST, *, conflict=-1, transaction_id=-1):
         m.HighWaterMarkResponse(QUESTION, 1),
         m.ReplicasResponse(QUESTION, 0, 1, (), bytes(16), 1),
         m.LockFailure(QUESTION, 1),
-        rejection(1, QUESTION, 0, ClientAhead("ahead")).message,
-        rejection(1, QUESTION, 0, LockFailed("locked")).message,
+        error_answer(1, QUESTION, 0, ClientAhead("ahead")).message,
+        error_answer(1, QUESTION, 0, LockFailed("locked")).message,
     ],
     ids=lambda message: type(message).__name__,
 )

@@ -41,7 +41,7 @@ def test_a_checkpoint_under_load_costs_less_than_50_ms(replicas: int):
     assert cluster.coordinator.metadata.session_id >= 4
     assert cluster.checks.counts["session closed"] >= 4
     cluster.run_until_recovered()
-    # Nothing is lost, refused or doubled, and the log holds nothing else.
+    # Nothing is lost, refused or duplicated, and the log holds nothing else.
     assert writer.others == []
     assert writer.ids == list(range(len(writer.sent_us)))
     assert longest_gap_ms(writer) < COST_MS_MAX

@@ -79,6 +79,6 @@ def test_the_report_names_what_was_broken_and_what_was_not_tried():
     report = report_of(sums, first=5, seconds=10.0)
     assert "| seeds | 302 from 5 on |" in report
     assert "| lost, changed or forked | 1 |" in report
-    assert "| doubled | 0 |" in report
+    assert "| duplicated | 0 |" in report
     assert "- fault cut_link" in report
     assert "| `python -m waltz_sim --seed 17` | Fork | Fork: it was \\| broken |" in report

@@ -17,8 +17,9 @@ The nodes, below the cluster's root R:
     R/store/group, R/store/connection the storages' groups and admin ports
     R/store/partition/P               generation, store session and replica states of partition P
     R/store/adminLock                 a mutex of the 0.13 commands (ephemeral)
-    R/x/partition/P                   extension: whether P may be without history, and the nonce of
-                                      its session; changes in one write with R/store/partition/P
+    R/x/partition/P                   extension: whether P may still be new, without any records,
+                                      and the nonce of its session; changes in one write with
+                                      R/store/partition/P
     R/x/storage/HOST:PORT             extension: the id of the storage that belongs at this address
     R/x/writes/W, R/x/writes/W/T      extension: an exactly-once write, and its tasks
     R/x/reach/ID                      extension: which servers server ID can and cannot connect to

@@ -229,7 +229,7 @@ class LocalCluster:
             if found.name == name:
                 return found
         names = ", ".join(member.name for member in self._loaded().members)
-        raise BadConfig(f"no member {name!r} in this cluster; it has {names}")
+        raise BadConfig(f"no member {name!r} in this cluster; its members: {names}")
 
     def log_path(self, name: str) -> Path:
         """Return the log file of a member."""

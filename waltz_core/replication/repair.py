@@ -383,7 +383,7 @@ def verify_records(answer: RangeBytes, *, first: int, last: int) -> None:
     """
     if answer.first != first or not 1 <= answer.count <= last - first + 1:
         raise RemoteProtocolError(
-            f"range: expected records of {first}..{last} from {first} on, "
+            f"range: expected records of {first}..{last}, beginning with {first}, "
             f"found {answer.count} records from {answer.first}"
         )
     lengths = raw_records.lengths_from_wire(answer.lengths, len(answer.records))
@@ -419,8 +419,8 @@ def verify_batches(answer: RangeBytes, chain_before: Chain) -> Chain:
             raise ChecksumMismatch(_LOST.format(entry.first, entry.last))
         if not next_id == entry.first <= entry.last < end:
             raise BadFormat(
-                f"range from {answer.first}: expected a batch from {next_id} on that ends below "
-                f"{end}, found {entry.first}..{entry.last}"
+                f"range from {answer.first}: expected a batch that starts at {next_id} and ends "
+                f"below {end}, found {entry.first}..{entry.last}"
             )
         start, stop = entry.first - answer.first, entry.last + 1 - answer.first
         part = crcs[4 * start : 4 * stop]

@@ -280,7 +280,7 @@ class ReplicaSession:
         last = request.lineage[-1].last
         if not last <= answer.synced_max < self.next_id:
             raise RemoteProtocolError(
-                f"storage {self.replica}: expected at least {last} and less than {self.next_id} "
-                f"to be synced, found {answer.synced_max}"
+                f"storage {self.replica}: expected a last synced ID of {last}..{self.next_id - 1}, "
+                f"found {answer.synced_max}"
             )
         self.synced_last = max(self.synced_last, TransactionId(answer.synced_max))

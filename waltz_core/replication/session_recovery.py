@@ -142,7 +142,10 @@ class Recovery:
     def objection(self, answer: Prepared) -> str | None:
         """Return why no session can include a replica with this answer (rules 4 and 5), or None."""
         if self.is_foreign(answer):
-            return f"has IDs up to {answer.synced_max} of a partition without history"
+            return (
+                f"has records up to ID {answer.synced_max}, but ZooKeeper has no recorded state of "
+                "the partition's replicas"
+            )
         if answer.engaged_session <= self.newest_session:
             return None
         return (

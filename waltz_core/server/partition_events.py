@@ -238,7 +238,7 @@ class FeedHeaders(NamedTuple):
 Effect: TypeAlias = SendToClient | Fetch | replication.Effect
 
 
-def rejection(
+def error_answer(
     connection: ConnectionId,
     req_id: ReqId,
     cost_bytes: int,

@@ -36,7 +36,7 @@ from waltz_core.server.partition_events import (
     PartitionIdentity,
     Received,
     SendToClient,
-    rejection,
+    error_answer,
 )
 from waltz_core.server.read.cache import CacheBudget, FeedCache, TransactionCache
 from waltz_core.wire.messages import (
@@ -316,7 +316,7 @@ class SimServer(Process):
     def _client_nowhere(self, link: SimLink, message: ClientMessage) -> None:
         """Answer as the daemon does for a partition that it does not serve."""
         error = NotOwned(f"{self.name} does not own the partition")
-        answer = rejection(ConnectionId(link.number), message.req_id, 0, error)
+        answer = error_answer(ConnectionId(link.number), message.req_id, 0, error)
         self.cluster.network.send(link, FAR, answer.message)
 
     def _client_lost(self, link: SimLink, reason: str) -> None:

@@ -8,9 +8,9 @@ rule 1).
 Rules:
     1. The rows have the same request IDs in both attempts: a second one in the log is a violation
        of AtMostOnce.
-    2. The first attempt continues only when the second one has all rows in the log. Earlier they
-       could alternate, and the rows in the log would have to be read back
-       (`client/stream/write_claim.py`).
+    2. The first attempt continues only when the second one has all rows in the log. If it
+       continued earlier, the attempts could alternate, and the rows in the log would have to be
+       read back (`client/stream/write_claim.py`).
     3. Without `Setup.has_new_owner_ids` it does not continue after the owner's death: that server
        would keep its generation over the restart, and nothing would reject this attempt.
 """

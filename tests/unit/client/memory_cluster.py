@@ -32,7 +32,7 @@ from waltz_core.server.partition_events import (
     PartitionLimits,
     Received,
     SendToClient,
-    rejection,
+    error_answer,
 )
 from waltz_core.server.process.log_in_memory import REPLICA, MemoryLog, MemoryStore
 from waltz_core.server.read.cache import CacheBudget, FeedCache, TransactionCache
@@ -154,7 +154,7 @@ class MemoryServer:
                 self.received.append(type(message).__name__)
                 hosted = self.partitions.get(message.req_id.partition_id)
                 if hosted is None:
-                    answer = rejection(
+                    answer = error_answer(
                         ConnectionId(number), message.req_id, 0, NotOwned("not here")
                     )
                     link.send(answer.message)

@@ -150,7 +150,7 @@ def test_a_storage_without_replicas_is_removed():
     with pytest.raises(errors.BadRequest, match="still has replicas of 1 partitions"):
         layout().without_storage(A)
     with pytest.raises(
-        errors.BadRequest, match=f"{D} is not a storage of this cluster; it has {A}"
+        errors.BadRequest, match=f"{D} is not a storage of this cluster; its storages: {A}"
     ):
         layout().without_storage(D)
 

@@ -16,7 +16,7 @@ from waltz_core.legacy.legacy_client import (
     LegacyClientAdapter,
 )
 from waltz_core.records.record import ClientId, Generation, PartitionId, ReqId
-from waltz_core.server.partition_events import ConnectionId, rejection
+from waltz_core.server.partition_events import ConnectionId, error_answer
 from waltz_core.wire import codec, messages
 from waltz_core.wire.messages import ClientMessage, MountResponse, Reason
 
@@ -36,7 +36,7 @@ def translated(original: LegacyClientAdapter, message: ClientMessage, now_s: flo
 def refused(
     original: LegacyClientAdapter, question: ClientMessage, error: errors.WaltzError
 ) -> Any:
-    answer = rejection(A, question.req_id, 9, error, question)
+    answer = error_answer(A, question.req_id, 9, error, question)
     return original.translate_answer(answer.message, answer.request, 0.0)
 
 

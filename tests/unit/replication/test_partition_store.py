@@ -141,7 +141,7 @@ def test_a_new_partition_with_records_somewhere_is_rejected():
     bench.own()
     bench.run()
     assert bench.store.open_session is None
-    assert "without history" in bench.reports("partition.rejected")[0]["reason"]
+    assert "has no recorded state" in bench.reports("partition.rejected")[0]["reason"]
     assert bench.storages[A].last == 0
 
 

@@ -387,7 +387,7 @@ def test_an_answer_that_cannot_be_is_the_end_of_the_replica(bench, synced_max):
         message = bench.requests[A].popleft()
     answer = wire.Appended(0, message.sequence, 0, synced_max)
     bench.step(session_events.ReplicaResponded(0, A, answer))
-    assert "to be synced" in bench.all_reported(SessionClosed)[0].reason
+    assert "expected a last synced ID of" in bench.all_reported(SessionClosed)[0].reason
     assert not bench.all_reported(Committed)
 
 

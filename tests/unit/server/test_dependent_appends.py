@@ -433,7 +433,7 @@ def test_the_reported_record_is_that_of_the_admitted_row_not_of_the_rejected_one
     assert (found.transaction_id, found.req_id, found.data) == (1, cold, b"cold")
 
 
-def test_a_connection_that_did_not_ask_gets_no_notices():
+def test_a_connection_that_did_not_request_predecessors_gets_none():
     world, _ = in_flight()
     waiting = world.single(BOB, write=[HOT])
     assert world.turn() == []

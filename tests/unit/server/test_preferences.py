@@ -20,8 +20,8 @@ def test_preferences_are_kept_in_order():
 
 def test_a_handed_over_partition_pauses_for_a_while():
     found = preferring(0, 1)
-    assert found.handed_over(1, 100.0)
-    assert not found.handed_over(7, 100.0)  # no command has asked for that one
+    assert found.suspend(1, 100.0)
+    assert not found.suspend(7, 100.0)  # no command has asked for that one
     assert (found.wanted, found.suspended) == ((0, 1), [1])
     assert found.active_after((3,), ()) == (0, 3)
     assert found.resumable(159.0) == []
@@ -32,8 +32,8 @@ def test_a_handed_over_partition_pauses_for_a_while():
 
 def test_a_changed_preference_ends_the_pause():
     found = preferring(0, 1)
-    found.handed_over(0, 5.0)
-    found.handed_over(1, 5.0)
+    found.suspend(0, 5.0)
+    found.suspend(1, 5.0)
     assert found.active_after((0,), (1,)) == (0,)
     assert found.suspended == [0, 1]
     found.change((0,), (1,))

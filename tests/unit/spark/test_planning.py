@@ -35,7 +35,7 @@ def test_starts_are_exclusive_and_ends_inclusive() -> None:
 
 
 @pytest.mark.parametrize("name", ["startingHighWaterMarks", "endingHighWaterMarks"])
-def test_a_mark_of_a_partition_that_is_not_there_is_rejected(name: str) -> None:
+def test_a_mark_of_an_unknown_partition_is_rejected(name: str) -> None:
     check_marks(read(**{name: '{"3": 1}'}), 4)
     with pytest.raises(BadConfig, match=f"option '{name}': expected partitions of 0 to 3, found 4"):
         check_marks(read(**{name: '{"4": 1}'}), 4)

@@ -224,8 +224,8 @@ IN_SESSION = "in session 7 with a:1, b:1, c:1 (without it 2 are left, still a qu
 @pytest.mark.parametrize(
     ("view", "forced", "text"),
     [
-        (ASSIGNED, False, "found it assigned"),
-        (ASSIGNED, True, "found it assigned"),
+        (ASSIGNED, False, "in ZooKeeper, found one"),
+        (ASSIGNED, True, "in ZooKeeper, found one"),
         (ENGAGED, False, IN_SESSION),
         (ENGAGED, True, None),
     ],

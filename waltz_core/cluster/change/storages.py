@@ -43,7 +43,9 @@ class StorageLayout:
         """Raise BadRequest unless the cluster has this storage."""
         if address not in self.assignment.partitions:
             names = ", ".join(self.assignment.partitions) or "none"
-            raise errors.BadRequest(f"{address} is not a storage of this cluster; it has {names}")
+            raise errors.BadRequest(
+                f"{address} is not a storage of this cluster; its storages: {names}"
+            )
 
     def with_storage(
         self, address: ReplicaId, admin_port: int, group: int | None

@@ -1,11 +1,11 @@
-"""Records since when ZooKeeper is unavailable, or available again after an outage.
+"""Records when ZooKeeper became unavailable, and when it became available again.
 
 Health checks use it, and the lead server, which waits for servers that may register again.
 
 Rules:
     1. A connection that is replaced within `ABSENCE_MS_MIN` is no outage: one node of the ensemble
        has failed, which ends no session.
-    2. The first connection of a process is no return after an outage.
+    2. The first connection of a process does not end an outage.
 """
 
 from waltz_core.cluster.nodes.znodes import SessionState, Znodes

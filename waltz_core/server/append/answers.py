@@ -14,7 +14,7 @@ from waltz_core.server.partition_events import (
     PartitionLimits,
     Received,
     SendToClient,
-    rejection,
+    error_answer,
 )
 from waltz_core.wire.messages import (
     ClientMessage,
@@ -34,12 +34,12 @@ from waltz_core.wire.messages import (
 def reject(request: Received, error: errors.WaltzError) -> SendToClient:
     """Report an error."""
     message = request.message
-    return rejection(request.connection, message.req_id, request.cost_bytes, error, message)
+    return error_answer(request.connection, message.req_id, request.cost_bytes, error, message)
 
 
 def reject_ticket(ticket: Ticket, error: errors.WaltzError) -> SendToClient:
     """Report an error that concerns a whole append."""
-    return rejection(ticket.connection, ticket.req_id, ticket.cost_bytes, error, ticket.message)
+    return error_answer(ticket.connection, ticket.req_id, ticket.cost_bytes, error, ticket.message)
 
 
 def superseded(request: Received) -> SendToClient:

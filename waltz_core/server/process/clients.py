@@ -37,7 +37,7 @@ from waltz_core.server.partition_events import (
     Drained,
     Event,
     SendToClient,
-    rejection,
+    error_answer,
 )
 from waltz_core.server.process.append_times import AppendTime
 from waltz_core.server.process.flow import AdmittedRequest, Flow, FlowLimits
@@ -394,7 +394,7 @@ class Clients:
             )
         else:
             error = errors.NotOwned(f"this server does not own partition {partition_id}")
-        return rejection(connection, message.req_id, cost_bytes, error, message)
+        return error_answer(connection, message.req_id, cost_bytes, error, message)
 
     def _serve(self, connection: ConnectionId, request: AdmittedRequest) -> None:
         """Answer a request that concerns the server as a whole."""
@@ -427,7 +427,7 @@ class Clients:
         else:
             fault = f"{type(message).__name__} is not a request to a server"
             error = errors.BadRequest(fault)
-            self.answer(rejection(connection, message.req_id, cost_bytes, error, message))
+            self.answer(error_answer(connection, message.req_id, cost_bytes, error, message))
             return
         self.answer(SendToClient(connection, answer, cost_bytes))
 
@@ -453,7 +453,7 @@ class Clients:
             if is_done:
                 await self._backend.prefer(wanted if is_added else (), () if is_added else wanted)
         except errors.WaltzError as error:
-            self.answer(rejection(connection, message.req_id, cost_bytes, error, message))
+            self.answer(error_answer(connection, message.req_id, cost_bytes, error, message))
             return
         answer = AddPreferredResponse if is_added else RemovePreferredResponse
         self.answer(SendToClient(connection, answer(message.req_id, is_done), cost_bytes))

@@ -36,7 +36,7 @@ from waltz_core.server.partition_events import (
     PartitionLimits,
     Received,
     SendToClient,
-    rejection,
+    error_answer,
 )
 from waltz_core.server.process.append_times import AppendTime
 from waltz_core.server.process.clients import Clients
@@ -246,7 +246,7 @@ class MemoryHost:
             until_s = self._disconnected_until_s.get(message.req_id.client_id, 0.0)
             if self._server.loop.time() < until_s:
                 error = errors.Overloaded("the fault keeps the outcome of an append unknown")
-                self._server.answer(rejection(connection, message.req_id, cost_bytes, error))
+                self._server.answer(error_answer(connection, message.req_id, cost_bytes, error))
                 return
         wall_ms = time.time_ns() // 1_000_000
         self.post(Received(connection, message, cost_bytes, wall_ms))
@@ -259,7 +259,7 @@ class MemoryHost:
         failure = faults.failure()
         if failure is not None:
             if not isinstance(failure.error, errors.OutcomeUnknown):
-                self._server.answer(rejection(connection, req_id, cost_bytes, failure.error))
+                self._server.answer(error_answer(connection, req_id, cost_bytes, failure.error))
                 return True
             outcome_timeout_s = self._server.outcome_timeout_s[req_id.client_id]
             now_s = self._server.loop.time()

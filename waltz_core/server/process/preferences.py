@@ -49,8 +49,11 @@ class Preferences:
         kept = [each for each in self.wanted if each not in removed]
         return (*kept, *(each for each in dict.fromkeys(added) if each not in kept))
 
-    def handed_over(self, partition_id: PartitionId, now_s: float) -> bool:
-        """A partition was handed over; return whether its preference rests now (rule 1)."""
+    def suspend(self, partition_id: PartitionId, now_s: float) -> bool:
+        """Suspend the preference for a partition that was handed over (rule 1).
+
+        Return whether there was one.
+        """
         if partition_id not in self.wanted:
             return False
         self._suspended[partition_id] = now_s + self._suspension_s

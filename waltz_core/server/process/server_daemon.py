@@ -368,7 +368,7 @@ class Server:
             async with self._preferring:  # this also removes a preference for it
                 if not await self._coordinator.hand_over(partition_id, generation):
                     return False
-                if self._preferences.handed_over(partition_id, time.monotonic()):
+                if self._preferences.suspend(partition_id, time.monotonic()):
                     _log.warning("server.preference_suspended partition=%s", partition_id)
         # Only now: without an answer of ZooKeeper it is tried again at the next release.
         self._handed_over_s[partition_id] = time.monotonic()

@@ -456,13 +456,13 @@ def _removal(
     view = yield from _zookeeper_view(partition_id)
     if view.is_assigned:
         raise BadRequest(
-            f"partition {partition_id}: expected that ZooKeeper does not assign it to this "
-            "storage, found it assigned. Hint: unassign it first, otherwise it is created again at "
+            f"partition {partition_id}: expected no assignment to this storage in "
+            "ZooKeeper, found one. Hint: unassign it first, otherwise it is created again at "
             "once; or use `storage re-seed` to start this replica again, empty."
         )
     if view.is_engaged and not is_forced:
         raise BadRequest(
-            f"partition {partition_id}: expected a replica that no session counts on, found it "
+            f"partition {partition_id}: expected a replica that is not engaged, found it "
             f"engaged {_is_engaged_error(view)}. Hint: its owner drops it as soon as it can; try "
             "again, or use --force."
         )
