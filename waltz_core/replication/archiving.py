@@ -1,4 +1,4 @@
-"""Archives committed batches, one range at a time, and tells replicas what they may remove.
+"""Archives committed batches, one range at a time, and reports the archived mark to replicas.
 
 An engaged replica writes a range to the archive and reports the new manifest. This file decides
 which replica does it, and whether the result may be recorded in ZooKeeper. The session writes it
