@@ -66,9 +66,7 @@ def _present_manifest(store: ArchiveStore, cluster_key: bytes, job: UploadJob) -
         found = Manifest.from_bytes(data, job.manifest)
     else:
         start = TransactionId(0)
-        found = Manifest(
-            cluster_key, job.partition_id, 0, start, BEFORE_FIRST, GENESIS_CHAIN
-        )
+        found = Manifest(cluster_key, job.partition_id, 0, start, BEFORE_FIRST, GENESIS_CHAIN)
     stated = (found.cluster_key, found.partition_id, found.last, found.chain)
     expected = (cluster_key, job.partition_id, job.first - 1, job.chain_before)
     if stated != expected:
