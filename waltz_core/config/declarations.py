@@ -251,7 +251,7 @@ class StorageConfig(TlsConfig, ZooKeeperConfig):
     archive_age_ms: int = _ms(
         600_000,
         "Age of the oldest transaction that is not archived yet, after which an object may be "
-        "smaller. Too short: many small objects. Too long: the archive lags behind idle partitions.",
+        "smaller. Too short: many small objects. Too long: the archive lags if appends are rare.",
         minimum=0,
     )
     local_retention_bytes: int = _bytes(

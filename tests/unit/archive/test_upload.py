@@ -142,7 +142,7 @@ def test_a_manifest_that_does_not_end_before_the_range_is_rejected(store, change
 @pytest.mark.parametrize("wrong", [".parquet", "1-9-"])
 def test_a_file_that_reads_back_wrong_is_an_error_with_its_name(store, wrong):
     store.wrong = wrong
-    with pytest.raises(WaltzError, match="0-9-9|1-9-"):
+    with pytest.raises(WaltzError, match=r"0-9-9|1-9-"):
         upload(store, KEY, job_after())
 
 
@@ -151,12 +151,12 @@ def test_records_of_another_log_are_found(store):
     entries = list(job.runs[0].batches)
     entries[0] = entries[0]._replace(stamp_ms=6, chain=NONCE)
     wrong = (job.runs[0]._replace(batches=entries), job.runs[1])
-    with pytest.raises(ChecksumMismatch, match="0-9-9.*: its batches are not those of the log"):
+    with pytest.raises(ChecksumMismatch, match=r"0-9-9.*: its batches are not those of the log"):
         upload(store, KEY, job_after(runs=wrong))
     assert not [name for name in store.names(CLUSTER) if "manifests" in name]
 
 
 def test_a_store_that_fails_is_an_error_with_the_operation(tmp_path):
     (tmp_path / "file").write_text("no folder")
-    with pytest.raises(ArchiveUnavailable, match="cannot write .*objects/0-9-9"):
+    with pytest.raises(ArchiveUnavailable, match=r"cannot write .*objects/0-9-9"):
         upload(ArchiveStore(f"file://{tmp_path}/file"), KEY, job_after())

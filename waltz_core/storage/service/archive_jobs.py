@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-from waltz_core.archive.upload_job import BatchRun, UploadJob, UploadOutcome
+from waltz_core.archive.upload_job import BatchRun, NewManifest, UploadJob, UploadOutcome
 from waltz_core.errors import BadRequest, WaltzError
 from waltz_core.records.record import Chain, PartitionId, SessionId, TransactionId
 from waltz_core.storage.log.archive_pieces import ArchivePiece, ArchiveRead
@@ -130,7 +130,7 @@ class ArchiveJobs:
                 return None
         self._reading = None
         if read.run is None:
-            return _notice(job, error=read.error)
+            return _notice(job, _nothing(job), read.error)
         self._uploading, self._uploading_for = _upload_job(job), job
         return self._uploading
 
@@ -141,9 +141,8 @@ class ArchiveJobs:
         if job is None:
             return None
         if isinstance(outcome, WaltzError):
-            return _notice(job, error=str(outcome))
-        notice = RangeArchived(*_prefix(job), job.message.attempt, *outcome, error="")
-        return ArchiveNotice(job.connection, notice)
+            return _notice(job, _nothing(job), str(outcome))
+        return _notice(job, outcome)
 
     def forget(self, partition_id: PartitionId) -> None:
         """The session, its connection, or the partition has ended (rule 2)."""
@@ -169,13 +168,23 @@ def _upload_job(job: _Job) -> UploadJob:
     )
 
 
-def _notice(job: _Job, *, error: str) -> ArchiveNotice:
-    """Return the notice that nothing was archived."""
+def _nothing(job: _Job) -> NewManifest:
+    """Return the result of a job that has archived nothing."""
     before = TransactionId(job.message.first - 1)
-    fields = (job.message.attempt, before, job.message.chain_before, "", 0)
-    text = error[:ERROR_CHARACTERS_MAX]
-    return ArchiveNotice(job.connection, RangeArchived(*_prefix(job), *fields, text))
+    return NewManifest(before, Chain(job.message.chain_before), "", 0)
 
 
-def _prefix(job: _Job) -> tuple[int, int, int]:
-    return job.message.session_id, 0, job.message.partition_id
+def _notice(job: _Job, made: NewManifest, error: str = "") -> ArchiveNotice:
+    message = job.message
+    notice = RangeArchived(
+        message.session_id,
+        0,
+        message.partition_id,
+        message.attempt,
+        made.last,
+        made.chain,
+        made.name,
+        made.file_crc,
+        error[:ERROR_CHARACTERS_MAX],
+    )
+    return ArchiveNotice(job.connection, notice)

@@ -75,9 +75,9 @@ class Retention:
         for partition_id, size in self._sizes.items():
             if size is None:
                 return self._begin(partition_id, removes=False)
-        partition_id = self._next_removal()
-        if partition_id is not None:
-            return self._begin(partition_id, removes=True)
+        chosen = self._next_removal()
+        if chosen is not None:
+            return self._begin(chosen, removes=True)
         self._sizes = dict.fromkeys(self._sizes)
         self._due_ms = now_ms + INTERVAL_MS if self._marks else None
         return None

@@ -587,24 +587,30 @@ class StorageService:
             message = request.message
             if message.session_id != lane.promise.session_id:
                 continue  # a later session came while this was running
-            if isinstance(outcome, WaltzError):
-                if isinstance(message, Prepare) and lane.owner == request.connection:
-                    self._fence(lane, outcome)
-            elif isinstance(message, Engage):
-                lane.engaged = SessionId(message.session_id)
-            elif isinstance(message, SetArchived):
-                mark = Marker(TransactionId(message.last), Chain(message.chain))
-                self._retention.archived(work.partition_id, mark, now_ms)
-            elif isinstance(outcome, Prepared):
-                lane.prepared_max = TransactionId(outcome.synced_max)
-            elif isinstance(message, SetLowWaterMark) and message.mark != lane.prepared_max:
-                self._report(
-                    "storage.replica_repaired",
-                    partition=lane.log.partition_id,
-                    session=message.session_id,
-                    last_before=lane.prepared_max,
-                    last=message.mark,
-                )
+            if not isinstance(outcome, WaltzError):
+                self._learn_answer(lane, message, outcome, now_ms)
+            elif isinstance(message, Prepare) and lane.owner == request.connection:
+                self._fence(lane, outcome)
+
+    def _learn_answer(
+        self, lane: Lane, message: StorageMessage, answer: StorageMessage, now_ms: int
+    ) -> None:
+        partition_id = lane.log.partition_id
+        if isinstance(message, Engage):
+            lane.engaged = SessionId(message.session_id)
+        elif isinstance(message, SetArchived):
+            mark = Marker(TransactionId(message.last), Chain(message.chain))
+            self._retention.archived(partition_id, mark, now_ms)
+        elif isinstance(answer, Prepared):
+            lane.prepared_max = TransactionId(answer.synced_max)
+        elif isinstance(message, SetLowWaterMark) and message.mark != lane.prepared_max:
+            self._report(
+                "storage.replica_repaired",
+                partition=partition_id,
+                session=message.session_id,
+                last_before=lane.prepared_max,
+                last=message.mark,
+            )
 
     def _stop_serving(self, lane: Lane, why: WaltzError) -> None:
         """Stop serving a partition (rule 11)."""

@@ -135,7 +135,7 @@ class Work:
 
     __slots__ = ("_has_archive", "_space", "_storage_id", "log", "piece", "requests")
 
-    def __init__(  # noqa: PLR0913 - what a piece of work needs, one by one
+    def __init__(
         self,
         log: PartitionLog,
         requests: tuple[LaneRequest, ...],
@@ -245,8 +245,6 @@ class Work:
             case Prepare():
                 prepared = _prepare(self.log, message, self._storage_id)
                 return _with_start(prepared, self.log.start) if self._has_archive else prepared
-            case SetArchived():
-                return _compare_archived(self.log, message)
             case RangeRaw():
                 return _read(self.log, message, result)
             case LineageRequest():
@@ -350,9 +348,11 @@ def _check_crc(what: str, message: AppendRaw | Repair) -> None:
 # Everything else, one at a time
 
 
-def _change(log: PartitionLog, message: StorageMessage) -> ReplicaEnd:
+def _change(log: PartitionLog, message: StorageMessage) -> StorageMessage:
     session = SessionId(message.session_id)
     match message:
+        case SetArchived():
+            return _compare_archived(log, message)
         case SetLowWaterMark():
             log.set_low_water_mark(session, TransactionId(message.mark), Chain(message.chain))
         case Truncate():
