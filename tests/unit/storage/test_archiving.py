@@ -313,7 +313,13 @@ def test_without_a_limit_or_below_it_nothing_is_removed(make, limits):
     assert starts(bench) == []
     bench.now_ms += INTERVAL_MS
     bench.step(Wakeup())
-    assert any(isinstance(each.piece, RetentionPiece) for each in bench.works) == bool(limits)
+    pieces = []
+    while bench.works:
+        work = bench.works.pop(0)
+        pieces.append(work.piece)
+        bench.step(service.WorkDone(work, work.run()))
+    assert any(isinstance(each, RetentionPiece) for each in pieces) == bool(limits)
+    assert starts(bench) == []
 
 
 def test_a_mark_with_another_chain_is_rejected(make):
