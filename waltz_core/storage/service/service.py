@@ -84,6 +84,7 @@ from waltz_core.wire.messages import (
     Prepared,
     RangeRaw,
     Repair,
+    ResetLog,
     SetLowWaterMark,
     StorageMessage,
     SuccessResponse,
@@ -251,7 +252,7 @@ class StorageService:
         """Answer a request, queue it, or raise why not."""
         message = request.message
         match message:
-            case AppendRaw() | SetLowWaterMark() | Truncate() | Engage() | Repair():
+            case AppendRaw() | SetLowWaterMark() | Truncate() | ResetLog() | Engage() | Repair():
                 lane = self._lane(message)
                 self._check_session(lane, message)
                 _check_owner(lane, request)

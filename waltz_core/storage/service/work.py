@@ -39,7 +39,7 @@ from waltz_core.records.record import (
     SessionId,
     TransactionId,
 )
-from waltz_core.storage.files.format import IdRange
+from waltz_core.storage.files.format import IdRange, Marker
 from waltz_core.storage.files.id_ranges import without_damage
 from waltz_core.storage.files.space import DiskSpace, append_bytes
 from waltz_core.storage.log.partition_log import PartitionLog
@@ -62,6 +62,7 @@ from waltz_core.wire.messages import (
     RangeRaw,
     Repair,
     ReplicaEnd,
+    ResetLog,
     SetLowWaterMark,
     StorageMessage,
     Truncate,
@@ -330,6 +331,8 @@ def _change(log: PartitionLog, message: StorageMessage) -> ReplicaEnd:
                 TransactionId(message.base),
                 Chain(message.base_chain),
             )
+        case ResetLog():
+            log.reset(session, Marker(TransactionId(message.last), Chain(message.chain)))
         case Engage():
             log.engage(session, TransactionId(message.mark))
         case Repair():
