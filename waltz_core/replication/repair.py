@@ -41,7 +41,6 @@ from waltz_core.records import raw_records
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import (
     BEFORE_FIRST,
-    GENESIS_CHAIN,
     RECONSTRUCTED,
     Chain,
     SessionId,
@@ -141,6 +140,7 @@ class ReplicaRepair:
         self.chain = Chain(bytes(answer.chain))
         self.is_set = False
         self.start = TransactionId(max(answer.start, BEFORE_FIRST))
+        self._start_chain = Chain(bytes(answer.start_chain))
         # An unconfirmed mark protects nothing, and the answer does not contain an older one.
         confirmed = answer.low_water_mark if answer.mark_confirmed else BEFORE_FIRST
         self._floor = TransactionId(confirmed)
@@ -230,8 +230,8 @@ class ReplicaRepair:
         return not self.is_set and last > self._old_mark
 
     def _shorten(self, mark: TransactionId) -> RepairStep:
-        if mark == BEFORE_FIRST:
-            return Truncation(BEFORE_FIRST, BEFORE_FIRST, GENESIS_CHAIN)
+        if mark == self.start:
+            return Truncation(mark, mark, self._start_chain)
         if self._own is None:
             return OwnLineage(mark, mark)
         entry = self._own.lineage[-1]
@@ -343,6 +343,7 @@ class ReplicaRepair:
         self._forget()
         self.last, self.chain = step
         self.start = self._floor = step.last
+        self._start_chain = step.chain
         self.damaged = []
         self._is_aligned = False
 

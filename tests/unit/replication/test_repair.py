@@ -542,3 +542,13 @@ def test_a_log_that_differs_below_its_own_mark_is_not_reset():
     with pytest.raises(DataLoss, match="no common batch end"):
         walk(repair_of(one), one, source, goal)
     assert one.payloads() == [1, 2, 3, 40, 50, 60, 70]
+
+
+def test_a_log_is_truncated_to_its_start():
+    source, goal = removed(5, *LONG)
+    one, _ = removed(5, *OLD, (4, [70, 80]))
+    goal = Goal(5, goal.archived.chain, goal.archived)
+    steps = walk(repair_of(one), one, source, goal)
+    assert Truncation(5, 5, goal.chain) in steps
+    assert kinds(steps)[-1] == "SetMark"
+    assert (one.payloads(), one.disk.start[0]) == ([], 5)
