@@ -1,4 +1,4 @@
-"""A cluster that archives and removes old segments has every transaction, in the archive or here."""
+"""A cluster that archives and removes old segments keeps every transaction."""
 
 from pathlib import Path
 from typing import Final

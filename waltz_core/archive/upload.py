@@ -12,12 +12,12 @@ Rules (docs/decisions/047):
     4. A failure leaves the present manifest as it is. Files of a failed attempt are garbage.
 """
 
+import io
 from collections.abc import Iterator
 from typing import Any, Final
 from uuid import UUID
 
 import numpy as np
-import pyarrow as pa
 
 from waltz_core.archive.manifest import Manifest, ManifestPage, ObjectEntry
 from waltz_core.archive.objects import ArchiveObject, ObjectFacts, ObjectWriter, Piece
@@ -100,7 +100,7 @@ def _write_object(
         raise ChecksumMismatch(
             f"object {name}: expected CRC {sink.crc:08x} as written, found {crc32(data):08x}"
         )
-    found = ArchiveObject(pa.BufferReader(data), name)
+    found = ArchiveObject(io.BytesIO(data), name)
     batches = [batch for run in job.runs for batch in run.batches]
     if found.facts != facts or list(found.verify()) != batches:
         raise ChecksumMismatch(f"object {name}: its batches are not those of the log")

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Final, TypeVar, assert_never
 from uuid import UUID
 
 from waltz_core import errors
+from waltz_core.archive.access import ArchiveAccess
 from waltz_core.archive.upload_job import UploadJob, UploadOutcome
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.nodes.model import ReplicaAssignments
@@ -47,7 +48,6 @@ from waltz_core.storage.disk.file_system import RealDisk, descriptor_for_reader
 from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.log.scrub import Scrub, ScrubState, read_positions, write_positions
 from waltz_core.storage.process.admin_port import AdminPort
-from waltz_core.storage.process.archive_access import ArchiveAccess
 from waltz_core.storage.process.serving import Serving, concurrently
 from waltz_core.storage.process.storage_metrics import StorageMetrics
 from waltz_core.storage.service import service, service_effects, upkeep

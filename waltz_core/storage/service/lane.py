@@ -20,7 +20,7 @@ from waltz_core.storage.files.format import Promise
 from waltz_core.storage.log.archive_pieces import ArchivePiece, RetentionPiece
 from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.log.scrub import ScrubPiece
-from waltz_core.storage.service.work import ConnectionId, LaneRequest, Piece, Work
+from waltz_core.storage.service.work import ConnectionId, LanePiece, LaneRequest, Work
 from waltz_core.wire.messages import AppendRaw, LockBlocksRequest, RangeRaw, Repair, StorageMessage
 
 # A hostile or broken peer must not use up the numbers (docs/design/correctness.md 2.4, row 37).
@@ -54,7 +54,7 @@ class Lane:
     prepared_max: TransactionId = BEFORE_FIRST  # the end of its log when it was prepared
     has_lost_files: bool = False  # its files were deleted or replaced; it will be dropped
 
-    def take_next(self) -> tuple[tuple[LaneRequest, ...], Piece | None]:
+    def take_next(self) -> tuple[tuple[LaneRequest, ...], LanePiece | None]:
         """Return the requests, or the piece, that are next; neither if nothing waits."""
         assert self.work is None, "rule 1"
         piece, self.piece = self.piece, None

@@ -75,7 +75,7 @@ from waltz_core.storage.service.service_effects import (
     SendStorageMessage,
     UploadRange,
 )
-from waltz_core.storage.service.work import ConnectionId, LaneRequest, Piece, Work, WorkResult
+from waltz_core.storage.service.work import ConnectionId, LanePiece, LaneRequest, Work, WorkResult
 from waltz_core.values import value
 from waltz_core.wire.messages import (
     AppendRaw,
@@ -468,7 +468,7 @@ class StorageService:
             self._run(lane, requests, piece)
 
     def _run(
-        self, lane: Lane, requests: tuple[LaneRequest, ...], piece: Piece | None = None
+        self, lane: Lane, requests: tuple[LaneRequest, ...], piece: LanePiece | None = None
     ) -> None:
         if lane.has_lost_files:
             return
@@ -651,7 +651,7 @@ class StorageService:
             if lane.work is None:
                 self._start_work(lane)
 
-    def _older_done(self, lane: Lane, piece: Piece | None, result: WorkResult) -> None:
+    def _older_done(self, lane: Lane, piece: LanePiece | None, result: WorkResult) -> None:
         """Take the result of a piece of the archive or the retention."""
         partition_id = lane.log.partition_id
         if isinstance(piece, ArchivePiece):

@@ -95,7 +95,7 @@ class LaneRequest:
 
 
 WorkOutcome: TypeAlias = StorageMessage | WaltzError
-Piece: TypeAlias = ScrubPiece | ArchivePiece | RetentionPiece
+LanePiece: TypeAlias = ScrubPiece | ArchivePiece | RetentionPiece
 
 
 @dataclass(slots=True)
@@ -142,7 +142,7 @@ class Work:
         storage_id: bytes,
         *,
         space: DiskSpace | None = None,
-        piece: Piece | None = None,
+        piece: LanePiece | None = None,
         has_archive: bool = False,
     ) -> None:
         assert not (requests and piece is not None)
@@ -213,7 +213,7 @@ class Work:
         result.failed_reads += self.log.reader.take_errors()
         return result
 
-    def _run_piece(self, piece: Piece, result: WorkResult) -> None:
+    def _run_piece(self, piece: LanePiece, result: WorkResult) -> None:
         match piece:
             case ScrubPiece():
                 result.scrubbed = _scrub(self.log, piece)
