@@ -92,6 +92,7 @@ from waltz_core.wire.messages import (
     Prepared,
     RangeRaw,
     Repair,
+    ResetLog,
     SetArchived,
     SetLowWaterMark,
     StorageMessage,
@@ -284,7 +285,15 @@ class StorageService:
         """Answer a request, queue it, or raise why not."""
         message = request.message
         match message:
-            case AppendRaw() | SetLowWaterMark() | Truncate() | Engage() | Repair() | SetArchived():
+            case (
+                AppendRaw()
+                | SetLowWaterMark()
+                | Truncate()
+                | ResetLog()
+                | Engage()
+                | Repair()
+                | SetArchived()
+            ):
                 lane = self._lane(message)
                 self._check_session(lane, message)
                 _check_owner(lane, request)

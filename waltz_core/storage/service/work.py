@@ -71,6 +71,7 @@ from waltz_core.wire.messages import (
     RangeRaw,
     Repair,
     ReplicaEnd,
+    ResetLog,
     SetArchived,
     SetLowWaterMark,
     StorageMessage,
@@ -362,6 +363,8 @@ def _change(log: PartitionLog, message: StorageMessage) -> StorageMessage:
                 TransactionId(message.base),
                 Chain(message.base_chain),
             )
+        case ResetLog():
+            log.reset(session, Marker(TransactionId(message.last), Chain(message.chain)))
         case Engage():
             log.engage(session, TransactionId(message.mark))
         case Repair():
