@@ -5,7 +5,8 @@ Names are `CLUSTER/P/objects/FIRST-LAST-SESSION-NONCE-N.parquet` and
 
 Rules (docs/decisions/047):
     1. Nothing is overwritten: a session, its nonce and the attempt occur once (AR 2).
-    2. The object is read back, and its records, batches and chains must be those of the log (AR 4).
+    2. The object is read back. It must have the bytes that were written, of which statistics and
+       headers are not verified otherwise, and the records, batches and chains of the log (AR 4).
     3. The new manifest has all objects of the present one, which must end directly before the
        range, and is read back (AR 5).
     4. A failure leaves the present manifest as it is. Files of a failed attempt are garbage.
@@ -13,7 +14,7 @@ Rules (docs/decisions/047):
 
 import io
 from collections.abc import Iterator
-from typing import Final
+from typing import Any, Final
 from uuid import UUID
 
 import numpy as np
@@ -24,6 +25,7 @@ from waltz_core.archive.store import ArchiveStore
 from waltz_core.archive.upload_job import BatchRun, NewManifest, UploadJob
 from waltz_core.errors import BadFormat, ChecksumMismatch
 from waltz_core.records.checksum import crc32
+from waltz_core.records.raw_records import Buffer
 from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN, TransactionId
 
 ROW_GROUP_BYTES: Final = 8 * 1024 * 1024
@@ -87,12 +89,17 @@ def _write_object(
         cluster_key, job.partition_id, job.first, end.last, job.chain_before, end.chain
     )
     name = f"{folder}/{job.first}-{end.last}-{suffix}.parquet"
-    with store.writing(name) as sink:
+    with store.writing(name) as target:
+        sink = _CrcSink(target)
         writer = ObjectWriter(sink, facts)
         for piece in _row_groups(job.runs):
             writer.add(piece)
         writer.close()
     data = store.read(name)
+    if crc32(data) != sink.crc:
+        raise ChecksumMismatch(
+            f"object {name}: expected CRC {sink.crc:08x} as written, found {crc32(data):08x}"
+        )
     found = ArchiveObject(io.BytesIO(data), name)
     batches = [batch for run in job.runs for batch in run.batches]
     if found.facts != facts or list(found.verify()) != batches:
@@ -104,11 +111,26 @@ def _write_object(
         end.last,
         end.chain,
         file_bytes=len(data),
-        file_crc=crc32(data),
+        file_crc=sink.crc,
         record_bytes=job.record_bytes,
         commit_ms_min=min(stamps, default=0),
         commit_ms_max=max(stamps, default=0),
     )
+
+
+class _CrcSink:
+    """Passes bytes on to a file, and keeps their CRC-32."""
+
+    closed = False
+
+    def __init__(self, target: Any) -> None:  # noqa: ANN401 - a file of pyarrow, or Python's
+        self._target = target
+        self.crc = 0
+
+    def write(self, data: Buffer) -> None:
+        """Write to the file."""
+        self._target.write(data)
+        self.crc = crc32(data, self.crc)
 
 
 def _row_groups(runs: tuple[BatchRun, ...]) -> Iterator[Piece]:

@@ -134,6 +134,25 @@ def test_nothing_is_archived_while_there_is_too_little_and_it_is_young(make):
     assert request(bench, owner, range_to(owner, 6)).end.last == 6
 
 
+@pytest.mark.parametrize(("last", "end"), [(0, None), (1, 1), (2, 1), (4, 3)])
+def test_a_batch_that_reaches_beyond_the_range_is_not_archived(make, monkeypatch, last, end):
+    monkeypatch.setattr("waltz_core.storage.log.archive_pieces.PIECE_BYTES_MAX", 300)
+    bench = make()
+    owner = filled(bench)
+    job = request(bench, owner, range_to(owner, last))
+    assert (job and job.end.last) == end
+    assert [each.error for each in notices(bench)] == ([""] if end is None else [])
+
+
+def test_a_clock_behind_the_commit_stamps_stops_no_range_that_has_begun(make, monkeypatch):
+    monkeypatch.setattr("waltz_core.storage.log.archive_pieces.PIECE_BYTES_MAX", 150)
+    bench = make(archive=ArchiveLimits(object_bytes=400, age_ms=0))
+    owner = filled(bench, size=1)
+    monkeypatch.setattr(bench.log, "clock_ms", lambda: STAMP_MS - 1)
+    job = request(bench, owner, range_to(owner, 2))
+    assert [len(each.batches) for each in job.runs] == [1, 1, 1]
+
+
 def test_an_old_batch_is_archived_whatever_its_size(make):
     ages = [bench_age - STAMP_MS for bench_age in (STAMP_MS + 1_000, STAMP_MS + 1 << 50)]
     for age_ms, is_archived in zip(ages, (True, False), strict=True):

@@ -129,7 +129,7 @@ class ArchiveJobs:
             if not read.is_last and job.read_bytes < self._limits.object_bytes:
                 return None
         self._reading = None
-        if read.run is None:
+        if read.error or not job.runs:
             return _notice(job, _nothing(job), read.error)
         self._uploading, self._uploading_for = _upload_job(job), job
         return self._uploading
