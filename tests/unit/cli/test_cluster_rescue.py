@@ -97,7 +97,7 @@ def test_a_command_that_dies_at_zookeeper_has_marked_no_replica():
     metadata = SimpleNamespace(generation=1)
     answered = SimpleNamespace(
         session=cluster_rescue.Session(8, bytes(16)),
-        view=SimpleNamespace(metadata=metadata, versions=None),
+        view=SimpleNamespace(metadata=metadata, marker=None, versions=None),
         prepared={A: None},
         links={A: Link()},
         logs={A: log()},

@@ -10,7 +10,7 @@ import pytest
 import sqlalchemy as sa
 
 from tests.patience import HANG_S
-from waltz_core import errors, memory
+from waltz_core import errors, memory_waltz
 from waltz_core.client import PoisonPolicy, Transaction, TransactionBuilder, lock, transactional
 from waltz_core.client.api import sql
 from waltz_core.client.api.sql import SqlCallbacks
