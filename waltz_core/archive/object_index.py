@@ -55,7 +55,7 @@ class ObjectIndex:
     @property
     def byte_count(self) -> int:
         """The bytes of memory that it takes, approximately."""
-        batches = 4 * self._firsts.nbytes + len(self._chains)
+        batches = 4 * int(self._firsts.nbytes) + len(self._chains)
         return batches + _FOOTER_EXPANSION * int(self.footer.serialized_size)
 
     @property

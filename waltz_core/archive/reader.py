@@ -49,7 +49,7 @@ class _Part(NamedTuple):
 
     range: RangeRead
     entry: ObjectEntry
-    index: ObjectIndex
+    object_index: ObjectIndex
     group: int
 
 
@@ -147,11 +147,11 @@ class ArchiveReader:
             As `read_range`.
         """
         manifest = self.manifest
-        parts = [each for each in manifest.pages if each.commit_ms_max >= time_ms]
-        start = next(iter((*parts, *manifest.newest)), None)
-        if start is None:
+        starts = [each.first for each in manifest.pages if each.commit_ms_max >= time_ms]
+        starts += [each.first for each in manifest.newest if each.commit_ms_max >= time_ms]
+        if not starts:
             return TransactionId(manifest.last + 1)
-        for entry in self._entries_from(max(start.first, manifest.first)):
+        for entry in self._entries_from(max(starts[0], manifest.first)):
             if entry.commit_ms_max >= time_ms:
                 found = self._index(entry).first_at_or_after(time_ms)
                 if found is not None and found <= entry.last:
@@ -203,7 +203,7 @@ class ArchiveReader:
             return continues
 
     def _read_ahead(self, part: _Part) -> None:
-        entry, index, number = part.entry, part.index, part.group + 1
+        entry, index, number = part.entry, part.object_index, part.group + 1
         if number < index.group_count and index.group_first(number) <= entry.last:
             key = self._key("group", entry.name, number)
             self._cache.read_ahead(key, lambda: self._read_group(entry, index, number))

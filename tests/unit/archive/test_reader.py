@@ -105,7 +105,7 @@ def test_ranges_are_those_that_were_archived(store, cache, rows):
     assert reader.first_available == 0
     assert reader.archived == (len(log.records) - 1, log.lineage[-1].chain)
     rng = Random(rows)
-    for _ in range(200):
+    for _ in range(100):
         first = rng.randrange(len(log.records))
         last = rng.randrange(first, len(log.records))
         bytes_max = rng.choice((1, 400, 5_000, EVERYTHING))
@@ -153,23 +153,21 @@ def test_a_changed_byte_of_each_column_is_found_and_named(store, cache, column):
 
 
 def test_a_changed_byte_anywhere_is_found_or_changes_nothing(store):
-    log = write_archive(store)
+    log = write_archive(store, objects=2, rows=30)
     path = path_of(store, OBJECT_1)
     whole = path.read_bytes()
-    rng, found = Random(5), 0
-    for at in rng.sample(range(len(whole)), 100):
+    rng, found = Random(5), []
+    for at in rng.sample(range(len(whole)), 40):
         data = bytearray(whole)
         data[at] ^= 1 << rng.randrange(8)
         path.write_bytes(data)
-        cache = ArchiveCache(EVERYTHING)
-        try:
-            read_all(reader_of(store, log, cache), log)
-        except (BadFormat, ChecksumMismatch) as error:
-            assert str(error).startswith(f"object {OBJECT_1}: ")
-            found += 1
-        finally:
-            cache.close()
-    assert found > 25
+        with closing(ArchiveCache(EVERYTHING)) as cache:
+            try:
+                read_all(reader_of(store, log, cache), log)
+            except (BadFormat, ChecksumMismatch) as error:
+                found.append(str(error))
+    assert len(found) > 10
+    assert [each for each in found if not each.startswith(f"object {OBJECT_1}: ")] == []
 
 
 def test_a_read_ends_before_damage_and_only_a_read_of_it_fails(store, cache):
@@ -253,14 +251,14 @@ def test_threads_may_share_a_reader_and_a_small_cache(store):
 
     def read_some(seed):
         rng = Random(seed)
-        for _ in range(60):
+        for _ in range(25):
             first = rng.randrange(len(log.records))
             last = min(len(log.records) - 1, first + rng.randrange(30))
             check(log, reader.read_range(first, last, 5_000), first, last, 5_000)
             assert cache.byte_count <= cache.bytes_max
 
-    with ThreadPoolExecutor(8) as threads:
-        for each in [threads.submit(read_some, seed) for seed in range(8)]:
+    with ThreadPoolExecutor(6) as threads:
+        for each in [threads.submit(read_some, seed) for seed in range(6)]:
             each.result()
     cache.close()
     assert 0 < cache.byte_count <= cache.bytes_max

@@ -66,12 +66,12 @@ def test_an_error_of_the_callers_block_is_not_reported_as_one_of_the_store(store
 
 
 def test_an_error_of_an_open_file_is_reported_with_its_name(store):
-    full = Path("/dev/full").open("wb", buffering=0)
-    reason = f"cannot write .*{NAME}: No space left on device"
-    with pytest.raises(ArchiveUnavailable, match=reason), store.writing(NAME) as sink, full:
-        sink._file = full
-        sink.write(b"abc")
-    assert store.names("") == []
+    with store.writing(NAME) as sink, Path("/dev/full").open("wb", buffering=0) as full:
+        sink._file, file = full, sink._file
+        with pytest.raises(ArchiveUnavailable, match=f"write .*{NAME}: No space left on device"):
+            sink.write(b"abc")
+        sink._file = file
+    store.delete(NAME)
     store.write(NAME, b"abc")
     reason = f"cannot read .*{NAME}: "
     with store.open(NAME) as source, pytest.raises(ArchiveUnavailable, match=reason):
