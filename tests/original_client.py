@@ -85,7 +85,7 @@ class Wire:
             magic, version, size = FRAME.unpack(await reader.readexactly(FRAME.size))
             assert (magic, version) == (HELLO, 0)
             theirs = await reader.readexactly(size)
-        except (EOFError, OSError):
+        except BaseException:  # cancelled, too
             writer.close()
             raise
         (count,) = struct.unpack_from(">i", theirs)

@@ -268,6 +268,19 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
         _ONE,
         "Bytes of the records that scrubs have verified.",
     ),
+    (
+        "storage_archived_transactions_total",
+        _COUNTER,
+        _ONE,
+        "Transactions that this storage has written to the archive and verified.",
+    ),
+    (
+        "storage_archived_bytes_total",
+        _COUNTER,
+        _ONE,
+        "Bytes of the records that this storage has written to the archive and verified.",
+    ),
+    ("storage_failed_uploads_total", _COUNTER, _ONE, "Uploads to the archive that failed."),
     ("storage_scrub_passes_total", _COUNTER, _ONE, "Scrubs that have verified the whole log."),
     (
         "storage_full_disks",

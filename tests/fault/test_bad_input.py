@@ -20,7 +20,7 @@ from kazoo.client import KazooClient
 
 from tests.commands import run_command
 from tests.fault.load import Scenario, command, segments, wait_until
-from tests.patience import HANG_S
+from tests.patience import HANG_S, slowness
 from waltz_core.client import WaltzClient
 from waltz_core.config import ClientConfig
 from waltz_core.errors import NoSpace, NotMounted, OutcomeUnknown, Unavailable
@@ -250,7 +250,8 @@ def test_three_full_disks_reject_appends_and_serve_reads(roomy: tuple[Scenario, 
         load.await_commits()
     for disk in disks:
         disk.fill()
-    quick = ClientConfig(request_timeout_ms=3_000)
+    # Long enough for a session to end and the next one to settle what the earlier one has left.
+    quick = ClientConfig(request_timeout_ms=int(3_000 * slowness()))
     with WaltzClient(scenario.cluster.connect, quick) as client:
         last = client.high_water_mark(1)
         for refusal in rejected_appends(scenario, client):
@@ -315,7 +316,7 @@ def rejected_appends(scenario: Scenario, client: WaltzClient) -> list[BaseExcept
     errors: list[BaseException] = []
 
     def is_refused() -> bool:
-        error = client.append(scenario.row(1, padding=9_000), partition=1).exception(30)
+        error = client.append(scenario.row(1, padding=9_000), partition=1).exception(HANG_S)
         if error is not None and not isinstance(error, NotMounted):
             errors.append(error)
         return isinstance(error, NoSpace)

@@ -246,6 +246,7 @@ def test_the_next_one_ends_what_was_left_half_done(
         dying.transfer(one, two, 200)
     dying.close()
     engine.dispose()
+    bank.catch_up()  # all partitions: the log has transfers of other tests
     assert (bank.balance(one), bank.balance(two), bank.cents_under_way()) == (300, 0, 200)
     bank.withdraw(one, 300)
     with pytest.raises(bank_desk.Refused, match="is in transit"):

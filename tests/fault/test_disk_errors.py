@@ -242,7 +242,8 @@ def test_two_are_no_quorum_while_one_of_them_is_an_old_copy(scenario: Scenario, 
             for each in range(4)
         )
 
-    with WaltzClient(scenario.cluster.connect) as client:
+    patient = ClientConfig(request_timeout_ms=1000 * HANG_S)
+    with WaltzClient(scenario.cluster.connect, patient) as client:
         futures = [client.append(scenario.row(each), partition=each) for each in range(4)]
         wait_until("the old copy is not trusted", is_unknown)
         # All have answered that will; a session that opened with them would return its mark.

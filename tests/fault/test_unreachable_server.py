@@ -207,10 +207,11 @@ def owned_by(scenario: Scenario, name: str) -> list[int]:
 
 def test_a_client_that_watches_nothing_notices_that_its_server_is_frozen(scenario: Scenario):
     """Like a Spark task: it knows where everything is, and has no session with ZooKeeper."""
-    wait_until("it owns some", lambda: owned_by(scenario, "server-1"))
+    owned: list[int] = []
+    wait_until("it owns some", lambda: owned.extend(owned_by(scenario, "server-1")) or owned)
     with WaltzClient(scenario.cluster.connect) as watching:
         layout = watching.layout()
-    (number, *_) = owned_by(scenario, "server-1")
+    number = owned[0]
     with (
         WaltzClient.at(layout, ClientConfig(request_timeout_ms=REQUEST_MS)) as client,
         ThreadPoolExecutor(2) as threads,

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import urllib.request
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,14 @@ from waltz_core.cluster.nodes import model
 from waltz_core.cluster.nodes.model import ReplicaAssignments
 from waltz_core.cluster.zookeeper.zookeeper_session import connected
 from waltz_core.config import StorageConfig
-from waltz_core.records.record import BEFORE_FIRST, Generation, PartitionId, ReplicaId, SessionId
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    GENESIS_CHAIN,
+    Generation,
+    PartitionId,
+    ReplicaId,
+    SessionId,
+)
 from waltz_core.storage.process import serving as serving_module
 from waltz_core.storage.process import storage_daemon
 from waltz_core.storage.process.storage_daemon import StaticCluster, StorageDaemon, serve
@@ -36,6 +44,7 @@ from waltz_core.storage.service.work import Work
 from waltz_core.transport import net
 from waltz_core.wire.messages import (
     Appended,
+    ArchiveRange,
     Engage,
     Nack,
     OpenRequest,
@@ -201,8 +210,8 @@ def test_an_older_server_gets_fewer_fields(tmp_path, monkeypatch):
             return owner.link.version, found.last_session, found.engaged_session
 
     with running(tmp_path) as storage:
-        assert on_loop(prepared_by(storage.address, 5)) == (2, -1, -1)
-        assert on_loop(prepared_by(storage.address, 6)) == (2, 5, 5)
+        assert on_loop(prepared_by(storage.address, 5)) == (3, -1, -1)
+        assert on_loop(prepared_by(storage.address, 6)) == (3, 5, 5)
         monkeypatch.setattr(WireProtocol.STORAGE, "versions_offered", (0, 1))
         assert on_loop(prepared_by(storage.address, 7)) == (1, 6, -1)
 
@@ -750,5 +759,55 @@ def test_a_scrub_that_is_requested_finds_rot_and_continues_after_a_restart(tmp_p
             await until(lambda: not any(each.is_requested for each in storage.scrub_status()))
             stop.set()
         assert (tmp_path / "waltz-x.scrub").exists()
+
+    on_loop(main())
+
+
+# ---- the archive
+
+
+def test_a_range_is_archived_and_a_store_that_fails_is_reported(tmp_path):
+    settings = {"archive_url": f"file://{tmp_path}/archive", "archive_age_ms": 0}
+
+    async def main():
+        storage = StorageDaemon(config_for(tmp_path / "storage", **settings), CLUSTER, None)
+        stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(storage.serve(stop, ready.set_result))
+            async with session(await ready, 5, 0) as owner:
+                assert (await owner.prepare()).start == -1
+                await owner.ask(owner.owner.append(20))
+
+                async def archive(attempt, first, chain, *manifest):
+                    request = (attempt, first, 99, chain, *manifest)
+                    answer = await owner.ask(owner.owner.make(ArchiveRange, *request))
+                    assert isinstance(answer, SuccessResponse)
+                    (notice,) = await owner.link.receive()
+                    assert (notice.sequence, notice.attempt) == (0, attempt)
+                    return notice
+
+                made = await archive(1, 0, GENESIS_CHAIN, "", 0)
+                assert (made.last, made.chain, made.error) == (19, owner.owner.chain, "")
+                assert (tmp_path / "archive" / made.manifest).exists()
+                (tmp_path / "archive" / made.manifest).unlink()
+                await owner.ask(owner.owner.append(1))
+                failed = await archive(2, 20, made.chain, made.manifest, made.manifest_crc)
+                assert failed.manifest == ""
+                assert f"{made.manifest}: it does not exist" in failed.error
+            value = partial(storage.metrics.value, partition=0)
+            assert value("waltz_storage_archived_transactions_total") == 20
+            assert value("waltz_storage_archived_bytes_total") == 20 * 44
+            assert value("waltz_storage_failed_uploads_total") == 1
+            stop.set()
+
+    on_loop(main())
+
+
+def test_an_archive_url_that_names_no_store_prevents_the_start(tmp_path):
+    config = config_for(tmp_path, archive_url="nothing://there")
+
+    async def main():
+        with pytest.raises(errors.BadConfig, match="archive nothing://there"):
+            await StorageDaemon(config, CLUSTER, None).serve(asyncio.Event(), print)
 
     on_loop(main())

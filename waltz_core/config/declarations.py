@@ -237,6 +237,37 @@ class StorageConfig(TlsConfig, ZooKeeperConfig):
         "large: memory and latency.",
         minimum=32 * MIB,
     )
+    archive_url: str = setting(
+        "",
+        "Where this storage archives ranges of its partitions, such as file:///srv/archive or "
+        "s3://bucket/folder. All storages of a cluster use the same value. Empty: no archive.",
+    )
+    archive_object_bytes: int = _bytes(
+        64 * MIB,
+        "Size of the records of one object in the archive. Too small: many objects, which are slow "
+        "to read. Too large: memory, as an object is held until it is written and verified.",
+        maximum=GIB,
+    )
+    archive_age_ms: int = _ms(
+        600_000,
+        "Age of the oldest transaction that is not archived yet, after which an object may be "
+        "smaller. Too short: many small objects. Too long: the archive lags if appends are rare.",
+        minimum=0,
+    )
+    local_retention_bytes: int = _bytes(
+        0,
+        "Size of all logs over which the storage removes old segments that are archived. Too "
+        "small: reads of older transactions fail. Too large: the disk fills. 0: no limit.",
+        minimum=0,
+    )
+    local_retention_ms: int = setting(
+        0,
+        "Age of the transactions of a segment over which the storage removes it, if it is "
+        "archived. Too short: reads of older transactions fail. Too long: the disk fills. 0: no "
+        "limit.",
+        minimum=0,
+        maximum=100 * 365 * MS_MAX,
+    )
     connections_max: int = setting(
         10_000,
         "Concurrent connections; the storage rejects more. Servers have one for each "
@@ -424,6 +455,13 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
         250,
         "Appends that a replica takes this long to answer are logged as `append.slow` with the "
         "replica, at most once a second for each. Too low: healthy disks are logged. 0: never.",
+        minimum=0,
+    )
+    archive_interval_ms: int = _ms(
+        0,
+        "Pause between attempts to archive the committed transactions of a partition; the storages "
+        "need an `archive_url`. Too short: storages check their logs without need. Too long: "
+        "archive and removal of old segments lag. 0: nothing is archived.",
         minimum=0,
     )
     mark_staleness_ms_max: int = _ms(

@@ -12,13 +12,17 @@ Rules (docs/design/correctness.md 2.1 F):
     5. The mark is set only when the log ends there with the goal's chain.
     6. Before the log is truncated, its newest batch must be known: the owner first checks that its
        session is known to ZooKeeper.
-    7. A source that could not read its batches has reconstructed others, which are marked as such.
+    7. A log that is empty and ends below the archived mark, or has no common batch end with a
+       source at or above the lowest start of the sources, begins again after the archived mark
+       (AR 12 in decision 047): no source has the records in between.
+    8. A source that could not read its batches has reconstructed others, which are marked as such.
        They serve only its own records: they are never copied, and no other log is truncated to
        match them.
 
 The steps, each derived from the known state and never twice in flight:
 
     longer than the mark    own lineage at the mark, and its newest batch -> Truncation
+    below all starts        its newest batch -> Reset (rule 7)
     chain differs           the source's chain at the end of this log; if it differs, both lineages,
                             newest first -> Truncation to the last common batch end (rule 6)
     damaged                 Fetch -> FillDamage; damage below the previous mark blocks nothing: it
@@ -31,12 +35,12 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
+from waltz_core.cluster.nodes.model import ArchivedMark
 from waltz_core.errors import BadFormat, ChecksumMismatch, DataLoss, RemoteProtocolError
 from waltz_core.records import raw_records
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import (
     BEFORE_FIRST,
-    GENESIS_CHAIN,
     RECONSTRUCTED,
     Chain,
     SessionId,
@@ -49,10 +53,15 @@ _LOST = "the source has lost the batches of {}..{}"
 
 
 class Goal(NamedTuple):
-    """The decided mark, and the log's chain there, known once the first log ends there."""
+    """The decided mark, and the log's chain there, known once the first log ends there.
+
+    `archived` is what the archive has. `lowest_start` is the lowest ID after which a source begins.
+    """
 
     mark: TransactionId
     chain: Chain | None
+    archived: ArchivedMark | None = None
+    lowest_start: TransactionId = BEFORE_FIRST
 
 
 class OwnLineage(NamedTuple):
@@ -75,6 +84,13 @@ class Truncation(NamedTuple):
     last_to_keep: TransactionId
     base: TransactionId
     base_chain: Chain
+
+
+class Reset(NamedTuple):
+    """Drop the records of this replica: its log begins again after an archived ID."""
+
+    last: TransactionId
+    chain: Chain
 
 
 class FetchCopy(NamedTuple):
@@ -108,7 +124,7 @@ class SetMark(NamedTuple):
 # Whether another replica has the records of a damaged range.
 CanFill: TypeAlias = Callable[[TransactionId, TransactionId], bool]
 RepairStep: TypeAlias = (
-    OwnLineage | SourceLineage | Truncation | FetchCopy | AppendCopy | FillDamage | SetMark
+    OwnLineage | SourceLineage | Truncation | Reset | FetchCopy | AppendCopy | FillDamage | SetMark
 )
 
 
@@ -123,6 +139,8 @@ class ReplicaRepair:
         self.last = TransactionId(answer.synced_max)
         self.chain = Chain(bytes(answer.chain))
         self.is_set = False
+        self.start = TransactionId(max(answer.start, BEFORE_FIRST))
+        self._start_chain = Chain(bytes(answer.start_chain))
         # An unconfirmed mark protects nothing, and the answer does not contain an older one.
         confirmed = answer.low_water_mark if answer.mark_confirmed else BEFORE_FIRST
         self._floor = TransactionId(confirmed)
@@ -154,12 +172,16 @@ class ReplicaRepair:
         if self.is_set:
             return None
         step = self._step(goal, can_fill=can_fill)
-        self._wants_newest = isinstance(step, Truncation) and self.newest is None
+        is_destructive = isinstance(step, Truncation | Reset) and self.last > self.start
+        self._wants_newest = is_destructive and self.newest is None
         return OwnLineage(self.last, self.last) if self._wants_newest else step
 
     def _step(self, goal: Goal, *, can_fill: CanFill) -> RepairStep | None:
         if self.last > goal.mark:
             return self._shorten(goal.mark)
+        archived = goal.archived
+        if archived is not None and self._must_reset(archived, goal.lowest_start):
+            return Reset(archived.last, archived.chain)
         if goal.chain is None:
             return None
         if goal.chain != self._goal_chain:
@@ -168,8 +190,13 @@ class ReplicaRepair:
         if self.reaches(goal) or self.last == BEFORE_FIRST:
             self._is_aligned = True
         if not self._is_aligned and not self._align():
-            return self._align_step()
+            return self._align_step(goal.lowest_start)
         return self._complete(goal.mark, goal.chain, can_fill=can_fill)
+
+    def _must_reset(self, archived: ArchivedMark, lowest_start: TransactionId) -> bool:
+        """Whether no source has the batches that follow this log, or it needs none (rule 7)."""
+        is_empty = self.last == self.start
+        return self.last < archived.last and (is_empty or self.last < lowest_start)
 
     def fill_step(self, damaged: tuple[TransactionId, TransactionId]) -> RepairStep:
         """Return the step that repairs damage of a marked replica, possibly above the mark.
@@ -203,8 +230,8 @@ class ReplicaRepair:
         return not self.is_set and last > self._old_mark
 
     def _shorten(self, mark: TransactionId) -> RepairStep:
-        if mark == BEFORE_FIRST:
-            return Truncation(BEFORE_FIRST, BEFORE_FIRST, GENESIS_CHAIN)
+        if mark == self.start:
+            return Truncation(mark, mark, self._start_chain)
         if self._own is None:
             return OwnLineage(mark, mark)
         entry = self._own.lineage[-1]
@@ -225,16 +252,24 @@ class ReplicaRepair:
                 self._ceiling, self._source = self.last, None
         return self._is_aligned
 
-    def _align_step(self) -> RepairStep:
+    def _align_step(self, lowest_start: TransactionId) -> RepairStep:
         """Find the last batch end that both logs have, and truncate to it (rule 3)."""
         if self._ceiling is None:
-            # Usually the log is a prefix: its end is a batch end of the source's log.
-            return SourceLineage(self.last, self.last)
+            # Usually the log is a prefix: its end is a batch end of the source's log. If it is the
+            # start of that log, the chain there is the one before its first batch.
+            at = TransactionId(self.last + (self.last == lowest_start))
+            return SourceLineage(at, at)
         lowest = TransactionId(self._floor + 1)
         if lowest > self._ceiling:
             raise self._diverged()
         if self._own is None:
             return OwnLineage(lowest, self._ceiling)
+        if self._ceiling <= lowest_start:
+            # No source has batches there: truncate to what no session may lose, and reset.
+            before, chain = _points(self._own)[0]
+            if before < self._floor:
+                raise self._diverged()
+            return Truncation(before, before, chain)
         if self._source is None:
             return SourceLineage(TransactionId(self._own.lineage[0].first), self._ceiling)
         source_chains = dict(_points(self._source))
@@ -247,7 +282,7 @@ class ReplicaRepair:
         seen = max(self._own.lineage[0].first, self._source.lineage[0].first)
         self._ceiling = TransactionId(seen - 1)
         self._own = self._source = None
-        return self._align_step()
+        return self._align_step(lowest_start)
 
     def _fill(self, first: TransactionId, last: TransactionId) -> RepairStep:
         if self._fetched is None or self._fetched.first != first:
@@ -302,6 +337,15 @@ class ReplicaRepair:
         self._forget()
         self.last, self.chain = last, chain
         self._is_aligned = is_point and was_aligning
+
+    def reset(self, step: Reset) -> None:
+        """The replica has dropped its records; its log begins after the archived mark."""
+        self._forget()
+        self.last, self.chain = step
+        self.start = self._floor = step.last
+        self._start_chain = step.chain
+        self.damaged = []
+        self._is_aligned = False
 
     def appended(self, step: AppendCopy) -> None:
         """The replica has the copied batches on disk."""

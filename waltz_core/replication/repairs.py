@@ -22,9 +22,10 @@ Rules:
 """
 
 from collections.abc import Mapping
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, assert_never
 
-from waltz_core.errors import Damaged, ProtocolError, RemoteProtocolError, WaltzError
+from waltz_core.cluster.nodes.model import ArchivedMark
+from waltz_core.errors import BelowStart, Damaged, ProtocolError, RemoteProtocolError, WaltzError
 from waltz_core.machine import Report
 from waltz_core.records.record import (
     BEFORE_FIRST,
@@ -43,6 +44,7 @@ from waltz_core.replication.repair import (
     OwnLineage,
     RepairStep,
     ReplicaRepair,
+    Reset,
     SetMark,
     SourceLineage,
     Truncation,
@@ -74,11 +76,13 @@ class Repairs:
         self,
         replicas: Mapping[ReplicaId, ReplicaSession],
         recovery: Recovery,
+        archived: ArchivedMark | None = None,
         *,
         outbox: list[Effect],
         limits: SessionLimits,
     ) -> None:
         self.goal: Goal | None = None
+        self.archived = archived
         self.contradiction: str | None = None  # the finding of rule 4
         self._failed: list[tuple[ReplicaId, str]] = []
         self._replicas = replicas
@@ -141,11 +145,11 @@ class Repairs:
             return self._source(each, first, last, now_ms) is not None
 
         try:
-            step = repair.next_step(self.goal, can_fill=can_fill)
+            step = repair.next_step(self._goal_of(each, self.goal, now_ms), can_fill=can_fill)
         except WaltzError as error:
             self._failed.append((each.replica, str(error)))
             return
-        if isinstance(step, Truncation) and self._contradicts(repair):
+        if isinstance(step, Truncation | Reset) and self._contradicts(repair):
             self.contradiction = (
                 f"replica {each.replica} has batches of session {repair.newest}, but the last "
                 f"opened session in ZooKeeper is {self._recovery.newest_session}: its data was "
@@ -154,6 +158,17 @@ class Repairs:
             self._failed.append((each.replica, self.contradiction))
         elif step is not None:
             self._take(each, step, now_ms)
+
+    def _goal_of(self, each: ReplicaSession, goal: Goal, now_ms: int) -> Goal:
+        """Return the goal of one replica: a trusted one is never reset (repair.py, rule 7)."""
+        if self.archived is None or self._recovery.is_credible(each.replica):
+            return goal
+        starts = [
+            other.repair.start
+            for other in self._possible_sources(each, now_ms)
+            if other.repair is not None and (other.is_marked or other.repair.reaches(goal))
+        ]
+        return goal._replace(archived=self.archived, lowest_start=min(starts, default=BEFORE_FIRST))
 
     def _next_fill(self, each: ReplicaSession, repair: ReplicaRepair, now_ms: int) -> None:
         """Repair the first damaged range of a marked replica for which there is a source."""
@@ -169,34 +184,17 @@ class Repairs:
         return is_recorded and newest > self._recovery.newest_session
 
     def _take(self, each: ReplicaSession, step: RepairStep, now_ms: int) -> None:
-        match step:
-            case OwnLineage(first, last):
-                self._send_step(each, each, step, messages.LineageRequest, (first, last), now_ms)
-            case Truncation(last, base, chain):
-                self._send_step(each, each, step, messages.Truncate, (last, base, chain), now_ms)
-            case AppendCopy(answer, _):
-                self._send_step(
-                    each,
-                    each,
-                    step,
-                    messages.AppendRaw,
-                    (*_records(answer), *_lineage(answer)),
-                    now_ms,
-                )
-            case FillDamage(answer):
-                self._send_step(each, each, step, messages.Repair, _records(answer), now_ms)
-            case SetMark(mark, chain):
-                self._send_step(each, each, step, messages.SetLowWaterMark, (mark, chain), now_ms)
-            case SourceLineage(first, last):
-                source = self._source(each, first, last, now_ms)
-                if source is not None:
-                    self._send_step(
-                        each, source, step, messages.LineageRequest, (first, last), now_ms
-                    )
-            case FetchCopy(first, last, _):
-                source = self._source(each, first, last, now_ms)
-                if source is not None:
-                    self._fetch(each, source, step, now_ms)
+        if isinstance(step, SourceLineage | FetchCopy):
+            source = self._source(each, step.first, step.last, now_ms)
+            if source is None:
+                return
+            if isinstance(step, FetchCopy):
+                self._fetch(each, source, step, now_ms)
+            else:
+                self._send_step(each, source, step, messages.LineageRequest, tuple(step), now_ms)
+            return
+        kind, fields = _request_of(step)
+        self._send_step(each, each, step, kind, fields, now_ms)
 
     def supply(self, each: ReplicaSession, last: TransactionId, now_ms: int) -> None:
         """Copy the next committed batches, up to `last`, to a marked replica."""
@@ -256,6 +254,8 @@ class Repairs:
                 continue
             if last > self.goal.mark and not (other.is_marked and other.synced_last >= last):
                 continue
+            if first <= other.repair.start:
+                continue
             if all(last < low or high < first for low, high in other.repair.damaged):
                 return other
         return None
@@ -286,11 +286,18 @@ class Repairs:
             if running.source is each or running.target is each:
                 self._drop(ticket)
 
-    def source_rejected(self, ticket: int, each: ReplicaSession, reason: str, now_ms: int) -> bool:
+    def source_rejected(
+        self, ticket: int, each: ReplicaSession, error: WaltzError, reason: str, now_ms: int
+    ) -> bool:
         """Return whether a rejected request was a step of another replica; drop the step."""
         running = self._running.get(ticket)
         if running is None or running.source is not each or running.target is each:
             return False
+        if isinstance(error, BelowStart) and self.archived is not None and each.repair is not None:
+            # It has removed archived segments meanwhile: how many is not known.
+            each.repair.start = self.archived.last
+            self._drop(ticket)
+            return True
         self._avoid_source(ticket, each.replica, reason, now_ms)
         return True
 
@@ -425,6 +432,15 @@ class Repairs:
         last, chain = TransactionId(answer.synced_max), Chain(bytes(answer.chain))
         if isinstance(step, Truncation):
             repair.truncate(last, chain, step)
+        elif isinstance(step, Reset):
+            if (last, chain) != step:
+                raise RemoteProtocolError(
+                    f"reset: expected the log to end at {step.last}, found {last}"
+                )
+            repair.reset(step)
+            self._outbox.append(
+                Report("replica.reset", (("replica", each.replica), ("last", step.last)))
+            )
         elif isinstance(step, FillDamage):
             repair.filled(step)
             first, count = TransactionId(step.answer.first), step.answer.count
@@ -438,6 +454,27 @@ class Repairs:
                 )
             repair.marked()
             each.marked(step.mark, step.chain)
+
+
+def _request_of(
+    step: OwnLineage | Truncation | Reset | AppendCopy | FillDamage | SetMark,
+) -> tuple[type[StorageMessage], tuple[object, ...]]:
+    """Return the request of a step to the replica itself."""
+    match step:
+        case OwnLineage():
+            return messages.LineageRequest, tuple(step)
+        case Truncation():
+            return messages.Truncate, tuple(step)
+        case Reset():
+            return messages.ResetLog, tuple(step)
+        case AppendCopy(answer, _):
+            return messages.AppendRaw, (*_records(answer), *_lineage(answer))
+        case FillDamage(answer):
+            return messages.Repair, _records(answer)
+        case SetMark():
+            return messages.SetLowWaterMark, tuple(step)
+        case _:
+            assert_never(step)
 
 
 def _records(answer: messages.RangeBytes) -> tuple[object, ...]:

@@ -50,6 +50,7 @@ _ANSWERS: Final[dict[type[StorageMessage], type[StorageMessage]]] = {
     messages.RangeRaw: messages.RangeBytes,
     messages.AppendRaw: messages.Appended,
     messages.Repair: messages.ReplicaEnd,
+    messages.ResetLog: messages.ReplicaEnd,
     messages.SetLowWaterMark: messages.ReplicaEnd,
     messages.Engage: messages.ReplicaEnd,
     messages.Heartbeat: messages.HeartbeatResponse,
@@ -58,6 +59,7 @@ _ANSWERS: Final[dict[type[StorageMessage], type[StorageMessage]]] = {
 }
 _CHANGING: Final = (
     messages.Truncate,
+    messages.ResetLog,
     messages.AppendRaw,
     messages.Repair,
     messages.SetLowWaterMark,

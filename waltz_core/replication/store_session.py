@@ -132,7 +132,9 @@ class StoreSession:
             )
             for replica in (*claim.assigned, *former)
         }
-        self.repairs = Repairs(self.replicas, self.recovery, outbox=outbox, limits=limits)
+        self.repairs = Repairs(
+            self.replicas, self.recovery, claim.archived, outbox=outbox, limits=limits
+        )
         self._facts = facts
         self._outbox = outbox
         self._rng = rng
@@ -297,6 +299,7 @@ class StoreSession:
         assert goal.chain is not None
         self.states, self.writing = dict(states), None
         self._archiving.wrote(archived, now_ms)
+        self.repairs.archived = archived
         for replica, each in self.replicas.items():
             if states.get(replica) != self._engaged_state or each.stage is ReplicaStage.ENGAGED:
                 continue
@@ -496,7 +499,7 @@ class StoreSession:
             self._archiving.rejected(reason, now_ms)
         elif self.repairs.fill_rejected(request.ticket, each, reason, now_ms):
             self._report("replica.repair_rejected", replica=each.replica, reason=reason)
-        elif not self.repairs.source_rejected(request.ticket, each, reason, now_ms):
+        elif not self.repairs.source_rejected(request.ticket, each, error, reason, now_ms):
             self._reject(each, reason, now_ms, error_code=nack.error_code)
 
     def _found_rival(self, each: ReplicaSession, reason: str, now_ms: int) -> None:

@@ -912,3 +912,16 @@ class SetArchived(StorageMessage):
     first: Int64
     manifest_crc: Crc32
     manifest: Text
+
+
+@value(frozen=True, slots=True)
+class ResetLog(StorageMessage):
+    """Drop all records, and begin again after `last`, up to which the archive has every record.
+
+    Rejected unless the log ends before `last`, and is suspect or has no confirmed mark above it.
+    """
+
+    code = 86
+    since = 3
+    last: Int64
+    chain: Raw16

@@ -60,6 +60,7 @@ class Disk:
 
     storage_id: bytes
     entries: list = field(default_factory=list)
+    start: tuple = (BEFORE_FIRST, GENESIS_CHAIN)
     promised: int = NO_SESSION
     nonce: bytes = bytes(16)
     last_session: int = NO_SESSION
@@ -87,11 +88,26 @@ class ModelStorage:
 
     @property
     def last(self):
-        return self.disk.entries[-1].lineage.last if self.disk.entries else BEFORE_FIRST
+        return self.disk.entries[-1].lineage.last if self.disk.entries else self.disk.start[0]
 
     @property
     def chain(self):
-        return self.disk.entries[-1].lineage.chain if self.disk.entries else GENESIS_CHAIN
+        return self.disk.entries[-1].lineage.chain if self.disk.entries else self.disk.start[1]
+
+    def remove_up_to(self, last):
+        """Begin the log after a batch end."""
+        while self.disk.entries and self.disk.entries[0].lineage.last <= last:
+            gone = self.disk.entries.pop(0).lineage
+            self.disk.start = gone.last, gone.chain
+        assert self.disk.start[0] == last
+
+    def _chain_before(self, position):
+        entries = self.disk.entries
+        return entries[position - 1].lineage.chain if position else self.disk.start[1]
+
+    def _check_start(self, first):
+        if first <= self.disk.start[0]:
+            raise errors.BelowStart(f"expected ids from {self.disk.start[0] + 1} on, found {first}")
 
     def payloads(self):
         return [payload_of(record) for entry in self.disk.entries for record in entry.records]
@@ -103,7 +119,7 @@ class ModelStorage:
         if entries and entries[-1].lineage.last > last:
             line, records = entries.pop()
             records = records[: last - line.first + 1]
-            before = entries[-1].lineage.chain if entries else GENESIS_CHAIN
+            before = entries[-1].lineage.chain if entries else self.disk.start[1]
             chain = next_chain(before, line.first, last, line.session_id, crcs_of(records))
             entries.append(Entry(line._replace(last=last, chain=chain), records))
         self.disk.damaged = {bad for bad in self.disk.damaged if bad <= self.last}
@@ -142,6 +158,8 @@ class ModelStorage:
                 return self._append(prefix, message)
             case wire.Truncate():
                 self._truncate(message)
+            case wire.ResetLog():
+                self._reset(message)
             case wire.SetLowWaterMark():
                 self._set_mark(message)
             case wire.ArchiveRange() | wire.SetArchived():
@@ -170,10 +188,11 @@ class ModelStorage:
             mark, confirmed = disk.provisional[1], False
         damaged = b"".join(bad.to_bytes(8, "big") * 2 for bad in sorted(disk.damaged))
         state = (disk.last_session, mark, confirmed, self.last, self.chain, disk.suspect, damaged)
-        start = BEFORE_FIRST if self.supports_archiving else wire.NO_ARCHIVING
-        return wire.Prepared(*prefix, disk.storage_id, *state, start=start)
+        start, chain = disk.start if self.supports_archiving else (wire.NO_ARCHIVING, bytes(16))
+        return wire.Prepared(*prefix, disk.storage_id, *state, start=start, start_chain=chain)
 
     def _lineage(self, prefix, message):
+        self._check_start(message.last)
         found = [
             index
             for index, entry in enumerate(self.disk.entries)
@@ -183,11 +202,12 @@ class ModelStorage:
             return wire.LineageResponse(*prefix, self.chain, ())
         if not found:
             raise errors.BadRequest(f"no batches in {message.first}..{message.last}")
-        before = self.disk.entries[found[0] - 1].lineage.chain if found[0] else GENESIS_CHAIN
+        before = self._chain_before(found[0])
         lines = tuple(self.disk.entries[index].lineage for index in found)
         return wire.LineageResponse(*prefix, before, lines)
 
     def _range(self, prefix, message):
+        self._check_start(message.first)
         entries = self.disk.entries
         if message.whole_batches:
             at = next((i for i, e in enumerate(entries) if e.lineage.first == message.first), None)
@@ -197,12 +217,15 @@ class ModelStorage:
             chosen = chosen[: self.range_batches_max]
             if not chosen:
                 raise errors.BadRequest(f"no whole batch in {message.first}..{message.last}")
-            before = entries[at - 1].lineage.chain if at else GENESIS_CHAIN
+            before = self._chain_before(at)
             records = [record for entry in chosen for record in entry.records]
             lines = tuple(entry.lineage for entry in chosen)
         else:
             log = [record for entry in entries for record in entry.records]
-            records = log[message.first : message.last + 1][: self.range_batches_max]
+            skipped = self.disk.start[0] + 1
+            records = log[message.first - skipped : message.last + 1 - skipped][
+                : self.range_batches_max
+            ]
             before, lines = GENESIS_CHAIN, ()
         wanted = range(message.first, message.first + len(records))
         if any(bad in self.disk.damaged for bad in wanted):
@@ -247,10 +270,20 @@ class ModelStorage:
         if keep < self.disk.confirmed:
             raise errors.BadRequest(f"cut to {keep} below the mark {self.disk.confirmed}")
         ends = {entry.lineage.last: entry.lineage.chain for entry in self.disk.entries}
-        ends[BEFORE_FIRST] = GENESIS_CHAIN
+        ends[self.disk.start[0]] = self.disk.start[1]
         if ends.get(message.base) != message.base_chain:
             raise errors.BadRequest(f"another chain at {message.base}")
         self._cut(keep)
+
+    def _reset(self, message):
+        disk = self.disk
+        if self.last >= message.last:
+            raise errors.BadRequest(f"reset to {message.last} of a log that ends at {self.last}")
+        if disk.confirmed > message.last and not disk.suspect:
+            raise errors.DataLoss(f"reset to {message.last} below the mark {disk.confirmed}")
+        disk.entries.clear()
+        disk.start, disk.confirmed = (message.last, bytes(message.chain)), message.last
+        disk.provisional, disk.suspect, disk.damaged = None, True, set()
 
     def _set_mark(self, message):
         disk = self.disk

@@ -287,3 +287,61 @@ def test_without_the_setting_nothing_is_archived():
     bench.run_for(10 * INTERVAL_MS)
     assert not attempts(bench)
     assert bench.store.wake_at_ms is None
+
+
+# ---- replicas without the archived records
+
+
+def remove_archived(bench, last, names=(A, B)):
+    for name in names:
+        bench.storages[name].remove_up_to(last)
+
+
+def wipe(bench, name):
+    """Replace a storage's log by an empty, suspect one."""
+    disk = bench.storages[name].disk
+    disk.entries.clear()
+    disk.confirmed, disk.provisional, disk.suspect, disk.last_session = -1, None, True, -1
+
+
+def test_an_emptied_replica_begins_after_the_archived_mark(bench):
+    archive(bench, last=3)
+    remove_archived(bench, 1)
+    bench.lose(C)
+    wipe(bench, C)
+    bench.reopen()
+    bench.run_for(3_000)
+    assert [each["replica"] for each in bench.reports("replica.reset")] == [C]
+    assert bench.storages[C].disk.start[0] == 3
+    bench.append(1)
+    assert bench.storages[C].payloads() == bench.storages[A].payloads()[2:]
+    assert not bench.storages[C].disk.suspect
+
+
+def test_a_source_that_removes_segments_meanwhile_is_used_from_the_archived_mark_on(bench):
+    mark = archive(bench, last=3)
+    bench.lose(C)
+    bench.storages[C].disk.entries.pop()
+    bench.storages[C].disk.entries.pop()
+    bench.storages[C].disk.suspect = True
+    disk = bench.storages[C].disk
+    disk.confirmed, disk.provisional = 1, None
+    copied = len(bench.all_sent(wire.RangeRaw))
+
+    def fetches():
+        return len(bench.all_sent(wire.RangeRaw)) > copied
+
+    bench.wait(2_000)
+    bench.step_until(fetches)
+    remove_archived(bench, 3)
+    bench.run_for(3_000)
+    assert [each["last"] for each in bench.reports("replica.reset")] == [mark.last]
+    assert bench.storages[C].payloads() == bench.storages[A].payloads()
+
+
+def test_a_trusted_replica_is_not_reset(bench):
+    archive(bench, last=3)
+    bench.lose(C)
+    bench.reopen()
+    bench.append(1)
+    assert not bench.reports("replica.reset")

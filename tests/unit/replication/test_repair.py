@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.replication.model_storage import Entry, ModelStorage, make_batch
+from waltz_core.cluster.nodes.model import ArchivedMark
 from waltz_core.errors import BadFormat, ChecksumMismatch, DataLoss, RemoteProtocolError
 from waltz_core.records.record import GENESIS_CHAIN, RECONSTRUCTED, LineageEntry, next_chain
 from waltz_core.replication.repair import (
@@ -15,6 +16,7 @@ from waltz_core.replication.repair import (
     Goal,
     OwnLineage,
     ReplicaRepair,
+    Reset,
     SetMark,
     SourceLineage,
     Truncation,
@@ -77,6 +79,9 @@ def take(repair, one, source, step):
         case Truncation():
             answer = ok(one.handle(wire.Truncate(*prefix, *step)))
             repair.truncate(answer.synced_max, answer.chain, step)
+        case Reset():
+            ok(one.handle(wire.ResetLog(*prefix, *step)))
+            repair.reset(step)
         case FetchCopy(first, last, whole):
             request = wire.RangeRaw(*prefix, first, last, 99999, 0, whole, False)
             repair.fetched(ok(source.handle(request)), step)
@@ -461,3 +466,89 @@ def test_a_cut_that_cut_elsewhere_is_rejected():
         take(repair, one, source, step)
     with pytest.raises(RemoteProtocolError, match="expected the log to end at 5"):
         repair.truncate(4, bytes(16), step)
+
+
+# ---- sources whose log begins above 0 (rule 7)
+
+LONG = [*OLD, (3, [7, 8]), (3, [9])]  # ids 0..8
+
+
+def removed(last, *batches, archived=None):
+    """Return a source whose log begins after a batch end, and the goal with what is archived."""
+    source = storage(*batches)
+    ends = {each.lineage.last: each.lineage.chain for each in source.disk.entries}
+    mark = last if archived is None else archived
+    goal = Goal(source.last, source.chain, ArchivedMark(mark, ends[mark], 0, 0, "m"), last)
+    source.remove_up_to(last)
+    return source, goal
+
+
+def test_an_empty_log_begins_after_the_archived_mark_and_copies_the_rest():
+    source, goal = removed(2, *LONG, archived=5)
+    one = storage()
+    steps = walk(repair_of(one), one, source, goal)
+    assert steps[0] == Reset(5, goal.archived.chain)
+    assert kinds(steps[1:]) == ["SourceLineage", "FetchCopy", "AppendCopy", "SetMark"]
+    assert one.payloads() == [7, 8, 9]
+    assert not one.disk.suspect
+
+
+def test_an_empty_log_is_reset_also_where_a_source_has_everything():
+    source, goal = removed(2, *LONG, archived=5)
+    one = storage()
+    steps = walk(repair_of(one), one, source, goal._replace(lowest_start=-1))
+    assert steps[0] == Reset(5, goal.archived.chain)
+
+
+def test_a_log_that_ends_before_all_sources_begin_is_reset_when_its_newest_batch_is_known():
+    source, goal = removed(5, *LONG)
+    one = storage(*OLD[:2], mark=2)
+    repair = repair_of(one)
+    steps = walk(repair, one, source, goal)
+    assert steps[:2] == [OwnLineage(2, 2), Reset(5, goal.archived.chain)]
+    assert repair.newest == 1
+    assert (one.payloads(), one.disk.start[0]) == ([7, 8, 9], 5)
+
+
+def test_a_log_with_a_common_batch_end_above_the_start_is_completed():
+    source, goal = removed(2, *LONG, archived=8)
+    one = storage(*OLD)
+    steps = walk(repair_of(one), one, source, goal)
+    assert kinds(steps) == ["SourceLineage", "FetchCopy", "AppendCopy", "SetMark"]
+    assert one.payloads() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+
+
+def test_the_start_of_a_source_is_a_common_batch_end():
+    source, goal = removed(5, *LONG)
+    one = storage(*OLD, (2, [70]))
+    steps = walk(repair_of(one), one, source, goal)
+    assert Truncation(5, 5, goal.archived.chain) in steps
+    assert kinds(steps)[-3:] == ["FetchCopy", "AppendCopy", "SetMark"]
+    assert one.payloads() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+
+
+def test_a_log_that_differs_below_all_starts_is_truncated_and_reset():
+    source, goal = removed(5, *LONG)
+    one = storage(*OLD[:2], (2, [40, 50, 60]), (2, [70]), mark=2)
+    steps = walk(repair_of(one), one, source, goal)
+    found = kinds(steps)
+    assert found.index("Truncation") < found.index("Reset")
+    assert one.payloads() == [7, 8, 9]
+
+
+def test_a_log_that_differs_below_its_own_mark_is_not_reset():
+    source, goal = removed(5, *LONG)
+    one = storage(*OLD[:2], (2, [40, 50, 60]), (2, [70]), mark=6)
+    with pytest.raises(DataLoss, match="no common batch end"):
+        walk(repair_of(one), one, source, goal)
+    assert one.payloads() == [1, 2, 3, 40, 50, 60, 70]
+
+
+def test_a_log_is_truncated_to_its_start():
+    source, goal = removed(5, *LONG)
+    one, _ = removed(5, *OLD, (4, [70, 80]))
+    goal = Goal(5, goal.archived.chain, goal.archived)
+    steps = walk(repair_of(one), one, source, goal)
+    assert Truncation(5, 5, goal.chain) in steps
+    assert kinds(steps)[-1] == "SetMark"
+    assert (one.payloads(), one.disk.start[0]) == ([], 5)

@@ -42,10 +42,16 @@ def test_batches_that_could_never_be_stored_are_rejected_at_the_start() -> None:
 
 def test_settings_reach_replication() -> None:
     limits = store_limits_of(
-        config(replica_lag_bytes_max=20 * MIB, quorum_timeout_ms=700, slow_append_ms=80)
+        config(
+            replica_lag_bytes_max=20 * MIB,
+            quorum_timeout_ms=700,
+            slow_append_ms=80,
+            archive_interval_ms=70,
+        )
     )
     assert (limits.lag_bytes_max, limits.answer_ms_max) == (20 * MIB, 700)
     assert limits.slow_append_ms == 80
+    assert limits.archive_interval_ms == 70
 
 
 class Handing:

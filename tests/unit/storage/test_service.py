@@ -98,9 +98,9 @@ class MoodyDisk(RealDisk):
 class Bench:
     """A service whose effects are recorded, and whose work waits to be run."""
 
-    def __init__(self, directory, *, reserve_bytes=0, **options):
+    def __init__(self, directory, *, reserve_bytes=0, segment_bytes_max=1 << 20, **options):
         self.disk = MoodyDisk()
-        settings = LogSettings(KEY, 1 << 20, lambda: time.time_ns() // 1_000_000)
+        settings = LogSettings(KEY, segment_bytes_max, lambda: time.time_ns() // 1_000_000)
         self.engine = Engine.open(
             self.disk,
             directory,

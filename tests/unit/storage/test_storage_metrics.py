@@ -3,7 +3,8 @@
 from math import isnan
 from types import SimpleNamespace
 
-from waltz_core.errors import DiskFailed
+from waltz_core.archive.upload_job import NewManifest
+from waltz_core.errors import ArchiveUnavailable, DiskFailed
 from waltz_core.machine import Report
 from waltz_core.metrics import Metrics
 from waltz_core.storage.files.format import IdRange
@@ -45,6 +46,16 @@ def test_work_is_counted_for_its_partition():
         assert metrics.value(f"waltz_storage_{name}", partition=3) == value, name
     assert metrics.value("waltz_storage_syncs_total") == 1
     assert metrics.value("waltz_storage_failed_writes_total") == 0
+
+
+def test_uploads_are_counted_by_their_result():
+    metrics, storage_metrics = made()
+    job = SimpleNamespace(partition_id=3, record_count=5, record_bytes=220)
+    storage_metrics.count_upload(job, NewManifest(4, bytes(16), "m", 1))
+    storage_metrics.count_upload(job, ArchiveUnavailable("cannot write m"))
+    assert metrics.value("waltz_storage_archived_transactions_total", partition=3) == 5
+    assert metrics.value("waltz_storage_archived_bytes_total", partition=3) == 220
+    assert metrics.value("waltz_storage_failed_uploads_total", partition=3) == 1
 
 
 def test_gauges_read_what_is_so():

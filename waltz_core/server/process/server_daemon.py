@@ -538,6 +538,7 @@ def store_limits_of(config: ServerConfig) -> SessionLimits:
         quorum_ms_max=config.quorum_timeout_ms,
         lag_bytes_max=config.replica_lag_bytes_max,
         slow_append_ms=config.slow_append_ms,
+        archive_interval_ms=config.archive_interval_ms,
     )
 
 

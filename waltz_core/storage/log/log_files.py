@@ -262,6 +262,10 @@ class LogFiles:
             self.synced_max, self.chain = start
             self.synced_chain = start.chain
 
+    def now_ms(self) -> int:
+        """Return the time of the clock that dates the segments."""
+        return self._settings.now_ms()
+
     # ---- failing (rules 3 and 5)
 
     def check_working(self) -> None:

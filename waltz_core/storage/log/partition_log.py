@@ -468,21 +468,45 @@ class PartitionLog:
             BadRequest: the log has another chain at `archived`.
             DiskFailed: a write failed (`log_files.py`, rule 3).
         """
-        files, segments = self._files, self._files.segments
+        files = self._files
         files.check_working()
         if self.chain_at(archived.transaction_id) != archived.chain:
             raise BadRequest(
                 f"partition {self.partition_id}: expected chain {archived.chain.hex()} at "
                 f"{archived.transaction_id}, which is archived"
             )
-        if len(segments.all) == 1 or files.covered_end is not None:
-            return False
-        end = segments.entry_of(segments.all[0].last)
-        if end is None or end.last > min(archived.transaction_id, self.slot.low_water_mark):
+        end = self.removable_end(archived)
+        if end is None:
             return False
         files.mark_acked()
-        files.begin_after(Marker(end.last, end.chain), self.slot)
+        files.begin_after(end, self.slot)
         return True
+
+    def removable_end(self, archived: Marker) -> Marker | None:
+        """Return the start after the removal of the oldest segment; None if it must stay."""
+        files, segments = self._files, self._files.segments
+        if len(segments.all) == 1 or files.covered_end is not None:
+            return None
+        end = segments.entry_of(segments.all[0].last)
+        if end is None or end.last > min(archived.transaction_id, self.slot.low_water_mark):
+            return None
+        return Marker(end.last, end.chain)
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of the records of all segments, with the segments' headers."""
+        return sum(each.size_bytes for each in self._files.segments.all)
+
+    @property
+    def oldest_stamp_ms(self) -> int:
+        """The commit stamp of the newest batch of the oldest segment; 0 if there is none."""
+        segments = self._files.segments
+        end = segments.entry_of(segments.all[0].last)
+        return 0 if end is None else end.stamp_ms
+
+    def clock_ms(self) -> int:
+        """Return the time of the clock that also dates the segments."""
+        return self._files.now_ms()
 
     def reset(self, session: SessionId, start: Marker) -> None:
         """Drop all records and begin after a batch end that the archive has, durably (AR 12).

@@ -220,6 +220,10 @@ class LogReader:
                 f"found {first}..{last}"
             )
 
+    def exceeds(self, first: TransactionId, last: TransactionId, bytes_max: int) -> bool:
+        """Return whether the records of first..last are larger than this."""
+        return self._segments.fitting(first, last, bytes_max) < last
+
     def segment_end(self, transaction_id: TransactionId) -> TransactionId:
         """Return the last ID of the segment that holds an ID."""
         return self._segments.segment_end(transaction_id)

@@ -8,6 +8,7 @@ Rules:
        served.
     2. `serving.py` decides which partitions are served; `admin_port.py` administers them.
     3. Calls of the engine run in a small pool of threads, one at a time for a partition.
+       Uploads to the archive have a thread of their own. They are not waited for at the end.
     4. Connections that arrive before the partitions are open wait. Otherwise an owner would get the
        error that the partition is not here, and would retry only after a long pause.
     5. At the end: stop reading, finish running work, sync, mark the directory as clean. After a
@@ -32,6 +33,8 @@ from typing import TYPE_CHECKING, Final, TypeVar, assert_never
 from uuid import UUID
 
 from waltz_core import errors
+from waltz_core.archive.access import ArchiveAccess
+from waltz_core.archive.upload_job import UploadJob, UploadOutcome
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.nodes.model import ReplicaAssignments
 from waltz_core.cluster.zookeeper.starting import connected, retry_start_step
@@ -49,7 +52,9 @@ from waltz_core.storage.process.serving import Serving, concurrently
 from waltz_core.storage.process.storage_metrics import StorageMetrics
 from waltz_core.storage.service import service, service_effects, upkeep
 from waltz_core.storage.service.admin_tasks import DiskStatus
+from waltz_core.storage.service.archive_jobs import ArchiveLimits
 from waltz_core.storage.service.engine import Engine
+from waltz_core.storage.service.retention import RetentionLimits
 from waltz_core.storage.service.service import Event, StorageIdentity, StorageService
 from waltz_core.storage.service.service_effects import Effect
 from waltz_core.storage.service.work import ConnectionId, LaneRequest, Work
@@ -82,10 +87,12 @@ LEVELS: Final = {
     "storage.reserve_released": logging.WARNING,
     "storage.damage_found": logging.WARNING,
     "storage.scrub_skipped": logging.WARNING,
+    "storage.archive_failed": logging.WARNING,
     "storage.damage_repaired": logging.INFO,
     "storage.disk_has_space": logging.INFO,
     "storage.replica_repaired": logging.INFO,
     "storage.scrub_finished": logging.INFO,
+    "storage.segment_removed": logging.INFO,
 }
 ResultT = TypeVar("ResultT")
 
@@ -155,6 +162,8 @@ class StorageDaemon:
         # For rare calls: opening, closing, files other than the logs.
         self._pool = CallThreads(config.writer_thread_count, "storage-helper")
         self._loop = asyncio.get_running_loop()
+        self._uploads = CallThreads(1, "storage-upload")
+        self._archive = ArchiveAccess(config.archive_url, cluster.cluster_key.bytes)
         self._links: dict[ConnectionId, Link] = {}
         self._numbers = count(1)
         self._is_assigned = asyncio.Event()
@@ -183,6 +192,7 @@ class StorageDaemon:
             await self._serve_directory(stop, on_ready)
         finally:
             self._pool.shutdown(wait=False)
+            self._uploads.shutdown(wait=False)
             self._writers.end()
 
     async def _serve_directory(self, stop: asyncio.Event, on_ready: Callable[[str], None]) -> None:
@@ -290,6 +300,8 @@ class StorageDaemon:
 
     async def _make_machine(self, engine: Engine, identity: StorageIdentity) -> StorageService:
         config = self._config
+        if config.archive_url:
+            await self._in_thread(self._archive.open)
         scrub = Scrub(
             bytes_per_s=config.scrub_bytes_per_s,
             interval_ms=config.scrub_interval_ms,
@@ -300,6 +312,12 @@ class StorageDaemon:
             queue_bytes_max=config.queue_bytes_max,
             space=engine.space,
             scrub=scrub,
+            archive=(
+                ArchiveLimits(config.archive_object_bytes, config.archive_age_ms)
+                if config.archive_url
+                else None
+            ),
+            retention=RetentionLimits(config.local_retention_bytes, config.local_retention_ms),
         )
 
     def _read_positions(self) -> dict[PartitionId, TransactionId]:
@@ -500,7 +518,11 @@ class StorageDaemon:
                 assert self._serving is not None
                 self._serving.stop_serving(effect.log.partition_id, effect.why)
             case service_effects.CheckSpace():
-                self._pool.submit(effect.space.recheck).add_done_callback(self._to_loop_checked)
+                check = self._pool.submit(effect.space.recheck)
+                check.add_done_callback(partial(self._to_loop, self._space_checked))
+            case service_effects.UploadRange(job):
+                upload = self._uploads.submit(self._archive.upload, job)
+                upload.add_done_callback(partial(self._to_loop, partial(self._uploaded, job)))
             case service_effects.EndProcess():
                 self._failed(errors.DiskFailed(effect.reason))
             case Report():
@@ -545,13 +567,24 @@ class StorageDaemon:
         self._is_idle.clear()
         self._writers.run(work)
 
-    def _to_loop_checked(self, future: "Future[None]") -> None:
-        """Return to the loop's thread; this runs on the pool's."""
+    def _to_loop(
+        self, take: "Callable[[Future[ResultT]], None]", future: "Future[ResultT]"
+    ) -> None:
+        """Call on the loop's thread; this runs on another one."""
         try:
-            self._loop.call_soon_threadsafe(self._space_checked, future)
+            self._loop.call_soon_threadsafe(take, future)
         except RuntimeError:
             if not self._loop.is_closed():  # Otherwise the process is ending.
                 raise
+
+    def _uploaded(self, job: UploadJob, future: "Future[UploadOutcome]") -> None:
+        error = future.exception()
+        if error is not None:
+            self._failed(error)
+            return
+        outcome = future.result()
+        self._storage_metrics.count_upload(job, outcome)
+        self._post(service.Uploaded(job, outcome))
 
     def _space_checked(self, future: "Future[None]") -> None:
         error = future.exception()

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from math import nan
 from typing import TYPE_CHECKING
 
-from waltz_core.errors import DiskFailed
+from waltz_core.archive.upload_job import UploadJob, UploadOutcome
+from waltz_core.errors import DiskFailed, WaltzError
 from waltz_core.machine import Report
 from waltz_core.records.record import PartitionId
 from waltz_core.storage.files.id_ranges import count_of
@@ -77,6 +78,15 @@ class StorageMetrics:
             add("waltz_storage_failed_writes_total")
         if result.scrubbed or result.found or result.repaired or result.failed_reads:
             self._count_damage(result, partition)
+
+    def count_upload(self, job: UploadJob, outcome: UploadOutcome) -> None:
+        """Count the result of an upload to the archive."""
+        add, partition = self._metrics.add, job.partition_id
+        if isinstance(outcome, WaltzError):
+            add("waltz_storage_failed_uploads_total", partition=partition)
+            return
+        add("waltz_storage_archived_transactions_total", job.record_count, partition=partition)
+        add("waltz_storage_archived_bytes_total", job.record_bytes, partition=partition)
 
     def _count_damage(self, result: WorkResult, partition: PartitionId) -> None:
         repaired = () if result.repaired is None else (result.repaired,)

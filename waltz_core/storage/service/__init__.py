@@ -3,5 +3,6 @@
 `service.py` answers requests with the effects of `service_effects.py`; `lane.py` orders the work of
 one partition, `work.py` is one piece of it, and `writers.py` are the threads that do it.
 `engine.py` is the directory with all its partitions. `admin.py` answers administration, whose
-longer tasks are `admin_tasks.py`, carried out by `upkeep.py`.
+longer tasks are `admin_tasks.py`, carried out by `upkeep.py`. `archive_jobs.py` archives ranges for
+owners, and `retention.py` limits the local logs to what is configured.
 """

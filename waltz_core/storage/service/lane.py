@@ -7,7 +7,8 @@ Rules:
     1. One piece of work at a time. Reads and writes take turns; each kind is done in its order.
     2. Appends that directly follow each other are done together, so that one sync covers them.
     3. The scrub's piece goes first: it is rare, and in the pauses between its pieces all other
-       work has the partition.
+       work has the partition. Pieces of the archive and of the retention take turns with the
+       requests that wait.
 """
 
 from collections import deque
@@ -16,9 +17,10 @@ from typing import Final
 
 from waltz_core.records.record import BEFORE_FIRST, NO_SESSION, SessionId, TransactionId
 from waltz_core.storage.files.format import Promise
+from waltz_core.storage.log.archive_pieces import ArchivePiece, RetentionPiece
 from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.log.scrub import ScrubPiece
-from waltz_core.storage.service.work import ConnectionId, LaneRequest, Work
+from waltz_core.storage.service.work import ConnectionId, LanePiece, LaneRequest, Work
 from waltz_core.wire.messages import AppendRaw, LockBlocksRequest, RangeRaw, Repair, StorageMessage
 
 # A hostile or broken peer must not use up the numbers (docs/design/correctness.md 2.4, row 37).
@@ -43,18 +45,25 @@ class Lane:
     writes: deque[LaneRequest] = field(default_factory=deque)
     reads: deque[LaneRequest] = field(default_factory=deque)
     piece: ScrubPiece | None = None  # the next piece of the scrub
+    archive_piece: ArchivePiece | None = None
+    retention_piece: RetentionPiece | None = None
+    was_piece: bool = False  # the last work was one of the archive or the retention
     work: Work | None = None
     was_read: bool = False
     is_unmarked: bool = False
     prepared_max: TransactionId = BEFORE_FIRST  # the end of its log when it was prepared
     has_lost_files: bool = False  # its files were deleted or replaced; it will be dropped
 
-    def take_next(self) -> tuple[tuple[LaneRequest, ...], ScrubPiece | None]:
+    def take_next(self) -> tuple[tuple[LaneRequest, ...], LanePiece | None]:
         """Return the requests, or the piece, that are next; neither if nothing waits."""
         assert self.work is None, "rule 1"
         piece, self.piece = self.piece, None
         if piece is not None:
             return (), piece
+        older = self._next_older()
+        self.was_piece = older is not None
+        if older is not None:
+            return (), older
         if self.reads and not (self.writes and self.was_read):
             self.was_read = True
             return (self.reads.popleft(),), None
@@ -62,6 +71,17 @@ class Lane:
             self.was_read = False
             return _next_group(self.writes), None
         return (), None
+
+    def _next_older(self) -> ArchivePiece | RetentionPiece | None:
+        """Take the next piece of the archive or the retention if it is its turn (rule 3)."""
+        if self.was_piece and (self.reads or self.writes):
+            return None
+        older: ArchivePiece | RetentionPiece | None
+        if self.archive_piece is not None:
+            older, self.archive_piece = self.archive_piece, None
+        else:
+            older, self.retention_piece = self.retention_piece, None
+        return older
 
 
 def _next_group(writes: deque[LaneRequest]) -> tuple[LaneRequest, ...]:

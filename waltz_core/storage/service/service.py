@@ -29,6 +29,8 @@ Rules:
    11. A partition whose files were deleted or replaced under this process is not served any more,
        and not opened again: the new files may lack a promise. The other partitions continue, and it
        is not a failure of the disk (rule 6).
+   12. A range is archived for the owner of the session only, and its end is reported to that
+       connection (`archive_jobs.py`). The archived mark of a session ends with it (`retention.py`).
 """
 
 from collections import deque
@@ -36,6 +38,7 @@ from typing import Final, TypeAlias, assert_never
 
 import numpy as np
 
+from waltz_core.archive.upload_job import UploadJob, UploadOutcome
 from waltz_core.errors import (
     BadRequest,
     ClusterKeyMismatch,
@@ -48,14 +51,17 @@ from waltz_core.errors import (
     WaltzError,
 )
 from waltz_core.machine import Report, Wakeup, earliest
-from waltz_core.records.record import NO_SESSION, PartitionId, SessionId, TransactionId
-from waltz_core.storage.files.format import Promise
+from waltz_core.records.record import NO_SESSION, Chain, PartitionId, SessionId, TransactionId
+from waltz_core.storage.files.format import Marker, Promise
 from waltz_core.storage.files.id_ranges import in_words
 from waltz_core.storage.files.space import DiskSpace
+from waltz_core.storage.log.archive_pieces import ArchivePiece, RetentionPiece
 from waltz_core.storage.log.log_files import MARKER_INTERVAL_MS
 from waltz_core.storage.log.partition_log import PartitionLog
-from waltz_core.storage.log.scrub import Scrub, ScrubPiece, ScrubState
+from waltz_core.storage.log.scrub import Scrub, ScrubState
+from waltz_core.storage.service.archive_jobs import ArchiveJobs, ArchiveLimits, ArchiveNotice
 from waltz_core.storage.service.lane import SESSION_JUMP_MAX, Lane, queue_bytes
+from waltz_core.storage.service.retention import NO_LIMIT, Retention, RetentionLimits
 from waltz_core.storage.service.service_effects import (
     CheckSpace,
     CloseConnection,
@@ -67,11 +73,13 @@ from waltz_core.storage.service.service_effects import (
     ResumeReading,
     RunWork,
     SendStorageMessage,
+    UploadRange,
 )
-from waltz_core.storage.service.work import ConnectionId, LaneRequest, Work, WorkResult
+from waltz_core.storage.service.work import ConnectionId, LanePiece, LaneRequest, Work, WorkResult
 from waltz_core.values import value
 from waltz_core.wire.messages import (
     AppendRaw,
+    ArchiveRange,
     DamageFound,
     Engage,
     Heartbeat,
@@ -84,6 +92,8 @@ from waltz_core.wire.messages import (
     Prepared,
     RangeRaw,
     Repair,
+    ResetLog,
+    SetArchived,
     SetLowWaterMark,
     StorageMessage,
     SuccessResponse,
@@ -141,8 +151,24 @@ class SpaceChecked:
     """`CheckSpace` is done."""
 
 
+@value(frozen=True, slots=True)
+class Uploaded:
+    """`UploadRange` is done."""
+
+    job: UploadJob
+    outcome: UploadOutcome
+
+
 Event: TypeAlias = (
-    LaneRequest | Disconnected | Opened | Dropped | WorkDone | ScrubNow | SpaceChecked | Wakeup
+    LaneRequest
+    | Disconnected
+    | Opened
+    | Dropped
+    | WorkDone
+    | ScrubNow
+    | SpaceChecked
+    | Uploaded
+    | Wakeup
 )
 
 
@@ -165,12 +191,16 @@ class StorageService:
         queue_bytes_max: int,
         space: DiskSpace | None = None,
         scrub: Scrub | None = None,
+        archive: ArchiveLimits | None = None,
+        retention: RetentionLimits = NO_LIMIT,
     ) -> None:
         assert queue_bytes_max > 0
         self._identity = identity
         self._space = space
         self._space_check_at_ms: int | None = None
         self._scrub = scrub if scrub is not None else Scrub()
+        self._archive = ArchiveJobs(archive)
+        self._retention = Retention(retention)
         self._queue_bytes_max = queue_bytes_max
         self._lanes: dict[PartitionId, Lane] = {}
         self._readers: dict[ConnectionId, None] = {}  # those that have sent a right OpenRequest
@@ -183,8 +213,9 @@ class StorageService:
 
     @property
     def wake_at_ms(self) -> int | None:
-        """When to move markers, to read a piece, or to look for room."""
-        return earliest(earliest(self._mark_at_ms, self._scrub.wake_at_ms), self._space_check_at_ms)
+        """When to move markers, to read a piece, to look for room, or to remove segments."""
+        pieces = earliest(self._scrub.wake_at_ms, self._retention.wake_at_ms)
+        return earliest(earliest(self._mark_at_ms, pieces), self._space_check_at_ms)
 
     @property
     def partitions(self) -> tuple[PartitionId, ...]:
@@ -228,12 +259,15 @@ class StorageService:
             case SpaceChecked():
                 self._space_check_at_ms = None
                 self._note_space(now_ms)
+            case Uploaded(job, outcome):
+                self._uploaded(job, outcome)
             case Wakeup():
                 self._mark(now_ms)
                 self._reread(now_ms)
                 self._check_space(now_ms)
             case _:
                 assert_never(event)
+        self._queue_older(now_ms)
         self._resume()
         effects = self._effects
         self._effects = []
@@ -251,11 +285,25 @@ class StorageService:
         """Answer a request, queue it, or raise why not."""
         message = request.message
         match message:
-            case AppendRaw() | SetLowWaterMark() | Truncate() | Engage() | Repair():
+            case (
+                AppendRaw()
+                | SetLowWaterMark()
+                | Truncate()
+                | ResetLog()
+                | Engage()
+                | Repair()
+                | SetArchived()
+            ):
                 lane = self._lane(message)
                 self._check_session(lane, message)
                 _check_owner(lane, request)
                 self._queue(lane, lane.writes, request)
+            case ArchiveRange():
+                lane = self._lane(message)
+                self._check_session(lane, message)
+                _check_owner(lane, request)
+                self._archive.add(request.connection, lane.promise.nonce, message)
+                self._answer(request, SuccessResponse(*_prefix(message)))
             case OpenRequest():
                 self._check_cluster(message.cluster_key, message.partition_count)
                 self._readers[request.connection] = None
@@ -335,6 +383,9 @@ class StorageService:
             self._effects.append(CloseConnection(lane.owner, str(why)))
         lane.owner = None
         lane.engaged = NO_SESSION
+        self._forget_archiving(lane)
+        self._retention.forget(lane.log.partition_id)
+        lane.retention_piece = None
 
     def _disconnected(self, connection: ConnectionId) -> None:
         """Forget a connection and its queued requests."""
@@ -343,6 +394,7 @@ class StorageService:
         for lane in self._lanes.values():
             if lane.owner == connection:
                 lane.owner = None
+                self._forget_archiving(lane)
             for queue in filter(None, (lane.writes, lane.reads)):
                 gone = [request for request in queue if request.connection == connection]
                 for request in gone:
@@ -353,6 +405,7 @@ class StorageService:
         assert log.partition_id not in self._lanes
         self._lanes[log.partition_id] = Lane(log, log.slot.promise)
         self._scrub.opened(log.partition_id, now_ms)
+        self._retention.opened(log.partition_id)
         self._note_space(now_ms)
 
     def _dropped(self, partition_id: PartitionId) -> None:
@@ -362,6 +415,7 @@ class StorageService:
             f"partition {partition_id} is not assigned to this storage any more, or offline"
         )
         self._fence(lane, gone)
+        self._retention.dropped(partition_id)
         if lane.work is None:
             self._effects.append(Idle(lane.log))
 
@@ -423,12 +477,18 @@ class StorageService:
             self._run(lane, requests, piece)
 
     def _run(
-        self, lane: Lane, requests: tuple[LaneRequest, ...], piece: ScrubPiece | None = None
+        self, lane: Lane, requests: tuple[LaneRequest, ...], piece: LanePiece | None = None
     ) -> None:
         if lane.has_lost_files:
             return
-        storage_id = self._identity.storage_id
-        lane.work = Work(lane.log, requests, storage_id, space=self._space, piece=piece)
+        lane.work = Work(
+            lane.log,
+            requests,
+            self._identity.storage_id,
+            space=self._space,
+            piece=piece,
+            has_archive=self._archive.has_archive,
+        )
         self._effects.append(RunWork(lane.work))
 
     def _work_done(self, work: Work, result: WorkResult, now_ms: int) -> None:
@@ -443,7 +503,8 @@ class StorageService:
             self._effects.append(Idle(work.log))  # the partition was dropped meanwhile
             return
         lane.work = None
-        self._learn(lane, work, result)
+        self._learn(lane, work, result, now_ms)
+        self._older_done(lane, work.piece, result)
         self._report_findings(lane, result)
         self._note_space(now_ms)
         scrubbed = result.scrubbed
@@ -523,7 +584,7 @@ class StorageService:
             self._space_check_at_ms = now_ms + 60 * SPACE_CHECK_INTERVAL_MS
             self._effects.append(CheckSpace(self._space))
 
-    def _learn(self, lane: Lane, work: Work, result: WorkResult) -> None:
+    def _learn(self, lane: Lane, work: Work, result: WorkResult, now_ms: int) -> None:
         """Update the lane with the changes of a piece of work."""
         if result.files_error is not None:
             self._stop_serving(lane, result.files_error)
@@ -535,21 +596,30 @@ class StorageService:
             message = request.message
             if message.session_id != lane.promise.session_id:
                 continue  # a later session came while this was running
-            if isinstance(outcome, WaltzError):
-                if isinstance(message, Prepare) and lane.owner == request.connection:
-                    self._fence(lane, outcome)
-            elif isinstance(message, Engage):
-                lane.engaged = SessionId(message.session_id)
-            elif isinstance(outcome, Prepared):
-                lane.prepared_max = TransactionId(outcome.synced_max)
-            elif isinstance(message, SetLowWaterMark) and message.mark != lane.prepared_max:
-                self._report(
-                    "storage.replica_repaired",
-                    partition=lane.log.partition_id,
-                    session=message.session_id,
-                    last_before=lane.prepared_max,
-                    last=message.mark,
-                )
+            if not isinstance(outcome, WaltzError):
+                self._learn_answer(lane, message, outcome, now_ms)
+            elif isinstance(message, Prepare) and lane.owner == request.connection:
+                self._fence(lane, outcome)
+
+    def _learn_answer(
+        self, lane: Lane, message: StorageMessage, answer: StorageMessage, now_ms: int
+    ) -> None:
+        partition_id = lane.log.partition_id
+        if isinstance(message, Engage):
+            lane.engaged = SessionId(message.session_id)
+        elif isinstance(message, SetArchived):
+            mark = Marker(TransactionId(message.last), Chain(message.chain))
+            self._retention.archived(partition_id, mark, now_ms)
+        elif isinstance(answer, Prepared):
+            lane.prepared_max = TransactionId(answer.synced_max)
+        elif isinstance(message, SetLowWaterMark) and message.mark != lane.prepared_max:
+            self._report(
+                "storage.replica_repaired",
+                partition=partition_id,
+                session=message.session_id,
+                last_before=lane.prepared_max,
+                last=message.mark,
+            )
 
     def _stop_serving(self, lane: Lane, why: WaltzError) -> None:
         """Stop serving a partition (rule 11)."""
@@ -572,6 +642,57 @@ class StorageService:
         if self._paused and self.queued_bytes <= self._queue_bytes_max // 2:
             self._effects += [ResumeReading(connection) for connection in self._paused]
             self._paused.clear()
+
+    # ------------------------------------------------------------------ the archive (rule 12)
+
+    def _queue_older(self, now_ms: int) -> None:
+        """Queue the next pieces of the archive and the retention in their lanes."""
+        archive = self._archive.next_piece()
+        if archive is not None:
+            lane = self._lanes[archive[0]]
+            lane.archive_piece = archive[1]
+            if lane.work is None:
+                self._start_work(lane)
+        retention = self._retention.next_piece(now_ms)
+        if retention is not None:
+            lane = self._lanes[retention[0]]
+            lane.retention_piece = retention[1]
+            if lane.work is None:
+                self._start_work(lane)
+
+    def _older_done(self, lane: Lane, piece: LanePiece | None, result: WorkResult) -> None:
+        """Take the result of a piece of the archive or the retention."""
+        partition_id = lane.log.partition_id
+        if isinstance(piece, ArchivePiece):
+            assert result.archive_read is not None
+            found = self._archive.was_read(piece, result.archive_read)
+            if isinstance(found, UploadJob):
+                self._effects.append(UploadRange(found))
+            elif found is not None:
+                self._notify_archived(found)
+        elif isinstance(piece, RetentionPiece):
+            self._retention.done(partition_id, result.log_size)
+            if result.log_size is not None and result.log_size.removed:
+                start = lane.log.start.transaction_id
+                self._report("storage.segment_removed", partition=partition_id, start=start)
+
+    def _uploaded(self, job: UploadJob, outcome: UploadOutcome) -> None:
+        notice = self._archive.uploaded(job, outcome)
+        if notice is not None:
+            self._notify_archived(notice)
+
+    def _notify_archived(self, notice: ArchiveNotice) -> None:
+        self._effects.append(SendStorageMessage(notice.connection, notice.message))
+        partition_id, error = notice.message.partition_id, notice.message.error
+        if error:
+            self._report("storage.archive_failed", partition=partition_id, error=error)
+        elif notice.message.manifest:
+            last = notice.message.last
+            self._report("storage.range_archived", partition=partition_id, last=last)
+
+    def _forget_archiving(self, lane: Lane) -> None:
+        self._archive.forget(lane.log.partition_id)
+        lane.archive_piece = None
 
     # ------------------------------------------------------------------ effects
 

@@ -6,6 +6,7 @@ means.
 
 from typing import TypeAlias
 
+from waltz_core.archive.upload_job import UploadJob
 from waltz_core.errors import WaltzError
 from waltz_core.machine import Report
 from waltz_core.storage.files.space import DiskSpace
@@ -75,6 +76,13 @@ class CheckSpace:
 
 
 @value(frozen=True, slots=True)
+class UploadRange:
+    """Call `archive.upload` with the job, which blocks for long, then send `Uploaded`."""
+
+    job: UploadJob
+
+
+@value(frozen=True, slots=True)
 class EndProcess:
     """End the process: the disk cannot be trusted (rule 6)."""
 
@@ -90,6 +98,7 @@ Effect: TypeAlias = (
     | Idle
     | DropPartition
     | CheckSpace
+    | UploadRange
     | EndProcess
     | Report
 )

@@ -12,11 +12,12 @@ Rules:
     5. Appends for which there is no room are rejected before the first is written. Other work that
        finds no room is repeated with the reserve (`space.py`).
     6. New damage is in the result, whatever the work was.
+    7. A piece of the scrub, the archive or the retention has one result, or its error.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Final, NewType, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import Final, NewType, TypeAlias, assert_never
 
 import numpy as np
 
@@ -39,9 +40,17 @@ from waltz_core.records.record import (
     SessionId,
     TransactionId,
 )
-from waltz_core.storage.files.format import IdRange
+from waltz_core.storage.files.format import IdRange, Marker
 from waltz_core.storage.files.id_ranges import without_damage
 from waltz_core.storage.files.space import DiskSpace, append_bytes
+from waltz_core.storage.log.archive_pieces import (
+    ArchivePiece,
+    ArchiveRead,
+    LogSize,
+    RetentionPiece,
+    read_for_archive,
+    retain,
+)
 from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.log.reading import LocationsRead
 from waltz_core.storage.log.scrub import Scrubbed, ScrubPiece
@@ -62,8 +71,11 @@ from waltz_core.wire.messages import (
     RangeRaw,
     Repair,
     ReplicaEnd,
+    ResetLog,
+    SetArchived,
     SetLowWaterMark,
     StorageMessage,
+    SuccessResponse,
     Truncate,
 )
 from waltz_core.wire.record_locations import LOCATIONS, LOCATIONS_BYTES_MAX, encode_locations
@@ -84,6 +96,7 @@ class LaneRequest:
 
 
 WorkOutcome: TypeAlias = StorageMessage | WaltzError
+LanePiece: TypeAlias = ScrubPiece | ArchivePiece | RetentionPiece
 
 
 @dataclass(slots=True)
@@ -106,6 +119,8 @@ class WorkResult:
     repaired: IdRange | None = None
     failed_reads: list[str] = field(default_factory=list)
     scrubbed: Scrubbed | None = None
+    archive_read: ArchiveRead | None = None
+    log_size: LogSize | None = None  # None after an error, too
     has_released: bool = False  # the reserve was released for this
 
 
@@ -114,12 +129,12 @@ def _no_clock() -> float:
 
 
 class Work:
-    """Requests of one partition that are served together, or a piece for the scrub.
+    """Requests of one partition that are served together, or a piece (rule 7).
 
-    Without either, the marker is moved.
+    Without either, the marker is moved. `has_archive`: PREPARED reports the start of the log.
     """
 
-    __slots__ = ("_space", "_storage_id", "log", "piece", "requests")
+    __slots__ = ("_has_archive", "_space", "_storage_id", "log", "piece", "requests")
 
     def __init__(
         self,
@@ -128,7 +143,8 @@ class Work:
         storage_id: bytes,
         *,
         space: DiskSpace | None = None,
-        piece: ScrubPiece | None = None,
+        piece: LanePiece | None = None,
+        has_archive: bool = False,
     ) -> None:
         assert not (requests and piece is not None)
         self.log = log
@@ -136,6 +152,7 @@ class Work:
         self.piece = piece
         self._storage_id = storage_id
         self._space = space
+        self._has_archive = has_archive
 
     @property
     def partition_id(self) -> PartitionId:
@@ -169,7 +186,7 @@ class Work:
         known = self.log.damaged
         try:
             if self.piece is not None:
-                result.scrubbed = _scrub(self.log, self.piece)
+                self._run_piece(self.piece, result)
             elif not self.requests:
                 self.log.mark_acked()
             elif self.is_append:
@@ -182,10 +199,12 @@ class Work:
         except WaltzError as found:
             error = self._cause_of(found)
             self._note(error, result)
-            if self.piece is not None:
+            if isinstance(self.piece, ScrubPiece):
                 # What the scrub cannot read is left to the next pass, and to other readers.
                 beyond = TransactionId(self.log.reader.segment_end(self.piece.first) + 1)
                 result.scrubbed = Scrubbed(beyond, 0, str(error))
+            elif isinstance(self.piece, ArchivePiece):
+                result.archive_read = ArchiveRead(error=str(error))
             missing = len(self.requests) - len(result.outcomes)
             result.outcomes += [error] * missing
         assert len(result.outcomes) == len(self.requests)
@@ -194,6 +213,17 @@ class Work:
             result.found = _without(self.log.damaged, known)
         result.failed_reads += self.log.reader.take_errors()
         return result
+
+    def _run_piece(self, piece: LanePiece, result: WorkResult) -> None:
+        match piece:
+            case ScrubPiece():
+                result.scrubbed = _scrub(self.log, piece)
+            case ArchivePiece():
+                result.archive_read = read_for_archive(self.log, piece)
+            case RetentionPiece():
+                result.log_size = retain(self.log, piece)
+            case _:
+                assert_never(piece)
 
     def _note(self, error: WaltzError, result: WorkResult) -> None:
         """Note in the result what an error means."""
@@ -214,7 +244,8 @@ class Work:
     def _serve(self, message: StorageMessage, result: WorkResult) -> StorageMessage:
         match message:
             case Prepare():
-                return _prepare(self.log, message, self._storage_id)
+                prepared = _prepare(self.log, message, self._storage_id)
+                return _with_start(prepared, self.log.start) if self._has_archive else prepared
             case RangeRaw():
                 return _read(self.log, message, result)
             case LineageRequest():
@@ -318,9 +349,11 @@ def _check_crc(what: str, message: AppendRaw | Repair) -> None:
 # Everything else, one at a time
 
 
-def _change(log: PartitionLog, message: StorageMessage) -> ReplicaEnd:
+def _change(log: PartitionLog, message: StorageMessage) -> StorageMessage:
     session = SessionId(message.session_id)
     match message:
+        case SetArchived():
+            return _compare_archived(log, message)
         case SetLowWaterMark():
             log.set_low_water_mark(session, TransactionId(message.mark), Chain(message.chain))
         case Truncate():
@@ -330,6 +363,8 @@ def _change(log: PartitionLog, message: StorageMessage) -> ReplicaEnd:
                 TransactionId(message.base),
                 Chain(message.base_chain),
             )
+        case ResetLog():
+            log.reset(session, Marker(TransactionId(message.last), Chain(message.chain)))
         case Engage():
             log.engage(session, TransactionId(message.mark))
         case Repair():
@@ -356,6 +391,22 @@ def _prepare(log: PartitionLog, message: Prepare, storage_id: bytes) -> Prepared
         damaged=np.array(found.damaged, dtype=">i8").tobytes(),
         engaged_session=found.engaged_session,
     )
+
+
+def _with_start(prepared: Prepared, start: Marker) -> Prepared:
+    return replace(prepared, start=start.transaction_id, start_chain=start.chain)
+
+
+def _compare_archived(log: PartitionLog, message: SetArchived) -> SuccessResponse:
+    """Reject a mark at which the log has another chain (rule AR 10 of decision 047)."""
+    found = log.chain_at(TransactionId(message.last))
+    if found != message.chain:
+        shown = "no batch end" if found is None else found.hex()
+        raise BadRequest(
+            f"partition {message.partition_id}: expected the chain {message.chain.hex()} at "
+            f"{message.last}, which is archived, found {shown}"
+        )
+    return SuccessResponse(*_prefix(message))
 
 
 def _read(log: PartitionLog, message: RangeRaw, result: WorkResult) -> RangeBytes:

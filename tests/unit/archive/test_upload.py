@@ -1,0 +1,162 @@
+"""An upload adds one verified object to a manifest, or fails and names the file."""
+
+import pytest
+
+from tests.unit.storage.logs import make_batches
+from waltz_core.archive import manifest
+from waltz_core.archive.manifest import Manifest, ManifestPage
+from waltz_core.archive.objects import ArchiveObject
+from waltz_core.archive.store import ArchiveStore
+from waltz_core.archive.upload import upload
+from waltz_core.archive.upload_job import BatchRun, UploadJob
+from waltz_core.errors import (
+    ArchiveUnavailable,
+    BadFormat,
+    ChecksumMismatch,
+    ObjectMissing,
+    WaltzError,
+)
+from waltz_core.records.checksum import crc32
+from waltz_core.records.record import GENESIS_CHAIN
+
+KEY = bytes(range(16))
+NONCE = bytes(16)
+CLUSTER = "00010203-0405-0607-0809-0a0b0c0d0e0f"
+
+
+class WrongStore(ArchiveStore):
+    """Returns other bytes than were written for files with this in their names."""
+
+    wrong = "?"
+
+    def read(self, name):
+        data = super().read(name)
+        middle = len(data) // 2
+        if self.wrong in name:
+            return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+        return data
+
+
+@pytest.fixture
+def store(tmp_path):
+    return WrongStore(f"file://{tmp_path}")
+
+
+def job_after(present=None, *, attempt=1, counts=(2, 3), **changes):
+    """Return a job with two runs of batches after a manifest."""
+    first, chain, name, file_crc = 0, GENESIS_CHAIN, "", 0
+    if present is not None:
+        first, chain, name, file_crc = present.last + 1, *present[1:]
+    runs, next_id, last_chain = [], first, chain
+    for _ in range(2):
+        records, lengths, entries = make_batches(next_id, counts, last_chain)
+        runs.append(BatchRun(records, lengths, entries))
+        next_id, last_chain = entries[-1].last + 1, entries[-1].chain
+    values = {
+        "partition_id": 3,
+        "session_id": 9,
+        "nonce": NONCE,
+        "attempt": attempt,
+        "first": first,
+        "chain_before": chain,
+        "manifest": name,
+        "manifest_crc": file_crc,
+        "runs": tuple(runs),
+    }
+    return UploadJob(**values | changes)
+
+
+def read_manifest(store, made):
+    data = store.read(made.name)
+    assert crc32(data) == made.file_crc
+    return Manifest.from_bytes(data, made.name)
+
+
+def test_uploads_continue_each_other_and_their_objects_have_the_log(store):
+    one = job_after()
+    first = upload(store, KEY, one)
+    two = job_after(first, attempt=2)
+    second = upload(store, KEY, two)
+    found = read_manifest(store, second)
+    assert (found.version, found.last, found.chain) == (2, 19, two.end.chain)
+    assert (second.last, second.chain) == (found.last, found.chain)
+    assert [each.first for each in found.newest] == [0, 10]
+    for entry, job in zip(found.newest, (one, two), strict=True):
+        data = store.read(entry.name)
+        assert (entry.file_bytes, entry.file_crc) == (len(data), crc32(data))
+        assert entry.commit_ms_min == entry.commit_ms_max == 5
+        with store.open(entry.name) as source:
+            read = ArchiveObject(source, entry.name)
+            whole = b"".join(bytes(read.read(each).records) for each in range(read.group_count))
+            assert whole == b"".join(bytes(each.records) for each in job.runs)
+            assert [each.last for each in read.verify()] == [
+                batch.last for run in job.runs for batch in run.batches
+            ]
+    assert store.names(CLUSTER) == [
+        f"{CLUSTER}/3/manifests/1-9-{NONCE.hex()}-1.json",
+        f"{CLUSTER}/3/manifests/2-9-{NONCE.hex()}-2.json",
+        f"{CLUSTER}/3/objects/0-9-9-{NONCE.hex()}-1.parquet",
+        f"{CLUSTER}/3/objects/10-19-9-{NONCE.hex()}-2.parquet",
+    ]
+
+
+def test_old_objects_go_to_a_page(store, monkeypatch):
+    monkeypatch.setattr(manifest, "PAGE_ENTRIES", 2)
+    made = None
+    for attempt in range(5):
+        made = upload(store, KEY, job_after(made, attempt=attempt))
+    found = read_manifest(store, made)
+    (page,) = found.pages
+    assert len(found.newest) == 3
+    entries = ManifestPage.from_bytes(store.read(page.name), page.name).entries
+    assert [each.first for each in (*entries, *found.newest)] == [0, 10, 20, 30, 40]
+
+
+def test_nothing_is_overwritten(store):
+    upload(store, KEY, job_after())
+    before = {name: store.read(name) for name in store.names(CLUSTER)}
+    with pytest.raises(ArchiveUnavailable, match=r"cannot write .*0-9-9-.*parquet: File exists"):
+        upload(store, KEY, job_after())
+    assert {name: store.read(name) for name in store.names(CLUSTER)} == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "reason"),
+    [
+        ({"first": 11}, BadFormat, r"ends at 10 with chain .*, found partition 3, 9"),
+        ({"chain_before": NONCE}, BadFormat, "with chain 0{32}, found"),
+        ({"partition_id": 4}, BadFormat, "of partition 4 .* found partition 3"),
+        ({"manifest_crc": 1}, ChecksumMismatch, r"1-9-.*json: expected CRC 00000001"),
+        ({"manifest": "x/y"}, ObjectMissing, "cannot read .*x/y: it does not exist"),
+        ({"manifest": ""}, BadFormat, r"\(none\): expected one of partition 3 that ends at 9"),
+    ],
+)
+def test_a_manifest_that_does_not_end_before_the_range_is_rejected(store, changes, error, reason):
+    made = upload(store, KEY, job_after())
+    before = store.names(CLUSTER)
+    with pytest.raises(error, match=reason):
+        upload(store, KEY, job_after(made, attempt=2, **changes))
+    assert store.names(CLUSTER) == before
+
+
+@pytest.mark.parametrize("wrong", [".parquet", "1-9-"])
+def test_a_file_that_reads_back_wrong_is_an_error_with_its_name(store, wrong):
+    store.wrong = wrong
+    with pytest.raises(WaltzError, match=r"0-9-9|1-9-"):
+        upload(store, KEY, job_after())
+
+
+def test_records_of_another_log_are_found(store):
+    job = job_after()
+    entries = list(job.runs[0].batches)
+    entries[0] = entries[0]._replace(stamp_ms=6, chain=NONCE)
+    wrong = (job.runs[0]._replace(batches=entries), job.runs[1])
+    with pytest.raises(ChecksumMismatch, match=r"0-9-9.*: its batches are not those of the log"):
+        upload(store, KEY, job_after(runs=wrong))
+    assert not [name for name in store.names(CLUSTER) if "manifests" in name]
+
+
+def test_a_store_that_fails_is_an_error_with_the_operation(tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(ArchiveUnavailable, match=r"cannot write .*objects/0-9-9"):
+        upload(ArchiveStore(f"file://{tmp_path}/file"), KEY, job_after())

@@ -1,0 +1,127 @@
+"""An upload that fails or stops at any operation leaves the archive as it was, and garbage."""
+
+from contextlib import contextmanager
+
+import pytest
+
+from tests.unit.archive.test_upload import CLUSTER, KEY, job_after, read_manifest
+from waltz_core.archive import manifest
+from waltz_core.archive.store import ArchiveStore
+from waltz_core.archive.upload import upload
+from waltz_core.errors import ArchiveUnavailable, WaltzError
+
+
+class Crash(BaseException):
+    """The process ends."""
+
+
+class FailingStore(ArchiveStore):
+    """A store that raises an error before or after its operation number `fails_at`."""
+
+    def __init__(self, url):
+        super().__init__(url)
+        self.done = []
+        self.fails_at = -1
+        self.is_after = False
+        self.kind = ArchiveUnavailable
+
+    def fail_next(self, number, *, is_after, kind=ArchiveUnavailable):
+        self.done, self.fails_at, self.is_after, self.kind = [], number, is_after, kind
+
+    def _meet(self, operation, name, *, is_after):
+        if not is_after:
+            self.done.append((operation, name))
+        if (len(self.done) - 1, is_after) == (self.fails_at, self.is_after):
+            raise self.kind(f"archive: cannot {operation} {name}")
+
+    def read(self, name):
+        self._meet("read", name, is_after=False)
+        data = super().read(name)
+        self._meet("read", name, is_after=True)
+        return data
+
+    @contextmanager
+    def writing(self, name):
+        self._meet("write", name, is_after=False)
+        with super().writing(name) as sink:
+            yield sink
+        self._meet("write", name, is_after=True)
+
+
+class FlippingStore(ArchiveStore):
+    """A store that returns one bit of the objects wrong."""
+
+    flipped = None
+
+    def read(self, name):
+        data = bytearray(super().read(name))
+        if self.flipped is not None and name.endswith(".parquet"):
+            data[self.flipped] ^= 1 << self.flipped % 8
+        return bytes(data)
+
+
+# The present manifest is read, and three files are written and read back.
+OPERATIONS = ["read", "write", "read", "write", "read", "write", "read"]
+
+
+@pytest.fixture
+def archived(tmp_path, monkeypatch):
+    """Return a store and the manifest of its four objects; the next one needs a page."""
+    monkeypatch.setattr(manifest, "PAGE_ENTRIES", 2)
+    store = FailingStore(f"file://{tmp_path}")
+    made = None
+    for attempt in range(4):
+        made = upload(store, KEY, job_after(made, attempt=attempt))
+    return store, made
+
+
+def files_of(store):
+    return {name: ArchiveStore.read(store, name) for name in store.names(CLUSTER)}
+
+
+def test_an_upload_reads_back_each_file_that_it_writes(archived):
+    store, made = archived
+    store.fail_next(-1, is_after=False)
+    upload(store, KEY, job_after(made, attempt=9))
+    assert [operation for operation, _ in store.done] == OPERATIONS
+    assert [name.rsplit("/")[-2] for _, name in store.done[1::2]] == [
+        "objects",
+        "manifests",
+        "manifests",
+    ]
+    assert [name for _, name in store.done[1::2]] == [name for _, name in store.done[2::2]]
+
+
+@pytest.mark.parametrize("kind", [ArchiveUnavailable, Crash])
+@pytest.mark.parametrize("is_after", [False, True])
+@pytest.mark.parametrize("number", range(len(OPERATIONS)))
+def test_after_a_failure_or_a_crash_the_next_attempt_continues(archived, number, is_after, kind):
+    store, made = archived
+    before = files_of(store)
+    store.fail_next(number, is_after=is_after, kind=kind)
+    with pytest.raises(kind, match=f"cannot {OPERATIONS[number]} {CLUSTER}/3/"):
+        upload(store, KEY, job_after(made, attempt=9))
+    garbage = files_of(store)
+    assert before.items() <= garbage.items()
+    assert len(garbage) - len(before) == (number + is_after) // 2, "files of the failed attempt"
+    store.fail_next(-1, is_after=False)
+    after = upload(store, KEY, job_after(made, attempt=10))
+    found = read_manifest(store, after)
+    assert [each.first for each in found.newest] == [20, 30, 40]
+    listed = [each.name for each in (*found.pages, *found.newest)]
+    assert after.name not in garbage
+    assert not [name for name in listed if name in garbage and name not in before]
+    assert garbage.items() <= files_of(store).items(), "nothing is overwritten or deleted"
+
+
+def test_a_flipped_bit_anywhere_in_an_object_is_found(tmp_path):
+    store = FlippingStore(f"file://{tmp_path}")
+    upload(store, KEY, job_after())
+    (name,) = [each for each in store.names(CLUSTER) if each.endswith(".parquet")]
+    size = len(store.read(name))
+    places = [*range(0, size, 61), size - 1]
+    for attempt, place in enumerate(places, 2):
+        store.flipped = place
+        with pytest.raises(WaltzError, match=f"object {CLUSTER}/3/objects/0-9-9-.*-{attempt}.parq"):
+            upload(store, KEY, job_after(attempt=attempt))
+    assert len([each for each in store.names(CLUSTER) if "manifests" in each]) == 1

@@ -1,0 +1,389 @@
+"""A storage archives ranges for its owner, one at a time, and removes archived segments."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.storage_owner import NONCE, STAMP_MS, Owner
+from tests.unit.storage.test_service import KEY, Bench, prepare, reports, tick
+from waltz_core.archive.objects import ArchiveObject
+from waltz_core.archive.store import ArchiveStore
+from waltz_core.archive.upload import upload
+from waltz_core.archive.upload_job import NewManifest
+from waltz_core.errors import ArchiveUnavailable, BadRequest, SessionFenced, from_code
+from waltz_core.machine import Wakeup
+from waltz_core.records.record import GENESIS_CHAIN, RECONSTRUCTED
+from waltz_core.storage.files.format import IdRange
+from waltz_core.storage.log.archive_pieces import RetentionPiece
+from waltz_core.storage.service import service, service_effects
+from waltz_core.storage.service.archive_jobs import ArchiveLimits
+from waltz_core.storage.service.retention import INTERVAL_MS, RetentionLimits
+from waltz_core.wire import messages
+from waltz_core.wire.messages import ArchiveRange, Nack, RangeArchived, SetArchived, SuccessResponse
+
+OLD = ArchiveLimits(object_bytes=1 << 20, age_ms=0)
+MADE = NewManifest(5, GENESIS_CHAIN, "m", 7)
+
+
+@pytest.fixture
+def make(tmp_path):
+    made = []
+
+    def make_bench(**options):
+        options = {"archive": OLD} | options
+        made.append(Bench(tmp_path / str(len(made)), **options))
+        return made[-1]
+
+    yield make_bench
+    for bench in made:
+        bench.engine.abandon()
+
+
+def range_to(owner, last, *, first=0, chain=GENESIS_CHAIN, attempt=1):
+    return owner.make(ArchiveRange, attempt, first, last, chain, "", 0)
+
+
+def filled(bench, *, batches=3, size=2, session=5):
+    """Return an owner that has appended batches, with data of 100 bytes."""
+    owner = bench.owned(session)
+    for _ in range(batches):
+        bench.ask(1, owner.append(size, b"x" * 100))
+    return owner
+
+
+def request(bench, owner, message):
+    """Send a request to archive; return the job to upload, if any."""
+    bench.send(1, message)
+    bench.finish()
+    jobs = bench.only(service_effects.UploadRange)
+    bench.effects = [
+        each for each in bench.effects if not isinstance(each, service_effects.UploadRange)
+    ]
+    return jobs[0].job if jobs else None
+
+
+def notices(bench, connection=1):
+    return [each for each in bench.answers(connection) if isinstance(each, RangeArchived)]
+
+
+def rejection(bench, message, connection=1):
+    answer = bench.ask(connection, message)
+    assert isinstance(answer, Nack), answer
+    return from_code(answer.error_code, answer.message)
+
+
+def test_a_range_is_uploaded_and_its_manifest_is_reported(make, tmp_path):
+    bench = make()
+    owner = filled(bench)
+    store = ArchiveStore(f"file://{tmp_path}/archive")
+    message = range_to(owner, 5)
+    job = request(bench, owner, message)
+    assert isinstance(bench.answers(1)[-1], SuccessResponse)
+    assert bench.answers(1)[-1].sequence == message.sequence
+    made = upload(store, KEY, job)
+    bench.step(service.Uploaded(job, made))
+    assert notices(bench) == [
+        RangeArchived(5, 0, 0, 1, 5, owner.chain, made.name, made.file_crc, "")
+    ]
+    assert reports(bench, "storage.range_archived") == [{"partition": 0, "last": 5}]
+    (name,) = (each for each in store.names("") if each.endswith(".parquet"))
+    assert f"0-5-5-{NONCE.hex()}-1" in name
+    with store.open(name) as source:
+        found = ArchiveObject(source, name).read(0)
+    assert bytes(found.records) == bench.log.read_range(0, 5, 1 << 20, whole_batches=True).records
+
+
+def test_a_range_ends_with_the_batch_that_fills_an_object(make, monkeypatch):
+    monkeypatch.setattr("waltz_core.storage.log.archive_pieces.PIECE_BYTES_MAX", 300)
+    bench = make(archive=ArchiveLimits(object_bytes=700, age_ms=1 << 60))
+    owner = filled(bench, batches=6)
+    job = request(bench, owner, range_to(owner, 11))
+    assert [len(each.batches) for each in job.runs] == [1, 1, 1]
+    assert (job.first, job.end.last, job.record_bytes) == (0, 5, 6 * 140)
+
+
+def test_other_work_runs_between_the_pieces_of_a_range(make, monkeypatch):
+    monkeypatch.setattr("waltz_core.storage.log.archive_pieces.PIECE_BYTES_MAX", 300)
+    bench = make()
+    owner = filled(bench, batches=6)
+    bench.send(1, range_to(owner, 11), owner.append(), owner.append())
+    order = []
+    while bench.works:
+        work = bench.works.pop(0)
+        order.append("piece" if work.piece is not None else "append")
+        bench.step(service.WorkDone(work, work.run()))
+    assert order == ["piece", "append", *["piece"] * 5]
+
+
+@pytest.mark.parametrize("last", [5, 1 << 40])
+def test_a_range_ends_where_the_synced_log_does(make, last):
+    bench = make()
+    owner = filled(bench)
+    assert request(bench, owner, range_to(owner, last)).end.last == 5
+
+
+def test_nothing_is_archived_while_there_is_too_little_and_it_is_young(make):
+    age_ms = 1 << 60
+    bench = make(archive=ArchiveLimits(object_bytes=6 * 140, age_ms=age_ms))
+    owner = filled(bench)
+    assert request(bench, owner, range_to(owner, 5)) is None
+    assert notices(bench) == [RangeArchived(5, 0, 0, 1, -1, GENESIS_CHAIN, "", 0, "")]
+    assert request(bench, owner, range_to(owner, 9, first=6, chain=owner.chain)) is None
+    assert notices(bench)[-1].error == "", "there is nothing at all"
+    bench.ask(1, owner.append())
+    assert request(bench, owner, range_to(owner, 6)).end.last == 6
+
+
+@pytest.mark.parametrize(("last", "end"), [(0, None), (1, 1), (2, 1), (4, 3)])
+def test_a_batch_that_reaches_beyond_the_range_is_not_archived(make, monkeypatch, last, end):
+    monkeypatch.setattr("waltz_core.storage.log.archive_pieces.PIECE_BYTES_MAX", 300)
+    bench = make()
+    owner = filled(bench)
+    job = request(bench, owner, range_to(owner, last))
+    assert (job and job.end.last) == end
+    assert [each.error for each in notices(bench)] == ([""] if end is None else [])
+
+
+def test_a_clock_behind_the_commit_stamps_stops_no_range_that_has_begun(make, monkeypatch):
+    monkeypatch.setattr("waltz_core.storage.log.archive_pieces.PIECE_BYTES_MAX", 150)
+    bench = make(archive=ArchiveLimits(object_bytes=400, age_ms=0))
+    owner = filled(bench, size=1)
+    monkeypatch.setattr(bench.log, "clock_ms", lambda: STAMP_MS - 1)
+    job = request(bench, owner, range_to(owner, 2))
+    assert [len(each.batches) for each in job.runs] == [1, 1, 1]
+
+
+def test_an_old_batch_is_archived_whatever_its_size(make):
+    ages = [bench_age - STAMP_MS for bench_age in (STAMP_MS + 1_000, STAMP_MS + 1 << 50)]
+    for age_ms, is_archived in zip(ages, (True, False), strict=True):
+        bench = make(archive=ArchiveLimits(object_bytes=1 << 20, age_ms=age_ms))
+        owner = filled(bench)
+        assert (request(bench, owner, range_to(owner, 5)) is not None) == is_archived
+
+
+def test_a_range_with_another_chain_damage_or_reconstructed_batches_is_an_error(make, monkeypatch):
+    bench = make()
+    owner = filled(bench)
+    request(bench, owner, range_to(owner, 5, chain=NONCE))
+    assert "expected the chain " in notices(bench)[-1].error
+    request(bench, owner, range_to(owner, 5, first=1))
+    assert "expected a batch that begins at 1" in notices(bench)[-1].error
+    read_range = bench.log.read_range
+
+    def reconstructed(*args, **options):
+        read = read_range(*args, **options)
+        return read._replace(
+            entries=(*read.entries[:-1], read.entries[-1]._replace(session_id=RECONSTRUCTED))
+        )
+
+    monkeypatch.setattr(bench.log, "read_range", reconstructed)
+    request(bench, owner, range_to(owner, 5))
+    assert "found reconstructed ones" in notices(bench)[-1].error
+    monkeypatch.undo()
+    bench.log._files.write_slot(replace(bench.log.slot, damaged=(IdRange(3, 3),)))
+    assert request(bench, owner, range_to(owner, 5)) is None
+    assert "records 3..3 are damaged" in notices(bench)[-1].error
+    assert len(reports(bench, "storage.archive_failed")) == 4
+
+
+def test_a_failed_upload_is_reported_and_the_next_attempt_is_free(make):
+    bench = make()
+    owner = filled(bench)
+    job = request(bench, owner, range_to(owner, 5))
+    bench.step(service.Uploaded(job, ArchiveUnavailable("cannot write x")))
+    (notice,) = notices(bench)
+    assert (notice.manifest, notice.error) == ("", "cannot write x")
+    assert request(bench, owner, range_to(owner, 5, attempt=2)).attempt == 2
+
+
+def test_requests_of_others_and_without_an_archive_are_rejected(make):
+    bench = make()
+    owner = filled(bench)
+    assert isinstance(rejection(bench, range_to(owner, 5), connection=2), SessionFenced)
+    assert isinstance(rejection(bench, range_to(Owner(4), 5)), SessionFenced)
+    assert "found 3..2" in str(rejection(bench, range_to(owner, 2, first=3)))
+    mark = owner.make(SetArchived, 5, owner.chain, 0, 0, "m")
+    assert isinstance(rejection(bench, mark, connection=2), SessionFenced)
+    request(bench, owner, range_to(owner, 5))
+    assert "one range to archive at a time" in str(rejection(bench, range_to(owner, 5)))
+    other = make(archive=None)
+    owner = filled(other)
+    found = rejection(other, range_to(owner, 5))
+    assert isinstance(found, BadRequest)
+    assert str(found) == "this storage has no archive configured"
+
+
+def test_one_range_is_read_or_uploaded_at_a_time(make):
+    bench = make()
+    owners = [filled(bench)]
+    for partition_id in (1, 2):
+        log = bench.engine.assign(partition_id)
+        bench.step(service.Opened(log))
+        owner = Owner(5, partition_id)
+        bench.ask(1, prepare(owner))
+        bench.ask(1, owner.append(2))
+        owners.append(owner)
+    for owner in owners:
+        bench.send(1, range_to(owner, 1))
+    bench.finish()
+    order = []
+    while jobs := bench.only(service_effects.UploadRange)[len(order) :]:
+        job = jobs[0].job
+        order.append(job.partition_id)
+        bench.step(service.Uploaded(job, MADE))
+        bench.finish()
+    assert order == [0, 1, 2]
+    assert [each.partition_id for each in notices(bench)] == order
+
+
+ENDINGS = {
+    "disconnect": lambda bench: bench.step(service.Disconnected(1)),
+    "later session": lambda bench: bench.ask(2, prepare(Owner(6))),
+    "later connection": lambda bench: bench.ask(2, prepare(Owner(5))),
+    "drop": lambda bench: bench.step(service.Dropped(0)),
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("is_uploading", [False, True])
+def test_a_job_ends_with_its_session_and_the_next_one_waits_for_its_upload(
+    make, ending, is_uploading
+):
+    bench = make()
+    owner = filled(bench)
+    bench.send(1, range_to(owner, 5))
+    if is_uploading:
+        bench.finish()
+    ENDINGS[ending](bench)
+    bench.finish()
+    uploads = bench.only(service_effects.UploadRange)
+    assert len(uploads) == is_uploading
+    if ending == "drop":
+        bench.step(service.Opened(bench.log))
+    later = Owner(7)
+    bench.ask(3, prepare(later))
+    bench.send(3, range_to(later, 5))
+    bench.finish()
+    if is_uploading:
+        assert len(bench.only(service_effects.UploadRange)) == 1
+        bench.step(service.Uploaded(uploads[0].job, MADE))
+        bench.finish()
+        assert not notices(bench, 1)
+    job = bench.only(service_effects.UploadRange)[-1].job
+    assert job.session_id == 7
+    bench.step(service.Uploaded(job, MADE))
+    assert [each.session_id for each in notices(bench, 3)] == [7]
+    assert not notices(bench, 1)
+    assert not notices(bench, 2)
+
+
+def test_prepared_reports_the_start_where_an_archive_is_configured(make):
+    prepared = make().ask(1, prepare(Owner(1)))
+    assert (prepared.start, prepared.start_chain) == (-1, GENESIS_CHAIN)
+    assert make(archive=None).ask(1, prepare(Owner(1))).start == messages.NO_ARCHIVING
+
+
+# ---- retention
+
+
+def with_segments(make, **limits):
+    """Return a bench whose log has four segments of two batches, all confirmed, and its owner."""
+    bench = make(segment_bytes_max=700, retention=RetentionLimits(**limits))
+    filled(bench, batches=8)
+    owner = bench.owned(6)
+    assert len(bench.log._files.segments.all) == 4
+    return bench, owner
+
+
+def mark_at(bench, owner, last):
+    return owner.make(SetArchived, last, bench.log.chain_at(last) or GENESIS_CHAIN, 0, 0, "m")
+
+
+def starts(bench):
+    return [each["start"] for each in reports(bench, "storage.segment_removed")]
+
+
+def test_segments_over_the_size_are_removed_up_to_the_archived_mark(make):
+    bench, owner = with_segments(make, bytes_max=2_000)
+    assert bench.log.size_bytes > 4 * 560
+    assert isinstance(bench.ask(1, mark_at(bench, owner, 1)), SuccessResponse)
+    bench.finish()
+    assert starts(bench) == [], "the mark is within the oldest segment"
+    bench.ask(1, mark_at(bench, owner, 15))
+    bench.finish()
+    assert starts(bench) == [5], "no more than needed"
+    assert bench.log.size_bytes <= 2_000
+    assert bench.log.start.transaction_id == 5
+    assert bench.ask(1, owner.append(2)).synced_max == 17
+
+
+def test_segments_over_the_age_are_removed_but_never_the_newest(make):
+    bench, owner = with_segments(make, age_ms_max=1_000)
+    bench.ask(1, mark_at(bench, owner, 15))
+    bench.finish()
+    assert starts(bench) == [5, 9, 15]
+
+
+@pytest.mark.parametrize("limits", [{}, {"bytes_max": 1 << 30, "age_ms_max": 1 << 60}])
+def test_without_a_limit_or_below_it_nothing_is_removed(make, limits):
+    bench, owner = with_segments(make, **limits)
+    bench.ask(1, mark_at(bench, owner, 15))
+    bench.finish()
+    assert starts(bench) == []
+    bench.now_ms += INTERVAL_MS
+    bench.step(Wakeup())
+    pieces = []
+    while bench.works:
+        work = bench.works.pop(0)
+        pieces.append(work.piece)
+        bench.step(service.WorkDone(work, work.run()))
+    assert any(isinstance(each, RetentionPiece) for each in pieces) == bool(limits)
+    assert starts(bench) == []
+
+
+def test_a_mark_with_another_chain_is_rejected(make):
+    bench, owner = with_segments(make, bytes_max=1)
+    for last in (2, 15, 99):
+        found = rejection(bench, owner.make(SetArchived, last, NONCE, 0, 0, "m"))
+        assert isinstance(found, BadRequest)
+        assert f"at {last}, which is archived, found" in str(found)
+    assert starts(bench) == []
+
+
+def test_the_next_round_looks_again_and_a_later_session_needs_a_mark_of_its_own(make):
+    bench, owner = with_segments(make, bytes_max=2_400)
+    bench.ask(1, mark_at(bench, owner, 15))
+    bench.finish()
+    before = starts(bench)
+    for _ in range(4):
+        bench.ask(1, owner.append(2, b"x" * 100))
+    next_ms = bench.now_ms + INTERVAL_MS
+    while bench.now_ms < next_ms:
+        tick(bench)
+        bench.finish()
+    assert starts(bench)[len(before) :], "appends have made the log too large again"
+    later = bench.owned(7, 2)
+    before = starts(bench)
+    for _ in range(6):
+        bench.ask(2, later.append(2, b"x" * 100))
+    bench.now_ms += 2 * INTERVAL_MS
+    tick(bench)
+    bench.finish()
+    assert starts(bench) == before
+    bench.ask(2, mark_at(bench, later, 15))
+    bench.finish()
+    assert len(starts(bench)) > len(before)
+
+
+def test_the_largest_log_loses_its_oldest_segment_first(make):
+    bench, owner = with_segments(make, bytes_max=2_400)
+    log = bench.engine.assign(1)
+    bench.step(service.Opened(log))
+    second = Owner(5, 1)
+    bench.ask(1, prepare(second))
+    for _ in range(3):
+        bench.ask(1, second.append(2, b"x" * 100))
+    bench.ask(1, mark_at(bench, owner, 15))
+    bench.finish()
+    assert {each["partition"] for each in reports(bench, "storage.segment_removed")} == {0}
+    assert bench.log.size_bytes + log.size_bytes <= 2_400

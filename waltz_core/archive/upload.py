@@ -1,0 +1,159 @@
+"""Writes a range of a log into the archive: an object, and a manifest that lists it; blocks.
+
+Names are `CLUSTER/P/objects/FIRST-LAST-SESSION-NONCE-N.parquet` and
+`CLUSTER/P/manifests/VERSION-SESSION-NONCE-N.json`, below the URL of the store.
+
+Rules (docs/decisions/047):
+    1. Nothing is overwritten: a session, its nonce and the attempt occur once (AR 2).
+    2. The object is read back. It must have the bytes that were written, of which statistics and
+       headers are not verified otherwise, and the records, batches and chains of the log (AR 4).
+    3. The new manifest has all objects of the present one, which must end directly before the
+       range, and is read back (AR 5).
+    4. A failure leaves the present manifest as it is. Files of a failed attempt are garbage.
+"""
+
+import io
+from collections.abc import Iterator
+from typing import Any, Final
+from uuid import UUID
+
+import numpy as np
+
+from waltz_core.archive.manifest import Manifest, ManifestPage, ObjectEntry
+from waltz_core.archive.objects import ArchiveObject, ObjectFacts, ObjectWriter, Piece
+from waltz_core.archive.store import ArchiveStore
+from waltz_core.archive.upload_job import BatchRun, NewManifest, UploadJob
+from waltz_core.errors import BadFormat, ChecksumMismatch
+from waltz_core.records.checksum import crc32
+from waltz_core.records.raw_records import Buffer
+from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN, TransactionId
+
+ROW_GROUP_BYTES: Final = 8 * 1024 * 1024
+
+
+def upload(store: ArchiveStore, cluster_key: bytes, job: UploadJob) -> NewManifest:
+    """Write the object and the manifest of a job; both are durable and verified on return.
+
+    Raises:
+        ArchiveUnavailable, ObjectMissing: the store did not carry out a request.
+        BadFormat, ChecksumMismatch: a file is not what was written, or the present manifest does
+            not end before the range.
+    """
+    present = _present_manifest(store, cluster_key, job)
+    folder = f"{UUID(bytes=cluster_key)}/{job.partition_id}"
+    suffix = f"{job.session_id}-{job.nonce.hex()}-{job.attempt}"
+    entry = _write_object(store, cluster_key, job, f"{folder}/objects", suffix)
+    prefix = f"{folder}/manifests/{present.version + 1}-{suffix}"
+    page = present.next_page
+    if page is not None:
+        name = f"{prefix}-page.json"
+        _write_read_back(store, name, page.to_bytes())
+        ManifestPage.from_bytes(page.to_bytes(), name)
+        present = present.with_page(name, page)
+    name, data = f"{prefix}.json", present.with_object(entry).to_bytes()
+    _write_read_back(store, name, data)
+    made = Manifest.from_bytes(data, name)
+    return NewManifest(made.last, made.chain, name, crc32(data))
+
+
+def _present_manifest(store: ArchiveStore, cluster_key: bytes, job: UploadJob) -> Manifest:
+    """Return the manifest that ends before the range (rule 3)."""
+    if job.manifest:
+        data = store.read(job.manifest)
+        if crc32(data) != job.manifest_crc:
+            raise ChecksumMismatch(
+                f"manifest {job.manifest}: expected CRC {job.manifest_crc:08x}, "
+                f"found {crc32(data):08x}"
+            )
+        found = Manifest.from_bytes(data, job.manifest)
+    else:
+        start = TransactionId(0)
+        found = Manifest(cluster_key, job.partition_id, 0, start, BEFORE_FIRST, GENESIS_CHAIN)
+    stated = (found.cluster_key, found.partition_id, found.last, found.chain)
+    expected = (cluster_key, job.partition_id, job.first - 1, job.chain_before)
+    if stated != expected:
+        raise BadFormat(
+            f"manifest {job.manifest or '(none)'}: expected one of partition {job.partition_id} "
+            f"that ends at {job.first - 1} with chain {job.chain_before.hex()}, found partition "
+            f"{found.partition_id}, {found.last} and {found.chain.hex()}"
+        )
+    return found
+
+
+def _write_object(
+    store: ArchiveStore, cluster_key: bytes, job: UploadJob, folder: str, suffix: str
+) -> ObjectEntry:
+    """Write the object, read it back, and return its entry (rule 2)."""
+    end = job.end
+    facts = ObjectFacts(
+        cluster_key, job.partition_id, job.first, end.last, job.chain_before, end.chain
+    )
+    name = f"{folder}/{job.first}-{end.last}-{suffix}.parquet"
+    with store.writing(name) as target:
+        sink = _CrcSink(target)
+        writer = ObjectWriter(sink, facts)
+        for piece in _row_groups(job.runs):
+            writer.add(piece)
+        writer.close()
+    data = store.read(name)
+    if crc32(data) != sink.crc:
+        raise ChecksumMismatch(
+            f"object {name}: expected CRC {sink.crc:08x} as written, found {crc32(data):08x}"
+        )
+    found = ArchiveObject(io.BytesIO(data), name)
+    batches = [batch for run in job.runs for batch in run.batches]
+    if found.facts != facts or list(found.verify()) != batches:
+        raise ChecksumMismatch(f"object {name}: its batches are not those of the log")
+    stamps = [each.stamp_ms for each in batches if each.stamp_ms]
+    return ObjectEntry(
+        name,
+        job.first,
+        end.last,
+        end.chain,
+        file_bytes=len(data),
+        file_crc=sink.crc,
+        record_bytes=job.record_bytes,
+        commit_ms_min=min(stamps, default=0),
+        commit_ms_max=max(stamps, default=0),
+    )
+
+
+class _CrcSink:
+    """Passes bytes on to a file, and keeps their CRC-32."""
+
+    closed = False
+
+    def __init__(self, target: Any) -> None:  # noqa: ANN401 - a file of pyarrow, or Python's
+        self._target = target
+        self.crc = 0
+
+    def write(self, data: Buffer) -> None:
+        """Write to the file."""
+        self._target.write(data)
+        self.crc = crc32(data, self.crc)
+
+
+def _row_groups(runs: tuple[BatchRun, ...]) -> Iterator[Piece]:
+    """Join runs to row groups of about `ROW_GROUP_BYTES`."""
+    group: list[BatchRun] = []
+    for run in runs:
+        group.append(run)
+        if sum(len(each.records) for each in group) >= ROW_GROUP_BYTES:
+            yield _joined(group)
+            group = []
+    if group:
+        yield _joined(group)
+
+
+def _joined(runs: list[BatchRun]) -> Piece:
+    return Piece(
+        b"".join(each.records for each in runs),
+        np.concatenate([each.lengths for each in runs]),
+        [batch for each in runs for batch in each.batches],
+    )
+
+
+def _write_read_back(store: ArchiveStore, name: str, data: bytes) -> None:
+    store.write(name, data)
+    if store.read(name) != data:
+        raise ChecksumMismatch(f"manifest {name}: other bytes were read than written")

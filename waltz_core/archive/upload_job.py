@@ -1,0 +1,66 @@
+"""A range to write into the archive, and the result. The file needs no Parquet library.
+
+A storage's machine makes jobs, and `upload.py` carries them out on a thread.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+
+from waltz_core.errors import WaltzError
+from waltz_core.records.raw_records import I64, Buffer
+from waltz_core.records.record import Chain, LineageEntry, PartitionId, SessionId, TransactionId
+from waltz_core.values import value
+
+
+class BatchRun(NamedTuple):
+    """Consecutive whole batches, and their records."""
+
+    records: Buffer
+    lengths: I64
+    batches: Sequence[LineageEntry]
+
+
+@value(frozen=True, slots=True, eq=False)
+class UploadJob:
+    """The batches from `first` on, and the manifest that ends before them.
+
+    `manifest` is empty if nothing is archived. Session, nonce and attempt make the names of new
+    files unique (rule AR 2).
+    """
+
+    partition_id: PartitionId
+    session_id: SessionId
+    nonce: bytes
+    attempt: int
+    first: TransactionId
+    chain_before: Chain
+    manifest: str
+    manifest_crc: int
+    runs: tuple[BatchRun, ...]
+
+    @property
+    def end(self) -> LineageEntry:
+        """The last batch."""
+        return self.runs[-1].batches[-1]
+
+    @property
+    def record_count(self) -> int:
+        """The number of transactions."""
+        return self.end.last - self.first + 1
+
+    @property
+    def record_bytes(self) -> int:
+        """The size of the records."""
+        return sum(len(each.records) for each in self.runs)
+
+
+class NewManifest(NamedTuple):
+    """A manifest that is durable in the archive."""
+
+    last: TransactionId
+    chain: Chain
+    name: str
+    file_crc: int
+
+
+UploadOutcome: TypeAlias = NewManifest | WaltzError

@@ -1,0 +1,111 @@
+"""Work of the archive on a log: reads of ranges that are archived, and removal of old segments.
+
+Each piece is short, so that other work of the partition runs between them.
+
+Rules (docs/decisions/047):
+    1. Only whole batches are returned, from the first ID on, with the expected chain before them.
+    2. A range with reconstructed batches or damage is an error: another replica may have it (AR 1).
+    3. A piece removes one segment at most, and `PartitionLog.remove_oldest` checks whether it may.
+"""
+
+from typing import Final, NamedTuple
+
+from waltz_core.archive.upload_job import BatchRun
+from waltz_core.errors import BadRequest
+from waltz_core.records.record import RECONSTRUCTED, Chain, TransactionId
+from waltz_core.storage.files.format import Marker
+from waltz_core.storage.log.partition_log import PartitionLog
+
+PIECE_BYTES_MAX: Final = 1024 * 1024
+
+
+class ArchivePiece(NamedTuple):
+    """Read batches of first..last. The log must have `chain_before` before them.
+
+    Without `bytes_min` bytes in the whole range, nothing is read unless the oldest batch is
+    `age_ms_min` old; 0 for a range that has begun.
+    """
+
+    first: TransactionId
+    last: TransactionId
+    chain_before: Chain
+    bytes_min: int = 0
+    age_ms_min: int = 0
+
+
+class ArchiveRead(NamedTuple):
+    """The batches of a piece; None if there is too little, or no whole one in the range.
+
+    `is_last`: the range ends with them.
+    """
+
+    run: BatchRun | None = None
+    is_last: bool = True
+    error: str = ""
+
+
+class RetentionPiece(NamedTuple):
+    """Measure a log; with `removes`, remove its oldest segment first if `archived` allows it."""
+
+    archived: Marker | None
+    removes: bool = False
+
+
+class LogSize(NamedTuple):
+    """The size of a log's segments, and what its oldest one is.
+
+    `oldest_age_ms` is that of its newest batch, 0 if that has no commit stamp. `is_removable`: the
+    archive has it. `removed`: the segment of the piece was removed.
+    """
+
+    size_bytes: int
+    oldest_age_ms: int = 0
+    is_removable: bool = False
+    removed: bool = False
+
+
+def read_for_archive(log: PartitionLog, piece: ArchivePiece) -> ArchiveRead:
+    """Read the next batches of a range.
+
+    Raises:
+        BelowStart, BadRequest, ChecksumMismatch: as `LogReader.read_range`, and rules 1 and 2.
+    """
+    log.check_files()
+    last = min(piece.last, log.synced_max)
+    if last < piece.first:
+        return ArchiveRead()
+    read = log.read_range(piece.first, last, PIECE_BYTES_MAX, whole_batches=True)
+    where = f"partition {log.partition_id}: batches from {piece.first} on"
+    if read.chain_before != piece.chain_before:
+        raise BadRequest(
+            f"{where}: expected the chain {piece.chain_before.hex()} before them, "
+            f"found {read.chain_before.hex()}"
+        )
+    if any(each.session_id == RECONSTRUCTED for each in read.entries):
+        raise BadRequest(f"{where}: expected batches of a session, found reconstructed ones")
+    end = read.entries[-1].last
+    if end > last:
+        return ArchiveRead()
+    is_young = log.clock_ms() - read.entries[0].stamp_ms < piece.age_ms_min
+    if piece.bytes_min and is_young and not log.reader.exceeds(piece.first, last, piece.bytes_min):
+        return ArchiveRead()
+    return ArchiveRead(BatchRun(read.records, read.lengths, read.entries), is_last=end == last)
+
+
+def retain(log: PartitionLog, piece: RetentionPiece) -> LogSize:
+    """Remove the oldest segment if that is requested and allowed; return the log's size (rule 3).
+
+    Raises:
+        BadRequest: the log has another chain at the archived mark.
+        DiskFailed: a write failed.
+    """
+    log.check_files()
+    archived = piece.archived
+    removed = piece.removes and archived is not None and log.remove_oldest(archived)
+    stamp_ms = log.oldest_stamp_ms
+    return LogSize(
+        log.size_bytes,
+        log.clock_ms() - stamp_ms if stamp_ms else 0,
+        is_removable=archived is not None and log.removable_end(archived) is not None,
+        removed=removed,
+    )

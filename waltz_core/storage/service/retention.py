@@ -1,0 +1,108 @@
+"""Limits the local size and age of the logs: removes old segments that the archive has.
+
+It only chooses. `service.py` runs the pieces in the partitions' lanes, and `PartitionLog` decides
+whether a segment may be removed (rule AR 10 of decision 047).
+
+Rules:
+    1. A round measures all logs, one after the other. Then segments are removed, one at a time:
+       those over the age first, then those of the largest log while all are over the size.
+    2. The archived mark of a partition is that of the present session, in memory only (AR 9).
+    3. A round begins when a mark was set, and after `INTERVAL_MS`. Without a limit there is none.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+from waltz_core.records.record import PartitionId
+from waltz_core.storage.files.format import Marker
+from waltz_core.storage.log.archive_pieces import LogSize, RetentionPiece
+
+INTERVAL_MS: Final = 60_000
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionLimits:
+    """Bytes of all logs, and age of a log's oldest segment; 0: no limit."""
+
+    bytes_max: int = 0
+    age_ms_max: int = 0
+
+
+NO_LIMIT: Final = RetentionLimits()
+
+
+class Retention:
+    """See the module's rules."""
+
+    def __init__(self, limits: RetentionLimits) -> None:
+        self._limits = limits
+        self._marks: dict[PartitionId, Marker] = {}
+        self._sizes: dict[PartitionId, LogSize | None] = {}  # None: to be measured in this round
+        self._running: PartitionId | None = None
+        self._due_ms: int | None = None
+
+    @property
+    def wake_at_ms(self) -> int | None:
+        """When to call `next_piece`; while a piece is under way, when that is done."""
+        return self._due_ms if self._running is None else None
+
+    def opened(self, partition_id: PartitionId) -> None:
+        """A log is open."""
+        self._sizes[partition_id] = None
+
+    def dropped(self, partition_id: PartitionId) -> None:
+        """A log is closed."""
+        self.forget(partition_id)
+        del self._sizes[partition_id]
+
+    def archived(self, partition_id: PartitionId, mark: Marker, now_ms: int) -> None:
+        """The owner has sent the archived mark, and the log has its chain there (rule 3)."""
+        self._marks[partition_id] = mark
+        if self._limits.bytes_max or self._limits.age_ms_max:
+            self._due_ms = now_ms
+            self._sizes = dict.fromkeys(self._sizes)
+
+    def forget(self, partition_id: PartitionId) -> None:
+        """The session has ended, and with it the mark and the piece under way (rule 2)."""
+        self._marks.pop(partition_id, None)
+        if self._running == partition_id:
+            self._running = None
+
+    def next_piece(self, now_ms: int) -> tuple[PartitionId, RetentionPiece] | None:
+        """Return the next piece to run; None if one is under way, or the round is over."""
+        if self._due_ms is None or now_ms < self._due_ms or self._running is not None:
+            return None
+        for partition_id, size in self._sizes.items():
+            if size is None:
+                return self._begin(partition_id, removes=False)
+        chosen = self._next_removal()
+        if chosen is not None:
+            return self._begin(chosen, removes=True)
+        self._sizes = dict.fromkeys(self._sizes)
+        self._due_ms = now_ms + INTERVAL_MS if self._marks else None
+        return None
+
+    def _begin(
+        self, partition_id: PartitionId, *, removes: bool
+    ) -> tuple[PartitionId, RetentionPiece]:
+        self._running = partition_id
+        return partition_id, RetentionPiece(self._marks.get(partition_id), removes)
+
+    def _next_removal(self) -> PartitionId | None:
+        """Return the partition whose oldest segment is removed next (rule 1)."""
+        sizes = {each: size for each, size in self._sizes.items() if size is not None}
+        removable = [each for each, size in sizes.items() if size.is_removable]
+        if not removable:
+            return None
+        oldest = max(removable, key=lambda each: sizes[each].oldest_age_ms)
+        if 0 < self._limits.age_ms_max < sizes[oldest].oldest_age_ms:
+            return oldest
+        if 0 < self._limits.bytes_max < sum(each.size_bytes for each in sizes.values()):
+            return max(removable, key=lambda each: sizes[each].size_bytes)
+        return None
+
+    def done(self, partition_id: PartitionId, size: LogSize | None) -> None:
+        """Take the result of a piece; None after an error, which ends the log's turn."""
+        if self._running == partition_id:
+            self._running = None
+        self._sizes[partition_id] = LogSize(0) if size is None else size
