@@ -13,10 +13,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from typing import Final, NamedTuple, TypeVar, cast
-
-from waltz_core.errors import WaltzError
 
 READ_AHEAD_THREADS: Final = 2
 READ_AHEADS_MAX: Final = 4
@@ -65,7 +62,7 @@ class ArchiveCache:
             if known or len(self._ahead) >= READ_AHEADS_MAX:
                 return
             self._ahead.add(key)
-        self._threads.submit(self._load_ahead, key, load)
+        self._threads.submit(self._load_ahead, key, load)  # its outcome is dropped
 
     def close(self) -> None:
         """End the threads when their read-aheads have ended; after the last read."""
@@ -73,8 +70,7 @@ class ArchiveCache:
 
     def _load_ahead(self, key: Hashable, load: Callable[[], tuple[object, int]]) -> None:
         try:
-            with suppress(WaltzError):
-                self.get(key, load)
+            self.get(key, load)
         finally:
             with self._lock:
                 self._ahead.discard(key)

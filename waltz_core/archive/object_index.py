@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from waltz_core.archive.objects import ArchiveObject, ObjectFacts
-from waltz_core.errors import BadFormat, ChecksumMismatch
+from waltz_core.errors import ChecksumMismatch
 from waltz_core.records import raw_records
 from waltz_core.records.checksum import crc32
 from waltz_core.records.raw_records import I64
@@ -78,18 +78,13 @@ class ObjectIndex:
             BadFormat, ChecksumMismatch: with the name of the object.
         """
         piece = opened.read(group)
-        first = self.group_first(group)
-        found = int(raw_records.ids_of(piece.records, piece.lengths[:1])[0])
-        if found != first:
-            raise BadFormat(
-                f"object {self.name}: row group {group}: expected ID {first}, found {found}"
-            )
+        # They cover the IDs, too.
         if crc32(raw_records.record_crcs(piece.records, piece.lengths)) != self._group_crcs[group]:
             raise ChecksumMismatch(
                 f"object {self.name}: row group {group}: its records are not those of the chain"
             )
         offsets = raw_records.offsets_of(piece.lengths)
-        return RowGroup(first, piece.records, piece.lengths, offsets)
+        return RowGroup(self.group_first(group), piece.records, piece.lengths, offsets)
 
     def chain_at(self, last: TransactionId) -> Chain | None:
         """Return the chain at the end of a batch; None if no batch ends there."""
