@@ -53,7 +53,7 @@ def upload(store: ArchiveStore, cluster_key: bytes, job: UploadJob) -> NewManife
     name, data = f"{prefix}.json", present.with_object(entry).to_bytes()
     _write_read_back(store, name, data)
     made = Manifest.from_bytes(data, name)
-    return NewManifest(made.last, made.chain, name, crc32(data))
+    return NewManifest(made.last, made.chain, job.end.stamp_ms, name, crc32(data))
 
 
 def _present_manifest(store: ArchiveStore, cluster_key: bytes, job: UploadJob) -> Manifest:

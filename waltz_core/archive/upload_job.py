@@ -59,6 +59,7 @@ class NewManifest(NamedTuple):
 
     last: TransactionId
     chain: Chain
+    stamp_ms: int
     name: str
     file_crc: int
 

@@ -160,6 +160,7 @@ class Archiving:
             attempt.found = ArchivedMark(
                 TransactionId(notice.last),
                 Chain(bytes(notice.chain)),
+                notice.stamp_ms,
                 first,
                 notice.manifest_crc,
                 notice.manifest,
@@ -239,8 +240,8 @@ class Archiving:
             is_known = self._learned.get(each.replica, BEFORE_FIRST) >= recorded.last
             if each.supports_archiving and not is_known and each.synced_last >= recorded.last:
                 self._learned[each.replica] = recorded.last
-                last, chain, first, *manifest = recorded
-                fields = (last, chain, first, *manifest)
+                last, chain, _, *others = recorded
+                fields = (last, chain, *others)
                 each.send_request(SetArchived, *fields, now_ms=now_ms, ticket=ARCHIVE_TICKET)
 
     def _report(self, name: str, **fields: object) -> None:

@@ -37,6 +37,8 @@ class Settlement:
         self._claim = claim
         self._mark = mark
         self._stamp_ms: int | None = 0 if claim.unbroken or mark == BEFORE_FIRST else None
+        if self._stamp_ms is None and claim.archived is not None and claim.archived.last == mark:
+            self._stamp_ms = claim.archived.stamp_ms  # a log may begin after it
         self._doubtful: list[LineageEntry] = []
 
     def begin(self, now_ms: int) -> None:

@@ -887,7 +887,8 @@ class ArchiveRange(StorageMessage):
 class RangeArchived(StorageMessage):
     """A notification to the owner (sequence 0): the end of an attempt to archive.
 
-    The new manifest has all batches up to `last`, where the chain is `chain`. If `manifest` is
+    The new manifest has all batches up to `last`, where the chain is `chain` and the commit stamp
+    `stamp_ms`. If `manifest` is
     empty, nothing was archived: there is not enough yet or, with an `error`, the attempt failed.
     """
 
@@ -896,6 +897,7 @@ class RangeArchived(StorageMessage):
     attempt: Int32
     last: Int64
     chain: Raw16
+    stamp_ms: Int64
     manifest: Text
     manifest_crc: Crc32
     error: Text

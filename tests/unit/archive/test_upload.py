@@ -44,9 +44,9 @@ def store(tmp_path):
 
 def job_after(present=None, *, attempt=1, counts=(2, 3), **changes):
     """Return a job with two runs of batches after a manifest."""
-    first, chain, name, file_crc = 0, GENESIS_CHAIN, "", 0
+    first, chain, _, name, file_crc = 0, GENESIS_CHAIN, 0, "", 0
     if present is not None:
-        first, chain, name, file_crc = present.last + 1, *present[1:]
+        first, chain, _, name, file_crc = present.last + 1, *present[1:]
     runs, next_id, last_chain = [], first, chain
     for _ in range(2):
         records, lengths, entries = make_batches(next_id, counts, last_chain)

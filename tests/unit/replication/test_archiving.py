@@ -49,7 +49,13 @@ def finish(bench, replica, request, **fields):
     last = fields.pop("last", request.last)
     if "chain" not in fields:
         fields["chain"] = chain_at(bench, last) if last >= 0 else GENESIS_CHAIN
-    known = {"manifest": f"m{request.attempt}", "manifest_crc": 7, "error": "", **fields}
+    known = {
+        "stamp_ms": 9,
+        "manifest": f"m{request.attempt}",
+        "manifest_crc": 7,
+        "error": "",
+        **fields,
+    }
     prefix = request.session_id, 0, request.partition_id
     notice = wire.RangeArchived(*prefix, request.attempt, last, **known)
     bench.step(ReplicaResponded(request.session_id, replica, notice))
@@ -78,7 +84,7 @@ def test_a_range_is_archived_compared_recorded_and_then_announced(bench):
     assert bench.sent[-1][0] != replica
     assert bench.marker.archived is None
     bench.run(questions=False)
-    assert bench.questions[0].marker.archived == ArchivedMark(3, chain_at(bench, 3), 0, 7, "m1")
+    assert bench.questions[0].marker.archived == ArchivedMark(3, chain_at(bench, 3), 9, 0, 7, "m1")
     assert learned(bench) == []
     bench.run()
     assert bench.marker.archived.last == 3
@@ -345,3 +351,16 @@ def test_a_trusted_replica_is_not_reset(bench):
     bench.reopen()
     bench.append(1)
     assert not bench.reports("replica.reset")
+
+
+def test_another_owner_learns_the_last_commit_stamp_from_the_archive_where_logs_begin_after_it():
+    bench = new_bench()
+    archive(bench)
+    remove_archived(bench, 5, (A, B, C))
+    other = bench.other_server()
+    other.marker = bench.marker
+    other.open(generation=2)
+    (settled,) = other.all_reported(SessionSettled)
+    assert (settled.committed_last, settled.stamp_ms) == (5, 9)
+    other.append(1)
+    assert other.store.high_water_mark == 6

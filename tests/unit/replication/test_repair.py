@@ -478,7 +478,7 @@ def removed(last, *batches, archived=None):
     source = storage(*batches)
     ends = {each.lineage.last: each.lineage.chain for each in source.disk.entries}
     mark = last if archived is None else archived
-    goal = Goal(source.last, source.chain, ArchivedMark(mark, ends[mark], 0, 0, "m"), last)
+    goal = Goal(source.last, source.chain, ArchivedMark(mark, ends[mark], 0, 0, 0, "m"), last)
     source.remove_up_to(last)
     return source, goal
 

@@ -26,7 +26,7 @@ class Replica:
 
 
 def settlement_of(mark, *others, unbroken=True, in_doubt=None):
-    claim = SimpleNamespace(session_id=9, unbroken=unbroken, in_doubt=in_doubt)
+    claim = SimpleNamespace(session_id=9, unbroken=unbroken, archived=None, in_doubt=in_doubt)
     replica = Replica()
     return Settlement(claim, mark, [replica, *others]), replica
 

@@ -22,7 +22,7 @@ from waltz_core.wire import messages
 from waltz_core.wire.messages import ArchiveRange, Nack, RangeArchived, SetArchived, SuccessResponse
 
 OLD = ArchiveLimits(object_bytes=1 << 20, age_ms=0)
-MADE = NewManifest(5, GENESIS_CHAIN, "m", 7)
+MADE = NewManifest(5, GENESIS_CHAIN, 9, "m", 7)
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_a_range_is_uploaded_and_its_manifest_is_reported(make, tmp_path):
     made = upload(store, KEY, job)
     bench.step(service.Uploaded(job, made))
     assert notices(bench) == [
-        RangeArchived(5, 0, 0, 1, 5, owner.chain, made.name, made.file_crc, "")
+        RangeArchived(5, 0, 0, 1, 5, owner.chain, made.stamp_ms, made.name, made.file_crc, "")
     ]
     assert reports(bench, "storage.range_archived") == [{"partition": 0, "last": 5}]
     (name,) = (each for each in store.names("") if each.endswith(".parquet"))
@@ -127,7 +127,7 @@ def test_nothing_is_archived_while_there_is_too_little_and_it_is_young(make):
     bench = make(archive=ArchiveLimits(object_bytes=6 * 140, age_ms=age_ms))
     owner = filled(bench)
     assert request(bench, owner, range_to(owner, 5)) is None
-    assert notices(bench) == [RangeArchived(5, 0, 0, 1, -1, GENESIS_CHAIN, "", 0, "")]
+    assert notices(bench) == [RangeArchived(5, 0, 0, 1, -1, GENESIS_CHAIN, 0, "", 0, "")]
     assert request(bench, owner, range_to(owner, 9, first=6, chain=owner.chain)) is None
     assert notices(bench)[-1].error == "", "there is nothing at all"
     bench.ask(1, owner.append())

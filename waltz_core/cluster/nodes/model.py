@@ -47,7 +47,7 @@ CLUSTER_MAGIC = 0xB4E87347
 STRUCTURE_VERSION = 1
 ASSIGNMENT_VERSION = 3
 _ARCHIVED_VERSION = 2
-_ARCHIVED = struct.Struct(">q16sqI")
+_ARCHIVED = struct.Struct(">q16sqqI")
 
 
 # --- values and their bytes
@@ -307,12 +307,13 @@ class MarkerState(Enum):
 class ArchivedMark(NamedTuple):
     """The range of a partition that is in the archive: IDs `first`..`last` (decision 047).
 
-    `last` is a batch end with this chain. `manifest` is the name of the manifest that lists the
-    objects, with the CRC-32 of its bytes.
+    `last` is a batch end with this chain and commit stamp. `manifest` is the name of the manifest
+    that lists the objects, with the CRC-32 of its bytes.
     """
 
     last: TransactionId
     chain: Chain
+    stamp_ms: int
     first: TransactionId
     manifest_crc: int
     manifest: str
@@ -323,7 +324,7 @@ class PartitionMarker:
     """`R/x/partition/P`: byte 1, byte state (1 new, 2 open), int64 session, 16 bytes nonce.
 
     With something archived: byte 2 first, and after the nonce int64 last ID, 16 bytes chain, int64
-    first ID, uint32 CRC of the manifest, UTF name of the manifest.
+    commit stamp, int64 first ID, uint32 CRC of the manifest, UTF name of the manifest.
 
     It changes in one transaction with the partition's metadata. The nonce distinguishes two servers
     with the same session id, which a restored ZooKeeper makes possible; it is valid only while
@@ -361,10 +362,12 @@ class PartitionMarker:
 
 
 def _archived_mark(reader: "_Reader") -> ArchivedMark:
-    last, chain, first, crc = _ARCHIVED.unpack(reader.take(_ARCHIVED.size, "archived mark"))
+    last, chain, stamp_ms, first, crc = _ARCHIVED.unpack(
+        reader.take(_ARCHIVED.size, "archived mark")
+    )
     if not 0 <= first <= last + 1:
         raise reader.bad(f"expected archived IDs from 0 on, found {first}..{last}")
-    mark = TransactionId(last), Chain(chain), TransactionId(first)
+    mark = TransactionId(last), Chain(chain), stamp_ms, TransactionId(first)
     return ArchivedMark(*mark, crc, reader.utf("name of the manifest"))
 
 

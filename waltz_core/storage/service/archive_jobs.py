@@ -171,7 +171,7 @@ def _upload_job(job: _Job) -> UploadJob:
 def _nothing(job: _Job) -> NewManifest:
     """Return the result of a job that has archived nothing."""
     before = TransactionId(job.message.first - 1)
-    return NewManifest(before, Chain(job.message.chain_before), "", 0)
+    return NewManifest(before, Chain(job.message.chain_before), 0, "", 0)
 
 
 def _notice(job: _Job, made: NewManifest, error: str = "") -> ArchiveNotice:
@@ -183,6 +183,7 @@ def _notice(job: _Job, made: NewManifest, error: str = "") -> ArchiveNotice:
         message.attempt,
         made.last,
         made.chain,
+        made.stamp_ms,
         made.name,
         made.file_crc,
         error[:ERROR_CHARACTERS_MAX],
