@@ -4,4 +4,8 @@
 and verifies them. `manifest.py` lists the objects of a partition, and `store.py` is the interface
 to the store. `upload.py` adds a range to an archive: the object and the manifest of an
 `upload_job.py`. `access.py` does it for a storage, which needs no Parquet library before.
+
+`reader.py` reads ranges of a partition, in the form in which a storage reads them from its log. It
+keeps the batches of an open object in an index, `object_index.py`. `archive_cache.py` is shared by
+the readers of all partitions of a process.
 """

@@ -10,10 +10,12 @@ Rules (docs/decisions/047):
        and the chain from the first to the last one. It does not trust the file's metadata: the
        caller compares the result with the range and the chain that it expects.
     3. A commit stamp of 0 is null, as for records of Waltz 0.13.
+    4. Each page of a column has a CRC-32: no record CRC and no chain covers commit stamps.
+    5. An error of the store that holds the object passes through: the object is not damaged.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -63,6 +65,8 @@ _REQ_ID_COLUMNS: Final = {
 }
 # Statistics for pruning; those of payloads and checksums would only cost space.
 _STATISTICS: Final = ["transaction_id", "commit_time", "header"]
+# They prove the chain, and lie together in each row group; the IDs follow from their number.
+_INDEX_COLUMNS: Final = ["record_crc", "commit_time", "session_id", "batch_first", "batch_last"]
 _RISING: Final = ("transaction_id", "sequence", "batch_first", "batch_last")
 _UNREADABLE: Final = (pa.ArrowException, OSError, EOFError, ValueError, KeyError, TypeError)
 
@@ -96,7 +100,7 @@ class ObjectFacts(NamedTuple):
         try:
             values = json.loads(data)
             if values["format"] != FORMAT:
-                raise BadFormat(f"object: expected format {FORMAT}, found {values['format']!r}")
+                raise BadFormat(f"expected format {FORMAT}, found {values['format']!r}")
             return ObjectFacts(
                 bytes.fromhex(values["cluster_key"]),
                 PartitionId(int(values["partition"])),
@@ -106,7 +110,7 @@ class ObjectFacts(NamedTuple):
                 Chain(bytes.fromhex(values["chain"])),
             )
         except (ValueError, KeyError, TypeError) as error:
-            raise BadFormat(f"object: its metadata is not valid: {error}") from error
+            raise BadFormat(f"its metadata is not valid: {error}") from error
 
 
 class Piece(NamedTuple):
@@ -117,6 +121,14 @@ class Piece(NamedTuple):
 
     records: Buffer
     lengths: I64
+    batches: Sequence[LineageEntry]
+
+
+class GroupOutline(NamedTuple):
+    """The part of a row group that the chain covers: record CRCs (4 big-endian bytes), batches."""
+
+    first: TransactionId
+    crcs: bytes
     batches: Sequence[LineageEntry]
 
 
@@ -132,6 +144,7 @@ class ObjectWriter:
             use_dictionary=False,
             write_statistics=_STATISTICS,
             column_encoding=dict.fromkeys(_RISING, "DELTA_BINARY_PACKED"),
+            write_page_checksum=True,  # rule 4
         )
         self._schema = schema
 
@@ -180,16 +193,23 @@ def _columns(piece: Piece) -> list[pa.Array]:
 class ArchiveObject:
     """An open object. Errors in its bytes are BadFormat or ChecksumMismatch; `name` is for them."""
 
-    def __init__(self, source: Any, name: str) -> None:  # noqa: ANN401 - as pyarrow's
+    def __init__(self, source: Any, name: str, *, footer: Any = None) -> None:  # noqa: ANN401 - as pyarrow's
+        """Read the footer, unless `footer` is that of the same object, read before."""
         self.name = name
         try:
-            self._file = pq.ParquetFile(source)
-            metadata = self._file.metadata.metadata or {}
-            stated = metadata[_METADATA_KEY]
+            self._file = pq.ParquetFile(
+                source, metadata=footer, pre_buffer=True, page_checksum_verification=True
+            )
+            self.footer = self._file.metadata
+            stated = (self.footer.metadata or {})[_METADATA_KEY]
+            schema = self._file.schema_arrow
         except _UNREADABLE as error:
             raise BadFormat(f"object {name}: {_brief(error)}") from error
-        self.facts = ObjectFacts.from_bytes(stated)
-        if not self._file.schema_arrow.equals(SCHEMA):
+        try:
+            self.facts = ObjectFacts.from_bytes(stated)
+        except BadFormat as error:
+            raise BadFormat(f"object {name}: {error}") from error
+        if not schema.equals(SCHEMA):
             raise BadFormat(f"object {name}: expected the columns {SCHEMA.names}, found others")
 
     @property
@@ -207,13 +227,12 @@ class ArchiveObject:
             table = self._file.read_row_group(group).combine_chunks()
             if table.num_rows == 0:
                 raise BadFormat(f"object {self.name}: row group {group} is empty")
-            return self._piece({name: table.column(name).chunk(0) for name in SCHEMA.names})
+            return self._piece(_arrays(table))
         except _UNREADABLE as error:
             raise BadFormat(f"object {self.name}: row group {group}: {_brief(error)}") from error
 
     def _piece(self, columns: dict[str, pa.Array]) -> Piece:
-        if any(each.null_count for name, each in columns.items() if name != "commit_time"):
-            raise BadFormat(f"object {self.name}: a column has nulls")
+        self._reject_nulls(columns)
         records, lengths = _records_of(columns)
         first = TransactionId(columns["transaction_id"][0].as_py())
         if raw_records.proven_crcs(records, lengths, first) is None:
@@ -223,15 +242,19 @@ class ArchiveObject:
             raise ChecksumMismatch(
                 f"object {self.name}: record {first + bad} does not match its CRC"
             )
-        return Piece(records, lengths, self._batches(columns))
+        return Piece(records, lengths, self._batches(columns, first))
 
-    def _batches(self, columns: dict[str, pa.Array]) -> list[LineageEntry]:
+    def _reject_nulls(self, columns: dict[str, pa.Array]) -> None:
+        if any(each.null_count for name, each in columns.items() if name != "commit_time"):
+            raise BadFormat(f"object {self.name}: a column has nulls")
+
+    def _batches(self, columns: dict[str, pa.Array], first: TransactionId) -> list[LineageEntry]:
         """Return the batches of a row group; their chains are empty until `verify` has them."""
         firsts, lasts, sessions = (
             _values(columns[name], np.int64) for name in ("batch_first", "batch_last", "session_id")
         )
         stamps = _values(columns["commit_time"].fill_null(0).cast(pa.int64()), np.int64)
-        ids = _values(columns["transaction_id"], np.int64)
+        ids = np.arange(first, first + firsts.size)
         starts = np.flatnonzero(np.diff(firsts, prepend=firsts[0] - 1))
         reaches = np.append(starts[1:], firsts.size)
         for values in (firsts, lasts, sessions, stamps):
@@ -253,21 +276,54 @@ class ArchiveObject:
         Raises:
             BadFormat, ChecksumMismatch: with the name of the object.
         """
+        return self._chained(self._whole(group) for group in range(self.group_count))
+
+    def _whole(self, group: int) -> GroupOutline:
+        piece = self.read(group)
+        first = TransactionId(int(raw_records.ids_of(piece.records, piece.lengths[:1])[0]))
+        return GroupOutline(
+            first, raw_records.record_crcs(piece.records, piece.lengths), piece.batches
+        )
+
+    def outlines(self) -> tuple[list[GroupOutline], list[LineageEntry]]:
+        """Return all row groups without their records, and every batch with its chain.
+
+        Only some columns are read. When the CRCs of the records that `read` returns are those of
+        the outline, the chain covers the records, too.
+
+        Raises:
+            BadFormat, ChecksumMismatch: with the name of the object.
+        """
+        outlines = []
+        first = self.facts.first
+        try:
+            table = self._file.read_row_groups(range(self.group_count), columns=_INDEX_COLUMNS)
+            for group in range(self.group_count):
+                count = self.footer.row_group(group).num_rows
+                if count <= 0:
+                    raise BadFormat(f"object {self.name}: row group {group} is empty")
+                columns = _arrays(table.slice(first - self.facts.first, count))
+                self._reject_nulls(columns)
+                crcs = _values(columns["record_crc"], np.uint32).astype(">u4").tobytes()
+                outlines.append(GroupOutline(first, crcs, self._batches(columns, first)))
+                first = TransactionId(first + count)
+        except _UNREADABLE as error:
+            raise BadFormat(f"object {self.name}: {_brief(error)}") from error
+        return outlines, list(self._chained(outlines))
+
+    def _chained(self, outlines: Iterable[GroupOutline]) -> Iterator[LineageEntry]:
         chain, expected = self.facts.chain_before, self.facts.first
         open_batch: LineageEntry | None = None
         crcs = bytearray()
-        for group in range(self.group_count):
-            piece = self.read(group)
-            all_crcs = raw_records.record_crcs(piece.records, piece.lengths)
-            start = int(raw_records.ids_of(piece.records, piece.lengths)[0])
+        for start, group_crcs, batches in outlines:
             self._expect(start, expected)
-            for each in piece.batches:
+            for each in batches:
                 if open_batch is not None and each[:4] != open_batch[:4]:
                     raise BadFormat(f"object {self.name}: a batch ends before {open_batch.last}")
                 if open_batch is None:
                     self._expect(each.first, expected)
-                stop = min(each.last + 1, start + piece.lengths.size)
-                crcs += all_crcs[4 * (expected - start) : 4 * (stop - start)]
+                stop = min(each.last + 1, start + len(group_crcs) // 4)
+                crcs += group_crcs[4 * (expected - start) : 4 * (stop - start)]
                 expected, open_batch = TransactionId(stop), each
                 if stop == each.last + 1:
                     chain = next_chain(chain, each.first, each.last, each.session_id, bytes(crcs))
@@ -307,6 +363,12 @@ def _records_of(columns: dict[str, pa.Array]) -> tuple[memoryview, I64]:
     )
     record_lengths = lengths + RECORD_OVERHEAD_BYTES
     return memoryview(joined.buffers()[2])[: int(record_lengths.sum())], record_lengths
+
+
+def _arrays(table: pa.Table) -> dict[str, pa.Array]:
+    """Return the columns of a table with rows."""
+    whole = table.combine_chunks()
+    return {name: whole.column(name).chunk(0) for name in whole.column_names}
 
 
 def _values(column: pa.Array, kind: npt.DTypeLike) -> npt.NDArray[Any]:

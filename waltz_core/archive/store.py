@@ -12,14 +12,15 @@ Rules (docs/decisions/047):
     3. A failed or cancelled `writing` leaves no file with the name in a directory, and in other
        stores perhaps an incomplete one, which no manifest lists.
     4. A missing file is ObjectMissing, everything else ArchiveUnavailable: the message states the
-       operation, the file and the reason of the store.
+       operation, the file and the reason of the store. This holds for each call of an open file,
+       and for no error of the caller's own block.
 """
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 from urllib.parse import parse_qsl, urlsplit
 
 import pyarrow as pa
@@ -59,13 +60,23 @@ class ArchiveStore:
         Raises:
             ArchiveUnavailable: as `write`.
         """
-        with _reported("write", self._place(name)):
+        place = self._place(name)
+        stream: AbstractContextManager[Any]
+        with _reported("write", place):
             if self._is_directory:
-                with _durable_file(Path(self._place(name))) as sink:
-                    yield sink
+                stream = _durable_file(Path(place))
             else:
-                with self._files.open_output_stream(self._place(name)) as sink:
-                    yield sink
+                stream = self._files.open_output_stream(place)
+            opened = stream.__enter__()
+        try:
+            yield StoreFile(opened, "write", place)
+        except BaseException as error:
+            # NB: the error of the caller's block, which none of the store's may replace.
+            with suppress(*_FAILURES):
+                stream.__exit__(type(error), error, error.__traceback__)
+            raise
+        with _reported("write", place):
+            stream.__exit__(None, None, None)
 
     def read(self, name: str) -> bytes:
         """Return the content of a file.
@@ -77,14 +88,15 @@ class ArchiveStore:
         with _reported("read", place), self._files.open_input_stream(place) as source:
             return bytes(source.read())
 
-    def open(self, name: str) -> Any:  # noqa: ANN401 - a file of pyarrow
+    def open(self, name: str) -> "StoreFile":
         """Open a file for reads at any place; the caller closes it.
 
         Raises:
             ObjectMissing, ArchiveUnavailable: rule 4.
         """
-        with _reported("open", self._place(name)):
-            return self._files.open_input_file(self._place(name))
+        place = self._place(name)
+        with _reported("open", place):
+            return StoreFile(self._files.open_input_file(place), "read", place)
 
     def names(self, folder: str) -> list[str]:
         """Return the names of all files in a folder and below it, sorted; none if it is missing.
@@ -111,6 +123,54 @@ class ArchiveStore:
 
     def _place(self, name: str) -> str:
         return f"{self._base}/{name}"
+
+
+class StoreFile:
+    """An open file of the store, as Python's; its errors are the store's (rule 4)."""
+
+    def __init__(self, file: Any, operation: str, place: str) -> None:  # noqa: ANN401 - as pyarrow's
+        self._file = file
+        self._operation = operation
+        self._place = place
+
+    @property
+    def closed(self) -> bool:
+        return bool(self._file.closed)
+
+    def read(self, byte_count: int | None = None) -> bytes:
+        """Return the next bytes, all of them without a count."""
+        with _reported(self._operation, self._place):
+            return bytes(self._file.read(byte_count))
+
+    def write(self, data: Buffer) -> int:
+        """Write the next bytes."""
+        with _reported(self._operation, self._place):
+            return int(self._file.write(data))
+
+    def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
+        """Set the position of the next read."""
+        with _reported(self._operation, self._place):
+            return int(self._file.seek(position, whence))
+
+    def tell(self) -> int:
+        """Return the position."""
+        return int(self._file.tell())
+
+    def flush(self) -> None:
+        """Hand the bytes to the store; they are durable when `writing` has ended."""
+        with _reported(self._operation, self._place):
+            self._file.flush()
+
+    def close(self) -> None:
+        """Close a file that was opened for reads."""
+        with _reported(self._operation, self._place):
+            self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def _opened(url: str) -> tuple[arrow_fs.FileSystem, str]:

@@ -16,6 +16,7 @@ Rules:
 
 import struct
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +30,8 @@ from waltz_core.records.record import (
     RECORD_PREFIX,
     REQ_ID,
     TRANSACTION_BYTES_MAX,
+    Chain,
+    LineageEntry,
     ReqId,
     TransactionId,
 )
@@ -61,6 +64,16 @@ assert REQ_ID_DTYPE.itemsize == REQ_ID.size
 assert HEADER_DTYPE.itemsize == RECORD_HEADER.size
 assert PREFIX_DTYPE.itemsize == RECORD_PREFIX.size
 assert FEED_HEADER_DTYPE.itemsize == FEED_HEADER_BYTES
+
+
+class RangeRead(NamedTuple):
+    """Records `first` and following, the batches that they belong to, the chain before those."""
+
+    first: TransactionId
+    lengths: I64
+    records: bytes
+    entries: tuple[LineageEntry, ...]
+    chain_before: Chain
 
 
 # ---------------------------------------------------------------------------------------------

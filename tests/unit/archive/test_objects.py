@@ -3,52 +3,17 @@
 import io
 from random import Random
 
-import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from waltz_core.archive.objects import ArchiveObject, ObjectFacts, ObjectWriter, Piece
-from waltz_core.errors import BadFormat, ChecksumMismatch
+from tests.archived_log import KEY, batches_from, object_of
+from waltz_core.archive.objects import SCHEMA, ArchiveObject, ObjectFacts
+from waltz_core.errors import ArchiveUnavailable, BadFormat, ChecksumMismatch
 from waltz_core.records import raw_records
-from waltz_core.records.checksum import crc32
-from waltz_core.records.record import GENESIS_CHAIN, LineageEntry, ReqId, next_chain
+from waltz_core.records.record import GENESIS_CHAIN
 
-KEY = bytes(range(16))
 SIZES = (3, 1, 40, 7)  # of the batches; more than `raw_records` processes one by one
 FIRST = 1_000
-
-
-def batches_from(first, *, sizes=SIZES, chain=GENESIS_CHAIN, seed=0):
-    """Return the records of some batches, and their lineage."""
-    rng, records, lineage = Random(seed), [], []
-    for number, size in enumerate(sizes):
-        crcs = b""
-        last = first + size - 1
-        for transaction_id in range(first, last + 1):
-            data = rng.randbytes(rng.choice((0, 5, 300)))
-            req_id = ReqId(7, number, 3, transaction_id - first)
-            header = rng.randrange(-9, 9)
-            record = raw_records.encode_record(transaction_id, req_id, header, data, crc32(data))
-            records.append(record)
-            crcs += record[-4:]
-        chain = next_chain(chain, first, last, number, crcs)
-        lineage.append(LineageEntry(first, last, number, 1_700_000_000_000 * (number > 0), chain))
-        first = last + 1
-    return records, lineage
-
-
-def object_of(records, lineage, *, rows=10, **changes):
-    """Return the bytes of an object with row groups of so many rows."""
-    facts = ObjectFacts(KEY, 3, FIRST, lineage[-1].last, GENESIS_CHAIN, lineage[-1].chain)
-    sink = io.BytesIO()
-    writer = ObjectWriter(sink, facts._replace(**changes))
-    for start in range(0, len(records), rows):
-        part = records[start : start + rows]
-        low, high = FIRST + start, FIRST + start + len(part) - 1
-        inside = [each for each in lineage if each.first <= high and each.last >= low]
-        writer.add(Piece(b"".join(part), np.array([len(each) for each in part]), inside))
-    writer.close()
-    return sink.getvalue()
 
 
 def opened(data):
@@ -57,7 +22,7 @@ def opened(data):
 
 @pytest.mark.parametrize("rows", [1, 2, 10, 45, 1_000])
 def test_records_and_batches_return_byte_for_byte(rows):
-    records, lineage = batches_from(FIRST)
+    records, lineage = batches_from(FIRST, sizes=SIZES)
     found = opened(object_of(records, lineage, rows=rows))
     pieces = [found.read(group) for group in range(found.group_count)]
     assert b"".join(bytes(each.records) for each in pieces) == b"".join(records)
@@ -69,7 +34,7 @@ def test_records_and_batches_return_byte_for_byte(rows):
 
 
 def test_any_reader_of_parquet_understands_the_rows():
-    records, lineage = batches_from(FIRST)
+    records, lineage = batches_from(FIRST, sizes=SIZES)
     table = pq.read_table(io.BytesIO(object_of(records, lineage)))
     assert table.column("transaction_id").to_pylist() == list(range(FIRST, FIRST + sum(SIZES)))
     assert table.column("data").to_pylist() == [each[36:-4] for each in records]
@@ -79,7 +44,7 @@ def test_any_reader_of_parquet_understands_the_rows():
 
 
 def test_row_groups_can_be_skipped_by_id_time_and_header():
-    records, lineage = batches_from(FIRST)
+    records, lineage = batches_from(FIRST, sizes=SIZES)
     metadata = pq.ParquetFile(io.BytesIO(object_of(records, lineage))).metadata
     names = {name: at for at, name in enumerate(metadata.schema.names)}
     for name in ("transaction_id", "header", "commit_time"):
@@ -89,7 +54,7 @@ def test_row_groups_can_be_skipped_by_id_time_and_header():
 
 def test_a_changed_byte_is_found_or_changes_nothing():
     """Of any byte of the file: of pages, of statistics, of the footer."""
-    records, lineage = batches_from(FIRST)
+    records, lineage = batches_from(FIRST, sizes=SIZES)
     whole = object_of(records, lineage)
     rng, found = Random(4), 0
     for at in rng.sample(range(len(whole)), 100):
@@ -105,6 +70,49 @@ def test_a_changed_byte_is_found_or_changes_nothing():
     assert found > 25
 
 
+@pytest.mark.parametrize("rows", [1, 2, 10, 45, 1_000])
+def test_outlines_have_the_chains_and_the_record_crcs_without_the_records(rows):
+    records, lineage = batches_from(FIRST, sizes=SIZES)
+    found = opened(object_of(records, lineage, rows=rows))
+    outlines, entries = found.outlines()
+    assert entries == lineage
+    assert [each.first for each in outlines] == list(range(FIRST, FIRST + len(records), rows))
+    pieces = [found.read(group) for group in range(found.group_count)]
+    assert [each.crcs for each in outlines] == [
+        raw_records.record_crcs(*each[:2]) for each in pieces
+    ]
+
+
+@pytest.mark.parametrize("column", SCHEMA.names)
+def test_a_changed_byte_of_each_column_is_found(column):
+    """Also of commit times, which no chain and no record CRC covers (rule 4)."""
+    records, lineage = batches_from(FIRST, sizes=SIZES)
+    data = bytearray(object_of(records, lineage))
+    chunk = opened(bytes(data)).footer.row_group(2).column(SCHEMA.get_field_index(column))
+    data[chunk.data_page_offset + chunk.total_compressed_size - 1] ^= 1
+    with pytest.raises((BadFormat, ChecksumMismatch), match="object o: "):
+        list(opened(bytes(data)).verify())
+
+
+def test_an_error_of_the_store_is_no_damage():
+    """Rule 5: it passes through PyArrow as it is."""
+
+    class FailingSource(io.BytesIO):
+        is_failing = False
+
+        def read(self, *arguments):
+            if self.is_failing:
+                raise ArchiveUnavailable("no route")
+            return super().read(*arguments)
+
+    source = FailingSource(object_of(*batches_from(FIRST, sizes=SIZES)))
+    found = ArchiveObject(source, "o")
+    source.is_failing = True
+    for read in (lambda: found.read(0), found.outlines, lambda: ArchiveObject(source, "o")):
+        with pytest.raises(ArchiveUnavailable, match="no route"):
+            read()
+
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
@@ -115,13 +123,13 @@ def test_a_changed_byte_is_found_or_changes_nothing():
     ],
 )
 def test_metadata_that_does_not_fit_the_rows_is_found(wrong, said):
-    records, lineage = batches_from(FIRST)
+    records, lineage = batches_from(FIRST, sizes=SIZES)
     with pytest.raises((BadFormat, ChecksumMismatch), match=said):
         list(opened(object_of(records, lineage, **wrong)).verify())
 
 
 def test_a_missing_record_and_a_missing_batch_are_found():
-    records, lineage = batches_from(FIRST)
+    records, lineage = batches_from(FIRST, sizes=SIZES)
     with pytest.raises(BadFormat, match="expected ID 1010, found 1011"):
         list(opened(object_of(records[:10] + records[11:], lineage)).verify())
     last = lineage[-1]
@@ -132,7 +140,7 @@ def test_a_missing_record_and_a_missing_batch_are_found():
 def test_a_file_that_is_no_object_is_rejected():
     with pytest.raises(BadFormat, match="object o: "):
         opened(b"not Parquet")
-    records, lineage = batches_from(FIRST)
+    records, lineage = batches_from(FIRST, sizes=SIZES)
     sink = io.BytesIO()
     pq.write_table(pq.read_table(io.BytesIO(object_of(records, lineage))).select([0, 1]), sink)
     with pytest.raises(BadFormat, match="expected the columns"):

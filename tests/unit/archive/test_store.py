@@ -2,6 +2,7 @@
 
 import os
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -54,6 +55,28 @@ def test_a_write_that_fails_leaves_no_file(store):
         sink.write(b"half")
         raise ZeroDivisionError
     assert store.names("") == []
+
+
+def test_an_error_of_the_callers_block_is_not_reported_as_one_of_the_store(store):
+    with pytest.raises(OSError, match=r"^the disk of the caller$"), store.writing(NAME):
+        raise OSError("the disk of the caller")
+    with pytest.raises(FileNotFoundError), store.writing(NAME):
+        raise FileNotFoundError
+    assert store.names("") == []
+
+
+def test_an_error_of_an_open_file_is_reported_with_its_name(store):
+    with store.writing(NAME) as sink, Path("/dev/full").open("wb", buffering=0) as full:
+        sink._file, file = full, sink._file
+        with pytest.raises(ArchiveUnavailable, match=f"write .*{NAME}: No space left on device"):
+            sink.write(b"abc")
+        sink._file = file
+    store.delete(NAME)
+    store.write(NAME, b"abc")
+    reason = f"cannot read .*{NAME}: "
+    with store.open(NAME) as source, pytest.raises(ArchiveUnavailable, match=reason):
+        source.seek(-1)
+    assert source.closed
 
 
 def test_a_file_gets_its_name_after_its_sync_and_the_names_are_synced(store, monkeypatch):

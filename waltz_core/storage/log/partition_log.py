@@ -34,6 +34,7 @@ from waltz_core.errors import (
     ReplicaSuspect,
     SessionFenced,
 )
+from waltz_core.records.raw_records import RangeRead
 from waltz_core.records.record import (
     NO_SESSION,
     Chain,
@@ -51,7 +52,7 @@ from waltz_core.storage.files.segments import Segments
 from waltz_core.storage.log import damage, log_recovery
 from waltz_core.storage.log.covering import Cover
 from waltz_core.storage.log.log_files import LogFiles, LogSettings
-from waltz_core.storage.log.reading import READ_BYTES, HeadersRead, LogReader, RangeRead
+from waltz_core.storage.log.reading import READ_BYTES, HeadersRead, LogReader
 
 I64 = npt.NDArray[np.int64]
 Buffer = bytes | memoryview

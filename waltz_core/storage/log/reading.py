@@ -31,6 +31,7 @@ from waltz_core.errors import (
     ReadFailed,
 )
 from waltz_core.records import raw_records
+from waltz_core.records.raw_records import RangeRead
 from waltz_core.records.record import BEFORE_FIRST, Chain, LineageEntry, PartitionId, TransactionId
 from waltz_core.storage.files.control_file import SlotFile
 from waltz_core.storage.files.format import IdRange, Slot
@@ -49,16 +50,6 @@ LINEAGE_ENTRIES_MAX: Final = 1 << 16
 _UNREADABLE_RUN_MAX: Final = 128
 _ERRORS_KEPT_MAX: Final = 16
 _WRONG: Final = (BadFormat, ChecksumMismatch, ReadFailed)
-
-
-class RangeRead(NamedTuple):
-    """Records `first` and following, the batches that they belong to, the chain before those."""
-
-    first: TransactionId
-    lengths: I64
-    records: bytes
-    entries: tuple[LineageEntry, ...]
-    chain_before: Chain
 
 
 class HeadersRead(NamedTuple):

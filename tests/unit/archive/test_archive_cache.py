@@ -1,0 +1,114 @@
+"""The cache of archives: bounded, one load at a time, with read-ahead that never fails a read."""
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Event, Semaphore
+
+import pytest
+
+from tests.patience import HANG_S
+from waltz_core.archive import archive_cache
+from waltz_core.archive.archive_cache import READ_AHEADS_MAX, ArchiveCache
+from waltz_core.errors import ArchiveUnavailable
+
+
+@pytest.fixture
+def cache():
+    made = ArchiveCache(100)
+    yield made
+    made.close()
+
+
+def loaded(cache, key, byte_count=10):
+    """Return whether `get` had to load the key."""
+    calls = []
+    assert cache.get(key, lambda: (calls.append(key) or f"value of {key}", byte_count)) == (
+        f"value of {key}"
+    )
+    return bool(calls)
+
+
+def test_the_values_used_longest_ago_are_removed_first(cache):
+    for key in range(10):
+        assert loaded(cache, key)
+    assert cache.byte_count == 100
+    assert not loaded(cache, 0)
+    assert loaded(cache, "large", 85)
+    assert cache.byte_count == 95
+    assert not loaded(cache, 0)
+    assert loaded(cache, 9)
+
+
+def test_a_value_above_the_limit_is_returned_and_not_kept(cache):
+    assert loaded(cache, 1)
+    assert loaded(cache, "huge", 101)
+    assert loaded(cache, "huge", 101)
+    assert not loaded(cache, 1)
+    assert cache.byte_count == 10
+
+
+@pytest.fixture
+def waiting(monkeypatch):
+    """A semaphore that is released when a caller waits for the load of another one."""
+    released = Semaphore(0)
+
+    class NotedFuture(Future):
+        def result(self, timeout=None):
+            released.release()
+            return super().result(timeout)
+
+    monkeypatch.setattr(archive_cache, "Future", NotedFuture)
+    return released
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_threads_share_a_load_or_its_error(cache, waiting, fails):
+    calls = []
+
+    def load():
+        calls.append(None)
+        for _ in range(3):
+            assert waiting.acquire(timeout=HANG_S)
+        if fails:
+            raise ArchiveUnavailable("no route")
+        return "value of key", 10
+
+    with ThreadPoolExecutor(4) as threads:
+        gets = [threads.submit(cache.get, "key", load) for _ in range(4)]
+    outcomes = [repr(each.exception()) if fails else each.result() for each in gets]
+    assert outcomes == 4 * ["ArchiveUnavailable('no route')" if fails else "value of key"]
+    assert len(calls) == 1
+    assert loaded(cache, "key") is fails
+
+
+def test_a_read_ahead_loads_once_and_its_error_is_found_again_by_a_read(cache):
+    calls = []
+
+    def failing():
+        calls.append(None)
+        raise ArchiveUnavailable("no route")
+
+    cache.read_ahead("bad", failing)
+    cache.read_ahead("good", lambda: ("value of good", 10))
+    cache._threads.shutdown()  # waits for both
+    assert len(calls) == 1
+    with pytest.raises(ArchiveUnavailable):
+        cache.get("bad", failing)
+    assert not loaded(cache, "good")
+    cache.read_ahead("good", failing)  # in memory: no thread is needed
+    assert len(calls) == 2
+
+
+def test_read_aheads_above_the_limit_are_dropped(cache):
+    go, calls = Event(), []
+
+    def load():
+        calls.append(None)
+        assert go.wait(HANG_S)
+        return "value", 10
+
+    for key in range(READ_AHEADS_MAX + 3):
+        cache.read_ahead(key, load)
+        cache.read_ahead(key, load)
+    go.set()
+    cache._threads.shutdown()  # waits for all of them
+    assert len(calls) == READ_AHEADS_MAX

@@ -1,0 +1,337 @@
+"""A reader returns the records of the log that was archived, and no others."""
+
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from random import Random
+from threading import current_thread
+
+import pyarrow.parquet as pq
+import pytest
+from moto.server import ThreadedMotoServer
+from pyarrow import fs as arrow_fs
+
+from tests.archived_log import PARTITION, STAMP, write_archive, write_manifest
+from waltz_core.archive import archive_cache
+from waltz_core.archive.archive_cache import ArchiveCache
+from waltz_core.archive.manifest import ManifestPage
+from waltz_core.archive.object_index import ObjectIndex
+from waltz_core.archive.objects import SCHEMA, ArchiveObject
+from waltz_core.archive.reader import ArchiveReader
+from waltz_core.archive.store import ArchiveStore
+from waltz_core.errors import (
+    ArchiveUnavailable,
+    BadFormat,
+    BadRequest,
+    BelowStart,
+    ChecksumMismatch,
+    ObjectMissing,
+)
+
+EVERYTHING = 1 << 30
+OBJECT_1 = f"{PARTITION}/objects/1.parquet"
+
+
+class CountingStore(ArchiveStore):
+    """Lists the files that were opened, also those opened ahead, and may be unreachable."""
+
+    def __init__(self, url):
+        super().__init__(url)
+        self.opened, self.opened_ahead = [], []
+        self.is_reachable = True
+
+    def read(self, name):
+        self._note(name)
+        return super().read(name)
+
+    def open(self, name):
+        self._note(name)
+        return super().open(name)
+
+    def _note(self, name):
+        is_ahead = current_thread().name.startswith("archive-read-ahead")
+        (self.opened_ahead if is_ahead else self.opened).append(name)
+        if not self.is_reachable:
+            raise ArchiveUnavailable("no route")
+
+
+@pytest.fixture
+def store(tmp_path):
+    return CountingStore(f"file://{tmp_path}/archive")
+
+
+@pytest.fixture
+def cache():
+    made = ArchiveCache(EVERYTHING)
+    yield made
+    made.close()
+
+
+def reader_of(store, log, cache):
+    return ArchiveReader(store, log.name, log.crc, cache)
+
+
+def check(log, read, first, last, bytes_max):
+    """Check that a read returned as much as fits, and exactly what was archived."""
+    count = int(read.lengths.size)
+    expected = log.records[first : first + count]
+    assert read.first == first
+    assert read.records == b"".join(expected)
+    assert read.lengths.tolist() == [len(each) for each in expected]
+    assert (read.chain_before, read.entries) == log.batches(first, first + count - 1)
+    assert first + count - 1 <= last
+    assert count == 1 or len(read.records) <= bytes_max
+    if first + count - 1 < last:
+        assert len(read.records) + len(log.records[first + count]) > bytes_max
+
+
+def path_of(store, name):
+    return Path(store.url.removeprefix("file://")) / name
+
+
+def read_all(reader, log):
+    """Read the whole log in pieces."""
+    pieces, next_id = [], 0
+    while next_id < len(log.records):
+        read = reader.read_range(next_id, len(log.records) - 1, EVERYTHING)
+        pieces.append(read.records)
+        next_id += int(read.lengths.size)
+    assert b"".join(pieces) == b"".join(log.records)
+
+
+@pytest.mark.parametrize("rows", [1, 10, 45, 1_000])
+def test_ranges_are_those_that_were_archived(store, cache, rows):
+    log = write_archive(store, rows=rows, page_entries=2, unused=(6, 2))
+    reader = reader_of(store, log, cache)
+    assert reader.first_available == 0
+    assert reader.archived == (len(log.records) - 1, log.lineage[-1].chain)
+    rng = Random(rows)
+    for _ in range(100):
+        first = rng.randrange(len(log.records))
+        last = rng.randrange(first, len(log.records))
+        bytes_max = rng.choice((1, 400, 5_000, EVERYTHING))
+        check(log, reader.read_range(first, last, bytes_max), first, last, bytes_max)
+
+
+def test_nothing_is_read_before_the_first_call_and_nothing_twice(store, cache):
+    log = write_archive(store, page_entries=2)
+    reader = reader_of(store, log, cache)
+    assert store.opened == []
+    read_all(reader, log)
+    files = sorted({*store.names("")})
+    assert sorted(set(store.opened)) == files
+    count = len(store.opened)
+    read_all(reader_of(store, log, cache), log)
+    assert len(store.opened) == count
+
+
+def test_ids_outside_of_the_archive_are_rejected(store, cache):
+    log = write_archive(store)
+    name = "expired"
+    crc = write_manifest(store, log.manifest.without_before(60), name)
+    reader = ArchiveReader(store, name, crc, cache)
+    last = len(log.records) - 1
+    with pytest.raises(BelowStart, match=r"expected ids from 60 on, found 59\.\.70") as caught:
+        reader.read_range(59, 70, 1)
+    assert caught.value.first_available == reader.first_available == 60
+    check(log, reader.read_range(60, 70, EVERYTHING), 60, 70, EVERYTHING)
+    for ids in ((last, last + 1), (last + 1, last + 1), (70, 69), (-1, 70)):
+        with pytest.raises(BadRequest, match=f"expected ids up to {last}, found"):
+            reader.read_range(*ids, 1)
+    assert [each.first for each in reader.objects_between(0, 60)] == [51]
+
+
+@pytest.mark.parametrize("column", SCHEMA.names)
+def test_a_changed_byte_of_each_column_is_found_and_named(store, cache, column):
+    log = write_archive(store)
+    path = path_of(store, OBJECT_1)
+    data = bytearray(path.read_bytes())
+    chunk = pq.read_metadata(path).row_group(2).column(SCHEMA.get_field_index(column))
+    data[chunk.data_page_offset + chunk.total_compressed_size - 1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises((BadFormat, ChecksumMismatch), match=f"object {OBJECT_1}: "):
+        read_all(reader_of(store, log, cache), log)
+
+
+def test_a_changed_byte_anywhere_is_found_or_changes_nothing(store):
+    log = write_archive(store, objects=2, rows=30)
+    path = path_of(store, OBJECT_1)
+    whole = path.read_bytes()
+    rng, found = Random(5), []
+    for at in rng.sample(range(len(whole)), 40):
+        data = bytearray(whole)
+        data[at] ^= 1 << rng.randrange(8)
+        path.write_bytes(data)
+        with closing(ArchiveCache(EVERYTHING)) as cache:
+            try:
+                read_all(reader_of(store, log, cache), log)
+            except (BadFormat, ChecksumMismatch) as error:
+                found.append(str(error))
+    assert len(found) > 10
+    assert [each for each in found if not each.startswith(f"object {OBJECT_1}: ")] == []
+
+
+def test_a_read_ends_before_damage_and_only_a_read_of_it_fails(store, cache):
+    log = write_archive(store)
+    path = path_of(store, OBJECT_1)
+    path.write_bytes(path.read_bytes()[:-1])
+    reader = reader_of(store, log, cache)
+    check(log, reader.read_range(20, 50, EVERYTHING), 20, 50, EVERYTHING)
+    assert reader.read_range(20, 60, EVERYTHING).lengths.size == 31
+    with pytest.raises(BadFormat, match=f"object {OBJECT_1}: "):
+        reader.read_range(51, 60, 1)
+    check(log, reader.read_range(102, 110, EVERYTHING), 102, 110, EVERYTHING)
+
+
+def test_records_that_the_chain_does_not_cover_are_rejected(store, cache, tmp_path):
+    """Of an object that another valid one with the same IDs has replaced."""
+    log = write_archive(store)
+    other = CountingStore(f"file://{tmp_path}/other")
+    write_archive(other, seed=9)
+    with store.open(OBJECT_1) as source:
+        index = ObjectIndex(ArchiveObject(source, "o"))
+    with other.open(OBJECT_1) as source, pytest.raises(ChecksumMismatch, match="object o: row gr"):
+        index.read_group(ArchiveObject(source, "o"), 0)
+    path_of(store, OBJECT_1).write_bytes(other.read(OBJECT_1))
+    with pytest.raises(ChecksumMismatch, match=f"object {OBJECT_1}: expected the chain"):
+        reader_of(store, log, cache).read_range(51, 51, 1)
+
+
+def test_an_object_of_another_partition_or_range_is_rejected(store, cache):
+    log = write_archive(store)
+    path_of(store, OBJECT_1).write_bytes(
+        path_of(store, f"{PARTITION}/objects/2.parquet").read_bytes()
+    )
+    with pytest.raises(BadFormat, match=rf"object {OBJECT_1}: expected .* 51\), found .* 102\)"):
+        reader_of(store, log, cache).read_range(51, 51, 1)
+
+
+@pytest.mark.parametrize("kind", ["manifest", "page"])
+def test_a_manifest_that_was_replaced_by_another_one_is_found_and_named(store, cache, kind):
+    log = write_archive(store, page_entries=2)
+    name = log.name if kind == "manifest" else f"{PARTITION}/manifests/page"
+    other = log.manifest.without_before(60) if kind == "manifest" else ManifestPage(())
+    path_of(store, name).write_bytes(other.to_bytes())
+    with pytest.raises(ChecksumMismatch, match=f"manifest {name}: expected CRC"):
+        reader_of(store, log, cache).read_range(0, 0, 1)
+
+
+def test_after_a_missing_file_the_reader_of_the_recorded_manifest_decides(store, cache):
+    """Rule 3: an object has expired, or it is lost."""
+    log = write_archive(store)
+    stale = reader_of(store, log, cache)
+    store.delete(f"{PARTITION}/objects/0.parquet")
+    with pytest.raises(ObjectMissing, match=r"/objects/0\.parquet: it does not exist"):
+        stale.read_range(0, 9, EVERYTHING)
+    assert stale.successor(log.name, log.crc) is None
+    expired = log.manifest.without_before(51)
+    newer = stale.successor("newer", write_manifest(store, expired, "newer"))
+    with pytest.raises(BelowStart, match="expected ids from 51 on"):
+        newer.read_range(0, 9, EVERYTHING)
+    check(log, newer.read_range(51, 80, EVERYTHING), 51, 80, EVERYTHING)
+    store.delete("newer")
+    with pytest.raises(ObjectMissing, match="/newer: it does not exist"):
+        stale.successor("newer", 0).read_range(51, 80, EVERYTHING)
+
+
+def test_an_unreachable_store_is_no_damage(store, cache):
+    log = write_archive(store)
+    reader = reader_of(store, log, cache)
+    reader.read_range(0, 0, 1)
+    store.is_reachable = False
+    with pytest.raises(ArchiveUnavailable, match="no route"):
+        reader.read_range(40, 50, 1)
+    store.is_reachable = True
+    check(log, reader.read_range(40, 50, EVERYTHING), 40, 50, EVERYTHING)
+
+
+def test_threads_may_share_a_reader_and_a_small_cache(store):
+    log = write_archive(store, page_entries=2)
+    cache = ArchiveCache(30_000)
+    reader = reader_of(store, log, cache)
+
+    def read_some(seed):
+        rng = Random(seed)
+        for _ in range(25):
+            first = rng.randrange(len(log.records))
+            last = min(len(log.records) - 1, first + rng.randrange(30))
+            check(log, reader.read_range(first, last, 5_000), first, last, 5_000)
+            assert cache.byte_count <= cache.bytes_max
+
+    with ThreadPoolExecutor(6) as threads:
+        for each in [threads.submit(read_some, seed) for seed in range(6)]:
+            each.result()
+    cache.close()
+    assert 0 < cache.byte_count <= cache.bytes_max
+    files = sum(path_of(store, each).stat().st_size for each in store.names(""))
+    assert files > cache.bytes_max
+
+
+def test_sequential_reads_find_the_next_row_group_in_memory(store, monkeypatch):
+    """Also that of the next object, with its index."""
+    monkeypatch.setattr(archive_cache, "READ_AHEAD_THREADS", 1)
+    log = write_archive(store, rows=10)
+    with closing(ArchiveCache(EVERYTHING)) as cache:
+        reader = reader_of(store, log, cache)
+        reader.read_range(0, 4, EVERYTHING)
+        cache._threads.submit(int).result()  # after all read-aheads
+        assert store.opened_ahead == []
+        reader.read_range(5, 9, EVERYTHING)
+        count = len(store.opened)
+        for first, last in ((10, 19), (20, 29), (30, 39), (40, 49), (50, 50), (51, 60)):
+            cache._threads.submit(int).result()
+            check(log, reader.read_range(first, last, EVERYTHING), first, last, EVERYTHING)
+            assert len(store.opened) == count
+    assert store.opened_ahead.count(OBJECT_1) >= 2
+
+
+def test_objects_are_found_by_id_and_by_commit_time(store, cache):
+    log = write_archive(store, objects=6, page_entries=3)
+    reader = reader_of(store, log, cache)
+    last = len(log.records) - 1
+    entries = reader.objects_between(0, last)
+    assert [each.first for each in entries] == [0, 51, 102, 153, 204, 255]
+    assert all(each.file_bytes == path_of(store, each.name).stat().st_size for each in entries)
+    assert reader.objects_between(50, 51) == entries[:2]
+    assert reader.objects_between(152, 153) == entries[2:4]
+    assert reader.objects_between(300, EVERYTHING) == entries[5:]
+    assert reader.objects_between(last + 1, EVERYTHING) == []
+    assert reader.objects_between(9, 8) == []
+    for time_ms in range(STAMP - 500, STAMP + 7_000, 500):
+        later = [each.first for each in log.lineage if each.stamp_ms >= time_ms]
+        assert reader.first_at_or_after(time_ms) == min(later, default=last + 1)
+    crc = write_manifest(store, log.manifest.without_before(60), "expired")
+    assert ArchiveReader(store, "expired", crc, cache).first_at_or_after(STAMP) == 60
+
+
+@pytest.fixture
+def bucket(monkeypatch):
+    """The URL of a bucket in a server that imitates S3."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "testing")
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    options = {"endpoint_override": f"{host}:{port}", "scheme": "http", "region": "us-east-1"}
+    files = arrow_fs.S3FileSystem(**options, allow_bucket_creation=True)
+    files.create_dir("archive")
+    yield "s3://archive/prefix?" + "&".join(f"{key}={value}" for key, value in options.items())
+    server.stop()
+
+
+def test_an_archive_in_s3_is_written_read_and_its_faults_are_named(bucket, cache):
+    store = ArchiveStore(bucket)
+    log = write_archive(store, page_entries=2)
+    reader = reader_of(store, log, cache)
+    read_all(reader, log)
+    check(log, reader.read_range(30, 130, 9_000), 30, 130, 9_000)
+    whole = store.read(OBJECT_1)
+    store.write(OBJECT_1, whole[:-100])
+    with (
+        closing(ArchiveCache(EVERYTHING)) as fresh,
+        pytest.raises(BadFormat, match=f"object {OBJECT_1}: "),
+    ):
+        reader_of(store, log, fresh).read_range(51, 60, 1)
+    store.delete(OBJECT_1)
+    with closing(ArchiveCache(EVERYTHING)) as fresh, pytest.raises(ObjectMissing, match=OBJECT_1):
+        reader_of(store, log, fresh).read_range(51, 60, 1)

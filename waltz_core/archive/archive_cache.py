@@ -1,0 +1,101 @@
+"""The part of all archives that a process keeps in memory: one cache for all of its partitions.
+
+Rules:
+    1. The values have at most `bytes_max` bytes in total; those that were used longest ago are
+       removed first. A larger value is returned, and not kept.
+    2. A value is loaded once at a time: other callers wait for the load, and get its value or its
+       error.
+    3. A read-ahead only saves time: its errors are dropped, since the read that needs the value
+       finds them again. While `READ_AHEADS_MAX` wait or run, others are dropped.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Final, NamedTuple, TypeVar, cast
+
+READ_AHEAD_THREADS: Final = 2
+READ_AHEADS_MAX: Final = 4
+
+_Value = TypeVar("_Value")
+
+
+class _Kept(NamedTuple):
+    value: object
+    byte_count: int
+
+
+class ArchiveCache:
+    """Values by key, loaded on demand; for all threads."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self.bytes_max = bytes_max
+        self.byte_count = 0
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[Hashable, _Kept] = OrderedDict()  # the newest use is the last
+        self._loads: dict[Hashable, Future[object]] = {}
+        self._ahead: set[Hashable] = set()
+        self._threads = ThreadPoolExecutor(READ_AHEAD_THREADS, "archive-read-ahead")
+
+    def get(self, key: Hashable, load: Callable[[], tuple[_Value, int]]) -> _Value:
+        """Return the value of a key; if it is not in memory, `load` returns it and its size.
+
+        Raises:
+            WaltzError: that of `load`.
+        """
+        mine: Future[object] = Future()
+        with self._lock:
+            kept = self._kept.get(key)
+            if kept is not None:
+                self._kept.move_to_end(key)
+                return cast("_Value", kept.value)
+            current = self._loads.setdefault(key, mine)
+        if current is mine:
+            return self._loaded(key, load, mine)
+        return cast("_Value", current.result())  # rule 2
+
+    def read_ahead(self, key: Hashable, load: Callable[[], tuple[object, int]]) -> None:
+        """Load a value in a thread, unless it is in memory already (rule 3)."""
+        with self._lock:
+            known = key in self._kept or key in self._loads or key in self._ahead
+            if known or len(self._ahead) >= READ_AHEADS_MAX:
+                return
+            self._ahead.add(key)
+        self._threads.submit(self._load_ahead, key, load)  # its outcome is dropped
+
+    def close(self) -> None:
+        """End the threads when their read-aheads have ended; after the last read."""
+        self._threads.shutdown(cancel_futures=True)
+
+    def _load_ahead(self, key: Hashable, load: Callable[[], tuple[object, int]]) -> None:
+        try:
+            self.get(key, load)
+        finally:
+            with self._lock:
+                self._ahead.discard(key)
+
+    def _loaded(
+        self, key: Hashable, load: Callable[[], tuple[_Value, int]], outcome: Future[object]
+    ) -> _Value:
+        try:
+            value, byte_count = load()
+        except BaseException as error:
+            with self._lock:
+                del self._loads[key]
+            outcome.set_exception(error)
+            raise
+        with self._lock:
+            del self._loads[key]
+            self._keep(key, _Kept(value, byte_count))
+        outcome.set_result(value)
+        return value
+
+    def _keep(self, key: Hashable, made: _Kept) -> None:
+        if made.byte_count > self.bytes_max:
+            return
+        self._kept[key] = made
+        self.byte_count += made.byte_count
+        while self.byte_count > self.bytes_max:
+            _, oldest = self._kept.popitem(last=False)
+            self.byte_count -= oldest.byte_count

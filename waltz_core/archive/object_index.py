@@ -1,0 +1,116 @@
+"""The index of an archive object in memory: its batches with their chains, and its row groups.
+
+It is made once per opening of an object, of the columns that the chain covers. Since the chain
+before a range follows from all batches before it, a single range cannot be proven without it.
+"""
+
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from waltz_core.archive.objects import ArchiveObject, ObjectFacts
+from waltz_core.errors import ChecksumMismatch
+from waltz_core.records import raw_records
+from waltz_core.records.checksum import crc32
+from waltz_core.records.raw_records import I64
+from waltz_core.records.record import CHAIN_BYTES, Chain, LineageEntry, SessionId, TransactionId
+
+# The footer in memory takes about so many times the bytes that it has in the file.
+_FOOTER_EXPANSION: Final = 4
+
+
+class RowGroup(NamedTuple):
+    """The records of a row group; `offsets` has the start of each, and the end of the last one."""
+
+    first: TransactionId
+    records: raw_records.Buffer
+    lengths: I64
+    offsets: I64
+
+    @property
+    def byte_count(self) -> int:
+        """The bytes of memory that it takes."""
+        return len(self.records) + self.lengths.nbytes + self.offsets.nbytes
+
+
+class ObjectIndex:
+    """The batches and row groups of an object whose chain has been verified."""
+
+    def __init__(self, opened: ArchiveObject) -> None:
+        """Read the columns and verify the chain.
+
+        Raises:
+            BadFormat, ChecksumMismatch: with the name of the object.
+        """
+        outlines, lineage = opened.outlines()
+        self.name = opened.name
+        self.facts: ObjectFacts = opened.facts
+        self.footer: Any = opened.footer
+        bounds = np.array([each[:4] for each in lineage], dtype=np.int64).reshape(-1, 4)
+        self._firsts, self._lasts, self._sessions, self._stamps = np.ascontiguousarray(bounds.T)
+        self._chains = b"".join(each.chain for each in lineage)
+        self._group_firsts = np.array([each.first for each in outlines], dtype=np.int64)
+        self._group_crcs = [crc32(each.crcs) for each in outlines]
+
+    @property
+    def byte_count(self) -> int:
+        """The bytes of memory that it takes, approximately."""
+        batches = 4 * int(self._firsts.nbytes) + len(self._chains)
+        return batches + _FOOTER_EXPANSION * int(self.footer.serialized_size)
+
+    @property
+    def group_count(self) -> int:
+        """The number of row groups."""
+        return len(self._group_crcs)
+
+    def group_with(self, transaction_id: TransactionId) -> int:
+        """Return the number of the row group that holds an ID of the object."""
+        return int(self._group_firsts.searchsorted(transaction_id, side="right")) - 1
+
+    def group_first(self, group: int) -> TransactionId:
+        """Return the first ID of a row group."""
+        return TransactionId(int(self._group_firsts[group]))
+
+    def read_group(self, opened: ArchiveObject, group: int) -> RowGroup:
+        """Read a row group of the object; the chain covers its records.
+
+        Raises:
+            BadFormat, ChecksumMismatch: with the name of the object.
+        """
+        piece = opened.read(group)
+        # They cover the IDs, too.
+        if crc32(raw_records.record_crcs(piece.records, piece.lengths)) != self._group_crcs[group]:
+            raise ChecksumMismatch(
+                f"object {self.name}: row group {group}: its records are not those of the chain"
+            )
+        offsets = raw_records.offsets_of(piece.lengths)
+        return RowGroup(self.group_first(group), piece.records, piece.lengths, offsets)
+
+    def chain_at(self, last: TransactionId) -> Chain | None:
+        """Return the chain at the end of a batch; None if no batch ends there."""
+        at = int(self._lasts.searchsorted(last))
+        return self._chain(at) if at < self._lasts.size and self._lasts[at] == last else None
+
+    def entries(
+        self, first: TransactionId, last: TransactionId
+    ) -> tuple[Chain, tuple[LineageEntry, ...]]:
+        """Return the chain before the batches that touch first..last, and these batches."""
+        start = int(self._lasts.searchsorted(first))
+        reach = int(self._firsts.searchsorted(last, side="right"))
+        columns = (self._firsts, self._lasts, self._sessions, self._stamps)
+        rows = zip(*(each[start:reach].tolist() for each in columns), strict=True)
+        entries = tuple(
+            LineageEntry(
+                TransactionId(low), TransactionId(high), SessionId(session), stamp, self._chain(at)
+            )
+            for at, (low, high, session, stamp) in enumerate(rows, start)
+        )
+        return self._chain(start - 1) if start else self.facts.chain_before, entries
+
+    def first_at_or_after(self, time_ms: int) -> TransactionId | None:
+        """Return the first ID of the first batch with this commit time or a later one, if any."""
+        found = np.flatnonzero(self._stamps >= time_ms)
+        return TransactionId(int(self._firsts[found[0]])) if found.size else None
+
+    def _chain(self, at: int) -> Chain:
+        return Chain(self._chains[CHAIN_BYTES * at : CHAIN_BYTES * (at + 1)])

@@ -1,0 +1,318 @@
+"""Reads ranges of a partition from its archive, by a manifest.
+
+All calls block, and all threads of a process may share a reader. `archive_cache.py` keeps what was
+read: pages of the manifest, indexes of objects (`object_index.py`) and row groups.
+
+Rules (docs/decisions/047, AR 14):
+    1. A record is returned only if it matches its ID and its CRC, and if the chain covers it: the
+       chain of an object is verified from its first to its last batch when it is opened, and must
+       be that of the manifest. The check needs a few bytes per record, not the records.
+    2. An error names the file. A read ends before a wrong or unreachable record; only a read that
+       begins with it fails.
+    3. A reader reads one manifest, which may be replaced meanwhile: expiry then deletes objects.
+       After ObjectMissing the caller requests the recorded manifest from ZooKeeper or the owner. If
+       it is another one, the caller repeats the read with `successor`; else the file is lost.
+    4. When reads follow one another, a thread reads the next row group ahead.
+"""
+
+import threading
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import takewhile
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from waltz_core.archive.archive_cache import ArchiveCache
+from waltz_core.archive.manifest import Manifest, ManifestPage, ObjectEntry
+from waltz_core.archive.object_index import ObjectIndex, RowGroup
+from waltz_core.archive.objects import ArchiveObject
+from waltz_core.archive.store import ArchiveStore
+from waltz_core.errors import BadFormat, BadRequest, BelowStart, ChecksumMismatch, WaltzError
+from waltz_core.records import raw_records
+from waltz_core.records.checksum import crc32
+from waltz_core.records.raw_records import RangeRead
+from waltz_core.records.record import Chain, LineageEntry, TransactionId
+
+# A range cannot have more batches than records, so this many entries suffice for an answer.
+_RECORDS_MAX: Final = 1 << 16
+# Reads whose continuation counts as sequential.
+_STREAMS_MAX: Final = 32
+# The entries of a page take about so many times the bytes of its file.
+_PAGE_EXPANSION: Final = 4
+
+
+class _Part(NamedTuple):
+    """The part of a read that one row group has."""
+
+    range: RangeRead
+    entry: ObjectEntry
+    object_index: ObjectIndex
+    group: int
+
+
+class ArchiveReader:
+    """The archive of one partition as one manifest lists it."""
+
+    def __init__(
+        self, store: ArchiveStore, manifest_name: str, manifest_crc: int, cache: ArchiveCache
+    ) -> None:
+        """Nothing is read before the first call. `cache` is shared by all readers of a process."""
+        self.manifest_name = manifest_name
+        self._store = store
+        self._manifest_crc = manifest_crc
+        self._cache = cache
+        self._loaded: Manifest | None = None
+        self._lock = threading.Lock()
+        self._continuations: OrderedDict[TransactionId, None] = OrderedDict()
+
+    def successor(self, manifest_name: str, manifest_crc: int) -> "ArchiveReader | None":
+        """Return a reader of the recorded manifest; None if it is this one (rule 3)."""
+        if manifest_name == self.manifest_name:
+            return None
+        return ArchiveReader(self._store, manifest_name, manifest_crc, self._cache)
+
+    @property
+    def manifest(self) -> Manifest:
+        """The manifest's head.
+
+        Raises:
+            ObjectMissing, ArchiveUnavailable: it cannot be read.
+            BadFormat, ChecksumMismatch: with its name.
+        """
+        if self._loaded is None:
+            key = self._key("manifest", self.manifest_name, self._manifest_crc)
+            self._loaded = self._cache.get(key, self._head)
+        return self._loaded
+
+    @property
+    def first_available(self) -> TransactionId:
+        """The first ID that the archive has; raises as `manifest`."""
+        return self.manifest.first
+
+    @property
+    def archived(self) -> tuple[TransactionId, Chain]:
+        """The last ID that the archive has, and the chain there; raises as `manifest`."""
+        return self.manifest.last, self.manifest.chain
+
+    def read_range(self, first: TransactionId, last: TransactionId, bytes_max: int) -> RangeRead:
+        """Return records of first..last that fit into `bytes_max`, at least one.
+
+        Raises:
+            BelowStart: `first` has expired.
+            BadRequest: the archive does not reach to `last`.
+            ObjectMissing: a file does not exist (rule 3).
+            ArchiveUnavailable: the store does not answer; try again.
+            BadFormat, ChecksumMismatch: with the name of the file.
+        """
+        self._check_bounds(first, last)
+        last = min(last, TransactionId(first + _RECORDS_MAX - 1))
+        part = self._part(first, last, bytes_max)
+        parts, next_id = [part], _next_id(part)
+        room = bytes_max - len(part.range.records)
+        while next_id <= last and room > 0:
+            try:
+                part = self._part(next_id, last, room)
+            except WaltzError:
+                break  # rule 2
+            if len(part.range.records) > room:
+                break
+            parts.append(part)
+            next_id = _next_id(part)
+            room -= len(part.range.records)
+        if self._continues(first, next_id):
+            self._read_ahead(parts[-1])
+        return _joined([each.range for each in parts])
+
+    def objects_between(self, first: TransactionId, last: TransactionId) -> list[ObjectEntry]:
+        """Return the objects that hold the available IDs of first..last, in order.
+
+        Raises:
+            As `manifest`, also for a page of it.
+        """
+        first = max(first, self.manifest.first)
+        if not first <= last:
+            return []
+        return list(takewhile(lambda each: each.first <= last, self._entries_from(first)))
+
+    def first_at_or_after(self, time_ms: int) -> TransactionId:
+        """Return the first available ID with this commit time or a later one.
+
+        It is the ID after the last archived one if there is none. Commit times never decrease;
+        transactions without one are skipped.
+
+        Raises:
+            As `read_range`.
+        """
+        manifest = self.manifest
+        starts = [each.first for each in manifest.pages if each.commit_ms_max >= time_ms]
+        starts += [each.first for each in manifest.newest if each.commit_ms_max >= time_ms]
+        if not starts:
+            return TransactionId(manifest.last + 1)
+        for entry in self._entries_from(max(starts[0], manifest.first)):
+            if entry.commit_ms_max >= time_ms:
+                found = self._index(entry).first_at_or_after(time_ms)
+                if found is not None and found <= entry.last:
+                    return max(found, manifest.first)
+        return TransactionId(manifest.last + 1)
+
+    def _check_bounds(self, first: TransactionId, last: TransactionId) -> None:
+        manifest = self.manifest
+        if 0 <= first < manifest.first:
+            raise BelowStart(
+                f"archive of partition {manifest.partition_id}: expected ids from "
+                f"{manifest.first} on, found {first}..{last}",
+                manifest.first,
+            )
+        if not 0 <= first <= last <= manifest.last:
+            raise BadRequest(
+                f"archive of partition {manifest.partition_id}: expected ids up to "
+                f"{manifest.last}, found {first}..{last}"
+            )
+
+    def _part(self, first: TransactionId, last: TransactionId, bytes_max: int) -> _Part:
+        """Return the records that one row group has, at least one."""
+        entry = next(self._entries_from(first))
+        index = self._index(entry)
+        number = index.group_with(first)
+        group = self._group(entry, index, number)
+        skip = first - group.first
+        count = min(group.lengths.size - skip, min(last, entry.last) + 1 - first)
+        count = raw_records.count_within(group.lengths[skip : skip + count], bytes_max)
+        start, end = int(group.offsets[skip]), int(group.offsets[skip + count])
+        chain_before, entries = index.entries(first, TransactionId(first + count - 1))
+        found = RangeRead(
+            first,
+            group.lengths[skip : skip + count],
+            bytes(group.records[start:end]),
+            entries,
+            chain_before,
+        )
+        return _Part(found, entry, index, number)
+
+    def _continues(self, first: TransactionId, next_id: TransactionId) -> bool:
+        """Note where a read has ended; return whether it began where an earlier one had ended."""
+        with self._lock:
+            continues = first in self._continuations
+            self._continuations.pop(first, None)
+            self._continuations[next_id] = None
+            if len(self._continuations) > _STREAMS_MAX:
+                self._continuations.popitem(last=False)
+            return continues
+
+    def _read_ahead(self, part: _Part) -> None:
+        entry, index, number = part.entry, part.object_index, part.group + 1
+        if number < index.group_count and index.group_first(number) <= entry.last:
+            key = self._key("group", entry.name, number)
+            self._cache.read_ahead(key, lambda: self._read_group(entry, index, number))
+            return
+        with suppress(WaltzError):  # of a page, which the next read needs, too
+            after = next(self._entries_from(TransactionId(entry.last + 1)), None)
+            if after is not None:
+                key = self._key("group", after.name, 0)
+                self._cache.read_ahead(key, lambda: self._read_group(after, self._index(after), 0))
+
+    # --- The files, through the cache
+
+    def _key(self, kind: str, name: str, number: int = 0) -> tuple[str, str, str, int]:
+        return (kind, self._store.url, name, number)
+
+    def _head(self) -> tuple[Manifest, int]:
+        data = self._store.read(self.manifest_name)
+        _check_crc(self.manifest_name, data, self._manifest_crc)
+        manifest = Manifest.from_bytes(data, self.manifest_name)
+        return manifest, _PAGE_EXPANSION * len(data)
+
+    def _entries_from(self, transaction_id: TransactionId) -> Iterator[ObjectEntry]:
+        """Yield the objects from the one that holds an ID on."""
+        manifest = self.manifest
+        start = bisect_left(manifest.pages, transaction_id, key=lambda each: each.last)
+        for number in range(start, len(manifest.pages)):
+            entries = self._page(number).entries
+            yield from entries[_place(entries, transaction_id) :]
+        yield from manifest.newest[_place(manifest.newest, transaction_id) :]
+
+    def _page(self, number: int) -> ManifestPage:
+        stated = self.manifest.pages[number]
+
+        def load() -> tuple[ManifestPage, int]:
+            data = self._store.read(stated.name)
+            _check_crc(stated.name, data, stated.file_crc)
+            page = ManifestPage.from_bytes(data, stated.name)
+            found = (page.entries[0].first, page.entries[-1].last) if page.entries else None
+            if found != (stated.first, stated.last):
+                raise BadFormat(
+                    f"manifest {stated.name}: expected {stated.first}..{stated.last}, found {found}"
+                )
+            return page, _PAGE_EXPANSION * len(data)
+
+        return self._cache.get(self._key("page", stated.name, stated.file_crc), load)
+
+    def _index(self, entry: ObjectEntry) -> ObjectIndex:
+        """Return the index of an object, which must be the one that the manifest lists (rule 1)."""
+
+        def load() -> tuple[ObjectIndex, int]:
+            with self._store.open(entry.name) as source:
+                made = ObjectIndex(ArchiveObject(source, entry.name))
+            return made, made.byte_count
+
+        index = self._cache.get(self._key("index", entry.name), load)
+        manifest, facts = self.manifest, index.facts
+        found = (facts.cluster_key.hex(), facts.partition_id, facts.first)
+        expected = (manifest.cluster_key.hex(), manifest.partition_id, entry.first)
+        if found != expected:
+            raise BadFormat(
+                f"object {entry.name}: expected cluster key, partition and first ID {expected}, "
+                f"found {found}"
+            )
+        chain = index.chain_at(entry.last)
+        if chain != entry.chain:
+            raise ChecksumMismatch(
+                f"object {entry.name}: expected the chain {entry.chain.hex()} at {entry.last}, "
+                f"found {None if chain is None else chain.hex()}"
+            )
+        return index
+
+    def _group(self, entry: ObjectEntry, index: ObjectIndex, number: int) -> RowGroup:
+        key = self._key("group", entry.name, number)
+        return self._cache.get(key, lambda: self._read_group(entry, index, number))
+
+    def _read_group(
+        self, entry: ObjectEntry, index: ObjectIndex, number: int
+    ) -> tuple[RowGroup, int]:
+        with self._store.open(entry.name) as source:
+            opened = ArchiveObject(source, entry.name, footer=index.footer)
+            group = index.read_group(opened, number)
+        return group, group.byte_count
+
+
+def _place(entries: tuple[ObjectEntry, ...], transaction_id: TransactionId) -> int:
+    return bisect_left(entries, transaction_id, key=lambda each: each.last)
+
+
+def _check_crc(name: str, data: bytes, expected: int) -> None:
+    found = crc32(data)
+    if found != expected:
+        raise ChecksumMismatch(f"manifest {name}: expected CRC {expected:08x}, found {found:08x}")
+
+
+def _next_id(part: _Part) -> TransactionId:
+    return TransactionId(part.range.first + int(part.range.lengths.size))
+
+
+def _joined(ranges: list[RangeRead]) -> RangeRead:
+    """Return consecutive ranges as one; a batch may be in several of them."""
+    if len(ranges) == 1:
+        return ranges[0]
+    entries: dict[TransactionId, LineageEntry] = {
+        each.first: each for read in ranges for each in read.entries
+    }
+    return RangeRead(
+        ranges[0].first,
+        np.concatenate([each.lengths for each in ranges]),
+        b"".join(each.records for each in ranges),
+        tuple(entries.values()),
+        ranges[0].chain_before,
+    )
