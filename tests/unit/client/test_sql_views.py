@@ -232,7 +232,7 @@ def test_another_log_is_not_applied_to_a_view(
         fill(client, [1] * 5)
         client.subscribe(view)
         view.until_at(4)
-    monkeypatch.setattr(memory, "KEY", b"another cluster.")
+    monkeypatch.setattr(memory_waltz, "KEY", b"another cluster.")
     again = View(engine)
     with MemoryWaltz(1) as waltz, waltz.client() as client:
         fill(client, [2] * 20)
