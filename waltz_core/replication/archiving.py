@@ -58,6 +58,8 @@ class Archiving:
         self.wanted: ArchivedMark | None = None
         self.is_checked = claim.archived is None  # rule 2
         self.contradiction: str | None = None
+        # Each step of a session asks for it.
+        self.is_used = limits.archive_interval_ms > 0 or claim.archived is not None
         self._session_id = claim.session_id
         self._outbox = outbox
         self._limits = limits

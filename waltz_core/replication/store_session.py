@@ -198,9 +198,10 @@ class StoreSession:
             elif not self._has_no_timeout(each) and (oldest_ms := each.oldest_ms) is not None:
                 times.append(oldest_ms + self._limits.answer_ms_max)
         times += self._proving.deadlines()
-        archive_at_ms = self._archiving.wake_at_ms if self.is_settled else None
-        if archive_at_ms is not None:
-            times.append(archive_at_ms)
+        if self._archiving.is_used and self.is_settled:
+            archive_at_ms = self._archiving.wake_at_ms
+            if archive_at_ms is not None:
+                times.append(archive_at_ms)
         # These times only affect `wanted_states`, which every step evaluates: skip past ones.
         gates = [*self.claim.excluded.values()]
         if self._quorum_since_ms is not None and self.window is None:
@@ -551,7 +552,8 @@ class StoreSession:
             for each in self.replicas.values():
                 if each.stage in MARKED:
                     self._feed(each, now_ms)
-        if self.is_settled and self.window is not None and self.ended is None:
+        if self._archiving.is_used and self.is_settled and self.ended is None:
+            assert self.window is not None
             self._archiving.advance(self.engaged, self.window.committed, now_ms)
 
     def _is_decided(self) -> bool:
