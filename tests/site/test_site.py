@@ -124,7 +124,7 @@ def test_docstrings_are_shown_with_rules_examples_and_names(site: Path) -> None:
     contexts = api_page(site, "contexts")
     assert "A transaction that the application computes again when" in text_in(contexts)
     assert re.search(r"<ol[^>]*>\s*<li><p>A lock is a name and a key", contexts)
-    assert 'class="highlight-python' in api_page(site, "memory")
+    assert 'class="highlight-python' in api_page(site, "memory_waltz")
     assert "settings with _ for ., or as a dict" in text_in(api_page(site, "spark"))
 
 
