@@ -224,7 +224,7 @@ def test_a_cluster_of_0_13_is_taken_over_and_given_back(
         other = log_of(client, 1)
         wait_until("all replicas are engaged", lambda: all_engaged(cluster))
     line = refused_0_13_server(cluster, STORAGES[0])
-    assert "this side has [1, 2]" in line
+    assert "this side has [1, 2, 3]" in line
     assert "has [0]" in line
     assert "Hint: migrate the whole cluster at once" in line
 
