@@ -184,7 +184,7 @@ def test_an_entry_of_another_place_is_not_trusted():
     path, position = ROOT / segment_name(0, ".chn"), LINEAGE_HEADER_BYTES + LINEAGE_ENTRY_BYTES
     segment_crc = LineageHeader(BLANK, GENESIS_CHAIN).segment_crc
     disk.overwrite(path, position, encode_entry(entries[3], 5, segment_crc=segment_crc, position=1))
-    with pytest.raises(ChecksumMismatch, match=r"from 2 on after 0\.\.1, found 6"):
+    with pytest.raises(ChecksumMismatch, match=r"after 0\.\.1 to begin at 2, found 6"):
         segments.entries(0, 6, 9)
     assert segments.entries(6, 6, 9)[1] == (entries[3],)
 

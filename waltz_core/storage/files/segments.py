@@ -310,7 +310,8 @@ class Segments:
         """
         lineage = self.all[index].lineage
         if high == lineage.count:
-            # Only the next open can find the end of the log: it trims the file and is suspect.
+            # Only the next opening can find the end of the log: it trims the lineage file, and the
+            # replica is then suspect.
             raise ChecksumMismatch(
                 f"the last {high - low} of {high} batches of the segment from id "
                 f"{self.all[index].first} cannot be read"
@@ -498,7 +499,8 @@ def _run_of(entries: Sequence[LineageEntry]) -> Sequence[LineageEntry]:
     for before, after in pairwise(entries):
         if after.first != before.last + 1:
             raise ChecksumMismatch(
-                f"expected a batch from {before.last + 1} on after {before.first}..{before.last}, "
+                f"expected the batch after {before.first}..{before.last} to begin at "
+                f"{before.last + 1}, "
                 f"found {after.first}..{after.last}"
             )
     return entries

@@ -235,8 +235,8 @@ class _Opening:
         self.opened: list[Segment] = []  # everything to close if the opening fails
         self._rebuilt: list[Segment] = []
         self._implausible: set[TransactionId] = set()  # older ones, by their first ID
-        # Up to the marker the records are covered by a slot, of this version or of 0.13. What the
-        # batch entries cover is known when the segments are open.
+        # A slot, of this version or of 0.13, confirms the records up to the marker. How many the
+        # batch entries confirm is known only after the segments are open.
         acked = slot.acked.transaction_id
         self._marker = info.local_low_water_mark if self._is_overtaken else acked
         self._durable = self._marker

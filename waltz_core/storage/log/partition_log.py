@@ -284,7 +284,7 @@ class PartitionLog:
             )
         if mark < self.slot.low_water_mark:
             raise DataLoss(
-                f"partition {self.partition_id}: expected a mark of at least "
+                f"partition {self.partition_id}: expected a low-water mark of at least "
                 f"{self.slot.low_water_mark}, found {mark}"
             )
         if self.slot.suspect:

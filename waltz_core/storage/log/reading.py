@@ -1,4 +1,4 @@
-"""Reading a partition's log: verified records only, and around damage.
+"""Reads a partition's log: returns only verified records, and skips damaged ones.
 
 Reading changes nothing except the known damage, and it is the only way for bytes to leave a log.
 
