@@ -345,12 +345,24 @@ def test_a_source_that_removes_segments_meanwhile_is_used_from_the_archived_mark
     assert bench.storages[C].payloads() == bench.storages[A].payloads()
 
 
-def test_a_trusted_replica_is_not_reset(bench):
-    archive(bench, last=3)
-    bench.lose(C)
+def test_a_trusted_replica_that_lags_is_completed_and_not_reset():
+    """If it were reset it would be unknown, and another loss would leave no decision."""
+    bench = Bench(limits=ARCHIVING)
+    bench.open()
+    bench.silent = {C}
+    bench.append(2)
+    replica, request = begin(bench)
+    assert replica != C
+    finish(bench, replica, request)
+    bench.run()
+    assert bench.marker.archived.last == 1
+    assert bench.storages[C].last == -1
+    bench.lose(B)
+    bench.silent = set()
     bench.reopen()
-    bench.append(1)
+    bench.run_for(3_000)
     assert not bench.reports("replica.reset")
+    assert bench.storages[C].payloads() == bench.storages[A].payloads()
 
 
 def test_another_owner_learns_the_last_commit_stamp_from_the_archive_where_logs_begin_after_it():
