@@ -32,6 +32,7 @@ from waltz_core.wire.messages import (
     LineageResponse,
     RangeArchived,
     SetArchived,
+    StorageMessage,
 )
 
 # The ticket of its requests; `Repairs` has those from 0 on.
@@ -208,9 +209,13 @@ class Archiving:
             now_ms,
         )
 
-    def rejected(self, reason: str, now_ms: int) -> None:
+    def rejected(
+        self, each: ReplicaSession, message: StorageMessage, reason: str, now_ms: int
+    ) -> None:
         """A replica has rejected a request: the attempt has failed (rule 4)."""
-        if self._attempt is not None:
+        if isinstance(message, SetArchived):
+            self._report("archive.failed", replica=each.replica, reason=reason)
+        elif self._attempt is not None:
             self._fail(reason, now_ms)
 
     def _fail(self, reason: str, now_ms: int) -> None:

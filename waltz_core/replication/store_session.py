@@ -497,7 +497,7 @@ class StoreSession:
         elif is_same and isinstance(request.message, messages.Prepare):
             self._found_rival(each, reason, now_ms)
         elif request.ticket == ARCHIVE_TICKET and self._archiving.is_checked:
-            self._archiving.rejected(reason, now_ms)
+            self._archiving.rejected(each, request.message, reason, now_ms)
         elif self.repairs.fill_rejected(request.ticket, each, reason, now_ms):
             self._report("replica.repair_rejected", replica=each.replica, reason=reason)
         elif not self.repairs.source_rejected(request.ticket, each, error, reason, now_ms):

@@ -158,6 +158,25 @@ def test_a_rejected_request_is_a_failure_of_the_attempt_only(bench):
     assert bench.store.open_session == 0
 
 
+def test_a_replica_that_rejects_the_mark_is_reported_and_ends_no_attempt(bench):
+    storage = bench.storages[C]
+    handle = storage.handle
+
+    def reject(message):
+        if isinstance(message, wire.SetArchived):
+            return wire.Nack(message.session_id, message.sequence, 0, 12, 0, "another chain")
+        return handle(message)
+
+    storage.handle = reject
+    archive(bench, last=3)
+    (report,) = bench.reports("archive.failed")
+    assert (report["replica"], report["reason"]) == (C, "BadRequest: another chain")
+    replica, request = attempts(bench)[-1]
+    finish(bench, replica, request)
+    bench.run()
+    assert bench.marker.archived.last == 5
+
+
 def test_a_chain_that_another_replica_does_not_have_is_not_recorded(bench):
     replica, request = begin(bench)
     finish(bench, replica, request, chain=b"x" * 16)
