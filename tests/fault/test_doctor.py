@@ -30,6 +30,7 @@ from waltz_core.cluster.change.storages import StorageLayout
 from waltz_core.cluster.nodes.model import PartitionMetadata
 from waltz_core.cluster.zookeeper.zookeeper_session import connected
 from waltz_core.local import LocalCluster
+from waltz_core.local.zookeeper_process import find_java
 from waltz_core.records.record import PartitionId, ReplicaId
 from waltz_core.storage.files.format import SLOT_BYTES
 
@@ -346,3 +347,19 @@ def test_a_fault_is_named_and_repaired_by_what_is_printed(patient: Patient, titl
         let_threads_go()
         give_room_back()
     patient.check_whole(cluster.connect)
+
+
+def test_a_cluster_is_ready_when_each_zookeeper_server_is(
+    patient: Patient, monkeypatch: pytest.MonkeyPatch
+):
+    """Partitions open without some of them, and the doctor would have those that start killed."""
+    slow = patient.directory / "slow-java" / "bin" / "java"
+    slow.parent.mkdir(parents=True)
+    slow.write_text(f'#!/bin/sh\nsleep 8\nexec {find_java()} "$@"\n')
+    slow.chmod(0o755)
+    monkeypatch.setenv("JAVA_HOME", str(slow.parent.parent))
+    cluster = patient.cluster()
+    kill("zookeeper-1")(cluster)
+    cluster.up()
+    found = doctor(*here(patient.directory))
+    assert not [each for each in found if each["area"] == "ZooKeeper"]

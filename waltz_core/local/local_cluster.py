@@ -28,20 +28,22 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, TypeAlias
 
 import psutil
 
-from waltz_core.config.connect_string import ConnectString
+from waltz_core.config.connect_string import ConnectString, parse_connect_string
 from waltz_core.config.declarations import render_toml
-from waltz_core.errors import BadConfig, Unreachable, WaltzError
+from waltz_core.errors import BadConfig, Unavailable, Unreachable, WaltzError
 from waltz_core.local import ports
 from waltz_core.local.zookeeper_process import EnsemblePeer, write_node_number, zookeeper_config
 
 if TYPE_CHECKING:
     import socket
+
+    from waltz_core.cluster.coordinator import ServersView
 
 ROOT_DEFAULT = "/waltz/local"
 LOOPBACK = "127.0.0.1"
@@ -242,7 +244,7 @@ class LocalCluster:
     # -- commands ---------------------------------------------------------------------------
 
     def up(self, timeout_s: float = READY_S, show_line: ShowLine = _ignore_line) -> str:
-        """Start all processes that do not run; wait for all servers and for open partitions.
+        """Start all processes that do not run, and wait for open partitions and for each process.
 
         Returns the connect string. `say` gets a line now and then that names what `up` waits for.
 
@@ -258,7 +260,7 @@ class LocalCluster:
                 for member in self.members:
                     self.start(member.name)
             self._await_ready(deadline, show_line)
-            self._await_storages(started, deadline, show_line)
+            self._await_each(started, deadline, show_line)
         finally:
             self._release_ports()
         return self.connect
@@ -632,39 +634,56 @@ class LocalCluster:
             f"{self._tail('server-1')}"
         )
 
-    def _await_storages(self, started: list[Member], deadline: float, show_line: ShowLine) -> None:
-        """Wait for started storages, so that one that ends at once is noticed.
+    def _await_each(self, started: list[Member], deadline: float, show_line: ShowLine) -> None:
+        """Wait for started storages and for all ZooKeeper servers: partitions open without some.
 
-        A storage that still reads its files at the deadline is not an error. Raises Unreachable.
+        So a storage that ends at once is noticed, and no ZooKeeper server that still starts or
+        joins is reported as failed. One that takes longer than the deadline is not an error.
+        Raises Unreachable.
         """
-        host = self._loaded().host
         waiting = [each for each in started if each.kind == "storage"]
+        waiting += [each for each in self.zookeepers if each.state == "up"]
         next_line = time.monotonic() + PROGRESS_EVERY_S
         while waiting and time.monotonic() < deadline:
             self._check_alive(started)
             if time.monotonic() > next_line:
                 show_line(f"waiting for {', '.join(each.name for each in waiting)}")
                 next_line += PROGRESS_EVERY_S
-            # It listens there only after it has opened its directory and registered.
-            waiting = [each for each in waiting if ports.is_free(each.admin_port, host)]
+            waiting = [each for each in waiting if not self._serves(each)]
             time.sleep(0.05)
         self._check_alive(started)
 
+    def _serves(self, member: Member) -> bool:
+        """Whether a storage has opened its directory, or a ZooKeeper server is in a quorum."""
+        if member.kind == "storage":
+            # It listens there only after it has opened its directory and registered.
+            return not ports.is_free(member.admin_port, self.host)
+        only = replace(parse_connect_string(self.connect), hosts=(f"{self.host}:{member.port}",))
+        try:
+            self._read_servers(only)
+        except Unavailable:
+            return False
+        return True
+
     def _unregistered(self) -> set[str]:
-        from waltz_core.cluster.zookeeper import zookeeper_session  # noqa: PLC0415 - costs start-up time
-
-        async def registered() -> set[str]:
-            async with zookeeper_session.connected(self.connect) as coordinator:
-                view = await coordinator.read_servers()
-                given = view.servers.keys() - view.left_out if view.is_settled else ()
-                return {view.servers[each].address for each in given}
-
+        view = self._read_servers(parse_connect_string(self.connect))
+        given = view.servers.keys() - view.left_out if view.is_settled else ()
+        found = {view.servers[each].address for each in given}
         servers = [self._values(member) for member in self.members if member.kind == "server"]
         ports = [values.get("advertised_port") or values["port"] for values in servers]
-        with ThreadPoolExecutor(1) as thread:  # a notebook's own thread has a running loop
-            found = thread.submit(asyncio.run, registered()).result()
         pairs = zip(servers, ports, strict=True)
         return {f"{values['advertised_host']}:{port}" for values, port in pairs} - found
+
+    def _read_servers(self, place: ConnectString) -> "ServersView":
+        """Return the registered servers; raises Unreachable if ZooKeeper does not answer."""
+        from waltz_core.cluster.zookeeper import zookeeper_session  # noqa: PLC0415 - costs start-up time
+
+        async def read() -> "ServersView":
+            async with zookeeper_session.connected(place) as coordinator:
+                return await coordinator.read_servers()
+
+        with ThreadPoolExecutor(1) as thread:  # a notebook's own thread has a running loop
+            return thread.submit(asyncio.run, read()).result()
 
     def _check_alive(self, members: list[Member]) -> None:
         for member in members:
