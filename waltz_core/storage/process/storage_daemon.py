@@ -55,7 +55,7 @@ from waltz_core.storage.process.storage_metrics import StorageMetrics
 from waltz_core.storage.service import service, service_effects, upkeep
 from waltz_core.storage.service.admin_tasks import DiskStatus
 from waltz_core.storage.service.archive_jobs import ArchiveLimits
-from waltz_core.storage.service.archive_reads import ArchiveRead, answer_from_archive
+from waltz_core.storage.service.archive_reads import ArchiveQuery, answer_from_archive
 from waltz_core.storage.service.engine import Engine
 from waltz_core.storage.service.retention import RetentionLimits
 from waltz_core.storage.service.service import Event, StorageIdentity, StorageService
@@ -606,7 +606,7 @@ class StorageDaemon:
         self._storage_metrics.count_upload(job, outcome)
         self._post(service.Uploaded(job, outcome))
 
-    def _read_archive(self, read: ArchiveRead) -> WorkOutcome:
+    def _read_archive(self, read: ArchiveQuery) -> WorkOutcome:
         mark = read.mark
         try:
             partition_id = PartitionId(mark.partition_id)
@@ -615,7 +615,7 @@ class StorageDaemon:
             return error
         return answer_from_archive(reader, read)
 
-    def _was_read(self, read: ArchiveRead, future: "Future[WorkOutcome]") -> None:
+    def _was_read(self, read: ArchiveQuery, future: "Future[WorkOutcome]") -> None:
         error = future.exception()
         if error is not None:
             self._failed(error)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 @value(frozen=True, slots=True)
-class ArchiveRead:
+class ArchiveQuery:
     """A request to answer from the archive, which `mark` describes; `error` is the log's answer."""
 
     request: LaneRequest
@@ -55,7 +55,7 @@ class ArchiveReads:
         """The session has ended."""
         self._marks.pop(partition_id, None)
 
-    def instead(self, request: LaneRequest, error: WaltzError) -> ArchiveRead | WaltzError:
+    def instead(self, request: LaneRequest, error: WaltzError) -> ArchiveQuery | WaltzError:
         """Return the read that replaces a failed one, or the error to answer (rules 1 to 3)."""
         message = request.message
         if not isinstance(error, BelowStart | ChecksumMismatch):
@@ -64,7 +64,7 @@ class ArchiveReads:
             return error
         mark = self._marks.get(PartitionId(message.partition_id))
         if mark is not None and _needed(message) <= mark.last and _has_form(message):
-            return ArchiveRead(request, mark, error)
+            return ArchiveQuery(request, mark, error)
         if mark is None and isinstance(error, BelowStart):
             return ArchiveUnavailable(
                 f"{error}; the others are in the archive, which the session's owner has not "
@@ -88,7 +88,7 @@ def _needed(message: RangeRaw | LineageRequest) -> int:
     return message.last if isinstance(message, LineageRequest) else message.first
 
 
-def answer_from_archive(reader: "ArchiveReader", read: ArchiveRead) -> WorkOutcome:
+def answer_from_archive(reader: "ArchiveReader", read: ArchiveQuery) -> WorkOutcome:
     """Return the answer from the archive, or the error (rule 5); blocks."""
     try:
         return _answer(reader, read.request.message, TransactionId(read.mark.last))

@@ -61,7 +61,7 @@ from waltz_core.storage.log.log_files import MARKER_INTERVAL_MS
 from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.log.scrub import Scrub, ScrubState
 from waltz_core.storage.service.archive_jobs import ArchiveJobs, ArchiveLimits, ArchiveNotice
-from waltz_core.storage.service.archive_reads import ArchiveRead, ArchiveReads
+from waltz_core.storage.service.archive_reads import ArchiveQuery, ArchiveReads
 from waltz_core.storage.service.lane import SESSION_JUMP_MAX, Lane, queue_bytes
 from waltz_core.storage.service.retention import NO_LIMIT, Retention, RetentionLimits
 from waltz_core.storage.service.service_effects import (
@@ -173,7 +173,7 @@ class Uploaded:
 class ArchiveAnswered:
     """`ReadArchive` is done."""
 
-    read: ArchiveRead
+    read: ArchiveQuery
     outcome: WorkOutcome
 
 
@@ -519,10 +519,10 @@ class StorageService:
 
     def _work_done(self, work: Work, result: WorkResult, now_ms: int) -> None:
         for request, outcome in zip(work.requests, result.outcomes, strict=True):
-            found: WorkOutcome | ArchiveRead = outcome
+            found: WorkOutcome | ArchiveQuery = outcome
             if isinstance(outcome, WaltzError):
                 found = self._archive_reads.instead(request, outcome)
-            if isinstance(found, ArchiveRead):
+            if isinstance(found, ArchiveQuery):
                 self._effects.append(ReadArchive(found))
             else:
                 self._finish(request, found)

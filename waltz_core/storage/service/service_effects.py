@@ -11,7 +11,7 @@ from waltz_core.errors import WaltzError
 from waltz_core.machine import Report
 from waltz_core.storage.files.space import DiskSpace
 from waltz_core.storage.log.partition_log import PartitionLog
-from waltz_core.storage.service.archive_reads import ArchiveRead
+from waltz_core.storage.service.archive_reads import ArchiveQuery
 from waltz_core.storage.service.work import ConnectionId, Work
 from waltz_core.values import value
 from waltz_core.wire.messages import StorageMessage
@@ -87,7 +87,7 @@ class UploadRange:
 class ReadArchive:
     """Call `archive.read`, which blocks, then send `ArchiveAnswered`."""
 
-    read: ArchiveRead
+    read: ArchiveQuery
 
 
 @value(frozen=True, slots=True)
