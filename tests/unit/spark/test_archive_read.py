@@ -1,6 +1,7 @@
 """How a read is split where its archived objects are."""
 
 import pytest
+from pyspark import cloudpickle
 
 from waltz_core.archive.manifest import Manifest, ObjectEntry
 from waltz_core.client import ArchivedObjects
