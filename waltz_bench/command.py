@@ -22,6 +22,7 @@ WORKLOADS: dict[str, tuple[str, str]] = {
     "append-batch": ("batch_appends", "append_batch"),
     "append-one": ("single_appends", "append_one"),
     "append-single": ("single_appends", "append_single"),
+    "archive": ("archive_workload", "archive"),
     "checkpoint": ("checkpoint", "checkpoint"),
     "conditional": ("single_appends", "conditional"),
     "failover-freeze": ("failover", "failover_freeze"),
@@ -44,7 +45,7 @@ WORKLOADS: dict[str, tuple[str, str]] = {
     "test-producers": ("producers", "producers"),
     "zookeeper-loss": ("failover", "zookeeper_loss"),
 }
-WITHOUT_CLUSTER = ("storage-append", "storage-open", "many-partitions")
+WITHOUT_CLUSTER = ("archive", "storage-append", "storage-open", "many-partitions")
 
 
 # option -> its type, its default, its help
@@ -58,7 +59,11 @@ LOAD: dict[str, tuple[type, int | float | None, str]] = {
     ),
     "--seconds": (float, 10.0, "length of the load"),
     "--in-flight": (int, 2, "batches in flight for each partition"),
-    "--mib": (int, None, "storage-append, storage-open: MiB of data [default: 1024, 10240]"),
+    "--mib": (
+        int,
+        None,
+        "MiB of data: storage-append and archive, storage-open [default: 1024, 10240]",
+    ),
     "--segments": (int, 1, "storage-open: minimum number of segments"),
     "--writers": (int, 1, "test-producers: number of writers"),
     "--interval-ms": (float, 0.0, "test-producers: pause of a writer after each transaction"),
@@ -90,7 +95,8 @@ def _load(function: VerbFunction) -> VerbFunction:
     "--directory",
     type=options.PATH,
     help="a local cluster's directory: use it, and measure its CPU; for "
-    "storage-append, storage-open, many-partitions, sql-view: a directory on the disk to measure",
+    "archive, storage-append, storage-open, many-partitions, sql-view: a directory on the disk to "
+    "measure",
 )
 @_load
 @click.option(
@@ -149,7 +155,7 @@ def _workload(name: str) -> Workload:
     if name not in WORKLOADS:
         raise BadConfig(f"no workload {name!r}; there are {', '.join(sorted(WORKLOADS))}")
     module, function = WORKLOADS[name]
-    if module == "spark_workloads" and find_spec("pyspark") is None:
+    if module in ("archive_workload", "spark_workloads") and find_spec("pyspark") is None:
         raise BadConfig(f"{name} needs PySpark. Hint: pip install 'waltz-spark[spark]'")
     found: Workload = getattr(import_module(f"waltz_bench.{module}"), function)
     return found

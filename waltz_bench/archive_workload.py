@@ -1,0 +1,328 @@
+"""The workload `archive`: a log that is larger than the disks of its storages.
+
+It appends `--mib` MiB to one partition while the storages archive, and keep at most `LOCAL_BYTES`
+each, or an eighth. Then it reads all of it: by ranges, by the feed from the first ID on, and with
+Spark from the archive, beside a Parquet file with the same rows.
+
+Rules:
+    1. Each row follows from its ID, so that every reader compares every byte of every row.
+    2. `of_without` is the rate of appends while the archive keeps up, divided by that of an equal
+       cluster without an archive; windows of `--seconds` alternate.
+    3. The largest size of a storage's directory, between removals, is in the report.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import shutil
+import statistics
+import tempfile
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+import uvloop
+
+from waltz_bench.measuring import MIB, BenchLoad, Measured, Meter
+from waltz_core.cli.output import print_error
+from waltz_core.client import AsyncCallbacks, AsyncTransaction, AsyncWaltzClient
+from waltz_core.local import LocalCluster
+from waltz_core.records.batches import encode_append
+from waltz_core.records.record import RECORD_OVERHEAD_BYTES, RECORD_PREFIX
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Iterator
+
+    from pyspark.sql import DataFrame
+
+    from waltz_core.client import BatchOutcome, RangeChunk
+
+MIB_DEFAULT = 1024
+LOCAL_BYTES = 1536 * MIB
+SEGMENTS = 24  # of which a storage keeps this many
+PARTITION = 0
+WINDOWS = 3
+ROUNDS = 2
+WATCH_S = 0.5
+ID_BYTES = 8
+_DIGITS_BYTES = 1 << 20
+_STRIDE = 7_919
+
+
+@functools.cache
+def _digits() -> bytes:
+    """Return text from which rows are cut: it compresses to about a half, like much real data."""
+    return Random(17).randbytes(_DIGITS_BYTES // 2).hex().encode()  # noqa: S311 - test data
+
+
+def _row(transaction_id: int, payload_bytes: int) -> bytes:
+    start = transaction_id * _STRIDE % (_DIGITS_BYTES - payload_bytes)
+    cut = _digits()[start : start + payload_bytes - ID_BYTES]
+    return transaction_id.to_bytes(ID_BYTES, "big") + cut
+
+
+def archive(load: BenchLoad, meter: Meter) -> Measured:
+    """Append more than the storages keep, and read it back in each way."""
+    del meter  # it is for an existing cluster
+    where = Path(tempfile.mkdtemp(prefix="waltz-archive-", dir=load.directory))
+    url = f"file://{where}/archive"
+    local_bytes = min(LOCAL_BYTES, (load.mib or MIB_DEFAULT) * MIB // 8)
+    segment_bytes = local_bytes // SEGMENTS
+    with_archive: dict[str, dict[str, object]] = {
+        "storage": {
+            "archive_url": url,
+            "archive_age_ms": 1_000,
+            "local_retention_bytes": local_bytes,
+            "segment_bytes_max": segment_bytes,
+        },
+        "server": {"archive_interval_ms": 250},
+    }
+    without: dict[str, dict[str, object]] = {"storage": {"segment_bytes_max": segment_bytes}}
+    clusters = [
+        LocalCluster(where / name, bound=True, partition_count=1, server_count=1, settings=settings)
+        for name, settings in (("archived", with_archive), ("plain", without))
+    ]
+    try:
+        run = _Run(load, clusters[0], where)
+        uvloop.run(run.compare_rates(clusters[1]))
+        clusters[1].down()
+        shutil.rmtree(where / "plain", ignore_errors=True)
+        uvloop.run(run.fill())
+        uvloop.run(run.read_all())
+        run.read_with_spark(url)
+        return run.measured()
+    finally:
+        for cluster in clusters:
+            if cluster.exists():
+                cluster.down()
+        shutil.rmtree(where, ignore_errors=True)
+
+
+class _Run:
+    """One run, and its figures."""
+
+    def __init__(self, load: BenchLoad, cluster: LocalCluster, where: Path) -> None:
+        self._load = load
+        self._cluster = cluster
+        self._where = where
+        self._rows_max = (load.mib or MIB_DEFAULT) * MIB // load.payload_bytes
+        self._count = 0
+        self._wrong = 0
+        self._took_s = 0.0
+        self._local_bytes_max = 0
+        self._figures: dict[str, object] = {}
+        self._watching = threading.Event()
+
+    # ---- appends
+
+    async def compare_rates(self, plain: LocalCluster) -> None:
+        """Append to both clusters in turn (rule 2)."""
+        self._cluster.up()
+        plain.up()
+        rates: list[tuple[float, float]] = []
+        plain_count = 0
+        async with (
+            AsyncWaltzClient.connect(self._cluster.connect) as archived,
+            AsyncWaltzClient.connect(plain.connect) as other,
+        ):
+            for _ in range(WINDOWS):
+                added, with_s = await self._append(archived, self._count, self._load.seconds)
+                self._count += added
+                await self._until_archived(archived)
+                more, without_s = await self._append(other, plain_count, self._load.seconds)
+                plain_count += more
+                rates.append((added / with_s, more / without_s))
+        shares = [with_archive / without for with_archive, without in rates]
+        self._figures["of_without"] = round(statistics.median(shares), 3)
+        self._figures["of_without_each"] = [round(each, 3) for each in shares]
+        print_error(f"appends while archiving, of the rate without: {self._figures['of_without']}")
+
+    async def fill(self) -> None:
+        """Append the rest, and wait until it is archived."""
+        threading.Thread(target=self._watch_sizes, daemon=True).start()
+        async with AsyncWaltzClient.connect(self._cluster.connect) as client:
+            began = time.perf_counter()
+            while self._count < self._rows_max:
+                added, _ = await self._append(client, self._count, self._load.seconds)
+                self._count += added
+                await self._until_archived(client)
+                print_error(f"{self._count:,} of {self._rows_max:,} rows are appended and archived")
+            self._took_s = time.perf_counter() - began
+        self._watching.set()
+        self._figures["local_mib_max"] = round(self._local_bytes_max / MIB)
+        archive_bytes = sum(
+            each.stat().st_size for each in (self._where / "archive").rglob("*.parquet")
+        )
+        self._figures["archive_mib"] = round(archive_bytes / MIB)
+
+    async def _append(
+        self, client: AsyncWaltzClient, first: int, seconds: float
+    ) -> tuple[int, float]:
+        """Append rows from `first` on; return how many, and how long it took."""
+        began = time.perf_counter()
+        waiting: deque[Awaitable[BatchOutcome]] = deque()
+        count = self._load.batch_rows
+        none: list[list[int]] = [[] for _ in range(count)]
+        next_row = first
+        while time.perf_counter() - began < seconds:
+            rows = [_row(next_row + each, self._load.payload_bytes) for each in range(count)]
+            payload = encode_append(
+                [0] * count, rows, write_locks=none, read_locks=none, append_locks=none
+            )
+            if len(waiting) >= self._load.in_flight:
+                await waiting.popleft()
+            waiting.append(
+                await client.append_batch(PARTITION, payload, count, client_high_water_mark=-1)
+            )
+            next_row += count
+        for each in waiting:
+            await each
+        return next_row - first, time.perf_counter() - began
+
+    async def _until_archived(self, client: AsyncWaltzClient) -> None:
+        while True:
+            found = (await client.replica_sets([PARTITION]))[PARTITION]
+            if found.archived is not None and found.archived.last == found.high_water_mark:
+                return
+            await asyncio.sleep(0.2)
+
+    def _watch_sizes(self) -> None:
+        while not self._watching.wait(WATCH_S):
+            self._local_bytes_max = max(self._local_bytes_max, *self._sizes())
+
+    def _sizes(self) -> list[int]:
+        return [
+            _size_of(each) for each in self._cluster.directory.glob("storage-*") if each.is_dir()
+        ]
+
+    # ---- reads
+
+    async def read_all(self) -> None:
+        """Read by ranges and by the feed, and compare every row."""
+        async with AsyncWaltzClient.connect(self._cluster.connect) as client:
+            began = time.perf_counter()
+            rows = 0
+            async for chunk in client.read_range(PARTITION, 0, self._count - 1):
+                self._wrong += _wrong_in(chunk, self._load.payload_bytes)
+                rows += chunk.count
+            self._note("read_range", rows, began)
+            began = time.perf_counter()
+            feed = _Feed(self._count, self._load.payload_bytes)
+            await client.subscribe(feed, [PARTITION])
+            await feed.done.wait()
+            self._wrong += feed.wrong
+            self._note("feed", feed.seen, began)
+
+    def read_with_spark(self, url: str) -> None:
+        """Read with Spark from the archive, and a Parquet file with the same rows."""
+        from waltz_spark.api import session  # noqa: PLC0415 - the other parts need no Spark
+        from waltz_spark.shared_clients import close_clients  # noqa: PLC0415
+
+        spark = session("waltz bench", master="local[2]")
+        try:
+            made = spark.read.format("waltz").option("archive", url)
+            log = made.load(self._cluster.connect).select("transaction_id", "data")
+            began = time.perf_counter()
+            check = functools.partial(_wrong_rows, self._load.payload_bytes)
+            found = log.mapInArrow(check, "rows long, wrong long").groupBy().sum().collect()[0]
+            self._wrong += found[1]
+            self._note("spark_check", found[0], began)
+            path = str(self._where / "plain.parquet")
+            log.write.option("compression", "zstd").parquet(path)
+            times = [(_timed(log), _timed(spark.read.parquet(path))) for _ in range(ROUNDS)]
+            fastest = [min(each) for each in zip(*times, strict=True)]
+            self._figures["spark_archive_s"], self._figures["spark_parquet_s"] = map(
+                functools.partial(round, ndigits=2), fastest
+            )
+        finally:
+            spark.stop()
+            close_clients()
+
+    def _note(self, name: str, rows: int, began: float) -> None:
+        took = time.perf_counter() - began
+        self._wrong += abs(rows - self._count)
+        rate = rows * self._load.payload_bytes / took / MIB
+        self._figures[f"{name}_mib_per_s"] = round(rate, 1)
+        print_error(f"{name}: {rows:,} rows in {took:.1f} s, {self._wrong} wrong so far")
+
+    def measured(self) -> Measured:
+        """Return the figures."""
+        return Measured(
+            rows=self._count,
+            seconds=self._took_s,
+            bytes=self._count * self._load.payload_bytes,
+            acknowledged=self._count,
+            errors=self._wrong,
+            extra=self._figures,
+        )
+
+
+class _Feed(AsyncCallbacks):
+    """Compares the rows of the feed."""
+
+    def __init__(self, count: int, payload_bytes: int) -> None:
+        self._count = count
+        self._payload_bytes = payload_bytes
+        self.seen = 0
+        self.wrong = 0
+        self.done = asyncio.Event()
+
+    async def apply_transaction(self, transaction: AsyncTransaction) -> None:
+        is_next = transaction.transaction_id == self.seen
+        data = await transaction.data()
+        self.wrong += not is_next or data != _row(self.seen, self._payload_bytes)
+        self.seen += 1
+        if self.seen == self._count:
+            self.done.set()
+
+
+def _wrong_in(chunk: RangeChunk, payload_bytes: int) -> int:
+    """Return the number of wrong rows of a chunk."""
+    size = payload_bytes + RECORD_OVERHEAD_BYTES
+    if (chunk.lengths != size).any():
+        return chunk.count
+    records = np.frombuffer(chunk.records, np.uint8).reshape(-1, size)
+    ids = np.arange(chunk.first, chunk.first + chunk.count)
+    start = RECORD_PREFIX.size
+    return _wrong_among(ids, records[:, start : start + payload_bytes])
+
+
+def _wrong_among(ids: np.ndarray, datas: np.ndarray) -> int:
+    expected = b"".join(_row(each, datas.shape[1]) for each in ids.tolist())
+    same = np.frombuffer(expected, np.uint8).reshape(datas.shape) == datas
+    return int((~same.all(axis=1)).sum())
+
+
+def _wrong_rows(payload_bytes: int, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Return the counts of rows, and of wrong ones, in a task."""
+    rows = wrong = 0
+    for batch in batches:
+        ids = batch.column(0).to_numpy(zero_copy_only=False)
+        datas = batch.column(1).to_pylist()
+        expected = (_row(each, payload_bytes) for each in ids.tolist())
+        wrong += sum(data != row for data, row in zip(datas, expected, strict=True))
+        rows += len(datas)
+    yield pa.RecordBatch.from_pydict({"rows": [rows], "wrong": [wrong]})
+
+
+def _timed(frame: DataFrame) -> float:
+    """Make Spark read every column of every row, and discard it; return the seconds."""
+    began = time.perf_counter()
+    frame.write.format("noop").mode("overwrite").save()
+    return time.perf_counter() - began
+
+
+def _size_of(directory: Path) -> int:
+    found = 0
+    for each in directory.rglob("*"):
+        try:
+            found += each.stat().st_blocks * 512
+        except FileNotFoundError:
+            continue
+    return found
