@@ -18,6 +18,7 @@ Rules (docs/decisions/047):
 
 from dataclasses import replace
 from typing import Any, Final, NamedTuple, Self
+from uuid import UUID
 
 from waltz_core.errors import BadFormat, ChecksumMismatch
 from waltz_core.records import strict_json
@@ -66,7 +67,7 @@ class ManifestPage(NamedTuple):
 
     def to_bytes(self) -> bytes:
         """Return the bytes of the page's file."""
-        return _framed({"format": FORMAT, "objects": [_entry_to_json(e) for e in self.entries]})
+        return framed({"format": FORMAT, "objects": [_entry_to_json(e) for e in self.entries]})
 
     @classmethod
     def from_bytes(cls, data: bytes, name: str) -> Self:
@@ -75,7 +76,7 @@ class ManifestPage(NamedTuple):
         Raises:
             BadFormat, ChecksumMismatch: with the name of the file.
         """
-        values = _unframed(data, name)
+        values = unframed(data, f"manifest {name}")
         with_values = _list_of(values, "objects", name)
         return cls(tuple(_entry_from_json(each, name) for each in with_values))
 
@@ -129,6 +130,16 @@ class Manifest:
         )
         return replace(self, pages=(*self.pages, added), newest=self.newest[len(entries) :])
 
+    def writer_of(self, entry: ObjectEntry) -> bytes:
+        """Return the key of the cluster that wrote an object.
+
+        A restored cluster lists objects of its source, which are below the source's key.
+        """
+        try:
+            return UUID(entry.name.partition("/")[0]).bytes
+        except ValueError:
+            return self.cluster_key
+
     def without_before(self, first: TransactionId) -> "Manifest":
         """Return the next manifest, in which `first` is the first available ID (expiry).
 
@@ -145,7 +156,7 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Return the bytes of the head's file."""
-        return _framed(
+        return framed(
             {
                 "format": FORMAT,
                 "cluster_key": self.cluster_key.hex(),
@@ -166,7 +177,7 @@ class Manifest:
         Raises:
             BadFormat, ChecksumMismatch: with the name of the file.
         """
-        values = _unframed(data, name)
+        values = unframed(data, f"manifest {name}")
         try:
             found = cls(
                 _hex(values["cluster_key"]),
@@ -203,22 +214,28 @@ def _times(entry: ObjectEntry) -> tuple[int, ...]:
     return (entry.commit_ms_min, entry.commit_ms_max) if entry.commit_ms_max else ()
 
 
-def _framed(values: dict[str, Any]) -> bytes:
+def framed(values: dict[str, Any]) -> bytes:
+    """Return a JSON object after a line with its CRC-32."""
     body = strict_json.to_json(values)
     return b"%08x\n%s" % (crc32(body), body)
 
 
-def _unframed(data: bytes, name: str) -> dict[str, Any]:
+def unframed(data: bytes, what: str) -> dict[str, Any]:
+    """Return the object of `framed`, which must have this format; raises with `what` in the text.
+
+    Raises:
+        BadFormat, ChecksumMismatch: it is another file.
+    """
     stated, _, body = data.partition(b"\n")
     if stated != b"%08x" % crc32(body):
-        raise ChecksumMismatch(f"manifest {name}: expected CRC {crc32(body):08x}, found {stated!r}")
+        raise ChecksumMismatch(f"{what}: expected CRC {crc32(body):08x}, found {stated[:20]!r}")
     try:
         values = strict_json.from_json(body)
     except ValueError as error:
-        raise BadFormat(f"manifest {name}: {error}") from error
+        raise BadFormat(f"{what}: {error}") from error
     found = values.get("format") if isinstance(values, dict) else None
     if not isinstance(values, dict) or found != FORMAT:
-        raise BadFormat(f"manifest {name}: expected format {FORMAT}, found {found!r}")
+        raise BadFormat(f"{what}: expected format {FORMAT}, found {found!r}")
     return values
 
 

@@ -259,20 +259,7 @@ class ArchiveReader:
             return made, made.byte_count
 
         index = self._cache.get(self._key("index", entry.name), load)
-        manifest, facts = self.manifest, index.facts
-        found = (facts.cluster_key.hex(), facts.partition_id, facts.first)
-        expected = (manifest.cluster_key.hex(), manifest.partition_id, entry.first)
-        if found != expected:
-            raise BadFormat(
-                f"object {entry.name}: expected cluster key, partition and first ID {expected}, "
-                f"found {found}"
-            )
-        chain = index.chain_at(entry.last)
-        if chain != entry.chain:
-            raise ChecksumMismatch(
-                f"object {entry.name}: expected the chain {entry.chain.hex()} at {entry.last}, "
-                f"found {None if chain is None else chain.hex()}"
-            )
+        index.check(self.manifest, entry)
         return index
 
     def _group(self, entry: ObjectEntry, index: ObjectIndex, number: int) -> RowGroup:

@@ -47,11 +47,11 @@ def upload(store: ArchiveStore, cluster_key: bytes, job: UploadJob) -> NewManife
     page = present.next_page
     if page is not None:
         name = f"{prefix}-page.json"
-        _write_read_back(store, name, page.to_bytes())
+        write_read_back(store, name, page.to_bytes())
         ManifestPage.from_bytes(page.to_bytes(), name)
         present = present.with_page(name, page)
     name, data = f"{prefix}.json", present.with_object(entry).to_bytes()
-    _write_read_back(store, name, data)
+    write_read_back(store, name, data)
     made = Manifest.from_bytes(data, name)
     return NewManifest(made.last, made.chain, job.end.stamp_ms, name, crc32(data))
 
@@ -153,7 +153,8 @@ def _joined(runs: list[BatchRun]) -> Piece:
     )
 
 
-def _write_read_back(store: ArchiveStore, name: str, data: bytes) -> None:
+def write_read_back(store: ArchiveStore, name: str, data: bytes) -> None:
+    """Write a file of a manifest; raises ArchiveUnavailable, or ChecksumMismatch if it differs."""
     store.write(name, data)
     if store.read(name) != data:
         raise ChecksumMismatch(f"manifest {name}: other bytes were read than written")

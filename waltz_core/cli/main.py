@@ -234,6 +234,16 @@ NOUNS: Mapping[str, NounEntry] = {
             },
         },
     ),
+    "backup": NounEntry(
+        "save one consistent point of all partitions, without interrupting anything",
+        "backup.backup_command",
+        ("backup --archive s3://bucket/waltz --output s3://bucket/backups/monday",),
+    ),
+    "restore": NounEntry(
+        "create a cluster from a backup and the archive",
+        "backup.restore_command",
+        ("restore --backup monday --archive s3://bucket/waltz --storage s1:15280:15281",),
+    ),
     "bench": NounEntry(
         "run a benchmark and print its results as one JSON line",
         "bench_command",

@@ -1,0 +1,217 @@
+"""The runbook for the loss of all storages and of ZooKeeper (docs/backup.md), executed."""
+
+import asyncio
+import json
+import shutil
+import signal
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from tests.commands import run_command
+from tests.fault.load import role, wait_until
+from tests.integration.test_archive import datas_of
+from tests.patience import HANG_S
+from waltz_core.archive.archive_cache import ArchiveCache
+from waltz_core.archive.reader import ArchiveReader
+from waltz_core.archive.store import ArchiveStore
+from waltz_core.client import RangeForm, WaltzClient, lock
+from waltz_core.cluster.coordinator import Coordinator
+from waltz_core.cluster.nodes.model import ArchivedMark
+from waltz_core.cluster.zookeeper.zookeeper_session import connected
+from waltz_core.errors import ConnectionSuperseded, LockFailed
+from waltz_core.local import LocalCluster, running
+
+pytestmark = pytest.mark.fault
+STORAGES = ("storage-1", "storage-2", "storage-3")
+PARTITIONS = 3  # the last one stays empty
+ROWS = 200
+LOCK = lock("account", 7)
+T = TypeVar("T")
+
+
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return f"file://{tmp_path_factory.mktemp('archive')}"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory, archive: str) -> Iterator[LocalCluster]:
+    settings: dict[str, dict[str, object]] = {
+        "storage": {"archive_url": archive, "archive_object_bytes": 20_000, "archive_age_ms": 0},
+        "server": {"archive_interval_ms": 100},
+    }
+    options = {"settings": settings, "server_count": 1, "partition_count": PARTITIONS}
+    with running(tmp_path_factory.mktemp("cluster"), **options) as found:
+        yield found
+
+
+def run(*words: str, code: int = 0) -> Any:
+    """Run a command; return its result, or the error that it prints."""
+    ran = run_command(*words, "--json")
+    assert ran.returncode == code, ran
+    return json.loads(ran.stdout) if code == 0 else ran.stderr
+
+
+def in_zookeeper(connect: str, work: Callable[[Coordinator], Awaitable[T]]) -> T:
+    async def go() -> T:
+        async with connected(connect) as coordinator:
+            return await work(coordinator)
+
+    return asyncio.run(go())
+
+
+def archived_of(connect: str, partition: int) -> ArchivedMark | None:
+    async def read(coordinator: Coordinator) -> ArchivedMark | None:
+        marker = (await coordinator.read_partition(partition)).marker
+        assert marker is not None
+        return marker.archived
+
+    return in_zookeeper(connect, read)
+
+
+def append(client: WaltzClient, written: list[list[bytes]], rows: int) -> None:
+    """Append rows to two partitions, every tenth one under a lock, and note them."""
+    for number in range(rows):
+        partition = number % 2
+        log = written[partition]
+        row = b"%d:%d:" % (partition, len(log)) + bytes(300)
+        locks = [LOCK] if number % 10 == 0 else []
+        mark = len(log) - 1
+        appended = client.append(
+            row, partition=partition, write_locks=locks, client_high_water_mark=mark
+        )
+        assert appended.result(HANG_S) == len(log)
+        log.append(row)
+
+
+def log_of(cluster: LocalCluster, archive: str, partition: int) -> list[bytes]:
+    """Return the payloads of a partition: of the archive, and after it those of the servers."""
+    mark = archived_of(cluster.connect, partition)
+    found: list[bytes] = []
+    if mark is not None:
+        cache = ArchiveCache(1 << 20)
+        reader = ArchiveReader(ArchiveStore(archive), mark.manifest, mark.manifest_crc, cache)
+        while len(found) <= mark.last:
+            read = reader.read_range(len(found), mark.last, 1 << 20)
+            found += datas_of(read.records, read.lengths)
+        cache.close()
+    with WaltzClient(cluster.connect) as client:
+        last = client.high_water_mark(partition)
+        if last >= len(found):
+            for chunk in client.read_range(partition, len(found), last, form=RangeForm.WHOLE):
+                found += [bytes(each.data) for each in chunk.rows()]
+    return found
+
+
+def lose_everything(cluster: LocalCluster) -> None:
+    """Kill all processes and delete their directories; then start an empty ZooKeeper."""
+    for member in reversed(cluster.members):
+        cluster.kill(member.name, signal.SIGKILL)
+    for name in STORAGES:
+        shutil.rmtree(cluster.directory / name)
+    shutil.rmtree(cluster.directory / "zookeeper" / "version-2")
+    cluster.start("zookeeper")
+    wait_until("ZooKeeper serves", lambda: role(cluster.member("zookeeper")) != "none")
+
+
+def storages_of(cluster: LocalCluster) -> list[str]:
+    named: list[str] = []
+    for name in STORAGES:
+        member = cluster.member(name)
+        named += ["--storage", f"127.0.0.1:{member.port}:{member.admin_port}"]
+    return named
+
+
+async def write_once(coordinator: Coordinator) -> None:
+    """Begin, enter and finish an exactly-once write, as its first run does."""
+    await coordinator.writes.begin("monday", {0: 3, 1: -1}, 1 << 40)
+    await coordinator.writes.enter("monday", 0, "run", coordinator.next_client_id)
+    await coordinator.writes.finish("monday", {"rows": 5}, 1 << 40)
+
+
+async def repeat_write(coordinator: Coordinator) -> object:
+    """Begin it again, as a later run does; a task cannot enter, and the summary is the old one."""
+    state = await coordinator.writes.begin("monday", {0: 99}, 1 << 40)
+    with pytest.raises(ConnectionSuperseded, match="monday"):
+        await coordinator.writes.enter("monday", 1, "later", coordinator.next_client_id)
+    return state.summary
+
+
+def test_a_lost_cluster_is_restored_and_continues(
+    cluster: LocalCluster, archive: str, tmp_path: Path
+):
+    written: list[list[bytes]] = [[] for _ in range(PARTITIONS)]
+    connect, file = cluster.connect, str(tmp_path / "backup")
+    with WaltzClient(connect) as client:
+        client.mount()
+        append(client, written, ROWS)
+        in_zookeeper(connect, write_once)
+        old_client_id = client.client_id
+        saved = run("backup", "--connect", connect, "--archive", archive, "--output", file)
+        assert saved["partitions"] == {"0": ROWS // 2 - 1, "1": ROWS // 2 - 1, "2": -1}
+        assert saved["writes"] == ["monday"]
+        before = in_zookeeper(connect, lambda found: found.read_partition(0))
+        kept = [list(log) for log in written]
+        append(client, written, 20)  # after the backup: lost with the cluster
+    source_key = run("cluster", "show-key", "--connect", connect)["cluster_key"]
+    lose_everything(cluster)
+
+    words = ("--connect", connect, "--archive", archive, "--backup", file, *storages_of(cluster))
+    restored = run("restore", *words)
+    assert restored["cluster_key"] != source_key
+    assert restored["partitions"] == {"0": [0, ROWS // 2 - 1], "1": [0, ROWS // 2 - 1], "2": None}
+    assert "there is a cluster at" in run("restore", *words, code=1)
+    for name in (*STORAGES, "server-1"):
+        cluster.start(name)
+
+    with WaltzClient(connect) as client:
+        client.mount()
+        assert client.client_id > old_client_id
+        assert client.high_water_marks() == {0: ROWS // 2 - 1, 1: ROWS // 2 - 1, 2: -1}
+        assert in_zookeeper(connect, repeat_write) == {"rows": 5}
+        late = client.append(b"old", partition=0, write_locks=[LOCK], client_high_water_mark=5)
+        with pytest.raises(LockFailed):
+            late.result(HANG_S)
+        append(client, kept, 40)
+    for partition, log in enumerate(kept):
+        assert log_of(cluster, archive, partition) == log
+    after = in_zookeeper(connect, lambda found: found.read_partition(0))
+    assert before.metadata is not None
+    assert after.metadata is not None
+    assert after.metadata.session_id > before.metadata.session_id
+    assert after.metadata.generation > before.metadata.generation
+    wait_until("the rest is archived", lambda: archived_last(connect, 0) == len(kept[0]) - 1)
+    check_again_from_the_restored_one(cluster, archive, kept, tmp_path)
+
+
+def archived_last(connect: str, partition: int) -> int:
+    mark = archived_of(connect, partition)
+    return -1 if mark is None else mark.last
+
+
+def check_again_from_the_restored_one(
+    cluster: LocalCluster, archive: str, kept: list[list[bytes]], tmp_path: Path
+) -> None:
+    """A backup of a restored cluster is restored up to a mark, with the same key."""
+    connect, file = cluster.connect, str(tmp_path / "second")
+    run("backup", "--connect", connect, "--archive", archive, "--output", file)
+    key = run("cluster", "show-key", "--connect", connect)["cluster_key"]
+    lose_everything(cluster)
+    words = ("--connect", connect, "--archive", archive, "--backup", file, *storages_of(cluster))
+    restored = run("restore", *words, "--same-key", "--mark", "0=50", "--mark", "1=-1")
+    assert restored["cluster_key"] == key
+    assert restored["partitions"] == {"0": [0, 50], "1": None, "2": None}
+    elsewhere = connect.rpartition("/")[0] + "/elsewhere"
+    same = run("restore", "--connect", elsewhere, *words[2:], "--same-key", code=1)
+    assert "expected no other cluster with key" in same
+    for name in (*STORAGES, "server-1"):
+        cluster.start(name)
+    left = [kept[0][:51], [], []]
+    with WaltzClient(connect) as client:
+        client.mount()
+        append(client, left, 20)
+    for partition, log in enumerate(left):
+        assert log_of(cluster, archive, partition) == log
