@@ -32,7 +32,7 @@ from waltz_core.cluster.membership.reachability import ReachBoard
 from waltz_core.cluster.membership.registration import Membership, Ownership, ServersView
 from waltz_core.cluster.nodes import model
 from waltz_core.cluster.nodes.node_access import ClusterNodes, decode_node
-from waltz_core.cluster.nodes.restored_from import RestoredFrom
+from waltz_core.cluster.nodes.restored_from import NOT_RESTORED, RestoredFrom
 from waltz_core.cluster.nodes.tree import FoundCluster, delete_tree, find_clusters
 from waltz_core.cluster.nodes.znodes import (
     NO_NODE,
@@ -190,7 +190,7 @@ class Coordinator:
         """Read from which clusters' backups this one was restored."""
         path = self.paths.restored_from
         node = await self._znodes.get(path)
-        return RestoredFrom() if node is None else decode_node(path, node, RestoredFrom.from_bytes)
+        return NOT_RESTORED if node is None else decode_node(path, node, RestoredFrom.from_bytes)
 
     async def _create(
         self, new: NewCluster, steps_at: Callable[[int], list[list[Operation]]]

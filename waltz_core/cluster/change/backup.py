@@ -21,7 +21,7 @@ from waltz_core import errors
 from waltz_core.archive.manifest import FORMAT, framed, unframed
 from waltz_core.archive.saved_manifest import SavedManifest
 from waltz_core.cluster.nodes.model import INT32_MAX
-from waltz_core.cluster.nodes.restored_from import RestoredFrom
+from waltz_core.cluster.nodes.restored_from import NOT_RESTORED, RestoredFrom
 from waltz_core.cluster.writes import BegunWrite, TaskState, WriteState
 from waltz_core.records.record import (
     BEFORE_FIRST,
@@ -53,7 +53,7 @@ class Backup:
     client_id: ClientId
     partitions: tuple[PartitionBackup, ...]
     writes: Mapping[str, BegunWrite] = field(default_factory=dict)
-    restored_from: RestoredFrom = field(default_factory=RestoredFrom)
+    restored_from: RestoredFrom = NOT_RESTORED
 
     @property
     def marks(self) -> dict[PartitionId, TransactionId]:

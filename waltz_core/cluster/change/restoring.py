@@ -67,9 +67,8 @@ def restored_cluster(
     is_whole = all(marks[each] == mark for each, mark in backup.marks.items())
     sources = backup.restored_from
     if cluster_key != backup.cluster_key.bytes:
-        sources = sources.continued(
-            backup.cluster_key.bytes, {int(each): mark for each, mark in marks.items()}
-        )
+        by_number = {int(each): int(mark) for each, mark in marks.items()}
+        sources = sources.continued(backup.cluster_key.hex, by_number)
     return RestoredCluster(
         partitions,
         ClientId(max(backup.client_id, ids)),

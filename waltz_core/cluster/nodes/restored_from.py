@@ -17,16 +17,16 @@ _KEY_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class RestoredFrom:
-    """`R/x/restored`: JSON with `format` 1; `marks` are the restored ends by key and partition."""
+    """`R/x/restored`: JSON with `format` 1; `marks` has the restored ends by key and partition."""
 
-    marks: Mapping[bytes, Mapping[int, int]] = field(default_factory=dict)
+    marks: Mapping[str, Mapping[int, int]] = field(default_factory=dict, hash=False)
 
-    def has(self, cluster_key: bytes, marks: Mapping[int, int]) -> bool:
-        """Whether the cluster has all transactions of another one up to these marks."""
+    def has(self, cluster_key: str, marks: Mapping[int, int]) -> bool:
+        """Whether the cluster has the log of another one up to these marks; the key is hex."""
         ends = self.marks.get(cluster_key)
         return ends is not None and all(mark <= ends.get(each, -1) for each, mark in marks.items())
 
-    def continued(self, cluster_key: bytes, ends: Mapping[int, int]) -> "RestoredFrom":
+    def continued(self, cluster_key: str, ends: Mapping[int, int]) -> "RestoredFrom":
         """Return the node of a cluster that is restored from this one, up to these ends."""
         earlier = {
             key: {each: min(mark, ends[each]) for each, mark in marks.items()}
@@ -37,7 +37,7 @@ class RestoredFrom:
     def to_bytes(self) -> bytes:
         """Return the node's bytes."""
         marks = {
-            key.hex(): {str(each): mark for each, mark in ends.items()}
+            key: {str(each): mark for each, mark in ends.items()}
             for key, ends in self.marks.items()
         }
         return strict_json.to_json({"format": _FORMAT, "marks": marks})
@@ -55,11 +55,13 @@ class RestoredFrom:
         raise errors.BadFormat(f"RestoredFrom: expected format {_FORMAT}, found {found!r:.80}")
 
 
-def _key(text: str) -> bytes:
-    key = bytes.fromhex(text)
-    if len(key) != _KEY_BYTES:
+NOT_RESTORED = RestoredFrom()
+
+
+def _key(text: str) -> str:
+    if len(bytes.fromhex(text)) != _KEY_BYTES:
         raise ValueError(f"expected a cluster key of {_KEY_BYTES} bytes, found {text!r:.80}")
-    return key
+    return text
 
 
 def _ends(values: Mapping[str, object]) -> dict[int, int]:
