@@ -96,7 +96,7 @@ class Backup:
             found.check()
         except errors.ChecksumMismatch as error:
             raise errors.ChecksumMismatch(f"backup {name}: {error}") from error
-        except (errors.BadFormat, errors.BadRequest, AttributeError, ValueError) as error:
+        except (errors.BadFormat, ValueError) as error:
             raise errors.BadFormat(f"backup {name}: {error}") from error
         return found
 
@@ -168,7 +168,7 @@ def _partition_from_json(values: object) -> PartitionBackup:
             _of(str, files, "name"),
             _whole(files, "crc"),
             _of(str, files, "head").encode(),
-            tuple(page.encode() for page in pages),
+            tuple(_of(str, {"page": each}, "page").encode() for each in pages),
         )
     return PartitionBackup(
         TransactionId(_whole(values, "mark")),
@@ -189,9 +189,9 @@ def _write_from_json(values: object) -> BegunWrite:
     if not isinstance(values, dict):
         raise errors.BadFormat(f"expected a write, found {values!r:.80}")
     state = WriteState.from_bytes(_of(str, values, "state").encode())
+    found = _of(dict, values, "tasks")
     tasks = {
-        int(number): TaskState.from_bytes(task.encode())
-        for number, task in _of(dict, values, "tasks").items()
+        int(number): TaskState.from_bytes(_of(str, found, number).encode()) for number in found
     }
     return BegunWrite(state, tasks)
 
