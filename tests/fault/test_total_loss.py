@@ -12,11 +12,7 @@ import pytest
 
 from tests.commands import run_command
 from tests.fault.load import role, wait_until
-from tests.integration.test_archive import datas_of
 from tests.patience import HANG_S
-from waltz_core.archive.archive_cache import ArchiveCache
-from waltz_core.archive.reader import ArchiveReader
-from waltz_core.archive.store import ArchiveStore
 from waltz_core.client import RangeForm, WaltzClient, lock
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.nodes.model import ArchivedMark
@@ -77,7 +73,7 @@ def append(client: WaltzClient, written: list[list[bytes]], rows: int) -> None:
     for number in range(rows):
         partition = number % 2
         log = written[partition]
-        row = b"%d:%d:" % (partition, len(log)) + bytes(300)
+        row = b"%d:%d:" % (partition, len(log)) + b"x" * 300
         locks = [LOCK] if number % 10 == 0 else []
         mark = len(log) - 1
         appended = client.append(
@@ -87,23 +83,30 @@ def append(client: WaltzClient, written: list[list[bytes]], rows: int) -> None:
         log.append(row)
 
 
-def log_of(cluster: LocalCluster, archive: str, partition: int) -> list[bytes]:
-    """Return the payloads of a partition: of the archive, and after it those of the servers."""
-    mark = archived_of(cluster.connect, partition)
-    found: list[bytes] = []
-    if mark is not None:
-        cache = ArchiveCache(1 << 20)
-        reader = ArchiveReader(ArchiveStore(archive), mark.manifest, mark.manifest_crc, cache)
-        while len(found) <= mark.last:
-            read = reader.read_range(len(found), mark.last, 1 << 20)
-            found += datas_of(read.records, read.lengths)
-        cache.close()
-    with WaltzClient(cluster.connect) as client:
+def log_of(connect: str, partition: int) -> list[bytes]:
+    """Return the payloads of a partition from 0 on: first those that only the archive has."""
+    with WaltzClient(connect) as client:
         last = client.high_water_mark(partition)
-        if last >= len(found):
-            for chunk in client.read_range(partition, len(found), last, form=RangeForm.WHOLE):
-                found += [bytes(each.data) for each in chunk.rows()]
-    return found
+        return [
+            bytes(each.data)
+            for chunk in client.read_range(partition, 0, last, form=RangeForm.WHOLE)
+            for each in chunk.rows()
+        ]
+
+
+def check_log(connect: str, partition: int, expected: list[bytes]) -> None:
+    """Check all rows, and a feed of a client that has applied a half of them."""
+    assert log_of(connect, partition) == expected
+    applied = len(expected) // 2
+    rest = expected[applied:]
+    if rest:
+        words = ("--partition", str(partition), "--first", str(applied), "--json")
+        fed = run_command(
+            "client", "watch", "--connect", connect, *words, "--transactions", str(len(rest))
+        )
+        rows = [json.loads(line) for line in fed.stdout.splitlines()]
+        assert [each["data"].encode() for each in rows] == rest
+        assert [each["transaction_id"] for each in rows] == [*range(applied, len(expected))]
 
 
 def lose_everything(cluster: LocalCluster) -> None:
@@ -177,7 +180,7 @@ def test_a_lost_cluster_is_restored_and_continues(
             late.result(HANG_S)
         append(client, kept, 40)
     for partition, log in enumerate(kept):
-        assert log_of(cluster, archive, partition) == log
+        check_log(connect, partition, log)
     after = in_zookeeper(connect, lambda found: found.read_partition(0))
     assert before.metadata is not None
     assert after.metadata is not None
@@ -214,4 +217,4 @@ def check_again_from_the_restored_one(
         client.mount()
         append(client, left, 20)
     for partition, log in enumerate(left):
-        assert log_of(cluster, archive, partition) == log
+        check_log(connect, partition, log)
