@@ -237,12 +237,12 @@ NOUNS: Mapping[str, NounEntry] = {
     "backup": NounEntry(
         "save one consistent point of all partitions, without interrupting anything",
         "backup.backup_command",
-        ("backup --archive s3://bucket/waltz --output s3://bucket/backups/monday",),
+        ("backup --connect zk1:2181/w --archive s3://bucket/w --output monday",),
     ),
     "restore": NounEntry(
         "create a cluster from a backup and the archive",
         "backup.restore_command",
-        ("restore --backup monday --archive s3://bucket/waltz --storage s1:15280:15281",),
+        ("restore --connect zk1:2181/w --backup monday --archive s3://bucket/w --storage s1:1:2",),
     ),
     "bench": NounEntry(
         "run a benchmark and print its results as one JSON line",

@@ -121,7 +121,7 @@ async def _restore(  # noqa: PLR0913 - one for each option
         for number, each in enumerate(backup.partitions):
             partition_id = PartitionId(number)
             command.wait_for(f"the archive of partition {number}", number, len(backup.partitions))
-            work = _Work(store, key.bytes, next_session(backup, partition_id, ids), limits)
+            work = _Restoration(store, key.bytes, next_session(backup, partition_id, ids), limits)
             ends[partition_id] = await asyncio.to_thread(work.end_of, partition_id, each)
     except WaltzError:
         # The pins would prevent deletions for a cluster that does not exist.
@@ -177,7 +177,7 @@ def _pin(store: ArchiveStore, backup: Backup, key: bytes) -> list[str]:
     return [name for name in pins if name is not None]
 
 
-class _Work(NamedTuple):
+class _Restoration(NamedTuple):
     """The restoration of one partition's archive; it blocks."""
 
     store: ArchiveStore
