@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+import sqlalchemy as sa
 
 from tests.commands import run_command
 from tests.fault.load import role, wait_until
 from tests.patience import HANG_S
-from waltz_core.client import RangeForm, WaltzClient, lock
+from waltz_core.client import RangeForm, Transaction, WaltzClient, lock
+from waltz_core.client.api.sql import SqlCallbacks
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.nodes.model import ArchivedMark
 from waltz_core.cluster.zookeeper.zookeeper_session import connected
@@ -109,6 +111,36 @@ def check_log(connect: str, partition: int, expected: list[bytes]) -> None:
         assert [each["transaction_id"] for each in rows] == [*range(applied, len(expected))]
 
 
+TALLIES = sa.Table(
+    "tallies",
+    sa.MetaData(),
+    sa.Column("partition_id", sa.Integer),
+    sa.Column("transaction_id", sa.Integer),
+)
+
+
+class Tally(SqlCallbacks):
+    """A view that has a row for each transaction that it has applied."""
+
+    def apply(self, connection: sa.Connection, transaction: Transaction) -> None:
+        partition, last = int(transaction.partition_id), int(transaction.transaction_id)
+        connection.execute(TALLIES.insert().values(partition_id=partition, transaction_id=last))
+
+
+def apply_view(engine: sa.Engine, connect: str, logs: list[list[bytes]]) -> None:
+    """Follow the log until the view has each transaction once."""
+    expected = [(each, last) for each, log in enumerate(logs) for last in range(len(log))]
+
+    def is_complete() -> bool:
+        with engine.connect() as connection:
+            query = sa.select(TALLIES).order_by(*TALLIES.c)
+            return [tuple(row) for row in connection.execute(query)] == expected
+
+    with WaltzClient(connect) as client:
+        client.subscribe(Tally(engine))
+        wait_until("the view has all", is_complete)
+
+
 def lose_everything(cluster: LocalCluster) -> None:
     """Kill all processes and delete their directories; then start an empty ZooKeeper."""
     for member in reversed(cluster.members):
@@ -158,6 +190,9 @@ def test_a_lost_cluster_is_restored_and_continues(
         assert saved["writes"] == ["monday"]
         before = in_zookeeper(connect, lambda found: found.read_partition(0))
         kept = [list(log) for log in written]
+        engine = sa.create_engine(f"sqlite:///{tmp_path}/view.db")
+        TALLIES.create(engine)
+        apply_view(engine, connect, kept)
         append(client, written, 20)  # after the backup: lost with the cluster
     source_key = run("cluster", "show-key", "--connect", connect)["cluster_key"]
     lose_everything(cluster)
@@ -181,6 +216,7 @@ def test_a_lost_cluster_is_restored_and_continues(
         append(client, kept, 40)
     for partition, log in enumerate(kept):
         check_log(connect, partition, log)
+    apply_view(engine, connect, kept)
     after = in_zookeeper(connect, lambda found: found.read_partition(0))
     assert before.metadata is not None
     assert after.metadata is not None
