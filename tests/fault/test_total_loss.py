@@ -217,6 +217,7 @@ def test_a_lost_cluster_is_restored_and_continues(
     for partition, log in enumerate(kept):
         check_log(connect, partition, log)
     apply_view(engine, connect, kept)
+    wait_until("the doctor finds nothing", lambda: not doctor_findings(connect))
     after = in_zookeeper(connect, lambda found: found.read_partition(0))
     assert before.metadata is not None
     assert after.metadata is not None
@@ -224,6 +225,12 @@ def test_a_lost_cluster_is_restored_and_continues(
     assert after.metadata.generation > before.metadata.generation
     wait_until("the rest is archived", lambda: archived_last(connect, 0) == len(kept[0]) - 1)
     check_again_from_the_restored_one(cluster, archive, kept, tmp_path)
+
+
+def doctor_findings(connect: str) -> list[dict[str, Any]]:
+    found = run_command("doctor", "--connect", connect, "--json")
+    findings: list[dict[str, Any]] = json.loads(found.stdout)["findings"]
+    return findings
 
 
 def archived_last(connect: str, partition: int) -> int:

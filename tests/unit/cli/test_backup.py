@@ -6,10 +6,11 @@ from uuid import UUID
 
 import pytest
 
-from tests.archived_log import KEY, PARTITION, write_archive
+from tests.archived_log import KEY, PARTITION, STAMP, write_archive
 from tests.commands import run_command
 from tests.unit.cluster.test_backup import BACKUP
 from waltz_core.archive.restored_manifest import is_pinned, pin
+from waltz_core.archive.saved_manifest import SavedManifest
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.cli import changing
 from waltz_core.cli.backup import backup_command, restore_command
@@ -17,7 +18,7 @@ from waltz_core.cli.backup.backup_command import take_backup
 from waltz_core.cli.backup.backup_files import BackupPlace
 from waltz_core.cli.backup.restore_command import Limits
 from waltz_core.cli.progress import ProgressLine
-from waltz_core.cluster.change.backup import Backup
+from waltz_core.cluster.change.backup import Backup, PartitionBackup
 from waltz_core.cluster.coordinator import Coordinator, NewCluster
 from waltz_core.cluster.nodes.model import (
     ArchivedMark,
@@ -208,6 +209,31 @@ def test_wrong_ends_are_rejected(marks, until, said):
 def test_ends_are_parsed():
     limits = Limits.parse(["0=-1"], "1970-01-01T00:00:01.5+00:00", BACKUP)
     assert limits == Limits({0: -1}, 1_500)
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        (Limits({}, None), 54),  # the mark of the backup is in the batch 55..94
+        (Limits({PARTITION: 57}, None), 54),
+        (Limits({PARTITION: 54}, None), 54),
+        (Limits({}, STAMP), 53),
+        (Limits({}, STAMP - 1), 2),
+        (Limits({PARTITION: 3}, STAMP), 3),
+        (Limits({PARTITION: -1}, None), None),
+        (Limits({PARTITION: 1}, None), None),  # the first batch is 0..2
+    ],
+)
+def test_a_partition_ends_at_the_last_batch_end_that_the_options_allow(store, limits, expected):
+    log = write_archive(store, folder=f"{UUID(bytes=KEY)}/{PARTITION}")
+    saved = SavedManifest.read(store, log.name, log.crc)
+    assert [each.last for each in log.lineage][:7] == [2, 3, 43, 50, 53, 54, 94]
+    restoration = restore_command._Restoration(store, bytes(16), 9, limits)
+    end = restoration.end_of(PARTITION, PartitionBackup(60, 8, 1, saved))
+    assert (None if end is None else end.last) == expected
+    if end is not None:
+        assert end.manifest.startswith(f"{UUID(int=0)}/{PARTITION}/manifests/")
+    assert restoration.end_of(0, PartitionBackup(-1, 8, 1, None)) is None
 
 
 def test_a_failed_restoration_leaves_neither_a_cluster_nor_a_pin(tmp_path, monkeypatch, store):
