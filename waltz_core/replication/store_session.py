@@ -346,6 +346,11 @@ class StoreSession:
         return self.recovery.opening_states(claim.session_id, claim.assigned, ready)
 
     @property
+    def archived(self) -> ArchivedMark | None:
+        """The archived mark that ZooKeeper is known to have."""
+        return self._archiving.recorded
+
+    @property
     def wanted_archived(self) -> ArchivedMark | None:
         """The archived mark to write next, or None if there is nothing to write."""
         is_writing = self.writing is not None
