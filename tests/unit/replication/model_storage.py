@@ -162,7 +162,7 @@ class ModelStorage:
                 self._reset(message)
             case wire.SetLowWaterMark():
                 self._set_mark(message)
-            case wire.ArchiveRange() | wire.SetArchived():
+            case wire.ArchiveRange() | wire.SetArchived() | wire.CollectGarbage():
                 return wire.SuccessResponse(*prefix)
             case wire.Engage():
                 own = disk.provisional == (message.session_id, message.mark)

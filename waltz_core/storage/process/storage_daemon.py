@@ -8,7 +8,8 @@ Rules:
        served.
     2. `serving.py` decides which partitions are served; `admin_port.py` administers them.
     3. Calls of the engine run in a small pool of threads, one at a time for a partition.
-       Uploads to the archive have a thread of their own. They are not waited for at the end.
+       Uploads to the archive and collections have one thread of their own. It is not waited for at
+       the end: a call of the object store may hang.
     4. Connections that arrive before the partitions are open wait. Otherwise an owner would get the
        error that the partition is not here, and would retry only after a long pause.
     5. At the end: stop reading, finish running work, sync, mark the directory as clean. After a
@@ -24,7 +25,7 @@ import secrets
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -34,6 +35,7 @@ from uuid import UUID
 
 from waltz_core import errors
 from waltz_core.archive.access import ArchiveAccess
+from waltz_core.archive.collection import CollectionJob, CollectionOutcome
 from waltz_core.archive.upload_job import UploadJob, UploadOutcome
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.nodes.model import ReplicaAssignments
@@ -88,8 +90,11 @@ LEVELS: Final = {
     "storage.damage_found": logging.WARNING,
     "storage.scrub_skipped": logging.WARNING,
     "storage.archive_failed": logging.WARNING,
+    "storage.archive_stalled": logging.WARNING,
+    "storage.collection_failed": logging.WARNING,
     "storage.damage_repaired": logging.INFO,
     "storage.disk_has_space": logging.INFO,
+    "storage.garbage_collected": logging.INFO,
     "storage.replica_repaired": logging.INFO,
     "storage.scrub_finished": logging.INFO,
     "storage.segment_removed": logging.INFO,
@@ -153,7 +158,7 @@ class StorageDaemon:
     ) -> None:
         self.metrics = Metrics("storage", with_process=True)
         self.address = ""
-        self._storage_metrics = StorageMetrics(self.metrics)
+        self._storage_metrics = StorageMetrics(self.metrics, clock_ms=loop_clock_ms)
         self._config = config
         self._ssl = tls.listening(config)
         self._cluster = cluster
@@ -163,7 +168,9 @@ class StorageDaemon:
         self._pool = CallThreads(config.writer_thread_count, "storage-helper")
         self._loop = asyncio.get_running_loop()
         self._uploads = CallThreads(1, "storage-upload")
-        self._archive = ArchiveAccess(config.archive_url, cluster.cluster_key.bytes)
+        self._archive = ArchiveAccess(
+            config.archive_url, cluster.cluster_key.bytes, on_progress=self._archive_progressed
+        )
         self._links: dict[ConnectionId, Link] = {}
         self._numbers = count(1)
         self._is_assigned = asyncio.Event()
@@ -520,9 +527,8 @@ class StorageDaemon:
             case service_effects.CheckSpace():
                 check = self._pool.submit(effect.space.recheck)
                 check.add_done_callback(partial(self._to_loop, self._space_checked))
-            case service_effects.UploadRange(job):
-                upload = self._uploads.submit(self._archive.upload, job)
-                upload.add_done_callback(partial(self._to_loop, partial(self._uploaded, job)))
+            case service_effects.UploadRange() | service_effects.CollectFiles():
+                self._run_archive_job(effect)
             case service_effects.EndProcess():
                 self._failed(errors.DiskFailed(effect.reason))
             case Report():
@@ -562,6 +568,18 @@ class StorageDaemon:
             prefix = (message.session_id, message.sequence, message.partition_id)
             link.send(Nack(*prefix, errors.TooLarge.code, message.session_id, str(error)))
 
+    def _run_archive_job(
+        self, effect: service_effects.UploadRange | service_effects.CollectFiles
+    ) -> None:
+        if isinstance(effect, service_effects.UploadRange):
+            upload = self._uploads.submit(self._archive.upload, effect.job)
+            take_upload = partial(self._uploaded, effect.job)
+            upload.add_done_callback(partial(self._to_loop, take_upload))
+        else:
+            collection = self._uploads.submit(self._archive.collect, effect.job)
+            take_collection = partial(self._collected, effect.job)
+            collection.add_done_callback(partial(self._to_loop, take_collection))
+
     def _run_work(self, work: Work) -> None:
         self._works_count += 1
         self._is_idle.clear()
@@ -585,6 +603,20 @@ class StorageDaemon:
         outcome = future.result()
         self._storage_metrics.count_upload(job, outcome)
         self._post(service.Uploaded(job, outcome))
+
+    def _collected(self, job: CollectionJob, future: "Future[CollectionOutcome]") -> None:
+        error = future.exception()
+        if error is not None:
+            self._failed(error)
+            return
+        outcome = future.result()
+        self._storage_metrics.count_collection(job, outcome)
+        self._post(service.FilesCollected(job, outcome))
+
+    def _archive_progressed(self) -> None:
+        """Notify the machine; this runs on the thread of the archive."""
+        with suppress(RuntimeError):  # The loop is closed: the process is ending.
+            self._loop.call_soon_threadsafe(self._post, service.ArchiveProgressed())
 
     def _space_checked(self, future: "Future[None]") -> None:
         error = future.exception()
