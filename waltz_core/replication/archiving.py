@@ -2,7 +2,7 @@
 
 An engaged replica writes a range to the archive and reports the new manifest. This file decides
 which replica does it, and whether the result may be recorded in ZooKeeper. The session writes it
-there, together with the replica states.
+there, together with the replica states. Replicas also delete files that no manifest lists.
 
 Rules (decision 047):
     1. Only committed batches of a settled session are archived, in order, without gaps (AR 1).
