@@ -299,6 +299,18 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
         _ONE,
         "Bytes of the files that this storage has deleted from the archive.",
     ),
+    (
+        "storage_archive_read_bytes_total",
+        _COUNTER,
+        _ONE,
+        "Bytes of records and headers that this storage has answered from the archive.",
+    ),
+    (
+        "storage_failed_archive_reads_total",
+        _COUNTER,
+        _ONE,
+        "Requests for archived records that this storage could not answer.",
+    ),
     ("storage_scrub_passes_total", _COUNTER, _ONE, "Scrubs that have verified the whole log."),
     (
         "storage_full_disks",

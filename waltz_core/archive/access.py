@@ -1,19 +1,25 @@
-"""The archive of a storage process: its store, uploads to it, and collections; all calls block.
+"""The archive of a storage process: its store, uploads, collections and readers; all calls block.
 
 It alone imports the Parquet library into a storage, and only where an archive is configured.
 """
 
 import time
 from collections.abc import Callable
+from concurrent.futures import Executor
 from typing import TYPE_CHECKING, Final
 
 from waltz_core.archive.collection import CollectionJob, CollectionOutcome, collect
 from waltz_core.archive.upload_job import UploadJob, UploadOutcome
-from waltz_core.errors import WaltzError
+from waltz_core.errors import ArchiveUnavailable, WaltzError
+from waltz_core.records.record import PartitionId
 
 if TYPE_CHECKING:
+    from waltz_core.archive.archive_cache import ArchiveCache
+    from waltz_core.archive.reader import ArchiveReader
     from waltz_core.archive.store import ArchiveStore
 
+# Parts of the archive that were read and may be read again soon: row groups, indexes, manifests.
+CACHE_BYTES_MAX: Final = 128 * 1024 * 1024
 # An upload makes hundreds of calls of the store.
 _PROGRESS_S: Final = 1.0
 
@@ -21,21 +27,34 @@ _PROGRESS_S: Final = 1.0
 class ArchiveAccess:
     """The archive at a URL; `open` comes first.
 
-    `on_progress` is called on the thread of a job while the store carries out its calls.
+    `read_ahead` has the threads for reads of what will probably be requested next. `on_progress` is
+    called on the thread of an upload or a collection while the store carries out its calls.
     """
 
-    def __init__(self, url: str, cluster_key: bytes, *, on_progress: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        url: str,
+        cluster_key: bytes,
+        read_ahead: Executor,
+        *,
+        on_progress: Callable[[], None],
+    ) -> None:
+        self._read_ahead = read_ahead
         self._url = url
         self._cluster_key = cluster_key
         self._store: ArchiveStore | None = None
+        self._cache: ArchiveCache | None = None
+        self._readers: dict[PartitionId, ArchiveReader] = {}
         self._on_progress = on_progress
         self._reported_s = 0.0
 
     def open(self) -> None:
         """Open the store; raises BadConfig if the URL names none."""
+        from waltz_core.archive.archive_cache import ArchiveCache  # noqa: PLC0415 - see the module
         from waltz_core.archive.store import ArchiveStore  # noqa: PLC0415 - see the module
 
         self._store = ArchiveStore(self._url)
+        self._cache = ArchiveCache(CACHE_BYTES_MAX, self._read_ahead)
 
     def upload(self, job: UploadJob) -> UploadOutcome:
         """Carry out a job; return its error rather than raise it."""
@@ -66,3 +85,24 @@ class ArchiveAccess:
         if now_s - self._reported_s >= _PROGRESS_S:
             self._reported_s = now_s
             self._on_progress()
+
+    def reader(
+        self, partition_id: PartitionId, manifest: str, manifest_crc: int
+    ) -> "ArchiveReader":
+        """Return the reader of a partition's archive by a manifest; one at a time is kept.
+
+        Raises:
+            ArchiveUnavailable: no archive is configured.
+        """
+        from waltz_core.archive.reader import ArchiveReader  # noqa: PLC0415 - see the module
+
+        if self._store is None or self._cache is None:
+            raise ArchiveUnavailable(
+                f"partition {partition_id}: these ids are in the archive, and this storage has no "
+                "`archive_url`"
+            )
+        found = self._readers.get(partition_id)
+        if found is None or found.manifest_name != manifest:
+            found = ArchiveReader(self._store, manifest, manifest_crc, self._cache)
+            self._readers[partition_id] = found
+        return found

@@ -21,7 +21,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import takewhile
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Self
 
 import numpy as np
 
@@ -66,6 +66,13 @@ class ArchiveReader:
         self._loaded: Manifest | None = None
         self._lock = threading.Lock()
         self._continuations: OrderedDict[TransactionId, None] = OrderedDict()
+
+    @classmethod
+    def of(cls, manifest: Manifest, store: ArchiveStore, cache: ArchiveCache) -> Self:
+        """Return a reader of objects that have been found before; no manifest is read."""
+        made = cls(store, "", 0, cache)
+        made._loaded = manifest
+        return made
 
     def successor(self, manifest_name: str, manifest_crc: int) -> "ArchiveReader | None":
         """Return a reader of the recorded manifest; None if it is this one (rule 3)."""
@@ -125,6 +132,24 @@ class ArchiveReader:
             self._read_ahead(parts[-1])
         return _joined([each.range for each in parts])
 
+    def lineage(
+        self, first: TransactionId, last: TransactionId, entries_max: int
+    ) -> tuple[Chain, tuple[LineageEntry, ...]]:
+        """Return the batches that touch first..last and the chain before them, newest if many.
+
+        Raises:
+            As `read_range`.
+        """
+        self._check_bounds(first, last)
+        chain_before, found = self.manifest.chain, tuple[LineageEntry, ...]()
+        for entry in reversed(self.objects_between(first, last)):
+            begin, end = max(first, entry.first), min(last, entry.last)
+            chain_before, entries = self._index(entry).entries(begin, end)
+            found = entries + found
+            if len(found) > entries_max:
+                return found[-entries_max - 1].chain, found[-entries_max:]
+        return chain_before, found
+
     def objects_between(self, first: TransactionId, last: TransactionId) -> list[ObjectEntry]:
         """Return the objects that hold the available IDs of first..last, in order.
 
@@ -136,26 +161,32 @@ class ArchiveReader:
             return []
         return list(takewhile(lambda each: each.first <= last, self._entries_from(first)))
 
-    def first_at_or_after(self, time_ms: int) -> TransactionId:
-        """Return the first available ID with this commit time or a later one.
+    def last_older(self, time_ms: int) -> TransactionId:
+        """Return the last ID that is known to be committed before a time.
 
-        It is the ID after the last archived one if there is none. Commit times never decrease;
-        transactions without one are skipped.
+        It is the one before the first available ID if none is. Commit times never decrease; only a
+        later transaction can prove that one without a time is older.
 
         Raises:
             As `read_range`.
         """
         manifest = self.manifest
-        starts = [each.first for each in manifest.pages if each.commit_ms_max >= time_ms]
-        starts += [each.first for each in manifest.newest if each.commit_ms_max >= time_ms]
+        bounds = [(each.first, each.commit_ms_min) for each in manifest.pages]
+        bounds += [(each.first, each.commit_ms_min) for each in manifest.newest]
+        starts = [first for first, oldest_ms in bounds if 0 < oldest_ms < time_ms]
+        found = TransactionId(manifest.first - 1)
         if not starts:
-            return TransactionId(manifest.last + 1)
-        for entry in self._entries_from(max(starts[0], manifest.first)):
-            if entry.commit_ms_max >= time_ms:
-                found = self._index(entry).first_at_or_after(time_ms)
-                if found is not None and found <= entry.last:
-                    return max(found, manifest.first)
-        return TransactionId(manifest.last + 1)
+            return found
+        chosen: ObjectEntry | None = None
+        for entry in self._entries_from(max(starts[-1], manifest.first)):
+            if entry.commit_ms_min >= time_ms:
+                break
+            if entry.commit_ms_min:
+                chosen = entry
+        if chosen is not None:
+            last = self._index(chosen).last_older(time_ms)
+            found = max(found, min(last, chosen.last))
+        return found
 
     def _check_bounds(self, first: TransactionId, last: TransactionId) -> None:
         manifest = self.manifest

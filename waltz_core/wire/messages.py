@@ -17,7 +17,7 @@ from dataclasses import field
 from enum import Enum, IntEnum
 from typing import Annotated, ClassVar, TypeAlias
 
-from waltz_core.records.record import NO_SESSION, LineageEntry, Record, ReqId
+from waltz_core.records.record import BEFORE_FIRST, NO_SESSION, LineageEntry, Record, ReqId
 from waltz_core.values import value
 
 Buffer: TypeAlias = bytes | memoryview
@@ -78,7 +78,7 @@ class WireProtocol(Enum):
 
     HELLO = ("H", (0,), (0,), "", "")
     # 3 is the first version of 0.13 whose servers can report that a client is ahead.
-    CLIENT = ("L", (0, 1, 2, 3, 4, 5, 6), (3, 4, 5, 6), "Waltz Server", "Waltz Client")
+    CLIENT = ("L", (0, 1, 2, 3, 4, 5, 6, 7), (3, 4, 5, 6, 7), "Waltz Server", "Waltz Client")
     STORAGE = ("S", (1, 2, 3), (1, 2, 3), "Waltz Storage Server", "Waltz Storage Client")
     ADMIN = ("A", (0, 1), (0, 1), "Waltz Storage Admin Server", "Waltz Storage Admin Client")
 
@@ -576,7 +576,10 @@ class ReplicasRequest(ClientMessage):
 
 @value(frozen=True, slots=True)
 class ReplicasResponse(ClientMessage):
-    """The open session, its mark, and the addresses of the engaged replicas."""
+    """The open session, its mark, the addresses of the engaged replicas, and what is archived.
+
+    The archive has the IDs `first_available`..`archived`; `manifest` lists its objects.
+    """
 
     code = 72
     since = 5
@@ -585,6 +588,10 @@ class ReplicasResponse(ClientMessage):
     replicas: Texts
     cluster_key: Raw16
     partition_count: Int32
+    first_available: Int64 = field(default=0, metadata={"since": 7, "is_extra": True})
+    archived: Int64 = field(default=BEFORE_FIRST, metadata={"since": 7, "is_extra": True})
+    manifest: Text = field(default="", metadata={"since": 7, "is_extra": True})
+    manifest_crc: Crc32 = field(default=0, metadata={"since": 7, "is_extra": True})
 
 
 @value(frozen=True, slots=True)

@@ -31,7 +31,7 @@ Rules:
        is not a failure of the disk (rule 6).
    12. A range is archived, and garbage is collected, for the owner of the session only, and the end
        is reported to that connection (`archive_jobs.py`). The archived mark of a session ends with
-       it (`retention.py`).
+       it (`retention.py`, `archive_reads.py`).
 """
 
 from collections import deque
@@ -62,6 +62,7 @@ from waltz_core.storage.log.log_files import MARKER_INTERVAL_MS
 from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.log.scrub import Scrub, ScrubState
 from waltz_core.storage.service.archive_jobs import ArchiveJobs, ArchiveLimits
+from waltz_core.storage.service.archive_reads import ArchiveQuery, ArchiveReads
 from waltz_core.storage.service.lane import SESSION_JUMP_MAX, Lane, queue_bytes
 from waltz_core.storage.service.retention import NO_LIMIT, Retention, RetentionLimits
 from waltz_core.storage.service.service_effects import (
@@ -73,11 +74,19 @@ from waltz_core.storage.service.service_effects import (
     EndProcess,
     Idle,
     PauseReading,
+    ReadArchive,
     ResumeReading,
     RunWork,
     SendStorageMessage,
 )
-from waltz_core.storage.service.work import ConnectionId, LanePiece, LaneRequest, Work, WorkResult
+from waltz_core.storage.service.work import (
+    ConnectionId,
+    LanePiece,
+    LaneRequest,
+    Work,
+    WorkOutcome,
+    WorkResult,
+)
 from waltz_core.values import value
 from waltz_core.wire.messages import (
     AppendRaw,
@@ -175,6 +184,14 @@ class ArchiveProgressed:
     """The running `UploadRange` or `CollectFiles` has made progress."""
 
 
+@value(frozen=True, slots=True)
+class ArchiveAnswered:
+    """`ReadArchive` is done."""
+
+    read: ArchiveQuery
+    outcome: WorkOutcome
+
+
 Event: TypeAlias = (
     LaneRequest
     | Disconnected
@@ -186,6 +203,7 @@ Event: TypeAlias = (
     | Uploaded
     | FilesCollected
     | ArchiveProgressed
+    | ArchiveAnswered
     | Wakeup
 )
 
@@ -218,6 +236,7 @@ class StorageService:
         self._space_check_at_ms: int | None = None
         self._scrub = scrub if scrub is not None else Scrub()
         self._archive = ArchiveJobs(archive)
+        self._archive_reads = ArchiveReads()
         self._retention = Retention(retention)
         self._queue_bytes_max = queue_bytes_max
         self._lanes: dict[PartitionId, Lane] = {}
@@ -283,8 +302,8 @@ class StorageService:
             case SpaceChecked():
                 self._space_check_at_ms = None
                 self._note_space(now_ms)
-            case Uploaded() | FilesCollected() | ArchiveProgressed():
-                self._archive_progressed(event, now_ms)
+            case Uploaded() | FilesCollected() | ArchiveProgressed() | ArchiveAnswered():
+                self._archive_done(event, now_ms)
             case Wakeup():
                 self._effects += self._archive.woken(now_ms)
                 self._mark(now_ms)
@@ -319,10 +338,7 @@ class StorageService:
                 | Repair()
                 | SetArchived()
             ):
-                lane = self._lane(message)
-                self._check_session(lane, message)
-                _check_owner(lane, request)
-                self._queue(lane, lane.writes, request)
+                self._admit_change(request)
             case ArchiveRange() | CollectGarbage():
                 lane = self._lane(message)
                 self._check_session(lane, message)
@@ -353,6 +369,15 @@ class StorageService:
                 self._queue(lane, lane.reads, request)
             case _:
                 raise BadRequest(f"a storage does not accept {type(message).__name__}")
+
+    def _admit_change(self, request: LaneRequest) -> None:
+        message = request.message
+        lane = self._lane(message)
+        self._check_session(lane, message)
+        _check_owner(lane, request)
+        if isinstance(message, SetArchived):
+            self._archive_reads.learned(message)  # At once: a read may overtake it in the lane.
+        self._queue(lane, lane.writes, request)
 
     def _admit_prepare(self, request: LaneRequest, message: Prepare) -> None:
         """Raise the session at once (rule 3); the promise is made durable by the work."""
@@ -518,11 +543,13 @@ class StorageService:
 
     def _work_done(self, work: Work, result: WorkResult, now_ms: int) -> None:
         for request, outcome in zip(work.requests, result.outcomes, strict=True):
-            self._unqueue(request)
+            found: WorkOutcome | ArchiveQuery = outcome
             if isinstance(outcome, WaltzError):
-                self._reject(request, outcome)
+                found = self._archive_reads.instead(request, outcome)
+            if isinstance(found, ArchiveQuery):
+                self._effects.append(ReadArchive(found))
             else:
-                self._answer(request, outcome)
+                self._finish(request, found)
         lane = self._lanes.get(work.partition_id)
         if lane is None or lane.work is not work:
             self._effects.append(Idle(work.log))  # the partition was dropped meanwhile
@@ -541,6 +568,14 @@ class StorageService:
         if lane.is_unmarked and self._mark_at_ms is None:
             self._mark_at_ms = now_ms + MARKER_INTERVAL_MS
         self._start_work(lane)
+
+    def _finish(self, request: LaneRequest, outcome: WorkOutcome) -> None:
+        """Answer a request that was queued."""
+        self._unqueue(request)
+        if isinstance(outcome, WaltzError):
+            self._reject(request, outcome)
+        else:
+            self._answer(request, outcome)
 
     def _mark(self, now_ms: int) -> None:
         """Move the markers of logs that had appends and are idle now."""
@@ -701,8 +736,10 @@ class StorageService:
                 start = lane.log.start.transaction_id
                 self._report("storage.segment_removed", partition=partition_id, start=start)
 
-    def _archive_progressed(
-        self, event: Uploaded | FilesCollected | ArchiveProgressed, now_ms: int
+    def _archive_done(
+        self,
+        event: Uploaded | FilesCollected | ArchiveProgressed | ArchiveAnswered,
+        now_ms: int,
     ) -> None:
         match event:
             case Uploaded(job, outcome):
@@ -711,9 +748,12 @@ class StorageService:
                 self._effects += self._archive.collected(event.job, event.outcome, now_ms)
             case ArchiveProgressed():
                 self._effects += self._archive.progressed(now_ms)
+            case ArchiveAnswered():
+                self._finish(event.read.request, event.outcome)
 
     def _forget_archiving(self, lane: Lane) -> None:
         self._archive.forget(lane.log.partition_id)
+        self._archive_reads.forget(lane.log.partition_id)
         lane.archive_piece = None
 
     # ------------------------------------------------------------------ effects
