@@ -9,18 +9,19 @@ Rules (docs/decisions/047, "Backup and restore"):
        the partition begins after them.
     3. The object that holds the end is read. Its chain is verified from its first to its last
        batch, and must be the manifest's, so the end has the chain of the source's log.
-    4. While a prefix has a pin, no object in it is deleted, also by its own cluster. `pin` comes
-       before the check of rule 2.
+    4. The caller pins the sources before the check of rule 2 (`pins.py`).
 """
 
-from bisect import bisect_left
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from itertools import dropwhile
 from typing import Final, NamedTuple
-from uuid import UUID
 
-from waltz_core.archive.manifest import Manifest, ObjectEntry
-from waltz_core.archive.object_index import ObjectIndex
-from waltz_core.archive.objects import ArchiveObject
+from waltz_core.archive.archive_cache import ArchiveCache
+from waltz_core.archive.file_names import FileOrigin, manifest_name, manifests_folder, page_name
+from waltz_core.archive.manifest import Manifest
+from waltz_core.archive.reader import ArchiveReader
 from waltz_core.archive.saved_manifest import SavedManifest
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.archive.upload import write_read_back
@@ -29,7 +30,7 @@ from waltz_core.errors import BadRequest, ObjectMissing
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import Chain, SessionId, TransactionId
 
-_PINS: Final = "pins"
+_CACHE_BYTES: Final = 64 * 1024 * 1024
 
 
 class BatchEnd(NamedTuple):
@@ -52,30 +53,25 @@ class RestoredRange:
             BadFormat, ChecksumMismatch: with the name of the file.
         """
         self._store = store
-        self._manifest = saved.manifest
         entries = saved.entries()
         folders = {each.name.rpartition("/")[0] for each in entries}
         existing = {name for folder in sorted(folders) for name in store.names(folder)}
-        self._entries = list(dropwhile(lambda each: each.name not in existing, entries))
-        missing = [each for each in self._entries if each.name not in existing]
-        if missing or not self._entries:
+        kept = tuple(dropwhile(lambda each: each.name not in existing, entries))
+        missing = [each for each in kept if each.name not in existing]
+        if missing or not kept:
             lost = (missing or entries)[0]
             raise ObjectMissing(
                 f"archive {store.url}: object {lost.name}, IDs {lost.first}..{lost.last}, does not "
                 "exist"
             )
-        self.first = max(self._manifest.first, self._entries[0].first)
-        self._indexes: dict[str, ObjectIndex] = {}
+        manifest = saved.manifest
+        self.first = max(manifest.first, kept[0].first)
+        self._manifest = replace(manifest, first=self.first, pages=(), newest=kept)
 
     @property
     def last(self) -> TransactionId:
         """The last ID."""
         return self._manifest.last
-
-    @property
-    def sources(self) -> list[bytes]:
-        """The keys of the clusters that wrote the objects."""
-        return sorted({self._manifest.writer_of(each) for each in self._entries})
 
     def end_at(self, last: TransactionId) -> BatchEnd | None:
         """Return the last batch end at or below an ID (rule 3); None if it is before ID 0.
@@ -92,23 +88,25 @@ class RestoredRange:
                 f"partition {self._manifest.partition_id}: expected an end in {self.first}.."
                 f"{self.last}, the IDs in the archive, found {last}"
             )
-        entry = self._entries[bisect_left(self._entries, last, key=lambda each: each.last)]
-        _, (batch,) = self._index(entry).entries(last, last)
+        with self._reader() as reader:
+            _, (batch,) = reader.lineage(last, last, 1)
         if batch.last == last:
             return BatchEnd(last, batch.chain, batch.stamp_ms)
         return self.end_at(TransactionId(batch.first - 1))
 
     def last_until(self, time_ms: int) -> TransactionId:
-        """Return the last ID with this commit time or an earlier one; raises as `end_at`.
+        """Return the last ID that is known to be committed at a time or before it.
 
-        Transactions without a commit time belong to those before them.
+        Raises:
+            As `end_at`.
         """
-        for entry in self._entries:
-            if entry.commit_ms_max > time_ms:
-                later = self._index(entry).first_at_or_after(time_ms + 1)
-                if later is not None and later <= entry.last:
-                    return TransactionId(later - 1)
-        return self.last
+        with self._reader() as reader:
+            return reader.last_older(time_ms + 1)
+
+    @contextmanager
+    def _reader(self) -> Iterator[ArchiveReader]:
+        with closing(ArchiveCache(_CACHE_BYTES)) as cache:
+            yield ArchiveReader.of(self._manifest, self._store, cache)
 
     def write(
         self, cluster_key: bytes, session_id: SessionId, nonce: bytes, end: BatchEnd
@@ -120,55 +118,25 @@ class RestoredRange:
         Raises:
             ArchiveUnavailable, ChecksumMismatch: it was not written as it should be.
         """
-        entries = [each for each in self._entries if each.first <= end.last]
-        entries[-1] = entries[-1]._replace(last=end.last, chain=end.chain)
         source = self._manifest
-        made = Manifest(
-            cluster_key,
-            source.partition_id,
-            source.version + 1,
-            self.first,
-            end.last,
-            end.chain,
+        entries = [each for each in source.newest if each.first <= end.last]
+        entries[-1] = entries[-1]._replace(last=end.last, chain=end.chain)
+        made = replace(
+            source,
+            cluster_key=cluster_key,
+            version=source.version + 1,
+            last=end.last,
+            chain=end.chain,
             newest=tuple(entries),
         )
-        folder = f"{UUID(bytes=cluster_key)}/{source.partition_id}/manifests"
-        prefix = f"{folder}/{made.version}-{session_id}-{nonce.hex()}"
+        folder = manifests_folder(cluster_key, source.partition_id)
         while (page := made.next_page) is not None:
-            name = f"{prefix}-{len(made.pages)}-page.json"
+            origin = FileOrigin(session_id, nonce, len(made.pages))
+            name = page_name(folder, made.version, origin)
             write_read_back(self._store, name, page.to_bytes())
             made = made.with_page(name, page)
-        name, data = f"{prefix}-0.json", made.to_bytes()
+        name = manifest_name(folder, made.version, FileOrigin(session_id, nonce, 0))
+        data = made.to_bytes()
         write_read_back(self._store, name, data)
         Manifest.from_bytes(data, name)
         return NewManifest(end.last, end.chain, end.stamp_ms, name, crc32(data))
-
-    def _index(self, entry: ObjectEntry) -> ObjectIndex:
-        found = self._indexes.get(entry.name)
-        if found is None:
-            with self._store.open(entry.name) as source:
-                found = ObjectIndex(ArchiveObject(source, entry.name))
-            found.check(self._manifest, entry)
-            self._indexes[entry.name] = found
-        return found
-
-
-def pin(store: ArchiveStore, source_key: bytes, cluster_key: bytes) -> str | None:
-    """Pin the objects of a cluster for a restored one (rule 4).
-
-    Return the name of the pin, or None if it existed.
-
-    Raises:
-        ArchiveUnavailable: it was not written.
-    """
-    folder = f"{UUID(bytes=source_key)}/{_PINS}"
-    name = f"{folder}/{UUID(bytes=cluster_key)}"
-    if name in store.names(folder):
-        return None
-    store.write(name, b"")
-    return name
-
-
-def is_pinned(store: ArchiveStore, cluster_key: bytes) -> bool:
-    """Whether a restored cluster uses objects of this one, so that none may be deleted (rule 4)."""
-    return bool(store.names(f"{UUID(bytes=cluster_key)}/{_PINS}"))

@@ -7,9 +7,8 @@ another.
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from waltz_core.archive.manifest import Manifest, ManifestPage, ObjectEntry
-from waltz_core.errors import BadFormat, ChecksumMismatch
-from waltz_core.records.checksum import crc32
+from waltz_core.archive.manifest import Manifest, ObjectEntry, check_crc, decode_page
+from waltz_core.errors import BadFormat
 
 if TYPE_CHECKING:
     from waltz_core.archive.store import ArchiveStore
@@ -40,7 +39,7 @@ class SavedManifest(NamedTuple):
     @property
     def manifest(self) -> Manifest:
         """The head; raises BadFormat and ChecksumMismatch."""
-        _check_crc(self.name, self.head, self.file_crc)
+        check_crc(self.name, self.head, self.file_crc)
         return Manifest.from_bytes(self.head, self.name)
 
     def entries(self) -> list[ObjectEntry]:
@@ -53,8 +52,7 @@ class SavedManifest(NamedTuple):
             )
         found: list[ObjectEntry] = []
         for stated, data in zip(manifest.pages, self.pages, strict=True):
-            _check_crc(stated.name, data, stated.file_crc)
-            found += ManifestPage.from_bytes(data, stated.name).entries
+            found += decode_page(stated, data).entries
         found += manifest.newest
         for before, after in pairwise(found):
             if after.first != before.last + 1:
@@ -63,9 +61,3 @@ class SavedManifest(NamedTuple):
                     f"found {after.first}..{after.last}"
                 )
         return found
-
-
-def _check_crc(name: str, data: bytes, expected: int) -> None:
-    found = crc32(data)
-    if found != expected:
-        raise ChecksumMismatch(f"manifest {name}: expected CRC {expected:08x}, found {found:08x}")

@@ -9,7 +9,7 @@ import pytest
 from tests.archived_log import KEY, PARTITION, STAMP, write_archive
 from tests.commands import run_command
 from tests.unit.cluster.test_backup import BACKUP
-from waltz_core.archive.restored_manifest import is_pinned, pin
+from waltz_core.archive.pins import is_pinned, pin
 from waltz_core.archive.saved_manifest import SavedManifest
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.cli import changing
@@ -217,8 +217,8 @@ def test_ends_are_parsed():
         (Limits({}, None), 54),  # the mark of the backup is in the batch 55..94
         (Limits({PARTITION: 57}, None), 54),
         (Limits({PARTITION: 54}, None), 54),
-        (Limits({}, STAMP), 53),
-        (Limits({}, STAMP - 1), 2),
+        (Limits({}, STAMP), 50),  # 51..53 has no commit time
+        (Limits({}, STAMP - 1), None),
         (Limits({PARTITION: 3}, STAMP), 3),
         (Limits({PARTITION: -1}, None), None),
         (Limits({PARTITION: 1}, None), None),  # the first batch is 0..2

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import click
 
-from waltz_core.archive.restored_manifest import RestoredRange, pin
+from waltz_core.archive.pins import pin
+from waltz_core.archive.restored_manifest import RestoredRange
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.cli.backup.backup_files import BackupPlace
 from waltz_core.cli.changing import Command, Result, changes
@@ -132,8 +133,10 @@ async def _restore(  # noqa: PLR0913 - one for each option
     command.wait_for("ZooKeeper")
     await coordinator.create_restored(new, restored_cluster(backup, key.bytes, ends, ids))
     for partition_id, end in ends.items():
-        kept = "empty" if end is None else f"transactions {end.first}..{end.last}"
-        command.note(f"partition {partition_id}: {kept}, of 0..{backup.marks[partition_id]}")
+        mark = backup.marks[partition_id]
+        kept = "no transactions" if end is None else f"transactions {end.first}..{end.last}"
+        is_whole = mark == (BEFORE_FIRST if end is None else end.last) and not (end and end.first)
+        command.note(f"partition {partition_id}: {kept}{'' if is_whole else f' of 0..{mark}'}")
     return {
         "cluster_key": str(key),
         "partitions": {
