@@ -7,5 +7,5 @@ to the store. `upload.py` adds a range to an archive: the object and the manifes
 
 `reader.py` reads ranges of a partition, in the form in which a storage reads them from its log. It
 keeps the batches of an open object in an index, `object_index.py`. `archive_cache.py` is shared by
-the readers of all partitions of a process.
+the readers of all partitions of a process. `archive_check.py` verifies every file of a partition.
 """

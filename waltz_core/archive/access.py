@@ -4,6 +4,7 @@ It alone imports the Parquet library into a storage, and only where an archive i
 """
 
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from waltz_core.archive.upload_job import UploadJob, UploadOutcome
 from waltz_core.errors import WaltzError
@@ -19,6 +20,9 @@ class ArchiveAccess:
         self._url = url
         self._cluster_key = cluster_key
         self._store: ArchiveStore | None = None
+        # The last error, and how many attempts have failed since the last one that succeeded.
+        self.failure: WaltzError | None = None
+        self.failure_count = 0
 
     def open(self) -> None:
         """Open the store; raises BadConfig if the URL names none."""
@@ -32,6 +36,15 @@ class ArchiveAccess:
 
         assert self._store is not None
         try:
-            return upload(self._store, self._cluster_key, job)
+            made = upload(self._store, self._cluster_key, job)
         except WaltzError as error:
+            self.failure, self.failure_count = error, self.failure_count + 1
             return error
+        self.failure, self.failure_count = None, 0
+        return made
+
+
+def without_password(url: str) -> str:
+    """Return a URL as it may be shown."""
+    password = urlsplit(url).password
+    return url if password is None else url.replace(f":{password}@", "@", 1)
