@@ -22,7 +22,6 @@ from waltz_core.cluster.change import changes, rebuilding
 from waltz_core.config.connect_string import parse_connect_string, split_address
 from waltz_core.ops.condition import PartitionCondition, UnavailableReason, unavailable_reason
 from waltz_core.ops.facts import (
-    ArchiveFacts,
     ClusterFacts,
     Facts,
     LocalFacts,
@@ -34,7 +33,7 @@ from waltz_core.ops.facts import (
     StorageFacts,
 )
 from waltz_core.ops.findings import KINDS, Finding, finding
-from waltz_core.records.record import BEFORE_FIRST, PartitionId, ReplicaId
+from waltz_core.records.record import PartitionId, ReplicaId
 
 MIB: Final = 1024 * 1024
 # Machines with NTP differ by less; no decision depends on clocks.
@@ -389,20 +388,27 @@ class _Cluster:
                 "archive-settings-differ",
                 storage.address,
                 storage=storage.address,
-                found=storage.archive.url if storage.archive else "no archive",
+                found=storage.archive.url if storage.archive else "(none)",
                 expected=usual,
                 start=self._case.start("storage", storage.address),
             )
         others = [each for each in storages if each not in differing]
-        has_failed = [self._check_uploads(each.address, each.archive) for each in others]
+        has_failed = [self._check_uploads(each) for each in others]
         if not differing and not any(has_failed):
             ages_ms = [each.archive.age_ms for each in others if each.archive is not None]
             self._check_archive_lag(usual, max(ages_ms, default=0))
 
-    def _check_uploads(self, address: ReplicaId, archive: ArchiveFacts | None) -> bool:
-        """Report a storage that cannot write to the archive; return whether it is reported."""
-        if archive is None or not archive.error:
+    def _check_uploads(self, storage: StorageFacts) -> bool:
+        """Report a storage that cannot write to the archive; return whether it is reported.
+
+        When everything is archived, the last failure of a storage is of no importance: its next
+        attempt is made when there is something to archive again.
+        """
+        archive, partitions = storage.archive, self._cluster.partitions
+        waits = any(partitions[each].unarchived_count for each in storage.replicas)
+        if archive is None or not archive.error or not waits:
             return False
+        address = storage.address
         fields = {"storage": address, "why": archive.error, "count": archive.failure_count}
         if archive.is_damaged:
             self._report("archive-damaged", address, **fields)
@@ -415,19 +421,18 @@ class _Cluster:
     def _check_archive_lag(self, url: str, age_ms: int) -> None:
         partitions = self._cluster.partitions
         if url and all(each.archived is None for each in partitions.values()):
-            if any(each.mark is not None and each.mark >= 0 for each in partitions.values()):
+            if any(each.unarchived_count for each in partitions.values()):
                 self._report("archive-idle", url, url=url)
             return
         limit_s = ARCHIVE_LAG_AGES * age_ms / 1000 + ARCHIVE_LAG_S
         for partition_id, each in partitions.items():
-            if each.mark is not None and (each.unarchived_s or 0.0) > limit_s:
+            if each.unarchived_s is not None and each.unarchived_s > limit_s:
                 self._report(
                     "archive-lagging",
                     partition_id,
                     partition=partition_id,
-                    count=each.mark
-                    - (BEFORE_FIRST if each.archived is None else each.archived.last),
-                    hours=f"{(each.unarchived_s or 0.0) / 3600:.1f}",
+                    count=each.unarchived_count,
+                    hours=f"{each.unarchived_s / 3600:.1f}",
                 )
 
     def _check_speed(self) -> None:

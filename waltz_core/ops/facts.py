@@ -153,6 +153,13 @@ class PartitionFacts:
         """What is archived, as ZooKeeper records it."""
         return None if self.marker is None else self.marker.archived
 
+    @property
+    def unarchived_count(self) -> int | None:
+        """The number of committed transactions that are not archived; None without a mark."""
+        if self.mark is None:
+            return None
+        return max(0, self.mark - (BEFORE_FIRST if self.archived is None else self.archived.last))
+
 
 @dataclass(frozen=True, slots=True)
 class MemberFacts:

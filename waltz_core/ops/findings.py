@@ -253,7 +253,7 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
     Area.ARCHIVE: (
         _row(
             "archive-settings-differ",
-            "storage {storage} archives to {found}, the other storages to {expected}. Hint: set "
+            "storage {storage} has the archive {found}, the other storages {expected}. Hint: set "
             "the same archive_url in the settings of all storages, then stop and start this one.",
             _START,
         ),

@@ -19,7 +19,7 @@ from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.nodes.model import ArchivedMark
 from waltz_core.errors import BadConfig, WaltzError
 from waltz_core.ops.facts import ClusterFacts, PartitionFacts
-from waltz_core.records.record import BEFORE_FIRST, TransactionId
+from waltz_core.records.record import TransactionId
 
 # Timeout of an answer.
 ANSWER_S: Final = 10.0
@@ -138,14 +138,13 @@ def _rows(
 
 
 def _marks(partition: PartitionFacts, mark: ArchivedMark | None) -> dict[str, object]:
-    last = BEFORE_FIRST if mark is None else mark.last
     return {
         "first_available": None if mark is None else mark.first,
         "archived": None if mark is None else mark.last,
         "chain": None if mark is None else mark.chain.hex(),
         "commit_time_ms": None if mark is None else mark.stamp_ms or None,
         "high_water_mark": partition.mark,
-        "lag": None if partition.mark is None else max(0, partition.mark - last),
+        "lag": partition.unarchived_count,
         "lag_s": partition.unarchived_s,
         "manifest": None if mark is None else mark.manifest,
     }

@@ -52,7 +52,7 @@ from waltz_core.storage.process.admin_port import AdminPort
 from waltz_core.storage.process.serving import Serving, concurrently
 from waltz_core.storage.process.storage_metrics import StorageMetrics
 from waltz_core.storage.service import service, service_effects, upkeep
-from waltz_core.storage.service.admin_tasks import ArchiveStatus, DiskStatus
+from waltz_core.storage.service.admin_tasks import ArchiveState, DiskStatus
 from waltz_core.storage.service.archive_jobs import ERROR_CHARACTERS_MAX, ArchiveLimits
 from waltz_core.storage.service.engine import Engine
 from waltz_core.storage.service.retention import RetentionLimits
@@ -375,7 +375,7 @@ class StorageDaemon:
             tasks=tasks,
             on_failure=self._failed,
             scrub_states=self.scrub_status,
-            archive_status=self._archive_status,
+            archive_state=self._archive_state,
         )
 
     async def _register(self, engine: Engine) -> None:
@@ -658,11 +658,11 @@ class StorageDaemon:
         error = f"the disk has not answered for {DISK_STATUS_S_MAX:.0f} s"
         return DiskStatus(None, space.reserved_bytes, space.is_short, loop_clock_ms(), error)
 
-    def _archive_status(self) -> ArchiveStatus | None:
+    def _archive_state(self) -> ArchiveState | None:
         config, failure = self._config, self._archive.failure
         if not config.archive_url:
             return None
-        return ArchiveStatus(
+        return ArchiveState(
             without_password(config.archive_url),
             config.archive_age_ms,
             self._archive.failure_count,

@@ -45,10 +45,10 @@ from waltz_core.storage.log.scrub import ScrubState
 from waltz_core.storage.service.admin_tasks import (
     NO_LOG,
     AdminTask,
-    ArchiveStatus,
+    ArchiveState,
     Assign,
     DiskStatus,
-    FindArchiveStatus,
+    FindArchiveState,
     FindDiskStatus,
     FindHeld,
     FindZooKeeperView,
@@ -333,8 +333,8 @@ class AdminService:
         held = yield from _held()
         disk_status = yield FindDiskStatus()
         assert isinstance(disk_status, DiskStatus)
-        archive = yield FindArchiveStatus()
-        assert archive is None or isinstance(archive, ArchiveStatus)
+        archive = yield FindArchiveState()
+        assert archive is None or isinstance(archive, ArchiveState)
         return wire.MetricsResponse(message.sequence, gauges_json(held, disk_status, archive))
 
     def _answer_marks(self, message: wire.SessionInfoRequest) -> Script:
@@ -535,7 +535,7 @@ def _records_of(read: RangeBytes) -> tuple[Record, ...]:
 
 
 def gauges_json(
-    held: Sequence[HeldPartition], disk_status: DiskStatus, archive: ArchiveStatus | None
+    held: Sequence[HeldPartition], disk_status: DiskStatus, archive: ArchiveState | None
 ) -> bytes:
     """Return the gauges under the names of Waltz 0.13, for its tools.
 

@@ -34,8 +34,8 @@ class FindDiskStatus:
 
 
 @value(frozen=True, slots=True)
-class FindArchiveStatus:
-    """Read how archiving works: `ArchiveStatus`, None if this storage has no archive."""
+class FindArchiveState:
+    """Read how archiving works: `ArchiveState`, None if this storage has no archive."""
 
 
 @value(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class PutCopy:
 AdminQuery: TypeAlias = (
     FindHeld
     | FindDiskStatus
-    | FindArchiveStatus
+    | FindArchiveState
     | InspectReplica
     | FindZooKeeperView
     | ReadRange
@@ -159,7 +159,7 @@ class DiskStatus(NamedTuple):
     filling_bytes_per_day: int | None = None
 
 
-class ArchiveStatus(NamedTuple):
+class ArchiveState(NamedTuple):
     """The settings of the archive, and the failures since the last attempt that succeeded.
 
     `is_damaged`: the last error was a file of the archive that is missing or corrupt.
