@@ -399,16 +399,19 @@ class _Cluster:
             self._check_archive_lag(usual, max(ages_ms, default=0))
 
     def _check_uploads(self, storage: StorageFacts) -> bool:
-        """Report a storage that cannot write to the archive; return whether it is reported.
+        """Report damage, or that a storage cannot write; return whether it is reported.
 
         When everything is archived, the last failure of a storage is of no importance: its next
         attempt is made when there is something to archive again.
         """
         archive, partitions = storage.archive, self._cluster.partitions
         waits = any(partitions[each].unarchived_count for each in storage.replicas)
+        address = storage.address
+        if archive is not None and archive.read_damage:
+            self._report("archive-damaged", address, storage=address, why=archive.read_damage)
+            return True
         if archive is None or not archive.error or not waits:
             return False
-        address = storage.address
         fields = {"storage": address, "why": archive.error, "count": archive.failure_count}
         if archive.is_damaged:
             self._report("archive-damaged", address, **fields)

@@ -95,7 +95,8 @@ class ArchiveFacts:
     """The archive of a storage: its settings, and its last attempts.
 
     `failure_count` is the number of attempts that have failed since the last one that succeeded,
-    `error` the last error; `is_damaged`: a file of the archive is missing or corrupt.
+    `error` the last error; `is_damaged`: a file of the archive is missing or corrupt. `read_damage`
+    is such an error of a read.
     """
 
     url: str
@@ -103,6 +104,7 @@ class ArchiveFacts:
     failure_count: int = 0
     error: str = ""
     is_damaged: bool = False
+    read_damage: str = ""
 
 
 @dataclass(frozen=True, slots=True)

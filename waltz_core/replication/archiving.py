@@ -86,8 +86,13 @@ class Archiving:
     # ---- the recorded chain (rule 2)
 
     def begin(self, engaged: Sequence[ReplicaSession], now_ms: int) -> None:
-        """Compare the recorded mark with the log of an engaged replica."""
+        """Compare the recorded mark with the log of an engaged replica.
+
+        The replicas learn the mark first: the batches of an earlier session, which must be settled,
+        may be in the archive only.
+        """
         self._next_at_ms = now_ms + self._limits.archive_interval_ms
+        self._announce(engaged, now_ms)
         if not self.is_checked:
             self._unchecked = list(engaged)
             self._check_next(now_ms)

@@ -1,18 +1,19 @@
 """A storage knows whether its uploads work, until one has succeeded again."""
 
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from tests.unit.archive.test_upload import KEY, job_after
-from waltz_core.archive.access import ArchiveAccess, without_password
+from waltz_core.archive.access import DAMAGE_MAX, ArchiveAccess, without_password
 from waltz_core.archive.upload_job import NewManifest
 from waltz_core.errors import ArchiveUnavailable, ChecksumMismatch
 
 
 def test_failures_are_counted_until_an_upload_succeeds(tmp_path):
     root = tmp_path / "archive"
-    access = ArchiveAccess(f"file://{root}", KEY)
+    access = ArchiveAccess(f"file://{root}", KEY, ThreadPoolExecutor(1))
     access.open()
     first = access.upload(job_after())
     assert isinstance(first, NewManifest)
@@ -32,6 +33,23 @@ def test_failures_are_counted_until_an_upload_succeeds(tmp_path):
     root.unlink()
     access.upload(job_after(attempt=5))
     assert (access.failure, access.failure_count) == (None, 0)
+
+
+def test_damage_is_known_until_the_same_place_was_read():
+    access = ArchiveAccess("", KEY, ThreadPoolExecutor(1))
+    access.was_read((0, 7), "object 7")
+    access.was_read((1, 7), "object 8")
+    access.was_read((0, 8), "")
+    assert access.read_damage == "object 8"
+    access.was_read((1, 7), "")
+    assert access.read_damage == "object 7"
+    access.was_read((0, 7), "")
+    assert access.read_damage == ""
+    for number in range(DAMAGE_MAX + 1):
+        access.was_read((2, number), f"object {number}")
+    for number in range(1, DAMAGE_MAX + 1):
+        access.was_read((2, number), "")
+    assert access.read_damage == "", "the first one was dropped"
 
 
 @pytest.mark.parametrize(

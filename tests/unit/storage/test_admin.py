@@ -175,7 +175,7 @@ def test_the_gauges_have_waltz_0_13s_names_and_form(disk_error):
     desk = Terminal(
         FindHeld=(HeldPartition(3, INFO, 52, True),),
         FindDiskStatus=disk_status,
-        FindArchiveState=ArchiveState("file:///archive", 500, 2, "no route", False),
+        FindArchiveState=ArchiveState("file:///archive", 500, 2, "no route", False, "object 8"),
     )
     answered = json.loads(desk.ask(wire.MetricsRequest(1), version=0).json)
     lists = ("metrics", "ids", "gauges", "counters", "histograms", "meters", "timers")
@@ -194,6 +194,7 @@ def test_the_gauges_have_waltz_0_13s_names_and_form(disk_error):
             "failure_count": 2,
             "error": "no route",
             "is_damaged": False,
+            "read_damage": "object 8",
         },
         "waltz-storage.partition-3.session-id": 6,
         "waltz-storage.partition-3.low-water-mark": 40,

@@ -163,6 +163,7 @@ class ArchiveState(NamedTuple):
     """The settings of the archive, and the failures since the last attempt that succeeded.
 
     `is_damaged`: the last error was a file of the archive that is missing or corrupt.
+    `read_damage` is such an error of a read.
     """
 
     url: str
@@ -170,6 +171,7 @@ class ArchiveState(NamedTuple):
     failure_count: int
     error: str
     is_damaged: bool
+    read_damage: str
 
 
 class LogFacts(NamedTuple):
