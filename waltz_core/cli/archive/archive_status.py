@@ -168,6 +168,7 @@ def _file(url: str, entry: ObjectEntry, mark: ArchivedMark | None) -> dict[str, 
     """Return what a reader of an object needs: only the IDs first..last of it may be used."""
     assert mark is not None
     return {
+        "name": entry.name,
         "url": f"{url.partition('?')[0].rstrip('/')}/{entry.name}",
         "first": max(entry.first, mark.first),
         "last": entry.last,
