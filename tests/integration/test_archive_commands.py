@@ -173,3 +173,24 @@ def test_the_doctor_reports_a_damaged_manifest_that_a_storage_has_found(archived
         manifest.write_bytes(data)
     wait_until("everything is archived", lambda: archived.status()["lag"] == 0)
     await_findings((), *elsewhere)
+
+
+def test_the_doctor_reports_an_archive_that_cannot_be_written(archived: Archived):
+    connect = archived.cluster.connect
+    elsewhere = ("--connect", connect, "--directory", "/nonexistent")
+    folder = archived.path("")
+    hidden = folder.rename(folder.with_name("hidden"))
+    folder.touch()  # It is no folder any more.
+    try:
+        with WaltzClient(connect) as client:
+            client.append(b"more", partition=0).result(HANG_S)
+        found = await_findings(("archive-unavailable",), *elsewhere)
+        assert "times in a row: archive: cannot" in found[0]["sentence"]
+        done = run_command(*found[0]["command"].split()[1:])
+        assert done.returncode == 1
+        assert "archive: cannot" in done.stderr
+    finally:
+        folder.unlink()
+        hidden.rename(folder)
+    wait_until("everything is archived", lambda: archived.status()["lag"] == 0)
+    await_findings((), *elsewhere)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.archived_log import KEY, PARTITION, write_archive, write_manifest
+from tests.archived_log import KEY, PARTITION, STAMP, write_archive, write_manifest
 from waltz_core.archive import archive_check
 from waltz_core.archive.archive_check import ArchiveCheck, RecordedArchive
 from waltz_core.archive.manifest import ManifestPage
@@ -206,6 +206,15 @@ def test_a_chain_that_does_not_join_the_object_before_is_found(tmp_path):
     check = good.check()
     assert [each.name for each in check.found] == [good.object(2)]
     assert f"the chain before {entries[2].first}" in check.found[0].problem
+
+
+@pytest.mark.parametrize("field", ["commit_ms_min", "commit_ms_max"])
+def test_wrong_commit_times_of_the_manifest_are_found(archive, field):
+    """A reader would skip an object that it needs."""
+    entries = archive.listed
+    entries[1] = entries[1]._replace(**{field: STAMP + 7})
+    archive.relist(entries)
+    assert "commit times: expected" in archive.problem(archive.object(1)).problem
 
 
 def test_rows_that_the_manifest_does_not_list_are_no_fault(tmp_path):
