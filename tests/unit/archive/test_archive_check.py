@@ -6,12 +6,22 @@ from pathlib import Path
 
 import pytest
 
-from tests.archived_log import KEY, PARTITION, STAMP, write_archive, write_manifest
+from tests.archived_log import (
+    KEY,
+    PARTITION,
+    STAMP,
+    batches_from,
+    object_of,
+    write_archive,
+    write_manifest,
+)
 from waltz_core.archive import archive_check
 from waltz_core.archive.archive_check import ArchiveCheck, RecordedArchive
 from waltz_core.archive.manifest import ManifestPage
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.errors import ArchiveUnavailable, ObjectMissing
+from waltz_core.records.checksum import crc32
+from waltz_core.records.record import GENESIS_CHAIN
 
 PAGE = f"{PARTITION}/manifests/page"
 
@@ -203,9 +213,57 @@ def test_a_chain_that_does_not_join_the_object_before_is_found(tmp_path):
     for number in (2, 3):
         shutil.copy(other.path(other.object(number)), good.path(good.object(number)))
     good.relist([*entries[:2], *other.listed[2:]])
-    check = good.check()
-    assert [each.name for each in check.found] == [good.object(2)]
-    assert f"the chain before {entries[2].first}" in check.found[0].problem
+    for first in (0, entries[2].first):
+        check = good.check(first=first)
+        assert [each.name for each in check.found] == [good.object(2)]
+        assert f"the chain before {entries[2].first}" in check.found[0].problem
+
+
+def test_a_chain_of_the_manifest_that_the_object_does_not_have_is_found(archive):
+    archive.relist([*archive.listed[:3], archive.listed[3]._replace(chain=b"other chain here")])
+    problem = archive.problem(archive.object(3)).problem
+    assert f"the chain at {archive.log.manifest.last}: expected 6f74" in problem
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"cluster_key": bytes(16)}, f"cluster key: expected {KEY.hex()}, found 0000"),
+        ({"partition_id": 4}, "partition: expected 3, found 4"),
+        ({"chain_before": b"not the genesis!"}, f"the chain before 0: expected {bytes(16).hex()}"),
+    ],
+)
+def test_an_object_of_another_log_is_found_by_its_metadata(archive, changes, text):
+    chain = changes.get("chain_before", GENESIS_CHAIN)
+    records, lineage = batches_from(0, sizes=(3, 1, 40, 7), chain=chain)
+    data = object_of(records, lineage, **changes)
+    archive.path(archive.object(0)).write_bytes(data)
+    entry = archive.listed[0]._replace(
+        file_bytes=len(data), file_crc=crc32(data), chain=lineage[-1].chain
+    )
+    archive.relist([entry, *archive.listed[1:]])
+    assert text in archive.check().found[0].problem
+
+
+def test_a_page_with_other_objects_than_the_manifest_states_is_found(archive):
+    """Also the chain after it is not known then."""
+    entries = archive.listed
+    manifest = replace(archive.log.manifest, pages=(), newest=tuple(entries))
+    for number in (0, 1):
+        page = ManifestPage((entries[number],))
+        archive.store.write(f"page {number}", page.to_bytes())
+        manifest = manifest.with_page(f"page {number}", page)
+    wrong = ManifestPage((entries[0],)).to_bytes()
+    archive.path("page 1").write_bytes(wrong)
+    stated = manifest.pages[1]._replace(file_crc=crc32(wrong))
+    manifest = replace(manifest, pages=(manifest.pages[0], stated))
+    crc = write_manifest(archive.store, manifest, "paged")
+    recorded = RecordedArchive(manifest.first, manifest.last, manifest.chain, "paged", crc)
+    check = archive.check(recorded)
+    assert [each.name for each in check.found] == ["page 1"]
+    expected, found = entries[1][1:3], entries[0][1:3]
+    assert f"IDs: expected {expected}, found {found}" in check.found[0].problem
+    assert check.object_count == 3
 
 
 @pytest.mark.parametrize("field", ["commit_ms_min", "commit_ms_max"])
