@@ -240,7 +240,8 @@ class StorageConfig(TlsConfig, ZooKeeperConfig):
     archive_url: str = setting(
         "",
         "Where this storage archives ranges of its partitions, such as file:///srv/archive or "
-        "s3://bucket/folder. All storages of a cluster use the same value. Empty: no archive.",
+        "s3://bucket/folder. All storages of a cluster use the same value. A copy of the cluster, "
+        "which has its key, needs another one, since it would delete the files. Empty: no archive.",
     )
     archive_object_bytes: int = _bytes(
         64 * MIB,

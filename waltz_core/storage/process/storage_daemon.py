@@ -8,8 +8,8 @@ Rules:
        served.
     2. `serving.py` decides which partitions are served; `admin_port.py` administers them.
     3. Calls of the engine run in a small pool of threads, one at a time for a partition.
-       Uploads to the archive and reads from it have threads of their own. They are not waited for
-       at the end.
+       Uploads to the archive and collections have one thread of their own, and reads from it have
+       others. They are not waited for at the end: a call of the object store may hang.
     4. Connections that arrive before the partitions are open wait. Otherwise an owner would get the
        error that the partition is not here, and would retry only after a long pause.
     5. At the end: stop reading, finish running work, sync, mark the directory as clean. After a
@@ -25,7 +25,7 @@ import secrets
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -36,6 +36,7 @@ from uuid import UUID
 from waltz_core import errors
 from waltz_core.archive.access import DAMAGE, ArchiveAccess, without_password
 from waltz_core.archive.archive_cache import READ_AHEAD_THREADS
+from waltz_core.archive.collection import CollectionJob, CollectionOutcome
 from waltz_core.archive.upload_job import UploadJob, UploadOutcome
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.nodes.model import ReplicaAssignments
@@ -93,8 +94,11 @@ LEVELS: Final = {
     "storage.damage_found": logging.WARNING,
     "storage.scrub_skipped": logging.WARNING,
     "storage.archive_failed": logging.WARNING,
+    "storage.archive_stalled": logging.WARNING,
+    "storage.collection_failed": logging.WARNING,
     "storage.damage_repaired": logging.INFO,
     "storage.disk_has_space": logging.INFO,
+    "storage.garbage_collected": logging.INFO,
     "storage.replica_repaired": logging.INFO,
     "storage.scrub_finished": logging.INFO,
     "storage.segment_removed": logging.INFO,
@@ -158,7 +162,7 @@ class StorageDaemon:
     ) -> None:
         self.metrics = Metrics("storage", with_process=True)
         self.address = ""
-        self._storage_metrics = StorageMetrics(self.metrics)
+        self._storage_metrics = StorageMetrics(self.metrics, clock_ms=loop_clock_ms)
         self._config = config
         self._ssl = tls.listening(config)
         self._cluster = cluster
@@ -171,7 +175,10 @@ class StorageDaemon:
         self._archive_reads = CallThreads(ARCHIVE_READ_THREADS, "storage-archive-read")
         self._read_ahead = CallThreads(READ_AHEAD_THREADS, "storage-read-ahead")
         self._archive = ArchiveAccess(
-            config.archive_url, cluster.cluster_key.bytes, self._read_ahead
+            config.archive_url,
+            cluster.cluster_key.bytes,
+            self._read_ahead,
+            on_progress=self._archive_progressed,
         )
         self._links: dict[ConnectionId, Link] = {}
         self._numbers = count(1)
@@ -537,7 +544,11 @@ class StorageDaemon:
             case service_effects.CheckSpace():
                 check = self._pool.submit(effect.space.recheck)
                 check.add_done_callback(partial(self._to_loop, self._space_checked))
-            case service_effects.UploadRange() | service_effects.ReadArchive():
+            case (
+                service_effects.UploadRange()
+                | service_effects.CollectFiles()
+                | service_effects.ReadArchive()
+            ):
                 self._use_archive(effect)
             case service_effects.EndProcess():
                 self._failed(errors.DiskFailed(effect.reason))
@@ -547,16 +558,22 @@ class StorageDaemon:
                 assert_never(effect)
 
     def _use_archive(
-        self, effect: service_effects.UploadRange | service_effects.ReadArchive
+        self,
+        effect: service_effects.UploadRange
+        | service_effects.CollectFiles
+        | service_effects.ReadArchive,
     ) -> None:
-        if isinstance(effect, service_effects.UploadRange):
-            job = effect.job
-            upload = self._uploads.submit(self._archive.upload, job)
-            upload.add_done_callback(partial(self._to_loop, partial(self._uploaded, job)))
-        else:
-            read = effect.read
-            reading = self._archive_reads.submit(self._read_archive, read)
-            reading.add_done_callback(partial(self._to_loop, partial(self._was_read, read)))
+        match effect:
+            case service_effects.UploadRange(job):
+                upload = self._uploads.submit(self._archive.upload, job)
+                upload.add_done_callback(partial(self._to_loop, partial(self._uploaded, job)))
+            case service_effects.CollectFiles(collection):
+                collecting = self._uploads.submit(self._archive.collect, collection)
+                take = partial(self._collected, collection)
+                collecting.add_done_callback(partial(self._to_loop, take))
+            case service_effects.ReadArchive(read):
+                reading = self._archive_reads.submit(self._read_archive, read)
+                reading.add_done_callback(partial(self._to_loop, partial(self._was_read, read)))
 
     def _apply_flow_control(
         self,
@@ -613,6 +630,20 @@ class StorageDaemon:
         outcome = future.result()
         self._storage_metrics.count_upload(job, outcome)
         self._post(service.Uploaded(job, outcome))
+
+    def _collected(self, job: CollectionJob, future: "Future[CollectionOutcome]") -> None:
+        error = future.exception()
+        if error is not None:
+            self._failed(error)
+            return
+        outcome = future.result()
+        self._storage_metrics.count_collection(job, outcome)
+        self._post(service.FilesCollected(job, outcome))
+
+    def _archive_progressed(self) -> None:
+        """Notify the machine; this runs on the thread of uploads."""
+        with suppress(RuntimeError):  # The loop is closed: the process is ending.
+            self._loop.call_soon_threadsafe(self._post, service.ArchiveProgressed())
 
     def _read_archive(self, read: ArchiveQuery) -> WorkOutcome:
         mark = read.mark
