@@ -48,7 +48,7 @@ class ArchiveAccess:
         cluster_key: bytes,
         read_ahead: Executor,
         *,
-        on_progress: Callable[[], None],
+        on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         self._read_ahead = read_ahead
         self._url = url
