@@ -224,6 +224,7 @@ def test_a_lost_cluster_is_restored_and_continues(
     assert after.metadata.session_id > before.metadata.session_id
     assert after.metadata.generation > before.metadata.generation
     wait_until("the rest is archived", lambda: archived_last(connect, 0) == len(kept[0]) - 1)
+    run("archive", "verify", "--connect", connect, "--archive", archive)
     check_again_from_the_restored_one(cluster, archive, kept, tmp_path)
 
 
@@ -256,6 +257,7 @@ def check_again_from_the_restored_one(
     for name in (*STORAGES, "server-1"):
         cluster.start(name)
     left = [kept[0][:51], [], []]
+    run("archive", "verify", "--connect", connect, "--archive", archive)
     with WaltzClient(connect) as client:
         client.mount()
         append(client, left, 20)

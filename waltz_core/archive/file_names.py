@@ -68,3 +68,14 @@ def origin_of(name: str) -> FileOrigin | None:
         return None
     session, nonce, attempt = found["session"], found["nonce"], found["attempt"]
     return FileOrigin(SessionId(int(session)), bytes.fromhex(nonce), int(attempt))
+
+
+def writer_of(name: str) -> bytes | None:
+    """Return the key of the cluster that wrote a file; None if its name has no key.
+
+    A restored cluster lists objects of its source, which are below the source's key.
+    """
+    try:
+        return UUID(name.partition("/")[0]).bytes
+    except ValueError:
+        return None

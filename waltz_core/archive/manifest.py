@@ -18,8 +18,8 @@ Rules (docs/decisions/047):
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
-from uuid import UUID
 
+from waltz_core.archive.file_names import writer_of
 from waltz_core.errors import BadFormat, ChecksumMismatch
 from waltz_core.records import strict_json
 from waltz_core.records.checksum import crc32
@@ -134,14 +134,8 @@ class Manifest:
         return replace(self, pages=(*self.pages, added), newest=self.newest[len(entries) :])
 
     def writer_of(self, entry: ObjectEntry) -> bytes:
-        """Return the key of the cluster that wrote an object.
-
-        A restored cluster lists objects of its source, which are below the source's key.
-        """
-        try:
-            return UUID(entry.name.partition("/")[0]).bytes
-        except ValueError:
-            return self.cluster_key
+        """Return the key of the cluster that wrote an object."""
+        return writer_of(entry.name) or self.cluster_key
 
     def without_before(self, first: TransactionId) -> "Manifest":
         """Return the next manifest, in which `first` is the first available ID (expiry).

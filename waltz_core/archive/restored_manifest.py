@@ -12,6 +12,7 @@ Rules (docs/decisions/047, "Backup and restore"):
     4. The caller pins the sources before the check of rule 2 (`pins.py`).
 """
 
+import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -20,7 +21,7 @@ from typing import Final, NamedTuple
 
 from waltz_core.archive.archive_cache import ArchiveCache
 from waltz_core.archive.file_names import FileOrigin, manifest_name, manifests_folder, page_name
-from waltz_core.archive.manifest import Manifest
+from waltz_core.archive.manifest import Manifest, ObjectEntry
 from waltz_core.archive.reader import ArchiveReader
 from waltz_core.archive.saved_manifest import SavedManifest
 from waltz_core.archive.store import ArchiveStore
@@ -117,10 +118,11 @@ class RestoredRange:
 
         Raises:
             ArchiveUnavailable, ChecksumMismatch: it was not written as it should be.
+            As `end_at`.
         """
         source = self._manifest
         entries = [each for each in source.newest if each.first <= end.last]
-        entries[-1] = entries[-1]._replace(last=end.last, chain=end.chain)
+        entries[-1] = self._cut(entries[-1], end)
         made = replace(
             source,
             cluster_key=cluster_key,
@@ -140,3 +142,15 @@ class RestoredRange:
         write_read_back(self._store, name, data)
         Manifest.from_bytes(data, name)
         return NewManifest(end.last, end.chain, end.stamp_ms, name, crc32(data))
+
+    def _cut(self, entry: ObjectEntry, end: BatchEnd) -> ObjectEntry:
+        """Return the entry of an object that may be used up to an end."""
+        with self._reader() as reader:
+            _, batches = reader.lineage(entry.first, end.last, sys.maxsize)
+        stamps = [each.stamp_ms for each in batches if each.stamp_ms]
+        return entry._replace(
+            last=end.last,
+            chain=end.chain,
+            commit_ms_min=min(stamps, default=0),
+            commit_ms_max=max(stamps, default=0),
+        )

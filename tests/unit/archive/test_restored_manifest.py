@@ -10,6 +10,7 @@ import pytest
 from tests.archived_log import KEY, PARTITION, STAMP, write_archive
 from waltz_core.archive import manifest as manifest_module
 from waltz_core.archive.archive_cache import ArchiveCache
+from waltz_core.archive.archive_check import ArchiveCheck, RecordedArchive
 from waltz_core.archive.manifest import Manifest
 from waltz_core.archive.pins import is_pinned, pin
 from waltz_core.archive.reader import ArchiveReader
@@ -81,6 +82,16 @@ def test_a_reader_of_the_written_manifest_returns_the_records_up_to_the_end(stor
         assert found == b"".join(log.records[: last + 1])
         with pytest.raises(BadRequest):
             reader.read_range(0, last + 1, 1)
+
+
+@pytest.mark.parametrize("last", [2, 43, OBJECT + 2, OBJECT + 3, 4 * OBJECT - 1])
+def test_the_check_of_an_archive_finds_nothing_wrong(store, log, last):
+    made = restore(store, log, RestoredRange(store, saved_of(store, log)).end_at(last))
+    check = ArchiveCheck(store, NEW_KEY, PARTITION, first=0)
+    check.begin(RecordedArchive(0, made.last, made.chain, made.name, made.file_crc))
+    while check.check_next():
+        pass
+    assert (check.found, check.next_id) == ([], last + 1)
 
 
 def test_a_manifest_with_many_objects_has_pages_of_its_own(store, log, monkeypatch):
