@@ -185,7 +185,7 @@ def test_a_lost_cluster_is_restored_and_continues(
         append(client, written, ROWS)
         in_zookeeper(connect, write_once)
         old_client_id = client.client_id
-        saved = run("backup", "--connect", connect, "--archive", archive, "--output", file)
+        saved = run("backup", "--connect", connect, "--output", file)
         assert saved["partitions"] == {"0": ROWS // 2 - 1, "1": ROWS // 2 - 1, "2": -1}
         assert saved["writes"] == ["monday"]
         before = in_zookeeper(connect, lambda found: found.read_partition(0))

@@ -252,7 +252,7 @@ NOUNS: Mapping[str, NounEntry] = {
     "backup": NounEntry(
         "save one consistent point of all partitions, without interrupting anything",
         "backup.backup_command",
-        ("backup --connect zk1:2181/w --archive s3://bucket/w --output monday",),
+        ("backup --connect zk1:2181/waltz/payments --output s3://bucket/backups/monday",),
     ),
     "restore": NounEntry(
         "create a cluster from a backup and the archive",

@@ -11,6 +11,7 @@ import click
 from waltz_core.archive.saved_manifest import SavedManifest
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.cli import shared_options as options
+from waltz_core.cli.archive.archive_status import archive_url, url_of_storages
 from waltz_core.cli.backup.backup_files import BackupPlace
 from waltz_core.cli.changing import connected, time_limit
 from waltz_core.cli.output import print_json, print_result
@@ -36,9 +37,7 @@ RequestMarks = Callable[[], Awaitable[Mapping[int, TransactionId]]]
 
 
 @verb
-@click.option(
-    "--archive", required=True, metavar="URL", help="the cluster's archive, as in `archive_url`"
-)
+@archive_url
 @click.option(
     "--output", required=True, metavar="FILE", help="the new file of the backup, or its URL"
 )
@@ -46,9 +45,9 @@ RequestMarks = Callable[[], Awaitable[Mapping[int, TransactionId]]]
 @options.as_json
 @options.timeout_s("seconds to wait for the archive at most", default_s=TIMEOUT_S)
 async def backup(
-    *, archive: str, output: str, connect: str, as_json: bool, timeout_s: float
+    *, archive: str | None, output: str, connect: str, as_json: bool, timeout_s: float
 ) -> int:
-    store, place = ArchiveStore(archive), BackupPlace.parse(output)
+    place = BackupPlace.parse(output)
     await asyncio.to_thread(place.check_absent)
     with ProgressLine() as line:
         async with (
@@ -56,6 +55,7 @@ async def backup(
             AsyncWaltzClient.connect(connect) as client,
             time_limit(timeout_s, lambda: line.awaited or "ZooKeeper", afterwards=HINT),
         ):
+            store = ArchiveStore(archive or await url_of_storages(coordinator))
             taken = await take_backup(
                 coordinator,
                 lambda: client.high_water_marks(linearizable=True),
