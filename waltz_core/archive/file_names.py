@@ -17,6 +17,7 @@ from waltz_core.records.record import PartitionId, SessionId, TransactionId
 TEMPORARY: Final = ".tmp"
 _NUMBER: Final = r"(?:0|[1-9][0-9]*)"
 _ORIGIN: Final = rf"(?P<session>{_NUMBER})-(?P<nonce>[0-9a-f]{{32}})-(?P<attempt>{_NUMBER})"
+_HEAD: Final = re.compile(rf"{_NUMBER}-{_ORIGIN}\.json", re.ASCII)
 _FORMS: Final = {
     "objects": re.compile(rf"{_NUMBER}-{_NUMBER}-{_ORIGIN}\.parquet(?:\.tmp)?", re.ASCII),
     "manifests": re.compile(rf"{_NUMBER}-{_ORIGIN}(?:-page)?\.json(?:\.tmp)?", re.ASCII),
@@ -57,6 +58,13 @@ def manifest_name(folder: str, version: int, origin: FileOrigin) -> str:
 def page_name(folder: str, version: int, origin: FileOrigin) -> str:
     """Return the name of the page that a manifest with this version adds."""
     return f"{folder}/{version}-{origin}-page.json"
+
+
+def version_of(name: str) -> int | None:
+    """Return the version of a manifest's head, which is complete; None for another file."""
+    folder, _, last_part = name.rpartition("/")
+    is_head = folder.endswith("/manifests") and _HEAD.fullmatch(last_part) is not None
+    return int(last_part.partition("-")[0]) if is_head else None
 
 
 def origin_of(name: str) -> FileOrigin | None:
