@@ -319,7 +319,7 @@ def test_a_file_that_may_be_lost_is_closed_with_writes_that_are_not_synced(tmp_p
 def test_the_twin_wants_no_sync_of_what_may_be_lost():
     file = new_disk().open(ROOT / "f", create=True, is_best_effort=True)
     file.pwrite([b"x"], 0)
-    with pytest.raises(AssertionError, match="dispensable"):
+    with pytest.raises(AssertionError, match="best-effort"):
         file.sync()
 
 

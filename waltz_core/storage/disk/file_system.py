@@ -233,8 +233,8 @@ class RealFile:
     __slots__ = (
         "_descriptors",
         "_fd",
-        "_is_closed",
         "_is_best_effort",
+        "_is_closed",
         "_is_locked",
         "_is_unsynced",
         "_is_used",
