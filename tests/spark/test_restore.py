@@ -76,12 +76,12 @@ def write_once(spark: SparkSession, connect: str) -> set[str]:
     return {data.decode() for data, _ in rows}
 
 
-def stream(spark: SparkSession, connect: str, checkpoint: Path) -> list[str]:
+def stream(spark: SparkSession, connect: str, checkpoint: Path, **options: str) -> list[str]:
     """Run a query until it has all transactions; return those that this run has read."""
     seen: list[str] = []
     query = (
         spark.readStream.format("waltz")
-        .option("startingHighWaterMarks", "earliest")
+        .options(startingHighWaterMarks="earliest", **options)
         .load(connect)
         .writeStream.foreachBatch(
             lambda frame, _: seen.extend(bytes(row.data).decode() for row in frame.collect())
@@ -108,4 +108,6 @@ def test_a_checkpoint_and_an_exactly_once_write_continue(
     write_once(spark, connect)
     after = append(connect, "after", 10)
     assert sorted(stream(spark, connect, tmp_path / "old")) == sorted(after)
-    assert sorted(stream(spark, connect, tmp_path / "new")) == sorted(before | after)
+    for place, options in (("served", {}), ("direct", {"archive": archive})):
+        seen = stream(spark, connect, tmp_path / place, **options)
+        assert sorted(seen) == sorted(before | after)
