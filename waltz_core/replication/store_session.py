@@ -300,7 +300,7 @@ class StoreSession:
         assert goal.chain is not None
         self.states, self.writing = dict(states), None
         self._archiving.wrote(archived, now_ms)
-        self.repairs.archived = archived
+        self.repairs.archived, self.repairs.is_open = archived, True
         for replica, each in self.replicas.items():
             if states.get(replica) != self._engaged_state or each.stage is ReplicaStage.ENGAGED:
                 continue

@@ -384,6 +384,33 @@ def test_a_trusted_replica_that_lags_is_completed_and_not_reset():
     assert bench.storages[C].payloads() == bench.storages[A].payloads()
 
 
+def test_a_trusted_replica_without_a_source_is_reset_when_the_session_is_open_without_it():
+    """ZooKeeper then records it as closed, so no session needs its log."""
+    bench = Bench(limits=replace(ARCHIVING, range_bytes_max=1))
+    bench.open()
+    bench.silent = {C}
+    bench.append(1, batches=40)
+    replica, request = begin(bench)
+    assert replica != C
+    finish(bench, replica, request)
+    bench.run()
+    bench.lose(A)
+    bench.silent = set()
+    bench.wait(2_000)
+    bench.step_until(lambda: bench.all_sent(wire.RangeRaw))
+    bench.silent = {C}
+    bench.run_for(LIMITS.grace_ms)
+    assert bench.store.open_session == 1
+    assert bench.storages[C].last < 39
+    remove_archived(bench, 39)
+    bench.silent = set()
+    bench.run_for(3_000)
+    assert [each["replica"] for each in bench.reports("replica.reset")] == [C]
+    bench.append(1)
+    assert bench.store.session.claim.session_id == 1
+    assert len(bench.store.session.engaged) == 3
+
+
 def test_another_owner_learns_the_last_commit_stamp_from_the_archive_where_logs_begin_after_it():
     bench = new_bench()
     archive(bench)

@@ -189,6 +189,7 @@ def test_a_reset_drops_all_records_and_is_suspect_until_a_mark_is_set(world):
         assert log.confirmed_low_water_mark == 4000
         assert names(world) == [segment_name(4001, ".seg")]
         assert log.state().synced_max == 4000
+        assert log.verify(0, 1000) == 4001
         world.crash()
     world.log.prepare(2, NONCE)
     world.append([2, 3], session=2)

@@ -1,0 +1,275 @@
+"""A simulated object store, and the uploads of simulated storages into it.
+
+It replaces `archive/store.py` and `archive/upload.py`, which block. Here every request takes
+virtual time, and may fail, be carried out without an answer, or be carried out much later, also
+after its sender has died.
+
+An object is not a Parquet file: encoding one takes longer than all other work of a schedule, and
+the guarantees do not depend on it. It has the records of its batches, and their lineage. Manifests
+have the bytes of production.
+
+Rules:
+    1. A write is carried out at once, late, or never; only an answer without an error shows it.
+    2. Nothing is overwritten (AR 2 of decision 047), and no file is lost. A fault may change a
+       file, until its operator restores it.
+    3. An upload does what `archive/upload.py` does, in the same order: it reads the present
+       manifest, writes the object, reads it back, writes the new manifest, and reads it back.
+    4. A process has at most one upload; if it dies, requests on their way may still take effect.
+"""
+
+from collections.abc import Callable, Generator
+from functools import partial
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+
+from waltz_core.archive.manifest import Manifest, ObjectEntry
+from waltz_core.archive.upload_job import NewManifest, UploadJob, UploadOutcome
+from waltz_core.errors import (
+    ArchiveUnavailable,
+    BadFormat,
+    ChecksumMismatch,
+    ObjectMissing,
+    WaltzError,
+)
+from waltz_core.records.checksum import crc32
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    GENESIS_CHAIN,
+    RECORD_HEADER,
+    LineageEntry,
+    TransactionId,
+)
+from waltz_core.wire.messages import RangeBytes, RangeForm, RangeRaw
+
+if TYPE_CHECKING:
+    from waltz_core.cluster.nodes.model import ArchivedMark
+    from waltz_sim.cluster.simulated_cluster import SimCluster
+    from waltz_sim.cluster.simulated_storages import SimStorage
+
+REQUEST_US: Final = (300, 6_000)
+TIMEOUT_US: Final = 100_000
+LATE_US_MAX: Final = 2_000_000
+
+
+class StoredFile(NamedTuple):
+    """A file: its bytes, and (of an object) its batches and the end of each record."""
+
+    data: bytes
+    batches: tuple[LineageEntry, ...] = ()
+    ends: tuple[int, ...] = ()
+
+
+class _Read(NamedTuple):
+    name: str
+
+
+class _Write(NamedTuple):
+    name: str
+    file: StoredFile
+
+
+_Request: TypeAlias = _Read | _Write
+_Steps: TypeAlias = Generator[_Request, StoredFile, NewManifest]
+
+
+class SimArchive:
+    """The store of one world. See the module's rules."""
+
+    def __init__(self, cluster: "SimCluster") -> None:
+        self._cluster = cluster
+        self._world = cluster.world
+        self._rng = cluster.world.stream("archive")
+        self._chance = self._rng.random
+        self.files: dict[str, StoredFile] = {}
+        self.spoiled: dict[str, StoredFile] = {}  # changed by a fault: what was written
+        # Faults.
+        self.is_away = False
+        self.throttled = 0.0  # share of requests that are rejected
+        self.lost_answers = 0.0
+        self.corrupting = 0.0  # share of writes that store other bytes
+        self.slow_us = 0
+
+    # ---- requests
+
+    def upload(
+        self, storage: "SimStorage", job: UploadJob, done: Callable[[UploadOutcome], None]
+    ) -> None:
+        """Carry out a job; `done` gets the outcome, unless the process dies before (rule 4)."""
+        steps, incarnation = _steps(self._cluster.key, job), storage.incarnation
+
+        def advance(answer: StoredFile | WaltzError | None) -> None:
+            if storage.incarnation != incarnation:
+                return
+            try:
+                if isinstance(answer, WaltzError):
+                    request = steps.throw(answer)
+                else:
+                    request = next(steps) if answer is None else steps.send(answer)
+            except StopIteration as ended:
+                done(ended.value)
+            except WaltzError as error:
+                done(error)
+            else:
+                self._request(storage, request, advance)
+
+        storage.after(0, lambda: advance(None))
+
+    def _request(
+        self,
+        storage: "SimStorage",
+        request: _Request,
+        answer: Callable[[StoredFile | WaltzError | None], None],
+    ) -> None:
+        delay_us, incarnation = self._rng.randint(*REQUEST_US) + self.slow_us, storage.incarnation
+        is_lost = self._chance() < self.lost_answers
+        if is_lost:
+            self._cluster.checks.count("archive answer lost")
+            error = ArchiveUnavailable(f"archive: {request.name}: no answer")
+            storage.after(delay_us + TIMEOUT_US, partial(answer, error))
+            roll = self._chance()
+            if roll < 0.3:
+                return
+            if roll < 0.8:
+                delay_us += self._rng.randrange(LATE_US_MAX)
+
+        def apply() -> None:
+            is_over = storage.incarnation != incarnation
+            result = self._apply(request)
+            if isinstance(request, _Write) and isinstance(result, StoredFile):
+                if is_over:
+                    self._cluster.checks.count("archive write after its sender died")
+                elif is_lost and delay_us > TIMEOUT_US + self.slow_us:
+                    self._cluster.checks.count("archive write after its answer")
+            if not is_lost and not is_over:
+                storage.after(self._rng.randint(*REQUEST_US), partial(answer, result))
+
+        self._world.after(delay_us, apply)
+
+    def _apply(self, request: _Request) -> StoredFile | WaltzError:
+        if self.is_away or self._chance() < self.throttled:
+            return ArchiveUnavailable(f"archive: {request.name}: rejected")
+        if isinstance(request, _Read):
+            return self.files.get(request.name) or ObjectMissing(f"archive: no {request.name}")
+        self._cluster.checks.archive_written(request.name, is_known=request.name in self.files)
+        self.files[request.name] = request.file
+        if self._chance() < self.corrupting:
+            self.spoil(request.name, self._rng.randrange(len(request.file.data)))
+        return request.file
+
+    # ---- faults
+
+    def spoil(self, name: str, position: int) -> None:
+        """Flip a bit of a file."""
+        file = self.files[name]
+        self.spoiled.setdefault(name, file)
+        data = bytearray(file.data)
+        data[position] ^= 1
+        self.files[name] = file._replace(data=bytes(data))
+
+    def repair(self) -> None:
+        """End all faults."""
+        self.is_away, self.slow_us = False, 0
+        self.throttled = self.lost_answers = self.corrupting = 0.0
+        self.restore()
+
+    def restore(self) -> None:
+        """Restore changed files (rule 2)."""
+        self.files.update(self.spoiled)
+        self.spoiled.clear()
+
+    # ---- reading
+
+    def objects(self, archived: "ArchivedMark") -> list[tuple[ObjectEntry, StoredFile]]:
+        """Return the objects of a recorded manifest.
+
+        Raises:
+            ObjectMissing, ChecksumMismatch, BadFormat: a file is missing or changed.
+        """
+        manifest = self._verified(archived.manifest, archived.manifest_crc)
+        found = Manifest.from_bytes(manifest.data, archived.manifest)
+        return [(each, self._verified(each.name, each.file_crc)) for each in found.newest]
+
+    def _verified(self, name: str, expected: int) -> StoredFile:
+        file = self.files.get(name)
+        if file is None:
+            raise ObjectMissing(f"archive: no {name}")
+        return _checked(file, name, expected)
+
+    def read_range(self, archived: "ArchivedMark", request: RangeRaw) -> RangeBytes:
+        """Answer a reader's request; raises as `objects`."""
+        entry, file = next(each for each in self.objects(archived) if each[0].last >= request.first)
+        starts = (0, *file.ends)
+        last = min(request.last, entry.last)
+        at, stop = request.first - entry.first, last - entry.first + 1
+        while stop > at + 1 and starts[stop] - starts[at] > request.bytes_max:
+            stop -= 1
+        spans = list(zip(starts[at:stop], starts[at + 1 : stop + 1], strict=True))
+        lengths = b"".join((end - start).to_bytes(4, "big") for start, end in spans)
+        if request.form == RangeForm.HEADERS:
+            size = RECORD_HEADER.size
+            records, lengths = b"".join(file.data[start : start + size] for start, _ in spans), b""
+        else:
+            records = file.data[starts[at] : starts[stop]]
+        end = request.first + len(spans) - 1
+        lineage = [each for each in file.batches if each.last >= request.first]
+        return RangeBytes(
+            request.session_id,
+            request.sequence,
+            request.partition_id,
+            request.first,
+            len(spans),
+            request.form,
+            lengths,
+            records,
+            crc32(records),
+            GENESIS_CHAIN,  # Only whole batches need it.
+            tuple(each for each in lineage if each.first <= end),
+        )
+
+
+def _steps(cluster_key: bytes, job: UploadJob) -> _Steps:
+    """Rule 3; raises what `archive.upload.upload` raises."""
+    present = Manifest(
+        cluster_key, job.partition_id, 0, TransactionId(0), BEFORE_FIRST, GENESIS_CHAIN
+    )
+    if job.manifest:
+        found = _checked((yield _Read(job.manifest)), job.manifest, job.manifest_crc)
+        present = Manifest.from_bytes(found.data, job.manifest)
+    if (present.last, present.chain) != (job.first - 1, job.chain_before):
+        raise BadFormat(f"manifest {job.manifest}: it does not end before {job.first}")
+    suffix = f"{job.session_id}-{job.nonce.hex()}-{job.attempt}"
+    file = _object_of(job)
+    name = f"{job.partition_id}/objects/{job.first}-{job.end.last}-{suffix}"
+    yield _Write(name, file)
+    _checked((yield _Read(name)), name, crc32(file.data))
+    entry = _entry_of(job, name, file)
+    data = present.with_object(entry).to_bytes()
+    name = f"{job.partition_id}/manifests/{present.version + 1}-{suffix}.json"
+    yield _Write(name, StoredFile(data))
+    _checked((yield _Read(name)), name, crc32(data))
+    made = Manifest.from_bytes(data, name)
+    return NewManifest(made.last, made.chain, job.end.stamp_ms, name, crc32(data))
+
+
+def _object_of(job: UploadJob) -> StoredFile:
+    ends, end = [], 0
+    for run in job.runs:
+        for length in run.lengths.tolist():
+            end += length
+            ends.append(end)
+    data = b"".join(bytes(run.records) for run in job.runs)
+    assert end == len(data)
+    return StoredFile(data, tuple(each for run in job.runs for each in run.batches), tuple(ends))
+
+
+def _entry_of(job: UploadJob, name: str, file: StoredFile) -> ObjectEntry:
+    end, size = job.end, len(file.data)
+    stamps = [each.stamp_ms for each in file.batches if each.stamp_ms]
+    times = min(stamps, default=0), max(stamps, default=0)
+    return ObjectEntry(name, job.first, end.last, end.chain, size, crc32(file.data), size, *times)
+
+
+def _checked(file: StoredFile, name: str, expected: int) -> StoredFile:
+    found = crc32(file.data)
+    if found != expected:
+        raise ChecksumMismatch(f"archive: {name}: expected CRC {expected:08x}, found {found:08x}")
+    return file
