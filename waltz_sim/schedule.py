@@ -63,6 +63,7 @@ class Setup:
     archive_interval_ms: int = 0  # between attempts to archive a range; 0: there is no archive
     archive_object_bytes: int = 1
     archive_age_ms: int = 0
+    archived_bytes_max: int = 1 << 20  # above the confirmed mark, until a checkpoint
     local_retention_bytes: int = 0  # of a storage; 0: no segment is removed
     has_large_batches: bool = False  # every batch may be sent in pieces
     quorum_ms_max: int = 4_000  # without a quorum, until the partition is released
@@ -109,6 +110,7 @@ class Setup:
             lag_bytes_max=self.lag_bytes_max,
             range_bytes_max=self.range_bytes_max,
             archive_interval_ms=self.archive_interval_ms,
+            archived_bytes_max=self.archived_bytes_max,
         )
 
 
@@ -212,6 +214,7 @@ def _with_archive(seed: int, setup: Setup) -> Setup:
         archive_interval_ms=rng.choice((10, 50, 200)),
         archive_object_bytes=rng.choice((1, 300, 1_500)),
         archive_age_ms=rng.choice((0, 50, 300)),
+        archived_bytes_max=rng.choice((200, 1_000, 1 << 20)),
         local_retention_bytes=rng.choice((0, 1, 1, 1, 2_000)),
         segment_bytes_max=rng.choice((300, 600, 1_200)),
         checkpoint_interval_count=rng.choice((10, 20, 50, 100_000)),

@@ -13,6 +13,9 @@ Rules (decision 047):
     4. A failure ends the attempt, never the session; the next attempt waits, and uses another
        replica.
     5. A replica learns the mark when ZooKeeper has it and its own synced log has reached it (AR 9).
+    6. A checkpoint is due when the archived records above the session's mark exceed a limit
+       (AR 11). The limit is in bytes, since it bounds what stays on disks. The archived part of the
+       session's bytes is estimated from IDs: replicas do not report it.
 """
 
 from collections.abc import Sequence
@@ -25,7 +28,7 @@ from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN, Chain, Replic
 from waltz_core.replication.limits import SessionLimits
 from waltz_core.replication.replica_session import ReplicaSession
 from waltz_core.replication.session_claim import Claim
-from waltz_core.replication.session_events import Effect
+from waltz_core.replication.session_events import Batch, CheckpointDue, Effect
 from waltz_core.wire.messages import (
     ArchiveRange,
     LineageRequest,
@@ -70,6 +73,11 @@ class Archiving:
         self._failure_count = 0
         self._next_at_ms = 0
         self._learned: dict[ReplicaId, TransactionId] = {}
+        # What was appended in this session, after its mark (rule 6).
+        self._mark = BEFORE_FIRST
+        self._submitted_last = BEFORE_FIRST
+        self._submitted_bytes = 0
+        self._is_checkpoint_due = False
 
     @property
     def last(self) -> TransactionId:
@@ -85,8 +93,9 @@ class Archiving:
 
     # ---- the recorded chain (rule 2)
 
-    def begin(self, engaged: Sequence[ReplicaSession], now_ms: int) -> None:
-        """Compare the recorded mark with the log of an engaged replica."""
+    def begin(self, engaged: Sequence[ReplicaSession], mark: TransactionId, now_ms: int) -> None:
+        """Compare the recorded mark with the log of an engaged replica; the session has a mark."""
+        self._mark = mark
         self._next_at_ms = now_ms + self._limits.archive_interval_ms
         if not self.is_checked:
             self._unchecked = list(engaged)
@@ -237,6 +246,23 @@ class Archiving:
         self.recorded = recorded
         if recorded == self.wanted:
             self.wanted = None
+        self._consider_checkpoint()
+
+    def submitted(self, batch: Batch) -> None:
+        """A batch is appended in this session."""
+        self._submitted_last = batch.last
+        self._submitted_bytes += len(batch.records)
+
+    def _consider_checkpoint(self) -> None:
+        """Rule 6."""
+        archived_count = min(self.last, self._submitted_last) - self._mark
+        if self._is_checkpoint_due or archived_count <= 0:
+            return
+        submitted_count = self._submitted_last - self._mark
+        archived_bytes = self._submitted_bytes * archived_count // submitted_count
+        if archived_bytes > self._limits.archived_bytes_max:
+            self._is_checkpoint_due = True
+            self._outbox.append(CheckpointDue(self._session_id))
 
     def _announce(self, engaged: Sequence[ReplicaSession], now_ms: int) -> None:
         """Send the recorded mark to the replicas that have reached it (rule 5)."""

@@ -169,6 +169,8 @@ class Checks(Evidence):
                 self.outcomes.exposed(effect.last, effect.chain)
             elif isinstance(effect, session_events.SessionClosed):
                 self.count("session closed")
+            elif isinstance(effect, session_events.CheckpointDue):
+                self.count("checkpoint due")
             self.answers.store_reported(name, effect)
             self.locking.store_reported(name, effect)
             self.bounds.store_reported(name, effect)

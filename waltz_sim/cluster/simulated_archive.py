@@ -126,7 +126,7 @@ class SimArchive:
             error = ArchiveUnavailable(f"archive: {request.name}: no answer")
             storage.after(delay_us + TIMEOUT_US, partial(answer, error))
             roll = self._chance()
-            if roll < 0.3:
+            if roll < 0.2:
                 return
             if roll < 0.8:
                 delay_us += self._rng.randrange(LATE_US_MAX)

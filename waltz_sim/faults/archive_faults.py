@@ -38,7 +38,7 @@ def archive_throttles(cluster: SimCluster, rng: "Random") -> bool:
 def archive_loses_answers(cluster: SimCluster, rng: "Random") -> bool:
     """Lose answers of the object store; the writes may take effect, also much later."""
     archive = cluster.archive
-    archive.lost_answers = rng.choice((0.1, 0.3, 0.6))
+    archive.lost_answers = rng.choice((0.2, 0.5, 0.8))
 
     def recover() -> None:
         archive.lost_answers = 0.0

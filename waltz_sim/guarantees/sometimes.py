@@ -52,6 +52,7 @@ SOMETIMES: Final = (
     "context client restarted",
     "archive.recorded",
     "archive.failed",
+    "checkpoint due",
     "archive answer lost",
     "archive write after its answer",
     "archive write after its sender died",

@@ -7,7 +7,7 @@ import pytest
 from tests.unit.replication.bench import LIMITS, A, B, Bench, C, wire
 from waltz_core.cluster.nodes.model import ArchivedMark
 from waltz_core.records.record import GENESIS_CHAIN
-from waltz_core.replication.session_events import ReplicaResponded, SessionSettled
+from waltz_core.replication.session_events import CheckpointDue, ReplicaResponded, SessionSettled
 
 INTERVAL_MS = 10_000
 ARCHIVING = replace(LIMITS, archive_interval_ms=INTERVAL_MS)
@@ -315,6 +315,41 @@ def test_without_the_setting_nothing_is_archived():
 
 
 # ---- replicas without the archived records
+
+
+def test_a_checkpoint_is_due_once_when_much_is_archived_above_the_mark():
+    bench = Bench(limits=replace(ARCHIVING, archived_bytes_max=1))
+    bench.open()
+    bench.append(2, batches=3)
+    assert not bench.all_reported(CheckpointDue)
+    archive(bench, last=1)
+    assert bench.all_reported(CheckpointDue) == [CheckpointDue(0)]
+    bench.append(1)
+    replica, request = attempts(bench)[-1]
+    finish(bench, replica, request)
+    bench.run()
+    assert bench.marker.archived.last == 5
+    assert len(bench.all_reported(CheckpointDue)) == 1
+
+
+def test_only_the_archived_part_above_the_mark_counts_for_a_checkpoint():
+    sent = new_bench().all_sent(wire.AppendRaw, A)
+    bench = Bench(limits=replace(ARCHIVING, archived_bytes_max=sum(len(e.records) for e in sent)))
+    bench.open()
+    bench.append(2, batches=5)
+    archive(bench, last=5)
+    assert not bench.all_reported(CheckpointDue)
+    replica, request = attempts(bench)[-1]
+    finish(bench, replica, request, last=7)
+    bench.run()
+    assert [each.session_id for each in bench.all_reported(CheckpointDue)] == [0]
+    # All of it is below the mark of the next session.
+    bench.lose(A)
+    bench.reopen()
+    assert bench.store.open_session == 1
+    archive(bench)
+    assert bench.marker.archived.last == 9
+    assert len(bench.all_reported(CheckpointDue)) == 1
 
 
 def remove_archived(bench, last, names=(A, B)):
