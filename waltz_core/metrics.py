@@ -281,6 +281,18 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
         "Bytes of the records that this storage has written to the archive and verified.",
     ),
     ("storage_failed_uploads_total", _COUNTER, _ONE, "Uploads to the archive that failed."),
+    (
+        "storage_archive_read_bytes_total",
+        _COUNTER,
+        _ONE,
+        "Bytes of records and headers that this storage has answered from the archive.",
+    ),
+    (
+        "storage_failed_archive_reads_total",
+        _COUNTER,
+        _ONE,
+        "Requests for archived records that this storage could not answer.",
+    ),
     ("storage_scrub_passes_total", _COUNTER, _ONE, "Scrubs that have verified the whole log."),
     (
         "storage_full_disks",

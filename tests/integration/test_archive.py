@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Final
 from uuid import UUID
 
+from tests.client_contract import Ledger
 from tests.fault.load import wait_until
 from tests.patience import HANG_S
 from waltz_core.archive.manifest import Manifest, ObjectEntry
@@ -100,6 +101,22 @@ def local_log(cluster: LocalCluster, storage: str, key: UUID) -> tuple[int, list
         engine.abandon()
 
 
+def read_all(cluster: LocalCluster, written: list[bytes]) -> None:
+    """Read everything in each way: removed transactions come from the archive."""
+    last = len(written) - 1
+    with WaltzClient(cluster.connect) as client:
+        for replicas in (None, client.replicas(0)):  # by the server, and by this process
+            chunks = client.read_range(0, 0, last, replicas=replicas)
+            found = [row for each in chunks for row in datas_of(each.records, each.lengths)]
+            assert found == written
+        (filtered,) = client.read_range(0, 0, 9, header_values=[1])
+        assert filtered.lengths.size == 0
+        ledger = Ledger(-1)
+        client.subscribe(ledger, [0])
+        ledger.until(lambda: len(ledger.seen) == len(written))
+    assert [data for _, _, data in ledger.seen] == written
+
+
 def test_archive_and_local_logs_together_have_all_that_was_written(tmp_path: Path):
     settings: dict[str, dict[str, object]] = {
         "storage": {
@@ -129,6 +146,7 @@ def test_archive_and_local_logs_together_have_all_that_was_written(tmp_path: Pat
                 lambda: all(oldest_segment(cluster, each) > 0 for each in STORAGES),
             )
             wait_until("all is archived", lambda: archive.last() == len(written) - 1)
+        read_all(cluster, written)
         cluster.down()
         newest = archive.newest()
         assert newest is not None

@@ -12,7 +12,7 @@ Rules:
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Final, NamedTuple, TypeVar, cast
 
 READ_AHEAD_THREADS: Final = 2
@@ -29,14 +29,15 @@ class _Kept(NamedTuple):
 class ArchiveCache:
     """Values by key, loaded on demand; for all threads."""
 
-    def __init__(self, bytes_max: int) -> None:
+    def __init__(self, bytes_max: int, threads: Executor | None = None) -> None:
+        """`threads` run the read-aheads, READ_AHEAD_THREADS of its own by default."""
         self.bytes_max = bytes_max
         self.byte_count = 0
         self._lock = threading.Lock()
         self._kept: OrderedDict[Hashable, _Kept] = OrderedDict()  # the newest use is the last
         self._loads: dict[Hashable, Future[object]] = {}
         self._ahead: set[Hashable] = set()
-        self._threads = ThreadPoolExecutor(READ_AHEAD_THREADS, "archive-read-ahead")
+        self._threads = threads or ThreadPoolExecutor(READ_AHEAD_THREADS, "archive-read-ahead")
 
     def get(self, key: Hashable, load: Callable[[], tuple[_Value, int]]) -> _Value:
         """Return the value of a key; if it is not in memory, `load` returns it and its size.

@@ -126,6 +126,24 @@ class ArchiveReader:
             self._read_ahead(parts[-1])
         return _joined([each.range for each in parts])
 
+    def lineage(
+        self, first: TransactionId, last: TransactionId, entries_max: int
+    ) -> tuple[Chain, tuple[LineageEntry, ...]]:
+        """Return the batches that touch first..last and the chain before them, newest if many.
+
+        Raises:
+            As `read_range`.
+        """
+        self._check_bounds(first, last)
+        chain_before, found = self.manifest.chain, tuple[LineageEntry, ...]()
+        for entry in reversed(self.objects_between(first, last)):
+            begin, end = max(first, entry.first), min(last, entry.last)
+            chain_before, entries = self._index(entry).entries(begin, end)
+            found = entries + found
+            if len(found) > entries_max:
+                return found[-entries_max - 1].chain, found[-entries_max:]
+        return chain_before, found
+
     def objects_between(self, first: TransactionId, last: TransactionId) -> list[ObjectEntry]:
         """Return the objects that hold the available IDs of first..last, in order.
 

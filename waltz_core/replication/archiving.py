@@ -94,9 +94,14 @@ class Archiving:
     # ---- the recorded chain (rule 2)
 
     def begin(self, engaged: Sequence[ReplicaSession], mark: TransactionId, now_ms: int) -> None:
-        """Compare the recorded mark with the log of an engaged replica; the session has a mark."""
+        """Compare the recorded mark with the log of an engaged replica; the session has a mark.
+
+        The replicas learn the archived mark first: the batches of an earlier session, which must be
+        settled, may be in the archive only.
+        """
         self._mark = mark
         self._next_at_ms = now_ms + self._limits.archive_interval_ms
+        self._announce(engaged, now_ms)
         if not self.is_checked:
             self._unchecked = list(engaged)
             self._check_next(now_ms)

@@ -8,7 +8,8 @@ Rules:
     1. One step at a time for each replica; a step is dropped if either of its connections is lost.
     2. Until the replica is marked, its source ends exactly at the goal, or is marked. Later it is
        engaged and has synced all requested records. Damage above the mark, in the running session,
-       is repaired from any marked replica that has synced the records.
+       is repaired from any marked replica that has synced the records. Archived damage that no log
+       can repair is repaired from the archive, which any other engaged replica can read.
     3. A source that failed is not used again for that replica for `answer_ms_max`; the replica's
        repair continues with another one.
     4. Nothing is truncated from a log that has a batch of a session unknown to ZooKeeper. Only
@@ -179,7 +180,7 @@ class Repairs:
         """Repair the first damaged range of a marked replica for which there is a source."""
         assert each.is_marked
         for damaged in repair.damaged:
-            if self._source(each, *damaged, now_ms) is not None:
+            if self._fill_source(each, *damaged, now_ms) is not None:
                 self._take(each, repair.fill_step(damaged), now_ms)
                 return
 
@@ -190,7 +191,9 @@ class Repairs:
 
     def _take(self, each: ReplicaSession, step: RepairStep, now_ms: int) -> None:
         if isinstance(step, SourceLineage | FetchCopy):
-            source = self._source(each, step.first, step.last, now_ms)
+            is_fill = isinstance(step, FetchCopy) and not step.whole_batches
+            find = self._fill_source if is_fill else self._source
+            source = find(each, step.first, step.last, now_ms)
             if source is None:
                 return
             if isinstance(step, FetchCopy):
@@ -262,6 +265,18 @@ class Repairs:
             if first <= other.repair.start:
                 continue
             if all(last < low or high < first for low, high in other.repair.damaged):
+                return other
+        return None
+
+    def _fill_source(
+        self, each: ReplicaSession, first: int, last: int, now_ms: int
+    ) -> ReplicaSession | None:
+        """Return a source for damaged records: if no log has them, one that reads the archive."""
+        source = self._source(each, first, last, now_ms)
+        if source is not None or self.archived is None or last > self.archived.last:
+            return source
+        for other in self._possible_sources(each, now_ms):
+            if other.stage is ReplicaStage.ENGAGED and other.supports_archiving:
                 return other
         return None
 

@@ -498,7 +498,9 @@ class StoreSession:
             self.end(Ending(Cause.FENCED, reason, each.replica))
         elif is_same and isinstance(request.message, messages.Prepare):
             self._found_rival(each, reason, now_ms)
-        elif request.ticket == ARCHIVE_TICKET and self._archiving.is_checked:
+        elif request.ticket == ARCHIVE_TICKET and (
+            self._archiving.is_checked or isinstance(request.message, messages.SetArchived)
+        ):
             self._archiving.rejected(each, request.message, reason, now_ms)
         elif self.repairs.fill_rejected(request.ticket, each, reason, now_ms):
             self._report("replica.repair_rejected", replica=each.replica, reason=reason)
@@ -593,8 +595,8 @@ class StoreSession:
             )
         )
         self._settlement = Settlement(claim, mark, self.engaged)
-        self._settlement.begin(now_ms)
         self._archiving.begin(self.engaged, mark, now_ms)
+        self._settlement.begin(now_ms)
         self._note_settled()
 
     def _note_settled(self) -> None:

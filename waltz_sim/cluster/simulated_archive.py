@@ -17,9 +17,12 @@ Rules:
     4. A process has at most one upload; if it dies, requests on their way may still take effect.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+
+import numpy as np
 
 from waltz_core.archive.manifest import Manifest, ObjectEntry
 from waltz_core.archive.upload_job import NewManifest, UploadJob, UploadOutcome
@@ -31,17 +34,19 @@ from waltz_core.errors import (
     WaltzError,
 )
 from waltz_core.records.checksum import crc32
+from waltz_core.records.raw_records import RangeRead
 from waltz_core.records.record import (
     BEFORE_FIRST,
     GENESIS_CHAIN,
-    RECORD_HEADER,
+    Chain,
     LineageEntry,
     TransactionId,
 )
-from waltz_core.wire.messages import RangeBytes, RangeForm, RangeRaw
+from waltz_core.storage.service.archive_reads import ArchiveQuery, answer_from_archive
+from waltz_core.storage.service.work import WorkOutcome
+from waltz_core.wire.messages import SetArchived
 
 if TYPE_CHECKING:
-    from waltz_core.cluster.nodes.model import ArchivedMark
     from waltz_sim.cluster.simulated_cluster import SimCluster
     from waltz_sim.cluster.simulated_storages import SimStorage
 
@@ -51,11 +56,12 @@ LATE_US_MAX: Final = 2_000_000
 
 
 class StoredFile(NamedTuple):
-    """A file: its bytes, and (of an object) its batches and the end of each record."""
+    """A file: its bytes; of an object its batches, the end of each record, the chain before."""
 
     data: bytes
     batches: tuple[LineageEntry, ...] = ()
     ends: tuple[int, ...] = ()
+    chain_before: Chain = GENESIS_CHAIN
 
 
 class _Read(NamedTuple):
@@ -178,14 +184,30 @@ class SimArchive:
 
     # ---- reading
 
-    def objects(self, archived: "ArchivedMark") -> list[tuple[ObjectEntry, StoredFile]]:
-        """Return the objects of a recorded manifest.
+    def answer(
+        self, storage: "SimStorage", read: ArchiveQuery, done: Callable[[WorkOutcome], None]
+    ) -> None:
+        """Answer a request from the archive, unless the process dies before."""
+
+        def answer() -> None:
+            if self.is_away or self._chance() < self.throttled:
+                done(ArchiveUnavailable("archive: a read was rejected"))
+                return
+            found = answer_from_archive(_SimReader(self, read.mark), read)
+            if not isinstance(found, WaltzError):
+                self._cluster.checks.count("read from the archive")
+            done(found)
+
+        storage.after(self._rng.randint(*REQUEST_US) + self.slow_us, answer)
+
+    def objects(self, manifest: str, manifest_crc: int) -> list[tuple[ObjectEntry, StoredFile]]:
+        """Return the objects of a manifest.
 
         Raises:
             ObjectMissing, ChecksumMismatch, BadFormat: a file is missing or changed.
         """
-        manifest = self._verified(archived.manifest, archived.manifest_crc)
-        found = Manifest.from_bytes(manifest.data, archived.manifest)
+        head = self._verified(manifest, manifest_crc)
+        found = Manifest.from_bytes(head.data, manifest)
         return [(each, self._verified(each.name, each.file_crc)) for each in found.newest]
 
     def _verified(self, name: str, expected: int) -> StoredFile:
@@ -194,36 +216,52 @@ class SimArchive:
             raise ObjectMissing(f"archive: no {name}")
         return _checked(file, name, expected)
 
-    def read_range(self, archived: "ArchivedMark", request: RangeRaw) -> RangeBytes:
-        """Answer a reader's request; raises as `objects`."""
-        entry, file = next(each for each in self.objects(archived) if each[0].last >= request.first)
-        starts = (0, *file.ends)
-        last = min(request.last, entry.last)
-        at, stop = request.first - entry.first, last - entry.first + 1
-        while stop > at + 1 and starts[stop] - starts[at] > request.bytes_max:
+
+class _SimReader:
+    """Reads the archive by a manifest, as `archive.reader.ArchiveReader` does."""
+
+    def __init__(self, archive: SimArchive, mark: SetArchived) -> None:
+        self._archive = archive
+        self._mark = mark
+
+    def read_range(self, first: TransactionId, last: TransactionId, bytes_max: int) -> RangeRead:
+        """Return records of one object; raises as `SimArchive.objects`."""
+        objects = self._archive.objects(self._mark.manifest, self._mark.manifest_crc)
+        entry, file = next(each for each in objects if each[0].last >= first)
+        starts, at = (0, *file.ends), first - entry.first
+        stop = min(last, entry.last) - entry.first + 1
+        while stop > at + 1 and starts[stop] - starts[at] > bytes_max:
             stop -= 1
-        spans = list(zip(starts[at:stop], starts[at + 1 : stop + 1], strict=True))
-        lengths = b"".join((end - start).to_bytes(4, "big") for start, end in spans)
-        if request.form == RangeForm.HEADERS:
-            size = RECORD_HEADER.size
-            records, lengths = b"".join(file.data[start : start + size] for start, _ in spans), b""
-        else:
-            records = file.data[starts[at] : starts[stop]]
-        end = request.first + len(spans) - 1
-        lineage = [each for each in file.batches if each.last >= request.first]
-        return RangeBytes(
-            request.session_id,
-            request.sequence,
-            request.partition_id,
-            request.first,
-            len(spans),
-            request.form,
-            lengths,
-            records,
-            crc32(records),
-            GENESIS_CHAIN,  # Only whole batches need it.
-            tuple(each for each in lineage if each.first <= end),
+        end = TransactionId(entry.first + stop - 1)
+        chain_before, batches = _touching(file.chain_before, file.batches, first, end)
+        sizes = [end - start for start, end in pairwise(starts[at : stop + 1])]
+        lengths = np.array(sizes, dtype=np.int64)
+        return RangeRead(
+            first, lengths, file.data[starts[at] : starts[stop]], batches, chain_before
         )
+
+    def lineage(
+        self, first: TransactionId, last: TransactionId, entries_max: int
+    ) -> tuple[Chain, tuple[LineageEntry, ...]]:
+        """Return the batches that touch first..last and the chain before; raises as `objects`."""
+        objects = self._archive.objects(self._mark.manifest, self._mark.manifest_crc)
+        batches = [each for _, file in objects for each in file.batches]
+        chain_before, found = _touching(GENESIS_CHAIN, batches, first, last)
+        assert len(found) <= entries_max, "a simulated log is short"
+        return chain_before, found
+
+
+def _touching(
+    chain: Chain, batches: Sequence[LineageEntry], first: TransactionId, last: TransactionId
+) -> tuple[Chain, tuple[LineageEntry, ...]]:
+    """Return the batches that touch first..last, and the chain before them."""
+    found = []
+    for each in batches:
+        if each.last < first:
+            chain = each.chain
+        elif each.first <= last:
+            found.append(each)
+    return chain, tuple(found)
 
 
 def _steps(cluster_key: bytes, job: UploadJob) -> _Steps:
@@ -258,7 +296,8 @@ def _object_of(job: UploadJob) -> StoredFile:
             ends.append(end)
     data = b"".join(bytes(run.records) for run in job.runs)
     assert end == len(data)
-    return StoredFile(data, tuple(each for run in job.runs for each in run.batches), tuple(ends))
+    batches = tuple(each for run in job.runs for each in run.batches)
+    return StoredFile(data, batches, tuple(ends), job.chain_before)
 
 
 def _entry_of(job: UploadJob, name: str, file: StoredFile) -> ObjectEntry:

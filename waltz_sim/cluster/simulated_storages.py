@@ -12,8 +12,7 @@ Rules:
     4. Like the daemon, it does not start while ZooKeeper is unavailable, nor at an address that is
        registered for another storage; it serves the partition while it knows that it is assigned,
        and afterwards until the owner has removed it from the replica states.
-    5. Uploads go to the simulated archive, which also answers readers' requests below the start of
-       the log.
+    5. Uploads and reads of the archive go to the simulated one.
 """
 
 from dataclasses import dataclass, replace
@@ -22,26 +21,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from waltz_core.archive.upload_job import UploadJob, UploadOutcome
-from waltz_core.errors import (
-    BelowStart,
-    CoordinatorUnavailable,
-    NoSpace,
-    StorageIdMismatch,
-    WaltzError,
-)
+from waltz_core.errors import CoordinatorUnavailable, NoSpace, StorageIdMismatch, WaltzError
 from waltz_core.machine import Report, Wakeup
-from waltz_core.records.record import BEFORE_FIRST, PartitionId, ReplicaId, SessionId, TransactionId
+from waltz_core.records.record import PartitionId, ReplicaId, SessionId
 from waltz_core.storage.files.space import DiskSpace
 from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.log.scrub import Scrub
 from waltz_core.storage.service import service, service_effects
 from waltz_core.storage.service.archive_jobs import ArchiveLimits
+from waltz_core.storage.service.archive_reads import ArchiveQuery
 from waltz_core.storage.service.engine import Engine
 from waltz_core.storage.service.retention import RetentionLimits
 from waltz_core.storage.service.service import StorageIdentity, StorageService
-from waltz_core.storage.service.work import ConnectionId, LaneRequest, Work, WorkResult
-from waltz_core.wire.messages import Message, Nack, RangeRaw, StorageMessage
+from waltz_core.storage.service.work import ConnectionId, LaneRequest, Work, WorkOutcome, WorkResult
+from waltz_core.wire.messages import Message, StorageMessage
 from waltz_sim.world.network import FAR, Handlers, SimLink
 from waltz_sim.world.process import Process
 from waltz_sim.world.simulated_disk import Contents, PowerLoss, SimDisk, Survival
@@ -93,7 +87,6 @@ class SimStorage(Process):
         self._is_dropping = False
         self._aside: Callable[[], None] | None = None
         self.is_uploading = False
-        self._old_reads: dict[tuple[int, int], RangeRaw] = {}  # that may begin below the start
         self.started()
 
     def _wall_clock(self) -> int:
@@ -105,10 +98,6 @@ class SimStorage(Process):
         if self.engine is None:
             return None
         return self.engine.logs.get(self._cluster.partition_id)
-
-    @property
-    def _start(self) -> TransactionId:
-        return BEFORE_FIRST if self.log is None else self.log.start.transaction_id
 
     # ---- life
 
@@ -273,7 +262,6 @@ class SimStorage(Process):
             self.engine.abandon()
         self.engine = self.service = None
         self.is_uploading = False
-        self._old_reads.clear()
 
     def kill(self, *, is_silent: bool = False) -> None:
         """End the process (`kill -9`): the page cache stays."""
@@ -347,8 +335,6 @@ class SimStorage(Process):
 
     def _received(self, link: SimLink, message: Message) -> None:
         assert isinstance(message, StorageMessage)
-        if isinstance(message, RangeRaw) and message.reader and message.first <= self._start:
-            self._old_reads[link.number, message.sequence] = message
         self._step(LaneRequest(ConnectionId(link.number), message))
 
     def _lost(self, link: SimLink, reason: str) -> None:
@@ -374,7 +360,6 @@ class SimStorage(Process):
             case service_effects.SendStorageMessage(connection, message):
                 link = self.links.get(connection)
                 if link is not None:
-                    message = self._from_archive(connection, message)
                     self._cluster.network.send(link, FAR, message)
             case service_effects.RunWork(work):
                 self._run(work)
@@ -395,6 +380,8 @@ class SimStorage(Process):
             case service_effects.UploadRange(job):
                 self.is_uploading = True
                 self._cluster.archive.upload(self, job, partial(self._uploaded, job))
+            case service_effects.ReadArchive(read):
+                self._cluster.archive.answer(self, read, partial(self._was_read, read))
             case _:
                 pass  # The socket limits reading.
 
@@ -402,20 +389,8 @@ class SimStorage(Process):
         self.is_uploading = False
         self._step(service.Uploaded(job, outcome))
 
-    def _from_archive(self, connection: int, answer: StorageMessage) -> StorageMessage:
-        """Answer a reader below the start from the archive (rule 5)."""
-        request = self._old_reads.pop((connection, answer.sequence), None)
-        marker = self._cluster.coordinator.marker
-        if request is None or marker is None or marker.archived is None:
-            return answer
-        if not isinstance(answer, Nack) or answer.error_code != BelowStart.code:
-            return answer
-        try:
-            found = self._cluster.archive.read_range(marker.archived, request)
-        except WaltzError as error:
-            return replace(answer, error_code=error.code, message=str(error))
-        self._checks.count("read from the archive")
-        return found
+    def _was_read(self, read: ArchiveQuery, outcome: WorkOutcome) -> None:
+        self._step(service.ArchiveAnswered(read, outcome))
 
     def _run(self, work: Work) -> None:
         """Rule 2."""

@@ -83,6 +83,8 @@ class ModelStorage:
         self.range_batches_max = range_batches_max
         self.fails_next_sync = False
         self.supports_archiving = True
+        self.removed = []  # the batches that only the archive has
+        self.archive_session = NO_SESSION  # which has announced the archived mark
 
     # --- the log
 
@@ -97,9 +99,20 @@ class ModelStorage:
     def remove_up_to(self, last):
         """Begin the log after a batch end."""
         while self.disk.entries and self.disk.entries[0].lineage.last <= last:
-            gone = self.disk.entries.pop(0).lineage
+            self.removed.append(self.disk.entries.pop(0))
+            gone = self.removed[-1].lineage
             self.disk.start = gone.last, gone.chain
         assert self.disk.start[0] == last
+
+    def _from_archive(self, message, needed):
+        """Return what the archive answers to a request that the log cannot answer, if it may."""
+        if self.archive_session != message.session_id or needed > self.disk.start[0]:
+            return None
+        whole = ModelStorage(
+            "archive", lineage_max=self.lineage_max, range_batches_max=self.range_batches_max
+        )
+        whole.disk.entries, whole.disk.promised = self.removed, self.disk.promised
+        return whole._handle(message)
 
     def _chain_before(self, position):
         entries = self.disk.entries
@@ -151,7 +164,9 @@ class ModelStorage:
             case wire.Heartbeat():
                 return wire.HeartbeatResponse(*prefix)
             case wire.LineageRequest():
-                return self._lineage(prefix, message)
+                return self._from_archive(message, message.last) or self._lineage(prefix, message)
+            case wire.RangeRaw(whole_batches=False):
+                return self._from_archive(message, message.first) or self._range(prefix, message)
             case wire.RangeRaw():
                 return self._range(prefix, message)
             case wire.AppendRaw():
@@ -163,6 +178,8 @@ class ModelStorage:
             case wire.SetLowWaterMark():
                 self._set_mark(message)
             case wire.ArchiveRange() | wire.SetArchived():
+                if isinstance(message, wire.SetArchived):
+                    self.archive_session = message.session_id
                 return wire.SuccessResponse(*prefix)
             case wire.Engage():
                 own = disk.provisional == (message.session_id, message.mark)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.replication.bench import LIMITS, A, B, Bench, C, wire
+from tests.unit.replication.test_repairs import reports_damage
 from waltz_core.cluster.nodes.model import ArchivedMark
 from waltz_core.records.record import GENESIS_CHAIN
 from waltz_core.replication.session_events import CheckpointDue, ReplicaResponded, SessionSettled
@@ -457,3 +458,47 @@ def test_another_owner_learns_the_last_commit_stamp_from_the_archive_where_logs_
     assert (settled.committed_last, settled.stamp_ms) == (5, 9)
     other.append(1)
     assert other.store.high_water_mark == 6
+
+
+def test_an_owner_that_returns_finds_its_archived_batches_where_all_logs_begin_after_them():
+    bench = new_bench()
+    bench.submit(2)
+    for name in (A, B):  # They are committed, and this owner does not learn it.
+        bench.storages[name].handle(bench.requests[name].popleft())
+    other = bench.other_server()
+    other.limits = ARCHIVING
+    other.store = other._new_store(ARCHIVING)
+    other.open(generation=2)
+    other.numbers = 100
+    other.append(1)
+    archive(other, last=8)
+    remove_archived(other, 8, (A, B, C))
+    bench.look_at_zookeeper_of(other)
+    bench.lose(A)
+    bench.own(generation=3)
+    bench.reopen()
+    assert bench.all_reported(SessionSettled)[-1].committed_last == 7
+    bench.append(1)
+    assert bench.store.high_water_mark == 9
+
+
+def test_archived_damage_is_repaired_from_the_archive_if_no_log_has_the_records(bench):
+    archive(bench, last=3)
+    remove_archived(bench, 3)
+    bench.lose(A)
+    bench.reopen()
+    bench.run_for(3_000)
+    assert bench.store.session.is_settled
+    reports_damage(bench, C, 3, 5)
+    bench.run()
+    assert [each["ids"] for each in bench.reports("replica.repaired")] == ["3..3", "5..5"]
+    assert not bench.storages[C].disk.damaged
+
+
+def test_damage_above_the_archived_mark_that_all_logs_have_is_not_looked_for_in_the_archive(bench):
+    archive(bench, last=3)
+    for name in (A, B, C):
+        reports_damage(bench, name, 4)
+    bench.sent.clear()
+    bench.run_for(3_000)
+    assert not bench.all_sent(wire.RangeRaw)

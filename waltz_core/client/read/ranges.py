@@ -465,6 +465,8 @@ class ReplicaReader:
         if self._local_reader is not None and query.form is RangeForm.WHOLE:
             try:
                 return await self._fetch_locally(self._local_reader, link, query)
+            except errors.BelowStart:
+                pass  # The storage reads it from the archive.
             except errors.WaltzError as error:
                 if self._is_closed:
                     raise

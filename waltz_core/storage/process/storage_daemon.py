@@ -8,7 +8,8 @@ Rules:
        served.
     2. `serving.py` decides which partitions are served; `admin_port.py` administers them.
     3. Calls of the engine run in a small pool of threads, one at a time for a partition.
-       Uploads to the archive have a thread of their own. They are not waited for at the end.
+       Uploads to the archive and reads from it have threads of their own. They are not waited for
+       at the end.
     4. Connections that arrive before the partitions are open wait. Otherwise an owner would get the
        error that the partition is not here, and would retry only after a long pause.
     5. At the end: stop reading, finish running work, sync, mark the directory as clean. After a
@@ -34,6 +35,7 @@ from uuid import UUID
 
 from waltz_core import errors
 from waltz_core.archive.access import ArchiveAccess
+from waltz_core.archive.archive_cache import READ_AHEAD_THREADS
 from waltz_core.archive.upload_job import UploadJob, UploadOutcome
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.nodes.model import ReplicaAssignments
@@ -53,11 +55,12 @@ from waltz_core.storage.process.storage_metrics import StorageMetrics
 from waltz_core.storage.service import service, service_effects, upkeep
 from waltz_core.storage.service.admin_tasks import DiskStatus
 from waltz_core.storage.service.archive_jobs import ArchiveLimits
+from waltz_core.storage.service.archive_reads import ArchiveQuery, answer_from_archive
 from waltz_core.storage.service.engine import Engine
 from waltz_core.storage.service.retention import RetentionLimits
 from waltz_core.storage.service.service import Event, StorageIdentity, StorageService
 from waltz_core.storage.service.service_effects import Effect
-from waltz_core.storage.service.work import ConnectionId, LaneRequest, Work
+from waltz_core.storage.service.work import ConnectionId, LaneRequest, Work, WorkOutcome
 from waltz_core.storage.service.writers import CallThreads, WriteOutcome, Writers
 from waltz_core.transport import handover, net, tls
 from waltz_core.transport.net import Link
@@ -76,6 +79,7 @@ PLACES_S: Final = 60.0
 DISK_STATUS_S_MAX: Final = 2.0
 # Limit of unsent answers of one connection; beyond it the connection is closed.
 ANSWERS_BYTES_MAX: Final = 2 * FRAME_BYTES_MAX
+ARCHIVE_READ_THREADS: Final = 4
 # Reports that are logged as WARNING or INFO; others are counted, and logged as DEBUG.
 # The levels of reports; the others have DEBUG.
 LEVELS: Final = {
@@ -163,7 +167,11 @@ class StorageDaemon:
         self._pool = CallThreads(config.writer_thread_count, "storage-helper")
         self._loop = asyncio.get_running_loop()
         self._uploads = CallThreads(1, "storage-upload")
-        self._archive = ArchiveAccess(config.archive_url, cluster.cluster_key.bytes)
+        self._archive_reads = CallThreads(ARCHIVE_READ_THREADS, "storage-archive-read")
+        self._read_ahead = CallThreads(READ_AHEAD_THREADS, "storage-read-ahead")
+        self._archive = ArchiveAccess(
+            config.archive_url, cluster.cluster_key.bytes, self._read_ahead
+        )
         self._links: dict[ConnectionId, Link] = {}
         self._numbers = count(1)
         self._is_assigned = asyncio.Event()
@@ -192,7 +200,8 @@ class StorageDaemon:
             await self._serve_directory(stop, on_ready)
         finally:
             self._pool.shutdown(wait=False)
-            self._uploads.shutdown(wait=False)
+            for threads in (self._uploads, self._archive_reads, self._read_ahead):
+                threads.shutdown(wait=False)
             self._writers.end()
 
     async def _serve_directory(self, stop: asyncio.Event, on_ready: Callable[[str], None]) -> None:
@@ -520,15 +529,26 @@ class StorageDaemon:
             case service_effects.CheckSpace():
                 check = self._pool.submit(effect.space.recheck)
                 check.add_done_callback(partial(self._to_loop, self._space_checked))
-            case service_effects.UploadRange(job):
-                upload = self._uploads.submit(self._archive.upload, job)
-                upload.add_done_callback(partial(self._to_loop, partial(self._uploaded, job)))
+            case service_effects.UploadRange() | service_effects.ReadArchive():
+                self._use_archive(effect)
             case service_effects.EndProcess():
                 self._failed(errors.DiskFailed(effect.reason))
             case Report():
                 self._report(effect)
             case _:
                 assert_never(effect)
+
+    def _use_archive(
+        self, effect: service_effects.UploadRange | service_effects.ReadArchive
+    ) -> None:
+        if isinstance(effect, service_effects.UploadRange):
+            job = effect.job
+            upload = self._uploads.submit(self._archive.upload, job)
+            upload.add_done_callback(partial(self._to_loop, partial(self._uploaded, job)))
+        else:
+            read = effect.read
+            reading = self._archive_reads.submit(self._read_archive, read)
+            reading.add_done_callback(partial(self._to_loop, partial(self._was_read, read)))
 
     def _apply_flow_control(
         self,
@@ -585,6 +605,24 @@ class StorageDaemon:
         outcome = future.result()
         self._storage_metrics.count_upload(job, outcome)
         self._post(service.Uploaded(job, outcome))
+
+    def _read_archive(self, read: ArchiveQuery) -> WorkOutcome:
+        mark = read.mark
+        try:
+            partition_id = PartitionId(mark.partition_id)
+            reader = self._archive.reader(partition_id, mark.manifest, mark.manifest_crc)
+        except errors.WaltzError as error:
+            return error
+        return answer_from_archive(reader, read)
+
+    def _was_read(self, read: ArchiveQuery, future: "Future[WorkOutcome]") -> None:
+        error = future.exception()
+        if error is not None:
+            self._failed(error)
+            return
+        outcome = future.result()
+        self._storage_metrics.count_archive_read(read.mark.partition_id, outcome)
+        self._post(service.ArchiveAnswered(read, outcome))
 
     def _space_checked(self, future: "Future[None]") -> None:
         error = future.exception()

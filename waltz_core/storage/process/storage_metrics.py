@@ -18,7 +18,8 @@ from waltz_core.storage.files.id_ranges import count_of
 from waltz_core.storage.files.space import DiskSpace
 from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.service.service import StorageService
-from waltz_core.storage.service.work import Work, WorkResult
+from waltz_core.storage.service.work import Work, WorkOutcome, WorkResult
+from waltz_core.wire.messages import RangeBytes
 
 if TYPE_CHECKING:
     from waltz_core.metrics import Metrics
@@ -87,6 +88,16 @@ class StorageMetrics:
             return
         add("waltz_storage_archived_transactions_total", job.record_count, partition=partition)
         add("waltz_storage_archived_bytes_total", job.record_bytes, partition=partition)
+
+    def count_archive_read(self, partition: int, outcome: WorkOutcome) -> None:
+        """Count an answer from the archive."""
+        if isinstance(outcome, WaltzError):
+            self._metrics.add("waltz_storage_failed_archive_reads_total", partition=partition)
+        elif isinstance(outcome, RangeBytes):
+            read_bytes = len(outcome.records)
+            self._metrics.add(
+                "waltz_storage_archive_read_bytes_total", read_bytes, partition=partition
+            )
 
     def _count_damage(self, result: WorkResult, partition: PartitionId) -> None:
         repaired = () if result.repaired is None else (result.repaired,)

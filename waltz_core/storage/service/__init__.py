@@ -4,5 +4,6 @@
 one partition, `work.py` is one piece of it, and `writers.py` are the threads that do it.
 `engine.py` is the directory with all its partitions. `admin.py` answers administration, whose
 longer tasks are `admin_tasks.py`, carried out by `upkeep.py`. `archive_jobs.py` archives ranges for
-owners, and `retention.py` limits the local logs to what is configured.
+owners, `retention.py` limits the local logs to what is configured, and `archive_reads.py` answers
+from the archive what they do not have any more.
 """

@@ -30,7 +30,8 @@ Rules:
        and not opened again: the new files may lack a promise. The other partitions continue, and it
        is not a failure of the disk (rule 6).
    12. A range is archived for the owner of the session only, and its end is reported to that
-       connection (`archive_jobs.py`). The archived mark of a session ends with it (`retention.py`).
+       connection (`archive_jobs.py`). The archived mark of a session ends with it (`retention.py`,
+       `archive_reads.py`).
 """
 
 from collections import deque
@@ -60,6 +61,7 @@ from waltz_core.storage.log.log_files import MARKER_INTERVAL_MS
 from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.log.scrub import Scrub, ScrubState
 from waltz_core.storage.service.archive_jobs import ArchiveJobs, ArchiveLimits, ArchiveNotice
+from waltz_core.storage.service.archive_reads import ArchiveQuery, ArchiveReads
 from waltz_core.storage.service.lane import SESSION_JUMP_MAX, Lane, queue_bytes
 from waltz_core.storage.service.retention import NO_LIMIT, Retention, RetentionLimits
 from waltz_core.storage.service.service_effects import (
@@ -70,12 +72,20 @@ from waltz_core.storage.service.service_effects import (
     EndProcess,
     Idle,
     PauseReading,
+    ReadArchive,
     ResumeReading,
     RunWork,
     SendStorageMessage,
     UploadRange,
 )
-from waltz_core.storage.service.work import ConnectionId, LanePiece, LaneRequest, Work, WorkResult
+from waltz_core.storage.service.work import (
+    ConnectionId,
+    LanePiece,
+    LaneRequest,
+    Work,
+    WorkOutcome,
+    WorkResult,
+)
 from waltz_core.values import value
 from waltz_core.wire.messages import (
     AppendRaw,
@@ -159,6 +169,14 @@ class Uploaded:
     outcome: UploadOutcome
 
 
+@value(frozen=True, slots=True)
+class ArchiveAnswered:
+    """`ReadArchive` is done."""
+
+    read: ArchiveQuery
+    outcome: WorkOutcome
+
+
 Event: TypeAlias = (
     LaneRequest
     | Disconnected
@@ -168,6 +186,7 @@ Event: TypeAlias = (
     | ScrubNow
     | SpaceChecked
     | Uploaded
+    | ArchiveAnswered
     | Wakeup
 )
 
@@ -200,6 +219,7 @@ class StorageService:
         self._space_check_at_ms: int | None = None
         self._scrub = scrub if scrub is not None else Scrub()
         self._archive = ArchiveJobs(archive)
+        self._archive_reads = ArchiveReads()
         self._retention = Retention(retention)
         self._queue_bytes_max = queue_bytes_max
         self._lanes: dict[PartitionId, Lane] = {}
@@ -259,8 +279,8 @@ class StorageService:
             case SpaceChecked():
                 self._space_check_at_ms = None
                 self._note_space(now_ms)
-            case Uploaded(job, outcome):
-                self._uploaded(job, outcome)
+            case Uploaded() | ArchiveAnswered():
+                self._archive_done(event)
             case Wakeup():
                 self._mark(now_ms)
                 self._reread(now_ms)
@@ -294,10 +314,7 @@ class StorageService:
                 | Repair()
                 | SetArchived()
             ):
-                lane = self._lane(message)
-                self._check_session(lane, message)
-                _check_owner(lane, request)
-                self._queue(lane, lane.writes, request)
+                self._admit_change(request)
             case ArchiveRange():
                 lane = self._lane(message)
                 self._check_session(lane, message)
@@ -328,6 +345,15 @@ class StorageService:
                 self._queue(lane, lane.reads, request)
             case _:
                 raise BadRequest(f"a storage does not accept {type(message).__name__}")
+
+    def _admit_change(self, request: LaneRequest) -> None:
+        message = request.message
+        lane = self._lane(message)
+        self._check_session(lane, message)
+        _check_owner(lane, request)
+        if isinstance(message, SetArchived):
+            self._archive_reads.learned(message)  # At once: a read may overtake it in the lane.
+        self._queue(lane, lane.writes, request)
 
     def _admit_prepare(self, request: LaneRequest, message: Prepare) -> None:
         """Raise the session at once (rule 3); the promise is made durable by the work."""
@@ -493,11 +519,13 @@ class StorageService:
 
     def _work_done(self, work: Work, result: WorkResult, now_ms: int) -> None:
         for request, outcome in zip(work.requests, result.outcomes, strict=True):
-            self._unqueue(request)
+            found: WorkOutcome | ArchiveQuery = outcome
             if isinstance(outcome, WaltzError):
-                self._reject(request, outcome)
+                found = self._archive_reads.instead(request, outcome)
+            if isinstance(found, ArchiveQuery):
+                self._effects.append(ReadArchive(found))
             else:
-                self._answer(request, outcome)
+                self._finish(request, found)
         lane = self._lanes.get(work.partition_id)
         if lane is None or lane.work is not work:
             self._effects.append(Idle(work.log))  # the partition was dropped meanwhile
@@ -516,6 +544,14 @@ class StorageService:
         if lane.is_unmarked and self._mark_at_ms is None:
             self._mark_at_ms = now_ms + MARKER_INTERVAL_MS
         self._start_work(lane)
+
+    def _finish(self, request: LaneRequest, outcome: WorkOutcome) -> None:
+        """Answer a request that was queued."""
+        self._unqueue(request)
+        if isinstance(outcome, WaltzError):
+            self._reject(request, outcome)
+        else:
+            self._answer(request, outcome)
 
     def _mark(self, now_ms: int) -> None:
         """Move the markers of logs that had appends and are idle now."""
@@ -676,8 +712,11 @@ class StorageService:
                 start = lane.log.start.transaction_id
                 self._report("storage.segment_removed", partition=partition_id, start=start)
 
-    def _uploaded(self, job: UploadJob, outcome: UploadOutcome) -> None:
-        notice = self._archive.uploaded(job, outcome)
+    def _archive_done(self, event: Uploaded | ArchiveAnswered) -> None:
+        if isinstance(event, ArchiveAnswered):
+            self._finish(event.read.request, event.outcome)
+            return
+        notice = self._archive.uploaded(event.job, event.outcome)
         if notice is not None:
             self._notify_archived(notice)
 
@@ -692,6 +731,7 @@ class StorageService:
 
     def _forget_archiving(self, lane: Lane) -> None:
         self._archive.forget(lane.log.partition_id)
+        self._archive_reads.forget(lane.log.partition_id)
         lane.archive_piece = None
 
     # ------------------------------------------------------------------ effects

@@ -11,6 +11,7 @@ from waltz_core.errors import WaltzError
 from waltz_core.machine import Report
 from waltz_core.storage.files.space import DiskSpace
 from waltz_core.storage.log.partition_log import PartitionLog
+from waltz_core.storage.service.archive_reads import ArchiveQuery
 from waltz_core.storage.service.work import ConnectionId, Work
 from waltz_core.values import value
 from waltz_core.wire.messages import StorageMessage
@@ -83,6 +84,13 @@ class UploadRange:
 
 
 @value(frozen=True, slots=True)
+class ReadArchive:
+    """Call `archive.read`, which blocks, then send `ArchiveAnswered`."""
+
+    read: ArchiveQuery
+
+
+@value(frozen=True, slots=True)
 class EndProcess:
     """End the process: the disk cannot be trusted (rule 6)."""
 
@@ -99,6 +107,7 @@ Effect: TypeAlias = (
     | DropPartition
     | CheckSpace
     | UploadRange
+    | ReadArchive
     | EndProcess
     | Report
 )

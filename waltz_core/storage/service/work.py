@@ -36,6 +36,7 @@ from waltz_core.records.record import (
     RECORD_HEADER,
     RECORD_OVERHEAD_BYTES,
     Chain,
+    LineageEntry,
     PartitionId,
     SessionId,
     TransactionId,
@@ -59,6 +60,7 @@ from waltz_core.wire.messages import (
     ENTRIES_MAX,
     Appended,
     AppendRaw,
+    Buffer,
     Engage,
     LineageRequest,
     LineageResponse,
@@ -434,9 +436,21 @@ def _read(log: PartitionLog, message: RangeRaw, result: WorkResult) -> RangeByte
         raise BadRequest(f"unknown form {message.form} of a range request")
     result.read_count += count
     result.read_bytes += len(records)
+    return range_bytes(message, count, lengths, records, chain_before, entries)
+
+
+def range_bytes(
+    message: RangeRaw,
+    count: int,
+    lengths: bytes,
+    records: Buffer,
+    chain_before: Chain,
+    entries: tuple[LineageEntry, ...],
+) -> RangeBytes:
+    """Return the answer with `count` records, or headers, from the requested ID on."""
     return RangeBytes(
         *_prefix(message),
-        first=first,
+        first=message.first,
         count=count,
         form=message.form,
         lengths=lengths,

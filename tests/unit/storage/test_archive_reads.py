@@ -1,0 +1,183 @@
+"""A storage answers about archived records that its log has removed, or that are damaged."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.unit.storage.test_archiving import filled, make, range_to, request
+from tests.unit.storage.test_service import KEY, open_request, prepare, range_of
+from waltz_core.archive.archive_cache import ArchiveCache
+from waltz_core.archive.reader import ArchiveReader
+from waltz_core.archive.store import ArchiveStore
+from waltz_core.archive.upload import upload
+from waltz_core.errors import ArchiveUnavailable, BadRequest, BelowStart, ObjectMissing, from_code
+from waltz_core.records import raw_records
+from waltz_core.storage.files.format import IdRange
+from waltz_core.storage.service import service, service_effects
+from waltz_core.storage.service.archive_reads import answer_from_archive
+from waltz_core.storage.service.retention import RetentionLimits
+from waltz_core.wire.messages import (
+    LineageRequest,
+    LineageResponse,
+    Nack,
+    RangeBytes,
+    RangeForm,
+    SetArchived,
+    SuccessResponse,
+)
+from waltz_core.wire.record_locations import LOCATIONS
+
+__all__ = ["make"]
+
+ROWS = 16
+
+
+class Archived:
+    """A storage with 16 rows in batches of two, all archived; those up to `start` are removed."""
+
+    def __init__(self, bench, directory):
+        self.bench = bench
+        filled(bench, batches=ROWS // 2)
+        self.whole = bench.log.read_range(0, ROWS - 1, 1 << 20, whole_batches=True)
+        self.headers = raw_records.headers_of(self.whole.records, self.whole.lengths)
+        self.owner = bench.owned(6)
+        self.store = ArchiveStore(f"file://{directory}/archive")
+        job = request(bench, self.owner, range_to(self.owner, ROWS - 1))
+        self.made = upload(self.store, KEY, job)
+        bench.step(service.Uploaded(job, self.made))
+        self.cache = ArchiveCache(1 << 20)
+
+    def mark(self):
+        made = self.made
+        return self.owner.make(SetArchived, made.last, made.chain, 0, made.file_crc, made.name)
+
+    def answer(self, message, connection=1):
+        """Return the answer to a request; reads of the archive are carried out."""
+        before = len(self.bench.answers(connection))
+        self.bench.send(connection, message)
+        self.bench.finish()
+        self.read()
+        (found,) = self.bench.answers(connection)[before:]
+        assert found.sequence == message.sequence
+        return found
+
+    def read(self):
+        """Carry out the reads of the archive; return how many there were."""
+        reads = [each.read for each in self.bench.only(service_effects.ReadArchive)]
+        self.bench.effects = [
+            each for each in self.bench.effects if not isinstance(each, service_effects.ReadArchive)
+        ]
+        for read in reads:
+            reader = ArchiveReader(
+                self.store, read.mark.manifest, read.mark.manifest_crc, self.cache
+            )
+            self.bench.step(service.ArchiveAnswered(read, answer_from_archive(reader, read)))
+        return len(reads)
+
+    def error(self, message, connection=1):
+        found = self.answer(message, connection)
+        assert isinstance(found, Nack), found
+        return from_code(found.error_code, found.message)
+
+    def lineage(self, first, last):
+        return self.answer(self.owner.make(LineageRequest, first, last))
+
+
+@pytest.fixture
+def archived(make, tmp_path):
+    bench = make(segment_bytes_max=700, retention=RetentionLimits(age_ms_max=1_000))
+    found = Archived(bench, tmp_path)
+    assert isinstance(bench.ask(1, found.mark()), SuccessResponse)
+    bench.finish()
+    assert bench.log.start.transaction_id == ROWS - 1, "the log has no archived record any more"
+    bench.ask(7, open_request())
+    yield found
+    found.cache.close()
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 15), (3, 3), (5, 12), (14, 99)])
+def test_a_reader_gets_removed_records_as_they_were(archived, first, last):
+    message = range_of(archived.owner, first, last, whole_batches=False, reader=True)
+    found = archived.answer(message, 7)
+    assert isinstance(found, RangeBytes)
+    end = min(last, ROWS - 1)
+    assert (found.first, found.count) == (first, end - first + 1)
+    offset, stop = (
+        int(each) for each in raw_records.offsets_of(archived.whole.lengths)[[first, end + 1]]
+    )
+    assert bytes(found.records) == archived.whole.records[offset:stop]
+    assert [each.first for each in found.lineage] == list(range(first // 2 * 2, end + 1, 2))
+
+
+def test_a_reader_gets_the_headers_of_removed_records(archived):
+    fields = {"form": RangeForm.HEADERS, "whole_batches": False, "reader": True}
+    found = archived.answer(range_of(archived.owner, 2, 9, **fields), 7)
+    assert (found.count, bytes(found.records)) == (8, archived.headers[2 * 28 : 10 * 28])
+    found = archived.answer(range_of(archived.owner, 2, 9, bytes_max=60, **fields), 7)
+    assert (found.count, bytes(found.records)) == (2, archived.headers[2 * 28 : 4 * 28])
+
+
+def test_the_owner_gets_the_lineage_of_removed_batches(archived):
+    found = archived.lineage(3, 9)
+    assert isinstance(found, LineageResponse)
+    assert found.lineage == archived.whole.entries[1:5]
+    assert found.chain_before == archived.whole.entries[0].chain
+
+
+def test_a_copy_does_not_read_the_archive(archived):
+    message = range_of(archived.owner, 0, 9, whole_batches=True, reader=False)
+    assert isinstance(archived.error(message), BelowStart)
+
+
+def test_positions_in_files_are_rejected(archived):
+    fields = {"form": LOCATIONS, "whole_batches": False, "reader": True}
+    assert isinstance(archived.error(range_of(archived.owner, 0, 9, **fields), 7), BelowStart)
+
+
+def test_a_missing_object_is_named(archived):
+    (name,) = (each for each in archived.store.names("") if each.endswith(".parquet"))
+    archived.store.delete(name)
+    message = range_of(archived.owner, 0, 9, whole_batches=False, reader=True)
+    found = archived.error(message, 7)
+    assert isinstance(found, ObjectMissing)
+    assert name in str(found)
+
+
+def test_until_the_owner_has_announced_the_mark_a_reader_may_try_again(archived):
+    later = archived.bench.owned(7, connection=2)
+    message = range_of(later, 0, 9, whole_batches=False, reader=True)
+    found = archived.error(message, 7)
+    assert isinstance(found, ArchiveUnavailable)
+    assert found.retriable
+    assert str(found) == (
+        "partition 0: expected ids from 16 on, found 0..9; the others are in the archive, which "
+        "the session's owner has not announced yet"
+    )
+
+
+def test_an_answer_arrives_though_the_session_has_ended(archived):
+    message = range_of(archived.owner, 0, 1, whole_batches=False, reader=True)
+    archived.bench.send(7, message)
+    archived.bench.finish()
+    archived.bench.ask(2, prepare(archived.bench.owned(7, connection=2)))
+    assert archived.read() == 1
+    assert archived.bench.answers(7)[-1].count == 2
+    assert archived.bench.service.queued_bytes == 0
+
+
+def test_damaged_archived_records_are_read_from_the_archive(make, tmp_path):
+    archived = Archived(make(), tmp_path)
+    bench, owner = archived.bench, archived.owner
+    bench.log._files.write_slot(replace(bench.log.slot, damaged=(IdRange(4, 7),)))
+    message = range_of(owner, 4, 9, whole_batches=False, reader=False)
+    assert "records 4..7 are damaged" in str(archived.error(message))
+    bench.ask(1, archived.mark())
+    found = archived.answer(range_of(owner, 4, 9, whole_batches=False, reader=False))
+    assert (found.first, found.count) == (4, 6)
+    for name in archived.store.names(""):
+        archived.store.delete(name)
+    archived.cache.close()
+    archived.cache = ArchiveCache(0)
+    assert "records 4..7 are damaged" in str(archived.error(replace(message, sequence=99)))
+    assert isinstance(archived.error(range_of(owner, 20, 21, whole_batches=False)), BadRequest)
+    archived.cache.close()

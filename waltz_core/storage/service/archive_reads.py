@@ -1,0 +1,125 @@
+"""Answers of a storage about records that only the archive has: removed or damaged ones.
+
+Rules (docs/decisions/047, "Reading"):
+    1. The log is read first. If it has removed the records, or they are damaged, the request goes
+       to the archive, if the session's archived mark covers its beginning.
+    2. The archive is read by the mark and manifest that the session's owner has sent (AR 9).
+    3. The owner's request for whole batches is for a copy, which begins above the archived mark
+       instead (AR 13): it does not go to the archive.
+    4. A request does not wait in its partition's lane meanwhile, and it has its answer even if the
+       session has ended: what is archived does not change.
+    5. An answer ends at the archived mark. Damage that the archive cannot answer stays damage.
+"""
+
+from typing import Protocol
+
+from waltz_core.errors import ArchiveUnavailable, BelowStart, ChecksumMismatch, WaltzError
+from waltz_core.records import raw_records
+from waltz_core.records.raw_records import RangeRead
+from waltz_core.records.record import RECORD_HEADER, Chain, LineageEntry, PartitionId, TransactionId
+from waltz_core.storage.log.reading import LINEAGE_ENTRIES_MAX
+from waltz_core.storage.service.work import RANGE_BYTES_MAX, LaneRequest, WorkOutcome, range_bytes
+from waltz_core.values import value
+from waltz_core.wire.messages import (
+    LineageRequest,
+    LineageResponse,
+    RangeForm,
+    RangeRaw,
+    SetArchived,
+    StorageMessage,
+)
+
+
+class Reader(Protocol):
+    """The part of `archive.reader.ArchiveReader` that is used here; the simulator has its own."""
+
+    def read_range(self, first: TransactionId, last: TransactionId, bytes_max: int) -> RangeRead:
+        """Return records of first..last that fit into `bytes_max`, at least one."""
+
+    def lineage(
+        self, first: TransactionId, last: TransactionId, entries_max: int
+    ) -> tuple[Chain, tuple[LineageEntry, ...]]:
+        """Return the batches that touch first..last and the chain before them, newest if many."""
+
+
+@value(frozen=True, slots=True)
+class ArchiveQuery:
+    """A request to answer from the archive, which `mark` describes; `error` is the log's answer."""
+
+    request: LaneRequest
+    mark: SetArchived
+    error: WaltzError
+
+
+class ArchiveReads:
+    """The archived marks of the present sessions."""
+
+    def __init__(self) -> None:
+        self._marks: dict[PartitionId, SetArchived] = {}
+
+    def learned(self, mark: SetArchived) -> None:
+        """The owner has sent its session's mark."""
+        self._marks[PartitionId(mark.partition_id)] = mark
+
+    def forget(self, partition_id: PartitionId) -> None:
+        """The session has ended."""
+        self._marks.pop(partition_id, None)
+
+    def instead(self, request: LaneRequest, error: WaltzError) -> ArchiveQuery | WaltzError:
+        """Return the read that replaces a failed one, or the error to answer (rules 1 to 3)."""
+        message = request.message
+        if not isinstance(error, BelowStart | ChecksumMismatch):
+            return error
+        if not isinstance(message, RangeRaw | LineageRequest) or _is_copy(message):
+            return error
+        mark = self._marks.get(PartitionId(message.partition_id))
+        if mark is not None and _needed(message) <= mark.last and _has_form(message):
+            return ArchiveQuery(request, mark, error)
+        if mark is None and isinstance(error, BelowStart):
+            return ArchiveUnavailable(
+                f"{error}; the others are in the archive, which the session's owner has not "
+                "announced yet"
+            )
+        return error
+
+
+def _is_copy(message: RangeRaw | LineageRequest) -> bool:
+    """Whether the owner copies batches to another replica (rule 3)."""
+    return isinstance(message, RangeRaw) and message.whole_batches
+
+
+def _has_form(message: RangeRaw | LineageRequest) -> bool:
+    """Whether the archive can answer: it has no positions in files of this machine."""
+    return isinstance(message, LineageRequest) or message.form in tuple(RangeForm)
+
+
+def _needed(message: RangeRaw | LineageRequest) -> int:
+    """Return the ID that the archive must have: the newest batches of a lineage come first."""
+    return message.last if isinstance(message, LineageRequest) else message.first
+
+
+def answer_from_archive(reader: Reader, read: ArchiveQuery) -> WorkOutcome:
+    """Return the answer from the archive, or the error (rule 5); blocks."""
+    try:
+        return _answer(reader, read.request.message, TransactionId(read.mark.last))
+    except WaltzError as error:
+        return read.error if isinstance(read.error, ChecksumMismatch) else error
+
+
+def _answer(reader: Reader, message: StorageMessage, archived: TransactionId) -> StorageMessage:
+    prefix = (message.session_id, message.sequence, message.partition_id)
+    if isinstance(message, LineageRequest):
+        first, last = TransactionId(message.first), TransactionId(message.last)
+        return LineageResponse(*prefix, *reader.lineage(first, last, LINEAGE_ENTRIES_MAX))
+    assert isinstance(message, RangeRaw)
+    first, last = TransactionId(message.first), min(TransactionId(message.last), archived)
+    if message.form == RangeForm.HEADERS:
+        count_max = max(1, min(message.bytes_max, RANGE_BYTES_MAX) // RECORD_HEADER.size)
+        last = min(last, TransactionId(first + count_max - 1))
+        read = reader.read_range(first, last, RANGE_BYTES_MAX)
+        records, lengths = raw_records.headers_of(read.records, read.lengths), b""
+    else:
+        read = reader.read_range(first, last, min(max(1, message.bytes_max), RANGE_BYTES_MAX))
+        records, lengths = read.records, raw_records.lengths_to_wire(read.lengths)
+    count = int(read.lengths.size)
+    return range_bytes(message, count, lengths, records, read.chain_before, read.entries)
