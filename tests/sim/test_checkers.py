@@ -1055,7 +1055,7 @@ def test_archived_compares_records_and_batches_with_the_log(archived):
 def test_a_file_that_a_fault_has_changed_is_archived_as_it_was_written(archived):
     archive = archived.cluster.archive
     archived.checks.archive._verified.clear()
-    archive.spoil(next(name for name in archive.files if "/objects/0-" in name), 50)
+    archive.spoil(next(name for name in archive.files if "/objects/0-" in name))
     records(archived, stamp_ms=1)
     assert archive.spoiled
 

@@ -158,18 +158,20 @@ class SimArchive:
         self._cluster.checks.archive_written(request.name, is_known=request.name in self.files)
         self.files[request.name] = request.file
         if self._chance() < self.corrupting:
-            self.spoil(request.name, self._rng.randrange(len(request.file.data)))
+            self.files[request.name] = self._flipped(request.file)
         return request.file
 
     # ---- faults
 
-    def spoil(self, name: str, position: int) -> None:
-        """Flip a bit of a file."""
-        file = self.files[name]
-        self.spoiled.setdefault(name, file)
+    def spoil(self, name: str) -> None:
+        """Flip a bit of a file that was written."""
+        self.spoiled.setdefault(name, self.files[name])
+        self.files[name] = self._flipped(self.files[name])
+
+    def _flipped(self, file: StoredFile) -> StoredFile:
         data = bytearray(file.data)
-        data[position] ^= 1
-        self.files[name] = file._replace(data=bytes(data))
+        data[self._rng.randrange(len(data))] ^= 1
+        return file._replace(data=bytes(data))
 
     def repair(self) -> None:
         """End all faults."""

@@ -72,8 +72,7 @@ def corrupt_object(cluster: SimCluster, rng: "Random") -> bool:
         return True
     if not archive.files:
         return False
-    name = rng.choice(list(archive.files))
-    archive.spoil(name, rng.randrange(len(archive.files[name].data)))
+    archive.spoil(rng.choice(list(archive.files)))
     # Until then its readers wait, and the archive does not grow.
     cluster.world.after(rng.randrange(50, 1_000) * MS, archive.restore)
     return True
