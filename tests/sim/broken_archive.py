@@ -191,20 +191,27 @@ def unknown_write_of_the_mark_is_a_success() -> Patches:
 
 @switch
 def mark_is_not_fenced() -> Patches:
-    """After a conflict the archived mark is written again, whichever session is the newest."""
-    original = PartitionStore._process_reading
+    """An archived mark of a session that has ended is recorded in the next one."""
+    end, start, begin = PartitionStore._end_session, PartitionStore._start_session, Archiving.begin
 
-    def _process_reading(self, waiting, view):
-        wrote, session = self._writing, self._session
-        is_mark = waiting is _Waiting.STATES_CHECK and wrote.archived != view.archived
-        if is_mark and session.window is not None and view.versions != wrote.versions:
-            self._view = view
-            marker = replace(view.marker, archived=wrote.archived)
-            self._write(view._replace(marker=marker), _Waiting.STATES)
-        else:
-            original(self, waiting, view)
+    def _end_session(self, reason, error_code=0):
+        if self._session is not None:
+            archiving = self._session._archiving
+            attempt = archiving._attempt
+            self.left_mark = archiving.wanted or (attempt and attempt.found)
+        end(self, reason, error_code)
 
-    yield instead(PartitionStore, "_process_reading", _process_reading)
+    def _start_session(self, view):
+        start(self, view)
+        self._session._archiving.left_mark = getattr(self, "left_mark", None)
+
+    def _begin(self, engaged, mark, now_ms):
+        begin(self, engaged, mark, now_ms)
+        self.wanted = self.left_mark
+
+    yield instead(PartitionStore, "_end_session", _end_session)
+    yield instead(PartitionStore, "_start_session", _start_session)
+    yield instead(Archiving, "begin", _begin)
 
 
 @switch
