@@ -149,6 +149,14 @@ OPTIONS: tuple[Option, ...] = (
         "always through the server, which is slower (5.6 times in a trial).",
     ),
     Option(
+        "archive",
+        Use.READ,
+        "none",
+        "The URL of the cluster's archive, as in `archive_url` of its storages: tasks read what is "
+        "archived directly from there, in parallel, with the credentials of the workers' "
+        "environment. Without it, and if the archive cannot be read, they read from storages.",
+    ),
+    Option(
         "group",
         Use.READ,
         "none",

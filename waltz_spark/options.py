@@ -73,6 +73,7 @@ class ReadOptions:
     task_transactions_max: int = TASK_TRANSACTIONS_MAX
     fail_on_data_loss: bool = True
     from_replica: bool = True
+    archive: str | None = None
     group: int | None = None
     trigger_transactions_max: int = TRIGGER_TRANSACTIONS_MAX
     poll_ms: int = 100
@@ -183,6 +184,7 @@ def parse_read(options: Mapping[str, str], use: Use = Use.READ) -> ReadOptions:
         task_transactions_max=parser.integer("maxTransactionsPerTask", 1, 1 << 40),
         fail_on_data_loss=parser.choice("failOnDataLoss", ("true", "false")) == "true",
         from_replica=parser.choice("readFrom", ("replica", "server")) == "replica",
+        archive=parser.text("archive"),
         group=parser.group(),
         trigger_transactions_max=parser.integer("maxTransactionsPerTrigger", 1, 1 << 40),
         poll_ms=parser.integer("pollInterval", 0, 3_600_000),

@@ -68,16 +68,20 @@ def check_partition(partition: int, partition_count: int, where: str) -> None:
         )
 
 
-def first_since(stamp_ms_of: Callable[[int], int], mark: int, since_ms: int) -> int:
-    """Return a mark of 0..mark before the first that may have been committed at or after a time.
+def first_since(
+    stamp_ms_of: Callable[[int], int], mark: int, since_ms: int, older: int = BEFORE_FIRST
+) -> int:
+    """Return a mark up to `mark` before the first that may be committed at or after a time.
+
+    `older` is a transaction that is known to be older, or -1.
 
     Commit stamps never decrease in a partition, so a binary search finds it. Transactions of a 0.13
     server have none (0): only a later transaction can prove that they are older. After a few
     such reads they count as not older (rule 4).
     """
-    found = int(BEFORE_FIRST)
+    found = older
     unstamped_left = UNSTAMPED_READS_MAX
-    parts = [(0, mark)]  # the parts left to search; the last one first, as it is the latest
+    parts = [(older + 1, mark)]  # the parts left to search; the last one first, as it is the latest
     while parts:
         low, high = parts.pop()
         if low > high:

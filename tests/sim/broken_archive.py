@@ -235,7 +235,8 @@ def archived_before_settled() -> Patches:
         original(self, now_ms)
         if self.window is not None and self.ended is None and not self.is_settled:
             self._archiving._next_at_ms = 0
-            self._archiving.advance(self.engaged, self.window.committed, now_ms)
+            replicas, committed = self.replicas.values(), self.window.committed
+            self._archiving.advance(self.engaged, replicas, committed, now_ms)
 
     yield instead(StoreSession, "_advance", _advance)
 
@@ -245,9 +246,9 @@ def uncommitted_batches_are_archived() -> Patches:
     """A replica archives all batches that it has, committed or not."""
     original = Archiving.advance
 
-    def advance(self, engaged, committed, now_ms):
+    def advance(self, engaged, replicas, committed, now_ms):
         lasts = (each.synced_last for each in engaged)
-        original(self, engaged, max(lasts, default=committed), now_ms)
+        original(self, engaged, replicas, max(lasts, default=committed), now_ms)
 
     yield instead(Archiving, "advance", advance)
 

@@ -17,13 +17,16 @@ Rules (docs/decisions/047):
 """
 
 from dataclasses import replace
-from typing import Any, Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 from waltz_core.errors import BadFormat, ChecksumMismatch
 from waltz_core.records import strict_json
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import Chain, PartitionId, TransactionId
 from waltz_core.values import value
+
+if TYPE_CHECKING:
+    from waltz_core.archive.store import ArchiveStore
 
 FORMAT: Final = 1
 PAGE_ENTRIES: Final = 1_000
@@ -197,6 +200,59 @@ class Manifest:
             )
         if bounds and self.first < bounds[0][0]:
             raise BadFormat(f"manifest {name}: no object has the first ID {self.first}")
+
+
+class RecordedManifest(NamedTuple):
+    """What ZooKeeper records about a partition's manifest."""
+
+    partition_id: PartitionId
+    last: TransactionId
+    chain: Chain
+    name: str
+    file_crc: int
+
+    def read(self, store: "ArchiveStore", cluster_key: bytes) -> Manifest:
+        """Return the head of this manifest; blocks.
+
+        Raises:
+            ObjectMissing, ArchiveUnavailable: it cannot be read.
+            BadFormat, ChecksumMismatch: the file is not the recorded one.
+        """
+        data = store.read(self.name)
+        check_crc(self.name, data, self.file_crc)
+        found = Manifest.from_bytes(data, self.name)
+        self.check(found, cluster_key)
+        return found
+
+    def check(self, found: Manifest, cluster_key: bytes) -> None:
+        """Raise BadFormat unless a manifest has the recorded partition, end and chain."""
+        stated = (found.cluster_key, found.partition_id, found.last, found.chain)
+        if stated != (cluster_key, self.partition_id, self.last, self.chain):
+            raise BadFormat(
+                f"manifest {self.name or '(none)'}: expected one of partition {self.partition_id} "
+                f"that ends at {self.last} with chain {self.chain.hex()}, found partition "
+                f"{found.partition_id}, {found.last} and {found.chain.hex()}"
+            )
+
+
+def decode_page(stated: PageEntry, data: bytes) -> ManifestPage:
+    """Return the page that a head lists; raises ChecksumMismatch or BadFormat for another one."""
+    check_crc(stated.name, data, stated.file_crc)
+    page = ManifestPage.from_bytes(data, stated.name)
+    found = (page.entries[0].first, page.entries[-1].last) if page.entries else None
+    if found != (stated.first, stated.last):
+        raise BadFormat(
+            f"manifest {stated.name}: expected {stated.first}..{stated.last}, found {found}"
+        )
+    return page
+
+
+def check_crc(name: str, data: bytes, expected: int) -> None:
+    """Raise ChecksumMismatch unless the bytes of a head or a page have this CRC-32."""
+    if crc32(data) != expected:
+        raise ChecksumMismatch(
+            f"manifest {name}: expected CRC {expected:08x}, found {crc32(data):08x}"
+        )
 
 
 def _times(entry: ObjectEntry) -> tuple[int, ...]:

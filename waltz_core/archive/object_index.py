@@ -107,10 +107,10 @@ class ObjectIndex:
         )
         return self._chain(start - 1) if start else self.facts.chain_before, entries
 
-    def first_at_or_after(self, time_ms: int) -> TransactionId | None:
-        """Return the first ID of the first batch with this commit time or a later one, if any."""
-        found = np.flatnonzero(self._stamps >= time_ms)
-        return TransactionId(int(self._firsts[found[0]])) if found.size else None
+    def last_older(self, time_ms: int) -> TransactionId:
+        """Return the end of the last batch with a commit time before this one; there is one."""
+        found = np.flatnonzero((self._stamps != 0) & (self._stamps < time_ms))
+        return TransactionId(int(self._lasts[found[-1]]))
 
     def _chain(self, at: int) -> Chain:
         return Chain(self._chains[CHAIN_BYTES * at : CHAIN_BYTES * (at + 1)])

@@ -21,18 +21,17 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import takewhile
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Self
 
 import numpy as np
 
 from waltz_core.archive.archive_cache import ArchiveCache
-from waltz_core.archive.manifest import Manifest, ManifestPage, ObjectEntry
+from waltz_core.archive.manifest import Manifest, ManifestPage, ObjectEntry, check_crc, decode_page
 from waltz_core.archive.object_index import ObjectIndex, RowGroup
 from waltz_core.archive.objects import ArchiveObject
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.errors import BadFormat, BadRequest, BelowStart, ChecksumMismatch, WaltzError
 from waltz_core.records import raw_records
-from waltz_core.records.checksum import crc32
 from waltz_core.records.raw_records import RangeRead
 from waltz_core.records.record import Chain, LineageEntry, TransactionId
 
@@ -67,6 +66,13 @@ class ArchiveReader:
         self._loaded: Manifest | None = None
         self._lock = threading.Lock()
         self._continuations: OrderedDict[TransactionId, None] = OrderedDict()
+
+    @classmethod
+    def of(cls, manifest: Manifest, store: ArchiveStore, cache: ArchiveCache) -> Self:
+        """Return a reader of objects that have been found before; no manifest is read."""
+        made = cls(store, "", 0, cache)
+        made._loaded = manifest
+        return made
 
     def successor(self, manifest_name: str, manifest_crc: int) -> "ArchiveReader | None":
         """Return a reader of the recorded manifest; None if it is this one (rule 3)."""
@@ -155,26 +161,32 @@ class ArchiveReader:
             return []
         return list(takewhile(lambda each: each.first <= last, self._entries_from(first)))
 
-    def first_at_or_after(self, time_ms: int) -> TransactionId:
-        """Return the first available ID with this commit time or a later one.
+    def last_older(self, time_ms: int) -> TransactionId:
+        """Return the last ID that is known to be committed before a time.
 
-        It is the ID after the last archived one if there is none. Commit times never decrease;
-        transactions without one are skipped.
+        It is the one before the first available ID if none is. Commit times never decrease; only a
+        later transaction can prove that one without a time is older.
 
         Raises:
             As `read_range`.
         """
         manifest = self.manifest
-        starts = [each.first for each in manifest.pages if each.commit_ms_max >= time_ms]
-        starts += [each.first for each in manifest.newest if each.commit_ms_max >= time_ms]
+        bounds = [(each.first, each.commit_ms_min) for each in manifest.pages]
+        bounds += [(each.first, each.commit_ms_min) for each in manifest.newest]
+        starts = [first for first, oldest_ms in bounds if 0 < oldest_ms < time_ms]
+        found = TransactionId(manifest.first - 1)
         if not starts:
-            return TransactionId(manifest.last + 1)
-        for entry in self._entries_from(max(starts[0], manifest.first)):
-            if entry.commit_ms_max >= time_ms:
-                found = self._index(entry).first_at_or_after(time_ms)
-                if found is not None and found <= entry.last:
-                    return max(found, manifest.first)
-        return TransactionId(manifest.last + 1)
+            return found
+        chosen: ObjectEntry | None = None
+        for entry in self._entries_from(max(starts[-1], manifest.first)):
+            if entry.commit_ms_min >= time_ms:
+                break
+            if entry.commit_ms_min:
+                chosen = entry
+        if chosen is not None:
+            last = self._index(chosen).last_older(time_ms)
+            found = max(found, min(last, chosen.last))
+        return found
 
     def _check_bounds(self, first: TransactionId, last: TransactionId) -> None:
         manifest = self.manifest
@@ -239,7 +251,7 @@ class ArchiveReader:
 
     def _head(self) -> tuple[Manifest, int]:
         data = self._store.read(self.manifest_name)
-        _check_crc(self.manifest_name, data, self._manifest_crc)
+        check_crc(self.manifest_name, data, self._manifest_crc)
         manifest = Manifest.from_bytes(data, self.manifest_name)
         return manifest, _PAGE_EXPANSION * len(data)
 
@@ -257,14 +269,7 @@ class ArchiveReader:
 
         def load() -> tuple[ManifestPage, int]:
             data = self._store.read(stated.name)
-            _check_crc(stated.name, data, stated.file_crc)
-            page = ManifestPage.from_bytes(data, stated.name)
-            found = (page.entries[0].first, page.entries[-1].last) if page.entries else None
-            if found != (stated.first, stated.last):
-                raise BadFormat(
-                    f"manifest {stated.name}: expected {stated.first}..{stated.last}, found {found}"
-                )
-            return page, _PAGE_EXPANSION * len(data)
+            return decode_page(stated, data), _PAGE_EXPANSION * len(data)
 
         return self._cache.get(self._key("page", stated.name, stated.file_crc), load)
 
@@ -308,12 +313,6 @@ class ArchiveReader:
 
 def _place(entries: tuple[ObjectEntry, ...], transaction_id: TransactionId) -> int:
     return bisect_left(entries, transaction_id, key=lambda each: each.last)
-
-
-def _check_crc(name: str, data: bytes, expected: int) -> None:
-    found = crc32(data)
-    if found != expected:
-        raise ChecksumMismatch(f"manifest {name}: expected CRC {expected:08x}, found {found:08x}")
 
 
 def _next_id(part: _Part) -> TransactionId:

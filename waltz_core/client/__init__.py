@@ -25,8 +25,14 @@ from waltz_core.client.model.transaction import (
     lock,
     partition_of,
 )
+from waltz_core.client.read.archive_ranges import (
+    ArchivedObjects,
+    find_objects,
+    last_older,
+    read_archived,
+)
 from waltz_core.client.read.feed_delivery import LATEST
-from waltz_core.client.read.ranges import RangeChunk, RangeRow, ReplicaSet
+from waltz_core.client.read.ranges import ArchivedRange, RangeChunk, RangeRow, ReplicaSet
 from waltz_core.client.stream.appends import ReportOrder
 from waltz_core.client.stream.monitor import BatchOutcome
 from waltz_core.client.stream.write_claim import (
@@ -44,6 +50,8 @@ __all__ = [
     "JSON",
     "LATEST",
     "MSGPACK",
+    "ArchivedObjects",
+    "ArchivedRange",
     "AsyncCallbacks",
     "AsyncTransaction",
     "AsyncWaltzClient",
@@ -69,9 +77,12 @@ __all__ = [
     "Zstd",
     "begin_write",
     "end_write",
+    "find_objects",
     "forget_writes",
+    "last_older",
     "lock",
     "partition_of",
+    "read_archived",
     "summary_of_write",
     "tasks_of_write",
     "transactional",

@@ -162,6 +162,11 @@ class PartitionStore:
         session = self._session
         return session.readable() if session is not None and session.is_open else []
 
+    @property
+    def archived(self) -> ArchivedMark | None:
+        """What the partition's archive has, as ZooKeeper is known to record it."""
+        return None if self._session is None else self._session.archived
+
     def replica_waits_ms(self, now_ms: int) -> dict[ReplicaId, int]:
         """Return how long each replica of the session has owed an answer."""
         return {} if self._session is None else self._session.waits_ms(now_ms)

@@ -32,7 +32,7 @@ from waltz_core.errors import (
 )
 from waltz_core.machine import Report
 from waltz_core.records.record import PartitionId, ReplicaId, SessionId, TransactionId
-from waltz_core.replication.archiving import ARCHIVE_TICKET, Archiving
+from waltz_core.replication.archiving import ARCHIVE_NOTICES, ARCHIVE_TICKET, Archiving
 from waltz_core.replication.limits import SessionLimits
 from waltz_core.replication.proving import Proving
 from waltz_core.replication.quorum import quorum_mark, quorum_size
@@ -251,8 +251,8 @@ class StoreSession:
         try:
             if isinstance(answer, messages.DamageFound):
                 self.repairs.damage_found(each, answer)
-            elif isinstance(answer, messages.RangeArchived):
-                self._archiving.archived(each, answer, now_ms)
+            elif isinstance(answer, ARCHIVE_NOTICES):
+                self._archiving.notified(each, answer, now_ms)
             else:
                 self._answered(each, each.take(answer), answer, now_ms)
         except (RemoteProtocolError, Damaged) as error:
@@ -346,6 +346,11 @@ class StoreSession:
             return None
         claim = self.claim
         return self.recovery.opening_states(claim.session_id, claim.assigned, ready)
+
+    @property
+    def archived(self) -> ArchivedMark | None:
+        """The archived mark that ZooKeeper is known to have."""
+        return self._archiving.recorded
 
     @property
     def wanted_archived(self) -> ArchivedMark | None:
@@ -468,15 +473,17 @@ class StoreSession:
                 self._settlement.answered(each, answer, now_ms)
                 self._note_settled()
             case _ if request.ticket == ARCHIVE_TICKET:
-                self._archive_answered(each, answer, now_ms)
+                self._archive_answered(each, request.message, answer, now_ms)
             case messages.ReplicaEnd() if isinstance(request.message, messages.Engage):
                 pass
             case _:
                 self.repairs.answered(each, request.ticket, answer, now_ms)
 
-    def _archive_answered(self, each: ReplicaSession, answer: StorageMessage, now_ms: int) -> None:
+    def _archive_answered(
+        self, each: ReplicaSession, message: StorageMessage, answer: StorageMessage, now_ms: int
+    ) -> None:
         if isinstance(answer, messages.LineageResponse):
-            self._archiving.answered(each, answer, now_ms)
+            self._archiving.answered(each, message, answer, now_ms)
             if self._archiving.contradiction is not None:
                 self.end(Ending(Cause.REJECTED, self._archiving.contradiction))
             else:
@@ -558,7 +565,8 @@ class StoreSession:
                     self._feed(each, now_ms)
         if self._archiving.is_used and self.is_settled and self.ended is None:
             assert self.window is not None
-            self._archiving.advance(self.engaged, self.window.committed, now_ms)
+            replicas = self.replicas.values()
+            self._archiving.advance(self.engaged, replicas, self.window.committed, now_ms)
 
     def _is_decided(self) -> bool:
         if self.repairs.goal is not None:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple, NewType, Protocol, TypeAlias
 
+from waltz_core.cluster.nodes.model import ArchivedMark
 from waltz_core.errors import WaltzError
 from waltz_core.machine import Wakeup
 from waltz_core.records.raw_records import FEED_HEADER_BYTES
@@ -103,6 +104,10 @@ class Store(Protocol):
     @property
     def readable_replicas(self) -> Sequence[ReplicaId]:
         """The replicas that readers may query in the open session."""
+
+    @property
+    def archived(self) -> ArchivedMark | None:
+        """What the partition's archive has, as ZooKeeper records it."""
 
     def step(self, event: replication.Event, now_ms: int) -> Sequence[replication.Effect]:
         """Process one event."""

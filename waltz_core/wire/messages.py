@@ -17,7 +17,7 @@ from dataclasses import field
 from enum import Enum, IntEnum
 from typing import Annotated, ClassVar, TypeAlias
 
-from waltz_core.records.record import NO_SESSION, LineageEntry, Record, ReqId
+from waltz_core.records.record import BEFORE_FIRST, NO_SESSION, LineageEntry, Record, ReqId
 from waltz_core.values import value
 
 Buffer: TypeAlias = bytes | memoryview
@@ -78,7 +78,7 @@ class WireProtocol(Enum):
 
     HELLO = ("H", (0,), (0,), "", "")
     # 3 is the first version of 0.13 whose servers can report that a client is ahead.
-    CLIENT = ("L", (0, 1, 2, 3, 4, 5, 6), (3, 4, 5, 6), "Waltz Server", "Waltz Client")
+    CLIENT = ("L", (0, 1, 2, 3, 4, 5, 6, 7), (3, 4, 5, 6, 7), "Waltz Server", "Waltz Client")
     STORAGE = ("S", (1, 2, 3), (1, 2, 3), "Waltz Storage Server", "Waltz Storage Client")
     ADMIN = ("A", (0, 1), (0, 1), "Waltz Storage Admin Server", "Waltz Storage Admin Client")
 
@@ -576,7 +576,10 @@ class ReplicasRequest(ClientMessage):
 
 @value(frozen=True, slots=True)
 class ReplicasResponse(ClientMessage):
-    """The open session, its mark, and the addresses of the engaged replicas."""
+    """The open session, its mark, the addresses of the engaged replicas, and what is archived.
+
+    The archive has the IDs `first_available`..`archived`; `manifest` lists its objects.
+    """
 
     code = 72
     since = 5
@@ -585,6 +588,10 @@ class ReplicasResponse(ClientMessage):
     replicas: Texts
     cluster_key: Raw16
     partition_count: Int32
+    first_available: Int64 = field(default=0, metadata={"since": 7, "is_extra": True})
+    archived: Int64 = field(default=BEFORE_FIRST, metadata={"since": 7, "is_extra": True})
+    manifest: Text = field(default="", metadata={"since": 7, "is_extra": True})
+    manifest_crc: Crc32 = field(default=0, metadata={"since": 7, "is_extra": True})
 
 
 @value(frozen=True, slots=True)
@@ -927,3 +934,46 @@ class ResetLog(StorageMessage):
     since = 3
     last: Int64
     chain: Raw16
+
+
+@value(frozen=True, slots=True)
+class CollectGarbage(StorageMessage):
+    """Delete files of the archive that the recorded manifest does not list, a few at a time.
+
+    The manifest ends at `last` with this chain. All attempts of this session below `attempt` have
+    ended (rule AR 16). `GarbageCollected` follows.
+    """
+
+    code = 87
+    since = 3
+    attempt: Int32
+    last: Int64
+    chain: Raw16
+    manifest: Text
+    manifest_crc: Crc32
+
+
+@value(frozen=True, slots=True)
+class GarbageCollected(StorageMessage):
+    """A notification to the owner (sequence 0): the end of a collection.
+
+    `has_more`: there is more garbage than one request deletes. With an `error` it has failed.
+    """
+
+    code = 88
+    since = 3
+    attempt: Int32
+    has_more: Bool
+    error: Text
+
+
+@value(frozen=True, slots=True)
+class ArchiveProgress(StorageMessage):
+    """A notification to the owner (sequence 0): its attempt has not failed.
+
+    A storage sends it for requests that wait or run, while its work on the archive continues.
+    """
+
+    code = 89
+    since = 3
+    attempt: Int32

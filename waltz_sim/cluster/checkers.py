@@ -114,6 +114,11 @@ class Checks(Evidence):
         assert self.archive is not None
         self.archive.written(name, is_known=is_known)
 
+    def archive_deleted(self, name: str) -> None:
+        """A collection has deleted a file of the archive."""
+        assert self.archive is not None
+        self.archive.deleted(name)
+
     # -----------------------------------------------------------------------------------------
     # ZooKeeper
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from waltz_core.cluster.nodes.model import ArchivedMark
 from waltz_core.errors import NotOwned
 from waltz_core.machine import Report, Wakeup
 from waltz_core.records.record import ReplicaId, SessionId
@@ -89,6 +90,11 @@ class ObservedStore:
     def readable_replicas(self) -> Sequence[ReplicaId]:
         """As the store says."""
         return self.store.readable_replicas
+
+    @property
+    def archived(self) -> ArchivedMark | None:
+        """As the store says."""
+        return self.store.archived
 
     def step(self, event: session_events.Event, now_ms: int) -> Sequence[session_events.Effect]:
         """Step the store, and check it."""

@@ -10,20 +10,31 @@ have the bytes of production.
 
 Rules:
     1. A write is carried out at once, late, or never; only an answer without an error shows it.
-    2. Nothing is overwritten (AR 2 of decision 047), and no file is lost. A fault may change a
-       file, until its operator restores it.
+    2. Nothing is overwritten (AR 2 of decision 047), and no file is lost that is not deleted. A
+       fault may change a file, until its operator restores it.
     3. An upload does what `archive/upload.py` does, in the same order: it reads the present
        manifest, writes the object, reads it back, writes the new manifest, and reads it back.
     4. A process has at most one upload; if it dies, requests on their way may still take effect.
+    5. A collection of garbage is that of production. It lists the files at one moment; each is
+       deleted later, also after the process has died. Replaced manifests are kept for a shorter
+       time than in production.
 """
 
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, cast
 
 import numpy as np
 
+from waltz_core.archive.collection import GRACE_MS, CollectionJob, CollectionOutcome, collect
+from waltz_core.archive.file_names import (
+    FileOrigin,
+    manifest_name,
+    manifests_folder,
+    object_name,
+    objects_folder,
+)
 from waltz_core.archive.manifest import Manifest, ObjectEntry
 from waltz_core.archive.upload_job import NewManifest, UploadJob, UploadOutcome
 from waltz_core.errors import (
@@ -47,12 +58,14 @@ from waltz_core.storage.service.work import WorkOutcome
 from waltz_core.wire.messages import SetArchived
 
 if TYPE_CHECKING:
+    from waltz_core.archive.store import ArchiveStore
     from waltz_sim.cluster.simulated_cluster import SimCluster
     from waltz_sim.cluster.simulated_storages import SimStorage
 
 REQUEST_US: Final = (300, 6_000)
 TIMEOUT_US: Final = 100_000
 LATE_US_MAX: Final = 2_000_000
+SHORT_GRACE_MS: Final = 300
 
 
 class StoredFile(NamedTuple):
@@ -87,6 +100,7 @@ class SimArchive:
         self._chance = self._rng.random
         self.files: dict[str, StoredFile] = {}
         self.spoiled: dict[str, StoredFile] = {}  # changed by a fault: what was written
+        self.written_ms: dict[str, int] = {}
         # Faults.
         self.is_away = False
         self.throttled = 0.0  # share of requests that are rejected
@@ -105,6 +119,8 @@ class SimArchive:
         def advance(answer: StoredFile | WaltzError | None) -> None:
             if storage.incarnation != incarnation:
                 return
+            if answer is not None:
+                storage.archive_progressed()
             try:
                 if isinstance(answer, WaltzError):
                     request = steps.throw(answer)
@@ -157,9 +173,44 @@ class SimArchive:
             return self.files.get(request.name) or ObjectMissing(f"archive: no {request.name}")
         self._cluster.checks.archive_written(request.name, is_known=request.name in self.files)
         self.files[request.name] = request.file
+        self.written_ms[request.name] = self._world.now_ms
         if self._chance() < self.corrupting:
             self.files[request.name] = self._flipped(request.file)
         return request.file
+
+    # ---- collection
+
+    def collect(
+        self, storage: "SimStorage", job: CollectionJob, done: Callable[[CollectionOutcome], None]
+    ) -> None:
+        """Carry out a collection (rule 5)."""
+
+        def begin() -> None:
+            if self.is_away or self._chance() < self.throttled:
+                done(ArchiveUnavailable("archive: a collection was rejected"))
+                return
+            store = cast("ArchiveStore", _Listing(self))
+            now_ms = self._world.now_ms + GRACE_MS - SHORT_GRACE_MS
+            try:
+                found = collect(store, self._cluster.key, job, now_ms=now_ms)
+            except WaltzError as error:
+                done(error)
+                return
+            storage.after(self._rng.randint(*REQUEST_US) + self.slow_us, partial(done, found))
+
+        storage.after(self._rng.randint(*REQUEST_US) + self.slow_us, begin)
+
+    def delete_later(self, name: str) -> None:
+        """Delete a file, perhaps much later."""
+
+        def delete() -> None:
+            if self.files.pop(name, None) is not None:
+                self.spoiled.pop(name, None)
+                self.written_ms.pop(name, None)
+                self._cluster.checks.archive_deleted(name)
+
+        late_us = self._rng.randrange(LATE_US_MAX) if self._chance() < self.lost_answers else 0
+        self._world.after(self._rng.randint(*REQUEST_US) + self.slow_us + late_us, delete)
 
     # ---- faults
 
@@ -219,6 +270,39 @@ class SimArchive:
         return _checked(file, name, expected)
 
 
+class _Listed(NamedTuple):
+    name: str
+    byte_count: int
+    modified_ms: int
+
+
+class _Listing:
+    """The store as a collection finds it; see `ArchiveStore`."""
+
+    def __init__(self, archive: SimArchive) -> None:
+        self._archive = archive
+
+    def files(self, folder: str) -> list[_Listed]:
+        """Return the files of a folder."""
+        times = self._archive.written_ms
+        return [
+            _Listed(name, len(file.data), times[name])
+            for name, file in sorted(self._archive.files.items())
+            if name.startswith(f"{folder}/")
+        ]
+
+    def read(self, name: str) -> bytes:
+        """Return the bytes of a file; raises ObjectMissing."""
+        file = self._archive.files.get(name)
+        if file is None:
+            raise ObjectMissing(f"archive: no {name}")
+        return file.data
+
+    def delete(self, name: str) -> None:
+        """Delete a file."""
+        self._archive.delete_later(name)
+
+
 class _SimReader:
     """Reads the archive by a manifest, as `archive.reader.ArchiveReader` does."""
 
@@ -276,14 +360,16 @@ def _steps(cluster_key: bytes, job: UploadJob) -> _Steps:
         present = Manifest.from_bytes(found.data, job.manifest)
     if (present.last, present.chain) != (job.first - 1, job.chain_before):
         raise BadFormat(f"manifest {job.manifest}: it does not end before {job.first}")
-    suffix = f"{job.session_id}-{job.nonce.hex()}-{job.attempt}"
+    origin = FileOrigin(job.session_id, job.nonce, job.attempt)
     file = _object_of(job)
-    name = f"{job.partition_id}/objects/{job.first}-{job.end.last}-{suffix}"
+    folder = objects_folder(cluster_key, job.partition_id)
+    name = object_name(folder, job.first, job.end.last, origin)
     yield _Write(name, file)
     _checked((yield _Read(name)), name, crc32(file.data))
     entry = _entry_of(job, name, file)
     data = present.with_object(entry).to_bytes()
-    name = f"{job.partition_id}/manifests/{present.version + 1}-{suffix}.json"
+    folder = manifests_folder(cluster_key, job.partition_id)
+    name = manifest_name(folder, present.version + 1, origin)
     yield _Write(name, StoredFile(data))
     _checked((yield _Read(name)), name, crc32(data))
     made = Manifest.from_bytes(data, name)

@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from waltz_core.archive.collection import CollectionJob, CollectionOutcome
 from waltz_core.archive.upload_job import UploadJob, UploadOutcome
 from waltz_core.errors import CoordinatorUnavailable, NoSpace, StorageIdMismatch, WaltzError
 from waltz_core.machine import Report, Wakeup
@@ -355,7 +356,7 @@ class SimStorage(Process):
                 return
         self.set_timer(machine.wake_at_ms)
 
-    def _perform(self, effect: service_effects.Effect) -> None:  # noqa: C901 - a case for each
+    def _perform(self, effect: service_effects.Effect) -> None:
         match effect:
             case service_effects.SendStorageMessage(connection, message):
                 link = self.links.get(connection)
@@ -377,17 +378,31 @@ class SimStorage(Process):
                 self.after(0, self._go_aside)
             case service_effects.CheckSpace(space):
                 self._check_space(space)
+            case _:
+                self._use_archive(effect)
+
+    def _use_archive(self, effect: service_effects.Effect) -> None:
+        """Rule 5. All other effects need nothing here: the socket limits reading."""
+        archive = self._cluster.archive
+        match effect:
             case service_effects.UploadRange(job):
                 self.is_uploading = True
-                self._cluster.archive.upload(self, job, partial(self._uploaded, job))
+                archive.upload(self, job, partial(self._uploaded, job))
+            case service_effects.CollectFiles(collection):
+                archive.collect(self, collection, partial(self._collected, collection))
             case service_effects.ReadArchive(read):
-                self._cluster.archive.answer(self, read, partial(self._was_read, read))
-            case _:
-                pass  # The socket limits reading.
+                archive.answer(self, read, partial(self._was_read, read))
 
     def _uploaded(self, job: UploadJob, outcome: UploadOutcome) -> None:
         self.is_uploading = False
         self._step(service.Uploaded(job, outcome))
+
+    def _collected(self, job: CollectionJob, outcome: CollectionOutcome) -> None:
+        self._step(service.FilesCollected(job, outcome))
+
+    def archive_progressed(self) -> None:
+        """A request of the running upload is done."""
+        self._step(service.ArchiveProgressed())
 
     def _was_read(self, read: ArchiveQuery, outcome: WorkOutcome) -> None:
         self._step(service.ArchiveAnswered(read, outcome))

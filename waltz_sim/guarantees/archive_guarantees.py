@@ -50,6 +50,12 @@ class ArchiveGuarantees:
         if is_known:
             self._facts.fail("Archived", f"{name} is written twice")
 
+    def deleted(self, name: str) -> None:
+        """28. Archived: no file is deleted that the recorded manifest lists (AR 16)."""
+        self._facts.count("archive file deleted")
+        if self._recorded is not None and not self._sessions.is_rewritten:
+            self._check_content(self._recorded)
+
     # ---- the archived mark
 
     def stepped(self, server: str, effect: "Effect") -> None:

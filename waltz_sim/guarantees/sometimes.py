@@ -54,6 +54,7 @@ SOMETIMES: Final = (
     "archive.failed",
     "checkpoint due",
     "archive answer lost",
+    "archive file deleted",
     "archive write after its answer",
     "archive write after its sender died",
     "storage.segment_removed",

@@ -1,5 +1,6 @@
 """Reading: the code of `spark.read.format("waltz")` on the driver and on executors.
 
 `source.py` is the data source that Spark creates. `batch_read.py` and `stream_read.py` plan tasks
-from marks, with `starts.py` for the first ones; `fetch.py` reads a range of IDs in a task.
+from marks, with `starts.py` for the first ones; `fetch.py` reads a range of IDs in a task, and
+`archive_read.py` plans and reads the part of it that the archive has.
 """

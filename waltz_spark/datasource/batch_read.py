@@ -12,10 +12,11 @@ import pyarrow as pa
 from pyspark.sql.datasource import DataSourceReader, InputPartition
 from pyspark.sql.types import StructType
 
-from waltz_core.client import ClusterLayout, ReplicaSet, WaltzClient
+from waltz_core.client import ArchivedObjects, ClusterLayout, ReplicaSet, WaltzClient
 from waltz_spark import planning
-from waltz_spark.datasource.fetch import BatchColumns, fetch
-from waltz_spark.datasource.starts import starts
+from waltz_spark.datasource.archive_read import objects_of, pieces_of
+from waltz_spark.datasource.fetch import BatchColumns, Source, fetch
+from waltz_spark.datasource.starts import marks_of, starts
 from waltz_spark.failures import without_stack, without_stack_each
 from waltz_spark.options import ReadOptions
 from waltz_spark.shared_clients import client_at, sources_of
@@ -33,6 +34,7 @@ class Task(InputPartition):
     partition: int
     first: int
     last: int
+    archived: ArchivedObjects | None = None
 
 
 class WaltzBatchReader(DataSourceReader):
@@ -65,9 +67,8 @@ class WaltzBatchReader(DataSourceReader):
             linearizable=is_given,
             group=options.group,
         )
-        marks = {each: int(source.high_water_mark) for each, source in sources.items()}
-        begin = starts(client, options, marks)
-        ends = planning.resolve_ends(options, marks)
+        begin = starts(client, options, sources)
+        ends = planning.resolve_ends(options, marks_of(sources))
         planning.check_order(options, begin, ends)
         whole = planning.spans(begin, ends, options.transaction_ids)
         return tasks_of(client, options, whole, sources)
@@ -85,13 +86,23 @@ def tasks_of(
     sources: Mapping[int, ReplicaSet],
 ) -> Sequence[InputPartition]:
     """Return the tasks that read the spans; `sources` by partition, for each with a span."""
+    objects = {} if options.archive is None else objects_of(options.archive, whole, sources)
+    pieces = [piece for span in whole for piece in pieces_of(span, objects.get(span.partition))]
     spans = planning.split(
-        whole,
+        pieces,
         task_count_min=options.task_count_min,
         per_task_max=options.task_transactions_max,
     )
     layout = client.layout()
-    return [Task(layout.of(span.partition), sources[span.partition], *span) for span in spans]
+    tasks = []
+    for span in spans:
+        found = objects.get(span.partition)
+        if found is not None and found.manifest.first <= span.first <= found.manifest.last:
+            found = found.between(span.first, span.last)
+        else:
+            found = None
+        tasks.append(Task(layout.of(span.partition), sources[span.partition], *span, found))
+    return tasks
 
 
 def read_task(
@@ -105,4 +116,5 @@ def read_task(
     if not isinstance(task, Task):
         return iter(())  # for Spark: there is nothing to read
     span = planning.TransactionRange(task.partition, task.first, task.last)
-    return fetch(client_at(task.layout), task.replicas, span, BatchColumns(options, schema))
+    source = Source(client_at(task.layout), task.replicas, task.archived)
+    return fetch(source, span, BatchColumns(options, schema))

@@ -11,15 +11,17 @@ Rules:
 import logging
 import time
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.sql.types import StructType
 
-from waltz_core.client import RangeChunk, RangeForm, ReplicaSet, WaltzClient
+from waltz_core.client import ArchivedObjects, RangeChunk, RangeForm, ReplicaSet, WaltzClient
 from waltz_core.records import batches
 from waltz_core.records.record import PartitionId
+from waltz_spark.datasource.archive_read import chunks_of
 from waltz_spark.options import LOG_COLUMNS, OnCorrupt, ReadOptions
 from waltz_spark.planning import TransactionRange
 from waltz_spark.spark_version import arrow_schema
@@ -101,9 +103,15 @@ def _as_text(data: pa.Array) -> pa.Array:
     return pa.array(texts, pa.string())
 
 
-def fetch(
-    client: WaltzClient, replicas: ReplicaSet, span: TransactionRange, shape: BatchColumns
-) -> Iterator[pa.RecordBatch]:
+class Source(NamedTuple):
+    """Where a task reads: `archived` first, if its transactions are there."""
+
+    client: WaltzClient
+    replicas: ReplicaSet
+    archived: ArchivedObjects | None
+
+
+def fetch(source: Source, span: TransactionRange, shape: BatchColumns) -> Iterator[pa.RecordBatch]:
     """Yield the transactions of a span.
 
     Raises:
@@ -113,15 +121,7 @@ def fetch(
     """
     began = time.monotonic()
     rows = size = 0
-    chunks = client.read_range(
-        span.partition,
-        span.first,
-        span.last,
-        form=RangeForm.HEADERS if shape.headers_only else RangeForm.WHOLE,
-        header_values=shape.options.headers,
-        replicas=replicas if shape.options.from_replica else None,
-    )
-    for chunk in chunks:
+    for chunk in _chunks(source, span, shape):
         size += len(chunk.records)
         for batch in _batches(chunk, span.partition, shape):
             rows += batch.num_rows
@@ -135,6 +135,24 @@ def fetch(
         size,
         time.monotonic() - began,
     )
+
+
+def _chunks(source: Source, span: TransactionRange, shape: BatchColumns) -> Iterator[RangeChunk]:
+    form = RangeForm.HEADERS if shape.headers_only else RangeForm.WHOLE
+    first = span.first
+    if source.archived is not None:
+        for chunk in chunks_of(source.archived, span, form, shape.options.headers):
+            first = chunk.next
+            yield chunk
+    if first <= span.last:
+        yield from source.client.read_range(
+            span.partition,
+            first,
+            span.last,
+            form=form,
+            header_values=shape.options.headers,
+            replicas=source.replicas if shape.options.from_replica else None,
+        )
 
 
 def _batches(chunk: RangeChunk, partition: int, shape: BatchColumns) -> list[pa.RecordBatch]:

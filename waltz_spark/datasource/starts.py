@@ -1,39 +1,55 @@
 """The start of a read, of a batch or of the first micro-batch of a stream.
 
-A start by time needs requests to the log.
+A start by time needs requests to the log, or a look into its archive.
 """
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from waltz_core.client import RangeForm, WaltzClient
+from waltz_core.client import RangeForm, ReplicaSet, WaltzClient
+from waltz_core.records.record import BEFORE_FIRST
 from waltz_spark import planning
+from waltz_spark.datasource.archive_read import older_in_archive
 from waltz_spark.options import ReadOptions
 
 # A start by time takes about thirty sequential requests; for this many partitions concurrently.
 CONCURRENT_PARTITIONS_MAX = 32
 
 
-def starts(client: WaltzClient, options: ReadOptions, marks: Mapping[int, int]) -> dict[int, int]:
-    """Return the exclusive start of each partition in `marks` (the log's marks now).
+def starts(
+    client: WaltzClient, options: ReadOptions, sources: Mapping[int, ReplicaSet]
+) -> dict[int, int]:
+    """Return the exclusive start of each partition in `sources`, which have the marks now.
 
     Raises:
         BadConfig: marks were given, but none for one of the partitions.
         DataLoss: a given mark is past the end of its log.
         Unavailable: a partition does not answer.
     """
+    marks = marks_of(sources)
     if options.starting_ms is None:
         return planning.resolve_starts(options, marks)
     since_ms = options.starting_ms
 
     def start(partition: int) -> int:
+        archived = sources[partition].archived
+        older = int(BEFORE_FIRST)
+        if options.archive is not None and archived is not None:
+            older = older_in_archive(options.archive, partition, archived, since_ms)
+            if BEFORE_FIRST < older < archived.last:
+                return older
         return planning.first_since(
-            partial(_stamp_ms, client, partition), marks[partition], since_ms
+            partial(_stamp_ms, client, partition), marks[partition], since_ms, older
         )
 
     with ThreadPoolExecutor(CONCURRENT_PARTITIONS_MAX) as pool:
         return dict(zip(marks, pool.map(start, marks), strict=True))
+
+
+def marks_of(sources: Mapping[int, ReplicaSet]) -> dict[int, int]:
+    """Return the high-water mark of each partition."""
+    return {partition: int(source.high_water_mark) for partition, source in sources.items()}
 
 
 def _stamp_ms(client: WaltzClient, partition: int, transaction_id: int) -> int:

@@ -32,7 +32,7 @@ from waltz_core.errors import BadConfig, DataLoss, WaltzError
 from waltz_core.records.record import BEFORE_FIRST
 from waltz_spark import planning
 from waltz_spark.datasource.batch_read import read_task, tasks_of
-from waltz_spark.datasource.starts import starts
+from waltz_spark.datasource.starts import marks_of, starts
 from waltz_spark.failures import without_stack, without_stack_each
 from waltz_spark.offsets import Offset, Position, decode, encode
 from waltz_spark.options import Marks, ReadOptions
@@ -76,7 +76,7 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """
         # Rule 3: a given mark is compared with marks that a quorum confirms.
         client, sources = self._query(linearizable=True)
-        return encode(starts(client, self._options, _marks(sources)), client.cluster().key)
+        return encode(starts(client, self._options, sources), client.cluster().key)
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802 - Spark's name
         """Return the limit of a micro-batch, unless the trigger sets another one."""
@@ -180,7 +180,7 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             self._marks = self._request_marks(linearizable=True)
 
     def _request_marks(self, *, linearizable: bool) -> Marks:
-        return _marks(self._query(linearizable=linearizable)[1])
+        return marks_of(self._query(linearizable=linearizable)[1])
 
     def _query(
         self, partitions: Sequence[int] | None = None, *, linearizable: bool
@@ -263,10 +263,6 @@ class FailingStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Raise the reason."""
         raise self._error
-
-
-def _marks(sources: Mapping[int, ReplicaSet]) -> Marks:
-    return {partition: int(source.high_water_mark) for partition, source in sources.items()}
 
 
 def _past(ends: Marks, sources: Mapping[int, ReplicaSet]) -> list[int]:

@@ -298,10 +298,10 @@ def test_objects_are_found_by_id_and_by_commit_time(store, cache):
     assert reader.objects_between(last + 1, EVERYTHING) == []
     assert reader.objects_between(9, 8) == []
     for time_ms in range(STAMP - 500, STAMP + 7_000, 500):
-        later = [each.first for each in log.lineage if each.stamp_ms >= time_ms]
-        assert reader.first_at_or_after(time_ms) == min(later, default=last + 1)
+        older = [each.last for each in log.lineage if 0 < each.stamp_ms < time_ms]
+        assert reader.last_older(time_ms) == max(older, default=-1)
     crc = write_manifest(store, log.manifest.without_before(60), "expired")
-    assert ArchiveReader(store, "expired", crc, cache).first_at_or_after(STAMP) == 60
+    assert ArchiveReader(store, "expired", crc, cache).last_older(STAMP) == 59
 
 
 @pytest.fixture

@@ -9,7 +9,12 @@ import pytest
 
 from tests.unit.server.test_reads import headers
 from waltz_core import errors
-from waltz_core.cluster.nodes.model import MarkerState, PartitionMarker, PartitionMetadata
+from waltz_core.cluster.nodes.model import (
+    ArchivedMark,
+    MarkerState,
+    PartitionMarker,
+    PartitionMetadata,
+)
 from waltz_core.machine import Report, Wakeup
 from waltz_core.records import raw_records
 from waltz_core.records.batches import encode_append
@@ -61,6 +66,7 @@ class FakeStore:
         self.says: list[replication.Effect] = []
         self.wake_at_ms: int | None = None
         self.readable_replicas: Sequence[ReplicaId] = ()
+        self.archived: ArchivedMark | None = None
 
     def step(self, event: replication.Event, now_ms: int) -> Sequence[replication.Effect]:
         assert now_ms >= 0
@@ -1040,6 +1046,15 @@ def test_replicas_are_reported_after_a_proof_when_it_must_be_linearizable() -> N
     assert not world.is_answered(proved)
     world.say(replication.MarkUnproved(1))
     assert world.error(proved) == errors.SessionLost.code
+
+
+def test_replicas_are_reported_with_what_is_archived() -> None:
+    world = ready()
+    chain = GENESIS_CHAIN
+    world.store.archived = ArchivedMark(TransactionId(9), chain, 5, TransactionId(3), 77, "m")
+    answer = world.answer(world.send(A, messages.ReplicasRequest(world.req_id(ALICE), False)))
+    found = (answer.first_available, answer.archived, answer.manifest, answer.manifest_crc)
+    assert found == (3, 9, "m", 77)
 
 
 def test_a_proof_that_a_session_took_with_it_is_requested_in_the_next() -> None:

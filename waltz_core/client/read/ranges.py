@@ -217,6 +217,16 @@ def chunk_of_records(query: RangeQuery, found: LegacyRecords) -> RangeChunk:
 
 
 @dataclass(frozen=True, slots=True)
+class ArchivedRange:
+    """The archive of a partition has the IDs first..last; `manifest` lists the objects."""
+
+    first: TransactionId
+    last: TransactionId
+    manifest: str
+    manifest_crc: int
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaSet:
     """The replicas that may be read, as the server has answered; plain values, for pickling."""
 
@@ -226,6 +236,7 @@ class ReplicaSet:
     high_water_mark: int
     replicas: tuple[str, ...]
     nearby: tuple[str, ...] = ()  # those of them that are of the reader's own group
+    archived: ArchivedRange | None = None
 
 
 NO_REPLICAS = ReplicaSet(b"", 0, NO_SESSION, BEFORE_FIRST, ())

@@ -30,6 +30,7 @@ from waltz_core import errors
 from waltz_core.client.links.connections import ServerLink, ServerLinks
 from waltz_core.client.links.directory import Directory, Owner
 from waltz_core.client.read.ranges import (
+    ArchivedRange,
     RangeChunk,
     RangeQuery,
     ReplicaSet,
@@ -235,6 +236,7 @@ class OwnerRequests:
                 answer.session_id,
                 answer.high_water_mark,
                 answer.replicas,
+                archived=_archived_in(answer),
             )
 
         return await self._query_until_answered(partition_id, query, is_bulk=False)
@@ -325,6 +327,13 @@ class OwnerRequests:
         if data is None:
             raise errors.BadRequest(f"transaction {transaction_id}: {fault}")
         return bytes(data)
+
+
+def _archived_in(answer: messages.ReplicasResponse) -> ArchivedRange | None:
+    if not answer.manifest:
+        return None
+    first, last = TransactionId(answer.first_available), TransactionId(answer.archived)
+    return ArchivedRange(first, last, answer.manifest, answer.manifest_crc)
 
 
 async def _answer_of(

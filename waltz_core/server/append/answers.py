@@ -4,8 +4,10 @@
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from waltz_core import errors
+from waltz_core.cluster.nodes.model import ArchivedMark
 from waltz_core.records.record import ReplicaId, SessionId, TransactionId
 from waltz_core.server.append.mounts import PartitionPosition
 from waltz_core.server.locking.tickets import Ticket
@@ -85,6 +87,7 @@ def with_mark(
     session_id: SessionId,
     replicas: Sequence[ReplicaId],
     identity: PartitionIdentity,
+    archived: ArchivedMark | None,
 ) -> SendToClient:
     """Answer a flush, or a request for the mark or for the replicas."""
     req_id = request.message.req_id
@@ -100,6 +103,14 @@ def with_mark(
             identity.cluster_key,
             identity.partition_count,
         )
+        if archived is not None:
+            answer = replace(
+                answer,
+                first_available=archived.first,
+                archived=archived.last,
+                manifest=archived.manifest,
+                manifest_crc=archived.manifest_crc,
+            )
     else:
         answer = HighWaterMarkResponse(req_id, mark)
     return SendToClient(request.connection, answer, request.cost_bytes)

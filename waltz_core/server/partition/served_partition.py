@@ -353,7 +353,8 @@ class Partition:
     def _with_mark(self, event: Received) -> SendToClient:
         # The present mark, not that of the proof: the client may know the present one already.
         mark, replicas = self._high_water_mark, self.reads.replicas
-        return answers.with_mark(event, mark, self._session_id, replicas, self._identity)
+        archived = self._store.archived
+        return answers.with_mark(event, mark, self._session_id, replicas, self._identity, archived)
 
     # -----------------------------------------------------------------------------------------
     # the store

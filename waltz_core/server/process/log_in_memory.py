@@ -120,6 +120,7 @@ class MemoryStore:
         self.generation = Generation(-1)
         self.wake_at_ms: int | None = None
         self.readable_replicas: Sequence[ReplicaId] = ()
+        self.archived = None
 
     def step(self, event: replication.Event, now_ms: int) -> Sequence[replication.Effect]:
         """Process one event; those for several replicas have no effect."""

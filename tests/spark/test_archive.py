@@ -1,0 +1,135 @@
+"""Spark reads archived transactions directly from the object store, without server and storages."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.types import BinaryType, DataType, IntegerType, LongType, StructField, StructType
+
+from tests.fault.load import wait_until
+from tests.patience import HANG_S
+from waltz_core.archive.store import ArchiveStore
+from waltz_core.client import WaltzClient
+from waltz_core.local import LocalCluster, running
+from waltz_spark.datasource.batch_read import Task, WaltzBatchReader
+from waltz_spark.option_table import Use
+from waltz_spark.options import parse_read
+from waltz_spark.shared_clients import close_clients
+
+pytestmark = pytest.mark.spark
+ROWS = 2_000
+PARTITIONS = 2
+TYPES: dict[str, DataType] = {
+    "partition": IntegerType(),
+    "transaction_id": LongType(),
+    "header": IntegerType(),
+    "data": BinaryType(),
+}
+
+
+class Archived(NamedTuple):
+    """A cluster whose partitions have ROWS rows each, of which the archive has most."""
+
+    cluster: LocalCluster
+    url: str
+    rows: set[tuple[int, int, int, bytes]]
+
+    @property
+    def options(self) -> dict[str, str]:
+        return {"connect": self.cluster.connect, "archive": self.url}
+
+    def reader(self, columns: str) -> WaltzBatchReader:
+        options = parse_read({**self.options, "columns": columns}, Use.BATCH)
+        schema = StructType([StructField(each, TYPES[each]) for each in options.columns])
+        return WaltzBatchReader(options, schema)
+
+
+@pytest.fixture
+def archived(tmp_path: Path) -> Iterator[Archived]:
+    url = f"file://{tmp_path}/archive"
+    settings: dict[str, dict[str, object]] = {
+        "storage": {"archive_url": url, "archive_object_bytes": 100_000, "archive_age_ms": 0},
+        "server": {"archive_interval_ms": 100},
+    }
+    options = {"settings": settings, "server_count": 1, "partition_count": PARTITIONS}
+    with running(tmp_path / "cluster", **options) as cluster:
+        rows: set[tuple[int, int, int, bytes]] = set()
+        with WaltzClient(cluster.connect) as client:
+            for partition in range(PARTITIONS):
+                datas = [b"%d:%d " % (partition, row) + bytes(150) for row in range(ROWS)]
+                futures = [
+                    client.append(data, partition=partition, header=row % 3)
+                    for row, data in enumerate(datas)
+                ]
+                for row, future in enumerate(futures):
+                    rows.add((partition, future.result(HANG_S), row % 3, datas[row]))
+
+            def is_archived() -> bool:
+                found = client.replica_sets().values()
+                return all(each.archived and each.archived.last >= ROWS // 2 for each in found)
+
+            wait_until("the archive has most rows", is_archived)
+        yield Archived(cluster, url, rows)
+        close_clients()
+
+
+def test_a_read_from_the_archive_has_all_rows(spark: SparkSession, archived: Archived) -> None:
+
+    def log(**more: str) -> DataFrame:
+        return spark.read.format("waltz").options(**archived.options, **more).load()
+
+    found = log().select("partition", "transaction_id", "header", "data").collect()
+    assert {(each[0], each[1], each[2], bytes(each[3])) for each in found} == archived.rows
+    assert len(found) == len(archived.rows)
+    filtered = log(headers="1", columns="partition,header")
+    assert filtered.count() == sum(header == 1 for _, _, header, _ in archived.rows)
+    times = log(columns="commit_time").orderBy("commit_time").collect()
+    since_ms = int(times[len(times) // 2][0].timestamp() * 1000)
+    recent = log(startingTimestamp=str(since_ms)).count()
+    assert 0 < recent < len(times)
+    assert recent == log().where(f"commit_time >= timestamp_millis({since_ms})").count()
+
+
+@pytest.mark.parametrize("columns", ["transaction_id,data", "transaction_id"])
+def test_tasks_need_neither_servers_nor_storages_for_archived_rows(
+    archived: Archived, columns: str
+) -> None:
+    reader = archived.reader(columns)
+    tasks = [each for each in reader.partitions() if isinstance(each, Task)]
+    archived.cluster.down()
+    mine = [each for each in tasks if each.archived is not None]
+    found = [row for each in mine for batch in reader.read(each) for row in batch.to_pylist()]
+    expected = {(each[1], each[3]) for each in archived.rows}
+    assert len(found) >= len(archived.rows) // 2
+    for row in found:
+        assert "data" not in row or (row["transaction_id"], row["data"]) in expected
+
+
+def test_a_wrong_object_is_named_and_its_rows_come_from_the_storages(
+    archived: Archived, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader = archived.reader("partition,transaction_id,header,data")
+    tasks = reader.partitions()
+    store = ArchiveStore(archived.url)
+    name = next(each for each in store.names("") if each.endswith(".parquet"))
+    path = Path(archived.url.removeprefix("file://")) / name
+    path.write_bytes(path.read_bytes()[:-100])
+    with caplog.at_level(logging.WARNING, "waltz"):
+        found = [tuple(r.values()) for t in tasks for b in reader.read(t) for r in b.to_pylist()]
+    assert set(found) == archived.rows
+    assert len(found) == len(archived.rows)
+    (warning,) = [each for each in caplog.messages if "spark.archive_not_read" in each]
+    assert name in warning
+
+
+def test_an_archive_that_is_not_there_fails_no_read(
+    archived: Archived, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    elsewhere = archived._replace(url=f"file://{tmp_path}/nothing")
+    with caplog.at_level(logging.WARNING, "waltz"):
+        tasks = elsewhere.reader("transaction_id").partitions()
+    assert all(isinstance(each, Task) and each.archived is None for each in tasks)
+    assert sum("spark.archive_not_read" in each for each in caplog.messages) == PARTITIONS

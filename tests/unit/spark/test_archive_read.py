@@ -1,0 +1,58 @@
+"""How a read is split where its archived objects are."""
+
+import pytest
+from pyspark import cloudpickle
+
+from waltz_core.archive.manifest import Manifest, ObjectEntry
+from waltz_core.client import ArchivedObjects
+from waltz_core.records.record import GENESIS_CHAIN, PartitionId, TransactionId
+from waltz_spark.datasource.archive_read import TASK_BYTES, pieces_of
+from waltz_spark.planning import TransactionRange
+
+
+def objects_with(*ends: tuple[int, float], first: int = 0) -> ArchivedObjects:
+    """Return objects that end at these IDs and have so many times the bytes of a task."""
+    entries, begin = [], 0
+    for last, size in ends:
+        record_bytes = int(size * TASK_BYTES)
+        ids = TransactionId(begin), TransactionId(last)
+        entries.append(ObjectEntry("o", *ids, GENESIS_CHAIN, 1, 2, record_bytes, 3, 4))
+        begin = last + 1
+    reach = TransactionId(begin - 1)
+    manifest = Manifest(
+        bytes(16), PartitionId(3), 1, TransactionId(first), reach, GENESIS_CHAIN, (), tuple(entries)
+    )
+    return ArchivedObjects("file:///a", manifest)
+
+
+@pytest.mark.parametrize(
+    ("objects", "span", "expected"),
+    [
+        (None, (0, 9), [(0, 9)]),
+        (objects_with((9, 0.4), (19, 0.4), (29, 0.4)), (0, 29), [(0, 19), (20, 29)]),
+        (objects_with((9, 0.4), (19, 0.4)), (5, 99), [(5, 19), (20, 99)]),
+        (objects_with((9, 0.4), (19, 0.4)), (12, 15), [(12, 15)]),
+        (objects_with((99, 4)), (0, 99), [(0, 24), (25, 49), (50, 74), (75, 99)]),
+        (objects_with((99, 4)), (0, 49), [(0, 24), (25, 49)]),
+        (
+            objects_with((9, 0.4), (109, 2), (119, 0.9)),
+            (0, 119),
+            [(0, 9), (10, 59), (60, 109), (110, 119)],
+        ),
+        (objects_with((9, 0.4), (19, 0.4), first=7), (0, 25), [(0, 6), (7, 19), (20, 25)]),
+        (objects_with((9, 1), (19, 1)), (20, 25), [(20, 25)]),
+    ],
+)
+def test_pieces_end_with_objects_and_with_the_bytes_of_a_task(
+    objects: ArchivedObjects | None, span: tuple[int, int], expected: list[tuple[int, int]]
+) -> None:
+    found = pieces_of(TransactionRange(3, *span), objects)
+    assert [(each.first, each.last) for each in found] == expected
+    assert {each.partition for each in found} == {3}
+
+
+def test_a_task_gets_its_own_objects_only() -> None:
+    whole = objects_with((9, 0.4), (19, 0.4), (29, 0.4))
+    part = cloudpickle.loads(cloudpickle.dumps(whole.between(12, 19)))
+    assert [each.last for each in part.entries] == [19]
+    assert (part.manifest.first, part.manifest.last) == (10, 19)

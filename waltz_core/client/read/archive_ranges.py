@@ -1,0 +1,154 @@
+"""Reads of archived transactions directly from the object store, without a server or a storage.
+
+A server reports what the archive has (`ReplicaSet.archived`). The process that plans a read finds
+the objects once; those that read parts of them need no manifest, since objects never change.
+
+Rules (docs/decisions/047, AR 14):
+    1. Objects are found through the manifest, and used only up to the IDs that it states.
+    2. Each record is verified before it is returned, as `archive/reader.py` does.
+    3. An archive that cannot be read is no reason to fail: the storages have the same transactions,
+       or read them from the archive themselves. The caller continues there after the last chunk.
+"""
+
+import functools
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from waltz_core.client.read.ranges import I64, ArchivedRange, RangeChunk
+from waltz_core.records import raw_records
+from waltz_core.records.batches import select_records
+from waltz_core.records.raw_records import Buffer, RangeRead
+from waltz_core.records.record import NO_SESSION, TransactionId
+from waltz_core.wire.messages import RangeForm
+
+if TYPE_CHECKING:
+    from waltz_core.archive.archive_cache import ArchiveCache
+    from waltz_core.archive.manifest import Manifest, ObjectEntry
+    from waltz_core.archive.reader import ArchiveReader
+    from waltz_core.archive.store import ArchiveStore
+
+# Read at once, for one chunk.
+CHUNK_BYTES: Final = 8 * 1024 * 1024
+# Row groups that were read and those that are read ahead, and the indexes of objects.
+CACHE_BYTES_MAX: Final = 64 * 1024 * 1024
+_NO_LENGTHS: Final[I64] = np.empty(0, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class ArchivedObjects:
+    """Objects of one partition at a URL, with consecutive IDs; plain values, for pickling."""
+
+    url: str
+    manifest: "Manifest"
+
+    @property
+    def entries(self) -> "tuple[ObjectEntry, ...]":
+        """The objects, in order."""
+        return self.manifest.newest
+
+    def between(self, first: int, last: int) -> "ArchivedObjects":
+        """Return those that hold some of first..last."""
+        chosen = tuple(each for each in self.entries if each.last >= first and each.first <= last)
+        return ArchivedObjects(self.url, _part_of(self.manifest, chosen))
+
+
+def find_objects(url: str, archived: ArchivedRange, first: int, last: int) -> ArchivedObjects:
+    """Return the objects of an archive that hold some of the IDs first..last.
+
+    Raises:
+        BadConfig: the URL names no object store.
+        ObjectMissing: there is no such manifest at this URL, or not any more.
+        ArchiveUnavailable: the store does not answer.
+        BadFormat, ChecksumMismatch: with the name of the file.
+    """
+    reader = _reader(url, archived)
+    entries = reader.objects_between(TransactionId(first), TransactionId(last))
+    return ArchivedObjects(url, _part_of(reader.manifest, entries))
+
+
+def last_older(url: str, archived: ArchivedRange, time_ms: int) -> TransactionId:
+    """Return the last archived ID that is known to be committed before a time.
+
+    It is the one before the first available ID if none is.
+
+    Raises:
+        Like `find_objects`.
+    """
+    return _reader(url, archived).last_older(time_ms)
+
+
+def _reader(url: str, archived: ArchivedRange) -> "ArchiveReader":
+    from waltz_core.archive.reader import ArchiveReader  # noqa: PLC0415 - imports Parquet
+
+    store, cache = _opened(os.getpid(), url)
+    return ArchiveReader(store, archived.manifest, archived.manifest_crc, cache)
+
+
+def _part_of(manifest: "Manifest", entries: "Sequence[ObjectEntry]") -> "Manifest":
+    if not entries:
+        return replace(manifest, first=TransactionId(manifest.last + 1), pages=(), newest=())
+    first, end = max(manifest.first, entries[0].first), entries[-1]
+    return replace(
+        manifest,
+        first=TransactionId(first),
+        last=end.last,
+        chain=end.chain,
+        pages=(),
+        newest=tuple(entries),
+    )
+
+
+def read_archived(
+    objects: ArchivedObjects,
+    first: int,
+    last: int,
+    *,
+    form: RangeForm,
+    header_values: Sequence[int] = (),
+) -> Iterator[RangeChunk]:
+    """Yield the transactions first..last of some objects in chunks, dense and in order.
+
+    Raises:
+        ObjectMissing: an object does not exist any more.
+        ArchiveUnavailable: the store does not answer.
+        BadFormat, ChecksumMismatch: with the name of the object; nothing of it was returned.
+    """
+    from waltz_core.archive.reader import ArchiveReader  # noqa: PLC0415 - imports Parquet
+
+    store, cache = _opened(os.getpid(), objects.url)
+    reader = ArchiveReader.of(objects.manifest, store, cache)
+    next_id = TransactionId(first)
+    while next_id <= last:
+        read = reader.read_range(next_id, TransactionId(last), CHUNK_BYTES)
+        chunk = _chunk_of(read, form, header_values)
+        next_id = chunk.next
+        yield chunk
+
+
+def _chunk_of(read: RangeRead, form: RangeForm, header_values: Sequence[int]) -> RangeChunk:
+    count = int(read.lengths.size)
+    records: Buffer = read.records
+    lengths = read.lengths
+    if header_values:
+        values = raw_records.application_headers_of(records, lengths)
+        records, lengths = select_records(records, lengths, np.isin(values, header_values))
+    if form is RangeForm.HEADERS:
+        records, lengths = raw_records.headers_of(records, lengths), _NO_LENGTHS
+    reach = TransactionId(read.first + count)
+    mark = TransactionId(reach - 1)
+    return RangeChunk(
+        form, read.first, count, reach, lengths, records, NO_SESSION, mark, read.entries
+    )
+
+
+@functools.cache
+def _opened(_process: int, url: str) -> "tuple[ArchiveStore, ArchiveCache]":
+    """Return the store and the cache of this process: a forked one opens its own."""
+    from waltz_core.archive.archive_cache import ArchiveCache  # noqa: PLC0415 - imports Parquet
+    from waltz_core.archive.store import ArchiveStore  # noqa: PLC0415 - imports Parquet
+
+    return ArchiveStore(url), ArchiveCache(CACHE_BYTES_MAX)

@@ -1,0 +1,129 @@
+"""Reads of archived transactions directly from the object store, for option `archive`.
+
+The driver finds the objects and splits them into tasks by size; tasks read them without a server or
+a storage.
+
+Rules:
+    1. An archive that cannot be read fails no query: a warning names the file and the reason, and
+       the task reads the rest from the storages. A URL that names no object store is an error.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+
+from waltz_core.client import (
+    ArchivedObjects,
+    ArchivedRange,
+    RangeChunk,
+    RangeForm,
+    ReplicaSet,
+    find_objects,
+    last_older,
+    read_archived,
+)
+from waltz_core.errors import BadConfig, WaltzError
+from waltz_core.records.record import BEFORE_FIRST
+from waltz_spark.planning import TransactionRange
+
+_log = logging.getLogger("waltz")
+# The records of one task, of objects that are smaller together, or of a part of a larger one.
+TASK_BYTES = 128 * 1024 * 1024
+
+
+def objects_of(
+    url: str, whole: Sequence[TransactionRange], sources: Mapping[int, ReplicaSet]
+) -> dict[int, ArchivedObjects]:
+    """Return the archived objects of each partition that hold some of the spans.
+
+    Raises:
+        BadConfig: the URL names no object store.
+    """
+    found: dict[int, ArchivedObjects] = {}
+    for partition in dict.fromkeys(span.partition for span in whole):
+        archived = sources[partition].archived
+        mine = [span for span in whole if span.partition == partition]
+        first, last = min(span.first for span in mine), max(span.last for span in mine)
+        if archived is None or archived.last < first:
+            continue
+        try:
+            objects = find_objects(url, archived, first, last)
+        except BadConfig:
+            raise
+        except WaltzError as error:
+            _warn(partition, first, error)
+            continue
+        if objects.entries:
+            found[partition] = objects
+    return found
+
+
+def older_in_archive(url: str, partition: int, archived: ArchivedRange, time_ms: int) -> int:
+    """Return the last archived ID that is known to be older than a time; -1 if none is known.
+
+    Raises:
+        BadConfig: the URL names no object store.
+    """
+    try:
+        return last_older(url, archived, time_ms)
+    except BadConfig:
+        raise
+    except WaltzError as error:
+        _warn(partition, archived.first, error)
+        return BEFORE_FIRST
+
+
+def pieces_of(span: TransactionRange, objects: ArchivedObjects | None) -> list[TransactionRange]:
+    """Split a span where its objects end, by size; the transactions that have none are one piece.
+
+    Larger objects than TASK_BYTES are split at IDs, as if their records had the same size.
+    """
+    if objects is None:
+        return [span]
+    found: list[TransactionRange] = []
+    next_id, gathered = span.first, 0
+
+    def cut(last: int) -> None:
+        nonlocal next_id, gathered
+        if next_id <= last:
+            found.append(TransactionRange(span.partition, next_id, last))
+        next_id, gathered = max(next_id, last + 1), 0
+
+    for entry in objects.entries:
+        first = max(entry.first, span.first, objects.manifest.first)
+        last = min(entry.last, span.last)
+        if last < first:
+            continue
+        if first == objects.manifest.first:
+            cut(first - 1)  # what has expired, which the storages reject
+        size = entry.record_bytes * (last - first + 1) // (entry.last - entry.first + 1)
+        if gathered and gathered + size > TASK_BYTES:
+            cut(first - 1)
+        count = -(-size // TASK_BYTES)
+        for index in range(1, count):
+            cut(first + (last - first + 1) * index // count - 1)
+        gathered += size // max(1, count)
+    cut(min(span.last, objects.manifest.last))
+    cut(span.last)
+    return found
+
+
+def chunks_of(
+    objects: ArchivedObjects,
+    span: TransactionRange,
+    form: RangeForm,
+    header_values: Sequence[int],
+) -> Iterator[RangeChunk]:
+    """Yield the transactions of a span; fewer if the archive cannot be read (rule 1)."""
+    first = span.first
+    try:
+        for chunk in read_archived(
+            objects, span.first, span.last, form=form, header_values=header_values
+        ):
+            first = chunk.next
+            yield chunk
+    except WaltzError as error:
+        _warn(span.partition, first, error)
+
+
+def _warn(partition: int, first: int, error: WaltzError) -> None:
+    _log.warning("spark.archive_not_read partition=%d first=%d error=%s", partition, first, error)
