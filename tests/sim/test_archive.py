@@ -69,6 +69,7 @@ def test_segments_are_removed_and_old_rows_are_read_from_the_archive(world):
     world.cluster.start_client(client)
     world.wait_for("read from the archive")
     world.cluster.run_until_recovered()
+    assert client.fed == world.cluster.checks.history.last
 
 
 @pytest.mark.parametrize(
@@ -85,9 +86,11 @@ def test_uploads_fail_and_continue_after_the_fault(world, fault, field):
 
 
 def test_garbage_is_collected_and_the_archive_stays_complete(world):
+    before = dict(world.archive.files)
     world.wait_for("archive file deleted", 3)
     world.wait_for("archived")
     world.cluster.run_until_recovered()
+    assert len(before.keys() - world.archive.files.keys()) >= 1
 
 
 def test_a_write_whose_answer_is_lost_may_take_effect_after_the_next_attempt():
@@ -97,6 +100,7 @@ def test_a_write_whose_answer_is_lost_may_take_effect_after_the_next_attempt():
     world.wait_for("archive answer lost")
     world.archive.lost_answers = 0.0
     world.wait_for("archive write after its answer")
+    assert world.archive.files
     world.wait_for("archived")
 
 

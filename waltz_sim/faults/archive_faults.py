@@ -43,7 +43,7 @@ def archive_loses_answers(cluster: SimCluster, rng: "Random") -> bool:
     def recover() -> None:
         archive.lost_answers = 0.0
 
-    cluster.world.after(rng.randrange(10, 600) * MS, recover)
+    cluster.world.after(rng.randrange(100, 2_000) * MS, recover)
     return True
 
 
