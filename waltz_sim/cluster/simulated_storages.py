@@ -382,7 +382,7 @@ class SimStorage(Process):
                 self._use_archive(effect)
 
     def _use_archive(self, effect: service_effects.Effect) -> None:
-        """Rule 5. All other effects need nothing here: the socket limits reading."""
+        """Rule 5."""
         archive = self._cluster.archive
         match effect:
             case service_effects.UploadRange(job):
@@ -392,6 +392,8 @@ class SimStorage(Process):
                 archive.collect(self, collection, partial(self._collected, collection))
             case service_effects.ReadArchive(read):
                 archive.answer(self, read, partial(self._was_read, read))
+            case _:
+                pass  # The socket limits reading.
 
     def _uploaded(self, job: UploadJob, outcome: UploadOutcome) -> None:
         self.is_uploading = False
