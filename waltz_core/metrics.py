@@ -282,6 +282,24 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
     ),
     ("storage_failed_uploads_total", _COUNTER, _ONE, "Uploads to the archive that failed."),
     (
+        "storage_running_upload_seconds",
+        _GAUGE,
+        (),
+        "Age of the upload to the archive, or the collection in it, that is running; else 0.",
+    ),
+    (
+        "storage_collected_files_total",
+        _COUNTER,
+        _ONE,
+        "Files of the archive that no manifest lists, and that this storage has deleted.",
+    ),
+    (
+        "storage_collected_bytes_total",
+        _COUNTER,
+        _ONE,
+        "Bytes of the files that this storage has deleted from the archive.",
+    ),
+    (
         "storage_archive_read_bytes_total",
         _COUNTER,
         _ONE,

@@ -1,5 +1,6 @@
 """A cluster that archives and removes old segments keeps every transaction."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 from uuid import UUID
@@ -42,10 +43,10 @@ def append(client: WaltzClient, written: list[bytes]) -> None:
 
 
 class Archive:
-    """The archive of a cluster in a directory."""
+    """The archive of a cluster."""
 
-    def __init__(self, directory: Path) -> None:
-        self.store = ArchiveStore(f"file://{directory}")
+    def __init__(self, url: str) -> None:
+        self.store = ArchiveStore(url)
 
     def newest(self) -> Manifest | None:
         """Return the manifest that reaches furthest."""
@@ -63,8 +64,12 @@ class Archive:
 
     def datas(self) -> list[bytes]:
         """Return the payloads of all verified objects, in order."""
+        return self.datas_of(self.objects())
+
+    def datas_of(self, objects: Sequence[ObjectEntry]) -> list[bytes]:
+        """Return the payloads of objects from the first one on, which are verified."""
         found: list[bytes] = []
-        for entry in self.objects():
+        for entry in objects:
             assert entry.first == len(found)
             with self.store.open(entry.name) as source:
                 each = ArchiveObject(source, entry.name)
@@ -128,7 +133,7 @@ def test_archive_and_local_logs_together_have_all_that_was_written(tmp_path: Pat
         },
         "server": {"archive_interval_ms": 100},
     }
-    archive, written = Archive(tmp_path / "archive"), list[bytes]()
+    archive, written = Archive(f"file://{tmp_path}/archive"), list[bytes]()
     options = {"settings": settings, "server_count": 1, "partition_count": 1}
     with running(tmp_path / "cluster", **options) as cluster:
         with WaltzClient(cluster.connect) as client:

@@ -17,13 +17,17 @@ Rules (docs/decisions/047):
 """
 
 from dataclasses import replace
-from typing import Any, Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
+from waltz_core.archive.file_names import writer_of
 from waltz_core.errors import BadFormat, ChecksumMismatch
 from waltz_core.records import strict_json
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import Chain, PartitionId, TransactionId
 from waltz_core.values import value
+
+if TYPE_CHECKING:
+    from waltz_core.archive.store import ArchiveStore
 
 FORMAT: Final = 1
 PAGE_ENTRIES: Final = 1_000
@@ -66,7 +70,7 @@ class ManifestPage(NamedTuple):
 
     def to_bytes(self) -> bytes:
         """Return the bytes of the page's file."""
-        return _framed({"format": FORMAT, "objects": [_entry_to_json(e) for e in self.entries]})
+        return framed({"format": FORMAT, "objects": [_entry_to_json(e) for e in self.entries]})
 
     @classmethod
     def from_bytes(cls, data: bytes, name: str) -> Self:
@@ -75,7 +79,7 @@ class ManifestPage(NamedTuple):
         Raises:
             BadFormat, ChecksumMismatch: with the name of the file.
         """
-        values = _unframed(data, name)
+        values = unframed(data, f"manifest {name}")
         with_values = _list_of(values, "objects", name)
         return cls(tuple(_entry_from_json(each, name) for each in with_values))
 
@@ -129,6 +133,10 @@ class Manifest:
         )
         return replace(self, pages=(*self.pages, added), newest=self.newest[len(entries) :])
 
+    def writer_of(self, entry: ObjectEntry) -> bytes:
+        """Return the key of the cluster that wrote an object."""
+        return writer_of(entry.name) or self.cluster_key
+
     def without_before(self, first: TransactionId) -> "Manifest":
         """Return the next manifest, in which `first` is the first available ID (expiry).
 
@@ -145,7 +153,7 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Return the bytes of the head's file."""
-        return _framed(
+        return framed(
             {
                 "format": FORMAT,
                 "cluster_key": self.cluster_key.hex(),
@@ -166,7 +174,7 @@ class Manifest:
         Raises:
             BadFormat, ChecksumMismatch: with the name of the file.
         """
-        values = _unframed(data, name)
+        values = unframed(data, f"manifest {name}")
         try:
             found = cls(
                 _hex(values["cluster_key"]),
@@ -199,26 +207,85 @@ class Manifest:
             raise BadFormat(f"manifest {name}: no object has the first ID {self.first}")
 
 
+class RecordedManifest(NamedTuple):
+    """What ZooKeeper records about a partition's manifest."""
+
+    partition_id: PartitionId
+    last: TransactionId
+    chain: Chain
+    name: str
+    file_crc: int
+
+    def read(self, store: "ArchiveStore", cluster_key: bytes) -> Manifest:
+        """Return the head of this manifest; blocks.
+
+        Raises:
+            ObjectMissing, ArchiveUnavailable: it cannot be read.
+            BadFormat, ChecksumMismatch: the file is not the recorded one.
+        """
+        data = store.read(self.name)
+        check_crc(self.name, data, self.file_crc)
+        found = Manifest.from_bytes(data, self.name)
+        self.check(found, cluster_key)
+        return found
+
+    def check(self, found: Manifest, cluster_key: bytes) -> None:
+        """Raise BadFormat unless a manifest has the recorded partition, end and chain."""
+        stated = (found.cluster_key, found.partition_id, found.last, found.chain)
+        if stated != (cluster_key, self.partition_id, self.last, self.chain):
+            raise BadFormat(
+                f"manifest {self.name or '(none)'}: expected one of partition {self.partition_id} "
+                f"that ends at {self.last} with chain {self.chain.hex()}, found partition "
+                f"{found.partition_id}, {found.last} and {found.chain.hex()}"
+            )
+
+
+def decode_page(stated: PageEntry, data: bytes) -> ManifestPage:
+    """Return the page that a head lists; raises ChecksumMismatch or BadFormat for another one."""
+    check_crc(stated.name, data, stated.file_crc)
+    page = ManifestPage.from_bytes(data, stated.name)
+    found = (page.entries[0].first, page.entries[-1].last) if page.entries else None
+    if found != (stated.first, stated.last):
+        raise BadFormat(
+            f"manifest {stated.name}: expected {stated.first}..{stated.last}, found {found}"
+        )
+    return page
+
+
+def check_crc(name: str, data: bytes, expected: int) -> None:
+    """Raise ChecksumMismatch unless the bytes of a head or a page have this CRC-32."""
+    if crc32(data) != expected:
+        raise ChecksumMismatch(
+            f"manifest {name}: expected CRC {expected:08x}, found {crc32(data):08x}"
+        )
+
+
 def _times(entry: ObjectEntry) -> tuple[int, ...]:
     return (entry.commit_ms_min, entry.commit_ms_max) if entry.commit_ms_max else ()
 
 
-def _framed(values: dict[str, Any]) -> bytes:
+def framed(values: dict[str, Any]) -> bytes:
+    """Return a JSON object after a line with its CRC-32."""
     body = strict_json.to_json(values)
     return b"%08x\n%s" % (crc32(body), body)
 
 
-def _unframed(data: bytes, name: str) -> dict[str, Any]:
+def unframed(data: bytes, what: str) -> dict[str, Any]:
+    """Return the object of `framed`, which must have this format; raises with `what` in the text.
+
+    Raises:
+        BadFormat, ChecksumMismatch: it is another file.
+    """
     stated, _, body = data.partition(b"\n")
     if stated != b"%08x" % crc32(body):
-        raise ChecksumMismatch(f"manifest {name}: expected CRC {crc32(body):08x}, found {stated!r}")
+        raise ChecksumMismatch(f"{what}: expected CRC {crc32(body):08x}, found {stated[:20]!r}")
     try:
         values = strict_json.from_json(body)
     except ValueError as error:
-        raise BadFormat(f"manifest {name}: {error}") from error
+        raise BadFormat(f"{what}: {error}") from error
     found = values.get("format") if isinstance(values, dict) else None
     if not isinstance(values, dict) or found != FORMAT:
-        raise BadFormat(f"manifest {name}: expected format {FORMAT}, found {found!r}")
+        raise BadFormat(f"{what}: expected format {FORMAT}, found {found!r}")
     return values
 
 

@@ -26,13 +26,12 @@ from typing import Final, NamedTuple, Self
 import numpy as np
 
 from waltz_core.archive.archive_cache import ArchiveCache
-from waltz_core.archive.manifest import Manifest, ManifestPage, ObjectEntry
+from waltz_core.archive.manifest import Manifest, ManifestPage, ObjectEntry, check_crc, decode_page
 from waltz_core.archive.object_index import ObjectIndex, RowGroup
 from waltz_core.archive.objects import ArchiveObject
 from waltz_core.archive.store import ArchiveStore
-from waltz_core.errors import BadFormat, BadRequest, BelowStart, ChecksumMismatch, WaltzError
+from waltz_core.errors import BadRequest, BelowStart, WaltzError
 from waltz_core.records import raw_records
-from waltz_core.records.checksum import crc32
 from waltz_core.records.raw_records import RangeRead
 from waltz_core.records.record import Chain, LineageEntry, TransactionId
 
@@ -252,7 +251,7 @@ class ArchiveReader:
 
     def _head(self) -> tuple[Manifest, int]:
         data = self._store.read(self.manifest_name)
-        _check_crc(self.manifest_name, data, self._manifest_crc)
+        check_crc(self.manifest_name, data, self._manifest_crc)
         manifest = Manifest.from_bytes(data, self.manifest_name)
         return manifest, _PAGE_EXPANSION * len(data)
 
@@ -270,14 +269,7 @@ class ArchiveReader:
 
         def load() -> tuple[ManifestPage, int]:
             data = self._store.read(stated.name)
-            _check_crc(stated.name, data, stated.file_crc)
-            page = ManifestPage.from_bytes(data, stated.name)
-            found = (page.entries[0].first, page.entries[-1].last) if page.entries else None
-            if found != (stated.first, stated.last):
-                raise BadFormat(
-                    f"manifest {stated.name}: expected {stated.first}..{stated.last}, found {found}"
-                )
-            return page, _PAGE_EXPANSION * len(data)
+            return decode_page(stated, data), _PAGE_EXPANSION * len(data)
 
         return self._cache.get(self._key("page", stated.name, stated.file_crc), load)
 
@@ -290,20 +282,7 @@ class ArchiveReader:
             return made, made.byte_count
 
         index = self._cache.get(self._key("index", entry.name), load)
-        manifest, facts = self.manifest, index.facts
-        found = (facts.cluster_key.hex(), facts.partition_id, facts.first)
-        expected = (manifest.cluster_key.hex(), manifest.partition_id, entry.first)
-        if found != expected:
-            raise BadFormat(
-                f"object {entry.name}: expected cluster key, partition and first ID {expected}, "
-                f"found {found}"
-            )
-        chain = index.chain_at(entry.last)
-        if chain != entry.chain:
-            raise ChecksumMismatch(
-                f"object {entry.name}: expected the chain {entry.chain.hex()} at {entry.last}, "
-                f"found {None if chain is None else chain.hex()}"
-            )
+        index.check(self.manifest, entry)
         return index
 
     def _group(self, entry: ObjectEntry, index: ObjectIndex, number: int) -> RowGroup:
@@ -321,12 +300,6 @@ class ArchiveReader:
 
 def _place(entries: tuple[ObjectEntry, ...], transaction_id: TransactionId) -> int:
     return bisect_left(entries, transaction_id, key=lambda each: each.last)
-
-
-def _check_crc(name: str, data: bytes, expected: int) -> None:
-    found = crc32(data)
-    if found != expected:
-        raise ChecksumMismatch(f"manifest {name}: expected CRC {expected:08x}, found {found:08x}")
 
 
 def _next_id(part: _Part) -> TransactionId:

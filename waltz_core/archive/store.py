@@ -20,20 +20,28 @@ import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final, NamedTuple, Self
 from urllib.parse import parse_qsl, urlsplit
 
 import pyarrow as pa
 from pyarrow import fs as arrow_fs
 
+from waltz_core.archive.file_names import TEMPORARY
 from waltz_core.errors import ArchiveUnavailable, BadConfig, ObjectMissing
 from waltz_core.records.raw_records import Buffer
 
 # After this time without progress a request to S3 has failed; the SDK tries again a few times.
 S3_TIMEOUT_S: Final = 20.0
 _S3_OPTIONS: Final = ("region", "endpoint_override", "scheme")
-_TEMPORARY: Final = ".tmp"
 _FAILURES: Final = (OSError, pa.ArrowException)
+
+
+class ListedFile(NamedTuple):
+    """A file in the store. `modified_ms` is by the store's clock; 0 if it keeps none."""
+
+    name: str
+    byte_count: int
+    modified_ms: int
 
 
 class ArchiveStore:
@@ -99,7 +107,11 @@ class ArchiveStore:
             return StoreFile(self._files.open_input_file(place), "read", place)
 
     def names(self, folder: str) -> list[str]:
-        """Return the names of all files in a folder and below it, sorted; none if it is missing.
+        """Return the names of `files`."""
+        return [each.name for each in self.files(folder)]
+
+    def files(self, folder: str) -> list[ListedFile]:
+        """Return all files in a folder and below it, sorted by name; none if it is missing.
 
         Temporary files of writes that did not end are among them.
 
@@ -110,7 +122,11 @@ class ArchiveStore:
         with _reported("list", self._place(folder)):
             found = self._files.get_file_info(chosen)
         start = len(self._base) + 1
-        return sorted(each.path[start:] for each in found if each.type is arrow_fs.FileType.File)
+        return sorted(
+            ListedFile(each.path[start:], each.size or 0, (each.mtime_ns or 0) // 1_000_000)
+            for each in found
+            if each.type is arrow_fs.FileType.File
+        )
 
     def delete(self, name: str) -> None:
         """Delete a file; a missing one is no error.
@@ -213,7 +229,7 @@ def _reported(operation: str, place: str) -> Iterator[None]:
 def _durable_file(path: Path) -> Iterator[Any]:
     """Give a file for writing; it gets its name when it is synced (rules 1 to 3)."""
     _make_durable_folder(path.parent)
-    temporary = path.with_name(path.name + _TEMPORARY)
+    temporary = path.with_name(path.name + TEMPORARY)
     try:
         with temporary.open("xb") as sink:
             yield sink

@@ -1,10 +1,7 @@
 """Writes a range of a log into the archive: an object, and a manifest that lists it; blocks.
 
-Names are `CLUSTER/P/objects/FIRST-LAST-SESSION-NONCE-N.parquet` and
-`CLUSTER/P/manifests/VERSION-SESSION-NONCE-N.json`, below the URL of the store.
-
 Rules (docs/decisions/047):
-    1. Nothing is overwritten: a session, its nonce and the attempt occur once (AR 2).
+    1. Nothing is overwritten: a session, its nonce and the attempt occur once (`file_names.py`).
     2. The object is read back. It must have the bytes that were written, of which statistics and
        headers are not verified otherwise, and the records, batches and chains of the log (AR 4).
     3. The new manifest has all objects of the present one, which must end directly before the
@@ -13,17 +10,24 @@ Rules (docs/decisions/047):
 """
 
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
-from uuid import UUID
 
 import numpy as np
 
-from waltz_core.archive.manifest import Manifest, ManifestPage, ObjectEntry
+from waltz_core.archive.file_names import (
+    FileOrigin,
+    manifest_name,
+    manifests_folder,
+    object_name,
+    objects_folder,
+    page_name,
+)
+from waltz_core.archive.manifest import Manifest, ManifestPage, ObjectEntry, RecordedManifest
 from waltz_core.archive.objects import ArchiveObject, ObjectFacts, ObjectWriter, Piece
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.archive.upload_job import BatchRun, NewManifest, UploadJob
-from waltz_core.errors import BadFormat, ChecksumMismatch
+from waltz_core.errors import ChecksumMismatch
 from waltz_core.records.checksum import crc32
 from waltz_core.records.raw_records import Buffer
 from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN, TransactionId
@@ -31,8 +35,15 @@ from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN, TransactionId
 ROW_GROUP_BYTES: Final = 8 * 1024 * 1024
 
 
-def upload(store: ArchiveStore, cluster_key: bytes, job: UploadJob) -> NewManifest:
+def upload(
+    store: ArchiveStore,
+    cluster_key: bytes,
+    job: UploadJob,
+    on_progress: Callable[[], None] = lambda: None,
+) -> NewManifest:
     """Write the object and the manifest of a job; both are durable and verified on return.
+
+    `on_progress` is called after each step, which is one or a few calls of the store.
 
     Raises:
         ArchiveUnavailable, ObjectMissing: the store did not carry out a request.
@@ -40,61 +51,61 @@ def upload(store: ArchiveStore, cluster_key: bytes, job: UploadJob) -> NewManife
             not end before the range.
     """
     present = _present_manifest(store, cluster_key, job)
-    folder = f"{UUID(bytes=cluster_key)}/{job.partition_id}"
-    suffix = f"{job.session_id}-{job.nonce.hex()}-{job.attempt}"
-    entry = _write_object(store, cluster_key, job, f"{folder}/objects", suffix)
-    prefix = f"{folder}/manifests/{present.version + 1}-{suffix}"
+    on_progress()
+    origin = FileOrigin(job.session_id, job.nonce, job.attempt)
+    entry = _write_object(store, cluster_key, job, origin, on_progress)
+    on_progress()
+    folder = manifests_folder(cluster_key, job.partition_id)
     page = present.next_page
     if page is not None:
-        name = f"{prefix}-page.json"
-        _write_read_back(store, name, page.to_bytes())
+        name = page_name(folder, present.version + 1, origin)
+        write_read_back(store, name, page.to_bytes())
         ManifestPage.from_bytes(page.to_bytes(), name)
         present = present.with_page(name, page)
-    name, data = f"{prefix}.json", present.with_object(entry).to_bytes()
-    _write_read_back(store, name, data)
+        on_progress()
+    made = present.with_object(entry)
+    name, data = manifest_name(folder, made.version, origin), made.to_bytes()
+    write_read_back(store, name, data)
     made = Manifest.from_bytes(data, name)
     return NewManifest(made.last, made.chain, job.end.stamp_ms, name, crc32(data))
 
 
 def _present_manifest(store: ArchiveStore, cluster_key: bytes, job: UploadJob) -> Manifest:
     """Return the manifest that ends before the range (rule 3)."""
+    before = TransactionId(job.first - 1)
+    recorded = RecordedManifest(
+        job.partition_id, before, job.chain_before, job.manifest, job.manifest_crc
+    )
     if job.manifest:
-        data = store.read(job.manifest)
-        if crc32(data) != job.manifest_crc:
-            raise ChecksumMismatch(
-                f"manifest {job.manifest}: expected CRC {job.manifest_crc:08x}, "
-                f"found {crc32(data):08x}"
-            )
-        found = Manifest.from_bytes(data, job.manifest)
-    else:
-        start = TransactionId(0)
-        found = Manifest(cluster_key, job.partition_id, 0, start, BEFORE_FIRST, GENESIS_CHAIN)
-    stated = (found.cluster_key, found.partition_id, found.last, found.chain)
-    expected = (cluster_key, job.partition_id, job.first - 1, job.chain_before)
-    if stated != expected:
-        raise BadFormat(
-            f"manifest {job.manifest or '(none)'}: expected one of partition {job.partition_id} "
-            f"that ends at {job.first - 1} with chain {job.chain_before.hex()}, found partition "
-            f"{found.partition_id}, {found.last} and {found.chain.hex()}"
-        )
+        return recorded.read(store, cluster_key)
+    start = TransactionId(0)
+    found = Manifest(cluster_key, job.partition_id, 0, start, BEFORE_FIRST, GENESIS_CHAIN)
+    recorded.check(found, cluster_key)
     return found
 
 
 def _write_object(
-    store: ArchiveStore, cluster_key: bytes, job: UploadJob, folder: str, suffix: str
+    store: ArchiveStore,
+    cluster_key: bytes,
+    job: UploadJob,
+    origin: FileOrigin,
+    on_progress: Callable[[], None],
 ) -> ObjectEntry:
     """Write the object, read it back, and return its entry (rule 2)."""
     end = job.end
     facts = ObjectFacts(
         cluster_key, job.partition_id, job.first, end.last, job.chain_before, end.chain
     )
-    name = f"{folder}/{job.first}-{end.last}-{suffix}.parquet"
+    folder = objects_folder(cluster_key, job.partition_id)
+    name = object_name(folder, job.first, end.last, origin)
     with store.writing(name) as target:
         sink = _CrcSink(target)
         writer = ObjectWriter(sink, facts)
         for piece in _row_groups(job.runs):
             writer.add(piece)
+            on_progress()
         writer.close()
+    on_progress()
     data = store.read(name)
     if crc32(data) != sink.crc:
         raise ChecksumMismatch(
@@ -153,7 +164,8 @@ def _joined(runs: list[BatchRun]) -> Piece:
     )
 
 
-def _write_read_back(store: ArchiveStore, name: str, data: bytes) -> None:
+def write_read_back(store: ArchiveStore, name: str, data: bytes) -> None:
+    """Write a file of a manifest; raises ArchiveUnavailable, or ChecksumMismatch if it differs."""
     store.write(name, data)
     if store.read(name) != data:
         raise ChecksumMismatch(f"manifest {name}: other bytes were read than written")

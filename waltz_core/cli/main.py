@@ -171,6 +171,21 @@ NOUNS: Mapping[str, NounEntry] = {
             "server metrics server1:15182 --match high_water_mark",
         ),
     ),
+    "archive": NounEntry(
+        "show and verify the archive in an object store",
+        {
+            "archive.archive_status": {
+                "status": "show what is archived of each partition, and how far the archive lags",
+            },
+            "archive.archive_verify": {
+                "verify": "read and verify every file of the archive",
+            },
+        },
+        (
+            "archive status --connect zk1:2181/waltz/payments",
+            "archive verify --connect zk1:2181/waltz/payments --archive s3://bucket/waltz",
+        ),
+    ),
     "disk": NounEntry(
         "show a storage's files, verify them, repair an index",
         {
@@ -233,6 +248,16 @@ NOUNS: Mapping[str, NounEntry] = {
                 "show": "show each setting with its source: default, file or environment",
             },
         },
+    ),
+    "backup": NounEntry(
+        "save one consistent point of all partitions, without interrupting anything",
+        "backup.backup_command",
+        ("backup --connect zk1:2181/waltz/payments --output s3://bucket/backups/monday",),
+    ),
+    "restore": NounEntry(
+        "create a cluster from a backup and the archive",
+        "backup.restore_command",
+        ("restore --connect zk1:2181/w --backup monday --archive s3://bucket/w --storage s1:1:2",),
     ),
     "bench": NounEntry(
         "run a benchmark and print its results as one JSON line",

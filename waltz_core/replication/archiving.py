@@ -2,7 +2,7 @@
 
 An engaged replica writes a range to the archive and reports the new manifest. This file decides
 which replica does it, and whether the result may be recorded in ZooKeeper. The session writes it
-there, together with the replica states.
+there, together with the replica states. Replicas also delete files that no manifest lists.
 
 Rules (decision 047):
     1. Only committed batches of a settled session are archived, in order, without gaps (AR 1).
@@ -13,21 +13,34 @@ Rules (decision 047):
     4. A failure ends the attempt, never the session; the next attempt waits, and uses another
        replica.
     5. A replica learns the mark when ZooKeeper has it and its own synced log has reached it (AR 9).
+    6. An attempt whose replica reports nothing for `PROGRESS_MS_MAX` has failed: its object store
+       may hang, or it may be stopped. Its result, if one arrives later, is not used.
+    7. An engaged replica is requested to collect garbage when this session has recorded a mark, and
+       then at intervals (AR 16). No attempt of this session is then under way, and no write of a
+       mark has an unknown outcome. The collection has a number as an attempt has: attempts with a
+       lower one have ended, recorded or not. All replicas must be connected, and none may have a
+       log that begins above the recorded mark: then ZooKeeper was rolled back.
+    8. A checkpoint is due when the archived records above the session's mark exceed a limit
+       (AR 11). The limit is in bytes, since it bounds what stays on disks. The archived part of the
+       session's bytes is estimated from IDs: replicas do not report it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias, assert_never
 
 from waltz_core.cluster.nodes.model import ArchivedMark
-from waltz_core.machine import Report
+from waltz_core.machine import Report, earliest
 from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN, Chain, ReplicaId, TransactionId
 from waltz_core.replication.limits import SessionLimits
 from waltz_core.replication.replica_session import ReplicaSession
 from waltz_core.replication.session_claim import Claim
-from waltz_core.replication.session_events import Effect
+from waltz_core.replication.session_events import Batch, CheckpointDue, Effect
 from waltz_core.wire.messages import (
+    ArchiveProgress,
     ArchiveRange,
+    CollectGarbage,
+    GarbageCollected,
     LineageRequest,
     LineageResponse,
     RangeArchived,
@@ -37,16 +50,26 @@ from waltz_core.wire.messages import (
 
 # The ticket of its requests; `Repairs` has those from 0 on.
 ARCHIVE_TICKET: Final = -3
+ArchiveNotice: TypeAlias = RangeArchived | GarbageCollected | ArchiveProgress
+ARCHIVE_NOTICES: Final = (RangeArchived, GarbageCollected, ArchiveProgress)
+# A single call of an object store, which shows no progress, may take this long.
+PROGRESS_MS_MAX: Final = 300_000
+COLLECTION_INTERVAL_MS: Final = 3_600_000
 _DOUBLINGS_MAX: Final = 6
 
 
 @dataclass(slots=True)
 class _Attempt:
-    """A range that a replica archives; when it has reported it, the mark to compare."""
+    """A range that a replica archives; when it has reported it, the mark to compare.
+
+    Or a collection of garbage. `progress_ms` is when its replica has last reported something.
+    """
 
     number: int
     replica: ReplicaId
     first: TransactionId
+    progress_ms: int
+    is_collection: bool = False
     found: ArchivedMark | None = None
     is_comparing: bool = False
 
@@ -69,7 +92,13 @@ class Archiving:
         self._attempt_count = 0
         self._failure_count = 0
         self._next_at_ms = 0
+        self._collect_at_ms: int | None = None  # None until a mark is recorded (rule 7)
         self._learned: dict[ReplicaId, TransactionId] = {}
+        # What was appended in this session, after its mark (rule 8).
+        self._mark = BEFORE_FIRST
+        self._submitted_last = BEFORE_FIRST
+        self._submitted_bytes = 0
+        self._is_checkpoint_due = False
 
     @property
     def last(self) -> TransactionId:
@@ -78,19 +107,22 @@ class Archiving:
 
     @property
     def wake_at_ms(self) -> int | None:
-        """When to begin the next attempt; None while one is under way, or if none is."""
-        if self._limits.archive_interval_ms == 0 or self._attempt is not None:
+        """When to begin the next attempt or collection, or to abandon the present one."""
+        if self._limits.archive_interval_ms == 0:
             return None
-        return self._next_at_ms if self.wanted is None else None
+        if self._attempt is not None:
+            return self._attempt.progress_ms + PROGRESS_MS_MAX
+        return earliest(self._next_at_ms, self._collect_at_ms) if self.wanted is None else None
 
     # ---- the recorded chain (rule 2)
 
-    def begin(self, engaged: Sequence[ReplicaSession], now_ms: int) -> None:
-        """Compare the recorded mark with the log of an engaged replica.
+    def begin(self, engaged: Sequence[ReplicaSession], mark: TransactionId, now_ms: int) -> None:
+        """Compare the recorded mark with the log of an engaged replica; the session has a mark.
 
-        The replicas learn the mark first: the batches of an earlier session, which must be settled,
-        may be in the archive only.
+        The replicas learn the archived mark first: the batches of an earlier session, which must be
+        settled, may be in the archive only.
         """
+        self._mark = mark
         self._next_at_ms = now_ms + self._limits.archive_interval_ms
         self._announce(engaged, now_ms)
         if not self.is_checked:
@@ -122,40 +154,110 @@ class Archiving:
     # ---- attempts
 
     def advance(
-        self, engaged: Sequence[ReplicaSession], committed: TransactionId, now_ms: int
+        self,
+        engaged: Sequence[ReplicaSession],
+        replicas: Collection[ReplicaSession],
+        committed: TransactionId,
+        now_ms: int,
     ) -> None:
-        """Take all steps that have become possible in a settled session."""
+        """Take all steps that have become possible in a settled session.
+
+        `engaged` are those of all `replicas` that count.
+        """
         self._announce(engaged, now_ms)
         attempt = self._attempt
         if attempt is not None:
-            if attempt.found is not None and not attempt.is_comparing:
+            if now_ms - attempt.progress_ms >= PROGRESS_MS_MAX:
+                self._fail(f"no report of progress for {PROGRESS_MS_MAX} ms", now_ms)
+            elif attempt.found is not None and not attempt.is_comparing:
                 self._compare(attempt, attempt.found, engaged, now_ms)
             return
-        is_due = self.wake_at_ms is not None and now_ms >= self._next_at_ms
+        if self._limits.archive_interval_ms == 0 or self.wanted is not None:
+            return
         capable = [each for each in engaged if each.supports_archiving]
-        if is_due and capable and committed > self.last:
-            self._attempt_count += 1
-            each = capable[(self._attempt_count + self._failure_count) % len(capable)]
-            self._request(each, committed, now_ms)
-        elif is_due:
-            self._next_at_ms = now_ms + self._limits.archive_interval_ms
+        if self._collect_at_ms is not None and now_ms >= self._collect_at_ms:
+            self._collect(capable, replicas, now_ms)
+        if self._attempt is None and now_ms >= self._next_at_ms:
+            if capable and committed > self.last:
+                self._request(self._next_of(capable), committed, now_ms)
+            else:
+                self._next_at_ms = now_ms + self._limits.archive_interval_ms
+
+    def _next_of(self, capable: Sequence[ReplicaSession]) -> ReplicaSession:
+        """Count an attempt, and return the replica for it."""
+        self._attempt_count += 1
+        return capable[(self._attempt_count + self._failure_count) % len(capable)]
 
     def _request(self, each: ReplicaSession, committed: TransactionId, now_ms: int) -> None:
         recorded = self.recorded
         first = TransactionId(self.last + 1)
-        self._attempt = _Attempt(self._attempt_count, each.replica, first)
+        self._attempt = _Attempt(self._attempt_count, each.replica, first, now_ms)
         chain = GENESIS_CHAIN if recorded is None else recorded.chain
         manifest = ("", 0) if recorded is None else (recorded.manifest, recorded.manifest_crc)
         fields = (self._attempt_count, first, committed, chain, *manifest)
         each.send_request(ArchiveRange, *fields, now_ms=now_ms, ticket=ARCHIVE_TICKET)
 
-    def archived(self, each: ReplicaSession, notice: RangeArchived, now_ms: int) -> None:
-        """A replica has finished an attempt."""
+    def _collect(
+        self,
+        capable: Sequence[ReplicaSession],
+        replicas: Collection[ReplicaSession],
+        now_ms: int,
+    ) -> None:
+        """Request a collection if the state of all replicas permits it (rule 7)."""
+        recorded = self.recorded
+        assert recorded is not None
+        known = [each for each in replicas if each.supports_archiving and each.repair is not None]
+        if len(known) < len(replicas) or not capable:
+            self._collect_at_ms = now_ms + self._limits.archive_interval_ms
+            return
+        for each in known:
+            assert each.repair is not None
+            if each.repair.start > recorded.last:
+                reason = (
+                    f"its log begins after {each.repair.start}, but ZooKeeper has "
+                    f"{recorded.last} as the last archived ID: its data was rolled back"
+                )
+                self._collection_failed(each.replica, reason, now_ms)
+                return
+        each = self._next_of(capable)
+        number, first = self._attempt_count, TransactionId(self.last + 1)
+        self._attempt = _Attempt(number, each.replica, first, now_ms, is_collection=True)
+        fields = (number, recorded.last, recorded.chain, recorded.manifest, recorded.manifest_crc)
+        each.send_request(CollectGarbage, *fields, now_ms=now_ms, ticket=ARCHIVE_TICKET)
+
+    def _collected(self, notice: GarbageCollected, now_ms: int) -> None:
+        if notice.error:
+            self._fail(notice.error, now_ms)
+            return
+        self._attempt = None
+        pause_ms = COLLECTION_INTERVAL_MS
+        if notice.has_more:
+            pause_ms = self._limits.archive_interval_ms
+        self._collect_at_ms = now_ms + pause_ms
+
+    def _collection_failed(self, replica: ReplicaId, reason: str, now_ms: int) -> None:
+        self._collect_at_ms = now_ms + COLLECTION_INTERVAL_MS
+        self._report("archive.collection_failed", replica=replica, reason=reason)
+
+    def notified(self, each: ReplicaSession, notice: ArchiveNotice, now_ms: int) -> None:
+        """A replica reports the end or the progress of an attempt, perhaps of an abandoned one."""
         attempt = self._attempt
         if attempt is None or (attempt.replica, attempt.number) != (each.replica, notice.attempt):
             return
-        if attempt.found is not None:
-            return  # Only the first result of an attempt counts.
+        attempt.progress_ms = now_ms
+        match notice:
+            case ArchiveProgress():
+                pass
+            case RangeArchived():
+                if not attempt.is_collection and attempt.found is None:  # Only the first result.
+                    self._archived(attempt, notice, now_ms)
+            case GarbageCollected():
+                if attempt.is_collection:
+                    self._collected(notice, now_ms)
+            case _:
+                assert_never(notice)
+
+    def _archived(self, attempt: _Attempt, notice: RangeArchived, now_ms: int) -> None:
         if notice.error:
             self._fail(notice.error, now_ms)
         elif not notice.manifest:
@@ -194,13 +296,19 @@ class Archiving:
                 )
                 return
 
-    def answered(self, each: ReplicaSession, answer: LineageResponse, now_ms: int) -> None:
+    def answered(
+        self,
+        each: ReplicaSession,
+        message: StorageMessage,
+        answer: LineageResponse,
+        now_ms: int,
+    ) -> None:
         """A replica has returned its lineage: at the recorded mark, or at the end of a range."""
         if not self.is_checked:
             self._checked(answer, now_ms)
             return
         attempt = self._attempt
-        if attempt is None or attempt.found is None or not attempt.is_comparing:
+        if attempt is None or attempt.found is None or not self._is_current(each, message):
             return
         found = attempt.found
         end = answer.lineage[-1] if answer.lineage else None
@@ -220,16 +328,31 @@ class Archiving:
         """A replica has rejected a request: the attempt has failed (rule 4)."""
         if isinstance(message, SetArchived):
             self._report("archive.failed", replica=each.replica, reason=reason)
-        elif self._attempt is not None:
+        elif self._is_current(each, message):
             self._fail(reason, now_ms)
+
+    def _is_current(self, each: ReplicaSession, message: StorageMessage) -> bool:
+        """Whether a request is one of the present attempt, and not of an abandoned one."""
+        attempt = self._attempt
+        if attempt is None:
+            return False
+        if isinstance(message, ArchiveRange | CollectGarbage):
+            return (attempt.replica, attempt.number) == (each.replica, message.attempt)
+        found = attempt.found if attempt.is_comparing else None
+        return (
+            isinstance(message, LineageRequest) and found is not None and message.last == found.last
+        )
 
     def _fail(self, reason: str, now_ms: int) -> None:
         assert self._attempt is not None
-        replica, self._attempt = self._attempt.replica, None
+        attempt, self._attempt = self._attempt, None
+        if attempt.is_collection:
+            self._collection_failed(attempt.replica, reason, now_ms)
+            return
         doublings = min(self._failure_count, _DOUBLINGS_MAX)
         self._failure_count += 1
         self._next_at_ms = now_ms + (self._limits.archive_interval_ms << doublings)
-        self._report("archive.failed", replica=replica, reason=reason)
+        self._report("archive.failed", replica=attempt.replica, reason=reason)
 
     # ---- the recorded mark
 
@@ -239,9 +362,28 @@ class Archiving:
             assert recorded is not None
             self._report("archive.recorded", last=recorded.last, manifest=recorded.manifest)
             self._failure_count, self._next_at_ms = 0, now_ms
+            if self._collect_at_ms is None:
+                self._collect_at_ms = now_ms
         self.recorded = recorded
         if recorded == self.wanted:
             self.wanted = None
+        self._consider_checkpoint()
+
+    def submitted(self, batch: Batch) -> None:
+        """A batch is appended in this session."""
+        self._submitted_last = batch.last
+        self._submitted_bytes += len(batch.records)
+
+    def _consider_checkpoint(self) -> None:
+        """Rule 8."""
+        archived_count = min(self.last, self._submitted_last) - self._mark
+        if self._is_checkpoint_due or archived_count <= 0:
+            return
+        submitted_count = self._submitted_last - self._mark
+        archived_bytes = self._submitted_bytes * archived_count // submitted_count
+        if archived_bytes > self._limits.archived_bytes_max:
+            self._is_checkpoint_due = True
+            self._outbox.append(CheckpointDue(self._session_id))
 
     def _announce(self, engaged: Sequence[ReplicaSession], now_ms: int) -> None:
         """Send the recorded mark to the replicas that have reached it (rule 5)."""

@@ -36,7 +36,8 @@ class SessionLimits:
     memory than its bytes. `range_bytes_max`: size of one copied stretch. `slow_append_ms`: appends
     that take an engaged replica this long are reported; 0 for never. `archive_interval_ms`: pause
     between attempts to archive committed batches, doubled after each failure; 0: nothing is
-    archived.
+    archived. `archived_bytes_max`: size of the archived records above the confirmed mark after
+    which the owner is notified that a checkpoint is due.
     """
 
     first_retry_ms_max: int = 20
@@ -60,6 +61,7 @@ class SessionLimits:
     range_bytes_max: int = 1 * MIB
     slow_append_ms: int = 0
     archive_interval_ms: int = 0
+    archived_bytes_max: int = 64 * MIB
 
     def __post_init__(self) -> None:
         for name in (each.name for each in fields(self)):

@@ -28,14 +28,7 @@ from typing import Final, NamedTuple, assert_never
 from waltz_core.cluster.nodes.model import ArchivedMark
 from waltz_core.errors import BelowStart, Damaged, ProtocolError, RemoteProtocolError, WaltzError
 from waltz_core.machine import Report
-from waltz_core.records.record import (
-    BEFORE_FIRST,
-    GENESIS_CHAIN,
-    NO_SESSION,
-    Chain,
-    ReplicaId,
-    TransactionId,
-)
+from waltz_core.records.record import BEFORE_FIRST, NO_SESSION, Chain, ReplicaId, TransactionId
 from waltz_core.replication.limits import SessionLimits
 from waltz_core.replication.repair import (
     AppendCopy,
@@ -84,6 +77,7 @@ class Repairs:
     ) -> None:
         self.goal: Goal | None = None
         self.archived = archived
+        self.is_open = False  # ZooKeeper has this session's states
         self.contradiction: str | None = None  # the finding of rule 4
         self._failed: list[tuple[ReplicaId, str]] = []
         self._replicas = replicas
@@ -101,7 +95,7 @@ class Repairs:
     def decided(self, mark: TransactionId) -> None:
         """The mark is decided: from now on logs may be changed."""
         assert self.goal is None
-        self.goal = Goal(mark, GENESIS_CHAIN if mark == BEFORE_FIRST else None)
+        self.goal = Goal(mark, self._recovery.known_chain)
 
     def advance(self, now_ms: int) -> None:
         """Take the next step of every replica without a step under way."""
@@ -124,7 +118,7 @@ class Repairs:
         """Set the goal's chain, or clear it if no replica has it any longer (rule 5)."""
         assert self.goal is not None
         goal = self.goal
-        if goal.mark == BEFORE_FIRST:
+        if self._recovery.known_chain is not None:
             return
         for each in self._replicas.values():
             if each.stage in MARKED:
@@ -161,8 +155,12 @@ class Repairs:
             self._take(each, step, now_ms)
 
     def _goal_of(self, each: ReplicaSession, goal: Goal, now_ms: int) -> Goal:
-        """Return the goal of one replica: a trusted one is never reset (repair.py, rule 7)."""
-        if self.archived is None or self._recovery.is_credible(each.replica):
+        """Return the goal of one replica: none is reset that a session needs (repair.py, rule 7).
+
+        Until ZooKeeper has this session's states, the next session would need a trusted replica.
+        """
+        is_needed = not self.is_open and self._recovery.is_credible(each.replica)
+        if self.archived is None or is_needed:
             return goal
         starts = [
             other.repair.start

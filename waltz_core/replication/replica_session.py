@@ -56,6 +56,7 @@ _ANSWERS: Final[dict[type[StorageMessage], type[StorageMessage]]] = {
     messages.Heartbeat: messages.HeartbeatResponse,
     messages.ArchiveRange: messages.SuccessResponse,
     messages.SetArchived: messages.SuccessResponse,
+    messages.CollectGarbage: messages.SuccessResponse,
 }
 _CHANGING: Final = (
     messages.Truncate,

@@ -32,7 +32,7 @@ from waltz_core.errors import (
 )
 from waltz_core.machine import Report
 from waltz_core.records.record import PartitionId, ReplicaId, SessionId, TransactionId
-from waltz_core.replication.archiving import ARCHIVE_TICKET, Archiving
+from waltz_core.replication.archiving import ARCHIVE_NOTICES, ARCHIVE_TICKET, Archiving
 from waltz_core.replication.limits import SessionLimits
 from waltz_core.replication.proving import Proving
 from waltz_core.replication.quorum import quorum_mark, quorum_size
@@ -116,7 +116,7 @@ class StoreSession:
         limits: SessionLimits,
     ) -> None:
         self.claim = claim
-        self.recovery = Recovery(claim.origin, claim.states)
+        self.recovery = Recovery(claim.origin, claim.states, claim.archived)
         self.quorum = quorum_size(len(claim.assigned))
         self.window: SessionWindow | None = None  # from the opening on
         self.opened_ms: int | None = None
@@ -251,8 +251,8 @@ class StoreSession:
         try:
             if isinstance(answer, messages.DamageFound):
                 self.repairs.damage_found(each, answer)
-            elif isinstance(answer, messages.RangeArchived):
-                self._archiving.archived(each, answer, now_ms)
+            elif isinstance(answer, ARCHIVE_NOTICES):
+                self._archiving.notified(each, answer, now_ms)
             else:
                 self._answered(each, each.take(answer), answer, now_ms)
         except (RemoteProtocolError, Damaged) as error:
@@ -281,6 +281,8 @@ class StoreSession:
         assert self.window is not None
         assert self.is_settled, "nothing is appended before earlier sessions are settled"
         self.window.add(batch, self.claim.session_id, now_ms)
+        if self._archiving.is_used:
+            self._archiving.submitted(batch)
         for each in self.replicas.values():
             if each.stage is _ENGAGED:
                 self._feed(each, now_ms)
@@ -300,7 +302,7 @@ class StoreSession:
         assert goal.chain is not None
         self.states, self.writing = dict(states), None
         self._archiving.wrote(archived, now_ms)
-        self.repairs.archived = archived
+        self.repairs.archived, self.repairs.is_open = archived, True
         for replica, each in self.replicas.items():
             if states.get(replica) != self._engaged_state or each.stage is ReplicaStage.ENGAGED:
                 continue
@@ -471,15 +473,17 @@ class StoreSession:
                 self._settlement.answered(each, answer, now_ms)
                 self._note_settled()
             case _ if request.ticket == ARCHIVE_TICKET:
-                self._archive_answered(each, answer, now_ms)
+                self._archive_answered(each, request.message, answer, now_ms)
             case messages.ReplicaEnd() if isinstance(request.message, messages.Engage):
                 pass
             case _:
                 self.repairs.answered(each, request.ticket, answer, now_ms)
 
-    def _archive_answered(self, each: ReplicaSession, answer: StorageMessage, now_ms: int) -> None:
+    def _archive_answered(
+        self, each: ReplicaSession, message: StorageMessage, answer: StorageMessage, now_ms: int
+    ) -> None:
         if isinstance(answer, messages.LineageResponse):
-            self._archiving.answered(each, answer, now_ms)
+            self._archiving.answered(each, message, answer, now_ms)
             if self._archiving.contradiction is not None:
                 self.end(Ending(Cause.REJECTED, self._archiving.contradiction))
             else:
@@ -561,7 +565,8 @@ class StoreSession:
                     self._feed(each, now_ms)
         if self._archiving.is_used and self.is_settled and self.ended is None:
             assert self.window is not None
-            self._archiving.advance(self.engaged, self.window.committed, now_ms)
+            replicas = self.replicas.values()
+            self._archiving.advance(self.engaged, replicas, self.window.committed, now_ms)
 
     def _is_decided(self) -> bool:
         if self.repairs.goal is not None:
@@ -598,7 +603,7 @@ class StoreSession:
             )
         )
         self._settlement = Settlement(claim, mark, self.engaged)
-        self._archiving.begin(self.engaged, now_ms)
+        self._archiving.begin(self.engaged, mark, now_ms)
         self._settlement.begin(now_ms)
         self._note_settled()
 

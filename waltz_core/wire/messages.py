@@ -934,3 +934,46 @@ class ResetLog(StorageMessage):
     since = 3
     last: Int64
     chain: Raw16
+
+
+@value(frozen=True, slots=True)
+class CollectGarbage(StorageMessage):
+    """Delete files of the archive that the recorded manifest does not list, a few at a time.
+
+    The manifest ends at `last` with this chain. All attempts of this session below `attempt` have
+    ended (rule AR 16). `GarbageCollected` follows.
+    """
+
+    code = 87
+    since = 3
+    attempt: Int32
+    last: Int64
+    chain: Raw16
+    manifest: Text
+    manifest_crc: Crc32
+
+
+@value(frozen=True, slots=True)
+class GarbageCollected(StorageMessage):
+    """A notification to the owner (sequence 0): the end of a collection.
+
+    `has_more`: there is more garbage than one request deletes. With an `error` it has failed.
+    """
+
+    code = 88
+    since = 3
+    attempt: Int32
+    has_more: Bool
+    error: Text
+
+
+@value(frozen=True, slots=True)
+class ArchiveProgress(StorageMessage):
+    """A notification to the owner (sequence 0): its attempt has not failed.
+
+    A storage sends it for requests that wait or run, while its work on the archive continues.
+    """
+
+    code = 89
+    since = 3
+    attempt: Int32

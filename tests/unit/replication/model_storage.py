@@ -177,7 +177,7 @@ class ModelStorage:
                 self._reset(message)
             case wire.SetLowWaterMark():
                 self._set_mark(message)
-            case wire.ArchiveRange() | wire.SetArchived():
+            case wire.ArchiveRange() | wire.SetArchived() | wire.CollectGarbage():
                 if isinstance(message, wire.SetArchived):
                     self.archive_session = message.session_id
                 return wire.SuccessResponse(*prefix)

@@ -6,16 +6,57 @@ import pytest
 
 from tests.unit.replication.bench import LIMITS, A, B, Bench, C, wire
 from tests.unit.replication.test_repairs import reports_damage
-from waltz_core.cluster.nodes.model import ArchivedMark
+from waltz_core.cluster.nodes.model import (
+    ArchivedMark,
+    MarkerState,
+    PartitionMarker,
+    PartitionMetadata,
+)
 from waltz_core.records.record import GENESIS_CHAIN
-from waltz_core.replication.session_events import ReplicaResponded, SessionSettled
+from waltz_core.replication.archiving import COLLECTION_INTERVAL_MS, PROGRESS_MS_MAX
+from waltz_core.replication.session_events import (
+    CheckpointDue,
+    ReplicaResponded,
+    SessionOpened,
+    SessionSettled,
+)
 
 INTERVAL_MS = 10_000
 ARCHIVING = replace(LIMITS, archive_interval_ms=INTERVAL_MS)
 
 
+class ArchivingBench(Bench):
+    """Its storages report the end of a collection at once, unless `collects` is False.
+
+    They reject requests of the kind `rejected`.
+    """
+
+    def __init__(self, *names, limits=ARCHIVING):
+        super().__init__(*names, limits=limits)
+        self.collects = True
+        self.rejected = ()
+
+    def deliver(self, replica):
+        if isinstance(self.requests[replica][0], self.rejected):
+            message = self.requests[replica].popleft()
+            answer = wire.Nack(message.session_id, message.sequence, 0, 12, 0, "no")
+            self.step(ReplicaResponded(message.session_id, replica, answer))
+            return message, answer
+        message, answer = super().deliver(replica)
+        if isinstance(message, wire.CollectGarbage) and self.collects:
+            end_collection(self, replica, message)
+        return message, answer
+
+
+def end_collection(bench, replica, request, *, has_more=False, error=""):
+    """Let a replica report the end of a collection."""
+    prefix = request.session_id, 0, request.partition_id
+    notice = wire.GarbageCollected(*prefix, request.attempt, has_more, error)
+    bench.step(ReplicaResponded(request.session_id, replica, notice))
+
+
 def new_bench(*names):
-    bench = Bench(*names, limits=ARCHIVING)
+    bench = ArchivingBench(*names)
     bench.open()
     bench.append(2, batches=3)
     return bench
@@ -38,6 +79,12 @@ def begin(bench):
     bench.run_for(INTERVAL_MS)
     assert len(attempts(bench)) == count + 1
     return attempts(bench)[-1]
+
+
+def progress(bench, replica, request):
+    prefix = request.session_id, 0, request.partition_id
+    notice = wire.ArchiveProgress(*prefix, request.attempt)
+    bench.step(ReplicaResponded(request.session_id, replica, notice))
 
 
 def chain_at(bench, last):
@@ -96,8 +143,52 @@ def test_a_range_is_archived_compared_recorded_and_then_announced(bench):
 def test_the_next_range_follows_the_recorded_one_at_once_and_uses_its_manifest(bench):
     first = archive(bench, last=3)
     _, request = attempts(bench)[-1]
-    assert (request.first, request.last, request.attempt) == (4, 5, 2)
+    (collection,) = bench.all_sent(wire.CollectGarbage)
+    assert (request.first, request.last, request.attempt) == (4, 5, collection.attempt + 1)
     assert (request.chain_before, request.manifest, request.manifest_crc) == (first.chain, "m1", 7)
+
+
+@pytest.mark.parametrize("is_archived", [False, True])
+def test_an_attempt_without_progress_is_abandoned_and_another_replica_tries(bench, is_archived):
+    replica, request = begin(bench)
+    bench.run_for(PROGRESS_MS_MAX - 2 * INTERVAL_MS)
+    bench.silent = {A, B, C}
+    if is_archived:
+        finish(bench, replica, request)  # and no other replica returns its chain
+    else:
+        progress(bench, replica, replace(request, attempt=9))
+        progress(bench, next(name for name in bench.names if name != replica), request)
+        bench.wait(2 * INTERVAL_MS - 1_000)
+        assert not bench.reports("archive.failed"), "the other reports are of no attempt"
+        progress(bench, replica, request)
+    bench.wait(PROGRESS_MS_MAX - 1)
+    assert not bench.reports("archive.failed")
+    bench.wait(1)
+    (report,) = bench.reports("archive.failed")
+    assert (report["replica"], report["reason"]) == (replica, "no report of progress for 300000 ms")
+    bench.silent = set()
+    other, second = begin(bench)
+    assert (other != replica, second.attempt) == (True, 2)
+    finish(bench, replica, request)
+    bench.run()
+    assert bench.marker.archived is None, "a late result is not used"
+    finish(bench, other, second)
+    bench.run()
+    assert bench.marker.archived.manifest == "m2"
+
+
+def test_a_late_rejection_of_an_abandoned_attempt_ends_no_other(bench):
+    bench.silent = {A, B, C}
+    bench.wait(INTERVAL_MS)
+    ((replica, _),) = attempts(bench)
+    bench.silent = {replica}
+    bench.run_for(PROGRESS_MS_MAX)
+    assert begin(bench)[0] != replica
+    bench.silent, bench.rejected = set(), wire.ArchiveRange
+    bench.run()
+    assert [each["reason"] for each in bench.reports("archive.failed")] == [
+        "no report of progress for 300000 ms"
+    ]
 
 
 def test_nothing_is_requested_while_an_attempt_is_under_way_or_when_all_is_archived(bench):
@@ -315,7 +406,171 @@ def test_without_the_setting_nothing_is_archived():
     assert bench.store.wake_at_ms is None
 
 
+# ---- garbage
+
+
+def collections(bench):
+    return [each for each in bench.sent if isinstance(each[1], wire.CollectGarbage)]
+
+
+def test_garbage_is_collected_when_a_mark_is_recorded_and_then_every_hour(bench):
+    bench.run_for(2 * COLLECTION_INTERVAL_MS)
+    assert not collections(bench), "no mark is recorded"
+    replica, request = attempts(bench)[-1]
+    bench.silent = {A, B, C}
+    finish(bench, replica, request, last=3)
+    bench.silent = set()
+    bench.run(questions=False)
+    assert not collections(bench), "the write of the mark has no known outcome"
+    bench.run()
+    ((_, collection),) = collections(bench)
+    mark = bench.marker.archived
+    assert (collection.last, collection.chain, collection.manifest, collection.manifest_crc) == (
+        3,
+        mark.chain,
+        mark.manifest,
+        7,
+    )
+    assert collection.attempt > request.attempt
+    replica, request = attempts(bench)[-1]
+    assert request.attempt > collection.attempt
+    finish(bench, replica, request)
+    bench.run()
+    bench.wait(COLLECTION_INTERVAL_MS - 1)
+    assert len(collections(bench)) == 1
+    bench.wait(1)
+    assert collections(bench)[1][1].last == 5
+    assert len({replica for replica, _ in collections(bench)}) == 2
+
+
+@pytest.mark.parametrize("is_uploading", [False, True])
+def test_nothing_is_collected_during_an_attempt_or_archived_during_a_collection(
+    bench, is_uploading
+):
+    archive(bench)
+    bench.wait(COLLECTION_INTERVAL_MS - 2 * INTERVAL_MS)
+    bench.collects = False
+    if is_uploading:
+        bench.append(1)
+        replica, request = begin(bench)
+        bench.run_for(2 * INTERVAL_MS)
+        assert len(collections(bench)) == 1
+        finish(bench, replica, request)
+        bench.run()
+    else:
+        bench.run_for(2 * INTERVAL_MS)
+        bench.append(1)
+        count = len(attempts(bench))
+        bench.run_for(2 * INTERVAL_MS)
+        assert len(attempts(bench)) == count
+        end_collection(bench, *collections(bench)[-1])
+        bench.run_for(INTERVAL_MS)
+        assert len(attempts(bench)) == count + 1
+    assert len(collections(bench)) == 2
+
+
+def test_a_collection_that_has_more_continues_after_the_interval_of_attempts(bench):
+    bench.collects = False
+    archive(bench)
+    end_collection(bench, *collections(bench)[-1], has_more=True)
+    bench.wait(INTERVAL_MS - 1)
+    assert len(collections(bench)) == 1
+    bench.wait(1)
+    assert len(collections(bench)) == 2
+    end_collection(bench, *collections(bench)[-1])
+    bench.run_for(COLLECTION_INTERVAL_MS - 1)
+    assert len(collections(bench)) == 2
+
+
+@pytest.mark.parametrize("fault", ["error", "rejection", "silence"])
+def test_a_failed_collection_is_reported_and_archiving_continues(bench, fault):
+    bench.collects = False
+    bench.rejected = wire.CollectGarbage if fault == "rejection" else ()
+    archive(bench, last=3)
+    replica, request = collections(bench)[-1]
+    if fault == "error":
+        end_collection(bench, replica, request, error="listed files are missing")
+    elif fault == "silence":
+        bench.wait(PROGRESS_MS_MAX)
+    (report,) = bench.reports("archive.collection_failed")
+    assert report["replica"] == replica
+    assert bench.store.open_session == 0
+    bench.run_for(INTERVAL_MS)
+    finish(bench, *attempts(bench)[-1])
+    bench.run()
+    assert bench.marker.archived.last == 5
+    bench.run_for(COLLECTION_INTERVAL_MS)
+    assert len(collections(bench)) == 2
+    assert not bench.reports("archive.failed")
+
+
+def test_nothing_is_collected_while_a_replica_is_absent(bench):
+    bench.lose(C)
+    bench.down.add(C)
+    bench.reopen()
+    archive(bench)
+    bench.run_for(COLLECTION_INTERVAL_MS)
+    assert not collections(bench)
+    bench.down.clear()
+    bench.run_for(10_000)
+    bench.append(1)
+    bench.run_for(INTERVAL_MS)
+    finish(bench, *attempts(bench)[-1])
+    bench.run_for(INTERVAL_MS)
+    assert len(collections(bench)) == 1
+
+
+def test_nothing_is_collected_if_a_log_begins_above_the_recorded_mark(bench):
+    """ZooKeeper was rolled back: the archive may have the records before that start."""
+    replica, request = begin(bench)
+    each = bench.store.session.replicas[C]
+    each.repair.start = 4
+    finish(bench, replica, request, last=3)
+    bench.run_for(INTERVAL_MS)
+    assert not collections(bench)
+    (report,) = bench.reports("archive.collection_failed")
+    assert report["replica"] == C
+    assert report["reason"].startswith("its log begins after 4, but ZooKeeper has 3 as the last")
+    assert attempts(bench)[-1][1].first == 4, "archiving continues"
+
+
 # ---- replicas without the archived records
+
+
+def test_a_checkpoint_is_due_once_when_much_is_archived_above_the_mark():
+    bench = ArchivingBench(limits=replace(ARCHIVING, archived_bytes_max=1))
+    bench.open()
+    bench.append(2, batches=3)
+    assert not bench.all_reported(CheckpointDue)
+    archive(bench, last=1)
+    assert bench.all_reported(CheckpointDue) == [CheckpointDue(0)]
+    bench.append(1)
+    replica, request = attempts(bench)[-1]
+    finish(bench, replica, request)
+    bench.run()
+    assert bench.marker.archived.last == 5
+    assert len(bench.all_reported(CheckpointDue)) == 1
+
+
+def test_only_the_archived_part_above_the_mark_counts_for_a_checkpoint():
+    sent = new_bench().all_sent(wire.AppendRaw, A)
+    size = sum(len(each.records) for each in sent)
+    bench = ArchivingBench(limits=replace(ARCHIVING, archived_bytes_max=size))
+    bench.open()
+    bench.append(2, batches=5)
+    archive(bench, last=5)
+    assert not bench.all_reported(CheckpointDue)
+    replica, request = attempts(bench)[-1]
+    finish(bench, replica, request, last=7)
+    bench.run()
+    assert [each.session_id for each in bench.all_reported(CheckpointDue)] == [0]
+    # All of it is below the mark of the next session.
+    bench.lose(A)
+    bench.reopen()
+    assert bench.store.open_session == 1
+    archive(bench)
+    assert bench.marker.archived.last == 9
+    assert len(bench.all_reported(CheckpointDue)) == 1
 
 
 def remove_archived(bench, last, names=(A, B)):
@@ -367,7 +622,7 @@ def test_a_source_that_removes_segments_meanwhile_is_used_from_the_archived_mark
 
 def test_a_trusted_replica_that_lags_is_completed_and_not_reset():
     """If it were reset it would be unknown, and another loss would leave no decision."""
-    bench = Bench(limits=ARCHIVING)
+    bench = ArchivingBench()
     bench.open()
     bench.silent = {C}
     bench.append(2)
@@ -385,6 +640,33 @@ def test_a_trusted_replica_that_lags_is_completed_and_not_reset():
     assert bench.storages[C].payloads() == bench.storages[A].payloads()
 
 
+def test_a_trusted_replica_without_a_source_is_reset_when_the_session_is_open_without_it():
+    """ZooKeeper then records it as closed, so no session needs its log."""
+    bench = Bench(limits=replace(ARCHIVING, range_bytes_max=1))
+    bench.open()
+    bench.silent = {C}
+    bench.append(1, batches=40)
+    replica, request = begin(bench)
+    assert replica != C
+    finish(bench, replica, request)
+    bench.run()
+    bench.lose(A)
+    bench.silent = set()
+    bench.wait(2_000)
+    bench.step_until(lambda: bench.all_sent(wire.RangeRaw))
+    bench.silent = {C}
+    bench.run_for(LIMITS.grace_ms)
+    assert bench.store.open_session == 1
+    assert bench.storages[C].last < 39
+    remove_archived(bench, 39)
+    bench.silent = set()
+    bench.run_for(3_000)
+    assert [each["replica"] for each in bench.reports("replica.reset")] == [C]
+    bench.append(1)
+    assert bench.store.session.claim.session_id == 1
+    assert len(bench.store.session.engaged) == 3
+
+
 def test_another_owner_learns_the_last_commit_stamp_from_the_archive_where_logs_begin_after_it():
     bench = new_bench()
     archive(bench)
@@ -396,6 +678,62 @@ def test_another_owner_learns_the_last_commit_stamp_from_the_archive_where_logs_
     assert (settled.committed_last, settled.stamp_ms) == (5, 9)
     other.append(1)
     assert other.store.high_water_mark == 6
+
+
+# ---- a restored partition: its log begins after a recorded mark
+
+ORIGIN = ArchivedMark(41, b"chain-at-forty-1", 700, 3, 8, "m0")
+
+
+def restored_bench():
+    bench = Bench(limits=ARCHIVING)
+    bench.marker = replace(bench.marker, archived=ORIGIN)
+    bench.metadata = PartitionMetadata(0, 60)
+    return bench
+
+
+def test_a_new_partition_with_an_archived_mark_begins_after_it():
+    bench = restored_bench()
+    bench.open()
+    (opened,) = bench.all_reported(SessionOpened)
+    assert (opened.session_id, opened.high_water_mark, opened.chain) == (61, *ORIGIN[:2])
+    (settled,) = bench.all_reported(SessionSettled)
+    assert settled.stamp_ms == ORIGIN.stamp_ms, "commit times continue"
+    assert bench.marker.archived == ORIGIN
+    bench.append(2)
+    assert bench.store.high_water_mark == 43
+    for name in (A, B, C):
+        disk = bench.storages[name].disk
+        assert disk.start == (ORIGIN.last, ORIGIN.chain)
+        assert not disk.suspect
+    _, request = begin(bench)
+    assert (request.first, request.chain_before, request.manifest) == (42, ORIGIN.chain, "m0")
+
+
+def test_a_new_partition_begins_after_its_mark_also_if_its_first_session_did_not_open():
+    bench = restored_bench()
+    bench.decide()
+    assert {bench.storages[name].disk.start[0] for name in (A, B, C)} == {ORIGIN.last}
+    other = bench.other_server()
+    other.open(generation=2)
+    other.append(1)
+    assert other.store.high_water_mark == 42
+    assert len(bench.all_sent(wire.ResetLog)) == 3
+    assert not other.all_sent(wire.ResetLog)
+
+
+def test_a_new_partition_with_an_archived_mark_rejects_a_replica_with_records():
+    bench = Bench(limits=ARCHIVING)
+    bench.open()
+    bench.append(2)
+    other = bench.other_server()
+    other.metadata, other.metadata_version = PartitionMetadata(0, 60), 0
+    other.marker = PartitionMarker(MarkerState.NEW, archived=ORIGIN)
+    other.own()
+    other.run_for(3_000)
+    assert other.store.open_session is None
+    assert "has records up to ID 1" in other.reports("partition.rejected")[0]["reason"]
+    assert not other.all_sent(wire.ResetLog)
 
 
 def test_an_owner_that_returns_finds_its_archived_batches_where_all_logs_begin_after_them():

@@ -6,6 +6,8 @@ import pytest
 
 from tests.storage_owner import NONCE, STAMP_MS, Owner
 from tests.unit.storage.test_service import KEY, Bench, prepare, reports, tick
+from waltz_core.archive.collection import Collected, CollectionJob
+from waltz_core.archive.manifest import RecordedManifest
 from waltz_core.archive.objects import ArchiveObject
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.archive.upload import upload
@@ -16,10 +18,19 @@ from waltz_core.records.record import GENESIS_CHAIN, RECONSTRUCTED
 from waltz_core.storage.files.format import IdRange
 from waltz_core.storage.log.archive_pieces import RetentionPiece
 from waltz_core.storage.service import service, service_effects
-from waltz_core.storage.service.archive_jobs import ArchiveLimits
+from waltz_core.storage.service.archive_jobs import PROGRESS_INTERVAL_MS, STALLED_MS, ArchiveLimits
 from waltz_core.storage.service.retention import INTERVAL_MS, RetentionLimits
 from waltz_core.wire import messages
-from waltz_core.wire.messages import ArchiveRange, Nack, RangeArchived, SetArchived, SuccessResponse
+from waltz_core.wire.messages import (
+    ArchiveProgress,
+    ArchiveRange,
+    CollectGarbage,
+    GarbageCollected,
+    Nack,
+    RangeArchived,
+    SetArchived,
+    SuccessResponse,
+)
 
 OLD = ArchiveLimits(object_bytes=1 << 20, age_ms=0)
 MADE = NewManifest(5, GENESIS_CHAIN, 9, "m", 7)
@@ -41,6 +52,10 @@ def make(tmp_path):
 
 def range_to(owner, last, *, first=0, chain=GENESIS_CHAIN, attempt=1):
     return owner.make(ArchiveRange, attempt, first, last, chain, "", 0)
+
+
+def collection_of(owner, *, attempt=3, last=5):
+    return owner.make(CollectGarbage, attempt, last, GENESIS_CHAIN, "m", 7)
 
 
 def filled(bench, *, batches=3, size=2, session=5):
@@ -204,13 +219,14 @@ def test_requests_of_others_and_without_an_archive_are_rejected(make):
     assert "found 3..2" in str(rejection(bench, range_to(owner, 2, first=3)))
     mark = owner.make(SetArchived, 5, owner.chain, 0, 0, "m")
     assert isinstance(rejection(bench, mark, connection=2), SessionFenced)
-    request(bench, owner, range_to(owner, 5))
-    assert "one range to archive at a time" in str(rejection(bench, range_to(owner, 5)))
+    assert isinstance(rejection(bench, collection_of(owner), connection=2), SessionFenced)
+    assert isinstance(rejection(bench, collection_of(Owner(4))), SessionFenced)
     other = make(archive=None)
     owner = filled(other)
-    found = rejection(other, range_to(owner, 5))
-    assert isinstance(found, BadRequest)
-    assert str(found) == "this storage has no archive configured"
+    for message in (range_to(owner, 5), collection_of(owner)):
+        found = rejection(other, message)
+        assert isinstance(found, BadRequest)
+        assert str(found) == "this storage has no archive configured"
 
 
 def test_one_range_is_read_or_uploaded_at_a_time(make):
@@ -275,6 +291,161 @@ def test_a_job_ends_with_its_session_and_the_next_one_waits_for_its_upload(
     assert [each.session_id for each in notices(bench, 3)] == [7]
     assert not notices(bench, 1)
     assert not notices(bench, 2)
+
+
+@pytest.mark.parametrize("is_uploading", [False, True])
+def test_a_new_request_replaces_an_earlier_one_of_its_partition(make, is_uploading):
+    """The owner has abandoned it."""
+    bench = make()
+    owner = filled(bench)
+    bench.send(1, range_to(owner, 5))
+    if is_uploading:
+        bench.finish()
+    bench.send(1, range_to(owner, 5, attempt=2))
+    bench.finish()
+    jobs = [each.job for each in bench.only(service_effects.UploadRange)]
+    if is_uploading:
+        bench.step(service.Uploaded(jobs[0], MADE))
+        bench.finish()
+        jobs = [each.job for each in bench.only(service_effects.UploadRange)][1:]
+    (job,) = jobs
+    assert job.attempt == 2
+    bench.step(service.Uploaded(job, MADE))
+    assert [each.attempt for each in notices(bench)] == [2]
+
+
+# ---- garbage
+
+
+def collected(bench, connection=1):
+    return [each for each in bench.answers(connection) if isinstance(each, GarbageCollected)]
+
+
+OUTCOMES = {
+    "some": (Collected(3, 700, 1, True), (True, "")),
+    "none": (Collected(0, 0, 0, False), (False, "")),
+    "error": (ArchiveUnavailable("cannot list x"), (False, "cannot list x")),
+}
+
+
+@pytest.mark.parametrize("kind", OUTCOMES)
+def test_garbage_is_collected_for_the_owner_and_reported(make, kind):
+    outcome, expected = OUTCOMES[kind]
+    bench = make()
+    owner = filled(bench)
+    assert isinstance(bench.ask(1, collection_of(owner)), SuccessResponse)
+    (effect,) = bench.only(service_effects.CollectFiles)
+    recorded = RecordedManifest(0, 5, GENESIS_CHAIN, "m", 7)
+    assert effect.job == CollectionJob(5, NONCE, 3, recorded)
+    bench.step(service.FilesCollected(effect.job, outcome))
+    assert collected(bench) == [GarbageCollected(5, 0, 0, 3, *expected)]
+    assert reports(bench, "storage.garbage_collected") == (
+        [{"partition": 0, "files": 3, "bytes": 700, "unknown_files": 1}] if kind == "some" else []
+    )
+    assert reports(bench, "storage.collection_failed") == (
+        [{"partition": 0, "error": "cannot list x"}] if kind == "error" else []
+    )
+    assert request(bench, owner, range_to(owner, 5)).attempt == 1
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_collection_is_not_reported_to_an_owner_whose_session_has_ended(make, ending):
+    bench = make()
+    owner = filled(bench)
+    bench.send(1, collection_of(owner))
+    (effect,) = bench.only(service_effects.CollectFiles)
+    ENDINGS[ending](bench)
+    bench.finish()
+    bench.step(service.FilesCollected(effect.job, BadRequest("found a later session")))
+    assert not [each for number in (1, 2) for each in collected(bench, number)]
+    assert not reports(bench, "storage.collection_failed"), "the later owner explains its files"
+
+
+def test_a_collection_and_an_upload_wait_for_each_other(make):
+    bench = make()
+    owner = filled(bench)
+    log = bench.engine.assign(1)
+    bench.step(service.Opened(log))
+    second = Owner(5, 1)
+    bench.ask(1, prepare(second))
+    bench.ask(1, second.append(2))
+    bench.send(1, collection_of(owner))
+    assert request(bench, second, range_to(second, 1)) is None
+    (effect,) = bench.only(service_effects.CollectFiles)
+    bench.step(service.FilesCollected(effect.job, Collected(0, 0, 0, False)))
+    bench.finish()
+    (upload,) = bench.only(service_effects.UploadRange)
+    bench.send(1, collection_of(owner, attempt=4))
+    assert len(bench.only(service_effects.CollectFiles)) == 1
+    bench.step(service.Uploaded(upload.job, MADE))
+    assert bench.only(service_effects.CollectFiles)[1].job.attempt == 4
+
+
+# ---- stores that hang
+
+
+def progress_of(bench):
+    found = [each for each in bench.answers(1) if isinstance(each, ArchiveProgress)]
+    return [(each.partition_id, each.attempt) for each in found]
+
+
+def three_jobs(make):
+    """Return a bench that uploads a range of partition 0; two other partitions wait."""
+    bench = make()
+    owners = [filled(bench)]
+    for partition_id in (1, 2):
+        log = bench.engine.assign(partition_id)
+        bench.step(service.Opened(log))
+        owners.append(Owner(5, partition_id))
+        bench.ask(1, prepare(owners[-1]))
+        bench.ask(1, owners[-1].append(2))
+    for owner in owners:
+        bench.send(1, range_to(owner, 1))
+    bench.finish()
+    return bench, bench.only(service_effects.UploadRange)[0].job
+
+
+def test_the_owners_of_all_jobs_are_notified_of_progress_now_and_then(make):
+    bench, job = three_jobs(make)
+    for _ in range(PROGRESS_INTERVAL_MS // 1_000):
+        bench.step(service.ArchiveProgressed())
+        assert not progress_of(bench)
+        bench.now_ms += 1_000
+    bench.step(service.ArchiveProgressed())
+    bench.step(service.ArchiveProgressed())
+    assert sorted(progress_of(bench)) == [(0, 1), (1, 1), (2, 1)]
+    bench.now_ms += PROGRESS_INTERVAL_MS
+    bench.step(service.Uploaded(job, MADE))
+    assert sorted(progress_of(bench)[3:]) == [(1, 1), (2, 1)], "one job has ended"
+
+
+def test_an_upload_that_hangs_is_reported_once_and_the_others_run_after_it(make):
+    bench, job = three_jobs(make)
+    began_ms = bench.now_ms
+    assert bench.service.archive_running_since_ms == began_ms
+    bench.now_ms += STALLED_MS // 2
+    bench.step(service.ArchiveProgressed())
+    bench.now_ms += STALLED_MS - 1
+    bench.step(Wakeup())
+    assert not reports(bench, "storage.archive_stalled")
+    notified = len(progress_of(bench))
+    bench.now_ms += 1
+    for _ in range(3):
+        bench.step(Wakeup())
+        bench.now_ms += STALLED_MS
+    assert reports(bench, "storage.archive_stalled") == [{"partition": 0, "ms": STALLED_MS}]
+    assert len(progress_of(bench)) == notified
+    bench.finish()
+    assert len(bench.only(service_effects.UploadRange)) == 1, "memory is bounded"
+    assert bench.service.archive_running_since_ms == began_ms
+    bench.step(service.Uploaded(job, ArchiveUnavailable("timed out")))
+    for partition_id in (1, 2):
+        bench.finish()
+        job = bench.only(service_effects.UploadRange)[-1].job
+        assert job.partition_id == partition_id
+        bench.step(service.Uploaded(job, MADE))
+    assert [each.error for each in notices(bench)] == ["timed out", "", ""]
+    assert bench.service.archive_running_since_ms is None
 
 
 def test_prepared_reports_the_start_where_an_archive_is_configured(make):

@@ -3,6 +3,7 @@
 from math import isnan
 from types import SimpleNamespace
 
+from waltz_core.archive.collection import Collected
 from waltz_core.archive.upload_job import NewManifest
 from waltz_core.errors import ArchiveUnavailable, DiskFailed
 from waltz_core.machine import Report
@@ -15,7 +16,7 @@ from waltz_core.storage.service.work import WorkResult
 
 def made():
     metrics = Metrics("storage")
-    return metrics, StorageMetrics(metrics)
+    return metrics, StorageMetrics(metrics, clock_ms=lambda: 5_500)
 
 
 def test_work_is_counted_for_its_partition():
@@ -58,13 +59,22 @@ def test_uploads_are_counted_by_their_result():
     assert metrics.value("waltz_storage_failed_uploads_total", partition=3) == 1
 
 
+def test_files_that_were_collected_are_counted():
+    metrics, storage_metrics = made()
+    job = SimpleNamespace(partition_id=3)
+    storage_metrics.count_collection(job, Collected(4, 900, 1, has_more=True))
+    storage_metrics.count_collection(job, ArchiveUnavailable("cannot list m"))
+    assert metrics.value("waltz_storage_collected_files_total", partition=3) == 4
+    assert metrics.value("waltz_storage_collected_bytes_total", partition=3) == 900
+
+
 def test_gauges_read_what_is_so():
     metrics, storage_metrics = made()
     log = SimpleNamespace(
         partition_id=1, synced_max=9, low_water_mark=4, damaged=(IdRange(2, 4),), suspect=True
     )
     room = SimpleNamespace(free_bytes=lambda: 70, is_short=True, reserved_bytes=30)
-    machine = SimpleNamespace(queued_bytes=11)
+    machine = SimpleNamespace(queued_bytes=11, archive_running_since_ms=5_000)
     storage_metrics.register(machine, room, links_count=lambda: 2, logs={1: log})
     storage_metrics.register_log(log)
     assert metrics.value("waltz_storage_damaged_transactions", partition=1) == 3
@@ -76,6 +86,7 @@ def test_gauges_read_what_is_so():
         "connections": 2,
         "queued_bytes": 11,
         "suspect_replicas": 1,
+        "running_upload_seconds": 0.5,
     }.items():
         assert metrics.value(f"waltz_storage_{name}") == value, name
     log.damaged, room.is_short = (), False
@@ -90,7 +101,8 @@ def test_unknown_free_space_leaves_the_other_gauges():
         raise DiskFailed("getting the free space of /waltz: input/output error")
 
     room = SimpleNamespace(free_bytes=fail, is_short=False, reserved_bytes=30)
-    storage_metrics.register(SimpleNamespace(queued_bytes=11), room, links_count=lambda: 2, logs={})
+    machine = SimpleNamespace(queued_bytes=11, archive_running_since_ms=None)
+    storage_metrics.register(machine, room, links_count=lambda: 2, logs={})
     assert isnan(metrics.value("waltz_storage_free_bytes"))
     page = metrics.page().decode()
     assert "waltz_storage_free_bytes NaN" in page

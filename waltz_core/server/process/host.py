@@ -65,6 +65,7 @@ SILENT_REPLICA_MS: Final = 10_000
 # The levels of reports; the others have INFO.
 LEVELS: Final = {
     "append.slow": logging.WARNING,
+    "archive.collection_failed": logging.WARNING,
     "archive.failed": logging.WARNING,
     "partition.data_loss": logging.ERROR,
     "partition.rejected": logging.WARNING,

@@ -8,8 +8,8 @@ Rules:
        served.
     2. `serving.py` decides which partitions are served; `admin_port.py` administers them.
     3. Calls of the engine run in a small pool of threads, one at a time for a partition.
-       Uploads to the archive and reads from it have threads of their own. They are not waited for
-       at the end.
+       Uploads to the archive and collections have one thread of their own, and reads from it have
+       others. They are not waited for at the end: a call of the object store may hang.
     4. Connections that arrive before the partitions are open wait. Otherwise an owner would get the
        error that the partition is not here, and would retry only after a long pause.
     5. At the end: stop reading, finish running work, sync, mark the directory as clean. After a
@@ -25,7 +25,7 @@ import secrets
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -34,8 +34,9 @@ from typing import TYPE_CHECKING, Final, TypeVar, assert_never
 from uuid import UUID
 
 from waltz_core import errors
-from waltz_core.archive.access import ArchiveAccess
+from waltz_core.archive.access import DAMAGE, ArchiveAccess, without_password
 from waltz_core.archive.archive_cache import READ_AHEAD_THREADS
+from waltz_core.archive.collection import CollectionJob, CollectionOutcome
 from waltz_core.archive.upload_job import UploadJob, UploadOutcome
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.nodes.model import ReplicaAssignments
@@ -47,14 +48,15 @@ from waltz_core.machine import Report
 from waltz_core.metrics import Health, Metrics, serve_pages
 from waltz_core.records.record import FRAME_BYTES_MAX, PartitionId, ReplicaId, TransactionId
 from waltz_core.storage.disk.file_system import RealDisk, descriptor_for_reader
+from waltz_core.storage.files.space import SAMPLE_MS, DiskSpace
 from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.log.scrub import Scrub, ScrubState, read_positions, write_positions
 from waltz_core.storage.process.admin_port import AdminPort
 from waltz_core.storage.process.serving import Serving, concurrently
 from waltz_core.storage.process.storage_metrics import StorageMetrics
 from waltz_core.storage.service import service, service_effects, upkeep
-from waltz_core.storage.service.admin_tasks import DiskStatus
-from waltz_core.storage.service.archive_jobs import ArchiveLimits
+from waltz_core.storage.service.admin_tasks import ArchiveState, DiskStatus
+from waltz_core.storage.service.archive_jobs import ERROR_CHARACTERS_MAX, ArchiveLimits
 from waltz_core.storage.service.archive_reads import ArchiveQuery, answer_from_archive
 from waltz_core.storage.service.engine import Engine
 from waltz_core.storage.service.retention import RetentionLimits
@@ -92,8 +94,11 @@ LEVELS: Final = {
     "storage.damage_found": logging.WARNING,
     "storage.scrub_skipped": logging.WARNING,
     "storage.archive_failed": logging.WARNING,
+    "storage.archive_stalled": logging.WARNING,
+    "storage.collection_failed": logging.WARNING,
     "storage.damage_repaired": logging.INFO,
     "storage.disk_has_space": logging.INFO,
+    "storage.garbage_collected": logging.INFO,
     "storage.replica_repaired": logging.INFO,
     "storage.scrub_finished": logging.INFO,
     "storage.segment_removed": logging.INFO,
@@ -157,7 +162,7 @@ class StorageDaemon:
     ) -> None:
         self.metrics = Metrics("storage", with_process=True)
         self.address = ""
-        self._storage_metrics = StorageMetrics(self.metrics)
+        self._storage_metrics = StorageMetrics(self.metrics, clock_ms=loop_clock_ms)
         self._config = config
         self._ssl = tls.listening(config)
         self._cluster = cluster
@@ -170,7 +175,10 @@ class StorageDaemon:
         self._archive_reads = CallThreads(ARCHIVE_READ_THREADS, "storage-archive-read")
         self._read_ahead = CallThreads(READ_AHEAD_THREADS, "storage-read-ahead")
         self._archive = ArchiveAccess(
-            config.archive_url, cluster.cluster_key.bytes, self._read_ahead
+            config.archive_url,
+            cluster.cluster_key.bytes,
+            self._read_ahead,
+            on_progress=self._archive_progressed,
         )
         self._links: dict[ConnectionId, Link] = {}
         self._numbers = count(1)
@@ -251,9 +259,8 @@ class StorageDaemon:
         machine = await self._make_machine(engine, identity)
         self._engine, self._machine = engine, machine
         serving = self._serving = self._make_serving(engine)
-        links = self._links
         self._storage_metrics.register(
-            machine, engine.space, links_count=lambda: len(links), logs=serving.logs
+            machine, engine.space, links_count=lambda: len(self._links), logs=serving.logs
         )
         self._driver = Driver(
             machine, self._perform, on_report=self._report, on_failure=self._failed, name="storage"
@@ -287,6 +294,7 @@ class StorageDaemon:
                     stack.push_async_callback(admin.close)
                     tasks.create_task(serving.follow(self._checked_assignment))
                     tasks.create_task(self._keep_positions(machine))
+                    tasks.create_task(self._sample_space(engine.space))
                     tasks.create_task(self._offer_segments())
                     if self._coordinator is None:
                         serving.recheck()
@@ -352,6 +360,12 @@ class StorageDaemon:
                 await self._in_thread(partial(self._write_positions, positions))
                 kept = positions
 
+    async def _sample_space(self, space: DiskSpace) -> None:
+        """Note the free bytes now and then: the doctor reports when the disk will be full."""
+        while True:
+            await self._in_thread(lambda: space.note_free_bytes(_wall_clock_ms()))
+            await asyncio.sleep(SAMPLE_MS / 1000)
+
     def _make_serving(self, engine: Engine) -> Serving:
         return Serving(
             engine,
@@ -377,6 +391,7 @@ class StorageDaemon:
             tasks=tasks,
             on_failure=self._failed,
             scrub_states=self.scrub_status,
+            archive_state=self._archive_state,
         )
 
     async def _register(self, engine: Engine) -> None:
@@ -529,7 +544,11 @@ class StorageDaemon:
             case service_effects.CheckSpace():
                 check = self._pool.submit(effect.space.recheck)
                 check.add_done_callback(partial(self._to_loop, self._space_checked))
-            case service_effects.UploadRange() | service_effects.ReadArchive():
+            case (
+                service_effects.UploadRange()
+                | service_effects.CollectFiles()
+                | service_effects.ReadArchive()
+            ):
                 self._use_archive(effect)
             case service_effects.EndProcess():
                 self._failed(errors.DiskFailed(effect.reason))
@@ -539,16 +558,22 @@ class StorageDaemon:
                 assert_never(effect)
 
     def _use_archive(
-        self, effect: service_effects.UploadRange | service_effects.ReadArchive
+        self,
+        effect: service_effects.UploadRange
+        | service_effects.CollectFiles
+        | service_effects.ReadArchive,
     ) -> None:
-        if isinstance(effect, service_effects.UploadRange):
-            job = effect.job
-            upload = self._uploads.submit(self._archive.upload, job)
-            upload.add_done_callback(partial(self._to_loop, partial(self._uploaded, job)))
-        else:
-            read = effect.read
-            reading = self._archive_reads.submit(self._read_archive, read)
-            reading.add_done_callback(partial(self._to_loop, partial(self._was_read, read)))
+        match effect:
+            case service_effects.UploadRange(job):
+                upload = self._uploads.submit(self._archive.upload, job)
+                upload.add_done_callback(partial(self._to_loop, partial(self._uploaded, job)))
+            case service_effects.CollectFiles(collection):
+                collecting = self._uploads.submit(self._archive.collect, collection)
+                take = partial(self._collected, collection)
+                collecting.add_done_callback(partial(self._to_loop, take))
+            case service_effects.ReadArchive(read):
+                reading = self._archive_reads.submit(self._read_archive, read)
+                reading.add_done_callback(partial(self._to_loop, partial(self._was_read, read)))
 
     def _apply_flow_control(
         self,
@@ -606,6 +631,20 @@ class StorageDaemon:
         self._storage_metrics.count_upload(job, outcome)
         self._post(service.Uploaded(job, outcome))
 
+    def _collected(self, job: CollectionJob, future: "Future[CollectionOutcome]") -> None:
+        error = future.exception()
+        if error is not None:
+            self._failed(error)
+            return
+        outcome = future.result()
+        self._storage_metrics.count_collection(job, outcome)
+        self._post(service.FilesCollected(job, outcome))
+
+    def _archive_progressed(self) -> None:
+        """Notify the machine; this runs on the thread of uploads."""
+        with suppress(RuntimeError):  # The loop is closed: the process is ending.
+            self._loop.call_soon_threadsafe(self._post, service.ArchiveProgressed())
+
     def _read_archive(self, read: ArchiveQuery) -> WorkOutcome:
         mark = read.mark
         try:
@@ -622,6 +661,9 @@ class StorageDaemon:
             return
         outcome = future.result()
         self._storage_metrics.count_archive_read(read.mark.partition_id, outcome)
+        if outcome is not read.error:
+            is_damage = isinstance(outcome, DAMAGE)
+            self._archive.was_read(read.place, str(outcome) if is_damage else "")
         self._post(service.ArchiveAnswered(read, outcome))
 
     def _space_checked(self, future: "Future[None]") -> None:
@@ -679,7 +721,7 @@ class StorageDaemon:
         """Query the disk for its room; one that hangs must not stop the event loop."""
         assert self._engine is not None
         if self._status_query is None or self._status_query.done():
-            look = partial(upkeep.disk_status_of, self._engine, loop_clock_ms())
+            look = partial(upkeep.disk_status_of, self._engine, _wall_clock_ms())
             self._status_query = self._loop.run_in_executor(self._pool, look)
         done, _ = await asyncio.wait((self._status_query,), timeout=DISK_STATUS_S_MAX)
         if done:
@@ -687,6 +729,19 @@ class StorageDaemon:
         space = self._engine.space
         error = f"the disk has not answered for {DISK_STATUS_S_MAX:.0f} s"
         return DiskStatus(None, space.reserved_bytes, space.is_short, loop_clock_ms(), error)
+
+    def _archive_state(self) -> ArchiveState | None:
+        config, failure = self._config, self._archive.failure
+        if not config.archive_url:
+            return None
+        return ArchiveState(
+            without_password(config.archive_url),
+            config.archive_age_ms,
+            self._archive.failure_count,
+            "" if failure is None else str(failure)[:ERROR_CHARACTERS_MAX],
+            isinstance(failure, DAMAGE),
+            self._archive.read_damage[:ERROR_CHARACTERS_MAX],
+        )
 
     def scrub_now(self, partition_id: PartitionId | None = None) -> None:
         """Scrub a partition from its beginning, or all that are served (None).

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from math import nan
 from typing import TYPE_CHECKING
 
+from waltz_core.archive.collection import Collected, CollectionJob, CollectionOutcome
 from waltz_core.archive.upload_job import UploadJob, UploadOutcome
 from waltz_core.errors import DiskFailed, WaltzError
 from waltz_core.machine import Report
@@ -26,10 +27,11 @@ if TYPE_CHECKING:
 
 
 class StorageMetrics:
-    """The metrics of one storage."""
+    """The metrics of one storage. `clock_ms` is the clock of its machine."""
 
-    def __init__(self, metrics: "Metrics") -> None:
+    def __init__(self, metrics: "Metrics", *, clock_ms: Callable[[], int]) -> None:
         self._metrics = metrics
+        self._clock_ms = clock_ms
 
     def register(
         self,
@@ -45,6 +47,10 @@ class StorageMetrics:
         set_source("waltz_storage_queued_bytes", lambda: machine.queued_bytes)
         set_source("waltz_storage_free_bytes", lambda: _free_bytes(space))
         set_source("waltz_storage_full_disks", lambda: space.is_short)
+        set_source(
+            "waltz_storage_running_upload_seconds",
+            lambda: _running_upload_s(machine, self._clock_ms()),
+        )
         set_source("waltz_storage_reserve_bytes", lambda: space.reserved_bytes)
         set_source(
             "waltz_storage_suspect_replicas",
@@ -89,6 +95,13 @@ class StorageMetrics:
         add("waltz_storage_archived_transactions_total", job.record_count, partition=partition)
         add("waltz_storage_archived_bytes_total", job.record_bytes, partition=partition)
 
+    def count_collection(self, job: CollectionJob, outcome: CollectionOutcome) -> None:
+        """Count the files that a collection has deleted from the archive."""
+        if isinstance(outcome, Collected):
+            add, partition = self._metrics.add, job.partition_id
+            add("waltz_storage_collected_files_total", outcome.file_count, partition=partition)
+            add("waltz_storage_collected_bytes_total", outcome.byte_count, partition=partition)
+
     def count_archive_read(self, partition: int, outcome: WorkOutcome) -> None:
         """Count an answer from the archive."""
         if isinstance(outcome, WaltzError):
@@ -116,6 +129,11 @@ class StorageMetrics:
         if report.name == "storage.scrub_finished":
             partition = str(dict(report.fields)["partition"])
             self._metrics.add("waltz_storage_scrub_passes_total", partition=partition)
+
+
+def _running_upload_s(machine: StorageService, now_ms: int) -> float:
+    since_ms = machine.archive_running_since_ms
+    return 0.0 if since_ms is None else (now_ms - since_ms) / 1_000
 
 
 def _free_bytes(space: DiskSpace) -> float:

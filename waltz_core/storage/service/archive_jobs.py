@@ -1,26 +1,49 @@
-"""Ranges that owners have archived by this storage: one at a time, read in pieces, then uploaded.
+"""Work on the archive that owners have requested: ranges to archive, and garbage to collect.
 
-Its owner, `service.py`, runs the pieces in the partition's lane and starts the uploads.
+A range is read in pieces, then uploaded. `service.py` runs the pieces in the partition's lane, and
+starts uploads and collections, which block on a thread of their own.
 
 Rules (docs/decisions/047):
-    1. One job is read or uploaded at a time, and at most one waits for each partition.
+    1. One job is carried out at a time, and at most one waits for each partition. A new request for
+       a partition replaces an earlier one, which its owner has abandoned.
     2. A job belongs to a session and its connection. After `forget` its result is not reported; an
-       upload that has begun may end, and its files are garbage.
-    3. While an upload runs, no other job starts, though its own was forgotten: this bounds memory.
+       upload or a collection that has begun may end, and the files of the upload are garbage.
+    3. While one runs, no other job starts, though its own was forgotten: this bounds memory. Its
+       thread cannot be ended if the store hangs; so `woken` reports it.
+    4. While the work continues, the owners of all jobs are notified of it, at most every
+       `PROGRESS_INTERVAL_MS`. An owner abandons an attempt of which it receives nothing for long.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeAlias
 
+from waltz_core.archive.collection import Collected, CollectionJob, CollectionOutcome
+from waltz_core.archive.manifest import RecordedManifest
 from waltz_core.archive.upload_job import BatchRun, NewManifest, UploadJob, UploadOutcome
 from waltz_core.errors import BadRequest, WaltzError
+from waltz_core.machine import Report
 from waltz_core.records.record import Chain, PartitionId, SessionId, TransactionId
 from waltz_core.storage.log.archive_pieces import ArchivePiece, ArchiveRead
+from waltz_core.storage.service.service_effects import (
+    CollectFiles,
+    Effect,
+    SendStorageMessage,
+    UploadRange,
+)
 from waltz_core.storage.service.work import ConnectionId
-from waltz_core.wire.messages import ArchiveRange, RangeArchived
+from waltz_core.wire.messages import (
+    ArchiveProgress,
+    ArchiveRange,
+    CollectGarbage,
+    GarbageCollected,
+    RangeArchived,
+)
 
 ERROR_CHARACTERS_MAX: Final = 1_000
+PROGRESS_INTERVAL_MS: Final = 10_000
+STALLED_MS: Final = 60_000
+_Run: TypeAlias = UploadJob | CollectionJob
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +60,7 @@ class _Job:
 
     connection: ConnectionId
     nonce: bytes
-    message: ArchiveRange
+    message: ArchiveRange | CollectGarbage
     runs: list[BatchRun] = field(default_factory=list)
     piece: ArchivePiece | None = None  # that is being read
 
@@ -50,14 +73,6 @@ class _Job:
         return sum(len(each.records) for each in self.runs)
 
 
-@dataclass(frozen=True, slots=True)
-class ArchiveNotice:
-    """The result of a job, for the connection that has requested it."""
-
-    connection: ConnectionId
-    message: RangeArchived
-
-
 class ArchiveJobs:
     """See the module's rules. Without limits this storage has no archive."""
 
@@ -65,96 +80,180 @@ class ArchiveJobs:
         self._limits = limits
         self._waiting: dict[PartitionId, _Job] = {}
         self._reading: _Job | None = None
-        self._uploading: UploadJob | None = None
-        self._uploading_for: _Job | None = None  # None if it was forgotten
+        self._running: _Run | None = None
+        self._running_for: _Job | None = None  # None if it was forgotten
+        self._progress_ms = 0  # of what is running
+        self._notified_ms: int | None = None  # None before the first progress of these jobs
+        self._is_stalled = False
+        self.running_since_ms: int | None = None
 
     @property
     def has_archive(self) -> bool:
         """Whether this storage has an archive."""
         return self._limits is not None
 
-    def add(self, connection: ConnectionId, nonce: bytes, message: ArchiveRange) -> None:
+    @property
+    def wake_at_ms(self) -> int | None:
+        """When what is running counts as stalled; None if nothing runs or that was reported."""
+        is_watched = self._running is not None and not self._is_stalled
+        return self._progress_ms + STALLED_MS if is_watched else None
+
+    def add(
+        self, connection: ConnectionId, nonce: bytes, message: ArchiveRange | CollectGarbage
+    ) -> None:
         """Take a request; raises BadRequest if it cannot be carried out (rule 1)."""
         if self._limits is None:
             raise BadRequest("this storage has no archive configured")
-        if not 0 <= message.first <= message.last:
+        if isinstance(message, ArchiveRange) and not 0 <= message.first <= message.last:
             raise BadRequest(
                 f"partition {message.partition_id}: expected a range to archive, found "
                 f"{message.first}..{message.last}"
             )
         job = _Job(connection, nonce, message)
-        if any(each.partition_id == job.partition_id for each in self._jobs()):
-            raise BadRequest(
-                f"partition {message.partition_id}: expected one range to archive at a time"
-            )
+        self.forget(job.partition_id)
         self._waiting[job.partition_id] = job
 
     def _jobs(self) -> Iterator[_Job]:
         yield from self._waiting.values()
-        yield from filter(None, (self._reading, self._uploading_for))
+        yield from filter(None, (self._reading, self._running_for))
 
-    def next_piece(self) -> tuple[PartitionId, ArchivePiece] | None:
-        """Return the piece to read now; None if one is being read, or nothing waits."""
-        if self._uploading is not None or self._limits is None:
+    def next_step(self, now_ms: int) -> tuple[PartitionId, ArchivePiece] | CollectFiles | None:
+        """Return the piece to read or the collection to run now; None if there is neither."""
+        if self._running is not None or self._limits is None:
             return None
         job = self._reading
         if job is None and self._waiting:
-            job = self._reading = self._waiting.pop(next(iter(self._waiting)))
+            job = self._waiting.pop(next(iter(self._waiting)))
+            if isinstance(job.message, CollectGarbage):
+                collection = _collection_job(job, job.message)
+                self._run(collection, job, now_ms)
+                return CollectFiles(collection)
+            self._reading = job
         if job is None or job.piece is not None:
             return None
+        job.piece = self._next_piece(job, self._limits)
+        return job.partition_id, job.piece
+
+    def _next_piece(self, job: _Job, limits: ArchiveLimits) -> ArchivePiece:
         message = job.message
         if job.runs:
             end = job.runs[-1].batches[-1]
             first, chain = TransactionId(end.last + 1), end.chain
-            job.piece = ArchivePiece(first, TransactionId(message.last), chain)
-        else:
-            job.piece = ArchivePiece(
-                TransactionId(message.first),
-                TransactionId(message.last),
-                Chain(message.chain_before),
-                self._limits.object_bytes,
-                self._limits.age_ms,
-            )
-        return job.partition_id, job.piece
+            return ArchivePiece(first, TransactionId(message.last), chain)
+        assert isinstance(message, ArchiveRange)
+        return ArchivePiece(
+            TransactionId(message.first),
+            TransactionId(message.last),
+            Chain(message.chain_before),
+            limits.object_bytes,
+            limits.age_ms,
+        )
 
-    def was_read(self, piece: ArchivePiece, read: ArchiveRead) -> UploadJob | ArchiveNotice | None:
-        """Take the result of a piece; return what follows, or None if more must be read."""
+    def _run(self, run: _Run, job: _Job, now_ms: int) -> None:
+        self._running, self._running_for = run, job
+        self._progress_ms = self.running_since_ms = now_ms
+        self._is_stalled = False
+
+    def was_read(self, piece: ArchivePiece, read: ArchiveRead, now_ms: int) -> list[Effect]:
+        """Take the result of a piece; return what follows, nothing if more must be read."""
         job = self._reading
         if job is None or job.piece is not piece:
-            return None  # Its job was forgotten.
+            return []  # Its job was forgotten.
         assert self._limits is not None
+        assert isinstance(job.message, ArchiveRange)
         job.piece = None
         if read.run is not None:
             job.runs.append(read.run)
             if not read.is_last and job.read_bytes < self._limits.object_bytes:
-                return None
+                return self.progressed(now_ms)
         self._reading = None
         if read.error or not job.runs:
-            return _notice(job, _nothing(job), read.error)
-        self._uploading, self._uploading_for = _upload_job(job), job
-        return self._uploading
+            return _range_ended(job, job.message, None, read.error)
+        upload = _upload_job(job, job.message)
+        self._run(upload, job, now_ms)
+        return [UploadRange(upload)]
 
-    def uploaded(self, upload: UploadJob, outcome: UploadOutcome) -> ArchiveNotice | None:
-        """Take the result of an upload; None if its job was forgotten (rule 2)."""
-        assert upload is self._uploading, "rule 1"
-        job, self._uploading, self._uploading_for = self._uploading_for, None, None
+    def uploaded(self, upload: UploadJob, outcome: UploadOutcome, now_ms: int) -> list[Effect]:
+        """Take the result of an upload (rule 2)."""
+        job = self._ended(upload)
+        effects = self.progressed(now_ms)
         if job is None:
-            return None
+            return effects
+        assert isinstance(job.message, ArchiveRange)
         if isinstance(outcome, WaltzError):
-            return _notice(job, _nothing(job), str(outcome))
-        return _notice(job, outcome)
+            return effects + _range_ended(job, job.message, None, str(outcome))
+        return effects + _range_ended(job, job.message, outcome)
+
+    def collected(
+        self, collection: CollectionJob, outcome: CollectionOutcome, now_ms: int
+    ) -> list[Effect]:
+        """Take the result of a collection (rule 2)."""
+        job = self._ended(collection)
+        effects = self.progressed(now_ms)
+        partition = ("partition", collection.partition_id)
+        if isinstance(outcome, Collected) and (outcome.file_count or outcome.unknown_count):
+            fields = (
+                partition,
+                ("files", outcome.file_count),
+                ("bytes", outcome.byte_count),
+                ("unknown_files", outcome.unknown_count),
+            )
+            effects.append(Report("storage.garbage_collected", fields))
+        if job is None:
+            return effects
+        error = ""
+        if isinstance(outcome, WaltzError):
+            error = str(outcome)[:ERROR_CHARACTERS_MAX]
+            effects.append(Report("storage.collection_failed", (partition, ("error", error))))
+        has_more = isinstance(outcome, Collected) and outcome.has_more
+        notice = GarbageCollected(*_prefix(job), job.message.attempt, has_more, error)
+        return [*effects, SendStorageMessage(job.connection, notice)]
+
+    def _ended(self, run: _Run) -> _Job | None:
+        assert run is self._running, "rule 1"
+        job, self._running, self._running_for = self._running_for, None, None
+        self.running_since_ms = None
+        return job
+
+    def progressed(self, now_ms: int) -> list[Effect]:
+        """The work continues: notify the owners of all jobs (rule 4)."""
+        self._progress_ms, self._is_stalled = now_ms, False
+        jobs = list(self._jobs())
+        if not jobs:
+            self._notified_ms = None
+            return []
+        if self._notified_ms is None:
+            self._notified_ms = now_ms
+        if now_ms - self._notified_ms < PROGRESS_INTERVAL_MS:
+            return []
+        self._notified_ms = now_ms
+        return [
+            SendStorageMessage(
+                each.connection, ArchiveProgress(*_prefix(each), each.message.attempt)
+            )
+            for each in jobs
+        ]
+
+    def woken(self, now_ms: int) -> list[Effect]:
+        """Report a job that has just become stalled (rule 3)."""
+        wake_at_ms = self.wake_at_ms
+        if wake_at_ms is None or now_ms < wake_at_ms:
+            return []
+        assert self._running is not None
+        self._is_stalled = True
+        fields = (("partition", self._running.partition_id), ("ms", now_ms - self._progress_ms))
+        return [Report("storage.archive_stalled", fields)]
 
     def forget(self, partition_id: PartitionId) -> None:
         """The session, its connection, or the partition has ended (rule 2)."""
         self._waiting.pop(partition_id, None)
         if self._reading is not None and self._reading.partition_id == partition_id:
             self._reading = None
-        if self._uploading_for is not None and self._uploading_for.partition_id == partition_id:
-            self._uploading_for = None
+        if self._running_for is not None and self._running_for.partition_id == partition_id:
+            self._running_for = None
 
 
-def _upload_job(job: _Job) -> UploadJob:
-    message = job.message
+def _upload_job(job: _Job, message: ArchiveRange) -> UploadJob:
     return UploadJob(
         job.partition_id,
         SessionId(message.session_id),
@@ -168,18 +267,33 @@ def _upload_job(job: _Job) -> UploadJob:
     )
 
 
-def _nothing(job: _Job) -> NewManifest:
-    """Return the result of a job that has archived nothing."""
-    before = TransactionId(job.message.first - 1)
-    return NewManifest(before, Chain(job.message.chain_before), 0, "", 0)
+def _collection_job(job: _Job, message: CollectGarbage) -> CollectionJob:
+    recorded = RecordedManifest(
+        job.partition_id,
+        TransactionId(message.last),
+        Chain(message.chain),
+        message.manifest,
+        message.manifest_crc,
+    )
+    return CollectionJob(SessionId(message.session_id), job.nonce, message.attempt, recorded)
 
 
-def _notice(job: _Job, made: NewManifest, error: str = "") -> ArchiveNotice:
-    message = job.message
+def _range_ended(
+    job: _Job, message: ArchiveRange, made: NewManifest | None, error: str = ""
+) -> list[Effect]:
+    """Return the report and the notification of a result; without a manifest, of none."""
+    effects: list[Effect] = []
+    partition = ("partition", message.partition_id)
+    if error:
+        fields = (partition, ("error", error[:ERROR_CHARACTERS_MAX]))
+        effects.append(Report("storage.archive_failed", fields))
+    if made is None:
+        before = TransactionId(message.first - 1)
+        made = NewManifest(before, Chain(message.chain_before), 0, "", 0)
+    else:
+        effects.append(Report("storage.range_archived", (partition, ("last", made.last))))
     notice = RangeArchived(
-        message.session_id,
-        0,
-        message.partition_id,
+        *_prefix(job),
         message.attempt,
         made.last,
         made.chain,
@@ -188,4 +302,9 @@ def _notice(job: _Job, made: NewManifest, error: str = "") -> ArchiveNotice:
         made.file_crc,
         error[:ERROR_CHARACTERS_MAX],
     )
-    return ArchiveNotice(job.connection, notice)
+    return [SendStorageMessage(job.connection, notice), *effects]
+
+
+def _prefix(job: _Job) -> tuple[int, int, int]:
+    """Return the first fields of a notification about a job."""
+    return job.message.session_id, 0, job.message.partition_id

@@ -29,9 +29,9 @@ Rules:
    11. A partition whose files were deleted or replaced under this process is not served any more,
        and not opened again: the new files may lack a promise. The other partitions continue, and it
        is not a failure of the disk (rule 6).
-   12. A range is archived for the owner of the session only, and its end is reported to that
-       connection (`archive_jobs.py`). The archived mark of a session ends with it (`retention.py`,
-       `archive_reads.py`).
+   12. A range is archived, and garbage is collected, for the owner of the session only, and the end
+       is reported to that connection (`archive_jobs.py`). The archived mark of a session ends with
+       it (`retention.py`, `archive_reads.py`).
 """
 
 from collections import deque
@@ -39,6 +39,7 @@ from typing import Final, TypeAlias, assert_never
 
 import numpy as np
 
+from waltz_core.archive.collection import CollectionJob, CollectionOutcome
 from waltz_core.archive.upload_job import UploadJob, UploadOutcome
 from waltz_core.errors import (
     BadRequest,
@@ -60,13 +61,14 @@ from waltz_core.storage.log.archive_pieces import ArchivePiece, RetentionPiece
 from waltz_core.storage.log.log_files import MARKER_INTERVAL_MS
 from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.log.scrub import Scrub, ScrubState
-from waltz_core.storage.service.archive_jobs import ArchiveJobs, ArchiveLimits, ArchiveNotice
+from waltz_core.storage.service.archive_jobs import ArchiveJobs, ArchiveLimits
 from waltz_core.storage.service.archive_reads import ArchiveQuery, ArchiveReads
 from waltz_core.storage.service.lane import SESSION_JUMP_MAX, Lane, queue_bytes
 from waltz_core.storage.service.retention import NO_LIMIT, Retention, RetentionLimits
 from waltz_core.storage.service.service_effects import (
     CheckSpace,
     CloseConnection,
+    CollectFiles,
     DropPartition,
     Effect,
     EndProcess,
@@ -76,7 +78,6 @@ from waltz_core.storage.service.service_effects import (
     ResumeReading,
     RunWork,
     SendStorageMessage,
-    UploadRange,
 )
 from waltz_core.storage.service.work import (
     ConnectionId,
@@ -90,6 +91,7 @@ from waltz_core.values import value
 from waltz_core.wire.messages import (
     AppendRaw,
     ArchiveRange,
+    CollectGarbage,
     DamageFound,
     Engage,
     Heartbeat,
@@ -170,6 +172,19 @@ class Uploaded:
 
 
 @value(frozen=True, slots=True)
+class FilesCollected:
+    """`CollectFiles` is done."""
+
+    job: CollectionJob
+    outcome: CollectionOutcome
+
+
+@value(frozen=True, slots=True)
+class ArchiveProgressed:
+    """The running `UploadRange` or `CollectFiles` has made progress."""
+
+
+@value(frozen=True, slots=True)
 class ArchiveAnswered:
     """`ReadArchive` is done."""
 
@@ -186,6 +201,8 @@ Event: TypeAlias = (
     | ScrubNow
     | SpaceChecked
     | Uploaded
+    | FilesCollected
+    | ArchiveProgressed
     | ArchiveAnswered
     | Wakeup
 )
@@ -233,9 +250,15 @@ class StorageService:
 
     @property
     def wake_at_ms(self) -> int | None:
-        """When to move markers, to read a piece, to look for room, or to remove segments."""
+        """When to move markers, read a piece, look for room, remove segments, or watch uploads."""
         pieces = earliest(self._scrub.wake_at_ms, self._retention.wake_at_ms)
+        pieces = earliest(pieces, self._archive.wake_at_ms)
         return earliest(earliest(self._mark_at_ms, pieces), self._space_check_at_ms)
+
+    @property
+    def archive_running_since_ms(self) -> int | None:
+        """When the upload or collection that is running has begun."""
+        return self._archive.running_since_ms
 
     @property
     def partitions(self) -> tuple[PartitionId, ...]:
@@ -279,9 +302,10 @@ class StorageService:
             case SpaceChecked():
                 self._space_check_at_ms = None
                 self._note_space(now_ms)
-            case Uploaded() | ArchiveAnswered():
-                self._archive_done(event)
+            case Uploaded() | FilesCollected() | ArchiveProgressed() | ArchiveAnswered():
+                self._archive_done(event, now_ms)
             case Wakeup():
+                self._effects += self._archive.woken(now_ms)
                 self._mark(now_ms)
                 self._reread(now_ms)
                 self._check_space(now_ms)
@@ -315,7 +339,7 @@ class StorageService:
                 | SetArchived()
             ):
                 self._admit_change(request)
-            case ArchiveRange():
+            case ArchiveRange() | CollectGarbage():
                 lane = self._lane(message)
                 self._check_session(lane, message)
                 _check_owner(lane, request)
@@ -532,7 +556,7 @@ class StorageService:
             return
         lane.work = None
         self._learn(lane, work, result, now_ms)
-        self._older_done(lane, work.piece, result)
+        self._older_done(lane, work.piece, result, now_ms)
         self._report_findings(lane, result)
         self._note_space(now_ms)
         scrubbed = result.scrubbed
@@ -683,8 +707,10 @@ class StorageService:
 
     def _queue_older(self, now_ms: int) -> None:
         """Queue the next pieces of the archive and the retention in their lanes."""
-        archive = self._archive.next_piece()
-        if archive is not None:
+        archive = self._archive.next_step(now_ms)
+        if isinstance(archive, CollectFiles):
+            self._effects.append(archive)
+        elif archive is not None:
             lane = self._lanes[archive[0]]
             lane.archive_piece = archive[1]
             if lane.work is None:
@@ -696,38 +722,34 @@ class StorageService:
             if lane.work is None:
                 self._start_work(lane)
 
-    def _older_done(self, lane: Lane, piece: LanePiece | None, result: WorkResult) -> None:
+    def _older_done(
+        self, lane: Lane, piece: LanePiece | None, result: WorkResult, now_ms: int
+    ) -> None:
         """Take the result of a piece of the archive or the retention."""
         partition_id = lane.log.partition_id
         if isinstance(piece, ArchivePiece):
             assert result.archive_read is not None
-            found = self._archive.was_read(piece, result.archive_read)
-            if isinstance(found, UploadJob):
-                self._effects.append(UploadRange(found))
-            elif found is not None:
-                self._notify_archived(found)
+            self._effects += self._archive.was_read(piece, result.archive_read, now_ms)
         elif isinstance(piece, RetentionPiece):
             self._retention.done(partition_id, result.log_size)
             if result.log_size is not None and result.log_size.removed:
                 start = lane.log.start.transaction_id
                 self._report("storage.segment_removed", partition=partition_id, start=start)
 
-    def _archive_done(self, event: Uploaded | ArchiveAnswered) -> None:
-        if isinstance(event, ArchiveAnswered):
-            self._finish(event.read.request, event.outcome)
-            return
-        notice = self._archive.uploaded(event.job, event.outcome)
-        if notice is not None:
-            self._notify_archived(notice)
-
-    def _notify_archived(self, notice: ArchiveNotice) -> None:
-        self._effects.append(SendStorageMessage(notice.connection, notice.message))
-        partition_id, error = notice.message.partition_id, notice.message.error
-        if error:
-            self._report("storage.archive_failed", partition=partition_id, error=error)
-        elif notice.message.manifest:
-            last = notice.message.last
-            self._report("storage.range_archived", partition=partition_id, last=last)
+    def _archive_done(
+        self,
+        event: Uploaded | FilesCollected | ArchiveProgressed | ArchiveAnswered,
+        now_ms: int,
+    ) -> None:
+        match event:
+            case Uploaded(job, outcome):
+                self._effects += self._archive.uploaded(job, outcome, now_ms)
+            case FilesCollected():
+                self._effects += self._archive.collected(event.job, event.outcome, now_ms)
+            case ArchiveProgressed():
+                self._effects += self._archive.progressed(now_ms)
+            case ArchiveAnswered():
+                self._finish(event.read.request, event.outcome)
 
     def _forget_archiving(self, lane: Lane) -> None:
         self._archive.forget(lane.log.partition_id)

@@ -6,6 +6,7 @@ means.
 
 from typing import TypeAlias
 
+from waltz_core.archive.collection import CollectionJob
 from waltz_core.archive.upload_job import UploadJob
 from waltz_core.errors import WaltzError
 from waltz_core.machine import Report
@@ -84,6 +85,16 @@ class UploadRange:
 
 
 @value(frozen=True, slots=True)
+class CollectFiles:
+    """Call `archive.collect` with the job, which blocks for long, then send `FilesCollected`.
+
+    It has the thread of `UploadRange`. While either makes progress, send `ArchiveProgressed`.
+    """
+
+    job: CollectionJob
+
+
+@value(frozen=True, slots=True)
 class ReadArchive:
     """Call `archive.read`, which blocks, then send `ArchiveAnswered`."""
 
@@ -107,6 +118,7 @@ Effect: TypeAlias = (
     | DropPartition
     | CheckSpace
     | UploadRange
+    | CollectFiles
     | ReadArchive
     | EndProcess
     | Report

@@ -1,0 +1,157 @@
+"""Storages that are killed during uploads leave garbage, which the next session collects."""
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import cycle
+from pathlib import Path
+from typing import Final
+
+import pytest
+from moto.server import ThreadedMotoServer
+from pyarrow import fs
+
+from tests.fault.load import wait_until
+from tests.integration.test_archive import SEGMENT_BYTES, STORAGES, Archive, append
+from waltz_core.archive.collection import GRACE_MS
+from waltz_core.archive.file_names import version_of
+from waltz_core.archive.manifest import Manifest
+from waltz_core.client import WaltzClient
+from waltz_core.cluster.nodes.model import ArchivedMark
+from waltz_core.cluster.zookeeper.zookeeper_session import connected
+from waltz_core.local import LocalCluster, running
+from waltz_core.records.record import PartitionId
+
+KILLS: Final = 4
+AGE_S: Final = 2 * GRACE_MS / 1_000
+REGION: Final = "us-east-1"
+
+
+@pytest.fixture
+def s3_url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Give the URL of a folder in a server of S3; the credentials are in the environment."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "test")
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        address = f"{host}:{port}"
+        s3 = fs.S3FileSystem(
+            endpoint_override=address, scheme="http", region=REGION, allow_bucket_creation=True
+        )
+        s3.create_dir("bucket")
+        yield f"s3://bucket/folder?endpoint_override={address}&scheme=http&region={REGION}"
+    finally:
+        server.stop()
+
+
+def recorded_in(cluster: LocalCluster) -> ArchivedMark | None:
+    """Return what ZooKeeper records as archived."""
+
+    async def read() -> ArchivedMark | None:
+        async with connected(cluster.connect) as coordinator:
+            marker = (await coordinator.read_partition(PartitionId(0))).marker
+            return None if marker is None else marker.archived
+
+    return asyncio.run(read())
+
+
+class Listed:
+    """The recorded manifest of an archive, and the files that it does not list."""
+
+    def __init__(self, archive: Archive, mark: ArchivedMark) -> None:
+        self.mark = mark
+        head = Manifest.from_bytes(archive.store.read(mark.manifest), mark.manifest)
+        assert not head.pages
+        self.objects = head.newest
+        listed = {mark.manifest, *(each.name for each in head.newest)}
+        files = archive.store.files("")
+        assert listed <= {each.name for each in files}
+        self.garbage = [each for each in files if each.name not in listed]
+        self.garbage_objects = [each for each in self.garbage if "/objects/" in each.name]
+
+
+def kill_during_uploads(
+    cluster: LocalCluster, archive: Archive, client: WaltzClient, written: list[bytes]
+) -> None:
+    """Append, and kill storages while they write objects, until some of these are garbage."""
+    for count, storage in enumerate(cycle(STORAGES), 1):
+        known = {*archive.store.names("")}
+        append(client, written)
+
+        def is_uploading(known: set[str] = known) -> bool:
+            return any("/objects/" in each for each in {*archive.store.names("")} - known)
+
+        wait_until("an upload has begun", is_uploading)
+        cluster.kill(storage)
+        cluster.start(storage)
+        mark = recorded_in(cluster)
+        if count >= KILLS and mark is not None and Listed(archive, mark).garbage_objects:
+            return
+
+
+def check_kills_leave_no_garbage(
+    directory: Path, url: str, age: Callable[[Archive], None] | None
+) -> None:
+    """Kill storages during uploads, then check that a collection leaves what is listed.
+
+    `age` makes files older than replaced manifests are kept.
+    """
+    settings: dict[str, dict[str, object]] = {
+        "storage": {
+            "segment_bytes_max": SEGMENT_BYTES,
+            "archive_url": url,
+            "archive_object_bytes": 20_000,
+            "archive_age_ms": 0,
+        },
+        "server": {"archive_interval_ms": 50},
+    }
+    archive, written = Archive(url), list[bytes]()
+    options = {"settings": settings, "server_count": 1, "partition_count": 1}
+    with running(directory / "cluster", **options) as cluster:
+        with WaltzClient(cluster.connect) as client:
+            client.mount()
+            kill_during_uploads(cluster, archive, client, written)
+            mark = recorded_in(cluster)
+            assert mark is not None
+            first_kept = 0
+            if age is not None:
+                first_kept = int(mark.manifest.rpartition("/")[2].partition("-")[0])
+                age(archive)
+            cluster.kill(STORAGES[0])
+            cluster.start(STORAGES[0])
+            append(client, written)
+
+            def is_clean() -> bool:
+                mark = recorded_in(cluster)
+                if mark is None or mark.last < len(written) - 1:
+                    return False
+                versions = [version_of(each.name) for each in Listed(archive, mark).garbage]
+                return all(each is not None and each >= first_kept for each in versions)
+
+            wait_until("manifests that were replaced lately remain alone", is_clean)
+        mark = recorded_in(cluster)
+        assert mark is not None
+        assert archive.datas_of(Listed(archive, mark).objects) == written
+    members = (*STORAGES, "server-1")
+    logs = "".join(cluster.log_path(each).read_text(errors="replace") for each in members)
+    assert "storage.garbage_collected" in logs
+    assert "collection_failed" not in logs
+
+
+def test_kills_during_uploads_leave_no_garbage_in_a_directory(tmp_path: Path) -> None:
+    def age(archive: Archive) -> None:
+        for each in archive.store.files(""):
+            aged_s = each.modified_ms / 1_000 - AGE_S
+            with suppress(FileNotFoundError):  # an upload has ended meanwhile
+                os.utime(tmp_path / "archive" / each.name, (aged_s, aged_s))
+
+    check_kills_leave_no_garbage(tmp_path, f"file://{tmp_path}/archive", age)
+
+
+def test_kills_during_uploads_leave_no_garbage_in_s3(tmp_path: Path, s3_url: str) -> None:
+    check_kills_leave_no_garbage(tmp_path, s3_url, None)

@@ -1,0 +1,89 @@
+"""The names of the files in an archive.
+
+Below the URL of the store, a partition has `CLUSTER/P/objects/FIRST-LAST-SESSION-NONCE-N.parquet`
+and `CLUSTER/P/manifests/VERSION-SESSION-NONCE-N.json`; a page of a manifest ends with
+`-page.json`. CLUSTER is the cluster key, N the number of the owner's attempt. So each name occurs
+once (docs/decisions/047, AR 2), and it shows which owner has requested the file.
+
+In a directory, a file has the suffix `.tmp` until it is complete.
+"""
+
+import re
+from typing import Final, NamedTuple
+from uuid import UUID
+
+from waltz_core.records.record import PartitionId, SessionId, TransactionId
+
+TEMPORARY: Final = ".tmp"
+_NUMBER: Final = r"(?:0|[1-9][0-9]*)"
+_ORIGIN: Final = rf"(?P<session>{_NUMBER})-(?P<nonce>[0-9a-f]{{32}})-(?P<attempt>{_NUMBER})"
+_HEAD: Final = re.compile(rf"{_NUMBER}-{_ORIGIN}\.json", re.ASCII)
+_FORMS: Final = {
+    "objects": re.compile(rf"{_NUMBER}-{_NUMBER}-{_ORIGIN}\.parquet(?:\.tmp)?", re.ASCII),
+    "manifests": re.compile(rf"{_NUMBER}-{_ORIGIN}(?:-page)?\.json(?:\.tmp)?", re.ASCII),
+}
+
+
+class FileOrigin(NamedTuple):
+    """The attempt that has written a file: the session of its owner, its nonce, the number."""
+
+    session_id: SessionId
+    nonce: bytes
+    attempt: int
+
+    def __str__(self) -> str:
+        return f"{self.session_id}-{self.nonce.hex()}-{self.attempt}"
+
+
+def objects_folder(cluster_key: bytes, partition_id: PartitionId) -> str:
+    """Return the folder of a partition's objects."""
+    return f"{UUID(bytes=cluster_key)}/{partition_id}/objects"
+
+
+def manifests_folder(cluster_key: bytes, partition_id: PartitionId) -> str:
+    """Return the folder of a partition's manifests and their pages."""
+    return f"{UUID(bytes=cluster_key)}/{partition_id}/manifests"
+
+
+def object_name(folder: str, first: TransactionId, last: TransactionId, origin: FileOrigin) -> str:
+    """Return the name of an object with these IDs."""
+    return f"{folder}/{first}-{last}-{origin}.parquet"
+
+
+def manifest_name(folder: str, version: int, origin: FileOrigin) -> str:
+    """Return the name of a manifest's head."""
+    return f"{folder}/{version}-{origin}.json"
+
+
+def page_name(folder: str, version: int, origin: FileOrigin) -> str:
+    """Return the name of the page that a manifest with this version adds."""
+    return f"{folder}/{version}-{origin}-page.json"
+
+
+def version_of(name: str) -> int | None:
+    """Return the version of a manifest's head, which is complete; None for another file."""
+    folder, _, last_part = name.rpartition("/")
+    is_head = folder.endswith("/manifests") and _HEAD.fullmatch(last_part) is not None
+    return int(last_part.partition("-")[0]) if is_head else None
+
+
+def origin_of(name: str) -> FileOrigin | None:
+    """Return which attempt has written a file, perhaps in part; None if no attempt has."""
+    folder, _, last_part = name.rpartition("/")
+    form = _FORMS.get(folder.rpartition("/")[2])
+    found = None if form is None else form.fullmatch(last_part)
+    if found is None:
+        return None
+    session, nonce, attempt = found["session"], found["nonce"], found["attempt"]
+    return FileOrigin(SessionId(int(session)), bytes.fromhex(nonce), int(attempt))
+
+
+def writer_of(name: str) -> bytes | None:
+    """Return the key of the cluster that wrote a file; None if its name has no key.
+
+    A restored cluster lists objects of its source, which are below the source's key.
+    """
+    try:
+        return UUID(name.partition("/")[0]).bytes
+    except ValueError:
+        return None
