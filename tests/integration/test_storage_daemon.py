@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import urllib.request
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
@@ -39,8 +40,9 @@ from waltz_core.storage.process import serving as serving_module
 from waltz_core.storage.process import storage_daemon
 from waltz_core.storage.process.storage_daemon import StaticCluster, StorageDaemon, serve
 from waltz_core.storage.service import upkeep
+from waltz_core.storage.service.archive_reads import ArchiveQuery
 from waltz_core.storage.service.engine import Engine
-from waltz_core.storage.service.work import Work
+from waltz_core.storage.service.work import LaneRequest, Work
 from waltz_core.transport import net
 from waltz_core.wire.messages import (
     Appended,
@@ -54,6 +56,7 @@ from waltz_core.wire.messages import (
     RangeForm,
     RangeRaw,
     ReplicaEnd,
+    SetArchived,
     SetLowWaterMark,
     SuccessResponse,
     WireProtocol,
@@ -794,11 +797,51 @@ def test_a_range_is_archived_and_a_store_that_fails_is_reported(tmp_path):
                 failed = await archive(2, 20, made.chain, made.manifest, made.manifest_crc)
                 assert failed.manifest == ""
                 assert f"{made.manifest}: it does not exist" in failed.error
+            state = storage._archive_state()
+            assert (state.failure_count, state.error) == (1, failed.error)
+            assert state.is_damaged
             value = partial(storage.metrics.value, partition=0)
             assert value("waltz_storage_archived_transactions_total") == 20
             assert value("waltz_storage_archived_bytes_total") == 20 * 44
             assert value("waltz_storage_failed_uploads_total") == 1
             stop.set()
+
+    on_loop(main())
+
+
+@pytest.mark.parametrize(
+    ("outcome", "damage"),
+    [
+        (errors.ChecksumMismatch("object 7: bad"), "object 7: bad"),
+        (errors.ObjectMissing("object 7: gone"), "object 7: gone"),
+        (errors.ArchiveUnavailable("no route"), ""),
+        (SuccessResponse(5, 1, 0), ""),
+    ],
+)
+def test_damage_of_the_archive_that_a_read_finds_is_reported(
+    tmp_path, monkeypatch, outcome, damage
+):
+    async def main():
+        config = config_for(tmp_path, archive_url=f"file://{tmp_path}/archive")
+        storage = StorageDaemon(config, CLUSTER, None)
+        monkeypatch.setattr(storage, "_post", [].append)
+        owner = Owner(5, 0)
+        read = owner.make(RangeRaw, 7, 8, 1 << 20, RangeForm.WHOLE, False, True)
+        mark = owner.make(SetArchived, 9, bytes(16), 0, 1, "manifest")
+        query = ArchiveQuery(LaneRequest(1, read), mark, errors.BelowStart("", 9))
+
+        def was_read(found):
+            future = Future()
+            future.set_result(found)
+            storage._was_read(query, future)
+            return storage._archive_state().read_damage
+
+        assert was_read(outcome) == damage
+        # The log's own damage says nothing of the archive.
+        assert was_read(query.error) == damage
+        assert was_read(SuccessResponse(5, 1, 0)) == ""
+        state = storage._archive_state()
+        assert (state.url, state.failure_count, state.error) == (config.archive_url, 0, "")
 
     on_loop(main())
 

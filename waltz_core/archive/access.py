@@ -7,10 +7,17 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import TYPE_CHECKING, Final
+from urllib.parse import urlsplit
 
 from waltz_core.archive.collection import CollectionJob, CollectionOutcome, collect
 from waltz_core.archive.upload_job import UploadJob, UploadOutcome
-from waltz_core.errors import ArchiveUnavailable, WaltzError
+from waltz_core.errors import (
+    ArchiveUnavailable,
+    BadFormat,
+    ChecksumMismatch,
+    ObjectMissing,
+    WaltzError,
+)
 from waltz_core.records.record import PartitionId
 
 if TYPE_CHECKING:
@@ -22,6 +29,10 @@ if TYPE_CHECKING:
 CACHE_BYTES_MAX: Final = 128 * 1024 * 1024
 # An upload makes hundreds of calls of the store.
 _PROGRESS_S: Final = 1.0
+# A file of the archive is missing or corrupt.
+DAMAGE: Final = (ObjectMissing, BadFormat, ChecksumMismatch)
+# Places of damage to remember.
+DAMAGE_MAX: Final = 100
 
 
 class ArchiveAccess:
@@ -37,16 +48,21 @@ class ArchiveAccess:
         cluster_key: bytes,
         read_ahead: Executor,
         *,
-        on_progress: Callable[[], None],
+        on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         self._read_ahead = read_ahead
         self._url = url
         self._cluster_key = cluster_key
         self._store: ArchiveStore | None = None
+        # The last error, and how many attempts have failed since the last one that succeeded.
+        self.failure: WaltzError | None = None
+        self.failure_count = 0
         self._cache: ArchiveCache | None = None
         self._readers: dict[PartitionId, ArchiveReader] = {}
         self._on_progress = on_progress
         self._reported_s = 0.0
+        # Missing or corrupt files that reads have found, by the partition and ID of the read.
+        self._damage: dict[tuple[int, int], str] = {}
 
     def open(self) -> None:
         """Open the store; raises BadConfig if the URL names none."""
@@ -62,9 +78,12 @@ class ArchiveAccess:
 
         assert self._store is not None
         try:
-            return upload(self._store, self._cluster_key, job, self._progressed)
+            made = upload(self._store, self._cluster_key, job, self._progressed)
         except WaltzError as error:
+            self.failure, self.failure_count = error, self.failure_count + 1
             return error
+        self.failure, self.failure_count = None, 0
+        return made
 
     def collect(self, job: CollectionJob) -> CollectionOutcome:
         """Carry out a collection; return its error rather than raise it."""
@@ -106,3 +125,22 @@ class ArchiveAccess:
             found = ArchiveReader(self._store, manifest, manifest_crc, self._cache)
             self._readers[partition_id] = found
         return found
+
+    @property
+    def read_damage(self) -> str:
+        """The damage that a read has found last; empty if there is none."""
+        return next(reversed(self._damage.values()), "")
+
+    def was_read(self, place: tuple[int, int], damage: str) -> None:
+        """Note the outcome of a read; one that succeeds ends the damage at its place."""
+        self._damage.pop(place, None)
+        if damage:
+            self._damage[place] = damage
+            if len(self._damage) > DAMAGE_MAX:
+                del self._damage[next(iter(self._damage))]
+
+
+def without_password(url: str) -> str:
+    """Return a URL as it may be shown."""
+    password = urlsplit(url).password
+    return url if password is None else url.replace(f":{password}@", "@", 1)

@@ -171,6 +171,21 @@ NOUNS: Mapping[str, NounEntry] = {
             "server metrics server1:15182 --match high_water_mark",
         ),
     ),
+    "archive": NounEntry(
+        "show and verify the archive in an object store",
+        {
+            "archive.archive_status": {
+                "status": "show what is archived of each partition, and how far the archive lags",
+            },
+            "archive.archive_verify": {
+                "verify": "read and verify every file of the archive",
+            },
+        },
+        (
+            "archive status --connect zk1:2181/waltz/payments",
+            "archive verify --connect zk1:2181/waltz/payments --archive s3://bucket/waltz",
+        ),
+    ),
     "disk": NounEntry(
         "show a storage's files, verify them, repair an index",
         {

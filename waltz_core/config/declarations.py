@@ -258,14 +258,15 @@ class StorageConfig(TlsConfig, ZooKeeperConfig):
     local_retention_bytes: int = _bytes(
         0,
         "Size of all logs over which the storage removes old segments that are archived. Too "
-        "small: reads of older transactions fail. Too large: the disk fills. 0: no limit.",
+        "small: reads of older transactions wait for the archive. Too large: the disk fills. 0: no "
+        "limit.",
         minimum=0,
     )
     local_retention_ms: int = setting(
         0,
         "Age of the transactions of a segment over which the storage removes it, if it is "
-        "archived. Too short: reads of older transactions fail. Too long: the disk fills. 0: no "
-        "limit.",
+        "archived. Too short: reads of older transactions wait for the archive. Too long: the disk "
+        "fills. 0: no limit.",
         minimum=0,
         maximum=100 * 365 * MS_MAX,
     )

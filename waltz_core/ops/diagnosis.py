@@ -51,6 +51,14 @@ LAG_MAX: Final = 100_000
 SLOW_TIMES_MIN: Final = 5
 SLOW_MS_MIN: Final = 50
 SLOW_SECONDS_MIN: Final = 10
+# With these days left, there is time to add a storage, or to archive.
+FULL_SOON_DAYS: Final = 7
+# One failure may be a throttled request; the next attempt uses another storage.
+ARCHIVE_FAILURES_MIN: Final = 2
+# A transaction is archived after `archive_age_ms`, at the next attempt, when others are done. So
+# twice the age, and an hour for the interval between attempts and for an upload.
+ARCHIVE_LAG_AGES: Final = 2
+ARCHIVE_LAG_S: Final = 3_600
 FINDING_OF_REASON: Final = {
     UnavailableReason.OFFLINE: "replica-offline",
     UnavailableReason.NOT_HELD: "replica-not-held",
@@ -219,6 +227,7 @@ class _Cluster:
         if storages and all(each.is_tls_mismatch for each in storages):
             return  # rule 1: their state cannot be seen from here
         self._check_speed()
+        self._check_archive()
         sharing_groups = changes.sharing_groups(self._cluster.assigned, self._cluster.groups)
         for number in range(self._cluster.partition_count):
             partition_id = PartitionId(number)
@@ -340,6 +349,18 @@ class _Cluster:
                 free=space.free_bytes // MIB,
                 empty=self.empty(storage.address, held),
             )
+        elif space is not None and held and space.filling_bytes_per_day:
+            days = space.free_bytes / space.filling_bytes_per_day
+            if days < FULL_SOON_DAYS:
+                self._report(
+                    "disk-full-soon",
+                    storage.address,
+                    storage=storage.address,
+                    days=f"{days:.1f}",
+                    free=space.free_bytes // MIB,
+                    rate=space.filling_bytes_per_day // MIB,
+                    empty=self.empty(storage.address, held),
+                )
         ahead = storage.clock_ahead_ms
         if ahead is not None and abs(ahead) > CLOCK_MS_MAX:
             self._report(
@@ -349,6 +370,73 @@ class _Cluster:
                 seconds=f"{abs(ahead) / 1000:.1f}",
                 way="ahead of" if ahead > 0 else "behind",
             )
+
+    # --- the archive
+
+    def _check_archive(self) -> None:
+        """Report why the archive does not work, otherwise that it lags (rule 1)."""
+        storages = [
+            each
+            for each in self._cluster.storages.values()
+            if each.is_of_cluster and not (each.failure or each.admin_failure)
+        ]
+        urls = ["" if each.archive is None else each.archive.url for each in storages]
+        usual = max(urls, key=lambda each: (bool(each), urls.count(each), each), default="")
+        differing = [each for each, url in zip(storages, urls, strict=True) if url != usual]
+        for storage in differing:
+            self._report(
+                "archive-settings-differ",
+                storage.address,
+                storage=storage.address,
+                found=storage.archive.url if storage.archive else "(none)",
+                expected=usual,
+                start=self._case.start("storage", storage.address),
+            )
+        others = [each for each in storages if each not in differing]
+        has_failed = [self._check_uploads(each) for each in others]
+        if not differing and not any(has_failed):
+            ages_ms = [each.archive.age_ms for each in others if each.archive is not None]
+            self._check_archive_lag(usual, max(ages_ms, default=0))
+
+    def _check_uploads(self, storage: StorageFacts) -> bool:
+        """Report damage, or that a storage cannot write; return whether it is reported.
+
+        When everything is archived, the last failure of a storage is of no importance: its next
+        attempt is made when there is something to archive again.
+        """
+        archive, partitions = storage.archive, self._cluster.partitions
+        waits = any(partitions[each].unarchived_count for each in storage.replicas)
+        address = storage.address
+        if archive is not None and archive.read_damage:
+            self._report("archive-damaged", address, storage=address, why=archive.read_damage)
+            return True
+        if archive is None or not archive.error or not waits:
+            return False
+        fields = {"storage": address, "why": archive.error, "count": archive.failure_count}
+        if archive.is_damaged:
+            self._report("archive-damaged", address, **fields)
+        elif archive.failure_count >= ARCHIVE_FAILURES_MIN:
+            self._report("archive-unavailable", address, **fields)
+        else:
+            return False
+        return True
+
+    def _check_archive_lag(self, url: str, age_ms: int) -> None:
+        partitions = self._cluster.partitions
+        if url and all(each.archived is None for each in partitions.values()):
+            if any(each.unarchived_count for each in partitions.values()):
+                self._report("archive-idle", url, url=url)
+            return
+        limit_s = ARCHIVE_LAG_AGES * age_ms / 1000 + ARCHIVE_LAG_S
+        for partition_id, each in partitions.items():
+            if each.unarchived_s is not None and each.unarchived_s > limit_s:
+                self._report(
+                    "archive-lagging",
+                    partition_id,
+                    partition=partition_id,
+                    count=each.unarchived_count,
+                    hours=f"{each.unarchived_s / 3600:.1f}",
+                )
 
     def _check_speed(self) -> None:
         """Compare how long storages take to answer appends."""

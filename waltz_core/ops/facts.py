@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from waltz_core.cluster.membership.registration import Ownership
-from waltz_core.cluster.nodes.model import PartitionMarker, PartitionMetadata
+from waltz_core.cluster.nodes.model import ArchivedMark, PartitionMarker, PartitionMetadata
 from waltz_core.records.record import (
     BEFORE_FIRST,
     NO_SESSION,
@@ -79,11 +79,32 @@ class ReplicaFacts:
 
 @dataclass(frozen=True, slots=True)
 class SpaceFacts:
-    """The disk of a storage; `size_bytes` is None if an older storage does not report it."""
+    """The disk of a storage; a value is None if an older storage does not report it.
+
+    `filling_bytes_per_day` is the rate of the last day, None in the first hour of the process.
+    """
 
     free_bytes: int
     is_full: bool
     size_bytes: int | None = None
+    filling_bytes_per_day: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ArchiveFacts:
+    """The archive of a storage: its settings, and its last attempts.
+
+    `failure_count` is the number of attempts that have failed since the last one that succeeded,
+    `error` the last error; `is_damaged`: a file of the archive is missing or corrupt. `read_damage`
+    is such an error of a read.
+    """
+
+    url: str
+    age_ms: int = 0
+    failure_count: int = 0
+    error: str = ""
+    is_damaged: bool = False
+    read_damage: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +130,7 @@ class StorageFacts:
     is_of_cluster: bool = True
     space: SpaceFacts | None = None
     clock_ahead_ms: float | None = None
+    archive: ArchiveFacts | None = None
     replicas: Mapping[PartitionId, ReplicaFacts] = field(default_factory=dict)
 
 
@@ -117,6 +139,8 @@ class PartitionFacts:
     """One partition: its state in ZooKeeper, and the answers of its owner to a client.
 
     `stamp_ahead_ms` is how far the commit stamp of its last transaction is in the future.
+    `unarchived_s` is the age of the oldest transaction that is not archived, 0 if all are; None if
+    it is not known, or if the cluster archives nothing.
     """
 
     metadata: PartitionMetadata | None = None
@@ -124,6 +148,19 @@ class PartitionFacts:
     mark: TransactionId | None = None
     mark_failure: str = ""
     stamp_ahead_ms: float | None = None
+    unarchived_s: float | None = None
+
+    @property
+    def archived(self) -> ArchivedMark | None:
+        """What is archived, as ZooKeeper records it."""
+        return None if self.marker is None else self.marker.archived
+
+    @property
+    def unarchived_count(self) -> int | None:
+        """The number of committed transactions that are not archived; None without a mark."""
+        if self.mark is None:
+            return None
+        return max(0, self.mark - (BEFORE_FIRST if self.archived is None else self.archived.last))
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ class Area(Enum):
     PROCESSES = "processes of a cluster on this machine"
     SERVERS = "servers"
     STORAGES = "storages"
+    ARCHIVE = "archive"
     REPLICAS = "replicas"
     PARTITIONS = "partitions"
 
@@ -60,6 +61,7 @@ _DOCTOR = "waltz-core doctor --connect {scheme_free}"
 _MOVE = "{move}"
 _AT = "--connect {connect} --storage {storage} --partition {partition}"
 _REPEAT_DOCTOR = "waltz-core doctor --connect {connect}"
+_ARCHIVE_STATUS = "waltz-core archive status --connect {connect}"
 _SYNC_CLOCK = "timedatectl set-ntp true"
 _DROP_AND_TAKE = (
     f"waltz-core storage availability {_AT} --online false && "
@@ -230,6 +232,12 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
             "{empty}",
         ),
         _row(
+            "disk-full-soon",
+            "the disk of storage {storage} is full in {days} days at the rate of the last day: "
+            "{free} MiB are free, and {rate} MiB are written a day",
+            "{empty}",
+        ),
+        _row(
             "storage-slow",
             "storage {storage} takes {took} ms to answer an append, {times} times as long as the "
             "others. Hint: check its disk, its network and the load of its machine.",
@@ -240,6 +248,42 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
             "the clock of storage {storage} is {seconds} s {way} this machine's clock. Hint: "
             "synchronize both.",
             _SYNC_CLOCK,
+        ),
+    ),
+    Area.ARCHIVE: (
+        _row(
+            "archive-settings-differ",
+            "storage {storage} has the archive {found}, the other storages {expected}. Hint: set "
+            "the same archive_url in the settings of all storages, then stop and start this one.",
+            _START,
+        ),
+        _row(
+            "archive-unavailable",
+            "storage {storage} could not write to the archive {count} times in a row: {why}. Hint: "
+            "check its credentials, the network and the object store; nothing is removed meanwhile."
+            " The command reads the archive from the machine that runs it.",
+            _ARCHIVE_STATUS,
+        ),
+        _row(
+            "archive-damaged",
+            "storage {storage} found a file of the archive missing or corrupt: {why}. Hint: the "
+            "command names all such files; restore them from a copy or from an earlier version in "
+            "the object store.",
+            "waltz-core archive verify --connect {connect}",
+        ),
+        _row(
+            "archive-idle",
+            "the storages have the archive {url}, but nothing is archived. Hint: set "
+            "archive_interval_ms in the settings of the servers, stop and start them. The first "
+            "objects are written after archive_age_ms of the storages.",
+            "waltz-core server run --config server.toml",
+        ),
+        _row(
+            "archive-lagging",
+            "partition {partition}: {count} committed transactions are not archived, and the "
+            "oldest has waited for {hours} h. Hint: check archive_interval_ms of the servers, and "
+            "`archive.failed` in their logs.",
+            _ARCHIVE_STATUS,
         ),
     ),
     Area.REPLICAS: (

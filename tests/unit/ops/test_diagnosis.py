@@ -8,6 +8,7 @@ from tests.unit.ops.printed_commands import check_understood
 from waltz_core.cluster.coordinator import Ownership
 from waltz_core.cluster.nodes.model import (
     UNRESOLVED,
+    ArchivedMark,
     MarkerState,
     PartitionMarker,
     PartitionMetadata,
@@ -16,6 +17,7 @@ from waltz_core.cluster.nodes.model import (
 from waltz_core.ops import diagnosis
 from waltz_core.ops.diagnosis import LAG_MAX, summary
 from waltz_core.ops.facts import (
+    ArchiveFacts,
     ClusterFacts,
     Facts,
     LocalFacts,
@@ -357,6 +359,26 @@ def test_a_disk_without_room_is_emptied_to_where_there_is_some(case):
     assert case.found() == []
 
 
+@pytest.mark.parametrize(
+    ("free_mib", "mib_per_day", "days"),
+    [(70_000, 10_001, "7.0"), (70_000, 10_000, None), (70_000, 0, None), (70_000, None, None)],
+)
+def test_a_disk_that_is_full_soon(case, free_mib, mib_per_day, days):
+    rate = None if mib_per_day is None else mib_per_day << 20
+    case.storage(A, space=SpaceFacts(free_mib << 20, False, 100_000 << 20, rate))
+    if days is None:
+        assert case.found() == []
+        return
+    found = case.the_only("disk-full-soon")
+    assert f"is full in {days} days at the rate of the last day: 70000 MiB are free" in (
+        found.sentence
+    )
+    assert found.command.startswith("waltz-core cluster move-replica 0-1 ")
+    # The nearer danger is the only finding.
+    case.storage(A, space=SpaceFacts(900 << 20, False, 100_000 << 20, rate))
+    assert case.the_only("disk-nearly-full")
+
+
 def test_clocks_that_differ(case):
     case.storage(A, clock_ahead_ms=-4_200.0)
     found = case.the_only("storage-clock-skew")
@@ -648,3 +670,102 @@ def test_a_storage_that_answers_appends_much_later_than_the_others(case):
         case.server(1, append_times=times)
         case.server(2, append_times={})
         assert case.found() == []
+
+
+# --- The archive
+
+URL = "s3://bucket/waltz"
+HOUR_S = 3_600.0
+
+
+def archived(last):
+    mark = ArchivedMark(last, bytes(16), 5, 0, 1, "manifest")
+    return PartitionMarker(MarkerState.OPEN, 7, bytes(16), mark)
+
+
+@pytest.fixture
+def archive():
+    """A cluster that archives, and has archived everything."""
+    case = Case()
+    for address in (A, B, C, SPARE):
+        case.storage(address, archive=ArchiveFacts(URL, 600_000))
+    for number in (0, 1):
+        case.partition(number, marker=archived(90), unarchived_s=0.0)
+    assert case.found() == []
+    return case
+
+
+def test_storages_with_different_archives(archive):
+    archive.storage(B, archive=ArchiveFacts("s3://other/waltz", 600_000))
+    found = archive.the_only("archive-settings-differ")
+    assert f"storage {B} has the archive s3://other/waltz, the other storages {URL}" in (
+        found.sentence
+    )
+    assert found.command == "waltz-core storage run --config storage.toml"
+    for address in (A, B):
+        archive.storage(address, archive=None)
+    assert archive.found() == [("archive-settings-differ", A), ("archive-settings-differ", B)]
+    assert (
+        f"has the archive (none), the other storages {URL}" in diagnose(archive.facts)[0].sentence
+    )
+    # Of a storage that does not answer it is not known.
+    archive.storage(A, failure="refused", replicas={})
+    archive.storage(B, archive=ArchiveFacts(URL))
+    assert ("archive-settings-differ", A) not in archive.found()
+
+
+def test_an_archive_that_cannot_be_written(archive):
+    failed = ArchiveFacts(URL, 600_000, 1, "archive: cannot write x: ACCESS_DENIED")
+    archive.partition(0, unarchived_s=1.0, marker=archived(89))
+    archive.storage(A, archive=failed)
+    assert archive.found() == []  # A throttled request is no finding.
+    archive.storage(A, archive=replace(failed, failure_count=2))
+    found = archive.the_only("archive-unavailable")
+    assert "2 times in a row: archive: cannot write x: ACCESS_DENIED. Hint" in found.sentence
+    assert found.command == f"waltz-core archive status --connect {CONNECT}"
+    # That the archive lags is a consequence.
+    archive.partition(0, unarchived_s=100 * HOUR_S)
+    assert archive.the_only("archive-unavailable")
+    # Another storage has archived everything meanwhile.
+    archive.partition(0, unarchived_s=0.0, marker=archived(90))
+    assert archive.found() == []
+
+
+def test_a_damaged_file_of_the_archive(archive):
+    failed = ArchiveFacts(URL, 600_000, 1, "object 7: expected CRC 1, found 2", is_damaged=True)
+    archive.storage(A, archive=failed)
+    archive.partition(0, unarchived_s=1.0, marker=archived(89))
+    found = archive.the_only("archive-damaged")
+    assert "missing or corrupt: object 7: expected CRC 1, found 2. Hint" in found.sentence
+    assert found.command == f"waltz-core archive verify --connect {CONNECT}"
+    # One that a read has found stays, also when everything is archived.
+    archive.partition(0, unarchived_s=0.0, marker=archived(90))
+    archive.storage(A, archive=ArchiveFacts(URL, 600_000, read_damage="object 8: bad"))
+    assert "object 8: bad" in archive.the_only("archive-damaged").sentence
+
+
+def test_an_archive_that_lags(archive):
+    archive.partition(0, marker=archived(20), unarchived_s=HOUR_S + 1_200)
+    assert archive.found() == []
+    archive.partition(0, unarchived_s=HOUR_S + 1_201)
+    found = archive.the_only("archive-lagging")
+    assert "partition 0: 70 committed transactions are not archived" in found.sentence
+    assert "the oldest has waited for 1.3 h" in found.sentence
+    archive.storage(B, archive=ArchiveFacts(URL, 3_600_000))
+    assert archive.found() == []  # with a greater `archive_age_ms`
+    # A partition of which nothing is archived yet.
+    archive.partition(1, marker=OPEN, unarchived_s=4 * HOUR_S)
+    assert "partition 1: 91 committed" in archive.the_only("archive-lagging").sentence
+    archive.partition(1, unarchived_s=None)
+    assert archive.found() == []  # rule 2
+
+
+def test_an_archive_that_is_not_used(archive):
+    for number in (0, 1):
+        archive.partition(number, marker=OPEN, unarchived_s=None)
+    found = archive.the_only("archive-idle")
+    assert found.command == "waltz-core server run --config server.toml"
+    assert "set archive_interval_ms in the settings of the servers" in found.sentence
+    for number in (0, 1):
+        archive.partition(number, mark=-1)
+    assert archive.found() == []  # There is nothing to archive.

@@ -20,8 +20,10 @@ from waltz_core.storage.service.admin import (
     SendAdminResponse,
 )
 from waltz_core.storage.service.admin_tasks import (
+    ArchiveState,
     Assign,
     DiskStatus,
+    FindArchiveState,
     FindDiskStatus,
     FindHeld,
     FindZooKeeperView,
@@ -105,7 +107,14 @@ class Terminal:
 
     @property
     def changes(self):
-        questions = (InspectReplica, FindHeld, FindDiskStatus, FindZooKeeperView, ReadRange)
+        questions = (
+            InspectReplica,
+            FindHeld,
+            FindDiskStatus,
+            FindArchiveState,
+            FindZooKeeperView,
+            ReadRange,
+        )
         return [task for task in self.admin_tasks if not isinstance(task, questions)]
 
 
@@ -163,7 +172,11 @@ def test_marks_and_held_partitions_are_reported():
 def test_the_gauges_have_waltz_0_13s_names_and_form(disk_error):
     free_bytes = None if disk_error else 5_000
     disk_status = DiskStatus(free_bytes, 64, True, 1_700_000_000_000, disk_error)
-    desk = Terminal(FindHeld=(HeldPartition(3, INFO, 52, True),), FindDiskStatus=disk_status)
+    desk = Terminal(
+        FindHeld=(HeldPartition(3, INFO, 52, True),),
+        FindDiskStatus=disk_status,
+        FindArchiveState=ArchiveState("file:///archive", 500, 2, "no route", False, "object 8"),
+    )
     answered = json.loads(desk.ask(wire.MetricsRequest(1), version=0).json)
     lists = ("metrics", "ids", "gauges", "counters", "histograms", "meters", "timers")
     assert set(answered) == set(lists)
@@ -175,6 +188,14 @@ def test_the_gauges_have_waltz_0_13s_names_and_form(disk_error):
         "waltz-storage.reserved-bytes": 64,
         "waltz-storage.is-full": True,
         "waltz-storage.clock-ms": 1_700_000_000_000,
+        "waltz-storage.archive": {
+            "url": "file:///archive",
+            "age_ms": 500,
+            "failure_count": 2,
+            "error": "no route",
+            "is_damaged": False,
+            "read_damage": "object 8",
+        },
         "waltz-storage.partition-3.session-id": 6,
         "waltz-storage.partition-3.low-water-mark": 40,
         "waltz-storage.partition-3.local-low-water-mark": 39,

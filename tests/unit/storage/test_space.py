@@ -8,7 +8,14 @@ import pytest
 
 from waltz_core.errors import NoSpace
 from waltz_core.storage.disk.file_system import RealDisk
-from waltz_core.storage.files.space import RESERVE_NAME, SPARE_BYTES_MAX, DiskSpace, append_bytes
+from waltz_core.storage.files.space import (
+    DAY_MS,
+    RESERVE_NAME,
+    SAMPLE_MS,
+    SPARE_BYTES_MAX,
+    DiskSpace,
+    append_bytes,
+)
 from waltz_sim.world.simulated_disk import DiskFault, SimDisk
 
 ROOT = Path("/waltz")
@@ -190,3 +197,24 @@ def test_a_disk_with_much_room_is_queried_now_and_then():
     with pytest.raises(NoSpace):
         space.check(10_001)
     assert asked.call_count == 5, "half of the 6,000 that were left may be written unasked"
+
+
+def test_the_rate_at_which_a_disk_fills_is_that_of_the_last_day():
+    disk, space = made(capacity=10_000, reserve=0)
+
+    def rate_at(hour, used):
+        disk.capacity_bytes = 10_000 - used
+        now_ms = hour * SAMPLE_MS
+        space.note_free_bytes(now_ms)
+        return space.filling_bytes_per_day(space.free_bytes(), now_ms)
+
+    assert space.filling_bytes_per_day(10_000, 0) is None
+    assert rate_at(0, 0) is None
+    assert rate_at(1, 10) == 240
+    assert rate_at(2, 10) == 120
+    assert rate_at(3, 0) == 0
+    # What the first hours have written is forgotten after a day, also that nothing was removed.
+    last = DAY_MS // SAMPLE_MS + 5
+    rates = [rate_at(hour, 5_000) for hour in range(4, last)]
+    assert rates[0] == 30_000
+    assert rates[-1] == 0

@@ -16,6 +16,7 @@ from waltz_core.errors import (
 )
 from waltz_core.records import raw_records
 from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN, NO_SESSION
+from waltz_core.storage.files.space import SAMPLE_MS
 from waltz_core.storage.service import admin_tasks, upkeep
 from waltz_core.storage.service.upkeep import carry_out, disk_status_of, facts_of, held_by
 from waltz_core.wire.admin_messages import Copy
@@ -63,6 +64,9 @@ def test_the_disk_is_reported_with_the_time(engine):
     room = disk_status_of(engine, 1_234)
     assert (room.reserved_bytes, room.is_full, room.clock_ms) == (0, False, 1_234)
     assert room.free_bytes > 0
+    assert room.filling_bytes_per_day is None
+    engine.space.note_free_bytes(1_234 - SAMPLE_MS)
+    assert disk_status_of(engine, 1_234).filling_bytes_per_day is not None
     engine.space.ran_short(1)
     assert disk_status_of(engine, 1_234).is_full
 
@@ -78,6 +82,7 @@ def test_unknown_free_space_is_reported_with_the_rest(engine, monkeypatch):
         False,
         1_234,
         "getting the free space of /waltz: input/output error",
+        None,
         None,
     )
 

@@ -13,9 +13,9 @@ import json
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Final, TypeAlias, TypedDict, TypeVar
+from typing import Any, Final, NamedTuple, TypeAlias, TypedDict, TypeVar
 
 from waltz_core.cli import own_transport
 from waltz_core.cli.storage.storage_views import damaged_count
@@ -30,6 +30,7 @@ from waltz_core.config.connect_string import ConnectString, parse_connect_string
 from waltz_core.errors import ClusterKeyMismatch, NoCluster, TlsFailed, Unavailable, WaltzError
 from waltz_core.local import LocalCluster
 from waltz_core.ops.facts import (
+    ArchiveFacts,
     ClusterFacts,
     Facts,
     LocalFacts,
@@ -42,6 +43,7 @@ from waltz_core.ops.facts import (
     StorageFacts,
 )
 from waltz_core.records.record import (
+    BEFORE_FIRST,
     PartitionId,
     ReplicaId,
     ReqId,
@@ -310,13 +312,8 @@ class _Registry:
             for number, each in enumerate(self.partitions)
         }
         for task in response.values():
-            for partition_id, (mark, failure, ahead_ms) in (await task)[1].items():
-                partitions[partition_id] = replace(
-                    partitions[partition_id],
-                    mark=mark,
-                    mark_failure=failure,
-                    stamp_ahead_ms=ahead_ms,
-                )
+            for partition_id, found in (await task)[1].items():
+                partitions[partition_id] = replace(partitions[partition_id], **found._asdict())
         return ClusterFacts(
             self.count,
             self.servers.is_settled,
@@ -333,7 +330,14 @@ class _Registry:
 
 # --- servers
 
-_Mark = tuple[TransactionId | None, str, float | None]
+
+class _Mark(NamedTuple):
+    """Fields of `PartitionFacts`."""
+
+    mark: TransactionId | None
+    mark_failure: str = ""
+    stamp_ahead_ms: float | None = None
+    unarchived_s: float | None = None
 
 
 class _Server:
@@ -358,6 +362,11 @@ class _Server:
             for partition_id, owner in registry.servers.owners.items()
             if owner.server_id == server_id
         ]
+        marks = [
+            None if each.marker is None else each.marker.archived for each in registry.partitions
+        ]
+        self._archived = [BEFORE_FIRST if each is None else each.last for each in marks]
+        self._has_archive = any(each is not None for each in marks)
         self._timeout_s = timeout_s
 
     async def probe(self) -> tuple[ServerFacts, dict[PartitionId, _Mark]]:
@@ -435,9 +444,23 @@ class _Server:
                 link, HighWaterMarkResponse, HighWaterMarkRequest, partition_id
             )
         except WaltzError as error:
-            return None, str(error), None
+            return _Mark(None, str(error))
         last = TransactionId(mark.high_water_mark)
-        return last, "", await self._stamp_ahead_ms(link, partition_id, last)
+        ahead_ms = await self._stamp_ahead_ms(link, partition_id, last)
+        unarchived_s = await self._unarchived_s(link, partition_id, last)
+        return _Mark(last, "", ahead_ms, unarchived_s)
+
+    async def _unarchived_s(
+        self, link: ServerLink, partition_id: PartitionId, last: TransactionId
+    ) -> float | None:
+        """Return the age of the oldest transaction that is not archived."""
+        if not self._has_archive:
+            return None
+        oldest = TransactionId(self._archived[partition_id] + 1)
+        if oldest > last:
+            return 0.0
+        ahead_ms = await self._stamp_ahead_ms(link, partition_id, oldest)
+        return None if ahead_ms is None else max(0.0, round(-ahead_ms / 1000, 1))
 
     async def _stamp_ahead_ms(
         self, link: ServerLink, partition_id: PartitionId, last: TransactionId
@@ -471,6 +494,15 @@ class _Server:
 
 
 # --- storages
+
+
+def archive_of(gauges: Mapping[str, Mapping[str, Any]]) -> ArchiveFacts | None:
+    """Return what the gauges of a storage report about its archive; None if it has none."""
+    gauge = gauges.get("waltz-storage.archive")
+    if gauge is None:
+        return None
+    known = {each.name for each in fields(ArchiveFacts)}
+    return ArchiveFacts(**{name: each for name, each in gauge["value"].items() if name in known})
 
 
 class _Storage:
@@ -574,11 +606,13 @@ class _Storage:
             return None if found is None else int(found["value"])
 
         free, is_full, clock_ms = gauge("free-bytes"), gauge("is-full"), gauge("clock-ms")
-        space = None if free is None else SpaceFacts(free, bool(is_full), gauge("size-bytes"))
+        sizes = gauge("size-bytes"), gauge("filling-bytes-per-day")
+        space = None if free is None else SpaceFacts(free, bool(is_full), *sizes)
+        archive = archive_of(gauges)
         ahead_ms = None
         if clock_ms is not None and after_ms - before_ms < READ_MS_MAX:
             ahead_ms = round(clock_ms - (before_ms + after_ms) / 2, 1)
-        return replace(facts, space=space, clock_ahead_ms=ahead_ms)
+        return replace(facts, space=space, clock_ahead_ms=ahead_ms, archive=archive)
 
     async def _replica(self, admin: StorageAdmin, partition: int) -> ReplicaFacts:
         async with asyncio.timeout(self._timeout_s):

@@ -15,9 +15,12 @@ Rules (docs/design/correctness.md 2.4, row 9):
        meanwhile, a write fails and is reported as having found no room (`lacked`).
     5. One thread at a time: otherwise the reserve might be released while another thread fills it,
        and count as kept.
+    6. The rate at which the disk fills is that of the last day: an average since the start would
+       include the time before old segments were removed.
 """
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -29,6 +32,8 @@ from waltz_core.storage.files.format import LINEAGE_ENTRY_BYTES, OFFSET_BYTES
 
 RESERVE_NAME: Final = "waltz-x.reserve"
 SPARE_BYTES_MAX: Final = 1024 * 1024
+SAMPLE_MS: Final = 3_600_000
+DAY_MS: Final = 24 * SAMPLE_MS
 ResultT = TypeVar("ResultT")
 
 
@@ -49,6 +54,8 @@ class DiskSpace:
         self._is_reserved = reserve_bytes == 0
         self._wanted_bytes = 0  # by the append that was rejected last
         self._spare_bytes = 0  # may be written before the next query (rule 4)
+        # Time in ms and free bytes (rule 6).
+        self._samples: deque[tuple[int, int]] = deque(maxlen=DAY_MS // SAMPLE_MS)
 
     @property
     def reserved_bytes(self) -> int:
@@ -135,6 +142,19 @@ class DiskSpace:
     def free_bytes(self) -> int:
         """Return how much more can be written, without the reserve; raises DiskFailed."""
         return self._disk.free_bytes(self._directory)
+
+    def note_free_bytes(self, now_ms: int) -> None:
+        """Take a sample for `filling_bytes_per_day`; the caller does it every `SAMPLE_MS`."""
+        with suppress(DiskFailed):
+            self._samples.append((now_ms, self.free_bytes()))
+
+    def filling_bytes_per_day(self, free_bytes: int, now_ms: int) -> int | None:
+        """Return how fast the free bytes decrease (rule 6); None in the first hour."""
+        began_ms, began_bytes = self._samples[0] if self._samples else (now_ms, free_bytes)
+        took_ms = now_ms - began_ms
+        if took_ms < SAMPLE_MS:
+            return None
+        return max(0, (began_bytes - free_bytes) * DAY_MS // took_ms)
 
     def size_bytes(self) -> int:
         """Return the size of the disk; raises DiskFailed."""

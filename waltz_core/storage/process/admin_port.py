@@ -70,12 +70,14 @@ class AdminPort:
         tasks: asyncio.TaskGroup,
         on_failure: Callable[[Exception], None],
         scrub_states: Callable[[], Sequence[ScrubState]],
+        archive_state: Callable[[], admin_tasks.ArchiveState | None],
     ) -> None:
         self._engine = engine
         self._serving = serving
         self._post = post
         self._in_thread = in_thread
         self._scrub_states = scrub_states
+        self._archive_state = archive_state
         self._tasks = tasks
         self._storage_id = identity.storage_id
         self._numbers = count(1)
@@ -160,6 +162,8 @@ class AdminPort:
                 admin_tasks.FindHeld() | admin_tasks.FindDiskStatus() | admin_tasks.InspectReplica()
             ):
                 return await self._read_local(task)
+            case admin_tasks.FindArchiveState():
+                return self._archive_state()
             case admin_tasks.FindZooKeeperView():
                 return await self._serving.zookeeper_view(task.partition_id)
             case admin_tasks.ReadRange():

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Final, TypeVar, assert_never
 from uuid import UUID
 
 from waltz_core import errors
-from waltz_core.archive.access import ArchiveAccess
+from waltz_core.archive.access import DAMAGE, ArchiveAccess, without_password
 from waltz_core.archive.archive_cache import READ_AHEAD_THREADS
 from waltz_core.archive.collection import CollectionJob, CollectionOutcome
 from waltz_core.archive.upload_job import UploadJob, UploadOutcome
@@ -48,14 +48,15 @@ from waltz_core.machine import Report
 from waltz_core.metrics import Health, Metrics, serve_pages
 from waltz_core.records.record import FRAME_BYTES_MAX, PartitionId, ReplicaId, TransactionId
 from waltz_core.storage.disk.file_system import RealDisk, descriptor_for_reader
+from waltz_core.storage.files.space import SAMPLE_MS, DiskSpace
 from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.log.scrub import Scrub, ScrubState, read_positions, write_positions
 from waltz_core.storage.process.admin_port import AdminPort
 from waltz_core.storage.process.serving import Serving, concurrently
 from waltz_core.storage.process.storage_metrics import StorageMetrics
 from waltz_core.storage.service import service, service_effects, upkeep
-from waltz_core.storage.service.admin_tasks import DiskStatus
-from waltz_core.storage.service.archive_jobs import ArchiveLimits
+from waltz_core.storage.service.admin_tasks import ArchiveState, DiskStatus
+from waltz_core.storage.service.archive_jobs import ERROR_CHARACTERS_MAX, ArchiveLimits
 from waltz_core.storage.service.archive_reads import ArchiveQuery, answer_from_archive
 from waltz_core.storage.service.engine import Engine
 from waltz_core.storage.service.retention import RetentionLimits
@@ -258,9 +259,8 @@ class StorageDaemon:
         machine = await self._make_machine(engine, identity)
         self._engine, self._machine = engine, machine
         serving = self._serving = self._make_serving(engine)
-        links = self._links
         self._storage_metrics.register(
-            machine, engine.space, links_count=lambda: len(links), logs=serving.logs
+            machine, engine.space, links_count=lambda: len(self._links), logs=serving.logs
         )
         self._driver = Driver(
             machine, self._perform, on_report=self._report, on_failure=self._failed, name="storage"
@@ -294,6 +294,7 @@ class StorageDaemon:
                     stack.push_async_callback(admin.close)
                     tasks.create_task(serving.follow(self._checked_assignment))
                     tasks.create_task(self._keep_positions(machine))
+                    tasks.create_task(self._sample_space(engine.space))
                     tasks.create_task(self._offer_segments())
                     if self._coordinator is None:
                         serving.recheck()
@@ -359,6 +360,12 @@ class StorageDaemon:
                 await self._in_thread(partial(self._write_positions, positions))
                 kept = positions
 
+    async def _sample_space(self, space: DiskSpace) -> None:
+        """Note the free bytes now and then: the doctor reports when the disk will be full."""
+        while True:
+            await self._in_thread(lambda: space.note_free_bytes(_wall_clock_ms()))
+            await asyncio.sleep(SAMPLE_MS / 1000)
+
     def _make_serving(self, engine: Engine) -> Serving:
         return Serving(
             engine,
@@ -384,6 +391,7 @@ class StorageDaemon:
             tasks=tasks,
             on_failure=self._failed,
             scrub_states=self.scrub_status,
+            archive_state=self._archive_state,
         )
 
     async def _register(self, engine: Engine) -> None:
@@ -653,6 +661,9 @@ class StorageDaemon:
             return
         outcome = future.result()
         self._storage_metrics.count_archive_read(read.mark.partition_id, outcome)
+        if outcome is not read.error:
+            is_damage = isinstance(outcome, DAMAGE)
+            self._archive.was_read(read.place, str(outcome) if is_damage else "")
         self._post(service.ArchiveAnswered(read, outcome))
 
     def _space_checked(self, future: "Future[None]") -> None:
@@ -710,7 +721,7 @@ class StorageDaemon:
         """Query the disk for its room; one that hangs must not stop the event loop."""
         assert self._engine is not None
         if self._status_query is None or self._status_query.done():
-            look = partial(upkeep.disk_status_of, self._engine, loop_clock_ms())
+            look = partial(upkeep.disk_status_of, self._engine, _wall_clock_ms())
             self._status_query = self._loop.run_in_executor(self._pool, look)
         done, _ = await asyncio.wait((self._status_query,), timeout=DISK_STATUS_S_MAX)
         if done:
@@ -718,6 +729,19 @@ class StorageDaemon:
         space = self._engine.space
         error = f"the disk has not answered for {DISK_STATUS_S_MAX:.0f} s"
         return DiskStatus(None, space.reserved_bytes, space.is_short, loop_clock_ms(), error)
+
+    def _archive_state(self) -> ArchiveState | None:
+        config, failure = self._config, self._archive.failure
+        if not config.archive_url:
+            return None
+        return ArchiveState(
+            without_password(config.archive_url),
+            config.archive_age_ms,
+            self._archive.failure_count,
+            "" if failure is None else str(failure)[:ERROR_CHARACTERS_MAX],
+            isinstance(failure, DAMAGE),
+            self._archive.read_damage[:ERROR_CHARACTERS_MAX],
+        )
 
     def scrub_now(self, partition_id: PartitionId | None = None) -> None:
         """Scrub a partition from its beginning, or all that are served (None).

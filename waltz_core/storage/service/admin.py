@@ -45,8 +45,10 @@ from waltz_core.storage.log.scrub import ScrubState
 from waltz_core.storage.service.admin_tasks import (
     NO_LOG,
     AdminTask,
+    ArchiveState,
     Assign,
     DiskStatus,
+    FindArchiveState,
     FindDiskStatus,
     FindHeld,
     FindZooKeeperView,
@@ -80,6 +82,7 @@ DISK_GAUGES: Final = (
     "clock-ms",
     "disk-error",
     "size-bytes",
+    "filling-bytes-per-day",
 )
 
 
@@ -330,7 +333,9 @@ class AdminService:
         held = yield from _held()
         disk_status = yield FindDiskStatus()
         assert isinstance(disk_status, DiskStatus)
-        return wire.MetricsResponse(message.sequence, gauges_json(held, disk_status))
+        archive = yield FindArchiveState()
+        assert archive is None or isinstance(archive, ArchiveState)
+        return wire.MetricsResponse(message.sequence, gauges_json(held, disk_status, archive))
 
     def _answer_marks(self, message: wire.SessionInfoRequest) -> Script:
         info = (yield from _inspect(PartitionId(message.partition_id))).info
@@ -529,11 +534,13 @@ def _records_of(read: RangeBytes) -> tuple[Record, ...]:
     return tuple(found)
 
 
-def gauges_json(held: Sequence[HeldPartition], disk_status: DiskStatus) -> bytes:
+def gauges_json(
+    held: Sequence[HeldPartition], disk_status: DiskStatus, archive: ArchiveState | None
+) -> bytes:
     """Return the gauges under the names of Waltz 0.13, for its tools.
 
-    docs/design/wire-format.md 3.2 lists the names. Disk and clock are new; those tools ignore
-    unknown names. A value that is not known has no gauge.
+    docs/design/wire-format.md 3.2 lists the names. Disk, clock and archive are new; those tools
+    ignore unknown names. A value that is not known has no gauge.
     """
     group = "waltz-storage"
     values: dict[str, object] = {
@@ -542,6 +549,8 @@ def gauges_json(held: Sequence[HeldPartition], disk_status: DiskStatus) -> bytes
     }
     facts = zip(DISK_GAUGES, disk_status, strict=True)
     values |= {f"{group}.{name}": value for name, value in facts if value is not None}
+    if archive is not None:
+        values[f"{group}.archive"] = archive._asdict()
     for partition in held:
         own = f"{group}.partition-{partition.partition_id}"
         values |= {

@@ -34,6 +34,11 @@ class FindDiskStatus:
 
 
 @value(frozen=True, slots=True)
+class FindArchiveState:
+    """Read how archiving works: `ArchiveState`, None if this storage has no archive."""
+
+
+@value(frozen=True, slots=True)
 class InspectReplica:
     """Read the state of the replica: `ReplicaStatus`."""
 
@@ -114,7 +119,13 @@ class PutCopy:
 
 
 AdminQuery: TypeAlias = (
-    FindHeld | FindDiskStatus | InspectReplica | FindZooKeeperView | ReadRange | ScrubStatus
+    FindHeld
+    | FindDiskStatus
+    | FindArchiveState
+    | InspectReplica
+    | FindZooKeeperView
+    | ReadRange
+    | ScrubStatus
 )
 ReplicaChange: TypeAlias = (
     Assign | Unassign | SetAvailability | MarkReplicaSuspect | Reseed | PutCopy
@@ -134,6 +145,7 @@ class HeldPartition(NamedTuple):
 class DiskStatus(NamedTuple):
     """Free bytes of the disk, its size, the size of the reserve, and the clock.
 
+    `filling_bytes_per_day` is how fast the free bytes decrease, None if that is not known yet.
     `is_full`: appends are rejected. `clock_ms` is in ms since the epoch. `disk_error` is the error
     of the query for free bytes, None if there was none.
     """
@@ -144,6 +156,22 @@ class DiskStatus(NamedTuple):
     clock_ms: int
     disk_error: str | None = None
     size_bytes: int | None = None
+    filling_bytes_per_day: int | None = None
+
+
+class ArchiveState(NamedTuple):
+    """The settings of the archive, and the failures since the last attempt that succeeded.
+
+    `is_damaged`: the last error was a file of the archive that is missing or corrupt.
+    `read_damage` is such an error of a read.
+    """
+
+    url: str
+    age_ms: int
+    failure_count: int
+    error: str
+    is_damaged: bool
+    read_damage: str
 
 
 class LogFacts(NamedTuple):

@@ -40,6 +40,13 @@ class ArchiveQuery:
     mark: SetArchived
     error: WaltzError
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """The partition, and the first ID that the archive must have."""
+        message = self.request.message
+        assert isinstance(message, RangeRaw | LineageRequest)
+        return message.partition_id, _needed(message)
+
 
 class ArchiveReads:
     """The archived marks of the present sessions."""

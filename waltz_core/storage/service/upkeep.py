@@ -86,7 +86,12 @@ def disk_status_of(engine: Engine, clock_ms: int) -> DiskStatus:
     space = engine.space
     facts = DiskStatus(None, space.reserved_bytes, space.is_short, clock_ms)
     try:
-        return facts._replace(free_bytes=space.free_bytes(), size_bytes=space.size_bytes())
+        free = space.free_bytes()
+        return facts._replace(
+            free_bytes=free,
+            size_bytes=space.size_bytes(),
+            filling_bytes_per_day=space.filling_bytes_per_day(free, clock_ms),
+        )
     except WaltzError as error:
         return facts._replace(disk_error=str(error))
 

@@ -1,0 +1,196 @@
+"""The commands of the archive and the doctor, on a cluster that archives into a directory."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import pyarrow.parquet as pq
+import pytest
+
+from tests.commands import run_command
+from tests.fault.doctor import await_findings
+from tests.fault.load import wait_until
+from tests.patience import HANG_S
+from waltz_core.client import WaltzClient
+from waltz_core.local import LocalCluster, running
+
+APPENDS, ROWS_OF_ONE = 3, 50
+ROWS = APPENDS * ROWS_OF_ONE
+
+
+class Archived(NamedTuple):
+    """A cluster with one partition, of which everything is archived, and the URL of the archive."""
+
+    cluster: LocalCluster
+    url: str
+
+    def command(self, verb: str, *words: str) -> tuple[int, dict[str, Any], str]:
+        """Return the exit code, the value and the messages of a command."""
+        done = run_command("archive", verb, "--connect", self.cluster.connect, "--json", *words)
+        return done.returncode, json.loads(done.stdout), done.stderr
+
+    def status(self, *words: str) -> dict[str, Any]:
+        code, found, _ = self.command("status", *words)
+        assert (code, found["errors"]) == (0, [])
+        (row,) = found["partitions"]
+        return {"archive": found["archive"], **row}
+
+    def append(self) -> None:
+        """Append rows, and wait until they are archived."""
+        with WaltzClient(self.cluster.connect) as client:
+            for future in [client.append(bytes(500), partition=0) for _ in range(ROWS_OF_ONE)]:
+                future.result(HANG_S)
+        wait_until("everything is archived", lambda: self.status()["lag"] == 0)
+
+    def path(self, name: str) -> Path:
+        return Path(urlsplit(f"{self.url}/{name}").path)
+
+
+@pytest.fixture(scope="module")
+def archived(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Archived]:
+    where = tmp_path_factory.mktemp("archived")
+    url = f"file://{where}/archive"
+    settings: dict[str, dict[str, object]] = {
+        "storage": {"archive_url": url, "archive_object_bytes": 20_000, "archive_age_ms": 0},
+        "server": {"archive_interval_ms": 100},
+    }
+    options = {"settings": settings, "server_count": 1, "partition_count": 1}
+    with running(where / "cluster", **options) as cluster:
+        made = Archived(cluster, url)
+        for _ in range(APPENDS):
+            made.append()  # at least one object
+        yield made
+
+
+def test_the_status_of_a_partition(archived: Archived):
+    found = archived.status()
+    assert found["archive"] == archived.url  # as the storages have it
+    assert (found["first_available"], found["lag"], found["lag_s"]) == (0, 0, 0.0)
+    assert found["archived"] == found["high_water_mark"] == ROWS - 1
+    assert archived.path(found["manifest"]).is_file()
+    assert "files" not in found
+    rows, next_id, size = 0, 0, 0
+    listed = archived.status("--objects")
+    for each in listed["files"]:
+        assert each["first"] == next_id
+        assert 0 < each["commit_ms_min"] <= each["commit_ms_max"]
+        rows += pq.read_table(each["url"]).num_rows
+        next_id, size = each["last"] + 1, size + each["bytes"]
+    assert (rows, next_id, len(listed["files"])) == (ROWS, ROWS, listed["objects"])
+    assert size == listed["bytes"] == found["bytes"]
+    assert found["objects"] > 1
+    text = run_command("archive", "status", "--connect", archived.cluster.connect)
+    assert (text.returncode, text.stderr) == (0, f"archive: {archived.url}\n")
+    titles, row = text.stdout.splitlines()
+    assert titles.split()[:3] == ["partition", "first", "available"]
+    assert row.split()[:4] == ["0", "0", str(ROWS - 1), str(ROWS - 1)]
+
+
+def test_an_archive_that_cannot_be_read_is_reported_with_the_rest(archived: Archived):
+    code, found, _ = archived.command("status", "--archive", f"{archived.url}-elsewhere")
+    assert code == 1
+    assert "it does not exist" in found["errors"][0]
+    assert found["partitions"][0]["objects"] is None
+    assert found["partitions"][0]["archived"] == ROWS - 1
+    done = run_command("archive", "status", "--connect", archived.cluster.connect, "--objects")
+    assert (done.returncode, done.stderr) == (
+        1,
+        "waltz-core: --objects: expected --json, too\n",
+    )
+
+
+def test_every_file_is_verified_and_a_corrupt_one_is_named(archived: Archived):
+    files = archived.status("--objects")["files"]
+    code, found, messages = archived.command("verify", "--archive", archived.url)
+    assert (code, found["passed"]) == (0, True)
+    assert found["partitions"]["0"]["objects"] == len(files)
+    assert f"up to ID {ROWS - 1}: 0 wrong files" in messages
+    bad = Path(urlsplit(files[1]["url"]).path)
+    data = bad.read_bytes()
+    try:
+        bad.write_bytes(data[:100] + bytes([data[100] ^ 1]) + data[101:])
+        code, found, messages = archived.command("verify")
+        (problem,) = found["partitions"]["0"]["problems"]
+        assert code == 1
+        assert not found["passed"]
+        assert problem["name"] in files[1]["url"]
+        assert (problem["first"], problem["last"]) == (files[1]["first"], files[1]["last"])
+        assert "expected CRC-32" in problem["problem"]
+        assert f"IDs {files[1]['first']}..{files[1]['last']}: {problem['name']}" in messages
+        assert "Hint: restore the file from a copy" in messages
+        # A range without it.
+        words = ("--partition", "0", "--first", str(files[2]["first"]))
+        assert archived.command("verify", *words)[0] == 0
+        bad.unlink()
+        _, found, _ = archived.command("verify")
+        assert "it does not exist" in found["partitions"]["0"]["problems"][0]["problem"]
+        manifest = archived.path(archived.status()["manifest"])
+        hidden = manifest.rename(manifest.with_suffix(".hidden"))
+        _, found, _ = archived.command("verify")
+        hidden.rename(manifest)
+        (problem,) = found["partitions"]["0"]["problems"]
+        assert problem["name"].endswith(manifest.name)
+    finally:
+        bad.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (("--partition", "1"), "--partition: expected 0 to 0, found 1"),
+        (("--first", "7", "--last", "6"), "--first, --last: expected a range of IDs, found 7..6"),
+        (("--archive", "nowhere"), "archive nowhere: "),
+    ],
+)
+def test_what_cannot_be_verified_is_rejected(
+    archived: Archived, words: tuple[str, ...], error: str
+):
+    done = run_command("archive", "verify", "--connect", archived.cluster.connect, *words)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"waltz-core: {error}")
+
+
+def test_the_doctor_reports_a_damaged_manifest_that_a_storage_has_found(archived: Archived):
+    connect = archived.cluster.connect
+    manifest = archived.path(archived.status()["manifest"])
+    data = manifest.read_bytes()
+    elsewhere = ("--connect", connect, "--directory", "/nonexistent")
+    await_findings((), *elsewhere)
+    manifest.write_bytes(data[:-1] + b" ")
+    try:
+        with WaltzClient(connect) as client:
+            client.append(b"more", partition=0).result(HANG_S)
+        found = await_findings(("archive-damaged",), *elsewhere)
+        assert str(manifest.name) in found[0]["sentence"]
+        assert found[0]["command"] == f"waltz-core archive verify --connect {connect}"
+        words = found[0]["command"].split()[1:]
+        assert manifest.name in run_command(*words).stderr
+        assert archived.command("status")[1]["partitions"][0]["lag"] == 1
+        assert archived.command("status")[1]["partitions"][0]["lag_s"] > 0
+    finally:
+        manifest.write_bytes(data)
+    wait_until("everything is archived", lambda: archived.status()["lag"] == 0)
+    await_findings((), *elsewhere)
+
+
+def test_the_doctor_reports_an_archive_that_cannot_be_written(archived: Archived):
+    connect = archived.cluster.connect
+    elsewhere = ("--connect", connect, "--directory", "/nonexistent")
+    folder = archived.path("")
+    hidden = folder.rename(folder.with_name("hidden"))
+    folder.touch()  # It is no folder any more.
+    try:
+        with WaltzClient(connect) as client:
+            client.append(b"more", partition=0).result(HANG_S)
+        found = await_findings(("archive-unavailable",), *elsewhere)
+        assert "times in a row: archive: cannot" in found[0]["sentence"]
+        done = run_command(*found[0]["command"].split()[1:])
+        assert done.returncode == 1
+        assert "archive: cannot" in done.stderr
+    finally:
+        folder.unlink()
+        hidden.rename(folder)
+    wait_until("everything is archived", lambda: archived.status()["lag"] == 0)
+    await_findings((), *elsewhere)

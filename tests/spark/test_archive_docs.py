@@ -1,0 +1,99 @@
+"""The snippets of docs/archive-objects.md, in their order, on the archive of a local cluster."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.sql import SparkSession
+
+from tests.commands import run_command
+from tests.fault.load import wait_until
+from tests.patience import HANG_S
+from tests.spark.test_spark_docs import ROOT, snippets
+from waltz_core.archive.objects import SCHEMA
+from waltz_core.client import WaltzClient
+from waltz_core.local import running
+
+pytestmark = pytest.mark.spark
+
+PAGE = "docs/archive-objects.md"
+CONNECT = "zk1:2181/waltz/payments"
+APPENDS, ROWS_OF_ONE, HEADERS = 3, 100, 3
+ROW_OF_TABLE = re.compile(r"^\| `(\w+)` \| ([^|]+) \|", re.MULTILINE)
+
+
+def append(connect: str, start: int) -> None:
+    """Append rows with several headers from an ID on."""
+    with WaltzClient(connect) as client:
+        futures = [
+            client.append(b"row %d" % number, partition=0, header=number % HEADERS)
+            for number in range(start, start + ROWS_OF_ONE)
+        ]
+        for future in futures:
+            future.result(HANG_S)
+
+
+def listed(connect: str, folder: Path) -> int:
+    """Run the page's command, and return the last archived ID.
+
+    Of the first object only the last row is used, and of the last one the first, as after expiry
+    and a restore: objects may have more rows than belong to the log.
+    """
+    text = (ROOT / PAGE).read_text(encoding="utf-8")
+    (line,) = re.findall(r"^waltz-core (.*) > objects.json$", text, re.MULTILINE)
+    done = run_command(*line.replace(CONNECT, connect).split())
+    status = json.loads(done.stdout)
+    (partition,) = status["partitions"]
+    objects = partition["files"]
+    if len(objects) > 1:
+        objects[0]["first"] = objects[0]["last"]
+        objects[-1]["last"] = objects[-1]["first"]
+    (folder / "objects.json").write_text(json.dumps(status))
+    archived: int | None = partition["archived"]
+    return -1 if archived is None else archived
+
+
+def test_every_snippet_works(spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    settings: dict[str, dict[str, object]] = {
+        "storage": {
+            "archive_url": f"file://{tmp_path}/archive",
+            "archive_object_bytes": 4_000,
+            "archive_age_ms": 0,
+        },
+        "server": {"archive_interval_ms": 100},
+    }
+    names: dict[str, Any] = {"spark": spark}
+    options = {"settings": settings, "server_count": 1, "partition_count": 1}
+    with running(tmp_path / "cluster", **options) as cluster:
+        for start in range(0, APPENDS * ROWS_OF_ONE, ROWS_OF_ONE):
+            append(cluster.connect, start)
+            last = start + ROWS_OF_ONE - 1
+            wait_until("all is archived", lambda: listed(cluster.connect, tmp_path) == last)  # noqa: B023 - called at once
+    # Without the cluster.
+    found = snippets(PAGE)
+    assert len(found) == 5
+    for text in found:
+        exec(compile(text, ROOT / PAGE, "exec"), names)
+    objects = names["objects"]
+    assert len(objects) > 2
+    ids = range(objects[0]["first"], objects[-1]["last"] + 1)
+    assert ROWS_OF_ONE <= len(ids) < APPENDS * ROWS_OF_ONE
+    assert names["table"].column("transaction_id").to_pylist() == list(ids)
+    assert names["table"].column("data").to_pylist() == [b"row %d" % each for each in ids]
+    counts = [len([each for each in ids if each % HEADERS == header]) for header in range(HEADERS)]
+    assert names["by_header"] == list(enumerate(counts))
+    ones = [b"row %d" % each for each in ids if each % HEADERS == 1]
+    assert names["payloads"]["data"].to_list() == ones
+    rows = names["rows"].select("transaction_id", "data").orderBy("transaction_id").collect()
+    assert [(each[0], bytes(each[1])) for each in rows] == [
+        (each, b"row %d" % each) for each in ids
+    ]
+
+
+def test_the_table_has_the_columns_of_an_object():
+    text = (ROOT / PAGE).read_text(encoding="utf-8")
+    found = {name: kind.strip() for name, kind in ROW_OF_TABLE.findall(text)}
+    assert found == {each.name: str(each.type) for each in SCHEMA}

@@ -1,0 +1,65 @@
+"""A storage knows whether its uploads work, until one has succeeded again."""
+
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.unit.archive.test_upload import KEY, job_after
+from waltz_core.archive.access import DAMAGE_MAX, ArchiveAccess, without_password
+from waltz_core.archive.upload_job import NewManifest
+from waltz_core.errors import ArchiveUnavailable, ChecksumMismatch
+
+
+def test_failures_are_counted_until_an_upload_succeeds(tmp_path):
+    root = tmp_path / "archive"
+    access = ArchiveAccess(f"file://{root}", KEY, ThreadPoolExecutor(1))
+    access.open()
+    first = access.upload(job_after())
+    assert isinstance(first, NewManifest)
+    assert (access.failure, access.failure_count) == (None, 0)
+    manifest = root / first.name
+    data = manifest.read_bytes()
+    manifest.write_bytes(data[:-1] + b" ")
+    for attempt in (2, 3):
+        assert access.upload(job_after(first, attempt=attempt)) is access.failure
+        assert isinstance(access.failure, ChecksumMismatch)
+    assert access.failure_count == 2
+    shutil.rmtree(root)
+    root.touch()  # It is no folder any more.
+    access.upload(job_after(attempt=4))
+    assert isinstance(access.failure, ArchiveUnavailable)
+    assert access.failure_count == 3
+    root.unlink()
+    access.upload(job_after(attempt=5))
+    assert (access.failure, access.failure_count) == (None, 0)
+
+
+def test_damage_is_known_until_the_same_place_was_read():
+    access = ArchiveAccess("", KEY, ThreadPoolExecutor(1))
+    access.was_read((0, 7), "object 7")
+    access.was_read((1, 7), "object 8")
+    access.was_read((0, 8), "")
+    assert access.read_damage == "object 8"
+    access.was_read((1, 7), "")
+    assert access.read_damage == "object 7"
+    access.was_read((0, 7), "")
+    assert access.read_damage == ""
+    for number in range(DAMAGE_MAX + 1):
+        access.was_read((2, number), f"object {number}")
+    for number in range(1, DAMAGE_MAX + 1):
+        access.was_read((2, number), "")
+    assert access.read_damage == "", "the first one was dropped"
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("s3://bucket/waltz?region=eu", "s3://bucket/waltz?region=eu"),
+        ("abfss://account:key@host/waltz", "abfss://account@host/waltz"),
+        ("abfss://container@host/waltz", "abfss://container@host/waltz"),
+        ("file:///srv/archive", "file:///srv/archive"),
+    ],
+)
+def test_a_password_in_a_url_is_not_shown(url, shown):
+    assert without_password(url) == shown

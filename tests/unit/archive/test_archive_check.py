@@ -1,0 +1,327 @@
+"""The check of an archive names each file that is missing or wrong, and no other."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.archived_log import (
+    KEY,
+    PARTITION,
+    STAMP,
+    batches_from,
+    object_of,
+    write_archive,
+    write_manifest,
+)
+from waltz_core.archive import archive_check
+from waltz_core.archive.archive_check import ArchiveCheck, RecordedArchive
+from waltz_core.archive.manifest import ManifestPage
+from waltz_core.archive.store import ArchiveStore
+from waltz_core.errors import ArchiveUnavailable, ObjectMissing
+from waltz_core.records.checksum import crc32
+from waltz_core.records.record import GENESIS_CHAIN
+
+PAGE = f"{PARTITION}/manifests/page"
+
+
+class Archive:
+    """A log in an archive: four objects, of which a page of the manifest has the first two."""
+
+    def __init__(self, folder: Path, **options):
+        self.folder = folder
+        self.store = ArchiveStore(f"file://{folder}")
+        self.log = write_archive(self.store, page_entries=2, **options)
+        self.listed = [*self._page(), *self.log.manifest.newest]
+
+    def _page(self):
+        return ManifestPage.from_bytes(self.store.read(PAGE), PAGE).entries
+
+    @property
+    def recorded(self):
+        manifest = self.log.manifest
+        return RecordedArchive(
+            manifest.first, manifest.last, manifest.chain, self.log.name, self.log.crc
+        )
+
+    def path(self, name):
+        return self.folder / name
+
+    def object(self, number):
+        return f"{PARTITION}/objects/{number}.parquet"
+
+    def relist(self, entries):
+        """Write a manifest with other entries of the same IDs, without a page."""
+        self.listed = entries
+        manifest = replace(
+            self.log.manifest, pages=(), newest=tuple(entries), chain=entries[-1].chain
+        )
+        crc = write_manifest(self.store, manifest, "relisted")
+        self.log = self.log._replace(manifest=manifest, name="relisted", crc=crc)
+
+    def flip(self, name, at):
+        """Change one byte; `at` is a part of the file's length."""
+        data = bytearray(self.path(name).read_bytes())
+        data[int(at * len(data))] ^= 0x10
+        self.path(name).write_bytes(data)
+
+    def check(self, recorded=None, *, first=0, last=None, partition=PARTITION):
+        """Check everything; return the check. ZooKeeper does not change meanwhile."""
+        check = ArchiveCheck(self.store, KEY, partition, first=first, last=last)
+        recorded = recorded or self.recorded
+        try:
+            check.begin(recorded)
+        except ObjectMissing as error:
+            check.note_missing_manifest(recorded, error)
+            return check
+        while True:
+            try:
+                if not check.check_next():
+                    return check
+            except ObjectMissing as error:
+                check.note_missing(error)
+
+    def problem(self, name, **options):
+        """Check everything; return what is wrong with the only wrong file."""
+        check = self.check(**options)
+        assert [each.name for each in check.found] == [name]
+        assert check.next_id == self.log.manifest.last + 1 or not check.object_count
+        return check.found[0]
+
+
+@pytest.fixture
+def archive(tmp_path):
+    return Archive(tmp_path / "archive")
+
+
+def test_an_archive_without_faults_has_no_findings(archive):
+    check = archive.check()
+    assert check.found == []
+    assert (check.object_count, check.next_id) == (4, archive.log.manifest.last + 1)
+    sizes = [archive.path(archive.object(each)).stat().st_size for each in range(4)]
+    assert check.byte_count == sum(sizes)
+
+
+@pytest.mark.parametrize("at", [0.1, 0.3, 0.5, 0.7, 0.9, 0.98, 0.9999])
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_flipped_byte_of_an_object_is_found(archive, at, number):
+    """In its pages, its footer and its end."""
+    archive.flip(archive.object(number), at)
+    found = archive.problem(archive.object(number))
+    assert "expected CRC-32" in found.problem
+
+
+def test_wrong_records_are_found_also_where_the_manifest_has_the_crc_of_the_file(tmp_path):
+    """As of an object that was damaged before it was written."""
+    good, bad = Archive(tmp_path / "good"), Archive(tmp_path / "bad", seed=9)
+    name = good.object(1)
+    (entry,) = (each for each in bad.listed if each.name == name)
+    shutil.copy(bad.path(name), good.path(name))
+    wrong = [
+        each._replace(file_bytes=entry.file_bytes, file_crc=entry.file_crc)
+        if each.name == name
+        else each
+        for each in good.listed
+    ]
+    good.relist(wrong)
+    assert "the chain before" in good.problem(name).problem
+
+
+def test_a_truncated_a_missing_and_a_swapped_object(archive):
+    one = archive.path(archive.object(1))
+    data = one.read_bytes()
+    one.write_bytes(data[:-100])
+    found = archive.problem(archive.object(1))
+    assert f"expected {len(data)} bytes, found {len(data) - 100}" in found.problem
+    one.unlink()
+    found = archive.problem(archive.object(1))
+    assert "it does not exist" in found.problem
+    assert (found.first, found.last) == archive.listed[1][1:3]
+    shutil.copy(archive.path(archive.object(3)), one)
+    expected, other = (archive.listed[each].first for each in (1, 3))
+    assert (
+        f"the first ID: expected {expected}, found {other}"
+        in archive.problem(archive.object(1)).problem
+    )
+
+
+def test_a_manifest_that_is_wrong_or_missing(archive):
+    last = archive.log.manifest.last
+    archive.flip(archive.log.name, 0.5)
+    found = archive.problem(archive.log.name)
+    assert f"expected {archive.log.crc:08x}" in found.problem
+    assert (found.first, found.last) == (0, last)
+    archive.path(archive.log.name).unlink()
+    assert "it does not exist" in archive.problem(archive.log.name).problem
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"last": 17}, "the last ID in ZooKeeper: expected 17"),
+        ({"first": 1}, "the first ID in ZooKeeper: expected 1, found 0"),
+        ({"chain": b"other chain here"}, "the chain in ZooKeeper: expected 6f74"),
+    ],
+)
+def test_a_manifest_that_is_not_the_one_in_zookeeper(archive, change, text):
+    recorded = archive.recorded._replace(**change)
+    assert text in archive.problem(archive.log.name, recorded=recorded).problem
+
+
+def test_the_archive_of_another_partition_is_not_accepted(archive):
+    found = archive.problem(archive.log.name, partition=PARTITION + 1)
+    assert "partition in ZooKeeper: expected 4, found 3" in found.problem
+
+
+def test_a_page_that_is_wrong_or_missing_hides_only_its_own_objects(archive):
+    archive.flip(PAGE, 0.5)
+    check = archive.check()
+    assert [each.name for each in check.found] == [PAGE]
+    assert "CRC-32: expected" in check.found[0].problem
+    assert check.object_count == 2
+    archive.path(PAGE).unlink()
+    assert "it does not exist" in archive.problem(PAGE).problem
+    # What comes after it is still checked.
+    archive.flip(archive.object(3), 0.5)
+    assert [each.name for each in archive.check().found] == [PAGE, archive.object(3)]
+
+
+def test_all_wrong_files_are_named(archive):
+    archive.path(archive.object(0)).unlink()
+    archive.flip(archive.object(1), 0.5)
+    archive.path(archive.object(3)).unlink()
+    check = archive.check()
+    assert [each.name for each in check.found] == [archive.object(each) for each in (0, 1, 3)]
+    assert check.object_count == 2
+
+
+def test_a_range_reads_only_the_objects_that_have_it(archive):
+    for number in (0, 3):
+        archive.path(archive.object(number)).unlink()
+    one, two = archive.listed[1:3]
+    check = archive.check(first=one.first + 1, last=two.last - 1)
+    assert (check.found, check.object_count) == ([], 2)
+    assert archive.check(first=one.first + 1, last=two.last + 1).object_count == 2
+    assert len(archive.check(first=one.first - 1, last=two.last).found) == 1
+
+
+def test_a_chain_that_does_not_join_the_object_before_is_found(tmp_path):
+    """Also if the check begins with the second of the two."""
+    good, other = Archive(tmp_path / "good"), Archive(tmp_path / "other", seed=9)
+    entries = good.listed
+    for number in (2, 3):
+        shutil.copy(other.path(other.object(number)), good.path(good.object(number)))
+    good.relist([*entries[:2], *other.listed[2:]])
+    for first in (0, entries[2].first):
+        check = good.check(first=first)
+        assert [each.name for each in check.found] == [good.object(2)]
+        assert f"the chain before {entries[2].first}" in check.found[0].problem
+
+
+def test_a_chain_of_the_manifest_that_the_object_does_not_have_is_found(archive):
+    archive.relist([*archive.listed[:3], archive.listed[3]._replace(chain=b"other chain here")])
+    problem = archive.problem(archive.object(3)).problem
+    assert f"the chain at {archive.log.manifest.last}: expected 6f74" in problem
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"cluster_key": bytes(16)}, f"cluster key: expected {KEY.hex()}, found 0000"),
+        ({"partition_id": 4}, "partition: expected 3, found 4"),
+        ({"chain_before": b"not the genesis!"}, f"the chain before 0: expected {bytes(16).hex()}"),
+    ],
+)
+def test_an_object_of_another_log_is_found_by_its_metadata(archive, changes, text):
+    chain = changes.get("chain_before", GENESIS_CHAIN)
+    records, lineage = batches_from(0, sizes=(3, 1, 40, 7), chain=chain)
+    data = object_of(records, lineage, **changes)
+    archive.path(archive.object(0)).write_bytes(data)
+    entry = archive.listed[0]._replace(
+        file_bytes=len(data), file_crc=crc32(data), chain=lineage[-1].chain
+    )
+    archive.relist([entry, *archive.listed[1:]])
+    assert text in archive.check().found[0].problem
+
+
+def test_a_page_with_other_objects_than_the_manifest_states_is_found(archive):
+    """Also the chain after it is not known then."""
+    entries = archive.listed
+    manifest = replace(archive.log.manifest, pages=(), newest=tuple(entries))
+    for number in (0, 1):
+        page = ManifestPage((entries[number],))
+        archive.store.write(f"page {number}", page.to_bytes())
+        manifest = manifest.with_page(f"page {number}", page)
+    wrong = ManifestPage((entries[0],)).to_bytes()
+    archive.path("page 1").write_bytes(wrong)
+    stated = manifest.pages[1]._replace(file_crc=crc32(wrong))
+    manifest = replace(manifest, pages=(manifest.pages[0], stated))
+    crc = write_manifest(archive.store, manifest, "paged")
+    recorded = RecordedArchive(manifest.first, manifest.last, manifest.chain, "paged", crc)
+    check = archive.check(recorded)
+    assert [each.name for each in check.found] == ["page 1"]
+    expected, found = entries[1][1:3], entries[0][1:3]
+    assert f"IDs: expected {expected}, found {found}" in check.found[0].problem
+    assert check.object_count == 3
+
+
+@pytest.mark.parametrize("field", ["commit_ms_min", "commit_ms_max"])
+def test_wrong_commit_times_of_the_manifest_are_found(archive, field):
+    """A reader would skip an object that it needs."""
+    entries = archive.listed
+    entries[1] = entries[1]._replace(**{field: STAMP + 7})
+    archive.relist(entries)
+    assert "commit times: expected" in archive.problem(archive.object(1)).problem
+
+
+def test_rows_that_the_manifest_does_not_list_are_no_fault(tmp_path):
+    archive = Archive(tmp_path / "archive", objects=1, unused=(2,))
+    assert archive.check().found == []
+
+
+def test_a_manifest_that_is_replaced_meanwhile(archive):
+    """Expiry has deleted what the check was about to read."""
+    log = archive.log
+    check = ArchiveCheck(archive.store, KEY, PARTITION, first=0)
+    check.begin(archive.recorded)
+    assert check.check_next()  # the page
+    assert check.check_next()  # object 0
+    for number in (1, 2):
+        archive.path(archive.object(number)).unlink()
+    entries = archive.listed
+    first = entries[3].first + 1  # within an object
+    later = log.manifest.without_before(first)
+    crc = write_manifest(archive.store, later, "later")
+    with pytest.raises(ObjectMissing):
+        check.check_next()
+    check.begin(RecordedArchive(first, later.last, later.chain, "later", crc))
+    while check.check_next():
+        pass
+    assert (check.found, check.object_count) == ([], 2)
+    assert check.next_id == later.last + 1
+
+
+def test_an_unreachable_store_is_no_finding(archive, monkeypatch):
+    check = ArchiveCheck(archive.store, KEY, PARTITION, first=0)
+    check.begin(archive.recorded)
+    check.check_next()
+    check.check_next()
+
+    def unreachable(_name):
+        raise ArchiveUnavailable("no route")
+
+    monkeypatch.setattr(archive.store, "open", unreachable)
+    with pytest.raises(ArchiveUnavailable):
+        check.check_next()
+    assert (check.found, check.next_id) == ([], archive.listed[1].first)
+
+
+def test_a_stopped_check_verifies_nothing_more(archive, monkeypatch):
+    monkeypatch.setattr(archive_check, "_COPY_BYTES", 100)
+    check = ArchiveCheck(archive.store, KEY, PARTITION, first=0)
+    check.begin(archive.recorded)
+    check.check_next()
+    check.stop()
+    check.check_next()
+    assert (check.found, check.object_count, check.next_id) == ([], 0, 0)

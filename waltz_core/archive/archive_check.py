@@ -1,0 +1,256 @@
+"""Checks every file of a partition's archive: objects, and the manifest with its pages; blocks.
+
+Rules (docs/decisions/047):
+    1. A file is read once, as a whole. Its size and CRC-32 must be those that the manifest states:
+       of statistics and headers nothing else is verified. An object is copied to a temporary file,
+       so memory depends on the size of a row group, and not on that of an object.
+    2. All records of an object are rebuilt (`ArchiveObject.verify`). Each object must begin with
+       the chain at the end of the one before, and the last one must end with the chain that
+       ZooKeeper has.
+    3. A wrong file is a finding, and the next file is checked. After a page that cannot be read,
+       the chain before the next object is not known.
+    4. A manifest may be replaced meanwhile, and files may then be deleted. After ObjectMissing the
+       caller reads ZooKeeper again: if another manifest is recorded, it continues with `begin`,
+       otherwise with `note_missing`.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+from tempfile import TemporaryFile
+from typing import IO, Final, NamedTuple
+
+from waltz_core.archive.manifest import Manifest, ManifestPage, ObjectEntry, PageEntry
+from waltz_core.archive.objects import ArchiveObject
+from waltz_core.archive.store import ArchiveStore
+from waltz_core.errors import BadFormat, ChecksumMismatch, ObjectMissing
+from waltz_core.records.checksum import crc32
+from waltz_core.records.record import GENESIS_CHAIN, Chain, PartitionId, TransactionId
+
+_COPY_BYTES: Final = 4 * 1024 * 1024
+
+
+class RecordedArchive(NamedTuple):
+    """The archive of a partition in ZooKeeper: IDs first..last, the chain there, the manifest."""
+
+    first: TransactionId
+    last: TransactionId
+    chain: Chain
+    manifest: str
+    manifest_crc: int
+
+
+class WrongFile(NamedTuple):
+    """A file that is missing or corrupt, and the IDs that it has; `problem` has the values."""
+
+    name: str
+    first: TransactionId
+    last: TransactionId
+    problem: str
+
+
+class ArchiveCheck:
+    """The check of IDs first..last of one partition; `next_id` is the first one not checked yet."""
+
+    def __init__(
+        self,
+        store: ArchiveStore,
+        cluster_key: bytes,
+        partition_id: PartitionId,
+        *,
+        first: TransactionId,
+        last: TransactionId | None = None,
+    ) -> None:
+        """Without `last` the check ends where the archive ends. `begin` comes first."""
+        self.next_id = first
+        self.found: list[WrongFile] = []
+        self.object_count = 0
+        self.byte_count = 0
+        self._store = store
+        self._identity = (cluster_key, partition_id)
+        self._last = last
+        self._pages: deque[PageEntry] = deque()
+        self._entries: deque[ObjectEntry] = deque()
+        self._newest: tuple[ObjectEntry, ...] = ()
+        self._chain: Chain | None = None  # before the next object; None if it is not known
+        self._is_stopped = False
+
+    def stop(self) -> None:
+        """Make a call that runs on another thread end soon."""
+        self._is_stopped = True
+
+    def begin(self, recorded: RecordedArchive) -> None:
+        """Read the manifest that ZooKeeper records, and continue with its objects.
+
+        Raises:
+            ObjectMissing: rule 4.
+            ArchiveUnavailable: the store does not answer.
+        """
+        self._pages, self._entries, self._newest = deque(), deque(), ()
+        name = recorded.manifest
+        try:
+            data = self._store.read(name)
+            _expect("CRC-32", f"{recorded.manifest_crc:08x}", f"{crc32(data):08x}")
+            manifest = Manifest.from_bytes(data, name)
+            self._check_manifest(manifest, recorded)
+        except (BadFormat, ChecksumMismatch) as error:
+            self._note(name, recorded.first, recorded.last, error)
+            return
+        if self.next_id < manifest.first:
+            self.next_id, self._chain = manifest.first, None
+        self._pages.extend(each for each in manifest.pages if self._is_wanted(each))
+        self._newest = manifest.newest
+
+    def _check_manifest(self, manifest: Manifest, recorded: RecordedArchive) -> None:
+        expected = (*self._identity, recorded.first, recorded.last, recorded.chain)
+        found = (
+            manifest.cluster_key,
+            manifest.partition_id,
+            manifest.first,
+            manifest.last,
+            manifest.chain,
+        )
+        names = ("cluster key", "partition", "first ID", "last ID", "chain")
+        for each, wanted, actual in zip(names, expected, found, strict=True):
+            _expect(f"the {each} in ZooKeeper", _shown(wanted), _shown(actual))
+        if manifest.newest:
+            end = manifest.newest[-1].chain
+            _expect(f"the chain at {manifest.last}", _shown(manifest.chain), _shown(end))
+
+    def check_next(self) -> bool:
+        """Check the next file; return False if there is none.
+
+        Raises:
+            ObjectMissing: rule 4.
+            ArchiveUnavailable: the store does not answer.
+        """
+        if self._entries:
+            self._check_object(self._entries[0])
+            return True
+        if self._pages:
+            self._check_page(self._pages[0])
+            return True
+        self._take(self._newest)
+        self._newest = ()
+        return bool(self._entries)
+
+    def note_missing(self, error: ObjectMissing) -> None:
+        """Note that the file of the last call is missing, and skip it (rule 4)."""
+        if self._entries:
+            entry = self._entries[0]
+            self._note(entry.name, entry.first, entry.last, error)
+            self._pass_object(entry)
+        elif self._pages:
+            self._skip_page(self._pages[0], error)
+
+    def note_missing_manifest(self, recorded: RecordedArchive, error: ObjectMissing) -> None:
+        """Note that the manifest of `begin` is missing: no object can be checked (rule 4)."""
+        self._note(recorded.manifest, recorded.first, recorded.last, error)
+
+    def _is_wanted(self, each: PageEntry | ObjectEntry) -> bool:
+        is_reached = self._last is None or each.first <= self._last
+        return is_reached and each.last >= self.next_id
+
+    def _take(self, entries: Iterable[ObjectEntry]) -> None:
+        """Take the objects of a page, or the newest ones, that must be checked."""
+        for each in entries:
+            if self._is_wanted(each):
+                self._entries.append(each)
+            elif not self._entries:
+                self._chain = each.chain
+
+    def _note(self, name: str, first: TransactionId, last: TransactionId, why: object) -> None:
+        self.found.append(WrongFile(name, first, last, str(why)))
+
+    # --- pages of the manifest
+
+    def _check_page(self, stated: PageEntry) -> None:
+        try:
+            data = self._store.read(stated.name)
+            _expect("CRC-32", f"{stated.file_crc:08x}", f"{crc32(data):08x}")
+            entries = ManifestPage.from_bytes(data, stated.name).entries
+            bounds = (entries[0].first, entries[-1].last) if entries else None
+            _expect("IDs", (stated.first, stated.last), bounds)
+            for before, after in pairwise(entries):
+                _expect("the next first ID", before.last + 1, after.first)
+        except (BadFormat, ChecksumMismatch) as error:
+            self._skip_page(stated, error)
+            return
+        self._pages.popleft()
+        self._take(entries)
+
+    def _skip_page(self, stated: PageEntry, why: Exception) -> None:
+        self._note(stated.name, stated.first, stated.last, why)
+        self._pages.popleft()
+        self.next_id, self._chain = TransactionId(stated.last + 1), None  # rule 3
+
+    # --- objects
+
+    def _check_object(self, entry: ObjectEntry) -> None:
+        with TemporaryFile() as copy:
+            size, crc = self._copy(entry.name, copy)
+            problems = list(self._problems(entry, size, crc, copy))
+        if self._is_stopped:
+            return
+        if problems:
+            self._note(entry.name, entry.first, entry.last, "; ".join(problems))
+        self.object_count += 1
+        self.byte_count += size
+        self._pass_object(entry)
+
+    def _pass_object(self, entry: ObjectEntry) -> None:
+        self._entries.popleft()
+        self.next_id, self._chain = TransactionId(entry.last + 1), entry.chain
+
+    def _copy(self, name: str, target: IO[bytes]) -> tuple[int, int]:
+        """Copy an object to a file; return its size and CRC-32."""
+        size = crc = 0
+        with self._store.open(name) as source:
+            while not self._is_stopped and (data := source.read(_COPY_BYTES)):
+                target.write(data)
+                size, crc = size + len(data), crc32(data, crc)
+        target.seek(0)
+        return size, crc
+
+    def _problems(self, entry: ObjectEntry, size: int, crc: int, copy: IO[bytes]) -> Iterator[str]:
+        """Yield everything that is wrong with an object: its bytes, then its content."""
+        if size != entry.file_bytes:
+            yield f"expected {entry.file_bytes} bytes, found {size}"
+        elif crc != entry.file_crc:
+            yield f"expected CRC-32 {entry.file_crc:08x}, found {crc:08x}"
+        try:
+            self._check_content(ArchiveObject(copy, entry.name), entry)
+        except (BadFormat, ChecksumMismatch) as error:
+            yield str(error).removeprefix(f"object {entry.name}: ")
+
+    def _check_content(self, opened: ArchiveObject, entry: ObjectEntry) -> None:
+        """Rebuild the records, and compare with the manifest (rule 2)."""
+        facts = opened.facts
+        _expect("the first ID", entry.first, facts.first)
+        _expect("cluster key", self._identity[0].hex(), facts.cluster_key.hex())
+        _expect("partition", self._identity[1], facts.partition_id)
+        before = self._chain if entry.first else GENESIS_CHAIN
+        if before is not None:
+            _expect(f"the chain before {entry.first}", _shown(before), _shown(facts.chain_before))
+        chain, stamps = None, (0, 0)
+        for batch in opened.verify():
+            if self._is_stopped:
+                return
+            if batch.last <= entry.last and batch.stamp_ms:
+                stamps = (
+                    min(stamps[0] or batch.stamp_ms, batch.stamp_ms),
+                    max(stamps[1], batch.stamp_ms),
+                )
+            if batch.last == entry.last:
+                chain = batch.chain
+        _expect(f"the chain at {entry.last}", _shown(entry.chain), _shown(chain))
+        _expect("commit times", (entry.commit_ms_min, entry.commit_ms_max), stamps)
+
+
+def _expect(what: str, expected: object, found: object) -> None:
+    if expected != found:
+        raise ChecksumMismatch(f"{what}: expected {expected}, found {found}")
+
+
+def _shown(found: object) -> object:
+    return found.hex() if isinstance(found, bytes) else found

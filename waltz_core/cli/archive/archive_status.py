@@ -1,0 +1,178 @@
+"""`waltz-core archive status`: what is archived of each partition, and how far the archive lags."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Final
+
+import click
+
+from waltz_core.archive.archive_cache import ArchiveCache
+from waltz_core.archive.manifest import ObjectEntry
+from waltz_core.archive.reader import ArchiveReader
+from waltz_core.archive.store import ArchiveStore
+from waltz_core.cli import shared_options as options
+from waltz_core.cli.changing import connected
+from waltz_core.cli.output import print_error, print_json, print_table
+from waltz_core.cli.progress import ProgressLine
+from waltz_core.cli.verbs import verb
+from waltz_core.cluster.coordinator import Coordinator
+from waltz_core.cluster.nodes.model import ArchivedMark
+from waltz_core.errors import BadConfig, WaltzError
+from waltz_core.ops.facts import ClusterFacts, PartitionFacts
+from waltz_core.records.record import TransactionId
+
+# Timeout of an answer.
+ANSWER_S: Final = 10.0
+# For manifests and their pages, each of which is read once.
+CACHE_BYTES: Final = 16 * 1024 * 1024
+TITLES: Final = (
+    "partition",
+    "first available",
+    "archived",
+    "high-water mark",
+    "lag",
+    "lag s",
+    "objects",
+    "bytes",
+    "chain",
+    "manifest",
+)
+
+archive_url = click.option(
+    "--archive",
+    metavar="URL",
+    help="the archive, as in `archive_url` [default: that of the storages]",
+)
+
+
+@verb
+@options.connect
+@archive_url
+@click.option(
+    "--objects", is_flag=True, help="with --json: also list all objects, with their URLs and IDs"
+)
+@options.as_json
+async def status(*, connect: str, archive: str | None, objects: bool, as_json: bool) -> int:
+    if objects and not as_json:
+        raise BadConfig("--objects: expected --json, too")
+    async with connected(connect) as coordinator:
+        facts = await _query(coordinator)
+    url = archive or url_in(facts)
+    rows, errors = await asyncio.to_thread(_rows, facts, url, lists_objects=objects)
+    if as_json:
+        print_json({"archive": url or None, "partitions": rows, "errors": errors})
+    else:
+        cells = [[row[each.replace(" ", "_").replace("-", "_")] for each in TITLES] for row in rows]
+        print_table(TITLES, [["-" if cell is None else cell for cell in row] for row in cells])
+        print_error(f"archive: {url or 'none is configured'}")
+        for each in errors:
+            print_error(each)
+    return 1 if errors else 0
+
+
+status.details = (
+    "It reads ZooKeeper, the high-water marks of the servers, and the manifests of the archive. "
+    "The lag is the number of committed transactions that are not archived, and the age of the "
+    "oldest one of them in seconds. Exit code 1: a process or the archive could not be queried."
+)
+
+
+async def _query(coordinator: Coordinator) -> ClusterFacts:
+    from waltz_core.cli.doctor.doctor_probes import query_cluster  # noqa: PLC0415 - loads Arrow
+
+    with ProgressLine() as line:
+        return await query_cluster(coordinator, timeout_s=ANSWER_S, on_progress=line.show)
+
+
+def url_in(facts: ClusterFacts) -> str:
+    """Return the URL that the storages report; empty if none has one. Raises BadConfig."""
+    found = {each.archive.url for each in facts.storages.values() if each.archive is not None}
+    if len(found) > 1:
+        raise BadConfig(
+            f"expected one archive_url in all storages, found {', '.join(sorted(found))}. Hint: "
+            "use --archive URL."
+        )
+    return next(iter(found), "")
+
+
+async def url_of_storages(coordinator: Coordinator) -> str:
+    """Return the URL that the storages report; raises BadConfig if none does."""
+    found = url_in(await _query(coordinator))
+    if not found:
+        raise BadConfig(
+            "expected a storage that answers and has an archive_url, found none. Hint: use "
+            "--archive URL."
+        )
+    return found
+
+
+def _rows(
+    facts: ClusterFacts, url: str, *, lists_objects: bool
+) -> tuple[list[dict[str, object]], list[str]]:
+    """Return a row for each partition, and the errors; blocks."""
+    errors = [
+        f"server {each.address} does not answer: {each.failure}"
+        for each in facts.servers.values()
+        if each.failure
+    ]
+    try:
+        store = ArchiveStore(url) if url else None
+    except WaltzError as error:
+        store = None
+        errors.append(str(error))
+    rows = []
+    for number, partition in facts.partitions.items():
+        mark = partition.archived
+        row: dict[str, object] = {"partition": int(number), **_marks(partition, mark)}
+        try:
+            entries = None if store is None or mark is None else _entries(store, mark)
+        except WaltzError as error:
+            entries = None
+            errors.append(f"partition {number}: {error}")
+        row["objects"] = None if entries is None else len(entries)
+        row["bytes"] = None if entries is None else sum(each.file_bytes for each in entries)
+        if lists_objects:
+            row["files"] = [_file(url, each, mark) for each in entries or ()]
+        rows.append(row)
+    return rows, errors
+
+
+def _marks(partition: PartitionFacts, mark: ArchivedMark | None) -> dict[str, object]:
+    return {
+        "first_available": None if mark is None else mark.first,
+        "archived": None if mark is None else mark.last,
+        "chain": None if mark is None else mark.chain.hex(),
+        "commit_time_ms": None if mark is None else mark.stamp_ms or None,
+        "high_water_mark": partition.mark,
+        "lag": partition.unarchived_count,
+        "lag_s": partition.unarchived_s,
+        "manifest": None if mark is None else mark.manifest,
+    }
+
+
+def _entries(store: ArchiveStore, mark: ArchivedMark) -> Sequence[ObjectEntry]:
+    """Return the objects that the manifest lists.
+
+    Raises:
+        As `ArchiveReader.manifest`.
+    """
+    cache = ArchiveCache(CACHE_BYTES)
+    try:
+        reader = ArchiveReader(store, mark.manifest, mark.manifest_crc, cache)
+        return reader.objects_between(TransactionId(0), mark.last)
+    finally:
+        cache.close()
+
+
+def _file(url: str, entry: ObjectEntry, mark: ArchivedMark | None) -> dict[str, object]:
+    """Return what a reader of an object needs: only the IDs first..last of it may be used."""
+    assert mark is not None
+    return {
+        "name": entry.name,
+        "url": f"{url.partition('?')[0].rstrip('/')}/{entry.name}",
+        "first": max(entry.first, mark.first),
+        "last": entry.last,
+        "bytes": entry.file_bytes,
+        "commit_ms_min": entry.commit_ms_min,
+        "commit_ms_max": entry.commit_ms_max,
+    }

@@ -1,0 +1,161 @@
+"""`waltz-core archive verify`: read and verify every file of the archive that is listed.
+
+It needs ZooKeeper and the archive, and neither servers nor storages, except to find the archive's
+URL. It changes nothing, and can be interrupted: it prints where to continue.
+"""
+
+import asyncio
+from typing import Final
+
+import click
+
+from waltz_core.archive.archive_check import ArchiveCheck, RecordedArchive, WrongFile
+from waltz_core.archive.store import ArchiveStore
+from waltz_core.cli import shared_options as options
+from waltz_core.cli.archive.archive_status import archive_url, url_of_storages
+from waltz_core.cli.changing import connected
+from waltz_core.cli.output import print_error, print_json, print_result
+from waltz_core.cli.progress import ProgressLine
+from waltz_core.cli.verbs import verb
+from waltz_core.cluster.coordinator import Coordinator
+from waltz_core.errors import BadConfig, ObjectMissing, WaltzError
+from waltz_core.records.record import PartitionId, TransactionId
+
+# Who can repair a file: nothing else has its bytes.
+ACTION: Final = (
+    "restore the file from a copy or an earlier version in the object store, then verify again; "
+    "until then do not lower local_retention_bytes and local_retention_ms"
+)
+
+
+@verb
+@options.connect
+@archive_url
+@click.option("--partition", type=int, metavar="P", help="only this partition [default: all]")
+@click.option("--first", type=int, default=0, metavar="ID", help="the first ID [default: 0]")
+@click.option("--last", type=int, metavar="ID", help="the last ID [default: the last archived one]")
+@options.as_json
+async def verify(
+    *,
+    connect: str,
+    archive: str | None,
+    partition: int | None,
+    first: int,
+    last: int | None,
+    as_json: bool,
+) -> int:
+    if first < 0 or (last is not None and last < first):
+        raise BadConfig(f"--first, --last: expected a range of IDs, found {first}..{last}")
+    async with connected(connect) as coordinator:
+        cluster = await coordinator.read_cluster()
+        count = cluster.params.partition_count
+        if partition is not None and not 0 <= partition < count:
+            raise BadConfig(f"--partition: expected 0 to {count - 1}, found {partition}")
+        url = archive or await url_of_storages(coordinator)
+        store = await asyncio.to_thread(ArchiveStore, url)
+        shown: dict[int, dict[str, object]] = {}
+        for number in range(count) if partition is None else (partition,):
+            check = ArchiveCheck(
+                store,
+                cluster.store.cluster_key.bytes,
+                PartitionId(number),
+                first=TransactionId(first),
+                last=None if last is None else TransactionId(last),
+            )
+            shown[number] = await _verify(coordinator, PartitionId(number), check)
+    wrong = any(each["problems"] for each in shown.values())
+    if as_json:
+        print_json({"passed": not wrong, "archive": url, "partitions": shown})
+    else:
+        print_result("failed" if wrong else "passed")
+    return 1 if wrong else 0
+
+
+verify.details = (
+    "It reads all objects as a whole: the record checksums, the chain, the pages' checksums, and "
+    "whether they join the chain in ZooKeeper. It changes nothing. Exit code 0: all files are "
+    "right; 1: a file is missing or corrupt, or the archive cannot be read."
+)
+
+
+async def recorded_archive(
+    coordinator: Coordinator, partition_id: PartitionId
+) -> RecordedArchive | None:
+    """Return what ZooKeeper records of a partition's archive; None if nothing is archived."""
+    marker = (await coordinator.read_partition(partition_id)).marker
+    mark = None if marker is None else marker.archived
+    if mark is None:
+        return None
+    return RecordedArchive(mark.first, mark.last, mark.chain, mark.manifest, mark.manifest_crc)
+
+
+async def _verify(
+    coordinator: Coordinator, partition_id: PartitionId, check: ArchiveCheck
+) -> dict[str, object]:
+    """Verify one partition, and print its problems as they are found; return the summary."""
+    recorded = await recorded_archive(coordinator, partition_id)
+    if recorded is None:
+        print_error(f"partition {partition_id}: nothing is archived")
+        return {"last": None, "objects": 0, "bytes": 0, "problems": []}
+    try:
+        with ProgressLine() as line:
+            await _check_all(coordinator, partition_id, recorded, check, line)
+    except BaseException as error:
+        check.stop()
+        if isinstance(error, WaltzError | asyncio.CancelledError):
+            print_error(
+                f"partition {partition_id}: IDs before {check.next_id} are verified; continue with "
+                f"--partition {partition_id} --first {check.next_id}"
+            )
+        raise
+    print_error(
+        f"partition {partition_id}: {check.object_count} objects with {check.byte_count} bytes, up "
+        f"to ID {check.next_id - 1}: {len(check.found)} wrong files"
+    )
+    return {
+        "last": check.next_id - 1,
+        "objects": check.object_count,
+        "bytes": check.byte_count,
+        "problems": [{**each._asdict(), "action": ACTION} for each in check.found],
+    }
+
+
+async def _check_all(
+    coordinator: Coordinator,
+    partition_id: PartitionId,
+    recorded: RecordedArchive,
+    check: ArchiveCheck,
+    line: ProgressLine,
+) -> None:
+    """Check file after file; follow a manifest that is replaced meanwhile (rule 4 of the check)."""
+    is_begun, printed = False, 0
+    while True:
+        try:
+            if not is_begun:
+                await asyncio.to_thread(check.begin, recorded)
+                is_begun = True
+            is_going_on = await asyncio.to_thread(check.check_next)
+        except ObjectMissing as error:
+            now = await recorded_archive(coordinator, partition_id)
+            if now is not None and now.manifest != recorded.manifest:
+                recorded, is_begun = now, False
+                continue
+            if not is_begun:
+                check.note_missing_manifest(recorded, error)
+            else:
+                check.note_missing(error)
+            is_going_on = is_begun
+        for each in check.found[printed:]:
+            _print_problem(partition_id, each)
+        printed = len(check.found)
+        if not is_going_on:
+            return
+        done, whole = check.next_id, recorded.last + 1
+        line.show(done, whole, f"IDs of partition {partition_id} are verified")
+
+
+def _print_problem(partition_id: PartitionId, wrong: WrongFile) -> None:
+    print_error(
+        f"partition {partition_id}, IDs {wrong.first}..{wrong.last}: {wrong.name}: {wrong.problem}."
+        f" Hint: {ACTION}."
+    )
