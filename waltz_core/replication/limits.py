@@ -11,7 +11,13 @@ Rules:
 from dataclasses import dataclass, fields
 
 MIB = 1024 * 1024
-_MAY_BE_ZERO = ("quorum_ms_max", "grace_ms", "slow_append_ms", "archive_interval_ms")
+_MAY_BE_ZERO = (
+    "quorum_ms_max",
+    "grace_ms",
+    "slow_append_ms",
+    "archive_interval_ms",
+    "archive_retention_ms",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +42,7 @@ class SessionLimits:
     memory than its bytes. `range_bytes_max`: size of one copied stretch. `slow_append_ms`: appends
     that take an engaged replica this long are reported; 0 for never. `archive_interval_ms`: pause
     between attempts to archive committed batches, doubled after each failure; 0: nothing is
-    archived.
+    archived. `archive_retention_ms`: age at which archived objects expire; 0: never.
     """
 
     first_retry_ms_max: int = 20
@@ -60,6 +66,7 @@ class SessionLimits:
     range_bytes_max: int = 1 * MIB
     slow_append_ms: int = 0
     archive_interval_ms: int = 0
+    archive_retention_ms: int = 0
 
     def __post_init__(self) -> None:
         for name in (each.name for each in fields(self)):

@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from waltz_core.archive import manifest
-from waltz_core.archive.manifest import Manifest, ManifestPage, ObjectEntry
+from waltz_core.archive.manifest import EXPIRY_GRACE_MS, Manifest, ManifestPage, ObjectEntry
 from waltz_core.errors import BadFormat, ChecksumMismatch
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import GENESIS_CHAIN

@@ -21,7 +21,7 @@ from typing import Final
 
 from waltz_core.cluster.coordinator import Coordinator, PartitionVersions
 from waltz_core.driver import Driver, loop_clock_ms
-from waltz_core.errors import CoordinatorConflict, WaltzError
+from waltz_core.errors import BelowStart, CoordinatorConflict, WaltzError
 from waltz_core.machine import Report
 from waltz_core.metrics import Metrics
 from waltz_core.records.record import (
@@ -66,6 +66,7 @@ SILENT_REPLICA_MS: Final = 10_000
 LEVELS: Final = {
     "append.slow": logging.WARNING,
     "archive.collection_failed": logging.WARNING,
+    "archive.expiry_failed": logging.WARNING,
     "archive.failed": logging.WARNING,
     "partition.data_loss": logging.ERROR,
     "partition.rejected": logging.WARNING,
@@ -258,7 +259,8 @@ class Host:
                 effect.replica, effect.message, is_urgent=effect.is_urgent
             )
         except WaltzError as error:
-            self.post(FetchFailed(effect.token, str(error)))
+            first = error.first_available if isinstance(error, BelowStart) else BEFORE_FIRST
+            self.post(FetchFailed(effect.token, str(error), TransactionId(first)))
             return
         size = len(answer.blocks if isinstance(answer, LockBlocks) else answer.records)
         self._services.metrics.add(

@@ -37,7 +37,7 @@ from waltz_core import errors
 from waltz_core.archive.access import DAMAGE, ArchiveAccess, without_password
 from waltz_core.archive.archive_cache import READ_AHEAD_THREADS
 from waltz_core.archive.collection import CollectionJob, CollectionOutcome
-from waltz_core.archive.upload_job import UploadJob, UploadOutcome
+from waltz_core.archive.upload_job import ExpiryJob, ExpiryOutcome, UploadJob, UploadOutcome
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.nodes.model import ReplicaAssignments
 from waltz_core.cluster.zookeeper.starting import connected, retry_start_step
@@ -54,9 +54,9 @@ from waltz_core.storage.log.scrub import Scrub, ScrubState, read_positions, writ
 from waltz_core.storage.process.admin_port import AdminPort
 from waltz_core.storage.process.serving import Serving, concurrently
 from waltz_core.storage.process.storage_metrics import StorageMetrics
-from waltz_core.storage.service import service, service_effects, upkeep
+from waltz_core.storage.service import archive_jobs, service, service_effects, upkeep
 from waltz_core.storage.service.admin_tasks import ArchiveState, DiskStatus
-from waltz_core.storage.service.archive_jobs import ERROR_CHARACTERS_MAX, ArchiveLimits
+from waltz_core.storage.service.archive_jobs import ERROR_CHARACTERS_MAX
 from waltz_core.storage.service.archive_reads import ArchiveQuery, answer_from_archive
 from waltz_core.storage.service.engine import Engine
 from waltz_core.storage.service.retention import RetentionLimits
@@ -96,6 +96,7 @@ LEVELS: Final = {
     "storage.archive_failed": logging.WARNING,
     "storage.archive_stalled": logging.WARNING,
     "storage.collection_failed": logging.WARNING,
+    "storage.expiry_failed": logging.WARNING,
     "storage.damage_repaired": logging.INFO,
     "storage.disk_has_space": logging.INFO,
     "storage.garbage_collected": logging.INFO,
@@ -330,7 +331,7 @@ class StorageDaemon:
             space=engine.space,
             scrub=scrub,
             archive=(
-                ArchiveLimits(config.archive_object_bytes, config.archive_age_ms)
+                archive_jobs.ArchiveLimits(config.archive_object_bytes, config.archive_age_ms)
                 if config.archive_url
                 else None
             ),
@@ -547,6 +548,7 @@ class StorageDaemon:
             case (
                 service_effects.UploadRange()
                 | service_effects.CollectFiles()
+                | service_effects.ExpireFiles()
                 | service_effects.ReadArchive()
             ):
                 self._use_archive(effect)
@@ -561,6 +563,7 @@ class StorageDaemon:
         self,
         effect: service_effects.UploadRange
         | service_effects.CollectFiles
+        | service_effects.ExpireFiles
         | service_effects.ReadArchive,
     ) -> None:
         match effect:
@@ -571,6 +574,9 @@ class StorageDaemon:
                 collecting = self._uploads.submit(self._archive.collect, collection)
                 take = partial(self._collected, collection)
                 collecting.add_done_callback(partial(self._to_loop, take))
+            case service_effects.ExpireFiles(expiry):
+                expiring = self._uploads.submit(self._archive.expire, expiry)
+                expiring.add_done_callback(partial(self._to_loop, partial(self._expired, expiry)))
             case service_effects.ReadArchive(read):
                 reading = self._archive_reads.submit(self._read_archive, read)
                 reading.add_done_callback(partial(self._to_loop, partial(self._was_read, read)))
@@ -629,7 +635,7 @@ class StorageDaemon:
             return
         outcome = future.result()
         self._storage_metrics.count_upload(job, outcome)
-        self._post(service.Uploaded(job, outcome))
+        self._post(archive_jobs.Uploaded(job, outcome))
 
     def _collected(self, job: CollectionJob, future: "Future[CollectionOutcome]") -> None:
         error = future.exception()
@@ -638,12 +644,19 @@ class StorageDaemon:
             return
         outcome = future.result()
         self._storage_metrics.count_collection(job, outcome)
-        self._post(service.FilesCollected(job, outcome))
+        self._post(archive_jobs.FilesCollected(job, outcome))
+
+    def _expired(self, job: ExpiryJob, future: "Future[ExpiryOutcome]") -> None:
+        error = future.exception()
+        if error is not None:
+            self._failed(error)
+            return
+        self._post(archive_jobs.FilesExpired(job, future.result()))
 
     def _archive_progressed(self) -> None:
         """Notify the machine; this runs on the thread of uploads."""
         with suppress(RuntimeError):  # The loop is closed: the process is ending.
-            self._loop.call_soon_threadsafe(self._post, service.ArchiveProgressed())
+            self._loop.call_soon_threadsafe(self._post, archive_jobs.ArchiveProgressed())
 
     def _read_archive(self, read: ArchiveQuery) -> WorkOutcome:
         mark = read.mark

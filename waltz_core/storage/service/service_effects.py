@@ -7,7 +7,7 @@ means.
 from typing import TypeAlias
 
 from waltz_core.archive.collection import CollectionJob
-from waltz_core.archive.upload_job import UploadJob
+from waltz_core.archive.upload_job import ExpiryJob, UploadJob
 from waltz_core.errors import WaltzError
 from waltz_core.machine import Report
 from waltz_core.storage.files.space import DiskSpace
@@ -95,6 +95,16 @@ class CollectFiles:
 
 
 @value(frozen=True, slots=True)
+class ExpireFiles:
+    """Call `archive.expire` with the job, which blocks, then send `FilesExpired`.
+
+    Like `CollectFiles`.
+    """
+
+    job: ExpiryJob
+
+
+@value(frozen=True, slots=True)
 class ReadArchive:
     """Call `archive.read`, which blocks, then send `ArchiveAnswered`."""
 
@@ -119,6 +129,7 @@ Effect: TypeAlias = (
     | CheckSpace
     | UploadRange
     | CollectFiles
+    | ExpireFiles
     | ReadArchive
     | EndProcess
     | Report
