@@ -12,6 +12,7 @@ from waltz_core.archive.store import ArchiveStore
 from waltz_core.archive.upload import upload
 from waltz_core.errors import ArchiveUnavailable, BadRequest, BelowStart, ObjectMissing, from_code
 from waltz_core.records import raw_records
+from waltz_core.records.checksum import crc32
 from waltz_core.storage.files.format import IdRange
 from waltz_core.storage.service import service, service_effects
 from waltz_core.storage.service.archive_reads import answer_from_archive
@@ -77,7 +78,7 @@ class Archived:
     def error(self, message, connection=1):
         found = self.answer(message, connection)
         assert isinstance(found, Nack), found
-        return from_code(found.error_code, found.message)
+        return from_code(found.error_code, found.message, found.first_available)
 
     def lineage(self, first, last):
         return self.answer(self.owner.make(LineageRequest, first, last))
@@ -132,6 +133,34 @@ def test_a_copy_does_not_read_the_archive(archived):
 def test_positions_in_files_are_rejected(archived):
     fields = {"form": LOCATIONS, "whole_batches": False, "reader": True}
     assert isinstance(archived.error(range_of(archived.owner, 0, 9, **fields), 7), BelowStart)
+
+
+def expire(archived, first):
+    """Let the owner announce a manifest with a later first ID."""
+    reader = ArchiveReader(
+        archived.store, archived.made.name, archived.made.file_crc, archived.cache
+    )
+    data = reader.manifest.expired(first, 0).to_bytes()
+    archived.store.write("expired", data)
+    mark = replace(archived.mark(), first=first, manifest="expired", manifest_crc=crc32(data))
+    assert isinstance(archived.bench.ask(1, mark), SuccessResponse)
+
+
+@pytest.mark.parametrize("form", [RangeForm.WHOLE, RangeForm.HEADERS])
+def test_a_read_of_expired_records_names_the_first_available_id(archived, form):
+    expire(archived, 6)
+    fields = {"form": form, "whole_batches": False, "reader": True}
+    found = archived.error(range_of(archived.owner, 5, 9, **fields), 7)
+    assert isinstance(found, BelowStart)
+    assert (found.first_available, found.retriable) == (6, False)
+    assert "expected ids from 6 on, found 5..9" in str(found)
+    assert archived.answer(range_of(archived.owner, 6, 9, **fields), 7).count == 4
+
+
+def test_the_owner_learns_that_a_lineage_has_expired(archived):
+    expire(archived, 6)
+    found = archived.error(archived.owner.make(LineageRequest, 3, 9))
+    assert (type(found), found.first_available) == (BelowStart, 6)
 
 
 def test_a_missing_object_is_named(archived):
