@@ -24,32 +24,45 @@ def starts(
 
     Raises:
         BadConfig: marks were given, but none for one of the partitions.
-        DataLoss: a given mark is past the end of its log.
+        DataLoss: a given mark is past the end of its log, or transactions since a given mark or
+            time may have expired.
         Unavailable: a partition does not answer.
     """
-    marks = marks_of(sources)
+    marks, firsts = marks_of(sources), firsts_of(sources)
+    if options.starting == "earliest" and options.starting_ms is None:
+        return {partition: first - 1 for partition, first in firsts.items()}
     if options.starting_ms is None:
-        return planning.resolve_starts(options, marks)
+        given = planning.resolve_starts(options, marks)
+        return planning.check_available(options, given, firsts, "option 'startingHighWaterMarks'")
     since_ms = options.starting_ms
 
     def start(partition: int) -> int:
         archived = sources[partition].archived
-        older = int(BEFORE_FIRST)
+        older = firsts[partition] - 1
         if options.archive is not None and archived is not None:
             older = older_in_archive(options.archive, partition, archived, since_ms)
             if BEFORE_FIRST < older < archived.last:
-                return older
+                return max(older, firsts[partition] - 1)
         return planning.first_since(
             partial(_stamp_ms, client, partition), marks[partition], since_ms, older
         )
 
     with ThreadPoolExecutor(CONCURRENT_PARTITIONS_MAX) as pool:
-        return dict(zip(marks, pool.map(start, marks), strict=True))
+        found = dict(zip(marks, pool.map(start, marks), strict=True))
+    # If no available transaction is older than the time, expired ones may be as recent.
+    wanted = {each: at - 1 if 0 < firsts[each] == at + 1 else at for each, at in found.items()}
+    return planning.check_available(options, wanted, firsts, "option 'startingTimestamp'")
 
 
 def marks_of(sources: Mapping[int, ReplicaSet]) -> dict[int, int]:
     """Return the high-water mark of each partition."""
     return {partition: int(source.high_water_mark) for partition, source in sources.items()}
+
+
+def firsts_of(sources: Mapping[int, ReplicaSet]) -> dict[int, int]:
+    """Return the first available ID of each partition."""
+    archives = {partition: source.archived for partition, source in sources.items()}
+    return {each: int(found.first) if found else 0 for each, found in archives.items()}
 
 
 def _stamp_ms(client: WaltzClient, partition: int, transaction_id: int) -> int:
