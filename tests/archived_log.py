@@ -74,7 +74,15 @@ def write_manifest(store, manifest, name):
 
 
 def write_archive(
-    store, *, objects=4, sizes=(3, 1, 40, 7), rows=10, page_entries=0, unused=(), seed=0
+    store,
+    *,
+    objects=4,
+    sizes=(3, 1, 40, 7),
+    rows=10,
+    page_entries=0,
+    unused=(),
+    seed=0,
+    folder=f"{PARTITION}",
 ):
     """Write a log of some objects, with a manifest and one page of its oldest `page_entries`.
 
@@ -94,7 +102,7 @@ def write_archive(
         )
         data = object_of(made, batches, rows=rows, chain_before=chain)
         used = batches[: len(sizes)]
-        name = f"{PARTITION}/objects/{number}.parquet"
+        name = f"{folder}/objects/{number}.parquet"
         store.write(name, data)
         entry = ObjectEntry(
             name=name,
@@ -112,7 +120,7 @@ def write_archive(
         lineage, chain = lineage + used, used[-1].chain
     if page_entries:
         page = ManifestPage(manifest.newest[:page_entries])
-        store.write(f"{PARTITION}/manifests/page", page.to_bytes())
-        manifest = manifest.with_page(f"{PARTITION}/manifests/page", page)
-    name = f"{PARTITION}/manifests/{manifest.version}"
+        store.write(f"{folder}/manifests/page", page.to_bytes())
+        manifest = manifest.with_page(f"{folder}/manifests/page", page)
+    name = f"{folder}/manifests/{manifest.version}"
     return ArchivedLog(records, lineage, manifest, name, write_manifest(store, manifest, name))

@@ -52,8 +52,8 @@ class UnsyncedFile(RealFile):
 
 
 class UnsyncedDisk(RealDisk):
-    def open(self, path, *, create=False, is_dispensable=False):
-        how = {"create": create, "is_dispensable": is_dispensable}
+    def open(self, path, *, create=False, is_best_effort=False):
+        how = {"create": create, "is_best_effort": is_best_effort}
         return UnsyncedFile(path, descriptors=self.descriptors, **how)
 
     def sync_directory(self, directory):

@@ -81,10 +81,9 @@ def test_an_upload_that_hangs_is_reported_and_its_files_are_collected_later(tmp_
                 collected = await next_notice(owner)
                 assert collected == GarbageCollected(5, 0, 0, 3, has_more=False, error="")
             files = [each.name for each in (tmp_path / "archive").rglob("*") if each.is_file()]
-            assert [each for each in files if each.endswith(".parquet")] == [
-                each for each in files if each.endswith("-2.parquet")
-            ]
-            assert value("waltz_storage_collected_files_total", partition=0) == 1
+            assert len(files) == 2
+            assert all(each.endswith(("-2.parquet", "-2.json")) for each in files), files
+            assert value("waltz_storage_collected_files_total", partition=0) == 2
             assert value("waltz_storage_collected_bytes_total", partition=0) > 0
             stop.set()
 

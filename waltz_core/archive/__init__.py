@@ -9,4 +9,7 @@ manifest lists. `access.py` does both for a storage, which needs no Parquet libr
 `reader.py` reads ranges of a partition, in the form in which a storage reads them from its log. It
 keeps the batches of an open object in an index, `object_index.py`. `archive_cache.py` is shared by
 the readers of all partitions of a process. `archive_check.py` verifies every file of a partition.
+
+`saved_manifest.py` has the files of a manifest in a backup, and `restored_manifest.py` the manifest
+of a partition that is restored from them. `pins.py` keeps its objects from being deleted.
 """

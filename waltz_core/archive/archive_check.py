@@ -20,6 +20,7 @@ from itertools import pairwise
 from tempfile import TemporaryFile
 from typing import IO, Final, NamedTuple
 
+from waltz_core.archive.file_names import writer_of
 from waltz_core.archive.manifest import Manifest, ManifestPage, ObjectEntry, PageEntry
 from waltz_core.archive.objects import ArchiveObject
 from waltz_core.archive.store import ArchiveStore
@@ -227,7 +228,8 @@ class ArchiveCheck:
         """Rebuild the records, and compare with the manifest (rule 2)."""
         facts = opened.facts
         _expect("the first ID", entry.first, facts.first)
-        _expect("cluster key", self._identity[0].hex(), facts.cluster_key.hex())
+        writer = writer_of(entry.name) or self._identity[0]
+        _expect("cluster key", writer.hex(), facts.cluster_key.hex())
         _expect("partition", self._identity[1], facts.partition_id)
         before = self._chain if entry.first else GENESIS_CHAIN
         if before is not None:

@@ -16,9 +16,12 @@ Rules (docs/decisions/047, AR 16):
        rolled back, that another cluster uses the archive, or that the owner is fenced. Then nothing
        is deleted.
     5. A name that no attempt has (`file_names.py`) is left alone and counted.
-    6. Objects that have expired are kept until the grace period is over (`manifest.py`, rule 4).
-    7. Manifests are kept for `GRACE_MS`, for readers that have just read ZooKeeper. Later such a
-       reader meets a missing file, and reads ZooKeeper again (`reader.py`, rule 3).
+    6. A replaced manifest is kept for `GRACE_MS` after the next version was written: clients and
+       lagging replicas may know its name only. Later they meet a missing file, and need the name of
+       the present one (`reader.py`, rule 3).
+    7. While a restored cluster uses objects of this one (`pins.py`), no object is deleted: expiry
+       may have removed from the manifest what the other cluster lists.
+    8. Objects that have expired are kept until the grace period is over (`manifest.py`, rule 4).
 
 A fenced owner's collection may still run while a later owner works. It deletes no file that the
 later owner needs: the later owner's files are of a later session; and of earlier files, its
@@ -29,8 +32,15 @@ files of the request's manifest, and of later attempts of the fenced owner (rule
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
-from waltz_core.archive.file_names import FileOrigin, manifests_folder, objects_folder, origin_of
+from waltz_core.archive.file_names import (
+    FileOrigin,
+    manifests_folder,
+    objects_folder,
+    origin_of,
+    version_of,
+)
 from waltz_core.archive.manifest import Manifest, RecordedManifest, decode_page
+from waltz_core.archive.pins import is_pinned
 from waltz_core.errors import BadRequest, ObjectMissing, WaltzError
 from waltz_core.records.record import PartitionId, SessionId
 from waltz_core.values import value
@@ -102,6 +112,9 @@ def collect(
         found += store.files(each)
         on_progress()
     _check_complete(listed, found, folders)
+    deletable = folders[1:] if is_pinned(store, cluster_key) else folders  # rule 7
+    on_progress()
+    young = _recently_replaced(found, now_ms)
     garbage: list[ListedFile] = []
     unknown_count = 0
     for file in found:
@@ -110,9 +123,9 @@ def collect(
             unknown_count += 1
             continue
         _check_origin(file.name, origin, job)
-        is_young = file.name.startswith(folders[1]) and now_ms - file.modified_ms < GRACE_MS
         is_ended = origin.session_id < job.session_id or origin.attempt < job.attempt
-        if is_ended and not is_young and file.name not in listed:
+        is_garbage = is_ended and file.name not in listed and file.name not in young
+        if is_garbage and file.name.startswith(deletable):
             garbage.append(file)
     deleted = garbage[:DELETES_MAX]
     for file in deleted:
@@ -150,6 +163,20 @@ def _check_complete(listed: set[str], found: "list[ListedFile]", folders: tuple[
             f"archive: expected the {len(mine)} files that the manifest lists in "
             f"{' and '.join(folders)}, found that {len(missing)} are missing, such as {missing[0]}"
         )
+
+
+def _recently_replaced(found: "list[ListedFile]", now_ms: int) -> set[str]:
+    """Return the names of the manifests whose next version was written lately (rule 6)."""
+    heads = {each: version_of(each.name) for each in found}
+    written_ms: dict[int, int] = {}
+    for each, version in heads.items():
+        if version is not None:
+            written_ms[version] = max(each.modified_ms, written_ms.get(version, 0))
+    return {
+        each.name
+        for each, version in heads.items()
+        if version is not None and now_ms - written_ms.get(version + 1, 0) < GRACE_MS
+    }
 
 
 def _check_origin(name: str, origin: FileOrigin, job: CollectionJob) -> None:

@@ -17,6 +17,7 @@ from waltz_core.records.record import PartitionId, SessionId, TransactionId
 TEMPORARY: Final = ".tmp"
 _NUMBER: Final = r"(?:0|[1-9][0-9]*)"
 _ORIGIN: Final = rf"(?P<session>{_NUMBER})-(?P<nonce>[0-9a-f]{{32}})-(?P<attempt>{_NUMBER})"
+_HEAD: Final = re.compile(rf"{_NUMBER}-{_ORIGIN}\.json", re.ASCII)
 _FORMS: Final = {
     "objects": re.compile(rf"{_NUMBER}-{_NUMBER}-{_ORIGIN}\.parquet(?:\.tmp)?", re.ASCII),
     "manifests": re.compile(rf"{_NUMBER}-{_ORIGIN}(?:-page)?\.json(?:\.tmp)?", re.ASCII),
@@ -59,6 +60,13 @@ def page_name(folder: str, version: int, origin: FileOrigin) -> str:
     return f"{folder}/{version}-{origin}-page.json"
 
 
+def version_of(name: str) -> int | None:
+    """Return the version of a manifest's head, which is complete; None for another file."""
+    folder, _, last_part = name.rpartition("/")
+    is_head = folder.endswith("/manifests") and _HEAD.fullmatch(last_part) is not None
+    return int(last_part.partition("-")[0]) if is_head else None
+
+
 def origin_of(name: str) -> FileOrigin | None:
     """Return which attempt has written a file, perhaps in part; None if no attempt has."""
     folder, _, last_part = name.rpartition("/")
@@ -68,3 +76,14 @@ def origin_of(name: str) -> FileOrigin | None:
         return None
     session, nonce, attempt = found["session"], found["nonce"], found["attempt"]
     return FileOrigin(SessionId(int(session)), bytes.fromhex(nonce), int(attempt))
+
+
+def writer_of(name: str) -> bytes | None:
+    """Return the key of the cluster that wrote a file; None if its name has no key.
+
+    A restored cluster lists objects of its source, which are below the source's key.
+    """
+    try:
+        return UUID(name.partition("/")[0]).bytes
+    except ValueError:
+        return None

@@ -21,6 +21,7 @@ Rules (docs/decisions/047):
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
+from waltz_core.archive.file_names import writer_of
 from waltz_core.errors import BadFormat, ChecksumMismatch
 from waltz_core.records import strict_json
 from waltz_core.records.checksum import crc32
@@ -79,7 +80,7 @@ class ManifestPage(NamedTuple):
 
     def to_bytes(self) -> bytes:
         """Return the bytes of the page's file."""
-        return _framed({"format": FORMAT, "objects": [_entry_to_json(e) for e in self.entries]})
+        return framed({"format": FORMAT, "objects": [_entry_to_json(e) for e in self.entries]})
 
     @classmethod
     def from_bytes(cls, data: bytes, name: str) -> Self:
@@ -88,7 +89,7 @@ class ManifestPage(NamedTuple):
         Raises:
             BadFormat, ChecksumMismatch: with the name of the file.
         """
-        values = _unframed(data, name)
+        values = unframed(data, f"manifest {name}")
         with_values = _list_of(values, "objects", name)
         return cls(tuple(_entry_from_json(each, name) for each in with_values))
 
@@ -143,6 +144,10 @@ class Manifest:
         )
         return replace(self, pages=(*self.pages, added), newest=self.newest[len(entries) :])
 
+    def writer_of(self, entry: ObjectEntry) -> bytes:
+        """Return the key of the cluster that wrote an object."""
+        return writer_of(entry.name) or self.cluster_key
+
     def deletable(self, now_ms: int) -> TransactionId:
         """Return the ID below which objects have expired for longer than the grace period.
 
@@ -185,7 +190,7 @@ class Manifest:
         }
         if self.expiries:
             values["expiries"] = [each._asdict() for each in self.expiries]
-        return _framed(values)
+        return framed(values)
 
     @classmethod
     def from_bytes(cls, data: bytes, name: str) -> Self:
@@ -194,7 +199,7 @@ class Manifest:
         Raises:
             BadFormat, ChecksumMismatch: with the name of the file.
         """
-        values = _unframed(data, name)
+        values = unframed(data, f"manifest {name}")
         try:
             found = cls(
                 _hex(values["cluster_key"]),
@@ -285,22 +290,28 @@ def _times(entry: ObjectEntry) -> tuple[int, ...]:
     return (entry.commit_ms_min, entry.commit_ms_max) if entry.commit_ms_max else ()
 
 
-def _framed(values: dict[str, Any]) -> bytes:
+def framed(values: dict[str, Any]) -> bytes:
+    """Return a JSON object after a line with its CRC-32."""
     body = strict_json.to_json(values)
     return b"%08x\n%s" % (crc32(body), body)
 
 
-def _unframed(data: bytes, name: str) -> dict[str, Any]:
+def unframed(data: bytes, what: str) -> dict[str, Any]:
+    """Return the object of `framed`, which must have this format; raises with `what` in the text.
+
+    Raises:
+        BadFormat, ChecksumMismatch: it is another file.
+    """
     stated, _, body = data.partition(b"\n")
     if stated != b"%08x" % crc32(body):
-        raise ChecksumMismatch(f"manifest {name}: expected CRC {crc32(body):08x}, found {stated!r}")
+        raise ChecksumMismatch(f"{what}: expected CRC {crc32(body):08x}, found {stated[:20]!r}")
     try:
         values = strict_json.from_json(body)
     except ValueError as error:
-        raise BadFormat(f"manifest {name}: {error}") from error
+        raise BadFormat(f"{what}: {error}") from error
     found = values.get("format") if isinstance(values, dict) else None
     if not isinstance(values, dict) or found != FORMAT:
-        raise BadFormat(f"manifest {name}: expected format {FORMAT}, found {found!r}")
+        raise BadFormat(f"{what}: expected format {FORMAT}, found {found!r}")
     return values
 
 

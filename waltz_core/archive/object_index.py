@@ -8,8 +8,9 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from waltz_core.archive.manifest import Manifest, ObjectEntry
 from waltz_core.archive.objects import ArchiveObject, ObjectFacts
-from waltz_core.errors import ChecksumMismatch
+from waltz_core.errors import BadFormat, ChecksumMismatch
 from waltz_core.records import raw_records
 from waltz_core.records.checksum import crc32
 from waltz_core.records.raw_records import I64
@@ -51,6 +52,23 @@ class ObjectIndex:
         self._chains = b"".join(each.chain for each in lineage)
         self._group_firsts = np.array([each.first for each in outlines], dtype=np.int64)
         self._group_crcs = [crc32(each.crcs) for each in outlines]
+
+    def check(self, manifest: Manifest, entry: ObjectEntry) -> None:
+        """Raise BadFormat or ChecksumMismatch unless it is the object that a manifest lists."""
+        facts = self.facts
+        found = (facts.cluster_key.hex(), facts.partition_id, facts.first)
+        expected = (manifest.writer_of(entry).hex(), manifest.partition_id, entry.first)
+        if found != expected:
+            raise BadFormat(
+                f"object {entry.name}: expected cluster key, partition and first ID {expected}, "
+                f"found {found}"
+            )
+        chain = self.chain_at(entry.last)
+        if chain != entry.chain:
+            raise ChecksumMismatch(
+                f"object {entry.name}: expected the chain {entry.chain.hex()} at {entry.last}, "
+                f"found {None if chain is None else chain.hex()}"
+            )
 
     @property
     def byte_count(self) -> int:

@@ -30,7 +30,7 @@ from waltz_core.archive.manifest import Manifest, ManifestPage, ObjectEntry, che
 from waltz_core.archive.object_index import ObjectIndex, RowGroup
 from waltz_core.archive.objects import ArchiveObject
 from waltz_core.archive.store import ArchiveStore
-from waltz_core.errors import BadFormat, BadRequest, BelowStart, ChecksumMismatch, WaltzError
+from waltz_core.errors import BadRequest, BelowStart, WaltzError
 from waltz_core.records import raw_records
 from waltz_core.records.raw_records import RangeRead
 from waltz_core.records.record import Chain, LineageEntry, TransactionId
@@ -282,20 +282,7 @@ class ArchiveReader:
             return made, made.byte_count
 
         index = self._cache.get(self._key("index", entry.name), load)
-        manifest, facts = self.manifest, index.facts
-        found = (facts.cluster_key.hex(), facts.partition_id, facts.first)
-        expected = (manifest.cluster_key.hex(), manifest.partition_id, entry.first)
-        if found != expected:
-            raise BadFormat(
-                f"object {entry.name}: expected cluster key, partition and first ID {expected}, "
-                f"found {found}"
-            )
-        chain = index.chain_at(entry.last)
-        if chain != entry.chain:
-            raise ChecksumMismatch(
-                f"object {entry.name}: expected the chain {entry.chain.hex()} at {entry.last}, "
-                f"found {None if chain is None else chain.hex()}"
-            )
+        index.check(self.manifest, entry)
         return index
 
     def _group(self, entry: ObjectEntry, index: ObjectIndex, number: int) -> RowGroup:

@@ -253,6 +253,16 @@ NOUNS: Mapping[str, NounEntry] = {
             },
         },
     ),
+    "backup": NounEntry(
+        "save one consistent point of all partitions, without interrupting anything",
+        "backup.backup_command",
+        ("backup --connect zk1:2181/waltz/payments --output s3://bucket/backups/monday",),
+    ),
+    "restore": NounEntry(
+        "create a cluster from a backup and the archive",
+        "backup.restore_command",
+        ("restore --connect zk1:2181/w --backup monday --archive s3://bucket/w --storage s1:1:2",),
+    ),
     "bench": NounEntry(
         "run a benchmark and print its results as one JSON line",
         "bench_command",

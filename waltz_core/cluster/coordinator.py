@@ -24,6 +24,7 @@ from waltz_core import errors
 from waltz_core.cluster.change.audit import AuditLog
 from waltz_core.cluster.change.creation import NewCluster, NewStorage, creation_steps
 from waltz_core.cluster.change.rebuilding import rebuilding_steps
+from waltz_core.cluster.change.restoring import RestoredCluster, restoring_steps
 from waltz_core.cluster.change.storages import Storages
 from waltz_core.cluster.membership.assignment import check_replica_change
 from waltz_core.cluster.membership.loads import LoadBoard
@@ -31,6 +32,7 @@ from waltz_core.cluster.membership.reachability import ReachBoard
 from waltz_core.cluster.membership.registration import Membership, Ownership, ServersView
 from waltz_core.cluster.nodes import model
 from waltz_core.cluster.nodes.node_access import ClusterNodes, decode_node
+from waltz_core.cluster.nodes.restored_from import NOT_RESTORED, RestoredFrom
 from waltz_core.cluster.nodes.tree import FoundCluster, delete_tree, find_clusters
 from waltz_core.cluster.nodes.znodes import (
     NO_NODE,
@@ -178,6 +180,18 @@ class Coordinator:
             new, lambda version: rebuilding_steps(self.paths, new, root_version=version, ids=ids)
         )
 
+    async def create_restored(self, new: NewCluster, restored: RestoredCluster) -> None:
+        """Create the nodes of a cluster that is restored from a backup (restoring.py)."""
+        await self._create(
+            new, lambda version: restoring_steps(self.paths, new, restored, root_version=version)
+        )
+
+    async def read_restored_from(self) -> RestoredFrom:
+        """Read from which clusters' backups this one was restored."""
+        path = self.paths.restored_from
+        node = await self._znodes.get(path)
+        return NOT_RESTORED if node is None else decode_node(path, node, RestoredFrom.from_bytes)
+
     async def _create(
         self, new: NewCluster, steps_at: Callable[[int], list[list[Operation]]]
     ) -> None:
@@ -226,6 +240,11 @@ class Coordinator:
         return await delete_tree(self._znodes, self.paths.root, on_progress)
 
     # --- ids
+
+    async def last_client_id(self) -> ClientId:
+        """Return the last allocated client id."""
+        await self._znodes.sync()
+        return ClientId(await self._nodes.read(self.paths.client_ids, model.decode_id))
 
     async def next_client_id(self) -> ClientId:
         """Allocate a client id that was never used before."""

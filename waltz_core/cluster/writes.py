@@ -26,7 +26,7 @@ Rules (docs/spark.md, "Exactly once"):
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from waltz_core import errors
 from waltz_core.cluster.nodes.node_access import ClusterNodes, decode_node, is_number
@@ -108,6 +108,13 @@ class TaskState:
         return TaskState(ClientId(values["client_id"]), values["attempt"], tuple(values["runs"]))
 
 
+class BegunWrite(NamedTuple):
+    """A write, and those of its tasks that were ever begun, by number."""
+
+    state: WriteState
+    tasks: Mapping[int, TaskState]
+
+
 class WriteRegistry:
     """The writes of one cluster, through one session."""
 
@@ -121,6 +128,17 @@ class WriteRegistry:
         await self._znodes.sync()
         node = await self._znodes.get(path)
         return None if node is None else decode_node(path, node, WriteState.from_bytes)
+
+    async def read_all(self) -> dict[str, BegunWrite]:
+        """Return all writes with their tasks, by name."""
+        await self._znodes.sync()
+        listing = await self._znodes.children(self._nodes.paths.writes)
+        found: dict[str, BegunWrite] = {}
+        for name in () if listing is None else listing.names:
+            state = await self.read(name)
+            if state is not None:
+                found[name] = BegunWrite(state, await self.tasks(name))
+        return found
 
     async def begin(
         self, write: str, marks: Mapping[int, int], keep_ms: int, *, in_series: bool = False

@@ -28,14 +28,7 @@ from typing import Final, NamedTuple, assert_never
 from waltz_core.cluster.nodes.model import ArchivedMark
 from waltz_core.errors import BelowStart, Damaged, ProtocolError, RemoteProtocolError, WaltzError
 from waltz_core.machine import Report
-from waltz_core.records.record import (
-    BEFORE_FIRST,
-    GENESIS_CHAIN,
-    NO_SESSION,
-    Chain,
-    ReplicaId,
-    TransactionId,
-)
+from waltz_core.records.record import BEFORE_FIRST, NO_SESSION, Chain, ReplicaId, TransactionId
 from waltz_core.replication.limits import SessionLimits
 from waltz_core.replication.repair import (
     AppendCopy,
@@ -101,7 +94,7 @@ class Repairs:
     def decided(self, mark: TransactionId) -> None:
         """The mark is decided: from now on logs may be changed."""
         assert self.goal is None
-        self.goal = Goal(mark, GENESIS_CHAIN if mark == BEFORE_FIRST else None)
+        self.goal = Goal(mark, self._recovery.known_chain)
 
     def advance(self, now_ms: int) -> None:
         """Take the next step of every replica without a step under way."""
@@ -124,7 +117,7 @@ class Repairs:
         """Set the goal's chain, or clear it if no replica has it any longer (rule 5)."""
         assert self.goal is not None
         goal = self.goal
-        if goal.mark == BEFORE_FIRST:
+        if self._recovery.known_chain is not None:
             return
         for each in self._replicas.values():
             if each.stage in MARKED:

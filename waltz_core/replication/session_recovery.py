@@ -9,6 +9,8 @@ Rules (docs/design/correctness.md 2.1, C to E and G):
     2. If the unknown replicas are a quorum, nothing is decided and nothing is changed.
     3. Otherwise the mark is the highest ID that a quorum could have acknowledged.
     4. A partition counts as new only if its marker states it and no answering replica has records.
+       The marker of a restored one has an archived mark: the log begins after it, as do those of
+       replicas that a session has reset without having opened (decision 047).
     5. A replica that was engaged in a session later than all sessions in ZooKeeper shows that
        ZooKeeper's data was rolled back: outcomes reported in that session are missing in older
        ones. So no session opens with such a replica.
@@ -19,12 +21,21 @@ from enum import Enum, auto
 
 from waltz_core.cluster.nodes.model import (
     UNRESOLVED,
+    ArchivedMark,
     MarkerState,
     PartitionMarker,
     PartitionMetadata,
     ReplicaState,
 )
-from waltz_core.records.record import BEFORE_FIRST, NO_SESSION, ReplicaId, SessionId, TransactionId
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    GENESIS_CHAIN,
+    NO_SESSION,
+    Chain,
+    ReplicaId,
+    SessionId,
+    TransactionId,
+)
 from waltz_core.replication.quorum import quorum_mark, quorum_size
 from waltz_core.wire.messages import Prepared
 
@@ -35,7 +46,7 @@ class Origin(Enum):
     """Where a partition's history is recorded."""
 
     RECORDED = auto()  # ZooKeeper has the replicas and their states
-    NEW = auto()  # created by `cluster create`, never opened
+    NEW = auto()  # created by `cluster create` or `restore`, never opened
     ADOPTED = auto()  # no marker and no states: every replica must report that it is empty
     LOST = auto()  # a session was opened once, but the replica states are missing in ZooKeeper
 
@@ -98,9 +109,18 @@ def decide(
 class Recovery:
     """The answers of the last session's replicas so far, and the decision."""
 
-    def __init__(self, origin: Origin, states: Mapping[ReplicaId, ReplicaState]) -> None:
+    def __init__(
+        self,
+        origin: Origin,
+        states: Mapping[ReplicaId, ReplicaState],
+        archived: ArchivedMark | None = None,
+    ) -> None:
         assert origin is not Origin.LOST
         self.origin = origin
+        # Where a new log begins (rule 4).
+        self._begin: tuple[TransactionId, Chain] = BEFORE_FIRST, GENESIS_CHAIN
+        if origin is Origin.NEW and archived is not None:
+            self._begin = archived.last, archived.chain
         self.states = dict(states)
         self.engaged = [
             replica
@@ -122,6 +142,12 @@ class Recovery:
         return max((state.session_id for state in self.states.values()), default=NO_SESSION)
 
     @property
+    def known_chain(self) -> Chain | None:
+        """The chain at the decided mark if no replica is needed to know it: a log begins there."""
+        last, chain = self._begin
+        return chain if self.mark == last else None
+
+    @property
     def unknown(self) -> list[ReplicaId]:
         """Engaged replicas that have not answered credibly (yet)."""
         return [replica for replica in self.engaged if self._max.get(replica) is None]
@@ -137,7 +163,11 @@ class Recovery:
 
     def is_foreign(self, answer: Prepared) -> bool:
         """Whether a replica has records where there can be none (rule 4)."""
-        return self.origin is not Origin.RECORDED and answer.synced_max != BEFORE_FIRST
+        if self.origin is Origin.RECORDED or answer.synced_max == BEFORE_FIRST:
+            return False
+        # A log without records can end above its begin only after a reset.
+        end = answer.synced_max, bytes(answer.chain)
+        return answer.start != answer.synced_max or end != self._begin
 
     def objection(self, answer: Prepared) -> str | None:
         """Return why no session can include a replica with this answer (rules 4 and 5), or None."""
@@ -183,7 +213,7 @@ class Recovery:
 
     def _decide(self) -> TransactionId | None:
         if self.origin is Origin.NEW:
-            return BEFORE_FIRST
+            return self._begin[0]
         if self.origin is Origin.ADOPTED and self.unknown:
             return None
         maxes = [known for known in map(self._max.get, self.engaged) if known is not None]

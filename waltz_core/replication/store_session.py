@@ -123,7 +123,7 @@ class StoreSession:
         limits: SessionLimits,
     ) -> None:
         self.claim = claim
-        self.recovery = Recovery(claim.origin, claim.states)
+        self.recovery = Recovery(claim.origin, claim.states, claim.archived)
         self.quorum = quorum_size(len(claim.assigned))
         self.window: SessionWindow | None = None  # from the opening on
         self.opened_ms: int | None = None

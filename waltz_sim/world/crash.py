@@ -194,9 +194,9 @@ class RecordingDisk:
         """Return a disk on which these contents are durable."""
         return cls(changes_of(contents), site)
 
-    def open(self, path: Path, *, create: bool = False, is_dispensable: bool = False) -> "File":
+    def open(self, path: Path, *, create: bool = False, is_best_effort: bool = False) -> "File":
         """Open a file for reading and writing."""
-        file = self.inner.open(path, create=create, is_dispensable=is_dispensable)
+        file = self.inner.open(path, create=create, is_best_effort=is_best_effort)
         if path not in self._files:
             self._files[path] = self._next
             self._next += 1

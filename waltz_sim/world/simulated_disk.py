@@ -93,12 +93,12 @@ class SimFile:
     """An open file of a `SimDisk`."""
 
     def __init__(
-        self, disk: "SimDisk", path: Path, inode: Inode, *, is_dispensable: bool = False
+        self, disk: "SimDisk", path: Path, inode: Inode, *, is_best_effort: bool = False
     ) -> None:
         self._disk = disk
         self._path = path
         self._inode = inode
-        self._is_dispensable = is_dispensable
+        self._is_best_effort = is_best_effort
         self._boot = disk.boot_count
         self._is_open = True
         disk.open_count += 1
@@ -172,7 +172,7 @@ class SimFile:
     def sync(self) -> None:
         """Make the file's bytes and size durable (rules 1 and 4)."""
         self._check()
-        assert not self._is_dispensable, f"{self._path} is dispensable, and is synced"
+        assert not self._is_best_effort, f"{self._path} is best-effort, and is synced"
         inode = self._inode
         fault = self._disk.step("sync", self._path)
         if fault is None:
@@ -257,7 +257,7 @@ class SimDisk:
 
     # ---- Disk
 
-    def open(self, path: Path, *, create: bool = False, is_dispensable: bool = False) -> "File":
+    def open(self, path: Path, *, create: bool = False, is_best_effort: bool = False) -> "File":
         """Open a file for reading and writing."""
         self.check_power()
         inode = self._names.get(path)
@@ -267,7 +267,7 @@ class SimDisk:
             self.inject(self.step("create", path), "create", path)
             inode = Inode()
             self._change(_NameChange(path, inode))
-        return SimFile(self, path, inode, is_dispensable=is_dispensable)
+        return SimFile(self, path, inode, is_best_effort=is_best_effort)
 
     def exists(self, path: Path) -> bool:
         """Return whether a file or directory with this name exists."""

@@ -10,7 +10,8 @@ Rules:
     2. Offsets never decrease, even if a server that has just lost a partition reports an old mark,
        except by rule 4.
     3. A start past the end of the log is data loss, once a quorum of the replicas has confirmed it.
-       So is another cluster than the offset's, however long its log is.
+       So is another cluster than the offset's, however long its log is, unless it was restored from
+       a backup of that one which has all that the stream has read.
     4. If data loss is allowed, a partition of another log is read from its start: an offset returns
        to `BEFORE_FIRST`, by a separate micro-batch that reads nothing of it.
     5. An offset before the first available ID of its log is data loss, too. If that is allowed, the
@@ -29,7 +30,7 @@ import pyarrow as pa
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
 from pyspark.sql.types import StructType
 
-from waltz_core.client import ReplicaSet, WaltzClient
+from waltz_core.client import ClusterInfo, ReplicaSet, WaltzClient
 from waltz_core.errors import BadConfig, DataLoss, WaltzError
 from waltz_core.records.record import BEFORE_FIRST
 from waltz_spark import planning
@@ -66,6 +67,7 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._firsts: Marks = {}  # the first available ID of each partition
         self._marks_until_s = 0.0
         self._cluster_key = b""  # of the marks' cluster
+        self._cluster: ClusterInfo | None = None
 
     # ---- offsets, in Spark's process for them
 
@@ -101,7 +103,7 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """
         begin, cluster = self._begin(start)
         marks = self._marks_now(begin)
-        is_other = cluster not in (None, self._cluster_key.hex())
+        is_other = not self._continues(Position(begin, cluster))
         lost = [each for each, mark in begin.items() if is_other or mark > marks[each]]
         if lost:
             again = self._restarted(lost, Position(begin, cluster), marks)
@@ -161,6 +163,13 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         _log.warning("spark.log_recreated partitions=%s", lost)
         return dict.fromkeys(lost, int(BEFORE_FIRST))
 
+    def _continues(self, offset: Position) -> bool:
+        """Whether the cluster that was queried last has the log of an offset (rule 3)."""
+        if offset.cluster in (None, self._cluster_key.hex()):
+            return True
+        assert self._cluster is not None
+        return self._cluster.restored_from.has(offset.cluster, offset.marks)
+
     def _other_cluster(self, expected: str | None, found: bytes) -> str:
         return (
             f"{self._options.connect} is not the stream's cluster: expected cluster {expected}, "
@@ -200,10 +209,10 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             linearizable=linearizable,
             group=self._options.group,
         )
-        key = client.cluster().key
-        if self._cluster_key != key:
+        cluster = client.cluster()
+        if self._cluster_key != cluster.key:
             self._marks_until_s = 0.0  # the known ones belong to another cluster
-            self._cluster_key = key
+            self._cluster_key, self._cluster = cluster.key, cluster
         return client, sources
 
     # ---- a micro-batch
@@ -224,7 +233,7 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if _past(held, sources):
             client, sources = self._query(list(held), linearizable=True)
         past, key = _past(held, sources), client.cluster().key
-        is_other = cluster not in (None, key.hex())
+        is_other = not self._continues(Position(ends, cluster))
         if lost := [each for each in held if each in past or is_other]:
             if options.fail_on_data_loss:
                 what = self._other_cluster(cluster, key)

@@ -13,10 +13,14 @@ from waltz_core.errors import ArchiveUnavailable, ChecksumMismatch
 
 def test_failures_are_counted_until_an_upload_succeeds(tmp_path):
     root = tmp_path / "archive"
-    access = ArchiveAccess(f"file://{root}", KEY, ThreadPoolExecutor(1))
+    calls = []
+    access = ArchiveAccess(
+        f"file://{root}", KEY, ThreadPoolExecutor(1), on_progress=lambda: calls.append(1)
+    )
     access.open()
     first = access.upload(job_after())
     assert isinstance(first, NewManifest)
+    assert len(calls) >= 1, "at most one call a second"
     assert (access.failure, access.failure_count) == (None, 0)
     manifest = root / first.name
     data = manifest.read_bytes()
@@ -36,7 +40,7 @@ def test_failures_are_counted_until_an_upload_succeeds(tmp_path):
 
 
 def test_damage_is_known_until_the_same_place_was_read():
-    access = ArchiveAccess("", KEY, ThreadPoolExecutor(1))
+    access = ArchiveAccess("", KEY, ThreadPoolExecutor(1), on_progress=lambda: None)
     access.was_read((0, 7), "object 7")
     access.was_read((1, 7), "object 8")
     access.was_read((0, 8), "")

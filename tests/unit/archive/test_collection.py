@@ -1,5 +1,6 @@
 """A collection deletes what no manifest will ever list, and nothing else."""
 
+import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from waltz_core.archive.archive_cache import ArchiveCache
 from waltz_core.archive.collection import GRACE_MS, Collected, CollectionJob, collect
 from waltz_core.archive.file_names import FileOrigin, origin_of
 from waltz_core.archive.manifest import RecordedManifest, decode_page
+from waltz_core.archive.pins import pin
 from waltz_core.archive.reader import ArchiveReader
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.archive.upload import upload
@@ -129,14 +131,47 @@ def test_what_the_recorded_manifest_lists_remains_and_can_be_read(archived):
     assert run(store, request(made)) == Collected(0, 0, 0, has_more=False)
 
 
-def test_young_manifests_remain_for_readers_of_the_previous_mark(archived):
+def test_while_another_cluster_uses_objects_only_manifests_are_deleted(archived):
     store, made = archived
-    newest_ms = max(each.modified_ms for each in ArchiveStore.files(store, ""))
-    heads = {name for name in all_files(store) if "/manifests/" in name}
-    run(store, request(made), now_ms=newest_ms + 1_000)
-    assert set(all_files(store)) == heads | listed_files(store, made)
-    run(store, request(made), now_ms=newest_ms + GRACE_MS)
-    assert set(all_files(store)) == listed_files(store, made)
+    kept = listed_files(store, made)
+    before = set(all_files(store))
+    objects = {each for each in before if "/objects/" in each}
+    name = pin(store, KEY, b"k" * 16)
+    run(store, request(made))
+    assert set(all_files(store)) == kept | objects | {name}
+    assert before > kept | objects
+    store.delete(name)
+    run(store, request(made))
+    assert set(all_files(store)) == kept
+
+
+def age(store, name, modified_ms):
+    os.utime(Path(store.url.removeprefix("file://")) / name, (0, modified_ms / 1_000))
+
+
+def heads_of(store):
+    """Return the names of all heads, complete or not, by their version."""
+    heads = {}
+    for name in sorted(all_files(store)):
+        if "/manifests/" in name and "-page" not in name:
+            heads.setdefault(int(name.rpartition("/")[2].partition("-")[0]), []).append(name)
+    return heads
+
+
+def test_a_manifest_remains_for_a_while_after_the_next_one_was_written(archived):
+    """Though it is old itself: lagging replicas know its name only."""
+    store, made = archived
+    now_ms = 10 * GRACE_MS
+    heads, listed = heads_of(store), listed_files(store, made)
+    for version, names in heads.items():
+        for name in names:
+            age(store, name, now_ms if version >= 5 else now_ms - 2 * GRACE_MS)
+    run(store, request(made), now_ms=now_ms)
+    assert set(all_files(store)) == {*listed, *heads[4], *heads[5]}
+    run(store, request(made), now_ms=now_ms + GRACE_MS - 1)
+    assert set(all_files(store)) == {*listed, *heads[4], *heads[5]}
+    run(store, request(made), now_ms=now_ms + GRACE_MS)
+    assert set(all_files(store)) == listed
 
 
 def test_attempts_of_the_own_session_count_when_they_have_ended(archived):

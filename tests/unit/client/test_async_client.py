@@ -18,6 +18,7 @@ from waltz_core.client import (
     LATEST,
     AsyncCallbacks,
     AsyncWaltzClient,
+    ClusterInfo,
     PoisonPolicy,
     Reason,
     TransactionContext,
@@ -53,7 +54,7 @@ def batch_of(*rows: bytes, write_locks=None, header: int = 0) -> bytes:
 @on_virtual_loop
 async def test_a_client_describes_its_cluster():
     async with memory_cluster(partition_count=3) as cluster, cluster.client().opened() as client:
-        assert client.cluster() == ("test", KEY.bytes, 3)
+        assert client.cluster() == ClusterInfo("test", KEY.bytes, 3)
         assert client.partition_count == 3
         assert client.client_id is None  # a client that only reads needs none
         assert await client.high_water_marks() == {0: -1, 1: -1, 2: -1}

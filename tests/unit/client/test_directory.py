@@ -19,6 +19,7 @@ from waltz_core.client.links.directory import (
 )
 from waltz_core.cluster.membership.registration import Ownership, ServersView
 from waltz_core.cluster.nodes.model import GroupDescriptor, ServerDescriptor
+from waltz_core.cluster.nodes.restored_from import NOT_RESTORED
 from waltz_core.config import ClientConfig
 from waltz_core.records.record import ReplicaId
 
@@ -188,6 +189,9 @@ class Elsewhere:
         params = SimpleNamespace(name="shop", partition_count=3)
         store = SimpleNamespace(cluster_key=SimpleNamespace(bytes=self.key))
         return SimpleNamespace(params=params, store=store)
+
+    async def read_restored_from(self):
+        return NOT_RESTORED
 
     async def read_servers(self):
         owners = {partition: Ownership(7, self.generation) for partition in range(3)}
@@ -450,6 +454,9 @@ class Rebuilt(WithViews):
         self._check()
         params = SimpleNamespace(name="shop", partition_count=3)
         return SimpleNamespace(params=params, store=SimpleNamespace(cluster_key=self.key))
+
+    async def read_restored_from(self):
+        return NOT_RESTORED
 
     async def read_servers(self):
         self._check()

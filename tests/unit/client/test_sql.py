@@ -15,6 +15,7 @@ from tests.patience import HANG_S
 from waltz_core.client import PoisonPolicy, Transaction, TransactionBuilder
 from waltz_core.client.api import sql
 from waltz_core.client.api.sql import SqlCallbacks
+from waltz_core.cluster.nodes.restored_from import RestoredFrom
 from waltz_core.errors import BadConfig, BadRequest, ClusterKeyMismatch, DataLoss, Unreachable
 from waltz_core.records.record import PartitionId, TransactionId
 
@@ -474,6 +475,35 @@ def test_a_view_of_another_cluster_is_rejected(engine: sa.Engine) -> None:
     elsewhere = Adding(engine, application="of the new log")
     elsewhere.begin(OTHER)
     assert elsewhere.client_high_water_mark(0) == -1
+
+
+def test_a_view_continues_in_a_cluster_that_was_restored_from_its_own(engine: sa.Engine) -> None:
+    old = Adding(engine)
+    old.begin(ONE)
+    old.client_high_water_mark(0)
+    apply_all(old, range(3))
+    restored = Adding(engine)
+    restored.begin(OTHER, RestoredFrom({ONE.hex(): {0: 2}}))
+    assert restored.client_high_water_mark(0) == 2
+    # An instance that still applies the old log moves the mark no more.
+    with pytest.raises(ClusterKeyMismatch, match=f"cluster {ONE.hex()}, found one of cluster 02"):
+        apply_all(old, [3])
+    apply_all(restored, [3, 4])
+    again = Adding(engine)
+    again.begin(OTHER)
+    assert again.client_high_water_mark(0) == 4
+
+
+def test_a_view_past_the_restored_end_is_rejected(engine: sa.Engine) -> None:
+    old = Adding(engine)
+    old.begin(ONE)
+    old.client_high_water_mark(0)
+    apply_all(old, range(3))
+    restored = Adding(engine)
+    restored.begin(OTHER, RestoredFrom({ONE.hex(): {0: 1}}))
+    with pytest.raises(ClusterKeyMismatch, match="found one of cluster 01"):
+        restored.client_high_water_mark(0)
+    apply_all(old, [3])
 
 
 def test_a_mark_of_a_development_version_gets_the_key_of_one_that_reads_it_first(

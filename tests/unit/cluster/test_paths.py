@@ -26,6 +26,7 @@ def test_the_table_names_every_path():
         paths.writes,
         paths.write("W"),
         f"{paths.write('W')}/T",
+        paths.restored_from,
         paths.loads,
         paths.load("ID"),
         paths.reaches,

@@ -6,10 +6,15 @@ import pytest
 
 from tests.unit.replication.bench import LIMITS, A, B, Bench, C, wire
 from tests.unit.replication.test_repairs import reports_damage
-from waltz_core.cluster.nodes.model import ArchivedMark
+from waltz_core.cluster.nodes.model import (
+    ArchivedMark,
+    MarkerState,
+    PartitionMarker,
+    PartitionMetadata,
+)
 from waltz_core.records.record import GENESIS_CHAIN
 from waltz_core.replication.archiving import COLLECTION_INTERVAL_MS, PROGRESS_MS_MAX
-from waltz_core.replication.session_events import ReplicaResponded, SessionSettled
+from waltz_core.replication.session_events import ReplicaResponded, SessionOpened, SessionSettled
 
 INTERVAL_MS = 10_000
 ARCHIVING = replace(LIMITS, archive_interval_ms=INTERVAL_MS)
@@ -605,6 +610,62 @@ def test_another_owner_learns_the_last_commit_stamp_from_the_archive_where_logs_
     assert (settled.committed_last, settled.stamp_ms) == (5, 9)
     other.append(1)
     assert other.store.high_water_mark == 6
+
+
+# ---- a restored partition: its log begins after a recorded mark
+
+ORIGIN = ArchivedMark(41, b"chain-at-forty-1", 700, 3, 8, "m0")
+
+
+def restored_bench():
+    bench = Bench(limits=ARCHIVING)
+    bench.marker = replace(bench.marker, archived=ORIGIN)
+    bench.metadata = PartitionMetadata(0, 60)
+    return bench
+
+
+def test_a_new_partition_with_an_archived_mark_begins_after_it():
+    bench = restored_bench()
+    bench.open()
+    (opened,) = bench.all_reported(SessionOpened)
+    assert (opened.session_id, opened.high_water_mark, opened.chain) == (61, *ORIGIN[:2])
+    (settled,) = bench.all_reported(SessionSettled)
+    assert settled.stamp_ms == ORIGIN.stamp_ms, "commit times continue"
+    assert bench.marker.archived == ORIGIN
+    bench.append(2)
+    assert bench.store.high_water_mark == 43
+    for name in (A, B, C):
+        disk = bench.storages[name].disk
+        assert disk.start == (ORIGIN.last, ORIGIN.chain)
+        assert not disk.suspect
+    _, request = begin(bench)
+    assert (request.first, request.chain_before, request.manifest) == (42, ORIGIN.chain, "m0")
+
+
+def test_a_new_partition_begins_after_its_mark_also_if_its_first_session_did_not_open():
+    bench = restored_bench()
+    bench.decide()
+    assert {bench.storages[name].disk.start[0] for name in (A, B, C)} == {ORIGIN.last}
+    other = bench.other_server()
+    other.open(generation=2)
+    other.append(1)
+    assert other.store.high_water_mark == 42
+    assert len(bench.all_sent(wire.ResetLog)) == 3
+    assert not other.all_sent(wire.ResetLog)
+
+
+def test_a_new_partition_with_an_archived_mark_rejects_a_replica_with_records():
+    bench = Bench(limits=ARCHIVING)
+    bench.open()
+    bench.append(2)
+    other = bench.other_server()
+    other.metadata, other.metadata_version = PartitionMetadata(0, 60), 0
+    other.marker = PartitionMarker(MarkerState.NEW, archived=ORIGIN)
+    other.own()
+    other.run_for(3_000)
+    assert other.store.open_session is None
+    assert "has records up to ID 1" in other.reports("partition.rejected")[0]["reason"]
+    assert not other.all_sent(wire.ResetLog)
 
 
 def test_an_owner_that_returns_finds_its_archived_batches_where_all_logs_begin_after_them():

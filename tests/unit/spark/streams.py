@@ -8,6 +8,7 @@ from pyspark.sql.types import StructType
 from waltz_core.client import ReplicaSet
 from waltz_core.client.links.directory import ClusterInfo, ClusterLayout
 from waltz_core.client.read.ranges import ArchivedRange
+from waltz_core.cluster.nodes.restored_from import NOT_RESTORED, RestoredFrom
 from waltz_core.records.record import TransactionId
 from waltz_spark.datasource import stream_read
 from waltz_spark.datasource.batch_read import Task
@@ -23,8 +24,8 @@ class Cluster:
     def __init__(self) -> None:
         self.become(1, 10, 10)
 
-    def become(self, key: int, *marks: int) -> None:
-        self.info = ClusterInfo("x", bytes([key]) * 16, len(marks))
+    def become(self, key: int, *marks: int, restored_from: RestoredFrom = NOT_RESTORED) -> None:
+        self.info = ClusterInfo("x", bytes([key]) * 16, len(marks), restored_from)
         self.marks = marks
         self.firsts: dict[int, int] = {}  # the first available IDs of partitions with an archive
 

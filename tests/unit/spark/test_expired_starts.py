@@ -94,7 +94,7 @@ def test_a_stream_continues_at_the_first_available_id_and_reports_it(
         lambda: reader.partitions(start, end),
     ):
         with pytest.raises(DataLoss, match=f"the stream {HINT}"):
-            ask()
+            request()
     reader = reader_of(pollInterval="0", failOnDataLoss="false")
     with caplog.at_level(logging.WARNING, "waltz"):
         later = reader.latestOffset(start, ReadMaxRows(4))

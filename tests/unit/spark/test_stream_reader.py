@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.unit.spark.streams import Cluster, read, reader_of
+from waltz_core.cluster.nodes.restored_from import RestoredFrom
 from waltz_core.errors import DataLoss
 from waltz_spark import lag_of
 from waltz_spark.datasource import stream_read
@@ -90,6 +91,28 @@ def test_a_query_that_starts_again_does_not_read_another_log_that_is_longer(
     assert again == offset(2, -1, -1)
     assert read(allowed, end, again) == set()
     assert reader_of().latestOffset(again, LIMIT) == offset(2, 50, 50)
+
+
+def test_a_checkpoint_continues_in_a_cluster_that_was_restored_from_its_own(
+    cluster: Cluster,
+) -> None:
+    start = reader_of().initialOffset()
+    end = reader_of().latestOffset(start, LIMIT)
+    source = RestoredFrom({(bytes([1]) * 16).hex(): {0: 10, 1: 12}})
+    cluster.become(2, 50, 50, restored_from=source)
+    assert read(reader_of(), start, end) == {0, 1}
+    assert reader_of().latestOffset(end, LIMIT) == offset(2, 50, 50)
+
+
+def test_a_checkpoint_past_the_restored_end_is_data_loss(cluster: Cluster) -> None:
+    start = reader_of().initialOffset()
+    end = reader_of().latestOffset(start, LIMIT)
+    source = RestoredFrom({(bytes([1]) * 16).hex(): {0: 10, 1: 9}})
+    cluster.become(2, 50, 50, restored_from=source)
+    with pytest.raises(DataLoss, match="is not the stream's cluster"):
+        reader_of().latestOffset(end, LIMIT)
+    with pytest.raises(DataLoss, match="is not the stream's cluster"):
+        reader_of().partitions(start, end)
 
 
 def test_a_micro_batch_that_was_planned_before_a_restart_is_of_one_log(cluster: Cluster) -> None:

@@ -307,7 +307,7 @@ def test_a_file_with_writes_that_are_not_synced_stays_open(tmp_path):
 def test_a_file_that_may_be_lost_is_closed_with_writes_that_are_not_synced(tmp_path):
     disk = RealDisk(2)
     files = [
-        disk.open(tmp_path / str(place), create=True, is_dispensable=True) for place in range(6)
+        disk.open(tmp_path / str(place), create=True, is_best_effort=True) for place in range(6)
     ]
     for turn in range(3):
         for place, file in enumerate(files):
@@ -317,9 +317,9 @@ def test_a_file_that_may_be_lost_is_closed_with_writes_that_are_not_synced(tmp_p
 
 
 def test_the_twin_wants_no_sync_of_what_may_be_lost():
-    file = new_disk().open(ROOT / "f", create=True, is_dispensable=True)
+    file = new_disk().open(ROOT / "f", create=True, is_best_effort=True)
     file.pwrite([b"x"], 0)
-    with pytest.raises(AssertionError, match="dispensable"):
+    with pytest.raises(AssertionError, match="best-effort"):
         file.sync()
 
 

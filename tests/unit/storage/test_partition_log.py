@@ -50,9 +50,9 @@ class CrashDisk(RealDisk):
         self.step()
         super().sync_directory(directory)
 
-    def open(self, path, *, create=False, is_dispensable=False):
+    def open(self, path, *, create=False, is_best_effort=False):
         new = not path.exists()
-        how = {"create": create, "is_dispensable": is_dispensable}
+        how = {"create": create, "is_best_effort": is_best_effort}
         file = CrashFile(path, descriptors=self.descriptors, **how)
         file.disk = self
         if new:

@@ -19,7 +19,9 @@ Rules:
     6. Applying a batch takes about `BATCH_S`, because it holds locks: the batch size doubles or
        halves by the duration of the last one. The commit is not counted; larger batches make it
        cheaper. While the feed is live, a batch is what has arrived.
-    7. A view belongs to one log: the cluster's key is stored with each mark.
+    7. A view belongs to one log: the cluster's key is stored with each mark. In a cluster that was
+       restored from a backup of that one, with all that the view has applied, the view gets the key
+       of the restored cluster; from then on no instance moves its mark for the old one.
 """
 
 import logging
@@ -38,6 +40,7 @@ from waltz_core.client.model.callbacks import BatchCallbacks, PoisonPolicy
 from waltz_core.client.model.transaction import Transaction, TransactionBuilder
 from waltz_core.client.read.feed_delivery import BATCH_MAX
 from waltz_core.client.stream.backoff import Backoff
+from waltz_core.cluster.nodes.restored_from import NOT_RESTORED, RestoredFrom
 from waltz_core.records.record import BEFORE_FIRST, TransactionId
 
 try:
@@ -118,6 +121,7 @@ class SqlCallbacks(BatchCallbacks):
             sa.Column("cluster_key", sa.String(32)),
         )
         self._key: str | None = None
+        self._restored_from = NOT_RESTORED
         # By partition: the mark that this instance knows, and the size of the next batch.
         self._known: dict[int, int] = {}
         self._sizes: dict[int, int] = {}
@@ -177,9 +181,9 @@ class SqlCallbacks(BatchCallbacks):
 
     # -- for the client --------------------------------------------------------------------------
 
-    def begin(self, cluster_key: bytes) -> None:
+    def begin(self, cluster_key: bytes, restored_from: RestoredFrom = NOT_RESTORED) -> None:
         """Receive the key of the cluster whose log is applied (rule 7)."""
-        self._key = cluster_key.hex()
+        self._key, self._restored_from = cluster_key.hex(), restored_from
 
     def client_high_water_mark(self, partition: int) -> int:
         """Return the mark in the database; a new partition begins at -1.
@@ -284,7 +288,15 @@ class SqlCallbacks(BatchCallbacks):
                 return BEFORE_FIRST
         mark, key = found
         if self._key is not None and key is None:
-            key = self._with_cluster_key(partition)
+            key = self._with_cluster_key(partition, self.marks.c.cluster_key.is_(None))
+        elif key is not None and self._restored_from.has(key, {partition: mark}):
+            marks = self.marks.c
+            is_same = sa.and_(marks.cluster_key == key, marks.high_water_mark == mark)
+            key = self._with_cluster_key(partition, is_same)
+        self._check_key(partition, key)
+        return mark
+
+    def _check_key(self, partition: int, key: str | None) -> None:
         if self._key not in (None, key):
             raise errors.ClusterKeyMismatch(
                 f"partition {partition}: expected a view of cluster {self._key}, found one of "
@@ -292,14 +304,13 @@ class SqlCallbacks(BatchCallbacks):
                 "the log was created again, or the view belongs to another one. Hint: apply this "
                 "log to tables of its own, under another `application`, or connect to that cluster."
             )
-        return mark
 
-    def _with_cluster_key(self, partition: int) -> str | None:
-        """Add this cluster's key to a mark without one, unless it has got one by now (rule 7)."""
+    def _with_cluster_key(self, partition: int, is_same: sa.ColumnElement[bool]) -> str | None:
+        """Give a mark this cluster's key, unless another instance has by now (rule 7)."""
         with self._engine.begin() as connection:
             connection.execute(
                 self.marks.update()
-                .where(*self._own_row(partition), self.marks.c.cluster_key.is_(None))
+                .where(*self._own_row(partition), is_same)
                 .values(cluster_key=self._key)
             )
             found = self._row(connection, partition)
@@ -324,6 +335,8 @@ class SqlCallbacks(BatchCallbacks):
             self._known[partition] = end
             self._resize(partition, len(batch), took_s)
             return True
+        if found is not None:
+            self._check_key(partition, found[1])
         if found is None or found[0] <= known:
             raise errors.DataLoss(
                 f"partition {partition}: expected the database to have applied {known}, found "
@@ -344,9 +357,12 @@ class SqlCallbacks(BatchCallbacks):
 
     def _move(self, connection: sa.Connection, partition: int, known: int, to: int) -> bool:
         """Move the mark from the known value; return False if it has another value."""
+        is_known = self.marks.c.high_water_mark == known
+        if self._key is not None:
+            is_known = sa.and_(is_known, self.marks.c.cluster_key == self._key)
         moved = connection.execute(
             self.marks.update()
-            .where(*self._own_row(partition), self.marks.c.high_water_mark == known)
+            .where(*self._own_row(partition), is_known)
             .values(high_water_mark=to)
         )
         return moved.rowcount == 1

@@ -671,10 +671,11 @@ class _BatchConsumer(_ThreadConsumer):
     def __init__(self, callbacks: BatchCallbacks, client: AsyncWaltzClient, *rest: Any) -> None:  # noqa: ANN401 - handed on
         super().__init__(callbacks, client, *rest)
         self._batched = callbacks
-        self._key = client.cluster().key
+        self._cluster = client.cluster()
 
     async def start_mark(self, partition_id: PartitionId) -> TransactionId | None:
-        await _on_thread(self._workers, self._batched.begin, self._key)
+        begin, cluster = self._batched.begin, self._cluster
+        await _on_thread(self._workers, lambda: begin(cluster.key, cluster.restored_from))
         return await super().start_mark(partition_id)
 
     async def apply(

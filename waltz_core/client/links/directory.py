@@ -29,6 +29,7 @@ from typing import NamedTuple, Protocol, Self, TypeVar
 from waltz_core import errors
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.membership.registration import ServersView
+from waltz_core.cluster.nodes.restored_from import NOT_RESTORED, RestoredFrom
 from waltz_core.cluster.nodes.sharing import Shared
 from waltz_core.cluster.zookeeper import zookeeper_session
 from waltz_core.config.connect_string import parse_connect_string
@@ -41,11 +42,12 @@ _CLOSED = "the client is closed"
 
 
 class ClusterInfo(NamedTuple):
-    """The constants of a cluster."""
+    """The constants of a cluster; `restored_from`: the clusters whose logs it continues."""
 
     name: str
     key: bytes
     partition_count: int
+    restored_from: RestoredFrom = NOT_RESTORED
 
 
 class Owner(NamedTuple):
@@ -179,11 +181,15 @@ class ZooKeeperDirectory:
         try:
             view = await self._with_timeout(self._coordinator.read_cluster())
             servers = await self._with_timeout(self._coordinator.read_servers())
+            restored_from = await self._with_timeout(self._coordinator.read_restored_from())
         except BaseException:
             await self.close()
             raise
         self._cluster = ClusterInfo(
-            view.params.name, view.store.cluster_key.bytes, view.params.partition_count
+            view.params.name,
+            view.store.cluster_key.bytes,
+            view.params.partition_count,
+            restored_from,
         )
         if servers.is_settled:
             self._take(servers)

@@ -26,6 +26,7 @@ from waltz_core.client.model.transaction import (
     check_header,
     items_of,
 )
+from waltz_core.cluster.nodes.restored_from import RestoredFrom
 from waltz_core.records.record import BEFORE_FIRST
 from waltz_core.wire.messages import FEED_HEADERS_MAX
 
@@ -88,8 +89,10 @@ class BatchCallbacks(Callbacks):
     """Callbacks that apply several transactions at once and store the mark; used by SQL views."""
 
     @abstractmethod
-    def begin(self, cluster_key: bytes) -> None:
-        """Receive the key of the log's cluster, before each `client_high_water_mark`.
+    def begin(self, cluster_key: bytes, restored_from: RestoredFrom) -> None:
+        """Receive the key of the log's cluster, and the clusters from which it was restored.
+
+        It is called before each `client_high_water_mark`.
 
         `subscribe` raises the exceptions of both methods.
         """

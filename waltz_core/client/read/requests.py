@@ -230,8 +230,8 @@ class OwnerRequests:
                 mark = await _mark_of(reader)
                 if linearizable:
                     await self._prove(reader)
-                _, key, partition_count = self._directory.cluster
-                return ReplicaSet(key, partition_count, NO_SESSION, mark, ())
+                cluster = self._directory.cluster
+                return ReplicaSet(cluster.key, cluster.partition_count, NO_SESSION, mark, ())
             answer = await _answer_of(
                 reader,
                 messages.ReplicasResponse,

@@ -9,8 +9,8 @@ Rules:
        for one request.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 from uuid import UUID
 
@@ -18,12 +18,14 @@ from waltz_core import errors
 from waltz_core.cluster.membership.assignment import assign_replicas
 from waltz_core.cluster.nodes import model
 from waltz_core.cluster.nodes.paths import ClusterPaths
-from waltz_core.cluster.nodes.znodes import NO_NODE, CreateNode, Operation, Set
+from waltz_core.cluster.nodes.znodes import NO_NODE, CreateNode, Delete, Operation, Set
 from waltz_core.config.connect_string import check_address
 from waltz_core.records.record import PartitionId, ReplicaId
 
-# A create of a marker takes about 100 bytes and its path; a request may have 1 MiB.
+# A request may have 1 MiB.
 STEP_OPERATIONS_MAX = 1000
+STEP_BYTES_MAX = 500_000
+_OPERATION_BYTES = 100  # besides path and data
 
 
 class NewStorage(NamedTuple):
@@ -105,9 +107,18 @@ class NewCluster:
 
 
 def creation_steps(
-    paths: ClusterPaths, new: NewCluster, *, root_version: int
+    paths: ClusterPaths,
+    new: NewCluster,
+    *,
+    root_version: int,
+    contents: Mapping[str, bytes] | None = None,
+    added: Sequence[CreateNode] = (),
 ) -> list[list[Operation]]:
-    """Return the writes, in order; `root_version` is NO_NODE when the root does not exist."""
+    """Return the writes, in order; `root_version` is NO_NODE when the root does not exist.
+
+    `contents` replaces the data of some nodes, and `added` are more nodes, for a cluster that has a
+    history.
+    """
     store = model.StoreParams(new.cluster_key, new.partition_count)
     ports = {storage.address: storage.admin_port for storage in new.storages}
     operations: list[Operation] = [CreateNode(paths.root)] if root_version == NO_NODE else []
@@ -130,9 +141,28 @@ def creation_steps(
         CreateNode(paths.marker(PartitionId(partition)), marker)
         for partition in range(new.partition_count)
     ]
-    params = model.ClusterParams(new.name, new.partition_count).to_bytes()
-    operations.append(Set(paths.root, params, max(root_version, 0)))  # rule 1
-    return [
-        operations[start : start + STEP_OPERATIONS_MAX]
-        for start in range(0, len(operations), STEP_OPERATIONS_MAX)
+    replaced = contents or {}
+    operations = [
+        replace(each, data=replaced[each.path])
+        if isinstance(each, CreateNode) and each.path in replaced
+        else each
+        for each in operations
     ]
+    params = model.ClusterParams(new.name, new.partition_count).to_bytes()
+    root = Set(paths.root, params, max(root_version, 0))  # rule 1
+    return _steps([*operations, *added, root])
+
+
+def _steps(operations: Sequence[Operation]) -> list[list[Operation]]:
+    """Split operations into writes (rule 2)."""
+    steps: list[list[Operation]] = []
+    room = 0
+    for each in operations:
+        data = b"" if isinstance(each, Delete) else each.data or b""
+        size = _OPERATION_BYTES + len(each.path) + len(data)
+        if not steps or size > room or len(steps[-1]) == STEP_OPERATIONS_MAX:
+            steps.append([])
+            room = STEP_BYTES_MAX
+        steps[-1].append(each)
+        room -= size
+    return steps

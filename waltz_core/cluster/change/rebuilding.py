@@ -52,8 +52,6 @@ from waltz_core.records.record import (
     TransactionId,
 )
 
-# One of these has the bytes of a replica state for each storage, so fewer fit into a request.
-STEP_PARTITIONS_MAX = 200
 # No cluster allocates a client id a second for years, so these are above all allocated ones.
 IDS_EPOCH_S = 1_577_836_800  # the beginning of 2020
 # The owner of all partitions in the first assignment: no server ever has this id.
@@ -227,20 +225,13 @@ def rebuilding_steps(
             for each in partitions
         },
     }
-    steps = creation_steps(paths, replace(new, assignment={}), root_version=root_version)
-    *operations, last = [each for step in steps for each in step]
-    made: list[Operation] = [
-        replace(each, data=contents[each.path])
-        if isinstance(each, CreateNode) and each.path in contents
-        else each
-        for each in operations
-    ]
-    made += [CreateNode(paths.partition(each), metadata.to_bytes(each)) for each in partitions]
-    made.append(last)  # the root's own data (creation.py, rule 1)
-    return [
-        made[start : start + STEP_PARTITIONS_MAX]
-        for start in range(0, len(made), STEP_PARTITIONS_MAX)
-    ]
+    return creation_steps(
+        paths,
+        replace(new, assignment={}),
+        root_version=root_version,
+        contents=contents,
+        added=[CreateNode(paths.partition(each), metadata.to_bytes(each)) for each in partitions],
+    )
 
 
 def is_waiting(

@@ -2,6 +2,7 @@
 
 `znodes.py` is the interface to ZooKeeper that everything else is written against. `paths.py` has
 the path of each node and `model.py` its value. `node_access.py` reads, writes and watches the
-nodes of one cluster, and `tree.py` lists or deletes whole clusters. `contact.py` records since when
-ZooKeeper has been unavailable; `sharing.py` merges identical requests.
+nodes of one cluster, and `tree.py` lists or deletes whole clusters. `restored_from.py` has the node
+of a cluster that was restored from a backup. `contact.py` records since when ZooKeeper has been
+unavailable; `sharing.py` merges identical requests.
 """

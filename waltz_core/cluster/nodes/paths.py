@@ -49,6 +49,7 @@ ZNODES = (
         "R/x/writes/W", "persistent", "WriteState (JSON)", "the tasks that begin and end write W"
     ),
     Znode("R/x/writes/W/T", "persistent", "TaskState (JSON)", "each attempt of task T"),
+    Znode("R/x/restored", "persistent", "RestoredFrom (JSON)", "restore"),
     Znode("R/x/load", "persistent", "nothing", "the first server that balances by load"),
     Znode("R/x/load/ID", "ephemeral", "loads (JSON)", "server ID, every few seconds"),
     Znode("R/x/reach", "persistent", "nothing", "the first server with an open partition"),
@@ -153,6 +154,11 @@ class ClusterPaths:
     def write(self, name: str) -> str:
         """One write, and parent of its tasks."""
         return f"{self.writes}/{name}"
+
+    @property
+    def restored_from(self) -> str:
+        """The clusters from whose backups this one was restored."""
+        return f"{self.root}/x/restored"
 
     @property
     def loads(self) -> str:

@@ -12,8 +12,8 @@ Rules:
     4. Files are created whole: `create_durably` writes them under another name first.
     5. A real disk limits its open descriptors (`descriptors.py`). A locked file stays open, since
        closing it would release the lock. So does a file with unsynced writes, since the system
-       reports a failed write-back only to those that have the file open. A dispensable file
-       (`is_dispensable`) is never synced, and may be closed at any time: its errors do not matter.
+       reports a failed write-back only to those that have the file open. A best-effort file
+       (`is_best_effort`) is never synced, and may be closed at any time: its errors do not matter.
     6. A file that is closed while another thread uses it keeps its descriptor until that call has
        ended: otherwise the system would give the number to the next file that is opened.
     7. `will_read` is a hint: the system fetches the named bytes from the disk, many at a time,
@@ -100,8 +100,8 @@ class File(Protocol):
 class Disk(Protocol):
     """A file system as the storage uses it."""
 
-    def open(self, path: Path, *, create: bool = False, is_dispensable: bool = False) -> File:
-        """Open a file for reading and writing; one that is dispensable is never synced (rule 5)."""
+    def open(self, path: Path, *, create: bool = False, is_best_effort: bool = False) -> File:
+        """Open a file for reading and writing; a best-effort one is never synced (rule 5)."""
 
     def exists(self, path: Path) -> bool:
         """Return whether there is a file or a directory of this name."""
@@ -233,8 +233,8 @@ class RealFile:
     __slots__ = (
         "_descriptors",
         "_fd",
+        "_is_best_effort",
         "_is_closed",
-        "_is_dispensable",
         "_is_locked",
         "_is_unsynced",
         "_is_used",
@@ -248,13 +248,13 @@ class RealFile:
         *,
         create: bool,
         descriptors: Descriptors,
-        is_dispensable: bool = False,
+        is_best_effort: bool = False,
         page_cache_bytes_max: int = KEPT_BYTES,
     ) -> None:
         self._path = path
         self._descriptors = descriptors
         self._is_closed = False
-        self._is_dispensable = is_dispensable
+        self._is_best_effort = is_best_effort
         self._is_locked = False
         self._is_unsynced = False
         self._is_used = False
@@ -445,7 +445,7 @@ class RealFile:
                 with suppress(OSError):  # the closer does not wait for this
                     self.release()
                 return
-            is_unsynced = self._is_unsynced and not self._is_dispensable
+            is_unsynced = self._is_unsynced and not self._is_best_effort
             self._descriptors.leave(self, is_kept=self._is_locked or is_unsynced)
 
     def release(self) -> None:
@@ -514,13 +514,13 @@ class RealDisk:
         self.descriptors = Descriptors(open_files_max)
         self._page_cache_bytes_max = page_cache_bytes_max
 
-    def open(self, path: Path, *, create: bool = False, is_dispensable: bool = False) -> File:
+    def open(self, path: Path, *, create: bool = False, is_best_effort: bool = False) -> File:
         """Open a file for reading and writing."""
         return RealFile(
             path,
             create=create,
             descriptors=self.descriptors,
-            is_dispensable=is_dispensable,
+            is_best_effort=is_best_effort,
             page_cache_bytes_max=self._page_cache_bytes_max,
         )
 

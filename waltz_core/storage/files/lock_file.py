@@ -73,7 +73,7 @@ class LockFile:
 
     def _opened(self) -> File:
         if self._file is None:
-            self._file = self._disk.open(self._path, create=True, is_dispensable=True)
+            self._file = self._disk.open(self._path, create=True, is_best_effort=True)
             self._size = self._file.size()
         return self._file
 

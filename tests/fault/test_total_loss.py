@@ -1,0 +1,265 @@
+"""The runbook for the loss of all storages and of ZooKeeper (docs/backup.md), executed."""
+
+import asyncio
+import json
+import shutil
+import signal
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import sqlalchemy as sa
+
+from tests.commands import run_command
+from tests.fault.load import role, wait_until
+from tests.patience import HANG_S
+from waltz_core.client import RangeForm, Transaction, WaltzClient, lock
+from waltz_core.client.api.sql import SqlCallbacks
+from waltz_core.cluster.coordinator import Coordinator
+from waltz_core.cluster.nodes.model import ArchivedMark
+from waltz_core.cluster.zookeeper.zookeeper_session import connected
+from waltz_core.errors import ConnectionSuperseded, LockFailed
+from waltz_core.local import LocalCluster, running
+
+pytestmark = pytest.mark.fault
+STORAGES = ("storage-1", "storage-2", "storage-3")
+PARTITIONS = 3  # the last one stays empty
+ROWS = 200
+LOCK = lock("account", 7)
+T = TypeVar("T")
+
+
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return f"file://{tmp_path_factory.mktemp('archive')}"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory, archive: str) -> Iterator[LocalCluster]:
+    settings: dict[str, dict[str, object]] = {
+        "storage": {"archive_url": archive, "archive_object_bytes": 20_000, "archive_age_ms": 0},
+        "server": {"archive_interval_ms": 100},
+    }
+    options = {"settings": settings, "server_count": 1, "partition_count": PARTITIONS}
+    with running(tmp_path_factory.mktemp("cluster"), **options) as found:
+        yield found
+
+
+def run(*words: str, code: int = 0) -> Any:
+    """Run a command; return its result, or the error that it prints."""
+    ran = run_command(*words, "--json")
+    assert ran.returncode == code, ran
+    return json.loads(ran.stdout) if code == 0 else ran.stderr
+
+
+def in_zookeeper(connect: str, work: Callable[[Coordinator], Awaitable[T]]) -> T:
+    async def go() -> T:
+        async with connected(connect) as coordinator:
+            return await work(coordinator)
+
+    return asyncio.run(go())
+
+
+def archived_of(connect: str, partition: int) -> ArchivedMark | None:
+    async def read(coordinator: Coordinator) -> ArchivedMark | None:
+        marker = (await coordinator.read_partition(partition)).marker
+        assert marker is not None
+        return marker.archived
+
+    return in_zookeeper(connect, read)
+
+
+def append(client: WaltzClient, written: list[list[bytes]], rows: int) -> None:
+    """Append rows to two partitions, every tenth one under a lock, and note them."""
+    for number in range(rows):
+        partition = number % 2
+        log = written[partition]
+        row = b"%d:%d:" % (partition, len(log)) + b"x" * 300
+        locks = [LOCK] if number % 10 == 0 else []
+        mark = len(log) - 1
+        appended = client.append(
+            row, partition=partition, write_locks=locks, client_high_water_mark=mark
+        )
+        assert appended.result(HANG_S) == len(log)
+        log.append(row)
+
+
+def log_of(connect: str, partition: int) -> list[bytes]:
+    """Return the payloads of a partition from 0 on: first those that only the archive has."""
+    with WaltzClient(connect) as client:
+        last = client.high_water_mark(partition)
+        return [
+            bytes(each.data)
+            for chunk in client.read_range(partition, 0, last, form=RangeForm.WHOLE)
+            for each in chunk.rows()
+        ]
+
+
+def check_log(connect: str, partition: int, expected: list[bytes]) -> None:
+    """Check all rows, and a feed of a client that has applied a half of them."""
+    assert log_of(connect, partition) == expected
+    applied = len(expected) // 2
+    rest = expected[applied:]
+    if rest:
+        words = ("--partition", str(partition), "--first", str(applied), "--json")
+        fed = run_command(
+            "client", "watch", "--connect", connect, *words, "--transactions", str(len(rest))
+        )
+        rows = [json.loads(line) for line in fed.stdout.splitlines()]
+        assert [each["data"].encode() for each in rows] == rest
+        assert [each["transaction_id"] for each in rows] == [*range(applied, len(expected))]
+
+
+TALLIES = sa.Table(
+    "tallies",
+    sa.MetaData(),
+    sa.Column("partition_id", sa.Integer),
+    sa.Column("transaction_id", sa.Integer),
+)
+
+
+class Tally(SqlCallbacks):
+    """A view that has a row for each transaction that it has applied."""
+
+    def apply(self, connection: sa.Connection, transaction: Transaction) -> None:
+        partition, last = int(transaction.partition_id), int(transaction.transaction_id)
+        connection.execute(TALLIES.insert().values(partition_id=partition, transaction_id=last))
+
+
+def apply_view(engine: sa.Engine, connect: str, logs: list[list[bytes]]) -> None:
+    """Follow the log until the view has each transaction once."""
+    expected = [(each, last) for each, log in enumerate(logs) for last in range(len(log))]
+
+    def is_complete() -> bool:
+        with engine.connect() as connection:
+            query = sa.select(TALLIES).order_by(*TALLIES.c)
+            return [tuple(row) for row in connection.execute(query)] == expected
+
+    with WaltzClient(connect) as client:
+        client.subscribe(Tally(engine))
+        wait_until("the view has all", is_complete)
+
+
+def lose_everything(cluster: LocalCluster) -> None:
+    """Kill all processes and delete their directories; then start an empty ZooKeeper."""
+    for member in reversed(cluster.members):
+        cluster.kill(member.name, signal.SIGKILL)
+    for name in STORAGES:
+        shutil.rmtree(cluster.directory / name)
+    shutil.rmtree(cluster.directory / "zookeeper" / "version-2")
+    cluster.start("zookeeper")
+    wait_until("ZooKeeper serves", lambda: role(cluster.member("zookeeper")) != "none")
+
+
+def storages_of(cluster: LocalCluster) -> list[str]:
+    named: list[str] = []
+    for name in STORAGES:
+        member = cluster.member(name)
+        named += ["--storage", f"127.0.0.1:{member.port}:{member.admin_port}"]
+    return named
+
+
+async def write_once(coordinator: Coordinator) -> None:
+    """Begin, enter and finish an exactly-once write, as its first run does."""
+    await coordinator.writes.begin("monday", {0: 3, 1: -1}, 1 << 40)
+    await coordinator.writes.enter("monday", 0, "run", coordinator.next_client_id)
+    await coordinator.writes.finish("monday", {"rows": 5}, 1 << 40)
+
+
+async def repeat_write(coordinator: Coordinator) -> object:
+    """Begin it again, as a later run does; a task cannot enter, and the summary is the old one."""
+    state = await coordinator.writes.begin("monday", {0: 99}, 1 << 40)
+    with pytest.raises(ConnectionSuperseded, match="monday"):
+        await coordinator.writes.enter("monday", 1, "later", coordinator.next_client_id)
+    return state.summary
+
+
+def test_a_lost_cluster_is_restored_and_continues(
+    cluster: LocalCluster, archive: str, tmp_path: Path
+):
+    written: list[list[bytes]] = [[] for _ in range(PARTITIONS)]
+    connect, file = cluster.connect, str(tmp_path / "backup")
+    with WaltzClient(connect) as client:
+        client.mount()
+        append(client, written, ROWS)
+        in_zookeeper(connect, write_once)
+        old_client_id = client.client_id
+        saved = run("backup", "--connect", connect, "--output", file)
+        assert saved["partitions"] == {"0": ROWS // 2 - 1, "1": ROWS // 2 - 1, "2": -1}
+        assert saved["writes"] == ["monday"]
+        before = in_zookeeper(connect, lambda found: found.read_partition(0))
+        kept = [list(log) for log in written]
+        engine = sa.create_engine(f"sqlite:///{tmp_path}/view.db")
+        TALLIES.create(engine)
+        apply_view(engine, connect, kept)
+        append(client, written, 20)  # after the backup: lost with the cluster
+    source_key = run("cluster", "show-key", "--connect", connect)["cluster_key"]
+    lose_everything(cluster)
+
+    words = ("--connect", connect, "--archive", archive, "--backup", file, *storages_of(cluster))
+    restored = run("restore", *words)
+    assert restored["cluster_key"] != source_key
+    assert restored["partitions"] == {"0": [0, ROWS // 2 - 1], "1": [0, ROWS // 2 - 1], "2": None}
+    assert "there is a cluster at" in run("restore", *words, code=1)
+    for name in (*STORAGES, "server-1"):
+        cluster.start(name)
+
+    with WaltzClient(connect) as client:
+        client.mount()
+        assert client.client_id > old_client_id
+        assert client.high_water_marks() == {0: ROWS // 2 - 1, 1: ROWS // 2 - 1, 2: -1}
+        assert in_zookeeper(connect, repeat_write) == {"rows": 5}
+        late = client.append(b"old", partition=0, write_locks=[LOCK], client_high_water_mark=5)
+        with pytest.raises(LockFailed):
+            late.result(HANG_S)
+        append(client, kept, 40)
+    for partition, log in enumerate(kept):
+        check_log(connect, partition, log)
+    apply_view(engine, connect, kept)
+    wait_until("the doctor finds nothing", lambda: not doctor_findings(connect))
+    after = in_zookeeper(connect, lambda found: found.read_partition(0))
+    assert before.metadata is not None
+    assert after.metadata is not None
+    assert after.metadata.session_id > before.metadata.session_id
+    assert after.metadata.generation > before.metadata.generation
+    wait_until("the rest is archived", lambda: archived_last(connect, 0) == len(kept[0]) - 1)
+    run("archive", "verify", "--connect", connect, "--archive", archive)
+    check_again_from_the_restored_one(cluster, archive, kept, tmp_path)
+
+
+def doctor_findings(connect: str) -> list[dict[str, Any]]:
+    found = run_command("doctor", "--connect", connect, "--json")
+    findings: list[dict[str, Any]] = json.loads(found.stdout)["findings"]
+    return findings
+
+
+def archived_last(connect: str, partition: int) -> int:
+    mark = archived_of(connect, partition)
+    return -1 if mark is None else mark.last
+
+
+def check_again_from_the_restored_one(
+    cluster: LocalCluster, archive: str, kept: list[list[bytes]], tmp_path: Path
+) -> None:
+    """A backup of a restored cluster is restored up to a mark, with the same key."""
+    connect, file = cluster.connect, str(tmp_path / "second")
+    run("backup", "--connect", connect, "--archive", archive, "--output", file)
+    key = run("cluster", "show-key", "--connect", connect)["cluster_key"]
+    lose_everything(cluster)
+    words = ("--connect", connect, "--archive", archive, "--backup", file, *storages_of(cluster))
+    restored = run("restore", *words, "--same-key", "--mark", "0=50", "--mark", "1=-1")
+    assert restored["cluster_key"] == key
+    assert restored["partitions"] == {"0": [0, 50], "1": None, "2": None}
+    elsewhere = connect.rpartition("/")[0] + "/elsewhere"
+    same = run("restore", "--connect", elsewhere, *words[2:], "--same-key", code=1)
+    assert "expected no other cluster with key" in same
+    for name in (*STORAGES, "server-1"):
+        cluster.start(name)
+    left = [kept[0][:51], [], []]
+    run("archive", "verify", "--connect", connect, "--archive", archive)
+    with WaltzClient(connect) as client:
+        client.mount()
+        append(client, left, 20)
+    for partition, log in enumerate(left):
+        check_log(connect, partition, log)

@@ -1,0 +1,183 @@
+"""A restored partition has the objects of a backup's manifest up to a batch end, and no others."""
+
+from contextlib import closing
+from dataclasses import replace
+from itertools import accumulate
+from uuid import UUID
+
+import pytest
+
+from tests.archived_log import KEY, PARTITION, STAMP, write_archive
+from waltz_core.archive import manifest as manifest_module
+from waltz_core.archive.archive_cache import ArchiveCache
+from waltz_core.archive.archive_check import ArchiveCheck, RecordedArchive
+from waltz_core.archive.manifest import Manifest
+from waltz_core.archive.pins import is_pinned, pin
+from waltz_core.archive.reader import ArchiveReader
+from waltz_core.archive.restored_manifest import BatchEnd, RestoredRange
+from waltz_core.archive.saved_manifest import SavedManifest
+from waltz_core.archive.store import ArchiveStore
+from waltz_core.errors import BadFormat, BadRequest, ChecksumMismatch, ObjectMissing
+
+FOLDER = f"{UUID(bytes=KEY)}/{PARTITION}"
+NEW_KEY, NONCE = b"k" * 16, b"n" * 16
+SIZES = (3, 1, 40, 7)
+OBJECT = sum(SIZES)
+
+
+@pytest.fixture
+def store(tmp_path):
+    return ArchiveStore(f"file://{tmp_path}/archive")
+
+
+@pytest.fixture
+def log(store):
+    """Four objects with four batches each, the oldest two in a page."""
+    return write_archive(store, sizes=SIZES, page_entries=2, folder=FOLDER)
+
+
+def saved_of(store, log):
+    return SavedManifest.read(store, log.name, log.crc)
+
+
+def restore(store, log, end):
+    return RestoredRange(store, saved_of(store, log)).write(NEW_KEY, 9, NONCE, end)
+
+
+def name_of(number):
+    return f"{FOLDER}/objects/{number}.parquet"
+
+
+def damage(store, name, data):
+    store.delete(name)
+    store.write(name, data)
+
+
+def test_each_end_that_is_found_is_a_batch_end_of_the_log(store, log):
+    found = RestoredRange(store, saved_of(store, log))
+    assert (found.first, found.last) == (0, 4 * OBJECT - 1)
+    ends = {each.last: BatchEnd(each.last, each.chain, each.stamp_ms) for each in log.lineage}
+    last_end = None
+    for last in range(4 * OBJECT):
+        last_end = ends.get(last, last_end)
+        assert found.end_at(last) == last_end
+    assert found.end_at(-1) is None
+    with pytest.raises(BadRequest, match=rf"an end in 0\.\.{4 * OBJECT - 1}.*found {4 * OBJECT}"):
+        found.end_at(4 * OBJECT)
+
+
+@pytest.mark.parametrize("last", [2, 3, OBJECT - 1, OBJECT + 2, 3 * OBJECT - 1, 4 * OBJECT - 1])
+def test_a_reader_of_the_written_manifest_returns_the_records_up_to_the_end(store, log, last):
+    end = RestoredRange(store, saved_of(store, log)).end_at(last)
+    made = restore(store, log, end)
+    assert (made.last, made.chain, made.stamp_ms) == end
+    assert made.name.startswith(f"{UUID(bytes=NEW_KEY)}/{PARTITION}/manifests/5-9-{NONCE.hex()}-")
+    with closing(ArchiveCache(1 << 20)) as cache:
+        reader = ArchiveReader(store, made.name, made.file_crc, cache)
+        assert reader.manifest.cluster_key == NEW_KEY
+        assert reader.archived == (last, end.chain)
+        found = b"".join(
+            bytes(reader.read_range(first, last, 1).records) for first in range(last + 1)
+        )
+        assert found == b"".join(log.records[: last + 1])
+        with pytest.raises(BadRequest):
+            reader.read_range(0, last + 1, 1)
+
+
+@pytest.mark.parametrize("last", [2, 43, OBJECT + 2, OBJECT + 3, 4 * OBJECT - 1])
+def test_the_check_of_an_archive_finds_nothing_wrong(store, log, last):
+    made = restore(store, log, RestoredRange(store, saved_of(store, log)).end_at(last))
+    check = ArchiveCheck(store, NEW_KEY, PARTITION, first=0)
+    check.begin(RecordedArchive(0, made.last, made.chain, made.name, made.file_crc))
+    while check.check_next():
+        pass
+    assert (check.found, check.next_id) == ([], last + 1)
+
+
+def test_a_manifest_with_many_objects_has_pages_of_its_own(store, log, monkeypatch):
+    monkeypatch.setattr(manifest_module, "PAGE_ENTRIES", 1)
+    found = RestoredRange(store, saved_of(store, log))
+    made = restore(store, log, found.end_at(found.last))
+    manifest = Manifest.from_bytes(store.read(made.name), made.name)
+    assert len(manifest.pages) == 3
+    assert {each.name.partition("/")[0] for each in manifest.pages} == {str(UUID(bytes=NEW_KEY))}
+    again = SavedManifest.read(store, made.name, made.file_crc)
+    assert again.entries() == saved_of(store, log).entries()
+
+
+def test_the_end_before_a_time_is_that_of_the_last_batch_with_an_earlier_stamp(store, log):
+    found = RestoredRange(store, saved_of(store, log))
+    for number, reach in enumerate(accumulate([OBJECT] * 4)):
+        # The first batch of each object has no stamp: nothing proves that it is old enough.
+        stamp = STAMP + 1_000 * number
+        assert found.last_until(stamp) == reach - 1
+        assert found.last_until(stamp - 1) == reach - OBJECT - 1
+
+
+def test_a_partition_begins_after_the_objects_that_expiry_has_deleted(store, log):
+    store.delete(name_of(0))
+    found = RestoredRange(store, saved_of(store, log))
+    assert found.first == OBJECT
+    with pytest.raises(BadRequest, match=rf"expected an end in {OBJECT}\.\."):
+        found.end_at(OBJECT - 1)
+    made = restore(store, log, found.end_at(found.last))
+    manifest = Manifest.from_bytes(store.read(made.name), made.name)
+    assert (manifest.first, manifest.newest[0].first) == (OBJECT, OBJECT)
+
+
+@pytest.mark.parametrize("numbers", [(1,), (3,), (0, 2), (0, 1, 2, 3)])
+def test_another_object_that_is_missing_is_an_error(store, log, numbers):
+    for each in numbers:
+        store.delete(name_of(each))
+    with pytest.raises(ObjectMissing, match=r"object .*\.parquet, IDs .* does not exist"):
+        RestoredRange(store, saved_of(store, log))
+
+
+def test_an_object_of_another_log_is_not_restored(store, log, tmp_path):
+    other = ArchiveStore(f"file://{tmp_path}/other")
+    write_archive(other, sizes=SIZES, seed=5, folder=FOLDER)
+    damage(store, name_of(3), other.read(name_of(3)))
+    found = RestoredRange(store, saved_of(store, log))
+    with pytest.raises(ChecksumMismatch, match=r"3\.parquet: expected the chain"):
+        found.end_at(found.last)
+    assert found.end_at(3 * OBJECT - 1) is not None
+
+
+def test_each_file_of_a_manifest_is_verified(store, log):
+    saved = saved_of(store, log)
+    head = saved.head.replace(b'"version"', b'"vers1on"')
+    for wrong in (
+        saved._replace(file_crc=saved.file_crc ^ 1),
+        saved._replace(head=head),
+        saved._replace(pages=(saved.pages[0] + b" ",)),
+    ):
+        with pytest.raises(ChecksumMismatch, match="manifest"):
+            RestoredRange(store, wrong)
+    with pytest.raises(BadFormat, match="expected 1 pages, found 0"):
+        RestoredRange(store, saved._replace(pages=()))
+    store.delete(f"{FOLDER}/manifests/page")
+    with pytest.raises(ObjectMissing):
+        saved_of(store, log)
+
+
+def test_an_object_of_no_other_cluster_is_accepted(store, log):
+    """The key in the name of an object must be that in its metadata."""
+    manifest = Manifest.from_bytes(store.read(log.name), log.name)
+    strange = f"{UUID(bytes=b'z' * 16)}/{PARTITION}/objects/3.parquet"
+    store.write(strange, store.read(name_of(3)))
+    newest = (*manifest.newest[:-1], manifest.newest[-1]._replace(name=strange))
+    data = replace(manifest, newest=newest).to_bytes()
+    saved = SavedManifest("m", manifest_module.crc32(data), data, saved_of(store, log).pages)
+    with pytest.raises(BadFormat, match="expected cluster key"):
+        RestoredRange(store, saved).end_at(manifest.last)
+
+
+def test_a_pin_is_written_once_and_protects_its_source(store):
+    assert not is_pinned(store, KEY)
+    name = pin(store, KEY, NEW_KEY)
+    assert name is not None
+    assert is_pinned(store, KEY)
+    assert not is_pinned(store, NEW_KEY)
+    assert pin(store, KEY, NEW_KEY) is None
+    store.delete(name)
+    assert not is_pinned(store, KEY)

@@ -1,0 +1,272 @@
+"""`backup` reads in order and waits for the archive; `restore` rejects wrong options."""
+
+import asyncio
+import functools
+from uuid import UUID
+
+import pytest
+
+from tests.archived_log import KEY, PARTITION, STAMP, write_archive
+from tests.commands import run_command
+from tests.unit.cluster.test_backup import BACKUP
+from waltz_core.archive.pins import is_pinned, pin
+from waltz_core.archive.saved_manifest import SavedManifest
+from waltz_core.archive.store import ArchiveStore
+from waltz_core.cli import changing
+from waltz_core.cli.backup import backup_command, restore_command
+from waltz_core.cli.backup.backup_command import take_backup
+from waltz_core.cli.backup.backup_files import BackupPlace
+from waltz_core.cli.backup.restore_command import Limits
+from waltz_core.cli.progress import ProgressLine
+from waltz_core.cluster.change.backup import Backup, PartitionBackup
+from waltz_core.cluster.coordinator import Coordinator, NewCluster
+from waltz_core.cluster.nodes.model import (
+    ArchivedMark,
+    MarkerState,
+    PartitionMarker,
+    PartitionMetadata,
+)
+from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
+from waltz_core.errors import BadConfig, ChecksumMismatch, ObjectMissing
+
+STAMP_MS = 5
+
+
+def in_real_time(scenario):
+    """Run a coroutine on a loop with threads."""
+
+    @functools.wraps(scenario)
+    def run(**fixtures):
+        asyncio.run(scenario(**fixtures))
+
+    return run
+
+
+@pytest.fixture
+def store(tmp_path):
+    return ArchiveStore(f"file://{tmp_path}/archive")
+
+
+async def cluster_with(log, last=None):
+    """Return a cluster of four partitions, of which the last one has an archived log."""
+    coordinator = Coordinator(MemoryZooKeeper(asyncio.Event).session(), "/w")
+    await coordinator.create_cluster(NewCluster("shop", PARTITION + 1, UUID(bytes=KEY)))
+    await record(coordinator, log, last)
+    return coordinator
+
+
+async def record(coordinator, log, last=None, name=None):
+    end = log.lineage[-1]
+    mark = ArchivedMark(
+        end.last if last is None else last, end.chain, STAMP_MS, 0, log.crc, name or log.name
+    )
+    view = await coordinator.read_partition(PARTITION)
+    marker = PartitionMarker(MarkerState.OPEN, 60, bytes(16), mark)
+    metadata = PartitionMetadata(3, 60)
+    await coordinator.write_partition(PARTITION, metadata, marker, view.versions)
+
+
+def marks_of(last):
+    return {0: -1, 1: -1, 2: -1, PARTITION: last}
+
+
+async def take(coordinator, store, request_marks):
+    return await take_backup(coordinator, request_marks, store, ProgressLine(), now_ms=77)
+
+
+@in_real_time
+async def test_a_backup_has_what_zookeeper_and_the_archive_have(store):
+    log = write_archive(store, page_entries=2)
+    coordinator = await cluster_with(log)
+    await coordinator.writes.begin("before", {0: 1}, 10)
+
+    async def request_marks():
+        # A write that ends, one that begins, and an id, while the marks are read.
+        await coordinator.writes.finish("before", {}, 10)
+        await coordinator.writes.begin("meanwhile", {0: 1}, 10)
+        await coordinator.next_client_id()
+        return marks_of(20)
+
+    taken = await take(coordinator, store, request_marks)
+    assert (taken.name, taken.taken_ms, taken.client_id, taken.marks) == (
+        "shop",
+        77,
+        1,
+        marks_of(20),
+    )
+    partition = taken.partitions[PARTITION]
+    assert (partition.session_id, partition.generation) == (60, 3)
+    assert partition.manifest.manifest.last == log.lineage[-1].last
+    assert len(partition.manifest.pages) == 1
+    assert {name: each.state.is_done for name, each in taken.writes.items()} == {
+        "before": False,
+        "meanwhile": False,
+    }
+    assert Backup.from_bytes(taken.to_bytes(), "f") == taken
+
+
+@in_real_time
+async def test_a_backup_waits_until_the_archive_has_the_marks(store, monkeypatch):
+    log = write_archive(store)
+    end = log.lineage[-1].last
+    coordinator = await cluster_with(log, last=10)
+    waits = []
+
+    async def sleep(_seconds):
+        waits.append(1)
+        if len(waits) == 3:
+            await record(coordinator, log)
+
+    monkeypatch.setattr(backup_command.asyncio, "sleep", sleep)
+
+    async def request_marks():
+        return marks_of(end)
+
+    taken = await take(coordinator, store, request_marks)
+    assert len(waits) == 3
+    assert taken.marks[PARTITION] == end
+
+
+@in_real_time
+async def test_a_manifest_that_was_replaced_meanwhile_is_read_in_its_new_form(store):
+    log = write_archive(store)
+    coordinator = await cluster_with(log)
+    renamed = "3/manifests/later"
+    store.write(renamed, store.read(log.name))
+    store.delete(log.name)
+    reads = []
+
+    class Replacing(Coordinator):
+        async def read_partition(self, partition_id):
+            if partition_id == PARTITION:
+                reads.append(1)
+                if len(reads) == 3:
+                    await record(coordinator, log, name=renamed)
+            return await coordinator.read_partition(partition_id)
+
+    replacing = Replacing(coordinator._znodes, "/w")
+
+    async def request_marks():
+        return marks_of(20)
+
+    taken = await take(replacing, store, request_marks)
+    assert taken.partitions[PARTITION].manifest.name == renamed
+
+
+@in_real_time
+async def test_a_missing_manifest_is_an_error(store):
+    log = write_archive(store)
+    coordinator = await cluster_with(log)
+    store.delete(log.name)
+
+    async def request_marks():
+        return marks_of(20)
+
+    with pytest.raises(ObjectMissing, match=log.name):
+        await take(coordinator, store, request_marks)
+
+
+# ---- the file
+
+
+def test_a_backup_is_a_new_file(tmp_path):
+    place = BackupPlace.parse(str(tmp_path / "new folder" / "b"))
+    place.check_absent()
+    assert place.write(BACKUP) == (tmp_path / "new folder" / "b").stat().st_size
+    assert place.read() == BACKUP
+    assert BackupPlace.parse(f"file://{tmp_path}/copy").name == "copy"
+    with pytest.raises(BadConfig, match="expected a new file"):
+        place.check_absent()
+    (tmp_path / "other").write_bytes(b"{}")
+    with pytest.raises(ChecksumMismatch, match=f"backup {tmp_path}/other"):
+        BackupPlace.parse(str(tmp_path / "other")).read()
+    with pytest.raises(ObjectMissing):
+        BackupPlace.parse(str(tmp_path / "none")).read()
+    with pytest.raises(BadConfig, match="ends with a file name"):
+        BackupPlace.parse("s3://bucket/folder/")
+
+
+# ---- options of restore
+
+
+@pytest.mark.parametrize(
+    ("marks", "until", "said"),
+    [
+        (["3"], None, "expected PARTITION=ID with a partition of 0..1, found '3'"),
+        (["2=1"], None, "found '2=1'"),
+        (["0=x"], None, "found '0=x'"),
+        (["0=-2"], None, "found '0=-2'"),
+        (["0=8"], None, "expected at most 7, the mark of partition 0 in the backup, found 8"),
+        ([], "yesterday", "expected a time with a zone such as .*, found 'yesterday'"),
+        ([], "2026-11-28T10:00:00", "expected a time with a zone"),
+    ],
+)
+def test_wrong_ends_are_rejected(marks, until, said):
+    with pytest.raises(BadConfig, match=said.replace("..1", r"\.\.1")):
+        Limits.parse(marks, until, BACKUP)
+
+
+def test_ends_are_parsed():
+    limits = Limits.parse(["0=-1"], "1970-01-01T00:00:01.5+00:00", BACKUP)
+    assert limits == Limits({0: -1}, 1_500)
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        (Limits({}, None), 54),  # the mark of the backup is in the batch 55..94
+        (Limits({PARTITION: 57}, None), 54),
+        (Limits({PARTITION: 54}, None), 54),
+        (Limits({}, STAMP), 50),  # 51..53 has no commit time
+        (Limits({}, STAMP - 1), None),
+        (Limits({PARTITION: 3}, STAMP), 3),
+        (Limits({PARTITION: -1}, None), None),
+        (Limits({PARTITION: 1}, None), None),  # the first batch is 0..2
+    ],
+)
+def test_a_partition_ends_at_the_last_batch_end_that_the_options_allow(store, limits, expected):
+    log = write_archive(store, folder=f"{UUID(bytes=KEY)}/{PARTITION}")
+    saved = SavedManifest.read(store, log.name, log.crc)
+    assert [each.last for each in log.lineage][:7] == [2, 3, 43, 50, 53, 54, 94]
+    restoration = restore_command._Restoration(store, bytes(16), 9, limits)
+    end = restoration.end_of(PARTITION, PartitionBackup(60, 8, 1, saved))
+    assert (None if end is None else end.last) == expected
+    if end is not None:
+        assert end.manifest.startswith(f"{UUID(int=0)}/{PARTITION}/manifests/")
+    assert restoration.end_of(0, PartitionBackup(-1, 8, 1, None)) is None
+
+
+def test_a_failed_restoration_leaves_neither_a_cluster_nor_a_pin(tmp_path, monkeypatch, store):
+    """The objects of the backup do not exist."""
+    file = tmp_path / "b"
+    file.write_bytes(BACKUP.to_bytes())
+    zookeeper = MemoryZooKeeper(asyncio.Event)
+
+    class Session:
+        async def __aenter__(self):
+            return Coordinator(zookeeper.session(), "/w")
+
+        async def __aexit__(self, *_):
+            pass
+
+    monkeypatch.setattr(changing, "connected", lambda _connect: Session())
+    monkeypatch.setattr(restore_command, "pin", pinned := Pins())
+    words = ("--connect", "zk:1/w", "--archive", store.url, "--backup", str(file))
+    ran = run_command("restore", *words, "--storage", "a:1:2", "--json")
+    assert ran.returncode == 1
+    assert "object k/0/objects/o, IDs 0..9, does not exist" in ran.stderr
+    assert pinned.names
+    assert not is_pinned(store, BACKUP.cluster_key.bytes)
+    assert "/w" not in zookeeper.dump()
+
+
+class Pins:
+    """Writes pins, and notes their names."""
+
+    def __init__(self):
+        self.names = []
+
+    def __call__(self, store, source_key, cluster_key):
+        self.names.append(pin(store, source_key, cluster_key))
+        assert is_pinned(store, source_key)
+        return self.names[-1]

@@ -1,0 +1,176 @@
+"""The file of a backup says what it was made of, and a damaged or contradicting one is rejected."""
+
+from dataclasses import replace
+from uuid import UUID
+
+import pytest
+
+from waltz_core.archive.manifest import Manifest, ObjectEntry, framed, unframed
+from waltz_core.archive.saved_manifest import SavedManifest
+from waltz_core.cluster.change.backup import Backup, PartitionBackup, merged_writes
+from waltz_core.cluster.nodes.restored_from import NOT_RESTORED, RestoredFrom
+from waltz_core.cluster.writes import BegunWrite, TaskState, WriteState
+from waltz_core.errors import BadFormat, ChecksumMismatch
+from waltz_core.records.checksum import crc32
+from waltz_core.records.record import GENESIS_CHAIN
+
+KEY = UUID(int=7)
+CHAIN = b"c" * 16
+OTHER_KEY = "ab" * 16
+
+
+def saved(partition=0, last=9, key=KEY):
+    entry = ObjectEntry("k/0/objects/o", 0, last, CHAIN, 1, 2, 3, 4, 5)
+    empty = Manifest(key.bytes, partition, 0, 0, -1, GENESIS_CHAIN)
+    data = empty.with_object(entry).to_bytes()
+    return SavedManifest("m", crc32(data), data, ())
+
+
+TASK = TaskState(5, 2, ("run",))
+WRITE = BegunWrite(WriteState({0: 3}, 1_000, {"rows": 1}), {4: TASK})
+BACKUP = Backup(
+    "shop",
+    KEY,
+    1_700_000_000_000,
+    41,
+    (PartitionBackup(7, 60, 3, saved()), PartitionBackup(-1, -1, -1, None)),
+    {"monday": WRITE, "open": BegunWrite(WriteState({0: 3}, 1_000), {})},
+    RestoredFrom({OTHER_KEY: {0: 5, 1: -1}}),
+)
+
+
+def test_a_backup_is_what_was_written():
+    assert Backup.from_bytes(BACKUP.to_bytes(), "f") == BACKUP
+    assert BACKUP.marks == {0: 7, 1: -1}
+
+
+def test_every_changed_byte_is_found():
+    data = BACKUP.to_bytes()
+    for at in range(0, len(data), 11):
+        changed = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+        with pytest.raises((BadFormat, ChecksumMismatch), match="backup f"):
+            Backup.from_bytes(changed, "f")
+    with pytest.raises((BadFormat, ChecksumMismatch), match="backup f"):
+        Backup.from_bytes(data[:-1], "f")
+
+
+OPEN_STATE = WriteState({}, 1).to_bytes().decode()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"format": 2}, "expected format 1, found 2"),
+        ({"cluster": 3}, "expected cluster as str, found 3"),
+        ({"cluster_key": "x"}, "badly formed"),
+        ({"taken_ms": None}, "expected taken_ms as int, found None"),
+        ({"client_id": 2**31}, "expected client_id in -1..2147483647"),
+        ({"client_id": True}, "expected client_id in"),
+        ({"partitions": []}, "expected 1 partition or more, found 0"),
+        ({"partitions": [3]}, "expected a partition, found 3"),
+        ({"partitions": {}}, "expected partitions as list"),
+        ({"writes": {"w": 3}}, "expected a write, found 3"),
+        ({"writes": {"w": {"state": "{}", "tasks": {}}}}, "WriteState"),
+        ({"writes": {"w": {"state": OPEN_STATE, "tasks": {"x": ""}}}}, "invalid literal"),
+        ({"writes": {"w": {"state": OPEN_STATE, "tasks": {"1": 2}}}}, "expected 1 as str, found 2"),
+        ({"restored_from": "{}"}, "RestoredFrom"),
+    ],
+)
+def test_wrong_values_are_named(changes, said):
+    data = framed({**unframed(BACKUP.to_bytes(), "f"), **changes})
+    with pytest.raises(BadFormat, match=f"backup f: .*{said}".replace("..", r"\.\.")):
+        Backup.from_bytes(data, "f")
+
+
+@pytest.mark.parametrize(
+    ("partition", "said"),
+    [
+        (PartitionBackup(7, 60, 3, None), "partition 0: no manifest reaches 7"),
+        (PartitionBackup(10, 60, 3, saved()), "up to 10 or more, found .* up to 9"),
+        (PartitionBackup(7, 60, 3, saved(partition=1)), "found one of partition 1"),
+        (PartitionBackup(7, 60, 3, saved(key=UUID(int=8))), f"found .*cluster {UUID(int=8)}"),
+    ],
+)
+def test_a_manifest_that_does_not_belong_to_its_partition_is_rejected(partition, said):
+    wrong = replace(BACKUP, partitions=(partition,))
+    with pytest.raises(BadFormat, match=said):
+        wrong.check()
+    with pytest.raises(BadFormat, match=f"backup f: .*{said}"):
+        Backup.from_bytes(wrong.to_bytes(), "f")
+
+
+def test_a_damaged_manifest_is_found():
+    manifest = saved()._replace(file_crc=1)
+    wrong = replace(BACKUP, partitions=(PartitionBackup(7, 60, 3, manifest),))
+    with pytest.raises(ChecksumMismatch, match="backup f: manifest m: expected CRC"):
+        Backup.from_bytes(wrong.to_bytes(), "f")
+
+
+# ---- two readings of the registry
+
+OPEN, DONE = WriteState({0: 3}, 10), WriteState({0: 3}, 20, {"rows": 1})
+REMOVING = WriteState({0: 3}, 0, {})
+LATER = TaskState(6, 3, ())
+
+
+def merged(first, second):
+    before = {} if first is None else {"w": BegunWrite(first, {0: TASK})}
+    after = {} if second is None else {"w": BegunWrite(second, {1: LATER})}
+    found = merged_writes(before, after)["w"]
+    return found.state, sorted(found.tasks)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        (DONE, DONE, (DONE, [0])),
+        (OPEN, OPEN, (OPEN, [0, 1])),
+        # Rows of a write that became done between the readings may be above the marks.
+        (OPEN, DONE, (OPEN, [0, 1])),
+        (None, DONE, (replace(DONE, summary=None), [1])),
+        (None, OPEN, (OPEN, [1])),
+        # A write that was removed meanwhile was done before, or not: its tasks are still known.
+        (DONE, None, (DONE, [0])),
+        (OPEN, None, (OPEN, [0])),
+        (DONE, REMOVING, (DONE, [0])),
+        (OPEN, REMOVING, (OPEN, [0, 1])),
+        # It was removed and begun again.
+        (DONE, OPEN, (OPEN, [0, 1])),
+    ],
+)
+def test_a_write_is_done_in_the_backup_only_if_it_was_before_the_marks(first, second, expected):
+    assert merged(first, second) == expected
+
+
+# ---- the clusters from which one was restored
+
+
+def test_a_restored_cluster_continues_its_source_and_the_sources_of_that():
+    first = NOT_RESTORED.continued("aa" * 16, {0: 9, 1: 4})
+    second = first.continued("bb" * 16, {0: 7, 1: 6})
+    assert RestoredFrom.from_bytes(second.to_bytes()) == second
+    assert second.has("bb" * 16, {0: 7, 1: 6})
+    assert not second.has("bb" * 16, {0: 8, 1: 6})
+    assert second.has("aa" * 16, {0: 7, 1: 4})
+    assert not second.has("aa" * 16, {0: 8, 1: 4})
+    assert not second.has("aa" * 16, {2: 0})
+    assert second.has("aa" * 16, {2: -1})
+    assert not second.has("cc" * 16, {})
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"[]",
+        b'{"format": 2, "marks": {}}',
+        b'{"format": 1}',
+        b'{"format": 1, "marks": {"xy": {}}}',
+        b'{"format": 1, "marks": {"%s": {"a": 1}}}' % OTHER_KEY.encode(),
+        b'{"format": 1, "marks": {"%s": {"1": -2}}}' % OTHER_KEY.encode(),
+        b'{"format": 1, "marks": {"%s": {"1": "2"}}}' % OTHER_KEY.encode(),
+    ],
+)
+def test_a_damaged_node_is_rejected(data):
+    with pytest.raises(BadFormat, match="RestoredFrom"):
+        RestoredFrom.from_bytes(data)

@@ -1,0 +1,107 @@
+"""The nodes of a restored cluster, over memory: where partitions begin, ids, and writes."""
+
+import asyncio
+from dataclasses import replace
+from uuid import UUID
+
+import pytest
+
+from tests.loops import on_virtual_loop
+from tests.unit.cluster.test_backup import BACKUP, KEY, saved
+from waltz_core.cluster.change.backup import PartitionBackup
+from waltz_core.cluster.change.creation import STEP_BYTES_MAX, NewCluster, NewStorage
+from waltz_core.cluster.change.restoring import restored_cluster, restoring_steps
+from waltz_core.cluster.coordinator import Coordinator
+from waltz_core.cluster.membership.assignment import assign_partitions
+from waltz_core.cluster.nodes.model import (
+    ArchivedMark,
+    MarkerState,
+    PartitionAssignment,
+    ServerDescriptor,
+)
+from waltz_core.cluster.nodes.paths import ClusterPaths
+from waltz_core.cluster.nodes.znodes import NO_NODE
+from waltz_core.cluster.writes import BegunWrite, TaskState, WriteState
+from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
+from waltz_core.replication.session_recovery import Origin, origin_of
+
+NEW_KEY = UUID(int=9)
+END = ArchivedMark(7, b"c" * 16, 5, 0, 6, "m2")
+ENDS = {0: END, 1: None}
+IDS = 1_000
+ROOT = "/w"
+NEW = NewCluster("shop", 2, NEW_KEY, (NewStorage("a:1", 2, 0),))
+
+
+async def restored(backup=BACKUP, ends=None, ids=IDS, zookeeper=None):
+    zookeeper = zookeeper or MemoryZooKeeper(asyncio.Event)
+    coordinator = Coordinator(zookeeper.session(), ROOT)
+    made = restored_cluster(backup, NEW_KEY.bytes, ends or ENDS, ids)
+    await coordinator.create_restored(NEW, made)
+    return coordinator
+
+
+@on_virtual_loop
+async def test_partitions_begin_after_their_ends_with_later_sessions_and_generations():
+    zookeeper = MemoryZooKeeper(asyncio.Event)
+    coordinator = await restored(zookeeper=zookeeper)
+    cluster = await coordinator.read_cluster()
+    assert (cluster.params.name, cluster.store.cluster_key) == ("shop", NEW_KEY)
+    for number, end in ENDS.items():
+        view = await coordinator.read_partition(number)
+        assert view.marker.state is MarkerState.NEW
+        assert view.marker.archived == end
+        assert (view.metadata.session_id, view.metadata.generation) == (IDS, IDS)
+        assert origin_of(view.metadata, view.marker) is Origin.NEW
+    before = PartitionAssignment.from_bytes(zookeeper.dump()[f"{ROOT}/serverDescriptors"])
+    server = ServerDescriptor(1, "h", 1)
+    after = assign_partitions(before, {1: server}, cversion=1, partition_count=2)
+    assert after.servers[1] == {0: IDS + 1, 1: IDS + 1}
+    assert await coordinator.next_client_id() == IDS + 1
+    assert (await coordinator.read_restored_from()).has(KEY.hex, {0: 7, 1: -1})
+    assert not (await coordinator.read_restored_from()).has(KEY.hex, {0: 8})
+
+
+@on_virtual_loop
+async def test_counters_of_the_backup_that_are_above_the_clock_continue():
+    coordinator = await restored(ids=1)
+    view = await coordinator.read_partition(0)
+    assert (view.metadata.session_id, view.metadata.generation) == (61, 4)
+    assert await coordinator.next_client_id() == 42
+
+
+@on_virtual_loop
+async def test_writes_are_restored_with_their_tasks():
+    coordinator = await restored()
+    assert await coordinator.writes.read_all() == dict(BACKUP.writes)
+
+
+@on_virtual_loop
+async def test_after_an_earlier_end_no_write_is_done_and_none_begins_above_it():
+    removing = BegunWrite(WriteState({0: 6}, 0, {}), {})
+    writes = {**BACKUP.writes, "removing": removing}
+    backup = replace(BACKUP, writes=writes)
+    coordinator = await restored(backup, {0: END._replace(last=2), 1: None})
+    found = await coordinator.writes.read_all()
+    assert found["monday"].state == WriteState({0: 2}, 1_000)
+    assert found["monday"].tasks == BACKUP.writes["monday"].tasks
+    assert found["removing"].state == WriteState({0: 2}, 0, {})
+
+
+def test_the_same_key_is_no_source_of_itself():
+    made = restored_cluster(BACKUP, KEY.bytes, ENDS, IDS)
+    assert made.restored_from == BACKUP.restored_from
+
+
+@pytest.mark.parametrize("task_count", [3, 200])
+def test_no_request_is_too_large_and_the_roots_data_is_last(task_count):
+    task = TaskState(5, 2, tuple(f"run-{number:030}" for number in range(100)))
+    writes = {"w": BegunWrite(WriteState({}, 1), dict.fromkeys(range(task_count), task))}
+    partitions = tuple(PartitionBackup(7, 60, 3, saved(partition=each)) for each in range(2))
+    backup = replace(BACKUP, writes=writes, partitions=partitions)
+    made = restored_cluster(backup, NEW_KEY.bytes, {0: END, 1: END}, IDS)
+    steps = restoring_steps(ClusterPaths(ROOT), NEW, made, root_version=NO_NODE)
+    assert len(steps) == (1 if task_count == 3 else 2)
+    for step in steps:
+        assert sum(len(each.path) + len(each.data or b"") for each in step) <= STEP_BYTES_MAX
+    assert steps[-1][-1].path == ROOT

@@ -1,0 +1,156 @@
+"""The manifest of a restored partition: that of a backup, up to a batch end; all calls block.
+
+The objects stay where they are, below the key of the cluster that wrote them: the restored cluster
+lists them in a manifest of its own.
+
+Rules (docs/decisions/047, "Backup and restore"):
+    1. The saved manifest is verified (`saved_manifest.py`).
+    2. Each object exists, except for the oldest ones, which expiry may have deleted meanwhile: then
+       the partition begins after them.
+    3. The object that holds the end is read. Its chain is verified from its first to its last
+       batch, and must be the manifest's, so the end has the chain of the source's log.
+    4. The caller pins the sources before the check of rule 2 (`pins.py`).
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from itertools import dropwhile
+from typing import Final, NamedTuple
+
+from waltz_core.archive.archive_cache import ArchiveCache
+from waltz_core.archive.file_names import FileOrigin, manifest_name, manifests_folder, page_name
+from waltz_core.archive.manifest import Manifest, ObjectEntry
+from waltz_core.archive.reader import ArchiveReader
+from waltz_core.archive.saved_manifest import SavedManifest
+from waltz_core.archive.store import ArchiveStore
+from waltz_core.archive.upload import write_read_back
+from waltz_core.archive.upload_job import NewManifest
+from waltz_core.errors import BadRequest, ObjectMissing
+from waltz_core.records.checksum import crc32
+from waltz_core.records.record import Chain, SessionId, TransactionId
+
+_CACHE_BYTES: Final = 64 * 1024 * 1024
+
+
+class BatchEnd(NamedTuple):
+    """The end of a batch of an archived log: its ID, the chain and the commit stamp there."""
+
+    last: TransactionId
+    chain: Chain
+    stamp_ms: int
+
+
+class RestoredRange:
+    """The objects of a saved manifest that exist, and the ends at which a log may be restored."""
+
+    def __init__(self, store: ArchiveStore, saved: SavedManifest) -> None:
+        """Check the manifest and its objects (rules 1 and 2).
+
+        Raises:
+            ObjectMissing: an object does not exist, and it is not one of the oldest.
+            ArchiveUnavailable: the store did not carry out a request.
+            BadFormat, ChecksumMismatch: with the name of the file.
+        """
+        self._store = store
+        entries = saved.entries()
+        folders = {each.name.rpartition("/")[0] for each in entries}
+        existing = {name for folder in sorted(folders) for name in store.names(folder)}
+        kept = tuple(dropwhile(lambda each: each.name not in existing, entries))
+        missing = [each for each in kept if each.name not in existing]
+        if missing or not kept:
+            lost = (missing or entries)[0]
+            raise ObjectMissing(
+                f"archive {store.url}: object {lost.name}, IDs {lost.first}..{lost.last}, does not "
+                "exist"
+            )
+        manifest = saved.manifest
+        self.first = max(manifest.first, kept[0].first)
+        self._manifest = replace(manifest, first=self.first, pages=(), newest=kept)
+
+    @property
+    def last(self) -> TransactionId:
+        """The last ID."""
+        return self._manifest.last
+
+    def end_at(self, last: TransactionId) -> BatchEnd | None:
+        """Return the last batch end at or below an ID (rule 3); None if it is before ID 0.
+
+        Raises:
+            BadRequest: the archive does not have it.
+            ObjectMissing, ArchiveUnavailable: the object cannot be read.
+            BadFormat, ChecksumMismatch: with the name of the object.
+        """
+        if last < self.first and self.first == 0:
+            return None
+        if not self.first <= last <= self.last:
+            raise BadRequest(
+                f"partition {self._manifest.partition_id}: expected an end in {self.first}.."
+                f"{self.last}, the IDs in the archive, found {last}"
+            )
+        with self._reader() as reader:
+            _, (batch,) = reader.lineage(last, last, 1)
+        if batch.last == last:
+            return BatchEnd(last, batch.chain, batch.stamp_ms)
+        return self.end_at(TransactionId(batch.first - 1))
+
+    def last_until(self, time_ms: int) -> TransactionId:
+        """Return the last ID that is known to be committed at a time or before it.
+
+        Raises:
+            As `end_at`.
+        """
+        with self._reader() as reader:
+            return reader.last_older(time_ms + 1)
+
+    @contextmanager
+    def _reader(self) -> Iterator[ArchiveReader]:
+        with closing(ArchiveCache(_CACHE_BYTES)) as cache:
+            yield ArchiveReader.of(self._manifest, self._store, cache)
+
+    def write(
+        self, cluster_key: bytes, session_id: SessionId, nonce: bytes, end: BatchEnd
+    ) -> NewManifest:
+        """Write a manifest of the objects up to an end, below another key; it is durable.
+
+        Session and nonce make its name unique.
+
+        Raises:
+            ArchiveUnavailable, ChecksumMismatch: it was not written as it should be.
+            As `end_at`.
+        """
+        source = self._manifest
+        entries = [each for each in source.newest if each.first <= end.last]
+        entries[-1] = self._cut(entries[-1], end)
+        made = replace(
+            source,
+            cluster_key=cluster_key,
+            version=source.version + 1,
+            last=end.last,
+            chain=end.chain,
+            newest=tuple(entries),
+        )
+        folder = manifests_folder(cluster_key, source.partition_id)
+        while (page := made.next_page) is not None:
+            origin = FileOrigin(session_id, nonce, len(made.pages))
+            name = page_name(folder, made.version, origin)
+            write_read_back(self._store, name, page.to_bytes())
+            made = made.with_page(name, page)
+        name = manifest_name(folder, made.version, FileOrigin(session_id, nonce, 0))
+        data = made.to_bytes()
+        write_read_back(self._store, name, data)
+        Manifest.from_bytes(data, name)
+        return NewManifest(end.last, end.chain, end.stamp_ms, name, crc32(data))
+
+    def _cut(self, entry: ObjectEntry, end: BatchEnd) -> ObjectEntry:
+        """Return the entry of an object that may be used up to an end."""
+        with self._reader() as reader:
+            _, batches = reader.lineage(entry.first, end.last, sys.maxsize)
+        stamps = [each.stamp_ms for each in batches if each.stamp_ms]
+        return entry._replace(
+            last=end.last,
+            chain=end.chain,
+            commit_ms_min=min(stamps, default=0),
+            commit_ms_max=max(stamps, default=0),
+        )

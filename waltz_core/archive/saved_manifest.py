@@ -1,0 +1,63 @@
+"""The files of a manifest, as a backup has them: a cluster deletes manifests that it has replaced.
+
+Each file must have the CRC-32 that ZooKeeper or the head states, and the objects must follow one
+another.
+"""
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple, Self
+
+from waltz_core.archive.manifest import Manifest, ObjectEntry, check_crc, decode_page
+from waltz_core.errors import BadFormat
+
+if TYPE_CHECKING:
+    from waltz_core.archive.store import ArchiveStore
+
+
+class SavedManifest(NamedTuple):
+    """The files of a manifest: its head, with the CRC-32 that ZooKeeper has, and its pages."""
+
+    name: str
+    file_crc: int
+    head: bytes
+    pages: tuple[bytes, ...]
+
+    @classmethod
+    def read(cls, store: "ArchiveStore", name: str, file_crc: int) -> Self:
+        """Read and check the files.
+
+        Raises:
+            ObjectMissing, ArchiveUnavailable: a file cannot be read.
+            BadFormat, ChecksumMismatch: with the name of the file.
+        """
+        head = store.read(name)
+        pages = cls(name, file_crc, head, ()).manifest.pages
+        saved = cls(name, file_crc, head, tuple(store.read(each.name) for each in pages))
+        saved.entries()
+        return saved
+
+    @property
+    def manifest(self) -> Manifest:
+        """The head; raises BadFormat and ChecksumMismatch."""
+        check_crc(self.name, self.head, self.file_crc)
+        return Manifest.from_bytes(self.head, self.name)
+
+    def entries(self) -> list[ObjectEntry]:
+        """Return all objects in order; raises BadFormat and ChecksumMismatch."""
+        manifest = self.manifest
+        if len(self.pages) != len(manifest.pages):
+            raise BadFormat(
+                f"manifest {self.name}: expected {len(manifest.pages)} pages, "
+                f"found {len(self.pages)}"
+            )
+        found: list[ObjectEntry] = []
+        for stated, data in zip(manifest.pages, self.pages, strict=True):
+            found += decode_page(stated, data).entries
+        found += manifest.newest
+        for before, after in pairwise(found):
+            if after.first != before.last + 1:
+                raise BadFormat(
+                    f"manifest {self.name}: expected an object from {before.last + 1} on, "
+                    f"found {after.first}..{after.last}"
+                )
+        return found

@@ -1,0 +1,167 @@
+"""`waltz-core backup`: saves one consistent point of all partitions, while the cluster works."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from datetime import UTC, datetime
+from functools import partial
+
+import click
+
+from waltz_core.archive.saved_manifest import SavedManifest
+from waltz_core.archive.store import ArchiveStore
+from waltz_core.cli import shared_options as options
+from waltz_core.cli.archive.archive_status import archive_url, url_of_storages
+from waltz_core.cli.backup.backup_files import BackupPlace
+from waltz_core.cli.changing import connected, time_limit
+from waltz_core.cli.output import print_json, print_result
+from waltz_core.cli.progress import ProgressLine
+from waltz_core.cli.verbs import verb
+from waltz_core.client import AsyncWaltzClient
+from waltz_core.cluster.change.backup import Backup, PartitionBackup, merged_writes
+from waltz_core.cluster.coordinator import Coordinator
+from waltz_core.cluster.nodes.model import EMPTY_METADATA, ArchivedMark
+from waltz_core.errors import ObjectMissing
+from waltz_core.records.record import BEFORE_FIRST, PartitionId, TransactionId
+
+POLL_INTERVAL_S = 0.5
+READ_ATTEMPTS_MAX = 5
+# The storages archive a young range after `archive_age_ms`, 10 minutes by default.
+TIMEOUT_S = 3_600.0
+HINT = (
+    "Nothing was written. Hint: the servers archive with `archive_interval_ms`, the storages with "
+    "`archive_url`; a range smaller than an object is archived after the storages' `archive_age_ms`"
+)
+
+RequestMarks = Callable[[], Awaitable[Mapping[int, TransactionId]]]
+
+
+@verb
+@archive_url
+@click.option(
+    "--output", required=True, metavar="FILE", help="the new file of the backup, or its URL"
+)
+@options.connect
+@options.as_json
+@options.timeout_s("seconds to wait for the archive at most", default_s=TIMEOUT_S)
+async def backup(
+    *, archive: str | None, output: str, connect: str, as_json: bool, timeout_s: float
+) -> int:
+    place = BackupPlace.parse(output)
+    await asyncio.to_thread(place.check_absent)
+    with ProgressLine() as line:
+        async with (
+            connected(connect) as coordinator,
+            AsyncWaltzClient.connect(connect) as client,
+            time_limit(timeout_s, lambda: line.awaited or "ZooKeeper", afterwards=HINT),
+        ):
+            store = ArchiveStore(archive or await url_of_storages(coordinator))
+            taken = await take_backup(
+                coordinator,
+                lambda: client.high_water_marks(linearizable=True),
+                store,
+                line,
+                now_ms=time.time_ns() // 1_000_000,
+            )
+        size_bytes = await asyncio.to_thread(place.write, taken)
+    if as_json:
+        print_json(
+            {
+                "cluster_key": str(taken.cluster_key),
+                "output": output,
+                "bytes": size_bytes,
+                "partitions": taken.marks,
+                "writes": sorted(taken.writes),
+            }
+        )
+    else:
+        when = datetime.fromtimestamp(taken.taken_ms / 1000, UTC).isoformat(timespec="seconds")
+        print_result(
+            f"saved {len(taken.partitions)} partitions of {taken.name} as of {when} in {output}, "
+            f"{size_bytes} bytes"
+        )
+    return 0
+
+
+async def take_backup(
+    coordinator: Coordinator,
+    request_marks: RequestMarks,
+    store: ArchiveStore,
+    line: ProgressLine,
+    *,
+    now_ms: int,
+) -> Backup:
+    """Take a backup: backup.py has the order of the readings; then wait for the archive.
+
+    Raises:
+        ObjectMissing, ArchiveUnavailable, BadFormat, ChecksumMismatch: of a manifest.
+    """
+    cluster = await coordinator.read_cluster()
+    line.show(0, 1, "waiting for the high-water marks")
+    first = await coordinator.writes.read_all()
+    marks = await request_marks()
+    writes = merged_writes(first, await coordinator.writes.read_all())
+    client_id = await coordinator.last_client_id()
+    numbers = [PartitionId(number) for number in range(cluster.params.partition_count)]
+    views = [await coordinator.read_partition(each) for each in numbers]
+    partitions: list[PartitionBackup] = []
+    for number, view in zip(numbers, views, strict=True):
+        manifest = None
+        if marks[number] != BEFORE_FIRST:
+            show = partial(line.show, len(partitions), len(numbers))
+            manifest = await _saved(coordinator, store, number, marks[number], show)
+        metadata = view.metadata or EMPTY_METADATA
+        partitions.append(
+            PartitionBackup(marks[number], metadata.session_id, metadata.generation, manifest)
+        )
+    taken = Backup(
+        cluster.params.name,
+        cluster.store.cluster_key,
+        now_ms,
+        client_id,
+        tuple(partitions),
+        writes,
+        await coordinator.read_restored_from(),
+    )
+    taken.check()
+    return taken
+
+
+async def _saved(
+    coordinator: Coordinator,
+    store: ArchiveStore,
+    partition_id: PartitionId,
+    mark: TransactionId,
+    show: Callable[[str], None],
+) -> SavedManifest:
+    """Return a manifest that reaches a mark. It may be replaced, and deleted, meanwhile."""
+    missing: ObjectMissing | None = None
+    name = ""
+    for _ in range(READ_ATTEMPTS_MAX):
+        archived = await _archived(coordinator, partition_id, mark, show)
+        if archived.manifest == name and missing is not None:
+            raise missing
+        name = archived.manifest
+        try:
+            return await asyncio.to_thread(SavedManifest.read, store, name, archived.manifest_crc)
+        except ObjectMissing as error:
+            missing = error
+    assert missing is not None
+    raise missing
+
+
+async def _archived(
+    coordinator: Coordinator,
+    partition_id: PartitionId,
+    mark: TransactionId,
+    show: Callable[[str], None],
+) -> ArchivedMark:
+    """Return the archived mark of a partition when it has reached another mark."""
+    while True:
+        marker = (await coordinator.read_partition(partition_id)).marker
+        archived = None if marker is None else marker.archived
+        if archived is not None and archived.last >= mark:
+            return archived
+        found = BEFORE_FIRST if archived is None else archived.last
+        show(f"waiting for the archive of partition {partition_id}: it has {found} of {mark}")
+        await asyncio.sleep(POLL_INTERVAL_S)

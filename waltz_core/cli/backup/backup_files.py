@@ -1,0 +1,52 @@
+"""The place of a backup: a file, or a URL as for an archive; all calls block."""
+
+from pathlib import Path
+from typing import NamedTuple, Self
+
+from waltz_core.archive.store import ArchiveStore
+from waltz_core.cluster.change.backup import Backup
+from waltz_core.errors import BadConfig, ObjectMissing
+
+
+class BackupPlace(NamedTuple):
+    """A file in a store."""
+
+    text: str
+    store: ArchiveStore
+    name: str
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Parse FILE or URL; raises BadConfig."""
+        url = text if "://" in text else Path(text).absolute().as_uri()
+        folder, _, name = url.rpartition("/")
+        if not name or "?" in name:
+            raise BadConfig(f"expected a file or a URL that ends with a file name, found {text!r}")
+        return cls(text, ArchiveStore(folder), name)
+
+    def check_absent(self) -> None:
+        """Raise BadConfig if the file exists."""
+        try:
+            self.store.open(self.name).close()
+        except ObjectMissing:
+            return
+        raise BadConfig(f"expected a new file for the backup, found an existing one: {self.text}")
+
+    def write(self, backup: Backup) -> int:
+        """Write the backup, and return its size in bytes; it is durable.
+
+        Raises:
+            ArchiveUnavailable: it was not written.
+        """
+        data = backup.to_bytes()
+        self.store.write(self.name, data)
+        return len(data)
+
+    def read(self) -> Backup:
+        """Read and check the backup.
+
+        Raises:
+            ObjectMissing, ArchiveUnavailable: it cannot be read.
+            BadFormat, ChecksumMismatch: it is not a backup.
+        """
+        return Backup.from_bytes(self.store.read(self.name), self.text)

@@ -1,0 +1,206 @@
+"""`waltz-core restore`: creates a cluster from a backup and the archive."""
+
+import asyncio
+import secrets
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
+from typing import Any, NamedTuple
+
+import click
+
+from waltz_core.archive.pins import pin
+from waltz_core.archive.restored_manifest import RestoredRange
+from waltz_core.archive.store import ArchiveStore
+from waltz_core.cli.backup.backup_files import BackupPlace
+from waltz_core.cli.changing import Command, Result, changes
+from waltz_core.cli.verbs import verb
+from waltz_core.cluster.change.backup import Backup, PartitionBackup
+from waltz_core.cluster.change.creation import NewCluster, NewStorage
+from waltz_core.cluster.change.rebuilding import ids_from
+from waltz_core.cluster.change.restoring import next_session, restored_cluster
+from waltz_core.cluster.coordinator import Coordinator
+from waltz_core.cluster.nodes.model import ArchivedMark
+from waltz_core.errors import BadConfig, BadRequest, WaltzError
+from waltz_core.records.record import BEFORE_FIRST, PartitionId, SessionId, TransactionId
+
+NONCE_BYTES = 16
+
+
+class Limits(NamedTuple):
+    """The ends that the options request: marks by partition, and a time in ms."""
+
+    marks: Mapping[PartitionId, TransactionId]
+    until_ms: int | None
+
+    @classmethod
+    def parse(cls, marks: Sequence[str], until: str | None, backup: Backup) -> "Limits":
+        """Parse the options; raises BadConfig."""
+        found: dict[PartitionId, TransactionId] = {}
+        for text in marks:
+            partition, equals, last = text.partition("=")
+            is_valid = equals and partition.isdigit() and (last.isdigit() or last == "-1")
+            if not is_valid or int(partition) >= len(backup.partitions):
+                raise BadConfig(
+                    "--mark: expected PARTITION=ID with a partition of "
+                    f"0..{len(backup.partitions) - 1}, found {text!r}"
+                )
+            number, mark = PartitionId(int(partition)), TransactionId(int(last))
+            if mark > backup.marks[number]:
+                raise BadConfig(
+                    f"--mark: expected at most {backup.marks[number]}, the mark of partition "
+                    f"{number} in the backup, found {mark}"
+                )
+            found[number] = mark
+        return cls(found, None if until is None else _time_ms(until))
+
+
+def _time_ms(text: str) -> int:
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError:
+        found = None
+    if found is None or found.tzinfo is None:
+        raise BadConfig(
+            f"--until: expected a time with a zone such as 2026-11-28T10:00:00Z, found {text!r}"
+        )
+    return int(found.timestamp() * 1000)
+
+
+@verb
+@click.option("--backup", "place", required=True, metavar="FILE", help="the backup, or its URL")
+@click.option("--archive", required=True, metavar="URL", help="the archive of the backup's cluster")
+@click.option(
+    "--storage",
+    multiple=True,
+    required=True,
+    metavar="HOST:PORT:ADMIN_PORT[:GROUP]",
+    help="a storage with an empty directory; repeat it for each, as for `cluster create`",
+)
+@click.option("--until", metavar="TIME", help="leave out transactions that were committed later")
+@click.option(
+    "--mark",
+    "marks",
+    multiple=True,
+    metavar="PARTITION=ID",
+    help="the last ID to restore of a partition; repeat it for each",
+)
+@click.option(
+    "--same-key",
+    is_flag=True,
+    help="keep the cluster key; only if the old cluster will never run again",
+)
+@changes(creates=True)
+async def restore(command: Command, **words: Any) -> Result:  # noqa: ANN401
+    return await _restore(command, **words)
+
+
+async def _restore(  # noqa: PLR0913 - one for each option
+    command: Command,
+    *,
+    place: str,
+    archive: str,
+    storage: tuple[str, ...],
+    until: str | None,
+    marks: tuple[str, ...],
+    same_key: bool,
+) -> Result:
+    coordinator, store = command.coordinator, ArchiveStore(archive)
+    command.wait_for("the backup")
+    backup = await asyncio.to_thread(BackupPlace.parse(place).read)
+    limits = Limits.parse(marks, until, backup)
+    key = backup.cluster_key if same_key else uuid.uuid4()  # noqa: TID251 - a new cluster's key
+    storages = tuple(NewStorage.parse(text, index) for index, text in enumerate(storage))
+    new = NewCluster(backup.name, len(backup.partitions), key, storages)
+    await _check_absent(coordinator, backup, same_key=same_key)
+    ids = ids_from(int(time.time()))  # noqa: TID251
+    pins = await asyncio.to_thread(_pin, store, backup, key.bytes)
+    ends: dict[PartitionId, ArchivedMark | None] = {}
+    try:
+        for number, each in enumerate(backup.partitions):
+            partition_id = PartitionId(number)
+            command.wait_for(f"the archive of partition {number}", number, len(backup.partitions))
+            work = _Restoration(store, key.bytes, next_session(backup, partition_id, ids), limits)
+            ends[partition_id] = await asyncio.to_thread(work.end_of, partition_id, each)
+    except WaltzError:
+        # The pins would prevent deletions for a cluster that does not exist.
+        for name in pins:
+            with suppress(WaltzError):
+                await asyncio.to_thread(store.delete, name)
+        raise
+    command.wait_for("ZooKeeper")
+    await coordinator.create_restored(new, restored_cluster(backup, key.bytes, ends, ids))
+    for partition_id, end in ends.items():
+        mark = backup.marks[partition_id]
+        kept = "no transactions" if end is None else f"transactions {end.first}..{end.last}"
+        is_whole = mark == (BEFORE_FIRST if end is None else end.last) and not (end and end.first)
+        command.note(f"partition {partition_id}: {kept}{'' if is_whole else f' of 0..{mark}'}")
+    return {
+        "cluster_key": str(key),
+        "partitions": {
+            each: None if end is None else [end.first, end.last] for each, end in ends.items()
+        },
+        "summary": f"restored {backup.name} at {coordinator.where}: {len(ends)} partitions, key "
+        f"{key}. Start the storages with empty directories, then the servers",
+    }
+
+
+async def _check_absent(coordinator: Coordinator, backup: Backup, *, same_key: bool) -> None:
+    """Raise BadRequest if there is a cluster at this root, or one with the same key elsewhere."""
+    try:
+        found = await coordinator.read_cluster()
+    except BadConfig:
+        pass
+    else:
+        raise BadRequest(
+            f"there is a cluster at {coordinator.where} already, with key {found.store.cluster_key}"
+        )
+    if not same_key:
+        return
+    for root, _ in await coordinator.find_clusters("/"):
+        other = await coordinator.at(root).read_cluster()
+        if other.store.cluster_key == backup.cluster_key:
+            raise BadRequest(
+                f"expected no other cluster with key {backup.cluster_key} in this ZooKeeper, found "
+                f"one at {root}. Hint: restore without --same-key, or delete that cluster first."
+            )
+
+
+def _pin(store: ArchiveStore, backup: Backup, key: bytes) -> list[str]:
+    """Pin the objects of other clusters that the restored one will list; return the new pins."""
+    sources = {
+        each.manifest.manifest.writer_of(entry)
+        for each in backup.partitions
+        if each.manifest is not None
+        for entry in each.manifest.entries()
+    }
+    pins = [pin(store, source, key) for source in sorted(sources) if source != key]
+    return [name for name in pins if name is not None]
+
+
+class _Restoration(NamedTuple):
+    """The restoration of one partition's archive; it blocks."""
+
+    store: ArchiveStore
+    cluster_key: bytes
+    session_id: SessionId
+    limits: Limits
+
+    def end_of(self, partition_id: PartitionId, saved: PartitionBackup) -> ArchivedMark | None:
+        """Write the manifest, and return the end of the partition; None if it is empty."""
+        limit = self.limits.marks.get(partition_id, saved.mark)
+        if saved.manifest is None or limit == BEFORE_FIRST:
+            return None
+        found = RestoredRange(self.store, saved.manifest)
+        if self.limits.until_ms is not None:
+            limit = min(limit, found.last_until(self.limits.until_ms))
+        end = found.end_at(limit)
+        if end is None:
+            return None
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        made = found.write(self.cluster_key, self.session_id, nonce, end)
+        return ArchivedMark(
+            made.last, made.chain, made.stamp_ms, found.first, made.file_crc, made.name
+        )

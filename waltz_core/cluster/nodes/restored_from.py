@@ -1,0 +1,73 @@
+"""The clusters from whose backups a cluster was restored, in a node of ZooKeeper.
+
+A position in one of them, such as the offset of a Spark checkpoint, continues in the restored
+cluster if it is not past the end that was restored: up to there both logs are the same.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from waltz_core import errors
+from waltz_core.cluster.nodes.node_access import is_number
+from waltz_core.records import strict_json
+
+_FORMAT = 1
+_KEY_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class RestoredFrom:
+    """`R/x/restored`: JSON with `format` 1; `marks` has the restored ends by key and partition."""
+
+    marks: Mapping[str, Mapping[int, int]] = field(default_factory=dict, hash=False)
+
+    def has(self, cluster_key: str, marks: Mapping[int, int]) -> bool:
+        """Whether the cluster has the log of another one up to these marks; the key is hex."""
+        ends = self.marks.get(cluster_key)
+        return ends is not None and all(mark <= ends.get(each, -1) for each, mark in marks.items())
+
+    def continued(self, cluster_key: str, ends: Mapping[int, int]) -> "RestoredFrom":
+        """Return the node of a cluster that is restored from this one, up to these ends."""
+        earlier = {
+            key: {each: min(mark, ends[each]) for each, mark in marks.items()}
+            for key, marks in self.marks.items()
+        }
+        return RestoredFrom({**earlier, cluster_key: dict(ends)})
+
+    def to_bytes(self) -> bytes:
+        """Return the node's bytes."""
+        marks = {
+            key: {str(each): mark for each, mark in ends.items()}
+            for key, ends in self.marks.items()
+        }
+        return strict_json.to_json({"format": _FORMAT, "marks": marks})
+
+    @staticmethod
+    def from_bytes(data: bytes) -> "RestoredFrom":
+        """Decode; raises BadFormat."""
+        try:
+            values = strict_json.from_json(data)
+            found, marks = values["format"], values["marks"]
+            if found == _FORMAT:
+                return RestoredFrom({_key(key): _ends(ends) for key, ends in marks.items()})
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise errors.BadFormat(f"RestoredFrom: {type(error).__name__}: {error}") from error
+        raise errors.BadFormat(f"RestoredFrom: expected format {_FORMAT}, found {found!r:.80}")
+
+
+NOT_RESTORED = RestoredFrom()
+
+
+def _key(text: str) -> str:
+    if len(bytes.fromhex(text)) != _KEY_BYTES:
+        raise ValueError(f"expected a cluster key of {_KEY_BYTES} bytes, found {text!r:.80}")
+    return text
+
+
+def _ends(values: Mapping[str, object]) -> dict[int, int]:
+    ends: dict[int, int] = {}
+    for name, mark in values.items():
+        if not is_number(name) or not isinstance(mark, int) or mark < -1:
+            raise ValueError(f"expected marks by partition, found {name!r:.80} and {mark!r:.80}")
+        ends[int(name)] = mark
+    return ends
