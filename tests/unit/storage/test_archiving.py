@@ -579,10 +579,10 @@ def test_objects_expire_for_the_owner_and_it_is_reported(make, kind):
     bench = make()
     owner = filled(bench)
     assert isinstance(bench.ask(1, expiry_of(owner)), SuccessResponse)
-    (effect,) = bench.only(service_effects.ExpireFiles)
+    (effect,) = bench.only(service_effects.WriteExpiry)
     recorded = RecordedManifest(0, 5, GENESIS_CHAIN, "m", 7)
     assert effect.job == ExpiryJob(5, NONCE, 3, recorded, 4, 77, 60_000)
-    bench.step(service.FilesExpired(effect.job, outcome))
+    bench.step(service.ExpiryWritten(effect.job, outcome))
     notices = [each for each in bench.answers(1) if isinstance(each, ObjectsExpired)]
     assert notices == [ObjectsExpired(5, 0, 0, 3, *expected)]
     assert reports(bench, "storage.expiry_failed") == (
@@ -596,9 +596,9 @@ def test_an_expiry_is_not_reported_to_an_owner_whose_session_has_ended(make, end
     bench = make()
     owner = filled(bench)
     bench.send(1, expiry_of(owner))
-    (effect,) = bench.only(service_effects.ExpireFiles)
+    (effect,) = bench.only(service_effects.WriteExpiry)
     ENDINGS[ending](bench)
     bench.finish()
-    bench.step(service.FilesExpired(effect.job, ExpiredManifest(3, "e", 8)))
+    bench.step(service.ExpiryWritten(effect.job, ExpiredManifest(3, "e", 8)))
     answers = [each for number in (1, 2) for each in bench.answers(number)]
     assert not [each for each in answers if isinstance(each, ObjectsExpired)]

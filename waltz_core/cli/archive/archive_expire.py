@@ -7,7 +7,7 @@ that the partition moves.
 import asyncio
 import time
 from datetime import datetime
-from typing import Final, NamedTuple
+from typing import Final
 
 import click
 
@@ -22,17 +22,14 @@ from waltz_core.records.record import PartitionId
 PAUSE_S: Final = 0.5
 
 
-class Bounds(NamedTuple):
-    """What expires: objects below an ID, or committed before a time in ms; 0 stands for none."""
+def bounds_of(text: str, now_ms: int) -> tuple[int, int]:
+    """Return the ID and the time in ms before which objects expire, one of them 0.
 
-    before: int
-    before_ms: int
-
-
-def bounds_of(text: str, now_ms: int) -> Bounds:
-    """Return the bounds that `--before` requests; raises BadConfig."""
+    Raises:
+        BadConfig: `--before` is neither.
+    """
     if text.isdigit():
-        return Bounds(int(text), 0)
+        return int(text), 0
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:
@@ -42,10 +39,10 @@ def bounds_of(text: str, now_ms: int) -> Bounds:
             "--before: expected an ID, or a time with a zone such as 2026-11-28T10:00:00Z, found "
             f"{text!r}"
         )
-    found = Bounds(0, int(moment.timestamp() * 1_000))
-    if not 0 < found.before_ms <= now_ms:
+    before_ms = int(moment.timestamp() * 1_000)
+    if not 0 < before_ms <= now_ms:
         raise BadConfig(f"--before: expected a time in the past, found {text!r}")
-    return found
+    return 0, before_ms
 
 
 @verb
@@ -72,7 +69,7 @@ async def expire(
     as_json: bool,
 ) -> int:
     bounds = bounds_of(before, time.time_ns() // 1_000_000)
-    if bounds.before and partition is None:
+    if bounds[0] and partition is None:
         raise BadConfig("--before: IDs are those of one partition. Hint: add --partition P.")
     shown: dict[int, dict[str, int]] = {}
     waits_for = "the servers"
@@ -118,9 +115,11 @@ expire.details = (
 )
 
 
-async def _expire(client: AsyncWaltzClient, partition_id: PartitionId, bounds: Bounds) -> None:
+async def _expire(
+    client: AsyncWaltzClient, partition_id: PartitionId, bounds: tuple[int, int]
+) -> None:
     """Request the expiry until it is done."""
     while True:
-        if (await client.requests.expire(partition_id, *bounds)).is_done:
+        if await client.requests.expire(partition_id, *bounds):
             return
         await asyncio.sleep(PAUSE_S)  # the owner does not notify its clients

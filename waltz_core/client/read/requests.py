@@ -74,13 +74,6 @@ ResponseT = TypeVar("ResponseT")
 OwnerRequest: TypeAlias = Callable[[OwnerLink], Coroutine[Any, Any, ResponseT]]
 
 
-class Expiry(NamedTuple):
-    """The first available ID of a partition, and whether a requested expiry was carried out."""
-
-    first_available: TransactionId
-    is_done: bool
-
-
 class _OpenQuery(NamedTuple):
     """A query that waits for an answer, and the server that it was sent to."""
 
@@ -256,8 +249,8 @@ class OwnerRequests:
                 f"partition {reader.partition_id}: {reader.owner.address} is not its owner any more"
             )
 
-    async def expire(self, partition_id: PartitionId, before: int, before_ms: int) -> Expiry:
-        """Request that archived objects expire; repeat the call until it is done.
+    async def expire(self, partition_id: PartitionId, before: int, before_ms: int) -> bool:
+        """Request that archived objects expire; return whether it is done, else repeat the call.
 
         Whole objects expire: with IDs below `before`, or commit times before `before_ms`. 0 stands
         for none.
@@ -266,13 +259,13 @@ class OwnerRequests:
             BadRequest: nothing of the partition is archived, or the server is older.
         """
 
-        async def query(reader: OwnerLink) -> Expiry:
+        async def query(reader: OwnerLink) -> bool:
             answer = await _answer_of(
                 reader,
                 messages.ExpireResponse,
                 lambda req_id: messages.ExpireRequest(req_id, before, before_ms),
             )
-            return Expiry(TransactionId(answer.first_available), answer.is_done)
+            return answer.is_done
 
         return await self._query_until_answered(partition_id, query, is_bulk=False)
 

@@ -118,6 +118,12 @@ class Partition:
         return self._high_water_mark
 
     @property
+    def first_available(self) -> TransactionId:
+        """The first ID that the archive has not expired."""
+        archived = self._store.archived
+        return TransactionId(0) if archived is None else archived.first
+
+    @property
     def generation(self) -> Generation:
         """The generation in which this server owns the partition."""
         return self._generation

@@ -58,6 +58,7 @@ _GAUGES: Final = (
     "waltz_server_high_water_mark",
     "waltz_server_feed_lag_transactions",
     "waltz_server_store_session",
+    "waltz_server_first_available_transaction",
 )
 # Waits from which a replica is reported as slow, and as silent.
 SLOW_REPLICA_MS: Final = 1_000
@@ -401,7 +402,8 @@ class _PublishedCounters:
     ) -> None:
         mark, lag = partition.high_water_mark, partition.feed.lag_max()
         session_id = partition.session_id if partition.is_open else 0
-        gauges = (partition.engaged_count, mark, lag, session_id)
+        first = partition.first_available
+        gauges = (partition.engaged_count, mark, lag, session_id, first)
         # If these are unchanged so is the lock table, except for entries in flight.
         known = (*gauges, partition.pipeline.refill.floor)
         if known == self._gauges:

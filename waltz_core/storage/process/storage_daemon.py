@@ -105,6 +105,7 @@ LEVELS: Final = {
     "storage.segment_removed": logging.INFO,
 }
 ResultT = TypeVar("ResultT")
+JobT = TypeVar("JobT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -548,7 +549,7 @@ class StorageDaemon:
             case (
                 service_effects.UploadRange()
                 | service_effects.CollectFiles()
-                | service_effects.ExpireFiles()
+                | service_effects.WriteExpiry()
                 | service_effects.ReadArchive()
             ):
                 self._use_archive(effect)
@@ -559,27 +560,34 @@ class StorageDaemon:
             case _:
                 assert_never(effect)
 
-    def _use_archive(
-        self,
-        effect: service_effects.UploadRange
-        | service_effects.CollectFiles
-        | service_effects.ExpireFiles
-        | service_effects.ReadArchive,
-    ) -> None:
+    def _use_archive(self, effect: service_effects.ArchiveEffect) -> None:
         match effect:
-            case service_effects.UploadRange(job):
-                upload = self._uploads.submit(self._archive.upload, job)
-                upload.add_done_callback(partial(self._to_loop, partial(self._uploaded, job)))
+            case service_effects.UploadRange(upload):
+                self._submit(self._uploads, self._archive.upload, upload, self._uploaded)
             case service_effects.CollectFiles(collection):
-                collecting = self._uploads.submit(self._archive.collect, collection)
-                take = partial(self._collected, collection)
-                collecting.add_done_callback(partial(self._to_loop, take))
-            case service_effects.ExpireFiles(expiry):
-                expiring = self._uploads.submit(self._archive.expire, expiry)
-                expiring.add_done_callback(partial(self._to_loop, partial(self._expired, expiry)))
+                self._submit(self._uploads, self._archive.collect, collection, self._collected)
+            case service_effects.WriteExpiry(expiry):
+                self._submit(self._uploads, self._archive.expire, expiry, self._expired)
             case service_effects.ReadArchive(read):
-                reading = self._archive_reads.submit(self._read_archive, read)
-                reading.add_done_callback(partial(self._to_loop, partial(self._was_read, read)))
+                self._submit(self._archive_reads, self._read_archive, read, self._was_read)
+
+    def _submit(
+        self,
+        threads: CallThreads,
+        call: Callable[[JobT], ResultT],
+        job: JobT,
+        take: Callable[[JobT, ResultT], None],
+    ) -> None:
+        """Call on a thread; then pass job and result to `take`, on the loop's thread."""
+
+        def done(future: "Future[ResultT]") -> None:
+            error = future.exception()
+            if error is None:
+                take(job, future.result())
+            else:
+                self._failed(error)
+
+        threads.submit(call, job).add_done_callback(partial(self._to_loop, done))
 
     def _apply_flow_control(
         self,
@@ -628,30 +636,16 @@ class StorageDaemon:
             if not self._loop.is_closed():  # Otherwise the process is ending.
                 raise
 
-    def _uploaded(self, job: UploadJob, future: "Future[UploadOutcome]") -> None:
-        error = future.exception()
-        if error is not None:
-            self._failed(error)
-            return
-        outcome = future.result()
+    def _uploaded(self, job: UploadJob, outcome: UploadOutcome) -> None:
         self._storage_metrics.count_upload(job, outcome)
         self._post(archive_jobs.Uploaded(job, outcome))
 
-    def _collected(self, job: CollectionJob, future: "Future[CollectionOutcome]") -> None:
-        error = future.exception()
-        if error is not None:
-            self._failed(error)
-            return
-        outcome = future.result()
+    def _collected(self, job: CollectionJob, outcome: CollectionOutcome) -> None:
         self._storage_metrics.count_collection(job, outcome)
         self._post(archive_jobs.FilesCollected(job, outcome))
 
-    def _expired(self, job: ExpiryJob, future: "Future[ExpiryOutcome]") -> None:
-        error = future.exception()
-        if error is not None:
-            self._failed(error)
-            return
-        self._post(archive_jobs.FilesExpired(job, future.result()))
+    def _expired(self, job: ExpiryJob, outcome: ExpiryOutcome) -> None:
+        self._post(archive_jobs.ExpiryWritten(job, outcome))
 
     def _archive_progressed(self) -> None:
         """Notify the machine; this runs on the thread of uploads."""
@@ -667,12 +661,7 @@ class StorageDaemon:
             return error
         return answer_from_archive(reader, read)
 
-    def _was_read(self, read: ArchiveQuery, future: "Future[WorkOutcome]") -> None:
-        error = future.exception()
-        if error is not None:
-            self._failed(error)
-            return
-        outcome = future.result()
+    def _was_read(self, read: ArchiveQuery, outcome: WorkOutcome) -> None:
         self._storage_metrics.count_archive_read(read.mark.partition_id, outcome)
         if outcome is not read.error:
             is_damage = isinstance(outcome, DAMAGE)

@@ -35,9 +35,9 @@ from waltz_core.storage.log.archive_pieces import ArchivePiece, ArchiveRead
 from waltz_core.storage.service.service_effects import (
     CollectFiles,
     Effect,
-    ExpireFiles,
     SendStorageMessage,
     UploadRange,
+    WriteExpiry,
 )
 from waltz_core.storage.service.work import ConnectionId
 from waltz_core.values import value
@@ -102,8 +102,8 @@ class FilesCollected:
 
 
 @value(frozen=True, slots=True)
-class FilesExpired:
-    """`ExpireFiles` is done."""
+class ExpiryWritten:
+    """`WriteExpiry` is done."""
 
     job: ExpiryJob
     outcome: ExpiryOutcome
@@ -111,10 +111,10 @@ class FilesExpired:
 
 @value(frozen=True, slots=True)
 class ArchiveProgressed:
-    """The running `UploadRange`, `CollectFiles` or `ExpireFiles` has made progress."""
+    """The running `UploadRange`, `CollectFiles` or `WriteExpiry` has made progress."""
 
 
-ArchiveEvent: TypeAlias = Uploaded | FilesCollected | FilesExpired | ArchiveProgressed
+ArchiveEvent: TypeAlias = Uploaded | FilesCollected | ExpiryWritten | ArchiveProgressed
 
 
 class ArchiveJobs:
@@ -161,7 +161,7 @@ class ArchiveJobs:
 
     def next_step(
         self, now_ms: int
-    ) -> tuple[PartitionId, ArchivePiece] | CollectFiles | ExpireFiles | None:
+    ) -> tuple[PartitionId, ArchivePiece] | CollectFiles | WriteExpiry | None:
         """Return the piece to read or the change to start now; None if there is neither."""
         if self._running is not None or self._limits is None:
             return None
@@ -175,7 +175,7 @@ class ArchiveJobs:
             if isinstance(job.message, ExpireObjects):
                 expiry = _expiry_job(job, job.message)
                 self._run(expiry, job, now_ms)
-                return ExpireFiles(expiry)
+                return WriteExpiry(expiry)
             self._reading = job
         if job is None or job.piece is not None:
             return None
@@ -228,7 +228,7 @@ class ArchiveJobs:
                 return self._uploaded(upload, made, now_ms)
             case FilesCollected(collection, collected):
                 return self._collected(collection, collected, now_ms)
-            case FilesExpired(expiry, expired):
+            case ExpiryWritten(expiry, expired):
                 return self._expired(expiry, expired, now_ms)
             case ArchiveProgressed():
                 return self.progressed(now_ms)

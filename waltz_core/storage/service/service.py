@@ -71,8 +71,8 @@ from waltz_core.storage.service.archive_jobs import (
     ArchiveJobs,
     ArchiveLimits,
     ArchiveProgressed,
+    ExpiryWritten,
     FilesCollected,
-    FilesExpired,
     Uploaded,
 )
 from waltz_core.storage.service.archive_reads import ArchiveQuery, ArchiveReads
@@ -85,13 +85,13 @@ from waltz_core.storage.service.service_effects import (
     DropPartition,
     Effect,
     EndProcess,
-    ExpireFiles,
     Idle,
     PauseReading,
     ReadArchive,
     ResumeReading,
     RunWork,
     SendStorageMessage,
+    WriteExpiry,
 )
 from waltz_core.storage.service.work import (
     ConnectionId,
@@ -196,7 +196,7 @@ Event: TypeAlias = (
     | SpaceChecked
     | Uploaded
     | FilesCollected
-    | FilesExpired
+    | ExpiryWritten
     | ArchiveProgressed
     | ArchiveAnswered
     | Wakeup
@@ -300,7 +300,7 @@ class StorageService:
             case (
                 Uploaded()
                 | FilesCollected()
-                | FilesExpired()
+                | ExpiryWritten()
                 | ArchiveProgressed()
                 | ArchiveAnswered()
             ):
@@ -709,7 +709,7 @@ class StorageService:
     def _queue_older(self, now_ms: int) -> None:
         """Queue the next pieces of the archive and the retention in their lanes."""
         archive = self._archive.next_step(now_ms)
-        if isinstance(archive, CollectFiles | ExpireFiles):
+        if isinstance(archive, CollectFiles | WriteExpiry):
             self._effects.append(archive)
         elif archive is not None:
             lane = self._lanes[archive[0]]
@@ -739,7 +739,7 @@ class StorageService:
 
     def _archive_done(
         self,
-        event: Uploaded | FilesCollected | FilesExpired | ArchiveProgressed | ArchiveAnswered,
+        event: Uploaded | FilesCollected | ExpiryWritten | ArchiveProgressed | ArchiveAnswered,
         now_ms: int,
     ) -> None:
         if isinstance(event, ArchiveAnswered):

@@ -95,8 +95,8 @@ class CollectFiles:
 
 
 @value(frozen=True, slots=True)
-class ExpireFiles:
-    """Call `archive.expire` with the job, which blocks, then send `FilesExpired`.
+class WriteExpiry:
+    """Call `archive.expire` with the job, which blocks, then send `ExpiryWritten`.
 
     Like `CollectFiles`.
     """
@@ -118,6 +118,7 @@ class EndProcess:
     reason: str
 
 
+ArchiveEffect: TypeAlias = UploadRange | CollectFiles | WriteExpiry | ReadArchive
 Effect: TypeAlias = (
     SendStorageMessage
     | CloseConnection
@@ -129,7 +130,7 @@ Effect: TypeAlias = (
     | CheckSpace
     | UploadRange
     | CollectFiles
-    | ExpireFiles
+    | WriteExpiry
     | ReadArchive
     | EndProcess
     | Report
