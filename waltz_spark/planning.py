@@ -8,19 +8,14 @@ Rules:
        older are skipped.
     5. Given marks must name each partition that is read: a default for the others could read or
        skip transactions without the user's knowledge.
-    6. A start before the first available ID of the log is data loss, unless the options allow it:
-       the archive has expired the transactions in between.
 """
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from waltz_core.errors import BadConfig, DataLoss
 from waltz_core.records.record import BEFORE_FIRST
 from waltz_spark.options import Marks, ReadOptions
-
-_log = logging.getLogger("waltz")
 
 UNSTAMPED = 0  # the commit stamp of transactions that a 0.13 server wrote
 UNSTAMPED_READS_MAX = 32
@@ -139,33 +134,6 @@ def resolve_starts(options: ReadOptions, marks: Mapping[int, int]) -> dict[int, 
         return dict(marks)
     assert not isinstance(options.starting, str)
     return _given(options, options.starting, marks, "startingHighWaterMarks")
-
-
-def check_available(
-    options: ReadOptions, starts: Mapping[int, int], firsts: Mapping[int, int], what: str
-) -> dict[int, int]:
-    """Return the starts, none before the first available ID of its log (rule 6).
-
-    Args:
-        options: say whether data loss is allowed.
-        starts: the exclusive start of each partition.
-        firsts: the first available ID of each of them.
-        what: the origin of the starts, for an error.
-
-    Raises:
-        DataLoss: names a partition and the first available ID.
-    """
-    expired = {each: firsts[each] for each, start in starts.items() if start + 1 < firsts[each]}
-    if expired and options.fail_on_data_loss:
-        partition, first = min(expired.items())
-        raise DataLoss(
-            f"{what} begins before transaction {first} of partition {partition}, the first "
-            "available one: the archive has expired the others. Hint: start at the first available "
-            "one, or set failOnDataLoss=false to continue from there."
-        )
-    if expired:
-        _log.warning("spark.transactions_expired first_available=%s", expired)
-    return {each: max(start, firsts[each] - 1) for each, start in starts.items()}
 
 
 def resolve_ends(options: ReadOptions, marks: Mapping[int, int]) -> dict[int, int]:

@@ -1,13 +1,17 @@
 """The start of a read, of a batch or of the first micro-batch of a stream.
 
-A start by time needs requests to the log, or a look into its archive.
+A start by time needs requests to the log, or a look into its archive. A start before the first
+available ID of the log is data loss, unless the options allow it: the archive has expired the
+transactions in between.
 """
 
+import logging
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from waltz_core.client import RangeForm, ReplicaSet, WaltzClient
+from waltz_core.errors import DataLoss
 from waltz_core.records.record import BEFORE_FIRST
 from waltz_spark import planning
 from waltz_spark.datasource.archive_read import older_in_archive
@@ -15,6 +19,8 @@ from waltz_spark.options import ReadOptions
 
 # A start by time takes about thirty sequential requests; for this many partitions concurrently.
 CONCURRENT_PARTITIONS_MAX = 32
+
+_log = logging.getLogger("waltz")
 
 
 def starts(
@@ -33,7 +39,7 @@ def starts(
         return {partition: first - 1 for partition, first in firsts.items()}
     if options.starting_ms is None:
         given = planning.resolve_starts(options, marks)
-        return planning.check_available(options, given, firsts, "option 'startingHighWaterMarks'")
+        return check_available(options, given, firsts, "option 'startingHighWaterMarks'")
     since_ms = options.starting_ms
 
     def start(partition: int) -> int:
@@ -51,12 +57,39 @@ def starts(
         found = dict(zip(marks, pool.map(start, marks), strict=True))
     # If no available transaction is older than the time, expired ones may be as recent.
     wanted = {each: at - 1 if 0 < firsts[each] == at + 1 else at for each, at in found.items()}
-    return planning.check_available(options, wanted, firsts, "option 'startingTimestamp'")
+    return check_available(options, wanted, firsts, "option 'startingTimestamp'")
 
 
 def marks_of(sources: Mapping[int, ReplicaSet]) -> dict[int, int]:
     """Return the high-water mark of each partition."""
     return {partition: int(source.high_water_mark) for partition, source in sources.items()}
+
+
+def check_available(
+    options: ReadOptions, starts: Mapping[int, int], firsts: Mapping[int, int], what: str
+) -> dict[int, int]:
+    """Return the starts, none before the first available ID of its log.
+
+    Args:
+        options: say whether data loss is allowed.
+        starts: the exclusive start of each partition.
+        firsts: the first available ID of each of them.
+        what: the origin of the starts, for an error.
+
+    Raises:
+        DataLoss: names a partition and the first available ID.
+    """
+    expired = {each: firsts[each] for each, start in starts.items() if start + 1 < firsts[each]}
+    if expired and options.fail_on_data_loss:
+        partition, first = min(expired.items())
+        raise DataLoss(
+            f"{what} begins before transaction {first} of partition {partition}, the first "
+            "available one: the archive has expired the others. Hint: start at the first available "
+            "one, or set failOnDataLoss=false to continue from there."
+        )
+    if expired:
+        _log.warning("spark.transactions_expired first_available=%s", expired)
+    return {each: max(start, firsts[each] - 1) for each, start in starts.items()}
 
 
 def firsts_of(sources: Mapping[int, ReplicaSet]) -> dict[int, int]:

@@ -35,7 +35,7 @@ from waltz_core.errors import BadConfig, DataLoss, WaltzError
 from waltz_core.records.record import BEFORE_FIRST
 from waltz_spark import planning
 from waltz_spark.datasource.batch_read import read_task, tasks_of
-from waltz_spark.datasource.starts import firsts_of, marks_of, starts
+from waltz_spark.datasource.starts import check_available, firsts_of, marks_of, starts
 from waltz_spark.failures import without_stack, without_stack_each
 from waltz_spark.offsets import Offset, Position, decode, encode
 from waltz_spark.options import Marks, ReadOptions
@@ -108,7 +108,7 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if lost:
             again = self._restarted(lost, Position(begin, cluster), marks)
             return encode({**begin, **again}, self._cluster_key)
-        begin = planning.check_available(self._options, begin, self._firsts, _STREAM)
+        begin = check_available(self._options, begin, self._firsts, _STREAM)
         ends = marks
         if self._target is not None:
             # A target from another log would never be reached.
@@ -247,7 +247,7 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             whole = [span for span in whole if span.partition not in lost]
         firsts = firsts_of({span.partition: sources[span.partition] for span in whole})
         begin = {each: begin[each] for each in firsts}
-        begin = planning.check_available(options, begin, firsts, _STREAM)
+        begin = check_available(options, begin, firsts, _STREAM)
         ends = {each: max(ends[each], at) for each, at in begin.items()}
         whole = planning.spans(begin, ends, options.transaction_ids)
         return tasks_of(client, options, whole, sources)
