@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 FORMAT: Final = 1
 DURATION_MS: Final = 6_000
 STEPS: Final = 2_000
+ARCHIVE_SHARE: Final = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,11 @@ class Setup:
     lag_bytes_max: int = 4_096
     range_bytes_max: int = 1_024
     scrub_interval_ms: int = 0  # how often a log is scrubbed; 0: only by a fault
+    archive_interval_ms: int = 0  # between attempts to archive a range; 0: there is no archive
+    archive_object_bytes: int = 1
+    archive_age_ms: int = 0
+    archived_bytes_max: int = 1 << 20  # above the confirmed mark, until a checkpoint
+    local_retention_bytes: int = 0  # of a storage; 0: no segment is removed
     has_large_batches: bool = False  # every batch may be sent in pieces
     quorum_ms_max: int = 4_000  # without a quorum, until the partition is released
     followers: int = 0  # number of clients that follow appends in flight
@@ -103,6 +109,8 @@ class Setup:
             hold_ms_max=2_000,
             lag_bytes_max=self.lag_bytes_max,
             range_bytes_max=self.range_bytes_max,
+            archive_interval_ms=self.archive_interval_ms,
+            archived_bytes_max=self.archived_bytes_max,
         )
 
 
@@ -179,6 +187,7 @@ def schedule_of(
         has_new_owner_ids=chance_of(seed ^ 0x1D5).random() < 0.5,
         quorum_ms_max=chance_of(seed ^ 0x9007).choice((4_000, 4_000, 4_000, 700)),
     )
+    setup = _with_archive(seed, setup)
     share = rng.choice((0.3, 0.6, 0.9))
     allowed = set(weights if only is None else only)
     kinds = [kind for kind in weights if kind not in LATER_KINDS and rng.random() < share]
@@ -195,11 +204,30 @@ def schedule_of(
     return Schedule(seed, setup, tuple(sorted(faults, key=lambda fault: fault.at_us)))
 
 
+def _with_archive(seed: int, setup: Setup) -> Setup:
+    """Give some worlds an archive, and small segments and short sessions: segments are removed."""
+    rng = chance_of(seed ^ 0xA2C41)
+    if rng.random() >= ARCHIVE_SHARE:
+        return setup
+    return dataclasses.replace(
+        setup,
+        archive_interval_ms=rng.choice((10, 50, 200)),
+        archive_object_bytes=rng.choice((1, 300, 1_500)),
+        archive_age_ms=rng.choice((0, 50, 300)),
+        archived_bytes_max=rng.choice((200, 1_000, 1 << 20)),
+        local_retention_bytes=rng.choice((0, 1, 1, 1, 2_000)),
+        segment_bytes_max=rng.choice((300, 600, 1_200)),
+        checkpoint_interval_count=rng.choice((10, 20, 50, 100_000)),
+    )
+
+
 def _later_faults(seed: int, setup: Setup, kinds: Sequence[str]) -> list[Fault]:
     """Draw each kind that was added later from its own stream: see `has_large_batches`."""
     faults: list[Fault] = []
     for kind in kinds:
-        number, times = LATER_KINDS[kind]
+        number, times, needs_archive = LATER_KINDS[kind]
+        if needs_archive and not setup.archive_interval_ms:
+            continue
         rng = chance_of(seed ^ number)
         faults += [
             Fault(at_us, kind, rng.getrandbits(32))
@@ -226,10 +254,11 @@ def _every(*gaps_ms: int) -> "Callable[[Random, int], Iterator[int]]":
 
 
 class Later(NamedTuple):
-    """How a kind that was added later is drawn: the seed of its stream, and its times."""
+    """How a kind that was added later is drawn: the seed of its stream, its times, and where."""
 
     number: int
     times: "Callable[[Random, int], Iterator[int]]"
+    needs_archive: bool = False
 
 
 LATER_KINDS: Final[Mapping[str, Later]] = {
@@ -241,4 +270,10 @@ LATER_KINDS: Final[Mapping[str, Later]] = {
     "hanging_server": Later(0x4A65, _every(0, 0, 0, 400, 1_500)),
     "accept_replicas": Later(0xACCE7, _every(0, 0, 0, 0, 400, 1_500)),
     "memory_pressure": Later(0x9E55, _every(0, 0, 100, 400)),
+    "archive_away": Later(0xA2C0, _every(0, 0, 400, 1_500), needs_archive=True),
+    "archive_throttles": Later(0xA2C1, _every(0, 0, 400, 1_500), needs_archive=True),
+    "archive_loses_answers": Later(0xA2C2, _every(0, 200, 600), needs_archive=True),
+    "slow_archive": Later(0xA2C3, _every(0, 0, 400, 1_500), needs_archive=True),
+    "corrupt_object": Later(0xA2C4, _every(0, 0, 300, 1_500), needs_archive=True),
+    "kill_uploader": Later(0xA2C5, _every(0, 100, 400), needs_archive=True),
 }

@@ -23,6 +23,7 @@ SMALLER: Final[tuple[tuple[str, tuple[float, ...]], ...]] = (
     ("is_bytes", (False,)),
     ("is_unbounded", (False,)),
     ("has_large_batches", (False,)),
+    ("archive_interval_ms", (0,)),
     ("replicas", (1, 3)),
     ("spare_storages", (0, 1)),
     ("servers", (1, 2)),

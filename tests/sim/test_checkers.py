@@ -77,7 +77,8 @@ class World:
     def writes(self, after, nonce=None, server=None) -> None:
         """ZooKeeper takes a write."""
         before = self.coordinator.metadata
-        marker = PartitionMarker(MarkerState.OPEN, after.session_id, nonce or self.nonce)
+        archived = self.coordinator.marker.archived
+        marker = PartitionMarker(MarkerState.OPEN, after.session_id, nonce or self.nonce, archived)
         self.coordinator.metadata_version += 1
         self.checks.wrote(server or self.owner.name, before, after, marker)
 
@@ -991,6 +992,143 @@ def test_bounded_queue_of_a_storage(world):
     world.storage.service.queued_bytes = 1 << 20
     with fails("Bounded"):
         world.works(m.Heartbeat)
+
+
+# ---------------------------------------------------------------------------------------------
+# 28 to 31: the archive
+
+
+@pytest.fixture
+def archived():
+    """A world with something archived, and with logs that begin above 0."""
+    sizes = {"archive_object_bytes": 1, "local_retention_bytes": 1, "segment_bytes_max": 300}
+    world = World(archive_interval_ms=10, checkpoint_interval_count=20, **sizes)
+    counts = world.checks.counts
+    assert world.cluster.world.run(
+        2_000 * MS, until=lambda: counts["storage.segment_removed"] and counts["archived"] > 2
+    )
+    world.session = world.coordinator.metadata.session_id
+    return world
+
+
+def records(world, **fields):
+    """ZooKeeper has a changed archived mark."""
+    marker = world.coordinator.marker
+    after = replace(marker, archived=marker.archived._replace(**fields))
+    world.checks.archive.wrote(world.owner.name, after)
+
+
+def test_archived_needs_the_recorded_manifest(archived):
+    with fails("Archived"):
+        records(archived, manifest="another")
+    with fails("Archived"):
+        records(archived, manifest_crc=1)
+
+
+def test_archived_needs_all_objects_of_the_manifest(archived):
+    files = archived.cluster.archive.files
+    del files[next(name for name in files if "/objects/0-" in name)]
+    with fails("Archived"):
+        records(archived, stamp_ms=1)
+
+
+def test_archived_compares_the_mark_with_the_end_of_the_objects(archived):
+    with fails("Archived"):
+        records(archived, last=archived.coordinator.marker.archived.last + 1)
+
+
+def test_archived_compares_records_and_batches_with_the_log(archived):
+    archive, checks = archived.cluster.archive, archived.checks.archive
+    name = next(name for name in archive.files if "/objects/0-" in name)
+    file = archive.files[name]
+    checks._verified.clear()
+    archive.files[name] = file._replace(data=file.data[:-1] + b"?")
+    with fails("Archived"):
+        records(archived, stamp_ms=1)
+    archive.files[name] = file._replace(batches=file.batches[:-1])
+    with fails("Archived"):
+        records(archived, stamp_ms=2)
+    archive.files[name] = file
+    records(archived, stamp_ms=3)
+
+
+def test_a_file_that_a_fault_has_changed_is_archived_as_it_was_written(archived):
+    archive = archived.cluster.archive
+    archived.checks.archive._verified.clear()
+    archive.spoil(next(name for name in archive.files if "/objects/0-" in name))
+    records(archived, stamp_ms=1)
+    assert archive.spoiled
+
+
+def test_nothing_in_the_archive_is_overwritten(archived):
+    name = next(iter(archived.cluster.archive.files))
+    with fails("Archived"):
+        archived.checks.archive_written(name, is_known=True)
+
+
+@pytest.mark.parametrize("fields", [{"last": 0}, {"first": -1}])
+def test_archive_mono(archived, fields):
+    with fails("ArchiveMono"):
+        records(archived, **fields)
+
+
+def test_a_mark_is_not_removed(archived):
+    with fails("ArchiveMono"):
+        archived.checks.archive.wrote(
+            archived.owner.name, replace(archived.coordinator.marker, archived=None)
+        )
+
+
+def test_only_a_settled_session_archives(archived):
+    archived.checks.archive._settled.clear()
+    with fails("ArchiveMono"):
+        records(archived, stamp_ms=1)
+
+
+def test_only_the_log_is_archived(archived):
+    with fails("ArchiveMono"):
+        records(archived, last=archived.history.last + 1)
+
+
+@pytest.mark.parametrize("bound", ["recorded", "confirmed", "chain"])
+def test_start_bound(archived, bound):
+    storage = next(
+        each for each in archived.cluster.storages.values() if each.log.start.transaction_id >= 0
+    )
+    checks, log = archived.checks.archive, storage.log
+    checks.opened(storage, log)
+    seen = SimpleNamespace(start=log.start, slot=log.slot)
+    if bound == "recorded":
+        checks._recorded = None
+    elif bound == "confirmed":
+        seen.slot = replace(log.slot, low_water_mark=log.start.transaction_id - 1)
+    else:
+        seen.start = log.start._replace(chain=bytes(16))
+    with fails("StartBound"):
+        checks.opened(storage, seen)
+
+
+def test_no_replica_is_reset_that_is_engaged(archived):
+    with fails("NoTrustedReset"):
+        archived.works(m.ResetLog, 1_000, bytes(16))
+
+
+def test_no_trusted_replica_is_reset_before_the_session_opens(archived):
+    session = archived.claim()
+    archived.fence(session, *REPLICAS)
+    mark = archived.history.last
+    archived.prepared(session, archived.storage.name, mark, last_session=session)
+    with fails("NoTrustedReset"):
+        archived.works(m.ResetLog, mark, bytes(16), session=session)
+
+
+def test_an_untrusted_replica_may_be_reset(archived):
+    session = archived.claim()
+    archived.fence(session, *REPLICAS)
+    mark = archived.history.last
+    archived.prepared(session, archived.storage.name, mark, last_session=session, suspect=True)
+    archived.works(m.ResetLog, mark, bytes(16), session=session)
+    assert archived.checks.counts["replica reset"] == 1
 
 
 def test_sometimes():

@@ -20,7 +20,10 @@ Rules (decision 047):
        mark has an unknown outcome. The collection has a number as an attempt has: attempts with a
        lower one have ended, recorded or not. All replicas must be connected, and none may have a
        log that begins above the recorded mark: then ZooKeeper was rolled back.
-    8. Objects expire when a client requests it and, with a retention, at intervals (AR 15). An
+    8. A checkpoint is due when the archived records above the session's mark exceed a limit
+       (AR 11). The limit is in bytes, since it bounds what stays on disks. The archived part of the
+       session's bytes is estimated from IDs: replicas do not report it.
+    9. Objects expire when a client requests it and, with a retention, at intervals (AR 15). An
        engaged replica writes the manifest, as in an attempt. The first available ID never decreases
        (AR 7) and is at most the one after the recorded mark, where logs may begin.
 """
@@ -36,7 +39,7 @@ from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN, Chain, Replic
 from waltz_core.replication.limits import SessionLimits
 from waltz_core.replication.replica_session import ReplicaSession
 from waltz_core.replication.session_claim import Claim
-from waltz_core.replication.session_events import Effect
+from waltz_core.replication.session_events import Batch, CheckpointDue, Effect
 from waltz_core.wire.messages import (
     ArchiveProgress,
     ArchiveRange,
@@ -115,7 +118,12 @@ class Archiving:
         self._requested = _NOTHING
         self._expiring = _NOTHING
         self._expired = (_NOTHING, BEFORE_FIRST)
-        self._expire_at_ms: int | None = None  # rule 8
+        self._expire_at_ms: int | None = None  # rule 9
+        # What was appended in this session, after its mark (rule 8).
+        self._mark = BEFORE_FIRST
+        self._submitted_last = BEFORE_FIRST
+        self._submitted_bytes = 0
+        self._is_checkpoint_due = False
 
     @property
     def last(self) -> TransactionId:
@@ -136,12 +144,13 @@ class Archiving:
 
     # ---- the recorded chain (rule 2)
 
-    def begin(self, engaged: Sequence[ReplicaSession], now_ms: int) -> None:
-        """Compare the recorded mark with the log of an engaged replica.
+    def begin(self, engaged: Sequence[ReplicaSession], mark: TransactionId, now_ms: int) -> None:
+        """Compare the recorded mark with the log of an engaged replica; the session has a mark.
 
-        The replicas learn the mark first: the batches of an earlier session, which must be settled,
-        may be in the archive only.
+        The replicas learn the archived mark first: the batches of an earlier session, which must be
+        settled, may be in the archive only.
         """
+        self._mark = mark
         self._next_at_ms = now_ms + self._limits.archive_interval_ms
         if self._limits.archive_retention_ms:
             self._expire_at_ms = now_ms
@@ -274,7 +283,7 @@ class Archiving:
         self._collect_at_ms = now_ms + COLLECTION_INTERVAL_MS
         self._report("archive.collection_failed", replica=replica, reason=reason)
 
-    # ---- expiry (rule 8)
+    # ---- expiry (rule 9)
 
     def expire(self, bounds: ExpiryBounds, now_ms: int) -> None:
         """A client requests an expiry, perhaps again."""
@@ -474,6 +483,23 @@ class Archiving:
         self.recorded = recorded
         if recorded == self.wanted:
             self.wanted = None
+        self._consider_checkpoint()
+
+    def submitted(self, batch: Batch) -> None:
+        """A batch is appended in this session."""
+        self._submitted_last = batch.last
+        self._submitted_bytes += len(batch.records)
+
+    def _consider_checkpoint(self) -> None:
+        """Rule 8."""
+        archived_count = min(self.last, self._submitted_last) - self._mark
+        if self._is_checkpoint_due or archived_count <= 0:
+            return
+        submitted_count = self._submitted_last - self._mark
+        archived_bytes = self._submitted_bytes * archived_count // submitted_count
+        if archived_bytes > self._limits.archived_bytes_max:
+            self._is_checkpoint_due = True
+            self._outbox.append(CheckpointDue(self._session_id))
 
     def _announce(self, engaged: Sequence[ReplicaSession], now_ms: int) -> None:
         """Send the recorded mark to the replicas that have reached it (rule 5)."""

@@ -42,7 +42,9 @@ class SessionLimits:
     memory than its bytes. `range_bytes_max`: size of one copied stretch. `slow_append_ms`: appends
     that take an engaged replica this long are reported; 0 for never. `archive_interval_ms`: pause
     between attempts to archive committed batches, doubled after each failure; 0: nothing is
-    archived. `archive_retention_ms`: age at which archived objects expire; 0: never.
+    archived. `archived_bytes_max`: size of the archived records above the confirmed mark after
+    which the owner is notified that a checkpoint is due. `archive_retention_ms`: age at which
+    archived objects expire; 0: never.
     """
 
     first_retry_ms_max: int = 20
@@ -67,6 +69,7 @@ class SessionLimits:
     slow_append_ms: int = 0
     archive_interval_ms: int = 0
     archive_retention_ms: int = 0
+    archived_bytes_max: int = 64 * MIB
 
     def __post_init__(self) -> None:
         for name in (each.name for each in fields(self)):

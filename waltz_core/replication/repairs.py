@@ -77,6 +77,7 @@ class Repairs:
     ) -> None:
         self.goal: Goal | None = None
         self.archived = archived
+        self.is_open = False  # ZooKeeper has this session's states
         self.contradiction: str | None = None  # the finding of rule 4
         self._failed: list[tuple[ReplicaId, str]] = []
         self._replicas = replicas
@@ -154,8 +155,12 @@ class Repairs:
             self._take(each, step, now_ms)
 
     def _goal_of(self, each: ReplicaSession, goal: Goal, now_ms: int) -> Goal:
-        """Return the goal of one replica: a trusted one is never reset (repair.py, rule 7)."""
-        if self.archived is None or self._recovery.is_credible(each.replica):
+        """Return the goal of one replica: none is reset that a session needs (repair.py, rule 7).
+
+        Until ZooKeeper has this session's states, the next session would need a trusted replica.
+        """
+        is_needed = not self.is_open and self._recovery.is_credible(each.replica)
+        if self.archived is None or is_needed:
             return goal
         starts = [
             other.repair.start

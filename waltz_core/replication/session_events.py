@@ -297,6 +297,16 @@ class SessionClosed:
 
 
 @value(frozen=True, slots=True)
+class CheckpointDue:
+    """Much is archived above the marks that the session has confirmed (AR 11 of decision 047).
+
+    Storages remove archived segments up to those marks only. Sent once in a session.
+    """
+
+    session_id: SessionId
+
+
+@value(frozen=True, slots=True)
 class MarkProved:
     """At the time of the answer no later session existed; the mark is the log's."""
 
@@ -332,6 +342,7 @@ Effect: TypeAlias = (
     | SessionSettled
     | Committed
     | SessionClosed
+    | CheckpointDue
     | MarkProved
     | MarkUnproved
     | Released

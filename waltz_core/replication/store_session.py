@@ -288,6 +288,8 @@ class StoreSession:
         assert self.window is not None
         assert self.is_settled, "nothing is appended before earlier sessions are settled"
         self.window.add(batch, self.claim.session_id, now_ms)
+        if self._archiving.is_used:
+            self._archiving.submitted(batch)
         for each in self.replicas.values():
             if each.stage is _ENGAGED:
                 self._feed(each, now_ms)
@@ -316,7 +318,7 @@ class StoreSession:
         assert goal.chain is not None
         self.states, self.writing = dict(states), None
         self._archiving.wrote(archived, now_ms)
-        self.repairs.archived = archived
+        self.repairs.archived, self.repairs.is_open = archived, True
         for replica, each in self.replicas.items():
             if states.get(replica) != self._engaged_state or each.stage is ReplicaStage.ENGAGED:
                 continue
@@ -624,7 +626,7 @@ class StoreSession:
             )
         )
         self._settlement = Settlement(claim, mark, self.engaged)
-        self._archiving.begin(self.engaged, now_ms)
+        self._archiving.begin(self.engaged, mark, now_ms)
         self._settlement.begin(now_ms)
         self._note_settled()
 

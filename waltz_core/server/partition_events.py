@@ -57,7 +57,8 @@ class PartitionLimits:
     answered in the session. `open_wait_ms`: how long a request other than an append waits for a
     store session before it is rejected. `fences_max`: number of disconnected clients whose highest
     connection sequence is kept. `checkpoint_interval_count`: number of transactions after which a
-    new session starts, at most every `checkpoint_interval_ms`, so that low-water marks move up.
+    new session starts, at most every `checkpoint_interval_ms`, so that low-water marks move up; it
+    starts earlier when the store reports that a checkpoint is due.
     `lock_refill_count_max`: number of transactions whose locks a new owner requests, 0 for none;
     `lock_tail_bytes_max`: size limit of a storage's answer to that request.
     """

@@ -8,6 +8,7 @@ docs/design/correctness.md 3.2.
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from waltz_core.client.stream import stream_events as client_events
@@ -18,12 +19,13 @@ from waltz_core.records.record import Chain, SessionId, TransactionId
 from waltz_core.replication import session_events
 from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.service.work import Work, WorkResult
+from waltz_sim.guarantees.archive_guarantees import ArchiveGuarantees
 from waltz_sim.guarantees.bounds import Bounds
 from waltz_sim.guarantees.evidence import Evidence
 from waltz_sim.guarantees.ledger import Ledger
 from waltz_sim.guarantees.locking import Locking
 from waltz_sim.guarantees.outcome_guarantees import Outcomes
-from waltz_sim.guarantees.replica_guarantees import Before, ReplicaGuarantees
+from waltz_sim.guarantees.replica_guarantees import Before, ReplicaGuarantees, first_on
 from waltz_sim.guarantees.response_guarantees import ResponseGuarantees
 from waltz_sim.guarantees.sessions import Sessions
 from waltz_sim.guarantees.sometimes import REPORTED
@@ -50,6 +52,9 @@ class Checks(Evidence):
         self.locking = Locking(self)
         self.outcomes = Outcomes(self, self.answers, self.locking)
         self.bounds = Bounds(self)
+        self.archive = (
+            ArchiveGuarantees(self, self.sessions) if cluster.setup.archive_interval_ms else None
+        )
         self._opening: dict[str, int] = {}  # bytes on disks before they were opened
         self._heads: dict[
             tuple[str, SessionId], Chain
@@ -82,6 +87,8 @@ class Checks(Evidence):
         if self.replicas.bytes_of(storage) < bytes_before:
             self.count("torn tail")
         self.replicas.opened(storage, log)
+        if self.archive is not None:
+            self.archive.opened(storage, log)
 
     def rolled_back(self, storage: "SimStorage") -> None:
         """A fault has rolled this replica's disk back: its promises are lost."""
@@ -99,6 +106,18 @@ class Checks(Evidence):
         """A piece of work is done; its answer follows."""
         self.replicas.worked(storage, work, result, before)
         self.bounds.worked(storage)
+        if self.archive is not None:
+            self.archive.worked(storage, work, result)
+
+    def archive_written(self, name: str, *, is_known: bool) -> None:
+        """A file was written to the archive; `is_known`: there was one with its name."""
+        assert self.archive is not None
+        self.archive.written(name, is_known=is_known)
+
+    def archive_deleted(self, name: str) -> None:
+        """A collection has deleted a file of the archive."""
+        assert self.archive is not None
+        self.archive.deleted(name)
 
     # -----------------------------------------------------------------------------------------
     # ZooKeeper
@@ -114,6 +133,8 @@ class Checks(Evidence):
         if self.world.is_traced:
             self.world.note(f"zookeeper < {server} {states_in_words(after)}")
         self.sessions.wrote(server, before, after, marker)
+        if self.archive is not None:
+            self.archive.wrote(server, marker)
 
     def zookeeper_changed(self) -> None:
         """A fault has replaced data in ZooKeeper."""
@@ -144,6 +165,8 @@ class Checks(Evidence):
             if kind is session_events.SendToReplica:
                 continue
             self.sessions.stepped(server, effect)
+            if self.archive is not None:
+                self.archive.stepped(name, effect)
             if isinstance(effect, session_events.SessionOpened):
                 self.outcomes.exposed(effect.high_water_mark, effect.chain)
                 self._heads[name, effect.session_id] = effect.chain
@@ -151,6 +174,8 @@ class Checks(Evidence):
                 self.outcomes.exposed(effect.last, effect.chain)
             elif isinstance(effect, session_events.SessionClosed):
                 self.count("session closed")
+            elif isinstance(effect, session_events.CheckpointDue):
+                self.count("checkpoint due")
             self.answers.store_reported(name, effect)
             self.locking.store_reported(name, effect)
             self.bounds.store_reported(name, effect)
@@ -254,7 +279,8 @@ class Checks(Evidence):
         """17. Serializable: replay the whole log of a replica, from the first record."""
         ledger = Ledger()
         storage = self.cluster.storages[self.cluster.coordinator.assignment.replicas[0]]
-        for transaction_id, data in enumerate(self.replicas.data_on(storage)):
+        archived = self.archive.data_before(first_on(storage)) if self.archive is not None else ()
+        for transaction_id, data in enumerate(chain(archived, self.replicas.data_on(storage))):
             ledger.take(transaction_id, data)
         ledger.audit()
         self.counts["deals"] += ledger.checked_count

@@ -29,6 +29,7 @@ from waltz_core.replication.replica_session import ReplicaStage
 from waltz_sim.cluster.checkers import Checks
 from waltz_sim.cluster.rescue import Rescue
 from waltz_sim.cluster.servers import SimServer
+from waltz_sim.cluster.simulated_archive import SimArchive
 from waltz_sim.cluster.simulated_clients import SimClient
 from waltz_sim.cluster.simulated_contexts import ContextClient
 from waltz_sim.cluster.simulated_coordinator import SimCoordinator
@@ -83,6 +84,7 @@ class SimCluster:
         self.servers: list[SimServer] = []
         replicas = tuple(ReplicaId(f"storage{n}:1") for n in range(setup.replicas))
         self.coordinator = SimCoordinator(self, replicas)
+        self.archive = SimArchive(self)
         self.budget = Budget(self)
         self.swapped: dict[str, SimStorage] = {}  # by name: storages with a foreign disk
         self.held_down: dict[str, None] = {}  # machines that must stay down for a while
@@ -281,6 +283,7 @@ class SimCluster:
         coordinator.cut_off.clear()
         coordinator.watch_delay_ms_max = 20
         coordinator.lost_watches = coordinator.stale_reads = 0.0
+        self.archive.repair()
         for storage in self.storages.values():
             storage.repair()
         for server in self.servers:

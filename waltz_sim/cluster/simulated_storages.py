@@ -12,6 +12,7 @@ Rules:
     4. Like the daemon, it does not start while ZooKeeper is unavailable, nor at an address that is
        registered for another storage; it serves the partition while it knows that it is assigned,
        and afterwards until the owner has removed it from the replica states.
+    5. Uploads and reads of the archive go to the simulated one.
 """
 
 from dataclasses import dataclass, replace
@@ -19,6 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from waltz_core.archive.collection import CollectionJob, CollectionOutcome
+from waltz_core.archive.upload_job import UploadJob, UploadOutcome
 from waltz_core.errors import CoordinatorUnavailable, NoSpace, StorageIdMismatch, WaltzError
 from waltz_core.machine import Report, Wakeup
 from waltz_core.records.record import PartitionId, ReplicaId, SessionId
@@ -26,10 +29,12 @@ from waltz_core.storage.files.space import DiskSpace
 from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.log.scrub import Scrub
-from waltz_core.storage.service import service, service_effects
+from waltz_core.storage.service import archive_jobs, service, service_effects
+from waltz_core.storage.service.archive_reads import ArchiveQuery
 from waltz_core.storage.service.engine import Engine
+from waltz_core.storage.service.retention import RetentionLimits
 from waltz_core.storage.service.service import StorageIdentity, StorageService
-from waltz_core.storage.service.work import ConnectionId, LaneRequest, Work, WorkResult
+from waltz_core.storage.service.work import ConnectionId, LaneRequest, Work, WorkOutcome, WorkResult
 from waltz_core.wire.messages import Message, StorageMessage
 from waltz_sim.world.network import FAR, Handlers, SimLink
 from waltz_sim.world.process import Process
@@ -81,6 +86,7 @@ class SimStorage(Process):
         self.rejected: WaltzError | None = None  # why it did not start
         self._is_dropping = False
         self._aside: Callable[[], None] | None = None
+        self.is_uploading = False
         self.started()
 
     def _wall_clock(self) -> int:
@@ -110,10 +116,17 @@ class SimStorage(Process):
         self.rejected = None
         assert self.engine is not None
         identity = StorageIdentity(self._cluster.key, 1, self.engine.storage_id)
-        interval_ms = self._cluster.setup.scrub_interval_ms
+        setup = self._cluster.setup
+        interval_ms, has_archive = setup.scrub_interval_ms, setup.archive_interval_ms > 0
         scrub = Scrub(bytes_per_s=SCRUB_BYTES_PER_S if interval_ms else 0, interval_ms=interval_ms)
+        limits = archive_jobs.ArchiveLimits(setup.archive_object_bytes, setup.archive_age_ms)
         self.service = StorageService(
-            identity, queue_bytes_max=QUEUE_BYTES_MAX, space=self.engine.space, scrub=scrub
+            identity,
+            queue_bytes_max=QUEUE_BYTES_MAX,
+            space=self.engine.space,
+            scrub=scrub,
+            archive=limits if has_archive else None,
+            retention=RetentionLimits(bytes_max=setup.local_retention_bytes),
         )
         self._checks.storage_started(self)
         self.follow()
@@ -248,6 +261,7 @@ class SimStorage(Process):
         if self.engine is not None:
             self.engine.abandon()
         self.engine = self.service = None
+        self.is_uploading = False
 
     def kill(self, *, is_silent: bool = False) -> None:
         """End the process (`kill -9`): the page cache stays."""
@@ -364,7 +378,37 @@ class SimStorage(Process):
             case service_effects.CheckSpace(space):
                 self._check_space(space)
             case _:
+                self._use_archive(effect)
+
+    def _use_archive(self, effect: service_effects.Effect) -> None:
+        """Rule 5."""
+        archive = self._cluster.archive
+        match effect:
+            case service_effects.UploadRange(job):
+                self.is_uploading = True
+                archive.upload(self, job, partial(self._uploaded, job))
+            case service_effects.CollectFiles(collection):
+                archive.collect(self, collection, partial(self._collected, collection))
+            case service_effects.WriteExpiry():
+                raise AssertionError("no schedule requests an expiry")
+            case service_effects.ReadArchive(read):
+                archive.answer(self, read, partial(self._was_read, read))
+            case _:
                 pass  # The socket limits reading.
+
+    def _uploaded(self, job: UploadJob, outcome: UploadOutcome) -> None:
+        self.is_uploading = False
+        self._step(archive_jobs.Uploaded(job, outcome))
+
+    def _collected(self, job: CollectionJob, outcome: CollectionOutcome) -> None:
+        self._step(archive_jobs.FilesCollected(job, outcome))
+
+    def archive_progressed(self) -> None:
+        """A request of the running upload is done."""
+        self._step(archive_jobs.ArchiveProgressed())
+
+    def _was_read(self, read: ArchiveQuery, outcome: WorkOutcome) -> None:
+        self._step(service.ArchiveAnswered(read, outcome))
 
     def _run(self, work: Work) -> None:
         """Rule 2."""

@@ -1,7 +1,7 @@
 """The list of all kinds of faults.
 
 A fault that is not listed here is not simulated. The faults themselves are in `process_faults.py`,
-`network_faults.py`, `disk_faults.py` and `zookeeper_faults.py`.
+`network_faults.py`, `disk_faults.py`, `zookeeper_faults.py` and `archive_faults.py`.
 
 Rules:
     1. A fault depends only on its own random numbers (`schedule.py`, rule 1) and on the state of
@@ -18,7 +18,13 @@ from collections.abc import Callable
 from typing import Final
 
 from waltz_sim.cluster.simulated_cluster import SimCluster
-from waltz_sim.faults import disk_faults, network_faults, process_faults, zookeeper_faults
+from waltz_sim.faults import (
+    archive_faults,
+    disk_faults,
+    network_faults,
+    process_faults,
+    zookeeper_faults,
+)
 from waltz_sim.faults.striking import InjectFault
 from waltz_sim.schedule import Fault, Schedule, schedule_of
 from waltz_sim.world.world import chance_of
@@ -113,6 +119,12 @@ KINDS: Final[dict[str, InjectFault]] = {
         zookeeper_faults.change_replicas_with_one_away,
         zookeeper_faults.checkpoint,
         zookeeper_faults.accept_replicas,
+        archive_faults.archive_away,
+        archive_faults.archive_throttles,
+        archive_faults.archive_loses_answers,
+        archive_faults.slow_archive,
+        archive_faults.corrupt_object,
+        archive_faults.kill_uploader,
     )
 }
 # Faults that the budget seldom allows are drawn more often.

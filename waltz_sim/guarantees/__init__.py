@@ -13,6 +13,8 @@
                 1 AckUnique, 11 OutcomeTruth, 12 AtMostOnce, 13 Dense, 14 ClientPrefix, 15 HwmMono,
                 16 NotAhead, 17 LockSerial and Serializable, dependent appends, commit stamps
     locking     18 LockBound, 19 ReserveHeld
+    archive_guarantees
+                28 Archived, 29 ArchiveMono, 30 StartBound, 31 NoTrustedReset
     bounds      26 Bounded
     sometimes   27 Sometimes
     history     the reference history of a run

@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Final
 from waltz_core.cluster.nodes.model import UNRESOLVED, PartitionMetadata, ReplicaState
 from waltz_core.errors import WaltzError
 from waltz_core.records.record import (
-    BEFORE_FIRST,
     NO_SESSION,
     RECONSTRUCTED,
     PartitionId,
@@ -144,15 +143,16 @@ def is_sound(storage: "SimStorage") -> bool:
 
 def _has_reconstructed(log: PartitionLog) -> bool:
     """Whether a log has lost batch entries: it serves records, but cannot be copied completely."""
-    if log.synced_max == BEFORE_FIRST:
+    first = TransactionId(log.start.transaction_id + 1)
+    if log.synced_max < first:
         return False
-    _, entries = log.lineage(TransactionId(0), log.synced_max)
+    _, entries = log.lineage(first, log.synced_max)
     return not entries or any(entry.session_id == RECONSTRUCTED for entry in entries)
 
 
 def read_whole(log: PartitionLog) -> None:
     """Read all of a log so that it finds its damage; raises WaltzError if that fails."""
-    at = TransactionId(0)
+    at = TransactionId(log.start.transaction_id + 1)
     while at <= log.synced_max:
         log.lineage(at, at)
         at = log.verify(at, READ_BYTES)

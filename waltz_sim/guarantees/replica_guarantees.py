@@ -332,24 +332,19 @@ class ReplicaGuarantees:
     def data_on(self, storage: "SimStorage") -> Iterator[bytes]:
         """Yield the data of each record on a replica's disk."""
         for path in segments_of(storage):
-            content = storage.disk.content(path)
-            at = SEGMENT_HEADER_BYTES
-            while at < len(content):
-                size = RECORD_PREFIX.unpack_from(content, at)[3]
-                data_at = at + RECORD_PREFIX.size
-                yield content[data_at : data_at + size]
-                at = data_at + size + 4
+            yield from data_in(storage.disk.content(path), SEGMENT_HEADER_BYTES)
 
     def check_records(self, storage: "SimStorage", last: int) -> None:
         """24. Fixed: compare the bytes of all records up to an id with the history."""
-        wanted = b"".join(self._facts.history.records[: last + 1])
+        first = first_on(storage)
+        wanted = b"".join(self._facts.history.records[first : last + 1])
         found = b"".join(
             storage.disk.content(path)[SEGMENT_HEADER_BYTES:] for path in segments_of(storage)
         )
         if found[: len(wanted)] == wanted:
             return
         at = 0
-        for position, record in enumerate(self._facts.history.records[: last + 1]):
+        for position, record in enumerate(self._facts.history.records[first : last + 1], first):
             if found[at : at + len(record)] != record:
                 self._facts.fail("Fixed", f"{storage.name} has a wrong record at {position}")
             at += len(record)
@@ -372,6 +367,20 @@ def _is_catch_up(message: AppendRaw) -> bool:
 def segments_of(storage: "SimStorage") -> list[Path]:
     """Return the segment files of a storage, in their order."""
     return [_path_of(name) for name in storage.disk.list(HOME) if name.endswith(".seg")]
+
+
+def first_on(storage: "SimStorage") -> int:
+    """Return the first ID on a storage's disk; older ones are in the archive."""
+    return int(segments_of(storage)[0].stem)
+
+
+def data_in(content: bytes, at: int) -> Iterator[bytes]:
+    """Yield the data of each record from an offset on."""
+    while at < len(content):
+        size = RECORD_PREFIX.unpack_from(content, at)[3]
+        data_at = at + RECORD_PREFIX.size
+        yield content[data_at : data_at + size]
+        at = data_at + size + 4
 
 
 @lru_cache(maxsize=4_096)

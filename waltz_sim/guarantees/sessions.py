@@ -39,6 +39,7 @@ from waltz_core.wire.messages import (
     Prepared,
     Repair,
     ReplicaEnd,
+    ResetLog,
     SetLowWaterMark,
     StorageMessage,
     Truncate,
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from waltz_sim.cluster.servers import SimServer
     from waltz_sim.guarantees.evidence import Evidence
 
-_CHANGING = (AppendRaw, Engage, Repair, SetLowWaterMark, Truncate)
+_CHANGING = (AppendRaw, Engage, Repair, ResetLog, SetLowWaterMark, Truncate)
 
 
 class Claimed(NamedTuple):
@@ -341,6 +342,15 @@ class Sessions:
             self._facts.count("U>0")
         decided = self.decided[session] = Decided(least, unknown_count)
         return decided
+
+    def is_trusted(self, session: SessionId, name: str) -> bool:
+        """Whether this session, or the next one, needs a replica's log for its decision."""
+        if session in self.opened:
+            return name in self.ever_engaged.get(session, ())
+        claim = self.claims.get(session)
+        if claim is None or name not in claim.engaged or self.is_rewritten:
+            return False
+        return self._known_max(session, name, claim.states[ReplicaId(name)]) is not None
 
     def _known_max(self, session: SessionId, name: str, state: ReplicaState) -> int | None:
         """Return the last id of a replica if it is trusted, else None."""

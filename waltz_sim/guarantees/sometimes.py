@@ -50,6 +50,16 @@ SOMETIMES: Final = (
     "replica marked by a command",
     "feed unsubscribed",
     "context client restarted",
+    "archive.recorded",
+    "archive.failed",
+    "checkpoint due",
+    "archive answer lost",
+    "archive file deleted",
+    "archive write after its answer",
+    "archive write after its sender died",
+    "storage.segment_removed",
+    "replica reset",
+    "read from the archive",
 )
 # Reports of machines -> the names above.
 REPORTED: Final[Mapping[str, str]] = {"recovery.waiting": "undecidable wait"}

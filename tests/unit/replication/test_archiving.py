@@ -14,7 +14,12 @@ from waltz_core.cluster.nodes.model import (
 )
 from waltz_core.records.record import GENESIS_CHAIN
 from waltz_core.replication.archiving import COLLECTION_INTERVAL_MS, PROGRESS_MS_MAX
-from waltz_core.replication.session_events import ReplicaResponded, SessionOpened, SessionSettled
+from waltz_core.replication.session_events import (
+    CheckpointDue,
+    ReplicaResponded,
+    SessionOpened,
+    SessionSettled,
+)
 
 INTERVAL_MS = 10_000
 ARCHIVING = replace(LIMITS, archive_interval_ms=INTERVAL_MS)
@@ -26,8 +31,8 @@ class ArchivingBench(Bench):
     They reject requests of the kind `rejected`.
     """
 
-    def __init__(self, *names):
-        super().__init__(*names, limits=ARCHIVING)
+    def __init__(self, *names, limits=ARCHIVING):
+        super().__init__(*names, limits=limits)
         self.collects = True
         self.rejected = ()
 
@@ -532,6 +537,42 @@ def test_nothing_is_collected_if_a_log_begins_above_the_recorded_mark(bench):
 # ---- replicas without the archived records
 
 
+def test_a_checkpoint_is_due_once_when_much_is_archived_above_the_mark():
+    bench = ArchivingBench(limits=replace(ARCHIVING, archived_bytes_max=1))
+    bench.open()
+    bench.append(2, batches=3)
+    assert not bench.all_reported(CheckpointDue)
+    archive(bench, last=1)
+    assert bench.all_reported(CheckpointDue) == [CheckpointDue(0)]
+    bench.append(1)
+    replica, request = attempts(bench)[-1]
+    finish(bench, replica, request)
+    bench.run()
+    assert bench.marker.archived.last == 5
+    assert len(bench.all_reported(CheckpointDue)) == 1
+
+
+def test_only_the_archived_part_above_the_mark_counts_for_a_checkpoint():
+    sent = new_bench().all_sent(wire.AppendRaw, A)
+    size = sum(len(each.records) for each in sent)
+    bench = ArchivingBench(limits=replace(ARCHIVING, archived_bytes_max=size))
+    bench.open()
+    bench.append(2, batches=5)
+    archive(bench, last=5)
+    assert not bench.all_reported(CheckpointDue)
+    replica, request = attempts(bench)[-1]
+    finish(bench, replica, request, last=7)
+    bench.run()
+    assert [each.session_id for each in bench.all_reported(CheckpointDue)] == [0]
+    # All of it is below the mark of the next session.
+    bench.lose(A)
+    bench.reopen()
+    assert bench.store.open_session == 1
+    archive(bench)
+    assert bench.marker.archived.last == 9
+    assert len(bench.all_reported(CheckpointDue)) == 1
+
+
 def remove_archived(bench, last, names=(A, B)):
     for name in names:
         bench.storages[name].remove_up_to(last)
@@ -597,6 +638,33 @@ def test_a_trusted_replica_that_lags_is_completed_and_not_reset():
     bench.run_for(3_000)
     assert not bench.reports("replica.reset")
     assert bench.storages[C].payloads() == bench.storages[A].payloads()
+
+
+def test_a_trusted_replica_without_a_source_is_reset_when_the_session_is_open_without_it():
+    """ZooKeeper then records it as closed, so no session needs its log."""
+    bench = Bench(limits=replace(ARCHIVING, range_bytes_max=1))
+    bench.open()
+    bench.silent = {C}
+    bench.append(1, batches=40)
+    replica, request = begin(bench)
+    assert replica != C
+    finish(bench, replica, request)
+    bench.run()
+    bench.lose(A)
+    bench.silent = set()
+    bench.wait(2_000)
+    bench.step_until(lambda: bench.all_sent(wire.RangeRaw))
+    bench.silent = {C}
+    bench.run_for(LIMITS.grace_ms)
+    assert bench.store.open_session == 1
+    assert bench.storages[C].last < 39
+    remove_archived(bench, 39)
+    bench.silent = set()
+    bench.run_for(3_000)
+    assert [each["replica"] for each in bench.reports("replica.reset")] == [C]
+    bench.append(1)
+    assert bench.store.session.claim.session_id == 1
+    assert len(bench.store.session.engaged) == 3
 
 
 def test_another_owner_learns_the_last_commit_stamp_from_the_archive_where_logs_begin_after_it():

@@ -383,6 +383,33 @@ def test_a_checkpoint_that_becomes_due_waits_for_what_is_still_in_flight() -> No
     assert len(world.store.of(replication.Checkpoint)) == checkpoints + 3
 
 
+def test_a_checkpoint_is_earlier_when_much_is_archived() -> None:
+    world = World(checkpoint_interval_ms=50)
+    world.open()
+    world.mount()
+    world.append()
+    world.run()
+    due = replication.CheckpointDue(SessionId(world.session))
+    checkpoints = len(world.store.of(replication.Checkpoint))
+    world.say(due)
+    world.commit()
+    # Only those by which the test makes the store speak: the session is too young.
+    assert len(world.store.of(replication.Checkpoint)) == checkpoints + 2
+    world.now_ms = 50
+    world.append()
+    world.run()
+    world.commit()
+    assert len(world.store.of(replication.Checkpoint)) == checkpoints + 4
+    world.close()
+    world.open(1)
+    world.append()
+    world.run()
+    world.now_ms = 100
+    world.commit()
+    # None in the next session, in which little is archived.
+    assert len(world.store.of(replication.Checkpoint)) == checkpoints + 7
+
+
 # --- mounts
 
 

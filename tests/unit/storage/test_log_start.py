@@ -13,7 +13,7 @@ from waltz_core.errors import (
     MissingSegment,
     SessionFenced,
 )
-from waltz_core.records.record import Chain
+from waltz_core.records.record import RECONSTRUCTED, Chain
 from waltz_core.storage.files.control_file import SLOTS_NAME
 from waltz_core.storage.files.format import SLOT_BLOCK_BYTES, IdRange, Marker, Slot, segment_name
 
@@ -70,6 +70,18 @@ def test_the_start_is_a_batch_end_at_or_after_the_end_of_the_removed_segment(wor
     assert read.records == everything[-len(read.records) :]
     assert (read.chain_before, read.entries[0].first) == (log.start.chain, first)
     assert log.lineage(0, log.max_id) == (log.start.chain, tuple(entries[first // 4 :]))
+
+
+def test_the_start_is_not_the_end_of_a_reconstructed_batch(world):
+    log, archived = world.log, marked(world)
+    lineage = log._files.segments.all[1].lineage  # the border is within its first batch
+    lost = lineage.entry(0)
+    made = lost._replace(session_id=RECONSTRUCTED, chain=Chain(bytes(16)))
+    lineage.rewrite(0, [made])
+    assert log.remove_oldest(archived)
+    assert log.start == end_of(log, lost.last + 4)
+    first = log.start.transaction_id + 1
+    assert log.read_range(first, first, 1 << 20, whole_batches=True).entries[0].first == first
 
 
 def test_everything_but_the_newest_segment_can_be_removed_and_appends_go_on(world):
@@ -189,6 +201,7 @@ def test_a_reset_drops_all_records_and_is_suspect_until_a_mark_is_set(world):
         assert log.confirmed_low_water_mark == 4000
         assert names(world) == [segment_name(4001, ".seg")]
         assert log.state().synced_max == 4000
+        assert log.verify(0, 1000) == 4001
         world.crash()
     world.log.prepare(2, NONCE)
     world.append([2, 3], session=2)

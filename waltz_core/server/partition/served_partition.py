@@ -87,6 +87,7 @@ class Partition:
         self._opened_ms = 0
         self._written_ms = 0  # when the last write of the metadata was requested
         self._opened_mark = BEFORE_FIRST
+        self._is_much_archived = False  # above the marks that the session has confirmed
         self._is_checkpoint_due = False
         self._waiting = WaitingRequests(limits.open_wait_ms)
         self._now_ms = 0
@@ -392,6 +393,9 @@ class Partition:
                     self._committed(effect)
                 case replication.SessionClosed():
                     self._session_closed(effect)
+                case replication.CheckpointDue():
+                    self._is_much_archived = True
+                    self._consider_checkpoint()
                 case replication.MarkProved() | replication.MarkUnproved():
                     self._proof_ended(effect)
                 case replication.Released():
@@ -429,7 +433,7 @@ class Partition:
         self._session_id, self._is_open = opened.session_id, True
         self._high_water_mark = mark
         self._opened_ms, self._opened_mark = self._now_ms, mark
-        self._is_checkpoint_due = False
+        self._is_checkpoint_due = self._is_much_archived = False
         self.session_changes += 1
         # Not the present time: a paused process may see the result of the write much later.
         self._proofs.confirm(self._written_ms)
@@ -472,9 +476,8 @@ class Partition:
             count = self._high_water_mark - self._opened_mark
             age_ms = self._now_ms - self._opened_ms
             self._is_checkpoint_due = (
-                count >= self._limits.checkpoint_interval_count
-                and age_ms >= self._limits.checkpoint_interval_ms
-            )
+                count >= self._limits.checkpoint_interval_count or self._is_much_archived
+            ) and age_ms >= self._limits.checkpoint_interval_ms
             if self._is_checkpoint_due:
                 self.pipeline.hold()
         if self._is_checkpoint_due and not self.pipeline.in_flight_bytes:

@@ -37,6 +37,7 @@ from waltz_core.errors import (
 from waltz_core.records.raw_records import RangeRead
 from waltz_core.records.record import (
     NO_SESSION,
+    RECONSTRUCTED,
     Chain,
     LineageEntry,
     PartitionId,
@@ -487,7 +488,9 @@ class PartitionLog:
         files, segments = self._files, self._files.segments
         if len(segments.all) == 1 or files.covered_end is not None:
             return None
-        end = segments.entry_of(segments.all[0].last)
+        # A reconstructed batch has another chain than the log, and perhaps ends within a batch.
+        entries = segments.entries_from(segments.all[0].last)
+        end = next((each for each in entries if each.session_id != RECONSTRUCTED), None)
         if end is None or end.last > min(archived.transaction_id, self.slot.low_water_mark):
             return None
         return Marker(end.last, end.chain)

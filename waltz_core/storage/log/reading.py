@@ -195,6 +195,8 @@ class LogReader:
         """Read records from an ID on from the disk, note damage, return the next ID (rule 6)."""
         first = max(first, TransactionId(self._segments.start.transaction_id + 1))
         last = self._segments.last
+        if first > last:
+            return first  # a log that has removed or dropped all records is empty
         with suppress(DiskFailed, *_WRONG):  # only a hint: the read itself finds wrong bytes
             self._segments.drop_cached(first, self._segments.fitting(first, last, bytes_max))
         try:

@@ -11,11 +11,12 @@ Rules (docs/decisions/047, "Reading"):
     5. An answer ends at the archived mark. Damage that the archive cannot answer stays damage.
 """
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from waltz_core.errors import ArchiveUnavailable, BelowStart, ChecksumMismatch, WaltzError
 from waltz_core.records import raw_records
-from waltz_core.records.record import RECORD_HEADER, PartitionId, TransactionId
+from waltz_core.records.raw_records import RangeRead
+from waltz_core.records.record import RECORD_HEADER, Chain, LineageEntry, PartitionId, TransactionId
 from waltz_core.storage.log.reading import LINEAGE_ENTRIES_MAX
 from waltz_core.storage.service.work import RANGE_BYTES_MAX, LaneRequest, WorkOutcome, range_bytes
 from waltz_core.values import value
@@ -28,8 +29,17 @@ from waltz_core.wire.messages import (
     StorageMessage,
 )
 
-if TYPE_CHECKING:
-    from waltz_core.archive.reader import ArchiveReader
+
+class Reader(Protocol):
+    """The part of `archive.reader.ArchiveReader` that is used here; the simulator has its own."""
+
+    def read_range(self, first: TransactionId, last: TransactionId, bytes_max: int) -> RangeRead:
+        """Return records of first..last that fit into `bytes_max`, at least one."""
+
+    def lineage(
+        self, first: TransactionId, last: TransactionId, entries_max: int
+    ) -> tuple[Chain, tuple[LineageEntry, ...]]:
+        """Return the batches that touch first..last and the chain before them, newest if many."""
 
 
 @value(frozen=True, slots=True)
@@ -95,7 +105,7 @@ def _needed(message: RangeRaw | LineageRequest) -> int:
     return message.last if isinstance(message, LineageRequest) else message.first
 
 
-def answer_from_archive(reader: "ArchiveReader", read: ArchiveQuery) -> WorkOutcome:
+def answer_from_archive(reader: Reader, read: ArchiveQuery) -> WorkOutcome:
     """Return the answer from the archive, or the error (rule 5); blocks."""
     try:
         return _answer(reader, read.request.message, TransactionId(read.mark.last))
@@ -103,9 +113,7 @@ def answer_from_archive(reader: "ArchiveReader", read: ArchiveQuery) -> WorkOutc
         return read.error if isinstance(read.error, ChecksumMismatch) else error
 
 
-def _answer(
-    reader: "ArchiveReader", message: StorageMessage, archived: TransactionId
-) -> StorageMessage:
+def _answer(reader: Reader, message: StorageMessage, archived: TransactionId) -> StorageMessage:
     prefix = (message.session_id, message.sequence, message.partition_id)
     if isinstance(message, LineageRequest):
         first, last = TransactionId(message.first), TransactionId(message.last)

@@ -1,0 +1,158 @@
+"""The simulated archive: its faults do what they say, and uploads survive them."""
+
+from random import Random
+
+import pytest
+
+from waltz_sim.cluster.simulated_cluster import MS, SimCluster
+from waltz_sim.faults import archive_faults
+from waltz_sim.schedule import Schedule, Setup
+
+SIZES = {"archive_object_bytes": 1, "local_retention_bytes": 1, "segment_bytes_max": 300}
+
+
+class First(Random):
+    """Chance that chooses the first, and returns the given roll."""
+
+    def __init__(self, roll=0.0):
+        super().__init__(1)
+        self.roll = roll
+
+    def random(self):
+        return self.roll
+
+    def choice(self, seq):
+        return seq[0]
+
+
+class World:
+    """A cluster that writes and archives."""
+
+    def __init__(self, **setup):
+        chosen = {"archive_interval_ms": 10, "checkpoint_interval_count": 20, "think_ms": 30}
+        self.cluster = SimCluster(Schedule(7, Setup(**chosen | SIZES | setup)))
+        self.archive, self.counts = self.cluster.archive, self.cluster.checks.counts
+        self.cluster.start_clients()
+
+    def wait(self, is_reached, ms=5_000):
+        assert self.cluster.world.run(ms * MS, until=is_reached), "not reached"
+
+    def wait_for(self, name, count=1):
+        """Wait until something has happened that often again."""
+        wanted = self.counts[name] + count
+        self.wait(lambda: self.counts[name] >= wanted)
+
+    @property
+    def uploading(self):
+        return [each for each in self.cluster.storages.values() if each.is_uploading]
+
+
+@pytest.fixture
+def world():
+    made = World()
+    made.wait_for("archived", 2)
+    return made
+
+
+def test_a_world_without_an_archive_has_no_uploads():
+    world = World(archive_interval_ms=0)
+    world.cluster.world.run(500 * MS)
+    assert world.cluster.checks.history.last > 20
+    assert not world.archive.files
+    assert world.cluster.checks.archive is None
+
+
+def test_segments_are_removed_and_old_rows_are_read_from_the_archive(world):
+    world.wait_for("storage.segment_removed", 3)
+    client = world.cluster.clients[0]
+    client.kill()
+    world.cluster.start_client(client)
+    world.wait_for("read from the archive")
+    world.cluster.run_until_recovered()
+    assert client.fed == world.cluster.checks.history.last
+
+
+@pytest.mark.parametrize(
+    ("fault", "field"), [("archive_away", "is_away"), ("archive_throttles", "throttled")]
+)
+def test_uploads_fail_and_continue_after_the_fault(world, fault, field):
+    assert getattr(archive_faults, fault)(world.cluster, First())
+    assert getattr(world.archive, field)
+    world.wait(lambda: not getattr(world.archive, field))
+    setattr(world.archive, field, 1.0)
+    world.wait_for("archive.failed")
+    setattr(world.archive, field, 0.0)
+    world.wait_for("archived")
+
+
+def test_garbage_is_collected_and_the_archive_stays_complete(world):
+    before = dict(world.archive.files)
+    world.wait_for("archive file deleted", 3)
+    world.wait_for("archived")
+    world.cluster.run_until_recovered()
+    assert len(before.keys() - world.archive.files.keys()) >= 1
+
+
+def test_a_write_whose_answer_is_lost_may_take_effect_after_the_next_attempt():
+    world = World()  # The first upload begins with a write.
+    world.archive.lost_answers = 0.8
+    world.archive._chance = lambda: 0.7  # late
+    world.wait_for("archive answer lost")
+    world.archive.lost_answers = 0.0
+    world.wait_for("archive write after its answer")
+    assert world.archive.files
+    world.wait_for("archived")
+
+
+def test_a_write_takes_effect_after_its_sender_died():
+    world = World()
+    world.archive.slow_us = 50 * MS
+    world.wait(lambda: world.uploading)
+    world.cluster.world.run(2 * MS)
+    assert archive_faults.kill_uploader(world.cluster, First())
+    world.archive.slow_us = 0
+    world.wait_for("archive write after its sender died")
+    world.wait_for("archived")
+
+
+def test_without_an_upload_no_uploader_is_killed():
+    world = World(archive_interval_ms=0)
+    assert not archive_faults.kill_uploader(world.cluster, First())
+
+
+def test_a_file_that_is_written_wrong_is_found_by_its_upload(world):
+    world.archive.corrupting = 1.0
+    world.wait_for("archive.failed")
+    assert not world.archive.spoiled
+    assert archive_faults.corrupt_object(world.cluster, First())
+    assert world.archive.corrupting == 0.5
+    world.wait(lambda: not world.archive.corrupting)
+    world.wait_for("archived")
+
+
+def test_a_file_that_is_changed_later_is_restored(world):
+    before = dict(world.archive.files)
+    assert archive_faults.corrupt_object(world.cluster, First(roll=0.9))
+    (name,) = world.archive.spoiled
+    assert world.archive.files[name] != before[name] == world.archive.spoiled[name]
+    world.wait(lambda: not world.archive.spoiled)
+    assert world.archive.files[name] == before[name]
+
+
+def test_a_slow_store_delays_the_archive_and_nothing_else(world):
+    archive_faults.slow_archive(world.cluster, First())
+    assert world.archive.slow_us
+    last = world.cluster.checks.history.last
+    world.wait_for("archived")
+    assert world.cluster.checks.history.last > last
+    world.wait(lambda: not world.archive.slow_us)
+
+
+def test_a_checkpoint_makes_removal_progress_in_a_long_session():
+    """AR 11: without it, only segments below the mark of the session's opening are removed."""
+    world = World(checkpoint_interval_count=1 << 30, archived_bytes_max=500)
+    world.wait_for("checkpoint due", 2)
+    world.wait_for("storage.segment_removed", 3)
+    world = World(checkpoint_interval_count=1 << 30)
+    world.wait_for("archived", 10)
+    assert not world.counts["storage.segment_removed"]

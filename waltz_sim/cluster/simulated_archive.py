@@ -1,0 +1,406 @@
+"""A simulated object store, and the uploads of simulated storages into it.
+
+It replaces `archive/store.py` and `archive/upload.py`, which block. Here every request takes
+virtual time, and may fail, be carried out without an answer, or be carried out much later, also
+after its sender has died.
+
+An object is not a Parquet file: encoding one takes longer than all other work of a schedule, and
+the guarantees do not depend on it. It has the records of its batches, and their lineage. Manifests
+have the bytes of production.
+
+Rules:
+    1. A write is carried out at once, late, or never; only an answer without an error shows it.
+    2. Nothing is overwritten (AR 2 of decision 047), and no file is lost that is not deleted. A
+       fault may change a file, until its operator restores it.
+    3. An upload does what `archive/upload.py` does, in the same order: it reads the present
+       manifest, writes the object, reads it back, writes the new manifest, and reads it back.
+    4. A process has at most one upload; if it dies, requests on their way may still take effect.
+    5. A collection of garbage is that of production. It lists the files at one moment; each is
+       deleted later, also after the process has died. Replaced manifests are kept for a shorter
+       time than in production.
+"""
+
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, cast
+
+import numpy as np
+
+from waltz_core.archive.collection import GRACE_MS, CollectionJob, CollectionOutcome, collect
+from waltz_core.archive.file_names import (
+    FileOrigin,
+    manifest_name,
+    manifests_folder,
+    object_name,
+    objects_folder,
+)
+from waltz_core.archive.manifest import Manifest, ObjectEntry
+from waltz_core.archive.upload_job import NewManifest, UploadJob, UploadOutcome
+from waltz_core.errors import (
+    ArchiveUnavailable,
+    BadFormat,
+    ChecksumMismatch,
+    ObjectMissing,
+    WaltzError,
+)
+from waltz_core.records.checksum import crc32
+from waltz_core.records.raw_records import RangeRead
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    GENESIS_CHAIN,
+    Chain,
+    LineageEntry,
+    TransactionId,
+)
+from waltz_core.storage.service.archive_reads import ArchiveQuery, answer_from_archive
+from waltz_core.storage.service.work import WorkOutcome
+from waltz_core.wire.messages import SetArchived
+
+if TYPE_CHECKING:
+    from waltz_core.archive.store import ArchiveStore
+    from waltz_sim.cluster.simulated_cluster import SimCluster
+    from waltz_sim.cluster.simulated_storages import SimStorage
+
+REQUEST_US: Final = (300, 6_000)
+TIMEOUT_US: Final = 100_000
+LATE_US_MAX: Final = 2_000_000
+SHORT_GRACE_MS: Final = 300
+
+
+class StoredFile(NamedTuple):
+    """A file: its bytes; of an object its batches, the end of each record, the chain before."""
+
+    data: bytes
+    batches: tuple[LineageEntry, ...] = ()
+    ends: tuple[int, ...] = ()
+    chain_before: Chain = GENESIS_CHAIN
+
+
+class _Read(NamedTuple):
+    name: str
+
+
+class _Write(NamedTuple):
+    name: str
+    file: StoredFile
+
+
+_Request: TypeAlias = _Read | _Write
+_Steps: TypeAlias = Generator[_Request, StoredFile, NewManifest]
+
+
+class SimArchive:
+    """The store of one world. See the module's rules."""
+
+    def __init__(self, cluster: "SimCluster") -> None:
+        self._cluster = cluster
+        self._world = cluster.world
+        self._rng = cluster.world.stream("archive")
+        self._chance = self._rng.random
+        self.files: dict[str, StoredFile] = {}
+        self.spoiled: dict[str, StoredFile] = {}  # changed by a fault: what was written
+        self.written_ms: dict[str, int] = {}
+        # Faults.
+        self.is_away = False
+        self.throttled = 0.0  # share of requests that are rejected
+        self.lost_answers = 0.0
+        self.corrupting = 0.0  # share of writes that store other bytes
+        self.slow_us = 0
+
+    # ---- requests
+
+    def upload(
+        self, storage: "SimStorage", job: UploadJob, done: Callable[[UploadOutcome], None]
+    ) -> None:
+        """Carry out a job; `done` gets the outcome, unless the process dies before (rule 4)."""
+        steps, incarnation = _steps(self._cluster.key, job), storage.incarnation
+
+        def advance(answer: StoredFile | WaltzError | None) -> None:
+            if storage.incarnation != incarnation:
+                return
+            if answer is not None:
+                storage.archive_progressed()
+            try:
+                if isinstance(answer, WaltzError):
+                    request = steps.throw(answer)
+                else:
+                    request = next(steps) if answer is None else steps.send(answer)
+            except StopIteration as ended:
+                done(ended.value)
+            except WaltzError as error:
+                done(error)
+            else:
+                self._request(storage, request, advance)
+
+        storage.after(0, lambda: advance(None))
+
+    def _request(
+        self,
+        storage: "SimStorage",
+        request: _Request,
+        answer: Callable[[StoredFile | WaltzError | None], None],
+    ) -> None:
+        delay_us, incarnation = self._rng.randint(*REQUEST_US) + self.slow_us, storage.incarnation
+        is_lost = self._chance() < self.lost_answers
+        if is_lost:
+            self._cluster.checks.count("archive answer lost")
+            error = ArchiveUnavailable(f"archive: {request.name}: no answer")
+            storage.after(delay_us + TIMEOUT_US, partial(answer, error))
+            roll = self._chance()
+            if roll < 0.2:
+                return
+            if roll < 0.8:
+                delay_us += self._rng.randrange(LATE_US_MAX)
+
+        def apply() -> None:
+            is_over = storage.incarnation != incarnation
+            result = self._apply(request)
+            if isinstance(request, _Write) and isinstance(result, StoredFile):
+                if is_over:
+                    self._cluster.checks.count("archive write after its sender died")
+                elif is_lost and delay_us > TIMEOUT_US + self.slow_us:
+                    self._cluster.checks.count("archive write after its answer")
+            if not is_lost and not is_over:
+                storage.after(self._rng.randint(*REQUEST_US), partial(answer, result))
+
+        self._world.after(delay_us, apply)
+
+    def _apply(self, request: _Request) -> StoredFile | WaltzError:
+        if self.is_away or self._chance() < self.throttled:
+            return ArchiveUnavailable(f"archive: {request.name}: rejected")
+        if isinstance(request, _Read):
+            return self.files.get(request.name) or ObjectMissing(f"archive: no {request.name}")
+        self._cluster.checks.archive_written(request.name, is_known=request.name in self.files)
+        self.files[request.name] = request.file
+        self.written_ms[request.name] = self._world.now_ms
+        if self._chance() < self.corrupting:
+            self.files[request.name] = self._flipped(request.file)
+        return request.file
+
+    # ---- collection
+
+    def collect(
+        self, storage: "SimStorage", job: CollectionJob, done: Callable[[CollectionOutcome], None]
+    ) -> None:
+        """Carry out a collection (rule 5)."""
+
+        def begin() -> None:
+            if self.is_away or self._chance() < self.throttled:
+                done(ArchiveUnavailable("archive: a collection was rejected"))
+                return
+            store = cast("ArchiveStore", _Listing(self))
+            now_ms = self._world.now_ms + GRACE_MS - SHORT_GRACE_MS
+            try:
+                found = collect(store, self._cluster.key, job, now_ms=now_ms)
+            except WaltzError as error:
+                done(error)
+                return
+            storage.after(self._rng.randint(*REQUEST_US) + self.slow_us, partial(done, found))
+
+        storage.after(self._rng.randint(*REQUEST_US) + self.slow_us, begin)
+
+    def delete_later(self, name: str) -> None:
+        """Delete a file, perhaps much later."""
+
+        def delete() -> None:
+            if self.files.pop(name, None) is not None:
+                self.spoiled.pop(name, None)
+                self.written_ms.pop(name, None)
+                self._cluster.checks.archive_deleted(name)
+
+        late_us = self._rng.randrange(LATE_US_MAX) if self._chance() < self.lost_answers else 0
+        self._world.after(self._rng.randint(*REQUEST_US) + self.slow_us + late_us, delete)
+
+    # ---- faults
+
+    def spoil(self, name: str) -> None:
+        """Flip a bit of a file that was written."""
+        self.spoiled.setdefault(name, self.files[name])
+        self.files[name] = self._flipped(self.files[name])
+
+    def _flipped(self, file: StoredFile) -> StoredFile:
+        data = bytearray(file.data)
+        data[self._rng.randrange(len(data))] ^= 1
+        return file._replace(data=bytes(data))
+
+    def repair(self) -> None:
+        """End all faults."""
+        self.is_away, self.slow_us = False, 0
+        self.throttled = self.lost_answers = self.corrupting = 0.0
+        self.restore()
+
+    def restore(self) -> None:
+        """Restore changed files (rule 2)."""
+        self.files.update(self.spoiled)
+        self.spoiled.clear()
+
+    # ---- reading
+
+    def answer(
+        self, storage: "SimStorage", read: ArchiveQuery, done: Callable[[WorkOutcome], None]
+    ) -> None:
+        """Answer a request from the archive, unless the process dies before."""
+
+        def answer() -> None:
+            if self.is_away or self._chance() < self.throttled:
+                done(ArchiveUnavailable("archive: a read was rejected"))
+                return
+            found = answer_from_archive(_SimReader(self, read.mark), read)
+            if not isinstance(found, WaltzError):
+                self._cluster.checks.count("read from the archive")
+            done(found)
+
+        storage.after(self._rng.randint(*REQUEST_US) + self.slow_us, answer)
+
+    def objects(self, manifest: str, manifest_crc: int) -> list[tuple[ObjectEntry, StoredFile]]:
+        """Return the objects of a manifest.
+
+        Raises:
+            ObjectMissing, ChecksumMismatch, BadFormat: a file is missing or changed.
+        """
+        head = self._verified(manifest, manifest_crc)
+        found = Manifest.from_bytes(head.data, manifest)
+        return [(each, self._verified(each.name, each.file_crc)) for each in found.newest]
+
+    def _verified(self, name: str, expected: int) -> StoredFile:
+        file = self.files.get(name)
+        if file is None:
+            raise ObjectMissing(f"archive: no {name}")
+        return _checked(file, name, expected)
+
+
+class _Listed(NamedTuple):
+    name: str
+    byte_count: int
+    modified_ms: int
+
+
+class _Listing:
+    """The store as a collection finds it; see `ArchiveStore`."""
+
+    def __init__(self, archive: SimArchive) -> None:
+        self._archive = archive
+
+    def files(self, folder: str) -> list[_Listed]:
+        """Return the files of a folder."""
+        times = self._archive.written_ms
+        return [
+            _Listed(name, len(file.data), times[name])
+            for name, file in sorted(self._archive.files.items())
+            if name.startswith(f"{folder}/")
+        ]
+
+    def names(self, folder: str) -> list[str]:
+        """Return the names of the files of a folder."""
+        return [each.name for each in self.files(folder)]
+
+    def read(self, name: str) -> bytes:
+        """Return the bytes of a file; raises ObjectMissing."""
+        file = self._archive.files.get(name)
+        if file is None:
+            raise ObjectMissing(f"archive: no {name}")
+        return file.data
+
+    def delete(self, name: str) -> None:
+        """Delete a file."""
+        self._archive.delete_later(name)
+
+
+class _SimReader:
+    """Reads the archive by a manifest, as `archive.reader.ArchiveReader` does."""
+
+    def __init__(self, archive: SimArchive, mark: SetArchived) -> None:
+        self._archive = archive
+        self._mark = mark
+
+    def read_range(self, first: TransactionId, last: TransactionId, bytes_max: int) -> RangeRead:
+        """Return records of one object; raises as `SimArchive.objects`."""
+        objects = self._archive.objects(self._mark.manifest, self._mark.manifest_crc)
+        entry, file = next(each for each in objects if each[0].last >= first)
+        starts, at = (0, *file.ends), first - entry.first
+        stop = min(last, entry.last) - entry.first + 1
+        while stop > at + 1 and starts[stop] - starts[at] > bytes_max:
+            stop -= 1
+        end = TransactionId(entry.first + stop - 1)
+        chain_before, batches = _touching(file.chain_before, file.batches, first, end)
+        sizes = [end - start for start, end in pairwise(starts[at : stop + 1])]
+        lengths = np.array(sizes, dtype=np.int64)
+        return RangeRead(
+            first, lengths, file.data[starts[at] : starts[stop]], batches, chain_before
+        )
+
+    def lineage(
+        self, first: TransactionId, last: TransactionId, entries_max: int
+    ) -> tuple[Chain, tuple[LineageEntry, ...]]:
+        """Return the batches that touch first..last and the chain before; raises as `objects`."""
+        objects = self._archive.objects(self._mark.manifest, self._mark.manifest_crc)
+        batches = [each for _, file in objects for each in file.batches]
+        chain_before, found = _touching(GENESIS_CHAIN, batches, first, last)
+        assert len(found) <= entries_max, "a simulated log is short"
+        return chain_before, found
+
+
+def _touching(
+    chain: Chain, batches: Sequence[LineageEntry], first: TransactionId, last: TransactionId
+) -> tuple[Chain, tuple[LineageEntry, ...]]:
+    """Return the batches that touch first..last, and the chain before them."""
+    found = []
+    for each in batches:
+        if each.last < first:
+            chain = each.chain
+        elif each.first <= last:
+            found.append(each)
+    return chain, tuple(found)
+
+
+def _steps(cluster_key: bytes, job: UploadJob) -> _Steps:
+    """Rule 3; raises what `archive.upload.upload` raises."""
+    present = Manifest(
+        cluster_key, job.partition_id, 0, TransactionId(0), BEFORE_FIRST, GENESIS_CHAIN
+    )
+    if job.manifest:
+        found = _checked((yield _Read(job.manifest)), job.manifest, job.manifest_crc)
+        present = Manifest.from_bytes(found.data, job.manifest)
+    if (present.last, present.chain) != (job.first - 1, job.chain_before):
+        raise BadFormat(f"manifest {job.manifest}: it does not end before {job.first}")
+    origin = FileOrigin(job.session_id, job.nonce, job.attempt)
+    file = _object_of(job)
+    folder = objects_folder(cluster_key, job.partition_id)
+    name = object_name(folder, job.first, job.end.last, origin)
+    yield _Write(name, file)
+    _checked((yield _Read(name)), name, crc32(file.data))
+    entry = _entry_of(job, name, file)
+    data = present.with_object(entry).to_bytes()
+    folder = manifests_folder(cluster_key, job.partition_id)
+    name = manifest_name(folder, present.version + 1, origin)
+    yield _Write(name, StoredFile(data))
+    _checked((yield _Read(name)), name, crc32(data))
+    made = Manifest.from_bytes(data, name)
+    return NewManifest(made.last, made.chain, job.end.stamp_ms, name, crc32(data))
+
+
+def _object_of(job: UploadJob) -> StoredFile:
+    ends, end = [], 0
+    for run in job.runs:
+        for length in run.lengths.tolist():
+            end += length
+            ends.append(end)
+    data = b"".join(bytes(run.records) for run in job.runs)
+    assert end == len(data)
+    batches = tuple(each for run in job.runs for each in run.batches)
+    return StoredFile(data, batches, tuple(ends), job.chain_before)
+
+
+def _entry_of(job: UploadJob, name: str, file: StoredFile) -> ObjectEntry:
+    end, size = job.end, len(file.data)
+    stamps = [each.stamp_ms for each in file.batches if each.stamp_ms]
+    times = min(stamps, default=0), max(stamps, default=0)
+    return ObjectEntry(name, job.first, end.last, end.chain, size, crc32(file.data), size, *times)
+
+
+def _checked(file: StoredFile, name: str, expected: int) -> StoredFile:
+    found = crc32(file.data)
+    if found != expected:
+        raise ChecksumMismatch(f"archive: {name}: expected CRC {expected:08x}, found {found:08x}")
+    return file
