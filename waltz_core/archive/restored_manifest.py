@@ -57,6 +57,11 @@ class RestoredRange:
         entries = saved.entries()
         folders = {each.name.rpartition("/")[0] for each in entries}
         existing = {name for folder in sorted(folders) for name in store.names(folder)}
+        if not entries:
+            raise ObjectMissing(
+                f"archive {store.url}: expected objects of partition "
+                f"{saved.manifest.partition_id}, found that all have expired"
+            )
         kept = tuple(dropwhile(lambda each: each.name not in existing, entries))
         missing = [each for each in kept if each.name not in existing]
         if missing or not kept:

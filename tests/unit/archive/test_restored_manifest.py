@@ -18,6 +18,7 @@ from waltz_core.archive.restored_manifest import BatchEnd, RestoredRange
 from waltz_core.archive.saved_manifest import SavedManifest
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.errors import BadFormat, BadRequest, ChecksumMismatch, ObjectMissing
+from waltz_core.records.checksum import crc32
 
 FOLDER = f"{UUID(bytes=KEY)}/{PARTITION}"
 NEW_KEY, NONCE = b"k" * 16, b"n" * 16
@@ -181,3 +182,19 @@ def test_a_pin_is_written_once_and_protects_its_source(store):
     assert pin(store, KEY, NEW_KEY) is None
     store.delete(name)
     assert not is_pinned(store, KEY)
+
+
+def test_an_archive_of_which_all_has_expired_is_rejected(store, log):
+    end = log.manifest.last + 1
+    gone = log.manifest.expired(end, 0).expired(end, manifest_module.EXPIRY_GRACE_MS)
+    store.write("gone.json", gone.to_bytes())
+    saved = SavedManifest.read(store, "gone.json", crc32(gone.to_bytes()))
+    with pytest.raises(ObjectMissing, match="of partition 3, found that all have expired"):
+        RestoredRange(store, saved)
+
+
+def test_expired_objects_that_still_exist_are_not_restored_as_available(store, log):
+    expired = log.manifest.expired(OBJECT, 0)
+    store.write("expired.json", expired.to_bytes())
+    saved = SavedManifest.read(store, "expired.json", crc32(expired.to_bytes()))
+    assert RestoredRange(store, saved).first == OBJECT

@@ -237,3 +237,20 @@ def test_with_a_retention_objects_expire_at_intervals():
     end_attempt(bench)
     bench.run_for(0)
     assert len(expiries(bench)) == 2
+
+
+def test_an_owner_that_archives_nothing_carries_out_a_request(bench):
+    other = ArchivingBench(*bench.names)
+    other.storages, other.storage_ids = bench.storages, bench.storage_ids
+    other.store = other._new_store(replace(ARCHIVING, archive_interval_ms=0))
+    other.look_at_zookeeper_of(bench)
+    other.own(generation=2)
+    other.reopen()
+    replica, expiry = request(other)
+    finish(other, replica, expiry, error="cannot read m1", manifest="")
+    other.run_for(EXPIRY_RETRY_MS)
+    replica, expiry = expiries(other)[-1]
+    finish(other, replica, expiry)
+    other.run()
+    assert first_of(other) == 2
+    assert other.store.has_expired(2, 0)
