@@ -256,7 +256,8 @@ class OwnerRequests:
         for none.
 
         Raises:
-            BadRequest: nothing of the partition is archived, or the server is older.
+            BadRequest: nothing of the partition is archived.
+            LocalProtocolError: the server is older, and has no such request.
         """
 
         async def query(reader: OwnerLink) -> bool:
