@@ -230,7 +230,7 @@ class Archiving:
     def _next_of(self, capable: Sequence[ReplicaSession]) -> ReplicaSession:
         """Count an attempt, and return the replica for it."""
         self._attempt_count += 1
-        return capable[(self._attempt_count + self._failure_count) % len(capable)]
+        return capable[self._attempt_count % len(capable)]
 
     def _request(self, each: ReplicaSession, committed: TransactionId, now_ms: int) -> None:
         recorded = self.recorded

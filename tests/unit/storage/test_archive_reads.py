@@ -15,7 +15,7 @@ from waltz_core.records import raw_records
 from waltz_core.records.checksum import crc32
 from waltz_core.storage.files.format import IdRange
 from waltz_core.storage.service import service, service_effects
-from waltz_core.storage.service.archive_reads import answer_from_archive
+from waltz_core.storage.service.archive_reads import QUERIES_MAX, answer_from_archive
 from waltz_core.storage.service.retention import RetentionLimits
 from waltz_core.wire.messages import (
     LineageRequest,
@@ -210,3 +210,23 @@ def test_damaged_archived_records_are_read_from_the_archive(make, tmp_path):
     assert "records 4..7 are damaged" in str(archived.error(replace(message, sequence=99)))
     assert isinstance(archived.error(range_of(owner, 20, 21, whole_batches=False)), BadRequest)
     archived.cache.close()
+
+
+def test_reads_that_wait_for_the_archive_stop_no_connection_and_are_limited(archived):
+    bench, owner = archived.bench, archived.owner
+    messages = [
+        range_of(owner, 0, 9, bytes_max=1 << 16, reader=True) for _ in range(QUERIES_MAX + 1)
+    ]
+    for message in messages:
+        bench.send(7, message)
+        bench.finish()
+    assert bench.service.queued_bytes == 0
+    assert not bench.only(service_effects.PauseReading)
+    (rejected,) = (each for each in bench.answers(7) if isinstance(each, Nack))
+    assert rejected.sequence == messages[-1].sequence
+    error = from_code(rejected.error_code, rejected.message)
+    assert isinstance(error, ArchiveUnavailable)
+    assert str(error) == f"{QUERIES_MAX} requests wait for the archive already"
+    assert bench.ask(1, owner.append(2)).synced_max == ROWS + 1
+    assert archived.read() == QUERIES_MAX
+    assert archived.answer(messages[0], 7).count == 10

@@ -15,11 +15,11 @@ from waltz_core.archive.upload_job import ExpiredManifest, ExpiryJob, NewManifes
 from waltz_core.errors import ArchiveUnavailable, BadRequest, SessionFenced, from_code
 from waltz_core.machine import Wakeup
 from waltz_core.records.record import GENESIS_CHAIN, RECONSTRUCTED
-from waltz_core.storage.files.format import IdRange
-from waltz_core.storage.log.archive_pieces import RetentionPiece
+from waltz_core.storage.files.format import IdRange, Marker
+from waltz_core.storage.log.archive_pieces import LogSize, RetentionPiece
 from waltz_core.storage.service import service, service_effects
 from waltz_core.storage.service.archive_jobs import PROGRESS_INTERVAL_MS, STALLED_MS, ArchiveLimits
-from waltz_core.storage.service.retention import INTERVAL_MS, RetentionLimits
+from waltz_core.storage.service.retention import INTERVAL_MS, Retention, RetentionLimits
 from waltz_core.wire import messages
 from waltz_core.wire.messages import (
     ArchiveProgress,
@@ -602,3 +602,18 @@ def test_an_expiry_is_not_reported_to_an_owner_whose_session_has_ended(make, end
     bench.step(service.ExpiryWritten(effect.job, ExpiredManifest(3, "e", 8)))
     answers = [each for number in (1, 2) for each in bench.answers(number)]
     assert not [each for each in answers if isinstance(each, ObjectsExpired)]
+
+
+def test_marks_that_keep_arriving_do_not_delay_the_removal():
+    partitions, marks, removals = 10, 9, 0
+    retention = Retention(RetentionLimits(age_ms_max=1))
+    for partition in range(partitions):
+        retention.opened(partition)
+        retention.archived(partition, Marker(5, GENESIS_CHAIN), 0)
+    for count in range(100):
+        partition, piece = retention.next_piece(0)
+        removals += piece.removes
+        retention.done(partition, LogSize(100, oldest_age_ms=2, is_removable=True))
+        if count % marks == 0:
+            retention.archived(count % partitions, Marker(6 + count, GENESIS_CHAIN), 0)
+    assert removals > 50

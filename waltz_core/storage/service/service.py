@@ -547,10 +547,11 @@ class StorageService:
             found: WorkOutcome | ArchiveQuery = outcome
             if isinstance(outcome, WaltzError):
                 found = self._archive_reads.instead(request, outcome)
+            self._unqueue(request)
             if isinstance(found, ArchiveQuery):
                 self._effects.append(ReadArchive(found))
             else:
-                self._finish(request, found)
+                self._respond(request, found)
         lane = self._lanes.get(work.partition_id)
         if lane is None or lane.work is not work:
             self._effects.append(Idle(work.log))  # the partition was dropped meanwhile
@@ -570,9 +571,7 @@ class StorageService:
             self._mark_at_ms = now_ms + MARKER_INTERVAL_MS
         self._start_work(lane)
 
-    def _finish(self, request: LaneRequest, outcome: WorkOutcome) -> None:
-        """Answer a request that was queued."""
-        self._unqueue(request)
+    def _respond(self, request: LaneRequest, outcome: WorkOutcome) -> None:
         if isinstance(outcome, WaltzError):
             self._reject(request, outcome)
         else:
@@ -743,7 +742,8 @@ class StorageService:
         now_ms: int,
     ) -> None:
         if isinstance(event, ArchiveAnswered):
-            self._finish(event.read.request, event.outcome)
+            self._archive_reads.answered()
+            self._respond(event.read.request, event.outcome)
         else:
             self._effects += self._archive.done(event, now_ms)
 
