@@ -164,7 +164,8 @@ class Repairs:
         if archived is not None and archived.last > goal.mark:
             # What lies between is of this session. It is copied to a marked replica, so a log that
             # begins again does so at the mark, up to which everything is archived, too.
-            archived = goal.chain and archived._replace(last=goal.mark, chain=goal.chain)
+            chain = goal.chain
+            archived = None if chain is None else archived._replace(last=goal.mark, chain=chain)
         if archived is None or is_needed:
             return goal
         starts = [

@@ -117,11 +117,13 @@ def test_the_end_before_a_time_is_that_of_the_last_batch_with_an_earlier_stamp(s
 
 def test_a_partition_begins_after_the_objects_that_expiry_has_deleted(store, log):
     store.delete(name_of(0))
-    found = RestoredRange(store, saved_of(store, log))
+    with pytest.raises(ObjectMissing, match=r"object .*0\.parquet, .* use --without-expired"):
+        RestoredRange(store, saved_of(store, log))
+    found = RestoredRange(store, saved_of(store, log), may_have_expired=True)
     assert found.first == OBJECT
     with pytest.raises(BadRequest, match=rf"expected an end in {OBJECT}\.\."):
         found.end_at(OBJECT - 1)
-    made = restore(store, log, found.end_at(found.last))
+    made = found.write(NEW_KEY, 9, NONCE, found.end_at(found.last))
     manifest = Manifest.from_bytes(store.read(made.name), made.name)
     assert (manifest.first, manifest.newest[0].first) == (OBJECT, OBJECT)
 
@@ -131,7 +133,7 @@ def test_another_object_that_is_missing_is_an_error(store, log, numbers):
     for each in numbers:
         store.delete(name_of(each))
     with pytest.raises(ObjectMissing, match=r"object .*\.parquet, IDs .* does not exist"):
-        RestoredRange(store, saved_of(store, log))
+        RestoredRange(store, saved_of(store, log), may_have_expired=True)
 
 
 def test_an_object_of_another_log_is_not_restored(store, log, tmp_path):

@@ -13,7 +13,7 @@ from waltz_core.archive.upload import upload
 from waltz_core.errors import ArchiveUnavailable, BadRequest, BelowStart, ObjectMissing, from_code
 from waltz_core.records import raw_records
 from waltz_core.records.checksum import crc32
-from waltz_core.storage.files.format import IdRange
+from waltz_core.storage.files.format import IdRange, Marker
 from waltz_core.storage.service import service, service_effects
 from waltz_core.storage.service.archive_reads import QUERIES_MAX, answer_from_archive
 from waltz_core.storage.service.retention import RetentionLimits
@@ -230,3 +230,13 @@ def test_reads_that_wait_for_the_archive_stop_no_connection_and_are_limited(arch
     assert bench.ask(1, owner.append(2)).synced_max == ROWS + 1
     assert archived.read() == QUERIES_MAX
     assert archived.answer(messages[0], 7).count == 10
+
+
+def test_a_storage_without_an_archive_says_so(make):
+    bench = make(archive=None)
+    filled(bench)
+    owner = bench.owned(6)
+    bench.log._files.begin_after(Marker(3, bench.log.chain_at(3)), bench.log.slot)
+    bench.ask(7, open_request())
+    answer = bench.ask(7, range_of(owner, 0, 1, reader=True))
+    assert "and this storage has no `archive_url`" in answer.message

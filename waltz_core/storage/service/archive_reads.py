@@ -66,7 +66,8 @@ class ArchiveQuery:
 class ArchiveReads:
     """The archived marks of the present sessions."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_archive: bool) -> None:
+        self._has_archive = has_archive
         self._marks: dict[PartitionId, SetArchived] = {}
         self._count = 0
 
@@ -89,10 +90,10 @@ class ArchiveReads:
         if mark is not None and _needed(message) <= mark.last and _has_form(message):
             return self._query(ArchiveQuery(request, mark, error))
         if mark is None and isinstance(error, BelowStart):
-            return ArchiveUnavailable(
-                f"{error}; the others are in the archive, which the session's owner has not "
-                "announced yet"
-            )
+            why = "which the session's owner has not announced yet"
+            if not self._has_archive:
+                why = "and this storage has no `archive_url`"
+            return ArchiveUnavailable(f"{error}; the others are in the archive, {why}")
         return error
 
     def _query(self, query: ArchiveQuery) -> ArchiveQuery | WaltzError:

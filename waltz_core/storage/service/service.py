@@ -231,7 +231,7 @@ class StorageService:
         self._space_check_at_ms: int | None = None
         self._scrub = scrub if scrub is not None else Scrub()
         self._archive = ArchiveJobs(archive)
-        self._archive_reads = ArchiveReads()
+        self._archive_reads = ArchiveReads(has_archive=archive is not None)
         self._retention = Retention(retention)
         self._queue_bytes_max = queue_bytes_max
         self._lanes: dict[PartitionId, Lane] = {}
