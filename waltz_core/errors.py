@@ -451,6 +451,11 @@ BY_CODE: dict[int, type[WaltzError]] = {cls.code: cls for cls in _family(WaltzEr
 assert len(BY_CODE) == len(_family(WaltzError)), "rule 2: two errors share a code"
 
 
-def from_code(code: int, message: str) -> WaltzError:
-    """Rebuild an error from the wire; an unknown code gives the base class."""
+def from_code(code: int, message: str, first_available: int = -1) -> WaltzError:
+    """Rebuild an error from the wire; an unknown code gives the base class.
+
+    `first_available` is the attribute of `BelowStart`.
+    """
+    if code == BelowStart.code:
+        return BelowStart(message, first_available)
     return BY_CODE.get(code, WaltzError)(message)

@@ -115,6 +115,12 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
         "ID of the last committed transaction; -1 if the log is empty.",
     ),
     (
+        "server_first_available_transaction",
+        _GAUGE,
+        _ONE,
+        "First ID of the log that the archive has not expired; 0 without expiry.",
+    ),
+    (
         "server_store_session",
         _GAUGE,
         _ONE,

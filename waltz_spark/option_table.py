@@ -117,8 +117,9 @@ OPTIONS: tuple[Option, ...] = (
         "failOnDataLoss",
         Use.READ,
         "true",
-        "A mark past the end of the log is an error; `false` reads the existing transactions. A "
-        "start after the given end is always an error.",
+        "A mark past the end of the log, or a start before its first available transaction, is an "
+        "error; `false` reads the existing transactions. A start after the given end is always an "
+        "error.",
     ),
     Option(
         "mode",

@@ -1004,8 +1004,14 @@ def archived():
     sizes = {"archive_object_bytes": 1, "local_retention_bytes": 1, "segment_bytes_max": 300}
     world = World(archive_interval_ms=10, checkpoint_interval_count=20, **sizes)
     counts = world.checks.counts
+
+    def is_settled():
+        session = world.coordinator.marker.session_id
+        return (world.owner.name, session) in world.checks.archive._settled
+
     assert world.cluster.world.run(
-        2_000 * MS, until=lambda: counts["storage.segment_removed"] and counts["archived"] > 2
+        2_000 * MS,
+        until=lambda: counts["storage.segment_removed"] and counts["archived"] > 2 and is_settled(),
     )
     world.session = world.coordinator.metadata.session_id
     return world

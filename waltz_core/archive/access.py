@@ -1,4 +1,4 @@
-"""The archive of a storage process: its store, uploads, collections and readers; all calls block.
+"""The archive of a storage process: its store, changes and readers; all calls block.
 
 It alone imports the Parquet library into a storage, and only where an archive is configured.
 """
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
 from waltz_core.archive.collection import CollectionJob, CollectionOutcome, collect
-from waltz_core.archive.upload_job import UploadJob, UploadOutcome
+from waltz_core.archive.upload_job import ExpiryJob, ExpiryOutcome, UploadJob, UploadOutcome
 from waltz_core.errors import (
     ArchiveUnavailable,
     BadFormat,
@@ -90,6 +90,22 @@ class ArchiveAccess:
         assert self._store is not None
         try:
             return collect(
+                self._store,
+                self._cluster_key,
+                job,
+                now_ms=time.time_ns() // 1_000_000,
+                on_progress=self._progressed,
+            )
+        except WaltzError as error:
+            return error
+
+    def expire(self, job: ExpiryJob) -> ExpiryOutcome:
+        """Carry out an expiry; return its error rather than raise it."""
+        from waltz_core.archive.upload import expire  # noqa: PLC0415 - see the module
+
+        assert self._store is not None
+        try:
+            return expire(
                 self._store,
                 self._cluster_key,
                 job,

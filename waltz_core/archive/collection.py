@@ -21,6 +21,7 @@ Rules (docs/decisions/047, AR 16):
        the present one (`reader.py`, rule 3).
     7. While a restored cluster uses objects of this one (`pins.py`), no object is deleted: expiry
        may have removed from the manifest what the other cluster lists.
+    8. Objects that have expired are kept until the grace period is over (`manifest.py`, rule 4).
 
 A fenced owner's collection may still run while a later owner works. It deletes no file that the
 later owner needs: the later owner's files are of a later session; and of earlier files, its
@@ -101,7 +102,7 @@ def collect(
         BadRequest: files of a later or another owner (rule 4).
     """
     manifest = job.recorded.read(store, cluster_key)
-    listed = _listed(store, job, manifest, on_progress)
+    listed = _listed(store, job, manifest, now_ms, on_progress)
     folders = (
         objects_folder(cluster_key, job.partition_id),
         manifests_folder(cluster_key, job.partition_id),
@@ -135,15 +136,22 @@ def collect(
 
 
 def _listed(
-    store: "ArchiveStore", job: CollectionJob, manifest: Manifest, on_progress: Callable[[], None]
+    store: "ArchiveStore",
+    job: CollectionJob,
+    manifest: Manifest,
+    now_ms: int,
+    on_progress: Callable[[], None],
 ) -> set[str]:
-    """Return the names of the manifest, its pages and its objects (rule 1)."""
-    listed = {job.recorded.name, *(each.name for each in manifest.newest)}
+    """Return the names of the manifest, its pages and the objects to keep (rules 1 and 6)."""
+    entries = list(manifest.newest)
+    listed = {job.recorded.name}
     for stated in manifest.pages:
         page = decode_page(stated, store.read(stated.name))
-        listed |= {stated.name, *(each.name for each in page.entries)}
+        listed.add(stated.name)
+        entries += page.entries
         on_progress()
-    return listed
+    end = manifest.deletable(now_ms)
+    return listed | {each.name for each in entries if each.last >= end}
 
 
 def _check_complete(listed: set[str], found: "list[ListedFile]", folders: tuple[str, str]) -> None:

@@ -14,6 +14,8 @@ Rules (docs/decisions/047):
     2. A new manifest has all objects of the previous one, except for those that expiry removes, and
        a corrupt one that another with the same IDs and chain replaces (AR 5).
     3. `version` rises by one with every manifest of a partition.
+    4. Expiry raises `first`. The objects below it stay listed, and in the store, for
+       `EXPIRY_GRACE_MS`: a reader may have an older manifest. `expiries` has the times.
 """
 
 from dataclasses import replace
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
 FORMAT: Final = 1
 PAGE_ENTRIES: Final = 1_000
+EXPIRY_GRACE_MS: Final = 24 * 3_600_000
 _CHAIN_BYTES: Final = 16
 
 
@@ -61,6 +64,13 @@ class PageEntry(NamedTuple):
     last: TransactionId
     commit_ms_min: int
     commit_ms_max: int
+
+
+class Expiry(NamedTuple):
+    """At this time of a storage's clock, in ms, `first` became the first available ID."""
+
+    first: TransactionId
+    at_ms: int
 
 
 class ManifestPage(NamedTuple):
@@ -96,6 +106,7 @@ class Manifest:
     chain: Chain
     pages: tuple[PageEntry, ...] = ()
     newest: tuple[ObjectEntry, ...] = ()
+    expiries: tuple[Expiry, ...] = ()
 
     def with_object(self, entry: ObjectEntry) -> "Manifest":
         """Return the next manifest, with one more object; raises BadFormat if there is a gap."""
@@ -137,35 +148,49 @@ class Manifest:
         """Return the key of the cluster that wrote an object."""
         return writer_of(entry.name) or self.cluster_key
 
-    def without_before(self, first: TransactionId) -> "Manifest":
-        """Return the next manifest, in which `first` is the first available ID (expiry).
+    def deletable(self, now_ms: int) -> TransactionId:
+        """Return the ID below which objects have expired for longer than the grace period.
 
-        Whole pages and objects below it are removed; an object that contains it stays.
+        Expired objects at or above it, and all others, must not be deleted (rule 4).
+        """
+        grown = [each.first for each in self.expiries if each.at_ms + EXPIRY_GRACE_MS <= now_ms]
+        return max(grown, default=TransactionId(0))
+
+    def expired(self, first: TransactionId, now_ms: int) -> "Manifest":
+        """Return the next manifest, in which `first` is the first available ID (rule 4).
+
+        It does not list what may be deleted, except for objects in a page with others.
         """
         assert self.first <= first <= self.last + 1
+        end = self.deletable(now_ms)
+        expiries = [each for each in self.expiries if each.first >= end]
+        if first > self.first:
+            expiries.append(Expiry(first, now_ms))
         return replace(
             self,
             version=self.version + 1,
             first=first,
-            pages=tuple(each for each in self.pages if each.last >= first),
-            newest=tuple(each for each in self.newest if each.last >= first),
+            pages=tuple(each for each in self.pages if each.last >= end),
+            newest=tuple(each for each in self.newest if each.last >= end),
+            expiries=tuple(expiries),
         )
 
     def to_bytes(self) -> bytes:
         """Return the bytes of the head's file."""
-        return framed(
-            {
-                "format": FORMAT,
-                "cluster_key": self.cluster_key.hex(),
-                "partition": self.partition_id,
-                "version": self.version,
-                "first": self.first,
-                "last": self.last,
-                "chain": self.chain.hex(),
-                "pages": [each._asdict() for each in self.pages],
-                "objects": [_entry_to_json(each) for each in self.newest],
-            }
-        )
+        values: dict[str, Any] = {
+            "format": FORMAT,
+            "cluster_key": self.cluster_key.hex(),
+            "partition": self.partition_id,
+            "version": self.version,
+            "first": self.first,
+            "last": self.last,
+            "chain": self.chain.hex(),
+            "pages": [each._asdict() for each in self.pages],
+            "objects": [_entry_to_json(each) for each in self.newest],
+        }
+        if self.expiries:
+            values["expiries"] = [each._asdict() for each in self.expiries]
+        return framed(values)
 
     @classmethod
     def from_bytes(cls, data: bytes, name: str) -> Self:
@@ -185,6 +210,7 @@ class Manifest:
                 Chain(_hex(values["chain"])),
                 tuple(_page_from_json(each, name) for each in _list_of(values, "pages", name)),
                 tuple(_entry_from_json(each, name) for each in _list_of(values, "objects", name)),
+                _expiries_in(values, name),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise BadFormat(f"manifest {name}: {type(error).__name__}: {error}") from error
@@ -296,6 +322,13 @@ def _list_of(values: dict[str, Any], key: str, name: str) -> list[Any]:
     return found
 
 
+def _expiries_in(values: dict[str, Any], name: str) -> tuple[Expiry, ...]:
+    if "expiries" not in values:
+        return ()
+    listed = _list_of(values, "expiries", name)
+    return tuple(Expiry(*_fields_of(each, Expiry, name)) for each in listed)
+
+
 def _entry_to_json(entry: ObjectEntry) -> dict[str, Any]:
     return {**entry._asdict(), "chain": entry.chain.hex()}
 
@@ -309,7 +342,7 @@ def _page_from_json(values: object, name: str) -> PageEntry:
 
 
 def _fields_of(
-    values: object, kind: type[ObjectEntry] | type[PageEntry], name: str
+    values: object, kind: type[ObjectEntry] | type[PageEntry] | type[Expiry], name: str
 ) -> tuple[Any, ...]:
     if not isinstance(values, dict) or set(values) != set(kind._fields):
         raise BadFormat(f"manifest {name}: expected {kind.__name__}, found {values!r:.200}")

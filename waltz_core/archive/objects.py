@@ -68,7 +68,16 @@ _STATISTICS: Final = ["transaction_id", "commit_time", "header"]
 # They prove the chain, and lie together in each row group; the IDs follow from their number.
 _INDEX_COLUMNS: Final = ["record_crc", "commit_time", "session_id", "batch_first", "batch_last"]
 _RISING: Final = ("transaction_id", "sequence", "batch_first", "batch_last")
-_UNREADABLE: Final = (pa.ArrowException, OSError, EOFError, ValueError, KeyError, TypeError)
+_UNREADABLE: Final = (
+    pa.ArrowException,
+    OSError,
+    EOFError,
+    ValueError,
+    KeyError,
+    TypeError,
+    IndexError,
+    OverflowError,
+)
 
 
 class ObjectFacts(NamedTuple):

@@ -5,8 +5,8 @@ lists them in a manifest of its own.
 
 Rules (docs/decisions/047, "Backup and restore"):
     1. The saved manifest is verified (`saved_manifest.py`).
-    2. Each object exists, except for the oldest ones, which expiry may have deleted meanwhile: then
-       the partition begins after them.
+    2. Each object exists. If the caller allows it, the oldest ones may be missing, since expiry has
+       deleted them after the backup: then the partition begins after them.
     3. The object that holds the end is read. Its chain is verified from its first to its last
        batch, and must be the manifest's, so the end has the chain of the source's log.
     4. The caller pins the sources before the check of rule 2 (`pins.py`).
@@ -45,25 +45,35 @@ class BatchEnd(NamedTuple):
 class RestoredRange:
     """The objects of a saved manifest that exist, and the ends at which a log may be restored."""
 
-    def __init__(self, store: ArchiveStore, saved: SavedManifest) -> None:
+    def __init__(
+        self, store: ArchiveStore, saved: SavedManifest, *, may_have_expired: bool = False
+    ) -> None:
         """Check the manifest and its objects (rules 1 and 2).
 
         Raises:
-            ObjectMissing: an object does not exist, and it is not one of the oldest.
+            ObjectMissing: an object does not exist, and it is not one that may have expired.
             ArchiveUnavailable: the store did not carry out a request.
             BadFormat, ChecksumMismatch: with the name of the file.
         """
         self._store = store
-        entries = saved.entries()
+        entries = [each for each in saved.entries() if each.last >= saved.manifest.first]
         folders = {each.name.rpartition("/")[0] for each in entries}
         existing = {name for folder in sorted(folders) for name in store.names(folder)}
-        kept = tuple(dropwhile(lambda each: each.name not in existing, entries))
+        if not entries:
+            raise ObjectMissing(
+                f"archive {store.url}: expected objects of partition "
+                f"{saved.manifest.partition_id}, found that all have expired"
+            )
+        kept = tuple(entries)
+        if may_have_expired:
+            kept = tuple(dropwhile(lambda each: each.name not in existing, entries))
         missing = [each for each in kept if each.name not in existing]
         if missing or not kept:
             lost = (missing or entries)[0]
             raise ObjectMissing(
                 f"archive {store.url}: object {lost.name}, IDs {lost.first}..{lost.last}, does not "
-                "exist"
+                "exist. Hint: if the oldest transactions have expired since the backup, use "
+                "--without-expired"
             )
         manifest = saved.manifest
         self.first = max(manifest.first, kept[0].first)

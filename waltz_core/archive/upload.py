@@ -1,5 +1,7 @@
 """Writes a range of a log into the archive: an object, and a manifest that lists it; blocks.
 
+Expiry writes a manifest with a greater first available ID.
+
 Rules (docs/decisions/047):
     1. Nothing is overwritten: a session, its nonce and the attempt occur once (`file_names.py`).
     2. The object is read back. It must have the bytes that were written, of which statistics and
@@ -7,6 +9,9 @@ Rules (docs/decisions/047):
     3. The new manifest has all objects of the present one, which must end directly before the
        range, and is read back (AR 5).
     4. A failure leaves the present manifest as it is. Files of a failed attempt are garbage.
+    5. Whole objects expire, the oldest first. The first available ID is at most the one after the
+       archived mark, where local logs and new objects continue. Commit times never decrease, so
+       what precedes an expired object is as old.
 """
 
 import io
@@ -23,10 +28,23 @@ from waltz_core.archive.file_names import (
     objects_folder,
     page_name,
 )
-from waltz_core.archive.manifest import Manifest, ManifestPage, ObjectEntry, RecordedManifest
+from waltz_core.archive.manifest import (
+    Manifest,
+    ManifestPage,
+    ObjectEntry,
+    PageEntry,
+    RecordedManifest,
+    decode_page,
+)
 from waltz_core.archive.objects import ArchiveObject, ObjectFacts, ObjectWriter, Piece
 from waltz_core.archive.store import ArchiveStore
-from waltz_core.archive.upload_job import BatchRun, NewManifest, UploadJob
+from waltz_core.archive.upload_job import (
+    BatchRun,
+    ExpiredManifest,
+    ExpiryJob,
+    NewManifest,
+    UploadJob,
+)
 from waltz_core.errors import ChecksumMismatch
 from waltz_core.records.checksum import crc32
 from waltz_core.records.raw_records import Buffer
@@ -68,6 +86,62 @@ def upload(
     write_read_back(store, name, data)
     made = Manifest.from_bytes(data, name)
     return NewManifest(made.last, made.chain, job.end.stamp_ms, name, crc32(data))
+
+
+def expire(
+    store: ArchiveStore,
+    cluster_key: bytes,
+    job: ExpiryJob,
+    *,
+    now_ms: int,
+    on_progress: Callable[[], None] = lambda: None,
+) -> ExpiredManifest:
+    """Write the manifest of an expiry; it is durable and verified on return (rule 5).
+
+    Raises:
+        As `upload`.
+    """
+    present = job.recorded.read(store, cluster_key)
+    on_progress()
+    before_ms = job.before_ms
+    if job.retention_ms:
+        before_ms = max(before_ms, now_ms - job.retention_ms)
+
+    def is_old(each: PageEntry | ObjectEntry) -> bool:
+        return each.last < job.before or 0 < each.commit_ms_max < before_ms
+
+    first = TransactionId(_last_old(store, present, is_old, on_progress) + 1)
+    made = present.expired(first, now_ms)
+    if (made.first, made.pages, made.newest) == (present.first, present.pages, present.newest):
+        return ExpiredManifest(first, "", 0)
+    folder = manifests_folder(cluster_key, job.partition_id)
+    origin = FileOrigin(job.session_id, job.nonce, job.attempt)
+    name, data = manifest_name(folder, made.version, origin), made.to_bytes()
+    write_read_back(store, name, data)
+    Manifest.from_bytes(data, name)
+    return ExpiredManifest(first, name, crc32(data))
+
+
+def _last_old(
+    store: ArchiveStore,
+    present: Manifest,
+    is_old: Callable[[PageEntry | ObjectEntry], bool],
+    on_progress: Callable[[], None],
+) -> TransactionId:
+    """Return the last ID of the newest object that has expired, perhaps earlier (rule 5)."""
+    last = TransactionId(present.first - 1)
+    for stated in present.pages:
+        if stated.last <= last:
+            continue
+        if is_old(stated):
+            last = stated.last
+            continue
+        page = decode_page(stated, store.read(stated.name))
+        on_progress()
+        last = max([last, *(each.last for each in page.entries if is_old(each))])
+        if stated.commit_ms_max:
+            return last  # of a page without times, only a later one shows its age
+    return max([last, *(each.last for each in present.newest if is_old(each))])
 
 
 def _present_manifest(store: ArchiveStore, cluster_key: bytes, job: UploadJob) -> Manifest:

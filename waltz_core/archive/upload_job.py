@@ -1,4 +1,4 @@
-"""A range to write into the archive, and the result. The file needs no Parquet library.
+"""Manifests to write: for a range to archive, or for an expiry. The file needs no Parquet library.
 
 A storage's machine makes jobs, and `upload.py` carries them out on a thread.
 """
@@ -6,6 +6,7 @@ A storage's machine makes jobs, and `upload.py` carries them out on a thread.
 from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
+from waltz_core.archive.manifest import RecordedManifest
 from waltz_core.errors import WaltzError
 from waltz_core.records.raw_records import I64, Buffer
 from waltz_core.records.record import Chain, LineageEntry, PartitionId, SessionId, TransactionId
@@ -65,3 +66,38 @@ class NewManifest(NamedTuple):
 
 
 UploadOutcome: TypeAlias = NewManifest | WaltzError
+
+
+@value(frozen=True, slots=True)
+class ExpiryJob:
+    """Objects below `before`, or committed before `before_ms`, expire; 0 stands for none.
+
+    So do those that are older than `retention_ms`. Session, nonce and attempt as in `UploadJob`.
+    """
+
+    session_id: SessionId
+    nonce: bytes
+    attempt: int
+    recorded: RecordedManifest
+    before: TransactionId
+    before_ms: int
+    retention_ms: int
+
+    @property
+    def partition_id(self) -> PartitionId:
+        """The partition whose objects expire."""
+        return self.recorded.partition_id
+
+
+class ExpiredManifest(NamedTuple):
+    """A manifest that is durable in the archive, with a greater first available ID.
+
+    Without a name, nothing has changed.
+    """
+
+    first: TransactionId
+    name: str
+    file_crc: int
+
+
+ExpiryOutcome: TypeAlias = ExpiredManifest | WaltzError

@@ -172,7 +172,7 @@ NOUNS: Mapping[str, NounEntry] = {
         ),
     ),
     "archive": NounEntry(
-        "show and verify the archive in an object store",
+        "show, verify and expire the archive in an object store",
         {
             "archive.archive_status": {
                 "status": "show what is archived of each partition, and how far the archive lags",
@@ -180,10 +180,14 @@ NOUNS: Mapping[str, NounEntry] = {
             "archive.archive_verify": {
                 "verify": "read and verify every file of the archive",
             },
+            "archive.archive_expire": {
+                "expire": "let the log begin later, and delete what is archived before",
+            },
         },
         (
             "archive status --connect zk1:2181/waltz/payments",
             "archive verify --connect zk1:2181/waltz/payments --archive s3://bucket/waltz",
+            "archive expire --connect zk1:2181/waltz/payments --before 2026-01-01T00:00:00Z --yes",
         ),
     ),
     "disk": NounEntry(

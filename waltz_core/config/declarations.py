@@ -466,6 +466,13 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
         "archive and removal of old segments lag. 0: nothing is archived.",
         minimum=0,
     )
+    archive_retention_ms: int = _ms(
+        0,
+        "Age at which archived transactions expire: the log then begins after them, and their "
+        "objects are deleted a day later. Too short: they cannot be read any more. 0: the archive "
+        "keeps everything.",
+        minimum=0,
+    )
     mark_staleness_ms_max: int = _ms(
         2_000,
         "Maximum staleness of a mark that the server returns: the time for which an answer of a "

@@ -23,11 +23,15 @@ Rules (decision 047):
     8. A checkpoint is due when the archived records above the session's mark exceed a limit
        (AR 11). The limit is in bytes, since it bounds what stays on disks. The archived part of the
        session's bytes is estimated from IDs: replicas do not report it.
+    9. Objects expire when a client requests it and, with a retention, at intervals (AR 15). An
+       engaged replica writes the manifest, as in an attempt. The first available ID never decreases
+       (AR 7) and is at most the one after the recorded mark, where logs may begin.
 """
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias, assert_never
+from operator import le
+from typing import Final, NamedTuple, TypeAlias, assert_never
 
 from waltz_core.cluster.nodes.model import ArchivedMark
 from waltz_core.machine import Report, earliest
@@ -40,9 +44,11 @@ from waltz_core.wire.messages import (
     ArchiveProgress,
     ArchiveRange,
     CollectGarbage,
+    ExpireObjects,
     GarbageCollected,
     LineageRequest,
     LineageResponse,
+    ObjectsExpired,
     RangeArchived,
     SetArchived,
     StorageMessage,
@@ -50,19 +56,32 @@ from waltz_core.wire.messages import (
 
 # The ticket of its requests; `Repairs` has those from 0 on.
 ARCHIVE_TICKET: Final = -3
-ArchiveNotice: TypeAlias = RangeArchived | GarbageCollected | ArchiveProgress
-ARCHIVE_NOTICES: Final = (RangeArchived, GarbageCollected, ArchiveProgress)
+ArchiveNotice: TypeAlias = RangeArchived | GarbageCollected | ObjectsExpired | ArchiveProgress
+ARCHIVE_NOTICES: Final = (RangeArchived, GarbageCollected, ObjectsExpired, ArchiveProgress)
 # A single call of an object store, which shows no progress, may take this long.
 PROGRESS_MS_MAX: Final = 300_000
 COLLECTION_INTERVAL_MS: Final = 3_600_000
+EXPIRY_INTERVAL_MS: Final = 3_600_000
+EXPIRY_RETRY_MS: Final = 10_000
 _DOUBLINGS_MAX: Final = 6
+
+
+class ExpiryBounds(NamedTuple):
+    """Objects with IDs below `before`, or commit times before `before_ms`; 0 stands for none."""
+
+    before: TransactionId
+    before_ms: int
+
+
+_NOTHING: Final = ExpiryBounds(TransactionId(0), 0)
 
 
 @dataclass(slots=True)
 class _Attempt:
     """A range that a replica archives; when it has reported it, the mark to compare.
 
-    Or a collection of garbage. `progress_ms` is when its replica has last reported something.
+    Or a collection of garbage, or an expiry. `progress_ms` is when its replica has last reported
+    something.
     """
 
     number: int
@@ -70,6 +89,7 @@ class _Attempt:
     first: TransactionId
     progress_ms: int
     is_collection: bool = False
+    expiry: ExpiryBounds | None = None
     found: ArchivedMark | None = None
     is_comparing: bool = False
 
@@ -93,7 +113,12 @@ class Archiving:
         self._failure_count = 0
         self._next_at_ms = 0
         self._collect_at_ms: int | None = None  # None until a mark is recorded (rule 7)
-        self._learned: dict[ReplicaId, TransactionId] = {}
+        self._learned: dict[ReplicaId, ArchivedMark] = {}
+        # What clients have requested; what was carried out last, and the recorded mark then.
+        self._requested = _NOTHING
+        self._expiring = _NOTHING
+        self._expired = (_NOTHING, BEFORE_FIRST)
+        self._expire_at_ms: int | None = None  # rule 9
         # What was appended in this session, after its mark (rule 8).
         self._mark = BEFORE_FIRST
         self._submitted_last = BEFORE_FIRST
@@ -108,11 +133,14 @@ class Archiving:
     @property
     def wake_at_ms(self) -> int | None:
         """When to begin the next attempt or collection, or to abandon the present one."""
-        if self._limits.archive_interval_ms == 0:
-            return None
         if self._attempt is not None:
             return self._attempt.progress_ms + PROGRESS_MS_MAX
-        return earliest(self._next_at_ms, self._collect_at_ms) if self.wanted is None else None
+        if self.wanted is not None:
+            return None
+        expire_at_ms = None if self.recorded is None else self._expire_at_ms
+        if self._limits.archive_interval_ms == 0:
+            return expire_at_ms
+        return earliest(expire_at_ms, earliest(self._next_at_ms, self._collect_at_ms))
 
     # ---- the recorded chain (rule 2)
 
@@ -124,6 +152,8 @@ class Archiving:
         """
         self._mark = mark
         self._next_at_ms = now_ms + self._limits.archive_interval_ms
+        if self._limits.archive_retention_ms:
+            self._expire_at_ms = now_ms
         self._announce(engaged, now_ms)
         if not self.is_checked:
             self._unchecked = list(engaged)
@@ -172,9 +202,23 @@ class Archiving:
             elif attempt.found is not None and not attempt.is_comparing:
                 self._compare(attempt, attempt.found, engaged, now_ms)
             return
-        if self._limits.archive_interval_ms == 0 or self.wanted is not None:
+        if self.wanted is not None:
             return
         capable = [each for each in engaged if each.supports_archiving]
+        is_due = self._expire_at_ms is not None and now_ms >= self._expire_at_ms
+        if is_due and self.recorded is not None:
+            self._expire(capable, self.recorded, now_ms)
+        if self._limits.archive_interval_ms and self._attempt is None:
+            self._change(capable, replicas, committed, now_ms)
+
+    def _change(
+        self,
+        capable: Sequence[ReplicaSession],
+        replicas: Collection[ReplicaSession],
+        committed: TransactionId,
+        now_ms: int,
+    ) -> None:
+        """Begin a collection or an attempt that is due."""
         if self._collect_at_ms is not None and now_ms >= self._collect_at_ms:
             self._collect(capable, replicas, now_ms)
         if self._attempt is None and now_ms >= self._next_at_ms:
@@ -186,7 +230,7 @@ class Archiving:
     def _next_of(self, capable: Sequence[ReplicaSession]) -> ReplicaSession:
         """Count an attempt, and return the replica for it."""
         self._attempt_count += 1
-        return capable[(self._attempt_count + self._failure_count) % len(capable)]
+        return capable[self._attempt_count % len(capable)]
 
     def _request(self, each: ReplicaSession, committed: TransactionId, now_ms: int) -> None:
         recorded = self.recorded
@@ -239,6 +283,66 @@ class Archiving:
         self._collect_at_ms = now_ms + COLLECTION_INTERVAL_MS
         self._report("archive.collection_failed", replica=replica, reason=reason)
 
+    # ---- expiry (rule 9)
+
+    def expire(self, bounds: ExpiryBounds, now_ms: int) -> None:
+        """A client requests an expiry, perhaps again."""
+        if not self.has_expired(bounds):
+            wanted = ExpiryBounds(
+                max(self._requested.before, bounds.before),
+                max(self._requested.before_ms, bounds.before_ms),
+            )
+            if wanted != self._requested:
+                self._requested, self._expire_at_ms = wanted, now_ms
+
+    def has_expired(self, bounds: ExpiryBounds) -> bool:
+        """Whether an expiry with at least these bounds was carried out, on all that is archived."""
+        expired, last = self._expired
+        return last == self.last and all(map(le, bounds, expired))
+
+    def _expire(
+        self, capable: Sequence[ReplicaSession], recorded: ArchivedMark, now_ms: int
+    ) -> None:
+        if not capable:
+            self._expire_at_ms = now_ms + EXPIRY_RETRY_MS
+            return
+        each = self._next_of(capable)
+        number, first, bounds = self._attempt_count, TransactionId(self.last + 1), self._requested
+        self._attempt = _Attempt(number, each.replica, first, now_ms, expiry=bounds)
+        mark = (recorded.last, recorded.chain, recorded.manifest, recorded.manifest_crc)
+        fields = (number, *mark, *bounds, self._limits.archive_retention_ms)
+        each.send_request(ExpireObjects, *fields, now_ms=now_ms, ticket=ARCHIVE_TICKET)
+
+    def _objects_expired(self, bounds: ExpiryBounds, notice: ObjectsExpired, now_ms: int) -> None:
+        """A replica has written the manifest; without one, nothing has changed."""
+        recorded = self.recorded
+        assert recorded is not None
+        if notice.error:
+            self._fail(notice.error, now_ms)
+        elif not notice.manifest:
+            self._attempt, self._expiring = None, bounds
+            self._expiry_ended(now_ms)
+        elif not recorded.first <= notice.first <= recorded.last + 1:
+            limits = f"{recorded.first}..{recorded.last + 1}"
+            self._fail(f"expected a first ID of {limits}, found {notice.first}", now_ms)
+        else:
+            self._attempt, self._expiring = None, bounds
+            self.wanted = recorded._replace(
+                first=TransactionId(notice.first),
+                manifest=notice.manifest,
+                manifest_crc=notice.manifest_crc,
+            )
+
+    def _expiry_ended(self, now_ms: int) -> None:
+        self._expired = (self._expiring, self.last)
+        self._expire_at_ms = None
+        if self._limits.archive_retention_ms:
+            self._expire_at_ms = now_ms + EXPIRY_INTERVAL_MS
+        if self._requested == self._expiring:
+            self._requested = _NOTHING
+        else:
+            self._expire_at_ms = now_ms
+
     def notified(self, each: ReplicaSession, notice: ArchiveNotice, now_ms: int) -> None:
         """A replica reports the end or the progress of an attempt, perhaps of an abandoned one."""
         attempt = self._attempt
@@ -249,11 +353,15 @@ class Archiving:
             case ArchiveProgress():
                 pass
             case RangeArchived():
-                if not attempt.is_collection and attempt.found is None:  # Only the first result.
+                is_range = not attempt.is_collection and attempt.expiry is None
+                if is_range and attempt.found is None:  # Only the first result.
                     self._archived(attempt, notice, now_ms)
             case GarbageCollected():
                 if attempt.is_collection:
                     self._collected(notice, now_ms)
+            case ObjectsExpired():
+                if attempt.expiry is not None:
+                    self._objects_expired(attempt.expiry, notice, now_ms)
             case _:
                 assert_never(notice)
 
@@ -336,7 +444,7 @@ class Archiving:
         attempt = self._attempt
         if attempt is None:
             return False
-        if isinstance(message, ArchiveRange | CollectGarbage):
+        if isinstance(message, ArchiveRange | CollectGarbage | ExpireObjects):
             return (attempt.replica, attempt.number) == (each.replica, message.attempt)
         found = attempt.found if attempt.is_comparing else None
         return (
@@ -349,6 +457,10 @@ class Archiving:
         if attempt.is_collection:
             self._collection_failed(attempt.replica, reason, now_ms)
             return
+        if attempt.expiry is not None:
+            self._expire_at_ms = now_ms + EXPIRY_RETRY_MS
+            self._report("archive.expiry_failed", replica=attempt.replica, reason=reason)
+            return
         doublings = min(self._failure_count, _DOUBLINGS_MAX)
         self._failure_count += 1
         self._next_at_ms = now_ms + (self._limits.archive_interval_ms << doublings)
@@ -360,8 +472,12 @@ class Archiving:
         """ZooKeeper is known to have this mark."""
         if recorded != self.recorded:
             assert recorded is not None
-            self._report("archive.recorded", last=recorded.last, manifest=recorded.manifest)
-            self._failure_count, self._next_at_ms = 0, now_ms
+            if recorded.last == self.last:
+                self._report("archive.expired", first=recorded.first, manifest=recorded.manifest)
+                self._expiry_ended(now_ms)
+            else:
+                self._report("archive.recorded", last=recorded.last, manifest=recorded.manifest)
+                self._failure_count, self._next_at_ms = 0, now_ms
             if self._collect_at_ms is None:
                 self._collect_at_ms = now_ms
         self.recorded = recorded
@@ -391,9 +507,9 @@ class Archiving:
         if recorded is None:
             return
         for each in engaged:
-            is_known = self._learned.get(each.replica, BEFORE_FIRST) >= recorded.last
+            is_known = self._learned.get(each.replica) == recorded
             if each.supports_archiving and not is_known and each.synced_last >= recorded.last:
-                self._learned[each.replica] = recorded.last
+                self._learned[each.replica] = recorded
                 last, chain, _, *others = recorded
                 fields = (last, chain, *others)
                 each.send_request(SetArchived, *fields, now_ms=now_ms, ticket=ARCHIVE_TICKET)

@@ -11,7 +11,13 @@ Rules:
 from dataclasses import dataclass, fields
 
 MIB = 1024 * 1024
-_MAY_BE_ZERO = ("quorum_ms_max", "grace_ms", "slow_append_ms", "archive_interval_ms")
+_MAY_BE_ZERO = (
+    "quorum_ms_max",
+    "grace_ms",
+    "slow_append_ms",
+    "archive_interval_ms",
+    "archive_retention_ms",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +43,8 @@ class SessionLimits:
     that take an engaged replica this long are reported; 0 for never. `archive_interval_ms`: pause
     between attempts to archive committed batches, doubled after each failure; 0: nothing is
     archived. `archived_bytes_max`: size of the archived records above the confirmed mark after
-    which the owner is notified that a checkpoint is due.
+    which the owner is notified that a checkpoint is due. `archive_retention_ms`: age at which
+    archived objects expire; 0: never.
     """
 
     first_retry_ms_max: int = 20
@@ -61,6 +68,7 @@ class SessionLimits:
     range_bytes_max: int = 1 * MIB
     slow_append_ms: int = 0
     archive_interval_ms: int = 0
+    archive_retention_ms: int = 0
     archived_bytes_max: int = 64 * MIB
 
     def __post_init__(self) -> None:

@@ -30,6 +30,7 @@ from waltz_core.records.record import (
     SessionId,
     TransactionId,
 )
+from waltz_core.replication.archiving import ExpiryBounds
 from waltz_core.replication.limits import SessionLimits
 from waltz_core.replication.session_claim import (
     Claim,
@@ -44,6 +45,7 @@ from waltz_core.replication.session_events import (
     Checkpoint,
     Effect,
     Event,
+    ExpireArchive,
     MarkUnproved,
     MetadataConflict,
     MetadataRead,
@@ -167,6 +169,11 @@ class PartitionStore:
         """What the partition's archive has, as ZooKeeper is known to record it."""
         return None if self._session is None else self._session.archived
 
+    def has_expired(self, before: TransactionId, before_ms: int) -> bool:
+        """Whether such an `ExpireArchive` was carried out on all that is archived."""
+        session = self._session
+        return session is not None and session.has_expired(ExpiryBounds(before, before_ms))
+
     def replica_waits_ms(self, now_ms: int) -> dict[ReplicaId, int]:
         """Return how long each replica of the session has owed an answer."""
         return {} if self._session is None else self._session.waits_ms(now_ms)
@@ -213,11 +220,8 @@ class PartitionStore:
         match event:
             case ReplicaResponded() | ReplicaOpened() | ReplicaLost():
                 self._replica_event(event)
-            case Submit():
-                if self.open_session == event.session_id and self._session is not None:
-                    self._session.submit(event.batch, now_ms)
-            case ProveMark():
-                self._prove(event.token)
+            case Submit() | ProveMark() | ExpireArchive():
+                self._use_session(event)
             case MetadataRead() | MetadataWritten() | MetadataConflict() | MetadataUnknown():
                 if event.attempt == self._attempt and self._waiting is not _Waiting.NOTHING:
                     self._coordinator_event(event)
@@ -245,11 +249,21 @@ class PartitionStore:
             case ReplicaLost():
                 session.lost(event.replica, event.reason, self._now_ms)
 
-    def _prove(self, token: int) -> None:
-        if self._session is None or not self._session.is_open:
-            self._outbox.append(MarkUnproved(token))
-        else:
-            self._session.prove(token, self._now_ms)
+    def _use_session(self, event: Submit | ProveMark | ExpireArchive) -> None:
+        session = self._session
+        is_open = session is not None and session.is_open
+        match event:
+            case Submit():
+                if session is not None and self.open_session == event.session_id:
+                    session.submit(event.batch, self._now_ms)
+            case ProveMark():
+                if session is not None and is_open:
+                    session.prove(event.token, self._now_ms)
+                else:
+                    self._outbox.append(MarkUnproved(event.token))
+            case ExpireArchive():
+                if session is not None and is_open:
+                    session.expire(ExpiryBounds(event.before, event.before_ms), self._now_ms)
 
     def _ordered(self, event: TakeOwnership | Reassign | ReleaseOwnership | Checkpoint) -> None:
         match event:

@@ -160,14 +160,20 @@ class Repairs:
         Until ZooKeeper has this session's states, the next session would need a trusted replica.
         """
         is_needed = not self.is_open and self._recovery.is_credible(each.replica)
-        if self.archived is None or is_needed:
+        archived = self.archived
+        if archived is not None and archived.last > goal.mark:
+            # What lies between is of this session. It is copied to a marked replica, so a log that
+            # begins again does so at the mark, up to which everything is archived, too.
+            chain = goal.chain
+            archived = None if chain is None else archived._replace(last=goal.mark, chain=chain)
+        if archived is None or is_needed:
             return goal
         starts = [
             other.repair.start
             for other in self._possible_sources(each, now_ms)
             if other.repair is not None and (other.is_marked or other.repair.reaches(goal))
         ]
-        return goal._replace(archived=self.archived, lowest_start=min(starts, default=BEFORE_FIRST))
+        return goal._replace(archived=archived, lowest_start=min(starts, default=BEFORE_FIRST))
 
     def _next_fill(self, each: ReplicaSession, repair: ReplicaRepair, now_ms: int) -> None:
         """Repair the first damaged range of a marked replica for which there is a source."""

@@ -57,6 +57,7 @@ _ANSWERS: Final[dict[type[StorageMessage], type[StorageMessage]]] = {
     messages.ArchiveRange: messages.SuccessResponse,
     messages.SetArchived: messages.SuccessResponse,
     messages.CollectGarbage: messages.SuccessResponse,
+    messages.ExpireObjects: messages.SuccessResponse,
 }
 _CHANGING: Final = (
     messages.Truncate,

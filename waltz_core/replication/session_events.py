@@ -161,6 +161,17 @@ class ReplicaResponded:
     message: StorageMessage
 
 
+@value(frozen=True, slots=True)
+class ExpireArchive:
+    """Remove the objects of the archive with IDs below `before`, or committed before `before_ms`.
+
+    0 stands for none.
+    """
+
+    before: TransactionId
+    before_ms: int
+
+
 Event: TypeAlias = (
     TakeOwnership
     | Reassign
@@ -168,6 +179,7 @@ Event: TypeAlias = (
     | Submit
     | ProveMark
     | Checkpoint
+    | ExpireArchive
     | MetadataRead
     | MetadataWritten
     | MetadataConflict
@@ -253,12 +265,14 @@ class SessionSettled:
     """Of everything submitted to earlier sessions, IDs up to `committed_last` are in the log.
 
     All later ones are lost: they are not in the log and never will be. `stamp_ms` is the last
-    commit stamp of the log, if another owner may have written it; 0 otherwise.
+    commit stamp of the log, if another owner may have written it; 0 otherwise. `has_expired`: later
+    ones may be in the log, in a part of it that does not exist any more.
     """
 
     session_id: SessionId
     committed_last: TransactionId
     stamp_ms: int = 0
+    has_expired: bool = False
 
 
 @value(frozen=True, slots=True)

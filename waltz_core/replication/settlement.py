@@ -9,6 +9,8 @@ Rules (docs/design/correctness.md 2.3 and 2.4, row 21):
        log, whatever this server's clock shows.
     3. A batch that a replica has reconstructed has neither session nor stamp: it does not prove
        that a session's batches are missing from the log.
+    4. Batches that the archive has expired can neither be found nor excluded: their outcome is
+       unknown (AR 15 of decision 047).
 """
 
 from collections.abc import Sequence
@@ -88,6 +90,14 @@ class Settlement:
             last = TransactionId(max(last, entry.last))
         self._settle(min(last, in_doubt.last, self._mark))
 
+    def expired(self) -> bool:
+        """The log begins after the batches in doubt (rule 4); return False if there are none."""
+        in_doubt = self._claim.in_doubt
+        if self._stamp_ms is None or in_doubt is None:
+            return False
+        self._settle(in_doubt.committed, has_expired=True)
+        return True
+
     def _request_next(self, each: ReplicaSession, now_ms: int) -> None:
         del self._replicas[0]
         self._doubtful.clear()
@@ -105,6 +115,8 @@ class Settlement:
             LineageRequest, first, last, now_ms=now_ms, ticket=SETTLEMENT_TICKET
         )
 
-    def _settle(self, committed_last: TransactionId) -> None:
+    def _settle(self, committed_last: TransactionId, *, has_expired: bool = False) -> None:
         assert self._stamp_ms is not None
-        self.outcome = SessionSettled(self._claim.session_id, committed_last, self._stamp_ms)
+        self.outcome = SessionSettled(
+            self._claim.session_id, committed_last, self._stamp_ms, has_expired=has_expired
+        )

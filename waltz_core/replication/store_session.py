@@ -23,16 +23,23 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from waltz_core.cluster.nodes.model import UNRESOLVED, ArchivedMark, ReplicaState
 from waltz_core.errors import (
+    BelowStart,
     Damaged,
     RemoteProtocolError,
     ReplicaSuspect,
     SessionFenced,
     UnknownPartition,
+    WaltzError,
     from_code,
 )
 from waltz_core.machine import Report
 from waltz_core.records.record import PartitionId, ReplicaId, SessionId, TransactionId
-from waltz_core.replication.archiving import ARCHIVE_NOTICES, ARCHIVE_TICKET, Archiving
+from waltz_core.replication.archiving import (
+    ARCHIVE_NOTICES,
+    ARCHIVE_TICKET,
+    Archiving,
+    ExpiryBounds,
+)
 from waltz_core.replication.limits import SessionLimits
 from waltz_core.replication.proving import Proving
 from waltz_core.replication.quorum import quorum_mark, quorum_size
@@ -292,6 +299,15 @@ class StoreSession:
         assert self.window is not None
         self._proving.begin(token, self.window.committed, self.engaged, now_ms)
 
+    def expire(self, bounds: ExpiryBounds, now_ms: int) -> None:
+        """A client requests an expiry of the archive."""
+        self._archiving.expire(bounds, now_ms)
+        self._advance(now_ms)
+
+    def has_expired(self, bounds: ExpiryBounds) -> bool:
+        """Whether an expiry with these bounds was carried out on all that is archived."""
+        return self._archiving.has_expired(bounds)
+
     def wrote(
         self, states: Mapping[ReplicaId, ReplicaState], archived: ArchivedMark | None, now_ms: int
     ) -> None:
@@ -509,10 +525,17 @@ class StoreSession:
             self._archiving.is_checked or isinstance(request.message, messages.SetArchived)
         ):
             self._archiving.rejected(each, request.message, reason, now_ms)
+        elif self._has_expired_doubt(request, error):
+            self._note_settled()
         elif self.repairs.fill_rejected(request.ticket, each, reason, now_ms):
             self._report("replica.repair_rejected", replica=each.replica, reason=reason)
         elif not self.repairs.source_rejected(request.ticket, each, error, reason, now_ms):
             self._reject(each, reason, now_ms, error_code=nack.error_code)
+
+    def _has_expired_doubt(self, request: SessionRequest, error: WaltzError) -> bool:
+        """Whether the log begins after the batches in doubt, which settles them as unknown."""
+        is_query = request.ticket == SETTLEMENT_TICKET and isinstance(error, BelowStart)
+        return is_query and self._settlement is not None and self._settlement.expired()
 
     def _found_rival(self, each: ReplicaSession, reason: str, now_ms: int) -> None:
         """Another owner has used this session's ID: ZooKeeper gave it out twice (row 15)."""

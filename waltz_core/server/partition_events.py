@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields
 from typing import NamedTuple, NewType, Protocol, TypeAlias
 
 from waltz_core.cluster.nodes.model import ArchivedMark
-from waltz_core.errors import WaltzError
+from waltz_core.errors import BelowStart, WaltzError
 from waltz_core.machine import Wakeup
 from waltz_core.records.raw_records import FEED_HEADER_BYTES
 from waltz_core.records.record import (
@@ -109,6 +109,9 @@ class Store(Protocol):
     def archived(self) -> ArchivedMark | None:
         """What the partition's archive has, as ZooKeeper records it."""
 
+    def has_expired(self, before: TransactionId, before_ms: int) -> bool:
+        """Whether such an `ExpireArchive` was carried out on all that is archived."""
+
     def step(self, event: replication.Event, now_ms: int) -> Sequence[replication.Effect]:
         """Process one event."""
 
@@ -170,10 +173,14 @@ class Fetched:
 
 @value(frozen=True, slots=True)
 class FetchFailed:
-    """A fetch failed at this storage; another one may succeed."""
+    """A fetch failed at this storage; another one may succeed.
+
+    No other one may if the log begins with a later ID, `first_available`; -1 if that is not known.
+    """
 
     token: int
     reason: str
+    first_available: TransactionId = BEFORE_FIRST
 
 
 Event: TypeAlias = (
@@ -241,6 +248,14 @@ class FeedHeaders(NamedTuple):
         return len(self.headers) // FEED_HEADER_BYTES
 
 
+@value(frozen=True, slots=True)
+class FeedExpired:
+    """There are no feed headers from `first` on: the log begins with a later ID."""
+
+    first: TransactionId
+    error: BelowStart
+
+
 Effect: TypeAlias = SendToClient | Fetch | replication.Effect
 
 
@@ -252,5 +267,6 @@ def error_answer(
     request: ClientMessage | None = None,
 ) -> SendToClient:
     """Return the answer that reports an error."""
-    message = ErrorResponse(req_id, error.code, error.retriable, str(error))
+    first = error.first_available if isinstance(error, BelowStart) else BEFORE_FIRST
+    message = ErrorResponse(req_id, error.code, error.retriable, str(error), first)
     return SendToClient(connection, message, cost_bytes, request)

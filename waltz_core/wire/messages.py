@@ -596,13 +596,41 @@ class ReplicasResponse(ClientMessage):
 
 @value(frozen=True, slots=True)
 class ErrorResponse(ClientMessage):
-    """The error of a request; the code is that of `errors.py`."""
+    """The error of a request; the code is that of `errors.py`.
+
+    `first_available`: the first ID of the log, if the error is that it begins there; otherwise -1.
+    """
 
     code = 73
     since = 5
     error_code: Int32
     retriable: Bool
     message: Text
+    first_available: Int64 = field(default=BEFORE_FIRST, metadata={"since": 7, "is_extra": True})
+
+
+@value(frozen=True, slots=True)
+class ExpireRequest(ClientMessage):
+    """Remove archived objects from the start of the log, whole ones only.
+
+    They have IDs below `before` only, or commit times before `before_ms`. 0 stands for none.
+    Repeat the request until the answer shows that it is done.
+    """
+
+    code = 76
+    since = 7
+    before: Int64
+    before_ms: Int64
+
+
+@value(frozen=True, slots=True)
+class ExpireResponse(ClientMessage):
+    """The first available ID now; `is_done`: the expiry was carried out, as far as possible."""
+
+    code = 77
+    since = 7
+    first_available: Int64
+    is_done: Bool
 
 
 # ---------------------------------------------------------------------------------------------
@@ -851,13 +879,17 @@ class LockBlocks(StorageMessage):
 
 @value(frozen=True, slots=True)
 class Nack(StorageMessage):
-    """An error: the code is that of `errors.py`, `promised` the session that was promised."""
+    """An error: the code is that of `errors.py`, `promised` the session that was promised.
+
+    `first_available`: the first ID of the log, if the error is that it begins there; otherwise -1.
+    """
 
     code = 79
     since = 1
     error_code: Int32
     promised: Int64
     message: Text
+    first_available: Int64 = field(default=BEFORE_FIRST, metadata={"since": 3, "is_extra": True})
 
 
 @value(frozen=True, slots=True)
@@ -964,6 +996,44 @@ class GarbageCollected(StorageMessage):
     since = 3
     attempt: Int32
     has_more: Bool
+    error: Text
+
+
+@value(frozen=True, slots=True)
+class ExpireObjects(StorageMessage):
+    """Write a manifest with a greater first available ID, by whole objects (rule AR 5).
+
+    The recorded manifest ends at `last` with this chain. An object expires if its IDs are below
+    `before`, or its commit times before `before_ms` or older than `retention_ms`; 0 stands for
+    none. `ObjectsExpired` follows.
+    """
+
+    code = 90
+    since = 3
+    attempt: Int32
+    last: Int64
+    chain: Raw16
+    manifest: Text
+    manifest_crc: Crc32
+    before: Int64
+    before_ms: Int64
+    retention_ms: Int64
+
+
+@value(frozen=True, slots=True)
+class ObjectsExpired(StorageMessage):
+    """A notification to the owner (sequence 0): the end of an expiry.
+
+    `first` is the first available ID of the new manifest. If `manifest` is empty, nothing has
+    changed: nothing expires or, with an `error`, the expiry failed.
+    """
+
+    code = 91
+    since = 3
+    attempt: Int32
+    first: Int64
+    manifest: Text
+    manifest_crc: Crc32
     error: Text
 
 

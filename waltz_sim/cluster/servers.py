@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 from waltz_core.cluster.nodes.model import ArchivedMark
 from waltz_core.errors import NotOwned
 from waltz_core.machine import Report, Wakeup
-from waltz_core.records.record import ReplicaId, SessionId
+from waltz_core.records.record import ReplicaId, SessionId, TransactionId
 from waltz_core.replication import session_events
 from waltz_core.replication.invariants import check
 from waltz_core.replication.partition_store import PartitionStore
@@ -95,6 +95,10 @@ class ObservedStore:
     def archived(self) -> ArchivedMark | None:
         """As the store says."""
         return self.store.archived
+
+    def has_expired(self, before: TransactionId, before_ms: int) -> bool:
+        """As the store says."""
+        return self.store.has_expired(before, before_ms)
 
     def step(self, event: session_events.Event, now_ms: int) -> Sequence[session_events.Effect]:
         """Step the store, and check it."""
@@ -434,7 +438,8 @@ class SimServer(Process):
             self.step(Fetched(token, message))
         else:
             assert isinstance(message, Nack)
-            self.step(FetchFailed(token, message.message))
+            first = TransactionId(message.first_available)
+            self.step(FetchFailed(token, message.message, first))
 
     def _reader_lost(self, replica: ReplicaId, reason: str) -> None:
         self._readers.pop(replica, None)

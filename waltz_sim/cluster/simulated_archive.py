@@ -291,6 +291,10 @@ class _Listing:
             if name.startswith(f"{folder}/")
         ]
 
+    def names(self, folder: str) -> list[str]:
+        """Return the names of the files of a folder."""
+        return [each.name for each in self.files(folder)]
+
     def read(self, name: str) -> bytes:
         """Return the bytes of a file; raises ObjectMissing."""
         file = self._archive.files.get(name)

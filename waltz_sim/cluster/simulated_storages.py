@@ -29,8 +29,7 @@ from waltz_core.storage.files.space import DiskSpace
 from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.log.scrub import Scrub
-from waltz_core.storage.service import service, service_effects
-from waltz_core.storage.service.archive_jobs import ArchiveLimits
+from waltz_core.storage.service import archive_jobs, service, service_effects
 from waltz_core.storage.service.archive_reads import ArchiveQuery
 from waltz_core.storage.service.engine import Engine
 from waltz_core.storage.service.retention import RetentionLimits
@@ -120,7 +119,7 @@ class SimStorage(Process):
         setup = self._cluster.setup
         interval_ms, has_archive = setup.scrub_interval_ms, setup.archive_interval_ms > 0
         scrub = Scrub(bytes_per_s=SCRUB_BYTES_PER_S if interval_ms else 0, interval_ms=interval_ms)
-        limits = ArchiveLimits(setup.archive_object_bytes, setup.archive_age_ms)
+        limits = archive_jobs.ArchiveLimits(setup.archive_object_bytes, setup.archive_age_ms)
         self.service = StorageService(
             identity,
             queue_bytes_max=QUEUE_BYTES_MAX,
@@ -390,6 +389,8 @@ class SimStorage(Process):
                 archive.upload(self, job, partial(self._uploaded, job))
             case service_effects.CollectFiles(collection):
                 archive.collect(self, collection, partial(self._collected, collection))
+            case service_effects.WriteExpiry():
+                raise AssertionError("no schedule requests an expiry")
             case service_effects.ReadArchive(read):
                 archive.answer(self, read, partial(self._was_read, read))
             case _:
@@ -397,14 +398,14 @@ class SimStorage(Process):
 
     def _uploaded(self, job: UploadJob, outcome: UploadOutcome) -> None:
         self.is_uploading = False
-        self._step(service.Uploaded(job, outcome))
+        self._step(archive_jobs.Uploaded(job, outcome))
 
     def _collected(self, job: CollectionJob, outcome: CollectionOutcome) -> None:
-        self._step(service.FilesCollected(job, outcome))
+        self._step(archive_jobs.FilesCollected(job, outcome))
 
     def archive_progressed(self) -> None:
         """A request of the running upload is done."""
-        self._step(service.ArchiveProgressed())
+        self._step(archive_jobs.ArchiveProgressed())
 
     def _was_read(self, read: ArchiveQuery, outcome: WorkOutcome) -> None:
         self._step(service.ArchiveAnswered(read, outcome))

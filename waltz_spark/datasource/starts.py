@@ -1,13 +1,17 @@
 """The start of a read, of a batch or of the first micro-batch of a stream.
 
-A start by time needs requests to the log, or a look into its archive.
+A start by time needs requests to the log, or a look into its archive. A start before the first
+available ID of the log is data loss, unless the options allow it: the archive has expired the
+transactions in between.
 """
 
+import logging
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from waltz_core.client import RangeForm, ReplicaSet, WaltzClient
+from waltz_core.errors import DataLoss
 from waltz_core.records.record import BEFORE_FIRST
 from waltz_spark import planning
 from waltz_spark.datasource.archive_read import older_in_archive
@@ -15,6 +19,8 @@ from waltz_spark.options import ReadOptions
 
 # A start by time takes about thirty sequential requests; for this many partitions concurrently.
 CONCURRENT_PARTITIONS_MAX = 32
+
+_log = logging.getLogger("waltz")
 
 
 def starts(
@@ -24,32 +30,72 @@ def starts(
 
     Raises:
         BadConfig: marks were given, but none for one of the partitions.
-        DataLoss: a given mark is past the end of its log.
+        DataLoss: a given mark is past the end of its log, or transactions since a given mark or
+            time may have expired.
         Unavailable: a partition does not answer.
     """
-    marks = marks_of(sources)
+    marks, firsts = marks_of(sources), firsts_of(sources)
+    if options.starting == "earliest" and options.starting_ms is None:
+        return {partition: first - 1 for partition, first in firsts.items()}
     if options.starting_ms is None:
-        return planning.resolve_starts(options, marks)
+        given = planning.resolve_starts(options, marks)
+        return check_available(options, given, firsts, "option 'startingHighWaterMarks'")
     since_ms = options.starting_ms
 
     def start(partition: int) -> int:
         archived = sources[partition].archived
-        older = int(BEFORE_FIRST)
+        older = firsts[partition] - 1
         if options.archive is not None and archived is not None:
             older = older_in_archive(options.archive, partition, archived, since_ms)
             if BEFORE_FIRST < older < archived.last:
-                return older
+                return max(older, firsts[partition] - 1)
         return planning.first_since(
             partial(_stamp_ms, client, partition), marks[partition], since_ms, older
         )
 
     with ThreadPoolExecutor(CONCURRENT_PARTITIONS_MAX) as pool:
-        return dict(zip(marks, pool.map(start, marks), strict=True))
+        found = dict(zip(marks, pool.map(start, marks), strict=True))
+    # If no available transaction is older than the time, expired ones may be as recent.
+    wanted = {each: at - 1 if 0 < firsts[each] == at + 1 else at for each, at in found.items()}
+    return check_available(options, wanted, firsts, "option 'startingTimestamp'")
 
 
 def marks_of(sources: Mapping[int, ReplicaSet]) -> dict[int, int]:
     """Return the high-water mark of each partition."""
     return {partition: int(source.high_water_mark) for partition, source in sources.items()}
+
+
+def check_available(
+    options: ReadOptions, starts: Mapping[int, int], firsts: Mapping[int, int], what: str
+) -> dict[int, int]:
+    """Return the starts, none before the first available ID of its log.
+
+    Args:
+        options: say whether data loss is allowed.
+        starts: the exclusive start of each partition.
+        firsts: the first available ID of each of them.
+        what: the origin of the starts, for an error.
+
+    Raises:
+        DataLoss: names a partition and the first available ID.
+    """
+    expired = {each: firsts[each] for each, start in starts.items() if start + 1 < firsts[each]}
+    if expired and options.fail_on_data_loss:
+        partition, first = min(expired.items())
+        raise DataLoss(
+            f"{what} begins before transaction {first} of partition {partition}, the first "
+            "available one: the archive has expired the others. Hint: start at the first available "
+            "one, or set failOnDataLoss=false to continue from there."
+        )
+    if expired:
+        _log.warning("spark.transactions_expired first_available=%s", expired)
+    return {each: max(start, firsts[each] - 1) for each, start in starts.items()}
+
+
+def firsts_of(sources: Mapping[int, ReplicaSet]) -> dict[int, int]:
+    """Return the first available ID of each partition."""
+    archives = {partition: source.archived for partition, source in sources.items()}
+    return {each: int(found.first) if found else 0 for each, found in archives.items()}
 
 
 def _stamp_ms(client: WaltzClient, partition: int, transaction_id: int) -> int:

@@ -14,7 +14,9 @@ Rules:
        a backup of that one which has all that the stream has read.
     4. If data loss is allowed, a partition of another log is read from its start: an offset returns
        to `BEFORE_FIRST`, by a separate micro-batch that reads nothing of it.
-    5. A micro-batch that was planned for another log cannot be read. The cluster's key shows it, or
+    5. An offset before the first available ID of its log is data loss, too. If that is allowed, the
+       read continues from there.
+    6. A micro-batch that was planned for another log cannot be read. The cluster's key shows it, or
        an end past the end of the log. Offsets of development versions have no key; the next one
        has.
 """
@@ -33,7 +35,7 @@ from waltz_core.errors import BadConfig, DataLoss, WaltzError
 from waltz_core.records.record import BEFORE_FIRST
 from waltz_spark import planning
 from waltz_spark.datasource.batch_read import read_task, tasks_of
-from waltz_spark.datasource.starts import marks_of, starts
+from waltz_spark.datasource.starts import check_available, firsts_of, marks_of, starts
 from waltz_spark.failures import without_stack, without_stack_each
 from waltz_spark.offsets import Offset, Position, decode, encode
 from waltz_spark.options import Marks, ReadOptions
@@ -42,6 +44,7 @@ from waltz_spark.spark_version import ReadLimit, ReadMaxRows, SupportsTriggerAva
 
 _log = logging.getLogger("waltz")
 
+_STREAM = "the stream"
 _OTHER_LOG = (
     "it was created again, or is another log. Hint: start with another checkpoint, or set "
     "failOnDataLoss=false to read it from its start."
@@ -61,6 +64,7 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._schema = schema
         self._target: Marks | None = None  # the end of a query with trigger availableNow
         self._marks: Marks = {}
+        self._firsts: Marks = {}  # the first available ID of each partition
         self._marks_until_s = 0.0
         self._cluster_key = b""  # of the marks' cluster
         self._cluster: ClusterInfo | None = None
@@ -94,7 +98,7 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """Return the end of the next micro-batch (rules 2 and 3).
 
         Raises:
-            DataLoss: the log ends before `start`.
+            DataLoss: the log ends before `start`, or the transactions after it have expired.
             BadConfig: `start`, from a checkpoint, has other partitions.
         """
         begin, cluster = self._begin(start)
@@ -104,6 +108,7 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if lost:
             again = self._restarted(lost, Position(begin, cluster), marks)
             return encode({**begin, **again}, self._cluster_key)
+        begin = check_available(self._options, begin, self._firsts, _STREAM)
         ends = marks
         if self._target is not None:
             # A target from another log would never be reached.
@@ -189,7 +194,9 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             self._marks = self._request_marks(linearizable=True)
 
     def _request_marks(self, *, linearizable: bool) -> Marks:
-        return marks_of(self._query(linearizable=linearizable)[1])
+        sources = self._query(linearizable=linearizable)[1]
+        self._firsts = firsts_of(sources)
+        return marks_of(sources)
 
     def _query(
         self, partitions: Sequence[int] | None = None, *, linearizable: bool
@@ -215,10 +222,12 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """Return the tasks of a micro-batch (rule 1).
 
         Raises:
-            DataLoss: the micro-batch was planned for another log (rule 5).
+            DataLoss: the micro-batch was planned for another log (rule 6), or its transactions
+                have expired (rule 5).
         """
         options, (ends, cluster) = self._options, self._begin(end)
-        whole = planning.spans(self._begin(start).marks, ends, options.transaction_ids)
+        begin = self._begin(start).marks
+        whole = planning.spans(begin, ends, options.transaction_ids)
         held = {span.partition: ends[span.partition] for span in whole}
         client, sources = self._query(list(held), linearizable=False)
         if _past(held, sources):
@@ -236,6 +245,11 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 raise DataLoss(f"{what}: {_OTHER_LOG}")
             _log.warning("spark.micro_batch_skipped partitions=%s", lost)
             whole = [span for span in whole if span.partition not in lost]
+        firsts = firsts_of({span.partition: sources[span.partition] for span in whole})
+        begin = {each: begin[each] for each in firsts}
+        begin = check_available(options, begin, firsts, _STREAM)
+        ends = {each: max(ends[each], at) for each, at in begin.items()}
+        whole = planning.spans(begin, ends, options.transaction_ids)
         return tasks_of(client, options, whole, sources)
 
     @without_stack_each

@@ -291,7 +291,7 @@ def test_a_manifest_that_is_replaced_meanwhile(archive):
         archive.path(archive.object(number)).unlink()
     entries = archive.listed
     first = entries[3].first + 1  # within an object
-    later = log.manifest.without_before(first)
+    later = log.manifest.expired(first, 0)
     crc = write_manifest(archive.store, later, "later")
     with pytest.raises(ObjectMissing):
         check.check_next()

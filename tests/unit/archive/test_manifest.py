@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from waltz_core.archive import manifest
-from waltz_core.archive.manifest import Manifest, ManifestPage, ObjectEntry
+from waltz_core.archive.manifest import EXPIRY_GRACE_MS, Manifest, ManifestPage, ObjectEntry
 from waltz_core.errors import BadFormat, ChecksumMismatch
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import GENESIS_CHAIN
@@ -72,15 +72,35 @@ def test_old_objects_become_pages_so_that_the_head_stays_small(monkeypatch):
     assert [*entries, *found.newest] == [entry(number) for number in range(48)]
 
 
-def test_expiry_removes_what_is_wholly_below_the_first_available_id(monkeypatch):
+def test_expired_objects_stay_listed_for_the_grace_period(monkeypatch):
     monkeypatch.setattr(manifest, "PAGE_ENTRIES", 2)
     found = filled(4)
     found = found.with_page("p", found.next_page)
     for first, pages, newest in ((0, 1, 2), (19, 1, 2), (20, 0, 2), (35, 0, 1), (40, 0, 0)):
-        kept = read(found.without_before(first))
+        expired = read(found.expired(first, 5))
+        assert (expired.first, expired.version, expired.last) == (first, found.version + 1, 39)
+        assert (expired.pages, expired.newest) == (found.pages, found.newest)
+        assert expired.deletable(5 + EXPIRY_GRACE_MS - 1) == 0
+        assert expired.deletable(5 + EXPIRY_GRACE_MS) == first
+        kept = read(expired.expired(first, 5 + EXPIRY_GRACE_MS))
         assert (kept.first, len(kept.pages), len(kept.newest)) == (first, pages, newest)
-        assert (kept.version, kept.last) == (found.version + 1, 39)
     assert read(kept.with_object(entry(4))).last == 49
+
+
+def test_each_expiry_has_its_own_grace_period():
+    found = filled(4).expired(10, 0).expired(30, 100)
+    assert found.deletable(EXPIRY_GRACE_MS) == 10
+    found = read(found.expired(30, EXPIRY_GRACE_MS))
+    assert [each.first for each in found.newest] == [10, 20, 30]
+    assert found.deletable(EXPIRY_GRACE_MS) == 10  # for the objects of a page that stays
+    assert found.deletable(EXPIRY_GRACE_MS + 100) == 30
+
+
+def test_the_first_available_id_never_decreases():
+    found = filled(4).expired(20, 0)
+    for first in (19, 41):
+        with pytest.raises(AssertionError):
+            found.expired(first, 0)
 
 
 def test_a_changed_byte_is_found():

@@ -2,6 +2,7 @@
 
 import io
 from random import Random
+from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
@@ -149,3 +150,11 @@ def test_a_file_that_is_no_object_is_rejected():
         ObjectFacts.from_bytes(b'{"format": 2}')
     with pytest.raises(BadFormat, match="metadata is not valid"):
         ObjectFacts.from_bytes(b"{}")
+
+
+def test_a_footer_with_other_counts_of_rows_is_found():
+    records, lineage = batches_from(FIRST, sizes=SIZES)
+    found = opened(object_of(records, lineage, rows=10))
+    found.footer = SimpleNamespace(row_group=lambda group: SimpleNamespace(num_rows=45))
+    with pytest.raises(BadFormat, match="object o: "):
+        found.outlines()

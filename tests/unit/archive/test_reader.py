@@ -128,7 +128,7 @@ def test_nothing_is_read_before_the_first_call_and_nothing_twice(store, cache):
 def test_ids_outside_of_the_archive_are_rejected(store, cache):
     log = write_archive(store)
     name = "expired"
-    crc = write_manifest(store, log.manifest.without_before(60), name)
+    crc = write_manifest(store, log.manifest.expired(60, 0), name)
     reader = ArchiveReader(store, name, crc, cache)
     last = len(log.records) - 1
     with pytest.raises(BelowStart, match=r"expected ids from 60 on, found 59\.\.70") as caught:
@@ -210,7 +210,7 @@ def test_an_object_of_another_partition_or_range_is_rejected(store, cache):
 def test_a_manifest_that_was_replaced_by_another_one_is_found_and_named(store, cache, kind):
     log = write_archive(store, page_entries=2)
     name = log.name if kind == "manifest" else f"{PARTITION}/manifests/page"
-    other = log.manifest.without_before(60) if kind == "manifest" else ManifestPage(())
+    other = log.manifest.expired(60, 0) if kind == "manifest" else ManifestPage(())
     path_of(store, name).write_bytes(other.to_bytes())
     with pytest.raises(ChecksumMismatch, match=f"manifest {name}: expected CRC"):
         reader_of(store, log, cache).read_range(0, 0, 1)
@@ -224,7 +224,7 @@ def test_after_a_missing_file_the_reader_of_the_recorded_manifest_decides(store,
     with pytest.raises(ObjectMissing, match=r"/objects/0\.parquet: it does not exist"):
         stale.read_range(0, 9, EVERYTHING)
     assert stale.successor(log.name, log.crc) is None
-    expired = log.manifest.without_before(51)
+    expired = log.manifest.expired(51, 0)
     newer = stale.successor("newer", write_manifest(store, expired, "newer"))
     with pytest.raises(BelowStart, match="expected ids from 51 on"):
         newer.read_range(0, 9, EVERYTHING)
@@ -300,7 +300,7 @@ def test_objects_are_found_by_id_and_by_commit_time(store, cache):
     for time_ms in range(STAMP - 500, STAMP + 7_000, 500):
         older = [each.last for each in log.lineage if 0 < each.stamp_ms < time_ms]
         assert reader.last_older(time_ms) == max(older, default=-1)
-    crc = write_manifest(store, log.manifest.without_before(60), "expired")
+    crc = write_manifest(store, log.manifest.expired(60, 0), "expired")
     assert ArchiveReader(store, "expired", crc, cache).last_older(STAMP) == 59
 
 

@@ -18,6 +18,7 @@ from waltz_core.archive.restored_manifest import BatchEnd, RestoredRange
 from waltz_core.archive.saved_manifest import SavedManifest
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.errors import BadFormat, BadRequest, ChecksumMismatch, ObjectMissing
+from waltz_core.records.checksum import crc32
 
 FOLDER = f"{UUID(bytes=KEY)}/{PARTITION}"
 NEW_KEY, NONCE = b"k" * 16, b"n" * 16
@@ -116,11 +117,13 @@ def test_the_end_before_a_time_is_that_of_the_last_batch_with_an_earlier_stamp(s
 
 def test_a_partition_begins_after_the_objects_that_expiry_has_deleted(store, log):
     store.delete(name_of(0))
-    found = RestoredRange(store, saved_of(store, log))
+    with pytest.raises(ObjectMissing, match=r"object .*0\.parquet, .* use --without-expired"):
+        RestoredRange(store, saved_of(store, log))
+    found = RestoredRange(store, saved_of(store, log), may_have_expired=True)
     assert found.first == OBJECT
     with pytest.raises(BadRequest, match=rf"expected an end in {OBJECT}\.\."):
         found.end_at(OBJECT - 1)
-    made = restore(store, log, found.end_at(found.last))
+    made = found.write(NEW_KEY, 9, NONCE, found.end_at(found.last))
     manifest = Manifest.from_bytes(store.read(made.name), made.name)
     assert (manifest.first, manifest.newest[0].first) == (OBJECT, OBJECT)
 
@@ -130,7 +133,7 @@ def test_another_object_that_is_missing_is_an_error(store, log, numbers):
     for each in numbers:
         store.delete(name_of(each))
     with pytest.raises(ObjectMissing, match=r"object .*\.parquet, IDs .* does not exist"):
-        RestoredRange(store, saved_of(store, log))
+        RestoredRange(store, saved_of(store, log), may_have_expired=True)
 
 
 def test_an_object_of_another_log_is_not_restored(store, log, tmp_path):
@@ -181,3 +184,19 @@ def test_a_pin_is_written_once_and_protects_its_source(store):
     assert pin(store, KEY, NEW_KEY) is None
     store.delete(name)
     assert not is_pinned(store, KEY)
+
+
+def test_an_archive_of_which_all_has_expired_is_rejected(store, log):
+    end = log.manifest.last + 1
+    gone = log.manifest.expired(end, 0).expired(end, manifest_module.EXPIRY_GRACE_MS)
+    store.write("gone.json", gone.to_bytes())
+    saved = SavedManifest.read(store, "gone.json", crc32(gone.to_bytes()))
+    with pytest.raises(ObjectMissing, match="of partition 3, found that all have expired"):
+        RestoredRange(store, saved)
+
+
+def test_expired_objects_that_still_exist_are_not_restored_as_available(store, log):
+    expired = log.manifest.expired(OBJECT, 0)
+    store.write("expired.json", expired.to_bytes())
+    saved = SavedManifest.read(store, "expired.json", crc32(expired.to_bytes()))
+    assert RestoredRange(store, saved).first == OBJECT

@@ -44,7 +44,7 @@ def without_first_object(case):
     """Return the mark of a manifest after the expiry of an object, whose file is deleted."""
     first, second = case.log.manifest.newest[:2]
     (case.folder / first.name).unlink()
-    later = case.log.manifest.without_before(second.first)
+    later = case.log.manifest.expired(second.first, 0)
     return case.mark(later, "later", write_manifest(case.store, later, "later"))
 
 

@@ -228,7 +228,7 @@ def test_a_partition_ends_at_the_last_batch_end_that_the_options_allow(store, li
     log = write_archive(store, folder=f"{UUID(bytes=KEY)}/{PARTITION}")
     saved = SavedManifest.read(store, log.name, log.crc)
     assert [each.last for each in log.lineage][:7] == [2, 3, 43, 50, 53, 54, 94]
-    restoration = restore_command._Restoration(store, bytes(16), 9, limits)
+    restoration = restore_command._Restoration(store, bytes(16), 9, limits, False)
     end = restoration.end_of(PARTITION, PartitionBackup(60, 8, 1, saved))
     assert (None if end is None else end.last) == expected
     if end is not None:
@@ -270,3 +270,11 @@ class Pins:
         self.names.append(pin(store, source_key, cluster_key))
         assert is_pinned(store, source_key)
         return self.names[-1]
+
+
+def test_a_backup_has_a_place_in_a_store_with_options():
+    place = BackupPlace.parse("s3://bucket/backups/b1?endpoint_override=a:1&scheme=http")
+    assert place.name == "b1"
+    assert place.store.url == "s3://bucket/backups?endpoint_override=a:1&scheme=http"
+    with pytest.raises(BadConfig, match="ends with a file name"):
+        BackupPlace.parse("s3://bucket/backups/?scheme=http")

@@ -400,3 +400,41 @@ def test_a_reader_that_is_closed_while_it_dials_leaves_no_connection(
         assert closed == ["s1:1"]
 
     in_virtual_time(read())
+
+
+def read_below_start(monkeypatch: pytest.MonkeyPatch, first_available: int) -> list[str]:
+    """Let each storage answer that the log begins at an ID; return which ones were asked."""
+    asked: list[str] = []
+
+    class Link:
+        is_closed = False
+
+        async def fetch(self, *_: object, **__: object) -> RangeChunk:
+            raise errors.BelowStart("expected ids from there on", first_available)
+
+        def close(self) -> None:
+            """Nothing is held."""
+
+    async def open_link(address: str, *_: object, **__: object) -> Link:
+        asked.append(address)
+        return Link()
+
+    async def from_server(query: RangeQuery) -> RangeChunk:
+        asked.append("server")
+        return chunk_of_server(P, query, answer())
+
+    async def read() -> None:
+        replicas = ReplicaSet(bytes(16), 4, 1, 20, REPLICAS)
+        await ReplicaReader(P, replicas, from_server, first=10, timeout_s=5).fetch(QUERY)
+
+    monkeypatch.setattr(ReaderConnection, "open", open_link)
+    in_virtual_time(read())
+    return asked
+
+
+def test_a_log_that_begins_later_does_so_at_all_replicas(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(errors.BelowStart) as caught:
+        read_below_start(monkeypatch, 12)
+    assert caught.value.first_available == 12
+    for unhelpful in (-1, 10):
+        assert len(read_below_start(monkeypatch, unhelpful)) == 5, "the others may have it"

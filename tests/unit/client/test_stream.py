@@ -17,6 +17,7 @@ from tests.unit.client.scenarios import (
 )
 from waltz_core import errors
 from waltz_core.client.stream import partition_stream, stream_events
+from waltz_core.client.stream.readback import ReadBack
 from waltz_core.client.stream.stream_events import Phase
 from waltz_core.records.record import GENESIS_CHAIN, RECONSTRUCTED, LineageEntry
 from waltz_core.wire import messages as m
@@ -167,6 +168,38 @@ def test_reading_back_continues_until_the_mark():
     assert (again.first, again.last) == (12, 12)
     effects = scenario.receive(range_data(again, req(2), mark=12), link=2)
     assert settled(effects)[1].transaction_ids.tolist() == [11, 12]
+
+
+def below_start(asked, first):
+    code = errors.BelowStart.code
+    return m.ErrorResponse(asked.req_id, code, False, f"expected IDs from {first} on", first)
+
+
+def test_rows_in_doubt_below_the_start_of_the_log_have_an_unknown_outcome():
+    scenario = in_doubt()
+    scenario.mounted(scenario.link(number=2), 12, link=2)
+    (asked,) = scenario.sent(m.RangeRequest)
+    effects = scenario.receive(below_start(asked, 11), link=2)
+    assert settled(effects) == {}
+    (rejected,) = [e for e in effects if isinstance(e, stream_events.SubmissionRejected)]
+    assert isinstance(rejected.error, errors.OutcomeUnknown)
+    assert "since the log begins after them" in str(rejected.error)
+    assert scenario.stream.phase is Phase.READY
+
+
+def test_rows_in_doubt_above_the_start_of_the_log_are_read_back():
+    scenario = in_doubt()
+    scenario.mounted(scenario.link(number=2), 12, link=2)
+    monitor = scenario.stream._monitor
+    assert not monitor.doubtful_below(10), "the first one in doubt may have ID 10"
+    assert [each.req_id for each in monitor.doubtful_below(11)] == [req(1)]
+
+
+def test_a_chain_below_the_start_of_the_log_is_not_compared():
+    readback = ReadBack(2_800)
+    readback.begin((10, 12), (4, GENESIS_CHAIN))
+    assert (readback.request(req(-1)).first, readback.below_start()) == (4, False)
+    assert (readback.request(req(-2)).first, readback.below_start()) == (10, True)
 
 
 def test_without_later_records_all_unanswered_appends_are_lost():

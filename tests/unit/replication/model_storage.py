@@ -177,7 +177,12 @@ class ModelStorage:
                 self._reset(message)
             case wire.SetLowWaterMark():
                 self._set_mark(message)
-            case wire.ArchiveRange() | wire.SetArchived() | wire.CollectGarbage():
+            case (
+                wire.ArchiveRange()
+                | wire.SetArchived()
+                | wire.CollectGarbage()
+                | wire.ExpireObjects()
+            ):
                 if isinstance(message, wire.SetArchived):
                     self.archive_session = message.session_id
                 return wire.SuccessResponse(*prefix)

@@ -778,3 +778,40 @@ def test_damage_above_the_archived_mark_that_all_logs_have_is_not_looked_for_in_
     bench.sent.clear()
     bench.run_for(3_000)
     assert not bench.all_sent(wire.RangeRaw)
+
+
+@pytest.mark.parametrize("removed", [-1, 3])
+def test_an_empty_replica_that_comes_late_begins_at_the_sessions_mark(removed):
+    """More is archived by then, but what the session has appended is copied."""
+    bench = Bench(limits=ARCHIVING)
+    bench.open()
+    bench.append(2, batches=2)
+    bench.down = {C}
+    bench.lose(C)
+    bench.reopen()
+    mark = bench.all_reported(SessionOpened)[-1].high_water_mark
+    assert mark == 3
+    bench.append(2, batches=2)
+    assert archive(bench).last == 7
+    if removed >= 0:
+        remove_archived(bench, removed)
+    wipe(bench, C)
+    bench.down = set()
+    bench.run_for(3_000)
+    assert [each["last"] for each in bench.reports("replica.reset")] == [mark]
+    assert bench.storages[C].last == 7
+    assert bench.store.readable_replicas == [A, B, C]
+
+
+def test_each_failure_leads_to_another_of_two_replicas():
+    bench = Bench(A, B, limits=ARCHIVING)
+    bench.open()
+    bench.append(2)
+    replicas, pause = [], INTERVAL_MS
+    for count in range(4):
+        bench.run_for(pause)
+        replica, request = attempts(bench)[count]
+        replicas.append(replica)
+        finish(bench, replica, request, last=-1, manifest="", error="store: 503")
+        pause = INTERVAL_MS << count
+    assert replicas in ([A, B, A, B], [B, A, B, A])

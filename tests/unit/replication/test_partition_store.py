@@ -7,6 +7,7 @@ import pytest
 from tests.unit.replication.bench import LIMITS, A, B, Bench, C, D, E, wire
 from tests.unit.replication.model_storage import make_batch
 from waltz_core.cluster.nodes.model import UNRESOLVED, MarkerState, PartitionMetadata, ReplicaState
+from waltz_core.errors import BelowStart
 from waltz_core.replication import session_events
 from waltz_core.replication.limits import SessionLimits
 from waltz_core.replication.replica_session import ReplicaStage
@@ -291,6 +292,20 @@ def test_unknown_outcomes_survive_a_session_lost_before_they_are_settled():
     assert bench.all_reported(SessionSettled)[-1].committed_last == -1
     # Of others' writes before that session this server has learned nothing yet.
     assert not bench.all_reported(SessionOpened)[-1].unbroken
+
+
+def test_unknown_outcomes_that_have_expired_stay_unknown():
+    bench = with_doubt_about_ids_of_another()
+    supplier = until_it_asks_for_the_past(bench)
+    while bench.all_sent(wire.LineageRequest)[-1].first != 0:
+        bench.deliver(supplier)  # the stamp at the mark comes first
+    asked = bench.all_sent(wire.LineageRequest)[-1]
+    begins = (BelowStart.code, 0, "expected ids from 9 on", 9)
+    answer = wire.Nack(asked.session_id, asked.sequence, asked.partition_id, *begins)
+    bench.step(session_events.ReplicaResponded(asked.session_id, supplier, answer))
+    outcome = bench.all_reported(SessionSettled)[-1]
+    assert (outcome.session_id, outcome.has_expired) == (asked.session_id, True)
+    assert bench.store.session.ended is None, "the replica is not at fault"
 
 
 def test_a_new_owner_is_reported_the_stamp_that_the_log_ends_with(bench):

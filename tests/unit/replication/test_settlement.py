@@ -73,3 +73,18 @@ def test_no_replica_with_the_batches_is_left():
     with pytest.raises(errors.RemoteProtocolError, match="has lost the batches"):
         past.answered(replica, lineage((4, 5, RECONSTRUCTED, 0)), 0)
     assert past.outcome is None
+
+
+def test_batches_that_have_expired_have_an_unknown_outcome():
+    past, replica = settlement_of(9, in_doubt=InDoubtIds(7, 3, 8))
+    past.begin(0)
+    assert replica.supplier == [(4, 8)]
+    assert past.expired()
+    assert past.outcome == SessionSettled(9, 3, 0, has_expired=True)
+
+
+def test_a_stamp_below_the_start_of_a_log_is_no_unknown_outcome():
+    past, _ = settlement_of(9, unbroken=False, in_doubt=InDoubtIds(7, 3, 8))
+    past.begin(0)
+    assert not past.expired()
+    assert past.outcome is None

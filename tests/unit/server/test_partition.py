@@ -67,6 +67,10 @@ class FakeStore:
         self.wake_at_ms: int | None = None
         self.readable_replicas: Sequence[ReplicaId] = ()
         self.archived: ArchivedMark | None = None
+        self.expired = (0, 0)
+
+    def has_expired(self, before: TransactionId, before_ms: int) -> bool:
+        return before <= self.expired[0] and before_ms <= self.expired[1]
 
     def step(self, event: replication.Event, now_ms: int) -> Sequence[replication.Effect]:
         assert now_ms >= 0
@@ -868,6 +872,89 @@ def test_a_fetch_that_fails_everywhere_is_reported_and_leaves_nothing_behind() -
     before = len(world.fetches)
     ask_range(world, 0, 2)
     assert len(world.fetches) == before + 1
+
+
+def below_start(fetch: Fetch, first: int) -> FetchFailed:
+    return FetchFailed(fetch.token, "expected ids from 2 on", TransactionId(first))
+
+
+def test_a_read_below_the_start_of_the_log_fails_at_once() -> None:
+    world = World()
+    world.open(2)
+    asked = ask_range(world, 0, 2)
+    data = world.send(A, messages.TransactionDataRequest(world.req_id(ALICE), 1))
+    for fetch in list(world.fetches):
+        world.step(below_start(fetch, 2))
+    for req_id in (asked, data):
+        answer = world.answer(req_id)
+        assert isinstance(answer, messages.ErrorResponse)
+        assert (answer.error_code, answer.first_available) == (errors.BelowStart.code, 2)
+        assert not answer.retriable
+        assert "expected IDs from 2 on" in answer.message
+    assert len(world.fetches) == 2, "the log begins there for all replicas"
+
+
+def test_a_replica_whose_log_begins_elsewhere_is_not_the_last_one_tried() -> None:
+    world = World()
+    world.open(2)
+    ask_range(world, 1, 2)
+    world.step(below_start(world.fetches[0], 1))
+    assert len(world.fetches) == 2
+
+
+def test_a_feed_below_the_start_of_the_log_ends_with_an_error() -> None:
+    world = World()
+    world.open(2)
+    mount = world.mount(mark=-1, feed=True)
+    world.step(below_start(world.fetches[-1], 2))
+    answer = world.answer(mount)
+    assert isinstance(answer, messages.ErrorResponse)
+    assert (answer.error_code, answer.first_available) == (errors.BelowStart.code, 2)
+    assert world.partition.feed.count == 0
+
+
+def test_batches_in_doubt_that_have_expired_have_an_unknown_outcome() -> None:
+    world = ready()
+    req_id = world.append()
+    world.run()
+    world.close()
+    opened = (SessionId(2), Generation(1), TransactionId(4), GENESIS_CHAIN, True)
+    world.say(
+        replication.SessionOpened(*opened),
+        replication.SessionSettled(SessionId(2), TransactionId(-1), has_expired=True),
+    )
+    assert world.error(req_id) == errors.OutcomeUnknown.code
+    assert not world.partition.is_owned
+    (released,) = [each for each in world.rest if isinstance(each, replication.Released)]
+    assert "below the start of the log" in released.reason
+
+
+def test_an_expiry_is_passed_to_the_store_until_it_is_done() -> None:
+    world = ready()
+    world.store.archived = ArchivedMark(9, GENESIS_CHAIN, 0, 3, 7, "m")
+    asked = world.send(A, messages.ExpireRequest(world.req_id(ALICE), 5, 77))
+    assert world.answer(asked) == messages.ExpireResponse(asked, 3, False)
+    assert world.store.of(replication.ExpireArchive) == [replication.ExpireArchive(5, 77)]
+    world.store.expired = (5, 77)
+    asked = world.send(A, messages.ExpireRequest(world.req_id(ALICE), 5, 77))
+    assert world.answer(asked) == messages.ExpireResponse(asked, 3, True)
+    assert len(world.store.of(replication.ExpireArchive)) == 1
+
+
+@pytest.mark.parametrize("bounds", [(-1, 0), (0, -1)])
+def test_a_wrong_bound_of_an_expiry_is_rejected(bounds: tuple[int, int]) -> None:
+    world = ready()
+    world.store.archived = ArchivedMark(9, GENESIS_CHAIN, 0, 3, 7, "m")
+    assert (
+        world.error(world.send(A, messages.ExpireRequest(world.req_id(ALICE), *bounds)))
+        == errors.BadRequest.code
+    )
+
+
+def test_nothing_expires_of_a_partition_without_an_archive() -> None:
+    world = ready()
+    asked = world.send(A, messages.ExpireRequest(world.req_id(ALICE), 5, 0))
+    assert world.error(asked) == errors.BadRequest.code
 
 
 def test_a_damaged_record_is_not_passed_on() -> None:

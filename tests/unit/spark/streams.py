@@ -7,7 +7,9 @@ from pyspark.sql.types import StructType
 
 from waltz_core.client import ReplicaSet
 from waltz_core.client.links.directory import ClusterInfo, ClusterLayout
+from waltz_core.client.read.ranges import ArchivedRange
 from waltz_core.cluster.nodes.restored_from import NOT_RESTORED, RestoredFrom
+from waltz_core.records.record import TransactionId
 from waltz_spark.datasource import stream_read
 from waltz_spark.datasource.batch_read import Task
 from waltz_spark.datasource.stream_read import WaltzStreamReader
@@ -25,6 +27,7 @@ class Cluster:
     def become(self, key: int, *marks: int, restored_from: RestoredFrom = NOT_RESTORED) -> None:
         self.info = ClusterInfo("x", bytes([key]) * 16, len(marks), restored_from)
         self.marks = marks
+        self.firsts: dict[int, int] = {}  # the first available IDs of partitions with an archive
 
     def client(self, _connect: str = CONNECT) -> SimpleNamespace:
         info = self.info
@@ -47,8 +50,17 @@ class Cluster:
         count = len(self.marks)
         chosen = choose(count)
         return self.client(), {
-            n: ReplicaSet(self.info.key, count, 1, self.marks[n], ("s:1",)) for n in chosen
+            n: ReplicaSet(
+                self.info.key, count, 1, self.marks[n], ("s:1",), archived=self.archived(n)
+            )
+            for n in chosen
         }
+
+    def archived(self, partition: int) -> ArchivedRange | None:
+        first = self.firsts.get(partition)
+        if first is None:
+            return None
+        return ArchivedRange(TransactionId(first), TransactionId(self.marks[partition]), "m", 0)
 
 
 def reader_of(**options: str) -> WaltzStreamReader:

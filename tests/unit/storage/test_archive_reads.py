@@ -12,9 +12,10 @@ from waltz_core.archive.store import ArchiveStore
 from waltz_core.archive.upload import upload
 from waltz_core.errors import ArchiveUnavailable, BadRequest, BelowStart, ObjectMissing, from_code
 from waltz_core.records import raw_records
-from waltz_core.storage.files.format import IdRange
+from waltz_core.records.checksum import crc32
+from waltz_core.storage.files.format import IdRange, Marker
 from waltz_core.storage.service import service, service_effects
-from waltz_core.storage.service.archive_reads import answer_from_archive
+from waltz_core.storage.service.archive_reads import QUERIES_MAX, answer_from_archive
 from waltz_core.storage.service.retention import RetentionLimits
 from waltz_core.wire.messages import (
     LineageRequest,
@@ -77,7 +78,7 @@ class Archived:
     def error(self, message, connection=1):
         found = self.answer(message, connection)
         assert isinstance(found, Nack), found
-        return from_code(found.error_code, found.message)
+        return from_code(found.error_code, found.message, found.first_available)
 
     def lineage(self, first, last):
         return self.answer(self.owner.make(LineageRequest, first, last))
@@ -134,6 +135,34 @@ def test_positions_in_files_are_rejected(archived):
     assert isinstance(archived.error(range_of(archived.owner, 0, 9, **fields), 7), BelowStart)
 
 
+def expire(archived, first):
+    """Let the owner announce a manifest with a later first ID."""
+    reader = ArchiveReader(
+        archived.store, archived.made.name, archived.made.file_crc, archived.cache
+    )
+    data = reader.manifest.expired(first, 0).to_bytes()
+    archived.store.write("expired", data)
+    mark = replace(archived.mark(), first=first, manifest="expired", manifest_crc=crc32(data))
+    assert isinstance(archived.bench.ask(1, mark), SuccessResponse)
+
+
+@pytest.mark.parametrize("form", [RangeForm.WHOLE, RangeForm.HEADERS])
+def test_a_read_of_expired_records_names_the_first_available_id(archived, form):
+    expire(archived, 6)
+    fields = {"form": form, "whole_batches": False, "reader": True}
+    found = archived.error(range_of(archived.owner, 5, 9, **fields), 7)
+    assert isinstance(found, BelowStart)
+    assert (found.first_available, found.retriable) == (6, False)
+    assert "expected ids from 6 on, found 5..9" in str(found)
+    assert archived.answer(range_of(archived.owner, 6, 9, **fields), 7).count == 4
+
+
+def test_the_owner_learns_that_a_lineage_has_expired(archived):
+    expire(archived, 6)
+    found = archived.error(archived.owner.make(LineageRequest, 3, 9))
+    assert (type(found), found.first_available) == (BelowStart, 6)
+
+
 def test_a_missing_object_is_named(archived):
     (name,) = (each for each in archived.store.names("") if each.endswith(".parquet"))
     archived.store.delete(name)
@@ -181,3 +210,33 @@ def test_damaged_archived_records_are_read_from_the_archive(make, tmp_path):
     assert "records 4..7 are damaged" in str(archived.error(replace(message, sequence=99)))
     assert isinstance(archived.error(range_of(owner, 20, 21, whole_batches=False)), BadRequest)
     archived.cache.close()
+
+
+def test_reads_that_wait_for_the_archive_stop_no_connection_and_are_limited(archived):
+    bench, owner = archived.bench, archived.owner
+    messages = [
+        range_of(owner, 0, 9, bytes_max=1 << 16, reader=True) for _ in range(QUERIES_MAX + 1)
+    ]
+    for message in messages:
+        bench.send(7, message)
+        bench.finish()
+    assert bench.service.queued_bytes == 0
+    assert not bench.only(service_effects.PauseReading)
+    (rejected,) = (each for each in bench.answers(7) if isinstance(each, Nack))
+    assert rejected.sequence == messages[-1].sequence
+    error = from_code(rejected.error_code, rejected.message)
+    assert isinstance(error, ArchiveUnavailable)
+    assert str(error) == f"{QUERIES_MAX} requests wait for the archive already"
+    assert bench.ask(1, owner.append(2)).synced_max == ROWS + 1
+    assert archived.read() == QUERIES_MAX
+    assert archived.answer(messages[0], 7).count == 10
+
+
+def test_a_storage_without_an_archive_says_so(make):
+    bench = make(archive=None)
+    filled(bench)
+    owner = bench.owned(6)
+    bench.log._files.begin_after(Marker(3, bench.log.chain_at(3)), bench.log.slot)
+    bench.ask(7, open_request())
+    answer = bench.ask(7, range_of(owner, 0, 1, reader=True))
+    assert "and this storage has no `archive_url`" in answer.message

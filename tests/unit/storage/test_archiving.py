@@ -11,22 +11,24 @@ from waltz_core.archive.manifest import RecordedManifest
 from waltz_core.archive.objects import ArchiveObject
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.archive.upload import upload
-from waltz_core.archive.upload_job import NewManifest
+from waltz_core.archive.upload_job import ExpiredManifest, ExpiryJob, NewManifest
 from waltz_core.errors import ArchiveUnavailable, BadRequest, SessionFenced, from_code
 from waltz_core.machine import Wakeup
 from waltz_core.records.record import GENESIS_CHAIN, RECONSTRUCTED
-from waltz_core.storage.files.format import IdRange
-from waltz_core.storage.log.archive_pieces import RetentionPiece
+from waltz_core.storage.files.format import IdRange, Marker
+from waltz_core.storage.log.archive_pieces import LogSize, RetentionPiece
 from waltz_core.storage.service import service, service_effects
 from waltz_core.storage.service.archive_jobs import PROGRESS_INTERVAL_MS, STALLED_MS, ArchiveLimits
-from waltz_core.storage.service.retention import INTERVAL_MS, RetentionLimits
+from waltz_core.storage.service.retention import INTERVAL_MS, Retention, RetentionLimits
 from waltz_core.wire import messages
 from waltz_core.wire.messages import (
     ArchiveProgress,
     ArchiveRange,
     CollectGarbage,
+    ExpireObjects,
     GarbageCollected,
     Nack,
+    ObjectsExpired,
     RangeArchived,
     SetArchived,
     SuccessResponse,
@@ -558,3 +560,60 @@ def test_the_largest_log_loses_its_oldest_segment_first(make):
     bench.finish()
     assert {each["partition"] for each in reports(bench, "storage.segment_removed")} == {0}
     assert bench.log.size_bytes + log.size_bytes <= 2_400
+
+
+def expiry_of(owner, attempt=3):
+    return owner.make(ExpireObjects, attempt, 5, GENESIS_CHAIN, "m", 7, 4, 77, 60_000)
+
+
+EXPIRIES = {
+    "some": (ExpiredManifest(3, "e", 8), (3, "e", 8, "")),
+    "none": (ExpiredManifest(0, "", 0), (0, "", 0, "")),
+    "error": (ArchiveUnavailable("cannot read m"), (0, "", 0, "cannot read m")),
+}
+
+
+@pytest.mark.parametrize("kind", EXPIRIES)
+def test_objects_expire_for_the_owner_and_it_is_reported(make, kind):
+    outcome, expected = EXPIRIES[kind]
+    bench = make()
+    owner = filled(bench)
+    assert isinstance(bench.ask(1, expiry_of(owner)), SuccessResponse)
+    (effect,) = bench.only(service_effects.WriteExpiry)
+    recorded = RecordedManifest(0, 5, GENESIS_CHAIN, "m", 7)
+    assert effect.job == ExpiryJob(5, NONCE, 3, recorded, 4, 77, 60_000)
+    bench.step(service.ExpiryWritten(effect.job, outcome))
+    notices = [each for each in bench.answers(1) if isinstance(each, ObjectsExpired)]
+    assert notices == [ObjectsExpired(5, 0, 0, 3, *expected)]
+    assert reports(bench, "storage.expiry_failed") == (
+        [{"partition": 0, "error": "cannot read m"}] if kind == "error" else []
+    )
+    assert request(bench, owner, range_to(owner, 5)).attempt == 1
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_an_expiry_is_not_reported_to_an_owner_whose_session_has_ended(make, ending):
+    bench = make()
+    owner = filled(bench)
+    bench.send(1, expiry_of(owner))
+    (effect,) = bench.only(service_effects.WriteExpiry)
+    ENDINGS[ending](bench)
+    bench.finish()
+    bench.step(service.ExpiryWritten(effect.job, ExpiredManifest(3, "e", 8)))
+    answers = [each for number in (1, 2) for each in bench.answers(number)]
+    assert not [each for each in answers if isinstance(each, ObjectsExpired)]
+
+
+def test_marks_that_keep_arriving_do_not_delay_the_removal():
+    partitions, marks, removals = 10, 9, 0
+    retention = Retention(RetentionLimits(age_ms_max=1))
+    for partition in range(partitions):
+        retention.opened(partition)
+        retention.archived(partition, Marker(5, GENESIS_CHAIN), 0)
+    for count in range(100):
+        partition, piece = retention.next_piece(0)
+        removals += piece.removes
+        retention.done(partition, LogSize(100, oldest_age_ms=2, is_removable=True))
+        if count % marks == 0:
+            retention.archived(count % partitions, Marker(6 + count, GENESIS_CHAIN), 0)
+    assert removals > 50

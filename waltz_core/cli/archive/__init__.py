@@ -1,4 +1,5 @@
 """`waltz-core archive`: administration of the archive.
 
-`archive_status.py` shows what is archived, and `archive_verify.py` verifies every file.
+`archive_status.py` shows what is archived, `archive_verify.py` verifies every file, and
+`archive_expire.py` lets the log begin later.
 """

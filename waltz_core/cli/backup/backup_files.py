@@ -19,10 +19,11 @@ class BackupPlace(NamedTuple):
     def parse(cls, text: str) -> Self:
         """Parse FILE or URL; raises BadConfig."""
         url = text if "://" in text else Path(text).absolute().as_uri()
-        folder, _, name = url.rpartition("/")
-        if not name or "?" in name:
+        path, question, options = url.partition("?")
+        folder, _, name = path.rpartition("/")
+        if not name:
             raise BadConfig(f"expected a file or a URL that ends with a file name, found {text!r}")
-        return cls(text, ArchiveStore(folder), name)
+        return cls(text, ArchiveStore(folder + question + options), name)
 
     def check_absent(self) -> None:
         """Raise BadConfig if the file exists."""

@@ -92,6 +92,12 @@ def _time_ms(text: str) -> int:
     is_flag=True,
     help="keep the cluster key; only if the old cluster will never run again",
 )
+@click.option(
+    "--without-expired",
+    is_flag=True,
+    help="begin after transactions that have expired since the backup; without it a missing object "
+    "is an error",
+)
 @changes(creates=True)
 async def restore(command: Command, **words: Any) -> Result:  # noqa: ANN401
     return await _restore(command, **words)
@@ -106,6 +112,7 @@ async def _restore(  # noqa: PLR0913 - one for each option
     until: str | None,
     marks: tuple[str, ...],
     same_key: bool,
+    without_expired: bool,
 ) -> Result:
     coordinator, store = command.coordinator, ArchiveStore(archive)
     command.wait_for("the backup")
@@ -122,7 +129,8 @@ async def _restore(  # noqa: PLR0913 - one for each option
         for number, each in enumerate(backup.partitions):
             partition_id = PartitionId(number)
             command.wait_for(f"the archive of partition {number}", number, len(backup.partitions))
-            work = _Restoration(store, key.bytes, next_session(backup, partition_id, ids), limits)
+            session_id = next_session(backup, partition_id, ids)
+            work = _Restoration(store, key.bytes, session_id, limits, without_expired)
             ends[partition_id] = await asyncio.to_thread(work.end_of, partition_id, each)
     except WaltzError:
         # The pins would prevent deletions for a cluster that does not exist.
@@ -187,13 +195,14 @@ class _Restoration(NamedTuple):
     cluster_key: bytes
     session_id: SessionId
     limits: Limits
+    may_have_expired: bool
 
     def end_of(self, partition_id: PartitionId, saved: PartitionBackup) -> ArchivedMark | None:
         """Write the manifest, and return the end of the partition; None if it is empty."""
         limit = self.limits.marks.get(partition_id, saved.mark)
         if saved.manifest is None or limit == BEFORE_FIRST:
             return None
-        found = RestoredRange(self.store, saved.manifest)
+        found = RestoredRange(self.store, saved.manifest, may_have_expired=self.may_have_expired)
         if self.limits.until_ms is not None:
             limit = min(limit, found.last_until(self.limits.until_ms))
         end = found.end_at(limit)

@@ -10,7 +10,8 @@ Rules:
        CRC of their own: a replica's answer has one that is checked; a server checks them itself.
     3. A replica gets requests in the session that the server named, and only for what that session
        has committed. On any answer but the records, the reader turns to the next replica, at last
-       to the server.
+       to the server. It raises at once if the log begins after the first ID: it begins there for
+       all of them.
     4. A chunk never ends in the middle of a record, and `next` of one is `first` of the following.
     5. IDs beyond the last requested one are rejected: they may not be committed.
     6. Nearby replicas are read first, and only replicas that the server named: a storage that
@@ -388,7 +389,8 @@ class ReaderConnection:
                 raise
         assert isinstance(answer, messages.StorageMessage)
         if isinstance(answer, messages.Nack):
-            raise errors.from_code(answer.error_code, f"{self._link.address}: {answer.message}")
+            text = f"{self._link.address}: {answer.message}"
+            raise errors.from_code(answer.error_code, text, answer.first_available)
         if answer.sequence != request.sequence:
             self.close()
             raise errors.RemoteProtocolError(
@@ -439,6 +441,8 @@ class ReplicaReader:
             try:
                 chunk = await self._fetch_from(address, query)
             except errors.WaltzError as error:
+                if isinstance(error, errors.BelowStart) and error.first_available > query.first:
+                    raise
                 _log.info(
                     "ranges.replica_failed partition=%d replica=%s error=%s",
                     self._partition_id,

@@ -249,6 +249,27 @@ class OwnerRequests:
                 f"partition {reader.partition_id}: {reader.owner.address} is not its owner any more"
             )
 
+    async def expire(self, partition_id: PartitionId, before: int, before_ms: int) -> bool:
+        """Request that archived objects expire; return whether it is done, else repeat the call.
+
+        Whole objects expire: with IDs below `before`, or commit times before `before_ms`. 0 stands
+        for none.
+
+        Raises:
+            BadRequest: nothing of the partition is archived.
+            LocalProtocolError: the server is older, and has no such request.
+        """
+
+        async def query(reader: OwnerLink) -> bool:
+            answer = await _answer_of(
+                reader,
+                messages.ExpireResponse,
+                lambda req_id: messages.ExpireRequest(req_id, before, before_ms),
+            )
+            return answer.is_done
+
+        return await self._query_until_answered(partition_id, query, is_bulk=False)
+
     async def has_legacy_server(self, partition_ids: Iterable[PartitionId]) -> bool:
         """Return whether a 0.13 server owns any of these partitions now."""
 

@@ -296,6 +296,16 @@ class Monitor:
         last = TransactionId(max(proven for _, proven in doubtful))
         return (first, last) if first <= last else None
 
+    def doubtful_below(self, first_available: TransactionId) -> list[Pending]:
+        """Return the proven submissions with rows in doubt that may be below the log's first ID."""
+        return [
+            pending
+            for pending in self
+            if pending.mark_proven is not None
+            and pending.mark_before + 1 < first_available
+            and pending.known_outcome(BEFORE_FIRST) is None
+        ]
+
     def settle(self, high_water_mark: TransactionId) -> list[tuple[Pending, BatchOutcome]]:
         """The log was read back: return the outcome of every proven submission (rule 4)."""
         settled = []

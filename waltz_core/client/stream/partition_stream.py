@@ -421,7 +421,7 @@ class PartitionStream:
         self._send_waiting(out)
 
     def _error(self, message: messages.ErrorResponse, now_ms: int, out: list[Effect]) -> None:
-        error = errors.from_code(message.error_code, message.message)
+        error = errors.from_code(message.error_code, message.message, message.first_available)
         pending = self._monitor.find(message.req_id)
         if pending is not None:
             self._append_error(pending, error, now_ms, out)
@@ -431,9 +431,21 @@ class PartitionStream:
             else:
                 self._stop(error, out)
         elif self._readback.is_requested(message.req_id):
-            self._leave(f"reading back: {error}", now_ms, out)
+            if isinstance(error, errors.BelowStart):
+                self._read_below_start(error, now_ms, out)
+            else:
+                self._leave(f"reading back: {error}", now_ms, out)
         else:
             out.append(self._report("stream.message_ignored", message=str(error)))
+
+    def _read_below_start(self, error: errors.BelowStart, now_ms: int, out: list[Effect]) -> None:
+        """The log begins after what must be read back: these rows have an unknown outcome."""
+        if self._readback.below_start():
+            self.failure = str(error)
+            for pending in self._monitor.doubtful_below(TransactionId(error.first_available)):
+                self._end_pending(pending, "since the log begins after them", out)
+            self._readback.begin(self._monitor.unresolved(), None)
+        self._settle(now_ms, out)
 
     # --- appends
 

@@ -6,7 +6,10 @@ the log that the feed came from?
 Rules:
     1. Headers are read densely from the first to the last, in as many answers as that takes.
     2. The feed's last known chain is compared with the lineage of its batch. Another chain there
-       means another history: the feed must not continue.
+       means another history: the feed must not continue. If the log begins after it, there is
+       nothing to compare.
+    3. Rows in doubt below the start of the log can neither be found nor excluded: their outcome is
+       unknown.
 """
 
 from waltz_core.client.stream.monitor import Monitor
@@ -39,6 +42,14 @@ class ReadBack:
         self._first, self._last = doubtful or (None, BEFORE_FIRST)
         self._chain = chain
         self._request = None
+
+    def below_start(self) -> bool:
+        """The log begins after the request; return whether rows are in doubt there (rule 3)."""
+        self._request = None
+        if self._chain is not None:
+            self._chain = None  # rule 2
+            return False
+        return True
 
     def cancel(self) -> None:
         """Drop the plan: the mount has failed."""

@@ -20,6 +20,7 @@ from waltz_core.server.partition_events import (
 )
 from waltz_core.wire.messages import (
     ClientMessage,
+    ExpireResponse,
     FlushRequest,
     FlushResponse,
     HighWaterMarkResponse,
@@ -113,6 +114,15 @@ def with_mark(
             )
     else:
         answer = HighWaterMarkResponse(req_id, mark)
+    return SendToClient(request.connection, answer, request.cost_bytes)
+
+
+def expired(request: Received, archived: ArchivedMark | None, *, is_done: bool) -> SendToClient:
+    """Answer a request for an expiry of the archive."""
+    if archived is None:
+        fault = "nothing of the partition is archived, so nothing can expire"
+        return reject(request, errors.BadRequest(fault))
+    answer = ExpireResponse(request.message.req_id, archived.first, is_done)
     return SendToClient(request.connection, answer, request.cost_bytes)
 
 

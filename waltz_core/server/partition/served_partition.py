@@ -39,6 +39,7 @@ from waltz_core.server.partition_events import (
     Drained,
     Effect,
     Event,
+    FeedExpired,
     FeedHeaders,
     Fetch,
     Fetched,
@@ -52,7 +53,7 @@ from waltz_core.server.partition_events import (
 from waltz_core.server.read import feeds
 from waltz_core.server.read.cache import FeedCache, TransactionCache
 from waltz_core.server.read.feeds import Feed
-from waltz_core.server.read.reads import Reads
+from waltz_core.server.read.reads import ReadOutcome, Reads
 from waltz_core.wire import messages
 
 
@@ -116,6 +117,12 @@ class Partition:
     def high_water_mark(self) -> TransactionId:
         """The last known committed transaction."""
         return self._high_water_mark
+
+    @property
+    def first_available(self) -> TransactionId:
+        """The first ID that the archive has not expired."""
+        archived = self._store.archived
+        return TransactionId(0) if archived is None else archived.first
 
     @property
     def generation(self) -> Generation:
@@ -193,7 +200,9 @@ class Partition:
     def _fetched(self, event: Fetched | FetchFailed) -> None:
         if isinstance(event, FetchFailed):
             self._out += self.pipeline.refill.failed(event.token, self._now_ms)
-            self._route_reads(self.reads.failed(event.token, event.reason, self._now_ms))
+            token, reason, first = event.token, event.reason, event.first_available
+            failed = self.reads.failed(token, reason, self._now_ms, first_available=first)
+            self._route_reads(failed)
         elif isinstance(event.message, messages.LockBlocks):
             self.pipeline.refill.fetched(event.token, event.message)
         else:
@@ -236,6 +245,8 @@ class Partition:
                 self._answer_mark(event)
             case messages.ReplicasRequest():
                 self._answer_mark(event, always=message.linearizable)
+            case messages.ExpireRequest():
+                self._expire(event, message)
             case messages.RangeRequest():
                 self._route_reads(self.reads.range(event, message))
             case messages.TransactionDataRequest():
@@ -356,6 +367,17 @@ class Partition:
         archived = self._store.archived
         return answers.with_mark(event, mark, self._session_id, replicas, self._identity, archived)
 
+    def _expire(self, event: Received, message: messages.ExpireRequest) -> None:
+        before = TransactionId(message.before)
+        if before < 0 or message.before_ms < 0:
+            fault = f"expected bounds of 0 or more, found {before} and {message.before_ms}"
+            self._out.append(answers.reject(event, errors.BadRequest(fault)))
+            return
+        is_done = self._store.has_expired(before, message.before_ms)
+        self._out.append(answers.expired(event, self._store.archived, is_done=is_done))
+        if not is_done:
+            self._drive(replication.ExpireArchive(before, message.before_ms))
+
     # -----------------------------------------------------------------------------------------
     # the store
 
@@ -402,6 +424,9 @@ class Partition:
             self._lose(
                 f"the log ends at {mark}, but {self._high_water_mark} was reported as committed"
             )
+            return
+        if event.has_expired:
+            self._give_up("batches of an earlier session are below the start of the log")
             return
         unbroken = opened.unbroken and opened.generation == self._settled_generation
         self._settled_generation = opened.generation
@@ -502,10 +527,14 @@ class Partition:
 
     def _lose(self, reason: str) -> None:
         """Release the partition: committed transactions are missing from the log (rule 5)."""
+        self._give_up(f"data loss: {reason}")
+        self._out.append(Report("partition.data_loss", (("reason", reason),)))
+
+    def _give_up(self, reason: str) -> None:
+        """Release the partition: appends in flight have an unknown outcome."""
         self._stop_serving(reason)
         self._drive(replication.ReleaseOwnership())
-        self._out.append(Report("partition.data_loss", (("reason", reason),)))
-        self._out.append(replication.Released(f"data loss: {reason}"))
+        self._out.append(replication.Released(reason))
 
     def _stop_serving(self, reason: str) -> None:
         """Answer everything that waits: the partition is not served here any more."""
@@ -557,10 +586,13 @@ class Partition:
                 case _:
                     assert_never(outcome)
 
-    def _route_reads(self, found: Sequence[SendToClient | Fetch | FeedHeaders]) -> None:
+    def _route_reads(self, found: Sequence[ReadOutcome]) -> None:
         for outcome in found:
             if isinstance(outcome, FeedHeaders):
                 self._route_feed(self.feed.fetched(outcome))
+            elif isinstance(outcome, FeedExpired):
+                requests = self.feed.expired(outcome.first)
+                self._out.extend(answers.reject(each, outcome.error) for each in requests)
             else:
                 self._out.append(outcome)
 

@@ -54,6 +54,7 @@ from waltz_core.wire.messages import (
     CheckConnectivityRequest,
     CheckConnectivityResponse,
     ClientMessage,
+    ExpireRequest,
     FeedRequest,
     FlushRequest,
     FlushResponse,
@@ -80,6 +81,7 @@ _log = logging.getLogger(__name__)
 _TO_A_PARTITION = (
     AppendBatch,
     AppendRequest,
+    ExpireRequest,
     FeedRequest,
     FlushRequest,
     HighWaterMarkRequest,

@@ -21,7 +21,7 @@ from typing import Final
 
 from waltz_core.cluster.coordinator import Coordinator, PartitionVersions
 from waltz_core.driver import Driver, loop_clock_ms
-from waltz_core.errors import CoordinatorConflict, WaltzError
+from waltz_core.errors import BelowStart, CoordinatorConflict, WaltzError
 from waltz_core.machine import Report
 from waltz_core.metrics import Metrics
 from waltz_core.records.record import (
@@ -58,6 +58,7 @@ _GAUGES: Final = (
     "waltz_server_high_water_mark",
     "waltz_server_feed_lag_transactions",
     "waltz_server_store_session",
+    "waltz_server_first_available_transaction",
 )
 # Waits from which a replica is reported as slow, and as silent.
 SLOW_REPLICA_MS: Final = 1_000
@@ -66,6 +67,7 @@ SILENT_REPLICA_MS: Final = 10_000
 LEVELS: Final = {
     "append.slow": logging.WARNING,
     "archive.collection_failed": logging.WARNING,
+    "archive.expiry_failed": logging.WARNING,
     "archive.failed": logging.WARNING,
     "partition.data_loss": logging.ERROR,
     "partition.rejected": logging.WARNING,
@@ -258,7 +260,8 @@ class Host:
                 effect.replica, effect.message, is_urgent=effect.is_urgent
             )
         except WaltzError as error:
-            self.post(FetchFailed(effect.token, str(error)))
+            first = error.first_available if isinstance(error, BelowStart) else BEFORE_FIRST
+            self.post(FetchFailed(effect.token, str(error), TransactionId(first)))
             return
         size = len(answer.blocks if isinstance(answer, LockBlocks) else answer.records)
         self._services.metrics.add(
@@ -399,7 +402,8 @@ class _PublishedCounters:
     ) -> None:
         mark, lag = partition.high_water_mark, partition.feed.lag_max()
         session_id = partition.session_id if partition.is_open else 0
-        gauges = (partition.engaged_count, mark, lag, session_id)
+        first = partition.first_available
+        gauges = (partition.engaged_count, mark, lag, session_id, first)
         # If these are unchanged so is the lock table, except for entries in flight.
         known = (*gauges, partition.pipeline.refill.floor)
         if known == self._gauges:

@@ -122,6 +122,10 @@ class MemoryStore:
         self.readable_replicas: Sequence[ReplicaId] = ()
         self.archived = None
 
+    def has_expired(self, before: TransactionId, before_ms: int) -> bool:
+        """Return False: there is no archive."""
+        return False
+
     def step(self, event: replication.Event, now_ms: int) -> Sequence[replication.Effect]:
         """Process one event; those for several replicas have no effect."""
         match event:

@@ -539,6 +539,7 @@ def store_limits_of(config: ServerConfig) -> SessionLimits:
         lag_bytes_max=config.replica_lag_bytes_max,
         slow_append_ms=config.slow_append_ms,
         archive_interval_ms=config.archive_interval_ms,
+        archive_retention_ms=config.archive_retention_ms,
     )
 
 

@@ -240,7 +240,8 @@ def _settle(replica: ReplicaId, waiting: asyncio.Future[_Answer], message: Stora
     if isinstance(message, RangeBytes | LockBlocks):
         waiting.set_result(message)
     elif isinstance(message, Nack):
-        waiting.set_exception(from_code(message.error_code, f"{replica}: {message.message}"))
+        text = f"{replica}: {message.message}"
+        waiting.set_exception(from_code(message.error_code, text, message.first_available))
     else:
         name = type(message).__name__
         waiting.set_exception(

@@ -245,6 +245,13 @@ class Feed:
                 self._has_more = True
         return out
 
+    def expired(self, first: TransactionId) -> list[Received]:
+        """End the feeds that wait at an ID below the start of the log; return their requests."""
+        keys = [
+            key for key, each in self._contexts.items() if each.is_fetching and each.next == first
+        ]
+        return [self._contexts.pop(key).request for key in keys]
+
     def _serve(self, context: _Context, out: list[FeedOutcome]) -> bool:
         """Send one frame, or end the grant, or fetch headers; True when a frame was sent."""
         last = min(context.until, self._high_water_mark)

@@ -18,6 +18,8 @@ Rules:
        fetched separately.
     9. Reads for closed connections and ended feeds are not fetched: a client that reconnects again
        and again, and sends requests each time, would keep all others waiting.
+   10. If the log begins after the first ID of a fetch, the fetch fails at once: the start is that
+       of the archive, the same for all replicas. A log that still has the records serves them.
 """
 
 from collections import deque
@@ -28,7 +30,14 @@ from typing import Final, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from waltz_core.errors import BadFormat, BadRequest, ChecksumMismatch, Unreachable, WaltzError
+from waltz_core.errors import (
+    BadFormat,
+    BadRequest,
+    BelowStart,
+    ChecksumMismatch,
+    Unreachable,
+    WaltzError,
+)
 from waltz_core.records import raw_records
 from waltz_core.records.batches import select_records
 from waltz_core.records.checksum import crc32
@@ -49,6 +58,7 @@ from waltz_core.replication.session_events import Batch
 from waltz_core.server.append.answers import reject
 from waltz_core.server.partition_events import (
     ConnectionId,
+    FeedExpired,
     FeedHeaders,
     Fetch,
     PartitionLimits,
@@ -115,7 +125,7 @@ class _Job:
     retry_ms: int = RETRY_FIRST_MS
 
 
-ReadOutcome: TypeAlias = SendToClient | Fetch | FeedHeaders
+ReadOutcome: TypeAlias = SendToClient | Fetch | FeedHeaders | FeedExpired
 
 
 class Reads:
@@ -375,12 +385,21 @@ class Reads:
             out += self._answers(request, run)
         return out + self._start()
 
-    def failed(self, token: int, reason: str, now_ms: int) -> list[ReadOutcome]:
-        """A fetch has failed; rule 2."""
+    def failed(
+        self,
+        token: int,
+        reason: str,
+        now_ms: int,
+        *,
+        first_available: TransactionId = BEFORE_FIRST,
+    ) -> list[ReadOutcome]:
+        """A fetch has failed; rules 2 and 10."""
         job = self._running.get(token)
         if job is None:
             return self._dropped(token)
         del self._running[token]
+        if first_available > job.key.first:
+            return self._expired(job, first_available)
         self.failed_fetches += 1
         self._avoided[job.tried[-1]] = self.fetches + AVOIDED_FETCHES
         if job.key.is_ahead:
@@ -404,6 +423,21 @@ class Reads:
         else:
             self._delayed.append((now_ms + job.retry_ms, job))
             job.retry_ms = min(2 * job.retry_ms, RETRY_MAX_MS)
+        return out + self._start()
+
+    def _expired(self, job: _Job, first_available: TransactionId) -> list[ReadOutcome]:
+        """Reject what waits for records below the start of the log (rule 10)."""
+        if job.key.is_ahead:
+            return self._fetch_separately(job)
+        del self._jobs[job.key]
+        error = BelowStart(
+            f"partition {self._partition_id}: expected IDs from {first_available} on, where the "
+            f"log begins, found {job.key.first}",
+            first_available,
+        )
+        out: list[ReadOutcome] = [reject(request, error) for request in job.waiting]
+        if job.for_feed:
+            out.append(FeedExpired(job.key.first, error))
         return out + self._start()
 
     def _fetch_separately(self, job: _Job) -> list[ReadOutcome]:

@@ -37,7 +37,7 @@ from waltz_core import errors
 from waltz_core.archive.access import DAMAGE, ArchiveAccess, without_password
 from waltz_core.archive.archive_cache import READ_AHEAD_THREADS
 from waltz_core.archive.collection import CollectionJob, CollectionOutcome
-from waltz_core.archive.upload_job import UploadJob, UploadOutcome
+from waltz_core.archive.upload_job import ExpiryJob, ExpiryOutcome, UploadJob, UploadOutcome
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.nodes.model import ReplicaAssignments
 from waltz_core.cluster.zookeeper.starting import connected, retry_start_step
@@ -54,9 +54,9 @@ from waltz_core.storage.log.scrub import Scrub, ScrubState, read_positions, writ
 from waltz_core.storage.process.admin_port import AdminPort
 from waltz_core.storage.process.serving import Serving, concurrently
 from waltz_core.storage.process.storage_metrics import StorageMetrics
-from waltz_core.storage.service import service, service_effects, upkeep
+from waltz_core.storage.service import archive_jobs, service, service_effects, upkeep
 from waltz_core.storage.service.admin_tasks import ArchiveState, DiskStatus
-from waltz_core.storage.service.archive_jobs import ERROR_CHARACTERS_MAX, ArchiveLimits
+from waltz_core.storage.service.archive_jobs import ERROR_CHARACTERS_MAX
 from waltz_core.storage.service.archive_reads import ArchiveQuery, answer_from_archive
 from waltz_core.storage.service.engine import Engine
 from waltz_core.storage.service.retention import RetentionLimits
@@ -96,6 +96,7 @@ LEVELS: Final = {
     "storage.archive_failed": logging.WARNING,
     "storage.archive_stalled": logging.WARNING,
     "storage.collection_failed": logging.WARNING,
+    "storage.expiry_failed": logging.WARNING,
     "storage.damage_repaired": logging.INFO,
     "storage.disk_has_space": logging.INFO,
     "storage.garbage_collected": logging.INFO,
@@ -104,6 +105,7 @@ LEVELS: Final = {
     "storage.segment_removed": logging.INFO,
 }
 ResultT = TypeVar("ResultT")
+JobT = TypeVar("JobT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,7 +332,7 @@ class StorageDaemon:
             space=engine.space,
             scrub=scrub,
             archive=(
-                ArchiveLimits(config.archive_object_bytes, config.archive_age_ms)
+                archive_jobs.ArchiveLimits(config.archive_object_bytes, config.archive_age_ms)
                 if config.archive_url
                 else None
             ),
@@ -547,6 +549,7 @@ class StorageDaemon:
             case (
                 service_effects.UploadRange()
                 | service_effects.CollectFiles()
+                | service_effects.WriteExpiry()
                 | service_effects.ReadArchive()
             ):
                 self._use_archive(effect)
@@ -557,23 +560,34 @@ class StorageDaemon:
             case _:
                 assert_never(effect)
 
-    def _use_archive(
-        self,
-        effect: service_effects.UploadRange
-        | service_effects.CollectFiles
-        | service_effects.ReadArchive,
-    ) -> None:
+    def _use_archive(self, effect: service_effects.ArchiveEffect) -> None:
         match effect:
-            case service_effects.UploadRange(job):
-                upload = self._uploads.submit(self._archive.upload, job)
-                upload.add_done_callback(partial(self._to_loop, partial(self._uploaded, job)))
+            case service_effects.UploadRange(upload):
+                self._submit(self._uploads, self._archive.upload, upload, self._uploaded)
             case service_effects.CollectFiles(collection):
-                collecting = self._uploads.submit(self._archive.collect, collection)
-                take = partial(self._collected, collection)
-                collecting.add_done_callback(partial(self._to_loop, take))
+                self._submit(self._uploads, self._archive.collect, collection, self._collected)
+            case service_effects.WriteExpiry(expiry):
+                self._submit(self._uploads, self._archive.expire, expiry, self._expired)
             case service_effects.ReadArchive(read):
-                reading = self._archive_reads.submit(self._read_archive, read)
-                reading.add_done_callback(partial(self._to_loop, partial(self._was_read, read)))
+                self._submit(self._archive_reads, self._read_archive, read, self._was_read)
+
+    def _submit(
+        self,
+        threads: CallThreads,
+        call: Callable[[JobT], ResultT],
+        job: JobT,
+        take: Callable[[JobT, ResultT], None],
+    ) -> None:
+        """Call on a thread; then pass job and result to `take`, on the loop's thread."""
+
+        def done(future: "Future[ResultT]") -> None:
+            error = future.exception()
+            if error is None:
+                take(job, future.result())
+            else:
+                self._failed(error)
+
+        threads.submit(call, job).add_done_callback(partial(self._to_loop, done))
 
     def _apply_flow_control(
         self,
@@ -622,28 +636,21 @@ class StorageDaemon:
             if not self._loop.is_closed():  # Otherwise the process is ending.
                 raise
 
-    def _uploaded(self, job: UploadJob, future: "Future[UploadOutcome]") -> None:
-        error = future.exception()
-        if error is not None:
-            self._failed(error)
-            return
-        outcome = future.result()
+    def _uploaded(self, job: UploadJob, outcome: UploadOutcome) -> None:
         self._storage_metrics.count_upload(job, outcome)
-        self._post(service.Uploaded(job, outcome))
+        self._post(archive_jobs.Uploaded(job, outcome))
 
-    def _collected(self, job: CollectionJob, future: "Future[CollectionOutcome]") -> None:
-        error = future.exception()
-        if error is not None:
-            self._failed(error)
-            return
-        outcome = future.result()
+    def _collected(self, job: CollectionJob, outcome: CollectionOutcome) -> None:
         self._storage_metrics.count_collection(job, outcome)
-        self._post(service.FilesCollected(job, outcome))
+        self._post(archive_jobs.FilesCollected(job, outcome))
+
+    def _expired(self, job: ExpiryJob, outcome: ExpiryOutcome) -> None:
+        self._post(archive_jobs.ExpiryWritten(job, outcome))
 
     def _archive_progressed(self) -> None:
         """Notify the machine; this runs on the thread of uploads."""
         with suppress(RuntimeError):  # The loop is closed: the process is ending.
-            self._loop.call_soon_threadsafe(self._post, service.ArchiveProgressed())
+            self._loop.call_soon_threadsafe(self._post, archive_jobs.ArchiveProgressed())
 
     def _read_archive(self, read: ArchiveQuery) -> WorkOutcome:
         mark = read.mark
@@ -654,12 +661,7 @@ class StorageDaemon:
             return error
         return answer_from_archive(reader, read)
 
-    def _was_read(self, read: ArchiveQuery, future: "Future[WorkOutcome]") -> None:
-        error = future.exception()
-        if error is not None:
-            self._failed(error)
-            return
-        outcome = future.result()
+    def _was_read(self, read: ArchiveQuery, outcome: WorkOutcome) -> None:
         self._storage_metrics.count_archive_read(read.mark.partition_id, outcome)
         if outcome is not read.error:
             is_damage = isinstance(outcome, DAMAGE)

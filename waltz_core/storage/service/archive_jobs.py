@@ -1,13 +1,13 @@
-"""Work on the archive that owners have requested: ranges to archive, and garbage to collect.
+"""Work on the archive that owners have requested: uploads, expiry and collection of garbage.
 
 A range is read in pieces, then uploaded. `service.py` runs the pieces in the partition's lane, and
-starts uploads and collections, which block on a thread of their own.
+starts the changes of the archive, which block on a thread of their own.
 
 Rules (docs/decisions/047):
     1. One job is carried out at a time, and at most one waits for each partition. A new request for
        a partition replaces an earlier one, which its owner has abandoned.
-    2. A job belongs to a session and its connection. After `forget` its result is not reported; an
-       upload or a collection that has begun may end, and the files of the upload are garbage.
+    2. A job belongs to a session and its connection. After `forget` its result is not reported; a
+       change that has begun may end, and the files that it writes are garbage.
     3. While one runs, no other job starts, though its own was forgotten: this bounds memory. Its
        thread cannot be ended if the store hangs; so `woken` reports it.
     4. While the work continues, the owners of all jobs are notified of it, at most every
@@ -16,11 +16,18 @@ Rules (docs/decisions/047):
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, assert_never
 
 from waltz_core.archive.collection import Collected, CollectionJob, CollectionOutcome
 from waltz_core.archive.manifest import RecordedManifest
-from waltz_core.archive.upload_job import BatchRun, NewManifest, UploadJob, UploadOutcome
+from waltz_core.archive.upload_job import (
+    BatchRun,
+    ExpiryJob,
+    ExpiryOutcome,
+    NewManifest,
+    UploadJob,
+    UploadOutcome,
+)
 from waltz_core.errors import BadRequest, WaltzError
 from waltz_core.machine import Report
 from waltz_core.records.record import Chain, PartitionId, SessionId, TransactionId
@@ -30,20 +37,25 @@ from waltz_core.storage.service.service_effects import (
     Effect,
     SendStorageMessage,
     UploadRange,
+    WriteExpiry,
 )
 from waltz_core.storage.service.work import ConnectionId
+from waltz_core.values import value
 from waltz_core.wire.messages import (
     ArchiveProgress,
     ArchiveRange,
     CollectGarbage,
+    ExpireObjects,
     GarbageCollected,
+    ObjectsExpired,
     RangeArchived,
 )
 
 ERROR_CHARACTERS_MAX: Final = 1_000
 PROGRESS_INTERVAL_MS: Final = 10_000
 STALLED_MS: Final = 60_000
-_Run: TypeAlias = UploadJob | CollectionJob
+ArchiveRequest: TypeAlias = ArchiveRange | CollectGarbage | ExpireObjects
+_Run: TypeAlias = UploadJob | CollectionJob | ExpiryJob
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +72,7 @@ class _Job:
 
     connection: ConnectionId
     nonce: bytes
-    message: ArchiveRange | CollectGarbage
+    message: ArchiveRequest
     runs: list[BatchRun] = field(default_factory=list)
     piece: ArchivePiece | None = None  # that is being read
 
@@ -71,6 +83,38 @@ class _Job:
     @property
     def read_bytes(self) -> int:
         return sum(len(each.records) for each in self.runs)
+
+
+@value(frozen=True, slots=True)
+class Uploaded:
+    """`UploadRange` is done."""
+
+    job: UploadJob
+    outcome: UploadOutcome
+
+
+@value(frozen=True, slots=True)
+class FilesCollected:
+    """`CollectFiles` is done."""
+
+    job: CollectionJob
+    outcome: CollectionOutcome
+
+
+@value(frozen=True, slots=True)
+class ExpiryWritten:
+    """`WriteExpiry` is done."""
+
+    job: ExpiryJob
+    outcome: ExpiryOutcome
+
+
+@value(frozen=True, slots=True)
+class ArchiveProgressed:
+    """The running `UploadRange`, `CollectFiles` or `WriteExpiry` has made progress."""
+
+
+ArchiveEvent: TypeAlias = Uploaded | FilesCollected | ExpiryWritten | ArchiveProgressed
 
 
 class ArchiveJobs:
@@ -98,9 +142,7 @@ class ArchiveJobs:
         is_watched = self._running is not None and not self._is_stalled
         return self._progress_ms + STALLED_MS if is_watched else None
 
-    def add(
-        self, connection: ConnectionId, nonce: bytes, message: ArchiveRange | CollectGarbage
-    ) -> None:
+    def add(self, connection: ConnectionId, nonce: bytes, message: ArchiveRequest) -> None:
         """Take a request; raises BadRequest if it cannot be carried out (rule 1)."""
         if self._limits is None:
             raise BadRequest("this storage has no archive configured")
@@ -117,8 +159,10 @@ class ArchiveJobs:
         yield from self._waiting.values()
         yield from filter(None, (self._reading, self._running_for))
 
-    def next_step(self, now_ms: int) -> tuple[PartitionId, ArchivePiece] | CollectFiles | None:
-        """Return the piece to read or the collection to run now; None if there is neither."""
+    def next_step(
+        self, now_ms: int
+    ) -> tuple[PartitionId, ArchivePiece] | CollectFiles | WriteExpiry | None:
+        """Return the piece to read or the change to start now; None if there is neither."""
         if self._running is not None or self._limits is None:
             return None
         job = self._reading
@@ -128,6 +172,10 @@ class ArchiveJobs:
                 collection = _collection_job(job, job.message)
                 self._run(collection, job, now_ms)
                 return CollectFiles(collection)
+            if isinstance(job.message, ExpireObjects):
+                expiry = _expiry_job(job, job.message)
+                self._run(expiry, job, now_ms)
+                return WriteExpiry(expiry)
             self._reading = job
         if job is None or job.piece is not None:
             return None
@@ -173,7 +221,21 @@ class ArchiveJobs:
         self._run(upload, job, now_ms)
         return [UploadRange(upload)]
 
-    def uploaded(self, upload: UploadJob, outcome: UploadOutcome, now_ms: int) -> list[Effect]:
+    def done(self, event: ArchiveEvent, now_ms: int) -> list[Effect]:
+        """Take the result or the progress of what runs; return what follows."""
+        match event:
+            case Uploaded(upload, made):
+                return self._uploaded(upload, made, now_ms)
+            case FilesCollected(collection, collected):
+                return self._collected(collection, collected, now_ms)
+            case ExpiryWritten(expiry, expired):
+                return self._expired(expiry, expired, now_ms)
+            case ArchiveProgressed():
+                return self.progressed(now_ms)
+            case _:
+                assert_never(event)
+
+    def _uploaded(self, upload: UploadJob, outcome: UploadOutcome, now_ms: int) -> list[Effect]:
         """Take the result of an upload (rule 2)."""
         job = self._ended(upload)
         effects = self.progressed(now_ms)
@@ -184,7 +246,7 @@ class ArchiveJobs:
             return effects + _range_ended(job, job.message, None, str(outcome))
         return effects + _range_ended(job, job.message, outcome)
 
-    def collected(
+    def _collected(
         self, collection: CollectionJob, outcome: CollectionOutcome, now_ms: int
     ) -> list[Effect]:
         """Take the result of a collection (rule 2)."""
@@ -207,6 +269,22 @@ class ArchiveJobs:
             effects.append(Report("storage.collection_failed", (partition, ("error", error))))
         has_more = isinstance(outcome, Collected) and outcome.has_more
         notice = GarbageCollected(*_prefix(job), job.message.attempt, has_more, error)
+        return [*effects, SendStorageMessage(job.connection, notice)]
+
+    def _expired(self, expiry: ExpiryJob, outcome: ExpiryOutcome, now_ms: int) -> list[Effect]:
+        """Take the result of an expiry (rule 2)."""
+        job = self._ended(expiry)
+        effects = self.progressed(now_ms)
+        if job is None:
+            return effects
+        prefix = (*_prefix(job), job.message.attempt)
+        if isinstance(outcome, WaltzError):
+            error = str(outcome)[:ERROR_CHARACTERS_MAX]
+            fields = (("partition", expiry.partition_id), ("error", error))
+            effects.append(Report("storage.expiry_failed", fields))
+            notice = ObjectsExpired(*prefix, 0, "", 0, error)
+        else:
+            notice = ObjectsExpired(*prefix, outcome.first, outcome.name, outcome.file_crc, "")
         return [*effects, SendStorageMessage(job.connection, notice)]
 
     def _ended(self, run: _Run) -> _Job | None:
@@ -268,14 +346,30 @@ def _upload_job(job: _Job, message: ArchiveRange) -> UploadJob:
 
 
 def _collection_job(job: _Job, message: CollectGarbage) -> CollectionJob:
-    recorded = RecordedManifest(
+    recorded = _recorded(job, message)
+    return CollectionJob(SessionId(message.session_id), job.nonce, message.attempt, recorded)
+
+
+def _expiry_job(job: _Job, message: ExpireObjects) -> ExpiryJob:
+    return ExpiryJob(
+        SessionId(message.session_id),
+        job.nonce,
+        message.attempt,
+        _recorded(job, message),
+        TransactionId(message.before),
+        message.before_ms,
+        message.retention_ms,
+    )
+
+
+def _recorded(job: _Job, message: CollectGarbage | ExpireObjects) -> RecordedManifest:
+    return RecordedManifest(
         job.partition_id,
         TransactionId(message.last),
         Chain(message.chain),
         message.manifest,
         message.manifest_crc,
     )
-    return CollectionJob(SessionId(message.session_id), job.nonce, message.attempt, recorded)
 
 
 def _range_ended(

@@ -9,9 +9,11 @@ Rules (docs/decisions/047, "Reading"):
     4. A request does not wait in its partition's lane meanwhile, and it has its answer even if the
        session has ended: what is archived does not change.
     5. An answer ends at the archived mark. Damage that the archive cannot answer stays damage.
+    6. At most QUERIES_MAX requests wait for the archive; others are rejected, and may be repeated.
+       They do not count as queued: a store that hangs would stop the owner's connection, too.
 """
 
-from typing import Protocol
+from typing import Final, Protocol
 
 from waltz_core.errors import ArchiveUnavailable, BelowStart, ChecksumMismatch, WaltzError
 from waltz_core.records import raw_records
@@ -28,6 +30,9 @@ from waltz_core.wire.messages import (
     SetArchived,
     StorageMessage,
 )
+
+# Several for each thread that reads the archive; a reader has one request at a time.
+QUERIES_MAX: Final = 64
 
 
 class Reader(Protocol):
@@ -61,8 +66,10 @@ class ArchiveQuery:
 class ArchiveReads:
     """The archived marks of the present sessions."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_archive: bool) -> None:
+        self._has_archive = has_archive
         self._marks: dict[PartitionId, SetArchived] = {}
+        self._count = 0
 
     def learned(self, mark: SetArchived) -> None:
         """The owner has sent its session's mark."""
@@ -81,13 +88,26 @@ class ArchiveReads:
             return error
         mark = self._marks.get(PartitionId(message.partition_id))
         if mark is not None and _needed(message) <= mark.last and _has_form(message):
-            return ArchiveQuery(request, mark, error)
+            return self._query(ArchiveQuery(request, mark, error))
         if mark is None and isinstance(error, BelowStart):
-            return ArchiveUnavailable(
-                f"{error}; the others are in the archive, which the session's owner has not "
-                "announced yet"
-            )
+            why = "which the session's owner has not announced yet"
+            if not self._has_archive:
+                why = "and this storage has no `archive_url`"
+            return ArchiveUnavailable(f"{error}; the others are in the archive, {why}")
         return error
+
+    def _query(self, query: ArchiveQuery) -> ArchiveQuery | WaltzError:
+        if self._count < QUERIES_MAX:
+            self._count += 1
+            return query
+        if isinstance(query.error, ChecksumMismatch):
+            return query.error
+        return ArchiveUnavailable(f"{self._count} requests wait for the archive already")
+
+    def answered(self) -> None:
+        """A request has its answer, or its error (rule 6)."""
+        self._count -= 1
+        assert self._count >= 0
 
 
 def _is_copy(message: RangeRaw | LineageRequest) -> bool:

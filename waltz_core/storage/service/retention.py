@@ -8,6 +8,7 @@ Rules:
        those over the age first, then those of the largest log while all are over the size.
     2. The archived mark of a partition is that of the present session, in memory only (AR 9).
     3. A round begins when a mark was set, and after `INTERVAL_MS`. Without a limit there is none.
+       A mark that is set during a round has its log measured again, and no other.
 """
 
 from dataclasses import dataclass
@@ -60,7 +61,7 @@ class Retention:
         self._marks[partition_id] = mark
         if self._limits.bytes_max or self._limits.age_ms_max:
             self._due_ms = now_ms
-            self._sizes = dict.fromkeys(self._sizes)
+            self._sizes[partition_id] = None
 
     def forget(self, partition_id: PartitionId) -> None:
         """The session has ended, and with it the mark and the piece under way (rule 2)."""

@@ -29,9 +29,9 @@ Rules:
    11. A partition whose files were deleted or replaced under this process is not served any more,
        and not opened again: the new files may lack a promise. The other partitions continue, and it
        is not a failure of the disk (rule 6).
-   12. A range is archived, and garbage is collected, for the owner of the session only, and the end
-       is reported to that connection (`archive_jobs.py`). The archived mark of a session ends with
-       it (`retention.py`, `archive_reads.py`).
+   12. The archive is changed for the owner of the session only, by uploads, expiry and collection,
+       and the end is reported to that connection (`archive_jobs.py`). The archived mark of a
+       session ends with it (`retention.py`, `archive_reads.py`).
 """
 
 from collections import deque
@@ -39,10 +39,9 @@ from typing import Final, TypeAlias, assert_never
 
 import numpy as np
 
-from waltz_core.archive.collection import CollectionJob, CollectionOutcome
-from waltz_core.archive.upload_job import UploadJob, UploadOutcome
 from waltz_core.errors import (
     BadRequest,
+    BelowStart,
     ClusterKeyMismatch,
     ConnectionSuperseded,
     NotMounted,
@@ -53,7 +52,14 @@ from waltz_core.errors import (
     WaltzError,
 )
 from waltz_core.machine import Report, Wakeup, earliest
-from waltz_core.records.record import NO_SESSION, Chain, PartitionId, SessionId, TransactionId
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    NO_SESSION,
+    Chain,
+    PartitionId,
+    SessionId,
+    TransactionId,
+)
 from waltz_core.storage.files.format import Marker, Promise
 from waltz_core.storage.files.id_ranges import in_words
 from waltz_core.storage.files.space import DiskSpace
@@ -61,7 +67,14 @@ from waltz_core.storage.log.archive_pieces import ArchivePiece, RetentionPiece
 from waltz_core.storage.log.log_files import MARKER_INTERVAL_MS
 from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.log.scrub import Scrub, ScrubState
-from waltz_core.storage.service.archive_jobs import ArchiveJobs, ArchiveLimits
+from waltz_core.storage.service.archive_jobs import (
+    ArchiveJobs,
+    ArchiveLimits,
+    ArchiveProgressed,
+    ExpiryWritten,
+    FilesCollected,
+    Uploaded,
+)
 from waltz_core.storage.service.archive_reads import ArchiveQuery, ArchiveReads
 from waltz_core.storage.service.lane import SESSION_JUMP_MAX, Lane, queue_bytes
 from waltz_core.storage.service.retention import NO_LIMIT, Retention, RetentionLimits
@@ -78,6 +91,7 @@ from waltz_core.storage.service.service_effects import (
     ResumeReading,
     RunWork,
     SendStorageMessage,
+    WriteExpiry,
 )
 from waltz_core.storage.service.work import (
     ConnectionId,
@@ -94,6 +108,7 @@ from waltz_core.wire.messages import (
     CollectGarbage,
     DamageFound,
     Engage,
+    ExpireObjects,
     Heartbeat,
     HeartbeatResponse,
     LineageRequest,
@@ -164,27 +179,6 @@ class SpaceChecked:
 
 
 @value(frozen=True, slots=True)
-class Uploaded:
-    """`UploadRange` is done."""
-
-    job: UploadJob
-    outcome: UploadOutcome
-
-
-@value(frozen=True, slots=True)
-class FilesCollected:
-    """`CollectFiles` is done."""
-
-    job: CollectionJob
-    outcome: CollectionOutcome
-
-
-@value(frozen=True, slots=True)
-class ArchiveProgressed:
-    """The running `UploadRange` or `CollectFiles` has made progress."""
-
-
-@value(frozen=True, slots=True)
 class ArchiveAnswered:
     """`ReadArchive` is done."""
 
@@ -202,6 +196,7 @@ Event: TypeAlias = (
     | SpaceChecked
     | Uploaded
     | FilesCollected
+    | ExpiryWritten
     | ArchiveProgressed
     | ArchiveAnswered
     | Wakeup
@@ -236,7 +231,7 @@ class StorageService:
         self._space_check_at_ms: int | None = None
         self._scrub = scrub if scrub is not None else Scrub()
         self._archive = ArchiveJobs(archive)
-        self._archive_reads = ArchiveReads()
+        self._archive_reads = ArchiveReads(has_archive=archive is not None)
         self._retention = Retention(retention)
         self._queue_bytes_max = queue_bytes_max
         self._lanes: dict[PartitionId, Lane] = {}
@@ -302,7 +297,13 @@ class StorageService:
             case SpaceChecked():
                 self._space_check_at_ms = None
                 self._note_space(now_ms)
-            case Uploaded() | FilesCollected() | ArchiveProgressed() | ArchiveAnswered():
+            case (
+                Uploaded()
+                | FilesCollected()
+                | ExpiryWritten()
+                | ArchiveProgressed()
+                | ArchiveAnswered()
+            ):
                 self._archive_done(event, now_ms)
             case Wakeup():
                 self._effects += self._archive.woken(now_ms)
@@ -339,7 +340,7 @@ class StorageService:
                 | SetArchived()
             ):
                 self._admit_change(request)
-            case ArchiveRange() | CollectGarbage():
+            case ArchiveRange() | CollectGarbage() | ExpireObjects():
                 lane = self._lane(message)
                 self._check_session(lane, message)
                 _check_owner(lane, request)
@@ -546,10 +547,11 @@ class StorageService:
             found: WorkOutcome | ArchiveQuery = outcome
             if isinstance(outcome, WaltzError):
                 found = self._archive_reads.instead(request, outcome)
+            self._unqueue(request)
             if isinstance(found, ArchiveQuery):
                 self._effects.append(ReadArchive(found))
             else:
-                self._finish(request, found)
+                self._respond(request, found)
         lane = self._lanes.get(work.partition_id)
         if lane is None or lane.work is not work:
             self._effects.append(Idle(work.log))  # the partition was dropped meanwhile
@@ -569,9 +571,7 @@ class StorageService:
             self._mark_at_ms = now_ms + MARKER_INTERVAL_MS
         self._start_work(lane)
 
-    def _finish(self, request: LaneRequest, outcome: WorkOutcome) -> None:
-        """Answer a request that was queued."""
-        self._unqueue(request)
+    def _respond(self, request: LaneRequest, outcome: WorkOutcome) -> None:
         if isinstance(outcome, WaltzError):
             self._reject(request, outcome)
         else:
@@ -708,7 +708,7 @@ class StorageService:
     def _queue_older(self, now_ms: int) -> None:
         """Queue the next pieces of the archive and the retention in their lanes."""
         archive = self._archive.next_step(now_ms)
-        if isinstance(archive, CollectFiles):
+        if isinstance(archive, CollectFiles | WriteExpiry):
             self._effects.append(archive)
         elif archive is not None:
             lane = self._lanes[archive[0]]
@@ -738,18 +738,14 @@ class StorageService:
 
     def _archive_done(
         self,
-        event: Uploaded | FilesCollected | ArchiveProgressed | ArchiveAnswered,
+        event: Uploaded | FilesCollected | ExpiryWritten | ArchiveProgressed | ArchiveAnswered,
         now_ms: int,
     ) -> None:
-        match event:
-            case Uploaded(job, outcome):
-                self._effects += self._archive.uploaded(job, outcome, now_ms)
-            case FilesCollected():
-                self._effects += self._archive.collected(event.job, event.outcome, now_ms)
-            case ArchiveProgressed():
-                self._effects += self._archive.progressed(now_ms)
-            case ArchiveAnswered():
-                self._finish(event.read.request, event.outcome)
+        if isinstance(event, ArchiveAnswered):
+            self._archive_reads.answered()
+            self._respond(event.read.request, event.outcome)
+        else:
+            self._effects += self._archive.done(event, now_ms)
 
     def _forget_archiving(self, lane: Lane) -> None:
         self._archive.forget(lane.log.partition_id)
@@ -768,7 +764,8 @@ class StorageService:
         promised = lane.promise.seen if lane is not None else NO_SESSION
         self._report("storage.rejected", request=type(message).__name__, error=type(error).__name__)
         text = str(error)[:REJECTION_CHARACTERS_MAX]
-        self._answer(request, Nack(*_prefix(message), error.code, promised, text))
+        first = error.first_available if isinstance(error, BelowStart) else BEFORE_FIRST
+        self._answer(request, Nack(*_prefix(message), error.code, promised, text, first))
 
     def _report(self, name: str, **fields: object) -> None:
         self._effects.append(Report(name, tuple(fields.items())))

@@ -7,7 +7,7 @@ means.
 from typing import TypeAlias
 
 from waltz_core.archive.collection import CollectionJob
-from waltz_core.archive.upload_job import UploadJob
+from waltz_core.archive.upload_job import ExpiryJob, UploadJob
 from waltz_core.errors import WaltzError
 from waltz_core.machine import Report
 from waltz_core.storage.files.space import DiskSpace
@@ -95,6 +95,16 @@ class CollectFiles:
 
 
 @value(frozen=True, slots=True)
+class WriteExpiry:
+    """Call `archive.expire` with the job, which blocks, then send `ExpiryWritten`.
+
+    Like `CollectFiles`.
+    """
+
+    job: ExpiryJob
+
+
+@value(frozen=True, slots=True)
 class ReadArchive:
     """Call `archive.read`, which blocks, then send `ArchiveAnswered`."""
 
@@ -108,6 +118,7 @@ class EndProcess:
     reason: str
 
 
+ArchiveEffect: TypeAlias = UploadRange | CollectFiles | WriteExpiry | ReadArchive
 Effect: TypeAlias = (
     SendStorageMessage
     | CloseConnection
@@ -119,6 +130,7 @@ Effect: TypeAlias = (
     | CheckSpace
     | UploadRange
     | CollectFiles
+    | WriteExpiry
     | ReadArchive
     | EndProcess
     | Report

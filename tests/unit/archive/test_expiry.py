@@ -1,0 +1,170 @@
+"""Expiry raises the first available ID by whole objects, and keeps their files for a while."""
+
+import pytest
+
+from tests.unit.archive.test_collection import CollectedStore, all_files, listed_files, run
+from tests.unit.archive.test_collection import request as collection
+from tests.unit.archive.test_upload import KEY, NONCE, job_after, read_manifest
+from waltz_core.archive import manifest
+from waltz_core.archive.archive_cache import ArchiveCache
+from waltz_core.archive.manifest import EXPIRY_GRACE_MS, RecordedManifest
+from waltz_core.archive.reader import ArchiveReader
+from waltz_core.archive.store import ArchiveStore
+from waltz_core.archive.upload import expire, upload
+from waltz_core.archive.upload_job import ExpiryJob, NewManifest
+from waltz_core.errors import BelowStart, ChecksumMismatch
+
+NOW_MS = 2_000_000_000_000
+OBJECT_IDS = 10  # of each object
+
+
+@pytest.fixture
+def archived(tmp_path, monkeypatch):
+    """Return a store and its manifest of six objects with IDs 0..59, four of them in pages."""
+    monkeypatch.setattr(manifest, "PAGE_ENTRIES", 2)
+    store = CollectedStore(f"file://{tmp_path}")
+    made = None
+    for attempt in range(6):
+        made = upload(store, KEY, job_after(made, attempt=attempt))
+    head = read_manifest(store, made)
+    assert [len(head.pages), len(head.newest), head.last] == [1, 4, 6 * OBJECT_IDS - 1]
+    return store, made
+
+
+def run_expiry(store, made, *, before=0, before_ms=0, retention_ms=0, now_ms=NOW_MS, attempt=20):
+    recorded = RecordedManifest(3, made.last, made.chain, made.name, made.file_crc)
+    job = ExpiryJob(9, NONCE, attempt, recorded, before, before_ms, retention_ms)
+    return expire(store, KEY, job, now_ms=now_ms)
+
+
+def recorded(made, expired):
+    """Return the manifest as ZooKeeper would record it after an expiry."""
+    return NewManifest(made.last, made.chain, made.stamp_ms, expired.name, expired.file_crc)
+
+
+@pytest.mark.parametrize(
+    ("before", "first"),
+    [(1, 0), (9, 0), (10, 10), (29, 20), (30, 30), (59, 50), (60, 60), (99, 60)],
+)
+def test_whole_objects_below_an_id_expire(archived, before, first):
+    store, made = archived
+    found = run_expiry(store, made, before=before)
+    assert found.first == first
+    assert bool(found.name) == (first > 0)
+    if found.name:
+        head = read_manifest(store, recorded(made, found))
+        assert (head.first, head.last, head.chain) == (first, made.last, made.chain)
+
+
+@pytest.mark.parametrize("way", ["time", "retention"])
+@pytest.mark.parametrize("expired_count", [0, 1, 2, 3, 6])
+def test_objects_that_were_committed_before_a_time_expire(
+    archived, way, expired_count, monkeypatch
+):
+    store, made = archived
+    times = stamped(store, made, monkeypatch)
+    before_ms = times[expired_count] if expired_count < 6 else times[-1] + 1
+    bound = {"before_ms": before_ms}
+    if way == "retention":
+        bound = {"retention_ms": NOW_MS - before_ms}
+    assert run_expiry(store, made, **bound).first == expired_count * OBJECT_IDS
+
+
+def stamped(store, made, monkeypatch):
+    """Give each object a commit time of its own; return them."""
+    head = read_manifest(store, made)
+    page = head.pages[0]
+    times = [1_000_000 + 10 * number for number in range(6)]
+    entries = [
+        *manifest.decode_page(page, store.read(page.name)).entries,
+        *head.newest,
+    ]
+    changed = tuple(
+        each._replace(commit_ms_min=time_ms, commit_ms_max=time_ms)
+        for each, time_ms in zip(entries, times, strict=True)
+    )
+    bounds = page._replace(commit_ms_min=times[0], commit_ms_max=times[1])
+    found = manifest.replace(head, pages=(bounds,), newest=changed[2:])
+    monkeypatch.setattr(RecordedManifest, "read", lambda *_: found)
+    monkeypatch.setattr(
+        "waltz_core.archive.upload.decode_page", lambda *_: manifest.ManifestPage(changed[:2])
+    )
+    return times
+
+
+def test_objects_without_times_expire_with_later_ones(archived, monkeypatch):
+    store, made = archived
+    stamped(store, made, monkeypatch)
+    found = RecordedManifest(3, made.last, made.chain, made.name, 0).read(store, KEY)
+    newest = (found.newest[0]._replace(commit_ms_min=0, commit_ms_max=0), *found.newest[1:])
+    page = found.pages[0]._replace(commit_ms_min=0, commit_ms_max=0)
+    changed = manifest.replace(found, pages=(page,), newest=newest)
+    monkeypatch.setattr(RecordedManifest, "read", lambda *_: changed)
+    assert run_expiry(store, made, before_ms=newest[1].commit_ms_max + 1).first == 4 * OBJECT_IDS
+    before_ms = newest[1].commit_ms_max
+    assert run_expiry(store, made, before_ms=before_ms, attempt=21).first == 2 * OBJECT_IDS
+
+
+def test_expired_files_are_deleted_after_the_grace_period_only(archived):
+    store, made = archived
+    before = set(all_files(store))
+    expired = recorded(made, run_expiry(store, made, before=35))
+    old = listed_files(store, made)
+    run(store, collection(expired, attempt=21), now_ms=NOW_MS + EXPIRY_GRACE_MS - 1)
+    kept = set(all_files(store))
+    assert old - {made.name} <= kept, "a reader with the older manifest may need them"
+    run(store, collection(expired, attempt=22), now_ms=NOW_MS + EXPIRY_GRACE_MS)
+    names = set(all_files(store))
+    deleted = {each for each in before - names if each.endswith(".parquet")}
+    assert sorted(int(each.rpartition("/")[2].partition("-")[0]) for each in deleted) == [0, 10, 20]
+    with ArchiveCacheOf(store, expired) as reader:
+        assert reader.read_range(30, 59, 1 << 20).lengths.size == 30
+        with pytest.raises(BelowStart, match="expected ids from 30 on") as caught:
+            reader.read_range(29, 40, 1 << 20)
+        assert caught.value.first_available == 30
+    run(store, collection(expired, attempt=23), now_ms=NOW_MS + EXPIRY_GRACE_MS)
+    assert set(all_files(store)) == names
+
+
+class ArchiveCacheOf:
+    """A reader of a manifest, and its cache."""
+
+    def __init__(self, store, made):
+        self.cache = ArchiveCache(1 << 20)
+        self.reader = ArchiveReader(ArchiveStore(store.url), made.name, made.file_crc, self.cache)
+
+    def __enter__(self):
+        return self.reader
+
+    def __exit__(self, *_):
+        self.cache.close()
+
+
+def test_the_next_expiry_removes_deleted_objects_from_the_manifest(archived):
+    store, made = archived
+    expired = recorded(made, run_expiry(store, made, before=35))
+    later = run_expiry(store, expired, now_ms=NOW_MS + EXPIRY_GRACE_MS - 1, attempt=21)
+    assert later == (30, "", 0), "nothing has changed"
+    later = run_expiry(store, expired, now_ms=NOW_MS + EXPIRY_GRACE_MS, attempt=22)
+    assert (later.first, later.name != "") == (30, True)
+    head = read_manifest(store, recorded(made, later))
+    assert (head.pages, [each.first for each in head.newest]) == ((), [30, 40, 50])
+    made = upload(store, KEY, job_after(recorded(made, later), attempt=23))
+    assert read_manifest(store, made).first == 30
+
+
+def test_all_can_expire_and_the_archive_continues(archived):
+    store, made = archived
+    expired = recorded(made, run_expiry(store, made, before=100))
+    later = recorded(made, run_expiry(store, expired, now_ms=NOW_MS + EXPIRY_GRACE_MS, attempt=21))
+    assert not read_manifest(store, later).newest
+    made = upload(store, KEY, job_after(later, attempt=22))
+    head = read_manifest(store, made)
+    assert (head.first, [each.first for each in head.newest], head.last) == (60, [60], 69)
+
+
+def test_a_manifest_that_is_not_the_written_one_is_found(archived):
+    store, made = archived
+    store.read = lambda name: ArchiveStore.read(store, name) + b" " * ("-20.json" in name)
+    with pytest.raises(ChecksumMismatch, match=r"-20\.json: other bytes were read"):
+        run_expiry(store, made, before=35)

@@ -1,0 +1,35 @@
+"""The bounds that `waltz-core archive expire` accepts."""
+
+import pytest
+
+from waltz_core.cli.archive.archive_expire import bounds_of
+from waltz_core.errors import BadConfig
+
+NOW_MS = 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("text", "bounds"),
+    [
+        ("7", (7, 0)),
+        ("1970-01-01T00:00:09Z", (0, 9_000)),
+        ("1970-01-01T01:00:09+01:00", (0, 9_000)),
+        ("1970-01-01T00:16:40Z", (0, NOW_MS)),
+    ],
+)
+def test_an_id_or_a_time_is_a_bound(text: str, bounds: tuple[int, int]) -> None:
+    assert bounds_of(text, NOW_MS) == bounds
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("-7", "expected an ID, or a time with a zone"),
+        ("soon", "expected an ID, or a time with a zone"),
+        ("1970-01-01T00:00:09", "expected an ID, or a time with a zone"),
+        ("1970-01-01T00:16:41Z", "expected a time in the past"),
+    ],
+)
+def test_other_bounds_are_rejected(text: str, reason: str) -> None:
+    with pytest.raises(BadConfig, match=f"--before: {reason}"):
+        bounds_of(text, NOW_MS)

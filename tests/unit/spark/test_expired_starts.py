@@ -1,0 +1,135 @@
+"""A read of a log that begins above 0 starts there, or reports what has expired."""
+
+import json
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.unit.spark.streams import CONNECT, Cluster, reader_of
+from waltz_core.client.read.ranges import ArchivedRange, ReplicaSet
+from waltz_core.errors import BelowStart, DataLoss
+from waltz_core.records.record import TransactionId
+from waltz_spark.datasource import batch_read
+from waltz_spark.datasource.batch_read import Task, WaltzBatchReader
+from waltz_spark.datasource.starts import starts
+from waltz_spark.options import parse_read
+from waltz_spark.spark_version import ReadMaxRows
+
+FIRST, MARK = 5, 9
+LIMIT = ReadMaxRows(1_000)
+HINT = r"begins before transaction 5 of partition 0, .* Hint: .* failOnDataLoss=false"
+
+
+class Log:
+    """Partition 0 with the IDs 5..9, each committed at ten times its ID in ms, in seconds."""
+
+    def read_range(self, partition: int, first: int, last: int, **_: Any) -> list[Any]:
+        assert (partition, first) == (0, last)
+        if first < FIRST:
+            raise BelowStart(f"expected IDs from {FIRST} on", FIRST)
+        return [SimpleNamespace(stamps=[(first, first, 10_000 * first)])]
+
+
+def source(first: int | None = FIRST) -> ReplicaSet:
+    archived = None
+    if first is not None:
+        archived = ArchivedRange(TransactionId(first), TransactionId(MARK), "m", 0)
+    return ReplicaSet(bytes(16), 1, 1, MARK, ("s:1",), archived=archived)
+
+
+def start_of(first: int | None = FIRST, **options: str) -> int:
+    chosen = parse_read({"path": CONNECT, **options})
+    return starts(Log(), chosen, {0: source(first)})[0]
+
+
+@pytest.mark.parametrize(("first", "start"), [(None, -1), (0, -1), (5, 4), (10, 9)])
+def test_the_earliest_start_is_the_first_available_id(first: int | None, start: int) -> None:
+    assert start_of(first, startingHighWaterMarks="earliest") == start
+
+
+@pytest.mark.parametrize(("mark", "is_lost"), [(-1, True), (3, True), (4, False), (9, False)])
+def test_a_given_mark_below_the_first_available_id_is_data_loss(mark: int, is_lost: bool) -> None:
+    options = {"startingHighWaterMarks": json.dumps({"0": mark})}
+    if is_lost:
+        with pytest.raises(DataLoss, match=HINT):
+            start_of(**options)
+    else:
+        assert start_of(**options) == mark
+    assert start_of(**options, failOnDataLoss="false") == max(mark, FIRST - 1)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "start", "is_lost"), [(40, 4, True), (50, 4, True), (51, 5, False), (99, 9, False)]
+)
+def test_a_time_before_which_nothing_is_available_is_data_loss(
+    seconds: int, start: int, is_lost: bool
+) -> None:
+    options = {"startingTimestamp": f"1970-01-01T00:{seconds // 60:02}:{seconds % 60:02}Z"}
+    if is_lost:
+        with pytest.raises(DataLoss, match=HINT):
+            start_of(**options)
+    assert start_of(**options, failOnDataLoss="false") == start
+
+
+def test_without_expiry_a_time_before_the_log_is_its_beginning() -> None:
+    log = SimpleNamespace(
+        read_range=lambda _, first, *__, **___: [SimpleNamespace(stamps=[(first, first, 77_000)])]
+    )
+    options = parse_read({"path": CONNECT, "startingTimestamp": "1970-01-01T00:00:09Z"})
+    assert starts(log, options, {0: source(0)}) == {0: -1}
+    assert starts(log, options, {0: source(None)}) == {0: -1}
+
+
+def test_a_stream_continues_at_the_first_available_id_and_reports_it(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader = reader_of(pollInterval="0")
+    start = reader.initialOffset()
+    end = reader.latestOffset(start, LIMIT)
+    cluster.firsts = {0: FIRST, 1: 0}
+    for request in (
+        lambda: reader.latestOffset(start, LIMIT),
+        lambda: reader.partitions(start, end),
+    ):
+        with pytest.raises(DataLoss, match=f"the stream {HINT}"):
+            request()
+    reader = reader_of(pollInterval="0", failOnDataLoss="false")
+    with caplog.at_level(logging.WARNING, "waltz"):
+        later = reader.latestOffset(start, ReadMaxRows(4))
+    assert "spark.transactions_expired first_available={0: 5}" in caplog.text
+    assert (later["0"], later["1"]) == (5, 2), "the limit counts available transactions"
+    tasks = reader.partitions(start, end)
+    spans = [(each.partition, each.first, each.last) for each in tasks if isinstance(each, Task)]
+    assert spans == [(0, FIRST, 10), (1, 0, 10)]
+
+
+def test_a_micro_batch_that_has_expired_reads_nothing(cluster: Cluster) -> None:
+    reader = reader_of(pollInterval="0", failOnDataLoss="false")
+    start = reader.initialOffset()
+    end = reader.latestOffset(start, ReadMaxRows(4))
+    cluster.firsts = {0: FIRST, 1: 11}
+    assert not reader.partitions(start, end)
+
+
+@pytest.fixture
+def batch(monkeypatch: pytest.MonkeyPatch, cluster: Cluster) -> Cluster:
+    monkeypatch.setattr(batch_read, "sources_of", cluster.sources)
+    cluster.firsts = {0: FIRST, 1: 0}
+    return cluster
+
+
+def spans_of(**options: str) -> list[tuple[int, int, int]]:
+    chosen = parse_read({"path": CONNECT, **options})
+    tasks = WaltzBatchReader(chosen, None).partitions()
+    return [(each.partition, each.first, each.last) for each in tasks if isinstance(each, Task)]
+
+
+@pytest.mark.usefixtures("batch")
+def test_a_batch_reads_what_is_available() -> None:
+    ends = {"endingHighWaterMarks": '{"0": 3, "1": 3}'}
+    assert spans_of() == [(0, FIRST, 10), (1, 0, 10)]
+    assert spans_of(**ends) == [(1, 0, 3)]
+    given = {"startingHighWaterMarks": '{"0": 1, "1": 1}', "failOnDataLoss": "false"}
+    assert spans_of(**given, **ends) == [(1, 2, 3)]

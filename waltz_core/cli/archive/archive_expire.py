@@ -1,0 +1,125 @@
+"""`waltz-core archive expire`: let the log of partitions begin later.
+
+The owner of each partition carries it out. The request is repeated until it is done, so it survives
+that the partition moves.
+"""
+
+import asyncio
+import time
+from datetime import datetime
+from typing import Final
+
+import click
+
+from waltz_core.cli import shared_options as options
+from waltz_core.cli.changing import audited, connected, time_limit
+from waltz_core.cli.output import print_error, print_json, print_result
+from waltz_core.cli.verbs import verb
+from waltz_core.client import AsyncWaltzClient
+from waltz_core.errors import BadConfig
+from waltz_core.records.record import PartitionId
+
+PAUSE_S: Final = 0.5
+
+
+def bounds_of(text: str, now_ms: int) -> tuple[int, int]:
+    """Return the ID and the time in ms before which objects expire, one of them 0.
+
+    Raises:
+        BadConfig: `--before` is neither.
+    """
+    if text.isdigit():
+        return int(text), 0
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        moment = None
+    if moment is None or moment.tzinfo is None:
+        raise BadConfig(
+            "--before: expected an ID, or a time with a zone such as 2026-11-28T10:00:00Z, found "
+            f"{text!r}"
+        )
+    before_ms = int(moment.timestamp() * 1_000)
+    if not 0 < before_ms <= now_ms:
+        raise BadConfig(f"--before: expected a time in the past, found {text!r}")
+    return 0, before_ms
+
+
+@verb
+@options.connect
+@click.option(
+    "--before",
+    required=True,
+    metavar="TIME|ID",
+    help="the first transaction to keep: its commit time with a zone, or its ID",
+)
+@click.option(
+    "--partition", type=int, metavar="P", help="only this partition [default: all; not for an ID]"
+)
+@click.option("--yes", is_flag=True, help="make the change; otherwise only show what is archived")
+@options.timeout_s()
+@options.as_json
+async def expire(
+    *,
+    connect: str,
+    before: str,
+    partition: int | None,
+    yes: bool,
+    timeout_s: float,
+    as_json: bool,
+) -> int:
+    bounds = bounds_of(before, time.time_ns() // 1_000_000)
+    if bounds[0] and partition is None:
+        raise BadConfig("--before: IDs are those of one partition. Hint: add --partition P.")
+    shown: dict[int, dict[str, int]] = {}
+    waits_for = "the servers"
+    async with (
+        connected(connect) as coordinator,
+        AsyncWaltzClient.connect(connect) as client,
+        time_limit(timeout_s, lambda: f"{waits_for}, which log archive.expiry_failed if it fails"),
+    ):
+        chosen = None if partition is None else [partition]
+        sets = await client.replica_sets(chosen)
+        archived = {number: each.archived for number, each in sets.items() if each.archived}
+        for number in sorted(sets.keys() - archived.keys()):
+            print_error(f"partition {number}: nothing is archived")
+        if yes and archived:
+            async with audited(coordinator):
+                for number in sorted(archived):
+                    waits_for = f"the owner of partition {number}"
+                    await _expire(client, PartitionId(number), bounds)
+            sets = await client.replica_sets(archived)
+        for number, known in archived.items():
+            now = sets[number].archived or known
+            shown[number] = {
+                "first_available": now.first,
+                "first_available_before": known.first,
+                "archived": now.last,
+            }
+    if as_json:
+        print_json({"done": yes, "partitions": shown})
+        return 0
+    for number, row in shown.items():
+        print_error(
+            f"partition {number}: first available ID {row['first_available']} (before: "
+            f"{row['first_available_before']}), archived up to {row['archived']}"
+        )
+    print_result("done" if yes else "nothing was changed. Hint: add --yes to expire whole objects.")
+    return 0
+
+
+expire.details = (
+    "Archived objects expire as a whole, the oldest first: those of which every transaction is "
+    "below the ID, or was committed before the time. The log then begins after them, and reads "
+    "below fail. The files are deleted a day later. It waits until the owners have recorded it."
+)
+
+
+async def _expire(
+    client: AsyncWaltzClient, partition_id: PartitionId, bounds: tuple[int, int]
+) -> None:
+    """Request the expiry until it is done."""
+    while True:
+        if await client.requests.expire(partition_id, *bounds):
+            return
+        await asyncio.sleep(PAUSE_S)  # the owner does not notify its clients
