@@ -2,7 +2,7 @@
 
 It appends `--mib` MiB to one partition while the storages archive, and keep at most `LOCAL_BYTES`
 each, or an eighth. Then it reads all of it: by ranges, by the feed from the first ID on, and with
-Spark from the archive, beside a Parquet file with the same rows.
+Spark from the archive, compared with a Parquet file with the same rows.
 
 Rules:
     1. Each row follows from its ID, so that every reader compares every byte of every row.

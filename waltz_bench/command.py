@@ -42,7 +42,7 @@ WORKLOADS: dict[str, tuple[str, str]] = {
     "storage-append": ("storage_bench", "storage_append"),
     "storage-open": ("storage_bench", "storage_open"),
     "test-consumers": ("single_appends", "feed"),  # the name in Waltz 0.13
-    "test-producers": ("producers", "producers"),
+    "test-producers": ("single_appends", "producers"),
     "zookeeper-loss": ("failover", "zookeeper_loss"),
 }
 WITHOUT_CLUSTER = ("archive", "storage-append", "storage-open", "many-partitions")

@@ -3,7 +3,8 @@
 They measure a service that sends one transaction at a time; `batch_appends.py` measures batches.
 
 Rules:
-    1. Every append has a separate lock or a contended one, depending on the workload.
+    1. Every append has a separate lock or a contended one, depending on the workload. After a
+       rejection a writer waits until the log has advanced.
     2. Acknowledged transactions are checked in the log afterwards.
 """
 
@@ -13,6 +14,7 @@ import asyncio
 import time
 from collections import deque
 from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -256,3 +258,68 @@ async def check_ids(
             whole = np.concatenate(requests)
             duplicated += len(whole) - len(np.unique(whole))
     return lost, duplicated
+
+
+# ---- test-producers: writers that share a pool of locks
+
+
+@dataclass
+class _Acknowledged:
+    ids: dict[int, list[int]] = field(default_factory=dict)
+    latencies_s: list[float] = field(default_factory=list)
+    rejected: int = 0
+
+
+def producers(load: BenchLoad, meter: Meter) -> Measured:
+    """Append with `--writers`, locks from a `--lock-pool`, and pauses of `--interval-ms`."""
+    return uvloop.run(_producers(load, meter))
+
+
+async def _producers(load: BenchLoad, meter: Meter) -> Measured:
+    acknowledged = _Acknowledged()
+    async with AsyncWaltzClient.connect(load.connect) as client:
+        await client.mount()
+        starts = await client.high_water_marks()
+        meter.start()
+        began = time.perf_counter()
+        async with asyncio.TaskGroup() as group:
+            for number in range(load.writers):
+                group.create_task(_write(client, load, number, began + load.seconds, acknowledged))
+        took = time.perf_counter() - began
+        meter.stop()
+        wrong = await check_ids(client, starts, acknowledged.ids)
+    rows = [each for its in acknowledged.ids.values() for each in its]
+    extra: dict[str, object] = {"rejected": acknowledged.rejected}
+    return measured(load, rows, acknowledged.latencies_s, took=took, wrong=wrong, extra=extra)
+
+
+async def _write(
+    client: AsyncWaltzClient,
+    load: BenchLoad,
+    number: int,
+    until: float,
+    acknowledged: _Acknowledged,
+) -> None:
+    chance = Random(number)  # noqa: S311 - test data
+    payload = chance.randbytes(load.payload_bytes)
+    partition = number % client.partition_count
+    mark = await client.high_water_mark(partition)
+    while (sent := time.perf_counter()) < until:
+        pool = range(load.lock_count if load.lock_pool else 0)
+        locks = [lock("bench", chance.randrange(load.lock_pool)) for _ in pool]
+        try:
+            future = await client.append(
+                payload, partition=partition, write_locks=locks, client_high_water_mark=mark
+            )
+            mark = await future
+        except errors.LockFailed as failed:
+            acknowledged.rejected += 1
+            later = failed.high_water_mark
+            mark = (
+                await client.high_water_mark(partition) if later is None else TransactionId(later)
+            )
+            continue
+        acknowledged.latencies_s.append(time.perf_counter() - sent)
+        acknowledged.ids.setdefault(partition, []).append(mark)
+        if load.interval_ms:
+            await asyncio.sleep(load.interval_ms / 1000)
