@@ -171,14 +171,22 @@ class Archiving:
         if begins and answer.chain_before == self.recorded.chain:
             self.is_checked = True
             return
+        self._differs(f"has {answer.chain_before.hex()} there", now_ms)
+
+    def begins_later(self, now_ms: int) -> None:
+        """The log of the replica that is checked begins after the ID that follows the mark."""
+        self._differs("begins later", now_ms)
+
+    def _differs(self, found: str, now_ms: int) -> None:
+        assert self.recorded is not None
         replica = self._unchecked.pop(0).replica
         if self._unchecked:
             self._check_next(now_ms)
             return
         self.contradiction = (
             f"the archive has IDs up to {self.last} with chain {self.recorded.chain.hex()}, but "
-            f"replica {replica} has {answer.chain_before.hex()} there: the log is not the archived "
-            "one"
+            f"replica {replica} {found}: the log is not the archived one, or ZooKeeper's data was "
+            "rolled back"
         )
 
     # ---- attempts
@@ -393,6 +401,9 @@ class Archiving:
     ) -> None:
         """Request the chain at the end of another replica, when its log has reached it (rule 3)."""
         others = [each for each in engaged if each.replica != attempt.replica]
+        # Another one with each attempt: a log with a reconstructed batch there has another chain.
+        turn = attempt.number % max(1, len(others))
+        others = others[turn:] + others[:turn]
         if not others:
             self._attempt, self.wanted = None, found
             return

@@ -500,10 +500,34 @@ class StoreSession:
     ) -> None:
         if isinstance(answer, messages.LineageResponse):
             self._archiving.answered(each, message, answer, now_ms)
-            if self._archiving.contradiction is not None:
-                self.end(Ending(Cause.REJECTED, self._archiving.contradiction))
-            else:
-                self._note_settled()
+            self._note_checked()
+
+    def _archive_rejected(
+        self,
+        each: ReplicaSession,
+        request: SessionRequest,
+        error: WaltzError,
+        reason: str,
+        now_ms: int,
+    ) -> bool:
+        """Return whether a rejected request was one of the archive; most end no session."""
+        if request.ticket != ARCHIVE_TICKET:
+            return False
+        if self._archiving.is_checked or isinstance(request.message, messages.SetArchived):
+            self._archiving.rejected(each, request.message, reason, now_ms)
+        elif isinstance(error, BelowStart):
+            self._archiving.begins_later(now_ms)
+            self._note_checked()
+        else:
+            return False
+        return True
+
+    def _note_checked(self) -> None:
+        """The log was compared with the recorded mark, perhaps not for the last time."""
+        if self._archiving.contradiction is not None:
+            self.end(Ending(Cause.REJECTED, self._archiving.contradiction))
+        else:
+            self._note_settled()
 
     def _nacked(
         self, each: ReplicaSession, request: SessionRequest, nack: messages.Nack, now_ms: int
@@ -521,10 +545,8 @@ class StoreSession:
             self.end(Ending(Cause.FENCED, reason, each.replica))
         elif is_same and isinstance(request.message, messages.Prepare):
             self._found_rival(each, reason, now_ms)
-        elif request.ticket == ARCHIVE_TICKET and (
-            self._archiving.is_checked or isinstance(request.message, messages.SetArchived)
-        ):
-            self._archiving.rejected(each, request.message, reason, now_ms)
+        elif self._archive_rejected(each, request, error, reason, now_ms):
+            pass
         elif self._has_expired_doubt(request, error):
             self._note_settled()
         elif self.repairs.fill_rejected(request.ticket, each, reason, now_ms):

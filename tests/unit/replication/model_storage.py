@@ -84,7 +84,7 @@ class ModelStorage:
         self.fails_next_sync = False
         self.supports_archiving = True
         self.removed = []  # the batches that only the archive has
-        self.archive_session = NO_SESSION  # which has announced the archived mark
+        self.announced = NO_SESSION, BEFORE_FIRST  # the session, and its archived mark
 
     # --- the log
 
@@ -106,7 +106,8 @@ class ModelStorage:
 
     def _from_archive(self, message, needed):
         """Return what the archive answers to a request that the log cannot answer, if it may."""
-        if self.archive_session != message.session_id or needed > self.disk.start[0]:
+        session, last = self.announced
+        if session != message.session_id or needed > min(last, self.disk.start[0]):
             return None
         whole = ModelStorage(
             "archive", lineage_max=self.lineage_max, range_batches_max=self.range_batches_max
@@ -184,7 +185,7 @@ class ModelStorage:
                 | wire.ExpireObjects()
             ):
                 if isinstance(message, wire.SetArchived):
-                    self.archive_session = message.session_id
+                    self.announced = message.session_id, message.last
                 return wire.SuccessResponse(*prefix)
             case wire.Engage():
                 own = disk.provisional == (message.session_id, message.mark)

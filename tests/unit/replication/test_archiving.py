@@ -815,3 +815,46 @@ def test_each_failure_leads_to_another_of_two_replicas():
         finish(bench, replica, request, last=-1, manifest="", error="store: 503")
         pause = INTERVAL_MS << count
     assert replicas in ([A, B, A, B], [B, A, B, A])
+
+
+def test_a_mark_below_the_start_of_the_logs_is_reported_as_a_rollback_of_zookeeper(bench):
+    old = archive(bench, last=3)
+    finish(bench, *attempts(bench)[-1])
+    bench.run()
+    assert bench.marker.archived.last == 5
+    remove_archived(bench, 5, (A, B, C))
+    bench.marker = replace(bench.marker, archived=old)
+    bench.marker_version += 1
+    bench.lose(A)
+    for _ in range(20):
+        bench.run()
+        bench.wait(50)
+    assert bench.store.open_session is None
+    reasons = [each["reason"] for each in bench.reports("partition.rejected")]
+    assert reasons
+    assert (
+        "begins later: the log is not the archived one, or ZooKeeper's data was rolled back"
+        in (reasons[-1])
+    )
+
+
+def test_a_replica_with_another_chain_at_the_end_stops_no_archive(bench):
+    """For example one that has reconstructed a batch there."""
+    storage = bench.storages[A]
+    handle = storage.handle
+
+    def differ(message):
+        if isinstance(message, wire.LineageRequest):
+            return wire.Nack(message.session_id, message.sequence, 0, 12, 0, "no batch end")
+        return handle(message)
+
+    storage.handle = differ
+    begin(bench)
+    for count in range(4):
+        replica, request = attempts(bench)[-1]
+        if replica == A:
+            finish(bench, replica, request, last=-1, manifest="", error="reconstructed")
+        else:
+            finish(bench, replica, request)
+        bench.run_for(INTERVAL_MS << count)
+    assert bench.marker.archived.last == 5
