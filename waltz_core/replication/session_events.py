@@ -266,7 +266,7 @@ class SessionSettled:
 
     All later ones are lost: they are not in the log and never will be. `stamp_ms` is the last
     commit stamp of the log, if another owner may have written it; 0 otherwise. `has_expired`: later
-    ones may be in the log, in a part of it that does not exist any more.
+    ones may be in the log, in a part of it that does not exist any more, or cannot be read now.
     """
 
     session_id: SessionId

@@ -10,13 +10,20 @@ Rules (docs/design/correctness.md 2.3 and 2.4, row 21):
     3. A batch that a replica has reconstructed has neither session nor stamp: it does not prove
        that a session's batches are missing from the log.
     4. Batches that the archive has expired can neither be found nor excluded: their outcome is
-       unknown (AR 15 of decision 047).
+       unknown (AR 15 of decision 047). So is that of batches which only the archive has, and which
+       no engaged replica can read there now: the partition does not wait for an object store.
 """
 
 from collections.abc import Sequence
 from typing import Final
 
-from waltz_core.errors import RemoteProtocolError
+from waltz_core.errors import (
+    ArchiveUnavailable,
+    BelowStart,
+    ObjectMissing,
+    RemoteProtocolError,
+    WaltzError,
+)
 from waltz_core.records.record import BEFORE_FIRST, RECONSTRUCTED, LineageEntry, TransactionId
 from waltz_core.replication.replica_session import ReplicaSession
 from waltz_core.replication.session_claim import Claim
@@ -90,12 +97,24 @@ class Settlement:
             last = TransactionId(max(last, entry.last))
         self._settle(min(last, in_doubt.last, self._mark))
 
-    def expired(self) -> bool:
-        """The log begins after the batches in doubt (rule 4); return False if there are none."""
+    def unreadable(self, error: WaltzError, now_ms: int) -> bool:
+        """A replica cannot return the batches in doubt (rule 4); return False if that is an error.
+
+        Expired ones are gone for all replicas; others are requested from the next replica first.
+        """
         in_doubt = self._claim.in_doubt
         if self._stamp_ms is None or in_doubt is None:
             return False
-        self._settle(in_doubt.committed, has_expired=True)
+        if isinstance(error, BelowStart):
+            self._replicas.clear()
+        elif not isinstance(error, ArchiveUnavailable | ObjectMissing):
+            return False
+        del self._replicas[:1]
+        self._doubtful.clear()
+        if self._replicas:
+            self.begin(now_ms)
+        else:
+            self._settle(in_doubt.committed, has_expired=True)
         return True
 
     def _request_next(self, each: ReplicaSession, now_ms: int) -> None:

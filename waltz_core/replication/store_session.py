@@ -547,17 +547,18 @@ class StoreSession:
             self._found_rival(each, reason, now_ms)
         elif self._archive_rejected(each, request, error, reason, now_ms):
             pass
-        elif self._has_expired_doubt(request, error):
+        elif self._is_unreadable_doubt(request, error, now_ms):
             self._note_settled()
         elif self.repairs.fill_rejected(request.ticket, each, reason, now_ms):
             self._report("replica.repair_rejected", replica=each.replica, reason=reason)
         elif not self.repairs.source_rejected(request.ticket, each, error, reason, now_ms):
             self._reject(each, reason, now_ms, error_code=nack.error_code)
 
-    def _has_expired_doubt(self, request: SessionRequest, error: WaltzError) -> bool:
-        """Whether the log begins after the batches in doubt, which settles them as unknown."""
-        is_query = request.ticket == SETTLEMENT_TICKET and isinstance(error, BelowStart)
-        return is_query and self._settlement is not None and self._settlement.expired()
+    def _is_unreadable_doubt(self, request: SessionRequest, error: WaltzError, now_ms: int) -> bool:
+        """Whether the settlement continues without a replica that cannot return its batches."""
+        if request.ticket != SETTLEMENT_TICKET or self._settlement is None:
+            return False
+        return self._settlement.unreadable(error, now_ms)
 
     def _found_rival(self, each: ReplicaSession, reason: str, now_ms: int) -> None:
         """Another owner has used this session's ID: ZooKeeper gave it out twice (row 15)."""

@@ -12,6 +12,7 @@ from waltz_core.cluster.nodes.model import (
     PartitionMarker,
     PartitionMetadata,
 )
+from waltz_core.errors import ArchiveUnavailable
 from waltz_core.records.record import GENESIS_CHAIN
 from waltz_core.replication.archiving import COLLECTION_INTERVAL_MS, PROGRESS_MS_MAX
 from waltz_core.replication.session_events import (
@@ -736,7 +737,8 @@ def test_a_new_partition_with_an_archived_mark_rejects_a_replica_with_records():
     assert not other.all_sent(wire.ResetLog)
 
 
-def test_an_owner_that_returns_finds_its_archived_batches_where_all_logs_begin_after_them():
+def returning_owner():
+    """Return an owner with batches in doubt, up to 7, which another one archived and removed."""
     bench = new_bench()
     bench.submit(2)
     for name in (A, B):  # They are committed, and this owner does not learn it.
@@ -752,6 +754,11 @@ def test_an_owner_that_returns_finds_its_archived_batches_where_all_logs_begin_a
     bench.look_at_zookeeper_of(other)
     bench.lose(A)
     bench.own(generation=3)
+    return bench
+
+
+def test_an_owner_that_returns_finds_its_archived_batches_where_all_logs_begin_after_them():
+    bench = returning_owner()
     bench.reopen()
     assert bench.all_reported(SessionSettled)[-1].committed_last == 7
     bench.append(1)
@@ -858,3 +865,23 @@ def test_a_replica_with_another_chain_at_the_end_stops_no_archive(bench):
             finish(bench, replica, request)
         bench.run_for(INTERVAL_MS << count)
     assert bench.marker.archived.last == 5
+
+
+@pytest.mark.parametrize("readable", [(), (C,)])
+def test_without_the_object_store_archived_batches_in_doubt_have_an_unknown_outcome(readable):
+    bench = returning_owner()
+    for name, storage in bench.storages.items():
+        if name in readable:
+            continue
+
+        def fail(message, handle=storage.handle):
+            answer = handle(message)
+            if not isinstance(answer, wire.LineageResponse) or message.last > 7:
+                return answer
+            code = ArchiveUnavailable.code
+            return wire.Nack(message.session_id, message.sequence, 0, code, 0, "store: 503")
+
+        storage.handle = fail
+    bench.reopen()
+    settled = bench.all_reported(SessionSettled)[-1]
+    assert (settled.committed_last, settled.has_expired) == ((7, False) if readable else (5, True))
