@@ -66,6 +66,8 @@ class ArchiveAccess:
 
     def open(self) -> None:
         """Open the store; raises BadConfig if the URL names none."""
+        # Whatever is used later is imported now: new code may be installed while this process runs.
+        from waltz_core.archive import reader, upload  # noqa: F401, PLC0415 - see the module
         from waltz_core.archive.archive_cache import ArchiveCache  # noqa: PLC0415 - see the module
         from waltz_core.archive.store import ArchiveStore  # noqa: PLC0415 - see the module
 

@@ -1,10 +1,13 @@
 """A storage knows whether its uploads work, until one has succeeded again."""
 
 import shutil
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests.patience import HANG_S
 from tests.unit.archive.test_upload import KEY, job_after
 from waltz_core.archive.access import DAMAGE_MAX, ArchiveAccess, without_password
 from waltz_core.archive.upload_job import NewManifest
@@ -67,3 +70,22 @@ def test_damage_is_known_until_the_same_place_was_read():
 )
 def test_a_password_in_a_url_is_not_shown(url, shown):
     assert without_password(url) == shown
+
+
+def test_an_open_archive_needs_no_more_modules(tmp_path):
+    """An upgrade may replace them under a running storage."""
+    code = (
+        "import sys\n"
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "from waltz_core.archive.access import ArchiveAccess\n"
+        f"access = ArchiveAccess('file://{tmp_path}', bytes(16), ThreadPoolExecutor(1))\n"
+        "assert 'pyarrow.parquet' not in sys.modules\n"
+        "access.open()\n"
+        "known = {each for each in sys.modules if each.startswith('waltz_core.')}\n"
+        "import waltz_core.archive.upload, waltz_core.archive.reader\n"
+        "assert {each for each in sys.modules if each.startswith('waltz_core.')} == known\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, timeout=HANG_S
+    )
+    assert done.returncode == 0, done.stderr
