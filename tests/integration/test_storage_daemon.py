@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import urllib.request
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
@@ -831,9 +830,7 @@ def test_damage_of_the_archive_that_a_read_finds_is_reported(
         query = ArchiveQuery(LaneRequest(1, read), mark, errors.BelowStart("", 9))
 
         def was_read(found):
-            future = Future()
-            future.set_result(found)
-            storage._was_read(query, future)
+            storage._was_read(query, found)
             return storage._archive_state().read_damage
 
         assert was_read(outcome) == damage
