@@ -107,9 +107,10 @@ def test_tasks_started_during_the_shutdown_are_ended_too():
         finally:
             late.append(asyncio.get_running_loop().create_task(never()))
 
-    asyncio.run_coroutine_threadsafe(replaced(), client._loop)
+    request = asyncio.run_coroutine_threadsafe(replaced(), client._loop)
     assert made.wait(HANG_S)
     client.close()
+    assert request.cancelled()  # also holds the task, which a loop refers to only weakly
     assert [task.cancelled() for task in late] == [True]
 
 
