@@ -112,7 +112,7 @@ def test_a_cluster_is_listed_and_reports_its_key(cluster: LocalCluster):
     assert done(cluster, "cluster", "list", f"{hosts}/nothing/here") == []
 
 
-def test_the_log_is_valid_and_followed(cluster: LocalCluster):
+def test_the_log_is_valid_and_can_be_watched(cluster: LocalCluster):
     words = ("--clients", "3", "--transactions", "10", "--partitions", "2")
     found = done(cluster, "client", "validate", *words)
     assert (found["is_valid"], found["written"], found["checked"]) == (True, 30, 90)
@@ -241,7 +241,7 @@ def is_level(cluster: LocalCluster, name: str, last: int) -> bool:
     return (found["state"], found["last"]) == ("online", last)
 
 
-def test_all_storages_are_in_step(cluster: LocalCluster):
+def test_all_storages_match_the_assignment(cluster: LocalCluster):
     wait_until("all run", lambda: ran(cluster, "storage", "validate").code == 0)
     validated = done(cluster, "storage", "validate")
     assert validated["is_healthy"]
@@ -346,7 +346,7 @@ def test_invalid_requests_are_reported_in_a_sentence(words: tuple[str, ...], sen
     assert sentence in said
 
 
-def test_a_storage_that_is_none_of_the_clusters_is_reported(cluster: LocalCluster):
+def test_a_storage_outside_the_cluster_is_reported(cluster: LocalCluster):
     at = ("--partition", "0")
     assert "expected a storage of this cluster" in refused(
         cluster, "storage", "re-seed", *at, "--storage", "no:1"

@@ -195,7 +195,7 @@ def put_back(scenario: Scenario, storage: str, where: Path) -> None:
     shutil.copytree(where, directory)
 
 
-def test_an_old_copy_of_a_directory_is_filled_up_and_has_no_vote(
+def test_an_old_copy_of_a_directory_is_caught_up_and_has_no_vote(
     scenario: Scenario, tmp_path: Path
 ):
     with scenario.load() as load:

@@ -91,9 +91,7 @@ def test_the_commands_of_a_client_work(connect: str, capsys: pytest.CaptureFixtu
     assert code == 0, text
 
 
-def test_servers_answer_the_commands_that_look_at_them(
-    connect: str, capsys: pytest.CaptureFixture[str]
-):
+def test_servers_answer_commands_that_query_them(connect: str, capsys: pytest.CaptureFixture[str]):
     code, text = run(capsys, "cluster", "verify", "--connect", connect, "--json")
     found = json.loads(text)["findings"]
     assert code == 1  # it has no storages

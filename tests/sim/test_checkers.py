@@ -483,7 +483,7 @@ def test_fixed_at_the_end():
         world.checks.at_end()
 
 
-def test_fixed_now_and_then(world):
+def test_fixed_at_intervals(world):
     log = world.storage.log
     log._files.slots.slot = replace(log.slot, low_water_mark=5)
     world.checks.replicas.look_at(world.storage, log)

@@ -375,7 +375,7 @@ def test_replicas_change_while_one_is_away():
     healed(cluster)
 
 
-def test_a_duel_is_fought_and_one_wins():
+def test_two_owners_compete_and_one_wins():
     cluster = cluster_of()
     struck = 0
     for seed in range(30):

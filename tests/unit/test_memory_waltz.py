@@ -137,7 +137,7 @@ def test_an_argument_that_is_no_context_is_reported(waltz_memory):
                 asyncio.run(submit(wrong))
 
 
-def test_a_client_of_another_event_loop_is_reported_and_lives_on(waltz_memory):
+def test_use_on_another_event_loop_is_reported_and_the_client_continues(waltz_memory):
     async def append(client):
         async with asyncio.timeout(HANG_S):
             return await (await client.append(b"x", partition=0))
@@ -314,7 +314,7 @@ def test_answers_take_as_long_as_reported():
         {"partition_count": 0},
     ],
 )
-def test_a_knob_has_bounds(wrong):
+def test_fault_settings_have_bounds(wrong):
     with pytest.raises(errors.BadRequest):
         MemoryWaltz(**wrong)
 

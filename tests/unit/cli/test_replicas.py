@@ -69,7 +69,7 @@ def test_another_answer_and_a_rejection_are_reported():
         asked(Link([refusal]), lambda replica: replica.set_mark(2, SESSION, prepared()))
 
 
-def test_only_damage_above_the_mark_leaves_a_log_without_a_voice():
+def test_only_damage_above_the_mark_makes_a_log_untrusted():
     assert not log_of(prepared(damaged=[(3, 4), (9, 10)])).is_damaged
     assert log_of(prepared(damaged=[(3, 4), (9, 11)])).is_damaged
     assert log_of(prepared()).rank == (6, 20)

@@ -58,7 +58,7 @@ def flipped(place: int) -> bytes:
     return bytes(records)
 
 
-def test_a_good_answer_is_handed_on():
+def test_a_valid_answer_is_returned():
     chunk = chunk_of_server(P, QUERY, answer())
     assert (chunk.first, chunk.count, chunk.next) == (10, 5, 15)
     assert chunk.stamps == [(8, 14, 77)]

@@ -31,7 +31,7 @@ def assigned(old, servers, *, partition_count=4, cversion=1, keeps_all=False):
     )
 
 
-def test_as_waltz_0_13_did_it():
+def test_partitions_are_assigned_as_by_waltz_0_13():
     one = assigned(PartitionAssignment(), live(1))
     assert one == PartitionAssignment(1, 4, {1: {0: 1, 1: 1, 2: 1, 3: 1}})
     two = assigned(one, live(1, 2), cversion=2)
@@ -178,7 +178,7 @@ def check_invariants(old, new, servers, partition_count, *, even):
             assert not lost or len(kept) == len(owned)
 
 
-def test_in_force_is_for_exactly_these_servers_and_all_partitions():
+def test_an_assignment_is_current_for_exactly_its_servers_and_partitions():
     servers = live(1, 2)
     assignment = PartitionAssignment(7, 2, {1: {0: 1}, 2: {1: 1}})
     assert is_current(assignment, servers, cversion=7, partition_count=2)

@@ -54,7 +54,7 @@ def test_flag_beats_environment_beats_file_beats_default(tmp_path):
     ]
 
 
-def test_a_general_connect_serves_every_kind_and_the_own_one_wins():
+def test_a_general_connect_applies_to_every_kind_and_a_specific_one_wins():
     environment = {"WALTZ_CONNECT": "general", "WALTZ_CACTUS_NAME": "n"}
     assert load(CactusConfig, environment=environment).config.connect == "general"
     environment["WALTZ_CACTUS_CONNECT"] = "own"

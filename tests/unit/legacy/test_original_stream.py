@@ -185,7 +185,7 @@ def test_a_mount_at_a_server_that_is_the_owner_no_more_is_not_trusted(table):
     assert [each.error_code for each in translated] == [errors.NotOwned.code]
 
 
-def test_a_server_that_does_not_say_its_mark_is_queried_again(table):
+def test_a_server_that_does_not_report_its_mark_is_queried_again(table):
     table.say(m.MountWriter(MOUNT, 3, LATEST_MARK, wants_feed=False))
     assert table.partition.wake_at_ms == RETRY_MS
     assert table.wake() == []
@@ -245,7 +245,7 @@ def test_a_batch_is_validated_row_by_row_and_answered_once(mounted):
     )
 
 
-def test_a_batch_that_cannot_be_read_is_rejected_as_at_ours(mounted):
+def test_a_batch_that_cannot_be_decoded_is_rejected_as_by_a_current_server(mounted):
     assert mounted.say(m.AppendBatch(mine(4), 9, b"no batch", 0)) == []
     assert [(each.req_id, each.error_code) for each in mounted.translated[-1:]] == [
         (mine(4), errors.BadRequest.code)
@@ -253,7 +253,7 @@ def test_a_batch_that_cannot_be_read_is_rejected_as_at_ours(mounted):
     assert mounted.say(append(5, 9)) == [append(5, 9)]
 
 
-def test_a_later_one_in_the_log_ends_those_before_it(mounted):
+def test_an_append_in_the_log_proves_earlier_absent_ones_lost(mounted):
     for sequence in (1, 2, 3):
         mounted.say(append(sequence))
     one, two = mounted.receive(fed(10, mine(2)))

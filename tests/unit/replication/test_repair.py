@@ -457,7 +457,7 @@ def test_a_log_is_not_truncated_below_a_mark_within_a_batch_of_another_history()
     assert one.last == 5
 
 
-def test_a_cut_that_cut_elsewhere_is_rejected():
+def test_a_truncation_that_ends_elsewhere_is_rejected():
     one, source = storage(*OLD, (3, [7])), storage(*OLD)
     repair = repair_of(one)
     while not isinstance(

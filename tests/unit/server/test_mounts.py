@@ -81,7 +81,7 @@ def test_a_release_ends_the_mounts_and_keeps_the_fences() -> None:
     assert fault(mounts, ALICE, OLD, 5) is not None
 
 
-def test_only_so_many_clients_that_left_are_remembered() -> None:
+def test_a_limited_number_of_disconnected_clients_is_remembered() -> None:
     mounts = Mounts(2)
     for client in range(3):
         connection = ConnectionId(100 + client)

@@ -523,7 +523,7 @@ def test_a_mark_with_another_chain_is_rejected(make):
     assert starts(bench) == []
 
 
-def test_the_next_round_looks_again_and_a_later_session_needs_a_mark_of_its_own(make):
+def test_the_next_round_checks_again_and_a_later_session_needs_its_own_mark(make):
     bench, owner = with_segments(make, bytes_max=2_400)
     bench.ask(1, mark_at(bench, owner, 15))
     bench.finish()

@@ -57,7 +57,7 @@ def test_many_of_them_share_few_descriptors(tmp_path):
     assert [locks.newest(100) for locks in files] == [b"%d 0 %d 1 " % (n, n) for n in range(8)]
 
 
-def test_after_an_error_there_is_silence():
+def test_after_an_error_a_lock_file_returns_no_blocks():
     disk = new_disk()
     locks = new_file(disk)
     locks.append([])

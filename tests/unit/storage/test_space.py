@@ -61,7 +61,7 @@ def test_after_the_reserve_was_released_appends_wait_until_it_is_whole_again():
 
 
 @pytest.mark.parametrize("ran_short", [False, True])
-def test_looking_again_wants_what_was_rejected_or_ran_short(ran_short):
+def test_the_next_check_requires_the_space_that_was_missing(ran_short):
     disk, space = made()
     if ran_short:
         space.check(100)

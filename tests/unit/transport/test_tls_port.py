@@ -324,7 +324,7 @@ async def test_a_port_of_tls_1_1_is_rejected(files):
 
 
 @on_loop
-async def test_files_that_were_replaced_hold_from_then_on_if_they_are_right(tmp_path, said):
+async def test_replaced_files_are_used_from_then_on_if_they_are_valid(tmp_path, said):
     used, new = make(tmp_path), make(tmp_path, name="new")
     config = StorageConfig(connect="zk:1/w", directory="d", **used.settings)
     ports, dials = tls.listening(config), tls.dialing(config, "")
@@ -392,7 +392,7 @@ async def test_too_many_handshakes_at_one_time_are_rejected(files, monkeypatch, 
 
 
 @on_loop
-async def test_a_fault_of_one_connection_is_no_end_of_the_port(files, monkeypatch, said):
+async def test_a_failed_connection_does_not_end_the_port(files, monkeypatch, said):
     async with open_port(listening(files)) as (_, listener, address):
         faults = [ZeroDivisionError("ours"), OSError(24, "Too many open files")]
         dup = socket.socket.dup

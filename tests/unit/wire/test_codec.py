@@ -65,7 +65,7 @@ def test_a_message_of_a_later_version_is_rejected_on_both_sides(version):
         codec.decode(WireProtocol.CLIENT, version, payload(mounted, 5))
 
 
-def test_a_message_that_was_taken_out_is_rejected(monkeypatch):
+def test_a_removed_message_is_rejected(monkeypatch):
     monkeypatch.setattr(FlushRequest, "until", 2)
     monkeypatch.setattr(codec, "_plans_made", {})
     monkeypatch.setattr(codec, "_tables_made", {})
