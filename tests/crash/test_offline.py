@@ -18,7 +18,7 @@ from waltz_core.records.record import PartitionId
 from waltz_core.storage.files import format as disk_format
 from waltz_sim.world.simulated_disk import DiskFault, PowerLoss, Survival
 
-NOT_ASSIGNED = f"{PARTITION}: partition {PARTITION} is here but not assigned"
+NOT_ASSIGNED = f"{PARTITION}: found partition {PARTITION}, which is not assigned"
 
 
 @pytest.mark.parametrize("seed", range(8))

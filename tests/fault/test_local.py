@@ -209,7 +209,7 @@ def test_clusters_that_start_at_the_same_time_get_ports_of_their_own(tmp_path: P
                 LocalCluster(each).down()
 
 
-def test_up_chooses_another_port_if_one_was_taken_meanwhile(directory: Path):
+def test_up_chooses_another_port_if_one_is_in_use_meanwhile(directory: Path):
     """A start that died early has noted ports and started nothing; no address is known yet."""
     made = LocalCluster(directory, storage_count=1, server_count=1, partition_count=2)
     directory.mkdir()
@@ -247,7 +247,7 @@ def test_a_port_base_determines_all_ports(directory: Path):
         assert LocalCluster(directory)._loaded().ports == set(range(base, base + 6))
 
 
-def test_zookeeper_names_a_port_that_is_taken(tmp_path: Path):
+def test_zookeeper_names_a_port_in_use(tmp_path: Path):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         config = tmp_path / "zoo.cfg"

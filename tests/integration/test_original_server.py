@@ -33,7 +33,7 @@ def connect(zookeeper: str, nodes: Nodes) -> str:
     return f"{zookeeper}{ROOT}"
 
 
-def test_a_client_needs_nothing_of_ours_and_leaves_nothing_there(connect: str, nodes: Nodes):
+def test_a_client_needs_no_znode_of_this_version_and_leaves_none(connect: str, nodes: Nodes):
     before = nodes.paths()
     with WaltzClient(connect) as client:
         assert client.cluster().name == "original"

@@ -160,7 +160,7 @@ def test_other_modes_are_rejected_before_anything_runs(spark: SparkSession, conn
 
 
 def test_a_list_of_clusters(spark: SparkSession, connect: str) -> None:
-    with pytest.raises(AnalysisException, match="a read is of one cluster"):
+    with pytest.raises(AnalysisException, match="a read is from one cluster"):
         spark.read.format("waltz").load([connect, connect]).count()
 
 

@@ -419,7 +419,7 @@ def test_a_server_that_dies_between_two_attempts(
     assert write.in_log() == once(rows)
 
 
-def test_rows_with_other_locks_are_not_taken_for_one_another(connect: str) -> None:
+def test_equal_rows_with_different_locks_are_distinguished_or_rejected(connect: str) -> None:
     from pyspark.sql.types import ArrayType  # noqa: PLC0415
 
     write = Write(connect, "t-locks")

@@ -52,7 +52,7 @@ def test_a_wrong_option(spark: SparkSession, connect: str) -> None:
     assert is_one_sentence(caught.value)
 
 
-def test_it_is_sparks_error_too(spark: SparkSession, connect: str) -> None:
+def test_a_waltz_error_is_also_sparks_error(spark: SparkSession, connect: str) -> None:
     """So that what waits for Spark's classes continues to do so."""
     with pytest.raises(AnalysisException) as caught:
         read(spark, connect, partitions="99").count()

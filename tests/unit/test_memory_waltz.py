@@ -120,7 +120,7 @@ def test_an_iterator_at_its_end_returns_at_once(waltz_memory):
     assert [type(each) for each in callbacks.errors] == [RuntimeError]
 
 
-def test_an_argument_that_is_no_context_is_reported(waltz_memory):
+def test_an_argument_other_than_a_context_is_reported(waltz_memory):
     async def submit(wrong):
         async with waltz_memory.async_client() as client:
             await client.submit(wrong)
@@ -184,7 +184,7 @@ def test_callbacks_of_the_other_client_are_rejected(waltz_memory):
 # --- refusals and failures
 
 
-def test_the_next_locked_appends_are_rejected_and_no_more(waltz_memory):
+def test_only_the_requested_number_of_locked_appends_is_rejected(waltz_memory):
     locks = [lock("a")]
     with waltz_memory.client() as client:
         waltz_memory.reject_next(2)
@@ -355,7 +355,7 @@ def test_a_subscription_to_a_suspended_feed_waits_and_can_be_closed(waltz_memory
 # --- its life
 
 
-def test_its_end_is_the_end_of_its_clients_and_its_thread():
+def test_closing_it_closes_its_clients_and_ends_its_thread():
     waltz = MemoryWaltz(1)
     client = waltz.client()
     client.append(b"a").result()

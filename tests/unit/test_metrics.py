@@ -23,7 +23,7 @@ WELL = Health(is_healthy=True, details={"partitions": [0, 1]})
 ILL = Health(is_healthy=False, details={"reason": "no quorum"})
 
 
-def test_names_follow_the_rule():
+def test_metric_names_have_their_prefix_and_unit():
     for metric in TABLE.values():
         assert re.fullmatch(r"waltz_(server|storage|client)(_[a-z]+)+", metric.name)
         assert metric.name.endswith("_total") == (metric.kind is MetricKind.COUNTER), metric.name
@@ -183,7 +183,7 @@ def test_ping_and_metrics():
     assert b"waltz_server_partitions 2.0\n" in body
 
 
-def test_a_port_that_is_taken_is_named():
+def test_a_port_in_use_is_named():
     async def taken(port):
         with pytest.raises(BadConfig, match=f"http_port: cannot listen at 127.0.0.1:{port}"):
             async with serve_pages(Metrics("server"), well, host="127.0.0.1", port=port):

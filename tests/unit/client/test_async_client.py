@@ -383,7 +383,7 @@ class Applying(AsyncCallbacks):
 
 
 @on_virtual_loop
-async def test_contexts_that_race_count_every_one():
+async def test_concurrent_contexts_lose_no_update():
     async with two_clients() as (cluster, one, two):
         contexts = []
         for client in (one, two):
@@ -431,7 +431,7 @@ async def test_retries_end_with_their_limit():
 
 
 @on_virtual_loop
-async def test_a_context_waits_no_longer_than_it_wants():
+async def test_a_context_waits_at_most_its_timeout():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         callbacks = Applying()
         callbacks.poison[0] = 1  # the feed stops at the first transaction
@@ -810,7 +810,7 @@ async def test_a_context_whose_first_attempt_is_computed_while_the_client_closes
             await context.begun.wait()
             await client.close()
             context.is_running.set()
-        with pytest.raises(errors.Unreachable, match="closed before it was sent"):
+        with pytest.raises(errors.Unreachable, match="closed before the append was sent"):
             await submitted.result()
         assert context.answered == ["exception Unreachable"]
 

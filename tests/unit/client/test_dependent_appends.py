@@ -98,7 +98,7 @@ def test_too_many_predecessors_are_dropped(monkeypatch):
     assert FOLLOW.session_id == NO_SESSION
 
 
-def test_a_predecessor_is_what_the_record_is():
+def test_a_predecessor_has_the_values_of_its_record():
     (found,) = FOLLOW.with_predecessors(message(3, last=3), 2, MOUNT, LOCKS).predecessors
     assert found == (3, REQ, 3, MSGPACK.serialize(3))
 

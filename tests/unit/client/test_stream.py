@@ -304,7 +304,7 @@ def test_links_that_broke_are_not_remembered():
     assert not scenario.stream._spoiled
 
 
-def test_a_link_that_is_gone_need_not_be_avoided():
+def test_a_closed_link_need_not_be_avoided():
     scenario = Scenario().ready()
     scenario.step(stream_events.SendAppends(submission(1)))
     scenario.receive(m.ErrorResponse(req(1), errors.OutcomeUnknown.code, True, "?"))
@@ -696,7 +696,7 @@ def test_another_history_stops_the_stream_with_an_error():
         {"found": b"b" * 16, "session_id": RECONSTRUCTED},
     ],
 )
-def test_the_history_that_was_fed_is_looked_for_again(entry):
+def test_a_stream_continues_if_the_log_has_the_chain_of_the_feed(entry):
     scenario, _ = chained(b"a" * 16, **entry)
     assert scenario.stream.phase is Phase.READY
 

@@ -43,7 +43,7 @@ def test_a_text_key_is_hashed_to_its_crc():
         (JSON, None),
     ],
 )
-def test_serializers_give_back_what_they_were_given(serializer, value):
+def test_serializers_return_the_value_that_was_serialized(serializer, value):
     assert serializer.deserialize(serializer.serialize(value)) == value
     assert BYTES.serialize(memoryview(b"abc")) == b"abc"
 

@@ -116,7 +116,7 @@ def test_preferred_partitions_stay_and_free_ones_go_to_the_least_loaded():
     assert wanted.servers == {1: {0: 5, 5: 6}, 2: old.servers[2], 3: {4: 5}}
 
 
-def test_a_new_server_is_dealt_its_share_though_the_others_would_keep_all():
+def test_a_new_server_gets_its_share_although_others_would_keep_all_partitions():
     old = PartitionAssignment(1, 4, {1: {0: 5}, 2: {1: 5, 2: 5, 3: 5}})
     new = assigned(old, live(1, 2, 3), cversion=2, keeps_all=True)
     assert new == assigned(old, live(1, 2, 3), cversion=2)

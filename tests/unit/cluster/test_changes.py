@@ -294,7 +294,7 @@ def test_partitions_are_named_in_ranges(text, expected):
 
 
 @pytest.mark.parametrize("text", ["", "x", "1-", "-1", "3-1", "12", "0-12", "1,,2", "1.5", "٣-x"])
-def test_other_texts_name_no_partitions(text):
+def test_invalid_partition_ranges_are_rejected(text):
     with pytest.raises(errors.BadConfig, match=r"expected partitions like 0-3,7 of 0\.\.11"):
         changes.parse_partitions(text, 12)
 

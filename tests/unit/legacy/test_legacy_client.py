@@ -198,7 +198,7 @@ def test_a_flush_without_an_answer_is_dropped_or_makes_the_client_mount_again() 
         assert refused(LegacyClientAdapter(4), flush, error) is None
 
 
-def test_a_mark_is_reported_as_it_is_or_not_at_all() -> None:
+def test_a_mark_is_reported_unchanged_or_not_at_all() -> None:
     mark = messages.HighWaterMarkResponse(req(1), -1)
     assert translated(LegacyClientAdapter(4), mark) == mark
     original = LegacyClientAdapter(4)
@@ -249,7 +249,7 @@ def test_a_preference_that_cannot_be_recorded_is_reported_as_false() -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_a_stretch_of_the_feed_becomes_frames(version: int) -> None:
+def test_a_range_of_the_feed_becomes_frames(version: int) -> None:
     headers = b"".join(req(row).to_bytes() + struct.pack(">i", row) for row in range(3))
     batch = messages.FeedBatch(req(1), 10, 3, headers, 1, -1, bytes(16))
     assert translated(mounted(version), batch) == Frames(feed_frames(10, headers, version))

@@ -322,7 +322,7 @@ def test_without_a_proof_nothing_is_reported_and_the_next_flush_requests_one(mou
     assert mounted.wake() == [m.FlushRequest(mine(1))]
 
 
-def test_no_more_is_in_progress_than_the_server_takes(mounted):
+def test_rows_in_flight_stay_within_the_limit_of_a_0_13_server(mounted):
     for sequence in range(1, IN_FLIGHT_MAX + 1):
         assert len(mounted.say(append(sequence))) == 1
     late = IN_FLIGHT_MAX + 1
@@ -405,7 +405,7 @@ def test_a_filter_leaves_headers_out_and_no_transaction(table):
     assert (batch.first, batch.count, batch.picked, batch.headers) == (14, 1, b"", b"")
 
 
-def test_a_gap_is_not_taken_for_the_feed(table):
+def test_a_gap_is_not_accepted_as_a_part_of_the_feed(table):
     table.mount(9, wants_feed=True, after=8)
     assert table.receive(fed(11, theirs(1))) == []
     assert [(each.first, each.count) for each in table.receive(fed(10, theirs(1)))] == [(10, 1)]

@@ -306,14 +306,14 @@ def test_a_hanging_storage_is_ended_and_a_correct_port_is_kept(case):
     assert (found.about, found.command[:10]) == (f"0 {A}", "kill -9 79")
 
 
-def test_a_log_that_is_being_opened_is_not_thrown_away(case):
+def test_no_command_deletes_a_log_that_is_being_opened(case):
     case.replica(A, is_opening=True, last=-1, last_session=-1)
     case.states({A: ReplicaState(6, 50), B: ENGAGED, C: ENGAGED})
     found = case.the_only("replica-opening")
     assert (found.about, found.command) == (f"0 {A}", f"waltz-core doctor --connect {CONNECT}")
 
 
-def test_a_storage_that_is_another_one(case):
+def test_a_storage_with_another_identity_at_the_address(case):
     case.storage(A, storage_id="bb")
     found = case.the_only("storage-id-mismatch")
     assert "but aa is registered there" in found.sentence
@@ -325,7 +325,7 @@ def test_a_storage_that_is_another_one(case):
     assert case.the_only("storage-cluster-mismatch").about == A
 
 
-def test_an_admin_port_that_is_not_where_zookeeper_has_it(case):
+def test_an_admin_port_that_differs_from_the_one_in_zookeeper(case):
     case.storage(A, admin_failure="refused", replicas={})
     assert case.the_only("admin-port-wrong").command == (
         f"waltz-core cluster set-admin-port {A} ADMIN_PORT --connect {CONNECT}"
@@ -370,7 +370,7 @@ def test_a_disk_that_will_be_full_soon(case, free_mib, mib_per_day, days):
         assert case.found() == []
         return
     found = case.the_only("disk-full-soon")
-    assert f"is full in {days} days at the rate of the last day: 70000 MiB are free" in (
+    assert f"will be full in {days} days at the rate of the last day: 70000 MiB are free" in (
         found.sentence
     )
     assert found.command.startswith("waltz-core cluster move-replica 0-1 ")
@@ -596,7 +596,7 @@ def test_metadata_that_is_lost(case):
     )
 
 
-def test_a_rebuilding_that_was_broken_off_continues(case):
+def test_an_interrupted_rebuild_continues(case):
     case.cluster(cluster_key=KEY, name="pay")
     case.states(dict.fromkeys((A, B, C), ReplicaState(NO_SESSION, BEFORE_FIRST)))
     found = case.the_only("rebuilding-unfinished")

@@ -121,7 +121,7 @@ def test_a_later_generation_is_not_touched():
     assert bench.store.wake_at_ms is None
 
 
-def test_an_open_partition_whose_states_are_gone_is_rejected_and_looked_at_again():
+def test_an_open_partition_without_states_is_rejected_and_checked_again():
     bench = Bench(state=MarkerState.OPEN)
     bench.own()
     bench.run()
@@ -625,7 +625,7 @@ def test_failures_are_followed_by_growing_pauses(bench):
     assert gaps[-1] >= 1000
 
 
-def test_storages_that_are_restarted_one_after_the_other_are_no_failures(bench):
+def test_storages_restarted_one_after_the_other_are_not_failures(bench):
     for replica in (A, B, C) * 4:
         bench.wait(bench.limits.useful_ms)
         bench.run()

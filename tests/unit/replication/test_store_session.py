@@ -136,7 +136,7 @@ def test_a_zookeeper_without_the_session_of_a_batch_is_not_trusted(bench):
     bench.run_for(LIMITS.grace_ms)
     assert bench.store.open_session is None
     assert bench.logs() == before
-    assert "its data was rolled back" in bench.reports("partition.rejected")[-1]["reason"]
+    assert "ZooKeeper's data was rolled back" in bench.reports("partition.rejected")[-1]["reason"]
 
 
 @pytest.mark.parametrize("is_left_out", [True, False])
@@ -457,7 +457,7 @@ def test_a_replica_that_has_lost_its_promise_joins_the_next_session():
     assert bench.store.open_session == 1
 
 
-def test_a_disk_that_fails_in_the_fence_is_no_other_owner():
+def test_a_disk_failure_in_the_fence_is_not_taken_for_another_owner():
     """What the storage is bound to is this session; only its disk could not say so."""
     bench = Bench()
     bench.own()

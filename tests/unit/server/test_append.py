@@ -483,7 +483,7 @@ def test_appends_do_not_overtake_one_that_waits_for_room() -> None:
     assert results(world.commit()) == {again: [(1, COMMITTED, -1)]}
 
 
-def test_each_row_of_a_batch_for_which_there_is_no_room_is_rejected() -> None:
+def test_each_row_of_a_batch_without_queue_space_is_rejected() -> None:
     world = World(PartitionLimits(lock_slot_count=11, queue_bytes_max=1000), is_open=False)
     for _ in range(5):
         world.batch([b"a"] * 100)

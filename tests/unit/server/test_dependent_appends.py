@@ -110,7 +110,7 @@ def test_gathered_appends_become_one_batch_after_those_in_flight():
     assert (batch.first, batch.last) == (1, 3)
 
 
-def test_no_more_is_gathered_than_a_slice():
+def test_gathered_appends_are_limited_to_a_slice():
     world = Authors(PartitionLimits(lock_slot_count=1009, slice_bytes_max=5_000))
     world.follow(data=b"first")
     world.turn()

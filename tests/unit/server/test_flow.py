@@ -76,7 +76,7 @@ def test_a_connection_that_does_not_read_answers_gets_no_work() -> None:
     assert len(each.admit(A)) == 1
 
 
-def test_everything_is_counted_and_given_back() -> None:
+def test_admitted_bytes_are_counted_and_released() -> None:
     each = flow(count=1)
     each.receive(A, [batch(100), batch(100)])
     each.admit(A)

@@ -55,7 +55,7 @@ def test_a_light_connection_precedes_heavy_ones() -> None:
     ]  # fmt: skip
 
 
-def test_unused_turns_are_not_saved() -> None:
+def test_a_lane_without_requests_saves_no_turns() -> None:
     lanes: Lanes[Item] = Lanes()
     lanes.push(item(1, "a0", 1_000))
     lanes.push(item(2, "idle"))

@@ -24,7 +24,7 @@ def fault(
     return mounts.fault(message, connection, PLACE)
 
 
-def test_appends_are_taken_from_the_answer_on_not_from_the_request() -> None:
+def test_appends_are_accepted_after_the_answer_to_the_mount_not_before() -> None:
     mounts = Mounts(10)
     mounts.begin(ALICE, OLD, 5)
     assert mounts.is_current(ALICE, OLD)

@@ -972,7 +972,7 @@ def test_a_damaged_record_is_not_passed_on() -> None:
     assert len(world.fetches) == 2
 
 
-def test_one_transaction_s_data() -> None:
+def test_the_data_of_one_transaction_is_returned() -> None:
     world = ready()
     world.fill(2, data=b"payload")
     req_id = world.send(A, messages.TransactionDataRequest(world.req_id(ALICE), 1))

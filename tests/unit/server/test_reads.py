@@ -276,7 +276,7 @@ def test_a_read_in_progress_still_counts_after_a_timeout(is_good: bool) -> None:
     assert fetch_of(late).message.first == 10
 
 
-def test_a_feed_and_a_reader_may_wait_for_the_same() -> None:
+def test_a_feed_and_a_reader_may_wait_for_the_same_fetch() -> None:
     each = reads(feed_frame_count_max=10)
     fetch = fetch_of(each.headers(TransactionId(0), TransactionId(9)))
     assert each.headers(TransactionId(0), TransactionId(9)) == []

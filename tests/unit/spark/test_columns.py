@@ -181,7 +181,7 @@ def test_a_given_partition_wins_and_a_null_falls_back() -> None:
     assert shaper().shape(batch).partitions.tolist() == [3, 1, 3]
 
 
-def test_a_null_lock_is_no_lock() -> None:
+def test_null_locks_are_ignored() -> None:
     batch = pa.record_batch(
         {
             "data": pa.array([b"x", b"y"]),

@@ -135,7 +135,7 @@ def test_a_later_error_takes_precedence(between: str) -> None:
 @pytest.mark.parametrize(
     "text", ["", "ValueError: x", "waltz_core.errors.Unknown: x", "LockFailed"]
 )
-def test_other_texts_are_not_our_errors(text: str) -> None:
+def test_texts_without_a_waltz_error_are_not_converted(text: str) -> None:
     assert trailing_error(text) is None
     assert error_of(RuntimeError(text)) is None
 

@@ -232,7 +232,7 @@ def test_reads_that_wait_for_the_archive_stop_no_connection_and_are_limited(arch
     assert archived.answer(messages[0], 7).count == 10
 
 
-def test_a_storage_without_an_archive_says_so(make):
+def test_a_storage_without_an_archive_returns_an_error_that_states_this(make):
     bench = make(archive=None)
     filled(bench)
     owner = bench.owned(6)

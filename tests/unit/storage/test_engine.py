@@ -289,7 +289,7 @@ def test_files_of_a_killed_process_are_synced_before_they_are_trusted():
 
 
 @pytest.mark.parametrize("is_replaced", [False, True])
-def test_a_partition_whose_files_are_gone_opens_only_when_it_was_emptied(tmp_path, is_replaced):
+def test_a_partition_with_replaced_files_opens_only_after_a_re_seed(tmp_path, is_replaced):
     engine = open_engine(tmp_path)
     log = engine.assign(1)
     shutil.copytree(tmp_path / "1", tmp_path / "copy")
@@ -312,7 +312,7 @@ def test_a_partition_whose_files_are_gone_opens_only_when_it_was_emptied(tmp_pat
 
 
 @pytest.mark.parametrize("is_replaced", [False, True])
-def test_a_partition_is_not_emptied_where_the_control_file_is_gone(tmp_path, is_replaced):
+def test_a_partition_is_not_emptied_without_its_control_file(tmp_path, is_replaced):
     engine = open_engine(tmp_path / "storage")
     log = engine.assign(1)
     engine.check_files()

@@ -657,7 +657,7 @@ def test_the_marker_moves_when_a_log_becomes_idle(bench):
 # ---- partitions that come and go
 
 
-def test_a_dropped_partition_is_served_no_more(bench):
+def test_a_dropped_partition_is_not_served_any_more(bench):
     owner = bench.owned(5)
     assert bench.service.partitions == (0,)
     bench.send(1, owner.append(), owner.append())

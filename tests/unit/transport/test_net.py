@@ -88,7 +88,7 @@ async def test_frames_made_elsewhere_keep_their_place_among_messages(pair):
 
 
 @on_loop
-async def test_receive_waits_and_then_gives_all_that_is_there(pair):
+async def test_receive_waits_and_then_returns_all_available_messages(pair):
     async with pair() as (link, peer, _):
         for n in range(3):
             peer.links[0].send(Appended(1, n, 3, n))
@@ -408,7 +408,7 @@ async def test_a_connection_accepted_during_the_close_is_closed_too():
 
 
 @on_loop
-async def test_a_port_that_is_taken_is_a_bad_config(contexts):
+async def test_a_port_in_use_is_a_bad_config(contexts):
     with socket.create_server((ANY, 0)) as taken, pytest.raises(BadConfig, match="cannot listen"):
         await net.listen(WireProtocol.STORAGE, ANY, taken.getsockname()[1], print, ssl=contexts[0])
 
@@ -455,7 +455,7 @@ async def test_a_listener_may_set_when_a_link_is_congested(pair):
 
 
 @on_loop
-async def test_an_idle_connection_whose_host_is_gone_is_logged(
+async def test_an_idle_connection_to_a_dead_host_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     link = net.Link(WireProtocol.CLIENT, is_listener=True, write_backlog_bytes_max=1 << 30)

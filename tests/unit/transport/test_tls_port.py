@@ -250,7 +250,7 @@ async def test_both_sides_report_a_certificate_of_another_authority(files, tmp_p
     async with open_port(listening(files)) as (_, _, address):
         with pytest.raises(TlsFailed, match="the peer's certificate is not accepted: unable to"):
             await net.dial(WireProtocol.STORAGE, address, ssl=trusting(make(tmp_path)))
-        await until(lambda: "perhaps it does not accept the certificate" in said())
+        await until(lambda: "it may not trust the certificate" in said())
 
 
 @on_loop
@@ -272,7 +272,7 @@ async def test_both_sides_report_a_missing_certificate(files, version, said):
     async with open_port(required) as (peer, _, address):
         context = trusting(files)
         context.maximum_version = version
-        with pytest.raises(TlsFailed, match="expects a certificate"):
+        with pytest.raises(TlsFailed, match=r"expects? a certificate"):
             await net.dial(WireProtocol.STORAGE, address, ssl=context)
         await until(lambda: "expected a certificate of the peer, found none" in said())
         assert peer.links == []
