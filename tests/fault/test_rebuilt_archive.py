@@ -131,21 +131,27 @@ def test_removed_transactions_are_found_in_the_archive_again(
     assert recorded.stamp_ms == before.stamp_ms
     read_all(cluster, written)
 
-    # A replica that is emptied begins at the archived mark, and the archiver continues.
+    check_empty_replica(cluster, archive, written)
+    check_collection(cluster, archive, written)
+
+
+def check_empty_replica(cluster: LocalCluster, archive: Archive, written: list[bytes]) -> None:
+    """A replica that is emptied begins at the archived mark, and the archiver continues."""
     cluster.kill(STORAGES[2])
     shutil.rmtree(cluster.directory / STORAGES[2])
     append_and_archive(cluster, archive, written)
-    member = cluster.member(STORAGES[2])
-    lost = f"127.0.0.1:{member.port}"
+    lost = f"127.0.0.1:{cluster.member(STORAGES[2]).port}"
     cluster.start(STORAGES[2])
-    words = ("cluster", "replace-storage", lost, lost, "--connect", cluster.connect)
-    replaced = run_command(*words)
+    replaced = run_command("cluster", "replace-storage", lost, lost, "--connect", cluster.connect)
     assert replaced.returncode == 0, replaced
     assert oldest_segment(cluster, STORAGES[2]) > 0
     append_and_archive(cluster, archive, written)
     read_all(cluster, written)
 
-    # The new owner collects the garbage of the earlier sessions, and nothing that is listed.
+
+def check_collection(cluster: LocalCluster, archive: Archive, written: list[bytes]) -> None:
+    """The new owner collects the garbage of the earlier sessions, and nothing that is listed."""
+
     def is_collected() -> bool:
         logs = [cluster.log_path(each).read_text(errors="replace") for each in STORAGES]
         mark = recorded_in(cluster)

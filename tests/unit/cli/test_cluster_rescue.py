@@ -135,6 +135,10 @@ async def die(*_):
     raise Died
 
 
+async def no_archive(*_):
+    return ""
+
+
 def rebuilt(monkeypatch, storage, *, now_s, dies_at=()):
     """Rebuild a cluster of one partition on one storage, and return what it gives out then.
 
@@ -144,9 +148,6 @@ def rebuilt(monkeypatch, storage, *, now_s, dies_at=()):
 
     async def open_links(*_):
         return {address: storage}, {}
-
-    async def no_archive(*_):
-        return ""
 
     async def scenario():
         zookeeper = MemoryZooKeeper(asyncio.Event)
