@@ -3,7 +3,9 @@
 Rules (docs/decisions/047, "Reading"):
     1. The log is read first. If it has removed the records, or they are damaged, the request goes
        to the archive, if the session's archived mark covers its beginning.
-    2. The archive is read by the mark and manifest that the session's owner has sent (AR 9).
+    2. The archive is read by the mark and manifest that the session's owner has sent (AR 9), once
+       the log was found to have the mark's chain. Otherwise the archive may be that of another
+       log, as after a rollback of ZooKeeper, and its records must not be returned as this log's.
     3. The owner's request for whole batches is for a copy, which begins above the archived mark
        instead (AR 13): it does not go to the archive.
     4. A request does not wait in its partition's lane meanwhile, and it has its answer even if the
@@ -72,7 +74,7 @@ class ArchiveReads:
         self._count = 0
 
     def learned(self, mark: SetArchived) -> None:
-        """The owner has sent its session's mark."""
+        """The owner has sent its session's mark, and the log has its chain (rule 2)."""
         self._marks[PartitionId(mark.partition_id)] = mark
 
     def forget(self, partition_id: PartitionId) -> None:

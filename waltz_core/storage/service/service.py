@@ -376,9 +376,9 @@ class StorageService:
         lane = self._lane(message)
         self._check_session(lane, message)
         _check_owner(lane, request)
-        if isinstance(message, SetArchived):
-            self._archive_reads.learned(message)  # At once: a read may overtake it in the lane.
-        self._queue(lane, lane.writes, request)
+        # A mark is only compared with the log; as a read, no later one overtakes it.
+        queue = lane.reads if isinstance(message, SetArchived) else lane.writes
+        self._queue(lane, queue, request)
 
     def _admit_prepare(self, request: LaneRequest, message: Prepare) -> None:
         """Raise the session at once (rule 3); the promise is made durable by the work."""
@@ -673,6 +673,7 @@ class StorageService:
         if isinstance(message, Engage):
             lane.engaged = SessionId(message.session_id)
         elif isinstance(message, SetArchived):
+            self._archive_reads.learned(message)
             mark = Marker(TransactionId(message.last), Chain(message.chain))
             self._retention.archived(partition_id, mark, now_ms)
         elif isinstance(answer, Prepared):
