@@ -112,6 +112,11 @@ class Store(Protocol):
     def has_expired(self, before: TransactionId, before_ms: int) -> bool:
         """Whether such an `ExpireArchive` was carried out on all that is archived."""
 
+    def replacement(
+        self, request: replication.ReplaceInArchive
+    ) -> replication.ReplacementOutcome | None:
+        """Return the outcome of such a request; None if there is none yet."""
+
     def step(self, event: replication.Event, now_ms: int) -> Sequence[replication.Effect]:
         """Process one event."""
 

@@ -100,6 +100,12 @@ class ObservedStore:
         """As the store says."""
         return self.store.has_expired(before, before_ms)
 
+    def replacement(
+        self, request: session_events.ReplaceInArchive
+    ) -> session_events.ReplacementOutcome | None:
+        """As the store says."""
+        return self.store.replacement(request)
+
     def step(self, event: session_events.Event, now_ms: int) -> Sequence[session_events.Effect]:
         """Step the store, and check it."""
         if type(event) is session_events.Submit:

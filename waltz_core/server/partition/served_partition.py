@@ -247,6 +247,8 @@ class Partition:
                 self._answer_mark(event, always=message.linearizable)
             case messages.ExpireRequest():
                 self._expire(event, message)
+            case messages.ReplacementRequest():
+                self._replace(event, message)
             case messages.RangeRequest():
                 self._route_reads(self.reads.range(event, message))
             case messages.TransactionDataRequest():
@@ -377,6 +379,18 @@ class Partition:
         self._out.append(answers.expired(event, self._store.archived, is_done=is_done))
         if not is_done:
             self._drive(replication.ExpireArchive(before, message.before_ms))
+
+    def _replace(self, event: Received, message: messages.ReplacementRequest) -> None:
+        first, last = TransactionId(message.first), TransactionId(message.last)
+        archived = self._store.archived
+        end = -1 if archived is None else archived.last
+        if not 0 <= first <= last <= end:
+            fault = f"expected an object with IDs in 0..{end}, found {first}..{last}"
+            self._out.append(answers.reject(event, errors.BadRequest(fault)))
+            return
+        request = replication.ReplaceInArchive(message.object, first, last)
+        self._out.append(answers.replaced(event, self._store.replacement(request)))
+        self._drive(request)
 
     # -----------------------------------------------------------------------------------------
     # the store

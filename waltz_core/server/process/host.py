@@ -69,6 +69,7 @@ LEVELS: Final = {
     "archive.collection_failed": logging.WARNING,
     "archive.expiry_failed": logging.WARNING,
     "archive.failed": logging.WARNING,
+    "archive.replacement_failed": logging.WARNING,
     "partition.data_loss": logging.ERROR,
     "partition.rejected": logging.WARNING,
     "replica.damaged": logging.WARNING,

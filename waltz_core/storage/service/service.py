@@ -119,6 +119,7 @@ from waltz_core.wire.messages import (
     Prepared,
     RangeRaw,
     Repair,
+    ReplaceObject,
     ResetLog,
     SetArchived,
     SetLowWaterMark,
@@ -340,7 +341,7 @@ class StorageService:
                 | SetArchived()
             ):
                 self._admit_change(request)
-            case ArchiveRange() | CollectGarbage() | ExpireObjects():
+            case ArchiveRange() | CollectGarbage() | ExpireObjects() | ReplaceObject():
                 lane = self._lane(message)
                 self._check_session(lane, message)
                 _check_owner(lane, request)
