@@ -1,12 +1,15 @@
 """A corrupt object of the archive is named by readers, and replaced from a storage that has it."""
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.client_contract import Ledger
 from tests.commands import run_command
+from tests.fault.load import wait_until
 from tests.integration.test_archive import (
     SEGMENT_BYTES,
     STORAGES,
@@ -45,9 +48,22 @@ def check_is_named(cluster: LocalCluster, entry: ObjectEntry) -> None:
     with WaltzClient(cluster.connect, quick) as client, pytest.raises(Unreachable) as caught:
         read(client, entry.first, entry.last, None)
     assert entry.name in str(caught.value)
+    assert "waltz-core archive verify --repair" in str(caught.value)
 
 
-def test_a_corrupt_object_is_named_and_replaced_from_a_storage_that_has_it(tmp_path: Path):
+def check_feed_names(cluster: LocalCluster, entry: ObjectEntry, log: pytest.LogCaptureFixture):
+    """The owner interrupts a feed of the object, and the reason names it."""
+    log.clear()
+    log.set_level(logging.INFO)
+    with WaltzClient(cluster.connect) as client:
+        client.subscribe(Ledger(-1), [0])
+        wait_until("the client logs the object", lambda: entry.name in log.text)
+    assert "stream.interrupted" in log.text
+
+
+def test_a_corrupt_object_is_named_and_replaced_from_a_storage_that_has_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     url = f"file://{tmp_path}/archive"
     settings: dict[str, dict[str, object]] = {
         "storage": {
@@ -72,6 +88,7 @@ def test_a_corrupt_object_is_named_and_replaced_from_a_storage_that_has_it(tmp_p
         cluster.kill("server-1")  # it has the newest transactions in memory
         cluster.start("server-1")
         check_is_named(cluster, removed)
+        check_feed_names(cluster, removed, caplog)
 
         code, problems, messages = verify(cluster, "--repair")
         assert code == 1

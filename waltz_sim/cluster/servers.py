@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from waltz_core.cluster.nodes.model import ArchivedMark
-from waltz_core.errors import NotOwned
+from waltz_core.errors import Damaged, NotOwned, from_code
 from waltz_core.machine import Report, Wakeup
 from waltz_core.records.record import ReplicaId, SessionId, TransactionId
 from waltz_core.replication import session_events
@@ -445,7 +445,8 @@ class SimServer(Process):
         else:
             assert isinstance(message, Nack)
             first = TransactionId(message.first_available)
-            self.step(FetchFailed(token, message.message, first))
+            is_damage = isinstance(from_code(message.error_code, ""), Damaged)
+            self.step(FetchFailed(token, message.message, first, is_damage))
 
     def _reader_lost(self, replica: ReplicaId, reason: str) -> None:
         self._readers.pop(replica, None)

@@ -919,6 +919,24 @@ def test_a_feed_below_the_start_of_the_log_ends_with_an_error() -> None:
     assert world.partition.feed.count == 0
 
 
+def test_a_feed_of_damaged_records_ends_with_an_error_that_names_them() -> None:
+    world = World()
+    world.open(2)
+    mount = world.mount(mark=-1, feed=True)
+    while world.partition.feed.count:
+        fetch = world.fetches[-1]
+        world.step(FetchFailed(fetch.token, "object o: bad", is_damage=True))
+        if world.fetches[-1] is fetch and world.partition.feed.count:
+            assert world.partition.wake_at_ms is not None
+            world.now_ms = world.partition.wake_at_ms
+            world.run()
+    answer = world.answer(mount)
+    assert isinstance(answer, messages.ErrorResponse)
+    assert (answer.error_code, answer.retriable) == (errors.Unreachable.code, True)
+    assert "returned transactions 0.." in answer.message
+    assert answer.message.endswith("object o: bad")
+
+
 def test_batches_in_doubt_that_have_expired_have_an_unknown_outcome() -> None:
     world = ready()
     req_id = world.append()

@@ -39,7 +39,7 @@ from waltz_core.server.partition_events import (
     Drained,
     Effect,
     Event,
-    FeedExpired,
+    FeedFailed,
     FeedHeaders,
     Fetch,
     Fetched,
@@ -200,9 +200,7 @@ class Partition:
     def _fetched(self, event: Fetched | FetchFailed) -> None:
         if isinstance(event, FetchFailed):
             self._out += self.pipeline.refill.failed(event.token, self._now_ms)
-            token, reason, first = event.token, event.reason, event.first_available
-            failed = self.reads.failed(token, reason, self._now_ms, first_available=first)
-            self._route_reads(failed)
+            self._route_reads(self.reads.failed(event, self._now_ms))
         elif isinstance(event.message, messages.LockBlocks):
             self.pipeline.refill.fetched(event.token, event.message)
         else:
@@ -604,8 +602,8 @@ class Partition:
         for outcome in found:
             if isinstance(outcome, FeedHeaders):
                 self._route_feed(self.feed.fetched(outcome))
-            elif isinstance(outcome, FeedExpired):
-                requests = self.feed.expired(outcome.first)
+            elif isinstance(outcome, FeedFailed):
+                requests = self.feed.failed(outcome.first)
                 self._out.extend(answers.reject(each, outcome.error) for each in requests)
             else:
                 self._out.append(outcome)

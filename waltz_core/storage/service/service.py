@@ -743,7 +743,7 @@ class StorageService:
         now_ms: int,
     ) -> None:
         if isinstance(event, ArchiveAnswered):
-            self._archive_reads.answered()
+            self._effects += self._archive_reads.answered(event.read, event.outcome, now_ms)
             self._respond(event.read.request, event.outcome)
         else:
             self._effects += self._archive.done(event, now_ms)
