@@ -119,6 +119,7 @@ from waltz_core.wire.messages import (
     Prepared,
     RangeRaw,
     Repair,
+    ReplaceObject,
     ResetLog,
     SetArchived,
     SetLowWaterMark,
@@ -340,7 +341,7 @@ class StorageService:
                 | SetArchived()
             ):
                 self._admit_change(request)
-            case ArchiveRange() | CollectGarbage() | ExpireObjects():
+            case ArchiveRange() | CollectGarbage() | ExpireObjects() | ReplaceObject():
                 lane = self._lane(message)
                 self._check_session(lane, message)
                 _check_owner(lane, request)
@@ -748,7 +749,7 @@ class StorageService:
         now_ms: int,
     ) -> None:
         if isinstance(event, ArchiveAnswered):
-            self._archive_reads.answered()
+            self._effects += self._archive_reads.answered(event.read, event.outcome, now_ms)
             self._respond(event.read.request, event.outcome)
         else:
             self._effects += self._archive.done(event, now_ms)
