@@ -52,7 +52,14 @@ from waltz_core.replication.replica_session import (
     SessionRequest,
 )
 from waltz_core.replication.session_claim import Claim
-from waltz_core.replication.session_events import Batch, Committed, Effect, SessionOpened
+from waltz_core.replication.session_events import (
+    Batch,
+    Committed,
+    Effect,
+    ReplaceInArchive,
+    ReplacementOutcome,
+    SessionOpened,
+)
 from waltz_core.replication.session_recovery import NO_STORAGE_ID, Recovery
 from waltz_core.replication.settlement import SETTLEMENT_TICKET, Settlement
 from waltz_core.replication.window import SessionWindow
@@ -307,6 +314,15 @@ class StoreSession:
     def has_expired(self, bounds: ExpiryBounds) -> bool:
         """Whether an expiry with these bounds was carried out on all that is archived."""
         return self._archiving.has_expired(bounds)
+
+    def replace(self, request: ReplaceInArchive, now_ms: int) -> None:
+        """A client requests that an object of the archive is replaced."""
+        self._archiving.replace(request)
+        self._advance(now_ms)
+
+    def replacement(self, request: ReplaceInArchive) -> ReplacementOutcome | None:
+        """Return the outcome of such a request; None if there is none yet."""
+        return self._archiving.replacement(request)
 
     def wrote(
         self, states: Mapping[ReplicaId, ReplicaState], archived: ArchivedMark | None, now_ms: int

@@ -633,6 +633,38 @@ class ExpireResponse(ClientMessage):
     is_done: Bool
 
 
+@value(frozen=True, slots=True)
+class ReplacementRequest(ClientMessage):
+    """Replace an object of the archive that is corrupt or missing, from the log of a storage.
+
+    It is listed as `object`, with the IDs first..last. Repeat the request until the answer shows
+    that the attempt has ended.
+    """
+
+    code = 78
+    since = 7
+    object: Text
+    first: Int64
+    last: Int64
+
+
+@value(frozen=True, slots=True)
+class ReplacementResponse(ClientMessage):
+    """Whether all that is possible was done, and whether the object is replaced.
+
+    `storage` has written the new object; it is empty if another request had it replaced before.
+    `failures` has the reason of each storage that could not write it. Reported once: a later
+    request begins again.
+    """
+
+    code = 79
+    since = 7
+    is_ended: Bool
+    is_replaced: Bool
+    storage: Text
+    failures: Texts
+
+
 # ---------------------------------------------------------------------------------------------
 # S: server and storage. Prefix: type (1), session id (8), sequence (8), partition id (4).
 # Answers echo session, sequence and partition of their request.
@@ -924,11 +956,11 @@ class ArchiveRange(StorageMessage):
 
 @value(frozen=True, slots=True)
 class RangeArchived(StorageMessage):
-    """A notification to the owner (sequence 0): the end of an attempt to archive.
+    """A notification to the owner (sequence 0): the end of an attempt to archive or to replace.
 
-    The new manifest has all batches up to `last`, where the chain is `chain` and the commit stamp
-    `stamp_ms`. If `manifest` is
-    empty, nothing was archived: there is not enough yet or, with an `error`, the attempt failed.
+    The new manifest has all batches up to `last`, where the chain is `chain`. The last one that was
+    written has the commit stamp `stamp_ms`. If `manifest` is empty, nothing has changed: there is
+    not enough yet, the object was replaced before or, with an `error`, the attempt failed.
     """
 
     code = 84
@@ -1035,6 +1067,26 @@ class ObjectsExpired(StorageMessage):
     manifest: Text
     manifest_crc: Crc32
     error: Text
+
+
+@value(frozen=True, slots=True)
+class ReplaceObject(StorageMessage):
+    """Write an object with first..last again, and a manifest with it for `object` (rule AR 5).
+
+    The recorded manifest ends at `archived` with `chain`, and lists `object` with these IDs.
+    `RangeArchived` follows.
+    """
+
+    code = 92
+    since = 3
+    attempt: Int32
+    first: Int64
+    last: Int64
+    object: Text
+    archived: Int64
+    chain: Raw16
+    manifest: Text
+    manifest_crc: Crc32
 
 
 @value(frozen=True, slots=True)

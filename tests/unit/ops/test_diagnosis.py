@@ -737,7 +737,7 @@ def test_a_damaged_file_of_the_archive(archive):
     archive.partition(0, unarchived_s=1.0, marker=archived(89))
     found = archive.the_only("archive-damaged")
     assert "missing or corrupt: object 7: expected CRC 1, found 2. Hint" in found.sentence
-    assert found.command == f"waltz-core archive verify --connect {CONNECT}"
+    assert found.command == f"waltz-core archive verify --repair --connect {CONNECT}"
     # One that a read has found stays, also when everything is archived.
     archive.partition(0, unarchived_s=0.0, marker=archived(90))
     archive.storage(A, archive=ArchiveFacts(URL, 600_000, read_damage="object 8: bad"))

@@ -247,8 +247,8 @@ class Feed:
                 self._has_more = True
         return out
 
-    def expired(self, first: TransactionId) -> list[Received]:
-        """End the feeds that wait at an ID below the start of the log; return their requests."""
+    def failed(self, first: TransactionId) -> list[Received]:
+        """End the feeds that wait at an ID that no replica can return; return their requests."""
         keys = [
             key for key, each in self._contexts.items() if each.is_fetching and each.next == first
         ]

@@ -119,6 +119,7 @@ from waltz_core.wire.messages import (
     Prepared,
     RangeRaw,
     Repair,
+    ReplaceObject,
     ResetLog,
     SetArchived,
     SetLowWaterMark,
@@ -340,7 +341,7 @@ class StorageService:
                 | SetArchived()
             ):
                 self._admit_change(request)
-            case ArchiveRange() | CollectGarbage() | ExpireObjects():
+            case ArchiveRange() | CollectGarbage() | ExpireObjects() | ReplaceObject():
                 lane = self._lane(message)
                 self._check_session(lane, message)
                 _check_owner(lane, request)
@@ -376,9 +377,9 @@ class StorageService:
         lane = self._lane(message)
         self._check_session(lane, message)
         _check_owner(lane, request)
-        if isinstance(message, SetArchived):
-            self._archive_reads.learned(message)  # At once: a read may overtake it in the lane.
-        self._queue(lane, lane.writes, request)
+        # A mark is only compared with the log; as a read, no later one overtakes it.
+        queue = lane.reads if isinstance(message, SetArchived) else lane.writes
+        self._queue(lane, queue, request)
 
     def _admit_prepare(self, request: LaneRequest, message: Prepare) -> None:
         """Raise the session at once (rule 3); the promise is made durable by the work."""
@@ -673,6 +674,7 @@ class StorageService:
         if isinstance(message, Engage):
             lane.engaged = SessionId(message.session_id)
         elif isinstance(message, SetArchived):
+            self._archive_reads.learned(message)
             mark = Marker(TransactionId(message.last), Chain(message.chain))
             self._retention.archived(partition_id, mark, now_ms)
         elif isinstance(answer, Prepared):
@@ -747,7 +749,7 @@ class StorageService:
         now_ms: int,
     ) -> None:
         if isinstance(event, ArchiveAnswered):
-            self._archive_reads.answered()
+            self._effects += self._archive_reads.answered(event.read, event.outcome, now_ms)
             self._respond(event.read.request, event.outcome)
         else:
             self._effects += self._archive.done(event, now_ms)
