@@ -4,9 +4,9 @@ All calls block: use threads. The simulator implements `ArchiveStore`, too.
 
 Rules (docs/decisions/047):
     1. A file counts when `write` or the end of `writing` has returned: then it is durable. In a
-       directory that takes a temporary file, its sync, its name, and a sync of the directory; other
-       stores acknowledge the end of an upload when it is durable. Reading a file back proves
-       nothing about that (AR 3).
+       directory that takes a temporary file, its sync, its name, and a sync of the directory, and
+       once of each above it; other stores acknowledge the end of an upload when it is durable.
+       Reading a file back proves nothing about that (AR 3).
     2. Nothing is overwritten (AR 2). A directory rejects a name that exists; in other stores the
        names are unique by construction.
     3. A failed or cancelled `writing` leaves no file with the name in a directory, and in other
@@ -87,6 +87,7 @@ class ArchiveStore:
         self._pace = pace
         self._files, self._base = _opened(url)
         self._is_directory = isinstance(self._files, arrow_fs.LocalFileSystem)
+        self._durable_folders: set[Path] = set()
 
     def write(self, name: str, data: Buffer) -> None:
         """Write a file; durable (rules 1 and 2).
@@ -108,6 +109,7 @@ class ArchiveStore:
         stream: AbstractContextManager[Any]
         with _reported("write", place):
             if self._is_directory:
+                self._make_durable_folder(Path(place).parent)
                 stream = _durable_file(Path(place))
             else:
                 stream = self._files.open_output_stream(place)
@@ -181,6 +183,24 @@ class ArchiveStore:
 
     def _place(self, name: str) -> str:
         return f"{self._base}/{name}"
+
+    def _make_durable_folder(self, folder: Path) -> None:
+        """Create a folder, and make its name and those of the folders above it durable.
+
+        A process that was killed may have created folders, and not synced their names. So in the
+        archive each name is synced once, whether or not this process has created it.
+        """
+        base = Path(self._base)
+        for each in reversed([folder, *folder.parents]):
+            is_new = not each.exists()
+            is_unknown = each.is_relative_to(base) and each not in self._durable_folders
+            if is_new:
+                each.mkdir(exist_ok=True)
+            if is_new or is_unknown:
+                # Without permission to read it, the folder above is the operator's.
+                with suppress(PermissionError):
+                    _sync_folder(each.parent)
+            self._durable_folders.add(each)
 
 
 class StoreFile:
@@ -283,7 +303,6 @@ def _reported(operation: str, place: str) -> Iterator[None]:
 @contextmanager
 def _durable_file(path: Path) -> Iterator[Any]:
     """Give a file for writing; it gets its name when it is synced (rules 1 to 3)."""
-    _make_durable_folder(path.parent)
     temporary = path.with_name(path.name + TEMPORARY)
     try:
         with temporary.open("xb") as sink:
@@ -294,13 +313,6 @@ def _durable_file(path: Path) -> Iterator[Any]:
         _sync_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _make_durable_folder(folder: Path) -> None:
-    missing = [each for each in (folder, *folder.parents) if not each.exists()]
-    for each in reversed(missing):
-        each.mkdir(exist_ok=True)
-        _sync_folder(each.parent)
 
 
 def _sync_folder(folder: Path) -> None:
