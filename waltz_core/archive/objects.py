@@ -370,7 +370,8 @@ def _records_of(columns: dict[str, pa.Array]) -> tuple[memoryview, I64]:
         arrow_buffers.NOTHING,
     )
     record_lengths = lengths + RECORD_OVERHEAD_BYTES
-    return memoryview(joined.buffers()[2])[: int(record_lengths.sum())], record_lengths
+    records = memoryview(joined.buffers()[2]).cast("B")  # PyArrow's bytes are signed
+    return records[: int(record_lengths.sum())], record_lengths
 
 
 def _arrays(table: pa.Table) -> dict[str, pa.Array]:
