@@ -131,7 +131,7 @@ class ArchiveStore:
             ObjectMissing, ArchiveUnavailable: rule 4.
         """
         place = self._place(name)
-        with _reported("read", place), self._files.open_input_stream(place) as source:
+        with _reported("read", place), self._files.open_input_file(place) as source:
             if self._pace is None:
                 return bytes(source.read())
             pieces = []
