@@ -256,6 +256,14 @@ class StorageConfig(TlsConfig, ZooKeeperConfig):
         "smaller. Too short: many small objects. Too long: the archive lags if appends are rare.",
         minimum=0,
     )
+    archive_bytes_per_s: int = _bytes(
+        0,
+        "Rate at which this storage reads logs for the archive, and writes objects and reads them "
+        "back, over all partitions. Too slow: the archive lags, and the disk fills. Too fast: "
+        "appends and reads wait for the disk or the network. 0: no limit.",
+        minimum=0,
+        maximum=4 * GIB,
+    )
     local_retention_bytes: int = _bytes(
         0,
         "Size of all logs over which the storage removes old segments that are archived. Too "

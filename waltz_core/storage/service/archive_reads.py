@@ -29,7 +29,7 @@ from waltz_core.errors import (
 )
 from waltz_core.machine import Report
 from waltz_core.records import raw_records
-from waltz_core.records.raw_records import RangeRead
+from waltz_core.records.raw_records import Buffer, RangeRead
 from waltz_core.records.record import RECORD_HEADER, Chain, LineageEntry, PartitionId, TransactionId
 from waltz_core.storage.log.reading import LINEAGE_ENTRIES_MAX
 from waltz_core.storage.service.work import RANGE_BYTES_MAX, LaneRequest, WorkOutcome, range_bytes
@@ -196,6 +196,7 @@ def _answer(reader: Reader, message: StorageMessage, archived: TransactionId) ->
         return LineageResponse(*prefix, *reader.lineage(first, last, LINEAGE_ENTRIES_MAX))
     assert isinstance(message, RangeRaw)
     first, last = TransactionId(message.first), min(TransactionId(message.last), archived)
+    records: Buffer
     if message.form == RangeForm.HEADERS:
         count_max = max(1, min(message.bytes_max, RANGE_BYTES_MAX) // RECORD_HEADER.size)
         last = min(last, TransactionId(first + count_max - 1))
