@@ -17,11 +17,10 @@ Rules (docs/decisions/047):
        manifest has it, a new page takes the place of that page.
 """
 
-import io
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-import numpy as np
+import pyarrow as pa
 
 from waltz_core.archive.file_names import (
     FileOrigin,
@@ -228,8 +227,8 @@ def _write_object(
     with store.writing(name) as target:
         sink = _CrcSink(target)
         writer = ObjectWriter(sink, facts)
-        for piece in _row_groups(job.runs):
-            writer.add(piece)
+        for group in _row_groups(job.runs):
+            writer.add(Piece(*run) for run in group)
             on_progress()
         writer.close()
     on_progress()
@@ -238,7 +237,7 @@ def _write_object(
         raise ChecksumMismatch(
             f"object {name}: expected CRC {sink.crc:08x} as written, found {crc32(data):08x}"
         )
-    found = ArchiveObject(io.BytesIO(data), name)
+    found = ArchiveObject(pa.BufferReader(data), name)
     batches = [batch for run in job.runs for batch in run.batches]
     if found.facts != facts or list(found.verify()) != batches:
         raise ChecksumMismatch(f"object {name}: its batches are not those of the log")
@@ -271,24 +270,16 @@ class _CrcSink:
         self.crc = crc32(data, self.crc)
 
 
-def _row_groups(runs: tuple[BatchRun, ...]) -> Iterator[Piece]:
-    """Join runs to row groups of about `ROW_GROUP_BYTES`."""
+def _row_groups(runs: tuple[BatchRun, ...]) -> Iterator[list[BatchRun]]:
+    """Gather runs to row groups of about `ROW_GROUP_BYTES`."""
     group: list[BatchRun] = []
     for run in runs:
         group.append(run)
         if sum(len(each.records) for each in group) >= ROW_GROUP_BYTES:
-            yield _joined(group)
+            yield group
             group = []
     if group:
-        yield _joined(group)
-
-
-def _joined(runs: list[BatchRun]) -> Piece:
-    return Piece(
-        b"".join(each.records for each in runs),
-        np.concatenate([each.lengths for each in runs]),
-        [batch for each in runs for batch in each.batches],
-    )
+        yield group
 
 
 def write_read_back(store: ArchiveStore, name: str, data: bytes) -> None:

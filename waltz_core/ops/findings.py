@@ -233,8 +233,8 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         ),
         _row(
             "disk-full-soon",
-            "the disk of storage {storage} is full in {days} days at the rate of the last day: "
-            "{free} MiB are free, and {rate} MiB are written a day",
+            "the disk of storage {storage} will be full in {days} days at the rate of the last "
+            "day: {free} MiB are free, and {rate} MiB are written a day",
             "{empty}",
         ),
         _row(

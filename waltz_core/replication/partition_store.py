@@ -181,7 +181,7 @@ class PartitionStore:
         return None if self._session is None else self._session.replacement(request)
 
     def replica_waits_ms(self, now_ms: int) -> dict[ReplicaId, int]:
-        """Return how long each replica of the session has owed an answer."""
+        """Return the age of the oldest unanswered request to each replica."""
         return {} if self._session is None else self._session.waits_ms(now_ms)
 
     def take_append_times(self) -> dict[ReplicaId, list[int]]:

@@ -187,7 +187,7 @@ class StoreSession:
         return [each.replica for each in engaged]
 
     def waits_ms(self, now_ms: int) -> dict[ReplicaId, int]:
-        """Return how long each replica has owed an answer, which may exceed the timeout."""
+        """Return the age of each replica's oldest unanswered request; it may exceed the timeout."""
         return {
             each.replica: now_ms - each.oldest_ms
             for each in self.replicas.values()
@@ -584,7 +584,7 @@ class StoreSession:
         if self.window is None and len(rivals) > len(self.claim.assigned) - self.quorum:
             reason = (
                 f"replicas {', '.join(rivals)} promised session {self.claim.session_id} to another "
-                f"owner, but in ZooKeeper it was unused: its data was rolled back"
+                f"owner, but in ZooKeeper it was unused: ZooKeeper's data was rolled back"
             )
             self.end(Ending(Cause.REJECTED, reason, is_final=True))
 

@@ -220,7 +220,7 @@ class AppendRequest(ClientMessage):
 
 @value(frozen=True, slots=True)
 class FeedRequest(ClientMessage):
-    """Grant the server another stretch of the feed; the request id is the mount's."""
+    """Request the next part of the feed; the request id is the mount's."""
 
     code = 3
     client_high_water_mark: Int64
@@ -237,7 +237,7 @@ class FeedData(ClientMessage):
 
 @value(frozen=True, slots=True)
 class FeedSuspended(ClientMessage):
-    """The granted stretch is used up; send the next feed request."""
+    """The requested part was sent; send the next feed request."""
 
     code = 5
 
@@ -520,10 +520,10 @@ class RangeRequest(ClientMessage):
 
 @value(frozen=True, slots=True)
 class RangeData(ClientMessage):
-    """A stretch of a range. `next` is the next id to read: above the requested last id at the end.
+    """A part of a range. `next` is the next id to read: above the requested last id at the end.
 
     WHOLE: `lengths` are the records' lengths, `records` the segment file's bytes. HEADERS: no
-    `lengths`, `records` are 28 bytes each. `lineage` covers the stretch; its first and last entries
+    `lengths`, `records` are 28 bytes each. `lineage` covers the part; its first and last entries
     may reach beyond it. With a filter the ids in the records have gaps, without one they are dense.
     """
 
@@ -545,10 +545,10 @@ class FeedBatch(ClientMessage):
     """Committed transactions first..first+count-1 as 20 bytes each: request id, header.
 
     In a filtered feed only some of them have headers here: `picked` are their ascending offsets
-    from `first`, empty if all have. The others of the stretch do not pass the filter.
+    from `first`, empty if all have. The others of the part do not pass the filter.
 
     `chain` is the log's chain at `chain_at` (a batch's last id, or BEFORE_FIRST and zeros if the
-    server does not know one inside the stretch), by which a client detects a changed history.
+    server does not know one inside the part), by which a client detects a changed history.
     """
 
     code = 70

@@ -738,7 +738,7 @@ def test_evicted_data_is_fetched_once_for_all_clients() -> None:
     assert isinstance(world.answer(second), messages.Mounted)
 
 
-def test_a_storage_that_sends_something_else_is_not_trusted() -> None:
+def test_a_storage_that_sends_another_range_is_not_trusted() -> None:
     world = World()
     world.open(2)
     mount = world.mount(ALICE, A, mark=-1, feed=True)
@@ -840,7 +840,7 @@ def test_without_a_proof_no_client_gets_the_end_of_the_log() -> None:
     assert codes == dict.fromkeys(asked, errors.SessionLost.code)
 
 
-def test_a_senseless_range_is_rejected() -> None:
+def test_an_invalid_range_is_rejected() -> None:
     world = ready()
     world.fill(4)
     for first, last in ((-1, 3), (3, 2)):
@@ -849,7 +849,7 @@ def test_a_senseless_range_is_rejected() -> None:
     assert world.error(world.send(A, bad_form)) == errors.BadRequest.code
 
 
-def test_equal_ranges_share_a_fetch_and_failures_go_round_the_replicas() -> None:
+def test_equal_ranges_share_a_fetch_and_failures_try_the_next_replica() -> None:
     source = ready()
     source.fill(3)
     whole = ranged(source, ask_range(source, 0, 2))
@@ -1028,7 +1028,7 @@ def test_a_damaged_record_is_not_passed_on() -> None:
     assert len(world.fetches) == 2
 
 
-def test_one_transaction_s_data() -> None:
+def test_the_data_of_one_transaction_is_returned() -> None:
     world = ready()
     world.fill(2, data=b"payload")
     req_id = world.send(A, messages.TransactionDataRequest(world.req_id(ALICE), 1))

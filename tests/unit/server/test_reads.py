@@ -98,7 +98,7 @@ def headers(fetch: Fetch, count: int) -> RangeBytes:
     )
 
 
-def test_so_many_fetches_at_a_time_and_the_others_in_order() -> None:
+def test_a_limited_number_of_fetches_runs_and_the_others_wait_in_order() -> None:
     each = reads(fetches_max=2)
     first = fetch_of(ask(each, 0, 9))
     second = fetch_of(ask(each, 10, 19))
@@ -203,7 +203,7 @@ def test_a_fetch_is_not_tried_where_it_has_failed_while_others_are_left(others: 
     assert sorted(tried) == sorted(REPLICAS)
 
 
-def test_an_only_storage_has_its_time() -> None:
+def test_a_fetch_from_the_only_storage_is_not_urgent() -> None:
     each = reads()
     each.replicas = REPLICAS[:1]
     assert not fetch_of(ask(each, 0, 9)).is_urgent
@@ -226,7 +226,7 @@ def test_a_failed_storage_is_queried_last_for_a_while() -> None:
     assert fetch_of(each.failed(FetchFailed(fetch.token, "no answer"), 0)).replica == failed
 
 
-def test_after_some_rounds_the_client_is_reported() -> None:
+def test_after_some_rounds_the_client_gets_an_error() -> None:
     each = reads()
     outcomes = ask(each, 0, 9)
     now_ms = 0
@@ -279,7 +279,7 @@ def test_a_read_in_progress_still_counts_after_a_timeout(is_good: bool) -> None:
     assert fetch_of(late).message.first == 10
 
 
-def test_a_feed_and_a_reader_may_wait_for_the_same() -> None:
+def test_a_feed_and_a_reader_may_wait_for_the_same_fetch() -> None:
     each = reads(feed_frame_count_max=10)
     fetch = fetch_of(each.headers(TransactionId(0), TransactionId(9)))
     assert each.headers(TransactionId(0), TransactionId(9)) == []
@@ -302,7 +302,7 @@ def test_abandoning_returns_the_requests() -> None:
     assert each.fetched(fetch.token, headers(fetch, 10), 0) == []
 
 
-def test_an_invented_batch_of_a_storage_gives_the_feed_no_chain() -> None:
+def test_a_reconstructed_batch_gives_the_feed_no_chain() -> None:
     each = reads()
     fetch = fetch_of(each.headers(TransactionId(0), TransactionId(9)))
     lineage = tuple(
@@ -412,7 +412,7 @@ def written(transaction_id: int) -> tuple[int, bytes]:
     return transaction_id, record[36:-4]
 
 
-def test_one_by_one_in_order_is_read_ahead() -> None:
+def test_sequential_reads_are_read_ahead() -> None:
     each = reads(mark=5_000)
     fetch = fetch_of(ask_data(each, 7))
     assert (fetch.message.first, fetch.message.last) == (7, 7)
@@ -433,7 +433,7 @@ def test_one_by_one_in_order_is_read_ahead() -> None:
     assert each.fetches == 3
 
 
-def test_transactions_here_and_there_are_not_read_ahead() -> None:
+def test_random_reads_are_not_read_ahead() -> None:
     each = reads()
     for wanted in (500, 400, 600, 200, 700, 699):
         fetch = fetch_of(ask_data(each, wanted))
@@ -464,7 +464,7 @@ def test_read_ahead_ranges_are_not_requested_twice() -> None:
     assert each.fetches == 3
 
 
-def test_damage_ahead_takes_nothing_from_those_before_it() -> None:
+def test_damage_in_the_read_ahead_does_not_affect_earlier_ranges() -> None:
     each = reads()
     fetch = fetch_of(ask_data(each, 7))
     each.fetched(fetch.token, whole(fetch, 7), 0)

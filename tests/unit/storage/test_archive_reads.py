@@ -227,6 +227,27 @@ def test_until_the_owner_has_announced_the_mark_a_reader_may_try_again(archived)
     )
 
 
+def test_an_archive_of_another_log_is_not_read(archived):
+    """The mark of a rolled-back ZooKeeper, for example: neither the owner nor a reader gets it."""
+    later = archived.bench.owned(7, connection=2)
+    made = archived.made
+    mark = later.make(SetArchived, made.last, bytes(16), 0, made.file_crc, made.name)
+    for connection, reader in ((2, False), (7, True)):
+        archived.bench.send(2, mark)
+        message = range_of(later, 0, 9, whole_batches=False, reader=reader)
+        archived.bench.send(connection, message)  # before the mark was compared
+        archived.bench.finish()
+        assert archived.read() == 0
+        found = archived.error(
+            range_of(later, 0, 9, whole_batches=False, reader=reader), connection
+        )
+        assert isinstance(found, ArchiveUnavailable)
+        assert "has not announced yet" in str(found)
+    # The mark of this log is known to a read that follows it directly.
+    archived.bench.send(2, replace(mark, chain=made.chain))
+    assert archived.answer(range_of(later, 0, 9, whole_batches=False, reader=True), 7).count == 10
+
+
 def test_an_answer_arrives_though_the_session_has_ended(archived):
     message = range_of(archived.owner, 0, 1, whole_batches=False, reader=True)
     archived.bench.send(7, message)
@@ -282,7 +303,7 @@ def test_reads_that_wait_for_the_archive_stop_no_connection_and_are_limited(arch
     assert archived.answer(messages[0], 7).count == 10
 
 
-def test_a_storage_without_an_archive_says_so(make):
+def test_a_storage_without_an_archive_returns_an_error_that_states_this(make):
     bench = make(archive=None)
     filled(bench)
     owner = bench.owned(6)

@@ -1,6 +1,7 @@
 """A storage archives ranges for its owner, one at a time, and removes archived segments."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -131,6 +132,26 @@ def test_other_work_runs_between_the_pieces_of_a_range(make, monkeypatch):
         order.append("piece" if work.piece is not None else "append")
         bench.step(service.WorkDone(work, work.run()))
     assert order == ["piece", "append", *["piece"] * 5]
+
+
+def test_pieces_are_read_at_the_rate_and_a_pause_is_reported_as_progress(make, monkeypatch):
+    monkeypatch.setattr("waltz_core.storage.log.archive_pieces.PIECE_BYTES_MAX", 300)
+    bench = make(archive=ArchiveLimits(object_bytes=1 << 20, age_ms=0, bytes_per_s=10))
+    owner = filled(bench, batches=4)
+    began_ms = bench.now_ms
+    bench.send(1, range_to(owner, 7))
+    bench.finish()
+    notified_ms = [began_ms]
+    while not (uploads := bench.only(service_effects.UploadRange)):
+        bench.now_ms = bench.service.wake_at_ms
+        notified = len(progress_of(bench))
+        bench.step(Wakeup())
+        notified_ms += [bench.now_ms] * (len(progress_of(bench)) - notified)
+        bench.finish()
+    assert len(uploads[0].job.runs) == 4
+    assert bench.now_ms - began_ms == 3 * 280 * 1_000 // 10, "280 bytes each"
+    gaps_ms = [later - earlier for earlier, later in pairwise([*notified_ms, bench.now_ms])]
+    assert max(gaps_ms) < 2 * PROGRESS_INTERVAL_MS
 
 
 @pytest.mark.parametrize("last", [5, 1 << 40])
@@ -524,7 +545,7 @@ def test_a_mark_with_another_chain_is_rejected(make):
     assert starts(bench) == []
 
 
-def test_the_next_round_looks_again_and_a_later_session_needs_a_mark_of_its_own(make):
+def test_the_next_round_checks_again_and_a_later_session_needs_its_own_mark(make):
     bench, owner = with_segments(make, bytes_max=2_400)
     bench.ask(1, mark_at(bench, owner, 15))
     bench.finish()

@@ -325,9 +325,9 @@ class OwnerRequests:
         }
 
     async def range(self, partition_id: PartitionId, query: RangeQuery) -> RangeChunk:
-        """Return a stretch of the log from the server, checked.
+        """Return a range of the log from the server, checked.
 
-        A quorum has confirmed an answer that the log ends before the stretch.
+        A quorum has confirmed an answer that the log ends before the range.
         """
         while True:
             chunk = await self._query_until_answered(

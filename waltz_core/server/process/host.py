@@ -323,7 +323,7 @@ class Waits:
     """Reports how long a partition waits for its replicas; a hanging one blocks nothing.
 
     Args:
-        waits_ms: maps the time now to how long each replica has owed an answer.
+        waits_ms: maps the time now to the age of each replica's oldest unanswered request.
     """
 
     def __init__(

@@ -119,7 +119,7 @@ class _Key(NamedTuple):
 
 @dataclass(slots=True)
 class _Job:
-    """A stretch that must be fetched from a storage, and the requests that wait for it."""
+    """A range that must be fetched from a storage, and the requests that wait for it."""
 
     key: _Key
     waiting: list[Received] = field(default_factory=list)
@@ -371,7 +371,7 @@ class Reads:
         return self._start()
 
     def fetched(self, token: int, message: RangeBytes, now_ms: int) -> list[ReadOutcome]:
-        """A storage has sent a stretch."""
+        """A storage has sent a range."""
         job = self._running.get(token)
         if job is None:
             return self._dropped(token)
@@ -638,4 +638,4 @@ def _check_headers(message: RangeBytes) -> None:
     heads = np.frombuffer(message.records, dtype=raw_records.HEADER_DTYPE)
     expected = np.arange(message.first, message.first + message.count, dtype=np.int64)
     if (heads["transaction_id"] != expected).any():
-        raise BadFormat(f"range from a storage: IDs after {message.first} are not dense")
+        raise BadFormat(f"range from a storage: IDs from {message.first} on are not consecutive")

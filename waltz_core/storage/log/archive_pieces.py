@@ -16,7 +16,8 @@ from waltz_core.records.record import GENESIS_CHAIN, RECONSTRUCTED, Chain, Trans
 from waltz_core.storage.files.format import Marker
 from waltz_core.storage.log.partition_log import PartitionLog
 
-PIECE_BYTES_MAX: Final = 1024 * 1024
+# Half of what a reader may request at once. Finding the batches of a piece takes about 1 ms of CPU.
+PIECE_BYTES_MAX: Final = 4 * 1024 * 1024
 
 
 class ArchivePiece(NamedTuple):

@@ -184,6 +184,7 @@ class StorageDaemon:
             cluster.cluster_key.bytes,
             self._read_ahead,
             on_progress=self._archive_progressed,
+            bytes_per_s=config.archive_bytes_per_s,
         )
         self._links: dict[ConnectionId, Link] = {}
         self._numbers = count(1)
@@ -335,7 +336,9 @@ class StorageDaemon:
             space=engine.space,
             scrub=scrub,
             archive=(
-                archive_jobs.ArchiveLimits(config.archive_object_bytes, config.archive_age_ms)
+                archive_jobs.ArchiveLimits(
+                    config.archive_object_bytes, config.archive_age_ms, config.archive_bytes_per_s
+                )
                 if config.archive_url
                 else None
             ),

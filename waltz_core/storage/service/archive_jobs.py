@@ -13,6 +13,7 @@ Rules (docs/decisions/047):
        thread cannot be ended if the store hangs; so `woken` reports it.
     4. While the work continues, the owners of all jobs are notified of it, at most every
        `PROGRESS_INTERVAL_MS`. An owner abandons an attempt of which it receives nothing for long.
+    5. With a limit of the rate, reading pauses after each piece. A pause is no lack of progress.
 """
 
 from collections.abc import Iterator
@@ -64,10 +65,14 @@ _Run: TypeAlias = UploadJob | CollectionJob | ExpiryJob
 
 @dataclass(frozen=True, slots=True)
 class ArchiveLimits:
-    """When a range is archived: with `object_bytes` of records, or at this age."""
+    """When a range is archived: with `object_bytes` of records, or at this age.
+
+    `bytes_per_s` limits the reads of logs (rule 5); 0 stands for no limit.
+    """
 
     object_bytes: int
     age_ms: int
+    bytes_per_s: int = 0
 
 
 @dataclass(slots=True)
@@ -131,7 +136,8 @@ class ArchiveJobs:
         self._reading: _Job | None = None
         self._running: _Run | None = None
         self._running_for: _Job | None = None  # None if it was forgotten
-        self._progress_ms = 0  # of what is running
+        self._read_at_ms = 0  # when the next piece may be read (rule 5)
+        self._progress_ms = 0  # of what is running or being read
         self._notified_ms: int | None = None  # None before the first progress of these jobs
         self._is_stalled = False
         self.running_since_ms: int | None = None
@@ -143,9 +149,15 @@ class ArchiveJobs:
 
     @property
     def wake_at_ms(self) -> int | None:
-        """When what is running counts as stalled; None if nothing runs or that was reported."""
+        """When to read or to report a pause, or when what is running counts as stalled."""
+        if self._is_pausing:
+            return min(self._read_at_ms, self._progress_ms + PROGRESS_INTERVAL_MS)
         is_watched = self._running is not None and not self._is_stalled
         return self._progress_ms + STALLED_MS if is_watched else None
+
+    @property
+    def _is_pausing(self) -> bool:
+        return self._reading is not None and self._reading.piece is None
 
     def add(self, connection: ConnectionId, nonce: bytes, message: ArchiveRequest) -> None:
         """Take a request; raises BadRequest if it cannot be carried out (rule 1)."""
@@ -182,7 +194,7 @@ class ArchiveJobs:
                 self._run(expiry, job, now_ms)
                 return WriteExpiry(expiry)
             self._reading = job
-        if job is None or job.piece is not None:
+        if job is None or job.piece is not None or now_ms < self._read_at_ms:
             return None
         job.piece = self._next_piece(job, self._limits)
         return job.partition_id, job.piece
@@ -223,6 +235,9 @@ class ArchiveJobs:
             if not job.runs:
                 job.chain_before = read.chain_before
             job.runs.append(read.run)
+            if self._limits.bytes_per_s:
+                pause_ms = len(read.run.records) * 1_000 // self._limits.bytes_per_s
+                self._read_at_ms = now_ms + pause_ms
             is_full = job.read_bytes >= self._limits.object_bytes
             if not read.is_last and (not is_full or isinstance(message, ReplaceObject)):
                 return self.progressed(now_ms)
@@ -327,7 +342,9 @@ class ArchiveJobs:
         ]
 
     def woken(self, now_ms: int) -> list[Effect]:
-        """Report a job that has just become stalled (rule 3)."""
+        """Report a job that has just become stalled (rule 3), or a pause (rule 5)."""
+        if self._is_pausing:
+            return self.progressed(now_ms)
         wake_at_ms = self.wake_at_ms
         if wake_at_ms is None or now_ms < wake_at_ms:
             return []

@@ -3,7 +3,9 @@
 Rules (docs/decisions/047, "Reading"):
     1. The log is read first. If it has removed the records, or they are damaged, the request goes
        to the archive, if the session's archived mark covers its beginning.
-    2. The archive is read by the mark and manifest that the session's owner has sent (AR 9).
+    2. The archive is read by the mark and manifest that the session's owner has sent (AR 9), once
+       the log was found to have the mark's chain. Otherwise the archive may be that of another
+       log, as after a rollback of ZooKeeper, and its records must not be returned as this log's.
     3. The owner's request for whole batches is for a copy, which begins above the archived mark
        instead (AR 13): it does not go to the archive.
     4. A request does not wait in its partition's lane meanwhile, and it has its answer even if the
@@ -27,7 +29,7 @@ from waltz_core.errors import (
 )
 from waltz_core.machine import Report
 from waltz_core.records import raw_records
-from waltz_core.records.raw_records import RangeRead
+from waltz_core.records.raw_records import Buffer, RangeRead
 from waltz_core.records.record import RECORD_HEADER, Chain, LineageEntry, PartitionId, TransactionId
 from waltz_core.storage.log.reading import LINEAGE_ENTRIES_MAX
 from waltz_core.storage.service.work import RANGE_BYTES_MAX, LaneRequest, WorkOutcome, range_bytes
@@ -89,7 +91,7 @@ class ArchiveReads:
         self._reported_ms: dict[tuple[int, str], int] = {}  # rule 7; the newest is the last
 
     def learned(self, mark: SetArchived) -> None:
-        """The owner has sent its session's mark."""
+        """The owner has sent its session's mark, and the log has its chain (rule 2)."""
         self._marks[PartitionId(mark.partition_id)] = mark
 
     def forget(self, partition_id: PartitionId) -> None:
@@ -194,6 +196,7 @@ def _answer(reader: Reader, message: StorageMessage, archived: TransactionId) ->
         return LineageResponse(*prefix, *reader.lineage(first, last, LINEAGE_ENTRIES_MAX))
     assert isinstance(message, RangeRaw)
     first, last = TransactionId(message.first), min(TransactionId(message.last), archived)
+    records: Buffer
     if message.form == RangeForm.HEADERS:
         count_max = max(1, min(message.bytes_max, RANGE_BYTES_MAX) // RECORD_HEADER.size)
         last = min(last, TransactionId(first + count_max - 1))
