@@ -12,7 +12,8 @@ Rules (docs/decisions/047, "Backup and restore"):
     4. Its version is above all that the cluster's folder has: with the same key, what the lost
        cluster had archived after the end is garbage, and no sign of a rollback (`collection.py`,
        rule 9).
-    5. The caller pins the sources before the check of rule 2 (`pins.py`).
+    5. The caller pins the sources before the check of rule 2, which it repeats at its end
+       (`pins.py`).
 """
 
 import sys
@@ -66,8 +67,7 @@ class RestoredRange:
         """
         self._store = store
         entries = [each for each in saved.entries() if each.last >= saved.manifest.first]
-        folders = {each.name.rpartition("/")[0] for each in entries}
-        existing = {name for folder in sorted(folders) for name in store.names(folder)}
+        existing = _existing(store, entries)
         if not entries:
             raise ObjectMissing(
                 f"archive {store.url}: expected objects of partition "
@@ -174,3 +174,26 @@ class RestoredRange:
             commit_ms_min=min(stamps, default=0),
             commit_ms_max=max(stamps, default=0),
         )
+
+
+def check_objects(store: ArchiveStore, saved: SavedManifest, first: TransactionId) -> None:
+    """Check again that the objects from an ID on exist (rule 5); blocks.
+
+    Raises:
+        ObjectMissing: one does not.
+        ArchiveUnavailable: the store did not carry out a request.
+    """
+    entries = [each for each in saved.entries() if each.last >= first]
+    existing = _existing(store, entries)
+    for each in entries:
+        if each.name not in existing:
+            raise ObjectMissing(
+                f"archive {store.url}: object {each.name}, IDs {each.first}..{each.last}, was "
+                "deleted during the restore. Hint: repeat it"
+            )
+
+
+def _existing(store: ArchiveStore, entries: list[ObjectEntry]) -> set[str]:
+    """Return the names of all files in the folders of these objects."""
+    folders = {each.name.rpartition("/")[0] for each in entries}
+    return {name for folder in sorted(folders) for name in store.names(folder)}

@@ -15,7 +15,7 @@ from waltz_core.archive.file_names import version_of
 from waltz_core.archive.manifest import Manifest
 from waltz_core.archive.pins import is_pinned, pin
 from waltz_core.archive.reader import ArchiveReader
-from waltz_core.archive.restored_manifest import BatchEnd, RestoredRange
+from waltz_core.archive.restored_manifest import BatchEnd, RestoredRange, check_objects
 from waltz_core.archive.saved_manifest import SavedManifest
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.errors import BadFormat, BadRequest, ChecksumMismatch, ObjectMissing
@@ -211,3 +211,12 @@ def test_the_version_is_above_all_of_the_same_cluster(store, log, key, version):
     made = found.write(key, 9, NONCE, found.end_at(OBJECT - 1))
     assert Manifest.from_bytes(store.read(made.name), made.name).version == version
     assert version_of(made.name) == version
+
+
+def test_an_object_that_was_deleted_during_the_restore_is_named(store, log):
+    saved = saved_of(store, log)
+    check_objects(store, saved, 0)
+    store.delete(name_of(0))
+    with pytest.raises(ObjectMissing, match=f"{name_of(0)}, IDs 0..{OBJECT - 1}, was deleted"):
+        check_objects(store, saved, 0)
+    check_objects(store, saved, OBJECT)  # the first one had expired before

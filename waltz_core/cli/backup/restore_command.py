@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import click
 
 from waltz_core.archive.pins import pin
-from waltz_core.archive.restored_manifest import RestoredRange
+from waltz_core.archive.restored_manifest import RestoredRange, check_objects
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.cli.backup.backup_files import BackupPlace
 from waltz_core.cli.changing import Command, Result, changes
@@ -132,6 +132,11 @@ async def _restore(  # noqa: PLR0913 - one for each option
             session_id = next_session(backup, partition_id, ids)
             work = _Restoration(store, key.bytes, session_id, limits, without_expired)
             ends[partition_id] = await asyncio.to_thread(work.end_of, partition_id, each)
+        # A collection of the source that began before the pins may have deleted objects since.
+        for partition_id, end in ends.items():
+            saved = backup.partitions[partition_id].manifest
+            if saved is not None and end is not None:
+                await asyncio.to_thread(check_objects, store, saved, end.first)
     except WaltzError:
         # The pins would prevent deletions for a cluster that does not exist.
         for name in pins:
@@ -167,13 +172,12 @@ async def _check_absent(coordinator: Coordinator, backup: Backup, *, same_key: b
         )
     if not same_key:
         return
-    for root, _ in await coordinator.find_clusters("/"):
-        other = await coordinator.at(root).read_cluster()
-        if other.store.cluster_key == backup.cluster_key:
-            raise BadRequest(
-                f"expected no other cluster with key {backup.cluster_key} in this ZooKeeper, found "
-                f"one at {root}. Hint: restore without --same-key, or delete that cluster first."
-            )
+    root = await coordinator.root_of(backup.cluster_key)
+    if root is not None:
+        raise BadRequest(
+            f"expected no other cluster with key {backup.cluster_key} in this ZooKeeper, found "
+            f"one at {root}. Hint: restore without --same-key, or delete that cluster first."
+        )
 
 
 def _pin(store: ArchiveStore, backup: Backup, key: bytes) -> list[str]:
