@@ -228,5 +228,5 @@ def test_ids_continue_from_the_clock_where_that_is_later(monkeypatch, storage, d
     found = rebuilt(monkeypatch, storage, now_s=IDS_EPOCH_S + 1_000, dies_at=dies_at)
     client_id, owned, written, notes = found
     assert (client_id, owned, written) == (1_001, 1_001, 1_000)
-    is_noted = any("start at the clock of this machine" in each for each in notes)
+    is_noted = any("derived from the clock of this machine" in each for each in notes)
     assert is_noted != storage.is_readable

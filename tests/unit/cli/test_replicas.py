@@ -51,7 +51,7 @@ def asked(link, call):
     return asyncio.run(call(OwnerConnection("a:1", link, FACTS)))
 
 
-def test_an_unrequested_damage_report_is_no_answer():
+def test_an_unrequested_damage_report_is_not_taken_for_an_answer():
     link = Link([DAMAGE], [prepared(2), DAMAGE], [DAMAGE, prepared(3)])
     found = asked(link, lambda replica: replica.prepare({2: SESSION, 3: SESSION}))
     assert found == {2: prepared(2), 3: prepared(3)}
@@ -70,7 +70,7 @@ def test_another_answer_and_a_rejection_are_reported():
         asked(Link([refusal]), lambda replica: replica.set_mark(2, SESSION, prepared()))
 
 
-def test_only_damage_above_the_mark_leaves_a_log_without_a_voice():
+def test_only_damage_above_the_mark_makes_a_log_untrusted():
     assert not log_of(prepared(damaged=[(3, 4), (9, 10)])).is_damaged
     assert log_of(prepared(damaged=[(3, 4), (9, 11)])).is_damaged
     assert log_of(prepared()).rank == (6, 20)

@@ -369,13 +369,14 @@ class FormerCluster(NamedTuple):
     multiple=True,
     required=True,
     metavar="HOST:PORT:ADMIN_PORT[:GROUP]",
-    help="a storage of the cluster, also a lost one; repeat it for each, as for `cluster create`",
+    help="a storage of the cluster, also a lost one; repeat the option for each, as for `cluster "
+    "create`",
 )
 @click.option(
     "--missing",
     multiple=True,
     metavar="HOST:PORT",
-    help="one of these storages, if it is lost permanently; repeat it for each",
+    help="one of these storages, if it is lost permanently; repeat the option for each",
 )
 @click.option("--cluster-key", type=click.UUID, help="the key that `cluster show-key` printed")
 @click.option("--partitions", type=int, help="the cluster's partition count")
@@ -391,7 +392,7 @@ class FormerCluster(NamedTuple):
 @click.option(
     "--only-nodes",
     is_flag=True,
-    help="only create the znodes, so that storages can start; then run the command without this",
+    help="only create the znodes, so that storages can start; then run the command without it",
 )
 @archive_url
 @changes(creates=True)
@@ -636,8 +637,8 @@ async def _newest_ids(
         return await links[verdict.source].newest_ids(verdict.partition_id, session, answer)
     except Damaged as error:
         command.note(
-            f"partition {verdict.partition_id}: the ids in its last records are unknown, so new "
-            f"ids start at the clock of this machine: {error}"
+            f"partition {verdict.partition_id}: the client IDs in its last records are unknown, so "
+            f"new client IDs are derived from the clock of this machine: {error}"
         )
         return NO_IDS
 
