@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
+from uuid import UUID
 
 import pyarrow.parquet as pq
 import pytest
@@ -13,6 +14,8 @@ from tests.commands import run_command
 from tests.fault.doctor import await_findings
 from tests.fault.load import wait_until
 from tests.patience import HANG_S
+from waltz_core.archive.pins import pin
+from waltz_core.archive.store import ArchiveStore
 from waltz_core.client import WaltzClient
 from waltz_core.local import LocalCluster, running
 
@@ -99,6 +102,26 @@ def test_an_archive_that_cannot_be_read_is_reported_with_the_rest(archived: Arch
         1,
         "waltz-core: --objects: expected --json, too\n",
     )
+
+
+def test_pins_are_shown_and_removed(archived: Archived):
+    """Of a restore that was interrupted, for example."""
+    connect = archived.cluster.connect
+    key = json.loads(run_command("cluster", "show-key", "--connect", connect, "--json").stdout)
+    source, restored = UUID(key["cluster_key"]), UUID(int=7)
+    assert archived.command("status")[1]["pins"] == []
+    pin(ArchiveStore(archived.url), source.bytes, restored.bytes)
+    assert archived.command("status")[1]["pins"] == [str(restored)]
+    text = run_command("archive", "status", "--connect", connect)
+    assert f"no object is deleted: cluster {restored}, which was restored" in text.stderr
+    done = run_command("archive", "unpin", str(UUID(int=8)), "--connect", connect)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert f"expected a pin of cluster {UUID(int=8)}, found {restored}" in done.stderr
+    done = run_command("archive", "unpin", str(source), "--connect", connect)
+    assert f"expected no cluster with key {source} in this ZooKeeper, found one" in done.stderr
+    done = run_command("archive", "unpin", str(restored), "--connect", connect)
+    assert done.returncode == 0, done
+    assert archived.command("status")[1]["pins"] == []
 
 
 def test_every_file_is_verified_and_a_corrupt_one_is_named(archived: Archived):

@@ -20,7 +20,8 @@ Rules (docs/decisions/047, AR 16):
        lagging replicas may know its name only. Later they meet a missing file, and need the name of
        the present one (`reader.py`, rule 3).
     7. While a restored cluster uses objects of this one (`pins.py`), no object is deleted: expiry
-       may have removed from the manifest what the other cluster lists.
+       may have removed from the manifest what the other cluster lists. The pins are read again
+       before each object is deleted, since a restore may begin meanwhile.
     8. Objects that have expired are kept until the grace period is over (`manifest.py`, rule 4).
     9. The version of a manifest is one above the recorded one, and each owner continues with what
        is recorded. So no owner writes a version below those of earlier sessions. If one has, then
@@ -133,12 +134,17 @@ def collect(
         is_garbage = is_ended and file.name not in listed and file.name not in young
         if is_garbage and file.name.startswith(deletable):
             garbage.append(file)
-    deleted = garbage[:DELETES_MAX]
-    for file in deleted:
+    sizes: list[int] = []
+    for file in garbage[:DELETES_MAX]:
+        if file.name.startswith(folders[0]):
+            is_kept = is_pinned(store, cluster_key)  # rule 7
+            on_progress()
+            if is_kept:
+                continue
         store.delete(file.name)
+        sizes.append(file.byte_count)
         on_progress()
-    byte_count = sum(each.byte_count for each in deleted)
-    return Collected(len(deleted), byte_count, unknown_count, len(garbage) > len(deleted))
+    return Collected(len(sizes), sum(sizes), unknown_count, len(garbage) > DELETES_MAX)
 
 
 def _listed(

@@ -13,12 +13,13 @@ Rules (docs/decisions/047, "Backup and restore"):
     4. Its version is above all that the cluster's folder has: with the same key, what the lost
        cluster had archived after the end is garbage, and no sign of a rollback (`collection.py`,
        rule 9).
-    5. The caller pins the sources before the check of rule 2 (`pins.py`).
+    5. The caller pins the sources before the check of rule 2, which it repeats at its end
+       (`pins.py`).
 """
 
 import io
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from itertools import dropwhile
@@ -69,8 +70,7 @@ class RestoredRange:
         """
         self._store = store
         entries = [each for each in saved.entries() if each.last >= saved.manifest.first]
-        folders = {each.name.rpartition("/")[0] for each in entries}
-        existing = {name for folder in sorted(folders) for name in store.names(folder)}
+        existing = _existing(store, entries)
         entries = [
             each if each.name in existing else _replacement(store, each, existing)
             for each in entries
@@ -170,6 +170,21 @@ class RestoredRange:
         Manifest.from_bytes(data, name)
         return NewManifest(end.last, end.chain, end.stamp_ms, name, crc32(data))
 
+    def check_again(self) -> None:
+        """Check that the objects still exist (rule 5); blocks.
+
+        Raises:
+            ObjectMissing: one does not.
+            ArchiveUnavailable: the store did not carry out a request.
+        """
+        existing = _existing(self._store, self._manifest.newest)
+        for each in self._manifest.newest:
+            if each.name not in existing:
+                raise ObjectMissing(
+                    f"archive {self._store.url}: object {each.name}, IDs {each.first}.."
+                    f"{each.last}, was deleted during the restore. Hint: repeat it"
+                )
+
     def _cut(self, entry: ObjectEntry, end: BatchEnd) -> ObjectEntry:
         """Return the entry of an object that may be used up to an end."""
         with self._reader() as reader:
@@ -197,3 +212,9 @@ def _replacement(store: ArchiveStore, entry: ObjectEntry, existing: Collection[s
             if (opened.facts.first, chains.get(entry.last)) == (entry.first, entry.chain):
                 return entry._replace(name=each, file_bytes=len(data), file_crc=crc32(data))
     return entry
+
+
+def _existing(store: ArchiveStore, entries: Iterable[ObjectEntry]) -> set[str]:
+    """Return the names of all files in the folders of these objects."""
+    folders = {each.name.rpartition("/")[0] for each in entries}
+    return {name for folder in sorted(folders) for name in store.names(folder)}

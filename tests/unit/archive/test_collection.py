@@ -3,6 +3,7 @@
 import os
 from contextlib import suppress
 from pathlib import Path
+from uuid import UUID
 
 import pytest
 
@@ -13,7 +14,7 @@ from waltz_core.archive.archive_cache import ArchiveCache
 from waltz_core.archive.collection import GRACE_MS, Collected, CollectionJob, collect
 from waltz_core.archive.file_names import FileOrigin, origin_of
 from waltz_core.archive.manifest import RecordedManifest, decode_page
-from waltz_core.archive.pins import pin
+from waltz_core.archive.pins import is_pinned, pin, pins_of, unpin
 from waltz_core.archive.reader import ArchiveReader
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.archive.upload import upload
@@ -144,6 +145,39 @@ def test_while_another_cluster_uses_objects_only_manifests_are_deleted(archived)
     store.delete(name)
     run(store, request(made))
     assert set(all_files(store)) == kept
+
+
+def test_a_pin_that_is_written_during_a_collection_stops_it(archived):
+    """A restore checks after the pin that the objects exist, and would not see a later delete."""
+    store, made = archived
+    deleted = []
+
+    def pin_after_one():
+        if not deleted:
+            pin(ArchiveStore(store.url), KEY, b"k" * 16)
+        deleted.append(None)
+
+    before = {each for each in all_files(store) if "/objects/" in each}
+    store.on_delete = pin_after_one
+    found = run(store, request(made))
+    after = {each for each in all_files(store) if "/objects/" in each}
+    assert len(before - after) == 1
+    assert found.file_count == len(deleted) > 1, "replaced manifests are deleted all the same"
+    assert not found.has_more
+
+
+def test_pins_are_listed_and_removed(archived):
+    store, _ = archived
+    restored = UUID(int=7)
+    assert pins_of(store, KEY) == []
+    with pytest.raises(BadRequest, match=f"expected a pin of cluster {restored}, found none"):
+        unpin(store, KEY, restored.bytes)
+    pin(store, KEY, restored.bytes)
+    assert pins_of(store, KEY) == [str(restored)]
+    with pytest.raises(BadRequest, match=f"found {restored}"):
+        unpin(store, KEY, OTHER)
+    unpin(store, KEY, restored.bytes)
+    assert not is_pinned(store, KEY)
 
 
 def age(store, name, modified_ms):

@@ -232,3 +232,13 @@ def test_the_version_is_above_all_of_the_same_cluster(store, log, key, version):
     made = found.write(key, 9, NONCE, found.end_at(OBJECT - 1))
     assert Manifest.from_bytes(store.read(made.name), made.name).version == version
     assert version_of(made.name) == version
+
+
+def test_an_object_that_was_deleted_during_the_restore_is_named(store, log):
+    found = RestoredRange(store, saved_of(store, log))
+    found.check_again()
+    store.delete(name_of(0))
+    later = RestoredRange(store, saved_of(store, log), may_have_expired=True)
+    with pytest.raises(ObjectMissing, match=f"{name_of(0)}, IDs 0..{OBJECT - 1}, was deleted"):
+        found.check_again()
+    later.check_again()

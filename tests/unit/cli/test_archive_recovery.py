@@ -159,6 +159,17 @@ def test_an_archive_that_no_log_continues_is_not_replaced(archive, log, reason):
         find(archive, **log)
 
 
+def test_a_partition_opens_without_the_archive_when_its_folder_was_moved(archive):
+    """The operator's way out where the chain at the mark is lost (docs/archive.md, "Limits")."""
+    folder = (archive.root / archive.made[0].name).parents[1]
+    with pytest.raises(BadRequest, match="the log has no batch end"):
+        find(archive, chains={})
+    folder.rename(archive.root / "moved")
+    assert find(archive, chains={}) == (None, [])
+    with pytest.raises(BadRequest, match="begins; found none"):
+        find(archive, start=9, chains={})
+
+
 def test_the_manifest_of_another_cluster_or_partition_does_not_count(archive):
     folder = (archive.root / archive.made[0].name).parent
     foreign = upload(archive.store, OTHER, job_after(attempt=7))
