@@ -30,6 +30,18 @@ def test_every_kind_of_fault_is_drawn_and_names_existing_members():
     assert len(KINDS) == 10
 
 
+def test_every_second_seed_has_an_archive_and_kills_all_that_take_part():
+    for seed in range(20):
+        assert draw(seed, 60.0).world.stores == seed % 2
+        killed = Counter(
+            name.partition("-")[0]
+            for fault in draw(seed, 300.0, archives=True).faults
+            for name in fault.targets
+            if fault.kind == "kill"
+        )
+        assert min(killed[each] for each in ("storage", "server", "store")) > 10
+
+
 def test_packets_of_a_slow_link_stay_in_order():
     line = Line(Lag(10, 50), random.Random(1))
     leaves = [line.leaves_s(1000, number / 1000) for number in range(100)]

@@ -15,7 +15,7 @@ from waltz_core.archive.store import ArchiveStore
 from waltz_sim.world.crash import (
     CreateFile,
     Everything,
-    Link,
+    HardLink,
     MakeDirectory,
     Platter,
     Remark,
@@ -105,7 +105,7 @@ class Recorder:
 
     def link(self, source, target):
         self._numbers[self.place(target)] = self._numbers[self.place(source)]
-        self.changes.append(Link(self.place(source), self.place(target)))
+        self.changes.append(HardLink(self.place(source), self.place(target)))
         name = str(target.relative_to(self.directory / ARCHIVE))
         self.complete[name] = target.read_bytes()
 

@@ -65,7 +65,7 @@ class Rename(NamedTuple):
     target: Path
 
 
-class Link(NamedTuple):
+class HardLink(NamedTuple):
     """A file got one more name."""
 
     source: Path
@@ -116,7 +116,7 @@ DiskChange: TypeAlias = (
     | Write
     | Resize
     | Rename
-    | Link
+    | HardLink
     | Unlink
     | MakeDirectory
     | Sync
@@ -475,7 +475,7 @@ class Platter:
                 self._rename(change)
 
     def _rename(
-        self, change: CreateFile | Rename | Link | Unlink | MakeDirectory | SyncDirectory
+        self, change: CreateFile | Rename | HardLink | Unlink | MakeDirectory | SyncDirectory
     ) -> None:
         match change:
             case CreateFile(path, file):
@@ -484,7 +484,7 @@ class Platter:
             case Rename(source, target):
                 self._enter(target, self._seen[source])
                 self._remove(source)
-            case Link(source, target):
+            case HardLink(source, target):
                 self._enter(target, self._seen[source])
             case Unlink(path):
                 self._remove(path)
