@@ -29,6 +29,7 @@ FORMAT: Final = 1
 DURATION_MS: Final = 6_000
 STEPS: Final = 2_000
 ARCHIVE_SHARE: Final = 0.25
+UNBOUNDED_ARCHIVE_SHARE: Final = 0.08
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,9 @@ class Setup:
     archive_age_ms: int = 0
     archived_bytes_max: int = 1 << 20  # above the confirmed mark, until a checkpoint
     local_retention_bytes: int = 0  # of a storage; 0: no segment is removed
+    restored_count: int = 0  # IDs of a lost cluster's log, with which the partition begins
+    expires: bool = False  # operators let archived objects expire
+    archive_retention_ms: int = 0  # after which archived objects expire; 0: never
     has_large_batches: bool = False  # every batch may be sent in pieces
     quorum_ms_max: int = 4_000  # without a quorum, until the partition is released
     followers: int = 0  # number of clients that follow appends in flight
@@ -111,6 +115,7 @@ class Setup:
             range_bytes_max=self.range_bytes_max,
             archive_interval_ms=self.archive_interval_ms,
             archived_bytes_max=self.archived_bytes_max,
+            archive_retention_ms=self.archive_retention_ms,
         )
 
 
@@ -209,7 +214,7 @@ def _with_archive(seed: int, setup: Setup) -> Setup:
     rng = chance_of(seed ^ 0xA2C41)
     if rng.random() >= ARCHIVE_SHARE:
         return setup
-    return dataclasses.replace(
+    setup = dataclasses.replace(
         setup,
         archive_interval_ms=rng.choice((10, 50, 200)),
         archive_object_bytes=rng.choice((1, 300, 1_500)),
@@ -218,7 +223,15 @@ def _with_archive(seed: int, setup: Setup) -> Setup:
         local_retention_bytes=rng.choice((0, 1, 1, 1, 2_000)),
         segment_bytes_max=rng.choice((300, 600, 1_200)),
         checkpoint_interval_count=rng.choice((10, 20, 50, 100_000)),
+        restored_count=rng.choice((0, 0, 1, 20)),
+        expires=rng.random() < 0.5,
+        is_unbounded=rng.random() < UNBOUNDED_ARCHIVE_SHARE or setup.is_unbounded,
     )
+    if not setup.expires:
+        return setup
+    # A context with a view of its own needs the whole log.
+    retention_ms = rng.choice((0, 0, 50, 500))
+    return dataclasses.replace(setup, archive_retention_ms=retention_ms, context_clients=0)
 
 
 def _later_faults(seed: int, setup: Setup, kinds: Sequence[str]) -> list[Fault]:
@@ -276,4 +289,8 @@ LATER_KINDS: Final[Mapping[str, Later]] = {
     "slow_archive": Later(0xA2C3, _every(0, 0, 400, 1_500), needs_archive=True),
     "corrupt_object": Later(0xA2C4, _every(0, 0, 300, 1_500), needs_archive=True),
     "kill_uploader": Later(0xA2C5, _every(0, 100, 400), needs_archive=True),
+    "expire_objects": Later(0xA2C6, _every(0, 50, 200, 800), needs_archive=True),
+    "power_loss_at_removal": Later(0xA2C7, _every(0, 0, 200, 800), needs_archive=True),
+    "crash_at_a_reset": Later(0xA2C8, _every(0, 0, 200, 800), needs_archive=True),
+    "accept_a_shorter_log": Later(0xA2C9, _every(0, 400), needs_archive=True),
 }

@@ -7,8 +7,12 @@ from dataclasses import replace
 
 from tests.sim.broken_replication import as_written
 from tests.sim.switches import Patches, instead, nothing, switch
+from waltz_core.archive import collection
+from waltz_core.archive.file_names import FileOrigin
 from waltz_core.archive.manifest import Manifest
+from waltz_core.client.stream.monitor import Monitor
 from waltz_core.errors import ArchiveUnavailable
+from waltz_core.records.record import BEFORE_FIRST
 from waltz_core.replication import partition_store
 from waltz_core.replication.archiving import Archiving
 from waltz_core.replication.partition_store import PartitionStore, _Waiting
@@ -21,6 +25,10 @@ from waltz_core.storage.log.log_files import LogFiles
 from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_sim.cluster import simulated_archive
 from waltz_sim.cluster.simulated_archive import SimArchive
+
+
+def _without_comparison(self, attempt, found, engaged, now_ms):
+    self._attempt, self.wanted = None, found
 
 
 @switch
@@ -95,11 +103,18 @@ def manifest_without_the_objects_before() -> Patches:
 def reconstructed_batches_are_archived() -> Patches:
     """A replica archives batches that it has reconstructed, and no other replica is compared."""
 
-    def _compare(self, attempt, found, engaged, now_ms):
-        self._attempt, self.wanted = None, found
-
     yield instead(archive_pieces, "RECONSTRUCTED", object())
-    yield instead(Archiving, "_compare", _compare)
+    yield instead(Archiving, "_compare", _without_comparison)
+
+
+@switch
+def attempts_are_not_counted() -> Patches:
+    """All attempts of a session have the same number, so the names of their files repeat."""
+
+    def _next_of(self, capable):
+        return capable[0]
+
+    yield instead(Archiving, "_next_of", _next_of)
 
 
 @switch
@@ -243,7 +258,11 @@ def archived_before_settled() -> Patches:
 
 @switch
 def uncommitted_batches_are_archived() -> Patches:
-    """A replica archives all batches that it has, committed or not."""
+    """A replica archives all batches that it has, and no other replica is compared.
+
+    The comparison alone waits until the owner knows that a second replica has the batches. Of three
+    replicas these are a quorum.
+    """
     original = Archiving.advance
 
     def advance(self, engaged, replicas, committed, now_ms):
@@ -251,6 +270,7 @@ def uncommitted_batches_are_archived() -> Patches:
         original(self, engaged, replicas, max(lasts, default=committed), now_ms)
 
     yield instead(Archiving, "advance", advance)
+    yield instead(Archiving, "_compare", _without_comparison)
 
 
 @switch
@@ -277,3 +297,139 @@ def reset_log_is_trusted() -> Patches:
         self._files.write_slot(replace(self.slot, suspect=False))
 
     yield instead(PartitionLog, "reset", reset)
+
+
+# ---- a log that is not the archived one (AR 8)
+
+
+@switch
+def log_may_end_below_the_archived_mark() -> Patches:
+    """A session opens although its log ends below the archived mark."""
+    original = StoreSession._is_decided
+
+    def _is_decided(self):
+        archiving = self._archiving
+        recorded, archiving.recorded = archiving.recorded, None
+        try:
+            return original(self)
+        finally:
+            archiving.recorded = recorded
+
+    yield instead(StoreSession, "_is_decided", _is_decided)
+
+
+# ---- collection (AR 16)
+
+
+@switch
+def collection_ignores_later_owners() -> Patches:
+    """A collection deletes all files that its manifest does not list, whoever has written them."""
+
+    def origin_of(name):
+        return FileOrigin(-1, b"", -1)
+
+    yield instead(collection, "origin_of", origin_of)
+
+
+@switch
+def replaced_manifests_are_deleted_at_once() -> Patches:
+    """A collection deletes a manifest as soon as there is a next one."""
+
+    def _recently_replaced(found, now_ms):
+        return set()
+
+    yield instead(collection, "_recently_replaced", _recently_replaced)
+
+
+@switch
+def collection_while_a_mark_is_written() -> Patches:
+    """A session collects garbage while its write of a mark is under way."""
+    original = Archiving.advance
+
+    def advance(self, engaged, replicas, committed, now_ms):
+        original(self, engaged, replicas, committed, now_ms)
+        is_due = self._collect_at_ms is not None and now_ms >= self._collect_at_ms
+        if is_due and self.wanted is not None and self._attempt is None:
+            self._collect([each for each in engaged if each.supports_archiving], replicas, now_ms)
+
+    yield instead(Archiving, "advance", advance)
+
+
+@switch
+def collection_ignores_the_starts_of_logs() -> Patches:
+    """A session collects by a mark that ZooKeeper had lost, and which a log has passed."""
+    original = Archiving._collect
+
+    def _collect(self, capable, replicas, now_ms):
+        starts = {each: each.repair.start for each in replicas if each.repair is not None}
+        for each in starts:
+            each.repair.start = BEFORE_FIRST
+        try:
+            original(self, capable, replicas, now_ms)
+        finally:
+            for each, start in starts.items():
+                each.repair.start = start
+
+    yield instead(Archiving, "_collect", _collect)
+
+
+# ---- expiry (AR 7, AR 15)
+
+
+@switch
+def archiving_forgets_the_expiry() -> Patches:
+    """A mark that a session records has 0 as the first available ID."""
+    original = Archiving._archived
+
+    def _archived(self, attempt, notice, now_ms):
+        recorded = self.recorded
+        self.recorded = recorded and recorded._replace(first=0)
+        try:
+            original(self, attempt, notice, now_ms)
+        finally:
+            self.recorded = recorded
+
+    yield instead(Archiving, "_archived", _archived)
+
+
+@switch
+def expired_objects_are_deleted_at_once() -> Patches:
+    """Expired objects leave the manifest and the store without a grace period."""
+
+    def deletable(self, now_ms):
+        return self.first
+
+    yield instead(Manifest, "deletable", deletable)
+
+
+@switch
+def too_much_expires() -> Patches:
+    """The object that has the ID of the request expires, too."""
+    original = simulated_archive._first_kept
+
+    def _first_kept(present, before, before_ms):
+        kept = original(present, before, before_ms)
+        return next((each.last + 1 for each in present.newest if each.first == kept), kept)
+
+    yield instead(simulated_archive, "_first_kept", _first_kept)
+
+
+@switch
+def expired_rows_are_lost() -> Patches:
+    """A client reports rows as lost that it cannot read back, since they have expired."""
+
+    def doubtful_below(self, first_available):
+        return []
+
+    yield instead(Monitor, "doubtful_below", doubtful_below)
+
+
+@switch
+def expired_batches_are_lost() -> Patches:
+    """A session takes batches in doubt that have expired for ones that are not in the log."""
+    original = Settlement._settle
+
+    def _settle(self, committed_last, *, has_expired=False):
+        original(self, committed_last)
+
+    yield instead(Settlement, "_settle", _settle)

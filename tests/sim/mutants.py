@@ -54,14 +54,14 @@ class Trace:
     rule: str
     text: str
     seed: int
-    seeds: list[int]  # that found it; the first of them in so many tries
+    seeds: list[int]  # that found it; none if the schedule was written by hand
     rules: dict[str, int]
     schedule: Schedule = field(repr=False)
 
     @property
-    def seeds_needed(self) -> int:
-        """How many seeds it took."""
-        return self.seeds[0] + 1
+    def seeds_needed(self) -> int | None:
+        """How many seeds it took; None if the schedule was written by hand."""
+        return self.seeds[0] + 1 if self.seeds else None
 
     @property
     def path(self) -> Path:
@@ -175,7 +175,8 @@ def table() -> str:
         rules = ", ".join(sorted(trace.rules))
         faults = len(trace.schedule.faults)
         size = f"{faults} fault{'s' * (faults != 1)}, {trace.schedule.setup.duration_ms} ms"
-        lines.append(f"| `{trace.switch}` | {why} | {trace.seeds_needed} | {rules} | {size} |")
+        seeds = trace.seeds_needed or "-"
+        lines.append(f"| `{trace.switch}` | {why} | {seeds} | {rules} | {size} |")
     return "\n".join([*lines, ""])
 
 

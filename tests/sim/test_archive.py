@@ -156,3 +156,107 @@ def test_a_checkpoint_makes_removal_progress_in_a_long_session():
     world = World(checkpoint_interval_count=1 << 30)
     world.wait_for("archived", 10)
     assert not world.counts["storage.segment_removed"]
+
+
+# ---- expiry
+
+
+@pytest.fixture
+def expiring():
+    made = World(expires=True)
+    made.wait_for("archived", 3)
+    return made
+
+
+def expire(world, before):
+    """Let the objects below an ID expire; return the first available ID."""
+    world.cluster.checks.archive.requested(before)
+    archive_faults._request_expiry(world.cluster, before, 10)
+    world.wait_for("archived objects expired")
+    return world.cluster.coordinator.marker.archived.first
+
+
+def test_a_requested_expiry_moves_the_first_available_id(expiring):
+    first = expire(expiring, 5)
+    assert 0 < first <= 5
+    expiring.wait_for("archived")
+    assert expiring.cluster.coordinator.marker.archived.first == first
+
+
+def test_the_fault_requests_an_expiry_only_where_objects_may_expire(world, expiring):
+    assert not archive_faults.expire_objects(world.cluster, First())
+    assert archive_faults.expire_objects(expiring.cluster, First())
+    assert expiring.counts["archived objects expired"] == 0
+    assert archive_faults.expire_objects(expiring.cluster, Random(3))
+    expiring.wait_for("archived objects expired")
+
+
+def test_the_policy_lets_objects_expire():
+    world = World(expires=True, archive_retention_ms=50)
+    world.wait_for("archived objects expired")
+    assert world.cluster.coordinator.marker.archived.first > 0
+
+
+def test_expired_objects_are_deleted_after_the_grace_period(expiring):
+    oldest = {name for name in expiring.archive.files if "/objects/0-" in name}
+    expire(expiring, 5)
+    began_ms = expiring.cluster.world.now_ms
+    expiring.wait(lambda: not oldest & expiring.archive.files.keys())
+    assert expiring.cluster.world.now_ms - began_ms > expiring.archive.expiry_grace_ms - 100
+
+
+def test_a_feed_from_the_start_continues_after_what_has_expired(expiring):
+    expiring.wait_for("storage.segment_removed", 6)
+    first = expire(expiring, expiring.cluster.checks.history.last + 1)
+    workload = expiring.cluster.workload
+    expiring.cluster.kill(expiring.cluster.owner)  # it has old rows in memory
+    for client in expiring.cluster.clients:
+        client.kill()
+        expiring.cluster.start_client(client)
+    expiring.wait(lambda: workload.first_available)
+    assert workload.first_available >= first
+    expiring.cluster.run_until_recovered()
+
+
+# ---- a restored partition
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_restored_partition_continues_its_log(seed):
+    setup = {"archive_interval_ms": 10, "think_ms": 30, "restored_count": 20, **SIZES}
+    cluster = SimCluster(Schedule(seed, Setup(**setup, expires=seed % 2 == 1)))
+    mark = cluster.coordinator.marker.archived
+    assert (mark.last, cluster.checks.history.last) == (19, 19)
+    cluster.start_clients()
+    assert cluster.world.run(5_000 * MS, until=lambda: cluster.checks.counts["archived"])
+    assert cluster.coordinator.marker.archived.last > mark.last
+    starts = [each.log.start.transaction_id for each in cluster.storages.values() if each.log]
+    assert max(starts) >= mark.last
+    cluster.run_until_recovered()
+    assert cluster.checks.counts["replica reset"] >= 3
+
+
+# ---- an operator's mistake
+
+
+def test_no_session_opens_with_a_log_that_ends_below_the_archived_mark():
+    world = World(is_unbounded=True)
+    world.wait_for("archived", 3)
+    archive_faults.accept_a_shorter_log(world.cluster, Random(1))
+    world.wait_for("fault accept_a_shorter_log")
+    world.wait_for("replica accepted")
+    opened = world.counts["session opened"]
+    world.cluster.run_until_recovered()
+    assert world.counts["session opened"] == opened
+    assert world.counts["halted safely"] == 1
+
+
+# ---- crashes
+
+
+def test_power_is_lost_while_a_segment_is_removed(world):
+    for _ in world.cluster.storages:
+        archive_faults.power_loss_at_removal(world.cluster, Random(1))
+    world.wait_for("fault power_loss_at_removal")
+    world.cluster.run_until_recovered()
+    assert not world.counts["storage rejected: MissingSegment"]

@@ -6,16 +6,19 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from waltz_core.archive.manifest import Manifest
 from waltz_core.client.stream import stream_events as client_events
 from waltz_core.client.stream.monitor import BatchOutcome
 from waltz_core.cluster.nodes.model import UNRESOLVED, MarkerState, PartitionMarker, ReplicaState
 from waltz_core.errors import ClientAhead, DataLoss, DiskFailed, LockFailed, Unreachable
+from waltz_core.records.checksum import crc32
 from waltz_core.records.record import GENESIS_CHAIN, NO_SESSION, LineageEntry, ReplicaId, ReqId
 from waltz_core.replication import session_events
 from waltz_core.server.locking.lock_table import LockTable
 from waltz_core.server.partition_events import SendToClient, error_answer
 from waltz_core.storage.service.work import LaneRequest, Work, WorkResult
 from waltz_core.wire import messages as m
+from waltz_sim.cluster.simulated_archive import StoredFile
 from waltz_sim.cluster.simulated_cluster import MS, SimCluster
 from waltz_sim.guarantees.bounds import CLAIMS_MAX, DIALS_MAX
 from waltz_sim.guarantees.history import BatchNode, HistoryRow, Violation, data_in, data_of
@@ -1135,6 +1138,133 @@ def test_an_untrusted_replica_may_be_reset(archived):
     archived.prepared(session, archived.storage.name, mark, last_session=session, suspect=True)
     archived.works(m.ResetLog, mark, bytes(16), session=session)
     assert archived.checks.counts["replica reset"] == 1
+
+
+# 32: expiry
+
+
+@pytest.fixture
+def expiring():
+    """A world with at least three objects in its archive, which may expire."""
+    sizes = {"archive_object_bytes": 1, "archive_interval_ms": 10, "checkpoint_interval_count": 20}
+    world = World(expires=True, **sizes)
+    counts, settled = world.checks.counts, world.checks.archive._settled
+
+    def is_ready():
+        session = world.coordinator.metadata.session_id
+        return counts["archived"] > 3 and (world.owner.name, session) in settled
+
+    assert world.cluster.world.run(10_000 * MS, until=is_ready)
+    return world
+
+
+def expires(world, first, requested):
+    """ZooKeeper has a manifest with a greater first available ID; return its mark."""
+    checks, archive = world.checks.archive, world.cluster.archive
+    recorded = world.coordinator.marker.archived
+    present = Manifest.from_bytes(archive.files[recorded.manifest].data, recorded.manifest)
+    made = replace(present, first=first).to_bytes()
+    name = f"{recorded.manifest}-{first}"
+    archive.files[name], archive.written_ms[name] = StoredFile(made), 0
+    checks.requested(requested)
+    world.checks.archive_expires(name, world.owner.wall_ms)
+    after = recorded._replace(first=first, manifest=name, manifest_crc=crc32(made))
+    checks.wrote(world.owner.name, replace(world.coordinator.marker, archived=after))
+    return present
+
+
+def first_end(world):
+    recorded = world.coordinator.marker.archived
+    data = world.cluster.archive.files[recorded.manifest].data
+    return Manifest.from_bytes(data, recorded.manifest).newest[0].last + 1
+
+
+def test_only_what_was_requested_expires(expiring):
+    first = first_end(expiring)
+    with fails("Expired"):
+        expires(expiring, first, first - 1)
+    expiring.checks.archive._recorded = expiring.coordinator.marker.archived
+    expires(expiring, first, first)
+    assert [each for each, _ in expiring.checks.archive._expired] == [first]
+
+
+def test_whole_objects_expire(expiring):
+    last = expiring.coordinator.marker.archived.last
+    ends = {first_end(expiring) - 1}
+    with fails("Expired"):
+        expires(expiring, next(each for each in range(1, last) if each - 1 not in ends), last + 1)
+
+
+def test_expired_objects_stay_for_the_grace_period(expiring):
+    first = first_end(expiring)
+    present = expires(expiring, first, first)
+    name = present.newest[0].name
+    del expiring.cluster.archive.files[name]
+    with fails("Archived"):
+        expiring.checks.archive_deleted(name)
+    expiring.checks.archive._expired = [(first, -expiring.cluster.archive.expiry_grace_ms)]
+    expiring.checks.archive_deleted(name)
+    later = present.newest[1].name
+    del expiring.cluster.archive.files[later]
+    with fails("Archived"):
+        expiring.checks.archive_deleted(later)
+
+
+def test_a_read_is_rejected_only_with_the_first_available_id(expiring):
+    first = first_end(expiring)
+    expires(expiring, first, first)
+    checks = expiring.checks
+    checks.archive.rejected(first - 1, first)
+    with fails("Expired"):
+        checks.archive.rejected(first, first)
+    with fails("Expired"):
+        checks.archive.rejected(0, first + 1)
+    with fails("ClientStopped"):
+        checks.client_stopped(expiring.client, Unreachable("gone"))
+
+
+def test_a_manifest_is_not_deleted_while_readers_may_know_no_later_one(archived):
+    checks, archive = archived.checks.archive, archived.cluster.archive
+    name = next(iter(checks._replaced_ms))
+    checks._replaced_ms[name] = archived.cluster.world.now_ms - archive.grace_ms
+    checks.deleted(name)
+    checks._replaced_ms[name] += 1
+    with fails("Archived"):
+        checks.deleted(name)
+
+
+def test_nothing_is_written_or_deleted_for_another_cluster(archived):
+    name = "00000000-0000-0000-0000-000000000000/0/objects/0-1-1-1.parquet"
+    with fails("Archived"):
+        archived.checks.archive_written(name, is_known=False)
+    with fails("Archived"):
+        archived.checks.archive_deleted(name)
+
+
+def test_a_rollback_of_zookeeper_deletes_nothing_that_a_log_has_removed(archived):
+    checks = archived.checks.archive
+    name, entry = next(iter(checks._listed.items()))
+    archived.sessions.zookeeper_changed()
+    checks.deleted(name)
+    checks._recorded = checks._recorded._replace(last=entry.first - 1)
+    checks._starts[REPLICAS[0]] = entry.last
+    with fails("Archived"):
+        checks.deleted(name)
+
+
+def test_a_replica_that_no_session_needs_may_lose_what_is_archived(world):
+    checks, storage = world.checks, world.storage
+    cut = SimpleNamespace(keep=-1, acked=world.history.last)
+    slot = SimpleNamespace(low_water_mark=-1)
+    log = SimpleNamespace(promised=storage.log.promised, slot=slot, synced_max=-1)
+    with fails("NoCutCommitted"):
+        checks.replicas._cut(storage, log, cut)
+    checks.archived_last = world.history.last
+    with fails("NoCutCommitted"):
+        checks.replicas._cut(storage, log, cut)
+    del world.sessions.ever_engaged[world.session][storage.name]
+    checks.replicas._cut(storage, log, cut)
+    assert not checks.replicas._holds[storage.name]
 
 
 def test_sometimes():

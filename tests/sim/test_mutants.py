@@ -37,7 +37,8 @@ def test_traces_are_of_switches_that_there_are():
     assert set(KEPT) <= set(SWITCHES)
     assert len(KEPT) >= 45
     assert all(name == trace.switch for name, trace in KEPT.items())
-    assert all(0 < trace.seeds_needed <= SEEDS_MAX for trace in KEPT.values())
+    needed = [trace.seeds_needed for trace in KEPT.values()]
+    assert all(each is None or 0 < each <= SEEDS_MAX for each in needed)
 
 
 def test_the_docs_report_these_traces():

@@ -158,6 +158,7 @@ class Repairs:
         """Return the goal of one replica: none is reset that a session needs (repair.py, rule 7).
 
         Until ZooKeeper has this session's states, the next session would need a trusted replica.
+        Nor is one whose storage has an older version, which does not know the request.
         """
         is_needed = not self.is_open and self._recovery.is_credible(each.replica)
         archived = self.archived
@@ -166,7 +167,7 @@ class Repairs:
             # begins again does so at the mark, up to which everything is archived, too.
             chain = goal.chain
             archived = None if chain is None else archived._replace(last=goal.mark, chain=chain)
-        if archived is None or is_needed:
+        if archived is None or is_needed or not each.supports_archiving:
             return goal
         starts = [
             other.repair.start

@@ -12,8 +12,13 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from waltz_core.client.stream import stream_events as client_events
-from waltz_core.cluster.nodes.model import UNRESOLVED, PartitionMarker, PartitionMetadata
-from waltz_core.errors import WaltzError
+from waltz_core.cluster.nodes.model import (
+    UNRESOLVED,
+    ArchivedMark,
+    PartitionMarker,
+    PartitionMetadata,
+)
+from waltz_core.errors import BelowStart, WaltzError
 from waltz_core.machine import Report
 from waltz_core.records.record import Chain, SessionId, TransactionId
 from waltz_core.replication import session_events
@@ -114,6 +119,11 @@ class Checks(Evidence):
         assert self.archive is not None
         self.archive.written(name, is_known=is_known)
 
+    def archive_expires(self, name: str, wall_ms: int) -> None:
+        """A storage writes the manifest of an expiry; it has computed it by this wall clock."""
+        assert self.archive is not None
+        self.archive.expires(name, wall_ms)
+
     def archive_deleted(self, name: str) -> None:
         """A collection has deleted a file of the archive."""
         assert self.archive is not None
@@ -135,6 +145,11 @@ class Checks(Evidence):
         self.sessions.wrote(server, before, after, marker)
         if self.archive is not None:
             self.archive.wrote(server, marker)
+
+    def restored(self, mark: ArchivedMark) -> None:
+        """The partition was restored, with this archived mark."""
+        if self.archive is not None:
+            self.archive.restored(mark)
 
     def zookeeper_changed(self) -> None:
         """A fault has replaced data in ZooKeeper."""
@@ -218,7 +233,10 @@ class Checks(Evidence):
         self.outcomes.died(client)
 
     def client_stopped(self, client: "SimClient", error: WaltzError) -> None:
-        """A stream has ended permanently: never in a world without data loss."""
+        """A stream has ended permanently: only because its feed has expired."""
+        if self.archive is not None and isinstance(error, BelowStart):
+            self.archive.rejected(client.fed + 1, error.first_available)
+            return
         self.fail("ClientStopped", f"{client.name}: {error}")
 
     def client_follows(self, client: "SimClient") -> None:
@@ -228,12 +246,16 @@ class Checks(Evidence):
     def client_sent(self, client: "SimClient", link: "SimLink", message: "ClientMessage") -> None:
         """A client sends a message to a server."""
         self.answers.sent(client, link, message)
+        if self.archive is not None:
+            self.archive.client_sent(message)
 
     def client_received(
         self, client: "SimClient", link: "SimLink", message: "ClientMessage"
     ) -> None:
         """A client receives a message from a server."""
         self.answers.received(client, link, message)
+        if self.archive is not None:
+            self.archive.client_received(message)
 
     def mark_moved(self, client: "SimClient", mark: TransactionId) -> None:
         """A client's mark has moved."""

@@ -11,6 +11,8 @@ Rules:
        do not know this decision, so a command that would lose some dies before it writes ZooKeeper.
        After the write the decision is made, and the command is run again until the partition can
        be opened.
+    4. With `loses` the operator accepts a log that ends below the archived mark. Then no session
+       may open (AR 8 of decision 047), which the checkers see.
 """
 
 import asyncio
@@ -65,6 +67,7 @@ class Rescue:
         *,
         accepted: ReplicaId | None = None,
         dies_after: str = "",
+        loses: bool = False,
     ) -> None:
         assert dies_after in {"", *STEPS}
         self._cluster = cluster
@@ -74,6 +77,7 @@ class Rescue:
         self._on_verdict = prepared
         self._accepted = accepted
         self._dies_after = dies_after
+        self._loses = loses
         self._versions = (0, 0)
         self._nonce = self._peer.rng.randbytes(16)
         self._partition_id = PartitionId(cluster.partition_id)
@@ -187,9 +191,9 @@ class Rescue:
             versions = coordinator.metadata_version, coordinator.marker_version
             if coordinator.is_away or versions != self._versions:
                 raise Died("ZooKeeper does not answer, or was changed meanwhile")
-            if not self._has_all():
+            if not (self._is_below_the_archive() if self._loses else self._has_all()):
                 raise Died("the accepted log lacks acknowledged transactions (rule 3)")
-            self._cluster.unfinished_rescue = self._accepted
+            self._cluster.unfinished_rescue = None if self._loses else self._accepted
             self._cluster.checks.count("replica accepted")
         before = coordinator.marker
         archived = None if before is None else before.archived
@@ -228,6 +232,17 @@ class Rescue:
                 raise Died("others change the replicas, or they do not recover")
             cluster.reassign((*cluster.replicas, each))
             self._passed("add")
+
+    def _is_below_the_archive(self) -> bool:
+        """Whether the accepted log ends below the archived mark (rule 4)."""
+        marker = self._cluster.coordinator.marker
+        archived = None if marker is None else marker.archived
+        accepted = None if self._accepted is None else self._received[self._accepted]
+        return (
+            archived is not None
+            and isinstance(accepted, Prepared)
+            and accepted.synced_max < archived.last
+        )
 
     def _has_all(self) -> bool:
         """Whether the accepted log has all acknowledged transactions (rule 3).

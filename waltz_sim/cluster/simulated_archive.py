@@ -16,14 +16,16 @@ Rules:
        manifest, writes the object, reads it back, writes the new manifest, and reads it back.
     4. A process has at most one upload; if it dies, requests on their way may still take effect.
     5. A collection of garbage is that of production. It lists the files at one moment; each is
-       deleted later, also after the process has died. Replaced manifests are kept for a shorter
-       time than in production.
+       deleted later, also after the process has died.
+    6. An expiry does what `archive/upload.py` does, in the same order.
+    7. Replaced manifests and expired objects are kept for a shorter time than in production: the
+       clock by which the store and expiries measure their age is a fast one (`_archive_ms`).
 """
 
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, TypeVar, cast
 
 import numpy as np
 
@@ -35,11 +37,19 @@ from waltz_core.archive.file_names import (
     object_name,
     objects_folder,
 )
-from waltz_core.archive.manifest import Manifest, ObjectEntry
-from waltz_core.archive.upload_job import NewManifest, UploadJob, UploadOutcome
+from waltz_core.archive.manifest import EXPIRY_GRACE_MS, Manifest, ObjectEntry
+from waltz_core.archive.upload_job import (
+    ExpiredManifest,
+    ExpiryJob,
+    ExpiryOutcome,
+    NewManifest,
+    UploadJob,
+    UploadOutcome,
+)
 from waltz_core.errors import (
     ArchiveUnavailable,
     BadFormat,
+    BelowStart,
     ChecksumMismatch,
     ObjectMissing,
     WaltzError,
@@ -66,6 +76,7 @@ REQUEST_US: Final = (300, 6_000)
 TIMEOUT_US: Final = 100_000
 LATE_US_MAX: Final = 2_000_000
 SHORT_GRACE_MS: Final = 300
+SHORT_EXPIRY_GRACE_MS: Final = 400
 
 
 class StoredFile(NamedTuple):
@@ -87,11 +98,14 @@ class _Write(NamedTuple):
 
 
 _Request: TypeAlias = _Read | _Write
-_Steps: TypeAlias = Generator[_Request, StoredFile, NewManifest]
+_Result = TypeVar("_Result", NewManifest, ExpiredManifest)
 
 
 class SimArchive:
     """The store of one world. See the module's rules."""
+
+    grace_ms: Final = SHORT_GRACE_MS
+    expiry_grace_ms: Final = SHORT_EXPIRY_GRACE_MS
 
     def __init__(self, cluster: "SimCluster") -> None:
         self._cluster = cluster
@@ -114,7 +128,21 @@ class SimArchive:
         self, storage: "SimStorage", job: UploadJob, done: Callable[[UploadOutcome], None]
     ) -> None:
         """Carry out a job; `done` gets the outcome, unless the process dies before (rule 4)."""
-        steps, incarnation = _steps(self._cluster.key, job), storage.incarnation
+        self._run(storage, _upload_steps(self._cluster.key, job), done)
+
+    def expire(
+        self, storage: "SimStorage", job: ExpiryJob, done: Callable[[ExpiryOutcome], None]
+    ) -> None:
+        """Write the manifest of an expiry; `done` as for an upload."""
+        self._run(storage, self._expiry_steps(storage, job), done)
+
+    def _run(
+        self,
+        storage: "SimStorage",
+        steps: Generator[_Request, StoredFile, _Result],
+        done: Callable[[_Result | WaltzError], None],
+    ) -> None:
+        incarnation = storage.incarnation
 
         def advance(answer: StoredFile | WaltzError | None) -> None:
             if storage.incarnation != incarnation:
@@ -178,7 +206,34 @@ class SimArchive:
             self.files[request.name] = self._flipped(request.file)
         return request.file
 
-    # ---- collection
+    # ---- expiry and collection
+
+    def _archive_ms(self, ms: int) -> int:
+        """Return a time of the world by the clock of rule 7."""
+        return ms * EXPIRY_GRACE_MS // SHORT_EXPIRY_GRACE_MS
+
+    def _expiry_steps(
+        self, storage: "SimStorage", job: ExpiryJob
+    ) -> Generator[_Request, StoredFile, ExpiredManifest]:
+        """Rule 6; raises what `archive.upload.expire` raises."""
+        recorded, cluster_key = job.recorded, self._cluster.key
+        head = _checked((yield _Read(recorded.name)), recorded.name, recorded.file_crc)
+        present = Manifest.from_bytes(head.data, recorded.name)
+        recorded.check(present, cluster_key)
+        before_ms, wall_ms = job.before_ms, storage.wall_ms
+        if job.retention_ms:
+            before_ms = max(before_ms, wall_ms - job.retention_ms)
+        first = _first_kept(present, job.before, before_ms)
+        made = present.expired(first, self._archive_ms(self._world.now_ms))
+        if (made.first, made.newest) == (present.first, present.newest):
+            return ExpiredManifest(first, "", 0)
+        origin = FileOrigin(job.session_id, job.nonce, job.attempt)
+        folder = manifests_folder(cluster_key, job.partition_id)
+        name, data = manifest_name(folder, made.version, origin), made.to_bytes()
+        self._cluster.checks.archive_expires(name, wall_ms)
+        yield _Write(name, StoredFile(data))
+        _checked((yield _Read(name)), name, crc32(data))
+        return ExpiredManifest(first, name, crc32(data))
 
     def collect(
         self, storage: "SimStorage", job: CollectionJob, done: Callable[[CollectionOutcome], None]
@@ -190,7 +245,7 @@ class SimArchive:
                 done(ArchiveUnavailable("archive: a collection was rejected"))
                 return
             store = cast("ArchiveStore", _Listing(self))
-            now_ms = self._world.now_ms + GRACE_MS - SHORT_GRACE_MS
+            now_ms = self._archive_ms(self._world.now_ms)
             try:
                 found = collect(store, self._cluster.key, job, now_ms=now_ms)
             except WaltzError as error:
@@ -199,6 +254,12 @@ class SimArchive:
             storage.after(self._rng.randint(*REQUEST_US) + self.slow_us, partial(done, found))
 
         storage.after(self._rng.randint(*REQUEST_US) + self.slow_us, begin)
+
+    def modified_ms(self, name: str) -> int:
+        """Return when a file was written, so that its age has the proportion of rule 7."""
+        now_ms = self._world.now_ms
+        age_ms = (now_ms - self.written_ms[name]) * GRACE_MS // SHORT_GRACE_MS
+        return self._archive_ms(now_ms) - age_ms
 
     def delete_later(self, name: str) -> None:
         """Delete a file, perhaps much later."""
@@ -253,15 +314,24 @@ class SimArchive:
 
         storage.after(self._rng.randint(*REQUEST_US) + self.slow_us, answer)
 
-    def objects(self, manifest: str, manifest_crc: int) -> list[tuple[ObjectEntry, StoredFile]]:
-        """Return the objects of a manifest.
+    def objects(
+        self, mark: SetArchived, first: TransactionId, last: TransactionId
+    ) -> list[tuple[ObjectEntry, StoredFile]]:
+        """Return the objects that hold first..last by the manifest of a mark.
 
         Raises:
+            BelowStart: `first` has expired.
             ObjectMissing, ChecksumMismatch, BadFormat: a file is missing or changed.
         """
-        head = self._verified(manifest, manifest_crc)
-        found = Manifest.from_bytes(head.data, manifest)
-        return [(each, self._verified(each.name, each.file_crc)) for each in found.newest]
+        head = self._verified(mark.manifest, mark.manifest_crc)
+        found = Manifest.from_bytes(head.data, mark.manifest)
+        if first < found.first:
+            raise BelowStart(f"archive: {first} has expired", found.first)
+        return [
+            (each, self._verified(each.name, each.file_crc))
+            for each in found.newest
+            if first <= each.last and each.first <= last
+        ]
 
     def _verified(self, name: str, expected: int) -> StoredFile:
         file = self.files.get(name)
@@ -284,9 +354,8 @@ class _Listing:
 
     def files(self, folder: str) -> list[_Listed]:
         """Return the files of a folder."""
-        times = self._archive.written_ms
         return [
-            _Listed(name, len(file.data), times[name])
+            _Listed(name, len(file.data), self._archive.modified_ms(name))
             for name, file in sorted(self._archive.files.items())
             if name.startswith(f"{folder}/")
         ]
@@ -316,8 +385,7 @@ class _SimReader:
 
     def read_range(self, first: TransactionId, last: TransactionId, bytes_max: int) -> RangeRead:
         """Return records of one object; raises as `SimArchive.objects`."""
-        objects = self._archive.objects(self._mark.manifest, self._mark.manifest_crc)
-        entry, file = next(each for each in objects if each[0].last >= first)
+        entry, file = self._archive.objects(self._mark, first, first)[0]
         starts, at = (0, *file.ends), first - entry.first
         stop = min(last, entry.last) - entry.first + 1
         while stop > at + 1 and starts[stop] - starts[at] > bytes_max:
@@ -334,9 +402,9 @@ class _SimReader:
         self, first: TransactionId, last: TransactionId, entries_max: int
     ) -> tuple[Chain, tuple[LineageEntry, ...]]:
         """Return the batches that touch first..last and the chain before; raises as `objects`."""
-        objects = self._archive.objects(self._mark.manifest, self._mark.manifest_crc)
+        objects = self._archive.objects(self._mark, first, last)
         batches = [each for _, file in objects for each in file.batches]
-        chain_before, found = _touching(GENESIS_CHAIN, batches, first, last)
+        chain_before, found = _touching(objects[0][1].chain_before, batches, first, last)
         assert len(found) <= entries_max, "a simulated log is short"
         return chain_before, found
 
@@ -354,7 +422,9 @@ def _touching(
     return chain, tuple(found)
 
 
-def _steps(cluster_key: bytes, job: UploadJob) -> _Steps:
+def _upload_steps(
+    cluster_key: bytes, job: UploadJob
+) -> Generator[_Request, StoredFile, NewManifest]:
     """Rule 3; raises what `archive.upload.upload` raises."""
     present = Manifest(
         cluster_key, job.partition_id, 0, TransactionId(0), BEFORE_FIRST, GENESIS_CHAIN
@@ -366,12 +436,9 @@ def _steps(cluster_key: bytes, job: UploadJob) -> _Steps:
     if job.replaces is not None and all(each.name != job.replaces.name for each in present.newest):
         return NewManifest(present.last, present.chain, job.end.stamp_ms, "", 0)
     origin = FileOrigin(job.session_id, job.nonce, job.attempt)
-    file = _object_of(job)
-    folder = objects_folder(cluster_key, job.partition_id)
-    name = object_name(folder, job.first, job.end.last, origin)
-    yield _Write(name, file)
-    _checked((yield _Read(name)), name, crc32(file.data))
-    entry = _entry_of(job, name, file)
+    entry, file = object_of(cluster_key, job)
+    yield _Write(entry.name, file)
+    _checked((yield _Read(entry.name)), entry.name, entry.file_crc)
     if job.replaces is None:
         present = present.with_object(entry)
     else:
@@ -394,7 +461,8 @@ def _with_replacement(
     return tuple(made if each is old else each for each in entries)
 
 
-def _object_of(job: UploadJob) -> StoredFile:
+def object_of(cluster_key: bytes, job: UploadJob) -> tuple[ObjectEntry, StoredFile]:
+    """Return the object that a job writes, and how a manifest lists it."""
     ends, end = [], 0
     for run in job.runs:
         for length in run.lengths.tolist():
@@ -403,14 +471,24 @@ def _object_of(job: UploadJob) -> StoredFile:
     data = b"".join(bytes(run.records) for run in job.runs)
     assert end == len(data)
     batches = tuple(each for run in job.runs for each in run.batches)
-    return StoredFile(data, batches, tuple(ends), job.chain_before)
-
-
-def _entry_of(job: UploadJob, name: str, file: StoredFile) -> ObjectEntry:
-    end, size = job.end, len(file.data)
-    stamps = [each.stamp_ms for each in file.batches if each.stamp_ms]
+    origin = FileOrigin(job.session_id, job.nonce, job.attempt)
+    folder = objects_folder(cluster_key, job.partition_id)
+    name = object_name(folder, job.first, job.end.last, origin)
+    stamps = [each.stamp_ms for each in batches if each.stamp_ms]
     times = min(stamps, default=0), max(stamps, default=0)
-    return ObjectEntry(name, job.first, end.last, end.chain, size, crc32(file.data), size, *times)
+    bounds = job.first, job.end.last, job.end.chain
+    entry = ObjectEntry(name, *bounds, len(data), crc32(data), len(data), *times)
+    return entry, StoredFile(data, batches, tuple(ends), job.chain_before)
+
+
+def _first_kept(present: Manifest, before: int, before_ms: int) -> TransactionId:
+    """Return the first ID after the newest object that has expired."""
+    expired = [
+        each.last
+        for each in present.newest
+        if each.last < before or 0 < each.commit_ms_max < before_ms
+    ]
+    return TransactionId(max([present.first - 1, *expired]) + 1)
 
 
 def _checked(file: StoredFile, name: str, expected: int) -> StoredFile:

@@ -17,7 +17,7 @@ from waltz_core.client.stream import stream_events
 from waltz_core.client.stream.monitor import Submission
 from waltz_core.client.stream.partition_stream import PartitionStream
 from waltz_core.client.stream.stream_events import StreamSettings
-from waltz_core.errors import Unreachable
+from waltz_core.errors import Unreachable, WaltzError
 from waltz_core.machine import Report, Wakeup
 from waltz_core.records.record import (
     BEFORE_FIRST,
@@ -74,7 +74,7 @@ class SimClient(Process):
         self.on_settled: Callable[[stream_events.SubmissionSettled], None] = lambda _: None
         self.on_rejected: Callable[[stream_events.SubmissionRejected], None] = lambda _: None
         self.on_ready: Callable[[], None] = lambda: None
-        self.on_stopped: Callable[[], None] = lambda: None
+        self.on_stopped: Callable[[WaltzError], None] = lambda _: None
 
     # ---- life
 
@@ -196,7 +196,7 @@ class SimClient(Process):
             case stream_events.Stopped():
                 self.world.note(f"{self.name} stopped: {effect.error}")
                 checks.client_stopped(self, effect.error)
-                self.on_stopped()
+                self.on_stopped(effect.error)
             case Report():
                 checks.reported(self.name, effect)
 

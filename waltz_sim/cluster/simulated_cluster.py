@@ -28,6 +28,7 @@ from waltz_core.replication import session_events
 from waltz_core.replication.replica_session import ReplicaStage
 from waltz_sim.cluster.checkers import Checks
 from waltz_sim.cluster.rescue import Rescue
+from waltz_sim.cluster.restored_log import restore
 from waltz_sim.cluster.servers import SimServer
 from waltz_sim.cluster.simulated_archive import SimArchive
 from waltz_sim.cluster.simulated_clients import SimClient
@@ -103,6 +104,8 @@ class SimCluster:
         self.context_clients = [
             ContextClient(self, f"context-client{n}") for n in range(setup.context_clients)
         ]
+        if setup.restored_count:
+            restore(self)
         for server in self.servers:
             server.started()
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from waltz_core.archive.collection import CollectionJob, CollectionOutcome
-from waltz_core.archive.upload_job import UploadJob, UploadOutcome
+from waltz_core.archive.upload_job import ExpiryJob, ExpiryOutcome, UploadJob, UploadOutcome
 from waltz_core.errors import CoordinatorUnavailable, NoSpace, StorageIdMismatch, WaltzError
 from waltz_core.machine import Report, Wakeup
 from waltz_core.records.record import PartitionId, ReplicaId, SessionId
@@ -389,8 +389,9 @@ class SimStorage(Process):
                 archive.upload(self, job, partial(self._uploaded, job))
             case service_effects.CollectFiles(collection):
                 archive.collect(self, collection, partial(self._collected, collection))
-            case service_effects.WriteExpiry():
-                raise AssertionError("no schedule requests an expiry")
+            case service_effects.WriteExpiry(expiry):
+                self.is_uploading = True
+                archive.expire(self, expiry, partial(self._expired, expiry))
             case service_effects.ReadArchive(read):
                 archive.answer(self, read, partial(self._was_read, read))
             case _:
@@ -399,6 +400,10 @@ class SimStorage(Process):
     def _uploaded(self, job: UploadJob, outcome: UploadOutcome) -> None:
         self.is_uploading = False
         self._step(archive_jobs.Uploaded(job, outcome))
+
+    def _expired(self, job: ExpiryJob, outcome: ExpiryOutcome) -> None:
+        self.is_uploading = False
+        self._step(archive_jobs.ExpiryWritten(job, outcome))
 
     def _collected(self, job: CollectionJob, outcome: CollectionOutcome) -> None:
         self._step(archive_jobs.FilesCollected(job, outcome))

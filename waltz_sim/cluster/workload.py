@@ -15,11 +15,13 @@ Rules:
 """
 
 import zlib
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from waltz_core.client.model.predecessors import FOLLOW, FollowedState
 from waltz_core.client.stream import stream_events
 from waltz_core.client.stream.monitor import Single, Submission
+from waltz_core.errors import BelowStart, WaltzError
 from waltz_core.records.batches import encode_append
 from waltz_core.records.record import BEFORE_FIRST, TransactionId
 from waltz_core.wire.messages import (
@@ -66,6 +68,7 @@ class Workload:
         self._numbers = 0
         self._tokens = 0
         self._submissions: dict[int, list[Operation]] = {}
+        self.first_available = TransactionId(0)  # as an application has learned it
         self.is_over = False
         self._recovering_since_us: int | None = None
 
@@ -214,8 +217,9 @@ class _Application:
         client = self._client
         client.on_settled = self._settled
         client.on_rejected = self._rejected
+        client.on_stopped = self._stopped
         if self._chance() < 0.6:
-            client.subscribe(TransactionId(BEFORE_FIRST))
+            client.subscribe(TransactionId(self._workload.first_available - 1))
         self._act_later()
 
     def _act_later(self) -> None:
@@ -302,6 +306,19 @@ class _Application:
             self._append(again, self._client.mark, effect.outcome.following)
         else:
             self._retries = 0
+
+    def _stopped(self, error: WaltzError) -> None:
+        """Transactions of the feed have expired: start again after them, as another client."""
+        assert isinstance(error, BelowStart)
+        self._workload.first_available = TransactionId(error.first_available)
+        client = self._client
+        client.after(0, partial(self._restart, client.incarnation))
+
+    def _restart(self, incarnation: int) -> None:
+        client = self._client
+        if client.incarnation == incarnation and client.is_up:
+            client.kill()
+            self._cluster.start_client(client)
 
     def _rejected(self, effect: stream_events.SubmissionRejected) -> None:
         self._workload.ended(effect.token)

@@ -125,6 +125,10 @@ KINDS: Final[dict[str, InjectFault]] = {
         archive_faults.slow_archive,
         archive_faults.corrupt_object,
         archive_faults.kill_uploader,
+        archive_faults.expire_objects,
+        archive_faults.power_loss_at_removal,
+        archive_faults.crash_at_a_reset,
+        archive_faults.accept_a_shorter_log,
     )
 }
 # Faults that the budget seldom allows are drawn more often.

@@ -8,28 +8,40 @@ Rules:
        lists. Files are never overwritten, so this is checked when ZooKeeper records a mark, when a
        log's start rises, and at the end.
     2. A fault that replaces ZooKeeper's data may replace a mark by an older one. From then on only
-       the content of files is checked.
+       the content of files is checked, and that none is deleted which a log needs.
+    3. An object may be missing from the manifest and from the store only when the grace period is
+       over since a recorded expiry: that of the storage's computation of its manifest.
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
+from waltz_core.archive.file_names import writer_of
 from waltz_core.archive.manifest import Manifest, ObjectEntry
 from waltz_core.cluster.nodes.model import ArchivedMark, PartitionMarker
-from waltz_core.errors import WaltzError
+from waltz_core.errors import BelowStart, WaltzError
 from waltz_core.records.checksum import crc32
-from waltz_core.records.record import BEFORE_FIRST, LineageEntry, SessionId, TransactionId
+from waltz_core.records.record import BEFORE_FIRST, ReqId, SessionId, TransactionId
 from waltz_core.replication.session_events import SessionSettled
-from waltz_core.wire.messages import ResetLog
+from waltz_core.wire.messages import (
+    ClientMessage,
+    ErrorResponse,
+    RangeRequest,
+    ResetLog,
+    TransactionDataRequest,
+)
 from waltz_sim.guarantees.replica_guarantees import data_in
 
 if TYPE_CHECKING:
     from waltz_core.replication.session_events import Effect
     from waltz_core.storage.log.partition_log import PartitionLog
     from waltz_core.storage.service.work import Work, WorkResult
+    from waltz_sim.cluster.simulated_archive import StoredFile
     from waltz_sim.cluster.simulated_storages import SimStorage
     from waltz_sim.guarantees.evidence import Evidence
     from waltz_sim.guarantees.sessions import Sessions
+
+_FIRST: Final = TransactionId(0)
 
 
 class ArchiveGuarantees:
@@ -42,19 +54,113 @@ class ArchiveGuarantees:
         self._starts: dict[str, int] = {}
         self._settled: dict[tuple[str, SessionId], None] = {}
         self._verified: dict[str, None] = {}  # objects with the records of the history
+        self._listed: dict[str, ObjectEntry] = {}  # by the last manifest before a fault of rule 2
+        self._deleted: dict[str, None] = {}
+        self._replaced_ms: dict[str, int] = {}  # manifests: when the next one was written
+        # Expiry: what was requested, when manifests were computed (by the world's clock and the
+        # storage's), and each first available ID since when (rule 3).
+        self._requested = TransactionId(0)
+        self._computed_ms: dict[str, tuple[int, int]] = {}
+        self._expired: list[tuple[TransactionId, int]] = []
+        self._reads: dict[ReqId, int] = {}  # requests of clients, and the first ID of each
+
+    def restored(self, mark: ArchivedMark) -> None:
+        """The partition begins after this mark."""
+        self._recorded, self._facts.archived_last = mark, mark.last
+        self._expired.append((mark.first, -self._facts.cluster.archive.expiry_grace_ms))
+        self._check_content(mark)
 
     # ---- the store
 
     def written(self, name: str, *, is_known: bool) -> None:
-        """28. Archived: no file is overwritten (AR 2)."""
+        """28. Archived: no file is overwritten (AR 2), or of another cluster (AR 17)."""
         if is_known:
             self._facts.fail("Archived", f"{name} is written twice")
+        self._check_own(name)
+
+    def _check_own(self, name: str) -> None:
+        if writer_of(name) != self._facts.cluster.key:
+            self._facts.fail("Archived", f"{name} belongs to another cluster")
 
     def deleted(self, name: str) -> None:
         """28. Archived: no file is deleted that the recorded manifest lists (AR 16)."""
         self._facts.count("archive file deleted")
-        if self._recorded is not None and not self._sessions.is_rewritten:
+        self._deleted[name] = None
+        self._check_own(name)
+        archive, now_ms = self._facts.cluster.archive, self._facts.world.now_ms
+        replaced_ms = self._replaced_ms.get(name)
+        if replaced_ms is not None and now_ms - replaced_ms < archive.grace_ms:
+            self._facts.fail("Archived", f"{name} is deleted, readers may know no later manifest")
+        if self._recorded is None:
+            return
+        if not self._sessions.is_rewritten:
             self._check_content(self._recorded)
+        elif name in self._listed:
+            self._check_unneeded(self._listed[name], self._recorded)
+
+    def _check_unneeded(self, entry: ObjectEntry, recorded: ArchivedMark) -> None:
+        """28. Archived: after a rollback of ZooKeeper, what a log has removed stays (AR 16)."""
+        for replica in self._facts.cluster.replicas:
+            start = self._starts.get(replica, BEFORE_FIRST)
+            if max(entry.first - 1, recorded.last) < start and entry.last >= self._gone_below():
+                self._facts.fail(
+                    "Archived", f"{entry.name} is deleted, {replica} begins after {start}"
+                )
+
+    # ---- expiry
+
+    def requested(self, before: TransactionId) -> None:
+        """An operator lets objects below an ID expire."""
+        self._requested = max(self._requested, before)
+
+    def expires(self, name: str, wall_ms: int) -> None:
+        """A storage has computed the manifest of an expiry, which it writes now."""
+        self._computed_ms[name] = self._facts.world.now_ms, wall_ms
+
+    def _gone_below(self) -> TransactionId:
+        """Return the ID below which objects may be gone (rule 3)."""
+        end_ms = self._facts.world.now_ms - self._facts.cluster.archive.expiry_grace_ms
+        return max([first for first, at_ms in self._expired if at_ms <= end_ms], default=_FIRST)
+
+    def _check_expiry(self, server: str, before: ArchivedMark, after: ArchivedMark) -> None:
+        """32. Expired: whole objects expire, those that an operator or the policy means (AR 7)."""
+        self._facts.count("archived objects expired")
+        last = TransactionId(after.first - 1)
+        ends = [entry.last for entry, _ in self._objects(before)]
+        if after._replace(first=before.first, manifest="", manifest_crc=0) != before._replace(
+            manifest="", manifest_crc=0
+        ):
+            self._facts.fail("Expired", f"{server} writes {after} after {before}")
+        now_ms, wall_ms = self._computed_ms[after.manifest]
+        history, retention_ms = self._facts.history, self._facts.cluster.setup.archive_retention_ms
+        stamp_ms = history.nodes[history.chains[last]].stamp_ms
+        is_old = retention_ms > 0 and stamp_ms < wall_ms - retention_ms
+        if last not in ends or not (after.first <= self._requested or is_old):
+            self._facts.fail("Expired", f"{last} expires in {after}, requested {self._requested}")
+        self._expired.append((after.first, now_ms))
+
+    def rejected(self, wanted: int, first_available: int) -> None:
+        """32. Expired: a read fails only with a recorded first available ID above it (AR 15)."""
+        self._facts.count("read below the first available ID")
+        if first_available <= wanted or all(first_available != each for each, _ in self._expired):
+            self._facts.fail(
+                "Expired", f"{wanted} is rejected, {first_available} is given as available"
+            )
+
+    def client_sent(self, message: ClientMessage) -> None:
+        """A client requests records."""
+        if isinstance(message, RangeRequest):
+            self._reads[message.req_id] = message.first
+        elif isinstance(message, TransactionDataRequest):
+            self._reads[message.req_id] = message.transaction_id
+
+    def client_received(self, message: ClientMessage) -> None:
+        """A client receives an answer."""
+        wanted = self._reads.pop(message.req_id, None)
+        is_error = isinstance(message, ErrorResponse) and message.error_code == BelowStart.code
+        if wanted is not None and is_error:
+            assert isinstance(message, ErrorResponse)
+            self.rejected(wanted, message.first_available)
 
     # ---- the archived mark
 
@@ -67,11 +173,15 @@ class ArchiveGuarantees:
         """28. Archived, 29. ArchiveMono: ZooKeeper has a marker (AR 1, AR 4, AR 5, AR 7)."""
         before, after = self._recorded, marker.archived
         self._recorded = after
+        self._facts.archived_last = BEFORE_FIRST if after is None else after.last
         if after is None or after == before:
             if before is not None and after is None and not self._sessions.is_rewritten:
                 self._facts.fail("ArchiveMono", f"{server} removes the mark {before.last}")
             return
         self._facts.count("archived")
+        if before is not None:
+            written_ms = self._facts.cluster.archive.written_ms
+            self._replaced_ms[before.manifest] = written_ms.get(after.manifest, 0)
         if not self._sessions.is_rewritten:
             self._check_order(server, marker.session_id, before, after)
         self._check_content(after)
@@ -79,8 +189,11 @@ class ArchiveGuarantees:
     def _check_order(
         self, server: str, session_id: SessionId, before: ArchivedMark | None, after: ArchivedMark
     ) -> None:
-        if before is not None and (after.last < before.last or after.first < before.first):
+        first = _FIRST if before is None else before.first
+        if after.first < first or (before is not None and after.last < before.last):
             self._facts.fail("ArchiveMono", f"{server} writes {after} after {before}")
+        if after.first > first:
+            self._check_expiry(server, before or after, after)
         if (server, session_id) not in self._settled:
             self._facts.fail("ArchiveMono", f"{session_id} of {server} archives, not settled")
         if after.last > self._facts.history.last:
@@ -90,37 +203,45 @@ class ArchiveGuarantees:
 
     def _check_content(self, mark: ArchivedMark) -> None:
         """Rule 1."""
-        end = BEFORE_FIRST
-        for entry, data, batches in self._objects(mark):
+        if self._sessions.is_rewritten and mark.manifest in self._deleted:
+            return  # rule 2
+        listed = list(self._objects(mark))
+        end = TransactionId(mark.last if not listed else listed[0][0].first - 1)
+        if end >= self._gone_below():
+            self._facts.fail("Archived", f"{mark.manifest} lists nothing up to {end}")
+        for entry, file in listed:
             if entry.first != end + 1:
                 self._facts.fail("Archived", f"{mark.manifest} lists {entry.first} after {end}")
             end = entry.last
-            if entry.name not in self._verified:
-                self._check_object(entry, data, batches)
+            if entry.name not in self._verified and file is not None:
+                self._check_object(entry, file)
                 self._verified[entry.name] = None
+        if not self._sessions.is_rewritten:
+            self._listed = {entry.name: entry for entry, _ in listed}
         if end != mark.last or self._facts.history.chains.get(end) != mark.chain:
             self._facts.fail("Archived", f"{mark.last} is recorded, {mark.manifest} ends at {end}")
 
-    def _objects(
-        self, mark: ArchivedMark
-    ) -> Iterator[tuple[ObjectEntry, bytes, tuple[LineageEntry, ...]]]:
+    def _objects(self, mark: ArchivedMark) -> "Iterator[tuple[ObjectEntry, StoredFile | None]]":
+        """Yield the objects that a manifest lists, and their files; None if it may be gone."""
         archive = self._facts.cluster.archive
         files = {**archive.files, **archive.spoiled}
         manifest = files.get(mark.manifest)
         if manifest is None or crc32(manifest.data) != mark.manifest_crc:
             self._facts.fail("Archived", f"{mark.last} is recorded, {mark.manifest} is not durable")
-        for entry in Manifest.from_bytes(manifest.data, mark.manifest).newest:
+        found = Manifest.from_bytes(manifest.data, mark.manifest)
+        if found.first != mark.first:
+            self._facts.fail("Archived", f"{found.first} is in {mark.manifest}, recorded {mark}")
+        for entry in found.newest:
             file = files.get(entry.name)
-            if file is None:
+            if file is None and entry.last >= self._gone_below():
                 self._facts.fail("Archived", f"{mark.manifest} lists {entry.name}, not durable")
-            yield entry, file.data, file.batches
+            yield entry, file
 
-    def _check_object(
-        self, entry: ObjectEntry, data: bytes, batches: tuple[LineageEntry, ...]
-    ) -> None:
+    def _check_object(self, entry: ObjectEntry, file: "StoredFile") -> None:
         """28. Archived: the records and batches are those of the log (AR 4)."""
-        history = self._facts.history
-        if data != b"".join(history.records[entry.first : entry.last + 1]):
+        history, size = self._facts.history, file.ends[entry.last - entry.first]
+        batches = [each for each in file.batches if each.first <= entry.last]
+        if file.data[:size] != b"".join(history.records[entry.first : entry.last + 1]):
             self._facts.fail("Archived", f"{entry.name} has other records than the log")
         next_id = entry.first
         for batch in batches:
@@ -170,13 +291,17 @@ class ArchiveGuarantees:
     # ---- the end
 
     def data_before(self, first: int) -> Iterator[bytes]:
-        """Yield the data of the transactions before an ID, from the objects."""
+        """Yield the data of the transactions before an ID, from the objects if not expired."""
         if first == 0:
             return
-        assert self._recorded is not None
+        recorded = self._recorded
+        assert recorded is not None
         self._verified.clear()
-        self._check_content(self._recorded)
-        for entry, data, _ in self._objects(self._recorded):
-            for position, each in enumerate(data_in(data, 0), entry.first):
-                if position < first:
+        self._check_content(recorded)
+        for record in self._facts.history.records[: min(first, recorded.first)]:
+            yield from data_in(record, 0)
+        for entry, file in self._objects(recorded):
+            found = () if file is None else data_in(file.data, 0)
+            for position, each in enumerate(found, entry.first):
+                if recorded.first <= position < first and position <= entry.last:
                     yield each

@@ -3,6 +3,7 @@
 from collections import Counter
 from typing import TYPE_CHECKING, NoReturn
 
+from waltz_core.records.record import BEFORE_FIRST
 from waltz_sim.guarantees.history import History, Violation
 from waltz_sim.guarantees.ledger import Ledger
 
@@ -19,6 +20,7 @@ class Evidence:
         self.history = History()
         self.ledger = Ledger()
         self.counts: Counter[str] = Counter()
+        self.archived_last: int = BEFORE_FIRST  # as ZooKeeper has it
 
     def count(self, what: str) -> None:
         """Count a state that runs should reach (27, Sometimes)."""

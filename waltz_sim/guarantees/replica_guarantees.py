@@ -222,13 +222,18 @@ class ReplicaGuarantees:
             )
 
     def _cut(self, storage: "SimStorage", log: "PartitionLog", cut: "_Cut") -> None:
-        """9. NoCutCommitted: no truncated row was, with the same chain, in the log."""
+        """9. NoCutCommitted: no truncated row was, with the same chain, in the log.
+
+        A replica that no session needs may lose rows that the archive has, before it is reset.
+        """
         keep = cut.keep
+        is_needed = self._sessions.is_trusted(log.promised, storage.name)
+        archived_last = BEFORE_FIRST if is_needed else self._facts.archived_last
         self._cutting.pop(storage.name, None)
         chains = self._facts.history.chains
         holds = self._holds.get(storage.name, {})
         for chain, last in [each for each in holds.items() if each[1] > keep]:
-            is_acked = last <= cut.acked and chains.get(last) == chain
+            is_acked = archived_last < last <= cut.acked and chains.get(last) == chain
             if is_acked and storage.name not in self.corrupted:
                 self._facts.fail("NoCutCommitted", f"{storage.name} keeps {keep}, cuts {last}")
             del holds[chain]

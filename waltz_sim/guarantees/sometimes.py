@@ -60,6 +60,8 @@ SOMETIMES: Final = (
     "storage.segment_removed",
     "replica reset",
     "read from the archive",
+    "archived objects expired",
+    "read below the first available ID",
 )
 # Reports of machines -> the names above.
 REPORTED: Final[Mapping[str, str]] = {"recovery.waiting": "undecidable wait"}

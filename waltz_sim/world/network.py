@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from random import Random
 
 NEAR, FAR = 0, 1
-CLIENT_VERSION: Final = 6
-STORAGE_VERSION: Final = 2
+CLIENT_VERSION: Final = 7
+STORAGE_VERSION: Final = 3
 KEEP_ALIVE_US: Final = (200_000, 3_000_000)
 DIAL_TIMEOUT_US: Final = (100_000, 1_000_000)
 TAIL_US: Final = (20_000, 1_000_000)

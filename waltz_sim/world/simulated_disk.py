@@ -68,7 +68,7 @@ class Contents(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    fault: DiskFault
+    fault: DiskFault | None
     injected: OnInjected | None
 
 
@@ -356,9 +356,12 @@ class SimDisk:
         self._plans[step] = _Plan(fault, injected)
 
     def plan_call(
-        self, names: Collection[str], fault: DiskFault, injected: OnInjected | None = None
+        self, names: Collection[str], fault: DiskFault | None, injected: OnInjected | None = None
     ) -> None:
-        """Plan a fault at the next step of one of these kinds, as named in the trace."""
+        """Plan a fault at the next step of one of these kinds, as named in the trace.
+
+        Without a fault, only `injected` is called there.
+        """
         self._call_plans.append((names, _Plan(fault, injected)))
 
     def plan_read(self, count: int, injected: OnInjected | None = None) -> None:

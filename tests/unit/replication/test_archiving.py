@@ -723,6 +723,16 @@ def test_a_new_partition_begins_after_its_mark_also_if_its_first_session_did_not
     assert not other.all_sent(wire.ResetLog)
 
 
+def test_a_storage_of_an_older_version_is_not_requested_to_reset_its_log():
+    """It does not know the request, which its protocol version cannot express."""
+    bench = restored_bench()
+    bench.storages[C].supports_archiving = False
+    bench.open()
+    bench.run_for(3_000)
+    assert [each["replica"] for each in bench.reports("replica.reset")] == [A, B]
+    assert len(bench.store.session.engaged) == 2
+
+
 def test_a_new_partition_with_an_archived_mark_rejects_a_replica_with_records():
     bench = Bench(limits=ARCHIVING)
     bench.open()
