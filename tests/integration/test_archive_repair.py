@@ -2,6 +2,7 @@
 
 import json
 import logging
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from tests.patience import slowness
 from waltz_core.archive.manifest import Manifest, ObjectEntry
 from waltz_core.client import WaltzClient
 from waltz_core.config import ClientConfig
-from waltz_core.errors import Unreachable
+from waltz_core.errors import Unavailable, Unreachable
 from waltz_core.local import LocalCluster, running
 
 
@@ -40,10 +41,15 @@ def spoil(path: Path) -> bytes:
     return data
 
 
+def has_owner(cluster: LocalCluster) -> bool:
+    with WaltzClient(cluster.connect) as client, suppress(Unavailable):
+        return bool(client.replicas(0).replicas)
+    return False
+
+
 def check_is_named(cluster: LocalCluster, entry: ObjectEntry) -> None:
     """A read of an object that only the archive has names it, and returns nothing of it."""
-    with WaltzClient(cluster.connect) as client:
-        client.replicas(0)  # the owner has a session
+    wait_until("the partition has an owner", lambda: has_owner(cluster))
     quick = ClientConfig(request_timeout_ms=int(3_000 * slowness()))
     with WaltzClient(cluster.connect, quick) as client, pytest.raises(Unreachable) as caught:
         read(client, entry.first, entry.last, None)

@@ -161,7 +161,7 @@ def test_a_tool_of_waltz_0_13_is_answered_byte_for_byte(tmp_path):
             assert "ClusterKeyMismatch" in refused.text
             refused = await tool.ask(SetAssigned(8, (3,), False, True))
             assert isinstance(refused, AdminFailure)
-            assert "held here" in refused.text
+            assert "this storage holds" in refused.text
 
     def done(sequence):
         return bytes.fromhex("41000000000009 01") + struct.pack(">q", sequence)

@@ -6,7 +6,8 @@ lists them in a manifest of its own.
 Rules (docs/decisions/047, "Backup and restore"):
     1. The saved manifest is verified (`saved_manifest.py`).
     2. Each object exists. If the caller allows it, the oldest ones may be missing, since expiry has
-       deleted them after the backup: then the partition begins after them.
+       deleted them after the backup: then the partition begins after them. One that was replaced
+       after the backup may be deleted, too: an object with the same IDs and chain is used instead.
     3. The object that holds the end is read. Its chain is verified from its first to its last
        batch, and must be the manifest's, so the end has the chain of the source's log.
     4. Its version is above all that the cluster's folder has: with the same key, what the lost
@@ -16,9 +17,10 @@ Rules (docs/decisions/047, "Backup and restore"):
        (`pins.py`).
 """
 
+import io
 import sys
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Collection, Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from itertools import dropwhile
 from typing import Final, NamedTuple
@@ -32,12 +34,13 @@ from waltz_core.archive.file_names import (
     version_of,
 )
 from waltz_core.archive.manifest import Manifest, ObjectEntry
+from waltz_core.archive.objects import ArchiveObject
 from waltz_core.archive.reader import ArchiveReader
 from waltz_core.archive.saved_manifest import SavedManifest
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.archive.upload import write_read_back
 from waltz_core.archive.upload_job import NewManifest
-from waltz_core.errors import BadRequest, ObjectMissing
+from waltz_core.errors import BadFormat, BadRequest, ChecksumMismatch, ObjectMissing
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import Chain, SessionId, TransactionId
 
@@ -68,6 +71,10 @@ class RestoredRange:
         self._store = store
         entries = [each for each in saved.entries() if each.last >= saved.manifest.first]
         existing = _existing(store, entries)
+        entries = [
+            each if each.name in existing else _replacement(store, each, existing)
+            for each in entries
+        ]
         if not entries:
             raise ObjectMissing(
                 f"archive {store.url}: expected objects of partition "
@@ -186,7 +193,7 @@ def check_objects(store: ArchiveStore, saved: SavedManifest, first: TransactionI
     entries = [each for each in saved.entries() if each.last >= first]
     existing = _existing(store, entries)
     for each in entries:
-        if each.name not in existing:
+        if each.name not in existing and _replacement(store, each, existing) is each:
             raise ObjectMissing(
                 f"archive {store.url}: object {each.name}, IDs {each.first}..{each.last}, was "
                 "deleted during the restore. Hint: repeat it"
@@ -197,3 +204,19 @@ def _existing(store: ArchiveStore, entries: list[ObjectEntry]) -> set[str]:
     """Return the names of all files in the folders of these objects."""
     folders = {each.name.rpartition("/")[0] for each in entries}
     return {name for folder in sorted(folders) for name in store.names(folder)}
+
+
+def _replacement(store: ArchiveStore, entry: ObjectEntry, existing: Collection[str]) -> ObjectEntry:
+    """Return the entry of an object in the place of a missing one; else the same entry (rule 2)."""
+    folder, _, name = entry.name.rpartition("/")
+    first, last, *_ = [*name.split("-"), ""]  # `file_names.py`
+    for each in sorted(existing):
+        if not each.startswith(f"{folder}/{first}-{last}-") or not each.endswith(".parquet"):
+            continue
+        data = store.read(each)
+        with suppress(BadFormat, ChecksumMismatch):
+            opened = ArchiveObject(io.BytesIO(data), each)
+            chains = {batch.last: batch.chain for batch in opened.verify()}
+            if (opened.facts.first, chains.get(entry.last)) == (entry.first, entry.chain):
+                return entry._replace(name=each, file_bytes=len(data), file_crc=crc32(data))
+    return entry

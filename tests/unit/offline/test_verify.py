@@ -71,7 +71,7 @@ RECORDS = {
     ),
     "a length that leads elsewhere": (
         lambda s: flip(seg(s, 0), 128 + 31, 4),
-        [f"{ONE}.seg at 128: record 0: expected CRC 2654e7b0, found 22071105, and no record after"],
+        [f"{ONE}.seg at 128: record 0: expected CRC 2654e7b0, found 22071105; no valid record"],
     ),
     "a length that leads nowhere": (
         lambda s: flip(seg(s, 0), 128 + 28, 64),
@@ -79,7 +79,7 @@ RECORDS = {
     ),
     "zeros over several": (
         lambda s: patch(seg(s, 0), 256, bytes(400)),
-        [f"{ONE}.seg at 238: records 2..8: expected CRC acb9009d, found 00000000, and no record"],
+        [f"{ONE}.seg at 238: records 2..8: expected CRC acb9009d, found 00000000; no valid record"],
     ),
     "a segment that is cut": (
         lambda s: cut(seg(s, 1), 30),

@@ -220,7 +220,7 @@ def test_a_lost_engaged_replica_ends_the_session_and_the_next_one_continues_with
     assert bench.all_reported(SessionSettled)[-1].committed_last == 1
 
 
-def test_after_a_session_of_another_owner_a_session_is_not_unbroken(bench):
+def test_a_session_of_another_owner_in_between_clears_unbroken(bench):
     bench.claim_elsewhere(1)
     bench.step(session_events.Checkpoint())
     assert isinstance(bench.questions[0], session_events.WriteMetadata), "it reads after a conflict"

@@ -165,7 +165,9 @@ def test_marks_and_held_partitions_are_reported():
     assert desk.ask(wire.SessionInfoRequest(1, 2)) == wire.SessionInfoResponse(1, 2, 6, 40, 39)
     assert desk.ask(wire.HeldRequest(2)) == wire.HeldResponse(2, ((0, True), (3, False)))
     absent = Terminal(InspectReplica=FACTS._replace(is_held=False))
-    assert "held here" in refused(absent.ask(wire.SessionInfoRequest(1, 2)), errors.BadRequest)
+    assert "this storage holds" in refused(
+        absent.ask(wire.SessionInfoRequest(1, 2)), errors.BadRequest
+    )
 
 
 @pytest.mark.parametrize("disk_error", [None, "statvfs: input/output error"])
