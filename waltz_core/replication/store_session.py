@@ -52,7 +52,13 @@ from waltz_core.replication.replica_session import (
     SessionRequest,
 )
 from waltz_core.replication.session_claim import Claim
-from waltz_core.replication.session_events import Batch, Committed, Effect, SessionOpened
+from waltz_core.replication.session_events import (
+    ArchiveBacklog,
+    Batch,
+    Committed,
+    Effect,
+    SessionOpened,
+)
 from waltz_core.replication.session_recovery import NO_STORAGE_ID, Recovery
 from waltz_core.replication.settlement import SETTLEMENT_TICKET, Settlement
 from waltz_core.replication.window import SessionWindow
@@ -367,6 +373,11 @@ class StoreSession:
     def archived(self) -> ArchivedMark | None:
         """The archived mark that ZooKeeper is known to have."""
         return self._archiving.recorded
+
+    @property
+    def archive_backlog(self) -> ArchiveBacklog | None:
+        """What is committed and not archived; None if this session uses no archive."""
+        return self._archiving.backlog if self._archiving.is_used else None
 
     @property
     def wanted_archived(self) -> ArchivedMark | None:

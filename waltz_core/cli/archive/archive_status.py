@@ -31,6 +31,7 @@ TITLES: Final = (
     "archived",
     "high-water mark",
     "lag",
+    "lag bytes",
     "lag s",
     "objects",
     "bytes",
@@ -72,8 +73,9 @@ async def status(*, connect: str, archive: str | None, objects: bool, as_json: b
 
 status.details = (
     "It reads ZooKeeper, the high-water marks of the servers, and the manifests of the archive. "
-    "The lag is the number of committed transactions that are not archived, and the age of the "
-    "oldest one of them in seconds. Exit code 1: a process or the archive could not be queried."
+    "The lag is the number of committed transactions that are not archived, their approximate "
+    "size, and the age of the oldest one of them in seconds. Exit code 1: a process or the archive "
+    "could not be queried."
 )
 
 
@@ -145,6 +147,7 @@ def _marks(partition: PartitionFacts, mark: ArchivedMark | None) -> dict[str, ob
         "commit_time_ms": None if mark is None else mark.stamp_ms or None,
         "high_water_mark": partition.mark,
         "lag": partition.unarchived_count,
+        "lag_bytes": partition.unarchived_bytes,
         "lag_s": partition.unarchived_s,
         "manifest": None if mark is None else mark.manifest,
     }

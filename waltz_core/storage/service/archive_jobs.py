@@ -32,7 +32,7 @@ from waltz_core.archive.upload_job import (
 from waltz_core.errors import BadRequest, WaltzError
 from waltz_core.machine import Report
 from waltz_core.records.record import Chain, PartitionId, SessionId, TransactionId
-from waltz_core.storage.log.archive_pieces import ArchivePiece, ArchiveRead
+from waltz_core.storage.log.archive_pieces import NOT_KNOWN, ArchivePiece, ArchiveRead, Unarchived
 from waltz_core.storage.service.service_effects import (
     CollectFiles,
     Effect,
@@ -80,6 +80,7 @@ class _Job:
     message: ArchiveRequest
     runs: list[BatchRun] = field(default_factory=list)
     piece: ArchivePiece | None = None  # that is being read
+    unarchived: Unarchived = NOT_KNOWN
 
     @property
     def partition_id(self) -> PartitionId:
@@ -222,6 +223,8 @@ class ArchiveJobs:
         assert self._limits is not None
         assert isinstance(job.message, ArchiveRange)
         job.piece = None
+        if not job.runs:
+            job.unarchived = read.unarchived
         if read.run is not None:
             job.runs.append(read.run)
             if self._limits.bytes_per_s:
@@ -412,6 +415,7 @@ def _range_ended(
         made.name,
         made.file_crc,
         error[:ERROR_CHARACTERS_MAX],
+        *job.unarchived,
     )
     return [SendStorageMessage(job.connection, notice), *effects]
 
