@@ -1,8 +1,7 @@
 """`waltz-core archive status`: what is archived of each partition, and how far the archive lags."""
 
-import asyncio
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Final, TypeVar
 
 import click
 
@@ -11,6 +10,7 @@ from waltz_core.archive.manifest import ObjectEntry
 from waltz_core.archive.reader import ArchiveReader
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.cli import shared_options as options
+from waltz_core.cli.archive.store_calls import call_store
 from waltz_core.cli.changing import connected
 from waltz_core.cli.output import print_error, print_json, print_table
 from waltz_core.cli.progress import ProgressLine
@@ -21,6 +21,7 @@ from waltz_core.errors import BadConfig, WaltzError
 from waltz_core.ops.facts import ClusterFacts, PartitionFacts
 from waltz_core.records.record import TransactionId
 
+ResultT = TypeVar("ResultT")
 # Timeout of an answer.
 ANSWER_S: Final = 10.0
 # For manifests and their pages, each of which is read once.
@@ -59,7 +60,7 @@ async def status(*, connect: str, archive: str | None, objects: bool, as_json: b
     async with connected(connect) as coordinator:
         facts = await _query(coordinator)
     url = archive or url_in(facts)
-    rows, errors = await asyncio.to_thread(_rows, facts, url, lists_objects=objects)
+    rows, errors = await _rows(facts, url, lists_objects=objects)
     if as_json:
         print_json({"archive": url or None, "partitions": rows, "errors": errors})
     else:
@@ -108,17 +109,17 @@ async def url_of_storages(coordinator: Coordinator) -> str:
     return found
 
 
-def _rows(
+async def _rows(
     facts: ClusterFacts, url: str, *, lists_objects: bool
 ) -> tuple[list[dict[str, object]], list[str]]:
-    """Return a row for each partition, and the errors; blocks."""
+    """Return a row for each partition, and the errors."""
     errors = [
         f"server {each.address} does not answer: {each.failure}"
         for each in facts.servers.values()
         if each.failure
     ]
     try:
-        store = ArchiveStore(url) if url else None
+        store = await _call(url, "opening it", lambda: ArchiveStore(url)) if url else None
     except WaltzError as error:
         store = None
         errors.append(str(error))
@@ -127,7 +128,7 @@ def _rows(
         mark = partition.archived
         row: dict[str, object] = {"partition": int(number), **_marks(partition, mark)}
         try:
-            entries = None if store is None or mark is None else _entries(store, mark)
+            entries = None if store is None or mark is None else await _entries(store, mark)
         except WaltzError as error:
             entries = None
             errors.append(f"partition {number}: {error}")
@@ -153,16 +154,24 @@ def _marks(partition: PartitionFacts, mark: ArchivedMark | None) -> dict[str, ob
     }
 
 
-def _entries(store: ArchiveStore, mark: ArchivedMark) -> Sequence[ObjectEntry]:
+async def _call(url: str, what: str, call: Callable[[], ResultT]) -> ResultT:
+    return await call_store(url, call, lambda: (what, 0))
+
+
+async def _entries(store: ArchiveStore, mark: ArchivedMark) -> Sequence[ObjectEntry]:
     """Return the objects that the manifest lists.
 
     Raises:
         As `ArchiveReader.manifest`.
     """
     cache = ArchiveCache(CACHE_BYTES)
+    reader = ArchiveReader(store, mark.manifest, mark.manifest_crc, cache)
     try:
-        reader = ArchiveReader(store, mark.manifest, mark.manifest_crc, cache)
-        return reader.objects_between(TransactionId(0), mark.last)
+        return await _call(
+            store.url,
+            f"reading {mark.manifest} and its pages",
+            lambda: reader.objects_between(TransactionId(0), mark.last),
+        )
     finally:
         cache.close()
 

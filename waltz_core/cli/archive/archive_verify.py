@@ -5,7 +5,9 @@ URL. It changes nothing, and can be interrupted: it prints where to continue.
 """
 
 import asyncio
-from typing import Final
+from collections.abc import Callable
+from functools import partial
+from typing import Final, NamedTuple, TypeAlias, TypeVar
 
 import click
 
@@ -13,6 +15,7 @@ from waltz_core.archive.archive_check import ArchiveCheck, RecordedArchive, Wron
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.archive.archive_status import archive_url, url_of_storages
+from waltz_core.cli.archive.store_calls import call_store
 from waltz_core.cli.changing import connected
 from waltz_core.cli.output import print_error, print_json, print_result
 from waltz_core.cli.progress import ProgressLine
@@ -21,6 +24,8 @@ from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.errors import BadConfig, ObjectMissing, WaltzError
 from waltz_core.records.record import PartitionId, TransactionId
 
+ResultT = TypeVar("ResultT")
+Show: TypeAlias = Callable[[str], None]
 # Who can repair a file: nothing else has its bytes.
 ACTION: Final = (
     "restore the file from a copy or an earlier version in the object store, then verify again; "
@@ -52,7 +57,7 @@ async def verify(
         if partition is not None and not 0 <= partition < count:
             raise BadConfig(f"--partition: expected 0 to {count - 1}, found {partition}")
         url = archive or await url_of_storages(coordinator)
-        store = await asyncio.to_thread(ArchiveStore, url)
+        store = await call_store(url, lambda: ArchiveStore(url), lambda: ("opening it", 0))
         shown: dict[int, dict[str, object]] = {}
         for number in range(count) if partition is None else (partition,):
             check = ArchiveCheck(
@@ -62,7 +67,8 @@ async def verify(
                 first=TransactionId(first),
                 last=None if last is None else TransactionId(last),
             )
-            shown[number] = await _verify(coordinator, PartitionId(number), check)
+            show = print_error if as_json else print_result
+            shown[number] = await _verify(coordinator, PartitionId(number), check, show)
     wrong = any(each["problems"] for each in shown.values())
     if as_json:
         print_json({"passed": not wrong, "archive": url, "partitions": shown})
@@ -90,16 +96,16 @@ async def recorded_archive(
 
 
 async def _verify(
-    coordinator: Coordinator, partition_id: PartitionId, check: ArchiveCheck
+    coordinator: Coordinator, partition_id: PartitionId, check: ArchiveCheck, show: Show
 ) -> dict[str, object]:
-    """Verify one partition, and print its problems as they are found; return the summary."""
+    """Verify one partition, and show its problems as they are found; return the summary."""
     recorded = await recorded_archive(coordinator, partition_id)
     if recorded is None:
-        print_error(f"partition {partition_id}: nothing is archived")
+        show(f"partition {partition_id}: nothing is archived")
         return {"last": None, "objects": 0, "bytes": 0, "problems": []}
     try:
         with ProgressLine() as line:
-            await _check_all(coordinator, partition_id, recorded, check, line)
+            await _Check(coordinator, partition_id, check, show).run(recorded, line)
     except BaseException as error:
         check.stop()
         if isinstance(error, WaltzError | asyncio.CancelledError):
@@ -108,9 +114,10 @@ async def _verify(
                 f"--partition {partition_id} --first {check.next_id}"
             )
         raise
-    print_error(
+    files = "1 wrong file" if len(check.found) == 1 else f"{len(check.found)} wrong files"
+    show(
         f"partition {partition_id}: {check.object_count} objects with {check.byte_count} bytes, up "
-        f"to ID {check.next_id - 1}: {len(check.found)} wrong files"
+        f"to ID {check.next_id - 1}: {files}"
     )
     return {
         "last": check.next_id - 1,
@@ -120,42 +127,46 @@ async def _verify(
     }
 
 
-async def _check_all(
-    coordinator: Coordinator,
-    partition_id: PartitionId,
-    recorded: RecordedArchive,
-    check: ArchiveCheck,
-    line: ProgressLine,
-) -> None:
-    """Check file after file; follow a manifest that is replaced meanwhile (rule 4 of the check)."""
-    is_begun, printed = False, 0
-    while True:
-        try:
-            if not is_begun:
-                await asyncio.to_thread(check.begin, recorded)
-                is_begun = True
-            is_going_on = await asyncio.to_thread(check.check_next)
-        except ObjectMissing as error:
-            now = await recorded_archive(coordinator, partition_id)
-            if now is not None and now.manifest != recorded.manifest:
-                recorded, is_begun = now, False
-                continue
-            if not is_begun:
-                check.note_missing_manifest(recorded, error)
-            else:
-                check.note_missing(error)
-            is_going_on = is_begun
-        for each in check.found[printed:]:
-            _print_problem(partition_id, each)
-        printed = len(check.found)
-        if not is_going_on:
-            return
-        done, whole = check.next_id, recorded.last + 1
-        line.show(done, whole, f"IDs of partition {partition_id} are verified")
+class _Check(NamedTuple):
+    """The check of a partition, in calls that block."""
 
+    coordinator: Coordinator
+    partition_id: PartitionId
+    check: ArchiveCheck
+    show: Show
 
-def _print_problem(partition_id: PartitionId, wrong: WrongFile) -> None:
-    print_error(
-        f"partition {partition_id}, IDs {wrong.first}..{wrong.last}: {wrong.name}: {wrong.problem}."
-        f" Hint: {ACTION}."
-    )
+    async def run(self, recorded: RecordedArchive, line: ProgressLine) -> None:
+        """Check file after file; follow a manifest that is replaced (rule 4 of the check)."""
+        check, is_begun, shown = self.check, False, 0
+        while True:
+            try:
+                if not is_begun:
+                    await self._call(partial(check.begin, recorded))
+                    is_begun = True
+                is_going_on = await self._call(check.check_next)
+            except ObjectMissing as error:
+                now = await recorded_archive(self.coordinator, self.partition_id)
+                if now is not None and now.manifest != recorded.manifest:
+                    recorded, is_begun = now, False
+                    continue
+                if not is_begun:
+                    check.note_missing_manifest(recorded, error)
+                else:
+                    check.note_missing(error)
+                is_going_on = is_begun
+            for each in check.found[shown:]:
+                self._show_problem(each)
+            shown = len(check.found)
+            if not is_going_on:
+                return
+            done, whole = check.next_id, recorded.last + 1
+            line.show(done, whole, f"IDs of partition {self.partition_id} are verified")
+
+    async def _call(self, call: Callable[[], ResultT]) -> ResultT:
+        return await call_store(self.check.store_url, call, lambda: self.check.activity)
+
+    def _show_problem(self, wrong: WrongFile) -> None:
+        self.show(
+            f"partition {self.partition_id}, IDs {wrong.first}..{wrong.last}: {wrong.name}: "
+            f"{wrong.problem}. Hint: {ACTION}."
+        )
