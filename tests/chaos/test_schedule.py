@@ -7,7 +7,7 @@ from tests.chaos.lag import QUEUE_S_MAX, Lag, Line
 from tests.chaos.schedule import KINDS, draw
 
 
-def test_a_seed_is_a_schedule():
+def test_a_seed_determines_the_schedule():
     assert draw(17, 60.0) == draw(17, 60.0)
     assert draw(17, 60.0) != draw(18, 60.0)
 
@@ -38,7 +38,7 @@ def test_packets_of_a_slow_link_stay_in_order():
     assert leaves[0] >= 0.01
 
 
-def test_a_link_with_a_rate_has_a_queue_that_ends():
+def test_a_link_with_a_rate_has_a_bounded_queue():
     line = Line(Lag(bytes_per_s=1000), random.Random(1))
     leaves = [line.leaves_s(500, 0.0) for _ in range(10)]
     assert leaves[:3] == [0.5, 1.0, 1.5]

@@ -120,7 +120,7 @@ def test_every_file_is_verified_and_a_corrupt_one_is_named(archived: Archived):
         assert (problem["first"], problem["last"]) == (files[1]["first"], files[1]["last"])
         assert "expected CRC-32" in problem["problem"]
         assert f"IDs {files[1]['first']}..{files[1]['last']}: {problem['name']}" in messages
-        assert "Hint: restore the file from a copy" in messages
+        assert "Hint: add --repair to replace it" in messages
         # A range without it.
         words = ("--partition", "0", "--first", str(files[2]["first"]))
         assert archived.command("verify", *words)[0] == 0
@@ -165,7 +165,7 @@ def test_the_doctor_reports_a_damaged_manifest_that_a_storage_has_found(archived
             client.append(b"more", partition=0).result(HANG_S)
         found = await_findings(("archive-damaged",), *elsewhere)
         assert str(manifest.name) in found[0]["sentence"]
-        assert found[0]["command"] == f"waltz-core archive verify --connect {connect}"
+        assert found[0]["command"] == f"waltz-core archive verify --repair --connect {connect}"
         words = found[0]["command"].split()[1:]
         assert manifest.name in run_command(*words).stderr
         assert archived.command("status")[1]["partitions"][0]["lag"] == 1

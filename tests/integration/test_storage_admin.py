@@ -255,7 +255,7 @@ def test_a_suspect_replica_is_reported_to_the_next_session(tmp_path):
     on_loop(main())
 
 
-def test_a_log_is_thrown_away_on_purpose_only_and_that_survives_a_kill(tmp_path):
+def test_a_log_is_deleted_only_on_request_and_the_deletion_survives_a_kill(tmp_path):
     async def throw_away(address, port):
         async with session(address, 5) as owner, admin_of(port) as admin:
             await fill(owner)

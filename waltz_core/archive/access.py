@@ -11,13 +11,7 @@ from urllib.parse import urlsplit
 
 from waltz_core.archive.collection import CollectionJob, CollectionOutcome, collect
 from waltz_core.archive.upload_job import ExpiryJob, ExpiryOutcome, UploadJob, UploadOutcome
-from waltz_core.errors import (
-    ArchiveUnavailable,
-    BadFormat,
-    ChecksumMismatch,
-    ObjectMissing,
-    WaltzError,
-)
+from waltz_core.errors import ArchiveUnavailable, WaltzError
 from waltz_core.records.record import PartitionId
 
 if TYPE_CHECKING:
@@ -29,8 +23,6 @@ if TYPE_CHECKING:
 CACHE_BYTES_MAX: Final = 128 * 1024 * 1024
 # An upload makes hundreds of calls of the store.
 _PROGRESS_S: Final = 1.0
-# A file of the archive is missing or corrupt.
-DAMAGE: Final = (ObjectMissing, BadFormat, ChecksumMismatch)
 # Places of damage to remember.
 DAMAGE_MAX: Final = 100
 

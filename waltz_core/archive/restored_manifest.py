@@ -9,7 +9,10 @@ Rules (docs/decisions/047, "Backup and restore"):
        deleted them after the backup: then the partition begins after them.
     3. The object that holds the end is read. Its chain is verified from its first to its last
        batch, and must be the manifest's, so the end has the chain of the source's log.
-    4. The caller pins the sources before the check of rule 2 (`pins.py`).
+    4. Its version is above all that the cluster's folder has: with the same key, what the lost
+       cluster had archived after the end is garbage, and no sign of a rollback (`collection.py`,
+       rule 9).
+    5. The caller pins the sources before the check of rule 2 (`pins.py`).
 """
 
 import sys
@@ -20,7 +23,13 @@ from itertools import dropwhile
 from typing import Final, NamedTuple
 
 from waltz_core.archive.archive_cache import ArchiveCache
-from waltz_core.archive.file_names import FileOrigin, manifest_name, manifests_folder, page_name
+from waltz_core.archive.file_names import (
+    FileOrigin,
+    manifest_name,
+    manifests_folder,
+    page_name,
+    version_of,
+)
 from waltz_core.archive.manifest import Manifest, ObjectEntry
 from waltz_core.archive.reader import ArchiveReader
 from waltz_core.archive.saved_manifest import SavedManifest
@@ -133,15 +142,16 @@ class RestoredRange:
         source = self._manifest
         entries = [each for each in source.newest if each.first <= end.last]
         entries[-1] = self._cut(entries[-1], end)
+        folder = manifests_folder(cluster_key, source.partition_id)
+        versions = [version_of(each) or 0 for each in self._store.names(folder)]
         made = replace(
             source,
             cluster_key=cluster_key,
-            version=source.version + 1,
+            version=max([source.version, *versions]) + 1,
             last=end.last,
             chain=end.chain,
             newest=tuple(entries),
         )
-        folder = manifests_folder(cluster_key, source.partition_id)
         while (page := made.next_page) is not None:
             origin = FileOrigin(session_id, nonce, len(made.pages))
             name = page_name(folder, made.version, origin)

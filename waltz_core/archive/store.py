@@ -4,10 +4,9 @@ All calls block: use threads. The simulator implements `ArchiveStore`, too.
 
 Rules (docs/decisions/047):
     1. A file counts when `write` or the end of `writing` has returned: then it is durable. In a
-       directory that takes a temporary file, its sync, its name, and a sync of the directory. The
-       names of the folders are synced before their first use by this process. Other stores
-       acknowledge the end of an upload when it is durable. Reading a file back proves nothing about
-       that (AR 3).
+       directory that takes a temporary file, its sync, its name, and a sync of the directory, and
+       once of each above it; other stores acknowledge the end of an upload when it is durable.
+       Reading a file back proves nothing about that (AR 3).
     2. Nothing is overwritten (AR 2). A directory rejects a name that exists; in other stores the
        names are unique by construction.
     3. A failed or cancelled `writing` leaves no file with the name in a directory, and in other
@@ -21,7 +20,7 @@ Rules (docs/decisions/047):
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
 from urllib.parse import parse_qsl, urlsplit
@@ -88,7 +87,7 @@ class ArchiveStore:
         self._pace = pace
         self._files, self._base = _opened(url)
         self._is_directory = isinstance(self._files, arrow_fs.LocalFileSystem)
-        self._durable: set[Path] = set()  # folders of a directory
+        self._durable_folders: set[Path] = set()
 
     def write(self, name: str, data: Buffer) -> None:
         """Write a file; durable (rules 1 and 2).
@@ -110,7 +109,8 @@ class ArchiveStore:
         stream: AbstractContextManager[Any]
         with _reported("write", place):
             if self._is_directory:
-                stream = _durable_file(Path(place), Path(self._base), self._durable)
+                self._make_durable_folder(Path(place).parent)
+                stream = _durable_file(Path(place))
             else:
                 stream = self._files.open_output_stream(place)
             opened = stream.__enter__()
@@ -131,7 +131,7 @@ class ArchiveStore:
             ObjectMissing, ArchiveUnavailable: rule 4.
         """
         place = self._place(name)
-        with _reported("read", place), self._files.open_input_stream(place) as source:
+        with _reported("read", place), self._files.open_input_file(place) as source:
             if self._pace is None:
                 return bytes(source.read())
             pieces = []
@@ -183,6 +183,24 @@ class ArchiveStore:
 
     def _place(self, name: str) -> str:
         return f"{self._base}/{name}"
+
+    def _make_durable_folder(self, folder: Path) -> None:
+        """Create a folder, and make its name and those of the folders above it durable.
+
+        A process that was killed may have created folders, and not synced their names. So in the
+        archive each name is synced once, whether or not this process has created it.
+        """
+        base = Path(self._base)
+        for each in reversed([folder, *folder.parents]):
+            is_new = not each.exists()
+            is_unknown = each.is_relative_to(base) and each not in self._durable_folders
+            if is_new:
+                each.mkdir(exist_ok=True)
+            if is_new or is_unknown:
+                # Without permission to read it, the folder above is the operator's.
+                with suppress(PermissionError):
+                    _sync_folder(each.parent)
+            self._durable_folders.add(each)
 
 
 class StoreFile:
@@ -283,9 +301,8 @@ def _reported(operation: str, place: str) -> Iterator[None]:
 
 
 @contextmanager
-def _durable_file(path: Path, base: Path, durable: set[Path]) -> Iterator[Any]:
+def _durable_file(path: Path) -> Iterator[Any]:
     """Give a file for writing; it gets its name when it is synced (rules 1 to 3)."""
-    _make_durable_folder(path.parent, base, durable)
     temporary = path.with_name(path.name + TEMPORARY)
     try:
         with temporary.open("xb") as sink:
@@ -296,26 +313,6 @@ def _durable_file(path: Path, base: Path, durable: set[Path]) -> Iterator[Any]:
         _sync_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _make_durable_folder(folder: Path, base: Path, durable: set[Path]) -> None:
-    """Create a folder and its parents, and sync their names.
-
-    One from `base` on that exists is synced, too, unless it is known to be durable: the process
-    that has created it may have been killed before its sync.
-    """
-    if folder in durable and folder.exists():
-        return
-    for each in reversed((folder, *folder.parents)):
-        is_new = not each.exists()
-        if is_new:
-            each.mkdir(exist_ok=True)
-        elif each in durable or not each.is_relative_to(base):
-            continue
-        # The parent of the archive may belong to another user, who has created the archive.
-        with suppress(PermissionError) if each == base and not is_new else nullcontext():
-            _sync_folder(each.parent)
-        durable.add(each)
 
 
 def _sync_folder(folder: Path) -> None:

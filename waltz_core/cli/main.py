@@ -178,7 +178,7 @@ NOUNS: Mapping[str, NounEntry] = {
                 "status": "show what is archived of each partition, and how far the archive lags",
             },
             "archive.archive_verify": {
-                "verify": "read and verify every file of the archive",
+                "verify": "read and verify every file of the archive, and replace wrong objects",
             },
             "archive.archive_expire": {
                 "expire": "let the log begin later, and delete what is archived before",

@@ -24,6 +24,7 @@ from waltz_core.errors import (
     ChecksumMismatch,
     ObjectMissing,
 )
+from waltz_core.records.checksum import crc32
 
 LATER_MS = 1 << 50
 OTHER = bytes([1] * 16)
@@ -198,6 +199,51 @@ def test_a_file_of_a_later_or_another_owner_stops_the_collection(
     with pytest.raises(BadRequest, match=f"another owner since session 10, found .*9-{origin}"):
         run(store, request(made))
     assert all_files(store) == before
+
+
+def roll_back(store, made, *, to):
+    """Archive in session 10 after the manifest of session 9 with this version."""
+    head = next(name for name in heads_of(store)[to] if f"/{to}-9-" in name)
+    data = ArchiveStore.read(store, head)
+    found = manifest.Manifest.from_bytes(data, head)
+    old = made._replace(last=found.last, chain=found.chain, name=head, file_crc=crc32(data))
+    return archive_in_10(store, old, attempt=0)
+
+
+def archive_in_10(store, made, *, attempt):
+    return upload(store, KEY, job_after(made, attempt=attempt, session_id=10, nonce=OTHER))
+
+
+def test_nothing_is_deleted_after_a_rollback_of_zookeeper(archived):
+    """Backups may list what was recorded before, also when the new versions have passed it."""
+    store, made = archived
+    own = roll_back(store, made, to=4)
+    assert {6, 5} <= set(heads_of(store))
+    for attempt in range(1, 6):
+        before = all_files(store)
+        with pytest.raises(BadRequest, match=r"version 6 after session 9, .* found .*/5-10-.*back"):
+            run(store, request(own, attempt=attempt))
+        with pytest.raises(BadRequest, match="version 6 after session 9"):
+            run(store, request(own, session=11, nonce=NONCE, attempt=0))
+        assert all_files(store) == before
+        own = archive_in_10(store, own, attempt=attempt)
+    # The operator gives up the backups that need them.
+    for name in heads_of(store)[6]:
+        if "/6-9-" in name:
+            store.delete(name)
+    run(store, request(own, attempt=9))
+    assert set(all_files(store)) == listed_files(store, own)
+
+
+def test_failed_attempts_of_several_sessions_are_no_rollback(archived):
+    """Each owner may have written the version after the recorded one, and nothing above it."""
+    store, made = archived
+    for session in (10, 11, 12):
+        upload(store, KEY, job_after(made, attempt=50, session_id=session, nonce=OTHER))
+    own = {"session_id": 13, "nonce": OTHER}
+    last = upload(store, KEY, job_after(made, attempt=0, **own))
+    run(store, request(last, session=13))
+    assert set(all_files(store)) == listed_files(store, last)
 
 
 FAULTS = {

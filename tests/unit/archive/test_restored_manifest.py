@@ -11,6 +11,7 @@ from tests.archived_log import KEY, PARTITION, STAMP, write_archive
 from waltz_core.archive import manifest as manifest_module
 from waltz_core.archive.archive_cache import ArchiveCache
 from waltz_core.archive.archive_check import ArchiveCheck, RecordedArchive
+from waltz_core.archive.file_names import version_of
 from waltz_core.archive.manifest import Manifest
 from waltz_core.archive.pins import is_pinned, pin
 from waltz_core.archive.reader import ArchiveReader
@@ -200,3 +201,13 @@ def test_expired_objects_that_still_exist_are_not_restored_as_available(store, l
     store.write("expired.json", expired.to_bytes())
     saved = SavedManifest.read(store, "expired.json", crc32(expired.to_bytes()))
     assert RestoredRange(store, saved).first == OBJECT
+
+
+@pytest.mark.parametrize(("key", "version"), [(KEY, 10), (NEW_KEY, 5)])
+def test_the_version_is_above_all_of_the_same_cluster(store, log, key, version):
+    """Else the manifests that it wrote after the backup would look like a rollback."""
+    store.write(f"{FOLDER}/manifests/9-8-{NONCE.hex()}-1.json", b"written after the backup")
+    found = RestoredRange(store, saved_of(store, log))
+    made = found.write(key, 9, NONCE, found.end_at(OBJECT - 1))
+    assert Manifest.from_bytes(store.read(made.name), made.name).version == version
+    assert version_of(made.name) == version

@@ -71,7 +71,7 @@ def test_an_object_that_the_recorded_manifest_lists_is_missing(case, capsys):
     assert [each["name"] for each in found["problems"]] == [case.log.manifest.newest[0].name]
     assert found["objects"] == 3
     shown = capsys.readouterr()
-    assert "it does not exist. Hint: restore the file" in shown.out
+    assert "it does not exist. Hint: add --repair" in shown.out
     assert shown.out.endswith(": 1 wrong file\n")
     assert shown.err == ""
 

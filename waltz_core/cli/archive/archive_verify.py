@@ -1,13 +1,17 @@
 """`waltz-core archive verify`: read and verify every file of the archive that is listed.
 
 It needs ZooKeeper and the archive, and neither servers nor storages, except to find the archive's
-URL. It changes nothing, and can be interrupted: it prints where to continue.
+URL. It can be interrupted: it prints where to continue.
+
+With `--repair` the owner of the partition has each wrong object replaced from the log of a storage.
+The request is repeated until that has ended, so it survives that the partition moves. Otherwise
+nothing is changed.
 """
 
 import asyncio
 from collections.abc import Callable
 from functools import partial
-from typing import Final, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import click
 
@@ -16,21 +20,28 @@ from waltz_core.archive.store import ArchiveStore
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.archive.archive_status import archive_url, url_of_storages
 from waltz_core.cli.archive.store_calls import call_store
-from waltz_core.cli.changing import connected
+from waltz_core.cli.changing import audited, connected
 from waltz_core.cli.output import print_error, print_json, print_result
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.cli.verbs import verb
+from waltz_core.client import AsyncWaltzClient
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.errors import BadConfig, ObjectMissing, WaltzError
 from waltz_core.records.record import PartitionId, TransactionId
 
 ResultT = TypeVar("ResultT")
 Show: TypeAlias = Callable[[str], None]
-# Who can repair a file: nothing else has its bytes.
+# Of a file of the manifest, and of an object that no storage can write again.
 ACTION: Final = (
     "restore the file from a copy or an earlier version in the object store, then verify again; "
     "until then do not lower local_retention_bytes and local_retention_ms"
 )
+# Of an object, before storages were requested to replace it.
+REPAIR_ACTION: Final = (
+    "add --repair to replace it from a storage that still has its transactions; otherwise restore "
+    "the file from a copy or an earlier version in the object store"
+)
+PAUSE_S: Final = 0.2
 
 
 @verb
@@ -39,14 +50,20 @@ ACTION: Final = (
 @click.option("--partition", type=int, metavar="P", help="only this partition [default: all]")
 @click.option("--first", type=int, default=0, metavar="ID", help="the first ID [default: 0]")
 @click.option("--last", type=int, metavar="ID", help="the last ID [default: the last archived one]")
+@click.option(
+    "--repair",
+    is_flag=True,
+    help="replace missing and corrupt objects from the logs of storages; needs servers",
+)
 @options.as_json
-async def verify(
+async def verify(  # noqa: PLR0913 - one for each option
     *,
     connect: str,
     archive: str | None,
     partition: int | None,
     first: int,
     last: int | None,
+    repair: bool,
     as_json: bool,
 ) -> int:
     if first < 0 or (last is not None and last < first):
@@ -58,7 +75,8 @@ async def verify(
             raise BadConfig(f"--partition: expected 0 to {count - 1}, found {partition}")
         url = archive or await url_of_storages(coordinator)
         store = await call_store(url, lambda: ArchiveStore(url), lambda: ("opening it", 0))
-        shown: dict[int, dict[str, object]] = {}
+        show = print_error if as_json else print_result
+        shown: dict[int, dict[str, Any]] = {}
         for number in range(count) if partition is None else (partition,):
             check = ArchiveCheck(
                 store,
@@ -67,9 +85,17 @@ async def verify(
                 first=TransactionId(first),
                 last=None if last is None else TransactionId(last),
             )
-            show = print_error if as_json else print_result
-            shown[number] = await _verify(coordinator, PartitionId(number), check, show)
-    wrong = any(each["problems"] for each in shown.values())
+            shown[number] = await _verify(
+                coordinator, PartitionId(number), check, show, repairs=repair
+            )
+        if repair and any(each["problems"] for each in shown.values()):
+            async with audited(coordinator), AsyncWaltzClient.connect(connect) as client:
+                for number, row in shown.items():
+                    for problem in row["problems"]:
+                        await _repair(client, PartitionId(number), problem, show)
+    wrong = any(
+        not problem["is_repaired"] for each in shown.values() for problem in each["problems"]
+    )
     if as_json:
         print_json({"passed": not wrong, "archive": url, "partitions": shown})
     else:
@@ -79,8 +105,10 @@ async def verify(
 
 verify.details = (
     "It reads all objects as a whole: the record checksums, the chain, the pages' checksums, and "
-    "whether they join the chain in ZooKeeper. It changes nothing. Exit code 0: all files are "
-    "right; 1: a file is missing or corrupt, or the archive cannot be read."
+    "whether they join the chain in ZooKeeper. With --repair, a storage that still has all "
+    "transactions of a missing or corrupt object writes it again; otherwise nothing is changed. "
+    "Exit code 0: all files are right, or were replaced; 1: a file is missing or corrupt, or the "
+    "archive cannot be read."
 )
 
 
@@ -96,8 +124,13 @@ async def recorded_archive(
 
 
 async def _verify(
-    coordinator: Coordinator, partition_id: PartitionId, check: ArchiveCheck, show: Show
-) -> dict[str, object]:
+    coordinator: Coordinator,
+    partition_id: PartitionId,
+    check: ArchiveCheck,
+    show: Show,
+    *,
+    repairs: bool = False,
+) -> dict[str, Any]:
     """Verify one partition, and show its problems as they are found; return the summary."""
     recorded = await recorded_archive(coordinator, partition_id)
     if recorded is None:
@@ -105,7 +138,7 @@ async def _verify(
         return {"last": None, "objects": 0, "bytes": 0, "problems": []}
     try:
         with ProgressLine() as line:
-            await _Check(coordinator, partition_id, check, show).run(recorded, line)
+            await _Check(coordinator, partition_id, check, show, repairs).run(recorded, line)
     except BaseException as error:
         check.stop()
         if isinstance(error, WaltzError | asyncio.CancelledError):
@@ -123,8 +156,41 @@ async def _verify(
         "last": check.next_id - 1,
         "objects": check.object_count,
         "bytes": check.byte_count,
-        "problems": [{**each._asdict(), "action": ACTION} for each in check.found],
+        "problems": [
+            {**each._asdict(), "is_repaired": False, "action": _action(each, repairs=repairs)}
+            for each in check.found
+        ],
     }
+
+
+def _action(wrong: WrongFile, *, repairs: bool) -> str:
+    return REPAIR_ACTION if wrong.is_object and not repairs else ACTION
+
+
+async def _repair(
+    client: AsyncWaltzClient, partition_id: PartitionId, problem: dict[str, Any], show: Show
+) -> None:
+    """Have an object replaced; print the outcome, and add it to the problem."""
+    what = f"partition {partition_id}: {problem['name']}"
+    if not problem["is_object"]:
+        show(f"{what}: not repaired: storages cannot write it again. Hint: {ACTION}.")
+        return
+    listed = (problem["name"], problem["first"], problem["last"])
+    while True:
+        answer = await client.requests.replace_object(partition_id, *listed)
+        if answer.is_ended:
+            break
+        await asyncio.sleep(PAUSE_S)  # the owner does not notify its clients
+    if answer.is_replaced:
+        problem.update(is_repaired=True, repaired_by=answer.storage, action="")
+        done = f"repaired by storage {answer.storage}" if answer.storage else "was replaced before"
+        show(f"{what}: {done}")
+        return
+    problem["failures"] = list(answer.failures)
+    show(
+        f"{what}: not repaired: no storage has written the IDs {problem['first']}.."
+        f"{problem['last']} again: {'; '.join(answer.failures)}. Hint: {ACTION}."
+    )
 
 
 class _Check(NamedTuple):
@@ -134,6 +200,7 @@ class _Check(NamedTuple):
     partition_id: PartitionId
     check: ArchiveCheck
     show: Show
+    repairs: bool
 
     async def run(self, recorded: RecordedArchive, line: ProgressLine) -> None:
         """Check file after file; follow a manifest that is replaced (rule 4 of the check)."""
@@ -166,7 +233,6 @@ class _Check(NamedTuple):
         return await call_store(self.check.store_url, call, lambda: self.check.activity)
 
     def _show_problem(self, wrong: WrongFile) -> None:
-        self.show(
-            f"partition {self.partition_id}, IDs {wrong.first}..{wrong.last}: {wrong.name}: "
-            f"{wrong.problem}. Hint: {ACTION}."
-        )
+        where = f"partition {self.partition_id}, IDs {wrong.first}..{wrong.last}"
+        hint = "" if self.repairs else f" Hint: {_action(wrong, repairs=False)}."
+        self.show(f"{where}: {wrong.name}: {wrong.problem}.{hint}")

@@ -12,15 +12,22 @@ from typing import Final, NamedTuple
 
 from waltz_core.archive.upload_job import BatchRun
 from waltz_core.errors import BadRequest
-from waltz_core.records.record import BEFORE_FIRST, RECONSTRUCTED, Chain, TransactionId
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    GENESIS_CHAIN,
+    RECONSTRUCTED,
+    Chain,
+    TransactionId,
+)
 from waltz_core.storage.files.format import Marker
 from waltz_core.storage.log.partition_log import PartitionLog
 
-PIECE_BYTES_MAX: Final = 1024 * 1024
+# Half of what a reader may request at once. Finding the batches of a piece takes about 1 ms of CPU.
+PIECE_BYTES_MAX: Final = 4 * 1024 * 1024
 
 
 class ArchivePiece(NamedTuple):
-    """Read batches of first..last. The log must have `chain_before` before them.
+    """Read batches of first..last. The log must have `chain_before` before them, unless None.
 
     Without `bytes_min` bytes in the whole range, nothing is read unless the oldest batch is
     `age_ms_min` old; 0 for a range that has begun.
@@ -28,7 +35,7 @@ class ArchivePiece(NamedTuple):
 
     first: TransactionId
     last: TransactionId
-    chain_before: Chain
+    chain_before: Chain | None
     bytes_min: int = 0
     age_ms_min: int = 0
 
@@ -50,12 +57,14 @@ NOT_KNOWN: Final = Unarchived()
 class ArchiveRead(NamedTuple):
     """The batches of a piece; None if there is too little, or no whole one in the range.
 
-    `is_last`: the range ends with them. `unarchived` belongs to the first piece of an attempt.
+    `is_last`: the range ends with them. `chain_before` is the log's chain before them. `unarchived`
+    belongs to the first piece of an attempt.
     """
 
     run: BatchRun | None = None
     is_last: bool = True
     error: str = ""
+    chain_before: Chain = GENESIS_CHAIN
     unarchived: Unarchived = NOT_KNOWN
 
 
@@ -91,9 +100,10 @@ def read_for_archive(log: PartitionLog, piece: ArchivePiece) -> ArchiveRead:
         return ArchiveRead()
     read = log.read_range(piece.first, last, PIECE_BYTES_MAX, whole_batches=True)
     where = f"partition {log.partition_id}: batches from {piece.first} on"
-    if read.chain_before != piece.chain_before:
+    expected = read.chain_before if piece.chain_before is None else piece.chain_before
+    if read.chain_before != expected:
         raise BadRequest(
-            f"{where}: expected the chain {piece.chain_before.hex()} before them, "
+            f"{where}: expected the chain {expected.hex()} before them, "
             f"found {read.chain_before.hex()}"
         )
     if any(each.session_id == RECONSTRUCTED for each in read.entries):
@@ -108,7 +118,9 @@ def read_for_archive(log: PartitionLog, piece: ArchivePiece) -> ArchiveRead:
     if end > last:
         return ArchiveRead(unarchived=unarchived)
     run = BatchRun(read.records, read.lengths, read.entries)
-    return ArchiveRead(run, is_last=end == last, unarchived=unarchived)
+    return ArchiveRead(
+        run, is_last=end == last, chain_before=read.chain_before, unarchived=unarchived
+    )
 
 
 def retain(log: PartitionLog, piece: RetentionPiece) -> LogSize:

@@ -1,6 +1,7 @@
 """Work on the archive that owners have requested: uploads, expiry and collection of garbage.
 
-A range is read in pieces, then uploaded. `service.py` runs the pieces in the partition's lane, and
+A range is read in pieces, then uploaded; so is an object that replaces another one, which must have
+the whole range of that one. `service.py` runs the pieces in the partition's lane, and
 starts the changes of the archive, which block on a thread of their own.
 
 Rules (docs/decisions/047):
@@ -26,12 +27,13 @@ from waltz_core.archive.upload_job import (
     ExpiryJob,
     ExpiryOutcome,
     NewManifest,
+    ReplacedObject,
     UploadJob,
     UploadOutcome,
 )
 from waltz_core.errors import BadRequest, WaltzError
 from waltz_core.machine import Report
-from waltz_core.records.record import Chain, PartitionId, SessionId, TransactionId
+from waltz_core.records.record import GENESIS_CHAIN, Chain, PartitionId, SessionId, TransactionId
 from waltz_core.storage.log.archive_pieces import NOT_KNOWN, ArchivePiece, ArchiveRead, Unarchived
 from waltz_core.storage.service.service_effects import (
     CollectFiles,
@@ -50,12 +52,14 @@ from waltz_core.wire.messages import (
     GarbageCollected,
     ObjectsExpired,
     RangeArchived,
+    ReplaceObject,
 )
 
 ERROR_CHARACTERS_MAX: Final = 1_000
 PROGRESS_INTERVAL_MS: Final = 10_000
 STALLED_MS: Final = 60_000
-ArchiveRequest: TypeAlias = ArchiveRange | CollectGarbage | ExpireObjects
+RangeToWrite: TypeAlias = ArchiveRange | ReplaceObject
+ArchiveRequest: TypeAlias = RangeToWrite | CollectGarbage | ExpireObjects
 _Run: TypeAlias = UploadJob | CollectionJob | ExpiryJob
 
 
@@ -79,6 +83,7 @@ class _Job:
     nonce: bytes
     message: ArchiveRequest
     runs: list[BatchRun] = field(default_factory=list)
+    chain_before: Chain = GENESIS_CHAIN  # before the first of them
     piece: ArchivePiece | None = None  # that is being read
     unarchived: Unarchived = NOT_KNOWN
 
@@ -159,7 +164,7 @@ class ArchiveJobs:
         """Take a request; raises BadRequest if it cannot be carried out (rule 1)."""
         if self._limits is None:
             raise BadRequest("this storage has no archive configured")
-        if isinstance(message, ArchiveRange) and not 0 <= message.first <= message.last:
+        if isinstance(message, RangeToWrite) and not 0 <= message.first <= message.last:
             raise BadRequest(
                 f"partition {message.partition_id}: expected a range to archive, found "
                 f"{message.first}..{message.last}"
@@ -201,7 +206,10 @@ class ArchiveJobs:
             end = job.runs[-1].batches[-1]
             first, chain = TransactionId(end.last + 1), end.chain
             return ArchivePiece(first, TransactionId(message.last), chain)
-        assert isinstance(message, ArchiveRange)
+        assert isinstance(message, RangeToWrite)
+        if isinstance(message, ReplaceObject):
+            # The chain at the end of the object covers the one before it.
+            return ArchivePiece(TransactionId(message.first), TransactionId(message.last), None)
         return ArchivePiece(
             TransactionId(message.first),
             TransactionId(message.last),
@@ -221,21 +229,27 @@ class ArchiveJobs:
         if job is None or job.piece is not piece:
             return []  # Its job was forgotten.
         assert self._limits is not None
-        assert isinstance(job.message, ArchiveRange)
+        message, error = job.message, read.error
+        assert isinstance(message, RangeToWrite)
         job.piece = None
         if not job.runs:
             job.unarchived = read.unarchived
         if read.run is not None:
+            if not job.runs:
+                job.chain_before = read.chain_before
             job.runs.append(read.run)
             if self._limits.bytes_per_s:
                 pause_ms = len(read.run.records) * 1_000 // self._limits.bytes_per_s
                 self._read_at_ms = now_ms + pause_ms
-            if not read.is_last and job.read_bytes < self._limits.object_bytes:
+            is_full = job.read_bytes >= self._limits.object_bytes
+            if not read.is_last and (not is_full or isinstance(message, ReplaceObject)):
                 return self.progressed(now_ms)
         self._reading = None
-        if read.error or not job.runs:
-            return _range_ended(job, job.message, None, read.error)
-        upload = _upload_job(job, job.message)
+        if isinstance(message, ReplaceObject) and not error:
+            error = _incomplete(job, message)
+        if error or not job.runs:
+            return _range_ended(job, message, None, error)
+        upload = _upload_job(job, message)
         self._run(upload, job, now_ms)
         return [UploadRange(upload)]
 
@@ -259,7 +273,7 @@ class ArchiveJobs:
         effects = self.progressed(now_ms)
         if job is None:
             return effects
-        assert isinstance(job.message, ArchiveRange)
+        assert isinstance(job.message, RangeToWrite)
         if isinstance(outcome, WaltzError):
             return effects + _range_ended(job, job.message, None, str(outcome))
         return effects + _range_ended(job, job.message, outcome)
@@ -351,17 +365,33 @@ class ArchiveJobs:
             self._running_for = None
 
 
-def _upload_job(job: _Job, message: ArchiveRange) -> UploadJob:
+def _incomplete(job: _Job, message: ReplaceObject) -> str:
+    """Return why the batches that were read are not all of an object; empty if they are."""
+    last = job.runs[-1].batches[-1].last if job.runs else message.first - 1
+    if last == message.last:
+        return ""
+    return (
+        f"partition {message.partition_id}: expected whole batches with the IDs "
+        f"{message.first}..{message.last}, found them up to {last}"
+    )
+
+
+def _upload_job(job: _Job, message: RangeToWrite) -> UploadJob:
+    replaces = None
+    if isinstance(message, ReplaceObject):
+        archived = TransactionId(message.archived)
+        replaces = ReplacedObject(message.object, archived, Chain(message.chain))
     return UploadJob(
         job.partition_id,
         SessionId(message.session_id),
         job.nonce,
         message.attempt,
         TransactionId(message.first),
-        Chain(message.chain_before),
+        job.chain_before,
         message.manifest,
         message.manifest_crc,
         tuple(job.runs),
+        replaces,
     )
 
 
@@ -393,17 +423,23 @@ def _recorded(job: _Job, message: CollectGarbage | ExpireObjects) -> RecordedMan
 
 
 def _range_ended(
-    job: _Job, message: ArchiveRange, made: NewManifest | None, error: str = ""
+    job: _Job, message: RangeToWrite, made: NewManifest | None, error: str = ""
 ) -> list[Effect]:
     """Return the report and the notification of a result; without a manifest, of none."""
     effects: list[Effect] = []
     partition = ("partition", message.partition_id)
-    if error:
-        fields = (partition, ("error", error[:ERROR_CHARACTERS_MAX]))
-        effects.append(Report("storage.archive_failed", fields))
+    failure = (partition, ("error", error[:ERROR_CHARACTERS_MAX]))
+    if error and isinstance(message, ReplaceObject):
+        effects.append(Report("storage.replacement_failed", failure))
+    elif error:
+        effects.append(Report("storage.archive_failed", failure))
     if made is None:
-        before = TransactionId(message.first - 1)
-        made = NewManifest(before, Chain(message.chain_before), 0, "", 0)
+        made = NewManifest(*_present_end(message), 0, "", 0)
+    elif isinstance(message, ReplaceObject):
+        if made.name:
+            effects.append(
+                Report("storage.object_replaced", (partition, ("object", message.object)))
+            )
     else:
         effects.append(Report("storage.range_archived", (partition, ("last", made.last))))
     notice = RangeArchived(
@@ -418,6 +454,13 @@ def _range_ended(
         *job.unarchived,
     )
     return [SendStorageMessage(job.connection, notice), *effects]
+
+
+def _present_end(message: RangeToWrite) -> tuple[TransactionId, Chain]:
+    """Return where the recorded manifest ends."""
+    if isinstance(message, ReplaceObject):
+        return TransactionId(message.archived), Chain(message.chain)
+    return TransactionId(message.first - 1), Chain(message.chain_before)
 
 
 def _prefix(job: _Job) -> tuple[int, int, int]:
