@@ -36,17 +36,23 @@ def batches_from(first, *, sizes, chain=GENESIS_CHAIN, seed=0, stamp=STAMP):
     return records, lineage
 
 
+def pieces_of(records, lineage, rows):
+    """Yield the records in pieces of so many rows."""
+    for start in range(0, len(records), rows):
+        part = records[start : start + rows]
+        low, high = lineage[0].first + start, lineage[0].first + start + len(part) - 1
+        inside = [each for each in lineage if each.first <= high and each.last >= low]
+        yield Piece(b"".join(part), np.array([len(each) for each in part]), inside)
+
+
 def object_of(records, lineage, *, rows=10, chain_before=GENESIS_CHAIN, **changes):
     """Return the bytes of an object with row groups of so many rows."""
     first = lineage[0].first
     facts = ObjectFacts(KEY, PARTITION, first, lineage[-1].last, chain_before, lineage[-1].chain)
     sink = io.BytesIO()
     writer = ObjectWriter(sink, facts._replace(**changes))
-    for start in range(0, len(records), rows):
-        part = records[start : start + rows]
-        low, high = first + start, first + start + len(part) - 1
-        inside = [each for each in lineage if each.first <= high and each.last >= low]
-        writer.add(Piece(b"".join(part), np.array([len(each) for each in part]), inside))
+    for piece in pieces_of(records, lineage, rows):
+        writer.add([piece])
     writer.close()
     return sink.getvalue()
 

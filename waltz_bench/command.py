@@ -62,7 +62,7 @@ LOAD: dict[str, tuple[type, int | float | None, str]] = {
     "--mib": (
         int,
         None,
-        "MiB of data: storage-append and archive, storage-open [default: 1024, 10240]",
+        "MiB of data [default: 1024; for storage-open 10240]",
     ),
     "--segments": (int, 1, "storage-open: minimum number of segments"),
     "--writers": (int, 1, "test-producers: number of writers"),

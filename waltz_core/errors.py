@@ -27,7 +27,7 @@ Rules:
        operator does; docs/reference/errors.md shows both.
 """
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 
 class WaltzError(Exception):
@@ -411,6 +411,10 @@ class ObjectMissing(Damaged):
     """
 
     code = 70
+
+
+# A file of the archive is missing or corrupt.
+ARCHIVE_DAMAGE: Final = (ObjectMissing, BadFormat, ChecksumMismatch)
 
 
 class ProtocolError(WaltzError):

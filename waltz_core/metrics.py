@@ -130,7 +130,7 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
         "server_feed_lag_transactions",
         _GAUGE,
         _ONE,
-        "Committed transactions that the slowest feed has not been sent yet; 0 without a feed.",
+        "Committed transactions that were not sent to the slowest feed yet; 0 without a feed.",
     ),
     (
         "server_engaged_replicas",
@@ -142,7 +142,7 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
         "server_replica_wait_seconds",
         _GAUGE,
         _REPLICA,
-        "Time for which a replica has owed an answer; 0 if that is less than a second.",
+        "Age of the oldest unanswered request to a replica; 0 if it is less than a second.",
     ),
     (
         "server_false_rejections_ratio",
@@ -291,7 +291,7 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
         "storage_running_upload_seconds",
         _GAUGE,
         (),
-        "Age of the upload to the archive, or the collection in it, that is running; else 0.",
+        "Age of the running upload to the archive, or of the running collection; 0 if none runs.",
     ),
     (
         "storage_collected_files_total",
@@ -309,7 +309,7 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
         "storage_archive_read_bytes_total",
         _COUNTER,
         _ONE,
-        "Bytes of records and headers that this storage has answered from the archive.",
+        "Bytes of records and headers that this storage has returned from the archive.",
     ),
     (
         "storage_failed_archive_reads_total",

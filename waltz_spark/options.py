@@ -134,7 +134,7 @@ def check_names(options: Mapping[str, str]) -> None:
             continue
         if key == "paths":  # Spark's own name for load() of a list
             raise BadConfig(
-                "load(): expected one connect string, found several; a read is of one cluster"
+                "load(): expected one connect string, found several: a read is from one cluster"
             )
         if key.lower() in _KAFKA_OPTIONS:
             raise BadConfig(

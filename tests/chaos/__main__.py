@@ -17,11 +17,20 @@ from collections import Counter
 from pathlib import Path
 from random import SystemRandom
 
+from tests.chaos.archived import EVENTS
 from tests.chaos.network import ROOT
 from tests.chaos.round import Outcome, play
 from tests.chaos.schedule import draw
 
 ROUND_S = 60.0
+KILLS_MIN = 20
+ARCHIVE = {
+    *EVENTS,
+    "collected files of failed attempts",
+    "files in the archive",
+    "objects",
+    *(f"killed: {kind}" for kind in ("server", "storage", "store")),
+}
 SHOWN_MAX = 10
 
 
@@ -44,6 +53,7 @@ def main() -> int:
         "--round-s", type=float, default=ROUND_S, help=f"faults last so long; default {ROUND_S:.0f}"
     )
     parser.add_argument("--processes-only", action="store_true", help="as without root")
+    parser.add_argument("--archive", action="store_true", help="all rounds have an archive")
     parser.add_argument("--keep", action="store_true", help="the logs of good rounds, too")
     parser.add_argument("--report", type=Path, default=ROOT / "build" / "chaos-report.md")
     parser.add_argument("--directory", type=Path, default=ROOT / "build" / "chaos")
@@ -56,7 +66,8 @@ def main() -> int:
         if arguments.rounds is not None
         else not outcomes or time.monotonic() < deadline_s
     ):
-        schedule = draw(first + len(outcomes), arguments.round_s)
+        seed = first + len(outcomes)
+        schedule = draw(seed, arguments.round_s, archives=arguments.archive)
         where = arguments.directory / str(schedule.seed)
         shutil.rmtree(where, ignore_errors=True)
         say(f"seed {schedule.seed}: {schedule.world}")
@@ -70,13 +81,25 @@ def main() -> int:
     wrong = [each.schedule.seed for each in outcomes if each.wrong]
     verdict = f"seeds with something wrong: {wrong}" if wrong else "nothing wrong"
     say(f"chaos: {len(outcomes)} rounds, {verdict}; {arguments.report}")
-    return 1 if wrong else 0
+    if missed := _missed(outcomes):
+        say(f"chaos: in all rounds together there were no {', '.join(missed)}")
+    return 1 if wrong or missed else 0
+
+
+def _missed(outcomes: list[Outcome]) -> list[str]:
+    """Return what the kills of many rounds should have caused, and have not."""
+    counts = sum((each.counts for each in outcomes), Counter[str]())
+    if counts["killed: store"] < KILLS_MIN or counts["killed: storage"] < KILLS_MIN:
+        return []
+    expected = ("failed uploads", "failed attempts", "collected files of failed attempts")
+    return [what for what in expected if not counts[what]]
 
 
 def _again(outcome: Outcome, arguments: argparse.Namespace) -> str:
     """Return the command that plays the same schedule."""
     more = [f"--round-s {arguments.round_s:g}"] if arguments.round_s != ROUND_S else []
     more += ["--processes-only"] if arguments.processes_only else []
+    more += ["--archive"] if arguments.archive else []
     words = f"make chaos SEED={outcome.schedule.seed} ROUNDS=1"
     return f"{words} ARGS='{' '.join(more)}'" if more else words
 
@@ -92,6 +115,9 @@ def _report(outcome: Outcome, again: str, where: Path) -> None:
         f"{outcome.zookeeper_s:.1f} s, all clients write again {outcome.recovered_s:.1f} s later, "
         f"all replicas are engaged after {outcome.whole_s:.1f} s, longest gap {outcome.gap_s:.1f} s"
     )
+    if outcome.schedule.world.stores:
+        found = "; ".join(f"{what} {counts[what]:,}" for what in sorted(counts) if what in ARCHIVE)
+        say(f"  {found}")
     for wrong in outcome.wrong[:SHOWN_MAX]:
         say(f"  WRONG: {wrong}")
     if outcome.wrong:

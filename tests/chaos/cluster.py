@@ -9,6 +9,8 @@ Rules:
     2. A member that ends by itself is a finding, unless a fault has ended it (`ended`). One
        that has found no ZooKeeper at its start is started again, as by any supervisor.
     3. On a machine of its own a storage has a small file system of its own, which can be full.
+    4. With a store the cluster archives to S3 over HTTP, and each storage keeps little locally.
+       Only the process in front of the bucket is a member: what S3 has acknowledged is not lost.
 """
 
 import contextlib
@@ -20,8 +22,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from tests.chaos import object_store
 from tests.chaos.network import Machine, Network, environment
 from tests.commands import run_command
 from tests.patience import HANG_S, slowness
@@ -32,7 +35,7 @@ from waltz_core.config.connect_string import ConnectString
 from waltz_core.errors import WaltzError
 from waltz_core.local.zookeeper_process import EnsemblePeer, write_node_number, zookeeper_config
 
-CLIENT_PORTS = {"zookeeper": 2181, "storage": 15280, "server": 15180}
+CLIENT_PORTS = {"store": object_store.PORT, "zookeeper": 2181, "storage": 15280, "server": 15180}
 ADMIN_PORT, HTTP_PORT, QUORUM_PORT, ELECTION_PORT = 15281, 15480, 2888, 3888
 OPERATOR = "operator"
 SESSION_MS = 2_000
@@ -57,6 +60,24 @@ SETTINGS: dict[str, dict[str, object]] = {
         "reserve_bytes": RESERVE_BYTES,
     },
 }
+SEGMENT_BYTES, RETENTION_BYTES = 16 * 1024, 128 * 1024
+# With an archive (rule 4) all is small, so that uploads and removals never pause.
+ARCHIVE_SETTINGS: dict[str, dict[str, object]] = {
+    "server": {"archive_interval_ms": 200},
+    "storage": {
+        "segment_bytes_max": SEGMENT_BYTES,
+        "archive_object_bytes": 2 * SEGMENT_BYTES,
+        "archive_age_ms": 1_000,
+        "local_retention_bytes": RETENTION_BYTES,
+    },
+}
+
+
+class LocalLog(NamedTuple):
+    """What a storage has of a partition: the first ID of its oldest segment, and all records."""
+
+    first: int
+    records: bytes
 
 
 @dataclass(frozen=True)
@@ -68,6 +89,7 @@ class World:
     servers: int = 2
     clients: int = 1
     partitions: int = 4
+    stores: int = 0  # 1: it archives (rule 4)
 
     def names(self, kind: str) -> list[str]:
         """Return the members of a kind."""
@@ -92,7 +114,7 @@ class Member:
 
     @property
     def kind(self) -> str:
-        """Return "zookeeper", "storage" or "server"."""
+        """Return "store", "zookeeper", "storage" or "server"."""
         return self.name.split("-")[0]
 
     @property
@@ -115,6 +137,7 @@ class ChaosCluster:
     network: Network
     members: dict[str, Member] = field(default_factory=dict)
     ended: list[str] = field(default_factory=list)  # rule 2
+    _bucket: "subprocess.Popen[str] | None" = None
 
     def __post_init__(self) -> None:
         for name in self.world.members:
@@ -138,7 +161,9 @@ class ChaosCluster:
         self.directory.mkdir(parents=True, exist_ok=True)
         for name in self.world.names("storage"):
             self._make_disk(self.members[name])
-        for name in self.world.names("zookeeper"):
+        for name in self.world.names("store"):
+            self._start_bucket(self.members[name].machine)
+        for name in (*self.world.names("store"), *self.world.names("zookeeper")):
             self.start(name)
         self._create()
         for name in (*self.world.names("storage"), *self.world.names("server")):
@@ -161,6 +186,9 @@ class ChaosCluster:
             if member.child is not None:
                 member.child.kill()
                 member.child.wait()
+        if self._bucket is not None:
+            self._bucket.kill()
+            self._bucket.communicate()
 
     def start(self, name: str) -> None:
         """Start a member unless it runs."""
@@ -168,16 +196,14 @@ class ChaosCluster:
         member = self.members[name]
         if member.runs:
             return
-        config = self._write_config(member)
-        words = (sys.executable, "-m", "waltz_core", member.kind, "run", "--config", str(config))
         with self.log_path(name).open("ab") as log:
             member.log_start = log.tell()
             member.child = subprocess.Popen(
-                member.machine.command(*words),
+                member.machine.command(sys.executable, "-m", *self._words(member)),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=environment(),
+                env=self._environment(),
                 preexec_fn=die_with_parent,  # noqa: PLW1509 - rule 1
             )
         member.is_frozen, member.is_wanted = False, True
@@ -223,6 +249,64 @@ class ChaosCluster:
                     code = member.child.returncode
                     self.ended.append(f"{member.name} ended by itself, with {code}: {last}")
 
+    # ---- the archive
+
+    @property
+    def archive_url(self) -> str:
+        """Return the URL of the archive (rule 4)."""
+        (store,) = self.world.names("store")
+        return object_store.url_at(self.members[store].machine.address)
+
+    def order_bucket(self, order: str) -> int:
+        """Have the bucket carry out an order; return its answer."""
+        assert self._bucket is not None
+        assert self._bucket.stdin is not None
+        assert self._bucket.stdout is not None
+        self._bucket.stdin.write(order + "\n")
+        self._bucket.stdin.flush()
+        return int(self._bucket.stdout.readline())
+
+    def verify_archive(self) -> dict[str, Any]:
+        """Return what `waltz-core archive verify --json` prints.
+
+        It runs in a process of its own: the threads of pyarrow's client stay in the network in
+        which they were started.
+        """
+        words = (
+            "archive",
+            "verify",
+            "--connect",
+            self.connect,
+            "--archive",
+            self.archive_url,
+            "--json",
+        )
+        done = subprocess.run(
+            self.operator.command(sys.executable, "-m", "waltz_core", *words),
+            capture_output=True,
+            text=True,
+            check=False,
+            env=self._environment(),
+            timeout=HANG_S,
+        )
+        assert done.stdout, done.stderr
+        return dict(json.loads(done.stdout))
+
+    def _start_bucket(self, machine: Machine) -> None:
+        words = ("-m", "tests.chaos.object_store", "bucket", machine.address)
+        with (self.directory / "bucket.log").open("ab") as log:
+            self._bucket = subprocess.Popen(
+                machine.command(sys.executable, *words),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=environment(),
+                preexec_fn=die_with_parent,  # noqa: PLW1509 - rule 1
+            )
+        assert self._bucket.stdout is not None
+        assert self._bucket.stdout.readline() == "ready\n", "the bucket does not start"
+
     # ---- disks
 
     def _make_disk(self, member: Member) -> None:
@@ -250,14 +334,15 @@ class ChaosCluster:
         member = self.members[name]
         return member.machine.path(self._data(member))
 
-    def records(self, name: str) -> dict[int, bytes]:
+    def records(self, name: str) -> dict[int, LocalLog]:
         """Return the records of each partition as they lie on a storage's disk."""
-        found: dict[int, bytes] = {}
+        found: dict[int, LocalLog] = {}
         for directory in sorted(self.files(name).iterdir()):
             if directory.name.isdigit():
                 segments = sorted(directory.glob("*.seg"))
-                found[int(directory.name)] = b"".join(
-                    each.read_bytes()[SEGMENT_HEADER_BYTES:] for each in segments
+                found[int(directory.name)] = LocalLog(
+                    int(segments[0].stem) if segments else 0,
+                    b"".join(each.read_bytes()[SEGMENT_HEADER_BYTES:] for each in segments),
                 )
         return found
 
@@ -289,14 +374,28 @@ class ChaosCluster:
         return {int(each): names.get(part["server"], "") for each, part in partitions.items()}
 
     def is_whole(self) -> bool:
-        """Return whether every replica is engaged, and all hold the same records."""
+        """Return whether every replica is engaged, and all hold the same records.
+
+        Those of a cluster with an archive have removed some, not all the same ones.
+        """
         view = self.shown()
         if any(
             set(each["engaged"]) != set(view["storages"]) for each in view["partitions"].values()
         ):
             return False
-        first, *others = [self.records(name) for name in self.world.names("storage")]
-        return any(first.values()) and all(other == first for other in others)
+        try:
+            found = [self.records(name) for name in self.world.names("storage")]
+        except FileNotFoundError:  # a segment is removed now
+            return False
+        return any(each.records for each in found[0].values()) and all(
+            self._are_equal([logs[partition] for logs in found]) for partition in found[0]
+        )
+
+    def _are_equal(self, logs: list[LocalLog]) -> bool:
+        longest = min(logs)
+        if not self.world.stores:
+            return all(each == longest for each in logs)
+        return all(each.records and longest.records.endswith(each.records) for each in logs)
 
     def log_path(self, name: str) -> Path:
         """Return the log of a member."""
@@ -330,6 +429,16 @@ class ChaosCluster:
             *("--if-absent", "--timeout-s", str(HANG_S)),
         )
 
+    def _environment(self) -> dict[str, str]:
+        """Return the environment of a daemon: the credentials of the archive are there."""
+        return environment() | (object_store.CREDENTIALS if self.world.stores else {})
+
+    def _words(self, member: Member) -> tuple[str, ...]:
+        """Return the module that runs a member, and its arguments."""
+        if member.kind == "store":
+            return ("tests.chaos.object_store", "front", member.machine.address)
+        return ("waltz_core", member.kind, "run", "--config", str(self._write_config(member)))
+
     def _write_config(self, member: Member) -> Path:
         suffix = "cfg" if member.kind == "zookeeper" else "toml"
         where = self.directory.absolute() / f"{member.name}.{suffix}"
@@ -346,6 +455,9 @@ class ChaosCluster:
         }
         if member.kind == "storage":
             values |= {"directory": str(self._data(member)), "admin_port": ADMIN_PORT}
+        if self.world.stores:
+            values |= ARCHIVE_SETTINGS[member.kind]
+            values |= {"archive_url": self.archive_url} if member.kind == "storage" else {}
         where.write_text(render_toml(member.kind, values), encoding="utf-8")
         return where
 

@@ -24,6 +24,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from tests.chaos.client import BATCH_ROWS, FED, PENDING_MAX
 from tests.fault.load import four_writers
 from waltz_core.client import WaltzClient
@@ -115,6 +117,9 @@ class Log:
 
     entries: list[Any] = field(default_factory=list)  # four_writers.Entry
     sessions: dict[int, list[int]] = field(default_factory=dict)  # partition -> first ids
+    records: dict[int, bytearray] = field(default_factory=dict)  # partition -> all, from ID 0 on
+    # partition -> where the record of each ID begins; the last one is where they end
+    offsets: dict[int, list[int]] = field(default_factory=dict)
 
     def last(self, partition: int) -> int:
         """Return the last id of a partition."""
@@ -126,9 +131,13 @@ def read_log(client: WaltzClient) -> Log:
     log = Log()
     for partition, last in sorted(client.high_water_marks(linearizable=True).items()):
         firsts = log.sessions.setdefault(int(partition), [])
+        records = log.records.setdefault(int(partition), bytearray())
+        offsets = log.offsets.setdefault(int(partition), [0])
         session = None
         for chunk in client.read_range(partition, 0, last):
             log.entries += four_writers._entries(partition, bytes(chunk.records))
+            records += chunk.records
+            offsets += (offsets[-1] + np.cumsum(chunk.lengths)).tolist()
             for entry in chunk.lineage:
                 if entry.session_id != session:
                     session = entry.session_id

@@ -48,10 +48,12 @@ class Schedule:
 Draw = Callable[[random.Random, World, float], Fault]
 
 
-def draw(seed: int, round_s: float) -> Schedule:
+def draw(seed: int, round_s: float, *, archives: bool = False) -> Schedule:
     """Draw the schedule of a seed for a round of some length.
 
     Each seed has some kinds of faults only: what happens every time hides what happens seldom.
+    Every second one has an archive, and `archives` gives it to all. Where there is one, most faults
+    are kills of the processes that take part.
     """
     chance = random.Random(seed)
     world = World(
@@ -59,12 +61,18 @@ def draw(seed: int, round_s: float) -> Schedule:
         storages=chance.choice((3, 3, 3, 5)),
         servers=chance.choice((2, 3)),
         clients=3,
+        stores=int(archives or seed % 2 == 1),
     )
-    kinds = chance.sample(list(KINDS), chance.randrange(KINDS_MIN, len(KINDS) + 1))
+    kinds = [
+        KINDS[each]
+        for each in chance.sample(list(KINDS), chance.randrange(KINDS_MIN, len(KINDS) + 1))
+    ]
+    if world.stores:
+        kinds = [*kinds[:KINDS_MIN], *ARCHIVE_KINDS * 2]
     faults = []
     at_s = FIRST_S
     while at_s < round_s:
-        faults.append(KINDS[chance.choice(kinds)](chance, world, round(at_s, 2)))
+        faults.append(chance.choice(kinds)(chance, world, round(at_s, 2)))
         at_s += chance.expovariate(1 / CALM_BETWEEN_S)
     return Schedule(seed, world, tuple(faults))
 
@@ -79,7 +87,8 @@ def _lasting(chance: random.Random) -> float:
 
 
 def _daemon(chance: random.Random, world: World) -> str:
-    kind = chance.choice(("server", "storage", "server", "storage", "zookeeper"))
+    kinds = ["server", "storage", "server", "storage", "zookeeper"]
+    kind = chance.choice(kinds + ["store"] * world.stores)
     return chance.choice(world.names(kind))
 
 
@@ -96,6 +105,18 @@ def _kill_many(chance: random.Random, world: World, at_s: float) -> Fault:
 
 def _kill_client(chance: random.Random, world: World, at_s: float) -> Fault:
     return Fault(at_s, _lasting(chance), "kill", (chance.choice(world.names("client")),))
+
+
+def _kill_storage(chance: random.Random, world: World, at_s: float) -> Fault:
+    return Fault(at_s, _lasting(chance), "kill", (chance.choice(world.names("storage")),))
+
+
+def _kill_owner(chance: random.Random, world: World, at_s: float) -> Fault:
+    return Fault(at_s, _lasting(chance), "kill", (chance.choice(world.names("server")),))
+
+
+def _kill_store(chance: random.Random, world: World, at_s: float) -> Fault:
+    return Fault(at_s, _lasting(chance), "kill", tuple(world.names("store")))
 
 
 def _stop(chance: random.Random, world: World, at_s: float) -> Fault:
@@ -122,7 +143,7 @@ def _cut(chance: random.Random, world: World, at_s: float) -> Fault:
     near = chance.choice(("server", "server", "server", "storage", "client"))
     far = {
         "server": chance.choice(("storage", "storage", "zookeeper", "server", "client")),
-        "storage": "zookeeper",
+        "storage": chance.choice(("zookeeper", "store")) if world.stores else "zookeeper",
         "client": chance.choice(("server", "zookeeper")),
     }[near]
     one = chance.choice(world.names(near))
@@ -164,3 +185,5 @@ KINDS: Final[dict[str, Draw]] = {
     "cut again": _cut,  # there are many ways to cut
     "slow": _slow,
 }
+# Each storage uploads most of the time, and each server owns partitions: it decides what they do.
+ARCHIVE_KINDS: Final[tuple[Draw, ...]] = (_kill_storage, _kill_owner, _kill_store)

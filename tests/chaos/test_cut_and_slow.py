@@ -23,7 +23,7 @@ MARGIN_S = 4.0
 
 
 @pytest.mark.parametrize("ways", ["both", "to the server"])
-def test_a_server_without_a_majority_of_storages_gives_its_partitions_up(
+def test_a_server_without_a_quorum_of_storages_releases_its_partitions(
     scenario: NetworkScenario, ways: str
 ):
     """Rows 18 and 20: ZooKeeper is fine, so no other process can know.
@@ -43,7 +43,7 @@ def test_a_server_without_a_majority_of_storages_gives_its_partitions_up(
     scenario.check()
 
 
-def test_another_server_takes_over_from_one_without_zookeeper(scenario: NetworkScenario):
+def test_a_server_without_zookeeper_is_replaced_by_another(scenario: NetworkScenario):
     """Row 19: it continues until others own what it owned, and then it is fenced."""
     lost = scenario.owned_by("server-1")
     with scenario.network.without(both_ways(["server-1"], ZOOKEEPERS)):
@@ -57,7 +57,7 @@ def test_another_server_takes_over_from_one_without_zookeeper(scenario: NetworkS
     scenario.check()
 
 
-def test_one_slow_storage_slows_no_append(scenario: NetworkScenario):
+def test_one_slow_storage_does_not_slow_appends(scenario: NetworkScenario):
     """Row 35: two of three are a quorum."""
     lag = Lag(800)
     links = both_ways(["storage-3"], WORLD.names("server"))

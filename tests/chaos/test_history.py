@@ -73,7 +73,7 @@ def history(tmp_path: Path) -> History:
     return History(tmp_path)
 
 
-def test_a_sound_history_passes(history: History):
+def test_a_correct_history_passes(history: History):
     verdict = check([history.life()], history.log)
     assert verdict.wrong == []
     assert verdict.counts["committed"] == 3
@@ -83,21 +83,21 @@ def test_a_sound_history_passes(history: History):
     assert verdict.counts["marks asked for"] == 1
 
 
-def test_a_rejection_without_a_writer_is_found(history: History):
+def test_a_rejection_without_a_conflicting_writer_is_detected(history: History):
     history.log.sessions = {0: [0]}
     history.sent(content("e", mark=1, writes=[LOCK]), at=4.0)
     history.lines.append(["reported", "e", "refused", -1, 4.5, ""])
     assert any("no client had written its locks" in each for each in history.wrong())
 
 
-def test_a_writer_that_came_after_the_rejection_is_no_cause(history: History):
+def test_a_writer_after_the_rejection_does_not_explain_it(history: History):
     history.log.sessions = {0: [0]}
     history.sent(content("e", mark=1, writes=[OTHER]), at=1.5)
     history.lines.append(["reported", "e", "refused", -1, 1.9, ""])
     assert any("no client had written its locks" in each for each in history.wrong())
 
 
-def test_a_new_session_may_reject_what_was_in_progress_and_no_more(history: History):
+def test_a_new_session_may_reject_only_appends_in_flight(history: History):
     history.sent(content("e", mark=0, writes=[OTHER + 1]), at=4.0)
     history.lines.append(["reported", "e", "refused", -1, 4.5, ""])
     verdict = check([history.life()], history.log)
@@ -118,12 +118,12 @@ def test_a_new_session_may_reject_what_was_in_progress_and_no_more(history: Hist
         (lambda fed: fed.insert(1, (0, 1, *request_id(9))), "was fed another one at 0/1"),
     ],
 )
-def test_a_feed_that_is_not_the_log_is_found(history: History, change: Any, said: str):
+def test_a_feed_that_differs_from_the_log_is_detected(history: History, change: Any, said: str):
     change(history.fed)
     assert any(said in each for each in history.wrong())
 
 
-def test_the_feed_of_a_life_that_was_killed_may_be_short_and_torn(history: History):
+def test_the_recorded_feed_of_a_killed_process_may_end_early(history: History):
     del history.fed[1:]
     life = history.life()
     life.has_ended = True
@@ -133,17 +133,17 @@ def test_the_feed_of_a_life_that_was_killed_may_be_short_and_torn(history: Histo
 
 
 @pytest.mark.parametrize("mark", [1, 3])
-def test_a_mark_below_what_was_reported_or_beyond_the_log_is_found(history: History, mark: int):
+def test_a_mark_below_a_reported_one_or_above_the_log_is_detected(history: History, mark: int):
     history.lines[-1] = ["mark", 0, 3.0, mark]
     assert any(f"received mark {mark}" in each for each in history.wrong())
 
 
-def test_the_comparisons_of_four_writers_are_made(history: History):
+def test_the_four_writers_are_compared(history: History):
     history.lines[-2] = ["reported", "c", "committed", 3, 3.5, ""]
     assert any("c was reported as committed and is lost" in each for each in history.wrong())
 
 
-def test_a_line_that_is_half_written_is_read_when_it_is_whole(history: History):
+def test_a_partial_line_is_read_when_it_is_complete(history: History):
     life = history.life()
     path = history.directory / "one.jsonl"
     before = path.read_bytes()

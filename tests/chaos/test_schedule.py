@@ -7,7 +7,7 @@ from tests.chaos.lag import QUEUE_S_MAX, Lag, Line
 from tests.chaos.schedule import KINDS, draw
 
 
-def test_a_seed_is_a_schedule():
+def test_a_seed_determines_the_schedule():
     assert draw(17, 60.0) == draw(17, 60.0)
     assert draw(17, 60.0) != draw(18, 60.0)
 
@@ -30,6 +30,18 @@ def test_every_kind_of_fault_is_drawn_and_names_existing_members():
     assert len(KINDS) == 10
 
 
+def test_every_second_seed_has_an_archive_and_kills_all_that_take_part():
+    for seed in range(20):
+        assert draw(seed, 60.0).world.stores == seed % 2
+        killed = Counter(
+            name.partition("-")[0]
+            for fault in draw(seed, 300.0, archives=True).faults
+            for name in fault.targets
+            if fault.kind == "kill"
+        )
+        assert min(killed[each] for each in ("storage", "server", "store")) > 10
+
+
 def test_packets_of_a_slow_link_stay_in_order():
     line = Line(Lag(10, 50), random.Random(1))
     leaves = [line.leaves_s(1000, number / 1000) for number in range(100)]
@@ -38,7 +50,7 @@ def test_packets_of_a_slow_link_stay_in_order():
     assert leaves[0] >= 0.01
 
 
-def test_a_link_with_a_rate_has_a_queue_that_ends():
+def test_a_link_with_a_rate_has_a_bounded_queue():
     line = Line(Lag(bytes_per_s=1000), random.Random(1))
     leaves = [line.leaves_s(500, 0.0) for _ in range(10)]
     assert leaves[:3] == [0.5, 1.0, 1.5]

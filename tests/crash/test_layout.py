@@ -178,7 +178,7 @@ def original_directory(*, counts, mark, torn):
 
 
 @pytest.mark.parametrize(("mark", "torn"), [(-1, 0), (5, 3), (11, 60), (-1, None), (5, None)])
-def test_power_that_is_lost_while_a_0_13_program_s_directory_is_adopted_changes_nothing(mark, torn):
+def test_power_loss_while_a_0_13_directory_is_adopted_changes_nothing(mark, torn):
     contents, records = original_directory(counts=(4, 6, 9), mark=mark, torn=torn)
     found, engine = opened(RecordingDisk.after_power_loss(contents))
     engine.abandon()

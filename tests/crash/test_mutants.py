@@ -23,9 +23,7 @@ def found(matrix):
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
-def test_every_sync_that_is_forgotten_or_made_late_is_found(
-    matrix, found, mutation, record_property
-):
+def test_every_omitted_or_delayed_sync_is_detected(matrix, found, mutation, record_property):
     wrong, number = [], 0
     for (site, how), places in found.items():
         if how != mutation:

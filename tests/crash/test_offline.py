@@ -18,11 +18,11 @@ from waltz_core.records.record import PartitionId
 from waltz_core.storage.files import format as disk_format
 from waltz_sim.world.simulated_disk import DiskFault, PowerLoss, Survival
 
-NOT_ASSIGNED = f"{PARTITION}: partition {PARTITION} is here but not assigned"
+NOT_ASSIGNED = f"{PARTITION}: found partition {PARTITION}, which is not assigned"
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_log_that_was_closed_has_nothing_to_say(tmp_path, seed):
+def test_a_closed_log_has_no_findings(tmp_path, seed):
     world = random_world(seed)
     run_until_power_loss(world, 30, None)
     world.close()
@@ -161,7 +161,7 @@ def test_batches_are_read_as_they_are_written(entry, position, key, created_ms):
 
 
 @given(st.binary(max_size=600), st.integers(0, 1))
-def test_any_bytes_decode_to_something(data, position):
+def test_any_bytes_are_decoded_without_an_exception(data, position):
     assert layout.control_slot(data, position).wrong
     assert layout.control_entry(data, position).wrong
     assert layout.file_header(data[:100]).wrong
@@ -184,7 +184,7 @@ def cut_in_a_batch(world):
 
 
 @pytest.mark.parametrize("survival", list(Survival))
-def test_a_truncation_that_a_crash_has_stopped_is_no_fault(tmp_path, survival):
+def test_an_interrupted_truncation_is_not_a_fault(tmp_path, survival):
     step = cuts = 0
     lost = True
     while lost:

@@ -165,7 +165,7 @@ def is_done(directory, name):
 
 @pytest.mark.parametrize("name", COMMANDS)
 @pytest.mark.parametrize("survival", Survival)
-def test_a_command_that_is_cut_is_carried_out_or_was_never_given(name, survival):
+def test_an_interrupted_command_takes_effect_completely_or_not_at_all(name, survival):
     command, done = COMMANDS[name]
     outcomes = set()
     step = 0
@@ -191,7 +191,7 @@ def test_a_command_that_is_cut_is_carried_out_or_was_never_given(name, survival)
 
 
 @pytest.mark.parametrize("name", ["remove", "re-seed"])
-def test_a_start_that_finishes_a_removal_may_be_cut_too(name):
+def test_a_start_that_finishes_a_removal_may_be_interrupted_too(name):
     command, done = COMMANDS[name]
     for step, survival in zip(range(1, 60, 4), cycle(Survival), strict=False):
         for again in range(1, 60, 2):
@@ -218,7 +218,7 @@ def test_a_start_that_finishes_a_removal_may_be_cut_too(name):
 
 @pytest.mark.parametrize("name", COMMANDS)
 @pytest.mark.parametrize("fault", [DiskFault.FAILS, DiskFault.DISK_FULL])
-def test_a_command_that_the_disk_rejects_at_any_step_can_be_given_again(name, fault):
+def test_a_command_that_fails_at_any_disk_step_can_be_repeated(name, fault):
     command, done = COMMANDS[name]
     step = 0
     while True:
@@ -256,7 +256,7 @@ def test_a_partition_that_was_removed_can_be_held_again_and_begins_empty():
     assert directory.engine.log(MINE).max_id == 2
 
 
-def test_a_log_that_was_thrown_away_is_trusted_again_only_after_a_mark_at_its_end():
+def test_a_discarded_log_is_trusted_again_only_after_a_mark_at_its_end():
     directory = Directory()
     directory.engine.re_seed(MINE)
     log = directory.engine.assign(MINE)

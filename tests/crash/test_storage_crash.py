@@ -90,7 +90,7 @@ def test_power_loss_at_every_step_of_a_scenario():
     assert step > 150, "the scenario ends before the disk has done anything"
 
 
-def test_a_large_unsynced_group_of_which_any_sectors_are_left_is_no_damage():
+def test_any_remaining_sectors_of_a_large_unsynced_group_are_not_damage():
     """A whole cluster may lose power: then no replica may take its own torn tail for rot."""
     torn = 0
     for seed in range(40):

@@ -13,8 +13,11 @@ from tests.ports import free_port, stop_listening
 class Gate:
     """Listens at a port of its own, and carries bytes to and from the port behind it."""
 
-    def __init__(self, port_behind: Callable[[], int]) -> None:
+    def __init__(
+        self, port_behind: Callable[[], int], *, host: str = "127.0.0.1", port: int | None = None
+    ) -> None:
         self._port_behind = port_behind
+        self._host = host
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="gate")
         self._server: asyncio.Server | None = None
@@ -23,7 +26,7 @@ class Gate:
         self._flows = asyncio.Event()
         self._flows.set()
         self._answers_left = -1
-        self.port = free_port()
+        self.port = free_port() if port is None else port
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -54,7 +57,7 @@ class Gate:
         self._loop.call_soon_threadsafe(self._flows.set)
 
     async def _open(self) -> None:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
+        self._server = await asyncio.start_server(self._accept, self._host, self.port)
 
     async def _shut(self) -> None:
         assert self._server is not None
@@ -74,7 +77,7 @@ class Gate:
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writers = [writer]
         try:
-            there, back = await asyncio.open_connection("127.0.0.1", self._port_behind())
+            there, back = await asyncio.open_connection(self._host, self._port_behind())
             writers.append(back)
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._copy(reader, back))

@@ -229,7 +229,7 @@ def roomy(scenario: Scenario, small_disks: SmallDisks) -> Iterator[tuple[Scenari
             disk.free()
 
 
-def test_one_full_disk_stops_nothing(roomy: tuple[Scenario, list[Disk]]):
+def test_appends_continue_with_one_full_disk(roomy: tuple[Scenario, list[Disk]]):
     scenario, disks = roomy
     with scenario.load() as load:
         load.await_commits()

@@ -42,7 +42,9 @@ def is_alone(cluster: LocalCluster) -> bool:
     return list(owners.values()).count(owners[HOT]) == 1
 
 
-def test_ten_times_the_traffic_is_alone_soon_and_stays_where_it_is(cluster: LocalCluster):
+def test_a_partition_with_ten_times_the_traffic_soon_has_its_server_to_itself(
+    cluster: LocalCluster,
+):
     counts = [0] * PARTITIONS
     is_over = threading.Event()
     wait_until("both own two", lambda: {*map(len, _by_server(cluster))} == {2})

@@ -233,7 +233,7 @@ def in_two_partitions(bank: bank_desk.Bank, first: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("is_closed", [False, True])
-def test_the_next_one_ends_what_was_left_half_done(
+def test_the_next_bank_settles_transfers_in_transit(
     scenario: Scenario, database: str, first: int, bank: bank_desk.Bank, is_closed: bool
 ) -> None:
     one, two = in_two_partitions(bank, first + (300 if is_closed else 350))

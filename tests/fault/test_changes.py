@@ -118,7 +118,7 @@ def test_a_dead_storage_is_replaced_by_an_empty_one(scenario: Scenario):
     scenario.check_agrees()
 
 
-def test_preferred_partitions_are_owned_by_one_that_prefers_them(scenario: Scenario):
+def test_preferred_partitions_are_owned_by_a_preferred_server(scenario: Scenario):
     cluster = scenario.cluster
     one = address(cluster, "server-1")
     with scenario.load() as load:
@@ -135,7 +135,7 @@ def test_preferred_partitions_are_owned_by_one_that_prefers_them(scenario: Scena
     )
 
 
-def test_every_change_is_on_record(scenario: Scenario):
+def test_every_change_has_an_audit_entry(scenario: Scenario):
     found = does(scenario.cluster, "audit")
     verbs = [each["command"].split()[1] for each in found]
     for verb in ("add-storage", "add-replica", "remove-storage", "replace-storage", "prefer"):

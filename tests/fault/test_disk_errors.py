@@ -195,7 +195,7 @@ def put_back(scenario: Scenario, storage: str, where: Path) -> None:
     shutil.copytree(where, directory)
 
 
-def test_an_old_copy_of_a_directory_is_filled_up_and_has_no_vote(
+def test_an_old_copy_of_a_directory_is_caught_up_and_has_no_vote(
     scenario: Scenario, tmp_path: Path
 ):
     with scenario.load() as load:
@@ -215,7 +215,7 @@ def test_an_old_copy_of_a_directory_is_filled_up_and_has_no_vote(
     scenario.check_agrees()
 
 
-def test_two_are_no_quorum_while_one_of_them_is_an_old_copy(scenario: Scenario, tmp_path: Path):
+def test_two_storages_are_no_quorum_if_one_is_an_old_copy(scenario: Scenario, tmp_path: Path):
     with scenario.load() as load:
         load.await_commits()
         copy_running(scenario, "storage-2", tmp_path / "old")

@@ -335,7 +335,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("title", list(FAULTS))
-def test_a_fault_is_named_and_repaired_by_what_is_printed(patient: Patient, title: str):
+def test_a_fault_is_named_and_repaired_by_the_printed_command(patient: Patient, title: str):
     fault, cluster = FAULTS[title], patient.cluster()
     patient.write(cluster.connect)
     fault.inject(cluster)

@@ -111,7 +111,7 @@ def leave_whole(patient: Patient, cluster: LocalCluster) -> None:
     wait_until("nothing is wrong", lambda: not doctor(*from_elsewhere(cluster.connect)))
 
 
-def test_servers_that_have_all_died_are_taken_out(patient: Patient):
+def test_all_dead_servers_are_removed(patient: Patient):
     """No other server is there to remove it, until ZooKeeper ends its session."""
     cluster = patient.cluster()
     look = from_elsewhere(cluster.connect)
@@ -134,7 +134,7 @@ def test_servers_that_have_all_died_are_taken_out(patient: Patient):
     leave_whole(patient, cluster)
 
 
-def test_a_storage_that_was_made_known_and_has_never_started(patient: Patient):
+def test_an_added_storage_that_has_never_started(patient: Patient):
     cluster = patient.cluster()
     look = from_elsewhere(cluster.connect)
     port, admin_port = free_port(), free_port()

@@ -28,7 +28,7 @@ def run(name: str, *options: str) -> "subprocess.CompletedProcess[str]":
         ("payments", "payer: was paid already"),
     ],
 )
-def test_with_locks_it_does_not_happen(waltz_cluster, name, says):
+def test_with_locks_the_anomaly_does_not_happen(waltz_cluster, name, says):
     done = run(name, "--connect", waltz_cluster)
     assert done.returncode == 0, done.stdout + done.stderr
     assert says in done.stdout.splitlines()
@@ -43,13 +43,13 @@ def test_with_locks_it_does_not_happen(waltz_cluster, name, says):
         ("payments", "WRONG: paid 2 times"),
     ],
 )
-def test_on_a_plain_log_it_does(waltz_cluster, name, says):
+def test_on_a_plain_log_the_anomaly_happens(waltz_cluster, name, says):
     done = run(name, "--connect", waltz_cluster, "--plain")
     assert done.returncode == 1, done.stdout + done.stderr
     assert says in done.stdout.splitlines()
 
 
-def test_an_example_starts_a_cluster_of_its_own_where_it_does_not_happen():
+def test_an_example_without_a_cluster_starts_one():
     done = run("constraint")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "starting a small cluster" in done.stdout

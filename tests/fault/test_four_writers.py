@@ -66,11 +66,11 @@ def entry(key: str, transaction_id: int) -> four_writers.Entry:
         ([recorded("a", "committed", 1)], [entry("a", 1)], "expected 0, found 1"),
     ],
 )
-def test_the_comparison_finds(ledger, log, wrong):
+def test_the_comparison_detects_a_wrong_history(ledger, log, wrong):
     assert any(wrong in each for each in four_writers.compare(ledger, log).wrong)
 
 
-def test_the_comparison_finds_a_conflict_that_was_let_in():
+def test_the_comparison_detects_a_committed_conflict():
     rows = [four_writers.Content(key, 0, -1, [7], [], []) for key in ("a", "b")]
     log = [
         four_writers.Entry(0, number, row.key.encode(), row.to_bytes())
@@ -85,6 +85,6 @@ def test_the_comparison_finds_a_conflict_that_was_let_in():
     assert any("conflicts with 0" in each for each in four_writers.compare(ledger, log).wrong)
 
 
-def test_the_comparison_agrees_with_what_is_right():
+def test_the_comparison_accepts_a_correct_history():
     ledger = [recorded("a", "committed", 0), recorded("b", "refused"), recorded("c", "unknown")]
     assert four_writers.compare(ledger, [entry("a", 0)]).wrong == []

@@ -157,7 +157,7 @@ def test_up_starts_only_what_is_missing_and_down_ends_only_what_it_started(direc
     assert "nothing was running" in local(directory, "down").stderr
 
 
-def test_taken_ports_are_avoided_but_for_a_storages_own(directory: Path):
+def test_ports_in_use_are_avoided_except_a_storages_own(directory: Path):
     usual = (2181, 15180, 15280, 15281, 15290, 15291)
     with ExitStack() as stack:
         for port in usual:
@@ -209,7 +209,7 @@ def test_clusters_that_start_at_the_same_time_get_ports_of_their_own(tmp_path: P
                 LocalCluster(each).down()
 
 
-def test_up_draws_again_what_another_program_has_taken_meanwhile(directory: Path):
+def test_up_chooses_another_port_if_one_is_in_use_meanwhile(directory: Path):
     """A start that died early has noted ports and started nothing; no address is known yet."""
     made = LocalCluster(directory, storage_count=1, server_count=1, partition_count=2)
     directory.mkdir()
@@ -226,7 +226,7 @@ def test_up_draws_again_what_another_program_has_taken_meanwhile(directory: Path
     assert len(again._loaded().ports) == len(before)
 
 
-def test_a_port_base_names_all_ports(directory: Path):
+def test_a_port_base_determines_all_ports(directory: Path):
     base = ports.FIRST + 100
     while not all(is_free(base + offset, LOOPBACK) for offset in range(6)):
         base += 6
@@ -247,7 +247,7 @@ def test_a_port_base_names_all_ports(directory: Path):
         assert LocalCluster(directory)._loaded().ports == set(range(base, base + 6))
 
 
-def test_zookeeper_names_a_port_that_is_taken(tmp_path: Path):
+def test_zookeeper_names_a_port_in_use(tmp_path: Path):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         config = tmp_path / "zoo.cfg"
@@ -361,7 +361,7 @@ def test_a_zookeeper_that_ends_is_reported_at_once_with_the_end_of_its_log(
 
 
 @pytest.mark.skipif(not psutil.LINUX, reason="elsewhere a start time is no difference of two")
-def test_a_step_of_the_clock_makes_no_stranger_of_a_process(monkeypatch: pytest.MonkeyPatch):
+def test_a_clock_step_does_not_hide_a_running_process(monkeypatch: pytest.MonkeyPatch):
     member = Member("server-1", 0, pid=os.getpid(), started=start_of(psutil.Process()))
     boot_time = psutil._pslinux.boot_time
     monkeypatch.setattr(psutil._pslinux, "boot_time", lambda: boot_time() + 3_600)

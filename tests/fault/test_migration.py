@@ -194,7 +194,7 @@ def refused_0_13_server(cluster: LocalCluster, name: str) -> str:
     return line
 
 
-def test_a_cluster_of_0_13_is_taken_over_and_given_back(
+def test_a_0_13_cluster_is_migrated_and_migrated_back(
     cluster: LocalCluster, old: OldCluster, tmp_path: Path
 ) -> None:
     # Stopped while appends were under way: the third storage was away for the last session.

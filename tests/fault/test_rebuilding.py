@@ -55,7 +55,7 @@ def module_scenario(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scenar
         yield Scenario(cluster)
 
 
-def test_a_new_zookeeper_learns_from_the_storages(scenario: Scenario):
+def test_an_empty_zookeeper_is_rebuilt_from_the_storages(scenario: Scenario):
     cluster = scenario.cluster
     for _ in range(3):
         with scenario.load() as load:

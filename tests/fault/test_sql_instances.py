@@ -191,7 +191,7 @@ def test_each_transaction_is_applied_once_though_instances_are_killed(
         check(engine, log)
 
 
-def test_a_database_that_dies_is_waited_for(cluster: str, tmp_path: Path) -> None:
+def test_a_view_waits_for_a_database_that_has_died(cluster: str, tmp_path: Path) -> None:
     with postgres.running() as server, WaltzClient(cluster) as client:
         place = Place(server.create(), "READ COMMITTED")
         engine = engine_of(place.url, place.isolation)
@@ -241,7 +241,7 @@ class Again(SqlCallbacks):
             connection.execute(SUMS.insert().values(partition_id=0, total=0))
 
 
-def test_an_error_that_is_caught_at_postgresql_moves_no_mark(postgres: postgres.Postgres) -> None:
+def test_a_caught_postgresql_error_does_not_move_the_mark(postgres: postgres.Postgres) -> None:
     engine = engine_of(postgres.create(), "READ COMMITTED")
     METADATA.create_all(engine)
     with engine.begin() as connection:

@@ -28,7 +28,7 @@ STORAGES = ("storage-1", "storage-2", "storage-3")
 STALLED_S, RUNNING_S = 0.45, 0.1
 
 
-def test_a_killed_storage_is_whole_again_by_itself(scenario: Scenario):
+def test_a_killed_storage_is_repaired_automatically(scenario: Scenario):
     with scenario.load() as load:
         load.await_commits()
         scenario.cluster.kill("storage-1")
@@ -71,7 +71,7 @@ def test_all_storages_killed_at_once(scenario: Scenario):
     scenario.check_agrees()
 
 
-def test_a_server_that_slept_too_long_gets_nothing_in(scenario: Scenario):
+def test_a_server_that_was_paused_too_long_commits_nothing(scenario: Scenario):
     sleeping = address(scenario.cluster, "server-2")
     wait_until("both servers own some", lambda: len(owners(scenario.cluster)) == 2)
     found = partitions(scenario.cluster).items()

@@ -154,7 +154,7 @@ def test_the_loss_of_the_leading_node_is_not_noticed(scenario: Scenario):
     scenario.check_agrees()
 
 
-def test_the_loss_of_all_costs_no_append_and_moves_nothing(scenario: Scenario):
+def test_the_loss_of_all_nodes_rejects_no_append_and_moves_nothing(scenario: Scenario):
     cluster = scenario.cluster
     before, moved = await_spread(cluster), moves(cluster)
     with scenario.load() as load, WaltzClient(cluster.connect) as reader:

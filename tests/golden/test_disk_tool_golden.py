@@ -42,7 +42,7 @@ def test_a_0_13_program_directory_verifies(storage, capsys):
     assert value["partitions"][0]["bytes"] == 551
 
 
-def test_its_records_are_dumped_as_they_were_captured(storage, capsys):
+def test_records_of_0_13_are_dumped_as_they_were_captured(storage, capsys):
     code, lines = said(capsys, "dump-segment", storage, "--data")
     assert code == 0
     case = load("segment_file.json")[0]
@@ -67,7 +67,7 @@ def test_its_records_are_dumped_as_they_were_captured(storage, capsys):
 
 
 @pytest.mark.parametrize("case", load("control_file.json"), ids=lambda one: one["name"])
-def test_its_control_file_is_dumped_as_it_was_captured(tmp_path, capsys, case):
+def test_a_0_13_control_file_is_dumped_as_it_was_captured(tmp_path, capsys, case):
     path = tmp_path / "waltz-storage.ctl"
     path.write_bytes(bytes.fromhex(case["hex"]))
     code, (value,) = said(capsys, "dump-control-file", path)
@@ -87,7 +87,7 @@ def test_its_control_file_is_dumped_as_it_was_captured(tmp_path, capsys, case):
             assert one["wrong"] == []
 
 
-def test_its_index_is_rebuilt_as_it_was(storage, capsys):
+def test_a_0_13_index_is_rebuilt_as_it_was(storage, capsys):
     index = storage / "0" / f"{NAME}.idx"
     good = index.read_bytes()
     code, (value,) = said(capsys, "repair-index", storage)
@@ -98,7 +98,7 @@ def test_its_index_is_rebuilt_as_it_was(storage, capsys):
     assert index.read_bytes()[128:] == good[128:]
 
 
-def test_rot_in_it_is_found_wherever_it_is(storage):
+def test_rot_anywhere_in_a_0_13_directory_is_found(storage):
     path = storage / "0" / f"{NAME}.seg"
     size = path.stat().st_size
     for at in [*range(4), *range(12, size)]:

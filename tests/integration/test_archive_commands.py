@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
+from uuid import UUID
 
 import pyarrow.parquet as pq
 import pytest
@@ -13,6 +14,8 @@ from tests.commands import run_command
 from tests.fault.doctor import await_findings
 from tests.fault.load import wait_until
 from tests.patience import HANG_S
+from waltz_core.archive.pins import pin
+from waltz_core.archive.store import ArchiveStore
 from waltz_core.client import WaltzClient
 from waltz_core.local import LocalCluster, running
 
@@ -101,6 +104,26 @@ def test_an_archive_that_cannot_be_read_is_reported_with_the_rest(archived: Arch
     )
 
 
+def test_pins_are_shown_and_removed(archived: Archived):
+    """Of a restore that was interrupted, for example."""
+    connect = archived.cluster.connect
+    key = json.loads(run_command("cluster", "show-key", "--connect", connect, "--json").stdout)
+    source, restored = UUID(key["cluster_key"]), UUID(int=7)
+    assert archived.command("status")[1]["pins"] == []
+    pin(ArchiveStore(archived.url), source.bytes, restored.bytes)
+    assert archived.command("status")[1]["pins"] == [str(restored)]
+    text = run_command("archive", "status", "--connect", connect)
+    assert f"no object is deleted: cluster {restored}, which was restored" in text.stderr
+    done = run_command("archive", "unpin", str(UUID(int=8)), "--connect", connect)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert f"expected a pin of cluster {UUID(int=8)}, found {restored}" in done.stderr
+    done = run_command("archive", "unpin", str(source), "--connect", connect)
+    assert f"expected no cluster with key {source} in this ZooKeeper, found one" in done.stderr
+    done = run_command("archive", "unpin", str(restored), "--connect", connect)
+    assert done.returncode == 0, done
+    assert archived.command("status")[1]["pins"] == []
+
+
 def test_every_file_is_verified_and_a_corrupt_one_is_named(archived: Archived):
     files = archived.status("--objects")["files"]
     code, found, messages = archived.command("verify", "--archive", archived.url)
@@ -119,7 +142,7 @@ def test_every_file_is_verified_and_a_corrupt_one_is_named(archived: Archived):
         assert (problem["first"], problem["last"]) == (files[1]["first"], files[1]["last"])
         assert "expected CRC-32" in problem["problem"]
         assert f"IDs {files[1]['first']}..{files[1]['last']}: {problem['name']}" in messages
-        assert "Hint: restore the file from a copy" in messages
+        assert "Hint: add --repair to replace it" in messages
         # A range without it.
         words = ("--partition", "0", "--first", str(files[2]["first"]))
         assert archived.command("verify", *words)[0] == 0
@@ -164,7 +187,7 @@ def test_the_doctor_reports_a_damaged_manifest_that_a_storage_has_found(archived
             client.append(b"more", partition=0).result(HANG_S)
         found = await_findings(("archive-damaged",), *elsewhere)
         assert str(manifest.name) in found[0]["sentence"]
-        assert found[0]["command"] == f"waltz-core archive verify --connect {connect}"
+        assert found[0]["command"] == f"waltz-core archive verify --repair --connect {connect}"
         words = found[0]["command"].split()[1:]
         assert manifest.name in run_command(*words).stderr
         assert archived.command("status")[1]["partitions"][0]["lag"] == 1

@@ -100,7 +100,7 @@ def test_replicas_give_the_same_bytes_as_the_server(client: WaltzClient):
         assert len(ours) > len(theirs) or form is RangeForm.HEADERS
 
 
-def test_the_replica_of_the_own_group_is_the_one_that_is_read(
+def test_reads_use_the_replica_of_the_clients_group(
     client: WaltzClient, monkeypatch: pytest.MonkeyPatch
 ):
     client.append(b"x", partition=3).result()
@@ -137,7 +137,9 @@ def test_a_layout_travels_and_opens_a_client_elsewhere(client: WaltzClient):
         assert log_of(counts, 2)[1][first] == b"placed"
 
 
-def test_a_fork_gets_a_sentence_and_may_open_its_own(client: WaltzClient, cluster: LocalCluster):
+def test_a_fork_gets_an_error_and_may_open_a_client_of_its_own(
+    client: WaltzClient, cluster: LocalCluster
+):
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -156,7 +158,7 @@ def test_a_fork_gets_a_sentence_and_may_open_its_own(client: WaltzClient, cluste
     assert said.endswith("own sees 4")
 
 
-def test_no_zookeeper_names_the_hosts():
+def test_the_error_without_zookeeper_names_the_hosts():
     config = ClientConfig(zookeeper_connect_timeout_ms=300)
     refused = r"127\.0\.0\.1:9 within 300 ms: Connection refused"
     with pytest.raises(errors.CoordinatorUnavailable, match=refused):
@@ -171,7 +173,7 @@ def test_no_zookeeper_names_the_hosts():
             WaltzClient(f"127.0.0.1:{port}/waltz", config)
 
 
-def test_no_cluster_names_the_command(cluster: LocalCluster):
+def test_the_error_without_a_cluster_names_the_command(cluster: LocalCluster):
     hosts = cluster.connect.partition("/")[0]
     with pytest.raises(errors.BadConfig, match="waltz-core cluster create"):
         WaltzClient(f"{hosts}/nowhere")

@@ -73,7 +73,7 @@ def test_a_log_that_does_not_answer_is_found_next_to_one_that_does(tmp_path, mon
     on_loop(main())
 
 
-def test_threads_that_do_not_return_are_no_wrong_port(tmp_path, monkeypatch, released):
+def test_hanging_threads_are_not_reported_as_a_wrong_port(tmp_path, monkeypatch, released):
     disk_status_of, admin_port = upkeep.disk_status_of, free_port()
 
     def hangs(*arguments):

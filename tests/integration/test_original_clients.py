@@ -227,7 +227,7 @@ def test_a_mark_above_the_log_is_reported_even_after_its_mount_ended() -> None:
     run(main())
 
 
-def test_a_client_that_catches_up_costs_a_storage_one_read_for_many_transactions() -> None:
+def test_a_client_that_catches_up_needs_one_storage_read_for_many_transactions() -> None:
     async def main() -> None:
         async with cluster() as (_, server):
             writer = await connect(server)

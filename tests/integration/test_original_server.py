@@ -33,7 +33,7 @@ def connect(zookeeper: str, nodes: Nodes) -> str:
     return f"{zookeeper}{ROOT}"
 
 
-def test_a_client_needs_nothing_of_ours_and_leaves_nothing_there(connect: str, nodes: Nodes):
+def test_a_client_needs_no_znode_of_this_version_and_leaves_none(connect: str, nodes: Nodes):
     before = nodes.paths()
     with WaltzClient(connect) as client:
         assert client.cluster().name == "original"
@@ -91,9 +91,7 @@ def test_the_commands_of_a_client_work(connect: str, capsys: pytest.CaptureFixtu
     assert code == 0, text
 
 
-def test_servers_answer_the_commands_that_look_at_them(
-    connect: str, capsys: pytest.CaptureFixture[str]
-):
+def test_servers_answer_commands_that_query_them(connect: str, capsys: pytest.CaptureFixture[str]):
     code, text = run(capsys, "cluster", "verify", "--connect", connect, "--json")
     found = json.loads(text)["findings"]
     assert code == 1  # it has no storages

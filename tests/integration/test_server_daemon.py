@@ -236,7 +236,7 @@ def test_evicted_data_is_read_from_a_storage() -> None:
     run(main())
 
 
-def test_a_server_reads_from_its_own_group_while_that_takes_part() -> None:
+def test_a_server_reads_from_its_own_group_while_that_is_engaged() -> None:
     async def main() -> None:
         async with cluster(transaction_cache_bytes=1 << 20, group=1) as (world, server):
             client = await connect(server)
@@ -262,7 +262,7 @@ def test_a_server_reads_from_its_own_group_while_that_takes_part() -> None:
     run(main())
 
 
-def test_questions_to_the_server_as_a_whole() -> None:
+def test_requests_to_the_server_without_a_partition() -> None:
     async def main() -> None:
         async with cluster(2) as (world, server):
             client = await connect(server)
@@ -316,7 +316,7 @@ def test_a_server_reports_how_long_its_storages_take_and_which_append_was_slow(
         run(main())
 
 
-def test_a_server_is_reported_which_partitions_it_is_to_prefer() -> None:
+def test_a_server_is_notified_of_its_preferred_partitions() -> None:
     async def main() -> None:
         async with cluster(2) as (world, server):
             client = await connect(server)
@@ -342,7 +342,7 @@ def test_a_server_is_reported_which_partitions_it_is_to_prefer() -> None:
     run(main())
 
 
-def test_nothing_is_dropped_in_silence() -> None:
+def test_every_invalid_request_gets_an_error() -> None:
     async def main() -> None:
         async with cluster() as (_, server):
             client = await connect(server)
@@ -359,7 +359,7 @@ def test_nothing_is_dropped_in_silence() -> None:
     run(main())
 
 
-def test_a_storage_that_is_replaced_is_taken_in_without_a_new_session(
+def test_a_replaced_storage_joins_without_a_new_session(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     soon = partial(dataclasses.replace, redial_ms_min=10, redial_ms_max=20, rejected_retry_ms=30)
@@ -419,7 +419,7 @@ def test_while_zookeeper_is_away_appends_and_marks_continue() -> None:
     run(main())
 
 
-def test_a_partition_that_moves_reports_its_clients_and_leaves_nothing_behind() -> None:
+def test_a_moved_partition_notifies_its_clients_and_leaves_nothing_behind() -> None:
     async def main() -> None:
         async with cluster(2) as (world, first):
             client = await connect(first)

@@ -161,7 +161,7 @@ def test_a_tool_of_waltz_0_13_is_answered_byte_for_byte(tmp_path):
             assert "ClusterKeyMismatch" in refused.text
             refused = await tool.ask(SetAssigned(8, (3,), False, True))
             assert isinstance(refused, AdminFailure)
-            assert "held here" in refused.text
+            assert "this storage holds" in refused.text
 
     def done(sequence):
         return bytes.fromhex("41000000000009 01") + struct.pack(">q", sequence)
@@ -255,7 +255,7 @@ def test_a_suspect_replica_is_reported_to_the_next_session(tmp_path):
     on_loop(main())
 
 
-def test_a_log_is_thrown_away_on_purpose_only_and_that_survives_a_kill(tmp_path):
+def test_a_log_is_deleted_only_on_request_and_the_deletion_survives_a_kill(tmp_path):
     async def throw_away(address, port):
         async with session(address, 5) as owner, admin_of(port) as admin:
             await fill(owner)

@@ -218,7 +218,7 @@ def test_an_older_server_gets_fewer_fields(tmp_path, monkeypatch):
         assert on_loop(prepared_by(storage.address, 7)) == (1, 6, -1)
 
 
-def test_it_does_not_run_without_its_assertions(tmp_path):
+def test_a_storage_does_not_run_without_its_assertions(tmp_path):
     program = (
         "from waltz_core.storage.process.storage_daemon import run\n"
         "from waltz_core.config.declarations import StorageConfig\n"
@@ -344,7 +344,7 @@ async def at_an_append(storage, begun):
             yield owner, stop
 
 
-def test_work_that_does_not_end_in_time_keeps_its_files_until_it_has(tmp_path, monkeypatch):
+def test_work_that_outlives_the_shutdown_keeps_its_files_until_it_ends(tmp_path, monkeypatch):
     """One thread: other work that needed it at the end would wait without limit."""
     monkeypatch.setattr(storage_daemon, "CLOSE_S_MAX", 0.05)
     run, begun, may_go_on, ended = Work.run, *(threading.Event() for _ in range(3))

@@ -281,7 +281,7 @@ def test_the_coordinator_reconnects_if_a_session_request_is_never_answered(zooke
     assert asyncio.run(run()) >= 2
 
 
-def test_a_value_over_the_servers_limit_is_not_taken_for_a_success(zookeeper):
+def test_a_value_over_the_servers_limit_is_not_reported_as_written(zookeeper):
     async def run():
         async with world_at(zookeeper) as world:
             znodes = await world.znodes()

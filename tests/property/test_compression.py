@@ -59,7 +59,7 @@ def test_any_bytes_are_a_value_or_a_typed_error(data):
 
 
 @given(datas.filter(lambda data: len(data) > 100), st.data())
-def test_a_payload_that_was_cut_off_is_reported(data, drawn):
+def test_a_truncated_payload_is_reported(data, drawn):
     packed = Zstd(BYTES, minimum_bytes=0).serialize(data)
     if packed[1] == 1:
         cut = drawn.draw(st.integers(0, len(packed) - 1))

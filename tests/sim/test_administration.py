@@ -136,7 +136,7 @@ def test_accepted_administration_loses_nothing():
     assert answers > 2 * SEEDS
 
 
-def test_without_asking_zookeeper_something_is_lost(monkeypatch):
+def test_without_a_query_to_zookeeper_data_is_lost(monkeypatch):
     """The tests of the test: an operator whose every wish is granted empties too much."""
 
     def without_standing(self):

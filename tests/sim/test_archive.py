@@ -139,7 +139,7 @@ def test_a_file_that_is_changed_later_is_restored(world):
     assert world.archive.files[name] == before[name]
 
 
-def test_a_slow_store_delays_the_archive_and_nothing_else(world):
+def test_a_slow_object_store_delays_only_the_archive(world):
     archive_faults.slow_archive(world.cluster, First())
     assert world.archive.slow_us
     last = world.cluster.checks.history.last

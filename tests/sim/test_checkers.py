@@ -464,7 +464,7 @@ def test_log_matching_of_records_that_were_never_written(world):
         world.checks.outcomes.exposed(world.history.last + 1, bytes(16))
 
 
-def test_log_matching_of_what_was_requested(world):
+def test_log_matching_of_records_with_their_requests(world):
     record = world.history.records[-1]
     operation = world.last_operation()
     assert data_in(record) == operation.data
@@ -486,7 +486,7 @@ def test_fixed_at_the_end():
         world.checks.at_end()
 
 
-def test_fixed_now_and_then(world):
+def test_fixed_at_intervals(world):
     log = world.storage.log
     log._files.slots.slot = replace(log.slot, low_water_mark=5)
     world.checks.replicas.look_at(world.storage, log)
@@ -669,7 +669,7 @@ def test_nothing_overtakes_a_lost_row(world, loss):
 # 16, 17, 18, 19: locks
 
 
-def test_not_ahead_when_it_is_taken(world):
+def test_not_ahead_at_admission(world):
     node = next(reversed(world.history.nodes.values()))
     world.history.operations[node.rows[0].number].mark = world.history.last + 1
     with fails("NotAhead"):

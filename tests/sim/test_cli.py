@@ -41,7 +41,7 @@ def test_bad_input_gets_one_sentence(capsys, words, sentence):
     "text",
     ["", "{}", '{"format": 9}', '{"format": 1, "seed": 1, "setup": {"horses": 3}, "faults": []}'],
 )
-def test_a_file_that_is_no_schedule_is_rejected(capsys, tmp_path, text):
+def test_an_invalid_schedule_file_is_rejected(capsys, tmp_path, text):
     path = tmp_path / "schedule.json"
     path.write_text(text)
     assert main(["--schedule", str(path)]) == 1

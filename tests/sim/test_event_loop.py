@@ -88,7 +88,7 @@ def test_errors_inside_are_raised_when_the_loop_ends(process):
         loop.enter(lambda: loop.call_soon(lambda: 1 / 0))
 
 
-def test_its_tasks_end_with_it_and_the_loop_outside_is_as_before(process):
+def test_tasks_end_with_the_loop_and_the_outer_loop_is_unchanged(process):
     outcome = []
 
     async def outside():

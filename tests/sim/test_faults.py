@@ -113,7 +113,7 @@ def test_records_on_one_replica_only_are_not_lost(replicas):
     assert cluster.budget.allows(cluster.storages[A]) == (replicas == 2)
 
 
-def test_without_a_budget_all_may_lose_what_they_notice_but_not_after_zookeeper():
+def test_without_a_budget_replicas_may_notice_losses_or_zookeeper_may_lose_its_nodes():
     cluster = at_rest(is_unbounded=True)
     cluster.budget.spend(cluster.storages[A])
     assert cluster.budget.allows(cluster.storages[B])
@@ -198,7 +198,7 @@ def test_spoiled_records_are_repaired(kind, seed):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_files_that_are_cut_or_gone_are_repaired_or_the_storage_is_replaced(seed):
+def test_truncated_or_missing_files_are_repaired_or_the_storage_is_replaced(seed):
     cluster = at_rest(segment_bytes_max=2_048)
     assert disk_faults.cut_file(cluster, Random(seed))
     healed(cluster)
@@ -320,7 +320,7 @@ def stranded(seed, **setup):
 
 
 @pytest.mark.parametrize(("seed", "kept_count"), [(8, 0), (12, 1), (14, 1)])
-def test_a_stranded_owner_is_replaced_and_does_not_know_it(seed, kept_count):
+def test_a_stranded_owner_is_replaced_without_noticing(seed, kept_count):
     cluster, old = stranded(seed)
     new, mark = cluster.owner, old.partition.high_water_mark
     assert old.partition.is_open
@@ -375,7 +375,7 @@ def test_replicas_change_while_one_is_away():
     healed(cluster)
 
 
-def test_a_duel_is_fought_and_one_wins():
+def test_two_owners_compete_and_one_wins():
     cluster = cluster_of()
     struck = 0
     for seed in range(30):

@@ -84,7 +84,7 @@ def test_the_effort_is_bounded(runs_max):
     assert shrunk.verdict.rule == "Fork"
 
 
-def test_it_ends_when_time_is_up():
+def test_shortening_ends_at_its_time_limit():
     model = Model()
     shrunk = shrink(model.run(schedule()), is_late=lambda: model.run_count > 3, run_one=model.run)
     assert model.run_count == 4

@@ -187,7 +187,7 @@ class TestOutliving:
         two.world.run(1_000_000)
         return late
 
-    def test_it_arrives_in_order_after_the_next_link_and_then_the_end(self, two):
+    def test_held_messages_arrive_in_order_after_the_next_link_opened(self, two):
         late, old = self.held(two), two.link
         two.network.give_up(old, "abandoned")
         assert two.outcome("near") == ["abandoned"]
@@ -304,7 +304,7 @@ def test_a_paused_process_loses_no_messages(two):
     assert two.outcome("far") == [1, 2, 3]
 
 
-def test_the_next_life_receives_nothing_of_the_last_one(two):
+def test_a_restarted_process_receives_no_message_of_its_previous_run(two):
     two.send(NEAR, 1)
     two.far.after(10, lambda: two.answered.append(Arrived("far", "planned", 0)))
     two.far.die()

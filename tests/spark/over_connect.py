@@ -355,7 +355,9 @@ def test_foreach_batch_is_written_once(
     assert found == Counter(dict.fromkeys(range(80), 1))
 
 
-def test_a_stream_that_cannot_be(spark: SparkSession, connect: str, tmp_path: Path) -> None:
+def test_a_stream_with_wrong_columns_is_rejected(
+    spark: SparkSession, connect: str, tmp_path: Path
+) -> None:
     spark.range(1).write.parquet(str(tmp_path / "in"))
     stream = spark.readStream.schema("id long").parquet(str(tmp_path / "in"))
     writer = stream.writeStream.format("waltz").option("checkpointLocation", str(tmp_path / "c"))

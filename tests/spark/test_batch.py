@@ -122,7 +122,7 @@ def test_a_dataframe_is_a_snapshot(spark: SparkSession, connect: str) -> None:
     assert waltz_spark.snapshot(spark, connect).read().count() == count + 10
 
 
-def test_reads_through_the_server_give_the_same(spark: SparkSession, connect: str) -> None:
+def test_reads_through_the_server_return_the_same_rows(spark: SparkSession, connect: str) -> None:
     snapshot = waltz_spark.snapshot(spark, connect)
     replica, server = snapshot.read(readFrom="replica"), snapshot.read(readFrom="server")
     assert_df_equality(replica, server, ignore_row_order=True)

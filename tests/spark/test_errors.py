@@ -144,7 +144,7 @@ def test_a_column_that_is_there_twice(spark: SparkSession, connect: str) -> None
 
 
 @pytest.mark.parametrize("place", ["nowhere://there/is", "/proc/nothing/of/ours"])
-def test_results_that_have_no_place(spark: SparkSession, connect: str, place: str) -> None:
+def test_results_without_a_shared_directory(spark: SparkSession, connect: str, place: str) -> None:
     with pytest.raises(AnalysisException, match="option 'resultsPath': cannot use") as failed:
         rows(spark).write.format("waltz").mode("append").option("resultsPath", place).save(connect)
     assert isinstance(waltz_spark.error_of(failed.value), errors.BadConfig)
@@ -160,11 +160,11 @@ def test_other_modes_are_rejected_before_anything_runs(spark: SparkSession, conn
 
 
 def test_a_list_of_clusters(spark: SparkSession, connect: str) -> None:
-    with pytest.raises(AnalysisException, match="a read is of one cluster"):
+    with pytest.raises(AnalysisException, match="a read is from one cluster"):
         spark.read.format("waltz").load([connect, connect]).count()
 
 
-def test_complete_states_the_reason_a_log_cannot(
+def test_output_mode_complete_is_rejected_with_the_reason(
     spark: SparkSession, connect: str, tmp_path: Path
 ) -> None:
     counts = spark.readStream.format("rate").load().groupBy().count()

@@ -200,7 +200,7 @@ def test_a_run_of_the_whole_job_continues_with_the_one_before(write: Write) -> N
     assert write.in_log() == once([row for each in rows.values() for row in each])
 
 
-def test_another_cut_into_tasks_writes_nothing_twice(write: Write) -> None:
+def test_another_split_into_tasks_writes_nothing_twice(write: Write) -> None:
     first, rows = write.job(), rows_of(0, 120)
     first.write_task(batches_of(rows[:60]), 0, 0)
     stopped_after(write, first, rows[60:], 40, task=1)
@@ -336,7 +336,7 @@ def test_a_driver_whose_clock_is_ahead_forgets_no_write(
     assert write.in_log() == once(rows)
 
 
-def test_rows_whose_turn_it_was_in_a_partition_are_found_in_any(write: Write) -> None:
+def test_round_robin_rows_are_found_in_any_partition(write: Write) -> None:
     schema = StructType([StructField("data", BinaryType())])
     rows, job = [*rows_of(0, 100), *[b"same"] * 20], write.job_of(schema)
 
@@ -419,7 +419,7 @@ def test_a_server_that_dies_between_two_attempts(
     assert write.in_log() == once(rows)
 
 
-def test_rows_with_other_locks_are_not_taken_for_one_another(connect: str) -> None:
+def test_equal_rows_with_different_locks_are_distinguished_or_rejected(connect: str) -> None:
     from pyspark.sql.types import ArrayType  # noqa: PLC0415
 
     write = Write(connect, "t-locks")

@@ -169,7 +169,9 @@ def test_invalid_options_are_reported_before_any_task(
     assert values_of(9005) == []
 
 
-def test_each_row_is_shown_what_came_since_its_own_mark(spark: SparkSession, connect: str) -> None:
+def test_each_row_gets_the_transactions_since_its_own_mark(
+    spark: SparkSession, connect: str
+) -> None:
     key = 9007
     with_append = {"dataFormat": "json", "onLockFailure": "fail"}
     place = waltz_spark.append(counters(spark, key, 1, 0), connect, **with_append)
@@ -203,7 +205,7 @@ def test_each_row_is_shown_what_came_since_its_own_mark(spark: SparkSession, con
         ("fails", Exception, "the shop's own"),
     ],
 )
-def test_a_function_that_does_wrong_fails_the_job(
+def test_an_invalid_result_of_recompute_fails_the_job(
     spark: SparkSession, connect: str, function: str, kind: type[Exception], text: str
 ) -> None:
     with pytest.raises(kind, match=text):
@@ -217,7 +219,7 @@ def test_a_function_that_does_wrong_fails_the_job(
         )
 
 
-def test_results_of_several_writes_lie_side_by_side(
+def test_results_of_several_writes_share_a_directory(
     spark: SparkSession, connect: str, tmp_path: Path
 ) -> None:
     path = str(tmp_path / "results")

@@ -92,7 +92,7 @@ def planned(cluster: LocalCluster, **options: str) -> WaltzBatchReader:
     return WaltzBatchReader(read, StructType().add("transaction_id", LongType()))
 
 
-def test_a_billion_transactions_are_planned_with_one_look(
+def test_a_billion_transactions_are_planned_with_one_request(
     billion: LocalCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     under_way, at_once, asked, links = 0, 0, Counter[str](), set()

@@ -158,7 +158,7 @@ def test_micro_batches_follow_a_writer_in_order(
 
 
 @with_admission_control
-def test_the_lag_is_the_marks_minus_where_the_stream_is(
+def test_the_lag_is_the_marks_minus_the_position_of_the_stream(
     spark: SparkSession, connect: str, begun: dict[int, int], tmp_path: Path
 ) -> None:
     reported: list[list[dict[int, int]]] = []

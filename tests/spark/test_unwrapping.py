@@ -52,7 +52,7 @@ def test_a_wrong_option(spark: SparkSession, connect: str) -> None:
     assert is_one_sentence(caught.value)
 
 
-def test_it_is_sparks_error_too(spark: SparkSession, connect: str) -> None:
+def test_a_waltz_error_is_also_sparks_error(spark: SparkSession, connect: str) -> None:
     """So that what waits for Spark's classes continues to do so."""
     with pytest.raises(AnalysisException) as caught:
         read(spark, connect, partitions="99").count()
@@ -148,7 +148,7 @@ def test_other_errors_stay_as_they_are(spark: SparkSession) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Cannot infer the eval type")  # Spark's own words
-def test_our_words_in_a_users_text_belong_to_the_user(spark: SparkSession) -> None:
+def test_a_waltz_error_quoted_by_a_user_is_not_converted(spark: SparkSession) -> None:
     ours = "waltz_core.errors.LockFailed: no"
 
     def failing(sentence: str) -> DataFrame:

@@ -108,7 +108,7 @@ async def test_a_time_that_moves_is_followed_both_ways():
 
 
 @on_loop
-async def test_a_machine_that_raises_is_dead_and_its_owner_is_reported_once():
+async def test_a_machine_that_raises_stops_and_its_owner_is_notified_once():
     failures, done = [], []
     error = ValueError("broken")
     machine = Echo({"bad": error, "good": ("1",)}, wake_at_ms=1 << 60)
@@ -123,7 +123,7 @@ async def test_a_machine_that_raises_is_dead_and_its_owner_is_reported_once():
 
 
 @on_loop
-async def test_an_effect_that_cannot_be_performed_kills_the_machine_too():
+async def test_an_effect_that_fails_stops_the_machine_too():
     failures = []
 
     def perform(_effect):

@@ -120,7 +120,7 @@ def test_an_iterator_at_its_end_returns_at_once(waltz_memory):
     assert [type(each) for each in callbacks.errors] == [RuntimeError]
 
 
-def test_an_argument_that_is_no_context_is_reported(waltz_memory):
+def test_an_argument_other_than_a_context_is_reported(waltz_memory):
     async def submit(wrong):
         async with waltz_memory.async_client() as client:
             await client.submit(wrong)
@@ -137,7 +137,7 @@ def test_an_argument_that_is_no_context_is_reported(waltz_memory):
                 asyncio.run(submit(wrong))
 
 
-def test_a_client_of_another_event_loop_is_reported_and_lives_on(waltz_memory):
+def test_use_on_another_event_loop_is_reported_and_the_client_continues(waltz_memory):
     async def append(client):
         async with asyncio.timeout(HANG_S):
             return await (await client.append(b"x", partition=0))
@@ -184,7 +184,7 @@ def test_callbacks_of_the_other_client_are_rejected(waltz_memory):
 # --- refusals and failures
 
 
-def test_the_next_locked_appends_are_rejected_and_no_more(waltz_memory):
+def test_only_the_requested_number_of_locked_appends_is_rejected(waltz_memory):
     locks = [lock("a")]
     with waltz_memory.client() as client:
         waltz_memory.reject_next(2)
@@ -314,7 +314,7 @@ def test_answers_take_as_long_as_reported():
         {"partition_count": 0},
     ],
 )
-def test_a_knob_has_bounds(wrong):
+def test_fault_settings_have_bounds(wrong):
     with pytest.raises(errors.BadRequest):
         MemoryWaltz(**wrong)
 
@@ -355,7 +355,7 @@ def test_a_subscription_to_a_suspended_feed_waits_and_can_be_closed(waltz_memory
 # --- its life
 
 
-def test_its_end_is_the_end_of_its_clients_and_its_thread():
+def test_closing_it_closes_its_clients_and_ends_its_thread():
     waltz = MemoryWaltz(1)
     client = waltz.client()
     client.append(b"a").result()

@@ -23,7 +23,7 @@ WELL = Health(is_healthy=True, details={"partitions": [0, 1]})
 ILL = Health(is_healthy=False, details={"reason": "no quorum"})
 
 
-def test_names_follow_the_rule():
+def test_metric_names_have_their_prefix_and_unit():
     for metric in TABLE.values():
         assert re.fullmatch(r"waltz_(server|storage|client)(_[a-z]+)+", metric.name)
         assert metric.name.endswith("_total") == (metric.kind is MetricKind.COUNTER), metric.name
@@ -91,7 +91,7 @@ def test_a_returning_partition_counts_from_zero():
     assert metrics.value(name, partition=2) == 7
 
 
-def test_counting_down_or_under_a_wrong_name_or_label_is_our_bug():
+def test_counting_down_or_under_a_wrong_name_raises_an_assertion_error():
     metrics = Metrics("server")
     with pytest.raises(KeyError):
         metrics.add("waltz_server_apended_transactions_total", partition=0)
@@ -183,7 +183,7 @@ def test_ping_and_metrics():
     assert b"waltz_server_partitions 2.0\n" in body
 
 
-def test_a_port_that_is_taken_is_named():
+def test_a_port_in_use_is_named():
     async def taken(port):
         with pytest.raises(BadConfig, match=f"http_port: cannot listen at 127.0.0.1:{port}"):
             async with serve_pages(Metrics("server"), well, host="127.0.0.1", port=port):
@@ -217,12 +217,12 @@ def test_other_requests_are_rejected(request_bytes, status):
     assert served(lambda port: ask(port, request_bytes))[0] == status
 
 
-def test_one_that_is_slow_is_cut(monkeypatch):
+def test_a_slow_connection_is_closed(monkeypatch):
     monkeypatch.setattr("waltz_core.metrics.HEAD_S_MAX", 0.05)
     assert served(lambda port: ask(port, b"GET /ping")) == ("", b"")
 
 
-def test_a_crowd_does_not_get_more_than_its_share():
+def test_many_connections_get_no_more_than_the_limit():
     async def scenario(port):
         crowd = [await asyncio.open_connection("127.0.0.1", port) for _ in range(PAGES_MAX)]
         refused = await ask(port, b"GET /ping HTTP/1.1\r\n\r\n")

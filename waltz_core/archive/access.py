@@ -11,13 +11,7 @@ from urllib.parse import urlsplit
 
 from waltz_core.archive.collection import CollectionJob, CollectionOutcome, collect
 from waltz_core.archive.upload_job import ExpiryJob, ExpiryOutcome, UploadJob, UploadOutcome
-from waltz_core.errors import (
-    ArchiveUnavailable,
-    BadFormat,
-    ChecksumMismatch,
-    ObjectMissing,
-    WaltzError,
-)
+from waltz_core.errors import ArchiveUnavailable, WaltzError
 from waltz_core.records.record import PartitionId
 
 if TYPE_CHECKING:
@@ -29,8 +23,6 @@ if TYPE_CHECKING:
 CACHE_BYTES_MAX: Final = 128 * 1024 * 1024
 # An upload makes hundreds of calls of the store.
 _PROGRESS_S: Final = 1.0
-# A file of the archive is missing or corrupt.
-DAMAGE: Final = (ObjectMissing, BadFormat, ChecksumMismatch)
 # Places of damage to remember.
 DAMAGE_MAX: Final = 100
 
@@ -40,6 +32,7 @@ class ArchiveAccess:
 
     `read_ahead` has the threads for reads of what will probably be requested next. `on_progress` is
     called on the thread of an upload or a collection while the store carries out its calls.
+    `bytes_per_s` limits the rate of this thread, 0 stands for no limit.
     """
 
     def __init__(
@@ -49,11 +42,14 @@ class ArchiveAccess:
         read_ahead: Executor,
         *,
         on_progress: Callable[[], None] = lambda: None,
+        bytes_per_s: int = 0,
     ) -> None:
         self._read_ahead = read_ahead
         self._url = url
         self._cluster_key = cluster_key
+        self._bytes_per_s = bytes_per_s
         self._store: ArchiveStore | None = None
+        self._paced: ArchiveStore | None = None  # the same, for changes
         # The last error, and how many attempts have failed since the last one that succeeded.
         self.failure: WaltzError | None = None
         self.failure_count = 0
@@ -69,18 +65,20 @@ class ArchiveAccess:
         # Whatever is used later is imported now: new code may be installed while this process runs.
         from waltz_core.archive import reader, upload  # noqa: F401, PLC0415 - see the module
         from waltz_core.archive.archive_cache import ArchiveCache  # noqa: PLC0415 - see the module
-        from waltz_core.archive.store import ArchiveStore  # noqa: PLC0415 - see the module
+        from waltz_core.archive.store import ArchiveStore, Pace  # noqa: PLC0415 - see the module
 
-        self._store = ArchiveStore(self._url)
+        self._store = self._paced = ArchiveStore(self._url)
+        if self._bytes_per_s:
+            self._paced = ArchiveStore(self._url, Pace(self._bytes_per_s, self._progressed))
         self._cache = ArchiveCache(CACHE_BYTES_MAX, self._read_ahead)
 
     def upload(self, job: UploadJob) -> UploadOutcome:
         """Carry out a job; return its error rather than raise it."""
         from waltz_core.archive.upload import upload  # noqa: PLC0415 - see the module
 
-        assert self._store is not None
+        assert self._paced is not None
         try:
-            made = upload(self._store, self._cluster_key, job, self._progressed)
+            made = upload(self._paced, self._cluster_key, job, self._progressed)
         except WaltzError as error:
             self.failure, self.failure_count = error, self.failure_count + 1
             return error
@@ -89,10 +87,10 @@ class ArchiveAccess:
 
     def collect(self, job: CollectionJob) -> CollectionOutcome:
         """Carry out a collection; return its error rather than raise it."""
-        assert self._store is not None
+        assert self._paced is not None
         try:
             return collect(
-                self._store,
+                self._paced,
                 self._cluster_key,
                 job,
                 now_ms=time.time_ns() // 1_000_000,
@@ -105,10 +103,10 @@ class ArchiveAccess:
         """Carry out an expiry; return its error rather than raise it."""
         from waltz_core.archive.upload import expire  # noqa: PLC0415 - see the module
 
-        assert self._store is not None
+        assert self._paced is not None
         try:
             return expire(
-                self._store,
+                self._paced,
                 self._cluster_key,
                 job,
                 now_ms=time.time_ns() // 1_000_000,

@@ -42,12 +42,16 @@ class RecordedArchive(NamedTuple):
 
 
 class WrongFile(NamedTuple):
-    """A file that is missing or corrupt, and the IDs that it has; `problem` has the values."""
+    """A file that is missing or corrupt, and the IDs that it has; `problem` has the values.
+
+    `is_object`: it is an object, and no file of the manifest.
+    """
 
     name: str
     first: TransactionId
     last: TransactionId
     problem: str
+    is_object: bool = False
 
 
 class ArchiveCheck:
@@ -139,7 +143,7 @@ class ArchiveCheck:
         """Note that the file of the last call is missing, and skip it (rule 4)."""
         if self._entries:
             entry = self._entries[0]
-            self._note(entry.name, entry.first, entry.last, error)
+            self._note_object(entry, error)
             self._pass_object(entry)
         elif self._pages:
             self._skip_page(self._pages[0], error)
@@ -194,10 +198,13 @@ class ArchiveCheck:
         if self._is_stopped:
             return
         if problems:
-            self._note(entry.name, entry.first, entry.last, "; ".join(problems))
+            self._note_object(entry, "; ".join(problems))
         self.object_count += 1
         self.byte_count += size
         self._pass_object(entry)
+
+    def _note_object(self, entry: ObjectEntry, why: object) -> None:
+        self.found.append(WrongFile(*entry[:3], str(why), is_object=True))
 
     def _pass_object(self, entry: ObjectEntry) -> None:
         self._entries.popleft()

@@ -20,8 +20,13 @@ Rules (docs/decisions/047, AR 16):
        lagging replicas may know its name only. Later they meet a missing file, and need the name of
        the present one (`reader.py`, rule 3).
     7. While a restored cluster uses objects of this one (`pins.py`), no object is deleted: expiry
-       may have removed from the manifest what the other cluster lists.
+       may have removed from the manifest what the other cluster lists. The pins are read again
+       before each object is deleted, since a restore may begin meanwhile.
     8. Objects that have expired are kept until the grace period is over (`manifest.py`, rule 4).
+    9. The version of a manifest is one above the recorded one, and each owner continues with what
+       is recorded. So no owner writes a version below those of earlier sessions. If one has, then
+       ZooKeeper was rolled back: a manifest was recorded, and backups may list its objects. Then
+       nothing is deleted, so this can be seen until an operator deletes the manifest.
 
 A fenced owner's collection may still run while a later owner works. It deletes no file that the
 later owner needs: the later owner's files are of a later session; and of earlier files, its
@@ -30,6 +35,7 @@ files of the request's manifest, and of later attempts of the fenced owner (rule
 """
 
 from collections.abc import Callable
+from itertools import groupby
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 from waltz_core.archive.file_names import (
@@ -99,7 +105,7 @@ def collect(
     Raises:
         ArchiveUnavailable: the store did not carry out a request; a part may be deleted.
         ObjectMissing, BadFormat, ChecksumMismatch: the archive is not the recorded one (rule 1).
-        BadRequest: files of a later or another owner (rule 4).
+        BadRequest: files of a later or another owner (rule 4), or of lost marks (rule 9).
     """
     manifest = job.recorded.read(store, cluster_key)
     listed = _listed(store, job, manifest, now_ms, on_progress)
@@ -112,6 +118,7 @@ def collect(
         found += store.files(each)
         on_progress()
     _check_complete(listed, found, folders)
+    _check_versions(found)
     deletable = folders[1:] if is_pinned(store, cluster_key) else folders  # rule 7
     on_progress()
     young = _recently_replaced(found, now_ms)
@@ -127,12 +134,17 @@ def collect(
         is_garbage = is_ended and file.name not in listed and file.name not in young
         if is_garbage and file.name.startswith(deletable):
             garbage.append(file)
-    deleted = garbage[:DELETES_MAX]
-    for file in deleted:
+    sizes: list[int] = []
+    for file in garbage[:DELETES_MAX]:
+        if file.name.startswith(folders[0]):
+            is_kept = is_pinned(store, cluster_key)  # rule 7
+            on_progress()
+            if is_kept:
+                continue
         store.delete(file.name)
+        sizes.append(file.byte_count)
         on_progress()
-    byte_count = sum(each.byte_count for each in deleted)
-    return Collected(len(deleted), byte_count, unknown_count, len(garbage) > len(deleted))
+    return Collected(len(sizes), sum(sizes), unknown_count, len(garbage) > DELETES_MAX)
 
 
 def _listed(
@@ -163,6 +175,34 @@ def _check_complete(listed: set[str], found: "list[ListedFile]", folders: tuple[
             f"archive: expected the {len(mine)} files that the manifest lists in "
             f"{' and '.join(folders)}, found that {len(missing)} are missing, such as {missing[0]}"
         )
+
+
+class _Head(NamedTuple):
+    """A manifest, complete or not: its session and version are in its name."""
+
+    session_id: SessionId
+    version: int
+    name: str
+
+
+def _check_versions(found: "list[ListedFile]") -> None:
+    """Raise BadRequest if the versions show that ZooKeeper was rolled back (rule 9)."""
+    heads = []
+    for file in found:
+        version, origin = version_of(file.name), origin_of(file.name)
+        if version is not None and origin is not None:
+            heads.append(_Head(origin.session_id, version, file.name))
+    newest: _Head | None = None  # of all earlier sessions
+    for _, group in groupby(sorted(heads), key=lambda each: each.session_id):
+        of_session = list(group)
+        if newest is not None and of_session[0].version < newest.version:
+            raise BadRequest(
+                f"archive: expected no manifest below version {newest.version} after session "
+                f"{newest.session_id}, which wrote {newest.name}, found {of_session[0].name}: "
+                "ZooKeeper was rolled back, and backups may need what is not recorded any more. "
+                "Hint: docs/archive.md, section 'Garbage, and stores that hang'"
+            )
+        newest = max(of_session[-1], newest or of_session[-1], key=lambda each: each.version)
 
 
 def _recently_replaced(found: "list[ListedFile]", now_ms: int) -> set[str]:

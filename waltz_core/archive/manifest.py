@@ -82,6 +82,19 @@ class ManifestPage(NamedTuple):
         """Return the bytes of the page's file."""
         return framed({"format": FORMAT, "objects": [_entry_to_json(e) for e in self.entries]})
 
+    def listed_as(self, name: str) -> PageEntry:
+        """Return what a head states of this page in a file."""
+        entries = self.entries
+        times = [each for entry in entries for each in _times(entry)]
+        return PageEntry(
+            name,
+            crc32(self.to_bytes()),
+            entries[0].first,
+            entries[-1].last,
+            min(times, default=0),
+            max(times, default=0),
+        )
+
     @classmethod
     def from_bytes(cls, data: bytes, name: str) -> Self:
         """Decode and check.
@@ -131,18 +144,27 @@ class Manifest:
 
     def with_page(self, name: str, page: ManifestPage) -> "Manifest":
         """Return the same manifest with its oldest newest objects in a page, which is written."""
-        entries = page.entries
-        assert self.newest[: len(entries)] == entries
-        times = [each for entry in entries for each in _times(entry)]
-        added = PageEntry(
-            name,
-            crc32(page.to_bytes()),
-            entries[0].first,
-            entries[-1].last,
-            min(times, default=0),
-            max(times, default=0),
+        count = len(page.entries)
+        assert self.newest[:count] == page.entries
+        pages = (*self.pages, page.listed_as(name))
+        return replace(self, pages=pages, newest=self.newest[count:])
+
+    def page_with(self, transaction_id: TransactionId) -> PageEntry | None:
+        """Return the page that has the object with an ID; None if it is one of the newest."""
+        return next(
+            (each for each in self.pages if each.first <= transaction_id <= each.last), None
         )
-        return replace(self, pages=(*self.pages, added), newest=self.newest[len(entries) :])
+
+    def with_newest(self, newest: tuple[ObjectEntry, ...]) -> "Manifest":
+        """Return the next manifest, in which these stand in the place of the newest objects."""
+        return replace(self, version=self.version + 1, newest=newest)
+
+    def with_page_for(self, old: PageEntry, name: str, page: ManifestPage) -> "Manifest":
+        """Return the next manifest, in which a page that is written takes the place of `old`."""
+        made = page.listed_as(name)
+        assert (made.first, made.last) == (old.first, old.last)
+        pages = tuple(made if each == old else each for each in self.pages)
+        return replace(self, version=self.version + 1, pages=pages)
 
     def writer_of(self, entry: ObjectEntry) -> bytes:
         """Return the key of the cluster that wrote an object."""

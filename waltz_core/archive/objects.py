@@ -142,7 +142,7 @@ class GroupOutline(NamedTuple):
 
 
 class ObjectWriter:
-    """Writes an object piece by piece; a piece becomes a row group."""
+    """Writes an object row group by row group."""
 
     def __init__(self, sink: Any, facts: ObjectFacts) -> None:  # noqa: ANN401 - as pyarrow's
         schema = SCHEMA.with_metadata({_METADATA_KEY: facts.to_bytes()})
@@ -155,13 +155,12 @@ class ObjectWriter:
             column_encoding=dict.fromkeys(_RISING, "DELTA_BINARY_PACKED"),
             write_page_checksum=True,  # rule 4
         )
-        self._schema = schema
 
-    def add(self, piece: Piece) -> None:
-        """Write one row group."""
-        count = piece.lengths.size
-        table = pa.Table.from_arrays(_columns(piece), schema=self._schema)
-        self._writer.write_table(table, row_group_size=count)
+    def add(self, pieces: Iterable[Piece]) -> None:
+        """Write consecutive pieces as one row group."""
+        batches = [pa.RecordBatch.from_arrays(_columns(each), schema=SCHEMA) for each in pieces]
+        table = pa.Table.from_batches(batches)  # without a copy
+        self._writer.write_table(table, row_group_size=table.num_rows)
 
     def close(self) -> None:
         """Write the end of the file. Durability is the sink's."""
@@ -262,7 +261,7 @@ class ArchiveObject:
         firsts, lasts, sessions = (
             _values(columns[name], np.int64) for name in ("batch_first", "batch_last", "session_id")
         )
-        stamps = _values(columns["commit_time"].fill_null(0).cast(pa.int64()), np.int64)
+        stamps = _values_or_zero(columns["commit_time"], np.int64)  # rule 3
         ids = np.arange(first, first + firsts.size)
         starts = np.flatnonzero(np.diff(firsts, prepend=firsts[0] - 1))
         reaches = np.append(starts[1:], firsts.size)
@@ -371,7 +370,8 @@ def _records_of(columns: dict[str, pa.Array]) -> tuple[memoryview, I64]:
         arrow_buffers.NOTHING,
     )
     record_lengths = lengths + RECORD_OVERHEAD_BYTES
-    return memoryview(joined.buffers()[2])[: int(record_lengths.sum())], record_lengths
+    records = memoryview(joined.buffers()[2]).cast("B")  # PyArrow's bytes are signed
+    return records[: int(record_lengths.sum())], record_lengths
 
 
 def _arrays(table: pa.Table) -> dict[str, pa.Array]:
@@ -384,6 +384,15 @@ def _values(column: pa.Array, kind: npt.DTypeLike) -> npt.NDArray[Any]:
     """Return the values of a column without nulls."""
     whole = np.frombuffer(column.buffers()[1], kind)
     return whole[column.offset : column.offset + len(column)]
+
+
+def _values_or_zero(column: pa.Array, kind: npt.DTypeLike) -> npt.NDArray[Any]:
+    """Return the values of a column, 0 for nulls; `fill_null` would import pandas."""
+    values = _values(column, kind)
+    if not column.null_count:
+        return values
+    is_present = np.unpackbits(np.frombuffer(column.buffers()[0], np.uint8), bitorder="little")
+    return values * is_present[column.offset : column.offset + len(column)]
 
 
 def _brief(error: BaseException) -> str:

@@ -2,10 +2,18 @@
 
 A pin is an empty file `SOURCE/pins/CLUSTER`, with the keys of both clusters. It remains until an
 operator deletes it: the source's processes do not know whether the restored cluster still exists.
+
+Rules (docs/decisions/047, "Backup and restore"):
+    1. A restore writes the pin, and checks afterwards that all objects exist; again when it has
+       written its manifests.
+    2. A collection reads the pins again before each object that it deletes. So only a delete that
+       was sent before the pin, and that the store carries out after the last check, is not seen.
 """
 
 from typing import TYPE_CHECKING
 from uuid import UUID
+
+from waltz_core.errors import BadRequest
 
 if TYPE_CHECKING:
     from waltz_core.archive.store import ArchiveStore
@@ -33,6 +41,31 @@ def is_pinned(store: "ArchiveStore", cluster_key: bytes) -> bool:
         ArchiveUnavailable: the store did not carry out the request.
     """
     return bool(store.names(_folder(cluster_key)))
+
+
+def pins_of(store: "ArchiveStore", cluster_key: bytes) -> list[str]:
+    """Return the keys of the clusters that pin objects of this one; blocks.
+
+    Raises:
+        ArchiveUnavailable: the store did not carry out the request.
+    """
+    return [each.rpartition("/")[2] for each in store.names(_folder(cluster_key))]
+
+
+def unpin(store: "ArchiveStore", source_key: bytes, cluster_key: bytes) -> None:
+    """Delete a pin; blocks.
+
+    Raises:
+        BadRequest: there is none.
+        ArchiveUnavailable: the store did not carry out a request.
+    """
+    wanted, found = str(UUID(bytes=cluster_key)), pins_of(store, source_key)
+    if wanted not in found:
+        raise BadRequest(
+            f"archive {store.url}: expected a pin of cluster {wanted}, found "
+            f"{', '.join(found) or 'none'}"
+        )
+    store.delete(f"{_folder(source_key)}/{wanted}")
 
 
 def _folder(cluster_key: bytes) -> str:

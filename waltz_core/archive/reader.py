@@ -15,6 +15,7 @@ Rules (docs/decisions/047, AR 14):
     4. When reads follow one another, a thread reads the next row group ahead.
 """
 
+import sys
 import threading
 from bisect import bisect_left
 from collections import OrderedDict
@@ -132,6 +133,18 @@ class ArchiveReader:
             self._read_ahead(parts[-1])
         return _joined([each.range for each in parts])
 
+    def read_group(self, first: TransactionId, last: TransactionId) -> RangeRead:
+        """Return the records of first..last that one row group has, as a view of it.
+
+        Raises:
+            As `read_range`.
+        """
+        self._check_bounds(first, last)
+        part = self._part(first, last, sys.maxsize)
+        if self._continues(first, _next_id(part)):
+            self._read_ahead(part)
+        return part.range
+
     def lineage(
         self, first: TransactionId, last: TransactionId, entries_max: int
     ) -> tuple[Chain, tuple[LineageEntry, ...]]:
@@ -216,7 +229,7 @@ class ArchiveReader:
         found = RangeRead(
             first,
             group.lengths[skip : skip + count],
-            bytes(group.records[start:end]),
+            memoryview(group.records)[start:end],
             entries,
             chain_before,
         )
@@ -307,9 +320,7 @@ def _next_id(part: _Part) -> TransactionId:
 
 
 def _joined(ranges: list[RangeRead]) -> RangeRead:
-    """Return consecutive ranges as one; a batch may be in several of them."""
-    if len(ranges) == 1:
-        return ranges[0]
+    """Return a copy of consecutive ranges as one; a batch may be in several of them."""
     entries: dict[TransactionId, LineageEntry] = {
         each.first: each for read in ranges for each in read.entries
     }

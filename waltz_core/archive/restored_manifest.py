@@ -6,28 +6,41 @@ lists them in a manifest of its own.
 Rules (docs/decisions/047, "Backup and restore"):
     1. The saved manifest is verified (`saved_manifest.py`).
     2. Each object exists. If the caller allows it, the oldest ones may be missing, since expiry has
-       deleted them after the backup: then the partition begins after them.
+       deleted them after the backup: then the partition begins after them. One that was replaced
+       after the backup may be deleted, too: an object with the same IDs and chain is used instead.
     3. The object that holds the end is read. Its chain is verified from its first to its last
        batch, and must be the manifest's, so the end has the chain of the source's log.
-    4. The caller pins the sources before the check of rule 2 (`pins.py`).
+    4. Its version is above all that the cluster's folder has: with the same key, what the lost
+       cluster had archived after the end is garbage, and no sign of a rollback (`collection.py`,
+       rule 9).
+    5. The caller pins the sources before the check of rule 2, which it repeats at its end
+       (`pins.py`).
 """
 
+import io
 import sys
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from itertools import dropwhile
 from typing import Final, NamedTuple
 
 from waltz_core.archive.archive_cache import ArchiveCache
-from waltz_core.archive.file_names import FileOrigin, manifest_name, manifests_folder, page_name
+from waltz_core.archive.file_names import (
+    FileOrigin,
+    manifest_name,
+    manifests_folder,
+    page_name,
+    version_of,
+)
 from waltz_core.archive.manifest import Manifest, ObjectEntry
+from waltz_core.archive.objects import ArchiveObject
 from waltz_core.archive.reader import ArchiveReader
 from waltz_core.archive.saved_manifest import SavedManifest
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.archive.upload import write_read_back
 from waltz_core.archive.upload_job import NewManifest
-from waltz_core.errors import BadRequest, ObjectMissing
+from waltz_core.errors import BadFormat, BadRequest, ChecksumMismatch, ObjectMissing
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import Chain, SessionId, TransactionId
 
@@ -57,8 +70,11 @@ class RestoredRange:
         """
         self._store = store
         entries = [each for each in saved.entries() if each.last >= saved.manifest.first]
-        folders = {each.name.rpartition("/")[0] for each in entries}
-        existing = {name for folder in sorted(folders) for name in store.names(folder)}
+        existing = _existing(store, entries)
+        entries = [
+            each if each.name in existing else _replacement(store, each, existing)
+            for each in entries
+        ]
         if not entries:
             raise ObjectMissing(
                 f"archive {store.url}: expected objects of partition "
@@ -133,15 +149,16 @@ class RestoredRange:
         source = self._manifest
         entries = [each for each in source.newest if each.first <= end.last]
         entries[-1] = self._cut(entries[-1], end)
+        folder = manifests_folder(cluster_key, source.partition_id)
+        versions = [version_of(each) or 0 for each in self._store.names(folder)]
         made = replace(
             source,
             cluster_key=cluster_key,
-            version=source.version + 1,
+            version=max([source.version, *versions]) + 1,
             last=end.last,
             chain=end.chain,
             newest=tuple(entries),
         )
-        folder = manifests_folder(cluster_key, source.partition_id)
         while (page := made.next_page) is not None:
             origin = FileOrigin(session_id, nonce, len(made.pages))
             name = page_name(folder, made.version, origin)
@@ -152,6 +169,21 @@ class RestoredRange:
         write_read_back(self._store, name, data)
         Manifest.from_bytes(data, name)
         return NewManifest(end.last, end.chain, end.stamp_ms, name, crc32(data))
+
+    def check_again(self) -> None:
+        """Check that the objects still exist (rule 5); blocks.
+
+        Raises:
+            ObjectMissing: one does not.
+            ArchiveUnavailable: the store did not carry out a request.
+        """
+        existing = _existing(self._store, self._manifest.newest)
+        for each in self._manifest.newest:
+            if each.name not in existing:
+                raise ObjectMissing(
+                    f"archive {self._store.url}: object {each.name}, IDs {each.first}.."
+                    f"{each.last}, was deleted during the restore. Hint: repeat it"
+                )
 
     def _cut(self, entry: ObjectEntry, end: BatchEnd) -> ObjectEntry:
         """Return the entry of an object that may be used up to an end."""
@@ -164,3 +196,25 @@ class RestoredRange:
             commit_ms_min=min(stamps, default=0),
             commit_ms_max=max(stamps, default=0),
         )
+
+
+def _replacement(store: ArchiveStore, entry: ObjectEntry, existing: Collection[str]) -> ObjectEntry:
+    """Return the entry of an object in the place of a missing one; else the same entry (rule 2)."""
+    folder, _, name = entry.name.rpartition("/")
+    first, last, *_ = [*name.split("-"), ""]  # `file_names.py`
+    for each in sorted(existing):
+        if not each.startswith(f"{folder}/{first}-{last}-") or not each.endswith(".parquet"):
+            continue
+        data = store.read(each)
+        with suppress(BadFormat, ChecksumMismatch):
+            opened = ArchiveObject(io.BytesIO(data), each)
+            chains = {batch.last: batch.chain for batch in opened.verify()}
+            if (opened.facts.first, chains.get(entry.last)) == (entry.first, entry.chain):
+                return entry._replace(name=each, file_bytes=len(data), file_crc=crc32(data))
+    return entry
+
+
+def _existing(store: ArchiveStore, entries: Iterable[ObjectEntry]) -> set[str]:
+    """Return the names of all files in the folders of these objects."""
+    folders = {each.name.rpartition("/")[0] for each in entries}
+    return {name for folder in sorted(folders) for name in store.names(folder)}

@@ -4,9 +4,9 @@ All calls block: use threads. The simulator implements `ArchiveStore`, too.
 
 Rules (docs/decisions/047):
     1. A file counts when `write` or the end of `writing` has returned: then it is durable. In a
-       directory that takes a temporary file, its sync, its name, and a sync of the directory; other
-       stores acknowledge the end of an upload when it is durable. Reading a file back proves
-       nothing about that (AR 3).
+       directory that takes a temporary file, its sync, its name, and a sync of the directory, and
+       once of each above it; other stores acknowledge the end of an upload when it is durable.
+       Reading a file back proves nothing about that (AR 3).
     2. Nothing is overwritten (AR 2). A directory rejects a name that exists; in other stores the
        names are unique by construction.
     3. A failed or cancelled `writing` leaves no file with the name in a directory, and in other
@@ -14,10 +14,12 @@ Rules (docs/decisions/047):
     4. A missing file is ObjectMissing, everything else ArchiveUnavailable: the message states the
        operation, the file and the reason of the store. This holds for each call of an open file,
        and for no error of the caller's own block.
+    5. With a `Pace`, `read` and the sinks of `writing` wait, so that their bytes have its rate.
 """
 
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
@@ -34,6 +36,10 @@ from waltz_core.records.raw_records import Buffer
 S3_TIMEOUT_S: Final = 20.0
 _S3_OPTIONS: Final = ("region", "endpoint_override", "scheme")
 _FAILURES: Final = (OSError, pa.ArrowException)
+# A paced read requests this many bytes at a time.
+_PACED_BYTES: Final = 1024 * 1024
+# A longer wait has several parts, after each of which it is reported.
+_WAIT_S_MAX: Final = 1.0
 
 
 class ListedFile(NamedTuple):
@@ -44,13 +50,44 @@ class ListedFile(NamedTuple):
     modified_ms: int
 
 
-class ArchiveStore:
-    """The files of an archive, by names relative to its URL."""
+class Pace:
+    """Limits the bytes per second of the calls on one thread, which it blocks.
 
-    def __init__(self, url: str) -> None:
+    `on_wait` is called at least every second of a wait.
+    """
+
+    def __init__(
+        self,
+        bytes_per_s: int,
+        on_wait: Callable[[], None],
+        *,
+        clock_s: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        assert bytes_per_s > 0
+        self._bytes_per_s = bytes_per_s
+        self._on_wait = on_wait
+        self._clock_s = clock_s
+        self._sleep = sleep
+        self._free_at_s = clock_s()  # when the bytes so far have taken their time
+
+    def spend(self, byte_count: int) -> None:
+        """Note bytes, and wait until those before them have taken their time."""
+        while (wait_s := self._free_at_s - self._clock_s()) > 0:
+            self._sleep(min(wait_s, _WAIT_S_MAX))
+            self._on_wait()
+        self._free_at_s = max(self._free_at_s, self._clock_s()) + byte_count / self._bytes_per_s
+
+
+class ArchiveStore:
+    """The files of an archive, by names relative to its URL; `pace` is rule 5."""
+
+    def __init__(self, url: str, pace: Pace | None = None) -> None:
         self.url = url
+        self._pace = pace
         self._files, self._base = _opened(url)
         self._is_directory = isinstance(self._files, arrow_fs.LocalFileSystem)
+        self._durable_folders: set[Path] = set()
 
     def write(self, name: str, data: Buffer) -> None:
         """Write a file; durable (rules 1 and 2).
@@ -72,12 +109,13 @@ class ArchiveStore:
         stream: AbstractContextManager[Any]
         with _reported("write", place):
             if self._is_directory:
+                self._make_durable_folder(Path(place).parent)
                 stream = _durable_file(Path(place))
             else:
                 stream = self._files.open_output_stream(place)
             opened = stream.__enter__()
         try:
-            yield StoreFile(opened, "write", place)
+            yield StoreFile(opened, "write", place, self._pace)
         except BaseException as error:
             # NB: the error of the caller's block, which none of the store's may replace.
             with suppress(*_FAILURES):
@@ -93,8 +131,14 @@ class ArchiveStore:
             ObjectMissing, ArchiveUnavailable: rule 4.
         """
         place = self._place(name)
-        with _reported("read", place), self._files.open_input_stream(place) as source:
-            return bytes(source.read())
+        with _reported("read", place), self._files.open_input_file(place) as source:
+            if self._pace is None:
+                return bytes(source.read())
+            pieces = []
+            while piece := source.read(_PACED_BYTES):
+                self._pace.spend(len(piece))
+                pieces.append(piece)
+            return b"".join(pieces)
 
     def open(self, name: str) -> "StoreFile":
         """Open a file for reads at any place; the caller closes it.
@@ -140,14 +184,42 @@ class ArchiveStore:
     def _place(self, name: str) -> str:
         return f"{self._base}/{name}"
 
+    def _make_durable_folder(self, folder: Path) -> None:
+        """Create a folder, and make its name and those of the folders above it durable.
+
+        A process that was killed may have created folders, and not synced their names. So in the
+        archive each name is synced once, whether or not this process has created it.
+        """
+        base = Path(self._base)
+        for each in reversed([folder, *folder.parents]):
+            is_new = not each.exists()
+            is_unknown = each.is_relative_to(base) and each not in self._durable_folders
+            if is_new:
+                each.mkdir(exist_ok=True)
+            if is_new or is_unknown:
+                # Without permission to read it, the folder above is the operator's.
+                with suppress(PermissionError):
+                    _sync_folder(each.parent)
+            self._durable_folders.add(each)
+
 
 class StoreFile:
-    """An open file of the store, as Python's; its errors are the store's (rule 4)."""
+    """An open file of the store, as Python's; its errors are the store's (rule 4).
 
-    def __init__(self, file: Any, operation: str, place: str) -> None:  # noqa: ANN401 - as pyarrow's
+    `pace` is that of its writes.
+    """
+
+    def __init__(
+        self,
+        file: Any,  # noqa: ANN401 - as pyarrow's
+        operation: str,
+        place: str,
+        pace: Pace | None = None,
+    ) -> None:
         self._file = file
         self._operation = operation
         self._place = place
+        self._pace = pace
 
     @property
     def closed(self) -> bool:
@@ -161,7 +233,10 @@ class StoreFile:
     def write(self, data: Buffer) -> int:
         """Write the next bytes."""
         with _reported(self._operation, self._place):
-            return int(self._file.write(data))
+            written = int(self._file.write(data))
+        if self._pace is not None:
+            self._pace.spend(written)
+        return written
 
     def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
         """Set the position of the next read."""
@@ -228,7 +303,6 @@ def _reported(operation: str, place: str) -> Iterator[None]:
 @contextmanager
 def _durable_file(path: Path) -> Iterator[Any]:
     """Give a file for writing; it gets its name when it is synced (rules 1 to 3)."""
-    _make_durable_folder(path.parent)
     temporary = path.with_name(path.name + TEMPORARY)
     try:
         with temporary.open("xb") as sink:
@@ -239,13 +313,6 @@ def _durable_file(path: Path) -> Iterator[Any]:
         _sync_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _make_durable_folder(folder: Path) -> None:
-    missing = [each for each in (folder, *folder.parents) if not each.exists()]
-    for each in reversed(missing):
-        each.mkdir(exist_ok=True)
-        _sync_folder(each.parent)
 
 
 def _sync_folder(folder: Path) -> None:

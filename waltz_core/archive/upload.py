@@ -1,6 +1,6 @@
 """Writes a range of a log into the archive: an object, and a manifest that lists it; blocks.
 
-Expiry writes a manifest with a greater first available ID.
+Expiry writes a manifest with a greater first available ID, a replacement one with another object.
 
 Rules (docs/decisions/047):
     1. Nothing is overwritten: a session, its nonce and the attempt occur once (`file_names.py`).
@@ -12,13 +12,15 @@ Rules (docs/decisions/047):
     5. Whole objects expire, the oldest first. The first available ID is at most the one after the
        archived mark, where local logs and new objects continue. Commit times never decrease, so
        what precedes an expired object is as old.
+    6. An object that is corrupt or missing is replaced by one with the same IDs and the same chain
+       at its end, which covers all before it (AR 5). The old one is not touched. If a page of the
+       manifest has it, a new page takes the place of that page.
 """
 
-import io
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-import numpy as np
+import pyarrow as pa
 
 from waltz_core.archive.file_names import (
     FileOrigin,
@@ -28,14 +30,7 @@ from waltz_core.archive.file_names import (
     objects_folder,
     page_name,
 )
-from waltz_core.archive.manifest import (
-    Manifest,
-    ManifestPage,
-    ObjectEntry,
-    PageEntry,
-    RecordedManifest,
-    decode_page,
-)
+from waltz_core.archive.manifest import Manifest, ManifestPage, ObjectEntry, PageEntry, decode_page
 from waltz_core.archive.objects import ArchiveObject, ObjectFacts, ObjectWriter, Piece
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.archive.upload_job import (
@@ -43,9 +38,10 @@ from waltz_core.archive.upload_job import (
     ExpiredManifest,
     ExpiryJob,
     NewManifest,
+    ReplacedObject,
     UploadJob,
 )
-from waltz_core.errors import ChecksumMismatch
+from waltz_core.errors import BadFormat, ChecksumMismatch
 from waltz_core.records.checksum import crc32
 from waltz_core.records.raw_records import Buffer
 from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN, TransactionId
@@ -71,21 +67,81 @@ def upload(
     present = _present_manifest(store, cluster_key, job)
     on_progress()
     origin = FileOrigin(job.session_id, job.nonce, job.attempt)
-    entry = _write_object(store, cluster_key, job, origin, on_progress)
-    on_progress()
+    if job.replaces is not None:
+        made = _with_replacement(store, present, job, job.replaces, origin, on_progress)
+        if made is None:
+            return NewManifest(present.last, present.chain, job.end.stamp_ms, "", 0)
+    else:
+        made = _with_object(store, present, job, origin, on_progress)
     folder = manifests_folder(cluster_key, job.partition_id)
-    page = present.next_page
-    if page is not None:
-        name = page_name(folder, present.version + 1, origin)
-        write_read_back(store, name, page.to_bytes())
-        ManifestPage.from_bytes(page.to_bytes(), name)
-        present = present.with_page(name, page)
-        on_progress()
-    made = present.with_object(entry)
     name, data = manifest_name(folder, made.version, origin), made.to_bytes()
     write_read_back(store, name, data)
     made = Manifest.from_bytes(data, name)
     return NewManifest(made.last, made.chain, job.end.stamp_ms, name, crc32(data))
+
+
+def _with_object(
+    store: ArchiveStore,
+    present: Manifest,
+    job: UploadJob,
+    origin: FileOrigin,
+    on_progress: Callable[[], None],
+) -> Manifest:
+    """Write the object; return the manifest that has it at its end."""
+    entry = _write_object(store, present.cluster_key, job, origin, on_progress)
+    on_progress()
+    page = present.next_page
+    if page is not None:
+        present = present.with_page(_write_page(store, present, page, origin), page)
+        on_progress()
+    return present.with_object(entry)
+
+
+def _with_replacement(
+    store: ArchiveStore,
+    present: Manifest,
+    job: UploadJob,
+    replaced: ReplacedObject,
+    origin: FileOrigin,
+    on_progress: Callable[[], None],
+) -> Manifest | None:
+    """Write the object; return the manifest that has it in the place of another one (rule 6).
+
+    None if it was replaced before.
+    """
+    stated, entries = present.page_with(job.first), present.newest
+    if stated is not None:
+        entries = decode_page(stated, store.read(stated.name)).entries
+        on_progress()
+    same = (job.first, job.end.last, job.end.chain)
+    old = next((each for each in entries if each[1:4] == same), None)
+    if old is None:
+        raise BadFormat(
+            f"manifest {job.manifest}: expected an object with the IDs {job.first}..{job.end.last} "
+            f"and the chain {job.end.chain.hex()} of this log, found none"
+        )
+    if old.name != replaced.name:
+        return None
+    made = _write_object(store, present.cluster_key, job, origin, on_progress)
+    on_progress()
+    changed = tuple(made if each is old else each for each in entries)
+    if stated is None:
+        return present.with_newest(changed)
+    page = ManifestPage(changed)
+    name = _write_page(store, present, page, origin)
+    on_progress()
+    return present.with_page_for(stated, name, page)
+
+
+def _write_page(
+    store: ArchiveStore, present: Manifest, page: ManifestPage, origin: FileOrigin
+) -> str:
+    """Write a page of the manifest that follows; return its name."""
+    folder = manifests_folder(present.cluster_key, present.partition_id)
+    name, data = page_name(folder, present.version + 1, origin), page.to_bytes()
+    write_read_back(store, name, data)
+    ManifestPage.from_bytes(data, name)
+    return name
 
 
 def expire(
@@ -145,16 +201,12 @@ def _last_old(
 
 
 def _present_manifest(store: ArchiveStore, cluster_key: bytes, job: UploadJob) -> Manifest:
-    """Return the manifest that ends before the range (rule 3)."""
-    before = TransactionId(job.first - 1)
-    recorded = RecordedManifest(
-        job.partition_id, before, job.chain_before, job.manifest, job.manifest_crc
-    )
+    """Return the manifest that ends before the range (rule 3), or that has it (rule 6)."""
     if job.manifest:
-        return recorded.read(store, cluster_key)
+        return job.recorded.read(store, cluster_key)
     start = TransactionId(0)
     found = Manifest(cluster_key, job.partition_id, 0, start, BEFORE_FIRST, GENESIS_CHAIN)
-    recorded.check(found, cluster_key)
+    job.recorded.check(found, cluster_key)
     return found
 
 
@@ -175,8 +227,8 @@ def _write_object(
     with store.writing(name) as target:
         sink = _CrcSink(target)
         writer = ObjectWriter(sink, facts)
-        for piece in _row_groups(job.runs):
-            writer.add(piece)
+        for group in _row_groups(job.runs):
+            writer.add(Piece(*run) for run in group)
             on_progress()
         writer.close()
     on_progress()
@@ -185,7 +237,7 @@ def _write_object(
         raise ChecksumMismatch(
             f"object {name}: expected CRC {sink.crc:08x} as written, found {crc32(data):08x}"
         )
-    found = ArchiveObject(io.BytesIO(data), name)
+    found = ArchiveObject(pa.BufferReader(data), name)
     batches = [batch for run in job.runs for batch in run.batches]
     if found.facts != facts or list(found.verify()) != batches:
         raise ChecksumMismatch(f"object {name}: its batches are not those of the log")
@@ -218,24 +270,16 @@ class _CrcSink:
         self.crc = crc32(data, self.crc)
 
 
-def _row_groups(runs: tuple[BatchRun, ...]) -> Iterator[Piece]:
-    """Join runs to row groups of about `ROW_GROUP_BYTES`."""
+def _row_groups(runs: tuple[BatchRun, ...]) -> Iterator[list[BatchRun]]:
+    """Gather runs to row groups of about `ROW_GROUP_BYTES`."""
     group: list[BatchRun] = []
     for run in runs:
         group.append(run)
         if sum(len(each.records) for each in group) >= ROW_GROUP_BYTES:
-            yield _joined(group)
+            yield group
             group = []
     if group:
-        yield _joined(group)
-
-
-def _joined(runs: list[BatchRun]) -> Piece:
-    return Piece(
-        b"".join(each.records for each in runs),
-        np.concatenate([each.lengths for each in runs]),
-        [batch for each in runs for batch in each.batches],
-    )
+        yield group
 
 
 def write_read_back(store: ArchiveStore, name: str, data: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Manifests to write: for a range to archive, or for an expiry. The file needs no Parquet library.
+"""Manifests to write: for a range to archive, or for an expiry. This needs no Parquet library.
 
 A storage's machine makes jobs, and `upload.py` carries them out on a thread.
 """
@@ -21,12 +21,20 @@ class BatchRun(NamedTuple):
     batches: Sequence[LineageEntry]
 
 
+class ReplacedObject(NamedTuple):
+    """An object that is corrupt or missing, and where the manifest that lists it ends."""
+
+    name: str
+    archived: TransactionId
+    archived_chain: Chain
+
+
 @value(frozen=True, slots=True, eq=False)
 class UploadJob:
     """The batches from `first` on, and the manifest that ends before them.
 
     `manifest` is empty if nothing is archived. Session, nonce and attempt make the names of new
-    files unique (rule AR 2).
+    files unique (rule AR 2). With `replaces`, the manifest lists that object with these batches.
     """
 
     partition_id: PartitionId
@@ -38,6 +46,15 @@ class UploadJob:
     manifest: str
     manifest_crc: int
     runs: tuple[BatchRun, ...]
+    replaces: ReplacedObject | None = None
+
+    @property
+    def recorded(self) -> RecordedManifest:
+        """The present manifest."""
+        end = TransactionId(self.first - 1), self.chain_before
+        if self.replaces is not None:
+            end = self.replaces.archived, self.replaces.archived_chain
+        return RecordedManifest(self.partition_id, *end, self.manifest, self.manifest_crc)
 
     @property
     def end(self) -> LineageEntry:
@@ -56,7 +73,10 @@ class UploadJob:
 
 
 class NewManifest(NamedTuple):
-    """A manifest that is durable in the archive."""
+    """A manifest that is durable in the archive.
+
+    Without a name, nothing has changed: another object has replaced the one of the job before.
+    """
 
     last: TransactionId
     chain: Chain

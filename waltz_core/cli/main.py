@@ -178,16 +178,20 @@ NOUNS: Mapping[str, NounEntry] = {
                 "status": "show what is archived of each partition, and how far the archive lags",
             },
             "archive.archive_verify": {
-                "verify": "read and verify every file of the archive",
+                "verify": "read and verify every file of the archive, and replace wrong objects",
             },
             "archive.archive_expire": {
                 "expire": "let the log begin later, and delete what is archived before",
+            },
+            "archive.archive_unpin": {
+                "unpin": "let a cluster delete objects that a restored one has used",
             },
         },
         (
             "archive status --connect zk1:2181/waltz/payments",
             "archive verify --connect zk1:2181/waltz/payments --archive s3://bucket/waltz",
             "archive expire --connect zk1:2181/waltz/payments --before 2026-01-01T00:00:00Z --yes",
+            "archive unpin 5f1c3f0e-7d6b-4a5e-9f0b-0c6d8f2a1b44 --connect zk1:2181/waltz/payments",
         ),
     ),
     "disk": NounEntry(

@@ -227,6 +227,13 @@ class Coordinator:
         """Return all clusters at a path of this ZooKeeper or below it."""
         return await find_clusters(self._znodes, below)
 
+    async def root_of(self, cluster_key: UUID) -> str | None:
+        """Return the root of the cluster with this key in this ZooKeeper; None if it has none."""
+        for root, _ in await self.find_clusters("/"):
+            if (await self.at(root).read_cluster()).store.cluster_key == cluster_key:
+                return root
+        return None
+
     def at(self, root: str) -> "Coordinator":
         """Return the same session as a member of another cluster."""
         return Coordinator(self._znodes, root)

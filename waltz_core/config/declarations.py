@@ -240,8 +240,9 @@ class StorageConfig(TlsConfig, ZooKeeperConfig):
     archive_url: str = setting(
         "",
         "Where this storage archives ranges of its partitions, such as file:///srv/archive or "
-        "s3://bucket/folder. All storages of a cluster use the same value. A copy of the cluster, "
-        "which has its key, needs another one, since it would delete the files. Empty: no archive.",
+        "s3://bucket/folder. All storages of a cluster use the same value. A copy of the cluster "
+        "has the same key and would delete the files: set another archive there. Empty: no "
+        "archive.",
     )
     archive_object_bytes: int = _bytes(
         64 * MIB,
@@ -254,6 +255,14 @@ class StorageConfig(TlsConfig, ZooKeeperConfig):
         "Age of the oldest transaction that is not archived yet, after which an object may be "
         "smaller. Too short: many small objects. Too long: the archive lags if appends are rare.",
         minimum=0,
+    )
+    archive_bytes_per_s: int = _bytes(
+        0,
+        "Rate at which this storage reads logs for the archive, and writes objects and reads them "
+        "back, over all partitions. Too slow: the archive lags, and the disk fills. Too fast: "
+        "appends and reads wait for the disk or the network. 0: no limit.",
+        minimum=0,
+        maximum=4 * GIB,
     )
     local_retention_bytes: int = _bytes(
         0,
@@ -385,8 +394,8 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
     small_requests_first: bool = setting(
         True,  # noqa: FBT003 - as above
         "Whether the server splits large batches, and pauses between the pieces, while small "
-        "requests arrive; these then wait at most twice as long as alone. False: the client that "
-        "sends most gets the largest share.",
+        "requests arrive; these then take at most twice as long as without large batches. False: "
+        "the client that sends most gets the largest share.",
     )
     batch_rows_max: int = setting(
         16_384,
@@ -407,7 +416,8 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
     checkpoint_interval_count: int = setting(
         250_000,
         "Number of transactions after which low-water marks are raised. Too many: a recovery "
-        "compares more. Too few: a new session, and a short pause, more often.",
+        "compares more batches. Too few: the owner opens new sessions more often, each with a "
+        "short pause.",
         minimum=100,
         maximum=1_000_000_000,
     )
@@ -416,8 +426,8 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
     )
     feed_grant_count_min: int = setting(
         10_000,
-        "Minimum number of transactions that a client may request to be fed ahead. Too small: "
-        "frequent round trips.",
+        "Minimum number of transactions that the server feeds for one feed request of a client. "
+        "Too small: frequent round trips.",
         minimum=1,
         maximum=10_000_000,
     )
@@ -455,8 +465,8 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
     )
     slow_append_ms: int = _ms(
         250,
-        "Appends that a replica takes this long to answer are logged as `append.slow` with the "
-        "replica, at most once a second for each. Too low: healthy disks are logged. 0: never.",
+        "An append that a replica acknowledges only after this time is logged as `append.slow`, at "
+        "most once a second for each replica. Too low: healthy disks are logged. 0: never.",
         minimum=0,
     )
     archive_interval_ms: int = _ms(

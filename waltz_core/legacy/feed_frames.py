@@ -1,4 +1,4 @@
-"""Encodes a stretch of the feed as many FEED_DATA frames at once, for 0.13 clients.
+"""Encodes a range of the feed as many FEED_DATA frames at once, for 0.13 clients.
 
 A 0.13 client gets one message for each transaction, so one that catches up gets millions. Each is
 36 bytes long, so they are built as rows of one array. The layout is that of `messages.FeedData`; a

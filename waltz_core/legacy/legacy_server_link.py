@@ -17,14 +17,14 @@ from waltz_core.wire.messages import ClientMessage, MountWriter
 
 
 @value(frozen=True, slots=True)
-class SendToOld:
+class SendToLegacyServer:
     """A message from a stream."""
 
     message: ClientMessage
 
 
 @value(frozen=True, slots=True)
-class ReceivedFromOld:
+class ReceivedFromLegacyServer:
     """Messages from the server, in order."""
 
     messages: Sequence[ClientMessage]
@@ -39,7 +39,7 @@ class OwnershipProven:
     is_owner: bool
 
 
-Event: TypeAlias = SendToOld | ReceivedFromOld | OwnershipProven | Wakeup
+Event: TypeAlias = SendToLegacyServer | ReceivedFromLegacyServer | OwnershipProven | Wakeup
 
 
 class LegacyServerLink:
@@ -59,9 +59,9 @@ class LegacyServerLink:
     def step(self, event: Event, now_ms: int) -> list[Effect]:
         """Process one event; raises LocalProtocolError for a request that 0.13 does not have."""
         match event:
-            case SendToOld():
+            case SendToLegacyServer():
                 return self._send(event.message, now_ms)
-            case ReceivedFromOld():
+            case ReceivedFromLegacyServer():
                 return self._receive(event.messages, now_ms)
             case OwnershipProven():
                 partition = self._partitions[event.partition_id]

@@ -78,7 +78,7 @@ class LegacyServerReads:
                 each.close()
 
     async def range(self, reader: OwnerLinkLike, query: Query) -> LegacyRecords:
-        """Return a stretch of the log; empty if it ends before.
+        """Return a range of the log; empty if it ends before.
 
         Raises Unavailable, like a read at a current server.
         """
@@ -96,7 +96,7 @@ class LegacyServerReads:
         return LegacyRecords(TransactionId(last), [], records)
 
     async def data_range(self, reader: OwnerLinkLike, query: Query) -> LegacyRecords:
-        """Return a stretch whose end is known to be committed; only IDs and data of it are valid.
+        """Return a range whose end is known to be committed; only IDs and data of it are valid.
 
         The records have no request IDs. With a filter it is the first transaction alone, which
         passes the filter.

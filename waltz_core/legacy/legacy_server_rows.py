@@ -1,7 +1,7 @@
 """Splits appends into 0.13 requests, and combines outcomes and feeds into those of the stream.
 
 A 0.13 server accepts one transaction in each request and feeds one in each message, while the
-stream uses submissions and stretches.
+stream uses submissions and ranges.
 
 Rules:
     1. Row i of a submission has the sequence number of its request id plus i, as at a current

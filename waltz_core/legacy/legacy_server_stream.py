@@ -302,12 +302,12 @@ class LegacyServerPartition:
             text = f"the client's mark {self._mark} is above the log's {self._known}"
             self._fail_mount(text, errors.ClientAhead)
         else:
-            self._fail_mount("the server is not ready for it")
+            self._fail_mount("the server is not ready for the partition")
 
     def _mount_proven(self, is_owner: bool) -> None:  # noqa: FBT001 - as `_prove` takes it
         assert self._mount is not None
         if not is_owner:
-            self._fail_mount("it moved while it was mounted")
+            self._fail_mount("it moved during the mount")
             return
         self._phase = _Phase.MOUNTED
         limits = (BATCH_ROWS_MAX, BATCH_BYTES_MAX, IN_FLIGHT_BYTES_MAX)
@@ -339,7 +339,9 @@ class LegacyServerPartition:
         request = reading.request
         if not is_ready or reading.next <= request.last:
             self._phase = _Phase.IDLE
-            self._reject(request.req_id, "the server is not ready for it", errors.NotOwned)
+            self._reject(
+                request.req_id, "the server is not ready for the partition", errors.NotOwned
+            )
             return
         self._phase = _Phase.MOUNTED
         self._to_server(messages.FeedRequest(request.req_id, self._mark))

@@ -504,7 +504,7 @@ class LocalCluster:
     def _fixed_port_reason(self, member: Member, name: str) -> str:
         """Return why a port of a member cannot be replaced; empty if it can."""
         if base := self._loaded().port_base:
-            return f"the cluster was made with --port-base {base}"
+            return f"the cluster was created with --port-base {base}"
         if name in {"quorum_port", "election_port"}:
             is_known = any(each.process() is not None for each in self.zookeepers)
             return "the other ZooKeeper servers know it by that port" if is_known else ""

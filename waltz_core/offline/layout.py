@@ -129,9 +129,9 @@ def control_entry(data: Bytes, position: int) -> ControlEntry:
     infos = _info(body[4:40]), _info(body[40:76])
     good = [index for index in (0, 1) if not infos[index].wrong]
     if not good:
-        wrong.append("both structures are wrong, so none counts")
+        wrong.append("both structures are wrong, so neither is used")
     elif len(good) == 2 and infos[0].sequence == infos[1].sequence:
-        wrong.append(f"both structures have sequence {infos[0].sequence}, so none counts")
+        wrong.append(f"both structures have sequence {infos[0].sequence}, so neither is used")
         good = []
     current = max(good, key=lambda index: infos[index].sequence, default=None)
     return ControlEntry(number, infos, current, tuple(wrong))

@@ -153,7 +153,7 @@ class ChainCheck:
             self._add(
                 self._firsts[-1],
                 None,
-                f"the batches end without {records_text(self.end.last + 1, last)}",
+                f"the batches do not cover {records_text(self.end.last + 1, last)}",
                 is_wrong=self._is_wrong(self.end.last + 1),
             )
 

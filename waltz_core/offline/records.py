@@ -166,7 +166,10 @@ def _gap(file: ReadableFile, due: int, offset: int, size: int) -> Gap:
     if not why:
         record = file.pread(_length(file, offset), offset)
         found = int.from_bytes(record[-4:], "big")
-        why = f"expected CRC {crc32(record[:-4]):08x}, found {found:08x}, and no record after it"
+        why = (
+            f"expected CRC {crc32(record[:-4]):08x}, found {found:08x}; "
+            "no valid record begins after it"
+        )
     behind = _find(file, offset + 1, due, size)
     next_id, end = behind if behind is not None else (None, size)
     return Gap(due, next_id, offset, end, why)

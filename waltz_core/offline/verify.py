@@ -95,7 +95,7 @@ def _check_assignment(control: Control, here: list[int], findings: Findings) -> 
         if number >= count:
             report.wrong(None, f"expected a partition below {count}, as the control file has it")
         elif number < len(control.entries) and not is_assigned(control.entries[number]):
-            report.note(None, f"partition {number} is here but not assigned")
+            report.note(None, f"found partition {number}, which is not assigned")
 
 
 def _verify_partition(directory: Path, findings: Findings) -> dict[int, FoundLog]:

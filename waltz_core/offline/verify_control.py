@@ -225,7 +225,7 @@ def compare(
         return
     report = findings.in_file(f"{expected.partition}/{SLOTS_NAME}")
     if is_unbatched:
-        report.note(None, "records have no batches; the next start makes them")
+        report.note(None, "records have no batches; the next start of the storage creates them")
     elif expected.is_adopted:
         report.note(None, "Waltz 0.13 has written here since; the next start adopts its records")
     elif info is not None and info.session != expected.slot.last_session:

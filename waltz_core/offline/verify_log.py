@@ -177,7 +177,7 @@ class _LogCheck:
 
     def _report_missing(self, due: int, first: int) -> None:
         path = segment_path(Path(self._directory.name), first, ".seg")
-        what = f"{records_text(due, first - 1)}: in no segment before this one"
+        what = f"{records_text(due, first - 1)}: expected in an earlier segment, found in none"
         self._findings.in_file(str(path)).wrong(None, what)
         self._seen.lose(due, first - 1)
         if self._chain is not None:

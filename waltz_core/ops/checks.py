@@ -21,7 +21,7 @@ CHECKS: Final = {
     "assignment": "ZooKeeper has a server and replicas for it, spread over groups",
     "server": "its server serves it",
     "connectivity": "its server reaches its storages",
-    "storage": "its storages answer for themselves and hold it",
+    "storage": "its storages answer, and each has its replica",
     "quorum": "a quorum of its replicas is engaged",
     "recovery": "every replica is engaged in the newest session",
     "health": "its server has an open session",
@@ -68,7 +68,7 @@ def _of_assignment(
 ) -> Iterator[Failed]:
     chosen = tuple(each.partition_id for each in standings)
     if not cluster.is_settled:
-        yield Failed("assignment", "the assignment is not that of the live servers (yet)", chosen)
+        yield Failed("assignment", "the assignment does not match the live servers yet", chosen)
     if not cluster.servers:
         yield Failed("assignment", "no server is registered: start one", chosen)
         return
@@ -87,7 +87,7 @@ def _of_server(server: ServerFacts, standings: Sequence[PartitionCondition]) -> 
     for each in its:
         where, partitions = f"partition {each.partition_id}: server {address}", (each.partition_id,)
         if not each.is_served:
-            text = f"{where} does not serve it, though it is assigned to it"
+            text = f"{where} does not serve it, although it is its owner"
             yield Failed("server", text, partitions)
         elif not each.is_open:
             text = f"{where} has no open session with a quorum of replicas"
@@ -129,13 +129,13 @@ def _unavailable_text(now: PartitionCondition, storage: StorageFacts) -> str:
     if held is None or reason is None:
         return ""
     texts = {
-        UnavailableReason.NOT_HELD: "does not hold it, though it is assigned to it: "
+        UnavailableReason.NOT_HELD: "has no replica of it, although one is assigned: "
         "`waltz-core storage sync-partitions`",
         UnavailableReason.OFFLINE: f"has it offline: `waltz-core storage availability --storage "
         f"{storage.address} --partition {now.partition_id} --online true`",
         UnavailableReason.OPENING: "is still opening its log",
         UnavailableReason.UNREADABLE: f"cannot open its log: {held.reason}",
-        UnavailableReason.STUCK: "does not complete requests for it",
+        UnavailableReason.STUCK: "does not complete requests for this partition",
     }
     return texts[reason]
 

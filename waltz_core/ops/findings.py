@@ -233,8 +233,8 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         ),
         _row(
             "disk-full-soon",
-            "the disk of storage {storage} is full in {days} days at the rate of the last day: "
-            "{free} MiB are free, and {rate} MiB are written a day",
+            "the disk of storage {storage} will be full in {days} days at the rate of the last "
+            "day: {free} MiB are free, and {rate} MiB are written a day",
             "{empty}",
         ),
         _row(
@@ -267,9 +267,10 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         _row(
             "archive-damaged",
             "storage {storage} found a file of the archive missing or corrupt: {why}. Hint: the "
-            "command names all such files; restore them from a copy or from an earlier version in "
-            "the object store.",
-            "waltz-core archive verify --connect {connect}",
+            "command names all such files, and replaces objects of which a storage still has all "
+            "transactions; restore others from a copy or from an earlier version in the object "
+            "store.",
+            "waltz-core archive verify --repair --connect {connect}",
         ),
         _row(
             "archive-idle",

@@ -71,7 +71,7 @@ class RangeRead(NamedTuple):
 
     first: TransactionId
     lengths: I64
-    records: bytes
+    records: Buffer
     entries: tuple[LineageEntry, ...]
     chain_before: Chain
 

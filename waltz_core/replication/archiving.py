@@ -26,10 +26,13 @@ Rules (decision 047):
     9. Objects expire when a client requests it and, with a retention, at intervals (AR 15). An
        engaged replica writes the manifest, as in an attempt. The first available ID never decreases
        (AR 7) and is at most the one after the recorded mark, where logs may begin.
+    10. An object is replaced when a client requests it (AR 5). Each engaged replica is requested
+        once, until one has its records; the recorded mark stays. One replacement is under way, and
+        its outcome is reported once.
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import le
 from typing import Final, NamedTuple, TypeAlias, assert_never
 
@@ -39,7 +42,13 @@ from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN, Chain, Replic
 from waltz_core.replication.limits import SessionLimits
 from waltz_core.replication.replica_session import ReplicaSession
 from waltz_core.replication.session_claim import Claim
-from waltz_core.replication.session_events import Batch, CheckpointDue, Effect
+from waltz_core.replication.session_events import (
+    Batch,
+    CheckpointDue,
+    Effect,
+    ReplaceInArchive,
+    ReplacementOutcome,
+)
 from waltz_core.wire.messages import (
     ArchiveProgress,
     ArchiveRange,
@@ -50,6 +59,7 @@ from waltz_core.wire.messages import (
     LineageResponse,
     ObjectsExpired,
     RangeArchived,
+    ReplaceObject,
     SetArchived,
     StorageMessage,
 )
@@ -80,8 +90,8 @@ _NOTHING: Final = ExpiryBounds(TransactionId(0), 0)
 class _Attempt:
     """A range that a replica archives; when it has reported it, the mark to compare.
 
-    Or a collection of garbage, or an expiry. `progress_ms` is when its replica has last reported
-    something.
+    Or a collection of garbage, an expiry or a replacement. `progress_ms` is when its replica has
+    last reported something.
     """
 
     number: int
@@ -90,8 +100,27 @@ class _Attempt:
     progress_ms: int
     is_collection: bool = False
     expiry: ExpiryBounds | None = None
+    is_replacement: bool = False
     found: ArchivedMark | None = None
     is_comparing: bool = False
+
+    @property
+    def is_range(self) -> bool:
+        return not self.is_collection and self.expiry is None and not self.is_replacement
+
+
+@dataclass(slots=True)
+class _Replacement:
+    """What a client has requested; `written_by` has a manifest that ZooKeeper must record."""
+
+    request: ReplaceInArchive
+    failures: dict[ReplicaId, str] = field(default_factory=dict)
+    written_by: ReplicaId | None = None
+    outcome: ReplacementOutcome | None = None
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        return tuple(f"{replica}: {why}" for replica, why in self.failures.items())
 
 
 class Archiving:
@@ -119,6 +148,7 @@ class Archiving:
         self._expiring = _NOTHING
         self._expired = (_NOTHING, BEFORE_FIRST)
         self._expire_at_ms: int | None = None  # rule 9
+        self._replacement: _Replacement | None = None  # the last one that was requested
         # What was appended in this session, after its mark (rule 8).
         self._mark = BEFORE_FIRST
         self._submitted_last = BEFORE_FIRST
@@ -213,8 +243,9 @@ class Archiving:
         if self.wanted is not None:
             return
         capable = [each for each in engaged if each.supports_archiving]
+        self._replace_next(capable, now_ms)
         is_due = self._expire_at_ms is not None and now_ms >= self._expire_at_ms
-        if is_due and self.recorded is not None:
+        if is_due and self.recorded is not None and self._attempt is None:
             self._expire(capable, self.recorded, now_ms)
         if self._limits.archive_interval_ms and self._attempt is None:
             self._change(capable, replicas, committed, now_ms)
@@ -351,6 +382,68 @@ class Archiving:
         else:
             self._expire_at_ms = now_ms
 
+    # ---- replacement of an object (rule 10)
+
+    def replace(self, request: ReplaceInArchive) -> None:
+        """A client requests a replacement, perhaps again."""
+        current = self._replacement
+        if current is None:
+            self._replacement = _Replacement(request)
+        elif current.outcome is not None:
+            is_same = current.request == request
+            self._replacement = None if is_same else _Replacement(request)
+
+    def replacement(self, request: ReplaceInArchive) -> ReplacementOutcome | None:
+        """Return the outcome of a request; None if there is none yet."""
+        current = self._replacement
+        return None if current is None or current.request != request else current.outcome
+
+    def _replace_next(self, capable: Sequence[ReplicaSession], now_ms: int) -> None:
+        """Request the replacement from a replica that has not failed."""
+        current, recorded = self._replacement, self.recorded
+        if current is None or current.outcome is not None:
+            return
+        untried = [each for each in capable if each.replica not in current.failures]
+        if not untried or recorded is None:
+            reasons = current.reasons or ("no storage that is engaged can archive",)
+            current.outcome = ReplacementOutcome(is_replaced=False, replica=None, failures=reasons)
+            return
+        each, request = self._next_of(untried), current.request
+        number, first = self._attempt_count, TransactionId(self.last + 1)
+        self._attempt = _Attempt(number, each.replica, first, now_ms, is_replacement=True)
+        old = (request.first, request.last, request.name)
+        mark = (recorded.last, recorded.chain, recorded.manifest, recorded.manifest_crc)
+        fields = (number, *old, *mark)
+        each.send_request(ReplaceObject, *fields, now_ms=now_ms, ticket=ARCHIVE_TICKET)
+
+    def _object_written(self, attempt: _Attempt, notice: RangeArchived, now_ms: int) -> None:
+        """A replica has written the object and the manifest; without one, nothing has changed."""
+        current, recorded = self._replacement, self.recorded
+        assert current is not None
+        assert recorded is not None
+        if notice.error:
+            self._fail(notice.error, now_ms)
+        elif not notice.manifest:
+            self._attempt = None
+            current.outcome = ReplacementOutcome(is_replaced=True, replica=None, failures=())
+        elif (notice.last, notice.chain) != recorded[:2]:
+            expected = f"{recorded.last} with the chain {recorded.chain.hex()}"
+            found = f"{notice.last} with {bytes(notice.chain).hex()}"
+            self._fail(f"expected a manifest that ends at {expected}, found {found}", now_ms)
+        else:
+            self._attempt, current.written_by = None, attempt.replica
+            self.wanted = recorded._replace(
+                manifest=notice.manifest, manifest_crc=notice.manifest_crc
+            )
+
+    def _replaced(self, current: _Replacement, recorded: ArchivedMark) -> None:
+        """ZooKeeper has the manifest with the new object."""
+        replica, current.written_by = current.written_by, None
+        reasons = current.reasons
+        current.outcome = ReplacementOutcome(is_replaced=True, replica=replica, failures=reasons)
+        name, manifest = current.request.name, recorded.manifest
+        self._report("archive.object_replaced", object=name, replica=replica, manifest=manifest)
+
     def notified(self, each: ReplicaSession, notice: ArchiveNotice, now_ms: int) -> None:
         """A replica reports the end or the progress of an attempt, perhaps of an abandoned one."""
         attempt = self._attempt
@@ -361,8 +454,9 @@ class Archiving:
             case ArchiveProgress():
                 pass
             case RangeArchived():
-                is_range = not attempt.is_collection and attempt.expiry is None
-                if is_range and attempt.found is None:  # Only the first result.
+                if attempt.is_replacement:
+                    self._object_written(attempt, notice, now_ms)
+                elif attempt.is_range and attempt.found is None:  # Only the first result.
                     self._archived(attempt, notice, now_ms)
             case GarbageCollected():
                 if attempt.is_collection:
@@ -455,7 +549,7 @@ class Archiving:
         attempt = self._attempt
         if attempt is None:
             return False
-        if isinstance(message, ArchiveRange | CollectGarbage | ExpireObjects):
+        if isinstance(message, ArchiveRange | CollectGarbage | ExpireObjects | ReplaceObject):
             return (attempt.replica, attempt.number) == (each.replica, message.attempt)
         found = attempt.found if attempt.is_comparing else None
         return (
@@ -472,6 +566,11 @@ class Archiving:
             self._expire_at_ms = now_ms + EXPIRY_RETRY_MS
             self._report("archive.expiry_failed", replica=attempt.replica, reason=reason)
             return
+        if attempt.is_replacement:
+            assert self._replacement is not None
+            self._replacement.failures[attempt.replica] = reason
+            self._report("archive.replacement_failed", replica=attempt.replica, reason=reason)
+            return
         doublings = min(self._failure_count, _DOUBLINGS_MAX)
         self._failure_count += 1
         self._next_at_ms = now_ms + (self._limits.archive_interval_ms << doublings)
@@ -483,7 +582,10 @@ class Archiving:
         """ZooKeeper is known to have this mark."""
         if recorded != self.recorded:
             assert recorded is not None
-            if recorded.last == self.last:
+            replacement = self._replacement
+            if replacement is not None and replacement.written_by is not None:
+                self._replaced(replacement, recorded)
+            elif recorded.last == self.last:
                 self._report("archive.expired", first=recorded.first, manifest=recorded.manifest)
                 self._expiry_ended(now_ms)
             else:

@@ -39,7 +39,7 @@ class SessionLimits:
     `lost_races_max`: number of sessions lost to other servers before the partition is released.
     `lag_bytes_max`: limit of unanswered appends to one replica, and of batches kept in memory for
     slow ones; `lag_count_max`: how many requests and batches those may be, as each takes more
-    memory than its bytes. `range_bytes_max`: size of one copied stretch. `slow_append_ms`: appends
+    memory than its bytes. `range_bytes_max`: size of one copied range. `slow_append_ms`: appends
     that take an engaged replica this long are reported; 0 for never. `archive_interval_ms`: pause
     between attempts to archive committed batches, doubled after each failure; 0: nothing is
     archived. `archived_bytes_max`: size of the archived records above the confirmed mark after

@@ -56,6 +56,8 @@ from waltz_core.replication.session_events import (
     Reassign,
     Released,
     ReleaseOwnership,
+    ReplaceInArchive,
+    ReplacementOutcome,
     ReplicaLost,
     ReplicaOpened,
     ReplicaResponded,
@@ -174,8 +176,12 @@ class PartitionStore:
         session = self._session
         return session is not None and session.has_expired(ExpiryBounds(before, before_ms))
 
+    def replacement(self, request: ReplaceInArchive) -> ReplacementOutcome | None:
+        """Return the outcome of such a request in this session; None if there is none yet."""
+        return None if self._session is None else self._session.replacement(request)
+
     def replica_waits_ms(self, now_ms: int) -> dict[ReplicaId, int]:
-        """Return how long each replica of the session has owed an answer."""
+        """Return the age of the oldest unanswered request to each replica."""
         return {} if self._session is None else self._session.waits_ms(now_ms)
 
     def take_append_times(self) -> dict[ReplicaId, list[int]]:
@@ -220,7 +226,7 @@ class PartitionStore:
         match event:
             case ReplicaResponded() | ReplicaOpened() | ReplicaLost():
                 self._replica_event(event)
-            case Submit() | ProveMark() | ExpireArchive():
+            case Submit() | ProveMark() | ExpireArchive() | ReplaceInArchive():
                 self._use_session(event)
             case MetadataRead() | MetadataWritten() | MetadataConflict() | MetadataUnknown():
                 if event.attempt == self._attempt and self._waiting is not _Waiting.NOTHING:
@@ -249,7 +255,7 @@ class PartitionStore:
             case ReplicaLost():
                 session.lost(event.replica, event.reason, self._now_ms)
 
-    def _use_session(self, event: Submit | ProveMark | ExpireArchive) -> None:
+    def _use_session(self, event: Submit | ProveMark | ExpireArchive | ReplaceInArchive) -> None:
         session = self._session
         is_open = session is not None and session.is_open
         match event:
@@ -264,6 +270,9 @@ class PartitionStore:
             case ExpireArchive():
                 if session is not None and is_open:
                     session.expire(ExpiryBounds(event.before, event.before_ms), self._now_ms)
+            case ReplaceInArchive():
+                if session is not None and is_open:
+                    session.replace(event, self._now_ms)
 
     def _ordered(self, event: TakeOwnership | Reassign | ReleaseOwnership | Checkpoint) -> None:
         match event:

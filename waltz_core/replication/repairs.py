@@ -147,8 +147,8 @@ class Repairs:
         if isinstance(step, Truncation | Reset) and self._contradicts(repair):
             self.contradiction = (
                 f"replica {each.replica} has batches of session {repair.newest}, but the last "
-                f"opened session in ZooKeeper is {self._recovery.newest_session}: its data was "
-                f"rolled back"
+                f"opened session in ZooKeeper is {self._recovery.newest_session}: ZooKeeper's data "
+                "was rolled back"
             )
             self._failed.append((each.replica, self.contradiction))
         elif step is not None:

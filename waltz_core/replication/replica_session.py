@@ -58,6 +58,7 @@ _ANSWERS: Final[dict[type[StorageMessage], type[StorageMessage]]] = {
     messages.SetArchived: messages.SuccessResponse,
     messages.CollectGarbage: messages.SuccessResponse,
     messages.ExpireObjects: messages.SuccessResponse,
+    messages.ReplaceObject: messages.SuccessResponse,
 }
 _CHANGING: Final = (
     messages.Truncate,

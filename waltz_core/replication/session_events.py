@@ -172,6 +172,30 @@ class ExpireArchive:
     before_ms: int
 
 
+@value(frozen=True, slots=True)
+class ReplaceInArchive:
+    """Replace an object of the archive that is corrupt or missing; it is listed with these IDs.
+
+    If the last such event has an outcome, it was reported, and is forgotten.
+    """
+
+    name: str
+    first: TransactionId
+    last: TransactionId
+
+
+@value(frozen=True, slots=True)
+class ReplacementOutcome:
+    """The end of a `ReplaceInArchive`, and the reason of each replica that could not do it.
+
+    `replica` has written the new object; empty if it was replaced before.
+    """
+
+    is_replaced: bool
+    replica: ReplicaId | None
+    failures: tuple[str, ...]
+
+
 Event: TypeAlias = (
     TakeOwnership
     | Reassign
@@ -180,6 +204,7 @@ Event: TypeAlias = (
     | ProveMark
     | Checkpoint
     | ExpireArchive
+    | ReplaceInArchive
     | MetadataRead
     | MetadataWritten
     | MetadataConflict

@@ -180,7 +180,7 @@ class Recovery:
             return None
         return (
             f"was engaged in session {answer.engaged_session}, but the last opened session in "
-            f"ZooKeeper is {self.newest_session}: its data was rolled back"
+            f"ZooKeeper is {self.newest_session}: ZooKeeper's data was rolled back"
         )
 
     def is_needed(self, replica: ReplicaId) -> bool:

@@ -52,7 +52,14 @@ from waltz_core.replication.replica_session import (
     SessionRequest,
 )
 from waltz_core.replication.session_claim import Claim
-from waltz_core.replication.session_events import Batch, Committed, Effect, SessionOpened
+from waltz_core.replication.session_events import (
+    Batch,
+    Committed,
+    Effect,
+    ReplaceInArchive,
+    ReplacementOutcome,
+    SessionOpened,
+)
 from waltz_core.replication.session_recovery import NO_STORAGE_ID, Recovery
 from waltz_core.replication.settlement import SETTLEMENT_TICKET, Settlement
 from waltz_core.replication.window import SessionWindow
@@ -180,7 +187,7 @@ class StoreSession:
         return [each.replica for each in engaged]
 
     def waits_ms(self, now_ms: int) -> dict[ReplicaId, int]:
-        """Return how long each replica has owed an answer, which may exceed the timeout."""
+        """Return the age of each replica's oldest unanswered request; it may exceed the timeout."""
         return {
             each.replica: now_ms - each.oldest_ms
             for each in self.replicas.values()
@@ -307,6 +314,15 @@ class StoreSession:
     def has_expired(self, bounds: ExpiryBounds) -> bool:
         """Whether an expiry with these bounds was carried out on all that is archived."""
         return self._archiving.has_expired(bounds)
+
+    def replace(self, request: ReplaceInArchive, now_ms: int) -> None:
+        """A client requests that an object of the archive is replaced."""
+        self._archiving.replace(request)
+        self._advance(now_ms)
+
+    def replacement(self, request: ReplaceInArchive) -> ReplacementOutcome | None:
+        """Return the outcome of such a request; None if there is none yet."""
+        return self._archiving.replacement(request)
 
     def wrote(
         self, states: Mapping[ReplicaId, ReplicaState], archived: ArchivedMark | None, now_ms: int
@@ -568,7 +584,7 @@ class StoreSession:
         if self.window is None and len(rivals) > len(self.claim.assigned) - self.quorum:
             reason = (
                 f"replicas {', '.join(rivals)} promised session {self.claim.session_id} to another "
-                f"owner, but in ZooKeeper it was unused: its data was rolled back"
+                f"owner, but in ZooKeeper it was unused: ZooKeeper's data was rolled back"
             )
             self.end(Ending(Cause.REJECTED, reason, is_final=True))
 

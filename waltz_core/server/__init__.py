@@ -42,7 +42,7 @@ Life of a mount
     3. `Mounted`: everything older of this client is final, and its appends are accepted.
 
 Life of a feed
-    1. A mount with a feed, then feed requests, grant stretches of the log. Each turn sends one
+    1. A mount with a feed, then feed requests, grant ranges of the log. Each turn sends one
        frame to every client that has a grant and is not congested (`Feed.turn`).
     2. The headers come from the feed cache. Older ones are fetched from a replica, once for all
        clients at the same position.

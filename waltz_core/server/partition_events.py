@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields
 from typing import NamedTuple, NewType, Protocol, TypeAlias
 
 from waltz_core.cluster.nodes.model import ArchivedMark
-from waltz_core.errors import BelowStart, WaltzError
+from waltz_core.errors import BelowStart, Unreachable, WaltzError
 from waltz_core.machine import Wakeup
 from waltz_core.records.raw_records import FEED_HEADER_BYTES
 from waltz_core.records.record import (
@@ -112,6 +112,11 @@ class Store(Protocol):
     def has_expired(self, before: TransactionId, before_ms: int) -> bool:
         """Whether such an `ExpireArchive` was carried out on all that is archived."""
 
+    def replacement(
+        self, request: replication.ReplaceInArchive
+    ) -> replication.ReplacementOutcome | None:
+        """Return the outcome of such a request; None if there is none yet."""
+
     def step(self, event: replication.Event, now_ms: int) -> Sequence[replication.Effect]:
         """Process one event."""
 
@@ -176,11 +181,13 @@ class FetchFailed:
     """A fetch failed at this storage; another one may succeed.
 
     No other one may if the log begins with a later ID, `first_available`; -1 if that is not known.
+    `is_damage`: what it has of the records, locally and in the archive, is damaged.
     """
 
     token: int
     reason: str
     first_available: TransactionId = BEFORE_FIRST
+    is_damage: bool = False
 
 
 Event: TypeAlias = (
@@ -249,11 +256,11 @@ class FeedHeaders(NamedTuple):
 
 
 @value(frozen=True, slots=True)
-class FeedExpired:
-    """There are no feed headers from `first` on: the log begins with a later ID."""
+class FeedFailed:
+    """There are no feed headers from `first` on: the log begins later, or they are damaged."""
 
     first: TransactionId
-    error: BelowStart
+    error: BelowStart | Unreachable
 
 
 Effect: TypeAlias = SendToClient | Fetch | replication.Effect

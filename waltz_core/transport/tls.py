@@ -61,7 +61,7 @@ _SENTENCES: Final = {
     "PEER_DID_NOT_RETURN_A_CERTIFICATE": "expected a certificate of the peer, found none",
     "TLSV13_ALERT_CERTIFICATE_REQUIRED": "the peer expects a certificate, found none",
     # TLS 1.2 uses this one for that, and for other failures.
-    "SSLV3_ALERT_HANDSHAKE_FAILURE": "the peer rejects us: perhaps it expects a certificate",
+    "SSLV3_ALERT_HANDSHAKE_FAILURE": "the peer rejects the handshake: it may expect a certificate",
 }
 _CERTIFICATE_ALERTS: Final = ("CERTIFICATE", "UNKNOWN_CA")
 

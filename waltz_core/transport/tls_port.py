@@ -109,7 +109,7 @@ class TlsPort:
         except ConnectionResetError:
             tls.log_failure(
                 host,
-                "it disconnected during the handshake: perhaps it does not accept the certificate",
+                "the peer closed the connection in the handshake: it may not trust the certificate",
             )
         except OSError as error:
             tls.log_failure(host, tls.failure_text(error))

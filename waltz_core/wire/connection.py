@@ -35,8 +35,8 @@ _TLS_RECORDS: Final = ((0x15, 3), (0x16, 3))
 FOUND_TLS: Final = "expected plain TCP, found TLS"
 assert FRAME_HEADER.size < _SCRATCH_BYTES
 _TOO_OLD: Final = {
-    WireProtocol.CLIENT: "a server before version 3 cannot report that a client is ahead of its "
-    "log, one before version 2 does not support append locks. Hint: upgrade the server.",
+    WireProtocol.CLIENT: "a server below version 2 has no append locks, and below version 3 it "
+    "cannot report that a client is ahead of the log. Hint: upgrade the server.",
     WireProtocol.STORAGE: "servers and storages of Waltz 0.13 and of this version cannot work "
     "together. Hint: migrate the whole cluster at once, as docs/compatibility.md describes.",
 }

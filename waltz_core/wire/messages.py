@@ -220,7 +220,7 @@ class AppendRequest(ClientMessage):
 
 @value(frozen=True, slots=True)
 class FeedRequest(ClientMessage):
-    """Grant the server another stretch of the feed; the request id is the mount's."""
+    """Request the next part of the feed; the request id is the mount's."""
 
     code = 3
     client_high_water_mark: Int64
@@ -237,7 +237,7 @@ class FeedData(ClientMessage):
 
 @value(frozen=True, slots=True)
 class FeedSuspended(ClientMessage):
-    """The granted stretch is used up; send the next feed request."""
+    """The requested part was sent; send the next feed request."""
 
     code = 5
 
@@ -520,10 +520,10 @@ class RangeRequest(ClientMessage):
 
 @value(frozen=True, slots=True)
 class RangeData(ClientMessage):
-    """A stretch of a range. `next` is the next id to read: above the requested last id at the end.
+    """A part of a range. `next` is the next id to read: above the requested last id at the end.
 
     WHOLE: `lengths` are the records' lengths, `records` the segment file's bytes. HEADERS: no
-    `lengths`, `records` are 28 bytes each. `lineage` covers the stretch; its first and last entries
+    `lengths`, `records` are 28 bytes each. `lineage` covers the part; its first and last entries
     may reach beyond it. With a filter the ids in the records have gaps, without one they are dense.
     """
 
@@ -545,10 +545,10 @@ class FeedBatch(ClientMessage):
     """Committed transactions first..first+count-1 as 20 bytes each: request id, header.
 
     In a filtered feed only some of them have headers here: `picked` are their ascending offsets
-    from `first`, empty if all have. The others of the stretch do not pass the filter.
+    from `first`, empty if all have. The others of the part do not pass the filter.
 
     `chain` is the log's chain at `chain_at` (a batch's last id, or BEFORE_FIRST and zeros if the
-    server does not know one inside the stretch), by which a client detects a changed history.
+    server does not know one inside the part), by which a client detects a changed history.
     """
 
     code = 70
@@ -631,6 +631,38 @@ class ExpireResponse(ClientMessage):
     since = 7
     first_available: Int64
     is_done: Bool
+
+
+@value(frozen=True, slots=True)
+class ReplacementRequest(ClientMessage):
+    """Replace an object of the archive that is corrupt or missing, from the log of a storage.
+
+    It is listed as `object`, with the IDs first..last. Repeat the request until the answer shows
+    that the attempt has ended.
+    """
+
+    code = 78
+    since = 7
+    object: Text
+    first: Int64
+    last: Int64
+
+
+@value(frozen=True, slots=True)
+class ReplacementResponse(ClientMessage):
+    """Whether all that is possible was done, and whether the object is replaced.
+
+    `storage` has written the new object; it is empty if another request had it replaced before.
+    `failures` has the reason of each storage that could not write it. Reported once: a later
+    request begins again.
+    """
+
+    code = 79
+    since = 7
+    is_ended: Bool
+    is_replaced: Bool
+    storage: Text
+    failures: Texts
 
 
 # ---------------------------------------------------------------------------------------------
@@ -924,11 +956,11 @@ class ArchiveRange(StorageMessage):
 
 @value(frozen=True, slots=True)
 class RangeArchived(StorageMessage):
-    """A notification to the owner (sequence 0): the end of an attempt to archive.
+    """A notification to the owner (sequence 0): the end of an attempt to archive or to replace.
 
-    The new manifest has all batches up to `last`, where the chain is `chain` and the commit stamp
-    `stamp_ms`. If `manifest` is
-    empty, nothing was archived: there is not enough yet or, with an `error`, the attempt failed.
+    The new manifest has all batches up to `last`, where the chain is `chain`. The last one that was
+    written has the commit stamp `stamp_ms`. If `manifest` is empty, nothing has changed: there is
+    not enough yet, the object was replaced before or, with an `error`, the attempt failed.
     """
 
     code = 84
@@ -1035,6 +1067,26 @@ class ObjectsExpired(StorageMessage):
     manifest: Text
     manifest_crc: Crc32
     error: Text
+
+
+@value(frozen=True, slots=True)
+class ReplaceObject(StorageMessage):
+    """Write an object with first..last again, and a manifest with it for `object` (rule AR 5).
+
+    The recorded manifest ends at `archived` with `chain`, and lists `object` with these IDs.
+    `RangeArchived` follows.
+    """
+
+    code = 92
+    since = 3
+    attempt: Int32
+    first: Int64
+    last: Int64
+    object: Text
+    archived: Int64
+    chain: Raw16
+    manifest: Text
+    manifest_crc: Crc32
 
 
 @value(frozen=True, slots=True)

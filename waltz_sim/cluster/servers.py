@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from waltz_core.cluster.nodes.model import ArchivedMark
-from waltz_core.errors import NotOwned
+from waltz_core.errors import Damaged, NotOwned, from_code
 from waltz_core.machine import Report, Wakeup
 from waltz_core.records.record import ReplicaId, SessionId, TransactionId
 from waltz_core.replication import session_events
@@ -99,6 +99,12 @@ class ObservedStore:
     def has_expired(self, before: TransactionId, before_ms: int) -> bool:
         """As the store says."""
         return self.store.has_expired(before, before_ms)
+
+    def replacement(
+        self, request: session_events.ReplaceInArchive
+    ) -> session_events.ReplacementOutcome | None:
+        """As the store says."""
+        return self.store.replacement(request)
 
     def step(self, event: session_events.Event, now_ms: int) -> Sequence[session_events.Effect]:
         """Step the store, and check it."""
@@ -439,7 +445,8 @@ class SimServer(Process):
         else:
             assert isinstance(message, Nack)
             first = TransactionId(message.first_available)
-            self.step(FetchFailed(token, message.message, first))
+            is_damage = isinstance(from_code(message.error_code, ""), Damaged)
+            self.step(FetchFailed(token, message.message, first, is_damage))
 
     def _reader_lost(self, replica: ReplicaId, reason: str) -> None:
         self._readers.pop(replica, None)

@@ -432,19 +432,33 @@ def _upload_steps(
     if job.manifest:
         found = _checked((yield _Read(job.manifest)), job.manifest, job.manifest_crc)
         present = Manifest.from_bytes(found.data, job.manifest)
-    if (present.last, present.chain) != (job.first - 1, job.chain_before):
-        raise BadFormat(f"manifest {job.manifest}: it does not end before {job.first}")
+    job.recorded.check(present, cluster_key)
+    if job.replaces is not None and all(each.name != job.replaces.name for each in present.newest):
+        return NewManifest(present.last, present.chain, job.end.stamp_ms, "", 0)
     origin = FileOrigin(job.session_id, job.nonce, job.attempt)
     entry, file = object_of(cluster_key, job)
     yield _Write(entry.name, file)
     _checked((yield _Read(entry.name)), entry.name, entry.file_crc)
-    data = present.with_object(entry).to_bytes()
+    if job.replaces is None:
+        present = present.with_object(entry)
+    else:
+        present = present.with_newest(_with_replacement(present.newest, job.replaces.name, entry))
+    data = present.to_bytes()
     folder = manifests_folder(cluster_key, job.partition_id)
-    name = manifest_name(folder, present.version + 1, origin)
+    name = manifest_name(folder, present.version, origin)
     yield _Write(name, StoredFile(data))
     _checked((yield _Read(name)), name, crc32(data))
     made = Manifest.from_bytes(data, name)
     return NewManifest(made.last, made.chain, job.end.stamp_ms, name, crc32(data))
+
+
+def _with_replacement(
+    entries: tuple[ObjectEntry, ...], name: str, made: ObjectEntry
+) -> tuple[ObjectEntry, ...]:
+    old = next(each for each in entries if each.name == name)
+    if old[1:4] != made[1:4]:
+        raise BadFormat(f"object {name}: expected the IDs and the chain of the one to replace")
+    return tuple(made if each is old else each for each in entries)
 
 
 def object_of(cluster_key: bytes, job: UploadJob) -> tuple[ObjectEntry, StoredFile]:

@@ -65,6 +65,13 @@ class Rename(NamedTuple):
     target: Path
 
 
+class HardLink(NamedTuple):
+    """A file got one more name."""
+
+    source: Path
+    target: Path
+
+
 class Unlink(NamedTuple):
     """A name was removed."""
 
@@ -109,6 +116,7 @@ DiskChange: TypeAlias = (
     | Write
     | Resize
     | Rename
+    | HardLink
     | Unlink
     | MakeDirectory
     | Sync
@@ -466,7 +474,9 @@ class Platter:
             case _:
                 self._rename(change)
 
-    def _rename(self, change: CreateFile | Rename | Unlink | MakeDirectory | SyncDirectory) -> None:
+    def _rename(
+        self, change: CreateFile | Rename | HardLink | Unlink | MakeDirectory | SyncDirectory
+    ) -> None:
         match change:
             case CreateFile(path, file):
                 self._files[file] = _File()
@@ -474,6 +484,8 @@ class Platter:
             case Rename(source, target):
                 self._enter(target, self._seen[source])
                 self._remove(source)
+            case HardLink(source, target):
+                self._enter(target, self._seen[source])
             case Unlink(path):
                 self._remove(path)
             case MakeDirectory(path):

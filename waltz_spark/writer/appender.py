@@ -53,7 +53,7 @@ _FATAL: dict[Reason, tuple[type[WaltzError], str]] = {
             "another cluster, or the log was created again"
         ),
     ),
-    Reason.TOO_LARGE: (TooLarge, "the log found a transaction too large"),
+    Reason.TOO_LARGE: (TooLarge, "the server rejected a transaction as too large"),
 }
 
 

@@ -285,8 +285,8 @@ def _checked(
     is_fit = all(type(row) is int and 0 <= row < count for row in rows)
     if not is_fit or len(set(rows)) != len(rows):
         raise _wrong(
-            f"expected each row of {name} to have the number of another rejected row in "
-            f"{ROW_COLUMN!r}, 0 to {count - 1}, found {rows[:20]}"
+            f"expected {name} to return distinct numbers of rejected rows in {ROW_COLUMN!r}, "
+            f"0 to {count - 1}, found {rows[:20]}"
         )
     fields = [part.with_nullable(nullable=True) for part in source.schema]
     try:

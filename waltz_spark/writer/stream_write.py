@@ -35,9 +35,9 @@ _log = logging.getLogger("waltz")
 # The properties of a task that identify its stream and micro-batch.
 _QUERY, _BATCH = "sql.streaming.queryId", "streaming.sql.batchId"
 _HINT = (
-    "The rows of the micro-batch's first run stay in the log, these are not appended. A query must "
-    "compute the same rows when Spark repeats a micro-batch; to continue without them, start a "
-    "query with a new checkpointLocation."
+    "The rows of the micro-batch's first run stay in the log, and those of this run are not "
+    "appended. A query must compute the same rows when Spark repeats a micro-batch. To continue "
+    "without the rows of this run, start a query with a new checkpointLocation."
 )
 
 

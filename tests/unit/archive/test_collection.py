@@ -3,6 +3,7 @@
 import os
 from contextlib import suppress
 from pathlib import Path
+from uuid import UUID
 
 import pytest
 
@@ -13,7 +14,7 @@ from waltz_core.archive.archive_cache import ArchiveCache
 from waltz_core.archive.collection import GRACE_MS, Collected, CollectionJob, collect
 from waltz_core.archive.file_names import FileOrigin, origin_of
 from waltz_core.archive.manifest import RecordedManifest, decode_page
-from waltz_core.archive.pins import pin
+from waltz_core.archive.pins import is_pinned, pin, pins_of, unpin
 from waltz_core.archive.reader import ArchiveReader
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.archive.upload import upload
@@ -24,6 +25,7 @@ from waltz_core.errors import (
     ChecksumMismatch,
     ObjectMissing,
 )
+from waltz_core.records.checksum import crc32
 
 LATER_MS = 1 << 50
 OTHER = bytes([1] * 16)
@@ -145,6 +147,39 @@ def test_while_another_cluster_uses_objects_only_manifests_are_deleted(archived)
     assert set(all_files(store)) == kept
 
 
+def test_a_pin_that_is_written_during_a_collection_stops_it(archived):
+    """A restore checks after the pin that the objects exist, and would not see a later delete."""
+    store, made = archived
+    deleted = []
+
+    def pin_after_one():
+        if not deleted:
+            pin(ArchiveStore(store.url), KEY, b"k" * 16)
+        deleted.append(None)
+
+    before = {each for each in all_files(store) if "/objects/" in each}
+    store.on_delete = pin_after_one
+    found = run(store, request(made))
+    after = {each for each in all_files(store) if "/objects/" in each}
+    assert len(before - after) == 1
+    assert found.file_count == len(deleted) > 1, "replaced manifests are deleted all the same"
+    assert not found.has_more
+
+
+def test_pins_are_listed_and_removed(archived):
+    store, _ = archived
+    restored = UUID(int=7)
+    assert pins_of(store, KEY) == []
+    with pytest.raises(BadRequest, match=f"expected a pin of cluster {restored}, found none"):
+        unpin(store, KEY, restored.bytes)
+    pin(store, KEY, restored.bytes)
+    assert pins_of(store, KEY) == [str(restored)]
+    with pytest.raises(BadRequest, match=f"found {restored}"):
+        unpin(store, KEY, OTHER)
+    unpin(store, KEY, restored.bytes)
+    assert not is_pinned(store, KEY)
+
+
 def age(store, name, modified_ms):
     os.utime(Path(store.url.removeprefix("file://")) / name, (0, modified_ms / 1_000))
 
@@ -198,6 +233,51 @@ def test_a_file_of_a_later_or_another_owner_stops_the_collection(
     with pytest.raises(BadRequest, match=f"another owner since session 10, found .*9-{origin}"):
         run(store, request(made))
     assert all_files(store) == before
+
+
+def roll_back(store, made, *, to):
+    """Archive in session 10 after the manifest of session 9 with this version."""
+    head = next(name for name in heads_of(store)[to] if f"/{to}-9-" in name)
+    data = ArchiveStore.read(store, head)
+    found = manifest.Manifest.from_bytes(data, head)
+    old = made._replace(last=found.last, chain=found.chain, name=head, file_crc=crc32(data))
+    return archive_in_10(store, old, attempt=0)
+
+
+def archive_in_10(store, made, *, attempt):
+    return upload(store, KEY, job_after(made, attempt=attempt, session_id=10, nonce=OTHER))
+
+
+def test_nothing_is_deleted_after_a_rollback_of_zookeeper(archived):
+    """Backups may list what was recorded before, also when the new versions have passed it."""
+    store, made = archived
+    own = roll_back(store, made, to=4)
+    assert {6, 5} <= set(heads_of(store))
+    for attempt in range(1, 6):
+        before = all_files(store)
+        with pytest.raises(BadRequest, match=r"version 6 after session 9, .* found .*/5-10-.*back"):
+            run(store, request(own, attempt=attempt))
+        with pytest.raises(BadRequest, match="version 6 after session 9"):
+            run(store, request(own, session=11, nonce=NONCE, attempt=0))
+        assert all_files(store) == before
+        own = archive_in_10(store, own, attempt=attempt)
+    # The operator gives up the backups that need them.
+    for name in heads_of(store)[6]:
+        if "/6-9-" in name:
+            store.delete(name)
+    run(store, request(own, attempt=9))
+    assert set(all_files(store)) == listed_files(store, own)
+
+
+def test_failed_attempts_of_several_sessions_are_no_rollback(archived):
+    """Each owner may have written the version after the recorded one, and nothing above it."""
+    store, made = archived
+    for session in (10, 11, 12):
+        upload(store, KEY, job_after(made, attempt=50, session_id=session, nonce=OTHER))
+    own = {"session_id": 13, "nonce": OTHER}
+    last = upload(store, KEY, job_after(made, attempt=0, **own))
+    run(store, request(last, session=13))
+    assert set(all_files(store)) == listed_files(store, last)
 
 
 FAULTS = {

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pyarrow.parquet as pq
 import pytest
 
-from tests.archived_log import KEY, batches_from, object_of
-from waltz_core.archive.objects import SCHEMA, ArchiveObject, ObjectFacts
+from tests.archived_log import KEY, batches_from, object_of, pieces_of
+from waltz_core.archive.objects import SCHEMA, ArchiveObject, ObjectFacts, ObjectWriter
 from waltz_core.errors import ArchiveUnavailable, BadFormat, ChecksumMismatch
 from waltz_core.records import raw_records
 from waltz_core.records.record import GENESIS_CHAIN
@@ -158,3 +158,17 @@ def test_a_footer_with_other_counts_of_rows_is_found():
     found.footer = SimpleNamespace(row_group=lambda group: SimpleNamespace(num_rows=45))
     with pytest.raises(BadFormat, match="object o: "):
         found.outlines()
+
+
+@pytest.mark.parametrize("rows", [1, 7, 30])
+def test_pieces_become_one_row_group_with_the_same_bytes(rows):
+    """Pieces may end within batches, and one of them may have no commit time."""
+    records, lineage = batches_from(FIRST, sizes=SIZES)
+    whole = object_of(records, lineage, rows=len(records))
+    sink = io.BytesIO()
+    writer = ObjectWriter(sink, opened(whole).facts)
+    writer.add(pieces_of(records, lineage, rows))
+    writer.close()
+    assert opened(sink.getvalue()).group_count == 1
+    assert list(opened(sink.getvalue()).verify()) == lineage
+    assert pq.read_table(sink).equals(pq.read_table(io.BytesIO(whole)))

@@ -113,6 +113,23 @@ def test_ranges_are_those_that_were_archived(store, cache, rows):
         check(log, reader.read_range(first, last, bytes_max), first, last, bytes_max)
 
 
+def test_a_read_of_a_row_group_ends_with_it(store, cache):
+    log = write_archive(store, rows=10)  # objects of 51 records
+    reader = reader_of(store, log, cache)
+    rng = Random(3)
+    for _ in range(100):
+        first = rng.randrange(len(log.records))
+        last = rng.randrange(first, len(log.records))
+        read = reader.read_group(first, last)
+        group_end = first + min(9 - first % 51 % 10, 50 - first % 51)
+        count = min(last, group_end) - first + 1
+        assert read.lengths.size == count
+        assert (read.first, read.records) == (first, b"".join(log.records[first : first + count]))
+        assert (read.chain_before, read.entries) == log.batches(first, first + count - 1)
+    with pytest.raises(BadRequest, match="expected ids up to"):
+        reader.read_group(0, len(log.records))
+
+
 def test_nothing_is_read_before_the_first_call_and_nothing_twice(store, cache):
     log = write_archive(store, page_entries=2)
     reader = reader_of(store, log, cache)

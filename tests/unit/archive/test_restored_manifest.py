@@ -7,10 +7,11 @@ from uuid import UUID
 
 import pytest
 
-from tests.archived_log import KEY, PARTITION, STAMP, write_archive
+from tests.archived_log import KEY, PARTITION, STAMP, write_archive, write_manifest
 from waltz_core.archive import manifest as manifest_module
 from waltz_core.archive.archive_cache import ArchiveCache
 from waltz_core.archive.archive_check import ArchiveCheck, RecordedArchive
+from waltz_core.archive.file_names import version_of
 from waltz_core.archive.manifest import Manifest
 from waltz_core.archive.pins import is_pinned, pin
 from waltz_core.archive.reader import ArchiveReader
@@ -52,6 +53,27 @@ def name_of(number):
 def damage(store, name, data):
     store.delete(name)
     store.write(name, data)
+
+
+def test_an_object_that_was_replaced_after_the_backup_is_found(store, log):
+    newest = log.manifest.newest
+    old = newest[0]._replace(
+        name=f"{FOLDER}/objects/{newest[0].first}-{newest[0].last}-9-n-1.parquet"
+    )
+    listed = replace(log.manifest, newest=(old, *newest[1:]))
+    log = log._replace(name="backup", crc=write_manifest(store, listed, "backup"))
+    data = store.read(newest[0].name)
+    with pytest.raises(ObjectMissing, match=old.name):
+        RestoredRange(store, saved_of(store, log))
+    other = store.read(newest[1].name)
+    for attempt, each in enumerate((other, data[:-8] + bytes(8), data, data), start=2):
+        store.write(old.name.replace("-1.parquet", f"-{attempt}.parquet"), each)
+    batch = BatchEnd(log.lineage[-1].last, log.lineage[-1].chain, STAMP)
+    made = RestoredRange(store, saved_of(store, log)).write(NEW_KEY, 9, NONCE, batch)
+    entries = SavedManifest.read(store, made.name, made.file_crc).entries()
+    (found,) = (each for each in entries if each.first == old.first)
+    assert found.name.endswith("-4.parquet"), "the first one with the same chain"
+    assert found[1:] == old[1:]
 
 
 def test_each_end_that_is_found_is_a_batch_end_of_the_log(store, log):
@@ -200,3 +222,23 @@ def test_expired_objects_that_still_exist_are_not_restored_as_available(store, l
     store.write("expired.json", expired.to_bytes())
     saved = SavedManifest.read(store, "expired.json", crc32(expired.to_bytes()))
     assert RestoredRange(store, saved).first == OBJECT
+
+
+@pytest.mark.parametrize(("key", "version"), [(KEY, 10), (NEW_KEY, 5)])
+def test_the_version_is_above_all_of_the_same_cluster(store, log, key, version):
+    """Else the manifests that it wrote after the backup would look like a rollback."""
+    store.write(f"{FOLDER}/manifests/9-8-{NONCE.hex()}-1.json", b"written after the backup")
+    found = RestoredRange(store, saved_of(store, log))
+    made = found.write(key, 9, NONCE, found.end_at(OBJECT - 1))
+    assert Manifest.from_bytes(store.read(made.name), made.name).version == version
+    assert version_of(made.name) == version
+
+
+def test_an_object_that_was_deleted_during_the_restore_is_named(store, log):
+    found = RestoredRange(store, saved_of(store, log))
+    found.check_again()
+    store.delete(name_of(0))
+    later = RestoredRange(store, saved_of(store, log), may_have_expired=True)
+    with pytest.raises(ObjectMissing, match=f"{name_of(0)}, IDs 0..{OBJECT - 1}, was deleted"):
+        found.check_again()
+    later.check_again()

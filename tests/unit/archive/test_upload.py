@@ -1,12 +1,14 @@
 """An upload adds one verified object to a manifest, or fails and names the file."""
 
+from itertools import pairwise
+
 import pytest
 
 from tests.unit.storage.logs import make_batches
 from waltz_core.archive import manifest
 from waltz_core.archive.manifest import Manifest, ManifestPage
 from waltz_core.archive.objects import ArchiveObject
-from waltz_core.archive.store import ArchiveStore
+from waltz_core.archive.store import ArchiveStore, Pace
 from waltz_core.archive.upload import upload
 from waltz_core.archive.upload_job import BatchRun, UploadJob
 from waltz_core.errors import (
@@ -160,3 +162,29 @@ def test_a_store_that_fails_is_an_error_with_the_operation(tmp_path):
     (tmp_path / "file").write_text("no folder")
     with pytest.raises(ArchiveUnavailable, match=r"cannot write .*objects/0-9-9"):
         upload(ArchiveStore(f"file://{tmp_path}/file"), KEY, job_after())
+
+
+class FakeTime:
+    """A clock that only sleeps move."""
+
+    def __init__(self):
+        self.now_s = 0.0
+
+    def clock_s(self):
+        return self.now_s
+
+    def sleep(self, duration_s):
+        self.now_s += duration_s
+
+
+def test_an_upload_has_the_rate_of_its_pace(tmp_path):
+    time, waits_s = FakeTime(), []
+    pace = Pace(1_000, lambda: waits_s.append(time.now_s), clock_s=time.clock_s, sleep=time.sleep)
+    store = ArchiveStore(f"file://{tmp_path}", pace)
+    made = upload(store, KEY, job_after())
+    assert made.last == read_manifest(ArchiveStore(store.url), made).last
+    written = sum(each.byte_count for each in store.files(""))
+    last = (tmp_path / made.name).stat().st_size
+    assert time.now_s * 1_000 == pytest.approx(2 * written - last), "all but the last read waits"
+    gaps = [later - earlier for earlier, later in pairwise([0.0, *waits_s])]
+    assert max(gaps) <= 1.0, "each wait is reported"

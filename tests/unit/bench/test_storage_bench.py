@@ -54,6 +54,6 @@ def test_unreadable_rows_are_reported_as_lost(capsys, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("flag", ["--mib", "--segments"])
-def test_zero_is_no_amount(capsys, flag):
+def test_an_amount_of_zero_is_rejected(capsys, flag):
     assert main(["bench", "storage-open", flag, "0"]) != 0
     assert f"{flag}: expected more than 0, found 0" in capsys.readouterr().err

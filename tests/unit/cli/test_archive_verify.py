@@ -65,7 +65,7 @@ def test_an_object_that_the_recorded_manifest_lists_is_missing(case, capsys):
     found = case.verify()
     assert [each["name"] for each in found["problems"]] == [case.log.manifest.newest[0].name]
     assert found["objects"] == 3
-    assert "it does not exist. Hint: restore the file" in capsys.readouterr().err
+    assert "it does not exist. Hint: add --repair" in capsys.readouterr().err
 
 
 def test_nothing_is_archived(case, capsys):

@@ -34,7 +34,9 @@ async def outcomes(coordinator):
     ],
 )
 @on_virtual_loop
-async def test_a_change_is_on_record_while_it_continues_and_afterwards(coordinator, error, outcome):
+async def test_a_change_has_an_audit_entry_while_it_runs_and_afterwards(
+    coordinator, error, outcome
+):
     await coordinator.create_cluster(CLUSTER)
     with pytest.raises(type(error)) if error else contextlib.nullcontext():
         async with audited(coordinator):
@@ -45,14 +47,14 @@ async def test_a_change_is_on_record_while_it_continues_and_afterwards(coordinat
 
 
 @on_virtual_loop
-async def test_a_cluster_that_is_made_holds_the_record_of_its_making(coordinator):
+async def test_a_created_cluster_has_an_audit_entry_of_its_creation(coordinator):
     async with audited(coordinator, creates=True):
         await coordinator.create_cluster(CLUSTER)
     assert await outcomes(coordinator) == [DONE]
 
 
 @on_virtual_loop
-async def test_a_deleted_cluster_is_not_restored_by_its_record(coordinator):
+async def test_an_audit_entry_does_not_recreate_a_deleted_cluster(coordinator):
     for creates in (False, True):
         await coordinator.create_cluster(CLUSTER)
         async with audited(coordinator, creates=creates):

@@ -54,7 +54,7 @@ def test_lost_answers_change_nothing(capsys, connected):
     assert (code, found["written"], found["checked"]) == (0, 60, 120)
 
 
-def test_a_log_that_does_not_reject_is_found(capsys, connected, monkeypatch):
+def test_a_log_that_does_not_reject_conflicts_is_detected(capsys, connected, monkeypatch):
     def unlocked(context, builder):
         context.attempts += 1
         builder.data = text_of(builder.client_high_water_mark + 1)
@@ -68,7 +68,7 @@ def test_a_log_that_does_not_reject_is_found(capsys, connected, monkeypatch):
     assert "expected its id as data" in found["wrong"][0]
 
 
-def test_a_stranger_is_found(capsys, connected):
+def test_transactions_of_another_client_are_detected(capsys, connected):
     with connected() as waltz:
         with waltz.client() as client:
             client.append(b"not a number", partition=0).result()
@@ -100,14 +100,14 @@ def test_producer_and_consumer_may_be_separate_commands(capsys, connected):
         (["consume", "--first", "-1"], "--first: expected an id, 0 or more, found -1"),
     ],
 )
-def test_senseless_arguments_are_reported_in_a_sentence(capsys, connected, words, sentence):
+def test_invalid_arguments_are_reported_in_one_sentence(capsys, connected, words, sentence):
     with connected():
         assert main(["client", *words, "--connect", "memory:1/w"]) == 1
     assert sentence in capsys.readouterr().err
 
 
 @given(LARGE, st.sampled_from([0, 1, -7]), st.sampled_from([0, 1, -7]))
-def test_a_record_is_right_if_it_follows_and_its_data_is_its_id(number, gap, difference):
+def test_a_record_is_valid_with_the_next_id_and_that_id_as_data(number, gap, difference):
     found = faults_of(7, number - 1 - gap, number, text_of(number + difference))
     assert len(found) == (gap != 0) + (difference != 0)
     assert all(each.startswith(f"partition 7, id {number}: expected ") for each in found)

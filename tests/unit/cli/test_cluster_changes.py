@@ -49,7 +49,7 @@ async def run(verb, protocol, address_name="address", **words):
 
 @pytest.mark.parametrize("protocol", [WireProtocol.ADMIN, WireProtocol.CLIENT])
 @pytest.mark.parametrize("is_replaced", [False, True])
-def test_a_port_that_is_no_storages_own_does_not_become_a_storage(protocol, is_replaced):
+def test_a_port_without_a_storage_is_not_added(protocol, is_replaced):
     verb = cluster_changes.replace_storage if is_replaced else cluster_changes.add_storage
     words = {"address": OLD, "address_name": "successor"} if is_replaced else {"group": None}
     expected = f"expected a storage's port, found a '{protocol.listener_text}'"

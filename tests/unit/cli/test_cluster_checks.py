@@ -13,5 +13,5 @@ from waltz_core.cli.cluster.cluster_preferences import _time
         (10**400, f"{10**400} ms"),
     ],
 )
-def test_a_time_of_a_damaged_record_is_shown_as_it_is(at_ms: int, shown: str):
+def test_the_time_of_a_damaged_record_is_shown_unchanged(at_ms: int, shown: str):
     assert _time(at_ms) == shown

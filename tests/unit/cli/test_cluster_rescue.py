@@ -104,12 +104,14 @@ def test_a_command_that_dies_at_zookeeper_has_marked_no_replica():
     )
     command = SimpleNamespace(coordinator=Coordinator())
     with pytest.raises(Died):
-        asyncio.run(cluster_rescue._declare(command, 0, answered, A))
+        asyncio.run(cluster_rescue._declare(command, 0, answered, A, None))
     assert not marked
 
 
 class Storage:
     """A link to a storage that has a log whose records have these client ids and generations."""
+
+    address = A
 
     def __init__(self, *ids, is_readable=True):
         self.ids, self.is_readable = ids, is_readable
@@ -119,10 +121,10 @@ class Storage:
         fields = (bytes(16), 3, last, True, last, bytes(16), False, b"")
         return {each: Prepared(its.session_id, 1, each, *fields) for each, its in sessions.items()}
 
-    async def newest_ids(self, partition_id, session, last):
+    async def newest_ids(self, partition_id, session, prepared):
         if not self.is_readable:
             raise ReadFailed("record 1 cannot be read")
-        assert last == len(self.ids) - 1
+        assert prepared.synced_max == len(self.ids) - 1
         return max(self.ids, default=NO_IDS)
 
     def close(self):
@@ -133,12 +135,16 @@ async def die(*_):
     raise Died
 
 
+async def no_archive(*_):
+    return ""
+
+
 def rebuilt(monkeypatch, storage, *, now_s, dies_at=()):
     """Rebuild a cluster of one partition on one storage, and return what it gives out then.
 
     The command dies once at each of these calls, and is run again.
     """
-    address, notes = "10.0.0.1:5280", []
+    address, notes = A, []
 
     async def open_links(*_):
         return {address: storage}, {}
@@ -160,6 +166,7 @@ def rebuilt(monkeypatch, storage, *, now_s, dies_at=()):
             from_directory=None,
             replicas=1,
             only_nodes=False,
+            archive=None,
         )
         # A server has registered as soon as there were nodes, and owns the partition.
         make_nodes = cluster_rescue._make_nodes
@@ -191,6 +198,7 @@ def rebuilt(monkeypatch, storage, *, now_s, dies_at=()):
         return client_id, assignment.servers[1][0], metadata.generation, notes
 
     monkeypatch.setattr(cluster_rescue, "open_links", open_links)
+    monkeypatch.setattr(cluster_rescue, "url_of_archive", no_archive)
     monkeypatch.setattr(cluster_rescue.time, "time", lambda: now_s)
     return asyncio.run(scenario())
 
@@ -220,5 +228,5 @@ def test_ids_continue_from_the_clock_where_that_is_later(monkeypatch, storage, d
     found = rebuilt(monkeypatch, storage, now_s=IDS_EPOCH_S + 1_000, dies_at=dies_at)
     client_id, owned, written, notes = found
     assert (client_id, owned, written) == (1_001, 1_001, 1_000)
-    is_noted = any("start at the clock of this machine" in each for each in notes)
+    is_noted = any("derived from the clock of this machine" in each for each in notes)
     assert is_noted != storage.is_readable

@@ -95,7 +95,7 @@ def test_a_wrong_index_does_not_lead_a_dump_astray(storage, capsys):
     assert (only["transaction_id"], only["is_right"]) == (5, True)
 
 
-def test_batches_stand_after_their_last_record(storage, capsys):
+def test_batches_are_printed_after_their_last_record(storage, capsys):
     found = lines(capsys, "dump-segment", segments(storage)[0], "-r", "--batches")
     order = [one.get("transaction_id", one.get("last")) for one in found]
     assert order == [0, 1, 2, 2, 3, 4, 5, 6, 7, 7, 8, 8, 9, 10]
@@ -160,11 +160,11 @@ def test_the_dump_continues_after_an_unreadable_payload(tmp_path, capsys):
         ("json:nothing", "--deserializer json:nothing: module 'json' has no attribute 'nothing'"),
         (
             "json:__name__",
-            "--deserializer json:__name__: expected a function of bytes or",
+            "--deserializer json:__name__: expected a function that takes bytes, or",
         ),
     ],
 )
-def test_a_deserializer_that_is_none_is_rejected(storage, capsys, name, sentence):
+def test_an_invalid_deserializer_is_rejected(storage, capsys, name, sentence):
     assert main(["disk", "dump-segment", str(storage), "-d", name]) == 1
     said = capsys.readouterr()
     assert said.err.startswith(f"waltz-core: {sentence}")
@@ -210,7 +210,7 @@ def test_the_statistic_of_all_segments(storage, capsys):
     assert "  index     13 entries, 1.00 a record" in out
 
 
-def test_control_files_are_shown_with_what_counts(storage, capsys):
+def test_control_files_are_shown_with_the_current_structures(storage, capsys):
     (value,) = lines(capsys, "dump-control-file", storage, "--assigned")
     (partition,) = value["partitions"]
     assert partition["partition"] == 2
@@ -262,7 +262,7 @@ sys.stdin.read()
 
 
 @pytest.mark.parametrize("name", ["waltz-x.id", "waltz-storage.ctl"], ids=["ours", "an original"])
-def test_a_directory_of_a_running_storage_is_rejected_and_can_be_looked_at(storage, capsys, name):
+def test_a_directory_of_a_running_storage_can_be_dumped_and_not_verified(storage, capsys, name):
     command = [sys.executable, "-c", HOLDER, str(storage / name)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as running:
         assert running.stdout.readline() == b"open\n"

@@ -106,14 +106,14 @@ def test_without_a_cluster_to_look_at_it_states_what_it_expects(gathered, capsys
     assert "expected more than 0, found 0" in capsys.readouterr().err
 
 
-def test_a_node_of_zookeeper_states_what_it_is():
+def test_the_mode_of_a_zookeeper_server_is_read():
     assert mode_of(b"Zookeeper version: 3.9\nMode: leader\nNode count: 5\n") == "leader"
     assert mode_of(b"This ZooKeeper instance is not currently serving requests\n") == ""
     assert mode_of(b"srvr is not executed because it is not in the whitelist.\n") == "not reported"
     assert mode_of(b"") == ""
 
 
-def test_it_ends_without_any_traffic():
+def test_a_silent_zookeeper_port_is_reported():
     """A port that takes connections and is silent is reported as such, by its node's name."""
 
     with socket.create_server(("127.0.0.1", 0)) as silent:

@@ -40,7 +40,7 @@ def test_a_local_cluster_is_what_file_environment_and_flags_say(tmp_path, monkey
     assert made[1][1]["tls"] == Path("tls.toml")
 
 
-def test_a_cluster_that_is_there_is_not_started_with_other_counts(tmp_path, monkeypatch, capsys):
+def test_an_existing_cluster_is_not_started_with_other_counts(tmp_path, monkeypatch, capsys):
     made = LocalCluster(tmp_path, partition_count=4)
     made._load_or_create()
     made._release_ports()
@@ -68,6 +68,6 @@ def test_all_processes_of_a_cluster_get_tls_from_its_connect_string(tmp_path):
         assert all(cluster._values(each)["connect"] == cluster.connect for each in cluster.members)
 
 
-def test_a_count_that_cannot_be_is_reported(capsys):
+def test_an_impossible_count_is_reported(capsys):
     assert main(["local", "up", "--storages", "0"]) == 1
     assert "flag --storage-count: storage_count: expected 1..9, found 0" in capsys.readouterr().err

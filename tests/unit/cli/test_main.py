@@ -13,7 +13,7 @@ from waltz_core.cli.verbs import USAGE_ERROR
 from waltz_core.config import KINDS
 
 
-def test_without_a_word_five_commands_are_shown(capsys):
+def test_without_arguments_five_commands_are_shown(capsys):
     assert main([]) == USAGE_ERROR
     output = capsys.readouterr().out
     assert output.count("waltz-core ") >= 5
@@ -100,7 +100,7 @@ def printed_last(code):
     return done.stdout.splitlines()[-1]
 
 
-def test_a_daemons_flags_report_what_holds_without_them(capsys):
+def test_a_daemons_options_show_their_defaults(capsys):
     assert main(["server", "run", "--help"]) == 0
     output = " ".join(capsys.readouterr().out.split())
     assert "(required, such as 127.0.0.1:2181/waltz/local)" in output
@@ -116,7 +116,7 @@ def logging_as_before():
     root.handlers[:], root.level = before
 
 
-def test_logging_may_stand_before_a_command(tmp_path, capsys, logging_as_before):
+def test_the_logging_option_may_precede_a_command(tmp_path, capsys, logging_as_before):
     path = tmp_path / "logging.toml"
     path.write_text("version = 1\ndisable_existing_loggers = false\n")
     assert main(["--logging", str(path), "config", "show", "local", "--json"]) == 0

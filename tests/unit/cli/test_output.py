@@ -54,7 +54,7 @@ def test_no_color_is_shown_where_none_is_wanted(terminal, monkeypatch):
 
 
 @pytest.mark.parametrize("first_shown_s", [0.0, 60.0])
-def test_progress_is_shown_on_a_terminal_after_a_while_and_then_gone(
+def test_progress_appears_on_a_terminal_after_a_while_and_is_removed(
     terminal, monkeypatch, first_shown_s
 ):
     monkeypatch.setattr(sys, "stderr", terminal)
@@ -73,7 +73,7 @@ def test_progress_is_shown_on_a_terminal_after_a_while_and_then_gone(
     assert not shown or shown.endswith("\x1b[2K")
 
 
-def test_progress_in_a_file_is_nothing(capsys):
+def test_no_progress_is_written_to_a_file(capsys):
     async def work():
         with ProgressLine() as line:
             line.show(1, 4, "waiting")

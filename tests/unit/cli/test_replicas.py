@@ -2,6 +2,7 @@
 
 import asyncio
 import struct
+from dataclasses import replace
 
 import pytest
 
@@ -50,7 +51,7 @@ def asked(link, call):
     return asyncio.run(call(OwnerConnection("a:1", link, FACTS)))
 
 
-def test_an_unrequested_damage_report_is_no_answer():
+def test_an_unrequested_damage_report_is_not_taken_for_an_answer():
     link = Link([DAMAGE], [prepared(2), DAMAGE], [DAMAGE, prepared(3)])
     found = asked(link, lambda replica: replica.prepare({2: SESSION, 3: SESSION}))
     assert found == {2: prepared(2), 3: prepared(3)}
@@ -69,7 +70,7 @@ def test_another_answer_and_a_rejection_are_reported():
         asked(Link([refusal]), lambda replica: replica.set_mark(2, SESSION, prepared()))
 
 
-def test_only_damage_above_the_mark_leaves_a_log_without_a_voice():
+def test_only_damage_above_the_mark_makes_a_log_untrusted():
     assert not log_of(prepared(damaged=[(3, 4), (9, 10)])).is_damaged
     assert log_of(prepared(damaged=[(3, 4), (9, 11)])).is_damaged
     assert log_of(prepared()).rank == (6, 20)
@@ -84,15 +85,23 @@ def heads(first, *ids):
     return RangeBytes(7, 1_000_001, 2, first, len(ids), RangeForm.HEADERS, *sizes)
 
 
+def ending(last, **changes):
+    return replace(prepared(), synced_max=last, **changes)
+
+
 def test_the_newest_ids_are_the_greatest_of_the_last_records():
     link = Link([heads(0, (9, 3), (70, 2))], [DAMAGE, heads(2, (8, 4))])
-    assert asked(link, lambda replica: replica.newest_ids(2, SESSION, 2)) == Ids(70, 4)
+    assert asked(link, lambda replica: replica.newest_ids(2, SESSION, ending(2))) == Ids(70, 4)
     assert [(each.first, each.last) for each in link.sent] == [(0, 2), (2, 2)]
     assert all(isinstance(each, RangeRaw) and not each.reader for each in link.sent)
     link = Link([heads(20_000, (9, 3))])
     with pytest.raises(IndexError):  # the test's link has no more to say
-        asked(link, lambda replica: replica.newest_ids(2, SESSION, 30_000))
+        asked(link, lambda replica: replica.newest_ids(2, SESSION, ending(30_000)))
     assert link.sent[0].first == 20_001
-    assert asked(Link(), lambda replica: replica.newest_ids(2, SESSION, -1)) == NO_IDS
+    link = Link([heads(26_000, (9, 3))])  # the log begins there: older records are in the archive
+    with pytest.raises(IndexError):
+        asked(link, lambda replica: replica.newest_ids(2, SESSION, ending(30_000, start=25_999)))
+    assert link.sent[0].first == 26_000
+    assert asked(Link(), lambda replica: replica.newest_ids(2, SESSION, ending(-1))) == NO_IDS
     with pytest.raises(RemoteProtocolError, match="unexpected RangeBytes"):
-        asked(Link([heads(0)]), lambda replica: replica.newest_ids(2, SESSION, 2))
+        asked(Link([heads(0)]), lambda replica: replica.newest_ids(2, SESSION, ending(2)))

@@ -29,7 +29,7 @@ def stuck(monkeypatch):
     monkeypatch.setattr(storage_scrub, "admin_connection", admin_connection)
 
 
-def test_a_pass_that_does_not_come_to_its_end_is_reported_in_time(capsys):
+def test_an_incomplete_pass_is_reported_in_time(capsys):
     began_s = time.monotonic()
     words = ["--admin", Storage.address, "--partition", "4", "--timeout-s", "0.3"]
     assert main(["storage", "scrub", *words]) == 1

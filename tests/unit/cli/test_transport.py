@@ -53,7 +53,7 @@ def test_a_wrong_cluster_that_is_detected_later_is_reported(dialed_with):
     assert own_transport.ssl() is None
 
 
-def test_a_file_that_is_none_is_named(dialed_with, tmp_path):
+def test_a_missing_tls_file_is_named(dialed_with, tmp_path):
     with pytest.raises(BadConfig, match=r"tls_authorities: '.*absent.pem' cannot be read"):
         dialed_with(tls=str(tmp_path / "absent.pem"))
 

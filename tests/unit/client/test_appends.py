@@ -57,7 +57,7 @@ def errors_of(futures):
 
 
 @on_virtual_loop
-async def test_one_that_times_out_waiting_for_room_does_not_hold_up_others():
+async def test_an_append_that_times_out_in_the_queue_does_not_delay_others():
     """What is in flight may be so for hours, while the partition has no server."""
     window = AppendWindow(rows_max=10, bytes_max=1 << 20)
     assert window.try_take(8, 100)
@@ -243,7 +243,7 @@ async def test_a_submission_over_the_servers_limit_is_sent_in_two_parts():
 
 @pytest.mark.parametrize("rows", [1, 9])
 @on_virtual_loop
-async def test_attempts_keep_no_order_and_all_others_do(rows):
+async def test_contexts_keep_no_order_and_other_appends_do(rows):
     for is_attempt in (False, True):
         author = Author(batch_rows=rows, batch_bytes=1 << 20)
         for _ in range(rows):

@@ -63,7 +63,7 @@ async def test_a_client_describes_its_cluster():
 
 
 @on_virtual_loop
-async def test_what_is_wrong_is_reported_in_a_sentence():
+async def test_invalid_calls_are_reported_in_one_sentence():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         with pytest.raises(errors.UnknownPartition, match=r"partition 2.*partitions 0\.\.1"):
             await client.high_water_mark(2)
@@ -172,7 +172,7 @@ async def test_the_partition_is_that_of_the_first_lock_or_round_robin():
 
 
 @on_virtual_loop
-async def test_a_mark_that_is_none_is_reported_at_the_call():
+async def test_an_invalid_mark_is_reported_by_the_call():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         sentence = r"expected a transaction ID, or -1 for none, found \[0\] \(list\)"
         with pytest.raises(errors.BadRequest, match=sentence):
@@ -222,7 +222,7 @@ async def test_a_full_window_waits_and_drops_nothing():
 
 
 @on_virtual_loop
-async def test_a_server_that_takes_less_in_a_frame_gets_less():
+async def test_batches_stay_within_the_servers_row_limit():
     limits = PartitionLimits(lock_slot_count=10_007, lock_refill_count_max=0, batch_rows_max=30)
     async with (
         memory_cluster(limits=limits) as cluster,
@@ -383,7 +383,7 @@ class Applying(AsyncCallbacks):
 
 
 @on_virtual_loop
-async def test_contexts_that_race_count_every_one():
+async def test_concurrent_contexts_lose_no_update():
     async with two_clients() as (cluster, one, two):
         contexts = []
         for client in (one, two):
@@ -431,7 +431,7 @@ async def test_retries_end_with_their_limit():
 
 
 @on_virtual_loop
-async def test_a_context_waits_no_longer_than_it_wants():
+async def test_a_context_waits_at_most_its_timeout():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         callbacks = Applying()
         callbacks.poison[0] = 1  # the feed stops at the first transaction
@@ -576,7 +576,7 @@ def logged_outages():
 
 
 @on_virtual_loop
-async def test_data_that_cannot_be_had_is_waited_for_however_long_it_takes():
+async def test_a_feed_waits_for_unavailable_data_without_a_limit():
     async with two_clients(BRIEF) as (cluster, writer, client):
         await (await writer.append_batch(0, batch_of(b"a", b"b"), 2, client_high_water_mark=-1))
         callbacks = Plain()
@@ -682,7 +682,7 @@ async def test_ranges_come_in_dense_chunks_until_their_reader_or_the_client_ends
 
 
 @on_virtual_loop
-async def test_a_range_past_the_end_of_the_log_is_loud():
+async def test_a_range_past_the_end_of_the_log_is_an_error():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         await (await client.append(b"x", partition=0))
         with pytest.raises(errors.DataLoss, match=r"expected transactions 1\.\.5"):
@@ -695,7 +695,7 @@ async def test_a_range_past_the_end_of_the_log_is_loud():
 
 
 @on_virtual_loop
-async def test_replicas_that_are_not_there_are_done_without():
+async def test_reads_continue_without_absent_replicas():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         await (await client.append(b"x", partition=0))
         with mock.patch.object(client.directory, "groups") as asked:
@@ -709,7 +709,7 @@ async def test_replicas_that_are_not_there_are_done_without():
 
 
 @on_virtual_loop
-async def test_replicas_of_the_own_group_are_nearby():
+async def test_replicas_of_the_clients_group_are_nearby():
     async def groups(storages):
         return dict.fromkeys(storages, 7)
 
@@ -810,7 +810,7 @@ async def test_a_context_whose_first_attempt_is_computed_while_the_client_closes
             await context.begun.wait()
             await client.close()
             context.is_running.set()
-        with pytest.raises(errors.Unreachable, match="closed before it was sent"):
+        with pytest.raises(errors.Unreachable, match="closed before the append was sent"):
             await submitted.result()
         assert context.answered == ["exception Unreachable"]
 

@@ -52,7 +52,7 @@ async def entered(task, name, **options):
     return found
 
 
-def test_the_others_are_those_of_earlier_runs(monkeypatch):
+def test_other_clients_are_those_of_earlier_runs(monkeypatch):
     async def scenario(coordinator):
         await coordinator.writes.begin("w", MARKS, 5)
         first = [await entered(task, "one") for task in range(3)]

@@ -86,7 +86,7 @@ def test_a_failed_dial_fails_all_its_waiters(door):
 
 
 @on_loop
-async def test_a_connection_that_breaks_right_after_the_greeting_is_no_connection(monkeypatch):
+async def test_a_connection_that_breaks_right_after_the_hello_counts_as_failed(monkeypatch):
     """A stream on it would receive nothing, and wait for the answer to its mount."""
     listener = await net.listen(
         WireProtocol.CLIENT, "127.0.0.1", 0, lambda link: link.abort("dead")

@@ -23,7 +23,7 @@ def fed(mark: int, ahead_max: int = 10) -> FeedCursor:
     return cursor
 
 
-def test_nothing_is_taken_before_a_subscription():
+def test_no_feed_batch_is_accepted_before_a_subscription():
     cursor = FeedCursor(10)
     assert cursor.take(feed_batch(req(-1), 0, *ROWS)) is None
     assert cursor.take_request_mark() is None
@@ -66,7 +66,7 @@ def test_more_is_requested_once_for_each_grant_and_within_bounds():
     assert cursor.take_request_mark() == 2
 
 
-def test_while_it_lags_nothing_is_taken_and_then_it_continues():
+def test_a_lagging_cursor_accepts_no_feed_batch_until_it_resumes():
     cursor = fed(4)
     cursor.is_lagging = True
     assert cursor.take(feed_batch(req(-1), 5, *ROWS)) is None

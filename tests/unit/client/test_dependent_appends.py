@@ -33,7 +33,7 @@ def ids(found) -> list[int]:
     return [each.transaction_id for each in found]
 
 
-def test_a_client_that_has_seen_nothing_claims_nothing():
+def test_a_client_that_has_seen_no_predecessor_claims_none():
     assert not FOLLOW.has_seen
     assert FOLLOW.claim(5) == (5, FOLLOW)
     assert FOLLOW.above(5) == ()
@@ -71,7 +71,7 @@ def test_for_other_locks_the_mark_of_the_state_counts():
     assert again.claim(5, (*LOCKS, 33)) == (10, again)
 
 
-def test_a_list_is_of_the_locks_that_were_requested_last():
+def test_predecessors_are_those_of_the_last_requested_locks():
     first = FOLLOW.with_predecessors(message(6, last=9), 5, MOUNT, LOCKS)
     fewer = first.with_predecessors(message(11, last=11), 9, MOUNT, LOCKS[:1])
     assert fewer.claim(5, LOCKS[:1]) == (11, fewer)
@@ -98,13 +98,13 @@ def test_too_many_predecessors_are_dropped(monkeypatch):
     assert FOLLOW.session_id == NO_SESSION
 
 
-def test_a_predecessor_is_what_the_record_is():
+def test_a_predecessor_has_the_values_of_its_record():
     (found,) = FOLLOW.with_predecessors(message(3, last=3), 2, MOUNT, LOCKS).predecessors
     assert found == (3, REQ, 3, MSGPACK.serialize(3))
 
 
 @pytest.mark.parametrize("at", range(len(record(6))))
-def test_bytes_that_are_not_what_was_written_are_not_trusted(at):
+def test_changed_bytes_are_not_trusted(at):
     whole = message(5, 6, last=9)
     wrong = bytearray(whole.records)
     wrong[len(record(5)) + at] ^= 1
@@ -113,7 +113,7 @@ def test_bytes_that_are_not_what_was_written_are_not_trusted(at):
 
 
 @pytest.mark.parametrize("lengths", [b"", b"\0\0\0\0", b"\0\0\xff\xff", b"\xff\xff\xff\xff"])
-def test_lengths_that_are_none_are_not_trusted(lengths):
+def test_impossible_lengths_are_not_trusted(lengths):
     whole = message(6, last=9)
     with pytest.raises(errors.RemoteProtocolError, match="a record at byte 0, found other bytes"):
         FOLLOW.with_predecessors(replace(whole, lengths=lengths), 4, MOUNT, LOCKS)

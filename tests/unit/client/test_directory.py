@@ -154,7 +154,7 @@ def test_the_present_owner_is_read_after_all_writes_and_only_a_settled_view_answ
     directory = directory_of(ZooKeeper())
 
     async def scenario():
-        with pytest.raises(errors.NotOwned, match="has no settled owner"):
+        with pytest.raises(errors.NotOwned, match="has no owner, or its assignment"):
             await directory.owner_now(0)
         return await directory.owner_now(0)
 
@@ -288,7 +288,7 @@ class Grouped:
         return GroupDescriptor(dict(self.groups))
 
 
-def test_groups_are_read_once_and_again_for_a_storage_that_is_in_none():
+def test_groups_are_read_once_and_again_for_an_unknown_storage():
     zookeeper = Grouped()
     directory = directory_of(zookeeper)
 

@@ -119,7 +119,7 @@ def test_right_records_in_the_wrong_place_are_rejected(files, reader):
         files.read(reader, 10, 12)
 
 
-def test_a_file_that_was_cut_meanwhile_is_reported(files, reader):
+def test_a_file_that_was_truncated_meanwhile_is_reported(files, reader):
     files.read(reader, 10, 12)
     os.truncate(files.directory / "10", SKIPPED + 4 * files.size + 5)
     assert files.read(reader, 13, 13).lengths.size == 1
@@ -143,7 +143,7 @@ def test_a_reader_that_was_closed_has_no_files_open(files, reader):
     assert [file.closed for file in opened] == [True, True]
 
 
-def test_files_that_a_reader_has_got_beyond_are_given_back(files, reader):
+def test_files_that_a_reader_has_finished_are_closed(files, reader):
     files.read(reader, 10, 29, count=7)
     (left,) = reader._files.values()
     files.read(reader, 17, 29)

@@ -75,7 +75,7 @@ def test_the_log_outweighs_an_answer():
     assert outcome.high_water_mark == 21
 
 
-def test_only_rows_of_ones_own_count():
+def test_only_rows_of_the_same_client_count():
     monitor = a_monitor()
     pending = sent(monitor, 1, 1, rows=2)
     strangers = (req(1, 0, 99), req(1, 1), req(3), req(0), req(1)._replace(partition_id=4))

@@ -82,7 +82,7 @@ def _that_fails():
         ),
     ],
 )
-def test_an_argument_that_is_no_list_or_fails_is_reported_to_the_caller(what, error, sentence):
+def test_an_argument_that_is_not_a_list_or_raises_is_reported_to_the_caller(what, error, sentence):
     refused = pytest.raises(error, match=sentence)
     with MemoryWaltz() as waltz, waltz.client() as client, refused:
         what(client)

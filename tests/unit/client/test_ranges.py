@@ -58,7 +58,7 @@ def flipped(place: int) -> bytes:
     return bytes(records)
 
 
-def test_a_good_answer_is_handed_on():
+def test_a_valid_answer_is_returned():
     chunk = chunk_of_server(P, QUERY, answer())
     assert (chunk.first, chunk.count, chunk.next) == (10, 5, 15)
     assert chunk.stamps == [(8, 14, 77)]
@@ -137,7 +137,7 @@ def test_a_replica_s_answer_to_another_request_is_an_error_of_the_protocol(chang
 
 
 @pytest.mark.parametrize("size", [3, 4, 15, 17, 20])
-def test_places_with_lengths_that_are_no_array_of_as_many_are_an_error_of_the_protocol(size: int):
+def test_places_with_another_number_of_lengths_are_a_protocol_error(size: int):
     storage = Storage(4)
     storage.answer = replace(
         storage.answer, form=LOCATIONS, lengths=bytes(size), records=b"", records_crc=0
@@ -201,7 +201,7 @@ def test_a_filter_leaves_gaps_but_no_disorder():
             chunk_of_server(P, query, replace(good, records=heads(*ids)))
 
 
-def test_a_chunk_is_taken_apart_into_transactions():
+def test_a_chunk_is_split_into_transactions():
     chunk = chunk_of_server(P, QUERY, answer())
     expected = [(TransactionId(10 + i), 0, b"%d" % i) for i in range(5)]
     assert list(chunk.rows()) == expected

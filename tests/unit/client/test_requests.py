@@ -107,7 +107,7 @@ def test_a_mark_that_must_not_be_stale_is_requested_as_such():
     assert in_virtual_time(cluster.requests.high_water_mark(0, linearizable=True)) == 107
 
 
-def test_that_the_log_ends_is_trusted_when_a_quorum_is_reported():
+def test_the_end_of_the_log_is_trusted_if_a_quorum_confirms_it():
     """A server that has lost the partition may not know it yet, nor what was written since."""
     ends = []
 

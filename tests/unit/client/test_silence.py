@@ -69,7 +69,7 @@ def test_a_server_that_was_not_silent_is_not_reported(scenario):
     assert scenario.at(100, scenario.silences.left, SERVER, 1, "closed") == []
 
 
-def test_a_servers_connections_are_silent_as_one(scenario):
+def test_the_silence_of_a_server_is_that_of_all_its_connections(scenario):
     silences = scenario.silences
     assert scenario.at(101, silences.detected, SERVER, 1, since_s=100)
     assert scenario.at(102, silences.detected, SERVER, 2, since_s=101) == []

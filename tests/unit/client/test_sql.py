@@ -128,7 +128,7 @@ def test_commits_inside_apply_are_rejected(
     assert (callbacks.total, callbacks.client_high_water_mark(0)) == (1, 0)
 
 
-def test_a_rejection_that_is_swallowed_counts_too(engine: sa.Engine) -> None:
+def test_a_swallowed_database_error_is_detected(engine: sa.Engine) -> None:
     def swallow(connection: sa.Connection) -> None:
         with pytest.raises(BadRequest):
             connection.commit()
@@ -141,7 +141,7 @@ def test_a_rejection_that_is_swallowed_counts_too(engine: sa.Engine) -> None:
     assert callbacks.total == 0
 
 
-def test_an_error_that_is_caught_and_has_undone_all_is_rejected(engine: sa.Engine) -> None:
+def test_a_caught_error_that_rolled_back_the_transaction_is_rejected(engine: sa.Engine) -> None:
     def insert_again(connection: sa.Connection) -> None:
         with pytest.raises(sa.exc.IntegrityError):
             connection.execute(sa.text("INSERT OR ROLLBACK INTO totals VALUES (1, 0)"))
@@ -181,7 +181,7 @@ def running(statement: str) -> Callable[[sa.Connection], object]:
         (catch_an_error, 1),
     ],
 )
-def test_what_leaves_the_database_transaction_open_is_welcome(
+def test_statements_that_keep_the_database_transaction_open_are_accepted(
     engine: sa.Engine, then: Callable[[sa.Connection], object], total: int
 ) -> None:
     callbacks = Adding(engine)

@@ -304,7 +304,7 @@ def test_links_that_broke_are_not_remembered():
     assert not scenario.stream._spoiled
 
 
-def test_a_link_that_is_gone_need_not_be_avoided():
+def test_a_closed_link_need_not_be_avoided():
     scenario = Scenario().ready()
     scenario.step(stream_events.SendAppends(submission(1)))
     scenario.receive(m.ErrorResponse(req(1), errors.OutcomeUnknown.code, True, "?"))
@@ -430,7 +430,7 @@ def test_links_are_tried_again_at_once_and_then_after_pauses_that_double():
         assert whole // 2 <= pause <= whole
 
 
-def test_news_of_the_assignment_end_a_pause():
+def test_a_new_assignment_ends_a_pause():
     scenario = Scenario()
     scenario.step(stream_events.SendAppends(submission(1)))
     for _ in range(2):
@@ -480,7 +480,7 @@ def test_outcomes_seen_in_the_feed_are_known_at_the_deadline():
     assert settled(effects)[1].transaction_ids.tolist() == [0]
 
 
-def test_closing_reports_what_was_sent_from_what_was_not():
+def test_closing_distinguishes_sent_from_unsent_appends():
     scenario = Scenario().ready()
     scenario.step(stream_events.SendAppends(submission(1)))
     scenario.step(stream_events.LinkLost(1, "cut"))
@@ -540,7 +540,7 @@ def test_a_filter_is_sent_with_the_mount_of_the_feed_only():
     assert (second.wants_feed, second.header_values) == (True, (7, 9))
 
 
-def test_a_feed_that_was_ended_is_mounted_away_and_nothing_of_it_is_taken():
+def test_late_batches_of_an_ended_feed_are_ignored():
     scenario = Scenario()
     request = scenario.fed(4)
     scenario.step(stream_events.Unsubscribe())
@@ -696,7 +696,7 @@ def test_another_history_stops_the_stream_with_an_error():
         {"found": b"b" * 16, "session_id": RECONSTRUCTED},
     ],
 )
-def test_the_history_that_was_fed_is_looked_for_again(entry):
+def test_a_stream_continues_if_the_log_has_the_chain_of_the_feed(entry):
     scenario, _ = chained(b"a" * 16, **entry)
     assert scenario.stream.phase is Phase.READY
 
@@ -713,7 +713,7 @@ def test_the_genesis_chain_proves_nothing():
     assert scenario.sent(m.RangeRequest) == []
 
 
-def test_one_row_twice_in_the_log_is_not_passed_over():
+def test_a_duplicate_row_in_the_log_is_reported():
     scenario = Scenario()
     request = scenario.fed(-1)
     scenario.step(stream_events.SendAppends(submission(1)))
@@ -729,7 +729,7 @@ def test_marks_come_from_everything_that_is_received():
     assert scenario.stream.high_water_mark == 4
 
 
-def test_news_of_the_assignment_also_end_a_dial_that_hangs():
+def test_a_new_assignment_also_ends_a_hanging_dial():
     scenario = Scenario()
     scenario.step(stream_events.SendAppends(submission(1)))
     first = scenario.opening

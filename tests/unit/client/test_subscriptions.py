@@ -65,7 +65,7 @@ async def write(client, partition, count):
 
 
 @on_virtual_loop
-async def test_partitions_are_paused_and_taken_up_from_their_mark():
+async def test_partitions_are_paused_and_resumed_from_their_mark():
     async with memory_cluster(partition_count=3) as cluster, cluster.client().opened() as client:
         callbacks = Shared()
         assert client.partitions == ()
@@ -656,7 +656,7 @@ async def test_a_partition_that_is_paused_while_its_feed_starts_is_not_applied()
 
 
 @on_virtual_loop
-async def test_a_partition_that_is_taken_up_again_while_its_feed_starts_is_applied_once():
+async def test_a_partition_that_is_resumed_while_its_feed_starts_is_applied_once():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         await write(client, 0, 3)
         callbacks = AskedForLong()

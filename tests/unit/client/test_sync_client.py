@@ -351,7 +351,7 @@ class Changing:
         return True
 
 
-def test_a_thread_may_look_while_partitions_come_and_go(monkeypatch):
+def test_a_thread_may_read_the_partitions_while_they_change(monkeypatch):
     with MemoryWaltz(1) as waltz, waltz.client() as client:
         inner = client._client
         partitions, feeds = {}, {}

@@ -43,7 +43,7 @@ def test_a_text_key_is_hashed_to_its_crc():
         (JSON, None),
     ],
 )
-def test_serializers_give_back_what_they_were_given(serializer, value):
+def test_serializers_return_the_value_that_was_serialized(serializer, value):
     assert serializer.deserialize(serializer.serialize(value)) == value
     assert BYTES.serialize(memoryview(b"abc")) == b"abc"
 
@@ -62,7 +62,7 @@ def test_serializers_reject_what_they_cannot_read(serializer):
         serializer.deserialize(b"\xc1\xff")
 
 
-def test_json_is_written_and_read_as_others_know_it():
+def test_json_is_compatible_with_other_programs():
     with pytest.raises(errors.BadRequest, match=r"transaction data: .*found nan at \$\.a\[1\]"):
         JSON.serialize({"a": [1, float("nan")]})
     with pytest.raises(errors.BadFormat, match=r"transaction data: .*found Infinity at \$\.a"):
@@ -76,7 +76,7 @@ def test_a_mark_is_a_transaction_id_or_none():
             check_mark(wrong)
 
 
-def test_a_builder_takes_what_fits_and_nothing_else():
+def test_a_builder_rejects_invalid_values():
     made = builder()
     made.set_header(-(1 << 31))
     made.set_transaction_data([1])
@@ -107,7 +107,7 @@ def test_no_transaction_has_more_locks_than_a_frame_takes():
         made.set_append_locks(range(LOCKS_MAX + 1))
 
 
-def test_a_partition_is_a_whole_number_of_those_that_there_are():
+def test_a_partition_is_an_existing_partition_number():
     assert [check_partition(each, "pay", 4) for each in (0, 3, np.int32(2))] == [0, 3, 2]
     for wrong in (-1, 4):
         with pytest.raises(errors.UnknownPartition, match=r"cluster 'pay' has partitions 0\.\.3"):

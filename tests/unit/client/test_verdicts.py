@@ -26,7 +26,7 @@ DEFINITE = {
 
 
 @pytest.mark.parametrize("code", sorted(errors.BY_CODE))
-def test_only_errors_from_before_the_log_are_a_definite_no(code):
+def test_only_errors_before_submission_are_definite_failures(code):
     kind = errors.BY_CODE[code]
     assert (verdicts.reason_of(kind("x")) is not None) is (kind in DEFINITE)
 
@@ -39,7 +39,7 @@ def test_mounts_are_tried_again_unless_that_can_never_help():
 
 
 @pytest.mark.parametrize("reason", Reason)
-def test_order_is_lost_with_what_may_be_sent_again(reason):
+def test_an_append_that_may_be_resent_loses_its_order(reason):
     one = replace(submission(1), keeps_order=True)
     outcome = BatchOutcome(
         0, np.array([0]), np.array([reason], dtype=np.uint8), np.array([BEFORE_FIRST])

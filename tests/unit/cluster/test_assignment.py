@@ -31,7 +31,7 @@ def assigned(old, servers, *, partition_count=4, cversion=1, keeps_all=False):
     )
 
 
-def test_as_waltz_0_13_did_it():
+def test_partitions_are_assigned_as_by_waltz_0_13():
     one = assigned(PartitionAssignment(), live(1))
     assert one == PartitionAssignment(1, 4, {1: {0: 1, 1: 1, 2: 1, 3: 1}})
     two = assigned(one, live(1, 2), cversion=2)
@@ -116,7 +116,7 @@ def test_preferred_partitions_stay_and_free_ones_go_to_the_least_loaded():
     assert wanted.servers == {1: {0: 5, 5: 6}, 2: old.servers[2], 3: {4: 5}}
 
 
-def test_a_new_server_is_dealt_its_share_though_the_others_would_keep_all():
+def test_a_new_server_gets_its_share_although_others_would_keep_all_partitions():
     old = PartitionAssignment(1, 4, {1: {0: 5}, 2: {1: 5, 2: 5, 3: 5}})
     new = assigned(old, live(1, 2, 3), cversion=2, keeps_all=True)
     assert new == assigned(old, live(1, 2, 3), cversion=2)
@@ -178,7 +178,7 @@ def check_invariants(old, new, servers, partition_count, *, even):
             assert not lost or len(kept) == len(owned)
 
 
-def test_in_force_is_for_exactly_these_servers_and_all_partitions():
+def test_an_assignment_is_current_for_exactly_its_servers_and_partitions():
     servers = live(1, 2)
     assignment = PartitionAssignment(7, 2, {1: {0: 1}, 2: {1: 1}})
     assert is_current(assignment, servers, cversion=7, partition_count=2)

@@ -52,7 +52,7 @@ def test_an_entry_is_what_was_written(made):
         ),
     ],
 )
-def test_other_bytes_are_no_entry(data, said):
+def test_other_bytes_are_rejected_as_an_entry(data, said):
     with pytest.raises(errors.BadFormat, match=re.escape(said)):
         AuditEntry.from_bytes(data)
 

@@ -45,7 +45,7 @@ def test_the_others_leave_the_server_of_a_hot_partition(owners, loads, moves):
     assert planned(owners, dict(enumerate(loads))) == moves
 
 
-def test_two_hot_partitions_part():
+def test_two_hot_partitions_are_separated():
     owners = {0: 1, 1: 1, 2: 2}
     assert len(planned(owners, {0: 600, 1: 600, 2: 100})) == 1
 
@@ -69,7 +69,7 @@ def test_servers_that_report_nothing_neither_give_nor_take():
     assert planned(owners, {0: 500, 1: 500}, servers=[1]) == {}
 
 
-def test_so_many_move_at_once_and_then_rest():
+def test_a_limited_number_moves_at_a_time_and_then_stays():
     owners = dict.fromkeys(range(100), 1)
     loads = dict.fromkeys(owners, 100.0)
     balancer = Balancer(BalanceLimits(PASS_PAUSE_MS, 0, 2 * WINDOW_MS, moves_max=5))

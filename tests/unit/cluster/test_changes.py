@@ -202,14 +202,14 @@ def test_every_plan_ends_and_each_step_keeps_the_rules(journey):
 GROUPS = {"A": 0, "B": 1, "C": 2, "D": 0, "E": 1}
 
 
-def test_the_replicas_of_a_storage_go_where_their_group_is_missed():
+def test_the_replicas_of_a_storage_move_to_groups_without_one():
     now = {0: ("A", "B", "C"), 1: ("A", "B", "C")}
     assert changes.without_storage(now, GROUPS, "A") == {0: ("B", "C", "D"), 1: ("B", "C", "D")}
     with pytest.raises(errors.BadRequest, match=r"every other storage .* partition 0 .* add a"):
         changes.without_storage(now, {"A": 0, "B": 1, "C": 2}, "A")
 
 
-def test_leaving_a_storage_out_continues_where_it_was_broken_off():
+def test_an_interrupted_removal_of_a_storage_continues():
     now = {0: ("A", "B", "C", "D"), 1: ("B", "C", "D"), 2: ("A", "B", "C")}
     found = changes.without_storage(now, GROUPS, "A")
     assert found == {0: ("B", "C", "D"), 2: ("B", "C", "D")}
@@ -294,7 +294,7 @@ def test_partitions_are_named_in_ranges(text, expected):
 
 
 @pytest.mark.parametrize("text", ["", "x", "1-", "-1", "3-1", "12", "0-12", "1,,2", "1.5", "٣-x"])
-def test_other_texts_name_no_partitions(text):
+def test_invalid_partition_ranges_are_rejected(text):
     with pytest.raises(errors.BadConfig, match=r"expected partitions like 0-3,7 of 0\.\.11"):
         changes.parse_partitions(text, 12)
 

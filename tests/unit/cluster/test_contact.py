@@ -22,7 +22,7 @@ def test_an_absence_and_a_return_are_timed():
     assert (contact.disconnected_ms, contact.reconnected_ms) == (0, 70)
 
 
-def test_a_node_that_is_replaced_at_once_is_no_absence():
+def test_a_node_that_is_replaced_at_once_is_not_absent():
     zookeeper = MemoryZooKeeper(asyncio.Event)
     session = zookeeper.session()
     contact = Contact(session)

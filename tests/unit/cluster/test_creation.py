@@ -33,7 +33,7 @@ ONE = NewStorage("a:1", 2, 0)
         ({"storages": (ONE,), "assignment": {"a:1": (-1,)}}, "expected 0..3"),
     ],
 )
-def test_nonsense_is_rejected(fields, said):
+def test_an_invalid_cluster_is_rejected(fields, said):
     good = {"name": "n", "partition_count": 4, "cluster_key": KEY}
     with pytest.raises(BadConfig, match=said.replace("..", r"\.\.")):
         NewCluster(**{**good, **fields})

@@ -12,7 +12,7 @@ WORD = st.text(st.characters(categories=("L", "N", "P", "S")), min_size=1).filte
 )
 
 
-def test_user_password_and_one_that_else_may_do_what():
+def test_user_password_and_further_permissions_are_parsed():
     others = " world:anyone:r\nip:10.0.0.0/8:cdrwa\ndigest:b:aGFzaA==:rw\n"
     found = parse_credentials(f"# ours\n\ndigest:waltz:se:cret \n{others}", "f")
     assert (found.user, found.password) == ("waltz", "se:cret")

@@ -43,12 +43,12 @@ def test_a_steady_rate_is_measured_right_from_the_first_sample_on(rate, samples)
     assert load.age_ms == samples * 5_000
 
 
-def test_a_change_has_come_in_after_some_windows():
+def test_a_change_of_load_is_measured_after_some_windows():
     assert metered([100] * 20 + [1_000] * 6).per_s == pytest.approx(676, abs=5)
     assert metered([100] * 20 + [1_000] * 24).per_s == pytest.approx(984, abs=5)
 
 
-def test_a_partition_that_has_gone_restarts():
+def test_a_partition_that_returns_is_measured_from_the_start():
     meter = LoadMeter(WINDOW_MS)
     meter.take({0: 0.0}, 0)
     assert meter.take({0: 5_000.0}, 5_000) == {0: PartitionLoad(pytest.approx(1_000), 5_000)}
@@ -57,7 +57,7 @@ def test_a_partition_that_has_gone_restarts():
     assert meter.take({0: 10.0}, 20_000) == {0: PartitionLoad(pytest.approx(2), 5_000)}
 
 
-def test_a_count_that_has_restarted_is_no_negative_load():
+def test_a_restarted_counter_gives_no_negative_load():
     meter = LoadMeter(WINDOW_MS)
     meter.take({0: 1_000.0}, 0)
     assert meter.take({0: 3.0}, 5_000) == {}

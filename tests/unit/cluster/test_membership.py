@@ -72,7 +72,7 @@ def in_cluster(scenario):
 
 
 @in_cluster
-async def test_unregistering_takes_away_only_ones_own_node(cluster):
+async def test_unregistering_removes_only_the_servers_own_node(cluster):
     (one, _), (two, _) = cluster.member(), cluster.member()
     await one.unregister()
     await one.register(descriptor(1))
@@ -97,7 +97,7 @@ async def test_a_failed_removal_is_not_reported_as_done(cluster):
 
 
 @in_cluster
-async def test_a_server_that_is_known_to_be_dead_is_taken_out_by_another(cluster):
+async def test_a_dead_server_is_removed_by_another(cluster):
     (dead, _), (other, session) = await cluster.servers(2)
     # What is registered now is another process, or has changed: no server has seen that one dead.
     await other.remove_dead(descriptor(1, preferred=[1]))
@@ -115,7 +115,7 @@ async def test_a_server_that_is_known_to_be_dead_is_taken_out_by_another(cluster
 
 @pytest.mark.parametrize("faults", [[], [WriteFault.REPLY_LOST], [WriteFault.REQUEST_LOST]])
 @in_cluster
-async def test_a_partition_is_handed_over_while_it_is_ones_own(cluster, faults):
+async def test_a_server_hands_over_only_a_partition_that_it_owns(cluster, faults):
     (one, session), (two, _) = cluster.member(), cluster.member()
     assert not await one.hand_over(0, 1)  # this process serves nothing
     await one.register(descriptor(1))
@@ -186,7 +186,7 @@ async def test_a_write_of_unknown_outcome_registers_once(cluster, fault):
 
 
 @in_cluster
-async def test_a_second_node_of_ones_own_is_taken_away(cluster):
+async def test_a_second_node_of_the_same_server_is_removed(cluster):
     """Both of two attempts may have succeeded; the earlier node stays."""
     [(member, session)] = await cluster.servers(1)
     (name,) = cluster.zookeeper.names(SERVERS)

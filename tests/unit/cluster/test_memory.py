@@ -34,7 +34,7 @@ def now(coroutine):
     return done.value.value
 
 
-def test_nothing_waits_so_the_simulator_needs_no_event_loop():
+def test_no_operation_waits_so_the_simulator_needs_no_event_loop():
     zookeeper = MemoryZooKeeper(asyncio.Event)
     coordinator = zookeeper.coordinator("/w")
     now(zookeeper.session().write([CreateNode("/a", b"1")]))

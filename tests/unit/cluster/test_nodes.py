@@ -31,7 +31,7 @@ async def test_a_missing_node_is_a_missing_cluster():
 
 
 @on_virtual_loop
-async def test_a_process_quicker_is_no_error():
+async def test_a_node_created_by_another_process_first_is_not_an_error():
     zookeeper, nodes, writer = two_views()
     whole = nodes.znodes.get
 
@@ -68,7 +68,7 @@ class Looks:
 
 
 @on_virtual_loop
-async def test_a_follower_looks_at_once_and_after_each_change_and_no_more():
+async def test_a_follower_reads_at_the_start_and_once_after_each_change():
     _, nodes, writer = two_views()
     looks = Looks(nodes)
     async with running(nodes.follow(looks)):
@@ -84,7 +84,7 @@ async def test_a_follower_looks_at_once_and_after_each_change_and_no_more():
 
 
 @on_virtual_loop
-async def test_a_follower_waits_after_a_conflict_and_looks_again_after_an_unknown_outcome():
+async def test_a_follower_waits_after_a_conflict_and_reads_after_an_unknown_outcome():
     _, nodes, writer = two_views()
     looks = Looks(nodes)
     looks.raises = [errors.CoordinatorOutcomeUnknown("?"), errors.CoordinatorConflict("!")]

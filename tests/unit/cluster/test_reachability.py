@@ -112,7 +112,7 @@ def test_a_server_is_unreachable_after_several_failures_over_some_time():
     assert seen.report(FAILING_MS) == ReachReport(unreachable={7: "x" * REASON_CHARS_MAX})
 
 
-def test_few_failures_over_a_long_time_say_nothing():
+def test_few_failures_over_a_long_time_are_ignored():
     seen = Reachability()
     seen.reached(7, 0)
     for number in range(FAILURES_MIN - 1):

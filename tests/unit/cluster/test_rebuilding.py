@@ -128,7 +128,7 @@ def test_one_replica_is_declared_and_decides_alone():
     assert (recovery.engaged, recovery.old_quorum) == (["B"], 1)
 
 
-def test_the_logs_of_the_others_are_reported():
+def test_other_logs_with_more_or_later_data_are_reported():
     logs = {"A": log(5, 10), "B": log(5, 12), "C": log(6, 9)}
     assert rebuilding.losses(logs["B"], logs) == [
         "the last session of C is 6, that of the chosen log is 5"

@@ -77,7 +77,7 @@ async def test_writes_are_restored_with_their_tasks():
 
 
 @on_virtual_loop
-async def test_after_an_earlier_end_no_write_is_done_and_none_begins_above_it():
+async def test_after_an_earlier_end_writes_are_unfinished_and_begin_at_or_below_it():
     removing = BegunWrite(WriteState({0: 6}, 0, {}), {})
     writes = {**BACKUP.writes, "removing": removing}
     backup = replace(BACKUP, writes=writes)
@@ -88,7 +88,7 @@ async def test_after_an_earlier_end_no_write_is_done_and_none_begins_above_it():
     assert found["removing"].state == WriteState({0: 2}, 0, {})
 
 
-def test_the_same_key_is_no_source_of_itself():
+def test_a_restored_cluster_with_the_same_key_is_not_its_own_source():
     made = restored_cluster(BACKUP, KEY.bytes, ENDS, IDS)
     assert made.restored_from == BACKUP.restored_from
 

@@ -85,7 +85,7 @@ async def test_a_caller_that_times_out_does_not_take_the_answer_from_others():
     assert oracle.asked == 1
 
 
-def test_a_failure_without_waiters_is_no_error_of_the_loop():
+def test_a_failure_without_waiters_is_not_an_error_of_the_loop():
     async def scenario() -> list[str]:
         complaints: list[str] = []
         loop = asyncio.get_running_loop()

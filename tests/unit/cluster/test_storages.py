@@ -138,7 +138,7 @@ def test_a_storage_is_added_empty_and_in_a_group_of_its_own():
         (C, 0, "admin port"),
     ],
 )
-def test_a_storage_that_cannot_be_is_rejected(address, port, said):
+def test_an_invalid_storage_is_rejected(address, port, said):
     with pytest.raises(errors.UsageError, match=said):
         layout().with_storage(address, port, None)
 
@@ -175,7 +175,7 @@ async def test_the_three_nodes_change_in_one_write(cluster):
 
 
 @in_cluster
-async def test_a_change_is_made_again_when_another_process_was_quicker(cluster):
+async def test_a_change_is_repeated_if_another_process_wrote_first(cluster):
     storages, other = cluster.coordinator.storages, cluster.zookeeper.coordinator(ROOT).storages
     raced = []
 
@@ -217,7 +217,7 @@ async def test_an_address_that_could_not_be_freed_is_not_reported_as_free(cluste
         raise errors.CoordinatorConflict("x")
 
     cluster.coordinator._znodes.write = conflict
-    with pytest.raises(errors.CoordinatorUnavailable, match="faster than they can be written"):
+    with pytest.raises(errors.CoordinatorUnavailable, match="during each attempt to write"):
         await cluster.coordinator.storages.forget_id(A)
 
 
@@ -273,7 +273,7 @@ async def test_a_plan_waits_and_reports_the_reason(cluster):
 
 
 @in_cluster
-async def test_a_wish_that_can_never_be_is_rejected(cluster):
+async def test_an_impossible_change_is_rejected(cluster):
     async with cluster.owned():
         with pytest.raises(
             errors.BadRequest, match=r"10\.0\.0\.9:1 is not a storage of this cluster"
@@ -282,7 +282,7 @@ async def test_a_wish_that_can_never_be_is_rejected(cluster):
 
 
 @on_virtual_loop
-async def test_only_so_many_partitions_change_at_a_time():
+async def test_a_limited_number_of_partitions_changes_at_a_time():
     cluster = await Cluster(3 * CONCURRENT_PARTITIONS_MAX).create()
     await cluster.coordinator.storages.change(lambda old: old.with_storage(D, 7, 2))
     layout = await cluster.coordinator.storages.read()

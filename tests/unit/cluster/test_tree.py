@@ -90,7 +90,7 @@ async def test_large_clusters_are_deleted_in_steps(it, monkeypatch):
 @pytest.mark.parametrize("fault", list(WriteFault))
 @pytest.mark.parametrize("at", [0, 1])
 @on_virtual_loop
-async def test_a_write_of_unknown_outcome_is_looked_at_again(it, fault, at):
+async def test_a_write_of_unknown_outcome_is_read_again(it, fault, at):
     await it.cluster("/w")
     it.session.faults = [None] * at + [fault]
     await tree.delete_tree(it.session, "/w")

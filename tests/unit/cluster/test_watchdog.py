@@ -26,7 +26,7 @@ def test_a_hanging_loop_loses_the_session_after_a_timeout_and_may_return():
     assert watchdog.may_keep_session(13_000)
 
 
-def test_a_process_that_was_stopped_may_say_that_it_lives():
+def test_a_stopped_process_may_keep_its_session():
     watchdog = Watchdog(TIMEOUT_MS, 0)
     assert watchdog.may_keep_session(1_000)
     # Stopped from 1,000 to 60,000, and kazoo's thread runs before the loop does.

@@ -203,7 +203,7 @@ def test_any_bytes_are_a_value_or_a_bad_format(data):
 
 
 @on_virtual_loop
-async def test_numbers_that_no_writer_writes():
+async def test_impossible_numbers_are_rejected():
     for data in (
         b'{"format":2,"keep_ms":1,"marks":{"%s":1}}' % (5_000 * b"9"),
         b'{"format":2,"keep_ms":1,"marks":{"1":%s}}' % (5_000 * b"9"),
@@ -223,11 +223,11 @@ async def test_numbers_that_no_writer_writes():
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a b", "ü", "x" * 201])
-def test_names_that_are_no_names(name):
+def test_invalid_write_names_are_rejected(name):
     with pytest.raises(errors.BadRequest, match="the name of a write: expected"):
         check_name(name)
 
 
-def test_names_that_are_names():
+def test_valid_write_names_are_accepted():
     for name in ("a", "stream-1f-7", "Nightly_2026.11", "x" * 200):
         check_name(name)

@@ -54,7 +54,7 @@ def test_flag_beats_environment_beats_file_beats_default(tmp_path):
     ]
 
 
-def test_a_general_connect_serves_every_kind_and_the_own_one_wins():
+def test_a_general_connect_applies_to_every_kind_and_a_specific_one_wins():
     environment = {"WALTZ_CONNECT": "general", "WALTZ_CACTUS_NAME": "n"}
     assert load(CactusConfig, environment=environment).config.connect == "general"
     environment["WALTZ_CACTUS_CONNECT"] = "own"
@@ -63,7 +63,7 @@ def test_a_general_connect_serves_every_kind_and_the_own_one_wins():
     assert plant.config.name == "p", "a kind without `connect` does not mind WALTZ_CONNECT"
 
 
-def test_the_connect_of_a_file_is_not_overruled_by_the_general_one(tmp_path):
+def test_the_connect_of_a_file_overrides_the_general_one(tmp_path):
     """It is set in a shell for commands; a daemon started there must not join another cluster."""
     path = write(tmp_path, 'connect = "test"\nname = "n"\n')
     environment = {"WALTZ_CONNECT": "production"}
@@ -113,7 +113,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
         load(PlantConfig, path=tmp_path / "bytes.toml")
 
 
-def test_texts_of_flags_and_environment_become_what_the_setting_is():
+def test_texts_of_flags_and_environment_get_the_type_of_the_setting():
     loaded = load(
         PlantConfig,
         environment={"WALTZ_PLANT_IS_GREEN": "FALSE", "WALTZ_PLANT_WATER_MS": "2_500"},

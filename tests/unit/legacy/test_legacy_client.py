@@ -125,7 +125,7 @@ def test_errors_that_close_a_0_13_connection_close_ours(error: errors.WaltzError
     assert refused(mounted(), messages.FeedRequest(req(1), 99), error) == EndConnection(str(error))
 
 
-def test_requests_that_waltz_0_13_cannot_stand_end_the_connection() -> None:
+def test_requests_that_waltz_0_13_rejects_end_the_connection() -> None:
     for request in (
         messages.MountRequest(req(1), -2, 0),  # means something to us, and nothing to an original
         messages.AddPreferredRequest(req(0), ()),
@@ -190,7 +190,7 @@ def test_only_broken_data_of_a_rejected_append_ends_the_connection() -> None:
 # --- flushes, marks, data
 
 
-def test_a_flush_that_cannot_be_answered_is_not_or_has_the_client_mount_again() -> None:
+def test_a_flush_without_an_answer_is_dropped_or_makes_the_client_mount_again() -> None:
     flush = messages.FlushRequest(req(2))
     assert refused(mounted(), flush, errors.NotOwned("gone")) is None
     for error in (errors.Unavailable("no session"), errors.SessionLost("no quorum")):
@@ -198,7 +198,7 @@ def test_a_flush_that_cannot_be_answered_is_not_or_has_the_client_mount_again() 
         assert refused(LegacyClientAdapter(4), flush, error) is None
 
 
-def test_a_mark_is_reported_as_it_is_or_not_at_all() -> None:
+def test_a_mark_is_reported_unchanged_or_not_at_all() -> None:
     mark = messages.HighWaterMarkResponse(req(1), -1)
     assert translated(LegacyClientAdapter(4), mark) == mark
     original = LegacyClientAdapter(4)
@@ -212,7 +212,7 @@ def test_a_mark_is_reported_as_it_is_or_not_at_all() -> None:
         assert again is None
 
 
-def test_data_that_cannot_be_had_is_reported_in_waltz_0_13s_words() -> None:
+def test_unavailable_data_is_reported_with_the_error_of_waltz_0_13() -> None:
     question = messages.TransactionDataRequest(req(1, partition=6), 44)
 
     def no(text: str) -> messages.TransactionDataResponse:
@@ -235,7 +235,7 @@ def test_data_that_cannot_be_had_is_reported_in_waltz_0_13s_words() -> None:
     assert refused(LegacyClientAdapter(4), question, fault) == no("no replica gave it")
 
 
-def test_a_preference_that_cannot_be_written_down_is_reported_as_false() -> None:
+def test_a_preference_that_cannot_be_recorded_is_reported_as_false() -> None:
     away = errors.CoordinatorUnavailable("ZooKeeper is away")
     wanted = messages.AddPreferredRequest(req(0), (1,))
     not_added = messages.AddPreferredResponse(req(0), is_done=False)
@@ -249,7 +249,7 @@ def test_a_preference_that_cannot_be_written_down_is_reported_as_false() -> None
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_a_stretch_of_the_feed_becomes_frames(version: int) -> None:
+def test_a_range_of_the_feed_becomes_frames(version: int) -> None:
     headers = b"".join(req(row).to_bytes() + struct.pack(">i", row) for row in range(3))
     batch = messages.FeedBatch(req(1), 10, 3, headers, 1, -1, bytes(16))
     assert translated(mounted(version), batch) == Frames(feed_frames(10, headers, version))
@@ -305,7 +305,7 @@ def test_every_answer_can_be_expressed_in_the_clients_version(version: int) -> N
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_no_rejection_of_a_mount_a_feed_or_data_is_met_by_silence(version: int) -> None:
+def test_every_rejection_of_a_mount_feed_or_data_gets_an_answer(version: int) -> None:
     mount, feed, _, _, mark, data, *_ = questions_of(version)
     for error in all_errors():
         original = LegacyClientAdapter(version)

@@ -3,8 +3,8 @@
 from waltz_core.legacy.legacy_server_link import (
     LegacyServerLink,
     OwnershipProven,
-    ReceivedFromOld,
-    SendToOld,
+    ReceivedFromLegacyServer,
+    SendToLegacyServer,
 )
 from waltz_core.legacy.legacy_server_stream import FLUSH_AFTER_MS, Prove, ToServer, ToStream
 from waltz_core.machine import Wakeup
@@ -25,26 +25,31 @@ def test_mounts_share_a_sequence_and_each_partition_gets_its_own_answers():
     link = LegacyServerLink()
     for partition, sequence in ((0, 5), (1, 6)):
         mount = m.MountWriter(mount_id(partition), sequence, LATEST_MARK, wants_feed=False)
-        link.step(SendToOld(mount), 0)
+        link.step(SendToLegacyServer(mount), 0)
     received = [m.HighWaterMarkResponse(mount_id(each), 9 - each) for each in (1, 0)]
-    assert sent_by(link.step(ReceivedFromOld(received), 0)) == [
+    assert sent_by(link.step(ReceivedFromLegacyServer(received), 0)) == [
         m.MountRequest(mount_id(1), 8, 5),
         m.MountRequest(mount_id(0), 9, 5),
     ]
     ready = [m.MountResponse(mount_id(1), 0), m.FlushResponse(mount_id(1), 8)]
-    proofs = [each for each in link.step(ReceivedFromOld(ready), 0) if isinstance(each, Prove)]
+    proofs = [
+        each for each in link.step(ReceivedFromLegacyServer(ready), 0) if isinstance(each, Prove)
+    ]
     assert [each.partition_id for each in proofs] == [1]
     (received,) = link.step(OwnershipProven(1, proofs[0].number, is_owner=True), 0)
     assert isinstance(received, ToStream)
     assert isinstance(received.message, m.Mounted)
     link.step(Wakeup(), 0)
     assert link.wake_at_ms is None
-    link.step(SendToOld(m.AppendRequest(ReqId(7, 1, 1, 1), 8, (), (), (), 0, b"", 0)), 100)
+    link.step(SendToLegacyServer(m.AppendRequest(ReqId(7, 1, 1, 1), 8, (), (), (), 0, b"", 0)), 100)
     assert link.wake_at_ms == 100 + FLUSH_AFTER_MS
     assert sent_by(link.step(Wakeup(), link.wake_at_ms)) == [m.FlushRequest(ReqId(7, 1, 1, 1))]
 
 
 def test_messages_for_other_partitions_are_ignored():
     assert (
-        LegacyServerLink().step(ReceivedFromOld([m.HighWaterMarkResponse(mount_id(3), 9)]), 0) == []
+        LegacyServerLink().step(
+            ReceivedFromLegacyServer([m.HighWaterMarkResponse(mount_id(3), 9)]), 0
+        )
+        == []
     )

@@ -185,7 +185,7 @@ def test_a_mount_at_a_server_that_is_the_owner_no_more_is_not_trusted(table):
     assert [each.error_code for each in translated] == [errors.NotOwned.code]
 
 
-def test_a_server_that_does_not_say_its_mark_is_queried_again(table):
+def test_a_server_that_does_not_report_its_mark_is_queried_again(table):
     table.say(m.MountWriter(MOUNT, 3, LATEST_MARK, wants_feed=False))
     assert table.partition.wake_at_ms == RETRY_MS
     assert table.wake() == []
@@ -245,7 +245,7 @@ def test_a_batch_is_validated_row_by_row_and_answered_once(mounted):
     )
 
 
-def test_a_batch_that_cannot_be_read_is_rejected_as_at_ours(mounted):
+def test_a_batch_that_cannot_be_decoded_is_rejected_as_by_a_current_server(mounted):
     assert mounted.say(m.AppendBatch(mine(4), 9, b"no batch", 0)) == []
     assert [(each.req_id, each.error_code) for each in mounted.translated[-1:]] == [
         (mine(4), errors.BadRequest.code)
@@ -253,7 +253,7 @@ def test_a_batch_that_cannot_be_read_is_rejected_as_at_ours(mounted):
     assert mounted.say(append(5, 9)) == [append(5, 9)]
 
 
-def test_a_later_one_in_the_log_ends_those_before_it(mounted):
+def test_an_append_in_the_log_proves_earlier_absent_ones_lost(mounted):
     for sequence in (1, 2, 3):
         mounted.say(append(sequence))
     one, two = mounted.receive(fed(10, mine(2)))
@@ -322,7 +322,7 @@ def test_without_a_proof_nothing_is_reported_and_the_next_flush_requests_one(mou
     assert mounted.wake() == [m.FlushRequest(mine(1))]
 
 
-def test_no_more_is_in_progress_than_the_server_takes(mounted):
+def test_rows_in_flight_stay_within_the_limit_of_a_0_13_server(mounted):
     for sequence in range(1, IN_FLIGHT_MAX + 1):
         assert len(mounted.say(append(sequence))) == 1
     late = IN_FLIGHT_MAX + 1
@@ -405,7 +405,7 @@ def test_a_filter_leaves_headers_out_and_no_transaction(table):
     assert (batch.first, batch.count, batch.picked, batch.headers) == (14, 1, b"", b"")
 
 
-def test_a_gap_is_not_taken_for_the_feed(table):
+def test_a_gap_is_not_accepted_as_a_part_of_the_feed(table):
     table.mount(9, wants_feed=True, after=8)
     assert table.receive(fed(11, theirs(1))) == []
     assert [(each.first, each.count) for each in table.receive(fed(10, theirs(1)))] == [(10, 1)]

@@ -102,7 +102,7 @@ def test_a_wrong_crc_alone_is_left_to_the_caller():
     assert not is_right(run.data[run.bounds[1] : run.bounds[2]])
 
 
-def test_a_record_inside_of_a_records_data_is_no_record():
+def test_a_record_inside_the_data_of_a_record_is_not_found():
     """Its id and its CRC are right; but what leads to it is whole, so that no check looks there."""
     made = [record(0, record(1, b"bait")), record(1, b"true")]
     (run,) = walk(Bytes(b"".join(made)), 0)

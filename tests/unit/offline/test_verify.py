@@ -71,7 +71,7 @@ RECORDS = {
     ),
     "a length that leads elsewhere": (
         lambda s: flip(seg(s, 0), 128 + 31, 4),
-        [f"{ONE}.seg at 128: record 0: expected CRC 2654e7b0, found 22071105, and no record after"],
+        [f"{ONE}.seg at 128: record 0: expected CRC 2654e7b0, found 22071105; no valid record"],
     ),
     "a length that leads nowhere": (
         lambda s: flip(seg(s, 0), 128 + 28, 64),
@@ -79,7 +79,7 @@ RECORDS = {
     ),
     "zeros over several": (
         lambda s: patch(seg(s, 0), 256, bytes(400)),
-        [f"{ONE}.seg at 238: records 2..8: expected CRC acb9009d, found 00000000, and no record"],
+        [f"{ONE}.seg at 238: records 2..8: expected CRC acb9009d, found 00000000; no valid record"],
     ),
     "a segment that is cut": (
         lambda s: cut(seg(s, 1), 30),
@@ -260,20 +260,20 @@ def test_sessions_of_the_two_control_files_are_compared(storage):
     assert notes == ["waltz-storage.ctl: partition 2: expected session 5, as in the slot, found 1"]
 
 
-def test_records_may_have_no_batches_where_the_slot_is_reported(storage):
+def test_records_may_have_no_batches_if_the_slot_states_it(storage):
     """The marker confirms records all the same."""
     write_slot(storage, acked=Marker(35, UNBATCHED), nonce=bytes(16), provisional=Mark(1, 50))
     path = seg(storage, 2, ".chn")
     path.write_bytes(path.read_bytes()[:64])
-    writes = "records have no batches; the next start makes them"
-    ends = f"{THREE}.chn: the batches end without records 23..35"
+    writes = "records have no batches; the next start of the storage creates them"
+    ends = f"{THREE}.chn: the batches do not cover records 23..35"
     assert found(storage) == ([], [ends, f"{SLOTS}: {writes}"])
     write_slot(storage, acked=Marker(36, UNBATCHED))
     said = f"{SLOTS}: expected a log up to the acked id 36, found it to end at 35"
     assert found(storage)[0] == [said]
 
 
-def test_slots_in_each_others_place_are_none(storage):
+def test_slots_in_each_others_place_are_invalid(storage):
     data = (storage / SLOTS).read_bytes()
     (storage / SLOTS).write_bytes(data[4096:] + data[:4096])
     wrong, _ = found(storage)
@@ -406,7 +406,7 @@ def test_bytes_after_the_end_of_a_file_are_a_fault_only_in_a_closed_log(tmp_path
     assert len(wrong) == 3 * is_closed
 
 
-def test_batches_that_the_storage_has_made_up_are_not_held_against_the_records(tmp_path):
+def test_reconstructed_batches_are_not_reported_as_wrong_records(tmp_path):
     """It makes them of entries that it cannot read any more; their chains are of nothing."""
     world = some_world(segment_bytes_max=100_000)
     for position in (1, 2):
@@ -473,7 +473,10 @@ def test_a_segment_whose_removal_was_interrupted_is_noted(started):
 def test_a_log_without_its_first_segment_is_wrong(started):
     directory, before = started
     shutil.copy(before / SLOTS, directory / SLOTS)  # it states that the log begins with 0
-    assert f"{TWO}.seg: records 0..10: in no segment before this one" in found(directory)[0]
+    assert (
+        f"{TWO}.seg: records 0..10: expected in an earlier segment, found in none"
+        in found(directory)[0]
+    )
 
 
 def test_another_chain_at_the_start_is_wrong(started):

@@ -16,7 +16,7 @@ def standing(case):
     return PartitionCondition(case.facts.cluster, 0)
 
 
-def test_a_partition_that_is_well(case):
+def test_a_healthy_partition(case):
     now = standing(case)
     assert now.owner.address == ONE
     assert (now.is_served, now.is_open, now.is_lost, now.is_of_other_replicas) == (

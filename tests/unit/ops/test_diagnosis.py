@@ -160,7 +160,7 @@ def test_without_zookeeper_only_that_is_reported(case):
     )
 
 
-def test_a_node_of_zookeeper(case):
+def test_a_zookeeper_server_that_does_not_answer_or_has_no_quorum(case):
     case.node(failure="refused", mode="")
     assert case.the_only("zookeeper-node-unavailable").sentence == (
         "ZooKeeper server zk1:2181 does not answer: refused"
@@ -208,7 +208,7 @@ def test_a_server_that_does_not_answer(case):
     assert case.the_only("no-server").sentence.startswith("no server is registered")
 
 
-def test_a_cluster_that_is_spoken_to_in_another_way(case):
+def test_a_cluster_that_uses_tls_and_a_doctor_that_does_not(case):
     """No process must be ended for it, and of partitions nothing is known."""
     said = "expected plain TCP, found TLS"
     for number in (1, 2):
@@ -223,7 +223,7 @@ def test_a_cluster_that_is_spoken_to_in_another_way(case):
     assert {each.command for each in found} == {command}
 
 
-def test_a_storage_whose_certificate_has_run_out(case):
+def test_a_storage_with_an_expired_certificate(case):
     case.storage(A, failure="certificate has expired", is_tls_mismatch=True, replicas={})
     case.storage(B, failure="certificate has expired", is_tls_mismatch=True, replicas={})
     assert case.found() == [
@@ -306,14 +306,14 @@ def test_a_hanging_storage_is_ended_and_a_correct_port_is_kept(case):
     assert (found.about, found.command[:10]) == (f"0 {A}", "kill -9 79")
 
 
-def test_a_log_that_is_being_opened_is_not_thrown_away(case):
+def test_no_command_deletes_a_log_that_is_being_opened(case):
     case.replica(A, is_opening=True, last=-1, last_session=-1)
     case.states({A: ReplicaState(6, 50), B: ENGAGED, C: ENGAGED})
     found = case.the_only("replica-opening")
     assert (found.about, found.command) == (f"0 {A}", f"waltz-core doctor --connect {CONNECT}")
 
 
-def test_a_storage_that_is_another_one(case):
+def test_a_storage_with_another_identity_at_the_address(case):
     case.storage(A, storage_id="bb")
     found = case.the_only("storage-id-mismatch")
     assert "but aa is registered there" in found.sentence
@@ -325,7 +325,7 @@ def test_a_storage_that_is_another_one(case):
     assert case.the_only("storage-cluster-mismatch").about == A
 
 
-def test_an_admin_port_that_is_not_where_zookeeper_has_it(case):
+def test_an_admin_port_that_differs_from_the_one_in_zookeeper(case):
     case.storage(A, admin_failure="refused", replicas={})
     assert case.the_only("admin-port-wrong").command == (
         f"waltz-core cluster set-admin-port {A} ADMIN_PORT --connect {CONNECT}"
@@ -334,7 +334,7 @@ def test_an_admin_port_that_is_not_where_zookeeper_has_it(case):
     assert f"set-admin-port {A} 5299" in case.the_only("admin-port-wrong").command
 
 
-def test_a_disk_without_room_is_emptied_to_where_there_is_some(case):
+def test_replicas_move_from_a_full_disk_to_one_with_space(case):
     case.storage(A, space=SpaceFacts(5 << 20, True))
     found = case.the_only("disk-full")
     assert found.sentence.endswith("it rejects appends, with 5 MiB free")
@@ -363,14 +363,14 @@ def test_a_disk_without_room_is_emptied_to_where_there_is_some(case):
     ("free_mib", "mib_per_day", "days"),
     [(70_000, 10_001, "7.0"), (70_000, 10_000, None), (70_000, 0, None), (70_000, None, None)],
 )
-def test_a_disk_that_is_full_soon(case, free_mib, mib_per_day, days):
+def test_a_disk_that_will_be_full_soon(case, free_mib, mib_per_day, days):
     rate = None if mib_per_day is None else mib_per_day << 20
     case.storage(A, space=SpaceFacts(free_mib << 20, False, 100_000 << 20, rate))
     if days is None:
         assert case.found() == []
         return
     found = case.the_only("disk-full-soon")
-    assert f"is full in {days} days at the rate of the last day: 70000 MiB are free" in (
+    assert f"will be full in {days} days at the rate of the last day: 70000 MiB are free" in (
         found.sentence
     )
     assert found.command.startswith("waltz-core cluster move-replica 0-1 ")
@@ -494,7 +494,7 @@ def test_a_lost_quorum_is_reported_for_every_cause(case):
     assert found.command == "waltz-core storage run --config storage.toml"
 
 
-def test_no_storage_that_is_well_is_ended_for_a_quorum(case):
+def test_no_healthy_storage_is_stopped_for_a_quorum(case):
     members = [
         MemberFacts(f"storage-{at}", each, "up", 77 + at) for at, each in enumerate((A, B, C))
     ]
@@ -529,7 +529,7 @@ def test_a_partition_that_was_never_opened(case):
     assert case.the_only("never-opened").about == "0"
 
 
-def test_a_partition_in_the_wrong_hands(case):
+def test_a_partition_served_by_another_server_than_its_owner(case):
     case.server(1, served={})
     assert case.the_only("partition-not-served").about == "0"
     case.server(1, served={0: True})
@@ -596,7 +596,7 @@ def test_metadata_that_is_lost(case):
     )
 
 
-def test_a_rebuilding_that_was_broken_off_continues(case):
+def test_an_interrupted_rebuild_continues(case):
     case.cluster(cluster_key=KEY, name="pay")
     case.states(dict.fromkeys((A, B, C), ReplicaState(NO_SESSION, BEFORE_FIRST)))
     found = case.the_only("rebuilding-unfinished")
@@ -737,7 +737,7 @@ def test_a_damaged_file_of_the_archive(archive):
     archive.partition(0, unarchived_s=1.0, marker=archived(89))
     found = archive.the_only("archive-damaged")
     assert "missing or corrupt: object 7: expected CRC 1, found 2. Hint" in found.sentence
-    assert found.command == f"waltz-core archive verify --connect {CONNECT}"
+    assert found.command == f"waltz-core archive verify --repair --connect {CONNECT}"
     # One that a read has found stays, also when everything is archived.
     archive.partition(0, unarchived_s=0.0, marker=archived(90))
     archive.storage(A, archive=ArchiveFacts(URL, 600_000, read_damage="object 8: bad"))

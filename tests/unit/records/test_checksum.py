@@ -21,7 +21,7 @@ def lengths_of(rows: list[bytes]) -> checksum.I64:
 
 
 @given(st.binary(max_size=500), st.binary(max_size=500))
-def test_crc32_is_the_usual_one(first: bytes, second: bytes) -> None:
+def test_crc32_is_that_of_zlib(first: bytes, second: bytes) -> None:
     assert checksum.crc32(first) == oracle(first)
     assert checksum.crc32(second, checksum.crc32(first)) == oracle(first + second)
 
@@ -106,7 +106,7 @@ def test_tables_cannot_be_changed() -> None:
 
 
 @pytest.mark.parametrize("length", [-1, checksum.LENGTH_MAX + 1])
-def test_impossible_lengths_are_our_own_bug(length: int) -> None:
+def test_impossible_lengths_raise_an_assertion_error(length: int) -> None:
     one = np.array([1], dtype=np.uint32)
     with pytest.raises(AssertionError):
         checksum.combine(1, 1, length)

@@ -93,7 +93,7 @@ def test_blocks_below_a_gap_are_not_trusted():
     assert blocks.is_spent
 
 
-def test_a_search_may_be_cut_short_and_continue():
+def test_a_search_may_stop_and_continue():
     data = block(0, 0, 7) + b"".join(block(each, each) for each in range(1, 10))
     blocks = Blocks(data)
     assert blocks.below(end(0), 9) is None
@@ -107,7 +107,7 @@ def test_too_many_locks_are_not_reported():
 
 
 @pytest.mark.parametrize("count", [0, 1, 59, 60, 61, 200])
-def test_bytes_that_are_no_block_end_the_walk(count):
+def test_invalid_bytes_end_the_walk(count):
     data = block(0, 0, 7) + bytes(count) + block(1, 1, 8)
     expected = [(1, 1, locks_of(8))] + [(0, 0, locks_of(7))] * (count == 0)
     assert trusted(data, end(1)) == expected

@@ -54,7 +54,7 @@ def by_arrays() -> AbstractContextManager[int]:
 datas = st.lists(st.binary(max_size=60), min_size=1, max_size=20)
 
 
-def test_golden_records_are_intact_and_say_what_they_say() -> None:
+def test_golden_records_are_intact_and_have_the_expected_values() -> None:
     assert raw_records.first_bad_record(GOLDEN, GOLDEN_LENGTHS) is None
     assert raw_records.first_gap(GOLDEN, GOLDEN_LENGTHS, TransactionId(0)) is None
     assert raw_records.ids_of(GOLDEN, GOLDEN_LENGTHS).tolist() == [0, 1]

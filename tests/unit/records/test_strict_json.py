@@ -49,7 +49,7 @@ def test_words_that_json_does_not_have_are_named_with_their_place(text: str, sen
 
 
 @pytest.mark.parametrize("inside", ["1", "NaN"])
-def test_too_deeply_nested_text_is_no_json(inside: str) -> None:
+def test_too_deeply_nested_text_is_rejected_as_json(inside: str) -> None:
     text = f"[{inside}, " + "[" * 10_000 + "]" * 10_000 + "]"
     with pytest.raises(ValueError, match="nested too deeply"):
         from_json(text.encode())

@@ -183,6 +183,7 @@ class ModelStorage:
                 | wire.SetArchived()
                 | wire.CollectGarbage()
                 | wire.ExpireObjects()
+                | wire.ReplaceObject()
             ):
                 if isinstance(message, wire.SetArchived):
                     self.announced = message.session_id, message.last

@@ -14,7 +14,7 @@ def test_every_number_must_be_positive():
     assert SessionLimits(quorum_ms_max=0, grace_ms=0).quorum_ms_max == 0
 
 
-def test_the_least_is_not_above_the_most():
+def test_the_minimum_is_not_above_the_maximum():
     for name in ("retry", "redial", "hold"):
         with pytest.raises(AssertionError):
             SessionLimits(**{f"{name}_ms_min": 10, f"{name}_ms_max": 9})

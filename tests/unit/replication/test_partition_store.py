@@ -121,7 +121,7 @@ def test_a_later_generation_is_not_touched():
     assert bench.store.wake_at_ms is None
 
 
-def test_an_open_partition_whose_states_are_gone_is_rejected_and_looked_at_again():
+def test_an_open_partition_without_states_is_rejected_and_checked_again():
     bench = Bench(state=MarkerState.OPEN)
     bench.own()
     bench.run()
@@ -220,7 +220,7 @@ def test_a_lost_engaged_replica_ends_the_session_and_the_next_one_continues_with
     assert bench.all_reported(SessionSettled)[-1].committed_last == 1
 
 
-def test_a_foreign_session_in_between_breaks_the_thread(bench):
+def test_a_session_of_another_owner_in_between_clears_unbroken(bench):
     bench.claim_elsewhere(1)
     bench.step(session_events.Checkpoint())
     assert isinstance(bench.questions[0], session_events.WriteMetadata), "it reads after a conflict"
@@ -319,7 +319,7 @@ def test_a_new_owner_is_reported_the_stamp_that_the_log_ends_with(bench):
     assert other.all_reported(SessionSettled) == [SessionSettled(1, 2, 7_000)]
 
 
-def test_a_replica_that_never_settles_the_past_is_done_without(bench):
+def test_a_replica_that_never_settles_the_past_is_abandoned(bench):
     bench.append()
     other = bench.other_server()
     other.own(generation=2)
@@ -625,7 +625,7 @@ def test_failures_are_followed_by_growing_pauses(bench):
     assert gaps[-1] >= 1000
 
 
-def test_storages_that_are_restarted_one_after_the_other_are_no_failures(bench):
+def test_storages_restarted_one_after_the_other_are_not_failures(bench):
     for replica in (A, B, C) * 4:
         bench.wait(bench.limits.useful_ms)
         bench.run()
@@ -638,7 +638,7 @@ def test_storages_that_are_restarted_one_after_the_other_are_no_failures(bench):
         assert bench.now_ms - lost_ms <= bench.limits.first_retry_ms_max + bench.limits.grace_ms
 
 
-def test_a_session_that_was_given_away_twice_is_the_end_of_trying(bench):
+def test_a_session_id_that_was_assigned_twice_rejects_the_partition(bench):
     """ZooKeeper is put back by one session: the next claim has an id that was in use."""
     old = (bench.metadata, bench.marker)
     bench.step(session_events.Checkpoint())

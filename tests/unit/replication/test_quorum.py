@@ -41,7 +41,7 @@ def test_two_disjoint_groups_are_never_both_quorums(count: int) -> None:
 
 
 @given(st.lists(st.integers(-1, 9), min_size=1, max_size=5), st.integers(1, 6))
-def test_a_mark_is_what_so_many_have_reached(marks: list[int], quorum: int) -> None:
+def test_a_mark_is_the_id_that_a_quorum_has_reached(marks: list[int], quorum: int) -> None:
     found = quorum_mark([TransactionId(mark) for mark in marks], quorum)
     if quorum > len(marks):
         assert found is None

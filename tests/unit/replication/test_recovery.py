@@ -59,7 +59,7 @@ def test_the_decision_is_the_highest_id_that_can_have_been_acknowledged(replica_
     assert cases > 3
 
 
-def test_replicas_that_were_not_engaged_have_no_voice():
+def test_replicas_that_were_not_engaged_do_not_count():
     states = {**engaged(A, B), C: ReplicaState(3, 7)}
     recovery = Recovery(Origin.RECORDED, states)
     recovery.answered(C, prepared(99), OWN_ID)

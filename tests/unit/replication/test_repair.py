@@ -186,7 +186,7 @@ def test_reconstructed_batches_of_a_source_truncate_no_replica():
     assert (source.payloads(), source.chain) == ([0, 1, 2, 3], one.chain)
 
 
-def test_batches_that_a_source_has_made_up_are_not_copied():
+def test_reconstructed_batches_of_a_source_are_not_copied():
     one, source = storage((1, [0])), storage((1, [0]), (RECONSTRUCTED, [1, 2]))
     with pytest.raises(ChecksumMismatch, match=r"the source has lost the batches of 1\.\.2"):
         walk(repair_of(one), one, source, Goal(2, source.chain))
@@ -288,7 +288,7 @@ def test_records_for_a_repair_that_has_become_needless_are_not_appended():
     assert repair.next_step(goal, can_fill=unavailable) == FetchCopy(3, 5, whole_batches=True)
 
 
-def test_a_repair_takes_from_the_damage_that_is_known_when_it_is_done():
+def test_a_repair_reduces_the_damage_that_is_known_at_its_end():
     one, source = storage(*OLD, mark=5), storage(*OLD)
     repair = repair_of(one)
     repair.damage_found([(1, 4)])
@@ -319,7 +319,7 @@ def test_rejected_records_leave_the_damage_that_was_reported_since():
     assert repair.damaged == [(0, 2), (4, 4)]
 
 
-def test_damage_that_is_truncated_away_is_no_damage():
+def test_truncated_damage_is_forgotten():
     one, source = storage(*OLD, (3, [7])), storage(*OLD)
     one.disk.damaged = {6}
     steps = walk(repair_of(one), one, source, Goal(5, source.chain))
@@ -457,7 +457,7 @@ def test_a_log_is_not_truncated_below_a_mark_within_a_batch_of_another_history()
     assert one.last == 5
 
 
-def test_a_cut_that_cut_elsewhere_is_rejected():
+def test_a_truncation_that_ends_elsewhere_is_rejected():
     one, source = storage(*OLD, (3, [7])), storage(*OLD)
     repair = repair_of(one)
     while not isinstance(

@@ -84,7 +84,7 @@ def test_batches_that_have_expired_have_an_unknown_outcome():
     assert past.outcome == SessionSettled(9, 3, 0, has_expired=True)
 
 
-def test_a_stamp_below_the_start_of_a_log_is_no_unknown_outcome():
+def test_a_stamp_below_the_start_of_a_log_causes_no_unknown_outcome():
     past, _ = settlement_of(9, unbroken=False, in_doubt=InDoubtIds(7, 3, 8))
     past.begin(0)
     assert not past.unreadable(BelowStart("gone"), 0)

@@ -62,7 +62,7 @@ def test_an_undecidable_session_waits_and_touches_nothing(bench):
     assert not bench.storages[B].disk.suspect
 
 
-def test_all_answers_in_and_nothing_decidable_is_reported_once(bench):
+def test_an_undecidable_recovery_is_reported_once(bench):
     for name in (B, C):
         bench.storages[name].disk.suspect = True
     restart(bench)
@@ -136,11 +136,13 @@ def test_a_zookeeper_without_the_session_of_a_batch_is_not_trusted(bench):
     bench.run_for(LIMITS.grace_ms)
     assert bench.store.open_session is None
     assert bench.logs() == before
-    assert "its data was rolled back" in bench.reports("partition.rejected")[-1]["reason"]
+    assert "ZooKeeper's data was rolled back" in bench.reports("partition.rejected")[-1]["reason"]
 
 
 @pytest.mark.parametrize("is_left_out", [True, False])
-def test_a_replica_with_a_later_session_is_in_none(bench, monkeypatch, is_left_out):
+def test_a_replica_engaged_after_zookeepers_last_session_is_not_used(
+    bench, monkeypatch, is_left_out
+):
     """One that ZooKeeper has as left out cannot keep the others from theirs: if there has been a
     later session, one of them knows it, too."""
     if is_left_out:
@@ -316,7 +318,7 @@ def test_the_loss_of_a_late_replica_ends_nothing_but_its_return_needs_a_new_sess
     assert bench.store.readable_replicas == [A, B, C]
 
 
-def test_the_loss_of_one_that_may_be_engaged_ends_the_session():
+def test_the_loss_of_a_replica_that_may_be_engaged_ends_the_session():
     bench = Bench()
     bench.decide()
     bench.lose(B)
@@ -370,7 +372,7 @@ def test_a_rejected_append_ends_the_session_and_keeps_the_replica_out_for_a_whil
     assert bench.store.open_session == 1
 
 
-def test_a_replica_that_is_held_back_is_taken_when_there_is_no_other(bench):
+def test_an_excluded_replica_is_used_if_there_is_no_other(bench):
     bench.down = {B}
     bench.storages[C].fails_next_sync = True
     bench.submit()
@@ -380,7 +382,7 @@ def test_a_replica_that_is_held_back_is_taken_when_there_is_no_other(bench):
 
 
 @pytest.mark.parametrize("synced_max", [-1, 0, 2, 99])
-def test_an_answer_that_cannot_be_is_the_end_of_the_replica(bench, synced_max):
+def test_an_impossible_answer_ends_the_session(bench, synced_max):
     bench.submit(2)
     message = bench.requests[A].popleft()
     if isinstance(message, wire.Engage):
@@ -399,7 +401,7 @@ def test_an_answer_that_cannot_be_is_the_end_of_the_replica(bench, synced_max):
         (Prepared(0, 4, 0, bytes(16), 0, 0, True, 0, bytes(16), False, b""), "found Prepared"),
     ],
 )
-def test_answers_to_nothing_are_the_end_of_the_connection(bench, answer, said):
+def test_an_answer_without_a_request_ends_the_connection(bench, answer, said):
     bench.submit()
     bench.step(session_events.ReplicaResponded(0, A, answer))
     reason = bench.all_reported(SessionClosed)[0].reason
@@ -455,7 +457,7 @@ def test_a_replica_that_has_lost_its_promise_joins_the_next_session():
     assert bench.store.open_session == 1
 
 
-def test_a_disk_that_fails_in_the_fence_is_no_other_owner():
+def test_a_disk_failure_in_the_fence_is_not_taken_for_another_owner():
     """What the storage is bound to is this session; only its disk could not say so."""
     bench = Bench()
     bench.own()
@@ -492,7 +494,7 @@ def test_a_replica_that_is_bound_to_a_still_later_session_ends_this_one(bench):
     assert bench.all_reported(SessionClosed)[-1].session_id == session_id
 
 
-def test_a_storage_that_takes_another_ones_name_is_not_trusted():
+def test_a_storage_at_the_address_of_another_is_not_trusted():
     """It identifies itself only in its answer; what it has is another replica's log, or none."""
     bench = Bench()
     bench.own()

@@ -274,7 +274,7 @@ def test_the_committed_batch_and_its_lineage_precede_its_answers() -> None:
     assert out[0].entry == (0, 0, 1, 9, chain)
 
 
-def test_how_long_appends_took_is_noted() -> None:
+def test_the_duration_of_appends_is_recorded() -> None:
     world = World()
     world.single()
     world.now_ms = 30
@@ -297,7 +297,7 @@ def test_a_rejection_for_a_conflict_in_flight_waits_for_it() -> None:
     assert results(world.commit()) == {winner: [(0, COMMITTED, -1)], waiting: [(-1, LOCK, 0)]}
 
 
-def test_two_that_conflict_in_one_turn() -> None:
+def test_two_appends_that_conflict_in_one_turn() -> None:
     world = World()
     winner = world.single(write=[5])
     loser = world.single(BOB, write=[5])
@@ -351,7 +351,7 @@ def test_only_the_mounted_connection_of_the_right_generation_appends() -> None:
     assert world.submitted == []
 
 
-def test_a_row_that_is_too_large_is_not_in_the_log_and_enters_no_lock(
+def test_a_row_that_is_too_large_is_not_appended_and_enters_no_lock(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("waltz_core.server.locking.validation.TRANSACTION_BYTES_MAX", 4)
@@ -450,7 +450,7 @@ def test_a_transaction_over_4_mib_is_too_large() -> None:
 # --- waiting
 
 
-def test_a_full_queue_rejects_the_greedy_and_not_the_modest() -> None:
+def test_a_full_queue_rejects_only_connections_over_their_share() -> None:
     world = World(PartitionLimits(lock_slot_count=11, queue_bytes_max=1000), is_open=False)
     refused = []
     for _ in range(20):
@@ -483,7 +483,7 @@ def test_appends_do_not_overtake_one_that_waits_for_room() -> None:
     assert results(world.commit()) == {again: [(1, COMMITTED, -1)]}
 
 
-def test_each_row_of_a_batch_for_which_there_is_no_room_is_rejected() -> None:
+def test_each_row_of_a_batch_without_queue_space_is_rejected() -> None:
     world = World(PartitionLimits(lock_slot_count=11, queue_bytes_max=1000), is_open=False)
     for _ in range(5):
         world.batch([b"a"] * 100)
@@ -494,7 +494,7 @@ def test_each_row_of_a_batch_for_which_there_is_no_room_is_rejected() -> None:
 LARGE = bytes(LARGE_BYTES)
 
 
-def test_a_full_window_stops_the_turns_until_something_lands() -> None:
+def test_a_full_window_stops_the_turns_until_a_batch_is_settled() -> None:
     world = World(PartitionLimits(lock_slot_count=11, in_flight_bytes_max=LARGE_BYTES))
     world.single(data=LARGE, cost=LARGE_BYTES)
     world.single(data=LARGE, cost=LARGE_BYTES)
@@ -546,7 +546,7 @@ def test_large_requests_go_one_by_one_while_small_ones_wait() -> None:
     assert len(world.turns()) == 1
 
 
-def test_large_ones_of_a_closed_session_hold_back_no_request() -> None:
+def test_large_requests_of_a_closed_session_delay_no_request() -> None:
     world = World()
     world.share()
     world.batch([bytes(PIECE_BYTES // 2)] * 3)
@@ -647,7 +647,7 @@ def test_a_mount_that_ends_between_two_pieces_drops_the_rest(
     assert len(world.submitted) == 1
 
 
-def test_a_lost_piece_keeps_all_after_it_out() -> None:
+def test_all_pieces_after_a_lost_one_are_lost() -> None:
     world = World()
     flood = flooded(world)
     lost = world.submitted[0].last + 1
@@ -708,7 +708,7 @@ def test_an_end_in_the_middle_of_a_batch_leaves_it_in_doubt() -> None:
     assert [ticket.req_id for ticket in world.pipeline.abandon()[1]] == [flood]
 
 
-def test_a_closed_connection_takes_back_what_was_not_submitted() -> None:
+def test_a_closed_connection_drops_its_unsubmitted_appends() -> None:
     world = World()
     world.single()
     world.turn()
@@ -897,7 +897,7 @@ def test_the_calls_for_two_thousand_rows_are_at_most_twice_those_for_a_hundred(l
     assert calls(2_000) <= 2 * calls(100)
 
 
-def test_no_chain_of_ours_but_the_log_s() -> None:
+def test_a_commit_with_another_chain_than_the_logs_is_a_bug() -> None:
     world = World()
     world.single()
     world.turn()

@@ -143,7 +143,7 @@ def test_a_batch_over_the_limit_is_not_held_and_leaves_no_gap() -> None:
     assert numbers(read(cache, 10, 11)) == [10, 11]
 
 
-def test_clear_gives_everything_back() -> None:
+def test_clear_releases_the_whole_budget() -> None:
     budget = CacheBudget(1 << 20)
     one, two = TransactionCache(budget), TransactionCache(budget)
     put(one, 0, 1)

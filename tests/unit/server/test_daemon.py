@@ -118,7 +118,7 @@ async def test_partitions_are_handed_over_one_by_one_and_only_while_they_are_rel
 
 
 @on_loop
-async def test_a_partition_is_handed_over_rarely_and_again_if_not_taken() -> None:
+async def test_a_partition_is_handed_over_rarely_and_again_if_no_server_opens_it() -> None:
     coordinator = Handing()
     coordinator.go.set()
     server = server_of(coordinator, 0, 1)

@@ -76,7 +76,7 @@ def in_flight() -> tuple[Authors, ReqId]:
     return world, winner
 
 
-def test_a_writer_gets_its_predecessors_in_flight_and_may_follow_them():
+def test_a_rejected_writer_gets_its_predecessors_and_may_append_after_them():
     world, winner = in_flight()
     loser = world.follow(BOB)
     (answer,) = world.turn()
@@ -110,7 +110,7 @@ def test_gathered_appends_become_one_batch_after_those_in_flight():
     assert (batch.first, batch.last) == (1, 3)
 
 
-def test_no_more_is_gathered_than_a_slice():
+def test_gathered_appends_are_limited_to_a_slice():
     world = Authors(PartitionLimits(lock_slot_count=1009, slice_bytes_max=5_000))
     world.follow(data=b"first")
     world.turn()
@@ -166,7 +166,7 @@ def test_an_independent_append_submits_the_gathered_ones():
     assert [(batch.first, batch.last) for batch in world.submitted] == [(0, 0), (1, 2)]
 
 
-def test_all_of_its_locks_above_its_mark_and_nothing_else_is_reported():
+def test_predecessors_are_those_of_its_locks_above_its_mark():
     world = Authors()
     world.follow(write=[COLD])  # from here on it is remembered
     world.follow(write=[HOT])
@@ -202,7 +202,7 @@ def test_rows_of_batches_are_no_predecessors():
 
 
 @pytest.mark.parametrize("name", ["PREDECESSORS_COUNT_MAX", "PREDECESSORS_BYTES_MAX"])
-def test_too_much_is_not_reported(name, monkeypatch):
+def test_predecessors_over_a_limit_are_not_reported(name, monkeypatch):
     world, _ = in_flight()
     world.single(append=[HOT])
     world.turn()
@@ -249,7 +249,7 @@ def test_forgotten_predecessors_are_not_returned(monkeypatch):
     assert predecessor_ids_for(world, mark=0) == [1, 2]
 
 
-def test_one_is_reported_at_each_admission_and_the_others_wait():
+def test_each_admission_notifies_one_waiting_author():
     world, _ = in_flight()
     losers = [world.follow(BOB if i % 2 else ALICE) for i in range(3)]
     assert list(predecessor_ids(world.turn())) == losers[:1]

@@ -94,7 +94,7 @@ def turns(each: Feed) -> list[object]:
     return out
 
 
-def test_a_long_way_is_sent_in_frames_and_turns() -> None:
+def test_a_large_lag_is_sent_in_frames_and_turns() -> None:
     each = feed(24)
     mount(each, 1, -1, 24)
     assert frames(list(each.turn()), 1) == [(0, 10)]
@@ -110,7 +110,7 @@ def test_a_mount_at_the_mark_is_reached_without_a_frame() -> None:
     assert [type(outcome) for outcome in turns(each)] == [MountReached]
 
 
-def test_a_mount_is_not_fed_beyond_what_it_was_promised() -> None:
+def test_a_mount_is_not_fed_beyond_its_request() -> None:
     each = feed(4)
     mount(each, 1, -1, 4)
     each.advanced(SessionId(1), TransactionId(9))
@@ -194,7 +194,7 @@ def test_evicted_headers_are_fetched_once_for_all_clients_at_that_mark() -> None
 
 
 @pytest.mark.parametrize("chain_at", [6, 7, 9])
-def test_a_fetched_stretch_is_cut_to_what_was_promised(chain_at: int) -> None:
+def test_a_fetched_run_is_limited_to_the_request(chain_at: int) -> None:
     each = feed(30, remembered_from=20)
     mount(each, 1, 4, 6)
     each.turn()

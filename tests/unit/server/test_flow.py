@@ -76,7 +76,7 @@ def test_a_connection_that_does_not_read_answers_gets_no_work() -> None:
     assert len(each.admit(A)) == 1
 
 
-def test_everything_is_counted_and_given_back() -> None:
+def test_admitted_bytes_are_counted_and_released() -> None:
     each = flow(count=1)
     each.receive(A, [batch(100), batch(100)])
     each.admit(A)
@@ -92,7 +92,7 @@ def test_everything_is_counted_and_given_back() -> None:
     assert each.bytes == 0
 
 
-def test_over_the_memory_limit_the_greediest_is_not_read() -> None:
+def test_over_the_memory_limit_the_largest_connection_is_paused() -> None:
     each = flow(memory_bytes=10_000)
     each.receive(A, [batch(6_000)])
     each.receive(B, [batch(3_000)])
@@ -107,7 +107,7 @@ def test_over_the_memory_limit_the_greediest_is_not_read() -> None:
     assert each.may_read(A)
 
 
-def test_several_are_stopped_when_one_does_not_hold_enough() -> None:
+def test_several_connections_are_paused_if_one_does_not_suffice() -> None:
     each = flow(memory_bytes=4_000)
     each.receive(A, [batch(3_000)])
     each.receive(B, [batch(4_000)])

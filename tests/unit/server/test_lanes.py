@@ -55,7 +55,7 @@ def test_a_light_connection_precedes_heavy_ones() -> None:
     ]  # fmt: skip
 
 
-def test_unused_turns_are_not_saved() -> None:
+def test_a_lane_without_requests_saves_no_turns() -> None:
     lanes: Lanes[Item] = Lanes()
     lanes.push(item(1, "a0", 1_000))
     lanes.push(item(2, "idle"))
@@ -66,7 +66,7 @@ def test_unused_turns_are_not_saved() -> None:
     assert taken(lanes) == ["a0", "b0", "a1", "b1", "a2", "b2", "a3", "b3"]
 
 
-def test_coming_back_does_not_forgive_what_was_taken() -> None:
+def test_a_returning_connection_is_still_charged_for_its_earlier_requests() -> None:
     lanes: Lanes[Item] = Lanes()
     lanes.push(item(1, "big", 1_000))
     lanes.push(item(2, "x0", 100))
@@ -119,7 +119,7 @@ def test_the_rest_of_a_request_is_dropped_with_its_lane() -> None:
     assert lanes.bytes == 0
 
 
-def test_small_ones_pass_large_ones_that_wait() -> None:
+def test_small_requests_pass_large_ones_that_wait() -> None:
     lanes: Lanes[Item] = Lanes()
     lanes.push(item(1, "large", 3_000))
     lanes.push(item(1, "behind"))

@@ -197,7 +197,7 @@ def test_of_two_queues_the_one_due_first_is_notified_first() -> None:
     assert world.now_ms == began_ms + NOTIFY_FACTOR * 20
 
 
-def test_they_are_reported_while_the_session_is_held_too() -> None:
+def test_waiting_writers_are_notified_while_the_pipeline_holds() -> None:
     world, refused, _ = contended(losers=2)
     world.pipeline.hold()
     assert list(results(world.turn_when_paced())) == [refused[1]]

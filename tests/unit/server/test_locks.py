@@ -46,7 +46,7 @@ def table_at(mark: int) -> LockTable:
     return LockTable(SLOT_COUNT, TransactionId(mark))
 
 
-def test_the_estimate_may_equal_the_mark_and_no_more() -> None:
+def test_a_lock_passes_if_its_estimate_is_at_most_the_mark() -> None:
     table = table_at(5)
     assert validate(table, {"w": [1]}, mark=5, high=9).ids.tolist() == [10]
     found = validate(table, {"w": [2]}, mark=4, high=9)
@@ -116,7 +116,7 @@ def test_one_lock_twice_in_a_row_does_not_conflict_with_itself() -> None:
     assert found.ids.tolist() == [1]
 
 
-def test_clamp_forgets_what_never_came_to_be() -> None:
+def test_clamp_forgets_transactions_that_were_never_committed() -> None:
     table = table_at(0)
     validate(table, {"w": [1]}, {"w": [2]}, high=0, next_id=1)
     table.clamp(TransactionId(1))
@@ -190,7 +190,7 @@ def test_false_rejection_probability() -> None:
     assert table.false_rejection_probability(TransactionId(5)) == pytest.approx(1 / 8)
 
 
-def test_the_false_rejections_predicted_are_those_that_happen() -> None:
+def test_the_predicted_false_rejection_rate_is_the_measured_one() -> None:
     table = LockTable(100_003, TransactionId(0))
     numbers = np.random.default_rng(1)
     locks = numbers.integers(-(2**31), 2**31, 30_000).astype(np.int32)

@@ -24,7 +24,7 @@ def fault(
     return mounts.fault(message, connection, PLACE)
 
 
-def test_appends_are_taken_from_the_answer_on_not_from_the_request() -> None:
+def test_appends_are_accepted_after_the_answer_to_the_mount_not_before() -> None:
     mounts = Mounts(10)
     mounts.begin(ALICE, OLD, 5)
     assert mounts.is_current(ALICE, OLD)
@@ -81,7 +81,7 @@ def test_a_release_ends_the_mounts_and_keeps_the_fences() -> None:
     assert fault(mounts, ALICE, OLD, 5) is not None
 
 
-def test_only_so_many_clients_that_left_are_remembered() -> None:
+def test_a_limited_number_of_disconnected_clients_is_remembered() -> None:
     mounts = Mounts(2)
     for client in range(3):
         connection = ConnectionId(100 + client)

@@ -10,7 +10,9 @@ from waltz_core.server.process.openings import TURNS_MAX, Openings, Turn
 
 
 @on_virtual_loop
-async def test_so_many_have_a_turn_and_the_others_wait(monkeypatch: pytest.MonkeyPatch):
+async def test_a_limited_number_opens_at_a_time_and_the_others_wait(
+    monkeypatch: pytest.MonkeyPatch,
+):
     monkeypatch.setattr(openings_module, "TURN_S", 600.0)  # none ends by itself
     openings, turns = Openings(), list[Turn]()
 
@@ -32,7 +34,7 @@ async def test_so_many_have_a_turn_and_the_others_wait(monkeypatch: pytest.Monke
 
 
 @on_virtual_loop
-async def test_a_turn_ends_by_itself():
+async def test_a_turn_ends_at_its_timeout():
     openings = Openings()
     turns = [await openings.turn() for _ in range(TURNS_MAX + 1)]
     assert len(turns) == TURNS_MAX + 1

@@ -37,7 +37,7 @@ def shared(now_ms: int = 0) -> Pace:
     ],
     ids=["large ones alone", "small ones alone", "of one client", "large ones of long ago"],
 )
-def test_large_ones_are_not_held_back_without_small_ones_of_others_meanwhile(
+def test_large_requests_are_not_delayed_without_small_ones_of_others(
     flood_ms: list[int], landed_ms: int | None, small: tuple[ConnectionId, int] | None
 ) -> None:
     pace = Pace()
@@ -52,7 +52,7 @@ def test_large_ones_are_not_held_back_without_small_ones_of_others_meanwhile(
     assert pace.piece_bytes(now_ms) is None
 
 
-def test_switched_off_it_holds_nothing_back() -> None:
+def test_without_sharing_no_request_is_delayed() -> None:
     pace = Pace(is_on=False)
     pace.started(FLOOD, 0)
     pace.small(MODEST, 0)
@@ -60,7 +60,7 @@ def test_switched_off_it_holds_nothing_back() -> None:
     assert pace.piece_bytes(0) is None
 
 
-def test_while_shared_large_ones_go_in_pieces_one_at_a_time() -> None:
+def test_large_requests_on_a_shared_server_go_in_pieces_one_at_a_time() -> None:
     pace = shared()
     assert pace.piece_bytes(100) == PIECE_BYTES
     pace.started(FLOOD, 100)
@@ -84,7 +84,7 @@ def test_after_each_piece_there_is_a_limited_pause_in_proportion(took_ms: int) -
     assert pace.large_at_ms(landed_ms + pause_ms) == landed_ms + pause_ms
 
 
-def test_a_piece_that_never_lands_holds_nothing_back_once_forgotten() -> None:
+def test_a_forgotten_piece_delays_no_request() -> None:
     pace = shared()
     pace.started(FLOOD, 100)
     pace.forgotten()
@@ -101,7 +101,7 @@ def test_the_wait_for_a_hanging_piece_is_limited() -> None:
     assert pace.large_at_ms(100 + STALLED_MS) == 100 + STALLED_MS
 
 
-def test_without_small_ones_sharing_ends() -> None:
+def test_sharing_ends_without_small_requests() -> None:
     pace = shared(50)
     assert pace.piece_bytes(50 + SHARED_MS - 1) == PIECE_BYTES
     pace.started(FLOOD, 50 + SHARED_MS)
@@ -125,12 +125,12 @@ def test_slow_small_requests_lengthen_the_pauses_for_a_while() -> None:
     assert steered([500] * 100).factor == FACTOR_MAX
 
 
-def test_small_ones_that_do_not_suffer_shorten_the_pauses() -> None:
+def test_fast_small_requests_shorten_the_pauses() -> None:
     assert steered([6]).factor < FACTOR_FIRST
     assert steered([6] * 5_000).factor == FACTOR_MIN
 
 
-def test_one_in_two_hundred_that_suffers_leaves_the_pauses_as_they_are() -> None:
+def test_one_slow_request_in_two_hundred_does_not_change_the_pauses() -> None:
     assert steered(([6] * 199 + [30]) * 3).factor == pytest.approx(FACTOR_FIRST)
 
 

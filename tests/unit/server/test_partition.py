@@ -68,9 +68,15 @@ class FakeStore:
         self.readable_replicas: Sequence[ReplicaId] = ()
         self.archived: ArchivedMark | None = None
         self.expired = (0, 0)
+        self.replaced: dict[replication.ReplaceInArchive, replication.ReplacementOutcome] = {}
 
     def has_expired(self, before: TransactionId, before_ms: int) -> bool:
         return before <= self.expired[0] and before_ms <= self.expired[1]
+
+    def replacement(
+        self, request: replication.ReplaceInArchive
+    ) -> replication.ReplacementOutcome | None:
+        return self.replaced.get(request)
 
     def step(self, event: replication.Event, now_ms: int) -> Sequence[replication.Effect]:
         assert now_ms >= 0
@@ -732,7 +738,7 @@ def test_evicted_data_is_fetched_once_for_all_clients() -> None:
     assert isinstance(world.answer(second), messages.Mounted)
 
 
-def test_a_storage_that_sends_something_else_is_not_trusted() -> None:
+def test_a_storage_that_sends_another_range_is_not_trusted() -> None:
     world = World()
     world.open(2)
     mount = world.mount(ALICE, A, mark=-1, feed=True)
@@ -834,7 +840,7 @@ def test_without_a_proof_no_client_gets_the_end_of_the_log() -> None:
     assert codes == dict.fromkeys(asked, errors.SessionLost.code)
 
 
-def test_a_senseless_range_is_rejected() -> None:
+def test_an_invalid_range_is_rejected() -> None:
     world = ready()
     world.fill(4)
     for first, last in ((-1, 3), (3, 2)):
@@ -843,7 +849,7 @@ def test_a_senseless_range_is_rejected() -> None:
     assert world.error(world.send(A, bad_form)) == errors.BadRequest.code
 
 
-def test_equal_ranges_share_a_fetch_and_failures_go_round_the_replicas() -> None:
+def test_equal_ranges_share_a_fetch_and_failures_try_the_next_replica() -> None:
     source = ready()
     source.fill(3)
     whole = ranged(source, ask_range(source, 0, 2))
@@ -913,6 +919,24 @@ def test_a_feed_below_the_start_of_the_log_ends_with_an_error() -> None:
     assert world.partition.feed.count == 0
 
 
+def test_a_feed_of_damaged_records_ends_with_an_error_that_names_them() -> None:
+    world = World()
+    world.open(2)
+    mount = world.mount(mark=-1, feed=True)
+    while world.partition.feed.count:
+        fetch = world.fetches[-1]
+        world.step(FetchFailed(fetch.token, "object o: bad", is_damage=True))
+        if world.fetches[-1] is fetch and world.partition.feed.count:
+            assert world.partition.wake_at_ms is not None
+            world.now_ms = world.partition.wake_at_ms
+            world.run()
+    answer = world.answer(mount)
+    assert isinstance(answer, messages.ErrorResponse)
+    assert (answer.error_code, answer.retriable) == (errors.Unreachable.code, True)
+    assert "returned transactions 0.." in answer.message
+    assert answer.message.endswith("object o: bad")
+
+
 def test_batches_in_doubt_that_have_expired_have_an_unknown_outcome() -> None:
     world = ready()
     req_id = world.append()
@@ -939,6 +963,38 @@ def test_an_expiry_is_passed_to_the_store_until_it_is_done() -> None:
     asked = world.send(A, messages.ExpireRequest(world.req_id(ALICE), 5, 77))
     assert world.answer(asked) == messages.ExpireResponse(asked, 3, True)
     assert len(world.store.of(replication.ExpireArchive)) == 1
+
+
+def test_a_replacement_is_passed_to_the_store_until_its_outcome_is_reported() -> None:
+    world = ready()
+    world.store.archived = ArchivedMark(9, GENESIS_CHAIN, 0, 3, 7, "m")
+    wanted = replication.ReplaceInArchive("o", TransactionId(3), TransactionId(9))
+
+    def answer() -> tuple[object, ...]:
+        asked = world.send(A, messages.ReplacementRequest(world.req_id(ALICE), "o", 3, 9))
+        found = world.answer(asked)
+        assert isinstance(found, messages.ReplacementResponse)
+        return found.is_ended, found.is_replaced, found.storage, found.failures
+
+    assert answer() == (False, False, "", ())
+    world.store.replaced[wanted] = replication.ReplacementOutcome(True, REPLICAS[0], ("s2: no",))
+    assert answer() == (True, True, REPLICAS[0], ("s2: no",))
+    world.store.replaced[wanted] = replication.ReplacementOutcome(False, None, ("s2: no",))
+    assert answer() == (True, False, "", ("s2: no",))
+    assert world.store.of(replication.ReplaceInArchive) == 3 * [wanted], "it forgets the outcome"
+
+
+@pytest.mark.parametrize(("first", "last"), [(-1, 3), (4, 3), (0, 10)])
+@pytest.mark.parametrize("is_archived", [True, False])
+def test_a_replacement_of_what_is_not_archived_is_rejected(
+    first: int, last: int, is_archived: bool
+) -> None:
+    world = ready()
+    if is_archived:
+        world.store.archived = ArchivedMark(9, GENESIS_CHAIN, 0, 3, 7, "m")
+    asked = world.send(A, messages.ReplacementRequest(world.req_id(ALICE), "o", first, last))
+    assert world.error(asked) == errors.BadRequest.code
+    assert not world.store.of(replication.ReplaceInArchive)
 
 
 @pytest.mark.parametrize("bounds", [(-1, 0), (0, -1)])
@@ -972,7 +1028,7 @@ def test_a_damaged_record_is_not_passed_on() -> None:
     assert len(world.fetches) == 2
 
 
-def test_one_transaction_s_data() -> None:
+def test_the_data_of_one_transaction_is_returned() -> None:
     world = ready()
     world.fill(2, data=b"payload")
     req_id = world.send(A, messages.TransactionDataRequest(world.req_id(ALICE), 1))

@@ -6,7 +6,7 @@ from waltz_core.server.partition.proofs import Proofs, claim_of
 from waltz_core.wire import messages
 
 
-def test_questions_that_come_during_a_proof_share_the_next_one() -> None:
+def test_requests_that_arrive_during_a_proof_share_the_next_one() -> None:
     proofs: Proofs[str] = Proofs(1000)
     assert proofs.wait_for_proof("a", 10) == [ProveMark(1)]
     assert proofs.wait_for_proof("b", 11) == []
@@ -15,7 +15,7 @@ def test_questions_that_come_during_a_proof_share_the_next_one() -> None:
     assert proofs.proved(2, 30) == (["b", "c"], [])
 
 
-def test_a_proof_whose_questions_are_gone_makes_room_for_the_next() -> None:
+def test_a_proof_without_waiting_requests_lets_the_next_one_begin() -> None:
     proofs: Proofs[str] = Proofs(1000)
     proofs.wait_for_proof("a", 10)
     proofs.wait_for_proof("b", 11)
@@ -47,7 +47,7 @@ def test_freshness_counts_from_when_the_proof_was_requested() -> None:
     assert proofs.is_fresh(1500)
 
 
-def test_the_end_of_a_session_returns_all_questions_and_ends_proof_and_freshness() -> None:
+def test_the_end_of_a_session_returns_all_requests_and_ends_proof_and_freshness() -> None:
     proofs: Proofs[str] = Proofs(1000)
     proofs.confirm(0)
     proofs.wait_for_proof("a", 10)
@@ -61,7 +61,7 @@ def test_the_end_of_a_session_returns_all_questions_and_ends_proof_and_freshness
     assert proofs.proved(2, 30) == (["c"], [])
 
 
-def test_the_mark_that_a_request_assumes() -> None:
+def test_the_assumed_mark_is_found_in_each_request() -> None:
     req_id = ReqId(ClientId(1), Generation(1), PartitionId(0), 1)
     asked = [
         messages.MountRequest(req_id, 5, 1),

@@ -23,7 +23,7 @@ def kept(ahead: ReadAhead, *ids: int) -> list[int]:
     return [each for each in ids if found[each] is not None]
 
 
-def test_the_oldest_stretch_makes_room_for_the_next() -> None:
+def test_the_oldest_range_is_dropped_for_the_next() -> None:
     budget = CacheBudget(1 << 20)
     ahead = ReadAhead(budget)
     for place in range(PREFETCHED_RANGES_MAX):

@@ -121,7 +121,7 @@ async def test_a_late_answer_is_dropped():
 
 
 @on_loop
-async def test_a_silent_storage_times_out_soon_if_there_is_another_one():
+async def test_a_read_from_a_silent_storage_times_out_early_if_there_is_another():
     with (
         silent_storage("URGENT_READ_TIMEOUT_S") as replica,
         pytest.raises(Unreachable, match=r"no answer within 0\.05 s"),

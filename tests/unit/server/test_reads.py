@@ -24,8 +24,10 @@ from waltz_core.records.record import (
 from waltz_core.replication.session_events import Batch
 from waltz_core.server.partition_events import (
     ConnectionId,
+    FeedFailed,
     FeedHeaders,
     Fetch,
+    FetchFailed,
     PartitionLimits,
     Received,
     SendToClient,
@@ -35,6 +37,7 @@ from waltz_core.server.read.read_ahead import AHEAD_BYTES, AHEAD_COUNT
 from waltz_core.server.read.reads import (
     AVOIDED_FETCHES,
     RETRY_FIRST_MS,
+    RETRY_MAX_MS,
     ROUNDS_MAX,
     ROWS_MAX,
     Reads,
@@ -95,7 +98,7 @@ def headers(fetch: Fetch, count: int) -> RangeBytes:
     )
 
 
-def test_so_many_fetches_at_a_time_and_the_others_in_order() -> None:
+def test_a_limited_number_of_fetches_runs_and_the_others_wait_in_order() -> None:
     each = reads(fetches_max=2)
     first = fetch_of(ask(each, 0, 9))
     second = fetch_of(ask(each, 10, 19))
@@ -105,7 +108,7 @@ def test_so_many_fetches_at_a_time_and_the_others_in_order() -> None:
     assert isinstance(answer, SendToClient)
     assert isinstance(third, Fetch)
     assert third.message.first == 20
-    (fourth,) = each.failed(second.token, "gone", 0)
+    (fourth,) = each.failed(FetchFailed(second.token, "gone"), 0)
     assert isinstance(fourth, Fetch)
     assert fourth.message.first == 30
 
@@ -133,8 +136,8 @@ def test_a_retry_for_a_closed_connection_is_dropped() -> None:
     each = reads()
     fetch = fetch_of(ask(each, 0, 9))
     for _ in REPLICAS[1:]:
-        fetch = fetch_of(each.failed(fetch.token, "gone", 0))
-    assert each.failed(fetch.token, "gone", 0) == []
+        fetch = fetch_of(each.failed(FetchFailed(fetch.token, "gone"), 0))
+    assert each.failed(FetchFailed(fetch.token, "gone"), 0) == []
     assert each.wake_at_ms == RETRY_FIRST_MS
     each.close(ConnectionId(1), ())
     assert each.wake_at_ms is None
@@ -154,8 +157,8 @@ def test_replicas_nearby_are_queried_first_and_none_that_the_session_does_not_ha
     each.nearby = {REPLICAS[1], ReplicaId("near-but-not-engaged:1")}
     fetches = [fetch_of(ask(each, 10 * place, 10 * place + 9)) for place in range(4)]
     assert [fetch.replica for fetch in fetches] == 4 * [REPLICAS[1]]
-    fetch = fetch_of(each.failed(fetches[0].token, "gone", 0))
-    other = fetch_of(each.failed(fetch.token, "gone", 0))
+    fetch = fetch_of(each.failed(FetchFailed(fetches[0].token, "gone"), 0))
+    other = fetch_of(each.failed(FetchFailed(fetch.token, "gone"), 0))
     assert {fetch.replica, other.replica} == {REPLICAS[0], REPLICAS[2]}
     # The next session is without the one that is near.
     each.closed()
@@ -170,11 +173,11 @@ def test_a_failed_fetch_is_sent_to_every_replica_and_then_waits() -> None:
     tried = [fetch.replica]
     for _ in range(2):
         assert fetch.is_urgent  # a slow storage times out soon until all were tried
-        fetch = fetch_of(each.failed(fetch.token, "gone", 0))
+        fetch = fetch_of(each.failed(FetchFailed(fetch.token, "gone"), 0))
         tried.append(fetch.replica)
     assert fetch.is_urgent
     assert sorted(tried) == sorted(REPLICAS)
-    assert each.failed(fetch.token, "gone", 0) == []
+    assert each.failed(FetchFailed(fetch.token, "gone"), 0) == []
     assert each.wake_at_ms == RETRY_FIRST_MS
     assert each.wake(RETRY_FIRST_MS - 1) == []
     fetch = fetch_of(each.wake(RETRY_FIRST_MS))
@@ -189,7 +192,7 @@ def test_a_fetch_is_not_tried_where_it_has_failed_while_others_are_left(others: 
     each = reads(mark=10_000)
     fetch = fetch_of(ask(each, 0, 9))
     tried = [fetch.replica]
-    while outcomes := each.failed(fetch.token, "gone", 0):
+    while outcomes := each.failed(FetchFailed(fetch.token, "gone"), 0):
         fetch = fetch_of(outcomes)
         tried.append(fetch.replica)
         assert len(set(tried)) == len(tried)
@@ -200,7 +203,7 @@ def test_a_fetch_is_not_tried_where_it_has_failed_while_others_are_left(others: 
     assert sorted(tried) == sorted(REPLICAS)
 
 
-def test_an_only_storage_has_its_time() -> None:
+def test_a_fetch_from_the_only_storage_is_not_urgent() -> None:
     each = reads()
     each.replicas = REPLICAS[:1]
     assert not fetch_of(ask(each, 0, 9)).is_urgent
@@ -211,7 +214,7 @@ def test_a_failed_storage_is_queried_last_for_a_while() -> None:
     fetch = fetch_of(ask(each, 0, 9))
     failed = fetch.replica
     asked = []
-    fetch = fetch_of(each.failed(fetch.token, "no answer", 0))
+    fetch = fetch_of(each.failed(FetchFailed(fetch.token, "no answer"), 0))
     for place in range(1, 2 * AVOIDED_FETCHES):
         asked.append(fetch.replica)
         each.fetched(fetch.token, headers(fetch, 10), 0)
@@ -220,10 +223,10 @@ def test_a_failed_storage_is_queried_last_for_a_while() -> None:
     assert failed in asked[AVOIDED_FETCHES : AVOIDED_FETCHES + 3]
     # None is left out where there is no other.
     each.replicas = [failed]
-    assert fetch_of(each.failed(fetch.token, "no answer", 0)).replica == failed
+    assert fetch_of(each.failed(FetchFailed(fetch.token, "no answer"), 0)).replica == failed
 
 
-def test_after_some_rounds_the_client_is_reported() -> None:
+def test_after_some_rounds_the_client_gets_an_error() -> None:
     each = reads()
     outcomes = ask(each, 0, 9)
     now_ms = 0
@@ -232,7 +235,7 @@ def test_after_some_rounds_the_client_is_reported() -> None:
             assert each.wake_at_ms is not None
             now_ms = each.wake_at_ms
             outcomes = each.wake(now_ms)
-        outcomes = each.failed(fetch_of(outcomes).token, "gone", now_ms)
+        outcomes = each.failed(FetchFailed(fetch_of(outcomes).token, "gone"), now_ms)
     (answer,) = outcomes
     assert isinstance(answer, SendToClient)
     assert answer.message.error_code == errors.Unreachable.code
@@ -244,7 +247,7 @@ def test_reads_of_an_ended_session_continue_in_the_next() -> None:
     fetch = fetch_of(ask(each, 0, 9))
     each.closed()
     each.replicas = []
-    assert each.failed(fetch.token, "fenced", 0) == []
+    assert each.failed(FetchFailed(fetch.token, "fenced"), 0) == []
     assert ask(each, 10, 19) == []
     assert each.wake_at_ms is None
     each.replicas = REPLICAS
@@ -271,12 +274,12 @@ def test_a_read_in_progress_still_counts_after_a_timeout(is_good: bool) -> None:
     late = (
         each.fetched(fetch.token, headers(fetch, 10), 0)
         if is_good
-        else each.failed(fetch.token, "", 0)
+        else each.failed(FetchFailed(fetch.token, ""), 0)
     )
     assert fetch_of(late).message.first == 10
 
 
-def test_a_feed_and_a_reader_may_wait_for_the_same() -> None:
+def test_a_feed_and_a_reader_may_wait_for_the_same_fetch() -> None:
     each = reads(feed_frame_count_max=10)
     fetch = fetch_of(each.headers(TransactionId(0), TransactionId(9)))
     assert each.headers(TransactionId(0), TransactionId(9)) == []
@@ -299,7 +302,7 @@ def test_abandoning_returns_the_requests() -> None:
     assert each.fetched(fetch.token, headers(fetch, 10), 0) == []
 
 
-def test_an_invented_batch_of_a_storage_gives_the_feed_no_chain() -> None:
+def test_a_reconstructed_batch_gives_the_feed_no_chain() -> None:
     each = reads()
     fetch = fetch_of(each.headers(TransactionId(0), TransactionId(9)))
     lineage = tuple(
@@ -378,7 +381,7 @@ def rotten(answer: RangeBytes) -> RangeBytes:
 def test_an_answer_of_a_storage_is_checked_before_the_next_read(form, spoil) -> None:
     each = reads()
     fetch = fetch_of(ask(each, 10, 12, form=form))
-    again = fetch_of(each.failed(fetch.token, "gone", 0))
+    again = fetch_of(each.failed(FetchFailed(fetch.token, "gone"), 0))
     third = fetch_of(each.fetched(again.token, spoil(again), 0))
     assert third.replica not in {fetch.replica, again.replica}
     good = whole(third, 10, 11) if form is RangeForm.WHOLE else headers(third, 2)
@@ -409,7 +412,7 @@ def written(transaction_id: int) -> tuple[int, bytes]:
     return transaction_id, record[36:-4]
 
 
-def test_one_by_one_in_order_is_read_ahead() -> None:
+def test_sequential_reads_are_read_ahead() -> None:
     each = reads(mark=5_000)
     fetch = fetch_of(ask_data(each, 7))
     assert (fetch.message.first, fetch.message.last) == (7, 7)
@@ -430,7 +433,7 @@ def test_one_by_one_in_order_is_read_ahead() -> None:
     assert each.fetches == 3
 
 
-def test_transactions_here_and_there_are_not_read_ahead() -> None:
+def test_random_reads_are_not_read_ahead() -> None:
     each = reads()
     for wanted in (500, 400, 600, 200, 700, 699):
         fetch = fetch_of(ask_data(each, wanted))
@@ -461,7 +464,7 @@ def test_read_ahead_ranges_are_not_requested_twice() -> None:
     assert each.fetches == 3
 
 
-def test_damage_ahead_takes_nothing_from_those_before_it() -> None:
+def test_damage_in_the_read_ahead_does_not_affect_earlier_ranges() -> None:
     each = reads()
     fetch = fetch_of(ask_data(each, 7))
     each.fetched(fetch.token, whole(fetch, 7), 0)
@@ -506,3 +509,56 @@ def test_a_partition_can_be_abandoned_during_read_ahead() -> None:
     each.opened(SessionId(5), TransactionId(999))
     assert each.fetched(ahead.token, whole(ahead, 8, 9), 0) == []
     assert fetch_of(ask_data(each, 9)).message.first == 9
+
+
+def fail_rounds(each: Reads, fetch: Fetch, rounds: list[list[str]]) -> list[object]:
+    """Let all replicas fail, round after round; return the last outcomes. "!": damage."""
+    now_ms, outcomes = 0, list[object]()
+    for number, reasons in enumerate(rounds):
+        if number:
+            assert each.wake_at_ms is not None
+            now_ms = each.wake_at_ms
+            fetch = fetch_of(each.wake(now_ms))
+        for reason in reasons:
+            event = FetchFailed(fetch.token, reason, is_damage=reason.startswith("!"))
+            outcomes = list(each.failed(event, now_ms))
+            if reason is not reasons[-1]:
+                fetch = fetch_of(outcomes)
+    return outcomes
+
+
+DAMAGED = ["!object a: bad", "!object a: wrong", "!object a: lost"]
+
+
+def test_the_error_of_a_request_has_a_reason_of_damage_if_there_is_one() -> None:
+    each = reads()
+    fetch = fetch_of(ask(each, 0, 9))
+    rounds = [["gone", "!object a: bad", "away"]] * ROUNDS_MAX
+    (answer,) = fail_rounds(each, fetch, rounds)
+    assert isinstance(answer, SendToClient)
+    assert "returned transactions 0..9: !object a: bad" in answer.message.message
+
+
+def test_a_feed_fails_when_all_replicas_report_damage_for_long() -> None:
+    each = reads()
+    fetch = fetch_of(each.headers(TransactionId(0), TransactionId(9)))
+    (outcome,) = fail_rounds(each, fetch, [DAMAGED] * 7)
+    assert isinstance(outcome, FeedFailed)
+    assert outcome.first == 0
+    assert isinstance(outcome.error, errors.Unreachable)
+    assert outcome.error.retriable
+    assert "transactions 0..9: !object a: lost" in str(outcome.error)
+    assert each.wake_at_ms is None
+    assert not each._jobs
+
+
+def test_a_feed_waits_while_a_replica_may_return_and_for_short_damage() -> None:
+    each = reads()
+    fetch = fetch_of(each.headers(TransactionId(0), TransactionId(9)))
+    assert fail_rounds(each, fetch, [DAMAGED] * 6) == []
+    assert each.wake_at_ms is not None
+    each = reads()
+    fetch = fetch_of(each.headers(TransactionId(0), TransactionId(9)))
+    assert fail_rounds(each, fetch, [[*DAMAGED[:2], "gone"]] * 12) == []
+    assert each.wake_at_ms is not None
+    assert each._delayed[0][1].retry_ms == RETRY_MAX_MS

@@ -68,7 +68,7 @@ class World:
         return [self.table.estimate(1_000 + each) for each in ids]
 
 
-def test_a_replica_that_has_all_is_enough() -> None:
+def test_one_replica_with_all_blocks_is_enough() -> None:
     world = World()
     world.query_locks()
     (fetch,) = world.fetches
@@ -88,7 +88,7 @@ def test_a_replica_that_has_all_is_enough() -> None:
     assert world.refill.turn_at_ms(world.now_ms) is None
 
 
-def test_a_lock_is_as_young_as_its_last_transaction_and_no_younger_than_its_batch() -> None:
+def test_a_learned_lock_is_between_its_last_writer_and_the_end_of_its_batch() -> None:
     world = World()
     world.query_locks()
     world.answer(blocks(0, 3) + block(6, 5, first=4) + block(7, 5) + block(8) + block(9, 1_002))

@@ -80,7 +80,7 @@ def test_growth_without_its_sectors_reads_as_zeros():
     assert len(seen) > 4
 
 
-def test_names_are_durable_with_their_directory_only(disk):
+def test_names_are_durable_only_after_a_sync_of_their_directory(disk):
     create_durably(disk, ROOT, [("new", b"n")])
     disk.unlink(PATH)
     disk.rename(ROOT / "new", ROOT / "newer")

@@ -33,9 +33,7 @@ def test_after_a_failed_sync_reads_are_unchanged_and_growth_is_zeros():
     offset=st.integers(0, 1_500),
     size=st.integers(0, 3_000),
 )
-def test_a_drop_shows_the_platter_in_the_sectors_that_it_meets_and_nothing_else(
-    old, new, offset, size
-):
+def test_a_drop_shows_the_synced_bytes_of_exactly_the_dropped_sectors(old, new, offset, size):
     inode = Inode(bytearray(new), bytearray(old))
     inode.drop_cached(offset, size)
     assert len(inode.seen) == len(new)

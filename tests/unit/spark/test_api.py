@@ -44,7 +44,7 @@ def test_anything_else_is_reported_with_what_was_expected(marks: object, found: 
 
 
 @pytest.mark.parametrize("what", [None, [(1, "a")], "df"])
-def test_an_argument_that_is_no_data_frame_is_reported(what: object) -> None:
+def test_an_argument_other_than_a_data_frame_is_reported(what: object) -> None:
     with pytest.raises(
         BadRequest, match=f"append: expected a DataFrame .* found {type(what).__name__}"
     ):

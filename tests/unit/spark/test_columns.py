@@ -97,7 +97,7 @@ def schema(**columns: str) -> StructType:
         ),
     ],
 )
-def test_a_wrong_column_is_a_sentence(
+def test_a_wrong_column_is_reported_in_one_sentence(
     columns: dict[str, str], options: WriteOptions, sentence: str
 ) -> None:
     with pytest.raises(BadRequest) as caught:
@@ -105,7 +105,7 @@ def test_a_wrong_column_is_a_sentence(
     assert sentence in str(caught.value)
 
 
-def test_a_type_that_has_no_place_in_a_payload_is_rejected_wherever_it_is() -> None:
+def test_an_unsupported_payload_type_is_rejected_at_any_depth() -> None:
     from pyspark.sql import types as t  # noqa: PLC0415
 
     interval = t.StructType().add("when", t.ArrayType(t.DayTimeIntervalType()))
@@ -122,7 +122,7 @@ def test_a_type_that_has_no_place_in_a_payload_is_rejected_wherever_it_is() -> N
         replace(PLAIN, results_path="somewhere", result_columns=("id",)),
     ],
 )
-def test_a_right_column_and_one_that_an_option_takes_pass(options: WriteOptions) -> None:
+def test_valid_columns_and_columns_named_by_an_option_are_accepted(options: WriteOptions) -> None:
     locks = dict.fromkeys(LOCK_COLUMNS, "array<int>")
     rest = {"header": "int", "partition": "int", "client_high_water_mark": "long"}
     check_schema(schema(data="string", **locks, **rest), PLAIN)
@@ -158,7 +158,7 @@ def test_partition_by_hashes_like_the_client() -> None:
     assert shaper(options).shape(batch).partitions.tolist() == expected
 
 
-def test_a_string_that_is_no_text_has_a_hash_and_no_place_in_a_payload() -> None:
+def test_an_invalid_utf8_string_has_a_hash_and_cannot_be_packed() -> None:
     raw = pa.array([b"x", b"\xff"]).view(pa.string())
     batch = pa.record_batch({"data": pa.array([b"x"] * 2), "key": raw})
     chosen = shaper(replace(PLAIN, partition_by="key")).shape(batch).partitions.tolist()
@@ -181,7 +181,7 @@ def test_a_given_partition_wins_and_a_null_falls_back() -> None:
     assert shaper().shape(batch).partitions.tolist() == [3, 1, 3]
 
 
-def test_a_null_lock_is_no_lock() -> None:
+def test_null_locks_are_ignored() -> None:
     batch = pa.record_batch(
         {
             "data": pa.array([b"x", b"y"]),
@@ -229,7 +229,7 @@ LOCKS = pa.list_(pa.int32())
         ),
     ],
 )
-def test_a_wrong_value_is_a_sentence(
+def test_a_wrong_value_is_reported_in_one_sentence(
     columns: dict[str, object], error: type[Exception], sentence: str
 ) -> None:
     shaped = shaper()
@@ -268,7 +268,7 @@ def test_shaped_rows_have_one_schema_whichever_way_they_come() -> None:
     assert again.append.schema == shaped.append.schema
 
 
-def test_rows_without_a_lock_go_round_from_the_number_of_the_task_on() -> None:
+def test_rows_without_a_lock_are_distributed_from_the_task_number_on() -> None:
     """Tasks of one row each spread over all partitions."""
     batch = pa.RecordBatch.from_pydict({"data": [b"a", b"b"]})
     for task in range(6):

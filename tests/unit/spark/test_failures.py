@@ -24,7 +24,7 @@ def each(error: Exception) -> Iterator[int]:
     raise error
 
 
-def test_a_worker_of_spark_leaves_the_stack_of_a_sentence_out(
+def test_a_spark_worker_omits_the_stack_trace_of_a_waltz_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SPARK_PYTHON_RUNTIME", "PYTHON_WORKER")
@@ -38,7 +38,9 @@ def test_a_worker_of_spark_leaves_the_stack_of_a_sentence_out(
 @pytest.mark.parametrize(
     "error", [AssertionError("a bug"), errors.RemoteProtocolError("a peer's"), errors.WaltzError()]
 )
-def test_a_bug_keeps_its_stack(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_an_unexpected_error_keeps_its_stack_trace(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     monkeypatch.setenv("SPARK_PYTHON_RUNTIME", "PYTHON_WORKER")
     monkeypatch.setenv(HIDE, "")
     with pytest.raises(type(error)):
@@ -66,13 +68,13 @@ def test_the_users_own_process_is_left_alone(monkeypatch: pytest.MonkeyPatch) ->
         ),
     ],
 )
-def test_the_driver_gets_class_and_sentence_back(text: str) -> None:
+def test_the_driver_gets_the_class_and_the_message(text: str) -> None:
     found = error_of(RuntimeError(text))
     assert type(found) is errors.LockFailed
     assert str(found) == "a: row"
 
 
-def test_foreign_errors_are_not_our_errors() -> None:
+def test_errors_of_other_libraries_are_not_converted() -> None:
     assert error_of(RuntimeError("ValueError: no")) is None
     assert error_of(RuntimeError("waltz_core.errors.Any: no")) is None
     assert error_of(RuntimeError("waltz_core.errors.ClassVar: no")) is None
@@ -111,7 +113,7 @@ SOURCE = "[PYTHON_DATA_SOURCE_ERROR] Failed to initialize Python data source wri
         f"KeyError: 1\n\nDuring handling of the above exception, another:\n\n{STACK}{OURS}",
     ],
 )
-def test_the_last_word_is_ours(text: str) -> None:
+def test_the_waltz_error_at_the_end_of_a_text_is_used(text: str) -> None:
     for found in (trailing_error(text), error_of(RuntimeError(text))):
         assert type(found) is errors.LockFailed
         assert str(found) == "partition 2: a row was rejected"
@@ -133,7 +135,7 @@ def test_a_later_error_takes_precedence(between: str) -> None:
 @pytest.mark.parametrize(
     "text", ["", "ValueError: x", "waltz_core.errors.Unknown: x", "LockFailed"]
 )
-def test_other_texts_are_not_our_errors(text: str) -> None:
+def test_texts_without_a_waltz_error_are_not_converted(text: str) -> None:
     assert trailing_error(text) is None
     assert error_of(RuntimeError(text)) is None
 
@@ -153,13 +155,13 @@ def test_other_texts_are_not_our_errors(text: str) -> None:
         f"\tat org.apache.spark.Some.method(Some.scala:1)\n{OURS}",
     ],
 )
-def test_our_words_in_a_users_text_belong_to_the_user(text: str) -> None:
+def test_a_waltz_error_quoted_by_a_user_is_not_converted(text: str) -> None:
     assert trailing_error(text) is None
     assert error_of(ValueError(text)) is None
 
 
 @given(before=st.text(st.sampled_from("ab: \n'[]()"), max_size=20))
-def test_no_text_before_our_words_makes_them_ours(before: str) -> None:
+def test_a_waltz_error_within_a_line_of_other_text_is_not_converted(before: str) -> None:
     assert error_of(RuntimeError(f"{before}{OURS}")) is None
     found = error_of(RuntimeError(f"{before}\n{SOURCE}{OURS}"))
     assert type(found) is errors.LockFailed

@@ -78,7 +78,7 @@ MARKS = "startingHighWaterMarks"
         (parse_read, "group", str(1 << 31), "option 'group': expected an integer from 0"),
     ],
 )
-def test_a_wrong_option_is_a_sentence(
+def test_a_wrong_option_is_reported_in_one_sentence(
     parse: Callable[[dict[str, str]], object], name: str, value: str, sentence: str
 ) -> None:
     with pytest.raises(BadConfig, match=sentence):

@@ -38,7 +38,7 @@ def test_a_file_is_of_the_write_in_its_name(write: str) -> None:
         "_SUCCESS",
     ],
 )
-def test_results_of_other_writes_are_left_alone(name: str) -> None:
+def test_results_of_other_writes_are_unchanged(name: str) -> None:
     assert not is_of(name, "1")
 
 
@@ -47,7 +47,7 @@ def test_the_reserved_columns_are_those_of_results() -> None:
     assert sorted([*RESULT_COLUMNS, "partition"]) == sorted(own)
 
 
-def test_a_column_that_parquet_has_not_is_reported_before_anything_is_written() -> None:
+def test_a_column_unsupported_by_parquet_is_reported_before_any_write() -> None:
     empty, nothing = StructType(), ArrayType(NullType(), containsNull=False)
     schema = StructType().add("id", LongType()).add("note", empty).add("list", nothing)
     for name in ("note", "list"):

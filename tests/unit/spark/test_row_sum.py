@@ -55,7 +55,7 @@ def of_one(columns: dict[str, object], options: WriteOptions = PLAIN) -> RowSum:
 
 
 @given(st.data())
-def test_neither_order_nor_batches_nor_tasks_change_it(data: st.DataObject) -> None:
+def test_the_row_sum_does_not_depend_on_order_batches_or_tasks(data: st.DataObject) -> None:
     rows = data.draw(st.lists(rows_of_any_kind, min_size=1, max_size=12))
     expected = sum_of([batch_of(rows)])
     shuffled = data.draw(st.permutations(rows))
@@ -72,7 +72,7 @@ def test_other_rows_have_another_hash(one: list[Row], other: list[Row]) -> None:
     assert (sums[0].digest == sums[1].digest) == (Counter(one) == Counter(other))
 
 
-def test_it_is_the_same_in_every_version() -> None:
+def test_the_row_sum_is_the_same_in_every_version() -> None:
     """Records of finished writes keep it."""
     found = sum_of([batch_of([(b"Monday", 7, 3), (b"", 0, None), (b"x" * 5_000, -1, 0)])])
     assert found.as_fields() == {"rows": 3, "rows_hash": "679d80a9b48c1a9d"}
@@ -121,7 +121,7 @@ def test_identity_columns_stand_for_the_row() -> None:
     assert len({row(1, "Monday", 0), row(2, "Monday", 0), row(1, "Tuesday", 0)}) == 3
 
 
-def test_repeated_rows_and_summaries_without_a_hash_are_no_error() -> None:
+def test_repeated_rows_and_summaries_without_a_hash_are_not_errors() -> None:
     rows = RowSum(2, 77)
     rows.check_same("daily", {"committed": 2, **rows.as_fields()}, hint="")
     rows.check_same("daily", {"committed": 9}, hint="")

@@ -109,7 +109,7 @@ def test_json_has_no_number_that_is_not_finite(value: float) -> None:
 
 
 @pytest.mark.parametrize("data_format", ["msgpack", "json"])
-def test_piecemeal_takes_away_only_what_does_not_fit(data_format: str) -> None:
+def test_piecemeal_nulls_only_the_values_that_do_not_fit(data_format: str) -> None:
     fields = [pa.field("a", pa.int32()), pa.field("b", pa.map_(pa.string(), pa.int64()))]
     texts, maps = pa.array(["x"]), pa.array([[("k", 1)]], fields[1].type)
     rows = [[pa.array([1]), maps], [texts, maps], [pa.array([2]), texts], [texts, texts]]
@@ -243,7 +243,7 @@ def test_a_nested_value_of_another_type_is_named(kind: pa.DataType, payload: byt
         Unpacker([pa.field("a", kind)], "json").columns(pa.array([b"{}", payload]), where)
 
 
-def test_a_payload_with_keys_that_python_has_not_is_named() -> None:
+def test_a_payload_with_unhashable_keys_is_named() -> None:
     payload = b"\x81\x91\x01\x01"  # {[1]: 1}
     with pytest.raises(BadFormat, match="transaction 0: expected a payload in msgpack"):
         Unpacker([pa.field("a", pa.int32())], "msgpack").columns(pa.array([payload]), where)

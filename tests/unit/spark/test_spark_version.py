@@ -57,7 +57,7 @@ def test_the_end_may_be_requested_before_the_start_is_known(cluster: Cluster) ->
     assert read(reader, {"0": 4, "1": 10}, end) == {0}
 
 
-def test_a_start_that_was_found_after_the_end_is_no_data_loss(cluster: Cluster) -> None:
+def test_a_start_above_the_end_that_was_found_is_not_data_loss(cluster: Cluster) -> None:
     reader = old_reader_of()
     end = reader.latestOffset()
     cluster.become(1, 12, 12)

@@ -165,7 +165,9 @@ def test_marks_and_held_partitions_are_reported():
     assert desk.ask(wire.SessionInfoRequest(1, 2)) == wire.SessionInfoResponse(1, 2, 6, 40, 39)
     assert desk.ask(wire.HeldRequest(2)) == wire.HeldResponse(2, ((0, True), (3, False)))
     absent = Terminal(InspectReplica=FACTS._replace(is_held=False))
-    assert "held here" in refused(absent.ask(wire.SessionInfoRequest(1, 2)), errors.BadRequest)
+    assert "this storage holds" in refused(
+        absent.ask(wire.SessionInfoRequest(1, 2)), errors.BadRequest
+    )
 
 
 @pytest.mark.parametrize("disk_error", [None, "statvfs: input/output error"])
@@ -293,7 +295,7 @@ def test_a_replica_is_suspect_unless_it_is_the_only_one():
 @pytest.mark.parametrize(
     "message", [wire.RemovePartition(1, 2, True, False), wire.ReSeed(1, 2, False)]
 )
-def test_while_zookeeper_is_away_nothing_is_thrown_away(message):
+def test_nothing_is_deleted_while_zookeeper_is_unavailable(message):
     desk = Terminal(FindZooKeeperView=CoordinatorUnavailable("ZooKeeper is away"))
     assert refused(desk.ask(message), CoordinatorUnavailable) == "ZooKeeper is away"
     assert desk.changes == []
@@ -328,7 +330,7 @@ def test_a_storage_and_a_replica_are_reported():
     assert "no control slot is valid" in refused(refusal, errors.BadRequest)
 
 
-def test_only_what_is_below_the_confirmed_mark_is_given_away():
+def test_a_copy_returns_only_records_below_the_confirmed_mark():
     desk = Terminal(ReadRange=lambda each: range_of(each.first, 11))
     copy = desk.ask(wire.CopyRequest(1, 2, 30, 1 << 30))
     assert desk.admin_tasks[-1] == ReadRange(2, 30, 40, 8 * 1024 * 1024, whole_batches=True)
@@ -339,7 +341,7 @@ def test_only_what_is_below_the_confirmed_mark_is_given_away():
     refused(desk.ask(wire.CopyRequest(1, 2, -1, 1)), errors.BadRequest)
 
 
-def test_a_copy_is_taken_only_while_the_partition_is_offline():
+def test_a_copy_is_accepted_only_while_the_partition_is_offline():
     entry = LineageEntry(53, 53, 6, 5, bytes(16))
     copy = wire.Copy(1, 2, 53, b"", b"", 0, GENESIS_CHAIN, (entry,))
     desk = Terminal(PutCopy=53)
@@ -353,7 +355,7 @@ def test_a_copy_is_taken_only_while_the_partition_is_offline():
 # ---- turns
 
 
-def test_changes_take_turns_and_questions_do_not_wait_for_them():
+def test_changes_run_one_at_a_time_and_queries_do_not_wait_for_them():
     desk = Terminal()
     desk.post(wire.SetAvailable(1, (0,), False))
     desk.post(wire.SetAvailable(2, (1,), False), connection=2)
@@ -388,7 +390,7 @@ def test_waiting_requests_are_limited():
     assert len(desk.answered) == WAITING_MAX + 3
 
 
-def test_a_message_that_is_no_request_is_rejected_and_ends_nothing():
+def test_a_message_other_than_a_request_is_rejected_and_ends_nothing():
     desk = Terminal()
     for message in (wire.Done(1), wire.AdminRejected(1, 5, "x"), wire.Copied(1, 2, 3)):
         assert "does not accept" in refused(desk.ask(message), errors.BadRequest)

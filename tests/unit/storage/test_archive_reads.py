@@ -5,17 +5,28 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.storage.test_archiving import filled, make, range_to, request
-from tests.unit.storage.test_service import KEY, open_request, prepare, range_of
+from tests.unit.storage.test_service import KEY, open_request, prepare, range_of, reports
 from waltz_core.archive.archive_cache import ArchiveCache
 from waltz_core.archive.reader import ArchiveReader
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.archive.upload import upload
-from waltz_core.errors import ArchiveUnavailable, BadRequest, BelowStart, ObjectMissing, from_code
+from waltz_core.errors import (
+    ArchiveUnavailable,
+    BadRequest,
+    BelowStart,
+    ChecksumMismatch,
+    ObjectMissing,
+    from_code,
+)
 from waltz_core.records import raw_records
 from waltz_core.records.checksum import crc32
 from waltz_core.storage.files.format import IdRange, Marker
 from waltz_core.storage.service import service, service_effects
-from waltz_core.storage.service.archive_reads import QUERIES_MAX, answer_from_archive
+from waltz_core.storage.service.archive_reads import (
+    QUERIES_MAX,
+    REPORT_INTERVAL_MS,
+    answer_from_archive,
+)
 from waltz_core.storage.service.retention import RetentionLimits
 from waltz_core.wire.messages import (
     LineageRequest,
@@ -170,6 +181,38 @@ def test_a_missing_object_is_named(archived):
     found = archived.error(message, 7)
     assert isinstance(found, ObjectMissing)
     assert name in str(found)
+    assert "Hint: `waltz-core archive verify --repair` replaces" in str(found)
+
+
+def test_a_failed_read_of_the_archive_is_reported_once_for_a_while(archived):
+    bench = archived.bench
+    (name,) = (each for each in archived.store.names("") if each.endswith(".parquet"))
+    archived.store.delete(name)
+
+    def read(first):
+        message = range_of(archived.owner, first, 9, whole_batches=False, reader=True)
+        assert isinstance(archived.error(message, 7), ObjectMissing)
+        return reports(bench, "storage.archive_read_failed")
+
+    (report,) = read(2)
+    assert (report["partition"], report["first"]) == (0, 2)
+    assert name in str(report["error"])
+    assert "Hint" not in str(report["error"])
+    assert len(read(4)) == 1
+    bench.now_ms += REPORT_INTERVAL_MS
+    assert len(read(4)) == 2
+
+
+def test_a_store_that_fails_is_reported_once_whatever_is_read(archived):
+    bench, kinds = archived.bench, (ArchiveUnavailable, ArchiveUnavailable, BelowStart)
+    for number, kind in enumerate(kinds):
+        bench.send(7, range_of(archived.owner, number, 9, whole_batches=False, reader=True))
+        bench.finish()
+        (effect,) = bench.only(service_effects.ReadArchive)
+        bench.effects.clear()
+        bench.step(service.ArchiveAnswered(effect.read, kind(f"cannot read {number}")))
+        found = reports(bench, "storage.archive_read_failed")
+        assert len(found) == (1 if number == 0 else 0)
 
 
 def test_until_the_owner_has_announced_the_mark_a_reader_may_try_again(archived):
@@ -182,6 +225,27 @@ def test_until_the_owner_has_announced_the_mark_a_reader_may_try_again(archived)
         "partition 0: expected ids from 16 on, found 0..9; the others are in the archive, which "
         "the session's owner has not announced yet"
     )
+
+
+def test_an_archive_of_another_log_is_not_read(archived):
+    """The mark of a rolled-back ZooKeeper, for example: neither the owner nor a reader gets it."""
+    later = archived.bench.owned(7, connection=2)
+    made = archived.made
+    mark = later.make(SetArchived, made.last, bytes(16), 0, made.file_crc, made.name)
+    for connection, reader in ((2, False), (7, True)):
+        archived.bench.send(2, mark)
+        message = range_of(later, 0, 9, whole_batches=False, reader=reader)
+        archived.bench.send(connection, message)  # before the mark was compared
+        archived.bench.finish()
+        assert archived.read() == 0
+        found = archived.error(
+            range_of(later, 0, 9, whole_batches=False, reader=reader), connection
+        )
+        assert isinstance(found, ArchiveUnavailable)
+        assert "has not announced yet" in str(found)
+    # The mark of this log is known to a read that follows it directly.
+    archived.bench.send(2, replace(mark, chain=made.chain))
+    assert archived.answer(range_of(later, 0, 9, whole_batches=False, reader=True), 7).count == 10
 
 
 def test_an_answer_arrives_though_the_session_has_ended(archived):
@@ -207,7 +271,14 @@ def test_damaged_archived_records_are_read_from_the_archive(make, tmp_path):
         archived.store.delete(name)
     archived.cache.close()
     archived.cache = ArchiveCache(0)
-    assert "records 4..7 are damaged" in str(archived.error(replace(message, sequence=99)))
+    found = archived.error(replace(message, sequence=99))
+    assert isinstance(found, ChecksumMismatch)
+    assert "records 4..7 are damaged" in str(found)
+    assert "; in the archive: archive: cannot read " in str(found)
+    assert archived.made.name in str(found)
+    assert "Hint: `waltz-core archive verify" in str(found)
+    (report,) = reports(bench, "storage.archive_read_failed")
+    assert isinstance(report["error"], ObjectMissing)
     assert isinstance(archived.error(range_of(owner, 20, 21, whole_batches=False)), BadRequest)
     archived.cache.close()
 
@@ -232,7 +303,7 @@ def test_reads_that_wait_for_the_archive_stop_no_connection_and_are_limited(arch
     assert archived.answer(messages[0], 7).count == 10
 
 
-def test_a_storage_without_an_archive_says_so(make):
+def test_a_storage_without_an_archive_returns_an_error_that_states_this(make):
     bench = make(archive=None)
     filled(bench)
     owner = bench.owned(6)

@@ -1,6 +1,7 @@
 """A storage archives ranges for its owner, one at a time, and removes archived segments."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -30,6 +31,7 @@ from waltz_core.wire.messages import (
     Nack,
     ObjectsExpired,
     RangeArchived,
+    ReplaceObject,
     SetArchived,
     SuccessResponse,
 )
@@ -130,6 +132,26 @@ def test_other_work_runs_between_the_pieces_of_a_range(make, monkeypatch):
         order.append("piece" if work.piece is not None else "append")
         bench.step(service.WorkDone(work, work.run()))
     assert order == ["piece", "append", *["piece"] * 5]
+
+
+def test_pieces_are_read_at_the_rate_and_a_pause_is_reported_as_progress(make, monkeypatch):
+    monkeypatch.setattr("waltz_core.storage.log.archive_pieces.PIECE_BYTES_MAX", 300)
+    bench = make(archive=ArchiveLimits(object_bytes=1 << 20, age_ms=0, bytes_per_s=10))
+    owner = filled(bench, batches=4)
+    began_ms = bench.now_ms
+    bench.send(1, range_to(owner, 7))
+    bench.finish()
+    notified_ms = [began_ms]
+    while not (uploads := bench.only(service_effects.UploadRange)):
+        bench.now_ms = bench.service.wake_at_ms
+        notified = len(progress_of(bench))
+        bench.step(Wakeup())
+        notified_ms += [bench.now_ms] * (len(progress_of(bench)) - notified)
+        bench.finish()
+    assert len(uploads[0].job.runs) == 4
+    assert bench.now_ms - began_ms == 3 * 280 * 1_000 // 10, "280 bytes each"
+    gaps_ms = [later - earlier for earlier, later in pairwise([*notified_ms, bench.now_ms])]
+    assert max(gaps_ms) < 2 * PROGRESS_INTERVAL_MS
 
 
 @pytest.mark.parametrize("last", [5, 1 << 40])
@@ -523,7 +545,7 @@ def test_a_mark_with_another_chain_is_rejected(make):
     assert starts(bench) == []
 
 
-def test_the_next_round_looks_again_and_a_later_session_needs_a_mark_of_its_own(make):
+def test_the_next_round_checks_again_and_a_later_session_needs_its_own_mark(make):
     bench, owner = with_segments(make, bytes_max=2_400)
     bench.ask(1, mark_at(bench, owner, 15))
     bench.finish()
@@ -617,3 +639,62 @@ def test_marks_that_keep_arriving_do_not_delay_the_removal():
         if count % marks == 0:
             retention.archived(count % partitions, Marker(6 + count, GENESIS_CHAIN), 0)
     assert removals > 50
+
+
+def replacement_of(owner, first, last, *, made, name="o", attempt=3):
+    mark = (made.last, made.chain, made.name, made.file_crc)
+    return owner.make(ReplaceObject, attempt, first, last, name, *mark)
+
+
+def archived_in(bench, owner, store, *ends):
+    """Archive objects that end at these IDs; return the manifest, and the names of the objects."""
+    made, first = NewManifest(-1, GENESIS_CHAIN, 0, "", 0), 0
+    for attempt, last in enumerate(ends):
+        fields = (attempt, first, last, made.chain, made.name, made.file_crc)
+        job = request(bench, owner, owner.make(ArchiveRange, *fields))
+        made, first = upload(store, KEY, job), last + 1
+        bench.step(service.Uploaded(job, made))
+    return made, [each for each in store.names("") if each.endswith(".parquet")]
+
+
+def test_an_object_is_written_again_from_the_log_whatever_its_size(make, tmp_path, monkeypatch):
+    monkeypatch.setattr("waltz_core.storage.log.archive_pieces.PIECE_BYTES_MAX", 300)
+    bench = make(archive=ArchiveLimits(object_bytes=1 << 20, age_ms=0))
+    owner = filled(bench, batches=6)
+    store = ArchiveStore(f"file://{tmp_path}/archive")
+    made, names = archived_in(bench, owner, store, 1, 9, 11)
+    (name,) = (each for each in names if "/2-9-" in each)
+    whole = store.read(name)
+    store.delete(name)
+    bench.service._archive._limits = ArchiveLimits(object_bytes=1, age_ms=1 << 60)
+    count = len(notices(bench))
+    message = replacement_of(owner, 2, 9, made=made, name=name, attempt=7)
+    job = request(bench, owner, message)
+    assert [len(each.batches) for each in job.runs] == [1, 1, 1, 1]
+    again = upload(store, KEY, job)
+    bench.step(service.Uploaded(job, again))
+    assert notices(bench)[count:] == [
+        RangeArchived(5, 0, 0, 7, 11, made.chain, again.stamp_ms, again.name, again.file_crc, "")
+    ]
+    (new,) = (each for each in store.names("") if "/2-9-" in each)
+    assert new.endswith("-7.parquet")
+    assert store.read(new) == whole
+    assert reports(bench, "storage.object_replaced") == [{"partition": 0, "object": name}]
+
+
+def test_a_log_without_all_records_of_an_object_refuses_it(make):
+    bench, owner = with_segments(make, bytes_max=2_000)
+    bench.ask(1, mark_at(bench, owner, 15))
+    bench.finish()
+    assert bench.log.start.transaction_id == 5
+    for first, last, reason in (
+        (6, 8, "expected whole batches with the IDs 6..8, found them up to "),
+        (6, 16, "expected whole batches with the IDs 6..16, found them up to 15"),
+        (7, 9, "expected a batch that begins at 7"),
+        (4, 7, "expected ids from 6 on, found 4..7"),
+    ):
+        request(bench, owner, replacement_of(owner, first, last, made=MADE))
+        assert reason in notices(bench)[-1].error
+        assert notices(bench)[-1].manifest == ""
+    assert len(reports(bench, "storage.replacement_failed")) == 4
+    assert "found 3..2" in str(rejection(bench, replacement_of(owner, 3, 2, made=MADE)))

@@ -61,7 +61,7 @@ def test_a_run_that_differs_from_its_header_is_rejected():
             check_batches(first, sizes, run, chain, batches)
 
 
-def test_the_batch_behind_repaired_records_is_not_held_against_them():
+def test_repaired_records_need_not_match_the_batch_after_them():
     disk = new_disk()
     segments, _, entries = make_segments(disk, [3], [4], [2])
     segments.all[1].lineage.truncate(0)
@@ -71,7 +71,7 @@ def test_the_batch_behind_repaired_records_is_not_held_against_them():
         check_repaired(segments, IdRange(3, 7), ())
 
 
-def test_a_chain_that_was_made_up_proves_nothing_of_records_nor_does_the_next():
+def test_a_reconstructed_chain_proves_no_records_nor_does_the_next_one():
     segments, _, entries = make_segments(new_disk(), [3, 4, 2])
     segments.current.lineage.rewrite(0, [entries[0]._replace(chain=KEY)])
     with pytest.raises(ChecksumMismatch, match=r"records 0\.\.4 do not match .* batch 0\.\.2"):
@@ -94,7 +94,7 @@ def test_damage_found_during_a_repair_waits_for_its_own_repair(is_unreadable):
     assert all(30 < one.first == one.last < 43 for one in found)
 
 
-def test_the_batch_before_an_id_is_the_one_that_ends_there():
+def test_the_batch_before_an_id_ends_there():
     disk = new_disk()
     segments, _, entries = make_segments(disk, [3, 2], [4])
     assert entry_before(segments, 0) is None

@@ -144,7 +144,7 @@ def test_the_other_structure_counts_when_one_is_damaged():
         open_control(disk)
 
 
-def test_what_lies_in_the_place_of_another_is_rejected():
+def test_a_structure_in_the_place_of_another_is_rejected():
     disk = new_disk()
     open_control(disk)
     content = disk.content(PATH)
@@ -159,7 +159,7 @@ def test_what_lies_in_the_place_of_another_is_rejected():
 
 
 @pytest.mark.parametrize("size", [0, 1, 127])
-def test_a_file_that_a_process_only_began_is_rebuilt(tmp_path, size):
+def test_a_partially_created_file_is_rebuilt(tmp_path, size):
     (tmp_path / CONTROL_NAME).write_bytes(bytes(size))
     (tmp_path / "lost+found").mkdir()
     for _ in range(2):
@@ -169,7 +169,7 @@ def test_a_file_that_a_process_only_began_is_rebuilt(tmp_path, size):
 
 
 @pytest.mark.parametrize("size", [None, 0, 1, 127])
-def test_a_file_that_is_gone_or_cut_where_partitions_are_is_rejected(tmp_path, size):
+def test_a_missing_or_truncated_file_with_partitions_is_rejected(tmp_path, size):
     control = open_control(RealDisk(), tmp_path)
     control.set_marks(0, 7, 41)
     control.close()
@@ -191,7 +191,7 @@ def test_a_file_that_is_gone_or_cut_where_partitions_are_is_rejected(tmp_path, s
         assert path.stat().st_size == size
 
 
-def test_a_crash_while_it_is_made_leaves_none_or_a_whole_one():
+def test_a_crash_during_its_creation_leaves_no_file_or_a_complete_one():
     for steps in range(1, 10):
         disk = new_disk()
         disk.plan(disk.step_count + steps, DiskFault.POWER_LOSS)
@@ -240,7 +240,7 @@ def test_a_damaged_slot_falls_back_to_the_older_one_and_is_reported():
 
 
 @pytest.mark.parametrize("spoiled", ["newest", "older"])
-def test_a_slot_in_the_others_place_is_none(spoiled):
+def test_a_slot_in_the_place_of_the_other_is_invalid(spoiled):
     """A misdirected write of our own bytes: valid, but not there."""
     disk = new_disk()
     slots = new_slots(disk)
@@ -290,7 +290,7 @@ def test_slots_that_cannot_be_read_leave_no_file_open():
     SlotFile.open(disk, ROOT, 2).close()
 
 
-def test_a_slot_takes_what_is_lost_of_its_own_block_and_no_other(monkeypatch):
+def test_a_slot_write_releases_lost_sectors_of_its_own_block_only(monkeypatch):
     disk = new_disk()
     slots = SlotFile.create(disk, ROOT, Slot(2))
     abandoned = []

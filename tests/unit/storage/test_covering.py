@@ -254,7 +254,7 @@ def test_a_truncation_in_the_middle_of_a_batch(world):
     assert world.log.chain_at(7) == chain
 
 
-def test_a_truncation_without_room_happens_when_the_mark_is_set_again(world, monkeypatch):
+def test_a_truncation_without_space_is_repeated_when_the_mark_is_set_again(world, monkeypatch):
     _, chain = cover(world, 7)
     with monkeypatch.context() as patch:
         patch.setattr(truncation, "carry_out", Mock(side_effect=NoSpace("full")))
@@ -365,7 +365,7 @@ def test_a_disk_that_fails_in_between_takes_nothing_with_it(world):
     assert world.content() == whole(9)
 
 
-def test_one_truncation_in_a_session_and_at_a_batch_that_is_here(world):
+def test_a_session_truncates_once_and_only_at_an_existing_batch(world):
     with pytest.raises(BadRequest, match=r"expected chain 0+ at 3, found no batch end there"):
         world.log.truncate(2, 8, 3, GENESIS_CHAIN)
     cover(world)

@@ -235,7 +235,7 @@ def test_a_segments_header_is_kept_when_its_block_is_released():
     assert damaged == (), "record 6 ends in the next block"
 
 
-def test_records_that_do_not_fit_give_nothing_up():
+def test_records_that_do_not_fit_release_no_sector():
     log = Lost()
     position = SEGMENT_HEADER_BYTES + RECORD_BYTES * 20
     log.disk.make_unreadable(log.path, position, position)

@@ -78,7 +78,7 @@ def lost(monkeypatch):
     return found
 
 
-def test_blocks_that_the_disk_does_not_give_are_taken_out_of_a_real_file(tmp_path, lost):
+def test_unreadable_blocks_are_released_from_a_real_file(tmp_path, lost):
     path = tmp_path / "f"
     path.write_bytes(b"a" * 20_000)
     file = RealDisk().open(path)
@@ -110,14 +110,14 @@ def test_an_error_without_a_byte_range_releases_nothing(lost, whole_file, number
     assert whole_file.read_bytes() == b"a" * 100
 
 
-def test_a_block_that_is_given_at_the_second_try_stays(lost, whole_file):
+def test_a_block_that_is_read_at_the_second_attempt_is_kept(lost, whole_file):
     lost.is_once = True
     RealDisk().open(whole_file).discard_lost(0, 10)
     assert not lost.blocks
     assert whole_file.read_bytes() == b"a" * 100
 
 
-def test_a_system_that_cannot_take_blocks_out_leaves_them(lost, whole_file, monkeypatch):
+def test_a_system_that_cannot_release_blocks_keeps_them(lost, whole_file, monkeypatch):
     file = RealDisk().open(whole_file)
     monkeypatch.setattr(disk_module.ctypes, "CDLL", lambda _: object())
     file.discard_lost(0, 10)
@@ -178,7 +178,7 @@ def test_a_file_gets_its_name_after_its_content():
     pytest.fail("it never came to its end")
 
 
-def test_a_lock_on_the_whole_file_is_met_by_a_second_opener(place):
+def test_a_second_opener_fails_at_the_lock_on_the_whole_file(place):
     disk, directory = place
     one = disk.open(directory / "f", create=True)
     two = disk.open(directory / "f")
@@ -190,7 +190,7 @@ def test_a_lock_on_the_whole_file_is_met_by_a_second_opener(place):
     two.close()
 
 
-def test_a_range_that_another_process_has_is_rejected(tmp_path):
+def test_a_range_that_another_process_has_locked_is_rejected(tmp_path):
     path = tmp_path / "f"
     path.write_bytes(bytes(256))
     script = (
@@ -316,7 +316,7 @@ def test_a_file_that_may_be_lost_is_closed_with_writes_that_are_not_synced(tmp_p
     assert [file.pread(9, 0) for file in files] == [bytes([place] * 3) for place in range(6)]
 
 
-def test_the_twin_wants_no_sync_of_what_may_be_lost():
+def test_the_in_memory_disk_rejects_a_sync_of_a_best_effort_file():
     file = new_disk().open(ROOT / "f", create=True, is_best_effort=True)
     file.pwrite([b"x"], 0)
     with pytest.raises(AssertionError, match="best-effort"):
@@ -466,7 +466,7 @@ def test_errors_of_names_are_typed(tmp_path):
         disk.make_directory(tmp_path / "file" / "below")
 
 
-def test_room_is_reserved(place):
+def test_space_is_reserved(place):
     disk, directory = place
     file = disk.open(directory / "f", create=True)
     file.allocate(5000)
@@ -476,7 +476,7 @@ def test_room_is_reserved(place):
     file.close()
 
 
-def test_the_twin_has_no_more_room_than_it_was_given():
+def test_the_in_memory_disk_has_a_capacity():
     disk = SimDisk(capacity_bytes=100)
     file = disk.open(Path("/f"), create=True)
     file.pwrite([bytes(90)], 0)
@@ -549,7 +549,7 @@ def test_a_real_file_keeps_its_newest_part_in_memory_and_all_of_it_on_the_disk(
 
 
 @pytest.mark.parametrize("has_cut", [False, True])
-def test_the_system_does_give_old_parts_back(tmp_path, has_cut):
+def test_the_system_does_release_old_pages(tmp_path, has_cut):
     """In pieces that no folio fits, on the disk that the tests run on; a cut is a new end."""
     kept, size = MIB, 1_088_001
     file = RealDisk(page_cache_bytes_max=kept).open(tmp_path / "f", create=True)

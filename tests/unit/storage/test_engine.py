@@ -129,7 +129,7 @@ def test_another_cluster_or_another_number_of_partitions_is_rejected(tmp_path):
     open_engine(tmp_path).close()
 
 
-def test_a_partition_whose_directory_is_gone_is_no_new_one(tmp_path):
+def test_a_partition_without_its_directory_is_not_created_again(tmp_path):
     engine = open_engine(tmp_path)
     log = engine.assign(1)
     log.prepare(6, KEY)
@@ -243,7 +243,7 @@ def test_a_replica_that_lost_a_slot_gets_no_flags_before_it_is_settled(tmp_path)
     engine.close()
 
 
-def test_a_directory_that_is_no_partition_of_this_cluster_is_let_be(tmp_path):
+def test_a_directory_outside_the_cluster_is_unchanged(tmp_path):
     engine = open_engine(tmp_path)
     engine.close()
     (tmp_path / "17").mkdir()
@@ -289,7 +289,7 @@ def test_files_of_a_killed_process_are_synced_before_they_are_trusted():
 
 
 @pytest.mark.parametrize("is_replaced", [False, True])
-def test_a_partition_whose_files_are_gone_opens_only_when_it_was_emptied(tmp_path, is_replaced):
+def test_a_partition_with_replaced_files_opens_only_after_a_re_seed(tmp_path, is_replaced):
     engine = open_engine(tmp_path)
     log = engine.assign(1)
     shutil.copytree(tmp_path / "1", tmp_path / "copy")
@@ -312,7 +312,7 @@ def test_a_partition_whose_files_are_gone_opens_only_when_it_was_emptied(tmp_pat
 
 
 @pytest.mark.parametrize("is_replaced", [False, True])
-def test_a_partition_is_not_emptied_where_the_control_file_is_gone(tmp_path, is_replaced):
+def test_a_partition_is_not_emptied_without_its_control_file(tmp_path, is_replaced):
     engine = open_engine(tmp_path / "storage")
     log = engine.assign(1)
     engine.check_files()

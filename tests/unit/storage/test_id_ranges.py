@@ -9,7 +9,7 @@ from waltz_core.storage.files.format import DAMAGED_MAX, IdRange, Slot
 from waltz_core.storage.files.id_ranges import (
     count_of,
     damage_until,
-    in_words,
+    ranges_text,
     with_damage,
     without_damage,
 )
@@ -28,7 +28,7 @@ def test_damaged_ranges_hold_what_was_added_and_not_removed(steps):
         assert all(a.last + 1 < b.first for a, b in pairwise(ranges))
 
 
-def test_too_many_damaged_ranges_grow_together_and_lose_none():
+def test_too_many_damaged_ranges_are_merged_without_losing_an_id():
     ranges = ()
     for position in range(2 * DAMAGED_MAX):
         ranges = with_damage(ranges, IdRange(10 * position, 10 * position + 1))
@@ -42,7 +42,7 @@ def test_too_many_damaged_ranges_grow_together_and_lose_none():
 def test_ranges_are_counted_and_reported():
     ranges = (IdRange(3, 3), IdRange(7, 11))
     assert (count_of(ranges), count_of(())) == (6, 0)
-    assert (in_words(ranges), in_words(())) == ("3..3,7..11", "")
+    assert (ranges_text(ranges), ranges_text(())) == ("3..3,7..11", "")
 
 
 def test_a_shorter_log_has_no_damage_after_its_end():

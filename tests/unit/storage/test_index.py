@@ -33,12 +33,12 @@ def test_a_rewrite_over_lost_sectors_keeps_the_header_and_readable_entries():
     index.sync()
     disk.make_unreadable(IDX, 0, 0)
     disk.make_unreadable(IDX, 1_024, 1_024)
-    index.write_over(130, np.arange(130, 140))  # in the third sector; the first stays lost
+    index.overwrite(130, np.arange(130, 140))  # in the third sector; the first stays lost
     assert index.read(130, 170).tolist() == [*range(130, 140), *[0] * 36, *range(176, 300)]
-    index.write_over(3, np.arange(3, 5))
+    index.overwrite(3, np.arange(3, 5))
     assert disk.content(IDX)[:SEGMENT_HEADER_BYTES] == BLANK.encode()
     assert index.read(0, 60).tolist() == [0, 0, 0, 3, 4, *[0] * 43, *range(48, 60)]
-    index.write_over(0, np.arange(300))
+    index.overwrite(0, np.arange(300))
     assert index.read(0, 300).tolist() == list(range(300))
 
 
@@ -94,7 +94,7 @@ def test_only_what_was_synced_of_an_index_is_left():
     assert OffsetIndex(disk.open(IDX), BLANK).count == 1
 
 
-def test_half_an_offset_at_the_end_is_none(tmp_path):
+def test_half_an_offset_at_the_end_is_ignored(tmp_path):
     path = tmp_path / "i.idx"
     path.write_bytes(BLANK.encode() + (128).to_bytes(8, "big") + b"\0\0\0")
     assert path.stat().st_size == SEGMENT_HEADER_BYTES + 11
@@ -144,7 +144,7 @@ def test_a_torn_end_is_trimmed_and_earlier_damage_stays():
     assert lineage.entry(3) == entries[3]
 
 
-def test_the_newest_word_on_what_was_durable_counts():
+def test_the_newest_synced_id_of_the_entries_counts():
     disk = new_disk()
     lineage = new_lineage(disk)
     entries = make_batches(0, (2,) * 4)[2]
@@ -170,7 +170,7 @@ def test_a_header_is_rewritten_durably_and_the_entries_stay():
 
 
 @pytest.mark.parametrize(("source", "target"), [(1, 2), (3, 0)])
-def test_an_entry_at_the_place_of_another_is_none(source, target):
+def test_an_entry_at_the_place_of_another_is_invalid(source, target):
     disk = new_disk()
     lineage, _ = filled(disk)
     data = disk.content(CHN)[entry_offset(source) :][:LINEAGE_ENTRY_BYTES]
@@ -179,7 +179,7 @@ def test_an_entry_at_the_place_of_another_is_none(source, target):
         lineage.entry(target)
 
 
-def test_an_entry_of_another_segment_is_none():
+def test_an_entry_of_another_segment_is_invalid():
     disk = new_disk()
     _, entries = filled(disk)
     other = LineageFile(disk.open(CHN), LineageHeader(BLANK._replace(created_ms=6), GENESIS_CHAIN))

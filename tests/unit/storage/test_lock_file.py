@@ -33,7 +33,7 @@ def test_a_full_file_takes_the_place_of_the_other():
     assert locks.newest(7) == b"..6...."
 
 
-def test_it_continues_after_a_restart():
+def test_a_lock_file_continues_after_a_restart():
     disk = new_disk()
     first = new_file(disk)
     first.append([b"before"])
@@ -57,7 +57,7 @@ def test_many_of_them_share_few_descriptors(tmp_path):
     assert [locks.newest(100) for locks in files] == [b"%d 0 %d 1 " % (n, n) for n in range(8)]
 
 
-def test_after_an_error_there_is_silence():
+def test_after_an_error_a_lock_file_returns_no_blocks():
     disk = new_disk()
     locks = new_file(disk)
     locks.append([])

@@ -23,7 +23,7 @@ def pieces(size, *, start=0, step=MIB):
     return [(at, step) for at in range(start, start + size, step)]
 
 
-def test_the_newest_part_stays_and_older_parts_are_given_back_step_by_step():
+def test_the_newest_pages_stay_and_older_ones_are_released_step_by_step():
     tail = Tail(KEPT)
     assert tail.take_old() is None
     newest = KEPT + STEP_BYTES - MIB
@@ -39,7 +39,7 @@ def test_the_newest_part_stays_and_older_parts_are_given_back_step_by_step():
     assert len(given_back(Tail(KEPT), *pieces(KEPT + 2 * STEP_BYTES, step=4096))) == 2
 
 
-def test_only_what_was_written_in_a_row_is_given_back():
+def test_only_sequentially_written_pages_are_released():
     assert given_back(Tail(0), (100, 9 * MIB)) == [(100, 9 * MIB)]
     dropped = given_back(Tail(0), *pieces(4 * MIB, start=100 * MIB))
     assert min(start for start, _ in dropped) == 100 * MIB

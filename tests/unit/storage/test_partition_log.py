@@ -728,7 +728,7 @@ FULL = [("write", ".ctl"), ("truncate", ".seg"), ("truncate", ".idx"), ("write",
 
 
 @pytest.mark.parametrize("what", FULL, ids=str)
-def test_a_truncation_that_finds_no_room_is_done_again_and_nothing_else_before_it(world, what):
+def test_a_truncation_without_space_is_repeated_before_anything_else(world, what):
     world.append([4, 4], size=20)
     written = world.everything()
     world.log.prepare(2, NONCE)
@@ -754,7 +754,7 @@ def test_a_truncation_that_finds_no_room_is_done_again_and_nothing_else_before_i
     assert not world.log.suspect
 
 
-def test_a_truncation_without_room_is_finished_by_its_own_session_and_mark_only(world):
+def test_a_truncation_without_space_is_finished_only_by_its_session_and_mark(world):
     world.append([4, 4], size=20)
     world.log.prepare(2, NONCE)
     chain = world.log.chain_at(3)
@@ -770,7 +770,7 @@ def test_a_truncation_without_room_is_finished_by_its_own_session_and_mark_only(
     assert (world.log.max_id, world.log.slot.truncate, world.log.suspect) == (5, None, False)
 
 
-def test_a_truncation_that_finds_no_room_twice_waits_for_the_next_opening(world):
+def test_a_truncation_without_space_twice_waits_for_the_next_opening(world):
     world.append([4, 4], size=20)
     world.log.prepare(2, NONCE)
     cut = (2, 5, 3, world.log.chain_at(3))

@@ -206,7 +206,7 @@ def test_an_index_that_cannot_be_read_is_rebuilt(large):
     assert large.read(0, 99) == 99
 
 
-def test_batches_are_made_up_also_where_records_cannot_be_read(large):
+def test_batches_are_reconstructed_even_if_records_cannot_be_read(large):
     large.lose(".chn", 600, 600)
     for damaged in range(0, 100, 10):
         large.disk.flip(

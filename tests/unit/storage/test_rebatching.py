@@ -28,7 +28,7 @@ def test_batches_go_up_to_an_id_in_every_segment():
         segments.close()
 
 
-def test_others_come_in_their_place_and_the_headers_follow():
+def test_new_batches_replace_dropped_ones_and_the_headers_follow():
     disk = new_disk()
     segments, records, _ = make_segments(disk, [3, 2], [2], [2])
     rebatching.drop_batches(segments, -1)

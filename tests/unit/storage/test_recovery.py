@@ -105,7 +105,7 @@ def test_a_damaged_record_confirms_no_batch():
     assert (slots.slot.suspect, slots.slot.damaged) == (False, below)
 
 
-def test_records_without_an_entry_are_no_part_of_the_log():
+def test_records_without_an_entry_do_not_belong_to_the_log():
     disk = new_disk()
     _, records, _ = written(disk, [3, 2], acked=1)
     chn = path_of(0, ".chn")
@@ -258,7 +258,7 @@ def test_the_intent_of_a_truncation_is_carried_out(last_to_keep):
 # ---- what cannot be a log
 
 
-def test_slots_that_are_gone_are_reported_and_not_rebuilt():
+def test_missing_slots_are_reported_and_not_rebuilt():
     disk = new_disk()
     written(disk, [3])
     disk.unlink(ROOT / SLOTS_NAME)
@@ -382,7 +382,7 @@ def test_a_sector_that_cannot_be_read_does_not_keep_an_adopted_log_closed():
     assert segments.last == 205
 
 
-def test_a_record_above_the_mark_of_a_0_13_program_that_has_rotted_is_no_torn_tail():
+def test_a_rotten_record_above_a_0_13_mark_is_not_a_torn_tail():
     """Those behind it may have been acknowledged: the replica must not say that it has none."""
     disk = new_disk()
     _, records, _ = make_segments(disk, [12])
@@ -395,7 +395,7 @@ def test_a_record_above_the_mark_of_a_0_13_program_that_has_rotted_is_no_torn_ta
     assert content(segments)[8 * RECORD_BYTES :] == records[8 * RECORD_BYTES : 11 * RECORD_BYTES]
 
 
-def test_a_transaction_of_a_0_13_program_that_is_larger_than_ours_is_no_torn_tail():
+def test_an_oversized_0_13_transaction_is_not_a_torn_tail():
     """0.13 has no limit, and acknowledges records above the mark of its last session."""
     disk = new_disk()
     make_segments(disk, [3])
@@ -473,7 +473,7 @@ def test_an_adoption_that_is_interrupted_anywhere_keeps_the_records_of_a_0_13_pr
 KNOWN = INFO._replace(session_id=7, low_water_mark=3, local_low_water_mark=3, sequence=9)
 
 
-def test_a_log_that_is_gone_is_suspect_and_promises_nothing_twice_however_its_opening_ends():
+def test_a_missing_log_is_suspect_and_keeps_its_promise_however_its_opening_ends():
     for segments, slots in cut_openings(lambda _disk: None, Survival.ANY_SECTORS, KNOWN):
         slot = slots.slot
         assert (slot.suspect, slot.promise) == (True, Promise.without_owner(7))
@@ -718,7 +718,7 @@ def test_sectors_that_cannot_be_read_at_the_end_of_the_log_keep_it_closed():
     assert disk.content(path) == before
 
 
-def test_lost_batches_at_the_end_of_an_older_segment_are_made_up():
+def test_lost_batches_at_the_end_of_an_older_segment_are_reconstructed():
     disk = new_disk()
     _, records, entries = written(disk, [3, 2], [4], [1])
     chn = path_of(0, ".chn")

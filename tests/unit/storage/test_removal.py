@@ -48,7 +48,7 @@ def names_in(disk):
     return disk.list(HOME)
 
 
-def test_a_partition_that_is_not_held_any_more_leaves_nothing_of_its_own(disk, control):
+def test_a_removed_partition_leaves_no_file(disk, control):
     sequence = control.info(2).sequence
     removal.wipe(disk, HOME, control, GONE)
     assert names_in(disk) == ["notes.txt"]

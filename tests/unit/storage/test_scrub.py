@@ -68,7 +68,7 @@ def test_the_next_pass_begins_a_while_after_the_last_has_begun():
     assert scrub.wake_at_ms == 6_000 + PASS_PAUSE_MS
 
 
-def test_an_empty_log_is_done_at_once_and_looked_at_again_later():
+def test_the_scrub_of_an_empty_log_ends_at_once_and_is_repeated_later():
     scrub = made(2, interval_ms=0)
     assert scrub.next_turn(0) == 2
     assert scrub.begin(2, -1, 0) is None
@@ -132,7 +132,7 @@ def test_the_position_survives_a_restart():
     assert again.positions == {}
 
 
-def test_how_far_it_is():
+def test_the_progress_of_a_scrub_is_reported():
     scrub = made(1)
     (state,) = scrub.states(0)
     assert (state.is_running, state.finished_age_ms, state.read_bytes) == (False, -1, 0)

@@ -231,7 +231,7 @@ def test_an_index_that_leads_out_of_the_file_allocates_no_memory(position):
         segment.read(0, max(0, position - 1))
 
 
-def test_offsets_whose_differences_are_too_large_are_not_taken_for_rising_ones():
+def test_offsets_with_too_large_differences_do_not_count_as_ascending():
     disk = new_disk()
     fill_segment(new_segment(disk), [6])
     disk.put(SEG, disk.content(SEG)[: offset_of(4) + 30])

@@ -57,7 +57,7 @@ def straddling(disk):
     return segments, records, entries + made
 
 
-def test_a_read_goes_over_the_borders_up_to_its_limit_and_one_record_always_fits():
+def test_a_read_crosses_segments_up_to_its_limit_and_one_record_always_fits():
     segments, records, _ = make_segments(new_disk(), [3], [1, 1], [4])
     for first in range(9):
         for bytes_max in range(0, 10 * RECORD_BYTES, 13):
@@ -78,7 +78,7 @@ def test_chains_are_known_at_the_ends_of_batches_and_nowhere_else():
     assert segments.lineage_end() == entries[-1]
 
 
-def test_batches_that_touch_a_stretch_come_with_the_chain_before_them():
+def test_batches_of_a_range_are_returned_with_the_chain_before_them():
     segments, _, entries = straddling(new_disk())
     for first in range(10):
         for last in range(first, 10):
@@ -94,7 +94,7 @@ def test_batches_that_touch_a_stretch_come_with_the_chain_before_them():
 
 
 @pytest.mark.parametrize("last_to_keep", range(-1, 9))
-def test_a_truncation_may_go_over_borders_and_be_done_again(last_to_keep):
+def test_a_truncation_may_cross_segments_and_be_repeated(last_to_keep):
     disk = new_disk()
     segments, records, entries = make_segments(disk, [3], [1, 1], [4])
     for _ in range(2):
@@ -132,7 +132,7 @@ def test_a_batch_that_is_truncated_gets_its_new_entry_once():
     assert (segments.last, segments.chain) == (5, cut.chain)
 
 
-def test_a_hole_over_a_border_is_filled():
+def test_a_hole_across_two_segments_is_filled():
     disk = new_disk()
     segments, records, _ = make_segments(disk, [3], [1, 1], [4])
     for first, position in ((0, 2), (3, 0)):
@@ -189,7 +189,7 @@ def test_an_entry_of_another_place_is_not_trusted():
     assert segments.entries(6, 6, 9)[1] == (entries[3],)
 
 
-def test_the_last_batches_of_a_running_log_are_not_made_up():
+def test_the_last_batches_of_a_running_log_are_not_reconstructed():
     disk = new_disk()
     segments, _, entries = make_segments(disk, [2, 1, 3])
     path = ROOT / segment_name(0, ".chn")

@@ -236,12 +236,12 @@ def test_a_new_replica_reports_that_it_has_nothing(bench, storage_id):
         ({"storage_id": b"another storage."}, errors.StorageIdMismatch),
     ],
 )
-def test_a_storage_of_others_is_not_prepared(bench, wrong, error):
+def test_a_storage_of_another_cluster_is_not_prepared(bench, wrong, error):
     assert bench.refusal(1, prepare(Owner(5), **wrong)) is error
     assert bench.log.promised == -1
 
 
-def test_a_session_that_is_no_number_soon_after_the_last_is_rejected(bench):
+def test_a_session_far_above_the_promised_one_is_rejected(bench):
     assert bench.refusal(1, prepare(Owner(-1))) is errors.BadRequest
     assert bench.refusal(1, prepare(Owner(1 << 40))) is errors.BadRequest
     assert bench.log.promised == -1
@@ -657,7 +657,7 @@ def test_the_marker_moves_when_a_log_becomes_idle(bench):
 # ---- partitions that come and go
 
 
-def test_a_dropped_partition_is_served_no_more(bench):
+def test_a_dropped_partition_is_not_served_any_more(bench):
     owner = bench.owned(5)
     assert bench.service.partitions == (0,)
     bench.send(1, owner.append(), owner.append())
@@ -746,7 +746,7 @@ def test_damage_without_an_owner_is_reported_with_the_next_session(bench):
     assert np.frombuffer(prepared.damaged, dtype=">i8").tolist() == [2, 2]
 
 
-def test_the_owner_is_reported_again_after_each_pass_of_what_is_not_repaired(bench):
+def test_unrepaired_damage_is_reported_again_after_each_pass(bench):
     owner = bench.owned(5)
     bench.ask(1, owner.append(6))
     with flipped(bench.engine.directory / "0", 3):
@@ -855,7 +855,7 @@ def test_a_partition_that_is_dropped_in_the_middle_of_a_piece(make):
 # ---- room
 
 
-def test_room_is_looked_for_until_there_is_some(make):
+def test_free_space_is_checked_until_there_is_enough(make):
     bench = make(reserve_bytes=4_096)
     owner = bench.owned(5)
     kept = (owner.next_id, owner.chain)

@@ -276,7 +276,7 @@ async def test_changes_of_unknown_partitions_are_dropped():
 
 
 @on_loop
-async def test_a_partition_whose_files_are_gone_is_dropped_and_not_opened_again():
+async def test_a_partition_with_missing_files_is_dropped_and_not_opened_again():
     engine = Directory(0, 1)
     async with following(engine) as follower:
         assert await follower.assigned(0, 1) == [0, 1]

@@ -61,7 +61,7 @@ def test_after_the_reserve_was_released_appends_wait_until_it_is_whole_again():
 
 
 @pytest.mark.parametrize("ran_short", [False, True])
-def test_looking_again_wants_what_was_rejected_or_ran_short(ran_short):
+def test_the_next_check_requires_the_space_that_was_missing(ran_short):
     disk, space = made()
     if ran_short:
         space.check(100)
@@ -93,7 +93,7 @@ def test_a_disk_that_has_no_room_for_a_name_is_full_at_the_start():
     assert (space.is_short, space.reserved_bytes) == (True, 0)
 
 
-def test_a_reserve_that_cannot_be_given_back_or_filled_ends_nothing():
+def test_a_reserve_that_cannot_be_released_or_filled_ends_nothing():
     disk, space = made()
     for fault in (DiskFault.FAILS, DiskFault.DISK_FULL):
         disk.plan(disk.step_count + 1, fault)
@@ -144,7 +144,7 @@ class Rival(SimDisk):
         return file
 
 
-def test_the_reserve_is_not_given_back_while_another_thread_fills_it():
+def test_the_reserve_is_not_released_while_another_thread_fills_it():
     disk = Rival(capacity_bytes=10_000)
     disk.make_directory(ROOT)
     space = disk.space = DiskSpace(disk, ROOT, 4_000)

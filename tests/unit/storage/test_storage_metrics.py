@@ -68,7 +68,7 @@ def test_files_that_were_collected_are_counted():
     assert metrics.value("waltz_storage_collected_bytes_total", partition=3) == 900
 
 
-def test_gauges_read_what_is_so():
+def test_gauges_return_the_current_values():
     metrics, storage_metrics = made()
     log = SimpleNamespace(
         partition_id=1, synced_max=9, low_water_mark=4, damaged=(IdRange(2, 4),), suspect=True

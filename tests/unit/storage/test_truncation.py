@@ -62,7 +62,7 @@ def test_a_segment_whose_removal_could_not_be_synced_does_not_return():
     assert found == [segment_name(0, ".seg")]
 
 
-def test_it_is_carried_out_again_wherever_there_was_no_room():
+def test_a_truncation_without_space_is_carried_out_again_from_any_step():
     lacked = 0
     for step in range(1, 40):
         disk = new_disk()

@@ -176,7 +176,7 @@ def test_the_state_of_a_replica_is_reported_without_reading_its_files():
 
 
 @pytest.mark.parametrize("is_found", [True, False])
-def test_a_copy_for_which_there_is_no_room_leaves_the_reserve_alone(is_found):
+def test_a_copy_without_space_does_not_use_the_reserve(is_found):
     """Whether that is seen before it is written, or in the middle of that."""
     engine, disk = full_engine()
     copy, size = copy_of(Owner(5, 1)), 3 * 44 + 3 * 8 + 64
@@ -193,7 +193,7 @@ def test_a_copy_for_which_there_is_no_room_leaves_the_reserve_alone(is_found):
     assert engine.space.reserved_bytes == 16_384
 
 
-def test_other_changes_have_the_reserve():
+def test_other_changes_may_use_the_reserve():
     engine, _ = full_engine()
     carry_out(engine, admin_tasks.Reseed(1))
     assert engine.space.reserved_bytes == 0

@@ -238,7 +238,7 @@ def test_a_read_that_fails_for_a_request_is_its_outcome_and_no_failed_write(log,
     assert len(result.failed_reads) == 1
 
 
-def test_a_group_for_which_there_is_no_room_is_rejected_whole_before_it_is_written(log):
+def test_a_group_without_space_is_rejected_completely_before_it_is_written(log):
     owner = Owner(5)
     appends = tuple(LaneRequest(1, owner.append(2)) for _ in range(2))
     disk = SimDisk(capacity_bytes=4_096 + 2 * 168 - 1)
@@ -257,7 +257,7 @@ def test_a_group_for_which_there_is_no_room_is_rejected_whole_before_it_is_writt
     assert [type(each) for each in result.outcomes] == [Appended, Appended]
 
 
-def test_a_truncation_without_room_is_done_again_with_that_of_the_reserve():
+def test_a_truncation_without_space_is_repeated_with_the_reserve():
     disk = SimDisk()
     settings = LogSettings(b"the cluster key.", 1 << 20, lambda: 0)
     engine = Engine.open(

@@ -85,7 +85,7 @@ def test_an_error_of_a_piece_is_its_outcome(error: BaseException):
 
 
 @on_loop
-async def test_one_thread_does_the_pieces_in_their_order():
+async def test_one_thread_runs_the_pieces_in_order():
     recorder = Recorder()
     writers = Writers(1, recorder)
     pieces = [work() for _ in range(50)]
@@ -181,7 +181,7 @@ def test_each_call_of_a_helper_has_its_outcome_and_leaves_nothing_behind() -> No
         assert not helpers.is_busy
 
 
-def test_the_end_of_helpers_waits_for_none_of_them() -> None:
+def test_shutdown_does_not_wait_for_helper_threads() -> None:
     helpers = CallThreads(1, "helper")
     may_end = threading.Event()
     waits = helpers.submit(may_end.wait, WAIT_S)

@@ -149,7 +149,7 @@ with socket.socket(socket.AF_UNIX) as listening:
 
 
 @needs_another_user
-def test_a_file_from_another_user_is_not_taken(name):
+def test_a_file_from_another_user_is_rejected(name):
     line = [*PYTHON, GIVES, name]
     with subprocess.Popen(line, user=65_534, cwd="/", stdout=subprocess.PIPE) as other:
         try:
@@ -200,7 +200,7 @@ def test_a_file_that_takes_long_to_open_is_not_left_open(path, name):
     asyncio.run(main())  # its loop asks its own clock
 
 
-def test_a_name_that_is_taken_is_left_to_its_owner(tmp_path, path, name):
+def test_a_name_in_use_is_left_to_its_owner(tmp_path, path, name):
 
     async def main():
         async with offering(name, path), offering(name, tmp_path / "none") as second:

@@ -88,7 +88,7 @@ async def test_frames_made_elsewhere_keep_their_place_among_messages(pair):
 
 
 @on_loop
-async def test_receive_waits_and_then_gives_all_that_is_there(pair):
+async def test_receive_waits_and_then_returns_all_available_messages(pair):
     async with pair() as (link, peer, _):
         for n in range(3):
             peer.links[0].send(Appended(1, n, 3, n))
@@ -169,7 +169,7 @@ async def test_a_dialler_reads_on_while_it_is_congested(pair):
 
 @pytest.mark.parametrize("is_made_elsewhere", [False, True])
 @on_loop
-async def test_a_peer_that_never_reads_is_cut_at_the_hard_limit(pair, is_made_elsewhere):
+async def test_a_peer_that_never_reads_is_disconnected_at_the_hard_limit(pair, is_made_elsewhere):
     async with pair(write_backlog_bytes_max=4 * 1024 * 1024) as (link, peer, _):
         peer.links[0].pause_reading()
         made = b"".join(bytes(each) for each in codec.encode(raw(500_000), link.version))
@@ -269,7 +269,7 @@ async def dial_peer_that_sends(data):
 
 
 @on_loop
-async def test_a_dial_to_a_process_of_another_language_is_a_protocol_error():
+async def test_a_dial_to_a_process_of_another_protocol_is_a_protocol_error():
     with pytest.raises(RemoteProtocolError, match="expected a frame of protocol 'H'"):
         await dial_peer_that_sends(b"SSH-2.0-OpenSSH_9.2\r\n")
     with pytest.raises(RemoteProtocolError, match="no common version"):
@@ -338,7 +338,7 @@ async def test_a_peer_that_trickles_a_frame_is_disconnected():
 
 
 @on_loop
-async def test_a_dialler_that_has_nothing_to_say_sends_an_empty_frame(pair):
+async def test_an_idle_dialler_sends_empty_frames(pair):
     async with pair() as (link, peer, _):
         there = peer.links[0]
         link.send(Appended(1, 7, 3, 9))
@@ -408,7 +408,7 @@ async def test_a_connection_accepted_during_the_close_is_closed_too():
 
 
 @on_loop
-async def test_a_port_that_is_taken_is_a_bad_config(contexts):
+async def test_a_port_in_use_is_a_bad_config(contexts):
     with socket.create_server((ANY, 0)) as taken, pytest.raises(BadConfig, match="cannot listen"):
         await net.listen(WireProtocol.STORAGE, ANY, taken.getsockname()[1], print, ssl=contexts[0])
 
@@ -440,7 +440,7 @@ def test_bad_addresses(text):
 
 
 @on_loop
-async def test_a_listener_may_say_when_a_link_is_congested(pair):
+async def test_a_listener_may_set_when_a_link_is_congested(pair):
     async with pair() as (link, peer, _):
         (there,) = peer.links
         link.pause_reading()
@@ -455,7 +455,7 @@ async def test_a_listener_may_say_when_a_link_is_congested(pair):
 
 
 @on_loop
-async def test_an_idle_connection_whose_host_is_gone_is_logged(
+async def test_an_idle_connection_to_a_dead_host_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     link = net.Link(WireProtocol.CLIENT, is_listener=True, write_backlog_bytes_max=1 << 30)

@@ -191,7 +191,7 @@ def test_a_daemon_without_a_certificate_gets_an_error(files):
         tls.listening(server(connect=f"{CONNECT}?tls={files.authorities}"))
 
 
-def test_settings_without_the_word_are_a_mistake(files):
+def test_tls_files_without_the_tls_setting_are_an_error(files):
     with pytest.raises(BadConfig, match='tls: expected "on" or "off" with tls_authorities'):
         tls.dialing(ClientConfig(tls_authorities=files.authorities), CONNECT)
     assert tls.dialing(ClientConfig(tls="off", tls_authorities=files.authorities), CONNECT) is None
@@ -265,7 +265,7 @@ def test_the_commands_of_the_page_make_files_that_fit(tmp_path):
         ({"tls": "on", "tls_key": "k"}, "tls_key: expected tls_certificate as well"),
     ],
 )
-def test_bad_words(settings, said):
+def test_invalid_tls_values_are_rejected(settings, said):
     with pytest.raises(BadConfig, match=said):
         ClientConfig(**settings)
 

@@ -65,7 +65,7 @@ def test_a_message_of_a_later_version_is_rejected_on_both_sides(version):
         codec.decode(WireProtocol.CLIENT, version, payload(mounted, 5))
 
 
-def test_a_message_that_was_taken_out_is_rejected(monkeypatch):
+def test_a_removed_message_is_rejected(monkeypatch):
     monkeypatch.setattr(FlushRequest, "until", 2)
     monkeypatch.setattr(codec, "_plans_made", {})
     monkeypatch.setattr(codec, "_tables_made", {})
@@ -132,7 +132,7 @@ def test_a_view_of_larger_items_is_a_local_error():
         (b"\x4c" + bytes(36) + struct.pack(">i", 65_537) + bytes(48 * 65_537), "at most 65536"),
     ],
 )
-def test_bytes_that_are_no_message_are_an_error_of_the_peer(data, why):
+def test_invalid_messages_are_an_error_of_the_peer(data, why):
     with pytest.raises(RemoteProtocolError, match=why):
         codec.decode(WireProtocol.STORAGE, 1, memoryview(data))
 
@@ -163,6 +163,6 @@ def test_a_bool_is_true_only_for_the_byte_1():
         struct.pack(">ihi", 1, 0, 0) + b"more",
     ],
 )
-def test_bytes_that_are_no_hello_are_an_error_of_the_peer(data):
+def test_invalid_hellos_are_an_error_of_the_peer(data):
     with pytest.raises(RemoteProtocolError):
         codec.decode_hello(data)

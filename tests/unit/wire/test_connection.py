@@ -100,7 +100,7 @@ def test_a_second_hello_ends_the_connection():
 
 
 @pytest.mark.parametrize("start", [b"L\x00\x01", b"S\x00\x00", b"GET", b"\x16\x03\x01"])
-def test_a_frame_of_another_language_ends_the_connection(start):
+def test_a_frame_of_another_protocol_ends_the_connection(start):
     _, listener = pair()
     assert "expected a frame of protocol 'S' version 3" in failure(listener, start + bytes(4))
 
@@ -113,7 +113,7 @@ def test_a_peer_that_uses_tls_is_reported_as_such(start):
     assert "expected a frame of protocol 'S' version 3" in failure(listener, start + bytes(2))
 
 
-def test_messages_before_a_failure_are_handed_out():
+def test_messages_before_a_failure_are_delivered():
     dialler, listener = pair()
     message = SuccessResponse(1, 2, 3)
     events = listener.receive(sent(dialler, message) + b"garbage" + sent(dialler, message))

@@ -29,7 +29,7 @@ def test_places_return_as_they_were(made):
 
 @settings(max_examples=30)
 @given(st.binary(max_size=100), st.integers(0, 1000))
-def test_junk_is_rejected_or_adds_up(junk, records_bytes):
+def test_invalid_bytes_are_rejected_or_consistent(junk, records_bytes):
     try:
         found = decode_locations(junk, records_bytes)
     except BadFormat:
@@ -63,7 +63,7 @@ def test_a_place_is_whole_or_rejected():
 
 @pytest.mark.parametrize("first", [0, 7, (1 << 63) - 1])
 @pytest.mark.parametrize("partition_id", [0, 3, (1 << 31) - 1])
-def test_the_question_for_a_segment_returns(partition_id, first):
+def test_a_request_for_a_segment_round_trips(partition_id, first):
     question = encode_segment(partition_id, first)
     assert len(question) == SEGMENT_REQUEST_BYTES
     assert decode_segment(question) == (partition_id, first)

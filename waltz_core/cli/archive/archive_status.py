@@ -8,6 +8,7 @@ import click
 
 from waltz_core.archive.archive_cache import ArchiveCache
 from waltz_core.archive.manifest import ObjectEntry
+from waltz_core.archive.pins import pins_of
 from waltz_core.archive.reader import ArchiveReader
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.cli import shared_options as options
@@ -56,15 +57,21 @@ async def status(*, connect: str, archive: str | None, objects: bool, as_json: b
     if objects and not as_json:
         raise BadConfig("--objects: expected --json, too")
     async with connected(connect) as coordinator:
+        key = (await coordinator.read_cluster()).store.cluster_key
         facts = await _query(coordinator)
     url = archive or url_in(facts)
     rows, errors = await asyncio.to_thread(_rows, facts, url, lists_objects=objects)
+    pins: list[str] = []
+    if url and not errors:
+        pins = await asyncio.to_thread(pins_of, ArchiveStore(url), key.bytes)
     if as_json:
-        print_json({"archive": url or None, "partitions": rows, "errors": errors})
+        print_json({"archive": url or None, "partitions": rows, "pins": pins, "errors": errors})
     else:
         cells = [[row[each.replace(" ", "_").replace("-", "_")] for each in TITLES] for row in rows]
         print_table(TITLES, [["-" if cell is None else cell for cell in row] for row in cells])
         print_error(f"archive: {url or 'none is configured'}")
+        for each in pins:
+            print_error(f"no object is deleted: cluster {each}, which was restored, may use them")
         for each in errors:
             print_error(each)
     return 1 if errors else 0

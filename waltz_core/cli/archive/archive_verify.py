@@ -1,11 +1,15 @@
 """`waltz-core archive verify`: read and verify every file of the archive that is listed.
 
 It needs ZooKeeper and the archive, and neither servers nor storages, except to find the archive's
-URL. It changes nothing, and can be interrupted: it prints where to continue.
+URL. It can be interrupted: it prints where to continue.
+
+With `--repair` the owner of the partition has each wrong object replaced from the log of a storage.
+The request is repeated until that has ended, so it survives that the partition moves. Otherwise
+nothing is changed.
 """
 
 import asyncio
-from typing import Final
+from typing import Any, Final
 
 import click
 
@@ -13,19 +17,26 @@ from waltz_core.archive.archive_check import ArchiveCheck, RecordedArchive, Wron
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.archive.archive_status import archive_url, url_of_storages
-from waltz_core.cli.changing import connected
+from waltz_core.cli.changing import audited, connected
 from waltz_core.cli.output import print_error, print_json, print_result
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.cli.verbs import verb
+from waltz_core.client import AsyncWaltzClient
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.errors import BadConfig, ObjectMissing, WaltzError
 from waltz_core.records.record import PartitionId, TransactionId
 
-# Who can repair a file: nothing else has its bytes.
+# Of a file of the manifest, and of an object that no storage can write again.
 ACTION: Final = (
     "restore the file from a copy or an earlier version in the object store, then verify again; "
     "until then do not lower local_retention_bytes and local_retention_ms"
 )
+# Of an object, before storages were requested to replace it.
+REPAIR_ACTION: Final = (
+    "add --repair to replace it from a storage that still has its transactions; otherwise restore "
+    "the file from a copy or an earlier version in the object store"
+)
+PAUSE_S: Final = 0.2
 
 
 @verb
@@ -34,14 +45,20 @@ ACTION: Final = (
 @click.option("--partition", type=int, metavar="P", help="only this partition [default: all]")
 @click.option("--first", type=int, default=0, metavar="ID", help="the first ID [default: 0]")
 @click.option("--last", type=int, metavar="ID", help="the last ID [default: the last archived one]")
+@click.option(
+    "--repair",
+    is_flag=True,
+    help="replace missing and corrupt objects from the logs of storages; needs servers",
+)
 @options.as_json
-async def verify(
+async def verify(  # noqa: PLR0913 - one for each option
     *,
     connect: str,
     archive: str | None,
     partition: int | None,
     first: int,
     last: int | None,
+    repair: bool,
     as_json: bool,
 ) -> int:
     if first < 0 or (last is not None and last < first):
@@ -53,7 +70,7 @@ async def verify(
             raise BadConfig(f"--partition: expected 0 to {count - 1}, found {partition}")
         url = archive or await url_of_storages(coordinator)
         store = await asyncio.to_thread(ArchiveStore, url)
-        shown: dict[int, dict[str, object]] = {}
+        shown: dict[int, dict[str, Any]] = {}
         for number in range(count) if partition is None else (partition,):
             check = ArchiveCheck(
                 store,
@@ -62,8 +79,15 @@ async def verify(
                 first=TransactionId(first),
                 last=None if last is None else TransactionId(last),
             )
-            shown[number] = await _verify(coordinator, PartitionId(number), check)
-    wrong = any(each["problems"] for each in shown.values())
+            shown[number] = await _verify(coordinator, PartitionId(number), check, repairs=repair)
+        if repair and any(each["problems"] for each in shown.values()):
+            async with audited(coordinator), AsyncWaltzClient.connect(connect) as client:
+                for number, row in shown.items():
+                    for problem in row["problems"]:
+                        await _repair(client, PartitionId(number), problem)
+    wrong = any(
+        not problem["is_repaired"] for each in shown.values() for problem in each["problems"]
+    )
     if as_json:
         print_json({"passed": not wrong, "archive": url, "partitions": shown})
     else:
@@ -73,8 +97,10 @@ async def verify(
 
 verify.details = (
     "It reads all objects as a whole: the record checksums, the chain, the pages' checksums, and "
-    "whether they join the chain in ZooKeeper. It changes nothing. Exit code 0: all files are "
-    "right; 1: a file is missing or corrupt, or the archive cannot be read."
+    "whether they join the chain in ZooKeeper. With --repair, a storage that still has all "
+    "transactions of a missing or corrupt object writes it again; otherwise nothing is changed. "
+    "Exit code 0: all files are right, or were replaced; 1: a file is missing or corrupt, or the "
+    "archive cannot be read."
 )
 
 
@@ -90,8 +116,12 @@ async def recorded_archive(
 
 
 async def _verify(
-    coordinator: Coordinator, partition_id: PartitionId, check: ArchiveCheck
-) -> dict[str, object]:
+    coordinator: Coordinator,
+    partition_id: PartitionId,
+    check: ArchiveCheck,
+    *,
+    repairs: bool = False,
+) -> dict[str, Any]:
     """Verify one partition, and print its problems as they are found; return the summary."""
     recorded = await recorded_archive(coordinator, partition_id)
     if recorded is None:
@@ -99,7 +129,7 @@ async def _verify(
         return {"last": None, "objects": 0, "bytes": 0, "problems": []}
     try:
         with ProgressLine() as line:
-            await _check_all(coordinator, partition_id, recorded, check, line)
+            await _check_all(coordinator, partition_id, recorded, check, line, repairs=repairs)
     except BaseException as error:
         check.stop()
         if isinstance(error, WaltzError | asyncio.CancelledError):
@@ -116,8 +146,41 @@ async def _verify(
         "last": check.next_id - 1,
         "objects": check.object_count,
         "bytes": check.byte_count,
-        "problems": [{**each._asdict(), "action": ACTION} for each in check.found],
+        "problems": [
+            {**each._asdict(), "is_repaired": False, "action": _action(each, repairs=repairs)}
+            for each in check.found
+        ],
     }
+
+
+def _action(wrong: WrongFile, *, repairs: bool) -> str:
+    return REPAIR_ACTION if wrong.is_object and not repairs else ACTION
+
+
+async def _repair(
+    client: AsyncWaltzClient, partition_id: PartitionId, problem: dict[str, Any]
+) -> None:
+    """Have an object replaced; print the outcome, and add it to the problem."""
+    what = f"partition {partition_id}: {problem['name']}"
+    if not problem["is_object"]:
+        print_error(f"{what}: not repaired: storages cannot write it again. Hint: {ACTION}.")
+        return
+    listed = (problem["name"], problem["first"], problem["last"])
+    while True:
+        answer = await client.requests.replace_object(partition_id, *listed)
+        if answer.is_ended:
+            break
+        await asyncio.sleep(PAUSE_S)  # the owner does not notify its clients
+    if answer.is_replaced:
+        problem.update(is_repaired=True, repaired_by=answer.storage, action="")
+        done = f"repaired by storage {answer.storage}" if answer.storage else "was replaced before"
+        print_error(f"{what}: {done}")
+        return
+    problem["failures"] = list(answer.failures)
+    print_error(
+        f"{what}: not repaired: no storage has written the IDs {problem['first']}.."
+        f"{problem['last']} again: {'; '.join(answer.failures)}. Hint: {ACTION}."
+    )
 
 
 async def _check_all(
@@ -126,6 +189,8 @@ async def _check_all(
     recorded: RecordedArchive,
     check: ArchiveCheck,
     line: ProgressLine,
+    *,
+    repairs: bool,
 ) -> None:
     """Check file after file; follow a manifest that is replaced meanwhile (rule 4 of the check)."""
     is_begun, printed = False, 0
@@ -146,7 +211,7 @@ async def _check_all(
                 check.note_missing(error)
             is_going_on = is_begun
         for each in check.found[printed:]:
-            _print_problem(partition_id, each)
+            _print_problem(partition_id, each, repairs=repairs)
         printed = len(check.found)
         if not is_going_on:
             return
@@ -154,8 +219,7 @@ async def _check_all(
         line.show(done, whole, f"IDs of partition {partition_id} are verified")
 
 
-def _print_problem(partition_id: PartitionId, wrong: WrongFile) -> None:
-    print_error(
-        f"partition {partition_id}, IDs {wrong.first}..{wrong.last}: {wrong.name}: {wrong.problem}."
-        f" Hint: {ACTION}."
-    )
+def _print_problem(partition_id: PartitionId, wrong: WrongFile, *, repairs: bool) -> None:
+    where = f"partition {partition_id}, IDs {wrong.first}..{wrong.last}"
+    hint = "" if repairs else f" Hint: {_action(wrong, repairs=False)}."
+    print_error(f"{where}: {wrong.name}: {wrong.problem}.{hint}")

@@ -125,13 +125,17 @@ async def _restore(  # noqa: PLR0913 - one for each option
     ids = ids_from(int(time.time()))  # noqa: TID251
     pins = await asyncio.to_thread(_pin, store, backup, key.bytes)
     ends: dict[PartitionId, ArchivedMark | None] = {}
+    ranges: list[RestoredRange] = []
     try:
         for number, each in enumerate(backup.partitions):
             partition_id = PartitionId(number)
             command.wait_for(f"the archive of partition {number}", number, len(backup.partitions))
             session_id = next_session(backup, partition_id, ids)
-            work = _Restoration(store, key.bytes, session_id, limits, without_expired)
+            work = _Restoration(store, key.bytes, session_id, limits, without_expired, ranges)
             ends[partition_id] = await asyncio.to_thread(work.end_of, partition_id, each)
+        # A collection of the source that began before the pins may have deleted objects since.
+        for found in ranges:
+            await asyncio.to_thread(found.check_again)
     except WaltzError:
         # The pins would prevent deletions for a cluster that does not exist.
         for name in pins:
@@ -167,13 +171,12 @@ async def _check_absent(coordinator: Coordinator, backup: Backup, *, same_key: b
         )
     if not same_key:
         return
-    for root, _ in await coordinator.find_clusters("/"):
-        other = await coordinator.at(root).read_cluster()
-        if other.store.cluster_key == backup.cluster_key:
-            raise BadRequest(
-                f"expected no other cluster with key {backup.cluster_key} in this ZooKeeper, found "
-                f"one at {root}. Hint: restore without --same-key, or delete that cluster first."
-            )
+    root = await coordinator.root_of(backup.cluster_key)
+    if root is not None:
+        raise BadRequest(
+            f"expected no other cluster with key {backup.cluster_key} in this ZooKeeper, found "
+            f"one at {root}. Hint: restore without --same-key, or delete that cluster first."
+        )
 
 
 def _pin(store: ArchiveStore, backup: Backup, key: bytes) -> list[str]:
@@ -196,6 +199,7 @@ class _Restoration(NamedTuple):
     session_id: SessionId
     limits: Limits
     may_have_expired: bool
+    ranges: list[RestoredRange]  # `end_of` appends
 
     def end_of(self, partition_id: PartitionId, saved: PartitionBackup) -> ArchivedMark | None:
         """Write the manifest, and return the end of the partition; None if it is empty."""
@@ -203,6 +207,7 @@ class _Restoration(NamedTuple):
         if saved.manifest is None or limit == BEFORE_FIRST:
             return None
         found = RestoredRange(self.store, saved.manifest, may_have_expired=self.may_have_expired)
+        self.ranges.append(found)
         if self.limits.until_ms is not None:
             limit = min(limit, found.last_until(self.limits.until_ms))
         end = found.end_at(limit)

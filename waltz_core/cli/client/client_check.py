@@ -66,7 +66,7 @@ def _checks(function: VerbFunction) -> VerbFunction:
         options.gather_options(CheckLoad),
         options.as_json,
         options.connect,
-        options.timeout_s("seconds after which it fails"),
+        options.timeout_s("seconds after which the command fails"),
         click.option(
             "--partitions",
             type=int,
@@ -265,7 +265,8 @@ async def validate(chosen: CheckLoad) -> int:
     strange = sum(end - starts[each] for each, end in written.ends.items()) - written.count
     if strange:
         wrong.append(
-            f"{strange} transactions more than were written: by other clients, or duplicates"
+            f"found {strange} more transactions than were written: duplicates, or those of "
+            "other clients"
         )
     result = {
         "clients": len(clients),

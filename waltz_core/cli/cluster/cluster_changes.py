@@ -106,7 +106,9 @@ async def remove_storage(command: Command, *, address: str) -> Result:
 @verb
 @options.argument("address", "OLD", "HOST:PORT of the lost storage")
 @options.argument(
-    "successor", "NEW", "HOST:PORT of its successor; OLD for an empty one at the same address"
+    "successor",
+    "NEW",
+    "HOST:PORT of its successor; OLD again for an empty storage at the same address",
 )
 @_admin_port
 @changes()
@@ -172,7 +174,7 @@ async def _restore_storage(command: Command, wanted: Placement, address: Replica
     summary = f"the new storage at {address} has all replicas of the old one: {len(wanted)}"
     if not wanted:
         summary = (
-            f"{address} has no replicas: no partition has fewer than the others. "
+            f"{address} has no replicas: no partition has fewer replicas than the others. "
             "Hint: if it had replicas before, add them with `waltz-core cluster add-replica`."
         )
     return {"storage": address, "moved": len(wanted), "summary": summary}

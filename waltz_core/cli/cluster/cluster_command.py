@@ -26,7 +26,7 @@ from waltz_core.records.record import PartitionId
     "--storage",
     multiple=True,
     metavar="HOST:PORT:ADMIN_PORT[:GROUP]",
-    help="a storage; repeat it for each. Every group has one replica of each partition; "
+    help="a storage; repeat the option for each. Every group has one replica of each partition; "
     "without GROUP each storage is a separate group",
 )
 @click.option("--if-absent", is_flag=True, help="succeed if the cluster already exists")

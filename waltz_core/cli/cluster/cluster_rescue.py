@@ -16,7 +16,9 @@ from uuid import UUID
 import click
 
 from waltz_core.cli import shared_options as options
+from waltz_core.cli.archive.archive_status import archive_url
 from waltz_core.cli.changing import Command, Result, changes
+from waltz_core.cli.cluster.archive_recovery import ArchiveRecovery, RecoveredLog, url_of_archive
 from waltz_core.cli.output import print_table
 from waltz_core.cli.storage.owner_requests import (
     ExpectedCluster,
@@ -32,6 +34,7 @@ from waltz_core.cluster.change.creation import NewCluster, NewStorage
 from waltz_core.cluster.change.rebuilding import NO_IDS, Ids, Log, RebuildDecision
 from waltz_core.cluster.coordinator import Coordinator, PartitionView
 from waltz_core.cluster.nodes.model import (
+    ArchivedMark,
     MarkerState,
     PartitionMarker,
     PartitionMetadata,
@@ -45,14 +48,17 @@ from waltz_core.errors import (
     SessionFenced,
     Unavailable,
     UnknownPartition,
+    WaltzError,
 )
 from waltz_core.records.record import (
+    BEFORE_FIRST,
     NO_SESSION,
     ClientId,
     Generation,
     PartitionId,
     ReplicaId,
     SessionId,
+    TransactionId,
 )
 from waltz_core.wire.messages import Nack, Prepared
 
@@ -89,10 +95,11 @@ class _Answers:
 @click.option(
     "--replica", metavar="HOST:PORT", help="the replica [default: the one with the most data]"
 )
+@archive_url
 @click.option("--yes", is_flag=True, help="make the change; otherwise only show the possible loss")
 @changes()
 async def accept_replicas(
-    command: Command, *, partition: int, replica: str | None, yes: bool
+    command: Command, *, partition: int, replica: str | None, archive: str | None, yes: bool
 ) -> Result:
     coordinator = command.coordinator
     cluster = await coordinator.read_cluster()
@@ -108,7 +115,7 @@ async def accept_replicas(
         try:
             answers = await _query(coordinator, partition_id, facts, newest)
             try:
-                return await _decide(command, partition_id, answers, (replica, yes))
+                return await _decide(command, partition_id, answers, (replica, archive, yes))
             finally:
                 answers.close()
         except SessionFenced as fenced:
@@ -163,9 +170,9 @@ async def _decide(
     command: Command,
     partition_id: PartitionId,
     answers: _Answers,
-    requested: tuple[str | None, bool],
+    requested: tuple[str | None, str | None, bool],
 ) -> Result:
-    logs, (replica, is_accepted) = answers.logs, requested
+    logs, (replica, archive, is_accepted) = answers.logs, requested
     chosen = _chosen(replica, partition_id, logs)
     lost = rebuilding.losses(logs[chosen], logs)
     lost += [
@@ -191,7 +198,8 @@ async def _decide(
             f"log of partition {partition_id}; records that only others have are then lost.",
         }
     _check_needed(partition_id, answers)
-    members = await _declare(command, partition_id, answers, chosen)
+    archived = await _archived_of(command, partition_id, answers, (chosen, archive))
+    members = await _declare(command, partition_id, answers, chosen, archived)
     return {
         **shown,
         "summary": f"the log of {chosen}, 0..{logs[chosen].synced_max}, is the log of partition "
@@ -251,8 +259,30 @@ def _show_replicas(logs: Mapping[ReplicaId, Log], unanswered: Mapping[ReplicaId,
     print_table(("replica", "last session", "last id", "problem"), rows)
 
 
+async def _archived_of(
+    command: Command,
+    partition_id: PartitionId,
+    answers: _Answers,
+    requested: tuple[ReplicaId, str | None],
+) -> ArchivedMark | None:
+    """Return what is archived: ZooKeeper has it, unless the partition waits for a rebuilding."""
+    marker, (chosen, url) = answers.view.marker, requested
+    assert marker is not None
+    if not rebuilding.is_waiting(answers.view.metadata, marker):
+        return marker.archived
+    cluster_key = (await command.coordinator.read_cluster()).store.cluster_key
+    recovery = await _recovery(command, url, cluster_key)
+    link = answers.links[chosen]
+    log = _recovered(partition_id, answers.session, link, answers.prepared)
+    return await recovery.mark_of(log)
+
+
 async def _declare(
-    command: Command, partition_id: PartitionId, answers: _Answers, chosen: ReplicaId
+    command: Command,
+    partition_id: PartitionId,
+    answers: _Answers,
+    chosen: ReplicaId,
+    archived: ArchivedMark | None,
 ) -> tuple[ReplicaId, ...]:
     """Declare one log; the other replicas copy what they lack."""
     session_id, logs = answers.session.session_id, answers.logs
@@ -261,7 +291,7 @@ async def _declare(
     verdict = RebuildDecision(partition_id, chosen, logs[chosen], members).declared_in(session_id)
     metadata = answers.view.metadata
     assert metadata is not None
-    operations = _DeclareOperations(command.coordinator, verdict, answers)
+    operations = _DeclareOperations(command.coordinator, verdict, answers, archived)
     await rebuilding.declare(verdict.metadata(metadata.generation, session_id), operations)
     command.note(f"partition {partition_id}: the log of {chosen} is accepted")
     layout = await command.coordinator.storages.read()
@@ -276,14 +306,15 @@ class _DeclareOperations:
     coordinator: Coordinator
     verdict: RebuildDecision
     answers: _Answers
+    archived: ArchivedMark | None
 
     async def write(self, metadata: PartitionMetadata) -> None:
         """Write ZooKeeper."""
-        session, view = self.answers.session, self.answers.view
-        marker = _opened_marker(view, session)
-        versions = view.versions
         await self.coordinator.write_partition(
-            self.verdict.partition_id, metadata, marker, versions
+            self.verdict.partition_id,
+            metadata,
+            _opened_marker(self.answers.session, self.archived),
+            self.answers.view.versions,
         )
 
     async def mark(self) -> None:
@@ -328,6 +359,7 @@ class FormerCluster(NamedTuple):
     from_directory: Path | None
     replicas: int | None
     only_nodes: bool
+    archive: str | None
 
 
 @verb
@@ -337,13 +369,14 @@ class FormerCluster(NamedTuple):
     multiple=True,
     required=True,
     metavar="HOST:PORT:ADMIN_PORT[:GROUP]",
-    help="a storage of the cluster, also a lost one; repeat it for each, as for `cluster create`",
+    help="a storage of the cluster, also a lost one; repeat the option for each, as for `cluster "
+    "create`",
 )
 @click.option(
     "--missing",
     multiple=True,
     metavar="HOST:PORT",
-    help="one of these storages, if it is lost permanently; repeat it for each",
+    help="one of these storages, if it is lost permanently; repeat the option for each",
 )
 @click.option("--cluster-key", type=click.UUID, help="the key that `cluster show-key` printed")
 @click.option("--partitions", type=int, help="the cluster's partition count")
@@ -359,8 +392,9 @@ class FormerCluster(NamedTuple):
 @click.option(
     "--only-nodes",
     is_flag=True,
-    help="only create the znodes, so that storages can start; then run the command without this",
+    help="only create the znodes, so that storages can start; then run the command without it",
 )
+@archive_url
 @changes(creates=True)
 async def rebuild_metadata(command: Command, **words: Any) -> Result:  # noqa: ANN401
     return await _rebuild(command, FormerCluster(**words))
@@ -383,31 +417,7 @@ async def _rebuild(command: Command, chosen: FormerCluster) -> Result:
     there = [each for each in new.groups if each not in missing]
     links = await _await_storages(command, there, facts)
     try:
-        undecided = [
-            partition_id
-            for partition_id in map(PartitionId, range(new.partition_count))
-            if await _is_undecided(command.coordinator, partition_id)
-        ]
-        sessions, prepared = await _query_all(undecided, links)
-        verdicts, failures = _choose_all(undecided, prepared, new.groups, replica_count, missing)
-        newest = {
-            verdict.partition_id: await _newest_ids(
-                command, verdict, sessions[verdict.partition_id], links
-            )
-            for verdict in verdicts
-        }
-        # Before any partition can be opened, so that no server gets a generation that was used.
-        await command.coordinator.raise_ids(
-            ClientId(max((each.client_id for each in newest.values()), default=0)),
-            {each: Generation(its.generation + 1) for each, its in newest.items()},
-        )
-        for verdict in verdicts:
-            generation = Generation(newest[verdict.partition_id].generation + 1)
-            session = sessions[verdict.partition_id]
-            await _write_verdict(command.coordinator, verdict, session, generation)
-            command.note(
-                f"partition {verdict.partition_id}: 0..{verdict.log.synced_max} of {verdict.source}"
-            )
+        verdicts, failures = await _decide_all(command, chosen, new, missing, links)
     finally:
         for link in links.values():
             link.close()
@@ -419,16 +429,92 @@ async def _rebuild(command: Command, chosen: FormerCluster) -> Result:
     return result
 
 
+async def _decide_all(
+    command: Command,
+    chosen: FormerCluster,
+    new: NewCluster,
+    missing: Sequence[ReplicaId],
+    links: Mapping[ReplicaId, OwnerConnection],
+) -> tuple[list[RebuildDecision], list[WaltzError]]:
+    """Write the log and the archived mark of every partition; also return why others have none."""
+    undecided = [
+        partition_id
+        for partition_id in map(PartitionId, range(new.partition_count))
+        if await _is_undecided(command.coordinator, partition_id)
+    ]
+    sessions, prepared = await _query_all(undecided, links)
+    replica_count = chosen.replicas or len(set(new.groups.values()))
+    verdicts, failures = _choose_all(undecided, prepared, new.groups, replica_count, missing)
+    recovery = await _recovery(command, chosen.archive, new.cluster_key)
+    marks: dict[PartitionId, ArchivedMark | None] = {}
+    for verdict in verdicts:
+        each, link = verdict.partition_id, links[verdict.source]
+        answers = {name: its[each] for name, its in prepared.items() if each in its}
+        try:
+            log = _recovered(each, sessions[each], link, answers)
+            marks[each] = await recovery.mark_of(log)
+        except WaltzError as error:
+            failures.append(error)
+    verdicts = [each for each in verdicts if each.partition_id in marks]
+    newest = {
+        verdict.partition_id: await _newest_ids(
+            command, verdict, sessions[verdict.partition_id], links, prepared
+        )
+        for verdict in verdicts
+    }
+    # Before any partition can be opened, so that no server gets a generation that was used.
+    await command.coordinator.raise_ids(
+        ClientId(max((each.client_id for each in newest.values()), default=0)),
+        {each: Generation(its.generation + 1) for each, its in newest.items()},
+    )
+    for verdict in verdicts:
+        each, archived = verdict.partition_id, marks[verdict.partition_id]
+        generation = Generation(newest[each].generation + 1)
+        marker = _opened_marker(sessions[each], archived)
+        await _write_verdict(command.coordinator, verdict, marker, generation)
+        shown = f"partition {each}: 0..{verdict.log.synced_max} of {verdict.source}"
+        if archived is not None:
+            shown += f", of which the archive has {archived.first}..{archived.last}"
+        command.note(shown)
+    return verdicts, failures
+
+
+async def _recovery(command: Command, url: str | None, cluster_key: UUID) -> ArchiveRecovery:
+    """Return the archive at a URL, or at that of the storages."""
+    command.wait_for("the storages")
+    found = url or await url_of_archive(command.coordinator, command.wait_for)
+    command.wait_for(f"the archive {found}")
+    return ArchiveRecovery(found, cluster_key.bytes, command.note)
+
+
+def _recovered(
+    partition_id: PartitionId,
+    session: Session,
+    link: OwnerConnection,
+    prepared: Mapping[ReplicaId, Prepared],
+) -> RecoveredLog:
+    """Return the log of the chosen replica, at `link`, for the search in the archive."""
+    source = prepared[link.address]
+    starts = {each: TransactionId(max(its.start, BEFORE_FIRST)) for each, its in prepared.items()}
+    return RecoveredLog(
+        partition_id,
+        starts[link.address],
+        TransactionId(source.synced_max),
+        lambda last: link.chain_at(partition_id, session, last),
+        starts,
+    )
+
+
 def _choose_all(
     undecided: Sequence[PartitionId],
     prepared: Mapping[ReplicaId, Mapping[PartitionId, Prepared]],
     groups: Mapping[ReplicaId, int],
     replica_count: int,
     missing: Sequence[ReplicaId],
-) -> tuple[list[RebuildDecision], list[BadRequest]]:
+) -> tuple[list[RebuildDecision], list[WaltzError]]:
     """Choose the log of every partition; also return the partitions without a choice."""
     verdicts: list[RebuildDecision] = []
-    failures: list[BadRequest] = []
+    failures: list[WaltzError] = []
     for each in undecided:
         logs = {name: log_of(its[each]) for name, its in prepared.items() if each in its}
         try:
@@ -543,35 +629,37 @@ async def _newest_ids(
     verdict: RebuildDecision,
     session: Session,
     links: Mapping[ReplicaId, OwnerConnection],
+    prepared: Mapping[ReplicaId, Mapping[PartitionId, Prepared]],
 ) -> Ids:
     """Return the greatest ids at the end of the chosen log (rebuilding.py, rule 5)."""
-    last = verdict.log.synced_max
+    answer = prepared[verdict.source][verdict.partition_id]
     try:
-        return await links[verdict.source].newest_ids(verdict.partition_id, session, last)
+        return await links[verdict.source].newest_ids(verdict.partition_id, session, answer)
     except Damaged as error:
         command.note(
-            f"partition {verdict.partition_id}: the ids in its last records are unknown, so new "
-            f"ids start at the clock of this machine: {error}"
+            f"partition {verdict.partition_id}: the client IDs in its last records are unknown, so "
+            f"new client IDs are derived from the clock of this machine: {error}"
         )
         return NO_IDS
 
 
-def _opened_marker(view: PartitionView, session: Session) -> PartitionMarker:
-    """Return the marker of an open partition in a session; what is archived stays so."""
-    archived = None if view.marker is None else view.marker.archived
+def _opened_marker(session: Session, archived: ArchivedMark | None) -> PartitionMarker:
+    """Return the marker of an open partition in a session."""
     return PartitionMarker(MarkerState.OPEN, session.session_id, session.nonce, archived)
 
 
 async def _write_verdict(
-    coordinator: Coordinator, verdict: RebuildDecision, session: Session, generation: Generation
+    coordinator: Coordinator,
+    verdict: RebuildDecision,
+    marker: PartitionMarker,
+    generation: Generation,
 ) -> None:
     view = await coordinator.read_partition(verdict.partition_id)
     metadata = view.metadata
     assert metadata is not None
     # A server that has not read the raised generation yet cannot claim the partition.
     generation = max(metadata.generation, generation)
-    written: PartitionMetadata = verdict.metadata(generation, session.session_id)
-    marker = _opened_marker(view, session)
+    written: PartitionMetadata = verdict.metadata(generation, marker.session_id)
     await coordinator.write_partition(verdict.partition_id, written, marker, view.versions)
 
 

@@ -82,8 +82,8 @@ class SegmentChoice(NamedTuple):
     "-d",
     "--deserializer",
     metavar="NAME",
-    help="deserializer of the data: bytes, msgpack, json, or module:name for your own function of "
-    "bytes or serializer; implies --data [default: bytes]",
+    help="deserializer of the data: bytes, msgpack, json, or module:name for a "
+    "function that takes bytes, or for a serializer; implies --data [default: bytes]",
 )
 @options.files("a .seg file, a partition's directory or a storage directory")
 @options.gather_options(SegmentChoice)

@@ -19,6 +19,7 @@ from waltz_core.errors import RemoteProtocolError, Unreachable, WaltzError, from
 from waltz_core.records.record import (
     RECORD_HEADER,
     REQ_ID,
+    Chain,
     PartitionId,
     ReplicaId,
     SessionId,
@@ -27,6 +28,8 @@ from waltz_core.records.record import (
 from waltz_core.transport.net import Link
 from waltz_core.wire.messages import (
     DamageFound,
+    LineageRequest,
+    LineageResponse,
     Message,
     Nack,
     OpenRequest,
@@ -122,14 +125,31 @@ class OwnerConnection:
         (answer,) = await self._request([mark])
         self._expect(answer, ReplicaEnd)
 
-    async def newest_ids(
+    async def chain_at(
         self, partition_id: PartitionId, session: Session, last: TransactionId
+    ) -> Chain | None:
+        """Return the chain at an ID from the start of the log to its end; None within a batch.
+
+        Raises the error that the storage answers.
+        """
+        first = TransactionId(last + 1)
+        (answer,) = await self._request(
+            [LineageRequest(session.session_id, 1_000_002, partition_id, first, first)]
+        )
+        self._expect(answer, LineageResponse)
+        assert isinstance(answer, LineageResponse)
+        begins = not answer.lineage or answer.lineage[0].first == first
+        return Chain(bytes(answer.chain_before)) if begins else None
+
+    async def newest_ids(
+        self, partition_id: PartitionId, session: Session, prepared: Prepared
     ) -> Ids:
-        """Return the greatest ids in the last `IDS_ROWS_MAX` records, up to `last`.
+        """Return the greatest ids in the last `IDS_ROWS_MAX` records that the storage has itself.
 
         Raises the error that the storage answers, also for records that it cannot read.
         """
-        first = max(0, last - IDS_ROWS_MAX + 1)
+        last = prepared.synced_max
+        first = max(0, prepared.start + 1, last - IDS_ROWS_MAX + 1)
         fields = (session.session_id, 1_000_001, partition_id)
         size = RECORD_HEADER.size * IDS_ROWS_MAX
         newest = NO_IDS

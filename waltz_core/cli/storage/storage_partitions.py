@@ -50,7 +50,8 @@ from waltz_core.wire.admin_messages import (
 _force = click.option(
     "--force",
     is_flag=True,
-    help="also if the last session needs this replica; read the error without --force first",
+    help="proceed even if the last session needs this replica; run the command without --force "
+    "first and read its error",
 )
 
 

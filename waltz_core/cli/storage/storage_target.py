@@ -134,7 +134,10 @@ def numbers_of(text: str) -> tuple[int, ...]:
         if not (first.isascii() and first.isdecimal() and last.isascii() and last.isdecimal()):
             raise BadConfig(f"--partition: expected ranges such as 0-6,7, found {part.strip()!r}")
         if not int(first) <= int(last) < PARTITIONS_MAX:
-            raise BadConfig(f"--partition: expected a range that rises, found {part.strip()!r}")
+            raise BadConfig(
+                "--partition: expected a range from a lower to a higher number, found "
+                f"{part.strip()!r}"
+            )
         found += range(int(first), int(last) + 1)
     return tuple(dict.fromkeys(found))
 
@@ -176,7 +179,7 @@ async def target_of(where: StorageChoice) -> Target:
     """Return the one chosen storage; raises BadConfig if it is not exactly one."""
     if where.admin is None and where.cluster is not None and where.storage is None:
         raise BadConfig(
-            "expected --storage HOST:PORT in addition to --connect: this verb works on one storage"
+            "expected --storage HOST:PORT in addition to --connect: this command is for one storage"
         )
     (target,) = await targets_of(where)
     return target

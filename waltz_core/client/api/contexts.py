@@ -331,7 +331,7 @@ class ContextRun:
             if not self.future.done():
                 self.future.set_result(outcome.transaction_id)
         else:
-            text = "the client was closed before another attempt; it is not in the log"
+            text = "the client was closed before another attempt; the transaction is not in the log"
             self._finish(errors.Unreachable(text))
 
     async def _expire(self, error: errors.WaltzError) -> bool:

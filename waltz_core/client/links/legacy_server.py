@@ -12,8 +12,8 @@ from waltz_core.legacy.legacy_server_link import (
     Event,
     LegacyServerLink,
     OwnershipProven,
-    ReceivedFromOld,
-    SendToOld,
+    ReceivedFromLegacyServer,
+    SendToLegacyServer,
 )
 from waltz_core.records.record import PartitionId
 from waltz_core.transport import net
@@ -40,11 +40,11 @@ class LegacyServer:
 
     def send(self, message: ClientMessage) -> None:
         """Send a message of a stream."""
-        self._driver.post(SendToOld(message))
+        self._driver.post(SendToLegacyServer(message))
 
     def take(self, received: Sequence[ClientMessage]) -> None:
         """Process messages from the server that answer no request."""
-        self._driver.post(ReceivedFromOld(received))
+        self._driver.post(ReceivedFromLegacyServer(received))
 
     def stop(self) -> None:
         """Do nothing more: the connection is closed."""

@@ -89,7 +89,8 @@ class Zstd(Generic[T]):
         if len(data) < len(_PLAIN_HEAD) or data[0] != MAGIC or data[1] not in (PLAIN, ZSTD):
             raise errors.BadFormat(
                 f"transaction data: expected {MAGIC:#x} and an encoding of 0 or 1, found "
-                f"{bytes(data[:2])!r}: it was written without compression.Zstd, or later"
+                f"{bytes(data[:2])!r}: it was written without compression.Zstd, or by a later "
+                "version"
             )
         if data[1] == PLAIN:
             return bytes(data[len(_PLAIN_HEAD) :])

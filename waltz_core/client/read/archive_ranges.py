@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from waltz_core.archive.reader import ArchiveReader
     from waltz_core.archive.store import ArchiveStore
 
-# Read at once, for one chunk.
-CHUNK_BYTES: Final = 8 * 1024 * 1024
 # Row groups that were read and those that are read ahead, and the indexes of objects.
 CACHE_BYTES_MAX: Final = 64 * 1024 * 1024
 _NO_LENGTHS: Final[I64] = np.empty(0, dtype=np.int64)
@@ -112,6 +110,8 @@ def read_archived(
 ) -> Iterator[RangeChunk]:
     """Yield the transactions first..last of some objects in chunks, dense and in order.
 
+    A chunk has the transactions of a row group, about 8 MiB.
+
     Raises:
         ObjectMissing: an object does not exist any more.
         ArchiveUnavailable: the store does not answer.
@@ -123,7 +123,7 @@ def read_archived(
     reader = ArchiveReader.of(objects.manifest, store, cache)
     next_id = TransactionId(first)
     while next_id <= last:
-        read = reader.read_range(next_id, TransactionId(last), CHUNK_BYTES)
+        read = reader.read_group(next_id, TransactionId(last))
         chunk = _chunk_of(read, form, header_values)
         next_id = chunk.next
         yield chunk

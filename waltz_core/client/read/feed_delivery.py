@@ -204,7 +204,7 @@ class Applier:
         self._advance(mark)
 
     def feed(self, ids: Sequence[int], headers: Buffer, last: TransactionId) -> None:
-        """Queue a stretch of the feed up to `last`: 20 bytes for each id."""
+        """Queue a range of the feed up to `last`: 20 bytes for each id."""
         if self.stopped is not None:
             return
         self._queue.append((ids, headers, last))
@@ -248,7 +248,7 @@ class Applier:
                 await asyncio.sleep(0)
 
     def _take(self, size: int) -> tuple[DeliveryRun, TransactionId]:
-        """Take stretches off the queue, up to about `size` transactions."""
+        """Take ranges off the queue, up to about `size` transactions."""
         run: DeliveryRun = []
         last = BEFORE_FIRST
         while self._queue and len(run) < size:

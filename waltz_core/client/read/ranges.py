@@ -79,7 +79,7 @@ class RangeRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RangeChunk:
-    """A stretch of the log: `count` transactions from `first` on (fewer records under a filter).
+    """A range of the log: `count` transactions from `first` on (fewer records under a filter).
 
     WHOLE: `records` are the segment file's bytes and `lengths` their lengths. HEADERS: `records`
     are 28 bytes each, `lengths` is empty. `next` is the first ID after it. `lineage` covers it.
@@ -290,7 +290,7 @@ class ReaderConnection:
         high_water_mark: TransactionId,
         timeout_s: float,
     ) -> RangeChunk:
-        """Read a stretch; raises SessionFenced, NotOwned, ... if the storage may not answer."""
+        """Read a range; raises SessionFenced, NotOwned, ... if the storage may not answer."""
         assert query.last <= high_water_mark
         assert not query.header_values
         answer, where = await self._range(partition_id, query, query.form, session_id, timeout_s)
@@ -316,7 +316,7 @@ class ReaderConnection:
         session_id: SessionId,
         timeout_s: float,
     ) -> ReadGrant:
-        """Request the positions of a stretch's records; raises like `fetch`, and if unsupported."""
+        """Request the positions of a range's records; raises like `fetch`, and if unsupported."""
         larger = replace(query, bytes_max=max(query.bytes_max, GRANT_BYTES))
         answer, where = await self._range(partition_id, larger, LOCATIONS, session_id, timeout_s)
         if len(answer.lengths) != 4 * answer.count:
@@ -339,7 +339,7 @@ class ReaderConnection:
         session_id: SessionId,
         timeout_s: float,
     ) -> tuple[messages.RangeBytes, str]:
-        """Return the answer for a stretch, and how to name it in an error."""
+        """Return the answer for a range, and how to name it in an error."""
         self._sequence += 1
         request = messages.RangeRaw(
             session_id,
@@ -431,7 +431,7 @@ class ReplicaReader:
         self.from_local_count = 0  # of those
 
     async def fetch(self, query: RangeQuery) -> RangeChunk:
-        """Read a stretch."""
+        """Read a range."""
         while (
             self._addresses and not self._is_closed and query.last <= self._replicas.high_water_mark
         ):
@@ -578,7 +578,7 @@ def _lengths(form: int, packed: Buffer, records: Buffer, where: str) -> I64:
 
 
 def _verify(chunk: RangeChunk, where: str, *, is_filtered: bool) -> None:
-    """Raise unless the records are complete, undamaged, and those of the stretch."""
+    """Raise unless the records are complete, undamaged, and those of the range."""
     if (
         chunk.form is RangeForm.WHOLE
         and not is_filtered

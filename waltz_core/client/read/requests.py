@@ -270,6 +270,27 @@ class OwnerRequests:
 
         return await self._query_until_answered(partition_id, query, is_bulk=False)
 
+    async def replace_object(
+        self, partition_id: PartitionId, name: str, first: TransactionId, last: TransactionId
+    ) -> messages.ReplacementResponse:
+        """Request that an archived object with these IDs is replaced from the log of a storage.
+
+        Repeat the call until the answer states that the attempt has ended; it states this once.
+
+        Raises:
+            BadRequest: these IDs are not archived.
+            LocalProtocolError: the server is older, and has no such request.
+        """
+
+        async def query(reader: OwnerLink) -> messages.ReplacementResponse:
+            return await _answer_of(
+                reader,
+                messages.ReplacementResponse,
+                lambda req_id: messages.ReplacementRequest(req_id, name, first, last),
+            )
+
+        return await self._query_until_answered(partition_id, query, is_bulk=False)
+
     async def has_legacy_server(self, partition_ids: Iterable[PartitionId]) -> bool:
         """Return whether a 0.13 server owns any of these partitions now."""
 
@@ -304,9 +325,9 @@ class OwnerRequests:
         }
 
     async def range(self, partition_id: PartitionId, query: RangeQuery) -> RangeChunk:
-        """Return a stretch of the log from the server, checked.
+        """Return a range of the log from the server, checked.
 
-        A quorum has confirmed an answer that the log ends before the stretch.
+        A quorum has confirmed an answer that the log ends before the range.
         """
         while True:
             chunk = await self._query_until_answered(

@@ -243,13 +243,15 @@ class ClientPartition:
         self._driver.post(stream_events.Close())
         self._driver.stop()
         # Rows that were waiting to be sent, first or again, are not in the log.
-        self.appends.abandon(errors.Unreachable("the client was closed before it was sent"))
+        self.appends.abandon(errors.Unreachable("the client was closed before the append was sent"))
         if self._link is not None:
             self._link.detach(self.partition_id)
 
     def _send(self, submission: Submission) -> None:
         if self._driver.is_stopped:  # it would never get an outcome
-            error = self._stopped or errors.Unreachable("the client was closed before it was sent")
+            error = self._stopped or errors.Unreachable(
+                "the client was closed before the append was sent"
+            )
             self.appends.rejected(submission.token, error)
             return
         self._driver.post(stream_events.SendAppends(submission))

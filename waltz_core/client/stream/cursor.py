@@ -3,8 +3,8 @@
 A feed survives any number of mounts and stays dense over all of them.
 
 Invariants:
-    1. What is passed on is dense: each stretch starts after the previous one, overlaps are cut off.
-       A stretch of a filtered feed also covers the transactions that do not pass the filter.
+    1. What is passed on is dense: each range starts after the previous one, overlaps are cut off.
+       A range of a filtered feed also covers the transactions that do not pass the filter.
     2. No more is requested while the application is too far behind what was fed.
 """
 

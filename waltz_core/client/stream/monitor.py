@@ -253,7 +253,7 @@ class Monitor:
         return pending, outcome
 
     def match_feed(self, first: TransactionId, headers: Buffer) -> None:
-        """Look for own rows in a stretch of the feed (20 bytes each: request id, header)."""
+        """Look for own rows in a range of the feed (20 bytes each: request id, header)."""
         if not self._pending:
             return
         if len(headers) <= ONE_BY_ONE_MAX * _FEED.size and not len(headers) % _FEED.size:

@@ -181,7 +181,9 @@ class PartitionStream:
             case stream_events.ClientIdRenewed():
                 self._renew(event.client_id, now_ms, out)
             case stream_events.Close():
-                self._stop(errors.Unreachable("the client was closed before it was sent"), out)
+                self._stop(
+                    errors.Unreachable("the client was closed before the append was sent"), out
+                )
             case Wakeup():
                 self._wake(now_ms, out)
             case _:
@@ -616,7 +618,7 @@ class PartitionStream:
             self._request_feed(out)
 
     def _request_feed(self, out: list[Effect]) -> None:
-        """Request the next stretch, unless the application is too far behind."""
+        """Request the next range, unless the application is too far behind."""
         if self._mount_id is None or not self._mount_has_feed:
             return
         mark = self._cursor.take_request_mark()

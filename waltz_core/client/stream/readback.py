@@ -82,7 +82,8 @@ class ReadBack:
         )
         first = TransactionId(message.first)
         if not fits or not monitor.match_headers(first, message.count, message.records):
-            return f"no dense headers in answer to transactions {request.first}..{request.last}"
+            where = f"transactions {request.first}..{request.last}"
+            return f"the headers in the answer to a read of {where} are not consecutive"
         if self._chain is not None:
             self._chain = None
             return None

@@ -48,7 +48,9 @@ class NewStorage(NamedTuple):
             host, port, admin = [*text.rsplit(":", 2), "", ""][:3]
             group = str(index)
         if not (host and port.isdigit() and admin.isdigit() and group.isdigit()):
-            raise errors.BadConfig(f"--storage is HOST:PORT:ADMIN_PORT[:GROUP]; found {text!r}")
+            raise errors.BadConfig(
+                f"--storage: expected HOST:PORT:ADMIN_PORT[:GROUP], found {text!r}"
+            )
         return cls(ReplicaId(f"{host}:{port}"), int(admin), int(group))
 
 

@@ -81,7 +81,7 @@ class StorageLayout:
         held = self.assignment.partitions[address]
         if held:
             raise errors.BadRequest(
-                f"{address} still has replicas of {len(held)} partitions, the first of {held[0]}"
+                f"{address} still has replicas of {len(held)} partitions, such as {held[0]}"
             )
         return StorageLayout(
             model.ReplicaAssignments(_without(self.assignment.partitions, address)),
@@ -148,7 +148,8 @@ class Storages:
 
     def _changes_too_fast(self) -> errors.CoordinatorUnavailable:
         return errors.CoordinatorUnavailable(
-            f"the storages of {self._nodes.where} change faster than they can be written"
+            f"the storages of {self._nodes.where}: other processes changed them during each "
+            "attempt to write them"
         )
 
     async def forget_id(self, address: ReplicaId) -> None:

@@ -197,7 +197,7 @@ class _Distribution:
 def _next_generation(generation: Generation, partition_id: PartitionId) -> Generation:
     if generation >= INT32_MAX:
         raise errors.BadFormat(
-            f"the generation of partition {partition_id} is {generation}: no next one fits 32 bits"
+            f"the generation of partition {partition_id} is {generation}, the maximum of 32 bits"
         )
     return Generation(generation + 1)
 

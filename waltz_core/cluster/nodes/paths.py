@@ -53,7 +53,7 @@ ZNODES = (
     Znode("R/x/load", "persistent", "nothing", "the first server that balances by load"),
     Znode("R/x/load/ID", "ephemeral", "loads (JSON)", "server ID, every few seconds"),
     Znode("R/x/reach", "persistent", "nothing", "the first server with an open partition"),
-    Znode("R/x/reach/ID", "ephemeral", "reach report (JSON)", "server ID, while one is open"),
+    Znode("R/x/reach/ID", "ephemeral", "reach report (JSON)", "server ID, in each session"),
     Znode("R/x/audit", "persistent", "nothing", "the first change by a cluster command"),
     Znode("R/x/audit/e_N", "persistent sequential", "AuditEntry (JSON)", "cluster commands"),
 )

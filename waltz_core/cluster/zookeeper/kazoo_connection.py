@@ -132,7 +132,7 @@ class Handler(SequentialThreadingHandler):  # type: ignore[misc]  # kazoo has no
     def __init__(self, connect_timeout_s: float) -> None:
         super().__init__()
         self._connect_timeout_s = connect_timeout_s
-        self.failure = "the name is not known, or the host is silent"
+        self.failure = "the host name cannot be resolved, or the host does not answer"
 
     def create_connection(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - kazoo's
         """Connect within `connect_timeout_s`."""

@@ -583,10 +583,10 @@ def _add(request: TransactionRequest, operation: Operation, acl: list[ACL]) -> N
 
 def _conflict(operation: Operation, error: Exception) -> str:
     if isinstance(operation, CreateNode):
-        expected = "expected no node, but its parent"
+        expected = "expected that the parent exists and the node does not"
     else:
         expected = f"expected version {operation.version}"
-    return f"{operation.path}: {expected}; ZooKeeper says {type(error).__name__}"
+    return f"{operation.path}: {expected}, found {type(error).__name__}"
 
 
 def _settle(future: asyncio.Future[Any], result: Any) -> None:  # noqa: ANN401 - kazoo's

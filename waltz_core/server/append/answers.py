@@ -9,6 +9,7 @@ from dataclasses import replace
 from waltz_core import errors
 from waltz_core.cluster.nodes.model import ArchivedMark
 from waltz_core.records.record import ReplicaId, SessionId, TransactionId
+from waltz_core.replication.session_events import ReplacementOutcome
 from waltz_core.server.append.mounts import PartitionPosition
 from waltz_core.server.locking.tickets import Ticket
 from waltz_core.server.partition_events import (
@@ -29,6 +30,7 @@ from waltz_core.wire.messages import (
     MountResponse,
     MountState,
     MountWriter,
+    ReplacementResponse,
     ReplicasRequest,
     ReplicasResponse,
 )
@@ -123,6 +125,21 @@ def expired(request: Received, archived: ArchivedMark | None, *, is_done: bool) 
         fault = "nothing of the partition is archived, so nothing can expire"
         return reject(request, errors.BadRequest(fault))
     answer = ExpireResponse(request.message.req_id, archived.first, is_done)
+    return SendToClient(request.connection, answer, request.cost_bytes)
+
+
+def replaced(request: Received, outcome: ReplacementOutcome | None) -> SendToClient:
+    """Answer a request for the replacement of an object; without an outcome it is under way."""
+    req_id = request.message.req_id
+    answer = ReplacementResponse(req_id, is_ended=False, is_replaced=False, storage="", failures=())
+    if outcome is not None:
+        answer = ReplacementResponse(
+            req_id,
+            is_ended=True,
+            is_replaced=outcome.is_replaced,
+            storage=outcome.replica or "",
+            failures=outcome.failures,
+        )
     return SendToClient(request.connection, answer, request.cost_bytes)
 
 

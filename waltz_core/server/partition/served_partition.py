@@ -39,7 +39,7 @@ from waltz_core.server.partition_events import (
     Drained,
     Effect,
     Event,
-    FeedExpired,
+    FeedFailed,
     FeedHeaders,
     Fetch,
     Fetched,
@@ -200,9 +200,7 @@ class Partition:
     def _fetched(self, event: Fetched | FetchFailed) -> None:
         if isinstance(event, FetchFailed):
             self._out += self.pipeline.refill.failed(event.token, self._now_ms)
-            token, reason, first = event.token, event.reason, event.first_available
-            failed = self.reads.failed(token, reason, self._now_ms, first_available=first)
-            self._route_reads(failed)
+            self._route_reads(self.reads.failed(event, self._now_ms))
         elif isinstance(event.message, messages.LockBlocks):
             self.pipeline.refill.fetched(event.token, event.message)
         else:
@@ -247,6 +245,8 @@ class Partition:
                 self._answer_mark(event, always=message.linearizable)
             case messages.ExpireRequest():
                 self._expire(event, message)
+            case messages.ReplacementRequest():
+                self._replace(event, message)
             case messages.RangeRequest():
                 self._route_reads(self.reads.range(event, message))
             case messages.TransactionDataRequest():
@@ -377,6 +377,18 @@ class Partition:
         self._out.append(answers.expired(event, self._store.archived, is_done=is_done))
         if not is_done:
             self._drive(replication.ExpireArchive(before, message.before_ms))
+
+    def _replace(self, event: Received, message: messages.ReplacementRequest) -> None:
+        first, last = TransactionId(message.first), TransactionId(message.last)
+        archived = self._store.archived
+        end = -1 if archived is None else archived.last
+        if not 0 <= first <= last <= end:
+            fault = f"expected an object with IDs in 0..{end}, found {first}..{last}"
+            self._out.append(answers.reject(event, errors.BadRequest(fault)))
+            return
+        request = replication.ReplaceInArchive(message.object, first, last)
+        self._out.append(answers.replaced(event, self._store.replacement(request)))
+        self._drive(request)
 
     # -----------------------------------------------------------------------------------------
     # the store
@@ -590,8 +602,8 @@ class Partition:
         for outcome in found:
             if isinstance(outcome, FeedHeaders):
                 self._route_feed(self.feed.fetched(outcome))
-            elif isinstance(outcome, FeedExpired):
-                requests = self.feed.expired(outcome.first)
+            elif isinstance(outcome, FeedFailed):
+                requests = self.feed.failed(outcome.first)
                 self._out.extend(answers.reject(each, outcome.error) for each in requests)
             else:
                 self._out.append(outcome)

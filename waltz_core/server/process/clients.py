@@ -70,6 +70,7 @@ from waltz_core.wire.messages import (
     RangeRequest,
     RemovePreferredRequest,
     RemovePreferredResponse,
+    ReplacementRequest,
     ReplicasRequest,
     ServerPartitionsRequest,
     ServerPartitionsResponse,
@@ -88,6 +89,7 @@ _TO_A_PARTITION = (
     MountRequest,
     MountWriter,
     RangeRequest,
+    ReplacementRequest,
     ReplicasRequest,
     TransactionDataRequest,
 )

@@ -21,7 +21,7 @@ from typing import Final
 
 from waltz_core.cluster.coordinator import Coordinator, PartitionVersions
 from waltz_core.driver import Driver, loop_clock_ms
-from waltz_core.errors import BelowStart, CoordinatorConflict, WaltzError
+from waltz_core.errors import BelowStart, CoordinatorConflict, Damaged, WaltzError
 from waltz_core.machine import Report
 from waltz_core.metrics import Metrics
 from waltz_core.records.record import (
@@ -69,6 +69,7 @@ LEVELS: Final = {
     "archive.collection_failed": logging.WARNING,
     "archive.expiry_failed": logging.WARNING,
     "archive.failed": logging.WARNING,
+    "archive.replacement_failed": logging.WARNING,
     "partition.data_loss": logging.ERROR,
     "partition.rejected": logging.WARNING,
     "replica.damaged": logging.WARNING,
@@ -261,7 +262,8 @@ class Host:
             )
         except WaltzError as error:
             first = error.first_available if isinstance(error, BelowStart) else BEFORE_FIRST
-            self.post(FetchFailed(effect.token, str(error), TransactionId(first)))
+            is_damage = isinstance(error, Damaged)
+            self.post(FetchFailed(effect.token, str(error), TransactionId(first), is_damage))
             return
         size = len(answer.blocks if isinstance(answer, LockBlocks) else answer.records)
         self._services.metrics.add(
@@ -321,7 +323,7 @@ class Waits:
     """Reports how long a partition waits for its replicas; a hanging one blocks nothing.
 
     Args:
-        waits_ms: maps the time now to how long each replica has owed an answer.
+        waits_ms: maps the time now to the age of each replica's oldest unanswered request.
     """
 
     def __init__(

@@ -126,6 +126,9 @@ class MemoryStore:
         """Return False: there is no archive."""
         return False
 
+    def replacement(self, request: replication.ReplaceInArchive) -> None:
+        """Return None: there is no archive."""
+
     def step(self, event: replication.Event, now_ms: int) -> Sequence[replication.Effect]:
         """Process one event; those for several replicas have no effect."""
         match event:

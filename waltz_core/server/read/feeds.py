@@ -117,7 +117,7 @@ class Feed:
 
     @property
     def fetching(self) -> set[TransactionId]:
-        """Where the stretches begin that are fetched for it."""
+        """Where the ranges begin that are fetched for it."""
         return {each.next for each in self._contexts.values() if each.is_fetching}
 
     def lag_max(self) -> int:
@@ -156,13 +156,15 @@ class Feed:
         if mark > place.high_water_mark:
             return ClientAhead(f"{where}: its high-water mark is {place.high_water_mark}")
         if mark < BEFORE_FIRST or not self.grant(request, mark=TransactionId(mark)):
-            return BadRequest(f"{where}: expected a mark of -1 or more, and no open grant")
+            return BadRequest(
+                f"{where}: expected a mark of -1 or more, and no other open feed request"
+            )
         return None
 
     def grant(self, request: Received, *, mark: TransactionId) -> bool:
         """Continue after the client's mark; False if there is no such mount, or a grant is open.
 
-        The request is answered by `FeedSuspended` at the end of the stretch.
+        The request is answered by `FeedSuspended` at the end of the range.
         """
         mount_id = request.message.req_id
         context = self._contexts.get((request.connection, mount_id.client_id))
@@ -245,8 +247,8 @@ class Feed:
                 self._has_more = True
         return out
 
-    def expired(self, first: TransactionId) -> list[Received]:
-        """End the feeds that wait at an ID below the start of the log; return their requests."""
+    def failed(self, first: TransactionId) -> list[Received]:
+        """End the feeds that wait at an ID that no replica can return; return their requests."""
         keys = [
             key for key, each in self._contexts.items() if each.is_fetching and each.next == first
         ]

@@ -4,9 +4,9 @@ A 0.13 client requests the data of each transaction in a message of its own. For
 catches up beyond the transaction cache, each would be a round trip to a storage.
 
 Rules:
-    1. A stretch is fetched if a request closely follows an earlier one of the partition. A stretch
+    1. A range is fetched if a request closely follows an earlier one of the partition. A range
        has at most `AHEAD_COUNT` records and `AHEAD_BYTES`, or one larger record.
-    2. The last `PREFETCHED_RANGES_MAX` stretches of a partition are kept, within the budget of the
+    2. The last `PREFETCHED_RANGES_MAX` ranges of a partition are kept, within the budget of the
        transaction caches, which covers all partitions.
     3. Only checked records of committed transactions are kept, and only within a session whose
        owner is sure of the log (`clear`).
@@ -41,7 +41,7 @@ class _PrefetchedRange(NamedTuple):
 
 
 class ReadAhead:
-    """The stretches of one partition."""
+    """The ranges of one partition."""
 
     def __init__(self, budget: CacheBudget) -> None:
         self._budget = budget
@@ -59,7 +59,7 @@ class ReadAhead:
         return None
 
     def is_wanted(self, transaction_id: TransactionId) -> bool:
-        """Whether a stretch should be fetched from this transaction on (rule 1)."""
+        """Whether a range should be fetched from this transaction on (rule 1)."""
         return any(0 < transaction_id - end <= NEAR_COUNT for end in self._ends)
 
     def ended_at(self, transaction_id: TransactionId) -> None:
@@ -67,7 +67,7 @@ class ReadAhead:
         self._ends.append(transaction_id)
 
     def keep(self, first: TransactionId, lengths: I64, records: Buffer) -> None:
-        """Keep a stretch, in place of the oldest one (rule 2)."""
+        """Keep a range, in place of the oldest one (rule 2)."""
         self.ended_at(TransactionId(first + lengths.size - 1))
         if first in self._ranges:
             self._drop(first)
@@ -83,7 +83,7 @@ class ReadAhead:
         self._ranges[first] = _PrefetchedRange(receipt, cost_bytes, offsets, copy)
 
     def drop_oldest(self) -> None:
-        """Release the oldest stretch; the budget calls this to make room."""
+        """Release the oldest range; the budget calls this to make room."""
         self._drop(next(iter(self._ranges)))
 
     def clear(self) -> None:

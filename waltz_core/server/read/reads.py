@@ -20,6 +20,9 @@ Rules:
        and again, and sends requests each time, would keep all others waiting.
    10. If the log begins after the first ID of a fetch, the fetch fails at once: the start is that
        of the archive, the same for all replicas. A log that still has the records serves them.
+    11. A request fails after `ROUNDS_MAX` rounds; its error has a reason of damage if there is one.
+        A feed waits, except if all replicas report damage, locally and in the archive, with pauses
+        of up to `RETRY_MAX_MS`: then its error names what is damaged, and the client tries again.
 """
 
 from collections import deque
@@ -58,9 +61,10 @@ from waltz_core.replication.session_events import Batch
 from waltz_core.server.append.answers import reject
 from waltz_core.server.partition_events import (
     ConnectionId,
-    FeedExpired,
+    FeedFailed,
     FeedHeaders,
     Fetch,
+    FetchFailed,
     PartitionLimits,
     Received,
     SendToClient,
@@ -115,7 +119,7 @@ class _Key(NamedTuple):
 
 @dataclass(slots=True)
 class _Job:
-    """A stretch that must be fetched from a storage, and the requests that wait for it."""
+    """A range that must be fetched from a storage, and the requests that wait for it."""
 
     key: _Key
     waiting: list[Received] = field(default_factory=list)
@@ -123,9 +127,12 @@ class _Job:
     tried: list[ReplicaId] = field(default_factory=list)
     rounds: int = 0
     retry_ms: int = RETRY_FIRST_MS
+    # Rule 11: of the present round, and the last reason.
+    is_damaged_everywhere: bool = True
+    damage: str = ""
 
 
-ReadOutcome: TypeAlias = SendToClient | Fetch | FeedHeaders | FeedExpired
+ReadOutcome: TypeAlias = SendToClient | Fetch | FeedHeaders | FeedFailed
 
 
 class Reads:
@@ -364,14 +371,14 @@ class Reads:
         return self._start()
 
     def fetched(self, token: int, message: RangeBytes, now_ms: int) -> list[ReadOutcome]:
-        """A storage has sent a stretch."""
+        """A storage has sent a range."""
         job = self._running.get(token)
         if job is None:
             return self._dropped(token)
         try:
             run = _checked(message, job.key)
         except WaltzError as error:
-            return self.failed(token, str(error), now_ms)
+            return self.failed(FetchFailed(token, str(error)), now_ms)
         del self._running[token], self._jobs[job.key]
         if job.key in self._reading_ahead:
             del self._reading_ahead[job.key]
@@ -385,37 +392,24 @@ class Reads:
             out += self._answers(request, run)
         return out + self._start()
 
-    def failed(
-        self,
-        token: int,
-        reason: str,
-        now_ms: int,
-        *,
-        first_available: TransactionId = BEFORE_FIRST,
-    ) -> list[ReadOutcome]:
-        """A fetch has failed; rules 2 and 10."""
-        job = self._running.get(token)
+    def failed(self, event: FetchFailed, now_ms: int) -> list[ReadOutcome]:
+        """A fetch has failed; rules 2, 10 and 11."""
+        job = self._running.get(event.token)
         if job is None:
-            return self._dropped(token)
-        del self._running[token]
-        if first_available > job.key.first:
-            return self._expired(job, first_available)
+            return self._dropped(event.token)
+        del self._running[event.token]
+        if event.first_available > job.key.first:
+            return self._expired(job, event.first_available)
         self.failed_fetches += 1
         self._avoided[job.tried[-1]] = self.fetches + AVOIDED_FETCHES
         if job.key.is_ahead:
             return self._fetch_separately(job)
-        if all(replica in job.tried for replica in self.replicas):
-            job.tried.clear()
-            job.rounds += 1
+        job.is_damaged_everywhere &= event.is_damage
+        if event.is_damage:
+            job.damage = event.reason
         out: list[ReadOutcome] = []
-        if not job.tried and job.rounds >= ROUNDS_MAX and job.waiting:
-            error = Unreachable(
-                f"no replica of partition {self._partition_id} returned transactions "
-                f"{job.key.first}..{job.key.last}: {reason}"
-            )
-            out.extend(reject(request, error) for request in job.waiting)
-            job.waiting.clear()
-            job.rounds = 0
+        if all(replica in job.tried for replica in self.replicas):
+            out = self._round_ended(job, event.reason)
         if not job.waiting and not job.for_feed:
             del self._jobs[job.key]
         elif job.tried:
@@ -424,6 +418,25 @@ class Reads:
             self._delayed.append((now_ms + job.retry_ms, job))
             job.retry_ms = min(2 * job.retry_ms, RETRY_MAX_MS)
         return out + self._start()
+
+    def _round_ended(self, job: _Job, reason: str) -> list[ReadOutcome]:
+        """All replicas have failed: reject what has waited long enough (rule 11)."""
+        job.tried.clear()
+        job.rounds += 1
+        error = Unreachable(
+            f"no replica of partition {self._partition_id} returned transactions "
+            f"{job.key.first}..{job.key.last}: {job.damage or reason}"
+        )
+        out: list[ReadOutcome] = []
+        if job.rounds >= ROUNDS_MAX and job.waiting:
+            out.extend(reject(request, error) for request in job.waiting)
+            job.waiting.clear()
+            job.rounds = 0
+        if job.for_feed and job.is_damaged_everywhere and job.retry_ms >= RETRY_MAX_MS:
+            out.append(FeedFailed(job.key.first, error))
+            job.for_feed = False
+        job.is_damaged_everywhere = True
+        return out
 
     def _expired(self, job: _Job, first_available: TransactionId) -> list[ReadOutcome]:
         """Reject what waits for records below the start of the log (rule 10)."""
@@ -437,7 +450,7 @@ class Reads:
         )
         out: list[ReadOutcome] = [reject(request, error) for request in job.waiting]
         if job.for_feed:
-            out.append(FeedExpired(job.key.first, error))
+            out.append(FeedFailed(job.key.first, error))
         return out + self._start()
 
     def _fetch_separately(self, job: _Job) -> list[ReadOutcome]:
@@ -625,4 +638,4 @@ def _check_headers(message: RangeBytes) -> None:
     heads = np.frombuffer(message.records, dtype=raw_records.HEADER_DTYPE)
     expected = np.arange(message.first, message.first + message.count, dtype=np.int64)
     if (heads["transaction_id"] != expected).any():
-        raise BadFormat(f"range from a storage: IDs after {message.first} are not dense")
+        raise BadFormat(f"range from a storage: IDs from {message.first} on are not consecutive")

@@ -19,7 +19,7 @@ Rules:
     7. `will_read` is a hint: the system fetches the named bytes from the disk, many at a time,
        while others are still being named. Nothing depends on it.
     8. No part of an unreadable block can be written either: the system would have to read the rest.
-       `discard_lost` is the only call that discards the rest of such a block; `write_over` calls it
+       `discard_lost` is the only call that discards the rest of such a block; `overwrite` calls it
        when a write has failed for this reason.
     9. Of the synced bytes of a real file, the page cache keeps the newest part (`page_cache.py`).
    10. An error that is only on the disk is invisible while the system has the right bytes in its
@@ -178,7 +178,7 @@ def create_durably(disk: Disk, directory: Path, files: Sequence[tuple[str, bytes
     disk.sync_directory(directory)
 
 
-def write_over(file: File, data: Buffer, offset: int) -> None:
+def overwrite(file: File, data: Buffer, offset: int) -> None:
     """Write over bytes that may be unreadable (rule 8)."""
     try:
         file.pwrite([data], offset)

@@ -36,7 +36,7 @@ from waltz_core.errors import (
     WaltzError,
 )
 from waltz_core.records.record import PartitionId, SessionId, TransactionId
-from waltz_core.storage.disk.file_system import Disk, File, create_durably, write_over
+from waltz_core.storage.disk.file_system import Disk, File, create_durably, overwrite
 from waltz_core.storage.files.format import (
     CONTROL_HEADER_BYTES,
     NEW_PARTITION_INFOS,
@@ -342,7 +342,7 @@ class SlotFile:
         slot = replace(slot, sequence=self.slot.sequence + 1)
         position = 1 - self._position
         assert position == _block_of(slot.sequence), "rule 4"
-        write_over(self._file, slot.encode(), SLOT_BLOCK_BYTES * position)
+        overwrite(self._file, slot.encode(), SLOT_BLOCK_BYTES * position)
         self._file.sync()
         self.slot, self.older, self._position = slot, self.slot, position
 

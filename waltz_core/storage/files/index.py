@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from waltz_core.errors import BadFormat, ChecksumMismatch, ReadFailed
 from waltz_core.records.record import BEFORE_FIRST, Chain, LineageEntry, TransactionId
-from waltz_core.storage.disk.file_system import Disk, File, write_over
+from waltz_core.storage.disk.file_system import Disk, File, overwrite
 from waltz_core.storage.files.format import (
     LINEAGE_ENTRY_BYTES,
     LINEAGE_HEADER_BYTES,
@@ -66,13 +66,13 @@ class OffsetIndex:
             self._file.pwrite([offsets.astype(">i8").tobytes()], _offset_offset(position))
             self.count = max(self.count, position + int(offsets.size))
 
-    def write_over(self, position: int, offsets: I64) -> None:
+    def overwrite(self, position: int, offsets: I64) -> None:
         """Write offsets as `write` does, over some that may be unreadable."""
         assert 0 <= position <= self.count
         if not offsets.size:
             return
         self.is_dirty = True
-        write_over(self._file, offsets.astype(">i8").tobytes(), _offset_offset(position))
+        overwrite(self._file, offsets.astype(">i8").tobytes(), _offset_offset(position))
         self.count = max(self.count, position + int(offsets.size))
         with suppress(ReadFailed):
             if not any(self._file.pread(SEGMENT_HEADER_BYTES, 0)):  # its block was abandoned
@@ -98,7 +98,7 @@ class OffsetIndex:
         except ReadFailed:
             is_right = False
         if not is_right:
-            self.write_over(position, offsets)
+            self.overwrite(position, offsets)
 
     def truncate(self, count: int) -> None:
         """Keep the first `count` offsets."""

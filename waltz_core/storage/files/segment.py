@@ -25,7 +25,7 @@ import numpy.typing as npt
 from waltz_core.errors import BadFormat, ChecksumMismatch, ReadFailed
 from waltz_core.records.raw_records import ONE_BY_ONE_MAX, lengths_between, offsets_of
 from waltz_core.records.record import Chain, LineageEntry, PartitionId, TransactionId
-from waltz_core.storage.disk.file_system import Disk, File, create_durably, write_over
+from waltz_core.storage.disk.file_system import Disk, File, create_durably, overwrite
 from waltz_core.storage.files.format import (
     SEGMENT_HEADER_BYTES,
     IdRange,
@@ -334,15 +334,15 @@ class Segment:
         if is_at_end:
             self.size_bytes = filled if whole else max(filled, end)
             file.truncate(self.size_bytes)
-        write_over(file, records, start)
+        overwrite(file, records, start)
         if not any(file.pread(SEGMENT_HEADER_BYTES, 0)):  # its block was abandoned
             file.pwrite([self._header.encode()], 0)
         starts = offsets_of(lengths) + start
         position = hole.first - self.first
-        index.write_over(position, starts[:-1])
+        index.overwrite(position, starts[:-1])
         if not whole and int(offsets[count]) != filled:
             # The index did not have the beginning of the rest of the hole; now it does.
-            index.write_over(
+            index.overwrite(
                 position + count, np.full(offsets.size - 1 - count, filled, dtype=np.int64)
             )
         file.sync()
@@ -437,7 +437,7 @@ class Segment:
                 return transaction_id, int(start[0])
         return self.first, SEGMENT_HEADER_BYTES
 
-    def is_indexed_right(self, transaction_id: TransactionId) -> bool:
+    def has_correct_index(self, transaction_id: TransactionId) -> bool:
         """Return whether the index and the record of an ID agree on where it begins and ends."""
         start, end = self.bounds(transaction_id, transaction_id).tolist()
         file = self._opened()[0]
@@ -506,7 +506,7 @@ class Segment:
             and (starts[1:] > starts[:-1]).all()  # their difference may not fit
             and starts[-1] < max(end, offset + 1)
         )
-        self.index.write_over(position, starts if good else np.full(count, offset, dtype=np.int64))
+        self.index.overwrite(position, starts if good else np.full(count, offset, dtype=np.int64))
         return hole
 
     def _knows(self, transaction_id: TransactionId, file_size: int) -> bool:

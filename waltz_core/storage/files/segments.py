@@ -228,7 +228,7 @@ class Segments:
     def diagnose(self, wrong: TransactionId) -> tuple[IdRange, ...]:
         """Return the damage around a record that was read wrong; repair its index if needed."""
         segment = self._holding(wrong)
-        if segment.is_indexed_right(wrong):
+        if segment.has_correct_index(wrong):
             return (IdRange(wrong, wrong),)
         return segment.recover(segment.first, segment.last, is_last=False).damaged
 

@@ -12,15 +12,16 @@ from typing import Final, NamedTuple
 
 from waltz_core.archive.upload_job import BatchRun
 from waltz_core.errors import BadRequest
-from waltz_core.records.record import RECONSTRUCTED, Chain, TransactionId
+from waltz_core.records.record import GENESIS_CHAIN, RECONSTRUCTED, Chain, TransactionId
 from waltz_core.storage.files.format import Marker
 from waltz_core.storage.log.partition_log import PartitionLog
 
-PIECE_BYTES_MAX: Final = 1024 * 1024
+# Half of what a reader may request at once. Finding the batches of a piece takes about 1 ms of CPU.
+PIECE_BYTES_MAX: Final = 4 * 1024 * 1024
 
 
 class ArchivePiece(NamedTuple):
-    """Read batches of first..last. The log must have `chain_before` before them.
+    """Read batches of first..last. The log must have `chain_before` before them, unless None.
 
     Without `bytes_min` bytes in the whole range, nothing is read unless the oldest batch is
     `age_ms_min` old; 0 for a range that has begun.
@@ -28,7 +29,7 @@ class ArchivePiece(NamedTuple):
 
     first: TransactionId
     last: TransactionId
-    chain_before: Chain
+    chain_before: Chain | None
     bytes_min: int = 0
     age_ms_min: int = 0
 
@@ -36,12 +37,13 @@ class ArchivePiece(NamedTuple):
 class ArchiveRead(NamedTuple):
     """The batches of a piece; None if there is too little, or no whole one in the range.
 
-    `is_last`: the range ends with them.
+    `is_last`: the range ends with them. `chain_before` is the log's chain before them.
     """
 
     run: BatchRun | None = None
     is_last: bool = True
     error: str = ""
+    chain_before: Chain = GENESIS_CHAIN
 
 
 class RetentionPiece(NamedTuple):
@@ -76,9 +78,10 @@ def read_for_archive(log: PartitionLog, piece: ArchivePiece) -> ArchiveRead:
         return ArchiveRead()
     read = log.read_range(piece.first, last, PIECE_BYTES_MAX, whole_batches=True)
     where = f"partition {log.partition_id}: batches from {piece.first} on"
-    if read.chain_before != piece.chain_before:
+    expected = read.chain_before if piece.chain_before is None else piece.chain_before
+    if read.chain_before != expected:
         raise BadRequest(
-            f"{where}: expected the chain {piece.chain_before.hex()} before them, "
+            f"{where}: expected the chain {expected.hex()} before them, "
             f"found {read.chain_before.hex()}"
         )
     if any(each.session_id == RECONSTRUCTED for each in read.entries):
@@ -89,7 +92,8 @@ def read_for_archive(log: PartitionLog, piece: ArchivePiece) -> ArchiveRead:
     is_young = log.clock_ms() - read.entries[0].stamp_ms < piece.age_ms_min
     if piece.bytes_min and is_young and not log.reader.exceeds(piece.first, last, piece.bytes_min):
         return ArchiveRead()
-    return ArchiveRead(BatchRun(read.records, read.lengths, read.entries), is_last=end == last)
+    run = BatchRun(read.records, read.lengths, read.entries)
+    return ArchiveRead(run, is_last=end == last, chain_before=read.chain_before)
 
 
 def retain(log: PartitionLog, piece: RetentionPiece) -> LogSize:

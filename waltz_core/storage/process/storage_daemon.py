@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Final, TypeVar, assert_never
 from uuid import UUID
 
 from waltz_core import errors
-from waltz_core.archive.access import DAMAGE, ArchiveAccess, without_password
+from waltz_core.archive.access import ArchiveAccess, without_password
 from waltz_core.archive.archive_cache import READ_AHEAD_THREADS
 from waltz_core.archive.collection import CollectionJob, CollectionOutcome
 from waltz_core.archive.upload_job import ExpiryJob, ExpiryOutcome, UploadJob, UploadOutcome
@@ -57,7 +57,7 @@ from waltz_core.storage.process.storage_metrics import StorageMetrics
 from waltz_core.storage.service import archive_jobs, service, service_effects, upkeep
 from waltz_core.storage.service.admin_tasks import ArchiveState, DiskStatus
 from waltz_core.storage.service.archive_jobs import ERROR_CHARACTERS_MAX
-from waltz_core.storage.service.archive_reads import ArchiveQuery, answer_from_archive
+from waltz_core.storage.service.archive_reads import ArchiveQuery, answer_from_archive, failure_in
 from waltz_core.storage.service.engine import Engine
 from waltz_core.storage.service.retention import RetentionLimits
 from waltz_core.storage.service.service import Event, StorageIdentity, StorageService
@@ -94,12 +94,15 @@ LEVELS: Final = {
     "storage.damage_found": logging.WARNING,
     "storage.scrub_skipped": logging.WARNING,
     "storage.archive_failed": logging.WARNING,
+    "storage.archive_read_failed": logging.WARNING,
     "storage.archive_stalled": logging.WARNING,
     "storage.collection_failed": logging.WARNING,
     "storage.expiry_failed": logging.WARNING,
+    "storage.replacement_failed": logging.WARNING,
     "storage.damage_repaired": logging.INFO,
     "storage.disk_has_space": logging.INFO,
     "storage.garbage_collected": logging.INFO,
+    "storage.object_replaced": logging.INFO,
     "storage.replica_repaired": logging.INFO,
     "storage.scrub_finished": logging.INFO,
     "storage.segment_removed": logging.INFO,
@@ -181,6 +184,7 @@ class StorageDaemon:
             cluster.cluster_key.bytes,
             self._read_ahead,
             on_progress=self._archive_progressed,
+            bytes_per_s=config.archive_bytes_per_s,
         )
         self._links: dict[ConnectionId, Link] = {}
         self._numbers = count(1)
@@ -332,7 +336,9 @@ class StorageDaemon:
             space=engine.space,
             scrub=scrub,
             archive=(
-                archive_jobs.ArchiveLimits(config.archive_object_bytes, config.archive_age_ms)
+                archive_jobs.ArchiveLimits(
+                    config.archive_object_bytes, config.archive_age_ms, config.archive_bytes_per_s
+                )
                 if config.archive_url
                 else None
             ),
@@ -663,9 +669,9 @@ class StorageDaemon:
 
     def _was_read(self, read: ArchiveQuery, outcome: WorkOutcome) -> None:
         self._storage_metrics.count_archive_read(read.mark.partition_id, outcome)
-        if outcome is not read.error:
-            is_damage = isinstance(outcome, DAMAGE)
-            self._archive.was_read(read.place, str(outcome) if is_damage else "")
+        failure = failure_in(outcome)
+        if failure is None or isinstance(failure, errors.ARCHIVE_DAMAGE):
+            self._archive.was_read(read.place, "" if failure is None else str(failure))
         self._post(service.ArchiveAnswered(read, outcome))
 
     def _space_checked(self, future: "Future[None]") -> None:
@@ -741,7 +747,7 @@ class StorageDaemon:
             config.archive_age_ms,
             self._archive.failure_count,
             "" if failure is None else str(failure)[:ERROR_CHARACTERS_MAX],
-            isinstance(failure, DAMAGE),
+            isinstance(failure, errors.ARCHIVE_DAMAGE),
             self._archive.read_damage[:ERROR_CHARACTERS_MAX],
         )
 

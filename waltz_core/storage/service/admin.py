@@ -488,7 +488,9 @@ def _inspect(
     facts = yield InspectReplica(partition_id)
     assert isinstance(facts, ReplicaStatus)
     if must_be_held and not facts.is_held:
-        raise BadRequest(f"partition {partition_id}: expected one that is held here, found none")
+        raise BadRequest(
+            f"partition {partition_id}: expected a partition that this storage holds, found none"
+        )
     return facts
 
 

@@ -1,6 +1,7 @@
 """Work on the archive that owners have requested: uploads, expiry and collection of garbage.
 
-A range is read in pieces, then uploaded. `service.py` runs the pieces in the partition's lane, and
+A range is read in pieces, then uploaded; so is an object that replaces another one, which must have
+the whole range of that one. `service.py` runs the pieces in the partition's lane, and
 starts the changes of the archive, which block on a thread of their own.
 
 Rules (docs/decisions/047):
@@ -12,6 +13,7 @@ Rules (docs/decisions/047):
        thread cannot be ended if the store hangs; so `woken` reports it.
     4. While the work continues, the owners of all jobs are notified of it, at most every
        `PROGRESS_INTERVAL_MS`. An owner abandons an attempt of which it receives nothing for long.
+    5. With a limit of the rate, reading pauses after each piece. A pause is no lack of progress.
 """
 
 from collections.abc import Iterator
@@ -25,12 +27,13 @@ from waltz_core.archive.upload_job import (
     ExpiryJob,
     ExpiryOutcome,
     NewManifest,
+    ReplacedObject,
     UploadJob,
     UploadOutcome,
 )
 from waltz_core.errors import BadRequest, WaltzError
 from waltz_core.machine import Report
-from waltz_core.records.record import Chain, PartitionId, SessionId, TransactionId
+from waltz_core.records.record import GENESIS_CHAIN, Chain, PartitionId, SessionId, TransactionId
 from waltz_core.storage.log.archive_pieces import ArchivePiece, ArchiveRead
 from waltz_core.storage.service.service_effects import (
     CollectFiles,
@@ -49,21 +52,27 @@ from waltz_core.wire.messages import (
     GarbageCollected,
     ObjectsExpired,
     RangeArchived,
+    ReplaceObject,
 )
 
 ERROR_CHARACTERS_MAX: Final = 1_000
 PROGRESS_INTERVAL_MS: Final = 10_000
 STALLED_MS: Final = 60_000
-ArchiveRequest: TypeAlias = ArchiveRange | CollectGarbage | ExpireObjects
+RangeToWrite: TypeAlias = ArchiveRange | ReplaceObject
+ArchiveRequest: TypeAlias = RangeToWrite | CollectGarbage | ExpireObjects
 _Run: TypeAlias = UploadJob | CollectionJob | ExpiryJob
 
 
 @dataclass(frozen=True, slots=True)
 class ArchiveLimits:
-    """When a range is archived: with `object_bytes` of records, or at this age."""
+    """When a range is archived: with `object_bytes` of records, or at this age.
+
+    `bytes_per_s` limits the reads of logs (rule 5); 0 stands for no limit.
+    """
 
     object_bytes: int
     age_ms: int
+    bytes_per_s: int = 0
 
 
 @dataclass(slots=True)
@@ -74,6 +83,7 @@ class _Job:
     nonce: bytes
     message: ArchiveRequest
     runs: list[BatchRun] = field(default_factory=list)
+    chain_before: Chain = GENESIS_CHAIN  # before the first of them
     piece: ArchivePiece | None = None  # that is being read
 
     @property
@@ -126,7 +136,8 @@ class ArchiveJobs:
         self._reading: _Job | None = None
         self._running: _Run | None = None
         self._running_for: _Job | None = None  # None if it was forgotten
-        self._progress_ms = 0  # of what is running
+        self._read_at_ms = 0  # when the next piece may be read (rule 5)
+        self._progress_ms = 0  # of what is running or being read
         self._notified_ms: int | None = None  # None before the first progress of these jobs
         self._is_stalled = False
         self.running_since_ms: int | None = None
@@ -138,15 +149,21 @@ class ArchiveJobs:
 
     @property
     def wake_at_ms(self) -> int | None:
-        """When what is running counts as stalled; None if nothing runs or that was reported."""
+        """When to read or to report a pause, or when what is running counts as stalled."""
+        if self._is_pausing:
+            return min(self._read_at_ms, self._progress_ms + PROGRESS_INTERVAL_MS)
         is_watched = self._running is not None and not self._is_stalled
         return self._progress_ms + STALLED_MS if is_watched else None
+
+    @property
+    def _is_pausing(self) -> bool:
+        return self._reading is not None and self._reading.piece is None
 
     def add(self, connection: ConnectionId, nonce: bytes, message: ArchiveRequest) -> None:
         """Take a request; raises BadRequest if it cannot be carried out (rule 1)."""
         if self._limits is None:
             raise BadRequest("this storage has no archive configured")
-        if isinstance(message, ArchiveRange) and not 0 <= message.first <= message.last:
+        if isinstance(message, RangeToWrite) and not 0 <= message.first <= message.last:
             raise BadRequest(
                 f"partition {message.partition_id}: expected a range to archive, found "
                 f"{message.first}..{message.last}"
@@ -177,7 +194,7 @@ class ArchiveJobs:
                 self._run(expiry, job, now_ms)
                 return WriteExpiry(expiry)
             self._reading = job
-        if job is None or job.piece is not None:
+        if job is None or job.piece is not None or now_ms < self._read_at_ms:
             return None
         job.piece = self._next_piece(job, self._limits)
         return job.partition_id, job.piece
@@ -188,7 +205,10 @@ class ArchiveJobs:
             end = job.runs[-1].batches[-1]
             first, chain = TransactionId(end.last + 1), end.chain
             return ArchivePiece(first, TransactionId(message.last), chain)
-        assert isinstance(message, ArchiveRange)
+        assert isinstance(message, RangeToWrite)
+        if isinstance(message, ReplaceObject):
+            # The chain at the end of the object covers the one before it.
+            return ArchivePiece(TransactionId(message.first), TransactionId(message.last), None)
         return ArchivePiece(
             TransactionId(message.first),
             TransactionId(message.last),
@@ -208,16 +228,25 @@ class ArchiveJobs:
         if job is None or job.piece is not piece:
             return []  # Its job was forgotten.
         assert self._limits is not None
-        assert isinstance(job.message, ArchiveRange)
+        message, error = job.message, read.error
+        assert isinstance(message, RangeToWrite)
         job.piece = None
         if read.run is not None:
+            if not job.runs:
+                job.chain_before = read.chain_before
             job.runs.append(read.run)
-            if not read.is_last and job.read_bytes < self._limits.object_bytes:
+            if self._limits.bytes_per_s:
+                pause_ms = len(read.run.records) * 1_000 // self._limits.bytes_per_s
+                self._read_at_ms = now_ms + pause_ms
+            is_full = job.read_bytes >= self._limits.object_bytes
+            if not read.is_last and (not is_full or isinstance(message, ReplaceObject)):
                 return self.progressed(now_ms)
         self._reading = None
-        if read.error or not job.runs:
-            return _range_ended(job, job.message, None, read.error)
-        upload = _upload_job(job, job.message)
+        if isinstance(message, ReplaceObject) and not error:
+            error = _incomplete(job, message)
+        if error or not job.runs:
+            return _range_ended(job, message, None, error)
+        upload = _upload_job(job, message)
         self._run(upload, job, now_ms)
         return [UploadRange(upload)]
 
@@ -241,7 +270,7 @@ class ArchiveJobs:
         effects = self.progressed(now_ms)
         if job is None:
             return effects
-        assert isinstance(job.message, ArchiveRange)
+        assert isinstance(job.message, RangeToWrite)
         if isinstance(outcome, WaltzError):
             return effects + _range_ended(job, job.message, None, str(outcome))
         return effects + _range_ended(job, job.message, outcome)
@@ -313,7 +342,9 @@ class ArchiveJobs:
         ]
 
     def woken(self, now_ms: int) -> list[Effect]:
-        """Report a job that has just become stalled (rule 3)."""
+        """Report a job that has just become stalled (rule 3), or a pause (rule 5)."""
+        if self._is_pausing:
+            return self.progressed(now_ms)
         wake_at_ms = self.wake_at_ms
         if wake_at_ms is None or now_ms < wake_at_ms:
             return []
@@ -331,17 +362,33 @@ class ArchiveJobs:
             self._running_for = None
 
 
-def _upload_job(job: _Job, message: ArchiveRange) -> UploadJob:
+def _incomplete(job: _Job, message: ReplaceObject) -> str:
+    """Return why the batches that were read are not all of an object; empty if they are."""
+    last = job.runs[-1].batches[-1].last if job.runs else message.first - 1
+    if last == message.last:
+        return ""
+    return (
+        f"partition {message.partition_id}: expected whole batches with the IDs "
+        f"{message.first}..{message.last}, found them up to {last}"
+    )
+
+
+def _upload_job(job: _Job, message: RangeToWrite) -> UploadJob:
+    replaces = None
+    if isinstance(message, ReplaceObject):
+        archived = TransactionId(message.archived)
+        replaces = ReplacedObject(message.object, archived, Chain(message.chain))
     return UploadJob(
         job.partition_id,
         SessionId(message.session_id),
         job.nonce,
         message.attempt,
         TransactionId(message.first),
-        Chain(message.chain_before),
+        job.chain_before,
         message.manifest,
         message.manifest_crc,
         tuple(job.runs),
+        replaces,
     )
 
 
@@ -373,17 +420,23 @@ def _recorded(job: _Job, message: CollectGarbage | ExpireObjects) -> RecordedMan
 
 
 def _range_ended(
-    job: _Job, message: ArchiveRange, made: NewManifest | None, error: str = ""
+    job: _Job, message: RangeToWrite, made: NewManifest | None, error: str = ""
 ) -> list[Effect]:
     """Return the report and the notification of a result; without a manifest, of none."""
     effects: list[Effect] = []
     partition = ("partition", message.partition_id)
-    if error:
-        fields = (partition, ("error", error[:ERROR_CHARACTERS_MAX]))
-        effects.append(Report("storage.archive_failed", fields))
+    failure = (partition, ("error", error[:ERROR_CHARACTERS_MAX]))
+    if error and isinstance(message, ReplaceObject):
+        effects.append(Report("storage.replacement_failed", failure))
+    elif error:
+        effects.append(Report("storage.archive_failed", failure))
     if made is None:
-        before = TransactionId(message.first - 1)
-        made = NewManifest(before, Chain(message.chain_before), 0, "", 0)
+        made = NewManifest(*_present_end(message), 0, "", 0)
+    elif isinstance(message, ReplaceObject):
+        if made.name:
+            effects.append(
+                Report("storage.object_replaced", (partition, ("object", message.object)))
+            )
     else:
         effects.append(Report("storage.range_archived", (partition, ("last", made.last))))
     notice = RangeArchived(
@@ -397,6 +450,13 @@ def _range_ended(
         error[:ERROR_CHARACTERS_MAX],
     )
     return [SendStorageMessage(job.connection, notice), *effects]
+
+
+def _present_end(message: RangeToWrite) -> tuple[TransactionId, Chain]:
+    """Return where the recorded manifest ends."""
+    if isinstance(message, ReplaceObject):
+        return TransactionId(message.archived), Chain(message.chain)
+    return TransactionId(message.first - 1), Chain(message.chain_before)
 
 
 def _prefix(job: _Job) -> tuple[int, int, int]:

@@ -3,21 +3,33 @@
 Rules (docs/decisions/047, "Reading"):
     1. The log is read first. If it has removed the records, or they are damaged, the request goes
        to the archive, if the session's archived mark covers its beginning.
-    2. The archive is read by the mark and manifest that the session's owner has sent (AR 9).
+    2. The archive is read by the mark and manifest that the session's owner has sent (AR 9), once
+       the log was found to have the mark's chain. Otherwise the archive may be that of another
+       log, as after a rollback of ZooKeeper, and its records must not be returned as this log's.
     3. The owner's request for whole batches is for a copy, which begins above the archived mark
        instead (AR 13): it does not go to the archive.
     4. A request does not wait in its partition's lane meanwhile, and it has its answer even if the
        session has ended: what is archived does not change.
-    5. An answer ends at the archived mark. Damage that the archive cannot answer stays damage.
+    5. An answer ends at the archived mark. Damage that the archive cannot answer stays damage; its
+       error has both reasons.
     6. At most QUERIES_MAX requests wait for the archive; others are rejected, and may be repeated.
        They do not count as queued: a store that hangs would stop the owner's connection, too.
+    7. A failure is reported once in `REPORT_INTERVAL_MS`: of a file that is missing or corrupt by
+       its text, which has the file's name, others by their kind, since they concern all files.
 """
 
 from typing import Final, Protocol
 
-from waltz_core.errors import ArchiveUnavailable, BelowStart, ChecksumMismatch, WaltzError
+from waltz_core.errors import (
+    ARCHIVE_DAMAGE,
+    ArchiveUnavailable,
+    BelowStart,
+    ChecksumMismatch,
+    WaltzError,
+)
+from waltz_core.machine import Report
 from waltz_core.records import raw_records
-from waltz_core.records.raw_records import RangeRead
+from waltz_core.records.raw_records import Buffer, RangeRead
 from waltz_core.records.record import RECORD_HEADER, Chain, LineageEntry, PartitionId, TransactionId
 from waltz_core.storage.log.reading import LINEAGE_ENTRIES_MAX
 from waltz_core.storage.service.work import RANGE_BYTES_MAX, LaneRequest, WorkOutcome, range_bytes
@@ -33,6 +45,12 @@ from waltz_core.wire.messages import (
 
 # Several for each thread that reads the archive; a reader has one request at a time.
 QUERIES_MAX: Final = 64
+REPORT_INTERVAL_MS: Final = 600_000
+_REPORTED_MAX: Final = 100
+_HINT: Final = (
+    "Hint: `waltz-core archive verify --repair` replaces a missing or corrupt object if a storage "
+    "still has its transactions."
+)
 
 
 class Reader(Protocol):
@@ -70,9 +88,10 @@ class ArchiveReads:
         self._has_archive = has_archive
         self._marks: dict[PartitionId, SetArchived] = {}
         self._count = 0
+        self._reported_ms: dict[tuple[int, str], int] = {}  # rule 7; the newest is the last
 
     def learned(self, mark: SetArchived) -> None:
-        """The owner has sent its session's mark."""
+        """The owner has sent its session's mark, and the log has its chain (rule 2)."""
         self._marks[PartitionId(mark.partition_id)] = mark
 
     def forget(self, partition_id: PartitionId) -> None:
@@ -104,10 +123,33 @@ class ArchiveReads:
             return query.error
         return ArchiveUnavailable(f"{self._count} requests wait for the archive already")
 
-    def answered(self) -> None:
-        """A request has its answer, or its error (rule 6)."""
+    def answered(self, query: ArchiveQuery, outcome: WorkOutcome, now_ms: int) -> list[Report]:
+        """A request has its answer, or its error (rules 6 and 7)."""
         self._count -= 1
         assert self._count >= 0
+        failure = failure_in(outcome)
+        if failure is None or isinstance(failure, BelowStart):
+            return []
+        partition, first = query.place
+        is_damage = isinstance(failure, ARCHIVE_DAMAGE)
+        key = partition, str(failure) if is_damage else type(failure).__name__
+        reported_ms = self._reported_ms.get(key)
+        if reported_ms is not None and now_ms - reported_ms < REPORT_INTERVAL_MS:
+            return []
+        self._reported_ms.pop(key, None)
+        self._reported_ms[key] = now_ms
+        if len(self._reported_ms) > _REPORTED_MAX:
+            del self._reported_ms[next(iter(self._reported_ms))]
+        fields = (("partition", partition), ("first", first), ("error", failure))
+        return [Report("storage.archive_read_failed", fields)]
+
+
+def failure_in(outcome: WorkOutcome) -> WaltzError | None:
+    """Return the archive's error in an outcome of `answer_from_archive`; None if it has none."""
+    if not isinstance(outcome, WaltzError):
+        return None
+    cause = outcome.__cause__
+    return cause if isinstance(cause, WaltzError) else outcome
 
 
 def _is_copy(message: RangeRaw | LineageRequest) -> bool:
@@ -130,7 +172,21 @@ def answer_from_archive(reader: Reader, read: ArchiveQuery) -> WorkOutcome:
     try:
         return _answer(reader, read.request.message, TransactionId(read.mark.last))
     except WaltzError as error:
-        return read.error if isinstance(read.error, ChecksumMismatch) else error
+        return _failed(read.error, error)
+
+
+def _failed(of_log: WaltzError, of_archive: WaltzError) -> WaltzError:
+    """Return the error for the reader, whose cause is that of the archive (rule 5)."""
+    text = str(of_archive)
+    if isinstance(of_archive, ARCHIVE_DAMAGE):
+        text = f"{text}. {_HINT}"
+    elif not isinstance(of_log, ChecksumMismatch):
+        return of_archive
+    if isinstance(of_log, ChecksumMismatch):
+        text = f"{of_log}; in the archive: {text}"
+    made = type(of_log if isinstance(of_log, ChecksumMismatch) else of_archive)(text)
+    made.__cause__ = of_archive
+    return made
 
 
 def _answer(reader: Reader, message: StorageMessage, archived: TransactionId) -> StorageMessage:
@@ -140,6 +196,7 @@ def _answer(reader: Reader, message: StorageMessage, archived: TransactionId) ->
         return LineageResponse(*prefix, *reader.lineage(first, last, LINEAGE_ENTRIES_MAX))
     assert isinstance(message, RangeRaw)
     first, last = TransactionId(message.first), min(TransactionId(message.last), archived)
+    records: Buffer
     if message.form == RangeForm.HEADERS:
         count_max = max(1, min(message.bytes_max, RANGE_BYTES_MAX) // RECORD_HEADER.size)
         last = min(last, TransactionId(first + count_max - 1))

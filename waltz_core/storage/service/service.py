@@ -61,7 +61,7 @@ from waltz_core.records.record import (
     TransactionId,
 )
 from waltz_core.storage.files.format import Marker, Promise
-from waltz_core.storage.files.id_ranges import in_words
+from waltz_core.storage.files.id_ranges import ranges_text
 from waltz_core.storage.files.space import DiskSpace
 from waltz_core.storage.log.archive_pieces import ArchivePiece, RetentionPiece
 from waltz_core.storage.log.log_files import MARKER_INTERVAL_MS
@@ -119,6 +119,7 @@ from waltz_core.wire.messages import (
     Prepared,
     RangeRaw,
     Repair,
+    ReplaceObject,
     ResetLog,
     SetArchived,
     SetLowWaterMark,
@@ -340,7 +341,7 @@ class StorageService:
                 | SetArchived()
             ):
                 self._admit_change(request)
-            case ArchiveRange() | CollectGarbage() | ExpireObjects():
+            case ArchiveRange() | CollectGarbage() | ExpireObjects() | ReplaceObject():
                 lane = self._lane(message)
                 self._check_session(lane, message)
                 _check_owner(lane, request)
@@ -376,9 +377,9 @@ class StorageService:
         lane = self._lane(message)
         self._check_session(lane, message)
         _check_owner(lane, request)
-        if isinstance(message, SetArchived):
-            self._archive_reads.learned(message)  # At once: a read may overtake it in the lane.
-        self._queue(lane, lane.writes, request)
+        # A mark is only compared with the log; as a read, no later one overtakes it.
+        queue = lane.reads if isinstance(message, SetArchived) else lane.writes
+        self._queue(lane, queue, request)
 
     def _admit_prepare(self, request: LaneRequest, message: Prepare) -> None:
         """Raise the session at once (rule 3); the promise is made durable by the work."""
@@ -399,7 +400,8 @@ class StorageService:
             # It may be the owner of the session that this replica has seen, and no rival.
             raise ReplicaSuspect(
                 f"partition {message.partition_id}: a control slot was lost, and with it the owner "
-                f"of session {session}; the next session can be {promise.session_id + 1}"
+                f"of session {session}; the replica accepts sessions from "
+                f"{promise.session_id + 1} on"
             )
         requested = Promise(session, message.nonce)
         if session <= promise.session_id and requested != promise:
@@ -491,8 +493,8 @@ class StorageService:
     def _check_session(self, lane: Lane, message: StorageMessage) -> None:
         if message.session_id != lane.promise.session_id:
             raise SessionFenced(
-                f"partition {message.partition_id}: {type(message).__name__} of session "
-                f"{message.session_id}, promised is {lane.promise.session_id}"
+                f"partition {message.partition_id}: {type(message).__name__}: expected the "
+                f"promised session {lane.promise.session_id}, found {message.session_id}"
             )
 
     def _check_reader(self, lane: Lane, request: LaneRequest) -> None:
@@ -609,10 +611,14 @@ class StorageService:
             self._report("storage.scrub_skipped", partition=partition_id, error=error)
         if result.repaired is not None:
             self._report(
-                "storage.damage_repaired", partition=partition_id, ids=in_words((result.repaired,))
+                "storage.damage_repaired",
+                partition=partition_id,
+                ids=ranges_text((result.repaired,)),
             )
         if result.found:
-            self._report("storage.damage_found", partition=partition_id, ids=in_words(result.found))
+            self._report(
+                "storage.damage_found", partition=partition_id, ids=ranges_text(result.found)
+            )
             self._notify_owner(lane)
 
     def _notify_owner(self, lane: Lane) -> None:
@@ -668,6 +674,7 @@ class StorageService:
         if isinstance(message, Engage):
             lane.engaged = SessionId(message.session_id)
         elif isinstance(message, SetArchived):
+            self._archive_reads.learned(message)
             mark = Marker(TransactionId(message.last), Chain(message.chain))
             self._retention.archived(partition_id, mark, now_ms)
         elif isinstance(answer, Prepared):
@@ -742,7 +749,7 @@ class StorageService:
         now_ms: int,
     ) -> None:
         if isinstance(event, ArchiveAnswered):
-            self._archive_reads.answered()
+            self._effects += self._archive_reads.answered(event.read, event.outcome, now_ms)
             self._respond(event.read.request, event.outcome)
         else:
             self._effects += self._archive.done(event, now_ms)

@@ -424,7 +424,8 @@ def _read(log: PartitionLog, message: RangeRaw, result: WorkResult) -> RangeByte
         )
     if message.form == RangeForm.HEADERS:
         headers = log.read_headers(first, last, bytes_max)
-        records, lengths = headers.headers, b""
+        records: Buffer = headers.headers
+        lengths = b""
         count = len(records) // RECORD_HEADER.size
         chain_before, entries = headers.chain_before, headers.entries
     elif message.form == RangeForm.WHOLE:

@@ -1,0 +1,172 @@
+"""The archive that a round of chaos leaves, compared with the log that clients read.
+
+Rules:
+    1. The objects of the recorded manifests have the log from ID 0 on, without gaps, byte for byte,
+       and so has each storage from its oldest segment on. So together they have all of it.
+    2. After a collection each file is listed by a recorded manifest, or is a manifest that was
+       replaced less than the grace period ago. `AGE_MS` makes older files old enough.
+    3. Local logs are bounded: the retention, one segment of each partition, and what was appended
+       since the last store sessions began, since those confirm what may be removed.
+    4. The round means something: all storages have removed segments of each partition, so reads
+       from ID 0 were answered from the archive.
+"""
+
+import asyncio
+import re
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from time import time_ns
+
+from tests.chaos.cluster import RETENTION_BYTES, SEGMENT_BYTES, ChaosCluster, LocalLog
+from tests.chaos.history import Log
+from tests.chaos.object_store import FOLDER
+from waltz_core.archive.collection import GRACE_MS
+from waltz_core.archive.file_names import version_of
+from waltz_core.archive.manifest import Manifest, ObjectEntry, decode_page
+from waltz_core.archive.objects import ArchiveObject
+from waltz_core.archive.store import ArchiveStore, ListedFile
+from waltz_core.cluster.nodes.model import ArchivedMark
+from waltz_core.cluster.zookeeper.zookeeper_session import connected
+from waltz_core.records.record import PartitionId
+
+AGE_MS = 2 * GRACE_MS
+EVENTS = {
+    "archived ranges": re.compile(r" archive\.recorded "),
+    "failed uploads": re.compile(r" storage\.archive_failed "),
+    "failed attempts": re.compile(r" archive\.failed "),
+    "removed segments": re.compile(r" storage\.segment_removed "),
+    "collected files": re.compile(r" storage\.garbage_collected .*?\bfiles=(\d+)"),
+}
+
+
+class SavedArchive:
+    """A copy of all files, and the objects that the recorded manifests list."""
+
+    def __init__(self, store: ArchiveStore, marks: Mapping[int, ArchivedMark]) -> None:
+        self.store = store
+        self.marks = marks
+        self.files = store.files("")
+        self.objects = {each: list[ObjectEntry]() for each in marks}
+        self.listed: set[str] = set()
+        for partition, mark in marks.items():
+            head = Manifest.from_bytes(store.read(mark.manifest), mark.manifest)
+            pages = [decode_page(each, store.read(each.name)) for each in head.pages]
+            self.objects[partition] += [each for page in pages for each in page.entries]
+            self.objects[partition] += head.newest
+            self.listed |= {mark.manifest, *(each.name for each in head.pages)}
+            self.listed |= {each.name for each in self.objects[partition]}
+
+    def orphans(self, now_ms: int) -> list[str]:
+        """Return the files that rule 2 does not permit."""
+        written_ms: dict[tuple[str, int], int] = {}
+        for each in self.files:
+            if (version := version_of(each.name)) is not None:
+                place = each.name.rpartition("/")[0], version
+                written_ms[place] = max(each.modified_ms, written_ms.get(place, 0))
+
+        def was_replaced_lately(each: ListedFile) -> bool:
+            version = version_of(each.name)
+            if version is None:
+                return False
+            replaced_ms = written_ms.get((each.name.rpartition("/")[0], version + 1), 0)
+            return now_ms - replaced_ms < GRACE_MS
+
+        return [
+            each.name
+            for each in self.files
+            if each.name not in self.listed and not was_replaced_lately(each)
+        ]
+
+    def differences(self, log: Log) -> list[str]:
+        """Return where the objects differ from the log (rule 1)."""
+        wrong = []
+        for partition, entries in self.objects.items():
+            expected, offsets = log.records[partition], log.offsets[partition]
+            following = 0
+            for entry in entries:
+                if entry.first != following:
+                    wrong.append(f"{entry.name} begins at {entry.first}, expected {following}")
+                following = entry.last + 1
+                if following >= len(offsets):
+                    wrong.append(f"{entry.name} ends above the log, at {entry.last}")
+                elif self._records(entry) != expected[offsets[entry.first] : offsets[following]]:
+                    wrong.append(f"{entry.name} has other records than the log")
+            last = self.marks[partition].last
+            if following != last + 1:
+                wrong.append(f"the objects of partition {partition} end at {following - 1}, {last}")
+        return wrong
+
+    def _records(self, entry: ObjectEntry) -> bytes:
+        with self.store.open(entry.name) as source:
+            opened = ArchiveObject(source, entry.name)
+            chains = [batch.chain for batch in opened.verify()]
+            assert chains[-1] == entry.chain, entry.name
+            return b"".join(bytes(opened.read(each).records) for each in range(opened.group_count))
+
+
+def recorded_marks(cluster: ChaosCluster) -> dict[int, ArchivedMark]:
+    """Return what ZooKeeper records of each partition of which something is archived."""
+
+    async def read() -> dict[int, ArchivedMark]:
+        found = {}
+        async with connected(cluster.connect) as coordinator:
+            for partition in range(cluster.world.partitions):
+                marker = (await coordinator.read_partition(PartitionId(partition))).marker
+                if marker is not None and marker.archived is not None:
+                    found[partition] = marker.archived
+        return found
+
+    with cluster.operator.entered():
+        return asyncio.run(read())
+
+
+def is_archived(cluster: ChaosCluster, lasts: Mapping[int, int]) -> bool:
+    """Return whether the archive has everything up to some IDs."""
+    marks = recorded_marks(cluster)
+    return all(each in marks and marks[each].last >= last for each, last in lasts.items())
+
+
+def saved(cluster: ChaosCluster, directory: Path) -> SavedArchive:
+    """Copy the archive; raises ObjectMissing if a manifest was replaced meanwhile."""
+    shutil.rmtree(directory, ignore_errors=True)
+    marks = recorded_marks(cluster)
+    cluster.order_bucket(f"save {directory.absolute()}")
+    return SavedArchive(ArchiveStore(f"file://{directory.absolute()}/{FOLDER}"), marks)
+
+
+def local_differences(locals_: Iterable[tuple[str, dict[int, LocalLog]]], log: Log) -> list[str]:
+    """Return the storages whose logs differ from what clients read (rules 1, 3 and 4)."""
+    wrong = []
+    for name, logs in locals_:
+        kept = 0
+        for partition, (first, records) in logs.items():
+            offset = log.offsets[partition][first]
+            if records != log.records[partition][offset:]:
+                wrong.append(f"{name} has other records in partition {partition} from {first} on")
+            if first == 0:
+                wrong.append(f"{name} has removed nothing of partition {partition}")
+            kept += len(records)
+        limit = RETENTION_BYTES + sum(
+            SEGMENT_BYTES + len(log.records[each]) - log.offsets[each][log.sessions[each][-1]]
+            for each in logs
+        )
+        if kept > limit:
+            wrong.append(f"{name} keeps {kept} bytes of records, expected {limit} at most")
+    return wrong
+
+
+def counted(cluster: ChaosCluster) -> Counter[str]:
+    """Return how often each event of `EVENTS` was logged, or its number of files."""
+    found: Counter[str] = Counter()
+    for name in (*cluster.world.names("server"), *cluster.world.names("storage")):
+        text = cluster.log_path(name).read_text(encoding="utf-8", errors="replace")
+        for what, event in EVENTS.items():
+            found[what] += sum(int(each[1]) if event.groups else 1 for each in event.finditer(text))
+    return found
+
+
+def now_ms() -> int:
+    """Return the time of the store's clock."""
+    return time_ns() // 1_000_000

@@ -1,0 +1,92 @@
+"""The object store of a chaos cluster: S3 over HTTP, and the process in front of it that is killed.
+
+    python -m tests.chaos.object_store bucket HOST     # moto's server
+    python -m tests.chaos.object_store front HOST      # listens at PORT, and forwards to the bucket
+
+moto keeps objects in memory. A store that forgets acknowledged objects breaks rule AR 3 of decision
+047, which no cluster survives. So the faults hit the front: a kill cuts each upload where it is,
+also after the store has carried it out and before it has answered, and until the next start all
+connections are refused.
+
+The bucket's process obeys orders by standard input, and answers each with a line:
+
+    age MS           all objects were written so much earlier; answers with their number
+    save DIRECTORY   write all objects below a directory, with their times; answers with the number
+"""
+
+import logging
+import os
+import signal
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+from moto.core import DEFAULT_ACCOUNT_ID
+from moto.s3.models import FakeBucket, s3_backends
+from moto.server import ThreadedMotoServer
+from pyarrow import fs
+
+from tests.fault.gate import Gate
+
+PORT, BUCKET_PORT = 9000, 9001
+BUCKET, FOLDER, REGION = "bucket", "folder", "us-east-1"
+CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
+
+
+def url_at(host: str) -> str:
+    """Return the URL of the archive behind the front at an address."""
+    place = f"endpoint_override={host}:{PORT}&scheme=http&region={REGION}"
+    return f"s3://{BUCKET}/{FOLDER}?{place}"
+
+
+def bucket(host: str) -> None:
+    """Serve S3, and carry out orders until their end."""
+    os.environ.update(CREDENTIALS)
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = ThreadedMotoServer(ip_address=host, port=BUCKET_PORT, verbose=False)
+    server.start()
+    place = {"endpoint_override": f"{host}:{BUCKET_PORT}", "scheme": "http", "region": REGION}
+    fs.S3FileSystem(allow_bucket_creation=True, **place).create_dir(BUCKET)
+    found = s3_backends[DEFAULT_ACCOUNT_ID]["aws"].buckets[BUCKET]
+    _answer("ready")
+    for line in sys.stdin:
+        order, _, what = line.strip().partition(" ")
+        if order == "age":
+            _answer(str(_age(found, int(what))))
+        else:
+            _answer(str(_save(found, Path(what))))
+
+
+def _age(found: FakeBucket, by_ms: int) -> int:
+    keys = list(found.keys.values())
+    for key in keys:
+        key.last_modified -= timedelta(milliseconds=by_ms)
+    return len(keys)
+
+
+def _save(found: FakeBucket, directory: Path) -> int:
+    """Write all objects below a directory; S3's empty markers of folders are none."""
+    keys = [each for each in list(found.keys.values()) if not each.name.endswith("/")]
+    for key in keys:
+        path = directory / key.name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(key.value)
+        written_s = key.last_modified.timestamp()
+        os.utime(path, (written_s, written_s))
+    return len(keys)
+
+
+def front(host: str) -> None:
+    """Forward connections until this process is killed."""
+    with Gate(lambda: BUCKET_PORT, host=host, port=PORT):
+        _answer("store ready")
+        signal.pause()
+
+
+def _answer(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    {"bucket": bucket, "front": front}[sys.argv[1]](sys.argv[2])

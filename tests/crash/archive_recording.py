@@ -1,0 +1,162 @@
+"""Records each change that an archive in a directory makes, for the states that crashes leave.
+
+`ArchiveStore` works on a real file system. The recorder notes what it calls, in the terms of
+`waltz_sim/world/crash.py`; below `ROOT` there, paths are those below the recorded directory.
+"""
+
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from unittest.mock import patch
+
+from waltz_core.archive import store as store_module
+from waltz_core.archive.store import ArchiveStore
+from waltz_sim.world.crash import (
+    CreateFile,
+    Everything,
+    HardLink,
+    MakeDirectory,
+    Platter,
+    Remark,
+    Sync,
+    SyncDirectory,
+    Unlink,
+    Write,
+)
+
+ROOT = Path("/")
+ARCHIVE = "archive"
+
+
+class Recorder:
+    """The changes below a directory, from those that an earlier process has made on."""
+
+    def __init__(self, directory, changes=(), complete=()):
+        self.directory = directory
+        self.changes = list(changes)
+        self.complete = dict(complete)  # the bytes of each file that got its name, by name
+        platter = Platter()
+        for change in self.changes:
+            platter.add(change)
+        self._numbers = dict(platter.files_seen())
+        self._next = platter.file_count
+        write_out(platter.image(Everything()), directory)
+
+    def store(self):
+        """Return the store of the archive; it changes something within `recording` only."""
+        return RecordedStore(self)
+
+    def recording(self):
+        """Return a context in which all changes are recorded."""
+        recorder = self
+
+        class RecordedPath(type(Path())):
+            def open(self, mode):
+                opened = super().open(mode)
+                recorder.create(Path(self))
+                return RecordedFile(recorder, opened, Path(self))
+
+            def mkdir(self, *, exist_ok):
+                super().mkdir(exist_ok=exist_ok)
+                recorder.changes.append(MakeDirectory(recorder.place(self)))
+
+            def unlink(self, *, missing_ok):
+                recorder.unlink(Path(self))
+                super().unlink(missing_ok=missing_ok)
+
+        class RecordedOs:
+            def __getattr__(self, name):
+                return getattr(os, name)
+
+            def fsync(self, descriptor):
+                os.fsync(descriptor)
+                recorder.sync(Path(f"/proc/self/fd/{descriptor}").readlink())
+
+            def link(self, source, target):
+                os.link(source, target)
+                recorder.link(Path(source), Path(target))
+
+        return patch.multiple(store_module, Path=RecordedPath, os=RecordedOs())
+
+    def place(self, path):
+        """Return the recorded name of a path."""
+        return ROOT / Path(path).relative_to(self.directory)
+
+    def remark(self, what):
+        self.changes.append(Remark(what))
+
+    def create(self, path):
+        self._numbers[self.place(path)] = self._next
+        self.changes.append(CreateFile(self.place(path), self._next))
+        self._next += 1
+
+    def write(self, path, offset, data):
+        self.changes.append(Write(self._numbers[self.place(path)], offset, bytes(data)))
+
+    def sync(self, path):
+        if not path.is_relative_to(self.directory):
+            return
+        place = self.place(path)
+        if path.is_dir():
+            self.changes.append(SyncDirectory(place))
+        else:
+            self.changes.append(Sync(self._numbers[place], place))
+
+    def link(self, source, target):
+        self._numbers[self.place(target)] = self._numbers[self.place(source)]
+        self.changes.append(HardLink(self.place(source), self.place(target)))
+        name = str(target.relative_to(self.directory / ARCHIVE))
+        self.complete[name] = target.read_bytes()
+
+    def unlink(self, path):
+        if self._numbers.pop(self.place(path), None) is not None:
+            self.changes.append(Unlink(self.place(path)))
+
+
+class RecordedFile:
+    """An open file that is written from its beginning to its end.
+
+    All of it is one change: only a part of it is there after some crashes all the same.
+    """
+
+    def __init__(self, recorder, file, path):
+        self._recorder, self._file, self._path = recorder, file, path
+        self._data = b""
+        self.fileno = file.fileno
+
+    def write(self, data):
+        self._data += data
+        return self._file.write(data)
+
+    def flush(self):
+        self._file.flush()
+        self._recorder.write(self._path, 0, self._data)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._file.close()
+
+
+class RecordedStore(ArchiveStore):
+    """Records deletions, too: pyarrow carries them out."""
+
+    def __init__(self, recorder):
+        super().__init__(f"file://{recorder.directory}/{ARCHIVE}")
+        self._recorder = recorder
+
+    def delete(self, name):
+        self._recorder.unlink(self._recorder.directory / ARCHIVE / name)
+        super().delete(name)
+
+
+def write_out(contents, directory):
+    """Write what a crash has left to a directory that is emptied before."""
+    with suppress(FileNotFoundError):
+        shutil.rmtree(directory)
+    for path in sorted(contents.directories):
+        (directory / path.relative_to(ROOT)).mkdir(parents=True, exist_ok=True)
+    for path, content in contents.files.items():
+        (directory / path.relative_to(ROOT)).write_bytes(content)

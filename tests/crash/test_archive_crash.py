@@ -1,0 +1,256 @@
+"""Crashes while a partition is archived in a directory: power is lost, or processes are killed.
+
+At each change that the archiver, an expiry and a collection make, all that a crash may leave is
+written to a real directory (`archive_recording.py`).
+
+Rules, of decision 047:
+    1. What ZooKeeper records is there: the manifest, its pages and the objects that have not
+       expired, with the chain of the log (AR 3). ZooKeeper is written when a call has returned.
+    2. A file with its name is complete.
+    3. A later session archives the next range and collects; then all files are listed (AR 16).
+"""
+
+from collections import Counter
+from random import Random
+from typing import NamedTuple
+
+import pytest
+
+from tests.crash.archive_recording import ARCHIVE, ROOT, Recorder
+from tests.unit.storage.logs import make_batches
+from waltz_core.archive import manifest as manifest_module
+from waltz_core.archive.archive_check import ArchiveCheck, RecordedArchive
+from waltz_core.archive.collection import CollectionJob, collect
+from waltz_core.archive.file_names import TEMPORARY
+from waltz_core.archive.manifest import Manifest, ManifestPage, RecordedManifest
+from waltz_core.archive.upload import expire, upload
+from waltz_core.archive.upload_job import BatchRun, ExpiryJob, UploadJob
+from waltz_core.records.record import GENESIS_CHAIN
+from waltz_sim.world.crash import (
+    Everything,
+    Keep,
+    Platter,
+    Remark,
+    Sync,
+    SyncDirectory,
+    delayed,
+    survivals,
+    sync_places,
+    without,
+)
+
+KEY, PARTITION = bytes(range(16)), 3
+COUNTS = (2, 3)
+NOW_MS = 1_700_000_000_000
+# The time of the store is that of this machine: all that was replaced is old by then.
+LATER_MS = 1 << 43
+RANDOM_SURVIVALS = 8
+STATES_MIN = 2_000
+KILL_SHARES = 4
+KILLS_MIN = 30
+EVERY_VERIFIED = 8
+
+
+class Recorded(NamedTuple):
+    """What ZooKeeper has: IDs first..last, and the manifest."""
+
+    first: int = 0
+    last: int = -1
+    chain: bytes = GENESIS_CHAIN
+    manifest: str = ""
+    crc: int = 0
+
+    @property
+    def named(self):
+        return RecordedManifest(PARTITION, self.last, self.chain, self.manifest, self.crc)
+
+
+class Owner:
+    """The archiver of a session: what it has a storage do, and what it records."""
+
+    def __init__(self, recorder, session, recorded):
+        self.recorder, self.session, self.recorded = recorder, session, recorded
+        self.store = recorder.store()
+        self._attempt = 0
+
+    def _origin(self):
+        self._attempt += 1
+        return self.session, bytes([self.session]) * 16, self._attempt
+
+    def _record(self, **changes):
+        self.recorded = self.recorded._replace(**changes)
+        self.recorder.remark(self.recorded)
+
+    def archive(self, *, is_recorded=True):
+        first, chain = self.recorded.last + 1, self.recorded.chain
+        batches = BatchRun(*make_batches(first, COUNTS, chain, session=self.session))
+        present = (first, chain, self.recorded.manifest, self.recorded.crc)
+        job = UploadJob(PARTITION, *self._origin(), *present, (batches,))
+        made = upload(self.store, KEY, job)
+        if is_recorded:
+            self._record(last=made.last, chain=made.chain, manifest=made.name, crc=made.file_crc)
+
+    def expire(self, before):
+        job = ExpiryJob(*self._origin(), self.recorded.named, before, 0, 0)
+        made = expire(self.store, KEY, job, now_ms=NOW_MS)
+        self._record(first=made.first, manifest=made.name, crc=made.file_crc)
+
+    def collect(self):
+        job = CollectionJob(*self._origin(), self.recorded.named)
+        return collect(self.store, KEY, job, now_ms=LATER_MS)
+
+
+def archived(recorder):
+    """Two sessions archive, with pages and an attempt that is not recorded; old objects expire."""
+    with recorder.recording():
+        first = Owner(recorder, 1, Recorded())
+        first.archive()
+        first.archive(is_recorded=False)
+        for _ in range(4):
+            first.archive()
+        assert first.collect().file_count > 0
+        second = Owner(recorder, 2, first.recorded)
+        second.archive()
+        second.expire(before=sum(COUNTS) * 3)
+        assert second.collect().file_count > 0
+        second.archive()
+    return recorder
+
+
+def started_again(directory, recorder, changes, recorded, session):
+    """Archive and collect after all processes were killed; return what is recorded then."""
+    again = Recorder(directory, changes, recorder.complete)
+    with again.recording():
+        owner = Owner(again, session, recorded)
+        owner.archive()
+        owner.collect()
+    return again, owner.recorded
+
+
+class Lost(AssertionError):
+    """A crash has left a state that must not exist."""
+
+
+class Crashes:
+    """Checks what crashes leave of the files that were written."""
+
+    def __init__(self, complete):
+        self.complete = complete
+        self.counts = Counter()
+
+    def listed(self, recorded):
+        """Return the files that a manifest needs (rule 1)."""
+        if not recorded.manifest:
+            return set()
+        head = Manifest.from_bytes(self.complete[recorded.manifest], recorded.manifest)
+        pages = [ManifestPage.from_bytes(self.complete[each.name], "") for each in head.pages]
+        entries = [*head.newest, *(entry for page in pages for entry in page.entries)]
+        objects = {each.name for each in entries if each.last >= recorded.first}
+        return {recorded.manifest, *(each.name for each in head.pages), *objects}
+
+    def check(self, contents, recorded, where):
+        self.counts["states"] += 1
+        found = names_in(contents)
+        for name, data in found.items():
+            if not name.endswith(TEMPORARY) and data != self.complete[name]:
+                raise Lost(f"{where}: {name} is not complete")
+        if missing := self.listed(recorded) - found.keys():
+            raise Lost(f"{where}: {sorted(missing)} are not there")
+
+    def lose_power(self, changes, begin=0, *, keeps=None):
+        """Lose power after each change from a position on."""
+        platter, recorded = Platter(), Recorded()
+        for position, change in enumerate(changes):
+            platter.add(change)
+            if isinstance(change, Remark):
+                recorded = change.what
+            if position < begin:
+                continue
+            rng = Random(position)
+            for keep in keeps or survivals(platter, rng, random_count=RANDOM_SURVIVALS):
+                where = f"power lost after change {position} ({change!r:.80})"
+                self.check(platter.image(keep), recorded, where)
+
+
+def names_in(contents):
+    """Return the files of the archive in what is left of a disk, by name."""
+    base = ROOT / ARCHIVE
+    return {str(path.relative_to(base)): data for path, data in contents.files.items()}
+
+
+@pytest.fixture(scope="module")
+def recorder(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(manifest_module, "PAGE_ENTRIES", 2)
+        yield archived(Recorder(tmp_path_factory.mktemp("archived")))
+
+
+def test_power_is_lost_at_every_change(recorder, record_property):
+    crashes = Crashes(recorder.complete)
+    crashes.lose_power(recorder.changes)
+    record_property("crash of an archive: states", crashes.counts["states"])
+    assert crashes.counts["states"] > STATES_MIN
+    last = [each.what for each in recorder.changes if isinstance(each, Remark)][-1]
+    verify(recorder.store(), last)
+
+
+def verify(store, recorded):
+    """Rebuild every record of what is recorded."""
+    check = ArchiveCheck(store, KEY, PARTITION, first=recorded.first, last=None)
+    check.begin(RecordedArchive(*recorded))
+    while check.check_next():
+        pass
+    assert check.found == []
+    assert check.next_id == recorded.last + 1
+
+
+@pytest.mark.parametrize("share", range(KILL_SHARES))
+def test_all_are_killed_at_every_change_and_then_power_is_lost(
+    recorder, tmp_path, share, record_property
+):
+    recorded, session = Recorded(), 10
+    kills = 0
+    for position, change in enumerate(recorder.changes):
+        if isinstance(change, Remark):
+            recorded = change.what
+        if position % KILL_SHARES != share:
+            continue
+        kills += 1
+        before = recorder.changes[: position + 1]
+        again, now = started_again(tmp_path / "again", recorder, before, recorded, session)
+        crashes = Crashes(again.complete)
+        crashes.lose_power(again.changes, position + 1, keeps=(Keep(), Everything()))
+        assert set(again.store().names("")) == crashes.listed(now), f"killed after {change}"
+        if kills % EVERY_VERIFIED == 0:
+            verify(again.store(), now)
+    record_property("crash of an archive: kills", kills)
+    assert kills > KILLS_MIN
+
+
+def is_noticed(recorder, changes):
+    """Return whether a loss of power shows a fault of a program that makes these changes."""
+    try:
+        Crashes(recorder.complete).lose_power(changes, keeps=(Keep(), Everything()))
+    except Lost:
+        return True
+    return False
+
+
+def test_a_file_that_is_not_synced_before_it_gets_its_name_is_noticed(recorder):
+    changes = recorder.changes
+    files = [at for at in sync_places(changes) if isinstance(changes[at], Sync)]
+    assert len(files) > len(recorder.complete) / 2
+    for position in files:
+        for mutated in (without(changes, position), delayed(changes, position)):
+            assert is_noticed(recorder, mutated), changes[position]
+
+
+def test_a_folder_that_is_not_synced_is_noticed(recorder):
+    changes = recorder.changes
+    folders = {each.path for each in changes if isinstance(each, SyncDirectory)}
+    assert len(folders) == 6  # from the one that has the archive to the one of the objects
+    for folder in sorted(folders):
+        kept = [
+            each for each in changes if not isinstance(each, SyncDirectory) or each.path != folder
+        ]
+        assert is_noticed(recorder, kept), folder

@@ -1,0 +1,168 @@
+"""`waltz-core restore` is killed after each step, and run again; or power is lost.
+
+Its steps are changes of the archive's directory and writes to ZooKeeper. What is left is the first
+part of them: the second run has these files and these nodes.
+
+Rules:
+    1. The second run restores the cluster; it reports that it exists if the first one was done, or
+       that remains of it must be deleted first.
+    2. What a restored cluster refers to is durable before ZooKeeper has it: the manifest, and the
+       pin that keeps the objects.
+"""
+
+import asyncio
+from uuid import UUID
+
+import pytest
+
+from tests.archived_log import KEY, PARTITION, write_archive
+from tests.commands import run_command
+from tests.crash.archive_recording import Recorder
+from tests.unit.cluster.test_backup import TASK
+from waltz_core.archive.archive_check import ArchiveCheck, RecordedArchive
+from waltz_core.archive.pins import is_pinned
+from waltz_core.archive.saved_manifest import SavedManifest
+from waltz_core.cli import changing
+from waltz_core.cluster.change import creation
+from waltz_core.cluster.change.backup import Backup, PartitionBackup
+from waltz_core.cluster.nodes.restored_from import NOT_RESTORED
+from waltz_core.cluster.writes import BegunWrite, WriteState
+from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
+from waltz_sim.world.crash import Keep, Platter, Remark, changes_of
+
+PLACE = "/waltz/shop"
+END = 94  # of the second batch of the log that is longer than a row group
+WRITE = BegunWrite(WriteState({PARTITION: 3}, 1_000), dict.fromkeys(range(20), TASK))
+
+
+class RecordedZooKeeper(MemoryZooKeeper):
+    """Notes each write among the changes of the archive."""
+
+    def __init__(self, recorder):
+        super().__init__(asyncio.Event)
+        for change in recorder.changes:
+            if isinstance(change, Remark):
+                super().apply(*change.what)
+        self._recorder = recorder
+
+    def apply(self, operations, owner):
+        versions = super().apply(operations, owner)
+        self._recorder.remark((operations, owner))
+        return versions
+
+
+class Place:
+    """The archive and ZooKeeper after some changes, and the commands that are run there."""
+
+    def __init__(self, directory, changes, monkeypatch):
+        self.recorder = Recorder(directory / "recorded", changes)
+        self.zookeeper = RecordedZooKeeper(self.recorder)
+        self.backup = directory / "backup"
+        monkeypatch.setattr(changing, "connected", lambda _connect: self)
+
+    async def __aenter__(self):
+        return self.zookeeper.coordinator(PLACE)
+
+    async def __aexit__(self, *_):
+        pass
+
+    def restore(self):
+        """Run the command; return its exit code and what it reports as an error."""
+        words = ("--connect", f"zk:1{PLACE}", "--backup", str(self.backup))
+        store = self.recorder.store()
+        with self.recorder.recording():
+            ran = run_command(
+                "restore", *words, "--archive", store.url, "--storage", "a:1:2", "--json"
+            )
+        return ran.returncode, ran.stderr
+
+    def delete_remains(self):
+        asyncio.run(self.zookeeper.coordinator(PLACE).delete_cluster(lambda *_: None))
+
+    def read(self):
+        """Return the cluster's key and what it has in the archive."""
+
+        async def read():
+            coordinator = self.zookeeper.coordinator(PLACE)
+            marker = (await coordinator.read_partition(PARTITION)).marker
+            begun = (await coordinator.writes.read_all())["monday"]
+            assert begun.tasks == WRITE.tasks
+            return (await coordinator.read_cluster()).store.cluster_key, marker.archived
+
+        return asyncio.run(read())
+
+    def check(self):
+        """Check that the cluster is restored (rules 1 and 2)."""
+        key, mark = self.read()
+        assert mark.last == END
+        store = self.recorder.store()
+        check = ArchiveCheck(store, key.bytes, PARTITION, first=0, last=None)
+        check.begin(
+            RecordedArchive(mark.first, mark.last, mark.chain, mark.manifest, mark.manifest_crc)
+        )
+        while check.check_next():
+            pass
+        assert (check.found, check.next_id) == ([], END + 1)
+        assert is_pinned(store, KEY)
+
+
+@pytest.fixture
+def backed_up(tmp_path, monkeypatch):
+    """Give the changes that make an archive, whose backup is a file."""
+    monkeypatch.setattr(creation, "STEP_OPERATIONS_MAX", 20)
+    recorder = Recorder(tmp_path / "recorded")
+    with recorder.recording():
+        log = write_archive(recorder.store(), folder=f"{UUID(bytes=KEY)}/{PARTITION}")
+    saved = SavedManifest.read(recorder.store(), log.name, log.crc)
+    empty = PartitionBackup(-1, -1, -1, None)
+    partitions = (*[empty] * PARTITION, PartitionBackup(END, 60, 3, saved))
+    backup = Backup("shop", UUID(bytes=KEY), 1, 41, partitions, {"monday": WRITE}, NOT_RESTORED)
+    (tmp_path / "backup").write_bytes(backup.to_bytes())
+    return recorder.changes
+
+
+def test_it_is_killed_after_each_step_and_run_again(backed_up, tmp_path, monkeypatch):
+    first = Place(tmp_path, backed_up, monkeypatch)
+    assert first.restore() == (0, "")
+    first.check()
+    steps = first.recorder.changes[len(backed_up) :]
+    outcomes = []
+    for count in range(len(steps) + 1):
+        again = Place(tmp_path, [*backed_up, *steps[:count]], monkeypatch)
+        code, error = again.restore()
+        outcomes.append(outcome_of(code, error))
+        if outcomes[-1] == "remains":
+            again.delete_remains()
+            assert again.restore() == (0, "")
+        again.check()
+    # Files come first, then several writes to ZooKeeper, the last of which makes the cluster.
+    kinds = sorted(set(outcomes), key=outcomes.index)
+    assert kinds == ["restored", "remains", "exists"]
+    assert outcomes == sorted(outcomes, key=kinds.index)
+    assert outcomes.count("restored") > 10
+
+
+def outcome_of(code, error):
+    if code == 0:
+        return "restored"
+    assert code == 1, error
+    if "the remains of an unfinished one" in error:
+        assert "Hint: delete it first" in error
+        return "remains"
+    assert "there is a cluster at" in error
+    return "exists"
+
+
+def test_power_is_lost_when_zookeeper_has_the_cluster(backed_up, tmp_path, monkeypatch):
+    first = Place(tmp_path, backed_up, monkeypatch)
+    assert first.restore() == (0, "")
+    steps = first.recorder.changes
+    written = next(at for at in range(len(backed_up), len(steps)) if isinstance(steps[at], Remark))
+    platter = Platter()
+    for change in steps[:written]:
+        platter.add(change)
+    left = platter.image(Keep())
+    assert any("pins" in each.parts for each in left.files)
+    writes = [each for each in steps[written:] if isinstance(each, Remark)]
+    assert len(writes) > 2
+    Place(tmp_path, [*changes_of(left), *writes], monkeypatch).check()

@@ -1,0 +1,169 @@
+"""ZooKeeper's data is lost after storages have removed what the archive has."""
+
+import json
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from tests.commands import run_command
+from tests.fault.load import role, wait_until
+from tests.integration.test_archive import (
+    SEGMENT_BYTES,
+    STORAGES,
+    Archive,
+    append,
+    oldest_segment,
+    read_all,
+)
+from tests.integration.test_archive_garbage import Listed, recorded_in
+from waltz_core.client import WaltzClient
+from waltz_core.local import LocalCluster, running
+
+pytestmark = pytest.mark.fault
+HIDDEN: Final = "hidden"
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Archive:
+    return Archive(f"file://{tmp_path}/archive")
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, archive: Archive) -> Iterator[LocalCluster]:
+    settings: dict[str, dict[str, object]] = {
+        "storage": {
+            "segment_bytes_max": SEGMENT_BYTES,
+            "archive_url": archive.store.url,
+            "archive_object_bytes": 20_000,
+            "archive_age_ms": 0,
+            "local_retention_bytes": 2 * SEGMENT_BYTES,
+        },
+        "server": {"archive_interval_ms": 100},
+    }
+    options = {"settings": settings, "server_count": 1, "partition_count": 1}
+    with running(tmp_path / "cluster", **options) as made:
+        yield made
+
+
+def append_and_archive(cluster: LocalCluster, archive: Archive, written: list[bytes]) -> None:
+    with WaltzClient(cluster.connect) as client:
+        client.mount()
+        append(client, written)
+    wait_until("all is archived", lambda: recorded_last(cluster) == len(written) - 1)
+
+
+def recorded_last(cluster: LocalCluster) -> int:
+    mark = recorded_in(cluster)
+    return -1 if mark is None else mark.last
+
+
+def remove_segments(cluster: LocalCluster, archive: Archive, written: list[bytes]) -> None:
+    """Append until each storage has removed segments: a session that begins confirms a mark."""
+    for storage in STORAGES:
+        append_and_archive(cluster, archive, written)
+        cluster.kill(storage)
+        cluster.start(storage)
+    append_and_archive(cluster, archive, written)
+    wait_until(
+        "all storages have removed segments",
+        lambda: all(oldest_segment(cluster, each) > 0 for each in STORAGES),
+    )
+
+
+def lose_zookeeper(cluster: LocalCluster) -> None:
+    for member in reversed(cluster.members):
+        cluster.kill(member.name, signal.SIGTERM)
+    shutil.rmtree(cluster.directory / "zookeeper" / "version-2")
+    cluster.start("zookeeper")
+    wait_until("ZooKeeper serves", lambda: role(cluster.member("zookeeper")) != "none")
+
+
+def rebuild(cluster: LocalCluster, *options: str) -> tuple[int, dict[str, Any] | None, str]:
+    """Rebuild the metadata; return the exit code, the result and the messages."""
+    named = []
+    for name in STORAGES:
+        member = cluster.member(name)
+        named += ["--storage", f"127.0.0.1:{member.port}:{member.admin_port}"]
+    words = ["cluster", "rebuild-metadata", "--connect", cluster.connect, "--json", *named]
+    words += ["--from-directory", str(cluster.directory / STORAGES[0])]
+    ran = run_command(*words, *options)
+    return ran.returncode, json.loads(ran.stdout) if ran.stdout else None, ran.stderr
+
+
+def test_removed_transactions_are_found_in_the_archive_again(
+    cluster: LocalCluster, archive: Archive, tmp_path: Path
+) -> None:
+    written: list[bytes] = []
+    remove_segments(cluster, archive, written)
+    before = recorded_in(cluster)
+    assert before is not None
+    lose_zookeeper(cluster)
+    assert rebuild(cluster, "--only-nodes")[0] == 0
+    for name in STORAGES:
+        cluster.start(name)
+
+    # An archive that is not the right one is no reason to open a log that lacks its beginning.
+    code, _, messages = rebuild(cluster, "--archive", f"file://{tmp_path}/empty")
+    assert code == 1
+    assert "0 partitions are open again, 1 are not: partition 0: expected a manifest" in messages
+    assert "begins; found none. Hint: " in messages
+    refused = run_command(
+        *("cluster", "accept-replicas", "0", "--yes", "--connect", cluster.connect),
+        *("--archive", f"file://{tmp_path}/empty"),
+    )
+    assert refused.returncode == 1
+    assert "expected a manifest" in refused.stderr
+    assert recorded_in(cluster) is None
+
+    cluster.start("server-1")
+    code, result, messages = rebuild(cluster)
+    assert (code, result is None) == (0, False), messages
+    assert result is not None
+    assert f"of which the archive has 0..{before.last}" in " ".join(result["steps"])
+    recorded = recorded_in(cluster)
+    assert recorded is not None
+    assert (recorded.last, recorded.chain) == (before.last, before.chain)
+    assert recorded.manifest == before.manifest
+    assert recorded.stamp_ms == before.stamp_ms
+    read_all(cluster, written)
+
+    check_empty_replica(cluster, archive, written)
+    check_collection(cluster, archive, written)
+
+
+def check_empty_replica(cluster: LocalCluster, archive: Archive, written: list[bytes]) -> None:
+    """A replica that is emptied begins at the archived mark, and the archiver continues."""
+    cluster.kill(STORAGES[2])
+    shutil.rmtree(cluster.directory / STORAGES[2])
+    append_and_archive(cluster, archive, written)
+    lost = f"127.0.0.1:{cluster.member(STORAGES[2]).port}"
+    cluster.start(STORAGES[2])
+    replaced = run_command("cluster", "replace-storage", lost, lost, "--connect", cluster.connect)
+    assert replaced.returncode == 0, replaced
+    assert oldest_segment(cluster, STORAGES[2]) > 0
+    append_and_archive(cluster, archive, written)
+    read_all(cluster, written)
+
+
+def check_collection(cluster: LocalCluster, archive: Archive, written: list[bytes]) -> None:
+    """The new owner collects the garbage of the earlier sessions, and nothing that is listed."""
+
+    def is_collected() -> bool:
+        logs = [cluster.log_path(each).read_text(errors="replace") for each in STORAGES]
+        mark = recorded_in(cluster)
+        assert mark is not None
+        return (
+            any("storage.garbage_collected" in each for each in logs)
+            or not Listed(archive, mark).garbage_objects
+        )
+
+    wait_until("garbage is collected", is_collected)
+    mark = recorded_in(cluster)
+    assert mark is not None
+    assert archive.datas_of(Listed(archive, mark).objects) == written
+    logs = "".join(cluster.log_path(each).read_text(errors="replace") for each in STORAGES)
+    assert "collection_failed" not in logs

@@ -1,0 +1,120 @@
+"""A corrupt object of the archive is named by readers, and replaced from a storage that has it."""
+
+import json
+import logging
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.client_contract import Ledger
+from tests.commands import run_command
+from tests.fault.load import wait_until
+from tests.integration.test_archive import (
+    SEGMENT_BYTES,
+    STORAGES,
+    Archive,
+    oldest_segment,
+    read_all,
+)
+from tests.integration.test_archive_expiry import fill, read
+from tests.integration.test_archive_garbage import recorded_in
+from tests.patience import slowness
+from waltz_core.archive.manifest import Manifest, ObjectEntry
+from waltz_core.client import WaltzClient
+from waltz_core.config import ClientConfig
+from waltz_core.errors import Unavailable, Unreachable
+from waltz_core.local import LocalCluster, running
+
+
+def verify(cluster: LocalCluster, *words: str) -> tuple[int, list[dict[str, Any]], str]:
+    """Run the command; return its exit code, the problems of the partition, and its messages."""
+    done = run_command("archive", "verify", "--connect", cluster.connect, "--json", *words)
+    return done.returncode, json.loads(done.stdout)["partitions"]["0"]["problems"], done.stderr
+
+
+def spoil(path: Path) -> bytes:
+    """Change the end of an object; return what it had."""
+    data = path.read_bytes()
+    path.write_bytes(data[:-8] + b"spoiled!")
+    return data
+
+
+def has_owner(cluster: LocalCluster) -> bool:
+    with WaltzClient(cluster.connect) as client, suppress(Unavailable):
+        return bool(client.replicas(0).replicas)
+    return False
+
+
+def check_is_named(cluster: LocalCluster, entry: ObjectEntry) -> None:
+    """A read of an object that only the archive has names it, and returns nothing of it."""
+    wait_until("the partition has an owner", lambda: has_owner(cluster))
+    quick = ClientConfig(request_timeout_ms=int(3_000 * slowness()))
+    with WaltzClient(cluster.connect, quick) as client, pytest.raises(Unreachable) as caught:
+        read(client, entry.first, entry.last, None)
+    assert entry.name in str(caught.value)
+    assert "waltz-core archive verify --repair" in str(caught.value)
+
+
+def check_feed_names(cluster: LocalCluster, entry: ObjectEntry, log: pytest.LogCaptureFixture):
+    """The owner interrupts a feed of the object, and the reason names it."""
+    log.clear()
+    log.set_level(logging.INFO)
+    with WaltzClient(cluster.connect) as client:
+        client.subscribe(Ledger(-1), [0])
+        wait_until("the client logs the object", lambda: entry.name in log.text)
+    assert "stream.interrupted" in log.text
+
+
+def test_a_corrupt_object_is_named_and_replaced_from_a_storage_that_has_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    url = f"file://{tmp_path}/archive"
+    settings: dict[str, dict[str, object]] = {
+        "storage": {
+            "segment_bytes_max": SEGMENT_BYTES,
+            "archive_url": url,
+            "archive_object_bytes": 20_000,
+            "archive_age_ms": 0,
+            "local_retention_bytes": 2 * SEGMENT_BYTES,
+        },
+        "server": {"archive_interval_ms": 100},
+    }
+    archive = Archive(url)
+    options = {"settings": settings, "server_count": 1, "partition_count": 1}
+    with running(tmp_path / "cluster", **options) as cluster:
+        written = fill(cluster, archive)
+        starts = [oldest_segment(cluster, each) for each in STORAGES]
+        removed, kept = archive.objects()[0], archive.objects()[-1]
+        assert removed.last < min(starts)
+        assert kept.first > max(starts)
+        bytes_before = spoil(tmp_path / "archive" / removed.name)
+        spoil(tmp_path / "archive" / kept.name)
+        cluster.kill("server-1")  # it has the newest transactions in memory
+        cluster.start("server-1")
+        check_is_named(cluster, removed)
+        check_feed_names(cluster, removed, caplog)
+
+        code, problems, messages = verify(cluster, "--repair")
+        assert code == 1
+        assert [each["name"] for each in problems] == [removed.name, kept.name]
+        lost, repaired = problems
+        assert not lost["is_repaired"]
+        assert len(lost["failures"]) == len(STORAGES)
+        assert all("expected ids from " in each for each in lost["failures"])
+        assert f"{removed.name}: not repaired" in messages
+        assert repaired["is_repaired"]
+        assert f"{kept.name}: repaired by storage {repaired['repaired_by']}" in messages
+
+        code, problems, _ = verify(cluster)
+        assert (code, [each["name"] for each in problems]) == (1, [removed.name])
+        (tmp_path / "archive" / removed.name).write_bytes(bytes_before)
+        assert verify(cluster)[:2] == (0, [])
+        mark = recorded_in(cluster)
+        assert mark is not None
+        objects = Manifest.from_bytes(archive.store.read(mark.manifest), mark.manifest).newest
+        assert objects[-1].name != kept.name
+        assert objects[:-1] == archive.objects()[:-1]
+        assert archive.datas_of(objects) == written
+        read_all(cluster, written)

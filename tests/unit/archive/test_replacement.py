@@ -1,0 +1,188 @@
+"""A corrupt or missing object is replaced by one with the same IDs and chain, and nothing else."""
+
+import os
+from dataclasses import replace
+
+import pytest
+
+from tests.unit.archive.test_collection import all_files, listed_files, run
+from tests.unit.archive.test_collection import request as collection
+from tests.unit.archive.test_upload import KEY, WrongStore, job_after, read_manifest
+from tests.unit.archive.test_upload_faults import FailingStore
+from waltz_core.archive import manifest
+from waltz_core.archive.archive_cache import ArchiveCache
+from waltz_core.archive.manifest import decode_page
+from waltz_core.archive.pins import pin
+from waltz_core.archive.reader import ArchiveReader
+from waltz_core.archive.store import ArchiveStore
+from waltz_core.archive.upload import upload
+from waltz_core.archive.upload_job import NewManifest, ReplacedObject
+from waltz_core.errors import ArchiveUnavailable, BadFormat, ChecksumMismatch, WaltzError
+
+OBJECT_IDS = 10  # of each object
+
+
+class Archived:
+    """Six objects with IDs 0..59, of which a page of the manifest has the first two."""
+
+    def __init__(self, folder):
+        self.store = WrongStore(f"file://{folder}")
+        self.jobs, self.made = [], None
+        for attempt in range(6):
+            self.jobs.append(job_after(self.made, attempt=attempt))
+            self.made = upload(self.store, KEY, self.jobs[-1])
+        head = self.head()
+        assert (len(head.pages), len(head.newest)) == (1, 4)
+        self.entries = self.entries_of(self.made)
+
+    def head(self, made=None):
+        return read_manifest(self.store, made or self.made)
+
+    def entries_of(self, made):
+        head = self.head(made)
+        paged = [
+            each
+            for page in head.pages
+            for each in decode_page(page, self.store.read(page.name)).entries
+        ]
+        return [*paged, *head.newest]
+
+    def path(self, number):
+        return self.store.url.removeprefix("file://") + "/" + self.entries[number].name
+
+    def spoil(self, number):
+        """Change the last bytes of an object: those of its footer."""
+        with open(self.path(number), "r+b") as file:
+            file.seek(-8, os.SEEK_END)
+            file.write(b"spoiled!")
+
+    def job(self, number, *, attempt=20, **changes):
+        """Return the job that replaces an object with the batches of the log."""
+        replaced = ReplacedObject(self.entries[number].name, self.made.last, self.made.chain)
+        fields = {"manifest": self.made.name, "manifest_crc": self.made.file_crc}
+        fields |= {"attempt": attempt, "replaces": replaced} | changes
+        return replace(self.jobs[number], **fields)
+
+    def read(self, made, first):
+        cache = ArchiveCache(1 << 20)
+        try:
+            reader = ArchiveReader(self.store, made.name, made.file_crc, cache)
+            return bytes(reader.read_range(first, first + OBJECT_IDS - 1, 1 << 20).records)
+        finally:
+            cache.close()
+
+
+@pytest.fixture
+def archived(tmp_path, monkeypatch):
+    monkeypatch.setattr(manifest, "PAGE_ENTRIES", 2)
+    return Archived(tmp_path)
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 5])
+def test_the_new_object_stands_in_the_place_of_the_old_one(archived, number):
+    before = archived.head()
+    whole = archived.read(archived.made, number * OBJECT_IDS)
+    archived.spoil(number)
+    with pytest.raises(WaltzError, match=archived.entries[number].name):
+        archived.read(archived.made, number * OBJECT_IDS)
+    kept = all_files(archived.store)
+    made = upload(archived.store, KEY, archived.job(number))
+    head = archived.head(made)
+    assert (head.version, head.first, head.last, head.chain) == (
+        before.version + 1,
+        before.first,
+        before.last,
+        before.chain,
+    )
+    assert (made.last, made.chain) == (before.last, before.chain)
+    old, new = archived.entries, archived.entries_of(made)
+    assert [each for each in new if each not in old] == [new[number]]
+    assert new[number].name.endswith("-20.parquet")
+    assert new[number][1:] == old[number][1:], "the same IDs, chain, bytes and times"
+    assert [each[2:] for each in head.pages] == [each[2:] for each in before.pages]
+    assert archived.read(made, number * OBJECT_IDS) == whole
+    assert kept.items() <= all_files(archived.store).items(), "nothing is overwritten or deleted"
+
+
+def test_a_missing_object_is_written_again(archived):
+    kept = archived.store.read(archived.entries[1].name)
+    archived.store.delete(archived.entries[1].name)
+    made = upload(archived.store, KEY, archived.job(1))
+    assert archived.store.read(archived.entries_of(made)[1].name) == kept
+
+
+def test_the_archive_continues_after_a_replacement_and_old_pages_stay_right(archived):
+    made = upload(archived.store, KEY, archived.job(0))
+    made = upload(archived.store, KEY, archived.job(2, attempt=21, **present(archived, made)))
+    made = upload(archived.store, KEY, job_after(made, attempt=22))
+    head = archived.head(made)
+    assert [each.first for each in archived.entries_of(made)] == list(range(0, 70, OBJECT_IDS))
+    assert [head.last, len(head.pages), len(head.newest)] == [69, 2, 3]
+    for first in range(0, 70, OBJECT_IDS):
+        archived.read(made, first)
+
+
+def present(archived, made):
+    """Return the fields of a job that follows a manifest."""
+    assert (made.last, made.chain) == (archived.made.last, archived.made.chain)
+    return {"manifest": made.name, "manifest_crc": made.file_crc}
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_log_with_other_records_or_other_ids_replaces_nothing(archived, number):
+    first = number * OBJECT_IDS
+    other = job_after(NewManifest(first - 1, bytes([9] * 16), 0, "", 0))
+    shorter = archived.jobs[number].runs[:1]
+    before = all_files(archived.store)
+    for changes in ({"runs": other.runs}, {"runs": shorter}):
+        with pytest.raises(BadFormat, match=rf"expected an object with the IDs {first}\.\..*chain"):
+            upload(archived.store, KEY, archived.job(number, **changes))
+    assert all_files(archived.store) == before
+
+
+@pytest.mark.parametrize("number", [0, 4])
+def test_an_object_that_was_replaced_before_is_not_replaced_again(archived, number):
+    made = upload(archived.store, KEY, archived.job(number))
+    before = all_files(archived.store)
+    again = upload(archived.store, KEY, archived.job(number, attempt=21, **present(archived, made)))
+    assert (again.name, again.last) == ("", made.last)
+    assert all_files(archived.store) == before
+
+
+@pytest.mark.parametrize("wrong", ["-20.parquet", "-20-page.json", "-20.json"])
+def test_a_new_file_that_is_not_what_was_written_replaces_nothing(archived, wrong):
+    archived.store.wrong = wrong
+    with pytest.raises(ChecksumMismatch, match=wrong):
+        upload(archived.store, KEY, archived.job(0))
+
+
+def test_a_replacement_that_fails_at_any_operation_leaves_the_archive_as_it_was(archived):
+    store = archived.store = FailingStore(archived.store.url)
+    attempt, done = 20, False
+    while not done:
+        before = listed_files(store, archived.made)
+        store.fail_next(attempt - 20, is_after=attempt % 2 == 0)
+        try:
+            upload(store, KEY, archived.job(0, attempt=attempt))
+            done = True
+        except ArchiveUnavailable:
+            attempt += 1
+        store.fail_next(-1, is_after=False)
+        assert before <= set(all_files(store))
+    assert attempt - 20 >= 6, "manifest and page, and three files, each written and read"
+
+
+@pytest.mark.parametrize("is_pinned", [False, True])
+def test_the_old_object_is_garbage_once_the_new_manifest_is_recorded(archived, is_pinned):
+    if is_pinned:
+        pin(archived.store, KEY, bytes(16))
+    before = listed_files(archived.store, archived.made)
+    upload(archived.store, KEY, archived.job(0))
+    run(archived.store, collection(archived.made, attempt=21))
+    assert before <= set(all_files(archived.store)), "the old manifest is the recorded one"
+    made = upload(archived.store, KEY, archived.job(0, attempt=22))
+    run(archived.store, collection(made, attempt=23))
+    names = set(ArchiveStore(archived.store.url).names(""))
+    assert listed_files(archived.store, made) <= names
+    assert (archived.entries[0].name in names) == is_pinned
+    assert {each.name for each in archived.entries[1:]} <= names

@@ -1,0 +1,189 @@
+"""The archived mark that is found again when ZooKeeper has lost it."""
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.unit.archive.test_upload import KEY, job_after
+from waltz_core.archive import manifest
+from waltz_core.archive.manifest import RecordedManifest
+from waltz_core.archive.store import ArchiveStore
+from waltz_core.archive.upload import expire, upload
+from waltz_core.archive.upload_job import ExpiryJob
+from waltz_core.cli.cluster.archive_recovery import ArchiveRecovery, RecoveredLog
+from waltz_core.errors import BadRequest, ChecksumMismatch
+from waltz_core.records.record import GENESIS_CHAIN
+
+PARTITION, OTHER = 3, bytes([1] * 16)
+A, B = "10.0.0.1:5280", "10.0.0.2:5280"
+
+
+@pytest.fixture
+def archive(tmp_path, monkeypatch):
+    """Return an archive with three objects of 10 IDs each, one of them in a page."""
+    monkeypatch.setattr(manifest, "PAGE_ENTRIES", 1)
+    store, made = ArchiveStore(f"file://{tmp_path}"), []
+    for attempt in range(3):
+        made.append(upload(store, KEY, job_after(made[-1] if made else None, attempt=attempt)))
+    chains = {each.last: each.chain for each in made} | {-1: GENESIS_CHAIN}
+    return SimpleNamespace(store=store, made=made, chains=chains, root=tmp_path)
+
+
+def find(archive, *, start=-1, last=29, starts=None, chains=None, url=None):
+    """Return the mark that is found for a log, and what was skipped."""
+    known, skipped = archive.chains if chains is None else chains, []
+
+    async def chain_at(at):
+        assert start <= at <= last, "a storage rejects others"
+        return known.get(at)
+
+    log = RecoveredLog(PARTITION, start, last, chain_at, {A: start, **(starts or {})})
+    recovery = ArchiveRecovery(archive.store.url if url is None else url, KEY, skipped.append)
+    return asyncio.run(recovery.mark_of(log)), skipped
+
+
+@pytest.mark.parametrize("start", [-1, 9, 19, 29])
+def test_the_newest_manifest_that_ends_in_the_log_is_found(archive, start):
+    newest = archive.made[-1]
+    found, skipped = find(archive, start=start, last=35)
+    assert found == (29, newest.chain, newest.stamp_ms, 0, newest.file_crc, newest.name)
+    assert found.stamp_ms > 0
+    assert not skipped
+
+
+def test_a_manifest_that_was_never_recorded_is_used_if_the_log_continues_it(archive):
+    """The next session's is the newest, though one of an earlier session reaches further."""
+    later = upload(
+        archive.store,
+        KEY,
+        job_after(archive.made[0], counts=(1, 1), session_id=10, nonce=OTHER, attempt=0),
+    )
+    chains = archive.chains | {later.last: later.chain}
+    found, _ = find(archive, chains=chains)
+    assert (found.last, found.manifest) == (later.last, later.name)
+    # In the log the batches of the first owner follow instead.
+    found, (skipped,) = find(archive)
+    assert found.manifest == archive.made[-1].name
+    assert f"{later.name}: it ends at {later.last} with chain" in skipped
+    assert skipped.endswith("the log has no batch end")
+
+
+def test_the_first_id_is_that_of_the_last_expiry(archive):
+    newest = archive.made[-1]
+    recorded = RecordedManifest(PARTITION, newest.last, newest.chain, newest.name, newest.file_crc)
+    job = ExpiryJob(9, bytes(16), 3, recorded, before=25, before_ms=0, retention_ms=0)
+    expired = expire(archive.store, KEY, job, now_ms=1)
+    assert find(archive)[0].first == 20
+    # The grace period is over, and a collection has deleted the objects.
+    for each in (archive.root / archive.made[0].name).parents[1].glob("objects/*"):
+        if not each.name.startswith("20-"):
+            each.unlink()
+    found, _ = find(archive)
+    assert (found.first, found.manifest) == (20, expired.name)
+
+
+def test_nothing_is_archived_if_no_manifest_exists_and_all_logs_begin_at_0(archive):
+    assert find(archive, url=f"{archive.store.url}/elsewhere") == (None, [])
+    assert find(archive, url="") == (None, [])
+
+
+@pytest.mark.parametrize(
+    ("url", "where"), [("", "no archive is configured"), ("file:///nowhere", "file:///nowhere")]
+)
+def test_a_partition_whose_archive_is_not_found_is_refused(archive, url, where):
+    with pytest.raises(BadRequest) as refused:
+        find(archive, url=url, starts={B: 9})
+    assert (
+        f"partition 3: expected a manifest in the archive ({where}) that ends within the log of "
+        f"IDs 0..29 and not below 9, after which the log of {B} begins; found none. Hint: "
+    ) in str(refused.value)
+
+
+def corrupt(path: Path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def page_of(archive):
+    return max((archive.root / archive.made[-1].name).parent.glob("*-page.json"))
+
+
+def object_from(archive, first):
+    folder = (archive.root / archive.made[-1].name).parents[1] / "objects"
+    (found,) = folder.glob(f"{first}-*")
+    return found
+
+
+FAULTS = {
+    "a corrupt head": (lambda each: corrupt(each.root / each.made[-1].name), "expected CRC"),
+    "a corrupt page": (lambda each: corrupt(page_of(each)), "expected CRC"),
+    "no page": (lambda each: page_of(each).unlink(), "-page.json: it does not exist"),
+    "no object": (lambda each: object_from(each, 20).unlink(), "IDs 20..29, with .* found none"),
+    "half an object": (
+        lambda each: object_from(each, 20).write_bytes(b"half"),
+        "found one of 4 bytes",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_older_manifest_is_used_instead_of_a_wrong_one_if_no_log_has_removed_more(
+    archive, fault
+):
+    break_it, reason = FAULTS[fault]
+    break_it(archive)
+    found, skipped = find(archive, start=9)
+    assert found.last in (9, 19)
+    assert found.manifest != archive.made[-1].name
+    assert skipped
+    with pytest.raises(BadRequest, match=f"found 3, the newest is not: .*{reason}"):
+        find(archive, start=9, starts={B: 29})
+
+
+@pytest.mark.parametrize(
+    ("log", "reason"),
+    [
+        ({"last": 5}, "expected an end of -1..5, found 29"),
+        ({"start": 9, "last": 9, "chains": {9: OTHER}}, "expected an end of 9..9, found 29"),
+        ({"chains": {}}, "the log has no batch end"),
+        ({"chains": dict.fromkeys(range(30), OTHER)}, f"the log has {OTHER.hex()}"),
+        ({"starts": {B: 30}, "last": 40}, "expected an end of 30..40, found 29"),
+    ],
+)
+def test_an_archive_that_no_log_continues_is_not_replaced(archive, log, reason):
+    """Also while all logs begin at 0: the archiver would begin again, and backups need the rest."""
+    with pytest.raises(BadRequest, match=f"found 3, the newest is not: .*{reason}"):
+        find(archive, **log)
+
+
+def test_a_partition_opens_without_the_archive_when_its_folder_was_moved(archive):
+    """The operator's way out where the chain at the mark is lost (docs/archive.md, "Limits")."""
+    folder = (archive.root / archive.made[0].name).parents[1]
+    with pytest.raises(BadRequest, match="the log has no batch end"):
+        find(archive, chains={})
+    folder.rename(archive.root / "moved")
+    assert find(archive, chains={}) == (None, [])
+    with pytest.raises(BadRequest, match="begins; found none"):
+        find(archive, start=9, chains={})
+
+
+def test_the_manifest_of_another_cluster_or_partition_does_not_count(archive):
+    folder = (archive.root / archive.made[0].name).parent
+    foreign = upload(archive.store, OTHER, job_after(attempt=7))
+    (folder / Path(foreign.name).name).write_bytes(archive.store.read(foreign.name))
+    found, (skipped,) = find(archive)
+    assert found.manifest == archive.made[-1].name
+    assert "of cluster 0101" in skipped
+
+
+def test_the_error_of_a_storage_is_not_a_reason_to_use_an_older_manifest(archive):
+    async def chain_at(_):
+        raise ChecksumMismatch("the batches cannot be read")
+
+    log = RecoveredLog(PARTITION, -1, 29, chain_at, {A: -1})
+    recovery = ArchiveRecovery(archive.store.url, KEY, lambda _: None)
+    with pytest.raises(ChecksumMismatch):
+        asyncio.run(recovery.mark_of(log))

@@ -1,0 +1,218 @@
+"""Replacement of an archived object: which replicas are requested, and what is recorded."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.unit.replication.bench import A, B, C, wire
+from tests.unit.replication.test_archive_expiry import end_attempt
+from tests.unit.replication.test_archiving import (
+    ARCHIVING,
+    INTERVAL_MS,
+    ArchivingBench,
+    archive,
+    attempts,
+    begin,
+    finish,
+    new_bench,
+)
+from waltz_core.replication.archiving import PROGRESS_MS_MAX
+from waltz_core.replication.session_events import ReplaceInArchive, ReplacementOutcome
+
+OBJECT = ReplaceInArchive("o1", 0, 1)
+
+
+@pytest.fixture
+def bench():
+    """Three replicas with batches 0..1, 2..3 and 4..5, of which 0..3 are archived."""
+    made = new_bench()
+    archive(made, last=3)
+    made.run_for(INTERVAL_MS)
+    end_attempt(made)
+    return made
+
+
+def replacements(bench):
+    return [each for each in bench.sent if isinstance(each[1], wire.ReplaceObject)]
+
+
+def request(bench, wanted=OBJECT):
+    """Request a replacement; return the replica and the request that it gets."""
+    count = len(replacements(bench))
+    bench.step(wanted)
+    bench.run()
+    assert len(replacements(bench)) == count + 1
+    return replacements(bench)[-1]
+
+
+def written(bench, replica, message, **fields):
+    """Let a replica report that it has written the object and the manifest."""
+    mark = bench.marker.archived
+    known = {"last": mark.last, "chain": mark.chain, "manifest": "r1", "manifest_crc": 8}
+    finish(bench, replica, message, **known | fields)
+
+
+def refused(bench, replica, message, error="expected ids from 4 on"):
+    written(bench, replica, message, manifest="", error=error)
+
+
+def test_the_new_manifest_is_recorded_and_the_mark_stays(bench):
+    mark = bench.marker.archived
+    replica, message = request(bench)
+    assert (message.object, message.first, message.last) == ("o1", 0, 1)
+    assert (message.archived, message.chain, message.manifest) == (3, mark.chain, mark.manifest)
+    written(bench, replica, message)
+    bench.run(questions=False)
+    assert bench.marker.archived == mark
+    assert bench.store.replacement(OBJECT) is None, "ZooKeeper does not have it"
+    bench.run()
+    assert bench.marker.archived == mark._replace(manifest="r1", manifest_crc=8)
+    assert bench.store.replacement(OBJECT) == ReplacementOutcome(True, replica, ())
+    assert bench.reports("archive.object_replaced") == [
+        {"session": 0, "object": "o1", "replica": replica, "manifest": "r1"}
+    ]
+    assert not bench.reports("archive.expired")
+    learned = [
+        (name, each.manifest) for name, each in bench.sent if isinstance(each, wire.SetArchived)
+    ]
+    assert sorted(learned[-3:]) == [(A, "r1"), (B, "r1"), (C, "r1")]
+
+
+def test_another_replica_is_requested_if_one_does_not_have_the_records(bench):
+    replica, message = request(bench)
+    refused(bench, replica, message)
+    bench.run()
+    other, later = replacements(bench)[-1]
+    assert other != replica
+    assert later.attempt > message.attempt
+    written(bench, replica, message, manifest="late")
+    written(bench, other, later)
+    bench.run()
+    assert bench.marker.archived.manifest == "r1"
+    reasons = (f"{replica}: expected ids from 4 on",)
+    assert bench.store.replacement(OBJECT) == ReplacementOutcome(True, other, reasons)
+
+
+def test_each_replica_is_requested_once_and_the_outcome_has_all_reasons(bench):
+    mark = bench.marker.archived
+    request(bench)
+    for number in range(3):
+        refused(bench, *replacements(bench)[-1], error=f"reason {number}")
+        bench.run()
+    asked = [replica for replica, _ in replacements(bench)]
+    assert sorted(asked) == [A, B, C]
+    reasons = tuple(f"{replica}: reason {number}" for number, replica in enumerate(asked))
+    assert bench.store.replacement(OBJECT) == ReplacementOutcome(False, None, reasons)
+    assert len(bench.reports("archive.replacement_failed")) == 3
+    assert bench.marker.archived == mark
+
+
+def test_an_outcome_is_reported_once_and_a_later_request_begins_again(bench):
+    request(bench)
+    for _ in range(3):
+        refused(bench, *replacements(bench)[-1])
+        bench.run()
+    bench.step(OBJECT)
+    assert bench.store.replacement(OBJECT) is None
+    replica, message = request(bench)
+    written(bench, replica, message)
+    bench.run()
+    assert bench.store.replacement(OBJECT).is_replaced
+
+
+@pytest.mark.parametrize("kind", ["silence", "rejection", "another end"])
+def test_a_replica_that_fails_is_not_requested_again(bench, kind):
+    if kind == "rejection":
+        bench.rejected = (wire.ReplaceObject,)
+    bench.step(OBJECT)
+    bench.run()
+    first, message = replacements(bench)[0]
+    if kind == "silence":
+        bench.run_for(PROGRESS_MS_MAX)
+    elif kind == "another end":
+        written(bench, first, message, chain=bytes(16))
+        bench.run()
+    else:
+        assert len(replacements(bench)) == 3
+        assert not bench.store.replacement(OBJECT).is_replaced
+        return
+    second, later = replacements(bench)[1]
+    assert second != first
+    written(bench, second, later)
+    bench.run()
+    assert bench.marker.archived.manifest == "r1"
+    (reason,) = bench.store.replacement(OBJECT).failures
+    expected = (
+        "no report of progress" if kind == "silence" else "expected a manifest that ends at 3"
+    )
+    assert f"{first}: {expected}" in reason
+
+
+def test_an_object_that_was_replaced_before_changes_nothing(bench):
+    mark = bench.marker.archived
+    written(bench, *request(bench), manifest="")
+    bench.run()
+    assert bench.marker.archived == mark
+    assert bench.store.replacement(OBJECT) == ReplacementOutcome(True, None, ())
+
+
+def test_a_replacement_and_an_attempt_exclude_each_other(bench):
+    begin(bench)
+    bench.step(OBJECT)
+    bench.run()
+    assert not replacements(bench)
+    end_attempt(bench)
+    bench.run()
+    replica, message = replacements(bench)[-1]
+    count = len(attempts(bench))
+    bench.run_for(2 * INTERVAL_MS)
+    assert len(attempts(bench)) == count
+    written(bench, replica, message)
+    bench.run()
+    assert attempts(bench)[-1][1].manifest == "r1"
+
+
+def test_one_replacement_is_under_way_and_another_one_follows(bench):
+    replica, message = request(bench)
+    other = ReplaceInArchive("o2", 2, 3)
+    bench.step(other)
+    written(bench, replica, message)
+    bench.run()
+    assert bench.store.replacement(OBJECT).is_replaced
+    assert len(replacements(bench)) == 1
+    _, message = request(bench, other)
+    assert (message.object, message.manifest) == ("o2", "r1")
+
+
+@pytest.mark.parametrize("outcome", ["away", "lost"])
+def test_a_replacement_is_recorded_once_although_zookeeper_does_not_answer(bench, outcome):
+    written(bench, *request(bench))
+    bench.run(questions=False)
+    bench.ask_zookeeper(outcome)
+    assert bench.store.replacement(OBJECT) is None
+    bench.run_for(5_000)
+    assert bench.marker.archived.manifest == "r1"
+    assert len(bench.reports("archive.object_replaced")) == 1
+
+
+def test_a_replacement_ends_with_its_session(bench):
+    mark = bench.marker.archived
+    replica, message = request(bench)
+    bench.lose(next(name for name in bench.names if name != replica))
+    bench.reopen()
+    written(bench, replica, message)
+    bench.run()
+    assert bench.marker.archived == mark
+    assert bench.store.replacement(OBJECT) is None
+
+
+def test_an_owner_that_archives_nothing_replaces_an_object(bench):
+    other = ArchivingBench(*bench.names)
+    other.storages, other.storage_ids = bench.storages, bench.storage_ids
+    other.store = other._new_store(replace(ARCHIVING, archive_interval_ms=0))
+    other.look_at_zookeeper_of(bench)
+    other.own(generation=2)
+    other.reopen()
+    written(other, *request(other))
+    other.run()
+    assert other.marker.archived.manifest == "r1"

@@ -1,0 +1,49 @@
+"""`waltz-core archive unpin`: let a cluster delete objects that a restored one has used."""
+
+import asyncio
+from uuid import UUID
+
+import click
+
+from waltz_core.archive.pins import unpin as remove_pin
+from waltz_core.archive.store import ArchiveStore
+from waltz_core.cli import shared_options as options
+from waltz_core.cli.archive.archive_status import archive_url, url_of_storages
+from waltz_core.cli.changing import audited, connected
+from waltz_core.cli.output import print_json, print_result
+from waltz_core.cli.verbs import verb
+from waltz_core.errors import BadRequest
+
+
+@verb
+@options.argument(
+    "restored_key", "KEY", "the key of the restored cluster, as `status` shows it", type=click.UUID
+)
+@options.connect
+@archive_url
+@options.as_json
+async def unpin(*, restored_key: UUID, connect: str, archive: str | None, as_json: bool) -> int:
+    async with connected(connect) as coordinator:
+        source = (await coordinator.read_cluster()).store.cluster_key
+        root = await coordinator.root_of(restored_key)
+        if root is not None:
+            raise BadRequest(
+                f"expected no cluster with key {restored_key} in this ZooKeeper, found one at "
+                f"{root}: it needs the objects. Hint: delete that cluster first."
+            )
+        store = ArchiveStore(archive or await url_of_storages(coordinator))
+        async with audited(coordinator):
+            await asyncio.to_thread(remove_pin, store, source.bytes, restored_key.bytes)
+    if as_json:
+        print_json({"done": True, "cluster_key": str(restored_key)})
+    else:
+        print_result(f"cluster {restored_key} does not pin objects of {source} any more")
+    return 0
+
+
+unpin.details = (
+    "While a pin exists, no object of the cluster is deleted. `archive status` lists the pins. Use "
+    "it when the restored cluster will never run again, or its restore was interrupted. A cluster "
+    "that still uses the objects would lose transactions; the command finds it only in the same "
+    "ZooKeeper."
+)

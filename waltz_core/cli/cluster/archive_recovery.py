@@ -1,0 +1,198 @@
+"""Finds the archived mark of a partition again, which ZooKeeper has lost with its other data.
+
+Only the archive and the replicas' logs have it: the newest manifest that continues in the chosen
+log is as good as the recorded one, since a chain identifies the whole log up to it.
+
+Rules (docs/decisions/047, "After a loss of ZooKeeper's data"):
+    1. The manifests of a partition are tried from the newest to the oldest, by session, attempt and
+       version. An owner's later manifests follow its earlier ones, and AR 7 holds between them.
+    2. A manifest fits if its checksums and pages are right, all available objects exist with the
+       size that it states, and the chosen log has its chain at its end. That it was never recorded
+       does not matter: a storage had verified its objects before it was written.
+    3. It must not end below the start of any replica's log. What a replica has removed is in the
+       archive, so another one would have lost transactions.
+    4. Where manifests exist and none fits, the partition is refused, also if no log lacks anything:
+       otherwise the archiver would begin again at 0, and collect what backups need.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from waltz_core.archive.file_names import manifests_folder, origin_of, version_of
+from waltz_core.archive.manifest import ObjectEntry
+from waltz_core.archive.saved_manifest import SavedManifest
+from waltz_core.archive.store import ArchiveStore
+from waltz_core.cli.archive.archive_status import url_in
+from waltz_core.cluster.coordinator import Coordinator
+from waltz_core.cluster.nodes.model import ArchivedMark
+from waltz_core.errors import BadFormat, BadRequest, ChecksumMismatch, ObjectMissing
+from waltz_core.records.checksum import crc32
+from waltz_core.records.record import BEFORE_FIRST, Chain, PartitionId, ReplicaId, TransactionId
+
+ANSWER_S: Final = 10.0
+HINT: Final = "Hint: docs/operations.md, section 'When ZooKeeper's data is lost'"
+
+# Those of a manifest; a storage's errors end the search.
+_FILE_ERRORS: Final = (ObjectMissing, BadFormat, ChecksumMismatch)
+
+ShowProgress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveredLog:
+    """The log that is chosen for a partition: after `start`, up to `last`.
+
+    `chain_at` requests the chain at an ID of it, None if no batch ends there. `starts` has the
+    starts of all replicas' logs.
+    """
+
+    partition_id: PartitionId
+    start: TransactionId
+    last: TransactionId
+    chain_at: Callable[[TransactionId], Awaitable[Chain | None]]
+    starts: Mapping[ReplicaId, TransactionId]
+
+
+class _Candidate(NamedTuple):
+    """The mark of a manifest, and its objects with IDs that are available."""
+
+    mark: ArchivedMark
+    entries: list[ObjectEntry]
+
+
+async def url_of_archive(coordinator: Coordinator, show: ShowProgress) -> str:
+    """Return the URL that the storages report; empty if none has one.
+
+    Raises:
+        BadConfig: they report different ones.
+    """
+    from waltz_core.cli.doctor.doctor_probes import query_cluster  # noqa: PLC0415 - loads Arrow
+
+    facts = await query_cluster(
+        coordinator, timeout_s=ANSWER_S, on_progress=lambda _done, _count, what: show(what)
+    )
+    return url_in(facts)
+
+
+class ArchiveRecovery:
+    """The archive of a cluster at a URL; without one, logs must begin at 0."""
+
+    def __init__(self, url: str, cluster_key: bytes, on_skipped: ShowProgress) -> None:
+        """`on_skipped` receives a sentence for each newer manifest that does not fit.
+
+        Raises:
+            BadConfig: the URL names no archive.
+        """
+        self._store = ArchiveStore(url) if url else None
+        self._cluster_key = cluster_key
+        self._on_skipped = on_skipped
+
+    async def mark_of(self, log: RecoveredLog) -> ArchivedMark | None:
+        """Return the archived mark of a partition; None if nothing of it is archived.
+
+        Raises:
+            BadRequest: rules 3 and 4.
+            ArchiveUnavailable: the store does not answer.
+            The error of a storage.
+        """
+        where = "no archive is configured" if self._store is None else self._store.url
+        names = await asyncio.to_thread(self._names, log.partition_id)
+        problems: list[str] = []
+        for name in names:
+            try:
+                found = await asyncio.to_thread(self._read, name, log.partition_id)
+            except _FILE_ERRORS as error:
+                problems.append(f"{name}: {error}")
+                continue
+            problem = await self._problem_of(found, log)
+            if problem:
+                problems.append(f"{name}: {problem}")
+                continue
+            for each in problems:
+                self._on_skipped(
+                    f"partition {log.partition_id}: a newer manifest is not used: {each}"
+                )
+            return found.mark
+        replica, start = max(log.starts.items(), key=lambda each: each[1])
+        if not names and start == BEFORE_FIRST:
+            return None
+        shown = f"{len(names)}, the newest is not: {problems[0]}" if names else "none"
+        raise BadRequest(
+            f"partition {log.partition_id}: expected a manifest in the archive ({where}) that ends "
+            f"within the log of IDs {log.start + 1}..{log.last} and not below {start}, after which "
+            f"the log of {replica} begins; found {shown}. {HINT}"
+        )
+
+    def _names(self, partition_id: PartitionId) -> list[str]:
+        """Return the names of the partition's manifests, the newest first (rule 1)."""
+        if self._store is None:
+            return []
+        ranked = []
+        for name in self._store.names(manifests_folder(self._cluster_key, partition_id)):
+            version, origin = version_of(name), origin_of(name)
+            if version is not None and origin is not None:
+                ranked.append((origin.session_id, origin.attempt, version, name))
+        return [name for *_, name in sorted(ranked, reverse=True)]
+
+    async def _problem_of(self, found: _Candidate, log: RecoveredLog) -> str:
+        """Return why a manifest does not fit; empty if it does (rules 2 and 3).
+
+        Raises the error of a storage.
+        """
+        last, chain = found.mark.last, found.mark.chain
+        lowest = max(log.start, *log.starts.values())
+        if not lowest <= last <= log.last:
+            return f"expected an end of {lowest}..{log.last}, found {last}"
+        chain_there = await log.chain_at(last)
+        if chain_there != chain:
+            shown = "no batch end" if chain_there is None else chain_there.hex()
+            return f"it ends at {last} with chain {chain.hex()}, the log has {shown}"
+        return await asyncio.to_thread(self._problem_of_objects, found.entries)
+
+    def _read(self, name: str, partition_id: PartitionId) -> _Candidate:
+        """Read the head and the pages of a manifest; blocks.
+
+        Raises:
+            ObjectMissing, BadFormat, ChecksumMismatch: they are not as they were written.
+        """
+        assert self._store is not None
+        saved = SavedManifest.read(self._store, name, crc32(self._store.read(name)))
+        manifest, entries = saved.manifest, saved.entries()
+        found = manifest.cluster_key, manifest.partition_id
+        if found != (self._cluster_key, partition_id):
+            raise BadFormat(
+                f"expected the manifest of partition {partition_id} of this cluster, found "
+                f"partition {found[1]} of cluster {found[0].hex()}"
+            )
+        if entries and entries[-1].chain != manifest.chain:
+            raise BadFormat(
+                f"expected the chain {manifest.chain.hex()} at its end, found "
+                f"{entries[-1].chain.hex()}"
+            )
+        available = [each for each in entries if each.last >= manifest.first]
+        mark = ArchivedMark(
+            manifest.last,
+            manifest.chain,
+            available[-1].commit_ms_max if available else 0,
+            manifest.first,
+            saved.file_crc,
+            name,
+        )
+        return _Candidate(mark, available)
+
+    def _problem_of_objects(self, entries: list[ObjectEntry]) -> str:
+        """Return which object does not exist with its size; empty if all do; blocks."""
+        assert self._store is not None
+        folders = {each.name.rpartition("/")[0]: None for each in entries}
+        sizes = {file.name: file.byte_count for each in folders for file in self._store.files(each)}
+        for each in entries:
+            found = sizes.get(each.name)
+            if found != each.file_bytes:
+                shown = "none" if found is None else f"one of {found} bytes"
+                return (
+                    f"expected object {each.name}, IDs {each.first}..{each.last}, with "
+                    f"{each.file_bytes} bytes, found {shown}"
+                )
+        return ""
