@@ -74,7 +74,8 @@ if TYPE_CHECKING:
 
 REQUEST_US: Final = (300, 6_000)
 TIMEOUT_US: Final = 100_000
-LATE_US_MAX: Final = 2_000_000
+LATE_US_MAX: Final = 600_000
+LOST_READS_SHARE: Final = 0.1
 SHORT_GRACE_MS: Final = 300
 SHORT_EXPIRY_GRACE_MS: Final = 400
 
@@ -170,15 +171,17 @@ class SimArchive:
         answer: Callable[[StoredFile | WaltzError | None], None],
     ) -> None:
         delay_us, incarnation = self._rng.randint(*REQUEST_US) + self.slow_us, storage.incarnation
-        is_lost = self._chance() < self.lost_answers
+        # An attempt begins with reads: if they failed as often, few would write anything.
+        share = 1.0 if isinstance(request, _Write) else LOST_READS_SHARE
+        is_lost = self._chance() < self.lost_answers * share
         if is_lost:
             self._cluster.checks.count("archive answer lost")
             error = ArchiveUnavailable(f"archive: {request.name}: no answer")
             storage.after(delay_us + TIMEOUT_US, partial(answer, error))
             roll = self._chance()
-            if roll < 0.2:
+            if roll < 0.1:
                 return
-            if roll < 0.8:
+            if roll < 0.9:
                 delay_us += self._rng.randrange(LATE_US_MAX)
 
         def apply() -> None:
