@@ -228,7 +228,7 @@ def test_a_partition_ends_at_the_last_batch_end_that_the_options_allow(store, li
     log = write_archive(store, folder=f"{UUID(bytes=KEY)}/{PARTITION}")
     saved = SavedManifest.read(store, log.name, log.crc)
     assert [each.last for each in log.lineage][:7] == [2, 3, 43, 50, 53, 54, 94]
-    restoration = restore_command._Restoration(store, bytes(16), 9, limits, False)
+    restoration = restore_command._Restoration(store, bytes(16), 9, limits, False, [])
     end = restoration.end_of(PARTITION, PartitionBackup(60, 8, 1, saved))
     assert (None if end is None else end.last) == expected
     if end is not None:
