@@ -121,6 +121,30 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
         "First ID of the log that the archive has not expired; 0 without expiry.",
     ),
     (
+        "server_archived_transaction",
+        _GAUGE,
+        _ONE,
+        "ID of the last archived transaction; -1 if there is none.",
+    ),
+    (
+        "server_unarchived_transactions",
+        _GAUGE,
+        _ONE,
+        "Committed transactions that are not archived.",
+    ),
+    (
+        "server_unarchived_bytes",
+        _GAUGE,
+        _ONE,
+        "Approximate size of their records; NaN until a storage has reported it.",
+    ),
+    (
+        "server_unarchived_seconds",
+        _GAUGE,
+        _ONE,
+        "Age of the oldest committed transaction that is not archived; 0 if there is none.",
+    ),
+    (
         "server_store_session",
         _GAUGE,
         _ONE,
@@ -285,6 +309,12 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
         _COUNTER,
         _ONE,
         "Bytes of the records that this storage has written to the archive and verified.",
+    ),
+    (
+        "storage_archived_objects_total",
+        _COUNTER,
+        _ONE,
+        "Objects that this storage has written to the archive and verified.",
     ),
     ("storage_failed_uploads_total", _COUNTER, _ONE, "Uploads to the archive that failed."),
     (

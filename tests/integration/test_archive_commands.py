@@ -70,7 +70,8 @@ def archived(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Archived]:
 def test_the_status_of_a_partition(archived: Archived):
     found = archived.status()
     assert found["archive"] == archived.url  # as the storages have it
-    assert (found["first_available"], found["lag"], found["lag_s"]) == (0, 0, 0.0)
+    assert found["first_available"] == 0
+    assert (found["lag"], found["lag_bytes"], found["lag_s"]) == (0, 0, 0.0)
     assert found["archived"] == found["high_water_mark"] == ROWS - 1
     assert archived.path(found["manifest"]).is_file()
     assert "files" not in found

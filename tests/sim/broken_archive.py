@@ -323,7 +323,7 @@ def log_may_end_below_the_archived_mark() -> Patches:
 
 @switch
 def collection_ignores_later_owners() -> Patches:
-    """A collection deletes all files that its manifest does not list, whoever has written them."""
+    """A collection deletes files of later owners, since its manifest does not list them."""
 
     def origin_of(name):
         return FileOrigin(-1, b"", -1)

@@ -16,6 +16,7 @@ Rules (docs/decisions/047):
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from tempfile import TemporaryFile
 from typing import IO, Final, NamedTuple
@@ -79,6 +80,30 @@ class ArchiveCheck:
         self._newest: tuple[ObjectEntry, ...] = ()
         self._chain: Chain | None = None  # before the next object; None if it is not known
         self._is_stopped = False
+        self._reading = ""
+        self._read_count = 0
+
+    @property
+    def store_url(self) -> str:
+        """The URL of the archive."""
+        return self._store.url
+
+    @property
+    def activity(self) -> tuple[str, int]:
+        """The call of the store that is under way, else empty, and a number that grows."""
+        return self._reading, self._read_count
+
+    def _read(self, name: str) -> bytes:
+        with self._noted(name):
+            return self._store.read(name)
+
+    @contextmanager
+    def _noted(self, name: str) -> Iterator[None]:
+        self._reading, self._read_count = f"reading {name}", self._read_count + 1
+        try:
+            yield
+        finally:
+            self._reading = ""
 
     def stop(self) -> None:
         """Make a call that runs on another thread end soon."""
@@ -94,7 +119,7 @@ class ArchiveCheck:
         self._pages, self._entries, self._newest = deque(), deque(), ()
         name = recorded.manifest
         try:
-            data = self._store.read(name)
+            data = self._read(name)
             _expect("CRC-32", f"{recorded.manifest_crc:08x}", f"{crc32(data):08x}")
             manifest = Manifest.from_bytes(data, name)
             self._check_manifest(manifest, recorded)
@@ -171,7 +196,7 @@ class ArchiveCheck:
 
     def _check_page(self, stated: PageEntry) -> None:
         try:
-            data = self._store.read(stated.name)
+            data = self._read(stated.name)
             _expect("CRC-32", f"{stated.file_crc:08x}", f"{crc32(data):08x}")
             entries = ManifestPage.from_bytes(data, stated.name).entries
             bounds = (entries[0].first, entries[-1].last) if entries else None
@@ -213,8 +238,9 @@ class ArchiveCheck:
     def _copy(self, name: str, target: IO[bytes]) -> tuple[int, int]:
         """Copy an object to a file; return its size and CRC-32."""
         size = crc = 0
-        with self._store.open(name) as source:
+        with self._noted(name), self._store.open(name) as source:
             while not self._is_stopped and (data := source.read(_COPY_BYTES)):
+                self._read_count += 1
                 target.write(data)
                 size, crc = size + len(data), crc32(data, crc)
         target.seek(0)

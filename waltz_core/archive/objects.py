@@ -202,8 +202,13 @@ class ArchiveObject:
     """An open object. Errors in its bytes are BadFormat or ChecksumMismatch; `name` is for them."""
 
     def __init__(self, source: Any, name: str, *, footer: Any = None) -> None:  # noqa: ANN401 - as pyarrow's
-        """Read the footer, unless `footer` is that of the same object, read before."""
+        """Read the footer, unless `footer` is that of the same object, read before.
+
+        `source` is a file, or the content of one.
+        """
         self.name = name
+        if isinstance(source, bytes):
+            source = pa.BufferReader(source)
         try:
             self._file = pq.ParquetFile(
                 source, metadata=footer, pre_buffer=True, page_checksum_verification=True

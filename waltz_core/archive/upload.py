@@ -20,8 +20,6 @@ Rules (docs/decisions/047):
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-import pyarrow as pa
-
 from waltz_core.archive.file_names import (
     FileOrigin,
     manifest_name,
@@ -237,7 +235,7 @@ def _write_object(
         raise ChecksumMismatch(
             f"object {name}: expected CRC {sink.crc:08x} as written, found {crc32(data):08x}"
         )
-    found = ArchiveObject(pa.BufferReader(data), name)
+    found = ArchiveObject(data, name)
     batches = [batch for run in job.runs for batch in run.batches]
     if found.facts != facts or list(found.verify()) != batches:
         raise ChecksumMismatch(f"object {name}: its batches are not those of the log")

@@ -52,6 +52,12 @@ def _fixed(function: VerbFunction) -> VerbFunction:
     help="TLS settings of all processes (docs/operations.md)",
 )
 @click.option(
+    "--archive",
+    metavar="URL",
+    help="archive the transactions there, such as file:///tmp/archive (docs/archive.md); kept for "
+    "later starts [default: as before, none for a new cluster]",
+)
+@click.option(
     "--timeout-s",
     type=float,
     metavar="S",
@@ -66,6 +72,7 @@ def up(
     timeout_s: float | None,
     zookeeper_auth: Path | None,
     tls_file: Path | None,
+    archive: str | None,
     **flags: str | None,
 ) -> int:
     if timeout_s is not None:
@@ -73,6 +80,10 @@ def up(
     settings = _settings(directory, config, flags)
     found = settings.config
     _check_made(LocalCluster(Path(found.directory)), settings)
+    if archive:
+        from waltz_core.archive.store import ArchiveStore  # noqa: PLC0415 - loads Arrow
+
+        ArchiveStore(archive)  # a wrong URL is not kept
     cluster = LocalCluster(
         Path(found.directory),
         zookeeper_count=found.zookeeper_count,
@@ -81,6 +92,7 @@ def up(
         partition_count=found.partition_count,
         auth_file=zookeeper_auth,
         tls=tls_file,
+        archive_url=archive or "",
         usual_ports=True,
         port_base=found.port_base,
     )

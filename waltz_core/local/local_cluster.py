@@ -54,6 +54,9 @@ USUAL_QUORUM_PORT = 2888
 USUAL_ELECTION_PORT = 3888
 USUAL_STORAGE_PORT = 15280
 USUAL_SERVER_PORT = 15180
+# With an archive: soon enough for a trial, and few objects if appends are rare.
+ARCHIVE_AGE_MS = 60_000
+ARCHIVE_INTERVAL_MS = 1_000
 STOP_TIMEOUT_S = 10.0
 # Timeout of a start. A process that ends meanwhile is noticed at once; a busy machine takes
 # minutes where an idle one takes seconds.
@@ -130,6 +133,7 @@ class State:
     auth_file: str = ""
     tls: str = ""
     port_base: int = 0
+    archive_url: str = ""
 
     @property
     def ports(self) -> set[int]:
@@ -154,6 +158,8 @@ class LocalCluster:
             of the directory.
         auth_file: the credentials for ZooKeeper (docs/zookeeper.md); none: no authentication.
         tls: settings of kind "tls" for all processes (docs/operations.md); none: no TLS.
+        archive_url: where the cluster archives its transactions; none: as before. It is kept for
+            later starts, and cannot change.
         settings: extra settings by kind of daemon, e.g. ``{"storage": {"segment_bytes_max": 1}}``.
     """
 
@@ -171,6 +177,7 @@ class LocalCluster:
         host: str = LOOPBACK,
         auth_file: Path | None = None,
         tls: Path | None = None,
+        archive_url: str = "",
         settings: dict[str, dict[str, object]] | None = None,
     ) -> None:
         self.directory = directory.absolute()
@@ -183,6 +190,7 @@ class LocalCluster:
         self._host = host
         self._auth_file = "" if auth_file is None else str(auth_file.absolute())
         self._tls = "" if tls is None else str(tls.absolute())
+        self._archive_url = archive_url
         self._settings = settings or {}
         self._state: State | None = None
         self._children: dict[str, subprocess.Popen[bytes]] = {}
@@ -280,6 +288,7 @@ class LocalCluster:
         self.directory.mkdir(parents=True, exist_ok=True)
         with self._exclusive():
             self._load_or_create()
+            self._keep_archive()
             for member in self.members:  # before other members' configurations name the ports
                 self._settle_ports(member)
             for member in self.zookeepers:
@@ -399,6 +408,7 @@ class LocalCluster:
                 files = [raw.get(name, "") for name in ("auth_file", "tls")]
                 self._state = State(raw["root"], raw["partition_count"], members, host, *files)
                 self._state.port_base = raw.get("port_base", 0)
+                self._state.archive_url = raw.get("archive_url", "")
             except FileNotFoundError:
                 raise BadConfig(
                     f"no local cluster in {self.directory}: start one with `waltz-core local up`"
@@ -441,6 +451,26 @@ class LocalCluster:
         self._state = State(
             ROOT_DEFAULT, partitions, members, self._host, *files, port_base=self._port_base
         )
+        self._save()
+
+    def _keep_archive(self) -> None:
+        """Keep the archive for later starts; raises BadConfig if that cannot be done now."""
+        state, url = self._loaded(), self._archive_url
+        if url in ("", state.archive_url):
+            return
+        if state.archive_url:
+            raise BadConfig(
+                f"archive: expected {state.archive_url}, which the cluster in {self.directory} "
+                f"uses, found {url}"
+            )
+        daemons = [each for each in self.members if each.kind != "zookeeper"]
+        running = [each.name for each in daemons if each.process() is not None]
+        if running:
+            raise BadConfig(
+                f"archive: expected no running storage or server, found {', '.join(running)}. "
+                "Hint: run `waltz-core local down` first."
+            )
+        state.archive_url = url
         self._save()
 
     def _named(self, port: int) -> int:
@@ -544,8 +574,16 @@ class LocalCluster:
             values["directory"] = str(self.directory / member.name)
             values["admin_port"] = member.admin_port
             values["reserve_bytes"] = 4 * 1024 * 1024
+        if self._loaded().archive_url:
+            values |= self._archive_values(member)
         values.update(self._settings.get(member.kind, {}))
         return values
+
+    def _archive_values(self, member: Member) -> dict[str, object]:
+        if member.kind == "storage":
+            url, age_ms = self._loaded().archive_url, ARCHIVE_AGE_MS
+            return {"archive_url": url, "archive_age_ms": age_ms}
+        return {"archive_interval_ms": ARCHIVE_INTERVAL_MS}
 
     def _spawn(self, member: Member, log: IO[bytes]) -> subprocess.Popen[bytes]:
         suffix = _CONFIG_SUFFIX[member.kind]

@@ -382,6 +382,17 @@ class _Cluster:
         ]
         urls = ["" if each.archive is None else each.archive.url for each in storages]
         usual = max(urls, key=lambda each: (bool(each), urls.count(each), each), default="")
+        archived = [
+            partition_id for partition_id, each in self._cluster.partitions.items() if each.archived
+        ]
+        if storages and archived and not usual:
+            self._report(
+                "archive-url-missing",
+                about="archive",
+                partitions=_ranges(archived),
+                start=self._case.start("storage", storages[0].address),
+            )
+            return
         differing = [each for each, url in zip(storages, urls, strict=True) if url != usual]
         for storage in differing:
             self._report(

@@ -140,7 +140,8 @@ class PartitionFacts:
 
     `stamp_ahead_ms` is how far the commit stamp of its last transaction is in the future.
     `unarchived_s` is the age of the oldest transaction that is not archived, 0 if all are; None if
-    it is not known, or if the cluster archives nothing.
+    it is not known, or if the cluster archives nothing. `unarchived_bytes` is the approximate size
+    of these transactions, as the owner knows it.
     """
 
     metadata: PartitionMetadata | None = None
@@ -149,6 +150,7 @@ class PartitionFacts:
     mark_failure: str = ""
     stamp_ahead_ms: float | None = None
     unarchived_s: float | None = None
+    unarchived_bytes: int | None = None
 
     @property
     def archived(self) -> ArchivedMark | None:

@@ -258,6 +258,13 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
             _START,
         ),
         _row(
+            "archive-url-missing",
+            "transactions of partitions {partitions} are archived, but no storage that answers has "
+            "an archive_url: transactions that the storages have removed cannot be read. Hint: set "
+            "archive_url in the settings of all storages, then stop and start them.",
+            _START,
+        ),
+        _row(
             "archive-unavailable",
             "storage {storage} could not write to the archive {count} times in a row: {why}. Hint: "
             "check its credentials, the network and the object store; nothing is removed meanwhile."

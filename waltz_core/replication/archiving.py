@@ -29,9 +29,11 @@ Rules (decision 047):
     10. An object is replaced when a client requests it (AR 5). Each engaged replica is requested
         once, until one has its records; the recorded mark stays. One replacement is under way, and
         its outcome is reported once.
+    11. The end of an attempt reports what was not archived before it. The lag is that, and what was
+        appended since at the average size; a part of it that is archived counts by its IDs.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from operator import le
 from typing import Final, NamedTuple, TypeAlias, assert_never
@@ -43,6 +45,7 @@ from waltz_core.replication.limits import SessionLimits
 from waltz_core.replication.replica_session import ReplicaSession
 from waltz_core.replication.session_claim import Claim
 from waltz_core.replication.session_events import (
+    ArchiveBacklog,
     Batch,
     CheckpointDue,
     Effect,
@@ -123,6 +126,42 @@ class _Replacement:
         return tuple(f"{replica}: {why}" for replica, why in self.failures.items())
 
 
+class _Lag:
+    """What the backlog is computed from (rule 11)."""
+
+    def __init__(self, archived: TransactionId) -> None:
+        self.count = 0
+        self.since_ms: int | None = None
+        self._archived = archived
+        self._reported = (archived, archived, 0)  # IDs after the first one, and their bytes
+
+    def update(self, archived: TransactionId, committed: TransactionId, now_ms: int) -> None:
+        """Take the present marks."""
+        self.count = max(0, committed - archived)
+        if self.count == 0:
+            self.since_ms = None
+        elif self.since_ms is None or self._archived < archived >= self._reported[1]:
+            self.since_ms = now_ms
+        self._archived = archived
+
+    def report(self, notice: RangeArchived, now_ms: int) -> None:
+        """Take what was not archived before an attempt."""
+        last = TransactionId(notice.unarchived_last)
+        if last > self._archived:
+            self._reported = (self._archived, last, notice.unarchived_bytes)
+            if notice.unarchived_age_ms >= 0:
+                self.since_ms = now_ms - notice.unarchived_age_ms
+
+    def byte_count(self, bytes_since: Callable[[TransactionId], int | None]) -> int | None:
+        """Return the approximate bytes; `bytes_since` returns those appended after an ID."""
+        before, last, reported_bytes = self._reported
+        waiting = max(0, last - self._archived)
+        newer = bytes_since(max(last, self._archived)) if self.count > waiting else 0
+        if newer is None:
+            return None
+        return newer + (reported_bytes * waiting // (last - before) if waiting else 0)
+
+
 class Archiving:
     """The archive of one session. `wanted` is the mark to write to ZooKeeper, if any."""
 
@@ -133,6 +172,7 @@ class Archiving:
         self.contradiction: str | None = None
         # Each step of a session asks for it.
         self.is_used = limits.archive_interval_ms > 0 or claim.archived is not None
+        self._lag = _Lag(self.last)
         self._session_id = claim.session_id
         self._outbox = outbox
         self._limits = limits
@@ -232,6 +272,7 @@ class Archiving:
 
         `engaged` are those of all `replicas` that count.
         """
+        self._lag.update(self.last, committed, now_ms)
         self._announce(engaged, now_ms)
         attempt = self._attempt
         if attempt is not None:
@@ -457,6 +498,7 @@ class Archiving:
                 if attempt.is_replacement:
                     self._object_written(attempt, notice, now_ms)
                 elif attempt.is_range and attempt.found is None:  # Only the first result.
+                    self._lag.report(notice, now_ms)
                     self._archived(attempt, notice, now_ms)
             case GarbageCollected():
                 if attempt.is_collection:
@@ -602,6 +644,19 @@ class Archiving:
         """A batch is appended in this session."""
         self._submitted_last = batch.last
         self._submitted_bytes += len(batch.records)
+
+    @property
+    def backlog(self) -> ArchiveBacklog:
+        """What is committed and not archived (rule 11)."""
+        lag = self._lag
+        return ArchiveBacklog(lag.count, lag.byte_count(self._submitted_after), lag.since_ms)
+
+    def _submitted_after(self, last: TransactionId) -> int | None:
+        """Return the approximate size of the session's records after an ID; None before them."""
+        count = self._submitted_last - self._mark
+        if last < self._mark or count <= 0:
+            return None
+        return self._submitted_bytes * max(0, self._submitted_last - last) // count
 
     def _consider_checkpoint(self) -> None:
         """Rule 8."""

@@ -42,6 +42,7 @@ from waltz_core.replication.session_claim import (
     states_over,
 )
 from waltz_core.replication.session_events import (
+    ArchiveBacklog,
     Checkpoint,
     Effect,
     Event,
@@ -170,6 +171,12 @@ class PartitionStore:
     def archived(self) -> ArchivedMark | None:
         """What the partition's archive has, as ZooKeeper is known to record it."""
         return None if self._session is None else self._session.archived
+
+    @property
+    def archive_backlog(self) -> ArchiveBacklog | None:
+        """What is committed and not archived in the open session; None without an archive."""
+        session = self._session
+        return session.archive_backlog if session is not None and session.is_settled else None
 
     def has_expired(self, before: TransactionId, before_ms: int) -> bool:
         """Whether such an `ExpireArchive` was carried out on all that is archived."""

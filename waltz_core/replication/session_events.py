@@ -24,6 +24,18 @@ from waltz_core.values import value
 from waltz_core.wire.messages import Buffer, StorageMessage
 
 
+class ArchiveBacklog(NamedTuple):
+    """The committed transactions that are not archived.
+
+    `byte_count` is their approximate size, None if it is not known. `since_ms` is when the oldest
+    one was committed, by the clock of the session; it is approximate until the next attempt.
+    """
+
+    transaction_count: int
+    byte_count: int | None
+    since_ms: int | None
+
+
 class Batch(NamedTuple):
     """Records with IDs, with the same bytes as on disk; from the append pipeline to the replicas.
 

@@ -53,6 +53,7 @@ from waltz_core.replication.replica_session import (
 )
 from waltz_core.replication.session_claim import Claim
 from waltz_core.replication.session_events import (
+    ArchiveBacklog,
     Batch,
     Committed,
     Effect,
@@ -383,6 +384,11 @@ class StoreSession:
     def archived(self) -> ArchivedMark | None:
         """The archived mark that ZooKeeper is known to have."""
         return self._archiving.recorded
+
+    @property
+    def archive_backlog(self) -> ArchiveBacklog | None:
+        """What is committed and not archived; None if this session uses no archive."""
+        return self._archiving.backlog if self._archiving.is_used else None
 
     @property
     def wanted_archived(self) -> ArchivedMark | None:

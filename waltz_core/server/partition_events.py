@@ -109,6 +109,10 @@ class Store(Protocol):
     def archived(self) -> ArchivedMark | None:
         """What the partition's archive has, as ZooKeeper records it."""
 
+    @property
+    def archive_backlog(self) -> replication.ArchiveBacklog | None:
+        """What is committed and not archived; None if it is not known, or without an archive."""
+
     def has_expired(self, before: TransactionId, before_ms: int) -> bool:
         """Whether such an `ExpireArchive` was carried out on all that is archived."""
 

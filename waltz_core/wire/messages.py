@@ -579,6 +579,8 @@ class ReplicasResponse(ClientMessage):
     """The open session, its mark, the addresses of the engaged replicas, and what is archived.
 
     The archive has the IDs `first_available`..`archived`; `manifest` lists its objects.
+    `unarchived_bytes` is the approximate size of the committed records after them, -1 if it is not
+    known.
     """
 
     code = 72
@@ -592,6 +594,7 @@ class ReplicasResponse(ClientMessage):
     archived: Int64 = field(default=BEFORE_FIRST, metadata={"since": 7, "is_extra": True})
     manifest: Text = field(default="", metadata={"since": 7, "is_extra": True})
     manifest_crc: Crc32 = field(default=0, metadata={"since": 7, "is_extra": True})
+    unarchived_bytes: Int64 = field(default=-1, metadata={"since": 7, "is_extra": True})
 
 
 @value(frozen=True, slots=True)
@@ -960,7 +963,10 @@ class RangeArchived(StorageMessage):
 
     The new manifest has all batches up to `last`, where the chain is `chain`. The last one that was
     written has the commit stamp `stamp_ms`. If `manifest` is empty, nothing has changed: there is
-    not enough yet, the object was replaced before or, with an `error`, the attempt failed.
+    not enough yet, the object was replaced before or, with an `error`, the attempt failed. Before
+    the attempt, the range up to `unarchived_last` had `unarchived_bytes` of records, and its oldest
+    batch was committed `unarchived_age_ms` ago (-1: not known); `unarchived_last` is -1 if the log
+    could not be read.
     """
 
     code = 84
@@ -972,6 +978,9 @@ class RangeArchived(StorageMessage):
     manifest: Text
     manifest_crc: Crc32
     error: Text
+    unarchived_last: Int64 = BEFORE_FIRST
+    unarchived_bytes: Int64 = 0
+    unarchived_age_ms: Int64 = -1
 
 
 @value(frozen=True, slots=True)

@@ -96,6 +96,11 @@ class ObservedStore:
         """As the store says."""
         return self.store.archived
 
+    @property
+    def archive_backlog(self) -> session_events.ArchiveBacklog | None:
+        """As the store says."""
+        return self.store.archive_backlog
+
     def has_expired(self, before: TransactionId, before_ms: int) -> bool:
         """As the store says."""
         return self.store.has_expired(before, before_ms)

@@ -5,6 +5,7 @@ The rules of `kinds.py` apply here. They strike only in worlds with an archive.
 
 from typing import TYPE_CHECKING, Final
 
+from waltz_core.cluster.change.rebuilding import RebuildDecision
 from waltz_core.records.record import TransactionId
 from waltz_core.wire.messages import ExpireRequest
 from waltz_sim.cluster.rescue import Rescue
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from random import Random
 
 EXPIRY_REQUESTS_MAX: Final = 10
+COMMANDS_MAX: Final = 8
 
 
 def archive_away(cluster: SimCluster, rng: "Random") -> bool:
@@ -152,12 +154,18 @@ def accept_a_shorter_log(cluster: SimCluster, rng: "Random") -> bool:
             keep_down(cluster, each, 2_000)
         cluster.held_down.pop(behind.name, None)
         behind.start()
-        cluster.world.after(20 * MS, run)
+        cluster.checks.count("fault accept_a_shorter_log")
+        cluster.world.after(20 * MS, lambda: run(COMMANDS_MAX))
 
-    def run() -> None:
+    def run(left: int) -> None:
+        """Run the command; it dies if a server claims a session meanwhile."""
+
+        def on_verdict(verdict: RebuildDecision | None) -> None:
+            if verdict is None and left > 1:
+                cluster.world.after(20 * MS, lambda: run(left - 1))
+
         if not cluster.is_recovering:
-            cluster.checks.count("fault accept_a_shorter_log")
-            Rescue(cluster, lambda _: None, accepted=behind.replica, loses=True)
+            Rescue(cluster, on_verdict, accepted=behind.replica, loses=True)
 
     cluster.world.after(at_ms * MS, accept)
     return False

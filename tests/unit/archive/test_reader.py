@@ -1,10 +1,12 @@
 """A reader returns the records of the log that was archived, and no others."""
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from random import Random
 from threading import current_thread
+from urllib.parse import parse_qsl, urlsplit
 
 import pyarrow.parquet as pq
 import pytest
@@ -352,3 +354,31 @@ def test_an_archive_in_s3_is_written_read_and_its_faults_are_named(bucket, cache
     store.delete(OBJECT_1)
     with closing(ArchiveCache(EVERYTHING)) as fresh, pytest.raises(ObjectMissing, match=OBJECT_1):
         reader_of(store, log, fresh).read_range(51, 60, 1)
+
+
+def test_the_documented_snippets_read_objects_in_s3(bucket, monkeypatch):
+    """With the documented variables; the fixture sets the credentials."""
+    server = dict(parse_qsl(urlsplit(bucket).query))["endpoint_override"]
+    variables = {"AWS_REGION": "us-east-1", "AWS_ALLOW_HTTP": "true"}
+    variables["AWS_ENDPOINT_URL"] = f"http://{server}"
+    page = Path("docs/archive-objects.md").read_text(encoding="utf-8")
+    for name, value in variables.items():
+        assert name in page
+        monkeypatch.setenv(name, value)
+    log = write_archive(ArchiveStore(bucket))
+    base = bucket.partition("?")[0]
+    names = {
+        "status": {"archive": bucket},
+        "objects": [
+            {"name": each.name, "url": f"{base}/{each.name}", "first": 1, "last": each.last}
+            for each in log.manifest.newest
+        ],
+    }
+    for library in ("pyarrow", "Polars"):
+        snippet = rf"^## {library}\n\n```python\n(.*?)^```$"
+        (text,) = re.findall(snippet, page, re.MULTILINE | re.DOTALL)
+        exec(text, names)
+    assert names["table"].column("transaction_id").to_pylist() == list(
+        range(1, log.manifest.last + 1)
+    )
+    assert names["payloads"].columns == ["data"]

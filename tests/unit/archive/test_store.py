@@ -104,6 +104,18 @@ def test_a_file_gets_its_name_after_its_sync_and_the_names_are_synced(store, mon
         ("link", f"{base}/{NAME}"),
         ("sync", f"{base}/7/objects"),
     ]
+    # Another process cannot know that the folders are durable, and syncs their names once.
+    names = [("sync", each) for each in (str(Path(base).parent), base, f"{base}/7")]
+    other = ArchiveStore(store.url)
+    for name, synced in (("7/objects/2", names), ("7/objects/3", [])):
+        steps.clear()
+        other.write(name, b"abc")
+        assert steps == [
+            *synced,
+            ("sync", f"{base}/{name}.tmp"),
+            ("link", f"{base}/{name}"),
+            ("sync", f"{base}/7/objects"),
+        ]
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,19 @@
 """`archive verify` follows a manifest that is replaced meanwhile, and can be interrupted."""
 
 import asyncio
+import re
+from threading import Event
 from types import SimpleNamespace
 
 import pytest
 
 from tests.archived_log import KEY, PARTITION, write_archive, write_manifest
+from tests.patience import HANG_S
 from waltz_core.archive.archive_check import ArchiveCheck
 from waltz_core.archive.store import ArchiveStore
+from waltz_core.cli.archive import archive_status, store_calls
 from waltz_core.cli.archive.archive_verify import _verify
+from waltz_core.cli.output import print_result
 from waltz_core.cluster.nodes.model import ArchivedMark, MarkerState, PartitionMarker
 from waltz_core.errors import ArchiveUnavailable
 
@@ -32,7 +37,7 @@ class Case:
         return SimpleNamespace(marker=PartitionMarker(MarkerState.OPEN, 7, bytes(16), mark))
 
     def verify(self):
-        return asyncio.run(_verify(self, PARTITION, self.check))
+        return asyncio.run(_verify(self, PARTITION, self.check, print_result))
 
 
 @pytest.fixture
@@ -65,13 +70,16 @@ def test_an_object_that_the_recorded_manifest_lists_is_missing(case, capsys):
     found = case.verify()
     assert [each["name"] for each in found["problems"]] == [case.log.manifest.newest[0].name]
     assert found["objects"] == 3
-    assert "it does not exist. Hint: add --repair" in capsys.readouterr().err
+    shown = capsys.readouterr()
+    assert "it does not exist. Hint: add --repair" in shown.out
+    assert shown.out.endswith(": 1 wrong file\n")
+    assert shown.err == ""
 
 
 def test_nothing_is_archived(case, capsys):
     case.marks = [None]
     assert case.verify()["problems"] == []
-    assert capsys.readouterr().err == f"partition {PARTITION}: nothing is archived\n"
+    assert capsys.readouterr().out == f"partition {PARTITION}: nothing is archived\n"
 
 
 def test_a_check_that_is_interrupted_prints_where_to_continue(case, monkeypatch, capsys):
@@ -88,7 +96,7 @@ def test_a_check_that_is_interrupted_prints_where_to_continue(case, monkeypatch,
             return open_file(name)
 
         monkeypatch.setattr(case.store, "open", interrupted)
-        await _verify(case, PARTITION, case.check)
+        await _verify(case, PARTITION, case.check, print_result)
 
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(main())
@@ -113,3 +121,58 @@ def test_a_store_that_fails_ends_the_check_with_the_place_to_continue(case, monk
         f"partition {PARTITION}: IDs before {second.first} are verified; continue with "
         f"--partition {PARTITION} --first {second.first}\n"
     )
+
+
+def hang_until_reported(monkeypatch):
+    """Return a function that returns when the command has printed that the store hangs."""
+    printed, lines = Event(), []
+
+    def print_error(text):
+        lines.append(text)
+        printed.set()
+
+    monkeypatch.setattr(store_calls, "print_error", print_error)
+    monkeypatch.setattr(store_calls, "REPORT_S", 0.01)
+    return lambda: lines if printed.wait(HANG_S) else pytest.fail("nothing was printed")
+
+
+def test_a_check_states_which_call_of_the_store_hangs(case, monkeypatch):
+    second = case.log.manifest.newest[1]
+    wait, open_file = hang_until_reported(monkeypatch), case.store.open
+    found = []
+
+    def hanging(name):
+        if name == second.name:
+            found.extend(wait())
+        return open_file(name)
+
+    monkeypatch.setattr(case.store, "open", hanging)
+    assert case.verify()["problems"] == []
+    assert re.fullmatch(rf"{case.store.url}: no answer for \d+ s: reading {second.name}", found[-1])
+
+
+def test_the_status_states_which_call_of_the_store_hangs(case, monkeypatch):
+    wait, read = hang_until_reported(monkeypatch), case.store.read
+    found = []
+    monkeypatch.setattr(case.store, "read", lambda name: found.extend(wait()) or read(name))
+    entries = asyncio.run(archive_status._entries(case.store, case.marks[0]))
+    assert len(entries) == len(case.log.manifest.newest)
+    assert f": reading {case.log.name} and its pages" in found[0]
+
+
+def test_an_interrupted_command_does_not_wait_for_the_store(monkeypatch):
+    is_over = Event()
+
+    async def main():
+        printed = asyncio.Event()
+        monkeypatch.setattr(store_calls, "REPORT_S", 0.01)
+        monkeypatch.setattr(store_calls, "print_error", lambda _: printed.set())
+        call = store_calls.call_store("s3://b", is_over.wait, lambda: ("reading m", 0))
+        async with asyncio.TaskGroup() as tasks:
+            task = tasks.create_task(call)
+            await printed.wait()
+            task.cancel()
+        return task.cancelled()
+
+    assert asyncio.run(main())
+    is_over.set()

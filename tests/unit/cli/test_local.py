@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from waltz_core.cli import local_command
 from waltz_core.cli.main import main
 from waltz_core.config import LocalConfig
@@ -66,6 +68,43 @@ def test_all_processes_of_a_cluster_get_tls_from_its_connect_string(tmp_path):
     for cluster in (made, again):
         assert cluster.connect.endswith(f"/waltz/local?tls={tmp_path}/tls.toml")
         assert all(cluster._values(each)["connect"] == cluster.connect for each in cluster.members)
+
+
+def test_an_archive_is_kept_for_later_starts_and_does_not_change(tmp_path, monkeypatch, capsys):
+    def up(cluster, *_):
+        cluster._load_or_create()
+        cluster._release_ports()
+        cluster._keep_archive()
+        return "started:1/w"
+
+    monkeypatch.setattr(LocalCluster, "up", up)
+    words = ["local", "up", "--directory", str(tmp_path)]
+    assert main(words) == 0
+    assert main([*words, "--archive", "tmp/archive"]) == 1
+    assert "Hint: expected a URL such as file:///srv/archive" in capsys.readouterr().err
+    url = f"file://{tmp_path}/archive"
+    assert main([*words, "--archive", url]) == 0
+    assert main(words) == 0
+    cluster = LocalCluster(tmp_path)
+    storage, server = map(cluster.member, ("storage-1", "server-1"))
+    assert cluster._values(storage)["archive_url"] == url
+    assert cluster._values(server)["archive_interval_ms"] > 0
+    assert main([*words, "--archive", f"{url}-2"]) == 1
+    assert f"expected {url}, which the cluster in {tmp_path} uses" in capsys.readouterr().err
+
+
+def test_a_running_cluster_gets_no_archive(tmp_path, monkeypatch):
+    made = LocalCluster(tmp_path)
+    made._load_or_create()
+    made._release_ports()
+    monkeypatch.setattr(
+        type(made.members[0]), "process", lambda each: each.name == "server-1" or None
+    )
+    again = LocalCluster(tmp_path, archive_url=f"file://{tmp_path}/archive")
+    again._load_or_create()
+    with pytest.raises(BadConfig, match=r"no running storage or server, found server-1\. Hint"):
+        again._keep_archive()
+    assert "archive_url" not in again._values(again.member("storage-1"))
 
 
 def test_an_impossible_count_is_reported(capsys):

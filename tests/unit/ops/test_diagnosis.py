@@ -714,6 +714,22 @@ def test_storages_with_different_archives(archive):
     assert ("archive-settings-differ", A) not in archive.found()
 
 
+def test_storages_without_the_archive_that_the_cluster_has(archive):
+    archive.partition(0, marker=OPEN)
+    for address in (A, B, C, SPARE):
+        archive.storage(address, archive=None)
+    found = archive.the_only("archive-url-missing")
+    assert "transactions of partitions 1 are archived, but no storage" in found.sentence
+    # Without a storage that answers it is not known.
+    for address in (A, B, C, SPARE):
+        archive.storage(address, admin_failure="refused")
+    assert "archive-url-missing" not in [name for name, _ in archive.found()]
+    for address in (A, B, C, SPARE):
+        archive.storage(address, admin_failure="")
+    archive.partition(1, marker=OPEN)
+    assert archive.found() == []
+
+
 def test_an_archive_that_cannot_be_written(archive):
     failed = ArchiveFacts(URL, 600_000, 1, "archive: cannot write x: ACCESS_DENIED")
     archive.partition(0, unarchived_s=1.0, marker=archived(89))

@@ -895,3 +895,28 @@ def test_without_the_object_store_archived_batches_in_doubt_have_an_unknown_outc
     bench.reopen()
     settled = bench.all_reported(SessionSettled)[-1]
     assert (settled.committed_last, settled.has_expired) == ((7, False) if readable else (5, True))
+
+
+def lag(bench):
+    """Return the backlog, with its age instead of a time."""
+    count, byte_count, since_ms = bench.store.archive_backlog
+    return count, byte_count, None if since_ms is None else bench.now_ms - since_ms
+
+
+def test_the_backlog_is_what_a_replica_reports_and_what_is_appended_since(bench):
+    record_bytes = len(bench.storages[A].disk.entries[0].records[0])
+    assert lag(bench)[:2] == (6, 6 * record_bytes), "by the average of the session"
+    replica, request = begin(bench)
+    assert lag(bench)[2] == INTERVAL_MS, "since it was noticed"
+    report = {"unarchived_last": 5, "unarchived_bytes": 900, "unarchived_age_ms": 50_000}
+    finish(bench, replica, request, last=-1, manifest="", **report)
+    assert lag(bench) == (6, 900, 50_000)
+    bench.append(2)
+    assert lag(bench)[:2] == (8, 900 + 2 * record_bytes)
+    replica, request = begin(bench)
+    finish(bench, replica, request, last=3, unarchived_last=5, unarchived_bytes=900)
+    bench.run()
+    assert lag(bench)[:2] == (4, 300 + 2 * record_bytes), "4 of the 6 reported ones are archived"
+    finish(bench, *attempts(bench)[-1])
+    bench.run()
+    assert lag(bench) == (0, 0, None)

@@ -1,14 +1,24 @@
 """What a partition reports to the metrics, and when it is owned again."""
 
+from math import isnan
 from random import Random
 from types import SimpleNamespace
 
 from tests.loops import on_loop
 from tests.unit.server.test_partition import ALICE, A, World
+from waltz_core.cluster.nodes.model import ArchivedMark
+from waltz_core.driver import loop_clock_ms
 from waltz_core.metrics import Metrics
-from waltz_core.records.record import Generation, PartitionId, ReplicaId
+from waltz_core.records.record import (
+    GENESIS_CHAIN,
+    Generation,
+    PartitionId,
+    ReplicaId,
+    TransactionId,
+)
 from waltz_core.replication.limits import SessionLimits
 from waltz_core.replication.partition_store import PartitionStore
+from waltz_core.replication.session_events import ArchiveBacklog
 from waltz_core.server.append.pace import Pace
 from waltz_core.server.partition.served_partition import Partition
 from waltz_core.server.partition_events import Congested, PartitionIdentity, PartitionLimits
@@ -31,6 +41,28 @@ def test_the_feed_that_is_furthest_behind_is_reported() -> None:
     world.step(Congested(A))
     world.fill(7)
     assert lag() == 7
+
+
+@on_loop
+async def test_the_lag_of_the_archive_is_shown_where_one_is_used() -> None:
+    world, metrics, shown = World(), Metrics("server"), _PublishedCounters()
+    names = ("archived_transaction", "unarchived_transactions", "unarchived_bytes")
+
+    def figures() -> list[float]:
+        shown.publish(PartitionId(0), world.partition, metrics)
+        return [metrics.value(f"waltz_server_{each}", partition=0) for each in names]
+
+    world.open()
+    figures()
+    assert 'waltz_server_unarchived_seconds{partition="0"}' not in metrics.page().decode()
+    world.store.archive_backlog = ArchiveBacklog(7, None, loop_clock_ms() - 5_000)
+    assert figures()[:2] == [-1, 7]
+    assert isnan(figures()[2]), "no storage has reported it"
+    assert metrics.value("waltz_server_unarchived_seconds", partition=0) >= 5
+    mark = ArchivedMark(TransactionId(9), GENESIS_CHAIN, 5, TransactionId(3), 77, "m")
+    world.store.archived, world.store.archive_backlog = mark, ArchiveBacklog(0, 0, None)
+    assert figures() == [9, 0, 0]
+    assert metrics.value("waltz_server_unarchived_seconds", partition=0) == 0
 
 
 class Counted(Metrics):

@@ -67,6 +67,7 @@ class FakeStore:
         self.wake_at_ms: int | None = None
         self.readable_replicas: Sequence[ReplicaId] = ()
         self.archived: ArchivedMark | None = None
+        self.archive_backlog: replication.ArchiveBacklog | None = None
         self.expired = (0, 0)
         self.replaced: dict[replication.ReplaceInArchive, replication.ReplacementOutcome] = {}
 
@@ -1196,6 +1197,10 @@ def test_replicas_are_reported_with_what_is_archived() -> None:
     chain = GENESIS_CHAIN
     world.store.archived = ArchivedMark(TransactionId(9), chain, 5, TransactionId(3), 77, "m")
     answer = world.answer(world.send(A, messages.ReplicasRequest(world.req_id(ALICE), False)))
+    assert answer.unarchived_bytes == -1, "not known"
+    world.store.archive_backlog = replication.ArchiveBacklog(1, 55, 3)
+    answer = world.answer(world.send(A, messages.ReplicasRequest(world.req_id(ALICE), False)))
+    assert answer.unarchived_bytes == 55
     found = (answer.first_available, answer.archived, answer.manifest, answer.manifest_crc)
     assert found == (3, 9, "m", 77)
 

@@ -37,6 +37,8 @@ from waltz_core.wire.messages import (
 )
 
 OLD = ArchiveLimits(object_bytes=1 << 20, age_ms=0)
+# Six records of 140 bytes, the oldest of which is 7 ms old.
+LAG = (5, 6 * 140, 7)
 MADE = NewManifest(5, GENESIS_CHAIN, 9, "m", 7)
 
 
@@ -96,13 +98,14 @@ def test_a_range_is_uploaded_and_its_manifest_is_reported(make, tmp_path):
     owner = filled(bench)
     store = ArchiveStore(f"file://{tmp_path}/archive")
     message = range_to(owner, 5)
+    bench.log.clock_ms = lambda: STAMP_MS + 7
     job = request(bench, owner, message)
     assert isinstance(bench.answers(1)[-1], SuccessResponse)
     assert bench.answers(1)[-1].sequence == message.sequence
     made = upload(store, KEY, job)
     bench.step(service.Uploaded(job, made))
     assert notices(bench) == [
-        RangeArchived(5, 0, 0, 1, 5, owner.chain, made.stamp_ms, made.name, made.file_crc, "")
+        RangeArchived(5, 0, 0, 1, 5, owner.chain, made.stamp_ms, made.name, made.file_crc, "", *LAG)
     ]
     assert reports(bench, "storage.range_archived") == [{"partition": 0, "last": 5}]
     (name,) = (each for each in store.names("") if each.endswith(".parquet"))
@@ -166,11 +169,22 @@ def test_nothing_is_archived_while_there_is_too_little_and_it_is_young(make):
     bench = make(archive=ArchiveLimits(object_bytes=6 * 140, age_ms=age_ms))
     owner = filled(bench)
     assert request(bench, owner, range_to(owner, 5)) is None
-    assert notices(bench) == [RangeArchived(5, 0, 0, 1, -1, GENESIS_CHAIN, 0, "", 0, "")]
+    bench.log.clock_ms = lambda: STAMP_MS + 7
+    assert request(bench, owner, range_to(owner, 5)) is None
+    assert notices(bench)[1:] == [RangeArchived(5, 0, 0, 1, -1, GENESIS_CHAIN, 0, "", 0, "", *LAG)]
     assert request(bench, owner, range_to(owner, 9, first=6, chain=owner.chain)) is None
-    assert notices(bench)[-1].error == "", "there is nothing at all"
+    assert notices(bench)[-1] == RangeArchived(5, 0, 0, 1, 5, owner.chain, 0, "", 0, "")
     bench.ask(1, owner.append())
     assert request(bench, owner, range_to(owner, 6)).end.last == 6
+
+
+def test_what_is_not_archived_is_reported_over_all_segments(make):
+    age_ms = 1 << 60
+    bench = make(archive=ArchiveLimits(1 << 20, age_ms), segment_bytes_max=600)
+    owner = filled(bench, batches=8)
+    assert len(bench.log._files.segments.all) > 2
+    request(bench, owner, range_to(owner, 9, first=2, chain=bench.log.chain_at(1)))
+    assert (notices(bench)[-1].unarchived_last, notices(bench)[-1].unarchived_bytes) == (9, 8 * 140)
 
 
 @pytest.mark.parametrize(("last", "end"), [(0, None), (1, 1), (2, 1), (4, 3)])

@@ -1,8 +1,7 @@
 """`waltz-core archive status`: what is archived of each partition, and how far the archive lags."""
 
-import asyncio
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Final, TypeVar
 
 import click
 
@@ -12,6 +11,7 @@ from waltz_core.archive.pins import pins_of
 from waltz_core.archive.reader import ArchiveReader
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.cli import shared_options as options
+from waltz_core.cli.archive.store_calls import call_store
 from waltz_core.cli.changing import connected
 from waltz_core.cli.output import print_error, print_json, print_table
 from waltz_core.cli.progress import ProgressLine
@@ -22,6 +22,7 @@ from waltz_core.errors import BadConfig, WaltzError
 from waltz_core.ops.facts import ClusterFacts, PartitionFacts
 from waltz_core.records.record import TransactionId
 
+ResultT = TypeVar("ResultT")
 # Timeout of an answer.
 ANSWER_S: Final = 10.0
 # For manifests and their pages, each of which is read once.
@@ -32,6 +33,7 @@ TITLES: Final = (
     "archived",
     "high-water mark",
     "lag",
+    "lag bytes",
     "lag s",
     "objects",
     "bytes",
@@ -60,10 +62,10 @@ async def status(*, connect: str, archive: str | None, objects: bool, as_json: b
         key = (await coordinator.read_cluster()).store.cluster_key
         facts = await _query(coordinator)
     url = archive or url_in(facts)
-    rows, errors = await asyncio.to_thread(_rows, facts, url, lists_objects=objects)
+    rows, errors = await _rows(facts, url, lists_objects=objects)
     pins: list[str] = []
     if url and not errors:
-        pins = await asyncio.to_thread(pins_of, ArchiveStore(url), key.bytes)
+        pins = await _call(url, "reading the pins", lambda: pins_of(ArchiveStore(url), key.bytes))
     if as_json:
         print_json({"archive": url or None, "partitions": rows, "pins": pins, "errors": errors})
     else:
@@ -79,8 +81,9 @@ async def status(*, connect: str, archive: str | None, objects: bool, as_json: b
 
 status.details = (
     "It reads ZooKeeper, the high-water marks of the servers, and the manifests of the archive. "
-    "The lag is the number of committed transactions that are not archived, and the age of the "
-    "oldest one of them in seconds. Exit code 1: a process or the archive could not be queried."
+    "The lag is the number of committed transactions that are not archived, their approximate "
+    "size, and the age of the oldest one of them in seconds. Exit code 1: a process or the archive "
+    "could not be queried."
 )
 
 
@@ -113,17 +116,17 @@ async def url_of_storages(coordinator: Coordinator) -> str:
     return found
 
 
-def _rows(
+async def _rows(
     facts: ClusterFacts, url: str, *, lists_objects: bool
 ) -> tuple[list[dict[str, object]], list[str]]:
-    """Return a row for each partition, and the errors; blocks."""
+    """Return a row for each partition, and the errors."""
     errors = [
         f"server {each.address} does not answer: {each.failure}"
         for each in facts.servers.values()
         if each.failure
     ]
     try:
-        store = ArchiveStore(url) if url else None
+        store = await _call(url, "opening it", lambda: ArchiveStore(url)) if url else None
     except WaltzError as error:
         store = None
         errors.append(str(error))
@@ -132,7 +135,7 @@ def _rows(
         mark = partition.archived
         row: dict[str, object] = {"partition": int(number), **_marks(partition, mark)}
         try:
-            entries = None if store is None or mark is None else _entries(store, mark)
+            entries = None if store is None or mark is None else await _entries(store, mark)
         except WaltzError as error:
             entries = None
             errors.append(f"partition {number}: {error}")
@@ -152,21 +155,30 @@ def _marks(partition: PartitionFacts, mark: ArchivedMark | None) -> dict[str, ob
         "commit_time_ms": None if mark is None else mark.stamp_ms or None,
         "high_water_mark": partition.mark,
         "lag": partition.unarchived_count,
+        "lag_bytes": partition.unarchived_bytes,
         "lag_s": partition.unarchived_s,
         "manifest": None if mark is None else mark.manifest,
     }
 
 
-def _entries(store: ArchiveStore, mark: ArchivedMark) -> Sequence[ObjectEntry]:
+async def _call(url: str, what: str, call: Callable[[], ResultT]) -> ResultT:
+    return await call_store(url, call, lambda: (what, 0))
+
+
+async def _entries(store: ArchiveStore, mark: ArchivedMark) -> Sequence[ObjectEntry]:
     """Return the objects that the manifest lists.
 
     Raises:
         As `ArchiveReader.manifest`.
     """
     cache = ArchiveCache(CACHE_BYTES)
+    reader = ArchiveReader(store, mark.manifest, mark.manifest_crc, cache)
     try:
-        reader = ArchiveReader(store, mark.manifest, mark.manifest_crc, cache)
-        return reader.objects_between(TransactionId(0), mark.last)
+        return await _call(
+            store.url,
+            f"reading {mark.manifest} and its pages",
+            lambda: reader.objects_between(TransactionId(0), mark.last),
+        )
     finally:
         cache.close()
 

@@ -9,7 +9,9 @@ nothing is changed.
 """
 
 import asyncio
-from typing import Any, Final
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import click
 
@@ -17,6 +19,7 @@ from waltz_core.archive.archive_check import ArchiveCheck, RecordedArchive, Wron
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.archive.archive_status import archive_url, url_of_storages
+from waltz_core.cli.archive.store_calls import call_store
 from waltz_core.cli.changing import audited, connected
 from waltz_core.cli.output import print_error, print_json, print_result
 from waltz_core.cli.progress import ProgressLine
@@ -26,6 +29,8 @@ from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.errors import BadConfig, ObjectMissing, WaltzError
 from waltz_core.records.record import PartitionId, TransactionId
 
+ResultT = TypeVar("ResultT")
+Show: TypeAlias = Callable[[str], None]
 # Of a file of the manifest, and of an object that no storage can write again.
 ACTION: Final = (
     "restore the file from a copy or an earlier version in the object store, then verify again; "
@@ -69,7 +74,8 @@ async def verify(  # noqa: PLR0913 - one for each option
         if partition is not None and not 0 <= partition < count:
             raise BadConfig(f"--partition: expected 0 to {count - 1}, found {partition}")
         url = archive or await url_of_storages(coordinator)
-        store = await asyncio.to_thread(ArchiveStore, url)
+        store = await call_store(url, lambda: ArchiveStore(url), lambda: ("opening it", 0))
+        show = print_error if as_json else print_result
         shown: dict[int, dict[str, Any]] = {}
         for number in range(count) if partition is None else (partition,):
             check = ArchiveCheck(
@@ -79,12 +85,14 @@ async def verify(  # noqa: PLR0913 - one for each option
                 first=TransactionId(first),
                 last=None if last is None else TransactionId(last),
             )
-            shown[number] = await _verify(coordinator, PartitionId(number), check, repairs=repair)
+            shown[number] = await _verify(
+                coordinator, PartitionId(number), check, show, repairs=repair
+            )
         if repair and any(each["problems"] for each in shown.values()):
             async with audited(coordinator), AsyncWaltzClient.connect(connect) as client:
                 for number, row in shown.items():
                     for problem in row["problems"]:
-                        await _repair(client, PartitionId(number), problem)
+                        await _repair(client, PartitionId(number), problem, show)
     wrong = any(
         not problem["is_repaired"] for each in shown.values() for problem in each["problems"]
     )
@@ -119,17 +127,18 @@ async def _verify(
     coordinator: Coordinator,
     partition_id: PartitionId,
     check: ArchiveCheck,
+    show: Show,
     *,
     repairs: bool = False,
 ) -> dict[str, Any]:
-    """Verify one partition, and print its problems as they are found; return the summary."""
+    """Verify one partition, and show its problems as they are found; return the summary."""
     recorded = await recorded_archive(coordinator, partition_id)
     if recorded is None:
-        print_error(f"partition {partition_id}: nothing is archived")
+        show(f"partition {partition_id}: nothing is archived")
         return {"last": None, "objects": 0, "bytes": 0, "problems": []}
     try:
         with ProgressLine() as line:
-            await _check_all(coordinator, partition_id, recorded, check, line, repairs=repairs)
+            await _Check(coordinator, partition_id, check, show, repairs).run(recorded, line)
     except BaseException as error:
         check.stop()
         if isinstance(error, WaltzError | asyncio.CancelledError):
@@ -138,9 +147,10 @@ async def _verify(
                 f"--partition {partition_id} --first {check.next_id}"
             )
         raise
-    print_error(
+    files = "1 wrong file" if len(check.found) == 1 else f"{len(check.found)} wrong files"
+    show(
         f"partition {partition_id}: {check.object_count} objects with {check.byte_count} bytes, up "
-        f"to ID {check.next_id - 1}: {len(check.found)} wrong files"
+        f"to ID {check.next_id - 1}: {files}"
     )
     return {
         "last": check.next_id - 1,
@@ -158,12 +168,12 @@ def _action(wrong: WrongFile, *, repairs: bool) -> str:
 
 
 async def _repair(
-    client: AsyncWaltzClient, partition_id: PartitionId, problem: dict[str, Any]
+    client: AsyncWaltzClient, partition_id: PartitionId, problem: dict[str, Any], show: Show
 ) -> None:
     """Have an object replaced; print the outcome, and add it to the problem."""
     what = f"partition {partition_id}: {problem['name']}"
     if not problem["is_object"]:
-        print_error(f"{what}: not repaired: storages cannot write it again. Hint: {ACTION}.")
+        show(f"{what}: not repaired: storages cannot write it again. Hint: {ACTION}.")
         return
     listed = (problem["name"], problem["first"], problem["last"])
     while True:
@@ -174,52 +184,55 @@ async def _repair(
     if answer.is_replaced:
         problem.update(is_repaired=True, repaired_by=answer.storage, action="")
         done = f"repaired by storage {answer.storage}" if answer.storage else "was replaced before"
-        print_error(f"{what}: {done}")
+        show(f"{what}: {done}")
         return
     problem["failures"] = list(answer.failures)
-    print_error(
+    show(
         f"{what}: not repaired: no storage has written the IDs {problem['first']}.."
         f"{problem['last']} again: {'; '.join(answer.failures)}. Hint: {ACTION}."
     )
 
 
-async def _check_all(
-    coordinator: Coordinator,
-    partition_id: PartitionId,
-    recorded: RecordedArchive,
-    check: ArchiveCheck,
-    line: ProgressLine,
-    *,
-    repairs: bool,
-) -> None:
-    """Check file after file; follow a manifest that is replaced meanwhile (rule 4 of the check)."""
-    is_begun, printed = False, 0
-    while True:
-        try:
-            if not is_begun:
-                await asyncio.to_thread(check.begin, recorded)
-                is_begun = True
-            is_going_on = await asyncio.to_thread(check.check_next)
-        except ObjectMissing as error:
-            now = await recorded_archive(coordinator, partition_id)
-            if now is not None and now.manifest != recorded.manifest:
-                recorded, is_begun = now, False
-                continue
-            if not is_begun:
-                check.note_missing_manifest(recorded, error)
-            else:
-                check.note_missing(error)
-            is_going_on = is_begun
-        for each in check.found[printed:]:
-            _print_problem(partition_id, each, repairs=repairs)
-        printed = len(check.found)
-        if not is_going_on:
-            return
-        done, whole = check.next_id, recorded.last + 1
-        line.show(done, whole, f"IDs of partition {partition_id} are verified")
+class _Check(NamedTuple):
+    """The check of a partition, in calls that block."""
 
+    coordinator: Coordinator
+    partition_id: PartitionId
+    check: ArchiveCheck
+    show: Show
+    repairs: bool
 
-def _print_problem(partition_id: PartitionId, wrong: WrongFile, *, repairs: bool) -> None:
-    where = f"partition {partition_id}, IDs {wrong.first}..{wrong.last}"
-    hint = "" if repairs else f" Hint: {_action(wrong, repairs=False)}."
-    print_error(f"{where}: {wrong.name}: {wrong.problem}.{hint}")
+    async def run(self, recorded: RecordedArchive, line: ProgressLine) -> None:
+        """Check file after file; follow a manifest that is replaced (rule 4 of the check)."""
+        check, is_begun, shown = self.check, False, 0
+        while True:
+            try:
+                if not is_begun:
+                    await self._call(partial(check.begin, recorded))
+                    is_begun = True
+                is_going_on = await self._call(check.check_next)
+            except ObjectMissing as error:
+                now = await recorded_archive(self.coordinator, self.partition_id)
+                if now is not None and now.manifest != recorded.manifest:
+                    recorded, is_begun = now, False
+                    continue
+                if not is_begun:
+                    check.note_missing_manifest(recorded, error)
+                else:
+                    check.note_missing(error)
+                is_going_on = is_begun
+            for each in check.found[shown:]:
+                self._show_problem(each)
+            shown = len(check.found)
+            if not is_going_on:
+                return
+            done, whole = check.next_id, recorded.last + 1
+            line.show(done, whole, f"IDs of partition {self.partition_id} are verified")
+
+    async def _call(self, call: Callable[[], ResultT]) -> ResultT:
+        return await call_store(self.check.store_url, call, lambda: self.check.activity)
+
+    def _show_problem(self, wrong: WrongFile) -> None:
+        where = f"partition {self.partition_id}, IDs {wrong.first}..{wrong.last}"
+        hint = "" if self.repairs else f" Hint: {_action(wrong, repairs=False)}."
+        self.show(f"{where}: {wrong.name}: {wrong.problem}.{hint}")

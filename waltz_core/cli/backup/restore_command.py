@@ -144,18 +144,22 @@ async def _restore(  # noqa: PLR0913 - one for each option
         raise
     command.wait_for("ZooKeeper")
     await coordinator.create_restored(new, restored_cluster(backup, key.bytes, ends, ids))
+    lines = []
     for partition_id, end in ends.items():
         mark = backup.marks[partition_id]
         kept = "no transactions" if end is None else f"transactions {end.first}..{end.last}"
         is_whole = mark == (BEFORE_FIRST if end is None else end.last) and not (end and end.first)
-        command.note(f"partition {partition_id}: {kept}{'' if is_whole else f' of 0..{mark}'}")
+        lines.append(f"partition {partition_id}: {kept}{'' if is_whole else f' of 0..{mark}'}")
+    lines.append(
+        f"restored {backup.name} at {coordinator.where}: {len(ends)} partitions, key {key}. Start "
+        "the storages with empty directories, then the servers"
+    )
     return {
         "cluster_key": str(key),
         "partitions": {
             each: None if end is None else [end.first, end.last] for each, end in ends.items()
         },
-        "summary": f"restored {backup.name} at {coordinator.where}: {len(ends)} partitions, key "
-        f"{key}. Start the storages with empty directories, then the servers",
+        "summary": "\n".join(lines),
     }
 
 

@@ -82,6 +82,8 @@ from waltz_core.wire.messages import (
     RangeData,
     RangeForm,
     RangeRequest,
+    ReplicasRequest,
+    ReplicasResponse,
     WireProtocol,
 )
 
@@ -338,6 +340,7 @@ class _Mark(NamedTuple):
     mark_failure: str = ""
     stamp_ahead_ms: float | None = None
     unarchived_s: float | None = None
+    unarchived_bytes: int | None = None
 
 
 class _Server:
@@ -448,7 +451,22 @@ class _Server:
         last = TransactionId(mark.high_water_mark)
         ahead_ms = await self._stamp_ahead_ms(link, partition_id, last)
         unarchived_s = await self._unarchived_s(link, partition_id, last)
-        return _Mark(last, "", ahead_ms, unarchived_s)
+        byte_count = await self._unarchived_bytes(link, partition_id)
+        return _Mark(last, "", ahead_ms, unarchived_s, byte_count)
+
+    async def _unarchived_bytes(self, link: ServerLink, partition_id: PartitionId) -> int | None:
+        """Return the approximate size of what is not archived, as the owner knows it."""
+        if self._archived[partition_id] == BEFORE_FIRST:
+            return None
+
+        def request(req_id: ReqId) -> ClientMessage:
+            return ReplicasRequest(req_id, linearizable=False)
+
+        try:
+            answer = await self._of_partition(link, ReplicasResponse, request, partition_id)
+        except WaltzError:
+            return None  # other findings report it
+        return None if answer.unarchived_bytes < 0 else answer.unarchived_bytes
 
     async def _unarchived_s(
         self, link: ServerLink, partition_id: PartitionId, last: TransactionId

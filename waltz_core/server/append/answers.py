@@ -9,7 +9,7 @@ from dataclasses import replace
 from waltz_core import errors
 from waltz_core.cluster.nodes.model import ArchivedMark
 from waltz_core.records.record import ReplicaId, SessionId, TransactionId
-from waltz_core.replication.session_events import ReplacementOutcome
+from waltz_core.replication.session_events import ArchiveBacklog, ReplacementOutcome
 from waltz_core.server.append.mounts import PartitionPosition
 from waltz_core.server.locking.tickets import Ticket
 from waltz_core.server.partition_events import (
@@ -90,7 +90,7 @@ def with_mark(
     session_id: SessionId,
     replicas: Sequence[ReplicaId],
     identity: PartitionIdentity,
-    archived: ArchivedMark | None,
+    archived: tuple[ArchivedMark, ArchiveBacklog | None] | None,
 ) -> SendToClient:
     """Answer a flush, or a request for the mark or for the replicas."""
     req_id = request.message.req_id
@@ -107,12 +107,15 @@ def with_mark(
             identity.partition_count,
         )
         if archived is not None:
+            recorded, backlog = archived
+            byte_count = None if backlog is None else backlog.byte_count
             answer = replace(
                 answer,
-                first_available=archived.first,
-                archived=archived.last,
-                manifest=archived.manifest,
-                manifest_crc=archived.manifest_crc,
+                first_available=recorded.first,
+                archived=recorded.last,
+                manifest=recorded.manifest,
+                manifest_crc=recorded.manifest_crc,
+                unarchived_bytes=-1 if byte_count is None else byte_count,
             )
     else:
         answer = HighWaterMarkResponse(req_id, mark)

@@ -125,6 +125,14 @@ class Partition:
         return TransactionId(0) if archived is None else archived.first
 
     @property
+    def archived(self) -> tuple[TransactionId, replication.ArchiveBacklog] | None:
+        """The last archived ID, and what is not archived; None without an archive."""
+        recorded, backlog = self._store.archived, self._store.archive_backlog
+        if backlog is None:
+            return None
+        return (BEFORE_FIRST if recorded is None else recorded.last), backlog
+
+    @property
     def generation(self) -> Generation:
         """The generation in which this server owns the partition."""
         return self._generation
@@ -364,7 +372,8 @@ class Partition:
     def _with_mark(self, event: Received) -> SendToClient:
         # The present mark, not that of the proof: the client may know the present one already.
         mark, replicas = self._high_water_mark, self.reads.replicas
-        archived = self._store.archived
+        recorded = self._store.archived
+        archived = None if recorded is None else (recorded, self._store.archive_backlog)
         return answers.with_mark(event, mark, self._session_id, replicas, self._identity, archived)
 
     def _expire(self, event: Received, message: messages.ExpireRequest) -> None:

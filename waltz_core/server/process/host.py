@@ -16,6 +16,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from math import nan
 from ssl import SSLContext
 from typing import Final
 
@@ -59,6 +60,12 @@ _GAUGES: Final = (
     "waltz_server_feed_lag_transactions",
     "waltz_server_store_session",
     "waltz_server_first_available_transaction",
+)
+_ARCHIVE_GAUGES: Final = (
+    "waltz_server_archived_transaction",
+    "waltz_server_unarchived_transactions",
+    "waltz_server_unarchived_bytes",
+    "waltz_server_unarchived_seconds",
 )
 # Waits from which a replica is reported as slow, and as silent.
 SLOW_REPLICA_MS: Final = 1_000
@@ -368,6 +375,7 @@ class _PublishedCounters:
         self._before: dict[str, int] = {}
         self._rejected_before = [0] * len(Reason)
         self._gauges: tuple[int, ...] = ()
+        self._archive: tuple[float, ...] = ()
 
     def publish(self, partition_id: PartitionId, partition: Partition, metrics: Metrics) -> None:
         counters = partition.pipeline.counters
@@ -398,6 +406,7 @@ class _PublishedCounters:
                 self._before[name] = total
                 metrics.add("waltz_server_cache_reads_total", more, cache=cache, outcome=outcome)
         self._publish_gauges(partition_id, partition, metrics)
+        self._publish_archive(partition_id, partition, metrics)
 
     def _publish_gauges(
         self, partition_id: PartitionId, partition: Partition, metrics: Metrics
@@ -422,3 +431,22 @@ class _PublishedCounters:
                 locks.false_rejection_probability(lagging),
                 partition=partition_id,
             )
+
+    def _publish_archive(
+        self, partition_id: PartitionId, partition: Partition, metrics: Metrics
+    ) -> None:
+        if partition.archived is None:
+            return
+        last, backlog = partition.archived
+        waited_ms = 0 if backlog.since_ms is None else loop_clock_ms() - backlog.since_ms
+        figures: tuple[float, ...] = (
+            last,
+            backlog.transaction_count,
+            nan if backlog.byte_count is None else backlog.byte_count,
+            max(0, waited_ms) / 1_000,
+        )
+        if figures == self._archive:
+            return
+        self._archive = figures
+        for name, value in zip(_ARCHIVE_GAUGES, figures, strict=True):
+            metrics.set(name, value, partition=partition_id)

@@ -431,6 +431,16 @@ class Segments:
             next_id = TransactionId(end + 1)
         return last
 
+    def byte_count(self, first: TransactionId, last: TransactionId) -> int:
+        """Return the size of the records first..last; the index is read at its ends only."""
+        total, next_id = 0, first
+        while next_id <= last:
+            segment = self._holding(next_id)
+            end = min(last, segment.last)
+            total += int(segment.bounds(end, end)[-1] - segment.bounds(next_id, next_id)[0])
+            next_id = TransactionId(end + 1)
+        return total
+
     def record_crcs(self, first: TransactionId, last: TransactionId) -> bytes | None:
         """Return the record CRCs of first..last, or None when a record is wrong or missing."""
         if last > self.last:

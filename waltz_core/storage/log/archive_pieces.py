@@ -12,7 +12,13 @@ from typing import Final, NamedTuple
 
 from waltz_core.archive.upload_job import BatchRun
 from waltz_core.errors import BadRequest
-from waltz_core.records.record import GENESIS_CHAIN, RECONSTRUCTED, Chain, TransactionId
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    GENESIS_CHAIN,
+    RECONSTRUCTED,
+    Chain,
+    TransactionId,
+)
 from waltz_core.storage.files.format import Marker
 from waltz_core.storage.log.partition_log import PartitionLog
 
@@ -34,16 +40,32 @@ class ArchivePiece(NamedTuple):
     age_ms_min: int = 0
 
 
+class Unarchived(NamedTuple):
+    """The records from the first one of an attempt to `last`, before it.
+
+    `age_ms` is that of the oldest batch, -1 if it has no commit stamp.
+    """
+
+    last: TransactionId = BEFORE_FIRST
+    byte_count: int = 0
+    age_ms: int = -1
+
+
+NOT_KNOWN: Final = Unarchived()
+
+
 class ArchiveRead(NamedTuple):
     """The batches of a piece; None if there is too little, or no whole one in the range.
 
-    `is_last`: the range ends with them. `chain_before` is the log's chain before them.
+    `is_last`: the range ends with them. `chain_before` is the log's chain before them. `unarchived`
+    belongs to the first piece of an attempt.
     """
 
     run: BatchRun | None = None
     is_last: bool = True
     error: str = ""
     chain_before: Chain = GENESIS_CHAIN
+    unarchived: Unarchived = NOT_KNOWN
 
 
 class RetentionPiece(NamedTuple):
@@ -86,14 +108,19 @@ def read_for_archive(log: PartitionLog, piece: ArchivePiece) -> ArchiveRead:
         )
     if any(each.session_id == RECONSTRUCTED for each in read.entries):
         raise BadRequest(f"{where}: expected batches of a session, found reconstructed ones")
-    end = read.entries[-1].last
+    end, stamp_ms = read.entries[-1].last, read.entries[0].stamp_ms
+    age_ms, unarchived = log.clock_ms() - stamp_ms, NOT_KNOWN
+    if piece.bytes_min:
+        byte_count = log.reader.byte_count(piece.first, last)
+        unarchived = Unarchived(last, byte_count, max(0, age_ms) if stamp_ms else -1)
+        if age_ms < piece.age_ms_min and byte_count <= piece.bytes_min:
+            return ArchiveRead(unarchived=unarchived)
     if end > last:
-        return ArchiveRead()
-    is_young = log.clock_ms() - read.entries[0].stamp_ms < piece.age_ms_min
-    if piece.bytes_min and is_young and not log.reader.exceeds(piece.first, last, piece.bytes_min):
-        return ArchiveRead()
+        return ArchiveRead(unarchived=unarchived)
     run = BatchRun(read.records, read.lengths, read.entries)
-    return ArchiveRead(run, is_last=end == last, chain_before=read.chain_before)
+    return ArchiveRead(
+        run, is_last=end == last, chain_before=read.chain_before, unarchived=unarchived
+    )
 
 
 def retain(log: PartitionLog, piece: RetentionPiece) -> LogSize:

@@ -222,9 +222,9 @@ class LogReader:
                 f"found {first}..{last}"
             )
 
-    def exceeds(self, first: TransactionId, last: TransactionId, bytes_max: int) -> bool:
-        """Return whether the records of first..last are larger than this."""
-        return self._segments.fitting(first, last, bytes_max) < last
+    def byte_count(self, first: TransactionId, last: TransactionId) -> int:
+        """Return the size of the records first..last."""
+        return self._segments.byte_count(first, last)
 
     def segment_end(self, transaction_id: TransactionId) -> TransactionId:
         """Return the last ID of the segment that holds an ID."""

@@ -82,7 +82,6 @@ DISK_STATUS_S_MAX: Final = 2.0
 # Limit of unsent answers of one connection; beyond it the connection is closed.
 ANSWERS_BYTES_MAX: Final = 2 * FRAME_BYTES_MAX
 ARCHIVE_READ_THREADS: Final = 4
-# Reports that are logged as WARNING or INFO; others are counted, and logged as DEBUG.
 # The levels of reports; the others have DEBUG.
 LEVELS: Final = {
     "storage.disk_failed": logging.WARNING,
@@ -98,11 +97,9 @@ LEVELS: Final = {
     "storage.archive_stalled": logging.WARNING,
     "storage.collection_failed": logging.WARNING,
     "storage.expiry_failed": logging.WARNING,
-    "storage.replacement_failed": logging.WARNING,
     "storage.damage_repaired": logging.INFO,
     "storage.disk_has_space": logging.INFO,
     "storage.garbage_collected": logging.INFO,
-    "storage.object_replaced": logging.INFO,
     "storage.replica_repaired": logging.INFO,
     "storage.scrub_finished": logging.INFO,
     "storage.segment_removed": logging.INFO,
@@ -330,18 +327,15 @@ class StorageDaemon:
             interval_ms=config.scrub_interval_ms,
             positions=await self._in_thread(self._read_positions),
         )
+        limits = archive_jobs.ArchiveLimits(
+            config.archive_object_bytes, config.archive_age_ms, config.archive_bytes_per_s
+        )
         return StorageService(
             identity,
             queue_bytes_max=config.queue_bytes_max,
             space=engine.space,
             scrub=scrub,
-            archive=(
-                archive_jobs.ArchiveLimits(
-                    config.archive_object_bytes, config.archive_age_ms, config.archive_bytes_per_s
-                )
-                if config.archive_url
-                else None
-            ),
+            archive=limits if config.archive_url else None,
             retention=RetentionLimits(config.local_retention_bytes, config.local_retention_ms),
         )
 

@@ -34,7 +34,7 @@ from waltz_core.archive.upload_job import (
 from waltz_core.errors import BadRequest, WaltzError
 from waltz_core.machine import Report
 from waltz_core.records.record import GENESIS_CHAIN, Chain, PartitionId, SessionId, TransactionId
-from waltz_core.storage.log.archive_pieces import ArchivePiece, ArchiveRead
+from waltz_core.storage.log.archive_pieces import NOT_KNOWN, ArchivePiece, ArchiveRead, Unarchived
 from waltz_core.storage.service.service_effects import (
     CollectFiles,
     Effect,
@@ -85,6 +85,7 @@ class _Job:
     runs: list[BatchRun] = field(default_factory=list)
     chain_before: Chain = GENESIS_CHAIN  # before the first of them
     piece: ArchivePiece | None = None  # that is being read
+    unarchived: Unarchived = NOT_KNOWN
 
     @property
     def partition_id(self) -> PartitionId:
@@ -231,6 +232,8 @@ class ArchiveJobs:
         message, error = job.message, read.error
         assert isinstance(message, RangeToWrite)
         job.piece = None
+        if not job.runs:
+            job.unarchived = read.unarchived
         if read.run is not None:
             if not job.runs:
                 job.chain_before = read.chain_before
@@ -448,6 +451,7 @@ def _range_ended(
         made.name,
         made.file_crc,
         error[:ERROR_CHARACTERS_MAX],
+        *job.unarchived,
     )
     return [SendStorageMessage(job.connection, notice), *effects]
 
