@@ -49,7 +49,7 @@ class ArchiveAccess:
         self._cluster_key = cluster_key
         self._bytes_per_s = bytes_per_s
         self._store: ArchiveStore | None = None
-        self._paced: ArchiveStore | None = None  # the same, for changes
+        self._limited: ArchiveStore | None = None  # the same, for changes
         # The last error, and how many attempts have failed since the last one that succeeded.
         self.failure: WaltzError | None = None
         self.failure_count = 0
@@ -65,20 +65,20 @@ class ArchiveAccess:
         # Whatever is used later is imported now: new code may be installed while this process runs.
         from waltz_core.archive import reader, upload  # noqa: F401, PLC0415 - see the module
         from waltz_core.archive.archive_cache import ArchiveCache  # noqa: PLC0415 - see the module
-        from waltz_core.archive.store import ArchiveStore, Pace  # noqa: PLC0415 - see the module
+        from waltz_core.archive.store import ArchiveStore, RateLimit  # noqa: PLC0415 - see the module
 
-        self._store = self._paced = ArchiveStore(self._url)
+        self._store = self._limited = ArchiveStore(self._url)
         if self._bytes_per_s:
-            self._paced = ArchiveStore(self._url, Pace(self._bytes_per_s, self._progressed))
+            self._limited = ArchiveStore(self._url, RateLimit(self._bytes_per_s, self._progressed))
         self._cache = ArchiveCache(CACHE_BYTES_MAX, self._read_ahead)
 
     def upload(self, job: UploadJob) -> UploadOutcome:
         """Carry out a job; return its error rather than raise it."""
         from waltz_core.archive.upload import upload  # noqa: PLC0415 - see the module
 
-        assert self._paced is not None
+        assert self._limited is not None
         try:
-            made = upload(self._paced, self._cluster_key, job, self._progressed)
+            made = upload(self._limited, self._cluster_key, job, self._progressed)
         except WaltzError as error:
             self.failure, self.failure_count = error, self.failure_count + 1
             return error
@@ -87,10 +87,10 @@ class ArchiveAccess:
 
     def collect(self, job: CollectionJob) -> CollectionOutcome:
         """Carry out a collection; return its error rather than raise it."""
-        assert self._paced is not None
+        assert self._limited is not None
         try:
             return collect(
-                self._paced,
+                self._limited,
                 self._cluster_key,
                 job,
                 now_ms=time.time_ns() // 1_000_000,
@@ -103,10 +103,10 @@ class ArchiveAccess:
         """Carry out an expiry; return its error rather than raise it."""
         from waltz_core.archive.upload import expire  # noqa: PLC0415 - see the module
 
-        assert self._paced is not None
+        assert self._limited is not None
         try:
             return expire(
-                self._paced,
+                self._limited,
                 self._cluster_key,
                 job,
                 now_ms=time.time_ns() // 1_000_000,

@@ -14,7 +14,7 @@ Rules (docs/decisions/047):
     4. A missing file is ObjectMissing, everything else ArchiveUnavailable: the message states the
        operation, the file and the reason of the store. This holds for each call of an open file,
        and for no error of the caller's own block.
-    5. With a `Pace`, `read` and the sinks of `writing` wait, so that their bytes have its rate.
+    5. With a `RateLimit`, `read` and the sinks of `writing` wait, so that they keep to its rate.
 """
 
 import os
@@ -36,8 +36,8 @@ from waltz_core.records.raw_records import Buffer
 S3_TIMEOUT_S: Final = 20.0
 _S3_OPTIONS: Final = ("region", "endpoint_override", "scheme")
 _FAILURES: Final = (OSError, pa.ArrowException)
-# A paced read requests this many bytes at a time.
-_PACED_BYTES: Final = 1024 * 1024
+# A read with a rate limit requests this many bytes at a time.
+_LIMITED_BYTES: Final = 1024 * 1024
 # A longer wait has several parts, after each of which it is reported.
 _WAIT_S_MAX: Final = 1.0
 
@@ -50,7 +50,7 @@ class ListedFile(NamedTuple):
     modified_ms: int
 
 
-class Pace:
+class RateLimit:
     """Limits the bytes per second of the calls on one thread, which it blocks.
 
     `on_wait` is called at least every second of a wait.
@@ -80,11 +80,11 @@ class Pace:
 
 
 class ArchiveStore:
-    """The files of an archive, by names relative to its URL; `pace` is rule 5."""
+    """The files of an archive, by names relative to its URL; `rate_limit` is rule 5."""
 
-    def __init__(self, url: str, pace: Pace | None = None) -> None:
+    def __init__(self, url: str, rate_limit: RateLimit | None = None) -> None:
         self.url = url
-        self._pace = pace
+        self._rate_limit = rate_limit
         self._files, self._base = _opened(url)
         self._is_directory = isinstance(self._files, arrow_fs.LocalFileSystem)
         self._durable_folders: set[Path] = set()
@@ -115,7 +115,7 @@ class ArchiveStore:
                 stream = self._files.open_output_stream(place)
             opened = stream.__enter__()
         try:
-            yield StoreFile(opened, "write", place, self._pace)
+            yield StoreFile(opened, "write", place, self._rate_limit)
         except BaseException as error:
             # NB: the error of the caller's block, which none of the store's may replace.
             with suppress(*_FAILURES):
@@ -132,11 +132,11 @@ class ArchiveStore:
         """
         place = self._place(name)
         with _reported("read", place), self._files.open_input_file(place) as source:
-            if self._pace is None:
+            if self._rate_limit is None:
                 return bytes(source.read())
             pieces = []
-            while piece := source.read(_PACED_BYTES):
-                self._pace.spend(len(piece))
+            while piece := source.read(_LIMITED_BYTES):
+                self._rate_limit.spend(len(piece))
                 pieces.append(piece)
             return b"".join(pieces)
 
@@ -206,7 +206,7 @@ class ArchiveStore:
 class StoreFile:
     """An open file of the store, as Python's; its errors are the store's (rule 4).
 
-    `pace` is that of its writes.
+    `rate_limit` is that of its writes.
     """
 
     def __init__(
@@ -214,12 +214,12 @@ class StoreFile:
         file: Any,  # noqa: ANN401 - as pyarrow's
         operation: str,
         place: str,
-        pace: Pace | None = None,
+        rate_limit: RateLimit | None = None,
     ) -> None:
         self._file = file
         self._operation = operation
         self._place = place
-        self._pace = pace
+        self._rate_limit = rate_limit
 
     @property
     def closed(self) -> bool:
@@ -234,8 +234,8 @@ class StoreFile:
         """Write the next bytes."""
         with _reported(self._operation, self._place):
             written = int(self._file.write(data))
-        if self._pace is not None:
-            self._pace.spend(written)
+        if self._rate_limit is not None:
+            self._rate_limit.spend(written)
         return written
 
     def seek(self, position: int, whence: int = os.SEEK_SET) -> int:

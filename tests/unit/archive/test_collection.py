@@ -272,7 +272,7 @@ def test_nothing_is_deleted_after_a_rollback_of_zookeeper(archived):
             run(store, request(own, session=11, nonce=NONCE, attempt=0))
         assert all_files(store) == before
         own = archive_in_10(store, own, attempt=attempt)
-    # The operator gives up the backups that need them.
+    # The operator abandons the backups that need them.
     for name in heads_of(store)[6]:
         if "/6-9-" in name:
             store.delete(name)

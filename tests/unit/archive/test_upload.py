@@ -8,7 +8,7 @@ from tests.unit.storage.logs import make_batches
 from waltz_core.archive import manifest
 from waltz_core.archive.manifest import Manifest, ManifestPage
 from waltz_core.archive.objects import ArchiveObject
-from waltz_core.archive.store import ArchiveStore, Pace
+from waltz_core.archive.store import ArchiveStore, RateLimit
 from waltz_core.archive.upload import upload
 from waltz_core.archive.upload_job import BatchRun, UploadJob
 from waltz_core.errors import (
@@ -177,10 +177,12 @@ class FakeTime:
         self.now_s += duration_s
 
 
-def test_an_upload_has_the_rate_of_its_pace(tmp_path):
+def test_an_upload_has_the_rate_of_its_limit(tmp_path):
     time, waits_s = FakeTime(), []
-    pace = Pace(1_000, lambda: waits_s.append(time.now_s), clock_s=time.clock_s, sleep=time.sleep)
-    store = ArchiveStore(f"file://{tmp_path}", pace)
+    limit = RateLimit(
+        1_000, lambda: waits_s.append(time.now_s), clock_s=time.clock_s, sleep=time.sleep
+    )
+    store = ArchiveStore(f"file://{tmp_path}", limit)
     made = upload(store, KEY, job_after())
     assert made.last == read_manifest(ArchiveStore(store.url), made).last
     written = sum(each.byte_count for each in store.files(""))
