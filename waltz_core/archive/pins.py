@@ -8,11 +8,14 @@ Rules (docs/decisions/047, "Backup and restore"):
        written its manifests.
     2. A collection reads the pins again before each object that it deletes. So only a delete that
        was sent before the pin, and that the store carries out after the last check, is not seen.
+    3. In a directory, a restore that was killed may leave the temporary file of its pin. It counts,
+       is listed and is deleted like the pin.
 """
 
 from typing import TYPE_CHECKING
 from uuid import UUID
 
+from waltz_core.archive.file_names import TEMPORARY
 from waltz_core.errors import BadRequest
 
 if TYPE_CHECKING:
@@ -49,7 +52,8 @@ def pins_of(store: "ArchiveStore", cluster_key: bytes) -> list[str]:
     Raises:
         ArchiveUnavailable: the store did not carry out the request.
     """
-    return [each.rpartition("/")[2] for each in store.names(_folder(cluster_key))]
+    names = [each.rpartition("/")[2] for each in store.names(_folder(cluster_key))]
+    return sorted({each.removesuffix(TEMPORARY) for each in names})  # rule 3
 
 
 def unpin(store: "ArchiveStore", source_key: bytes, cluster_key: bytes) -> None:
@@ -65,7 +69,8 @@ def unpin(store: "ArchiveStore", source_key: bytes, cluster_key: bytes) -> None:
             f"archive {store.url}: expected a pin of cluster {wanted}, found "
             f"{', '.join(found) or 'none'}"
         )
-    store.delete(f"{_folder(source_key)}/{wanted}")
+    for suffix in (TEMPORARY, ""):  # rule 3
+        store.delete(f"{_folder(source_key)}/{wanted}{suffix}")
 
 
 def _folder(cluster_key: bytes) -> str:

@@ -8,6 +8,8 @@ Rules (docs/decisions/047, "Backup and restore"):
     2. Each object exists. If the caller allows it, the oldest ones may be missing, since expiry has
        deleted them after the backup: then the partition begins after them. One that was replaced
        after the backup may be deleted, too: an object with the same IDs and chain is used instead.
+       The cluster of the backup has written that one below its own key, also if it was restored
+       and the old one is below another key.
     3. The object that holds the end is read. Its chain is verified from its first to its last
        batch, and must be the manifest's, so the end has the chain of the source's log.
     4. Its version is above all that the cluster's folder has: with the same key, what the lost
@@ -30,6 +32,7 @@ from waltz_core.archive.file_names import (
     FileOrigin,
     manifest_name,
     manifests_folder,
+    objects_folder,
     page_name,
     version_of,
 )
@@ -70,9 +73,10 @@ class RestoredRange:
         """
         self._store = store
         entries = [each for each in saved.entries() if each.last >= saved.manifest.first]
-        existing = _existing(store, entries)
+        own = objects_folder(saved.manifest.cluster_key, saved.manifest.partition_id)
+        existing = _existing(store, entries, own)
         entries = [
-            each if each.name in existing else _replacement(store, each, existing)
+            each if each.name in existing else _replacement(store, each, existing, own)
             for each in entries
         ]
         if not entries:
@@ -198,12 +202,18 @@ class RestoredRange:
         )
 
 
-def _replacement(store: ArchiveStore, entry: ObjectEntry, existing: Collection[str]) -> ObjectEntry:
-    """Return the entry of an object in the place of a missing one; else the same entry (rule 2)."""
+def _replacement(
+    store: ArchiveStore, entry: ObjectEntry, existing: Collection[str], own: str
+) -> ObjectEntry:
+    """Return the entry of an object in the place of a missing one; else the same entry (rule 2).
+
+    `own` is the folder of the manifest's cluster, where it replaces those of other clusters.
+    """
     folder, _, name = entry.name.rpartition("/")
     first, last, *_ = [*name.split("-"), ""]  # `file_names.py`
+    starts = (f"{folder}/{first}-{last}-", f"{own}/{entry.first}-{entry.last}-")
     for each in sorted(existing):
-        if not each.startswith(f"{folder}/{first}-{last}-") or not each.endswith(".parquet"):
+        if not each.startswith(starts) or not each.endswith(".parquet"):
             continue
         data = store.read(each)
         with suppress(BadFormat, ChecksumMismatch):
@@ -214,7 +224,7 @@ def _replacement(store: ArchiveStore, entry: ObjectEntry, existing: Collection[s
     return entry
 
 
-def _existing(store: ArchiveStore, entries: Iterable[ObjectEntry]) -> set[str]:
-    """Return the names of all files in the folders of these objects."""
-    folders = {each.name.rpartition("/")[0] for each in entries}
+def _existing(store: ArchiveStore, entries: Iterable[ObjectEntry], *others: str) -> set[str]:
+    """Return the names of all files in the folders of these objects, and in others."""
+    folders = {each.name.rpartition("/")[0] for each in entries} | {*others}
     return {name for folder in sorted(folders) for name in store.names(folder)}

@@ -77,6 +77,8 @@ COLLECTION_INTERVAL_MS: Final = 3_600_000
 EXPIRY_INTERVAL_MS: Final = 3_600_000
 EXPIRY_RETRY_MS: Final = 10_000
 _DOUBLINGS_MAX: Final = 6
+# Of a session: one that ends at the next checkpoint, 10 s after its begin, must begin an attempt.
+_FIRST_ATTEMPT_MS_MAX: Final = 10_000
 
 
 class ExpiryBounds(NamedTuple):
@@ -201,6 +203,11 @@ class Archiving:
         return BEFORE_FIRST if self.recorded is None else self.recorded.last
 
     @property
+    def is_busy(self) -> bool:
+        """Whether an attempt is under way, which the end of the session would waste."""
+        return self._attempt is not None or self.wanted is not None
+
+    @property
     def wake_at_ms(self) -> int | None:
         """When to begin the next attempt or collection, or to abandon the present one."""
         if self._attempt is not None:
@@ -221,7 +228,7 @@ class Archiving:
         settled, may be in the archive only.
         """
         self._mark = mark
-        self._next_at_ms = now_ms + self._limits.archive_interval_ms
+        self._next_at_ms = now_ms + min(self._limits.archive_interval_ms, _FIRST_ATTEMPT_MS_MAX)
         if self._limits.archive_retention_ms:
             self._expire_at_ms = now_ms
         self._announce(engaged, now_ms)

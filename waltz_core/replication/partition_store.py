@@ -173,6 +173,11 @@ class PartitionStore:
         return None if self._session is None else self._session.archived
 
     @property
+    def is_archiving(self) -> bool:
+        """Whether an attempt to archive is under way, which the end of the session would waste."""
+        return self._session is not None and self._session.is_archiving
+
+    @property
     def archive_backlog(self) -> ArchiveBacklog | None:
         """What is committed and not archived in the open session; None without an archive."""
         session = self._session

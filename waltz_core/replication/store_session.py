@@ -386,6 +386,11 @@ class StoreSession:
         return self._archiving.recorded
 
     @property
+    def is_archiving(self) -> bool:
+        """Whether an attempt to archive is under way."""
+        return self._archiving.is_busy
+
+    @property
     def archive_backlog(self) -> ArchiveBacklog | None:
         """What is committed and not archived; None if this session uses no archive."""
         return self._archiving.backlog if self._archiving.is_used else None

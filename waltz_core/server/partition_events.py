@@ -58,7 +58,7 @@ class PartitionLimits:
     store session before it is rejected. `fences_max`: number of disconnected clients whose highest
     connection sequence is kept. `checkpoint_interval_count`: number of transactions after which a
     new session starts, at most every `checkpoint_interval_ms`, so that low-water marks move up; it
-    starts earlier when the store reports that a checkpoint is due.
+    starts earlier when the store reports that a checkpoint is due, and later while it archives.
     `lock_refill_count_max`: number of transactions whose locks a new owner requests, 0 for none;
     `lock_tail_bytes_max`: size limit of a storage's answer to that request.
     """
@@ -108,6 +108,10 @@ class Store(Protocol):
     @property
     def archived(self) -> ArchivedMark | None:
         """What the partition's archive has, as ZooKeeper records it."""
+
+    @property
+    def is_archiving(self) -> bool:
+        """Whether an attempt to archive is under way, which the end of the session would waste."""
 
     @property
     def archive_backlog(self) -> replication.ArchiveBacklog | None:

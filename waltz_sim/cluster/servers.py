@@ -97,6 +97,11 @@ class ObservedStore:
         return self.store.archived
 
     @property
+    def is_archiving(self) -> bool:
+        """As the store says."""
+        return self.store.is_archiving
+
+    @property
     def archive_backlog(self) -> session_events.ArchiveBacklog | None:
         """As the store says."""
         return self.store.archive_backlog

@@ -180,6 +180,17 @@ def test_pins_are_listed_and_removed(archived):
     assert not is_pinned(store, KEY)
 
 
+def test_the_temporary_file_of_a_pin_is_listed_and_removed_like_the_pin(archived):
+    """A restore into a directory was killed while it wrote the pin."""
+    store, _ = archived
+    restored = UUID(int=7)
+    store.write(f"{CLUSTER}/pins/{restored}.tmp", b"")
+    assert is_pinned(store, KEY)
+    assert pins_of(store, KEY) == [str(restored)]
+    unpin(store, KEY, restored.bytes)
+    assert not is_pinned(store, KEY)
+
+
 def age(store, name, modified_ms):
     os.utime(Path(store.url.removeprefix("file://")) / name, (0, modified_ms / 1_000))
 

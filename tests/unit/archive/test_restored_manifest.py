@@ -7,7 +7,7 @@ from uuid import UUID
 
 import pytest
 
-from tests.archived_log import KEY, PARTITION, STAMP, write_archive, write_manifest
+from tests.archived_log import KEY, PARTITION, STAMP, object_of, write_archive, write_manifest
 from waltz_core.archive import manifest as manifest_module
 from waltz_core.archive.archive_cache import ArchiveCache
 from waltz_core.archive.archive_check import ArchiveCheck, RecordedArchive
@@ -74,6 +74,27 @@ def test_an_object_that_was_replaced_after_the_backup_is_found(store, log):
     (found,) = (each for each in entries if each.first == old.first)
     assert found.name.endswith("-4.parquet"), "the first one with the same chain"
     assert found[1:] == old[1:]
+
+
+@pytest.mark.parametrize("last", [OBJECT - 1, OBJECT - 8])
+def test_an_object_that_a_restored_cluster_has_replaced_is_found_below_its_key(store, log, last):
+    """Its backup lists the object of its source, perhaps not as a whole."""
+    first = RestoredRange(store, saved_of(store, log))
+    end = first.end_at(last)
+    made = first.write(NEW_KEY, 9, NONCE, end)
+    saved = SavedManifest.read(store, made.name, made.file_crc)
+    store.delete(name_of(0))
+    with pytest.raises(ObjectMissing, match=name_of(0)):
+        RestoredRange(store, saved)
+    batches = [each for each in log.lineage if each.last <= last]
+    name = f"{UUID(bytes=NEW_KEY)}/{PARTITION}/objects/0-{last}-9-{NONCE.hex()}-4.parquet"
+    store.write(name, object_of(log.records[: last + 1], batches, cluster_key=NEW_KEY))
+    again = RestoredRange(store, saved)
+    again.check_again()
+    assert again.end_at(last) == end
+    found = again.write(b"o" * 16, 10, NONCE, end)
+    entries = SavedManifest.read(store, found.name, found.file_crc).entries()
+    assert [each.name for each in entries] == [name]
 
 
 def test_each_end_that_is_found_is_a_batch_end_of_the_log(store, log):

@@ -920,3 +920,16 @@ def test_the_backlog_is_what_a_replica_reports_and_what_is_appended_since(bench)
     finish(bench, *attempts(bench)[-1])
     bench.run()
     assert lag(bench) == (0, 0, None)
+
+
+def test_a_session_that_ends_at_the_next_checkpoint_has_begun_an_attempt():
+    bench = ArchivingBench(limits=replace(ARCHIVING, archive_interval_ms=60_000))
+    bench.open()
+    bench.append(2, batches=3)
+    assert not bench.store.is_archiving
+    replica, request = begin(bench)
+    assert bench.store.is_archiving
+    finish(bench, replica, request)
+    bench.run()
+    assert bench.marker.archived.last == 5
+    assert not bench.store.is_archiving

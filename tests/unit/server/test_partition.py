@@ -67,6 +67,7 @@ class FakeStore:
         self.wake_at_ms: int | None = None
         self.readable_replicas: Sequence[ReplicaId] = ()
         self.archived: ArchivedMark | None = None
+        self.is_archiving = False
         self.archive_backlog: replication.ArchiveBacklog | None = None
         self.expired = (0, 0)
         self.replaced: dict[replication.ReplaceInArchive, replication.ReplacementOutcome] = {}
@@ -373,6 +374,25 @@ def test_a_checkpoint_waits_for_appends_in_flight_and_loses_none() -> None:
     world.run()
     world.commit()
     assert world.reason(held) is Reason.COMMITTED
+
+
+def test_a_checkpoint_waits_for_an_attempt_to_archive_but_not_for_long() -> None:
+    """Else no attempt would end while the load lasts."""
+    world = World(checkpoint_interval_count=1, checkpoint_interval_ms=1)
+    world.open(9)
+    world.mount()
+    world.fill(4)
+    world.now_ms = 2
+    world.store.is_archiving = True
+    for count in range(5, 9):
+        world.append()
+        world.run()
+        checkpoints = len(world.store.of(replication.Checkpoint))
+        world.store.says = []
+        world.commit()
+        # One is how the test makes the store speak, the other is meant.
+        expected = 1 + (count == 8)
+        assert len(world.store.of(replication.Checkpoint)) == checkpoints + expected, count
 
 
 def test_a_checkpoint_that_becomes_due_waits_for_what_is_still_in_flight() -> None:

@@ -696,6 +696,18 @@ def test_an_object_is_written_again_from_the_log_whatever_its_size(make, tmp_pat
     assert reports(bench, "storage.object_replaced") == [{"partition": 0, "object": name}]
 
 
+def test_the_records_of_an_object_to_replace_take_a_bounded_memory(make, monkeypatch):
+    """A client may name any IDs; only the manifest shows that no object has them."""
+    monkeypatch.setattr("waltz_core.storage.log.archive_pieces.PIECE_BYTES_MAX", 300)
+    monkeypatch.setattr("waltz_core.storage.service.archive_jobs.REPLACED_BYTES_MAX", 900)
+    bench = make(archive=OLD)
+    owner = filled(bench, batches=20)
+    assert request(bench, owner, replacement_of(owner, 0, 39, made=MADE)) is None
+    assert "expected whole batches with the IDs 0..39, found them up to 7" in (
+        notices(bench)[-1].error
+    )
+
+
 def test_a_log_without_all_records_of_an_object_refuses_it(make):
     bench, owner = with_segments(make, bytes_max=2_000)
     bench.ask(1, mark_at(bench, owner, 15))

@@ -184,13 +184,11 @@ async def _check_absent(coordinator: Coordinator, backup: Backup, *, same_key: b
 
 
 def _pin(store: ArchiveStore, backup: Backup, key: bytes) -> list[str]:
-    """Pin the objects of other clusters that the restored one will list; return the new pins."""
-    sources = {
-        each.manifest.manifest.writer_of(entry)
-        for each in backup.partitions
-        if each.manifest is not None
-        for entry in each.manifest.entries()
-    }
+    """Pin the objects of other clusters that the restored one may list; return the new pins."""
+    manifests = [each.manifest for each in backup.partitions if each.manifest is not None]
+    sources = {each.manifest.writer_of(entry) for each in manifests for entry in each.entries()}
+    # Where an object is missing, one that the backup's cluster has written after the backup.
+    sources |= {each.manifest.cluster_key for each in manifests}
     pins = [pin(store, source, key) for source in sorted(sources) if source != key]
     return [name for name in pins if name is not None]
 

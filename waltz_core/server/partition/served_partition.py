@@ -19,7 +19,7 @@ Rules (docs/design/correctness.md 2.1 H and 2.4, rows 16, 21, 22, 28, 29, 39):
 """
 
 from collections.abc import Sequence
-from typing import assert_never
+from typing import Final, assert_never
 
 from waltz_core import errors
 from waltz_core.machine import Report, Wakeup, earliest
@@ -55,6 +55,9 @@ from waltz_core.server.read.cache import FeedCache, TransactionCache
 from waltz_core.server.read.feeds import Feed
 from waltz_core.server.read.reads import ReadOutcome, Reads
 from waltz_core.wire import messages
+
+# While an attempt to archive is under way, so many times the transactions until a checkpoint.
+_ARCHIVING_FACTOR: Final = 8
 
 
 class Partition:
@@ -492,12 +495,19 @@ class Partition:
         self._consider_checkpoint()
 
     def _consider_checkpoint(self) -> None:
-        """Start a new session periodically, with nothing in flight, to move low-water marks up."""
+        """Start a new session periodically, with nothing in flight, to move low-water marks up.
+
+        The end of a session wastes an attempt to archive. So a checkpoint waits for one, since
+        otherwise none would end while the load lasts; a slow one only delays it.
+        """
         if not self._is_checkpoint_due:
             count = self._high_water_mark - self._opened_mark
             age_ms = self._now_ms - self._opened_ms
+            limit = self._limits.checkpoint_interval_count
+            if self._store.is_archiving:
+                limit *= _ARCHIVING_FACTOR
             self._is_checkpoint_due = (
-                count >= self._limits.checkpoint_interval_count or self._is_much_archived
+                count >= limit or self._is_much_archived
             ) and age_ms >= self._limits.checkpoint_interval_ms
             if self._is_checkpoint_due:
                 self.pipeline.hold()

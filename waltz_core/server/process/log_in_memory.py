@@ -121,6 +121,7 @@ class MemoryStore:
         self.wake_at_ms: int | None = None
         self.readable_replicas: Sequence[ReplicaId] = ()
         self.archived = None
+        self.is_archiving = False
         self.archive_backlog = None
 
     def has_expired(self, before: TransactionId, before_ms: int) -> bool:

@@ -58,6 +58,8 @@ from waltz_core.wire.messages import (
 ERROR_CHARACTERS_MAX: Final = 1_000
 PROGRESS_INTERVAL_MS: Final = 10_000
 STALLED_MS: Final = 60_000
+# Of an object to replace, which a client names: more than the maximum of `archive_object_bytes`.
+REPLACED_BYTES_MAX: Final = (1 << 30) + (1 << 26)
 RangeToWrite: TypeAlias = ArchiveRange | ReplaceObject
 ArchiveRequest: TypeAlias = RangeToWrite | CollectGarbage | ExpireObjects
 _Run: TypeAlias = UploadJob | CollectionJob | ExpiryJob
@@ -241,8 +243,9 @@ class ArchiveJobs:
             if self._limits.bytes_per_s:
                 pause_ms = len(read.run.records) * 1_000 // self._limits.bytes_per_s
                 self._read_at_ms = now_ms + pause_ms
-            is_full = job.read_bytes >= self._limits.object_bytes
-            if not read.is_last and (not is_full or isinstance(message, ReplaceObject)):
+            is_replacement = isinstance(message, ReplaceObject)
+            bytes_max = REPLACED_BYTES_MAX if is_replacement else self._limits.object_bytes
+            if not read.is_last and job.read_bytes < bytes_max:
                 return self.progressed(now_ms)
         self._reading = None
         if isinstance(message, ReplaceObject) and not error:
