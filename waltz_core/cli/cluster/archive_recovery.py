@@ -13,6 +13,9 @@ Rules (docs/decisions/047, "After a loss of ZooKeeper's data"):
        archive, so another one would have lost transactions.
     4. Where manifests exist and none fits, the partition is refused, also if no log lacks anything:
        otherwise the archiver would begin again at 0, and collect what backups need.
+    5. Only committed batches are archived. So a newer manifest that ends above the chosen log shows
+       that this log lacks committed transactions: the partition is refused. With an older manifest,
+       the first collection would delete the only object that has them.
 """
 
 import asyncio
@@ -93,7 +96,7 @@ class ArchiveRecovery:
         """Return the archived mark of a partition; None if nothing of it is archived.
 
         Raises:
-            BadRequest: rules 3 and 4.
+            BadRequest: rules 3 to 5.
             ArchiveUnavailable: the store does not answer.
             The error of a storage.
         """
@@ -106,6 +109,14 @@ class ArchiveRecovery:
             except _FILE_ERRORS as error:
                 problems.append(f"{name}: {error}")
                 continue
+            if found.mark.last > log.last:
+                raise BadRequest(
+                    f"partition {log.partition_id}: expected a log with IDs up to "
+                    f"{found.mark.last}, which manifest {name} of the archive "
+                    f"({where}) has, found one up to {log.last}. Hint: let the other replicas "
+                    "answer; if their logs are lost, move this manifest away, which loses the "
+                    "transactions that only the archive has"
+                )
             problem = await self._problem_of(found, log)
             if problem:
                 problems.append(f"{name}: {problem}")
