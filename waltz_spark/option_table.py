@@ -78,7 +78,8 @@ OPTIONS: tuple[Option, ...] = (
         "transactionIds",
         Use.READ,
         "all",
-        "Ranges of transaction IDs to fetch: `1000-1999,5000`; they apply to every partition.",
+        "Ranges of transaction IDs to fetch: `1000-1999,5000`; they apply to every partition. IDs "
+        "before the start of the read are not fetched.",
     ),
     Option(
         "headers",
@@ -117,9 +118,9 @@ OPTIONS: tuple[Option, ...] = (
         "failOnDataLoss",
         Use.READ,
         "true",
-        "A mark past the end of the log, or a start before its first available transaction, is an "
-        "error; `false` reads the existing transactions. A start after the given end is always an "
-        "error.",
+        "A mark past the end of the log is an error, and so are a start or `transactionIds` before "
+        "its first available transaction; `false` reads the existing transactions. A start after "
+        "the given end is always an error.",
     ),
     Option(
         "mode",

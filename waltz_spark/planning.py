@@ -172,7 +172,7 @@ def _given(
     found: dict[int, int] = {}
     if missing := sorted(marks.keys() - given.keys()):
         raise BadConfig(
-            f"option {name!r} has no mark for partition {_listed(missing)}: expected marks for "
+            f"option {name!r} has no mark for partition {listed(missing)}: expected marks for "
             f"{len(marks)} partitions, found {len(given)}. Hint: add a mark for each partition "
             '("3": -1 is before the first transaction), or choose partitions with option '
             "'partitions'."
@@ -191,9 +191,10 @@ def _given(
     return found
 
 
-def _listed(partitions: Sequence[int]) -> str:
-    shown = ", ".join(map(str, partitions[:10]))
-    return shown if len(partitions) <= 10 else f"{shown}, ..."
+def listed(parts: Sequence[object]) -> str:
+    """Return the first ten parts as text, for an error."""
+    shown = ", ".join(map(str, parts[:10]))
+    return shown if len(parts) <= 10 else f"{shown}, ..."
 
 
 def spans(

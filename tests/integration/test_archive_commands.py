@@ -105,6 +105,16 @@ def test_an_archive_that_cannot_be_read_is_reported_with_the_rest(archived: Arch
     )
 
 
+def test_a_storage_that_does_not_answer_is_reported(archived: Archived):
+    archived.cluster.kill("storage-1")
+    code, found, _ = archived.command("status")
+    assert code == 1
+    assert [each for each in found["errors"] if each.startswith("storage ")]
+    assert found["archive"] == archived.url, "the other storages state it"
+    archived.cluster.start("storage-1")
+    wait_until("all storages answer", lambda: archived.command("status")[0] == 0)
+
+
 def test_pins_are_shown_and_removed(archived: Archived):
     """Of a restore that was interrupted, for example."""
     connect = archived.cluster.connect
@@ -190,7 +200,7 @@ def test_the_doctor_reports_a_damaged_manifest_that_a_storage_has_found(archived
         assert str(manifest.name) in found[0]["sentence"]
         assert found[0]["command"] == f"waltz-core archive verify --repair --connect {connect}"
         words = found[0]["command"].split()[1:]
-        assert manifest.name in run_command(*words).stderr
+        assert manifest.name in run_command(*words).stdout
         assert archived.command("status")[1]["partitions"][0]["lag"] == 1
         assert archived.command("status")[1]["partitions"][0]["lag_s"] > 0
     finally:

@@ -127,7 +127,10 @@ def test_an_expired_part_of_the_log_cannot_be_read_and_is_deleted_later(
     with running(tmp_path / "cluster", **options) as cluster:
         written = fill(cluster, archive)
         before = min(oldest_segment(cluster, each) for each in STORAGES)
-        assert "nothing was changed" in expire(cluster, before)
+        preview = expire(cluster, before)
+        shown = f"partition 0: IDs 0..{len(written) - 1} are available in the archive"
+        assert f"{shown}; those before {before} would expire\n" in preview
+        assert "nothing was changed" in preview
         assert first_of(cluster) == 0
         expire(cluster, before, "--yes")
         first = first_of(cluster)
@@ -136,6 +139,8 @@ def test_an_expired_part_of_the_log_cannot_be_read_and_is_deleted_later(
         cluster.start("server-1")
         check_reads(cluster, written, first)
         check_feed_below(cluster, first, caplog)
+        shown_ids = run_command("client", "read", "--connect", cluster.connect, "--partition", "0")
+        assert shown_ids.stdout.split(maxsplit=1)[0] == str(first), "the first available ID"
         mark = recorded_in(cluster)
         assert mark is not None
         manifest = Manifest.from_bytes(archive.store.read(mark.manifest), mark.manifest)

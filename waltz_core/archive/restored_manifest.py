@@ -26,6 +26,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from itertools import dropwhile
 from typing import Final, NamedTuple
+from uuid import UUID
 
 from waltz_core.archive.archive_cache import ArchiveCache
 from waltz_core.archive.file_names import (
@@ -83,6 +84,13 @@ class RestoredRange:
             raise ObjectMissing(
                 f"archive {store.url}: expected objects of partition "
                 f"{saved.manifest.partition_id}, found that all have expired"
+            )
+        if not existing:
+            raise ObjectMissing(
+                f"archive {store.url}: expected objects of partition "
+                f"{saved.manifest.partition_id} of cluster "
+                f"{UUID(bytes=saved.manifest.cluster_key)}, found none. Hint: is this the URL of "
+                "its archive?"
             )
         kept = tuple(entries)
         if may_have_expired:

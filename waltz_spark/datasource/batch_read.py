@@ -54,7 +54,7 @@ class WaltzBatchReader(DataSourceReader):
         """Resolve the marks, once, and return the tasks.
 
         Raises:
-            DataLoss: a mark is past the end of its log.
+            DataLoss: a mark is past the end of its log, or wanted transactions have expired.
             BadConfig: a partition does not exist or has no mark, or ends before its start.
             Unavailable: the cluster does not answer.
         """

@@ -2,7 +2,7 @@
 
 A start by time needs requests to the log, or a look into its archive. A start before the first
 available ID of the log is data loss, unless the options allow it: the archive has expired the
-transactions in between.
+transactions in between. So are requested IDs below it, if the read has no other start.
 """
 
 import logging
@@ -30,13 +30,13 @@ def starts(
 
     Raises:
         BadConfig: marks were given, but none for one of the partitions.
-        DataLoss: a given mark is past the end of its log, or transactions since a given mark or
-            time may have expired.
+        DataLoss: a given mark is past the end of its log, transactions since a given mark or time
+            may have expired, or some of the given IDs have.
         Unavailable: a partition does not answer.
     """
     marks, firsts = marks_of(sources), firsts_of(sources)
     if options.starting == "earliest" and options.starting_ms is None:
-        return {partition: first - 1 for partition, first in firsts.items()}
+        return _earliest(options, firsts)
     if options.starting_ms is None:
         given = planning.resolve_starts(options, marks)
         return check_available(options, given, firsts, "option 'startingHighWaterMarks'")
@@ -58,6 +58,19 @@ def starts(
     # If no available transaction is older than the time, expired ones may be as recent.
     wanted = {each: at - 1 if 0 < firsts[each] == at + 1 else at for each, at in found.items()}
     return check_available(options, wanted, firsts, "option 'startingTimestamp'")
+
+
+def _earliest(options: ReadOptions, firsts: Mapping[int, int]) -> dict[int, int]:
+    """Return the start of each log, unless given IDs below it have expired.
+
+    Raises:
+        DataLoss: as `check_available`.
+    """
+    ids = options.transaction_ids
+    lows = [low for low, _ in ids]
+    wanted = {partition: min([first, *lows]) - 1 for partition, first in firsts.items()}
+    shown = planning.listed([f"{low}-{high}" if low < high else low for low, high in ids])
+    return check_available(options, wanted, firsts, f"option 'transactionIds' ({shown})")
 
 
 def marks_of(sources: Mapping[int, ReplicaSet]) -> dict[int, int]:

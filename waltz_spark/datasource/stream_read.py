@@ -76,7 +76,7 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """Return the start of a query without a checkpoint.
 
         Raises:
-            DataLoss: a mark is past the end of its log.
+            DataLoss: a mark is past the end of its log, or wanted transactions have expired.
             BadConfig: a partition does not exist, or has no mark.
             Unavailable: the cluster does not answer.
         """

@@ -158,6 +158,13 @@ def test_the_end_before_a_time_is_that_of_the_last_batch_with_an_earlier_stamp(s
         assert found.last_until(stamp - 1) == reach - OBJECT - 1
 
 
+def test_another_archive_is_not_taken_for_an_expired_one(store, log, tmp_path):
+    saved, other = saved_of(store, log), ArchiveStore(f"file://{tmp_path}/other")
+    for may_have_expired in (False, True):
+        with pytest.raises(ObjectMissing, match=r"found none\. Hint: is this the URL of its arch"):
+            RestoredRange(other, saved, may_have_expired=may_have_expired)
+
+
 def test_a_partition_begins_after_the_objects_that_expiry_has_deleted(store, log):
     store.delete(name_of(0))
     with pytest.raises(ObjectMissing, match=r"object .*0\.parquet, .* use --without-expired"):
@@ -171,7 +178,7 @@ def test_a_partition_begins_after_the_objects_that_expiry_has_deleted(store, log
     assert (manifest.first, manifest.newest[0].first) == (OBJECT, OBJECT)
 
 
-@pytest.mark.parametrize("numbers", [(1,), (3,), (0, 2), (0, 1, 2, 3)])
+@pytest.mark.parametrize("numbers", [(1,), (3,), (0, 2), (1, 2, 3)])
 def test_another_object_that_is_missing_is_an_error(store, log, numbers):
     for each in numbers:
         store.delete(name_of(each))

@@ -73,6 +73,38 @@ def test_a_time_before_which_nothing_is_available_is_data_loss(
     assert start_of(**options, failOnDataLoss="false") == start
 
 
+@pytest.mark.parametrize(
+    ("ids", "is_lost"), [("0-1", True), ("3-7", True), ("7,4", True), ("5-7", False), ("12", False)]
+)
+def test_ids_below_the_first_available_one_are_data_loss(
+    ids: str, is_lost: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"startingHighWaterMarks": "earliest", "transactionIds": ids}
+    if is_lost:
+        shown = "4, 7" if ids == "7,4" else ids
+        with pytest.raises(DataLoss, match=rf"option 'transactionIds' \({shown}\) {HINT}"):
+            start_of(**options)
+    else:
+        assert start_of(**options) == FIRST - 1
+    with caplog.at_level(logging.WARNING, "waltz"):
+        assert start_of(**options, failOnDataLoss="false") == FIRST - 1
+    assert ("spark.transactions_expired first_available={0: 5}" in caplog.text) is is_lost
+
+
+def test_an_error_shows_the_first_ten_ranges_of_ids() -> None:
+    ids = ",".join(map(str, range(0, 100, 2)))
+    with pytest.raises(DataLoss, match=r"\(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, \.\.\.\) begins"):
+        start_of(transactionIds=ids)
+
+
+def test_ids_before_the_start_of_a_read_are_not_requested() -> None:
+    ids = {"transactionIds": "0-1"}
+    assert start_of(**ids, startingHighWaterMarks='{"0": 4}') == 4
+    assert start_of(**ids, startingHighWaterMarks="latest") == MARK
+    assert start_of(**ids, startingTimestamp="1970-01-01T00:00:51Z") == 5
+    assert start_of(None, **ids) == start_of(0, **ids) == -1
+
+
 def test_without_expiry_a_time_before_the_log_is_its_beginning() -> None:
     log = SimpleNamespace(
         read_range=lambda _, first, *__, **___: [SimpleNamespace(stamps=[(first, first, 77_000)])]
@@ -133,3 +165,22 @@ def test_a_batch_reads_what_is_available() -> None:
     assert spans_of(**ends) == [(1, 0, 3)]
     given = {"startingHighWaterMarks": '{"0": 1, "1": 1}', "failOnDataLoss": "false"}
     assert spans_of(**given, **ends) == [(1, 2, 3)]
+
+
+@pytest.mark.usefixtures("batch")
+def test_a_batch_of_expired_ids_fails_or_reads_what_is_available() -> None:
+    for ids in ("0-3", "3-6"):
+        with pytest.raises(DataLoss, match=rf"\({ids}\) {HINT}"):
+            spans_of(transactionIds=ids)
+    assert spans_of(transactionIds="0-3", partitions="1") == [(1, 0, 3)]
+    allowed = {"failOnDataLoss": "false"}
+    assert spans_of(transactionIds="0-3", **allowed) == [(1, 0, 3)]
+    assert spans_of(transactionIds="3-6", **allowed) == [(0, FIRST, 6), (1, 3, 6)]
+
+
+def test_a_stream_of_expired_ids_fails_if_it_starts_at_the_earliest(cluster: Cluster) -> None:
+    cluster.firsts = {0: FIRST, 1: 0}
+    with pytest.raises(DataLoss, match=rf"\(0-3\) {HINT}"):
+        reader_of(transactionIds="0-3").initialOffset()
+    latest = reader_of(transactionIds="0-3", startingHighWaterMarks="latest").initialOffset()
+    assert (latest["0"], latest["1"]) == (10, 10)

@@ -56,7 +56,7 @@ def bounds_of(text: str, now_ms: int) -> tuple[int, int]:
 @click.option(
     "--partition", type=int, metavar="P", help="only this partition [default: all; not for an ID]"
 )
-@click.option("--yes", is_flag=True, help="make the change; otherwise only show what is archived")
+@click.option("--yes", is_flag=True, help="make the change; otherwise only show what would expire")
 @options.timeout_s()
 @options.as_json
 async def expire(
@@ -100,10 +100,14 @@ async def expire(
         print_json({"done": yes, "partitions": shown})
         return 0
     for number, row in shown.items():
-        print_error(
-            f"partition {number}: first available ID {row['first_available']} (before: "
-            f"{row['first_available_before']}), archived up to {row['archived']}"
-        )
+        available = f"{row['first_available']}..{row['archived']} are available in the archive"
+        if yes:
+            change = f"the first available ID was {row['first_available_before']}"
+        elif bounds[0]:
+            change = f"those before {bounds[0]} would expire"
+        else:
+            change = f"those committed before {before} would expire"
+        print_error(f"partition {number}: IDs {available}; {change}")
     print_result("done" if yes else "nothing was changed. Hint: add --yes to expire whole objects.")
     return 0
 

@@ -37,8 +37,6 @@ TITLES: Final = (
     "lag s",
     "objects",
     "bytes",
-    "chain",
-    "manifest",
 )
 
 archive_url = click.option(
@@ -71,7 +69,7 @@ async def status(*, connect: str, archive: str | None, objects: bool, as_json: b
     else:
         cells = [[row[each.replace(" ", "_").replace("-", "_")] for each in TITLES] for row in rows]
         print_table(TITLES, [["-" if cell is None else cell for cell in row] for row in cells])
-        print_error(f"archive: {url or 'none is configured'}")
+        print_error(f"archive: {url or 'no storage reports one'}")
         for each in pins:
             print_error(f"no object is deleted: cluster {each}, which was restored, may use them")
         for each in errors:
@@ -82,8 +80,8 @@ async def status(*, connect: str, archive: str | None, objects: bool, as_json: b
 status.details = (
     "It reads ZooKeeper, the high-water marks of the servers, and the manifests of the archive. "
     "The lag is the number of committed transactions that are not archived, their approximate "
-    "size, and the age of the oldest one of them in seconds. Exit code 1: a process or the archive "
-    "could not be queried."
+    "size, and the age of the oldest one of them in seconds. --json also has the chain and the "
+    "manifest. Exit code 1: a process or the archive could not be queried."
 )
 
 
@@ -125,6 +123,15 @@ async def _rows(
         for each in facts.servers.values()
         if each.failure
     ]
+    errors += [
+        f"storage {each.address} does not answer: {each.admin_failure or each.failure}"
+        for each in facts.storages.values()
+        if each.admin_failure or each.failure
+    ]
+    if not url and any(each.archived for each in facts.partitions.values()):
+        errors.append(
+            "expected a storage that reports its archive_url, found none. Hint: use --archive URL"
+        )
     try:
         store = await _call(url, "opening it", lambda: ArchiveStore(url)) if url else None
     except WaltzError as error:

@@ -16,13 +16,13 @@ from waltz_core.client import (
     AsyncTransaction,
     AsyncWaltzClient,
     PoisonPolicy,
+    RangeChunk,
     RangeForm,
     WaltzClient,
     lock,
 )
 from waltz_core.client.model.callbacks import policy_of
-from waltz_core.errors import BadConfig
-from waltz_core.records.record import BEFORE_FIRST
+from waltz_core.errors import BadConfig, BelowStart
 
 
 @verb
@@ -92,30 +92,48 @@ def _lock(text: str) -> int:
     return lock(name, int(key))
 
 
+def _chunks(
+    client: WaltzClient, partition: int, first: int | None, last: int
+) -> Iterator[RangeChunk]:
+    """Read a range; without `first` from the first available ID on."""
+    chunks = client.read_range(partition, first or 0, last, form=RangeForm.WHOLE)
+    try:
+        head = next(chunks, None)
+    except BelowStart as error:
+        if first is not None:
+            raise
+        chunks = client.read_range(partition, error.first_available, last, form=RangeForm.WHOLE)
+        head = next(chunks, None)
+    if head is not None:
+        yield head
+        yield from chunks
+
+
 @verb
 @options.partition
 @click.option(
     "--first",
     type=int,
-    default=BEFORE_FIRST + 1,
     metavar="ID",
-    help="first ID to read [default: 0]",
+    help="first ID to read [default: the first that is available]",
 )
 @click.option(
     "--last", type=int, metavar="ID", help="last ID to read [default: the high-water mark]"
 )
 @options.connect
 @options.as_json
-def read(*, partition: int, first: int, last: int | None, connect: str, as_json: bool) -> int:
+def read(
+    *, partition: int, first: int | None, last: int | None, connect: str, as_json: bool
+) -> int:
     with WaltzClient(connect) as client:
         if last is None:
             last = client.high_water_mark(partition)
-            if first > last + 1:
+            if first is not None and first > last + 1:
                 raise BadConfig(
                     f"--first: expected at most {last}, the last transaction of partition "
                     f"{partition}, found {first}"
                 )
-        for chunk in client.read_range(partition, first, last, form=RangeForm.WHOLE):
+        for chunk in _chunks(client, partition, first, last):
             for each in chunk.rows():
                 data = each.data.decode("utf-8", "backslashreplace")
                 _print((int(each.transaction_id), each.header, data), as_json=as_json)
