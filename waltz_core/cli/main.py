@@ -172,7 +172,7 @@ NOUNS: Mapping[str, NounEntry] = {
         ),
     ),
     "archive": NounEntry(
-        "show, verify and expire the archive in an object store",
+        "show, verify, repair and expire the archive in an object store",
         {
             "archive.archive_status": {
                 "status": "show what is archived of each partition, and how far the archive lags",
