@@ -332,7 +332,10 @@ class ArchiveObject:
             self._expect(start, expected)
             for each in batches:
                 if open_batch is not None and each[:4] != open_batch[:4]:
-                    raise BadFormat(f"object {self.name}: a batch ends before {open_batch.last}")
+                    raise BadFormat(
+                        f"object {self.name}: expected the rest of the batch up to "
+                        f"{open_batch.last}, found another batch"
+                    )
                 if open_batch is None:
                     self._expect(each.first, expected)
                 stop = min(each.last + 1, start + len(group_crcs) // 4)

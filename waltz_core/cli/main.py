@@ -133,7 +133,8 @@ NOUNS: Mapping[str, NounEntry] = {
                 "availability": "take partitions offline or online",
                 "sync-partitions": "make storages match the assignment in ZooKeeper",
                 "recover-partition": (
-                    "copy settled transactions from another storage to an offline partition"
+                    "copy transactions up to the confirmed low-water mark from another storage to "
+                    "an offline partition"
                 ),
                 "mark-suspect": "mark replicas as suspect, as after a restore from a backup",
                 "re-seed": "delete replicas' logs and copy them from the others",

@@ -199,8 +199,9 @@ class StorageConfig(TlsConfig, ZooKeeperConfig):
     )
     reserve_bytes: int = _bytes(
         64 * MIB,
-        "Space that is reserved, and released when the disk is full, so that repair and marks "
-        "still work. Too small: a full disk also stops repair.",
+        "Space that is allocated in advance, and released when the disk is full, so that "
+        "truncation, repair and writes of low-water marks still work. Too small: a full disk also "
+        "stops repair.",
         minimum=0,
         maximum=64 * GIB,
     )

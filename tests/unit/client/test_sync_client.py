@@ -165,7 +165,7 @@ def test_a_callback_may_close_a_client_that_another_thread_closes():
         assert done.is_set()
 
 
-def test_ctrl_c_in_a_range_is_ctrl_c(monkeypatch):
+def test_ctrl_c_during_a_range_read_raises_keyboard_interrupt(monkeypatch):
     with MemoryWaltz(1) as log, log.client() as client:
         client.append(b"x", partition=0).result(HANG_S)
         asked = threading.Event()

@@ -39,7 +39,7 @@ def test_mounts_are_tried_again_unless_that_can_never_help():
 
 
 @pytest.mark.parametrize("reason", Reason)
-def test_an_append_that_may_be_resent_loses_its_order(reason):
+def test_a_transient_rejection_loses_the_order_of_an_ordered_append(reason):
     one = replace(submission(1), keeps_order=True)
     outcome = BatchOutcome(
         0, np.array([0]), np.array([reason], dtype=np.uint8), np.array([BEFORE_FIRST])

@@ -51,7 +51,7 @@ async def test_clusters_are_found_below_a_place_and_nowhere_else(it):
 
 
 @on_virtual_loop
-async def test_too_many_other_nodes_are_rejected(it, monkeypatch):
+async def test_find_clusters_rejects_a_path_with_too_many_znodes(it, monkeypatch):
     monkeypatch.setattr(tree, "NODES_MAX", 10)
     await it.session.write([CreateNode(f"/n{number}") for number in range(9)])
     assert await tree.find_clusters(it.session, "/") == []

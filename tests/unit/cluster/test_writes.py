@@ -167,7 +167,7 @@ def test_a_write_of_format_1_is_read_and_kept_for_a_year():
 
 
 @on_virtual_loop
-async def test_how_long_a_write_is_kept_is_measured_by_zookeeper():
+async def test_the_retention_of_a_write_uses_the_clock_of_zookeeper():
     world, _, coordinator = await with_cluster()
     writes = coordinator.writes
     world.zookeeper.advance(5_000)

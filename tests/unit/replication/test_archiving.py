@@ -470,7 +470,7 @@ def test_nothing_is_collected_during_an_attempt_or_archived_during_a_collection(
     assert len(collections(bench)) == 2
 
 
-def test_a_collection_that_has_more_continues_after_the_interval_of_attempts(bench):
+def test_an_incomplete_garbage_collection_continues_after_the_archive_interval(bench):
     bench.collects = False
     archive(bench)
     end_collection(bench, *collections(bench)[-1], has_more=True)

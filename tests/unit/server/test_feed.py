@@ -291,7 +291,7 @@ def test_filters_of_two_clients_do_not_mix() -> None:
     assert [len(found[2]) for found in picked(turns(each))] == [1, 1, 10]
 
 
-def test_a_grant_of_a_filtered_feed_continues_and_ends() -> None:
+def test_a_feed_request_continues_a_filtered_feed() -> None:
     each = feed(4)
     filtered(each, 1, 4, 4, 7)
     turns(each)

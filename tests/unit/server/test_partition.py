@@ -562,7 +562,7 @@ def test_a_new_generation_forgets_fences_and_all_that_was_remembered() -> None:
     assert len(world.fetches) == 1
 
 
-def test_fences_outlive_a_release_within_the_generation_and_mounts_do_not() -> None:
+def test_mount_fences_survive_a_release_in_the_same_generation_but_mounts_do_not() -> None:
     """An older attempt must not mount after the partition was released and owned again."""
     world = ready()
     world.mount(ALICE, B, sequence=5)

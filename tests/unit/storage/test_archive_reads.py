@@ -258,7 +258,7 @@ def test_an_answer_arrives_though_the_session_has_ended(archived):
     assert archived.bench.service.queued_bytes == 0
 
 
-def test_damaged_archived_records_are_read_from_the_archive(make, tmp_path):
+def test_records_damaged_on_disk_are_read_from_the_archive(make, tmp_path):
     archived = Archived(make(), tmp_path)
     bench, owner = archived.bench, archived.owner
     bench.log._files.write_slot(replace(bench.log.slot, damaged=(IdRange(4, 7),)))

@@ -107,7 +107,10 @@ def read_for_archive(log: PartitionLog, piece: ArchivePiece) -> ArchiveRead:
             f"found {read.chain_before.hex()}"
         )
     if any(each.session_id == RECONSTRUCTED for each in read.entries):
-        raise BadRequest(f"{where}: expected batches of a session, found reconstructed ones")
+        raise BadRequest(
+            f"{where}: expected batches with their original session and chain, found reconstructed "
+            "ones (their entries were damaged)"
+        )
     end, stamp_ms = read.entries[-1].last, read.entries[0].stamp_ms
     age_ms, unarchived = log.clock_ms() - stamp_ms, NOT_KNOWN
     if piece.bytes_min:
