@@ -122,11 +122,11 @@ def test_all_dead_servers_are_removed(patient: Patient):
     for name in servers:
         cluster.kill(name)
     found = doctor(*look)
-    assert {each["name"] for each in found} == {
-        "server-unavailable"
-    }  # of one, where ZooKeeper was quick
+    # ZooKeeper may have ended the session of one, or of both.
+    assert {each["name"] for each in found} in ({"server-unavailable"}, {"no-server"})
     for each in found:
-        run_as_printed(each["command"])
+        if each["name"] == "server-unavailable":
+            run_as_printed(each["command"])
     (alone,) = await_findings(["no-server"], *look)
     patient.run_daemon(alone["command"], settings_of(cluster, servers[0]))
     wait_until("nothing is wrong", lambda: not doctor(*look))

@@ -163,7 +163,7 @@ def test_the_error_without_zookeeper_names_the_hosts():
     refused = r"127\.0\.0\.1:9 within 300 ms: Connection refused"
     with pytest.raises(errors.CoordinatorUnavailable, match=refused):
         WaltzClient("127.0.0.1:9/waltz", config)
-    with pytest.raises(errors.CoordinatorUnavailable, match="the name is not known"):
+    with pytest.raises(errors.CoordinatorUnavailable, match="the host name cannot be resolved"):
         WaltzClient("zookeeper.invalid:2181/waltz", config)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]

@@ -106,7 +106,7 @@ def test_a_server_that_is_too_old_is_rejected_in_one_sentence(zookeeper: str):
     with OriginalCluster(1, versions=(0, 1, 2)) as cluster:
         made = Nodes(zookeeper, cluster)
         quick = ClientConfig(request_timeout_ms=500)
-        why = "cannot report that a client is ahead of its log"
+        why = "cannot report that a client is ahead of the log"
         try:
             with (
                 WaltzClient(f"{zookeeper}{ROOT}", quick) as client,

@@ -270,10 +270,11 @@ class _Cluster:
         if not cluster.servers:
             self._report("no-server", "servers", start=self._case.start("server"))
             return
-        lead = cluster.servers[min(cluster.servers)].address
+        lead = cluster.servers[min(cluster.servers)]
         if not cluster.is_settled:
-            start = self._case.start("server", lead)
-            self._report("assignment-stale", lead, server=lead, start=start)
+            if not lead.failure:  # a failure is a finding of its own, with the same command
+                start = self._case.start("server", lead.address)
+                self._report("assignment-stale", lead.address, server=lead.address, start=start)
             return
         for server in cluster.servers.values():
             for partition_id in server.preferred:

@@ -237,6 +237,9 @@ def test_a_storage_with_an_expired_certificate(case):
 def test_an_assignment_that_is_not_in_force(case):
     case.cluster(is_settled=False)
     assert f"the lead server {ONE}" in case.the_only("assignment-stale").sentence
+    case.server(1, failure="connection refused", served={})
+    assert [name for name, _ in case.found()] == ["server-unavailable"]
+    case.server(1, failure="", served={0: True})
     case.cluster(is_settled=True, owners={1: Ownership(2, 4)})
     case.server(1, served={})
     assert case.the_only("partition-without-server").sentence == "partition 0 has no owner"
