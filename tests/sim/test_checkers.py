@@ -407,7 +407,8 @@ def test_no_truncation_that_an_opening_carries_to_its_end(world):
     world.checks.log_opened(world.storage, log)
     with fails("NoCutCommitted"):
         world.checks.log_opened(
-            world.storage, SimpleNamespace(max_id=5, slot=log.slot, is_broken=False)
+            world.storage,
+            SimpleNamespace(max_id=5, slot=log.slot, promised=log.promised, is_broken=False),
         )
 
 
@@ -418,7 +419,7 @@ def test_a_truncation_that_an_opening_ends_when_others_have_acknowledged_more(wo
     world.works(m.Truncate, 5, -1, bytes(16), outcome=DiskFailed("half of it"))
     world.history.log.extend(later)
     cut = SimpleNamespace(max_id=5, slot=log.slot, synced_max=5, suspect=True, damaged=())
-    cut.is_broken = False
+    cut.is_broken, cut.promised = False, log.promised
     world.checks.log_opened(world.storage, cut)
     assert world.checks.replicas.kept[world.storage.name] == 5
 
