@@ -119,8 +119,8 @@ def test_a_silent_zookeeper_port_is_reported():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         connect = f"127.0.0.1:{silent.getsockname()[1]},127.0.0.1:1/waltz/none"
         began_s = time.monotonic()
-        found = asyncio.run(gather(connect, timeout_s=0.3, local=None))
-    assert time.monotonic() - began_s < 20
+        found = asyncio.run(gather(connect, timeout_s=2.0, local=None))
+    assert time.monotonic() - began_s < 60
     first, second = found.nodes
     assert first.is_silent
     assert not second.is_silent
