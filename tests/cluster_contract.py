@@ -14,10 +14,11 @@ import pytest
 
 from tests.patience import HANG_S
 from waltz_core import errors
+from waltz_core.access.permissions import Permissions
 from waltz_core.cluster.change.creation import NewCluster, NewStorage
 from waltz_core.cluster.coordinator import Coordinator, PartitionVersions
 from waltz_core.cluster.membership.registration import ServersView
-from waltz_core.cluster.nodes import model
+from waltz_core.cluster.nodes import access_node, model
 from waltz_core.cluster.nodes.znodes import NO_NODE, CreateNode, Delete, SessionState, Set, Znodes
 
 KEY = UUID("00112233-4455-6677-8899-aabbccddeeff")
@@ -281,6 +282,26 @@ async def the_replica_assignment_is_followed(world: World, root: str) -> None:
     assert len(inbox.all) == 2
 
 
+async def the_permissions_are_followed(world: World, root: str) -> None:
+    coordinator, follower = await created(world, root), await member(world, root)
+    znodes, path = await world.znodes(), coordinator.paths.access
+    inbox = Inbox()
+    async with running(follower.follow_permissions(inbox)):
+        assert await inbox.until(lambda found: True) is None
+        first, second = (Permissions(each, "ops", 0, bytes(32)) for each in (1, 2))
+        await znodes.write([CreateNode(path, access_node.encode(first))])
+        assert await inbox.until(lambda found: found is not None) == first
+        await znodes.write([Set(path, access_node.encode(second), 0)])
+        assert await inbox.until(lambda found: found.revision == 2) == second
+        await znodes.write([Delete(path, 1)])
+        assert await inbox.until(lambda found: found is None) is None
+    assert len(inbox.all) == 4
+    await znodes.write([CreateNode(path, b"{}")])
+    async with asyncio.timeout(HANG_S):
+        with pytest.raises(errors.BadFormat, match=f"{path}: permissions: expected format 1"):
+            await follower.follow_permissions(inbox)
+
+
 # --- servers
 
 
@@ -455,6 +476,7 @@ SCENARIOS = [
     an_originals_partition_is_adopted,
     the_first_storage_id_stays,
     the_replica_assignment_is_followed,
+    the_permissions_are_followed,
     servers_come_and_go,
     a_server_with_a_lost_session_registers_again,
     a_server_is_registered_once,

@@ -198,6 +198,16 @@ class TlsFailed(Unreachable):
     code = 30
 
 
+class AuthenticationFailed(Unreachable):
+    """The peer does not accept the token of this side, or the token cannot be read.
+
+    Action: Check that the token file has a token of this cluster that is neither revoked nor
+    expired.
+    """
+
+    code = 33
+
+
 class CoordinatorUnavailable(Unavailable):
     """ZooKeeper did not answer.
 

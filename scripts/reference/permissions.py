@@ -3,7 +3,15 @@
 from collections.abc import Iterable, Iterator
 
 from scripts.reference.markdown import code, table
-from waltz_core.access.requirements import ANSWER, AccessVerb, ByField, Exempt, Requirement, Scope
+from waltz_core.access.requirements import (
+    ANSWER,
+    CREDENTIAL,
+    AccessVerb,
+    ByField,
+    Exempt,
+    Requirement,
+    Scope,
+)
 from waltz_core.wire.codec import message_classes
 from waltz_core.wire.messages import Message, WireProtocol
 
@@ -17,9 +25,10 @@ def tables() -> dict[str, str]:
         area = protocol.name.lower()
         classes = sorted(message_classes(protocol), key=lambda each: (each.code, each.since))
         found[f"{area}-requests"] = _matrix(classes)
-        found[f"{area}-answers"] = ", ".join(
-            f"{code(each.__name__)} {each.code}" for each in classes if each.requires is ANSWER
-        )
+        for name, exempt in (("answers", ANSWER), ("credentials", CREDENTIAL)):
+            found[f"{area}-{name}"] = ", ".join(
+                f"{code(each.__name__)} {each.code}" for each in classes if each.requires is exempt
+            )
     return found
 
 

@@ -131,8 +131,8 @@ def test_the_table_of_version_0_is_that_of_waltz_0_13():
     assert ReSeed.code in ours
 
 
-def test_version_0_is_used_with_0_13_and_version_1_otherwise():
-    for versions, agreed in (((0,), 0), (None, 1)):
+def test_version_0_is_used_with_0_13_and_the_newest_one_otherwise():
+    for versions, agreed in (((0,), 0), ((0, 1), 1), (None, 2)):
         storage = Connection(WireProtocol.ADMIN, is_listener=True)
         tool = Connection(WireProtocol.ADMIN, is_listener=False, versions=versions)
         storage.receive(tool.first_bytes())

@@ -1,4 +1,6 @@
 """Access control: what the principal of a connection must be permitted (decision 048).
 
 `requirements.py` has the verbs, and the words in which each message declares its requirement.
+`principals.py` maps a certificate to a principal, `tokens.py` has the secret of a token, and
+`permissions.py` what ZooKeeper stores about principals.
 """

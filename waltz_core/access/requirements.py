@@ -43,6 +43,7 @@ class Exempt(Enum):
     """A message that requires no permission."""
 
     ANSWER = "never a request: a port that receives it closes the connection"
+    CREDENTIAL = "the first message of a connection, which states its principal"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,7 @@ ADMINISTER: Final = AccessVerb.ADMINISTER
 REPLICATE: Final = AccessVerb.REPLICATE
 # NB: the functions, too, return the union: otherwise mypy infers a narrower type for each class.
 ANSWER: Final[Declaration] = Exempt.ANSWER
+CREDENTIAL: Final[Declaration] = Exempt.CREDENTIAL
 
 
 def all_of(*verbs: AccessVerb, scope: Scope = Scope.OWN) -> Declaration:

@@ -4,7 +4,8 @@ A process runs one command, for one cluster, and many of its parts open connecti
 
 Rules:
     1. The settings come from `--tls`, if the command has it, else from ?tls= of the command's
-       connect string, else of $WALTZ_CONNECT.
+       connect string, else of $WALTZ_CONNECT. So does the place of a token, which `--tls` has none
+       of.
     2. Clients (`WaltzClient`) use their own connect string.
 """
 
@@ -16,28 +17,30 @@ from typing import Final
 
 from waltz_core.transport import net
 from waltz_core.transport import tls as tls_settings
+from waltz_core.transport.token_place import TokenPlace, token_place_in
 from waltz_core.wire.messages import WireProtocol
 
-_PLACE: Final[ContextVar[str]] = ContextVar("tls", default="")
+_NONE: Final = "", None
+_PLACE: Final[ContextVar[tuple[str, TokenPlace | None]]] = ContextVar("tls", default=_NONE)
 
 
 def begin(*, tls: str | None = None, connect: str | None = None) -> None:
     """Set the options of the command that begins (rule 1)."""
     if tls is not None:
-        _PLACE.set(tls)
+        _PLACE.set((tls, None))
     else:
         use_scheme_of(connect or os.environ.get("WALTZ_CONNECT") or "")
 
 
 def use_scheme_of(connect: str) -> None:
     """Set the cluster's connect string, once it is known."""
-    _PLACE.set(tls_settings.place_in(connect))
+    _PLACE.set((tls_settings.place_in(connect), token_place_in(connect)))
 
 
 def ssl() -> SSLContext | None:
     """Return the TLS context, None without TLS; raises BadConfig for invalid files."""
     place = _PLACE.get()
-    return _context(place) if place else None
+    return None if place == _NONE else _context(*place)
 
 
 async def dial(protocol: WireProtocol, address: str, *, timeout_s: float = 5.0) -> net.Link:
@@ -46,5 +49,5 @@ async def dial(protocol: WireProtocol, address: str, *, timeout_s: float = 5.0) 
 
 
 @functools.cache
-def _context(place: str) -> SSLContext | None:
-    return tls_settings.named(place)
+def _context(place: str, token: TokenPlace | None) -> SSLContext | None:
+    return tls_settings.named(place, token)

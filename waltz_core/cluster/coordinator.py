@@ -21,6 +21,7 @@ from typing import NamedTuple, Never
 from uuid import UUID
 
 from waltz_core import errors
+from waltz_core.access.permissions import Permissions
 from waltz_core.cluster.change.audit import AuditLog
 from waltz_core.cluster.change.creation import NewCluster, NewStorage, creation_steps
 from waltz_core.cluster.change.rebuilding import rebuilding_steps
@@ -30,7 +31,7 @@ from waltz_core.cluster.membership.assignment import check_replica_change
 from waltz_core.cluster.membership.loads import LoadBoard
 from waltz_core.cluster.membership.reachability import ReachBoard
 from waltz_core.cluster.membership.registration import Membership, Ownership, ServersView
-from waltz_core.cluster.nodes import model
+from waltz_core.cluster.nodes import access_node, model
 from waltz_core.cluster.nodes.node_access import ClusterNodes, decode_node
 from waltz_core.cluster.nodes.restored_from import NOT_RESTORED, RestoredFrom
 from waltz_core.cluster.nodes.tree import FoundCluster, delete_tree, find_clusters
@@ -437,6 +438,22 @@ class Coordinator:
             if now != last:
                 last = now
                 callback(now)
+
+        await self._nodes.follow(check)
+
+    async def follow_permissions(self, callback: Callable[[Permissions | None], None]) -> Never:
+        """Call back with the permissions, now and at each change; None: the node is missing."""
+        path = self.paths.access
+        last: bytes | None = b""  # not read yet: the node is never empty
+
+        async def check(signal: Signal) -> None:
+            nonlocal last
+            node = await self._znodes.get(path, signal)
+            now = None if node is None else node.data
+            if now == last:
+                return
+            callback(None if node is None else decode_node(path, node, access_node.decode))
+            last = now
 
         await self._nodes.follow(check)
 

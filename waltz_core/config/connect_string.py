@@ -6,6 +6,8 @@ here, in one sentence each.
     zk1:2181,zk2:2181/waltz/payments        hosts with their ports, then the cluster's root
     zk1:2181/waltz/payments?auth=/etc/zk    and, if ZooKeeper requires authentication, an auth file
     zk1:2181/waltz/payments?tls=/etc/ca.pem and, if the cluster uses TLS, the trusted CAs
+    ...?tls=/etc/ca.pem&token_file=/etc/tok  and, if servers identify clients by tokens, the token
+    ...?tls=/etc/ca.pem&token_env=TOKEN      or the environment variable that has it
 
 Rules:
     1. Each host has a port; an IPv6 address is in brackets: [::1]:2181.
@@ -22,8 +24,9 @@ from waltz_core.config.host_names import check_host
 
 EXPECTED = "expected host:port[,host:port]/root, such as zk1:2181,zk2:2181/waltz/payments"
 
-_OPTIONS = ("auth", "tls")
-_NEXT_OPTION = re.compile("&(?=auth=|tls=)")
+_OPTIONS = ("auth", "tls", "token_file", "token_env")
+_NEXT_OPTION = re.compile("&(?=auth=|tls=|token_file=|token_env=)")
+_VARIABLE = re.compile("[A-Za-z_][A-Za-z0-9_]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +34,19 @@ class ConnectString:
     """The address of a cluster: ZooKeeper's hosts, each "host:port", and the cluster's root.
 
     `tls` has the TLS settings of its servers and storages, as `waltz_core.transport.tls` reads
-    them; empty: not specified.
+    them; empty: not specified. `token_file` or `token_env` names the place of a token.
     """
 
     hosts: tuple[str, ...]
     root: str
     auth_file: str = ""
     tls: str = ""
+    token_file: str = ""
+    token_env: str = ""
 
     def __str__(self) -> str:
-        given = {"auth": self.auth_file, "tls": self.tls}
+        values = (self.auth_file, self.tls, self.token_file, self.token_env)
+        given = dict(zip(_OPTIONS, values, strict=True))
         options = "&".join(f"{name}={value}" for name, value in given.items() if value)
         return ",".join(self.hosts) + self.root + (f"?{options}" if options else "")
 
@@ -54,8 +60,8 @@ def parse_connect_string(text: str) -> ConnectString:
     if options is None:
         raise errors.BadConfig(
             f"the connect string {text!r} ends in {question + query!r}: expected nothing, or "
-            f"?auth=FILE, ?tls=FILE or ?auth=FILE&tls=FILE, after "
-            f"{EXPECTED.removeprefix('expected ')}"
+            f"?auth=FILE, ?tls=FILE or ?auth=FILE&tls=FILE, with &token_file=FILE or "
+            f"&token_env=VARIABLE, after {EXPECTED.removeprefix('expected ')}"
         )
     hosts, slash, root = place.partition("/")
     if not hosts and not slash:
@@ -72,7 +78,7 @@ def parse_connect_string(text: str) -> ConnectString:
             )
     checked = tuple(_checked_host(host.strip(), text) for host in hosts.split(","))
     root = "/" + "/".join(names)
-    return ConnectString(checked, root, options.get("auth", ""), options.get("tls", ""))
+    return ConnectString(checked, root, *(options.get(name, "") for name in _OPTIONS))
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -112,8 +118,10 @@ def _options(query: str) -> dict[str, str] | None:
         name, _, value = option.partition("=")
         if name not in _OPTIONS or name in found or not value or not value.isprintable():
             return None
+        if name == "token_env" and not _VARIABLE.fullmatch(value):
+            return None
         found[name] = value
-    return found
+    return None if {"token_file", "token_env"} <= found.keys() else found
 
 
 def _checked_host(host: str, text: str) -> str:

@@ -28,6 +28,7 @@ NO_GROUP = -1
 BALANCE_MODES = ("count", "load")
 TLS_MODES = ("", "on", "off")
 TLS_CHECKS = ("name", "chain", "nothing")
+ACCESS_MODES = ("off", "report")
 
 
 def _connect() -> Any:  # noqa: ANN401 - see `setting`
@@ -126,6 +127,24 @@ def _tls_require_certificate(*, default: bool) -> Any:  # noqa: ANN401 - see `se
         default,
         "Under TLS, whether the daemon accepts only peers whose certificate one of "
         "`tls_authorities` has signed.",
+    )
+
+
+def _access() -> Any:  # noqa: ANN401 - see `setting`
+    return setting(
+        "off",
+        'Whether the daemon identifies its peers: "off" or "report". With "report" each '
+        "connection has a principal, from its token or its certificate, and an invalid token is "
+        "rejected; permissions are not checked yet. Certificates are verified if a peer presents "
+        "one, with `tls_authorities`.",
+    )
+
+
+def _principal_pattern() -> Any:  # noqa: ANN401 - see `setting`
+    return setting(
+        "CN=(.+)",
+        "A regular expression for a whole name of a client certificate: `CN=..`, `SUBJECT=..` "
+        "(RFC 4514), `URI=..` or `DNS=..`. Its first group is the principal.",
     )
 
 
@@ -289,11 +308,14 @@ class StorageConfig(TlsConfig, ZooKeeperConfig):
     )
 
     tls_require_certificate: bool = _tls_require_certificate(default=True)
+    access: str = _access()
+    principal_pattern: str = _principal_pattern()
 
     def validate(self) -> None:
         """Check relations between fields; raises BadConfig."""
         _check_hosts(self.listen_host, self.advertised_host)
         super().validate()
+        self._check_one_of("access", ACCESS_MODES)
         self._differ("port", "admin_port", "http_port")
 
 
@@ -519,11 +541,14 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
     )
 
     tls_require_certificate: bool = _tls_require_certificate(default=False)
+    access: str = _access()
+    principal_pattern: str = _principal_pattern()
 
     def validate(self) -> None:
         """Check relations between fields; raises BadConfig."""
         _check_hosts(self.listen_host, self.advertised_host)
         super().validate()
+        self._check_one_of("access", ACCESS_MODES)
         self._differ("port", "http_port")
         self._not_above("retry_interval_ms_min", "retry_interval_ms_max")
         self._not_above("balance_interval_ms", "balance_window_ms")

@@ -15,7 +15,10 @@ Rules:
     4. Over its hard limit of unsent bytes a link is closed, with a reason.
     5. A peer that sends no hello in time, or sends a frame too slowly, is disconnected.
     6. The dialing side sends an empty frame when it has sent nothing for a while.
-    7. All of this holds with TLS; bytes that TLS has passed to the socket do not count as unsent,
+    7. A dialer that has a token states it first, and passes the link to its user when the peer has
+       accepted it. A listener's link has the principal of its peer; a token that is not accepted
+       closes it.
+    8. All of this holds with TLS; bytes that TLS has passed to the socket do not count as unsent,
        which may be as many again as rules 3 and 4 allow.
 """
 
@@ -24,13 +27,23 @@ import logging
 import socket
 from collections.abc import Callable, Coroutine, Sequence
 from ssl import SSLContext, SSLError
-from typing import Any, Final, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, cast
 
 import uvloop
 
-from waltz_core.errors import BadConfig, RemoteProtocolError, TlsFailed, Unreachable, WaltzError
+from waltz_core.access.principals import ANONYMOUS
+from waltz_core.access.tokens import Token
+from waltz_core.errors import (
+    AuthenticationFailed,
+    BadConfig,
+    RemoteProtocolError,
+    TlsFailed,
+    Unreachable,
+    WaltzError,
+)
 from waltz_core.transport import lookup, tcp, tls
 from waltz_core.transport.tls_port import BACKLOG, TlsPort
+from waltz_core.wire import authentication
 from waltz_core.wire.connection import (
     FOUND_TLS,
     Connection,
@@ -39,6 +52,9 @@ from waltz_core.wire.connection import (
     ProtocolFailed,
 )
 from waltz_core.wire.messages import Hello, Message, WireProtocol
+
+if TYPE_CHECKING:
+    from waltz_core.transport.identification import Identification
 
 _log = logging.getLogger(__name__)
 
@@ -86,13 +102,15 @@ async def dial(
 ) -> "Link":
     """Return a link to "host:port" after both hellos.
 
-    With `ssl` (`tls.dialing`) it uses TLS.
+    With `ssl` (`tls.dialing`) it uses TLS, and states the token of `ssl` to a peer whose version
+    has access control.
 
     Raises Unreachable if there is no connection within `timeout_s` seconds, TlsFailed if only one
-    side uses TLS, or a certificate is not accepted, RemoteProtocolError if the peer speaks another
-    protocol.
+    side uses TLS, or a certificate is not accepted, AuthenticationFailed if the token cannot be
+    read or is not accepted, RemoteProtocolError if the peer speaks another protocol.
     """
     host, port = split_address(address)
+    token = await _read_token(address, ssl)
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[Link] = loop.create_future()
 
@@ -113,6 +131,8 @@ async def dial(
             async with asyncio.timeout(timeout_s):
                 await _connect(lambda: _LinkProtocol(link), host, port, ssl)
                 await ready
+                if token is not None:
+                    await _state_token(link, token)
         except TimeoutError as error:
             raise Unreachable(f"{address}: no connection and hello within {timeout_s} s") from error
         except OSError as error:
@@ -125,6 +145,33 @@ async def dial(
         link.abort("the dial was cancelled")
         raise
     return link
+
+
+async def _read_token(address: str, ssl: SSLContext | None) -> Token | None:
+    """Return the token for a new connection; raises AuthenticationFailed."""
+    place = ssl.token if isinstance(ssl, tls.DialContext) else None
+    if place is None:
+        return None
+    try:
+        return await asyncio.to_thread(place.read)
+    except BadConfig as error:  # it was readable when the context was made
+        raise AuthenticationFailed(f"{address}: {error}") from None
+
+
+async def _state_token(link: "Link", token: Token) -> None:
+    """Send the token first (rule 7), and wait for the answer."""
+    version = link.version
+    assert version is not None
+    credential = authentication.credential(link.protocol, version, token.secret)
+    if credential is None:
+        return
+    link.send(credential)
+    answer, *more = await link.receive()
+    error = authentication.error_in(answer)
+    if error is not None:
+        raise AuthenticationFailed(f"{link.address}: {error}")
+    if more:
+        raise RemoteProtocolError(f"{link.address}: expected one answer to a token, found more")
 
 
 async def _connect(
@@ -158,13 +205,14 @@ async def listen(
     port: int,
     on_connection: Callable[["Link"], None],
     *,
-    ssl: SSLContext | None = None,
+    ssl: tls.ListenContext | None = None,
     links_max: int = LINKS_MAX,
 ) -> "Listener":
     """Listen and call `on_connection` with every link after both hellos.
 
     Port 0 takes a free one, see `Listener.port`. With `ssl` (`tls.listening`) a peer without TLS
-    gets an alert. Raises BadConfig if it is not possible to listen at the address.
+    gets an alert, and each link has the principal of its peer. Raises BadConfig if it is not
+    possible to listen at the address.
     """
     listener = Listener(protocol, on_connection, links_max)
     try:
@@ -186,6 +234,7 @@ class Listener:
         self._protocol = protocol
         self._on_connection = on_connection
         self._links_max = links_max
+        self._identification: Identification | None = None
         self._links: dict[Link, None] = {}
         self._server: asyncio.Server | None = None
         self._tls_port: TlsPort | None = None
@@ -208,9 +257,10 @@ class Listener:
         for link in self.links:
             await link.wait_closed()
 
-    async def _open(self, host: str, port: int, ssl: SSLContext | None) -> None:
+    async def _open(self, host: str, port: int, ssl: tls.ListenContext | None) -> None:
         self.host = host
         if ssl is not None:
+            self._identification = ssl.identification
             self._tls_port = TlsPort(ssl, self._make_protocol)
             await self._tls_port.open(host, port)
             self.port = self._tls_port.port
@@ -223,6 +273,7 @@ class Listener:
         link = Link(
             self._protocol, is_listener=True, write_backlog_bytes_max=WRITE_BACKLOG_BYTES_MAX
         )
+        link._identification = self._identification
         link._on_made = self._link_made
         link._on_ready = self._on_connection
         link._on_lost = self._link_lost
@@ -249,7 +300,10 @@ class Link:
         self, protocol: WireProtocol, *, is_listener: bool, write_backlog_bytes_max: int
     ) -> None:
         assert write_backlog_bytes_max > WRITE_BACKLOG_BYTES_HIGH
+        self.protocol = protocol
         self.address = ""
+        # Of a listener's peer: that of its certificate, or of a token.
+        self.principal = ANONYMOUS
         self.closed_reason: str | None = None
         # More unsent bytes close the link (rule 4); its user may lower the limit.
         self.write_backlog_bytes_max = write_backlog_bytes_max
@@ -257,6 +311,8 @@ class Link:
         self.bytes_received = 0
         self._connection = Connection(protocol, is_listener=is_listener)
         self._is_listener = is_listener
+        self._identification: Identification | None = None
+        self._has_messages = False  # the first one may be a token
         self._transport: asyncio.Transport | None = None
         self._loop = asyncio.get_running_loop()
         # Callbacks: for its beginning, messages, its end.
@@ -431,6 +487,9 @@ class Link:
     def _made(self, transport: asyncio.Transport) -> None:
         self._transport = transport
         self.address = _peer_address(transport)
+        if self._identification is not None:
+            certificate = transport.get_extra_info("peercert")
+            self.principal = self._identification.by_certificate(certificate)
         if self._on_made is not None:
             self._on_made(self)
         if self.is_closed:  # rejected, or the dial was cancelled meanwhile
@@ -473,14 +532,44 @@ class Link:
         if events and isinstance(events[-1], ProtocolFailed):
             failed = events[-1].error
             del events[-1]
-        if events and not self.is_closed:
-            self._hand_over(_only_messages(events), count)
+        messages = _only_messages(events)
+        if messages and not self._has_messages:
+            messages = self._without_token(messages)
+        if messages and not self.is_closed:
+            self._hand_over(messages, count)
         if failed is not None:
             if str(failed) != FOUND_TLS:
                 _log.warning("net.protocol_error peer=%s error=%s", self.address, failed)
             elif self._is_listener:  # a dialer gets an exception
                 tls.log_failure(self.address.rpartition(":")[0], FOUND_TLS)
             self.abort(str(failed))
+
+    def _without_token(self, messages: list[Message]) -> list[Message]:
+        """Take the token, if the first message of a peer is one (rule 7); return the others."""
+        self._has_messages = True
+        first = messages[0]
+        if not self._is_listener or not isinstance(first, authentication.CREDENTIALS):
+            return messages
+        try:
+            self.principal = self._principal_of(first)
+        except AuthenticationFailed as error:
+            host = self.address.rpartition(":")[0]
+            if tls.is_new_failure(host, str(error)):
+                _log.warning("access.token_rejected peer=%s error=%s", host, error)
+            self.send(authentication.rejected(first, error))
+            self.close(str(error))
+        else:
+            self.send(authentication.accepted(first))
+        return messages[1:]
+
+    def _principal_of(self, credential: authentication.Credential) -> str:
+        """Return the principal of a token; raises AuthenticationFailed."""
+        assert self._transport is not None
+        if self._transport.get_extra_info("ssl_object") is None:
+            raise AuthenticationFailed("expected TLS, without which no token is accepted")
+        if self._identification is None:
+            return self.principal
+        return self._identification.by_token(credential.token)
 
     def _hello_received(self) -> None:
         self._set_timer(_TICK_S, self._tick)

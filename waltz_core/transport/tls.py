@@ -16,7 +16,11 @@ Rules:
        removes them.
     6. The same failure of the same peer is logged once in `LOG_INTERVAL_S`, so that a peer that
        keeps dialing does not fill the disk.
-    7. A daemon checks its own certificate like its peers: the advertised host, and the dates. A
+    7. A token is sent only over TLS, to a peer whose certificate was verified. Its place is checked
+       when the context is made.
+    8. A port that identifies its peers verifies the certificate of each peer that presents one;
+       without explicit authorities it requests none, since those of the system sign for any host.
+    9. A daemon checks its own certificate like its peers: the advertised host, and the dates. A
        mismatch is logged as an error when the files are read.
 """
 
@@ -34,6 +38,8 @@ from waltz_core.config.connect_string import parse_connect_string
 from waltz_core.config.declarations import ServerConfig, StorageConfig, TlsConfig
 from waltz_core.config.settings import load
 from waltz_core.errors import BadConfig
+from waltz_core.transport.identification import Identification
+from waltz_core.transport.token_place import TokenPlace, token_place_in
 
 _log = logging.getLogger(__name__)
 
@@ -66,14 +72,58 @@ _SENTENCES: Final = {
 _CERTIFICATE_ALERTS: Final = ("CERTIFICATE", "UNKNOWN_CA")
 
 
-def dialing(config: TlsConfig, connect: str) -> ssl.SSLContext | None:
+class _Handshake(ssl.SSLObject):
+    """One end of a connection; it keeps the alert of a failure.
+
+    Both event loops drop unsent bytes when a handshake fails, so the peer would not get the reason.
+    """
+
+    outgoing: ssl.MemoryBIO
+
+    def do_handshake(self) -> None:
+        """Continue; raises SSLError, with the alert as its note (`alert_of`)."""
+        try:
+            super().do_handshake()
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            raise
+        except ssl.SSLError as error:
+            error.add_note(self.outgoing.read().hex())
+            raise
+
+
+class ListenContext(ssl.SSLContext):
+    """A listener's context; `identification`: None if its peers are not identified."""
+
+    identification: Identification | None = None
+
+    def wrap_bio(
+        self,
+        incoming: ssl.MemoryBIO,
+        outgoing: ssl.MemoryBIO,
+        *arguments: Any,  # noqa: ANN401 - handed on
+        **options: Any,  # noqa: ANN401 - handed on
+    ) -> ssl.SSLObject:
+        """Return the object that the loop requests."""
+        made = super().wrap_bio(incoming, outgoing, *arguments, **options)
+        assert isinstance(made, _Handshake)
+        made.outgoing = outgoing
+        return made
+
+
+class DialContext(ssl.SSLContext):
+    """A dialer's context; `token` is the place of its token, if it has one (rule 7)."""
+
+    token: TokenPlace | None = None
+
+
+def dialing(config: TlsConfig, connect: str) -> DialContext | None:
     """Return the context for outgoing connections; None: without TLS.
 
     Raises:
-        BadConfig: the connect string, a setting or a file is not valid.
+        BadConfig: the connect string, a setting or a file is not valid; or there is a token, and no
+            TLS with a verified peer.
     """
-    chosen = _effective(config, place_in(connect))
-    return None if chosen is None else _client_context(chosen)
+    return _client_context(_effective(config, place_in(connect)), token_place_in(connect))
 
 
 def renew(config: ServerConfig | StorageConfig, *contexts: ssl.SSLContext | None) -> None:
@@ -99,17 +149,16 @@ def renew(config: ServerConfig | StorageConfig, *contexts: ssl.SSLContext | None
     _log.info("tls.renewed certificate=%s", chosen.tls_certificate)
 
 
-def named(place: str) -> ssl.SSLContext | None:
-    """Return the context for a value of ?tls=, for callers without a connect string.
+def named(place: str, token: TokenPlace | None = None) -> DialContext | None:
+    """Return the context for a value of ?tls= and a token, for callers without a connect string.
 
     Raises:
         BadConfig: like `dialing`.
     """
-    chosen = _effective(TlsConfig(), place)
-    return None if chosen is None else _client_context(chosen)
+    return _client_context(_effective(TlsConfig(), place), token)
 
 
-def listening(config: ServerConfig | StorageConfig) -> ssl.SSLContext | None:
+def listening(config: ServerConfig | StorageConfig) -> ListenContext | None:
     """Return the context for a daemon's incoming connections; None: without TLS (rule 4).
 
     Raises:
@@ -135,7 +184,7 @@ def listening(config: ServerConfig | StorageConfig) -> ssl.SSLContext | None:
             "tls_authorities: expected a file, to verify peers for tls_require_certificate = true, "
             "or tls_require_certificate = false"
         )
-    context = _Context(ssl.PROTOCOL_TLS_SERVER)
+    context = ListenContext(ssl.PROTOCOL_TLS_SERVER)
     context.sslobject_class = _Handshake
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.options |= ssl.OP_NO_RENEGOTIATION
@@ -144,19 +193,30 @@ def listening(config: ServerConfig | StorageConfig) -> ssl.SSLContext | None:
     _check_own_certificate(chosen, config.advertised_host or config.listen_host)
     if config.tls_require_certificate:
         context.verify_mode = ssl.CERT_REQUIRED
+    elif config.access != "off" and chosen.tls_authorities:  # rule 8
+        context.verify_mode = ssl.CERT_OPTIONAL
+    if context.verify_mode is not ssl.CERT_NONE:
         _load_authorities(context, chosen)
+    if config.access != "off":
+        context.identification = Identification(config.principal_pattern)
     return context
 
 
 def log_failure(peer: str, failure: str) -> None:
     """Log why a handshake with a peer failed (rule 6); `peer` is a host if its ports vary."""
+    if is_new_failure(peer, failure):
+        _log.warning("tls.failed peer=%s error=%s", peer, failure)
+
+
+def is_new_failure(peer: str, failure: str) -> bool:
+    """Whether a failure must be logged now (rule 6); the caller logs it then."""
     now_s = time.monotonic()
     if now_s < _LAST_LOGGED.get((peer, failure), -LOG_INTERVAL_S) + LOG_INTERVAL_S:
-        return
+        return False
     if len(_LAST_LOGGED) >= _LAST_LOGGED_MAX:
         _LAST_LOGGED.clear()
     _LAST_LOGGED[peer, failure] = now_s
-    _log.warning("tls.failed peer=%s error=%s", peer, failure)
+    return True
 
 
 def alert_of(error: Exception) -> bytes:
@@ -187,42 +247,6 @@ def failure_text(error: Exception) -> str:
         sentence = f"the peer does not accept this side's certificate: {_words(reason)}"
         return _SENTENCES.get(reason, sentence)
     return _SENTENCES.get(reason) or f"TLS has failed: {_words(reason) or error}"
-
-
-class _Handshake(ssl.SSLObject):
-    """One end of a connection; it keeps the alert of a failure.
-
-    Both event loops drop unsent bytes when a handshake fails, so the peer would not get the reason.
-    """
-
-    outgoing: ssl.MemoryBIO
-
-    def do_handshake(self) -> None:
-        """Continue; raises SSLError, with the alert as its note (`alert_of`)."""
-        try:
-            super().do_handshake()
-        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-            raise
-        except ssl.SSLError as error:
-            error.add_note(self.outgoing.read().hex())
-            raise
-
-
-class _Context(ssl.SSLContext):
-    """A listener's context."""
-
-    def wrap_bio(
-        self,
-        incoming: ssl.MemoryBIO,
-        outgoing: ssl.MemoryBIO,
-        *arguments: Any,  # noqa: ANN401 - handed on
-        **options: Any,  # noqa: ANN401 - handed on
-    ) -> ssl.SSLObject:
-        """Return the object that the loop requests."""
-        made = super().wrap_bio(incoming, outgoing, *arguments, **options)
-        assert isinstance(made, _Handshake)
-        made.outgoing = outgoing
-        return made
 
 
 def _words(reason: str) -> str:
@@ -260,8 +284,16 @@ def _read(place: str) -> TlsConfig:
     return replace(found, tls=found.tls or ON, **paths)
 
 
-def _client_context(chosen: TlsConfig) -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+def _client_context(chosen: TlsConfig | None, token: TokenPlace | None) -> DialContext | None:
+    is_verified = chosen is not None and chosen.tls_verify != "nothing"
+    if token is not None and not is_verified:
+        raise BadConfig(
+            f"{token}: expected TLS that verifies the peer, which a token requires. Hint: add "
+            "?tls=FILE with the trusted authorities to the connect string."
+        )
+    if chosen is None:
+        return None
+    context = DialContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.check_hostname = chosen.tls_verify in ("", "name")
     if chosen.tls_verify == "nothing":
@@ -272,11 +304,14 @@ def _client_context(chosen: TlsConfig) -> ssl.SSLContext:
         context.load_default_certs()
     if chosen.tls_certificate:
         _load_certificate(context, chosen)
+    if token is not None:
+        token.read()
+        context.token = token
     return context
 
 
 def _check_own_certificate(chosen: TlsConfig, host: str) -> None:
-    """Log if peers will not accept the own certificate for the advertised host (rule 7)."""
+    """Log if peers will not accept the own certificate for the advertised host (rule 9)."""
     if chosen.tls_verify == "nothing":
         return
     host = host.removeprefix("[").removesuffix("]")

@@ -9,10 +9,12 @@ WireProtocols: `H` hello, `L` client and server, `S` server and storage, `A` sto
 Versions L 4 and A 0 are those of Waltz 0.13; its S 0 is not supported (decision 043). L 5 and S 1
 add batches, acknowledgements, ranges and the session rules of recovery (type numbers from 64 up, so
 that none collides with one of 0.13). L 6 adds pipelined dependent appends (decision 017). S 2
-reports the session in which a storage was last engaged. S 3 archives ranges (decision 047).
+reports the session in which a storage was last engaged. S 3 archives ranges (decision 047). L 8,
+S 4 and A 2 authenticate a connection by a token (decision 048).
 
 `messages.py` is the table: one dataclass for each message, its code, its versions, and its fields
 in wire order; `admin_messages.py` is the same for protocol A. `codec.py` derives the bytes from
 these tables, with the layouts of `fields.py`. `connection.py` is one connection without any I/O:
-bytes in, messages and bytes out. `record_locations.py` has the positions of records in files.
+bytes in, messages and bytes out. `authentication.py` has the exchange that states the principal of
+a connection. `record_locations.py` has the positions of records in files.
 """

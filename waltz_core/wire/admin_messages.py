@@ -1,15 +1,24 @@
 """Every message of protocol A: the administration of a storage.
 
 It is a table like `messages.py`, with the same rules. Version 0 has the bytes of Waltz 0.13
-(docs/design/wire-format.md 3.2); version 1 adds messages.
+(docs/design/wire-format.md 3.2); versions 1 and 2 add messages.
 
 Prefix: type (1 byte), sequence (8). An answer echoes its request's sequence. Type 5 of 0.13 has no
 meaning.
 """
 
+from dataclasses import field
 from typing import Annotated
 
-from waltz_core.access.requirements import ADMINISTER, ANSWER, READ, REPLICATE, Scope, all_of
+from waltz_core.access.requirements import (
+    ADMINISTER,
+    ANSWER,
+    CREDENTIAL,
+    READ,
+    REPLICATE,
+    Scope,
+    all_of,
+)
 from waltz_core.values import value
 from waltz_core.wire.messages import (
     Blob,
@@ -25,6 +34,7 @@ from waltz_core.wire.messages import (
     PackedInt32s,
     PackedInt64s,
     Raw16,
+    Raw32,
     Records,
     Text,
     TextOrNull,
@@ -352,3 +362,17 @@ class ScrubResponse(AdminMessage):
     passes_count: Int64
     finished_age_ms: Int64
     error: TextOrNull
+
+
+# ---------------------------------------------------------------------------------------------
+# A 2
+
+
+@value(frozen=True, slots=True)
+class AuthenticateForAdmin(AdminMessage):
+    """Like `Authenticate` of protocol L; the sequence is -1. `Done` answers it."""
+
+    code = 78
+    requires = CREDENTIAL
+    since = 2
+    token: Raw32 = field(repr=False)

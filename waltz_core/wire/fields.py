@@ -76,10 +76,18 @@ class Fixed(NamedTuple):
     from_wire: Callable[[Any], object] | None = None
 
 
-def _sixteen_bytes(value: Buffer) -> bytes:
-    if len(value) != 16:
-        raise LocalProtocolError(f"expected 16 bytes, found {len(value)}")
-    return bytes(value)
+def _bytes_of(size: int) -> Callable[[Buffer], bytes]:
+    """Return a check that a field has this number of bytes."""
+
+    def checked(value: Buffer) -> bytes:
+        if len(value) != size:
+            raise LocalProtocolError(f"expected {size} bytes, found {len(value)}")
+        return bytes(value)
+
+    return checked
+
+
+_sixteen_bytes: Final = _bytes_of(16)
 
 
 def _is_one(value: int) -> bool:
@@ -93,6 +101,7 @@ FIXED: Final[dict[FieldKind, Fixed]] = {
     FieldKind.INT64: Fixed("q"),
     FieldKind.CRC32: Fixed("I"),
     FieldKind.RAW16: Fixed("16s", _sixteen_bytes),
+    FieldKind.RAW32: Fixed("32s", _bytes_of(32)),
     FieldKind.REQ_ID: Fixed("16s", ReqId.to_bytes, ReqId.from_bytes),
 }
 

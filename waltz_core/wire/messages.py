@@ -23,6 +23,7 @@ from waltz_core.access.requirements import (
     ADMINISTER,
     ANSWER,
     APPEND,
+    CREDENTIAL,
     READ,
     REPLICATE,
     AccessVerb,
@@ -47,6 +48,7 @@ class FieldKind(Enum):
     INT64 = "8 bytes"
     CRC32 = "4 bytes, unsigned: a CRC-32 as `checksum.py` returns it"
     RAW16 = "16 bytes: a UUID, a nonce, a chain"
+    RAW32 = "32 bytes: the secret of a token"
     REQ_ID = "16 bytes: client id, generation, partition id, sequence"
     BLOB = "n, then n bytes; never null"
     TEXT = "n, then n bytes of UTF-8; never null"
@@ -69,6 +71,7 @@ Int32 = Annotated[int, FieldKind.INT32]
 Int64 = Annotated[int, FieldKind.INT64]
 Crc32 = Annotated[int, FieldKind.CRC32]
 Raw16 = Annotated[bytes, FieldKind.RAW16]
+Raw32 = Annotated[bytes, FieldKind.RAW32]
 Req = Annotated[ReqId, FieldKind.REQ_ID]
 Blob = Annotated[Buffer, FieldKind.BLOB]
 Text = Annotated[str, FieldKind.TEXT]
@@ -93,9 +96,9 @@ class WireProtocol(Enum):
 
     HELLO = ("H", (0,), (0,), "", "")
     # 3 is the first version of 0.13 whose servers can report that a client is ahead.
-    CLIENT = ("L", (0, 1, 2, 3, 4, 5, 6, 7), (3, 4, 5, 6, 7), "Waltz Server", "Waltz Client")
-    STORAGE = ("S", (1, 2, 3), (1, 2, 3), "Waltz Storage Server", "Waltz Storage Client")
-    ADMIN = ("A", (0, 1), (0, 1), "Waltz Storage Admin Server", "Waltz Storage Admin Client")
+    CLIENT = ("L", (0, 1, 2, 3, 4, 5, 6, 7, 8), (3, 4, 5, 6, 7, 8), "Waltz Server", "Waltz Client")
+    STORAGE = ("S", (1, 2, 3, 4), (1, 2, 3, 4), "Waltz Storage Server", "Waltz Storage Client")
+    ADMIN = ("A", (0, 1, 2), (0, 1, 2), "Waltz Storage Admin Server", "Waltz Storage Admin Client")
 
     def __init__(
         self,
@@ -732,6 +735,28 @@ class ReplacementResponse(ClientMessage):
     failures: Texts
 
 
+@value(frozen=True, slots=True)
+class Authenticate(ClientMessage):
+    """Take the principal of a token; only as the first message of a connection, over TLS only.
+
+    If the token is not accepted, the server answers with an error and closes the connection.
+    """
+
+    code = 87
+    requires = CREDENTIAL
+    since = 8
+    token: Raw32 = field(repr=False)
+
+
+@value(frozen=True, slots=True)
+class Authenticated(ClientMessage):
+    """The token is accepted."""
+
+    code = 88
+    requires = ANSWER
+    since = 8
+
+
 # ---------------------------------------------------------------------------------------------
 # S: server and storage. Prefix: type (1), session id (8), sequence (8), partition id (4).
 # Answers echo session, sequence and partition of their request.
@@ -1203,3 +1228,13 @@ class ArchiveProgress(StorageMessage):
     requires = ANSWER
     since = 3
     attempt: Int32
+
+
+@value(frozen=True, slots=True)
+class AuthenticateAtStorage(StorageMessage):
+    """Like `Authenticate`; session, sequence and partition are -1. `SuccessResponse` answers it."""
+
+    code = 93
+    requires = CREDENTIAL
+    since = 4
+    token: Raw32 = field(repr=False)

@@ -27,6 +27,7 @@ def test_the_table_names_every_path():
         paths.write("W"),
         f"{paths.write('W')}/T",
         paths.restored_from,
+        paths.access,
         paths.loads,
         paths.load("ID"),
         paths.reaches,

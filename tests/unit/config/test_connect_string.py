@@ -22,6 +22,9 @@ from waltz_core.errors import BadConfig
         ("a:1/w?tls=/etc/waltz/ca.pem", (("a:1",), "/w", "", "/etc/waltz/ca.pem")),
         ("a:1/w?auth=/etc/zk&tls=tls.toml", (("a:1",), "/w", "/etc/zk", "tls.toml")),
         ("a:1/w?tls=a&b=c&auth=/etc/zk?d", (("a:1",), "/w", "/etc/zk?d", "a&b=c")),
+        ("a:1/w?tls=on&token_file=/a?b&c", (("a:1",), "/w", "", "on", "/a?b&c")),
+        ("a:1/w?token_env=_T1&tls=on", (("a:1",), "/w", "", "on", "", "_T1")),
+        ("a:1/w?tls=a&token=b", (("a:1",), "/w", "", "a&token=b")),
     ],
 )
 def test_a_connect_string_sets_hosts_root_authentication_and_tls(text, expected):
@@ -69,6 +72,10 @@ def test_a_connect_string_sets_hosts_root_authentication_and_tls(text, expected)
         ("zk1:2181/waltz?tls=", "ends in '?tls='"),
         ("zk1:2181/waltz?tls=a&tls=b", "ends in '?tls=a&tls=b'"),
         ("zk1:2181/waltz?tls=a\x00", "ends in '?tls=a"),
+        ("zk1:2181/waltz?token=secret", "ends in '?token=secret'"),
+        ("zk1:2181/waltz?tls=a&token_file=", "ends in '?tls=a&token_file='"),
+        ("zk1:2181/waltz?token_env=a-b", "ends in '?token_env=a-b'"),
+        ("zk1:2181/waltz?token_env=A&token_file=f", "ends in '?token_env=A&token_file=f'"),
         ("zk1:2181?auth=f", "names no cluster root"),
         ("?auth=f", "the connect string is empty"),
     ],

@@ -60,7 +60,7 @@ async def test_messages_arrive_in_order_whatever_their_size(pair):
             link.send(message)
         await until(lambda: len(peer.messages) == len(sent))
         assert peer.messages == sent
-        assert link.version == 3
+        assert link.version == 4
         assert link.peer.text == "Waltz Storage Server"
         assert peer.links[0].peer.text == "Waltz Storage Client"
         assert link.bytes_sent > 1_370_000

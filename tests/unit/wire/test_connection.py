@@ -25,7 +25,7 @@ def pair(**more):
     dialler, listener = storage(is_listener=False, **more), storage(is_listener=True, **more)
     dialler.receive(listener.first_bytes())
     listener.receive(dialler.first_bytes())
-    assert dialler.version == listener.version == 3
+    assert dialler.version == listener.version == 4
     return dialler, listener
 
 
@@ -55,7 +55,7 @@ def test_the_highest_common_version_is_spoken():
 def test_no_common_version_ends_the_connection():
     listener = storage(is_listener=True)
     text = failure(listener, codec.encode_hello(Hello((7, 8), "Waltz Storage Client")))
-    assert "this side has [1, 2, 3]" in text
+    assert "this side has [1, 2, 3, 4]" in text
     assert "has [7, 8]" in text
     assert "Hint" not in text
 
@@ -65,7 +65,7 @@ def test_no_common_version_ends_the_connection():
 )
 def test_a_server_or_storage_of_0_13_is_rejected_with_what_to_do(is_listener, peer):
     text = failure(storage(is_listener=is_listener), codec.encode_hello(Hello((0,), peer)))
-    assert text.startswith("no common version of protocol 'S': this side has [1, 2, 3], ")
+    assert text.startswith("no common version of protocol 'S': this side has [1, 2, 3, 4], ")
     assert f"{peer!r} has [0]" in text
     assert "Hint: migrate the whole cluster at once, as docs/compatibility.md describes." in text
 
@@ -102,7 +102,7 @@ def test_a_second_hello_ends_the_connection():
 @pytest.mark.parametrize("start", [b"L\x00\x01", b"S\x00\x00", b"GET", b"\x16\x03\x01"])
 def test_a_frame_of_another_protocol_ends_the_connection(start):
     _, listener = pair()
-    assert "expected a frame of protocol 'S' version 3" in failure(listener, start + bytes(4))
+    assert "expected a frame of protocol 'S' version 4" in failure(listener, start + bytes(4))
 
 
 @pytest.mark.parametrize("start", [b"\x16\x03\x01\x02\x00", b"\x15\x03\x03\x00\x02"])
@@ -110,7 +110,7 @@ def test_a_peer_that_uses_tls_is_reported_as_such(start):
     assert failure(storage(is_listener=True), start + bytes(2)) == "expected plain TCP, found TLS"
     # Later it would be anything, and is reported as it is.
     _, listener = pair()
-    assert "expected a frame of protocol 'S' version 3" in failure(listener, start + bytes(2))
+    assert "expected a frame of protocol 'S' version 4" in failure(listener, start + bytes(2))
 
 
 def test_messages_before_a_failure_are_delivered():
@@ -136,7 +136,7 @@ def test_after_a_failure_nothing_is_received_or_sent():
 @pytest.mark.parametrize("length", [-1, -(2**31), 2**31 - 1, 16 * 1024 * 1024])
 def test_a_length_out_of_bounds_ends_the_connection_before_memory_is_taken(length):
     _, listener = pair()
-    header = codec.FRAME_HEADER.pack(ord("S"), 3, length)
+    header = codec.FRAME_HEADER.pack(ord("S"), 4, length)
     assert "found a length of" in failure(listener, header)
 
 

@@ -9,6 +9,7 @@ from scripts.reference.permissions import PROTOCOLS
 from waltz_core.access.requirements import (
     ANSWER,
     APPEND,
+    CREDENTIAL,
     READ,
     REPLICATE,
     AccessVerb,
@@ -60,7 +61,7 @@ def test_a_message_that_extends_another_has_a_requirement_of_its_own():
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda each: each.__name__)
 def test_each_message_and_each_value_of_its_field_is_in_the_generated_page(message):
     page = PAGE.read_text(encoding="utf-8")
-    if message.requires is ANSWER:
+    if message.requires in (ANSWER, CREDENTIAL):
         assert f"`{message.__name__}` {message.code}" in page
         return
     start = f"| {message.code} | `{message.__name__}`"
@@ -82,12 +83,17 @@ def test_a_declaration_by_field_has_each_value_of_that_field(message):
     assert set(message.requires.requirements) == {False, True}
 
 
+def test_each_protocol_has_one_message_with_a_credential():
+    found = [each.protocol for each in MESSAGES if each.requires is CREDENTIAL]
+    assert found == list(PROTOCOLS)
+
+
 def test_the_partition_of_a_request_is_known_where_its_scope_is_its_own():
     names = {"req_id", "partition_id", "partitions"}
     unknown = [
         each.__name__
         for each in MESSAGES
-        if each.requires is not ANSWER
+        if each.requires not in (ANSWER, CREDENTIAL)
         and any(requirement.scope is Scope.OWN for requirement in requirements(each))
         and not names & {field.name for field in dataclasses.fields(each)}
     ]
@@ -95,9 +101,11 @@ def test_the_partition_of_a_request_is_known_where_its_scope_is_its_own():
 
 
 def test_a_storage_changes_nothing_for_a_principal_without_replicate():
-    requests = {
-        each for each in message_classes(WireProtocol.STORAGE) if each.requires is not ANSWER
-    }
+    requests = [
+        each
+        for each in message_classes(WireProtocol.STORAGE)
+        if each.requires not in (ANSWER, CREDENTIAL)
+    ]
     open_to_readers = {
         each.__name__
         for each in requests

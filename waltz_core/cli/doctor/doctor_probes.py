@@ -27,7 +27,14 @@ from waltz_core.cluster.coordinator import ClusterView, Coordinator, PartitionVi
 from waltz_core.cluster.membership.reachability import ReachReport
 from waltz_core.cluster.zookeeper import zookeeper_session
 from waltz_core.config.connect_string import ConnectString, parse_connect_string, split_address
-from waltz_core.errors import ClusterKeyMismatch, NoCluster, TlsFailed, Unavailable, WaltzError
+from waltz_core.errors import (
+    AuthenticationFailed,
+    ClusterKeyMismatch,
+    NoCluster,
+    TlsFailed,
+    Unavailable,
+    WaltzError,
+)
 from waltz_core.local import LocalCluster
 from waltz_core.ops.facts import (
     ArchiveFacts,
@@ -173,7 +180,8 @@ class _ProbeFailure(TypedDict):
 async def _probe_failure(error: WaltzError, address: str, timeout_s: float) -> _ProbeFailure:
     """Return the facts about a process that could not be queried."""
     is_tls_mismatch = isinstance(error, TlsFailed)
-    is_silent = not is_tls_mismatch and await _accepts_connections(address, timeout_s)
+    has_answered = isinstance(error, TlsFailed | AuthenticationFailed)
+    is_silent = not has_answered and await _accepts_connections(address, timeout_s)
     failure = str(error).removeprefix(f"{address}: ")
     return {"failure": failure, "is_silent": is_silent, "is_tls_mismatch": is_tls_mismatch}
 

@@ -50,6 +50,7 @@ ZNODES = (
     ),
     Znode("R/x/writes/W/T", "persistent", "TaskState (JSON)", "each attempt of task T"),
     Znode("R/x/restored", "persistent", "RestoredFrom (JSON)", "restore"),
+    Znode("R/x/access", "persistent", "Permissions (JSON)", "no process yet (decision 048)"),
     Znode("R/x/load", "persistent", "nothing", "the first server that balances by load"),
     Znode("R/x/load/ID", "ephemeral", "loads (JSON)", "server ID, every few seconds"),
     Znode("R/x/reach", "persistent", "nothing", "the first server with an open partition"),
@@ -159,6 +160,11 @@ class ClusterPaths:
     def restored_from(self) -> str:
         """The clusters from whose backups this one was restored."""
         return f"{self.root}/x/restored"
+
+    @property
+    def access(self) -> str:
+        """The permissions and tokens of principals."""
+        return f"{self.root}/x/access"
 
     @property
     def loads(self) -> str:

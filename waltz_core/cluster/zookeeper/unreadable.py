@@ -11,7 +11,9 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, Never, TypeVar
 
+from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.errors import BadFormat, BadRequest
+from waltz_core.transport.tls import ListenContext
 
 _log = logging.getLogger(__name__)
 
@@ -43,3 +45,12 @@ async def follow_readable(
                 raise
             _log.error("zookeeper.node_unreadable error=%s", error)
         await asyncio.sleep(UNREADABLE_PAUSE_S)
+
+
+async def follow_permissions(coordinator: Coordinator, port: ListenContext | None) -> None:
+    """Let a port learn the permissions; return at once if it does not identify its peers.
+
+    Raises like `follow_readable`.
+    """
+    if port is not None and port.identification is not None:
+        await follow_readable(coordinator.follow_permissions, port.identification.learn)

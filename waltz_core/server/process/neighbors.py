@@ -33,7 +33,7 @@ from waltz_core.cluster.membership.reachability import Reachability, ReachBoard
 from waltz_core.cluster.membership.registration import ServersView
 from waltz_core.cluster.nodes.model import ServerDescriptor
 from waltz_core.driver import loop_clock_ms
-from waltz_core.errors import BadConfig, TlsFailed, WaltzError
+from waltz_core.errors import AuthenticationFailed, BadConfig, TlsFailed, WaltzError
 from waltz_core.records.record import ServerId
 from waltz_core.server.process.storage_links import Tasks
 from waltz_core.transport import net
@@ -124,7 +124,7 @@ class _DialResults:
     def dialed(self, server_id: ServerId, error: WaltzError | None) -> None:
         """Record the result of a dial."""
         now_ms = loop_clock_ms()
-        is_failed = isinstance(error, BadConfig | TlsFailed)
+        is_failed = isinstance(error, BadConfig | TlsFailed | AuthenticationFailed)
         if is_failed or (error and isinstance(error.__cause__, OSError)):
             self.reachability.failed(server_id, str(error), now_ms)
         else:

@@ -29,7 +29,7 @@ from waltz_core.cluster.membership.registration import ServersView
 from waltz_core.cluster.nodes.model import ReplicaAssignments, ServerDescriptor
 from waltz_core.cluster.nodes.sharing import Shared
 from waltz_core.cluster.zookeeper.starting import connected, retry_start_step
-from waltz_core.cluster.zookeeper.unreadable import follow_readable
+from waltz_core.cluster.zookeeper.unreadable import follow_permissions, follow_readable
 from waltz_core.config.declarations import NO_GROUP, ServerConfig
 from waltz_core.driver import loop_clock_ms
 from waltz_core.metrics import Health, Metrics, serve_pages
@@ -141,6 +141,7 @@ class Server:
             _FEED_CACHE_BYTES_MIN, config.feed_cache_bytes // self.partition_count
         )
         self._ssl = tls.dialing(config, config.connect)
+        self._port_ssl: tls.ListenContext | None = None
         self._read_links = ReadLinks(self._cluster_key, self.partition_count, ssl=self._ssl)
         self._openings = Openings()
         self._append_times = AppendTimes()
@@ -176,7 +177,7 @@ class Server:
                     self.metrics, self.health, host=config.listen_host, port=config.http_port
                 )
                 await stack.enter_async_context(pages)
-            ssl = tls.listening(config)
+            self._port_ssl = ssl = tls.listening(config)
             if ssl is not None:
                 loop = asyncio.get_running_loop()
                 loop.add_signal_handler(signal.SIGHUP, tls.renew, config, ssl, self._ssl)
@@ -210,6 +211,7 @@ class Server:
                 coordinator = self._coordinator
                 follow = follow_readable(coordinator.follow_replica_assignment, self._assigned)
                 tasks.create_task(follow)
+                tasks.create_task(follow_permissions(coordinator, self._port_ssl))
                 await retry_start_step(
                     "its registration",
                     lambda: coordinator.register_server(self._descriptor),

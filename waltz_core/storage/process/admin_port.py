@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
-from ssl import SSLContext
 from typing import Final, assert_never
 
 from waltz_core import errors
@@ -40,6 +39,7 @@ from waltz_core.storage.service.service import ADMINISTRATION, StorageIdentity
 from waltz_core.storage.service.work import ConnectionId, LaneRequest, Work
 from waltz_core.transport import net
 from waltz_core.transport.net import Link, Listener
+from waltz_core.transport.tls import ListenContext
 from waltz_core.wire.admin_messages import AdminMessage, AdminRejected
 from waltz_core.wire.messages import (
     Message,
@@ -92,7 +92,7 @@ class AdminPort:
             name="storage.admin",
         )
 
-    async def listen(self, host: str, port: int, ssl: SSLContext | None) -> Listener:
+    async def listen(self, host: str, port: int, ssl: ListenContext | None) -> Listener:
         """Open the port; raises BadConfig if that fails."""
         listener = await net.listen(
             WireProtocol.ADMIN, host, port, self._accept, ssl=ssl, links_max=LINKS_MAX

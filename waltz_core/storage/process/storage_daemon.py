@@ -41,7 +41,7 @@ from waltz_core.archive.upload_job import ExpiryJob, ExpiryOutcome, UploadJob, U
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.nodes.model import ReplicaAssignments
 from waltz_core.cluster.zookeeper.starting import connected, retry_start_step
-from waltz_core.cluster.zookeeper.unreadable import follow_readable
+from waltz_core.cluster.zookeeper.unreadable import follow_permissions, follow_readable
 from waltz_core.config.declarations import StorageConfig
 from waltz_core.driver import Driver, loop_clock_ms
 from waltz_core.machine import Report
@@ -422,10 +422,11 @@ class StorageDaemon:
         serving: Serving,
         tasks: asyncio.TaskGroup,
     ) -> None:
-        """Follow the assignment; register again when this storage is added again.
+        """Follow the permissions, and the assignment; register when this storage is added again.
 
         Removing a storage from the cluster also removes its registration.
         """
+        tasks.create_task(follow_permissions(coordinator, self._ssl))
         is_known = True
 
         def take(assignments: ReplicaAssignments) -> None:

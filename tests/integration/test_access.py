@@ -1,0 +1,117 @@
+"""A cluster whose daemons identify their peers: real processes, tokens in files, every port."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from kazoo.client import KazooClient
+
+from tests.certificates import Certificates, make
+from tests.commands import run_command
+from tests.fault.load import wait_until
+from waltz_core.access.permissions import KnownToken, Permissions
+from waltz_core.access.tokens import hash_of
+from waltz_core.client import WaltzClient
+from waltz_core.cluster.nodes import access_node
+from waltz_core.config import ClientConfig, render_toml
+from waltz_core.config.connect_string import parse_connect_string
+from waltz_core.errors import AuthenticationFailed
+from waltz_core.local import LocalCluster, running
+
+PARTITION = 1
+SECRET = bytes(range(32))
+LATER_MS = 1 << 50
+PERMISSIONS = Permissions(
+    1, "ops", 0, bytes(32), tokens={hash_of(SECRET): KnownToken("t1", "ann", LATER_MS)}
+)
+DAEMONS = ("server-1", "storage-1")
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return make(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.fixture(scope="module")
+def cluster(
+    tmp_path_factory: pytest.TempPathFactory, certificates: Certificates
+) -> Iterator[LocalCluster]:
+    file = tmp_path_factory.mktemp("tls") / "tls.toml"
+    file.write_text(render_toml("tls", certificates.settings))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WALTZ_SERVER_ACCESS", "report")
+        patch.setenv("WALTZ_STORAGE_ACCESS", "report")
+        patch.setenv("WALTZ_STORAGE_TLS_REQUIRE_CERTIFICATE", "false")
+        with running(
+            tmp_path_factory.mktemp("cluster") / "local", tls=file, storage_count=1, server_count=1
+        ) as made:
+            yield made
+
+
+@pytest.fixture
+def write(cluster: LocalCluster) -> Iterator[Callable[[Permissions], None]]:
+    """Write permissions, and wait until every daemon has read them."""
+    place = parse_connect_string(cluster.connect)
+    zookeeper = KazooClient(",".join(place.hosts))
+    zookeeper.start()
+
+    def put(permissions: Permissions) -> None:
+        path, data = f"{place.root}/x/access", access_node.encode(permissions)
+        if zookeeper.exists(path):
+            zookeeper.set(path, data)
+        else:
+            zookeeper.create(path, data)
+        line = f"access.revision revision={permissions.revision}\n"
+        for name in DAEMONS:
+            wait_until(
+                f"{name} reads", lambda name=name: line in cluster.log_path(name).read_text()
+            )
+
+    yield put
+    zookeeper.stop()
+    zookeeper.close()
+
+
+@pytest.fixture
+def connect(cluster: LocalCluster, certificates: Certificates, tmp_path: Path) -> str:
+    """The connect string of a client with a token, and without a certificate."""
+    file = tmp_path / "token"
+    file.write_text(SECRET.hex())
+    place = cluster.connect.partition("?")[0]
+    return f"{place}?tls={certificates.authorities}&token_file={file}"
+
+
+def test_a_client_with_a_token_reaches_every_port_until_it_is_revoked(
+    cluster: LocalCluster, connect: str, write: Callable[[Permissions], None]
+):
+    write(PERMISSIONS)
+    with WaltzClient(connect) as client:
+        first = client.append(b"with a token", partition=PARTITION).result()
+        for replicas in (None, client.replicas(PARTITION)):
+            chunks = client.read_range(PARTITION, first, first, replicas=replicas)
+            assert [row.data for chunk in chunks for row in chunk.rows()] == [b"with a token"]
+    for words in (("storage", "list"), ("cluster", "check-connectivity"), ("doctor",)):
+        done = run_command(*words, "--connect", connect)
+        assert done.returncode == 0, (words, done.stdout, done.stderr)
+
+    write(dataclasses.replace(PERMISSIONS, revision=2, tokens={}))
+    config = ClientConfig(request_timeout_ms=2_000)
+    with (
+        WaltzClient(connect, config) as client,
+        pytest.raises(AuthenticationFailed, match="the token is unknown, revoked or expired"),
+    ):
+        client.high_water_mark(PARTITION)
+    done = run_command("storage", "list", "--connect", connect)
+    assert done.returncode == 1
+    assert "the token is unknown, revoked or expired" in done.stderr
+    for name in DAEMONS:
+        log = cluster.log_path(name).read_text()
+        assert "access.token_rejected peer=127.0.0.1 error=the token is unknown" in log
+        assert SECRET.hex() not in log
+        assert hash_of(SECRET) not in log
+
+
+def test_a_client_without_a_token_is_anonymous_and_works(cluster: LocalCluster):
+    with WaltzClient(cluster.connect) as client:
+        assert client.append(b"without a token", partition=PARTITION).result() >= 0

@@ -1,0 +1,113 @@
+"""Which principal a certificate has, for a pattern (rules 1 and 2 of principals.py)."""
+
+import pytest
+
+from waltz_core.access.principals import compiled_pattern, is_principal, principal_of
+from waltz_core.errors import BadConfig
+
+
+def certificate(*subject, names=()):
+    """A certificate as `ssl` returns it; each part of the subject has one attribute."""
+    return {"subject": tuple((part,) for part in subject), "subjectAltName": tuple(names)}
+
+
+SPARK = certificate(
+    ("countryName", "DE"),
+    ("organizationName", "Data, Inc."),
+    ("commonName", "spark-etl"),
+    names=[
+        ("DNS", "etl.example"),
+        ("DNS", "www.example"),
+        ("URI", "spiffe://example/etl"),
+        ("IP Address", "10.0.0.1"),
+    ],
+)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("CN=(.+)", "spark-etl"),
+        (r"URI=spiffe://example/(\w+)", "etl"),
+        (r"DNS=(etl)\.example", "etl"),
+        (r"SUBJECT=CN=([^,+]+),O=Data\\, Inc\.,C=DE", "spark-etl"),
+        # Two names of the certificate, one result.
+        (r"URI=spiffe://example/(etl)|DNS=(?:etl)\.example", "etl"),
+        (r"(?:CN=spark-|DNS=)(etl)(?:\.example)?", "etl"),
+        # Two results, no match, a part of a name only, a result that is empty.
+        (r"DNS=(.+)", None),
+        (r"CN=([a-z]+)", None),
+        (r"N=(.+)", None),
+        (r"CN=()spark-etl", None),
+        (r"CN=spark-etl|(x)", None),
+        # An address is no name.
+        (r"IP Address=(.+)", None),
+    ],
+)
+def test_a_pattern_must_match_a_whole_name_and_give_one_principal(pattern, expected):
+    assert principal_of(SPARK, compiled_pattern(pattern)) == expected
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["anonymous", "other", "", "two words", "a" * 129, "ä", "a\nb", "a\n", "x\0y", "a,b", "a=b"],
+)
+def test_a_reserved_or_impossible_name_is_no_principal(name):
+    found = principal_of(certificate(("commonName", name)), compiled_pattern("(?s:CN=(.*))"))
+    assert found is None
+
+
+def test_a_name_that_only_begins_like_another_is_another_principal():
+    pattern = compiled_pattern("CN=(.+)")
+    assert principal_of(certificate(("commonName", "spark-etl-2")), pattern) == "spark-etl-2"
+    assert (
+        principal_of(certificate(("commonName", "spark-etl")), compiled_pattern("CN=(spark)"))
+        is None
+    )
+
+
+def test_two_common_names_are_no_principal_unless_they_are_equal():
+    pattern = compiled_pattern("CN=(.+)")
+    ann, bob = ("commonName", "ann"), ("commonName", "bob")
+    assert principal_of(certificate(ann, bob), pattern) is None
+    assert principal_of(certificate(bob, ann), pattern) is None
+    assert principal_of(certificate(ann, ann), pattern) == "ann"
+
+
+def test_a_separator_inside_of_a_name_cannot_imitate_another_part_of_the_subject():
+    pattern = compiled_pattern(r"SUBJECT=CN=(\w+),O=trusted")
+    forged = certificate(("commonName", "admin,O=trusted"))
+    assert principal_of(forged, pattern) is None
+    genuine = certificate(("organizationName", "trusted"), ("commonName", "admin"))
+    assert principal_of(genuine, pattern) == "admin"
+
+
+@pytest.mark.parametrize(
+    ("value", "written"),
+    [(" a ", r"\ a\ "), ("#1", r"\#1"), ('a"b<c>;d\\', r"a\"b\<c\>\;d\\"), ("a\0b", r"a\00b")],
+)
+def test_a_subject_is_written_as_rfc_4514_escapes_it(value, written):
+    seen = []
+
+    class Spy:
+        def fullmatch(self, name):
+            seen.append(name)
+
+    principal_of(certificate(("organizationName", value), ("serialNumber", "7")), Spy())
+    assert seen == [f"SUBJECT=serialNumber=7,O={written}"]
+
+
+@pytest.mark.parametrize("nothing", [None, {}])
+def test_without_a_certificate_there_is_no_principal(nothing):
+    assert principal_of(nothing, compiled_pattern("(.*)")) is None
+
+
+@pytest.mark.parametrize("pattern", ["CN=.+", "CN=(", "(?P<>x)"])
+def test_a_pattern_without_a_group_or_that_is_invalid_is_an_error(pattern):
+    with pytest.raises(BadConfig, match=r"principal_pattern: .* expected a regular expression"):
+        compiled_pattern(pattern)
+
+
+def test_all_characters_of_a_principal():
+    assert is_principal("CN/a.b_c:d@e+f-9" + "x" * 112)
+    assert not is_principal("CN/a.b_c:d@e+f-9" + "x" * 113)

@@ -1,0 +1,39 @@
+"""Tokens: the text of a file, and where their bytes never appear (rule 1 of tokens.py)."""
+
+import copy
+import hashlib
+
+import pytest
+
+from waltz_core.access.tokens import Token, hash_of
+from waltz_core.errors import BadConfig
+
+TEXT = "c0ffee" + "0123456789" * 5 + "abcdef00"
+
+
+def test_a_token_is_64_hexadecimal_digits_and_maybe_a_line_end():
+    assert Token.parse(f"{TEXT}\n", "file").secret == bytes.fromhex(TEXT)
+    assert Token.parse(TEXT, "file").text == TEXT
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", TEXT[:-1], TEXT + "0", TEXT.upper(), f"{TEXT[:32]} {TEXT[32:]}", "\uff43" + TEXT[1:]],
+)
+def test_a_truncated_or_changed_token_is_an_error_that_does_not_show_it(text):
+    with pytest.raises(BadConfig, match=r"file: expected a token of 64 .*, found ") as caught:
+        Token.parse(text, "file")
+    assert "ffee" not in str(caught.value).lower()
+
+
+def test_its_bytes_are_in_no_repr_and_no_pickle():
+    token = Token.parse(TEXT, "file")
+    assert "c0ff" not in f"{token!r} {token}"
+    assert repr(token.secret) not in repr(token)
+    for store in (copy.copy, copy.deepcopy):
+        with pytest.raises(TypeError, match="a token cannot be pickled"):
+            store(token)
+
+
+def test_zookeeper_has_the_sha_256_of_the_bytes():
+    assert hash_of(bytes.fromhex(TEXT)) == hashlib.sha256(bytes.fromhex(TEXT)).hexdigest()

@@ -1,0 +1,174 @@
+"""The node with the permissions: its bytes, and all that makes it unreadable."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from waltz_core.access.permissions import Grant, KnownToken, Permissions, PrincipalLimits
+from waltz_core.access.requirements import AccessVerb
+from waltz_core.cluster.nodes import access_node
+from waltz_core.errors import BadConfig, BadFormat
+
+KEY, HASH = bytes(range(32)), "ab" * 32
+PERMISSIONS = Permissions(
+    revision=17,
+    changed_by="ops-anna",
+    changed_ms=1_795_867_200_000,
+    client_key=KEY,
+    accepts_0_13=True,
+    groups={"servers": ("s1.example", "s2.example"), "empty": ()},
+    grants=(
+        Grant("servers", True, AccessVerb.REPLICATE, None),
+        Grant("spark-etl", False, AccessVerb.APPEND, ((0, 3), (7, 7))),
+        Grant("anonymous", False, AccessVerb.READ, ((5, 5),)),
+    ),
+    limits={
+        "spark-etl": PrincipalLimits(50_000_000, 20_000, 200, 50),
+        "*": PrincipalLimits(connections=100),
+    },
+    tokens={HASH: KnownToken("t3", "spark-etl", 1_803_643_200_000)},
+)
+
+
+def changed(**parts):
+    """The node with other parts; a part that is None is left out."""
+    node = json.loads(access_node.encode(PERMISSIONS)) | parts
+    return json.dumps({key: each for key, each in node.items() if each is not None}).encode()
+
+
+def test_the_bytes_are_those_of_the_decision():
+    node = json.loads(access_node.encode(PERMISSIONS))
+    assert node == {
+        "format": 1,
+        "revision": 17,
+        "changed_by": "ops-anna",
+        "changed_ms": 1_795_867_200_000,
+        "client_key": KEY.hex(),
+        "accepts_0_13": True,
+        "groups": {"servers": ["s1.example", "s2.example"], "empty": []},
+        "grants": [
+            {"group": "servers", "verb": "replicate", "partitions": "all"},
+            {"principal": "spark-etl", "verb": "append", "partitions": "0-3,7"},
+            {"principal": "anonymous", "verb": "read", "partitions": "5"},
+        ],
+        "limits": {
+            "spark-etl": {
+                "bytes_per_s": 50_000_000,
+                "appends_per_s": 20_000,
+                "connections": 200,
+                "feeds": 50,
+            },
+            "*": {"connections": 100},
+        },
+        "tokens": {HASH: {"id": "t3", "principal": "spark-etl", "expires_ms": 1_803_643_200_000}},
+    }
+    assert access_node.decode(changed()) == PERMISSIONS
+
+
+def grant(**parts):
+    return [{"principal": "ann", "verb": "read", "partitions": "all"} | parts]
+
+
+def token(**parts):
+    return {HASH: {"id": "t1", "principal": "ann", "expires_ms": 1} | parts}
+
+
+@pytest.mark.parametrize(
+    ("parts", "error"),
+    [
+        ({"format": 2}, "expected format 1, found 2"),
+        ({"format": None}, "expected format 1, found None"),
+        ({"surplus": 1}, "the node with the keys"),
+        ({"tokens": None}, "the node with the keys"),
+        ({"revision": 0}, "revision: expected 1"),
+        ({"revision": True}, "revision: expected 1"),
+        ({"revision": "17"}, "revision: expected 1"),
+        ({"revision": 1 << 63}, "revision: expected 1"),
+        ({"revision": 17.0}, "expected integers only"),
+        ({"changed_ms": -1}, "changed_ms: expected 0"),
+        ({"changed_by": "a\nb"}, "changed_by: expected a printable text"),
+        ({"accepts_0_13": 1}, "accepts_0_13: expected true or false"),
+        ({"client_key": "00"}, "client_key: expected 64 hexadecimal digits"),
+        ({"client_key": KEY.hex().upper()}, "client_key: expected 64 hexadecimal digits"),
+        ({"client_key": 7}, "client_key: expected 64 hexadecimal digits"),
+        ({"groups": []}, "groups: expected an object"),
+        ({"groups": {"two words": []}}, "expected a group name"),
+        ({"groups": {"a": "ann"}}, "group a: expected a list"),
+        ({"groups": {"a": ["ann", "ann"]}}, "members of group a that differ"),
+        ({"groups": {"a": ["other"]}}, "expected a principal"),
+        ({"groups": {"a": ["a" * 129]}}, "expected a principal"),
+        ({"grants": grant(group="a")}, "a grant with the keys"),
+        ({"grants": [{"group": "x", "verb": "read", "partitions": "all"}]}, "group that exists"),
+        ({"grants": grant(verb="write")}, "a verb of read, append, administer, replicate"),
+        ({"grants": grant(principal="other")}, "expected a principal"),
+        ({"grants": grant(principal=None)}, "principal: expected a printable text"),
+        ({"grants": ["ann"]}, "a grant: expected an object"),
+        *(
+            ({"grants": grant(partitions=text)}, "ascending partitions")
+            for text in ("", "3-1", "3-3", "1,1", "2,1", "0-3,3", "-1", "1-", "01", "1, 2", "a")
+        ),
+        ({"grants": grant(partitions="2147483648")}, "ascending partitions"),
+        ({"grants": grant(partitions=[1])}, "partitions: expected a printable text"),
+        ({"limits": {"ann": {"bytes": 1}}}, "limits of bytes_per_s"),
+        ({"limits": {"ann": {"feeds": 0}}}, "feeds: expected 1"),
+        ({"limits": {"two words": {}}}, "expected a principal"),
+        ({"tokens": {"ab": token()[HASH]}}, "a hash of 64 hexadecimal digits"),
+        ({"tokens": token(principal="anonymous")}, "a principal that is not reserved"),
+        ({"tokens": token(id="")}, "a token ID"),
+        ({"tokens": token(expires_ms=None)}, "expires_ms: expected 0"),
+        ({"tokens": token() | {"cd" * 32: token()[HASH]}}, "token IDs that differ"),
+    ],
+)
+def test_a_part_that_is_not_exactly_as_expected_makes_the_node_unreadable(parts, error):
+    with pytest.raises(BadFormat, match=error):
+        access_node.decode(changed(**parts))
+
+
+@pytest.mark.parametrize(
+    ("data", "error"),
+    [
+        (b"", "permissions"),
+        (b"\xff", "permissions"),
+        (b"[]", "the node: expected an object"),
+        (b'{"format": 1, "format": 1}', "keys that differ"),
+        (b"[" * 200_000, "nested too deeply"),
+        (b'{"format": ' + b"9" * 10_000 + b"}", "permissions"),
+        (b" " * (512 * 1024 + 1), "at most 524288 bytes"),
+    ],
+)
+def test_other_bytes_are_unreadable(data, error):
+    with pytest.raises(BadFormat, match=error):
+        access_node.decode(data)
+
+
+@given(
+    st.binary()
+    | st.text().map(str.encode)
+    | st.sampled_from(range(300)).map(lambda at: changed()[:at])
+)
+def test_any_bytes_are_a_value_or_bad_format(data):
+    with pytest.raises(BadFormat):
+        access_node.decode(data)
+
+
+def test_an_unreadable_key_is_not_in_the_error():
+    with pytest.raises(BadFormat) as caught:
+        access_node.decode(changed(client_key=[KEY.hex()]))
+    assert "0102" not in str(caught.value)
+    assert "0102" not in repr(PERMISSIONS)
+
+
+def test_permissions_over_the_limit_are_not_written():
+    many = {f"{at:064x}": KnownToken(f"t{at}", "ann", 1) for at in range(6_000)}
+    full = Permissions(1, "ann", 0, KEY, tokens=many)
+    with pytest.raises(BadConfig, match="expected at most 524288"):
+        access_node.encode(full)
+
+
+def test_a_token_is_unknown_from_its_expiry_on():
+    expires_ms = PERMISSIONS.tokens[HASH].expires_ms
+    assert PERMISSIONS.token_principal(HASH, expires_ms - 1) == "spark-etl"
+    assert PERMISSIONS.token_principal(HASH, expires_ms) is None
+    assert PERMISSIONS.token_principal("cd" * 32, 0) is None

@@ -1,0 +1,91 @@
+"""Principals: the names of peers, and the rule that maps a client certificate to one (AC 2).
+
+A certificate is matched as `ssl` returns it (`SSLSocket.getpeercert`), after it was verified.
+
+Rules:
+    1. The pattern must match a whole name of the certificate: `CN=..`, `SUBJECT=..`, `URI=..` or
+       `DNS=..`. Its first group is the principal.
+    2. Without exactly one distinct result there is no principal, so that nothing depends on the
+       order of names. The same holds for a result that is no principal, or a reserved one.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, TypeAlias
+
+from waltz_core.errors import BadConfig
+
+# A connection without a token, and without a certificate that has a principal.
+ANONYMOUS: Final = "anonymous"
+RESERVED: Final = (ANONYMOUS, "other")
+PRINCIPAL_EXPECTED: Final = "1 to 128 characters of A-Z a-z 0-9 . _ : / @ + -"
+_PRINCIPAL: Final = re.compile(r"[A-Za-z0-9._:/@+-]{1,128}")
+
+Certificate: TypeAlias = Mapping[str, Any]
+
+# The names of RFC 4514 for those of OpenSSL; all others keep OpenSSL's.
+_SHORT_NAMES: Final = {
+    "commonName": "CN",
+    "localityName": "L",
+    "stateOrProvinceName": "ST",
+    "organizationName": "O",
+    "organizationalUnitName": "OU",
+    "countryName": "C",
+    "streetAddress": "STREET",
+    "domainComponent": "DC",
+    "userId": "UID",
+}
+_ESCAPED: Final = re.compile(r'[,+"\\<>;\x00]|^[ #]| $')
+
+
+def is_principal(text: str) -> bool:
+    """Whether a text has the form of a principal."""
+    return _PRINCIPAL.fullmatch(text) is not None
+
+
+def compiled_pattern(pattern: str) -> "re.Pattern[str]":
+    """Return the setting `principal_pattern` compiled; raises BadConfig."""
+    expected = f"principal_pattern: {pattern!r}: expected a regular expression with a group"
+    try:
+        made = re.compile(pattern)
+    except re.error as error:
+        raise BadConfig(f"{expected}: {error}") from error
+    if not made.groups:
+        raise BadConfig(f'{expected}, such as "CN=(.+)", found none')
+    return made
+
+
+def principal_of(certificate: Certificate | None, pattern: "re.Pattern[str]") -> str | None:
+    """Return the principal of a verified certificate; None: it has none (rules 1 and 2)."""
+    matches = [pattern.fullmatch(name) for name in _names(certificate or {})]
+    found = {match.group(1) for match in matches if match and match.group(1) is not None}
+    if len(found) != 1:
+        return None
+    (name,) = found
+    return name if is_principal(name) and name not in RESERVED else None
+
+
+def _names(certificate: Certificate) -> Iterator[str]:
+    """Yield the names of a certificate that a pattern may match."""
+    subject = certificate.get("subject", ())
+    for part in subject:
+        for kind, value in part:
+            if kind == "commonName":
+                yield f"CN={value}"
+    if subject:
+        yield f"SUBJECT={_rfc4514(subject)}"
+    for kind, value in certificate.get("subjectAltName", ()):
+        if kind in ("URI", "DNS"):
+            yield f"{kind}={value}"
+
+
+def _rfc4514(subject: tuple[tuple[tuple[str, str], ...], ...]) -> str:
+    """Return a subject as RFC 4514 writes it: the last part first."""
+    return ",".join(
+        "+".join(f"{_SHORT_NAMES.get(kind, kind)}={_escaped(value)}" for kind, value in part)
+        for part in reversed(subject)
+    )
+
+
+def _escaped(value: str) -> str:
+    return _ESCAPED.sub(lambda found: "\\00" if found[0] == "\0" else f"\\{found[0]}", value)

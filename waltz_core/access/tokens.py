@@ -1,0 +1,53 @@
+"""Tokens: random secrets that identify a principal (decision 048, AC 3).
+
+Rules:
+    1. The bytes of a token are in no `repr`, no error and no log line; an object with them cannot
+       be pickled.
+    2. ZooKeeper has the SHA-256 hash only. Random bytes need no slow hash.
+"""
+
+import hashlib
+import re
+from typing import Final, Never
+
+from waltz_core.errors import BadConfig
+
+TOKEN_BYTES: Final = 32
+_TEXT: Final = re.compile(f"[0-9a-f]{{{2 * TOKEN_BYTES}}}")
+
+
+class Token:
+    """The secret of a token."""
+
+    __slots__ = ("secret",)
+
+    def __init__(self, secret: bytes) -> None:
+        assert len(secret) == TOKEN_BYTES
+        self.secret = secret
+
+    @staticmethod
+    def parse(text: str, where: str) -> "Token":
+        """Return the token of a file or variable, 64 hexadecimal digits in lower case.
+
+        Raises BadConfig with `where`, and without the text.
+        """
+        text = text.strip()
+        if _TEXT.fullmatch(text) is None:
+            raise BadConfig(
+                f"{where}: expected a token of {2 * TOKEN_BYTES} hexadecimal digits in lower case, "
+                f"found {len(text)} characters"
+            )
+        return Token(bytes.fromhex(text))
+
+    @property
+    def text(self) -> str:
+        """The text for a token file."""
+        return self.secret.hex()
+
+    def __reduce__(self) -> Never:
+        raise TypeError("a token cannot be pickled")
+
+
+def hash_of(secret: bytes) -> str:
+    """Return the hash by which ZooKeeper knows a token, in hexadecimal digits."""
+    return hashlib.sha256(secret).hexdigest()

@@ -1,0 +1,252 @@
+"""The bytes of `R/x/access`: the permissions of a cluster as strict JSON (decision 048).
+
+Rules:
+    1. An unknown, missing or duplicate key, a value of another type, and a name or a range out of
+       its limits make the node unreadable. A daemon then keeps its permissions (AC 6): a part that
+       an older version does not understand must not be read as "nothing".
+    2. Of the two reserved principals, `anonymous` may have grants and limits; `other` is a label
+       of metrics only. No token is for either.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NoReturn, TypeVar
+
+from waltz_core.access.permissions import (
+    DEFAULT_LIMITS,
+    Grant,
+    KnownToken,
+    Permissions,
+    PrincipalLimits,
+)
+from waltz_core.access.principals import ANONYMOUS, PRINCIPAL_EXPECTED, RESERVED, is_principal
+from waltz_core.access.requirements import AccessVerb
+from waltz_core.cluster.nodes.model import INT32_MAX
+from waltz_core.errors import BadConfig, BadFormat
+from waltz_core.records import strict_json
+
+NODE_BYTES_MAX: Final = 512 * 1024
+_FORMAT: Final = 1
+_INT64_MAX: Final = (1 << 63) - 1
+_HEX_32: Final = re.compile("[0-9a-f]{64}")
+_NUMBERS: Final = re.compile("(0|[1-9][0-9]{0,9})(?:-([1-9][0-9]{0,9}))?")
+_LIMITS: Final = ("bytes_per_s", "appends_per_s", "connections", "feeds")
+ValueT = TypeVar("ValueT")
+
+
+def encode(permissions: Permissions) -> bytes:
+    """Return the node's bytes; raises BadConfig if they are over the limit."""
+    data = strict_json.to_json(
+        {
+            "format": _FORMAT,
+            "revision": permissions.revision,
+            "changed_by": permissions.changed_by,
+            "changed_ms": permissions.changed_ms,
+            "client_key": permissions.client_key.hex(),
+            "accepts_0_13": permissions.accepts_0_13,
+            "groups": {name: list(members) for name, members in permissions.groups.items()},
+            "grants": [_encoded_grant(grant) for grant in permissions.grants],
+            "limits": {name: _encoded_limits(each) for name, each in permissions.limits.items()},
+            "tokens": {
+                token_hash: {
+                    "id": each.token_id,
+                    "principal": each.principal,
+                    "expires_ms": each.expires_ms,
+                }
+                for token_hash, each in permissions.tokens.items()
+            },
+        }
+    )
+    if len(data) > NODE_BYTES_MAX:
+        raise BadConfig(
+            f"the permissions have {len(data)} bytes, expected at most {NODE_BYTES_MAX}. "
+            "Hint: use groups, and revoke tokens that have expired."
+        )
+    assert decode(data) == permissions
+    return data
+
+
+def decode(data: bytes) -> Permissions:
+    """Decode (rules 1 and 2); raises BadFormat."""
+    if len(data) > NODE_BYTES_MAX:
+        raise BadFormat(f"expected at most {NODE_BYTES_MAX} bytes, found {len(data)}")
+    try:
+        return _permissions(_DECODER.decode(data.decode("utf-8")))
+    except RecursionError as error:
+        raise BadFormat(f"permissions: {strict_json.TOO_DEEP}") from error
+    except ValueError as error:
+        raise BadFormat(f"permissions: {error}") from error
+
+
+def _permissions(found: object) -> Permissions:
+    if type(found) is dict and found.get("format") != _FORMAT:
+        raise ValueError(f"expected format {_FORMAT}, found {found.get('format')!r:.80}")
+    node = _object(found, "the node", _KEYS)
+    groups = _mapped(node["groups"], "groups", _group)
+    grants = tuple(_grant(each, groups) for each in _list(node["grants"], "grants"))
+    limits = _mapped(node["limits"], "limits", _limits)
+    tokens = _mapped(node["tokens"], "tokens", _token)
+    ids = [each.token_id for each in tokens.values()]
+    _expect(len(set(ids)) == len(ids), "token IDs that differ", ids)
+    key = node["client_key"]
+    if type(key) is not str or _HEX_32.fullmatch(key) is None:  # NB: the error does not show it
+        raise ValueError("client_key: expected 64 hexadecimal digits")
+    return Permissions(
+        revision=_integer(node["revision"], "revision", minimum=1),
+        changed_by=_text(node["changed_by"], "changed_by"),
+        changed_ms=_integer(node["changed_ms"], "changed_ms"),
+        client_key=bytes.fromhex(key),
+        accepts_0_13=_bool(node["accepts_0_13"], "accepts_0_13"),
+        groups=groups,
+        grants=grants,
+        limits=limits,
+        tokens=tokens,
+    )
+
+
+_KEYS: Final = (
+    *("format", "revision", "changed_by", "changed_ms", "client_key", "accepts_0_13"),
+    *("groups", "grants", "limits", "tokens"),
+)
+
+
+def _group(name: str, found: object) -> tuple[str, ...]:
+    _expect(is_principal(name), f"a group name of {PRINCIPAL_EXPECTED}", name)
+    members = tuple(_principal(each) for each in _list(found, f"group {name}"))
+    _expect(len(set(members)) == len(members), f"members of group {name} that differ", members)
+    return members
+
+
+def _grant(found: object, groups: Mapping[str, tuple[str, ...]]) -> Grant:
+    is_group = type(found) is dict and "group" in found
+    holder_key = "group" if is_group else "principal"
+    node = _object(found, "a grant", (holder_key, "verb", "partitions"))
+    if is_group:
+        holder = _text(node["group"], "group")
+        _expect(holder in groups, "a grant to a group that exists", holder)
+    else:
+        holder = _principal(node["principal"])
+    verb = _text(node["verb"], "verb")
+    verbs = [each.value for each in AccessVerb]
+    _expect(verb in verbs, f"a verb of {', '.join(verbs)}", verb)
+    return Grant(holder, is_group, AccessVerb(verb), _partitions(node["partitions"]))
+
+
+def _partitions(found: object) -> tuple[tuple[int, int], ...] | None:
+    """Return the ranges of a text like "0-3,7"; None: "all"."""
+    text = _text(found, "partitions")
+    if text == "all":
+        return None
+    ranges = []
+    next_min = 0
+    for part in text.split(","):
+        match = _NUMBERS.fullmatch(part)
+        first = int(match[1]) if match else -1
+        last = int(match[2] or first) if match else -1
+        is_range = match is not None and next_min <= first <= last <= INT32_MAX
+        is_range = is_range and (match is None or match[2] is None or first < last)
+        _expect(is_range, 'ascending partitions like "0-3,7", or "all"', text)
+        ranges.append((first, last))
+        next_min = last + 1
+    return tuple(ranges)
+
+
+def _limits(name: str, found: object) -> PrincipalLimits:
+    if name != DEFAULT_LIMITS:
+        _principal(name)
+    node = _object(found, f"limits of {name}", None)
+    _expect(set(node) <= set(_LIMITS), f"limits of {', '.join(_LIMITS)}", sorted(node))
+    return PrincipalLimits(**{key: _integer(each, key, minimum=1) for key, each in node.items()})
+
+
+def _token(token_hash: str, found: object) -> KnownToken:
+    _expect(_HEX_32.fullmatch(token_hash), "a hash of 64 hexadecimal digits", token_hash)
+    node = _object(found, "a token", ("id", "principal", "expires_ms"))
+    token_id, principal = _text(node["id"], "id"), _principal(node["principal"])
+    _expect(is_principal(token_id), f"a token ID of {PRINCIPAL_EXPECTED}", token_id)
+    _expect(principal not in RESERVED, "a principal that is not reserved", principal)
+    return KnownToken(token_id, principal, _integer(node["expires_ms"], "expires_ms"))
+
+
+def _principal(found: object) -> str:
+    name = _text(found, "principal")
+    is_allowed = is_principal(name) and (name == ANONYMOUS or name not in RESERVED)
+    _expect(is_allowed, f"a principal of {PRINCIPAL_EXPECTED}, not reserved", name)
+    return name
+
+
+# --- the parts of JSON
+
+
+def _expect(is_met: object, expected: str, found: object) -> None:
+    if not is_met:
+        raise ValueError(f"expected {expected}, found {found!r:.80}")
+
+
+def _object(found: object, where: str, keys: tuple[str, ...] | None) -> dict[str, object]:
+    """Return a JSON object; with `keys`, it has these and no others."""
+    if type(found) is not dict:
+        raise ValueError(f"{where}: expected an object, found {type(found).__name__}")
+    _expect(keys is None or set(found) == set(keys), f"{where} with the keys {keys}", sorted(found))
+    return found
+
+
+def _mapped(
+    found: object, where: str, decode_one: Callable[[str, object], ValueT]
+) -> dict[str, ValueT]:
+    return {key: decode_one(key, each) for key, each in _object(found, where, None).items()}
+
+
+def _list(found: object, where: str) -> list[object]:
+    if type(found) is not list:
+        raise ValueError(f"{where}: expected a list, found {type(found).__name__}")
+    return found
+
+
+def _text(found: object, where: str) -> str:
+    if type(found) is not str or not found.isprintable():
+        raise ValueError(f"{where}: expected a printable text, found {found!r:.80}")
+    return found
+
+
+def _bool(found: object, where: str) -> bool:
+    if type(found) is not bool:
+        raise ValueError(f"{where}: expected true or false, found {found!r:.80}")
+    return found
+
+
+def _integer(found: object, where: str, *, minimum: int = 0) -> int:
+    if type(found) is not int or not minimum <= found <= _INT64_MAX:
+        raise ValueError(f"{where}: expected {minimum}..{_INT64_MAX}, found {found!r:.80}")
+    return found
+
+
+def _encoded_grant(grant: Grant) -> dict[str, str]:
+    partitions = "all"
+    if grant.partitions is not None:
+        partitions = ",".join(
+            f"{first}" if first == last else f"{first}-{last}" for first, last in grant.partitions
+        )
+    holder = "group" if grant.is_group else "principal"
+    return {holder: grant.holder, "verb": grant.verb.value, "partitions": partitions}
+
+
+def _encoded_limits(limits: PrincipalLimits) -> dict[str, int]:
+    values = {name: getattr(limits, name) for name in _LIMITS}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    _expect(len(made) == len(pairs), "keys that differ", [key for key, _ in pairs])
+    return made
+
+
+def _reject(word: str) -> NoReturn:
+    raise ValueError(f"expected integers only, found {word:.80}")
+
+
+_DECODER: Final = json.JSONDecoder(
+    object_pairs_hook=_unique, parse_constant=_reject, parse_float=_reject
+)

@@ -1,0 +1,78 @@
+"""The exchange by which a token states the principal of a connection (decision 048, AC 3).
+
+It is the same in all three protocols: after the hellos the dialer sends the token, and the listener
+accepts it, or answers with an error and closes the connection.
+"""
+
+from typing import Final, TypeAlias
+
+from waltz_core.errors import RemoteProtocolError, WaltzError, from_code
+from waltz_core.records.record import NO_SESSION, ClientId, Generation, PartitionId, ReqId
+from waltz_core.wire.admin_messages import AdminRejected, AuthenticateForAdmin, Done
+from waltz_core.wire.messages import (
+    Authenticate,
+    AuthenticateAtStorage,
+    Authenticated,
+    ErrorResponse,
+    Message,
+    Nack,
+    SuccessResponse,
+    WireProtocol,
+)
+
+Credential: TypeAlias = Authenticate | AuthenticateAtStorage | AuthenticateForAdmin
+CREDENTIALS: Final = (Authenticate, AuthenticateAtStorage, AuthenticateForAdmin)
+
+_REQ_ID: Final = ReqId(ClientId(-1), Generation(-1), PartitionId(-1), -1)
+
+
+def credential(protocol: WireProtocol, version: int, secret: bytes) -> Credential | None:
+    """Return the dialer's message; None: this version has none, and so no access control."""
+    made: Credential
+    match protocol:
+        case WireProtocol.CLIENT:
+            made = Authenticate(_REQ_ID, secret)
+        case WireProtocol.STORAGE:
+            made = AuthenticateAtStorage(-1, -1, -1, secret)
+        case _:
+            assert protocol is WireProtocol.ADMIN
+            made = AuthenticateForAdmin(-1, secret)
+    return made if version >= made.since else None
+
+
+def accepted(message: Credential) -> Message:
+    """Return the listener's answer to a valid token."""
+    match message:
+        case Authenticate():
+            return Authenticated(message.req_id)
+        case AuthenticateAtStorage():
+            return SuccessResponse(message.session_id, message.sequence, message.partition_id)
+        case AuthenticateForAdmin():
+            return Done(message.sequence)
+
+
+def rejected(message: Credential, error: WaltzError) -> Message:
+    """Return the listener's answer to a token that it does not accept."""
+    match message:
+        case Authenticate():
+            return ErrorResponse(message.req_id, error.code, error.retriable, str(error))
+        case AuthenticateAtStorage():
+            prefix = message.session_id, message.sequence, message.partition_id
+            return Nack(*prefix, error.code, NO_SESSION, str(error))
+        case AuthenticateForAdmin():
+            return AdminRejected(message.sequence, error.code, str(error))
+
+
+def error_in(answer: Message) -> WaltzError | None:
+    """Return the error of the listener's answer; None: it has accepted the token."""
+    match answer:
+        case Authenticated() | SuccessResponse() | Done():
+            return None
+        case ErrorResponse() | Nack():
+            return from_code(answer.error_code, answer.message)
+        case AdminRejected():
+            return from_code(answer.error_code, answer.text)
+        case _:
+            return RemoteProtocolError(
+                f"expected an answer to a token, found {type(answer).__name__}"
+            )
