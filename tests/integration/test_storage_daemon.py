@@ -212,8 +212,8 @@ def test_an_older_server_gets_fewer_fields(tmp_path, monkeypatch):
             return owner.link.version, found.last_session, found.engaged_session
 
     with running(tmp_path) as storage:
-        assert on_loop(prepared_by(storage.address, 5)) == (3, -1, -1)
-        assert on_loop(prepared_by(storage.address, 6)) == (3, 5, 5)
+        assert on_loop(prepared_by(storage.address, 5)) == (4, -1, -1)
+        assert on_loop(prepared_by(storage.address, 6)) == (4, 5, 5)
         monkeypatch.setattr(WireProtocol.STORAGE, "versions_offered", (0, 1))
         assert on_loop(prepared_by(storage.address, 7)) == (1, 6, -1)
 
