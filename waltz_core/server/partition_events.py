@@ -189,13 +189,14 @@ class FetchFailed:
     """A fetch failed at this storage; another one may succeed.
 
     No other one may if the log begins with a later ID, `first_available`; -1 if that is not known.
-    `is_damage`: what it has of the records, locally and in the archive, is damaged.
+    `damage_code` is that of the error if what this storage has of the records, locally and in the
+    archive, is damaged; otherwise it is 0.
     """
 
     token: int
     reason: str
     first_available: TransactionId = BEFORE_FIRST
-    is_damage: bool = False
+    damage_code: int = 0
 
 
 Event: TypeAlias = (

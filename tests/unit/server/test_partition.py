@@ -946,7 +946,7 @@ def test_a_feed_of_damaged_records_ends_with_an_error_that_names_them() -> None:
     mount = world.mount(mark=-1, feed=True)
     while world.partition.feed.count:
         fetch = world.fetches[-1]
-        world.step(FetchFailed(fetch.token, "object o: bad", is_damage=True))
+        world.step(FetchFailed(fetch.token, "object o: bad", damage_code=errors.ObjectMissing.code))
         if world.fetches[-1] is fetch and world.partition.feed.count:
             assert world.partition.wake_at_ms is not None
             world.now_ms = world.partition.wake_at_ms
