@@ -580,7 +580,7 @@ class ReplicasResponse(ClientMessage):
 
     The archive has the IDs `first_available`..`archived`; `manifest` lists its objects.
     `unarchived_bytes` is the approximate size of the committed records after them, -1 if it is not
-    known.
+    known. `archive_interval_ms` is the setting of the server: 0 if it archives nothing.
     """
 
     code = 72
@@ -595,6 +595,7 @@ class ReplicasResponse(ClientMessage):
     manifest: Text = field(default="", metadata={"since": 7, "is_extra": True})
     manifest_crc: Crc32 = field(default=0, metadata={"since": 7, "is_extra": True})
     unarchived_bytes: Int64 = field(default=-1, metadata={"since": 7, "is_extra": True})
+    archive_interval_ms: Int64 = field(default=0, metadata={"since": 7, "is_extra": True})
 
 
 @value(frozen=True, slots=True)

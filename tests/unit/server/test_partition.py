@@ -1213,11 +1213,14 @@ def test_replicas_are_reported_after_a_proof_when_it_must_be_linearizable() -> N
 
 
 def test_replicas_are_reported_with_what_is_archived() -> None:
-    world = ready()
+    world = World(archive_interval_ms=7)
+    world.open()
+    world.mount()
     chain = GENESIS_CHAIN
     world.store.archived = ArchivedMark(TransactionId(9), chain, 5, TransactionId(3), 77, "m")
     answer = world.answer(world.send(A, messages.ReplicasRequest(world.req_id(ALICE), False)))
     assert answer.unarchived_bytes == -1, "not known"
+    assert answer.archive_interval_ms == 7
     world.store.archive_backlog = replication.ArchiveBacklog(1, 55, 3)
     answer = world.answer(world.send(A, messages.ReplicasRequest(world.req_id(ALICE), False)))
     assert answer.unarchived_bytes == 55
