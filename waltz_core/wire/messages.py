@@ -642,7 +642,8 @@ class ReplacementRequest(ClientMessage):
     """Replace an object of the archive that is corrupt or missing, from the log of a storage.
 
     It is listed as `object`, with the IDs first..last. Repeat the request until the answer shows
-    that the attempt has ended.
+    that the attempt has ended. `token` is a random number of the attempt: a request with another
+    one begins again.
     """
 
     code = 78
@@ -650,6 +651,7 @@ class ReplacementRequest(ClientMessage):
     object: Text
     first: Int64
     last: Int64
+    token: Int64
 
 
 @value(frozen=True, slots=True)

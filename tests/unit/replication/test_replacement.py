@@ -19,7 +19,7 @@ from tests.unit.replication.test_archiving import (
 from waltz_core.replication.archiving import PROGRESS_MS_MAX
 from waltz_core.replication.session_events import ReplaceInArchive, ReplacementOutcome
 
-OBJECT = ReplaceInArchive("o1", 0, 1)
+OBJECT = ReplaceInArchive("o1", 0, 1, 77)
 
 
 @pytest.fixture
@@ -107,17 +107,20 @@ def test_each_replica_is_requested_once_and_the_outcome_has_all_reasons(bench):
     assert bench.marker.archived == mark
 
 
-def test_an_outcome_is_reported_once_and_a_later_request_begins_again(bench):
+def test_a_later_request_for_the_same_object_begins_again(bench):
     request(bench)
     for _ in range(3):
         refused(bench, *replacements(bench)[-1])
         bench.run()
+    outcome = bench.store.replacement(OBJECT)
     bench.step(OBJECT)
-    assert bench.store.replacement(OBJECT) is None
-    replica, message = request(bench)
-    written(bench, replica, message)
     bench.run()
-    assert bench.store.replacement(OBJECT).is_replaced
+    assert bench.store.replacement(OBJECT) == outcome, "an answer may have been lost"
+    later = replace(OBJECT, token=78)
+    assert bench.store.replacement(later) is None
+    written(bench, *request(bench, later))
+    bench.run()
+    assert bench.store.replacement(later).is_replaced
 
 
 @pytest.mark.parametrize("kind", ["silence", "rejection", "another end"])
@@ -174,7 +177,7 @@ def test_a_replacement_and_an_attempt_exclude_each_other(bench):
 
 def test_one_replacement_is_under_way_and_another_one_follows(bench):
     replica, message = request(bench)
-    other = ReplaceInArchive("o2", 2, 3)
+    other = ReplaceInArchive("o2", 2, 3, 78)
     bench.step(other)
     written(bench, replica, message)
     bench.run()

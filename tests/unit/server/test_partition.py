@@ -989,10 +989,10 @@ def test_an_expiry_is_passed_to_the_store_until_it_is_done() -> None:
 def test_a_replacement_is_passed_to_the_store_until_its_outcome_is_reported() -> None:
     world = ready()
     world.store.archived = ArchivedMark(9, GENESIS_CHAIN, 0, 3, 7, "m")
-    wanted = replication.ReplaceInArchive("o", TransactionId(3), TransactionId(9))
+    wanted = replication.ReplaceInArchive("o", TransactionId(3), TransactionId(9), 5)
 
     def answer() -> tuple[object, ...]:
-        asked = world.send(A, messages.ReplacementRequest(world.req_id(ALICE), "o", 3, 9))
+        asked = world.send(A, messages.ReplacementRequest(world.req_id(ALICE), "o", 3, 9, 5))
         found = world.answer(asked)
         assert isinstance(found, messages.ReplacementResponse)
         return found.is_ended, found.is_replaced, found.storage, found.failures
@@ -1002,7 +1002,7 @@ def test_a_replacement_is_passed_to_the_store_until_its_outcome_is_reported() ->
     assert answer() == (True, True, REPLICAS[0], ("s2: no",))
     world.store.replaced[wanted] = replication.ReplacementOutcome(False, None, ("s2: no",))
     assert answer() == (True, False, "", ("s2: no",))
-    assert world.store.of(replication.ReplaceInArchive) == 3 * [wanted], "it forgets the outcome"
+    assert world.store.of(replication.ReplaceInArchive) == 3 * [wanted]
 
 
 @pytest.mark.parametrize(("first", "last"), [(-1, 3), (4, 3), (0, 10)])
@@ -1013,7 +1013,7 @@ def test_a_replacement_of_what_is_not_archived_is_rejected(
     world = ready()
     if is_archived:
         world.store.archived = ArchivedMark(9, GENESIS_CHAIN, 0, 3, 7, "m")
-    asked = world.send(A, messages.ReplacementRequest(world.req_id(ALICE), "o", first, last))
+    asked = world.send(A, messages.ReplacementRequest(world.req_id(ALICE), "o", first, last, 5))
     assert world.error(asked) == errors.BadRequest.code
     assert not world.store.of(replication.ReplaceInArchive)
 

@@ -11,6 +11,7 @@ nothing is changed.
 import asyncio
 from collections.abc import Callable
 from functools import partial
+from secrets import randbits
 from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import click
@@ -202,8 +203,9 @@ async def _repair(
         show(f"{what}: not repaired: storages cannot write it again. Hint: {ACTION}.")
         return
     listed = (problem["name"], problem["first"], problem["last"])
+    token = randbits(63)  # of this attempt: an interrupted command may have left an outcome
     while True:
-        answer = await client.requests.replace_object(partition_id, *listed)
+        answer = await client.requests.replace_object(partition_id, *listed, token=token)
         if answer.is_ended:
             break
         await asyncio.sleep(PAUSE_S)  # the owner does not notify its clients

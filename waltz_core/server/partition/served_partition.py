@@ -401,7 +401,7 @@ class Partition:
             fault = f"expected an object with IDs in 0..{end}, found {first}..{last}"
             self._out.append(answers.reject(event, errors.BadRequest(fault)))
             return
-        request = replication.ReplaceInArchive(message.object, first, last)
+        request = replication.ReplaceInArchive(message.object, first, last, message.token)
         self._out.append(answers.replaced(event, self._store.replacement(request)))
         self._drive(request)
 
