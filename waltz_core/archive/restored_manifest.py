@@ -101,6 +101,7 @@ class RestoredRange:
                 "exist. Hint: if the oldest transactions have expired since the backup, use "
                 "--without-expired"
             )
+        self.written: list[str] = []  # files of `write`, which are garbage if the restore fails
         manifest = saved.manifest
         self.first = max(manifest.first, kept[0].first)
         self._manifest = replace(manifest, first=self.first, pages=(), newest=kept)
@@ -172,10 +173,12 @@ class RestoredRange:
         while (page := made.next_page) is not None:
             origin = FileOrigin(session_id, nonce, len(made.pages))
             name = page_name(folder, made.version, origin)
+            self.written.append(name)
             write_read_back(self._store, name, page.to_bytes())
             made = made.with_page(name, page)
         name = manifest_name(folder, made.version, FileOrigin(session_id, nonce, 0))
         data = made.to_bytes()
+        self.written.append(name)
         write_read_back(self._store, name, data)
         Manifest.from_bytes(data, name)
         return NewManifest(end.last, end.chain, end.stamp_ms, name, crc32(data))
