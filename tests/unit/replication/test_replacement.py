@@ -4,18 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.replication.bench import A, B, C, wire
-from tests.unit.replication.test_archive_expiry import end_attempt
-from tests.unit.replication.test_archiving import (
-    ARCHIVING,
+from tests.unit.replication.archiving_bench import (
     INTERVAL_MS,
-    ArchivingBench,
-    archive,
+    archived_bench,
     attempts,
     begin,
+    end_attempt,
     finish,
-    new_bench,
+    next_owner_of,
 )
+from tests.unit.replication.bench import A, B, C, wire
 from waltz_core.replication.archiving import PROGRESS_MS_MAX
 from waltz_core.replication.session_events import ReplaceInArchive, ReplacementOutcome
 
@@ -24,12 +22,7 @@ OBJECT = ReplaceInArchive("o1", 0, 1, 77)
 
 @pytest.fixture
 def bench():
-    """Three replicas with batches 0..1, 2..3 and 4..5, of which 0..3 are archived."""
-    made = new_bench()
-    archive(made, last=3)
-    made.run_for(INTERVAL_MS)
-    end_attempt(made)
-    return made
+    return archived_bench()
 
 
 def replacements(bench):
@@ -210,12 +203,7 @@ def test_a_replacement_ends_with_its_session(bench):
 
 
 def test_an_owner_that_archives_nothing_replaces_an_object(bench):
-    other = ArchivingBench(*bench.names)
-    other.storages, other.storage_ids = bench.storages, bench.storage_ids
-    other.store = other._new_store(replace(ARCHIVING, archive_interval_ms=0))
-    other.look_at_zookeeper_of(bench)
-    other.own(generation=2)
-    other.reopen()
+    other = next_owner_of(bench)
     written(other, *request(other))
     other.run()
     assert other.marker.archived.manifest == "r1"
