@@ -52,6 +52,7 @@ from waltz_core.storage.files.space import SAMPLE_MS, DiskSpace
 from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.log.scrub import Scrub, ScrubState, read_positions, write_positions
 from waltz_core.storage.process.admin_port import AdminPort
+from waltz_core.storage.process.archive_rechecks import recheck_forever
 from waltz_core.storage.process.serving import Serving, concurrently
 from waltz_core.storage.process.storage_metrics import StorageMetrics
 from waltz_core.storage.service import archive_jobs, service, service_effects, upkeep
@@ -295,10 +296,14 @@ class StorageDaemon:
                         config.listen_host, config.admin_port, self._ssl
                     )
                     stack.push_async_callback(admin.close)
-                    tasks.create_task(serving.follow(self._checked_assignment))
-                    tasks.create_task(self._keep_positions(machine))
-                    tasks.create_task(self._sample_space(engine.space))
-                    tasks.create_task(self._offer_segments())
+                    for each in (
+                        serving.follow(self._checked_assignment),
+                        self._keep_positions(machine),
+                        self._sample_space(engine.space),
+                        self._offer_segments(),
+                        recheck_forever(self._archive, machine, self._archive_reads),
+                    ):
+                        tasks.create_task(each)
                     if self._coordinator is None:
                         serving.recheck()
                     else:
@@ -653,10 +658,9 @@ class StorageDaemon:
             self._loop.call_soon_threadsafe(self._post, archive_jobs.ArchiveProgressed())
 
     def _read_archive(self, read: ArchiveQuery) -> WorkOutcome:
-        mark = read.mark
+        mark, access = read.mark, self._archive
         try:
-            partition_id = PartitionId(mark.partition_id)
-            reader = self._archive.reader(partition_id, mark.manifest, mark.manifest_crc)
+            reader = access.reader(PartitionId(mark.partition_id), mark.manifest, mark.manifest_crc)
         except errors.WaltzError as error:
             return error
         return answer_from_archive(reader, read)
