@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from uuid import UUID
 
-from waltz_core.cluster.nodes.model import (
+from waltz_core.cluster.znodes.model import (
     MarkerState,
     PartitionMarker,
     PartitionMetadata,

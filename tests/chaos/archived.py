@@ -27,7 +27,7 @@ from waltz_core.archive.file_names import version_of
 from waltz_core.archive.manifest import Manifest, ObjectEntry, decode_page
 from waltz_core.archive.objects import ArchiveObject
 from waltz_core.archive.store import ArchiveStore, ListedFile
-from waltz_core.cluster.nodes.model import ArchivedMark
+from waltz_core.cluster.znodes.model import ArchivedMark
 from waltz_core.cluster.zookeeper.zookeeper_session import connected
 from waltz_core.records.record import PartitionId
 

@@ -14,7 +14,7 @@ from tests.chaos.history import Log
 from tests.chaos.round import play
 from tests.chaos.schedule import Fault, Schedule
 from waltz_core.archive.store import ArchiveStore
-from waltz_core.cluster.nodes.model import ArchivedMark
+from waltz_core.cluster.znodes.model import ArchivedMark
 
 FOLDER = f"{UUID(bytes=KEY)}/{PARTITION}"
 NONCE = "ab" * 16

@@ -27,7 +27,7 @@ from tests.fault.threads import let_threads_go, stop_threads
 from tests.patience import HANG_S
 from waltz_core.client import WaltzClient
 from waltz_core.cluster.change.storages import StorageLayout
-from waltz_core.cluster.nodes.model import PartitionMetadata
+from waltz_core.cluster.znodes.model import PartitionMetadata
 from waltz_core.cluster.zookeeper.zookeeper_session import connected
 from waltz_core.local import LocalCluster
 from waltz_core.local.zookeeper_process import find_java

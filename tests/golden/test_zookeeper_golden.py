@@ -7,7 +7,7 @@ from uuid import UUID
 
 import pytest
 
-from waltz_core.cluster.nodes import model
+from waltz_core.cluster.znodes import model
 from waltz_core.records.record import (
     Generation,
     PartitionId,

@@ -23,8 +23,8 @@ from tests.storage_owner import Owner, records_of
 from waltz_core import errors
 from waltz_core.cluster.change.creation import NewCluster, NewStorage
 from waltz_core.cluster.coordinator import Coordinator
-from waltz_core.cluster.nodes import model
-from waltz_core.cluster.nodes.model import ReplicaAssignments
+from waltz_core.cluster.znodes import model
+from waltz_core.cluster.znodes.model import ReplicaAssignments
 from waltz_core.cluster.zookeeper.zookeeper_session import connected
 from waltz_core.config import StorageConfig
 from waltz_core.records.record import (

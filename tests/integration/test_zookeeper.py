@@ -20,7 +20,14 @@ from tests.loops import until
 from tests.patience import HANG_S
 from waltz_core import errors
 from waltz_core.cluster.coordinator import Coordinator
-from waltz_core.cluster.nodes.znodes import CreateNode, Delete, Operation, SessionState, Set, Znodes
+from waltz_core.cluster.znodes.interface import (
+    CreateNode,
+    Delete,
+    Operation,
+    SessionState,
+    Set,
+    Znodes,
+)
 from waltz_core.cluster.zookeeper import zookeeper_session as door
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
 

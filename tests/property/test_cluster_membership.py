@@ -10,7 +10,7 @@ from tests.cluster_contract import KEY, Inbox, descriptor, running
 from waltz_core import errors
 from waltz_core.cluster.change.creation import NewCluster
 from waltz_core.cluster.coordinator import Coordinator
-from waltz_core.cluster.nodes.znodes import Children, Node, Operation, SessionState, Signal
+from waltz_core.cluster.znodes.interface import Children, Node, Operation, SessionState, Signal
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import (
     MemorySession,
     MemoryZooKeeper,

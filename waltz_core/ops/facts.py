@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from waltz_core.cluster.membership.registration import Ownership
-from waltz_core.cluster.nodes.model import ArchivedMark, PartitionMarker, PartitionMetadata
+from waltz_core.cluster.znodes.model import ArchivedMark, PartitionMarker, PartitionMetadata
 from waltz_core.records.record import (
     BEFORE_FIRST,
     NO_SESSION,

@@ -19,7 +19,7 @@ Rules (docs/design/correctness.md 2.1, C to E and G):
 from collections.abc import Mapping, Sequence
 from enum import Enum, auto
 
-from waltz_core.cluster.nodes.model import (
+from waltz_core.cluster.znodes.model import (
     UNRESOLVED,
     ArchivedMark,
     MarkerState,

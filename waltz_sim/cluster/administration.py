@@ -7,7 +7,7 @@ disk; this module only connects them, in virtual time.
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from waltz_core.cluster.nodes.model import UNRESOLVED
+from waltz_core.cluster.znodes.model import UNRESOLVED
 from waltz_core.errors import BadRequest, CoordinatorUnavailable, WaltzError
 from waltz_core.machine import Report
 from waltz_core.records.record import NO_SESSION

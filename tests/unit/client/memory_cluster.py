@@ -15,7 +15,7 @@ from tests.patience import HANG_S
 from waltz_core.client import AsyncWaltzClient
 from waltz_core.client.links.directory import ZooKeeperDirectory
 from waltz_core.cluster.change.creation import NewCluster
-from waltz_core.cluster.nodes import model
+from waltz_core.cluster.znodes import model
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
 from waltz_core.config import ClientConfig
 from waltz_core.driver import Driver

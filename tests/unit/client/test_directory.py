@@ -18,8 +18,8 @@ from waltz_core.client.links.directory import (
     ZooKeeperDirectory,
 )
 from waltz_core.cluster.membership.registration import Ownership, ServersView
-from waltz_core.cluster.nodes.model import GroupDescriptor, ServerDescriptor
-from waltz_core.cluster.nodes.restored_from import NOT_RESTORED
+from waltz_core.cluster.znodes.model import GroupDescriptor, ServerDescriptor
+from waltz_core.cluster.znodes.restored_from import NOT_RESTORED
 from waltz_core.config import ClientConfig
 from waltz_core.records.record import ReplicaId
 

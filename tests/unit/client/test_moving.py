@@ -27,7 +27,7 @@ from waltz_core.client import Reason
 from waltz_core.client.links import silence
 from waltz_core.client.stream import appends
 from waltz_core.cluster.coordinator import Coordinator
-from waltz_core.cluster.nodes import model
+from waltz_core.cluster.znodes import model
 from waltz_core.cluster.zookeeper import zookeeper_session
 from waltz_core.config import ClientConfig
 from waltz_core.records.record import PartitionId, TransactionId

@@ -15,7 +15,7 @@ from tests.patience import HANG_S
 from waltz_core.client import PoisonPolicy, Transaction, TransactionBuilder
 from waltz_core.client.api import sql
 from waltz_core.client.api.sql import SqlCallbacks
-from waltz_core.cluster.nodes.restored_from import RestoredFrom
+from waltz_core.cluster.znodes.restored_from import RestoredFrom
 from waltz_core.errors import BadConfig, BadRequest, ClusterKeyMismatch, DataLoss, Unreachable
 from waltz_core.records.record import PartitionId, TransactionId
 

@@ -13,7 +13,11 @@ from waltz_core.cluster.membership.assignment import (
     is_current,
     move_partitions,
 )
-from waltz_core.cluster.nodes.model import PartitionAssignment, ReplicaAssignments, ServerDescriptor
+from waltz_core.cluster.znodes.model import (
+    PartitionAssignment,
+    ReplicaAssignments,
+    ServerDescriptor,
+)
 
 
 def live(*server_ids, preferred=None):

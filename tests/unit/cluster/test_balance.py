@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from waltz_core.cluster.membership.assignment import assign_partitions, move_partitions
 from waltz_core.cluster.membership.balance import BalanceLimits, Balancer
 from waltz_core.cluster.membership.loads import LoadBook, LoadMeter
-from waltz_core.cluster.nodes.model import PartitionAssignment, ServerDescriptor
+from waltz_core.cluster.znodes.model import PartitionAssignment, ServerDescriptor
 
 PASS_PAUSE_MS = 600_000
 INTERVAL_MS, WINDOW_MS = 5_000, 30_000

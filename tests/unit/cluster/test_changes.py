@@ -8,7 +8,7 @@ from waltz_core import errors
 from waltz_core.cluster.change import changes
 from waltz_core.cluster.change.changes import Change, PartitionReplicas, Plan, Wait
 from waltz_core.cluster.membership.assignment import check_replica_change
-from waltz_core.cluster.nodes.model import (
+from waltz_core.cluster.znodes.model import (
     NO_GENERATION,
     UNRESOLVED,
     PartitionMetadata,

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from waltz_core.cluster.nodes.contact import ABSENCE_MS_MIN, Contact
+from waltz_core.cluster.znodes.contact import ABSENCE_MS_MIN, Contact
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
 
 

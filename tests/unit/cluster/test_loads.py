@@ -16,7 +16,7 @@ from waltz_core.cluster.membership.loads import (
     decode_loads,
     encode_loads,
 )
-from waltz_core.cluster.nodes.znodes import Set
+from waltz_core.cluster.znodes.interface import Set
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
 from waltz_core.errors import BadFormat
 

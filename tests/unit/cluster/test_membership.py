@@ -13,9 +13,9 @@ from waltz_core.cluster.change.creation import NewCluster
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.membership.reachability import ReachBoard, ReachReport
 from waltz_core.cluster.membership.registration import WRITE_ATTEMPTS_MAX, Membership, Ownership
-from waltz_core.cluster.nodes import model
-from waltz_core.cluster.nodes.node_access import ClusterNodes
-from waltz_core.cluster.nodes.znodes import CreateNode, Set
+from waltz_core.cluster.znodes import model
+from waltz_core.cluster.znodes.interface import CreateNode, Set
+from waltz_core.cluster.znodes.node_access import ClusterNodes
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import (
     SESSION_TIMEOUT_MS,
     MemoryZooKeeper,

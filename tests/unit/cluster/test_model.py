@@ -3,7 +3,7 @@
 import pytest
 
 from waltz_core import errors
-from waltz_core.cluster.nodes import model
+from waltz_core.cluster.znodes import model
 
 
 @pytest.mark.parametrize(

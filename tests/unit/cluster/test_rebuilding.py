@@ -13,7 +13,7 @@ from waltz_core.cluster.change import rebuilding
 from waltz_core.cluster.change.creation import NewCluster, NewStorage
 from waltz_core.cluster.change.rebuilding import Log, choose
 from waltz_core.cluster.membership.assignment import assign_partitions
-from waltz_core.cluster.nodes import model
+from waltz_core.cluster.znodes import model
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
 from waltz_core.records.record import BEFORE_FIRST, NO_SESSION
 from waltz_core.replication.quorum import quorum_size

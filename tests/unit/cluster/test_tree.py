@@ -8,9 +8,9 @@ from tests.cluster_contract import KEY
 from tests.loops import on_virtual_loop
 from waltz_core import errors
 from waltz_core.cluster.change.creation import NewCluster
-from waltz_core.cluster.nodes import tree
-from waltz_core.cluster.nodes.paths import ClusterPaths
-from waltz_core.cluster.nodes.znodes import CreateNode
+from waltz_core.cluster.znodes import tree
+from waltz_core.cluster.znodes.interface import CreateNode
+from waltz_core.cluster.znodes.paths import ClusterPaths
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper, WriteFault
 
 

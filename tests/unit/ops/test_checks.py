@@ -4,7 +4,7 @@ import pytest
 
 from tests.unit.ops.test_diagnosis import ENGAGED, ONE, TWO, A, B, C, Case
 from waltz_core.cluster.membership.registration import Ownership
-from waltz_core.cluster.nodes.model import PartitionMetadata, ReplicaState
+from waltz_core.cluster.znodes.model import PartitionMetadata, ReplicaState
 from waltz_core.ops.checks import CHECKS, Failed, check, failed_checks
 
 BEHIND = ReplicaState(6, 50)

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.unit.ops.test_diagnosis import ENGAGED, ONE, SPARE, A, B, C, Case
-from waltz_core.cluster.nodes.model import PartitionMetadata, ReplicaState
+from waltz_core.cluster.znodes.model import PartitionMetadata, ReplicaState
 from waltz_core.ops.condition import PartitionCondition
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.ops.printed_commands import check_understood
 from waltz_core.cluster.coordinator import Ownership
-from waltz_core.cluster.nodes.model import (
+from waltz_core.cluster.znodes.model import (
     UNRESOLVED,
     ArchivedMark,
     MarkerState,

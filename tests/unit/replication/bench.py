@@ -8,7 +8,7 @@ from collections import deque
 from random import Random
 
 from tests.unit.replication.model_storage import ModelStorage, make_batch
-from waltz_core.cluster.nodes.model import MarkerState, PartitionMarker, PartitionMetadata
+from waltz_core.cluster.znodes.model import MarkerState, PartitionMarker, PartitionMetadata
 from waltz_core.machine import Report, Wakeup
 from waltz_core.replication import session_events
 from waltz_core.replication.invariants import check

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.unit.replication.bench import A, B, Bench, C
-from waltz_core.cluster.nodes.model import ReplicaState
+from waltz_core.cluster.znodes.model import ReplicaState
 from waltz_core.replication.invariants import check
 from waltz_core.replication.replica_session import ReplicaStage
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.replication.bench import LIMITS, A, B, Bench, C, D, E, wire
 from tests.unit.replication.model_storage import make_batch
-from waltz_core.cluster.nodes.model import UNRESOLVED, MarkerState, PartitionMetadata, ReplicaState
+from waltz_core.cluster.znodes.model import UNRESOLVED, MarkerState, PartitionMetadata, ReplicaState
 from waltz_core.errors import BelowStart
 from waltz_core.replication import session_events
 from waltz_core.replication.limits import SessionLimits

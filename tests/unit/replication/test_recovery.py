@@ -5,7 +5,7 @@ from itertools import combinations_with_replacement, product
 
 import pytest
 
-from waltz_core.cluster.nodes.model import (
+from waltz_core.cluster.znodes.model import (
     UNRESOLVED,
     MarkerState,
     PartitionMarker,

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.replication.model_storage import Entry, ModelStorage, make_batch
-from waltz_core.cluster.nodes.model import ArchivedMark
+from waltz_core.cluster.znodes.model import ArchivedMark
 from waltz_core.errors import BadFormat, ChecksumMismatch, DataLoss, RemoteProtocolError
 from waltz_core.records.record import GENESIS_CHAIN, RECONSTRUCTED, LineageEntry, next_chain
 from waltz_core.replication.repair import (

@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.replication.bench import LIMITS, A, B, Bench, C, wire
 from waltz_core import errors
-from waltz_core.cluster.nodes.model import UNRESOLVED, ReplicaState
+from waltz_core.cluster.znodes.model import UNRESOLVED, ReplicaState
 from waltz_core.replication import session_events
 from waltz_core.replication.replica_session import ReplicaStage
 from waltz_core.replication.session_events import Committed, SessionClosed, SessionOpened

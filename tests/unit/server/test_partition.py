@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.server.test_reads import headers
 from waltz_core import errors
-from waltz_core.cluster.nodes.model import (
+from waltz_core.cluster.znodes.model import (
     ArchivedMark,
     MarkerState,
     PartitionMarker,

@@ -1,6 +1,6 @@
 """What a server prefers, while it is well and while it is sick."""
 
-from waltz_core.cluster.nodes.model import ReplicaAssignments
+from waltz_core.cluster.znodes.model import ReplicaAssignments
 from waltz_core.server.process.preferences import Preferences, within_reach
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.loops import on_loop, until
 from tests.patience import HANG_S
-from waltz_core.cluster.nodes.model import ReplicaAssignments
+from waltz_core.cluster.znodes.model import ReplicaAssignments
 from waltz_core.errors import CoordinatorUnavailable, DiskFailed, UnknownPartition
 from waltz_core.storage.files.space import DiskSpace
 from waltz_core.storage.process.serving import (

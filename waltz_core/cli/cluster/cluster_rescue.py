@@ -33,7 +33,7 @@ from waltz_core.cluster.change.changes import Plan, filled
 from waltz_core.cluster.change.creation import NewCluster, NewStorage
 from waltz_core.cluster.change.rebuilding import NO_IDS, Ids, Log, RebuildDecision
 from waltz_core.cluster.coordinator import Coordinator, PartitionView
-from waltz_core.cluster.nodes.model import (
+from waltz_core.cluster.znodes.model import (
     ArchivedMark,
     MarkerState,
     PartitionMarker,

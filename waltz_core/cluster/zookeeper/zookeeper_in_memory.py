@@ -16,7 +16,7 @@ from enum import Enum, auto
 
 from waltz_core import errors
 from waltz_core.cluster.coordinator import Coordinator
-from waltz_core.cluster.nodes.znodes import (
+from waltz_core.cluster.znodes.interface import (
     NO_NODE,
     PERSISTENT,
     Children,

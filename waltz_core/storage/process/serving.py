@@ -31,7 +31,7 @@ from typing import Final, Protocol, TypeVar
 
 from waltz_core import errors
 from waltz_core.cluster.coordinator import Coordinator
-from waltz_core.cluster.nodes.model import UNRESOLVED, ReplicaAssignments
+from waltz_core.cluster.znodes.model import UNRESOLVED, ReplicaAssignments
 from waltz_core.machine import Report
 from waltz_core.records.record import NO_SESSION, PartitionId, ReplicaId
 from waltz_core.storage.log.partition_log import PartitionLog
