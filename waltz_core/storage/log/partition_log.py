@@ -129,7 +129,7 @@ class PartitionLog:
     @property
     def max_id(self) -> TransactionId:
         """The last ID that counts, synced or not; that of the start when the log is empty."""
-        return self._files.last
+        return self._files.last_id
 
     @property
     def start(self) -> Marker:
