@@ -161,7 +161,7 @@ def test_invalid_options_are_reported_before_any_task(
         ({"recompute": "no_such_module:f"}, "'no_such_module:f' cannot be imported"),
         ({"recompute": "just_a_name"}, "expected 'module:function'"),
         ({"recompute": "a:b", "onLockFailure": "reject"}, "needs onLockFailure=retry"),
-        ({"identityColumns": "nothing"}, "'identityColumns': no column 'nothing' is packed"),
+        ({"identityColumns": "nothing"}, "packs into the payload, found 'nothing'"),
     ):
         given = {"onLockFailure": "retry", "dataFormat": "json", **options}
         with pytest.raises(Exception, match=text):

@@ -704,7 +704,7 @@ async def test_an_append_before_the_mark_is_known_claims_nothing(is_context):
 
 
 @on_virtual_loop
-async def test_a_context_continues_where_the_feed_could_not_start():
+async def test_a_context_completes_although_the_feed_failed_to_start():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
 
         class Broken(AskedForLong):

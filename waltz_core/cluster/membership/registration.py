@@ -408,7 +408,7 @@ class Membership:
             self._waiting.pop(signal, None)
             return False
         self._waiting[signal] = None
-        self._nodes.znodes.set_later(signal, left_ms)
+        self._nodes.znodes.set_signal_later(signal, left_ms)
         return True
 
     def _grace_left_ms(self, membership: _Membership) -> int:

@@ -262,7 +262,7 @@ class ZooKeeperSession:
         """The machine's clock since its start."""
         return clock_ms()
 
-    def set_later(self, signal: Signal, after_ms: int) -> None:
+    def set_signal_later(self, signal: Signal, after_ms: int) -> None:
         """Set a signal later."""
         assert self._loop is not None
         self._loop.call_later(after_ms / 1000, signal.set)

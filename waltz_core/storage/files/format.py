@@ -87,7 +87,7 @@ def _zero(reserved: Bytes, what: str) -> None:
 
 
 @contextmanager
-def of_file(path: Path) -> Iterator[None]:
+def errors_with_path(path: Path) -> Iterator[None]:
     """Prefix errors about bytes with the path of their file."""
     try:
         yield

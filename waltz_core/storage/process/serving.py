@@ -36,7 +36,7 @@ from waltz_core.machine import Report
 from waltz_core.records.record import NO_SESSION, PartitionId, ReplicaId
 from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.service import service
-from waltz_core.storage.service.admin_tasks import ZooKeeperView
+from waltz_core.storage.service.admin_tasks import ZooKeeperState
 from waltz_core.storage.service.engine import Engine
 from waltz_core.storage.service.writers import CallThreads
 
@@ -308,7 +308,7 @@ class Serving:
         for partition_id in range(self._engine.partition_count):
             await self._alone[PartitionId(partition_id)].acquire()
 
-    async def zookeeper_view(self, partition_id: PartitionId) -> ZooKeeperView:
+    async def zookeeper_state(self, partition_id: PartitionId) -> ZooKeeperState:
         """Return the state of this replica in ZooKeeper, or else in the configured cluster.
 
         Raises:
@@ -319,18 +319,20 @@ class Serving:
             is_engaged = log is not None and log.is_engaged(log.promised)
             engaged: tuple[str, ...] = (str(self.address),) if is_engaged else ()
             session_id = NO_SESSION if log is None else log.promised
-            return ZooKeeperView(partition_id in self._assigned, is_engaged, session_id, engaged, 1)
+            return ZooKeeperState(
+                partition_id in self._assigned, is_engaged, session_id, engaged, 1
+            )
         assignments = await self._coordinator.read_replica_assignment()
         is_assigned = partition_id in assignments.partitions.get(self.address, ())
         metadata = (await self._coordinator.read_partition(partition_id)).metadata
         if metadata is None:
-            return ZooKeeperView(is_assigned, False, NO_SESSION, (), 0)  # noqa: FBT003 - by their order
+            return ZooKeeperState(is_assigned, False, NO_SESSION, (), 0)  # noqa: FBT003 - by their order
         engaged = tuple(
             str(replica)
             for replica, state in metadata.states.items()
             if state.closing_high_water_mark == UNRESOLVED
         )
-        return ZooKeeperView(
+        return ZooKeeperState(
             is_assigned,
             self.address in engaged,
             metadata.session_id,
