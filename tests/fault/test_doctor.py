@@ -312,7 +312,7 @@ FAULTS = {
         ("process-stopped",), all_of(freeze("storage-2"), freeze("server-2"))
     ),
     "a node of ZooKeeper finds no quorum": Fault(
-        ("process-down", "zookeeper-unavailable", "zookeeper-node-without-quorum"),
+        ("process-down", "zookeeper-unavailable", "zookeeper-server-without-quorum"),
         kill("zookeeper-1", "zookeeper-2"),
     ),
     "three people have each changed something": Fault(

@@ -56,7 +56,7 @@ class Fault(NamedTuple):
 
 
 FAULTS = (
-    Fault("zookeeper-node-unavailable", ("zookeeper-2",), signal.SIGKILL),
+    Fault("zookeeper-server-unavailable", ("zookeeper-2",), signal.SIGKILL),
     Fault("storage-unavailable", ("storage-1",), signal.SIGKILL),
     Fault("storage-silent", ("storage-2",), signal.SIGSTOP, ends=True),
     Fault("no-server", ("server-1", "server-2"), signal.SIGTERM),

@@ -182,7 +182,7 @@ def test_our_layouts_have_not_changed():
         nonce=bytes(range(16)),
         last_session=6,
         low_water_mark=40,
-        provisional=disk_format.Mark(7, 41),
+        provisional=disk_format.ProvisionalMark(7, 41),
         acked=disk_format.Marker(42, bytes(range(16, 32))),
         truncate=disk_format.TruncateIntent(5, entry),
         damaged=(disk_format.IdRange(1, 2), disk_format.IdRange(9, 9)),

@@ -345,7 +345,7 @@ def test_the_only_server_is_not_stranded():
     assert not cluster.coordinator.cut_off
 
 
-def test_watches_are_coalesced_and_bring_what_holds():
+def test_delayed_watches_are_coalesced_and_lead_to_the_latest_assignment():
     cluster = at_rest()
     coordinator = cluster.coordinator
     coordinator.watch_delay_ms_max = 500

@@ -26,7 +26,7 @@ from waltz_core.records.record import (
 
 
 @dataclass(frozen=True, slots=True)
-class NodeFacts:
+class ZooKeeperServerFacts:
     """One ZooKeeper server; `mode` is leader, follower, standalone, or empty (no service)."""
 
     address: str
@@ -205,7 +205,7 @@ class Facts:
     """All facts; without `cluster`, one of the three troubles is the reason."""
 
     connect: str
-    nodes: tuple[NodeFacts, ...] = ()
+    zookeeper_servers: tuple[ZooKeeperServerFacts, ...] = ()
     zookeeper_failure: str = ""
     access_error: str = ""
     is_no_cluster: bool = False

@@ -121,13 +121,13 @@ def test_a_silent_zookeeper_port_is_reported():
         began_s = time.monotonic()
         found = asyncio.run(gather(connect, timeout_s=2.0, local=None))
     assert time.monotonic() - began_s < 60
-    first, second = found.nodes
+    first, second = found.zookeeper_servers
     assert first.is_silent
     assert not second.is_silent
     assert [each.name for each in diagnose(found)] == [
         "zookeeper-unavailable",
-        "zookeeper-node-unavailable",
-        "zookeeper-node-unavailable",
+        "zookeeper-server-unavailable",
+        "zookeeper-server-unavailable",
     ]
 
 

@@ -65,6 +65,6 @@ async def test_a_timed_out_wait_for_outcomes_leaves_nothing():
     appends.add(row)
     for _ in range(COUNT):
         await give_up(appends.wait_for_earlier())
-    assert not any(each.waiting for each in appends._epochs)
+    assert not any(each.waiting for each in appends._flush_groups)
     appends.abandon(errors.Unreachable("no server is there"))
     assert row.future.exception() is not None

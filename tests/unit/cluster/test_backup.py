@@ -85,7 +85,7 @@ def test_wrong_values_are_named(changes, said):
 @pytest.mark.parametrize(
     ("partition", "said"),
     [
-        (PartitionBackup(7, 60, 3, None), "partition 0: no manifest reaches 7"),
+        (PartitionBackup(7, 60, 3, None), "partition 0: expected a manifest up to 7, found none"),
         (PartitionBackup(10, 60, 3, saved()), "up to 10 or more, found .* up to 9"),
         (PartitionBackup(7, 60, 3, saved(partition=1)), "found one of partition 1"),
         (PartitionBackup(7, 60, 3, saved(key=UUID(int=8))), f"found .*cluster {UUID(int=8)}"),

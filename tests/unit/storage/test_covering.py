@@ -22,7 +22,7 @@ from waltz_core.records.record import (
 )
 from waltz_core.storage.files.batch_checks import check_chain
 from waltz_core.storage.files.control_file import ControlFile, SlotFile
-from waltz_core.storage.files.format import NO_NONCE, UNBATCHED, IdRange, Mark, Marker
+from waltz_core.storage.files.format import NO_NONCE, UNBATCHED, IdRange, Marker, ProvisionalMark
 from waltz_core.storage.log import truncation
 from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.log.partition_log import PartitionLog
@@ -395,7 +395,7 @@ def test_records_that_an_earlier_version_left_without_batches_get_them(empty):
     empty.log.prepare(2, NONCE)
     append(empty, fields)
     acked = Marker(9, UNBATCHED)
-    empty.write_slot(acked=acked, promised=6, nonce=NO_NONCE, provisional=Mark(6, 20))
+    empty.write_slot(acked=acked, promised=6, nonce=NO_NONCE, provisional=ProvisionalMark(6, 20))
     assert empty.content() == whole(9)
     assert not empty.log.slot.is_unbatched
     assert not empty.log.suspect
@@ -411,7 +411,7 @@ def test_a_cut_covers_after_a_mark_that_an_earlier_version_took_from_a_0_13_serv
     append(empty, first)
     append(empty, second)
     fields = {"promised": 6, "nonce": NO_NONCE, "last_session": 6}
-    empty.write_slot(**fields, provisional=Mark(6, 9))
+    empty.write_slot(**fields, provisional=ProvisionalMark(6, 9))
     session = 7
     assert empty.log.prepare(session, NONCE).last_session == 6
     if restarts:

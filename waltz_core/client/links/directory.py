@@ -220,8 +220,8 @@ class ZooKeeperDirectory:
         found = _owners_in(servers).get(partition_id) if servers.is_settled else None
         if found is None:
             raise errors.NotOwned(
-                f"partition {partition_id} of {self.coordinator.where} has no owner, or "
-                "its assignment is not that of the live servers yet"
+                f"partition {partition_id} of {self.coordinator.where} has no owner, or the "
+                "assignment in ZooKeeper does not match the live servers yet"
             )
         return found
 

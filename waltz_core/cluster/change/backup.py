@@ -107,7 +107,9 @@ class Backup:
         for number, each in enumerate(self.partitions):
             if each.manifest is None:
                 if each.mark != BEFORE_FIRST:
-                    raise errors.BadFormat(f"partition {number}: no manifest reaches {each.mark}")
+                    raise errors.BadFormat(
+                        f"partition {number}: expected a manifest up to {each.mark}, found none"
+                    )
                 continue
             each.manifest.entries()
             manifest = each.manifest.manifest

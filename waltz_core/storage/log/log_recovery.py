@@ -82,7 +82,7 @@ from waltz_core.storage.files.format import (
     first_of_name,
     segment_name,
 )
-from waltz_core.storage.files.id_ranges import damage_until, with_damage
+from waltz_core.storage.files.id_ranges import add_damage, damage_until
 from waltz_core.storage.files.index import LineageFile
 from waltz_core.storage.files.segment import Segment
 from waltz_core.storage.files.segments import Segments
@@ -417,7 +417,7 @@ class _Opening:
 
     def _note(self, damaged: tuple[IdRange, ...]) -> None:
         for ids in damaged:
-            self.slot = replace(self.slot, damaged=with_damage(self.slot.damaged, ids))
+            self.slot = replace(self.slot, damaged=add_damage(self.slot.damaged, ids))
 
     # ---- batches
 

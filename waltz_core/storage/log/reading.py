@@ -35,7 +35,7 @@ from waltz_core.records.raw_records import RangeRead
 from waltz_core.records.record import BEFORE_FIRST, Chain, LineageEntry, PartitionId, TransactionId
 from waltz_core.storage.files.control_file import SlotFile
 from waltz_core.storage.files.format import IdRange, Slot
-from waltz_core.storage.files.id_ranges import with_damage
+from waltz_core.storage.files.id_ranges import add_damage
 from waltz_core.storage.files.segments import Segments, first_wrong
 from waltz_core.wire.record_locations import FileLocation
 
@@ -337,6 +337,6 @@ class LogReader:
         slot = self._slots.slot
         damaged = slot.damaged
         for ids in found:
-            damaged = with_damage(damaged, ids)
+            damaged = add_damage(damaged, ids)
         if damaged != slot.damaged:
             self._write_slot(replace(slot, damaged=damaged))

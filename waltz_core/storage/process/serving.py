@@ -51,9 +51,9 @@ ResultT = TypeVar("ResultT")
 
 
 def concurrently(call: Callable[[PartitionId], None], partition_ids: Sequence[PartitionId]) -> None:
-    """Call for each partition, several at once on threads that end with this; blocks.
+    """Block until `call` has run for each partition, on at most `OPENERS_COUNT` threads at once.
 
-    All calls are made; the first exception is raised at the end.
+    All calls are made; then the first exception is raised.
     """
     if not partition_ids:
         return
