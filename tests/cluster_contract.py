@@ -1,4 +1,4 @@
-"""What every ZooKeeper must do for a cluster, checked over memory and over a real one.
+"""The contract of ZooKeeper towards a cluster, checked in memory and on a real ZooKeeper.
 
 A world opens sessions. `test_coordinator.py` runs the scenarios over memory, `test_zookeeper.py`
 over a real ZooKeeper; each scenario has a root of its own.

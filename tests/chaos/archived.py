@@ -1,4 +1,4 @@
-"""The archive that a round of chaos leaves, compared with the log that clients read.
+"""Compares the archive that a round of chaos leaves with the log that clients read.
 
 Rules:
     1. The objects of the recorded manifests have the log from ID 0 on, without gaps, byte for byte,

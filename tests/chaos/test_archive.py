@@ -1,4 +1,4 @@
-"""A short round with an archive, and what its checkers notice in archives that are wrong."""
+"""A short round of chaos with an archive, and its checkers against corrupt archives."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`waltz-core restore` is killed after each step, and run again; or power is lost.
+"""`waltz-core restore` is killed after each step or loses power, and is run again.
 
 Its steps are changes of the archive's directory and writes to ZooKeeper. What is left is the first
 part of them: the second run has these files and these nodes.

@@ -1,4 +1,4 @@
-"""What administration changes in a storage directory, cut at every step of the disk.
+"""Crashes at every step while administration changes a storage directory.
 
 After any cut the directory opens, and it is as if the command had been carried out or never given:
 no log is ever half there, and one that was thrown away says that it has lost something. A command

@@ -1,4 +1,4 @@
-"""Each command of `docs/commands.md` that no other test gives, against one cluster of processes.
+"""The commands of `docs/commands.md` that no other test runs, on a cluster of processes.
 
 The tests go on from one another: the last ones stop the cluster and delete it.
 """

@@ -1,4 +1,4 @@
-"""Faults in a whole cluster of processes: the doctor names each, and its commands repair it.
+"""Faults in a cluster of processes: the doctor names each, and its commands repair it.
 
 The cluster is one that `waltz-core local up` knows. Each test leaves it whole, though not always as
 it was: which storages hold a partition is looked up by the test that needs it.

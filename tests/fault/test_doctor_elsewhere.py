@@ -1,4 +1,4 @@
-"""The doctor on another machine knows no processes: it names those away, silent or wrong.
+"""The doctor on another machine finds processes that are down, silent or misconfigured.
 
 The printed commands are given where the daemon's file of settings lies; whatever a sentence says is
 to be ended is ended first, by the test.

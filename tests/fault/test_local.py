@@ -1,4 +1,4 @@
-"""`waltz-core local` as its user runs it, and what may happen to it."""
+"""`waltz-core local`: its commands, and what happens when processes or files are lost."""
 
 import json
 import os

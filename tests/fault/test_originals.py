@@ -1,4 +1,4 @@
-"""Originals of all versions and our client write the same counters while servers are killed."""
+"""Clients of 0.13 and of this version write the same counters while servers are killed."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""A server that no other server can connect to, that hangs, that is frozen, or that has restarted.
+"""A server that others cannot connect to, that hangs, is frozen, or was restarted.
 
 Its partitions move, the doctor says why, and an attempt that is over stays over.
 """

@@ -1,4 +1,4 @@
-"""ZooKeeper in trouble: one node of three goes, all go, a session ends, credentials are wrong.
+"""ZooKeeper loses one server, all servers, a session, or has other credentials.
 
 WALTZ_OUTAGE_S says how long all of ZooKeeper is away; 60 is what production should bear.
 """

@@ -1,4 +1,4 @@
-"""Frames of the original's administration: captured ones, and each type by hand from its table."""
+"""Frames of the 0.13 administration: captured ones, and each type built from its table."""
 
 import json
 import struct

@@ -1,4 +1,4 @@
-"""Bytes that an original storage wrote, read and written again by ours."""
+"""Files of a 0.13 storage, read and written again byte for byte."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Every node that a running original wrote decodes to its meaning, and back to its bytes."""
+"""Every node that a running 0.13 cluster wrote is decoded and encoded again."""
 
 import json
 from collections.abc import Callable

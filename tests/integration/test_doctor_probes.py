@@ -1,4 +1,4 @@
-"""What the doctor receives from a storage that hangs, or has only begun."""
+"""The doctor's probes of a storage that hangs or is still starting."""
 
 import asyncio
 import threading

@@ -1,4 +1,4 @@
-"""A reader and a storage daemon on one machine: the storage says where records lie, and no more."""
+"""A reader on the storage's machine: the storage sends record locations, not records."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""0.13 at our server: what a captured or modeled client of Waltz 0.13 sends, and receives."""
+"""Captured and modeled traffic of 0.13 clients at a server of this version."""
 
 import asyncio
 import contextlib

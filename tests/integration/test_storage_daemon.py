@@ -1,4 +1,4 @@
-"""A real storage daemon over TCP: what is answered survives a kill, and what it refuses to be."""
+"""A real storage daemon over TCP: acknowledged records survive kills; bad settings stop it."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Servers under random faults: the membership always settles, and no view was ever inconsistent."""
+"""Under random faults the membership converges, and every view was consistent."""
 
 import asyncio
 from collections.abc import Sequence

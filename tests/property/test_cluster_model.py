@@ -1,4 +1,4 @@
-"""Any value survives its bytes; any bytes give a value or BadFormat, and no other surprise."""
+"""Values of nodes survive encoding; arbitrary bytes decode to a value or BadFormat."""
 
 import contextlib
 from uuid import UUID

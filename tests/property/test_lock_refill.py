@@ -1,4 +1,4 @@
-"""What a new owner learns is true: whatever the storages have kept, no lock is below its writer.
+"""A refilled lock table never has a lock below its last writer.
 
 Random logs with lost ends, written to the files of three replicas that miss blocks, come back old
 or are torn; an owner begins at the log's end and appends while it learns.

@@ -1,4 +1,4 @@
-"""Every structure on disk: any value comes back, and nothing but what was written does."""
+"""Structures on disk survive a round trip; changed bytes are rejected."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""An operator who takes replicas offline, doubts, empties and removes them, among other faults.
+"""An operator takes replicas offline, marks them suspect, reseeds and removes them under faults.
 
 Whatever a storage agrees to, nothing that was acknowledged is lost: the checkers of the simulator
 look on, and at the end all replicas are whole. `WALTZ_ADMIN_SEEDS` adds more seeds.

@@ -1,4 +1,4 @@
-"""Each checker fails when it should: it receives an event that must never happen."""
+"""Each checker fails when it receives an event that must never happen."""
 
 from dataclasses import replace
 from types import SimpleNamespace

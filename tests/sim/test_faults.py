@@ -1,4 +1,4 @@
-"""The kinds of faults: each does what it says, and the budget holds it back when it must."""
+"""Each kind of fault takes effect, and the fault budget prevents too many at once."""
 
 from random import Random
 

@@ -1,4 +1,4 @@
-"""`accept-replicas` dies after each of its steps: what it leaves behind opens nothing wrongly."""
+"""`accept-replicas` is interrupted after each step: no partition opens with a wrong log."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The simulator itself: is a run repeatable, and does its world break things as it says?"""
+"""The simulator: runs are repeatable, and its world injects faults as configured."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Many seeds in one process: what is added up, and what is left behind."""
+"""Many seeds in one process: totals of the results, and cleanup."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""Tests of Spark Connect, for a pytest of their own: `test_connect.py` runs them.
+"""Tests of Spark Connect, in a pytest run of their own that `test_connect.py` starts.
 
 The server is Spark's own, as `start-connect-server.sh` starts it. This process is its client: it
 has no Java, and what is done here reaches the log through the server's Python workers.

@@ -1,4 +1,4 @@
-"""Batch reads and writes against a real cluster: what goes in comes out, whole."""
+"""Batch reads and writes against a real cluster: every row is read back complete."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""Servers and storages go while Spark reads: what is read is the log, and no task has failed.
+"""Servers and storages stop while Spark reads: the rows are the log's, and no task fails.
 
 The session is `local[2]`, where the first task that fails ends its job: a job that has ended well
 had none.

@@ -1,4 +1,4 @@
-"""Refused rows are executed again in their task, by the user's function."""
+"""Rejected rows are recomputed in their task by the user's function."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Streams against a real cluster: every transaction once, in order, from where it was left."""
+"""Streams from a real cluster: every transaction once, in order, also after a restart."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""In a session of `waltz_spark.session` what goes wrong is our own error, one sentence."""
+"""A session of `waltz_spark.session` raises Waltz's own errors, without Spark's wrapping."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""Every command that a page names exists, with its options; each of the original's has one here."""
+"""Every command and option that a page names exists; each 0.13 command has an equivalent."""
 
 import re
 import shlex

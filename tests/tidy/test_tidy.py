@@ -1,4 +1,4 @@
-"""Holds the rules of STYLE.md that ruff, mypy and import-linter cannot state.
+"""Checks the rules of STYLE.md that ruff, mypy and import-linter cannot express.
 
 Each failure names the file, the line and the rule, so that the fix needs no look-up.
 """

@@ -1,4 +1,4 @@
-"""The order of steps and effects, wake-ups, and what a failing machine leads to."""
+"""The driver: order of steps and effects, wake-ups, and failures of machines."""
 
 import asyncio
 import logging

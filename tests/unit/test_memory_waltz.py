@@ -1,4 +1,4 @@
-"""The knobs of `MemoryWaltz`: what they do to appends, contexts and feeds, the same each time."""
+"""The fault settings of `MemoryWaltz`: repeatable effects on appends, contexts and feeds."""
 
 import asyncio
 import sys

@@ -1,4 +1,4 @@
-"""A corrupt or missing object is replaced by one with the same IDs and chain, and nothing else."""
+"""A corrupt or missing object is replaced by one with the same IDs and chain."""
 
 import os
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""`archive verify` follows a manifest that is replaced meanwhile, and can be interrupted."""
+"""`archive verify` while the manifest is replaced, and when it is interrupted."""
 
 import asyncio
 import re

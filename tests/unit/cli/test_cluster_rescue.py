@@ -1,4 +1,4 @@
-"""The replica that `accept-replicas` takes, the order of its writes, and ids after a rebuilding."""
+"""`accept-replicas` and `rebuild-metadata`: the replica they choose, order of writes, ids."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""The doctor's command: what it prints, how it ends, and that it ends."""
+"""`waltz-core doctor`: output, exit codes and timeouts."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""The settings of a cluster on this machine: a file, the environment, flags."""
+"""Settings of a local cluster: from a file, the environment and options."""
 
 from pathlib import Path
 

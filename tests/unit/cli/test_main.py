@@ -1,4 +1,4 @@
-"""What a person meets first: the overview, the helps, and sentences for what was not meant."""
+"""`waltz-core` without a command, with `--help`, and with mistyped commands."""
 
 import logging
 import subprocess

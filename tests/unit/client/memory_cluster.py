@@ -1,4 +1,4 @@
-"""A cluster in one process: the server's own partition machine over a log in memory, real TCP.
+"""A cluster in one process: production partition machines, a log in memory, real TCP.
 
 What is not real is what lies below a served partition: replication commits at once (or on request
 to), and reads come from the log in memory. ZooKeeper is the one of

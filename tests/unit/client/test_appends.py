@@ -1,4 +1,4 @@
-"""Rows on their way out: what waits to be sent again ends with the client."""
+"""Appends of a client: rows that wait to be sent again end with the client."""
 
 import asyncio
 

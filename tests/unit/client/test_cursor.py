@@ -1,4 +1,4 @@
-"""How far a feed has come, and what it takes in."""
+"""The position of a feed, and which headers it accepts."""
 
 import struct
 

@@ -1,4 +1,4 @@
-"""The data of fed transactions: what is kept of it, for how long, and in how many bytes."""
+"""The cache of fed payloads: what it keeps, for how long, and its size limit."""
 
 import asyncio
 from collections import defaultdict

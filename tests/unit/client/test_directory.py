@@ -1,4 +1,4 @@
-"""Directories: one that is given the layout, and lookups by many callers at once."""
+"""Directories of owners: with a given layout, and with concurrent lookups."""
 
 import asyncio
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Callers that stop waiting for a partition leave nothing behind, however long it is idle.
+"""Callers that stop waiting for a partition leave no state behind.
 
 Contexts with a deadline, and appends to a partition without a server, time out by the thousands.
 """

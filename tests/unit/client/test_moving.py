@@ -1,4 +1,4 @@
-"""Over real sockets: what is late on an old connection, and what a move does to order and outcomes.
+"""A partition moves, over real sockets: late messages, order and outcomes of appends.
 
 `test_stream.py`, `test_mounts.py` and the simulator have each rule by itself; here client and
 server meet, with what was sent before a break arriving after everything was settled without it.

@@ -1,4 +1,4 @@
-"""How a client is opened, and the error for any other way."""
+"""How a client is opened, and the errors for invalid uses."""
 
 import asyncio
 import copy

@@ -1,4 +1,4 @@
-"""The mark and the changes stand in the database together, or not at all."""
+"""A callback's mark and its changes are committed in one database transaction."""
 
 import importlib
 import sqlite3

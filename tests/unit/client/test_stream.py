@@ -1,4 +1,4 @@
-"""What a stream does, event by event."""
+"""The stream machine of one partition, event by event."""
 
 from dataclasses import replace
 

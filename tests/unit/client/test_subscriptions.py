@@ -1,4 +1,4 @@
-"""Partitions that are subscribed, paused and resumed while a client runs."""
+"""Partitions are subscribed, paused and resumed while a client runs."""
 
 import asyncio
 import contextlib

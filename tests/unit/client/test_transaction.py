@@ -1,4 +1,4 @@
-"""The words of the programming model."""
+"""Transactions, locks and contexts: the values of the programming model."""
 
 from array import array
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Ownership: the figures that the original was seen to reach, and the four invariants."""
+"""Assignment of partitions: results that were observed with 0.13, and the four invariants."""
 
 import pytest
 from hypothesis import given

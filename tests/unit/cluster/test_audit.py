@@ -1,4 +1,4 @@
-"""The record of changes: bytes, order, outcome, and that its size is limited."""
+"""The record of changes: encoding, order, outcome, and its size limit."""
 
 import asyncio
 import re

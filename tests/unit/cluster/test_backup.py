@@ -1,4 +1,4 @@
-"""The file of a backup says what it was made of, and a damaged or contradicting one is rejected."""
+"""The file of a backup: round trips, and errors for damaged or contradictory files."""
 
 from dataclasses import replace
 from uuid import UUID

@@ -1,4 +1,4 @@
-"""Steps of replica changes: single cases, and every plan against an owner that follows them."""
+"""Steps of replica changes: single cases, and every plan against a modeled owner."""
 
 import pytest
 from hypothesis import example, given

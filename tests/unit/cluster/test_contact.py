@@ -1,4 +1,4 @@
-"""Since when ZooKeeper is away, or back."""
+"""Since when ZooKeeper has been unavailable or available."""
 
 import asyncio
 

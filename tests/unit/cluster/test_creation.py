@@ -1,4 +1,4 @@
-"""A cluster that makes no sense is refused before anything is written; the steps come in order."""
+"""An invalid cluster is rejected before anything is written; the order of the writes."""
 
 from uuid import UUID
 

@@ -1,4 +1,4 @@
-"""Loads: what is measured, reported and trusted."""
+"""Loads of partitions: measurement, reports, and which reports count."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Live servers and their assignment: registrations, the lead, and what is in force."""
+"""Live servers: registration, the lead server, and the assignment in force."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""The ZooKeeper in memory: order of watches, and that sessions and faults do what they say."""
+"""The ZooKeeper in memory: order of watches, sessions and faults."""
 
 import asyncio
 

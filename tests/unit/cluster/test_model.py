@@ -1,4 +1,4 @@
-"""What decoders say about bytes that mean nothing, and what encoders refuse."""
+"""Errors of decoders for invalid bytes, and of encoders for invalid values."""
 
 import pytest
 

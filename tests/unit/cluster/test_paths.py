@@ -1,4 +1,4 @@
-"""The table of nodes and the paths agree."""
+"""The documented table of nodes agrees with the paths."""
 
 from waltz_core.cluster.znodes.paths import ZNODES, ClusterPaths
 

@@ -1,4 +1,4 @@
-"""Which servers may own partitions, by what other servers report of them."""
+"""Which servers may own partitions, given what other servers report about them."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Which log is trusted when only storages know, and the nodes that wait for that answer."""
+"""Rebuilding a cluster from its storages: which log is trusted, and the nodes meanwhile."""
 
 import asyncio
 from uuid import UUID

@@ -1,4 +1,4 @@
-"""Clusters are found wherever they are, and deleted whole, whatever comes in between."""
+"""Clusters are found at any depth, and deleted completely despite concurrent changes."""
 
 import asyncio
 

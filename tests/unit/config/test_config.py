@@ -1,4 +1,4 @@
-"""The settings themselves: complete, within bounds, documented, and consistent with the formats."""
+"""The declarations of settings: complete, within bounds, documented, consistent with formats."""
 
 import tomllib
 from dataclasses import fields

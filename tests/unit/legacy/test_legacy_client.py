@@ -1,4 +1,4 @@
-"""What a 0.13 client receives for the answers of our partitions (docs/decisions/020)."""
+"""The messages that a 0.13 client receives for answers of a partition (decision 020)."""
 
 import struct
 from typing import Any

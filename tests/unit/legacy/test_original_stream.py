@@ -1,4 +1,4 @@
-"""What is said to an original, and what is concluded from what it says: event by event."""
+"""A stream to a 0.13 server, event by event: its requests, and derived outcomes."""
 
 import struct
 

@@ -1,4 +1,4 @@
-"""A port that is held is no other program's, and its daemon can listen at it."""
+"""A reserved port is used by no other program, and its daemon can listen on it."""
 
 import asyncio
 import socket

@@ -1,4 +1,4 @@
-"""Rebuilding an index: what it says, and that a crash leaves the old one or the new one."""
+"""Rebuilding an index: its report, and crashes that leave the old or the new index."""
 
 from contextlib import suppress
 from random import Random

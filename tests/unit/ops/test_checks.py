@@ -1,4 +1,4 @@
-"""Which of the seven checks a partition passes: all of them in a healthy cluster."""
+"""The seven checks of a partition: a healthy cluster passes all of them."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The state of a partition, as the doctor and `verify` both use it."""
+"""The state of a partition, which the doctor and `cluster verify` share."""
 
 import pytest
 

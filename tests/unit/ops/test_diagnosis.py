@@ -1,4 +1,4 @@
-"""Facts in, findings out: a healthy cluster has none, and each fault has its own."""
+"""The diagnosis: no findings for a healthy cluster, and one finding for each fault."""
 
 from dataclasses import replace
 

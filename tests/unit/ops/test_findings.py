@@ -1,4 +1,4 @@
-"""The table of findings: every row can be filled in, and no two say the same."""
+"""The table of findings: every row can be formatted, and no two texts are equal."""
 
 import re
 

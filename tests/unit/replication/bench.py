@@ -1,4 +1,4 @@
-"""A partition's machine on the bench: model storages, a model ZooKeeper, and every step by hand.
+"""A bench for a partition's machine: modeled storages and ZooKeeper, stepped by the test.
 
 Nothing happens until the test says so: `deliver` hands one storage its next request and the machine
 its answer, `run` lets everything go on until nothing is left to do.

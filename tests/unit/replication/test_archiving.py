@@ -1,4 +1,4 @@
-"""The archive of a partition: what is archived, what is recorded, and what replicas learn."""
+"""Archiving of a partition: uploads, recorded marks, and what replicas receive."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Unit tests of `waltz_core.replication.invariants`: each one notices what it is there for."""
+"""`waltz_core.replication.invariants`: each invariant detects its violation."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Unit tests of `waltz_core.replication.session_recovery`, against all possible pasts."""
+"""Unit tests of `waltz_core.replication.session_recovery`, against all possible histories."""
 
 from dataclasses import replace
 from itertools import combinations_with_replacement, product

@@ -1,4 +1,4 @@
-"""Unit tests of `waltz_core.replication.repair`: one replica's way to the goal, step by step."""
+"""Unit tests of `waltz_core.replication.repair`: the repair of one replica, step by step."""
 
 import zlib
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The way of appends: validated, joined, sent as batches, and answered when they are final."""
+"""The append pipeline: appends are validated, batched, sent, and answered when final."""
 
 import struct
 import zlib

@@ -1,4 +1,4 @@
-"""What the settings become: limits that fit together, and refusals at the start."""
+"""How settings become limits of a server daemon, and which settings it rejects."""
 
 import asyncio
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What `test_partition.py` does not show: turns, slow and many clients, memory that is short."""
+"""Feeds in detail: turns, slow clients, many clients, low memory."""
 
 import pytest
 

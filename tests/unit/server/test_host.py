@@ -1,4 +1,4 @@
-"""What a partition reports to the metrics, and when it is owned again."""
+"""The metrics of a partition, and when a server owns it again."""
 
 from math import isnan
 from random import Random

@@ -1,4 +1,4 @@
-"""A hot lock: refused writers are notified in turn, and none waits for long."""
+"""Contention for a lock: rejected writers are notified in turn, within a limit."""
 
 from tests.unit.server.test_append import ALICE, BOB, COMMITTED, LOCK, B, World, results
 from waltz_core.records.record import BEFORE_FIRST

@@ -1,4 +1,4 @@
-"""Servers that look after each other, with real sockets."""
+"""Servers that monitor each other, with real sockets."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""When large batches may start: at once, or one at a time with pauses while small ones pass."""
+"""When large batches may start: at once, or one at a time with pauses for small ones."""
 
 import pytest
 

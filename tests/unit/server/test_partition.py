@@ -1,4 +1,4 @@
-"""One partition of a server as a whole: sessions, appends, mounts, reads and the way out."""
+"""The machine of a served partition: sessions, appends, mounts, reads and release."""
 
 import dataclasses
 import zlib

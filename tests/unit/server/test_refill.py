@@ -1,4 +1,4 @@
-"""The way down: what a new owner learns of the locks, and when appends may go on."""
+"""Refill of the lock table of a new owner, and when appends continue."""
 
 import struct
 

@@ -1,4 +1,4 @@
-"""Appends sent one by one give the bytes that they would have given as a batch."""
+"""Appends sent one by one are encoded like the same rows in a batch."""
 
 import zlib
 

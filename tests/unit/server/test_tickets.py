@@ -1,4 +1,4 @@
-"""What `test_append.py` does not show of a batch: rows not validated yet, where a piece ends."""
+"""Batch tickets: rows that are not validated yet, and boundaries of pieces."""
 
 import numpy as np
 

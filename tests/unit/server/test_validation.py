@@ -1,4 +1,4 @@
-"""Rows validated and encoded: whole, in pieces, and one by one, with one and the same result."""
+"""Validation and encoding of rows: whole, in pieces or one by one, with equal results."""
 
 import struct
 import zlib

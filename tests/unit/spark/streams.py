@@ -1,4 +1,4 @@
-"""A cluster that a stream reads, as far as its reader sees it."""
+"""A modeled cluster for stream readers."""
 
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace

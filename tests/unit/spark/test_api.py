@@ -1,4 +1,4 @@
-"""What `append` takes, before Spark is asked for anything."""
+"""Arguments of `waltz_spark.append`, checked before Spark runs a task."""
 
 import json
 import os

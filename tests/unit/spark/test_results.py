@@ -1,4 +1,4 @@
-"""Whose results a file has, and which of them are seen."""
+"""Files of results: which rows they have, and which files are visible."""
 
 from pathlib import Path
 

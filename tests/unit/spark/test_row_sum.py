@@ -1,4 +1,4 @@
-"""By what a finished write recognizes its rows, and what it says of others."""
+"""How a finished write recognizes its rows, and the error for other rows."""
 
 from collections import Counter
 from collections.abc import Sequence

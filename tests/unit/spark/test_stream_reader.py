@@ -1,4 +1,4 @@
-"""A micro-batch that was planned just before the log was recreated, and longer."""
+"""Stream reads when the log is recreated between planning and reading."""
 
 import json
 from collections.abc import Callable

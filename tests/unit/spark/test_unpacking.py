@@ -1,4 +1,4 @@
-"""Strict reading: a payload's value becomes a column's value only where nothing is lost."""
+"""Strict unpacking: a payload's value becomes a column's value only without loss."""
 
 import datetime as dt
 import json

@@ -1,4 +1,4 @@
-"""What a storage answers its administration, errand by errand; the test carries them out."""
+"""The storage's answers to administration requests; the test performs the admin tasks."""
 
 import json
 import zlib

@@ -1,4 +1,4 @@
-"""A log whose records 0.13 has written: an owner's cut drops batches, and records stay."""
+"""A log with records of 0.13: a truncation by the owner drops batches but keeps records."""
 
 import dataclasses
 import os

@@ -1,4 +1,4 @@
-"""Filling damage: from a hole's beginning, with right records of the right history, or never."""
+"""Repair of damage: only from a range's first ID, with valid records of the same history."""
 
 import numpy as np
 import pytest

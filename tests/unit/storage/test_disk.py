@@ -1,4 +1,4 @@
-"""The real disk and its twin: the same calls, the same answers, and no error of the system's."""
+"""The real and the simulated disk: the same calls, results and typed errors."""
 
 import ctypes
 import errno

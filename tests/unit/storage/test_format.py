@@ -1,4 +1,4 @@
-"""Structures on disk: any bytes decode or are refused, and no flipped bit passes."""
+"""Structures on disk: invalid bytes and flipped bits are rejected."""
 
 import struct
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""Ranges of ids hold what was added and not removed, few as they are."""
+"""Ranges of damaged ids: added and removed ids, with a limited number of ranges."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""What of a partition is done next, of all that waits."""
+"""The order of waiting work of one partition."""
 
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""One partition's log over a disk that crashes: what was acknowledged is there, and no more."""
+"""One partition's log on a disk that crashes: exactly what was acknowledged remains."""
 
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Reading around damage: no wrong record leaves, and what is found wrong is noted durably."""
+"""Reads around damage: no wrong record is returned, and new damage is recorded durably."""
 
 import pytest
 

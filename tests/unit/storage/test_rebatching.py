@@ -1,4 +1,4 @@
-"""Batches go and come; the records stay."""
+"""Batches are dropped and rebuilt; the records stay."""
 
 from tests.unit.storage.test_recovery import content, make_segments, new_disk, path_of
 from waltz_core.records.record import GENESIS_CHAIN, LineageEntry, next_chain

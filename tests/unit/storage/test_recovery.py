@@ -1,4 +1,4 @@
-"""Opening a log: what is trusted, what is cut, what is damage, and when a replica is suspect."""
+"""Opening a log: what is trusted, truncated or damaged, and when a replica is suspect."""
 
 import dataclasses
 from random import Random

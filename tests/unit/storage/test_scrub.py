@@ -1,4 +1,4 @@
-"""The timetable of the scrub: whose turn it is, when, and how fast."""
+"""The schedule of the scrub: which partition, when, and how fast."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""One segment: what is appended is read back, a torn tail goes, and damage stays where it is."""
+"""One segment: reads return what was appended, torn tails are removed, damage is recorded."""
 
 from random import Random
 

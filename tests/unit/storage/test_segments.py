@@ -1,4 +1,4 @@
-"""Many segments as one run: no read, batch or cut sees the borders between the files."""
+"""Many segments as one log: reads, batches and truncations across file borders."""
 
 from random import Random
 

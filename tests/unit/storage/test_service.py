@@ -1,4 +1,4 @@
-"""The session rules of a storage, over a real directory; pieces of work run when the test says."""
+"""The session rules of a storage on a real directory; the test decides when work runs."""
 
 import dataclasses
 import itertools

@@ -1,4 +1,4 @@
-"""What a storage serves, how it opens many, and when it looks again without a notice."""
+"""Which partitions a storage opens, how many at once, and when it checks again."""
 
 import asyncio
 import threading

@@ -1,4 +1,4 @@
-"""A truncation: its intent, its end, and that it may be done twice."""
+"""A truncation: its recorded intent, its end, and its repetition."""
 
 from random import Random
 

@@ -1,4 +1,4 @@
-"""What a directory reports, and what changes leave, beyond the engine's tests."""
+"""Upkeep of a storage directory: reports and changes that the engine's tests do not cover."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Hello, versions, limits and failure of a connection."""
+"""A connection: hello, versions, limits and failure."""
 
 import pytest
 
