@@ -130,7 +130,7 @@ def check_outcomes(scenario: Scenario, log: list[Req]) -> None:
             assert (each in committed) == is_committed, each
 
 
-def test_counters_come_to_the_right_sum_while_owners_are_killed(cluster: LocalCluster) -> None:
+def test_counters_have_the_right_sum_although_owners_are_killed(cluster: LocalCluster) -> None:
     async def main() -> None:
         ours = Ours()
         async with (

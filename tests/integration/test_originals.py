@@ -210,7 +210,7 @@ def test_each_version_mounts_appends_and_reads(
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_a_mount_is_fed_what_it_lacks_and_then_answered(version: int) -> None:
+def test_a_mount_is_answered_after_the_feed_has_sent_the_missing_transactions(version: int) -> None:
     async def main() -> None:
         async with cluster() as (_, server), dialing(server) as dial:
             writer = await connect(server)

@@ -419,7 +419,7 @@ def test_while_zookeeper_is_away_appends_and_marks_continue() -> None:
     run(main())
 
 
-def test_a_moved_partition_notifies_its_clients_and_leaves_nothing_behind() -> None:
+def test_a_moved_partition_notifies_its_clients_and_leaves_no_state_behind() -> None:
     async def main() -> None:
         async with cluster(2) as (world, first):
             client = await connect(first)

@@ -396,7 +396,7 @@ def noticed(monkeypatch, name):
     assert called.is_set()
 
 
-def test_work_that_follows_at_once_is_waited_for_at_the_end(tmp_path, monkeypatch):
+def test_the_shutdown_waits_for_work_that_starts_right_after_other_work(tmp_path, monkeypatch):
     run, begun, may_go_on = Work.run, threading.Event(), threading.Event()
     early = []
 

@@ -140,7 +140,7 @@ def test_a_loop_that_hangs_loses_its_session_and_finds_that_out(zookeeper):
 LONG_MS, SOONER_S = 60_000, 30
 
 
-def test_a_session_is_closed_where_no_thread_starts_any_more(zookeeper, monkeypatch):
+def test_a_session_is_closed_although_no_thread_can_be_started(zookeeper, monkeypatch):
     """As while Python 3.12 exits; an application that closes nothing is closed then."""
 
     def refuse(_thread):
@@ -401,7 +401,7 @@ async def tree(znodes: Znodes, path: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_memory_does_what_zookeeper_does(zookeeper, seed):
+def test_the_zookeeper_in_memory_behaves_like_zookeeper(zookeeper, seed):
     """Any operations give the same results, refusals, stats, data and names in both."""
     random = Random(seed)
     root = f"/random{seed}"

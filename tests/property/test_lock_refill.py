@@ -142,7 +142,7 @@ def test_no_lock_is_below_its_writer(monkeypatch: pytest.MonkeyPatch) -> None:
             raise AssertionError(f"seed {seed}: {error}") from error
 
 
-def test_most_of_it_is_learned_where_little_is_lost() -> None:
+def test_most_locks_are_refilled_if_few_blocks_are_lost() -> None:
     """The test above is worth something only if the way down is gone."""
     floors = []
     for seed in range(100):

@@ -252,7 +252,7 @@ def test_a_storage_dies_before_or_after_it_has_done_something(is_after):
     healed(cluster)
 
 
-def test_a_clock_that_runs_fast_rings_early_and_never_goes_back():
+def test_timers_of_a_fast_clock_fire_early_and_the_clock_never_goes_back():
     cluster = at_rest()
     process = cluster.servers[0]
     start_ms, own_ms = cluster.world.now_ms, process.now_ms
@@ -267,7 +267,7 @@ def test_a_clock_that_runs_fast_rings_early_and_never_goes_back():
     assert process.now_ms - seen == pytest.approx(800, abs=2)
 
 
-def test_a_link_is_cut_in_the_middle_of_what_is_on_its_way():
+def test_a_link_is_cut_while_messages_are_on_their_way():
     cluster = cluster_of()
     struck = 0
     for seed in range(200):

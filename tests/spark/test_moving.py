@@ -176,7 +176,7 @@ class Writer:
                 self.written.append((partition, at, data))
 
 
-def test_batches_and_a_stream_continue_where_the_partitions_go(
+def test_batch_reads_and_a_stream_follow_moved_partitions(
     spark: SparkSession, log: LocalCluster, tmp_path: Path
 ) -> None:
     seen: list[tuple[int, int, bytes]] = []

@@ -283,7 +283,7 @@ def test_rows_computed_again_are_found_again(
     assert values_of(9101) == [(1, value) for value in range(1, 6)]
 
 
-def test_without_identity_nothing_is_written_twice_either(
+def test_without_identity_columns_no_row_is_written_twice_either(
     spark: SparkSession, connect: str, values_of: ValuesOf
 ) -> None:
     job = job_of(connect, "again-2")

@@ -77,7 +77,7 @@ def test_scripts_get_one_value(gathered, capsys):
     assert value["not_measured"]
 
 
-def test_tls_files_that_do_not_fit_are_reported_in_a_sentence(gathered, tmp_path, capsys):
+def test_tls_files_that_do_not_match_are_one_error(gathered, tmp_path, capsys):
     one, other = make(tmp_path), make(tmp_path, name="other")
     settings = tmp_path / "client.toml"
     settings.write_text(

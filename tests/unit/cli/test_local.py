@@ -11,7 +11,7 @@ from waltz_core.errors import BadConfig
 from waltz_core.local import LocalCluster
 
 
-def test_a_local_cluster_is_what_file_environment_and_flags_say(tmp_path, monkeypatch):
+def test_settings_of_a_local_cluster_come_from_file_environment_and_options(tmp_path, monkeypatch):
     made = []
 
     class Cluster:

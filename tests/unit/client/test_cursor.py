@@ -46,13 +46,13 @@ def test_records_before_the_start_do_not_count_as_lag():
     assert latest.take_request_mark() == mark
 
 
-def test_a_batch_with_odd_headers_is_rejected_in_words():
+def test_a_batch_with_invalid_headers_is_rejected_with_a_reason():
     message = feed_batch(req(-1), 0, *ROWS[:2])
     spoiled = type(message)(message.req_id, 0, 3, message.headers, 1, -1, bytes(16))
     assert "found 40" in fed(BEFORE_FIRST).take(spoiled)
 
 
-def test_more_is_requested_once_for_each_grant_and_within_bounds():
+def test_a_cursor_requests_more_once_when_half_is_applied():
     cursor = fed(BEFORE_FIRST, ahead_max=3)
     assert cursor.take_request_mark() == BEFORE_FIRST
     assert cursor.take_request_mark() is None

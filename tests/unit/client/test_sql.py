@@ -446,7 +446,7 @@ def test_transactions_of_another_instance_are_left_out_of_a_batch(engine: sa.Eng
     assert (one.total, other.client_high_water_mark(0)) == (13, 12)
 
 
-def test_a_filter_moves_the_mark_past_what_it_leaves_out(engine: sa.Engine) -> None:
+def test_a_filter_moves_the_mark_past_filtered_transactions(engine: sa.Engine) -> None:
     callbacks = Summing(engine)
     apply_all(callbacks, [3, 8], last=20)
     assert (callbacks.total, callbacks.client_high_water_mark(0)) == (2, 20)

@@ -39,7 +39,7 @@ BACKUP = Backup(
 )
 
 
-def test_a_backup_is_what_was_written():
+def test_a_backup_survives_a_round_trip():
     assert Backup.from_bytes(BACKUP.to_bytes(), "f") == BACKUP
     assert BACKUP.marks == {0: 7, 1: -1}
 

@@ -82,7 +82,7 @@ def test_a_single_replica_gets_a_second_one_though_it_has_to_copy_first():
     assert step(seen("A"), "B", "B") == "AB"
 
 
-def test_without_a_history_nothing_is_awaited():
+def test_without_metadata_the_next_step_waits_for_no_replica():
     assert step(PartitionReplicas(("A", "B", "C"), None), "ABD", "D") == "ABCD"
     assert step(PartitionReplicas(("A", "B", "C", "D"), None), "ABD", "D") == "ABD"
     assert step(PartitionReplicas((), None), "ABD", "ABD") == "ABD"

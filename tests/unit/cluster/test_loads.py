@@ -80,7 +80,7 @@ def test_a_young_load_of_an_unknown_partition_is_not_trusted():
 
 
 @given(all_loads)
-def test_loads_are_what_was_written(loads):
+def test_loads_survive_a_round_trip(loads):
     assert decode_loads(encode_loads(loads)) == loads
 
 

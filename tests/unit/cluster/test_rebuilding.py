@@ -137,7 +137,7 @@ def test_other_logs_with_more_or_later_data_are_reported():
     assert rebuilding.losses(logs["A"], logs)[0] == lacking
 
 
-def test_ids_continue_above_all_that_were_given_out():
+def test_ids_continue_above_all_allocated_ones():
     year = 365 * 86_400
     assert rebuilding.ids_from(rebuilding.IDS_EPOCH_S + 5 * year) == 5 * year
     assert rebuilding.ids_from(0) == 1

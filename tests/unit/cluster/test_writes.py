@@ -119,7 +119,7 @@ def noted(call, name, calls):
 
 @FAULTS
 @on_virtual_loop
-async def test_an_answer_that_is_lost_costs_an_attempt_and_nothing_else(fault):
+async def test_a_lost_answer_costs_one_attempt_only(fault):
     _, session, coordinator = await with_cluster()
     writes = coordinator.writes
     session.faults += [fault] * 2

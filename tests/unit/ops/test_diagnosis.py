@@ -470,7 +470,7 @@ def test_one_suspect_replica_is_repaired_and_a_suspect_quorum_needs_a_decision(c
     assert found.command == f"waltz-core cluster accept-replicas 0 --connect {CONNECT}"
 
 
-def test_no_decision_is_needed_while_a_voter_is_only_away(case):
+def test_a_missing_voter_that_may_return_needs_no_accept_replicas(case):
     case.server(1, served={0: False})
     case.replica(A, is_suspect=True)
     case.storage(B, failure="refused", replicas={})
@@ -637,7 +637,7 @@ def test_findings_come_in_the_order_of_the_table(case):
     assert len(names) == 3
 
 
-def test_a_connect_string_is_given_as_a_shell_takes_it(case):
+def test_a_connect_string_is_quoted_for_a_shell(case):
     case.facts = replace(case.facts, connect=f"{CONNECT}?auth=/etc/my file")
     case.server(1, failure="refused", served={})
     assert case.the_only("server-unavailable").command.endswith(f"'{CONNECT}?auth=/etc/my file'")

@@ -359,7 +359,7 @@ def changed(answer, **fields):
         ({"records_crc": 1}, ChecksumMismatch),
     ],
 )
-def test_a_range_that_is_not_what_was_requested(fields, error):
+def test_a_range_that_differs_from_the_requested_one_is_rejected(fields, error):
     answer = range_of(storage(*OLD), 0, 2)
     verify_records(answer, first=0, last=2)
     with pytest.raises(error):

@@ -660,7 +660,7 @@ def test_a_feed_mount_is_answered_when_the_feed_has_reached_the_mark() -> None:
     assert len(heads) == 3 * 28
 
 
-def test_a_feed_mount_that_waits_for_what_is_in_flight_is_fed_that_too() -> None:
+def test_a_feed_mount_receives_the_batches_in_flight_that_it_waits_for() -> None:
     world = ready()
     world.append()
     world.run()

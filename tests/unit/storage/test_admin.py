@@ -136,7 +136,7 @@ def test_the_cluster_is_checked():
         assert as_0_13 == wire.AdminFailure(-1, f"ClusterKeyMismatch: {text}", ())
 
 
-def test_partitions_are_held_and_switched_one_by_one():
+def test_partitions_are_assigned_and_switched_one_by_one():
     desk = Terminal()
     assert desk.ask(wire.SetAssigned(3, (2, 1, 2), True, False), version=0) == wire.Done(3)
     assert desk.ask(wire.SetAvailable(4, (1, 3), False), version=0) == wire.Done(4)

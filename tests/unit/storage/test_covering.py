@@ -145,7 +145,7 @@ def on_disk(world):
 # ---- adopted batches
 
 
-def test_batches_end_where_ids_and_mark_say_however_often_it_was_opened(empty):
+def test_batch_ends_depend_on_ids_and_marks_and_not_on_reopenings(empty):
     for session, mark, count in ((2, -1, 600), (3, 599, 700), (4, 1299, 900)):
         first = empty.log.max_id + 1
         empty.run_0_13(session, mark, records(first, count, b""))
@@ -354,7 +354,7 @@ def test_batches_that_cannot_be_made_break_the_log_until_it_is_opened(world):
     assert world.log.prepare(3, NONCE).synced_max == 9
 
 
-def test_a_disk_that_fails_in_between_takes_nothing_with_it(world):
+def test_a_disk_failure_between_two_appends_loses_no_record(world):
     cover(world)
     first, second = other_batches(records(0, 10), (3, 7), 2)
     append(world, first)

@@ -224,7 +224,7 @@ async def test_a_replica_removed_during_the_request_is_not_opened_again(what):
         assert engine.opened == [0], "and above all it is not held again"
 
 
-def test_as_many_as_there_are_openers_are_opened_at_once():
+def test_partitions_are_opened_by_all_opener_threads_concurrently():
     together = threading.Barrier(OPENERS_COUNT)
     opened = []
 
