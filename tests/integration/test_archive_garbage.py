@@ -19,7 +19,7 @@ from waltz_core.archive.collection import GRACE_MS
 from waltz_core.archive.file_names import version_of
 from waltz_core.archive.manifest import Manifest
 from waltz_core.client import WaltzClient
-from waltz_core.cluster.nodes.model import ArchivedMark
+from waltz_core.cluster.znodes.model import ArchivedMark
 from waltz_core.cluster.zookeeper.zookeeper_session import connected
 from waltz_core.local import LocalCluster, running
 from waltz_core.records.record import PartitionId

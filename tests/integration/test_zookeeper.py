@@ -20,7 +20,14 @@ from tests.loops import until
 from tests.patience import HANG_S
 from waltz_core import errors
 from waltz_core.cluster.coordinator import Coordinator
-from waltz_core.cluster.nodes.znodes import CreateNode, Delete, Operation, SessionState, Set, Znodes
+from waltz_core.cluster.znodes.interface import (
+    CreateNode,
+    Delete,
+    Operation,
+    SessionState,
+    Set,
+    Znodes,
+)
 from waltz_core.cluster.zookeeper import zookeeper_session as door
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
 
@@ -133,7 +140,7 @@ def test_a_loop_that_hangs_loses_its_session_and_finds_that_out(zookeeper):
 LONG_MS, SOONER_S = 60_000, 30
 
 
-def test_a_session_is_closed_where_no_thread_starts_any_more(zookeeper, monkeypatch):
+def test_a_session_is_closed_although_no_thread_can_be_started(zookeeper, monkeypatch):
     """As while Python 3.12 exits; an application that closes nothing is closed then."""
 
     def refuse(_thread):
@@ -438,7 +445,7 @@ async def tree(znodes: Znodes, path: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_memory_does_what_zookeeper_does(zookeeper, seed):
+def test_the_zookeeper_in_memory_behaves_like_zookeeper(zookeeper, seed):
     """Any operations give the same results, refusals, stats, data and names in both."""
     random = Random(seed)
     root = f"/random{seed}"

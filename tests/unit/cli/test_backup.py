@@ -20,7 +20,7 @@ from waltz_core.cli.backup.restore_command import Limits
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.cluster.change.backup import Backup, PartitionBackup
 from waltz_core.cluster.coordinator import Coordinator, NewCluster
-from waltz_core.cluster.nodes.model import (
+from waltz_core.cluster.znodes.model import (
     ArchivedMark,
     MarkerState,
     PartitionMarker,
