@@ -1,4 +1,4 @@
-"""Commands that change a cluster under load, and whether its replicas are equal afterwards."""
+"""Commands that change a cluster under load, and a check that its replicas are equal."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""A cluster to break, the doctor that examines it, and a check of all committed rows."""
+"""A cluster with faults, the doctor that examines it, and a check of all committed rows."""
 
 import contextlib
 import io

@@ -1,4 +1,4 @@
-"""A writer in the background whose every outcome is compared with the log, and looks at replicas.
+"""A background writer that compares each outcome with the log, and helpers for replicas.
 
 The comparison is that of `examples/four_writers.py`.
 """

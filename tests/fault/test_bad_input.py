@@ -1,4 +1,4 @@
-"""Daemons that cannot start say so in one sentence and damage nothing; a full disk ends nothing."""
+"""Daemons that cannot start report one error and damage nothing; a full disk stops no daemon."""
 
 import contextlib
 import errno

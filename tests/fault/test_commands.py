@@ -1,4 +1,4 @@
-"""Each command of `docs/commands.md` that no other test gives, against one cluster of processes.
+"""The commands of `docs/commands.md` that no other test runs, on a cluster of processes.
 
 The tests go on from one another: the last ones stop the cluster and delete it.
 """
@@ -25,7 +25,7 @@ from tests.fault.load import all_engaged, command, wait_until
 from tests.patience import HANG_S
 from waltz_core.cli.main import main
 from waltz_core.client import WaltzClient
-from waltz_core.cluster.nodes.model import ReplicaAssignments
+from waltz_core.cluster.znodes.model import ReplicaAssignments
 from waltz_core.cluster.zookeeper.zookeeper_session import connected
 from waltz_core.local import LocalCluster, running
 from waltz_core.records.record import PartitionId, ReplicaId

@@ -1,4 +1,4 @@
-"""ZooKeeper's data is lost after storages have removed what the archive has."""
+"""ZooKeeper's data is lost after storages have removed archived segments."""
 
 import json
 import shutil

@@ -1,6 +1,6 @@
-"""Storages and servers are killed, paused, stall and start again in the middle of a load.
+"""Storages and servers are killed, paused, stalled and restarted under load.
 
-No reported outcome may be wrong, and everything becomes whole by itself.
+No reported outcome may be wrong, and the cluster recovers without an operator.
 """
 
 import json

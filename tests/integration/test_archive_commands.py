@@ -181,7 +181,7 @@ def test_every_file_is_verified_and_a_corrupt_one_is_named(archived: Archived):
         (("--archive", "nowhere"), "archive nowhere: "),
     ],
 )
-def test_what_cannot_be_verified_is_rejected(
+def test_verify_rejects_invalid_partitions_and_ids(
     archived: Archived, words: tuple[str, ...], error: str
 ):
     done = run_command("archive", "verify", "--connect", archived.cluster.connect, *words)

@@ -22,7 +22,7 @@ from tests.patience import HANG_S
 from waltz_core.archive.collection import CollectionJob, collect
 from waltz_core.archive.manifest import EXPIRY_GRACE_MS, Manifest, RecordedManifest
 from waltz_core.client import WaltzClient
-from waltz_core.cluster.nodes.model import ArchivedMark
+from waltz_core.cluster.znodes.model import ArchivedMark
 from waltz_core.errors import BelowStart
 from waltz_core.local import LocalCluster
 from waltz_core.records.record import PartitionId, SessionId

@@ -1,4 +1,4 @@
-"""The administration of a real storage daemon, by tools of the original and by ours."""
+"""Administration of a real storage daemon with the tools of 0.13 and of this version."""
 
 import asyncio
 import json

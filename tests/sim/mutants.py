@@ -1,4 +1,4 @@
-"""Finds broken rules by seeds, and keeps for each a short schedule that shows it.
+"""Finds broken rules by running seeds, and keeps a short failing schedule for each.
 
     python -m tests.sim.mutants --search all          # what has no trace that holds, on all cores
     python -m tests.sim.mutants --search NAME ...     # these, whatever traces there are

@@ -1,4 +1,4 @@
-"""Many seeds in several processes: what an interrupt, or the end of the first one, leaves."""
+"""Many seeds in several processes: an interrupted or killed run leaves no process."""
 
 import os
 import signal

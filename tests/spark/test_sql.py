@@ -1,4 +1,4 @@
-"""SQL alone: views and tables that are the log, locks, and every statement that the docs show."""
+"""SQL only: views and tables over the log, locks, and every statement of the docs."""
 
 import json
 import re

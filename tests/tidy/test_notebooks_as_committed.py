@@ -1,4 +1,4 @@
-"""Holds the notebooks as they lie in the repository to what a reader on a code host needs."""
+"""The notebooks in the repository are executed, small, and have more text than code."""
 
 import json
 import re

@@ -30,11 +30,9 @@ from waltz_core.cluster.membership.assignment import check_replica_change
 from waltz_core.cluster.membership.loads import LoadBoard
 from waltz_core.cluster.membership.reachability import ReachBoard
 from waltz_core.cluster.membership.registration import Membership, Ownership, ServersView
-from waltz_core.cluster.nodes import model
-from waltz_core.cluster.nodes.node_access import ClusterNodes, decode_node
-from waltz_core.cluster.nodes.restored_from import NOT_RESTORED, RestoredFrom
-from waltz_core.cluster.nodes.tree import FoundCluster, delete_tree, find_clusters
-from waltz_core.cluster.nodes.znodes import (
+from waltz_core.cluster.writes import WriteRegistry
+from waltz_core.cluster.znodes import model
+from waltz_core.cluster.znodes.interface import (
     NO_NODE,
     CreateNode,
     Node,
@@ -45,7 +43,9 @@ from waltz_core.cluster.nodes.znodes import (
     StateCallback,
     Znodes,
 )
-from waltz_core.cluster.writes import WriteRegistry
+from waltz_core.cluster.znodes.node_access import ClusterNodes, decode_node
+from waltz_core.cluster.znodes.restored_from import NOT_RESTORED, RestoredFrom
+from waltz_core.cluster.znodes.tree import FoundCluster, delete_tree, find_clusters
 from waltz_core.records.record import ClientId, Generation, PartitionId, ReplicaId, ServerId
 
 __all__ = [

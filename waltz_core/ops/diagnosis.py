@@ -27,11 +27,11 @@ from waltz_core.ops.facts import (
     Facts,
     LocalFacts,
     MemberFacts,
-    NodeFacts,
     ReplicaFacts,
     ServerFacts,
     SpaceFacts,
     StorageFacts,
+    ZooKeeperServerFacts,
 )
 from waltz_core.ops.findings import KINDS, Finding, finding
 from waltz_core.records.record import PartitionId, ReplicaId
@@ -90,7 +90,7 @@ def summary(facts: Facts) -> str:
         f"{_count(len(cluster.servers), 'server')}, {_count(len(cluster.storages), 'storage')}, "
         f"{_count(cluster.partition_count, 'partition')} with "
         f"{' or '.join(map(str, replicas))} replica{'' if replicas == [1] else 's'} each, "
-        f"{_count(len(facts.nodes), 'ZooKeeper server')}"
+        f"{_count(len(facts.zookeeper_servers), 'ZooKeeper server')}"
     )
 
 
@@ -177,8 +177,8 @@ class _Case:
             self.report(
                 "zookeeper-unavailable", facts.connect, why=facts.zookeeper_failure, start=start
             )
-        for node in facts.nodes:
-            self._check_node(node)
+        for server in facts.zookeeper_servers:
+            self._check_zookeeper_server(server)
         if facts.access_error:
             hosts = facts.connect.partition("?")[0]
             self.report(
@@ -190,19 +190,22 @@ class _Case:
             else:
                 self._report_lost(facts.local)
 
-    def _check_node(self, node: NodeFacts) -> None:
-        start = self.start("zookeeper", node.address)
-        if node.failure and not self.is_reported_down(node.address):
+    def _check_zookeeper_server(self, server: ZooKeeperServerFacts) -> None:
+        start = self.start("zookeeper", server.address)
+        if server.failure and not self.is_reported_down(server.address):
             self.report(
-                "zookeeper-node-unavailable",
-                node.address,
-                node=node.address,
-                why=node.failure,
+                "zookeeper-server-unavailable",
+                server.address,
+                server=server.address,
+                why=server.failure,
                 start=start,
             )
-        elif not node.failure and not node.mode:
+        elif not server.failure and not server.mode:
             self.report(
-                "zookeeper-node-without-quorum", node.address, node=node.address, start=start
+                "zookeeper-server-without-quorum",
+                server.address,
+                server=server.address,
+                start=start,
             )
 
     def check_processes(self) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from waltz_core.cluster.membership.registration import Ownership
-from waltz_core.cluster.nodes.model import ArchivedMark, PartitionMarker, PartitionMetadata
+from waltz_core.cluster.znodes.model import ArchivedMark, PartitionMarker, PartitionMetadata
 from waltz_core.records.record import (
     BEFORE_FIRST,
     NO_SESSION,
@@ -26,7 +26,7 @@ from waltz_core.records.record import (
 
 
 @dataclass(frozen=True, slots=True)
-class NodeFacts:
+class ZooKeeperServerFacts:
     """One ZooKeeper server; `mode` is leader, follower, standalone, or empty (no service)."""
 
     address: str
@@ -207,7 +207,7 @@ class Facts:
     """All facts; without `cluster`, one of the three troubles is the reason."""
 
     connect: str
-    nodes: tuple[NodeFacts, ...] = ()
+    zookeeper_servers: tuple[ZooKeeperServerFacts, ...] = ()
     zookeeper_failure: str = ""
     access_error: str = ""
     is_no_cluster: bool = False

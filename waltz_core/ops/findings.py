@@ -76,13 +76,13 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
             _START,
         ),
         _row(
-            "zookeeper-node-unavailable",
-            "ZooKeeper server {node} does not answer: {why}",
+            "zookeeper-server-unavailable",
+            "ZooKeeper server {server} does not answer: {why}",
             _START,
         ),
         _row(
-            "zookeeper-node-without-quorum",
-            "ZooKeeper server {node} answers, but is not part of a quorum and serves no client",
+            "zookeeper-server-without-quorum",
+            "ZooKeeper server {server} answers, but is not part of a quorum and serves no client",
             _START,
         ),
         _row(

@@ -38,7 +38,7 @@ from dataclasses import dataclass, field
 from operator import le
 from typing import Final, NamedTuple, TypeAlias, assert_never
 
-from waltz_core.cluster.nodes.model import ArchivedMark
+from waltz_core.cluster.znodes.model import ArchivedMark
 from waltz_core.machine import Report, earliest
 from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN, Chain, ReplicaId, TransactionId
 from waltz_core.replication.limits import SessionLimits

@@ -17,7 +17,7 @@ Rules:
 
 from typing import NamedTuple, TypeAlias
 
-from waltz_core.cluster.nodes.model import PartitionMarker, PartitionMetadata
+from waltz_core.cluster.znodes.model import PartitionMarker, PartitionMetadata
 from waltz_core.machine import Report, Wakeup
 from waltz_core.records.record import Chain, Generation, ReplicaId, SessionId, TransactionId
 from waltz_core.values import value

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple, NewType, Protocol, TypeAlias
 
-from waltz_core.cluster.nodes.model import ArchivedMark
+from waltz_core.cluster.znodes.model import ArchivedMark
 from waltz_core.errors import BelowStart, Unreachable, WaltzError
 from waltz_core.machine import Wakeup
 from waltz_core.records.raw_records import FEED_HEADER_BYTES

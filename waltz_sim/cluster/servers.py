@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from waltz_core.cluster.nodes.model import ArchivedMark
+from waltz_core.cluster.znodes.model import ArchivedMark
 from waltz_core.errors import Damaged, NotOwned, from_code
 from waltz_core.machine import Report, Wakeup
 from waltz_core.records.record import ReplicaId, SessionId, TransactionId

@@ -1,4 +1,4 @@
-"""A restored partition has the objects of a backup's manifest up to a batch end, and no others."""
+"""A restored partition uses the backup's objects up to the end of a batch."""
 
 from contextlib import closing
 from dataclasses import replace

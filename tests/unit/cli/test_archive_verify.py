@@ -1,4 +1,4 @@
-"""`archive verify` follows a manifest that is replaced meanwhile, and can be interrupted."""
+"""`archive verify` while the manifest is replaced, and when it is interrupted."""
 
 import asyncio
 import re
@@ -14,7 +14,7 @@ from waltz_core.archive.store import ArchiveStore
 from waltz_core.cli.archive import archive_status, store_calls
 from waltz_core.cli.archive.archive_verify import _verify
 from waltz_core.cli.output import print_result
-from waltz_core.cluster.nodes.model import ArchivedMark, MarkerState, PartitionMarker
+from waltz_core.cluster.znodes.model import ArchivedMark, MarkerState, PartitionMarker
 from waltz_core.errors import ArchiveUnavailable
 
 

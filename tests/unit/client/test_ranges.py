@@ -1,4 +1,4 @@
-"""What a reader trusts in an answer."""
+"""The checks of a reader on the answers to range requests."""
 
 import asyncio
 from collections.abc import Collection

@@ -1,4 +1,4 @@
-"""Facts in, findings out: a healthy cluster has none, and each fault has its own."""
+"""The diagnosis: no findings for a healthy cluster, and one finding for each fault."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.ops.printed_commands import check_understood
 from waltz_core.cluster.coordinator import Ownership
-from waltz_core.cluster.nodes.model import (
+from waltz_core.cluster.znodes.model import (
     UNRESOLVED,
     ArchivedMark,
     MarkerState,
@@ -22,12 +22,12 @@ from waltz_core.ops.facts import (
     Facts,
     LocalFacts,
     MemberFacts,
-    NodeFacts,
     PartitionFacts,
     ReplicaFacts,
     ServerFacts,
     SpaceFacts,
     StorageFacts,
+    ZooKeeperServerFacts,
 )
 from waltz_core.ops.findings import KINDS
 from waltz_core.records.record import BEFORE_FIRST, NO_SESSION
@@ -81,8 +81,8 @@ def healthy():
         groups={A: 0, B: 1, C: 2, SPARE: 2},
         partitions={0: partition(), 1: partition()},
     )
-    nodes = tuple(NodeFacts(each, mode="follower") for each in NODES)
-    return Facts(CONNECT, nodes, cluster=cluster)
+    zookeepers = tuple(ZooKeeperServerFacts(each, mode="follower") for each in NODES)
+    return Facts(CONNECT, zookeepers, cluster=cluster)
 
 
 class Case:
@@ -115,8 +115,8 @@ class Case:
         self.partition(number, metadata=PartitionMetadata(1, 7, states))
 
     def node(self, **changed):
-        first, *others = self.facts.nodes
-        self.facts = replace(self.facts, nodes=(replace(first, **changed), *others))
+        first, *others = self.facts.zookeeper_servers
+        self.facts = replace(self.facts, zookeeper_servers=(replace(first, **changed), *others))
 
     def local(self, *members):
         self.facts = replace(self.facts, local=LocalFacts("here/.waltz", members))
@@ -162,11 +162,11 @@ def test_without_zookeeper_only_that_is_reported(case):
 
 def test_a_zookeeper_server_that_does_not_answer_or_has_no_quorum(case):
     case.node(failure="refused", mode="")
-    assert case.the_only("zookeeper-node-unavailable").sentence == (
+    assert case.the_only("zookeeper-server-unavailable").sentence == (
         "ZooKeeper server zk1:2181 does not answer: refused"
     )
     case.node(failure="", mode="")
-    assert "is not part of a quorum" in case.the_only("zookeeper-node-without-quorum").sentence
+    assert "is not part of a quorum" in case.the_only("zookeeper-server-without-quorum").sentence
 
 
 def test_a_process_that_does_not_run_is_reported_once_and_by_name(case):
@@ -470,7 +470,7 @@ def test_one_suspect_replica_is_repaired_and_a_suspect_quorum_needs_a_decision(c
     assert found.command == f"waltz-core cluster accept-replicas 0 --connect {CONNECT}"
 
 
-def test_no_decision_is_needed_while_a_voter_is_only_away(case):
+def test_a_missing_voter_that_may_return_needs_no_accept_replicas(case):
     case.server(1, served={0: False})
     case.replica(A, is_suspect=True)
     case.storage(B, failure="refused", replicas={})
@@ -637,7 +637,7 @@ def test_findings_come_in_the_order_of_the_table(case):
     assert len(names) == 3
 
 
-def test_a_connect_string_is_given_as_a_shell_takes_it(case):
+def test_a_connect_string_is_quoted_for_a_shell(case):
     case.facts = replace(case.facts, connect=f"{CONNECT}?auth=/etc/my file")
     case.server(1, failure="refused", served={})
     assert case.the_only("server-unavailable").command.endswith(f"'{CONNECT}?auth=/etc/my file'")

@@ -243,7 +243,7 @@ def test_limits_of_a_batch() -> None:
 GOOD = ([1, 2], [b"x" * 500, b"y"], [crc32(b"x" * 500), crc32(b"y")], [[1], []], [[], []], [[], []])
 
 
-def test_the_plain_stream_is_good() -> None:
+def test_the_unchanged_stream_is_decoded() -> None:
     assert decode(stream(batches.APPEND_SCHEMA, *GOOD)).count == 2
 
 

@@ -1,4 +1,4 @@
-"""Lock blocks: what is trusted in them, and what is not."""
+"""Lock blocks: which parts are trusted, and which errors are found."""
 
 import struct
 

@@ -1,4 +1,4 @@
-"""Expiry of the archive: which replica carries it out, what is recorded, and when it is done."""
+"""Expiry of the archive: which replica performs it, what is recorded, and its end."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The archive of a partition: what is archived, what is recorded, and what replicas learn."""
+"""Archiving of a partition: uploads, recorded marks, and what replicas receive."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ from tests.unit.replication.archiving_bench import (
 )
 from tests.unit.replication.bench import LIMITS, A, B, Bench, C, wire
 from tests.unit.replication.test_repairs import reports_damage
-from waltz_core.cluster.nodes.model import (
+from waltz_core.cluster.znodes.model import (
     ArchivedMark,
     MarkerState,
     PartitionMarker,

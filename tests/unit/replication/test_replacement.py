@@ -1,4 +1,4 @@
-"""Replacement of an archived object: which replicas are requested, and what is recorded."""
+"""Replacement of an archived object: requests to replicas, and what is recorded."""
 
 from dataclasses import replace
 

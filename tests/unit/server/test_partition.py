@@ -1,4 +1,4 @@
-"""One partition of a server as a whole: sessions, appends, mounts, reads and the way out."""
+"""The machine of a served partition: sessions, appends, mounts, reads and release."""
 
 import dataclasses
 import zlib
@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.server.test_reads import headers
 from waltz_core import errors
-from waltz_core.cluster.nodes.model import (
+from waltz_core.cluster.znodes.model import (
     ArchivedMark,
     MarkerState,
     PartitionMarker,
@@ -660,7 +660,7 @@ def test_a_feed_mount_is_answered_when_the_feed_has_reached_the_mark() -> None:
     assert len(heads) == 3 * 28
 
 
-def test_a_feed_mount_that_waits_for_what_is_in_flight_is_fed_that_too() -> None:
+def test_a_feed_mount_receives_the_batches_in_flight_that_it_waits_for() -> None:
     world = ready()
     world.append()
     world.run()

@@ -1,4 +1,4 @@
-"""Readers' links to storages, with real sockets: whose answer it is, and that waiting ends."""
+"""Links of readers to storages, with real sockets: matching of answers, and timeouts."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""What `test_partition.py` does not show: limits on fetches, parking, sessions that end."""
+"""Reads in detail: limits on fetches, waiting requests, sessions that end."""
 
 import dataclasses
 import struct

@@ -1,4 +1,4 @@
-"""The layout of each kind of field, byte for byte, and what a reader refuses."""
+"""The byte layout of each kind of field, and which bytes are rejected."""
 
 import struct
 import zlib

@@ -22,7 +22,7 @@ from waltz_core.cluster.change.creation import NewCluster, NewStorage
 from waltz_core.cluster.change.rebuilding import ids_from
 from waltz_core.cluster.change.restoring import next_session, restored_cluster
 from waltz_core.cluster.coordinator import Coordinator
-from waltz_core.cluster.nodes.model import ArchivedMark
+from waltz_core.cluster.znodes.model import ArchivedMark
 from waltz_core.errors import BadConfig, BadRequest, CoordinatorConflict, WaltzError
 from waltz_core.records.record import BEFORE_FIRST, PartitionId, SessionId, TransactionId
 

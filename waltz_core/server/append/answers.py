@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from waltz_core import errors
-from waltz_core.cluster.nodes.model import ArchivedMark
+from waltz_core.cluster.znodes.model import ArchivedMark
 from waltz_core.records.record import ReplicaId, SessionId, TransactionId
 from waltz_core.replication.session_events import ArchiveBacklog, ReplacementOutcome
 from waltz_core.server.append.mounts import PartitionPosition

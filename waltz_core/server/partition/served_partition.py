@@ -615,7 +615,7 @@ class Partition:
                 case feeds.FetchHeaders():
                     fetches = self.reads.headers(outcome.first, outcome.last)
                     self._route_reads(fetches)
-                case feeds.MountReached():
+                case feeds.MountCaughtUp():
                     self._mount_reached(outcome.request)
                 case _:
                     assert_never(outcome)

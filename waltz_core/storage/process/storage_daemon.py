@@ -39,7 +39,7 @@ from waltz_core.archive.archive_cache import READ_AHEAD_THREADS
 from waltz_core.archive.collection import CollectionJob, CollectionOutcome
 from waltz_core.archive.upload_job import ExpiryJob, ExpiryOutcome, UploadJob, UploadOutcome
 from waltz_core.cluster.coordinator import Coordinator
-from waltz_core.cluster.nodes.model import ReplicaAssignments
+from waltz_core.cluster.znodes.model import ReplicaAssignments
 from waltz_core.cluster.zookeeper.starting import connected, retry_start_step
 from waltz_core.cluster.zookeeper.unreadable import follow_readable
 from waltz_core.config.declarations import StorageConfig

@@ -440,7 +440,7 @@ class StorageService:
         if lane.owner not in (None, keep):
             self._effects.append(CloseConnection(lane.owner, str(why)))
         lane.owner = None
-        lane.engaged = NO_SESSION
+        lane.engaged_session = NO_SESSION
         self._forget_archiving(lane)
         self._retention.forget(lane.log.partition_id)
         lane.retention_piece = None
@@ -508,7 +508,7 @@ class StorageService:
         if request.connection not in self._readers:
             raise BadRequest("expected an OpenRequest before a reader's other requests")
         self._check_session(lane, message)
-        if lane.engaged != message.session_id:
+        if lane.engaged_session != message.session_id:
             raise NotMounted(
                 f"partition {message.partition_id} is not engaged in session {message.session_id}"
             )
@@ -677,7 +677,7 @@ class StorageService:
     ) -> None:
         partition_id = lane.log.partition_id
         if isinstance(message, Engage):
-            lane.engaged = SessionId(message.session_id)
+            lane.engaged_session = SessionId(message.session_id)
         elif isinstance(message, SetArchived):
             self._archive_reads.learned(message)
             mark = Marker(TransactionId(message.last), Chain(message.chain))
