@@ -157,6 +157,9 @@ def test_every_file_is_verified_and_a_corrupt_one_is_named(archived: Archived):
         # A range without it.
         words = ("--partition", "0", "--first", str(files[2]["first"]))
         assert archived.command("verify", *words)[0] == 0
+        code, found, messages = archived.command("verify", "--first", str(ROWS))
+        assert (code, found["passed"]) == (1, False)
+        assert f"{ROWS} on are not archived; the last archived ID is {ROWS - 1}" in messages
         bad.unlink()
         _, found, _ = archived.command("verify")
         assert "it does not exist" in found["partitions"]["0"]["problems"][0]["problem"]

@@ -141,7 +141,8 @@ class PartitionFacts:
     `stamp_ahead_ms` is how far the commit stamp of its last transaction is in the future.
     `unarchived_s` is the age of the oldest transaction that is not archived, 0 if all are; None if
     it is not known, or if the cluster archives nothing. `unarchived_bytes` is the approximate size
-    of these transactions, as the owner knows it.
+    of these transactions, as the owner knows it. `archive_interval_ms` is the owner's setting, 0 if
+    it archives nothing or is not known.
     """
 
     metadata: PartitionMetadata | None = None
@@ -151,6 +152,7 @@ class PartitionFacts:
     stamp_ahead_ms: float | None = None
     unarchived_s: float | None = None
     unarchived_bytes: int | None = None
+    archive_interval_ms: int = 0
 
     @property
     def archived(self) -> ArchivedMark | None:

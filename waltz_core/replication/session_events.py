@@ -188,12 +188,13 @@ class ExpireArchive:
 class ReplaceInArchive:
     """Replace an object of the archive that is corrupt or missing; it is listed with these IDs.
 
-    If the last such event has an outcome, it was reported, and is forgotten.
+    `token` identifies the attempt: the event may be repeated with it.
     """
 
     name: str
     first: TransactionId
     last: TransactionId
+    token: int
 
 
 @value(frozen=True, slots=True)

@@ -456,7 +456,8 @@ class SimServer(Process):
             assert isinstance(message, Nack)
             first = TransactionId(message.first_available)
             is_damage = isinstance(from_code(message.error_code, ""), Damaged)
-            self.step(FetchFailed(token, message.message, first, is_damage))
+            code = message.error_code if is_damage else 0
+            self.step(FetchFailed(token, message.message, first, code))
 
     def _reader_lost(self, replica: ReplicaId, reason: str) -> None:
         self._readers.pop(replica, None)

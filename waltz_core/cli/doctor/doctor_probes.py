@@ -341,6 +341,7 @@ class _Mark(NamedTuple):
     stamp_ahead_ms: float | None = None
     unarchived_s: float | None = None
     unarchived_bytes: int | None = None
+    archive_interval_ms: int = 0
 
 
 class _Server:
@@ -451,13 +452,13 @@ class _Server:
         last = TransactionId(mark.high_water_mark)
         ahead_ms = await self._stamp_ahead_ms(link, partition_id, last)
         unarchived_s = await self._unarchived_s(link, partition_id, last)
-        byte_count = await self._unarchived_bytes(link, partition_id)
-        return _Mark(last, "", ahead_ms, unarchived_s, byte_count)
+        byte_count, interval_ms = await self._archive(link, partition_id)
+        return _Mark(last, "", ahead_ms, unarchived_s, byte_count, interval_ms)
 
-    async def _unarchived_bytes(self, link: ServerLink, partition_id: PartitionId) -> int | None:
-        """Return the approximate size of what is not archived, as the owner knows it."""
+    async def _archive(self, link: ServerLink, partition_id: PartitionId) -> tuple[int | None, int]:
+        """Return the approximate size of what is not archived, and the interval of the archiver."""
         if self._archived[partition_id] == BEFORE_FIRST:
-            return None
+            return None, 0
 
         def request(req_id: ReqId) -> ClientMessage:
             return ReplicasRequest(req_id, linearizable=False)
@@ -465,8 +466,9 @@ class _Server:
         try:
             answer = await self._of_partition(link, ReplicasResponse, request, partition_id)
         except WaltzError:
-            return None  # other findings report it
-        return None if answer.unarchived_bytes < 0 else answer.unarchived_bytes
+            return None, 0  # other findings report it
+        byte_count = None if answer.unarchived_bytes < 0 else answer.unarchived_bytes
+        return byte_count, answer.archive_interval_ms
 
     async def _unarchived_s(
         self, link: ServerLink, partition_id: PartitionId, last: TransactionId

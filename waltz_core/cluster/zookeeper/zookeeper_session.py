@@ -434,7 +434,11 @@ class ZooKeeperSession:
         await self._connection()
         try:
             async with asyncio.timeout(self._request_timeout_s):
-                return await self._result_of(send())
+                while True:
+                    try:
+                        return await self._result_of(send())
+                    except ConnectionLoss:  # A read changes nothing, so it can be repeated.
+                        await self._connection()
         except (TimeoutError, *LOST_ERRORS) as error:
             raise errors.CoordinatorUnavailable(
                 f"ZooKeeper {self._hosts} has not answered a read of {path} "

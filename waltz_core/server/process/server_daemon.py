@@ -526,6 +526,7 @@ def limits_of(config: ServerConfig, partition_count: int) -> PartitionLimits:
         open_wait_ms=config.open_wait_ms,
         checkpoint_interval_count=config.checkpoint_interval_count,
         lock_refill_count_max=config.lock_refill_count_max,
+        archive_interval_ms=config.archive_interval_ms,
     )
 
 
