@@ -22,7 +22,7 @@ CHECKPOINT = 1000
 
 
 class Wrong(Exception):
-    """What an original says when it does not start."""
+    """The error of a 0.13 storage that does not start."""
 
 
 class Structure(NamedTuple):

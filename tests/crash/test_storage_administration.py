@@ -94,7 +94,7 @@ class Directory:
         assert log.read_range(0, LAST, 1 << 20, whole_batches=False).lengths.size == LAST + 1
 
     def check_reopened(self):
-        """The log is empty, says that it has lost something, and keeps its promise."""
+        """The log is empty, is suspect, and keeps its promise."""
         log = self.log()
         assert (log.max_id, log.chain, log.suspect) == (BEFORE_FIRST, GENESIS_CHAIN, True)
         assert (log.promised, log.slot.nonce) == (SESSION + 1, NONCE)

@@ -46,7 +46,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
 
 
 class Ran(NamedTuple):
-    """What a command has said."""
+    """The output of a command."""
 
     code: int
     out: str
@@ -65,7 +65,7 @@ def ran(cluster: LocalCluster, *words: str) -> Ran:
 
 
 def done(cluster: LocalCluster, *words: str) -> Any:
-    """Give a command with `--json` that must succeed; return what it says."""
+    """Run a command with `--json` that must succeed; return its output."""
     found = ran(cluster, *words, "--json")
     assert found.code == 0, found
     return json.loads(found.out)

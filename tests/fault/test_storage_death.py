@@ -168,7 +168,7 @@ def put_copy_back(directory: Path) -> None:
 
 
 def health(cluster: LocalCluster, name: str) -> dict[str, object]:
-    """Return the details of a page that says that it is not well."""
+    """Return the details of a health page that reports an error."""
     page = f"http://127.0.0.1:{cluster.member(name).http_port}/health"
     with pytest.raises(urllib.error.HTTPError) as found:
         urllib.request.urlopen(page, timeout=HANG_S)

@@ -57,7 +57,7 @@ class Server(Child):
 
 
 def doctor(cluster: LocalCluster) -> str:
-    """Return what the doctor says."""
+    """Return the doctor's output."""
     words = ("doctor", "--connect", cluster.connect, "--directory", "nowhere")
     return run_command(*words).stdout
 

@@ -100,7 +100,7 @@ def healths(cluster: LocalCluster) -> dict[str, tuple[int, dict[str, object]]]:
 
 
 def away(cluster: LocalCluster) -> list[str]:
-    """Return the daemons whose health says that ZooKeeper is away, and no other check fails."""
+    """Return the daemons whose health reports only that ZooKeeper is unavailable."""
     return [
         name
         for name, (status, health) in healths(cluster).items()
@@ -289,7 +289,7 @@ def auth_file(tmp_path: Path) -> Path:
 
 
 def said(*words: str) -> str:
-    """Return the one line that a command says before it fails."""
+    """Return the one line that a command prints before it fails."""
     done = run_command(*words)
     assert done.returncode != 0, done.stdout
     assert done.stderr.count("\n") == 1, done.stderr

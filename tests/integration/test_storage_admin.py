@@ -61,7 +61,7 @@ CAPTURED = {
 
 
 class OriginalTool:
-    """What the original's tools send and read, over a socket, with no code of ours between."""
+    """The bytes that tools of 0.13 send and read, over a socket, without code of this project."""
 
     def __init__(self, reader, writer):
         self.reader, self.writer = reader, writer

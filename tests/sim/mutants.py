@@ -188,7 +188,7 @@ def with_table(text: str) -> str:
 
 
 def main() -> int:
-    """Do what the module's docstring says."""
+    """Run the command that the module's docstring describes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--search", nargs="+", metavar="NAME", default=[])
     parser.add_argument("--seeds", type=int, default=SEEDS_MAX)

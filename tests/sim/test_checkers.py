@@ -59,7 +59,7 @@ class World:
         self.checks.answered(self.owner, SendToClient(self.link.number, message, 0))
 
     def says(self, *effects, server=None) -> None:
-        """The owner's store says something."""
+        """The owner's store reports something."""
         self.checks.stepped(server or self.owner, self.owner.store.store, effects)
 
     def sends(self, kind, *fields, session=None, replica="storage0:1") -> None:

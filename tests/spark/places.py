@@ -46,7 +46,7 @@ class Place:
         )
 
     def run(self, *words: str) -> None:
-        """Run a command here; raises CalledProcessError with what it said."""
+        """Run a command here; raises CalledProcessError with its output."""
         subprocess.run(self.command(*words), check=True, capture_output=True, timeout=SECONDS_MAX)
 
     @contextlib.contextmanager

@@ -21,7 +21,7 @@ def cells_of(path: Path, kind: str) -> list[dict]:
 
 
 def texts_of(cell: dict) -> list[str]:
-    """Return what a cell says and shows, but for its pictures."""
+    """Return the text and the outputs of a cell, except pictures."""
     texts = ["".join(cell["source"])]
     for output in cell.get("outputs", []):
         texts.append("".join(output.get("text", "")))

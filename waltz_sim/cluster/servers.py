@@ -83,37 +83,37 @@ class ObservedStore:
 
     @property
     def wake_at_ms(self) -> int | None:
-        """As the store says."""
+        """Return the value of the store."""
         return self.store.wake_at_ms
 
     @property
     def readable_replicas(self) -> Sequence[ReplicaId]:
-        """As the store says."""
+        """Return the value of the store."""
         return self.store.readable_replicas
 
     @property
     def archived(self) -> ArchivedMark | None:
-        """As the store says."""
+        """Return the value of the store."""
         return self.store.archived
 
     @property
     def is_archiving(self) -> bool:
-        """As the store says."""
+        """Return the value of the store."""
         return self.store.is_archiving
 
     @property
     def archive_backlog(self) -> session_events.ArchiveBacklog | None:
-        """As the store says."""
+        """Return the value of the store."""
         return self.store.archive_backlog
 
     def has_expired(self, before: TransactionId, before_ms: int) -> bool:
-        """As the store says."""
+        """Return the value of the store."""
         return self.store.has_expired(before, before_ms)
 
     def replacement(
         self, request: session_events.ReplaceInArchive
     ) -> session_events.ReplacementOutcome | None:
-        """As the store says."""
+        """Return the value of the store."""
         return self.store.replacement(request)
 
     def step(self, event: session_events.Event, now_ms: int) -> Sequence[session_events.Effect]:

@@ -20,13 +20,13 @@ from waltz_core.cli.backup.restore_command import Limits
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.cluster.change.backup import Backup, PartitionBackup
 from waltz_core.cluster.coordinator import Coordinator, NewCluster
-from waltz_core.cluster.nodes.restored_from import NOT_RESTORED
 from waltz_core.cluster.znodes.model import (
     ArchivedMark,
     MarkerState,
     PartitionMarker,
     PartitionMetadata,
 )
+from waltz_core.cluster.znodes.restored_from import NOT_RESTORED
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
 from waltz_core.errors import BadConfig, ChecksumMismatch, ObjectMissing
 
@@ -291,6 +291,21 @@ def test_the_second_of_two_restorations_fails_and_leaves_nothing(
     assert written
     assert files_of(tmp_path / "archive") == before
     assert "/w" in zookeeper.dump(), "the first one"
+
+
+@pytest.mark.parametrize(("words", "remains"), [((), False), (("--same-key",), True)])
+def test_a_pin_that_another_restoration_may_need_remains(
+    tmp_path, monkeypatch, store, words, remains
+):
+    """Restorations with the same key share the pins of a third cluster."""
+
+    def pin_third(store, _backup, key):
+        return [pin(store, bytes(16), key)]
+
+    monkeypatch.setattr(restore_command, "_pin", pin_third)
+    zookeeper = MemoryZooKeeper(asyncio.Event)
+    failed_restore(BACKUP, zookeeper, tmp_path, monkeypatch, store, *words)
+    assert is_pinned(store, bytes(16)) is remains
 
 
 def files_of(folder):

@@ -15,7 +15,7 @@ TABLE = (("partition", "state"), [(0, "ok"), (12, "FAILED"), (3, "[red]?")])
 
 
 class Terminal(io.StringIO):
-    """A file that says it is a terminal."""
+    """A file that claims to be a terminal."""
 
     def isatty(self):
         return True

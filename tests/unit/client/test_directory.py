@@ -342,7 +342,7 @@ def test_a_new_session_does_not_repeat_reports(monkeypatch):
 
 
 class Slow:
-    """Connects on request, and counts how often that was asked."""
+    """Connects on request, and counts the requests."""
 
     def __init__(self, error=None):
         self.count = 0

@@ -29,7 +29,7 @@ TOTALS = sa.Table(
 
 
 class NoData:
-    """A source that is never asked."""
+    """A source that receives no request."""
 
     async def data_of(self, transaction_id: TransactionId) -> bytes:
         raise AssertionError(transaction_id)

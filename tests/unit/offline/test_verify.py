@@ -220,7 +220,7 @@ def test_records_of_another_history_are_found_by_the_chain(tmp_path, storage):
 
 
 def write_slot(storage, **changes):
-    """Let the slot that counts say something else; return what it said."""
+    """Change fields of the slot that counts; return the earlier slot."""
     data = (storage / SLOTS).read_bytes()
     both = [Slot.decode(data[at : at + 512]) for at in (0, 4096)]
     current = max(both, key=lambda one: one.sequence)

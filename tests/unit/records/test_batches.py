@@ -366,7 +366,9 @@ def test_every_truncation_is_rejected() -> None:
 
 
 @given(rows_strategy, st.data())
-def test_records_are_the_segment_files_bytes(rows: list[Row], data: st.DataObject) -> None:
+def test_encoded_records_have_the_bytes_of_a_segment_file(
+    rows: list[Row], data: st.DataObject
+) -> None:
     keep = np.array(data.draw(st.lists(st.booleans(), min_size=len(rows), max_size=len(rows))))
     if not keep.any():
         keep[0] = True

@@ -59,7 +59,7 @@ MessageT = TypeVar("MessageT", bound=ClientMessage)
 
 
 class FakeStore:
-    """A store that says what the test wants it to say next."""
+    """A store that reports what the test specifies."""
 
     def __init__(self) -> None:
         self.events: list[replication.Event] = []
@@ -124,7 +124,7 @@ class World:
                 self.rest.append(effect)
 
     def say(self, *effects: replication.Effect) -> None:
-        """Have the store say something, on an event that means nothing."""
+        """Have the store report outcomes, on an event without a meaning."""
         self.store.says = list(effects)
         self.step(replication.Checkpoint())
 
@@ -172,7 +172,7 @@ class World:
         self.say(replication.Committed(SessionId(self.session), batches[-1].last, self.chain))
 
     def prove(self) -> None:
-        """A quorum answers the proof that was asked for last."""
+        """A quorum answers the latest request for a proof."""
         token = self.store.of(replication.ProveMark)[-1].token
         self.say(replication.MarkProved(token, self.partition.high_water_mark))
 

@@ -249,7 +249,7 @@ def test_an_error_of_the_system_states_what_failed_and_where(tmp_path, monkeypat
 
 @pytest.fixture
 def no_syncs(monkeypatch):
-    """Syncs say at once that they are done: these tests look at which files are open."""
+    """Syncs return at once: these tests look at which files are open."""
     monkeypatch.setattr(os, "fdatasync", lambda _: None)
 
 

@@ -53,7 +53,7 @@ NO_ID = bytes(16)
 
 
 class MoodyFile:
-    """A real file that fails when its disk says so."""
+    """A real file that fails when its disk is configured to fail."""
 
     def __init__(self, file, disk):
         self._file = file

@@ -145,9 +145,20 @@ async def _restore(  # noqa: PLR0913 - one for each option
     except WaltzError as error:
         # After an unknown outcome the cluster may exist.
         if not is_creating or isinstance(error, CoordinatorConflict):
-            written = [*pins, *(name for each in ranges for name in each.written)]
+            # With the same key, another command's cluster may depend on the same pins.
+            written = [] if same_key else list(pins)
+            written += [name for each in ranges for name in each.written]
             await asyncio.to_thread(_delete, store, written)
         raise
+    return _result(coordinator, backup, key, ends)
+
+
+def _result(
+    coordinator: Coordinator,
+    backup: Backup,
+    key: uuid.UUID,
+    ends: Mapping[PartitionId, ArchivedMark | None],
+) -> Result:
     lines = []
     for partition_id, end in ends.items():
         mark = backup.marks[partition_id]
