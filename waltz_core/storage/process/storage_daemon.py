@@ -1,7 +1,6 @@
 """The storage process: its directory, its ports, its partitions, its shutdown.
 
-Only here the service meets sockets, threads and ZooKeeper. `service.py` decides on answers; this
-file only carries them.
+Only here the service meets sockets, threads and ZooKeeper; `service.py` decides on all answers.
 
 Rules:
     1. The directory is open, and this storage registered for its address, before any partition is
@@ -296,14 +295,8 @@ class StorageDaemon:
                         config.listen_host, config.admin_port, self._ssl
                     )
                     stack.push_async_callback(admin.close)
-                    for each in (
-                        serving.follow(self._checked_assignment),
-                        self._keep_positions(machine),
-                        self._sample_space(engine.space),
-                        self._offer_segments(),
-                        recheck_forever(self._archive, machine, self._archive_reads),
-                    ):
-                        tasks.create_task(each)
+                    tasks.create_task(serving.follow(self._checked_assignment))
+                    tasks.create_task(self._work_in_background(engine, machine))
                     if self._coordinator is None:
                         serving.recheck()
                     else:
@@ -317,6 +310,13 @@ class StorageDaemon:
                     write = partial(self._write_positions, machine.scrub_positions)
                     await self._with_timeout("the scrub's progress", write, CLOSE_S_MAX)
                 _log.info("storage.ended address=%s", self.address)
+
+    async def _work_in_background(self, engine: Engine, machine: StorageService) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._keep_positions(machine))
+            tasks.create_task(self._sample_space(engine.space))
+            tasks.create_task(self._offer_segments())
+            tasks.create_task(recheck_forever(self._archive, machine, self._archive_reads))
 
     async def _offer_segments(self) -> None:
         """Hand segments over to readers of this machine."""
