@@ -23,8 +23,8 @@ from scripts.reference import (
     spark_options,
 )
 from scripts.reference.markdown import table
-from waltz_core.cluster.nodes import model
-from waltz_core.cluster.nodes.paths import ZNODES
+from waltz_core.cluster.znodes import model
+from waltz_core.cluster.znodes.paths import ZNODES
 from waltz_core.config import KINDS
 from waltz_core.config.settings import sample_toml
 from waltz_core.errors import BY_CODE

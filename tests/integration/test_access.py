@@ -13,7 +13,7 @@ from tests.fault.load import wait_until
 from waltz_core.access.permissions import KnownToken, Permissions
 from waltz_core.access.tokens import hash_of
 from waltz_core.client import WaltzClient
-from waltz_core.cluster.nodes import access_node
+from waltz_core.cluster.znodes import access_node
 from waltz_core.config import ClientConfig, render_toml
 from waltz_core.config.connect_string import parse_connect_string
 from waltz_core.errors import AuthenticationFailed

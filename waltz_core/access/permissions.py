@@ -1,6 +1,6 @@
 """What ZooKeeper stores about principals: their grants, groups, limits and tokens.
 
-`cluster/nodes/access_node.py` has the bytes.
+`cluster/znodes/access_node.py` has the bytes.
 """
 
 from collections.abc import Mapping

@@ -18,8 +18,8 @@ Rules:
     7. A dialer that has a token states it first, and passes the link to its user when the peer has
        accepted it. A listener's link has the principal of its peer; a token that is not accepted
        closes it.
-    8. All of this holds with TLS; bytes that TLS has passed to the socket do not count as unsent,
-       which may be as many again as rules 3 and 4 allow.
+    8. All of this holds with TLS; bytes that TLS has passed to the socket do not count as unsent;
+       up to the limits of rules 3 and 4 may wait there in addition.
 """
 
 import asyncio

@@ -641,7 +641,7 @@ class ReplicasResponse(ClientMessage):
 
     The archive has the IDs `first_available`..`archived`; `manifest` lists its objects.
     `unarchived_bytes` is the approximate size of the committed records after them, -1 if it is not
-    known.
+    known. `archive_interval_ms` is the setting of the server: 0 if it archives nothing.
     """
 
     code = 72
@@ -657,6 +657,7 @@ class ReplicasResponse(ClientMessage):
     manifest: Text = field(default="", metadata={"since": 7, "is_extra": True})
     manifest_crc: Crc32 = field(default=0, metadata={"since": 7, "is_extra": True})
     unarchived_bytes: Int64 = field(default=-1, metadata={"since": 7, "is_extra": True})
+    archive_interval_ms: Int64 = field(default=0, metadata={"since": 7, "is_extra": True})
 
 
 @value(frozen=True, slots=True)
@@ -706,7 +707,8 @@ class ReplacementRequest(ClientMessage):
     """Replace an object of the archive that is corrupt or missing, from the log of a storage.
 
     It is listed as `object`, with the IDs first..last. Repeat the request until the answer shows
-    that the attempt has ended.
+    that the attempt has ended. `token` is a random number of the attempt: a request with another
+    one begins again.
     """
 
     code = 78
@@ -715,6 +717,7 @@ class ReplacementRequest(ClientMessage):
     object: Text
     first: Int64
     last: Int64
+    token: Int64
 
 
 @value(frozen=True, slots=True)

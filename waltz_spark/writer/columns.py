@@ -130,7 +130,10 @@ def _check_options(types: Mapping[str, DataType], options: WriteOptions) -> None
             )
     for name in options.identity_columns:
         if name not in types or name in WRITE_COLUMNS:
-            raise BadRequest(f"option 'identityColumns': no column {name!r} is packed")
+            raise BadRequest(
+                "option 'identityColumns': expected a column that dataFormat packs into the "
+                f"payload, found {name!r}"
+            )
     if options.partition_by is not None:
         kind = types.get(options.partition_by)
         if kind is None:

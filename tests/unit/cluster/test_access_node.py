@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from waltz_core.access.permissions import Grant, KnownToken, Permissions, PrincipalLimits
 from waltz_core.access.requirements import AccessVerb
-from waltz_core.cluster.nodes import access_node
+from waltz_core.cluster.znodes import access_node
 from waltz_core.errors import BadConfig, BadFormat
 
 KEY, HASH = bytes(range(32)), "ab" * 32

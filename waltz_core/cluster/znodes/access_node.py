@@ -22,7 +22,7 @@ from waltz_core.access.permissions import (
 )
 from waltz_core.access.principals import ANONYMOUS, PRINCIPAL_EXPECTED, RESERVED, is_principal
 from waltz_core.access.requirements import AccessVerb
-from waltz_core.cluster.nodes.model import INT32_MAX
+from waltz_core.cluster.znodes.model import INT32_MAX
 from waltz_core.errors import BadConfig, BadFormat
 from waltz_core.records import strict_json
 
