@@ -257,6 +257,11 @@ class StorageService:
         return self._archive.running_since_ms
 
     @property
+    def archived_marks(self) -> dict[PartitionId, SetArchived]:
+        """The archived marks of the present sessions (`archive_reads.py`, rule 2)."""
+        return self._archive_reads.marks
+
+    @property
     def partitions(self) -> tuple[PartitionId, ...]:
         """The partitions that are served, sorted."""
         return tuple(sorted(self._lanes))
