@@ -13,7 +13,7 @@ from waltz_core.archive.manifest import Manifest, ObjectEntry
 from waltz_core.archive.objects import ArchiveObject
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.client import ReplicaSet, WaltzClient
-from waltz_core.cluster.nodes.model import ArchivedMark
+from waltz_core.cluster.znodes.model import ArchivedMark
 from waltz_core.cluster.zookeeper.zookeeper_session import connected
 from waltz_core.local import LocalCluster, running
 from waltz_core.records.raw_records import I64, Buffer

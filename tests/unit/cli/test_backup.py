@@ -20,13 +20,13 @@ from waltz_core.cli.backup.restore_command import Limits
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.cluster.change.backup import Backup, PartitionBackup
 from waltz_core.cluster.coordinator import Coordinator, NewCluster
-from waltz_core.cluster.nodes.restored_from import NOT_RESTORED
 from waltz_core.cluster.znodes.model import (
     ArchivedMark,
     MarkerState,
     PartitionMarker,
     PartitionMetadata,
 )
+from waltz_core.cluster.znodes.restored_from import NOT_RESTORED
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
 from waltz_core.errors import BadConfig, ChecksumMismatch, ObjectMissing
 
