@@ -1,7 +1,7 @@
 """Encrypted payloads: AES-256-GCM in an envelope that names its key.
 
-An envelope takes the place of the payload in a record (docs/design/wire-format.md does not know
-it). All integers are big-endian.
+An envelope takes the place of the payload in a record; to the log it is a payload like any other.
+All integers are big-endian.
 
     bytes  field
     4      magic "WZE" and format 1
@@ -30,7 +30,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import pyarrow as pa
 
 from waltz_core import errors
-from waltz_core.encryption.keys import KeyCache, check_key_id, is_key_id, keys_of
+from waltz_core.encryption.key_ids import check_key_id, is_key_id
+from waltz_core.encryption.keys import KeyCache, keys_of
 from waltz_core.records.record import TRANSACTION_BYTES_MAX
 
 if TYPE_CHECKING:

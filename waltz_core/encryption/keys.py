@@ -19,7 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 from waltz_core import errors
 
@@ -32,26 +32,10 @@ KEYS_MAX: Final = 10_000
 # Derived keys that are kept for each key: those of the batches that are read at the same time.
 _DERIVED_MAX: Final = 16
 _INFO: Final = b"waltz payload 1"
-_KEY_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 # Returns the 32 bytes of the key with an ID, or None if there is none.
 KeyProvider = Callable[[str], bytes | None]
-
-
-def is_key_id(key_id: str) -> bool:
-    """Whether a text is a key ID: 1 to 64 of A-Z a-z 0-9 . _ - and first a letter or a digit."""
-    return _KEY_ID.fullmatch(key_id) is not None
-
-
-def check_key_id(key_id: object, where: str) -> str:
-    """Return a key ID; raises BadConfig for any other value, with `where` it was found."""
-    if not isinstance(key_id, str) or not is_key_id(key_id):
-        raise errors.BadConfig(
-            f"{where}: expected a key ID, 1 to 64 letters, digits, '.', '_' and '-', which begins "
-            f"with a letter or a digit; found {str(key_id)[:200]!r}"
-        )
-    return key_id
 
 
 class Key:
@@ -99,6 +83,11 @@ class KeyCache:
         self._clock = clock
         # NB: no lock, which a fork could copy in a locked state: each access is one operation.
         self._cached: OrderedDict[str, _Cached] = OrderedDict()
+
+    def __reduce__(self) -> NoReturn:
+        raise errors.UsageError(
+            "encryption keys are not sent to another process: get them there, from their reference"
+        )
 
     def is_cached(self, key_id: str) -> bool:
         """Whether `find` returns without a call of the provider, which may block."""

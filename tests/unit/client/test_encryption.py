@@ -1,11 +1,14 @@
 """Encrypted payloads in the client: appends, contexts, feeds, ranges, predecessors."""
 
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -35,6 +38,8 @@ from waltz_core.memory_waltz import IN_MEMORY_CONFIG, MemoryWaltz
 from waltz_core.records import raw_records
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import GENESIS_CHAIN, LineageEntry, ReqId, next_chain
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture
@@ -257,6 +262,26 @@ def test_the_archive_has_envelopes_that_need_their_keys(directory: Path, tmp_pat
     )
     assert found.data.to_pylist() == [b"one", None, b"plain"]
     assert found.errors.to_pylist() == [None, "there is no key 'b'", None]
+
+
+def test_the_snippets_of_the_page(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs/encryption.md").read_text(encoding="utf-8")
+    snippets = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    of_client, _of_spark, of_readers = (
+        each.replace("/etc/waltz/keys", str(directory)) for each in snippets
+    )
+    (directory / "payments-2026").write_text("11" * 32)
+    (directory / "customer-7").write_text("22" * 32)
+    with MemoryWaltz(1) as waltz:
+        names: dict[str, Any] = {"__name__": "snippets"}
+        start, end = of_client.split("with WaltzClient", 1)
+        exec(start, names)
+        names["WaltzClient"] = lambda _connect, config: waltz.client(config)
+        exec("with WaltzClient" + end, names)
+        column = pa.array(stored(waltz), pa.binary())
+    names |= {"data": column, "headers": [0, 0]}
+    exec(of_readers, names)
+    assert names["payloads"].data.to_pylist() == [b"100 for rent", b"20 for books"]
 
 
 @pytest.mark.parametrize("name", ["encryption_key", "encryption_required"])

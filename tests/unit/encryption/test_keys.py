@@ -1,5 +1,6 @@
 """Keys by ID: directories, functions, and how long a key is cached."""
 
+import copy
 import sys
 from pathlib import Path
 
@@ -7,6 +8,8 @@ import pytest
 
 from waltz_core import errors
 from waltz_core.encryption import keys
+from waltz_core.encryption.envelopes import Encryption
+from waltz_core.encryption.key_ids import check_key_id
 from waltz_core.encryption.keys import KEY_SECONDS, KeyCache, KeyDirectory, keys_of
 
 SECRET = bytes(range(32))
@@ -46,6 +49,13 @@ def test_a_key_and_a_missing_key_are_cached_for_their_time() -> None:
     assert cache.find("b") is not None
 
 
+def test_keys_are_not_sent_to_another_process() -> None:
+    cache = Calls().cache()
+    cache.find("a")
+    with pytest.raises(errors.UsageError, match="encryption keys are not sent"):
+        copy.deepcopy(Encryption(cache))  # as pickle does
+
+
 def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keys, "KEYS_MAX", 3)
     provider = Calls()
@@ -79,11 +89,11 @@ def test_a_provider_that_returns_no_key_is_an_error_without_the_key(
 @pytest.mark.parametrize("key_id", ["", ".", "..", "a/b", "ä", "a" * 65, ".a", "-a", "a\n", 7])
 def test_a_key_id_is_checked(key_id: object) -> None:
     with pytest.raises(errors.BadConfig, match="here: expected a key ID"):
-        keys.check_key_id(key_id, "here")
+        check_key_id(key_id, "here")
 
 
 def test_a_key_id_may_have_64_characters() -> None:
-    assert keys.check_key_id("0" + "._-Az" * 12 + "end", "here")
+    assert check_key_id("0" + "._-Az" * 12 + "end", "here")
 
 
 def test_a_directory_has_a_file_for_each_key(tmp_path: Path) -> None:
