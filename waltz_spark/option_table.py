@@ -126,9 +126,9 @@ OPTIONS: tuple[Option, ...] = (
         "failOnDataLoss",
         Use.READ,
         "true",
-        "A mark past the end of the log is an error, and so are a start or `transactionIds` before "
-        "its first available transaction; `false` reads the existing transactions. A start after "
-        "the given end is always an error.",
+        "A mark past the end of the log is an error, and so are a start, `transactionIds` or an "
+        "end before its first available transaction; `false` reads the existing transactions. A "
+        "start after the given end is always an error.",
     ),
     Option(
         "mode",

@@ -1,4 +1,4 @@
-"""The page for Kafka users names every option of ours, and none that does not exist."""
+"""The page for Kafka users names every Spark option of Waltz, and no other."""
 
 import re
 from pathlib import Path

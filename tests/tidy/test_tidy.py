@@ -1,4 +1,4 @@
-"""Holds the rules of STYLE.md that ruff, mypy and import-linter cannot state.
+"""Checks the rules of STYLE.md that ruff, mypy and import-linter cannot express.
 
 Each failure names the file, the line and the rule, so that the fix needs no look-up.
 """
@@ -626,7 +626,7 @@ def test_every_event_is_described_once():
     nothing(described - logged, f"in {events.TEXTS.name}, but in no log line")
 
 
-def test_an_operator_learns_what_to_do_about_a_warning():
+def test_every_warning_states_an_action():
     texts = events.descriptions()
     wrong = [
         f"{event.name}: {event.level}"

@@ -132,7 +132,10 @@ def _check_options(types: Mapping[str, DataType], options: WriteOptions) -> None
             )
     for name in options.identity_columns:
         if name not in types or name in WRITE_COLUMNS:
-            raise BadRequest(f"option 'identityColumns': no column {name!r} is packed")
+            raise BadRequest(
+                "option 'identityColumns': expected a column that dataFormat packs into the "
+                f"payload, found {name!r}"
+            )
     if options.encryption_key_column is not None:
         _check_key_column(types.get(options.encryption_key_column), options.encryption_key_column)
     if options.partition_by is not None:

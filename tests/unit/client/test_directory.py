@@ -1,4 +1,4 @@
-"""Directories: one that is given the layout, and lookups by many callers at once."""
+"""Directories of owners: with a given layout, and with concurrent lookups."""
 
 import asyncio
 from types import SimpleNamespace
@@ -18,8 +18,8 @@ from waltz_core.client.links.directory import (
     ZooKeeperDirectory,
 )
 from waltz_core.cluster.membership.registration import Ownership, ServersView
-from waltz_core.cluster.nodes.model import GroupDescriptor, ServerDescriptor
-from waltz_core.cluster.nodes.restored_from import NOT_RESTORED
+from waltz_core.cluster.znodes.model import GroupDescriptor, ServerDescriptor
+from waltz_core.cluster.znodes.restored_from import NOT_RESTORED
 from waltz_core.config import ClientConfig
 from waltz_core.records.record import ReplicaId
 
@@ -342,7 +342,7 @@ def test_a_new_session_does_not_repeat_reports(monkeypatch):
 
 
 class Slow:
-    """Connects on request, and counts how often that was asked."""
+    """Connects on request, and counts the requests."""
 
     def __init__(self, error=None):
         self.count = 0
