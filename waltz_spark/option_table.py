@@ -46,6 +46,14 @@ OPTIONS: tuple[Option, ...] = (
         "name into `data`. Reading: `data` is unpacked into the columns of your schema.",
     ),
     Option(
+        "encryptionKeys",
+        Use.BOTH,
+        "none",
+        "Where tasks find encryption keys: a directory, or `module:function`. Writing needs "
+        "`encryptionKey` or `encryptionKeyColumn`, too. Reading: payloads are decrypted, and "
+        "column `data_error` has the reason for one that is null.",
+    ),
+    Option(
         "startingHighWaterMarks",
         Use.READ,
         "earliest (batch), latest (stream)",
@@ -144,6 +152,13 @@ OPTIONS: tuple[Option, ...] = (
         "`PERMISSIVE`).",
     ),
     Option(
+        "requireEncryption",
+        Use.READ,
+        "false",
+        "With `encryptionKeys`: `true` reads a payload that is not encrypted as null, with the "
+        "reason in `data_error`.",
+    ),
+    Option(
         "readFrom",
         Use.READ,
         "replica",
@@ -170,6 +185,18 @@ OPTIONS: tuple[Option, ...] = (
         Use.WRITE,
         "the first lock, otherwise round-robin",
         "A column whose hash chooses the partition of rows without one.",
+    ),
+    Option(
+        "encryptionKey",
+        Use.WRITE,
+        "none",
+        "With `encryptionKeys`: the ID of the key that encrypts all rows.",
+    ),
+    Option(
+        "encryptionKeyColumn",
+        Use.WRITE,
+        "none",
+        "With `encryptionKeys`: a string column with the ID of each row's key.",
     ),
     Option(
         "clientHighWaterMarks",
