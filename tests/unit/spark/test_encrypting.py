@@ -18,7 +18,7 @@ from waltz_core.records.record import TRANSACTION_BYTES_MAX
 from waltz_spark.datasource.fetch import BatchColumns
 from waltz_spark.datasource.source import WaltzDataSource
 from waltz_spark.options import ReadOptions, parse_read, parse_write
-from waltz_spark.writer.appender import Appender
+from waltz_spark.writer.appender import BATCH_BYTES_MAX, Appender
 from waltz_spark.writer.columns import Shaper, check_schema
 from waltz_spark.writer.once import EarlierRecord, EarlierRows, Spool
 from waltz_spark.writer.row_keys import RowKeys
@@ -226,7 +226,12 @@ def test_failfast_fails_for_a_payload_that_was_decrypted_and_names_it(directory:
 class Log(RandomLog):
     """Refuses no row, whatever the last byte of its ciphertext is."""
 
+    def __init__(self, seed: int, *, loss: float) -> None:
+        super().__init__(seed, loss=loss)
+        self.append_bytes: list[int] = []
+
     def answer(self, partition: int, rows: list[bytes], order: ReportOrder) -> BatchOutcome:
+        self.append_bytes.append(sum(map(len, rows)))
         return super().answer(partition, [row + b"." for row in rows], order)
 
     @property
@@ -270,6 +275,14 @@ def test_rows_are_encrypted_with_another_salt_each_time_they_are_sent(directory:
     assert list(Appender(log, options).send([shaped]))
     assert decrypted(directory, log.payloads) == rows
     assert len({each[6:22] for each in log.payloads}) >= 5  # a salt for each append
+
+
+def test_an_append_is_not_larger_because_of_its_envelopes(directory: Path) -> None:
+    options = write_options(directory, encryptionKey="a", batchSize="10000")
+    log = Log(0, loss=0.0)
+    list(Appender(log, options).send([shaper(options).shape(frame([bytes(400)] * 10_000))]))
+    assert len(log.payloads) == 10_000
+    assert max(log.append_bytes) <= BATCH_BYTES_MAX < 10_000 * len(log.payloads[0])
 
 
 def test_a_column_has_the_key_of_each_row(directory: Path) -> None:
