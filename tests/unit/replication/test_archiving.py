@@ -14,7 +14,7 @@ from waltz_core.cluster.nodes.model import (
 )
 from waltz_core.errors import ArchiveUnavailable
 from waltz_core.records.record import GENESIS_CHAIN
-from waltz_core.replication.archiving import COLLECTION_INTERVAL_MS, PROGRESS_MS_MAX
+from waltz_core.replication.archiving import PROGRESS_MS_MAX
 from waltz_core.replication.session_events import (
     CheckpointDue,
     ReplicaResponded,
@@ -24,6 +24,7 @@ from waltz_core.replication.session_events import (
 
 INTERVAL_MS = 10_000
 ARCHIVING = replace(LIMITS, archive_interval_ms=INTERVAL_MS)
+COLLECTION_INTERVAL_MS = ARCHIVING.collection_interval_ms
 
 
 class ArchivingBench(Bench):
