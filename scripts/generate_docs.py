@@ -13,10 +13,18 @@ from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-from scripts.reference import commands, errors, events, metrics, settings, spark_options
+from scripts.reference import (
+    commands,
+    errors,
+    events,
+    metrics,
+    permissions,
+    settings,
+    spark_options,
+)
 from scripts.reference.markdown import table
-from waltz_core.cluster.nodes import model
-from waltz_core.cluster.nodes.paths import ZNODES
+from waltz_core.cluster.znodes import model
+from waltz_core.cluster.znodes.paths import ZNODES
 from waltz_core.config import KINDS
 from waltz_core.config.settings import sample_toml
 from waltz_core.errors import BY_CODE
@@ -107,6 +115,7 @@ def generated() -> dict[Path, str]:
         "docs/reference/errors.md": errors.tables(),
         "docs/reference/events.md": events.tables(),
         "docs/reference/metrics.md": metrics.tables(),
+        "docs/reference/permissions.md": permissions.tables(),
         "docs/reference/settings.md": settings.tables(),
         "docs/reference/spark-options.md": spark_options.tables(),
         "docs/zookeeper.md": {"nodes": nodes(), "values": node_values()},

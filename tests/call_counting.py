@@ -1,4 +1,4 @@
-"""How many calls a piece of work takes, whatever else its process has left to tidy up."""
+"""Counts the function calls of a piece of work, with garbage collection off."""
 
 import gc
 import sys

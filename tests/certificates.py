@@ -1,4 +1,4 @@
-"""Certificates for tests: an authority, a certificate of this machine's, and those that do not fit.
+"""Certificates for tests: a CA, a valid certificate of this machine, and invalid ones.
 
 Unit tests and real daemons are given the same files, as an operator would.
 """

@@ -1,4 +1,4 @@
-"""What every Waltz must do for a client, checked over memory and over a real cluster.
+"""The contract of a Waltz towards its clients, checked in memory and on a real cluster.
 
 `test_conformance_memory.py` runs the scenarios over `MemoryWaltz`, calm and with faults,
 `test_conformance.py` over real processes. The log of a scenario's partition may hold anything

@@ -1,4 +1,4 @@
-"""What every ZooKeeper must do for a cluster, checked over memory and over a real one.
+"""The contract of ZooKeeper towards a cluster, checked in memory and on a real ZooKeeper.
 
 A world opens sessions. `test_coordinator.py` runs the scenarios over memory, `test_zookeeper.py`
 over a real ZooKeeper; each scenario has a root of its own.
@@ -17,8 +17,15 @@ from waltz_core import errors
 from waltz_core.cluster.change.creation import NewCluster, NewStorage
 from waltz_core.cluster.coordinator import Coordinator, PartitionVersions
 from waltz_core.cluster.membership.registration import ServersView
-from waltz_core.cluster.nodes import model
-from waltz_core.cluster.nodes.znodes import NO_NODE, CreateNode, Delete, SessionState, Set, Znodes
+from waltz_core.cluster.znodes import model
+from waltz_core.cluster.znodes.interface import (
+    NO_NODE,
+    CreateNode,
+    Delete,
+    SessionState,
+    Set,
+    Znodes,
+)
 
 KEY = UUID("00112233-4455-6677-8899-aabbccddeeff")
 STORAGES = tuple(NewStorage(f"10.0.0.{n}:5280", 5281, n) for n in range(3))

@@ -1,4 +1,4 @@
-"""What all tests share: how long they may take, and a generator with a seed."""
+"""Shared by all tests: time limits, and a random generator with a seed."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""A log of a billion transactions on a disk that never saw them: what a server trusts is forged.
+"""A synthetic log of a billion transactions: forged metadata without the records.
 
 Each partition gets what a storage would hold after a session that wrote so many: the last record,
 an index that has its place, one batch that covers all of them, the marker that says how far it is
@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from uuid import UUID
 
-from waltz_core.cluster.nodes.model import (
+from waltz_core.cluster.znodes.model import (
     MarkerState,
     PartitionMarker,
     PartitionMetadata,

@@ -1,4 +1,4 @@
-"""Archives of the classes that Spark and ZooKeeper load at each start: half of a start's CPU.
+"""Class data archives for Spark and ZooKeeper, which halve the CPU of a start.
 
 The tests start some dozens of each. `python -m tests.java_classes` makes the archives, once for a
 Java and a PySpark; where there are none, or they do not fit, Java loads its classes as ever.

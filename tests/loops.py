@@ -1,4 +1,4 @@
-"""Scenarios on an event loop: they end within a time, and wait for what has no event of its own."""
+"""Runs test scenarios on an event loop with a timeout, and polls conditions without an event."""
 
 import asyncio
 import selectors

@@ -1,4 +1,4 @@
-"""Storage directories for the tests of `waltz_core.offline`: written by the product, then hurt."""
+"""Storage directories for tests of `waltz_core.offline`: written by a storage, then damaged."""
 
 from pathlib import Path
 from random import Random

@@ -132,7 +132,7 @@ def data_of(body) -> tuple[int, bytes | None, str | None]:
 
 
 class Partition:
-    """What one side (stream or rpc) knows of a partition."""
+    """The state of one side (stream or rpc) of a partition."""
 
     def __init__(self, client_id, number):
         self.client_id, self.number = client_id, number
@@ -282,7 +282,7 @@ class Side:
         self.reconnects = 0
 
     def set_endpoints(self, endpoints):
-        """What ZooKeeper says: by server, its partitions and their generations."""
+        """The assignment in ZooKeeper: by server, its partitions and their generations."""
         for endpoint in [each for each in self.links if each not in endpoints]:
             self.links.pop(endpoint).close()
         for endpoint, owned in endpoints.items():

@@ -1,4 +1,4 @@
-"""How long tests wait: a passing test never waits this long, whatever else the machine does."""
+"""Time limits of tests: a passing test never reaches them, also on a loaded machine."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Ports for daemons that tests start, kill and start again: no other test process draws them."""
+"""Ports for daemons that tests restart; no other test process gets the same ones."""
 
 import asyncio
 import os

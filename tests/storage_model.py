@@ -1,4 +1,4 @@
-"""A partition log over a disk that loses power, and a model of what it must still have."""
+"""A partition log on a disk that loses power, and a model of its required contents."""
 
 import traceback
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""What an owner says to a storage: batches with right checksums, chains and sequences."""
+"""Appends as an owner sends them to a storage: with correct checksums, chains and sequences."""
 
 import zlib
 

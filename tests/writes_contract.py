@@ -1,4 +1,4 @@
-"""What the registry of writes must do, in the form of `cluster_contract.py`."""
+"""The contract of the registry of writes, in the form of `cluster_contract.py`."""
 
 import pytest
 

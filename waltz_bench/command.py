@@ -94,7 +94,7 @@ def _load(function: VerbFunction) -> VerbFunction:
 @click.option(
     "--directory",
     type=options.PATH,
-    help="a local cluster's directory: use it, and measure its CPU; for "
+    help="most workloads: the directory of a local cluster to use, whose CPU is measured as well; "
     "archive, storage-append, storage-open, many-partitions, sql-view: a directory on the disk to "
     "measure",
 )

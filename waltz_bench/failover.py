@@ -28,8 +28,8 @@ import uvloop
 
 from waltz_bench.measuring import BenchLoad, Measured, Meter
 from waltz_core.client import AsyncWaltzClient, Reason
-from waltz_core.cluster.nodes.model import UNRESOLVED
-from waltz_core.cluster.nodes.znodes import SessionState
+from waltz_core.cluster.znodes.interface import SessionState
+from waltz_core.cluster.znodes.model import UNRESOLVED
 from waltz_core.cluster.zookeeper.zookeeper_session import connected
 from waltz_core.errors import BadConfig, Unavailable, WaltzError
 from waltz_core.records import batches

@@ -35,7 +35,7 @@ from waltz_core.client.read.feed_delivery import Consumer, DeliveryProgress, Del
 from waltz_core.client.stream.verdicts import reason_of
 from waltz_core.config.declarations import ClientConfig
 from waltz_core.records.record import PartitionId, TransactionId
-from waltz_core.server.process.in_process import GENERATION, Failures, Faults, MemoryServer
+from waltz_core.server.process.in_process import GENERATION, Faults, InjectedFailures, MemoryServer
 from waltz_core.server.process.log_in_memory import StoredTransaction
 from waltz_core.transport import net
 
@@ -206,7 +206,7 @@ class MemoryWaltz:
         is_outcome = isinstance(error, errors.UsageError | errors.OutcomeUnknown)
         if not is_outcome and reason_of(error) is None:
             raise errors.BadRequest(f"an append cannot end with {type(error).__name__}")
-        self._faults.failures = Failures(count, error, enters_log)
+        self._faults.failures = InjectedFailures(count, error, enters_log)
 
     def suspend_feed(self) -> None:
         """Pass nothing to callbacks until `resume_feed` (rule 4); appends continue."""

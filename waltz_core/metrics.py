@@ -507,8 +507,8 @@ class Health(NamedTuple):
     details: Mapping[str, object]
 
 
-class Page(NamedTuple):
-    """An answer."""
+class HttpResponse(NamedTuple):
+    """The HTTP response of one page."""
 
     status: str
     content_type: str
@@ -569,29 +569,31 @@ async def _serve_one(
         _log.exception("metrics.page_failed")
 
 
-async def _page(head: bytes, metrics: Metrics, health: HealthCallback) -> Page:
+async def _page(head: bytes, metrics: Metrics, health: HealthCallback) -> HttpResponse:
     """Return the page for a request's head."""
     method, _, rest = head.partition(b"\r\n")[0].partition(b" ")
     path = rest.partition(b" ")[0].partition(b"?")[0]
     if method != b"GET":
-        return Page("405 Method Not Allowed", "text/plain", b"expected GET\n")
+        return HttpResponse("405 Method Not Allowed", "text/plain", b"expected GET\n")
     match path:
         case b"/ping":
-            return Page("200 OK", "text/plain", b"pong\n")
+            return HttpResponse("200 OK", "text/plain", b"pong\n")
         case b"/metrics":
-            return Page("200 OK", CONTENT_TYPE_PLAIN_0_0_4, metrics.page())
+            return HttpResponse("200 OK", CONTENT_TYPE_PLAIN_0_0_4, metrics.page())
         case b"/health":
             found = await health()
             status = "200 OK" if found.is_healthy else "503 Service Unavailable"
             body = json.dumps({"is_healthy": found.is_healthy, **found.details}, default=str)
-            return Page(status, "application/json", body.encode() + b"\n")
+            return HttpResponse(status, "application/json", body.encode() + b"\n")
         case _:
-            return Page("404 Not Found", "text/plain", b"expected /metrics, /health or /ping\n")
+            return HttpResponse(
+                "404 Not Found", "text/plain", b"expected /metrics, /health or /ping\n"
+            )
 
 
-def _answer(page: Page) -> bytes:
+def _answer(response: HttpResponse) -> bytes:
     head = (
-        f"HTTP/1.1 {page.status}\r\nContent-Type: {page.content_type}\r\n"
-        f"Content-Length: {len(page.body)}\r\nConnection: close\r\n\r\n"
+        f"HTTP/1.1 {response.status}\r\nContent-Type: {response.content_type}\r\n"
+        f"Content-Length: {len(response.body)}\r\nConnection: close\r\n\r\n"
     )
-    return head.encode("ascii") + page.body
+    return head.encode("ascii") + response.body

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from waltz_core.client.stream import stream_events as client_events
 from waltz_core.cluster.change.rebuilding import RebuildDecision
-from waltz_core.cluster.nodes.model import PartitionMetadata
+from waltz_core.cluster.znodes.model import PartitionMetadata
 from waltz_core.errors import BadFormat
 from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN, RECORD_PREFIX, ReplicaId
 from waltz_core.replication import session_events

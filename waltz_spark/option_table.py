@@ -46,6 +46,14 @@ OPTIONS: tuple[Option, ...] = (
         "name into `data`. Reading: `data` is unpacked into the columns of your schema.",
     ),
     Option(
+        "encryptionKeys",
+        Use.BOTH,
+        "none",
+        "Where tasks find encryption keys: a directory, or `module:function`. Writing needs "
+        "`encryptionKey` or `encryptionKeyColumn`, too. Reading: payloads are decrypted, and "
+        "column `data_error` has the reason for one that is null.",
+    ),
+    Option(
         "startingHighWaterMarks",
         Use.READ,
         "earliest (batch), latest (stream)",
@@ -118,9 +126,9 @@ OPTIONS: tuple[Option, ...] = (
         "failOnDataLoss",
         Use.READ,
         "true",
-        "A mark past the end of the log is an error, and so are a start or `transactionIds` before "
-        "its first available transaction; `false` reads the existing transactions. A start after "
-        "the given end is always an error.",
+        "A mark past the end of the log is an error, and so are a start, `transactionIds` or an "
+        "end before its first available transaction; `false` reads the existing transactions. A "
+        "start after the given end is always an error.",
     ),
     Option(
         "mode",
@@ -142,6 +150,13 @@ OPTIONS: tuple[Option, ...] = (
         "_corrupt_record",
         "A column of your schema, string or binary, for payloads that could not be unpacked (with "
         "`PERMISSIVE`).",
+    ),
+    Option(
+        "requireEncryption",
+        Use.READ,
+        "false",
+        "With `encryptionKeys`: `true` reads a payload that is not encrypted as null, with the "
+        "reason in `data_error`.",
     ),
     Option(
         "readFrom",
@@ -170,6 +185,18 @@ OPTIONS: tuple[Option, ...] = (
         Use.WRITE,
         "the first lock, otherwise round-robin",
         "A column whose hash chooses the partition of rows without one.",
+    ),
+    Option(
+        "encryptionKey",
+        Use.WRITE,
+        "none",
+        "With `encryptionKeys`: the ID of the key that encrypts all rows.",
+    ),
+    Option(
+        "encryptionKeyColumn",
+        Use.WRITE,
+        "none",
+        "With `encryptionKeys`: a string column with the ID of each row's key.",
     ),
     Option(
         "clientHighWaterMarks",

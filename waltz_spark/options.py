@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import Enum
 
+from waltz_core.encryption.key_ids import check_key_id
 from waltz_core.errors import BadConfig
 from waltz_spark.option_table import (
     BY_KEY,
@@ -33,6 +34,8 @@ from waltz_spark.option_table import (
 # Keys that Spark itself adds to the options of a source or a sink.
 ENGINE_KEYS = frozenset({"path", "checkpointlocation", "queryname", "provider", "owner"})
 LOG_COLUMNS = ("partition", "transaction_id", "header", "request_id", "commit_time", "data")
+# An additional column of a read with option `encryptionKeys`.
+ERROR_COLUMN = "data_error"
 DATA_FORMATS = ("msgpack", "json")
 _FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 _WRITE_NAME = re.compile(r"[A-Za-z0-9._-]{1,140}")
@@ -81,6 +84,18 @@ class ReadOptions:
     on_corrupt: OnCorrupt = OnCorrupt.FAIL
     corrupt_column: str = "_corrupt_record"
     required_columns: tuple[str, ...] = ()
+    encryption_keys: str | None = None
+    encryption_required: bool = False
+
+    @property
+    def log_columns(self) -> tuple[str, ...]:
+        """The columns that the log has for this read."""
+        return log_columns(has_keys=self.encryption_keys is not None)
+
+
+def log_columns(*, has_keys: bool) -> tuple[str, ...]:
+    """Return the columns that the log has for a read with or without keys."""
+    return (*LOG_COLUMNS, ERROR_COLUMN) if has_keys else LOG_COLUMNS
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +118,9 @@ class WriteOptions:
     retries_max: int = 10
     backoff_ms: int = 50
     identity_columns: tuple[str, ...] = ()
+    encryption_keys: str | None = None
+    encryption_key: str | None = None
+    encryption_key_column: str | None = None
 
     @property
     def returns_rejected_rows(self) -> bool:
@@ -163,7 +181,7 @@ def parse_read(options: Mapping[str, str], use: Use = Use.READ) -> ReadOptions:
             "options 'startingTimestamp' and 'startingHighWaterMarks' both set the start. Hint: "
             "use one of them."
         )
-    if parser.text("columnNameOfCorruptRecord") in LOG_COLUMNS:
+    if parser.text("columnNameOfCorruptRecord") in parser.log_columns():
         raise BadConfig(
             "option 'columnNameOfCorruptRecord': expected a column of your schema, found the log's "
             f"column {parser.text('columnNameOfCorruptRecord')!r}"
@@ -171,6 +189,9 @@ def parse_read(options: Mapping[str, str], use: Use = Use.READ) -> ReadOptions:
     for name in ("mode", "columnNameOfCorruptRecord", "requiredColumns"):
         if parser.text(name) is not None and parser.text("dataFormat") is None:
             raise BadConfig(f"option {name!r} needs option dataFormat, which unpacks payloads")
+    encryption_required = parser.choice("requireEncryption", ("true", "false")) == "true"
+    if encryption_required and parser.text("encryptionKeys") is None:
+        raise BadConfig("option 'requireEncryption' needs option encryptionKeys")
     return ReadOptions(
         connect=parser.connect(),
         columns=parser.columns(),
@@ -192,6 +213,8 @@ def parse_read(options: Mapping[str, str], use: Use = Use.READ) -> ReadOptions:
         on_corrupt=OnCorrupt(parser.choice("mode", ("failfast", "permissive", "dropmalformed"))),
         corrupt_column=parser.text("columnNameOfCorruptRecord") or "_corrupt_record",
         required_columns=tuple(_split(parser.text("requiredColumns") or "")),
+        encryption_keys=parser.text("encryptionKeys"),
+        encryption_required=encryption_required,
     )
 
 
@@ -214,6 +237,7 @@ def parse_write(options: Mapping[str, str]) -> WriteOptions:
         raise BadConfig(
             "option 'identityColumns' needs option dataFormat, which packs columns into the payload"
         )
+    encryption_key, key_column = parser.encryption()
     return WriteOptions(
         connect=parser.connect(),
         data_format=parser.optional_choice("dataFormat", DATA_FORMATS),
@@ -231,6 +255,9 @@ def parse_write(options: Mapping[str, str]) -> WriteOptions:
         retries_max=parser.integer("maxRetries", 1, 1_000),
         backoff_ms=parser.integer("retryBackoff", 0, 60_000),
         identity_columns=() if identity is None else tuple(_split(identity)),
+        encryption_keys=parser.text("encryptionKeys"),
+        encryption_key=encryption_key,
+        encryption_key_column=key_column,
     )
 
 
@@ -313,6 +340,25 @@ class _OptionParser:
             )
         return value
 
+    def encryption(self) -> tuple[str | None, str | None]:
+        """Return the options `encryptionKey` and `encryptionKeyColumn` of a write."""
+        key_id, column = self.text("encryptionKey"), self.text("encryptionKeyColumn")
+        has_keys = self.text("encryptionKeys") is not None
+        if has_keys and (key_id is None) == (column is None):
+            raise BadConfig(
+                "option 'encryptionKeys': expected one of encryptionKey and encryptionKeyColumn, "
+                f"found {'none' if key_id is None else 'both'}"
+            )
+        for name, value in (("encryptionKey", key_id), ("encryptionKeyColumn", column)):
+            if value is not None and not has_keys:
+                raise BadConfig(f"option {name!r} needs option encryptionKeys")
+        if key_id is not None:
+            check_key_id(key_id, "option 'encryptionKey'")
+        return key_id, column
+
+    def log_columns(self) -> tuple[str, ...]:
+        return log_columns(has_keys=self.text("encryptionKeys") is not None)
+
     def choice(self, name: str, words: tuple[str, ...]) -> str:
         value = (self.text(name) or BY_KEY[name.lower()].default).lower()
         if value not in words:
@@ -375,14 +421,15 @@ class _OptionParser:
 
     def columns(self) -> tuple[str, ...]:
         value = self.text("columns")
+        known = self.log_columns()
         if value is None:
-            return LOG_COLUMNS
+            return known
         names = tuple(_split(value))
         for name in names:
-            if name not in LOG_COLUMNS:
-                near = difflib.get_close_matches(name, LOG_COLUMNS, n=1)
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
                 suggestion = (
-                    f"did you mean {near[0]!r}?" if near else f"they are {', '.join(LOG_COLUMNS)}"
+                    f"did you mean {near[0]!r}?" if near else f"they are {', '.join(known)}"
                 )
                 raise BadConfig(f"option 'columns': the log has no column {name!r}; {suggestion}")
         if not names or len(set(names)) != len(names):

@@ -29,7 +29,7 @@ from pyspark.sql.types import StructType
 
 from waltz_core.errors import BadRequest
 from waltz_core.records.strict_json import to_json
-from waltz_spark.options import LOG_COLUMNS
+from waltz_spark.options import ERROR_COLUMN, LOG_COLUMNS, ReadOptions
 
 _LOG_TYPES = {
     "partition": "int",
@@ -38,8 +38,9 @@ _LOG_TYPES = {
     "request_id": "struct<client_id:int,generation:int,partition:int,sequence:int>",
     "commit_time": "timestamp",
     "data": "binary",
+    ERROR_COLUMN: "string",
 }
-assert tuple(_LOG_TYPES) == LOG_COLUMNS
+assert tuple(_LOG_TYPES) == (*LOG_COLUMNS, ERROR_COLUMN)
 
 
 def read_schema(columns: Sequence[str]) -> str:
@@ -47,16 +48,17 @@ def read_schema(columns: Sequence[str]) -> str:
     return ", ".join(f"{name} {_LOG_TYPES[name]}" for name in columns)
 
 
-def check_log_types(schema: StructType) -> None:
+def check_log_types(schema: StructType, options: ReadOptions) -> None:
     """Reject a user's schema in which a column of the log has another type.
 
-    `commit_time` may be null, so it cannot be declared NOT NULL; no other column is ever null.
+    `commit_time` may be null, so it cannot be declared NOT NULL, and with option `encryptionKeys`
+    `data` and `data_error`; no other column is ever null.
 
     Raises:
         BadRequest: names the column and both types.
     """
     for field in schema.fields:
-        wanted = _LOG_TYPES.get(field.name)
+        wanted = _LOG_TYPES[field.name] if field.name in options.log_columns else None
         found = field.dataType.simpleString()
         if wanted is not None and found != wanted:
             raise BadRequest(
@@ -67,6 +69,12 @@ def check_log_types(schema: StructType) -> None:
             raise BadRequest(
                 "column 'commit_time' is NOT NULL in the schema, but it is null for transactions "
                 "that a server of Waltz 0.13 wrote. Hint: declare it nullable."
+            )
+        is_decrypted = options.encryption_keys is not None and wanted is not None
+        if is_decrypted and field.name in ("data", ERROR_COLUMN) and not field.nullable:
+            raise BadRequest(
+                f"column {field.name!r} is NOT NULL in the schema, but with option encryptionKeys "
+                "it may be null. Hint: declare it nullable."
             )
 
 
@@ -133,11 +141,24 @@ def _check_key(name: str, kind: types.MapType, data_format: str | None) -> None:
         )
 
 
-def check_nullable(name: str, kind: types.DataType, *, nullable: bool) -> None:
+_PERMISSIVE = (
+    "mode=PERMISSIVE returns nulls for payloads that cannot be unpacked. Hint: use "
+    ".schema(df.schema.toNullable()), or omit NOT NULL in DDL; or use mode=FAILFAST or "
+    "DROPMALFORMED, which check that there is a value."
+)
+WITH_KEYS = (
+    "option encryptionKeys returns nulls for payloads that cannot be decrypted. Hint: use "
+    ".schema(df.schema.toNullable()), or omit NOT NULL in DDL."
+)
+
+
+def check_nullable(
+    name: str, kind: types.DataType, reason: str = _PERMISSIVE, *, nullable: bool
+) -> None:
     """Reject a wanted column that is declared NOT NULL, at any nesting level.
 
-    For mode=PERMISSIVE, which returns nulls. Spark plans queries by the declaration: it answers
-    `IS NULL` without reading, and reads a null as a zero.
+    For reads that return nulls. Spark plans queries by the declaration: it answers `IS NULL`
+    without reading, and reads a null as a zero.
 
     Raises:
         BadRequest: names the column.
@@ -145,19 +166,19 @@ def check_nullable(name: str, kind: types.DataType, *, nullable: bool) -> None:
     if not nullable:
         raise BadRequest(
             f"column {name!r} is NOT NULL in the schema (nullable=False, containsNull=False), and "
-            "mode=PERMISSIVE returns nulls for payloads that cannot be unpacked. Hint: use "
-            ".schema(df.schema.toNullable()), or omit NOT NULL in DDL; or use mode=FAILFAST or "
-            "DROPMALFORMED, which check that there is a value."
+            f"{reason}"
         )
     match kind:
         case types.ArrayType():
-            check_nullable(f"{name}.element", kind.elementType, nullable=kind.containsNull)
+            check_nullable(f"{name}.element", kind.elementType, reason, nullable=kind.containsNull)
         case types.MapType():
-            check_nullable(f"{name}.key", kind.keyType, nullable=True)
-            check_nullable(f"{name}.value", kind.valueType, nullable=kind.valueContainsNull)
+            check_nullable(f"{name}.key", kind.keyType, reason, nullable=True)
+            check_nullable(f"{name}.value", kind.valueType, reason, nullable=kind.valueContainsNull)
         case types.StructType():
             for field in kind.fields:
-                check_nullable(f"{name}.{field.name}", field.dataType, nullable=field.nullable)
+                check_nullable(
+                    f"{name}.{field.name}", field.dataType, reason, nullable=field.nullable
+                )
         case _:
             pass
 

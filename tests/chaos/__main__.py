@@ -1,4 +1,4 @@
-"""Chaos: real daemons and real faults; everything that was reported is compared with the log.
+"""Chaos: real daemons under real faults; every reported outcome is compared with the log.
 
     python -m tests.chaos --minutes 5
     python -m tests.chaos --seed 17 --rounds 1       # the same schedule again

@@ -1,4 +1,4 @@
-"""The archive that a round of chaos leaves, compared with the log that clients read.
+"""Compares the archive that a round of chaos leaves with the log that clients read.
 
 Rules:
     1. The objects of the recorded manifests have the log from ID 0 on, without gaps, byte for byte,
@@ -27,7 +27,7 @@ from waltz_core.archive.file_names import version_of
 from waltz_core.archive.manifest import Manifest, ObjectEntry, decode_page
 from waltz_core.archive.objects import ArchiveObject
 from waltz_core.archive.store import ArchiveStore, ListedFile
-from waltz_core.cluster.nodes.model import ArchivedMark
+from waltz_core.cluster.znodes.model import ArchivedMark
 from waltz_core.cluster.zookeeper.zookeeper_session import connected
 from waltz_core.records.record import PartitionId
 

@@ -354,11 +354,11 @@ class ChaosCluster:
             return WaltzClient(self.connect, ClientConfig(request_timeout_ms=10_000, **options))
 
     def shown(self) -> dict[str, Any]:
-        """Return what `waltz-core cluster show --json` says."""
+        """Return the output of `waltz-core cluster show --json`."""
         return dict(json.loads(self.command("cluster", "show", self.connect, "--json")))
 
     def command(self, *words: str) -> str:
-        """Run a command of ours at the operator's place, in this process.
+        """Run a command in this process, at the operator's place.
 
         Raises CalledProcessError.
         """

@@ -1,4 +1,4 @@
-"""What applications received under chaos, compared with the log that is left.
+"""Compares what applications received under chaos with the log at the end.
 
 It needs no cluster and no clock, only files and the log, so that a history can be looked at again,
 and doctored for the tests of these checkers.

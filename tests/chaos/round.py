@@ -184,7 +184,7 @@ class Applications:
 
 
 def _line_of(child: "subprocess.Popen[str]", seconds: float) -> str:
-    """Return the next line that a process says; empty when it says none in time."""
+    """Return the next line that a process prints; empty when it prints none in time."""
     assert child.stdout is not None
     ready, _, _ = select.select([child.stdout], [], [], seconds)
     return child.stdout.readline().strip() if ready else ""
@@ -348,7 +348,7 @@ class Round:
             )
 
     def _await_engaged(self, repaired_s: float) -> None:
-        """Wait until ZooKeeper says of every replica that it takes part (rule 2)."""
+        """Wait until ZooKeeper records every replica as engaged (rule 2)."""
         began_s = time.monotonic()
         while not (is_engaged := self._is_engaged()):
             if time.monotonic() > began_s + WHOLE_S * slowness():

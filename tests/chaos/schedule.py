@@ -1,4 +1,4 @@
-"""What goes wrong when: drawn from a seed, the same on any machine.
+"""The schedule of faults of a round: drawn from a seed, equal on every machine.
 
 A schedule is a value, without processes, clocks or chance of its own. What cannot be done where it
 runs (cuts without root) is left out, and the rest happens at the same moments.

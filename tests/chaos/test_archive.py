@@ -1,4 +1,4 @@
-"""A short round with an archive, and what its checkers notice in archives that are wrong."""
+"""A short round of chaos with an archive, and its checkers against corrupt archives."""
 
 import os
 from pathlib import Path
@@ -14,7 +14,7 @@ from tests.chaos.history import Log
 from tests.chaos.round import play
 from tests.chaos.schedule import Fault, Schedule
 from waltz_core.archive.store import ArchiveStore
-from waltz_core.cluster.nodes.model import ArchivedMark
+from waltz_core.cluster.znodes.model import ArchivedMark
 
 FOLDER = f"{UUID(bytes=KEY)}/{PARTITION}"
 NONCE = "ab" * 16

@@ -1,4 +1,4 @@
-"""Links between real daemons are cut and slow, in network namespaces; a row of the table each.
+"""Links between real daemons are cut or slowed down, in network namespaces.
 
 The rows are those of the scenario table of the design: what has to happen there, and that nothing
 reported was wrong, whichever machine did not receive from which.

@@ -1,4 +1,4 @@
-"""The checkers of chaos: a sound history passes, and each doctored one is found out."""
+"""The checkers of chaos accept a correct history and reject each falsified one."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Schedules are the seed's alone, and slow links keep their order."""
+"""A schedule depends on its seed only, and slow links keep the order of packets."""
 
 import random
 from collections import Counter

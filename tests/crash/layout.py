@@ -1,4 +1,4 @@
-"""The original's files, written and read from the description of their layout alone.
+"""Reads and writes the files of Waltz 0.13 from the description of their layout alone.
 
 Shares no code with what it checks: `struct` and `zlib` only. `read_directory` does what an original
 does at its start: it reads the control file, and of each segment's records as many as are whole.
@@ -22,7 +22,7 @@ CHECKPOINT = 1000
 
 
 class Wrong(Exception):
-    """What an original says when it does not start."""
+    """The error of a 0.13 storage that does not start."""
 
 
 class Structure(NamedTuple):

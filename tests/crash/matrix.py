@@ -1,4 +1,4 @@
-"""Opens what crashes leave, and compares it with what was acknowledged."""
+"""Opens the state that a crash leaves, and compares it with what was acknowledged."""
 
 import hashlib
 from collections import Counter

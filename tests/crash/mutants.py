@@ -1,4 +1,4 @@
-"""Storages that forget a sync, or make it too late, and what shows that they do.
+"""Storages that omit a sync or make it too late, and the crashes that reveal them.
 
 A sync is known by its site, the calls that lead to it. Left out, or made behind the next one, some
 crash has to show it: else it is not needed, or the matrix does not see what it is for.

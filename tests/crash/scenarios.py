@@ -174,7 +174,7 @@ class Scenario:
     # ---- what is acknowledged
 
     def _found(self):
-        """What the engine says after a call; the histories are the model's."""
+        """The engine's state after a call; the histories are the model's."""
         logs = {
             partition: AcknowledgedLog(
                 (self.histories[partition],),

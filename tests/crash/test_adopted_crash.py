@@ -1,4 +1,4 @@
-"""Power loss while an owner gives the records of a 0.13 storage other batches, at every step.
+"""Power loss at every step while records of a 0.13 storage get new batches.
 
 No record is lost, nothing makes the replica suspect, and every record has a batch afterwards.
 """

@@ -1,4 +1,4 @@
-"""A corrupt closed directory: it is repaired, or a sentence says what is wrong.
+"""A corrupt closed directory is repaired, or rejected with an error that names the damage.
 
 Whatever is done to its files, no byte leaves it that was not written; and what other replicas have
 comes back from them. `WALTZ_CORRUPTIONS` adds seeds.

@@ -1,4 +1,4 @@
-"""What we leave on disk is what the original reads, and what it leaves is what we read.
+"""Waltz 0.13 can read the files that this version leaves, and the reverse.
 
 The other side is `layout.py`, written from the description of the files; also after a crash.
 """

@@ -1,4 +1,4 @@
-"""Each scenario is cut at every change: what was acknowledged is there, and nothing torn.
+"""After a crash at any change, a directory has all acknowledged records and no torn ones.
 
 Each test says how many cuts, survivals and openings it has tried; they are summed up at the end of
 a run, and `test_the_matrix_has_its_documented_size` holds their number.

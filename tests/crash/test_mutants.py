@@ -1,4 +1,4 @@
-"""A storage that forgets one sync, or makes it behind the next one, is found out by some crash.
+"""A storage that omits or delays one sync fails at least one crash test.
 
 So the matrix sees what each sync is for. The exceptions are listed, each with its reason; one that
 a crash does show may not be listed.

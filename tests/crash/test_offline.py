@@ -1,4 +1,4 @@
-"""Whatever the storage writes verifies clean, crash or not, and whatever is changed is found."""
+"""`verify` accepts all files that a storage writes, after crashes too, and finds each change."""
 
 import struct
 from random import Random

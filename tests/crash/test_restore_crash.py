@@ -1,4 +1,4 @@
-"""`waltz-core restore` is killed after each step, and run again; or power is lost.
+"""`waltz-core restore` is killed after each step or loses power, and is run again.
 
 Its steps are changes of the archive's directory and writes to ZooKeeper. What is left is the first
 part of them: the second run has these files and these nodes.
@@ -25,8 +25,8 @@ from waltz_core.archive.saved_manifest import SavedManifest
 from waltz_core.cli import changing
 from waltz_core.cluster.change import creation
 from waltz_core.cluster.change.backup import Backup, PartitionBackup
-from waltz_core.cluster.nodes.restored_from import NOT_RESTORED
 from waltz_core.cluster.writes import BegunWrite, WriteState
+from waltz_core.cluster.znodes.restored_from import NOT_RESTORED
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
 from waltz_sim.world.crash import Keep, Platter, Remark, changes_of
 
@@ -147,7 +147,7 @@ def outcome_of(code, error):
         return "restored"
     assert code == 1, error
     if "the remains of an unfinished one" in error:
-        assert "Hint: delete it first" in error
+        assert "delete them with `waltz-core cluster delete`" in error
         return "remains"
     assert "there is a cluster at" in error
     return "exists"

@@ -1,4 +1,4 @@
-"""What administration changes in a storage directory, cut at every step of the disk.
+"""Crashes at every step while administration changes a storage directory.
 
 After any cut the directory opens, and it is as if the command had been carried out or never given:
 no log is ever half there, and one that was thrown away says that it has lost something. A command
@@ -15,7 +15,7 @@ import pytest
 from tests.storage_model import batches
 from waltz_core.errors import DiskFailed, NoSpace, UnknownPartition
 from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN, NO_SESSION
-from waltz_core.storage.files.format import Mark
+from waltz_core.storage.files.format import ProvisionalMark
 from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.service.engine import Engine
 from waltz_sim.world.simulated_disk import DiskFault, PowerLoss, SimDisk, Survival
@@ -88,13 +88,13 @@ class Directory:
         log = self.engine.log(partition)
         assert (log.max_id, log.chain, log.damaged) == (LAST, CHAIN, ())
         assert (log.promised, log.slot.nonce) == (SESSION + 1, NONCE)
-        assert log.slot.provisional == Mark(SESSION + 1, LAST)
+        assert log.slot.provisional == ProvisionalMark(SESSION + 1, LAST)
         assert (log.last_session, log.confirmed_low_water_mark) == (SESSION + 1, BEFORE_FIRST)
         assert log.suspect == suspect
         assert log.read_range(0, LAST, 1 << 20, whole_batches=False).lengths.size == LAST + 1
 
     def check_reopened(self):
-        """The log is empty, says that it has lost something, and keeps its promise."""
+        """The log is empty, is suspect, and keeps its promise."""
         log = self.log()
         assert (log.max_id, log.chain, log.suspect) == (BEFORE_FIRST, GENESIS_CHAIN, True)
         assert (log.promised, log.slot.nonce) == (SESSION + 1, NONCE)

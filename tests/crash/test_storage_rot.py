@@ -1,4 +1,4 @@
-"""A storage over a disk that rots reports what it has lost, and never serves wrong data.
+"""A storage whose disk corrupts data reports the loss and never serves wrong data.
 
 Seeds are fixed; `WALTZ_STORAGE_SEEDS` adds more.
 """

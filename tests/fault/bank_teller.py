@@ -1,4 +1,4 @@
-"""One of several tellers of the bank; `test_bank.py` starts it, and kills it.
+"""One of several teller processes of the bank, which `test_bank.py` starts and kills.
 
 It does one random command after the other until its input ends. Each is written down before it is
 begun and when its outcome is reported, so a teller that is started again knows which one was

@@ -1,4 +1,4 @@
-"""Commands that change a cluster under load, and whether its replicas are equal afterwards."""
+"""Commands that change a cluster under load, and a check that its replicas are equal."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ from waltz_core.local.ports import is_free
 
 @dataclass(frozen=True)
 class Ran:
-    """What a command has said."""
+    """The output of a command."""
 
     code: int
     result: Any
@@ -45,7 +45,7 @@ def _run(cluster: LocalCluster, verb: str, *words: str) -> Ran:
 
 
 def does(cluster: LocalCluster, verb: str, *words: str) -> Any:
-    """Run a command that must succeed; return what it says as JSON."""
+    """Run a command that must succeed; return its output as JSON."""
     ran = _run(cluster, verb, *words)
     assert ran.code == 0, ran
     return ran.result

@@ -1,4 +1,4 @@
-"""A process of a test's own that runs until its input ends, or until it is killed."""
+"""A process that a test starts; it runs until its input ends or until it is killed."""
 
 import subprocess
 from pathlib import Path

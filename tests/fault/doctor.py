@@ -1,4 +1,4 @@
-"""A cluster to break, the doctor that examines it, and a check of all committed rows."""
+"""A cluster with faults, the doctor that examines it, and a check of all committed rows."""
 
 import contextlib
 import io
@@ -156,7 +156,7 @@ def _environment(*first_on_path: Path) -> dict[str, str]:
 
 
 def run_as_printed(line: str, *first_on_path: Path) -> str:
-    """Give a command to a shell; return what it has said."""
+    """Run a command in a shell; return its output."""
     done = subprocess.run(
         ["/bin/sh", "-c", line],
         env=_environment(*first_on_path),
@@ -174,7 +174,7 @@ def _commands_in(found: list[dict[str, str]]) -> list[str]:
 
 
 def repair(directory: Path, found: list[dict[str, str]], *first_on_path: Path) -> None:
-    """Do what the doctor says until it has nothing more to say.
+    """Run the doctor's commands until it has no findings.
 
     Programs of the system that are printed are looked for in `first_on_path` before all others.
     """

@@ -1,4 +1,4 @@
-"""A gate on the way to a port: while it is shut, connections are refused and open ones are cut."""
+"""A proxy in front of a port: while it is closed, it rejects and closes connections."""
 
 import asyncio
 import contextlib

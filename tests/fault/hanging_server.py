@@ -1,4 +1,4 @@
-"""A server daemon whose event loop hangs from SIGUSR1 on, for as long as a file is there.
+"""A server daemon whose event loop hangs after SIGUSR1 while a file exists.
 
     python -m tests.fault.hanging_server FILE CONFIG
 

@@ -1,4 +1,4 @@
-"""A writer in the background whose every outcome is compared with the log, and looks at replicas.
+"""A background writer that compares each outcome with the log, and helpers for replicas.
 
 The comparison is that of `examples/four_writers.py`.
 """
@@ -252,12 +252,12 @@ class _Load:
 
 
 def command(*words: str) -> list[str]:
-    """Return a command line of ours."""
+    """Return the command line of `waltz-core`."""
     return [sys.executable, "-m", "waltz_core", *words]
 
 
 def shown(cluster: LocalCluster) -> dict[str, object]:
-    """Return what `waltz-core cluster show --json` says."""
+    """Return the output of `waltz-core cluster show --json`."""
     done = run_command("cluster", "show", cluster.connect, "--json")
     assert done.returncode == 0, done.stderr
     found: dict[str, object] = json.loads(done.stdout)
@@ -277,7 +277,7 @@ def owners(cluster: LocalCluster) -> set[object]:
 
 
 def role(node: Member) -> str:
-    """Return what a node of ZooKeeper says it is, "none" while it serves no client."""
+    """Return the mode that a ZooKeeper server reports, "none" while it serves no client."""
     try:
         with socket.create_connection(("127.0.0.1", node.port), 5) as asked:
             asked.sendall(b"srvr")
@@ -288,7 +288,7 @@ def role(node: Member) -> str:
 
 
 def all_engaged(cluster: LocalCluster) -> bool:
-    """Return whether ZooKeeper says so of every replica."""
+    """Return whether ZooKeeper records every replica like this."""
     view = shown(cluster)
     storages, found = view["storages"], view["partitions"]
     assert isinstance(found, dict)

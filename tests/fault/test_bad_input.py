@@ -1,4 +1,4 @@
-"""Daemons that cannot start say so in one sentence and damage nothing; a full disk ends nothing."""
+"""Daemons that cannot start report one error and damage nothing; a full disk stops no daemon."""
 
 import contextlib
 import errno
@@ -291,7 +291,7 @@ def test_a_full_disk_is_shown_and_its_reserve_is_filled_again(roomy: tuple[Scena
 
 
 def is_full(scenario: Scenario, storage: str) -> bool:
-    """Return what a storage says of its disk; the two pages agree."""
+    """Return what a storage reports about its disk; the two pages agree."""
     pages: list[str] = []
     port = scenario.cluster.member(storage).http_port
     for name in ("health", "metrics"):

@@ -1,4 +1,4 @@
-"""Balance by load, with real servers: ten times the traffic is alone soon, and stays so."""
+"""Balance by load with real servers: a partition with ten times the traffic gets its own server."""
 
 import threading
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The bank while tellers, servers and storages are killed, at a terminal, and after a dead desk."""
+"""The bank example while tellers, servers and storages are killed."""
 
 import subprocess
 import sys

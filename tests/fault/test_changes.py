@@ -1,4 +1,4 @@
-"""Storages and replicas come and go by command under load; no append gets a wrong outcome.
+"""Commands add and remove storages and replicas under load; no append gets a wrong outcome.
 
 The tests go on from one another: each leaves the cluster whole.
 """

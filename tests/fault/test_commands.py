@@ -1,4 +1,4 @@
-"""Each command of `docs/commands.md` that no other test gives, against one cluster of processes.
+"""The commands of `docs/commands.md` that no other test runs, on a cluster of processes.
 
 The tests go on from one another: the last ones stop the cluster and delete it.
 """
@@ -25,7 +25,7 @@ from tests.fault.load import all_engaged, command, wait_until
 from tests.patience import HANG_S
 from waltz_core.cli.main import main
 from waltz_core.client import WaltzClient
-from waltz_core.cluster.nodes.model import ReplicaAssignments
+from waltz_core.cluster.znodes.model import ReplicaAssignments
 from waltz_core.cluster.zookeeper.zookeeper_session import connected
 from waltz_core.local import LocalCluster, running
 from waltz_core.records.record import PartitionId, ReplicaId
@@ -46,7 +46,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
 
 
 class Ran(NamedTuple):
-    """What a command has said."""
+    """The output of a command."""
 
     code: int
     out: str
@@ -65,7 +65,7 @@ def ran(cluster: LocalCluster, *words: str) -> Ran:
 
 
 def done(cluster: LocalCluster, *words: str) -> Any:
-    """Give a command with `--json` that must succeed; return what it says."""
+    """Run a command with `--json` that must succeed; return its output."""
     found = ran(cluster, *words, "--json")
     assert found.code == 0, found
     return json.loads(found.out)

@@ -1,4 +1,4 @@
-"""Real disks that fail, rot, or return with an old copy: reported, repaired, never trusted.
+"""Disks that fail, corrupt data or return with an old copy are reported and repaired.
 
 The errors are injected with strace, one system call of one process at a time.
 """

@@ -1,4 +1,4 @@
-"""Faults in a whole cluster of processes: the doctor names each, and its commands repair it.
+"""Faults in a cluster of processes: the doctor names each, and its commands repair it.
 
 The cluster is one that `waltz-core local up` knows. Each test leaves it whole, though not always as
 it was: which storages hold a partition is looked up by the test that needs it.
@@ -27,7 +27,7 @@ from tests.fault.threads import let_threads_go, stop_threads
 from tests.patience import HANG_S
 from waltz_core.client import WaltzClient
 from waltz_core.cluster.change.storages import StorageLayout
-from waltz_core.cluster.nodes.model import PartitionMetadata
+from waltz_core.cluster.znodes.model import PartitionMetadata
 from waltz_core.cluster.zookeeper.zookeeper_session import connected
 from waltz_core.local import LocalCluster
 from waltz_core.local.zookeeper_process import find_java
@@ -312,7 +312,7 @@ FAULTS = {
         ("process-stopped",), all_of(freeze("storage-2"), freeze("server-2"))
     ),
     "a node of ZooKeeper finds no quorum": Fault(
-        ("process-down", "zookeeper-unavailable", "zookeeper-node-without-quorum"),
+        ("process-down", "zookeeper-unavailable", "zookeeper-server-without-quorum"),
         kill("zookeeper-1", "zookeeper-2"),
     ),
     "three people have each changed something": Fault(

@@ -1,4 +1,4 @@
-"""The doctor on another machine knows no processes: it names those away, silent or wrong.
+"""The doctor on another machine finds processes that are down, silent or misconfigured.
 
 The printed commands are given where the daemon's file of settings lies; whatever a sentence says is
 to be ended is ended first, by the test.
@@ -56,7 +56,7 @@ class Fault(NamedTuple):
 
 
 FAULTS = (
-    Fault("zookeeper-node-unavailable", ("zookeeper-2",), signal.SIGKILL),
+    Fault("zookeeper-server-unavailable", ("zookeeper-2",), signal.SIGKILL),
     Fault("storage-unavailable", ("storage-1",), signal.SIGKILL),
     Fault("storage-silent", ("storage-2",), signal.SIGSTOP, ends=True),
     Fault("no-server", ("server-1", "server-2"), signal.SIGTERM),

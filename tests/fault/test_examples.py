@@ -1,4 +1,4 @@
-"""The three problems of a plain log: there they happen every time, here they cannot."""
+"""Three examples always fail with a plain log and never fail with Waltz."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The script of four writers, as a user runs it, with fewer transactions."""
+"""The script of four writers, with fewer transactions than a user would choose."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""`waltz-core local` as its user runs it, and what may happen to it."""
+"""`waltz-core local`: its commands, and what happens when processes or files are lost."""
 
 import json
 import os
@@ -117,7 +117,9 @@ def test_cycles_of_up_and_kill_leave_nothing_and_lose_nothing(directory: Path):
     assert all(data in records for _, data in written)
 
 
-def test_up_starts_only_what_is_missing_and_down_ends_only_what_it_started(directory: Path):
+def test_up_starts_only_missing_processes_and_down_stops_only_those_that_up_started(
+    directory: Path,
+):
     line = command("local", "up", "--directory", str(directory), *SMALL)
     with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as first:
         wait_until("the first one has begun", (directory / "cluster.json").exists)

@@ -1,4 +1,4 @@
-"""A cluster of Waltz 0.13 becomes one of this version, and goes back: docs/compatibility.md.
+"""A cluster of Waltz 0.13 migrates to this version, and back (docs/compatibility.md).
 
 Files and nodes of 0.13 are written and read byte by byte from the description of their layout,
 with no code of this version (`tests/crash/layout.py`, docs/zookeeper.md).

@@ -1,4 +1,4 @@
-"""Originals of all versions and our client write the same counters while servers are killed."""
+"""Clients of 0.13 and of this version write the same counters while servers are killed."""
 
 import asyncio
 import contextlib
@@ -130,7 +130,7 @@ def check_outcomes(scenario: Scenario, log: list[Req]) -> None:
             assert (each in committed) == is_committed, each
 
 
-def test_counters_come_to_the_right_sum_while_owners_are_killed(cluster: LocalCluster) -> None:
+def test_counters_have_the_right_sum_although_owners_are_killed(cluster: LocalCluster) -> None:
     async def main() -> None:
         ours = Ours()
         async with (

@@ -1,4 +1,4 @@
-"""ZooKeeper's data is lost, a disk has lied, all replicas are suspect, all disks but one are lost.
+"""Recovery by command: lost ZooKeeper data, a disk that lost writes, suspect or lost replicas.
 
 The tests go on from one another: each leaves a cluster that takes appends.
 """

@@ -1,4 +1,4 @@
-"""ZooKeeper's data is lost after storages have removed what the archive has."""
+"""ZooKeeper's data is lost after storages have removed archived segments."""
 
 import json
 import shutil
@@ -11,17 +11,18 @@ import pytest
 
 from tests.commands import run_command
 from tests.fault.load import role, wait_until
-from tests.integration.test_archive import (
-    SEGMENT_BYTES,
+from tests.integration.archiving import (
     STORAGES,
     Archive,
+    Listed,
     append,
+    archiving_cluster,
     oldest_segment,
     read_all,
+    recorded_in,
 )
-from tests.integration.test_archive_garbage import Listed, recorded_in
 from waltz_core.client import WaltzClient
-from waltz_core.local import LocalCluster, running
+from waltz_core.local import LocalCluster
 
 pytestmark = pytest.mark.fault
 HIDDEN: Final = "hidden"
@@ -34,18 +35,7 @@ def archive(tmp_path: Path) -> Archive:
 
 @pytest.fixture
 def cluster(tmp_path: Path, archive: Archive) -> Iterator[LocalCluster]:
-    settings: dict[str, dict[str, object]] = {
-        "storage": {
-            "segment_bytes_max": SEGMENT_BYTES,
-            "archive_url": archive.store.url,
-            "archive_object_bytes": 20_000,
-            "archive_age_ms": 0,
-            "local_retention_bytes": 2 * SEGMENT_BYTES,
-        },
-        "server": {"archive_interval_ms": 100},
-    }
-    options = {"settings": settings, "server_count": 1, "partition_count": 1}
-    with running(tmp_path / "cluster", **options) as made:
+    with archiving_cluster(tmp_path, archive.store.url) as made:
         yield made
 
 

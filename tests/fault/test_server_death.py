@@ -1,4 +1,4 @@
-"""A server dies, and no other server waits for its ZooKeeper session."""
+"""When a server dies, the others take over before its ZooKeeper session expires."""
 
 import re
 from collections.abc import Iterator

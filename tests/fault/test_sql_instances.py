@@ -1,4 +1,4 @@
-"""Two processes apply one log to one database and are killed in it: each row enters once."""
+"""Two processes that apply one log to one database are killed: each row is applied once."""
 
 import contextlib
 import itertools

@@ -1,6 +1,6 @@
-"""Storages and servers are killed, paused, stall and start again in the middle of a load.
+"""Storages and servers are killed, paused, stalled and restarted under load.
 
-No reported outcome may be wrong, and everything becomes whole by itself.
+No reported outcome may be wrong, and the cluster recovers without an operator.
 """
 
 import json
@@ -168,7 +168,7 @@ def put_copy_back(directory: Path) -> None:
 
 
 def health(cluster: LocalCluster, name: str) -> dict[str, object]:
-    """Return the details of a page that says that it is not well."""
+    """Return the details of a health page that reports an error."""
     page = f"http://127.0.0.1:{cluster.member(name).http_port}/health"
     with pytest.raises(urllib.error.HTTPError) as found:
         urllib.request.urlopen(page, timeout=HANG_S)

@@ -17,7 +17,7 @@ from tests.patience import HANG_S
 from waltz_core.client import RangeForm, Transaction, WaltzClient, lock
 from waltz_core.client.api.sql import SqlCallbacks
 from waltz_core.cluster.coordinator import Coordinator
-from waltz_core.cluster.nodes.model import ArchivedMark
+from waltz_core.cluster.znodes.model import ArchivedMark
 from waltz_core.cluster.zookeeper.zookeeper_session import connected
 from waltz_core.errors import ConnectionSuperseded, LockFailed
 from waltz_core.local import LocalCluster, running

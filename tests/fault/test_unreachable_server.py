@@ -1,4 +1,4 @@
-"""A server that no other server can connect to, that hangs, that is frozen, or that has restarted.
+"""A server that others cannot connect to, that hangs, is frozen, or was restarted.
 
 Its partitions move, the doctor says why, and an attempt that is over stays over.
 """
@@ -57,7 +57,7 @@ class Server(Child):
 
 
 def doctor(cluster: LocalCluster) -> str:
-    """Return what the doctor says."""
+    """Return the doctor's output."""
     words = ("doctor", "--connect", cluster.connect, "--directory", "nowhere")
     return run_command(*words).stdout
 
@@ -205,7 +205,7 @@ def owned_by(scenario: Scenario, name: str) -> list[int]:
     return [number for number, each in found if each["server"] == where]
 
 
-def test_a_client_that_watches_nothing_notices_that_its_server_is_frozen(scenario: Scenario):
+def test_a_client_without_watches_notices_that_its_server_is_frozen(scenario: Scenario):
     """Like a Spark task: it knows where everything is, and has no session with ZooKeeper."""
     owned: list[int] = []
     wait_until("it owns some", lambda: owned.extend(owned_by(scenario, "server-1")) or owned)

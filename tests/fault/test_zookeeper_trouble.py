@@ -1,4 +1,4 @@
-"""ZooKeeper in trouble: one node of three goes, all go, a session ends, credentials are wrong.
+"""ZooKeeper loses one server, all servers, a session, or has other credentials.
 
 WALTZ_OUTAGE_S says how long all of ZooKeeper is away; 60 is what production should bear.
 """
@@ -100,7 +100,7 @@ def healths(cluster: LocalCluster) -> dict[str, tuple[int, dict[str, object]]]:
 
 
 def away(cluster: LocalCluster) -> list[str]:
-    """Return the daemons whose health says that ZooKeeper is away, and no other check fails."""
+    """Return the daemons whose health reports only that ZooKeeper is unavailable."""
     return [
         name
         for name, (status, health) in healths(cluster).items()
@@ -154,7 +154,9 @@ def test_the_loss_of_the_leading_node_is_not_noticed(scenario: Scenario):
     scenario.check_agrees()
 
 
-def test_the_loss_of_all_nodes_rejects_no_append_and_moves_nothing(scenario: Scenario):
+def test_the_loss_of_all_zookeeper_servers_rejects_no_append_and_moves_no_partition(
+    scenario: Scenario,
+):
     cluster = scenario.cluster
     before, moved = await_spread(cluster), moves(cluster)
     with scenario.load() as load, WaltzClient(cluster.connect) as reader:
@@ -195,7 +197,7 @@ def test_the_loss_of_all_nodes_rejects_no_append_and_moves_nothing(scenario: Sce
     scenario.check_agrees()
 
 
-def test_all_sessions_end_and_nothing_moves(tmp_path: Path):
+def test_all_zookeeper_sessions_end_and_no_partition_moves(tmp_path: Path):
     """ZooKeeper is alive but unreachable: to it all servers have died, and then they return.
 
     One that was killed keeps the sessions, and an ensemble's new leader restarts their timeouts.
@@ -287,7 +289,7 @@ def auth_file(tmp_path: Path) -> Path:
 
 
 def said(*words: str) -> str:
-    """Return the one line that a command says before it fails."""
+    """Return the one line that a command prints before it fails."""
     done = run_command(*words)
     assert done.returncode != 0, done.stdout
     assert done.stderr.count("\n") == 1, done.stderr

@@ -1,4 +1,4 @@
-"""Stops the threads of a process but for its first one, as a disk does that does not answer.
+"""Stops all threads of a process except the first, like a disk that does not respond.
 
 By ptrace: a signal would stop the process whole. All of it has to come from one thread of ours,
 which stops those, too, that the process begins later.

@@ -1,4 +1,4 @@
-"""Run a server that can connect to no other server; its configuration is the argument."""
+"""Runs a server that can connect to no other server; its configuration is the argument."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Frames of the original's administration: captured ones, and each type by hand from its table."""
+"""Frames of the 0.13 administration: captured ones, and each type built from its table."""
 
 import json
 import struct
@@ -124,7 +124,7 @@ def test_each_type_has_the_bytes_of_the_specification(message, version):
     assert codec.decode(WireProtocol.ADMIN, version, memoryview(payload)) == message
 
 
-def test_the_table_of_version_0_is_that_of_waltz_0_13():
+def test_the_message_table_of_version_0_equals_that_of_waltz_0_13():
     assert sorted(codec._plans(WireProtocol.ADMIN, 0)) == [1, 2, 3, 4, *range(6, 15)]
     ours = codec._plans(WireProtocol.ADMIN, 1).keys() - codec._plans(WireProtocol.ADMIN, 0).keys()
     assert min(ours) >= 64

@@ -1,4 +1,4 @@
-"""Bytes that an original storage wrote, read and written again by ours."""
+"""Files of a 0.13 storage, read and written again byte for byte."""
 
 import json
 from pathlib import Path
@@ -68,7 +68,7 @@ def test_control_file_of_waltz_0_13_decodes_and_encodes_to_the_same_bytes(case):
             assert info.encode() == raw
 
 
-def test_the_control_file_that_we_write_is_that_of_waltz_0_13(tmp_path):
+def test_a_written_control_file_equals_that_of_waltz_0_13(tmp_path):
     case = load("control_file.json")[0]
     data = bytes.fromhex(case["hex"])
     header = ControlHeader.decode(data[:CONTROL_HEADER_BYTES])
@@ -182,7 +182,7 @@ def test_our_layouts_have_not_changed():
         nonce=bytes(range(16)),
         last_session=6,
         low_water_mark=40,
-        provisional=disk_format.Mark(7, 41),
+        provisional=disk_format.ProvisionalMark(7, 41),
         acked=disk_format.Marker(42, bytes(range(16, 32))),
         truncate=disk_format.TruncateIntent(5, entry),
         damaged=(disk_format.IdRange(1, 2), disk_format.IdRange(9, 9)),

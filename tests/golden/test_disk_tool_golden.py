@@ -1,4 +1,4 @@
-"""The disk tool on a directory that an original storage wrote, and after ours has taken it over."""
+"""The disk tool on a 0.13 storage directory, before and after this version has opened it."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Captured hellos: to their meaning and back."""
+"""Captured hello frames are decoded and encoded again."""
 
 import json
 from pathlib import Path

@@ -26,6 +26,6 @@ def test_slots_of_a_lock(example: dict[str, object]) -> None:
     assert found[:, 0].tolist() == example["indices"]
 
 
-def test_slots_of_all_locks_at_once() -> None:
+def test_many_locks_have_the_slots_of_waltz_0_13() -> None:
     found = indices([e["hash_signed"] for e in EXAMPLES], 30_000)
     assert found.T.tolist() == [e["indices"] for e in EXAMPLES]

@@ -1,4 +1,4 @@
-"""Frames of released versions, the original's and ours: to their meaning and back."""
+"""Frames of released versions, of 0.13 too, are decoded and encoded again."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Every node that a running original wrote decodes to its meaning, and back to its bytes."""
+"""Every node that a running 0.13 cluster wrote is decoded and encoded again."""
 
 import json
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from uuid import UUID
 
 import pytest
 
-from waltz_core.cluster.nodes import model
+from waltz_core.cluster.znodes import model
 from waltz_core.records.record import (
     Generation,
     PartitionId,

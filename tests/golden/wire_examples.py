@@ -1,4 +1,4 @@
-"""Examples of our own messages: `python -m tests.golden.wire_examples` adds those that are missing.
+"""Examples of all messages: `python -m tests.golden.wire_examples` adds missing ones.
 
 Examples of released versions are never edited: they show what a peer of that release sends.
 """

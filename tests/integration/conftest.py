@@ -1,4 +1,4 @@
-"""A real ZooKeeper for the whole run: one process, on a free port, ended by its own id."""
+"""One real ZooKeeper process for the whole test run, on a free port."""
 
 import contextlib
 import socket

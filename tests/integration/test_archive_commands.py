@@ -157,6 +157,9 @@ def test_every_file_is_verified_and_a_corrupt_one_is_named(archived: Archived):
         # A range without it.
         words = ("--partition", "0", "--first", str(files[2]["first"]))
         assert archived.command("verify", *words)[0] == 0
+        code, found, messages = archived.command("verify", "--first", str(ROWS))
+        assert (code, found["passed"]) == (1, False)
+        assert f"{ROWS} on are not archived; the last archived ID is {ROWS - 1}" in messages
         bad.unlink()
         _, found, _ = archived.command("verify")
         assert "it does not exist" in found["partitions"]["0"]["problems"][0]["problem"]
@@ -178,7 +181,7 @@ def test_every_file_is_verified_and_a_corrupt_one_is_named(archived: Archived):
         (("--archive", "nowhere"), "archive nowhere: "),
     ],
 )
-def test_what_cannot_be_verified_is_rejected(
+def test_verify_rejects_invalid_partitions_and_ids(
     archived: Archived, words: tuple[str, ...], error: str
 ):
     done = run_command("archive", "verify", "--connect", archived.cluster.connect, *words)

@@ -8,22 +8,23 @@ import pytest
 from tests.client_contract import Ledger
 from tests.commands import run_command
 from tests.fault.load import wait_until
-from tests.integration.test_archive import (
-    SEGMENT_BYTES,
+from tests.integration.archiving import (
     STORAGES,
     Archive,
     append,
-    datas_of,
+    archiving_cluster,
+    fill,
     oldest_segment,
+    read,
+    recorded_in,
 )
-from tests.integration.test_archive_garbage import recorded_in
 from tests.patience import HANG_S
 from waltz_core.archive.collection import CollectionJob, collect
 from waltz_core.archive.manifest import EXPIRY_GRACE_MS, Manifest, RecordedManifest
-from waltz_core.client import ReplicaSet, WaltzClient
-from waltz_core.cluster.nodes.model import ArchivedMark
+from waltz_core.client import WaltzClient
+from waltz_core.cluster.znodes.model import ArchivedMark
 from waltz_core.errors import BelowStart
-from waltz_core.local import LocalCluster, running
+from waltz_core.local import LocalCluster
 from waltz_core.records.record import PartitionId, SessionId
 
 LATER_SESSION = SessionId(1 << 40)
@@ -41,29 +42,6 @@ def first_of(cluster: LocalCluster) -> int:
     mark = recorded_in(cluster)
     assert mark is not None
     return mark.first
-
-
-def fill(cluster: LocalCluster, archive: Archive) -> list[bytes]:
-    """Append until all is archived and all storages have removed segments; return the rows."""
-    written: list[bytes] = []
-    with WaltzClient(cluster.connect) as client:
-        client.mount()
-        append(client, written)
-        for storage in STORAGES:  # a session that begins confirms a mark
-            cluster.kill(storage)
-            cluster.start(storage)
-            append(client, written)
-        wait_until(
-            "all storages have removed segments",
-            lambda: all(oldest_segment(cluster, each) > 0 for each in STORAGES),
-        )
-        wait_until("all is archived", lambda: archive.last() == len(written) - 1)
-    return written
-
-
-def read(client: WaltzClient, first: int, last: int, replicas: ReplicaSet | None) -> list[bytes]:
-    chunks = client.read_range(0, first, last, replicas=replicas)
-    return [row for each in chunks for row in datas_of(each.records, each.lengths)]
 
 
 def check_reads(cluster: LocalCluster, written: list[bytes], first: int) -> None:
@@ -112,19 +90,8 @@ def test_an_expired_part_of_the_log_cannot_be_read_and_is_deleted_later(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     url = f"file://{tmp_path}/archive"
-    settings: dict[str, dict[str, object]] = {
-        "storage": {
-            "segment_bytes_max": SEGMENT_BYTES,
-            "archive_url": url,
-            "archive_object_bytes": 20_000,
-            "archive_age_ms": 0,
-            "local_retention_bytes": 2 * SEGMENT_BYTES,
-        },
-        "server": {"archive_interval_ms": 100},
-    }
     archive = Archive(url)
-    options = {"settings": settings, "server_count": 1, "partition_count": 1}
-    with running(tmp_path / "cluster", **options) as cluster:
+    with archiving_cluster(tmp_path, url) as cluster:
         written = fill(cluster, archive)
         before = min(oldest_segment(cluster, each) for each in STORAGES)
         preview = expire(cluster, before)

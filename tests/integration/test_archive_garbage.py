@@ -1,6 +1,5 @@
 """Storages that are killed during uploads leave garbage, which the next session collects."""
 
-import asyncio
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -14,15 +13,18 @@ from moto.server import ThreadedMotoServer
 from pyarrow import fs
 
 from tests.fault.load import wait_until
-from tests.integration.test_archive import SEGMENT_BYTES, STORAGES, Archive, append
+from tests.integration.archiving import (
+    STORAGES,
+    Archive,
+    Listed,
+    append,
+    archiving_cluster,
+    recorded_in,
+)
 from waltz_core.archive.collection import GRACE_MS
 from waltz_core.archive.file_names import version_of
-from waltz_core.archive.manifest import Manifest
 from waltz_core.client import WaltzClient
-from waltz_core.cluster.nodes.model import ArchivedMark
-from waltz_core.cluster.zookeeper.zookeeper_session import connected
-from waltz_core.local import LocalCluster, running
-from waltz_core.records.record import PartitionId
+from waltz_core.local import LocalCluster
 
 KILLS: Final = 4
 AGE_S: Final = 2 * GRACE_MS / 1_000
@@ -47,32 +49,6 @@ def s3_url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         yield f"s3://bucket/folder?endpoint_override={address}&scheme=http&region={REGION}"
     finally:
         server.stop()
-
-
-def recorded_in(cluster: LocalCluster) -> ArchivedMark | None:
-    """Return what ZooKeeper records as archived."""
-
-    async def read() -> ArchivedMark | None:
-        async with connected(cluster.connect) as coordinator:
-            marker = (await coordinator.read_partition(PartitionId(0))).marker
-            return None if marker is None else marker.archived
-
-    return asyncio.run(read())
-
-
-class Listed:
-    """The recorded manifest of an archive, and the files that it does not list."""
-
-    def __init__(self, archive: Archive, mark: ArchivedMark) -> None:
-        self.mark = mark
-        head = Manifest.from_bytes(archive.store.read(mark.manifest), mark.manifest)
-        assert not head.pages
-        self.objects = head.newest
-        listed = {mark.manifest, *(each.name for each in head.newest)}
-        files = archive.store.files("")
-        assert listed <= {each.name for each in files}
-        self.garbage = [each for each in files if each.name not in listed]
-        self.garbage_objects = [each for each in self.garbage if "/objects/" in each.name]
 
 
 def kill_during_uploads(
@@ -101,18 +77,8 @@ def check_kills_leave_no_garbage(
 
     `age` makes files older than replaced manifests are kept.
     """
-    settings: dict[str, dict[str, object]] = {
-        "storage": {
-            "segment_bytes_max": SEGMENT_BYTES,
-            "archive_url": url,
-            "archive_object_bytes": 20_000,
-            "archive_age_ms": 0,
-        },
-        "server": {"archive_interval_ms": 50},
-    }
     archive, written = Archive(url), list[bytes]()
-    options = {"settings": settings, "server_count": 1, "partition_count": 1}
-    with running(directory / "cluster", **options) as cluster:
+    with archiving_cluster(directory, url, removes_segments=False) as cluster:
         with WaltzClient(cluster.connect) as client:
             client.mount()
             kill_during_uploads(cluster, archive, client, written)

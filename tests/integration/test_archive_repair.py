@@ -11,21 +11,20 @@ import pytest
 from tests.client_contract import Ledger
 from tests.commands import run_command
 from tests.fault.load import wait_until
-from tests.integration.test_archive import (
-    SEGMENT_BYTES,
+from tests.integration.archiving import (
     STORAGES,
     Archive,
+    archiving_cluster,
+    fill,
     oldest_segment,
+    read,
     read_all,
+    recorded_in,
 )
-from tests.integration.test_archive_expiry import fill, read
-from tests.integration.test_archive_garbage import recorded_in
-from tests.patience import slowness
 from waltz_core.archive.manifest import Manifest, ObjectEntry
 from waltz_core.client import WaltzClient
-from waltz_core.config import ClientConfig
-from waltz_core.errors import Unavailable, Unreachable
-from waltz_core.local import LocalCluster, running
+from waltz_core.errors import Damaged, Unavailable
+from waltz_core.local import LocalCluster
 
 
 def verify(cluster: LocalCluster, *words: str) -> tuple[int, list[dict[str, Any]], str]:
@@ -48,10 +47,9 @@ def has_owner(cluster: LocalCluster) -> bool:
 
 
 def check_is_named(cluster: LocalCluster, entry: ObjectEntry) -> None:
-    """A read of an object that only the archive has names it, and returns nothing of it."""
+    """A read of an object that only the archive has names it, and is not repeated by the client."""
     wait_until("the partition has an owner", lambda: has_owner(cluster))
-    quick = ClientConfig(request_timeout_ms=int(3_000 * slowness()))
-    with WaltzClient(cluster.connect, quick) as client, pytest.raises(Unreachable) as caught:
+    with WaltzClient(cluster.connect) as client, pytest.raises(Damaged) as caught:
         read(client, entry.first, entry.last, None)
     assert entry.name in str(caught.value)
     assert "waltz-core archive verify --repair" in str(caught.value)
@@ -71,19 +69,8 @@ def test_a_corrupt_object_is_named_and_replaced_from_a_storage_that_has_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     url = f"file://{tmp_path}/archive"
-    settings: dict[str, dict[str, object]] = {
-        "storage": {
-            "segment_bytes_max": SEGMENT_BYTES,
-            "archive_url": url,
-            "archive_object_bytes": 20_000,
-            "archive_age_ms": 0,
-            "local_retention_bytes": 2 * SEGMENT_BYTES,
-        },
-        "server": {"archive_interval_ms": 100},
-    }
     archive = Archive(url)
-    options = {"settings": settings, "server_count": 1, "partition_count": 1}
-    with running(tmp_path / "cluster", **options) as cluster:
+    with archiving_cluster(tmp_path, url) as cluster:
         written = fill(cluster, archive)
         starts = [oldest_segment(cluster, each) for each in STORAGES]
         removed, kept = archive.objects()[0], archive.objects()[-1]

@@ -1,4 +1,4 @@
-"""A real cluster does for clients what the contract says: the same scenarios as over memory."""
+"""A real cluster fulfills the client contract: the scenarios that also run in memory."""
 
 from collections.abc import Iterator
 

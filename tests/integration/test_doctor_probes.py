@@ -1,4 +1,4 @@
-"""What the doctor receives from a storage that hangs, or has only begun."""
+"""The doctor's probes of a storage that hangs or is still starting."""
 
 import asyncio
 import threading
@@ -13,7 +13,7 @@ from tests.ports import free_port
 from waltz_core.cli.doctor.doctor_probes import _Storage
 from waltz_core.client.links.storage_admin import admin_connection
 from waltz_core.cluster.change.storages import StorageLayout
-from waltz_core.cluster.nodes.model import ReplicaAssignments
+from waltz_core.cluster.znodes.model import ReplicaAssignments
 from waltz_core.records.record import PartitionId, ReplicaId
 from waltz_core.storage.process.storage_daemon import StaticCluster
 from waltz_core.storage.service import upkeep

@@ -1,4 +1,4 @@
-"""What a filter saves: bytes from a real server to a client, counted on their way."""
+"""A filter saves network bytes between a real server and a client."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""A reader and a storage daemon on one machine: the storage says where records lie, and no more."""
+"""A reader on the storage's machine: the storage sends record locations, not records."""
 
 import asyncio
 import contextlib
@@ -168,7 +168,7 @@ def test_a_reader_that_is_closed_during_its_request_continues_to_the_server(tmp_
     on_loop(main())
 
 
-def test_a_storage_that_hands_nothing_over_sends_the_records(tmp_path, monkeypatch):
+def test_a_storage_that_hands_over_no_file_sends_the_records(tmp_path, monkeypatch):
     async def main():
         async with log_in(tmp_path) as log:
             with log.reader() as reader, monkeypatch.context() as changed:

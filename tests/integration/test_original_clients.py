@@ -1,4 +1,4 @@
-"""The model of a 0.13 client at our server: nothing lost, duplicated or reported wrong."""
+"""Modeled 0.13 clients at a server of this version: no lost, duplicated or wrong outcomes."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""0.13 at our server: what a captured or modeled client of Waltz 0.13 sends, and receives."""
+"""Captured and modeled traffic of 0.13 clients at a server of this version."""
 
 import asyncio
 import contextlib
@@ -210,7 +210,7 @@ def test_each_version_mounts_appends_and_reads(
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_a_mount_is_fed_what_it_lacks_and_then_answered(version: int) -> None:
+def test_a_mount_is_answered_after_the_feed_has_sent_the_missing_transactions(version: int) -> None:
     async def main() -> None:
         async with cluster() as (_, server), dialing(server) as dial:
             writer = await connect(server)

@@ -19,7 +19,7 @@ from tests.loops import until
 from tests.patience import HANG_S
 from waltz_core import errors
 from waltz_core.cluster.change.creation import NewCluster, NewStorage
-from waltz_core.cluster.nodes.znodes import Delete
+from waltz_core.cluster.znodes.interface import Delete
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import SESSION_TIMEOUT_MS, MemoryZooKeeper
 from waltz_core.config import ServerConfig
 from waltz_core.records.batches import encode_append
@@ -419,7 +419,7 @@ def test_while_zookeeper_is_away_appends_and_marks_continue() -> None:
     run(main())
 
 
-def test_a_moved_partition_notifies_its_clients_and_leaves_nothing_behind() -> None:
+def test_a_moved_partition_notifies_its_clients_and_leaves_no_state_behind() -> None:
     async def main() -> None:
         async with cluster(2) as (world, first):
             client = await connect(first)

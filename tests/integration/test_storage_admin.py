@@ -1,4 +1,4 @@
-"""The administration of a real storage daemon, by tools of the original and by ours."""
+"""Administration of a real storage daemon with the tools of 0.13 and of this version."""
 
 import asyncio
 import json
@@ -61,7 +61,7 @@ CAPTURED = {
 
 
 class OriginalTool:
-    """What the original's tools send and read, over a socket, with no code of ours between."""
+    """The bytes that tools of 0.13 send and read, over a socket, without code of this project."""
 
     def __init__(self, reader, writer):
         self.reader, self.writer = reader, writer

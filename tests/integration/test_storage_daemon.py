@@ -1,4 +1,4 @@
-"""A real storage daemon over TCP: what is answered survives a kill, and what it refuses to be."""
+"""A real storage daemon over TCP: acknowledged records survive kills; bad settings stop it."""
 
 import asyncio
 import contextlib
@@ -23,8 +23,8 @@ from tests.storage_owner import Owner, records_of
 from waltz_core import errors
 from waltz_core.cluster.change.creation import NewCluster, NewStorage
 from waltz_core.cluster.coordinator import Coordinator
-from waltz_core.cluster.nodes import model
-from waltz_core.cluster.nodes.model import ReplicaAssignments
+from waltz_core.cluster.znodes import model
+from waltz_core.cluster.znodes.model import ReplicaAssignments
 from waltz_core.cluster.zookeeper.zookeeper_session import connected
 from waltz_core.config import StorageConfig
 from waltz_core.records.record import (
@@ -396,7 +396,7 @@ def noticed(monkeypatch, name):
     assert called.is_set()
 
 
-def test_work_that_follows_at_once_is_waited_for_at_the_end(tmp_path, monkeypatch):
+def test_the_shutdown_waits_for_work_that_starts_right_after_other_work(tmp_path, monkeypatch):
     run, begun, may_go_on = Work.run, threading.Event(), threading.Event()
     early = []
 

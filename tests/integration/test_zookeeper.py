@@ -7,7 +7,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from random import Random
 
 import pytest
@@ -20,7 +20,14 @@ from tests.loops import until
 from tests.patience import HANG_S
 from waltz_core import errors
 from waltz_core.cluster.coordinator import Coordinator
-from waltz_core.cluster.nodes.znodes import CreateNode, Delete, Operation, SessionState, Set, Znodes
+from waltz_core.cluster.znodes.interface import (
+    CreateNode,
+    Delete,
+    Operation,
+    SessionState,
+    Set,
+    Znodes,
+)
 from waltz_core.cluster.zookeeper import zookeeper_session as door
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
 
@@ -133,7 +140,7 @@ def test_a_loop_that_hangs_loses_its_session_and_finds_that_out(zookeeper):
 LONG_MS, SOONER_S = 60_000, 30
 
 
-def test_a_session_is_closed_where_no_thread_starts_any_more(zookeeper, monkeypatch):
+def test_a_session_is_closed_although_no_thread_can_be_started(zookeeper, monkeypatch):
     """As while Python 3.12 exits; an application that closes nothing is closed then."""
 
     def refuse(_thread):
@@ -239,46 +246,90 @@ def test_a_process_listens_and_never_answers():
         assert asyncio.run(run()) < SOONER_S
 
 
-def test_the_coordinator_reconnects_if_a_session_request_is_never_answered(zookeeper):
-    """A ZooKeeper server that is just starting does this.
+@contextlib.asynccontextmanager
+async def proxy(
+    zookeeper: str, fate: Callable[[int, bytes], str]
+) -> AsyncIterator[tuple[str, list[int]]]:
+    """Listen before a ZooKeeper; yield the host, and the numbers of the connections, from 0.
 
-    The client must not wait for the session timeout.
+    `fate` gets a connection's number and the bytes that the client sends: the proxy passes them
+    on ("pass"), keeps them without an answer ("keep"), or closes the connection ("close").
     """
-    arrived = []
+    arrived: list[int] = []
 
     async def front(reader, writer):
-        arrived.append(writer)
+        number = len(arrived)
+        arrived.append(number)
         both_ways = [writer]
         try:
-            if len(arrived) == 1:
-                await asyncio.Event().wait()
             host, port = zookeeper.split(":")
             back_reader, back_writer = await asyncio.open_connection(host, int(port))
             both_ways.append(back_writer)
             async with asyncio.TaskGroup() as both:
-                both.create_task(carry(reader, back_writer))
-                both.create_task(carry(back_reader, writer))
+                both.create_task(carry(reader, back_writer, lambda data: fate(number, data)))
+                both.create_task(carry(back_reader, writer, lambda _data: "pass"))
         finally:
             # Also of those that are cancelled with the loop: what is left open fails another test.
             for each in both_ways:
                 each.transport.abort()
 
-    async def carry(reader, writer):
+    async def carry(reader, writer, choose):
         with contextlib.suppress(ConnectionError):
             while data := await reader.read(65_536):
-                writer.write(data)
+                chosen = choose(data)
+                if chosen == "close":
+                    break
+                if chosen == "pass":
+                    writer.write(data)
         writer.close()
 
-    async def run():
-        server = await asyncio.start_server(front, "127.0.0.1", 0)
-        place = f"127.0.0.1:{server.sockets[0].getsockname()[1]}/a"
-        async with door.connected(place, session_timeout_ms=LONG_MS) as coordinator:
-            assert coordinator.session_state is SessionState.CONNECTED
+    server = await asyncio.start_server(front, "127.0.0.1", 0)
+    try:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}", arrived
+    finally:
         server.close()
-        return len(arrived)
+
+
+def test_the_coordinator_reconnects_if_a_session_request_is_never_answered(zookeeper):
+    """A ZooKeeper server that is just starting does this.
+
+    The client must not wait for the session timeout.
+    """
+
+    def fate(number: int, _data: bytes) -> str:
+        return "pass" if number else "keep"
+
+    async def run():
+        async with proxy(zookeeper, fate) as (host, arrived):
+            async with door.connected(f"{host}/a", session_timeout_ms=LONG_MS) as coordinator:
+                assert coordinator.session_state is SessionState.CONNECTED
+            return arrived
 
     # The second answer has a second, so a busy ZooKeeper may be asked a third time.
-    assert asyncio.run(run()) >= 2
+    assert len(asyncio.run(run())) >= 2
+
+
+def test_a_read_is_repeated_if_its_connection_is_lost(zookeeper):
+    lost = []
+
+    def fate(number: int, data: bytes) -> str:
+        if b"/lost/ids/client" not in data or lost:
+            return "pass"
+        lost.append(number)
+        return "close"
+
+    async def run():
+        async with world_at(zookeeper) as world:
+            await created(world, "/lost")
+        async with (
+            proxy(zookeeper, fate) as (host, arrived),
+            door.connected(f"{host}/lost", session_timeout_ms=LONG_MS) as coordinator,
+        ):
+            assert await coordinator.next_client_id() == 1
+            return arrived
+
+    assert len(asyncio.run(run())) >= 2
+    assert lost == [0]
 
 
 def test_a_value_over_the_servers_limit_is_not_reported_as_written(zookeeper):
@@ -394,7 +445,7 @@ async def tree(znodes: Znodes, path: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_memory_does_what_zookeeper_does(zookeeper, seed):
+def test_the_zookeeper_in_memory_behaves_like_zookeeper(zookeeper, seed):
     """Any operations give the same results, refusals, stats, data and names in both."""
     random = Random(seed)
     root = f"/random{seed}"

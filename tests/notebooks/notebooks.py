@@ -1,4 +1,4 @@
-"""What the tests of the notebooks share: how one is executed, and how its outputs are read."""
+"""Executes a notebook and reads its outputs, for the tests of the notebooks."""
 
 import html
 import os

@@ -1,4 +1,4 @@
-"""Executes every notebook of `examples/notebooks` and holds its outputs to what its prose says."""
+"""Executes every notebook and compares its outputs with the statements of its text."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Any bytes that are fed to the append decoder give rows or a typed error, and cost no memory."""
+"""The append decoder returns rows or a typed error for any bytes, in bounded memory."""
 
 from contextlib import suppress
 

@@ -1,4 +1,4 @@
-"""The append pipeline against a log that loses sessions: what it reports must stay true.
+"""The append pipeline over a log that loses sessions: every reported outcome is true.
 
 Random clients, locks, marks, session losses (with and without a foreign owner in between), cuts in
 the middle of a batch, batches taken in pieces, late commits, remounts, closed connections, proofs

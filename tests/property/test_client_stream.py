@@ -30,7 +30,7 @@ def test_outcomes_agree_with_the_log(block):
 
 
 @pytest.mark.parametrize("values", [(0,), (1, 2)])
-def test_a_filtered_feed_covers_everything_and_brings_what_passes(values):
+def test_a_filtered_feed_advances_over_all_ids_and_delivers_matching_transactions(values):
     passed = over = 0
     for seed in range(60):
         world = ModelWorld(Random(seed), wants_feed=True, header_values=values)

@@ -1,4 +1,4 @@
-"""Servers under random faults: the membership always settles, and no view was ever inconsistent."""
+"""Under random faults the membership converges, and every view was consistent."""
 
 import asyncio
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from tests.cluster_contract import KEY, Inbox, descriptor, running
 from waltz_core import errors
 from waltz_core.cluster.change.creation import NewCluster
 from waltz_core.cluster.coordinator import Coordinator
-from waltz_core.cluster.nodes.znodes import Children, Node, Operation, SessionState, Signal
+from waltz_core.cluster.znodes.interface import Children, Node, Operation, SessionState, Signal
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import (
     MemorySession,
     MemoryZooKeeper,

@@ -1,4 +1,4 @@
-"""Any value survives its bytes; any bytes give a value or BadFormat, and no other surprise."""
+"""Values of nodes survive encoding; arbitrary bytes decode to a value or BadFormat."""
 
 import contextlib
 from uuid import UUID
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from waltz_core import errors
-from waltz_core.cluster.nodes import model
+from waltz_core.cluster.znodes import model
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
 NATURAL = st.integers(0, 2**31 - 1)

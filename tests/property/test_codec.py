@@ -154,7 +154,7 @@ def test_any_bytes_are_a_hello_or_an_error_of_the_peer(data):
 
 
 @given(st.lists(any_message().filter(lambda case: case[1] == 1), max_size=5), st.data())
-def test_messages_arrive_however_the_bytes_are_cut(cases, data):
+def test_messages_are_decoded_from_any_split_of_the_bytes(cases, data):
     sent = [message for protocol, _, message in cases if protocol is WireProtocol.STORAGE]
     dialler = Connection(WireProtocol.STORAGE, is_listener=False)
     listener = Connection(WireProtocol.STORAGE, is_listener=True)

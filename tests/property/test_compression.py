@@ -1,4 +1,4 @@
-"""Compressed payloads: every value comes back, and any bytes give a value or a typed error."""
+"""Compressed payloads survive a round trip; arbitrary bytes give a value or a typed error."""
 
 import struct
 import tracemalloc

@@ -1,4 +1,4 @@
-"""What a new owner learns is true: whatever the storages have kept, no lock is below its writer.
+"""A refilled lock table never has a lock below its last writer.
 
 Random logs with lost ends, written to the files of three replicas that miss blocks, come back old
 or are torn; an owner begins at the log's end and appends while it learns.
@@ -142,7 +142,7 @@ def test_no_lock_is_below_its_writer(monkeypatch: pytest.MonkeyPatch) -> None:
             raise AssertionError(f"seed {seed}: {error}") from error
 
 
-def test_most_of_it_is_learned_where_little_is_lost() -> None:
+def test_most_locks_are_refilled_if_few_blocks_are_lost() -> None:
     """The test above is worth something only if the way down is gone."""
     floors = []
     for seed in range(100):

@@ -1,4 +1,4 @@
-"""The lock table against a model that validates one row after the other with plain numbers."""
+"""The lock table gives the results of a simple model that validates row by row."""
 
 import numpy as np
 from hypothesis import given, settings

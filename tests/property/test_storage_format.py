@@ -1,4 +1,4 @@
-"""Every structure on disk: any value comes back, and nothing but what was written does."""
+"""Structures on disk survive a round trip; changed bytes are rejected."""
 
 from dataclasses import replace
 
@@ -13,9 +13,9 @@ from waltz_core.storage.files.format import (
     ControlHeader,
     IdRange,
     LineageHeader,
-    Mark,
     Marker,
     PartitionInfo,
+    ProvisionalMark,
     SegmentHeader,
     Slot,
     TruncateIntent,
@@ -58,7 +58,7 @@ SLOTS = st.builds(
     nonce=B16,
     last_session=MARKS,
     low_water_mark=MARKS,
-    provisional=st.none() | st.builds(Mark, MARKS, MARKS),
+    provisional=st.none() | st.builds(ProvisionalMark, MARKS, MARKS),
     acked=st.builds(Marker, MARKS, B16),
     truncate=st.none() | st.builds(TruncateIntent, MARKS, st.none() | entries()),
     damaged=damaged_ranges(),

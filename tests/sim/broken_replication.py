@@ -2,7 +2,7 @@
 
 from tests.sim.switches import Patches, instead, nothing, switch
 from waltz_core.cluster.change import rebuilding
-from waltz_core.cluster.nodes.model import UNRESOLVED, ReplicaState
+from waltz_core.cluster.znodes.model import UNRESOLVED, ReplicaState
 from waltz_core.replication import (
     partition_store,
     repair,

@@ -45,9 +45,9 @@ def truncate_without_intent() -> Patches:
     def truncate(self, last_to_keep):
         cut, _ = truncation.truncation_of(self.segments, last_to_keep)
         self.segments.truncate(last_to_keep, cut)
-        self.synced_max = self.last
+        self.synced_max = self.last_id
         self.chain = self.synced_chain = self.segments.chain
-        marker = min(self.slot.acked, Marker(self.last, self.chain))
+        marker = min(self.slot.acked, Marker(self.last_id, self.chain))
         self.write_slot(replace(self.slot, acked=marker))
 
     yield instead(LogFiles, "truncate", truncate)
@@ -75,7 +75,7 @@ def answer_before_fsync() -> Patches:
 
     def sync(self):
         self.check_working()
-        self.synced_max, self.synced_chain = self.last, self.chain
+        self.synced_max, self.synced_chain = self.last_id, self.chain
         return self.synced_max
 
     yield instead(LogFiles, "sync", sync)

@@ -1,4 +1,4 @@
-"""Finds broken rules by seeds, and keeps for each a short schedule that shows it.
+"""Finds broken rules by running seeds, and keeps a short failing schedule for each.
 
     python -m tests.sim.mutants --search all          # what has no trace that holds, on all cores
     python -m tests.sim.mutants --search NAME ...     # these, whatever traces there are
@@ -189,7 +189,7 @@ def with_table(text: str) -> str:
 
 
 def main() -> int:
-    """Do what the module's docstring says."""
+    """Run the command that the module's docstring describes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--search", nargs="+", metavar="NAME", default=[])
     parser.add_argument("--seeds", type=int, default=SEEDS_MAX)

@@ -1,4 +1,4 @@
-"""A client that appends a row every few milliseconds, whatever is under way, in virtual time."""
+"""A client that appends a row every few milliseconds of virtual time, also during faults."""
 
 from waltz_core.records.record import BEFORE_FIRST
 from waltz_core.wire.messages import Reason

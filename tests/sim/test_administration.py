@@ -1,4 +1,4 @@
-"""An operator who takes replicas offline, doubts, empties and removes them, among other faults.
+"""An operator takes replicas offline, marks them suspect, reseeds and removes them under faults.
 
 Whatever a storage agrees to, nothing that was acknowledged is lost: the checkers of the simulator
 look on, and at the end all replicas are whole. `WALTZ_ADMIN_SEEDS` adds more seeds.
@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 from waltz_core.records.record import SessionId
-from waltz_core.storage.service.admin_tasks import ZooKeeperView
+from waltz_core.storage.service.admin_tasks import ZooKeeperState
 from waltz_core.wire.admin_messages import (
     AdminRejected,
     Done,
@@ -140,7 +140,7 @@ def test_without_a_query_to_zookeeper_data_is_lost(monkeypatch):
     """The tests of the test: an operator whose every wish is granted empties too much."""
 
     def without_standing(self):
-        return ZooKeeperView(False, False, SessionId(0), (), 3)
+        return ZooKeeperState(False, False, SessionId(0), (), 3)
 
     monkeypatch.setattr(Operator, "_standing", without_standing)
     for seed in range(SEEDS):

@@ -1,4 +1,4 @@
-"""The simulated archive: its faults do what they say, and uploads survive them."""
+"""The simulated archive: its faults occur as configured, and uploads survive them."""
 
 from random import Random
 

@@ -1,4 +1,4 @@
-"""Each checker fails when it should: it receives an event that must never happen."""
+"""Each checker fails when it receives an event that must never happen."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,7 +9,7 @@ import pytest
 from waltz_core.archive.manifest import Manifest
 from waltz_core.client.stream import stream_events as client_events
 from waltz_core.client.stream.monitor import BatchOutcome
-from waltz_core.cluster.nodes.model import UNRESOLVED, MarkerState, PartitionMarker, ReplicaState
+from waltz_core.cluster.znodes.model import UNRESOLVED, MarkerState, PartitionMarker, ReplicaState
 from waltz_core.errors import ClientAhead, DataLoss, DiskFailed, LockFailed, Unreachable
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import GENESIS_CHAIN, NO_SESSION, LineageEntry, ReplicaId, ReqId
@@ -59,7 +59,7 @@ class World:
         self.checks.answered(self.owner, SendToClient(self.link.number, message, 0))
 
     def says(self, *effects, server=None) -> None:
-        """The owner's store says something."""
+        """The owner's store reports something."""
         self.checks.stepped(server or self.owner, self.owner.store.store, effects)
 
     def sends(self, kind, *fields, session=None, replica="storage0:1") -> None:

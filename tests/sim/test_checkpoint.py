@@ -1,4 +1,4 @@
-"""A checkpoint begins a new session in the middle of a load: what it costs, in virtual time.
+"""The delay of appends when a checkpoint begins a new session under load, in virtual time.
 
 Disks sync in half a millisecond, links take a third, ZooKeeper about one. What it costs real
 processes is measured by `waltz-core bench checkpoint`.

@@ -1,4 +1,4 @@
-"""`python -m waltz_sim`: what it refuses, and what it says of a seed."""
+"""`python -m waltz_sim`: which arguments it rejects, and what it prints for a seed."""
 
 import json
 from collections import Counter

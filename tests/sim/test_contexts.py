@@ -1,4 +1,4 @@
-"""Contexts over a view that the application detaches and attaches: no old view is taken as new."""
+"""Contexts while the application unsubscribes and subscribes: no old view counts as current."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What counts as having been tried."""
+"""How coverage counts faults and seeds."""
 
 from collections import Counter
 

@@ -45,7 +45,7 @@ def test_time_passes_only_in_the_world(process):
     assert outcome[3] == "all"
 
 
-def test_a_timeout_ends_what_waits_and_leaves_no_timer(process):
+def test_a_timeout_cancels_its_task_and_leaves_no_timer(process):
     loop, outcome = loop_of(process), []
 
     async def late():

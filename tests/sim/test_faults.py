@@ -1,4 +1,4 @@
-"""The kinds of faults: each does what it says, and the budget holds it back when it must."""
+"""Each kind of fault takes effect, and the fault budget prevents too many at once."""
 
 from random import Random
 
@@ -252,7 +252,7 @@ def test_a_storage_dies_before_or_after_it_has_done_something(is_after):
     healed(cluster)
 
 
-def test_a_clock_that_runs_fast_rings_early_and_never_goes_back():
+def test_timers_of_a_fast_clock_fire_early_and_the_clock_never_goes_back():
     cluster = at_rest()
     process = cluster.servers[0]
     start_ms, own_ms = cluster.world.now_ms, process.now_ms
@@ -267,7 +267,7 @@ def test_a_clock_that_runs_fast_rings_early_and_never_goes_back():
     assert process.now_ms - seen == pytest.approx(800, abs=2)
 
 
-def test_a_link_is_cut_in_the_middle_of_what_is_on_its_way():
+def test_a_link_is_cut_while_messages_are_on_their_way():
     cluster = cluster_of()
     struck = 0
     for seed in range(200):
@@ -345,7 +345,7 @@ def test_the_only_server_is_not_stranded():
     assert not cluster.coordinator.cut_off
 
 
-def test_watches_are_coalesced_and_bring_what_holds():
+def test_delayed_watches_are_coalesced_and_lead_to_the_latest_assignment():
     cluster = at_rest()
     coordinator = cluster.coordinator
     coordinator.watch_delay_ms_max = 500

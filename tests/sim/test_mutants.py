@@ -1,4 +1,4 @@
-"""Each rule, broken alone, is found out: by a short schedule of its own, and by the named checker.
+"""Each broken rule is detected by its own short schedule and by the named checker.
 
 When production code changes, a schedule may pass by what is broken; then the seeds that it came
 from are tried. `python -m tests.sim.mutants --search all` makes such traces again.

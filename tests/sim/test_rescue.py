@@ -1,4 +1,4 @@
-"""`accept-replicas` dies after each of its steps: what it leaves behind opens nothing wrongly."""
+"""`accept-replicas` is interrupted after each step: no partition opens with a wrong log."""
 
 import pytest
 
@@ -32,7 +32,7 @@ def test_a_log_that_is_whole_is_accepted_and_all_replicas_get_it():
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_a_command_that_dies_after_a_step_leaves_nothing_that_is_lost(step):
+def test_a_command_that_dies_after_a_step_loses_no_transaction_and_can_be_repeated(step):
     cluster = at_rest()
     assert accept(cluster, dies_after=step) is None
     # From the write to the assignment it has decided, and nothing is opened meanwhile.

@@ -1,4 +1,4 @@
-"""Every scenario of `scenarios/` is run again, and must produce the same text.
+"""Every scenario of `scenarios/` runs again and must produce the same text.
 
 `WALTZ_REWRITE_SCENARIOS=1` writes the present output; review the difference before you commit it.
 """

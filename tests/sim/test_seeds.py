@@ -1,4 +1,4 @@
-"""Three hundred seeds: no promise is broken, and enough was tried for that to say something.
+"""Three hundred seeds break no guarantee, and cover enough kinds of faults.
 
 `python -m waltz_sim --seed S` replays one; `make sim MINUTES=60` tries new ones.
 """

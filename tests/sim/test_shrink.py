@@ -1,4 +1,4 @@
-"""Shortening: what is left fails in the same way, and is all that the failure needs."""
+"""A shortened schedule fails in the same way and has no unnecessary step."""
 
 from collections import Counter
 

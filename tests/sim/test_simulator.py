@@ -1,4 +1,4 @@
-"""The simulator itself: is a run repeatable, and does its world break things as it says?"""
+"""The simulator: runs are repeatable, and its world injects faults as configured."""
 
 import json
 import os
@@ -56,7 +56,7 @@ def test_a_seed_has_one_trace_in_all_processes():
     assert all(committed for _, _, committed, _ in first)
 
 
-def test_a_trace_does_not_depend_on_what_is_noted():
+def test_a_run_does_not_depend_on_whether_it_is_traced():
     outcome, silent = run_seed(5, is_traced=True), run_seed(5)
     assert outcome.fingerprint == silent.fingerprint
     assert (outcome.steps, outcome.committed, outcome.counts) == (

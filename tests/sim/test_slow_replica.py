@@ -1,4 +1,4 @@
-"""One replica of three is slow: what that costs appends, in virtual time.
+"""The effect of one slow replica of three on appends, in virtual time.
 
 Its disk takes half a second where others take half a millisecond, so it falls behind by more than
 is kept for it, and is fed from another replica's log.

@@ -1,4 +1,4 @@
-"""A real storage directory whose power goes at every step of each call.
+"""A real storage directory that loses power at every step of each call.
 
 `tests/crash` has random calls, and more states that a crash may leave.
 """

@@ -1,4 +1,4 @@
-"""Many seeds in one process: what is added up, and what is left behind."""
+"""Many seeds in one process: totals of the results, and cleanup."""
 
 import gc
 
@@ -6,7 +6,7 @@ from waltz_sim.run import Drawing
 from waltz_sim.swarm import sweep
 
 
-def test_one_process_adds_up_and_leaves_the_collector_as_it_was():
+def test_one_process_sums_the_results_and_restores_the_garbage_collector():
     before = gc.get_threshold()
     sums = sweep(3, 2, jobs=1, drawing=Drawing(100))
     assert gc.get_threshold() == before

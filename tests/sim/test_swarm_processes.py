@@ -1,4 +1,4 @@
-"""Many seeds in several processes: what an interrupt, or the end of the first one, leaves."""
+"""Many seeds in several processes: an interrupted or killed run leaves no process."""
 
 import os
 import signal
@@ -39,7 +39,7 @@ def are_at_work(processes):
 
 
 def interrupted_when(has_come):
-    """Interrupt a run of the command as a terminal does; return its exit code and what it said."""
+    """Interrupt a run of the command as a terminal does; return its exit code and output."""
     run = started()
     said = run.stdout.readline()
     deadline = time.monotonic() + 60

@@ -1,4 +1,4 @@
-"""The pages on a phone: what is wider than the screen scrolls by itself, the page does not."""
+"""The site at phone width: wide elements scroll inside the page, the page does not."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""A job as its user writes it: rows with locks into the log and back, and a conflict.
+"""A user's Spark job: it writes rows with locks, reads them back, and causes a conflict.
 
     spark-submit --master spark://... cluster_job.py CONNECT RESULTS COUNT [OPTION=VALUE ...]
 

@@ -1,4 +1,4 @@
-"""What stands in a log, and how often."""
+"""Counts the rows of a log by their content."""
 
 from collections import Counter
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""The rows of the jobs that lose tasks in the middle of a write, and the check of their logs."""
+"""Rows for jobs that lose tasks during a write, and the check of their logs."""
 
 import time
 from collections import Counter

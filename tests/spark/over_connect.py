@@ -1,4 +1,4 @@
-"""Tests of Spark Connect, for a pytest of their own: `test_connect.py` runs them.
+"""Tests of Spark Connect, in a pytest run of their own that `test_connect.py` starts.
 
 The server is Spark's own, as `start-connect-server.sh` starts it. This process is its client: it
 has no Java, and what is done here reaches the log through the server's Python workers.
@@ -121,7 +121,9 @@ def is_one_sentence(error: BaseException) -> bool:
     return "\n" not in str(error) and type(error).__module__ == "waltz_core.errors"
 
 
-def test_a_table_returns_whole(spark: SparkSession, connect: str, marks: dict[int, int]) -> None:
+def test_every_row_of_a_table_is_read_back(
+    spark: SparkSession, connect: str, marks: dict[int, int]
+) -> None:
     assert type(spark).__module__.startswith("pyspark.sql.connect.")
     table = spark.range(500).selectExpr(
         "id",
@@ -220,9 +222,7 @@ def test_errors_are_one_sentence(spark: SparkSession, connect: str, marks: dict[
 
 
 @needs_pyspark(4, 3, "a session of Connect makes no other one")
-def test_a_session_that_is_not_ours_reports_the_sentence_too(
-    spark: SparkSession, connect: str
-) -> None:
+def test_a_plain_spark_session_reports_the_same_error(spark: SparkSession, connect: str) -> None:
     own = spark.newSession()
     with pytest.raises(AnalysisException) as caught:
         own.read.format("waltz").option("partition", "3").load(connect).collect()

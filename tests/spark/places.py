@@ -1,4 +1,4 @@
-"""Machines for a test, as far as one machine can be several: network namespaces on a bridge.
+"""Network namespaces on a bridge that stand for several machines.
 
 Each place is a network of its own: an address, a loopback, ports, and no way to any other place but
 over the bridge; none of them sees the networks of this machine. A namespace lives as long as its
@@ -46,7 +46,7 @@ class Place:
         )
 
     def run(self, *words: str) -> None:
-        """Run a command here; raises CalledProcessError with what it said."""
+        """Run a command here; raises CalledProcessError with its output."""
         subprocess.run(self.command(*words), check=True, capture_output=True, timeout=SECONDS_MAX)
 
     @contextlib.contextmanager

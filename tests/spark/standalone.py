@@ -31,7 +31,7 @@ ESTABLISHED = "01"
 
 @dataclass
 class Done:
-    """What a submitted job has said, and what was seen of it."""
+    """The output of a submitted job, and what the test observed of it."""
 
     exit_code: int
     output: str

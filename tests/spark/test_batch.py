@@ -1,4 +1,4 @@
-"""Batch reads and writes against a real cluster: what goes in comes out, whole."""
+"""Batch reads and writes against a real cluster: every row is read back complete."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -44,7 +44,9 @@ def accounts(spark: SparkSession, count: int) -> DataFrame:
 
 @pytest.mark.core
 @pytest.mark.parametrize("data_format", ["msgpack", "json"])
-def test_a_table_returns_whole(spark: SparkSession, connect: str, data_format: str) -> None:
+def test_every_row_of_a_table_is_read_back(
+    spark: SparkSession, connect: str, data_format: str
+) -> None:
     before = marks_of(spark, connect)
     table = accounts(spark, 1000)
     locked = table.withColumn("append_locks", F.array(lock("account", "id")))

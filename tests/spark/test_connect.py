@@ -1,4 +1,4 @@
-"""The same over Spark Connect: a server in processes of its own, a client that knows no Java.
+"""Spark Connect: a server in separate processes, and a client without Java.
 
 A Python process has sessions of Spark's classic kind or of Connect, so `over_connect.py` runs in a
 pytest of its own.

@@ -1,4 +1,4 @@
-"""Bad input from Spark: one sentence on the driver, before any task, and nothing lost."""
+"""Bad input from Spark: one error on the driver before any task starts."""
 
 from pathlib import Path
 

@@ -15,7 +15,7 @@ TEXTS = ["", "N14228", "grüße", "😀"]
 NAMES = ["account", "", "😀", "a-very-long-lock-name-that-overflows-int-hash-arithmetic"]
 
 
-def test_a_lock_is_that_of_the_client(spark: SparkSession) -> None:
+def test_a_lock_column_equals_the_lock_of_the_client(spark: SparkSession) -> None:
     for kind, keys in (("long", KEYS), ("string", TEXTS)):
         table = spark.createDataFrame([(key,) for key in keys], f"key {kind}")
         found = table.select(*(lock(name, F.col("key")) for name in NAMES)).collect()

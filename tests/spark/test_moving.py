@@ -1,4 +1,4 @@
-"""Servers and storages go while Spark reads: what is read is the log, and no task has failed.
+"""Servers and storages stop while Spark reads: the rows are the log's, and no task fails.
 
 The session is `local[2]`, where the first task that fails ends its job: a job that has ended well
 had none.
@@ -176,7 +176,7 @@ class Writer:
                 self.written.append((partition, at, data))
 
 
-def test_batches_and_a_stream_continue_where_the_partitions_go(
+def test_batch_reads_and_a_stream_follow_moved_partitions(
     spark: SparkSession, log: LocalCluster, tmp_path: Path
 ) -> None:
     seen: list[tuple[int, int, bytes]] = []

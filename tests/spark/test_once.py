@@ -1,4 +1,4 @@
-"""A task's rows enter the log once, however its attempts end; real cluster, no Spark between."""
+"""The rows of a task enter the log once, however its attempts end; without Spark."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Executors and workers killed with -9 in the middle of a write; real Spark, real processes."""
+"""Executors and workers are killed with -9 during a write, on a real Spark cluster."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Spark at an original server: reads as ever, writes that need not enter the log exactly once."""
+"""Spark at a 0.13 server: reads, and writes that are not exactly once."""
 
 from collections.abc import Iterator
 from pathlib import Path

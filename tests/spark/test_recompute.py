@@ -1,4 +1,4 @@
-"""Refused rows are executed again in their task, by the user's function."""
+"""Rejected rows are recomputed in their task by the user's function."""
 
 import asyncio
 import json
@@ -161,7 +161,7 @@ def test_invalid_options_are_reported_before_any_task(
         ({"recompute": "no_such_module:f"}, "'no_such_module:f' cannot be imported"),
         ({"recompute": "just_a_name"}, "expected 'module:function'"),
         ({"recompute": "a:b", "onLockFailure": "reject"}, "needs onLockFailure=retry"),
-        ({"identityColumns": "nothing"}, "'identityColumns': no column 'nothing' is packed"),
+        ({"identityColumns": "nothing"}, "packs into the payload, found 'nothing'"),
     ):
         given = {"onLockFailure": "retry", "dataFormat": "json", **options}
         with pytest.raises(Exception, match=text):
@@ -283,7 +283,7 @@ def test_rows_computed_again_are_found_again(
     assert values_of(9101) == [(1, value) for value in range(1, 6)]
 
 
-def test_without_identity_nothing_is_written_twice_either(
+def test_without_identity_columns_no_row_is_written_twice_either(
     spark: SparkSession, connect: str, values_of: ValuesOf
 ) -> None:
     job = job_of(connect, "again-2")

@@ -1,4 +1,4 @@
-"""A thousand partitions, a billion transactions, many workers, large rows: what does not grow.
+"""A thousand partitions, a billion transactions, many workers, large rows: bounded resources.
 
 The billion is real to server and client, and forged on disk: see `tests/forged_log.py`.
 """

@@ -1,4 +1,4 @@
-"""SQL alone: views and tables that are the log, locks, and every statement that the docs show."""
+"""SQL only: views and tables over the log, locks, and every statement of the docs."""
 
 import json
 import re
@@ -21,7 +21,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs" / "spark.md"
 
 
 class Statement(NamedTuple):
-    """One statement of the docs; `refusal` is what is said to one that cannot be."""
+    """One statement of the docs; `refusal` is the error of one that cannot be executed."""
 
     text: str
     refusal: str | None

@@ -1,4 +1,4 @@
-"""A standalone Spark cluster of two workers: they reach the log by themselves, and share the work.
+"""A standalone Spark cluster of two workers: both read from and write to the log.
 
 What is seen here is what a user's `spark-submit` does. Where network namespaces can be made each
 worker has a network of its own.

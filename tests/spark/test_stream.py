@@ -1,4 +1,4 @@
-"""Streams against a real cluster: every transaction once, in order, from where it was left."""
+"""Streams from a real cluster: every transaction once, in order, also after a restart."""
 
 import json
 import time
@@ -114,7 +114,7 @@ def test_a_stream_starts_with_new_transactions_unless_an_option_sets_the_start(
 
 
 @with_admission_control
-def test_a_micro_batch_takes_no_more_than_it_may(
+def test_a_micro_batch_respects_its_limit(
     spark: SparkSession, connect: str, begun: dict[int, int], tmp_path: Path
 ) -> None:
     append(connect, 40, partition=0)

@@ -1,4 +1,4 @@
-"""A log that is recreated under a stream: an error, or a read from its start."""
+"""A log is recreated while a stream reads it: an error, or a read from its start."""
 
 import json
 import shutil

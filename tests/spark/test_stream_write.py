@@ -1,4 +1,4 @@
-"""Micro-batches into a real cluster: each enters the log once, however often Spark runs it."""
+"""Micro-batches written to a real cluster enter the log once, also when Spark repeats them."""
 
 import json
 import shutil

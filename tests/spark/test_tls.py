@@ -1,4 +1,4 @@
-"""Spark against a cluster that speaks TLS: nothing but the connect string is different."""
+"""Spark with a cluster that uses TLS: only the connect string differs."""
 
 from pathlib import Path
 

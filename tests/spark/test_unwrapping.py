@@ -1,4 +1,4 @@
-"""In a session of `waltz_spark.session` what goes wrong is our own error, one sentence."""
+"""A session of `waltz_spark.session` raises Waltz's own errors, without Spark's wrapping."""
 
 import copy
 import json
@@ -170,7 +170,7 @@ def test_a_waltz_error_quoted_by_a_user_is_not_converted(spark: SparkSession) ->
         assert waltz_spark.error_of(caught.value) is None
 
 
-def test_a_session_that_is_not_ours_raises_what_spark_raises(
+def test_a_plain_spark_session_raises_the_error_of_spark(
     spark: SparkSession, connect: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(unwrapping, "_contexts", set())

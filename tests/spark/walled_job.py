@@ -1,4 +1,4 @@
-"""A job whose executors reach the servers and nothing else of the cluster: it reads, then writes.
+"""A job whose executors can reach the servers only: it reads and writes.
 
     spark-submit --master spark://... walled_job.py CONNECT RESULTS
 

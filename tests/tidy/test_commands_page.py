@@ -1,4 +1,4 @@
-"""Every command that a page names exists, with its options; each of the original's has one here."""
+"""Every command and option that a page names exists; each 0.13 command has an equivalent."""
 
 import re
 import shlex
@@ -88,7 +88,7 @@ def test_the_overview_names_five_commands_that_exist():
     assert [fault for each in found for fault in faults(each)] == []
 
 
-def test_each_command_of_waltz_0_13_has_a_row_with_one_of_ours():
+def test_each_command_of_waltz_0_13_has_a_row_with_its_equivalent():
     page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
     table = page[page.index("## The 32 commands") :]
     rows = [line.split("|")[1:4] for line in table.splitlines() if line.startswith("| `")]

@@ -1,10 +1,10 @@
-"""The page for Kafka users names every option of ours, and none that does not exist."""
+"""The page for Kafka users names every Spark option of Waltz, and no other."""
 
 import re
 from pathlib import Path
 
 from waltz_spark.option_table import OPTIONS
-from waltz_spark.options import LOG_COLUMNS
+from waltz_spark.options import ERROR_COLUMN, LOG_COLUMNS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "kafka.md"
 CELL = re.compile(r"(?<!\\)\|")
@@ -12,6 +12,7 @@ NAME = re.compile(r"`([A-Za-z_]+)`")
 # Columns of a write, and what stands among our names without being an option.
 NOT_OPTIONS = {
     *LOG_COLUMNS,
+    ERROR_COLUMN,
     *("write_locks", "read_locks", "append_locks", "client_high_water_mark"),
     *("LagListener", "endOffset"),
 }

@@ -1,4 +1,4 @@
-"""Every link of the documentation leads somewhere: files, pictures, sections, and well-formed URLs.
+"""Every link of the documentation has a target; URLs are well-formed.
 
 The pages, the Markdown cells of the notebooks and the docstrings are parsed, so that links in code
 blocks do not count and reference-style links do. Nothing is fetched from the network.

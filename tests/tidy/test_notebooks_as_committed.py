@@ -1,4 +1,4 @@
-"""Holds the notebooks as they lie in the repository to what a reader on a code host needs."""
+"""The notebooks in the repository are executed, small, and have more text than code."""
 
 import json
 import re
@@ -21,7 +21,7 @@ def cells_of(path: Path, kind: str) -> list[dict]:
 
 
 def texts_of(cell: dict) -> list[str]:
-    """Return what a cell says and shows, but for its pictures."""
+    """Return the text and the outputs of a cell, except pictures."""
     texts = ["".join(cell["source"])]
     for output in cell.get("outputs", []):
         texts.append("".join(output.get("text", "")))

@@ -1,4 +1,4 @@
-"""The page of the original's faults has all of them, each with tests that exist."""
+"""The page of known defects of 0.13 is complete, and names tests that exist."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What a release consists of: the version, its section of the changelog, and the public modules."""
+"""A release has a version, a section in the changelog, and documented public modules."""
 
 import ast
 import json

@@ -1,4 +1,4 @@
-"""The table of scenarios names tests that exist, for every row; and what it says of files holds."""
+"""The table of scenarios has every row in order, and names tests that exist."""
 
 import ast
 import re

@@ -255,7 +255,7 @@ def is_module(name: str) -> bool:
         ("they make sure; `make chaos SEED=17 ROUNDS=1`, python -m waltz_sim", set()),
     ],
 )
-def test_what_does_not_exist_is_found(text: str, missing: set[str]):
+def test_names_that_do_not_exist_are_found(text: str, missing: set[str]):
     assert missing_in(text) == missing
 
 

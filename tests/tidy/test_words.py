@@ -1,4 +1,4 @@
-"""Words that readers have to translate into the terms of the field, and what to write instead.
+"""Words that the project does not use, and their replacements.
 
 They are looked for in everything a user or maintainer reads: documentation, samples, notebooks, and
 the text of packages and tests with its strings, comments and names. STYLE.md describes how the

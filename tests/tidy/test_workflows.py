@@ -1,4 +1,4 @@
-"""The files in `.github` parse, and name what exists."""
+"""The files in `.github` can be parsed, and everything that they name exists."""
 
 import re
 import tomllib

@@ -1,4 +1,4 @@
-"""The order of steps and effects, wake-ups, and what a failing machine leads to."""
+"""The driver: order of steps and effects, wake-ups, and failures of machines."""
 
 import asyncio
 import logging
@@ -147,7 +147,7 @@ async def test_a_stopped_driver_drops_everything():
 
 
 @on_loop
-async def test_the_clock_can_be_given():
+async def test_the_clock_can_be_replaced():
     machine = Echo({})
     driver = Driver(machine, print, clock=lambda: 42)
     driver.post("a")

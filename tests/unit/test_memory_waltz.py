@@ -1,4 +1,4 @@
-"""The knobs of `MemoryWaltz`: what they do to appends, contexts and feeds, the same each time."""
+"""The fault settings of `MemoryWaltz`: repeatable effects on appends, contexts and feeds."""
 
 import asyncio
 import sys
@@ -381,7 +381,7 @@ def test_pending_retries_end_with_the_client(monkeypatch):
         assert waltz.transactions(0) == []
 
 
-def test_a_partition_takes_more_than_a_server_takes_in_one_session(monkeypatch):
+def test_a_partition_in_memory_needs_no_checkpoint(monkeypatch):
     """There is no replica whose mark a new session would move up."""
     limits = partial(PartitionLimits, checkpoint_interval_ms=1)
     monkeypatch.setattr("waltz_core.server.process.in_process.PartitionLimits", limits)

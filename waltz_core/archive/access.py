@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 
 from waltz_core.archive.collection import CollectionJob, CollectionOutcome, collect
 from waltz_core.archive.upload_job import ExpiryJob, ExpiryOutcome, UploadJob, UploadOutcome
-from waltz_core.errors import ArchiveUnavailable, WaltzError
-from waltz_core.records.record import PartitionId
+from waltz_core.errors import ARCHIVE_DAMAGE, ArchiveUnavailable, BelowStart, WaltzError
+from waltz_core.records.record import PartitionId, TransactionId
 
 if TYPE_CHECKING:
     from waltz_core.archive.archive_cache import ArchiveCache
@@ -146,6 +146,36 @@ class ArchiveAccess:
     def read_damage(self) -> str:
         """The damage that a read has found last; empty if there is none."""
         return next(reversed(self._damage.values()), "")
+
+    @property
+    def damaged_places(self) -> list[tuple[int, int]]:
+        """A partition and an ID for each different damage."""
+        return list({damage: place for place, damage in self._damage.items()}.values())
+
+    def damage_at(self, place: tuple[int, int], manifest: str, manifest_crc: int) -> str:
+        """Read a record; return the damage that this finds, empty if there is none.
+
+        Raises:
+            ArchiveUnavailable: the store did not carry out a request.
+        """
+        first = TransactionId(place[1])
+        reader = self.reader(PartitionId(place[0]), manifest, manifest_crc)
+        try:
+            reader.read_range(first, first, 1)
+        except BelowStart:  # It has expired.
+            return ""
+        except ARCHIVE_DAMAGE as error:
+            return str(error)
+        return ""
+
+    def was_read_again(self, place: tuple[int, int], damage: str) -> None:
+        """Note the outcome of `damage_at`; the damage of a file ends at all places."""
+        before = self._damage.get(place)
+        self.was_read(place, damage)
+        if not damage:
+            ended = [each for each, found in self._damage.items() if found == before]
+            for each in ended:
+                del self._damage[each]
 
     def was_read(self, place: tuple[int, int], damage: str) -> None:
         """Note the outcome of a read; one that succeeds ends the damage at its place."""

@@ -56,7 +56,10 @@ class WrongFile(NamedTuple):
 
 
 class ArchiveCheck:
-    """The check of IDs first..last of one partition; `next_id` is the first one not checked yet."""
+    """The check of IDs first..last of one partition; `next_id` is the first one not checked yet.
+
+    `last` is None if the check ends where the archive ends.
+    """
 
     def __init__(
         self,
@@ -69,12 +72,12 @@ class ArchiveCheck:
     ) -> None:
         """Without `last` the check ends where the archive ends. `begin` comes first."""
         self.next_id = first
+        self.last = last
         self.found: list[WrongFile] = []
         self.object_count = 0
         self.byte_count = 0
         self._store = store
         self._identity = (cluster_key, partition_id)
-        self._last = last
         self._pages: deque[PageEntry] = deque()
         self._entries: deque[ObjectEntry] = deque()
         self._newest: tuple[ObjectEntry, ...] = ()
@@ -178,7 +181,7 @@ class ArchiveCheck:
         self._note(recorded.manifest, recorded.first, recorded.last, error)
 
     def _is_wanted(self, each: PageEntry | ObjectEntry) -> bool:
-        is_reached = self._last is None or each.first <= self._last
+        is_reached = self.last is None or each.first <= self.last
         return is_reached and each.last >= self.next_id
 
     def _take(self, entries: Iterable[ObjectEntry]) -> None:

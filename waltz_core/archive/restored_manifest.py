@@ -7,9 +7,10 @@ Rules (docs/decisions/047, "Backup and restore"):
     1. The saved manifest is verified (`saved_manifest.py`).
     2. Each object exists. If the caller allows it, the oldest ones may be missing, since expiry has
        deleted them after the backup: then the partition begins after them. One that was replaced
-       after the backup may be deleted, too: an object with the same IDs and chain is used instead.
-       The cluster of the backup has written that one below its own key, also if it was restored
-       and the old one is below another key.
+       after the backup may be deleted, too, or still be corrupt: an object with the same IDs and
+       chain is used instead. The cluster of the backup has written that one below its own key, also
+       if it was restored and the old one is below another key. An object without another one of
+       its IDs is not read.
     3. The object that holds the end is read. Its chain is verified from its first to its last
        batch, and must be the manifest's, so the end has the chain of the source's log.
     4. Its version is above all that the cluster's folder has: with the same key, what the lost
@@ -76,10 +77,7 @@ class RestoredRange:
         entries = [each for each in saved.entries() if each.last >= saved.manifest.first]
         own = objects_folder(saved.manifest.cluster_key, saved.manifest.partition_id)
         existing = _existing(store, entries, own)
-        entries = [
-            each if each.name in existing else _replacement(store, each, existing, own)
-            for each in entries
-        ]
+        entries = [_right_one(store, each, existing, own) for each in entries]
         if not entries:
             raise ObjectMissing(
                 f"archive {store.url}: expected objects of partition "
@@ -103,6 +101,7 @@ class RestoredRange:
                 "exist. Hint: if the oldest transactions have expired since the backup, use "
                 "--without-expired"
             )
+        self.written: list[str] = []  # files of `write`, which are garbage if the restore fails
         manifest = saved.manifest
         self.first = max(manifest.first, kept[0].first)
         self._manifest = replace(manifest, first=self.first, pages=(), newest=kept)
@@ -174,10 +173,12 @@ class RestoredRange:
         while (page := made.next_page) is not None:
             origin = FileOrigin(session_id, nonce, len(made.pages))
             name = page_name(folder, made.version, origin)
+            self.written.append(name)
             write_read_back(self._store, name, page.to_bytes())
             made = made.with_page(name, page)
         name = manifest_name(folder, made.version, FileOrigin(session_id, nonce, 0))
         data = made.to_bytes()
+        self.written.append(name)
         write_read_back(self._store, name, data)
         Manifest.from_bytes(data, name)
         return NewManifest(end.last, end.chain, end.stamp_ms, name, crc32(data))
@@ -210,19 +211,22 @@ class RestoredRange:
         )
 
 
-def _replacement(
+def _right_one(
     store: ArchiveStore, entry: ObjectEntry, existing: Collection[str], own: str
 ) -> ObjectEntry:
-    """Return the entry of an object in the place of a missing one; else the same entry (rule 2).
+    """Return the entry, or that of an object in the place of a missing or corrupt one (rule 2).
 
     `own` is the folder of the manifest's cluster, where it replaces those of other clusters.
     """
     folder, _, name = entry.name.rpartition("/")
     first, last, *_ = [*name.split("-"), ""]  # `file_names.py`
     starts = (f"{folder}/{first}-{last}-", f"{own}/{entry.first}-{entry.last}-")
-    for each in sorted(existing):
-        if not each.startswith(starts) or not each.endswith(".parquet"):
-            continue
+    others = [each for each in existing if each.startswith(starts) and each.endswith(".parquet")]
+    if entry.name in existing:
+        others = [each for each in others if each != entry.name]
+        if not others or crc32(store.read(entry.name)) == entry.file_crc:
+            return entry
+    for each in sorted(others):
         data = store.read(each)
         with suppress(BadFormat, ChecksumMismatch):
             opened = ArchiveObject(io.BytesIO(data), each)

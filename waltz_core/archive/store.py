@@ -11,15 +11,17 @@ Rules (docs/decisions/047):
        names are unique by construction.
     3. A failed or cancelled `writing` leaves no file with the name in a directory, and in other
        stores perhaps an incomplete one, which no manifest lists.
-    4. A missing file is ObjectMissing, everything else ArchiveUnavailable: the message states the
-       operation, the file and the reason of the store. This holds for each call of an open file,
-       and for no error of the caller's own block.
+    4. A missing file is ObjectMissing, everything else ArchiveUnavailable, such as a missing bucket
+       of a write: the message states the operation, the file and the reason of the store. This
+       holds for each call of an open file, and for no error of the caller's own block.
     5. With a `RateLimit`, `read` and the sinks of `writing` wait, so that they keep to its rate.
+    6. URLs are shown and compared, so they contain no secrets, and no message contains one.
 """
 
 import os
+import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
@@ -35,6 +37,17 @@ from waltz_core.records.raw_records import Buffer
 # After this time without progress a request to S3 has failed; the SDK tries again a few times.
 S3_TIMEOUT_S: Final = 20.0
 _S3_OPTIONS: Final = ("region", "endpoint_override", "scheme")
+# A request to Google Cloud Storage that fails is sent again for this time; pyarrow's default of 15
+# minutes is longer than an owner waits for an upload without progress.
+GCS_RETRY_S: Final = 60
+# pyarrow ends the process if it requires a token of Azure and receives none. A SAS token is not
+# requested, so with one it does not (docs/archive.md).
+AZURE_SAS_VARIABLE: Final = "AZURE_STORAGE_SAS_TOKEN"
+_AZURE_SECRETS: Final = ("sig", "client_secret")
+# The query with a SAS token, in the URLs that pyarrow's errors contain.
+_SAS_QUERY: Final = re.compile(r"\?[^\s'\"]*\bsig=[^\s'\"]*")
+# pyarrow lists all the places where it has not found the library of HDFS: thousands of characters.
+_REASON_CHARACTERS_MAX: Final = 500
 _FAILURES: Final = (OSError, pa.ArrowException)
 # A read with a rate limit requests this many bytes at a time.
 _LIMITED_BYTES: Final = 1024 * 1024
@@ -115,7 +128,7 @@ class ArchiveStore:
                 stream = self._files.open_output_stream(place)
             opened = stream.__enter__()
         try:
-            yield StoreFile(opened, "write", place, self._rate_limit)
+            yield StoreSink(opened, place, self._rate_limit)
         except BaseException as error:
             # NB: the error of the caller's block, which none of the store's may replace.
             with suppress(*_FAILURES):
@@ -148,7 +161,7 @@ class ArchiveStore:
         """
         place = self._place(name)
         with _reported("open", place):
-            return StoreFile(self._files.open_input_file(place), "read", place)
+            return StoreFile(self._files.open_input_file(place), place)
 
     def names(self, folder: str) -> list[str]:
         """Return the names of `files`."""
@@ -204,57 +217,44 @@ class ArchiveStore:
 
 
 class StoreFile:
-    """An open file of the store, as Python's; its errors are the store's (rule 4).
+    """A file that is open for reads, as Python's; its errors are the store's (rule 4).
 
-    `rate_limit` is that of its writes.
+    Each read requests its own bytes. pyarrow's `seek` in Google Cloud Storage requests all bytes
+    from there to the end, and fails at the end.
     """
 
-    def __init__(
-        self,
-        file: Any,  # noqa: ANN401 - as pyarrow's
-        operation: str,
-        place: str,
-        rate_limit: RateLimit | None = None,
-    ) -> None:
+    def __init__(self, file: Any, place: str) -> None:  # noqa: ANN401 - as pyarrow's
         self._file = file
-        self._operation = operation
         self._place = place
-        self._rate_limit = rate_limit
+        self._position = 0
 
     @property
     def closed(self) -> bool:
         return bool(self._file.closed)
 
     def read(self, byte_count: int | None = None) -> bytes:
-        """Return the next bytes, all of them without a count."""
-        with _reported(self._operation, self._place):
-            return bytes(self._file.read(byte_count))
-
-    def write(self, data: Buffer) -> int:
-        """Write the next bytes."""
-        with _reported(self._operation, self._place):
-            written = int(self._file.write(data))
-        if self._rate_limit is not None:
-            self._rate_limit.spend(written)
-        return written
+        """Return the next bytes, all of them without a count; none at the end."""
+        with _reported("read", self._place):
+            rest = max(self._file.size() - self._position, 0)
+            wanted = rest if byte_count is None or byte_count < 0 else min(byte_count, rest)
+            data = bytes(self._file.read_at(wanted, self._position)) if wanted else b""
+        self._position += len(data)
+        return data
 
     def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
         """Set the position of the next read."""
-        with _reported(self._operation, self._place):
-            return int(self._file.seek(position, whence))
+        with _reported("read", self._place):
+            starts = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._file.size()}
+        self._position = starts[whence] + position
+        return self._position
 
     def tell(self) -> int:
         """Return the position."""
-        return int(self._file.tell())
-
-    def flush(self) -> None:
-        """Hand the bytes to the store; they are durable when `writing` has ended."""
-        with _reported(self._operation, self._place):
-            self._file.flush()
+        return self._position
 
     def close(self) -> None:
-        """Close a file that was opened for reads."""
-        with _reported(self._operation, self._place):
+        """Close the file."""
+        with _reported("read", self._place):
             self._file.close()
 
     def __enter__(self) -> Self:
@@ -262,6 +262,44 @@ class StoreFile:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class StoreSink:
+    """A file that is open for writes, as Python's; its errors are the store's (rule 4).
+
+    Its writes keep to `rate_limit` (rule 5).
+    """
+
+    def __init__(
+        self,
+        file: Any,  # noqa: ANN401 - as pyarrow's
+        place: str,
+        rate_limit: RateLimit | None,
+    ) -> None:
+        self._file = file
+        self._place = place
+        self._rate_limit = rate_limit
+
+    @property
+    def closed(self) -> bool:
+        return bool(self._file.closed)
+
+    def write(self, data: Buffer) -> int:
+        """Write the next bytes."""
+        with _reported("write", self._place):
+            written = int(self._file.write(data))
+        if self._rate_limit is not None:
+            self._rate_limit.spend(written)
+        return written
+
+    def tell(self) -> int:
+        """Return the number of bytes."""
+        return int(self._file.tell())
+
+    def flush(self) -> None:
+        """Hand the bytes to the store; they are durable when `writing` has ended."""
+        with _reported("write", self._place):
+            self._file.flush()
 
 
 def _opened(url: str) -> tuple[arrow_fs.FileSystem, str]:
@@ -280,13 +318,47 @@ def _opened(url: str) -> tuple[arrow_fs.FileSystem, str]:
                 connect_timeout=S3_TIMEOUT_S, request_timeout=S3_TIMEOUT_S, **options
             )
             return store, f"{parts.netloc}{parts.path}".rstrip("/")
-        found, base = arrow_fs.FileSystem.from_uri(url)
+        found, base = arrow_fs.FileSystem.from_uri(_complete(url, os.environ))
     except (*_FAILURES, ValueError) as error:
         raise BadConfig(
-            f"archive {url}: {error}. Hint: expected a URL such as file:///srv/archive, "
-            "s3://bucket/folder, gs://bucket/folder or hdfs://host/folder."
+            f"archive {url}: {_reason(error)}. Hint: expected a URL such as "
+            "file:///srv/archive, s3://bucket/folder, gs://bucket/folder, "
+            "abfss://container@account.dfs.core.windows.net/folder or hdfs://host/folder."
         ) from error
     return found, base.rstrip("/")
+
+
+def _complete(url: str, environment: Mapping[str, str]) -> str:
+    """Return the URL for pyarrow: with a limit of retries, or with the SAS token of Azure.
+
+    The SDKs of the stores read their other credentials from the environment, too.
+
+    Raises:
+        BadConfig: the URL contains a secret (rule 6).
+    """
+    parts = urlsplit(url)
+    options = [name for name, _ in parse_qsl(parts.query, keep_blank_values=True)]
+    added = ""
+    if parts.scheme in ("gs", "gcs") and "retry_limit_seconds" not in options:
+        added = f"retry_limit_seconds={GCS_RETRY_S}"
+    if parts.scheme in ("abfs", "abfss"):
+        secrets = [each for each in _AZURE_SECRETS if each in options]
+        if secrets:
+            raise BadConfig(
+                f"archive {url.partition('?')[0]}: expected no secrets in the URL, found "
+                f"{', '.join(secrets)}. Hint: set {AZURE_SAS_VARIABLE} in the environment."
+            )
+        added = environment.get(AZURE_SAS_VARIABLE, "").lstrip("?")
+    if not added:
+        return url
+    return f"{url}{'&' if '?' in url else '?'}{added}"
+
+
+def _reason(error: Exception) -> str:
+    """Return the reason that a store gives as one line without a SAS token (rule 6)."""
+    text = getattr(error, "strerror", None) or str(error)
+    line = _SAS_QUERY.sub("?...", " ".join(text.split()))
+    return line if len(line) <= _REASON_CHARACTERS_MAX else f"{line[:_REASON_CHARACTERS_MAX]}..."
 
 
 @contextmanager
@@ -294,10 +366,14 @@ def _reported(operation: str, place: str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
+        if operation == "write":  # The bucket is missing, which is no damage.
+            reason = "expected an existing bucket or folder for it, found none"
+            raise ArchiveUnavailable(f"archive: cannot write {place}: {reason}") from error
         raise ObjectMissing(f"archive: cannot {operation} {place}: it does not exist") from error
     except _FAILURES as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ArchiveUnavailable(f"archive: cannot {operation} {place}: {reason}") from error
+        raise ArchiveUnavailable(
+            f"archive: cannot {operation} {place}: {_reason(error)}"
+        ) from error
 
 
 @contextmanager

@@ -34,6 +34,19 @@ def print_json(value: object) -> None:
     print_result(json.dumps(value, sort_keys=False, default=str))
 
 
+def one_line(data: bytes) -> str:
+    """Return UTF-8 as text of one line; bytes and characters that cannot be printed are escaped.
+
+    So data of a log neither controls the terminal nor looks like another row.
+    """
+    text = data.decode("utf-8", "backslashreplace")
+    if text.isprintable():
+        return text
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
+    )
+
+
 def print_table(titles: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Print rows under titles; numbers to the right, text to the left (rule 3)."""
     texts = [[str(cell) for cell in row] for row in rows]

@@ -43,6 +43,7 @@ from waltz_core.client.stream.write_claim import (
     summary_of_write,
     tasks_of_write,
 )
+from waltz_core.encryption.envelopes import DecryptedColumn, DecryptedPayload, Encryption
 from waltz_core.wire.messages import RangeForm, Reason
 
 __all__ = [
@@ -59,6 +60,9 @@ __all__ = [
     "Callbacks",
     "ClusterInfo",
     "ClusterLayout",
+    "DecryptedColumn",
+    "DecryptedPayload",
+    "Encryption",
     "FollowedState",
     "PoisonPolicy",
     "Predecessor",

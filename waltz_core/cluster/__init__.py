@@ -37,7 +37,7 @@ next generation. Two servers may assume for a moment that they own the same part
 compare-and-set on R/store/partition/P, with which each session begins, decides.
 
 Start reading with `coordinator.py`: it has all operations of servers, storages, clients and
-commands. `nodes/` has paths, values and the interface to ZooKeeper, `membership/` the live servers
+commands. `znodes/` has paths, values and the interface to ZooKeeper, `membership/` the live servers
 and the assignment, `change/` the changes by commands, `zookeeper/` the sessions. `writes.py` has
 exactly-once writes.
 """

@@ -30,11 +30,9 @@ from waltz_core.cluster.membership.assignment import check_replica_change
 from waltz_core.cluster.membership.loads import LoadBoard
 from waltz_core.cluster.membership.reachability import ReachBoard
 from waltz_core.cluster.membership.registration import Membership, Ownership, ServersView
-from waltz_core.cluster.nodes import model
-from waltz_core.cluster.nodes.node_access import ClusterNodes, decode_node
-from waltz_core.cluster.nodes.restored_from import NOT_RESTORED, RestoredFrom
-from waltz_core.cluster.nodes.tree import FoundCluster, delete_tree, find_clusters
-from waltz_core.cluster.nodes.znodes import (
+from waltz_core.cluster.writes import WriteRegistry
+from waltz_core.cluster.znodes import model
+from waltz_core.cluster.znodes.interface import (
     NO_NODE,
     CreateNode,
     Node,
@@ -45,7 +43,9 @@ from waltz_core.cluster.nodes.znodes import (
     StateCallback,
     Znodes,
 )
-from waltz_core.cluster.writes import WriteRegistry
+from waltz_core.cluster.znodes.node_access import ClusterNodes, decode_node
+from waltz_core.cluster.znodes.restored_from import NOT_RESTORED, RestoredFrom
+from waltz_core.cluster.znodes.tree import FoundCluster, delete_tree, find_clusters
 from waltz_core.records.record import ClientId, Generation, PartitionId, ReplicaId, ServerId
 
 __all__ = [
@@ -198,21 +198,26 @@ class Coordinator:
         root = self.paths.root
         parents = [root[:end] for end in range(1, len(root)) if root[end] == "/"]
         await self._nodes.ensure(parents)
-        node = await self._znodes.get(root)
-        if node is not None and node.data:
-            raise errors.CoordinatorConflict(f"there is a cluster at {self.where} already")
-        version = NO_NODE if node is None else node.stat.version
-        for step in steps_at(version):
+        for step in steps_at(await self._version_without_cluster()):
             try:
                 await self._znodes.write(step)
             except errors.CoordinatorOutcomeUnknown:
                 if not await self._is_own_creation(new):
                     raise
             except errors.CoordinatorConflict as conflict:
+                await self._version_without_cluster()
                 raise errors.CoordinatorConflict(
-                    f"there is a cluster at {self.where} already, or the remains of an unfinished "
-                    f"one ({conflict}). Hint: delete it first."
+                    f"expected no znodes at {self.where}, found those of a cluster that another "
+                    f"command creates now, or the remains of an unfinished one ({conflict}). Hint: "
+                    "if no other command runs, delete them with `waltz-core cluster delete`."
                 ) from conflict
+
+    async def _version_without_cluster(self) -> int:
+        """Return the version of the root, or NO_NODE; raises CoordinatorConflict for a cluster."""
+        node = await self._znodes.get(self.paths.root)
+        if node is not None and node.data:
+            raise errors.CoordinatorConflict(f"there is a cluster at {self.where} already")
+        return NO_NODE if node is None else node.stat.version
 
     async def _is_own_creation(self, new: NewCluster) -> bool:
         await self._znodes.sync()

@@ -29,8 +29,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from waltz_core import errors
-from waltz_core.cluster.nodes.node_access import ClusterNodes, decode_node, is_number
-from waltz_core.cluster.nodes.znodes import CreateNode, Delete, Node, Operation, Set
+from waltz_core.cluster.znodes.interface import CreateNode, Delete, Node, Operation, Set
+from waltz_core.cluster.znodes.node_access import ClusterNodes, decode_node, is_number
 from waltz_core.records import strict_json
 from waltz_core.records.record import ClientId
 

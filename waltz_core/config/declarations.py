@@ -601,11 +601,30 @@ class ClientConfig(TlsConfig, ZooKeeperConfig):
         maximum=100_000_000,
     )
 
+    encryption_keys: str = setting(
+        "",
+        "The keys of encrypted payloads: a directory with a file for each key, or "
+        '"module:function". Empty: payloads are neither encrypted nor decrypted.',
+    )
+    encryption_key: str = setting(
+        "",
+        "The ID of the key that encrypts appended payloads, unless an append names another one. "
+        "Empty: such payloads are not encrypted.",
+    )
+    encryption_required: bool = setting(
+        False,  # noqa: FBT003 - the name explains it
+        "Whether a payload that is not encrypted is read as None, with a reason. False: it is "
+        "returned.",
+    )
+
     def validate(self) -> None:
         """Check relations between fields; raises BadConfig."""
         super().validate()
         self._not_above("retry_interval_ms_min", "retry_interval_ms_max")
         self._not_above("batch_bytes_max", "in_flight_bytes_max")
+        for name in ("encryption_key", "encryption_required"):
+            if getattr(self, name) and not self.encryption_keys:
+                raise BadConfig(f"{name}: expected encryption_keys as well, found none")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ Rules:
 from enum import Enum, auto
 
 from waltz_core.cluster.change.changes import PartitionReplicas
-from waltz_core.cluster.nodes.model import UNRESOLVED, MarkerState, ReplicaState
+from waltz_core.cluster.znodes.model import UNRESOLVED, MarkerState, ReplicaState
 from waltz_core.ops.facts import (
     ClusterFacts,
     PartitionFacts,

@@ -13,7 +13,7 @@ Rules:
 """
 
 import shlex
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Final
@@ -22,15 +22,16 @@ from waltz_core.cluster.change import changes, rebuilding
 from waltz_core.config.connect_string import parse_connect_string, split_address
 from waltz_core.ops.condition import PartitionCondition, UnavailableReason, unavailable_reason
 from waltz_core.ops.facts import (
+    ArchiveFacts,
     ClusterFacts,
     Facts,
     LocalFacts,
     MemberFacts,
-    NodeFacts,
     ReplicaFacts,
     ServerFacts,
     SpaceFacts,
     StorageFacts,
+    ZooKeeperServerFacts,
 )
 from waltz_core.ops.findings import KINDS, Finding, finding
 from waltz_core.records.record import PartitionId, ReplicaId
@@ -56,7 +57,7 @@ FULL_SOON_DAYS: Final = 7
 # One failure may be a throttled request; the next attempt uses another storage.
 ARCHIVE_FAILURES_MIN: Final = 2
 # A transaction is archived after `archive_age_ms`, at the next attempt, when others are done. So
-# twice the age, and an hour for the interval between attempts and for an upload.
+# twice the age, the interval between attempts, and an hour for uploads.
 ARCHIVE_LAG_AGES: Final = 2
 ARCHIVE_LAG_S: Final = 3_600
 FINDING_OF_REASON: Final = {
@@ -89,7 +90,7 @@ def summary(facts: Facts) -> str:
         f"{_count(len(cluster.servers), 'server')}, {_count(len(cluster.storages), 'storage')}, "
         f"{_count(cluster.partition_count, 'partition')} with "
         f"{' or '.join(map(str, replicas))} replica{'' if replicas == [1] else 's'} each, "
-        f"{_count(len(facts.nodes), 'ZooKeeper server')}"
+        f"{_count(len(facts.zookeeper_servers), 'ZooKeeper server')}"
     )
 
 
@@ -135,6 +136,15 @@ class _Case:
         up = f"waltz-core local up --directory {shlex.quote(local.directory)}"
         return f"kill -9 {member.pid}; {up}" if member and member.state == "up" else up
 
+    def start_with(self, kind: str, option: str, *, archive: str) -> str:
+        """Return the command that starts a process with an option, or all with an archive."""
+        local = self.facts.local
+        if local is None:
+            return f"waltz-core {kind} run --config {_CONFIGS[kind]} {option}"
+        directory = f"--directory {shlex.quote(local.directory)}"
+        up = f"waltz-core local up {directory} --archive {archive}"
+        return f"waltz-core local down {directory} && {up}"
+
     def rebuilding(self, rebuild: str, *before: str) -> str:
         """Return the steps around `rebuild-metadata`: no process may run before the nodes exist."""
         local = self.facts.local
@@ -167,8 +177,8 @@ class _Case:
             self.report(
                 "zookeeper-unavailable", facts.connect, why=facts.zookeeper_failure, start=start
             )
-        for node in facts.nodes:
-            self._check_node(node)
+        for server in facts.zookeeper_servers:
+            self._check_zookeeper_server(server)
         if facts.access_error:
             hosts = facts.connect.partition("?")[0]
             self.report(
@@ -180,19 +190,22 @@ class _Case:
             else:
                 self._report_lost(facts.local)
 
-    def _check_node(self, node: NodeFacts) -> None:
-        start = self.start("zookeeper", node.address)
-        if node.failure and not self.is_reported_down(node.address):
+    def _check_zookeeper_server(self, server: ZooKeeperServerFacts) -> None:
+        start = self.start("zookeeper", server.address)
+        if server.failure and not self.is_reported_down(server.address):
             self.report(
-                "zookeeper-node-unavailable",
-                node.address,
-                node=node.address,
-                why=node.failure,
+                "zookeeper-server-unavailable",
+                server.address,
+                server=server.address,
+                why=server.failure,
                 start=start,
             )
-        elif not node.failure and not node.mode:
+        elif not server.failure and not server.mode:
             self.report(
-                "zookeeper-node-without-quorum", node.address, node=node.address, start=start
+                "zookeeper-server-without-quorum",
+                server.address,
+                server=server.address,
+                start=start,
             )
 
     def check_processes(self) -> None:
@@ -391,10 +404,11 @@ class _Cluster:
                 "archive-url-missing",
                 about="archive",
                 partitions=_ranges(archived),
-                start=self._case.start("storage", storages[0].address),
+                start=self._case.start_with("storage", "--archive-url URL", archive="URL"),
             )
             return
         differing = [each for each, url in zip(storages, urls, strict=True) if url != usual]
+        quoted = shlex.quote(usual)
         for storage in differing:
             self._report(
                 "archive-settings-differ",
@@ -402,53 +416,67 @@ class _Cluster:
                 storage=storage.address,
                 found=storage.archive.url if storage.archive else "(none)",
                 expected=usual,
-                start=self._case.start("storage", storage.address),
+                start=self._case.start_with("storage", f"--archive-url {quoted}", archive=quoted),
             )
-        others = [each for each in storages if each not in differing]
-        has_failed = [self._check_uploads(each) for each in others]
-        if not differing and not any(has_failed):
-            ages_ms = [each.archive.age_ms for each in others if each.archive is not None]
-            self._check_archive_lag(usual, max(ages_ms, default=0))
+        working = [each for each in storages if each.archive and each.archive.url == usual]
+        lags_s = self._archive_lags_s(working)
+        if not self._check_uploads(working, is_lagging=bool(lags_s)) and not differing:
+            self._check_archive_lag(usual, lags_s)
 
-    def _check_uploads(self, storage: StorageFacts) -> bool:
-        """Report damage, or that a storage cannot write; return whether it is reported.
+    def _archive_lags_s(self, storages: Iterable[StorageFacts]) -> dict[PartitionId, float]:
+        """Return the lags over the limit; none if no owner archives, as after it is turned off."""
+        partitions = self._cluster.partitions
+        interval_ms = max((each.archive_interval_ms for each in partitions.values()), default=0)
+        if interval_ms == 0:
+            return {}
+        age_ms = max((each.archive.age_ms for each in storages if each.archive), default=0)
+        limit_s = ARCHIVE_LAG_AGES * age_ms / 1000 + interval_ms / 1000 + ARCHIVE_LAG_S
+        lags_s = {each: found.unarchived_s or 0.0 for each, found in partitions.items()}
+        return {each: lag_s for each, lag_s in lags_s.items() if lag_s > limit_s}
 
-        When everything is archived, the last failure of a storage is of no importance: its next
-        attempt is made when there is something to archive again.
+    def _check_uploads(self, storages: Iterable[StorageFacts], *, is_lagging: bool) -> bool:
+        """Report damage, and a store that cannot be written; return whether it is reported.
+
+        Storages share the store and its files, so equal damage is one finding, and so are failures
+        to write. When everything is archived, the last failure of a storage is of no importance:
+        its next attempt is made when there is something to archive again. A single failure counts
+        when the archive lags.
         """
-        archive, partitions = storage.archive, self._cluster.partitions
-        waits = any(partitions[each].unarchived_count for each in storage.replicas)
-        address = storage.address
-        if archive is not None and archive.read_damage:
-            self._report("archive-damaged", address, storage=address, why=archive.read_damage)
-            return True
-        if archive is None or not archive.error or not waits:
-            return False
-        fields = {"storage": address, "why": archive.error, "count": archive.failure_count}
-        if archive.is_damaged:
-            self._report("archive-damaged", address, **fields)
-        elif archive.failure_count >= ARCHIVE_FAILURES_MIN:
-            self._report("archive-unavailable", address, **fields)
-        else:
-            return False
-        return True
+        damage: dict[str, list[ReplicaId]] = {}
+        failed: dict[ReplicaId, ArchiveFacts] = {}
+        failures_min = 1 if is_lagging else ARCHIVE_FAILURES_MIN
+        for storage in storages:
+            archive = storage.archive
+            assert archive is not None
+            partitions = self._cluster.partitions
+            waits = any(partitions[each].unarchived_count for each in storage.replicas)
+            has_failed = waits and bool(archive.error)
+            if archive.read_damage or (has_failed and archive.is_damaged):
+                why = archive.read_damage or archive.error
+                damage.setdefault(why, []).append(storage.address)
+            elif has_failed and archive.failure_count >= failures_min:
+                failed[storage.address] = archive
+        for why, addresses in damage.items():
+            names = ", ".join(addresses)
+            self._report("archive-damaged", names, storages=names, why=why)
+        if failed:
+            names, worst = ", ".join(failed), max(failed.values(), key=lambda x: x.failure_count)
+            fields = {"why": worst.error, "count": worst.failure_count}
+            self._report("archive-unavailable", names, storages=names, **fields)
+        return bool(damage or failed)
 
-    def _check_archive_lag(self, url: str, age_ms: int) -> None:
+    def _check_archive_lag(self, url: str, lags_s: Mapping[PartitionId, float]) -> None:
         partitions = self._cluster.partitions
         if url and all(each.archived is None for each in partitions.values()):
             if any(each.unarchived_count for each in partitions.values()):
-                self._report("archive-idle", url, url=url)
+                option = "--archive-interval-ms 10000"
+                start = self._case.start_with("server", option, archive=shlex.quote(url))
+                self._report("archive-idle", url, url=url, start=start)
             return
-        limit_s = ARCHIVE_LAG_AGES * age_ms / 1000 + ARCHIVE_LAG_S
-        for partition_id, each in partitions.items():
-            if each.unarchived_s is not None and each.unarchived_s > limit_s:
-                self._report(
-                    "archive-lagging",
-                    partition_id,
-                    partition=partition_id,
-                    count=each.unarchived_count,
-                    hours=f"{each.unarchived_s / 3600:.1f}",
-                )
+        for partition_id, lag_s in lags_s.items():
+            count, hours = partitions[partition_id].unarchived_count, f"{lag_s / 3600:.1f}"
+            fields = {"partition": partition_id, "count": count, "hours": hours}
+            self._report("archive-lagging", partition_id, **fields)
 
     def _check_speed(self) -> None:
         """Compare how long storages take to answer appends."""

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from waltz_core.cluster.membership.registration import Ownership
-from waltz_core.cluster.nodes.model import ArchivedMark, PartitionMarker, PartitionMetadata
+from waltz_core.cluster.znodes.model import ArchivedMark, PartitionMarker, PartitionMetadata
 from waltz_core.records.record import (
     BEFORE_FIRST,
     NO_SESSION,
@@ -26,7 +26,7 @@ from waltz_core.records.record import (
 
 
 @dataclass(frozen=True, slots=True)
-class NodeFacts:
+class ZooKeeperServerFacts:
     """One ZooKeeper server; `mode` is leader, follower, standalone, or empty (no service)."""
 
     address: str
@@ -141,7 +141,8 @@ class PartitionFacts:
     `stamp_ahead_ms` is how far the commit stamp of its last transaction is in the future.
     `unarchived_s` is the age of the oldest transaction that is not archived, 0 if all are; None if
     it is not known, or if the cluster archives nothing. `unarchived_bytes` is the approximate size
-    of these transactions, as the owner knows it.
+    of these transactions, as the owner knows it. `archive_interval_ms` is the owner's setting, 0 if
+    it archives nothing or is not known.
     """
 
     metadata: PartitionMetadata | None = None
@@ -151,6 +152,7 @@ class PartitionFacts:
     stamp_ahead_ms: float | None = None
     unarchived_s: float | None = None
     unarchived_bytes: int | None = None
+    archive_interval_ms: int = 0
 
     @property
     def archived(self) -> ArchivedMark | None:
@@ -205,7 +207,7 @@ class Facts:
     """All facts; without `cluster`, one of the three troubles is the reason."""
 
     connect: str
-    nodes: tuple[NodeFacts, ...] = ()
+    zookeeper_servers: tuple[ZooKeeperServerFacts, ...] = ()
     zookeeper_failure: str = ""
     access_error: str = ""
     is_no_cluster: bool = False

@@ -76,13 +76,13 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
             _START,
         ),
         _row(
-            "zookeeper-node-unavailable",
-            "ZooKeeper server {node} does not answer: {why}",
+            "zookeeper-server-unavailable",
+            "ZooKeeper server {server} does not answer: {why}",
             _START,
         ),
         _row(
-            "zookeeper-node-without-quorum",
-            "ZooKeeper server {node} answers, but is not part of a quorum and serves no client",
+            "zookeeper-server-without-quorum",
+            "ZooKeeper server {server} answers, but is not part of a quorum and serves no client",
             _START,
         ),
         _row(
@@ -266,14 +266,14 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         ),
         _row(
             "archive-unavailable",
-            "storage {storage} could not write to the archive {count} times in a row: {why}. Hint: "
-            "check its credentials, the network and the object store; nothing is removed meanwhile."
-            " The command reads the archive from the machine that runs it.",
+            "storages {storages} could not write to the archive {count} times in a row: {why}. "
+            "Hint: check its credentials, the network and the object store; nothing is removed "
+            "meanwhile. The command reads the archive from the machine that runs it.",
             _ARCHIVE_STATUS,
         ),
         _row(
             "archive-damaged",
-            "storage {storage} found a file of the archive missing or corrupt: {why}. Hint: the "
+            "storages {storages} found a file of the archive missing or corrupt: {why}. Hint: the "
             "command names all such files, and replaces objects of which a storage still has all "
             "transactions; restore others from a copy or from an earlier version in the object "
             "store.",
@@ -282,9 +282,9 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         _row(
             "archive-idle",
             "the storages have the archive {url}, but nothing is archived. Hint: set "
-            "archive_interval_ms in the settings of the servers, stop and start them. The first "
-            "objects are written after archive_age_ms of the storages.",
-            "waltz-core server run --config server.toml",
+            "archive_interval_ms in the settings of the servers, then stop and start them. The "
+            "first objects are written after archive_age_ms of the storages.",
+            _START,
         ),
         _row(
             "archive-lagging",

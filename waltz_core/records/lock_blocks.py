@@ -69,8 +69,8 @@ class Block(NamedTuple):
     distances: Buffer = b""
 
     @property
-    def before(self) -> LogEnd:
-        """The end of the log before it."""
+    def end_before(self) -> LogEnd:
+        """The end of the log before this block."""
         return LogEnd(TransactionId(self.first - 1), self.chain_before)
 
 

@@ -27,8 +27,8 @@ Rules (decision 047):
        engaged replica writes the manifest, as in an attempt. The first available ID never decreases
        (AR 7) and is at most the one after the recorded mark, where logs may begin.
     10. An object is replaced when a client requests it (AR 5). Each engaged replica is requested
-        once, until one has its records; the recorded mark stays. One replacement is under way, and
-        its outcome is reported once.
+        once, until one has its records; the recorded mark stays. One replacement is under way; its
+        outcome is kept until another one is requested.
     11. The end of an attempt reports what was not archived before it. The lag is that, and what was
         appended since at the average size; a part of it that is archived counts by its IDs.
 """
@@ -38,7 +38,7 @@ from dataclasses import dataclass, field
 from operator import le
 from typing import Final, NamedTuple, TypeAlias, assert_never
 
-from waltz_core.cluster.nodes.model import ArchivedMark
+from waltz_core.cluster.znodes.model import ArchivedMark
 from waltz_core.machine import Report, earliest
 from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN, Chain, ReplicaId, TransactionId
 from waltz_core.replication.limits import SessionLimits
@@ -432,13 +432,10 @@ class Archiving:
     # ---- replacement of an object (rule 10)
 
     def replace(self, request: ReplaceInArchive) -> None:
-        """A client requests a replacement, perhaps again."""
+        """A client requests a replacement, perhaps again; another one follows the present one."""
         current = self._replacement
-        if current is None:
+        if current is None or (current.outcome is not None and current.request != request):
             self._replacement = _Replacement(request)
-        elif current.outcome is not None:
-            is_same = current.request == request
-            self._replacement = None if is_same else _Replacement(request)
 
     def replacement(self, request: ReplaceInArchive) -> ReplacementOutcome | None:
         """Return the outcome of a request; None if there is none yet."""

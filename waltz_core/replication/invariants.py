@@ -8,7 +8,7 @@ Each check is named as in `docs/replication.md`.
 
 from typing import Final
 
-from waltz_core.cluster.nodes.model import UNRESOLVED
+from waltz_core.cluster.znodes.model import UNRESOLVED
 from waltz_core.replication.partition_store import PartitionStore
 from waltz_core.replication.quorum import quorum_mark, quorum_size
 from waltz_core.replication.replica_session import MARKED, ReplicaSession, ReplicaStage

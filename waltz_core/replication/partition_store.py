@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Final, assert_never
 
-from waltz_core.cluster.nodes.model import EMPTY_METADATA, ArchivedMark, ReplicaState
+from waltz_core.cluster.znodes.model import EMPTY_METADATA, ArchivedMark, ReplicaState
 from waltz_core.machine import Report, Wakeup
 from waltz_core.records.record import (
     BEFORE_FIRST,

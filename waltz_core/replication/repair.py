@@ -35,7 +35,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
-from waltz_core.cluster.nodes.model import ArchivedMark
+from waltz_core.cluster.znodes.model import ArchivedMark
 from waltz_core.errors import BadFormat, ChecksumMismatch, DataLoss, RemoteProtocolError
 from waltz_core.records import raw_records
 from waltz_core.records.checksum import crc32

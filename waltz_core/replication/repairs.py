@@ -25,7 +25,7 @@ Rules:
 from collections.abc import Mapping
 from typing import Final, NamedTuple, assert_never
 
-from waltz_core.cluster.nodes.model import ArchivedMark
+from waltz_core.cluster.znodes.model import ArchivedMark
 from waltz_core.errors import BelowStart, Damaged, ProtocolError, RemoteProtocolError, WaltzError
 from waltz_core.machine import Report
 from waltz_core.records.record import BEFORE_FIRST, NO_SESSION, Chain, ReplicaId, TransactionId

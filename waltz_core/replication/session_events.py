@@ -17,7 +17,7 @@ Rules:
 
 from typing import NamedTuple, TypeAlias
 
-from waltz_core.cluster.nodes.model import PartitionMarker, PartitionMetadata
+from waltz_core.cluster.znodes.model import PartitionMarker, PartitionMetadata
 from waltz_core.machine import Report, Wakeup
 from waltz_core.records.record import Chain, Generation, ReplicaId, SessionId, TransactionId
 from waltz_core.values import value
@@ -188,12 +188,13 @@ class ExpireArchive:
 class ReplaceInArchive:
     """Replace an object of the archive that is corrupt or missing; it is listed with these IDs.
 
-    If the last such event has an outcome, it was reported, and is forgotten.
+    `token` identifies the attempt: the event may be repeated with it.
     """
 
     name: str
     first: TransactionId
     last: TransactionId
+    token: int
 
 
 @value(frozen=True, slots=True)

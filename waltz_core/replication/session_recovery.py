@@ -19,7 +19,7 @@ Rules (docs/design/correctness.md 2.1, C to E and G):
 from collections.abc import Mapping, Sequence
 from enum import Enum, auto
 
-from waltz_core.cluster.nodes.model import (
+from waltz_core.cluster.znodes.model import (
     UNRESOLVED,
     ArchivedMark,
     MarkerState,
@@ -52,7 +52,7 @@ class Origin(Enum):
 
 
 def origin_of(metadata: PartitionMetadata | None, marker: PartitionMarker | None) -> Origin:
-    """Classify the nodes of a partition in ZooKeeper."""
+    """Return where a partition's history is recorded."""
     states = {} if metadata is None else metadata.states
     if marker is not None and marker.state is MarkerState.OPEN:
         return Origin.RECORDED if states else Origin.LOST

@@ -21,7 +21,7 @@ from enum import Enum, auto
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from waltz_core.cluster.nodes.model import UNRESOLVED, ArchivedMark, ReplicaState
+from waltz_core.cluster.znodes.model import UNRESOLVED, ArchivedMark, ReplicaState
 from waltz_core.errors import (
     BelowStart,
     Damaged,

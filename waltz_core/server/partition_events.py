@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple, NewType, Protocol, TypeAlias
 
-from waltz_core.cluster.nodes.model import ArchivedMark
+from waltz_core.cluster.znodes.model import ArchivedMark
 from waltz_core.errors import BelowStart, Unreachable, WaltzError
 from waltz_core.machine import Wakeup
 from waltz_core.records.raw_records import FEED_HEADER_BYTES
@@ -51,7 +51,7 @@ MIB = 1024 * KIB
 
 @dataclass(frozen=True, slots=True)
 class PartitionLimits:
-    """The limits of a partition. All must be positive, except `lock_refill_count_max`.
+    """The limits of a partition. All must be positive, except those that may be 0 as stated.
 
     `mark_staleness_ms_max`: how long marks are reported without another proof after a quorum last
     answered in the session. `open_wait_ms`: how long a request other than an append waits for a
@@ -60,7 +60,8 @@ class PartitionLimits:
     new session starts, at most every `checkpoint_interval_ms`, so that low-water marks move up; it
     starts earlier when the store reports that a checkpoint is due, and later while it archives.
     `lock_refill_count_max`: number of transactions whose locks a new owner requests, 0 for none;
-    `lock_tail_bytes_max`: size limit of a storage's answer to that request.
+    `lock_tail_bytes_max`: size limit of a storage's answer to that request. `archive_interval_ms`:
+    that of the store, which a doctor requests; 0 if nothing is archived.
     """
 
     lock_slot_count: int
@@ -83,12 +84,12 @@ class PartitionLimits:
     checkpoint_interval_ms: int = 10_000
     lock_refill_count_max: int = 1_000_000
     lock_tail_bytes_max: int = 8 * MIB
+    archive_interval_ms: int = 0
 
     def __post_init__(self) -> None:
-        may_be_zero = "lock_refill_count_max"
-        names = (each.name for each in fields(self))
-        assert self.lock_refill_count_max >= 0
-        assert all(getattr(self, name) > 0 for name in names if name != may_be_zero)
+        may_be_zero = ("lock_refill_count_max", "archive_interval_ms")
+        for name in (each.name for each in fields(self)):
+            assert getattr(self, name) >= (0 if name in may_be_zero else 1), name
         # A single transaction of the maximum size must fit everywhere.
         assert TRANSACTION_BYTES_MAX < self.batch_bytes_max < FRAME_BYTES_MAX
         assert self.range_bytes_max <= FRAME_BYTES_MAX // 2
@@ -189,13 +190,14 @@ class FetchFailed:
     """A fetch failed at this storage; another one may succeed.
 
     No other one may if the log begins with a later ID, `first_available`; -1 if that is not known.
-    `is_damage`: what it has of the records, locally and in the archive, is damaged.
+    `damage_code` is that of the error if what this storage has of the records, locally and in the
+    archive, is damaged; otherwise it is 0.
     """
 
     token: int
     reason: str
     first_available: TransactionId = BEFORE_FIRST
-    is_damage: bool = False
+    damage_code: int = 0
 
 
 Event: TypeAlias = (

@@ -15,8 +15,8 @@ Rules:
     4. Over its hard limit of unsent bytes a link is closed, with a reason.
     5. A peer that sends no hello in time, or sends a frame too slowly, is disconnected.
     6. The dialing side sends an empty frame when it has sent nothing for a while.
-    7. All of this holds with TLS; bytes that TLS has passed to the socket do not count as unsent,
-       which may be as many again as rules 3 and 4 allow.
+    7. All of this holds with TLS; bytes that TLS has passed to the socket do not count as unsent;
+       up to the limits of rules 3 and 4 may wait there in addition.
 """
 
 import asyncio

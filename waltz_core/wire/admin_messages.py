@@ -9,6 +9,7 @@ meaning.
 
 from typing import Annotated
 
+from waltz_core.access.requirements import ADMINISTER, ANSWER, READ, REPLICATE, Scope, all_of
 from waltz_core.values import value
 from waltz_core.wire.messages import (
     Blob,
@@ -51,6 +52,7 @@ class Done(AdminMessage):
     """The request is done, durably; answers 3, 4, 6, 69, 70 and 71."""
 
     code = 1
+    requires = ANSWER
 
 
 @value(frozen=True, slots=True)
@@ -58,6 +60,7 @@ class AdminFailure(AdminMessage):
     """The request failed, with the reason; sent to peers of version 0 only."""
 
     code = 2
+    requires = ANSWER
     text: TextOrNull
     stack: Stack
 
@@ -67,6 +70,7 @@ class CheckCluster(AdminMessage):
     """Check that the storage belongs to this cluster; the sequence is -1."""
 
     code = 3
+    requires = all_of(ADMINISTER, scope=Scope.ANY)
     cluster_key: Raw16
     partition_count: Int32
 
@@ -76,6 +80,7 @@ class SetAvailable(AdminMessage):
     """Take partitions offline, or online again."""
 
     code = 4
+    requires = all_of(ADMINISTER)
     partitions: Int32s
     is_available: Bool
 
@@ -85,6 +90,7 @@ class SetAssigned(AdminMessage):
     """Assign partitions to the storage, or remove them, optionally with their files."""
 
     code = 6
+    requires = all_of(ADMINISTER)
     partitions: Int32s
     is_assigned: Bool
     deletes_files: Bool
@@ -95,6 +101,7 @@ class RecordListRequest(AdminMessage):
     """Read records from `first` on."""
 
     code = 7
+    requires = all_of(ADMINISTER, READ)
     partition_id: Int32
     first: Int64
     count_max: Int32
@@ -105,6 +112,7 @@ class RecordListResponse(AdminMessage):
     """The records that exist, maybe none."""
 
     code = 8
+    requires = ANSWER
     partition_id: Int32
     records: Records
 
@@ -114,6 +122,7 @@ class SessionInfoRequest(AdminMessage):
     """Request the marks in the control file."""
 
     code = 9
+    requires = all_of(ADMINISTER)
     partition_id: Int32
 
 
@@ -122,6 +131,7 @@ class SessionInfoResponse(AdminMessage):
     """The marks in the control file: the log was complete up to the local one when it was set."""
 
     code = 10
+    requires = ANSWER
     partition_id: Int32
     last_session: Int64
     low_water_mark: Int64
@@ -133,6 +143,7 @@ class MetricsRequest(AdminMessage):
     """Request the gauges."""
 
     code = 11
+    requires = all_of(ADMINISTER, scope=Scope.ALL)
 
 
 @value(frozen=True, slots=True)
@@ -140,6 +151,7 @@ class MetricsResponse(AdminMessage):
     """The gauges as JSON, with the structure and names of 0.13; longer than a text may be."""
 
     code = 12
+    requires = ANSWER
     json: Blob
 
 
@@ -148,6 +160,7 @@ class HeldRequest(AdminMessage):
     """Request the assigned partitions."""
 
     code = 13
+    requires = all_of(ADMINISTER, scope=Scope.ANY)
 
 
 @value(frozen=True, slots=True)
@@ -155,6 +168,7 @@ class HeldResponse(AdminMessage):
     """Each assigned partition, and whether it is available."""
 
     code = 14
+    requires = ANSWER
     available: Int32BoolMap
 
 
@@ -167,6 +181,7 @@ class AdminRejected(AdminMessage):
     """The request failed; the code is that of `errors.py`."""
 
     code = 64
+    requires = ANSWER
     since = 1
     error_code: Int32
     text: Text
@@ -177,6 +192,7 @@ class StorageRequest(AdminMessage):
     """Request the identity of the storage."""
 
     code = 65
+    requires = all_of(ADMINISTER, scope=Scope.ANY)
     since = 1
 
 
@@ -185,6 +201,7 @@ class StorageResponse(AdminMessage):
     """The storage's identity, and its partitions."""
 
     code = 66
+    requires = ANSWER
     since = 1
     storage_id: Raw16
     cluster_key: Raw16
@@ -198,6 +215,7 @@ class ReplicaRequest(AdminMessage):
     """Request the state of one partition."""
 
     code = 67
+    requires = all_of(ADMINISTER)
     since = 1
     partition_id: Int32
 
@@ -212,6 +230,7 @@ class ReplicaResponse(AdminMessage):
     """
 
     code = 68
+    requires = ANSWER
     since = 1
     partition_id: Int32
     is_held: Bool
@@ -232,6 +251,7 @@ class RemovePartition(AdminMessage):
     """Remove a partition; `is_forced`: also if the last session depends on this replica."""
 
     code = 69
+    requires = all_of(ADMINISTER)
     since = 1
     partition_id: Int32
     deletes_files: Bool
@@ -243,6 +263,7 @@ class MarkSuspect(AdminMessage):
     """Mark a replica as suspect, until a session has brought it up to its mark."""
 
     code = 70
+    requires = all_of(ADMINISTER)
     since = 1
     partition_id: Int32
     is_forced: Bool
@@ -253,6 +274,7 @@ class ReSeed(AdminMessage):
     """Delete a replica's log: it starts empty and suspect, and is copied from the others."""
 
     code = 71
+    requires = all_of(ADMINISTER)
     since = 1
     partition_id: Int32
     is_forced: Bool
@@ -263,6 +285,7 @@ class CopyRequest(AdminMessage):
     """Read whole batches from `first` on, up to the confirmed low-water mark and no further."""
 
     code = 72
+    requires = all_of(ADMINISTER, READ)
     since = 1
     partition_id: Int32
     first: Int64
@@ -277,6 +300,7 @@ class Copy(AdminMessage):
     """
 
     code = 73
+    requires = all_of(ADMINISTER, REPLICATE)
     since = 1
     partition_id: Int32
     first: Int64
@@ -292,6 +316,7 @@ class Copied(AdminMessage):
     """Everything up to this id is on disk, synced; answers 73 as a request."""
 
     code = 74
+    requires = ANSWER
     since = 1
     partition_id: Int32
     synced_max: Int64
@@ -302,6 +327,7 @@ class ScrubRequest(AdminMessage):
     """Request the progress of a partition's scrub; `begins`: start a new pass first."""
 
     code = 76
+    requires = all_of(ADMINISTER)
     since = 1
     partition_id: Int32
     begins: Bool
@@ -316,6 +342,7 @@ class ScrubResponse(AdminMessage):
     """
 
     code = 77
+    requires = ANSWER
     since = 1
     partition_id: Int32
     is_running: Bool

@@ -170,14 +170,14 @@ def _plan(message_class: type[Message], version: int) -> _Plan:
 
 def _make_table(protocol: WireProtocol, version: int) -> dict[int, _Plan]:
     found: dict[int, _Plan] = {}
-    for message_class in _message_classes(protocol):
+    for message_class in message_classes(protocol):
         if _exists(message_class, version):
             assert message_class.code not in found, "messages.py rule 3: a code is used twice"
             found[message_class.code] = _plan(message_class, version)
     return found
 
 
-def _message_classes(protocol: WireProtocol) -> list[type[Message]]:
+def message_classes(protocol: WireProtocol) -> list[type[Message]]:
     """Return the classes of the tables that have a code, in the order of their files."""
     return [
         value

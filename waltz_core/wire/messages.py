@@ -11,12 +11,27 @@ Rules:
     3. A code is never reused; codes that 0.13 does not have start at 64.
     4. Large byte fields are decoded as views of the frame: keeping one keeps the frame.
     5. A payload that is shorter or longer than its message is a protocol error of the peer.
+    6. Each message declares in its own body which permission it requires; `ANSWER` if it is never a
+       request. A class without a declaration fails at import: an inherited one does not count.
 """
 
 from dataclasses import field
 from enum import Enum, IntEnum
 from typing import Annotated, ClassVar, TypeAlias
 
+from waltz_core.access.requirements import (
+    ADMINISTER,
+    ANSWER,
+    APPEND,
+    READ,
+    REPLICATE,
+    AccessVerb,
+    Declaration,
+    Scope,
+    all_of,
+    by_field,
+    one_of,
+)
 from waltz_core.records.record import BEFORE_FIRST, NO_SESSION, LineageEntry, Record, ReqId
 from waltz_core.values import value
 
@@ -141,8 +156,15 @@ class Message:
 
     protocol: ClassVar[WireProtocol]
     code: ClassVar[int]
+    requires: ClassVar[Declaration]
     since: ClassVar[int] = 0
     until: ClassVar[int | None] = None
+
+    def __init_subclass__(cls) -> None:
+        if hasattr(cls, "code") and "requires" not in vars(cls):  # rule 6
+            raise TypeError(
+                f"{cls.__name__}: expected a declaration `requires` in the body of the message"
+            )
 
 
 # ---------------------------------------------------------------------------------------------
@@ -174,6 +196,7 @@ class MountRequest(ClientMessage):
     """Start the feed of a partition after the client's mark, on this connection."""
 
     code = 0
+    requires = all_of(READ)
     client_high_water_mark: Int64
     connection_sequence: Int64
 
@@ -191,6 +214,7 @@ class MountOutcome(ClientMessage):
     """The older form of `MountResponse`, without a reason."""
 
     code = 1
+    requires = ANSWER
     until: ClassVar[int | None] = 2
     is_ready: Bool
 
@@ -200,6 +224,7 @@ class MountResponse(ClientMessage):
     """The feed has reached the log's mark and nothing older of this client is in flight."""
 
     code = 1
+    requires = ANSWER
     since = 3
     state: Int32  # a MountState
 
@@ -209,6 +234,7 @@ class AppendRequest(ClientMessage):
     """Append one transaction."""
 
     code = 2
+    requires = all_of(APPEND)
     client_high_water_mark: Int64
     write_locks: Int32s
     read_locks: Int32s = field(metadata={"since": 1})
@@ -223,6 +249,7 @@ class FeedRequest(ClientMessage):
     """Request the next part of the feed; the request id is the mount's."""
 
     code = 3
+    requires = all_of(READ)
     client_high_water_mark: Int64
 
 
@@ -231,6 +258,7 @@ class FeedData(ClientMessage):
     """One committed transaction; the request id is that of the append which wrote it."""
 
     code = 4
+    requires = ANSWER
     transaction_id: Int64
     header: Int32
 
@@ -240,6 +268,7 @@ class FeedSuspended(ClientMessage):
     """The requested part was sent; send the next feed request."""
 
     code = 5
+    requires = ANSWER
 
 
 @value(frozen=True, slots=True)
@@ -247,6 +276,7 @@ class TransactionDataRequest(ClientMessage):
     """Request one transaction's data."""
 
     code = 6
+    requires = all_of(READ)
     transaction_id: Int64
 
 
@@ -255,6 +285,7 @@ class TransactionDataResponse(ClientMessage):
     """One transaction's data, or the reason why there is none."""
 
     code = 7
+    requires = ANSWER
     transaction_id: Int64
     result: DataOrError
 
@@ -264,6 +295,7 @@ class FlushRequest(ClientMessage):
     """Answer when every append received before this request is final."""
 
     code = 8
+    requires = one_of(READ, APPEND)
 
 
 @value(frozen=True, slots=True)
@@ -271,6 +303,7 @@ class FlushResponse(ClientMessage):
     """The high-water mark after the flush."""
 
     code = 9
+    requires = ANSWER
     high_water_mark: Int64
 
 
@@ -279,6 +312,7 @@ class LockFailure(ClientMessage):
     """An append was rejected; the id is the estimate that exceeded the client's mark."""
 
     code = 10
+    requires = ANSWER
     transaction_id: Int64
 
 
@@ -287,6 +321,7 @@ class HighWaterMarkRequest(ClientMessage):
     """Request the partition's high-water mark."""
 
     code = 11
+    requires = one_of(READ, APPEND)
 
 
 @value(frozen=True, slots=True)
@@ -294,6 +329,7 @@ class HighWaterMarkResponse(ClientMessage):
     """The last committed transaction that the server knows of."""
 
     code = 12
+    requires = ANSWER
     high_water_mark: Int64
 
 
@@ -302,6 +338,7 @@ class CheckConnectivityRequest(ClientMessage):
     """Request that the server tries to connect to every assigned storage."""
 
     code = 13
+    requires = all_of(ADMINISTER, scope=Scope.ALL)
     since = 1
 
 
@@ -310,6 +347,7 @@ class CheckConnectivityResponse(ClientMessage):
     """Which storages ("host:port") answered the server."""
 
     code = 14
+    requires = ANSWER
     since = 1
     reachable: TextBoolMap
 
@@ -319,6 +357,7 @@ class ServerPartitionsRequest(ClientMessage):
     """Request the partitions that the server owns."""
 
     code = 15
+    requires = one_of(*AccessVerb, scope=Scope.ANY)
     since = 2
 
 
@@ -327,6 +366,7 @@ class ServerPartitionsResponse(ClientMessage):
     """The partitions the server owns."""
 
     code = 16
+    requires = ANSWER
     since = 2
     partitions: Int32s
 
@@ -336,6 +376,7 @@ class AddPreferredRequest(ClientMessage):
     """Make the server the preferred owner of these partitions, as long as its process lives."""
 
     code = 17
+    requires = all_of(ADMINISTER)
     since = 2
     partitions: Int32s
 
@@ -345,6 +386,7 @@ class AddPreferredResponse(ClientMessage):
     """Whether the assignment was rewritten; false for partitions that do not exist."""
 
     code = 18
+    requires = ANSWER
     since = 2
     is_done: Bool
 
@@ -354,6 +396,7 @@ class RemovePreferredRequest(ClientMessage):
     """End the preference for these partitions."""
 
     code = 19
+    requires = all_of(ADMINISTER)
     since = 2
     partitions: Int32s
 
@@ -363,6 +406,7 @@ class RemovePreferredResponse(ClientMessage):
     """Whether the assignment was rewritten."""
 
     code = 20
+    requires = ANSWER
     since = 2
     is_done: Bool
 
@@ -372,6 +416,7 @@ class PartitionsHealthRequest(ClientMessage):
     """Request which partitions have an open store session."""
 
     code = 21
+    requires = one_of(*AccessVerb, scope=Scope.ANY)
     since = 4
 
 
@@ -380,6 +425,7 @@ class PartitionsHealthResponse(ClientMessage):
     """Partition id to whether its store session is open."""
 
     code = 22
+    requires = ANSWER
     since = 4
     healthy: Int32BoolMap
 
@@ -389,6 +435,7 @@ class AppendTimesRequest(ClientMessage):
     """Request the latencies of this server's appends at its storages."""
 
     code = 85
+    requires = all_of(ADMINISTER, scope=Scope.ALL)
     since = 6
 
 
@@ -401,6 +448,7 @@ class AppendTimesResponse(ClientMessage):
     """
 
     code = 86
+    requires = ANSWER
     since = 6
     storages: Texts
     second_counts: Int32s
@@ -416,6 +464,7 @@ class AppendBatch(ClientMessage):
     """
 
     code = 64
+    requires = all_of(APPEND)
     since = 5
     client_high_water_mark: Int64
     payload: Blob
@@ -431,6 +480,7 @@ class AppendResult(ClientMessage):
     """
 
     code = 65
+    requires = ANSWER
     since = 5
     high_water_mark: Int64
     transaction_ids: PackedInt64s
@@ -448,6 +498,7 @@ class AppendFollowing(AppendRequest):
     """
 
     code = 83
+    requires = all_of(READ, APPEND)
     since = 6
     session_id: Int64 = -1
 
@@ -463,6 +514,7 @@ class Predecessors(ClientMessage):
     """
 
     code = 84
+    requires = ANSWER
     since = 6
     session_id: Int64
     high_water_mark: Int64
@@ -482,6 +534,7 @@ class MountWriter(ClientMessage):
     """
 
     code = 66
+    requires = by_field("wants_feed", {False: one_of(READ, APPEND), True: all_of(READ)})
     since = 5
     connection_sequence: Int64
     high_water_mark: Int64
@@ -494,6 +547,7 @@ class Mounted(ClientMessage):
     """The partition accepts this connection's appends; the client's older ones are final."""
 
     code = 67
+    requires = ANSWER
     since = 5
     session_id: Int64
     high_water_mark: Int64
@@ -510,6 +564,7 @@ class RangeRequest(ClientMessage):
     """
 
     code = 68
+    requires = all_of(READ)
     since = 5
     first: Int64
     last: Int64
@@ -528,6 +583,7 @@ class RangeData(ClientMessage):
     """
 
     code = 69
+    requires = ANSWER
     since = 5
     first: Int64
     count: Int32
@@ -552,6 +608,7 @@ class FeedBatch(ClientMessage):
     """
 
     code = 70
+    requires = ANSWER
     since = 5
     first: Int64
     count: Int32
@@ -570,6 +627,7 @@ class ReplicasRequest(ClientMessage):
     """
 
     code = 71
+    requires = one_of(READ, APPEND)
     since = 5
     linearizable: Bool
 
@@ -580,10 +638,11 @@ class ReplicasResponse(ClientMessage):
 
     The archive has the IDs `first_available`..`archived`; `manifest` lists its objects.
     `unarchived_bytes` is the approximate size of the committed records after them, -1 if it is not
-    known.
+    known. `archive_interval_ms` is the setting of the server: 0 if it archives nothing.
     """
 
     code = 72
+    requires = ANSWER
     since = 5
     session_id: Int64
     high_water_mark: Int64
@@ -595,6 +654,7 @@ class ReplicasResponse(ClientMessage):
     manifest: Text = field(default="", metadata={"since": 7, "is_extra": True})
     manifest_crc: Crc32 = field(default=0, metadata={"since": 7, "is_extra": True})
     unarchived_bytes: Int64 = field(default=-1, metadata={"since": 7, "is_extra": True})
+    archive_interval_ms: Int64 = field(default=0, metadata={"since": 7, "is_extra": True})
 
 
 @value(frozen=True, slots=True)
@@ -605,6 +665,7 @@ class ErrorResponse(ClientMessage):
     """
 
     code = 73
+    requires = ANSWER
     since = 5
     error_code: Int32
     retriable: Bool
@@ -621,6 +682,7 @@ class ExpireRequest(ClientMessage):
     """
 
     code = 76
+    requires = all_of(ADMINISTER)
     since = 7
     before: Int64
     before_ms: Int64
@@ -631,6 +693,7 @@ class ExpireResponse(ClientMessage):
     """The first available ID now; `is_done`: the expiry was carried out, as far as possible."""
 
     code = 77
+    requires = ANSWER
     since = 7
     first_available: Int64
     is_done: Bool
@@ -641,14 +704,17 @@ class ReplacementRequest(ClientMessage):
     """Replace an object of the archive that is corrupt or missing, from the log of a storage.
 
     It is listed as `object`, with the IDs first..last. Repeat the request until the answer shows
-    that the attempt has ended.
+    that the attempt has ended. `token` is a random number of the attempt: a request with another
+    one begins again.
     """
 
     code = 78
+    requires = all_of(ADMINISTER)
     since = 7
     object: Text
     first: Int64
     last: Int64
+    token: Int64
 
 
 @value(frozen=True, slots=True)
@@ -661,6 +727,7 @@ class ReplacementResponse(ClientMessage):
     """
 
     code = 79
+    requires = ANSWER
     since = 7
     is_ended: Bool
     is_replaced: Bool
@@ -688,6 +755,7 @@ class OpenRequest(StorageMessage):
     """Check that the storage belongs to this cluster. Session, sequence and partition are -1."""
 
     code = 1
+    requires = one_of(READ, REPLICATE, scope=Scope.ANY)
     cluster_key: Raw16
     partition_count: Int32
 
@@ -697,6 +765,7 @@ class SuccessResponse(StorageMessage):
     """The request is done."""
 
     code = 7
+    requires = ANSWER
 
 
 @value(frozen=True, slots=True)
@@ -707,6 +776,7 @@ class Prepare(StorageMessage):
     """
 
     code = 64
+    requires = all_of(REPLICATE)
     since = 1
     nonce: Raw16
     storage_id: Raw16
@@ -725,6 +795,7 @@ class Prepared(StorageMessage):
     """
 
     code = 65
+    requires = ANSWER
     since = 1
     storage_id: Raw16
     last_session: Int64
@@ -744,6 +815,7 @@ class ReplicaEnd(StorageMessage):
     """The request is done: the last id on disk and the chain there. Answers 67, 68, 69 and 75."""
 
     code = 66
+    requires = ANSWER
     since = 1
     synced_max: Int64
     chain: Raw16
@@ -754,6 +826,7 @@ class SetLowWaterMark(StorageMessage):
     """Make the session and the mark durable; rejected unless the log ends exactly at the mark."""
 
     code = 67
+    requires = all_of(REPLICATE)
     since = 1
     mark: Int64
     chain: Raw16
@@ -768,6 +841,7 @@ class Truncate(StorageMessage):
     """
 
     code = 68
+    requires = all_of(REPLICATE)
     since = 1
     last_to_keep: Int64
     base: Int64
@@ -779,6 +853,7 @@ class Engage(StorageMessage):
     """The replica is engaged in this session in ZooKeeper: the mark is confirmed."""
 
     code = 69
+    requires = all_of(REPLICATE)
     since = 1
     mark: Int64
 
@@ -792,6 +867,7 @@ class AppendRaw(StorageMessage):
     """
 
     code = 70
+    requires = all_of(REPLICATE)
     since = 1
     first: Int64
     lengths: PackedInt32s
@@ -807,6 +883,7 @@ class Appended(StorageMessage):
     """Everything up to this id is on disk, synced."""
 
     code = 71
+    requires = ANSWER
     since = 1
     synced_max: Int64
 
@@ -821,6 +898,7 @@ class RangeRaw(StorageMessage):
     """
 
     code = 72
+    requires = by_field("reader", {False: all_of(REPLICATE), True: one_of(READ, REPLICATE)})
     since = 1
     first: Int64
     last: Int64
@@ -835,6 +913,7 @@ class RangeBytes(StorageMessage):
     """Records first..first+count-1; `chain_before` is meaningful for whole batches only."""
 
     code = 73
+    requires = ANSWER
     since = 1
     first: Int64
     count: Int32
@@ -851,6 +930,7 @@ class LineageRequest(StorageMessage):
     """Request the batches that cover first..last."""
 
     code = 74
+    requires = all_of(REPLICATE)
     since = 1
     first: Int64
     last: Int64
@@ -861,6 +941,7 @@ class Repair(StorageMessage):
     """Replace a damaged range below the mark by another replica's records."""
 
     code = 75
+    requires = all_of(REPLICATE)
     since = 1
     first: Int64
     lengths: PackedInt32s
@@ -873,6 +954,7 @@ class LineageResponse(StorageMessage):
     """Batches in order, and the chain before the first (the newest ones, if not all fit)."""
 
     code = 76
+    requires = ANSWER
     since = 1
     chain_before: Raw16
     lineage: Lineage
@@ -883,6 +965,7 @@ class Heartbeat(StorageMessage):
     """Request whether the storage still knows no later session."""
 
     code = 77
+    requires = all_of(REPLICATE)
     since = 1
 
 
@@ -891,6 +974,7 @@ class HeartbeatResponse(StorageMessage):
     """No later session was promised here."""
 
     code = 78
+    requires = ANSWER
     since = 1
 
 
@@ -899,6 +983,7 @@ class LockBlocksRequest(StorageMessage):
     """Request the newest lock blocks, as a reader: this storage must be engaged."""
 
     code = 81
+    requires = all_of(REPLICATE)
     since = 1
     bytes_max: Int32
 
@@ -908,6 +993,7 @@ class LockBlocks(StorageMessage):
     """The newest bytes of the lock files, unchecked: the receiver compares them with the log."""
 
     code = 82
+    requires = ANSWER
     since = 1
     blocks: Blob
 
@@ -920,6 +1006,7 @@ class Nack(StorageMessage):
     """
 
     code = 79
+    requires = ANSWER
     since = 1
     error_code: Int32
     promised: Int64
@@ -935,6 +1022,7 @@ class DamageFound(StorageMessage):
     """
 
     code = 80
+    requires = ANSWER
     since = 1
     damaged: PackedInt64s
 
@@ -948,6 +1036,7 @@ class ArchiveRange(StorageMessage):
     """
 
     code = 83
+    requires = all_of(REPLICATE)
     since = 3
     attempt: Int32
     first: Int64
@@ -970,6 +1059,7 @@ class RangeArchived(StorageMessage):
     """
 
     code = 84
+    requires = ANSWER
     since = 3
     attempt: Int32
     last: Int64
@@ -988,6 +1078,7 @@ class SetArchived(StorageMessage):
     """The archive has the IDs first..last (rule AR 9); rejected if the log has another chain."""
 
     code = 85
+    requires = all_of(REPLICATE)
     since = 3
     last: Int64
     chain: Raw16
@@ -1004,6 +1095,7 @@ class ResetLog(StorageMessage):
     """
 
     code = 86
+    requires = all_of(REPLICATE)
     since = 3
     last: Int64
     chain: Raw16
@@ -1018,6 +1110,7 @@ class CollectGarbage(StorageMessage):
     """
 
     code = 87
+    requires = all_of(REPLICATE)
     since = 3
     attempt: Int32
     last: Int64
@@ -1034,6 +1127,7 @@ class GarbageCollected(StorageMessage):
     """
 
     code = 88
+    requires = ANSWER
     since = 3
     attempt: Int32
     has_more: Bool
@@ -1050,6 +1144,7 @@ class ExpireObjects(StorageMessage):
     """
 
     code = 90
+    requires = all_of(REPLICATE)
     since = 3
     attempt: Int32
     last: Int64
@@ -1070,6 +1165,7 @@ class ObjectsExpired(StorageMessage):
     """
 
     code = 91
+    requires = ANSWER
     since = 3
     attempt: Int32
     first: Int64
@@ -1087,6 +1183,7 @@ class ReplaceObject(StorageMessage):
     """
 
     code = 92
+    requires = all_of(REPLICATE)
     since = 3
     attempt: Int32
     first: Int64
@@ -1106,5 +1203,6 @@ class ArchiveProgress(StorageMessage):
     """
 
     code = 89
+    requires = ANSWER
     since = 3
     attempt: Int32

@@ -7,7 +7,7 @@ disk; this module only connects them, in virtual time.
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from waltz_core.cluster.nodes.model import UNRESOLVED
+from waltz_core.cluster.znodes.model import UNRESOLVED
 from waltz_core.errors import BadRequest, CoordinatorUnavailable, WaltzError
 from waltz_core.machine import Report
 from waltz_core.records.record import NO_SESSION
@@ -20,7 +20,7 @@ from waltz_core.storage.service.admin import (
     RunAdminTask,
     SendAdminResponse,
 )
-from waltz_core.storage.service.admin_tasks import AdminTask, ZooKeeperView
+from waltz_core.storage.service.admin_tasks import AdminTask, ZooKeeperState
 from waltz_core.storage.service.service import StorageIdentity
 from waltz_core.storage.service.work import ConnectionId
 from waltz_core.wire.admin_messages import AdminMessage, Done
@@ -95,12 +95,12 @@ class Operator:
                 service = self._storage.service
                 is_served = service is not None and task.partition_id in service.partitions
                 return upkeep.facts_of(self._engine, task.partition_id, is_served=is_served)
-            case admin_tasks.FindZooKeeperView():
+            case admin_tasks.FindZooKeeperState():
                 return self._standing()
             case _:
                 raise BadRequest(f"the simulator's operator does not support {task}")
 
-    def _standing(self) -> ZooKeeperView:
+    def _standing(self) -> ZooKeeperState:
         if self._cluster.is_zookeeper_away:
             raise CoordinatorUnavailable("ZooKeeper is unavailable")
         metadata = self._cluster.coordinator.metadata
@@ -110,7 +110,7 @@ class Operator:
             for replica, state in states.items()
             if state.closing_high_water_mark == UNRESOLVED
         )
-        return ZooKeeperView(
+        return ZooKeeperState(
             self._storage.replica in self._cluster.replicas,
             self._storage.replica in engaged,
             NO_SESSION if metadata is None else metadata.session_id,

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 
 from waltz_core.cluster.change import rebuilding
 from waltz_core.cluster.change.rebuilding import Log, RebuildDecision
-from waltz_core.cluster.nodes.model import MarkerState, PartitionMarker, PartitionMetadata
+from waltz_core.cluster.znodes.model import MarkerState, PartitionMarker, PartitionMetadata
 from waltz_core.records.record import NO_SESSION, PartitionId, ReplicaId, SessionId, TransactionId
 from waltz_core.replication.quorum import quorum_size
 from waltz_core.replication.repair import decode_damaged_ranges

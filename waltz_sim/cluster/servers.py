@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from waltz_core.cluster.nodes.model import ArchivedMark
+from waltz_core.cluster.znodes.model import ArchivedMark
 from waltz_core.errors import Damaged, NotOwned, from_code
 from waltz_core.machine import Report, Wakeup
 from waltz_core.records.record import ReplicaId, SessionId, TransactionId
@@ -83,37 +83,37 @@ class ObservedStore:
 
     @property
     def wake_at_ms(self) -> int | None:
-        """As the store says."""
+        """Return the value of the store."""
         return self.store.wake_at_ms
 
     @property
     def readable_replicas(self) -> Sequence[ReplicaId]:
-        """As the store says."""
+        """Return the value of the store."""
         return self.store.readable_replicas
 
     @property
     def archived(self) -> ArchivedMark | None:
-        """As the store says."""
+        """Return the value of the store."""
         return self.store.archived
 
     @property
     def is_archiving(self) -> bool:
-        """As the store says."""
+        """Return the value of the store."""
         return self.store.is_archiving
 
     @property
     def archive_backlog(self) -> session_events.ArchiveBacklog | None:
-        """As the store says."""
+        """Return the value of the store."""
         return self.store.archive_backlog
 
     def has_expired(self, before: TransactionId, before_ms: int) -> bool:
-        """As the store says."""
+        """Return the value of the store."""
         return self.store.has_expired(before, before_ms)
 
     def replacement(
         self, request: session_events.ReplaceInArchive
     ) -> session_events.ReplacementOutcome | None:
-        """As the store says."""
+        """Return the value of the store."""
         return self.store.replacement(request)
 
     def step(self, event: session_events.Event, now_ms: int) -> Sequence[session_events.Effect]:
@@ -456,7 +456,8 @@ class SimServer(Process):
             assert isinstance(message, Nack)
             first = TransactionId(message.first_available)
             is_damage = isinstance(from_code(message.error_code, ""), Damaged)
-            self.step(FetchFailed(token, message.message, first, is_damage))
+            code = message.error_code if is_damage else 0
+            self.step(FetchFailed(token, message.message, first, code))
 
     def _reader_lost(self, replica: ReplicaId, reason: str) -> None:
         self._readers.pop(replica, None)

@@ -46,7 +46,7 @@ from waltz_core.archive.upload_job import (
     UploadJob,
     UploadOutcome,
 )
-from waltz_core.cluster.nodes.model import ArchivedMark
+from waltz_core.cluster.znodes.model import ArchivedMark
 from waltz_core.errors import (
     ArchiveUnavailable,
     BadFormat,

@@ -311,7 +311,7 @@ class _Client(AsyncWaltzClient):
         self.random = author.rng
         self.links = _Links(author)
         self.requests = OwnerRequests(directory, self.links, CONFIG, author.rng)
-        self.subscriptions = Subscriptions(self._partition, self.spawn, self.requests, CONFIG)
+        self.subscriptions = Subscriptions(self._partition, self.spawn, self.requests, CONFIG, None)
 
 
 class _Links(ServerLinks):

@@ -22,7 +22,7 @@ Rules:
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from waltz_core.cluster.nodes.model import MarkerState, PartitionMarker, PartitionMetadata
+from waltz_core.cluster.znodes.model import MarkerState, PartitionMarker, PartitionMetadata
 from waltz_core.cluster.zookeeper.watchdog import Watchdog
 from waltz_core.records.record import Generation, ReplicaId, SessionId
 from waltz_core.replication import session_events

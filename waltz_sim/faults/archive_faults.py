@@ -28,6 +28,7 @@ SEGMENT_SUFFIXES: Final = (".seg", ".idx", ".chn")
 EXPIRY_REQUESTS_MAX: Final = 10
 EXPIRIES_MAX: Final = 60
 REPAIRS_MAX: Final = 60
+REQUESTS_OF_AN_ATTEMPT: Final = 5
 MARKS_WAITED_MAX: Final = 100
 COMMANDS_MAX: Final = 8
 
@@ -132,7 +133,8 @@ def _repair_objects(cluster: SimCluster, left: int) -> None:
         archive.restore()
         return
     name, first, last, *_ = damaged[left % len(damaged)]
-    _request(cluster, left, lambda req_id: ReplacementRequest(req_id, name, first, last))
+    attempt = left // REQUESTS_OF_AN_ATTEMPT
+    _request(cluster, left, lambda req_id: ReplacementRequest(req_id, name, first, last, attempt))
     cluster.world.after(20 * MS, lambda: _repair_objects(cluster, left - 1))
 
 

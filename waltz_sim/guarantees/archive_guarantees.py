@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 from waltz_core.archive.file_names import writer_of
 from waltz_core.archive.manifest import Manifest, ObjectEntry
-from waltz_core.cluster.nodes.model import ArchivedMark, PartitionMarker
+from waltz_core.cluster.znodes.model import ArchivedMark, PartitionMarker
 from waltz_core.errors import BelowStart, WaltzError
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import BEFORE_FIRST, ReqId, SessionId, TransactionId

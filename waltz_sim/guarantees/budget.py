@@ -23,7 +23,7 @@ Rules:
 
 from typing import TYPE_CHECKING, Final
 
-from waltz_core.cluster.nodes.model import UNRESOLVED, PartitionMetadata, ReplicaState
+from waltz_core.cluster.znodes.model import UNRESOLVED, PartitionMetadata, ReplicaState
 from waltz_core.errors import WaltzError
 from waltz_core.records.record import (
     NO_SESSION,

@@ -16,7 +16,7 @@ from waltz_core.client import ArchivedObjects, ClusterLayout, ReplicaSet, WaltzC
 from waltz_spark import planning
 from waltz_spark.datasource.archive_read import objects_of, pieces_of
 from waltz_spark.datasource.fetch import BatchColumns, Source, fetch
-from waltz_spark.datasource.starts import firsts_of, marks_of, starts
+from waltz_spark.datasource.starts import ends, starts
 from waltz_spark.failures import without_stack, without_stack_each
 from waltz_spark.options import ReadOptions
 from waltz_spark.shared_clients import client_at, sources_of
@@ -67,12 +67,9 @@ class WaltzBatchReader(DataSourceReader):
             linearizable=is_given,
             group=options.group,
         )
-        begin = starts(client, options, sources)
-        firsts = firsts_of(sources)
-        ends = planning.resolve_ends(options, marks_of(sources))
-        ends = {each: max(end, firsts[each] - 1) for each, end in ends.items()}
-        planning.check_order(options, begin, ends)
-        whole = planning.spans(begin, ends, options.transaction_ids)
+        begin, end = starts(client, options, sources), ends(options, sources)
+        planning.check_order(options, begin, end)
+        whole = planning.spans(begin, end, options.transaction_ids)
         return tasks_of(client, options, whole, sources)
 
     @without_stack_each

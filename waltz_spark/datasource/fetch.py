@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.sql.types import StructType
@@ -22,7 +23,8 @@ from waltz_core.client import ArchivedObjects, RangeChunk, RangeForm, ReplicaSet
 from waltz_core.records import batches
 from waltz_core.records.record import PartitionId
 from waltz_spark.datasource.archive_read import chunks_of
-from waltz_spark.options import LOG_COLUMNS, OnCorrupt, ReadOptions
+from waltz_spark.encrypting import decrypted, decryption_of
+from waltz_spark.options import ERROR_COLUMN, OnCorrupt, ReadOptions
 from waltz_spark.planning import TransactionRange
 from waltz_spark.spark_version import arrow_schema
 from waltz_spark.unpacking import Unpacker, is_case_sensitive
@@ -31,6 +33,8 @@ _log = logging.getLogger("waltz")
 
 # The columns in an error for a payload that cannot be unpacked.
 _PLACE = ("partition", "transaction_id")
+# The columns by which a payload is decrypted.
+_ENCRYPTED = ("partition", "header", "data")
 
 
 class BatchColumns:
@@ -44,14 +48,12 @@ class BatchColumns:
     def __init__(self, options: ReadOptions, schema: StructType) -> None:
         self.options = options
         self.arrow = arrow_schema(schema)
-        self._wanted = [part.name for part in self.arrow if part.name in LOG_COLUMNS]
-        corrupt = options.corrupt_column
-        foreign = [
-            part for part in self.arrow if part.name not in LOG_COLUMNS and part.name != corrupt
-        ]
+        own, corrupt = options.log_columns, options.corrupt_column
+        wanted = [part.name for part in self.arrow if part.name in own]
+        foreign = [part for part in self.arrow if part.name not in own and part.name != corrupt]
         self._unpacker = None
         self._foreign = [part.name for part in foreign]
-        columns = list(self._wanted)
+        columns = [name for name in wanted if name != ERROR_COLUMN]
         if foreign or corrupt in self.arrow.names:
             assert options.data_format is not None, "checked when the reader was created"
             self._unpacker = Unpacker(
@@ -61,13 +63,20 @@ class BatchColumns:
                 is_case_sensitive=is_case_sensitive(),
             )
             columns += [name for name in (*_PLACE, "data") if name not in columns]
+        self._encryption = None
+        if options.encryption_keys is not None and {"data", ERROR_COLUMN} & {*columns, *wanted}:
+            self._encryption = decryption_of(options)
+            columns += [name for name in _ENCRYPTED if name not in columns]
         # A count needs no column; the narrowest one has the number of rows.
         self.columns = columns or ["partition"]
         self.headers_only = "data" not in self.columns
 
     def project(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """Convert a batch of the log's columns to one of the schema."""
-        found = {name: batch.column(name) for name in batch.schema.names}
+        if self._encryption is None:
+            found = {name: batch.column(name) for name in batch.schema.names}
+        else:
+            found = decrypted(batch, self._encryption)
         if self._unpacker is not None:
             found = self._unpacked(found, self._unpacker)
         if not len(self.arrow):
@@ -76,16 +85,15 @@ class BatchColumns:
         return pa.RecordBatch.from_arrays(arrays, schema=self.arrow)
 
     def _unpacked(self, found: dict[str, pa.Array], unpacker: Unpacker) -> dict[str, pa.Array]:
-        """Add the payload's columns; option `mode` decides about invalid payloads."""
+        """Add the payload's columns; option `mode` decides about invalid payloads.
+
+        A payload that was not decrypted is null in all of them, in every mode.
+        """
         data, corrupt = found["data"], self.options.corrupt_column
-        if self.options.on_corrupt is OnCorrupt.FAIL:
-            ids, partitions = found["transaction_id"], found["partition"]
-            columns = unpacker.columns(
-                data, lambda row: f"partition {partitions[row]}, transaction {ids[row]}"
-            )
-            good = np.ones(len(data), dtype=np.bool_)
+        if data.null_count:
+            columns, good = self._unpacked_present(found, unpacker)
         else:
-            columns, good = unpacker.readable_columns(data)
+            columns, good = self._unpacked_whole(found, unpacker)
         found |= dict(zip(self._foreign, columns, strict=True))
         if corrupt in self.arrow.names:
             kind = self.arrow.field(corrupt).type
@@ -95,6 +103,33 @@ class BatchColumns:
         if self.options.on_corrupt is OnCorrupt.DROP and not good.all():
             return {name: column.filter(pa.array(good)) for name, column in found.items()}
         return found
+
+    def _unpacked_whole(
+        self, found: dict[str, pa.Array], unpacker: Unpacker
+    ) -> tuple[list[pa.Array], npt.NDArray[np.bool_]]:
+        """Return the payload's columns, and a mask of the payloads that fit."""
+        if self.options.on_corrupt is not OnCorrupt.FAIL:
+            return unpacker.readable_columns(found["data"])
+        ids, partitions = found["transaction_id"], found["partition"]
+        columns = unpacker.columns(
+            found["data"], lambda row: f"partition {partitions[row]}, transaction {ids[row]}"
+        )
+        return columns, np.ones(len(ids), dtype=np.bool_)
+
+    def _unpacked_present(
+        self, found: dict[str, pa.Array], unpacker: Unpacker
+    ) -> tuple[list[pa.Array], npt.NDArray[np.bool_]]:
+        """Return the same where some payloads are null: these are null in all columns, and fit."""
+        is_present = found["data"].is_valid()
+        names = (*_PLACE, "data")
+        columns, fits = self._unpacked_whole(
+            {name: found[name].filter(is_present) for name in names}, unpacker
+        )
+        present = is_present.to_numpy(zero_copy_only=False)
+        good = np.ones(len(present), dtype=np.bool_)
+        good[present] = fits
+        place = pa.array(np.cumsum(present) - 1, mask=~present)
+        return [column.take(place) for column in columns], good
 
 
 def _as_text(data: pa.Array) -> pa.Array:

@@ -23,7 +23,6 @@ from waltz_core.errors import BadRequest, WaltzError
 from waltz_spark.failures import without_stack
 from waltz_spark.option_table import Use
 from waltz_spark.options import (
-    LOG_COLUMNS,
     OnCorrupt,
     ReadOptions,
     WriteOptions,
@@ -32,7 +31,13 @@ from waltz_spark.options import (
     parse_read,
     parse_write,
 )
-from waltz_spark.rows import check_log_types, check_nullable, check_packed_type, read_schema
+from waltz_spark.rows import (
+    WITH_KEYS,
+    check_log_types,
+    check_nullable,
+    check_packed_type,
+    read_schema,
+)
 
 
 class WaltzDataSource(DataSource):
@@ -83,7 +88,7 @@ class WaltzDataSource(DataSource):
 
     def _read_options(self, schema: StructType, use: Use) -> ReadOptions:
         options = parse_read(self.options, use)
-        check_log_types(schema)
+        check_log_types(schema, options)
         corrupt = next((each for each in schema if each.name == options.corrupt_column), None)
         if corrupt is not None and not isinstance(corrupt.dataType, BinaryType | StringType):
             raise BadRequest(
@@ -95,7 +100,7 @@ class WaltzDataSource(DataSource):
                 f"column {corrupt.name!r} is NOT NULL in the schema, but it is null for payloads "
                 "that can be unpacked. Hint: declare it nullable."
             )
-        foreign = [field for field in schema.fields if field.name not in LOG_COLUMNS]
+        foreign = [field for field in schema.fields if field.name not in options.log_columns]
         if foreign and options.data_format is None:
             names = ", ".join(field.name for field in foreign[:5])
             raise BadRequest(
@@ -119,6 +124,8 @@ class WaltzDataSource(DataSource):
             check_packed_type(field.name, field.dataType, options.data_format)
             if options.on_corrupt is OnCorrupt.NULLS:
                 check_nullable(field.name, field.dataType, nullable=field.nullable)
+            if options.encryption_keys is not None:
+                check_nullable(field.name, field.dataType, WITH_KEYS, nullable=field.nullable)
         return options
 
     @without_stack

@@ -1,8 +1,9 @@
-"""The start of a read, of a batch or of the first micro-batch of a stream.
+"""The start of a read, of a batch or of the first micro-batch of a stream; the end of a batch.
 
 A start by time needs requests to the log, or a look into its archive. A start before the first
 available ID of the log is data loss, unless the options allow it: the archive has expired the
-transactions in between. So are requested IDs below it, if the read has no other start.
+transactions in between. So are requested IDs below it, and a given end below it, if the read has no
+other start.
 """
 
 import logging
@@ -73,6 +74,22 @@ def _earliest(options: ReadOptions, firsts: Mapping[int, int]) -> dict[int, int]
     return check_available(options, wanted, firsts, f"option 'transactionIds' ({shown})")
 
 
+def ends(options: ReadOptions, sources: Mapping[int, ReplicaSet]) -> dict[int, int]:
+    """Return the inclusive end of each partition in `sources`, none before an expired ID.
+
+    Raises:
+        BadConfig: marks were given, but none for one of the partitions.
+        DataLoss: a given mark is past the end of its log, or everything up to it has expired.
+    """
+    firsts = firsts_of(sources)
+    found = planning.resolve_ends(options, marks_of(sources))
+    is_earliest = options.starting == "earliest" and options.starting_ms is None
+    if is_earliest and not options.transaction_ids:
+        last_requested = {each: end for each, end in found.items() if end > BEFORE_FIRST}
+        _check_expired(options, last_requested, firsts, "option 'endingHighWaterMarks' ends")
+    return {each: max(end, firsts[each] - 1) for each, end in found.items()}
+
+
 def marks_of(sources: Mapping[int, ReplicaSet]) -> dict[int, int]:
     """Return the high-water mark of each partition."""
     return {partition: int(source.high_water_mark) for partition, source in sources.items()}
@@ -92,17 +109,26 @@ def check_available(
     Raises:
         DataLoss: names a partition and the first available ID.
     """
-    expired = {each: firsts[each] for each, start in starts.items() if start + 1 < firsts[each]}
+    _check_expired(
+        options, {each: start + 1 for each, start in starts.items()}, firsts, f"{what} begins"
+    )
+    return {each: max(start, firsts[each] - 1) for each, start in starts.items()}
+
+
+def _check_expired(
+    options: ReadOptions, ids: Mapping[int, int], firsts: Mapping[int, int], what: str
+) -> None:
+    """Report IDs that have expired; raises DataLoss as `check_available`, if it is not allowed."""
+    expired = {each: firsts[each] for each, found in ids.items() if found < firsts[each]}
     if expired and options.fail_on_data_loss:
         partition, first = min(expired.items())
         raise DataLoss(
-            f"{what} begins before transaction {first} of partition {partition}, the first "
-            "available one: the archive has expired the others. Hint: start at the first available "
-            "one, or set failOnDataLoss=false to continue from there."
+            f"{what} before transaction {first} of partition {partition}, the first available one: "
+            "the archive has expired the others. Hint: read from the first available one on, or "
+            "set failOnDataLoss=false to skip the others."
         )
     if expired:
         _log.warning("spark.transactions_expired first_available=%s", expired)
-    return {each: max(start, firsts[each] - 1) for each, start in starts.items()}
 
 
 def firsts_of(sources: Mapping[int, ReplicaSet]) -> dict[int, int]:

@@ -27,6 +27,7 @@ import pyarrow.compute as pc
 from waltz_core.client import BatchOutcome, Reason, ReportOrder
 from waltz_core.errors import BadRequest, ClientAhead, NoSpace, TooLarge, Unavailable, WaltzError
 from waltz_core.records.batches import encode_append_arrow
+from waltz_spark.encrypting import ROW_BYTES_MAX, Sealer
 from waltz_spark.options import WriteOptions
 from waltz_spark.writer.columns import LOCK_COLUMNS, MARK_COLUMN, Shaped
 from waltz_spark.writer.recompute import RecomputedRows, RejectedRows
@@ -164,6 +165,9 @@ class Appender:
         self._rejected_rows_max = options.batch_rows * options.in_flight_max
         self._rejected_bytes_max = BATCH_BYTES_MAX * options.in_flight_max
         self._batch_rows = options.batch_rows
+        # Encryption is the last step before an append: waiting rows are plain text.
+        self._sealer = None if options.encryption_keys is None else Sealer(options)
+        self._sealed_bytes = 0 if self._sealer is None else ROW_BYTES_MAX
         self._in_flight_max = options.in_flight_max
         self._lanes: dict[int, _Lane] = {}
         self._in_flight = 0
@@ -258,14 +262,16 @@ class Appender:
         rows = size = 0
         while lane.waiting and rows < self._batch_rows:
             chunk = lane.waiting[0]
-            fit = _rows_that_fit(chunk.append, self._batch_rows - rows, BATCH_BYTES_MAX - size)
+            fit = _rows_that_fit(
+                chunk.append, self._batch_rows - rows, BATCH_BYTES_MAX - size, self._sealed_bytes
+            )
             if fit == 0 and taken:
                 break
             fit = max(fit, 1)
             head = _cut(chunk, 0, fit)
             taken.append(head)
             rows += fit
-            size += head.append.nbytes
+            size += head.append.nbytes + fit * self._sealed_bytes
             if fit == chunk.append.num_rows:
                 lane.waiting.pop(0)
             else:
@@ -275,7 +281,10 @@ class Appender:
         return _joined(taken)
 
     def _submit(self, lane: _Lane, chunk: _Chunk) -> None:
-        payload = encode_append_arrow(chunk.append)
+        append = chunk.append
+        if self._sealer is not None:
+            append = self._sealer.sealed(append, chunk.partition)
+        payload = encode_append_arrow(append)
         # Every row has its own mark in the batch; the frame's mark applies to none.
         future = self._client.append_batch(
             chunk.partition,
@@ -359,7 +368,7 @@ class Appender:
                 chunk.attempt,
                 chunk.retries + 1,
             )
-            lane.recomputed.extend(_pieces(made, self._batch_rows))
+            lane.recomputed.extend(_pieces(made, self._batch_rows, self._sealed_bytes))
             given_up = np.setdiff1d(np.arange(chunk.append.num_rows), recomputed.rows)
             if len(given_up):
                 yield _omitted_rows(waiting, given_up)
@@ -396,12 +405,12 @@ def _cut(chunk: _Chunk, start: int, count: int) -> _Chunk:
     return _Chunk(chunk.partition, append, identity, source, chunk.attempt, chunk.retries)
 
 
-def _pieces(chunk: _Chunk, rows_max: int) -> Iterator[_Chunk]:
+def _pieces(chunk: _Chunk, rows_max: int, sealed_bytes: int) -> Iterator[_Chunk]:
     """Split recomputed rows into appends."""
     start = 0
     while start < chunk.append.num_rows:
         rest = chunk.append.slice(start)
-        count = max(1, _rows_that_fit(rest, rows_max, BATCH_BYTES_MAX))
+        count = max(1, _rows_that_fit(rest, rows_max, BATCH_BYTES_MAX, sealed_bytes))
         yield _cut(chunk, start, count)
         start += count
 
@@ -436,12 +445,17 @@ def _joined(chunks: list[_Chunk]) -> _Chunk:
     return _Chunk(chunks[0].partition, append, identity, source, attempt)
 
 
-def _rows_that_fit(append: pa.RecordBatch, rows_max: int, bytes_max: int) -> int:
-    """Return how many leading rows are within both limits, by their payloads and locks."""
+def _rows_that_fit(append: pa.RecordBatch, rows_max: int, bytes_max: int, sealed_bytes: int) -> int:
+    """Return how many leading rows are within both limits, by their payloads and locks.
+
+    `sealed_bytes` are those that encryption adds to a row.
+    """
     count: int = min(append.num_rows, rows_max)
     data = append.column("data")
     offsets = np.frombuffer(data.buffers()[1], np.int32)[data.offset :][: len(data) + 1]
     ends = offsets[1 : count + 1].astype(np.int64) - int(offsets[0])
+    if sealed_bytes:
+        ends += sealed_bytes * np.arange(1, count + 1)
     for name in LOCK_COLUMNS:
         locks = np.asarray(append.column(name).offsets)
         ends += _LOCK_BYTES * (locks[1 : count + 1].astype(np.int64) - int(locks[0]))

@@ -44,7 +44,7 @@ from waltz_spark.shared_clients import with_client
 from waltz_spark.writer.appender import check_marks
 from waltz_spark.writer.columns import check_schema
 from waltz_spark.writer.recompute import load_function
-from waltz_spark.writer.results import check_carried, keep, rewrite
+from waltz_spark.writer.results import check_column_types, keep, rewrite
 from waltz_spark.writer.row_sum import RowSum
 from waltz_spark.writer.task import Job, TaskResult, task_attempt
 
@@ -80,7 +80,7 @@ def new_job(options: WriteOptions, schema: StructType, write: str | None) -> Job
     """
     check_schema(schema, options)
     if options.results_path is not None:
-        check_carried(schema, options.result_columns)
+        check_column_types(schema, options.result_columns)
     if options.recompute is not None:
         load_function(options.recompute)
         if options.exactly_once and not options.identity_columns:

@@ -28,9 +28,11 @@ from pyspark.sql.types import (
     StructType,
 )
 
+from waltz_core.encryption.key_ids import check_key_id
 from waltz_core.errors import BadRequest, TooLarge
 from waltz_core.records.batches import data_crcs
 from waltz_core.records.record import BEFORE_FIRST, LOCKS_MAX, TRANSACTION_BYTES_MAX
+from waltz_spark.encrypting import KEY_COLUMN, ROW_BYTES_MAX
 from waltz_spark.options import WriteOptions
 from waltz_spark.rows import check_packed_type, pack
 
@@ -104,7 +106,7 @@ def _check_all_used(types: Mapping[str, DataType], options: WriteOptions) -> Non
     """Reject unused columns: a misspelled lock column, for example, would lock nothing."""
     if options.data_format is not None or options.recompute is not None:
         return  # packed, or the function may need it
-    used = {*WRITE_COLUMNS, options.partition_by}
+    used = {*WRITE_COLUMNS, options.partition_by, options.encryption_key_column}
     if options.results_path is not None:
         used.update(types if options.result_columns is None else options.result_columns)
     lost = [name for name in types if name not in used]
@@ -130,7 +132,12 @@ def _check_options(types: Mapping[str, DataType], options: WriteOptions) -> None
             )
     for name in options.identity_columns:
         if name not in types or name in WRITE_COLUMNS:
-            raise BadRequest(f"option 'identityColumns': no column {name!r} is packed")
+            raise BadRequest(
+                "option 'identityColumns': expected a column that dataFormat packs into the "
+                f"payload, found {name!r}"
+            )
+    if options.encryption_key_column is not None:
+        _check_key_column(types.get(options.encryption_key_column), options.encryption_key_column)
     if options.partition_by is not None:
         kind = types.get(options.partition_by)
         if kind is None:
@@ -141,6 +148,16 @@ def _check_options(types: Mapping[str, DataType], options: WriteOptions) -> None
                 f"string, found {kind.simpleString()}. Hint: for another type use a column of "
                 f"hashes: .withColumn('key', xxhash64({options.partition_by!r})), partitionBy=key."
             )
+
+
+def _check_key_column(kind: DataType | None, name: str) -> None:
+    if kind is None:
+        raise BadRequest(f"option 'encryptionKeyColumn': there is no column {name!r}")
+    if not isinstance(kind, StringType):
+        raise BadRequest(
+            f"option 'encryptionKeyColumn': column {name!r}: expected a string, found "
+            f"{kind.simpleString()}. Hint: .withColumn('key', concat(lit('customer-'), {name!r}))."
+        )
 
 
 def _check_payload(types: Mapping[str, DataType], options: WriteOptions) -> None:
@@ -183,7 +200,9 @@ class Shaped:
     """
 
     partitions: npt.NDArray[np.int32]
-    append: pa.RecordBatch  # header, data, its crc, three lock lists, client_high_water_mark
+    # header, data, its crc, three lock lists, client_high_water_mark; encryption_key with
+    # `encryptionKeyColumn`
+    append: pa.RecordBatch
     identity: pa.RecordBatch | None
     is_free: npt.NDArray[np.bool_]
     source: pa.RecordBatch | None = None
@@ -234,6 +253,9 @@ class Shaper:
         data = self._data(batch)
         columns = [self._header(batch, count), data, data_crcs(data), *locks, pa.array(marks)]
         names = ["header", "data", "crc", *LOCK_COLUMNS, MARK_COLUMN]
+        if self._options.encryption_key_column is not None:
+            columns.append(self._keys(batch, self._options.encryption_key_column))
+            names.append(KEY_COLUMN)
         append = pa.RecordBatch.from_arrays(columns, names)
         source = None if self._options.recompute is None else batch
         self._rows += count
@@ -260,12 +282,26 @@ class Shaper:
             names = [name for name in batch.schema.names if name not in WRITE_COLUMNS]
             data = pack([batch.column(name) for name in names], names, self._options.data_format)
         largest = pc.max(pc.binary_length(data)).as_py() or 0
-        if largest > TRANSACTION_BYTES_MAX:
+        added = 0 if self._options.encryption_keys is None else ROW_BYTES_MAX
+        if largest > TRANSACTION_BYTES_MAX - added:
+            limit = f"limit of {TRANSACTION_BYTES_MAX - added:,}{' with encryption' * bool(added)}"
             raise TooLarge(
-                f"a payload of {largest:,} bytes is over the limit of {TRANSACTION_BYTES_MAX:,}. "
+                f"a payload of {largest:,} bytes is over the {limit}. "
                 "Hint: store large objects elsewhere and write their address."
             )
         return data
+
+    def _keys(self, batch: pa.RecordBatch, name: str) -> pa.Array:
+        """Return the ID of each row's key, of option `encryptionKeyColumn`."""
+        keys = batch.column(name).cast(pa.string())
+        if keys.null_count:
+            raise BadRequest(
+                f"option 'encryptionKeyColumn': column {name!r} is null in "
+                f"{self._row(batch, keys.is_null())}: expected a key ID"
+            )
+        for key_id in pc.unique(keys).to_pylist():
+            check_key_id(key_id, f"option 'encryptionKeyColumn': column {name!r}")
+        return keys
 
     def _row(self, batch: pa.RecordBatch, is_wrong: pa.Array) -> str:
         """Name the first wrong row: its position in the task, and its short values."""

@@ -26,9 +26,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from waltz_core.client import RangeForm, Reason, WaltzClient
+from waltz_core.client import Encryption, RangeForm, Reason, WaltzClient
 from waltz_core.errors import BadRequest
 from waltz_core.records import raw_records
+from waltz_spark.encrypting import KEY_COLUMN
 from waltz_spark.writer.appender import FinalRows
 from waltz_spark.writer.columns import LOCK_COLUMNS, MARK_COLUMN, Shaped
 from waltz_spark.writer.row_keys import RowKeys
@@ -88,7 +89,9 @@ class EarlierRows:
         missing: list[int] = []
         there: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for row, key in enumerate(self._keys.of_rows(shaped)):
-            if key in self._own and not shaped.is_free[row]:  # a round-robin row has no locks
+            # A round-robin row has no locks, but it may have a key of its own.
+            may_differ = not shaped.is_free[row] or KEY_COLUMN in shaped.append.schema.names
+            if key in self._own and may_differ:
                 self._check_locks(key, shaped, row)
             found = self._take(key)
             if found is not None:
@@ -151,14 +154,17 @@ class EarlierRows:
             )
 
     def _check_locks(self, key: bytes, shaped: Shaped, row: int) -> None:
-        names = (*LOCK_COLUMNS, MARK_COLUMN, *self._keys.check_columns_of_key)
+        names = [*LOCK_COLUMNS, MARK_COLUMN, *self._keys.check_columns_of_key]
+        if KEY_COLUMN in shaped.append.schema.names:
+            names.append(KEY_COLUMN)
         columns = [shaped.append.column(name) for name in names]
         locks = tuple(str(column[row].as_py()) for column in columns)
         if self._locks.setdefault(key, locks) != locks:
             raise BadRequest(
                 f"partition {shaped.partitions[row]}: an earlier attempt of this task has appended "
-                f"a row, and several rows have the same {self._keys.text}, but different locks or "
-                "marks, so it is not known which one it was. Hint: make each row unique there."
+                f"a row, and several rows have the same {self._keys.text}, but different locks, "
+                "marks or encryption keys, so it is not known which one it was. Hint: make each "
+                "row unique there."
             )
 
 
@@ -220,8 +226,13 @@ def read_back(
     own: int,
     others: set[int],
     keys: RowKeys | None = None,
+    encryption: Encryption | None = None,
 ) -> EarlierRows:
-    """Read the records of a write's clients since its starting marks (rule 1)."""
+    """Read the records of a write's clients since its starting marks (rule 1).
+
+    Raises:
+        BadRequest: a payload cannot be decrypted, so its row cannot be compared.
+    """
     keys = keys or RowKeys()
     records: dict[bytes, list[EarlierRecord]] = defaultdict(list)
     elsewhere: set[bytes] = set()
@@ -230,7 +241,10 @@ def read_back(
     for partition, last in client.mount().items():
         first = marks.get(partition, -1) + 1
         for record in _records_of(client, partition, (first, int(last)), wanted):
-            both = keys.of_record(partition, record.header, record.data)
+            data: bytes | memoryview = record.data
+            if encryption is not None:
+                data = _decrypted(record, encryption)
+            both = keys.of_record(partition, record.header, data)
             if record.client_id == own:
                 for key in both:
                     records[key].append(record.found)
@@ -238,6 +252,17 @@ def read_back(
             else:
                 elsewhere.update(both)
     return EarlierRows(records, frozenset(elsewhere), sequences, keys)
+
+
+def _decrypted(record: "_Record", encryption: Encryption) -> bytes:
+    partition, transaction_id = record.found
+    payload = encryption.decrypt(bytes(record.data), partition=partition, header=record.header)
+    if payload.data is None:
+        raise BadRequest(
+            f"partition {partition}: an earlier attempt of this write has appended transaction "
+            f"{transaction_id}, and its row cannot be compared: {payload.error}"
+        )
+    return payload.data
 
 
 class _Record(NamedTuple):

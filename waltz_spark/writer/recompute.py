@@ -10,7 +10,8 @@ Rules:
     3. `waltz_row` is the number of the row that a new one replaces; each replaces one row, with its
        identity columns. An omitted row stays rejected.
     4. Rows are not recomputed if the transactions since their mark would not fit into memory.
-    5. A transaction that does not fit the input's columns has nulls, and is marked.
+    5. A transaction that does not fit the input's columns has nulls, and is marked. So is one that
+       cannot be decrypted; its payload is null, too.
 """
 
 import dataclasses
@@ -23,10 +24,11 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from waltz_core.client import WaltzClient
+from waltz_core.client import Encryption, WaltzClient
 from waltz_core.errors import BadConfig, BadRequest
 from waltz_core.records import batches
 from waltz_core.records.record import PartitionId
+from waltz_spark.encrypting import decrypted, decryption_of
 from waltz_spark.options import LOG_COLUMNS, WriteOptions
 from waltz_spark.unpacking import Unpacker, is_case_sensitive
 from waltz_spark.writer.columns import (
@@ -117,6 +119,7 @@ class Recomputer:
         self._options = options
         self._shaper = shaper
         self._random = random
+        self._encryption = decryption_of(options)
         self._function = load_function(options.recompute)
         self.retries_max = options.retries_max
 
@@ -207,13 +210,14 @@ class Recomputer:
                 partition_id=PartitionId(partition),
             ):
                 size += batch.nbytes
-                found.append(_unpacked(batch, unpacker, names))
+                plain = batch if self._encryption is None else _plain(batch, self._encryption)
+                found.append(_unpacked(plain, unpacker, names))
             if size > SINCE_BYTES_MAX:
                 return None
-        plain = [batches.READ_SCHEMA.field(name) for name in LOG_COLUMNS]
+        own = [batches.READ_SCHEMA.field(name) for name in LOG_COLUMNS]
         fields = [pa.field(name, schema.field(name).type) for name in names]
         whole = [pa.field(WHOLE_COLUMN, pa.bool_())] if names else []
-        return pa.Table.from_batches(found, schema=pa.schema([*plain, *fields, *whole]))
+        return pa.Table.from_batches(found, schema=pa.schema([*own, *fields, *whole]))
 
     def _unpacker(self, schema: pa.Schema) -> tuple[Unpacker | None, list[str]]:
         if self._options.data_format is None:
@@ -224,6 +228,13 @@ class Recomputer:
             fields, self._options.data_format, is_case_sensitive=is_case_sensitive()
         )
         return unpacker, [part.name for part in fields]
+
+
+def _plain(batch: pa.RecordBatch, encryption: Encryption) -> pa.RecordBatch:
+    """Return a batch with decrypted payloads, null where that is not possible."""
+    found = decrypted(batch, encryption)
+    columns = [found[name] for name in batch.schema.names]
+    return pa.RecordBatch.from_arrays(columns, schema=batch.schema)
 
 
 def _unpacked(batch: pa.RecordBatch, unpacker: Unpacker | None, names: list[str]) -> pa.RecordBatch:

@@ -70,7 +70,7 @@ def result_batch(answered: FinalRows, rejected_status: str) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(columns + own, schema=pa.schema([*fields, *RESULT_FIELDS]))
 
 
-def check_carried(schema: StructType, names: Sequence[str] | None) -> None:
+def check_column_types(schema: StructType, names: Sequence[str] | None) -> None:
     """Reject a column type that Parquet does not have, before any row is in the log.
 
     Args:

@@ -58,7 +58,9 @@ class RowKeys:
         for partition, header, each in zip(partitions, headers, data, strict=True):
             yield self._key(partition, header, each)
 
-    def of_record(self, partition: int, header: int, data: memoryview) -> tuple[bytes, bytes]:
+    def of_record(
+        self, partition: int, header: int, data: bytes | memoryview
+    ) -> tuple[bytes, bytes]:
         """Return both keys of a record (rule 2)."""
         return self._key(partition, header, data), self._key(_ANY, header, data)
 

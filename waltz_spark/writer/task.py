@@ -22,6 +22,7 @@ from pyspark.sql.datasource import WriterCommitMessage
 
 from waltz_core.client import ClusterLayout, Reason, TaskClaim, WaltzClient
 from waltz_core.errors import LockFailed
+from waltz_spark.encrypting import decryption_of
 from waltz_spark.options import OnLockFailure, WriteOptions
 from waltz_spark.shared_clients import client_at, settle
 from waltz_spark.writer.appender import Appender, FinalRows
@@ -155,7 +156,14 @@ class Job:
             return None
         keys = RowKeys(self.options)
         own = int(state.client_id)
-        already = read_back(client, claim.marks, own=own, others=others, keys=keys)
+        already = read_back(
+            client,
+            claim.marks,
+            own=own,
+            others=others,
+            keys=keys,
+            encryption=decryption_of(self.options),
+        )
         client.begin_sequences(already.next_sequences)
         _log.info(
             "spark.rows_found task=%d write=%s attempt=%d rows=%d",

@@ -1,4 +1,4 @@
-"""A storage knows whether its uploads work, until one has succeeded again."""
+"""A storage reports failed uploads until one succeeds again."""
 
 import shutil
 import subprocess

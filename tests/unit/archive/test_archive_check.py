@@ -1,4 +1,4 @@
-"""The check of an archive names each file that is missing or wrong, and no other."""
+"""The check of an archive names each missing or corrupt file, and no other."""
 
 import shutil
 from dataclasses import replace

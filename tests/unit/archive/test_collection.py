@@ -1,4 +1,4 @@
-"""A collection deletes what no manifest will ever list, and nothing else."""
+"""A garbage collection deletes only files that no manifest will list."""
 
 import os
 from contextlib import suppress

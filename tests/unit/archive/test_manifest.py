@@ -1,4 +1,4 @@
-"""A manifest lists objects without gaps, and nothing that was changed is taken for one."""
+"""A manifest lists objects without gaps; a changed one is rejected."""
 
 from random import Random
 

@@ -1,4 +1,4 @@
-"""An object gives back the bytes that it was made of, and no others."""
+"""An object returns exactly the records that it was written from."""
 
 import io
 from random import Random

@@ -1,4 +1,4 @@
-"""A reader returns the records of the log that was archived, and no others."""
+"""A reader returns exactly the archived records of the log."""
 
 import re
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""A corrupt or missing object is replaced by one with the same IDs and chain, and nothing else."""
+"""A corrupt or missing object is replaced by one with the same IDs and chain."""
 
 import os
 from dataclasses import replace
@@ -79,7 +79,7 @@ def archived(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("number", [0, 1, 2, 5])
-def test_the_new_object_stands_in_the_place_of_the_old_one(archived, number):
+def test_the_manifest_lists_the_new_object_in_place_of_the_old_one(archived, number):
     before = archived.head()
     whole = archived.read(archived.made, number * OBJECT_IDS)
     archived.spoil(number)

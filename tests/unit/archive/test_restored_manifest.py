@@ -1,4 +1,4 @@
-"""A restored partition has the objects of a backup's manifest up to a batch end, and no others."""
+"""A restored partition uses the backup's objects up to the end of a batch."""
 
 from contextlib import closing
 from dataclasses import replace
@@ -74,6 +74,27 @@ def test_an_object_that_was_replaced_after_the_backup_is_found(store, log):
     (found,) = (each for each in entries if each.first == old.first)
     assert found.name.endswith("-4.parquet"), "the first one with the same chain"
     assert found[1:] == old[1:]
+
+
+def test_a_corrupt_object_is_not_restored_if_another_one_has_its_records(store, log):
+    newest = log.manifest.newest
+    name = f"{FOLDER}/objects/{newest[0].first}-{newest[0].last}-9-n-1.parquet"
+    listed = replace(log.manifest, newest=(newest[0]._replace(name=name), *newest[1:]))
+    log = log._replace(name="backup", crc=write_manifest(store, listed, "backup"))
+    data = store.read(newest[0].name)
+    replacement = name.replace("-1.parquet", "-2.parquet")
+
+    def restored():
+        found = RestoredRange(store, saved_of(store, log))
+        return next(each.name for each in found._manifest.newest if each.first == newest[0].first)
+
+    store.write(name, data)
+    store.write(replacement, data)
+    assert restored() == name, "it is right"
+    damage(store, name, data[:-8] + bytes(8))
+    assert restored() == replacement
+    damage(store, replacement, data[:-8] + bytes(8))
+    assert restored() == name, "no other one is better"
 
 
 @pytest.mark.parametrize("last", [OBJECT - 1, OBJECT - 8])

@@ -1,13 +1,18 @@
 """Files in a directory and in an object store: durable, complete, never overwritten."""
 
+import io
 import os
+from collections.abc import Iterator
 from contextlib import suppress
+from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
 from waltz_core.archive import store as store_module
-from waltz_core.archive.store import ArchiveStore
+from waltz_core.archive.store import ArchiveStore, StoreFile
 from waltz_core.errors import ArchiveUnavailable, BadConfig, ObjectMissing
 
 NAME = "7/objects/0-9.parquet"
@@ -74,8 +79,43 @@ def test_an_error_of_an_open_file_is_reported_with_its_name(store):
     store.delete(NAME)
     store.write(NAME, b"abc")
     reason = f"cannot read .*{NAME}: "
-    with store.open(NAME) as source, pytest.raises(ArchiveUnavailable, match=reason):
+    with store.open(NAME) as source:
         source.seek(-1)
+        with pytest.raises(ArchiveUnavailable, match=reason):
+            source.read()
+    assert source.closed
+
+
+class CountingFile(io.BytesIO):
+    """A file as pyarrow's. One of Google Cloud Storage rejects reads at the end."""
+
+    def __init__(self, data):
+        super().__init__(data)
+        self.requested = 0
+
+    def size(self):
+        return len(self.getvalue())
+
+    def read_at(self, byte_count, offset):
+        if offset >= self.size():
+            raise OSError("Received HTTP status code: 416")
+        self.requested += byte_count
+        return self.getvalue()[offset : offset + byte_count]
+
+
+def test_each_read_requests_its_own_bytes_and_none_at_the_end():
+    file = CountingFile(b"abcdef")
+    with StoreFile(file, NAME) as source:
+        assert source.seek(-4, os.SEEK_END) == 2
+        assert source.read(1) == b"c"
+        assert source.seek(1, os.SEEK_CUR) == source.tell() == 4
+        assert source.read(9) == b"ef"
+        assert file.requested == 3
+        assert source.read() == source.read(1) == b""
+        source.seek(7)
+        assert source.read() == b""
+        source.seek(1)
+        assert source.read(-1) == b"bcdef"
     assert source.closed
 
 
@@ -129,3 +169,73 @@ def test_a_file_gets_its_name_after_its_sync_and_the_names_are_synced(store, mon
 def test_a_wrong_url_is_reported(url, said):
     with pytest.raises(BadConfig, match=said):
         ArchiveStore(url)
+
+
+@pytest.mark.parametrize(("options", "seconds"), [("", 60), ("?retry_limit_seconds=5", 5)])
+def test_a_request_to_google_is_repeated_for_a_minute_by_default(options, seconds):
+    """Not for pyarrow's 15 minutes."""
+    store = ArchiveStore(f"gs://anonymous@bucket/folder{options}")
+    _, (pickled,) = store._files.__reduce__()
+    assert pickled["retry_time_limit"] == timedelta(seconds=seconds)
+
+
+class Rejecting(BaseHTTPRequestHandler):
+    """Answers every request with the status of the server, which has the paths."""
+
+    def do_request(self):
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.server.paths.append(self.path)
+        self.send_response(self.server.status)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_GET = do_HEAD = do_POST = do_request  # noqa: N815 - the names of the base class
+
+    def log_message(self, *_):
+        """Nothing to print."""
+
+
+@pytest.fixture
+def rejecting() -> Iterator[ThreadingHTTPServer]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Rejecting) as server:
+        server.paths, server.status = [], 403
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("call", ["read", "names"])
+def test_a_sas_token_of_the_environment_is_sent_to_azure_and_not_shown(
+    rejecting, monkeypatch, call
+):
+    monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", "?sv=2021-12-02&sp=rwdl&sig=top%2Fsecret%3D")
+    url = f"abfs://account@127.0.0.1:{rejecting.server_port}/container/folder?enable_tls=false"
+    store = ArchiveStore(url)
+    assert store.url == url
+    with pytest.raises(ArchiveUnavailable, match=f"container/folder/{NAME}: .*403") as caught:
+        getattr(store, call)(NAME)
+    assert rejecting.paths
+    assert all("sig=top%2Fsecret%3D" in each for each in rejecting.paths)
+    assert "secret" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_bucket_is_no_missing_object(rejecting):
+    """A write to Google Cloud Storage finds nothing then."""
+    rejecting.status = 404
+    place = f"endpoint_override=127.0.0.1:{rejecting.server_port}&scheme=http"
+    store = ArchiveStore(f"gs://anonymous@bucket/folder?{place}")
+    with pytest.raises(ArchiveUnavailable, match=f"write .*{NAME}: expected an existing bucket"):
+        store.write(NAME, b"abc")
+    with pytest.raises(ObjectMissing):
+        store.read(NAME)
+
+
+@pytest.mark.parametrize("secret", ["sig", "client_secret"])
+def test_a_secret_in_a_url_is_rejected_and_not_shown(secret):
+    with pytest.raises(BadConfig, match=f"no secrets in the URL, found {secret}") as caught:
+        ArchiveStore(f"abfss://c@account.dfs.core.windows.net/folder?{secret}=hidden")
+    assert "AZURE_STORAGE_SAS_TOKEN" in str(caught.value)
+    assert "hidden" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""An upload that fails or stops at any operation leaves the archive as it was, and garbage."""
+"""An upload that fails at any operation leaves the archive unchanged, plus garbage."""
 
 from contextlib import contextmanager
 

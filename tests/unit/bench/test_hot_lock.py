@@ -1,4 +1,4 @@
-"""What `bench hot-lock` finds in the log: a chain, or what is wrong with it."""
+"""`bench hot-lock` checks that the log has one chain of updates, and reports errors in it."""
 
 import pytest
 

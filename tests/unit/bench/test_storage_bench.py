@@ -1,4 +1,4 @@
-"""The benches of the storage engine: they did what they report, and leave nothing behind."""
+"""The benchmarks of the storage engine do what they report, and remove their files."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The bounds that `waltz-core archive expire` accepts."""
+"""The limits of `waltz-core archive expire`: which values it accepts."""
 
 import pytest
 

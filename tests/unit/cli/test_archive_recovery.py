@@ -1,4 +1,4 @@
-"""The archived mark that is found again when ZooKeeper has lost it."""
+"""Recovery of the archived mark from the archive, when ZooKeeper's data is lost."""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`archive verify` follows a manifest that is replaced meanwhile, and can be interrupted."""
+"""`archive verify` while the manifest is replaced, and when it is interrupted."""
 
 import asyncio
 import re
@@ -14,7 +14,7 @@ from waltz_core.archive.store import ArchiveStore
 from waltz_core.cli.archive import archive_status, store_calls
 from waltz_core.cli.archive.archive_verify import _verify
 from waltz_core.cli.output import print_result
-from waltz_core.cluster.nodes.model import ArchivedMark, MarkerState, PartitionMarker
+from waltz_core.cluster.znodes.model import ArchivedMark, MarkerState, PartitionMarker
 from waltz_core.errors import ArchiveUnavailable
 
 
@@ -80,6 +80,40 @@ def test_nothing_is_archived(case, capsys):
     case.marks = [None]
     assert case.verify()["problems"] == []
     assert capsys.readouterr().out == f"partition {PARTITION}: nothing is archived\n"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "shown", "objects"),
+    [
+        ((0, None), "0..{0}", 3),
+        ((0, 0), "0..0", None),
+        ((1, 10**6), "1..{0}", 3),
+    ],
+)
+def test_ids_that_have_expired_are_named(case, capsys, wanted, shown, objects):
+    case.marks = [without_first_object(case)]
+    first, last = wanted
+    case.check = ArchiveCheck(case.store, KEY, PARTITION, first=first, last=last)
+    found = case.verify()
+    expired = case.log.manifest.newest[0].last
+    text = f"IDs {shown.format(expired)} have expired; the first available ID is {expired + 1}\n"
+    assert f"partition {PARTITION}: {text}" in capsys.readouterr().out
+    assert (found["last"] is None) == (objects is None)
+    assert found["objects"] == (objects or 0)
+
+
+def test_a_range_without_an_archived_id_is_empty(case, capsys):
+    end = case.log.manifest.last
+    case.check = ArchiveCheck(case.store, KEY, PARTITION, first=end + 1, last=None)
+    assert case.verify()["last"] is None
+    assert capsys.readouterr().out.endswith(f"archived; the last archived ID is {end}\n")
+    everything = case.log.manifest.expired(end + 1, 0)
+    mark = case.mark(everything, "later", write_manifest(case.store, everything, "later"))
+    case.marks = [mark]
+    for first, last in ((1, None), (0, end), (0, None)):
+        case.check = ArchiveCheck(case.store, KEY, PARTITION, first=first, last=last)
+        # Without a range the manifest is verified.
+        assert (case.verify()["last"] is None) == ((first, last) != (0, None))
 
 
 def test_a_check_that_is_interrupted_prints_where_to_continue(case, monkeypatch, capsys):

@@ -20,12 +20,13 @@ from waltz_core.cli.backup.restore_command import Limits
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.cluster.change.backup import Backup, PartitionBackup
 from waltz_core.cluster.coordinator import Coordinator, NewCluster
-from waltz_core.cluster.nodes.model import (
+from waltz_core.cluster.znodes.model import (
     ArchivedMark,
     MarkerState,
     PartitionMarker,
     PartitionMetadata,
 )
+from waltz_core.cluster.znodes.restored_from import NOT_RESTORED
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
 from waltz_core.errors import BadConfig, ChecksumMismatch, ObjectMissing
 
@@ -238,9 +239,19 @@ def test_a_partition_ends_at_the_last_batch_end_that_the_options_allow(store, li
 
 def test_a_failed_restoration_leaves_neither_a_cluster_nor_a_pin(tmp_path, monkeypatch, store):
     """The objects of the backup do not exist."""
-    file = tmp_path / "b"
-    file.write_bytes(BACKUP.to_bytes())
     zookeeper = MemoryZooKeeper(asyncio.Event)
+    monkeypatch.setattr(restore_command, "pin", pinned := Pins())
+    error = failed_restore(BACKUP, zookeeper, tmp_path, monkeypatch, store)
+    assert "expected objects of partition 0 of cluster" in error
+    assert pinned.names
+    assert not is_pinned(store, BACKUP.cluster_key.bytes)
+    assert "/w" not in zookeeper.dump()
+
+
+def failed_restore(backup, zookeeper, tmp_path, monkeypatch, store, *words):
+    """Run the command for a new cluster at /w; return its error."""
+    file = tmp_path / "b"
+    file.write_bytes(backup.to_bytes())
 
     class Session:
         async def __aenter__(self):
@@ -250,14 +261,55 @@ def test_a_failed_restoration_leaves_neither_a_cluster_nor_a_pin(tmp_path, monke
             pass
 
     monkeypatch.setattr(changing, "connected", lambda _connect: Session())
-    monkeypatch.setattr(restore_command, "pin", pinned := Pins())
-    words = ("--connect", "zk:1/w", "--archive", store.url, "--backup", str(file))
+    words = (*words, "--connect", "zk:1/w", "--archive", store.url, "--backup", str(file))
     ran = run_command("restore", *words, "--storage", "a:1:2", "--json")
     assert ran.returncode == 1
-    assert "expected objects of partition 0 of cluster" in ran.stderr
-    assert pinned.names
-    assert not is_pinned(store, BACKUP.cluster_key.bytes)
-    assert "/w" not in zookeeper.dump()
+    return ran.stderr
+
+
+@pytest.mark.parametrize("words", [(), ("--same-key",)])
+def test_the_second_of_two_restorations_fails_and_leaves_nothing(
+    tmp_path, monkeypatch, store, words
+):
+    log = write_archive(store, folder=f"{UUID(bytes=KEY)}/{PARTITION}")
+    saved = SavedManifest.read(store, log.name, log.crc)
+    empty = PartitionBackup(-1, -1, -1, None)
+    partitions = (*[empty] * PARTITION, PartitionBackup(60, 8, 1, saved))
+    backup = Backup("shop", UUID(bytes=KEY), 1, 41, partitions, {}, NOT_RESTORED)
+    create, before = Coordinator.create_restored, files_of(tmp_path / "archive")
+    written = []
+
+    async def create_later(self, new, restored):
+        written.extend(files_of(tmp_path / "archive") - before)
+        await create(self, new, restored)  # the other command
+        await create(self, new, restored)
+
+    monkeypatch.setattr(Coordinator, "create_restored", create_later)
+    zookeeper = MemoryZooKeeper(asyncio.Event)
+    error = failed_restore(backup, zookeeper, tmp_path, monkeypatch, store, *words)
+    assert "there is a cluster at" in error
+    assert written
+    assert files_of(tmp_path / "archive") == before
+    assert "/w" in zookeeper.dump(), "the first one"
+
+
+@pytest.mark.parametrize(("words", "remains"), [((), False), (("--same-key",), True)])
+def test_a_pin_that_another_restoration_may_need_remains(
+    tmp_path, monkeypatch, store, words, remains
+):
+    """Restorations with the same key share the pins of a third cluster."""
+
+    def pin_third(store, _backup, key):
+        return [pin(store, bytes(16), key)]
+
+    monkeypatch.setattr(restore_command, "_pin", pin_third)
+    zookeeper = MemoryZooKeeper(asyncio.Event)
+    failed_restore(BACKUP, zookeeper, tmp_path, monkeypatch, store, *words)
+    assert is_pinned(store, bytes(16)) is remains
+
+
+def files_of(folder):
+    return {each for each in folder.rglob("*") if each.is_file()}
 
 
 class Pins:

@@ -1,4 +1,4 @@
-"""Changes are on record whatever becomes of them, also those that make or delete what holds it."""
+"""The record of changes has every change, also creation and deletion of a cluster."""
 
 import asyncio
 import contextlib

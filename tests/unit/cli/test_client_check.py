@@ -1,4 +1,4 @@
-"""`client validate` and its halves against a Waltz in this process: what is wrong is found."""
+"""`client validate`, `producer` and `consumer` find errors in a Waltz in this process."""
 
 import json
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""What commands that change storages refuse, and what they say of a storage that got nothing."""
+"""Commands that change storages: what they reject, and what they report for an empty storage."""
 
 import asyncio
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What `cluster` commands that change nothing show."""
+"""The output of `cluster` commands that change nothing."""
 
 import pytest
 

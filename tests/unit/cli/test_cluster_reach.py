@@ -1,4 +1,4 @@
-"""How `check-connectivity` and `server list` show the answers that they receive."""
+"""The output of `check-connectivity` and `server list`."""
 
 from waltz_core.cli.cluster.cluster_reach import THIS_COMMAND, checks_by_server
 from waltz_core.cli.output import ranges_of

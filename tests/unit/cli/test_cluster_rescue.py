@@ -1,4 +1,4 @@
-"""The replica that `accept-replicas` takes, the order of its writes, and ids after a rebuilding."""
+"""`accept-replicas` and `rebuild-metadata`: the replica they choose, order of writes, ids."""
 
 import asyncio
 import contextlib
@@ -11,7 +11,8 @@ from waltz_core.cli.cluster import cluster_rescue
 from waltz_core.cli.cluster.cluster_rescue import _chosen
 from waltz_core.cluster.change.rebuilding import IDS_EPOCH_S, NO_IDS, Ids, Log
 from waltz_core.cluster.membership.assignment import assign_partitions
-from waltz_core.cluster.nodes.model import (
+from waltz_core.cluster.znodes.interface import Set
+from waltz_core.cluster.znodes.model import (
     UNRESOLVED,
     MarkerState,
     PartitionAssignment,
@@ -20,7 +21,6 @@ from waltz_core.cluster.nodes.model import (
     ReplicaState,
     ServerDescriptor,
 )
-from waltz_core.cluster.nodes.znodes import Set
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
 from waltz_core.errors import BadConfig, BadRequest, ReadFailed, Unavailable
 from waltz_core.records.record import BEFORE_FIRST, NO_SESSION

@@ -1,4 +1,4 @@
-"""What a daemon's process sets up before it runs."""
+"""The setup of a daemon's process before it runs."""
 
 import resource
 

@@ -1,4 +1,4 @@
-"""`waltz-core disk`: what its verbs print, and how they end."""
+"""`waltz-core disk`: output and exit codes of its commands."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The doctor's command: what it prints, how it ends, and that it ends."""
+"""`waltz-core doctor`: output, exit codes and timeouts."""
 
 import asyncio
 import json
@@ -77,7 +77,7 @@ def test_scripts_get_one_value(gathered, capsys):
     assert value["not_measured"]
 
 
-def test_tls_files_that_do_not_fit_are_reported_in_a_sentence(gathered, tmp_path, capsys):
+def test_tls_files_that_do_not_match_are_one_error(gathered, tmp_path, capsys):
     one, other = make(tmp_path), make(tmp_path, name="other")
     settings = tmp_path / "client.toml"
     settings.write_text(
@@ -121,13 +121,13 @@ def test_a_silent_zookeeper_port_is_reported():
         began_s = time.monotonic()
         found = asyncio.run(gather(connect, timeout_s=2.0, local=None))
     assert time.monotonic() - began_s < 60
-    first, second = found.nodes
+    first, second = found.zookeeper_servers
     assert first.is_silent
     assert not second.is_silent
     assert [each.name for each in diagnose(found)] == [
         "zookeeper-unavailable",
-        "zookeeper-node-unavailable",
-        "zookeeper-node-unavailable",
+        "zookeeper-server-unavailable",
+        "zookeeper-server-unavailable",
     ]
 
 

@@ -1,4 +1,4 @@
-"""Pages of daemons: every number is read as it is, and an unknown page is reported."""
+"""Parsing of the daemons' HTTP pages: exact numbers, and errors for unknown formats."""
 
 import contextlib
 import http.server

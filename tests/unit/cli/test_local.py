@@ -1,4 +1,4 @@
-"""The settings of a cluster on this machine: a file, the environment, flags."""
+"""Settings of a local cluster: from a file, the environment and options."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from waltz_core.errors import BadConfig
 from waltz_core.local import LocalCluster
 
 
-def test_a_local_cluster_is_what_file_environment_and_flags_say(tmp_path, monkeypatch):
+def test_settings_of_a_local_cluster_come_from_file_environment_and_options(tmp_path, monkeypatch):
     made = []
 
     class Cluster:

@@ -1,4 +1,4 @@
-"""What a person meets first: the overview, the helps, and sentences for what was not meant."""
+"""`waltz-core` without a command, with `--help`, and with mistyped commands."""
 
 import logging
 import subprocess
@@ -61,7 +61,7 @@ def test_a_cluster_may_be_named_either_way(words, capsys, monkeypatch):
 @pytest.mark.parametrize(
     "words", [["add-replica", "assign-partition"], ["show-key", "show-cluster-key"]]
 )
-def test_names_of_waltz_0_13_lead_to_ours(words):
+def test_an_error_for_a_command_of_waltz_0_13_names_the_new_command(words):
     verbs = verbs_of("cluster")
     ours, theirs = (verbs[name] for name in words)
     assert theirs is ours
@@ -128,7 +128,7 @@ def test_the_logging_option_may_precede_a_command(tmp_path, capsys, logging_as_b
     assert "logger 'waltz_core': Unknown level: 'LOUD'" in capsys.readouterr().err
 
 
-def test_every_command_states_what_it_takes(capsys):
+def test_every_command_has_a_help_page(capsys):
     for noun in NOUNS:
         assert main([noun, "--help"]) == 0
         for verb in () if is_verb(noun) else verbs_of(noun):
@@ -142,7 +142,7 @@ def test_the_version_is_printed(capsys):
 
 
 @pytest.mark.parametrize("noun", NOUNS)
-def test_every_word_that_a_verb_takes_is_explained(noun):
+def test_every_argument_and_option_of_a_command_is_explained(noun):
     unexplained = [
         f"{noun} {name}: {each.name}"
         for name, verb in verbs_of(noun).items()

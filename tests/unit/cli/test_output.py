@@ -7,14 +7,15 @@ import sys
 import pytest
 
 from waltz_core.cli import progress
-from waltz_core.cli.output import print_table
+from waltz_core.cli.client.client_command import _print
+from waltz_core.cli.output import one_line, print_table
 from waltz_core.cli.progress import ProgressLine
 
 TABLE = (("partition", "state"), [(0, "ok"), (12, "FAILED"), (3, "[red]?")])
 
 
 class Terminal(io.StringIO):
-    """A file that says it is a terminal."""
+    """A file that claims to be a terminal."""
 
     def isatty(self):
         return True
@@ -80,3 +81,19 @@ def test_no_progress_is_written_to_a_file(capsys):
 
     asyncio.run(work())
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("data", "shown"),
+    [
+        ("Zoë ✓ a\\b".encode(), "Zoë ✓ a\\b"),
+        (b"\x1b[2J\x07\x7f", r"\x1b[2J\x07\x7f"),
+        (b"a\tb\r\n7\t0\tforged", r"a\tb\r\n7\t0\tforged"),
+        ("\x9b31m\u202e".encode(), r"\x9b31m\u202e"),
+        (b"\xff\x00", r"\xff\x00"),
+    ],
+)
+def test_data_is_one_line_without_control_characters(data, shown, capsys):
+    assert one_line(data) == shown
+    _print(7, 1, data, as_json=False)
+    assert capsys.readouterr().out == f"7\t1\t{shown}\n"

@@ -1,4 +1,4 @@
-"""What was not understood: one sentence, where it was met, and what may have been meant."""
+"""Arguments that cannot be parsed: one error, its position, and the nearest valid word."""
 
 import pytest
 

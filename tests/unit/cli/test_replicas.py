@@ -1,4 +1,4 @@
-"""Links to storages as an owner's: they ignore unasked messages, and report wrong ones."""
+"""A command's links to storages ignore unrequested messages and report invalid ones."""
 
 import asyncio
 import struct

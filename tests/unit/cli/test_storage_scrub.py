@@ -1,4 +1,4 @@
-"""`storage scrub` waits for a disk, and not without limit."""
+"""`storage scrub` waits for a slow disk, up to a limit."""
 
 import time
 from contextlib import asynccontextmanager

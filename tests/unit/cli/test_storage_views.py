@@ -1,4 +1,4 @@
-"""How replicas are shown."""
+"""The output of commands that show replicas."""
 
 import struct
 

@@ -1,4 +1,4 @@
-"""How a command learns that it has to speak TLS."""
+"""How a command finds out that the cluster uses TLS."""
 
 import contextvars
 import ssl

@@ -1,4 +1,4 @@
-"""A cluster in one process: the server's own partition machine over a log in memory, real TCP.
+"""A cluster in one process: production partition machines, a log in memory, real TCP.
 
 What is not real is what lies below a served partition: replication commits at once (or on request
 to), and reads come from the log in memory. ZooKeeper is the one of
@@ -15,7 +15,7 @@ from tests.patience import HANG_S
 from waltz_core.client import AsyncWaltzClient
 from waltz_core.client.links.directory import ZooKeeperDirectory
 from waltz_core.cluster.change.creation import NewCluster
-from waltz_core.cluster.nodes import model
+from waltz_core.cluster.znodes import model
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
 from waltz_core.config import ClientConfig
 from waltz_core.driver import Driver

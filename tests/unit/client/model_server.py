@@ -1,4 +1,4 @@
-"""A partition's server as a client may meet it: links break, answers are lost, owners change.
+"""A model of a server for clients: links break, answers are lost, owners change.
 
 It keeps the promises of `server/append/mounts.py` and `server/locking/tickets.py` and nothing more,
 so a client that assumes more than it was promised is caught by `ModelWorld.check`.

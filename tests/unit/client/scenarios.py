@@ -1,4 +1,4 @@
-"""Short words for a stream's scenario: what it is sent, what it is expected to send."""
+"""Helpers for scenarios of a stream: its inputs, and its expected outputs."""
 
 from random import Random
 

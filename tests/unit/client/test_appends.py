@@ -1,4 +1,4 @@
-"""Rows on their way out: what waits to be sent again ends with the client."""
+"""Appends of a client: rows that wait to be sent again end with the client."""
 
 import asyncio
 
@@ -167,7 +167,7 @@ async def test_stale_appends_are_not_sent_again(monkeypatch, fields, reason):
 
 
 @on_virtual_loop
-async def test_a_batch_waits_after_what_is_held_back(monkeypatch):
+async def test_a_batch_waits_behind_appends_that_are_held_back(monkeypatch):
     monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_FULL_DELAY_S", 0)
     author = Author()
     author.append()
@@ -217,7 +217,7 @@ async def test_a_waiting_batch_is_lost_with_an_earlier_one_of_its_order(monkeypa
 
 
 @on_virtual_loop
-async def test_rows_that_go_together_are_each_validated_by_their_own_mark():
+async def test_rows_sent_together_are_validated_by_their_own_marks():
     author = Author(batch_rows=9, batch_bytes=1 << 20)
     for mark in (7, 3, 7, 9, 7, 7, 7, 7, 7):
         author.append(mark=mark, write_locks=(mark,))
@@ -260,7 +260,7 @@ async def test_a_dependent_append_carries_no_mark_above_its_predecessors():
 
 
 @on_virtual_loop
-async def test_room_is_first_come_first_served_and_returned_when_unused():
+async def test_window_space_is_granted_in_order_and_returned_when_unused():
     window = AppendWindow(rows_max=10, bytes_max=1 << 20)
     assert window.try_take(8, 1)
     async with asyncio.TaskGroup() as group:

@@ -298,7 +298,7 @@ async def test_a_stream_that_has_failed_waits_for_no_server():
 
 
 @on_virtual_loop
-async def test_closing_waits_for_what_is_in_progress_and_reports_what_stays_unknown():
+async def test_closing_waits_for_pending_appends_and_reports_unknown_outcomes():
     config = replace(IN_MEMORY_CONFIG, request_timeout_ms=1_000)
     async with memory_cluster() as cluster:
         client = cluster.client(config)
@@ -855,7 +855,7 @@ async def test_a_client_whose_opening_is_cancelled_leaves_nothing_behind():
 
 
 @on_virtual_loop
-async def test_a_flush_waits_for_what_was_appended_before_and_for_nothing_else():
+async def test_a_flush_waits_for_earlier_appends_only():
     """A service that always has an append under way would wait without end."""
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         await client.mount([0])

@@ -1,4 +1,4 @@
-"""Pauses between tries."""
+"""Pauses between retries."""
 
 from random import Random
 

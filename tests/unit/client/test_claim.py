@@ -1,4 +1,4 @@
-"""A task's place in a write: which attempts compete, and when it is over; over memory."""
+"""Task claims of a write: competing attempts, and the end of a write; in memory."""
 
 import asyncio
 from contextlib import asynccontextmanager

@@ -1,4 +1,4 @@
-"""The Waltz in memory does for clients what a cluster does, in calm and in trouble."""
+"""`MemoryWaltz` fulfills the client contract, with and without faults."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A dial that many wait for, the two connections to each server, and what waits on them."""
+"""Connections to servers: shared dials, two for each server, and their pending requests."""
 
 import asyncio
 import socket

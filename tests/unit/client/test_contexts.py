@@ -1,4 +1,4 @@
-"""What a transaction context may claim to have seen, when others write while it computes."""
+"""The marks that a transaction context may claim while other clients write."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""How far a feed has come, and what it takes in."""
+"""The position of a feed, and which headers it accepts."""
 
 import struct
 
@@ -18,7 +18,7 @@ ROWS = tuple(req(i, 0, 99) for i in range(1, 10))
 def fed(mark: int, ahead_max: int = 10) -> FeedCursor:
     cursor = FeedCursor(ahead_max)
     cursor.want(mark)
-    cursor.know(mark)
+    cursor.start_at_end(mark)
     cursor.mounted()
     return cursor
 
@@ -29,8 +29,8 @@ def test_no_feed_batch_is_accepted_before_a_subscription():
     assert cursor.take_request_mark() is None
     cursor.want(None)
     assert cursor.take(feed_batch(req(-1), 0, *ROWS)) is None
-    assert cursor.know(4) == 4
-    assert cursor.know(9) == 4
+    assert cursor.start_at_end(4) == 4
+    assert cursor.start_at_end(9) == 4
 
 
 def test_records_before_the_start_do_not_count_as_lag():
@@ -41,18 +41,18 @@ def test_records_before_the_start_do_not_count_as_lag():
     assert cursor.take_request_mark() == mark
     latest = FeedCursor(ahead_max=3)
     latest.want(None)
-    assert latest.know(mark) == mark
+    assert latest.start_at_end(mark) == mark
     latest.mounted()
     assert latest.take_request_mark() == mark
 
 
-def test_a_batch_with_odd_headers_is_rejected_in_words():
+def test_a_batch_with_invalid_headers_is_rejected_with_a_reason():
     message = feed_batch(req(-1), 0, *ROWS[:2])
     spoiled = type(message)(message.req_id, 0, 3, message.headers, 1, -1, bytes(16))
     assert "found 40" in fed(BEFORE_FIRST).take(spoiled)
 
 
-def test_more_is_requested_once_for_each_grant_and_within_bounds():
+def test_a_cursor_requests_more_once_when_half_is_applied():
     cursor = fed(BEFORE_FIRST, ahead_max=3)
     assert cursor.take_request_mark() == BEFORE_FIRST
     assert cursor.take_request_mark() is None
@@ -74,7 +74,7 @@ def test_a_lagging_cursor_accepts_no_feed_batch_until_it_resumes():
     with pytest.raises(AssertionError):
         cursor.resume(3)
     cursor.resume(50)
-    assert cursor.know(60) == 50
+    assert cursor.start_at_end(60) == 50
 
 
 # ---------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The data of fed transactions: what is kept of it, for how long, and in how many bytes."""
+"""The cache of fed payloads: what it keeps, for how long, and its size limit."""
 
 import asyncio
 from collections import defaultdict
@@ -109,7 +109,7 @@ class Holder:
         self.budget.release(self, first)
 
 
-def test_chunks_over_the_budget_go_oldest_first_and_the_newest_stays():
+def test_chunks_over_the_budget_are_dropped_oldest_first_except_the_newest():
     budget = DataBudget(100)
     one, two = Holder(budget), Holder(budget)
     one.keep(0, 40)

@@ -17,7 +17,7 @@ def pay(builder: TransactionBuilder, account: int, amount: int = 0) -> bool:
     return amount > 0
 
 
-def test_a_call_is_a_context_and_executes_nothing():
+def test_a_call_of_a_decorated_function_returns_a_context_without_executing_it():
     context = pay(7, amount=100)
     assert (context.retries_max, context.timeout_ms) == (3, 60_000)
     assert context.creation_time_ms > 0
@@ -49,7 +49,7 @@ def test_the_partition_is_named_once_where_the_function_is_decorated(decorate):
         decorate()
 
 
-def test_a_partition_is_chosen_by_a_lock_and_by_nothing_else():
+def test_partition_by_must_return_a_lock():
     @transactional(partition_by=lambda: None)
     def anywhere(builder: TransactionBuilder) -> bool:
         return True

@@ -1,4 +1,4 @@
-"""What an author knows of what is in flight."""
+"""What an application may claim to have seen of appends that are in flight."""
 
 from dataclasses import replace
 

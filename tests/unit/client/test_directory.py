@@ -1,4 +1,4 @@
-"""Directories: one that is given the layout, and lookups by many callers at once."""
+"""Directories of owners: with a given layout, and with concurrent lookups."""
 
 import asyncio
 from types import SimpleNamespace
@@ -18,8 +18,8 @@ from waltz_core.client.links.directory import (
     ZooKeeperDirectory,
 )
 from waltz_core.cluster.membership.registration import Ownership, ServersView
-from waltz_core.cluster.nodes.model import GroupDescriptor, ServerDescriptor
-from waltz_core.cluster.nodes.restored_from import NOT_RESTORED
+from waltz_core.cluster.znodes.model import GroupDescriptor, ServerDescriptor
+from waltz_core.cluster.znodes.restored_from import NOT_RESTORED
 from waltz_core.config import ClientConfig
 from waltz_core.records.record import ReplicaId
 
@@ -154,7 +154,7 @@ def test_the_present_owner_is_read_after_all_writes_and_only_a_settled_view_answ
     directory = directory_of(ZooKeeper())
 
     async def scenario():
-        with pytest.raises(errors.NotOwned, match="has no owner, or its assignment"):
+        with pytest.raises(errors.NotOwned, match="has no owner, or the assignment"):
             await directory.owner_now(0)
         return await directory.owner_now(0)
 
@@ -342,7 +342,7 @@ def test_a_new_session_does_not_repeat_reports(monkeypatch):
 
 
 class Slow:
-    """Connects on request, and counts how often that was asked."""
+    """Connects on request, and counts the requests."""
 
     def __init__(self, error=None):
         self.count = 0

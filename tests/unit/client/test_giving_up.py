@@ -1,4 +1,4 @@
-"""Callers that stop waiting for a partition leave nothing behind, however long it is idle.
+"""Callers that stop waiting for a partition leave no state behind.
 
 Contexts with a deadline, and appends to a partition without a server, time out by the thousands.
 """
@@ -65,6 +65,6 @@ async def test_a_timed_out_wait_for_outcomes_leaves_nothing():
     appends.add(row)
     for _ in range(COUNT):
         await give_up(appends.wait_for_earlier())
-    assert not any(each.waiting for each in appends._epochs)
+    assert not any(each.waiting for each in appends._flush_groups)
     appends.abandon(errors.Unreachable("no server is there"))
     assert row.future.exception() is not None

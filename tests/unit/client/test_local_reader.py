@@ -1,4 +1,4 @@
-"""What a reader trusts in the files of a storage on its own machine."""
+"""The checks of a reader that reads a storage's files on the same machine."""
 
 import asyncio
 import errno

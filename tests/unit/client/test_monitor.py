@@ -1,4 +1,4 @@
-"""What the transaction monitor makes of each piece of evidence."""
+"""Which outcomes the transaction monitor derives from each kind of evidence."""
 
 from unittest import mock
 

@@ -1,4 +1,4 @@
-"""Over real sockets: what is late on an old connection, and what a move does to order and outcomes.
+"""A partition moves, over real sockets: late messages, order and outcomes of appends.
 
 `test_stream.py`, `test_mounts.py` and the simulator have each rule by itself; here client and
 server meet, with what was sent before a break arriving after everything was settled without it.
@@ -27,7 +27,7 @@ from waltz_core.client import Reason
 from waltz_core.client.links import silence
 from waltz_core.client.stream import appends
 from waltz_core.cluster.coordinator import Coordinator
-from waltz_core.cluster.nodes import model
+from waltz_core.cluster.znodes import model
 from waltz_core.cluster.zookeeper import zookeeper_session
 from waltz_core.config import ClientConfig
 from waltz_core.records.record import PartitionId, TransactionId
@@ -184,7 +184,7 @@ async def test_late_appends_on_an_old_connection_are_rejected(moves: int) -> Non
 
 @MOVES
 @on_virtual_loop
-async def test_an_answer_that_is_late_is_not_missed_and_nothing_is_written_twice(
+async def test_a_late_answer_counts_and_no_row_is_written_twice(
     moves: int,
 ) -> None:
     async with two_servers() as (cluster, there, client):
@@ -208,7 +208,7 @@ async def test_an_answer_that_is_late_is_not_missed_and_nothing_is_written_twice
 
 
 @on_virtual_loop
-async def test_moves_to_and_fro_lose_nothing_and_double_nothing() -> None:
+async def test_repeated_moves_lose_and_duplicate_no_transaction() -> None:
     async with two_servers() as (cluster, there, client):
         seen = Applying()
         await client.subscribe(seen, [0])
@@ -291,7 +291,7 @@ async def placed_client(
 @on_virtual_loop
 @mock.patch.object(net, "HELLO_S_MAX", 60.0)
 @mock.patch.object(silence, "SILENT_S", 0.05)
-async def test_a_client_of_a_frozen_server_turns_to_the_next_owner(
+async def test_a_client_of_a_frozen_server_connects_to_the_next_owner(
     what: str, is_placed: bool
 ) -> None:
     config = replace(IN_MEMORY_CONFIG, request_timeout_ms=60_000, server_connect_timeout_ms=60_000)

@@ -1,4 +1,4 @@
-"""How a client is opened, and the error for any other way."""
+"""How a client is opened, and the errors for invalid uses."""
 
 import asyncio
 import copy
@@ -39,7 +39,7 @@ def test_a_forgotten_await_is_reported_at_the_first_use():
 
 
 @pytest.mark.parametrize("opened", [WaltzClient, AsyncWaltzClient.connect])
-def test_settings_of_another_kind_are_rejected_in_words(opened):
+def test_settings_of_a_wrong_type_are_rejected_with_the_expected_type(opened):
     async def opening():
         opened(CONNECT, {"request_timeout_ms": 1})
 

@@ -1,4 +1,4 @@
-"""When an outage is logged, and what is done in one."""
+"""When a client logs an outage, and which errors it retries meanwhile."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""What waits to be sent."""
+"""The queue of appends that wait to be sent."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What a reader trusts in an answer."""
+"""The checks of a reader on the answers to range requests."""
 
 import asyncio
 from collections.abc import Collection
@@ -85,7 +85,7 @@ def test_every_malformed_answer_raises(changes, error):
 
 
 class Storage:
-    """A connection to a storage that has one answer to whatever it is asked."""
+    """A connection to a storage that gives one answer to every request."""
 
     address = "s1:6001"
     is_closed = False

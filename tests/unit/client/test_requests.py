@@ -1,4 +1,4 @@
-"""Questions to a partition's owner: where they go, and which answers are not the last word."""
+"""Requests to a partition's owner: routing, and answers that cause a retry."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""When the log reports that a server owes an answer, and when that this is over."""
+"""When the client logs that a server does not answer, and that it answers again."""
 
 import asyncio
 import logging

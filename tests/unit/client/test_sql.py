@@ -1,4 +1,4 @@
-"""The mark and the changes stand in the database together, or not at all."""
+"""A callback's mark and its changes are committed in one database transaction."""
 
 import importlib
 import sqlite3
@@ -15,7 +15,7 @@ from tests.patience import HANG_S
 from waltz_core.client import PoisonPolicy, Transaction, TransactionBuilder
 from waltz_core.client.api import sql
 from waltz_core.client.api.sql import SqlCallbacks
-from waltz_core.cluster.nodes.restored_from import RestoredFrom
+from waltz_core.cluster.znodes.restored_from import RestoredFrom
 from waltz_core.errors import BadConfig, BadRequest, ClusterKeyMismatch, DataLoss, Unreachable
 from waltz_core.records.record import PartitionId, TransactionId
 
@@ -29,7 +29,7 @@ TOTALS = sa.Table(
 
 
 class NoData:
-    """A source that is never asked."""
+    """A source that receives no request."""
 
     async def data_of(self, transaction_id: TransactionId) -> bytes:
         raise AssertionError(transaction_id)
@@ -446,7 +446,7 @@ def test_transactions_of_another_instance_are_left_out_of_a_batch(engine: sa.Eng
     assert (one.total, other.client_high_water_mark(0)) == (13, 12)
 
 
-def test_a_filter_moves_the_mark_past_what_it_leaves_out(engine: sa.Engine) -> None:
+def test_a_filter_moves_the_mark_past_filtered_transactions(engine: sa.Engine) -> None:
     callbacks = Summing(engine)
     apply_all(callbacks, [3, 8], last=20)
     assert (callbacks.total, callbacks.client_high_water_mark(0)) == (2, 20)

@@ -1,4 +1,4 @@
-"""SQL views over a log in this process: batches, filters, and contexts on a view that is behind."""
+"""SQL views of a log: batches, filters, and contexts on a view that lags behind."""
 
 import threading
 import time

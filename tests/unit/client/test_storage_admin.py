@@ -1,4 +1,4 @@
-"""Administration of a storage: which answers are taken for the answer to a request."""
+"""The admin client of a storage: which message it accepts as the answer to a request."""
 
 import asyncio
 

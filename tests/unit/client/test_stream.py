@@ -1,4 +1,4 @@
-"""What a stream does, event by event."""
+"""The stream machine of one partition, event by event."""
 
 from dataclasses import replace
 
@@ -239,7 +239,7 @@ def test_an_answer_on_the_old_link_counts():
         lambda data: replace(data, first=11, next=13, records=headers(11, req(1), req(2))),
     ],
 )
-def test_headers_that_are_not_those_requested_settle_nothing(spoil):
+def test_headers_that_do_not_match_the_request_settle_no_row(spoil):
     scenario = in_doubt()
     scenario.mounted(scenario.link(number=2), 11, link=2)
     (asked,) = scenario.sent(m.RangeRequest)
@@ -379,7 +379,7 @@ def test_a_rejected_mount_waits_for_the_other_answers_and_keeps_its_link():
     assert [each.req_id for each in scenario.sent(m.AppendRequest)] == [req(3)]
 
 
-def test_answers_that_do_not_come_are_not_waited_for_long():
+def test_missing_answers_time_out():
     scenario = Scenario().ready()
     for token in (1, 2):
         scenario.step(stream_events.SendAppends(submission(token)))
@@ -550,7 +550,7 @@ def test_late_batches_of_an_ended_feed_are_ignored():
     assert scenario.stream.phase is not Phase.READY
 
 
-def test_a_feed_that_begins_again_takes_nothing_of_the_one_before():
+def test_a_restarted_feed_ignores_messages_of_the_earlier_one():
     scenario = Scenario()
     request = scenario.fed(4)
     scenario.step(stream_events.Unsubscribe())
@@ -576,7 +576,7 @@ def test_messages_of_an_earlier_mount_are_ignored_on_the_same_link():
     assert [e.first for e in scenario.receive(replace(late, req_id=again.req_id))] == [3]
 
 
-def test_ending_a_feed_that_never_was_changes_nothing():
+def test_ending_a_feed_that_never_started_changes_nothing():
     scenario = Scenario().ready(4)
     assert scenario.step(stream_events.Unsubscribe()) == []
     assert scenario.stream.phase is Phase.READY
@@ -609,7 +609,7 @@ def test_a_gap_in_the_feed_is_never_handed_on():
     assert "gap" in scenario.stream.failure
 
 
-def test_no_more_is_requested_while_the_application_lags_far():
+def test_a_suspended_feed_requests_no_more_until_half_is_applied():
     scenario = Scenario()
     request = scenario.fed(-1)
     scenario.receive(feed_batch(request.req_id, 0, *(req(i, 0, 99) for i in range(50))))
@@ -721,7 +721,7 @@ def test_a_duplicate_row_in_the_log_is_reported():
         scenario.receive(feed_batch(request.req_id, 0, req(1), req(1)))
 
 
-def test_marks_come_from_everything_that_is_received():
+def test_every_feed_batch_raises_the_known_high_water_mark():
     scenario = Scenario()
     request = scenario.fed(3)
     assert scenario.stream.high_water_mark == 3

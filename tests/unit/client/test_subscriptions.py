@@ -1,4 +1,4 @@
-"""Partitions that are subscribed, paused and resumed while a client runs."""
+"""Partitions are subscribed, paused and resumed while a client runs."""
 
 import asyncio
 import contextlib
@@ -143,7 +143,7 @@ async def test_applied_transactions_count_before_a_slow_run_ends():
 
 
 @on_virtual_loop
-async def test_a_feed_ends_after_what_is_being_applied():
+async def test_a_feed_ends_after_the_transaction_that_is_being_applied():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         callbacks = Shared()
         await write(client, 0, 100)
@@ -306,7 +306,7 @@ class Picking(Shared):
 
 
 @on_virtual_loop
-async def test_a_filtered_feed_brings_what_passes_and_the_mark_continues():
+async def test_a_filtered_feed_delivers_matching_transactions_and_the_mark_advances():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         await write_headers(client, 0, 7, 8, 9, 8, 8)
         callbacks = Picking()
@@ -385,7 +385,7 @@ class Withdraw(TransactionContext):
 
 
 @on_virtual_loop
-async def test_a_view_that_is_not_fed_claims_no_more_than_it_has_applied():
+async def test_an_unsubscribed_partition_claims_only_the_mark_that_it_has_applied():
     """A new context, and an append without a mark, after its partition was unsubscribed."""
     account = [lock("account")]
     async with two_clients() as (_, one, two):
@@ -676,7 +676,7 @@ async def test_a_partition_that_is_resumed_while_its_feed_starts_is_applied_once
 
 @pytest.mark.parametrize("is_context", [True, False])
 @on_virtual_loop
-async def test_an_append_before_the_mark_is_known_claims_nothing(is_context):
+async def test_an_append_before_the_mark_is_known_claims_no_mark(is_context):
     async with two_clients() as (_, client, other):
         locks = [lock("counter")]
         await (await other.append(b"\x01", partition=0, header=3, write_locks=locks))
@@ -704,7 +704,7 @@ async def test_an_append_before_the_mark_is_known_claims_nothing(is_context):
 
 
 @on_virtual_loop
-async def test_a_context_continues_where_the_feed_could_not_start():
+async def test_a_context_completes_although_the_feed_failed_to_start():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
 
         class Broken(AskedForLong):

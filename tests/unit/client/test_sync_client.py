@@ -1,4 +1,4 @@
-"""The client for threads, when one of them closes it while another one uses it."""
+"""The sync client when one thread closes it while another one uses it."""
 
 import asyncio
 import gc

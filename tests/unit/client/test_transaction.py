@@ -1,4 +1,4 @@
-"""The words of the programming model."""
+"""Transactions, locks and contexts: the values of the programming model."""
 
 from array import array
 from dataclasses import replace
@@ -99,7 +99,7 @@ def test_a_builder_rejects_invalid_values():
         check_data(wide)
 
 
-def test_no_transaction_has_more_locks_than_a_frame_takes():
+def test_the_locks_of_a_transaction_fit_into_a_frame():
     made = builder()
     assert LOCKS_MAX <= ENTRIES_MAX
     made.set_append_locks(range(LOCKS_MAX))

@@ -1,4 +1,4 @@
-"""What an error says about the rows of an append."""
+"""What an error means for the rows of an append."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What an application writes, without an annotation that it does not need; checked by mypy."""
+"""An application with few annotations, which mypy must accept."""
 
 from waltz_core.client import (
     BYTES,

@@ -1,4 +1,4 @@
-"""Ownership: the figures that the original was seen to reach, and the four invariants."""
+"""Assignment of partitions: results that were observed with 0.13, and the four invariants."""
 
 import pytest
 from hypothesis import given
@@ -13,7 +13,11 @@ from waltz_core.cluster.membership.assignment import (
     is_current,
     move_partitions,
 )
-from waltz_core.cluster.nodes.model import PartitionAssignment, ReplicaAssignments, ServerDescriptor
+from waltz_core.cluster.znodes.model import (
+    PartitionAssignment,
+    ReplicaAssignments,
+    ServerDescriptor,
+)
 
 
 def live(*server_ids, preferred=None):
@@ -75,7 +79,7 @@ def test_preferred_partitions_are_assigned_to_their_first_server_beyond_its_shar
     assert found.servers == {1: {1: 1, 2: 1, 3: 1}, 2: {0: 1}}
 
 
-def test_a_preference_for_what_it_owns_moves_nothing():
+def test_preferring_an_owned_partition_moves_nothing():
     old = PartitionAssignment(1, 4, {1: {0: 7, 1: 7}, 2: {2: 7, 3: 7}})
     assert assigned(old, live(1, 2, preferred={2: [2]})).servers == old.servers
 
@@ -122,7 +126,7 @@ def test_a_new_server_gets_its_share_although_others_would_keep_all_partitions()
     assert new == assigned(old, live(1, 2, 3), cversion=2)
 
 
-def test_a_move_raises_the_generation_of_what_moves_and_of_nothing_else():
+def test_a_move_raises_the_generation_of_moved_partitions_only():
     old = PartitionAssignment(7, 4, {1: {0: 5, 1: 5}, 2: {2: 5, 3: 5}})
     new = move_partitions(old, {1: 2, 3: 1, 2: 2})
     assert new == PartitionAssignment(7, 4, {1: {0: 5, 3: 6}, 2: {1: 6, 2: 5}})

@@ -1,4 +1,4 @@
-"""The record of changes: bytes, order, outcome, and that its size is limited."""
+"""The record of changes: encoding, order, outcome, and its size limit."""
 
 import asyncio
 import re
@@ -34,7 +34,7 @@ def in_cluster(scenario):
 
 
 @given(st.builds(AuditEntry, texts, times, texts, texts, st.none() | times))
-def test_an_entry_is_what_was_written(made):
+def test_an_audit_entry_survives_a_round_trip(made):
     assert AuditEntry.from_bytes(made.to_bytes()) == made
 
 

@@ -1,4 +1,4 @@
-"""The file of a backup says what it was made of, and a damaged or contradicting one is rejected."""
+"""The file of a backup: round trips, and errors for damaged or contradictory files."""
 
 from dataclasses import replace
 from uuid import UUID
@@ -8,8 +8,8 @@ import pytest
 from waltz_core.archive.manifest import Manifest, ObjectEntry, framed, unframed
 from waltz_core.archive.saved_manifest import SavedManifest
 from waltz_core.cluster.change.backup import Backup, PartitionBackup, merged_writes
-from waltz_core.cluster.nodes.restored_from import NOT_RESTORED, RestoredFrom
 from waltz_core.cluster.writes import BegunWrite, TaskState, WriteState
+from waltz_core.cluster.znodes.restored_from import NOT_RESTORED, RestoredFrom
 from waltz_core.errors import BadFormat, ChecksumMismatch
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import GENESIS_CHAIN
@@ -39,7 +39,7 @@ BACKUP = Backup(
 )
 
 
-def test_a_backup_is_what_was_written():
+def test_a_backup_survives_a_round_trip():
     assert Backup.from_bytes(BACKUP.to_bytes(), "f") == BACKUP
     assert BACKUP.marks == {0: 7, 1: -1}
 
@@ -85,7 +85,7 @@ def test_wrong_values_are_named(changes, said):
 @pytest.mark.parametrize(
     ("partition", "said"),
     [
-        (PartitionBackup(7, 60, 3, None), "partition 0: no manifest reaches 7"),
+        (PartitionBackup(7, 60, 3, None), "partition 0: expected a manifest up to 7, found none"),
         (PartitionBackup(10, 60, 3, saved()), "up to 10 or more, found .* up to 9"),
         (PartitionBackup(7, 60, 3, saved(partition=1)), "found one of partition 1"),
         (PartitionBackup(7, 60, 3, saved(key=UUID(int=8))), f"found .*cluster {UUID(int=8)}"),

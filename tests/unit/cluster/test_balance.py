@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from waltz_core.cluster.membership.assignment import assign_partitions, move_partitions
 from waltz_core.cluster.membership.balance import BalanceLimits, Balancer
 from waltz_core.cluster.membership.loads import LoadBook, LoadMeter
-from waltz_core.cluster.nodes.model import PartitionAssignment, ServerDescriptor
+from waltz_core.cluster.znodes.model import PartitionAssignment, ServerDescriptor
 
 PASS_PAUSE_MS = 600_000
 INTERVAL_MS, WINDOW_MS = 5_000, 30_000
@@ -62,7 +62,7 @@ def test_idle_partitions_are_spread_by_count():
     assert set(moves.values()) == {2}
 
 
-def test_servers_that_report_nothing_neither_give_nor_take():
+def test_servers_without_a_load_report_neither_lose_nor_get_partitions():
     owners = {0: 1, 1: 1, 2: 3}
     assert planned(owners, {0: 500, 1: 500}, servers=[1, 2]) in ({0: 2}, {1: 2})
     assert planned(owners, {0: 500, 1: 500, 2: 9_999}, servers=[2, 3]) == {}
@@ -222,7 +222,7 @@ class Cluster:
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("noise", [0.0, 0.2, 0.5])
 @pytest.mark.parametrize(("partition_count", "server_count"), [(4, 2), (9, 3)])
-def test_ten_times_the_traffic_is_alone_within_a_minute_and_nothing_flaps(
+def test_a_partition_with_ten_times_the_traffic_is_alone_within_a_minute_and_stays(
     partition_count, server_count, noise, seed
 ):
     cluster = Cluster(dict.fromkeys(range(partition_count), 100.0), server_count, seed, noise)
@@ -242,7 +242,7 @@ def test_ten_times_the_traffic_is_alone_within_a_minute_and_nothing_flaps(
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_an_hour_of_noise_moves_next_to_nothing(seed):
+def test_an_hour_of_noise_moves_few_partitions(seed):
     chance = random.Random(seed)
     rates = {p: chance.choice([0.0, 1.0, 50.0, 200.0, 1_000.0]) for p in range(24)}
     cluster = Cluster(rates, 3, seed, 0.5)
@@ -273,7 +273,7 @@ def test_a_load_that_varies_does_not_move_partitions_each_time():
     assert len(cluster.moves) <= 8 * 60 * MINUTE_MS // PASS_PAUSE_MS
 
 
-def test_many_partitions_come_to_balance():
+def test_many_partitions_are_balanced():
     chance = random.Random(1)
     rates = {p: 100_000.0 / (1 + p) * chance.uniform(0.5, 1.5) for p in range(200)}
     cluster = Cluster(rates, 3, 1, 0.3)

@@ -1,4 +1,4 @@
-"""Steps of replica changes: single cases, and every plan against an owner that follows them."""
+"""Steps of replica changes: single cases, and every plan against a modeled owner."""
 
 import pytest
 from hypothesis import example, given
@@ -8,7 +8,7 @@ from waltz_core import errors
 from waltz_core.cluster.change import changes
 from waltz_core.cluster.change.changes import Change, PartitionReplicas, Plan, Wait
 from waltz_core.cluster.membership.assignment import check_replica_change
-from waltz_core.cluster.nodes.model import (
+from waltz_core.cluster.znodes.model import (
     NO_GENERATION,
     UNRESOLVED,
     PartitionMetadata,
@@ -82,7 +82,7 @@ def test_a_single_replica_gets_a_second_one_though_it_has_to_copy_first():
     assert step(seen("A"), "B", "B") == "AB"
 
 
-def test_without_a_history_nothing_is_awaited():
+def test_without_metadata_the_next_step_waits_for_no_replica():
     assert step(PartitionReplicas(("A", "B", "C"), None), "ABD", "D") == "ABCD"
     assert step(PartitionReplicas(("A", "B", "C", "D"), None), "ABD", "D") == "ABD"
     assert step(PartitionReplicas((), None), "ABD", "ABD") == "ABD"

@@ -1,8 +1,8 @@
-"""Since when ZooKeeper is away, or back."""
+"""Since when ZooKeeper has been unavailable or available."""
 
 import asyncio
 
-from waltz_core.cluster.nodes.contact import ABSENCE_MS_MIN, Contact
+from waltz_core.cluster.znodes.contact import ABSENCE_MS_MIN, Contact
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
 
 
@@ -32,7 +32,7 @@ def test_a_node_that_is_replaced_at_once_is_not_absent():
     assert (contact.disconnected_ms, contact.reconnected_ms) == (0, None)
 
 
-def test_without_a_connection_from_the_beginning_it_is_away_since_then():
+def test_without_any_connection_zookeeper_is_unavailable_since_the_start():
     zookeeper = MemoryZooKeeper(asyncio.Event)
     session = zookeeper.session()
     session.suspend()

@@ -9,8 +9,8 @@ from tests.loops import on_virtual_loop
 from waltz_core import errors
 from waltz_core.cluster.change.creation import NewCluster
 from waltz_core.cluster.coordinator import Coordinator
-from waltz_core.cluster.nodes import model
-from waltz_core.cluster.nodes.znodes import Set
+from waltz_core.cluster.znodes import model
+from waltz_core.cluster.znodes.interface import Set
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import (
     MemorySession,
     MemoryZooKeeper,

@@ -1,4 +1,4 @@
-"""A cluster that makes no sense is refused before anything is written; the steps come in order."""
+"""An invalid cluster is rejected before anything is written; the order of the writes."""
 
 from uuid import UUID
 
@@ -10,8 +10,8 @@ from waltz_core.cluster.change.creation import (
     NewStorage,
     creation_steps,
 )
-from waltz_core.cluster.nodes.paths import ClusterPaths
-from waltz_core.cluster.nodes.znodes import NO_NODE, CreateNode, Set
+from waltz_core.cluster.znodes.interface import NO_NODE, CreateNode, Set
+from waltz_core.cluster.znodes.paths import ClusterPaths
 from waltz_core.errors import BadConfig
 
 KEY = UUID(int=1)

@@ -1,4 +1,4 @@
-"""What an auth file may say, and what is said of the rest: never what stands in it."""
+"""Auth files: what they may contain, and errors that never quote a secret."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Loads: what is measured, reported and trusted."""
+"""Loads of partitions: measurement, reports, and which reports count."""
 
 import asyncio
 
@@ -16,7 +16,7 @@ from waltz_core.cluster.membership.loads import (
     decode_loads,
     encode_loads,
 )
-from waltz_core.cluster.nodes.znodes import Set
+from waltz_core.cluster.znodes.interface import Set
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
 from waltz_core.errors import BadFormat
 
@@ -80,7 +80,7 @@ def test_a_young_load_of_an_unknown_partition_is_not_trusted():
 
 
 @given(all_loads)
-def test_loads_are_what_was_written(loads):
+def test_loads_survive_a_round_trip(loads):
     assert decode_loads(encode_loads(loads)) == loads
 
 

@@ -1,4 +1,4 @@
-"""Live servers and their assignment: registrations, the lead, and what is in force."""
+"""Live servers: registration, the lead server, and the assignment in force."""
 
 import asyncio
 import contextlib
@@ -13,9 +13,9 @@ from waltz_core.cluster.change.creation import NewCluster
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.membership.reachability import ReachBoard, ReachReport
 from waltz_core.cluster.membership.registration import WRITE_ATTEMPTS_MAX, Membership, Ownership
-from waltz_core.cluster.nodes import model
-from waltz_core.cluster.nodes.node_access import ClusterNodes
-from waltz_core.cluster.nodes.znodes import CreateNode, Set
+from waltz_core.cluster.znodes import model
+from waltz_core.cluster.znodes.interface import CreateNode, Set
+from waltz_core.cluster.znodes.node_access import ClusterNodes
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import (
     SESSION_TIMEOUT_MS,
     MemoryZooKeeper,
@@ -199,7 +199,7 @@ async def test_a_second_node_of_the_same_server_is_removed(cluster):
 
 
 @in_cluster
-async def test_only_settled_views_are_called_back_and_each_once(cluster):
+async def test_each_settled_view_is_reported_once_and_no_other(cluster):
     (one, _), (two, _), (onlooker, _) = cluster.member(), cluster.member(), cluster.member()
     seen = Inbox()
     async with running(onlooker.follow(seen)):
@@ -329,7 +329,7 @@ async def looked(cluster):
 
 
 @in_cluster
-async def test_after_a_return_of_zookeeper_those_that_register_again_keep_what_they_had(cluster):
+async def test_servers_that_register_again_after_an_outage_keep_their_partitions(cluster):
     (one, first), (two, second) = await cluster.servers(2)
     at_one, at_two = Inbox(), Inbox()
     async with running(one.follow(at_one), two.follow(at_two)):
@@ -407,7 +407,7 @@ async def test_the_wait_for_an_absent_server_ends(cluster, end):
 
 
 @in_cluster
-async def test_the_loss_of_one_node_of_an_ensemble_delays_nothing(cluster):
+async def test_the_loss_of_one_zookeeper_server_delays_nothing(cluster):
     async with two_servers(cluster) as (first, _two, second, at_two):
         second.suspend()
         cluster.zookeeper.advance(100)

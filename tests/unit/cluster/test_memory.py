@@ -1,11 +1,11 @@
-"""The ZooKeeper in memory: order of watches, and that sessions and faults do what they say."""
+"""The ZooKeeper in memory: order of watches, sessions and faults."""
 
 import asyncio
 
 import pytest
 
 from waltz_core import errors
-from waltz_core.cluster.nodes.znodes import NO_NODE, CreateNode, Delete, SessionState, Set
+from waltz_core.cluster.znodes.interface import NO_NODE, CreateNode, Delete, SessionState, Set
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper, WriteFault
 
 

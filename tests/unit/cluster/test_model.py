@@ -1,9 +1,9 @@
-"""What decoders say about bytes that mean nothing, and what encoders refuse."""
+"""Errors of decoders for invalid bytes, and of encoders for invalid values."""
 
 import pytest
 
 from waltz_core import errors
-from waltz_core.cluster.nodes import model
+from waltz_core.cluster.znodes import model
 
 
 @pytest.mark.parametrize(

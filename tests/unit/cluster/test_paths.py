@@ -1,6 +1,6 @@
-"""The table of nodes and the paths agree."""
+"""The documented table of nodes agrees with the paths."""
 
-from waltz_core.cluster.nodes.paths import ZNODES, ClusterPaths
+from waltz_core.cluster.znodes.paths import ZNODES, ClusterPaths
 
 
 def test_the_table_names_every_path():

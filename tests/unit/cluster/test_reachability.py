@@ -1,4 +1,4 @@
-"""Which servers may own partitions, by what other servers report of them."""
+"""Which servers may own partitions, given what other servers report about them."""
 
 import asyncio
 
@@ -16,8 +16,8 @@ from waltz_core.cluster.membership.reachability import (
     ReachReport,
     eligible,
 )
-from waltz_core.cluster.nodes.node_access import ClusterNodes
-from waltz_core.cluster.nodes.znodes import CreateNode
+from waltz_core.cluster.znodes.interface import CreateNode
+from waltz_core.cluster.znodes.node_access import ClusterNodes
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
 
 

@@ -1,4 +1,4 @@
-"""Which log is trusted when only storages know, and the nodes that wait for that answer."""
+"""Rebuilding a cluster from its storages: which log is trusted, and the nodes meanwhile."""
 
 import asyncio
 from uuid import UUID
@@ -13,7 +13,7 @@ from waltz_core.cluster.change import rebuilding
 from waltz_core.cluster.change.creation import NewCluster, NewStorage
 from waltz_core.cluster.change.rebuilding import Log, choose
 from waltz_core.cluster.membership.assignment import assign_partitions
-from waltz_core.cluster.nodes import model
+from waltz_core.cluster.znodes import model
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
 from waltz_core.records.record import BEFORE_FIRST, NO_SESSION
 from waltz_core.replication.quorum import quorum_size
@@ -137,7 +137,7 @@ def test_other_logs_with_more_or_later_data_are_reported():
     assert rebuilding.losses(logs["A"], logs)[0] == lacking
 
 
-def test_ids_continue_above_all_that_were_given_out():
+def test_ids_continue_above_all_allocated_ones():
     year = 365 * 86_400
     assert rebuilding.ids_from(rebuilding.IDS_EPOCH_S + 5 * year) == 5 * year
     assert rebuilding.ids_from(0) == 1

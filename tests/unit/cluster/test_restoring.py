@@ -1,4 +1,4 @@
-"""The nodes of a restored cluster, over memory: where partitions begin, ids, and writes."""
+"""The nodes of a restored cluster: first IDs of partitions, ids, and writes."""
 
 import asyncio
 from dataclasses import replace
@@ -13,15 +13,15 @@ from waltz_core.cluster.change.creation import STEP_BYTES_MAX, NewCluster, NewSt
 from waltz_core.cluster.change.restoring import restored_cluster, restoring_steps
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.membership.assignment import assign_partitions
-from waltz_core.cluster.nodes.model import (
+from waltz_core.cluster.writes import BegunWrite, TaskState, WriteState
+from waltz_core.cluster.znodes.interface import NO_NODE
+from waltz_core.cluster.znodes.model import (
     ArchivedMark,
     MarkerState,
     PartitionAssignment,
     ServerDescriptor,
 )
-from waltz_core.cluster.nodes.paths import ClusterPaths
-from waltz_core.cluster.nodes.znodes import NO_NODE
-from waltz_core.cluster.writes import BegunWrite, TaskState, WriteState
+from waltz_core.cluster.znodes.paths import ClusterPaths
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
 from waltz_core.replication.session_recovery import Origin, origin_of
 

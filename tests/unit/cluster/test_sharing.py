@@ -1,10 +1,10 @@
-"""Tests of `waltz_core.cluster.nodes.sharing`."""
+"""Tests of `waltz_core.cluster.znodes.sharing`."""
 
 import asyncio
 import gc
 
 from tests.loops import on_virtual_loop
-from waltz_core.cluster.nodes.sharing import Shared
+from waltz_core.cluster.znodes.sharing import Shared
 from waltz_core.errors import CoordinatorUnavailable
 
 

@@ -14,8 +14,8 @@ from waltz_core.cluster.change.changes import Plan
 from waltz_core.cluster.change.creation import NewCluster, NewStorage
 from waltz_core.cluster.change.storages import CONCURRENT_PARTITIONS_MAX, StorageLayout
 from waltz_core.cluster.coordinator import Coordinator, PartitionVersions
-from waltz_core.cluster.nodes import model
-from waltz_core.cluster.nodes.znodes import NO_NODE, Set
+from waltz_core.cluster.znodes import model
+from waltz_core.cluster.znodes.interface import NO_NODE, Set
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
 
 ROOT = "/w"

@@ -1,4 +1,4 @@
-"""Clusters are found wherever they are, and deleted whole, whatever comes in between."""
+"""Clusters are found at any depth, and deleted completely despite concurrent changes."""
 
 import asyncio
 
@@ -8,9 +8,9 @@ from tests.cluster_contract import KEY
 from tests.loops import on_virtual_loop
 from waltz_core import errors
 from waltz_core.cluster.change.creation import NewCluster
-from waltz_core.cluster.nodes import tree
-from waltz_core.cluster.nodes.paths import ClusterPaths
-from waltz_core.cluster.nodes.znodes import CreateNode
+from waltz_core.cluster.znodes import tree
+from waltz_core.cluster.znodes.interface import CreateNode
+from waltz_core.cluster.znodes.paths import ClusterPaths
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper, WriteFault
 
 
@@ -61,7 +61,7 @@ async def test_find_clusters_rejects_a_path_with_too_many_znodes(it, monkeypatch
 
 
 @on_virtual_loop
-async def test_a_deleted_cluster_leaves_nothing_and_its_neighbors_alone(it):
+async def test_a_deleted_cluster_leaves_no_znodes_and_its_neighbors_stay(it):
     await it.cluster("/a/one")
     await it.cluster("/a/two")
     kept = {path for path in it.zookeeper.dump() if not path.startswith("/a/two")}
@@ -139,7 +139,7 @@ async def test_deleting_a_cluster_under_constant_writes_fails_but_leaves_no_clus
 
 
 @on_virtual_loop
-async def test_the_remains_of_a_cluster_go_and_what_is_another_ones_stays(it):
+async def test_remains_of_a_cluster_are_deleted_and_other_clusters_stay(it):
     await it.session.write(
         [CreateNode("/w"), CreateNode("/w/store"), CreateNode("/w/store/partition")]
     )

@@ -1,4 +1,4 @@
-"""The watchdog: a loop that hangs keeps no session, and a process that was stopped does no harm."""
+"""The watchdog: a hanging event loop loses its session; a stopped process may keep it."""
 
 from waltz_core.cluster.zookeeper.watchdog import Watchdog
 

@@ -11,9 +11,9 @@ from tests.unit.cluster.test_coordinator import FAULTS, ROOT, MemoryWorld, with_
 from tests.writes_contract import MARKS, SCENARIOS
 from waltz_core import errors
 from waltz_core.cluster.coordinator import Coordinator
-from waltz_core.cluster.nodes.node_access import ClusterNodes
-from waltz_core.cluster.nodes.znodes import CreateNode, Delete
 from waltz_core.cluster.writes import TaskState, WriteRegistry, WriteState, check_name
+from waltz_core.cluster.znodes.interface import CreateNode, Delete
+from waltz_core.cluster.znodes.node_access import ClusterNodes
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper, WriteFault
 
 
@@ -119,7 +119,7 @@ def noted(call, name, calls):
 
 @FAULTS
 @on_virtual_loop
-async def test_an_answer_that_is_lost_costs_an_attempt_and_nothing_else(fault):
+async def test_a_lost_answer_costs_one_attempt_only(fault):
     _, session, coordinator = await with_cluster()
     writes = coordinator.writes
     session.faults += [fault] * 2

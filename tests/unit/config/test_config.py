@@ -1,4 +1,4 @@
-"""The settings themselves: complete, within bounds, documented, and consistent with the formats."""
+"""The declarations of settings: complete, within bounds, documented, consistent with formats."""
 
 import tomllib
 from dataclasses import fields
@@ -49,7 +49,7 @@ def test_each_setting_has_a_sentence_bounds_and_a_unit(config_type):
 
 
 @pytest.mark.parametrize("config_type", KINDS.values(), ids=KINDS)
-def test_every_bound_is_held(config_type):
+def test_every_bound_of_a_setting_is_enforced(config_type):
     given = {
         each.name: each.metadata["example"]
         for each in fields(config_type)

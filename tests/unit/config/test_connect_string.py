@@ -1,4 +1,4 @@
-"""What users type: what is understood, and what is said about the rest."""
+"""Connect strings: valid forms, and errors for invalid ones."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Where a value comes from, what is refused, and what is written."""
+"""Sources of settings, rejected values, and generated files."""
 
 import tomllib
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""A stretch of the feed in the original's frames: the same bytes as one message after the other."""
+"""Feed frames for 0.13 clients: many encoded at once equal the single messages."""
 
 import struct
 

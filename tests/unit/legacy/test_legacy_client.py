@@ -1,4 +1,4 @@
-"""What a 0.13 client receives for the answers of our partitions (docs/decisions/020)."""
+"""The messages that a 0.13 client receives for answers of a partition (decision 020)."""
 
 import struct
 from typing import Any
@@ -165,7 +165,7 @@ def test_a_loss_makes_the_client_mount_again_once(version: int, reason: Reason) 
     assert translated(original, result(3, Reason.NOT_MOUNTED)) is None
 
 
-def test_a_mount_that_is_not_answered_yet_is_not_ended_by_what_came_before_it() -> None:
+def test_an_unanswered_mount_is_not_ended_by_earlier_messages() -> None:
     original = mounted()
     original.note_request(messages.MountRequest(req(5), -1, 0), 0.0)
     assert translated(original, result(2, Reason.LOST)) is None

@@ -1,4 +1,4 @@
-"""Our client does at an original server what it does at ours, as far as that can be had there."""
+"""The client at a 0.13 server fulfills the client contract as far as 0.13 allows."""
 
 import pytest
 

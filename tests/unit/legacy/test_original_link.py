@@ -1,4 +1,4 @@
-"""The partitions of one connection to an original, and what they share."""
+"""The partitions of one connection to a 0.13 server, and their shared state."""
 
 from waltz_core.legacy.legacy_server_link import (
     LegacyServerLink,

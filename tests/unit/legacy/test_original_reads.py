@@ -1,4 +1,4 @@
-"""Ranges at an original: headers from feeds of their own, data one by one, what is kept open."""
+"""Range reads at a 0.13 server: headers from separate feeds, single data requests."""
 
 import asyncio
 

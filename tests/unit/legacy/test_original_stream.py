@@ -1,4 +1,4 @@
-"""What is said to an original, and what is concluded from what it says: event by event."""
+"""A stream to a 0.13 server, event by event: its requests, and derived outcomes."""
 
 import struct
 
@@ -177,7 +177,7 @@ def test_a_mount_that_fails_is_reported_with_its_reason(table, after, answers, e
     ]
 
 
-def test_a_mount_at_a_server_that_is_the_owner_no_more_is_not_trusted(table):
+def test_a_mount_at_a_former_owner_is_not_trusted(table):
     table.say(m.MountWriter(MOUNT, 3, LATEST_MARK, wants_feed=False))
     table.receive(m.HighWaterMarkResponse(MOUNT, 9))
     table.receive(m.MountResponse(MOUNT, 0), m.FlushResponse(MOUNT, 9))
@@ -206,7 +206,7 @@ def test_a_connection_with_an_unanswered_mount_is_closed(table):
     assert "got no answer" in table.end_reason
 
 
-def test_answers_to_an_older_mount_count_for_nothing(mounted):
+def test_answers_to_an_older_mount_are_ignored(mounted):
     mounted.say(m.MountWriter(mine(-2), 4, LATEST_MARK, wants_feed=False))
     assert mounted.receive(m.HighWaterMarkResponse(MOUNT, 20), m.MountResponse(MOUNT, 0)) == []
     assert mounted.sent == []
@@ -432,7 +432,7 @@ def test_headers_are_read_back_by_another_mount(mounted):
 
 
 @pytest.mark.parametrize("state", [1, 2, 0])
-def test_headers_that_do_not_come_end_in_an_error(mounted, state):
+def test_missing_headers_end_in_an_error(mounted, state):
     mounted.say(ask_headers(4, 6))
     translated = mounted.receive(fed(4, theirs(4)), m.MountResponse(mine(-5), state))
     assert [(type(each), each.req_id) for each in translated] == [(m.ErrorResponse, mine(-5))]

@@ -1,4 +1,4 @@
-"""What our client reports at a 0.13 server in trouble: nothing wrong, and an end to all."""
+"""A 0.13 server with faults: the client reports no wrong outcome and always ends."""
 
 import asyncio
 import random

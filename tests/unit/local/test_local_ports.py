@@ -1,4 +1,4 @@
-"""A port that is held is no other program's, and its daemon can listen at it."""
+"""A reserved port is used by no other program, and its daemon can listen on it."""
 
 import asyncio
 import socket
@@ -8,7 +8,7 @@ from waltz_core.local import ports
 from waltz_core.local.local_cluster import LOOPBACK
 
 
-def test_a_held_port_is_not_held_twice_and_a_daemon_listens_at_it():
+def test_a_reserved_port_is_not_reserved_twice_and_a_daemon_can_listen_at_it():
     port = free_port()
     held = ports.hold(port, LOOPBACK)
     assert held is not None
@@ -26,6 +26,6 @@ def test_a_held_port_is_not_held_twice_and_a_daemon_listens_at_it():
     again.close()
 
 
-def test_a_port_at_which_another_program_listens_is_not_held():
+def test_a_port_in_use_by_another_program_is_not_reserved():
     with socket.create_server((LOOPBACK, 0)) as other:
         assert ports.hold(other.getsockname()[1], LOOPBACK) is None

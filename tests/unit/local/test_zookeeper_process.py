@@ -1,4 +1,4 @@
-"""How ZooKeeper is called."""
+"""The command line that starts ZooKeeper."""
 
 import os
 import subprocess

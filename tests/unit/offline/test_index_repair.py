@@ -1,4 +1,4 @@
-"""Rebuilding an index: what it says, and that a crash leaves the old one or the new one."""
+"""Rebuilding an index: its report, and crashes that leave the old or the new index."""
 
 from contextlib import suppress
 from random import Random
@@ -125,7 +125,7 @@ def test_a_segment_with_a_wrong_header_gets_no_index(disk):
         repair_index(disk, SEGMENT, dry_run=False)
 
 
-def test_a_directory_is_held_alone(tmp_path):
+def test_a_repair_locks_the_storage_directory(tmp_path):
     disk = RealDisk()
     for name in ("waltz-x.id", "waltz-storage.ctl"):
         (tmp_path / name).write_bytes(bytes(200))

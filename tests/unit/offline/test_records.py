@@ -1,4 +1,4 @@
-"""The walk through a segment's records, over damage too."""
+"""Iteration over a segment's records, also across damage."""
 
 from random import Random
 

@@ -1,4 +1,4 @@
-"""What is counted of a segment."""
+"""The counts of a segment's statistics."""
 
 from collections import Counter
 

@@ -24,7 +24,7 @@ from waltz_core.offline.layout import UNBATCHED, crc32
 from waltz_core.offline.lineage import batches_of, header_of
 from waltz_core.offline.verify_control import read_slots
 from waltz_core.storage.disk.file_system import RealDisk
-from waltz_core.storage.files.format import IdRange, Mark, Marker, Slot
+from waltz_core.storage.files.format import IdRange, Marker, ProvisionalMark, Slot
 from waltz_sim.world.simulated_disk import DiskFault
 
 ONE, TWO, THREE = "2/0000000000000000000", "2/0000000000000000011", "2/0000000000000000024"
@@ -220,7 +220,7 @@ def test_records_of_another_history_are_found_by_the_chain(tmp_path, storage):
 
 
 def write_slot(storage, **changes):
-    """Let the slot that counts say something else; return what it said."""
+    """Change fields of the slot that counts; return the earlier slot."""
     data = (storage / SLOTS).read_bytes()
     both = [Slot.decode(data[at : at + 512]) for at in (0, 4096)]
     current = max(both, key=lambda one: one.sequence)
@@ -238,7 +238,7 @@ def test_a_slot_that_does_not_fit_the_log_is_reported(storage):
         f"{SLOTS}: acked id 30: expected chain {chain}, found no batch that ends there",
         f"{SLOTS}: closed with the acked id 30, but the log continues to 35",
     ]
-    write_slot(storage, acked=acked, low_water_mark=36, provisional=Mark(1, 40))
+    write_slot(storage, acked=acked, low_water_mark=36, provisional=ProvisionalMark(1, 40))
     assert found(storage)[0] == [
         f"{SLOTS}: expected a log up to the low-water mark 36, found it to end at 35",
         f"{SLOTS}: expected a log up to the provisional low-water mark 40, found it to end at 35",
@@ -262,7 +262,9 @@ def test_sessions_of_the_two_control_files_are_compared(storage):
 
 def test_records_may_have_no_batches_if_the_slot_states_it(storage):
     """The marker confirms records all the same."""
-    write_slot(storage, acked=Marker(35, UNBATCHED), nonce=bytes(16), provisional=Mark(1, 50))
+    write_slot(
+        storage, acked=Marker(35, UNBATCHED), nonce=bytes(16), provisional=ProvisionalMark(1, 50)
+    )
     path = seg(storage, 2, ".chn")
     path.write_bytes(path.read_bytes()[:64])
     writes = "records have no batches; the next start of the storage creates them"

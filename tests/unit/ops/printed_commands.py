@@ -1,4 +1,4 @@
-"""What the doctor prints is understood by the programs that it names."""
+"""Checks that programs accept the commands that the doctor prints."""
 
 import re
 import shlex

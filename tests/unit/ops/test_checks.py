@@ -1,10 +1,10 @@
-"""Which of the seven checks a partition passes: all of them in a healthy cluster."""
+"""The seven checks of a partition: a healthy cluster passes all of them."""
 
 import pytest
 
 from tests.unit.ops.test_diagnosis import ENGAGED, ONE, TWO, A, B, C, Case
 from waltz_core.cluster.membership.registration import Ownership
-from waltz_core.cluster.nodes.model import PartitionMetadata, ReplicaState
+from waltz_core.cluster.znodes.model import PartitionMetadata, ReplicaState
 from waltz_core.ops.checks import CHECKS, Failed, check, failed_checks
 
 BEHIND = ReplicaState(6, 50)

@@ -1,9 +1,9 @@
-"""The state of a partition, as the doctor and `verify` both use it."""
+"""The state of a partition, which the doctor and `cluster verify` share."""
 
 import pytest
 
 from tests.unit.ops.test_diagnosis import ENGAGED, ONE, SPARE, A, B, C, Case
-from waltz_core.cluster.nodes.model import PartitionMetadata, ReplicaState
+from waltz_core.cluster.znodes.model import PartitionMetadata, ReplicaState
 from waltz_core.ops.condition import PartitionCondition
 
 

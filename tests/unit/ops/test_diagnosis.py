@@ -1,4 +1,4 @@
-"""Facts in, findings out: a healthy cluster has none, and each fault has its own."""
+"""The diagnosis: no findings for a healthy cluster, and one finding for each fault."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.ops.printed_commands import check_understood
 from waltz_core.cluster.coordinator import Ownership
-from waltz_core.cluster.nodes.model import (
+from waltz_core.cluster.znodes.model import (
     UNRESOLVED,
     ArchivedMark,
     MarkerState,
@@ -22,12 +22,12 @@ from waltz_core.ops.facts import (
     Facts,
     LocalFacts,
     MemberFacts,
-    NodeFacts,
     PartitionFacts,
     ReplicaFacts,
     ServerFacts,
     SpaceFacts,
     StorageFacts,
+    ZooKeeperServerFacts,
 )
 from waltz_core.ops.findings import KINDS
 from waltz_core.records.record import BEFORE_FIRST, NO_SESSION
@@ -81,8 +81,8 @@ def healthy():
         groups={A: 0, B: 1, C: 2, SPARE: 2},
         partitions={0: partition(), 1: partition()},
     )
-    nodes = tuple(NodeFacts(each, mode="follower") for each in NODES)
-    return Facts(CONNECT, nodes, cluster=cluster)
+    zookeepers = tuple(ZooKeeperServerFacts(each, mode="follower") for each in NODES)
+    return Facts(CONNECT, zookeepers, cluster=cluster)
 
 
 class Case:
@@ -115,8 +115,8 @@ class Case:
         self.partition(number, metadata=PartitionMetadata(1, 7, states))
 
     def node(self, **changed):
-        first, *others = self.facts.nodes
-        self.facts = replace(self.facts, nodes=(replace(first, **changed), *others))
+        first, *others = self.facts.zookeeper_servers
+        self.facts = replace(self.facts, zookeeper_servers=(replace(first, **changed), *others))
 
     def local(self, *members):
         self.facts = replace(self.facts, local=LocalFacts("here/.waltz", members))
@@ -162,11 +162,11 @@ def test_without_zookeeper_only_that_is_reported(case):
 
 def test_a_zookeeper_server_that_does_not_answer_or_has_no_quorum(case):
     case.node(failure="refused", mode="")
-    assert case.the_only("zookeeper-node-unavailable").sentence == (
+    assert case.the_only("zookeeper-server-unavailable").sentence == (
         "ZooKeeper server zk1:2181 does not answer: refused"
     )
     case.node(failure="", mode="")
-    assert "is not part of a quorum" in case.the_only("zookeeper-node-without-quorum").sentence
+    assert "is not part of a quorum" in case.the_only("zookeeper-server-without-quorum").sentence
 
 
 def test_a_process_that_does_not_run_is_reported_once_and_by_name(case):
@@ -470,7 +470,7 @@ def test_one_suspect_replica_is_repaired_and_a_suspect_quorum_needs_a_decision(c
     assert found.command == f"waltz-core cluster accept-replicas 0 --connect {CONNECT}"
 
 
-def test_no_decision_is_needed_while_a_voter_is_only_away(case):
+def test_a_missing_voter_that_may_return_needs_no_accept_replicas(case):
     case.server(1, served={0: False})
     case.replica(A, is_suspect=True)
     case.storage(B, failure="refused", replicas={})
@@ -637,7 +637,7 @@ def test_findings_come_in_the_order_of_the_table(case):
     assert len(names) == 3
 
 
-def test_a_connect_string_is_given_as_a_shell_takes_it(case):
+def test_a_connect_string_is_quoted_for_a_shell(case):
     case.facts = replace(case.facts, connect=f"{CONNECT}?auth=/etc/my file")
     case.server(1, failure="refused", served={})
     assert case.the_only("server-unavailable").command.endswith(f"'{CONNECT}?auth=/etc/my file'")
@@ -679,6 +679,7 @@ def test_a_storage_that_answers_appends_much_later_than_the_others(case):
 
 URL = "s3://bucket/waltz"
 HOUR_S = 3_600.0
+INTERVAL_MS = 10_000
 
 
 def archived(last):
@@ -693,7 +694,9 @@ def archive():
     for address in (A, B, C, SPARE):
         case.storage(address, archive=ArchiveFacts(URL, 600_000))
     for number in (0, 1):
-        case.partition(number, marker=archived(90), unarchived_s=0.0)
+        case.partition(
+            number, marker=archived(90), unarchived_s=0.0, archive_interval_ms=INTERVAL_MS
+        )
     assert case.found() == []
     return case
 
@@ -704,7 +707,7 @@ def test_storages_with_different_archives(archive):
     assert f"storage {B} has the archive s3://other/waltz, the other storages {URL}" in (
         found.sentence
     )
-    assert found.command == "waltz-core storage run --config storage.toml"
+    assert found.command == f"waltz-core storage run --config storage.toml --archive-url {URL}"
     for address in (A, B):
         archive.storage(address, archive=None)
     assert archive.found() == [("archive-settings-differ", A), ("archive-settings-differ", B)]
@@ -723,6 +726,12 @@ def test_storages_without_the_archive_that_the_cluster_has(archive):
         archive.storage(address, archive=None)
     found = archive.the_only("archive-url-missing")
     assert "transactions of partitions 1 are archived, but no storage" in found.sentence
+    assert found.command == "waltz-core storage run --config storage.toml --archive-url URL"
+    archive.local()
+    directory = "--directory here/.waltz"
+    assert archive.the_only("archive-url-missing").command == (
+        f"waltz-core local down {directory} && waltz-core local up {directory} --archive URL"
+    )
     # Without a storage that answers it is not known.
     for address in (A, B, C, SPARE):
         archive.storage(address, admin_failure="refused")
@@ -742,9 +751,14 @@ def test_an_archive_that_cannot_be_written(archive):
     found = archive.the_only("archive-unavailable")
     assert "2 times in a row: archive: cannot write x: ACCESS_DENIED. Hint" in found.sentence
     assert found.command == f"waltz-core archive status --connect {CONNECT}"
-    # That the archive lags is a consequence.
+    # That the archive lags is a consequence, also of a single failure of each storage.
     archive.partition(0, unarchived_s=100 * HOUR_S)
     assert archive.the_only("archive-unavailable")
+    archive.storage(A, archive=failed)
+    archive.storage(B, archive=replace(failed, error="archive: cannot write y: ACCESS_DENIED"))
+    found = archive.the_only("archive-unavailable")
+    assert f"storages {A}, {B} could not write to the archive 1 times" in found.sentence
+    archive.storage(B, archive=ArchiveFacts(URL, 600_000))
     # Another storage has archived everything meanwhile.
     archive.partition(0, unarchived_s=0.0, marker=archived(90))
     assert archive.found() == []
@@ -759,14 +773,20 @@ def test_a_damaged_file_of_the_archive(archive):
     assert found.command == f"waltz-core archive verify --repair --connect {CONNECT}"
     # One that a read has found stays, also when everything is archived.
     archive.partition(0, unarchived_s=0.0, marker=archived(90))
-    archive.storage(A, archive=ArchiveFacts(URL, 600_000, read_damage="object 8: bad"))
+    damaged = ArchiveFacts(URL, 600_000, read_damage="object 8: bad")
+    archive.storage(A, archive=damaged)
     assert "object 8: bad" in archive.the_only("archive-damaged").sentence
+    # Another storage has found the same file.
+    archive.storage(C, archive=damaged)
+    assert f"storages {A}, {C} found a file" in archive.the_only("archive-damaged").sentence
+    archive.storage(B, archive=replace(damaged, read_damage="object 9: bad"))
+    assert [about for _, about in archive.found()] == [f"{A}, {C}", B]
 
 
 def test_an_archive_that_lags(archive):
-    archive.partition(0, marker=archived(20), unarchived_s=HOUR_S + 1_200)
+    archive.partition(0, marker=archived(20), unarchived_s=HOUR_S + 1_210)
     assert archive.found() == []
-    archive.partition(0, unarchived_s=HOUR_S + 1_201)
+    archive.partition(0, unarchived_s=HOUR_S + 1_211)
     found = archive.the_only("archive-lagging")
     assert "partition 0: 70 committed transactions are not archived" in found.sentence
     assert "the oldest has waited for 1.3 h" in found.sentence
@@ -779,11 +799,20 @@ def test_an_archive_that_lags(archive):
     assert archive.found() == []  # rule 2
 
 
+def test_an_archive_that_is_turned_off_does_not_lag(archive):
+    archive.partition(0, marker=archived(20), unarchived_s=100 * HOUR_S, archive_interval_ms=0)
+    assert archive.the_only("archive-lagging"), "another owner archives"
+    archive.partition(1, archive_interval_ms=0)
+    assert archive.found() == []
+
+
 def test_an_archive_that_is_not_used(archive):
     for number in (0, 1):
         archive.partition(number, marker=OPEN, unarchived_s=None)
     found = archive.the_only("archive-idle")
-    assert found.command == "waltz-core server run --config server.toml"
+    assert found.command == (
+        "waltz-core server run --config server.toml --archive-interval-ms 10000"
+    )
     assert "set archive_interval_ms in the settings of the servers" in found.sentence
     for number in (0, 1):
         archive.partition(number, mark=-1)

@@ -1,4 +1,4 @@
-"""The table of findings: every row can be filled in, and no two say the same."""
+"""The table of findings: every row can be formatted, and no two texts are equal."""
 
 import re
 
@@ -16,7 +16,7 @@ def test_each_finding_has_a_sentence_of_its_own():
 
 
 @pytest.mark.parametrize("name", list(KINDS))
-def test_a_finding_names_what_it_was_given(name):
+def test_a_finding_shows_the_value_of_each_field(name):
     fields = {field: f"<{field}>" for field in fields_of(KINDS[name])}
     found = finding(name, "it", **fields)
     assert found.key == (name, "it")
@@ -63,7 +63,7 @@ def test_a_command_is_understood(name):
         "rm -r there",
     ],
 )
-def test_a_command_that_cannot_be_given_is_noticed(line):
+def test_a_printed_command_that_does_not_exist_is_detected(line):
     with pytest.raises(AssertionError):
         check_understood(line)
 

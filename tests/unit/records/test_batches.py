@@ -243,7 +243,7 @@ def test_limits_of_a_batch() -> None:
 GOOD = ([1, 2], [b"x" * 500, b"y"], [crc32(b"x" * 500), crc32(b"y")], [[1], []], [[], []], [[], []])
 
 
-def test_the_plain_stream_is_good() -> None:
+def test_the_unchanged_stream_is_decoded() -> None:
     assert decode(stream(batches.APPEND_SCHEMA, *GOOD)).count == 2
 
 
@@ -366,7 +366,9 @@ def test_every_truncation_is_rejected() -> None:
 
 
 @given(rows_strategy, st.data())
-def test_records_are_the_segment_files_bytes(rows: list[Row], data: st.DataObject) -> None:
+def test_encoded_records_have_the_bytes_of_a_segment_file(
+    rows: list[Row], data: st.DataObject
+) -> None:
     keep = np.array(data.draw(st.lists(st.booleans(), min_size=len(rows), max_size=len(rows))))
     if not keep.any():
         keep[0] = True

@@ -1,4 +1,4 @@
-"""Lock blocks: what is trusted in them, and what is not."""
+"""Lock blocks: which parts are trusted, and which errors are found."""
 
 import struct
 
@@ -38,7 +38,7 @@ def trusted(data, at, steps_max=1_000):
     blocks, found = Blocks(data), []
     while (one := blocks.below(at, steps_max)) is not None:
         found.append((one.first, one.end.last, bytes(one.locks)))
-        at = one.before
+        at = one.end_before
     return found
 
 
@@ -49,7 +49,7 @@ def test_the_bytes_of_a_block():
     assert len(made) == 8 + TRAILER_BYTES == 68
     found = Blocks(made).below(LogEnd(6, b"c" * 16), 1)
     assert found == Block(5, LogEnd(6, b"c" * 16), b"b" * 16, made[:8])
-    assert found.before == LogEnd(4, b"b" * 16)
+    assert found.end_before == LogEnd(4, b"b" * 16)
 
 
 def test_the_bytes_of_a_block_that_reports_its_writers_apart():
@@ -60,7 +60,7 @@ def test_the_bytes_of_a_block_that_reports_its_writers_apart():
     blocks = Blocks(older + made)
     found = blocks.below(LogEnd(6, b"c" * 16), 1)
     assert found == Block(5, LogEnd(6, b"c" * 16), b"b" * 16, made[:8], b"\1\0")
-    assert blocks.below(found.before, 1).distances == b""
+    assert blocks.below(found.end_before, 1).distances == b""
 
 
 def test_blocks_are_followed_down_to_the_first():

@@ -1,4 +1,4 @@
-"""JSON that every reader takes, and the sentence for what it does not have."""
+"""JSON that every parser accepts, and errors for other values."""
 
 import json
 import math

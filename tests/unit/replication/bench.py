@@ -1,4 +1,4 @@
-"""A partition's machine on the bench: model storages, a model ZooKeeper, and every step by hand.
+"""A bench for a partition's machine: modeled storages and ZooKeeper, stepped by the test.
 
 Nothing happens until the test says so: `deliver` hands one storage its next request and the machine
 its answer, `run` lets everything go on until nothing is left to do.
@@ -8,7 +8,7 @@ from collections import deque
 from random import Random
 
 from tests.unit.replication.model_storage import ModelStorage, make_batch
-from waltz_core.cluster.nodes.model import MarkerState, PartitionMarker, PartitionMetadata
+from waltz_core.cluster.znodes.model import MarkerState, PartitionMarker, PartitionMetadata
 from waltz_core.machine import Report, Wakeup
 from waltz_core.replication import session_events
 from waltz_core.replication.invariants import check

@@ -1,4 +1,4 @@
-"""What the tests of replication begin with."""
+"""Fixtures of the replication tests."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A storage as replication sees it: what it promises, keeps, answers and refuses.
+"""A modeled storage: promises, appends, reads and rejections as replication sees them.
 
 It stands for the real storage on replication's bench: a few dozen records in memory, and fields
 that a test may set to whatever a disk may have come to.

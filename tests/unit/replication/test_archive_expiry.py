@@ -1,39 +1,29 @@
-"""Expiry of the archive: which replica carries it out, what is recorded, and when it is done."""
+"""Expiry of the archive: which replica performs it, what is recorded, and its end."""
 
 from dataclasses import replace
 
 import pytest
 
-from tests.unit.replication.bench import A, B, C, wire
-from tests.unit.replication.test_archiving import (
+from tests.unit.replication.archiving_bench import (
     ARCHIVING,
     INTERVAL_MS,
     ArchivingBench,
     archive,
+    archived_bench,
     attempts,
     begin,
+    end_attempt,
     new_bench,
+    next_owner_of,
 )
+from tests.unit.replication.bench import A, B, C, wire
 from waltz_core.replication.archiving import EXPIRY_INTERVAL_MS, EXPIRY_RETRY_MS, PROGRESS_MS_MAX
 from waltz_core.replication.session_events import ExpireArchive, ReplicaResponded
 
 
 @pytest.fixture
 def bench():
-    """Three replicas with batches 0..1, 2..3 and 4..5, of which 0..3 are archived."""
-    made = new_bench()
-    archive(made, last=3)
-    made.run_for(INTERVAL_MS)
-    end_attempt(made)
-    return made
-
-
-def end_attempt(bench):
-    """Let the attempt under way end without a result."""
-    replica, request = attempts(bench)[-1]
-    prefix = request.session_id, 0, request.partition_id
-    nothing = wire.RangeArchived(*prefix, request.attempt, 3, bytes(16), 0, "", 0, "")
-    bench.step(ReplicaResponded(request.session_id, replica, nothing))
+    return archived_bench()
 
 
 def expiries(bench):
@@ -240,12 +230,7 @@ def test_with_a_retention_objects_expire_at_intervals():
 
 
 def test_an_owner_that_archives_nothing_carries_out_a_request(bench):
-    other = ArchivingBench(*bench.names)
-    other.storages, other.storage_ids = bench.storages, bench.storage_ids
-    other.store = other._new_store(replace(ARCHIVING, archive_interval_ms=0))
-    other.look_at_zookeeper_of(bench)
-    other.own(generation=2)
-    other.reopen()
+    other = next_owner_of(bench)
     replica, expiry = request(other)
     finish(other, replica, expiry, error="cannot read m1", manifest="")
     other.run_for(EXPIRY_RETRY_MS)

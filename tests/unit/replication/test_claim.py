@@ -2,7 +2,7 @@
 
 import pytest
 
-from waltz_core.cluster.nodes.model import (
+from waltz_core.cluster.znodes.model import (
     NO_GENERATION,
     UNRESOLVED,
     MarkerState,

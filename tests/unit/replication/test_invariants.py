@@ -1,9 +1,9 @@
-"""Unit tests of `waltz_core.replication.invariants`: each one notices what it is there for."""
+"""`waltz_core.replication.invariants`: each invariant detects its violation."""
 
 import pytest
 
 from tests.unit.replication.bench import A, B, Bench, C
-from waltz_core.cluster.nodes.model import ReplicaState
+from waltz_core.cluster.znodes.model import ReplicaState
 from waltz_core.replication.invariants import check
 from waltz_core.replication.replica_session import ReplicaStage
 

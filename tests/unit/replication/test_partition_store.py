@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.replication.bench import LIMITS, A, B, Bench, C, D, E, wire
 from tests.unit.replication.model_storage import make_batch
-from waltz_core.cluster.nodes.model import UNRESOLVED, MarkerState, PartitionMetadata, ReplicaState
+from waltz_core.cluster.znodes.model import UNRESOLVED, MarkerState, PartitionMetadata, ReplicaState
 from waltz_core.errors import BelowStart
 from waltz_core.replication import session_events
 from waltz_core.replication.limits import SessionLimits
@@ -344,7 +344,7 @@ def test_appends_on_a_quorum_are_settled_as_committed(bench):
     assert not bench.all_reported(Committed)
 
 
-def test_a_fenced_session_gives_way_and_a_lasting_duel_ends():
+def test_an_owner_that_is_fenced_again_and_again_releases_the_partition():
     bench = Bench(limits=SessionLimits(lost_races_max=2))
     bench.open()
     for _ in range(40):
@@ -427,7 +427,7 @@ def test_appends_that_cannot_be_sent_release_the_partition(bench):
     assert "no quorum" in bench.all_reported(Released)[0].reason
 
 
-def test_zookeeper_away_does_not_release_and_does_not_stop_appends():
+def test_a_zookeeper_outage_neither_releases_the_partition_nor_stops_appends():
     bench = Bench()
     bench.down = {C}
     bench.open()

@@ -9,7 +9,7 @@ NAMES = ("a:1", "b:1", "c:1")
 
 
 class Replica:
-    """Writes down what it is asked."""
+    """Records the requests."""
 
     def __init__(self, unanswered_count=0):
         self.requests = []

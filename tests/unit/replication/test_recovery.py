@@ -1,11 +1,11 @@
-"""Unit tests of `waltz_core.replication.session_recovery`, against all possible pasts."""
+"""Unit tests of `waltz_core.replication.session_recovery`, against all possible histories."""
 
 from dataclasses import replace
 from itertools import combinations_with_replacement, product
 
 import pytest
 
-from waltz_core.cluster.nodes.model import (
+from waltz_core.cluster.znodes.model import (
     UNRESOLVED,
     MarkerState,
     PartitionMarker,
@@ -79,7 +79,7 @@ def test_recovery_keeps_a_record_that_the_vote_of_waltz_0_13_would_lose():
     assert recovery.decide() == 0
 
 
-def test_unknown_is_for_good_and_a_log_that_shrank_is_unknown():
+def test_an_unknown_replica_stays_unknown_and_a_shorter_log_is_unknown():
     recovery = Recovery(Origin.RECORDED, engaged(A, B, C))
     recovery.answered(A, prepared(9, suspect=True), OWN_ID)
     recovery.answered(A, prepared(9), OWN_ID)

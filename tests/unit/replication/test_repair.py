@@ -1,4 +1,4 @@
-"""Unit tests of `waltz_core.replication.repair`: one replica's way to the goal, step by step."""
+"""Unit tests of `waltz_core.replication.repair`: the repair of one replica, step by step."""
 
 import zlib
 from dataclasses import replace
@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.replication.model_storage import Entry, ModelStorage, make_batch
-from waltz_core.cluster.nodes.model import ArchivedMark
+from waltz_core.cluster.znodes.model import ArchivedMark
 from waltz_core.errors import BadFormat, ChecksumMismatch, DataLoss, RemoteProtocolError
 from waltz_core.records.record import GENESIS_CHAIN, RECONSTRUCTED, LineageEntry, next_chain
 from waltz_core.replication.repair import (
@@ -359,7 +359,7 @@ def changed(answer, **fields):
         ({"records_crc": 1}, ChecksumMismatch),
     ],
 )
-def test_a_range_that_is_not_what_was_requested(fields, error):
+def test_a_range_that_differs_from_the_requested_one_is_rejected(fields, error):
     answer = range_of(storage(*OLD), 0, 2)
     verify_records(answer, first=0, last=2)
     with pytest.raises(error):

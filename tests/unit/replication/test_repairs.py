@@ -107,7 +107,7 @@ def test_a_source_that_does_not_answer_is_left_for_another():
 
 
 def answers_otherwise(bench, replica, kind, **fields):
-    """Let a storage do what it is asked, and report something else."""
+    """Let a storage carry out a request, and report something else."""
     real = bench.storages[replica].handle
 
     def handle(message):

@@ -1,35 +1,28 @@
-"""Replacement of an archived object: which replicas are requested, and what is recorded."""
+"""Replacement of an archived object: requests to replicas, and what is recorded."""
 
 from dataclasses import replace
 
 import pytest
 
-from tests.unit.replication.bench import A, B, C, wire
-from tests.unit.replication.test_archive_expiry import end_attempt
-from tests.unit.replication.test_archiving import (
-    ARCHIVING,
+from tests.unit.replication.archiving_bench import (
     INTERVAL_MS,
-    ArchivingBench,
-    archive,
+    archived_bench,
     attempts,
     begin,
+    end_attempt,
     finish,
-    new_bench,
+    next_owner_of,
 )
+from tests.unit.replication.bench import A, B, C, wire
 from waltz_core.replication.archiving import PROGRESS_MS_MAX
 from waltz_core.replication.session_events import ReplaceInArchive, ReplacementOutcome
 
-OBJECT = ReplaceInArchive("o1", 0, 1)
+OBJECT = ReplaceInArchive("o1", 0, 1, 77)
 
 
 @pytest.fixture
 def bench():
-    """Three replicas with batches 0..1, 2..3 and 4..5, of which 0..3 are archived."""
-    made = new_bench()
-    archive(made, last=3)
-    made.run_for(INTERVAL_MS)
-    end_attempt(made)
-    return made
+    return archived_bench()
 
 
 def replacements(bench):
@@ -107,17 +100,20 @@ def test_each_replica_is_requested_once_and_the_outcome_has_all_reasons(bench):
     assert bench.marker.archived == mark
 
 
-def test_an_outcome_is_reported_once_and_a_later_request_begins_again(bench):
+def test_a_later_request_for_the_same_object_begins_again(bench):
     request(bench)
     for _ in range(3):
         refused(bench, *replacements(bench)[-1])
         bench.run()
+    outcome = bench.store.replacement(OBJECT)
     bench.step(OBJECT)
-    assert bench.store.replacement(OBJECT) is None
-    replica, message = request(bench)
-    written(bench, replica, message)
     bench.run()
-    assert bench.store.replacement(OBJECT).is_replaced
+    assert bench.store.replacement(OBJECT) == outcome, "an answer may have been lost"
+    later = replace(OBJECT, token=78)
+    assert bench.store.replacement(later) is None
+    written(bench, *request(bench, later))
+    bench.run()
+    assert bench.store.replacement(later).is_replaced
 
 
 @pytest.mark.parametrize("kind", ["silence", "rejection", "another end"])
@@ -174,7 +170,7 @@ def test_a_replacement_and_an_attempt_exclude_each_other(bench):
 
 def test_one_replacement_is_under_way_and_another_one_follows(bench):
     replica, message = request(bench)
-    other = ReplaceInArchive("o2", 2, 3)
+    other = ReplaceInArchive("o2", 2, 3, 78)
     bench.step(other)
     written(bench, replica, message)
     bench.run()
@@ -207,12 +203,7 @@ def test_a_replacement_ends_with_its_session(bench):
 
 
 def test_an_owner_that_archives_nothing_replaces_an_object(bench):
-    other = ArchivingBench(*bench.names)
-    other.storages, other.storage_ids = bench.storages, bench.storage_ids
-    other.store = other._new_store(replace(ARCHIVING, archive_interval_ms=0))
-    other.look_at_zookeeper_of(bench)
-    other.own(generation=2)
-    other.reopen()
+    other = next_owner_of(bench)
     written(other, *request(other))
     other.run()
     assert other.marker.archived.manifest == "r1"

@@ -1,4 +1,4 @@
-"""Unit tests of `waltz_core.replication.replica_session`: one connection and what it owes."""
+"""Unit tests of `waltz_core.replication.replica_session`: a connection and its requests."""
 
 from random import Random
 

@@ -14,7 +14,7 @@ from waltz_core.wire.messages import LineageRequest, LineageResponse
 
 
 class Replica:
-    """Writes down what it is asked."""
+    """Records the requests."""
 
     replica = "a:1"
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.replication.bench import LIMITS, A, B, Bench, C, wire
 from waltz_core import errors
-from waltz_core.cluster.nodes.model import UNRESOLVED, ReplicaState
+from waltz_core.cluster.znodes.model import UNRESOLVED, ReplicaState
 from waltz_core.replication import session_events
 from waltz_core.replication.replica_session import ReplicaStage
 from waltz_core.replication.session_events import Committed, SessionClosed, SessionOpened
@@ -46,7 +46,7 @@ def test_all_replicas_are_fenced_first_with_session_nonce_and_identity():
     assert prepares[C].storage_id == bytes(16)
 
 
-def test_an_undecidable_session_waits_and_touches_nothing(bench):
+def test_an_undecidable_session_waits_and_changes_nothing(bench):
     bench.append()
     bench.storages[B].disk.suspect = True
     restart(bench, down=[C])
@@ -299,7 +299,7 @@ def test_a_late_replica_may_be_slow_while_it_catches_up(step):
     assert bench.logs()[C] == bench.logs()[A]
 
 
-def test_the_loss_of_a_late_replica_ends_nothing_but_its_return_needs_a_new_session():
+def test_the_loss_of_a_late_replica_keeps_the_session_but_its_return_needs_a_new_one():
     bench = Bench()
     bench.down = {C}
     bench.open()

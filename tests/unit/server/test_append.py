@@ -1,4 +1,4 @@
-"""The way of appends: validated, joined, sent as batches, and answered when they are final."""
+"""The append pipeline: appends are validated, batched, sent, and answered when final."""
 
 import struct
 import zlib
@@ -721,7 +721,7 @@ def test_a_closed_connection_drops_its_unsubmitted_appends() -> None:
 # --- flush and mount barriers
 
 
-def test_a_flush_waits_for_all_that_was_received_before_it_and_nothing_after() -> None:
+def test_a_flush_does_not_wait_for_later_requests() -> None:
     world = World()
     assert world.pipeline.flush(1) == [Reached(1)]
     world.single(write=[5])
@@ -750,7 +750,7 @@ def test_a_flush_is_freed_by_rejections_and_by_closed_connections_too() -> None:
     assert world.pipeline.close(A) == [Reached(2)]
 
 
-def test_a_flush_waits_for_what_came_before_it_and_for_nothing_else() -> None:
+def test_a_flush_waits_for_earlier_requests_only() -> None:
     world = World()
     world.single()
     world.turn()
@@ -761,7 +761,7 @@ def test_a_flush_waits_for_what_came_before_it_and_for_nothing_else() -> None:
     assert Reached(1) in world.commit()
 
 
-def test_a_barrier_waits_for_what_is_in_flight_only() -> None:
+def test_a_barrier_waits_only_for_batches_in_flight() -> None:
     world = World()
     assert world.pipeline.barrier(1) == [Reached(1)]
     world.single()

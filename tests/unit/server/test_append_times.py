@@ -1,4 +1,4 @@
-"""How long storages take to answer appends."""
+"""Measurement of the storages' append latencies."""
 
 from waltz_core.records.record import ReplicaId
 from waltz_core.server.process.append_times import WINDOW_S, AppendTime, AppendTimes

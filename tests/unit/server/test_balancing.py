@@ -1,4 +1,4 @@
-"""The clockwork of balance by load, over a ZooKeeper in memory."""
+"""The driver of balance by load, over a ZooKeeper in memory."""
 
 import asyncio
 from types import SimpleNamespace

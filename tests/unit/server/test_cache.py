@@ -107,7 +107,7 @@ def test_a_gap_forgets_all_before() -> None:
     assert read(cache, 3, 3) == []
 
 
-def test_the_oldest_batches_go_first_over_all_partitions() -> None:
+def test_the_oldest_batches_of_all_partitions_are_dropped_first() -> None:
     budget = CacheBudget(3 * COST_OF_TWO)
     one, two = TransactionCache(budget), TransactionCache(budget)
     put(one, 0, 1)
@@ -135,7 +135,7 @@ def test_the_limit_holds_over_a_long_run() -> None:
             assert numbers(read(cache, cache.first, 1 << 40)) == expected
 
 
-def test_a_batch_over_the_limit_is_not_held_and_leaves_no_gap() -> None:
+def test_a_batch_over_the_limit_is_not_cached_and_leaves_no_gap() -> None:
     cache = cache_of((0, 1), limit_bytes=COST_OF_TWO)
     put(cache, 2, 9)
     assert cache.first is None

@@ -1,4 +1,4 @@
-"""What the settings become: limits that fit together, and refusals at the start."""
+"""How settings become limits of a server daemon, and which settings it rejects."""
 
 import asyncio
 from types import SimpleNamespace
@@ -8,7 +8,7 @@ import pytest
 
 from tests.loops import on_loop
 from waltz_core import errors
-from waltz_core.cluster.nodes.model import ReplicaAssignments, ServerDescriptor
+from waltz_core.cluster.znodes.model import ReplicaAssignments, ServerDescriptor
 from waltz_core.config import ServerConfig
 from waltz_core.records.record import FRAME_BYTES_MAX, Generation, PartitionId, ReplicaId
 from waltz_core.server.process import server_daemon

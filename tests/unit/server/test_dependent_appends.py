@@ -1,4 +1,4 @@
-"""Authors that follow what is in flight: what they receive, what is let in, what is not."""
+"""Appends that depend on appends in flight: what is accepted, rejected and answered."""
 
 import zlib
 

@@ -1,4 +1,4 @@
-"""What `test_partition.py` does not show: turns, slow and many clients, memory that is short."""
+"""Feeds in detail: turns, slow clients, many clients, low memory."""
 
 import pytest
 
@@ -21,7 +21,7 @@ from waltz_core.server.partition_events import (
     Received,
     SendToClient,
 )
-from waltz_core.server.read.feeds import FRAMES_PER_TURN_MAX, Feed, FetchHeaders, MountReached
+from waltz_core.server.read.feeds import FRAMES_PER_TURN_MAX, Feed, FetchHeaders, MountCaughtUp
 from waltz_core.wire.messages import (
     FeedBatch,
     FeedRequest,
@@ -100,14 +100,14 @@ def test_a_large_lag_is_sent_in_frames_and_turns() -> None:
     assert frames(list(each.turn()), 1) == [(0, 10)]
     rest = turns(each)
     assert frames(rest, 1) == [(10, 10), (20, 5)]
-    assert isinstance(rest[-1], MountReached)
+    assert isinstance(rest[-1], MountCaughtUp)
     assert turns(each) == []
 
 
 def test_a_mount_at_the_mark_is_reached_without_a_frame() -> None:
     each = feed(24)
     mount(each, 1, 24, 24)
-    assert [type(outcome) for outcome in turns(each)] == [MountReached]
+    assert [type(outcome) for outcome in turns(each)] == [MountCaughtUp]
 
 
 def test_a_mount_is_not_fed_beyond_its_request() -> None:
@@ -205,7 +205,7 @@ def test_a_fetched_run_is_limited_to_the_request(chain_at: int) -> None:
     expected = (6, CHAIN) if chain_at == 6 else (BEFORE_FIRST, GENESIS_CHAIN)
     assert frame.message.count == 2
     assert (frame.message.chain_at, frame.message.chain) == expected
-    assert isinstance(reached, MountReached)
+    assert isinstance(reached, MountCaughtUp)
 
 
 def test_an_answer_for_a_disconnected_client_is_dropped() -> None:
@@ -274,7 +274,7 @@ def test_a_filtered_feed_omits_headers_and_still_covers_all_ids() -> None:
         (10, 10, [], b""),
         (20, 5, [23], offsets(3)),
     ]
-    assert isinstance(sent[-1], MountReached)
+    assert isinstance(sent[-1], MountCaughtUp)
 
 
 def test_a_batch_that_passes_the_filter_is_sent_unchanged() -> None:

@@ -1,4 +1,4 @@
-"""Which connections are read and which wait: counts, bytes, slow readers, and the memory limit."""
+"""Flow control: which connections are read, by counts, bytes and the memory limit."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a partition reports to the metrics, and when it is owned again."""
+"""The metrics of a partition, and when a server owns it again."""
 
 from math import isnan
 from random import Random
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from tests.loops import on_loop
 from tests.unit.server.test_partition import ALICE, A, World
-from waltz_core.cluster.nodes.model import ArchivedMark
+from waltz_core.cluster.znodes.model import ArchivedMark
 from waltz_core.driver import loop_clock_ms
 from waltz_core.metrics import Metrics
 from waltz_core.records.record import (

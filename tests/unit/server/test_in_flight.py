@@ -1,4 +1,4 @@
-"""What lies between validation and outcome."""
+"""The rows between validation and outcome."""
 
 from waltz_core.records.batches import EncodedBatch
 from waltz_core.records.lock_blocks import DISTANCES_TRANSACTIONS_MAX

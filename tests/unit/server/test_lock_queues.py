@@ -1,4 +1,4 @@
-"""A hot lock: refused writers are notified in turn, and none waits for long."""
+"""Contention for a lock: rejected writers are notified in turn, within a limit."""
 
 from tests.unit.server.test_append import ALICE, BOB, COMMITTED, LOCK, B, World, results
 from waltz_core.records.record import BEFORE_FIRST
@@ -120,7 +120,7 @@ def test_rejected_writers_wait_a_limited_time() -> None:
     assert answered == refused[1:]
 
 
-def test_the_end_of_a_session_holds_back_no_request() -> None:
+def test_the_end_of_a_session_answers_all_waiting_writers() -> None:
     world, refused, _ = contended()
     assert list(results(world.pipeline.closed())) == refused[1:]
     assert world.pipeline.turn_at_ms(world.now_ms) is None
@@ -197,7 +197,7 @@ def test_of_two_queues_the_one_due_first_is_notified_first() -> None:
     assert world.now_ms == began_ms + NOTIFY_FACTOR * 20
 
 
-def test_waiting_writers_are_notified_while_the_pipeline_holds() -> None:
+def test_waiting_writers_are_notified_while_the_pipeline_is_on_hold() -> None:
     world, refused, _ = contended(losers=2)
     world.pipeline.hold()
     assert list(results(world.turn_when_paced())) == [refused[1]]

@@ -1,4 +1,4 @@
-"""The store in memory: what is written is committed, dense and chained."""
+"""The store in memory: appends are committed with consecutive IDs and chained."""
 
 from waltz_core.records.batches import decode_append, encode_append, encode_records
 from waltz_core.records.record import (

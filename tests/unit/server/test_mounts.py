@@ -1,4 +1,4 @@
-"""Which connection may write for a client: the latest one, and no other ever again."""
+"""Mounts: only the latest connection of a client may append."""
 
 from waltz_core.errors import BadRequest, Overloaded, WaltzError
 from waltz_core.records.record import ClientId, Generation, PartitionId, ReqId, TransactionId

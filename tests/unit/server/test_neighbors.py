@@ -1,4 +1,4 @@
-"""Servers that look after each other, with real sockets."""
+"""Servers that monitor each other, with real sockets."""
 
 import asyncio
 import contextlib
@@ -12,7 +12,7 @@ from tests.ports import free_port
 from waltz_core.cluster.membership import reachability
 from waltz_core.cluster.membership.reachability import ReachReport
 from waltz_core.cluster.membership.registration import ServersView
-from waltz_core.cluster.nodes.model import ServerDescriptor
+from waltz_core.cluster.znodes.model import ServerDescriptor
 from waltz_core.errors import CoordinatorUnavailable
 from waltz_core.records.record import PartitionId, ServerId
 from waltz_core.server.process import neighbors

@@ -1,4 +1,4 @@
-"""When large batches may start: at once, or one at a time with pauses while small ones pass."""
+"""When large batches may start: at once, or one at a time with pauses for small ones."""
 
 import pytest
 
@@ -134,7 +134,7 @@ def test_one_slow_request_in_two_hundred_does_not_change_the_pauses() -> None:
     assert steered(([6] * 199 + [30]) * 3).factor == pytest.approx(FACTOR_FIRST)
 
 
-def test_the_calm_time_is_what_one_in_a_hundred_exceeds() -> None:
+def test_the_calm_time_is_the_99th_percentile_of_the_latency() -> None:
     pace = shared()
     for start_ms in range(100, 200_100, 10):
         slow = 20 if start_ms % 500 == 0 else 5  # one in fifty

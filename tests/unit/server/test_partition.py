@@ -1,4 +1,4 @@
-"""One partition of a server as a whole: sessions, appends, mounts, reads and the way out."""
+"""The machine of a served partition: sessions, appends, mounts, reads and release."""
 
 import dataclasses
 import zlib
@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.server.test_reads import headers
 from waltz_core import errors
-from waltz_core.cluster.nodes.model import (
+from waltz_core.cluster.znodes.model import (
     ArchivedMark,
     MarkerState,
     PartitionMarker,
@@ -59,7 +59,7 @@ MessageT = TypeVar("MessageT", bound=ClientMessage)
 
 
 class FakeStore:
-    """A store that says what the test wants it to say next."""
+    """A store that reports what the test specifies."""
 
     def __init__(self) -> None:
         self.events: list[replication.Event] = []
@@ -124,7 +124,7 @@ class World:
                 self.rest.append(effect)
 
     def say(self, *effects: replication.Effect) -> None:
-        """Have the store say something, on an event that means nothing."""
+        """Have the store report outcomes, on an event without a meaning."""
         self.store.says = list(effects)
         self.step(replication.Checkpoint())
 
@@ -172,7 +172,7 @@ class World:
         self.say(replication.Committed(SessionId(self.session), batches[-1].last, self.chain))
 
     def prove(self) -> None:
-        """A quorum answers the proof that was asked for last."""
+        """A quorum answers the latest request for a proof."""
         token = self.store.of(replication.ProveMark)[-1].token
         self.say(replication.MarkProved(token, self.partition.high_water_mark))
 
@@ -660,7 +660,7 @@ def test_a_feed_mount_is_answered_when_the_feed_has_reached_the_mark() -> None:
     assert len(heads) == 3 * 28
 
 
-def test_a_feed_mount_that_waits_for_what_is_in_flight_is_fed_that_too() -> None:
+def test_a_feed_mount_receives_the_batches_in_flight_that_it_waits_for() -> None:
     world = ready()
     world.append()
     world.run()
@@ -946,7 +946,7 @@ def test_a_feed_of_damaged_records_ends_with_an_error_that_names_them() -> None:
     mount = world.mount(mark=-1, feed=True)
     while world.partition.feed.count:
         fetch = world.fetches[-1]
-        world.step(FetchFailed(fetch.token, "object o: bad", is_damage=True))
+        world.step(FetchFailed(fetch.token, "object o: bad", damage_code=errors.ObjectMissing.code))
         if world.fetches[-1] is fetch and world.partition.feed.count:
             assert world.partition.wake_at_ms is not None
             world.now_ms = world.partition.wake_at_ms
@@ -989,10 +989,10 @@ def test_an_expiry_is_passed_to_the_store_until_it_is_done() -> None:
 def test_a_replacement_is_passed_to_the_store_until_its_outcome_is_reported() -> None:
     world = ready()
     world.store.archived = ArchivedMark(9, GENESIS_CHAIN, 0, 3, 7, "m")
-    wanted = replication.ReplaceInArchive("o", TransactionId(3), TransactionId(9))
+    wanted = replication.ReplaceInArchive("o", TransactionId(3), TransactionId(9), 5)
 
     def answer() -> tuple[object, ...]:
-        asked = world.send(A, messages.ReplacementRequest(world.req_id(ALICE), "o", 3, 9))
+        asked = world.send(A, messages.ReplacementRequest(world.req_id(ALICE), "o", 3, 9, 5))
         found = world.answer(asked)
         assert isinstance(found, messages.ReplacementResponse)
         return found.is_ended, found.is_replaced, found.storage, found.failures
@@ -1002,7 +1002,7 @@ def test_a_replacement_is_passed_to_the_store_until_its_outcome_is_reported() ->
     assert answer() == (True, True, REPLICAS[0], ("s2: no",))
     world.store.replaced[wanted] = replication.ReplacementOutcome(False, None, ("s2: no",))
     assert answer() == (True, False, "", ("s2: no",))
-    assert world.store.of(replication.ReplaceInArchive) == 3 * [wanted], "it forgets the outcome"
+    assert world.store.of(replication.ReplaceInArchive) == 3 * [wanted]
 
 
 @pytest.mark.parametrize(("first", "last"), [(-1, 3), (4, 3), (0, 10)])
@@ -1013,7 +1013,7 @@ def test_a_replacement_of_what_is_not_archived_is_rejected(
     world = ready()
     if is_archived:
         world.store.archived = ArchivedMark(9, GENESIS_CHAIN, 0, 3, 7, "m")
-    asked = world.send(A, messages.ReplacementRequest(world.req_id(ALICE), "o", first, last))
+    asked = world.send(A, messages.ReplacementRequest(world.req_id(ALICE), "o", first, last, 5))
     assert world.error(asked) == errors.BadRequest.code
     assert not world.store.of(replication.ReplaceInArchive)
 
@@ -1213,11 +1213,14 @@ def test_replicas_are_reported_after_a_proof_when_it_must_be_linearizable() -> N
 
 
 def test_replicas_are_reported_with_what_is_archived() -> None:
-    world = ready()
+    world = World(archive_interval_ms=7)
+    world.open()
+    world.mount()
     chain = GENESIS_CHAIN
     world.store.archived = ArchivedMark(TransactionId(9), chain, 5, TransactionId(3), 77, "m")
     answer = world.answer(world.send(A, messages.ReplicasRequest(world.req_id(ALICE), False)))
     assert answer.unarchived_bytes == -1, "not known"
+    assert answer.archive_interval_ms == 7
     world.store.archive_backlog = replication.ArchiveBacklog(1, 55, 3)
     answer = world.answer(world.send(A, messages.ReplicasRequest(world.req_id(ALICE), False)))
     assert answer.unarchived_bytes == 55

@@ -1,6 +1,6 @@
-"""What a server prefers, while it is well and while it is sick."""
+"""Preferred partitions of a server, while it is healthy and while it is not."""
 
-from waltz_core.cluster.nodes.model import ReplicaAssignments
+from waltz_core.cluster.znodes.model import ReplicaAssignments
 from waltz_core.server.process.preferences import Preferences, within_reach
 
 

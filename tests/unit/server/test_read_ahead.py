@@ -1,4 +1,4 @@
-"""What is kept of records that were read ahead, and in how many bytes."""
+"""The read-ahead buffer: which records it keeps, and its size limit."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Readers' links to storages, with real sockets: whose answer it is, and that waiting ends."""
+"""Links of readers to storages, with real sockets: matching of answers, and timeouts."""
 
 import asyncio
 import contextlib
@@ -35,7 +35,7 @@ def answer_to(asked: RangeRaw) -> RangeBytes:
 
 
 class Storage:
-    """Takes requests and answers when the test says so."""
+    """Receives requests, and answers when the test decides."""
 
     def __init__(self) -> None:
         self.links: list[net.Link] = []
@@ -61,7 +61,7 @@ async def storage() -> AsyncIterator[tuple[Storage, ReplicaId]]:
 
 @contextlib.contextmanager
 def silent_storage(timeout: str) -> Iterator[ReplicaId]:
-    """Takes connections, and says nothing."""
+    """Accepts connections, and never answers."""
     with socket.socket() as silent, pytest.MonkeyPatch.context() as patched:
         silent.bind(("127.0.0.1", 0))
         silent.listen()

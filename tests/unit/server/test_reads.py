@@ -1,4 +1,4 @@
-"""What `test_partition.py` does not show: limits on fetches, parking, sessions that end."""
+"""Reads in detail: limits on fetches, waiting requests, sessions that end."""
 
 import dataclasses
 import struct
@@ -520,7 +520,8 @@ def fail_rounds(each: Reads, fetch: Fetch, rounds: list[list[str]]) -> list[obje
             now_ms = each.wake_at_ms
             fetch = fetch_of(each.wake(now_ms))
         for reason in reasons:
-            event = FetchFailed(fetch.token, reason, is_damage=reason.startswith("!"))
+            code = errors.ObjectMissing.code if reason.startswith("!") else 0
+            event = FetchFailed(fetch.token, reason, damage_code=code)
             outcomes = list(each.failed(event, now_ms))
             if reason is not reasons[-1]:
                 fetch = fetch_of(outcomes)
@@ -536,7 +537,20 @@ def test_the_error_of_a_request_has_a_reason_of_damage_if_there_is_one() -> None
     rounds = [["gone", "!object a: bad", "away"]] * ROUNDS_MAX
     (answer,) = fail_rounds(each, fetch, rounds)
     assert isinstance(answer, SendToClient)
+    assert answer.message.retriable
     assert "returned transactions 0..9: !object a: bad" in answer.message.message
+
+
+def test_a_request_is_not_retried_if_all_replicas_report_damage() -> None:
+    each = reads()
+    fetch = fetch_of(ask(each, 0, 9))
+    (answer,) = fail_rounds(each, fetch, [["gone", "away", "lost"], *[DAMAGED] * (ROUNDS_MAX - 1)])
+    assert isinstance(answer, SendToClient)
+    assert (answer.message.error_code, answer.message.retriable) == (
+        errors.ObjectMissing.code,
+        False,
+    )
+    assert answer.message.message.endswith("returned transactions 0..9: !object a: lost")
 
 
 def test_a_feed_fails_when_all_replicas_report_damage_for_long() -> None:

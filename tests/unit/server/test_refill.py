@@ -1,4 +1,4 @@
-"""The way down: what a new owner learns of the locks, and when appends may go on."""
+"""Refill of the lock table of a new owner, and when appends continue."""
 
 import struct
 
@@ -205,7 +205,7 @@ def test_a_failing_refill_stops_when_no_request_waits_any_more() -> None:
     assert world.refill.turn_at_ms(world.now_ms) is None
 
 
-def test_a_session_that_no_other_process_has_come_between_continues() -> None:
+def test_a_later_session_of_the_same_owner_continues_the_refill() -> None:
     world = World()
     world.query_locks()
     world.answer(blocks(6, MARK))
@@ -280,7 +280,9 @@ def test_requests_without_an_answer_are_limited() -> None:
 
 
 @pytest.mark.parametrize("limit", ["SLICE_BLOCKS_MAX", "SLICE_LOCKS_MAX"])
-def test_a_turn_takes_a_slice(monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+def test_a_refill_that_takes_several_turns_is_complete(
+    monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
     monkeypatch.setattr(module, limit, 2)
     world = World()
     world.query_locks()

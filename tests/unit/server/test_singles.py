@@ -1,11 +1,11 @@
-"""Appends sent one by one give the bytes that they would have given as a batch."""
+"""Appends sent one by one are encoded like the same rows in a batch."""
 
 import zlib
 
 from waltz_core.records.batches import decode_append, encode_append, encode_records
 from waltz_core.records.record import ClientId, Generation, PartitionId, ReqId, TransactionId
 from waltz_core.server.locking.single_records import encode_singles
-from waltz_core.server.locking.tickets import Epoch, SingleTicket
+from waltz_core.server.locking.tickets import FlushGroup, SingleTicket
 from waltz_core.server.partition_events import ConnectionId
 from waltz_core.wire.messages import AppendRequest
 
@@ -16,7 +16,7 @@ def ticket(row: int, first: int, sequence: int) -> SingleTicket:
     data = DATA[row]
     req_id = ReqId(ClientId(5), Generation(2), PartitionId(1), sequence + row)
     message = AppendRequest(req_id, -1, (), (), (), row - 2, data, zlib.crc32(data))
-    made = SingleTicket(ConnectionId(1), 100, message, Epoch(), 0)
+    made = SingleTicket(ConnectionId(1), 100, message, FlushGroup(), 0)
     made.transaction_id = first + row
     return made
 

@@ -1,4 +1,4 @@
-"""What `test_append.py` does not show of a batch: rows not validated yet, where a piece ends."""
+"""Batch tickets: rows that are not validated yet, and boundaries of pieces."""
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from waltz_core.records.record import (
     ReqId,
     TransactionId,
 )
-from waltz_core.server.locking.tickets import BatchTicket, Epoch
+from waltz_core.server.locking.tickets import BatchTicket, FlushGroup
 from waltz_core.server.partition_events import MIB, ConnectionId
 from waltz_core.wire.messages import AppendBatch, Reason
 
@@ -34,7 +34,7 @@ def opened(data: list[bytes]) -> BatchTicket:
     payload = encode_append(
         [0] * len(data), data, write_locks=none, read_locks=none, append_locks=none
     )
-    ticket = BatchTicket(A, 60, AppendBatch(REQ, 5, payload, 0), REQ, Epoch(), 0)
+    ticket = BatchTicket(A, 60, AppendBatch(REQ, 5, payload, 0), REQ, FlushGroup(), 0)
     assert not ticket.is_validated
     ticket.open(decode_append(payload, rows_max=100, bytes_max=MIB))
     assert (ticket.message, ticket.mark, ticket.validated_count) == (None, 5, 0)

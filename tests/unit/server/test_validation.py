@@ -1,4 +1,4 @@
-"""Rows validated and encoded: whole, in pieces, and one by one, with one and the same result."""
+"""Validation and encoding of rows: whole, in pieces or one by one, with equal results."""
 
 import struct
 import zlib
@@ -20,7 +20,7 @@ from waltz_core.records.record import (
 )
 from waltz_core.server.locking import validation
 from waltz_core.server.locking.lock_table import LockTable
-from waltz_core.server.locking.tickets import BatchTicket, Epoch, SingleTicket
+from waltz_core.server.locking.tickets import BatchTicket, FlushGroup, SingleTicket
 from waltz_core.server.locking.validation import (
     InFlightRange,
     decode,
@@ -56,7 +56,7 @@ def single(
     write: Sequence[int], read: Sequence[int] = (), append: Sequence[int] = (), *, mark: int = -1
 ) -> SingleTicket:
     asked = AppendRequest(REQ, mark, tuple(write), tuple(read), tuple(append), 0, b"", 0)
-    return SingleTicket(A, 100, asked, Epoch(), 0)
+    return SingleTicket(A, 100, asked, FlushGroup(), 0)
 
 
 def with_locks(
@@ -67,14 +67,14 @@ def with_locks(
         [0] * count, [b""] * count, write_locks=write, read_locks=read, append_locks=append
     )
     asked = AppendBatch(REQ, -1, payload, zlib.crc32(payload))
-    ticket = BatchTicket(A, 1_000, asked, REQ, Epoch(), 0)
+    ticket = BatchTicket(A, 1_000, asked, REQ, FlushGroup(), 0)
     ticket.open(decode(asked, LIMITS))
     return ticket
 
 
 def validated(stops: list[int]) -> tuple[BatchTicket, list[EncodedBatch]]:
     """Validate the five rows in pieces that end at these rows, all with nothing committed."""
-    ticket = BatchTicket(A, 1_000, message(), REQ, Epoch(), 0)
+    ticket = BatchTicket(A, 1_000, message(), REQ, FlushGroup(), 0)
     ticket.open(decode(message(), LIMITS))
     table = LockTable(1009, BEFORE_FIRST)
     next_id = TransactionId(0)
@@ -104,7 +104,7 @@ def test_pieces_give_the_same_outcomes_and_records_as_the_whole(stops: list[int]
 
 
 def test_a_piece_without_records_waits_only_for_what_it_was_rejected_for() -> None:
-    ticket = BatchTicket(A, 1_000, message(), REQ, Epoch(), 0)
+    ticket = BatchTicket(A, 1_000, message(), REQ, FlushGroup(), 0)
     ticket.open(decode(message(), LIMITS))
     table = LockTable(1009, BEFORE_FIRST)
     validate_rows(ticket, 2, table, InFlightRange(BEFORE_FIRST, TransactionId(0)))

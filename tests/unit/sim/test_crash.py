@@ -1,4 +1,4 @@
-"""What is left of changes after a crash: all that may be, and nothing that may not."""
+"""The possible states after a simulated crash: all allowed ones, and no other."""
 
 from pathlib import Path
 from random import Random

@@ -1,4 +1,4 @@
-"""The simulated disk itself: it loses exactly what was not synced, and fails on request."""
+"""The simulated disk: a crash loses exactly what was not synced; it fails on request."""
 
 from pathlib import Path
 from random import Random

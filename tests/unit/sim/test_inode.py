@@ -1,4 +1,4 @@
-"""One file: what is seen of it, and what is on the platter."""
+"""One simulated file: its visible content, and its durable content."""
 
 from hypothesis import given
 from hypothesis import strategies as st

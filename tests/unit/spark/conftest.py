@@ -1,4 +1,4 @@
-"""What tests of stream readers begin with."""
+"""Fixtures of the tests of stream readers."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A cluster that a stream reads, as far as its reader sees it."""
+"""A modeled cluster for stream readers."""
 
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -8,7 +8,7 @@ from pyspark.sql.types import StructType
 from waltz_core.client import ReplicaSet
 from waltz_core.client.links.directory import ClusterInfo, ClusterLayout
 from waltz_core.client.read.ranges import ArchivedRange
-from waltz_core.cluster.nodes.restored_from import NOT_RESTORED, RestoredFrom
+from waltz_core.cluster.znodes.restored_from import NOT_RESTORED, RestoredFrom
 from waltz_core.records.record import TransactionId
 from waltz_spark.datasource import stream_read
 from waltz_spark.datasource.batch_read import Task

@@ -1,4 +1,4 @@
-"""What `append` takes, before Spark is asked for anything."""
+"""Arguments of `waltz_spark.append`, checked before Spark runs a task."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from waltz_spark.writer.results import open_place
 INSENSITIVE = {"spark.sql.caseSensitive": "false"}
 
 
-def test_marks_are_a_mapping_of_any_whole_numbers() -> None:
+def test_marks_are_a_mapping_of_integers_of_any_type() -> None:
     marks = {0: 41, np.int32(1): np.int64(1 << 40), 2: -1}
     assert json.loads(_marks_text(marks)) == {"0": 41, "1": 1 << 40, "2": -1}
 
@@ -55,7 +55,7 @@ def frame(*columns: str, **settings: str) -> SimpleNamespace:
     return SimpleNamespace(columns=list(columns), sparkSession=SimpleNamespace(conf=settings))
 
 
-def test_marks_are_given_once() -> None:
+def test_marks_cannot_be_given_twice() -> None:
     marks = {"high_water_marks": {0: 1}, "ClientHighWaterMarks": '{"0": 2}'}
     with pytest.raises(
         BadConfig, match="'clientHighWaterMarks' is not allowed: argument high_water_marks is given"

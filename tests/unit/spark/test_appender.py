@@ -1,4 +1,4 @@
-"""The appender against a log of its own that loses, refuses and takes rows at random."""
+"""The appender over a modeled log that loses, rejects and accepts rows at random."""
 
 import dataclasses
 import random

@@ -1,4 +1,4 @@
-"""How a read is split where its archived objects are."""
+"""How a read is split into tasks at the borders of archived objects."""
 
 import pytest
 from pyspark import cloudpickle

@@ -1,4 +1,4 @@
-"""From a DataFrame's columns to an append's, and everything that is refused on the way."""
+"""Conversion of a DataFrame's columns to appends, and the errors for invalid ones."""
 
 from dataclasses import replace
 

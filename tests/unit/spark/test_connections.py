@@ -1,4 +1,4 @@
-"""One client for each cluster and process, however many threads want it."""
+"""One shared client for each cluster and process, also with many threads."""
 
 import threading
 from collections.abc import Iterator

@@ -162,9 +162,30 @@ def spans_of(**options: str) -> list[tuple[int, int, int]]:
 def test_a_batch_reads_what_is_available() -> None:
     ends = {"endingHighWaterMarks": '{"0": 3, "1": 3}'}
     assert spans_of() == [(0, FIRST, 10), (1, 0, 10)]
-    assert spans_of(**ends) == [(1, 0, 3)]
     given = {"startingHighWaterMarks": '{"0": 1, "1": 1}', "failOnDataLoss": "false"}
     assert spans_of(**given, **ends) == [(1, 2, 3)]
+
+
+@pytest.mark.usefixtures("batch")
+@pytest.mark.parametrize(
+    ("end", "is_lost"), [(-1, False), (0, True), (FIRST - 1, True), (FIRST, False)]
+)
+def test_a_batch_that_ends_before_the_first_available_id_fails(
+    end: int, is_lost: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    ends = {"endingHighWaterMarks": json.dumps({"0": end, "1": 3})}
+    spans = [*([(0, FIRST, FIRST)] if end == FIRST else []), (1, 0, 3)]
+    if is_lost:
+        with pytest.raises(
+            DataLoss, match=rf"'endingHighWaterMarks' {HINT.replace('begin', 'end')}"
+        ):
+            spans_of(**ends)
+    else:
+        assert spans_of(**ends) == spans
+    assert spans_of(**ends, transactionIds="5-9") == spans[:-1]
+    with caplog.at_level(logging.WARNING, "waltz"):
+        assert spans_of(**ends, failOnDataLoss="false") == spans
+    assert ("spark.transactions_expired first_available={0: 5}" in caplog.text) is is_lost
 
 
 @pytest.mark.usefixtures("batch")

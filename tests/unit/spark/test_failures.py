@@ -1,4 +1,4 @@
-"""An error's way from a worker to the user."""
+"""How an error of a worker reaches the user."""
 
 import os
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Ranges of ids into tasks: nothing twice, nothing missing, nothing past the end."""
+"""Ranges of ids are split into tasks without overlap, gaps or ids beyond the end."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Whose results a file has, and which of them are seen."""
+"""Files of results: which rows they have, and which files are visible."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from waltz_spark.writer.results import (
     REJECTED,
     RESULT_FIELDS,
     ResultFile,
-    check_carried,
+    check_column_types,
     file_name,
     is_of,
     keep,
@@ -52,12 +52,12 @@ def test_a_column_unsupported_by_parquet_is_reported_before_any_write() -> None:
     schema = StructType().add("id", LongType()).add("note", empty).add("list", nothing)
     for name in ("note", "list"):
         with pytest.raises(BadRequest, match=f"column '{name}' is .* option resultColumns"):
-            check_carried(schema, ["id", name])
+            check_column_types(schema, ["id", name])
     with pytest.raises(BadRequest, match="option resultColumns"):
-        check_carried(schema, None)
-    check_carried(schema, ["id"])
+        check_column_types(schema, None)
+    check_column_types(schema, ["id"])
     # What gives way to a column of the results, or is the payload, need not be carried.
-    check_carried(StructType().add("status", empty).add("data", empty), None)
+    check_column_types(StructType().add("status", empty).add("data", empty), None)
 
 
 def attempt(path: Path, number: int, write: str = "w") -> ResultFile:

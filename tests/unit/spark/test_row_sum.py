@@ -1,4 +1,4 @@
-"""By what a finished write recognizes its rows, and what it says of others."""
+"""How a finished write recognizes its rows, and the error for other rows."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -107,7 +107,7 @@ def test_locks_and_marks_do_not_count_but_the_partition_they_choose_does() -> No
     assert of_one({"data": [b"x"]}) != locked(7, None), "round robin is no place"
 
 
-def test_identity_columns_stand_for_the_row() -> None:
+def test_identity_columns_replace_the_row_in_the_sum() -> None:
     def row(number: int, day: str, amount: float) -> RowSum:
         columns = {
             "id": [number],

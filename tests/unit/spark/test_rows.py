@@ -1,4 +1,4 @@
-"""Payloads: what is packed is unpacked exactly, and what does not fit is named."""
+"""Payloads: packed columns are unpacked exactly; unsupported ones are named in an error."""
 
 import contextlib
 import datetime as dt

@@ -1,4 +1,4 @@
-"""What other versions of PySpark get: a stream reader without admission control, Arrow batches."""
+"""Behavior on older PySpark: stream reader without admission control, Arrow batches."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""A micro-batch that was planned just before the log was recreated, and longer."""
+"""Stream reads when the log is recreated between planning and reading."""
 
 import json
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.unit.spark.streams import Cluster, read, reader_of
-from waltz_core.cluster.nodes.restored_from import RestoredFrom
+from waltz_core.cluster.znodes.restored_from import RestoredFrom
 from waltz_core.errors import DataLoss
 from waltz_spark import lag_of
 from waltz_spark.datasource import stream_read

@@ -1,4 +1,4 @@
-"""Strict reading: a payload's value becomes a column's value only where nothing is lost."""
+"""Strict unpacking: a payload's value becomes a column's value only without loss."""
 
 import datetime as dt
 import json
@@ -283,7 +283,7 @@ def is_read(value: object, kind: str, data_format: str) -> bool:
 
 
 @pytest.mark.parametrize("data_format", ["msgpack", "json"])
-def test_the_table_of_what_fits_is_true(data_format: str) -> None:
+def test_the_documented_table_of_conversions_is_correct(data_format: str) -> None:
     head, _, *rows = rows_of_what_fits()
     assert head[1:] == list(COLUMNS)
     assert [row[0] for row in rows] == list(SAMPLES)

@@ -158,7 +158,7 @@ def open_and_read_all(directory, descriptors_max, open_files_max):
     for segment in segments.all:
         assert segments.record_crcs(segment.first, segment.last) is not None
         assert segments.entry_of(segment.first).last == segment.last
-    return segments.last, opened_mib, peak_mib()
+    return segments.last_id, opened_mib, peak_mib()
 
 
 def peak_mib():

@@ -1,4 +1,4 @@
-"""What a storage answers its administration, errand by errand; the test carries them out."""
+"""The storage's answers to administration requests; the test performs the admin tasks."""
 
 import json
 import zlib
@@ -26,7 +26,7 @@ from waltz_core.storage.service.admin_tasks import (
     FindArchiveState,
     FindDiskStatus,
     FindHeld,
-    FindZooKeeperView,
+    FindZooKeeperState,
     HeldPartition,
     InspectReplica,
     LogFacts,
@@ -37,7 +37,7 @@ from waltz_core.storage.service.admin_tasks import (
     Reseed,
     SetAvailability,
     Unassign,
-    ZooKeeperView,
+    ZooKeeperState,
 )
 from waltz_core.storage.service.service import StorageIdentity
 from waltz_core.wire import admin_messages as wire
@@ -56,10 +56,10 @@ LOG = LogFacts(
 )
 FACTS = ReplicaStatus(True, True, True, INFO, LOG)
 OFFLINE = FACTS._replace(is_available=False, is_served=False)
-LEFT = ZooKeeperView(False, False, 8, ("b:1", "c:1"), 3)
+LEFT = ZooKeeperState(False, False, 8, ("b:1", "c:1"), 3)
 ASSIGNED = LEFT._replace(is_assigned=True)
-ENGAGED = ZooKeeperView(False, True, 7, ("a:1", "b:1", "c:1"), 3)
-ALONE = ZooKeeperView(True, True, 7, ("a:1",), 1)
+ENGAGED = ZooKeeperState(False, True, 7, ("a:1", "b:1", "c:1"), 3)
+ALONE = ZooKeeperState(True, True, 7, ("a:1",), 1)
 
 
 class Terminal:
@@ -67,7 +67,7 @@ class Terminal:
 
     def __init__(self, **answers):
         self.machine = AdminService(StorageIdentity(KEY, 4, b"the storage's id"), address="a:1")
-        self.answers = {"InspectReplica": FACTS, "FindZooKeeperView": LEFT} | answers
+        self.answers = {"InspectReplica": FACTS, "FindZooKeeperState": LEFT} | answers
         self.admin_tasks = []
         self.answered = []
         self.reports = []
@@ -112,7 +112,7 @@ class Terminal:
             FindHeld,
             FindDiskStatus,
             FindArchiveState,
-            FindZooKeeperView,
+            FindZooKeeperState,
             ReadRange,
         )
         return [task for task in self.admin_tasks if not isinstance(task, questions)]
@@ -136,7 +136,7 @@ def test_the_cluster_is_checked():
         assert as_0_13 == wire.AdminFailure(-1, f"ClusterKeyMismatch: {text}", ())
 
 
-def test_partitions_are_held_and_switched_one_by_one():
+def test_partitions_are_assigned_and_switched_one_by_one():
     desk = Terminal()
     assert desk.ask(wire.SetAssigned(3, (2, 1, 2), True, False), version=0) == wire.Done(3)
     assert desk.ask(wire.SetAvailable(4, (1, 3), False), version=0) == wire.Done(4)
@@ -235,7 +235,7 @@ def test_records_are_listed_as_waltz_0_13_lists_them():
 def test_a_replica_outside_the_session_can_be_removed():
     desk = Terminal()
     assert desk.ask(wire.RemovePartition(1, 2, True, False)) == wire.Done(1)
-    assert desk.admin_tasks == [InspectReplica(2), FindZooKeeperView(2), Unassign(2, True)]
+    assert desk.admin_tasks == [InspectReplica(2), FindZooKeeperState(2), Unassign(2, True)]
     desk = Terminal()
     assert desk.ask(wire.SetAssigned(1, (2,), False, False), version=0) == wire.Done(1)
     assert desk.changes == [Unassign(2, False)]
@@ -245,7 +245,7 @@ IN_SESSION = "in session 7 with a:1, b:1, c:1 (without it 2 are left, still a qu
 
 
 @pytest.mark.parametrize(
-    ("view", "forced", "text"),
+    ("state", "forced", "text"),
     [
         (ASSIGNED, False, "in ZooKeeper, found one"),
         (ASSIGNED, True, "in ZooKeeper, found one"),
@@ -254,9 +254,9 @@ IN_SESSION = "in session 7 with a:1, b:1, c:1 (without it 2 are left, still a qu
     ],
 )
 def test_an_assigned_replica_is_never_removed_and_one_of_the_session_only_with_force(
-    view, forced, text
+    state, forced, text
 ):
-    desk = Terminal(FindZooKeeperView=view)
+    desk = Terminal(FindZooKeeperState=state)
     answer = desk.ask(wire.RemovePartition(1, 2, True, forced))
     if text is None:
         assert answer == wire.Done(1)
@@ -269,11 +269,11 @@ def test_an_assigned_replica_is_never_removed_and_one_of_the_session_only_with_f
 
 
 def test_a_log_is_discarded_only_if_it_is_not_needed_or_with_force():
-    desk = Terminal(FindZooKeeperView=ASSIGNED)
+    desk = Terminal(FindZooKeeperState=ASSIGNED)
     assert desk.ask(wire.ReSeed(1, 2, False)) == wire.Done(1)
     assert desk.changes == [Reseed(2)]
     bare = ENGAGED._replace(engaged=("a:1", "b:1"))
-    desk = Terminal(FindZooKeeperView=bare)
+    desk = Terminal(FindZooKeeperState=bare)
     text = refused(desk.ask(wire.ReSeed(1, 2, False)), errors.BadRequest)
     assert "(without it 1 are left, less than the quorum of 2)" in text
     assert "offline first" in text
@@ -283,10 +283,10 @@ def test_a_log_is_discarded_only_if_it_is_not_needed_or_with_force():
 
 
 def test_a_replica_is_suspect_unless_it_is_the_only_one():
-    desk = Terminal(FindZooKeeperView=ENGAGED)
+    desk = Terminal(FindZooKeeperState=ENGAGED)
     assert desk.ask(wire.MarkSuspect(1, 2, False)) == wire.Done(1)
     assert desk.changes == [MarkReplicaSuspect(2)]
-    desk = Terminal(FindZooKeeperView=ALONE)
+    desk = Terminal(FindZooKeeperState=ALONE)
     assert "only this one" in refused(desk.ask(wire.MarkSuspect(1, 2, False)), errors.BadRequest)
     assert desk.changes == []
     assert desk.ask(wire.MarkSuspect(1, 2, True)) == wire.Done(1)
@@ -296,7 +296,7 @@ def test_a_replica_is_suspect_unless_it_is_the_only_one():
     "message", [wire.RemovePartition(1, 2, True, False), wire.ReSeed(1, 2, False)]
 )
 def test_nothing_is_deleted_while_zookeeper_is_unavailable(message):
-    desk = Terminal(FindZooKeeperView=CoordinatorUnavailable("ZooKeeper is away"))
+    desk = Terminal(FindZooKeeperState=CoordinatorUnavailable("ZooKeeper is away"))
     assert refused(desk.ask(message), CoordinatorUnavailable) == "ZooKeeper is away"
     assert desk.changes == []
 

@@ -1,4 +1,4 @@
-"""A storage answers about archived records that its log has removed, or that are damaged."""
+"""A storage reads archived records that were removed locally or are damaged."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Batches: whole, in their places, with the stated chain; or wrong, and reported."""
+"""Checks of batches: complete, in place and chained; otherwise they are reported."""
 
 import pytest
 

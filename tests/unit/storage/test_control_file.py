@@ -1,4 +1,4 @@
-"""The control file and the slots: the newer structure counts, and a crash leaves the other one."""
+"""The control file and the slots: the newer structure counts, a crash leaves the older one."""
 
 import os
 import threading

@@ -1,4 +1,4 @@
-"""A log whose records 0.13 has written: an owner's cut drops batches, and records stay."""
+"""A log with records of 0.13: a truncation by the owner drops batches but keeps records."""
 
 import dataclasses
 import os
@@ -22,7 +22,7 @@ from waltz_core.records.record import (
 )
 from waltz_core.storage.files.batch_checks import check_chain
 from waltz_core.storage.files.control_file import ControlFile, SlotFile
-from waltz_core.storage.files.format import NO_NONCE, UNBATCHED, IdRange, Mark, Marker
+from waltz_core.storage.files.format import NO_NONCE, UNBATCHED, IdRange, Marker, ProvisionalMark
 from waltz_core.storage.log import truncation
 from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.log.partition_log import PartitionLog
@@ -145,7 +145,7 @@ def on_disk(world):
 # ---- adopted batches
 
 
-def test_batches_end_where_ids_and_mark_say_however_often_it_was_opened(empty):
+def test_batch_ends_depend_on_ids_and_marks_and_not_on_reopenings(empty):
     for session, mark, count in ((2, -1, 600), (3, 599, 700), (4, 1299, 900)):
         first = empty.log.max_id + 1
         empty.run_0_13(session, mark, records(first, count, b""))
@@ -354,7 +354,7 @@ def test_batches_that_cannot_be_made_break_the_log_until_it_is_opened(world):
     assert world.log.prepare(3, NONCE).synced_max == 9
 
 
-def test_a_disk_that_fails_in_between_takes_nothing_with_it(world):
+def test_a_disk_failure_between_two_appends_loses_no_record(world):
     cover(world)
     first, second = other_batches(records(0, 10), (3, 7), 2)
     append(world, first)
@@ -395,7 +395,7 @@ def test_records_that_an_earlier_version_left_without_batches_get_them(empty):
     empty.log.prepare(2, NONCE)
     append(empty, fields)
     acked = Marker(9, UNBATCHED)
-    empty.write_slot(acked=acked, promised=6, nonce=NO_NONCE, provisional=Mark(6, 20))
+    empty.write_slot(acked=acked, promised=6, nonce=NO_NONCE, provisional=ProvisionalMark(6, 20))
     assert empty.content() == whole(9)
     assert not empty.log.slot.is_unbatched
     assert not empty.log.suspect
@@ -411,7 +411,7 @@ def test_a_cut_covers_after_a_mark_that_an_earlier_version_took_from_a_0_13_serv
     append(empty, first)
     append(empty, second)
     fields = {"promised": 6, "nonce": NO_NONCE, "last_session": 6}
-    empty.write_slot(**fields, provisional=Mark(6, 9))
+    empty.write_slot(**fields, provisional=ProvisionalMark(6, 9))
     session = 7
     assert empty.log.prepare(session, NONCE).last_session == 6
     if restarts:

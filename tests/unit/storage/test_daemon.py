@@ -1,4 +1,4 @@
-"""Connections that come before a storage knows its partitions, and an end with a hanging disk."""
+"""Early connections before a storage has its partitions, and shutdown with a hanging disk."""
 
 import asyncio
 import itertools

@@ -1,4 +1,4 @@
-"""The real disk and its twin: the same calls, the same answers, and no error of the system's."""
+"""The real and the simulated disk: the same calls, results and typed errors."""
 
 import ctypes
 import errno
@@ -124,7 +124,7 @@ def test_a_system_that_cannot_release_blocks_keeps_them(lost, whole_file, monkey
     assert whole_file.read_bytes() == b"a" * 100
 
 
-def test_names_come_go_and_move(place):
+def test_files_are_created_renamed_and_deleted(place):
     disk, directory = place
     with pytest.raises(DiskFailed, match=r"cannot open .*/f"):
         disk.open(directory / "f")
@@ -249,7 +249,7 @@ def test_an_error_of_the_system_states_what_failed_and_where(tmp_path, monkeypat
 
 @pytest.fixture
 def no_syncs(monkeypatch):
-    """Syncs say at once that they are done: these tests look at which files are open."""
+    """Syncs return at once: these tests look at which files are open."""
     monkeypatch.setattr(os, "fdatasync", lambda _: None)
 
 

@@ -1,4 +1,4 @@
-"""A storage directory: its identity, its locks, its partitions, and what it refuses to open."""
+"""A storage directory: its identity, locks and partitions, and when it cannot be opened."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Structures on disk: any bytes decode or are refused, and no flipped bit passes."""
+"""Structures on disk: invalid bytes and flipped bits are rejected."""
 
 import struct
 from contextlib import suppress
@@ -16,9 +16,9 @@ from waltz_core.storage.files.format import (
     ControlHeader,
     IdRange,
     LineageHeader,
-    Mark,
     PartitionInfo,
     Promise,
+    ProvisionalMark,
     SegmentHeader,
     Slot,
     TruncateIntent,
@@ -31,7 +31,7 @@ ENTRY = LineageEntry(3, 9, 7, 11, KEY)
 BOUND = {"segment_crc": 77, "position": 5}
 SLOT = Slot(
     2,
-    provisional=Mark(1, 5),
+    provisional=ProvisionalMark(1, 5),
     truncate=TruncateIntent(4, ENTRY),
     damaged=(IdRange(0, 3),),
     dirty=True,

@@ -1,4 +1,4 @@
-"""Ranges of ids hold what was added and not removed, few as they are."""
+"""Ranges of damaged ids: added and removed ids, with a limited number of ranges."""
 
 from itertools import pairwise
 
@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from waltz_core.storage.files.format import DAMAGED_MAX, IdRange, Slot
 from waltz_core.storage.files.id_ranges import (
+    add_damage,
     count_of,
     damage_until,
     ranges_text,
-    with_damage,
-    without_damage,
+    remove_damage,
 )
 
 
@@ -22,7 +22,7 @@ def test_damaged_ranges_hold_what_was_added_and_not_removed(steps):
     for first, more, add in steps:
         one = IdRange(first, first + more)
         ids = set(range(first, first + more + 1))
-        ranges = (with_damage if add else without_damage)(ranges, one)
+        ranges = (add_damage if add else remove_damage)(ranges, one)
         model = model | ids if add else model - ids
         assert {i for a, b in ranges for i in range(a, b + 1)} == model
         assert all(a.last + 1 < b.first for a, b in pairwise(ranges))
@@ -31,7 +31,7 @@ def test_damaged_ranges_hold_what_was_added_and_not_removed(steps):
 def test_too_many_damaged_ranges_are_merged_without_losing_an_id():
     ranges = ()
     for position in range(2 * DAMAGED_MAX):
-        ranges = with_damage(ranges, IdRange(10 * position, 10 * position + 1))
+        ranges = add_damage(ranges, IdRange(10 * position, 10 * position + 1))
     assert len(ranges) == DAMAGED_MAX
     covered = {i for a, b in ranges for i in range(a, b + 1)}
     assert all({10 * position, 10 * position + 1} <= covered for position in range(2 * DAMAGED_MAX))

@@ -1,4 +1,4 @@
-"""The two lookups of a segment: offsets that can be made again, and batches that cannot."""
+"""The two indexes of a segment: offsets, which can be rebuilt, and batches, which cannot."""
 
 from random import Random
 

@@ -1,4 +1,4 @@
-"""What of a partition is done next, of all that waits."""
+"""The order of waiting work of one partition."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -31,7 +31,7 @@ def a_read():
     return OWNER.make(RangeRaw, 0, 9, 100, RangeForm.WHOLE, False, False)
 
 
-def test_reads_and_writes_take_turns_and_appends_go_together():
+def test_reads_and_writes_alternate_and_appends_are_grouped():
     owner = Owner(1)
     writes = [owner.append(), owner.append(), owner.make(Engage, 1), owner.append()]
     one = lane(writes=writes, reads=[a_read() for _ in range(3)])
@@ -64,7 +64,7 @@ def test_a_group_is_bounded(monkeypatch):
     assert [len(one.take_next()[0]) for _ in range(4)] == [2, 2, 1, 0]
 
 
-def test_requests_count_for_what_they_carry_or_ask_for():
+def test_requests_cost_the_bytes_that_they_carry_or_request():
     least = queue_bytes(OWNER.make(Heartbeat))
     assert queue_bytes(a_read()) == least + 100
     assert queue_bytes(OWNER.make(Repair, 0, bytes(8), bytes(70), 0)) == least + 78

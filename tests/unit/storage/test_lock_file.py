@@ -1,4 +1,4 @@
-"""The lock files: the newest bytes, whatever becomes of the rest."""
+"""The lock files: the newest bytes count, also when others are damaged."""
 
 from tests.unit.storage.logs import ROOT, new_disk, open_names
 from waltz_core.storage.disk.file_system import RealDisk

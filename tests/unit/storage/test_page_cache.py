@@ -1,4 +1,4 @@
-"""Which part of a file is old."""
+"""Which parts of a file are dropped from the page cache."""
 
 from hypothesis import given
 from hypothesis import strategies as st

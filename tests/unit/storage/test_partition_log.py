@@ -1,4 +1,4 @@
-"""One partition's log over a disk that crashes: what was acknowledged is there, and no more."""
+"""One partition's log on a disk that crashes: exactly what was acknowledged remains."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -754,7 +754,7 @@ def test_a_truncation_without_space_is_repeated_before_anything_else(world, what
     assert not world.log.suspect
 
 
-def test_a_truncation_without_space_is_finished_only_by_its_session_and_mark(world):
+def test_only_the_same_request_finishes_a_truncation_that_ran_out_of_space(world):
     world.append([4, 4], size=20)
     world.log.prepare(2, NONCE)
     chain = world.log.chain_at(3)
@@ -770,7 +770,7 @@ def test_a_truncation_without_space_is_finished_only_by_its_session_and_mark(wor
     assert (world.log.max_id, world.log.slot.truncate, world.log.suspect) == (5, None, False)
 
 
-def test_a_truncation_without_space_twice_waits_for_the_next_opening(world):
+def test_a_truncation_that_ran_out_of_space_twice_waits_for_the_next_opening(world):
     world.append([4, 4], size=20)
     world.log.prepare(2, NONCE)
     cut = (2, 5, 3, world.log.chain_at(3))

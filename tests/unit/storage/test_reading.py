@@ -1,4 +1,4 @@
-"""Reading around damage: no wrong record leaves, and what is found wrong is noted durably."""
+"""Reads around damage: no wrong record is returned, and new damage is recorded durably."""
 
 import pytest
 
@@ -289,7 +289,7 @@ def test_places_never_have_more_records_than_their_batches_describe(log, monkeyp
     assert placed(log, 0, 11) == 1
 
 
-def test_verifying_finds_what_is_wrong_on_the_disk_and_right_in_memory(large):
+def test_verifying_finds_damage_on_disk_that_the_page_cache_hides(large):
     path = ROOT / segment_name(0, ".seg")
     for number in (11, 60):
         large.disk.rot_unseen(path, SEGMENT_HEADER_BYTES + number * RECORD_BYTES + 44)

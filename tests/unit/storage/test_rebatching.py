@@ -1,4 +1,4 @@
-"""Batches go and come; the records stay."""
+"""Batches are dropped and rebuilt; the records stay."""
 
 from tests.unit.storage.test_recovery import content, make_segments, new_disk, path_of
 from waltz_core.records.record import GENESIS_CHAIN, LineageEntry, next_chain
@@ -17,7 +17,7 @@ def made(segments, bounds):
     return found
 
 
-def test_batches_go_up_to_an_id_in_every_segment():
+def test_batches_after_an_id_are_dropped_in_every_segment():
     for end, left in ((8, 4), (6, 3), (5, 2), (2, 1), (1, 0), (-1, 0)):
         segments, records, entries = make_segments(new_disk(), [3, 2], [2], [2])
         rebatching.drop_batches(segments, end)

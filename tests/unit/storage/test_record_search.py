@@ -1,4 +1,4 @@
-"""Records are found in bytes by what they say, and behind holes first where the index has them."""
+"""Searching records in bytes by their content, and after holes first by the index."""
 
 import tracemalloc
 from random import Random

@@ -1,4 +1,4 @@
-"""Opening a log: what is trusted, what is cut, what is damage, and when a replica is suspect."""
+"""Opening a log: what is trusted, truncated or damaged, and when a replica is suspect."""
 
 import dataclasses
 from random import Random
@@ -77,7 +77,7 @@ def rot_record(disk, first, transaction_id):
 
 
 def content(segments):
-    return segments.read(0, segments.last)[0] if segments.last >= 0 else b""
+    return segments.read(0, segments.last_id)[0] if segments.last_id >= 0 else b""
 
 
 # ---- opening
@@ -100,7 +100,7 @@ def test_a_damaged_record_confirms_no_batch():
     rot_record(disk, 0, 1)
     segments.all[0].lineage.rewrite(1, [entries[1]._replace(session_id=7)])  # with another chain
     segments, slots = opened(disk)
-    assert segments.last == 2
+    assert segments.last_id == 2
     assert list(segments.entries_from(0)) == entries[:1]
     assert (slots.slot.suspect, slots.slot.damaged) == (False, below)
 
@@ -111,7 +111,7 @@ def test_records_without_an_entry_do_not_belong_to_the_log():
     chn = path_of(0, ".chn")
     disk.put(chn, disk.content(chn)[: LINEAGE_HEADER_BYTES + LINEAGE_ENTRY_BYTES])
     segments, slots = opened(disk)
-    assert (content(segments), segments.last) == (records[: 3 * RECORD_BYTES], 2)
+    assert (content(segments), segments.last_id) == (records[: 3 * RECORD_BYTES], 2)
     assert not slots.slot.suspect
 
 
@@ -121,7 +121,7 @@ def test_a_log_that_ends_below_the_marker_is_suspect():
     seg = path_of(0, ".seg")
     disk.put(seg, disk.content(seg)[: SEGMENT_HEADER_BYTES + 5 * RECORD_BYTES])
     segments, slots = opened(disk)
-    assert segments.last == 4
+    assert segments.last_id == 4
     assert slots.slot.suspect
 
 
@@ -379,7 +379,7 @@ def test_a_sector_that_cannot_be_read_does_not_keep_an_adopted_log_closed():
     (lost,) = slots.slot.damaged
     assert (lost.first <= 90 <= lost.last, slots.slot.suspect) == (True, True)
     assert {one.session_id for one in segments.entries_from(0)} == {RECONSTRUCTED}
-    assert segments.last == 205
+    assert segments.last_id == 205
 
 
 def test_a_rotten_record_above_a_0_13_mark_is_not_a_torn_tail():
@@ -391,7 +391,7 @@ def test_a_rotten_record_above_a_0_13_mark_is_not_a_torn_tail():
     disk.put(path_of(0, ".seg"), disk.content(path_of(0, ".seg"))[:-1])  # this one was torn
     info = INFO._replace(session_id=5, low_water_mark=4, local_low_water_mark=4, sequence=9)
     segments, slots = opened(disk, info=info)
-    assert (segments.last, slots.slot.damaged) == (10, (IdRange(7, 7),))
+    assert (segments.last_id, slots.slot.damaged) == (10, (IdRange(7, 7),))
     assert content(segments)[8 * RECORD_BYTES :] == records[8 * RECORD_BYTES : 11 * RECORD_BYTES]
 
 
@@ -406,7 +406,7 @@ def test_an_oversized_0_13_transaction_is_not_a_torn_tail():
     disk.unlink(path_of(0, ".chn"))
     info = INFO._replace(session_id=5, low_water_mark=2, local_low_water_mark=2, sequence=9)
     segments, slots = opened(disk, info=info)
-    assert (segments.last, content(segments)[-len(more) :] == more) == (5, True)
+    assert (segments.last_id, content(segments)[-len(more) :] == more) == (5, True)
     assert (slots.slot.damaged, slots.slot.suspect) == ((), False)
 
 
@@ -477,7 +477,7 @@ def test_a_missing_log_is_suspect_and_keeps_its_promise_however_its_opening_ends
     for segments, slots in cut_openings(lambda _disk: None, Survival.ANY_SECTORS, KNOWN):
         slot = slots.slot
         assert (slot.suspect, slot.promise) == (True, Promise.without_owner(7))
-        assert (segments.last, slot.low_water_mark) == (BEFORE_FIRST, BEFORE_FIRST)
+        assert (segments.last_id, slot.low_water_mark) == (BEFORE_FIRST, BEFORE_FIRST)
         assert slot.last_session == NO_SESSION
 
 
@@ -659,7 +659,7 @@ def test_sectors_that_cannot_be_read_in_an_older_segment_are_damage(lost, acked)
     start = SEGMENT_HEADER_BYTES + RECORD_BYTES * first
     disk.make_unreadable(path, start, start + RECORD_BYTES * (last - first))
     segments, slots = opened(disk)
-    assert segments.last == 203
+    assert segments.last_id == 203
     assert list(segments.entries_from(0)) == entries
     assert not slots.slot.suspect
     (damage,) = slots.slot.damaged or (None,)
@@ -738,7 +738,7 @@ def test_batches_after_the_last_record_are_truncated():
     disk.put(seg, disk.content(seg)[:SEGMENT_HEADER_BYTES])
     segments, slots = opened(disk)
     assert slots.slot.suspect
-    assert (segments.last, segments.chain) == (2, entries[0].chain)
+    assert (segments.last_id, segments.chain) == (2, entries[0].chain)
     assert content(segments) == records[: 3 * RECORD_BYTES]
 
 
@@ -750,7 +750,7 @@ def test_a_rotten_batch_before_a_continued_file_is_not_torn():
     disk.flip(path_of(0, ".chn"), LINEAGE_HEADER_BYTES + LINEAGE_ENTRY_BYTES + 5)
     segments, slots = opened(disk)
     assert slots.slot.suspect
-    assert (content(segments), segments.last) == (records, 5)
+    assert (content(segments), segments.last_id) == (records, 5)
 
 
 def test_a_torn_batch_across_two_segments_is_truncated_without_suspicion():
@@ -763,5 +763,5 @@ def test_a_torn_batch_across_two_segments_is_truncated_without_suspicion():
     segments.sync_index()
     segments.add(5, entries[-1].chain)
     segments, slots = opened(disk)
-    assert (content(segments), segments.last) == (records, 4)
+    assert (content(segments), segments.last_id) == (records, 4)
     assert not slots.slot.suspect

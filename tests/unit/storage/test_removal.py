@@ -1,4 +1,4 @@
-"""What a removal leaves, what it does not touch, and what it refuses to finish."""
+"""Removal of replicas: what it leaves, and what it does not complete."""
 
 import struct
 from pathlib import Path

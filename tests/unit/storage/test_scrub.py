@@ -1,4 +1,4 @@
-"""The timetable of the scrub: whose turn it is, when, and how fast."""
+"""The schedule of the scrub: which partition, when, and how fast."""
 
 import pytest
 from hypothesis import given
@@ -183,7 +183,7 @@ def test_scrub_positions_survive_a_write_and_a_read(positions):
     assert read_positions(disk, ROOT) == positions
 
 
-def test_a_file_of_places_that_is_wrong_in_any_byte_reports_nothing():
+def test_a_corrupt_file_of_scrub_positions_is_ignored():
     disk = new_disk()
     assert read_positions(disk, ROOT) == {}
     write_positions(disk, ROOT, {3: 70, 11: 5})

@@ -1,4 +1,4 @@
-"""One segment: what is appended is read back, a torn tail goes, and damage stays where it is."""
+"""One segment: reads return what was appended, torn tails are removed, damage is recorded."""
 
 from random import Random
 
@@ -34,7 +34,7 @@ def offset_of(transaction_id):
 # ---- files
 
 
-def test_a_segment_has_its_name_only_when_it_is_whole():
+def test_a_segment_gets_its_name_only_when_it_is_complete():
     for step in range(1, 20):
         disk = new_disk()
         disk.plan(disk.step_count + step, DiskFault.POWER_LOSS)

@@ -1,4 +1,4 @@
-"""Many segments as one run: no read, batch or cut sees the borders between the files."""
+"""Many segments as one log: reads, batches and truncations across file borders."""
 
 from random import Random
 
@@ -99,7 +99,7 @@ def test_a_truncation_may_cross_segments_and_be_repeated(last_to_keep):
     segments, records, entries = make_segments(disk, [3], [1, 1], [4])
     for _ in range(2):
         segments.truncate(last_to_keep, None)
-        assert segments.last == last_to_keep
+        assert segments.last_id == last_to_keep
     segments.sync()
     segments.sync_index()
     disk.power_loss(Survival.NOTHING, Random(1))
@@ -129,7 +129,7 @@ def test_a_batch_that_is_truncated_gets_its_new_entry_once():
     for _ in range(2):
         segments.truncate(5, cut)
         assert list(segments.entries_from(0)) == [entries[0], cut]
-    assert (segments.last, segments.chain) == (5, cut.chain)
+    assert (segments.last_id, segments.chain) == (5, cut.chain)
 
 
 def test_a_hole_across_two_segments_is_filled():

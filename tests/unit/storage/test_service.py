@@ -1,4 +1,4 @@
-"""The session rules of a storage, over a real directory; pieces of work run when the test says."""
+"""The session rules of a storage on a real directory; the test decides when work runs."""
 
 import dataclasses
 import itertools
@@ -53,7 +53,7 @@ NO_ID = bytes(16)
 
 
 class MoodyFile:
-    """A real file that fails when its disk says so."""
+    """A real file that fails when its disk is configured to fail."""
 
     def __init__(self, file, disk):
         self._file = file
@@ -429,7 +429,7 @@ def test_all_appends_that_wait_are_synced_once(bench):
     assert one_group == 2 * (bench.log.sync_count - before)
 
 
-def test_bytes_that_are_not_what_was_sent_are_rejected_with_all_that_follows(bench):
+def test_an_append_with_changed_bytes_is_rejected_with_all_later_ones(bench):
     owner = bench.owned(5)
     good, bad, after = owner.append(), owner.append(), owner.append()
     bad = dataclasses.replace(bad, records=b"\xff" + bad.records[1:])

@@ -1,4 +1,4 @@
-"""What a storage serves, how it opens many, and when it looks again without a notice."""
+"""Which partitions a storage opens, how many at once, and when it checks again."""
 
 import asyncio
 import threading
@@ -9,7 +9,7 @@ import pytest
 
 from tests.loops import on_loop, until
 from tests.patience import HANG_S
-from waltz_core.cluster.nodes.model import ReplicaAssignments
+from waltz_core.cluster.znodes.model import ReplicaAssignments
 from waltz_core.errors import CoordinatorUnavailable, DiskFailed, UnknownPartition
 from waltz_core.storage.files.space import DiskSpace
 from waltz_core.storage.process.serving import (
@@ -224,7 +224,7 @@ async def test_a_replica_removed_during_the_request_is_not_opened_again(what):
         assert engine.opened == [0], "and above all it is not held again"
 
 
-def test_as_many_as_there_are_openers_are_opened_at_once():
+def test_partitions_are_opened_by_all_opener_threads_concurrently():
     together = threading.Barrier(OPENERS_COUNT)
     opened = []
 

@@ -1,4 +1,4 @@
-"""The room of a directory: what is kept back, and when an append is refused for that."""
+"""Space of a directory: the reserve, and when appends are rejected."""
 
 from pathlib import Path
 from threading import Thread

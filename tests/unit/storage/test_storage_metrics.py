@@ -1,4 +1,4 @@
-"""What the metrics of a storage count, and what they show at the moment."""
+"""The counters and gauges of a storage."""
 
 from math import isnan
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""A truncation: its intent, its end, and that it may be done twice."""
+"""A truncation: its recorded intent, its end, and its repetition."""
 
 from random import Random
 
@@ -10,8 +10,8 @@ from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN
 from waltz_core.storage.files.batch_checks import check_chain
 from waltz_core.storage.files.format import (
     IdRange,
-    Mark,
     Marker,
+    ProvisionalMark,
     Slot,
     TruncateIntent,
     segment_name,
@@ -26,7 +26,7 @@ RECORD_BYTES = 60
 def test_entries_above_a_truncation_are_removed_with_the_intent():
     segments, _, entries = make_segments(new_disk(), [3, 5], [2])
     ends = [Marker(one.last, one.chain) for one in entries]
-    slot = Slot(2, acked=ends[2], provisional=Mark(4, 9), damaged=(IdRange(1, 6),))
+    slot = Slot(2, acked=ends[2], provisional=ProvisionalMark(4, 9), damaged=(IdRange(1, 6),))
     cut, _ = truncation_of(segments, 5)
     found = truncation.intended(slot, segments, 5)
     assert found.truncate == TruncateIntent(5, cut)
@@ -34,10 +34,10 @@ def test_entries_above_a_truncation_are_removed_with_the_intent():
     assert (cut.first, cut.last, cut.session_id) == (3, 5, entries[1].session_id)
     assert check_chain([cut], 3, entries[0].chain, segments.record_crcs(3, 5)) is None
     assert truncation_of(segments, BEFORE_FIRST) == (None, Marker(BEFORE_FIRST, GENESIS_CHAIN))
-    kept = Slot(2, acked=ends[0], provisional=Mark(4, 5))
+    kept = Slot(2, acked=ends[0], provisional=ProvisionalMark(4, 5))
     found = truncation.intended(kept, segments, 7)
     assert (found.truncate, found.acked) == (TruncateIntent(7, None), ends[0])
-    assert found.provisional == Mark(4, 5)
+    assert found.provisional == ProvisionalMark(4, 5)
 
 
 def test_a_batch_that_cannot_be_read_is_not_truncated_in_its_middle():

@@ -1,4 +1,4 @@
-"""What a directory reports, and what changes leave, beyond the engine's tests."""
+"""Upkeep of a storage directory: reports and changes that the engine's tests do not cover."""
 
 from pathlib import Path
 
@@ -125,7 +125,7 @@ def test_a_log_that_does_not_open_after_a_change_states_the_reason(engine, monke
     assert facts_of(engine, 1, is_served=False).reason == "rotten"
 
 
-def test_copies_go_after_the_log_and_set_no_mark(engine):
+def test_copied_records_are_appended_and_set_no_mark(engine):
     carry_out(engine, admin_tasks.Assign(1))
     owner = Owner(5, 1)
     assert carry_out(engine, admin_tasks.PutCopy(copy_of(owner))) == 2

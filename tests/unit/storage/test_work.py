@@ -1,4 +1,4 @@
-"""One outcome for each request, whatever the log says."""
+"""Each request gets one outcome, whatever error the log raises."""
 
 import dataclasses
 import zlib

@@ -97,7 +97,7 @@ async def test_one_thread_runs_the_pieces_in_order():
 
 
 @on_loop
-async def test_a_thread_that_is_free_keeps_nothing_of_what_it_did():
+async def test_an_idle_thread_keeps_no_reference_to_its_last_call():
     recorder = Recorder()
     writers = Writers(1, recorder)
     writers.run(work())

@@ -1,4 +1,4 @@
-"""Certificates that all tests of links share."""
+"""Certificates for the tests of links."""
 
 import pytest
 

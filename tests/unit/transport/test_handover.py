@@ -1,4 +1,4 @@
-"""One process hands another an open file: which process is given what, and which is not."""
+"""One process passes an open file to another one, with checks of the receiver."""
 
 import asyncio
 import contextlib

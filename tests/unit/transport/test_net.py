@@ -1,4 +1,4 @@
-"""Links over real sockets: hello, order, back-pressure, ends."""
+"""Links over real sockets: hello, order, backpressure, close."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Whether a peer's host is gone, or only its process slow."""
+"""Detection of a dead host, as opposed to a slow process."""
 
 import contextlib
 import socket

@@ -1,4 +1,4 @@
-"""What settings and connect strings make of TLS, and what is said of those that cannot work."""
+"""TLS settings in files and connect strings, and errors for invalid ones."""
 
 import contextlib
 import datetime

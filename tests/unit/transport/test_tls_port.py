@@ -1,4 +1,4 @@
-"""Handshakes over real sockets: which peers come through, and what each side reports."""
+"""Handshakes over real sockets: which peers are accepted, and what each side reports."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Frames, versions and refusals of the codec."""
+"""Frames and versions of the codec, and what it rejects."""
 
 import dataclasses
 import struct

@@ -1,4 +1,4 @@
-"""Hello, versions, limits and failure of a connection."""
+"""A connection: hello, versions, limits and failure."""
 
 import pytest
 
@@ -154,7 +154,7 @@ def test_a_frame_over_the_limit_is_not_sent():
 
 
 @pytest.mark.parametrize("step", [1, 7, 64 * 1024, 100_000, 10_000_000])
-def test_large_and_small_frames_however_they_are_cut(step):
+def test_frames_of_all_sizes_are_decoded_from_any_split(step):
     dialler, listener = pair()
     messages = [raw(bytes(size)) for size in (0, 10, 70_000, 5, 200_000)] + [
         Appended(1, 2, 3, n) for n in range(50)

@@ -1,4 +1,4 @@
-"""The layout of each kind of field, byte for byte, and what a reader refuses."""
+"""The byte layout of each kind of field, and which bytes are rejected."""
 
 import struct
 import zlib
@@ -144,7 +144,7 @@ def test_large_bytes_are_kept_apart_and_small_ones_joined():
     assert Out().finish() == [b""]
 
 
-def test_the_sixteen_bytes_of_an_id_are_sixteen():
+def test_an_id_of_another_length_than_16_bytes_is_rejected():
     to_wire = FIXED[FieldKind.RAW16].to_wire
     assert to_wire(memoryview(bytes(16))) == bytes(16)
     with pytest.raises(LocalProtocolError, match="expected 16 bytes, found 15"):

@@ -1,4 +1,4 @@
-"""Where records lie: what goes in comes out, and nothing else is taken for it."""
+"""Record locations survive a round trip; other bytes are rejected."""
 
 import pytest
 from hypothesis import given, settings
@@ -56,7 +56,7 @@ def test_impossible_places_are_rejected(made, records_bytes, sentence):
         decode_locations(encode_locations(made), records_bytes)
 
 
-def test_a_place_is_whole_or_rejected():
+def test_a_record_location_is_complete_or_rejected():
     with pytest.raises(BadFormat, match="expected 24 bytes each, found 23"):
         decode_locations(encode_locations([FileLocation(0, 128, 10)])[:-1], 10)
 

@@ -54,7 +54,10 @@ def bounds_of(text: str, now_ms: int) -> tuple[int, int]:
     help="the first transaction to keep: its commit time with a zone, or its ID",
 )
 @click.option(
-    "--partition", type=int, metavar="P", help="only this partition [default: all; not for an ID]"
+    "--partition",
+    type=int,
+    metavar="P",
+    help="only this partition; required with an ID [default: all]",
 )
 @click.option("--yes", is_flag=True, help="make the change; otherwise only show what would expire")
 @options.timeout_s()

@@ -17,7 +17,7 @@ from waltz_core.cli.output import print_error, print_json, print_table
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.cli.verbs import verb
 from waltz_core.cluster.coordinator import Coordinator
-from waltz_core.cluster.nodes.model import ArchivedMark
+from waltz_core.cluster.znodes.model import ArchivedMark
 from waltz_core.errors import BadConfig, WaltzError
 from waltz_core.ops.facts import ClusterFacts, PartitionFacts
 from waltz_core.records.record import TransactionId

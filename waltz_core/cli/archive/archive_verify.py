@@ -11,6 +11,7 @@ nothing is changed.
 import asyncio
 from collections.abc import Callable
 from functools import partial
+from secrets import randbits
 from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import click
@@ -96,19 +97,22 @@ async def verify(  # noqa: PLR0913 - one for each option
     wrong = any(
         not problem["is_repaired"] for each in shown.values() for problem in each["problems"]
     )
+    is_range = first > 0 or last is not None
+    is_nothing = is_range and all(each["last"] is None for each in shown.values())
+    has_passed = not (wrong or is_nothing)
     if as_json:
-        print_json({"passed": not wrong, "archive": url, "partitions": shown})
+        print_json({"passed": has_passed, "archive": url, "partitions": shown})
     else:
-        print_result("failed" if wrong else "passed")
-    return 1 if wrong else 0
+        print_result("passed" if has_passed else "failed")
+    return 0 if has_passed else 1
 
 
 verify.details = (
     "It reads all objects as a whole: the record checksums, the chain, the pages' checksums, and "
     "whether they join the chain in ZooKeeper. With --repair, a storage that still has all "
     "transactions of a missing or corrupt object writes it again; otherwise nothing is changed. "
-    "Exit code 0: all files are right, or were replaced; 1: a file is missing or corrupt, or the "
-    "archive cannot be read."
+    "Exit code 0: all files are right, or were replaced; 1: a file is missing or corrupt, nothing "
+    "of a given range is archived any more, or the archive cannot be read."
 )
 
 
@@ -133,8 +137,10 @@ async def _verify(
 ) -> dict[str, Any]:
     """Verify one partition, and show its problems as they are found; return the summary."""
     recorded = await recorded_archive(coordinator, partition_id)
-    if recorded is None:
-        show(f"partition {partition_id}: nothing is archived")
+    missing, is_empty = _not_archived(check, recorded)
+    if missing:
+        show(f"partition {partition_id}: {missing}")
+    if recorded is None or is_empty:
         return {"last": None, "objects": 0, "bytes": 0, "problems": []}
     try:
         with ProgressLine() as line:
@@ -163,6 +169,27 @@ async def _verify(
     }
 
 
+def _not_archived(check: ArchiveCheck, recorded: RecordedArchive | None) -> tuple[str, bool]:
+    """Return a text if a part of the range is not archived, else ""; and whether to check nothing.
+
+    Without a range the manifest is checked, also if all of its objects have expired.
+    """
+    if recorded is None:
+        return "nothing is archived", True
+    first, available = check.next_id, recorded.first
+    last = recorded.last if check.last is None else check.last
+    if first > recorded.last:
+        return (
+            f"IDs from {first} on are not archived; the last archived ID is {recorded.last}",
+            True,
+        )
+    if first >= available:
+        return "", False
+    expired = f"{first}..{min(last, available - 1)}"
+    is_empty = last < available and (first > 0 or check.last is not None)
+    return f"IDs {expired} have expired; the first available ID is {available}", is_empty
+
+
 def _action(wrong: WrongFile, *, repairs: bool) -> str:
     return REPAIR_ACTION if wrong.is_object and not repairs else ACTION
 
@@ -176,8 +203,9 @@ async def _repair(
         show(f"{what}: not repaired: storages cannot write it again. Hint: {ACTION}.")
         return
     listed = (problem["name"], problem["first"], problem["last"])
+    token = randbits(63)  # of this attempt: an interrupted command may have left an outcome
     while True:
-        answer = await client.requests.replace_object(partition_id, *listed)
+        answer = await client.requests.replace_object(partition_id, *listed, token=token)
         if answer.is_ended:
             break
         await asyncio.sleep(PAUSE_S)  # the owner does not notify its clients

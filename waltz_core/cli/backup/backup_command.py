@@ -20,7 +20,7 @@ from waltz_core.cli.verbs import verb
 from waltz_core.client import AsyncWaltzClient
 from waltz_core.cluster.change.backup import Backup, PartitionBackup, merged_writes
 from waltz_core.cluster.coordinator import Coordinator
-from waltz_core.cluster.nodes.model import EMPTY_METADATA, ArchivedMark
+from waltz_core.cluster.znodes.model import EMPTY_METADATA, ArchivedMark
 from waltz_core.errors import ObjectMissing
 from waltz_core.records.record import BEFORE_FIRST, PartitionId, TransactionId
 

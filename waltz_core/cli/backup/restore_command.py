@@ -22,8 +22,8 @@ from waltz_core.cluster.change.creation import NewCluster, NewStorage
 from waltz_core.cluster.change.rebuilding import ids_from
 from waltz_core.cluster.change.restoring import next_session, restored_cluster
 from waltz_core.cluster.coordinator import Coordinator
-from waltz_core.cluster.nodes.model import ArchivedMark
-from waltz_core.errors import BadConfig, BadRequest, WaltzError
+from waltz_core.cluster.znodes.model import ArchivedMark
+from waltz_core.errors import BadConfig, BadRequest, CoordinatorConflict, WaltzError
 from waltz_core.records.record import BEFORE_FIRST, PartitionId, SessionId, TransactionId
 
 NONCE_BYTES = 16
@@ -126,6 +126,7 @@ async def _restore(  # noqa: PLR0913 - one for each option
     pins = await asyncio.to_thread(_pin, store, backup, key.bytes)
     ends: dict[PartitionId, ArchivedMark | None] = {}
     ranges: list[RestoredRange] = []
+    is_creating = False
     try:
         for number, each in enumerate(backup.partitions):
             partition_id = PartitionId(number)
@@ -136,14 +137,28 @@ async def _restore(  # noqa: PLR0913 - one for each option
         # A collection of the source that began before the pins may have deleted objects since.
         for found in ranges:
             await asyncio.to_thread(found.check_again)
-    except WaltzError:
-        # The pins would prevent deletions for a cluster that does not exist.
-        for name in pins:
-            with suppress(WaltzError):
-                await asyncio.to_thread(store.delete, name)
+        command.wait_for("ZooKeeper")
+        # Another command may have restored it meanwhile.
+        await _check_absent(coordinator, backup, same_key=same_key)
+        is_creating = True
+        await coordinator.create_restored(new, restored_cluster(backup, key.bytes, ends, ids))
+    except WaltzError as error:
+        # After an unknown outcome the cluster may exist.
+        if not is_creating or isinstance(error, CoordinatorConflict):
+            # With the same key, another command's cluster may depend on the same pins.
+            written = [] if same_key else list(pins)
+            written += [name for each in ranges for name in each.written]
+            await asyncio.to_thread(_delete, store, written)
         raise
-    command.wait_for("ZooKeeper")
-    await coordinator.create_restored(new, restored_cluster(backup, key.bytes, ends, ids))
+    return _result(coordinator, backup, key, ends)
+
+
+def _result(
+    coordinator: Coordinator,
+    backup: Backup,
+    key: uuid.UUID,
+    ends: Mapping[PartitionId, ArchivedMark | None],
+) -> Result:
     lines = []
     for partition_id, end in ends.items():
         mark = backup.marks[partition_id]
@@ -191,6 +206,17 @@ def _pin(store: ArchiveStore, backup: Backup, key: bytes) -> list[str]:
     sources |= {each.manifest.cluster_key for each in manifests}
     pins = [pin(store, source, key) for source in sorted(sources) if source != key]
     return [name for name in pins if name is not None]
+
+
+def _delete(store: ArchiveStore, names: Sequence[str]) -> None:
+    """Delete files of a cluster that is not created, as far as possible.
+
+    Pins would prevent deletions. With the same key, manifests of a later session than those of the
+    cluster that another command has created would stop its collections.
+    """
+    for name in names:
+        with suppress(WaltzError):
+            store.delete(name)
 
 
 class _Restoration(NamedTuple):

@@ -8,7 +8,7 @@ import click
 
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.client import client_check
-from waltz_core.cli.output import print_json, print_result, print_table
+from waltz_core.cli.output import one_line, print_json, print_result, print_table
 from waltz_core.cli.verbs import verb
 from waltz_core.client import (
     LATEST,
@@ -135,8 +135,7 @@ def read(
                 )
         for chunk in _chunks(client, partition, first, last):
             for each in chunk.rows():
-                data = each.data.decode("utf-8", "backslashreplace")
-                _print((int(each.transaction_id), each.header, data), as_json=as_json)
+                _print(int(each.transaction_id), each.header, each.data, as_json=as_json)
     return 0
 
 
@@ -181,8 +180,9 @@ class _PrintCallbacks(AsyncCallbacks):
         """Print one, unless the limit is reached."""
         if self._wanted == 0:
             return
-        data = (await transaction.data()).decode("utf-8", "backslashreplace")
-        _print((int(transaction.transaction_id), transaction.header, data), as_json=self._as_json)
+        data = await transaction.data()
+        number, header = int(transaction.transaction_id), transaction.header
+        _print(number, header, data, as_json=self._as_json)
         if self._wanted is not None:
             self._wanted -= 1
             if self._wanted == 0:
@@ -199,11 +199,20 @@ class _PrintCallbacks(AsyncCallbacks):
         return policy
 
 
-def _print(row: tuple[int, int, str], *, as_json: bool) -> None:
+def _print(transaction_id: int, header: int, data: bytes, *, as_json: bool) -> None:
+    """Print a transaction; JSON has its text with control characters, which JSON escapes."""
     if as_json:
-        print_json(dict(zip(("transaction_id", "header", "data"), row, strict=True)))
+        text = data.decode("utf-8", "backslashreplace")
+        print_json({"transaction_id": transaction_id, "header": header, "data": text})
     else:
-        print_result("\t".join(map(str, row)))
+        print_result(f"{transaction_id}\t{header}\t{one_line(data)}")
+
+
+_DETAILS = (
+    "A line has the ID, the header and the data, separated by tabs. In the data, bytes that are no "
+    "UTF-8 and control characters are escaped with a backslash."
+)
+read.details = watch.details = _DETAILS
 
 
 @verb

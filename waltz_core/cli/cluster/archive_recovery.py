@@ -29,7 +29,7 @@ from waltz_core.archive.saved_manifest import SavedManifest
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.cli.archive.archive_status import url_in
 from waltz_core.cluster.coordinator import Coordinator
-from waltz_core.cluster.nodes.model import ArchivedMark
+from waltz_core.cluster.znodes.model import ArchivedMark
 from waltz_core.errors import BadFormat, BadRequest, ChecksumMismatch, ObjectMissing
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import BEFORE_FIRST, Chain, PartitionId, ReplicaId, TransactionId

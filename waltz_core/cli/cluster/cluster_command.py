@@ -11,7 +11,7 @@ from waltz_core.cli.output import print_error, print_json, print_result, print_t
 from waltz_core.cli.verbs import verb
 from waltz_core.cluster.change.creation import NewCluster, NewStorage
 from waltz_core.cluster.coordinator import Coordinator
-from waltz_core.cluster.nodes.model import UNRESOLVED, PartitionMetadata
+from waltz_core.cluster.znodes.model import UNRESOLVED, PartitionMetadata
 from waltz_core.cluster.zookeeper import zookeeper_session
 from waltz_core.errors import BadConfig
 from waltz_core.records.record import PartitionId

@@ -33,7 +33,7 @@ from waltz_core.cluster.change.changes import Plan, filled
 from waltz_core.cluster.change.creation import NewCluster, NewStorage
 from waltz_core.cluster.change.rebuilding import NO_IDS, Ids, Log, RebuildDecision
 from waltz_core.cluster.coordinator import Coordinator, PartitionView
-from waltz_core.cluster.nodes.model import (
+from waltz_core.cluster.znodes.model import (
     ArchivedMark,
     MarkerState,
     PartitionMarker,
@@ -405,7 +405,10 @@ async def _rebuild(command: Command, chosen: FormerCluster) -> Result:
     replica_count = chosen.replicas or len(set(new.groups.values()))
     for each in missing:
         if each not in new.groups:
-            raise BadConfig(f"--missing {each}: name it with --storage, too")
+            raise BadConfig(
+                f"--missing {each}: expected a storage that is also named with --storage, found "
+                f"only {', '.join(map(str, new.groups))}"
+            )
     await _make_nodes(command, new)
     if chosen.only_nodes:
         key = str(new.cluster_key)

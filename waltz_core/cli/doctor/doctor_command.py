@@ -164,14 +164,15 @@ def _open(server: ServerFacts) -> set[PartitionId]:
 
 
 def _facts_json(facts: Facts) -> dict[str, object]:
-    nodes = {
-        each.address: {"mode": each.mode, "latency_ms": each.latency_ms} for each in facts.nodes
+    zookeeper = {
+        each.address: {"mode": each.mode, "latency_ms": each.latency_ms}
+        for each in facts.zookeeper_servers
     }
     cluster = facts.cluster
     if cluster is None:
-        return {"zookeeper": nodes}
+        return {"zookeeper": zookeeper}
     return {
-        "zookeeper": nodes,
+        "zookeeper": zookeeper,
         "servers": {
             each.address: {
                 "latency_ms": each.latency_ms,

@@ -35,12 +35,12 @@ from waltz_core.ops.facts import (
     Facts,
     LocalFacts,
     MemberFacts,
-    NodeFacts,
     PartitionFacts,
     ReplicaFacts,
     ServerFacts,
     SpaceFacts,
     StorageFacts,
+    ZooKeeperServerFacts,
 )
 from waltz_core.records.record import (
     BEFORE_FIRST,
@@ -111,9 +111,9 @@ async def gather(connect: str, *, timeout_s: float, local: LocalCluster | None) 
     place = parse_connect_string(connect)
     found = Facts(connect, local=None if local is None else _members_of(local))
     async with asyncio.TaskGroup() as tasks:
-        nodes = [tasks.create_task(_node(each, timeout_s)) for each in place.hosts]
+        zookeepers = [tasks.create_task(_zookeeper_server(each, timeout_s)) for each in place.hosts]
         cluster = tasks.create_task(_cluster(place, found, timeout_s))
-    return replace(await cluster, nodes=tuple([await each for each in nodes]))
+    return replace(await cluster, zookeeper_servers=tuple([await each for each in zookeepers]))
 
 
 def local_cluster(directory: Path) -> LocalCluster | None:
@@ -181,7 +181,7 @@ async def _probe_failure(error: WaltzError, address: str, timeout_s: float) -> _
 # --- ZooKeeper
 
 
-async def _node(address: str, timeout_s: float) -> NodeFacts:
+async def _zookeeper_server(address: str, timeout_s: float) -> ZooKeeperServerFacts:
     """Query one ZooKeeper server with `srvr`, which each answers unless it is disabled."""
     host, port = net.split_address(address)
     began_s = time.monotonic()
@@ -195,10 +195,10 @@ async def _node(address: str, timeout_s: float) -> NodeFacts:
                 writer.transport.abort()
     except TimeoutError:
         is_silent = await _accepts_connections(address, timeout_s)
-        return NodeFacts(address, f"no answer within {timeout_s:g} s", is_silent)
+        return ZooKeeperServerFacts(address, f"no answer within {timeout_s:g} s", is_silent)
     except OSError as error:
-        return NodeFacts(address, failure_text(error))
-    return NodeFacts(address, mode=mode_of(answer), latency_ms=_ms_since(began_s))
+        return ZooKeeperServerFacts(address, failure_text(error))
+    return ZooKeeperServerFacts(address, mode=mode_of(answer), latency_ms=_ms_since(began_s))
 
 
 def mode_of(answer: bytes) -> str:
@@ -341,6 +341,7 @@ class _Mark(NamedTuple):
     stamp_ahead_ms: float | None = None
     unarchived_s: float | None = None
     unarchived_bytes: int | None = None
+    archive_interval_ms: int = 0
 
 
 class _Server:
@@ -451,13 +452,13 @@ class _Server:
         last = TransactionId(mark.high_water_mark)
         ahead_ms = await self._stamp_ahead_ms(link, partition_id, last)
         unarchived_s = await self._unarchived_s(link, partition_id, last)
-        byte_count = await self._unarchived_bytes(link, partition_id)
-        return _Mark(last, "", ahead_ms, unarchived_s, byte_count)
+        byte_count, interval_ms = await self._archive(link, partition_id)
+        return _Mark(last, "", ahead_ms, unarchived_s, byte_count, interval_ms)
 
-    async def _unarchived_bytes(self, link: ServerLink, partition_id: PartitionId) -> int | None:
-        """Return the approximate size of what is not archived, as the owner knows it."""
+    async def _archive(self, link: ServerLink, partition_id: PartitionId) -> tuple[int | None, int]:
+        """Return the approximate size of what is not archived, and the interval of the archiver."""
         if self._archived[partition_id] == BEFORE_FIRST:
-            return None
+            return None, 0
 
         def request(req_id: ReqId) -> ClientMessage:
             return ReplicasRequest(req_id, linearizable=False)
@@ -465,8 +466,9 @@ class _Server:
         try:
             answer = await self._of_partition(link, ReplicasResponse, request, partition_id)
         except WaltzError:
-            return None  # other findings report it
-        return None if answer.unarchived_bytes < 0 else answer.unarchived_bytes
+            return None, 0  # other findings report it
+        byte_count = None if answer.unarchived_bytes < 0 else answer.unarchived_bytes
+        return byte_count, answer.archive_interval_ms
 
     async def _unarchived_s(
         self, link: ServerLink, partition_id: PartitionId, last: TransactionId

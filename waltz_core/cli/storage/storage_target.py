@@ -15,7 +15,7 @@ from waltz_core.cli import shared_options as options
 from waltz_core.cli.changing import audited, connected
 from waltz_core.cli.verbs import VerbFunction
 from waltz_core.cluster.coordinator import ClusterView
-from waltz_core.cluster.nodes.model import ReplicaAssignments
+from waltz_core.cluster.znodes.model import ReplicaAssignments
 from waltz_core.config.connect_string import split_address
 from waltz_core.errors import BadConfig
 from waltz_core.records.record import ReplicaId

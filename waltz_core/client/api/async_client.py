@@ -14,6 +14,7 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -32,7 +33,8 @@ from waltz_core.client.links.directory import (
     ZooKeeperDirectory,
 )
 from waltz_core.client.model.callbacks import AsyncCallbacks, check_callbacks, check_headers
-from waltz_core.client.model.predecessors import FOLLOW, FollowedState
+from waltz_core.client.model.payloads import encrypted, encryption_of
+from waltz_core.client.model.predecessors import FollowedState, follow
 from waltz_core.client.model.transaction import (
     TransactionContext,
     check_data,
@@ -112,7 +114,10 @@ class AsyncWaltzClient(OpenedByConnect):
         self._root: asyncio.Task[None] | None = None
         self._ending: asyncio.Task[None] | None = None
         self._tasks: dict[asyncio.Task[None], None] = {}
-        self.subscriptions = Subscriptions(self._partition, self.spawn, self.requests, config)
+        self._encryption = encryption_of(config)
+        self.subscriptions = Subscriptions(
+            self._partition, self.spawn, self.requests, config, self._encryption
+        )
 
     # --- beginning and end
 
@@ -382,6 +387,7 @@ class AsyncWaltzClient(OpenedByConnect):
         append_locks: Iterable[int] = (),
         client_high_water_mark: int | None = None,
         follows: FollowedState | bool = False,
+        encryption_key: str | None = None,
     ) -> "asyncio.Future[TransactionId]":
         """Append one transaction; return a future of its ID.
 
@@ -393,6 +399,8 @@ class AsyncWaltzClient(OpenedByConnect):
 
         With `follows`, LockFailed may be raised earlier and carry `following`: transactions in
         flight. Compute as if they were in the log, and pass `following` as `follows`.
+
+        `encryption_key` is the ID of the key for the data [default: the client's setting].
         """
         write, read = check_locks("write", write_locks), check_locks("read", read_locks)
         added = check_locks("append", append_locks)
@@ -404,10 +412,19 @@ class AsyncWaltzClient(OpenedByConnect):
         if (write or read) and given is None and chosen.is_starting:
             await chosen.wait_for_feed()
         mark = chosen.mark if given is None else given
-        row = PendingRow(check_data(data), check_header(header), mark)
+        payload, header = check_data(data), check_header(header)
+        if self._encryption is not None or encryption_key is not None:
+            payload = await encrypted(
+                self._encryption,
+                payload,
+                partition=chosen.partition_id,
+                header=header,
+                key_id=encryption_key,
+            )
+        row = PendingRow(payload, header, mark)
         row.write_locks, row.read_locks, row.append_locks = write, read, added
         if follows:
-            row.follow(FOLLOW if follows is True else follows, given)
+            row.follow(follow(self._encryption) if follows is True else follows, given)
         if not chosen.window.try_take(1, row.size_bytes):
             await chosen.window.take(1, row.size_bytes)
         loop = asyncio.get_running_loop()
@@ -425,6 +442,8 @@ class AsyncWaltzClient(OpenedByConnect):
         order: ReportOrder | None = None,
     ) -> "asyncio.Future[BatchOutcome]":
         """Append a batch encoded by `batches.encode_append`; return a future of its outcome.
+
+        The client does not encrypt it; see `Encryption.encrypt_column`.
 
         With an `order`, rows enter the log in the order in which they were appended, also when
         requests are lost; see `ReportOrder`.
@@ -451,7 +470,8 @@ class AsyncWaltzClient(OpenedByConnect):
         """Run any runnable context; the generic form of `submit`."""
         self._check_usable()
         partition_id = self._checked(context.partition_id(self.partition_count))
-        run = ContextRun(context, await self._partition(partition_id), self.random)
+        partition = await self._partition(partition_id)
+        run = ContextRun(context, partition, self.random, self._encryption)
         if await run.begin():
             self._runs[run] = None
             run.future.add_done_callback(lambda _: self._runs.pop(run, None))
@@ -523,6 +543,7 @@ class AsyncWaltzClient(OpenedByConnect):
 
         With `replicas` (from `replicas()`), the bytes come from a storage that has proved them
         complete, otherwise from the server. Raises DataLoss if the log ends before `last`.
+        With setting `encryption_keys`, `RangeChunk.rows` decrypts the data.
         """
         partition_id = self._checked(partition)
         check_range(partition_id, first, last)
@@ -547,7 +568,11 @@ class AsyncWaltzClient(OpenedByConnect):
         )
         try:
             async for chunk in read_chunks(partition_id, query, reader.fetch, self._start):
-                yield chunk
+                if self._encryption is None:
+                    yield chunk
+                else:
+                    decrypt = partial(self._encryption.decrypt, partition=partition_id)
+                    yield replace(chunk, decrypt=decrypt)
         finally:
             reader.close()
 

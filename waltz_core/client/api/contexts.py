@@ -26,7 +26,8 @@ from random import Random
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from waltz_core import errors
-from waltz_core.client.model.predecessors import FOLLOW
+from waltz_core.client.model.payloads import encrypted
+from waltz_core.client.model.predecessors import follow
 from waltz_core.client.model.transaction import (
     TransactionBuilder,
     TransactionContext,
@@ -35,6 +36,7 @@ from waltz_core.client.model.transaction import (
 from waltz_core.client.read.feed_delivery import own_cancellation
 from waltz_core.client.stream.appends import PendingRow, RowOutcome, error_of
 from waltz_core.client.stream.client_partition import ClientPartition
+from waltz_core.encryption.envelopes import Encryption
 from waltz_core.records.record import TransactionId
 from waltz_core.wire.messages import Reason
 
@@ -128,12 +130,17 @@ class ContextRun:
     """The run of one context, until its transaction is in the log or the context has ended."""
 
     def __init__(
-        self, context: RunnableContext, partition: ClientPartition, random: Random
+        self,
+        context: RunnableContext,
+        partition: ClientPartition,
+        random: Random,
+        encryption: Encryption | None,
     ) -> None:
         loop = asyncio.get_running_loop()
         self._context = context
         self._partition = partition
         self._random = random
+        self._encryption = encryption
         self._loop = loop
         timeout_ms = context.timeout_ms
         self._deadline_s = None if timeout_ms is None else loop.time() + timeout_ms / 1000
@@ -147,7 +154,7 @@ class ContextRun:
         self.future.add_done_callback(_retrieve_exception)
         self._row: PendingRow | None = None
         # The in-flight appends that the next attempt depends on; None if it may not (rule 6).
-        self._following = FOLLOW if context.follows else None
+        self._following = follow(encryption) if context.follows else None
 
     async def begin(self) -> bool:
         """Make the first attempt; False when the context has ended with it."""
@@ -183,7 +190,9 @@ class ContextRun:
         builder = TransactionBuilder(partition.partition_id, partition.mark)  # rule 1
         builder.following = self._following
         if self._following is not None:
-            self._following = FOLLOW  # the server's answer is valid for one attempt
+            self._following = (
+                self._following.forgotten()
+            )  # the server's answer is valid for one attempt
         executing = self._context.execute(builder)
         is_wanted = await self._before_deadline(executing, "execute was still running")
         if not is_wanted:
@@ -195,7 +204,19 @@ class ContextRun:
                 "execute returned True without transaction data: call set_transaction_data"
             )
         mark, following = builder.claim()
-        row = PendingRow(builder.data, builder.header, mark)
+        data = builder.data
+        if self._encryption is not None or builder.encryption_key is not None:
+            data = await self._before_deadline(
+                encrypted(
+                    self._encryption,
+                    data,
+                    partition=partition.partition_id,
+                    header=builder.header,
+                    key_id=builder.encryption_key,
+                ),
+                "the key provider had not answered",
+            )
+        row = PendingRow(data, builder.header, mark)
         row.follows = following
         row.write_locks = builder.write_locks
         row.read_locks = builder.read_locks

@@ -40,7 +40,7 @@ from waltz_core.client.model.callbacks import BatchCallbacks, PoisonPolicy
 from waltz_core.client.model.transaction import Transaction, TransactionBuilder
 from waltz_core.client.read.feed_delivery import BATCH_MAX
 from waltz_core.client.stream.backoff import Backoff
-from waltz_core.cluster.nodes.restored_from import NOT_RESTORED, RestoredFrom
+from waltz_core.cluster.znodes.restored_from import NOT_RESTORED, RestoredFrom
 from waltz_core.records.record import BEFORE_FIRST, TransactionId
 
 try:

@@ -20,6 +20,7 @@ from waltz_core.client.read.data_cache import DATA_BYTES_MAX, DataBudget, DataCa
 from waltz_core.client.read.requests import OwnerRequests
 from waltz_core.client.stream.client_partition import ClientPartition
 from waltz_core.config.declarations import ClientConfig
+from waltz_core.encryption.envelopes import Encryption
 from waltz_core.records.record import PartitionId, TransactionId
 
 FindPartition = Callable[[PartitionId], Coroutine[Any, Any, ClientPartition]]
@@ -70,8 +71,14 @@ class Subscriptions:
     """The feeds of one client."""
 
     def __init__(
-        self, find: FindPartition, spawn: Spawn, requests: OwnerRequests, config: ClientConfig
+        self,
+        find: FindPartition,
+        spawn: Spawn,
+        requests: OwnerRequests,
+        config: ClientConfig,
+        encryption: Encryption | None,
     ) -> None:
+        self._encryption = encryption
         self._find = find
         self._spawn = spawn
         self._requests = requests
@@ -135,6 +142,7 @@ class Subscriptions:
             budget=self.data_budget,
             loop=asyncio.get_running_loop(),
             header_values=header_values,
+            encryption=self._encryption,
         )
 
     def _has_feed(self, partition_id: PartitionId) -> bool:

@@ -29,8 +29,8 @@ from typing import NamedTuple, Protocol, Self, TypeVar
 from waltz_core import errors
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.membership.registration import ServersView
-from waltz_core.cluster.nodes.restored_from import NOT_RESTORED, RestoredFrom
-from waltz_core.cluster.nodes.sharing import Shared
+from waltz_core.cluster.znodes.restored_from import NOT_RESTORED, RestoredFrom
+from waltz_core.cluster.znodes.sharing import Shared
 from waltz_core.cluster.zookeeper import zookeeper_session
 from waltz_core.config.connect_string import parse_connect_string
 from waltz_core.config.declarations import ClientConfig
@@ -220,8 +220,8 @@ class ZooKeeperDirectory:
         found = _owners_in(servers).get(partition_id) if servers.is_settled else None
         if found is None:
             raise errors.NotOwned(
-                f"partition {partition_id} of {self.coordinator.where} has no owner, or "
-                "its assignment is not that of the live servers yet"
+                f"partition {partition_id} of {self.coordinator.where} has no owner, or the "
+                "assignment in ZooKeeper does not match the live servers yet"
             )
         return found
 

@@ -2,5 +2,6 @@
 
 `transaction.py` has transactions, locks and contexts, `decorator.py` makes a context of a function,
 and `predecessors.py` has the transactions in flight that a context depends on. `callbacks.py` are
-those of a feed. `serializers.py` and `compression.py` convert values to data.
+those of a feed. `serializers.py` and `compression.py` convert values to data, which `payloads.py`
+encrypts and decrypts.
 """

@@ -26,7 +26,7 @@ from waltz_core.client.model.transaction import (
     check_header,
     items_of,
 )
-from waltz_core.cluster.nodes.restored_from import RestoredFrom
+from waltz_core.cluster.znodes.restored_from import RestoredFrom
 from waltz_core.records.record import BEFORE_FIRST
 from waltz_core.wire.messages import FEED_HEADERS_MAX
 

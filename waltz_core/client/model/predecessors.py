@@ -19,7 +19,7 @@ Rules (decision 017):
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any, Final, NamedTuple, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, overload
 
 from waltz_core import errors
 from waltz_core.client.model.serializers import MSGPACK, Serializer
@@ -36,6 +36,9 @@ from waltz_core.records.record import (
 )
 from waltz_core.values import value
 from waltz_core.wire.messages import Predecessors
+
+if TYPE_CHECKING:
+    from waltz_core.encryption.envelopes import Encryption
 
 # Limit for predecessors carried from attempt to attempt; above it the author waits for the log.
 PREDECESSORS_MAX = 1_024
@@ -55,17 +58,33 @@ class Predecessor(NamedTuple):
     transaction_id: TransactionId
     req_id: ReqId
     header: int
-    data: bytes
+    # None if it could not be decrypted. As in `Transaction.data`, `Any` spares the check.
+    data: bytes | Any
+
+    @property
+    def data_error(self) -> str | None:
+        """The reason why there is no data; None in all other cases."""
+        return None
 
     @overload
     def value(self) -> Any: ...  # noqa: ANN401 - any msgpack value
 
     @overload
-    def value(self, serializer: Serializer[T]) -> T: ...
+    def value(self, serializer: Serializer[T]) -> T | Any: ...  # noqa: ANN401 - None without data
 
     def value(self, serializer: Serializer[Any] = MSGPACK) -> Any:
-        """Return the data deserialized."""
-        return serializer.deserialize(self.data)
+        """Return the data deserialized; None without data."""
+        return None if self.data is None else serializer.deserialize(self.data)
+
+
+class _UnreadablePredecessor(Predecessor):
+    """A predecessor whose data could not be decrypted; a predecessor stays a tuple of four."""
+
+    reason: str | None = None
+
+    @property
+    def data_error(self) -> str | None:
+        return self.reason
 
 
 @value(frozen=True, slots=True, eq=False)
@@ -77,17 +96,38 @@ class FollowedState:
     mount: int  # the number of the mount in which it was received
     base: TransactionId
     mark: TransactionId
-    predecessors: tuple[Predecessor, ...]
+    received: tuple[Predecessor, ...]  # the predecessors, as they are in the log
     locks: frozenset[int]  # the locks that the predecessors cover
+    encryption: "Encryption | None" = None
 
     @property
     def has_seen(self) -> bool:
         """Whether predecessors were received; if not, it only requests them."""
         return self.session_id != NO_SESSION
 
+    @property
+    def predecessors(self) -> tuple[Predecessor, ...]:
+        """All predecessors."""
+        return self.above(BEFORE_FIRST)
+
     def above(self, mark: TransactionId) -> tuple[Predecessor, ...]:
         """Return the predecessors that are missing in a state at this mark."""
-        return tuple(each for each in self.predecessors if each.transaction_id > mark)
+        found = tuple(each for each in self.received if each.transaction_id > mark)
+        if self.encryption is None:
+            return found
+        return tuple(self._decrypted(each, self.encryption) for each in found)
+
+    def _decrypted(self, found: Predecessor, encryption: "Encryption") -> Predecessor:
+        payload = encryption.decrypt(found.data, partition=self.partition_id, header=found.header)
+        if payload.error is None:
+            return found._replace(data=payload.data)
+        unreadable = _UnreadablePredecessor(*found[:-1], None)
+        unreadable.reason = payload.error
+        return unreadable
+
+    def forgotten(self) -> "FollowedState":
+        """Return the state of the same author before it has received any."""
+        return follow(self.encryption)
 
     def claim(
         self, mark: TransactionId, locks: Iterable[int] = ()
@@ -97,7 +137,7 @@ class FollowedState:
         `locks` are the locks that the server checks against the mark.
         """
         if not self.has_seen or not self.base <= mark < self.mark:
-            return mark, FOLLOW
+            return mark, self.forgotten()
         if not self.locks.issuperset(locks):
             return self.without(mark)
         return self.mark, self
@@ -105,8 +145,8 @@ class FollowedState:
     def without(self, mark: TransactionId) -> tuple[TransactionId, "FollowedState"]:
         """Return the same for a row that is checked against the mark of its own state (rule 4)."""
         if not self.has_seen:
-            return mark, FOLLOW
-        return mark, replace(self, base=mark, mark=mark, predecessors=(), locks=frozenset())
+            return mark, self.forgotten()
+        return mark, replace(self, base=mark, mark=mark, received=(), locks=frozenset())
 
     def with_predecessors(
         self, message: Predecessors, mark: TransactionId, mount: int, locks: Iterable[int]
@@ -116,7 +156,7 @@ class FollowedState:
         `locks` are the write and read locks of the rejected row. Raises RemoteProtocolError for
         predecessors that do not follow the mark.
         """
-        known, base = (self.predecessors, self.base) if self.has_seen else ((), mark)
+        known, base = (self.received, self.base) if self.has_seen else ((), mark)
         received = list(_predecessors_in(message))
         ids = [mark, *(each.transaction_id for each in received)]
         if ids != sorted(set(ids)) or ids[-1] > message.last:
@@ -125,7 +165,7 @@ class FollowedState:
                 f"{message.last}, found {ids[1:]}"
             )
         if len(known) + len(received) > PREDECESSORS_MAX:
-            return FOLLOW
+            return self.forgotten()
         found = (*known, *received)
         return FollowedState(
             SessionId(message.session_id),
@@ -135,6 +175,7 @@ class FollowedState:
             TransactionId(message.last),
             found,
             frozenset(locks),
+            self.encryption,
         )
 
 
@@ -161,3 +202,8 @@ def _predecessors_in(message: Predecessors) -> Iterator[Predecessor]:
 
 # The state of an author that requests predecessors and has received none yet.
 FOLLOW = FollowedState(NO_SESSION, PartitionId(-1), 0, BEFORE_FIRST, BEFORE_FIRST, (), frozenset())
+
+
+def follow(encryption: "Encryption | None") -> FollowedState:
+    """Return `FOLLOW` for the author of a client, which may decrypt payloads."""
+    return FOLLOW if encryption is None else replace(FOLLOW, encryption=encryption)

@@ -14,9 +14,10 @@ import operator
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Any, Protocol, SupportsIndex, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Protocol, SupportsIndex, TypeVar, cast, overload
 
 from waltz_core import errors
+from waltz_core.client.model.payloads import decrypted
 from waltz_core.client.model.predecessors import FollowedState, Predecessor
 from waltz_core.client.model.serializers import MSGPACK, Serializer
 from waltz_core.records.checksum import crc32
@@ -32,6 +33,9 @@ from waltz_core.records.record import (
     lock_hash,
     spread,
 )
+
+if TYPE_CHECKING:
+    from waltz_core.encryption.envelopes import DecryptedPayload, Encryption
 
 INT32_MIN, INT32_MAX = -(1 << 31), (1 << 31) - 1
 INT64_MIN, INT64_MAX = -(1 << 63), (1 << 63) - 1
@@ -100,6 +104,7 @@ class TransactionBuilder:
         "append_locks",
         "client_high_water_mark",
         "data",
+        "encryption_key",
         "followed_from",
         "following",
         "header",
@@ -119,6 +124,7 @@ class TransactionBuilder:
         self.followed_from: TransactionId | None = None
         self.header = 0
         self.data: bytes | None = None
+        self.encryption_key: str | None = None
         self.write_locks: tuple[int, ...] = ()
         self.read_locks: tuple[int, ...] = ()
         self.append_locks: tuple[int, ...] = ()
@@ -148,9 +154,19 @@ class TransactionBuilder:
         """Set the application's metadata, a 32-bit integer [default: 0]."""
         self.header = check_header(header)
 
-    def set_transaction_data(self, value: T, serializer: Serializer[T] = MSGPACK) -> None:
-        """Set the payload; raises TooLarge over 4 MiB."""
+    def set_transaction_data(
+        self,
+        value: T,
+        serializer: Serializer[T] = MSGPACK,
+        *,
+        encryption_key: str | None = None,
+    ) -> None:
+        """Set the payload, and the ID of the key that encrypts it [default: the client's setting].
+
+        Raises TooLarge over 4 MiB.
+        """
         self.data = check_data(serializer.serialize(value))
+        self.encryption_key = encryption_key
 
     def set_write_locks(self, locks: Iterable[int]) -> None:
         """Check these locks against the mark, and record this transaction as their last writer."""
@@ -313,7 +329,11 @@ def check_data(data: bytes | bytearray | memoryview) -> bytes:
 
 
 class DataSource(Protocol):
-    """Fetches the data of transactions on request."""
+    """Fetches the data of transactions on request; `encryption` decrypts it, if given."""
+
+    @property
+    def encryption(self) -> "Encryption | None":
+        """The encryption of the client."""
 
     async def data_of(self, transaction_id: TransactionId) -> bytes:
         """Return the data of one transaction, from memory if cached."""
@@ -325,7 +345,7 @@ class DataSource(Protocol):
 class FeedItem:
     """One committed transaction as a feed delivers it; its data is fetched on request."""
 
-    __slots__ = ("_source", "_words", "partition_id", "transaction_id")
+    __slots__ = ("_data_error", "_source", "_words", "partition_id", "transaction_id")
 
     def __init__(
         self,
@@ -354,6 +374,16 @@ class FeedItem:
         """The application's metadata."""
         return self._words[4]
 
+    @property
+    def data_error(self) -> str | None:
+        """The reason why `data` has returned None; None in all other cases."""
+        # Only set with encryption: a feed creates millions of items, most of them without.
+        return getattr(self, "_data_error", None)
+
+    def _note(self, payload: "DecryptedPayload") -> bytes | None:
+        self._data_error = payload.error
+        return payload.data
+
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}(partition {self.partition_id}, "
@@ -366,22 +396,32 @@ class Transaction(FeedItem):
 
     __slots__ = ()
 
-    def data(self) -> bytes:
+    def data(self) -> bytes | Any:  # noqa: ANN401 - None only with encryption: spares the check
         """Return the data; it is fetched together with that of neighboring IDs and cached.
 
-        Raises Unavailable on timeout, Damaged if the data fails its checksum.
+        With setting `encryption_keys` it is decrypted. It is None if that fails, because the key
+        was destroyed, for example; then `data_error` has the reason.
+
+        Raises Unavailable on timeout, Damaged if the data fails its checksum, and errors of the key
+        provider.
         """
-        return self._source.data_of_blocking(self.transaction_id)
+        data = self._source.data_of_blocking(self.transaction_id)
+        encryption = self._source.encryption
+        if encryption is None:
+            return data
+        place = {"partition": self.partition_id, "header": self.header}
+        return self._note(encryption.decrypt(data, **place))
 
     @overload
     def value(self) -> Any: ...  # noqa: ANN401 - any msgpack value
 
     @overload
-    def value(self, serializer: Serializer[T]) -> T: ...
+    def value(self, serializer: Serializer[T]) -> T | Any: ...  # noqa: ANN401 - None without data
 
     def value(self, serializer: Serializer[Any] = MSGPACK) -> Any:
-        """Return the data deserialized."""
-        return serializer.deserialize(self.data())
+        """Return the data deserialized; None if it could not be decrypted (see `data`)."""
+        data = self.data()
+        return None if data is None else serializer.deserialize(data)
 
 
 class AsyncTransaction(FeedItem):
@@ -389,19 +429,29 @@ class AsyncTransaction(FeedItem):
 
     __slots__ = ()
 
-    async def data(self) -> bytes:
+    async def data(self) -> bytes | Any:  # noqa: ANN401 - None only with encryption: spares the check
         """Return the data; it is fetched together with that of neighboring IDs and cached.
 
-        Raises Unavailable on timeout, Damaged if the data fails its checksum.
+        With setting `encryption_keys` it is decrypted. It is None if that fails, because the key
+        was destroyed, for example; then `data_error` has the reason.
+
+        Raises Unavailable on timeout, Damaged if the data fails its checksum, and errors of the key
+        provider.
         """
-        return await self._source.data_of(self.transaction_id)
+        data = await self._source.data_of(self.transaction_id)
+        encryption = self._source.encryption
+        if encryption is None:
+            return data
+        place = {"partition": self.partition_id, "header": self.header}
+        return self._note(await decrypted(encryption, data, **place))
 
     @overload
     async def value(self) -> Any: ...  # noqa: ANN401 - any msgpack value
 
     @overload
-    async def value(self, serializer: Serializer[T]) -> T: ...
+    async def value(self, serializer: Serializer[T]) -> T | Any: ...  # noqa: ANN401 - None without data
 
     async def value(self, serializer: Serializer[Any] = MSGPACK) -> Any:
-        """Return the data deserialized."""
-        return serializer.deserialize(await self.data())
+        """Return the data deserialized; None if it could not be decrypted (see `data`)."""
+        data = await self.data()
+        return None if data is None else serializer.deserialize(data)

@@ -14,6 +14,7 @@ import functools
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from waltz_core.archive.manifest import Manifest, ObjectEntry
     from waltz_core.archive.reader import ArchiveReader
     from waltz_core.archive.store import ArchiveStore
+    from waltz_core.encryption.envelopes import Encryption
 
 # Row groups that were read and those that are read ahead, and the indexes of objects.
 CACHE_BYTES_MAX: Final = 64 * 1024 * 1024
@@ -107,10 +109,12 @@ def read_archived(
     *,
     form: RangeForm,
     header_values: Sequence[int] = (),
+    encryption: "Encryption | None" = None,
 ) -> Iterator[RangeChunk]:
     """Yield the transactions first..last of some objects in chunks, dense and in order.
 
-    A chunk has the transactions of a row group, about 8 MiB.
+    A chunk has the transactions of a row group, about 8 MiB. With `encryption`, `RangeChunk.rows`
+    decrypts the data.
 
     Raises:
         ObjectMissing: an object does not exist any more.
@@ -125,6 +129,9 @@ def read_archived(
     while next_id <= last:
         read = reader.read_group(next_id, TransactionId(last))
         chunk = _chunk_of(read, form, header_values)
+        if encryption is not None:
+            decrypt = partial(encryption.decrypt, partition=objects.manifest.partition_id)
+            chunk = replace(chunk, decrypt=decrypt)
         next_id = chunk.next
         yield chunk
 

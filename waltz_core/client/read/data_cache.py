@@ -20,6 +20,7 @@ from typing import Final, NamedTuple
 
 from waltz_core import errors
 from waltz_core.client.read.ranges import RangeChunk, RangeQuery
+from waltz_core.encryption.envelopes import Encryption
 from waltz_core.records import raw_records
 from waltz_core.records.record import BEFORE_FIRST, RECORD_PREFIX, TransactionId
 
@@ -101,7 +102,9 @@ class DataCache:
         budget: DataBudget,
         loop: asyncio.AbstractEventLoop,
         header_values: tuple[int, ...] = (),
+        encryption: Encryption | None = None,
     ) -> None:
+        self.encryption = encryption
         self._fetch = fetch
         self._fetch_one = fetch_one
         self._mark = mark

@@ -30,7 +30,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from dataclasses import dataclass, replace
 from random import Random
 from ssl import SSLContext
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -56,6 +56,9 @@ from waltz_core.wire import messages
 from waltz_core.wire.messages import Buffer, RangeForm, WireProtocol
 from waltz_core.wire.record_locations import LOCATIONS, decode_locations, socket_name_of
 
+if TYPE_CHECKING:
+    from waltz_core.encryption.envelopes import DecryptedPayload
+
 I64 = npt.NDArray[np.int64]
 
 HEADER_BYTES = raw_records.HEADER_DTYPE.itemsize
@@ -70,11 +73,29 @@ _log = logging.getLogger(__name__)
 
 
 class RangeRow(NamedTuple):
-    """One transaction of a range: its id, the application's header, its payload."""
+    """One transaction of a range: its id, the application's header, its payload.
+
+    With encryption the payload may be None, and `data_error` is the reason.
+    """
 
     transaction_id: TransactionId
     header: int
-    data: bytes
+    data: bytes | Any  # `Any` spares a check for None, which is rare, like in `Transaction.data`
+
+    @property
+    def data_error(self) -> str | None:
+        """The reason why there is no data; None in all other cases."""
+        return None
+
+
+class _UnreadableRow(RangeRow):
+    """A transaction whose data could not be decrypted; a row stays a tuple of three."""
+
+    reason: str | None = None
+
+    @property
+    def data_error(self) -> str | None:
+        return self.reason
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,6 +104,7 @@ class RangeChunk:
 
     WHOLE: `records` are the segment file's bytes and `lengths` their lengths. HEADERS: `records`
     are 28 bytes each, `lengths` is empty. `next` is the first ID after it. `lineage` covers it.
+    `decrypt` is for `rows`; payloads in `records` stay encrypted.
     """
 
     form: RangeForm
@@ -94,6 +116,7 @@ class RangeChunk:
     session_id: SessionId
     high_water_mark: TransactionId
     lineage: tuple[LineageEntry, ...]
+    decrypt: "Callable[..., DecryptedPayload] | None" = None
 
     @property
     def stamps(self) -> list[tuple[int, int, int]]:
@@ -103,8 +126,22 @@ class RangeChunk:
     def rows(self) -> Iterator[RangeRow]:
         """Yield the transactions one by one, in order; raises UsageError if no data was read.
 
-        It copies each payload; for millions of rows use `records` and `lengths` directly.
+        It copies each payload; for millions of rows use `records` and `lengths` directly. With
+        encryption it may block to get a key, and raises the errors of the key provider.
         """
+        return self._rows() if self.decrypt is None else self._decrypted_rows(self.decrypt)
+
+    def _decrypted_rows(self, decrypt: "Callable[..., DecryptedPayload]") -> Iterator[RangeRow]:
+        for row in self._rows():
+            payload = decrypt(row.data, header=row.header)
+            if payload.error is None:
+                yield row._replace(data=payload.data)
+            else:
+                unreadable = _UnreadableRow(row.transaction_id, row.header, None)
+                unreadable.reason = payload.error
+                yield unreadable
+
+    def _rows(self) -> Iterator[RangeRow]:
         if self.form is not RangeForm.WHOLE:
             raise errors.UsageError(
                 f"rows: expected a range read with form=RangeForm.WHOLE, found {self.form!r}"

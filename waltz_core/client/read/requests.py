@@ -271,11 +271,18 @@ class OwnerRequests:
         return await self._query_until_answered(partition_id, query, is_bulk=False)
 
     async def replace_object(
-        self, partition_id: PartitionId, name: str, first: TransactionId, last: TransactionId
+        self,
+        partition_id: PartitionId,
+        name: str,
+        first: TransactionId,
+        last: TransactionId,
+        *,
+        token: int,
     ) -> messages.ReplacementResponse:
         """Request that an archived object with these IDs is replaced from the log of a storage.
 
-        Repeat the call until the answer states that the attempt has ended; it states this once.
+        Repeat the call until the answer states that the attempt has ended. With another random
+        `token` of 63 bits the owner begins another attempt.
 
         Raises:
             BadRequest: these IDs are not archived.
@@ -286,7 +293,7 @@ class OwnerRequests:
             return await _answer_of(
                 reader,
                 messages.ReplacementResponse,
-                lambda req_id: messages.ReplacementRequest(req_id, name, first, last),
+                lambda req_id: messages.ReplacementRequest(req_id, name, first, last, token),
             )
 
         return await self._query_until_answered(partition_id, query, is_bulk=False)

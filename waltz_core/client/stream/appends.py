@@ -61,14 +61,17 @@ _FULL = (Reason.NO_SPACE, Reason.OVERLOADED)
 
 
 @dataclass(slots=True)
-class _Epoch:
-    """The appends between two waits: how many have no outcome, and which callers wait (rule 5)."""
+class _FlushGroup:
+    """The appends between two calls of `wait_for_earlier` (rule 5).
+
+    `unfinished` of them have no outcome yet, and the callers in `waiting` wait for all of them.
+    """
 
     unfinished: int = 0
     waiting: dict[asyncio.Future[None], None] = field(default_factory=dict)
 
 
-_NO_EPOCH = _Epoch()  # of a row that was not appended yet
+_NO_GROUP = _FlushGroup()  # of a row that was not appended yet
 
 
 class RowOutcome(NamedTuple):
@@ -88,7 +91,7 @@ class PendingRow:
         "append_locks",
         "data",
         "deadline_s",
-        "epoch",
+        "flush_group",
         "follows",
         "future",
         "header",
@@ -110,7 +113,7 @@ class PendingRow:
         self.append_locks: tuple[int, ...] = ()
         self.deadline_s = 0.0
         self.number = 0  # its place in the order of `append`
-        self.epoch = _NO_EPOCH
+        self.flush_group = _NO_GROUP
         # An attempt of a context: its future gets a RowOutcome, whatever that is. Otherwise the
         # future gets the transaction id, or an error.
         self.is_attempt = False
@@ -231,7 +234,7 @@ class _Batch(NamedTuple):
     mark: TransactionId
     order: ReportOrder | None
     processed_count: int  # what its writer had processed when it was appended
-    epoch: _Epoch
+    flush_group: _FlushGroup
 
     @property
     def size_bytes(self) -> int:
@@ -278,7 +281,7 @@ class Appends:
         self._barrier = 0
         self._pause: asyncio.Handle | None = None
         self._pause_until_s = 0.0  # uvloop's handles do not have it when no time is left
-        self._epochs: deque[_Epoch] = deque((_Epoch(),))
+        self._flush_groups: deque[_FlushGroup] = deque((_FlushGroup(),))
 
     @property
     def has_pending(self) -> bool:
@@ -291,7 +294,7 @@ class Appends:
         """Append a row for which the window has room."""
         self._added += 1
         row.number = self._added
-        row.epoch = self._enter()
+        row.flush_group = self._enter()
         self._gathered.append(row)
         self._gathered_bytes += row.size_bytes
         if len(self._gathered) >= self._batch_rows or self._gathered_bytes >= self._batch_bytes:
@@ -321,21 +324,21 @@ class Appends:
 
     async def wait_for_earlier(self) -> None:
         """Wait until everything that was appended before has its outcome (rule 5)."""
-        if self._epochs[-1].unfinished:
-            self._epochs.append(_Epoch())
-        if len(self._epochs) > 1:
+        if self._flush_groups[-1].unfinished:
+            self._flush_groups.append(_FlushGroup())
+        if len(self._flush_groups) > 1:
             future: asyncio.Future[None] = self._loop.create_future()
-            waiting = self._epochs[-2].waiting
+            waiting = self._flush_groups[-2].waiting
             waiting[future] = None
             try:
                 await future
             finally:  # a cancelled caller leaves nothing: the outcomes may take days
                 waiting.pop(future, None)
 
-    def _enter(self) -> _Epoch:
-        epoch = self._epochs[-1]
-        epoch.unfinished += 1
-        return epoch
+    def _enter(self) -> _FlushGroup:
+        flush_group = self._flush_groups[-1]
+        flush_group.unfinished += 1
+        return flush_group
 
     # --- out
 
@@ -517,8 +520,8 @@ class Appends:
         self._send_gathered()
 
     def _end(self, each: PendingRow | _Batch) -> None:
-        each.epoch.unfinished -= 1
-        assert each.epoch.unfinished >= 0
+        each.flush_group.unfinished -= 1
+        assert each.flush_group.unfinished >= 0
         self.window.release(each.row_count, each.size_bytes)
 
     def _landed(self) -> None:
@@ -531,8 +534,8 @@ class Appends:
         self._notify()
 
     def _notify(self) -> None:
-        while len(self._epochs) > 1 and not self._epochs[0].unfinished:
-            for future in self._epochs.popleft().waiting:
+        while len(self._flush_groups) > 1 and not self._flush_groups[0].unfinished:
+            for future in self._flush_groups.popleft().waiting:
                 if not future.done():
                     future.set_result(None)
 

@@ -54,8 +54,8 @@ class FeedCursor:
         self.is_lagging = False
         self._fed = mark
 
-    def know(self, mark: TransactionId) -> TransactionId:
-        """Note that the log ends at `mark`; return the position of the feed."""
+    def start_at_end(self, mark: TransactionId) -> TransactionId:
+        """If the feed starts at the end of the log, start it at `mark`; return its position."""
         assert self.is_wanted
         if self._fed is None:
             self._fed = self._applied = mark

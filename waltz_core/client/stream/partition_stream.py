@@ -381,7 +381,7 @@ class PartitionStream:
             cursor.mounted()
             self._request_feed(out)
             return False
-        fed = cursor.know(mark)
+        fed = cursor.start_at_end(mark)
         if mark - fed <= self._settings.feed_lag_max:
             self._send_mount(fed, now_ms, out, wants_feed=True)
             return True

@@ -15,8 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from waltz_core import errors
-from waltz_core.cluster.nodes.node_access import ClusterNodes, decode_node
-from waltz_core.cluster.nodes.znodes import CreateNode, Delete, Set
+from waltz_core.cluster.znodes.interface import CreateNode, Delete, Set
+from waltz_core.cluster.znodes.node_access import ClusterNodes, decode_node
 from waltz_core.records import strict_json
 
 ENTRIES_MAX = 1_000

@@ -20,9 +20,9 @@ from uuid import UUID
 from waltz_core import errors
 from waltz_core.archive.manifest import FORMAT, framed, unframed
 from waltz_core.archive.saved_manifest import SavedManifest
-from waltz_core.cluster.nodes.model import INT32_MAX
-from waltz_core.cluster.nodes.restored_from import NOT_RESTORED, RestoredFrom
 from waltz_core.cluster.writes import BegunWrite, TaskState, WriteState
+from waltz_core.cluster.znodes.model import INT32_MAX
+from waltz_core.cluster.znodes.restored_from import NOT_RESTORED, RestoredFrom
 from waltz_core.records.record import (
     BEFORE_FIRST,
     ClientId,
@@ -107,7 +107,9 @@ class Backup:
         for number, each in enumerate(self.partitions):
             if each.manifest is None:
                 if each.mark != BEFORE_FIRST:
-                    raise errors.BadFormat(f"partition {number}: no manifest reaches {each.mark}")
+                    raise errors.BadFormat(
+                        f"partition {number}: expected a manifest up to {each.mark}, found none"
+                    )
                 continue
             each.manifest.entries()
             manifest = each.manifest.manifest

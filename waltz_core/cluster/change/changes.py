@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from waltz_core import errors
-from waltz_core.cluster.nodes.model import UNRESOLVED, PartitionMetadata, ReplicaAssignments
+from waltz_core.cluster.znodes.model import UNRESOLVED, PartitionMetadata, ReplicaAssignments
 from waltz_core.records.record import PartitionId, ReplicaId
 
 Placement: TypeAlias = Mapping[PartitionId, tuple[ReplicaId, ...]]

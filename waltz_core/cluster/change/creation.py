@@ -16,9 +16,9 @@ from uuid import UUID
 
 from waltz_core import errors
 from waltz_core.cluster.membership.assignment import assign_replicas
-from waltz_core.cluster.nodes import model
-from waltz_core.cluster.nodes.paths import ClusterPaths
-from waltz_core.cluster.nodes.znodes import NO_NODE, CreateNode, Delete, Operation, Set
+from waltz_core.cluster.znodes import model
+from waltz_core.cluster.znodes.interface import NO_NODE, CreateNode, Delete, Operation, Set
+from waltz_core.cluster.znodes.paths import ClusterPaths
 from waltz_core.config.connect_string import check_address
 from waltz_core.records.record import PartitionId, ReplicaId
 

@@ -38,9 +38,9 @@ from typing import NamedTuple, Protocol
 
 from waltz_core import errors
 from waltz_core.cluster.change.creation import NewCluster, creation_steps
-from waltz_core.cluster.nodes import model
-from waltz_core.cluster.nodes.paths import ClusterPaths
-from waltz_core.cluster.nodes.znodes import CreateNode, Operation
+from waltz_core.cluster.znodes import model
+from waltz_core.cluster.znodes.interface import CreateNode, Operation
+from waltz_core.cluster.znodes.paths import ClusterPaths
 from waltz_core.records.record import (
     BEFORE_FIRST,
     NO_SESSION,

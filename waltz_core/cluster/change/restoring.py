@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from waltz_core.cluster.change.backup import Backup
 from waltz_core.cluster.change.creation import NewCluster, creation_steps
 from waltz_core.cluster.change.rebuilding import NO_SERVER
-from waltz_core.cluster.nodes import model
-from waltz_core.cluster.nodes.paths import ClusterPaths
-from waltz_core.cluster.nodes.restored_from import RestoredFrom
-from waltz_core.cluster.nodes.znodes import CreateNode, Operation
 from waltz_core.cluster.writes import BegunWrite
+from waltz_core.cluster.znodes import model
+from waltz_core.cluster.znodes.interface import CreateNode, Operation
+from waltz_core.cluster.znodes.paths import ClusterPaths
+from waltz_core.cluster.znodes.restored_from import RestoredFrom
 from waltz_core.records.record import BEFORE_FIRST, ClientId, Generation, PartitionId, SessionId
 
 

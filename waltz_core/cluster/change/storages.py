@@ -19,9 +19,9 @@ from waltz_core import errors
 from waltz_core.cluster.change import changes
 from waltz_core.cluster.change.changes import Change, PartitionReplicas, Plan, Wait
 from waltz_core.cluster.membership.assignment import check_replica_change
-from waltz_core.cluster.nodes import model
-from waltz_core.cluster.nodes.node_access import ClusterNodes, decode_node
-from waltz_core.cluster.nodes.znodes import Delete, Set, Signal
+from waltz_core.cluster.znodes import model
+from waltz_core.cluster.znodes.interface import Delete, Set, Signal
+from waltz_core.cluster.znodes.node_access import ClusterNodes, decode_node
 from waltz_core.config.connect_string import check_address
 from waltz_core.records.record import PartitionId, ReplicaId
 

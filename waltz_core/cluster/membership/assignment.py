@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 
 from waltz_core import errors
-from waltz_core.cluster.nodes.model import (
+from waltz_core.cluster.znodes.model import (
     INT32_MAX,
     PartitionAssignment,
     ReplicaAssignments,

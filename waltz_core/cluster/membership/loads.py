@@ -19,7 +19,7 @@ from math import exp
 from typing import Final, NamedTuple
 
 from waltz_core import errors
-from waltz_core.cluster.nodes.node_access import ClusterNodes, decode_node, is_number
+from waltz_core.cluster.znodes.node_access import ClusterNodes, decode_node, is_number
 from waltz_core.records import strict_json
 from waltz_core.records.record import PartitionId, ServerId
 

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from waltz_core import errors
-from waltz_core.cluster.nodes.node_access import ClusterNodes, decode_node, is_number
-from waltz_core.cluster.nodes.znodes import Signal
+from waltz_core.cluster.znodes.interface import Signal
+from waltz_core.cluster.znodes.node_access import ClusterNodes, decode_node, is_number
 from waltz_core.records import strict_json
 from waltz_core.records.record import ServerId
 

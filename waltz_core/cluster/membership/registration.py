@@ -32,10 +32,10 @@ from waltz_core.cluster.membership.assignment import (
     with_generations,
 )
 from waltz_core.cluster.membership.reachability import ReachBoard, eligible
-from waltz_core.cluster.nodes import model
-from waltz_core.cluster.nodes.node_access import ClusterNodes, decode_node
-from waltz_core.cluster.nodes.paths import DESCRIPTOR_PREFIX
-from waltz_core.cluster.nodes.znodes import CreateNode, Delete, NodeStat, Operation, Set, Signal
+from waltz_core.cluster.znodes import model
+from waltz_core.cluster.znodes.interface import CreateNode, Delete, NodeStat, Operation, Set, Signal
+from waltz_core.cluster.znodes.node_access import ClusterNodes, decode_node
+from waltz_core.cluster.znodes.paths import DESCRIPTOR_PREFIX
 from waltz_core.records.record import Generation, PartitionId, ServerId
 
 READ_ATTEMPTS_MAX = 20
@@ -408,7 +408,7 @@ class Membership:
             self._waiting.pop(signal, None)
             return False
         self._waiting[signal] = None
-        self._nodes.znodes.set_later(signal, left_ms)
+        self._nodes.znodes.set_signal_later(signal, left_ms)
         return True
 
     def _grace_left_ms(self, membership: _Membership) -> int:

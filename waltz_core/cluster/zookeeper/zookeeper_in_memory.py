@@ -16,7 +16,7 @@ from enum import Enum, auto
 
 from waltz_core import errors
 from waltz_core.cluster.coordinator import Coordinator
-from waltz_core.cluster.nodes.znodes import (
+from waltz_core.cluster.znodes.interface import (
     NO_NODE,
     PERSISTENT,
     Children,
@@ -98,7 +98,7 @@ class MemoryZooKeeper:
 
     # --- for sessions
 
-    def set_later(self, signal: Signal, after_ms: int) -> None:
+    def set_signal_later(self, signal: Signal, after_ms: int) -> None:
         """Set a signal after `after_ms`."""
         self._later.append((self.now_ms + after_ms, signal))
 
@@ -267,9 +267,9 @@ class MemorySession:
         """The time of this ZooKeeper."""
         return self._zookeeper.now_ms
 
-    def set_later(self, signal: Signal, after_ms: int) -> None:
+    def set_signal_later(self, signal: Signal, after_ms: int) -> None:
         """Set a signal later."""
-        self._zookeeper.set_later(signal, after_ms)
+        self._zookeeper.set_signal_later(signal, after_ms)
 
     async def get(self, path: str, signal: Signal | None = None) -> Node | None:
         """Read a node."""

@@ -43,8 +43,7 @@ from kazoo.security import ACL, CREATOR_ALL_ACL, OPEN_ACL_UNSAFE, Id, Permission
 
 from waltz_core import errors
 from waltz_core.cluster.coordinator import Coordinator
-from waltz_core.cluster.nodes.sharing import Shared
-from waltz_core.cluster.nodes.znodes import (
+from waltz_core.cluster.znodes.interface import (
     NO_NODE,
     PERSISTENT,
     Children,
@@ -58,6 +57,7 @@ from waltz_core.cluster.nodes.znodes import (
     Signal,
     StateCallback,
 )
+from waltz_core.cluster.znodes.sharing import Shared
 from waltz_core.cluster.zookeeper.credentials import (
     SCHEME,
     Credentials,
@@ -262,7 +262,7 @@ class ZooKeeperSession:
         """The machine's clock since its start."""
         return clock_ms()
 
-    def set_later(self, signal: Signal, after_ms: int) -> None:
+    def set_signal_later(self, signal: Signal, after_ms: int) -> None:
         """Set a signal later."""
         assert self._loop is not None
         self._loop.call_later(after_ms / 1000, signal.set)
@@ -434,7 +434,11 @@ class ZooKeeperSession:
         await self._connection()
         try:
             async with asyncio.timeout(self._request_timeout_s):
-                return await self._result_of(send())
+                while True:
+                    try:
+                        return await self._result_of(send())
+                    except ConnectionLoss:  # A read changes nothing, so it can be repeated.
+                        await self._connection()
         except (TimeoutError, *LOST_ERRORS) as error:
             raise errors.CoordinatorUnavailable(
                 f"ZooKeeper {self._hosts} has not answered a read of {path} "

@@ -5,9 +5,10 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from waltz_core import errors
-from waltz_core.cluster.nodes.model import ArchivedMark
+from waltz_core.cluster.znodes.model import ArchivedMark
 from waltz_core.records.record import ReplicaId, SessionId, TransactionId
 from waltz_core.replication.session_events import ArchiveBacklog, ReplacementOutcome
 from waltz_core.server.append.mounts import PartitionPosition
@@ -34,6 +35,14 @@ from waltz_core.wire.messages import (
     ReplicasRequest,
     ReplicasResponse,
 )
+
+
+class ArchivePosition(NamedTuple):
+    """What is archived, what is not, and the interval of the attempts; 0 for none."""
+
+    recorded: ArchivedMark
+    backlog: ArchiveBacklog | None
+    interval_ms: int
 
 
 def reject(request: Received, error: errors.WaltzError) -> SendToClient:
@@ -90,7 +99,7 @@ def with_mark(
     session_id: SessionId,
     replicas: Sequence[ReplicaId],
     identity: PartitionIdentity,
-    archived: tuple[ArchivedMark, ArchiveBacklog | None] | None,
+    archived: ArchivePosition | None,
 ) -> SendToClient:
     """Answer a flush, or a request for the mark or for the replicas."""
     req_id = request.message.req_id
@@ -107,7 +116,7 @@ def with_mark(
             identity.partition_count,
         )
         if archived is not None:
-            recorded, backlog = archived
+            recorded, backlog, interval_ms = archived
             byte_count = None if backlog is None else backlog.byte_count
             answer = replace(
                 answer,
@@ -116,6 +125,7 @@ def with_mark(
                 manifest=recorded.manifest,
                 manifest_crc=recorded.manifest_crc,
                 unarchived_bytes=-1 if byte_count is None else byte_count,
+                archive_interval_ms=interval_ms,
             )
     else:
         answer = HighWaterMarkResponse(req_id, mark)

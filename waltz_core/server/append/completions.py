@@ -3,8 +3,8 @@
 Every request ends here, once, whichever way it went through the pipeline.
 
 Rules:
-    1. A request is answered once, and leaves its epoch then. When all requests of an epoch have
-       left, the flushes that waited for it are notified.
+    1. A request is answered once, and leaves its flush group then. When all requests of a group
+       have left, the flushes that waited for it are notified.
     2. AHEAD is not reported directly: `AheadOfLog` requests a proof of the session in which the row
        was validated. Without the proof the answer is NOT_MOUNTED, so that the client mounts again.
 """
@@ -20,7 +20,7 @@ from waltz_core.server.append.answers import reject_ticket
 from waltz_core.server.append.mounts import Mounts
 from waltz_core.server.append.outcomes import AheadOfLog, AppendOutcome, Reached
 from waltz_core.server.locking.dependent_appends import Followers
-from waltz_core.server.locking.tickets import AppendCounters, Epoch, SingleTicket, Ticket
+from waltz_core.server.locking.tickets import AppendCounters, FlushGroup, SingleTicket, Ticket
 from waltz_core.server.partition_events import SendToClient
 from waltz_core.wire.messages import Reason
 
@@ -31,34 +31,34 @@ class Completions:
     def __init__(self, mounts: Mounts, counters: AppendCounters) -> None:
         self._mounts = mounts
         self._counters = counters
-        self._epochs: deque[Epoch] = deque((Epoch(),))
+        self._flush_groups: deque[FlushGroup] = deque((FlushGroup(),))
         # Of the session that was opened last.
         self.session_id = NO_SESSION
         self.high_water_mark = BEFORE_FIRST
 
-    # --- epochs
+    # --- flush groups
 
-    def enter(self) -> Epoch:
-        """A request has arrived; return the epoch that it belongs to."""
+    def enter(self) -> FlushGroup:
+        """A request has arrived; return the flush group that it belongs to."""
         self._counters.requests += 1
-        epoch = self._epochs[-1]
-        epoch.unfinished += 1
-        return epoch
+        flush_group = self._flush_groups[-1]
+        flush_group.unfinished += 1
+        return flush_group
 
     def leave(self, ticket: Ticket, out: list[AppendOutcome]) -> None:
         """A request has ended (rule 1)."""
-        ticket.epoch.unfinished -= 1
-        assert ticket.epoch.unfinished >= 0
-        while len(self._epochs) > 1 and not self._epochs[0].unfinished:
-            out.extend(Reached(token) for token in self._epochs.popleft().waiting)
+        ticket.flush_group.unfinished -= 1
+        assert ticket.flush_group.unfinished >= 0
+        while len(self._flush_groups) > 1 and not self._flush_groups[0].unfinished:
+            out.extend(Reached(token) for token in self._flush_groups.popleft().waiting)
 
     def flush(self, token: int) -> list[AppendOutcome]:
         """Return `Reached` when everything received up to now has ended."""
-        if self._epochs[-1].unfinished:
-            self._epochs[-1].waiting.append(token)
-            self._epochs.append(Epoch())
-        elif len(self._epochs) > 1:
-            self._epochs[-2].waiting.append(token)
+        if self._flush_groups[-1].unfinished:
+            self._flush_groups[-1].waiting.append(token)
+            self._flush_groups.append(FlushGroup())
+        elif len(self._flush_groups) > 1:
+            self._flush_groups[-2].waiting.append(token)
         else:
             return [Reached(token)]
         return []
@@ -66,9 +66,9 @@ class Completions:
     def abandon(self) -> list[AppendOutcome]:
         """No request will end any more: notify everything that waits."""
         out: list[AppendOutcome] = [
-            Reached(token) for epoch in self._epochs for token in epoch.waiting
+            Reached(token) for group in self._flush_groups for token in group.waiting
         ]
-        self._epochs = deque((Epoch(),))
+        self._flush_groups = deque((FlushGroup(),))
         return out
 
     # --- answers

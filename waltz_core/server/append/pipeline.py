@@ -243,14 +243,16 @@ class AppendPipeline:
         now_ms: int,
     ) -> list[AppendOutcome]:
         """Queue a request; reject it when the queue is over the limit."""
-        epoch = self._completions.enter()
+        flush_group = self._completions.enter()
         ticket: Ticket
         req_id = message.req_id
         mount = self._mounts.number_on_arrival(req_id.client_id, connection)
         if isinstance(message, AppendRequest):
-            ticket = SingleTicket(connection, cost_bytes, message, epoch, now_ms, mount)
+            ticket = SingleTicket(connection, cost_bytes, message, flush_group, now_ms, mount)
         else:
-            ticket = BatchTicket(connection, cost_bytes, message, req_id, epoch, now_ms, mount)
+            ticket = BatchTicket(
+                connection, cost_bytes, message, req_id, flush_group, now_ms, mount
+            )
         if self._lanes.is_over_share(connection, cost_bytes, self._limits.queue_bytes_max):
             out: list[AppendOutcome] = []
             self._mounts.overrun(req_id.client_id, connection)

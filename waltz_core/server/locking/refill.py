@@ -198,7 +198,7 @@ class Refill:
                 break
             found.append(block)
             bytes_left -= len(block.locks)
-            floor = block.before
+            floor = block.end_before
         if found:
             locks = np.frombuffer(b"".join(block.locks for block in found), dtype=">i4")
             ids = np.concatenate([_writers(block) for block in found])

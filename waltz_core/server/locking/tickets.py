@@ -58,8 +58,12 @@ _REASONS: Final = {reason: bytes((reason,)) for reason in Reason}
 
 
 @dataclass(slots=True)
-class Epoch:
-    """The requests between two flushes: how many are not final, and the flushes that wait."""
+class FlushGroup:
+    """The requests between two flushes.
+
+    `unfinished` of them are not final yet; `waiting` has the tokens of the flushes that wait for
+    all of them.
+    """
 
     unfinished: int = 0
     waiting: list[int] = field(default_factory=list)
@@ -72,7 +76,7 @@ class SingleTicket:
     connection: ConnectionId
     cost_bytes: int
     message: AppendRequest
-    epoch: Epoch
+    flush_group: FlushGroup
     received_ms: int
     # The number of the mount under which it arrived (`mounts.py`, rule 5).
     mount: int = 0
@@ -148,7 +152,7 @@ class BatchTicket:
     cost_bytes: int
     message: AppendBatch | None
     req_id: ReqId
-    epoch: Epoch
+    flush_group: FlushGroup
     received_ms: int
     mount: int = 0
     rows: AppendRows | None = None

@@ -376,7 +376,10 @@ class Partition:
         # The present mark, not that of the proof: the client may know the present one already.
         mark, replicas = self._high_water_mark, self.reads.replicas
         recorded = self._store.archived
-        archived = None if recorded is None else (recorded, self._store.archive_backlog)
+        archived = None
+        if recorded is not None:
+            backlog, interval_ms = self._store.archive_backlog, self._limits.archive_interval_ms
+            archived = answers.ArchivePosition(recorded, backlog, interval_ms)
         return answers.with_mark(event, mark, self._session_id, replicas, self._identity, archived)
 
     def _expire(self, event: Received, message: messages.ExpireRequest) -> None:
@@ -398,7 +401,7 @@ class Partition:
             fault = f"expected an object with IDs in 0..{end}, found {first}..{last}"
             self._out.append(answers.reject(event, errors.BadRequest(fault)))
             return
-        request = replication.ReplaceInArchive(message.object, first, last)
+        request = replication.ReplaceInArchive(message.object, first, last, message.token)
         self._out.append(answers.replaced(event, self._store.replacement(request)))
         self._drive(request)
 
@@ -612,7 +615,7 @@ class Partition:
                 case feeds.FetchHeaders():
                     fetches = self.reads.headers(outcome.first, outcome.last)
                     self._route_reads(fetches)
-                case feeds.MountReached():
+                case feeds.MountCaughtUp():
                     self._mount_reached(outcome.request)
                 case _:
                     assert_never(outcome)

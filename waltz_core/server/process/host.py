@@ -269,8 +269,8 @@ class Host:
             )
         except WaltzError as error:
             first = error.first_available if isinstance(error, BelowStart) else BEFORE_FIRST
-            is_damage = isinstance(error, Damaged)
-            self.post(FetchFailed(effect.token, str(error), TransactionId(first), is_damage))
+            damage_code = error.code if isinstance(error, Damaged) else 0
+            self.post(FetchFailed(effect.token, str(error), TransactionId(first), damage_code))
             return
         size = len(answer.blocks if isinstance(answer, LockBlocks) else answer.records)
         self._services.metrics.add(

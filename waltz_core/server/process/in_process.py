@@ -74,7 +74,7 @@ _FLOW: Final = FlowLimits(
 
 
 @dataclass(slots=True)
-class Failures:
+class InjectedFailures:
     """The error of the next `count` appends (`fail_next_append`)."""
 
     count: int
@@ -91,7 +91,7 @@ class Faults:
         self.rate = 0.0
         self.count = 0
         self.rejections = 0
-        self.failures: Failures | None = None
+        self.failures: InjectedFailures | None = None
 
     def delay_s(self) -> float:
         """Draw the delay of an answer."""
@@ -104,7 +104,7 @@ class Faults:
         self.count += is_lost
         return is_lost
 
-    def failure(self) -> "Failures | None":
+    def failure(self) -> "InjectedFailures | None":
         """Return the failure of this append, if it is one of `fail_next_append`."""
         failures = self.failures
         if failures is None or failures.count <= 0:

@@ -31,7 +31,7 @@ from typing import Final
 
 from waltz_core.cluster.membership.reachability import Reachability, ReachBoard
 from waltz_core.cluster.membership.registration import ServersView
-from waltz_core.cluster.nodes.model import ServerDescriptor
+from waltz_core.cluster.znodes.model import ServerDescriptor
 from waltz_core.driver import loop_clock_ms
 from waltz_core.errors import BadConfig, TlsFailed, WaltzError
 from waltz_core.records.record import ServerId

@@ -26,8 +26,8 @@ from typing import Final
 from waltz_core import errors
 from waltz_core.cluster.coordinator import ClusterView, Coordinator
 from waltz_core.cluster.membership.registration import ServersView
-from waltz_core.cluster.nodes.model import ReplicaAssignments, ServerDescriptor
-from waltz_core.cluster.nodes.sharing import Shared
+from waltz_core.cluster.znodes.model import ReplicaAssignments, ServerDescriptor
+from waltz_core.cluster.znodes.sharing import Shared
 from waltz_core.cluster.zookeeper.starting import connected, retry_start_step
 from waltz_core.cluster.zookeeper.unreadable import follow_readable
 from waltz_core.config.declarations import NO_GROUP, ServerConfig
@@ -526,6 +526,7 @@ def limits_of(config: ServerConfig, partition_count: int) -> PartitionLimits:
         open_wait_ms=config.open_wait_ms,
         checkpoint_interval_count=config.checkpoint_interval_count,
         lock_refill_count_max=config.lock_refill_count_max,
+        archive_interval_ms=config.archive_interval_ms,
     )
 
 

@@ -63,13 +63,13 @@ class FetchHeaders:
 
 
 @value(frozen=True, slots=True)
-class MountReached:
+class MountCaughtUp:
     """The feed of a mounting client has reached the mark for which the mount waits."""
 
     request: Received
 
 
-FeedOutcome: TypeAlias = SendToClient | FetchHeaders | MountReached
+FeedOutcome: TypeAlias = SendToClient | FetchHeaders | MountCaughtUp
 
 
 @dataclass(slots=True)
@@ -129,7 +129,7 @@ class Feed:
     # requests
 
     def mount(self, request: Received, *, mark: TransactionId, until: TransactionId) -> None:
-        """Start a mounting client's feed, from its mark up to the log's; `MountReached` follows."""
+        """Start a mounting client's feed, from its mark to the log's; `MountCaughtUp` follows."""
         assert BEFORE_FIRST <= mark <= until <= self._high_water_mark
         mount_id = request.message.req_id
         key = (request.connection, mount_id.client_id)
@@ -309,7 +309,7 @@ class Feed:
         context.is_granted = False
         if context.is_mounting:
             context.is_mounting = False
-            out.append(MountReached(context.request))
+            out.append(MountCaughtUp(context.request))
             return
         message = FeedSuspended(context.mount_id)
         out.append(SendToClient(context.connection, message, context.request.cost_bytes))

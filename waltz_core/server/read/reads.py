@@ -21,8 +21,10 @@ Rules:
    10. If the log begins after the first ID of a fetch, the fetch fails at once: the start is that
        of the archive, the same for all replicas. A log that still has the records serves them.
     11. A request fails after `ROUNDS_MAX` rounds; its error has a reason of damage if there is one.
-        A feed waits, except if all replicas report damage, locally and in the archive, with pauses
-        of up to `RETRY_MAX_MS`: then its error names what is damaged, and the client tries again.
+        If all replicas report damage in the last round, locally and in the archive, the error is
+        that of the damage, which is not retriable. A feed waits, except if all replicas report
+        damage with pauses of up to `RETRY_MAX_MS`: then its error names what is damaged and is
+        retriable, so that the feed continues after a repair.
 """
 
 from collections import deque
@@ -40,6 +42,7 @@ from waltz_core.errors import (
     ChecksumMismatch,
     Unreachable,
     WaltzError,
+    from_code,
 )
 from waltz_core.records import raw_records
 from waltz_core.records.batches import select_records
@@ -127,9 +130,10 @@ class _Job:
     tried: list[ReplicaId] = field(default_factory=list)
     rounds: int = 0
     retry_ms: int = RETRY_FIRST_MS
-    # Rule 11: of the present round, and the last reason.
+    # Rule 11: of the present round, and the last reason with its code.
     is_damaged_everywhere: bool = True
     damage: str = ""
+    damage_code: int = 0
 
 
 ReadOutcome: TypeAlias = SendToClient | Fetch | FeedHeaders | FeedFailed
@@ -404,9 +408,9 @@ class Reads:
         self._avoided[job.tried[-1]] = self.fetches + AVOIDED_FETCHES
         if job.key.is_ahead:
             return self._fetch_separately(job)
-        job.is_damaged_everywhere &= event.is_damage
-        if event.is_damage:
-            job.damage = event.reason
+        job.is_damaged_everywhere &= event.damage_code != 0
+        if event.damage_code:
+            job.damage, job.damage_code = event.reason, event.damage_code
         out: list[ReadOutcome] = []
         if all(replica in job.tried for replica in self.replicas):
             out = self._round_ended(job, event.reason)
@@ -423,13 +427,15 @@ class Reads:
         """All replicas have failed: reject what has waited long enough (rule 11)."""
         job.tried.clear()
         job.rounds += 1
-        error = Unreachable(
+        text = (
             f"no replica of partition {self._partition_id} returned transactions "
             f"{job.key.first}..{job.key.last}: {job.damage or reason}"
         )
+        error = Unreachable(text)
         out: list[ReadOutcome] = []
         if job.rounds >= ROUNDS_MAX and job.waiting:
-            out.extend(reject(request, error) for request in job.waiting)
+            final = from_code(job.damage_code, text) if job.is_damaged_everywhere else error
+            out.extend(reject(request, final) for request in job.waiting)
             job.waiting.clear()
             job.rounds = 0
         if job.for_feed and job.is_damaged_everywhere and job.retry_ms >= RETRY_MAX_MS:

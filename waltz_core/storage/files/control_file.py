@@ -47,7 +47,7 @@ from waltz_core.storage.files.format import (
     ControlHeader,
     PartitionInfo,
     Slot,
-    of_file,
+    errors_with_path,
     partition_entry_offset,
     partition_info_offset,
 )
@@ -102,7 +102,7 @@ class ControlFile:
         try:
             file.pwrite([file.pread(file.size(), 0)], 0)  # rule 6
             file.sync()
-            with of_file(path):
+            with errors_with_path(path):
                 header = ControlHeader.decode(file.pread(CONTROL_HEADER_BYTES, 0))
             _check_header(header, cluster_key, partition_count, path)
             current = [_newer(file, index, path) for index in range(partition_count)]

@@ -87,7 +87,7 @@ def _zero(reserved: Bytes, what: str) -> None:
 
 
 @contextmanager
-def of_file(path: Path) -> Iterator[None]:
+def errors_with_path(path: Path) -> Iterator[None]:
     """Prefix errors about bytes with the path of their file."""
     try:
         yield
@@ -479,7 +479,7 @@ class Promise(NamedTuple):
         return self if self.session_id >= session_id else Promise(session_id)
 
 
-class Mark(NamedTuple):
+class ProvisionalMark(NamedTuple):
     """A low-water mark that a session has set and that is not confirmed yet."""
 
     session_id: SessionId
@@ -528,7 +528,7 @@ class Slot:
     nonce: bytes = NO_NONCE
     last_session: SessionId = NO_SESSION
     low_water_mark: TransactionId = BEFORE_FIRST
-    provisional: Mark | None = None
+    provisional: ProvisionalMark | None = None
     acked: Marker = GENESIS
     truncate: TruncateIntent | None = None
     damaged: tuple[IdRange, ...] = ()
@@ -560,7 +560,7 @@ class Slot:
         """Return the 512 bytes."""
         assert len(self.nonce) == 16
         assert len(self.damaged) <= DAMAGED_MAX
-        provisional = self.provisional or Mark(NO_SESSION, BEFORE_FIRST)
+        provisional = self.provisional or ProvisionalMark(NO_SESSION, BEFORE_FIRST)
         truncate = self.truncate or TruncateIntent(BEFORE_FIRST, None)
         body = _SLOT.pack(
             VERSION,
@@ -639,12 +639,12 @@ class Slot:
         )
 
 
-def _provisional(flags: int, session: int, mark: int) -> Mark | None:
+def _provisional(flags: int, session: int, mark: int) -> ProvisionalMark | None:
     if not flags & _PROVISIONAL:
         return None
     if min(session, mark) < BEFORE_FIRST:
         raise BadFormat(f"control slot: impossible provisional mark {mark} of session {session}")
-    return Mark(SessionId(session), TransactionId(mark))
+    return ProvisionalMark(SessionId(session), TransactionId(mark))
 
 
 def _truncate(flags: int, last_to_keep: int, shortened: Sequence[Any]) -> TruncateIntent | None:

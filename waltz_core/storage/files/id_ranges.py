@@ -9,7 +9,7 @@ from waltz_core.records.record import TransactionId
 from waltz_core.storage.files.format import DAMAGED_MAX, IdRange
 
 
-def with_damage(damaged: tuple[IdRange, ...], added: IdRange) -> tuple[IdRange, ...]:
+def add_damage(damaged: tuple[IdRange, ...], added: IdRange) -> tuple[IdRange, ...]:
     """Return the ranges with one more, in order and merged; at most `DAMAGED_MAX` of them.
 
     If there are too many, the two nearest are joined: the records between them count as damaged,
@@ -30,8 +30,8 @@ def with_damage(damaged: tuple[IdRange, ...], added: IdRange) -> tuple[IdRange, 
     return tuple(merged)
 
 
-def without_damage(damaged: tuple[IdRange, ...], removed: IdRange) -> tuple[IdRange, ...]:
-    """Return the ranges without the IDs of `removed`."""
+def remove_damage(damaged: tuple[IdRange, ...], removed: IdRange) -> tuple[IdRange, ...]:
+    """Return the ranges without the IDs of `removed`; unchanged if they would become too many."""
     left: list[IdRange] = []
     for first, last in damaged:
         before = IdRange(first, min(last, TransactionId(removed.first - 1)))

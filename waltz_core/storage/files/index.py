@@ -33,7 +33,7 @@ from waltz_core.storage.files.format import (
     SegmentHeader,
     decode_entry,
     encode_entry,
-    of_file,
+    errors_with_path,
 )
 
 I64 = npt.NDArray[np.int64]
@@ -141,7 +141,7 @@ class LineageFile:
         """
         file = disk.open(path)
         try:
-            with of_file(path):
+            with errors_with_path(path):
                 header = LineageHeader.decode(file.pread(LINEAGE_HEADER_BYTES, 0))
             return cls(file, header)
         except BaseException:

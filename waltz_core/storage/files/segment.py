@@ -31,7 +31,7 @@ from waltz_core.storage.files.format import (
     IdRange,
     LineageHeader,
     SegmentHeader,
-    of_file,
+    errors_with_path,
     segment_name,
 )
 from waltz_core.storage.files.index import LineageFile, OffsetIndex
@@ -110,7 +110,7 @@ class Segment:
                 opened.callback(lineage.close)
             file = disk.open(path)
             opened.callback(file.close)
-            with of_file(path):
+            with errors_with_path(path):
                 header = SegmentHeader.decode(file.pread(SEGMENT_HEADER_BYTES, 0))
             if header[1:] != (cluster_key, partition_id, first):
                 raise BadFormat(

@@ -86,7 +86,7 @@ class Segments:
         return self.all[-1]
 
     @property
-    def last(self) -> TransactionId:
+    def last_id(self) -> TransactionId:
         """The last ID, or that of the start when there is no record."""
         return self.current.last
 
@@ -108,7 +108,7 @@ class Segments:
         start = self.start
         if transaction_id == start.transaction_id:
             return start.chain
-        if not start.transaction_id < transaction_id <= self.last:
+        if not start.transaction_id < transaction_id <= self.last_id:
             return None
         lineage = self._holding(transaction_id).lineage
         position = lineage.position_of(transaction_id)
@@ -131,7 +131,7 @@ class Segments:
 
     def add(self, now_ms: int, chain_before: Chain) -> None:
         """Begin a new segment after the last record, durably."""
-        self._add(TransactionId(self.last + 1), now_ms, chain_before)
+        self._add(TransactionId(self.last_id + 1), now_ms, chain_before)
 
     def _add(self, first: TransactionId, now_ms: int, chain_before: Chain) -> None:
         header = self._blank._replace(created_ms=now_ms, first=first)
@@ -145,7 +145,7 @@ class Segments:
         already.
         """
         self.start = start
-        if self.last < start.transaction_id:
+        if self.last_id < start.transaction_id:
             self._add(TransactionId(start.transaction_id + 1), now_ms, start.chain)
         while len(self.all) > 1 and self.all[1].first <= start.transaction_id + 1:
             self.all.pop(0).remove()
@@ -443,7 +443,7 @@ class Segments:
 
     def record_crcs(self, first: TransactionId, last: TransactionId) -> bytes | None:
         """Return the record CRCs of first..last, or None when a record is wrong or missing."""
-        if last > self.last:
+        if last > self.last_id:
             return None
         parts: list[bytes] = []
         while first <= last:

@@ -106,8 +106,8 @@ class Cover:
         Raises DiskFailed: a write failed.
         """
         files = self._files
-        first = TransactionId(files.last + 1)
-        here = min(int(lengths.size), files.segments.last - first + 1)
+        first = TransactionId(files.last_id + 1)
+        here = min(int(lengths.size), files.segments.last_id - first + 1)
         size = int(lengths[:here].sum())
         found, found_lengths = files.segments.read(first, TransactionId(first + here - 1))
         if not np.array_equal(found_lengths, lengths[:here]):
@@ -122,7 +122,7 @@ class Cover:
                 files.segments.sync()  # before the entries name them
             rebatching.add_batches(files.segments, entries)
         files.covered_end, files.chain = entries[-1].last, entries[-1].chain
-        if files.covered_end == files.segments.last:
+        if files.covered_end == files.segments.last_id:
             self.settle()
         return True
 
@@ -146,14 +146,14 @@ class Cover:
         files = self._files
         assert files.covered_end is not None
         end, chain, low_water_mark = files.covered_end, files.chain, files.slot.low_water_mark
-        if end < min(low_water_mark, files.segments.last):
+        if end < min(low_water_mark, files.segments.last_id):
             raise DataLoss(
                 f"partition {files.partition_id}: the records after {end} differ from the decided "
                 f"ones, although they are below the low-water mark {low_water_mark}"
             )
         files.sync()
         files.covered_end = None
-        if end < files.segments.last:
+        if end < files.segments.last_id:
             files.truncate(end)
         files.chain = chain
         self.settle()
@@ -166,5 +166,5 @@ class Cover:
             files.sync_count += files.segments.sync()
             files.segments.sync_index()
         files.covered_end = None
-        files.synced_max, files.synced_chain = files.segments.last, files.chain
+        files.synced_max, files.synced_chain = files.segments.last_id, files.chain
         files.write_slot(replace(files.slot, acked=Marker(files.synced_max, files.chain)))

@@ -23,7 +23,7 @@ from waltz_core.errors import BadFormat, BadRequest, ChecksumMismatch, ReadFaile
 from waltz_core.records.record import TransactionId
 from waltz_core.storage.files.batch_checks import check_repaired
 from waltz_core.storage.files.format import IdRange, Slot
-from waltz_core.storage.files.id_ranges import with_damage, without_damage
+from waltz_core.storage.files.id_ranges import add_damage, ranges_text, remove_damage
 from waltz_core.storage.files.segments import Segments, first_wrong
 
 I64 = npt.NDArray[np.int64]
@@ -47,8 +47,8 @@ def fill(
     hole = next((ids for ids in slot.damaged if ids.first == first), None)
     if hole is None or not first <= last <= hole.last:
         raise BadRequest(
-            f"partition {slot.partition_id}: expected ids from the beginning of a damaged range, "
-            f"found {first}..{last}"
+            f"partition {slot.partition_id}: expected ids that start with a damaged range and end "
+            f"in it, found {first}..{last}; damaged are {ranges_text(slot.damaged) or 'none'}"
         )
     bad = first_wrong(records, lengths, first)
     if bad is not None:
@@ -57,10 +57,10 @@ def fill(
         )
     segments.fill(first, lengths, memoryview(records).cast("B"), hole)
     filled = IdRange(first, last)
-    left = without_damage(slot.damaged, filled)
+    left = remove_damage(slot.damaged, filled)
     _prove_lost_batches(segments, filled, left)
     for found in check_repaired(segments, filled, left):  # rule 3
-        left = with_damage(left, found)
+        left = add_damage(left, found)
     return left
 
 

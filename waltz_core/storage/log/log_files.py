@@ -77,7 +77,7 @@ class LogFiles:
         self.reader = LogReader(self.partition_id, segments, slots, self.write_slot)
         self.lock_file = segments.lock_file
         self.covered_end: TransactionId | None = None  # where the log ends while it covers records
-        self.synced_max = segments.last
+        self.synced_max = segments.last_id
         self.chain = self.synced_chain = segments.chain
         self.has_failed = self.is_broken = False
 
@@ -87,9 +87,9 @@ class LogFiles:
         return self.slots.slot
 
     @property
-    def last(self) -> TransactionId:
+    def last_id(self) -> TransactionId:
         """The last ID of the log, synced or not; that of the start when it is empty."""
-        return self.segments.last if self.covered_end is None else self.covered_end
+        return self.segments.last_id if self.covered_end is None else self.covered_end
 
     # ---- writing
 
@@ -100,7 +100,7 @@ class LogFiles:
             NoSpace: the disk is full; nothing was written.
             DiskFailed: a write failed (rule 3).
         """
-        before = (self.last, self.chain)
+        before = (self.last_id, self.chain)
         try:
             self.write_batches(lengths, records, entries)
         except NoSpace:
@@ -117,7 +117,7 @@ class LogFiles:
         self, lengths: I64, records: memoryview, entries: Sequence[LineageEntry]
     ) -> None:
         """Write records and batches, and begin a segment wherever one has become too large."""
-        end = Marker(self.last, self.chain)
+        end = Marker(self.last_id, self.chain)
         while lengths.size:
             current = self.segments.current
             space = self._settings.segment_bytes_max - current.size_bytes
@@ -142,7 +142,7 @@ class LogFiles:
         Return the batches that do not end in the old one, and the end of the last one that does.
         Nothing is read: corrupt bytes must not stop an append in its middle.
         """
-        last = self.segments.last
+        last = self.segments.last_id
         here = [entry for entry in entries if entry.last <= last]
         self.segments.current.append_entries(here, self.synced_max)
         if here:
@@ -169,7 +169,7 @@ class LogFiles:
         except (DiskFailed, NoSpace) as error:
             self.fail()
             raise DiskFailed(str(error)) from error
-        self.synced_max = self.last
+        self.synced_max = self.last_id
         self.synced_chain = self.chain
         if self.slots.slot.acked.transaction_id < self.synced_max:
             now_ms = self._settings.now_ms()
@@ -237,7 +237,7 @@ class LogFiles:
             raise DiskFailed(f"partition {self.partition_id}: cannot truncate: {error}") from error
         self.is_half_truncated = self.has_failed = self.is_broken = False
         self.sync_count += 1
-        self.synced_max = self.last
+        self.synced_max = self.last_id
         # From the slot: reading it again could fail, and leave the chain of the longer log.
         self.chain = self.synced_chain = self.slot.acked.chain
 
@@ -316,7 +316,7 @@ class LogFiles:
         """Stop covering: the records belong to the log again, without batches."""
         if self.covered_end is not None:
             self.covered_end = None
-            self.synced_max = self.segments.last
+            self.synced_max = self.segments.last_id
             self.chain = self.synced_chain = UNBATCHED
 
     def broken(self, reason: str) -> DiskFailed:

@@ -82,7 +82,7 @@ from waltz_core.storage.files.format import (
     first_of_name,
     segment_name,
 )
-from waltz_core.storage.files.id_ranges import damage_until, with_damage
+from waltz_core.storage.files.id_ranges import add_damage, damage_until
 from waltz_core.storage.files.index import LineageFile
 from waltz_core.storage.files.segment import Segment
 from waltz_core.storage.files.segments import Segments
@@ -370,7 +370,7 @@ class _Opening:
         if self._is_overtaken:
             # 0.13 may have truncated what was synced then. It has no marker: records up to the last
             # whole one may have been acknowledged, and it was stopped cleanly before a migration.
-            durable = max(min(durable, segments.last), self._last_complete(segments))
+            durable = max(min(durable, segments.last_id), self._last_complete(segments))
         # The marker moves at a roll, but not when a failure makes the log begin a new file.
         self._durable = max(self._marker, self._passed, durable)
         if self.slot.truncate is not None:
@@ -388,13 +388,13 @@ class _Opening:
             if not plausible or reach > self._marker:
                 start = max(segment.first, min(self._marker, reach)) if plausible else segment.first
                 self._recover(segment, start, reach, is_last=False)
-        if segments.last < self._durable:
+        if segments.last_id < self._durable:
             self._suspect()
         if self.slot.truncate is not None:
             segments.truncate(
                 *self.slot.truncate
             )  # Durable before the intent goes (`write_again`).
-        if segments.last < segments.start.transaction_id:
+        if segments.last_id < segments.start.transaction_id:
             segments.begin_after(segments.start, self._blank.created_ms)  # rule 10
 
     def _last_complete(self, segments: Segments) -> TransactionId:
@@ -417,7 +417,7 @@ class _Opening:
 
     def _note(self, damaged: tuple[IdRange, ...]) -> None:
         for ids in damaged:
-            self.slot = replace(self.slot, damaged=with_damage(self.slot.damaged, ids))
+            self.slot = replace(self.slot, damaged=add_damage(self.slot.damaged, ids))
 
     # ---- batches
 
@@ -428,7 +428,7 @@ class _Opening:
         anchor = min(self._marker, self.slot.low_water_mark) if self._adopting else self._marker
         if not self._adopting and not self._marker_holds(segments):
             self._suspect()
-        end = min(self._valid_end(segments, TransactionId(anchor)), segments.last)
+        end = min(self._valid_end(segments, TransactionId(anchor)), segments.last_id)
         if not self._adopting and end < self._durable:
             self._suspect()
         if self._adopting:
@@ -437,8 +437,8 @@ class _Opening:
             drop_batches(segments, end)
             # An unreadable entry below that end is truncated, too, with all after it.
             end = min(end, self._end_of(segments))
-            self._append_batches(segments, TransactionId(end + 1), segments.last)
-        elif end < segments.last or end < self._end_of(segments):
+            self._append_batches(segments, TransactionId(end + 1), segments.last_id)
+        elif end < segments.last_id or end < self._end_of(segments):
             segments.truncate(end, None)
 
     def _marker_holds(self, segments: Segments) -> bool:
@@ -455,7 +455,7 @@ class _Opening:
             chain, touching = segments.entries(after, after, 1)
             end = TransactionId(touching[0].first - 1) if touching else self._end_of(segments)
             for entry in segments.entries_from(TransactionId(end + 1)):
-                if entry.last > segments.last or not self._holds(segments, entry, end, chain):
+                if entry.last > segments.last_id or not self._holds(segments, entry, end, chain):
                     return end
                 end, chain = entry.last, entry.chain
         except (BadFormat, ChecksumMismatch):
@@ -477,7 +477,7 @@ class _Opening:
                 first = entry.first
         while first <= end:
             entry = segments.entry_of(first)
-            if entry is None or entry.last != self._adopted_end(segments, first, segments.last):
+            if entry is None or entry.last != self._adopted_end(segments, first, segments.last_id):
                 break
             first = TransactionId(entry.last + 1)
         return TransactionId(first - 1)
@@ -611,11 +611,11 @@ class _Opening:
         """Make the trusted log durable (rules 7, 9); one of 0.13 may be long, so only sync it."""
         current, durable_before, marker = segments.current, self._durable, self._marker
         if self._is_overtaken:
-            durable_before = marker = segments.last
+            durable_before = marker = segments.last_id
         current.write_again(
             max(current.first, TransactionId(durable_before + 1)),
             index_first=max(current.first, TransactionId(marker + 1)),
-            syncs_all=self._adopting or segments.last > self._marker,
+            syncs_all=self._adopting or segments.last_id > self._marker,
         )
 
     def settled(self, segments: Segments) -> Slot:
@@ -636,7 +636,7 @@ class _Opening:
             slot,
             acked=marker,
             truncate=None,
-            damaged=damage_until(slot.damaged, segments.last),
+            damaged=damage_until(slot.damaged, segments.last_id),
             old_sequence=max(self._info.sequence, self.slot.old_sequence),
         )
 

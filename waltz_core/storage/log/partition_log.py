@@ -47,7 +47,14 @@ from waltz_core.records.record import (
 from waltz_core.storage.disk.file_system import Disk
 from waltz_core.storage.files.batch_checks import check_batches
 from waltz_core.storage.files.control_file import ControlFile, SlotFile
-from waltz_core.storage.files.format import IdRange, Mark, Marker, Promise, SegmentHeader, Slot
+from waltz_core.storage.files.format import (
+    IdRange,
+    Marker,
+    Promise,
+    ProvisionalMark,
+    SegmentHeader,
+    Slot,
+)
 from waltz_core.storage.files.lock_file import LockFile
 from waltz_core.storage.files.segments import Segments
 from waltz_core.storage.log import damage, log_recovery
@@ -129,7 +136,7 @@ class PartitionLog:
     @property
     def max_id(self) -> TransactionId:
         """The last ID that counts, synced or not; that of the start when the log is empty."""
-        return self._files.last
+        return self._files.last_id
 
     @property
     def start(self) -> Marker:
@@ -310,7 +317,7 @@ class PartitionLog:
     def _write_mark(self, slot: Slot, session: SessionId, mark: TransactionId) -> None:
         """Write session and provisional mark into a slot, then into the 0.13 control file."""
         info = self._control.info(self.partition_id)
-        slot = replace(slot, last_session=session, provisional=Mark(session, mark))
+        slot = replace(slot, last_session=session, provisional=ProvisionalMark(session, mark))
         self._files.write_slot(replace(slot, old_sequence=info.sequence + 1))
         try:
             self._control.set_marks(self.partition_id, session, mark, self.max_id)

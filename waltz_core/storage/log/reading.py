@@ -35,7 +35,7 @@ from waltz_core.records.raw_records import RangeRead
 from waltz_core.records.record import BEFORE_FIRST, Chain, LineageEntry, PartitionId, TransactionId
 from waltz_core.storage.files.control_file import SlotFile
 from waltz_core.storage.files.format import IdRange, Slot
-from waltz_core.storage.files.id_ranges import with_damage
+from waltz_core.storage.files.id_ranges import add_damage
 from waltz_core.storage.files.segments import Segments, first_wrong
 from waltz_core.wire.record_locations import FileLocation
 
@@ -194,7 +194,7 @@ class LogReader:
     def verify(self, first: TransactionId, bytes_max: int) -> TransactionId:
         """Read records from an ID on from the disk, note damage, return the next ID (rule 6)."""
         first = max(first, TransactionId(self._segments.start.transaction_id + 1))
-        last = self._segments.last
+        last = self._segments.last_id
         if first > last:
             return first  # a log that has removed or dropped all records is empty
         with suppress(DiskFailed, *_WRONG):  # only a hint: the read itself finds wrong bytes
@@ -216,9 +216,9 @@ class LogReader:
                 f"found {first}..{last}",
                 start + 1,
             )
-        if not start < first <= last <= self._segments.last:
+        if not start < first <= last <= self._segments.last_id:
             raise BadRequest(
-                f"partition {self.partition_id}: expected ids up to {self._segments.last}, "
+                f"partition {self.partition_id}: expected ids up to {self._segments.last_id}, "
                 f"found {first}..{last}"
             )
 
@@ -255,7 +255,7 @@ class LogReader:
         for damaged in self._slots.slot.damaged:
             if first < damaged.first < beyond:
                 beyond = damaged.first
-        if whole_batches and beyond <= self._segments.last:
+        if whole_batches and beyond <= self._segments.last_id:
             entry, after = (
                 self._segments.entry_of(first),
                 self._segments.entry_of(TransactionId(beyond)),
@@ -337,6 +337,6 @@ class LogReader:
         slot = self._slots.slot
         damaged = slot.damaged
         for ids in found:
-            damaged = with_damage(damaged, ids)
+            damaged = add_damage(damaged, ids)
         if damaged != slot.damaged:
             self._write_slot(replace(slot, damaged=damaged))

@@ -24,7 +24,7 @@ def drop_batches(segments: Segments, end: TransactionId) -> None:
     """Remove all batches that end after an ID, durably; the records stay (rule 2)."""
     current = segments.current.lineage  # it may have entries of removed records, too
     count = current.count
-    if segments.last > end:
+    if segments.last_id > end:
         current.truncate(_position_after(segments.current, end))
     current.truncate(current.position_of(TransactionId(end + 1)))
     if current.count < count:

@@ -28,7 +28,7 @@ def intended(slot: Slot, segments: Segments, last_to_keep: TransactionId) -> Slo
     """
     shortened, end = truncation_of(segments, last_to_keep)
     provisional = slot.provisional
-    if provisional is not None and last_to_keep < provisional.low_water_mark <= segments.last:
+    if provisional is not None and last_to_keep < provisional.low_water_mark <= segments.last_id:
         provisional = None  # the log will not reach it, so it must not be confirmed
     # A mark that the log never reached is of Waltz 0.13, and still shows that the log is short.
     return replace(
@@ -72,8 +72,8 @@ def finished(slot: Slot, segments: Segments) -> Slot:
     return replace(
         slot,
         truncate=None,
-        acked=_marker(slot, segments.last, segments.chain),
-        damaged=damage_until(slot.damaged, segments.last),
+        acked=_marker(slot, segments.last_id, segments.chain),
+        damaged=damage_until(slot.damaged, segments.last_id),
     )
 
 

@@ -164,8 +164,8 @@ class AdminPort:
                 return await self._read_local(task)
             case admin_tasks.FindArchiveState():
                 return self._archive_state()
-            case admin_tasks.FindZooKeeperView():
-                return await self._serving.zookeeper_view(task.partition_id)
+            case admin_tasks.FindZooKeeperState():
+                return await self._serving.zookeeper_state(task.partition_id)
             case admin_tasks.ReadRange():
                 return await self._read(task)
             case admin_tasks.ScrubStatus():

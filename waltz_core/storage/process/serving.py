@@ -31,12 +31,12 @@ from typing import Final, Protocol, TypeVar
 
 from waltz_core import errors
 from waltz_core.cluster.coordinator import Coordinator
-from waltz_core.cluster.nodes.model import UNRESOLVED, ReplicaAssignments
+from waltz_core.cluster.znodes.model import UNRESOLVED, ReplicaAssignments
 from waltz_core.machine import Report
 from waltz_core.records.record import NO_SESSION, PartitionId, ReplicaId
 from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.service import service
-from waltz_core.storage.service.admin_tasks import ZooKeeperView
+from waltz_core.storage.service.admin_tasks import ZooKeeperState
 from waltz_core.storage.service.engine import Engine
 from waltz_core.storage.service.writers import CallThreads
 
@@ -51,9 +51,9 @@ ResultT = TypeVar("ResultT")
 
 
 def concurrently(call: Callable[[PartitionId], None], partition_ids: Sequence[PartitionId]) -> None:
-    """Call for each partition, several at once on threads that end with this; blocks.
+    """Block until `call` has run for each partition, on at most `OPENERS_COUNT` threads at once.
 
-    All calls are made; the first exception is raised at the end.
+    All calls are made; then the first exception is raised.
     """
     if not partition_ids:
         return
@@ -308,7 +308,7 @@ class Serving:
         for partition_id in range(self._engine.partition_count):
             await self._alone[PartitionId(partition_id)].acquire()
 
-    async def zookeeper_view(self, partition_id: PartitionId) -> ZooKeeperView:
+    async def zookeeper_state(self, partition_id: PartitionId) -> ZooKeeperState:
         """Return the state of this replica in ZooKeeper, or else in the configured cluster.
 
         Raises:
@@ -319,18 +319,20 @@ class Serving:
             is_engaged = log is not None and log.is_engaged(log.promised)
             engaged: tuple[str, ...] = (str(self.address),) if is_engaged else ()
             session_id = NO_SESSION if log is None else log.promised
-            return ZooKeeperView(partition_id in self._assigned, is_engaged, session_id, engaged, 1)
+            return ZooKeeperState(
+                partition_id in self._assigned, is_engaged, session_id, engaged, 1
+            )
         assignments = await self._coordinator.read_replica_assignment()
         is_assigned = partition_id in assignments.partitions.get(self.address, ())
         metadata = (await self._coordinator.read_partition(partition_id)).metadata
         if metadata is None:
-            return ZooKeeperView(is_assigned, False, NO_SESSION, (), 0)  # noqa: FBT003 - by their order
+            return ZooKeeperState(is_assigned, False, NO_SESSION, (), 0)  # noqa: FBT003 - by their order
         engaged = tuple(
             str(replica)
             for replica, state in metadata.states.items()
             if state.closing_high_water_mark == UNRESOLVED
         )
-        return ZooKeeperView(
+        return ZooKeeperState(
             is_assigned,
             self.address in engaged,
             metadata.session_id,

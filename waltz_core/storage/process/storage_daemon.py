@@ -1,7 +1,6 @@
 """The storage process: its directory, its ports, its partitions, its shutdown.
 
-Only here the service meets sockets, threads and ZooKeeper. `service.py` decides on answers; this
-file only carries them.
+Only here the service meets sockets, threads and ZooKeeper; `service.py` decides on all answers.
 
 Rules:
     1. The directory is open, and this storage registered for its address, before any partition is
@@ -39,7 +38,7 @@ from waltz_core.archive.archive_cache import READ_AHEAD_THREADS
 from waltz_core.archive.collection import CollectionJob, CollectionOutcome
 from waltz_core.archive.upload_job import ExpiryJob, ExpiryOutcome, UploadJob, UploadOutcome
 from waltz_core.cluster.coordinator import Coordinator
-from waltz_core.cluster.nodes.model import ReplicaAssignments
+from waltz_core.cluster.znodes.model import ReplicaAssignments
 from waltz_core.cluster.zookeeper.starting import connected, retry_start_step
 from waltz_core.cluster.zookeeper.unreadable import follow_readable
 from waltz_core.config.declarations import StorageConfig
@@ -52,6 +51,7 @@ from waltz_core.storage.files.space import SAMPLE_MS, DiskSpace
 from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.log.scrub import Scrub, ScrubState, read_positions, write_positions
 from waltz_core.storage.process.admin_port import AdminPort
+from waltz_core.storage.process.archive_rechecks import recheck_forever
 from waltz_core.storage.process.serving import Serving, concurrently
 from waltz_core.storage.process.storage_metrics import StorageMetrics
 from waltz_core.storage.service import archive_jobs, service, service_effects, upkeep
@@ -296,9 +296,7 @@ class StorageDaemon:
                     )
                     stack.push_async_callback(admin.close)
                     tasks.create_task(serving.follow(self._checked_assignment))
-                    tasks.create_task(self._keep_positions(machine))
-                    tasks.create_task(self._sample_space(engine.space))
-                    tasks.create_task(self._offer_segments())
+                    tasks.create_task(self._work_in_background(engine, machine))
                     if self._coordinator is None:
                         serving.recheck()
                     else:
@@ -312,6 +310,13 @@ class StorageDaemon:
                     write = partial(self._write_positions, machine.scrub_positions)
                     await self._with_timeout("the scrub's progress", write, CLOSE_S_MAX)
                 _log.info("storage.ended address=%s", self.address)
+
+    async def _work_in_background(self, engine: Engine, machine: StorageService) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._keep_positions(machine))
+            tasks.create_task(self._sample_space(engine.space))
+            tasks.create_task(self._offer_segments())
+            tasks.create_task(recheck_forever(self._archive, machine, self._archive_reads))
 
     async def _offer_segments(self) -> None:
         """Hand segments over to readers of this machine."""
@@ -653,10 +658,9 @@ class StorageDaemon:
             self._loop.call_soon_threadsafe(self._post, archive_jobs.ArchiveProgressed())
 
     def _read_archive(self, read: ArchiveQuery) -> WorkOutcome:
-        mark = read.mark
+        mark, access = read.mark, self._archive
         try:
-            partition_id = PartitionId(mark.partition_id)
-            reader = self._archive.reader(partition_id, mark.manifest, mark.manifest_crc)
+            reader = access.reader(PartitionId(mark.partition_id), mark.manifest, mark.manifest_crc)
         except errors.WaltzError as error:
             return error
         return answer_from_archive(reader, read)

@@ -51,7 +51,7 @@ from waltz_core.storage.service.admin_tasks import (
     FindArchiveState,
     FindDiskStatus,
     FindHeld,
-    FindZooKeeperView,
+    FindZooKeeperState,
     HeldPartition,
     InspectReplica,
     LogFacts,
@@ -63,7 +63,7 @@ from waltz_core.storage.service.admin_tasks import (
     ScrubStatus,
     SetAvailability,
     Unassign,
-    ZooKeeperView,
+    ZooKeeperState,
 )
 from waltz_core.storage.service.service import REJECTION_CHARACTERS_MAX, StorageIdentity
 from waltz_core.storage.service.work import RANGE_BYTES_MAX, ConnectionId
@@ -289,11 +289,11 @@ class AdminService:
     def _mark_suspect(self, message: wire.MarkSuspect) -> Script:
         partition_id = PartitionId(message.partition_id)
         if not message.is_forced:
-            view = yield from _zookeeper_view(partition_id)
-            if view.is_engaged and quorum_size(view.replica_count) == 1:
+            state = yield from _zookeeper_state(partition_id)
+            if state.is_engaged and quorum_size(state.replica_count) == 1:
                 raise BadRequest(
                     f"partition {partition_id}: expected another trusted replica, found only this "
-                    f"one engaged in session {view.session_id}. Hint: once it is suspect, no "
+                    f"one engaged in session {state.session_id}. Hint: once it is suspect, no "
                     "replica proves which appends were acknowledged; use --force to accept that."
                 )
         yield MarkReplicaSuspect(partition_id)
@@ -302,11 +302,11 @@ class AdminService:
     def _re_seed(self, message: wire.ReSeed) -> Script:
         partition_id = PartitionId(message.partition_id)
         if not message.is_forced:
-            view = yield from _zookeeper_view(partition_id)
-            if view.is_engaged:
+            state = yield from _zookeeper_state(partition_id)
+            if state.is_engaged:
                 raise BadRequest(
                     f"partition {partition_id}: expected a replica that the last session does not "
-                    f"count on, found it engaged {_is_engaged_error(view)}. Hint: take it offline "
+                    f"count on, found it engaged {_is_engaged_error(state)}. Hint: take it offline "
                     "first (`storage availability`), so that the others continue without it, or "
                     "use --force."
                 )
@@ -458,28 +458,28 @@ def _removal(
 ) -> Generator[AdminTask, object, None]:
     """Remove a partition, if that is allowed (rule 2)."""
     yield from _inspect(partition_id)
-    view = yield from _zookeeper_view(partition_id)
-    if view.is_assigned:
+    state = yield from _zookeeper_state(partition_id)
+    if state.is_assigned:
         raise BadRequest(
             f"partition {partition_id}: expected no assignment to this storage in "
             "ZooKeeper, found one. Hint: unassign it first, otherwise it is created again at "
             "once; or use `storage re-seed` to start this replica again, empty."
         )
-    if view.is_engaged and not is_forced:
+    if state.is_engaged and not is_forced:
         raise BadRequest(
             f"partition {partition_id}: expected a replica that is not engaged, found it "
-            f"engaged {_is_engaged_error(view)}. Hint: its owner drops it as soon as it can; try "
+            f"engaged {_is_engaged_error(state)}. Hint: its owner drops it as soon as it can; try "
             "again, or use --force."
         )
     yield Unassign(partition_id, deletes_files)
 
 
-def _is_engaged_error(view: ZooKeeperView) -> str:
+def _is_engaged_error(state: ZooKeeperState) -> str:
     """Describe the replicas of the last session, and how many are left without this one."""
-    left, quorum = len(view.engaged) - 1, quorum_size(view.replica_count)
-    names = ", ".join(view.engaged)
+    left, quorum = len(state.engaged) - 1, quorum_size(state.replica_count)
+    names = ", ".join(state.engaged)
     safe = "still a quorum" if left >= quorum else f"less than the quorum of {quorum}"
-    return f"in session {view.session_id} with {names} (without it {left} are left, {safe})"
+    return f"in session {state.session_id} with {names} (without it {left} are left, {safe})"
 
 
 def _inspect(
@@ -501,10 +501,10 @@ def _log_of(partition_id: PartitionId) -> Generator[AdminTask, object, LogFacts]
     return facts.log
 
 
-def _zookeeper_view(partition_id: PartitionId) -> Generator[AdminTask, object, ZooKeeperView]:
-    view = yield FindZooKeeperView(partition_id)
-    assert isinstance(view, ZooKeeperView)
-    return view
+def _zookeeper_state(partition_id: PartitionId) -> Generator[AdminTask, object, ZooKeeperState]:
+    state = yield FindZooKeeperState(partition_id)
+    assert isinstance(state, ZooKeeperState)
+    return state
 
 
 def _held() -> Generator[AdminTask, object, tuple[HeldPartition, ...]]:

@@ -46,8 +46,8 @@ class InspectReplica:
 
 
 @value(frozen=True, slots=True)
-class FindZooKeeperView:
-    """Read the state of this replica in ZooKeeper: `ZooKeeperView`."""
+class FindZooKeeperState:
+    """Read the state of this replica in ZooKeeper: `ZooKeeperState`."""
 
     partition_id: PartitionId
 
@@ -123,7 +123,7 @@ AdminQuery: TypeAlias = (
     | FindDiskStatus
     | FindArchiveState
     | InspectReplica
-    | FindZooKeeperView
+    | FindZooKeeperState
     | ReadRange
     | ScrubStatus
 )
@@ -208,7 +208,7 @@ class ReplicaStatus(NamedTuple):
     reason: str = ""
 
 
-class ZooKeeperView(NamedTuple):
+class ZooKeeperState(NamedTuple):
     """The current assignment in ZooKeeper, and the replicas of the last session."""
 
     is_assigned: bool

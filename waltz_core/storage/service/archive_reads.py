@@ -86,17 +86,17 @@ class ArchiveReads:
 
     def __init__(self, *, has_archive: bool) -> None:
         self._has_archive = has_archive
-        self._marks: dict[PartitionId, SetArchived] = {}
+        self.marks: dict[PartitionId, SetArchived] = {}
         self._count = 0
         self._reported_ms: dict[tuple[int, str], int] = {}  # rule 7; the newest is the last
 
     def learned(self, mark: SetArchived) -> None:
         """The owner has sent its session's mark, and the log has its chain (rule 2)."""
-        self._marks[PartitionId(mark.partition_id)] = mark
+        self.marks[PartitionId(mark.partition_id)] = mark
 
     def forget(self, partition_id: PartitionId) -> None:
         """The session has ended."""
-        self._marks.pop(partition_id, None)
+        self.marks.pop(partition_id, None)
 
     def instead(self, request: LaneRequest, error: WaltzError) -> ArchiveQuery | WaltzError:
         """Return the read that replaces a failed one, or the error to answer (rules 1 to 3)."""
@@ -105,7 +105,7 @@ class ArchiveReads:
             return error
         if not isinstance(message, RangeRaw | LineageRequest) or _is_copy(message):
             return error
-        mark = self._marks.get(PartitionId(message.partition_id))
+        mark = self.marks.get(PartitionId(message.partition_id))
         if mark is not None and _needed(message) <= mark.last and _has_form(message):
             return self._query(ArchiveQuery(request, mark, error))
         if mark is None and isinstance(error, BelowStart):

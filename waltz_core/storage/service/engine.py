@@ -56,7 +56,7 @@ from waltz_core.storage.files.format import (
     Slot,
     decode_storage_id,
     encode_storage_id,
-    of_file,
+    errors_with_path,
     segment_name,
 )
 from waltz_core.storage.files.space import DiskSpace, append_bytes
@@ -91,7 +91,7 @@ class Engine:
     ) -> None:
         self.directory = directory
         self.space = DiskSpace(disk, directory, reserve_bytes)
-        with of_file(directory / STORAGE_ID_NAME):
+        with errors_with_path(directory / STORAGE_ID_NAME):
             self.storage_id = decode_storage_id(id_file.pread(STORAGE_ID_BYTES, 0))
         self.cluster_key = settings.cluster_key
         self.logs: dict[PartitionId, PartitionLog] = {}

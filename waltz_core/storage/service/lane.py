@@ -41,7 +41,7 @@ class Lane:
     promise: Promise
     # The connection that has prepared it; None if there is none now.
     owner: ConnectionId | None = None
-    engaged: SessionId = NO_SESSION
+    engaged_session: SessionId = NO_SESSION
     writes: deque[LaneRequest] = field(default_factory=deque)
     reads: deque[LaneRequest] = field(default_factory=deque)
     piece: ScrubPiece | None = None  # the next piece of the scrub

@@ -257,6 +257,11 @@ class StorageService:
         return self._archive.running_since_ms
 
     @property
+    def archived_marks(self) -> dict[PartitionId, SetArchived]:
+        """The archived marks of the present sessions (`archive_reads.py`, rule 2)."""
+        return self._archive_reads.marks
+
+    @property
     def partitions(self) -> tuple[PartitionId, ...]:
         """The partitions that are served, sorted."""
         return tuple(sorted(self._lanes))
@@ -435,7 +440,7 @@ class StorageService:
         if lane.owner not in (None, keep):
             self._effects.append(CloseConnection(lane.owner, str(why)))
         lane.owner = None
-        lane.engaged = NO_SESSION
+        lane.engaged_session = NO_SESSION
         self._forget_archiving(lane)
         self._retention.forget(lane.log.partition_id)
         lane.retention_piece = None
@@ -503,7 +508,7 @@ class StorageService:
         if request.connection not in self._readers:
             raise BadRequest("expected an OpenRequest before a reader's other requests")
         self._check_session(lane, message)
-        if lane.engaged != message.session_id:
+        if lane.engaged_session != message.session_id:
             raise NotMounted(
                 f"partition {message.partition_id} is not engaged in session {message.session_id}"
             )
@@ -672,7 +677,7 @@ class StorageService:
     ) -> None:
         partition_id = lane.log.partition_id
         if isinstance(message, Engage):
-            lane.engaged = SessionId(message.session_id)
+            lane.engaged_session = SessionId(message.session_id)
         elif isinstance(message, SetArchived):
             self._archive_reads.learned(message)
             mark = Marker(TransactionId(message.last), Chain(message.chain))

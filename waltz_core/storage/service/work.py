@@ -42,7 +42,7 @@ from waltz_core.records.record import (
     TransactionId,
 )
 from waltz_core.storage.files.format import IdRange, Marker
-from waltz_core.storage.files.id_ranges import without_damage
+from waltz_core.storage.files.id_ranges import remove_damage
 from waltz_core.storage.files.space import DiskSpace, append_bytes
 from waltz_core.storage.log.archive_pieces import (
     ArchivePiece,
@@ -265,7 +265,7 @@ class Work:
 
 def _without(ranges: tuple[IdRange, ...], known: tuple[IdRange, ...]) -> tuple[IdRange, ...]:
     for each in known:
-        ranges = without_damage(ranges, each)
+        ranges = remove_damage(ranges, each)
     return ranges
 
 

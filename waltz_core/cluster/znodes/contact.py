@@ -8,7 +8,7 @@ Rules:
     2. The first connection of a process does not end an outage.
 """
 
-from waltz_core.cluster.nodes.znodes import SessionState, Znodes
+from waltz_core.cluster.znodes.interface import SessionState, Znodes
 
 ABSENCE_MS_MIN = 500
 

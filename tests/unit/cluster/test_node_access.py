@@ -1,4 +1,4 @@
-"""Reading and following nodes: what is said of a missing one, and what a follower lives through."""
+"""`ClusterNodes`: reads of missing nodes, and following a node through changes and failures."""
 
 import asyncio
 
@@ -7,9 +7,9 @@ import pytest
 from tests.cluster_contract import Inbox, running
 from tests.loops import on_virtual_loop
 from waltz_core import errors
-from waltz_core.cluster.nodes import model
-from waltz_core.cluster.nodes.node_access import ClusterNodes
-from waltz_core.cluster.nodes.znodes import CreateNode, Set
+from waltz_core.cluster.znodes import model
+from waltz_core.cluster.znodes.interface import CreateNode, Set
+from waltz_core.cluster.znodes.node_access import ClusterNodes
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
 
 ROOT = "/w"

@@ -9,9 +9,17 @@ from contextlib import suppress
 from typing import Final, Never, TypeVar
 
 from waltz_core import errors
-from waltz_core.cluster.nodes.contact import Contact
-from waltz_core.cluster.nodes.paths import ClusterPaths
-from waltz_core.cluster.nodes.znodes import CreateNode, Delete, Node, Operation, Set, Signal, Znodes
+from waltz_core.cluster.znodes.contact import Contact
+from waltz_core.cluster.znodes.interface import (
+    CreateNode,
+    Delete,
+    Node,
+    Operation,
+    Set,
+    Signal,
+    Znodes,
+)
+from waltz_core.cluster.znodes.paths import ClusterPaths
 
 T = TypeVar("T")
 

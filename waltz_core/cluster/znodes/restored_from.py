@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from waltz_core import errors
-from waltz_core.cluster.nodes.node_access import is_number
+from waltz_core.cluster.znodes.node_access import is_number
 from waltz_core.records import strict_json
 
 _FORMAT = 1

@@ -1,6 +1,6 @@
 """What ZooKeeper stores for one cluster: the tree of nodes, their values and their bytes.
 
-`znodes.py` is the interface to ZooKeeper that everything else is written against. `paths.py` has
+`interface.py` is the interface to ZooKeeper that everything else is written against. `paths.py` has
 the path of each node and `model.py` its value. `node_access.py` reads, writes and watches the
 nodes of one cluster, and `tree.py` lists or deletes whole clusters. `restored_from.py` has the node
 of a cluster that was restored from a backup. `contact.py` records since when ZooKeeper has been

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from waltz_core import errors
-from waltz_core.cluster.nodes.model import ClusterParams
-from waltz_core.cluster.nodes.znodes import Delete, Set, Znodes
+from waltz_core.cluster.znodes.interface import Delete, Set, Znodes
+from waltz_core.cluster.znodes.model import ClusterParams
 
 # ZooKeeper's own nodes.
 ZOOKEEPER_NODE: Final = "/zookeeper"

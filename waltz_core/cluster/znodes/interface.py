@@ -129,7 +129,7 @@ class Znodes(Protocol):
     def now_ms(self) -> int:
         """A monotonic clock."""
 
-    def set_later(self, signal: Signal, after_ms: int) -> None:
+    def set_signal_later(self, signal: Signal, after_ms: int) -> None:
         """Set a signal after `after_ms`."""
 
     async def get(self, path: str, signal: Signal | None = None) -> Node | None:

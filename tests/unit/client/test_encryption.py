@@ -1,0 +1,298 @@
+"""Encrypted payloads in the client: appends, contexts, feeds, ranges, predecessors."""
+
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.archived_log import KEY, PARTITION, STAMP, object_of
+from tests.loops import on_loop, until
+from tests.patience import HANG_S
+from waltz_core import errors
+from waltz_core.archive.manifest import Manifest, ObjectEntry
+from waltz_core.client import (
+    BYTES,
+    JSON,
+    ArchivedObjects,
+    AsyncCallbacks,
+    AsyncTransaction,
+    Callbacks,
+    Encryption,
+    RangeForm,
+    Transaction,
+    TransactionBuilder,
+    WaltzClient,
+    lock,
+    read_archived,
+    transactional,
+)
+from waltz_core.encryption import keys
+from waltz_core.memory_waltz import IN_MEMORY_CONFIG, MemoryWaltz
+from waltz_core.records import raw_records
+from waltz_core.records.checksum import crc32
+from waltz_core.records.record import GENESIS_CHAIN, LineageEntry, ReqId, next_chain
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    for key_id in ("a", "b"):
+        (tmp_path / key_id).write_text(key_id.encode().hex() * 32)
+    return tmp_path
+
+
+@contextmanager
+def clients(directory: Path) -> Iterator[tuple[MemoryWaltz, WaltzClient]]:
+    """A Waltz, and a client that encrypts with key a."""
+    with MemoryWaltz(1) as waltz:
+        yield waltz, waltz.client(config(directory, key="a"))
+
+
+def config(directory: Path, *, key: str = "", **others: object):
+    given = {"encryption_keys": str(directory), "encryption_key": key, **others}
+    return replace(IN_MEMORY_CONFIG, **given)
+
+
+class Seen(Callbacks):
+    """Notes what a feed brings, until `count` transactions are there."""
+
+    def __init__(self, count: int) -> None:
+        self.rows: list[tuple[object, str | None]] = []
+        self._count = count
+        self.is_done = threading.Event()
+
+    def apply_transaction(self, transaction: Transaction) -> None:
+        assert transaction.data_error is None  # it was not read yet
+        data = transaction.data()
+        if data is None:
+            assert transaction.value() is None
+        self.rows.append((data, transaction.data_error))
+        if len(self.rows) == self._count:
+            self.is_done.set()
+
+
+class SeenOnLoop(AsyncCallbacks):
+    def __init__(self, seen: Seen) -> None:
+        self._seen = seen
+
+    async def apply_transaction(self, transaction: AsyncTransaction) -> None:
+        value, data = await transaction.value(BYTES), await transaction.data()
+        assert value == data
+        self._seen.rows.append((data, transaction.data_error))
+        if len(self._seen.rows) == self._seen._count:
+            self._seen.is_done.set()
+
+
+def stored(waltz: MemoryWaltz) -> list[bytes]:
+    return [each.data for each in waltz.transactions(0)]
+
+
+def test_the_log_has_envelopes_and_feeds_and_ranges_have_payloads(directory: Path) -> None:
+    with clients(directory) as (waltz, client):
+        client.append(b"one", header=7).result()
+        client.append(b"two", encryption_key="b").result()
+        waltz.client().append(b"plain").result()
+        assert [each[:6] for each in stored(waltz)] == [b"WZE\x01\x01a", b"WZE\x01\x01b", b"plain"]
+        seen = Seen(3)
+        client.subscribe(seen)
+        assert seen.is_done.wait(HANG_S)
+        assert seen.rows == [(b"one", None), (b"two", None), (b"plain", None)]
+        (chunk,) = client.read_range(0, 0, 2)
+        assert [(row.data, row.data_error) for row in chunk.rows()] == seen.rows
+        # A client without keys changes nothing.
+        (chunk,) = waltz.client().read_range(0, 0, 2)
+        assert [row.data for row in chunk.rows()] == stored(waltz)
+
+
+def test_without_the_key_data_is_none_with_a_reason(directory: Path) -> None:
+    with clients(directory) as (waltz, client):
+        client.append(b"one").result()
+        client.append(b"two", encryption_key="b").result()
+        waltz.client().append(b"plain").result()
+        (directory / "b").unlink()
+        keys.keys_of.cache_clear()  # as in another process
+        expected = [
+            (b"one", None),
+            (None, "there is no key 'b'"),
+            (None, "the payload is not encrypted"),
+        ]
+        reader = waltz.client(config(directory, encryption_required=True))
+        seen = Seen(3)
+        reader.subscribe(seen)
+        assert seen.is_done.wait(HANG_S)
+        assert seen.rows == expected
+        (chunk,) = reader.read_range(0, 0, 2)
+        assert [(row.data, row.data_error) for row in chunk.rows()] == expected
+
+
+@on_loop
+async def test_on_an_event_loop_too(directory: Path) -> None:
+    with MemoryWaltz(1) as waltz:
+        async with waltz.async_client(config(directory, key="a")) as client:
+            await (await client.append(b"one"))
+            await (await client.append(b"two", encryption_key="b"))
+            (directory / "b").unlink()
+            keys.keys_of.cache_clear()
+        async with waltz.async_client(config(directory)) as reader:
+            seen = Seen(2)
+            await reader.subscribe(SeenOnLoop(seen))
+            await until(seen.is_done.is_set)
+            assert seen.rows == [(b"one", None), (None, "there is no key 'b'")]
+
+
+@transactional(partition=0)
+def pay(builder: TransactionBuilder, value: int, key: str | None) -> bool:
+    builder.set_header(9)
+    builder.set_transaction_data(value, JSON, encryption_key=key)
+    return True
+
+
+def test_contexts_encrypt(directory: Path) -> None:
+    with clients(directory) as (waltz, client):
+        client.submit(pay(1, None)).result()
+        client.submit(pay(2, "b")).result()
+        assert [each[:6] for each in stored(waltz)] == [b"WZE\x01\x01a", b"WZE\x01\x01b"]
+        (chunk,) = client.read_range(0, 0, 1)
+        assert [(row.header, row.data) for row in chunk.rows()] == [(9, b"1"), (9, b"2")]
+
+
+def test_predecessors_are_decrypted(directory: Path) -> None:
+    hot = {"write_locks": [lock("hot")], "client_high_water_mark": 0, "follows": True}
+    with clients(directory) as (waltz, client):
+        client.append(b"before").result()
+        client.append(b"first", header=3, **hot).result()
+        with pytest.raises(errors.LockFailed) as failed:
+            client.append(b"second", **hot).result()
+        following = failed.value.following
+        (found,) = following.predecessors
+        assert (found.data, found.value(BYTES), found.data_error) == (b"first", b"first", None)
+        client.append(b"second", **hot | {"follows": following}).result()
+
+        @transactional(partition=0, follows=True)
+        def third(builder: TransactionBuilder) -> bool:
+            seen.append([each.data for each in builder.predecessors(0)])
+            builder.set_write_locks(hot["write_locks"])
+            builder.set_transaction_data(b"third", BYTES)
+            return True
+
+        seen: list[list[bytes]] = []
+        client.submit(third()).result()
+        assert seen[-1] == [b"first", b"second"]
+        (directory / "a").unlink()
+        keys.keys_of.cache_clear()
+        with pytest.raises(errors.LockFailed) as failed:
+            waltz.client(config(directory, key="b")).append(b"x", **hot).result()
+        found = failed.value.following.above(2)[0]
+        assert (found.data, found.value(), found.data_error) == (None, None, "there is no key 'a'")
+
+
+def test_a_key_that_cannot_be_used_appends_nothing(directory: Path) -> None:
+    with clients(directory) as (waltz, client):
+        for key, text in (("c", "expected a key in"), ("../a", "expected a key ID")):
+            with pytest.raises(errors.BadConfig, match=text):
+                client.append(b"x", encryption_key=key)
+            with pytest.raises(errors.BadConfig, match=text):
+                client.submit(pay(1, key)).result()
+        plain = waltz.client()
+        with pytest.raises(errors.BadConfig, match="expected setting encryption_keys, found none"):
+            plain.append(b"x", encryption_key="a")
+        with pytest.raises(errors.BadConfig, match="expected setting encryption_keys, found none"):
+            plain.submit(pay(1, "a")).result()
+        assert stored(waltz) == []
+
+
+def archived(url: Path, payloads: list[bytes]) -> ArchivedObjects:
+    """Return an archive with an object that has some payloads."""
+    records, crcs = [], b""
+    for number, data in enumerate(payloads):
+        req_id = ReqId(7, 1, PARTITION, number)
+        records.append(raw_records.encode_record(number, req_id, 5, data, crc32(data)))
+        crcs += records[-1][-4:]
+    last = len(payloads) - 1
+    chain = next_chain(GENESIS_CHAIN, 0, last, 1, crcs)
+    written = object_of(records, [LineageEntry(0, last, 1, STAMP, chain)])
+    entry = ObjectEntry(
+        name="0.parquet",
+        first=0,
+        last=last,
+        chain=chain,
+        file_bytes=len(written),
+        file_crc=crc32(written),
+        record_bytes=sum(map(len, records)),
+        commit_ms_min=STAMP,
+        commit_ms_max=STAMP,
+    )
+    (url / entry.name).write_bytes(written)
+    manifest = Manifest(KEY, PARTITION, 0, 0, -1, GENESIS_CHAIN).with_object(entry)
+    return ArchivedObjects(f"file://{url}", manifest)
+
+
+def test_the_archive_has_envelopes_that_need_their_keys(directory: Path, tmp_path: Path) -> None:
+    encryption = Encryption.of(str(directory), key_id="a")
+    place = {"partition": PARTITION, "header": 5}
+    payloads = [
+        encryption.encrypt(b"one", **place),
+        encryption.encrypt(b"two", **place, key_id="b"),
+        b"plain",
+    ]
+    (tmp_path / "archive").mkdir()
+    objects = archived(tmp_path / "archive", payloads)
+    (directory / "b").unlink()
+    keys.keys_of.cache_clear()
+    encryption = Encryption.of(str(directory))
+    whole = {"form": RangeForm.WHOLE}
+    (chunk,) = read_archived(objects, 0, 2, **whole, encryption=encryption)
+    assert [row.data for row in chunk.rows()] == [b"one", None, b"plain"]
+    (chunk,) = read_archived(objects, 0, 2, **whole)
+    assert [row.data for row in chunk.rows()] == payloads
+    # Another reader of the objects has the columns, and decrypts one of them.
+    table = pq.read_table(tmp_path / "archive" / "0.parquet").combine_chunks()
+    found = encryption.decrypt_column(
+        table["data"].combine_chunks(),
+        partition=PARTITION,
+        headers=table["header"].to_pylist(),
+    )
+    assert found.data.to_pylist() == [b"one", None, b"plain"]
+    assert found.errors.to_pylist() == [None, "there is no key 'b'", None]
+
+
+def test_the_snippets_of_the_page(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs/encryption.md").read_text(encoding="utf-8")
+    snippets = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    of_client, _of_spark, of_readers = (
+        each.replace("/etc/waltz/keys", str(directory)) for each in snippets
+    )
+    (directory / "payments-2026").write_text("11" * 32)
+    (directory / "customer-7").write_text("22" * 32)
+    with MemoryWaltz(1) as waltz:
+        names: dict[str, Any] = {"__name__": "snippets"}
+        start, end = of_client.split("with WaltzClient", 1)
+        exec(start, names)
+        names["WaltzClient"] = lambda _connect, config: waltz.client(config)
+        exec("with WaltzClient" + end, names)
+        column = pa.array(stored(waltz), pa.binary())
+    names |= {"data": column, "headers": [0, 0]}
+    exec(of_readers, names)
+    assert names["payloads"].data.to_pylist() == [b"100 for rent", b"20 for books"]
+
+
+@pytest.mark.parametrize("name", ["encryption_key", "encryption_required"])
+def test_settings_that_need_keys(name: str) -> None:
+    with pytest.raises(errors.BadConfig, match=f"{name}: expected encryption_keys as well"):
+        replace(IN_MEMORY_CONFIG, **{name: "a" if name == "encryption_key" else True})
+
+
+def test_a_client_with_a_wrong_reference_does_not_open(directory: Path) -> None:
+    with MemoryWaltz(1) as waltz:
+        with pytest.raises(errors.BadConfig, match="there is no directory"):
+            waltz.client(config(directory / "none"))
+        with pytest.raises(errors.BadConfig, match="expected a key ID"):
+            waltz.client(config(directory, key="a b"))

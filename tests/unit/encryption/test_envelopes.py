@@ -1,0 +1,192 @@
+"""Envelopes: damaged and foreign ones, keys that are missing or destroyed, forks."""
+
+import multiprocessing
+
+import pyarrow as pa
+import pytest
+
+from waltz_core import errors
+from waltz_core.encryption.envelopes import ENVELOPE_BYTES, DecryptedPayload, Encryption
+from waltz_core.encryption.keys import KEY_SECONDS, KeyCache
+from waltz_core.records.record import TRANSACTION_BYTES_MAX
+
+KEYS = {"a": b"a" * 32, "b": b"b" * 32}
+PLACE = {"partition": 3, "header": 7}
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def encryption(
+    keys: dict[str, bytes] = KEYS, *, key_id: str = "a", is_required: bool = False
+) -> Encryption:
+    return Encryption(KeyCache(keys.get, "a test"), key_id=key_id, is_required=is_required)
+
+
+def reason(found: DecryptedPayload) -> str:
+    assert found.data is None
+    assert found.error is not None
+    return found.error
+
+
+@pytest.mark.parametrize("payload", [b"", b"x", b"WZE\x01", bytes(100_000)])
+def test_a_payload_is_encrypted_and_decrypted(payload: bytes) -> None:
+    envelope = encryption().encrypt(payload, **PLACE)
+    assert len(envelope) == len(payload) + ENVELOPE_BYTES + 1
+    if payload:
+        assert payload not in envelope[4:]
+    assert encryption().decrypt(envelope, **PLACE) == DecryptedPayload(payload, None)
+
+
+def test_the_key_of_a_call_comes_before_the_one_of_the_client() -> None:
+    envelope = encryption().encrypt(b"x", **PLACE, key_id="b")
+    only_a = {"a": KEYS["a"]}
+    assert encryption().decrypt(envelope, **PLACE).data == b"x"
+    assert reason(encryption(only_a).decrypt(envelope, **PLACE)) == "there is no key 'b'"
+
+
+def test_without_a_key_id_a_payload_stays_as_it_is() -> None:
+    assert encryption(key_id="").encrypt(b"x", **PLACE) == b"x"
+
+
+def test_equal_payloads_have_different_envelopes() -> None:
+    assert len({encryption().encrypt(b"x", **PLACE) for _ in range(100)}) == 100
+
+
+def test_every_changed_bit_is_found() -> None:
+    envelope = encryption().encrypt(b"a payload", **PLACE)
+    required = encryption(is_required=True)
+    for index in range(8 * len(envelope)):
+        changed = bytearray(envelope)
+        changed[index // 8] ^= 1 << index % 8
+        assert reason(required.decrypt(bytes(changed), **PLACE))
+
+
+def test_every_shorter_envelope_is_damaged() -> None:
+    envelope = encryption().encrypt(b"", **PLACE)
+    for size in range(4, len(envelope)):
+        assert "the envelope is damaged" in reason(encryption().decrypt(envelope[:size], **PLACE))
+
+
+@pytest.mark.parametrize("place", [{"partition": 4, "header": 7}, {"partition": 3, "header": 8}])
+def test_an_envelope_does_not_fit_another_place(place: dict[str, int]) -> None:
+    envelope = encryption().encrypt(b"x", **PLACE)
+    assert "was changed or moved" in reason(encryption().decrypt(envelope, **place))
+
+
+def test_a_key_id_that_leads_elsewhere_is_never_looked_up() -> None:
+    def provider(key_id: str) -> bytes:
+        raise AssertionError(key_id)
+
+    reader = Encryption(KeyCache(provider, "a test"))
+    for name in (b"..", b"../../etc", b"", b"\xff\xff", b"a\x00"):
+        envelope = b"WZE\x01" + bytes((len(name),)) + name + bytes(50)
+        assert "is not a key ID" in reason(reader.decrypt(envelope, **PLACE))
+        assert reader.is_ready(envelope)
+
+
+def test_a_replaced_key_is_a_reason() -> None:
+    envelope = encryption().encrypt(b"x", **PLACE)
+    found = encryption({"a": bytes(32)}).decrypt(envelope, **PLACE)
+    assert "the key was replaced" in reason(found)
+
+
+def test_a_destroyed_key_makes_its_payloads_unreadable() -> None:
+    keys, clock = dict(KEYS), Clock()
+    both = Encryption(KeyCache(keys.get, "a test", clock), key_id="a")
+    envelope = both.encrypt(b"x", **PLACE)
+    del keys["a"]
+    assert both.decrypt(envelope, **PLACE).data == b"x"  # it is cached
+    clock.now_s = KEY_SECONDS
+    assert reason(both.decrypt(envelope, **PLACE)) == "there is no key 'a'"
+    with pytest.raises(errors.BadConfig, match="expected a key in a test, found none"):
+        both.encrypt(b"x", **PLACE)
+
+
+def test_a_plain_payload_is_returned_unless_encryption_is_required() -> None:
+    assert encryption().decrypt(b"plain", **PLACE) == DecryptedPayload(b"plain")
+    assert encryption().decrypt(b"", **PLACE) == DecryptedPayload(b"")
+    required = encryption(is_required=True)
+    assert reason(required.decrypt(b"plain", **PLACE)) == "the payload is not encrypted"
+
+
+def test_an_outage_of_the_provider_is_an_error_and_not_a_missing_key() -> None:
+    envelope = encryption().encrypt(b"x", **PLACE)
+
+    def provider(_key_id: str) -> bytes:
+        raise ConnectionError("no answer")
+
+    with pytest.raises(ConnectionError):
+        Encryption(KeyCache(provider, "a test")).decrypt(envelope, **PLACE)
+
+
+def test_an_envelope_is_not_larger_than_a_transaction() -> None:
+    largest = bytes(TRANSACTION_BYTES_MAX - ENVELOPE_BYTES - 1)
+    assert len(encryption().encrypt(largest, **PLACE)) == TRANSACTION_BYTES_MAX
+    with pytest.raises(errors.TooLarge, match="found 4194305 after encryption"):
+        encryption().encrypt(largest + b"x", **PLACE)
+
+
+def test_is_ready_when_no_provider_is_called() -> None:
+    both = encryption()
+    envelope = both.encrypt(b"x", **PLACE)
+    assert both.is_ready(envelope)
+    assert both.is_ready(b"plain")
+    assert not encryption().is_ready(envelope)
+
+
+def test_a_column_has_a_key_per_row() -> None:
+    rows, headers, key_ids = [b"1", b"", b"3", b"1"], [0, -1, 5, 0], ["a", "b", "a", "a"]
+    sealed = encryption().encrypt_column(
+        pa.array(rows, pa.binary()), partition=3, headers=headers, key_ids=key_ids
+    )
+    assert sealed.type == pa.binary()
+    assert sealed[0] != sealed[3]
+    # The salt is drawn once for each key, and the row numbers differ.
+    heads = [each[4:22] for each in sealed.to_pylist()]
+    assert heads[0] == heads[2] == heads[3] != heads[1]
+    assert [each[22:26] for each in sealed.to_pylist()] == [
+        number.to_bytes(4, "big") for number in (0, 0, 1, 2)
+    ]
+    found = encryption({"a": KEYS["a"]}).decrypt_column(sealed, partition=3, headers=headers)
+    assert found.data.to_pylist() == [b"1", None, b"3", b"1"]
+    assert found.errors.to_pylist() == [None, "there is no key 'b'", None, None]
+
+
+def test_a_column_may_have_plain_and_damaged_payloads() -> None:
+    sealed = encryption().encrypt(b"x", **PLACE)
+    column = pa.array([b"plain", sealed, sealed[:-1], b"WZE\x01"], pa.binary())
+    found = encryption().decrypt_column(column.slice(1), partition=3, headers=[7] * 3)
+    assert found.data.to_pylist() == [b"x", None, None]
+    assert found.errors.is_null().to_pylist() == [True, False, False]
+    found = encryption().decrypt_column(column[:1], partition=3, headers=[7])
+    assert found.data.to_pylist() == [b"plain"]
+
+
+def test_a_missing_or_invalid_key_of_a_column_is_an_error() -> None:
+    for key_id, text in (("c", "encryption key 'c'"), ("a/b", "expected a key ID")):
+        with pytest.raises(errors.BadConfig, match=text):
+            encryption().encrypt_column(
+                pa.array([b"x"], pa.binary()), partition=0, headers=[0], key_ids=[key_id]
+            )
+
+
+INHERITED = encryption()  # forked processes have its cached keys
+
+
+def encrypt_inherited(_number: int) -> bytes:
+    return INHERITED.encrypt(b"x", **PLACE)
+
+
+def test_salts_differ_after_a_fork() -> None:
+    made = [encrypt_inherited(0)]
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        made += pool.map(encrypt_inherited, range(8), chunksize=1)
+    made.append(encrypt_inherited(0))
+    salts = [each[6:22] for each in made]
+    assert len(set(salts)) == len(salts)
+    assert all(INHERITED.decrypt(each, **PLACE).data == b"x" for each in made)

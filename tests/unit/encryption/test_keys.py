@@ -1,0 +1,166 @@
+"""Keys by ID: directories, functions, and how long a key is cached."""
+
+import copy
+import sys
+from pathlib import Path
+
+import pytest
+
+from waltz_core import errors
+from waltz_core.encryption import keys
+from waltz_core.encryption.envelopes import Encryption
+from waltz_core.encryption.key_ids import check_key_id
+from waltz_core.encryption.keys import KEY_SECONDS, KeyCache, KeyDirectory, keys_of
+
+SECRET = bytes(range(32))
+
+
+class Calls:
+    """A provider with one key, which counts its calls."""
+
+    def __init__(self) -> None:
+        self.keys: dict[str, object] = {"a": SECRET}
+        self.calls: list[str] = []
+        self.now_s = 0.0
+
+    def __call__(self, key_id: str) -> object:
+        self.calls.append(key_id)
+        return self.keys.get(key_id)
+
+    def cache(self) -> KeyCache:
+        return KeyCache(self, "a test", clock=lambda: self.now_s)
+
+
+def test_a_key_and_a_missing_key_are_cached_for_their_time() -> None:
+    provider = Calls()
+    cache = provider.cache()
+    assert not cache.is_cached("a")
+    for _ in range(3):
+        assert cache.find("a") is not None
+        assert cache.find("b") is None
+    assert provider.calls == ["a", "b"]
+    provider.now_s = KEY_SECONDS - 0.1
+    assert cache.is_cached("a")
+    assert cache.is_cached("b")
+    provider.keys = {"b": SECRET}  # a is destroyed, b is created
+    provider.now_s = KEY_SECONDS
+    assert not cache.is_cached("a")
+    assert cache.find("a") is None
+    assert cache.find("b") is not None
+
+
+def test_keys_are_not_sent_to_another_process() -> None:
+    cache = Calls().cache()
+    cache.find("a")
+    with pytest.raises(errors.UsageError, match="encryption keys are not sent"):
+        copy.deepcopy(Encryption(cache))  # as pickle does
+
+
+def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keys, "KEYS_MAX", 3)
+    provider = Calls()
+    cache = provider.cache()
+    for key_id in ("a", "b", "c", "d"):
+        cache.find(key_id)
+    assert [cache.is_cached(each) for each in "abcd"] == [False, True, True, True]
+
+
+def test_one_salt_gives_one_derived_key_and_few_are_kept() -> None:
+    key = keys.Key(SECRET)
+    first = key.derived(bytes(16))
+    assert key.derived(bytes(16)) is first
+    for number in range(1, 40):
+        key.derived(number.to_bytes(16, "big"))
+    assert key.derived(bytes(16)) is not first
+
+
+@pytest.mark.parametrize(("secret", "found"), [(b"short", "5"), ("text" * 8, "str")])
+def test_a_provider_that_returns_no_key_is_an_error_without_the_key(
+    secret: object, found: str
+) -> None:
+    provider = Calls()
+    provider.keys = {"a": secret}
+    with pytest.raises(errors.BadConfig, match=f"a test: key 'a': expected .* found {found}") as it:
+        provider.cache().find("a")
+    assert str(secret) not in str(it.value)
+    assert "short" not in str(it.value)
+
+
+@pytest.mark.parametrize("key_id", ["", ".", "..", "a/b", "ä", "a" * 65, ".a", "-a", "a\n", 7])
+def test_a_key_id_is_checked(key_id: object) -> None:
+    with pytest.raises(errors.BadConfig, match="here: expected a key ID"):
+        check_key_id(key_id, "here")
+
+
+def test_a_key_id_may_have_64_characters() -> None:
+    assert check_key_id("0" + "._-Az" * 12 + "end", "here")
+
+
+def test_a_directory_has_a_file_for_each_key(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text(SECRET.hex() + "\n")
+    (tmp_path / "B.2").write_text(bytes(32).hex().upper())
+    provider = KeyDirectory(tmp_path)
+    assert provider("a") == SECRET
+    assert provider("B.2") == bytes(32)
+    assert provider("c") is None
+    (tmp_path / "a").unlink()
+    assert provider("a") is None
+
+
+@pytest.mark.parametrize("content", [b"\xff" * 32, b"0x" + b"00" * 31, "é".encode()])
+def test_a_file_that_is_no_key_is_an_error_without_its_content(
+    tmp_path: Path, content: bytes
+) -> None:
+    (tmp_path / "a").write_bytes(content)
+    with pytest.raises(errors.BadConfig, match="expected 64 hexadecimal digits") as it:
+        KeyDirectory(tmp_path)("a")
+    assert content.decode("latin1")[:4] not in str(it.value)
+
+
+def test_a_directory_that_does_not_answer_is_not_a_destroyed_key(tmp_path: Path) -> None:
+    directory = tmp_path / "keys"
+    (directory / "a").mkdir(parents=True)  # a file that cannot be read
+    provider = KeyDirectory(directory)
+    with pytest.raises(errors.Unavailable, match=r"'.*/keys/a'"):
+        provider("a")
+    (directory / "a").rmdir()
+    directory.rmdir()
+    with pytest.raises(errors.Unavailable, match="does not exist any more"):
+        provider("a")
+
+
+def test_a_reference_is_a_directory_or_a_function(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "keys_of_a_test.py").write_text(
+        "def find(key_id): return {'a': bytes(32)}.get(key_id)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    found = keys_of("keys_of_a_test:find")
+    assert found.find("a") is not None
+    assert found.find("b") is None
+    assert keys_of("keys_of_a_test:find") is found
+    (tmp_path / "c").write_text(SECRET.hex())
+    assert keys_of(str(tmp_path)).find("c") is not None
+
+
+@pytest.mark.parametrize(
+    ("reference", "text"),
+    [
+        ("/no/such/directory", "there is no directory '/no/such/directory'"),
+        ("no_such_module:find", "'no_such_module:find' cannot be imported"),
+        ("json:no_such_name", "cannot be imported"),
+        ("json:__doc__", "to be a function"),
+    ],
+)
+def test_a_wrong_reference_is_an_error(reference: str, text: str) -> None:
+    with pytest.raises(errors.BadConfig, match=text):
+        keys_of(reference)
+
+
+def test_the_package_is_named_where_it_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers.aead", None)
+    with pytest.raises(errors.BadConfig, match=r"pip install 'waltz-spark\[encryption\]'"):
+        keys_of(str(tmp_path))

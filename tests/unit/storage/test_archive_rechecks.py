@@ -1,0 +1,73 @@
+"""Reads of the archive that have found damage are repeated until the file is right."""
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+
+from tests.archived_log import KEY, PARTITION, write_archive
+from waltz_core.archive.access import ArchiveAccess
+from waltz_core.archive.store import ArchiveStore
+from waltz_core.errors import ArchiveUnavailable
+from waltz_core.storage.process.archive_rechecks import recheck
+
+OBJECT = 51  # transactions of each
+
+
+class Case:
+    """An archive with reads of a corrupt object at two places, and of a missing one."""
+
+    def __init__(self, folder):
+        store = ArchiveStore(f"file://{folder}")
+        self.log = write_archive(store, sizes=(3, 1, 40, 7))
+        self.paths = [folder / each.name for each in self.log.manifest.newest]
+        self.data = self.paths[0].read_bytes()
+        self.threads = ThreadPoolExecutor(1)
+        self.access = ArchiveAccess(store.url, KEY, self.threads)
+        self.access.open()
+        self.paths[0].write_bytes(self.data[:-8] + bytes(8))
+        self.missing = self.paths[1].rename(folder / "elsewhere")
+        self.read(0, 7, OBJECT)
+
+    def mark(self):
+        manifest = self.log.manifest
+        return SimpleNamespace(
+            last=manifest.last, manifest=self.log.name, manifest_crc=self.log.crc
+        )
+
+    def read(self, *ids):
+        for each in ids:
+            damage = self.access.damage_at((PARTITION, each), self.log.name, self.log.crc)
+            self.access.was_read((PARTITION, each), damage)
+
+    def recheck(self, **changed):
+        mark = SimpleNamespace(**{**vars(self.mark()), **changed})
+        asyncio.run(recheck(self.access, {PARTITION: mark}, self.threads))
+        return len(self.access.damaged_places)
+
+
+@pytest.fixture
+def case(tmp_path):
+    return Case(tmp_path)
+
+
+def test_damage_ends_with_the_repair_of_its_file(case):
+    assert len(case.access.damaged_places) == case.recheck() == 2
+    case.missing.rename(case.paths[1])
+    assert case.recheck() == 1
+    assert case.log.manifest.newest[0].name in case.access.read_damage
+    case.paths[0].write_bytes(case.data)
+    assert case.recheck() == 0, "also at the other place"
+    assert case.access.read_damage == ""
+
+
+def test_damage_stays_without_an_answer(case, monkeypatch):
+    def unavailable(*_):
+        raise ArchiveUnavailable("no route")
+
+    case.missing.rename(case.paths[1])
+    assert case.recheck(last=-1) == 2, "the session does not have it as archived"
+    asyncio.run(recheck(case.access, {}, case.threads))
+    monkeypatch.setattr(ArchiveStore, "open", unavailable)
+    assert case.recheck() == 2

@@ -1,0 +1,109 @@
+"""Each message declares the permission that it requires (rule 6 of messages.py)."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from scripts.reference.permissions import PROTOCOLS
+from waltz_core.access.requirements import (
+    ANSWER,
+    APPEND,
+    READ,
+    REPLICATE,
+    AccessVerb,
+    ByField,
+    Scope,
+    all_of,
+)
+from waltz_core.values import value
+from waltz_core.wire.codec import message_classes
+from waltz_core.wire.messages import (
+    AppendFollowing,
+    AppendRequest,
+    ClientMessage,
+    OpenRequest,
+    WireProtocol,
+)
+
+PAGE = Path(__file__).parents[3] / "docs/reference/permissions.md"
+MESSAGES = [each for protocol in PROTOCOLS for each in message_classes(protocol)]
+VERBS = [verb.value for verb in AccessVerb]
+
+
+def requirements(message):
+    """Return the requirement of each form of a request."""
+    declared = message.requires
+    return list(declared.requirements.values()) if isinstance(declared, ByField) else [declared]
+
+
+def test_a_message_without_a_declaration_fails_when_its_class_is_made():
+    with pytest.raises(TypeError, match="Undeclared: expected a declaration `requires`"):
+
+        @value(frozen=True, slots=True)
+        class Undeclared(ClientMessage):
+            code = 127
+
+
+@pytest.mark.parametrize("body", [{"code": 127}, {}])
+def test_an_inherited_declaration_does_not_count(body):
+    with pytest.raises(TypeError, match="Heir: expected a declaration"):
+        type("Heir", (AppendRequest,), body)
+    assert type("Heir", (AppendRequest,), {**body, "requires": ANSWER}).requires is ANSWER
+
+
+def test_a_message_that_extends_another_has_a_requirement_of_its_own():
+    assert AppendRequest.requires == all_of(APPEND)
+    assert AppendFollowing.requires == all_of(READ, APPEND)
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda each: each.__name__)
+def test_each_message_and_each_value_of_its_field_is_in_the_generated_page(message):
+    page = PAGE.read_text(encoding="utf-8")
+    if message.requires is ANSWER:
+        assert f"`{message.__name__}` {message.code}" in page
+        return
+    start = f"| {message.code} | `{message.__name__}`"
+    lines = [line for line in page.splitlines() if line.startswith((f"{start} |", f"{start}, "))]
+    shown = [dict(zip(VERBS, line.split("|")[3:7], strict=True)) for line in lines]
+    for cells, requirement in zip(shown, requirements(message), strict=True):
+        found = {verb for verb, cell in cells.items() if cell.strip()}
+        assert found == {verb.value for verb in requirement.verbs}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [each for each in MESSAGES if isinstance(each.requires, ByField)],
+    ids=lambda each: each.__name__,
+)
+def test_a_declaration_by_field_has_each_value_of_that_field(message):
+    (field,) = [f for f in dataclasses.fields(message) if f.name == message.requires.field]
+    assert "BOOL" in str(field.type) or "Bool" in str(field.type)
+    assert set(message.requires.requirements) == {False, True}
+
+
+def test_the_partition_of_a_request_is_known_where_its_scope_is_its_own():
+    names = {"req_id", "partition_id", "partitions"}
+    unknown = [
+        each.__name__
+        for each in MESSAGES
+        if each.requires is not ANSWER
+        and any(requirement.scope is Scope.OWN for requirement in requirements(each))
+        and not names & {field.name for field in dataclasses.fields(each)}
+    ]
+    assert not unknown
+
+
+def test_a_storage_changes_nothing_for_a_principal_without_replicate():
+    requests = {
+        each for each in message_classes(WireProtocol.STORAGE) if each.requires is not ANSWER
+    }
+    open_to_readers = {
+        each.__name__
+        for each in requests
+        if any(
+            requirement.verbs != (REPLICATE,) or requirement.scope is not Scope.OWN
+            for requirement in requirements(each)
+        )
+    }
+    assert open_to_readers == {OpenRequest.__name__, "RangeRaw"}

@@ -1,0 +1,80 @@
+"""The permission that a message requires: verbs, and the partitions that they must be granted for.
+
+Each message class of `wire/` declares its own (decision 048, AC 1), in the words of this file.
+docs/reference/permissions.md is generated from these declarations.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final, TypeAlias
+
+
+class AccessVerb(Enum):
+    """What a grant permits for the partitions that it names."""
+
+    READ = "read"
+    APPEND = "append"
+    ADMINISTER = "administer"
+    REPLICATE = "replicate"
+
+
+class Scope(Enum):
+    """The partitions for which the verbs must be granted."""
+
+    OWN = "the partition of the message, or each of its list"
+    ANY = "at least one partition"
+    ALL = "all partitions"
+
+
+@dataclass(frozen=True, slots=True)
+class Requirement:
+    """A permission: one of the verbs, or all of them if `is_all`, within a scope."""
+
+    verbs: tuple[AccessVerb, ...]
+    scope: Scope
+    is_all: bool
+
+    def __post_init__(self) -> None:
+        assert self.verbs, "a requirement without a verb would be met by every principal"
+
+
+class Exempt(Enum):
+    """A message that requires no permission."""
+
+    ANSWER = "never a request: a port that receives it closes the connection"
+
+
+@dataclass(frozen=True, slots=True)
+class ByField:
+    """A requirement that depends on the value of a field; it has every value of that field."""
+
+    field: str
+    requirements: Mapping[object, Requirement]
+
+
+Declaration: TypeAlias = Requirement | Exempt | ByField
+
+READ: Final = AccessVerb.READ
+APPEND: Final = AccessVerb.APPEND
+ADMINISTER: Final = AccessVerb.ADMINISTER
+REPLICATE: Final = AccessVerb.REPLICATE
+# NB: the functions, too, return the union: otherwise mypy infers a narrower type for each class.
+ANSWER: Final[Declaration] = Exempt.ANSWER
+
+
+def all_of(*verbs: AccessVerb, scope: Scope = Scope.OWN) -> Declaration:
+    """Return the requirement of every one of these verbs."""
+    return Requirement(verbs, scope, is_all=True)
+
+
+def one_of(*verbs: AccessVerb, scope: Scope = Scope.OWN) -> Declaration:
+    """Return the requirement of at least one of these verbs."""
+    return Requirement(verbs, scope, is_all=False)
+
+
+def by_field(field: str, declarations: Mapping[object, Declaration]) -> Declaration:
+    """Return the requirement that depends on a field, with one for each of its values."""
+    found = {value: each for value, each in declarations.items() if isinstance(each, Requirement)}
+    assert len(found) == len(declarations), f"{field}: a value without a requirement"
+    return ByField(field, found)

@@ -1,0 +1,59 @@
+"""Encrypts and decrypts the payloads of a client on its event loop.
+
+A key that is not cached is requested on a thread: the key provider may block.
+"""
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from waltz_core import errors
+from waltz_core.encryption.envelopes import DecryptedPayload, Encryption
+
+if TYPE_CHECKING:
+    from waltz_core.config.declarations import ClientConfig
+
+
+def encryption_of(config: "ClientConfig") -> Encryption | None:
+    """Return the encryption that the settings of a client declare; None without keys.
+
+    Raises:
+        BadConfig: see `Encryption.of`.
+    """
+    if not config.encryption_keys:
+        return None
+    return Encryption.of(
+        config.encryption_keys,
+        key_id=config.encryption_key,
+        is_required=config.encryption_required,
+    )
+
+
+async def encrypted(
+    encryption: Encryption | None, data: bytes, *, partition: int, header: int, key_id: str | None
+) -> bytes:
+    """Return a payload as it is appended.
+
+    Raises:
+        BadConfig: a key is named, and the client has no keys.
+        The errors of `Encryption.encrypt`.
+    """
+    if encryption is None:
+        if key_id is None:
+            return data
+        raise errors.BadConfig(
+            f"encryption_key {key_id!r}: expected setting encryption_keys, found none"
+        )
+    if encryption.keys.is_cached(encryption.key_id if key_id is None else key_id):
+        return encryption.encrypt(data, partition=partition, header=header, key_id=key_id)
+    return await asyncio.to_thread(
+        encryption.encrypt, data, partition=partition, header=header, key_id=key_id
+    )
+
+
+async def decrypted(
+    encryption: Encryption, data: bytes, *, partition: int, header: int
+) -> DecryptedPayload:
+    """Return a payload that was read; the errors are those of `Encryption.decrypt`."""
+    if encryption.is_ready(data):
+        return encryption.decrypt(data, partition=partition, header=header)
+    return await asyncio.to_thread(encryption.decrypt, data, partition=partition, header=header)

@@ -1,0 +1,280 @@
+"""Encrypted payloads: AES-256-GCM in an envelope that names its key.
+
+An envelope takes the place of the payload in a record; to the log it is a payload like any other.
+All integers are big-endian.
+
+    bytes  field
+    4      magic "WZE" and format 1
+    1, n   length and text of the key ID, ASCII
+    16     salt
+    4      row number within the call
+    rest   ciphertext, with 16 bytes of tag
+
+Rules (docs/decisions/048, "Payload encryption"):
+    1. A call encrypts one payload, or payloads of a column; it draws a salt from the system for
+       each key ID. The AES-GCM key is derived from key and salt, and the nonce is the row number.
+       So no nonce repeats under one key, also after a fork.
+    2. The associated data is magic, key ID, partition and application header. The cluster's key is
+       not part of it: a restored cluster has another one.
+    3. A payload that cannot be decrypted is null, with a reason. Only a key provider that does not
+       answer is an error.
+    4. A payload that does not begin with the magic was not encrypted, and is returned as it is,
+       unless encryption is required.
+"""
+
+import os
+import struct
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import pyarrow as pa
+
+from waltz_core import errors
+from waltz_core.encryption.key_ids import check_key_id, is_key_id
+from waltz_core.encryption.keys import KeyCache, keys_of
+from waltz_core.records.record import TRANSACTION_BYTES_MAX
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+MAGIC: Final = b"WZE\x01"
+SALT_BYTES: Final = 16
+_ROW: Final = struct.Struct(">I")
+_PLACE: Final = struct.Struct(">ii")  # partition and application header
+_TAG_BYTES: Final = 16
+# The nonce of AES-GCM has 12 bytes; the row number is the last four.
+_NONCE_HEAD: Final = bytes(12 - _ROW.size)
+# An envelope's bytes in addition to the payload and the key ID.
+ENVELOPE_BYTES: Final = len(MAGIC) + 1 + SALT_BYTES + _ROW.size + _TAG_BYTES
+
+_NOT_ENCRYPTED: Final = "the payload is not encrypted"
+
+
+class DecryptedPayload(NamedTuple):
+    """A payload; or None, and the reason."""
+
+    data: bytes | None
+    error: str | None = None
+
+
+class DecryptedColumn(NamedTuple):
+    """Payloads, null where they could not be decrypted; and the reasons, null elsewhere."""
+
+    data: pa.Array
+    errors: pa.Array
+
+
+class Encryption:
+    """Encrypts and decrypts payloads with the keys of one provider.
+
+    Args:
+        keys: the keys.
+        key_id: the key for encryption, where a call names no other one; empty: none, such payloads
+            are not encrypted.
+        is_required: whether a payload that is not encrypted counts as one that cannot be decrypted.
+
+    Raises:
+        BadConfig: `key_id` is not a valid ID.
+    """
+
+    def __init__(self, keys: KeyCache, *, key_id: str = "", is_required: bool = False) -> None:
+        self.keys = keys
+        self.key_id = check_key_id(key_id, "encryption key") if key_id else ""
+        self._is_required = is_required
+
+    @staticmethod
+    def of(reference: str, *, key_id: str = "", is_required: bool = False) -> "Encryption":
+        """Return the encryption with keys at a reference; see `keys.keys_of`, also for errors."""
+        return Encryption(keys_of(reference), key_id=key_id, is_required=is_required)
+
+    # --- writing
+
+    def encrypt(
+        self, data: bytes, *, partition: int, header: int, key_id: str | None = None
+    ) -> bytes:
+        """Return the envelope of a payload; the payload itself if there is no key ID.
+
+        Raises:
+            BadConfig: there is no such key.
+            TooLarge: the envelope is larger than a transaction may be.
+            Unavailable, or an error of the application's provider: see `KeyCache.find`.
+        """
+        chosen = self.key_id if key_id is None else check_key_id(key_id, "encryption key")
+        if not chosen:
+            return data
+        size = len(data) + ENVELOPE_BYTES + len(chosen)
+        if size > TRANSACTION_BYTES_MAX:
+            raise errors.TooLarge(
+                f"transaction data: expected at most {TRANSACTION_BYTES_MAX} bytes, found {size} "
+                f"after encryption, which adds {size - len(data)}"
+            )
+        return _EncryptionCall(self.keys, chosen, partition).encrypt(data, header)
+
+    def encrypt_column(
+        self, data: pa.Array, *, partition: int, headers: Sequence[int], key_ids: Sequence[str]
+    ) -> pa.Array:
+        """Return the envelopes of payloads of one partition, each with its key.
+
+        Args:
+            data: binary, without nulls.
+            partition: the partition of all of them.
+            headers: the application header of each.
+            key_ids: the ID of the key of each.
+
+        Raises:
+            BadConfig: there is no such key, or an ID is not valid.
+            Unavailable, or an error of the application's provider: see `KeyCache.find`.
+        """
+        calls = {
+            each: _EncryptionCall(self.keys, check_key_id(each, "encryption key"), partition)
+            for each in dict.fromkeys(key_ids)
+        }
+        rows = zip(data.to_pylist(), headers, key_ids, strict=True)
+        return pa.array([calls[key].encrypt(each, header) for each, header, key in rows], data.type)
+
+    # --- reading
+
+    def is_ready(self, data: bytes) -> bool:
+        """Whether `decrypt` returns without a call of the key provider, which may block."""
+        if data[: len(MAGIC)] != MAGIC:
+            return True
+        key_id = _key_id_of(data[: _head_bytes(data) - SALT_BYTES])
+        return not is_key_id(key_id) or self.keys.is_cached(key_id)
+
+    def decrypt(self, data: bytes, *, partition: int, header: int) -> DecryptedPayload:
+        """Return the payload of an envelope (rules 3 and 4).
+
+        Raises:
+            BadConfig, Unavailable, or an error of the application's provider: see `KeyCache.find`.
+        """
+        return _DecryptionCall(self.keys, partition, is_required=self._is_required).decrypt(
+            data, header
+        )
+
+    def decrypt_column(
+        self, data: pa.Array, *, partition: int, headers: Sequence[int]
+    ) -> DecryptedColumn:
+        """Return the payloads of a column of one partition (rules 3 and 4).
+
+        It also decrypts column `data` of archived objects, which have the same envelopes.
+
+        Args:
+            data: binary, without nulls: envelopes, or payloads that are not encrypted.
+            partition: the partition of all of them.
+            headers: the application header of each.
+
+        Raises:
+            BadConfig, Unavailable, or an error of the application's provider: see `KeyCache.find`.
+        """
+        call = _DecryptionCall(self.keys, partition, is_required=self._is_required)
+        rows = zip(data.to_pylist(), headers, strict=True)
+        found = [call.decrypt(each, header) for each, header in rows]
+        return DecryptedColumn(
+            pa.array([each.data for each in found], data.type),
+            pa.array([each.error for each in found], pa.string()),
+        )
+
+
+class _EncryptionCall:
+    """One salt, for payloads of one key and one partition (rule 1)."""
+
+    def __init__(self, keys: KeyCache, key_id: str, partition: int) -> None:
+        key = keys.find(key_id)
+        if key is None:
+            raise errors.BadConfig(
+                f"encryption key {key_id!r}: expected a key in {keys.name}, found none. Hint: "
+                "create it before it is used."
+            )
+        named = _named(key_id)
+        salt = os.urandom(SALT_BYTES)
+        self._head = named + salt
+        self._associated = named
+        self._partition = partition
+        self._aead = key.derived(salt)
+        self._rows = 0
+
+    def encrypt(self, data: bytes, header: int) -> bytes:
+        row = _ROW.pack(self._rows)  # raises struct.error before a number repeats
+        self._rows += 1
+        associated = self._associated + _PLACE.pack(self._partition, header)
+        return self._head + row + self._aead.encrypt(_NONCE_HEAD + row, data, associated)
+
+
+class _DecryptionCall:
+    """Decrypts payloads of one partition; payloads of one batch share what precedes the row."""
+
+    def __init__(self, keys: KeyCache, partition: int, *, is_required: bool) -> None:
+        from cryptography.exceptions import InvalidTag  # noqa: PLC0415 - optional
+
+        self._invalid_tag = InvalidTag
+        self._keys = keys
+        self._partition = partition
+        self._is_required = is_required
+        self._heads: dict[bytes, _Head | str] = {}
+
+    def decrypt(self, data: bytes, header: int) -> DecryptedPayload:
+        if data[: len(MAGIC)] != MAGIC:
+            if self._is_required:
+                return DecryptedPayload(None, _NOT_ENCRYPTED)
+            return DecryptedPayload(data)
+        head_bytes = _head_bytes(data)
+        expected = head_bytes + _ROW.size + _TAG_BYTES
+        if len(data) < expected:
+            return DecryptedPayload(
+                None,
+                f"the envelope is damaged: expected {expected} bytes or more, found {len(data)}",
+            )
+        found = self._head(data[:head_bytes])
+        if isinstance(found, str):
+            return DecryptedPayload(None, found)
+        row_end = head_bytes + _ROW.size
+        nonce = _NONCE_HEAD + data[head_bytes:row_end]
+        associated = found.named + _PLACE.pack(self._partition, header)
+        try:
+            return DecryptedPayload(found.aead.decrypt(nonce, data[row_end:], associated))
+        except self._invalid_tag:
+            return DecryptedPayload(None, found.mismatch)
+
+    def _head(self, head: bytes) -> "_Head | str":
+        found = self._heads.get(head)
+        if found is None:
+            found = self._heads[head] = self._found(head)
+        return found
+
+    def _found(self, head: bytes) -> "_Head | str":
+        """Return the derived key of the envelopes with a head, or the reason why there is none."""
+        named, salt = head[:-SALT_BYTES], head[-SALT_BYTES:]
+        key_id = _key_id_of(named)
+        if not is_key_id(key_id):
+            return f"the envelope is damaged: {key_id!r} is not a key ID"
+        key = self._keys.find(key_id)
+        if key is None:
+            return f"there is no key {key_id!r}"
+        mismatch = (
+            f"the payload does not match key {key_id!r}: it was changed or moved, or the key was "
+            "replaced"
+        )
+        return _Head(key.derived(salt), named, mismatch)
+
+
+class _Head(NamedTuple):
+    """What the envelopes of one call have in common; `mismatch` is the reason for a wrong tag."""
+
+    aead: "AESGCM"
+    named: bytes
+    mismatch: str
+
+
+def _named(key_id: str) -> bytes:
+    """Return magic and key ID, as they begin an envelope."""
+    return MAGIC + bytes((len(key_id),)) + key_id.encode("ascii")
+
+
+def _key_id_of(named: bytes) -> str:
+    return named[len(MAGIC) + 1 :].decode("ascii", "replace")
+
+
+def _head_bytes(data: bytes) -> int:
+    """Return the bytes of magic, key ID and salt of an envelope, which may be damaged."""
+    id_bytes = data[len(MAGIC)] if len(data) > len(MAGIC) else 0
+    return len(MAGIC) + 1 + id_bytes + SALT_BYTES

@@ -1,0 +1,24 @@
+"""The IDs of encryption keys, as options name them and envelopes contain them."""
+
+import re
+from typing import Final
+
+from waltz_core import errors
+
+KEY_ID_BYTES_MAX: Final = 64
+_KEY_ID = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{KEY_ID_BYTES_MAX - 1}}}")
+
+
+def is_key_id(key_id: str) -> bool:
+    """Whether a text is a key ID: 1 to 64 of A-Z a-z 0-9 . _ - and first a letter or a digit."""
+    return _KEY_ID.fullmatch(key_id) is not None
+
+
+def check_key_id(key_id: object, where: str) -> str:
+    """Return a key ID; raises BadConfig for any other value, with `where` it was found."""
+    if not isinstance(key_id, str) or not is_key_id(key_id):
+        raise errors.BadConfig(
+            f"{where}: expected a key ID, 1 to {KEY_ID_BYTES_MAX} letters, digits, '.', '_' and "
+            f"'-', which begins with a letter or a digit; found {str(key_id)[:200]!r}"
+        )
+    return key_id

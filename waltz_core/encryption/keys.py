@@ -1,0 +1,205 @@
+"""Encryption keys by ID: from a directory of files, or from a function of the application.
+
+Options and settings have a reference to the keys, never a key.
+
+Rules (docs/decisions/048, "Payload encryption"):
+    1. A key is used for at most `KEY_SECONDS` after it was received from its provider: a key that
+       is destroyed there cannot be used any more after that time.
+    2. A missing key is cached in the same way. The cache has at most `KEYS_MAX` IDs: IDs are read
+       from the log, and a writer chooses them.
+    3. Only a provider that answers can state that there is no key. If it cannot answer, the call
+       fails: a reader must not take an outage for a destroyed key.
+"""
+
+import importlib
+import re
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
+
+from waltz_core import errors
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+KEY_BYTES: Final = 32
+KEY_SECONDS: Final = 60.0
+KEYS_MAX: Final = 10_000
+# Derived keys that are kept for each key: those of the batches that are read at the same time.
+_DERIVED_MAX: Final = 16
+_INFO: Final = b"waltz payload 1"
+_FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+
+# Returns the 32 bytes of the key with an ID, or None if there is none.
+KeyProvider = Callable[[str], bytes | None]
+
+
+class Key:
+    """One key, and the AES-GCM keys that are derived from it."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+        self._derived: OrderedDict[bytes, AESGCM] = OrderedDict()
+
+    def derived(self, salt: bytes) -> "AESGCM":
+        """Return the AES-256-GCM key for a salt: HKDF-SHA-256 (RFC 5869) of key and salt."""
+        found = self._derived.get(salt)
+        if found is None:
+            from cryptography.hazmat.primitives.ciphers.aead import AESGCM  # noqa: PLC0415 - optional
+            from cryptography.hazmat.primitives.hashes import SHA256  # noqa: PLC0415 - optional
+            from cryptography.hazmat.primitives.kdf.hkdf import HKDF  # noqa: PLC0415 - optional
+
+            found = AESGCM(HKDF(SHA256(), KEY_BYTES, salt, _INFO).derive(self._secret))
+            self._derived[salt] = found
+            if len(self._derived) > _DERIVED_MAX:
+                with suppress(KeyError):  # another thread has removed it
+                    self._derived.popitem(last=False)
+        return found
+
+
+class _Cached(NamedTuple):
+    key: Key | None
+    until_s: float
+
+
+class KeyCache:
+    """The keys of one provider; several threads may use it (rules 1 and 2).
+
+    Args:
+        provider: returns keys by ID; it may block.
+        name: the provider in an error.
+        clock: the time in seconds.
+    """
+
+    def __init__(
+        self, provider: KeyProvider, name: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.name = name
+        self._provider = provider
+        self._clock = clock
+        # NB: no lock, which a fork could copy in a locked state: each access is one operation.
+        self._cached: OrderedDict[str, _Cached] = OrderedDict()
+
+    def __reduce__(self) -> NoReturn:
+        raise errors.UsageError(
+            "encryption keys are not sent to another process: get them there, from their reference"
+        )
+
+    def is_cached(self, key_id: str) -> bool:
+        """Whether `find` returns without a call of the provider, which may block."""
+        return self._fresh(key_id) is not None
+
+    def find(self, key_id: str) -> Key | None:
+        """Return the key with a valid ID, None if there is none.
+
+        Raises:
+            BadConfig: the provider has returned something else than 32 bytes.
+            Unavailable: the directory cannot be read.
+            The errors of a provider that the application has written.
+        """
+        found = self._fresh(key_id)
+        if found is None:
+            secret = self._provider(key_id)
+            key = None if secret is None else Key(_checked(secret, key_id, self.name))
+            found = _Cached(key, self._clock() + KEY_SECONDS)
+            self._cached[key_id] = found
+            self._cached.move_to_end(key_id)
+            if len(self._cached) > KEYS_MAX:
+                with suppress(KeyError):  # another thread has removed it
+                    self._cached.popitem(last=False)
+        return found.key
+
+    def _fresh(self, key_id: str) -> _Cached | None:
+        found = self._cached.get(key_id)
+        return found if found is not None and self._clock() < found.until_s else None
+
+
+def _checked(secret: object, key_id: str, name: str) -> bytes:
+    # NB: an error must not contain the key.
+    if not isinstance(secret, bytes):
+        raise errors.BadConfig(
+            f"{name}: key {key_id!r}: expected bytes, found {type(secret).__name__}"
+        )
+    if len(secret) != KEY_BYTES:
+        raise errors.BadConfig(
+            f"{name}: key {key_id!r}: expected {KEY_BYTES} bytes, found {len(secret)}"
+        )
+    return secret
+
+
+@lru_cache(maxsize=16)
+def keys_of(reference: str) -> KeyCache:
+    """Return the keys at a reference, the same object for each call in a process.
+
+    `reference` is a directory, with one file for each key: its name is the key's ID, its content
+    64 hexadecimal digits. Or it is "module:function", a function that takes an ID and returns 32
+    bytes, or None if there is no such key.
+
+    Raises:
+        BadConfig: there is no such directory or function, or the package `cryptography` is missing.
+    """
+    try:
+        importlib.import_module("cryptography.hazmat.primitives.ciphers.aead")
+    except ImportError as error:
+        raise errors.BadConfig(
+            f"payload encryption needs the package cryptography: {error}. Hint: "
+            "pip install 'waltz-spark[encryption]'"
+        ) from error
+    if _FUNCTION.fullmatch(reference) is not None:
+        return KeyCache(_function(reference), reference)
+    directory = Path(reference)
+    if not directory.is_dir():
+        raise errors.BadConfig(
+            f"encryption keys: there is no directory {reference!r}. Hint: a function that returns "
+            "keys is given as 'module:function'."
+        )
+    return KeyCache(KeyDirectory(directory), reference)
+
+
+class KeyDirectory:
+    """A provider that reads a file for each key."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def __call__(self, key_id: str) -> bytes | None:
+        """Return the key with an ID; None if there is no file, or this process may not read it."""
+        path = self._directory / key_id
+        try:
+            text = path.read_bytes()
+        except (FileNotFoundError, PermissionError) as error:
+            if not self._directory.is_dir():  # rule 3
+                raise errors.Unavailable(
+                    f"encryption keys: directory {str(self._directory)!r} does not exist any more"
+                ) from error
+            return None
+        except OSError as error:
+            raise errors.Unavailable(f"encryption key {str(path)!r}: {error}") from error
+        try:
+            return bytes.fromhex(text.decode("ascii").strip())
+        except ValueError:
+            raise errors.BadConfig(
+                f"encryption key {str(path)!r}: expected {2 * KEY_BYTES} hexadecimal digits. Hint: "
+                f"create a key with: openssl rand -hex {KEY_BYTES}"
+            ) from None
+
+
+def _function(reference: str) -> KeyProvider:
+    module_name, _, name = reference.partition(":")
+    try:
+        function: Any = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        raise errors.BadConfig(
+            f"encryption keys: {reference!r} cannot be imported ({error}): expected a function of "
+            "a module that each process can import"
+        ) from None
+    if not callable(function):
+        raise errors.BadConfig(
+            f"encryption keys: expected {reference!r} to be a function, found {function!r}"
+        )
+    provider: KeyProvider = function
+    return provider

@@ -1,0 +1,46 @@
+"""Repeats reads of the archive that have found damage, so that the doctor sees a repair.
+
+One place for each different error is read again at a time, by the manifest of the present session.
+A read that succeeds ends this error everywhere: it names the file.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from concurrent.futures import Executor
+from functools import partial
+from typing import Final
+
+from waltz_core.archive.access import ArchiveAccess
+from waltz_core.errors import WaltzError
+from waltz_core.records.record import PartitionId
+from waltz_core.storage.service.service import StorageService
+from waltz_core.wire.messages import SetArchived
+
+RECHECK_S: Final = 30.0
+
+
+async def recheck_forever(
+    access: ArchiveAccess, machine: StorageService, threads: Executor
+) -> None:
+    """Repeat the reads now and then; a call that hangs delays the next ones only."""
+    while True:
+        await asyncio.sleep(RECHECK_S)
+        await recheck(access, machine.archived_marks, threads)
+
+
+async def recheck(
+    access: ArchiveAccess, marks: Mapping[PartitionId, SetArchived], threads: Executor
+) -> None:
+    """Repeat the reads of partitions with a session; an unavailable store changes nothing."""
+    loop = asyncio.get_running_loop()
+    for place in access.damaged_places:
+        partition_id, first = place
+        mark = marks.get(PartitionId(partition_id))
+        if mark is None or first > mark.last:
+            continue
+        read = partial(access.damage_at, place, mark.manifest, mark.manifest_crc)
+        try:
+            damage = await loop.run_in_executor(threads, read)
+        except WaltzError:
+            continue
+        access.was_read_again(place, damage)
