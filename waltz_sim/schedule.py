@@ -65,6 +65,7 @@ class Setup:
     archive_object_bytes: int = 1
     archive_age_ms: int = 0
     archived_bytes_max: int = 1 << 20  # above the confirmed mark, until a checkpoint
+    collection_interval_ms: int = 3_600_000  # between collections of the archive's garbage
     local_retention_bytes: int = 0  # of a storage; 0: no segment is removed
     restored_count: int = 0  # IDs of a lost cluster's log, with which the partition begins
     expires: bool = False  # operators let archived objects expire
@@ -116,6 +117,7 @@ class Setup:
             archive_interval_ms=self.archive_interval_ms,
             archived_bytes_max=self.archived_bytes_max,
             archive_retention_ms=self.archive_retention_ms,
+            collection_interval_ms=self.collection_interval_ms,
         )
 
 
@@ -226,6 +228,7 @@ def _with_archive(seed: int, setup: Setup) -> Setup:
         restored_count=rng.choice((0, 0, 1, 20)),
         expires=rng.random() < 0.5,
         is_unbounded=rng.random() < UNBOUNDED_ARCHIVE_SHARE or setup.is_unbounded,
+        collection_interval_ms=chance_of(seed ^ 0xA2CB).choice((3_600_000, 3_600_000, 300, 30)),
     )
     if not setup.expires:
         return setup
@@ -293,4 +296,8 @@ LATER_KINDS: Final[Mapping[str, Later]] = {
     "power_loss_at_removal": Later(0xA2C7, _every(0, 0, 200, 800), needs_archive=True),
     "crash_at_a_reset": Later(0xA2C8, _every(0, 0, 200, 800), needs_archive=True),
     "accept_a_shorter_log": Later(0xA2C9, _every(0, 400), needs_archive=True),
+    "damage_objects": Later(0xA2CC, _every(0, 150, 600), needs_archive=True),
+    "lose_marks": Later(0xA2CD, _every(60, 200), needs_archive=True),
+    "expire_rows_in_doubt": Later(0xA2CE, _every(0, 0, 500, 1_500), needs_archive=True),
+    "lose_a_reset_replica": Later(0xA2CF, _every(0, 0, 400, 1_500), needs_archive=True),
 }

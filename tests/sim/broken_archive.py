@@ -373,6 +373,38 @@ def collection_ignores_the_starts_of_logs() -> Patches:
     yield instead(Archiving, "_collect", _collect)
 
 
+# ---- replacement of an object (AR 5)
+
+
+@switch
+def replacement_is_not_compared() -> Patches:
+    """A replaced object may have reconstructed batches, and another chain than the manifest."""
+
+    def _replaced(entries, job):
+        return next(each for each in entries if each.name == job.replaces.name)
+
+    yield instead(archive_pieces, "RECONSTRUCTED", object())
+    yield instead(simulated_archive, "_replaced", _replaced)
+
+
+@switch
+def replacement_without_the_newest_object() -> Patches:
+    """An object is replaced while a mark is written, in the manifest before that."""
+    advance, written = Archiving.advance, Archiving._object_written
+
+    def _advance(self, engaged, replicas, committed, now_ms):
+        advance(self, engaged, replicas, committed, now_ms)
+        if self.wanted is not None and self._attempt is None:
+            self._replace_next([each for each in engaged if each.supports_archiving], now_ms)
+
+    def _object_written(self, attempt, notice, now_ms):
+        last, chain = self.recorded[:2]
+        written(self, attempt, replace(notice, last=last, chain=chain), now_ms)
+
+    yield instead(Archiving, "advance", _advance)
+    yield instead(Archiving, "_object_written", _object_written)
+
+
 # ---- expiry (AR 7, AR 15)
 
 

@@ -161,6 +161,53 @@ def test_a_checkpoint_makes_removal_progress_in_a_long_session():
     assert not world.counts["storage.segment_removed"]
 
 
+# ---- replacement of objects
+
+
+def listed(world):
+    return world.archive.listed(world.cluster.coordinator.marker.archived)
+
+
+@pytest.mark.parametrize("damage", ["spoil", "lose"])
+def test_a_damaged_object_is_replaced_from_a_log(damage):
+    world = World(local_retention_bytes=0)
+    world.wait_for("archived", 2)
+    old = listed(world)[0]
+    getattr(world.archive, damage)(old.name)
+    assert world.archive.is_damaged(old)
+    archive_faults._repair_objects(world.cluster, 10)
+    world.wait_for("archive.object_replaced")
+    world.wait(lambda: old.name not in {each.name for each in listed(world)})
+    assert listed(world)[0][1:4] == old[1:4]
+    assert not any(map(world.archive.is_damaged, listed(world)))
+    world.cluster.run_until_recovered()
+
+
+def test_a_damaged_object_that_no_log_has_comes_back_from_a_copy():
+    world = World(restored_count=20)
+    archive_faults.damage_objects(world.cluster, First())
+    (name,) = world.archive.spoiled
+    world.wait_for("archive.replacement_failed", 3)
+    assert not world.counts["archive.object_replaced"]
+    world.wait(lambda: not world.archive.spoiled)
+    assert name in {each.name for each in listed(world)}
+
+
+def test_without_objects_none_is_damaged():
+    assert not archive_faults.damage_objects(World().cluster, First())
+
+
+# ---- collection
+
+
+def test_a_session_collects_at_intervals():
+    world = World(checkpoint_interval_count=1 << 30, collection_interval_ms=30)
+    world.wait_for("archive file deleted", 1)
+    sessions = world.counts["session opened"]
+    world.wait_for("archive file deleted", 3)
+    assert world.counts["session opened"] == sessions
+
+
 # ---- expiry
 
 
@@ -208,6 +255,15 @@ def test_expired_objects_are_deleted_after_the_grace_period(expiring):
     assert expiring.cluster.world.now_ms - began_ms > expiring.archive.expiry_grace_ms - 100
 
 
+def test_all_expires_while_outcomes_are_not_known():
+    world = World(expires=True, clients=4)
+    world.wait_for("archived", 3)
+    assert archive_faults.expire_rows_in_doubt(world.cluster, Random(2))
+    assert world.cluster.coordinator.cut_off
+    world.wait_for("archived objects expired", 2)
+    world.cluster.run_until_recovered()
+
+
 def test_a_feed_from_the_start_continues_after_what_has_expired(expiring):
     expiring.wait_for("storage.segment_removed", 6)
     first = expire(expiring, expiring.cluster.checks.history.last + 1)
@@ -239,13 +295,34 @@ def test_a_restored_partition_continues_its_log(seed):
     assert cluster.checks.counts["replica reset"] >= 3
 
 
-# ---- an operator's mistake
+# ---- what an operator or ZooKeeper loses
 
 
-def test_no_session_opens_with_a_log_that_ends_below_the_archived_mark():
+def test_zookeeper_loses_the_newest_mark_of_a_session():
+    world = World(is_unbounded=True, checkpoint_interval_count=1 << 30)
+    world.wait_for("archived", 3)
+    before = world.cluster.coordinator.marker.archived
+    archive_faults.lose_marks(world.cluster, First())
+    assert world.counts["fault lose_marks"] == 1
+    after = world.cluster.coordinator.marker.archived
+    assert after.last < before.last
+    names = {each.name for each in world.archive.listed(before)}
+    world.wait_for("archived")
+    world.cluster.run_until_recovered()
+    assert names - {each.name for each in listed(world)}
+
+
+def test_marks_are_lost_only_where_zookeeper_may_lose_data(world):
+    archive_faults.lose_marks(world.cluster, First())
+    world.wait_for("archived", 2)
+    assert not world.counts["fault lose_marks"]
+
+
+@pytest.mark.parametrize("restarts", [True, False])
+def test_no_session_opens_with_a_log_that_ends_below_the_archived_mark(restarts):
     world = World(is_unbounded=True)
     world.wait_for("archived", 3)
-    archive_faults.accept_a_shorter_log(world.cluster, Random(1))
+    archive_faults.accept_a_shorter_log(world.cluster, First(roll=0.0 if restarts else 0.9))
     world.wait_for("fault accept_a_shorter_log")
     world.wait_for("replica accepted")
     opened = world.counts["session opened"]
@@ -255,6 +332,16 @@ def test_no_session_opens_with_a_log_that_ends_below_the_archived_mark():
 
 
 # ---- crashes
+
+
+def test_a_replica_that_was_reset_does_not_decide_without_the_rest_of_its_quorum():
+    world = World(servers=1)
+    world.wait_for("archived", 3)
+    archive_faults.lose_a_reset_replica(world.cluster, Random(1))
+    world.wait_for("fault lose_a_reset_replica")
+    world.wait_for("quorum of a reset replica away")
+    world.cluster.run_until_recovered()
+    assert world.counts["replica reset"] >= 1
 
 
 def test_power_is_lost_while_a_segment_is_removed(world):

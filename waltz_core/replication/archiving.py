@@ -73,7 +73,6 @@ ArchiveNotice: TypeAlias = RangeArchived | GarbageCollected | ObjectsExpired | A
 ARCHIVE_NOTICES: Final = (RangeArchived, GarbageCollected, ObjectsExpired, ArchiveProgress)
 # A single call of an object store, which shows no progress, may take this long.
 PROGRESS_MS_MAX: Final = 300_000
-COLLECTION_INTERVAL_MS: Final = 3_600_000
 EXPIRY_INTERVAL_MS: Final = 3_600_000
 EXPIRY_RETRY_MS: Final = 10_000
 _DOUBLINGS_MAX: Final = 6
@@ -361,13 +360,13 @@ class Archiving:
             self._fail(notice.error, now_ms)
             return
         self._attempt = None
-        pause_ms = COLLECTION_INTERVAL_MS
+        pause_ms = self._limits.collection_interval_ms
         if notice.has_more:
             pause_ms = self._limits.archive_interval_ms
         self._collect_at_ms = now_ms + pause_ms
 
     def _collection_failed(self, replica: ReplicaId, reason: str, now_ms: int) -> None:
-        self._collect_at_ms = now_ms + COLLECTION_INTERVAL_MS
+        self._collect_at_ms = now_ms + self._limits.collection_interval_ms
         self._report("archive.collection_failed", replica=replica, reason=reason)
 
     # ---- expiry (rule 9)

@@ -44,7 +44,8 @@ class SessionLimits:
     between attempts to archive committed batches, doubled after each failure; 0: nothing is
     archived. `archived_bytes_max`: size of the archived records above the confirmed mark after
     which the owner is notified that a checkpoint is due. `archive_retention_ms`: age at which
-    archived objects expire; 0: never.
+    archived objects expire; 0: never. `collection_interval_ms`: pause between two collections of
+    the archive's garbage in a session.
     """
 
     first_retry_ms_max: int = 20
@@ -69,6 +70,7 @@ class SessionLimits:
     slow_append_ms: int = 0
     archive_interval_ms: int = 0
     archive_retention_ms: int = 0
+    collection_interval_ms: int = 3_600_000
     archived_bytes_max: int = 64 * MIB
 
     def __post_init__(self) -> None:

@@ -11,12 +11,12 @@ have the bytes of production.
 Rules:
     1. A write is carried out at once, late, or never; only an answer without an error shows it.
     2. Nothing is overwritten (AR 2 of decision 047), and no file is lost that is not deleted. A
-       fault may change a file, until its operator restores it.
+       fault may change or lose a file, until its operator restores it.
     3. An upload does what `archive/upload.py` does, in the same order: it reads the present
        manifest, writes the object, reads it back, writes the new manifest, and reads it back.
     4. A process has at most one upload; if it dies, requests on their way may still take effect.
-    5. A collection of garbage is that of production. It lists the files at one moment; each is
-       deleted later, also after the process has died.
+    5. A collection of garbage is that of production. It lists the files at one moment, perhaps
+       late; each is deleted later, also after the process has died.
     6. An expiry does what `archive/upload.py` does, in the same order.
     7. Replaced manifests and expired objects are kept for a shorter time than in production: the
        clock by which the store and expiries measure their age is a fast one (`_archive_ms`).
@@ -46,6 +46,7 @@ from waltz_core.archive.upload_job import (
     UploadJob,
     UploadOutcome,
 )
+from waltz_core.cluster.znodes.model import ArchivedMark
 from waltz_core.errors import (
     ArchiveUnavailable,
     BadFormat,
@@ -113,8 +114,9 @@ class SimArchive:
         self._world = cluster.world
         self._rng = cluster.world.stream("archive")
         self._chance = self._rng.random
+        self._late_rng = cluster.world.stream("late collections")
         self.files: dict[str, StoredFile] = {}
-        self.spoiled: dict[str, StoredFile] = {}  # changed by a fault: what was written
+        self.spoiled: dict[str, StoredFile] = {}  # changed or lost by a fault: what was written
         self.written_ms: dict[str, int] = {}
         # Faults.
         self.is_away = False
@@ -256,7 +258,10 @@ class SimArchive:
                 return
             storage.after(self._rng.randint(*REQUEST_US) + self.slow_us, partial(done, found))
 
-        storage.after(self._rng.randint(*REQUEST_US) + self.slow_us, begin)
+        late_us = 0
+        if self.lost_answers and self._late_rng.random() < self.lost_answers:
+            late_us = self._late_rng.randrange(LATE_US_MAX)
+        storage.after(self._rng.randint(*REQUEST_US) + self.slow_us + late_us, begin)
 
     def modified_ms(self, name: str) -> int:
         """Return when a file was written, so that its age has the proportion of rule 7."""
@@ -283,6 +288,10 @@ class SimArchive:
         self.spoiled.setdefault(name, self.files[name])
         self.files[name] = self._flipped(self.files[name])
 
+    def lose(self, name: str) -> None:
+        """Lose a file that was written."""
+        self.spoiled.setdefault(name, self.files.pop(name))
+
     def _flipped(self, file: StoredFile) -> StoredFile:
         data = bytearray(file.data)
         data[self._rng.randrange(len(data))] ^= 1
@@ -295,11 +304,25 @@ class SimArchive:
         self.restore()
 
     def restore(self) -> None:
-        """Restore changed files (rule 2)."""
+        """Restore changed and lost files (rule 2)."""
         self.files.update(self.spoiled)
         self.spoiled.clear()
 
     # ---- reading
+
+    def listed(self, mark: ArchivedMark | None) -> list[ObjectEntry]:
+        """Return the available objects that a manifest lists, damaged or not."""
+        name = "" if mark is None else mark.manifest
+        file = self.spoiled.get(name) or self.files.get(name)
+        if file is None:
+            return []
+        found = Manifest.from_bytes(file.data, name)
+        return [each for each in found.newest if each.last >= found.first]
+
+    def is_damaged(self, entry: ObjectEntry) -> bool:
+        """Whether an object is missing, or not what was written."""
+        file = self.files.get(entry.name)
+        return file is None or crc32(file.data) != entry.file_crc
 
     def answer(
         self, storage: "SimStorage", read: ArchiveQuery, done: Callable[[WorkOutcome], None]
@@ -436,16 +459,18 @@ def _upload_steps(
         found = _checked((yield _Read(job.manifest)), job.manifest, job.manifest_crc)
         present = Manifest.from_bytes(found.data, job.manifest)
     job.recorded.check(present, cluster_key)
-    if job.replaces is not None and all(each.name != job.replaces.name for each in present.newest):
+    old = None if job.replaces is None else _replaced(present.newest, job)
+    if old is not None and job.replaces is not None and old.name != job.replaces.name:
         return NewManifest(present.last, present.chain, job.end.stamp_ms, "", 0)
     origin = FileOrigin(job.session_id, job.nonce, job.attempt)
     entry, file = object_of(cluster_key, job)
     yield _Write(entry.name, file)
     _checked((yield _Read(entry.name)), entry.name, entry.file_crc)
-    if job.replaces is None:
+    if old is None:
         present = present.with_object(entry)
     else:
-        present = present.with_newest(_with_replacement(present.newest, job.replaces.name, entry))
+        changed = (entry if each is old else each for each in present.newest)
+        present = present.with_newest(tuple(changed))
     data = present.to_bytes()
     folder = manifests_folder(cluster_key, job.partition_id)
     name = manifest_name(folder, present.version, origin)
@@ -455,13 +480,13 @@ def _upload_steps(
     return NewManifest(made.last, made.chain, job.end.stamp_ms, name, crc32(data))
 
 
-def _with_replacement(
-    entries: tuple[ObjectEntry, ...], name: str, made: ObjectEntry
-) -> tuple[ObjectEntry, ...]:
-    old = next(each for each in entries if each.name == name)
-    if old[1:4] != made[1:4]:
-        raise BadFormat(f"object {name}: expected the IDs and the chain of the one to replace")
-    return tuple(made if each is old else each for each in entries)
+def _replaced(entries: Sequence[ObjectEntry], job: UploadJob) -> ObjectEntry:
+    """Return the object with the IDs and the chain of a job that replaces one."""
+    bounds = job.first, job.end.last, job.end.chain
+    old = next((each for each in entries if each[1:4] == bounds), None)
+    if old is None:
+        raise BadFormat(f"{job.manifest}: expected an object with {bounds}, found none")
+    return old
 
 
 def object_of(cluster_key: bytes, job: UploadJob) -> tuple[ObjectEntry, StoredFile]:

@@ -129,6 +129,10 @@ KINDS: Final[dict[str, InjectFault]] = {
         archive_faults.power_loss_at_removal,
         archive_faults.crash_at_a_reset,
         archive_faults.accept_a_shorter_log,
+        archive_faults.damage_objects,
+        archive_faults.expire_rows_in_doubt,
+        archive_faults.lose_a_reset_replica,
+        archive_faults.lose_marks,
     )
 }
 # Faults that the budget seldom allows are drawn more often.

@@ -202,14 +202,15 @@ def _leave_again_and_again(cluster: SimCluster, client: "SimClient", wait_ms: in
 # ---- ZooKeeper's data (budget.py, rule 4)
 
 
-def _may_rewrite(cluster: SimCluster) -> bool:
+def may_rewrite(cluster: SimCluster) -> bool:
+    """Whether a fault may replace ZooKeeper's data now."""
     return cluster.setup.is_unbounded and not cluster.budget.lost
 
 
 def roll_back_nodes(cluster: SimCluster, rng: "Random") -> bool:
     """Restore older data in the partition's nodes."""
     coordinator = cluster.coordinator
-    if not _may_rewrite(cluster) or not coordinator.past_nodes:
+    if not may_rewrite(cluster) or not coordinator.past_nodes:
         return False
     coordinator.put_back(*rng.choice(coordinator.past_nodes))
     return True
@@ -218,7 +219,7 @@ def roll_back_nodes(cluster: SimCluster, rng: "Random") -> bool:
 def delete_nodes(cluster: SimCluster, rng: "Random") -> bool:
     """Delete one of the partition's nodes, or both."""
     coordinator = cluster.coordinator
-    if not _may_rewrite(cluster) or coordinator.metadata is None:
+    if not may_rewrite(cluster) or coordinator.metadata is None:
         return False
     what = rng.choice(("metadata", "marker", "both"))
     metadata = coordinator.metadata if what == "marker" else None

@@ -181,9 +181,13 @@ class ArchiveGuarantees:
         self._facts.count("archived")
         if before is not None:
             written_ms = self._facts.cluster.archive.written_ms
-            self._replaced_ms[before.manifest] = written_ms.get(after.manifest, 0)
+            before_ms, after_ms = (written_ms.get(each.manifest, 0) for each in (before, after))
+            if before_ms <= after_ms:  # else ZooKeeper was rolled back (rule 2)
+                self._replaced_ms[before.manifest] = after_ms
         if not self._sessions.is_rewritten:
             self._check_order(server, marker.session_id, before, after)
+        elif before is not None and before.first < after.first:
+            self._expired.append((after.first, self._computed_ms[after.manifest][0]))
         self._check_content(after)
 
     def _check_order(
@@ -233,7 +237,8 @@ class ArchiveGuarantees:
             self._facts.fail("Archived", f"{found.first} is in {mark.manifest}, recorded {mark}")
         for entry in found.newest:
             file = files.get(entry.name)
-            if file is None and entry.last >= self._gone_below():
+            is_gone = self._sessions.is_rewritten and entry.name in self._deleted  # rule 2
+            if file is None and not is_gone and entry.last >= self._gone_below():
                 self._facts.fail("Archived", f"{mark.manifest} lists {entry.name}, not durable")
             yield entry, file
 

@@ -52,6 +52,7 @@ SOMETIMES: Final = (
     "context client restarted",
     "archive.recorded",
     "archive.failed",
+    "archive.object_replaced",
     "checkpoint due",
     "archive answer lost",
     "archive file deleted",

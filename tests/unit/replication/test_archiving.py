@@ -27,8 +27,10 @@ from waltz_core.cluster.znodes.model import (
 )
 from waltz_core.errors import ArchiveUnavailable
 from waltz_core.records.record import GENESIS_CHAIN
-from waltz_core.replication.archiving import COLLECTION_INTERVAL_MS, PROGRESS_MS_MAX
+from waltz_core.replication.archiving import PROGRESS_MS_MAX
 from waltz_core.replication.session_events import CheckpointDue, SessionOpened, SessionSettled
+
+COLLECTION_INTERVAL_MS = ARCHIVING.collection_interval_ms
 
 
 @pytest.fixture
