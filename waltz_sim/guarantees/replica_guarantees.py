@@ -322,8 +322,11 @@ class ReplicaGuarantees:
             self._facts.fail("NoRotServed", f"{name} sends {len(records)} bytes, not {end}")
 
     def look_at(self, storage: "SimStorage", log: "PartitionLog") -> None:
-        """24. Fixed: up to its low-water mark a replica has the rows of the history."""
-        if storage.name in self.corrupted or log.damaged:
+        """24. Fixed: up to its low-water mark a replica has the rows of the history.
+
+        A suspect one, such as one that lost its segments and was reset, counts in no quorum.
+        """
+        if storage.name in self.corrupted or log.damaged or log.slot.suspect:
             return
         if storage.name not in self._sessions.engaged_now:
             return
