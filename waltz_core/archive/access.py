@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import TYPE_CHECKING, Final
-from urllib.parse import urlsplit
 
 from waltz_core.archive.collection import CollectionJob, CollectionOutcome, collect
 from waltz_core.archive.upload_job import ExpiryJob, ExpiryOutcome, UploadJob, UploadOutcome
@@ -184,9 +183,3 @@ class ArchiveAccess:
             self._damage[place] = damage
             if len(self._damage) > DAMAGE_MAX:
                 del self._damage[next(iter(self._damage))]
-
-
-def without_password(url: str) -> str:
-    """Return a URL as it may be shown."""
-    password = urlsplit(url).password
-    return url if password is None else url.replace(f":{password}@", "@", 1)

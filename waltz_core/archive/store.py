@@ -12,8 +12,9 @@ Rules (docs/decisions/047):
     3. A failed or cancelled `writing` leaves no file with the name in a directory, and in other
        stores perhaps an incomplete one, which no manifest lists.
     4. A missing file is ObjectMissing, everything else ArchiveUnavailable, such as a missing bucket
-       of a write: the message states the operation, the file and the reason of the store. This
-       holds for each call of an open file, and for no error of the caller's own block.
+       or a store without any file of the cluster. The message states the operation, the file and
+       the reason of the store. This holds for each call of an open file, and for no error of the
+       caller's own block.
     5. With a `RateLimit`, `read` and the sinks of `writing` wait, so that they keep to its rate.
     6. URLs are shown and compared, so they contain no secrets, and no message contains one.
 """
@@ -143,8 +144,7 @@ class ArchiveStore:
         Raises:
             ObjectMissing, ArchiveUnavailable: rule 4.
         """
-        place = self._place(name)
-        with _reported("read", place), self._files.open_input_file(place) as source:
+        with self._open(name, "read") as source, _reported("read", self._place(name)):
             if self._rate_limit is None:
                 return bytes(source.read())
             pieces = []
@@ -159,9 +159,29 @@ class ArchiveStore:
         Raises:
             ObjectMissing, ArchiveUnavailable: rule 4.
         """
-        place = self._place(name)
-        with _reported("open", place):
-            return StoreFile(self._files.open_input_file(place), place)
+        return StoreFile(self._open(name, "open"), self._place(name))
+
+    def _open(self, name: str, operation: str) -> Any:  # noqa: ANN401 - as pyarrow's
+        """Open a file for reads; rule 4.
+
+        Without any file of its cluster the store is not damaged: its directory is not mounted, the
+        bucket is missing, or the URL is another archive's.
+        """
+        try:
+            with _reported(operation, self._place(name)):
+                return self._files.open_input_file(self._place(name))
+        except ObjectMissing as error:
+            cluster, _, rest = name.partition("/")
+            folder = self._place(cluster)
+            with _reported(operation, folder):
+                found = self._files.get_file_info(folder)
+            if rest and found.type is arrow_fs.FileType.NotFound:
+                raise ArchiveUnavailable(
+                    f"archive: cannot {operation} {self._place(name)}: expected files in {folder}, "
+                    "found none. Hint: is the directory mounted, and does the URL name the archive "
+                    "of this cluster?"
+                ) from error
+            raise
 
     def names(self, folder: str) -> list[str]:
         """Return the names of `files`."""
@@ -302,9 +322,18 @@ class StoreSink:
             self._file.flush()
 
 
+def _without_password(url: str, password: str) -> str:
+    return url.replace(f":{password}@", "@", 1)
+
+
 def _opened(url: str) -> tuple[arrow_fs.FileSystem, str]:
     """Return the file system of a URL and the path in it."""
     parts = urlsplit(url)
+    if parts.password is not None:
+        raise BadConfig(
+            f"archive {_without_password(url, parts.password)}: expected no password in the URL, "
+            "found one. Hint: docs/archive.md states where the credentials of each store come from."
+        )
     try:
         if parts.scheme == "s3":
             options = dict(parse_qsl(parts.query))

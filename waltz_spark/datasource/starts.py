@@ -84,7 +84,8 @@ def ends(options: ReadOptions, sources: Mapping[int, ReplicaSet]) -> dict[int, i
     firsts = firsts_of(sources)
     found = planning.resolve_ends(options, marks_of(sources))
     is_earliest = options.starting == "earliest" and options.starting_ms is None
-    if is_earliest and not options.transaction_ids:
+    is_given = not isinstance(options.ending, str)
+    if is_earliest and is_given and not options.transaction_ids:
         last_requested = {each: end for each, end in found.items() if end > BEFORE_FIRST}
         _check_expired(options, last_requested, firsts, "option 'endingHighWaterMarks' ends")
     return {each: max(end, firsts[each] - 1) for each, end in found.items()}

@@ -5,11 +5,9 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
-
 from tests.patience import HANG_S
 from tests.unit.archive.test_upload import KEY, job_after
-from waltz_core.archive.access import DAMAGE_MAX, ArchiveAccess, without_password
+from waltz_core.archive.access import DAMAGE_MAX, ArchiveAccess
 from waltz_core.archive.upload_job import NewManifest
 from waltz_core.errors import ArchiveUnavailable, ChecksumMismatch
 
@@ -57,19 +55,6 @@ def test_damage_is_known_until_the_same_place_was_read():
     for number in range(1, DAMAGE_MAX + 1):
         access.was_read((2, number), "")
     assert access.read_damage == "", "the first one was dropped"
-
-
-@pytest.mark.parametrize(
-    ("url", "shown"),
-    [
-        ("s3://bucket/waltz?region=eu", "s3://bucket/waltz?region=eu"),
-        ("abfss://account:key@host/waltz", "abfss://account@host/waltz"),
-        ("abfss://container@host/waltz", "abfss://container@host/waltz"),
-        ("file:///srv/archive", "file:///srv/archive"),
-    ],
-)
-def test_a_password_in_a_url_is_not_shown(url, shown):
-    assert without_password(url) == shown
 
 
 def test_an_open_archive_needs_no_more_modules(tmp_path):

@@ -43,8 +43,31 @@ def test_files_are_written_read_listed_and_deleted(store):
 
 @pytest.mark.parametrize("call", ["read", "open"])
 def test_a_missing_file_is_named(store, call):
+    store.write("7/other", b"")
     with pytest.raises(ObjectMissing, match=f"cannot {call} .*/archive/{NAME}: it does not exist"):
         getattr(store, call)(NAME)
+
+
+@pytest.mark.parametrize("call", ["read", "open"])
+def test_a_store_without_a_file_of_the_cluster_is_not_damaged(store, call):
+    """Its directory is not mounted yet, for example."""
+    store.write("8/other", b"")
+    with pytest.raises(ArchiveUnavailable, match=r"archive/7, found none\. Hint: is the dir"):
+        getattr(store, call)(NAME)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("abfss://account:hidden@host/waltz", "abfss://account@host/waltz"),
+        ("s3://key:hidden@bucket/waltz?nope=1", "s3://key@bucket/waltz?nope=1"),
+    ],
+)
+def test_a_password_in_a_url_is_rejected_and_not_shown(url, shown):
+    with pytest.raises(BadConfig, match="expected no password") as caught:
+        ArchiveStore(url)
+    assert f"archive {shown}: " in str(caught.value)
+    assert "hidden" not in str(caught.value)
 
 
 def test_nothing_is_overwritten(store):
@@ -229,7 +252,7 @@ def test_a_missing_bucket_is_no_missing_object(rejecting):
     store = ArchiveStore(f"gs://anonymous@bucket/folder?{place}")
     with pytest.raises(ArchiveUnavailable, match=f"write .*{NAME}: expected an existing bucket"):
         store.write(NAME, b"abc")
-    with pytest.raises(ObjectMissing):
+    with pytest.raises(ArchiveUnavailable, match="folder/7, found none"):
         store.read(NAME)
 
 

@@ -11,13 +11,7 @@ from waltz_core.archive.objects import ArchiveObject
 from waltz_core.archive.store import ArchiveStore, RateLimit
 from waltz_core.archive.upload import upload
 from waltz_core.archive.upload_job import BatchRun, UploadJob
-from waltz_core.errors import (
-    ArchiveUnavailable,
-    BadFormat,
-    ChecksumMismatch,
-    ObjectMissing,
-    WaltzError,
-)
+from waltz_core.errors import ArchiveUnavailable, BadFormat, ChecksumMismatch, WaltzError
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import GENESIS_CHAIN
 
@@ -129,7 +123,7 @@ def test_nothing_is_overwritten(store):
         ({"chain_before": NONCE}, BadFormat, "with chain 0{32}, found"),
         ({"partition_id": 4}, BadFormat, "of partition 4 .* found partition 3"),
         ({"manifest_crc": 1}, ChecksumMismatch, r"1-9-.*json: expected CRC 00000001"),
-        ({"manifest": "x/y"}, ObjectMissing, "cannot read .*x/y: it does not exist"),
+        ({"manifest": "x/y"}, ArchiveUnavailable, "cannot read .*x/y: expected files in"),
         ({"manifest": ""}, BadFormat, r"\(none\): expected one of partition 3 that ends at 9"),
     ],
 )

@@ -158,12 +158,13 @@ def spans_of(**options: str) -> list[tuple[int, int, int]]:
     return [(each.partition, each.first, each.last) for each in tasks if isinstance(each, Task)]
 
 
-@pytest.mark.usefixtures("batch")
-def test_a_batch_reads_what_is_available() -> None:
+def test_a_batch_reads_what_is_available(batch: Cluster) -> None:
     ends = {"endingHighWaterMarks": '{"0": 3, "1": 3}'}
     assert spans_of() == [(0, FIRST, 10), (1, 0, 10)]
     given = {"startingHighWaterMarks": '{"0": 1, "1": 1}', "failOnDataLoss": "false"}
     assert spans_of(**given, **ends) == [(1, 2, 3)]
+    batch.firsts = {0: 11, 1: 0}
+    assert spans_of() == [(1, 0, 10)], "all transactions of partition 0 have expired"
 
 
 @pytest.mark.usefixtures("batch")

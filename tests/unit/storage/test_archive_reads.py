@@ -1,6 +1,7 @@
 """A storage reads archived records that were removed locally or are damaged."""
 
 from dataclasses import replace
+from shutil import rmtree
 
 import pytest
 
@@ -263,7 +264,9 @@ def test_records_damaged_on_disk_are_read_from_the_archive(make, tmp_path):
     bench, owner = archived.bench, archived.owner
     bench.log._files.write_slot(replace(bench.log.slot, damaged=(IdRange(4, 7),)))
     message = range_of(owner, 4, 9, whole_batches=False, reader=False)
-    assert "records 4..7 are damaged" in str(archived.error(message))
+    found = archived.error(message)
+    assert isinstance(found, ArchiveUnavailable), "the archive may have them"
+    assert "records 4..7 are damaged; the session's owner has not announced yet" in str(found)
     bench.ask(1, archived.mark())
     found = archived.answer(range_of(owner, 4, 9, whole_batches=False, reader=False))
     assert (found.first, found.count) == (4, 6)
@@ -279,6 +282,10 @@ def test_records_damaged_on_disk_are_read_from_the_archive(make, tmp_path):
     assert "Hint: `waltz-core archive verify" in str(found)
     (report,) = reports(bench, "storage.archive_read_failed")
     assert isinstance(report["error"], ObjectMissing)
+    rmtree(tmp_path / "archive")
+    found = archived.error(replace(message, sequence=100))
+    assert isinstance(found, ArchiveUnavailable), "the archive may return"
+    assert "records 4..7 are damaged; in the archive: archive: cannot read " in str(found)
     assert isinstance(archived.error(range_of(owner, 20, 21, whole_batches=False)), BadRequest)
     archived.cache.close()
 
@@ -297,7 +304,7 @@ def test_reads_that_wait_for_the_archive_stop_no_connection_and_are_limited(arch
     assert rejected.sequence == messages[-1].sequence
     error = from_code(rejected.error_code, rejected.message)
     assert isinstance(error, ArchiveUnavailable)
-    assert str(error) == f"{QUERIES_MAX} requests wait for the archive already"
+    assert str(error).endswith(f"; {QUERIES_MAX} requests wait for the archive already")
     assert bench.ask(1, owner.append(2)).synced_max == ROWS + 1
     assert archived.read() == QUERIES_MAX
     assert archived.answer(messages[0], 7).count == 10

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Final, TypeVar, assert_never
 from uuid import UUID
 
 from waltz_core import errors
-from waltz_core.archive.access import ArchiveAccess, without_password
+from waltz_core.archive.access import ArchiveAccess
 from waltz_core.archive.archive_cache import READ_AHEAD_THREADS
 from waltz_core.archive.collection import CollectionJob, CollectionOutcome
 from waltz_core.archive.upload_job import ExpiryJob, ExpiryOutcome, UploadJob, UploadOutcome
@@ -738,7 +738,7 @@ class StorageDaemon:
         if not config.archive_url:
             return None
         return ArchiveState(
-            without_password(config.archive_url),
+            config.archive_url,
             config.archive_age_ms,
             self._archive.failure_count,
             "" if failure is None else str(failure)[:ERROR_CHARACTERS_MAX],

@@ -113,15 +113,18 @@ class ArchiveReads:
             if not self._has_archive:
                 why = "and this storage has no `archive_url`"
             return ArchiveUnavailable(f"{error}; the others are in the archive, {why}")
+        if mark is None and self._has_archive and isinstance(message, RangeRaw):
+            why = "the session's owner has not announced yet whether the archive has them"
+            return ArchiveUnavailable(f"{error}; {why}")
         return error
 
     def _query(self, query: ArchiveQuery) -> ArchiveQuery | WaltzError:
         if self._count < QUERIES_MAX:
             self._count += 1
             return query
-        if isinstance(query.error, ChecksumMismatch):
-            return query.error
-        return ArchiveUnavailable(f"{self._count} requests wait for the archive already")
+        return ArchiveUnavailable(
+            f"{query.error}; {self._count} requests wait for the archive already"
+        )
 
     def answered(self, query: ArchiveQuery, outcome: WorkOutcome, now_ms: int) -> list[Report]:
         """A request has its answer, or its error (rules 6 and 7)."""
@@ -177,14 +180,15 @@ def answer_from_archive(reader: Reader, read: ArchiveQuery) -> WorkOutcome:
 
 def _failed(of_log: WaltzError, of_archive: WaltzError) -> WaltzError:
     """Return the error for the reader, whose cause is that of the archive (rule 5)."""
-    text = str(of_archive)
-    if isinstance(of_archive, ARCHIVE_DAMAGE):
-        text = f"{text}. {_HINT}"
-    elif not isinstance(of_log, ChecksumMismatch):
-        return of_archive
+    text, kind = str(of_archive), type(of_archive)
     if isinstance(of_log, ChecksumMismatch):
         text = f"{of_log}; in the archive: {text}"
-    made = type(of_log if isinstance(of_log, ChecksumMismatch) else of_archive)(text)
+    if isinstance(of_archive, ARCHIVE_DAMAGE):
+        text = f"{text}. {_HINT}"
+        kind = type(of_log) if isinstance(of_log, ChecksumMismatch) else kind
+    elif not isinstance(of_log, ChecksumMismatch):
+        return of_archive
+    made = kind(text)
     made.__cause__ = of_archive
     return made
 
