@@ -118,7 +118,7 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
         "server_first_available_transaction",
         _GAUGE,
         _ONE,
-        "First ID of the log that the archive has not expired; 0 without expiry.",
+        "First available ID: earlier transactions have expired. 0 if none have.",
     ),
     (
         "server_archived_transaction",

@@ -482,8 +482,8 @@ class _OptionParser:
             marks, is_clear = {}, False
         if not is_clear:
             raise BadConfig(
-                f"option {name!r}: expected JSON from partition to high-water mark, "
-                f"'{{\"0\": 41}}', found {value!r}"
+                f"option {name!r}: expected a JSON object with a high-water mark for each "
+                f"partition, such as '{{\"0\": 41}}', found {value!r}"
             )
         return marks
 

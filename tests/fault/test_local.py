@@ -249,7 +249,7 @@ def test_a_port_base_determines_all_ports(directory: Path):
         assert LocalCluster(directory)._loaded().ports == set(range(base, base + 6))
 
 
-def test_zookeeper_names_a_port_in_use(tmp_path: Path):
+def test_the_zookeeper_command_names_a_port_in_use(tmp_path: Path):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         config = tmp_path / "zoo.cfg"

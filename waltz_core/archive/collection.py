@@ -199,7 +199,8 @@ def _check_versions(found: "list[ListedFile]") -> None:
             raise BadRequest(
                 f"archive: expected no manifest below version {newest.version} after session "
                 f"{newest.session_id}, which wrote {newest.name}, found {of_session[0].name}: "
-                "ZooKeeper was rolled back, and backups may need what is not recorded any more. "
+                "ZooKeeper was rolled back, so nothing is deleted: backups may need files that "
+                "ZooKeeper does not record any more. "
                 "Hint: docs/archive.md, section 'Garbage, and stores that hang'"
             )
         newest = max(of_session[-1], newest or of_session[-1], key=lambda each: each.version)

@@ -248,7 +248,7 @@ class ArchiveObject:
         self._reject_nulls(columns)
         records, lengths = _records_of(columns)
         first = TransactionId(columns["transaction_id"][0].as_py())
-        if raw_records.proven_crcs(records, lengths, first) is None:
+        if raw_records.verified_crcs(records, lengths, first) is None:
             bad = raw_records.first_bad_record(records, lengths)
             if bad is None:
                 raise BadFormat(f"object {self.name}: the IDs from {first} on are not consecutive")

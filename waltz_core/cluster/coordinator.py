@@ -28,7 +28,7 @@ from waltz_core.cluster.change.rebuilding import rebuilding_steps
 from waltz_core.cluster.change.restoring import RestoredCluster, restoring_steps
 from waltz_core.cluster.change.storages import Storages
 from waltz_core.cluster.membership.assignment import check_replica_change
-from waltz_core.cluster.membership.loads import LoadBoard
+from waltz_core.cluster.membership.loads import PublishedLoads
 from waltz_core.cluster.membership.reachability import ReachBoard
 from waltz_core.cluster.membership.registration import Membership, Ownership, ServersView
 from waltz_core.cluster.writes import WriteRegistry
@@ -106,7 +106,7 @@ class Coordinator:
         self.writes = WriteRegistry(self._nodes)
         self.storages = Storages(self._nodes)
         self.audit = AuditLog(self._nodes)
-        self.loads = LoadBoard(self._nodes)
+        self.loads = PublishedLoads(self._nodes)
         self.reach = ReachBoard(self._nodes)
         self.paths = self._nodes.paths
 

@@ -37,7 +37,7 @@ class SharedLink(Protocol):
         """Send a request and return its answer."""
 
 
-class OwnerLinkLike(Protocol):
+class LinkToOwner(Protocol):
     """A partition, its owner, and a link to it."""
 
     @property

@@ -25,8 +25,8 @@ from waltz_core.legacy.interfaces import (
     ClientIds,
     LegacyRecords,
     Links,
+    LinkToOwner,
     OwnerAddress,
-    OwnerLinkLike,
     Query,
 )
 from waltz_core.legacy.legacy_server_stream import VERSION_MAX
@@ -77,7 +77,7 @@ class LegacyServerReads:
             for each in feeds:
                 each.close()
 
-    async def range(self, reader: OwnerLinkLike, query: Query) -> LegacyRecords:
+    async def range(self, reader: LinkToOwner, query: Query) -> LegacyRecords:
         """Return a range of the log; empty if it ends before.
 
         Raises Unavailable, like a read at a current server.
@@ -95,7 +95,7 @@ class LegacyServerReads:
         )
         return LegacyRecords(TransactionId(last), [], records)
 
-    async def data_range(self, reader: OwnerLinkLike, query: Query) -> LegacyRecords:
+    async def data_range(self, reader: LinkToOwner, query: Query) -> LegacyRecords:
         """Return a range whose end is known to be committed; only IDs and data of it are valid.
 
         The records have no request IDs. With a filter it is the first transaction alone, which
@@ -110,7 +110,7 @@ class LegacyServerReads:
         ]
         return await self._with_data(reader, query, heads, TransactionId(last))
 
-    async def _headers(self, reader: OwnerLinkLike, query: Query) -> list[RecordHeader]:
+    async def _headers(self, reader: LinkToOwner, query: Query) -> list[RecordHeader]:
         count_max = WHOLE_COUNT_MAX if query.form is RangeForm.WHOLE else HEADERS_COUNT_MAX
         feed = await self._feed_at(reader, query.first)
         is_over = True
@@ -127,7 +127,7 @@ class LegacyServerReads:
             self._leave(reader.partition_id, feed, is_over=is_over)
         return found
 
-    async def _feed_at(self, reader: OwnerLinkLike, first: TransactionId) -> "HeaderFeed":
+    async def _feed_at(self, reader: LinkToOwner, first: TransactionId) -> "HeaderFeed":
         """Return the feed that continues at a transaction, or a new one."""
         feeds = self._feeds.setdefault(reader.partition_id, [])
         for each in feeds:
@@ -156,7 +156,7 @@ class LegacyServerReads:
 
     async def _with_data(
         self,
-        reader: OwnerLinkLike,
+        reader: LinkToOwner,
         query: Query,
         heads: Sequence[RecordHeader],
         last: TransactionId,
@@ -178,9 +178,7 @@ class LegacyServerReads:
                 break
         return LegacyRecords(last, lengths, bytes(records))
 
-    async def _data_of_all(
-        self, reader: OwnerLinkLike, ids: Sequence[TransactionId]
-    ) -> list[bytes]:
+    async def _data_of_all(self, reader: LinkToOwner, ids: Sequence[TransactionId]) -> list[bytes]:
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._data(reader, each)) for each in ids]
@@ -188,7 +186,7 @@ class LegacyServerReads:
             raise failed.exceptions[0] from None
         return [task.result() for task in tasks]
 
-    async def _data(self, reader: OwnerLinkLike, transaction_id: TransactionId) -> bytes:
+    async def _data(self, reader: LinkToOwner, transaction_id: TransactionId) -> bytes:
         answer = await reader.link.request(
             messages.TransactionDataResponse,
             lambda req_id: messages.TransactionDataRequest(req_id, transaction_id),

@@ -229,7 +229,7 @@ def stamps_of(ids: I64, stamps: Sequence[tuple[int, int, int]]) -> I64:
 # checks
 
 
-def proven_crcs(
+def verified_crcs(
     records: Buffer, lengths: I64, first: TransactionId, *, records_crc: int | None = None
 ) -> bytes | None:
     """Return `record_crcs` if each record has its id, from `first` on, its length and its CRC.

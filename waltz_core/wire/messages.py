@@ -703,7 +703,7 @@ class ExpireResponse(ClientMessage):
 
 
 @value(frozen=True, slots=True)
-class ReplacementRequest(ClientMessage):
+class ObjectReplacementRequest(ClientMessage):
     """Replace an object of the archive that is corrupt or missing, from the log of a storage.
 
     It is listed as `object`, with the IDs first..last. Repeat the request until the answer shows
@@ -721,7 +721,7 @@ class ReplacementRequest(ClientMessage):
 
 
 @value(frozen=True, slots=True)
-class ReplacementResponse(ClientMessage):
+class ObjectReplacementResponse(ClientMessage):
     """Whether all that is possible was done, and whether the object is replaced.
 
     `storage` has written the new object; it is empty if another request had it replaced before.

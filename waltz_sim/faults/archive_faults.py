@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from waltz_core.cluster.change.rebuilding import RebuildDecision
 from waltz_core.records.record import BEFORE_FIRST, TransactionId
 from waltz_core.replication.quorum import quorum_size
-from waltz_core.wire.messages import ExpireRequest, ReplacementRequest
+from waltz_core.wire.messages import ExpireRequest, ObjectReplacementRequest
 from waltz_sim.cluster.rescue import Rescue
 from waltz_sim.cluster.simulated_cluster import MS, SimCluster
 from waltz_sim.faults.striking import any_storage, counted, keep_down, pause
@@ -134,7 +134,9 @@ def _repair_objects(cluster: SimCluster, left: int) -> None:
         return
     name, first, last, *_ = damaged[left % len(damaged)]
     attempt = left // REQUESTS_OF_AN_ATTEMPT
-    _request(cluster, left, lambda req_id: ReplacementRequest(req_id, name, first, last, attempt))
+    _request(
+        cluster, left, lambda req_id: ObjectReplacementRequest(req_id, name, first, last, attempt)
+    )
     cluster.world.after(20 * MS, lambda: _repair_objects(cluster, left - 1))
 
 

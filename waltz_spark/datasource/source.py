@@ -92,8 +92,8 @@ class WaltzDataSource(DataSource):
         corrupt = next((each for each in schema if each.name == options.corrupt_column), None)
         if corrupt is not None and not isinstance(corrupt.dataType, BinaryType | StringType):
             raise BadRequest(
-                f"column {corrupt.name!r}: expected string or binary, for payloads that cannot be "
-                f"unpacked, found {corrupt.dataType.simpleString()}"
+                f"column {corrupt.name!r} for payloads that cannot be unpacked: expected string or "
+                f"binary, found {corrupt.dataType.simpleString()}"
             )
         if corrupt is not None and not corrupt.nullable:
             raise BadRequest(

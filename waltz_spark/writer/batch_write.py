@@ -44,7 +44,7 @@ from waltz_spark.shared_clients import with_client
 from waltz_spark.writer.appender import check_marks
 from waltz_spark.writer.columns import check_schema
 from waltz_spark.writer.recompute import load_function
-from waltz_spark.writer.results import check_column_types, keep, rewrite
+from waltz_spark.writer.results import check_column_types, keep, write_again
 from waltz_spark.writer.row_sum import RowSum
 from waltz_spark.writer.task import Job, TaskResult, task_attempt
 
@@ -215,7 +215,7 @@ def _repeat(job: Job, tasks: list[TaskResult], named: Named) -> None:
     )
     path = next((task.results_path for task in tasks if task.results_path is not None), None)
     if path is not None:
-        rewrite(path, summary | {"already_committed": True})
+        write_again(path, summary | {"already_committed": True})
 
 
 def _check_no_task_is_left(job: Job, write: str, task_count: int) -> None:

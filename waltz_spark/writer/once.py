@@ -162,9 +162,9 @@ class EarlierRows:
         if self._locks.setdefault(key, locks) != locks:
             raise BadRequest(
                 f"partition {shaped.partitions[row]}: an earlier attempt of this task has appended "
-                f"a row, and several rows have the same {self._keys.text}, but different locks, "
-                "marks or encryption keys, so it is not known which one it was. Hint: make each "
-                "row unique there."
+                f"one of several rows with the same {self._keys.text}, but different locks, marks "
+                f"or encryption keys; which one is unknown. Hint: give each row another "
+                f"{self._keys.text}."
             )
 
 

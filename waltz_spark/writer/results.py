@@ -183,7 +183,7 @@ def _show(place: ResultDirectory, name: str) -> None:
     place.system.move(f"{place.path}/{_HIDDEN}{name}", f"{place.path}/{name}")
 
 
-def rewrite(results_path: str, summary: dict[str, object]) -> None:
+def write_again(results_path: str, summary: dict[str, object]) -> None:
     """Write the summary of a write that was done before, with the directory of its results."""
     _conclude(open_place(results_path), summary)
 

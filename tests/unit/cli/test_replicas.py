@@ -6,7 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from waltz_core.cli.storage.owner_requests import ExpectedCluster, OwnerConnection, Session, log_of
+from waltz_core.cli.storage.owner_requests import (
+    ConnectionAsOwner,
+    ExpectedCluster,
+    Session,
+    log_of,
+)
 from waltz_core.cluster.change.rebuilding import NO_IDS, Ids
 from waltz_core.errors import RemoteProtocolError, SessionFenced
 from waltz_core.records.record import RECORD_HEADER, REQ_ID
@@ -48,7 +53,7 @@ def prepared(partition=2, *, mark=10, damaged=()):
 
 
 def asked(link, call):
-    return asyncio.run(call(OwnerConnection("a:1", link, FACTS)))
+    return asyncio.run(call(ConnectionAsOwner("a:1", link, FACTS)))
 
 
 def test_an_unrequested_damage_report_is_not_taken_for_an_answer():

@@ -118,10 +118,10 @@ def test_crcs_are_proven_exactly_where_no_record_is_wrong(
         and raw_records.first_gap(run, lengths, first) is None
     )
     expected = raw_records.record_crcs(run, lengths) if is_right else None
-    assert raw_records.proven_crcs(memoryview(run), lengths, first) == expected
+    assert raw_records.verified_crcs(memoryview(run), lengths, first) == expected
     with by_arrays():
-        assert raw_records.proven_crcs(memoryview(run), lengths, first) == expected
-        known = raw_records.proven_crcs(run, lengths, first, records_crc=crc32(run))
+        assert raw_records.verified_crcs(memoryview(run), lengths, first) == expected
+        known = raw_records.verified_crcs(run, lengths, first, records_crc=crc32(run))
         assert known == expected
 
 
@@ -136,15 +136,17 @@ def test_a_record_that_states_another_length_is_wrong_though_its_crc_fits() -> N
         body[at : at + 4] = stated.to_bytes(4, "big")
         lie = records[:start] + bytes(body) + crc32(body).to_bytes(4, "big") + records[end:]
         assert raw_records.first_bad_record(lie, lengths) == 1
-        assert raw_records.proven_crcs(lie, lengths, TransactionId(0)) is None
+        assert raw_records.verified_crcs(lie, lengths, TransactionId(0)) is None
         with by_arrays():
             assert raw_records.first_bad_record(lie, lengths) == 1
-            assert raw_records.proven_crcs(lie, lengths, TransactionId(0)) is None
+            assert raw_records.verified_crcs(lie, lengths, TransactionId(0)) is None
 
 
 def test_crcs_are_not_proven_by_another_run() -> None:
     records, lengths = run_of([b"aa", b"bb"] * raw_records.ONE_BY_ONE_MAX)
-    none = raw_records.proven_crcs(records, lengths, TransactionId(0), records_crc=crc32(b"other"))
+    none = raw_records.verified_crcs(
+        records, lengths, TransactionId(0), records_crc=crc32(b"other")
+    )
     assert none is None
 
 

@@ -992,9 +992,9 @@ def test_a_replacement_is_passed_to_the_store_until_its_outcome_is_reported() ->
     wanted = replication.ReplaceInArchive("o", TransactionId(3), TransactionId(9), 5)
 
     def answer() -> tuple[object, ...]:
-        asked = world.send(A, messages.ReplacementRequest(world.req_id(ALICE), "o", 3, 9, 5))
+        asked = world.send(A, messages.ObjectReplacementRequest(world.req_id(ALICE), "o", 3, 9, 5))
         found = world.answer(asked)
-        assert isinstance(found, messages.ReplacementResponse)
+        assert isinstance(found, messages.ObjectReplacementResponse)
         return found.is_ended, found.is_replaced, found.storage, found.failures
 
     assert answer() == (False, False, "", ())
@@ -1013,7 +1013,9 @@ def test_a_replacement_of_what_is_not_archived_is_rejected(
     world = ready()
     if is_archived:
         world.store.archived = ArchivedMark(9, GENESIS_CHAIN, 0, 3, 7, "m")
-    asked = world.send(A, messages.ReplacementRequest(world.req_id(ALICE), "o", first, last, 5))
+    asked = world.send(
+        A, messages.ObjectReplacementRequest(world.req_id(ALICE), "o", first, last, 5)
+    )
     assert world.error(asked) == errors.BadRequest.code
     assert not world.store.of(replication.ReplaceInArchive)
 

@@ -47,7 +47,7 @@ def test_no_micro_batch_reads_another_log_under_old_offsets(
 @pytest.mark.parametrize("between", [nothing, report])
 @pytest.mark.parametrize("poll", ["0", "3600000"])
 @pytest.mark.parametrize("marks", [(50, 50), (50, 3)])  # longer, and one that ends before
-def test_with_data_loss_allowed_the_log_is_read_again_from_its_start_only(
+def test_with_data_loss_allowed_a_new_log_is_read_once_from_its_start(
     cluster: Cluster,
     between: Callable[[WaltzStreamReader], None],
     poll: str,

@@ -486,7 +486,7 @@ def test_an_upload_that_hangs_is_reported_once_and_the_others_run_after_it(make)
     assert bench.service.archive_running_since_ms is None
 
 
-def test_prepared_reports_the_start_where_an_archive_is_configured(make):
+def test_a_prepared_answer_has_the_start_if_an_archive_is_configured(make):
     prepared = make().ask(1, prepare(Owner(1)))
     assert (prepared.start, prepared.start_chain) == (-1, GENESIS_CHAIN)
     assert make(archive=None).ask(1, prepare(Owner(1))).start == messages.NO_ARCHIVING

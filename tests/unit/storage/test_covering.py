@@ -345,7 +345,7 @@ def test_the_next_program_finds_all_records_of_a_log_that_covers(world, added):
 def test_batches_that_cannot_be_made_break_the_log_until_it_is_opened(world):
     cover(world)
     world.disk.next_errors["pread"] = DiskFailed("no")
-    with pytest.raises(DiskFailed, match="cannot make batches"):
+    with pytest.raises(DiskFailed, match="cannot write batches"):
         world.log.prepare(3, NONCE)
     assert world.log.is_broken
     with pytest.raises(DiskFailed):

@@ -21,8 +21,8 @@ from waltz_core.cli.changing import Command, Result, changes
 from waltz_core.cli.cluster.archive_recovery import ArchiveRecovery, RecoveredLog, url_of_archive
 from waltz_core.cli.output import print_table
 from waltz_core.cli.storage.owner_requests import (
+    ConnectionAsOwner,
     ExpectedCluster,
-    OwnerConnection,
     Session,
     log_of,
     open_links,
@@ -77,7 +77,7 @@ class _Answers:
     session: Session
     view: PartitionView
     prepared: dict[ReplicaId, Prepared]
-    links: dict[ReplicaId, OwnerConnection]
+    links: dict[ReplicaId, ConnectionAsOwner]
     unanswered: dict[ReplicaId, str]
     is_rolled_back: bool  # a replica knows a later session than ZooKeeper
 
@@ -437,7 +437,7 @@ async def _decide_all(
     chosen: FormerCluster,
     new: NewCluster,
     missing: Sequence[ReplicaId],
-    links: Mapping[ReplicaId, OwnerConnection],
+    links: Mapping[ReplicaId, ConnectionAsOwner],
 ) -> tuple[list[RebuildDecision], list[WaltzError]]:
     """Write the log and the archived mark of every partition; also return why others have none."""
     undecided = [
@@ -493,7 +493,7 @@ async def _recovery(command: Command, url: str | None, cluster_key: UUID) -> Arc
 def _recovered(
     partition_id: PartitionId,
     session: Session,
-    link: OwnerConnection,
+    link: ConnectionAsOwner,
     prepared: Mapping[ReplicaId, Prepared],
 ) -> RecoveredLog:
     """Return the log of the chosen replica, at `link`, for the search in the archive."""
@@ -587,7 +587,7 @@ async def _is_undecided(coordinator: Coordinator, partition_id: PartitionId) -> 
 
 async def _await_storages(
     command: Command, storages: Sequence[ReplicaId], facts: ExpectedCluster
-) -> dict[ReplicaId, OwnerConnection]:
+) -> dict[ReplicaId, ConnectionAsOwner]:
     while True:
         links, failures = await open_links(storages, facts)
         if not failures:
@@ -603,7 +603,7 @@ async def _await_storages(
 
 
 async def _query_all(
-    partitions: Sequence[PartitionId], links: Mapping[ReplicaId, OwnerConnection]
+    partitions: Sequence[PartitionId], links: Mapping[ReplicaId, ConnectionAsOwner]
 ) -> tuple[dict[PartitionId, Session], dict[ReplicaId, dict[PartitionId, Prepared]]]:
     """Fence every replica at a session later than all others, and get its state."""
     nonce = secrets.token_bytes(NONCE_BYTES)
@@ -631,7 +631,7 @@ async def _newest_ids(
     command: Command,
     verdict: RebuildDecision,
     session: Session,
-    links: Mapping[ReplicaId, OwnerConnection],
+    links: Mapping[ReplicaId, ConnectionAsOwner],
     prepared: Mapping[ReplicaId, Mapping[PartitionId, Prepared]],
 ) -> Ids:
     """Return the greatest ids at the end of the chosen log (rebuilding.py, rule 5)."""

@@ -68,7 +68,7 @@ class Session:
     nonce: bytes
 
 
-class OwnerConnection:
+class ConnectionAsOwner:
     """A link to one storage."""
 
     def __init__(self, address: ReplicaId, link: Link, facts: ExpectedCluster) -> None:
@@ -77,10 +77,10 @@ class OwnerConnection:
         self._facts = facts
 
     @staticmethod
-    async def open(address: ReplicaId, facts: ExpectedCluster) -> "OwnerConnection":
+    async def open(address: ReplicaId, facts: ExpectedCluster) -> "ConnectionAsOwner":
         """Connect; raises Unreachable, or ClusterKeyMismatch for another cluster's storage."""
         link = await own_transport.dial(WireProtocol.STORAGE, address, timeout_s=DIAL_TIMEOUT_S)
-        made = OwnerConnection(address, link, facts)
+        made = ConnectionAsOwner(address, link, facts)
         opening = OpenRequest(
             _NO_CLIENT_ID, _NO_CLIENT_ID, _NO_CLIENT_ID, facts.cluster_key, facts.partition_count
         )
@@ -201,14 +201,14 @@ class OwnerConnection:
 
 async def open_links(
     storages: Sequence[ReplicaId], facts: ExpectedCluster
-) -> tuple[dict[ReplicaId, OwnerConnection], dict[ReplicaId, str]]:
+) -> tuple[dict[ReplicaId, ConnectionAsOwner], dict[ReplicaId, str]]:
     """Connect to all storages concurrently; return the links, and the errors of the others."""
-    links: dict[ReplicaId, OwnerConnection] = {}
+    links: dict[ReplicaId, ConnectionAsOwner] = {}
     failures: dict[ReplicaId, str] = {}
 
     async def dial(address: ReplicaId) -> None:
         try:
-            links[address] = await OwnerConnection.open(address, facts)
+            links[address] = await ConnectionAsOwner.open(address, facts)
         except WaltzError as error:
             failures[address] = str(error)
 

@@ -181,7 +181,7 @@ class LocalReader:
                 done += count
             skip = max(0, skip - place.size)
         first = TransactionId(grant.first + low)
-        if raw_records.proven_crcs(records, lengths, first, records_crc=crc) is None:
+        if raw_records.verified_crcs(records, lengths, first, records_crc=crc) is None:
             raise errors.ChecksumMismatch(
                 f"partition {self._partition_id}: one of the records {first}.."
                 f"{first + lengths.size - 1} in the files of storage {self._address} is damaged"

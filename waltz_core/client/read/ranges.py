@@ -620,7 +620,7 @@ def _verify(chunk: RangeChunk, where: str, *, is_filtered: bool) -> None:
         chunk.form is RangeForm.WHOLE
         and not is_filtered
         and chunk.lengths.size == chunk.count == chunk.next - chunk.first > 0
-        and raw_records.proven_crcs(chunk.records, chunk.lengths, chunk.first) is not None
+        and raw_records.verified_crcs(chunk.records, chunk.lengths, chunk.first) is not None
     ):
         return  # else the checks below find the problem
     if chunk.form is RangeForm.WHOLE:

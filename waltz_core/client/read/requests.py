@@ -278,7 +278,7 @@ class OwnerRequests:
         last: TransactionId,
         *,
         token: int,
-    ) -> messages.ReplacementResponse:
+    ) -> messages.ObjectReplacementResponse:
         """Request that an archived object with these IDs is replaced from the log of a storage.
 
         Repeat the call until the answer states that the attempt has ended. With another random
@@ -289,11 +289,11 @@ class OwnerRequests:
             LocalProtocolError: the server is older, and has no such request.
         """
 
-        async def query(reader: OwnerLink) -> messages.ReplacementResponse:
+        async def query(reader: OwnerLink) -> messages.ObjectReplacementResponse:
             return await _answer_of(
                 reader,
-                messages.ReplacementResponse,
-                lambda req_id: messages.ReplacementRequest(req_id, name, first, last, token),
+                messages.ObjectReplacementResponse,
+                lambda req_id: messages.ObjectReplacementRequest(req_id, name, first, last, token),
             )
 
         return await self._query_until_answered(partition_id, query, is_bulk=False)

@@ -138,7 +138,7 @@ def _is_row(item: tuple[str, object]) -> bool:
     )
 
 
-class LoadBoard:
+class PublishedLoads:
     """Publishes and reads loads, through one session (rule 2)."""
 
     def __init__(self, nodes: ClusterNodes) -> None:

@@ -31,7 +31,7 @@ from waltz_core.wire.messages import (
     MountResponse,
     MountState,
     MountWriter,
-    ReplacementResponse,
+    ObjectReplacementResponse,
     ReplicasRequest,
     ReplicasResponse,
 )
@@ -144,9 +144,11 @@ def expired(request: Received, archived: ArchivedMark | None, *, is_done: bool) 
 def replaced(request: Received, outcome: ReplacementOutcome | None) -> SendToClient:
     """Answer a request for the replacement of an object; without an outcome it is under way."""
     req_id = request.message.req_id
-    answer = ReplacementResponse(req_id, is_ended=False, is_replaced=False, storage="", failures=())
+    answer = ObjectReplacementResponse(
+        req_id, is_ended=False, is_replaced=False, storage="", failures=()
+    )
     if outcome is not None:
-        answer = ReplacementResponse(
+        answer = ObjectReplacementResponse(
             req_id,
             is_ended=True,
             is_replaced=outcome.is_replaced,

@@ -256,7 +256,7 @@ class Partition:
                 self._answer_mark(event, always=message.linearizable)
             case messages.ExpireRequest():
                 self._expire(event, message)
-            case messages.ReplacementRequest():
+            case messages.ObjectReplacementRequest():
                 self._replace(event, message)
             case messages.RangeRequest():
                 self._route_reads(self.reads.range(event, message))
@@ -393,7 +393,7 @@ class Partition:
         if not is_done:
             self._drive(replication.ExpireArchive(before, message.before_ms))
 
-    def _replace(self, event: Received, message: messages.ReplacementRequest) -> None:
+    def _replace(self, event: Received, message: messages.ObjectReplacementRequest) -> None:
         first, last = TransactionId(message.first), TransactionId(message.last)
         archived = self._store.archived
         end = -1 if archived is None else archived.last

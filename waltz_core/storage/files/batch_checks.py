@@ -67,7 +67,7 @@ def check_batches(
     where = f"append at {first}"
     if not entries or not lengths.size or raw_records.sum_of(lengths) != len(records):
         raise BadRequest(f"{where}: expected batches and records of the stated lengths")
-    crcs = raw_records.proven_crcs(records, lengths, first, records_crc=records_crc)
+    crcs = raw_records.verified_crcs(records, lengths, first, records_crc=records_crc)
     if crcs is None:
         bad = raw_records.first_bad_record(records, lengths)
         if bad is not None:

@@ -84,7 +84,8 @@ class Cover:
             files.use(*self._reopen())
         except WaltzError as error:
             raise DiskFailed(
-                f"partition {files.partition_id}: cannot make batches: {error}"
+                f"partition {files.partition_id}: cannot write batches for records without one: "
+                f"{error}"
             ) from error
 
     def cover(self, last: TransactionId) -> None:

@@ -221,7 +221,7 @@ class LogFiles:
         """
         was_half_truncated = self.is_half_truncated
         if not was_half_truncated:
-            intended = truncation.intended(self.slot, self.segments, last_to_keep)
+            intended = truncation.with_intent(self.slot, self.segments, last_to_keep)
             self.write_slot(intended, may_be_full=True)
         intent = self.slot.truncate
         assert intent is not None

@@ -20,7 +20,7 @@ from waltz_core.storage.files.id_ranges import damage_until
 from waltz_core.storage.files.segments import Segments
 
 
-def intended(slot: Slot, segments: Segments, last_to_keep: TransactionId) -> Slot:
+def with_intent(slot: Slot, segments: Segments, last_to_keep: TransactionId) -> Slot:
     """Return the slot with the intent, without the state that becomes invalid (rule 1).
 
     Raises:
