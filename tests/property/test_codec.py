@@ -40,6 +40,7 @@ VALUES = {
     FieldKind.INT64: int64,
     FieldKind.CRC32: st.integers(0, 2**32 - 1),
     FieldKind.RAW16: raw16,
+    FieldKind.RAW32: st.binary(min_size=32, max_size=32),
     FieldKind.REQ_ID: req_id,
     FieldKind.BLOB: blob,
     FieldKind.TEXT: text,
