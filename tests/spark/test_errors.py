@@ -125,7 +125,7 @@ def test_an_error_is_shown_without_a_stack_and_with_its_class(
             "_corrupt_record",
             IntegerType(),
             {"dataFormat": "json"},
-            "column '_corrupt_record': expected string or binary",
+            "column '_corrupt_record' for payloads that cannot be unpacked",
         ),
         ("data", BinaryType(), {"dataFormat": "msgpack"}, "needs a schema with the payload's col"),
     ],

@@ -443,7 +443,7 @@ def test_equal_rows_with_different_locks_are_distinguished_or_rejected(connect: 
     with pytest.raises(Stop):
         job.write_task(feed(), 0, 0)
     with pytest.raises(
-        BadRequest, match="several rows have the same header and data, but different"
+        BadRequest, match="several rows with the same header and data, but different"
     ):
         job.write_task(iter([batch([7] * 10 + [8])]), 0, 1)
     assert job.write_task(iter([batch([7] * 12)]), 0, 2).committed == 12

@@ -298,6 +298,6 @@ def test_rows_of_one_identity_fail_the_write(
 ) -> None:
     job = job_of(connect, "again-3", identityColumns="key")
     job.write_task(iter([batch_of(9103, [0])]), 0, 0)
-    with pytest.raises(BadRequest, match=r"several rows have the same key, but different"):
+    with pytest.raises(BadRequest, match=r"several rows with the same key, but different"):
         job.write_task(iter([batch_of(9103, [0, 1])]), 0, 1)
     assert len(values_of(9103)) == 1
