@@ -21,8 +21,8 @@ Rules:
    10. If the log begins after the first ID of a fetch, the fetch fails at once: the start is that
        of the archive, the same for all replicas. A log that still has the records serves them.
     11. A request fails after `ROUNDS_MAX` rounds; its error has a reason of damage if there is one.
-        If all replicas report damage in the last round, locally and in the archive, the error is
-        that of the damage, which is not retriable. A feed waits, except if all replicas report
+        If all replicas of the session report damage in the last round, locally and in the
+        archive, the error is that of the damage, which is not retriable. A feed waits, except if all replicas report
         damage with pauses of up to `RETRY_MAX_MS`: then its error names what is damaged and is
         retriable, so that the feed continues after a repair.
 """
