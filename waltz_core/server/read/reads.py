@@ -22,9 +22,9 @@ Rules:
        of the archive, the same for all replicas. A log that still has the records serves them.
     11. A request fails after `ROUNDS_MAX` rounds; its error has a reason of damage if there is one.
         If all replicas of the session report damage in the last round, locally and in the
-        archive, the error is that of the damage, which is not retriable. A feed waits, except if all replicas report
-        damage with pauses of up to `RETRY_MAX_MS`: then its error names what is damaged and is
-        retriable, so that the feed continues after a repair.
+        archive, the error is that of the damage, which is not retriable. A feed waits, except if
+        all these replicas report damage with pauses of up to `RETRY_MAX_MS`: then its error names
+        what is damaged and is retriable, so that the feed continues after a repair.
 """
 
 from collections import deque
