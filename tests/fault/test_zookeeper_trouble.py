@@ -25,7 +25,7 @@ from waltz_core.client import WaltzClient
 from waltz_core.cluster.coordinator import ServersView
 from waltz_core.cluster.zookeeper.zookeeper_session import connected
 from waltz_core.config import ClientConfig
-from waltz_core.errors import BadConfig, WaltzError
+from waltz_core.errors import BadConfig, CoordinatorUnavailable, WaltzError
 from waltz_core.local import LocalCluster, Member, running
 
 OUTAGE_S = float(os.environ.get("WALTZ_OUTAGE_S", "10"))
@@ -53,11 +53,21 @@ def figures(text: str) -> None:
 
 
 def servers_view(cluster: LocalCluster) -> ServersView:
-    """Read from ZooKeeper the registered processes, and the owners."""
+    """Read from ZooKeeper the registered processes, and the owners.
+
+    An ensemble that has just elected a leader accepts no session for a while, on a busy machine
+    for longer than a client waits.
+    """
 
     async def read() -> ServersView:
-        async with connected(cluster.connect) as coordinator:
-            return await coordinator.read_servers()
+        deadline = time.monotonic() + HANG_S
+        while True:
+            try:
+                async with connected(cluster.connect) as coordinator:
+                    return await coordinator.read_servers()
+            except CoordinatorUnavailable:
+                if time.monotonic() > deadline:
+                    raise
 
     return asyncio.run(read())
 

@@ -95,7 +95,7 @@ def test_the_status_of_a_partition(archived: Archived):
 def test_an_archive_that_cannot_be_read_is_reported_with_the_rest(archived: Archived):
     code, found, _ = archived.command("status", "--archive", f"{archived.url}-elsewhere")
     assert code == 1
-    assert "it does not exist" in found["errors"][0]
+    assert "is the directory mounted" in found["errors"][0]
     assert found["partitions"][0]["objects"] is None
     assert found["partitions"][0]["archived"] == ROWS - 1
     done = run_command("archive", "status", "--connect", archived.cluster.connect, "--objects")

@@ -12,10 +12,14 @@ Rules (docs/decisions/047):
     3. A commit stamp of 0 is null, as for records of Waltz 0.13.
     4. Each page of a column has a CRC-32: no record CRC and no chain covers commit stamps.
     5. An error of the store that holds the object passes through: the object is not damaged.
+    6. PyArrow's threads never read a Python file. A thread that releases one while the process
+       ends aborts the process. They read `StoreFile.native`; its errors do not distinguish the
+       store from the object, so a read that fails is repeated without threads (rule 5).
 """
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -204,14 +208,15 @@ class ArchiveObject:
     def __init__(self, source: Any, name: str, *, footer: Any = None) -> None:  # noqa: ANN401 - as pyarrow's
         """Read the footer, unless `footer` is that of the same object, read before.
 
-        `source` is a file, or the content of one.
+        `source` is a `StoreFile`, another file, or the content of one.
         """
         self.name = name
+        self._native = getattr(source, "native", None)
         if isinstance(source, bytes):
             source = pa.BufferReader(source)
         try:
             self._file = pq.ParquetFile(
-                source, metadata=footer, pre_buffer=True, page_checksum_verification=True
+                source, metadata=footer, pre_buffer=False, page_checksum_verification=True
             )
             self.footer = self._file.metadata
             stated = (self.footer.metadata or {})[_METADATA_KEY]
@@ -237,12 +242,26 @@ class ArchiveObject:
             BadFormat, ChecksumMismatch: with the name of the object.
         """
         try:
-            table = self._file.read_row_group(group).combine_chunks()
+            table = self._table([group]).combine_chunks()
             if table.num_rows == 0:
                 raise BadFormat(f"object {self.name}: row group {group} is empty")
             return self._piece(_arrays(table))
         except _UNREADABLE as error:
             raise BadFormat(f"object {self.name}: row group {group}: {_brief(error)}") from error
+
+    def _table(self, groups: Sequence[int], columns: list[str] | None = None) -> pa.Table:
+        """Return the rows of some row groups; rule 6."""
+        if self._native is not None:
+            with suppress(*_UNREADABLE):
+                # The requests are combined, and sent at once.
+                opened = pq.ParquetFile(
+                    self._native,
+                    metadata=self.footer,
+                    pre_buffer=True,
+                    page_checksum_verification=True,
+                )
+                return opened.read_row_groups(groups, columns)
+        return self._file.read_row_groups(groups, columns, use_threads=False)
 
     def _piece(self, columns: dict[str, pa.Array]) -> Piece:
         self._reject_nulls(columns)
@@ -310,7 +329,7 @@ class ArchiveObject:
         outlines = []
         first = self.facts.first
         try:
-            table = self._file.read_row_groups(range(self.group_count), columns=_INDEX_COLUMNS)
+            table = self._table(range(self.group_count), _INDEX_COLUMNS)
             for group in range(self.group_count):
                 count = self.footer.row_group(group).num_rows
                 if count <= 0:

@@ -240,31 +240,31 @@ class StoreFile:
     """A file that is open for reads, as Python's; its errors are the store's (rule 4).
 
     Each read requests its own bytes. pyarrow's `seek` in Google Cloud Storage requests all bytes
-    from there to the end, and fails at the end.
+    from there to the end, and fails at the end. `native` is pyarrow's file.
     """
 
     def __init__(self, file: Any, place: str) -> None:  # noqa: ANN401 - as pyarrow's
-        self._file = file
+        self.native = file
         self._place = place
         self._position = 0
 
     @property
     def closed(self) -> bool:
-        return bool(self._file.closed)
+        return bool(self.native.closed)
 
     def read(self, byte_count: int | None = None) -> bytes:
         """Return the next bytes, all of them without a count; none at the end."""
         with _reported("read", self._place):
-            rest = max(self._file.size() - self._position, 0)
+            rest = max(self.native.size() - self._position, 0)
             wanted = rest if byte_count is None or byte_count < 0 else min(byte_count, rest)
-            data = bytes(self._file.read_at(wanted, self._position)) if wanted else b""
+            data = bytes(self.native.read_at(wanted, self._position)) if wanted else b""
         self._position += len(data)
         return data
 
     def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
         """Set the position of the next read."""
         with _reported("read", self._place):
-            starts = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._file.size()}
+            starts = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.native.size()}
         self._position = starts[whence] + position
         return self._position
 
@@ -275,7 +275,7 @@ class StoreFile:
     def close(self) -> None:
         """Close the file."""
         with _reported("read", self._place):
-            self._file.close()
+            self.native.close()
 
     def __enter__(self) -> Self:
         return self

@@ -1,6 +1,8 @@
 """An object returns exactly the records that it was written from."""
 
 import io
+import subprocess
+import sys
 from random import Random
 from types import SimpleNamespace
 
@@ -9,6 +11,7 @@ import pytest
 
 from tests.archived_log import KEY, batches_from, object_of, pieces_of
 from waltz_core.archive.objects import SCHEMA, ArchiveObject, ObjectFacts, ObjectWriter
+from waltz_core.archive.store import ArchiveStore, StoreFile
 from waltz_core.errors import ArchiveUnavailable, BadFormat, ChecksumMismatch
 from waltz_core.records import raw_records
 from waltz_core.records.record import GENESIS_CHAIN
@@ -112,6 +115,55 @@ def test_an_error_of_the_store_is_no_damage():
     for read in (lambda: found.read(0), found.outlines, lambda: ArchiveObject(source, "o")):
         with pytest.raises(ArchiveUnavailable, match="no route"):
             read()
+
+
+def test_a_failed_read_of_pyarrows_threads_is_repeated_for_the_stores_error(tmp_path):
+    """Rules 5 and 6; `native` fails first, as a store does."""
+
+    class FailingFile(StoreFile):
+        is_failing = False
+
+        def read(self, byte_count=None):
+            if self.is_failing:
+                raise ArchiveUnavailable("no route")
+            return super().read(byte_count)
+
+    log = batches_from(FIRST, sizes=SIZES)
+    store = ArchiveStore(f"file://{tmp_path}")
+    store.write("o", object_of(*log))
+    with FailingFile(store.open("o").native, "o") as source:
+        found = ArchiveObject(source, "o")
+        source.is_failing = True
+        assert list(found.verify()) == log[1]  # by `native` alone
+        found._native = store.open("o").native
+        found._native.close()
+        with pytest.raises(ArchiveUnavailable, match="no route"):
+            found.read(0)
+
+
+@pytest.mark.parametrize("kind", ["store", "python"])
+def test_a_process_that_ends_after_a_read_is_not_aborted(kind, tmp_path):
+    """Rule 6: with PyArrow's threads on a Python file, one of about 25 was."""
+    code = f"""if True:
+        import io, os, sys
+        from tests.archived_log import batches_from, object_of
+        from waltz_core.archive.objects import ArchiveObject
+        from waltz_core.archive.store import ArchiveStore
+        log = batches_from(0, sizes=(3, 4))
+        data = object_of(*log)
+        store = ArchiveStore("file://{tmp_path}")
+        store.write("o", data)
+        for _ in range(100):
+            child = os.fork()
+            if child == 0:
+                source = store.open("o") if {kind == "store"} else io.BytesIO(data)
+                assert list(ArchiveObject(source, "o").verify()) == log[1]
+                sys.exit(0)
+            status = os.waitpid(child, 0)[1]
+            assert status == 0, status
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 @pytest.mark.parametrize(
