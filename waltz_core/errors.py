@@ -6,7 +6,7 @@ module defines exceptions.
     WaltzError
       UsageError        the call is wrong; do not retry
         BadConfig (NoCluster), BadRequest, ClientAhead, TooLarge, UnknownPartition,
-        NotOpen, BelowStart
+        NotOpen, BelowStart, PermissionDenied
       Unavailable       try again (retriable)
         NotMounted, NotOwned, Overloaded, SessionLost, NoSpace, Unreachable (TlsFailed),
         CoordinatorUnavailable, OutcomeUnknown, CoordinatorOutcomeUnknown, ViewBehind,
@@ -123,6 +123,15 @@ class BelowStart(UsageError):
     def __init__(self, message: str, first_available: int = -1) -> None:
         super().__init__(message)
         self.first_available = first_available
+
+
+class PermissionDenied(UsageError):
+    """The principal of the connection is not granted a verb that the request requires.
+
+    Action: Use other credentials, or let an administrator run `waltz-core access grant`.
+    """
+
+    code = 19
 
 
 class Unavailable(WaltzError):

@@ -7,6 +7,7 @@ docs/reference/permissions.md is generated from these declarations.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 from typing import Final, TypeAlias
 
 
@@ -27,9 +28,13 @@ class Scope(Enum):
     ALL = "all partitions"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Requirement:
-    """A permission: one of the verbs, or all of them if `is_all`, within a scope."""
+    """A permission: one of the verbs, or all of them if `is_all`, within a scope.
+
+    Equal requirements are the same object (`all_of`, `one_of`), so that a look-up for each request
+    is fast.
+    """
 
     verbs: tuple[AccessVerb, ...]
     scope: Scope
@@ -65,11 +70,13 @@ ANSWER: Final[Declaration] = Exempt.ANSWER
 CREDENTIAL: Final[Declaration] = Exempt.CREDENTIAL
 
 
+@cache
 def all_of(*verbs: AccessVerb, scope: Scope = Scope.OWN) -> Declaration:
     """Return the requirement of every one of these verbs."""
     return Requirement(verbs, scope, is_all=True)
 
 
+@cache
 def one_of(*verbs: AccessVerb, scope: Scope = Scope.OWN) -> Declaration:
     """Return the requirement of at least one of these verbs."""
     return Requirement(verbs, scope, is_all=False)

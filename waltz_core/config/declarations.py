@@ -28,7 +28,7 @@ NO_GROUP = -1
 BALANCE_MODES = ("count", "load")
 TLS_MODES = ("", "on", "off")
 TLS_CHECKS = ("name", "chain", "nothing")
-ACCESS_MODES = ("off", "report")
+ACCESS_MODES = ("off", "report", "on")
 
 
 def _connect() -> Any:  # noqa: ANN401 - see `setting`
@@ -133,10 +133,10 @@ def _tls_require_certificate(*, default: bool) -> Any:  # noqa: ANN401 - see `se
 def _access() -> Any:  # noqa: ANN401 - see `setting`
     return setting(
         "off",
-        'Whether the daemon identifies its peers: "off" or "report". With "report" each '
-        "connection has a principal, from its token or its certificate, and an invalid token is "
-        "rejected; permissions are not checked yet. Certificates are verified if a peer presents "
-        "one, with `tls_authorities`.",
+        'Whether the daemon checks the permissions of its peers, for which it needs TLS: "off", '
+        '"report" or "on". Each connection has a principal, from its token or its certificate, and '
+        'an invalid token is rejected. "on" denies requests that are not granted; "report" only '
+        "logs them. Certificates are verified if a peer presents one, with `tls_authorities`.",
     )
 
 

@@ -271,10 +271,10 @@ class LegacyClientAdapter:
 
 
 def _is_of_no_partition(message: ClientMessage) -> bool:
-    """Whether there is no such partition: a peer that invents them must not exhaust memory."""
+    """Whether there may be no such partition: a peer that invents them must not exhaust memory."""
     if not isinstance(message, ErrorResponse):
         return False
-    return message.error_code == errors.UnknownPartition.code
+    return message.error_code in (errors.UnknownPartition.code, errors.PermissionDenied.code)
 
 
 def _data_not_found(message: TransactionDataResponse) -> TransactionDataResponse:

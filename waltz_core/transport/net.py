@@ -18,7 +18,8 @@ Rules:
     7. A dialer that has a token states it first, and passes the link to its user when the peer has
        accepted it. A listener's link has the principal of its peer; a token that is not accepted
        closes it.
-    8. All of this holds with TLS; bytes that TLS has passed to the socket do not count as unsent;
+    8. The user of a listener's link processes a request only after `denial` or `permitted`.
+    9. All of this holds with TLS; bytes that TLS has passed to the socket do not count as unsent;
        up to the limits of rules 3 and 4 may wait there in addition.
 """
 
@@ -54,7 +55,7 @@ from waltz_core.wire.connection import (
 from waltz_core.wire.messages import Hello, Message, WireProtocol
 
 if TYPE_CHECKING:
-    from waltz_core.transport.identification import Identification
+    from waltz_core.transport.port_access import ConnectionAccess, PortAccess
 
 _log = logging.getLogger(__name__)
 
@@ -234,7 +235,7 @@ class Listener:
         self._protocol = protocol
         self._on_connection = on_connection
         self._links_max = links_max
-        self._identification: Identification | None = None
+        self._access: PortAccess | None = None
         self._links: dict[Link, None] = {}
         self._server: asyncio.Server | None = None
         self._tls_port: TlsPort | None = None
@@ -260,7 +261,7 @@ class Listener:
     async def _open(self, host: str, port: int, ssl: tls.ListenContext | None) -> None:
         self.host = host
         if ssl is not None:
-            self._identification = ssl.identification
+            self._access = ssl.access
             self._tls_port = TlsPort(ssl, self._make_protocol)
             await self._tls_port.open(host, port)
             self.port = self._tls_port.port
@@ -273,7 +274,7 @@ class Listener:
         link = Link(
             self._protocol, is_listener=True, write_backlog_bytes_max=WRITE_BACKLOG_BYTES_MAX
         )
-        link._identification = self._identification
+        link._port_access = self._access
         link._on_made = self._link_made
         link._on_ready = self._on_connection
         link._on_lost = self._link_lost
@@ -302,8 +303,8 @@ class Link:
         assert write_backlog_bytes_max > WRITE_BACKLOG_BYTES_HIGH
         self.protocol = protocol
         self.address = ""
-        # Of a listener's peer: that of its certificate, or of a token.
-        self.principal = ANONYMOUS
+        # Of a listener's peer; None without access control.
+        self.access: ConnectionAccess | None = None
         self.closed_reason: str | None = None
         # More unsent bytes close the link (rule 4); its user may lower the limit.
         self.write_backlog_bytes_max = write_backlog_bytes_max
@@ -311,7 +312,7 @@ class Link:
         self.bytes_received = 0
         self._connection = Connection(protocol, is_listener=is_listener)
         self._is_listener = is_listener
-        self._identification: Identification | None = None
+        self._port_access: PortAccess | None = None
         self._has_messages = False  # the first one may be a token
         self._transport: asyncio.Transport | None = None
         self._loop = asyncio.get_running_loop()
@@ -373,6 +374,28 @@ class Link:
         if self._transport is None or self.is_closed:
             return 0
         return self._transport.get_write_buffer_size()
+
+    @property
+    def principal(self) -> str:
+        """The principal of a listener's peer."""
+        return ANONYMOUS if self.access is None else self.access.principal
+
+    def denial(self, request: Message) -> WaltzError | None:
+        """Return the error for a peer's request that is denied; None: it is permitted (rule 8)."""
+        return None if self.access is None else self.access.denial(request, self.version)
+
+    def permitted(self, requests: list[Message]) -> list[Message]:
+        """Return the requests that are permitted; answer the others (rule 8)."""
+        if self.access is None:
+            return requests
+        permitted = []
+        for request in requests:
+            error = self.access.denial(request, self.version)
+            if error is None:
+                permitted.append(request)
+            else:
+                self.send(authentication.rejected(request, self.version, error))
+        return permitted
 
     # ------------------------------------------------------------------ receiving
 
@@ -487,9 +510,9 @@ class Link:
     def _made(self, transport: asyncio.Transport) -> None:
         self._transport = transport
         self.address = _peer_address(transport)
-        if self._identification is not None:
+        if self._port_access is not None:
             certificate = transport.get_extra_info("peercert")
-            self.principal = self._identification.by_certificate(certificate)
+            self.access = self._port_access.opened(certificate, self.address, self.abort)
         if self._on_made is not None:
             self._on_made(self)
         if self.is_closed:  # rejected, or the dial was cancelled meanwhile
@@ -515,6 +538,8 @@ class Link:
         self._arrived.set()
         self._drained.set()
         self._transport = None
+        if self._port_access is not None and self.access is not None:
+            self._port_access.closed(self.access)
         if self._on_lost is not None:
             self._on_lost(self)
         if self._on_closed is not None:
@@ -551,25 +576,24 @@ class Link:
         if not self._is_listener or not isinstance(first, authentication.CREDENTIALS):
             return messages
         try:
-            self.principal = self._principal_of(first)
+            self._take_token(first)
         except AuthenticationFailed as error:
             host = self.address.rpartition(":")[0]
             if tls.is_new_failure(host, str(error)):
                 _log.warning("access.token_rejected peer=%s error=%s", host, error)
-            self.send(authentication.rejected(first, error))
+            self.send(authentication.rejected(first, self.version, error))
             self.close(str(error))
         else:
             self.send(authentication.accepted(first))
         return messages[1:]
 
-    def _principal_of(self, credential: authentication.Credential) -> str:
-        """Return the principal of a token; raises AuthenticationFailed."""
+    def _take_token(self, credential: authentication.Credential) -> None:
+        """Take the principal of a token; raises AuthenticationFailed."""
         assert self._transport is not None
         if self._transport.get_extra_info("ssl_object") is None:
             raise AuthenticationFailed("expected TLS, without which no token is accepted")
-        if self._identification is None:
-            return self.principal
-        return self._identification.by_token(credential.token)
+        if self.access is not None:
+            self.access.take_token(credential.token)
 
     def _hello_received(self) -> None:
         self._set_timer(_TICK_S, self._tick)

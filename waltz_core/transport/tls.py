@@ -38,7 +38,7 @@ from waltz_core.config.connect_string import parse_connect_string
 from waltz_core.config.declarations import ServerConfig, StorageConfig, TlsConfig
 from waltz_core.config.settings import load
 from waltz_core.errors import BadConfig
-from waltz_core.transport.identification import Identification
+from waltz_core.transport.port_access import PortAccess
 from waltz_core.transport.token_place import TokenPlace, token_place_in
 
 _log = logging.getLogger(__name__)
@@ -92,9 +92,9 @@ class _Handshake(ssl.SSLObject):
 
 
 class ListenContext(ssl.SSLContext):
-    """A listener's context; `identification`: None if its peers are not identified."""
+    """A listener's context; `access`: None without access control."""
 
-    identification: Identification | None = None
+    access: PortAccess | None = None
 
     def wrap_bio(
         self,
@@ -166,16 +166,7 @@ def listening(config: ServerConfig | StorageConfig) -> ListenContext | None:
     """
     chosen = _effective(config, place_in(config.connect))
     if chosen is None:
-        is_meant = config.tls == "off"
-        if isinstance(config, ServerConfig) and config.tls_require_certificate and not is_meant:
-            raise BadConfig('tls: expected "on" with tls_require_certificate = true')
-        if not is_meant and not _is_loopback(config.listen_host):
-            _log.warning(
-                "tls.disabled host=%s hint=%r",
-                config.listen_host,
-                "every host that can connect may read and write without authentication: set "
-                'tls = "on" and tls_certificate, or tls = "off" in a private network',
-            )
+        _check_without_tls(config)
         return None
     if not chosen.tls_certificate:
         raise BadConfig("tls_certificate: expected a file, which a daemon needs for TLS")
@@ -198,8 +189,24 @@ def listening(config: ServerConfig | StorageConfig) -> ListenContext | None:
     if context.verify_mode is not ssl.CERT_NONE:
         _load_authorities(context, chosen)
     if config.access != "off":
-        context.identification = Identification(config.principal_pattern)
+        is_enforced = config.access == "on"
+        context.access = PortAccess(config.principal_pattern, is_enforced=is_enforced)
     return context
+
+
+def _check_without_tls(config: ServerConfig | StorageConfig) -> None:
+    is_meant = config.tls == "off"
+    if isinstance(config, ServerConfig) and config.tls_require_certificate and not is_meant:
+        raise BadConfig('tls: expected "on" with tls_require_certificate = true')
+    if config.access == "on":
+        raise BadConfig('tls: expected "on" with access = "on", which identifies peers by TLS')
+    if not is_meant and not _is_loopback(config.listen_host):
+        _log.warning(
+            "tls.disabled host=%s hint=%r",
+            config.listen_host,
+            "every host that can connect may read and write without authentication: set "
+            'tls = "on" and tls_certificate, or tls = "off" in a private network',
+        )
 
 
 def log_failure(peer: str, failure: str) -> None:

@@ -1,21 +1,30 @@
 """The exchange by which a token states the principal of a connection (decision 048, AC 3).
 
 It is the same in all three protocols: after the hellos the dialer sends the token, and the listener
-accepts it, or answers with an error and closes the connection.
+accepts it, or answers with an error and closes the connection. `rejected` is also the answer to a
+request that is denied.
 """
 
 from typing import Final, TypeAlias
 
 from waltz_core.errors import RemoteProtocolError, WaltzError, from_code
 from waltz_core.records.record import NO_SESSION, ClientId, Generation, PartitionId, ReqId
-from waltz_core.wire.admin_messages import AdminRejected, AuthenticateForAdmin, Done
+from waltz_core.wire.admin_messages import (
+    AdminFailure,
+    AdminMessage,
+    AdminRejected,
+    AuthenticateForAdmin,
+    Done,
+)
 from waltz_core.wire.messages import (
     Authenticate,
     AuthenticateAtStorage,
     Authenticated,
+    ClientMessage,
     ErrorResponse,
     Message,
     Nack,
+    StorageMessage,
     SuccessResponse,
     WireProtocol,
 )
@@ -51,16 +60,17 @@ def accepted(message: Credential) -> Message:
             return Done(message.sequence)
 
 
-def rejected(message: Credential, error: WaltzError) -> Message:
-    """Return the listener's answer to a token that it does not accept."""
-    match message:
-        case Authenticate():
-            return ErrorResponse(message.req_id, error.code, error.retriable, str(error))
-        case AuthenticateAtStorage():
-            prefix = message.session_id, message.sequence, message.partition_id
-            return Nack(*prefix, error.code, NO_SESSION, str(error))
-        case AuthenticateForAdmin():
-            return AdminRejected(message.sequence, error.code, str(error))
+def rejected(message: Message, version: int | None, error: WaltzError) -> Message:
+    """Return the listener's answer to a token that it does not accept, or to a denied request."""
+    if isinstance(message, ClientMessage):
+        return ErrorResponse(message.req_id, error.code, error.retriable, str(error))
+    if isinstance(message, StorageMessage):
+        prefix = message.session_id, message.sequence, message.partition_id
+        return Nack(*prefix, error.code, NO_SESSION, str(error))
+    assert isinstance(message, AdminMessage)
+    if version == 0:
+        return AdminFailure(message.sequence, f"{type(error).__name__}: {error}", ())
+    return AdminRejected(message.sequence, error.code, str(error))
 
 
 def error_in(answer: Message) -> WaltzError | None:

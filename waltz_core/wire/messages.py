@@ -15,6 +15,7 @@ Rules:
        request. A class without a declaration fails at import: an inherited one does not count.
 """
 
+from collections.abc import Sequence
 from dataclasses import field
 from enum import Enum, IntEnum
 from typing import Annotated, ClassVar, TypeAlias
@@ -162,6 +163,13 @@ class Message:
     requires: ClassVar[Declaration]
     since: ClassVar[int] = 0
     until: ClassVar[int | None] = None
+
+    def own_partitions(self) -> Sequence[int]:
+        """The partitions of a request, for which its verbs must be granted (`Scope.OWN`)."""
+        found: Sequence[int] | None = getattr(self, "partitions", None)
+        if found is None:  # in its prefix, or in its request ID
+            found = (getattr(self, "req_id", self).partition_id,)  # type: ignore[union-attr]
+        return found
 
     def __init_subclass__(cls) -> None:
         if hasattr(cls, "code") and "requires" not in vars(cls):  # rule 6

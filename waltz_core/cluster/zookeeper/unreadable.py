@@ -52,5 +52,5 @@ async def follow_permissions(coordinator: Coordinator, port: ListenContext | Non
 
     Raises like `follow_readable`.
     """
-    if port is not None and port.identification is not None:
-        await follow_readable(coordinator.follow_permissions, port.identification.learn)
+    if port is not None and port.access is not None:
+        await follow_readable(coordinator.follow_permissions, port.access.learn)

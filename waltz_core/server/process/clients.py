@@ -10,6 +10,7 @@ Rules:
        congested, drained or closed.
     4. For a 0.13 client (up to L 4) `legacy_client.py` translates the answers. If it ends the
        connection, no further request of the client is processed.
+    5. A denied request is rejected here; nothing else receives it (decision 048, AC 7).
 """
 
 import asyncio
@@ -369,6 +370,12 @@ class Clients:
             if end is not None:
                 self._end(connection, end.reason)
                 return
+        denial = client.link.denial(message)
+        if denial is not None:  # rule 5
+            self.answer(
+                error_answer(connection, message.req_id, request.cost_bytes, denial, message)
+            )
+            return
         if not isinstance(message, _TO_A_PARTITION):
             self._serve(connection, request)
             return

@@ -112,9 +112,10 @@ class AdminPort:
         link.start(partial(self._received, connection), partial(self._closed, connection))
 
     def _received(self, connection: ConnectionId, messages: list[Message]) -> None:
-        version = self._links[connection].version
+        link = self._links[connection]
+        version = link.version
         assert version is not None
-        for message in messages:
+        for message in link.permitted(messages):
             assert isinstance(message, AdminMessage)
             self._driver.post(AdminRequest(connection, version, message))
 

@@ -319,7 +319,9 @@ class StorageDaemon:
             tasks.create_task(recheck_forever(self._archive, machine, self._archive_reads))
 
     async def _offer_segments(self) -> None:
-        """Hand segments over to readers of this machine."""
+        """Hand segments over to readers of this machine; they do not authenticate there."""
+        if self._ssl is not None and self._ssl.access is not None and self._ssl.access.is_enforced:
+            return
         socket_name = socket_name_of(self._cluster.cluster_key.bytes, self.address)
         await handover.offer(socket_name, SEGMENT_REQUEST_BYTES, self._open_segment)
 
@@ -511,7 +513,7 @@ class StorageDaemon:
         link.start(partial(self._received, connection), partial(self._closed, connection))
 
     def _received(self, connection: ConnectionId, messages: list[Message]) -> None:
-        for message in messages:
+        for message in self._links[connection].permitted(messages):
             assert isinstance(message, StorageMessage)
             self._post(LaneRequest(connection, message))
             self.metrics.add("waltz_storage_requests_total", request=type(message).__name__)

@@ -1,6 +1,7 @@
-"""The principal of a connection over real sockets: by a certificate, by a token, or none."""
+"""The principal of a connection over real sockets, and what a port permits to it."""
 
 import contextlib
+import dataclasses
 import datetime
 import logging
 
@@ -10,14 +11,38 @@ import trustme
 from tests.certificates import HERE
 from tests.loops import on_loop, until
 from tests.unit.transport.peer import ANY, Peer
-from waltz_core.access.permissions import KnownToken, Permissions
+from waltz_core.access.permissions import Grant, KnownToken, Permissions
+from waltz_core.access.requirements import ADMINISTER, APPEND, READ, REPLICATE
 from waltz_core.access.tokens import hash_of
 from waltz_core.config import ClientConfig, ServerConfig, StorageConfig
-from waltz_core.errors import AuthenticationFailed, BadConfig, TlsFailed, Unreachable
+from waltz_core.errors import (
+    AuthenticationFailed,
+    BadConfig,
+    BadRequest,
+    PermissionDenied,
+    RemoteProtocolError,
+    TlsFailed,
+    Unavailable,
+    Unreachable,
+)
+from waltz_core.records.record import ReqId
 from waltz_core.transport import net, tls
-from waltz_core.transport.identification import Identification
+from waltz_core.transport.port_access import PortAccess
 from waltz_core.wire import authentication, codec
-from waltz_core.wire.messages import Heartbeat, WireProtocol
+from waltz_core.wire.admin_messages import SetAvailable
+from waltz_core.wire.messages import (
+    AddPreferredRequest,
+    Appended,
+    AppendRequest,
+    AppendTimesRequest,
+    Authenticate,
+    Heartbeat,
+    MountWriter,
+    OpenRequest,
+    ServerPartitionsRequest,
+    TransactionDataRequest,
+    WireProtocol,
+)
 
 PROTOCOLS = pytest.mark.parametrize(
     "protocol", [WireProtocol.CLIENT, WireProtocol.STORAGE, WireProtocol.ADMIN]
@@ -58,7 +83,7 @@ class Port:
         self.context, self.peer, self.address = context, Peer(), ""
 
     def learn(self, permissions):
-        self.context.identification.learn(permissions)
+        self.context.access.learn(permissions)
 
     @property
     def principals(self):
@@ -69,8 +94,8 @@ class Port:
 async def open_port(files, protocol=WireProtocol.STORAGE, **settings):
     asked = {"tls_require_certificate": False, "access": "report"} | files.settings | settings
     port = Port(tls.listening(StorageConfig(connect="zk:1/w", directory="d", **asked)))
-    if port.context.identification is not None:
-        port.context.identification._clock_ms = lambda: NOW_MS
+    if port.context.access is not None:
+        port.context.access._clock_ms = lambda: NOW_MS
         port.learn(PERMISSIONS)
     listener = await net.listen(protocol, ANY, 0, port.peer.connected, ssl=port.context)
     port.address = f"{ANY}:{listener.port}"
@@ -278,7 +303,7 @@ async def test_a_token_after_another_message_changes_nothing(files):
 async def test_tokens_are_unknown_until_the_permissions_were_read(files, token_file):
     connect = trusting(files, f"&token_file={token_file}")
     async with open_port(files) as port:
-        port.context.identification._permissions = None
+        port.context.access.permissions = None
         with pytest.raises(AuthenticationFailed, match="there are no permissions yet"):
             await dialed(port.address, connect)
         port.learn(PERMISSIONS)
@@ -286,21 +311,21 @@ async def test_tokens_are_unknown_until_the_permissions_were_read(files, token_f
 
 
 def test_a_missing_node_or_an_older_revision_changes_nothing(logged):
-    identification = Identification("CN=(.+)", lambda: NOW_MS)
-    identification.learn(None)
-    identification.learn(PERMISSIONS)
-    identification.learn(None)
-    identification.learn(Permissions(4, "ops", 0, bytes(32)))
-    assert identification.by_token(SECRET) == "spark-etl"
+    access = PortAccess("CN=(.+)", is_enforced=True, clock_ms=lambda: NOW_MS)
+    access.learn(None)
+    access.learn(PERMISSIONS)
+    access.learn(None)
+    access.learn(Permissions(4, "ops", 0, bytes(32)))
+    assert access.token_principal(hash_of(SECRET)) == "spark-etl"
     assert logged().splitlines() == [
         "access.missing revision=0",
         "access.revision revision=5",
         "access.missing revision=5",
         "access.revision_ignored revision=4 known=5",
     ]
-    identification.learn(Permissions(6, "ops", 0, bytes(32)))
+    access.learn(Permissions(6, "ops", 0, bytes(32)))
     with pytest.raises(AuthenticationFailed):
-        identification.by_token(SECRET)
+        access.token_principal(hash_of(SECRET))
 
 
 @on_loop
@@ -412,3 +437,195 @@ async def test_each_connection_reads_the_file_again(files, token_file):
         assert port.principals[-1] == "spark-etl"
         link.abort("done")
         await link.wait_closed()
+
+
+# ---------------------------------------------------------------------------------------------
+# permissions
+
+GRANTED = dataclasses.replace(
+    PERMISSIONS,
+    revision=6,
+    groups={"etl": ("spark-etl",)},
+    grants=(
+        Grant("etl", True, APPEND, ((0, 3),)),
+        Grant("anonymous", False, READ, None),
+    ),
+)
+REQ_ID = ReqId(1, 2, 3, 4)
+OTHER = ReqId(1, 2, 9, 4)
+APPEND_3 = AppendRequest(REQ_ID, 0, (), (), (), 0, b"", 0)
+
+
+class Made:
+    """The access of one connection, and why it was ended."""
+
+    def __init__(self, *, is_enforced=True, permissions=GRANTED, token=SECRET):
+        self.now_ms, self.ended = NOW_MS, []
+        clock = lambda: self.now_ms  # noqa: E731 - it is passed on
+        self.port = PortAccess("CN=(.+)", is_enforced=is_enforced, clock_ms=clock)
+        self.access = self.port.opened(None, "a:1", self.ended.append)
+        if permissions is not None:
+            self.port.learn(permissions)
+        if token is not None:
+            self.access.take_token(token)
+
+    def denial(self, message, version=8):
+        return self.access.denial(message, version)
+
+
+@on_loop
+async def test_a_request_is_permitted_if_its_principal_has_the_verb_for_its_partition():
+    made = Made()
+    assert made.denial(APPEND_3) is None
+    denied = made.denial(dataclasses.replace(APPEND_3, req_id=OTHER))
+    assert type(denied) is PermissionDenied
+    assert str(denied) == (
+        "AppendRequest requires append, and spark-etl is not granted append for partition 9. "
+        "Hint: `waltz-core access grant` grants it."
+    )
+    assert isinstance(made.denial(TransactionDataRequest(REQ_ID, 0)), PermissionDenied)
+    assert made.denial(ServerPartitionsRequest(REQ_ID)) is None  # any verb, for any partition
+    assert isinstance(made.denial(AppendTimesRequest(REQ_ID)), PermissionDenied)
+    assert made.ended == []
+    anonymous = Made(token=None)
+    assert isinstance(anonymous.denial(APPEND_3), PermissionDenied)
+    assert anonymous.denial(TransactionDataRequest(OTHER, 0)) is None
+
+
+@on_loop
+async def test_each_partition_of_a_list_counts_and_none_needs_any():
+    grants = (Grant("spark-etl", False, ADMINISTER, ((1, 2),)),)
+    made = Made(permissions=dataclasses.replace(GRANTED, grants=grants))
+    for message in (SetAvailable(1, (1, 2), True), AddPreferredRequest(REQ_ID, (2,))):
+        assert made.denial(message) is None
+        for partitions in ((1, 3), (-1,)):
+            other = dataclasses.replace(message, partitions=partitions)
+            assert isinstance(made.denial(other), PermissionDenied)
+        assert made.denial(dataclasses.replace(message, partitions=())) is None
+    assert isinstance(Made().denial(SetAvailable(1, (), True)), PermissionDenied)
+
+
+@on_loop
+async def test_the_value_of_a_field_decides():
+    made = Made()
+    mount = MountWriter(REQ_ID, 0, 0, wants_feed=False)
+    assert made.denial(mount) is None
+    assert isinstance(made.denial(dataclasses.replace(mount, wants_feed=True)), PermissionDenied)
+
+
+@pytest.mark.parametrize(
+    ("message", "version", "expected"),
+    [
+        (dataclasses.replace(APPEND_3, req_id=OTHER), 4, PermissionDenied),  # the adapter's
+        (dataclasses.replace(APPEND_3, req_id=OTHER), 5, BadRequest),
+        (dataclasses.replace(APPEND_3, req_id=OTHER), 7, BadRequest),
+        (dataclasses.replace(APPEND_3, req_id=OTHER), 8, PermissionDenied),
+        (Heartbeat(1, 0, 3), 3, BadRequest),
+        (Heartbeat(1, 0, 3), 4, PermissionDenied),
+        (SetAvailable(1, (1,), True), 1, BadRequest),
+        (SetAvailable(1, (1,), True), 2, PermissionDenied),
+    ],
+)
+@on_loop
+async def test_an_older_peer_gets_an_error_that_it_knows(message, version, expected):
+    assert type(Made().denial(message, version)) is expected
+
+
+@on_loop
+async def test_an_answer_or_a_late_token_ends_the_connection():
+    for message in (Appended(1, 0, 3, 0), Authenticate(REQ_ID, SECRET)):
+        made = Made()
+        assert isinstance(made.denial(message), RemoteProtocolError)
+        assert made.ended == [f"expected a request, found {type(message).__name__}"]
+        assert Made(is_enforced=False).denial(message) is None
+
+
+@on_loop
+async def test_before_the_permissions_are_known_requests_can_be_repeated(logged):
+    made = Made(permissions=None, token=None)
+    error = made.denial(TransactionDataRequest(REQ_ID, 0))
+    assert type(error) is Unavailable
+    assert error.retriable
+    assert Made(is_enforced=False, permissions=None, token=None).denial(APPEND_3) is None
+    made.port.learn(GRANTED)
+    assert made.denial(TransactionDataRequest(REQ_ID, 0)) is None
+    assert "denied" not in logged()
+
+
+@on_loop
+async def test_a_report_permits_everything_and_logs_once_a_minute(logged):
+    made = Made(is_enforced=False)
+    for number in (9, 10, 9):
+        message = dataclasses.replace(APPEND_3, req_id=ReqId(1, 2, number, 4))
+        assert made.denial(message) is None
+    (line,) = [each for each in logged().splitlines() if "deny" in each]
+    assert line.startswith("access.would_deny peer=a:1 error=AppendRequest requires append, and ")
+    enforced = Made()
+    enforced.denial(dataclasses.replace(APPEND_3, req_id=OTHER))
+    assert "access.denied peer=a:1 error=AppendRequest requires append, and " in logged()
+
+
+def revision(**changes):
+    return dataclasses.replace(GRANTED, revision=7, **changes)
+
+
+@pytest.mark.parametrize(
+    ("permissions", "reason"),
+    [
+        (revision(), None),
+        (revision(grants=(Grant("spark-etl", False, APPEND, ((3, 3),)),)), None),
+        (revision(grants=(Grant("etl", True, APPEND, ((0, 2),)),)), "permissions of spark-etl"),
+        (revision(groups={"etl": ("ann",)}), "permissions of spark-etl"),
+        (revision(tokens={}), "unknown, revoked or expired"),
+        (
+            revision(tokens={hash_of(SECRET): KnownToken("t1", "ann", NOW_MS + 1)}),
+            "permissions of ann",
+        ),
+    ],
+)
+@on_loop
+async def test_a_revision_ends_a_connection_that_has_used_what_it_denies(permissions, reason):
+    made = Made()
+    unused = made.port.opened(None, "b:1", made.ended.append)
+    assert unused.principal == "anonymous"
+    assert made.denial(APPEND_3) is None
+    made.port.learn(permissions)
+    assert len(made.ended) == (reason is not None)
+    assert reason is None or reason in made.ended[0]
+    made.port.closed(made.access)
+    made.port.learn(revision(tokens={}))
+    assert len(made.ended) == (reason is not None)
+
+
+@on_loop
+async def test_an_expired_token_ends_its_connection_soon():
+    made = Made()
+    assert made.denial(APPEND_3) is None
+    made.now_ms += 1
+    await until(lambda: made.ended)
+    assert made.ended == ["the token is unknown, revoked or expired"]
+
+
+@on_loop
+async def test_a_revoked_connection_loses_its_unsent_bytes(files, token_file):
+    """Over a real socket: a peer that does not read gets none of them after the revocation."""
+    connect = trusting(files, f"&token_file={token_file}")
+    async with open_port(files, access="on") as port:
+        port.learn(GRANTED)
+        link = await net.dial(
+            WireProtocol.STORAGE, port.address, ssl=tls.dialing(ClientConfig(), connect)
+        )
+        (server_side,) = port.peer.links
+        assert server_side.denial(OpenRequest(-1, -1, -1, bytes(16), 4)) is not None
+        port.learn(revision(grants=(Grant("spark-etl", False, REPLICATE, None),)))
+        assert server_side.denial(Heartbeat(1, 0, 3)) is None
+        assert server_side.permitted([Heartbeat(1, 0, 3)]) == [Heartbeat(1, 0, 3)]
+        port.learn(dataclasses.replace(GRANTED, revision=8))
+        await link.wait_closed()
+        assert server_side.closed_reason == "the permissions of spark-etl have changed"
+
+
+@on_loop
+async def test_access_control_needs_tls():
+    with pytest.raises(BadConfig, match='tls: expected "on" with access = "on"'):
+        tls.listening(StorageConfig(connect="zk:1/w", directory="d", access="on"))

@@ -1,0 +1,73 @@
+"""Which requirements the grants of a principal and of its groups meet."""
+
+import pytest
+
+from waltz_core.access.grants import Grants
+from waltz_core.access.permissions import Grant, Permissions
+from waltz_core.access.requirements import (
+    ADMINISTER,
+    APPEND,
+    READ,
+    REPLICATE,
+    Scope,
+    all_of,
+    one_of,
+)
+
+GRANTS = Grants(
+    Permissions(
+        1,
+        "ops",
+        0,
+        bytes(32),
+        groups={"team": ("ann", "bob")},
+        grants=(
+            Grant("ann", False, APPEND, ((0, 3), (7, 7))),
+            Grant("team", True, READ, ((2, 5),)),
+            Grant("ann", False, READ, ((9, 9),)),
+            Grant("eve", False, REPLICATE, ((0, 100),)),
+            Grant("bob", False, APPEND, ((1, 1),)),
+            Grant("team", True, ADMINISTER, None),
+            Grant("bob", False, ADMINISTER, ((1, 1),)),
+        ),
+    )
+)
+
+
+@pytest.mark.parametrize(
+    ("principal", "requirement", "permitted"),
+    [
+        ("ann", all_of(APPEND), {0, 1, 2, 3, 7}),
+        ("ann", all_of(READ), {2, 3, 4, 5, 9}),  # of the group, and its own
+        ("ann", all_of(READ, APPEND), {2, 3}),
+        ("ann", one_of(READ, APPEND), {0, 1, 2, 3, 4, 5, 7, 9}),
+        ("bob", all_of(READ), {2, 3, 4, 5}),
+        ("bob", all_of(ADMINISTER), {*range(-1, 12)}),  # all, although one grant has less
+        ("eve", all_of(REPLICATE), {*range(12)}),
+        ("eve", one_of(READ, APPEND), set()),
+        ("team", all_of(READ), set()),  # a group is no principal
+        ("anonymous", all_of(READ), set()),
+    ],
+)
+def test_a_partition_is_permitted_if_the_verbs_are_granted_for_it(
+    principal, requirement, permitted
+):
+    found = {each for each in range(-1, 12) if not GRANTS.missing(principal, requirement, each)}
+    assert found == permitted
+
+
+@pytest.mark.parametrize(
+    ("principal", "requirement", "missing"),
+    [
+        ("ann", all_of(APPEND, scope=Scope.ANY), None),
+        ("ann", all_of(REPLICATE, scope=Scope.ANY), REPLICATE),
+        ("eve", one_of(READ, REPLICATE, scope=Scope.ANY), None),
+        ("eve", all_of(READ, REPLICATE, scope=Scope.ANY), READ),
+        ("eve", all_of(REPLICATE, scope=Scope.ALL), REPLICATE),  # a range is never all
+        ("ann", all_of(ADMINISTER, scope=Scope.ALL), None),
+        ("ann", all_of(APPEND), None),  # of no partition: rule 2
+        ("eve", all_of(APPEND), APPEND),
+    ],
+)
+def test_other_scopes(principal, requirement, missing):
+    assert GRANTS.missing(principal, requirement, None) is missing
