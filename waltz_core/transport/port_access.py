@@ -267,7 +267,8 @@ def _denied_text(
     joined = (" and " if requirement.is_all else " or ").join(
         each.value for each in requirement.verbs
     )
+    lacking = missing.value if requirement.is_all else joined
     return (
-        f"{type(message).__name__} requires {joined}, and {principal} is not granted "
-        f"{missing.value} for {where}. Hint: `waltz-core access grant` grants it."
+        f"{type(message).__name__} requires {joined} for {where}, and {principal} is not granted "
+        f"{lacking} there. Hint: `waltz-core access grant` grants it."
     )

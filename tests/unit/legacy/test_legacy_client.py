@@ -93,6 +93,7 @@ def test_the_answer_to_an_obsolete_mount_is_not_reported() -> None:
         errors.Unavailable("no store session"),
         errors.SessionLost("no quorum"),
         errors.UnknownPartition("there is none"),
+        errors.PermissionDenied("no read"),
     ],
 )
 def test_mount_and_feed_errors_become_not_ready(
@@ -183,7 +184,11 @@ def test_a_lost_append_ends_the_mount_of_its_partition_only() -> None:
 def test_only_broken_data_of_a_rejected_append_ends_the_connection() -> None:
     broken = errors.ChecksumMismatch("append: expected another CRC")
     assert refused(mounted(), append(2), broken) == EndConnection(str(broken))
-    for error in (errors.NotOwned("gone"), errors.OutcomeUnknown("maybe")):
+    for error in (
+        errors.NotOwned("gone"),
+        errors.OutcomeUnknown("maybe"),
+        errors.PermissionDenied("no append"),
+    ):
         assert refused(mounted(), append(2), error) is None
 
 
@@ -210,6 +215,19 @@ def test_a_mark_is_reported_unchanged_or_not_at_all() -> None:
         else:
             assert first is None  # it ends soon as it is
         assert again is None
+
+
+def test_a_client_without_a_permission_waits_as_after_other_errors() -> None:
+    denied = errors.PermissionDenied("no read")
+    flush, mark = messages.FlushRequest(req(2)), messages.HighWaterMarkRequest(req(3))
+    assert refused(mounted(), flush, denied) == MountResponse(req(1), NOT_READY)
+    assert refused(LegacyClientAdapter(4), mark, denied) == EndConnection("no read", MARK_WAIT_S)
+    data = messages.TransactionDataRequest(req(4), 44)
+    expected = messages.TransactionDataResponse(data.req_id, 44, (None, "no read"))
+    assert refused(LegacyClientAdapter(4), data, denied) == expected
+    wanted = messages.AddPreferredRequest(req(0), (1,))
+    not_added = messages.AddPreferredResponse(req(0), is_done=False)
+    assert refused(LegacyClientAdapter(4), wanted, denied) == not_added
 
 
 def test_unavailable_data_is_reported_with_the_error_of_waltz_0_13() -> None:
@@ -340,9 +358,11 @@ def test_a_client_that_ignores_the_end_of_its_mount_is_disconnected(
     assert original.note_request(later_request, late_s + 2 * MOUNT_WAIT_S) is None
 
 
-def test_partitions_that_do_not_exist_are_not_remembered() -> None:
+@pytest.mark.parametrize(
+    "unknown", [errors.UnknownPartition("the cluster has 3"), errors.PermissionDenied("no read")]
+)
+def test_partitions_that_do_not_exist_are_not_remembered(unknown: errors.WaltzError) -> None:
     original = LegacyClientAdapter(4)
-    unknown = errors.UnknownPartition("the cluster has 3")
     for partition in range(3, 103):
         mount = messages.MountRequest(req(1, partition), -1, 0)
         assert original.note_request(mount, 0.0) is None

@@ -3,14 +3,17 @@
 import asyncio
 
 from tests.loops import on_loop, until
+from waltz_core.errors import PermissionDenied
 from waltz_core.metrics import Metrics
 from waltz_core.records.record import ClientId, Generation, PartitionId, ReqId
 from waltz_core.server.partition_events import SendToClient
 from waltz_core.server.process.clients import Clients
 from waltz_core.server.process.flow import FlowLimits
 from waltz_core.wire.messages import (
+    AppendRequest,
     CheckConnectivityRequest,
     CheckConnectivityResponse,
+    ErrorResponse,
     FlushRequest,
     FlushResponse,
     WireProtocol,
@@ -26,7 +29,10 @@ class Link:
         self.version, self.address = max(WireProtocol.CLIENT.versions_taken), "a:1"
         self.is_closed = False
         self.is_congested, self.write_backlog_bytes, self.is_read = False, 0, True
-        self.sent = []
+        self.sent, self.denied = [], {}
+
+    def denial(self, request):
+        return self.denied.get(type(request))
 
     def start(self, received, closed, drained) -> None:
         self.received, self.drained = received, drained
@@ -91,6 +97,27 @@ async def test_a_client_that_does_not_read_is_paused():
     link.is_congested = False
     link.drained()
     assert [message for _, message, _ in taken] == requests
+
+
+@on_loop
+async def test_a_denied_request_reaches_no_partition_and_makes_room_for_the_next():
+    backend, link = Backend(), Link()
+    link.denied[AppendRequest] = PermissionDenied("no")
+    clients = Clients(backend, LIMITS, None, Metrics("server"))
+    clients.accept(link)
+    ids = [ReqId(ClientId(1), Generation(1), PartitionId(0), each) for each in range(5)]
+    link.received([AppendRequest(each, 0, (), (), (), 0, b"", 0) for each in ids])
+    link.is_congested = False
+    link.drained()
+    await until(lambda: len(link.sent) == 4)  # two at a time, since the client reads slowly
+    link.is_congested = False
+    link.drained()
+    assert link.sent == [ErrorResponse(each, PermissionDenied.code, False, "no") for each in ids]
+    link.is_congested = False
+    link.drained()
+    flush = FlushRequest(ids[0])
+    link.received([flush])
+    assert [message for _, message, _ in backend.host.taken] == [flush]
 
 
 @on_loop

@@ -480,7 +480,7 @@ async def test_a_request_is_permitted_if_its_principal_has_the_verb_for_its_part
     denied = made.denial(dataclasses.replace(APPEND_3, req_id=OTHER))
     assert type(denied) is PermissionDenied
     assert str(denied) == (
-        "AppendRequest requires append, and spark-etl is not granted append for partition 9. "
+        "AppendRequest requires append for partition 9, and spark-etl is not granted append there. "
         "Hint: `waltz-core access grant` grants it."
     )
     assert isinstance(made.denial(TransactionDataRequest(REQ_ID, 0)), PermissionDenied)
@@ -559,10 +559,12 @@ async def test_a_report_permits_everything_and_logs_once_a_minute(logged):
         message = dataclasses.replace(APPEND_3, req_id=ReqId(1, 2, number, 4))
         assert made.denial(message) is None
     (line,) = [each for each in logged().splitlines() if "deny" in each]
-    assert line.startswith("access.would_deny peer=a:1 error=AppendRequest requires append, and ")
+    assert line.startswith(
+        "access.would_deny peer=a:1 error=AppendRequest requires append for partition "
+    )
     enforced = Made()
     enforced.denial(dataclasses.replace(APPEND_3, req_id=OTHER))
-    assert "access.denied peer=a:1 error=AppendRequest requires append, and " in logged()
+    assert "access.denied peer=a:1 error=AppendRequest requires append for partition " in logged()
 
 
 def revision(**changes):
