@@ -146,8 +146,10 @@ class PortAccess:
         if len(self._logged_s) >= _LOGGED_MAX:
             self._logged_s.clear()
         self._logged_s[key] = now_s
-        name = "access.denied" if self.is_enforced else "access.would_deny"
-        _log.warning("%s peer=%s error=%s", name, connection.peer, error)
+        if self.is_enforced:
+            _log.warning("access.denied peer=%s error=%s", connection.peer, error)
+        else:
+            _log.warning("access.would_deny peer=%s error=%s", connection.peer, error)
 
 
 class ConnectionAccess:
