@@ -2,5 +2,6 @@
 
 `requirements.py` has the verbs, and the words in which each message declares its requirement.
 `principals.py` maps a certificate to a principal, `tokens.py` has the secret of a token, and
-`permissions.py` what ZooKeeper stores about principals.
+`permissions.py` what ZooKeeper stores about principals. `permission_changes.py` has the changes
+of commands.
 """

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, Never, TypeVar
 
+from waltz_core.access.permissions import Permissions
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.errors import BadFormat, BadRequest
 from waltz_core.transport.tls import ListenContext
@@ -47,10 +48,23 @@ async def follow_readable(
         await asyncio.sleep(UNREADABLE_PAUSE_S)
 
 
-async def follow_permissions(coordinator: Coordinator, port: ListenContext | None) -> None:
+async def follow_permissions(
+    coordinator: Coordinator, port: ListenContext | None, name: str
+) -> None:
     """Let a port learn the permissions; return at once if it does not identify its peers.
 
-    Raises like `follow_readable`.
+    The daemon publishes the revision in use under `name` (`membership/applied.py`). Raises like
+    `follow_readable`.
     """
-    if port is not None and port.identification is not None:
-        await follow_readable(coordinator.follow_permissions, port.identification.learn)
+    if port is None or port.identification is None:
+        return
+    identification, used = port.identification, 0
+
+    def take(permissions: Permissions | None) -> None:
+        nonlocal used
+        identification.learn(permissions)
+        if permissions is not None and permissions.revision >= used:  # it ignores others
+            used = permissions.revision
+            coordinator.publish_applied(name, used)
+
+    await follow_readable(coordinator.follow_permissions, take)
