@@ -132,7 +132,7 @@ def test_every_command_has_a_help_page(capsys):
     for noun in NOUNS:
         assert main([noun, "--help"]) == 0
         for verb in () if is_verb(noun) else verbs_of(noun):
-            assert main([noun, verb, "--help"]) == 0
+            assert main([noun, *verb.split(), "--help"]) == 0
     assert "--connect" in capsys.readouterr().out
 
 

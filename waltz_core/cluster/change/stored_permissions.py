@@ -137,8 +137,11 @@ class StoredPermissions:
             await self._znodes.write([step])
         except errors.CoordinatorConflict:
             return False
-        except errors.CoordinatorOutcomeUnknown:
-            node = await self._get()
+        except errors.CoordinatorOutcomeUnknown as unknown:
+            try:
+                node = await self._get()
+            except errors.CoordinatorUnavailable:
+                raise unknown from None
             if node is not None and node.data == data:
                 return True
             if _version(node) == _version(before):
