@@ -34,6 +34,15 @@ def described(found: Permissions) -> str:
     )
 
 
+def revision_values(found: Permissions) -> dict[str, object]:
+    """Return the revision of permissions for JSON."""
+    return {
+        "revision": found.revision,
+        "changed_by": found.changed_by,
+        "changed_ms": found.changed_ms,
+    }
+
+
 @verb
 @click.option(
     "--file", "file", type=options.PATH, required=True, metavar="FILE", help="the new file"
@@ -47,7 +56,7 @@ async def export(*, file: Path, connect: str, as_json: bool) -> int:
             found = await coordinator.permissions.require()
             write_private(file, access_node.encode(found))
     if as_json:
-        print_json({"done": True, "file": str(file), "revision": found.revision})
+        print_json({"done": True, "file": str(file), **revision_values(found)})
     else:
         print_result(f"saved {described(found)} in {file}")
     return 0

@@ -10,6 +10,7 @@ from waltz_core.access.permission_changes import Holder, ranges_text
 from waltz_core.access.permissions import Permissions, PrincipalLimits
 from waltz_core.access.requirements import AccessVerb
 from waltz_core.cli import shared_options as options
+from waltz_core.cli.access.access_copies import revision_values
 from waltz_core.cli.access.access_run import applied_lines, read_applied
 from waltz_core.cli.changing import connected, now_ms
 from waltz_core.cli.output import print_error, print_json, print_result, print_table, time_text
@@ -52,9 +53,7 @@ list_command.details = (
 def as_values(found: Permissions, at_ms: int) -> dict[str, Any]:
     """Return the permissions for JSON, without secrets."""
     return {
-        "revision": found.revision,
-        "changed_by": found.changed_by,
-        "changed_ms": found.changed_ms,
+        **revision_values(found),
         "accepts_0_13": found.accepts_0_13,
         "groups": {name: list(members) for name, members in found.groups.items()},
         "grants": [
