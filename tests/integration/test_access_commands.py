@@ -9,6 +9,7 @@ import pytest
 from tests.certificates import Certificates, make
 from tests.commands import run_command
 from tests.patience import HANG_S
+from waltz_core.cli.access import access_run
 from waltz_core.client import WaltzClient
 from waltz_core.config import ClientConfig, render_toml
 from waltz_core.errors import AuthenticationFailed
@@ -39,8 +40,13 @@ def cluster(
 
 
 def test_permissions_and_tokens_reach_every_daemon(
-    cluster: LocalCluster, certificates: Certificates, tmp_path: Path
+    cluster: LocalCluster,
+    certificates: Certificates,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ):
+    # However long a daemon takes to find the first permissions, its access control is not off.
+    monkeypatch.setattr(access_run, "OFF_S", HANG_S)
     own = ("--connect", cluster.connect)
 
     def access(*words: str, code: int = 0) -> dict[str, object]:
