@@ -392,7 +392,9 @@ def _command(name: str, entry: NounEntry) -> click.Command:
     noun = Noun(name, help=sentence(entry.text), short_help=entry.text)
     noun.examples = entry.examples
     older = {verb: alias for alias, verb in entry.aliases.items()}
-    inner = {word: Noun(word, help=sentence(text)) for word, text in entry.nouns.items()}
+    inner = {
+        word: Noun(word, help=sentence(text), short_help=text) for word, text in entry.nouns.items()
+    }
     for module, verbs in entry.verbs.items():
         for verb, text in verbs.items():
             first, _, rest = verb.partition(" ")

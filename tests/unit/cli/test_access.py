@@ -14,7 +14,7 @@ from waltz_core.cluster.change.creation import NewCluster
 from waltz_core.cluster.change.stored_permissions import StoredPermissions
 from waltz_core.cluster.znodes import access_node
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper, WriteFault
-from waltz_core.errors import CoordinatorOutcomeUnknown
+from waltz_core.errors import CoordinatorOutcomeUnknown, CoordinatorUnavailable
 
 CONNECT = ("--connect", "zk:1/w")
 NODE = "/w/x/access"
@@ -421,6 +421,20 @@ def test_a_command_waits_until_the_daemons_use_its_revision(begun, monkeypatch):
     monkeypatch.setattr(access_run.asyncio, "sleep", publish_later)
     assert "all 2 daemons use revision 4" in begun.run("grant", "etl", "read").stderr
     assert len(waits) == 3
+
+
+def test_a_change_is_shown_although_zookeeper_is_lost_afterwards(begun, tmp_path, monkeypatch):
+    async def lost(_coordinator, _revision):
+        raise CoordinatorUnavailable("zk:1 does not answer")
+
+    monkeypatch.setattr(access_run, "read_applied", lost)
+    for words in ((), ("--json",)):
+        file = tmp_path / f"token{len(words)}"
+        failed = begun.run("token", "create", "etl", "--file", file, *words, code=1)
+        *_, known = begun.permissions.tokens.values()
+        assert f"token {known.token_id} of etl in {file}" in failed.stderr
+        assert "which daemons use it is unknown: zk:1 does not answer. Hint" in failed.stderr
+        assert (f"token {known.token_id}" in failed.stdout) is (not words)
 
 
 @pytest.mark.parametrize("fault", WriteFault)

@@ -27,6 +27,7 @@ from waltz_core.cli.verbs import VerbFunction
 from waltz_core.cluster.change.stored_permissions import Author, PermissionsChange
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.membership.applied import server_name, storage_name
+from waltz_core.errors import Unavailable
 
 APPLY_S: Final = 10.0
 # A daemon that finds the first permissions publishes their revision sooner than this.
@@ -123,14 +124,28 @@ async def run_change(work: AccessWork, *, connect: str, as_json: bool, timeout_s
         author = Author(user_name(), now_ms())
         async with audited(coordinator):
             result = await work(AccessCommand(coordinator, cluster.params.partition_count, author))
-        revision = result.change.after.revision
-        with ProgressLine() as line:
-            applied = await wait_until_applied(coordinator, revision, timeout_s, line)
+        if not as_json:
+            _print_change(result)  # at once: it may have the ID of a new token
+        applied = await _applied(coordinator, result, timeout_s)
     if as_json:
         _print_json(result, applied)
     else:
-        _print_text(result, applied)
+        for text in applied_lines(applied, result.change.after.revision):
+            print_error(text)
     return 0 if applied.is_complete or applied.is_off else 1
+
+
+async def _applied(coordinator: Coordinator, result: AccessResult, timeout_s: float) -> RevisionUse:
+    """Wait for the daemons; raises Unavailable, with the change that was made."""
+    revision = result.change.after.revision
+    try:
+        with ProgressLine() as line:
+            return await wait_until_applied(coordinator, revision, timeout_s, line)
+    except Unavailable as error:
+        raise Unavailable(
+            f"{result.summary}, as revision {revision}; which daemons use it is unknown: {error}. "
+            "Hint: `access list` shows the revisions in use."
+        ) from error
 
 
 async def wait_until_applied(
@@ -179,7 +194,7 @@ async def _daemons(coordinator: Coordinator) -> dict[str, str]:
     }
 
 
-def _print_text(result: AccessResult, applied: RevisionUse) -> None:
+def _print_change(result: AccessResult) -> None:
     change = result.change
     for each in result.notes:
         print_error(each)
@@ -187,8 +202,6 @@ def _print_text(result: AccessResult, applied: RevisionUse) -> None:
         print_result(f"nothing to change; the permissions have revision {change.after.revision}")
     else:
         print_result(f"{result.summary}; revision {change.after.revision}")
-    for text in applied_lines(applied, change.after.revision):
-        print_error(text)
 
 
 def applied_lines(applied: RevisionUse, revision: int) -> list[str]:
