@@ -1,6 +1,7 @@
 """`waltz-core access` on a cluster of real processes: what it changes is what daemons use."""
 
 import json
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -94,3 +95,23 @@ def test_permissions_and_tokens_reach_every_daemon(
     changes = [each for each in audit if each["command"].startswith("access ")]
     assert [each["outcome"] for each in changes] == ["done"] * 6
     assert file.read_text().strip() not in str(audit)
+
+
+def test_a_storage_that_does_not_read_a_change_is_named(cluster: LocalCluster):
+    own = ("--connect", cluster.connect)
+    run_command("access", "init", *own)  # unless another test has
+    grant = ("access", "grant", "bob", "read", *own)
+    (address,) = json.loads(run_command("cluster", "show", "--json", *own).stdout)["storages"]
+    cluster.kill("storage-1", signal.SIGSTOP)
+    try:
+        late = run_command(*grant, "--timeout-s", "1")
+    finally:
+        cluster.kill("storage-1", signal.SIGCONT)
+    assert late.returncode == 1
+    assert "bob has read for partitions all; revision" in late.stdout
+    assert f"storage {address}: it " in late.stderr
+    assert "of 2 daemons do not use it. Hint:" in late.stderr
+    again = run_command(*grant, "--timeout-s", f"{HANG_S}")
+    assert again.returncode == 0, again.stderr
+    assert "nothing to change" in again.stdout
+    assert "all 2 daemons use revision" in again.stderr
