@@ -209,8 +209,8 @@ def applied_lines(applied: RevisionUse, revision: int) -> list[str]:
     if not applied.count:
         return ["no server is registered, and no storage has replicas"]
     if applied.is_off:
-        what = f"none of the {applied.count} daemons publishes the revision that it uses"
-        return [f"access control is off: {what}"]
+        where = f"at all {applied.count} daemons, or they have no session with ZooKeeper"
+        return [f"access control is off {where}: none publishes a revision"]
     if applied.is_complete:
         return [f"all {applied.count} daemons use revision {revision}"]
     lines = [f"{each}: {reason}" for each, reason in applied.late.items()]
