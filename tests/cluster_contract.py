@@ -7,6 +7,7 @@ over a real ZooKeeper; each scenario has a root of its own.
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Protocol, TypeVar
 from uuid import UUID
 
@@ -14,8 +15,9 @@ import pytest
 
 from tests.patience import HANG_S
 from waltz_core import errors
-from waltz_core.access.permissions import Permissions
+from waltz_core.access.permissions import Permissions, PrincipalLimits
 from waltz_core.cluster.change.creation import NewCluster, NewStorage
+from waltz_core.cluster.change.stored_permissions import Author
 from waltz_core.cluster.coordinator import Coordinator, PartitionVersions
 from waltz_core.cluster.membership.registration import ServersView
 from waltz_core.cluster.znodes import access_node, model
@@ -309,6 +311,125 @@ async def the_permissions_are_followed(world: World, root: str) -> None:
             await follower.follow_permissions(inbox)
 
 
+async def permissions_are_changed_by_compare_and_set(world: World, root: str) -> None:
+    one, two = await created(world, root), await member(world, root)
+    author = Author("ann\n@host", 7)
+    assert await one.permissions.read() is None
+    for change in (one.permissions.require(), one.permissions.change(with_limits(1), author)):
+        with pytest.raises(errors.BadRequest, match=r"has no permissions.* `access init`"):
+            await change
+    made = await one.permissions.create(Permissions(1, "", 0, bytes(32)), author)
+    assert made == Permissions(1, "ann?@host", 7, bytes(32))
+    assert await two.permissions.require() == made
+    with pytest.raises(errors.BadRequest, match="has permissions already"):
+        await two.permissions.create(made, author)
+
+    # Each change of many that run at the same time has a revision of its own, and none is lost.
+    changes = (one, two) * 3
+    async with asyncio.TaskGroup() as group:
+        done = [
+            group.create_task(each.permissions.change(with_limits(number), author))
+            for number, each in enumerate(changes, 1)
+        ]
+    assert sorted(each.result().after.revision for each in done) == list(range(2, 8))
+    now = await one.permissions.require()
+    assert sorted(now.limits) == [f"p{number}" for number in range(1, 7)]
+    assert now.revision == 7
+
+    again = await one.permissions.change(with_limits(1), Author("bob", 9))
+    assert again.before == again.after == now == await two.permissions.require()
+
+    def rejecting(_old: Permissions) -> Permissions:
+        raise errors.BadRequest("not this")
+
+    with pytest.raises(errors.BadRequest, match="not this"):
+        await one.permissions.change(rejecting, author)
+    assert await two.permissions.require() == now
+
+
+def with_limits(number: int) -> Callable[[Permissions], Permissions]:
+    """A change that adds a principal."""
+    limits = PrincipalLimits(feeds=1)
+    return lambda old: replace(old, limits={**old.limits, f"p{number}": limits})
+
+
+async def imported_permissions_have_a_later_revision(world: World, root: str) -> None:
+    coordinator = await created(world, root)
+    author, seen = Author("ops", 5), []
+    saved = Permissions(9, "ann", 1, bytes(32), limits={"*": PrincipalLimits(feeds=2)})
+
+    def note(before: Permissions, after: Permissions) -> None:
+        seen.append((before.revision, after.revision))
+
+    first = await coordinator.permissions.replace(saved, author, note)
+    assert first == (None, replace(saved, revision=10, changed_by="ops", changed_ms=5))
+    second = await coordinator.permissions.replace(saved, author, note)
+    assert second.after.revision == 11
+    assert seen == [(10, 11)]
+    znodes, path = await world.znodes(), coordinator.paths.access
+    found = await znodes.get(path)
+    await znodes.write([Set(path, b"{}", found.stat.version)])
+    with pytest.raises(errors.BadFormat, match=f"{path}: permissions"):
+        await coordinator.permissions.require()
+    third = await coordinator.permissions.replace(saved, author, note)
+    assert third == first
+    assert await coordinator.permissions.require() == first.after
+
+
+async def the_revision_in_use_is_published_in_each_session(world: World, root: str) -> None:
+    commands, znodes = await created(world, root), await world.znodes()
+    storage, name = Coordinator(znodes, root), "storage-10.0.0.1:5280"
+    author, at_storage, states = Author("ops", 0), Inbox(), Inbox()
+    storage.on_session_state(states)
+    signals = await world.znodes()
+    assert await commands.read_applied() == {}
+
+    def take(permissions: Permissions | None) -> None:
+        if permissions is not None:
+            storage.publish_applied(name, permissions.revision)
+        at_storage(permissions)
+
+    async with running(storage.follow_permissions(take)):
+        assert await at_storage.until(lambda found: True) is None
+        await commands.permissions.create(Permissions(1, "", 0, bytes(32)), author)
+        await applied_is(commands, signals, {name: 1})
+        await commands.permissions.change(with_limits(1), author)
+        await applied_is(commands, signals, {name: 2})
+        number = znodes.session_number
+        await world.expire(znodes)
+        await states.until(lambda state: state is SessionState.CONNECTED)
+        assert znodes.session_number != number
+        await applied_is(commands, signals, {name: 2}, znodes.session_number)
+        assert len(at_storage.all) == 3
+
+        # The node of a process that was killed is replaced by that of its successor.
+        successor = await member(world, root)
+        successor.publish_applied(name, 2)
+        async with running(successor.follow_permissions(Inbox())):
+            await applied_is(commands, signals, {name: 2}, successor._znodes.session_number)
+            await successor.close()
+    await applied_is(commands, signals, {})
+
+
+async def applied_is(
+    commands: Coordinator, znodes: Znodes, expected: dict[str, int], owner: int | None = None
+) -> None:
+    """Wait until daemons have published these revisions, the first one in this session."""
+    signal, paths = znodes.new_signal(), commands.paths
+    async with asyncio.timeout(HANG_S):
+        while True:
+            await znodes.children(paths.every_applied, signal)
+            await znodes.get(paths.every_applied, signal)
+            nodes = {each: await znodes.get(paths.applied(each), signal) for each in expected}
+            owners = [node.stat.owner for node in nodes.values() if node is not None]
+            is_owned = owner is None or owners == [owner]
+            if is_owned and await commands.read_applied() == expected:
+                break
+            await signal.wait()
+            signal.clear()
+    znodes.drop_signal(signal)
+
+
 # --- servers
 
 
@@ -484,6 +605,9 @@ SCENARIOS = [
     the_first_storage_id_stays,
     the_replica_assignment_is_followed,
     the_permissions_are_followed,
+    permissions_are_changed_by_compare_and_set,
+    imported_permissions_have_a_later_revision,
+    the_revision_in_use_is_published_in_each_session,
     servers_come_and_go,
     a_server_with_a_lost_session_registers_again,
     a_server_is_registered_once,

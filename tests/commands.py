@@ -33,7 +33,11 @@ def verbs_of(noun: str) -> dict[str, Verb]:
     """Return a noun's verbs, aliases among them; of one that is a verb itself, that one."""
     found = program.commands[noun]
     stubs = found.commands if isinstance(found, Noun) else {noun: found}
-    return {name: stub.load() for name, stub in stubs.items() if isinstance(stub, LazyVerb)}
+    loaded = {name: stub.load() for name, stub in stubs.items() if isinstance(stub, LazyVerb)}
+    for word, inner in stubs.items():
+        if isinstance(inner, Noun):  # a verb of two words
+            loaded |= {f"{word} {name}": stub.load() for name, stub in inner.commands.items()}
+    return loaded
 
 
 def is_verb(noun: str) -> bool:

@@ -31,11 +31,19 @@ def _noun(name: str) -> Iterator[str]:
     yield _prose(found.help)
     if NOUNS[name].examples:
         yield _lines(NOUNS[name].examples)
-    for verb, command in found.commands.items():
+    for verb, command in _verbs(found):
         if not command.hidden:
             assert isinstance(command, LazyVerb)
             yield f"### {name} {verb}"
             yield from _verb(f"{name} {verb}", command.load())
+
+
+def _verbs(noun: Noun) -> Iterator[tuple[str, click.Command]]:
+    for name, command in noun.commands.items():
+        if isinstance(command, Noun):  # a verb of two words
+            yield from ((f"{name} {verb}", each) for verb, each in command.commands.items())
+        else:
+            yield name, command
 
 
 def _verb(name: str, verb: Verb) -> Iterator[str]:

@@ -26,7 +26,7 @@ THERE = {
 WHOLE = re.compile(r"waltz-core ((?:[a-z]+)(?:(?!waltz-core|[`|;#]|&&|\s\s\s).)*)")
 # A command by noun and verb alone, as a span of code.
 SHORT = re.compile(rf"`((?:{'|'.join(NOUNS)}) [a-z][a-z-]*(?: [^`]*)?)`")
-OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
+OPTION = re.compile(r"(?<![\w-])--[a-z](?:[a-z0-9.-]*[a-z0-9])?")
 
 
 def faults(text: str) -> list[str]:
@@ -39,6 +39,8 @@ def faults(text: str) -> list[str]:
         known = option_names(verbs[noun])
     elif rest and not rest[0].startswith(("-", "NOUN", "VERB", "[")):
         verb = rest[0].rstrip(".,:)")
+        if verb in NOUNS[noun].nouns and len(rest) > 1:
+            verb += " " + rest[1].rstrip(".,:)")
         if verb not in verbs:
             return [f"no verb {verb!r} of {noun!r}"]
         known = option_names(verbs[verb])

@@ -151,7 +151,7 @@ async def audited(coordinator: Coordinator, *, creates: bool = False) -> AsyncIt
         if path is None and await _has_cluster(coordinator):
             path = await audit.begin(entry)
         if path is not None:
-            await audit.end(path, entry, outcome, _now_ms())
+            await audit.end(path, entry, outcome, now_ms())
 
 
 async def _has_cluster(coordinator: Coordinator) -> bool:
@@ -176,7 +176,8 @@ async def time_limit(
         ) from None
 
 
-def _entry() -> AuditEntry:
+def user_name() -> str:
+    """Return the user of this command for the audit, with the host."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):
@@ -184,10 +185,15 @@ def _entry() -> AuditEntry:
     sudoer = os.environ.get("SUDO_USER")
     if sudoer and sudoer != user:
         user = f"{sudoer} as {user}"
-    return AuditEntry(f"{user}@{socket.gethostname()}", _now_ms(), shlex.join(sys.argv[1:]))
+    return f"{user}@{socket.gethostname()}"
 
 
-def _now_ms() -> int:
+def _entry() -> AuditEntry:
+    return AuditEntry(user_name(), now_ms(), shlex.join(sys.argv[1:]))
+
+
+def now_ms() -> int:
+    """Return the time in UTC milliseconds."""
     return time.time_ns() // 1_000_000
 
 

@@ -29,6 +29,7 @@ class NounEntry(NamedTuple):
     verbs: Mapping[str, Mapping[str, str]] | str  # module -> verb -> text; or its module alone
     examples: Sequence[str] = ()
     aliases: Mapping[str, str] = {}  # name in Waltz 0.13 -> verb
+    nouns: Mapping[str, str] = {}  # first word of a verb of two words -> its line of help
 
 
 NOUNS: Mapping[str, NounEntry] = {
@@ -171,6 +172,47 @@ NOUNS: Mapping[str, NounEntry] = {
             "server list --connect zk1:2181/waltz/payments",
             "server metrics server1:15182 --match high_water_mark",
         ),
+    ),
+    "access": NounEntry(
+        "show and change the permissions and tokens of principals",
+        {
+            "access.access_grants": {
+                "init": "create the permissions of a cluster",
+                "grant": "grant verbs for some partitions to a principal or a group",
+                "revoke": "revoke verbs for some partitions from a principal or a group",
+                "limit": "limit the bytes, appends, connections and feeds of a principal",
+                "accept-0-13": "accept or reject the client IDs of Waltz 0.13 clients",
+            },
+            "access.access_groups": {
+                "group add": "add principals to a group; create it if there is none",
+                "group remove": "remove principals from a group",
+                "group delete": "delete a group and its grants",
+            },
+            "access.access_tokens": {
+                "token create": "create a token of a principal, and write it to a new file",
+                "token revoke": "revoke a token, or remove all that have expired",
+            },
+            "access.access_views": {
+                "list": "show the permissions, the tokens, and the daemons that use them",
+                "check": "check whether a principal has a verb; exit code 1 if it is denied",
+            },
+            "access.access_copies": {
+                "export": "save the permissions in a file, with their secrets",
+                "import": "replace the permissions by those of a file",
+            },
+        },
+        (
+            "access init --connect zk1:2181/waltz/payments",
+            "access group add servers s1.example s2.example --connect zk1:2181/waltz/payments",
+            "access grant servers replicate --group --connect zk1:2181/waltz/payments",
+            "access grant spark-etl read,append --partitions 0-3 --connect zk1:2181/waltz/payments",
+            "access token create spark-etl --file etl.token --connect zk1:2181/waltz/payments",
+            "access check spark-etl append --partition 7 --connect zk1:2181/waltz/payments",
+        ),
+        nouns={
+            "group": "change the groups of principals",
+            "token": "create and revoke tokens",
+        },
     ),
     "archive": NounEntry(
         "show, verify, repair and expire the archive in an object store",
@@ -350,8 +392,16 @@ def _command(name: str, entry: NounEntry) -> click.Command:
     noun = Noun(name, help=sentence(entry.text), short_help=entry.text)
     noun.examples = entry.examples
     older = {verb: alias for alias, verb in entry.aliases.items()}
+    inner = {
+        word: Noun(word, help=sentence(text), short_help=text) for word, text in entry.nouns.items()
+    }
     for module, verbs in entry.verbs.items():
         for verb, text in verbs.items():
+            first, _, rest = verb.partition(" ")
+            if rest:
+                inner[first].add_command(LazyVerb(rest, module, text, verb=verb))
+                noun.add_command(inner[first])
+                continue
             noun.add_command(LazyVerb(verb, module, text))
             if verb in older:
                 noun.add_command(LazyVerb(older[verb], module, text, verb=verb, hidden=True))

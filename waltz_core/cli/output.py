@@ -7,6 +7,7 @@ Rules:
        output gets the same rows as aligned text, and rich is not imported.
 """
 
+import datetime
 import json
 import sys
 from collections.abc import Sequence
@@ -45,6 +46,15 @@ def one_line(data: bytes) -> str:
     return "".join(
         each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
     )
+
+
+def time_text(at_ms: int) -> str:
+    """Return a time in UTC milliseconds as text."""
+    try:
+        when = datetime.datetime.fromtimestamp(at_ms / 1000, datetime.UTC)
+    except (OverflowError, ValueError):  # a damaged node: after the year 9999
+        return f"{at_ms} ms"
+    return when.isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
 def print_table(titles: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

@@ -95,7 +95,8 @@ class LazyVerb(click.Command):
 
     def load(self) -> Verb:
         """Import the verb."""
-        module, name = import_module(f"waltz_core.cli.{self._module}"), self._verb.replace("-", "_")
+        module = import_module(f"waltz_core.cli.{self._module}")
+        name = re.sub("[ -]", "_", self._verb)
         found = getattr(module, f"{name}_command", None) or getattr(module, name)
         assert isinstance(found, Verb)
         found.help = f"{sentence(self._text)} {found.details}"

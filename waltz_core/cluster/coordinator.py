@@ -27,6 +27,8 @@ from waltz_core.cluster.change.creation import NewCluster, NewStorage, creation_
 from waltz_core.cluster.change.rebuilding import rebuilding_steps
 from waltz_core.cluster.change.restoring import RestoredCluster, restoring_steps
 from waltz_core.cluster.change.storages import Storages
+from waltz_core.cluster.change.stored_permissions import StoredPermissions
+from waltz_core.cluster.membership.applied import AppliedRevisions
 from waltz_core.cluster.membership.assignment import check_replica_change
 from waltz_core.cluster.membership.loads import PublishedLoads
 from waltz_core.cluster.membership.reachability import ReachBoard
@@ -108,6 +110,8 @@ class Coordinator:
         self.audit = AuditLog(self._nodes)
         self.loads = PublishedLoads(self._nodes)
         self.reach = ReachBoard(self._nodes)
+        self.permissions = StoredPermissions(self._nodes)
+        self._applied = AppliedRevisions(self._nodes)
         self.paths = self._nodes.paths
 
     @property
@@ -447,20 +451,40 @@ class Coordinator:
         await self._nodes.follow(check)
 
     async def follow_permissions(self, callback: Callable[[Permissions | None], None]) -> Never:
-        """Call back with the permissions, now and at each change; None: the node is missing."""
+        """Call back with the permissions, now and at each change; None: the node is missing.
+
+        It also publishes the revision that `publish_applied` has stated.
+        """
         path = self.paths.access
         last: bytes | None = b""  # not read yet: the node is never empty
 
         async def check(signal: Signal) -> None:
             nonlocal last
+            await self._applied.publish()  # in a new session, also while the node is unreadable
             node = await self._znodes.get(path, signal)
             now = None if node is None else node.data
             if now == last:
                 return
             callback(None if node is None else decode_node(path, node, access_node.decode))
             last = now
+            await self._applied.publish()
 
         await self._nodes.follow(check)
+
+    def publish_applied(self, name: str, revision: int) -> None:
+        """State the revision of the permissions that this daemon uses (AC 6).
+
+        The callback of `follow_permissions` calls it; that publishes it, in each session again.
+        `membership/applied.py` has the names of daemons.
+        """
+        self._applied.use(name, revision)
+
+    async def read_applied(self) -> dict[str, int]:
+        """Read the revision that each daemon uses, by name, not older than the call.
+
+        A daemon without access control is not in it.
+        """
+        return await self._applied.read()
 
     # --- servers
 

@@ -2,13 +2,14 @@
 
 import asyncio
 import functools
+import json
 from uuid import UUID
 
 import pytest
 
 from tests.archived_log import KEY, PARTITION, STAMP, write_archive
 from tests.commands import run_command
-from tests.unit.cluster.test_backup import BACKUP
+from tests.unit.cluster.test_backup import ACCESS, BACKUP
 from waltz_core.archive.pins import is_pinned, pin
 from waltz_core.archive.saved_manifest import SavedManifest
 from waltz_core.archive.store import ArchiveStore
@@ -19,6 +20,7 @@ from waltz_core.cli.backup.backup_files import BackupPlace
 from waltz_core.cli.backup.restore_command import Limits
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.cluster.change.backup import Backup, PartitionBackup
+from waltz_core.cluster.change.stored_permissions import Author
 from waltz_core.cluster.coordinator import Coordinator, NewCluster
 from waltz_core.cluster.znodes.model import (
     ArchivedMark,
@@ -80,6 +82,7 @@ async def test_a_backup_has_what_zookeeper_and_the_archive_have(store):
     log = write_archive(store, page_entries=2)
     coordinator = await cluster_with(log)
     await coordinator.writes.begin("before", {0: 1}, 10)
+    made = await coordinator.permissions.create(ACCESS, Author("ann", 5))
 
     async def request_marks():
         # A write that ends, one that begins, and an id, while the marks are read.
@@ -103,6 +106,7 @@ async def test_a_backup_has_what_zookeeper_and_the_archive_have(store):
         "before": False,
         "meanwhile": False,
     }
+    assert taken.access == made == ACCESS
     assert Backup.from_bytes(taken.to_bytes(), "f") == taken
 
 
@@ -248,8 +252,34 @@ def test_a_failed_restoration_leaves_neither_a_cluster_nor_a_pin(tmp_path, monke
     assert "/w" not in zookeeper.dump()
 
 
+@pytest.mark.parametrize("access", [None, ACCESS])
+def test_a_restoration_prints_the_revision_of_its_permissions(tmp_path, monkeypatch, store, access):
+    empty = PartitionBackup(-1, -1, -1, None)
+    backup = Backup("shop", UUID(bytes=KEY), 1, 41, (empty,), {}, NOT_RESTORED, access)
+    for words in ((), ("--json",)):
+        zookeeper = MemoryZooKeeper(asyncio.Event)
+        ran = run_restore(backup, zookeeper, tmp_path, monkeypatch, store, *words)
+        assert ran.returncode == 0, ran.stderr
+        assert ("/w/x/access" in zookeeper.dump()) is (access is not None)
+        if words:
+            shown = json.loads(ran.stdout)["access"]
+            expected = {"revision": 17, "changed_by": "ann", "changed_ms": 5}
+            assert shown == (None if access is None else expected)
+        else:
+            line = "permissions: revision 17 of 1970-01-01T00:00:00Z by ann with 0 grants"
+            assert (line in ran.stdout) is (access is not None)
+            assert ("What was revoked later is valid again" in ran.stdout) is (access is not None)
+
+
 def failed_restore(backup, zookeeper, tmp_path, monkeypatch, store, *words):
     """Run the command for a new cluster at /w; return its error."""
+    ran = run_restore(backup, zookeeper, tmp_path, monkeypatch, store, *words, "--json")
+    assert ran.returncode == 1
+    return ran.stderr
+
+
+def run_restore(backup, zookeeper, tmp_path, monkeypatch, store, *words):
+    """Run the command for a new cluster at /w."""
     file = tmp_path / "b"
     file.write_bytes(backup.to_bytes())
 
@@ -262,9 +292,7 @@ def failed_restore(backup, zookeeper, tmp_path, monkeypatch, store, *words):
 
     monkeypatch.setattr(changing, "connected", lambda _connect: Session())
     words = (*words, "--connect", "zk:1/w", "--archive", store.url, "--backup", str(file))
-    ran = run_command("restore", *words, "--storage", "a:1:2", "--json")
-    assert ran.returncode == 1
-    return ran.stderr
+    return run_command("restore", *words, "--storage", "a:1:2")
 
 
 @pytest.mark.parametrize("words", [(), ("--same-key",)])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from waltz_core.cli.cluster.cluster_preferences import _time
+from waltz_core.cli.output import time_text
 
 
 @pytest.mark.parametrize(
@@ -14,4 +14,4 @@ from waltz_core.cli.cluster.cluster_preferences import _time
     ],
 )
 def test_the_time_of_a_damaged_record_is_shown_unchanged(at_ms: int, shown: str):
-    assert _time(at_ms) == shown
+    assert time_text(at_ms) == shown

@@ -7,10 +7,12 @@ from uuid import UUID
 
 import pytest
 
+from waltz_core.access.permissions import Permissions
 from waltz_core.cli.cluster import cluster_rescue
 from waltz_core.cli.cluster.cluster_rescue import _chosen
 from waltz_core.cluster.change.rebuilding import IDS_EPOCH_S, NO_IDS, Ids, Log
 from waltz_core.cluster.membership.assignment import assign_partitions
+from waltz_core.cluster.znodes import access_node
 from waltz_core.cluster.znodes.interface import Set
 from waltz_core.cluster.znodes.model import (
     UNRESOLVED,
@@ -22,7 +24,7 @@ from waltz_core.cluster.znodes.model import (
     ServerDescriptor,
 )
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
-from waltz_core.errors import BadConfig, BadRequest, ReadFailed, Unavailable
+from waltz_core.errors import BadConfig, BadFormat, BadRequest, ReadFailed, Unavailable
 from waltz_core.records.record import BEFORE_FIRST, NO_SESSION
 from waltz_core.wire.messages import Prepared
 
@@ -139,7 +141,7 @@ async def no_archive(*_):
     return ""
 
 
-def rebuilt(monkeypatch, storage, *, now_s, dies_at=()):
+def rebuilt(monkeypatch, storage, *, now_s, dies_at=(), access_file=None):
     """Rebuild a cluster of one partition on one storage, and return what it gives out then.
 
     The command dies once at each of these calls, and is run again.
@@ -167,6 +169,7 @@ def rebuilt(monkeypatch, storage, *, now_s, dies_at=()):
             replicas=1,
             only_nodes=False,
             archive=None,
+            access_file=access_file,
         )
         # A server has registered as soon as there were nodes, and owns the partition.
         make_nodes = cluster_rescue._make_nodes
@@ -210,6 +213,21 @@ def test_new_ids_are_above_those_in_the_logs_after_a_clock_was_set_back(monkeypa
     assert owned > 500
     # A server that has not read the raised generation yet can claim nothing.
     assert 61 < written <= owned
+
+
+def test_exported_permissions_are_restored_once(monkeypatch, tmp_path):
+    file = tmp_path / "access"
+    file.write_bytes(access_node.encode(Permissions(17, "ann", 5, bytes(32))))
+    storage = Storage(Ids(70, 5))
+    *_, notes = rebuilt(
+        monkeypatch, storage, now_s=IDS_EPOCH_S + 9, dies_at=("_assign",), access_file=file
+    )
+    restored = [each for each in notes if "permissions" in each]
+    expected = "restored the permissions of revision 17 of 1970-01-01T00:00:00Z by ann with"
+    assert restored == [f"{expected} 0 grants, 0 groups and 0 tokens as revision 18"]
+    file.write_bytes(b"")
+    with pytest.raises(BadFormat, match=f"{file}: permissions: "):
+        rebuilt(monkeypatch, storage, now_s=IDS_EPOCH_S + 9, access_file=file)
 
 
 DIED = ("_newest_ids", "_write_verdict", "_assign", "_assign")

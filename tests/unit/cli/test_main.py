@@ -28,6 +28,13 @@ def test_a_noun_alone_shows_its_verbs_and_examples(capsys, noun):
     assert f"Examples:\n  waltz-core {noun} " in output
 
 
+def test_a_verb_of_two_words_is_shown_under_its_first(capsys):
+    assert main(["access"]) == 0
+    assert "\n  token        create and revoke tokens\n" in capsys.readouterr().out
+    assert main(["access", "token"]) == 0
+    assert "\n  revoke  revoke a token" in capsys.readouterr().out
+
+
 def test_a_noun_that_is_a_verb_itself_is_run_and_not_explained(capsys):
     assert main(["bench"]) == USAGE_ERROR
     assert "the following arguments are required: WORKLOAD" in capsys.readouterr().err
@@ -132,7 +139,7 @@ def test_every_command_has_a_help_page(capsys):
     for noun in NOUNS:
         assert main([noun, "--help"]) == 0
         for verb in () if is_verb(noun) else verbs_of(noun):
-            assert main([noun, verb, "--help"]) == 0
+            assert main([noun, *verb.split(), "--help"]) == 0
     assert "--connect" in capsys.readouterr().out
 
 
@@ -158,6 +165,7 @@ def test_every_argument_and_option_of_a_command_is_explained(noun):
         ("waltz-core ", set(NOUNS)),
         ("waltz-core cl", {"client", "cluster"}),
         ("waltz-core cluster add", {"add-storage", "add-replica"}),
+        ("waltz-core access token ", {"create", "revoke"}),
         ("waltz-core client read --", {"--partition", "--first", "--last", "--connect", "--json"}),
         ("waltz-core config show ", set(KINDS)),
     ],

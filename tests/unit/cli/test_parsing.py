@@ -17,6 +17,7 @@ def _no_cluster(monkeypatch):
     [
         ("clinet", "waltz-core: there is no 'clinet'; did you mean 'client'?"),
         ("client apend", "waltz-core client: there is no 'apend'; did you mean 'append'?"),
+        ("access token creat", "core access token: there is no 'creat'; did you mean 'create'?"),
         ("config show foo", "there is no 'foo'; expected one of client, local, server, storage"),
         ("cluster show --jsn", "waltz-core cluster show: there is no '--jsn' here; did you mean"),
         ("server run --prot=3", "there is no '--prot' here; did you mean '--port'?"),

@@ -5,6 +5,7 @@ from uuid import UUID
 
 import pytest
 
+from waltz_core.access.permissions import KnownToken, Permissions
 from waltz_core.archive.manifest import Manifest, ObjectEntry, framed, unframed
 from waltz_core.archive.saved_manifest import SavedManifest
 from waltz_core.cluster.change.backup import Backup, PartitionBackup, merged_writes
@@ -44,6 +45,15 @@ def test_a_backup_survives_a_round_trip():
     assert BACKUP.marks == {0: 7, 1: -1}
 
 
+ACCESS = Permissions(17, "ann", 5, bytes(range(32)), tokens={"ab" * 32: KnownToken("t", "x", 9)})
+
+
+def test_a_backup_has_the_permissions_if_there_are_any():
+    taken = replace(BACKUP, access=ACCESS)
+    assert Backup.from_bytes(taken.to_bytes(), "f") == taken
+    assert "access" not in unframed(BACKUP.to_bytes(), "f")
+
+
 def test_every_changed_byte_is_found():
     data = BACKUP.to_bytes()
     for at in range(0, len(data), 11):
@@ -74,6 +84,8 @@ OPEN_STATE = WriteState({}, 1).to_bytes().decode()
         ({"writes": {"w": {"state": OPEN_STATE, "tasks": {"x": ""}}}}, "invalid literal"),
         ({"writes": {"w": {"state": OPEN_STATE, "tasks": {"1": 2}}}}, "expected 1 as str, found 2"),
         ({"restored_from": "{}"}, "RestoredFrom"),
+        ({"access": None}, "expected access as str, found None"),
+        ({"access": "{}"}, "permissions: expected format 1, found None"),
     ],
 )
 def test_wrong_values_are_named(changes, said):

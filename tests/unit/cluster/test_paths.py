@@ -28,6 +28,8 @@ def test_the_table_names_every_path():
         f"{paths.write('W')}/T",
         paths.restored_from,
         paths.access,
+        paths.every_applied,
+        paths.applied("NAME"),
         paths.loads,
         paths.load("ID"),
         paths.reaches,

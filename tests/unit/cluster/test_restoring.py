@@ -7,7 +7,7 @@ from uuid import UUID
 import pytest
 
 from tests.loops import on_virtual_loop
-from tests.unit.cluster.test_backup import BACKUP, KEY, saved
+from tests.unit.cluster.test_backup import ACCESS, BACKUP, KEY, saved
 from waltz_core.cluster.change.backup import PartitionBackup
 from waltz_core.cluster.change.creation import STEP_BYTES_MAX, NewCluster, NewStorage
 from waltz_core.cluster.change.restoring import restored_cluster, restoring_steps
@@ -68,6 +68,13 @@ async def test_counters_of_the_backup_that_are_above_the_clock_continue():
     view = await coordinator.read_partition(0)
     assert (view.metadata.session_id, view.metadata.generation) == (61, 4)
     assert await coordinator.next_client_id() == 42
+
+
+@on_virtual_loop
+async def test_permissions_are_restored_with_their_revision():
+    coordinator = await restored(replace(BACKUP, access=ACCESS))
+    assert await coordinator.permissions.require() == ACCESS
+    assert await (await restored()).permissions.read() is None
 
 
 @on_virtual_loop

@@ -1,11 +1,15 @@
 """Unit tests of `waltz_core.cluster.zookeeper.unreadable`."""
 
 import asyncio
+import ssl
 
 import pytest
 
 from waltz_core import errors
+from waltz_core.access.permissions import Permissions
 from waltz_core.cluster.zookeeper import unreadable
+from waltz_core.transport.identification import Identification
+from waltz_core.transport.tls import ListenContext
 
 
 def test_a_view_is_kept_while_nodes_cannot_be_decoded(
@@ -37,3 +41,37 @@ def test_a_view_is_kept_while_nodes_cannot_be_decoded(
     assert [each.message for each in caplog.records] == [
         f"zookeeper.node_unreadable error={each}" for each in rot
     ]
+
+
+class _Coordinator:
+    """Calls back with some permissions, then fails; notes what is published."""
+
+    def __init__(self, *found: Permissions | None) -> None:
+        self._found = found
+        self.published: list[tuple[str, int]] = []
+
+    async def follow_permissions(self, take):
+        for each in self._found:
+            take(each)
+        raise errors.BadConfig("enough")
+
+    def publish_applied(self, name: str, revision: int) -> None:
+        self.published.append((name, revision))
+
+
+def test_a_daemon_publishes_the_revision_that_it_uses() -> None:
+    """A missing node and a lower revision change nothing."""
+    first, second = (Permissions(each, "ops", 0, bytes(32)) for each in (4, 5))
+    coordinator = _Coordinator(None, first, None, second, first, second)
+    port = ListenContext(ssl.PROTOCOL_TLS_SERVER)
+    port.identification = Identification("CN=(.+)")
+    with pytest.raises(errors.BadConfig, match="enough"):
+        asyncio.run(unreadable.follow_permissions(coordinator, port, "server-1"))
+    assert coordinator.published == [("server-1", 4), ("server-1", 5), ("server-1", 5)]
+
+
+def test_a_daemon_without_access_control_publishes_nothing() -> None:
+    coordinator = _Coordinator(Permissions(4, "ops", 0, bytes(32)))
+    for port in (None, ListenContext(ssl.PROTOCOL_TLS_SERVER)):
+        asyncio.run(unreadable.follow_permissions(coordinator, port, "server-1"))
+    assert coordinator.published == []

@@ -122,6 +122,7 @@ async def take_backup(
         tuple(partitions),
         writes,
         await coordinator.read_restored_from(),
+        await coordinator.permissions.read(),
     )
     taken.check()
     return taken

@@ -14,6 +14,7 @@ import click
 from waltz_core.archive.pins import pin
 from waltz_core.archive.restored_manifest import RestoredRange
 from waltz_core.archive.store import ArchiveStore
+from waltz_core.cli.access.access_copies import described, revision_values
 from waltz_core.cli.backup.backup_files import BackupPlace
 from waltz_core.cli.changing import Command, Result, changes
 from waltz_core.cli.verbs import verb
@@ -165,6 +166,11 @@ def _result(
         kept = "no transactions" if end is None else f"transactions {end.first}..{end.last}"
         is_whole = mark == (BEFORE_FIRST if end is None else end.last) and not (end and end.first)
         lines.append(f"partition {partition_id}: {kept}{'' if is_whole else f' of 0..{mark}'}")
+    if backup.access is not None:
+        lines.append(
+            f"permissions: {described(backup.access)}. What was revoked later is valid again. "
+            "Hint: repeat these revocations before the daemons start."
+        )
     lines.append(
         f"restored {backup.name} at {coordinator.where}: {len(ends)} partitions, key {key}. Start "
         "the storages with empty directories, then the servers"
@@ -174,6 +180,7 @@ def _result(
         "partitions": {
             each: None if end is None else [end.first, end.last] for each, end in ends.items()
         },
+        "access": None if backup.access is None else revision_values(backup.access),
         "summary": "\n".join(lines),
     }
 

@@ -1,12 +1,11 @@
 """`waltz-core cluster prefer | unprefer | audit`: preferred partitions, and the audit log."""
 
 import asyncio
-import datetime
 from collections.abc import Sequence
 
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.changing import Command, Result, changes, connected
-from waltz_core.cli.output import print_json, print_table
+from waltz_core.cli.output import print_json, print_table, time_text
 from waltz_core.cli.queries import query
 from waltz_core.cli.verbs import verb
 from waltz_core.cluster.change.changes import parse_partitions
@@ -131,14 +130,6 @@ async def audit(*, connect: str, as_json: bool) -> int:
             ]
         )
         return 0
-    rows = [(_time(each.begun_ms), each.user, each.command, each.outcome) for each in entries]
+    rows = [(time_text(each.begun_ms), each.user, each.command, each.outcome) for each in entries]
     print_table(("when", "user", "command", "outcome"), rows)
     return 0
-
-
-def _time(at_ms: int) -> str:
-    try:
-        when = datetime.datetime.fromtimestamp(at_ms / 1000, datetime.UTC)
-    except (OverflowError, ValueError):  # a damaged node: after the year 9999
-        return f"{at_ms} ms"
-    return when.isoformat(timespec="seconds").replace("+00:00", "Z")

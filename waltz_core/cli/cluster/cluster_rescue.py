@@ -15,9 +15,11 @@ from uuid import UUID
 
 import click
 
+from waltz_core.access.permissions import Permissions
 from waltz_core.cli import shared_options as options
+from waltz_core.cli.access.access_copies import described, read_export
 from waltz_core.cli.archive.archive_status import archive_url
-from waltz_core.cli.changing import Command, Result, changes
+from waltz_core.cli.changing import Command, Result, changes, now_ms, user_name
 from waltz_core.cli.cluster.archive_recovery import ArchiveRecovery, RecoveredLog, url_of_archive
 from waltz_core.cli.output import print_table
 from waltz_core.cli.storage.owner_requests import (
@@ -32,6 +34,7 @@ from waltz_core.cluster.change import rebuilding
 from waltz_core.cluster.change.changes import Plan, filled
 from waltz_core.cluster.change.creation import NewCluster, NewStorage
 from waltz_core.cluster.change.rebuilding import NO_IDS, Ids, Log, RebuildDecision
+from waltz_core.cluster.change.stored_permissions import Author
 from waltz_core.cluster.coordinator import Coordinator, PartitionView
 from waltz_core.cluster.znodes.model import (
     ArchivedMark,
@@ -360,6 +363,7 @@ class FormerCluster(NamedTuple):
     replicas: int | None
     only_nodes: bool
     archive: str | None
+    access_file: Path | None
 
 
 @verb
@@ -395,13 +399,26 @@ class FormerCluster(NamedTuple):
     help="only create the znodes, so that storages can start; then run the command without it",
 )
 @archive_url
+@click.option(
+    "--access-file",
+    type=options.PATH,
+    metavar="FILE",
+    help="a file of `access export`, if the cluster had permissions",
+)
 @changes(creates=True)
 async def rebuild_metadata(command: Command, **words: Any) -> Result:  # noqa: ANN401
     return await _rebuild(command, FormerCluster(**words))
 
 
+rebuild_metadata.details = (
+    "Storages do not know whether the cluster had permissions, so --access-file is not required. "
+    "Without it the cluster has none, and daemons with access control wait for `access import`."
+)
+
+
 async def _rebuild(command: Command, chosen: FormerCluster) -> Result:
     new, missing = _new_cluster(chosen), [ReplicaId(each) for each in chosen.missing]
+    saved = None if chosen.access_file is None else read_export(chosen.access_file)
     replica_count = chosen.replicas or len(set(new.groups.values()))
     for each in missing:
         if each not in new.groups:
@@ -410,6 +427,8 @@ async def _rebuild(command: Command, chosen: FormerCluster) -> Result:
                 f"only {', '.join(map(str, new.groups))}"
             )
     await _make_nodes(command, new)
+    if saved is not None:
+        await _restore_access(command, saved)
     if chosen.only_nodes:
         key = str(new.cluster_key)
         return {
@@ -572,6 +591,16 @@ async def _make_nodes(command: Command, new: NewCluster) -> None:
         f"the cluster at {coordinator.where} has its metadata, so there is nothing to rebuild. "
         "Hint: if only a part of it is lost, run `cluster delete` first."
     )
+
+
+async def _restore_access(command: Command, saved: Permissions) -> None:
+    """Create the permissions of a file, unless there are some: an earlier run created them."""
+    permissions = command.coordinator.permissions
+    if await permissions.read() is None:
+        author = Author(user_name(), now_ms())
+        change = await permissions.replace(saved, author, lambda _before, _after: None)
+        what = f"restored the permissions of {described(saved)}"
+        command.note(f"{what} as revision {change.after.revision}")
 
 
 async def _is_undecided(coordinator: Coordinator, partition_id: PartitionId) -> bool:

@@ -3,5 +3,6 @@
 `creation.py` creates the nodes of a cluster. `storages.py` registers storages and applies changes
 of replicas; `changes.py` plans those changes in safe steps. `rebuilding.py` writes metadata from
 what storages hold, after ZooKeeper lost it. `backup.py` has the file of a backup, and
-`restoring.py` creates the nodes of a cluster from it. `audit.py` keeps the record of all changes.
+`restoring.py` creates the nodes of a cluster from it. `stored_permissions.py` changes the
+permissions, and `audit.py` keeps the record of all changes.
 """

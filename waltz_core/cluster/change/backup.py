@@ -10,6 +10,8 @@ Rules (docs/decisions/047, "Backup and restore"):
        sessions in the log up to there are known.
     2. A write is done in the backup only if it was done at the first reading (`merged_writes`).
     3. The archive reaches each mark when the backup is complete; it may have more.
+    4. The permissions are in the file as the node has them. A file of a cluster without permissions
+       has none, like one of an earlier version.
 """
 
 from collections.abc import Mapping
@@ -18,9 +20,11 @@ from typing import Any
 from uuid import UUID
 
 from waltz_core import errors
+from waltz_core.access.permissions import Permissions
 from waltz_core.archive.manifest import FORMAT, framed, unframed
 from waltz_core.archive.saved_manifest import SavedManifest
 from waltz_core.cluster.writes import BegunWrite, TaskState, WriteState
+from waltz_core.cluster.znodes.access_node import decode, encode
 from waltz_core.cluster.znodes.model import INT32_MAX
 from waltz_core.cluster.znodes.restored_from import NOT_RESTORED, RestoredFrom
 from waltz_core.records.record import (
@@ -54,6 +58,7 @@ class Backup:
     partitions: tuple[PartitionBackup, ...]
     writes: Mapping[str, BegunWrite] = field(default_factory=dict)
     restored_from: RestoredFrom = NOT_RESTORED
+    access: Permissions | None = None
 
     @property
     def marks(self) -> dict[PartitionId, TransactionId]:
@@ -62,6 +67,7 @@ class Backup:
 
     def to_bytes(self) -> bytes:
         """Return the bytes of the file."""
+        access = {} if self.access is None else {"access": encode(self.access).decode()}
         return framed(
             {
                 "format": FORMAT,
@@ -72,6 +78,7 @@ class Backup:
                 "partitions": [_partition_to_json(each) for each in self.partitions],
                 "writes": {name: _write_to_json(each) for name, each in self.writes.items()},
                 "restored_from": self.restored_from.to_bytes().decode(),
+                **access,  # rule 4
             }
         )
 
@@ -92,6 +99,7 @@ class Backup:
                 tuple(_partition_from_json(each) for each in _of(list, values, "partitions")),
                 {key: _write_from_json(each) for key, each in _of(dict, values, "writes").items()},
                 RestoredFrom.from_bytes(_of(str, values, "restored_from").encode()),
+                decode(_of(str, values, "access").encode()) if "access" in values else None,
             )
             found.check()
         except errors.ChecksumMismatch as error:

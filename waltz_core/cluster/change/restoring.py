@@ -8,16 +8,19 @@ Rules (docs/decisions/047, "Backup and restore"):
     3. A write that began after the restored end of a partition begins at that end. If a partition
        ends before the backup's mark, no write counts as done: a repetition finds its rows in the
        log, and appends those that are missing. A write that is being removed stays so.
+    4. The permissions are those of the backup, with their revision: daemons of a restored cluster
+       start with it.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from waltz_core.access.permissions import Permissions
 from waltz_core.cluster.change.backup import Backup
 from waltz_core.cluster.change.creation import NewCluster, creation_steps
 from waltz_core.cluster.change.rebuilding import NO_SERVER
 from waltz_core.cluster.writes import BegunWrite
-from waltz_core.cluster.znodes import model
+from waltz_core.cluster.znodes import access_node, model
 from waltz_core.cluster.znodes.interface import CreateNode, Operation
 from waltz_core.cluster.znodes.paths import ClusterPaths
 from waltz_core.cluster.znodes.restored_from import RestoredFrom
@@ -41,6 +44,7 @@ class RestoredCluster:
     client_id: ClientId
     writes: Mapping[str, BegunWrite]
     restored_from: RestoredFrom
+    access: Permissions | None = None
 
 
 def next_session(backup: Backup, partition_id: PartitionId, ids: int) -> SessionId:
@@ -77,6 +81,7 @@ def restored_cluster(
             for name, each in backup.writes.items()
         },
         sources,
+        backup.access,
     )
 
 
@@ -113,6 +118,8 @@ def restoring_steps(
         metadata = model.PartitionMetadata(its.generation, its.session_id)
         added.append(CreateNode(paths.partition(each), metadata.to_bytes(each)))
     added.append(CreateNode(paths.restored_from, restored.restored_from.to_bytes()))
+    if restored.access is not None:
+        added.append(CreateNode(paths.access, access_node.encode(restored.access)))
     added.append(CreateNode(paths.writes))
     for name, write in restored.writes.items():
         added.append(CreateNode(paths.write(name), write.state.to_bytes()))

@@ -2,5 +2,6 @@
 
 `registration.py` has the registered servers and the duties of the lead server. `assignment.py`
 assigns partitions to servers and replicas to storages. `loads.py` and `balance.py` move partitions
-by load, and `reachability.py` excludes servers that their peers cannot reach.
+by load, and `reachability.py` excludes servers that their peers cannot reach. `applied.py` has the
+revision of the permissions that each daemon uses.
 """

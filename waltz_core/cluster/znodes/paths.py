@@ -50,7 +50,11 @@ ZNODES = (
     ),
     Znode("R/x/writes/W/T", "persistent", "TaskState (JSON)", "each attempt of task T"),
     Znode("R/x/restored", "persistent", "RestoredFrom (JSON)", "restore"),
-    Znode("R/x/access", "persistent", "Permissions (JSON)", "no process yet (decision 048)"),
+    Znode("R/x/access", "persistent", "Permissions (JSON)", "the access commands, and restore"),
+    Znode("R/x/applied", "persistent", "nothing", "the first daemon with access control"),
+    Znode(
+        "R/x/applied/NAME", "ephemeral", "applied revision (JSON)", "the daemon, at each revision"
+    ),
     Znode("R/x/load", "persistent", "nothing", "the first server that balances by load"),
     Znode("R/x/load/ID", "ephemeral", "loads (JSON)", "server ID, every few seconds"),
     Znode("R/x/reach", "persistent", "nothing", "the first server with an open partition"),
@@ -165,6 +169,15 @@ class ClusterPaths:
     def access(self) -> str:
         """The permissions and tokens of principals."""
         return f"{self.root}/x/access"
+
+    @property
+    def every_applied(self) -> str:
+        """Parent of the revisions of the permissions that daemons use."""
+        return f"{self.root}/x/applied"
+
+    def applied(self, name: str) -> str:
+        """Revision of one daemon; `membership/applied.py` has its name."""
+        return f"{self.every_applied}/{name}"
 
     @property
     def loads(self) -> str:

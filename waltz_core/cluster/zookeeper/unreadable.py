@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, Never, TypeVar
 
+from waltz_core.access.permissions import Permissions
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.errors import BadFormat, BadRequest
 from waltz_core.transport.tls import ListenContext
@@ -47,10 +48,21 @@ async def follow_readable(
         await asyncio.sleep(UNREADABLE_PAUSE_S)
 
 
-async def follow_permissions(coordinator: Coordinator, port: ListenContext | None) -> None:
+async def follow_permissions(
+    coordinator: Coordinator, port: ListenContext | None, name: str
+) -> None:
     """Let a port learn the permissions; return at once if it does not identify its peers.
 
-    Raises like `follow_readable`.
+    The daemon publishes the revision in use under `name` (`membership/applied.py`). Raises like
+    `follow_readable`.
     """
-    if port is not None and port.access is not None:
-        await follow_readable(coordinator.follow_permissions, port.access.learn)
+    if port is None or port.access is None:
+        return
+    access = port.access
+
+    def take(permissions: Permissions | None) -> None:
+        access.learn(permissions)
+        if access.permissions is not None:
+            coordinator.publish_applied(name, access.permissions.revision)
+
+    await follow_readable(coordinator.follow_permissions, take)

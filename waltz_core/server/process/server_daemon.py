@@ -25,6 +25,7 @@ from typing import Final
 
 from waltz_core import errors
 from waltz_core.cluster.coordinator import ClusterView, Coordinator
+from waltz_core.cluster.membership.applied import server_name
 from waltz_core.cluster.membership.registration import ServersView
 from waltz_core.cluster.znodes.model import ReplicaAssignments, ServerDescriptor
 from waltz_core.cluster.znodes.sharing import Shared
@@ -211,7 +212,9 @@ class Server:
                 coordinator = self._coordinator
                 follow = follow_readable(coordinator.follow_replica_assignment, self._assigned)
                 tasks.create_task(follow)
-                tasks.create_task(follow_permissions(coordinator, self._port_ssl))
+                tasks.create_task(
+                    follow_permissions(coordinator, self._port_ssl, server_name(self._server_id))
+                )
                 await retry_start_step(
                     "its registration",
                     lambda: coordinator.register_server(self._descriptor),

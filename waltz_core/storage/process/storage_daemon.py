@@ -38,6 +38,7 @@ from waltz_core.archive.archive_cache import READ_AHEAD_THREADS
 from waltz_core.archive.collection import CollectionJob, CollectionOutcome
 from waltz_core.archive.upload_job import ExpiryJob, ExpiryOutcome, UploadJob, UploadOutcome
 from waltz_core.cluster.coordinator import Coordinator
+from waltz_core.cluster.membership.applied import storage_name
 from waltz_core.cluster.znodes.model import ReplicaAssignments
 from waltz_core.cluster.zookeeper.starting import connected, retry_start_step
 from waltz_core.cluster.zookeeper.unreadable import follow_permissions, follow_readable
@@ -429,7 +430,7 @@ class StorageDaemon:
 
         Removing a storage from the cluster also removes its registration.
         """
-        tasks.create_task(follow_permissions(coordinator, self._ssl))
+        tasks.create_task(follow_permissions(coordinator, self._ssl, storage_name(serving.address)))
         is_known = True
 
         def take(assignments: ReplicaAssignments) -> None:

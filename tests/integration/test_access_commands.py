@@ -1,0 +1,117 @@
+"""`waltz-core access` on a cluster of real processes: what it changes is what daemons use."""
+
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.certificates import Certificates, make
+from tests.commands import run_command
+from tests.patience import HANG_S
+from waltz_core.cli.access import access_run
+from waltz_core.client import WaltzClient
+from waltz_core.config import ClientConfig, render_toml
+from waltz_core.errors import AuthenticationFailed
+from waltz_core.local import LocalCluster, running
+
+PARTITION = 1
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return make(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.fixture(scope="module")
+def cluster(
+    tmp_path_factory: pytest.TempPathFactory, certificates: Certificates
+) -> Iterator[LocalCluster]:
+    file = tmp_path_factory.mktemp("tls") / "tls.toml"
+    file.write_text(render_toml("tls", certificates.settings))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WALTZ_SERVER_ACCESS", "report")
+        patch.setenv("WALTZ_STORAGE_ACCESS", "report")
+        patch.setenv("WALTZ_STORAGE_TLS_REQUIRE_CERTIFICATE", "false")
+        with running(
+            tmp_path_factory.mktemp("cluster") / "local", tls=file, storage_count=1, server_count=1
+        ) as made:
+            yield made
+
+
+def test_permissions_and_tokens_reach_every_daemon(
+    cluster: LocalCluster,
+    certificates: Certificates,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    # However long a daemon takes to find the first permissions, its access control is not off.
+    monkeypatch.setattr(access_run, "OFF_S", HANG_S)
+    own = ("--connect", cluster.connect)
+
+    def access(*words: str, code: int = 0) -> dict[str, object]:
+        ran = run_command("access", *words, "--json", *own)
+        assert ran.returncode == code, (words, ran.stdout, ran.stderr)
+        return json.loads(ran.stdout)
+
+    def change(*words: str) -> dict[str, object]:
+        """Change the permissions, and see that every daemon uses them."""
+        changed = access(*words, "--timeout-s", f"{HANG_S}")
+        assert [each.split()[0] for each in changed["applied"]] == ["server", "storage"]
+        for name in ("server-1", "storage-1"):
+            line = f"access.revision revision={changed['revision']}\n"
+            assert line in cluster.log_path(name).read_text()
+        return changed
+
+    assert change("init")["revision"] == 1
+    change("group", "add", "servers", "s1")
+    change("grant", "servers", "replicate", "--group")
+    change("grant", "ann", "read,append", "--partitions", f"{PARTITION}")
+    file = tmp_path / "token"
+    token_id = change("token", "create", "ann", "--file", str(file))["token_id"]
+    shown = access("list")
+    assert [(each["verb"], each["partitions"]) for each in shown["grants"]] == [
+        ("replicate", "all"),
+        ("read", f"{PARTITION}"),
+        ("append", f"{PARTITION}"),
+    ]
+    assert [each["id"] for each in shown["tokens"]] == [token_id]
+    assert access("check", "ann", "append", "--partition", f"{PARTITION}")["permitted"] is True
+    assert access("check", "ann", "append", "--partition", "0", code=1)["permitted"] is False
+
+    place = cluster.connect.partition("?")[0]
+    connect = f"{place}?tls={certificates.authorities}&token_file={file}"
+    with WaltzClient(connect) as client:
+        assert client.append(b"with a token", partition=PARTITION).result() >= 0
+    change("token", "revoke", token_id)
+    with (
+        WaltzClient(connect, ClientConfig(request_timeout_ms=2_000)) as client,
+        pytest.raises(AuthenticationFailed, match="the token is unknown, revoked or expired"),
+    ):
+        client.high_water_mark(PARTITION)
+
+    audit = json.loads(run_command("cluster", "audit", "--json", *own).stdout)
+    changes = [each for each in audit if each["command"].startswith("access ")]
+    assert [each["outcome"] for each in changes] == ["done"] * 6
+    assert file.read_text().strip() not in str(audit)
+
+
+def test_a_storage_that_does_not_read_a_change_is_named(cluster: LocalCluster):
+    own = ("--connect", cluster.connect)
+    run_command("access", "init", *own)  # unless another test has
+    grant = ("access", "grant", "bob", "read", *own)
+    (address,) = json.loads(run_command("cluster", "show", "--json", *own).stdout)["storages"]
+    cluster.kill("storage-1", signal.SIGSTOP)
+    try:
+        late = run_command(*grant, "--timeout-s", "1")
+    finally:
+        cluster.kill("storage-1", signal.SIGCONT)
+    assert late.returncode == 1
+    assert "bob has read for partitions all; revision" in late.stdout
+    assert f"storage {address}: it " in late.stderr
+    assert "of 2 daemons do not use it. Hint:" in late.stderr
+    again = run_command(*grant, "--timeout-s", f"{HANG_S}")
+    assert again.returncode == 0, again.stderr
+    assert "nothing to change" in again.stdout
+    assert "all 2 daemons use revision" in again.stderr

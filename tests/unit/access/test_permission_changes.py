@@ -1,0 +1,224 @@
+"""Changes of the permissions: merged grants, revocations, groups, limits, tokens, and errors."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from waltz_core.access import permission_changes as changes
+from waltz_core.access.permission_changes import Holder
+from waltz_core.access.permissions import Grant, KnownToken, Permissions, PrincipalLimits
+from waltz_core.access.requirements import AccessVerb
+from waltz_core.cluster.znodes import access_node
+from waltz_core.errors import BadConfig, BadRequest
+
+READ, APPEND, REPLICATE = AccessVerb.READ, AccessVerb.APPEND, AccessVerb.REPLICATE
+COUNT = 10
+EMPTY = Permissions(1, "ops", 0, bytes(32))
+ANN, SERVERS = Holder("ann", is_group=False), Holder("servers", is_group=True)
+TOKEN = KnownToken("t1", "ann", 5)
+
+
+def revoked(old, holder, verbs, partitions):
+    return changes.revoke(old, holder, verbs, partitions, partition_count=COUNT)
+
+
+def test_several_verbs_are_granted_at_once_and_merged_with_earlier_grants():
+    first = changes.grant(EMPTY, ANN, [READ, APPEND], ((0, 3),))
+    assert first.grants == (
+        Grant("ann", False, READ, ((0, 3),)),
+        Grant("ann", False, APPEND, ((0, 3),)),
+    )
+    second = changes.grant(first, ANN, [READ], ((2, 5), (7, 7)))
+    assert second.grants == (Grant("ann", False, READ, ((0, 5), (7, 7))), first.grants[1])
+    assert changes.grant(second, ANN, [READ], ((6, 6),)).grants[0].partitions == ((0, 7),)
+    every = changes.grant(second, ANN, [READ], None)
+    assert every.grants[0].partitions is None
+    assert changes.grant(every, ANN, [READ], ((0, 1),)) == every
+
+
+def test_two_grants_of_one_holder_and_verb_become_one():
+    written = replace(
+        EMPTY,
+        grants=(
+            Grant("ann", False, READ, ((0, 0),)),
+            Grant("bob", False, READ, None),
+            Grant("ann", False, READ, ((5, 5),)),
+        ),
+    )
+    assert changes.grant(written, ANN, [READ], ((1, 1),)).grants == (
+        Grant("ann", False, READ, ((0, 1), (5, 5))),
+        Grant("bob", False, READ, None),
+    )
+
+
+def test_a_group_and_a_principal_of_one_name_have_grants_of_their_own():
+    old = changes.add_to_group(EMPTY, "ann", ["bob"])
+    both = changes.grant(
+        changes.grant(old, ANN, [READ], None), Holder("ann", is_group=True), [APPEND], None
+    )
+    assert changes.granted(both, "ann", READ, COUNT) == set(range(COUNT))
+    assert changes.granted(both, "ann", APPEND, COUNT) == set()
+    assert changes.granted(both, "bob", APPEND, COUNT) == set(range(COUNT))
+
+
+def test_a_revocation_leaves_the_other_partitions():
+    every = changes.grant(EMPTY, ANN, [READ, APPEND], None)
+    some = revoked(every, ANN, [READ], ((2, 3), (9, 9)))
+    assert some.grants[0].partitions == ((0, 1), (4, 8))
+    assert some.grants[1] == every.grants[1]
+    assert revoked(some, ANN, [READ], None).grants == (every.grants[1],)
+    assert revoked(some, ANN, [READ], ((0, 9),)).grants == (every.grants[1],)
+
+
+def test_a_revocation_of_what_is_not_granted_is_an_error():
+    old = changes.grant(EMPTY, ANN, [READ], ((0, 3),))
+    for holder, verbs, partitions in (
+        (ANN, [APPEND], None),
+        (ANN, [READ], ((4, 5),)),
+        (Holder("bob", is_group=False), [READ], None),
+    ):
+        with pytest.raises(BadRequest, match=r"has no grant of \w+ for partitions"):
+            revoked(old, holder, verbs, partitions)
+    # One of several verbs is enough.
+    assert revoked(old, ANN, [READ, APPEND], None).grants == ()
+
+
+partition_sets = st.sets(st.integers(0, COUNT - 1), min_size=1)
+
+
+@given(st.lists(st.tuples(st.booleans(), partition_sets), max_size=8))
+def test_grants_and_revocations_are_unions_and_differences(steps):
+    found, expected = EMPTY, set()
+    for is_grant, numbers in steps:
+        ranges = changes.ranges_of(numbers)
+        if is_grant:
+            found, expected = changes.grant(found, ANN, [READ], ranges), expected | numbers
+        elif expected & numbers:
+            found, expected = revoked(found, ANN, [READ], ranges), expected - numbers
+        assert changes.granted(found, "ann", READ, COUNT) == expected
+        assert len(found.grants) <= 1
+        access_node.encode(found)  # asserts that it decodes
+
+
+@pytest.mark.parametrize("name", ["", "a b", "other", "x" * 129, "ä"])
+def test_a_principal_is_checked_before_it_is_encoded(name):
+    for change in (
+        lambda: changes.grant(EMPTY, Holder(name, is_group=False), [READ], None),
+        lambda: changes.add_to_group(EMPTY, "g", [name]),
+        lambda: changes.set_limits(EMPTY, name, PrincipalLimits(feeds=1)),
+        lambda: changes.add_token(EMPTY, "ab" * 32, KnownToken("t", name, 1)),
+    ):
+        with pytest.raises(BadConfig, match="expected a principal of 1 to 128 characters"):
+            change()
+
+
+def test_anonymous_may_have_grants_and_no_token():
+    made = changes.grant(EMPTY, Holder("anonymous", is_group=False), [READ], None)
+    assert changes.granted(made, "anonymous", READ, 1) == {0}
+    with pytest.raises(BadConfig, match="not reserved, found 'anonymous'"):
+        changes.add_token(EMPTY, "ab" * 32, KnownToken("t", "anonymous", 1))
+
+
+@pytest.mark.parametrize("text", ["", "write", "read,", "READ", "read append"])
+def test_unknown_verbs_are_rejected(text):
+    with pytest.raises(BadConfig, match="expected verbs of read, append, administer, replicate"):
+        changes.parse_verbs(text)
+
+
+def test_verbs_are_parsed_in_order_and_once():
+    assert changes.parse_verbs("append, read,append") == (APPEND, READ)
+
+
+# --- the last replicate
+
+
+def test_the_last_replicate_of_a_partition_stays():
+    group = changes.add_to_group(EMPTY, "servers", ["s1", "s2"])
+    old = changes.grant(group, SERVERS, [REPLICATE], None)
+
+    def is_checked(after):
+        with pytest.raises(BadRequest, match="no principal would have replicate for partitions"):
+            changes.check_replicate(old, after, COUNT)
+
+    is_checked(revoked(old, SERVERS, [REPLICATE], None))
+    is_checked(revoked(old, SERVERS, [REPLICATE], ((3, 3),)))
+    is_checked(changes.delete_group(old, "servers"))
+    is_checked(changes.remove_from_group(old, "servers", ["s1", "s2"]))
+    changes.check_replicate(old, changes.remove_from_group(old, "servers", ["s1"]), COUNT)
+    other = changes.grant(old, Holder("s3", is_group=False), [REPLICATE], ((0, 9),))
+    changes.check_replicate(other, changes.delete_group(other, "servers"), COUNT)
+
+
+def test_permissions_without_replicate_may_stay_without():
+    changes.check_replicate(EMPTY, EMPTY, COUNT)
+
+
+# --- groups, limits, tokens
+
+
+def test_a_group_gets_and_loses_members():
+    made = changes.add_to_group(EMPTY, "g", ["a", "b", "a"])
+    assert made.groups == {"g": ("a", "b")}
+    more = changes.add_to_group(made, "g", ["c", "a"])
+    assert more.groups == {"g": ("a", "b", "c")}
+    assert changes.remove_from_group(more, "g", ["a", "c"]).groups == {"g": ("b",)}
+    with pytest.raises(BadRequest, match="d is not a member of group g"):
+        changes.remove_from_group(more, "g", ["a", "d"])
+
+
+def test_a_deleted_group_loses_its_grants():
+    old = changes.add_to_group(EMPTY, "g", ["a"])
+    old = changes.grant(old, Holder("g", is_group=True), [READ], None)
+    old = changes.grant(old, Holder("g", is_group=False), [READ], None)
+    made = changes.delete_group(old, "g")
+    assert made.groups == {}
+    assert made.grants == (Grant("g", False, READ, None),)
+    access_node.encode(made)
+
+
+def test_a_missing_group_is_named():
+    for change in (
+        lambda: changes.grant(EMPTY, SERVERS, [READ], None),
+        lambda: revoked(EMPTY, SERVERS, [READ], None),
+        lambda: changes.delete_group(EMPTY, "servers"),
+        lambda: changes.remove_from_group(EMPTY, "servers", ["a"]),
+    ):
+        with pytest.raises(BadRequest, match="there is no group 'servers'; the groups are: none"):
+            change()
+
+
+def test_limits_are_set_one_by_one_and_removed_together():
+    made = changes.set_limits(EMPTY, "*", PrincipalLimits(connections=5))
+    made = changes.set_limits(made, "*", PrincipalLimits(feeds=7))
+    assert made.limits == {"*": PrincipalLimits(connections=5, feeds=7)}
+    assert changes.remove_limits(made, "*").limits == {}
+    with pytest.raises(BadRequest, match="ann has no limits of its own"):
+        changes.remove_limits(made, "ann")
+    for value in (0, -1, 1 << 63):
+        with pytest.raises(BadConfig, match="feeds: expected 1 or more"):
+            changes.set_limits(made, "*", PrincipalLimits(feeds=value))
+
+
+def test_tokens_are_added_and_revoked_by_id():
+    made = changes.add_token(EMPTY, "ab" * 32, TOKEN)
+    assert changes.add_token(made, "ab" * 32, TOKEN) == made  # again, after an unknown outcome
+    with pytest.raises(BadRequest, match="there is a token t1 already"):
+        changes.add_token(made, "cd" * 32, TOKEN)
+    with pytest.raises(BadRequest, match="there is a token t2 already"):
+        changes.add_token(made, "ab" * 32, replace(TOKEN, token_id="t2"))
+    assert changes.revoke_token(made, "t1").tokens == {}
+    with pytest.raises(BadRequest, match="there is no token 't2'"):
+        changes.revoke_token(made, "t2")
+    assert changes.remove_expired_tokens(made, 4) == made
+    assert changes.remove_expired_tokens(made, 5).tokens == {}
+
+
+def test_a_revision_has_a_printable_author():
+    made = changes.next_revision(EMPTY, 7, "a\nb\udc80" + 500 * "x", 9)
+    assert (made.revision, made.changed_ms) == (7, 9)
+    assert made.changed_by == ("a?b?" + 500 * "x")[: changes.TEXT_CHARACTERS_MAX]
+    access_node.encode(made)
+    with pytest.raises(BadRequest, match="expected a revision of 9223372036854775807 at most"):
+        changes.next_revision(EMPTY, 1 << 63, "ops", 9)

@@ -1,0 +1,445 @@
+"""`waltz-core access`: what it changes and prints, its files, and the daemons that it waits for."""
+
+import asyncio
+import json
+from dataclasses import replace
+
+import pytest
+
+from tests.cluster_contract import ADDRESSES, KEY, STORAGES, descriptor
+from tests.commands import run_command
+from waltz_core.access.tokens import hash_of
+from waltz_core.cli.access import access_copies, access_run, access_views
+from waltz_core.cluster.change.creation import NewCluster
+from waltz_core.cluster.change.stored_permissions import StoredPermissions
+from waltz_core.cluster.znodes import access_node
+from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper, WriteFault
+from waltz_core.errors import CoordinatorOutcomeUnknown, CoordinatorUnavailable
+
+CONNECT = ("--connect", "zk:1/w")
+NODE = "/w/x/access"
+SERVER, STORAGE = "server 10.0.1.1:5001", f"storage {ADDRESSES[0]}"
+
+
+class World:
+    """A cluster in memory, of which each command opens a session."""
+
+    def __init__(self):
+        self.zookeeper = MemoryZooKeeper(asyncio.Event)
+        self.faults = []
+        self.daemons = []
+        asyncio.run(self._create())
+
+    async def _create(self):
+        coordinator = self.zookeeper.coordinator("/w")
+        await coordinator.create_cluster(
+            NewCluster("w", 8, KEY, STORAGES[:1], {ADDRESSES[0]: tuple(range(8))})
+        )
+        await coordinator.register_server(descriptor(1))
+        self.daemons = [coordinator, self.zookeeper.coordinator("/w")]
+
+    def publish(self, *revisions):
+        """Let the server and the storage publish these revisions; None: nothing."""
+
+        async def publish():
+            names = ("server-1", f"storage-{ADDRESSES[0]}")
+            for each, name, revision in zip(self.daemons, names, revisions, strict=True):
+                if revision is not None:
+                    each.publish_applied(name, revision)
+                    await each._applied.publish()
+
+        asyncio.run(publish())
+
+    def connected(self, _connect):
+        world = self
+
+        class Session:
+            async def __aenter__(self):
+                coordinator = world.zookeeper.coordinator("/w")
+                coordinator._znodes.faults = world.faults
+                return coordinator
+
+            async def __aexit__(self, *_):
+                pass
+
+        return Session()
+
+    def run(self, *words, code=0):
+        """Run a command of `access`."""
+        command = run_command("access", *map(str, words), *CONNECT)
+        assert command.returncode == code, (words, command.stdout, command.stderr)
+        return command
+
+    def json(self, *words, code=0):
+        """Run a command and return its JSON."""
+        return json.loads(self.run(*words, "--json", code=code).stdout)
+
+    @property
+    def permissions(self):
+        return access_node.decode(self.zookeeper.dump()[NODE])
+
+    @property
+    def audit(self):
+        rows = [data for path, data in self.zookeeper.dump().items() if "/x/audit/e_" in path]
+        return [(each["command"], each["outcome"]) for each in map(json.loads, rows)]
+
+
+@pytest.fixture
+def world(monkeypatch):
+    made = World()
+    for module in (access_run, access_views, access_copies):
+        monkeypatch.setattr(module, "connected", made.connected)
+    monkeypatch.setattr(access_run, "OFF_S", 0.0)
+    return made
+
+
+@pytest.fixture
+def begun(world):
+    """A cluster whose servers have `replicate`."""
+    world.run("init")
+    world.run("group", "add", "servers", "s1", "s2")
+    world.run("grant", "servers", "replicate", "--group")
+    return world
+
+
+def test_permissions_are_created_once(world):
+    created = world.run("init", "--accept-0.13")
+    assert created.stdout == "the cluster has permissions, which grant nothing; revision 1\n"
+    assert world.permissions.accepts_0_13
+    assert "access control is off at all 2 daemons, or they have no session" in created.stderr
+    key = world.permissions.client_key
+    assert "has permissions already" in world.run("init", code=1).stderr
+    assert world.permissions.client_key == key
+    assert key.hex() not in created.stdout + created.stderr
+    assert world.run("accept-0-13", "off").stdout.startswith("client IDs without a proof are not")
+    assert not world.permissions.accepts_0_13
+
+
+def test_every_change_needs_permissions_and_a_cluster(world):
+    words = [("grant", "a", "read"), ("list",), ("check", "a", "read"), ("token", "revoke", "t")]
+    for each in words:
+        assert "has no permissions. Hint: `access init`" in world.run(*each, code=1).stderr
+
+
+def test_grants_are_shown_and_checked(begun):
+    granted = begun.run("grant", "etl", "read,append", "--partitions", "0-3,7")
+    assert granted.stdout == "etl has read,append for partitions 0-3,7; revision 4\n"
+    assert begun.permissions.changed_by
+    shown = begun.json("list")
+    assert (shown["revision"], shown["groups"]) == (4, {"servers": ["s1", "s2"]})
+    assert shown["grants"] == [
+        {"group": "servers", "verb": "replicate", "partitions": "all"},
+        {"principal": "etl", "verb": "read", "partitions": "0-3,7"},
+        {"principal": "etl", "verb": "append", "partitions": "0-3,7"},
+    ]
+    text = begun.run("list").stdout
+    assert "etl            read,append  0-3,7\n" in text
+    assert "group servers  replicate    all\n" in text
+    for words, code in (
+        (("etl", "append", "--partition", "7"), 0),
+        (("etl", "append", "--partition", "6"), 1),
+        (("etl", "append"), 1),
+        (("etl", "replicate", "--partition", "0"), 1),
+        (("s2", "replicate"), 0),
+        (("servers", "replicate"), 1),
+    ):
+        assert begun.json("check", *words, code=code)["permitted"] is (code == 0)
+    denied = begun.run("check", "etl", "append", code=1)
+    assert denied.stdout == "denied: etl has append for partitions 0-3,7; revision 4\n"
+
+
+def test_an_equal_grant_makes_no_revision(begun):
+    again = begun.run("grant", "servers", "replicate", "--group", "--partitions", "0-3")
+    assert again.stdout == "nothing to change; the permissions have revision 3\n"
+    assert begun.json("grant", "servers", "replicate", "--group")["changed"] is False
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (("grant", "a b", "read"), "expected a principal of 1 to 128 characters"),
+        (("grant", "etl", "write"), "expected verbs of read, append, administer, replicate"),
+        (("grant", "etl", "read", "--partitions", "8"), "'8': expected partitions like 0-3,7 of"),
+        (
+            ("grant", "readers", "read", "--group"),
+            "there is no group 'readers'; the groups are: se",
+        ),
+        (("revoke", "etl", "read"), "etl has no grant of read for partitions all"),
+        (("limit", "etl"), "expected one or more limits, or --remove"),
+        (("limit", "etl", "--feeds", "0"), "feeds: expected 1 or more, found 0"),
+        (("limit", "etl", "--feeds", "1", "--remove"), "expected one or more limits, or --remove"),
+        (("check", "etl", "read", "--partition", "8"), "expected a partition of 0..7, found 8"),
+        (("token", "revoke"), "expected the ID of a token, or --expired"),
+        (("token", "revoke", "t1"), "there is no token 't1'"),
+    ],
+)
+def test_wrong_input_changes_nothing(begun, words, error):
+    before = begun.permissions
+    assert error in begun.run(*words, code=1).stderr
+    assert begun.permissions == before
+
+
+def test_the_last_replicate_stays_without_force(begun):
+    last = (
+        ("revoke", "servers", "replicate", "--group", "--partitions", "2"),
+        ("group", "remove", "servers", "s1", "s2"),
+        ("group", "delete", "servers"),
+    )
+    before = begun.permissions
+    for words in last:
+        assert "no principal would have replicate for part" in begun.run(*words, code=1).stderr
+    assert begun.permissions == before
+    begun.run(*last[0], "--force")
+    assert begun.permissions.grants[0].partitions == ((0, 1), (3, 7))
+    begun.run(*last[2], "--force")
+    assert begun.permissions.grants == ()
+
+
+def test_a_revocation_names_what_groups_still_permit(begun):
+    begun.run("group", "add", "analysts", "ann")
+    begun.run("grant", "analysts", "read", "--group", "--partitions", "0-1")
+    begun.run("grant", "ann", "read")
+    revoked = begun.run("revoke", "ann", "read")
+    assert revoked.stdout == "ann has no grant of read for partitions all; revision 7\n"
+    assert "ann still has read for partitions 0-1 by a group\n" in revoked.stderr
+
+
+def test_limits_are_shown(begun):
+    begun.run("limit", "*", "--connections", "100")
+    begun.run("limit", "etl", "--bytes-per-s", "5", "--appends-per-s", "6")
+    assert begun.json("list")["limits"] == {
+        "*": {"connections": 100},
+        "etl": {"bytes_per_s": 5, "appends_per_s": 6},
+    }
+    assert "etl        5            6              -            -" in begun.run("list").stdout
+    begun.run("limit", "etl", "--remove")
+    assert list(begun.permissions.limits) == ["*"]
+
+
+def test_each_change_has_an_audit_entry(begun):
+    begun.run("revoke", "servers", "replicate", "--group", code=1)
+    commands = [(command.split(" --connect")[0], outcome) for command, outcome in begun.audit]
+    assert commands[:3] == [
+        ("access init", "done"),
+        ("access group add servers s1 s2", "done"),
+        ("access grant servers replicate --group", "done"),
+    ]
+    assert commands[3][1].startswith("failed: no principal would have replicate")
+
+
+# --- tokens
+
+
+def test_a_token_has_a_private_file_and_its_hash_in_zookeeper(begun, tmp_path):
+    file = tmp_path / "token"
+    created = begun.run("token", "create", "etl", "--file", str(file), "--expires", "12h")
+    secret = file.read_text().strip()
+    assert file.stat().st_mode & 0o777 == 0o600
+    ((token_hash, known),) = begun.permissions.tokens.items()
+    assert token_hash == hash_of(bytes.fromhex(secret))
+    assert known.principal == "etl"
+    assert known.expires_ms - begun.permissions.changed_ms == 12 * 3_600_000
+    assert f"token {known.token_id} of etl in {file} expires 20" in created.stdout
+    assert "etl has no grant. Hint: `access grant` adds one." in created.stderr
+
+    begun.run("grant", "etl", "read")
+    (shown,) = begun.json("list")["tokens"]
+    assert shown == {
+        "id": known.token_id,
+        "principal": "etl",
+        "expires_ms": known.expires_ms,
+        "is_expired": False,
+    }
+    output = begun.run("list").stdout + begun.run("list", "--json").stdout + str(begun.audit)
+    for each in (secret, token_hash, begun.permissions.client_key.hex()):
+        assert each not in output
+    assert "is revoked" in begun.run("token", "revoke", known.token_id).stdout
+    assert begun.permissions.tokens == {}
+
+
+def test_an_existing_file_is_not_overwritten(begun, tmp_path):
+    file = tmp_path / "token"
+    file.write_text("mine")
+    before = begun.permissions
+    words = ("token", "create", "etl", "--file")
+    assert "expected a new file, found an existing one" in begun.run(*words, file, code=1).stderr
+    assert file.read_text() == "mine"
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "target")
+    begun.run(*words, link, code=1)
+    assert not (tmp_path / "target").exists()
+    assert "No such file" in begun.run(*words, tmp_path / "no" / "token", code=1).stderr
+    assert begun.permissions == before
+
+
+@pytest.mark.parametrize("expires", ["0d", "90", "d", "-1d", "3651d", "1.5h", "90 d"])
+def test_a_token_expires_after_a_duration(begun, tmp_path, expires):
+    file = tmp_path / "token"
+    words = ("token", "create", "etl", "--file", file, f"--expires={expires}")
+    assert "--expires: expected a duration such as 90d" in begun.run(*words, code=1).stderr
+    assert not file.exists()
+
+
+def test_a_rejected_token_leaves_no_file(begun, tmp_path, monkeypatch):
+    file = tmp_path / "token"
+    words = ("token", "create", "--file", file)
+    assert (
+        "expected a principal that is not reserved" in begun.run(*words, "anonymous", code=1).stderr
+    )
+    assert not file.exists()
+    size = len(begun.zookeeper.dump()[NODE])
+    monkeypatch.setattr(access_node, "NODE_BYTES_MAX", size + 10)
+    too_large = begun.run(*words, "etl", code=1)
+    assert f"bytes, expected at most {size + 10}. Hint: use groups" in too_large.stderr
+    assert not file.exists()
+
+
+def test_a_token_with_an_unknown_outcome_keeps_its_file(begun, tmp_path, monkeypatch):
+    """The command ends between the write and its answer: the token may be valid."""
+    file, before = tmp_path / "token", begun.permissions
+
+    async def unanswered(_self, _made, _before):
+        raise CoordinatorOutcomeUnknown("zk:1 did not answer a write")
+
+    monkeypatch.setattr(StoredPermissions, "_is_written", unanswered)
+    failed = begun.run("token", "create", "etl", "--file", file, code=1)
+    assert "Hint: `access list` shows whether token t" in failed.stderr
+    assert file.exists()
+    assert begun.permissions == before
+
+
+def test_expired_tokens_are_removed_together(begun, tmp_path):
+    for name, expires in (("a", "1m"), ("b", "90d")):
+        begun.run("token", "create", name, "--file", tmp_path / name, "--expires", expires)
+    path = NODE
+    found = begun.permissions
+    old = {
+        key: replace(each, expires_ms=1) if each.principal == "a" else each
+        for key, each in found.tokens.items()
+    }
+    entry = begun.zookeeper.entry(path)
+    begun.zookeeper._nodes[path] = replace(
+        entry, data=access_node.encode(replace(found, tokens=old))
+    )
+    assert [each["is_expired"] for each in begun.json("list")["tokens"]] == [True, False]
+    removed = begun.run("token", "revoke", "--expired")
+    assert removed.stdout.startswith("1 expired tokens are removed; revision")
+    assert [each.principal for each in begun.permissions.tokens.values()] == ["b"]
+
+
+# --- files
+
+
+def test_an_export_is_imported_with_a_later_revision(begun, tmp_path):
+    file = tmp_path / "access"
+    begun.run("export", "--file", file)
+    saved = begun.permissions
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert access_node.decode(file.read_bytes()) == saved
+    begun.run("export", "--file", file, code=1)
+    begun.run("grant", "etl", "read")
+    preview = begun.run("import", "--file", file)
+    assert "nothing was changed. Hint: add --yes" in preview.stdout
+    assert "the file has revision 3 of 20" in preview.stdout
+    assert "the cluster has revision 4 of 20" in preview.stdout
+    assert begun.permissions.revision == 4
+    begun.run("import", "--file", file, "--yes")
+    now = begun.permissions
+    assert replace(now, revision=3, changed_by="", changed_ms=0) == replace(
+        saved, changed_by="", changed_ms=0
+    )
+    assert now.revision == 5
+
+
+def test_an_import_without_replicate_needs_force(begun, tmp_path):
+    file = tmp_path / "access"
+    file.write_bytes(access_node.encode(replace(begun.permissions, grants=())))
+    words = ("import", "--file", file, "--yes")
+    assert "no principal would have replicate" in begun.run(*words, code=1).stderr
+    begun.run(*words, "--force")
+    assert begun.permissions.grants == ()
+
+
+def test_a_file_that_is_no_export_is_named(begun, tmp_path):
+    file = tmp_path / "access"
+    file.write_bytes(b"{}")
+    for words in (("--file", file), ("--file", file, "--yes")):
+        assert (
+            f"{file}: permissions: expected format 1" in begun.run("import", *words, code=1).stderr
+        )
+    file.write_bytes((access_node.NODE_BYTES_MAX + 1) * b" ")
+    assert "bytes, found more" in begun.run("import", "--file", file, code=1).stderr
+
+
+# --- the daemons
+
+
+def test_a_command_names_the_daemons_that_use_its_revision(begun):
+    begun.publish(4, 4)
+    shown = begun.json("grant", "etl", "read", "--timeout-s", "0")
+    assert (shown["applied"], shown["late"]) == ([SERVER, STORAGE], {})
+    begun.publish(5, 4)
+    late = begun.run("grant", "etl", "append", "--timeout-s", "0", code=1)
+    assert f"{STORAGE}: it uses revision 4\n" in late.stderr
+    assert "revision 5 is stored, and 1 of 2 daemons do not use it. Hint:" in late.stderr
+    assert late.stdout == "etl has append for partitions all; revision 5\n"
+    assert begun.json("list")["late"] == {STORAGE: "it uses revision 4"}
+    begun.publish(5, 5)
+    # The same command waits again.
+    assert "all 2 daemons use revision 5" in begun.run("grant", "etl", "append").stderr
+
+
+def test_a_daemon_without_a_revision_is_not_taken_for_one_that_uses_it(begun):
+    """It may have lost its session, and still permit what was revoked."""
+    begun.publish(4, None)
+    late = begun.run("grant", "etl", "read", "--timeout-s", "0", code=1)
+    assert f"{STORAGE}: it publishes no revision; access control is off there, or" in late.stderr
+    shown = begun.json("grant", "etl", "read", "--timeout-s", "0", code=1)
+    assert shown["without_revision"] == [STORAGE]
+
+
+def test_a_daemon_with_a_later_revision_than_zookeepers_ignores_changes(begun):
+    begun.publish(17, 4)
+    late = begun.run("grant", "etl", "read", "--timeout-s", "0", code=1)
+    assert f"{SERVER}: it uses revision 17, and ignores earlier ones" in late.stderr
+    assert "Restart a daemon with a later revision" in late.stderr
+
+
+def test_a_command_waits_until_the_daemons_use_its_revision(begun, monkeypatch):
+    begun.publish(3, 3)
+    waits = []
+    sleep = asyncio.sleep
+
+    async def publish_later(_seconds):
+        waits.append(1)
+        for each in begun.daemons if len(waits) == 3 else ():
+            name = each._applied._wanted[0]
+            each.publish_applied(name, 4)
+            await each._applied.publish()
+        await sleep(0)
+
+    monkeypatch.setattr(access_run.asyncio, "sleep", publish_later)
+    assert "all 2 daemons use revision 4" in begun.run("grant", "etl", "read").stderr
+    assert len(waits) == 3
+
+
+def test_a_change_is_shown_although_zookeeper_is_lost_afterwards(begun, tmp_path, monkeypatch):
+    async def lost(_coordinator, _revision):
+        raise CoordinatorUnavailable("zk:1 does not answer")
+
+    monkeypatch.setattr(access_run, "read_applied", lost)
+    for words in ((), ("--json",)):
+        file = tmp_path / f"token{len(words)}"
+        failed = begun.run("token", "create", "etl", "--file", file, *words, code=1)
+        *_, known = begun.permissions.tokens.values()
+        assert f"token {known.token_id} of etl in {file}" in failed.stderr
+        assert "which daemons use it is unknown: zk:1 does not answer. Hint" in failed.stderr
+        assert (f"token {known.token_id}" in failed.stdout) is (not words)
+
+
+@pytest.mark.parametrize("fault", WriteFault)
+def test_a_lost_answer_of_zookeeper_makes_no_second_revision(begun, fault):
+    # The first write is that of the audit.
+    begun.faults.extend([None, fault])
+    begun.run("grant", "etl", "read")
+    assert begun.permissions.revision == 4

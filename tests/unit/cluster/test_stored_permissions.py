@@ -1,0 +1,64 @@
+"""Changes of the permissions whose answer from ZooKeeper is lost."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from tests.cluster_contract import KEY
+from tests.loops import on_virtual_loop
+from waltz_core.access.permissions import Permissions, PrincipalLimits
+from waltz_core.cluster.change.creation import NewCluster
+from waltz_core.cluster.change.stored_permissions import Author
+from waltz_core.cluster.znodes import access_node
+from waltz_core.cluster.znodes.interface import Set
+from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper, WriteFault
+
+FIRST = Permissions(1, "ops", 0, bytes(32))
+AUTHOR = Author("ann", 7)
+
+
+def with_limits(old):
+    return replace(old, limits={**old.limits, f"p{len(old.limits)}": PrincipalLimits(feeds=1)})
+
+
+async def cluster():
+    coordinator = MemoryZooKeeper(asyncio.Event).coordinator("/w")
+    await coordinator.create_cluster(NewCluster("w", 1, KEY))
+    return coordinator
+
+
+@pytest.mark.parametrize("fault", WriteFault)
+@on_virtual_loop
+async def test_a_change_with_a_lost_answer_is_made_once(fault):
+    coordinator = await cluster()
+    faults = coordinator._znodes.faults
+    faults.append(fault)
+    made = await coordinator.permissions.create(FIRST, AUTHOR)
+    assert made == replace(FIRST, changed_by="ann", changed_ms=7)
+    assert not faults
+    faults.append(fault)
+    done = await coordinator.permissions.change(with_limits, AUTHOR)
+    assert (done.before, done.after.revision, len(done.after.limits)) == (made, 2, 1)
+    assert not faults
+    assert await coordinator.permissions.require() == done.after
+
+
+@on_virtual_loop
+async def test_a_change_is_computed_again_after_a_concurrent_one():
+    coordinator = await cluster()
+    made = await coordinator.permissions.create(FIRST, AUTHOR)
+    seen = []
+
+    def with_rival(old):
+        seen.append(old.revision)
+        if len(seen) == 1:
+            znodes, path = coordinator._znodes._zookeeper, coordinator.paths.access
+            rival = replace(with_limits(made), revision=2)
+            znodes.apply([Set(path, access_node.encode(rival), 0)], 0)
+        return with_limits(old)
+
+    done = await coordinator.permissions.change(with_rival, AUTHOR)
+    assert seen == [1, 2]
+    assert (done.after.revision, sorted(done.after.limits)) == (3, ["p0", "p1"])
+    assert await coordinator.permissions.require() == done.after

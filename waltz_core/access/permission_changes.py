@@ -1,0 +1,351 @@
+"""Changes of the permissions, as pure functions: each returns the permissions after the change.
+
+`Coordinator.change_permissions` writes the result with the next revision.
+
+Rules:
+    1. Input is checked here, before `access_node` encodes it: BadConfig for a value that no node
+       may have, BadRequest for a change that does not fit the permissions.
+    2. A holder has at most one grant of a verb after a change of it: partitions are merged.
+    3. A partition for which a principal has `replicate` keeps one, unless the caller forces the
+       change: without one, its server cannot open a session (`check_replicate`).
+    4. A change that has no effect returns equal permissions, so no revision is written.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Final, NamedTuple, TypeAlias
+
+from waltz_core.access.permissions import (
+    DEFAULT_LIMITS,
+    Grant,
+    KnownToken,
+    Permissions,
+    PrincipalLimits,
+)
+from waltz_core.access.principals import ANONYMOUS, PRINCIPAL_EXPECTED, RESERVED, is_principal
+from waltz_core.access.requirements import AccessVerb
+from waltz_core.errors import BadConfig, BadRequest
+
+# Ascending ranges first..last of partitions; None: all.
+Ranges: TypeAlias = tuple[tuple[int, int], ...] | None
+
+LIST_HINT: Final = "Hint: `access list` shows groups, grants and tokens."
+TEXT_CHARACTERS_MAX: Final = 200
+REVISION_MAX: Final = (1 << 63) - 1
+
+
+class Holder(NamedTuple):
+    """The holder of a grant: a principal, or a group."""
+
+    name: str
+    is_group: bool
+
+    def __str__(self) -> str:
+        return f"group {self.name}" if self.is_group else self.name
+
+
+# --- values
+
+
+def first_permissions(client_key: bytes, *, accepts_0_13: bool) -> Permissions:
+    """Return permissions that grant nothing; the coordinator sets author and time."""
+    return Permissions(1, "", 0, client_key, accepts_0_13)
+
+
+def next_revision(found: Permissions, revision: int, changed_by: str, now_ms: int) -> Permissions:
+    """Return the permissions as a revision; "?" replaces characters that a node may not have.
+
+    Raises BadRequest if there are no more revisions, as after an import of the last one.
+    """
+    author = "".join(each if each.isprintable() else "?" for each in changed_by)
+    if revision > REVISION_MAX:
+        raise BadRequest(f"expected a revision of {REVISION_MAX} at most, found {revision}")
+    return replace(
+        found, revision=revision, changed_by=author[:TEXT_CHARACTERS_MAX], changed_ms=now_ms
+    )
+
+
+def ranges_of(partitions: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    """Return partitions in any order as ascending ranges that are apart."""
+    ranges: list[tuple[int, int]] = []
+    for number in sorted(set(partitions)):
+        if ranges and ranges[-1][1] + 1 == number:
+            ranges[-1] = (ranges[-1][0], number)
+        else:
+            ranges.append((number, number))
+    return tuple(ranges)
+
+
+def ranges_text(ranges: Ranges) -> str:
+    """Return ranges as commands and the node write them: "0-3,7", "all", or "none"."""
+    if ranges is None:
+        return "all"
+    parts = (f"{first}" if first == last else f"{first}-{last}" for first, last in ranges)
+    return ",".join(parts) or "none"
+
+
+def parse_verbs(text: str) -> tuple[AccessVerb, ...]:
+    """Return verbs like "read,append"; raises BadConfig."""
+    known = {each.value: each for each in AccessVerb}
+    found: dict[AccessVerb, None] = {}
+    for word in text.split(","):
+        if word.strip() not in known:
+            raise BadConfig(f"expected verbs of {', '.join(known)}, such as read,append: {text!r}")
+        found[known[word.strip()]] = None
+    return tuple(found)
+
+
+def check_principal(name: str) -> None:
+    """Raise BadConfig unless a principal of this name may have grants and limits."""
+    if not is_principal(name) or (name in RESERVED and name != ANONYMOUS):
+        raise BadConfig(f"expected a principal of {PRINCIPAL_EXPECTED}, not reserved: {name!r}")
+
+
+def granted(permissions: Permissions, principal: str, verb: AccessVerb, count: int) -> set[int]:
+    """Return the partitions, of `count`, for which a principal has a verb, also by its groups."""
+    holders = {Holder(principal, is_group=False)}
+    holders |= {
+        Holder(name, is_group=True)
+        for name, members in permissions.groups.items()
+        if principal in members
+    }
+    return _covered(permissions, verb, holders, count)
+
+
+def check_replicate(before: Permissions, after: Permissions, count: int) -> None:
+    """Raise BadRequest if a partition, of `count`, has lost its last `replicate` (rule 3)."""
+    lost = _replicated(before, count) - _replicated(after, count)
+    if lost:
+        raise BadRequest(
+            f"no principal would have replicate for partitions {ranges_text(ranges_of(lost))}, so "
+            "their servers could not open sessions; nothing was changed. Hint: grant it to another "
+            "principal first, or add --force."
+        )
+
+
+def _replicated(permissions: Permissions, count: int) -> set[int]:
+    holders = {
+        Holder(each.holder, each.is_group)
+        for each in permissions.grants
+        if not each.is_group or permissions.groups[each.holder]
+    }
+    return _covered(permissions, AccessVerb.REPLICATE, holders, count)
+
+
+def _covered(
+    permissions: Permissions, verb: AccessVerb, holders: set[Holder], count: int
+) -> set[int]:
+    found: set[int] = set()
+    for each in permissions.grants:
+        if each.verb is verb and Holder(each.holder, each.is_group) in holders:
+            found |= _numbers(each.partitions, count)
+    return found
+
+
+def _numbers(ranges: Ranges, count: int) -> set[int]:
+    if ranges is None:
+        return set(range(count))
+    return {number for first, last in ranges for number in range(first, min(last, count - 1) + 1)}
+
+
+# --- grants
+
+
+def grant(
+    old: Permissions, holder: Holder, verbs: Sequence[AccessVerb], partitions: Ranges
+) -> Permissions:
+    """Add verbs for partitions (rule 2); raises BadConfig, and BadRequest for a missing group."""
+    _check_holder(old, holder)
+    grants = old.grants
+    for verb in verbs:
+        grants = _with_grant(grants, holder, verb, partitions)
+    return replace(old, grants=grants)
+
+
+def revoke(
+    old: Permissions,
+    holder: Holder,
+    verbs: Sequence[AccessVerb],
+    partitions: Ranges,
+    *,
+    partition_count: int,
+) -> Permissions:
+    """Remove verbs for partitions; `partition_count` is that of the cluster.
+
+    Raises BadConfig, and BadRequest if the holder has no such grant (rule 1).
+    """
+    _check_holder(old, holder)
+    grants = old.grants
+    for verb in verbs:
+        grants = _without_grant(grants, holder, verb, partitions, partition_count)
+    if grants == old.grants:
+        words = ",".join(each.value for each in verbs)
+        raise BadRequest(
+            f"{holder} has no grant of {words} for partitions {ranges_text(partitions)}; nothing "
+            f"was changed. {LIST_HINT}"
+        )
+    return replace(old, grants=grants)
+
+
+def _check_holder(old: Permissions, holder: Holder) -> None:
+    if holder.is_group:
+        _check_group(old, holder.name)
+    else:
+        check_principal(holder.name)
+
+
+def _is_of(grant: Grant, holder: Holder, verb: AccessVerb) -> bool:
+    return (grant.holder, grant.is_group, grant.verb) == (holder.name, holder.is_group, verb)
+
+
+def _with_grant(
+    grants: tuple[Grant, ...], holder: Holder, verb: AccessVerb, partitions: Ranges
+) -> tuple[Grant, ...]:
+    found = [each for each in grants if _is_of(each, holder, verb)]
+    merged = _merged([partitions, *(each.partitions for each in found)])
+    added = Grant(holder.name, holder.is_group, verb, merged)
+    if not found:
+        return (*grants, added)
+    rest = (each for each in grants if each is found[0] or not _is_of(each, holder, verb))
+    return tuple(added if each is found[0] else each for each in rest)
+
+
+def _merged(every: Iterable[Ranges]) -> Ranges:
+    ranges: list[tuple[int, int]] = []
+    for each in every:
+        if each is None:
+            return None
+        ranges += each
+    merged: list[tuple[int, int]] = []
+    for first, last in sorted(ranges):
+        if merged and first <= merged[-1][1] + 1:
+            merged[-1] = (merged[-1][0], max(last, merged[-1][1]))
+        else:
+            merged.append((first, last))
+    return tuple(merged)
+
+
+def _without_grant(
+    grants: tuple[Grant, ...],
+    holder: Holder,
+    verb: AccessVerb,
+    partitions: Ranges,
+    partition_count: int,
+) -> tuple[Grant, ...]:
+    kept: list[Grant] = []
+    for each in grants:
+        if not _is_of(each, holder, verb):
+            kept.append(each)
+            continue
+        if partitions is None:
+            continue
+        before = _numbers(each.partitions, partition_count)
+        rest = before - _numbers(partitions, partition_count)
+        if rest:
+            kept.append(each if rest == before else replace(each, partitions=ranges_of(rest)))
+    return tuple(kept)
+
+
+# --- groups, limits, tokens
+
+
+def add_to_group(old: Permissions, group: str, members: Sequence[str]) -> Permissions:
+    """Add principals to a group, which is created if there is none; raises BadConfig."""
+    if not is_principal(group):
+        raise BadConfig(f"expected a group of {PRINCIPAL_EXPECTED}: {group!r}")
+    for each in members:
+        check_principal(each)
+    named = tuple(dict.fromkeys((*old.groups.get(group, ()), *members)))
+    return replace(old, groups={**old.groups, group: named})
+
+
+def remove_from_group(old: Permissions, group: str, members: Sequence[str]) -> Permissions:
+    """Remove principals from a group, which stays; raises BadRequest if one is no member."""
+    _check_group(old, group)
+    for each in members:
+        if each not in old.groups[group]:
+            raise BadRequest(f"{each} is not a member of group {group}. {LIST_HINT}")
+    kept = tuple(each for each in old.groups[group] if each not in members)
+    return replace(old, groups={**old.groups, group: kept})
+
+
+def delete_group(old: Permissions, group: str) -> Permissions:
+    """Remove a group and its grants; raises BadRequest if there is none."""
+    _check_group(old, group)
+    return replace(
+        old,
+        groups={name: its for name, its in old.groups.items() if name != group},
+        grants=tuple(each for each in old.grants if not (each.is_group and each.holder == group)),
+    )
+
+
+def _check_group(old: Permissions, group: str) -> None:
+    if group not in old.groups:
+        names = ", ".join(old.groups) or "none"
+        raise BadRequest(
+            f"there is no group {group!r}; the groups are: {names}. Hint: `access group add` "
+            "creates one."
+        )
+
+
+def set_limits(old: Permissions, name: str, limits: PrincipalLimits) -> Permissions:
+    """Set limits of a principal, or those of "*"; a limit that is None stays as it is.
+
+    Raises BadConfig for a limit below 1.
+    """
+    if name != DEFAULT_LIMITS:
+        check_principal(name)
+    given = {
+        key: value
+        for key in PrincipalLimits.__dataclass_fields__
+        if (value := getattr(limits, key)) is not None
+    }
+    for key, value in given.items():
+        if not 1 <= value < 1 << 63:
+            raise BadConfig(f"{key}: expected 1 or more, found {value}")
+    return replace(
+        old, limits={**old.limits, name: replace(old.limits.get(name, PrincipalLimits()), **given)}
+    )
+
+
+def remove_limits(old: Permissions, name: str) -> Permissions:
+    """Remove all limits of a principal, or of "*"; raises BadRequest if it has none."""
+    if name not in old.limits:
+        raise BadRequest(f"{name} has no limits of its own. {LIST_HINT}")
+    return replace(old, limits={key: its for key, its in old.limits.items() if key != name})
+
+
+def accept_0_13(old: Permissions, *, accepts: bool) -> Permissions:
+    """Set whether client IDs without a proof are accepted (AC 9)."""
+    return replace(old, accepts_0_13=accepts)
+
+
+def add_token(old: Permissions, token_hash: str, token: KnownToken) -> Permissions:
+    """Add a token; raises BadConfig for a reserved principal, BadRequest if the ID exists."""
+    check_token_principal(token.principal)
+    if old.tokens.get(token_hash, token) != token or any(
+        each.token_id == token.token_id for key, each in old.tokens.items() if key != token_hash
+    ):
+        raise BadRequest(f"there is a token {token.token_id} already. Hint: try again.")
+    return replace(old, tokens={**old.tokens, token_hash: token})
+
+
+def check_token_principal(name: str) -> None:
+    """Raise BadConfig unless a token may be for this principal."""
+    check_principal(name)
+    if name in RESERVED:
+        raise BadConfig(f"expected a principal that is not reserved, found {name!r}")
+
+
+def revoke_token(old: Permissions, token_id: str) -> Permissions:
+    """Remove a token by its ID; raises BadRequest if there is none."""
+    kept = {key: each for key, each in old.tokens.items() if each.token_id != token_id}
+    if len(kept) == len(old.tokens):
+        raise BadRequest(f"there is no token {token_id!r}. {LIST_HINT}")
+    return replace(old, tokens=kept)
+
+
+def remove_expired_tokens(old: Permissions, now_ms: int) -> Permissions:
+    """Remove the tokens whose time is over; they have no effect any more."""
+    kept = {key: each for key, each in old.tokens.items() if now_ms < each.expires_ms}
+    return replace(old, tokens=kept)

@@ -1,0 +1,177 @@
+"""`waltz-core access init | grant | revoke | limit | accept-0-13`."""
+
+import secrets
+
+import click
+
+from waltz_core.access import permission_changes as changes
+from waltz_core.access.permission_changes import Holder, Ranges, ranges_text
+from waltz_core.access.permissions import DEFAULT_LIMITS, Permissions, PrincipalLimits
+from waltz_core.access.requirements import AccessVerb
+from waltz_core.cli import shared_options as options
+from waltz_core.cli.access.access_run import AccessCommand, AccessResult, changes_access
+from waltz_core.cli.verbs import verb
+from waltz_core.cluster.change.changes import parse_partitions
+from waltz_core.cluster.change.stored_permissions import PermissionsChange
+from waltz_core.errors import BadConfig
+
+CLIENT_KEY_BYTES = 32
+
+holder_argument = options.argument("holder", "HOLDER", "the principal, or with --group the group")
+verbs_argument = options.argument(
+    "verbs", "VERBS", "verbs of read, append, administer and replicate, for example read,append"
+)
+partitions_option = click.option(
+    "--partitions",
+    default="all",
+    metavar="PARTITIONS",
+    help="the partitions, for example 3, 0-6,9 or all [default: all]",
+)
+group_option = click.option("--group", "is_group", is_flag=True, help="HOLDER names a group")
+force_option = click.option(
+    "--force", is_flag=True, help="also if a partition then has no principal with replicate"
+)
+
+
+def ranges_in(text: str, partition_count: int) -> Ranges:
+    """Return the partitions of an option; raises BadConfig."""
+    partitions = parse_partitions(text, partition_count)
+    return None if text == "all" else changes.ranges_of(partitions)
+
+
+@verb
+@click.option(
+    "--accept-0.13",
+    "accepts_0_13",
+    is_flag=True,
+    help="also accept the client IDs of Waltz 0.13 clients, which have no proof",
+)
+@changes_access
+async def init(command: AccessCommand, *, accepts_0_13: bool) -> AccessResult:
+    first = changes.first_permissions(
+        secrets.token_bytes(CLIENT_KEY_BYTES), accepts_0_13=accepts_0_13
+    )
+    made = await command.coordinator.permissions.create(first, command.author)
+    return AccessResult(
+        PermissionsChange(None, made), "the cluster has permissions, which grant nothing"
+    )
+
+
+init.details = (
+    "Grant `replicate` to the servers before any daemon has access control. The cluster key and "
+    "the data stay as they are."
+)
+
+
+@verb
+@holder_argument
+@verbs_argument
+@partitions_option
+@group_option
+@changes_access
+async def grant(
+    command: AccessCommand, *, holder: str, verbs: str, partitions: str, is_group: bool
+) -> AccessResult:
+    named, chosen = Holder(holder, is_group), changes.parse_verbs(verbs)
+    ranges = ranges_in(partitions, command.partition_count)
+    change = await command.change(lambda old: changes.grant(old, named, chosen, ranges))
+    return AccessResult(
+        change, f"{named} has {_words(chosen)} for partitions {ranges_text(ranges)}"
+    )
+
+
+grant.details = "Partitions are added to those of an earlier grant of the same verb."
+
+
+@verb
+@holder_argument
+@verbs_argument
+@partitions_option
+@group_option
+@force_option
+@changes_access
+async def revoke(
+    command: AccessCommand,
+    *,
+    holder: str,
+    verbs: str,
+    partitions: str,
+    is_group: bool,
+    force: bool,
+) -> AccessResult:
+    named, chosen = Holder(holder, is_group), changes.parse_verbs(verbs)
+    ranges, count = ranges_in(partitions, command.partition_count), command.partition_count
+    change = await command.change(
+        lambda old: changes.revoke(old, named, chosen, ranges, partition_count=count), force=force
+    )
+    summary = f"{named} has no grant of {_words(chosen)} for partitions {ranges_text(ranges)}"
+    numbers = parse_partitions(partitions, count)
+    kept = () if is_group else _kept(change.after, holder, chosen, set(numbers), count)
+    return AccessResult(change, summary, kept)
+
+
+revoke.details = (
+    "A principal keeps what its groups are granted; the command names it. The last grant of "
+    "`replicate` for a partition stays without --force."
+)
+
+
+def _kept(
+    after: Permissions,
+    principal: str,
+    verbs: tuple[AccessVerb, ...],
+    numbers: set[int],
+    count: int,
+) -> tuple[str, ...]:
+    """Return what a principal still has by its groups, as sentences."""
+    lines = []
+    for each in verbs:
+        left = changes.granted(after, principal, each, count) & numbers
+        if left:
+            text = ranges_text(changes.ranges_of(left))
+            lines.append(f"{principal} still has {each.value} for partitions {text} by a group")
+    return tuple(lines)
+
+
+def _words(verbs: tuple[AccessVerb, ...]) -> str:
+    return ",".join(each.value for each in verbs)
+
+
+@verb
+@options.argument("principal", "PRINCIPAL", f'the principal, or "{DEFAULT_LIMITS}" for all others')
+@click.option("--bytes-per-s", type=int, metavar="N", help="bytes of appends and reads per second")
+@click.option("--appends-per-s", type=int, metavar="N", help="appended transactions per second")
+@click.option("--connections", type=int, metavar="N", help="connections")
+@click.option("--feeds", type=int, metavar="N", help="feeds")
+@click.option("--remove", is_flag=True, help="remove all limits of the principal")
+@changes_access
+async def limit(
+    command: AccessCommand, *, principal: str, remove: bool, **given: int | None
+) -> AccessResult:
+    limits = PrincipalLimits(**given)
+    if remove == (limits != PrincipalLimits()):
+        raise BadConfig("expected one or more limits, or --remove")
+    if remove:
+        change = await command.change(lambda old: changes.remove_limits(old, principal))
+        return AccessResult(change, f"{principal} has no limits of its own")
+    change = await command.change(lambda old: changes.set_limits(old, principal, limits))
+    words = ", ".join(f"{key} {value}" for key, value in given.items() if value is not None)
+    return AccessResult(change, f"{principal} has the limits {words}")
+
+
+limit.details = (
+    "A limit holds for all connections of the principal at one daemon. Limits that are not named "
+    "stay as they are."
+)
+
+
+@verb
+@options.argument(
+    "state", "on|off", "whether such IDs are accepted", type=options.NamedChoice(["on", "off"])
+)
+@changes_access
+async def accept_0_13(command: AccessCommand, *, state: str) -> AccessResult:
+    accepts = state == "on"
+    change = await command.change(lambda old: changes.accept_0_13(old, accepts=accepts))
+    what = "accepted" if accepts else "not accepted"
+    return AccessResult(change, f"client IDs without a proof are {what}")

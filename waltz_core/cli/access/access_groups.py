@@ -1,0 +1,47 @@
+"""`waltz-core access group add | remove | delete`."""
+
+from waltz_core.access import permission_changes as changes
+from waltz_core.cli import shared_options as options
+from waltz_core.cli.access.access_grants import force_option
+from waltz_core.cli.access.access_run import AccessCommand, AccessResult, changes_access
+from waltz_core.cli.verbs import verb
+
+group_argument = options.argument("group", "GROUP", "the group")
+members_argument = options.argument(
+    "members", "PRINCIPAL...", "principals; a group cannot contain groups", nargs=-1, required=True
+)
+
+
+@verb
+@group_argument
+@members_argument
+@changes_access
+async def group_add(
+    command: AccessCommand, *, group: str, members: tuple[str, ...]
+) -> AccessResult:
+    change = await command.change(lambda old: changes.add_to_group(old, group, members))
+    return AccessResult(change, f"group {group} contains {', '.join(change.after.groups[group])}")
+
+
+@verb
+@group_argument
+@members_argument
+@force_option
+@changes_access
+async def group_remove(
+    command: AccessCommand, *, group: str, members: tuple[str, ...], force: bool
+) -> AccessResult:
+    change = await command.change(
+        lambda old: changes.remove_from_group(old, group, members), force=force
+    )
+    rest = ", ".join(change.after.groups[group]) or "no principal"
+    return AccessResult(change, f"group {group} contains {rest}")
+
+
+@verb
+@group_argument
+@force_option
+@changes_access
+async def group_delete(command: AccessCommand, *, group: str, force: bool) -> AccessResult:
+    change = await command.change(lambda old: changes.delete_group(old, group), force=force)
+    return AccessResult(change, f"group {group} and its grants are deleted")

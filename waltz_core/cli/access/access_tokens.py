@@ -1,0 +1,124 @@
+"""`waltz-core access token create | revoke`.
+
+Rules:
+    1. The file is written before the node. A process that dies between the two leaves a file with
+       a token that no daemon accepts; the other order would leave a valid token without a file.
+    2. If the node was certainly not written, the file is deleted. After an unknown outcome it
+       stays.
+    3. ZooKeeper, the audit entry and the output have the ID, and never the secret.
+"""
+
+import re
+import secrets
+from pathlib import Path
+from typing import Final
+
+import click
+
+from waltz_core.access import permission_changes as changes
+from waltz_core.access.permissions import KnownToken, Permissions
+from waltz_core.access.requirements import AccessVerb
+from waltz_core.access.tokens import TOKEN_BYTES, Token, hash_of
+from waltz_core.cli import shared_options as options
+from waltz_core.cli.access.access_run import AccessCommand, AccessResult, changes_access
+from waltz_core.cli.access.private_files import remove_private, write_private
+from waltz_core.cli.output import time_text
+from waltz_core.cli.verbs import verb
+from waltz_core.cluster.change.stored_permissions import PermissionsChange
+from waltz_core.errors import BadConfig, CoordinatorOutcomeUnknown, WaltzError
+
+ID_BYTES: Final = 4
+_UNITS_MS: Final = {"m": 60_000, "h": 3_600_000, "d": 86_400_000}
+_DURATION: Final = re.compile(r"([1-9][0-9]{0,5})([mhd])")
+_DAYS_MAX: Final = 3_650
+
+
+def duration_ms(text: str) -> int:
+    """Return a duration like 90d, 12h or 30m in milliseconds; raises BadConfig."""
+    match = _DURATION.fullmatch(text)
+    found = int(match[1]) * _UNITS_MS[match[2]] if match else 0
+    if not 0 < found <= _DAYS_MAX * _UNITS_MS["d"]:
+        raise BadConfig(
+            f"--expires: expected a duration such as 90d, 12h or 30m, up to {_DAYS_MAX}d, found "
+            f"{text!r}"
+        )
+    return found
+
+
+@verb
+@options.argument("principal", "PRINCIPAL", "the principal of the token")
+@click.option(
+    "--file",
+    "file",
+    type=options.PATH,
+    required=True,
+    metavar="FILE",
+    help="the new file for the token; its mode is 600",
+)
+@click.option(
+    "--expires",
+    default="90d",
+    metavar="DURATION",
+    help="time until the token expires, such as 90d, 12h or 30m [default: 90d]",
+)
+@changes_access
+async def token_create(
+    command: AccessCommand, *, principal: str, file: Path, expires: str
+) -> AccessResult:
+    expires_ms = command.author.now_ms + duration_ms(expires)
+    changes.check_token_principal(principal)
+    await command.coordinator.permissions.require()  # before the file is written
+    known = KnownToken(f"t{secrets.token_hex(ID_BYTES)}", principal, expires_ms)
+    change = await _create(command, known, file)
+    notes = () if _has_grant(change.after, principal, command.partition_count) else (_NO_GRANT,)
+    summary = f"token {known.token_id} of {principal} in {file} expires {time_text(expires_ms)}"
+    values = {"token_id": known.token_id, "principal": principal, "expires_ms": expires_ms}
+    return AccessResult(change, summary, tuple(each.format(principal) for each in notes), values)
+
+
+token_create.details = (
+    "A client sends the token of ?token_file=FILE in its connect string. To replace a token, "
+    "create another one, replace the client's file, and then revoke the old one."
+)
+_NO_GRANT: Final = "{} has no grant. Hint: `access grant` adds one."
+
+
+async def _create(command: AccessCommand, known: KnownToken, file: Path) -> PermissionsChange:
+    """Write the file, then the node (rules 1 and 2)."""
+    token = Token(secrets.token_bytes(TOKEN_BYTES))
+    write_private(file, f"{token.text}\n".encode())
+    token_hash = hash_of(token.secret)
+    try:
+        return await command.change(lambda old: changes.add_token(old, token_hash, known))
+    except CoordinatorOutcomeUnknown as error:
+        raise CoordinatorOutcomeUnknown(
+            f"{error}. Hint: `access list` shows whether token {known.token_id} exists; if not, "
+            f"delete {file}."
+        ) from error
+    except WaltzError:
+        remove_private(file)
+        raise
+
+
+def _has_grant(permissions: Permissions, principal: str, count: int) -> bool:
+    return any(changes.granted(permissions, principal, each, count) for each in AccessVerb)
+
+
+@verb
+@options.argument("token_id", "ID", "the token's ID, as `access list` shows it", required=False)
+@click.option("--expired", is_flag=True, help="remove all tokens that have expired")
+@changes_access
+async def token_revoke(
+    command: AccessCommand, *, token_id: str | None, expired: bool
+) -> AccessResult:
+    if expired == (token_id is not None):
+        raise BadConfig("expected the ID of a token, or --expired")
+    if token_id is not None:
+        change = await command.change(lambda old: changes.revoke_token(old, token_id))
+        return AccessResult(change, f"token {token_id} is revoked", values={"token_id": token_id})
+    now_ms = command.author.now_ms
+    change = await command.change(lambda old: changes.remove_expired_tokens(old, now_ms))
+    before = change.before.tokens if change.before else {}
+    return AccessResult(
+        change, f"{len(before) - len(change.after.tokens)} expired tokens are removed"
+    )

@@ -1,0 +1,164 @@
+"""`waltz-core access list | check`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+from waltz_core.access import permission_changes as changes
+from waltz_core.access.permission_changes import Holder, ranges_text
+from waltz_core.access.permissions import Permissions, PrincipalLimits
+from waltz_core.access.requirements import AccessVerb
+from waltz_core.cli import shared_options as options
+from waltz_core.cli.access.access_copies import revision_values
+from waltz_core.cli.access.access_run import applied_lines, read_applied
+from waltz_core.cli.changing import connected, now_ms
+from waltz_core.cli.output import print_error, print_json, print_result, print_table, time_text
+from waltz_core.cli.verbs import verb
+from waltz_core.errors import BadConfig
+
+DENIED = 1
+
+
+@verb
+@options.connect
+@options.as_json
+async def list_command(*, connect: str, as_json: bool) -> int:
+    async with connected(connect) as coordinator:
+        await coordinator.read_cluster()
+        found = await coordinator.permissions.require()
+        applied = await read_applied(coordinator, found.revision)
+    if as_json:
+        print_json(
+            {
+                **as_values(found, now_ms()),
+                "applied": applied.using,
+                "late": applied.late,
+                "without_revision": applied.silent,
+            }
+        )
+        return 0
+    _print(found)
+    for text in applied_lines(applied, found.revision):
+        print_error(text)
+    return 0
+
+
+list_command.details = (
+    "It prints neither the hash of a token nor the key that signs client IDs. After a restore of "
+    "ZooKeeper, check revision and time: permissions that were revoked later are valid again."
+)
+
+
+def as_values(found: Permissions, at_ms: int) -> dict[str, Any]:
+    """Return the permissions for JSON, without secrets."""
+    return {
+        **revision_values(found),
+        "accepts_0_13": found.accepts_0_13,
+        "groups": {name: list(members) for name, members in found.groups.items()},
+        "grants": [
+            {
+                "group" if each.is_group else "principal": each.holder,
+                "verb": each.verb.value,
+                "partitions": ranges_text(each.partitions),
+            }
+            for each in found.grants
+        ],
+        "limits": {name: _limits(its) for name, its in found.limits.items()},
+        "tokens": [
+            {
+                "id": each.token_id,
+                "principal": each.principal,
+                "expires_ms": each.expires_ms,
+                "is_expired": each.expires_ms <= at_ms,
+            }
+            for each in found.tokens.values()
+        ],
+    }
+
+
+def _limits(limits: PrincipalLimits) -> Mapping[str, int]:
+    values = {key: getattr(limits, key) for key in PrincipalLimits.__dataclass_fields__}
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _print(found: Permissions) -> None:
+    print_result(
+        f"revision {found.revision} of {time_text(found.changed_ms)} by {found.changed_by}; client "
+        f"IDs of Waltz 0.13 are {'accepted' if found.accepts_0_13 else 'not accepted'}"
+    )
+    verbs: dict[tuple[Holder, str], list[str]] = {}
+    for each in found.grants:
+        key = Holder(each.holder, each.is_group), ranges_text(each.partitions)
+        verbs.setdefault(key, []).append(each.verb.value)
+    print_table(
+        ("holder", "verbs", "partitions"),
+        [(holder, ",".join(words), where) for (holder, where), words in verbs.items()],
+    )
+    if found.groups:
+        rows = [(name, ", ".join(members) or "-") for name, members in found.groups.items()]
+        print_table(("group", "members"), rows)
+    if found.limits:
+        names = tuple(PrincipalLimits.__dataclass_fields__)
+        print_table(
+            ("limits of", *(name.replace("_", " ") for name in names)),
+            [
+                (name, *("-" if (each := getattr(its, key)) is None else each for key in names))
+                for name, its in found.limits.items()
+            ],
+        )
+    if found.tokens:
+        print_table(
+            ("token", "principal", "expires"),
+            [(t.token_id, t.principal, time_text(t.expires_ms)) for t in found.tokens.values()],
+        )
+
+
+@verb
+@options.argument("principal", "PRINCIPAL", "the principal")
+@options.argument(
+    "verb",
+    "VERB",
+    "read, append, administer or replicate",
+    type=options.NamedChoice([each.value for each in AccessVerb]),
+)
+@click.option(
+    "--partition", type=int, metavar="P", help="only this partition [default: all partitions]"
+)
+@options.connect
+@options.as_json
+async def check(
+    *, principal: str, verb: str, partition: int | None, connect: str, as_json: bool
+) -> int:
+    changes.check_principal(principal)
+    async with connected(connect) as coordinator:
+        count = (await coordinator.read_cluster()).params.partition_count
+        found = await coordinator.permissions.require()
+    if partition is not None and not 0 <= partition < count:
+        raise BadConfig(f"expected a partition of 0..{count - 1}, found {partition}")
+    wanted = set(range(count)) if partition is None else {partition}
+    held = changes.granted(found, principal, AccessVerb(verb), count)
+    is_permitted = wanted <= held
+    if as_json:
+        print_json(
+            {
+                "permitted": is_permitted,
+                "principal": principal,
+                "verb": verb,
+                "partitions": sorted(held),
+                "revision": found.revision,
+            }
+        )
+    else:
+        text = "all" if len(held) == count else ranges_text(changes.ranges_of(held))
+        print_result(
+            f"{'permitted' if is_permitted else 'denied'}: {principal} has {verb} for partitions "
+            f"{text}; revision {found.revision}"
+        )
+    return 0 if is_permitted else DENIED
+
+
+check.details = (
+    "The exit code is 0 if ZooKeeper's permissions permit it, and 1 if they deny it. Without "
+    "--partition, the verb must be granted for all partitions."
+)

@@ -1,0 +1,64 @@
+"""Files with secrets: readable for their owner only, and never overwritten."""
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Final
+
+from waltz_core.errors import BadConfig
+
+_MODE: Final = 0o600
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Write a new file with mode 600; it is durable.
+
+    Raises BadConfig if it exists, or cannot be written; then there is no incomplete file.
+    """
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _MODE)
+    except FileExistsError:
+        raise BadConfig(
+            f"expected a new file, found an existing one: {path}. Hint: if an interrupted command "
+            "has left it, delete it."
+        ) from None
+    except OSError as error:
+        raise BadConfig(f"{path}: {error.strerror}") from error
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            os.fchmod(descriptor, _MODE)
+            file.write(data)
+            file.flush()
+            os.fsync(descriptor)
+        _sync_folder(path)
+    except BaseException as error:
+        remove_private(path)
+        if isinstance(error, OSError):
+            raise BadConfig(f"{path}: {error.strerror}") from error
+        raise
+
+
+def remove_private(path: Path) -> None:
+    """Delete a file of `write_private`, as far as possible."""
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
+def read_private(path: Path, bytes_max: int) -> bytes:
+    """Read a file; raises BadConfig if it cannot be read, or has more than `bytes_max`."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(bytes_max + 1)
+    except OSError as error:
+        raise BadConfig(f"{path}: {error.strerror}") from error
+    if len(data) > bytes_max:
+        raise BadConfig(f"{path}: expected at most {bytes_max} bytes, found more")
+    return data
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,165 @@
+"""Reads and changes the permissions in ZooKeeper, for commands (decision 048).
+
+Rules:
+    1. Each change is one compare-and-set with the next revision, its author and its time. After a
+       concurrent change, it is computed again from the new permissions.
+    2. A write with unknown outcome is done if the node has exactly its bytes, and not done if the
+       node is at the version before it. Otherwise the error goes to the caller.
+"""
+
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+from waltz_core import errors
+from waltz_core.access.permission_changes import next_revision
+from waltz_core.access.permissions import Permissions
+from waltz_core.cluster.znodes import access_node
+from waltz_core.cluster.znodes.interface import NO_NODE, CreateNode, Node, Set
+from waltz_core.cluster.znodes.node_access import ClusterNodes, decode_node
+
+WRITE_ATTEMPTS_MAX: Final = 20
+
+
+class Author(NamedTuple):
+    """The author of a change, and its time in UTC milliseconds."""
+
+    name: str
+    now_ms: int
+
+
+class PermissionsChange(NamedTuple):
+    """The permissions before and after a change; the same ones if it had no effect."""
+
+    before: Permissions | None
+    after: Permissions
+
+
+class StoredPermissions:
+    """The permissions of one cluster, through one session."""
+
+    def __init__(self, nodes: ClusterNodes) -> None:
+        self._nodes = nodes
+        self._znodes = nodes.znodes
+        self._path = nodes.paths.access
+
+    async def read(self) -> Permissions | None:
+        """Return the permissions, not older than the call; None: the cluster has none."""
+        await self._znodes.sync()
+        node = await self._znodes.get(self._path)
+        return None if node is None else self._decoded(node)
+
+    async def require(self) -> Permissions:
+        """Return the same; raises BadRequest if the cluster has none."""
+        found = await self.read()
+        if found is None:
+            raise self._missing()
+        return found
+
+    async def create(self, permissions: Permissions, author: Author) -> Permissions:
+        """Write the first permissions; raises BadRequest if there are some."""
+        made = next_revision(permissions, permissions.revision, *author)
+        for _ in range(WRITE_ATTEMPTS_MAX):
+            found = await self._get()
+            if found is not None:
+                raise errors.BadRequest(
+                    f"the cluster at {self._nodes.where} has permissions already; nothing was "
+                    "changed. Hint: `access list` shows them, `access import` replaces them."
+                )
+            if await self._is_written(made, None):
+                return made
+        raise self._changes_too_fast()
+
+    async def change(
+        self, change: Callable[[Permissions], Permissions], author: Author
+    ) -> PermissionsChange:
+        """Replace the permissions by the result of `change` (rule 1).
+
+        Raises what `change` raises, and BadRequest if the cluster has no permissions; nothing has
+        changed then. BadConfig: the result is too large.
+        """
+        for _ in range(WRITE_ATTEMPTS_MAX):
+            node = await self._get()
+            if node is None:
+                raise self._missing()
+            before = self._decoded(node)
+            wanted = change(before)
+            if wanted == before:
+                return PermissionsChange(before, before)
+            made = next_revision(wanted, before.revision + 1, *author)
+            if await self._is_written(made, node):
+                return PermissionsChange(before, made)
+        raise self._changes_too_fast()
+
+    async def replace(
+        self,
+        found: Permissions,
+        author: Author,
+        check: Callable[[Permissions, Permissions], None],
+    ) -> PermissionsChange:
+        """Write permissions of a file, also where there are none, or unreadable ones.
+
+        Their revision is above that of the file and that of the node. `check` receives the ones
+        before, if they can be read, and those after, and may raise.
+        """
+        for _ in range(WRITE_ATTEMPTS_MAX):
+            node, before = await self._get(), None
+            if node is not None:
+                try:
+                    before = self._decoded(node)
+                except errors.BadFormat:
+                    before = None  # It is replaced because of that.
+            newest = max(found.revision, before.revision if before else 0)
+            made = next_revision(found, newest + 1, *author)
+            if before is not None:
+                check(before, made)
+            if await self._is_written(made, node):
+                return PermissionsChange(before, made)
+        raise self._changes_too_fast()
+
+    async def _get(self) -> Node | None:
+        await self._znodes.sync()
+        return await self._znodes.get(self._path)
+
+    def _decoded(self, node: Node) -> Permissions:
+        return decode_node(self._path, node, access_node.decode)
+
+    async def _is_written(self, made: Permissions, before: Node | None) -> bool:
+        """Write; return False if the caller must read and decide again (rules 1 and 2)."""
+        data = access_node.encode(made)
+        if before is None:
+            await self._nodes.ensure((self._nodes.paths.extensions,))
+        step = (
+            CreateNode(self._path, data)
+            if before is None
+            else Set(self._path, data, before.stat.version)
+        )
+        try:
+            await self._znodes.write([step])
+        except errors.CoordinatorConflict:
+            return False
+        except errors.CoordinatorOutcomeUnknown as unknown:
+            try:
+                node = await self._get()
+            except errors.CoordinatorUnavailable:
+                raise unknown from None
+            if node is not None and node.data == data:
+                return True
+            if _version(node) == _version(before):
+                return False
+            raise
+        return True
+
+    def _missing(self) -> errors.BadRequest:
+        return errors.BadRequest(
+            f"the cluster at {self._nodes.where} has no permissions. Hint: `access init` creates "
+            "them, `access import` restores exported ones."
+        )
+
+    def _changes_too_fast(self) -> errors.CoordinatorUnavailable:
+        return errors.CoordinatorUnavailable(
+            f"{self._path}: other processes changed it during each attempt to write it"
+        )
+
+
+def _version(node: Node | None) -> int:
+    return NO_NODE if node is None else node.stat.version

@@ -1,0 +1,101 @@
+"""The revisions of the permissions that daemons use (decision 048, AC 6).
+
+Rules:
+    1. A daemon publishes the revision in use in its ephemeral node `R/x/applied/NAME`, in each of
+       its sessions again. A daemon without access control publishes none.
+    2. NAME is `server-ID` or `storage-HOST:PORT`, so a server and a storage never have the same;
+       an address has no "/". A server has a new ID in each process.
+"""
+
+from typing import Final
+
+from waltz_core import errors
+from waltz_core.cluster.znodes.node_access import ClusterNodes, decode_node
+from waltz_core.records import strict_json
+from waltz_core.records.record import ReplicaId, ServerId
+
+WRITE_ATTEMPTS_MAX: Final = 20
+_FORMAT: Final = 1
+
+
+def server_name(server_id: ServerId) -> str:
+    """Return the NAME of a server (rule 2)."""
+    return f"server-{server_id}"
+
+
+def storage_name(address: ReplicaId) -> str:
+    """Return the NAME of a storage (rule 2)."""
+    return f"storage-{address}"
+
+
+def encode_applied(revision: int) -> bytes:
+    """Return a node's bytes: JSON."""
+    return strict_json.to_json({"format": _FORMAT, "revision": revision})
+
+
+def decode_applied(data: bytes) -> int:
+    """Decode a node; raises BadFormat for what `encode_applied` does not make."""
+    try:
+        values = strict_json.from_json(data)
+    except ValueError as error:
+        raise errors.BadFormat(f"applied revision: expected JSON: {error!s:.200}") from error
+    if not isinstance(values, dict) or values.get("format") != _FORMAT:
+        raise errors.BadFormat(f"applied revision: expected format 1, found {data!r:.200}")
+    revision = values.get("revision")
+    if type(revision) is not int or revision < 1:
+        raise errors.BadFormat(f"applied revision: expected 1 or more, found {revision!r:.80}")
+    return revision
+
+
+class AppliedRevisions:
+    """Where daemons publish, through one session (rule 1)."""
+
+    def __init__(self, nodes: ClusterNodes) -> None:
+        self._nodes = nodes
+        self._wanted: tuple[str, int] | None = None
+        self._published: tuple[int, tuple[str, int]] | None = None  # and in which session
+
+    def use(self, name: str, revision: int) -> None:
+        """Set what the next `publish` publishes."""
+        self._wanted = name, revision
+
+    async def publish(self) -> None:
+        """Publish the revision in use, unless this session has published it already.
+
+        Raises CoordinatorConflict, CoordinatorOutcomeUnknown and CoordinatorUnavailable; it is
+        tried again at the next call.
+        """
+        if self._wanted is None:
+            return
+        name, revision = self._wanted
+        paths = self._nodes.paths
+        for attempts_left in reversed(range(WRITE_ATTEMPTS_MAX)):
+            target = self._nodes.znodes.session_number, (name, revision)
+            if target == self._published:
+                return
+            self._published = None  # a write that fails may still arrive
+            try:
+                await self._nodes.put_ephemeral(
+                    paths.applied(name), encode_applied(revision), paths.every_applied
+                )
+            except errors.CoordinatorConflict:  # the node of an earlier session has just ended
+                if not attempts_left:
+                    raise
+            else:
+                self._published = target
+
+    async def read(self) -> dict[str, int]:
+        """Return the revision of each NAME; one that cannot be decoded is left out."""
+        paths = self._nodes.paths
+        await self._nodes.znodes.sync()
+        listing = await self._nodes.znodes.children(paths.every_applied)
+        found: dict[str, int] = {}
+        for name in () if listing is None else listing.names:
+            node = await self._nodes.znodes.get(paths.applied(name))
+            if node is None:
+                continue
+            try:
+                found[name] = decode_node(paths.applied(name), node, decode_applied)
+            except errors.BadFormat:
+                continue  # a daemon of another version, or damage
+        return found
