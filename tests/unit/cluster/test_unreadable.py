@@ -8,7 +8,7 @@ import pytest
 from waltz_core import errors
 from waltz_core.access.permissions import Permissions
 from waltz_core.cluster.zookeeper import unreadable
-from waltz_core.transport.identification import Identification
+from waltz_core.transport.port_access import PortAccess
 from waltz_core.transport.tls import ListenContext
 
 
@@ -64,7 +64,7 @@ def test_a_daemon_publishes_the_revision_that_it_uses() -> None:
     first, second = (Permissions(each, "ops", 0, bytes(32)) for each in (4, 5))
     coordinator = _Coordinator(None, first, None, second, first, second)
     port = ListenContext(ssl.PROTOCOL_TLS_SERVER)
-    port.identification = Identification("CN=(.+)")
+    port.access = PortAccess("CN=(.+)", is_enforced=False)
     with pytest.raises(errors.BadConfig, match="enough"):
         asyncio.run(unreadable.follow_permissions(coordinator, port, "server-1"))
     assert coordinator.published == [("server-1", 4), ("server-1", 5), ("server-1", 5)]
