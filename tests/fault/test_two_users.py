@@ -9,7 +9,7 @@ from kazoo.security import make_digest_acl_credential
 
 from tests.commands import run_command
 from tests.fault.doctor import await_findings, doctor, from_elsewhere
-from tests.fault.load import Scenario, all_engaged, owners, wait_until
+from tests.fault.load import Load, Scenario, all_engaged, owners, wait_until
 from tests.patience import HANG_S
 from waltz_core.client import WaltzClient
 from waltz_core.errors import BadConfig
@@ -59,6 +59,18 @@ class Rolling:
         wait_until("every replica engaged", lambda: all_engaged(self.cluster))
         wait_until("both servers own", lambda: len(owners(self.cluster) - {None}) == 2)
 
+    def check_load(self, load: Load) -> None:
+        """Wait for commits; no append has failed, and no process was denied access."""
+        load.await_commits()
+        # A session that ends with its storage may lose rows that no quorum has, whoever the user
+        # is: that is no failure of this change, and each has an outcome (`check_agrees`).
+        assert set(load.refusals) <= {"LOST"}
+        for member in self.cluster.members:
+            log = self.cluster.log_path(member.name).read_text(encoding="utf-8")
+            if member.kind != "zookeeper":
+                assert "denies" not in log
+                assert "requires authentication" not in log
+
     def protect(self) -> None:
         done = run_command("cluster", "protect", f"{self.public}?auth={self.administrators_file}")
         assert done.returncode == 0, done.stderr
@@ -69,7 +81,7 @@ class Rolling:
         administrators = f"{self.public}?auth={self.administrators_file}"
         with WaltzClient(self.public) as client:
             assert min(client.high_water_marks().values()) >= 0
-            assert client.read_range(0, 0, 0)
+            assert list(client.read_range(0, 0, 0))
             with pytest.raises(BadConfig, match=r"requires authentication at .*/ids/client"):
                 client.append(b"row", partition=0).result(HANG_S)
         with WaltzClient(administrators) as client:
@@ -98,13 +110,12 @@ def test_one_user_becomes_two_without_a_failed_append(rolling: Rolling):
     with scenario.load() as load:
         load.await_commits()
         rolling.restart_all(MEMBERS)
-        load.await_commits()
+        rolling.check_load(load)
         rolling.protect()
-        load.await_commits()
+        rolling.check_load(load)
         # Partitions move with the new permissions, too.
         rolling.restart("server-1")
-        load.await_commits()
-        assert load.refusals == []
+        rolling.check_load(load)
     rolling.check_users()
     scenario.check_agrees()
 
@@ -116,13 +127,11 @@ def test_an_open_cluster_gets_two_users_without_a_failed_append(rolling: Rolling
     with scenario.load() as load:
         load.await_commits()
         rolling.restart_all(f"{MEMBERS}world:anyone:cdrwa\n")
-        load.await_commits()
-        assert load.refusals == []
+        rolling.check_load(load)
     with scenario.load() as load:
         rolling.restart_all(MEMBERS)
-        load.await_commits()
+        rolling.check_load(load)
         rolling.protect()
-        load.await_commits()
-        assert load.refusals == []
+        rolling.check_load(load)
     rolling.check_users()
     scenario.check_agrees()

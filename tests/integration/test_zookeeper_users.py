@@ -256,6 +256,98 @@ def test_one_user_protects_as_before(place: Place):
     asyncio.run(run())
 
 
+# --- a changed password
+
+
+def identities(client: KazooClient, root: str) -> set[str]:
+    """Return all users that the access lists name."""
+    return {each.id.id for path in tree(client, root) for each in client.get_acls(path)[0]}
+
+
+def identity(name: str, password: str) -> str:
+    return make_digest_acl_credential(name, password)
+
+
+def line_of(name: str, password: str, permissions: str) -> str:
+    return f"digest:{identity(name, password)}:{permissions}\n"
+
+
+def one_user_changes() -> list[set[str] | str]:
+    old, new = "digest:waltz:1\n", "digest:waltz:2\n"
+    both_old = old + line_of("waltz", "2", "cdrwa")
+    both_new = new + line_of("waltz", "1", "cdrwa")
+    return [{old, both_old}, both_old, {both_old, both_new}, {both_new, new}, new]
+
+
+def members_user_changes() -> list[set[str] | str]:
+    others = f"administrators:digest:{identity('admin', '1')}\n"
+    old, new = f"digest:waltz:1\n{others}", f"digest:waltz:2\n{others}"
+    both_old = old + line_of("waltz", "2", "cdrw")
+    both_new = new + line_of("waltz", "1", "cdrw")
+    administrator = "digest:admin:1\nmembers:digest:waltz:2\n"
+    both = administrator + line_of("waltz", "1", "cdrw")
+    return [{old, both_old}, both, {both_old, both_new}, {both_new, new}, administrator]
+
+
+def administrators_user_changes() -> list[set[str] | str]:
+    old, new = (
+        f"digest:waltz:2\nadministrators:digest:{identity('admin', each)}\n" for each in "12"
+    )
+    line = line_of("admin", "2", "cdrwa")
+    administrator = "digest:admin:{}\nmembers:digest:waltz:2\n"
+    protecting = administrator.format(1) + line
+    return [{old, old + line}, protecting, {old + line, new}, administrator.format(2)]
+
+
+@pytest.mark.parametrize(
+    ("first", "changes", "last"),
+    [
+        ("digest:waltz:1\n", one_user_changes, {identity("waltz", "2")}),
+        (
+            "digest:admin:1\nmembers:digest:waltz:1\n",
+            members_user_changes,
+            {identity("waltz", "2"), identity("admin", "1"), "anyone"},
+        ),
+        (
+            "digest:admin:1\nmembers:digest:waltz:2\n",
+            administrators_user_changes,
+            {identity("waltz", "2"), identity("admin", "2"), "anyone"},
+        ),
+    ],
+)
+def test_a_changed_password_denies_no_process_access(place: Place, first, changes, last):
+    """As in docs/zookeeper.md: {the files of processes that run together}, or that of `protect`."""
+    root, file = f"/changed-{changes.__name__}", place.directory / "zookeeper.auth"
+    connect = f"{place.hosts}{root}?auth={file}"
+
+    async def run_together(texts: set[str]) -> None:
+        """Let each process create a node, and read those of all others."""
+        async with contextlib.AsyncExitStack() as stack:
+            processes = []
+            for text in sorted(texts):
+                file.write_text(text)
+                processes.append(await stack.enter_async_context(connected(connect)))
+            for process in processes:
+                await process.writes.begin(f"w{await process.next_client_id()}", {0: -1}, 1_000_000)
+            for process in processes:
+                await process.writes.read_all()
+
+    async def run():
+        file.write_text(first)
+        async with connected(connect) as commands:
+            await commands.create_cluster(NewCluster("payments", 1, model.UUID(int=7), STORAGES))
+        for step in changes():
+            if isinstance(step, str):
+                file.write_text(step)
+                await zookeeper_session.protect(connect)
+            else:
+                await run_together(step)
+        async with connected(connect) as commands:  # as the user that has protected it
+            assert await asyncio.to_thread(identities, commands._znodes._client, root) == last
+
+    asyncio.run(run())
+
+
 # --- commands
 
 

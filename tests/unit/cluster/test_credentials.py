@@ -42,6 +42,7 @@ def test_every_user_and_password_of_one_line(user, password):
 
 MEMBER = make_digest_acl_credential("waltz", "secret:1")
 ADMINISTRATOR = make_digest_acl_credential("admin", "secret:2")
+NEW = make_digest_acl_credential("admin", "secret:3")
 OF_ADMINISTRATORS = "digest:admin:secret:2\nmembers:digest:waltz:secret:1\n"
 OF_MEMBERS = f"digest:waltz:secret:1\nadministrators:digest:{ADMINISTRATOR}\n"
 ROWS = {each.path: each for each in (*ZNODES, ABOVE_ROOT, LATER_ZNODE)}
@@ -79,17 +80,19 @@ def test_both_users_create_nodes_with_the_same_permissions(text, path, members, 
 
 
 @pytest.mark.parametrize("text", [OF_ADMINISTRATORS, OF_MEMBERS])
-def test_further_lines_give_at_most_what_members_have(text):
-    found = parse_credentials(f"{text}world:anyone:cdrwa\nip:10.0.0.1:rw\n", "f")
+def test_further_lines_name_administrators_or_give_at_most_what_members_have(text):
+    lines = f"world:anyone:cdrwa\nip:10.0.0.1:rw\ndigest:{NEW}:cdrwa\n"
+    found = parse_credentials(f"{text}{lines}", "f")
 
     def others(path: str) -> list[NodePermission]:
         granted = found.permissions_of(ROWS[path])
-        return [each for each in granted if each.scheme in {"world", "ip"}]
+        return [each for each in granted if each.identity not in {MEMBER, ADMINISTRATOR}]
 
-    world, host = "anyone", "10.0.0.1"
-    assert others("R/store/partition") == [("world", world, "cdrw"), ("ip", host, "rw")]
-    assert others("R/x/access") == [("world", world, "r"), ("ip", host, "r")]
-    assert others("R/x/audit") == []
+    world, host, administrator = "anyone", "10.0.0.1", ("digest", NEW, "cdrwa")
+    parent = [("world", world, "cdrw"), ("ip", host, "rw"), administrator]
+    assert others("R/store/partition") == parent
+    assert others("R/x/access") == [("world", world, "r"), ("ip", host, "r"), administrator]
+    assert others("R/x/audit") == [administrator]
 
 
 @pytest.mark.parametrize("path", ROWS)

@@ -16,8 +16,9 @@ Rules:
     1. Without a line for members or administrators there is one user. It has all permissions for
        the nodes that it creates; further lines only add to that. All processes have this user.
     2. With two users, administrators have all permissions. Those of members and of all others are
-       in the row of the node (`znodes/paths.py`), whichever user creates it. Further lines give at
-       most what members have.
+       in the row of the node (`znodes/paths.py`), whichever user creates it. A further line with
+       permission "a" names another administrator, except for "world"; all others give at most what
+       members have.
     3. An administrator's session has the members' user as well: so it may change nodes that this
        user owned when it was the only one.
     4. Empty lines, and lines that begin with "#", are ignored.
@@ -95,7 +96,7 @@ class Credentials:
         found = [
             NodePermission(SCHEME, self.administrators or self.user.identity, PERMISSIONS),
             NodePermission(SCHEME, members, row.members),
-            *(each._replace(permissions=_common(each, row)) for each in self.grants),
+            *(each._replace(permissions=_limited(each, row)) for each in self.grants),
         ]
         if row.readers is Readers.PUBLIC:
             found.append(_PUBLIC)
@@ -165,5 +166,8 @@ def _grant(line: str, where: str) -> NodePermission:
     return NodePermission(scheme, identity, permissions)
 
 
-def _common(grant: NodePermission, row: Znode) -> str:
+def _limited(grant: NodePermission, row: Znode) -> str:
+    """Return the permissions of a further line, with two users (rule 2)."""
+    if grant.scheme != _PUBLIC.scheme and "a" in grant.permissions:
+        return grant.permissions
     return "".join(each for each in grant.permissions if each in row.members)
