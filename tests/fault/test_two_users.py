@@ -12,6 +12,7 @@ from tests.fault.doctor import await_findings, doctor, from_elsewhere
 from tests.fault.load import Load, Scenario, all_engaged, owners, wait_until
 from tests.patience import HANG_S
 from waltz_core.client import WaltzClient
+from waltz_core.client.stream.verdicts import TRANSIENT
 from waltz_core.errors import BadConfig
 from waltz_core.local import LocalCluster
 
@@ -45,31 +46,28 @@ class Rolling:
         """The connect string without a user."""
         return self.cluster.connect.partition("?")[0]
 
-    def restart_all(self, auth: str) -> None:
+    def restart_all(self, auth: str, load: Load) -> None:
         """Restart storages and servers, one after the other, with this content of their file."""
         self.members_file.write_text(auth)
         self.cluster._loaded().auth_file = str(self.members_file)
         for member in self.cluster.members:
             if member.kind != "zookeeper":
-                self.restart(member.name)
+                self.restart(member.name, load)
 
-    def restart(self, name: str) -> None:
+    def restart(self, name: str, load: Load) -> None:
+        """Restart one process; return once all partitions have all replicas and commit."""
         self.cluster.kill(name, signal.SIGTERM)
         self.cluster.start(name)
-        wait_until("every replica engaged", lambda: all_engaged(self.cluster))
         wait_until("both servers own", lambda: len(owners(self.cluster) - {None}) == 2)
-
-    def check_load(self, load: Load) -> None:
-        """Wait for commits; no append has failed, and no process was denied access."""
         load.await_commits()
-        # A session that ends with its storage may lose rows that no quorum has, whoever the user
-        # is: that is no failure of this change, and each has an outcome (`check_agrees`).
-        assert set(load.refusals) <= {"LOST"}
+        wait_until("every replica engaged", lambda: all_engaged(self.cluster))
+        load.await_commits()
+
+    def check_no_process_was_denied(self) -> None:
         for member in self.cluster.members:
             log = self.cluster.log_path(member.name).read_text(encoding="utf-8")
-            if member.kind != "zookeeper":
-                assert "denies" not in log
-                assert "requires authentication" not in log
+            assert member.kind == "zookeeper" or "denies access" not in log, member.name
+            assert member.kind == "zookeeper" or "requires authentication" not in log, member.name
 
     def protect(self) -> None:
         done = run_command("cluster", "protect", f"{self.public}?auth={self.administrators_file}")
@@ -96,6 +94,15 @@ class Rolling:
         assert "cluster protect" in done.stdout
 
 
+def check_no_append_failed(load: Load) -> None:
+    """Wait for commits; each row is committed, or may be sent again as it is.
+
+    A partition that moves, or whose storage ends, does not commit all rows in flight.
+    """
+    load.await_commits()
+    assert set(load.refusals) <= {each.name for each in TRANSIENT}
+
+
 @pytest.fixture
 def rolling(tmp_path: Path, cluster_of: Callable, request: pytest.FixtureRequest) -> Rolling:  # type: ignore[type-arg]
     found = Rolling(tmp_path, is_open=request.param)
@@ -104,34 +111,36 @@ def rolling(tmp_path: Path, cluster_of: Callable, request: pytest.FixtureRequest
 
 
 @pytest.mark.parametrize("rolling", [False], indirect=True)
-def test_one_user_becomes_two_without_a_failed_append(rolling: Rolling):
+def test_one_user_becomes_two_while_clients_append(rolling: Rolling):
     """Clients keep their file and their sessions."""
     scenario = Scenario(rolling.cluster)
     with scenario.load() as load:
         load.await_commits()
-        rolling.restart_all(MEMBERS)
-        rolling.check_load(load)
+        rolling.restart_all(MEMBERS, load)
+        check_no_append_failed(load)
         rolling.protect()
-        rolling.check_load(load)
+        check_no_append_failed(load)
         # Partitions move with the new permissions, too.
-        rolling.restart("server-1")
-        rolling.check_load(load)
+        rolling.restart("server-1", load)
+        check_no_append_failed(load)
+    rolling.check_no_process_was_denied()
     rolling.check_users()
     scenario.check_agrees()
 
 
 @pytest.mark.parametrize("rolling", [True], indirect=True)
-def test_an_open_cluster_gets_two_users_without_a_failed_append(rolling: Rolling):
+def test_an_open_cluster_gets_two_users_while_clients_append(rolling: Rolling):
     """Clients restart with the members' file between the two rounds."""
     scenario = Scenario(rolling.cluster)
     with scenario.load() as load:
         load.await_commits()
-        rolling.restart_all(f"{MEMBERS}world:anyone:cdrwa\n")
-        rolling.check_load(load)
+        rolling.restart_all(f"{MEMBERS}world:anyone:cdrwa\n", load)
+        check_no_append_failed(load)
     with scenario.load() as load:
-        rolling.restart_all(MEMBERS)
-        rolling.check_load(load)
+        rolling.restart_all(MEMBERS, load)
+        check_no_append_failed(load)
         rolling.protect()
-        rolling.check_load(load)
+        check_no_append_failed(load)
+    rolling.check_no_process_was_denied()
     rolling.check_users()
     scenario.check_agrees()

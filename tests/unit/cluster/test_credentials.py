@@ -1,5 +1,9 @@
 """Auth files: what they may contain, and errors that never quote a secret."""
 
+import re
+import subprocess
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -93,6 +97,21 @@ def test_further_lines_name_administrators_or_give_at_most_what_members_have(tex
     assert others("R/store/partition") == parent
     assert others("R/x/access") == [("world", world, "r"), ("ip", host, "r"), administrator]
     assert others("R/x/audit") == [administrator]
+
+
+def test_the_documented_files_are_those_of_the_two_users():
+    """Also the command for the hash."""
+    page = Path(__file__).resolve().parents[3] / "docs" / "zookeeper.md"
+    blocks = re.findall(r"^```(\w*)\n(.+?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    (command,) = [text for language, text in blocks if language == "bash" and "sha1" in text]
+    done = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, check=True)
+    files = [text for _, text in blocks if text.startswith("digest:") and text.count("\n") == 2]
+    texts = [text.replace("HASH", done.stdout.strip()) for text in files]
+    administrator, member = (parse_credentials(text, "f") for text in texts)
+    row = ROWS["R/store/partition"]
+    assert not administrator.is_member
+    assert member.is_member
+    assert member.permissions_of(row) == administrator.permissions_of(row)
 
 
 @pytest.mark.parametrize("path", ROWS)

@@ -308,7 +308,7 @@ class ZooKeeperSession:
         """Do all operations or none, in one multi."""
         request = self._client.transaction()
         for operation in operations:
-            _add(request, operation, self._acl_of(operation.path))
+            _add(request, operation, self._acl_of)
         await self._connection()
         try:
             async with asyncio.timeout(self._request_timeout_s):
@@ -602,12 +602,14 @@ def _node_stat(stat: ZnodeStat) -> NodeStat:
     return NodeStat(stat.version, stat.cversion, stat.ephemeralOwner, stat.mtime)
 
 
-def _add(request: TransactionRequest, operation: Operation, acl: list[ACL]) -> None:
+def _add(
+    request: TransactionRequest, operation: Operation, acl_of: Callable[[str], list[ACL]]
+) -> None:
     match operation:
         case CreateNode(path, data, ephemeral, sequential):
             flags = EPHEMERAL_FLAG * ephemeral | SEQUENTIAL_FLAG * sequential
             # Not request.create, which cannot create a node without data.
-            request.operations.append(CreateRequest(path, data, acl, flags))
+            request.operations.append(CreateRequest(path, data, acl_of(path), flags))
         case Set(path, data, version):
             assert version >= 0  # rule 4
             request.set_data(path, data, version)
