@@ -155,8 +155,13 @@ def findings() -> str:
 
 def nodes() -> str:
     """Return the table of ZooKeeper's nodes."""
-    rows = [f"| `{n.path}` | {n.kind} | {n.content} | {n.written_by} |" for n in ZNODES]
-    return "\n".join(["| znode | kind | content | written by |", "|---|---|---|---|", *rows])
+    rows = [
+        f"| `{n.path}` | {n.kind} | {n.content} | {n.written_by} | {n.readers.value} | "
+        f"{f'`{n.members}`' if n.members else 'nothing'} |"
+        for n in ZNODES
+    ]
+    head = "| znode | kind | content | written by | readers | members may |"
+    return "\n".join([head, "|---|---|---|---|---|---|", *rows])
 
 
 def node_values() -> str:

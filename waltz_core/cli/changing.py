@@ -134,11 +134,12 @@ def with_cluster_argument(function: VerbFunction) -> VerbFunction:
 
 @asynccontextmanager
 async def audited(coordinator: Coordinator, *, creates: bool = False) -> AsyncIterator[None]:
-    """Write an audit entry for the block (rule 1).
+    """Write an audit entry for the block (rule 1); raises BadConfig to a user who may not.
 
     `creates`: the block creates or deletes the cluster's nodes, so they may exist only before or
     only after it. Then the entry is written at the end, if there is a cluster.
     """
+    await coordinator.check_administrator()
     audit, entry, outcome = coordinator.audit, _entry(), OUTCOME_INTERRUPTED
     path = None if creates else await audit.begin(entry)
     try:

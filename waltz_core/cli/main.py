@@ -55,7 +55,7 @@ NOUNS: Mapping[str, NounEntry] = {
             "cluster.cluster_command": {
                 "create": "create a cluster's znodes in ZooKeeper",
                 "show": "show servers, storages, partitions",
-                "protect": "restrict the cluster's znodes to the user in the auth file",
+                "protect": "restrict the cluster's znodes to the users in the auth file",
             },
             "cluster.cluster_roots": {
                 "list": "list the clusters in a ZooKeeper, or below one of its znodes",

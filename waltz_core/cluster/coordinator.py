@@ -145,6 +145,12 @@ class Coordinator:
         """Call back, on the event loop, at each change of the session's state."""
         self._znodes.on_state(callback)
 
+    async def check_administrator(self) -> None:
+        """Raise BadConfig if ZooKeeper gives this session the permissions of members only."""
+        self._znodes.check_administrator()
+        # NB: an auth file from before there were two users does not show that.
+        await self._znodes.children(self.paths.audit)
+
     async def close(self) -> None:
         """End the session; the node of a registered server is deleted at once."""
         await self._znodes.close()

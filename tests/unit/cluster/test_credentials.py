@@ -1,10 +1,21 @@
 """Auth files: what they may contain, and errors that never quote a secret."""
 
+import re
+import subprocess
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kazoo.security import make_digest_acl_credential
 
-from waltz_core.cluster.zookeeper.credentials import Credentials, NodePermission, parse_credentials
+from waltz_core.cluster.znodes.paths import ABOVE_ROOT, LATER_ZNODE, ZNODES
+from waltz_core.cluster.zookeeper.credentials import (
+    Credentials,
+    NodePermission,
+    User,
+    parse_credentials,
+)
 from waltz_core.errors import BadConfig
 
 WORD = st.text(st.characters(categories=("L", "N", "P", "S")), min_size=1).filter(
@@ -15,7 +26,7 @@ WORD = st.text(st.characters(categories=("L", "N", "P", "S")), min_size=1).filte
 def test_user_password_and_further_permissions_are_parsed():
     others = " world:anyone:r\nip:10.0.0.0/8:cdrwa\ndigest:b:aGFzaA==:rw\n"
     found = parse_credentials(f"# ours\n\ndigest:waltz:se:cret \n{others}", "f")
-    assert (found.user, found.password) == ("waltz", "se:cret")
+    assert found.user == User("waltz", "se:cret")
     assert found.grants == (
         NodePermission("world", "anyone", "r"),
         NodePermission("ip", "10.0.0.0/8", "cdrwa"),
@@ -26,7 +37,88 @@ def test_user_password_and_further_permissions_are_parsed():
 
 @given(WORD.filter(lambda user: ":" not in user), WORD)
 def test_every_user_and_password_of_one_line(user, password):
-    assert parse_credentials(f"digest:{user}:{password}\n", "f") == Credentials(user, password)
+    found = parse_credentials(f"digest:{user}:{password}\n", "f")
+    assert found == Credentials(User(user, password))
+    assert found.user.identity == make_digest_acl_credential(user, password)
+
+
+# --- two users
+
+MEMBER = make_digest_acl_credential("waltz", "secret:1")
+ADMINISTRATOR = make_digest_acl_credential("admin", "secret:2")
+NEW = make_digest_acl_credential("admin", "secret:3")
+OF_ADMINISTRATORS = "digest:admin:secret:2\nmembers:digest:waltz:secret:1\n"
+OF_MEMBERS = f"digest:waltz:secret:1\nadministrators:digest:{ADMINISTRATOR}\n"
+ROWS = {each.path: each for each in (*ZNODES, ABOVE_ROOT, LATER_ZNODE)}
+
+
+def test_a_file_with_two_users_hides_the_passwords_and_states_the_role():
+    administrator = parse_credentials(OF_ADMINISTRATORS, "f")
+    member = parse_credentials(OF_MEMBERS, "f")
+    assert (administrator.is_member, member.is_member) == (False, True)
+    users = User("admin", "secret:2"), User("waltz", "secret:1")
+    assert administrator.users == users
+    assert member.users == users[1:]
+    assert "secret" not in repr(administrator) + repr(member)
+
+
+@pytest.mark.parametrize(
+    ("path", "members", "is_public"),
+    [
+        ("R", "crwd", True),
+        ("R/store/partition/P", "crwd", False),
+        ("R/x", "cr", True),
+        ("R/x/access", "r", False),
+        ("R/x/audit", "", False),
+        (ABOVE_ROOT.path, "r", True),
+        (LATER_ZNODE.path, "crwd", False),
+    ],
+)
+@pytest.mark.parametrize("text", [OF_ADMINISTRATORS, OF_MEMBERS])
+def test_both_users_create_nodes_with_the_same_permissions(text, path, members, is_public):
+    found = parse_credentials(text, "f").permissions_of(ROWS[path])
+    expected = [NodePermission("digest", ADMINISTRATOR, "cdrwa")]
+    expected += [NodePermission("digest", MEMBER, members)] if members else []
+    expected += [NodePermission("world", "anyone", "r")] if is_public else []
+    assert list(found) == expected
+
+
+@pytest.mark.parametrize("text", [OF_ADMINISTRATORS, OF_MEMBERS])
+def test_further_lines_name_administrators_or_give_at_most_what_members_have(text):
+    lines = f"world:anyone:cdrwa\nip:10.0.0.1:rw\ndigest:{NEW}:cdrwa\n"
+    found = parse_credentials(f"{text}{lines}", "f")
+
+    def others(path: str) -> list[NodePermission]:
+        granted = found.permissions_of(ROWS[path])
+        return [each for each in granted if each.identity not in {MEMBER, ADMINISTRATOR}]
+
+    world, host, administrator = "anyone", "10.0.0.1", ("digest", NEW, "cdrwa")
+    parent = [("world", world, "cdrw"), ("ip", host, "rw"), administrator]
+    assert others("R/store/partition") == parent
+    assert others("R/x/access") == [("world", world, "r"), ("ip", host, "r"), administrator]
+    assert others("R/x/audit") == [administrator]
+
+
+def test_the_documented_files_are_those_of_the_two_users():
+    """Also the command for the hash."""
+    page = Path(__file__).resolve().parents[3] / "docs" / "zookeeper.md"
+    blocks = re.findall(r"^```(\w*)\n(.+?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    (command,) = [text for language, text in blocks if language == "bash" and "sha1" in text]
+    done = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, check=True)
+    files = [text for _, text in blocks if text.startswith("digest:") and text.count("\n") == 2]
+    texts = [text.replace("HASH", done.stdout.strip()) for text in files]
+    administrator, member = (parse_credentials(text, "f") for text in texts)
+    row = ROWS["R/store/partition"]
+    assert not administrator.is_member
+    assert member.is_member
+    assert member.permissions_of(row) == administrator.permissions_of(row)
+
+
+@pytest.mark.parametrize("path", ROWS)
+def test_one_user_has_all_permissions_of_every_node(path):
+    found = parse_credentials("digest:waltz:secret\nworld:anyone:cdrwa\n", "f")
+    expected = [("auth", "", "cdrwa"), ("world", "anyone", "cdrwa")]
+    assert list(found.permissions_of(ROWS[path])) == expected
 
 
 @pytest.mark.parametrize(
@@ -43,6 +135,20 @@ def test_every_user_and_password_of_one_line(user, password):
         ("digest:a:b\nworld:anyone:", "line 2: expected SCHEME"),
         ("digest:a:b\nworld:anyone:rx", "permissions of cdrwa"),
         ("digest:a:b\nword:anyone:r", "a scheme of world, digest"),
+        ("digest:a:b\nmembers:digest:hunter2", "line 2: expected members:digest:USER:PASSWORD"),
+        ("digest:a:b\nmembers:hunter2", "line 2: expected members:digest:USER:PASSWORD"),
+        ("digest:a:b\nmembers:digest:a:hunter2", "line 2: expected another user than"),
+        (
+            "digest:a:b\nadministrators:digest:c:hunter2",
+            "line 2: expected administrators:digest:USER:HASH, with the base64 text of the SHA-1",
+        ),
+        (f"digest:a:b\nadministrators:sasl:{ADMINISTRATOR}", "line 2: expected administrators:"),
+        (
+            f"digest:admin:hunter2\nadministrators:digest:{ADMINISTRATOR}",
+            "line 2: expected another user than that of the first line",
+        ),
+        (f"{OF_MEMBERS}members:digest:c:hunter2", "line 3: expected one line with members or"),
+        (f"{OF_ADMINISTRATORS}members:digest:c:hunter2", "line 3: expected one line with members"),
     ],
 )
 def test_a_bad_file_is_reported_in_a_sentence_without_its_content(text, said):

@@ -1,6 +1,15 @@
 """The documented table of nodes agrees with the paths."""
 
-from waltz_core.cluster.znodes.paths import ZNODES, ClusterPaths
+import pytest
+
+from waltz_core.cluster.znodes.paths import (
+    ABOVE_ROOT,
+    LATER_ZNODE,
+    ZNODES,
+    ClusterPaths,
+    Readers,
+    znode_at,
+)
 
 
 def test_the_table_names_every_path():
@@ -39,3 +48,40 @@ def test_the_table_names_every_path():
     }
     reserved = {"/R/store/adminLock"}
     assert found | reserved == {f"/{znode.path}" for znode in ZNODES}
+
+
+def test_the_readers_are_those_of_the_decision():
+    """Decision 048, "ZooKeeper"."""
+    public = {"R", "R/ids", "R/serverDescriptors", "R/serverDescriptors/s_N", "R/store"}
+    public |= {"R/store/group", "R/x", "R/x/restored"}
+    administrators = {"R/x/audit", "R/x/audit/e_N"}
+    members = {"R/x": "cr", "R/x/access": "r"} | dict.fromkeys(administrators, "")
+    for row in ZNODES:
+        expected = Readers.PUBLIC if row.path in public else Readers.MEMBERS
+        if row.path in administrators:
+            expected = Readers.ADMINISTRATORS
+        assert row.readers is expected, row.path
+        assert row.members == members.get(row.path, "crwd"), row.path
+
+
+@pytest.mark.parametrize("root", ["/waltz", "/R", "/x/audit", "/store"])
+def test_each_path_leads_to_its_row(root):
+    """Also if the root has the name of another node."""
+    names = {"s_N": "s_0000000012", "e_N": "e_0000000012", "P": "7", "ID": "3", "W": "nightly-4"}
+    names |= {"T": "12", "HOST:PORT": "[::1]:5280"}
+    for row in ZNODES:
+        path = "/".join(names.get(part, part) for part in row.path.split("/")[1:])
+        assert znode_at(root, f"{root}/{path}".rstrip("/")) is row
+    paths = ClusterPaths(root)
+    assert znode_at(root, paths.audit_prefix).path == "R/x/audit/e_N"
+    assert znode_at(root, paths.descriptor_prefix).path == "R/serverDescriptors/s_N"
+
+
+@pytest.mark.parametrize("path", ["R/x/later", "R/x/later/s_1", "R/later", "R/x/restored/1"])
+def test_a_node_of_a_later_version_is_for_members(path):
+    assert znode_at("/R", f"/{path}") is LATER_ZNODE
+
+
+@pytest.mark.parametrize("path", ["/", "/waltz", "/waltz/pay", "/waltz/payments2"])
+def test_a_node_outside_of_the_root_is_none_of_the_cluster(path):
+    assert znode_at("/waltz/payments", path) is ABOVE_ROOT

@@ -153,5 +153,11 @@ class Znodes(Protocol):
     def on_state(self, callback: StateCallback) -> None:
         """Call back at each change of the session's state, until closed."""
 
+    def check_administrator(self) -> None:
+        """Raise BadConfig if the session has the user of servers and storages, and not all rights.
+
+        A change of several writes could fail there after the first ones.
+        """
+
     async def close(self) -> None:
         """End the session; its ephemeral nodes are deleted at once. May be called twice."""

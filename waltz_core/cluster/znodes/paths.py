@@ -6,62 +6,149 @@ this version and of others.
 Rules:
     1. Extensions are below `R/x`, which Waltz 0.13 ignores.
     2. A partition's name is its number in decimal; a storage's is its address, which has no "/".
+    3. Each row declares the readers of the node and the permissions of members, for a cluster with
+       two users of ZooKeeper (`zookeeper/credentials.py`; decision 048, AC 13).
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from enum import StrEnum
+from typing import Final, NamedTuple
 
 from waltz_core.records.record import PartitionId, ReplicaId, ServerId
 
 DESCRIPTOR_PREFIX = "s_"
+MEMBER_PERMISSIONS: Final = "crwd"
+
+
+class Readers(StrEnum):
+    """The readers of a znode; each of them includes those that follow it."""
+
+    PUBLIC = "public"
+    MEMBERS = "members"
+    ADMINISTRATORS = "administrators"
 
 
 class Znode(NamedTuple):
-    """One row of the znode table (`docs/zookeeper.md`)."""
+    """One row of the znode table (`docs/zookeeper.md`).
+
+    `members` are the permissions of servers and storages, in ZooKeeper's letters: create and delete
+    (of children), read, write.
+    """
 
     path: str
     kind: str
     content: str
     written_by: str
+    readers: Readers
+    members: str = MEMBER_PERMISSIONS
 
+
+_PUBLIC, _MEMBERS, _ADMINISTRATORS = Readers
 
 ZNODES = (
-    Znode("R", "persistent", "ClusterParams", "cluster create"),
-    Znode("R/ids", "persistent", "nothing", "cluster create"),
-    Znode("R/ids/client", "persistent", "int32, last allocated id", "every client, once"),
-    Znode("R/ids/server", "persistent", "int32, last allocated id", "every server, once"),
-    Znode("R/serverDescriptors", "persistent", "PartitionAssignment", "the lead server"),
-    Znode("R/serverDescriptors/s_N", "ephemeral sequential", "ServerDescriptor", "its server"),
-    Znode("R/store", "persistent", "StoreParams", "cluster create"),
-    Znode("R/store/partition", "persistent", "nothing", "cluster create"),
-    Znode("R/store/partition/P", "persistent", "PartitionMetadata", "the owner of P"),
-    Znode("R/store/assignment", "persistent", "ReplicaAssignments", "cluster commands"),
-    Znode("R/store/group", "persistent", "GroupDescriptor", "cluster commands"),
-    Znode("R/store/connection", "persistent", "ConnectionMetadata", "cluster commands"),
-    Znode("R/store/adminLock", "ephemeral", "nothing", "the cluster commands of 0.13"),
-    Znode("R/x", "persistent", "nothing", "cluster create, or adoption"),
-    Znode("R/x/partition", "persistent", "nothing", "cluster create, or adoption"),
-    Znode("R/x/partition/P", "persistent", "PartitionMarker", "the owner of P, with its metadata"),
-    Znode("R/x/storage", "persistent", "nothing", "cluster create, or the first storage"),
-    Znode("R/x/storage/HOST:PORT", "persistent", "StorageRegistration", "its storage, once"),
-    Znode("R/x/writes", "persistent", "nothing", "each write that begins or ends"),
+    Znode("R", "persistent", "ClusterParams", "cluster create", _PUBLIC),
+    Znode("R/ids", "persistent", "nothing", "cluster create", _PUBLIC),
+    Znode("R/ids/client", "persistent", "int32, last allocated id", "every client, once", _MEMBERS),
+    Znode("R/ids/server", "persistent", "int32, last allocated id", "every server, once", _MEMBERS),
+    Znode("R/serverDescriptors", "persistent", "PartitionAssignment", "the lead server", _PUBLIC),
     Znode(
-        "R/x/writes/W", "persistent", "WriteState (JSON)", "the tasks that begin and end write W"
+        "R/serverDescriptors/s_N", "ephemeral sequential", "ServerDescriptor", "its server", _PUBLIC
     ),
-    Znode("R/x/writes/W/T", "persistent", "TaskState (JSON)", "each attempt of task T"),
-    Znode("R/x/restored", "persistent", "RestoredFrom (JSON)", "restore"),
-    Znode("R/x/access", "persistent", "Permissions (JSON)", "the access commands, and restore"),
-    Znode("R/x/applied", "persistent", "nothing", "the first daemon with access control"),
+    Znode("R/store", "persistent", "StoreParams", "cluster create", _PUBLIC),
+    Znode("R/store/partition", "persistent", "nothing", "cluster create", _MEMBERS),
+    Znode("R/store/partition/P", "persistent", "PartitionMetadata", "the owner of P", _MEMBERS),
+    Znode("R/store/assignment", "persistent", "ReplicaAssignments", "cluster commands", _MEMBERS),
+    Znode("R/store/group", "persistent", "GroupDescriptor", "cluster commands", _PUBLIC),
+    Znode("R/store/connection", "persistent", "ConnectionMetadata", "cluster commands", _MEMBERS),
+    Znode("R/store/adminLock", "ephemeral", "nothing", "the cluster commands of 0.13", _MEMBERS),
+    Znode("R/x", "persistent", "nothing", "cluster create, or adoption", _PUBLIC, "cr"),
+    Znode("R/x/partition", "persistent", "nothing", "cluster create, or adoption", _MEMBERS),
     Znode(
-        "R/x/applied/NAME", "ephemeral", "applied revision (JSON)", "the daemon, at each revision"
+        "R/x/partition/P",
+        "persistent",
+        "PartitionMarker",
+        "the owner of P, with its metadata",
+        _MEMBERS,
     ),
-    Znode("R/x/load", "persistent", "nothing", "the first server that balances by load"),
-    Znode("R/x/load/ID", "ephemeral", "loads (JSON)", "server ID, every few seconds"),
-    Znode("R/x/reach", "persistent", "nothing", "the first server with an open partition"),
-    Znode("R/x/reach/ID", "ephemeral", "reach report (JSON)", "server ID, in each session"),
-    Znode("R/x/audit", "persistent", "nothing", "the first change by a cluster command"),
-    Znode("R/x/audit/e_N", "persistent sequential", "AuditEntry (JSON)", "cluster commands"),
+    Znode("R/x/storage", "persistent", "nothing", "cluster create, or the first storage", _MEMBERS),
+    Znode(
+        "R/x/storage/HOST:PORT", "persistent", "StorageRegistration", "its storage, once", _MEMBERS
+    ),
+    Znode("R/x/writes", "persistent", "nothing", "each write that begins or ends", _MEMBERS),
+    Znode(
+        "R/x/writes/W",
+        "persistent",
+        "WriteState (JSON)",
+        "the tasks that begin and end write W",
+        _MEMBERS,
+    ),
+    Znode("R/x/writes/W/T", "persistent", "TaskState (JSON)", "each attempt of task T", _MEMBERS),
+    Znode("R/x/restored", "persistent", "RestoredFrom (JSON)", "restore", _PUBLIC),
+    Znode(
+        "R/x/access",
+        "persistent",
+        "Permissions (JSON)",
+        "the access commands, and restore",
+        _MEMBERS,
+        "r",
+    ),
+    Znode("R/x/applied", "persistent", "nothing", "the first daemon with access control", _MEMBERS),
+    Znode(
+        "R/x/applied/NAME",
+        "ephemeral",
+        "applied revision (JSON)",
+        "the daemon, at each revision",
+        _MEMBERS,
+    ),
+    Znode("R/x/load", "persistent", "nothing", "the first server that balances by load", _MEMBERS),
+    Znode("R/x/load/ID", "ephemeral", "loads (JSON)", "server ID, every few seconds", _MEMBERS),
+    Znode(
+        "R/x/reach", "persistent", "nothing", "the first server with an open partition", _MEMBERS
+    ),
+    Znode(
+        "R/x/reach/ID", "ephemeral", "reach report (JSON)", "server ID, in each session", _MEMBERS
+    ),
+    Znode(
+        "R/x/audit",
+        "persistent",
+        "nothing",
+        "the first change by a cluster command",
+        _ADMINISTRATORS,
+        "",
+    ),
+    Znode(
+        "R/x/audit/e_N",
+        "persistent sequential",
+        "AuditEntry (JSON)",
+        "cluster commands",
+        _ADMINISTRATORS,
+        "",
+    ),
 )
+# A node above R, which may be the root of other clusters, too.
+ABOVE_ROOT: Final = Znode("/", "persistent", "nothing", "cluster create", _PUBLIC, "r")
+# A node below R that only a later version knows.
+LATER_ZNODE: Final = Znode("R/...", "any", "unknown", "a later version", _MEMBERS)
+
+
+def znode_at(root: str, path: str) -> Znode:
+    """Return the row of a node of the cluster at `root`; also for the prefix of sequential nodes.
+
+    `ABOVE_ROOT` and `LATER_ZNODE` are the rows of nodes that the table does not have.
+    """
+    if path != root and not path.startswith(f"{root}/"):
+        return ABOVE_ROOT
+    names = f"R{path.removeprefix(root)}".split("/")
+    return next((each for each in ZNODES if _matches(each.path.split("/"), names)), LATER_ZNODE)
+
+
+def _matches(row: list[str], names: list[str]) -> bool:
+    return len(row) == len(names) and all(map(_is_name_of, row, names))
+
+
+def _is_name_of(part: str, name: str) -> bool:
+    prefix, is_sequential, _ = part.partition("_N")
+    return part.isupper() or part == name or (bool(is_sequential) and name.startswith(f"{prefix}_"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,24 +3,43 @@
 A connect string appears in process lists, logs, Spark plans and configuration files, so it names a
 file and contains no secret. Error messages name the line, never its content.
 
-    digest:waltz:a long password       the first line: scheme, user, password
+    digest:waltz:a long password       the first line: scheme, user, password of this process
+    members:digest:waltz:a password    in an administrator's file: the members' user
+    administrators:digest:admin:HASH   in a member's file: the administrators' user
     world:anyone:r                     each further line: permissions of others, as in ZooKeeper,
                                        scheme:id:permissions (of c, d, r, w, a)
 
+HASH is the base64 text of the SHA-1 of USER:PASSWORD, as in ZooKeeper's access lists: a member must
+name the administrators' user in the nodes that it creates, and must not know the password.
+
 Rules:
-    1. The creator of a node has all permissions; further lines only add to that.
-    2. Empty lines, and lines that begin with "#", are ignored.
-    3. All processes of a cluster have the same user: each must read what the others write.
+    1. Without a line for members or administrators there is one user. It has all permissions for
+       the nodes that it creates; further lines only add to that. All processes have this user.
+    2. With two users, administrators have all permissions. Those of members and of all others are
+       in the row of the node (`znodes/paths.py`), whichever user creates it. A further line with
+       permission "a" names another administrator, except for "world"; all others give at most what
+       members have.
+    3. An administrator's session has the members' user as well: so it may change nodes that this
+       user owned when it was the only one.
+    4. Empty lines, and lines that begin with "#", are ignored.
 """
 
-from dataclasses import dataclass, field
-from typing import NamedTuple
+import base64
+import hashlib
+import re
+from dataclasses import dataclass, field, replace
+from typing import Final, NamedTuple
 
 from waltz_core import errors
+from waltz_core.cluster.znodes.paths import Readers, Znode
 
 SCHEME = "digest"
 PERMISSIONS = "cdrwa"
 OTHER_SCHEMES = ("world", "digest", "ip", "sasl", "x509")
+_MEMBERS: Final = "members"
+_ADMINISTRATORS: Final = "administrators"
+_FIRST_LINE: Final = f"{SCHEME}:USER:PASSWORD"
+_HASH: Final = re.compile("[A-Za-z0-9+/]{27}=")  # of 20 bytes
 
 
 class NodePermission(NamedTuple):
@@ -31,13 +50,57 @@ class NodePermission(NamedTuple):
     permissions: str
 
 
+# ZooKeeper's notation for the user that creates the node.
+_CREATOR: Final = NodePermission("auth", "", PERMISSIONS)
+_PUBLIC: Final = NodePermission("world", "anyone", "r")
+
+
+@dataclass(frozen=True, slots=True)
+class User:
+    """A user with its password."""
+
+    name: str
+    password: str = field(repr=False)
+
+    @property
+    def identity(self) -> str:
+        """The user in access lists: USER:HASH."""
+        digest = hashlib.sha1(f"{self.name}:{self.password}".encode(), usedforsecurity=False)
+        return f"{self.name}:{base64.b64encode(digest.digest()).decode()}"
+
+
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """The content of an auth file."""
+    """The content of an auth file; with two users it names the other one."""
 
-    user: str
-    password: str = field(repr=False)
+    user: User
     grants: tuple[NodePermission, ...] = ()
+    members: User | None = None
+    administrators: str = ""  # USER:HASH
+
+    @property
+    def is_member(self) -> bool:
+        """Whether this is the members' user, so that administrators are others."""
+        return bool(self.administrators)
+
+    @property
+    def users(self) -> tuple[User, ...]:
+        """The users that a session has (rule 3)."""
+        return (self.user,) if self.members is None else (self.user, self.members)
+
+    def permissions_of(self, row: Znode) -> tuple[NodePermission, ...]:
+        """Return the access list of a new node (rules 1 and 2)."""
+        if self.members is None and not self.administrators:
+            return (_CREATOR, *self.grants)
+        members = (self.members or self.user).identity
+        found = [
+            NodePermission(SCHEME, self.administrators or self.user.identity, PERMISSIONS),
+            NodePermission(SCHEME, members, row.members),
+            *(each._replace(permissions=_limited(each, row)) for each in self.grants),
+        ]
+        if row.readers is Readers.PUBLIC:
+            found.append(_PUBLIC)
+        return tuple(each for each in found if each.permissions)
 
 
 def parse_credentials(text: str, where: str) -> Credentials:
@@ -48,16 +111,48 @@ def parse_credentials(text: str, where: str) -> Credentials:
         if line.strip() and not line.lstrip().startswith("#")
     ]
     if not lines:
-        raise errors.BadConfig(f"{where}: expected {SCHEME}:USER:PASSWORD, found nothing")
+        raise errors.BadConfig(f"{where}: expected {_FIRST_LINE}, found nothing")
     (number, first), *others = lines
-    scheme, _, rest = first.partition(":")
+    found = Credentials(_user(first, _FIRST_LINE, f"{where}, line {number}"))
+    for number, line in others:
+        found = _with_line(found, line, f"{where}, line {number}")
+    return found
+
+
+def _with_line(found: Credentials, line: str, where: str) -> Credentials:
+    role, _, rest = line.partition(":")
+    if role not in {_MEMBERS, _ADMINISTRATORS}:
+        return replace(found, grants=(*found.grants, _grant(line, where)))
+    if found.members is not None or found.administrators:
+        raise errors.BadConfig(
+            f"{where}: expected one line with {_MEMBERS} or {_ADMINISTRATORS}, found another one"
+        )
+    if role == _MEMBERS:
+        other = _user(rest, f"{_MEMBERS}:{_FIRST_LINE}", where)
+        found, name = replace(found, members=other), other.name
+    else:
+        scheme, _, identity = rest.partition(":")
+        name, _, hashed = identity.partition(":")
+        if scheme != SCHEME or not name or _HASH.fullmatch(hashed) is None:
+            raise errors.BadConfig(
+                f"{where}: expected {_ADMINISTRATORS}:{SCHEME}:USER:HASH, with the base64 text of "
+                "the SHA-1 of USER:PASSWORD as HASH"
+            )
+        found = replace(found, administrators=identity)
+    if name == found.user.name:
+        raise errors.BadConfig(f"{where}: expected another user than that of the first line")
+    return found
+
+
+def _user(text: str, expected: str, where: str) -> User:
+    scheme, _, rest = text.partition(":")
     user, _, password = rest.partition(":")
     if scheme != SCHEME or not user or not password:
-        raise errors.BadConfig(f"{where}, line {number}: expected {SCHEME}:USER:PASSWORD")
-    return Credentials(user, password, tuple(_grant(line, where, at) for at, line in others))
+        raise errors.BadConfig(f"{where}: expected {expected}")
+    return User(user, password)
 
 
-def _grant(line: str, where: str, number: int) -> NodePermission:
+def _grant(line: str, where: str) -> NodePermission:
     scheme, _, rest = line.partition(":")
     identity, _, permissions = rest.rpartition(":")
     is_good = scheme in OTHER_SCHEMES and identity and permissions
@@ -65,7 +160,14 @@ def _grant(line: str, where: str, number: int) -> NodePermission:
         is_good = False
     if not is_good or set(permissions) - set(PERMISSIONS):
         raise errors.BadConfig(
-            f"{where}, line {number}: expected SCHEME:ID:PERMISSIONS, such as world:anyone:r, with "
+            f"{where}: expected SCHEME:ID:PERMISSIONS, such as world:anyone:r, with "
             f"a scheme of {', '.join(OTHER_SCHEMES)} and permissions of {PERMISSIONS}"
         )
     return NodePermission(scheme, identity, permissions)
+
+
+def _limited(grant: NodePermission, row: Znode) -> str:
+    """Return the permissions of a further line, with two users (rule 2)."""
+    if grant.scheme != _PUBLIC.scheme and "a" in grant.permissions:
+        return grant.permissions
+    return "".join(each for each in grant.permissions if each in row.members)

@@ -317,6 +317,9 @@ class MemorySession:
         """Call back at each change of state."""
         self._callbacks.append(callback)
 
+    def check_administrator(self) -> None:
+        """Return: here are no users."""
+
     async def close(self) -> None:
         """End the session."""
         if not self._is_closed:

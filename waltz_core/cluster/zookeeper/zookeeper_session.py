@@ -39,7 +39,7 @@ from kazoo.exceptions import (
 )
 from kazoo.protocol.serialization import Create as CreateRequest
 from kazoo.protocol.states import ZnodeStat
-from kazoo.security import ACL, CREATOR_ALL_ACL, OPEN_ACL_UNSAFE, Id, Permissions
+from kazoo.security import ACL, OPEN_ACL_UNSAFE, Id, Permissions
 
 from waltz_core import errors
 from waltz_core.cluster.coordinator import Coordinator
@@ -57,6 +57,7 @@ from waltz_core.cluster.znodes.interface import (
     Signal,
     StateCallback,
 )
+from waltz_core.cluster.znodes.paths import MEMBER_PERMISSIONS, Znode, znode_at
 from waltz_core.cluster.znodes.sharing import Shared
 from waltz_core.cluster.zookeeper.credentials import (
     SCHEME,
@@ -124,6 +125,7 @@ async def connect(
         session_timeout_ms=session_timeout_ms,
         request_timeout_ms=request_timeout_ms,
         credentials=_read_credentials(place),
+        root=place.root,
     )
     await session.open()
     return Coordinator(session, place.root)
@@ -151,9 +153,10 @@ async def connected(
 
 
 async def protect(text: str, *, connect_timeout_ms: int = CONNECT_TIMEOUT_MS) -> int:
-    """Set the access list of an auth file on a cluster's znodes; return their number.
+    """Set the access lists of an auth file on a cluster's znodes; return their number.
 
-    Raises BadConfig if the connect string names no auth file or ZooKeeper denies the change.
+    Raises BadConfig if the connect string names no auth file or that of a member, or ZooKeeper
+    denies the change.
     """
     place = parse_connect_string(text)
     credentials = _read_credentials(place)
@@ -165,7 +168,9 @@ async def protect(text: str, *, connect_timeout_ms: int = CONNECT_TIMEOUT_MS) ->
         session_timeout_ms=SESSION_TIMEOUT_MS,
         request_timeout_ms=REQUEST_TIMEOUT_MS,
         credentials=credentials,
+        root=place.root,
     )
+    session.check_administrator()
     await session.open()
     try:
         return await session.protect(place.root)
@@ -174,7 +179,10 @@ async def protect(text: str, *, connect_timeout_ms: int = CONNECT_TIMEOUT_MS) ->
 
 
 class ZooKeeperSession:
-    """One session; implements `znodes.Znodes`. It belongs to the event loop that opened it."""
+    """One session; implements `znodes.Znodes`. It belongs to the event loop that opened it.
+
+    `root` is that of the cluster, whose nodes have different access lists.
+    """
 
     def __init__(
         self,
@@ -184,10 +192,11 @@ class ZooKeeperSession:
         session_timeout_ms: int,
         request_timeout_ms: int,
         credentials: Credentials | None = None,
+        root: str = "",
     ) -> None:
         self._hosts = ",".join(hosts)
         self._credentials = credentials
-        self._acl = _acl_of(credentials)
+        self._root = root
         self._connect_timeout_ms = connect_timeout_ms
         self._request_timeout_s = request_timeout_ms / 1000
         self._client = KazooClient(
@@ -201,9 +210,10 @@ class ZooKeeperSession:
                 "max_jitter": 0.5,
                 "max_delay": RECONNECT_DELAY_S_MAX,
             },
-            auth_data=[(SCHEME, f"{credentials.user}:{credentials.password}")]
-            if credentials
-            else [],
+            auth_data=[
+                (SCHEME, f"{user.name}:{user.password}")
+                for user in (credentials.users if credentials else ())
+            ],
             logger=logger,
         )
         self._hooks = Hooks(self._client, session_timeout_ms)
@@ -298,7 +308,7 @@ class ZooKeeperSession:
         """Do all operations or none, in one multi."""
         request = self._client.transaction()
         for operation in operations:
-            _add(request, operation, self._acl)
+            _add(request, operation, self._acl_of)
         await self._connection()
         try:
             async with asyncio.timeout(self._request_timeout_s):
@@ -478,12 +488,13 @@ class ZooKeeperSession:
         return versions
 
     async def protect(self, path: str) -> int:
-        """Set the access list of new nodes on a node and all below it; return their number.
+        """Give a node and all below it the access lists of new ones; return their number.
 
         Raises BadConfig without permission, CoordinatorUnavailable if ZooKeeper does not answer.
         """
+        acl = self._acl_of(path)
         try:
-            await self._read(lambda: self._client.set_acls_async(path, self._acl), path)
+            await self._read(lambda: self._client.set_acls_async(path, acl), path)
         except NoNodeError:
             return 0  # It was deleted meanwhile.
         listing = await self.children(path)
@@ -503,11 +514,30 @@ class ZooKeeperSession:
                 f"ZooKeeper {self._hosts} requires authentication at {path}: expected a connect "
                 "string that ends in ?auth=FILE, found none"
             )
+        name = self._credentials.user.name
+        if self._credentials.is_member and self._row(path).members != MEMBER_PERMISSIONS:
+            return f"ZooKeeper {self._hosts} denies access to {path}: {_expected_other(name)}"
         return (
             f"ZooKeeper {self._hosts} denies access to {path}: expected the user and the password "
-            f"that created it, found user {self._credentials.user!r} with another password, or "
-            "another user"
+            f"that created it, found user {name!r} with another password, or another user"
         )
+
+    def check_administrator(self) -> None:
+        """Raise BadConfig if this is the members' user."""
+        if self._credentials is not None and self._credentials.is_member:
+            raise errors.BadConfig(
+                f"the command changes {self._root} of ZooKeeper {self._hosts}: "
+                f"{_expected_other(self._credentials.user.name)}"
+            )
+
+    def _row(self, path: str) -> Znode:
+        return znode_at(self._root, path)
+
+    def _acl_of(self, path: str) -> list[ACL]:
+        """Return the access list of a new node."""
+        if self._credentials is None:
+            return list(OPEN_ACL_UNSAFE)
+        return [_acl_entry(each) for each in self._credentials.permissions_of(self._row(path))]
 
 
 def _utc_now() -> str:
@@ -552,10 +582,11 @@ def _read_credentials(place: ConnectString) -> Credentials | None:
         ) from error
 
 
-def _acl_of(credentials: Credentials | None) -> list[ACL]:
-    if credentials is None:
-        return list(OPEN_ACL_UNSAFE)
-    return [*CREATOR_ALL_ACL, *map(_acl_entry, credentials.grants)]
+def _expected_other(name: str) -> str:
+    return (
+        "expected the auth file of an administrator, with a line members:digest:USER:PASSWORD, "
+        f"found that of the members' user {name!r}"
+    )
 
 
 def _acl_entry(grant: NodePermission) -> ACL:
@@ -571,12 +602,14 @@ def _node_stat(stat: ZnodeStat) -> NodeStat:
     return NodeStat(stat.version, stat.cversion, stat.ephemeralOwner, stat.mtime)
 
 
-def _add(request: TransactionRequest, operation: Operation, acl: list[ACL]) -> None:
+def _add(
+    request: TransactionRequest, operation: Operation, acl_of: Callable[[str], list[ACL]]
+) -> None:
     match operation:
         case CreateNode(path, data, ephemeral, sequential):
             flags = EPHEMERAL_FLAG * ephemeral | SEQUENTIAL_FLAG * sequential
             # Not request.create, which cannot create a node without data.
-            request.operations.append(CreateRequest(path, data, acl, flags))
+            request.operations.append(CreateRequest(path, data, acl_of(path), flags))
         case Set(path, data, version):
             assert version >= 0  # rule 4
             request.set_data(path, data, version)

@@ -1,0 +1,146 @@
+"""A running cluster gets two users of ZooKeeper, as docs/zookeeper.md describes it."""
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from kazoo.security import make_digest_acl_credential
+
+from tests.commands import run_command
+from tests.fault.doctor import await_findings, doctor, from_elsewhere
+from tests.fault.load import Load, Scenario, all_engaged, owners, wait_until
+from tests.patience import HANG_S
+from waltz_core.client import WaltzClient
+from waltz_core.client.stream.verdicts import TRANSIENT
+from waltz_core.errors import BadConfig
+from waltz_core.local import LocalCluster
+
+ONE_USER = "digest:waltz:of members\n"
+MEMBERS = f"{ONE_USER}administrators:digest:{make_digest_acl_credential('admin', 'of admin')}\n"
+ADMINISTRATORS = "digest:admin:of admin\nmembers:digest:waltz:of members\n"
+SETTINGS: dict[str, dict[str, object]] = {
+    kind: {"zookeeper_session_timeout_ms": 3_000} for kind in ("server", "storage")
+}
+
+
+class Rolling:
+    """A cluster of two servers and three storages, and its auth files."""
+
+    def __init__(self, directory: Path, *, is_open: bool) -> None:
+        self.members_file, self.administrators_file = (
+            directory / name for name in ("members.auth", "administrators.auth")
+        )
+        self.administrators_file.write_text(ADMINISTRATORS)
+        self.members_file.write_text(ONE_USER)
+        self.cluster = LocalCluster(
+            directory / "c",
+            server_count=2,
+            partition_count=4,
+            settings=SETTINGS,
+            auth_file=None if is_open else self.members_file,
+        )
+
+    @property
+    def public(self) -> str:
+        """The connect string without a user."""
+        return self.cluster.connect.partition("?")[0]
+
+    def restart_all(self, auth: str, load: Load) -> None:
+        """Restart storages and servers, one after the other, with this content of their file."""
+        self.members_file.write_text(auth)
+        self.cluster._loaded().auth_file = str(self.members_file)
+        for member in self.cluster.members:
+            if member.kind != "zookeeper":
+                self.restart(member.name, load)
+
+    def restart(self, name: str, load: Load) -> None:
+        """Restart one process; return once all partitions have all replicas and commit."""
+        self.cluster.kill(name, signal.SIGTERM)
+        self.cluster.start(name)
+        wait_until("both servers own", lambda: len(owners(self.cluster) - {None}) == 2)
+        load.await_commits()
+        wait_until("every replica engaged", lambda: all_engaged(self.cluster))
+        load.await_commits()
+
+    def check_no_process_was_denied(self) -> None:
+        for member in self.cluster.members:
+            log = self.cluster.log_path(member.name).read_text(encoding="utf-8")
+            assert member.kind == "zookeeper" or "denies access" not in log, member.name
+            assert member.kind == "zookeeper" or "requires authentication" not in log, member.name
+
+    def protect(self) -> None:
+        done = run_command("cluster", "protect", f"{self.public}?auth={self.administrators_file}")
+        assert done.returncode == 0, done.stderr
+
+    def check_users(self) -> None:
+        """What each of the three users gets from clients, commands and the doctor."""
+        members = f"{self.public}?auth={self.members_file}"
+        administrators = f"{self.public}?auth={self.administrators_file}"
+        with WaltzClient(self.public) as client:
+            assert min(client.high_water_marks().values()) >= 0
+            assert list(client.read_range(0, 0, 0))
+            with pytest.raises(BadConfig, match=r"requires authentication at .*/ids/client"):
+                client.append(b"row", partition=0).result(HANG_S)
+        with WaltzClient(administrators) as client:
+            client.high_water_marks()
+        assert doctor(*from_elsewhere(members)) == []
+        assert doctor(*from_elsewhere(administrators)) == []
+        (found,) = await_findings(["zookeeper-access-denied"], *from_elsewhere(self.public))
+        assert "requires authentication at " in found["sentence"]
+        denied = run_command("cluster", "auto-assign", "--connect", members)
+        assert "expected the auth file of an administrator" in denied.stderr
+        done = run_command("cluster", "audit", "--connect", administrators)
+        assert "cluster protect" in done.stdout
+
+
+def check_no_append_failed(load: Load) -> None:
+    """Wait for commits; each row is committed, or may be sent again as it is.
+
+    A partition that moves, or whose storage ends, does not commit all rows in flight.
+    """
+    load.await_commits()
+    assert set(load.refusals) <= {each.name for each in TRANSIENT}
+
+
+@pytest.fixture
+def rolling(tmp_path: Path, cluster_of: Callable, request: pytest.FixtureRequest) -> Rolling:  # type: ignore[type-arg]
+    found = Rolling(tmp_path, is_open=request.param)
+    cluster_of(found.cluster).up()
+    return found
+
+
+@pytest.mark.parametrize("rolling", [False], indirect=True)
+def test_one_user_becomes_two_while_clients_append(rolling: Rolling):
+    """Clients keep their file and their sessions."""
+    scenario = Scenario(rolling.cluster)
+    with scenario.load() as load:
+        load.await_commits()
+        rolling.restart_all(MEMBERS, load)
+        check_no_append_failed(load)
+        rolling.protect()
+        check_no_append_failed(load)
+        # Partitions move with the new permissions, too.
+        rolling.restart("server-1", load)
+        check_no_append_failed(load)
+    rolling.check_no_process_was_denied()
+    rolling.check_users()
+    scenario.check_agrees()
+
+
+@pytest.mark.parametrize("rolling", [True], indirect=True)
+def test_an_open_cluster_gets_two_users_while_clients_append(rolling: Rolling):
+    """Clients restart with the members' file between the two rounds."""
+    scenario = Scenario(rolling.cluster)
+    with scenario.load() as load:
+        load.await_commits()
+        rolling.restart_all(f"{MEMBERS}world:anyone:cdrwa\n", load)
+        check_no_append_failed(load)
+    with scenario.load() as load:
+        rolling.restart_all(MEMBERS, load)
+        check_no_append_failed(load)
+        rolling.protect()
+        check_no_append_failed(load)
+    rolling.check_no_process_was_denied()
+    rolling.check_users()
+    scenario.check_agrees()

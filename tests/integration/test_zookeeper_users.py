@@ -1,0 +1,418 @@
+"""Two users of ZooKeeper: each znode by each of them, at a real ZooKeeper (decision 048, AC 13)."""
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from kazoo.client import KazooClient
+from kazoo.exceptions import NoAuthError
+from kazoo.security import ACL, OPEN_ACL_UNSAFE, make_digest_acl_credential
+
+from tests.cluster_contract import STORAGES, descriptor
+from tests.commands import run_command
+from waltz_core import errors
+from waltz_core.access.permissions import Permissions
+from waltz_core.cluster.change.audit import AuditEntry
+from waltz_core.cluster.change.creation import NewCluster
+from waltz_core.cluster.coordinator import Coordinator
+from waltz_core.cluster.znodes import access_node, model
+from waltz_core.cluster.znodes.interface import CreateNode
+from waltz_core.cluster.znodes.paths import ZNODES, znode_at
+from waltz_core.cluster.znodes.restored_from import NOT_RESTORED
+from waltz_core.cluster.zookeeper import zookeeper_session
+from waltz_core.cluster.zookeeper.zookeeper_session import connected
+
+pytestmark = pytest.mark.zookeeper
+
+HASH = make_digest_acl_credential("admin", "of admin")
+FILES = {
+    "administrator": "digest:admin:of admin\nmembers:digest:waltz:of members\n",
+    "member": f"digest:waltz:of members\nadministrators:digest:{HASH}\n",
+    "old": "digest:waltz:of members\n",
+}
+USERS = {"administrator": "admin:of admin", "member": "waltz:of members", "public": None}
+# Decision 048, "ZooKeeper".
+PUBLIC = {"R", "R/ids", "R/serverDescriptors", "R/serverDescriptors/s_N", "R/store"}
+PUBLIC |= {"R/store/group", "R/x", "R/x/restored"}
+OF_MEMBERS = {"R/x": "cr", "R/x/access": "r", "R/x/audit": "", "R/x/audit/e_N": ""}
+# Only commands of Waltz 0.13 create it.
+RESERVED = {"R/store/adminLock"}
+
+
+class Place(NamedTuple):
+    """A ZooKeeper, and where the auth files are."""
+
+    hosts: str
+    directory: Path
+
+    def connect(self, root: str, name: str) -> str:
+        """Return the connect string of a user; none for "public"."""
+        if name not in FILES:
+            return f"{self.hosts}{root}"
+        path = self.directory / f"{name}.auth"
+        path.write_text(FILES[name])
+        return f"{self.hosts}{root}?auth={path}"
+
+    @contextlib.contextmanager
+    def kazoo(self, user: str) -> Iterator[KazooClient]:
+        """Open a session without any code of this project."""
+        credentials = USERS[user]
+        client = KazooClient(self.hosts, auth_data=[("digest", credentials)] if credentials else [])
+        client.start()
+        try:
+            yield client
+        finally:
+            client.stop()
+            client.close()
+
+
+@pytest.fixture
+def place(zookeeper: str, tmp_path: Path) -> Place:
+    return Place(zookeeper, tmp_path)
+
+
+async def create_nodes_of_members(coordinator: Coordinator) -> None:
+    """Create what servers, storages and clients create; the session must stay open."""
+    paths = coordinator.paths
+    await coordinator.register_server(descriptor(await coordinator.next_server_id()))
+    view = await coordinator.read_partition(0)
+    marker = model.PartitionMarker(model.MarkerState.OPEN, 0, bytes(16))
+    await coordinator.write_partition(0, model.PartitionMetadata(1, 0, {}), marker, view.versions)
+    await coordinator.register_storage_id("10.0.0.1:5280", model.UUID(int=1))
+    await coordinator.writes.begin("nightly", {0: -1}, 1_000_000)
+    await coordinator.writes.enter("nightly", 0, "run", coordinator.next_client_id)
+    await coordinator._nodes.put_ephemeral(paths.load(1), b"{}", paths.loads)
+    await coordinator._nodes.put_ephemeral(paths.reach(1), b"{}", paths.reaches)
+
+
+async def create_nodes_of_administrators(coordinator: Coordinator) -> None:
+    """Create what commands create after the cluster."""
+    paths = coordinator.paths
+    permissions = access_node.encode(Permissions(1, "ops", 0, bytes(32)))
+    await coordinator._znodes.write(
+        [
+            CreateNode(paths.access, permissions),
+            CreateNode(paths.restored_from, NOT_RESTORED.to_bytes()),
+        ]
+    )
+    await coordinator.audit.begin(AuditEntry("ops", 0, "cluster create"))
+
+
+@contextlib.asynccontextmanager
+async def whole_cluster(place: Place, root: str, *, creator: str, member: str):
+    """Create every node of the table, by its creator."""
+    async with (
+        connected(place.connect(root, creator)) as commands,
+        connected(place.connect(root, member)) as daemons,
+    ):
+        new = NewCluster("payments", 2, model.UUID(int=7), STORAGES)
+        await commands.create_cluster(new)
+        await create_nodes_of_administrators(commands)
+        await create_nodes_of_members(daemons)
+        yield
+
+
+def tree(client: KazooClient, path: str) -> list[str]:
+    children = client.get_children(path)
+    return [path, *(each for name in children for each in tree(client, f"{path}/{name}"))]
+
+
+def permitted(call, *words, **named) -> bool:
+    try:
+        call(*words, **named)
+    except NoAuthError:
+        return False
+    return True
+
+
+def permissions_found(client: KazooClient, place: Place, path: str) -> str:
+    """Return what a session may do at a node, by doing it; all is undone by an administrator."""
+    found = ""
+    with place.kazoo("administrator") as administrator:
+        data, stat = administrator.get(path)
+        if not stat.ephemeralOwner:
+            if permitted(client.create, f"{path}/new", acl=OPEN_ACL_UNSAFE):
+                found += "c"
+            administrator.ensure_path(f"{path}/new")
+        if permitted(client.get, path):
+            assert permitted(client.get_children, path)
+            found += "r"
+        if permitted(client.set, path, data):
+            found += "w"
+        if not stat.ephemeralOwner:
+            if permitted(client.delete, f"{path}/new"):
+                found += "d"
+            else:
+                administrator.delete(f"{path}/new")
+        acl, _ = administrator.get_acls(path)
+        if permitted(client.set_acls, path, acl):
+            found += "a"
+    return found
+
+
+def expected_permissions(user: str, row: str) -> str:
+    if user == "administrator":
+        return "crwda"
+    if user == "member":
+        return "".join(each for each in "crwd" if each in OF_MEMBERS.get(row, "crwd"))
+    return "r" if row in PUBLIC else ""
+
+
+@pytest.mark.parametrize("user", USERS)
+def test_each_znode_by_each_user(place: Place, user: str):
+    """Members create nodes with the same access lists as administrators."""
+    root = f"/users/{user}/cluster"
+
+    async def run():
+        async with whole_cluster(place, root, creator="administrator", member="member"):
+            await asyncio.to_thread(check_all_nodes, place, root, user)
+
+    asyncio.run(run())
+
+
+def check_all_nodes(place: Place, root: str, user: str) -> None:
+    rows = set()
+    with place.kazoo("administrator") as administrator, place.kazoo(user) as client:
+        for path in tree(administrator, root):
+            row = znode_at(root, path).path
+            rows.add(row)
+            expected = expected_permissions(user, row)
+            if administrator.exists(path).ephemeralOwner:
+                expected = expected.replace("c", "").replace("d", "")
+            assert permissions_found(client, place, path) == expected, path
+        assert rows == {each.path for each in ZNODES} - RESERVED
+        above = root.rpartition("/")[0]
+        expected = {"administrator": "crwda"}.get(user, "r")
+        assert permissions_found(client, place, above) == expected
+
+
+def test_members_delete_no_node_of_administrators(place: Place):
+    """Deletion is a permission of the parent."""
+    root = "/deletions"
+
+    async def run():
+        async with whole_cluster(place, root, creator="administrator", member="member"):
+            await asyncio.to_thread(check)
+
+    def check() -> None:
+        with place.kazoo("administrator") as administrator, place.kazoo("member") as member:
+            entry = "/deletions/x/audit/e_0000000000"
+            for path in (entry, f"{root}/x/audit", f"{root}/x/access", f"{root}/x/restored"):
+                assert administrator.exists(path)
+                assert not permitted(member.delete, path), path
+            # They delete what they have created.
+            for name in ("nightly/0", "nightly"):
+                member.delete(f"{root}/x/writes/{name}")
+            (server,) = member.get_children(f"{root}/serverDescriptors")
+            member.delete(f"{root}/serverDescriptors/{server}")
+
+    asyncio.run(run())
+
+
+# --- protect
+
+
+def access_lists(place: Place, root: str) -> dict[str, set[ACL]]:
+    """Return the access list of each node, by its row."""
+    with place.kazoo("administrator") as client:
+        return {
+            znode_at(root, path).path: set(client.get_acls(path)[0]) for path in tree(client, root)
+        }
+
+
+@pytest.mark.parametrize("before", ["old", "public"])
+def test_protect_gives_all_nodes_the_lists_of_a_new_cluster(place: Place, before: str):
+    """From the old user, which becomes the members', and from an open cluster."""
+    root, new = f"/protected-{before}", f"/new-{before}"
+
+    async def run():
+        async with (
+            whole_cluster(place, root, creator=before, member=before),
+            whole_cluster(place, new, creator="administrator", member="member"),
+        ):
+            count = await zookeeper_session.protect(place.connect(root, "administrator"))
+            found = await asyncio.to_thread(access_lists, place, root)
+            assert found == await asyncio.to_thread(access_lists, place, new)
+            assert count >= len(found)
+
+    asyncio.run(run())
+
+
+def test_one_user_protects_as_before(place: Place):
+    root = "/one-user"
+
+    async def run():
+        async with whole_cluster(place, root, creator="public", member="old"):
+            await zookeeper_session.protect(place.connect(root, "old"))
+            with place.kazoo("member") as client:
+                found = {each for path in tree(client, root) for each in client.get_acls(path)[0]}
+            assert {(each.id.id, each.perms) for each in found} == {
+                (make_digest_acl_credential("waltz", "of members"), 31)
+            }
+
+    asyncio.run(run())
+
+
+# --- a changed password
+
+
+def identities(client: KazooClient, root: str) -> set[str]:
+    """Return all users that the access lists name."""
+    return {each.id.id for path in tree(client, root) for each in client.get_acls(path)[0]}
+
+
+def identity(name: str, password: str) -> str:
+    return make_digest_acl_credential(name, password)
+
+
+def line_of(name: str, password: str, permissions: str) -> str:
+    return f"digest:{identity(name, password)}:{permissions}\n"
+
+
+def one_user_changes() -> list[set[str] | str]:
+    old, new = "digest:waltz:1\n", "digest:waltz:2\n"
+    both_old = old + line_of("waltz", "2", "cdrwa")
+    both_new = new + line_of("waltz", "1", "cdrwa")
+    return [{old, both_old}, both_old, {both_old, both_new}, {both_new, new}, new]
+
+
+def members_user_changes() -> list[set[str] | str]:
+    others = f"administrators:digest:{identity('admin', '1')}\n"
+    old, new = f"digest:waltz:1\n{others}", f"digest:waltz:2\n{others}"
+    both_old = old + line_of("waltz", "2", "cdrw")
+    both_new = new + line_of("waltz", "1", "cdrw")
+    administrator = "digest:admin:1\nmembers:digest:waltz:2\n"
+    both = administrator + line_of("waltz", "1", "cdrw")
+    return [{old, both_old}, both, {both_old, both_new}, {both_new, new}, administrator]
+
+
+def administrators_user_changes() -> list[set[str] | str]:
+    old, new = (
+        f"digest:waltz:2\nadministrators:digest:{identity('admin', each)}\n" for each in "12"
+    )
+    line = line_of("admin", "2", "cdrwa")
+    administrator = "digest:admin:{}\nmembers:digest:waltz:2\n"
+    protecting = administrator.format(1) + line
+    return [{old, old + line}, protecting, {old + line, new}, administrator.format(2)]
+
+
+@pytest.mark.parametrize(
+    ("first", "changes", "last"),
+    [
+        ("digest:waltz:1\n", one_user_changes, {identity("waltz", "2")}),
+        (
+            "digest:admin:1\nmembers:digest:waltz:1\n",
+            members_user_changes,
+            {identity("waltz", "2"), identity("admin", "1"), "anyone"},
+        ),
+        (
+            "digest:admin:1\nmembers:digest:waltz:2\n",
+            administrators_user_changes,
+            {identity("waltz", "2"), identity("admin", "2"), "anyone"},
+        ),
+    ],
+)
+def test_a_changed_password_denies_no_process_access(place: Place, first, changes, last):
+    """As in docs/zookeeper.md: {the files of processes that run together}, or that of `protect`."""
+    root, file = f"/changed-{changes.__name__}", place.directory / "zookeeper.auth"
+    connect = f"{place.hosts}{root}?auth={file}"
+
+    async def run_together(texts: set[str]) -> None:
+        """Let each process create a node, and read those of all others."""
+        async with contextlib.AsyncExitStack() as stack:
+            processes = []
+            for text in sorted(texts):
+                file.write_text(text)
+                processes.append(await stack.enter_async_context(connected(connect)))
+            for process in processes:
+                await process.writes.begin(f"w{await process.next_client_id()}", {0: -1}, 1_000_000)
+            for process in processes:
+                await process.writes.read_all()
+
+    async def run():
+        file.write_text(first)
+        async with connected(connect) as commands:
+            await commands.create_cluster(NewCluster("payments", 1, model.UUID(int=7), STORAGES))
+        for step in changes():
+            if isinstance(step, str):
+                file.write_text(step)
+                await zookeeper_session.protect(connect)
+            else:
+                await run_together(step)
+        async with connected(connect) as commands:  # as the user that has protected it
+            assert await asyncio.to_thread(identities, commands._znodes._client, root) == last
+
+    asyncio.run(run())
+
+
+# --- commands
+
+
+@pytest.mark.parametrize(
+    ("user", "words"),
+    [
+        ("member", ["cluster", "protect"]),
+        ("member", ["cluster", "audit", "--connect"]),
+        ("member", ["cluster", "create", "--partitions", "1"]),
+        ("member", ["cluster", "delete", "payments", "--force", "--connect"]),
+        ("member", ["cluster", "add-storage", "10.0.0.9:5280", "--connect"]),
+        ("old", ["cluster", "delete", "payments", "--force", "--connect"]),
+        ("public", ["cluster", "delete", "payments", "--force", "--connect"]),
+    ],
+    ids=lambda each: each if isinstance(each, str) else each[1],
+)
+def test_a_command_that_needs_an_administrator_changes_nothing(place: Place, user, words):
+    root = f"/commands-{user}-{words[1]}"
+
+    async def run():
+        async with whole_cluster(place, root, creator="administrator", member="member"):
+            before = await asyncio.to_thread(content, place, root)
+            done = await asyncio.to_thread(run_command, *words, place.connect(root, user))
+            assert done.returncode != 0
+            assert done.stderr.count("\n") == 1, done.stderr
+            expected = {
+                "member": "expected the auth file of an administrator, with a line "
+                "members:digest:USER:PASSWORD, found that of the members' user 'waltz'",
+                "old": "denies access to /commands-old-delete/x/audit",
+                "public": "requires authentication at /commands-public-delete/x/audit",
+            }
+            assert expected[user] in done.stderr
+            assert await asyncio.to_thread(content, place, root) == before
+
+    asyncio.run(run())
+
+
+def content(place: Place, root: str) -> dict[str, bytes]:
+    with place.kazoo("administrator") as client:
+        return {path: client.get(path)[0] for path in tree(client, root)}
+
+
+def test_a_member_creates_no_cluster(place: Place):
+    done = run_command("cluster", "create", place.connect("/none", "member"), "--partitions", "1")
+    assert "expected the auth file of an administrator" in done.stderr
+    with place.kazoo("public") as client:
+        assert client.exists("/none") is None
+
+
+def test_a_client_without_a_user_reads_what_is_public(place: Place):
+    """It finds servers, and gets no client id."""
+    root = "/clients"
+
+    async def run():
+        async with (
+            whole_cluster(place, root, creator="administrator", member="member"),
+            connected(place.connect(root, "public")) as client,
+        ):
+            assert (await client.read_cluster()).params.name == "payments"
+            assert list((await client.read_servers()).servers) == [1]
+            assert len((await client.read_groups()).groups) == len(STORAGES)
+            assert await client.read_restored_from() == NOT_RESTORED
+            with pytest.raises(errors.BadConfig, match="requires authentication at /clients/ids/"):
+                await client.next_client_id()
+            with pytest.raises(errors.BadConfig, match="authentication at /clients/x/writes"):
+                await client.writes.begin("other", {0: -1}, 1_000)
+
+    asyncio.run(run())
