@@ -271,7 +271,7 @@ def test_a_log_without_its_beginning_is_rejected():
     written(disk, [3], [2])
     for suffix in (".seg", ".idx", ".chn"):
         disk.unlink(path_of(0, suffix))
-    with pytest.raises(MissingSegment, match="expected a segment from id 0, found 3 first"):
+    with pytest.raises(MissingSegment, match="segment to begin at ID 0 or below, found ID 3"):
         opened(disk)
 
 

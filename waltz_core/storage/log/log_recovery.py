@@ -271,8 +271,8 @@ class _Opening:
             self._remove(firsts.pop(0))
         if firsts and firsts[0] > start.transaction_id + 1:
             raise MissingSegment(
-                f"{self._directory}: expected a segment from id {start.transaction_id + 1}, "
-                f"found {firsts[0]} first"
+                f"{self._directory}: expected the oldest segment to begin at ID "
+                f"{start.transaction_id + 1} or below, found ID {firsts[0]}"
             )
         # A batch that ends at or before the start may cross the beginning of the oldest segment:
         # then only that segment has the chain before it.
