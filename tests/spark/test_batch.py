@@ -255,7 +255,7 @@ def corrupt_log(spark: SparkSession, connect: str):
     return since(spark, connect, before).option("dataFormat", "json")
 
 
-def test_payloads_that_cannot_be_unpacked_fail_by_default_are_nulls_or_left_out(
+def test_mode_sets_whether_unpackable_payloads_fail_are_null_or_are_dropped(
     spark: SparkSession, connect: str
 ) -> None:
     reader = corrupt_log(spark, connect)

@@ -86,7 +86,7 @@ class KeyCache:
 
     def __reduce__(self) -> NoReturn:
         raise errors.UsageError(
-            "encryption keys are not sent to another process: get them there, from their reference"
+            "encryption keys cannot be sent to another process: open them there, by their reference"
         )
 
     def is_cached(self, key_id: str) -> bool:

@@ -49,13 +49,13 @@ def lines(capsys, *words):
 
 def test_verify_states_what_is_wrong_and_ends_with_1(storage, capsys):
     assert main(["disk", "verify", str(storage)]) == 0
-    assert "0 wrong, 0 to note" in capsys.readouterr().out
+    assert "0 wrong, 0 notes" in capsys.readouterr().out
     flip(segments(storage)[1], 200)
     assert main(["disk", "verify", str(storage)]) == 1
     out = capsys.readouterr().out
     assert out.startswith("wrong: 2/0000000000000000011.seg at 189: record 12: expected CRC ")
     assert "72 checksums of 36 records" in out
-    assert "1 wrong, 0 to note" in out
+    assert "1 wrong, 0 notes" in out
     assert main(["disk", "verify", str(storage), "--json"]) == 1
     value = json.loads(capsys.readouterr().out)
     assert value["wrong"] == 1

@@ -128,7 +128,7 @@ def test_commits_inside_apply_are_rejected(
     assert (callbacks.total, callbacks.client_high_water_mark(0)) == (1, 0)
 
 
-def test_a_swallowed_database_error_is_detected(engine: sa.Engine) -> None:
+def test_an_error_of_commit_that_the_callback_catches_is_raised_again(engine: sa.Engine) -> None:
     def swallow(connection: sa.Connection) -> None:
         with pytest.raises(BadRequest):
             connection.commit()

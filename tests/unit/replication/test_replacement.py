@@ -144,7 +144,7 @@ def test_a_replica_that_fails_is_not_requested_again(bench, kind):
     assert f"{first}: {expected}" in reason
 
 
-def test_an_object_that_was_replaced_before_changes_nothing(bench):
+def test_a_request_for_an_object_that_is_already_replaced_changes_nothing(bench):
     mark = bench.marker.archived
     written(bench, *request(bench), manifest="")
     bench.run()

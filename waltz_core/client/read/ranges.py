@@ -402,7 +402,7 @@ class ReaderConnection:
                 f"found form {answer.form}, first {answer.first}, count {answer.count}"
             )
         if form != RangeForm.WHOLE and crc32(answer.records) != answer.records_crc:
-            raise errors.ChecksumMismatch(f"{where}: the answer's CRC does not fit")
+            raise errors.ChecksumMismatch(f"{where}: the answer's CRC does not match")
         _check_end(answer.first + answer.count - 1, query, where)
         return answer, where
 

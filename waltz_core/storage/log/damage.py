@@ -40,7 +40,7 @@ def fill(
 
     Raises:
         BadRequest: `first` does not begin a damaged range, or the records go beyond it.
-        ChecksumMismatch: a record's CRC does not fit, or its batch's chain does not.
+        ChecksumMismatch: a record's CRC does not match, or its batch's chain does not.
         BadFormat: the bytes do not fit into the hole.
     """
     last = TransactionId(first + int(lengths.size) - 1)
