@@ -236,7 +236,7 @@ def conflict_taken_as_success() -> Patches:
 
 @switch
 def late_replica_counts_at_once() -> Patches:
-    """A replica that is marked late gets appends, and counts, before ZooKeeper knows it."""
+    """A replica whose mark is set late gets appends, and counts, before ZooKeeper has it."""
     original = StoreSession._feed
 
     def _feed(self, each, now_ms):

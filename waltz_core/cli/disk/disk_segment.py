@@ -219,7 +219,7 @@ def _header_json(header: FileHeader) -> dict[str, object]:
     }
 
 
-_TITLES = ("id", "offset", "client/gen/part/seq", "header", "bytes", "CRC", "of data", "right")
+_TITLES = ("id", "offset", "client/gen/part/seq", "header", "bytes", "CRC", "data CRC", "valid")
 _ROW = "{:>10}  {:>11}  {:>20}  {:>11}  {:>8}  {:8}  {:8}  {:5}"
 
 
