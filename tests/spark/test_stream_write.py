@@ -111,7 +111,7 @@ def test_a_batch_that_is_sent_again_with_other_rows_fails(place: Place) -> None:
     assert place.in_log() == once(1)
 
 
-def test_a_batch_whose_tasks_are_done_and_that_was_not_committed(place: Place) -> None:
+def test_a_micro_batch_whose_tasks_are_done_but_which_was_not_committed(place: Place) -> None:
     """The driver dies between the tasks and our commit; the next one finds all rows there."""
 
     class Dies(WaltzDataSource):

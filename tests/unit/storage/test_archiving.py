@@ -708,7 +708,7 @@ def test_the_records_of_an_object_to_replace_take_a_bounded_memory(make, monkeyp
     )
 
 
-def test_a_log_without_all_records_of_an_object_refuses_it(make):
+def test_a_log_without_all_records_of_an_object_does_not_replace_it(make):
     bench, owner = with_segments(make, bytes_max=2_000)
     bench.ask(1, mark_at(bench, owner, 15))
     bench.finish()

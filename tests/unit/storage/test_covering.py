@@ -404,7 +404,7 @@ def test_records_that_an_earlier_version_left_without_batches_get_them(empty):
 
 
 @pytest.mark.parametrize("restarts", [False, True])
-def test_a_cut_covers_after_a_mark_that_an_earlier_version_took_from_a_0_13_server(empty, restarts):
+def test_a_truncation_keeps_covered_records_after_a_mark_of_a_0_13_server(empty, restarts):
     """Another replica has the same records in adopted batches: both would vote for the cut."""
     empty.log.prepare(2, NONCE)
     first, second = other_batches(records(0, 10), (6, 4), 2)

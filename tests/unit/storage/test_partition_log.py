@@ -380,9 +380,7 @@ def test_rot_above_the_marker_is_damage_where_a_later_entry_calls_the_record_syn
 
 
 @pytest.mark.parametrize("change", [flip, exchange])
-def test_a_wrong_record_that_was_not_synced_is_truncated_with_the_whole_ones_behind_it(
-    world, change
-):
+def test_a_wrong_unsynced_record_is_truncated_with_the_intact_ones_after_it(world, change):
     world.append([4])
     world.append([4], sync=False)
     world.append([4], sync=False)
@@ -533,7 +531,7 @@ def test_only_the_mark_that_the_session_has_set_is_engaged(world):
     assert world.log.state().mark_confirmed
 
 
-def test_a_0_13_program_that_ran_on_the_directory_in_between_is_adopted(world):
+def test_records_of_a_0_13_program_that_ran_in_between_are_adopted(world):
     written = world.append([2, 3])
     world.log.set_low_water_mark(1, 4, world.log.chain)
     world.log.engage(1, 4)
@@ -565,7 +563,7 @@ def test_an_earlier_session_of_0_13_does_not_replace_a_later_one(world):
 
 
 @pytest.mark.parametrize("is_opened", [False, True])
-def test_a_0_13_program_is_adopted_though_our_last_mark_never_reached_its_file(
+def test_records_of_0_13_are_adopted_although_our_last_mark_never_reached_its_file(
     world, monkeypatch, is_opened
 ):
     """The slot knows of a structure that we were about to write; then the original writes one."""

@@ -69,7 +69,7 @@ def checked_body(data: Bytes, size: int, what: str, before: int = 0) -> bytes:
     return body
 
 
-def _whole(data: Bytes, size: int, what: str) -> None:
+def _check_length(data: Bytes, size: int, what: str) -> None:
     if len(data) < size:
         raise BadFormat(f"{what}: expected {size} bytes, found {len(data)}")
 
@@ -125,7 +125,7 @@ class ControlHeader(NamedTuple):
     @staticmethod
     def decode(data: Bytes) -> "ControlHeader":
         """Read 128 bytes (rule 2)."""
-        _whole(data, CONTROL_HEADER_BYTES, "control file header")
+        _check_length(data, CONTROL_HEADER_BYTES, "control file header")
         version, created_ms, key, count, reserved = _CONTROL_HEADER.unpack_from(data)
         check_version(version, "control file header")
         _check_zero(reserved, "control file header")
@@ -235,7 +235,7 @@ class SegmentHeader(NamedTuple):
     @staticmethod
     def decode(data: Bytes) -> "SegmentHeader":
         """Read 128 bytes (rule 2)."""
-        _whole(data, SEGMENT_HEADER_BYTES, "segment header")
+        _check_length(data, SEGMENT_HEADER_BYTES, "segment header")
         version, created_ms, key, partition, first, reserved = _SEGMENT_HEADER.unpack_from(data)
         check_version(version, "segment header")
         _check_zero(reserved, "segment header")
