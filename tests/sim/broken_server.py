@@ -356,7 +356,7 @@ def released_counts_as_lost() -> Patches:
 
 @switch
 def doubtful_flights_land() -> Patches:
-    """Appends in flight in a lost session are answered as committed."""
+    """Appends in flight are reported as committed when their session is lost."""
     original = AppendPipeline.settled
 
     def settled(self, opened, last, *, unbroken, stamp_ms=0):
