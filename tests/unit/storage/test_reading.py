@@ -43,7 +43,7 @@ class Log:
         self.disk.flip(ROOT / segment_name(first, ".idx"), offset, mask)
 
     def read(self, first, last, bytes_max=1 << 20, *, whole_batches=False):
-        """Read, check what came, and return the last id of it."""
+        """Read, check the result, and return its last ID."""
         read = self.reader.read_range(first, last, bytes_max, whole_batches=whole_batches)
         end = first + read.lengths.size - 1
         assert read.first == first
@@ -146,7 +146,7 @@ def test_headers_of_large_records_come_in_several_answers(log, monkeypatch):
 
 
 class LargeLog(Log):
-    """Twenty batches of five records of 60 bytes in one cold segment, one more behind it."""
+    """Twenty batches of five records of 60 bytes in one cold segment, and one more after it."""
 
     batches = ([5] * 20, [3])
 
@@ -242,7 +242,7 @@ def test_verifying_skips_only_the_damage_at_its_position(log):
 
 
 def placed(log, first, last, bytes_max=1 << 20):
-    """Ask where records lie; return the last id of the answer when the places are right."""
+    """Request the positions of records; return the last ID of the answer if they are right."""
     read = log.reader.locations(first, last, bytes_max)
     found = b""
     for position in read.locations:
