@@ -393,7 +393,7 @@ def test_an_attempt_that_outlives_its_job_adds_no_results(connect: str, tmp_path
 
 
 def test_an_earlier_micro_batch_does_not_restart(write: Write) -> None:
-    """A task of an abandoned attempt starts after its batch was forgotten; a later batch shows it."""
+    """A task of an abandoned attempt starts after its batch was forgotten."""
     stream = {n: dataclasses.replace(write.job(), write=f"s-{n}") for n in (9, 10)}
     series = {n: dataclasses.replace(job, keep_ms=FOR_LONG) for n, job in stream.items()}
     series[9].write_task(batches_of(rows_of(9, 20)), 0, 0)
