@@ -16,7 +16,7 @@ Rules:
        write of the slot and that of the structure that it names. The same holds for records that
        an owner has left without batches (`UNBATCHED`), and for those that an earlier version of
        this storage took from 0.13 servers: the slot is the newest then, and its marker is trusted.
-       A provisional mark of such a server is kept without session (`covering.py`, rule 1). The bounds
+       A provisional mark of such a server is kept without session (`covering.py`, rule 1). Bounds
        follow from IDs and lengths alone, however often the log was opened meanwhile: batches of an
        earlier adoption with other bounds are made again. 0.13 ignores batches and intents: an
        intent that is older than its writes is dropped, and batches above the mark that the slot has
