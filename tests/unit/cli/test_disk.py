@@ -114,7 +114,7 @@ def test_damage_is_shown_and_the_dump_continues(storage, capsys):
     assert [one["is_right"] for one in found[1:]].count(False) == 1
     assert [one["transaction_id"] for one in found[1:]] == list(range(1, 11))
     out = printed(capsys, "dump-segment", path, "-r")
-    assert "record 0: cannot be read, bytes 128..172: expected id 0, found 1" in out
+    assert "record 0: cannot be read, bytes 128..172: expected ID 0, found 1" in out
     assert " NO" in out
 
 
@@ -179,7 +179,7 @@ def test_an_invalid_deserializer_is_rejected(storage, capsys, name, sentence):
         (["dump-control-file", "."], ".: expected a directory with waltz-storage.ctl or"),
         (["verify", "."], ".: expected a storage directory with waltz-storage.ctl"),
         (["repair-index", "x.seg"], "x.seg: expected a segment, named by 19 digits and .seg"),
-        (["dump-segment", ".", "--first", "-1"], "--first: expected an id from 0, found -1"),
+        (["dump-segment", ".", "--first", "-1"], "--first: expected an ID from 0, found -1"),
         (["dump-segment", ".", "-t", "1", "--last", "2"], "--transaction: expected without"),
         (["verify", ".", "--limit", "-1"], "--limit: expected a number from 0, found -1"),
     ],
@@ -246,7 +246,7 @@ def test_one_segment_that_is_rejected_does_not_keep_the_others_from_being_repair
     assert main(["disk", "repair-index", str(storage)]) == 1
     said = capsys.readouterr()
     assert "0000000000000000011.idx: 1 wrong entry; rebuilt" in said.out
-    assert "0000000000000000000.seg: header: expected first id 0, found 1; no index" in said.err
+    assert "0000000000000000000.seg: header: expected first ID 0, found 1; no index" in said.err
 
 
 HOLDER = """

@@ -410,7 +410,7 @@ def read_below_start(monkeypatch: pytest.MonkeyPatch, first_available: int) -> l
         is_closed = False
 
         async def fetch(self, *_: object, **__: object) -> RangeChunk:
-            raise errors.BelowStart("expected ids from there on", first_available)
+            raise errors.BelowStart("expected IDs from there on", first_available)
 
         def close(self) -> None:
             """Nothing is held."""

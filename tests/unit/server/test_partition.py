@@ -902,7 +902,7 @@ def test_a_fetch_that_fails_everywhere_is_reported_and_leaves_nothing_behind() -
 
 
 def below_start(fetch: Fetch, first: int) -> FetchFailed:
-    return FetchFailed(fetch.token, "expected ids from 2 on", TransactionId(first))
+    return FetchFailed(fetch.token, "expected IDs from 2 on", TransactionId(first))
 
 
 def test_a_read_below_the_start_of_the_log_fails_at_once() -> None:

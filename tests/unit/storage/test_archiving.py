@@ -717,7 +717,7 @@ def test_a_log_without_all_records_of_an_object_does_not_replace_it(make):
         (6, 8, "expected whole batches with the IDs 6..8, found them up to "),
         (6, 16, "expected whole batches with the IDs 6..16, found them up to 15"),
         (7, 9, "expected a batch that begins at 7"),
-        (4, 7, "expected ids from 6 on, found 4..7"),
+        (4, 7, "expected IDs from 6 on, found 4..7"),
     ):
         request(bench, owner, replacement_of(owner, first, last, made=MADE))
         assert reason in notices(bench)[-1].error

@@ -82,7 +82,7 @@ def test_whole_batches_begin_and_end_with_one(log):
 
 @pytest.mark.parametrize(("first", "last"), [(-1, 3), (5, 4), (3, 12), (12, 12)])
 def test_ids_that_are_not_there_are_rejected(log, first, last):
-    with pytest.raises(BadRequest, match="expected ids up to 11"):
+    with pytest.raises(BadRequest, match="expected IDs up to 11"):
         log.read(first, last)
 
 
@@ -263,7 +263,7 @@ def test_places_are_reported_over_segments_as_far_as_they_fit(log):
     assert placed(log, 4, 6) == 6
     assert placed(log, 2, 11, 4 * RECORD_BYTES - 1) == 4
     assert placed(log, 7, 11, 1) == 7
-    with pytest.raises(BadRequest, match="expected ids up to 11"):
+    with pytest.raises(BadRequest, match="expected IDs up to 11"):
         log.reader.locations(3, 12, 1)
 
 

@@ -246,7 +246,7 @@ def _slot_texts(slot: ControlSlot, *, is_current: bool) -> dict[str, str]:
         "provisional mark": provisional,
         "log begins after": str(slot.start),
         "chain before it": slot.start_chain.hex(),
-        "acked id": str(slot.acked),
+        "acked ID": str(slot.acked),
         "chain there": slot.acked_chain.hex(),
         "truncate to": f"{slot.truncate_to}{shortened}" if slot.flags & TRUNCATE else "-",
         "damaged": " ".join(f"{first}..{last}" for first, last in slot.damaged) or "-",

@@ -240,7 +240,7 @@ class SegmentHeader(NamedTuple):
         check_version(version, "segment header")
         _check_zero(reserved, "segment header")
         if first < 0:
-            raise BadFormat(f"segment header: expected a first id of at least 0, found {first}")
+            raise BadFormat(f"segment header: expected a first ID of at least 0, found {first}")
         return SegmentHeader(created_ms, key, PartitionId(partition), TransactionId(first))
 
 
@@ -325,7 +325,7 @@ class LineageHeader(NamedTuple):
         check_version(version, "lineage header")
         _check_zero(body[-4:], "lineage header")
         if first < 0:
-            raise BadFormat(f"lineage header: expected a first id of at least 0, found {first}")
+            raise BadFormat(f"lineage header: expected a first ID of at least 0, found {first}")
         segment = SegmentHeader(created_ms, key, PartitionId(partition), TransactionId(first))
         return LineageHeader(segment, Chain(chain))
 
@@ -355,7 +355,7 @@ def decode_entry(
     *fields, synced = _LINEAGE_ENTRY.unpack(body)
     entry = _entry(fields)
     if not BEFORE_FIRST <= synced < entry.first:
-        raise BadFormat(f"lineage entry: expected a synced id below {entry.first}, found {synced}")
+        raise BadFormat(f"lineage entry: expected a synced ID below {entry.first}, found {synced}")
     return entry, TransactionId(synced)
 
 
@@ -614,7 +614,7 @@ class Slot:
         _check_zero(body[used : -_TAIL.size], "control slot")
         first, chain_before, back = _TAIL.unpack_from(body, len(body) - _TAIL.size)
         if first < 0:
-            raise BadFormat(f"control slot: expected a first id of at least 0, found {first}")
+            raise BadFormat(f"control slot: expected a first ID of at least 0, found {first}")
         if back > last_session + 1:
             raise BadFormat(
                 f"control slot: expected an engaged session of at least 0, "

@@ -47,7 +47,7 @@ def fill(
     hole = next((ids for ids in slot.damaged if ids.first == first), None)
     if hole is None or not first <= last <= hole.last:
         raise BadRequest(
-            f"partition {slot.partition_id}: expected ids that start with a damaged range and end "
+            f"partition {slot.partition_id}: expected IDs that start with a damaged range and end "
             f"in it, found {first}..{last}; damaged are {ranges_text(slot.damaged) or 'none'}"
         )
     bad = first_wrong(records, lengths, first)
