@@ -37,7 +37,7 @@ def batches_from(first, *, sizes, chain=GENESIS_CHAIN, seed=0, stamp=STAMP):
 
 
 def pieces_of(records, lineage, rows):
-    """Yield the records in pieces of so many rows."""
+    """Yield the records in pieces of the given number of rows."""
     for start in range(0, len(records), rows):
         part = records[start : start + rows]
         low, high = lineage[0].first + start, lineage[0].first + start + len(part) - 1
@@ -46,7 +46,7 @@ def pieces_of(records, lineage, rows):
 
 
 def object_of(records, lineage, *, rows=10, chain_before=GENESIS_CHAIN, **changes):
-    """Return the bytes of an object with row groups of so many rows."""
+    """Return the bytes of an object with row groups of the given number of rows."""
     first = lineage[0].first
     facts = ObjectFacts(KEY, PARTITION, first, lineage[-1].last, chain_before, lineage[-1].chain)
     sink = io.BytesIO()
@@ -58,7 +58,7 @@ def object_of(records, lineage, *, rows=10, chain_before=GENESIS_CHAIN, **change
 
 
 class ArchivedLog(NamedTuple):
-    """A log from 0 on that is in an archive as a whole."""
+    """A log from ID 0 on that is archived as a whole."""
 
     records: list[bytes]
     lineage: list[LineageEntry]

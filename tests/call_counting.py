@@ -9,10 +9,10 @@ from types import FrameType
 
 @contextmanager
 def counted_calls() -> Iterator[list[str]]:
-    """Note the caller's name of each call, of functions in C too.
+    """Record the caller's name of each call, also of functions in C.
 
-    Garbage is not collected meanwhile: whatever other tests have left would finish itself here,
-    and its calls would count.
+    Garbage is not collected meanwhile: finalizers of objects that other tests have left would be
+    counted.
     """
     calls: list[str] = []
 

@@ -1,6 +1,6 @@
 """Certificates for tests: a CA, a valid certificate of this machine, and invalid ones.
 
-Unit tests and real daemons are given the same files, as an operator would.
+Unit tests and real daemons get the same files as from an operator.
 """
 
 from pathlib import Path
@@ -12,7 +12,7 @@ HERE = ("localhost", "127.0.0.1", "::1")
 
 
 class Certificates(NamedTuple):
-    """PEM files of one authority; `key` is in a file of its own."""
+    """PEM files of one authority; `key` is in a separate file."""
 
     authorities: str
     certificate: str
@@ -20,7 +20,7 @@ class Certificates(NamedTuple):
 
     @property
     def settings(self) -> dict[str, object]:
-        """The settings of a process that shows the certificate, and trusts the authority."""
+        """The settings of a process that presents the certificate and trusts the authority."""
         return {
             "tls": "on",
             "tls_certificate": self.certificate,

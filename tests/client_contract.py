@@ -1,8 +1,8 @@
 """The contract of a Waltz towards its clients, checked in memory and on a real cluster.
 
 `test_conformance_memory.py` runs the scenarios over `MemoryWaltz`, calm and with faults,
-`test_conformance.py` over real processes. The log of a scenario's partition may hold anything
-before.
+`test_conformance.py` over real processes. The log of a scenario's partition may have any
+content before.
 """
 
 import threading
@@ -43,7 +43,7 @@ class World:
 
 
 class Ledger(Callbacks):
-    """Writes down what is applied; may raise, or wait until it is let go."""
+    """Records what is applied; may raise, or wait until it is released."""
 
     def __init__(self, mark: int) -> None:
         self.mark = mark
@@ -85,7 +85,7 @@ class Ledger(Callbacks):
 
 
 class RecordingContext(TransactionContext):
-    """Writes down its attempts and hooks; others may write while it computes."""
+    """Records its attempts and hooks; other clients may write while it computes."""
 
     def __init__(
         self, partition: int, rival: Callable[[int], object] | None = None, name: str = "recorded"
@@ -131,7 +131,7 @@ class RecordingContext(TransactionContext):
 
 
 def log_of(client: WaltzClient, partition: int, first: int) -> list[bytes]:
-    """Return the data of a partition from one id on."""
+    """Return the data of a partition from an ID on."""
     datas = []
     last = client.high_water_mark(partition, linearizable=True)
     for chunk in client.read_range(partition, first, last):
@@ -147,7 +147,7 @@ def appended(client: WaltzClient, partition: int, data: bytes = b"", **more) -> 
 
 
 def is_whole(world: World) -> bool:
-    """Return whether ids are dense from 0 and no request stands twice, as after every scenario."""
+    """Return whether IDs are dense from 0 and each request is in the log once."""
     with world.open() as client:
         last = client.high_water_mark(world.partition, linearizable=True)
         chunks = client.read_range(world.partition, 0, last, form=RangeForm.HEADERS)

@@ -47,7 +47,7 @@ class World(Protocol):
 
 
 class Inbox:
-    """Collects what is called back, and waits for what is expected."""
+    """Collects callbacks, and waits for an expected one."""
 
     def __init__(self) -> None:
         self.all: list = []
@@ -67,7 +67,7 @@ class Inbox:
 
 @contextlib.asynccontextmanager
 async def running(*forever: Awaitable[object]) -> AsyncIterator[None]:
-    """Run what never ends for as long as the block lasts; what it raises, the block raises."""
+    """Run endless coroutines for the duration of the block; the block raises their errors."""
 
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(_awaited(each)) for each in forever]

@@ -1,4 +1,4 @@
-"""The commands as click knows them, and one run of a command inside the test's process."""
+"""The commands as click has them, and a run of a command in the test's process."""
 
 import contextlib
 import inspect
@@ -15,9 +15,9 @@ from waltz_core.cli.verbs import LazyVerb, Noun, Verb
 
 
 def run_command(*words: str) -> subprocess.CompletedProcess[str]:
-    """Run `waltz-core WORDS` in this process, which costs a tenth of a new one.
+    """Run `waltz-core WORDS` in this process, in a tenth of the time of a new process.
 
-    Its output is not a terminal's. Log lines go where the test's process logs.
+    Its output is not a terminal. Its log lines are those of the test's process.
     """
     out, error = io.StringIO(), io.StringIO()
     with (
@@ -30,7 +30,7 @@ def run_command(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def verbs_of(noun: str) -> dict[str, Verb]:
-    """Return a noun's verbs, aliases among them; of one that is a verb itself, that one."""
+    """Return the verbs of a noun with aliases; a noun that is a verb itself is its only one."""
     found = program.commands[noun]
     stubs = found.commands if isinstance(found, Noun) else {noun: found}
     loaded = {name: stub.load() for name, stub in stubs.items() if isinstance(stub, LazyVerb)}
@@ -41,12 +41,12 @@ def verbs_of(noun: str) -> dict[str, Verb]:
 
 
 def is_verb(noun: str) -> bool:
-    """Whether a noun has no verbs, as it is one."""
+    """Whether a noun is a command itself, without verbs."""
     return isinstance(NOUNS[noun].verbs, str)
 
 
 def parsed(words: list[str]) -> dict[str, object]:
-    """Return what a command's verb would be called with; raises UsageError."""
+    """Return the arguments with which a command's verb would be called; raises UsageError."""
     with (
         patch.object(Verb, "invoke", lambda _verb, context: context.params),
         program.make_context(NAME, list(words)) as context,
@@ -60,7 +60,7 @@ def work_of(verb: Verb) -> object:
 
 
 def option_names(command: click.Command) -> set[str]:
-    """Return every option that a command takes, hidden ones and older names among them."""
+    """Return every option of a command, hidden ones and older names included."""
     return {"--help", *(name for each in command.params for name in each.opts if name[0] == "-")}
 
 

@@ -38,27 +38,27 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-    """Give the long tests more time."""
+    """Give long tests more time."""
     for each in items:
         if each.path.parent.name in LONG:
             each.add_marker(pytest.mark.timeout(3 * HANG_S))
 
 
 def pytest_warning_recorded(warning_message, nodeid):
-    """Note connections that a test has left open; see filterwarnings in pyproject.toml."""
+    """Record connections that a test has left open; see filterwarnings in pyproject.toml."""
     if "unclosed resource <" in str(warning_message.message):
         _left_open.append(f"{nodeid or 'somewhere'}: {warning_message.message}")
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session):
-    """Fail the run for them."""
+    """Fail the run if there are such connections."""
     if _left_open and session.exitstatus == 0:
         session.exitstatus = 1
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Say which they are, and how much the tests of crashes have tried."""
+    """Print these connections, and what the crash tests have tried."""
     for line in _left_open:
         terminalreporter.write_line(f"left open by {line}")
     counts = Counter()

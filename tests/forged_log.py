@@ -1,9 +1,9 @@
 """A synthetic log of a billion transactions: forged metadata without the records.
 
-Each partition gets what a storage would hold after a session that wrote so many: the last record,
-an index that has its place, one batch that covers all of them, the marker that says how far it is
-durable; and ZooKeeper what the session's owner would have written there. The records in between
-are missing, so nothing but the last one can be read. Appends go on from there.
+Each partition gets the files of a storage after a session with that many transactions: the last
+record, an index with its position, one batch that covers all IDs, and the marker of the durable
+end. ZooKeeper gets the metadata that the session's owner would have written. The other records are
+missing, so only the last one can be read. Appends continue after it.
 """
 
 import asyncio
@@ -61,7 +61,7 @@ class UnsyncedDisk(RealDisk):
 
 
 def forge(cluster: LocalCluster, last: int) -> None:
-    """Give each partition of a cluster that was prepared but never started the log 0..last."""
+    """Write the log 0..last to each partition of a cluster that was prepared but never started."""
     key, addresses = asyncio.run(_into_zookeeper(cluster.connect))
     for member in cluster.members:
         if member.kind == "storage":

@@ -1,7 +1,7 @@
 """Class data archives for Spark and ZooKeeper, which halve the CPU of a start.
 
-The tests start some dozens of each. `python -m tests.java_classes` makes the archives, once for a
-Java and a PySpark; where there are none, or they do not fit, Java loads its classes as ever.
+The tests start some dozens of each. `python -m tests.java_classes` creates the archives, once for
+each pair of Java and PySpark; without matching archives Java loads its classes as usual.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ def _using(archive: Path) -> str:
 
 
 def use() -> None:
-    """Have what this process starts use the archives that there are."""
+    """Use the existing archives in the processes that this one starts."""
     spark = f"{_SPARK_OPTIONS} {_using(_archive('spark'))}".strip()
     os.environ.setdefault(SPARK_OPTIONS_VARIABLE, spark)
     os.environ.setdefault(JAVA_OPTIONS_VARIABLE, _using(_archive("zookeeper")))
@@ -48,7 +48,7 @@ def _start_zookeeper() -> None:
 
 
 def _start_spark() -> None:
-    """Do once what the tests do most: a batch and a stream of ours, SQL, and Spark Connect."""
+    """Run once what tests do most: a batch and a stream with Waltz, SQL, and Spark Connect."""
     import waltz_spark  # noqa: PLC0415 - ZooKeeper's archive needs no Spark
 
     port = str(free_port())
@@ -91,7 +91,7 @@ def _make(name: str, variable: str, options: str) -> None:
 
 
 def main(names: list[str]) -> None:
-    """Make the archives that are not there; called for one name, be what is to be archived."""
+    """Create missing archives; with the name of one, be the process that is archived."""
     if names == ["zookeeper"]:
         _start_zookeeper()
     elif names == ["spark"]:

@@ -92,6 +92,6 @@ def on_virtual_loop(
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Look at a condition until it holds; the time of the scenario ends it otherwise."""
+    """Poll a condition until it holds; the time limit of the scenario ends it otherwise."""
     while not condition():  # noqa: ASYNC110 - what is awaited has no event of its own
         await asyncio.sleep(POLL_INTERVAL_S)

@@ -13,7 +13,7 @@ LIMIT = 1000
 
 
 def spill(disk: SimDisk, target: Path) -> Path:
-    """Write all that is on a disk in memory into a directory; return it."""
+    """Write all files of an in-memory disk to a directory; return it."""
     for path, content in disk.files().items():
         copy = target / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -23,7 +23,7 @@ def spill(disk: SimDisk, target: Path) -> Path:
 
 
 def some_world(segment_bytes_max=900) -> World:
-    """A log of four segments and seven batches, not closed; the marker is at its end."""
+    """Return a log of four segments and seven batches, not closed; the marker is at its end."""
     world = World(Random(4), segment_bytes_max=segment_bytes_max, bytes_max=60)
     world.control.set_flags(PARTITION, 5)
     world.prepare()
@@ -36,7 +36,7 @@ def some_world(segment_bytes_max=900) -> World:
 
 
 def some_storage(target: Path, segment_bytes_max=900) -> tuple[Path, World]:
-    """The same, closed, in a directory."""
+    """Return the same log, closed, in a directory."""
     world = some_world(segment_bytes_max)
     world.close()
     return spill(world.disk, target), world
@@ -48,7 +48,7 @@ def verified(path: Path, **options) -> Verified:
 
 
 def found(path: Path) -> tuple[list[str], list[str]]:
-    """Return what is wrong and what is to be noted in a directory, each with its place."""
+    """Return the errors and notes of a directory, each with its place."""
     findings = verified(path).findings
     texts = {True: [], False: []}
     for one in findings.kept:

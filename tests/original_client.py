@@ -1,15 +1,18 @@
 """A model of the client of Waltz 0.13: its bytes and its behavior (docs/design/wire-format.md 2).
 
-It shares no code with ours, so that no mistake can be on both sides of a wire: frames are packed
-and taken apart here. What it does is what the original is known to do, faults included:
+It encodes and decodes frames itself: it shares no code with the implementation under test, so a
+mistake cannot be on both sides of a connection. It behaves as a 0.13 client is known to behave,
+faults included:
 
-- Two connections for each server, of which only the stream mounts. ReqIds repeat across the two.
-- A broken connection is opened again with the next sequence number, and all partitions with it.
-- NOT_READY, whenever it comes under the ReqId of the last mount: 500 ms, and a new mount.
-- No append is acknowledged. One's own ReqId in the feed is success, and fails whatever is older;
-  LOCK_FAILURE and FLUSH_RESPONSE act when the own mark has reached the id in them.
-- A flush is sent with each READY, and every 5 s while something is open.
-- Answers with another ReqId than expected, and ids that are not the next, are ignored.
+- It has two connections to each server (stream and rpc); only the stream mounts. The two use the
+  same ReqIds.
+- A broken connection is opened again with the next sequence number, and mounts all its partitions.
+- After NOT_READY for the ReqId of the last mount it waits 500 ms, and mounts again.
+- Appends are not acknowledged. The client's own ReqId in the feed means success, and failure of all
+  earlier open appends. LOCK_FAILURE and FLUSH_RESPONSE take effect when the client's mark has
+  reached the ID in them.
+- It sends a flush after each READY, and every 5 s while an append is open.
+- It ignores answers with another ReqId than the expected one, and IDs that are not the next.
 """
 
 import asyncio
@@ -41,7 +44,7 @@ class Req(NamedTuple):
 
 
 def lock(name: str, number: int) -> int:
-    """The original's hash of a lock."""
+    """Return the hash of a lock in Waltz 0.13."""
     h = 0
     for unit in struct.unpack(f">{len(name)}H", name.encode("utf-16-be")):
         h = (31 * h + unit) & 0xFFFFFFFF
@@ -50,7 +53,7 @@ def lock(name: str, number: int) -> int:
 
 
 async def quiet(seconds) -> None:
-    """What the original does before it tries again: nothing."""
+    """Wait before another attempt, as a 0.13 client does."""
     await asyncio.sleep(seconds)
 
 
@@ -59,7 +62,7 @@ def ints(values) -> bytes:
 
 
 def append_body(version, mark, data, *, header=0, write=(), read=(), append=()) -> bytes:
-    """The fields of an APPEND_REQUEST; what a version cannot carry fails here, as it does there."""
+    """Return the fields of an APPEND_REQUEST; asserts that the version supports them."""
     assert version >= 2 or not append
     assert version >= 1 or not read
     locks = (write, read, append)[: 1 + min(version, 2)]
@@ -69,7 +72,7 @@ def append_body(version, mark, data, *, header=0, write=(), read=(), append=()) 
 
 
 class Wire:
-    """One TCP connection that has said hello."""
+    """One TCP connection after the exchange of hellos."""
 
     def __init__(self, reader, writer, version):
         self._reader, self._writer, self.version = reader, writer, version
@@ -120,7 +123,7 @@ def mount_state(version, body) -> int:
 
 
 def data_of(body) -> tuple[int, bytes | None, str | None]:
-    """The id, and data or an error, of a TRANSACTION_DATA_RESPONSE."""
+    """Return the ID, and data or an error, of a TRANSACTION_DATA_RESPONSE."""
     number, is_there, size = struct.unpack_from(">qBi", body)
     content = body[13 : 13 + size]
     if is_there != 1:
@@ -192,7 +195,7 @@ class Partition:
 
 
 class Link:
-    """One connection of one side to one server, with the sequence number of the reconnect."""
+    """One connection of one side to one server; `sequence` counts its reconnects."""
 
     def __init__(self, side, endpoint, sequence):
         self.side, self.endpoint, self.sequence = side, endpoint, sequence
@@ -232,7 +235,7 @@ class Link:
             wire = await Wire.open(self.endpoint, self.side.client.versions)
             open_failed = False
             self.wire = wire
-            if wire.version >= 1:  # what the original asks whenever a channel is active
+            if wire.version >= 1:  # a 0.13 client requests this on each new connection
                 self.send(CHECK_REQUEST, Req(self.side.client.client_id, 0, 0, 0))
             for partition in list(self.partitions.values()):
                 self.side.mounting(self, partition)
@@ -250,7 +253,7 @@ class Link:
             self.side.replace(self)
 
     async def read(self, wire):
-        """Read on, each partition's messages into its own queue, where they are dealt with."""
+        """Read messages into a queue for each partition, where they are processed."""
         queues: dict[int, asyncio.Queue] = {}
         while True:
             message = await wire.receive()
@@ -273,7 +276,7 @@ class Link:
 
 
 class Side:
-    """One of the two halves of a client: its links by server, and its partitions."""
+    """One half of a client, stream or rpc: its links by server, and its partitions."""
 
     def __init__(self, client):
         self.client = client
@@ -282,7 +285,7 @@ class Side:
         self.reconnects = 0
 
     def set_endpoints(self, endpoints):
-        """The assignment in ZooKeeper: by server, its partitions and their generations."""
+        """Set the assignment: for each server, its partitions and their generations."""
         for endpoint in [each for each in self.links if each not in endpoints]:
             self.links.pop(endpoint).close()
         for endpoint, owned in endpoints.items():
@@ -308,7 +311,7 @@ class Side:
 
 
 class Stream(Side):
-    """Mounts, feeds, appends."""
+    """The half that mounts, receives feeds and appends."""
 
     def mounting(self, link, partition):
         link.send_mount(partition)
@@ -354,7 +357,7 @@ class Stream(Side):
         if number == partition.mark + 1:
             if req in partition.registered:
                 partition.complete(req, True)
-            # Data before the state is changed: no reader may see the one without the mark.
+            # The data is requested first, so that state and mark change together.
             data = await self.client.get_data(partition.number, number)
             if partition.mark + 1 == number:
                 self.client.apply(partition.number, number, header, req, data)
@@ -365,7 +368,7 @@ class Stream(Side):
 
 
 class Rpc(Side):
-    """Data and marks; it never mounts."""
+    """The half that requests data and marks; it does not mount."""
 
     def mounting(self, link, partition):
         for number in partition.wanted:
@@ -392,7 +395,7 @@ class Rpc(Side):
 
 
 class OriginalClient:
-    """See the module's words. `apply(partition, id, header, req, data)` changes the state."""
+    """A 0.13 client. `apply(partition, id, header, req, data)` updates the application's state."""
 
     def __init__(self, client_id, partitions, apply, *, versions=(0, 1, 2, 3, 4)):
         self.client_id, self.numbers, self.apply = client_id, tuple(partitions), apply
@@ -421,7 +424,7 @@ class OriginalClient:
         self.rpc.set_endpoints(endpoints)
 
     async def get_data(self, partition, number) -> bytes:
-        """Ask until there is an answer."""
+        """Request data until there is an answer with data."""
         backoff_s = 0.01
         while True:
             side = self.rpc.partitions[partition]
@@ -445,7 +448,7 @@ class OriginalClient:
         return await future
 
     async def append(self, partition, execute: Callable[[], dict]) -> bool:
-        """One attempt: what `execute` returns (data, locks) of the state of now; its outcome."""
+        """Append what `execute` returns (data, locks) for the current state; return the outcome."""
         side = self.stream.partitions[partition]
         await side.mounted.wait()
         req, mark, wanted = side.next_req(), side.mark, execute()
@@ -466,7 +469,7 @@ class OriginalClient:
         return self.outcomes[req]
 
     async def submit(self, partition, execute) -> None:
-        """Append until it is in the log, each time computed again."""
+        """Append until success; `execute` is called again for each attempt."""
         while not await self.append(partition, execute):
             pass
 

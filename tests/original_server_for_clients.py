@@ -1,13 +1,13 @@
 """A model of the server of Waltz 0.13, as its clients see it (docs/design/wire-format.md 2 and 4).
 
-It speaks L 4 in frames of its own making, keeps its log in memory, and has the original's habits:
-it acknowledges nothing, drops silently what comes from a connection or a generation that it does
-not go by, answers some questions never, and does not find a transaction any more that it was asked
-for too early. Below it, replicas and their sessions are two switches: commits may be held, and a
-session may break, with or without what was on its way.
+It implements protocol L 4 with its own encoding of frames, keeps its log in memory, and behaves as
+a 0.13 server: it does not acknowledge appends, ignores requests of an outdated connection or
+generation, does not answer some requests at all, and never finds a transaction that was requested
+before its commit. Two controls replace replicas and their sessions: a test can hold commits back,
+and can end a session with or without a commit of the appends in flight.
 
-It lives on a thread of its own, so that clients of any kind can use it; its methods may be called
-from other threads.
+It runs in a thread of its own, so that clients with and without an event loop can use it. Its
+methods may be called from other threads.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ READY, NOT_READY, CLIENT_AHEAD = 0, 1, 2
 
 
 class Payload:
-    """Reads a payload's fields; running out of bytes is a corrupted message."""
+    """Reads the fields of a payload; fails at the end of a truncated message."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
@@ -56,7 +56,7 @@ class Payload:
 
 
 class Dropped(Exception):
-    """The connection is closed, without a word."""
+    """The server closes the connection without an answer."""
 
 
 class Peer:
@@ -79,7 +79,7 @@ class Peer:
 
 
 class LockTable:
-    """Section 6: three slots a lock, of 30,000; active while a transaction is on its way."""
+    """Section 6: three slots a lock, of 30,000; active while a transaction is in flight."""
 
     def __init__(self, mark: int) -> None:
         self.marks = [mark] * LOCK_SLOTS
@@ -103,7 +103,7 @@ class LockTable:
 
 
 class Log:
-    """What the storages of one partition hold together."""
+    """The log of one partition, as its storages have it together."""
 
     def __init__(self, records: Iterable[tuple[bytes, int, bytes]] = ()) -> None:
         self.records = list(records)
@@ -145,7 +145,7 @@ class Partition:
     async def run_appends(self) -> None:
         while True:
             item = await self.queue.get()
-            if callable(item):  # a flush: the client is answered when all before is final
+            if callable(item):  # a flush: answered when all earlier appends are final
                 await self.settled()
                 item()
             else:
@@ -183,7 +183,7 @@ class Partition:
             while len(batch) < BATCH and not self.store.empty():
                 batch.append(self.store.get_nowait())
             await self.may_commit.wait()
-            # A session that broke meanwhile has decided about them.
+            # Entries that a broken session has resolved meanwhile are skipped.
             for entry in [each for each in batch if any(each is one for one in self.pending)]:
                 self.resolve(entry, is_committed=True)
             self.note()
@@ -205,7 +205,7 @@ class Partition:
 
 
 class OriginalServer:
-    """One server: listens, and owns what it is assigned."""
+    """One server with a listening port and its assigned partitions."""
 
     def __init__(self, versions: tuple[int, ...]) -> None:
         self.versions = versions
@@ -409,7 +409,7 @@ class OriginalServer:
         _, partition = self._find(req_id)
         rest = struct.pack(">q", number)
         if partition is not None and number > partition.log.mark:
-            partition.poisoned.add(number)  # it never finds it again
+            partition.poisoned.add(number)  # later requests do not find it either
         if partition is None:
             text = b"partition not ready"
         elif number in partition.poisoned:
@@ -439,7 +439,7 @@ class OriginalServer:
 
 
 class OriginalCluster:
-    """Some servers of the original, and the log that they share; a context manager."""
+    """Several 0.13 servers with shared logs; a context manager."""
 
     def __init__(
         self,
@@ -469,7 +469,7 @@ class OriginalCluster:
         self._loop.close()
 
     def do(self, call: Callable[[], Any]) -> Any:
-        """Run a function on the servers' own thread, and return what it returns."""
+        """Run a function on the servers' thread; return its result."""
 
         async def run() -> Any:
             made = call()
@@ -505,11 +505,11 @@ class OriginalCluster:
         return f"127.0.0.1:{self.servers[server].port}"
 
     def partition(self, number: int) -> Partition:
-        """Return a partition at its owner."""
+        """Return a partition of its owner."""
         return self.servers[self.owners[number][0]].partitions[number]
 
     def fill(self, number: int, count: int, data: bytes = b"") -> None:
-        """Have the log hold so many more transactions of some other client."""
+        """Append `count` transactions of another client to the log."""
         log = self.logs[number]
         sequence = len(log.records) + 1
         log.records += [
@@ -517,9 +517,9 @@ class OriginalCluster:
         ]
 
     def move(self, number: int, server: int, *, kept: int = 0, is_notified: bool = True) -> None:
-        """Have another server own a partition; the previous owner knows it if `is_notified`.
+        """Move a partition to another server; the previous owner releases it if `is_notified`.
 
-        Of what was on its way `kept` had reached a quorum: recovery finds it.
+        `kept` is the number of appends in flight that had reached a quorum: recovery finds them.
         """
 
         def move() -> None:
@@ -529,7 +529,7 @@ class OriginalCluster:
             if is_notified:
                 self.servers[before].release_ownership(number)
             else:
-                # Fenced: it commits nothing any more, and sees nothing of what others commit.
+                # Fenced: it commits nothing any more, and does not see later commits of others.
                 old.log = Log(list(old.log.records))
                 old.may_commit.clear()
             self.logs[number].records += reached
@@ -537,15 +537,15 @@ class OriginalCluster:
 
         self.do(move)
 
-    # --- ZooKeeper, where a test wants none of its own
+    # --- for tests without a ZooKeeper
 
     def directory(self) -> "OriginalDirectory":
-        """Return where the partitions are, as a client's directory reports it."""
+        """Return the owners of the partitions as a client's directory."""
         return OriginalDirectory(self)
 
 
 class OriginalDirectory:
-    """Where partitions are now (`client.directory.Directory`)."""
+    """The current owners of the partitions (`client.directory.Directory`)."""
 
     def __init__(self, cluster: OriginalCluster) -> None:
         self._cluster = cluster

@@ -1,4 +1,4 @@
-"""The ZooKeeper nodes of a cluster that Waltz 0.13 made, byte by byte (docs/zookeeper.md)."""
+"""The znodes of a cluster of Waltz 0.13, byte by byte (docs/zookeeper.md)."""
 
 import struct
 
@@ -14,7 +14,7 @@ def utf(text: str) -> bytes:
 
 
 class Nodes:
-    """The original's nodes, and the session of its server."""
+    """The znodes of a 0.13 cluster, and the session of its servers."""
 
     def __init__(self, host: str, cluster: OriginalCluster, root: str = ROOT) -> None:
         self.root = root
@@ -48,7 +48,7 @@ class Nodes:
         self.assign()
 
     def assign(self) -> None:
-        """Write what the cluster's owners are."""
+        """Write the assignment of partitions to servers."""
         path = f"{self.root}/serverDescriptors"
         cversion = self.zookeeper.exists(path).children_version
         data = struct.pack(

@@ -7,8 +7,8 @@ HANG_S = 600
 
 
 def slowness() -> float:
-    """Return how many times longer than on an idle machine things take: the load for each core.
+    """Return the factor by which this machine is slower than an idle one: the load for each core.
 
-    For the few limits that are promises of the product, such as the gap of a fail-over.
+    For the few limits that the product promises, such as the gap of a fail-over.
     """
     return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))

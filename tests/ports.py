@@ -19,7 +19,7 @@ _drawn: set[int] = set()
 
 
 def keep_apart() -> None:
-    """Have clusters in this process draw from its share of the ports."""
+    """Make clusters in this process use its share of the ports."""
     ports.FIRST, ports.LAST = _FIRST, _FIRST + _SHARE - 1
 
 

@@ -1,7 +1,7 @@
 """A real PostgreSQL server for tests, from this machine's own packages, on a socket of its own.
 
-It listens at no port, lives in a directory that goes with it, and syncs nothing: what dies in these
-tests are processes, not the machine. PostgreSQL refuses to run as root, so there it runs as
+It listens at no TCP port, its directory is deleted with it, and it syncs nothing: these tests kill
+processes, not the machine. PostgreSQL refuses to run as root, so there it runs as
 `postgres` or `nobody`.
 """
 
@@ -31,7 +31,7 @@ SETTINGS = ("fsync=off", "full_page_writes=off", "max_connections=60")
 
 
 def programs() -> Path | None:
-    """Return the folder of PostgreSQL's newest programs, None where there is none."""
+    """Return the folder of the newest PostgreSQL programs; None if there is none."""
     found = [path for path in SYSTEM.glob("*/bin") if (path / "initdb").exists()]
     found.sort(key=lambda path: float(path.parent.name))
     on_path = shutil.which("initdb")
@@ -41,7 +41,7 @@ def programs() -> Path | None:
 
 
 def owner() -> pwd.struct_passwd | None:
-    """Return the user that runs it: the current one, or another one if that is root."""
+    """Return the user that runs the server: the current one, or another one if that is root."""
     if os.geteuid() != 0:
         return pwd.getpwuid(os.geteuid())
     for name in USERS:
@@ -65,7 +65,7 @@ class Postgres:
         self._server: subprocess.Popen[bytes] | None = None
 
     def make(self) -> None:
-        """Make its data."""
+        """Create its data directory."""
         command = [str(self._programs / "initdb"), "--auth=trust", "--username=waltz", "--no-sync"]
         command += ["--encoding=UTF8", "--locale=C", f"--pgdata={self.directory / 'data'}"]
         made = subprocess.run(
@@ -79,7 +79,7 @@ class Postgres:
         assert made.returncode == 0, made.stderr
 
     def start(self) -> None:
-        """Start it, and wait until it takes connections."""
+        """Start the server, and wait until it accepts connections."""
         log = self.directory / "log"
         command = [str(self._programs / "postgres"), "-D", str(self.directory / "data")]
         command += ["-k", str(self.directory), "-c", "listen_addresses="]
@@ -97,7 +97,7 @@ class Postgres:
         assert server.poll() is None, log.read_text()
 
     def stop(self) -> None:
-        """End it at once, all connections with it."""
+        """Kill the server, with all connections."""
         server, self._server = self._server, None
         if server is None:
             return
@@ -114,20 +114,20 @@ class Postgres:
         return f"postgresql+psycopg://waltz@/{database}?host={self.directory}"
 
     def create(self) -> str:
-        """Make a database; return its URL."""
+        """Create a database; return its URL."""
         database = f"waltz_{next(_numbers)}"
         with self.connect() as connection:
             connection.execute(f'CREATE DATABASE "{database}"')
         return self.url(database)
 
     def connect(self) -> "psycopg.Connection[tuple[object, ...]]":
-        """Return a connection of the database that is always there."""
+        """Return a connection to the default database."""
         return psycopg.connect(
             host=str(self.directory), user="waltz", dbname="postgres", autocommit=True
         )
 
     def answers(self) -> bool:
-        """Return whether the server takes connections."""
+        """Return whether the server accepts connections."""
         try:
             self.connect().close()
         except psycopg.OperationalError:
@@ -137,7 +137,7 @@ class Postgres:
 
 @contextlib.contextmanager
 def running() -> Iterator[Postgres]:
-    """Run a server for the length of a `with`; skips the test where there is none to run."""
+    """Run a server for the duration of a `with` block; skips the test without PostgreSQL."""
     where, user = programs(), owner()
     if where is None:
         pytest.skip("no PostgreSQL on this machine: apt-get install postgresql")
@@ -158,6 +158,6 @@ def running() -> Iterator[Postgres]:
 
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[Postgres]:
-    """Give one server to the whole session; each test makes a database of its own."""
+    """Yield one server for the whole session; each test creates its own database."""
     with running() as server:
         yield server

@@ -26,13 +26,13 @@ PARTITION = 2
 
 
 def record(transaction_id, data):
-    """The bytes of one record, as in a segment file."""
+    """Return the bytes of one record, as in a segment file."""
     head = RECORD_PREFIX.pack(transaction_id, bytes(16), 7, len(data), crc32(data))
     return head + data + crc32(head + data).to_bytes(4, "big")
 
 
 def batches(first, counts, session, chain, rng, *, bytes_max=200):
-    """Whole batches of random records: (records as a list, lineage entries)."""
+    """Return whole batches of random records: (records as a list, lineage entries)."""
     records, entries = [], []
     for count in counts:
         last = first + count - 1
@@ -48,11 +48,11 @@ def batches(first, counts, session, chain, rng, *, bytes_max=200):
 
 @dataclass
 class World:
-    """A disk, a log on it, and what the log must hold.
+    """A disk, a log on it, and the expected content of the log.
 
-    `records` and `entries` are all that was written in the history that counts; `acked` is the
-    last id that the log has called durable, `floor` the session that it has promised, `confirmed`
-    the mark that it has confirmed. `cut_to` is a truncation that was not answered.
+    `records` and `entries` are all that was written in the current history; `acked` is the last ID
+    that the log has reported as durable, `floor` the session that it has promised, `confirmed` the
+    mark that it has confirmed. `cut_to` is a truncation without an answer.
     """
 
     rng: Random
@@ -87,7 +87,7 @@ class World:
         self.acked = self.log.synced_max
 
     def lose_power(self, survival):
-        """Switch off and on; what was written but not acknowledged may be gone from now on."""
+        """Lose power and restart; unacknowledged writes may be missing from now on."""
         self.disk.power_loss(survival, self.rng)
         self.open()
         self.check_after_crash()
@@ -104,7 +104,7 @@ class World:
         return next((one.chain for one in self.entries if one.last == last), None)
 
     def cut_model(self, last):
-        """Cut the history, giving a batch that is cut in its middle a chain of its own."""
+        """Truncate the model; a batch that is cut gets its own chain."""
         del self.records[last + 1 :]
         kept = [one for one in self.entries if one.last <= last]
         cut = next((one for one in self.entries if one.first <= last < one.last), None)
@@ -116,7 +116,7 @@ class World:
         self.entries = kept
 
     def check_after_crash(self):
-        """What was acknowledged is there, nothing but what was written is, and all is sound."""
+        """Check that what was acknowledged is there, only what was written, and consistent."""
         log = self.log
         if self.cut_to is not None and log.max_id <= self.cut_to < self.max_id:
             # The cut counts as soon as any of it can be seen, and then all of it.
@@ -135,7 +135,7 @@ class World:
         self.check_content()
 
     def check_content(self):
-        """All records and batches of the log are those of the model, byte for byte."""
+        """Check that all records and batches are those of the model, byte for byte."""
         log = self.log
         assert log.max_id == self.max_id
         assert log.chain == self.chain_at(self.max_id)
@@ -217,7 +217,7 @@ class World:
         self.now_ms += self.rng.choice((10, 400, 1500))
 
     def step(self):
-        """Do one thing at random."""
+        """Run one random operation."""
         act = self.rng.choice(
             (self.append,) * 6
             + (self.sync,) * 4
@@ -239,7 +239,7 @@ class World:
     # ---- going on
 
     def go_on(self):
-        """Whatever happened before, a new session takes appends."""
+        """Check that a new session accepts appends, in every state."""
         self.prepare()
         self.set_mark()
         self.append()
@@ -257,7 +257,7 @@ def random_world(seed):
 
 
 def run_until_power_loss(world, steps, fault_at):
-    """Do random things until the power goes at a step of the disk, if it does."""
+    """Run random operations until the power fails at the planned step of the disk."""
     if fault_at is not None:
         world.disk.plan(world.disk.step_count + fault_at, DiskFault.POWER_LOSS)
     try:
@@ -270,7 +270,7 @@ def run_until_power_loss(world, steps, fault_at):
 
 
 def first_error(world, fault):
-    """Do random things with a fault ahead; return the error, and if it was in an open or close."""
+    """Run random operations with a planned fault; return the error and if in open or close."""
     world.disk.plan(world.disk.step_count + world.rng.randint(1, 60), fault)
     for _ in range(25):
         try:
@@ -283,7 +283,7 @@ def first_error(world, fault):
 
 
 def check_after_error(world):
-    """The log in memory holds what was acknowledged and nothing that was not written."""
+    """Check that the log in memory has what was acknowledged and only what was written."""
     log = world.log
     if world.cut_to is not None and log.max_id <= world.cut_to:
         world.cut_model(world.cut_to)

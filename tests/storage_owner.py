@@ -33,7 +33,7 @@ def records_of(first, count, data=b"data"):
 
 
 class Owner:
-    """One session of one partition: makes requests in order and knows the chain."""
+    """One session of one partition: creates requests in order and knows the chain."""
 
     def __init__(self, session_id, partition_id=0, nonce=NONCE):
         self.session_id = session_id
@@ -58,6 +58,6 @@ class Owner:
         return self.make(AppendRaw, first, lengths, records, zlib.crc32(records), before, (entry,))
 
     def continues(self, other):
-        """Go on where another owner's log ends."""
+        """Continue where another owner's log ends."""
         self.next_id, self.chain = other.next_id, other.chain
         return self

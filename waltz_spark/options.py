@@ -385,7 +385,8 @@ class _OptionParser:
             return None
         if self.choice("readFrom", ("replica", "server")) != "replica":
             raise BadConfig(
-                "option 'group' needs readFrom=replica: a server uses its own setting group"
+                "option 'group' needs readFrom=replica: reads from a server use that server's "
+                "setting 'group'"
             )
         return self.integer("group", 0, (1 << 31) - 1)
 

@@ -5,7 +5,7 @@
 
 `make chaos MINUTES=5` and `make chaos SEED=17 ROUNDS=1` are the same with everything installed.
 
-Each round has a seed, and a cluster of its own. The exit code is 1 when anything was wrong; then
+Each round has a seed and a cluster of its own. If a round finds an error, the exit code is 1, and
 the logs, journals and feeds of that round are kept.
 """
 
@@ -35,7 +35,7 @@ SHOWN_MAX = 10
 
 
 def say(text: str) -> None:
-    """Print a line at once."""
+    """Print a line and flush it."""
     print(text, flush=True)  # noqa: T201 - the person at the terminal
 
 
@@ -87,7 +87,7 @@ def main() -> int:
 
 
 def _missed(outcomes: list[Outcome]) -> list[str]:
-    """Return what the kills of many rounds should have caused, and have not."""
+    """Return the expected effects of kills that no round had; empty after a few kills only."""
     counts = sum((each.counts for each in outcomes), Counter[str]())
     if counts["killed: store"] < KILLS_MIN or counts["killed: storage"] < KILLS_MIN:
         return []
@@ -96,7 +96,7 @@ def _missed(outcomes: list[Outcome]) -> list[str]:
 
 
 def _again(outcome: Outcome, arguments: argparse.Namespace) -> str:
-    """Return the command that plays the same schedule."""
+    """Return the command that repeats the round."""
     more = [f"--round-s {arguments.round_s:g}"] if arguments.round_s != ROUND_S else []
     more += ["--processes-only"] if arguments.processes_only else []
     more += ["--archive"] if arguments.archive else []
@@ -128,7 +128,7 @@ def _report(outcome: Outcome, again: str, where: Path) -> None:
 
 
 def report(outcomes: list[Outcome], arguments: argparse.Namespace) -> str:
-    """Return what was tried and found, as Markdown."""
+    """Return the faults, outcomes and findings of all rounds as Markdown."""
     faults: Counter[str] = Counter()
     skipped: Counter[str] = Counter()
     counts: Counter[str] = Counter()

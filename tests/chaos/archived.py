@@ -1,14 +1,14 @@
 """Compares the archive that a round of chaos leaves with the log that clients read.
 
 Rules:
-    1. The objects of the recorded manifests have the log from ID 0 on, without gaps, byte for byte,
-       and so has each storage from its oldest segment on. So together they have all of it.
+    1. The objects of the recorded manifests have the bytes of the log from ID 0 on, without gaps.
+       Each storage has those from its oldest segment on. Together they have the whole log.
     2. After a collection each file is listed by a recorded manifest, or is a manifest that was
        replaced less than the grace period ago. `AGE_MS` makes older files old enough.
     3. Local logs are bounded: the retention, one segment of each partition, and what was appended
        since the last store sessions began, since those confirm what may be removed.
-    4. The round means something: all storages have removed segments of each partition, so reads
-       from ID 0 were answered from the archive.
+    4. The round tests reads from the archive: all storages have removed segments of each partition,
+       so reads from ID 0 were answered from the archive.
 """
 
 import asyncio
@@ -107,7 +107,7 @@ class SavedArchive:
 
 
 def recorded_marks(cluster: ChaosCluster) -> dict[int, ArchivedMark]:
-    """Return what ZooKeeper records of each partition of which something is archived."""
+    """Return the archived mark in ZooKeeper of each partition that has one."""
 
     async def read() -> dict[int, ArchivedMark]:
         found = {}
@@ -123,7 +123,7 @@ def recorded_marks(cluster: ChaosCluster) -> dict[int, ArchivedMark]:
 
 
 def is_archived(cluster: ChaosCluster, lasts: Mapping[int, int]) -> bool:
-    """Return whether the archive has everything up to some IDs."""
+    """Return whether the archive has each partition up to the given ID."""
     marks = recorded_marks(cluster)
     return all(each in marks and marks[each].last >= last for each, last in lasts.items())
 
@@ -158,7 +158,7 @@ def local_differences(locals_: Iterable[tuple[str, dict[int, LocalLog]]], log: L
 
 
 def counted(cluster: ChaosCluster) -> Counter[str]:
-    """Return how often each event of `EVENTS` was logged, or its number of files."""
+    """Return the count of each event of `EVENTS` in the logs, or of the files that it deleted."""
     found: Counter[str] = Counter()
     for name in (*cluster.world.names("server"), *cluster.world.names("storage")):
         text = cluster.log_path(name).read_text(encoding="utf-8", errors="replace")

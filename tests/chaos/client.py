@@ -1,17 +1,16 @@
-"""An application under chaos: it writes down what it sends, and what it receives.
+"""The client process of chaos tests: it journals what it sends and what it receives.
 
     python -m tests.chaos.client CONNECT NAME DIRECTORY
 
-It is a process of its own, on a machine of its own, and may be killed at any moment. So what it
-sends is on its way to the disk before it is sent, and what was not reported before its end has an
-unknown outcome.
+It runs as a separate process, on a simulated machine, and may be killed at any moment. So it
+journals each transaction before it sends it; without a journaled outcome, the outcome is unknown.
 
-Three kinds of writes, those of `examples/four_writers.py`: batches and single transactions, blind,
-under locks; and contexts that read a counter built from the feed and are tried again. In
-addition, high-water marks are requested now and then.
+It writes as `examples/four_writers.py` does: batches and single transactions under locks, without
+a read of the log; and contexts that read a counter built from the feed and are retried. It also
+requests high-water marks from time to time.
 
-Orders come by standard input: "stop" (send no more; "settled" is said when all outcomes are
-known), then "end MARKS" (as JSON; "fed" is said when the feed has reached them all).
+Commands arrive on standard input: "stop" (send no more; it prints "settled" when all outcomes are
+known), then "end MARKS" (as JSON; it prints "fed" when the feed has reached all of them).
 """
 
 import json
@@ -48,14 +47,14 @@ class Journal:
         self._lock = threading.Lock()
 
     def write(self, *lines: Sequence[Any]) -> None:
-        """Hand lines to the kernel before this returns: it outlives us."""
+        """Pass lines to the kernel before this returns: they survive a kill of this process."""
         text = "".join(json.dumps(line) + "\n" for line in lines)
         with self._lock:
             self._file.write(text)
             self._file.flush()
 
     def sent(self, reported: Any, mark: int, locks: list[int]) -> list[Any]:
-        """Return the line of a transaction that is about to be sent."""
+        """Return the journal line of a transaction that is about to be sent."""
         return [
             "sent",
             reported.key,
@@ -67,7 +66,7 @@ class Journal:
         ]
 
     def reported(self, reported: Any) -> list[Any]:
-        """Return the line of an outcome."""
+        """Return the journal line of an outcome."""
         return [
             "reported",
             reported.key,
@@ -79,7 +78,7 @@ class Journal:
 
 
 class Feed(four_writers.Counters):  # type: ignore[misc, name-defined]
-    """The counters as the feed has them, the marks, and the feed itself on disk."""
+    """The counters and marks computed from the feed, and the feed as a file."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -87,19 +86,19 @@ class Feed(four_writers.Counters):  # type: ignore[misc, name-defined]
         self._file = path.open("ab")
 
     def apply_transaction(self, transaction: Transaction) -> None:
-        """Take in one transaction."""
+        """Add one transaction of the feed."""
         super().apply_transaction(transaction)
         partition, transaction_id = int(transaction.partition_id), int(transaction.transaction_id)
         self._file.write(FED.pack(partition, transaction_id, *transaction.req_id))
         self.marks[partition] = transaction_id
 
     def flush(self) -> None:
-        """Hand it to the kernel."""
+        """Pass buffered entries of the feed to the kernel."""
         self._file.flush()
 
 
 class Count(four_writers.Count):  # type: ignore[misc, name-defined]
-    """Adds one to a counter, and writes every try down first."""
+    """Increments a counter; journals each attempt before it is sent."""
 
     timeout_ms: int | None = REQUEST_TIMEOUT_MS
 
@@ -108,7 +107,7 @@ class Count(four_writers.Count):  # type: ignore[misc, name-defined]
         self._journal = journal
 
     def execute(self, builder: TransactionBuilder) -> bool:
-        """Compute the next value."""
+        """Return the next value of the counter, under its lock."""
         is_meant: bool = super().execute(builder)
         mark, reported = int(builder.client_high_water_mark), self.attempts[-1]
         self._journal.write(self._journal.sent(reported, mark, [self._lock]))
@@ -116,7 +115,7 @@ class Count(four_writers.Count):  # type: ignore[misc, name-defined]
 
 
 class Application:
-    """One life of a client."""
+    """One run of the client process."""
 
     def __init__(self, client: WaltzClient, name: str, where: Path) -> None:
         self._client = client
@@ -132,7 +131,7 @@ class Application:
         self._counters = _by_partition("counter", COUNTERS, count)
 
     def run(self, stopping: threading.Event) -> None:
-        """Send until it is stopped, then wait for all outcomes."""
+        """Send until "stop", then wait for all outcomes."""
         self._client.subscribe(self._feed)
         asker = threading.Thread(target=self._ask, args=(stopping,), daemon=True)
         asker.start()
@@ -149,7 +148,7 @@ class Application:
         asker.join(REQUEST_TIMEOUT_MS / 1000)
 
     def follow(self, marks: dict[int, int]) -> None:
-        """Wait until the feed has reached some marks."""
+        """Wait until the feed has reached the given marks."""
         while any(self._feed.marks.get(each, -1) < mark for each, mark in marks.items()):
             time.sleep(TICK_S)
         self._feed.flush()
@@ -178,7 +177,7 @@ class Application:
         return f"{self._name}.{self._keys}"
 
     def _send_blind(self, partition: int, count: int) -> None:
-        """Send rows under locks: one of them as a transaction, more as a batch."""
+        """Send rows under locks: one row as a transaction, several as a batch."""
         mark = self._feed.marks.get(partition, -1)
         rows = [self._row(partition, mark) for _ in range(count)]
         data = [row.to_bytes() for row in rows]
@@ -241,7 +240,7 @@ class Application:
         self._pending[partition].append(pending)
 
     def _settle(self, partition: int) -> None:
-        """Write down the outcomes that have come."""
+        """Journal the outcomes that have arrived."""
         pending = self._pending[partition]
         for each in [each for each in pending if each.future.done()]:
             pending.remove(each)
@@ -259,7 +258,7 @@ def _by_partition(name: str, count: int, partitions: int) -> list[list[int]]:
 
 
 def _opened(connect: str, stopping: threading.Event) -> WaltzClient | None:
-    """Open a client, however often it takes; None when it is stopped before."""
+    """Open a client, with retries; None if "stop" arrives first."""
     config = ClientConfig(request_timeout_ms=REQUEST_TIMEOUT_MS, zookeeper_session_timeout_ms=2_000)
     while not stopping.is_set():
         try:
@@ -271,7 +270,7 @@ def _opened(connect: str, stopping: threading.Event) -> WaltzClient | None:
 
 
 def main(connect: str, name: str, directory: str) -> None:
-    """Live, until the orders end."""
+    """Run until standard input ends."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     stopping, may_end = threading.Event(), threading.Event()
     marks: dict[int, int] = {}

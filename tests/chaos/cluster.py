@@ -1,16 +1,17 @@
-"""A cluster whose daemons each run on a machine of their own, simulated on one machine.
+"""A cluster with each daemon on a simulated machine with an address of its own.
 
-`waltz_core.local` has all members at one address. Here each has its own, with the usual ports, so
-that a link between two members can be cut and no other one is hurt.
+`waltz_core.local` runs all members at one address. Here each has its own address with the default
+ports, so that a link between two members can be cut without an effect on other links.
 
 Rules:
-    1. Every process ends with this one, however this one ends: Linux is asked to see to it, which
-       holds for a stopped process, too. So only the main thread starts one.
-    2. A member that ends by itself is a finding, unless a fault has ended it (`ended`). One
-       that has found no ZooKeeper at its start is started again, as by any supervisor.
-    3. On a machine of its own a storage has a small file system of its own, which can be full.
+    1. Every process ends when this one ends, for whatever reason: Linux kills it (the signal of
+       the parent's death), also if it is paused. So only the main thread starts processes.
+    2. A member that ends by itself is an error, unless a fault has ended it (`ended`). A member
+       that found no ZooKeeper at its start is started again, as a supervisor does.
+    3. On a simulated machine a storage has a small file system of its own, which can become full.
     4. With a store the cluster archives to S3 over HTTP, and each storage keeps little locally.
-       Only the process in front of the bucket is a member: what S3 has acknowledged is not lost.
+       Only the proxy in front of the bucket is a member and can be killed: the bucket loses no
+       acknowledged object.
 """
 
 import contextlib
@@ -74,7 +75,7 @@ ARCHIVE_SETTINGS: dict[str, dict[str, object]] = {
 
 
 class LocalLog(NamedTuple):
-    """What a storage has of a partition: the first ID of its oldest segment, and all records."""
+    """The log of a partition on a storage: the first ID of its oldest segment, and its records."""
 
     first: int
     records: bytes
@@ -82,7 +83,7 @@ class LocalLog(NamedTuple):
 
 @dataclass(frozen=True)
 class World:
-    """How much of everything there is."""
+    """The numbers of processes and partitions of a cluster."""
 
     zookeepers: int = 1
     storages: int = 3
@@ -103,7 +104,7 @@ class World:
 
 @dataclass
 class Member:
-    """One daemon: where it lives, and its process while there is one."""
+    """One daemon: its machine, and its process while it runs."""
 
     name: str
     machine: Machine
@@ -124,13 +125,13 @@ class Member:
 
     @property
     def runs(self) -> bool:
-        """Whether there is a living process."""
+        """Whether the process runs."""
         return self.child is not None and self.child.poll() is None
 
 
 @dataclass
 class ChaosCluster:
-    """The daemons of a world on a network; `with running(...) as cluster`."""
+    """The daemons of a `World` on a network; `with running(...) as cluster`."""
 
     world: World
     directory: Path
@@ -145,7 +146,7 @@ class ChaosCluster:
 
     @property
     def operator(self) -> Machine:
-        """Return the place of the process that observes the cluster."""
+        """Return the machine of the process that observes the cluster."""
         return self.network.machines[OPERATOR]
 
     @property
@@ -157,7 +158,7 @@ class ChaosCluster:
     # ---- the life of it
 
     def up(self) -> None:
-        """Start everything, and wait until every partition takes appends."""
+        """Start all daemons, and wait until every partition accepts appends."""
         self.directory.mkdir(parents=True, exist_ok=True)
         for name in self.world.names("storage"):
             self._make_disk(self.members[name])
@@ -180,7 +181,7 @@ class ChaosCluster:
         return True
 
     def down(self) -> None:
-        """End everything at once."""
+        """Kill all daemons."""
         for member in self.members.values():
             member.is_wanted = False
             if member.child is not None:
@@ -191,7 +192,7 @@ class ChaosCluster:
             self._bucket.communicate()
 
     def start(self, name: str) -> None:
-        """Start a member unless it runs."""
+        """Start a member if it does not run."""
         self.notice()
         member = self.members[name]
         if member.runs:
@@ -209,7 +210,7 @@ class ChaosCluster:
         member.is_frozen, member.is_wanted = False, True
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:
-        """End a member by a signal."""
+        """Send a member a signal that ends it."""
         member = self.members[name]
         self.notice()
         member.is_wanted = False
@@ -220,12 +221,12 @@ class ChaosCluster:
                 member.child.wait(10)
 
     def freeze(self, name: str) -> None:
-        """Stop a member where it stands."""
+        """Pause a member (SIGSTOP)."""
         self._signal(name, signal.SIGSTOP)
         self.members[name].is_frozen = True
 
     def thaw(self, name: str) -> None:
-        """Let it go on."""
+        """Resume a paused member (SIGCONT)."""
         self._signal(name, signal.SIGCONT)
         self.members[name].is_frozen = False
 
@@ -236,7 +237,7 @@ class ChaosCluster:
             member.child.send_signal(number)
 
     def notice(self) -> None:
-        """Note each member that has ended by itself (rule 2)."""
+        """Record each member that has ended by itself (rule 2)."""
         for member in self.members.values():
             if member.is_wanted and not member.runs:
                 member.is_wanted = False
@@ -258,7 +259,7 @@ class ChaosCluster:
         return object_store.url_at(self.members[store].machine.address)
 
     def order_bucket(self, order: str) -> int:
-        """Have the bucket carry out an order; return its answer."""
+        """Send a command to the bucket's process; return its answer."""
         assert self._bucket is not None
         assert self._bucket.stdin is not None
         assert self._bucket.stdout is not None
@@ -267,10 +268,10 @@ class ChaosCluster:
         return int(self._bucket.stdout.readline())
 
     def verify_archive(self) -> dict[str, Any]:
-        """Return what `waltz-core archive verify --json` prints.
+        """Return the output of `waltz-core archive verify --json`.
 
-        It runs in a process of its own: the threads of pyarrow's client stay in the network in
-        which they were started.
+        It runs in a separate process: the threads of pyarrow's client stay in the network namespace
+        in which they were started.
         """
         words = (
             "archive",
@@ -317,7 +318,7 @@ class ChaosCluster:
             member.machine.run("mount", "-t", "tmpfs", "-o", size, "tmpfs", str(directory))
 
     def fill_disk(self, name: str) -> None:
-        """Leave a storage no room at all."""
+        """Fill the disk of a storage."""
         path = self.files(name) / FILLER
         with contextlib.suppress(OSError), path.open("ab", buffering=0) as filler:
             for size in (1 << 20, 1 << 12):
@@ -326,16 +327,16 @@ class ChaosCluster:
                         pass
 
     def empty_disk(self, name: str) -> None:
-        """Give it its room back."""
+        """Free the disk of a storage."""
         (self.files(name) / FILLER).unlink(missing_ok=True)
 
     def files(self, name: str) -> Path:
-        """Return where a storage's directory is seen from here."""
+        """Return the path of a storage's directory from outside its namespace."""
         member = self.members[name]
         return member.machine.path(self._data(member))
 
     def records(self, name: str) -> dict[int, LocalLog]:
-        """Return the records of each partition as they lie on a storage's disk."""
+        """Return the records of each partition in a storage's files."""
         found: dict[int, LocalLog] = {}
         for directory in sorted(self.files(name).iterdir()):
             if directory.name.isdigit():
@@ -349,7 +350,7 @@ class ChaosCluster:
     # ---- looking at it
 
     def client(self, **options: Any) -> WaltzClient:
-        """Open a client at the operator's place."""
+        """Open a client on the operator's machine."""
         with self.operator.entered():
             return WaltzClient(self.connect, ClientConfig(request_timeout_ms=10_000, **options))
 
@@ -358,7 +359,7 @@ class ChaosCluster:
         return dict(json.loads(self.command("cluster", "show", self.connect, "--json")))
 
     def command(self, *words: str) -> str:
-        """Run a command in this process, at the operator's place.
+        """Run a command in this process, on the operator's machine.
 
         Raises CalledProcessError.
         """
@@ -368,15 +369,16 @@ class ChaosCluster:
         return done.stdout
 
     def owners(self) -> dict[int, str]:
-        """Return the name of the server that owns each partition; empty for none."""
+        """Return the server that owns each partition by name; empty if none does."""
         names = {member.address: member.name for member in self.members.values()}
         partitions = self.shown()["partitions"]
         return {int(each): names.get(part["server"], "") for each, part in partitions.items()}
 
     def is_whole(self) -> bool:
-        """Return whether every replica is engaged, and all hold the same records.
+        """Return whether every replica is engaged and all have the same records.
 
-        Those of a cluster with an archive have removed some, not all the same ones.
+        With an archive, storages have removed different segments: the remaining records are
+        compared.
         """
         view = self.shown()
         if any(
@@ -398,15 +400,15 @@ class ChaosCluster:
         return all(each.records and longest.records.endswith(each.records) for each in logs)
 
     def log_path(self, name: str) -> Path:
-        """Return the log of a member."""
+        """Return the path of a member's log."""
         return self.directory / f"{name}.log"
 
     @staticmethod
     def wait_until(what: str, condition: Callable[[], object], *, seconds: float) -> float:
-        """Look at a condition until it holds; return how long it took.
+        """Poll a condition until it holds; return the seconds that it took.
 
-        A busy machine has as many times longer as its processes take. Nothing in another namespace
-        reports to this process, so it looks again and again.
+        On a busy machine the time limit is longer, in proportion to the time that processes take.
+        Processes in another namespace cannot notify this one, so the condition is polled.
         """
         began = time.monotonic()
         while not condition():
@@ -430,11 +432,11 @@ class ChaosCluster:
         )
 
     def _environment(self) -> dict[str, str]:
-        """Return the environment of a daemon: the credentials of the archive are there."""
+        """Return the environment of a daemon, with the credentials of the archive."""
         return environment() | (object_store.CREDENTIALS if self.world.stores else {})
 
     def _words(self, member: Member) -> tuple[str, ...]:
-        """Return the module that runs a member, and its arguments."""
+        """Return the module that runs a member and its arguments."""
         if member.kind == "store":
             return ("tests.chaos.object_store", "front", member.machine.address)
         return ("waltz_core", member.kind, "run", "--config", str(self._write_config(member)))
@@ -476,7 +478,7 @@ class ChaosCluster:
 
 @contextlib.contextmanager
 def running(world: World, directory: Path, *, apart: bool = True) -> Iterator[ChaosCluster]:
-    """Run a cluster for the length of a `with`."""
+    """Start a cluster, and end it with the `with` block."""
     names = [*world.members, *world.names("client"), OPERATOR]
     with Network(names, wanted=apart) as network:
         cluster = ChaosCluster(world, directory, network)

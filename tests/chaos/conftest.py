@@ -1,4 +1,4 @@
-"""One cluster in namespaces for the tests of this folder, and an application that writes to it."""
+"""A cluster in network namespaces for the tests of this folder, and an application that writes."""
 
 import time
 from collections.abc import Iterable, Iterator
@@ -19,7 +19,7 @@ WHOLE_S = 60.0
 
 
 class NetworkScenario:
-    """A cluster, and everything that it reported to applications, over several tests."""
+    """A cluster, and all outcomes that applications have received, over several tests."""
 
     def __init__(self, cluster: ChaosCluster, directory: Path) -> None:
         self.cluster = cluster
@@ -28,11 +28,11 @@ class NetworkScenario:
 
     @property
     def life(self) -> Life:
-        """Return what the application of now has written down."""
+        """Return the journal of the current application."""
         return self.applications.lives[-1]
 
     def begin(self) -> None:
-        """Start an application, and wait until it has written everywhere and all is whole."""
+        """Start an application; wait until it writes everywhere and each server has partitions."""
         began_s = time.monotonic()
         self.applications.start(CLIENT)
         self.await_commits(range(WORLD.partitions), since_s=began_s)
@@ -43,20 +43,20 @@ class NetworkScenario:
         self.wait("both servers own some", lambda: len(set(self.cluster.owners().values())) == 2)
 
     def owned_by(self, server: str) -> list[int]:
-        """Return the partitions of a server."""
+        """Return the partitions that a server owns."""
         found = [each for each, owner in self.cluster.owners().items() if owner == server]
         assert found, f"{server} owns nothing"
         return found
 
     def wait(self, what: str, condition: object, *, seconds: float = RECOVERY_S) -> float:
-        """Wait for a condition; return how long it took."""
+        """Wait for a condition; return the seconds that it took."""
         assert callable(condition)
         return self.cluster.wait_until(what, condition, seconds=seconds)
 
     def await_commits(
         self, partitions: Iterable[int], *, since_s: float, seconds: float = RECOVERY_S
     ) -> float:
-        """Wait until something sent since is committed in some partitions; return how long."""
+        """Wait for a commit of a newly sent row in each given partition; return the seconds."""
         wanted = list(partitions)
 
         def has_commits() -> bool:
@@ -66,7 +66,7 @@ class NetworkScenario:
         return self.wait(f"commits in partitions {wanted}", has_commits, seconds=seconds)
 
     def gap_s(self, partitions: Iterable[int], *, since_s: float) -> float:
-        """Return the longest time without a commit in any of some partitions."""
+        """Return the longest time in seconds without a commit in any of the given partitions."""
         self.applications.poll()
         now_s = time.monotonic()
         return max(
@@ -74,7 +74,7 @@ class NetworkScenario:
         )
 
     def waits_s(self, *, since_s: float) -> list[float]:
-        """Return how long each commit took that was sent since, in order of length."""
+        """Return the sorted latencies in seconds of the commits of rows sent since."""
         self.applications.poll()
         return sorted(
             each.recorded.reported_s - each.recorded.sent_s
@@ -83,7 +83,7 @@ class NetworkScenario:
         )
 
     def check(self) -> None:
-        """Stop the application, compare everything with the log, and the replicas' logs."""
+        """Stop the application; compare its journal with the log, and the replicas."""
         self.applications.stop()
         self.applications.poll()
         with self.cluster.client() as client:
@@ -101,7 +101,7 @@ class NetworkScenario:
 
 @pytest.fixture(scope="session")
 def _apart() -> None:
-    """Skip where nothing can be cut."""
+    """Skip if links cannot be cut here."""
     with Network(["here", "there"]) as network:
         if not network.can_cut:
             pytest.skip(network.why_not)
@@ -111,7 +111,7 @@ def _apart() -> None:
 def module_scenario(
     _apart: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[NetworkScenario]:
-    """Give one cluster to all tests of a file."""
+    """Yield one cluster for all tests of a file."""
     where = tmp_path_factory.mktemp("chaos")
     with running(WORLD, where) as cluster:
         yield NetworkScenario(cluster, where)
@@ -119,7 +119,7 @@ def module_scenario(
 
 @pytest.fixture
 def scenario(module_scenario: NetworkScenario) -> Iterator[NetworkScenario]:
-    """Yield the file's cluster with an application at work; afterwards repair everything."""
+    """Yield the file's cluster with a running application; repair all faults afterwards."""
     module_scenario.begin()
     yield module_scenario
     module_scenario.applications.down()

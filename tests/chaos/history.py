@@ -1,18 +1,20 @@
 """Compares what applications received under chaos with the log at the end.
 
-It needs no cluster and no clock, only files and the log, so that a history can be looked at again,
-and doctored for the tests of these checkers.
+It needs no cluster and no clock, only files and the log. So a history can be checked again, and
+the tests of these checkers can falsify one.
 
-What `examples/four_writers.py` compares is compared here, too: nothing reported as committed is
-lost, moved, changed or duplicated; nothing reported as failed is there; IDs are dense; the log has
-no conflict; counters count; what was reported earlier is earlier in the log. Beyond that:
+It checks what `examples/four_writers.py` checks: no transaction reported as committed is lost,
+moved, changed or duplicated; the log has none that was reported as failed; IDs are dense; the log
+has no conflict; counters are right; the order in the log is that of the reports. In addition:
 
-    1. A refusal has a cause: another client wrote one of its locks above its mark, and had sent
-       that before the refusal was reported. A new store session may err for what was under way when
-       it opened; such refusals are counted, and there are no more of them than that can be.
-    2. A client is fed the log from its beginning after each start, each transaction once, in order;
-       a client that lives to the end is fed all of it.
-    3. A mark that was asked for is not below what any client had received as committed before.
+    1. A rejection has a cause: another client wrote one of the locks above the mark of the rejected
+       transaction, and had sent that write before the rejection was reported. A new store session
+       may reject appends that were in flight when it opened, without a cause. Such rejections are
+       counted; more of them than appends in flight are an error.
+    2. After each start a client receives the feed from the beginning of the log, each transaction
+       once, in order. A client that runs until the end receives the whole log.
+    3. A requested mark is not below a transaction that was reported as committed before the
+       request.
 """
 
 import json
@@ -34,7 +36,7 @@ WRONG_MAX = 40
 
 
 class Sent(NamedTuple):
-    """One transaction that a client has sent: its outcome, and the reason if it was refused."""
+    """One transaction that a client has sent: its outcome, and the reason if it was rejected."""
 
     recorded: Any  # four_writers.RecordedOutcome
     mark: int
@@ -42,7 +44,7 @@ class Sent(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """A question for the mark, and its answer."""
+    """A request for the high-water mark, and its answer."""
 
     partition: int
     asked_s: float
@@ -50,7 +52,7 @@ class Asked(NamedTuple):
 
 
 class Life:
-    """What one life of a client has written down; `poll` reads on."""
+    """The journal of one run of a client; `poll` reads the lines added since the last call."""
 
     def __init__(self, name: str, directory: Path) -> None:
         self.name = name
@@ -62,7 +64,7 @@ class Life:
         self._at = 0
 
     def poll(self) -> None:
-        """Read what was written since; a line that is not whole yet is left for later."""
+        """Read the lines added since the last call; an incomplete last line is left for later."""
         if not self._lines.exists():
             return
         with self._lines.open("rb") as lines:
@@ -87,7 +89,7 @@ class Life:
             recorded.reported_s, recorded.why = reported_s, why
 
     def fed(self) -> list[tuple[int, int, bytes]]:
-        """Return partition, id and request id of what it was fed, in order."""
+        """Return the partition, ID and request ID of each transaction of the feed, in order."""
         data = self._feed.read_bytes() if self._feed.exists() else b""
         whole = data[: len(data) - len(data) % FED.size]
         return [
@@ -98,7 +100,7 @@ class Life:
         ]
 
     def progress_s(self, partition: int, since_s: float) -> float | None:
-        """Return when the first row sent after a moment was reported committed; None: not yet."""
+        """Return when a row sent since `since_s` was first reported committed; None if none was."""
         return min(
             (
                 each.recorded.reported_s
@@ -113,7 +115,7 @@ class Life:
 
 @dataclass
 class Log:
-    """All that is in the log, and where its store sessions begin."""
+    """The transactions of the log, and the first IDs of its store sessions."""
 
     entries: list[Any] = field(default_factory=list)  # four_writers.Entry
     sessions: dict[int, list[int]] = field(default_factory=dict)  # partition -> first ids
@@ -122,12 +124,12 @@ class Log:
     offsets: dict[int, list[int]] = field(default_factory=dict)
 
     def last(self, partition: int) -> int:
-        """Return the last id of a partition."""
+        """Return the last ID of a partition."""
         return max((e.transaction_id for e in self.entries if e.partition == partition), default=-1)
 
 
 def read_log(client: WaltzClient) -> Log:
-    """Read everything, in order."""
+    """Read the whole log in order."""
     log = Log()
     for partition, last in sorted(client.high_water_marks(linearizable=True).items()):
         firsts = log.sessions.setdefault(int(partition), [])
@@ -146,7 +148,7 @@ def read_log(client: WaltzClient) -> Log:
 
 
 def check(lives: Iterable[Life], log: Log) -> Any:
-    """Return the verdict on a whole history: what is wrong, and the counts."""
+    """Return the verdict on a whole history: its errors, and the counts."""
     lives = list(lives)
     sent = {key: each for life in lives for key, each in life.sent.items()}
     verdict = four_writers.compare([each.recorded for each in sent.values()], log.entries)

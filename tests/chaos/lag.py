@@ -1,15 +1,16 @@
-"""The slow links of a network of namespaces: packets wait here, and some never leave.
+"""The slow links between network namespaces: delays packets, and drops some.
 
     python -m tests.chaos.lag        in the router's namespace, by `tests/chaos/network.py`
 
-The kernel's own means for this (netem) is not built into every kernel. The router sends what a slow
-link carries to a device of this process, which gives it back when its time has come. Each line of
-the standard input is the whole of the slow links, as JSON; with its end the process ends.
+Not every kernel includes its module for this (netem). The router sends the packets of slow links
+to a TUN device of this process, which returns them after the delay. Each line of the standard input
+lists all slow links as JSON; the process ends at the end of the input.
 
 Rules:
     1. Packets of a link stay in their order.
-    2. What no link is known of is given back at once.
-    3. A link's queue is bounded, as that of a real one: what finds it full is lost.
+    2. Packets of unlisted links are returned at once.
+    3. A link's queue is bounded, as that of a real link: packets that arrive when it is full are
+       lost.
 """
 
 import fcntl
@@ -33,12 +34,12 @@ ADDRESSES = slice(12, 20)  # of an IPv4 header: source and target
 
 
 class Lag(NamedTuple):
-    """What is wrong with a link."""
+    """The delay, loss and rate of a slow link."""
 
     delay_ms: float = 0.0
     jitter_ms: float = 0.0
     loss: float = 0.0  # a share of the packets
-    bytes_per_s: int = 0  # 0: as many as come
+    bytes_per_s: int = 0  # 0: unlimited
 
     def __str__(self) -> str:
         parts = [f"{self.delay_ms:.0f}±{self.jitter_ms:.0f} ms"]
@@ -48,7 +49,7 @@ class Lag(NamedTuple):
 
 
 class Line:
-    """One slow link: when what enters it now leaves it."""
+    """One slow link: computes when each packet leaves it."""
 
     def __init__(self, lag: Lag, chance: random.Random) -> None:
         self.lag = lag
@@ -57,7 +58,7 @@ class Line:
         self._last_s = 0.0
 
     def leaves_s(self, size: int, now_s: float) -> float | None:
-        """Return when a packet leaves; None when it is lost."""
+        """Return when a packet leaves; None if it is lost."""
         if self._chance.random() < self.lag.loss:
             return None
         begins_s = max(now_s, self._free_s)
@@ -70,7 +71,7 @@ class Line:
 
 
 def carry(device: int, orders: int) -> None:
-    """Take packets and give them back, until the orders end."""
+    """Delay packets until the orders end."""
     chance = random.Random(0)
     lines: dict[bytes, Line] = {}
     waiting: list[tuple[float, int, bytes]] = []
@@ -95,7 +96,7 @@ def carry(device: int, orders: int) -> None:
 
 
 def _read(order: str, had: dict[bytes, Line], chance: random.Random) -> dict[bytes, Line]:
-    """Return the links of an order; one that was there before keeps its queue."""
+    """Return the links of an order; a link that is unchanged keeps its queue."""
     lines = {}
     for source, target, *numbers in json.loads(order):
         key = ipaddress.IPv4Address(source).packed + ipaddress.IPv4Address(target).packed
@@ -106,7 +107,7 @@ def _read(order: str, had: dict[bytes, Line], chance: random.Random) -> dict[byt
 
 
 def main() -> None:
-    """Make the device, say so, and carry."""
+    """Create the device, print "ready", and delay packets."""
     device = os.open("/dev/net/tun", os.O_RDWR)
     fcntl.ioctl(device, TUNSETIFF, struct.pack("16sH22x", DEVICE.encode(), IFF_TUN | IFF_NO_PI))
     sys.stdout.write("ready\n")

@@ -1,18 +1,18 @@
-"""A network of machines on one machine, whose every link can be cut or made slow.
+"""Simulated machines in network namespaces; each link between them can be cut or slowed down.
 
-Each place is a network namespace with a link of its own to a router in the middle, which is a
-namespace, too. Nothing is ever changed where a process lives: what is cut is lost on its way, in
-silence, as by a cable that was pulled. The holders of the namespaces end with this process
-(`tests/spark/record_locations.py`), and with them every link, rule and mount: a run that was killed
-leaves nothing behind.
+Each machine is a network namespace with a link to a router, which is a namespace, too. Faults
+change only the router: packets of a cut link are lost without an error, as with an unplugged cable.
+The processes that hold the namespaces end with this process (`tests/spark/record_locations.py`),
+and with them every link, rule and mount, so nothing is left of a run that was killed.
 
-Where namespaces cannot be made (no root, no iproute2) places are addresses of the loopback, and
-nothing can be cut.
+Without root or iproute2, machines are addresses of the loopback interface, and no link can be
+cut.
 
 Rules:
-    1. A cut has one direction; both directions are two cuts. Cuts of several faults add up, and
-       the last one that is healed opens the link.
-    2. Slow links lead through `tests/chaos/lag.py`; a link that is both cut and slow is cut.
+    1. A cut has one direction; both directions are two cuts. Cuts of a link are counted: packets
+       pass again when all are removed.
+    2. Packets of slow links pass through `tests/chaos/lag.py`; a link that is both cut and slow is
+       cut.
 """
 
 import contextlib
@@ -40,19 +40,19 @@ Link = tuple[str, str]  # source, target
 
 @dataclass(frozen=True)
 class Machine(Place):
-    """A place with a name, and the router's end of its link."""
+    """A simulated machine, and the router's end of its link."""
 
     name: str = ""
     gate: str = ""
 
     def command(self, *words: str) -> list[str]:
-        """Return the command that runs another one here, with the mounts of this place."""
+        """Return the command that runs another one on this machine, with its mounts."""
         if self.holder is None:
             return [*words]
         return ["nsenter", f"-n/proc/{self.holder}/ns/net", f"-m/proc/{self.holder}/ns/mnt", *words]
 
     def path(self, inside: Path) -> Path:
-        """Return where a file of this place is seen from outside."""
+        """Return the path of a file of this machine from outside its namespace."""
         return inside if self.holder is None else Path(f"/proc/{self.holder}/root{inside}")
 
 
@@ -103,16 +103,16 @@ class Network:
     # ---- faults
 
     def cut(self, links: Iterable[Link]) -> None:
-        """Lose everything on some links (rule 1)."""
+        """Cut links: all of their packets are lost (rule 1)."""
         self._count(links, 1)
 
     def heal(self, links: Iterable[Link]) -> None:
-        """Take back one cut of each."""
+        """Remove one cut of each link."""
         self._count(links, -1)
 
     @contextlib.contextmanager
     def without(self, links: Iterable[Link]) -> Iterator[None]:
-        """Lose everything on some links for the length of a `with`."""
+        """Cut links for the duration of the `with` block."""
         cut = list(links)
         self.cut(cut)
         try:
@@ -121,16 +121,16 @@ class Network:
             self.heal(cut)
 
     def slow(self, links: Iterable[Link], lag: Lag) -> None:
-        """Have everything on some links arrive late, or not at all."""
+        """Delay the packets of links, and drop some, as `lag` states."""
         self._set_slow({**self._slow, **dict.fromkeys(links, lag)})
 
     def hurry(self, links: Iterable[Link]) -> None:
-        """Take back what made them slow."""
+        """Remove the delays of links."""
         gone = set(links)
         self._set_slow({link: lag for link, lag in self._slow.items() if link not in gone})
 
     def repair(self) -> None:
-        """Have every link as it was."""
+        """Remove all cuts and delays."""
         self.heal([link for link, count in self._cuts.items() for _ in range(count)])
         if self._lag is not None:
             self._set_slow({})
@@ -235,12 +235,12 @@ class Network:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of a process in any place: where it works is not where we do."""
+    """Return the environment of a process that may have another working directory."""
     return {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
 
 
 def both_ways(these: Iterable[str], those: Iterable[str]) -> list[Link]:
-    """Return the links between some machines and others, there and back."""
+    """Return the links between two sets of machines, in both directions."""
     others = list(those)
     return [
         link
@@ -252,7 +252,7 @@ def both_ways(these: Iterable[str], those: Iterable[str]) -> list[Link]:
 
 
 def _batch(place: Machine, lines: list[str]) -> None:
-    """Run many commands of `ip` at once; raises CalledProcessError."""
+    """Run several `ip` commands in one process; raises CalledProcessError."""
     subprocess.run(
         place.command("ip", "-batch", "-"),
         input="\n".join(lines) + "\n",

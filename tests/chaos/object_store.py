@@ -1,17 +1,17 @@
-"""The object store of a chaos cluster: S3 over HTTP, and the process in front of it that is killed.
+"""The object store of a chaos cluster: S3 over HTTP, behind a proxy that faults kill.
 
     python -m tests.chaos.object_store bucket HOST     # moto's server
-    python -m tests.chaos.object_store front HOST      # listens at PORT, and forwards to the bucket
+    python -m tests.chaos.object_store front HOST      # the proxy: forwards PORT to the bucket
 
-moto keeps objects in memory. A store that forgets acknowledged objects breaks rule AR 3 of decision
-047, which no cluster survives. So the faults hit the front: a kill cuts each upload where it is,
-also after the store has carried it out and before it has answered, and until the next start all
-connections are refused.
+moto keeps objects in memory. A store that loses acknowledged objects violates rule AR 3 of decision
+047, and the cluster does not tolerate that. So faults kill the proxy only: a kill interrupts each
+upload, some after the store has executed it and before its answer. All connections are refused
+until the proxy is started again.
 
-The bucket's process obeys orders by standard input, and answers each with a line:
+The bucket's process reads commands from standard input, and answers each with a line:
 
-    age MS           all objects were written so much earlier; answers with their number
-    save DIRECTORY   write all objects below a directory, with their times; answers with the number
+    age MS           move the times of all objects back by MS; the answer is their number
+    save DIRECTORY   write all objects with their times to a directory; the answer is their number
 """
 
 import logging
@@ -34,13 +34,13 @@ CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
 
 
 def url_at(host: str) -> str:
-    """Return the URL of the archive behind the front at an address."""
+    """Return the URL of the archive behind the proxy at an address."""
     place = f"endpoint_override={host}:{PORT}&scheme=http&region={REGION}"
     return f"s3://{BUCKET}/{FOLDER}?{place}"
 
 
 def bucket(host: str) -> None:
-    """Serve S3, and carry out orders until their end."""
+    """Serve S3, and execute commands until standard input ends."""
     os.environ.update(CREDENTIALS)
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = ThreadedMotoServer(ip_address=host, port=BUCKET_PORT, verbose=False)
@@ -65,7 +65,7 @@ def _age(found: FakeBucket, by_ms: int) -> int:
 
 
 def _save(found: FakeBucket, directory: Path) -> int:
-    """Write all objects below a directory; S3's empty markers of folders are none."""
+    """Write all objects to a directory, except the empty ones that S3 has for folders."""
     keys = [each for each in list(found.keys.values()) if not each.name.endswith("/")]
     for key in keys:
         path = directory / key.name

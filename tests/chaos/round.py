@@ -4,13 +4,14 @@
 
 Rules:
     1. The driver does not wait for the effect of a fault: the next one starts at its own time.
-    2. After the last fault everything is repaired and started. Once ZooKeeper answers (without it
-       no daemon starts) every application must receive a commit in every partition within a bound,
-       and all replicas must become equal.
-    3. In the calm that follows, no other outcome is reported than "committed" and "refused".
-    4. With an archive, all that archives is then killed at once, so that no late upload is left,
-       and one client begins again at ID 0 and writes. So each partition has a new store session
-       that archives and collects; the archive, the logs and the feeds are compared after that.
+    2. After the last fault all links are repaired, and all members are started. Once ZooKeeper
+       answers (without it no daemon starts) every client must receive a commit in every partition
+       within a bound, and all replicas must become equal.
+    3. In the period without faults that follows, the only outcomes are "committed" and "refused".
+    4. With an archive, all servers, storages and stores are then killed at the same time, so that
+       no late upload remains, and one client starts again at ID 0 and writes. So each partition has
+       a new store session that archives and collects. After that the archive, the logs and the
+       feeds are compared.
 """
 
 import contextlib
@@ -56,7 +57,7 @@ Say = Callable[[str], None]
 
 @dataclass
 class Outcome:
-    """What a round has found."""
+    """The result of a round."""
 
     schedule: Schedule
     wrong: list[str] = field(default_factory=list)
@@ -70,7 +71,7 @@ class Outcome:
 
 
 class Applications:
-    """The clients, life after life."""
+    """The client processes; a restarted client has another `Life`."""
 
     def __init__(self, cluster: ChaosCluster, directory: Path) -> None:
         self._cluster = cluster
@@ -81,7 +82,7 @@ class Applications:
         self.ended: list[str] = []
 
     def start(self, client: str) -> None:
-        """Begin a life of a client, unless it lives."""
+        """Start a client if it does not run."""
         if client in self._running:
             if self._running[client][1].poll() is None:
                 return
@@ -104,14 +105,14 @@ class Applications:
         self.lives.append(life)
 
     def _notice(self, client: str) -> None:
-        """Note a client that has ended by itself."""
+        """Record a client that has ended by itself."""
         life, child = self._running[client]
         if not life.has_ended:
             self.ended.append(f"{life.name} ended by itself, with {child.returncode}")
             life.has_ended = True
 
     def kill(self, client: str) -> None:
-        """End a client at once."""
+        """Kill a client."""
         if client not in self._running:
             return
         life, child = self._running[client]
@@ -128,27 +129,27 @@ class Applications:
                 pipe.close()
 
     def poll(self) -> None:
-        """Read what they have written."""
+        """Read the journals of all clients."""
         for life in self.lives:
             life.poll()
 
     @property
     def living(self) -> list[Life]:
-        """Return the lives that go on."""
+        """Return the lives of the running clients."""
         return [life for life, _ in self._running.values() if not life.has_ended]
 
     @property
     def writing(self) -> list[Life]:
-        """Return the lives that send."""
+        """Return the lives of the clients that still send."""
         return [life for life in self.living if life.name not in self._settled]
 
     def stop(self) -> None:
-        """Have them send no more, and wait for all outcomes."""
+        """Stop sending in all clients; wait for all outcomes."""
         self._order("stop", "settled", self.writing)
         self._settled.update(life.name for life in self.living)
 
     def end(self, marks: dict[int, int]) -> None:
-        """Have them wait for the feed up to some marks, and end."""
+        """End all clients when their feeds have reached the marks."""
         self._order(f"end {json.dumps(marks)}", "fed", self.living)
 
     def _order(self, order: str, answer: str, lives: list[Life]) -> None:
@@ -171,20 +172,20 @@ class Applications:
                 self.ended.append(f"{life.name} said {said!r}, expected {answer!r}")
 
     def reap(self) -> None:
-        """Forget the applications that have ended."""
+        """Remove the clients that have ended."""
         for client, (life, child) in list(self._running.items()):
             life.has_ended = True
             child.wait(HANG_S)
             self._let_go(client)
 
     def down(self) -> None:
-        """End the applications that are left."""
+        """Kill the remaining clients."""
         for client in list(self._running):
             self.kill(client)
 
 
 def _line_of(child: "subprocess.Popen[str]", seconds: float) -> str:
-    """Return the next line that a process prints; empty when it prints none in time."""
+    """Return the next line that a process prints; empty at a timeout."""
     assert child.stdout is not None
     ready, _, _ = select.select([child.stdout], [], [], seconds)
     return child.stdout.readline().strip() if ready else ""
@@ -201,7 +202,7 @@ class Round:
         self.outcome = Outcome(schedule)
 
     def play(self) -> None:
-        """Do all of it."""
+        """Play the whole round."""
         applications = self._applications
         for client in self._schedule.world.names("client"):
             applications.start(client)
@@ -228,7 +229,7 @@ class Round:
     # ---- faults
 
     def _strike(self, began_s: float) -> None:
-        """Have each fault begin and end in its time (rule 1)."""
+        """Begin and end each fault at its time (rule 1)."""
         moments: list[tuple[float, int, Fault, bool]] = []
         for number, fault in enumerate(self._schedule.faults):
             if why := self._why_not(fault):
@@ -299,7 +300,7 @@ class Round:
             self._applications.start(name)
 
     def _repair(self) -> None:
-        """Undo every fault (rule 2); kill each application that should have stopped."""
+        """Undo every fault (rule 2); kill each client that should have stopped."""
         cluster = self._cluster
         cluster.network.repair()
         for name, member in cluster.members.items():
@@ -316,7 +317,7 @@ class Round:
     # ---- afterwards
 
     def _await_zookeeper(self, since_s: float) -> None:
-        """Wait until ZooKeeper answers: a busy machine takes long to start it."""
+        """Wait until ZooKeeper answers; its start takes long on a busy machine."""
         while time.monotonic() < since_s + ZOOKEEPER_S * slowness():
             self._cluster.notice()
             with contextlib.suppress(subprocess.CalledProcessError):
@@ -325,7 +326,7 @@ class Round:
         self.outcome.zookeeper_s = time.monotonic() - since_s
 
     def _await_progress(self, since_s: float) -> None:
-        """Wait until every application has received a commit in every partition (rule 2)."""
+        """Wait until every client has received a commit in every partition (rule 2)."""
         outcome, applications = self.outcome, self._applications
         partitions = range(self._schedule.world.partitions)
 
@@ -370,7 +371,7 @@ class Round:
         )
 
     def _calm(self) -> None:
-        """Let them write for a while with nothing wrong (rule 3), then stop them."""
+        """Let the clients write without faults (rule 3), then stop them."""
         began_s = time.monotonic()
         while time.monotonic() < began_s + CALM_S:
             time.sleep(TICK_S)
@@ -398,9 +399,9 @@ class Round:
             return min(client.high_water_marks().values()) >= TRANSACTIONS_MIN
 
     def _kill_all(self) -> None:
-        """Kill and start all that takes part in archiving, and have a client begin again (rule 4).
+        """Kill and restart all that take part in archiving, and one client (rule 4).
 
-        What lies in the archive then is old enough to be collected.
+        Garbage in the archive at this time is made old enough to be collected.
         """
         cluster, applications = self._cluster, self._applications
         with cluster.client() as client:
@@ -429,7 +430,7 @@ class Round:
             self.outcome.wrong.append(str(error))
 
     def _check_archive(self, log: Log) -> None:
-        """Compare the archive with the log, when the last sessions have archived and collected."""
+        """Compare the archive with the log after the last sessions have archived and collected."""
         cluster, outcome = self._cluster, self.outcome
         lasts = {each: log.last(each) for each in log.sessions}
         directory = cluster.directory / "archive"
@@ -472,7 +473,7 @@ class Round:
         outcome.counts.update(counts)
 
     def _check_outcomes(self, began_s: float, ended_s: float) -> None:
-        """Compare everything with the log, and the logs with each other."""
+        """Compare the journals and the replicas with the log."""
         cluster, outcome = self._cluster, self.outcome
         with cluster.client() as client:
             log = read_log(client)
@@ -495,7 +496,7 @@ class Round:
         )
 
     def _grave(self) -> list[str]:
-        """Return what daemons have logged that they must never log."""
+        """Return the lines in the daemons' logs that must never be logged."""
         found = []
         for name in self._cluster.members:
             text = self._cluster.log_path(name).read_text(encoding="utf-8", errors="replace")
@@ -510,7 +511,7 @@ class Round:
 
 
 def play(schedule: Schedule, directory: Path, say: Say, *, apart: bool = True) -> Outcome:
-    """Play one round in a directory of its own."""
+    """Play one round in the given directory."""
     outcome = Outcome(schedule)
     try:
         with running(schedule.world, directory, apart=apart) as cluster:

@@ -1,7 +1,7 @@
-"""The schedule of faults of a round: drawn from a seed, equal on every machine.
+"""The schedule of faults of a round, drawn from a seed; the same on every machine.
 
-A schedule is a value, without processes, clocks or chance of its own. What cannot be done where it
-runs (cuts without root) is left out, and the rest happens at the same moments.
+A schedule is a value: it has no processes, clocks or randomness. Faults that a machine does not
+support (cuts without root) are skipped; the other ones keep their times.
 """
 
 import random
@@ -22,7 +22,7 @@ NOT_SLOW: Final = Lag()
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that goes wrong, and when it is over."""
+    """One fault, its time and its duration."""
 
     at_s: float
     for_s: float
@@ -38,7 +38,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A seed's world and its faults, in the order of time."""
+    """The cluster of a seed and its faults, ordered by time."""
 
     seed: int
     world: World
@@ -49,11 +49,11 @@ Draw = Callable[[random.Random, World, float], Fault]
 
 
 def draw(seed: int, round_s: float, *, archives: bool = False) -> Schedule:
-    """Draw the schedule of a seed for a round of some length.
+    """Draw the schedule of a seed for a round of the given length.
 
-    Each seed has some kinds of faults only: what happens every time hides what happens seldom.
-    Every second one has an archive, and `archives` gives it to all. Where there is one, most faults
-    are kills of the processes that take part.
+    Each seed has only some kinds of faults: frequent faults would hide the effects of rare ones.
+    Every second seed has an archive, with `archives` all of them. With an archive, most faults are
+    kills of the processes that take part in archiving.
     """
     chance = random.Random(seed)
     world = World(
@@ -78,7 +78,7 @@ def draw(seed: int, round_s: float, *, archives: bool = False) -> Schedule:
 
 
 def _lasting(chance: random.Random) -> float:
-    """Draw how long: around the session time-out, where decisions are made, or far from it."""
+    """Draw a duration near the session timeout, where decisions are made, or far from it."""
     return round(
         chance.choice((0.3, 1.0, SESSION_S, 1.5 * SESSION_S, 3 * SESSION_S))
         * chance.uniform(0.7, 1.3),
@@ -139,7 +139,7 @@ def _isolate(chance: random.Random, world: World, at_s: float) -> Fault:
 
 
 def _cut(chance: random.Random, world: World, at_s: float) -> Fault:
-    """One server, or one client, from all of a kind or from one of it; both ways or one."""
+    """Cut one server or client from one or all members of a kind, in one or both directions."""
     near = chance.choice(("server", "server", "server", "storage", "client"))
     far = {
         "server": chance.choice(("storage", "storage", "zookeeper", "server", "client")),

@@ -1,7 +1,7 @@
 """Links between real daemons are cut or slowed down, in network namespaces.
 
-The rows are those of the scenario table of the design: what has to happen there, and that nothing
-reported was wrong, whichever machine did not receive from which.
+The row numbers are those of the scenario table (docs/design/correctness.md). Each test checks the
+expected behavior, and that all reported outcomes were right.
 """
 
 import time
@@ -26,10 +26,9 @@ MARGIN_S = 4.0
 def test_a_server_without_a_quorum_of_storages_releases_its_partitions(
     scenario: NetworkScenario, ways: str
 ):
-    """Rows 18 and 20: ZooKeeper is fine, so no other process can know.
+    """Rows 18 and 20: ZooKeeper is available, so no other process detects the cut.
 
-    Requests that do not arrive have no answers: the one way that both ways do not include is that
-    they arrive, and the answers do not.
+    With "to the server" the storages receive the requests, and only their answers are lost.
     """
     links = [(each, "server-1") for each in STORAGES[:2]]
     if ways == "both":
@@ -44,7 +43,7 @@ def test_a_server_without_a_quorum_of_storages_releases_its_partitions(
 
 
 def test_a_server_without_zookeeper_is_replaced_by_another(scenario: NetworkScenario):
-    """Row 19: it continues until others own what it owned, and then it is fenced."""
+    """Row 19: it serves until another server owns its partitions; then it is fenced."""
     lost = scenario.owned_by("server-1")
     with scenario.network.without(both_ways(["server-1"], ZOOKEEPERS)):
         cut_s = time.monotonic()
@@ -58,7 +57,7 @@ def test_a_server_without_zookeeper_is_replaced_by_another(scenario: NetworkScen
 
 
 def test_one_slow_storage_does_not_slow_appends(scenario: NetworkScenario):
-    """Row 35: two of three are a quorum."""
+    """Row 35: two of three replicas are a quorum."""
     lag = Lag(800)
     links = both_ways(["storage-3"], WORLD.names("server"))
     scenario.network.slow(links, lag)
@@ -74,7 +73,7 @@ def test_one_slow_storage_does_not_slow_appends(scenario: NetworkScenario):
 
 
 def test_a_lost_host_is_replaced_and_cannot_write_when_it_returns(scenario: NetworkScenario):
-    """Row 16, and that a move takes a session time-out and half a second."""
+    """Row 16; a takeover lasts at most the session timeout and half a second."""
     lost = scenario.owned_by("server-1")
     everything = [*WORLD.members, CLIENT, "operator"]
     gone_s = time.monotonic()

@@ -1,7 +1,8 @@
-"""Records each change that an archive in a directory makes, for the states that crashes leave.
+"""Records each change of an archive in a directory; tests derive the states after crashes from it.
 
-`ArchiveStore` works on a real file system. The recorder notes what it calls, in the terms of
-`waltz_sim/world/crash.py`; below `ROOT` there, paths are those below the recorded directory.
+`ArchiveStore` uses a real file system. The recorder converts its calls to the changes of
+`waltz_sim/world/crash.py`. The paths of changes are relative to the recorded directory, below
+`ROOT`.
 """
 
 import os
@@ -30,7 +31,7 @@ ARCHIVE = "archive"
 
 
 class Recorder:
-    """The changes below a directory, from those that an earlier process has made on."""
+    """The changes below a directory, after those of an earlier process."""
 
     def __init__(self, directory, changes=(), complete=()):
         self.directory = directory
@@ -44,7 +45,7 @@ class Recorder:
         write_out(platter.image(Everything()), directory)
 
     def store(self):
-        """Return the store of the archive; it changes something within `recording` only."""
+        """Return the archive's store; it may change files within `recording` only."""
         return RecordedStore(self)
 
     def recording(self):
@@ -80,7 +81,7 @@ class Recorder:
         return patch.multiple(store_module, Path=RecordedPath, os=RecordedOs())
 
     def place(self, path):
-        """Return the recorded name of a path."""
+        """Return the path of a file in the recorded changes."""
         return ROOT / Path(path).relative_to(self.directory)
 
     def remark(self, what):
@@ -117,7 +118,7 @@ class Recorder:
 class RecordedFile:
     """An open file that is written from its beginning to its end.
 
-    All of it is one change: only a part of it is there after some crashes all the same.
+    All writes are recorded as one change, but after some crashes only a part of it is on the disk.
     """
 
     def __init__(self, recorder, file, path):
@@ -141,7 +142,7 @@ class RecordedFile:
 
 
 class RecordedStore(ArchiveStore):
-    """Records deletions, too: pyarrow carries them out."""
+    """Records deletions as well, which pyarrow executes."""
 
     def __init__(self, recorder):
         super().__init__(f"file://{recorder.directory}/{ARCHIVE}")
@@ -153,7 +154,7 @@ class RecordedStore(ArchiveStore):
 
 
 def write_out(contents, directory):
-    """Write what a crash has left to a directory that is emptied before."""
+    """Write the files that a crash has left to a directory; its earlier content is deleted."""
     with suppress(FileNotFoundError):
         shutil.rmtree(directory)
     for path in sorted(contents.directories):

@@ -1,11 +1,12 @@
-"""Reads and writes the files of Waltz 0.13 from the description of their layout alone.
+"""Reads and writes the files of Waltz 0.13; written only from the description of their layout.
 
-Shares no code with what it checks: `struct` and `zlib` only. `read_directory` does what an original
-does at its start: it reads the control file, and of each segment's records as many as are whole.
+It shares no code with the code that it checks: it uses `struct` and `zlib` only. `read_directory`
+reads the same as a 0.13 storage at its start: the control file, and the records of each segment up
+to the first incomplete one.
 
     waltz-storage.ctl     128 bytes of header, 76 for each partition: its number and two structures
-    <p>/<19 digits>.seg   128 bytes of header, records back to back
-    <p>/<19 digits>.idx   128 bytes of header, 8 for each record: where it starts in the .seg
+    <p>/<19 digits>.seg   128 bytes of header, records without gaps
+    <p>/<19 digits>.idx   128 bytes of header, 8 for each record: its position in the .seg file
 """
 
 import struct
@@ -22,7 +23,7 @@ CHECKPOINT = 1000
 
 
 class Wrong(Exception):
-    """The error of a 0.13 storage that does not start."""
+    """The error with which a 0.13 storage fails to start."""
 
 
 class Structure(NamedTuple):
@@ -64,7 +65,7 @@ def _newer(data, at):
 
 
 def control(key, structures, created_ms=1):
-    """The bytes of a control file in which these count."""
+    """Return the bytes of a control file in which the given structures are the current ones."""
     parts = [CONTROL.pack(0, created_ms, key, len(structures))]
     for number, one in enumerate(structures):
         older = one._replace(sequence=one.sequence - 1)
@@ -78,14 +79,14 @@ def _structure(one):
 
 
 def record(number, data, header=7):
-    """The bytes of a record."""
+    """Return the bytes of a record."""
     request = struct.pack(">iiii", 1, 1, 0, number)
     plain = RECORD.pack(number, request, header, len(data), zlib.crc32(data)) + data
     return plain + zlib.crc32(plain).to_bytes(4, "big")
 
 
 def segment(key, partition, first, records):
-    """The bytes of a .seg and of its .idx."""
+    """Return the bytes of a .seg file and of its .idx file."""
     head = SEGMENT.pack(0, 1, key, partition, first)
     at, starts = HEADER_BYTES, []
     for one in records:
@@ -95,7 +96,7 @@ def segment(key, partition, first, records):
 
 
 def whole_record(data, at, number):
-    """The record of an id at a position, None if it is not there whole."""
+    """Return the record with an ID at a position; None if it is missing or incomplete."""
     if at + RECORD.size + 4 > len(data):
         return None
     found, _, _, length, data_crc = RECORD.unpack_from(data, at)
@@ -110,7 +111,7 @@ def whole_record(data, at, number):
 
 
 def read_segment(data, index, *, key, partition, first, local_low_water_mark):
-    """The records that an original finds in a segment, as it opens it after a crash."""
+    """Return the records that a 0.13 storage finds in a segment after a crash."""
     for name, each in (("seg", data), ("idx", index)):
         if len(each) < HEADER_BYTES:
             raise Wrong(f"{name} of {first} is cut")
@@ -138,7 +139,7 @@ def read_segment(data, index, *, key, partition, first, local_low_water_mark):
 
 
 def read_directory(files, root):
-    """All records of all partitions that are assigned, by partition; `files` is path -> bytes."""
+    """Return the records of all assigned partitions by partition; `files` is path -> bytes."""
     found = read_control(files[root / "waltz-storage.ctl"])
     logs = {}
     for partition, info in enumerate(found.partitions):

@@ -1,4 +1,4 @@
-"""Opens the state that a crash leaves, and compares it with what was acknowledged."""
+"""Opens the files that a crash leaves, and compares them with what was acknowledged."""
 
 import hashlib
 from collections import Counter
@@ -42,7 +42,7 @@ class Violation(AssertionError):
 
 @dataclass(frozen=True)
 class FoundLog:
-    """One partition as it is after an opening."""
+    """One partition after an opening."""
 
     records: tuple[bytes, ...]
     unreadable: tuple[tuple[int, int], ...]
@@ -61,7 +61,7 @@ class FoundLog:
 
 @dataclass(frozen=True)
 class Found:
-    """A directory as it is after an opening."""
+    """A directory after an opening."""
 
     storage_id: bytes
     assigned: tuple[int, ...]
@@ -102,7 +102,7 @@ def found_log(log):
 
 
 def opened(disk, new_storage_id=b"T" * 16):
-    """Open a directory as a process does that was started again; return it and the engine."""
+    """Open a directory as a restarted process does; return its content and the engine."""
     engine = open_engine(disk, new_storage_id=new_storage_id)
     logs = tuple((number, found_log(log)) for number, log in sorted(engine.logs.items()))
     failed = tuple((number, str(error)) for number, error in sorted(engine.failed.items()))
@@ -115,7 +115,7 @@ def check_opened(found):
 
 
 def check(acknowledged: Acknowledged, found: Found):
-    """Raise what is wrong with what was found."""
+    """Raise Violation if the result of an opening is not acceptable."""
     if found.failed:
         raise Violation(f"cannot be opened: {found.failed}")
     if acknowledged.storage_id not in {None, found.storage_id}:
@@ -156,7 +156,7 @@ def check_log(partition, expected, found, damaged):
 
 
 def _wrong(history, found):
-    """Say why a log is not this history; None if it is."""
+    """Return why a log is not this history; None if it is."""
     if not history.acked <= found.last < len(history.records):
         return f"ends at {found.last}, expected {history.acked}..{len(history.records) - 1}"
     for position, record in enumerate(found.records):
@@ -171,7 +171,7 @@ def _wrong(history, found):
 
 
 def check_platter(acknowledged, contents):
-    """Check what an opening does not show: marker and dirty bit, and the index up to the marker."""
+    """Check the files themselves: marker and dirty bit, and the index up to the marker."""
     for partition, expected in acknowledged.logs.items():
         if not expected.markers:
             continue
@@ -217,7 +217,7 @@ def _check_indexes(files, directory, marker, start):
 
 
 def digest(contents: Contents):
-    """Return what distinguishes two disks."""
+    """Return a hash of the content of a disk."""
     found = hashlib.blake2b(digest_size=16)
     for path in sorted(contents.directories):
         found.update(f"{path}\0".encode())
@@ -228,7 +228,7 @@ def digest(contents: Contents):
 
 
 class Matrix:
-    """The crashes of one scenario; the same disk is opened once only."""
+    """The crashes of one scenario; equal disks are opened only once."""
 
     def __init__(self, name):
         self.name = name
@@ -251,7 +251,7 @@ class Matrix:
         return key, self._found[key]
 
     def check_result(self, acknowledged, contents, where):
-        """Compare what is left with what was acknowledged; return a key of the state."""
+        """Compare a disk after a crash with what was acknowledged; return its hash and content."""
         key, found = self.find(contents)
         try:
             check_opened(found)
@@ -265,7 +265,7 @@ class Matrix:
 
 
 def points(changes, begin=0):
-    """Yield each point of a possible crash, with the platter and what was acknowledged."""
+    """Yield each possible point of a crash, with the platter and what was acknowledged."""
     platter, acknowledged = Platter(), Acknowledged()
     for position, change in enumerate(changes):
         platter.add(change)
@@ -277,10 +277,10 @@ def points(changes, begin=0):
 
 
 def power_losses(matrix, changes, begin, *, keeps=None, only_acknowledged=False, seed=0):
-    """Lose power at each point, in many ways; return each disk left, with what was acknowledged.
+    """Lose power at each point; return the different disks, with what was acknowledged.
 
-    `keeps` is what is kept at each, if not all that is worth a try. With `only_acknowledged` it
-    is lost only where something was acknowledged.
+    The unsynced changes that survive at each point are `keeps`, by default several choices. With
+    `only_acknowledged`, power is lost only directly after acknowledgements.
     """
     left = {}
     for position, platter, acknowledged in points(changes, begin):
@@ -300,9 +300,9 @@ def power_losses(matrix, changes, begin, *, keeps=None, only_acknowledged=False,
 
 
 def second_losses(matrix, left):
-    """Lose power again while what is left is opened: the next opening comes to the same end.
+    """Lose power again during an opening; the next opening must have the same result.
 
-    At every change of some openings, at one of the others.
+    For some of the disks this is tried at every change of the opening, for the other ones at one.
     """
     for number, (key, (acknowledged, _, found, where)) in enumerate(sorted(left.items())):
         begin, changes = matrix.openings[key]
@@ -332,7 +332,7 @@ def _second(matrix, acknowledged, found, platter, keeps, where):
 
 
 def kills(matrix, changes, begin, seed=0):
-    """Kill the process at points; it is started again, answers, and then power is lost."""
+    """Kill the process at several points, restart it, append, and then lose power."""
     every = [(position, acknowledged) for position, _, acknowledged in points(changes, begin)]
     for number, (position, acknowledged) in enumerate(
         every[:: 1 + len(every) // KILLS_OF_A_SCENARIO]
@@ -356,12 +356,12 @@ def kills(matrix, changes, begin, seed=0):
 
 
 def started_again(matrix, changes, acknowledged, where):
-    """Start on what a killed process leaves: all that it has written, and nothing more durable."""
+    """Restart after a kill: all written changes are there, and no more of them are durable."""
     return used(matrix, RecordingDisk(changes, site), acknowledged, where)
 
 
 def used(matrix, disk, acknowledged, where):
-    """Open a directory, and take appends."""
+    """Open a directory and append to each partition."""
     scenario = Scenario(99, disk, acknowledged)
     scenario.loosen()
     try:

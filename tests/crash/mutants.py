@@ -1,7 +1,8 @@
-"""Storages that omit a sync or make it too late, and the crashes that reveal them.
+"""Storages that omit or delay one sync, and the crashes that detect this.
 
-A sync is known by its site, the calls that lead to it. Left out, or made behind the next one, some
-crash has to show it: else it is not needed, or the matrix does not see what it is for.
+A sync is identified by its site: the calls that lead to it. If it is omitted, or executed after the
+next sync, some crash must fail. Otherwise the sync is not needed, or the matrix does not test its
+purpose.
 """
 
 from collections import defaultdict
@@ -18,7 +19,7 @@ MUTATIONS = {"forgotten": without, "made late": delayed}
 
 
 def runs(matrix):
-    """Every scenario, and what follows where some of them are killed or lose power."""
+    """Yield every scenario, and its continuations after some kills and losses of power."""
     for make in SCENARIOS:
         scenario = make()
         changes = scenario.disk.changes
@@ -44,7 +45,7 @@ def runs(matrix):
 
 
 def occurrences(matrix):
-    """Where each site is: (site, mutation) -> runs and places."""
+    """Return where each site occurs: (site, mutation) -> runs and places."""
     found = defaultdict(list)
     for name, changes, begin in runs(matrix):
         for position in sync_places(changes):
@@ -55,10 +56,10 @@ def occurrences(matrix):
 
 
 def shown(matrix, mutation, places, *, is_thorough=True):
-    """Return what shows a mutation in some run, None if nothing does."""
+    """Return the first violation that a mutation causes in some run; None if there is none."""
     rng = Random(mutation)
     quick = rng.sample(places, min(TRIES, len(places)))
-    # If something acknowledged is missing, that shows by itself; the rest needs more tries.
+    # A loss of all unsynced changes shows missing acknowledged data; the rest needs more tries.
     passes = [(places, (Keep(),)), (quick, None)] if is_thorough else [(quick, (Keep(),))]
     for tries, keeps in passes:
         for name, changes, position in tries:
@@ -76,10 +77,10 @@ def shown(matrix, mutation, places, *, is_thorough=True):
 
 
 # ---------------------------------------------------------------------------------------------
-# What no crash shows, and why that is right. A site ends with the key; the number says which of the
-# syncs and writes of its function it is.
+# Mutations that no crash detects, with the reason. A site ends with the key; the number is that of
+# the sync or write within its function.
 
-# It may be left out.
+# Syncs that may be omitted.
 NOT_NEEDED = {
     "engine.open > file_system.create_durably#4": "the control file is made next, in the same "
     "directory",
@@ -92,14 +93,15 @@ NOT_NEEDED = {
     "segments.renew > segment.create > file_system.create_durably#3": "the old files of an empty "
     "segment "
     "are as good as the new ones",
-    "log_recovery.open_log#2": "the second slot says the same; this one keeps a directory that is "
-    "being changed from calling itself clean where syncs are not trusted",
+    "log_recovery.open_log#2": "the second slot has the same content; this one prevents that a "
+    "directory that is being changed is marked clean where syncs are not trusted",
     "segments.renew > segment.sync#1": "nothing trusts it; it is for 0.13, which does not "
     "cut where the next segment begins (test_layout.py)",
     "segments.renew > segment.sync#2": "as the line before",
     "space.fill#1": "rebuilt at each start; a sync takes the space where it is only "
     "promised until then",
-    "space.release#1": "space may be free only when the removal is durable",
+    "space.release#1": "it makes space usable: a file system may free it only when the "
+    "removal is durable",
     "log_recovery._recover > segment.recover#1": "a segment that is not the last changes by rot "
     "only",
     "log_recovery._recover > segment.recover#2": "as the line before",
@@ -121,7 +123,7 @@ NOT_NEEDED = {
     "next to a hole: this disk gives all that was synced (test_partition_log.py has another)",
     "segments.fill > segment.fill#6": "an index that is wrong is repaired by the next read",
 }
-# It is needed, and not before the next one: both are done before anything is acknowledged.
+# Needed syncs that may follow the next one: both precede the next acknowledgement.
 ANY_ORDER = {
     "file_system.make_with_parents#1": "names of different directories",
     "file_system.make_with_parents#2": "names of different directories",
@@ -154,6 +156,6 @@ ANY_ORDER = {
 
 
 def reason(site, mutation):
-    """Return why no crash shows it; None where one has to."""
+    """Return the listed reason why no crash detects a mutation; None if it is not listed."""
     listed = NOT_NEEDED if mutation == "forgotten" else NOT_NEEDED | ANY_ORDER
     return next((why for end, why in listed.items() if site.endswith(end)), None)

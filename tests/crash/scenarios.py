@@ -1,8 +1,8 @@
-"""Runs of a storage directory, recorded change by change with what was acknowledged at each point.
+"""Runs of a storage directory: each change is recorded, and at each point what was acknowledged.
 
-The oracle is what was acknowledged: `Acknowledged` has what a crash from here on may leave. It is
-made from a model in lists, and for the slots from what the log itself says before and after a call:
-a crash in the middle of a call leaves the one or the other.
+`Acknowledged` is the expected result: the states that a crash at this point may leave. Records and
+batches are those of a model; slots are those of the log before and after each call. A crash during
+a call may leave either of the two states.
 """
 
 import re
@@ -35,7 +35,7 @@ STARTED_MS = 1_700_000_000_000
 
 
 STORAGE_FOLDER = Path(waltz_core.storage.__path__[0])
-# Frames that say nothing about why something is synced.
+# Frames without information about the reason of a sync.
 TRANSPARENT = {
     "index.sync",
     "segments.<genexpr>",
@@ -50,7 +50,7 @@ TRANSPARENT = {
 
 
 class History(NamedTuple):
-    """One log that may be found: its records, its batches, and how many of them must be there."""
+    """One possible log: its records, its batches, and how many records must be there."""
 
     records: tuple[bytes, ...] = ()
     entries: tuple = ()
@@ -69,13 +69,13 @@ class Marks(NamedTuple):
 
 
 class AcknowledgedLog(NamedTuple):
-    """What may be found of one partition: one of each."""
+    """The possible states of one partition; each field lists the possible values."""
 
     histories: tuple[History, ...]
     promises: tuple[Promise, ...]
     marks: tuple[Marks, ...]
-    infos: tuple[Marks, ...]  # what the original's control file says of session and marks
-    markers: tuple[int, ...]  # on the disk itself at least one of these is confirmed
+    infos: tuple[Marks, ...]  # session and marks in the control file of 0.13
+    markers: tuple[int, ...]  # the marker on the disk is one of these, or later
     is_dirty: tuple[bool, ...]
     suspects: tuple[bool, ...] = (False,)  # with True, an empty log is suspect
     starts: tuple[Marker, ...] = (GENESIS,)
@@ -83,7 +83,7 @@ class AcknowledgedLog(NamedTuple):
 
 @dataclass(frozen=True)
 class Acknowledged:
-    """What a crash may leave; None where anything may be."""
+    """The states that a crash may leave; None: any value."""
 
     storage_id: bytes | None = None
     assigned: tuple[int, ...] = ()
@@ -93,7 +93,7 @@ class Acknowledged:
 
 
 def loosened(acknowledged):
-    """What may be left while partitions are opened or closed: dirty or not."""
+    """Return the states that a crash may leave during an opening or a close: dirty or not."""
     logs = {
         number: log._replace(is_dirty=(False, True)) for number, log in acknowledged.logs.items()
     }
@@ -128,9 +128,9 @@ def promise_of(log):
 
 
 def site():
-    """Return what requests a sync: the calls inside of the storage, innermost last.
+    """Return the calls within the storage that lead to a sync, innermost last.
 
-    The number at the end is which of the syncs and writes of its function it is.
+    The number at the end is that of the sync or write within its function.
     """
     frames, frame = [], sys._getframe(1)
     while frame is not None:
@@ -138,12 +138,12 @@ def site():
         if path.parent.parent == STORAGE_FOLDER:
             frames.append((f"{path.stem}.{frame.f_code.co_name}", frame.f_code, frame.f_lineno))
         frame = frame.f_back
-    # Which call opens a partition makes no difference, nor how deep a directory lies.
+    # The call that opens a partition and the depth of its directory make no difference.
     names = [name for name, _, _ in reversed(frames) if name not in TRANSPARENT]
     if "partition_log.open" in names:
         names = names[names.index("partition_log.open") + 1 :]
     names = [name for name, before in zip(names, ["", *names], strict=False) if name != before]
-    # A function that another one calls through is no place of its own.
+    # A function that only passes calls on is not counted.
     own = next((one for one in frames if one[0] not in TRANSPARENT), None)
     return f"{' > '.join(names)}#{_which(*own[1:])}" if own else ""
 
@@ -155,7 +155,7 @@ def _which(code, line):
 
 
 class Scenario:
-    """A storage directory in use, on a disk that writes everything down."""
+    """A storage directory on a disk that records every change."""
 
     def __init__(self, seed=1, disk=None, acknowledged=None, *, segment_bytes_max=700):
         self.rng = Random(seed)
@@ -174,7 +174,7 @@ class Scenario:
     # ---- what is acknowledged
 
     def _found(self):
-        """The engine's state after a call; the histories are the model's."""
+        """Return the acknowledged state: slots from the engine, histories from the model."""
         logs = {
             partition: AcknowledgedLog(
                 (self.histories[partition],),
@@ -198,9 +198,9 @@ class Scenario:
         self.disk.remark(self.acknowledged)
 
     def doing(self, call, *, history=None, partition=0, final=True, marker=None):
-        """Do something; until its outcome is reported, the state before it may be left too.
+        """Make a call; a crash before its outcome may leave the state from before it.
 
-        With `final` off nothing was made durable: what was before may be left later, too.
+        Without `final`, the call makes nothing durable: a later crash may leave that state, too.
         """
         before = self.acknowledged
         position = len(self.disk.changes)
@@ -248,7 +248,7 @@ class Scenario:
     # ---- what is done
 
     def start(self, *, histories=None):
-        """Open the directory; `histories` are what is found in it."""
+        """Open the directory; `histories` are the logs that it has."""
         self.histories = {} if histories is None else histories
         self.loosen()
         with_settings = settings(lambda: self.now_ms, self.segment_bytes_max)
@@ -256,7 +256,7 @@ class Scenario:
         self.acknowledge()
 
     def loosen(self):
-        """Record that partitions are being opened, or closed."""
+        """Expect the states of an opening or a close from here on."""
         self.acknowledged = loosened(self.acknowledged)
         self.disk.remark(self.acknowledged)
 
@@ -265,7 +265,7 @@ class Scenario:
         self.doing(lambda: self.engine.assign(partition))
 
     def assign_all(self, partitions):
-        """Hold several partitions that were never held, as a daemon does."""
+        """Assign several new partitions in one call, as a daemon does."""
 
         def hold():
             self.engine.found(partitions)
@@ -276,19 +276,19 @@ class Scenario:
         self.doing(hold)
 
     def remove(self, partition):
-        """Hold a partition no longer, and delete its files."""
+        """Unassign a partition and delete its files."""
         self.doing(lambda: self.engine.unassign(partition, deletes_files=True))
         del self.histories[partition]
 
     def stop_serving(self, partition):
-        """Hold a partition no longer; return what its files hold."""
+        """Unassign a partition; return the history of its files."""
         self.loosen()
         self.doing(lambda: self.engine.unassign(partition, deletes_files=False))
         history = self.histories.pop(partition)
         return history._replace(acked=len(history.records) - 1)
 
     def re_seed(self, partition):
-        """Throw a log away; it is there again at once, empty and suspect."""
+        """Discard a log; an empty, suspect one replaces it at once."""
 
         def begin_again():
             self.engine.re_seed(partition)
@@ -299,7 +299,7 @@ class Scenario:
         assert self.log(partition).suspect
 
     def prepare(self, partition=0):
-        """Begin a session; from here on the log ends where it says."""
+        """Begin a session, which acknowledges where the log ends."""
         log = self.log(partition)
         session = max(log.promised, 0) + 1
         self.doing(lambda: log.prepare(session, self.rng.randbytes(16)))
@@ -313,7 +313,7 @@ class Scenario:
         self.acknowledge()
 
     def append(self, counts, *, partition=0, bytes_max=150):
-        """Write batches; not durable."""
+        """Write batches without a sync."""
         history, log = self.histories[partition], self.log(partition)
         records, entries = batches(
             len(history.records), counts, log.promised, log.chain, self.rng, bytes_max=bytes_max
@@ -364,7 +364,7 @@ class Scenario:
         assert log.start > GENESIS
 
     def reset(self, last, partition=0):
-        """Begin a log again after an ID; its records up to there are in an archive."""
+        """Reset a log to an ID; its records up to there are archived."""
         log, start = self.log(partition), Marker(last, self.rng.randbytes(16))
         after = History((b"",) * (last + 1), (), last)
         self.doing(lambda: log.reset(log.promised, start), history=after, partition=partition)
@@ -388,7 +388,7 @@ class Scenario:
         self.start(histories=self.histories)
 
     def failing(self, kind, call, *, fault=DiskFault.FAILS):
-        """Do something while the next change of a kind, or of this number, fails."""
+        """Make a call in which the next change of a kind, or the one with this number, fails."""
         inner = self.disk.inner
         if isinstance(kind, int):
             inner.plan(inner.step_count + kind, fault)
@@ -406,12 +406,12 @@ class Scenario:
         self.sync()
 
     def report_damage(self, damaged):
-        """Record that these ids cannot be read from now on, or can be again."""
+        """Expect that exactly these IDs cannot be read from now on."""
         self.acknowledged = replace(self.acknowledged, damaged=tuple(damaged))
         self.disk.remark(self.acknowledged)
 
     def rot(self, partition, transaction_id):
-        """Change a byte of a record durably, without any report."""
+        """Change a byte of a record durably, without an error."""
         log = self.log(partition)
         segment = log._files.segments.all[log._files.segments._index_of(transaction_id)]
         at = int(segment.bounds(transaction_id, transaction_id)[0]) + 37
@@ -427,7 +427,7 @@ class Scenario:
 
 
 def first_start():
-    """A directory is made, takes two partitions, and is used."""
+    """A directory is created, and is assigned two partitions, which are used."""
     scenario = Scenario()
     scenario.start()
     for partition in (1, 0):
@@ -441,7 +441,7 @@ def first_start():
 
 
 def first_start_of_several():
-    """A directory takes several partitions at once."""
+    """A directory is assigned several partitions at once."""
     scenario = Scenario()
     scenario.start()
     scenario.assign_all((2, 0, 1))
@@ -453,7 +453,7 @@ def first_start_of_several():
 
 
 def _begun(counts=(2, 1), *, segment_bytes_max=700, seed=1, marks=True):
-    """A partition with a session and acknowledged records, where a scenario begins."""
+    """Return a scenario of one partition with a session and acknowledged records."""
     scenario = Scenario(seed, segment_bytes_max=segment_bytes_max)
     scenario.start()
     scenario.assign(0)
@@ -481,7 +481,7 @@ def appends():
 
 
 def checkpoints():
-    """The marker moves each second, and the index becomes durable with it."""
+    """The marker advances each second, and the index becomes durable with it."""
     scenario = _begun(segment_bytes_max=1_000_000)
     for counts in ([2], [1, 1], [3]):
         scenario.now_ms += 1500
@@ -493,7 +493,7 @@ def checkpoints():
 
 
 def roll_over():
-    """Batches that fill segments, lie across them, and end with them."""
+    """Batches that fill segments, span two of them, or end with one."""
     scenario = _begun(segment_bytes_max=500)
     scenario.append([4, 5], bytes_max=200)
     scenario.sync()
@@ -504,7 +504,7 @@ def roll_over():
 
 
 def sessions_and_marks():
-    """Promises, marks that are confirmed, marks that are not, and appends that confirm them."""
+    """Promises, confirmed and provisional marks, and appends that confirm a mark."""
     scenario = _begun()
     scenario.prepare()
     scenario.set_mark()
@@ -522,7 +522,7 @@ def sessions_and_marks():
 
 
 def truncate():
-    """Cuts in a batch, at its end, over segments; and appends where something was cut."""
+    """Truncations within a batch, at its end and over segments; and appends after a truncation."""
     scenario = _begun([3], segment_bytes_max=500)
     scenario.append([4, 6, 5], bytes_max=120)
     scenario.sync()
@@ -542,7 +542,7 @@ def truncate():
 
 
 def truncate_a_mark():
-    """A mark that nothing has confirmed is cut away."""
+    """The log is truncated below a provisional mark."""
     scenario = _begun([3])
     scenario.append([2])
     scenario.sync()
@@ -556,7 +556,7 @@ def truncate_a_mark():
 
 
 def restart():
-    """A clean stop and a start, twice."""
+    """Two clean stops and starts."""
     scenario = _begun(segment_bytes_max=500)
     scenario.restart()
     scenario.prepare()
@@ -594,7 +594,7 @@ def failed_sync_of_batches():
 
 
 def failed_sync_of_an_index():
-    """The marker is to move over more than a sector of the index, whose sync fails."""
+    """The marker would advance over more than a sector of the index, whose sync fails."""
     scenario = _begun(segment_bytes_max=1_000_000)
     scenario.append([100])
     scenario.sync()
@@ -611,7 +611,7 @@ def failed_write_of_batches():
 
 
 def failed_write_of_an_empty_log():
-    """The first write of all fails; the new segment takes the name of the old one."""
+    """The first write of a log fails; the new segment gets the name of the old one."""
     scenario = Scenario()
     scenario.start()
     scenario.assign(0)
@@ -625,7 +625,7 @@ def failed_write_of_an_empty_log():
 
 
 def failed_roll_over():
-    """A new segment cannot be made."""
+    """The creation of a new segment fails."""
     scenario = _begun(segment_bytes_max=300)
     scenario.failing("create", lambda: scenario.append([3, 3], bytes_max=300))
     scenario.prepare()
@@ -635,7 +635,7 @@ def failed_roll_over():
 
 
 def full_disk():
-    """An append finds no room; the reserve is given back, and the log continues where it was."""
+    """The disk is full at an append; the reserve is released, and the log continues at its end."""
     scenario = _begun(segment_bytes_max=1000)
     scenario.append([1])
     scenario.failing(
@@ -651,7 +651,7 @@ def full_disk():
 
 
 def repair():
-    """Damage is found, and filled from somewhere else."""
+    """Damage is detected, and repaired with records of another replica."""
     scenario = _begun([4, 4], segment_bytes_max=450)
     scenario.append([3])
     scenario.sync()
@@ -688,7 +688,7 @@ def removed_segments():
 
 
 def reset():
-    """A log without common batches with the others begins again after what is archived."""
+    """A log that has no batch in common with the others is reset to the end of the archive."""
     scenario = _begun([4, 4], segment_bytes_max=450)
     scenario.prepare()
     scenario.reset(60)
@@ -701,7 +701,7 @@ def reset():
 
 
 def _two_held():
-    """Two partitions with sessions and records over several segments."""
+    """Return a scenario of two partitions with sessions and records in several segments."""
     scenario = Scenario(segment_bytes_max=300)
     scenario.start()
     for partition in (0, 1):
@@ -715,7 +715,7 @@ def _two_held():
 
 
 def removal():
-    """A partition is removed with its files, and held again later; the other one continues."""
+    """A partition is removed with its files, and assigned again later; the other one continues."""
     scenario = _two_held()
     scenario.remove(1)
     scenario.append([1])
@@ -728,7 +728,7 @@ def removal():
 
 
 def given_up():
-    """A partition is unassigned, its files stay, and it is held again with what they hold."""
+    """A partition is unassigned but keeps its files; then it is assigned again with them."""
     scenario = _two_held()
     history = scenario.stop_serving(1)
     scenario.append([1])
@@ -741,7 +741,7 @@ def given_up():
 
 
 def re_seed():
-    """A log is thrown away where it is held; what it has promised stays promised."""
+    """The log of an assigned partition is discarded; its promise remains."""
     scenario = _two_held()
     scenario.re_seed(1)
     scenario.append([1])

@@ -1,6 +1,6 @@
 """Power loss at every step while records of a 0.13 storage get new batches.
 
-No record is lost, nothing makes the replica suspect, and every record has a batch afterwards.
+No record is lost, the replica does not become suspect, and every record has a batch afterwards.
 """
 
 from contextlib import contextmanager
@@ -29,7 +29,7 @@ def small_batches(monkeypatch):
 
 
 def as_0_13_leaves_it(disk, records, *, session, mark):
-    """Write the files of a partition, in segments, as a 0.13 storage does."""
+    """Write the files of a partition in several segments, as a 0.13 storage does."""
     structures = [layout.Structure(-1, -1, -1, 1, 0)] * 4
     structures[PARTITION] = layout.Structure(session, mark, mark, 5, 4)
     directory = ROOT / str(PARTITION)
@@ -44,7 +44,7 @@ def as_0_13_leaves_it(disk, records, *, session, mark):
 
 @dataclass
 class World:
-    """A directory that 0.13 has written, opened by this storage."""
+    """A directory of a 0.13 storage, opened by this version."""
 
     rng: Random
     disk: SimDisk = field(default_factory=SimDisk)
@@ -64,7 +64,7 @@ class World:
 
     @contextmanager
     def power(self, step):
-        """Lose power at a step; nothing that was there is gone, and the log has batches."""
+        """Lose power at a step; no record is lost, and the log has batches."""
         self.disk.plan(self.disk.step_count + step, DiskFault.POWER_LOSS)
         try:
             yield
@@ -75,7 +75,7 @@ class World:
 
 
 def other_batches(records, counts, session):
-    """Batches of records with these sizes: (fields of an append) for each."""
+    """Return batches with the given numbers of records: (fields of an append) for each."""
     first, chain = 0, GENESIS_CHAIN
     for count in counts:
         last = first + count - 1

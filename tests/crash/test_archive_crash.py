@@ -1,12 +1,12 @@
 """Crashes while a partition is archived in a directory: power is lost, or processes are killed.
 
-At each change that the archiver, an expiry and a collection make, all that a crash may leave is
+At each change by an archiver, an expiry or a collection, each state that a crash may leave is
 written to a real directory (`archive_recording.py`).
 
 Rules, of decision 047:
-    1. What ZooKeeper records is there: the manifest, its pages and the objects that have not
-       expired, with the chain of the log (AR 3). ZooKeeper is written when a call has returned.
-    2. A file with its name is complete.
+    1. The archive has all that ZooKeeper refers to: the manifest, its pages and the objects that
+       have not expired, with the chain of the log (AR 3). ZooKeeper is written after each call.
+    2. A file with its final name is complete.
     3. A later session archives the next range and collects; then all files are listed (AR 16).
 """
 
@@ -52,7 +52,7 @@ EVERY_VERIFIED = 8
 
 
 class Recorded(NamedTuple):
-    """What ZooKeeper has: IDs first..last, and the manifest."""
+    """The record in ZooKeeper: IDs first..last, and the manifest."""
 
     first: int = 0
     last: int = -1
@@ -66,7 +66,7 @@ class Recorded(NamedTuple):
 
 
 class Owner:
-    """The archiver of a session: what it has a storage do, and what it records."""
+    """The archiver of a session: its requests to a storage, and its records in ZooKeeper."""
 
     def __init__(self, recorder, session, recorded):
         self.recorder, self.session, self.recorded = recorder, session, recorded
@@ -101,7 +101,7 @@ class Owner:
 
 
 def archived(recorder):
-    """Two sessions archive, with pages and an attempt that is not recorded; old objects expire."""
+    """Record two sessions of archiving, with pages, an unrecorded attempt and an expiry."""
     with recorder.recording():
         first = Owner(recorder, 1, Recorded())
         first.archive()
@@ -118,7 +118,7 @@ def archived(recorder):
 
 
 def started_again(directory, recorder, changes, recorded, session):
-    """Archive and collect after all processes were killed; return what is recorded then."""
+    """Archive and collect after all processes were killed; return the record in ZooKeeper."""
     again = Recorder(directory, changes, recorder.complete)
     with again.recording():
         owner = Owner(again, session, recorded)
@@ -132,7 +132,7 @@ class Lost(AssertionError):
 
 
 class Crashes:
-    """Checks what crashes leave of the files that were written."""
+    """Checks the files that crashes leave."""
 
     def __init__(self, complete):
         self.complete = complete
@@ -173,7 +173,7 @@ class Crashes:
 
 
 def names_in(contents):
-    """Return the files of the archive in what is left of a disk, by name."""
+    """Return the archive's files on a disk after a crash, by name."""
     base = ROOT / ARCHIVE
     return {str(path.relative_to(base)): data for path, data in contents.files.items()}
 
@@ -195,7 +195,7 @@ def test_power_is_lost_at_every_change(recorder, record_property):
 
 
 def verify(store, recorded):
-    """Rebuild every record of what is recorded."""
+    """Read every recorded object, and verify its records."""
     check = ArchiveCheck(store, KEY, PARTITION, first=recorded.first, last=None)
     check.begin(RecordedArchive(*recorded))
     while check.check_next():
@@ -228,7 +228,7 @@ def test_all_are_killed_at_every_change_and_then_power_is_lost(
 
 
 def is_noticed(recorder, changes):
-    """Return whether a loss of power shows a fault of a program that makes these changes."""
+    """Return whether a loss of power detects the fault of a program that makes these changes."""
     try:
         Crashes(recorder.complete).lose_power(changes, keeps=(Keep(), Everything()))
     except Lost:

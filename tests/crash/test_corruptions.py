@@ -1,7 +1,7 @@
 """A corrupt closed directory is repaired, or rejected with an error that names the damage.
 
-Whatever is done to its files, no byte leaves it that was not written; and what other replicas have
-comes back from them. `WALTZ_CORRUPTIONS` adds seeds.
+For every corruption of its files, reads return only bytes that were written, and records that other
+replicas have are repaired from them. `WALTZ_CORRUPTIONS` adds seeds.
 """
 
 import os
@@ -23,7 +23,7 @@ KINDS = ("flip", "flip", "cut", "grow", "zero page", "noise", "swap", "copy", "r
 
 
 def closed_directory():
-    """Two partitions of several segments, marked, and closed cleanly; and what is in them."""
+    """Return a cleanly closed directory of two partitions with several segments, and its logs."""
     scenario = Scenario(5, segment_bytes_max=1500)
     scenario.start()
     for partition in (0, 2):
@@ -46,7 +46,7 @@ CLOSED, HISTORIES = closed_directory()
 
 
 def corrupted(rng):
-    """Return the directory with something wrong in it, and the files that it is in."""
+    """Return a corrupted copy of the directory, and the corrupt files."""
     files = dict(CLOSED.files)
     names = sorted(path for path in files if path.name != "waltz-x.reserve")
     touched = set()
@@ -86,14 +86,14 @@ def changed(rng, content, kind):
 
 
 def is_reported(message, touched):
-    """One sentence that names a file of those in which something is wrong, or its directory."""
+    """Return whether an error is one sentence that names a corrupt file or its directory."""
     named = any(path.name in message and str(path.parent) in message for path in touched)
     directory = any(f"{path.parent}:" in message for path in touched)
     return "\n" not in message and len(message) < 400 and (named or directory)
 
 
 def read_all(log, history):
-    """Read all that can be read; every byte is what was written. Return the ids that cannot."""
+    """Read all readable records, compare them with the written ones; return unreadable IDs."""
     at, unreadable = 0, set()
     while at <= log.max_id:
         try:
@@ -109,7 +109,7 @@ def read_all(log, history):
 
 
 def repair(log, history):
-    """Do what an owner does: fill damage, and let what differs be copied; return how it ended."""
+    """Repair a log as an owner does: fill damage, copy differing ranges; return the result."""
     covered = -1
     for one in log.lineage(0, log.max_id)[1] if log.max_id >= 0 else ():
         assert one.first <= covered + 1, f"no batch from {covered + 1} to {one.first - 1}"
@@ -137,7 +137,7 @@ def repair(log, history):
 
 
 def check_result(seed):
-    """Corrupt, open, read, repair, and read again; return how it ended."""
+    """Corrupt, open, read, repair, and read again; return the result."""
     contents, touched = corrupted(Random(seed))
     disk = SimDisk(is_traced=False)
     disk.become(contents)

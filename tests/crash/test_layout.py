@@ -1,6 +1,6 @@
-"""Waltz 0.13 can read the files that this version leaves, and the reverse.
+"""Waltz 0.13 can read the files that this version writes, and the reverse; also after crashes.
 
-The other side is `layout.py`, written from the description of the files; also after a crash.
+`layout.py`, written from the description of the files, stands for Waltz 0.13.
 """
 
 import json
@@ -107,7 +107,7 @@ def golden(name, which=0):
 
 
 def captured():
-    """A directory that was captured from an original; one partition has records."""
+    """Return the captured directory of a 0.13 storage; one partition has records."""
     name = "0" * 19
     return {
         ROOT / "waltz-storage.ctl": golden("control_file.json"),
@@ -156,7 +156,7 @@ def test_after_any_crash_of_0_13_the_intact_records_are_served():
 
 
 def original_directory(*, counts, mark, torn):
-    """A directory as an original leaves it in a crash: several segments, the last one torn."""
+    """Return a directory of a 0.13 storage after a crash: several segments, the last one torn."""
     structures = [layout.Structure(3, mark, mark, 5, 4)]
     structures += [layout.Structure(-1, -1, -1, 1, 0)] * (PARTITIONS - 1)
     files = {ROOT / "waltz-storage.ctl": layout.control(KEY, structures)}

@@ -1,7 +1,7 @@
 """After a crash at any change, a directory has all acknowledged records and no torn ones.
 
-Each test says how many cuts, survivals and openings it has tried; they are summed up at the end of
-a run, and `test_the_matrix_has_its_documented_size` holds their number.
+Each test counts the cuts, survivals and openings that it has tried. The sums are printed at the end
+of a run, and `test_the_matrix_has_its_documented_size` checks them.
 """
 
 from random import Random
@@ -52,7 +52,7 @@ def test_a_killed_process_is_started_again_and_then_power_is_lost(scenario, reco
 
 
 def test_an_index_whose_sync_has_failed_is_written_again_by_the_next_process():
-    """More of it than the sector that the last batch stands in: a cache calls all of that clean."""
+    """The part exceeds the sector of the last batch; a page cache reports all of it as clean."""
     matrix, made = Matrix("failed_sync_of_an_index"), failed_sync_of_an_index()
     changes = made.disk.changes
     after = started_again(matrix, changes, loosened(made.acknowledged), "killed").disk.changes

@@ -1,7 +1,7 @@
 """A storage that omits or delays one sync fails at least one crash test.
 
-So the matrix sees what each sync is for. The exceptions are listed, each with its reason; one that
-a crash does show may not be listed.
+So the matrix tests the purpose of each sync. The exceptions are listed, each with its reason; a
+sync whose omission fails a crash test must not be listed.
 """
 
 import pytest

@@ -51,7 +51,7 @@ def test_verify_accepts_every_state_after_a_crash(tmp_path, seed, survival):
 @pytest.mark.parametrize("fault", [DiskFault.FAILS, DiskFault.DISK_FULL])
 @pytest.mark.parametrize("seed", range(8))
 def test_after_an_error_and_a_crash_only_an_index_can_be_wrong(tmp_path, seed, fault):
-    """The index of an abandoned file has never been synced."""
+    """The index of an abandoned file was never synced."""
     world = random_world(seed)
     world.prepare()
     world.set_mark()
@@ -175,7 +175,7 @@ def test_the_second_crc_is_crc_32():
 
 
 def cut_in_a_batch(world):
-    """Cut the last but one batch in its middle, both of which are trusted."""
+    """Truncate a log within its last batch but one; both batches are trusted."""
     for counts in ([9], [2], [1]):
         world.append(counts)
         world.sync()

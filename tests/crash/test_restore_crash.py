@@ -1,13 +1,13 @@
 """`waltz-core restore` is killed after each step or loses power, and is run again.
 
-Its steps are changes of the archive's directory and writes to ZooKeeper. What is left is the first
-part of them: the second run has these files and these nodes.
+Its steps are changes of the archive's directory and writes to ZooKeeper. The second run finds the
+files and znodes of the steps before the kill or the loss of power.
 
 Rules:
-    1. The second run restores the cluster; it reports that it exists if the first one was done, or
-       that remains of it must be deleted first.
-    2. What a restored cluster refers to is durable before ZooKeeper has it: the manifest, and the
-       pin that keeps the objects.
+    1. The second run restores the cluster; or it reports that the cluster exists, if the first run
+       was complete; or that remains of the first run must be deleted first.
+    2. The manifest of a restored cluster, and the pin that keeps its objects, are durable before
+       ZooKeeper refers to them.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ WRITE = BegunWrite(WriteState({PARTITION: 3}, 1_000), dict.fromkeys(range(20), T
 
 
 class RecordedZooKeeper(MemoryZooKeeper):
-    """Notes each write among the changes of the archive."""
+    """Records each write among the changes of the archive."""
 
     def __init__(self, recorder):
         super().__init__(asyncio.Event)
@@ -52,7 +52,7 @@ class RecordedZooKeeper(MemoryZooKeeper):
 
 
 class Place:
-    """The archive and ZooKeeper after some changes, and the commands that are run there."""
+    """The archive and ZooKeeper after some steps, and the commands that run on them."""
 
     def __init__(self, directory, changes, monkeypatch):
         self.recorder = Recorder(directory / "recorded", changes)
@@ -67,7 +67,7 @@ class Place:
         pass
 
     def restore(self):
-        """Run the command; return its exit code and what it reports as an error."""
+        """Run the command; return its exit code and its error."""
         words = ("--connect", f"zk:1{PLACE}", "--backup", str(self.backup))
         store = self.recorder.store()
         with self.recorder.recording():
@@ -80,7 +80,7 @@ class Place:
         asyncio.run(self.zookeeper.coordinator(PLACE).delete_cluster(lambda *_: None))
 
     def read(self):
-        """Return the cluster's key and what it has in the archive."""
+        """Return the cluster's key and its archived transactions."""
 
         async def read():
             coordinator = self.zookeeper.coordinator(PLACE)
@@ -108,7 +108,7 @@ class Place:
 
 @pytest.fixture
 def backed_up(tmp_path, monkeypatch):
-    """Give the changes that make an archive, whose backup is a file."""
+    """Return the changes that create an archive, and a backup of it."""
     monkeypatch.setattr(creation, "STEP_OPERATIONS_MAX", 20)
     recorder = Recorder(tmp_path / "recorded")
     with recorder.recording():

@@ -1,8 +1,7 @@
 """Crashes at every step while administration changes a storage directory.
 
-After any cut the directory opens, and it is as if the command had been carried out or never given:
-no log is ever half there, and one that was thrown away says that it has lost something. A command
-that was answered stays done.
+After every crash the directory opens, and the command has taken effect completely or not at all: no
+log is partly removed, and a discarded log is suspect. An acknowledged command remains in effect.
 """
 
 from itertools import cycle
@@ -50,7 +49,7 @@ def append(log, counts, rng):
 
 
 def filled():
-    """Return a platter with two partitions that hold the same, and the chain of both."""
+    """Return a platter with two partitions of equal records, and the chain of each."""
     disk = SimDisk(is_traced=False)
     engine = open_engine(disk)
     for partition in (OTHER, MINE):
@@ -84,7 +83,7 @@ class Directory:
         return self.engine.assign(MINE)
 
     def check_whole(self, partition, *, suspect=False):
-        """The log is all there, with its promise and a mark that was not confirmed."""
+        """Check that the log is complete, with its promise and its provisional mark."""
         log = self.engine.log(partition)
         assert (log.max_id, log.chain, log.damaged) == (LAST, CHAIN, ())
         assert (log.promised, log.slot.nonce) == (SESSION + 1, NONCE)
@@ -94,7 +93,7 @@ class Directory:
         assert log.read_range(0, LAST, 1 << 20, whole_batches=False).lengths.size == LAST + 1
 
     def check_reopened(self):
-        """The log is empty, is suspect, and keeps its promise."""
+        """Check that the log is empty and suspect, and keeps its promise."""
         log = self.log()
         assert (log.max_id, log.chain, log.suspect) == (BEFORE_FIRST, GENESIS_CHAIN, True)
         assert (log.promised, log.slot.nonce) == (SESSION + 1, NONCE)
@@ -153,7 +152,7 @@ COMMANDS = {
 
 
 def is_done(directory, name):
-    """Recognize it by the one thing that only the command changes; the rest is asserted."""
+    """Return whether the command took effect, by what only it changes; tests assert the rest."""
     match name:
         case "remove" | "unassign":
             return not directory.is_held()

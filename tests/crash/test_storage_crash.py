@@ -1,7 +1,7 @@
 """The storage over a disk that loses power, fails and fills up, at any step.
 
-What has to hold: what was acknowledged is there and is what was written, or the replica says itself
-that it is not to be trusted. Seeds are fixed; `WALTZ_STORAGE_SEEDS` adds more.
+Acknowledged records are there and unchanged, or the replica reports that it is suspect. Seeds are
+fixed; `WALTZ_STORAGE_SEEDS` adds more.
 """
 
 import os
@@ -57,7 +57,7 @@ def test_power_loss_while_the_log_recovers_from_one(seed):
 
 
 def scenario(world):
-    """Append over segments, mark, cut in the middle of a batch, append again, restart."""
+    """Append to several segments, mark, truncate within a batch, append again, restart."""
     world.prepare()
     world.set_mark()
     for _ in range(3):
@@ -73,7 +73,7 @@ def scenario(world):
 
 
 def test_power_loss_at_every_step_of_a_scenario():
-    """Each step with another survival; the matrix of `test_matrix.py` tries all at each."""
+    """Each step with another set of surviving changes; `test_matrix.py` tries all at each step."""
     step = 0
     lost = True
     while lost:
@@ -91,7 +91,7 @@ def test_power_loss_at_every_step_of_a_scenario():
 
 
 def test_any_remaining_sectors_of_a_large_unsynced_group_are_not_damage():
-    """A whole cluster may lose power: then no replica may take its own torn tail for rot."""
+    """A whole cluster may lose power: then no replica may report its own torn tail as damage."""
     torn = 0
     for seed in range(40):
         world = World(Random(seed), segment_bytes_max=1_000_000, bytes_max=1500)

@@ -25,7 +25,7 @@ SEEDS = range(12 + int(os.environ.get("WALTZ_STORAGE_SEEDS", "0")))
 
 
 def rot(world):
-    """Let something on the platter change, except the control file of Waltz 0.13."""
+    """Corrupt something on the platter, except the control file of Waltz 0.13."""
     disk, rng = world.disk, world.rng
     paths = [path for path, content in sorted(disk.files().items()) if content]
     path = rng.choice([one for one in paths if one.name != "waltz-storage.ctl"])
@@ -43,7 +43,7 @@ def rot(world):
 
 
 def readable(world):
-    """Read everything; whatever is read is what was written. Return the ids that are damaged."""
+    """Read all records; check that what is read was written. Return the damaged IDs."""
     log = world.log
     at, damaged = 0, set()
     while at <= log.max_id:
@@ -93,7 +93,7 @@ def test_rot_is_reported_and_never_served(seed):
 
 
 def world_with_failures(seed):
-    """A log with files ended by a failed write or two; None where it cannot be trusted."""
+    """Return a log after a failed write or two; None if it is not trusted."""
     world = random_world(seed)
     world.prepare()
     world.set_mark()
@@ -118,7 +118,7 @@ def world_with_failures(seed):
 
 
 def durable_before(files, marker):
-    """Return the last id that was synced by what can be read of the batches, or by the marker."""
+    """Return the last ID that was synced according to the readable batches, or to the marker."""
     last = marker
     paths = sorted(path.with_suffix(".chn") for path in files if path.suffix == ".seg")
     for path in paths:
@@ -132,7 +132,7 @@ def durable_before(files, marker):
 
 
 def spoiled(rng, files):
-    """Return a path of records, offsets or batches, and it with a byte or a sector spoiled."""
+    """Return the path of a file of records, offsets or batches, and its corrupted content."""
     kinds = {}
     for path in sorted(files):
         if path.parent == ROOT / str(PARTITION) and files[path]:
@@ -149,7 +149,7 @@ def spoiled(rng, files):
 
 
 def opened_with(world, files):
-    """Open what is left of a world's log; None where it is refused."""
+    """Open the files that a crash has left of a log; None if the opening fails."""
     disk = SimDisk(is_traced=False)
     disk.become(Contents(files, frozenset({ROOT, ROOT / str(PARTITION)})))
     try:
@@ -159,7 +159,7 @@ def opened_with(world, files):
 
 
 def check_result(world, files, spoiled_path):
-    """Open it, and compare it with all that was confirmed; return how it ended."""
+    """Open a log, and compare it with all that was confirmed; return the result."""
     marker = world.log.slot.acked.transaction_id
     after = opened_with(world, files)
     if after is None:
@@ -176,7 +176,7 @@ def check_result(world, files, spoiled_path):
 
 @pytest.mark.parametrize("first", range(0, 8 * len(SEEDS), 24))
 def test_confirmed_records_are_never_truncated_silently(first):
-    """One fault of a disk, at the next start after an unclean stop."""
+    """One corruption, at the start after an unclean stop."""
     ended = Counter()
     for seed in range(first, first + 24):
         world = world_with_failures(seed)

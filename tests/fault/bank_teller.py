@@ -1,9 +1,9 @@
 """One of several teller processes of the bank, which `test_bank.py` starts and kills.
 
-It does one random command after the other until its input ends. Each is written down before it is
-begun and when its outcome is reported, so a teller that is started again knows which one was
-unfinished, and gives it again, with the same key. What could not be done for the moment is given
-again as well.
+It executes random commands one after the other until its input ends. It journals each command
+before it starts and when its outcome is reported. So a restarted teller knows the unfinished
+command, and repeats it with the same key. It also repeats commands that fail with a temporary
+error.
 """
 
 import argparse
@@ -29,13 +29,13 @@ DONE, REFUSED, AGAIN = "done", "refused", "again"
 
 
 def engine_of(url: str) -> sa.Engine:
-    """Return an engine without a pool: a client that ends leaves no connection behind in it."""
+    """Return an engine without a pool, so that a client that ends leaves no connection behind."""
     options: dict[str, Any] = {"connect_args": {"timeout": 30}} if "sqlite" in url else {}
     return sa.create_engine(url, poolclass=sa.pool.NullPool, **options)
 
 
 def read(journal: Path) -> list[dict[str, Any]]:
-    """Return what a teller has written down; a line that was cut off by its death is none."""
+    """Return the journal of a teller; a line that a kill has cut off does not count."""
     if not journal.exists():
         return []
     lines = journal.read_text(encoding="utf-8").split("\n")
@@ -43,7 +43,7 @@ def read(journal: Path) -> list[dict[str, Any]]:
 
 
 class Teller:
-    """Does commands, and writes them down."""
+    """Executes commands and journals them."""
 
     def __init__(self, bank: bank_desk.Bank, journal: Path, name: str) -> None:
         self._bank = bank
@@ -54,7 +54,7 @@ class Teller:
         self.is_over = threading.Event()
 
     def draw(self) -> dict[str, Any]:
-        """Make a command up."""
+        """Draw a random command."""
         self._number += 1
         key, kind = f"{self._name}.{self._number}", self._random.choice(KINDS)
         account, other = self._random.sample(range(1, ACCOUNTS_MAX + 1), 2)
@@ -65,7 +65,7 @@ class Teller:
         return {"key": key, "kind": kind, "words": words}
 
     def do(self, command: dict[str, Any]) -> None:
-        """Give a command until it was decided."""
+        """Repeat a command until it has a final outcome."""
         key, kind, words = command["key"], command["kind"], command["words"]
         while not self.is_over.is_set():
             try:
@@ -82,11 +82,11 @@ class Teller:
             return
 
     def note(self, line: dict[str, Any]) -> None:
-        """Write a line down; it outlives this process."""
+        """Journal a line; it survives a kill of this process."""
         self._lines.write(json.dumps(line) + "\n")
 
     def _empty(self, account: int, key: str) -> None:
-        """Close an account that transfers may be on their way to."""
+        """Close an account to which transfers may be in flight."""
         if account <= ACCOUNT_COUNT // 2:
             raise bank_desk.Refused("some stay open")
         cents = self._bank.balance(account)
@@ -96,7 +96,7 @@ class Teller:
 
 
 def main() -> None:
-    """Be a teller."""
+    """Run a teller."""
     parser = argparse.ArgumentParser()
     for word in ("--connect", "--database", "--journal", "--name"):
         parser.add_argument(word, required=True)

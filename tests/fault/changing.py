@@ -62,12 +62,12 @@ def refuses(cluster: LocalCluster, verb: str, *words: str) -> str:
 
 
 def address(cluster: LocalCluster, name: str) -> str:
-    """Return where a member is."""
+    """Return the address of a member."""
     return f"127.0.0.1:{cluster.member(name).port}"
 
 
 def change_layout(cluster: LocalCluster, change: Callable[[StorageLayout], StorageLayout]) -> None:
-    """Write what ZooKeeper has of the storages, as no command does."""
+    """Change the storages in ZooKeeper directly, without a command."""
 
     async def write() -> None:
         async with connected(cluster.connect) as coordinator:
@@ -77,7 +77,7 @@ def change_layout(cluster: LocalCluster, change: Callable[[StorageLayout], Stora
 
 
 def new_storage(cluster: LocalCluster) -> str:
-    """Start one more storage, which belongs to nothing yet; return its address."""
+    """Start one more storage, which is not in the cluster yet; return its address."""
     made = cluster.add_storage()
     cluster.start(made.name)
     wait_until("it listens", lambda: not is_free(made.port, cluster.host))
@@ -85,7 +85,7 @@ def new_storage(cluster: LocalCluster) -> str:
 
 
 def admin_port(cluster: LocalCluster, storage: str) -> tuple[str, str]:
-    """Return the words that say where a storage of this machine is administered."""
+    """Return the arguments that select the admin port of a storage of this machine."""
     port = int(storage.rpartition(":")[2])
     return "--admin-port", str(next(m.admin_port for m in cluster.members if m.port == port))
 

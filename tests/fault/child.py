@@ -8,25 +8,25 @@ from tests.patience import HANG_S
 
 
 class Child:
-    """Its process, which the subclass starts."""
+    """A process, which the subclass starts."""
 
     process: subprocess.Popen[str]
 
     def run(
         self, command: list[str], output: IO[str] | None = None, cwd: Path | None = None
     ) -> None:
-        """Start it; an output takes its errors, too."""
+        """Start the process; `output` gets its errors, too."""
         errors = None if output is None else subprocess.STDOUT
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=output, stderr=errors, text=True, cwd=cwd
         )
 
     def kill(self) -> None:
-        """End it in the middle of whatever it does."""
+        """Kill the process."""
         self.process.kill()
         self.process.communicate()
 
     def end(self) -> None:
-        """Have it come to its end, which must be a good one."""
+        """End its input; the process must exit with 0."""
         self.process.communicate(timeout=HANG_S)
         assert self.process.returncode == 0

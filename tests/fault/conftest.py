@@ -19,7 +19,7 @@ SESSION_MS = 1_500
 def module_scenario(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Scenario]:
-    """Give one cluster to all tests of a file, with its STORAGE_COUNT, of three without it."""
+    """Yield one cluster for all tests of a file, with STORAGE_COUNT storages (default: three)."""
     settings: dict[str, dict[str, object]] = {
         kind: {"zookeeper_session_timeout_ms": SESSION_MS} for kind in ("server", "storage")
     }
@@ -31,7 +31,7 @@ def module_scenario(
 
 @pytest.fixture
 def scenario(module_scenario: Scenario) -> Iterator[Scenario]:
-    """Give the file's cluster; whatever a test has ended runs again afterwards."""
+    """Yield the file's cluster; members that a test has ended are restarted afterwards."""
     yield module_scenario
     for member in module_scenario.cluster.members:
         module_scenario.cluster.start(member.name)
@@ -39,7 +39,7 @@ def scenario(module_scenario: Scenario) -> Iterator[Scenario]:
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def database(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Give the URL of an empty database."""
+    """Return the URL of an empty database."""
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path / 'bank.db'}"
     server: Postgres = request.getfixturevalue("postgres")
@@ -48,7 +48,7 @@ def database(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture
 def cluster_of(request: pytest.FixtureRequest) -> Callable[[LocalCluster], LocalCluster]:
-    """Return a function that sees to the end of clusters which a test has made."""
+    """Return a function that ends clusters that a test has created."""
 
     def keep(cluster: LocalCluster) -> LocalCluster:
         request.addfinalizer(lambda: cluster.exists() and cluster.down())

@@ -65,13 +65,13 @@ class Patient:
         self._committed: dict[tuple[int, int], bytes] = {}
 
     def cluster(self) -> LocalCluster:
-        """Return the cluster as it is now: the commands that are printed start processes, too."""
+        """Return the current state of the cluster: printed commands start processes, too."""
         found = LocalCluster(self.directory, settings=self._settings)
         self.started.append(found)
         return found
 
     def write(self, connect: str) -> None:
-        """Have some rows committed in each partition."""
+        """Commit some rows in each partition."""
         with WaltzClient(connect) as client:
             for partition in range(PARTITIONS):
                 rows = [b"row %d" % (len(self._committed) + row) for row in range(ROWS)]
@@ -80,7 +80,7 @@ class Patient:
                     self._committed[partition, future.result(HANG_S)] = row
 
     def check_whole(self, connect: str) -> None:
-        """Read everything that was reported as committed."""
+        """Check that all rows reported as committed can be read."""
         with WaltzClient(connect) as client:
             for partition in range(PARTITIONS):
                 last = client.high_water_mark(partition, linearizable=True)
@@ -94,7 +94,7 @@ class Patient:
                 assert {at: rows[at] for at in its} == its
 
     def run_daemon(self, line: str, directory: Path) -> None:
-        """Start a daemon as it is printed, where its file of settings lies."""
+        """Start a daemon as printed, in the folder of its settings file."""
         words = ["/bin/sh", "-c", f"exec {line}"]
         with (directory / "daemon.log").open("ab") as log:
             self.daemons.append(
@@ -102,7 +102,7 @@ class Patient:
             )
 
     def end_daemons(self) -> None:
-        """End what was started so."""
+        """End the daemons that were started so."""
         while self.daemons:
             daemon = self.daemons.pop()
             daemon.terminate()
@@ -130,17 +130,17 @@ def doctor(*words: str, code: int | None = None) -> list[dict[str, str]]:
 
 
 def here(directory: Path) -> tuple[str, str]:
-    """Look where the cluster's processes are known."""
+    """Run the doctor where the cluster's processes are known."""
     return "--directory", str(directory)
 
 
 def from_elsewhere(connect: str) -> tuple[str, str, str, str]:
-    """Look from another machine."""
+    """Run the doctor as on another machine."""
     return "--connect", connect, "--directory", str(NOWHERE)
 
 
 def await_findings(names: Iterable[str], *words: str) -> list[dict[str, str]]:
-    """Wait until the doctor finds exactly this, and return it."""
+    """Wait until the doctor has exactly these findings; return them."""
     deadline = time.monotonic() + HANG_S
     while True:
         found = doctor(*words)

@@ -11,7 +11,7 @@ from tests.ports import free_port, stop_listening
 
 
 class Gate:
-    """Listens at a port of its own, and carries bytes to and from the port behind it."""
+    """Listens at its own port, and forwards bytes to and from the port behind it."""
 
     def __init__(
         self, port_behind: Callable[[], int], *, host: str = "127.0.0.1", port: int | None = None
@@ -44,15 +44,15 @@ class Gate:
         asyncio.run_coroutine_threadsafe(self._open(), self._loop).result(HANG_S)
 
     def shut(self) -> None:
-        """Cut every connection, and refuse new ones."""
+        """Close every connection, and reject new ones."""
         asyncio.run_coroutine_threadsafe(self._shut(), self._loop).result(HANG_S)
 
     def stall(self, *, after_answers: int) -> None:
-        """Carry so many answers from behind the gate, and then nothing until `flow`."""
+        """Forward a number of answers from behind the gate, and then nothing until `flow`."""
         self._answers_left = after_answers
 
     def flow(self) -> None:
-        """Carry everything again."""
+        """Forward everything again."""
         self._answers_left = -1
         self._loop.call_soon_threadsafe(self._flows.set)
 

@@ -50,10 +50,10 @@ four_writers = _four_writers()
 
 
 def wait_until(what: str, condition: Callable[[], object]) -> None:
-    """Look at a condition until it holds; fail when it does not in time.
+    """Poll a condition until it holds; fail at the time limit.
 
-    Other processes report nothing to this one, so it looks again and again. It pauses for twice
-    the time of a look: many looks run a whole command.
+    Other processes do not notify this one, so the condition is polled. The pause is twice the time
+    of a poll: many polls run a whole command.
     """
     deadline = time.monotonic() + HANG_S
     while True:
@@ -67,11 +67,11 @@ def wait_until(what: str, condition: Callable[[], object]) -> None:
 
 @contextmanager
 def standing_still(cluster: LocalCluster, name: str) -> Iterator[None]:
-    """Stop a member where it stands; it continues afterwards."""
+    """Pause a member; it continues afterwards."""
     threads = Path("/proc", str(cluster.member(name).pid), "task")
 
     def all_stand() -> bool:
-        """Whether the signal has come to each thread; one may be in the midst of a rename."""
+        """Whether each thread has stopped; one may still be executing a rename."""
         try:
             states = [each.read_text().rpartition(") ")[2][0] for each in threads.glob("*/stat")]
         except (FileNotFoundError, ProcessLookupError):  # one has just ended
@@ -118,7 +118,7 @@ class Load:
         self.stop()
 
     def stop(self) -> None:
-        """Send no more, wait for all outcomes."""
+        """Stop sending, wait for all outcomes."""
         self._is_stopping.set()
         self._thread.join()
         self._client.close()
@@ -206,7 +206,7 @@ class Scenario:
         self.ledger: list[four_writers.RecordedOutcome] = []
 
     def load(self) -> "_Load":
-        """Run a load for the length of a `with`; its outcomes belong to the scenario."""
+        """Run a load for the duration of a `with` block; its outcomes belong to the scenario."""
         return _Load(self)
 
     def row(self, partition: int, *, padding: int = 0) -> bytes:
@@ -265,7 +265,7 @@ def shown(cluster: LocalCluster) -> dict[str, object]:
 
 
 def partitions(cluster: LocalCluster) -> dict[int, dict[str, object]]:
-    """Return what `shown` has of each partition."""
+    """Return the partitions in `shown`."""
     found = shown(cluster)["partitions"]
     assert isinstance(found, dict)
     return {int(number): each for number, each in found.items()}
@@ -307,7 +307,7 @@ def segments(cluster: LocalCluster, storage: str) -> dict[str, bytes]:
 
 
 def differing(cluster: LocalCluster) -> list[str]:
-    """Return the segment files that not all storages hold with the same bytes."""
+    """Return the segment files that differ between storages."""
     names = [member.name for member in cluster.members if member.kind == "storage"]
     first, *others = [segments(cluster, name) for name in names]
     return sorted(

@@ -1,8 +1,8 @@
 """One of several processes that apply a log to one database; `test_sql_instances.py` starts it.
 
-It says "ready" when its feeds have begun, and runs until its input ends. After SIGUSR1 the next
-transaction that it applies (with `--together` the next batch of several) never ends: it says
-"inside", with its changes made and nothing committed.
+It prints "ready" when its feeds have started, and runs until its input ends. After SIGUSR1 the next
+transaction that it applies (with `--together` the next batch of several) never ends: it prints
+"inside" after it has made its changes, and commits nothing.
 """
 
 import argparse
@@ -34,7 +34,7 @@ ENTRIES = sa.Table(
 
 
 def engine_of(url: str, isolation: str | None) -> sa.Engine:
-    """Return an engine; SQLite's users wait for each other for a while."""
+    """Return an engine; connections to SQLite wait for each other for a while."""
     options: dict[str, object] = {} if isolation is None else {"isolation_level": isolation}
     if url.startswith("sqlite"):
         options["connect_args"] = {"timeout": 20}
@@ -69,7 +69,7 @@ class Sums(SqlCallbacks):
 
 
 class SumsTogether(Sums):
-    """The same, a batch with one statement each."""
+    """As `Sums`, with one statement for a batch."""
 
     def apply_batch(self, connection: sa.Connection, transactions: Sequence[Transaction]) -> None:
         """Add all."""
@@ -87,13 +87,13 @@ class SumsTogether(Sums):
 
 
 def say(word: str) -> None:
-    """Notify the process that has started this one."""
+    """Print a word for the process that has started this one."""
     sys.stdout.write(f"{word}\n")
     sys.stdout.flush()
 
 
 def main() -> None:
-    """Be an instance."""
+    """Run an instance."""
     parser = argparse.ArgumentParser()
     for word in ("--connect", "--database", "--name"):
         parser.add_argument(word, required=True)

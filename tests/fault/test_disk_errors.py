@@ -62,7 +62,7 @@ def server_logs(scenario: Scenario) -> str:
 
 
 def cold_segment(scenario: Scenario, storage: str) -> Path:
-    """Append until a partition continues in a second file; return its first one."""
+    """Append until a partition has a second segment; return the first one."""
     top = scenario.cluster.directory / storage
     with scenario.load() as load:
         load.await_commits()
@@ -77,7 +77,7 @@ def sessions(scenario: Scenario) -> list[object]:
 
 @contextmanager
 def injected(scenario: Scenario, storage: str, *options: str) -> Iterator[None]:
-    """Have system calls of a storage fail, as strace's options say."""
+    """Inject errors into system calls of a storage, by options of strace."""
     tool = shutil.which("strace")
     if tool is None:
         pytest.skip("there is no strace")

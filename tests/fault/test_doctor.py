@@ -91,7 +91,7 @@ def take_offline(cluster: LocalCluster) -> None:
 
 
 def doubt_two(cluster: LocalCluster) -> None:
-    """A session that must not open: two of three replicas are suspect before the next one."""
+    """Make two of three replicas suspect before the next session, which must not open."""
     for name in ("server-1", "server-2"):
         cluster.kill(name)
     for name in ("storage-1", "storage-2"):
@@ -101,7 +101,7 @@ def doubt_two(cluster: LocalCluster) -> None:
 
 
 def damage(cluster: LocalCluster) -> None:
-    """One record rots on two disks while the third cannot be reached."""
+    """Corrupt one record on two disks while the third is unreachable."""
     with WaltzClient(cluster.connect) as client:
         for future in [client.append(b"x" * 1000, partition=0) for _ in range(20)]:
             future.result(HANG_S)
@@ -116,7 +116,7 @@ def damage(cluster: LocalCluster) -> None:
 
 
 def spoil_log(cluster: LocalCluster) -> None:
-    """No slot of a partition's control file can be read."""
+    """Corrupt both control slots of a partition."""
     cluster.kill("storage-2")
     slots = cluster.directory / "storage-2" / "0" / "waltz-x.ctl"
     slots.write_bytes(b"\xff" * max(slots.stat().st_size, 2 * SLOT_BYTES))
@@ -140,7 +140,7 @@ def misname_admin_port(cluster: LocalCluster) -> None:
 
 
 def crowd(cluster: LocalCluster) -> None:
-    """Two of the three places of partition 0 turn out to be one."""
+    """Put two of the three replicas of partition 0 into one group."""
     first, second, third = sorted(replicas(cluster)[0])
     (spare,) = {address(cluster, f"storage-{number}") for number in range(1, 5)} - {
         first,
@@ -163,7 +163,7 @@ HELD_UP: list[tuple[str, Path, Path]] = []
 
 
 def hold_up_a_start(cluster: LocalCluster) -> None:
-    """After a crash a storage reads the end of each log; here a read does not come to its end."""
+    """Block a read that a storage executes at its start after a crash."""
     name = holding(cluster)
     cluster.kill(name)
     newest = max((cluster.directory / name / "0").glob("*.seg"))
@@ -183,7 +183,7 @@ def hold_up_no_more(cluster: LocalCluster) -> None:
 
 
 def hang(cluster: LocalCluster) -> None:
-    """Its threads do not return from the disk; the one for connections continues."""
+    """Stop the threads of the disk; the one for connections continues."""
     member = cluster.member(holding(cluster))
     process = member.process()
     assert process is not None
@@ -199,7 +199,7 @@ def is_answering(url: str) -> bool:
 
 
 def shift_clock(cluster: LocalCluster) -> None:
-    """A storage reads a clock that goes some seconds ahead, until the clock is set."""
+    """Set a storage's clock some seconds ahead, until it is set."""
     ahead = cluster.directory / "ahead"
     (ahead / "bin").mkdir(parents=True, exist_ok=True)
     (ahead / "sitecustomize.py").write_text(AHEAD, encoding="utf-8")
@@ -221,7 +221,7 @@ time.time_ns = lambda: real() + 7_000_000_000 * by_ns.exists()
 
 
 def leave_free(mib: int) -> Callable[[LocalCluster], None]:
-    """Have the disk of a storage shrink to what it holds, and so much more."""
+    """Shrink the disk of a storage to its content plus the given number of bytes."""
 
     def inject(cluster: LocalCluster) -> None:
         change_layout(cluster, lambda old: replace(old, groups=groups_of_their_own(old)))
@@ -239,12 +239,12 @@ def leave_free(mib: int) -> Callable[[LocalCluster], None]:
 
 
 def groups_of_their_own(layout: StorageLayout) -> dict[ReplicaId, int]:
-    """Have any storage be as good as any other."""
+    """Return the groups with each storage in a group of its own."""
     return {each: at for at, each in enumerate(layout.groups)}
 
 
 def give_a_disk(where: Path) -> None:
-    """Have a directory lie on a disk of its own, with what is in it."""
+    """Move a directory to a disk of its own."""
     shutil.copytree(where, aside := where.with_suffix(".aside"))
     mount("-t", "tmpfs", "-o", "size=4g", "tmpfs", str(where))
     MOUNTED.append(where)
@@ -261,7 +261,7 @@ MOUNTED: list[Path] = []
 
 
 def fill(cluster: LocalCluster) -> None:
-    """A disk has no room for what comes; the others take it."""
+    """Fill a disk."""
     leave_free(0)(cluster)
     with WaltzClient(cluster.connect) as client:
         for future in [client.append(bytes(100_000), partition=0) for _ in range(80)]:
@@ -280,7 +280,7 @@ def mount(*words: str) -> None:
 
 
 def lose_metadata(cluster: LocalCluster) -> None:
-    """The node of one partition was emptied."""
+    """Empty the metadata znode of one partition."""
 
     async def write() -> None:
         async with connected(cluster.connect) as coordinator:
@@ -294,7 +294,7 @@ def lose_metadata(cluster: LocalCluster) -> None:
 
 
 def lose_zookeeper(cluster: LocalCluster) -> None:
-    """All nodes begin with empty directories."""
+    """Restart all ZooKeeper servers with empty directories."""
     nodes = [each.name for each in cluster.zookeepers]
     for name in nodes:
         cluster.kill(name)

@@ -1,7 +1,7 @@
 """The doctor on another machine finds processes that are down, silent or misconfigured.
 
-The printed commands are given where the daemon's file of settings lies; whatever a sentence says is
-to be ended is ended first, by the test.
+The printed commands run in the folder of the daemon's settings file. If a sentence states that a
+process must be ended, the test ends it first.
 """
 
 import shutil

@@ -73,7 +73,7 @@ def refused(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def taken(port: int) -> socket.socket:
-    """Return a socket that listens at a port, as another program's would."""
+    """Return a socket that listens at a port, like another program."""
     return socket.create_server(("127.0.0.1", port))
 
 

@@ -180,7 +180,7 @@ def verifies(directory: Path) -> bool:
 
 
 def refused_0_13_server(cluster: LocalCluster, name: str) -> str:
-    """Say the hello of a 0.13 server to a storage; return what its log has of it."""
+    """Send the hello of a 0.13 server to a storage; return its log lines about it."""
     text = b"Waltz Storage Client"
     payload = struct.pack(">ihi", 1, 0, len(text)) + text
     member = cluster.member(name)

@@ -88,7 +88,7 @@ class Instance(Child):
         return word in self._output.read_text().split()
 
     def stay_inside(self) -> None:
-        """Have it stay in the middle of a transaction."""
+        """Stop it within a transaction."""
         self.process.send_signal(signal.SIGUSR1)
 
 
@@ -101,7 +101,7 @@ class Log:
         self._random = random.Random(7)
 
     def write_until(self, what: str, condition: Callable[[], object]) -> None:
-        """Go on writing until something holds."""
+        """Write until a condition holds."""
         deadline = time.monotonic() + HANG_S
         while not condition():
             assert time.monotonic() < deadline, f"not in time: {what}"
@@ -111,7 +111,7 @@ class Log:
             self.write(1)
 
     def write_until_applied_by(self, name: str, count: int) -> None:
-        """Go on writing until an instance has applied so many."""
+        """Write until an instance has applied the given number of transactions."""
         self.write_until(
             f"{count} applied by {name}", lambda: count_of(self._engine, name) >= count
         )
@@ -129,7 +129,7 @@ class Log:
         return {partition: int(mark) for partition, mark in found.items()}
 
     def sums(self) -> dict[int, int]:
-        """Return the sums as the log itself has them."""
+        """Return the sums computed from the log."""
         found = {}
         for partition, last in self.marks().items():
             chunks = self.client.read_range(partition, 0, last, form=RangeForm.HEADERS)

@@ -1,6 +1,6 @@
 """A server that others cannot connect to, that hangs, is frozen, or was restarted.
 
-Its partitions move, the doctor says why, and an attempt that is over stays over.
+Its partitions move, the doctor reports the reason, and a fenced attempt stays fenced.
 """
 
 import asyncio
@@ -160,7 +160,7 @@ class Hanging(Child):
         self.process.send_signal(signal.SIGUSR1)
 
     def go_on(self) -> None:
-        """Have the loop run again."""
+        """Let the event loop run again."""
         self._while.unlink()
 
     def said(self) -> str:

@@ -1,6 +1,6 @@
 """ZooKeeper loses one server, all servers, a session, or has other credentials.
 
-WALTZ_OUTAGE_S says how long all of ZooKeeper is away; 60 is what production should bear.
+WALTZ_OUTAGE_S is the duration of the outage of all ZooKeeper servers; production should survive 60.
 """
 
 import asyncio

@@ -1,11 +1,12 @@
 """Stops all threads of a process except the first, like a disk that does not respond.
 
-By ptrace: a signal would stop the process whole. All of it has to come from one thread of ours,
-which stops those, too, that the process begins later.
+It uses ptrace, because a signal would stop the whole process. All calls must come from one thread,
+which also stops threads that the process starts later.
 
-A thread that waits for a disk holds nothing that another one needs. One that is stopped anywhere
-may: the interpreter's lock, or the word that it has begun, for which the first thread waits. So
-after each stop the process has to answer; if it does not, the thread continues, and stops later.
+A thread that waits for a disk holds nothing that another thread needs. A thread that is stopped at
+another place may hold the interpreter's lock, or not have reported its start, for which the first
+thread waits. So after each stop the process must answer; otherwise the thread continues, and is
+stopped later.
 """
 
 import contextlib
@@ -42,7 +43,7 @@ class _Watch:
         self._has_begun.wait()
 
     def end(self) -> None:
-        """Let them go; no other process can reap a process before."""
+        """Let the threads continue; before that no other process can reap the process."""
         self._ended.set()
         self._thread.join()
 
@@ -80,9 +81,9 @@ _watches: list[_Watch] = []
 
 
 def stop_threads(pid: int, is_answering: Callable[[], bool]) -> None:
-    """Stop them until the process is killed; skips where that is not allowed.
+    """Stop the threads until the process is killed; skips if that is not allowed.
 
-    `is_answering` asks the first thread for something that needs no other one.
+    `is_answering` requests an answer of the first thread that needs no other thread.
     """
     if not Path(f"/proc/{pid}/task").is_dir():
         pytest.skip("only Linux stops single threads")
@@ -94,6 +95,6 @@ def stop_threads(pid: int, is_answering: Callable[[], bool]) -> None:
 
 
 def let_threads_go() -> None:
-    """End the watch over them; no other process can reap a process before."""
+    """End the watch; before that no other process can reap the process."""
     while _watches:
         _watches.pop().end()

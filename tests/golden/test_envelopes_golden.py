@@ -1,4 +1,4 @@
-"""Envelopes of encrypted payloads, against stored ones (docs/decisions/048)."""
+"""Envelopes of encrypted payloads, against stored ones (docs/encryption.md)."""
 
 import hashlib
 import hmac

@@ -458,7 +458,7 @@ def expired_rows_are_lost() -> Patches:
 
 @switch
 def expired_batches_are_lost() -> Patches:
-    """A session takes batches in doubt that have expired for ones that are not in the log."""
+    """A session treats batches in doubt that have expired as not in the log."""
     original = Settlement._settle
 
     def _settle(self, committed_last, *, has_expired=False):

@@ -93,7 +93,7 @@ def damage_is_not_suspect() -> Patches:
 
 @switch
 def any_storage_id() -> Patches:
-    """Whichever storage answers at an address is taken for the one that was there."""
+    """Any storage that answers at an address counts as the one that was there."""
     is_credible = session_recovery.is_credible
 
     def of_any(answer, state, registered_id):
@@ -236,7 +236,7 @@ def conflict_taken_as_success() -> Patches:
 
 @switch
 def late_replica_counts_at_once() -> Patches:
-    """A replica that is marked late gets appends, and counts, before ZooKeeper knows it."""
+    """A replica whose mark is set late gets appends, and counts, before ZooKeeper has it."""
     original = StoreSession._feed
 
     def _feed(self, each, now_ms):
@@ -286,9 +286,9 @@ def lost_replica_rejoins() -> Patches:
 def connections_are_replaced() -> Patches:
     """A connection with unanswered changes is replaced within the session.
 
-    And nothing is asked before a cut: that question gives what the old connection has still on its
-    way the time to arrive, and then 3,000 seeds do not show the fault. Nor is a storage heeded that
-    was engaged in a session of which ZooKeeper does not know, where the fault halts the partition.
+    The owner also sends no query before a truncation: during it, messages in flight on the old
+    connection would arrive, and 3,000 seeds would not detect the fault. And the owner ignores that
+    a storage was engaged in a session that ZooKeeper does not know; otherwise the partition halts.
     """
 
     def _forget(self):

@@ -236,7 +236,7 @@ def older_connections_append() -> Patches:
 
 @switch
 def mount_fences_when_answered() -> Patches:
-    """Older connections of a client append until its mount is answered, not requested."""
+    """Older connections of a client may append until the answer to its mount, not its request."""
     begin, finish, is_ready = Mounts.begin, Mounts.finish, Mounts.is_ready
     older = {}  # the mounts of one partition -> by client, the connection that still appends
 
@@ -344,7 +344,7 @@ def flush_does_not_wait() -> Patches:
 
 @switch
 def released_counts_as_lost() -> Patches:
-    """A server that releases a partition answers waiting requests that they are not in the log."""
+    """A server that releases a partition reports waiting requests as not in the log."""
     original = AppendPipeline.abandon
 
     def abandon(self):
@@ -356,7 +356,7 @@ def released_counts_as_lost() -> Patches:
 
 @switch
 def doubtful_flights_land() -> Patches:
-    """Appends in flight in a lost session are answered as committed."""
+    """Appends in flight are reported as committed when their session is lost."""
     original = AppendPipeline.settled
 
     def settled(self, opened, last, *, unbroken, stamp_ms=0):

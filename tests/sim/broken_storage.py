@@ -83,7 +83,7 @@ def answer_before_fsync() -> Patches:
 
 @switch
 def failed_fsync_ignored() -> Patches:
-    """A sync that fails counts as one that did not."""
+    """A failed sync counts as successful."""
     original = Segment.sync
 
     def sync(self):
@@ -185,7 +185,7 @@ def older_sessions_append() -> Patches:
 
 @switch
 def any_nonce() -> Patches:
-    """A session's number alone is an identity: another owner of the same one is let in."""
+    """The session ID alone identifies an owner: another owner with the same ID is accepted."""
     admit, prepare = StorageService._admit_prepare, PartitionLog.prepare
 
     def _admit_prepare(self, request, message):
@@ -295,13 +295,13 @@ def batches_trusted_after_crash() -> Patches:
 
 @switch
 def reads_unchecked() -> Patches:
-    """What is read from disk is not held against its checksums."""
+    """Bytes that are read from the disk are not compared with their checksums."""
     yield instead(reading, "first_wrong", nothing)
 
 
 @switch
 def marker_not_kept() -> Patches:
-    """Nothing is remembered of how far the log had come."""
+    """The acked marker is not stored."""
     original = LogFiles.write_slot
 
     def write_slot(self, slot):
@@ -316,7 +316,7 @@ def marker_not_kept() -> Patches:
 
 @switch
 def group_goes_on_after_a_refusal() -> Patches:
-    """Appends of one group behind one that was refused are answered as done."""
+    """After a rejected append, later appends of its group are acknowledged."""
     original = work._append_group
 
     def _append_group(log, requests, result, clock_s):
@@ -348,18 +348,18 @@ def segments_cut_in_any_order() -> Patches:
 
 @switch
 def repaired_without_check() -> Patches:
-    """Damage is filled with whatever was sent."""
+    """Damage is repaired with the received bytes, whatever they are."""
     yield instead(damage, "check_repaired", nothing)
     yield instead(damage, "first_wrong", nothing)
 
 
 @switch
 def appends_unchecked() -> Patches:
-    """Appended records are not held against their checksums, their ids and their chain."""
+    """The checksums, IDs and chain of appended records are not checked."""
     yield instead(partition_log, "check_batches", nothing)
 
 
 @switch
 def suspect_is_forgotten() -> Patches:
-    """Opening a log that has lost something does not make it suspect."""
+    """A log that has lost records is not suspect after its opening."""
     yield instead(_Opening, "_suspect", nothing)

@@ -49,7 +49,7 @@ VAGUE = ("Converged", "ClientStopped", "Crash")
 
 @dataclass
 class Trace:
-    """What was found about one switch."""
+    """The result of a search for one switch."""
 
     switch: str
     rule: str
@@ -61,16 +61,16 @@ class Trace:
 
     @property
     def seeds_needed(self) -> int | None:
-        """How many seeds it took; None if the schedule was written by hand."""
+        """The number of seeds of the search; None if the schedule was written by hand."""
         return self.seeds[0] + 1 if self.seeds else None
 
     @property
     def path(self) -> Path:
-        """Where it is kept."""
+        """The file of the trace."""
         return TRACES / f"{self.switch}.json"
 
     def save(self) -> None:
-        """Write it down."""
+        """Write the trace to its file."""
         outcome = {
             "switch": self.switch,
             "rule": self.rule,
@@ -92,7 +92,7 @@ def load(path: Path) -> Trace:
 
 
 def traces() -> list[Trace]:
-    """Return all that are kept, by name."""
+    """Return all traces, by name."""
     return [load(path) for path in sorted(TRACES.glob("*.json"))]
 
 
@@ -103,7 +103,7 @@ def run_broken(name: str, schedule: Schedule) -> RunVerdict:
 
 
 def holds(trace: Trace) -> bool:
-    """Whether the schedule still shows the switch, and nothing without it."""
+    """Whether the schedule fails with the switch and passes without it."""
     if trace.switch not in SWITCHES:
         return False
     return (
@@ -112,7 +112,7 @@ def holds(trace: Trace) -> bool:
 
 
 def search(name: str, seeds_max: int) -> Trace | str:
-    """Find a switch by seeds, and shorten the best schedule; a sentence if it is not found."""
+    """Search seeds that detect a switch, shorten the best schedule; a sentence if none is found."""
     signal.signal(signal.SIGVTALRM, _hung)
     found: list[RunVerdict] = []
     is_of_archive = SWITCHES[name].__module__ == broken_archive.__name__

@@ -1,7 +1,7 @@
 """The register of broken rules: each switch breaks one rule of the production code.
 
-A switch is a function that yields patches; its docstring says what is wrong while they are on. They
-stand in `broken_*.py`, by the part of the production code that they break.
+A switch is a function that yields patches; its docstring states what is wrong with them. The
+switches are in `broken_*.py`, by the part of the production code that they break.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -15,7 +15,7 @@ SWITCHES: dict[str, Callable[[], Patches]] = {}
 
 
 def switch(make: Callable[[], Patches]) -> Callable[[], Patches]:
-    """Enter a switch in the register."""
+    """Register a switch."""
     assert make.__doc__
     assert make.__name__ not in SWITCHES
     SWITCHES[make.__name__] = make
@@ -34,9 +34,9 @@ def nothing(*args: object, **kwargs: object) -> None:
 
 @contextmanager
 def broken(name: str) -> Iterator[None]:
-    """Break a rule for a while.
+    """Break a rule for the duration of a `with` block.
 
-    The machines' own checks of their whole state are left out: what is broken must show outside.
+    The machines' own invariant checks are disabled: the effect must be visible from outside.
     """
     with ExitStack() as stack:
         stack.enter_context(instead(servers, "check", nothing))

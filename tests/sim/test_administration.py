@@ -1,7 +1,7 @@
 """An operator takes replicas offline, marks them suspect, reseeds and removes them under faults.
 
-Whatever a storage agrees to, nothing that was acknowledged is lost: the checkers of the simulator
-look on, and at the end all replicas are whole. `WALTZ_ADMIN_SEEDS` adds more seeds.
+No command that a storage accepts loses acknowledged data: the checkers of the simulator verify
+this, and at the end all replicas are complete. `WALTZ_ADMIN_SEEDS` adds more seeds.
 """
 
 import os

@@ -100,7 +100,7 @@ def test_a_rotten_batch_above_the_marker_is_not_truncated_if_the_log_continues(m
     assert run(schedule).rule == "DecisionCovers"
 
 
-def test_a_repeated_request_after_a_hanging_disk_is_not_taken_for_a_rival(monkeypatch):
+def test_a_repeated_request_after_a_hanging_disk_is_not_mistaken_for_a_rival(monkeypatch):
     """What it had sent on the link that it closed was read last, and its later question refused
     as of a session that another owner had: the partition was halted for good."""
     schedule = Schedule.from_json((KEPT / "8803332.json").read_text(encoding="utf-8"))

@@ -1,7 +1,7 @@
 """Each broken rule is detected by its own short schedule and by the named checker.
 
-When production code changes, a schedule may pass by what is broken; then the seeds that it came
-from are tried. `python -m tests.sim.mutants --search all` makes such traces again.
+After a change of production code a schedule may not reach the broken rule any more; then the seeds
+that it came from are tried. `python -m tests.sim.mutants --search all` makes such traces again.
 """
 
 import pytest

@@ -1,7 +1,7 @@
 """The effect of one slow replica of three on appends, in virtual time.
 
-Its disk takes half a second where others take half a millisecond, so it falls behind by more than
-is kept for it, and is fed from another replica's log.
+Its disk takes half a second, the other disks half a millisecond. So it lags by more than the owner
+keeps in memory, and gets copies from another replica's log.
 """
 
 from functools import cache

@@ -2,7 +2,7 @@
 
     spark-submit --master spark://... cluster_job.py CONNECT RESULTS COUNT [OPTION=VALUE ...]
 
-It knows the package and nothing else. The last line of its output says what it has found.
+It uses only the installed package. The last line of its output has the results.
 """
 
 import json
@@ -19,7 +19,7 @@ ACCOUNTS = 100
 
 
 def main(connect: str, results: str, count: int, options: dict[str, str]) -> None:
-    """Write, read, compare; then write once more what the first write has made stale."""
+    """Write, read, compare; then write once more with marks that the first write outdates."""
     spark = SparkSession.builder.getOrCreate()
     before = waltz_spark.snapshot(spark, connect)
     rows = spark.range(0, count, numPartitions=TASKS).select(

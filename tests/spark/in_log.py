@@ -10,9 +10,9 @@ FROM_THE_START: Mapping[int, int] = MappingProxyType({})
 
 
 def in_log(client: WaltzClient, after: Mapping[int, int] = FROM_THE_START) -> Counter[bytes]:
-    """Return the payloads behind marks, and how often each stands there.
+    """Return the payloads after the marks, and how often each is in the log.
 
-    No request id may stand there twice, whichever attempt has used it.
+    No request ID may be in the log twice, whichever attempt has used it.
     """
     found: Counter[bytes] = Counter()
     req_ids: set[bytes] = set()

@@ -3,7 +3,7 @@
     python -m tests.spark.once_job CONNECT DIRECTORY
 
 It runs on a master with two executors of their own (`local-cluster`). Task 0 raises, the Python
-worker of task 1 is killed with -9, the executor of task 2 too; each when some of its rows are in
+worker of task 1 and the executor of task 2 are killed with -9; each when some of its rows are in
 the log. The job checks the log after each write.
 """
 

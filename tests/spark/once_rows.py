@@ -41,7 +41,7 @@ def marks_of(connect: str) -> dict[int, int]:
 
 
 def check_write(write: str, counts: Mapping[str, int], found: Counter[bytes]) -> None:
-    """Check what one of `WRITES` has left in the log: rows once each, or twice where it is off."""
+    """Check the rows of one of `WRITES` in the log: each once, or twice if exactly-once is off."""
     if write == "on":
         assert found == Counter(dict.fromkeys(EXPECTED, 1))
         assert (counts["committed"], counts["rejected"]) == (TASKS * ROWS, 0)
@@ -53,7 +53,7 @@ def check_write(write: str, counts: Mapping[str, int], found: Counter[bytes]) ->
 def until_some_are_there(
     connect: str, prefix: bytes, after: Mapping[int, int] = FROM_THE_START
 ) -> None:
-    """Wait until a row that begins so is in the log, after the marks."""
+    """Wait until a row with this prefix is in the log after the marks."""
     deadline = time.monotonic() + WAIT_S_MAX
     with WaltzClient(connect) as client:
         while True:

@@ -1,9 +1,9 @@
 """Network namespaces on a bridge that stand for several machines.
 
-Each place is a network of its own: an address, a loopback, ports, and no way to any other place but
-over the bridge; none of them sees the networks of this machine. A namespace lives as long as its
-holder, a process that ends with its standard input, so nothing is left behind however a test ends.
-Where namespaces cannot be made (no root, no iproute2) places are addresses of the loopback.
+Each place has a separate network: an address, a loopback interface and ports. It reaches other
+places over the bridge only, and has no access to the networks of this machine. A namespace lasts as
+long as its holder, a process that ends with its standard input, so nothing remains after a test.
+Without root or iproute2, places are addresses of the loopback interface.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ class Place:
 
     @property
     def is_apart(self) -> bool:
-        """Whether it has a network of its own."""
+        """Whether this place has a separate network."""
         return self.holder is not None
 
     def command(self, *words: str) -> list[str]:
@@ -51,7 +51,7 @@ class Place:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Be here, with this thread and whatever it starts, for the length of a `with`."""
+        """Enter this place with this thread and its children during a `with` block."""
         if self.holder is None:
             yield
             return
@@ -65,7 +65,7 @@ class Place:
 
     @contextlib.contextmanager
     def cut_off_from(self, ports: Sequence[int]) -> Iterator[None]:
-        """Let nothing here connect to some ports of other places for the length of a `with`."""
+        """Block connections to some ports of other places during a `with` block."""
         rules = [("ipproto", "tcp", "dport", str(port), "unreachable") for port in ports]
         for rule in rules:
             self.run("ip", "rule", "add", *rule, "pref", "1")
@@ -78,7 +78,7 @@ class Place:
 
 @contextlib.contextmanager
 def places() -> Iterator[tuple[Place, Place, Place]]:
-    """Give three places for the length of a `with`: one in the middle and two at the rims."""
+    """Yield three places for the duration of a `with` block: the hub and two rims."""
     with contextlib.ExitStack() as stack:
         try:
             holders = [stack.enter_context(namespace()) for _ in range(3)]
@@ -94,9 +94,9 @@ def places() -> Iterator[tuple[Place, Place, Place]]:
 
 @contextlib.contextmanager
 def namespace(*also: str) -> Iterator[int]:
-    """Make a network namespace; give the process that holds it.
+    """Create a network namespace; yield the process that holds it.
 
-    With `-m` it has mounts of its own, too: what is mounted there ends with it.
+    With `-m` it also has its own mounts, which end with it.
     """
     if WANTED != "namespaces":
         raise OSError(f"WALTZ_PLACES={WANTED}")
@@ -133,6 +133,6 @@ def _set_network(handle: int) -> None:
 
 
 def die_with_parent() -> None:
-    """Have Linux end this child should its parent die without a word; runs after the fork."""
+    """Let Linux end this child when its parent dies; runs after the fork."""
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,11 +1,11 @@
-"""Functions for option `recompute`; the tests hand this file to Spark."""
+"""Functions for option `recompute`; the tests pass this file to Spark."""
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 
 def add_to_newest(refused: pa.Table, since: pa.Table) -> pa.Table:
-    """Add each refused row's `more` to the newest value of its key; all rows are of one key."""
+    """Add each rejected row's `more` to the newest value of its key; all rows have one key."""
     (key,) = set(refused.column("key").to_pylist())
     newest = since.filter(pc.equal(since.column("key"), key))
     assert newest.num_rows, "the transaction that won is among them"
@@ -16,23 +16,23 @@ def add_to_newest(refused: pa.Table, since: pa.Table) -> pa.Table:
 
 
 def drop_all(refused: pa.Table, since: pa.Table) -> pa.Table:
-    """Give every row up."""
+    """Return no rows, so that all are rejected."""
     assert since.num_rows
     return refused.slice(0, 0)
 
 
 def as_it_was(refused: pa.Table, _since: pa.Table) -> pa.Table:
-    """Say the same again, as is right for rows that only must not be overtaken unseen."""
+    """Return the rows unchanged: correct for rows that only must see what came before them."""
     return refused
 
 
 def no_table(_refused: pa.Table, _since: pa.Table) -> object:
-    """Return something else."""
+    """Return something that is no table."""
     return [1, 2]
 
 
 def count_since(refused: pa.Table, since: pa.Table) -> pa.Table:
-    """Say how many transactions of the rows' key it was shown."""
+    """Return the number of transactions of the rows' key in `since`."""
     (key,) = set(refused.column("key").to_pylist())
     seen = since.filter(pc.equal(since.column("key"), key)).num_rows
     place = refused.column_names.index("value")
@@ -48,5 +48,5 @@ def other_rows(refused: pa.Table, _since: pa.Table) -> pa.Table:
 
 
 def fails(_refused: pa.Table, _since: pa.Table) -> pa.Table:
-    """Have a bug."""
+    """Raise an error."""
     raise ZeroDivisionError("the shop's own")

@@ -3,8 +3,9 @@
     spark-submit ... speculation_job.py CONNECT DIRECTORY
 
 The first attempt waits in the middle of its rows, with some of them in the log, until the second
-one has written rows of its own. So both are inside `write()` at one time. Then the first one goes
-on, and never ends: the second one wins. The job writes twice, and checks the log after each write.
+one has written rows of its own. So both are in `write()` at the same time. Then the first one
+continues, and never ends: the second one wins. The job writes twice, and checks the log after each
+write.
 """
 
 import signal

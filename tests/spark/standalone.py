@@ -80,7 +80,7 @@ class StandaloneSpark:
 
     @contextlib.contextmanager
     def running(self) -> Iterator["StandaloneSpark"]:
-        """Run it for the length of a `with`; what its processes have started ends with them."""
+        """Run the cluster for the duration of a `with` block; all of its processes end with it."""
         self._events.mkdir(parents=True)
         with contextlib.ExitStack() as stack:
             words = ("master.Master", "--host", self.hub.address, "--port", "0")
@@ -103,10 +103,10 @@ class StandaloneSpark:
         imports_tests: bool = False,
         **settings: str,
     ) -> Done:
-        """Submit a script as a user would, from the hub, and wait for its end.
+        """Submit a script from the hub, as a user would, and wait for its end.
 
         With `ports` the connections of Python workers to these are counted while it runs. With
-        `imports_tests` the script, and its functions, may import modules of the tests.
+        `imports_tests` the script and its functions may import modules of the tests.
         """
         self._jobs += 1
         name = f"job-{self._jobs}"
@@ -153,7 +153,7 @@ class StandaloneSpark:
     def _started(
         self, name: str, place: Place, words: list[str], variables: dict[str, str]
     ) -> Iterator[subprocess.Popen[bytes]]:
-        """Run a program for the length of a `with`; it and what it has started end with it."""
+        """Run a program for the duration of a `with` block; what it has started ends with it."""
         environment = os.environ | {
             "SPARK_HOME": str(SPARK_HOME),
             "SPARK_CONF_DIR": str(ROOT / "conf"),
@@ -185,7 +185,7 @@ class StandaloneSpark:
         return self._directory / f"{name}.{end}"
 
     def _awaited(self, name: str, pattern: str, count: int) -> list[str]:
-        """Return what stands in a log so many times, as soon as it does."""
+        """Return the matches in a log as soon as there is the given number of them."""
 
         def found() -> list[str]:
             return re.findall(pattern, self._log(name, "err").read_text(errors="replace"))

@@ -166,7 +166,7 @@ def test_two_writers_of_one_snapshot(spark: SparkSession, connect: str) -> None:
 
 
 def count_up(spark: SparkSession, connect: str, key: int) -> None:
-    """Read a counter from the log, add one, write it; from the start again when it was too late."""
+    """Read a counter from the log, add one, write it; start again after a rejection."""
     while True:
         snapshot = waltz_spark.snapshot(spark, connect)
         seen = snapshot.read("key int, value int", dataFormat="json", mode="DROPMALFORMED")
@@ -247,7 +247,7 @@ CORRUPT = [b'{"n":1}', b"no json", b'{"n":"x"}', b'{"n":4}', b"[5]", b"\xff\xfe"
 
 
 def corrupt_log(spark: SparkSession, connect: str):
-    """Write payloads of which half are none; return a reader of them."""
+    """Write payloads, half of which are corrupt; return a reader of them."""
     before = marks_of(spark, connect)
     with WaltzClient(connect) as client:
         for payload in CORRUPT:
@@ -255,7 +255,7 @@ def corrupt_log(spark: SparkSession, connect: str):
     return since(spark, connect, before).option("dataFormat", "json")
 
 
-def test_payloads_that_cannot_be_unpacked_fail_by_default_are_nulls_or_left_out(
+def test_mode_sets_whether_unpackable_payloads_fail_are_null_or_are_dropped(
     spark: SparkSession, connect: str
 ) -> None:
     reader = corrupt_log(spark, connect)

@@ -64,7 +64,7 @@ def payloads(connect: str, marks: str, **settings: object) -> list[object]:
 
 
 @pytest.mark.core
-def test_a_row_has_its_own_key_and_a_destroyed_key_its_own_rows(
+def test_rows_have_their_own_keys_and_a_destroyed_key_hides_only_its_rows(
     spark: SparkSession, connect: str, directory: Path
 ) -> None:
     before = marks_of(spark, connect)

@@ -76,7 +76,7 @@ EXPECTED = [
 
 
 def gated(place: Path) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
-    """Return what makes the first task say that it has begun to read, and wait to go on."""
+    """Return a function that makes the first task report that it reads, and wait to continue."""
 
     def pass_on(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for each in batches:
@@ -96,7 +96,7 @@ def gated(place: Path) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.Recor
 def read_while(
     spark: SparkSession, log: LocalCluster, place: Path, event: Callable[[], None], **options: Any
 ) -> Rows:
-    """Read the log's first rows by a batch; the event comes when a task is in the midst of it."""
+    """Read the log's first rows by a batch; the event is set while a task reads."""
     place.mkdir()
     table = (
         spark.read.format("waltz")
@@ -122,12 +122,12 @@ def read_while(
 
 
 def await_task(place: Path, job: Future[Any]) -> None:
-    """Wait until the first task is in the midst of it."""
+    """Wait until the first task reads."""
     wait_until("a task has begun", lambda: (place / "begun").exists() or job.done())
 
 
 def prefer(log: LocalCluster, name: str, other: str) -> None:
-    """Have one server own everything."""
+    """Make one server own all partitions."""
     wait_until("both servers are registered", lambda: has_servers(log, name, other))
     # Of two that want the same partitions the older one would have them.
     does(log, "unprefer", "all", address(log, other))
@@ -163,7 +163,7 @@ class Writer:
         self.stop()
 
     def stop(self) -> None:
-        """Write no more."""
+        """Stop writing."""
         self._is_stopping.set()
         self._thread.join()
         self._client.close()
@@ -220,7 +220,7 @@ def test_batch_reads_and_a_stream_follow_moved_partitions(
 def test_tasks_leave_a_frozen_server(
     spark: SparkSession, log: LocalCluster, tmp_path: Path
 ) -> None:
-    """It refuses no connection and breaks none; a request may take twice as long as the session."""
+    """It rejects and closes no connection; a request may take twice as long as the session."""
     prefer(log, "server-2", "server-1")
     frozen = log.member("server-2")
     places = {each: tmp_path / each for each in ("read", "written")}

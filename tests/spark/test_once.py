@@ -79,7 +79,7 @@ class Write:
         return in_log(self.client, self.marks)
 
     def until(self, count: int) -> None:
-        """Wait until so many rows are in the log."""
+        """Wait until the given number of rows is in the log."""
         deadline = time.monotonic() + 30
         while time.monotonic() < deadline:
             if sum(self.in_log().values()) >= count:
@@ -240,7 +240,7 @@ def test_fewer_tasks_than_before_leave_no_rows_behind(write: Write) -> None:
 
 
 def test_a_write_that_is_done_appends_nothing(write: Write) -> None:
-    """It counts its rows all the same; the same ones in other tasks are the same."""
+    """It still counts its rows; the same rows in other tasks are the same write."""
     rows, job = rows_of(0, 50), write.job()
     first = job.write_task(batches_of(rows), 0, 0)
     write.finish(job, first)
@@ -296,7 +296,7 @@ def test_a_run_that_is_overtaken_by_one_with_other_rows_fails(write: Write) -> N
 def test_a_write_that_an_earlier_version_has_finished_is_done(
     write: Write, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its record has no hash: rows cannot be compared, and the log line says so."""
+    """Its record has no hash: the rows cannot be compared, and the log line states this."""
     rows, job = rows_of(0, 5), write.job()
     result = job.write_task(batches_of(rows), 0, 0)
     asyncio.run(end_write(write.connect, write.name, {"committed": 5}, keep_ms=FOR_LONG))
@@ -393,7 +393,7 @@ def test_an_attempt_that_outlives_its_job_adds_no_results(connect: str, tmp_path
 
 
 def test_an_earlier_micro_batch_does_not_restart(write: Write) -> None:
-    """A zombie's task comes when the batch is long forgotten; a later one stands for that."""
+    """A task of an abandoned attempt starts after its batch was forgotten."""
     stream = {n: dataclasses.replace(write.job(), write=f"s-{n}") for n in (9, 10)}
     series = {n: dataclasses.replace(job, keep_ms=FOR_LONG) for n, job in stream.items()}
     series[9].write_task(batches_of(rows_of(9, 20)), 0, 0)

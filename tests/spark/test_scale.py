@@ -155,7 +155,7 @@ def test_a_forged_log_continues(billion: LocalCluster) -> None:
 
 
 class Watch:
-    """Looks at Spark's Python workers again and again: connections to servers, memory."""
+    """Polls Spark's Python workers: connections to servers, memory."""
 
     def __init__(self, cluster: LocalCluster) -> None:
         self._ports = {each.port for each in cluster.members if each.kind == "server"}

@@ -133,7 +133,7 @@ def test_the_snippets_of_the_spark_page(
 
 
 def stock(spark: SparkSession, snippet: str, folder: Path) -> dict[str, object]:
-    """Hand the function of a snippet to Spark, as the module that the snippet names."""
+    """Pass the function of a snippet to Spark, as the module that the snippet names."""
     function = snippet.strip().split("\n\n")[0]
     path = folder / "stock.py"
     path.write_text(STOCK + function + "\n", encoding="utf-8")

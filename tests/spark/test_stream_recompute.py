@@ -134,7 +134,7 @@ def test_where_data_loss_is_allowed_the_new_log_is_read_from_its_start(
 
 
 def plan_past_the_end(checkpoint: Path) -> None:
-    """Have the last micro-batch end at transaction 1000 of each partition, and not done."""
+    """Let the last micro-batch end at transaction 1000 of each partition, not done."""
     (last,) = (checkpoint / "commits").glob("0")
     last.unlink()
     offsets = checkpoint / "offsets" / "0"

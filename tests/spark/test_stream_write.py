@@ -37,7 +37,7 @@ class Place:
         table.write.mode("append").parquet(str(self.path / "in"))
 
     def put_into_first(self, number: int) -> None:
-        """Have the first micro-batch of a stream that begins again hold another file's rows."""
+        """Put another file's rows into the first micro-batch of a stream that begins again."""
         self.put(number)
         whole = self.spark.read.parquet(str(self.path / "in")).coalesce(1)
         whole.write.parquet(str(self.path / "whole"))
@@ -54,13 +54,13 @@ class Place:
         )
 
     def start(self, name: str = "waltz", **options: str) -> StreamingQuery:
-        """Write all that is there now, and end."""
+        """Start a query that writes all available rows and ends."""
         writer = self.table().writeStream.format(name).options(**options)
         writer = writer.option("checkpointLocation", str(self.path / "checkpoint"))
         return writer.option("path", self.connect).trigger(availableNow=True).start()
 
     def run(self, name: str = "waltz", **options: str) -> None:
-        """Do that, and wait for it."""
+        """Start a query, and wait for its end."""
         assert self.start(name, **options).awaitTermination(120)
 
     def in_log(self) -> Counter[int]:
@@ -69,7 +69,7 @@ class Place:
         return Counter(int(bytes(row.data)) for row in reader.load(self.connect).collect())
 
     def forget_commit(self, number: int) -> None:
-        """Leave the checkpoint as a driver does that dies before Spark records a micro-batch."""
+        """Leave the checkpoint as of a driver that died before Spark recorded a micro-batch."""
         commits = self.path / "checkpoint" / "commits"
         for name in (f"{number}", f".{number}.crc"):
             (commits / name).unlink(missing_ok=True)
@@ -111,7 +111,7 @@ def test_a_batch_that_is_sent_again_with_other_rows_fails(place: Place) -> None:
     assert place.in_log() == once(1)
 
 
-def test_a_batch_whose_tasks_are_done_and_that_was_not_committed(place: Place) -> None:
+def test_a_micro_batch_whose_tasks_are_done_but_which_was_not_committed(place: Place) -> None:
     """The driver dies between the tasks and our commit; the next one finds all rows there."""
 
     class Dies(WaltzDataSource):

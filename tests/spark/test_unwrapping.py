@@ -36,7 +36,7 @@ def write(table: DataFrame, connect: str, **options: str) -> None:
 
 
 def is_one_sentence(error: BaseException) -> bool:
-    """Whether what the user sees last is the class and the sentence, and no line of Java's."""
+    """Whether the last output is the class and the sentence, without a line of Java."""
     shown = traceback.format_exception_only(error)
     last = f"waltz_core.errors.{type(error).__name__}: {error}\n"
     return shown == [last] and "\n" not in str(error) and "\tat org.apache" not in str(error)
@@ -53,7 +53,7 @@ def test_a_wrong_option(spark: SparkSession, connect: str) -> None:
 
 
 def test_a_waltz_error_is_also_sparks_error(spark: SparkSession, connect: str) -> None:
-    """So that what waits for Spark's classes continues to do so."""
+    """Code that catches Spark's classes continues to work."""
     with pytest.raises(AnalysisException) as caught:
         read(spark, connect, partitions="99").count()
     assert isinstance(caught.value, errors.BadConfig)

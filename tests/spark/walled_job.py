@@ -2,7 +2,7 @@
 
     spark-submit --master spark://... walled_job.py CONNECT RESULTS
 
-The last line of its output says how many rows it has read, and how the write has failed.
+The last line of its output has the number of rows that it has read, and the error of the write.
 """
 
 import json

@@ -132,7 +132,7 @@ class ArchiveAccess:
 
         if self._store is None or self._cache is None:
             raise ArchiveUnavailable(
-                f"partition {partition_id}: these ids are in the archive, and this storage has no "
+                f"partition {partition_id}: these IDs are in the archive, and this storage has no "
                 "`archive_url`"
             )
         found = self._readers.get(partition_id)

@@ -226,6 +226,7 @@ def _check_origin(name: str, origin: FileOrigin, job: CollectionJob) -> None:
     if origin.session_id >= job.session_id and not is_own:
         raise BadRequest(
             f"archive: expected no file of another owner since session {job.session_id}, found "
-            f"{name}. Hint: this server may be fenced and the file a later owner's. Otherwise "
-            "ZooKeeper was rolled back, or another cluster with the same key uses this archive."
+            f"{name}. Hint: this server may be fenced, and a later owner may have written the "
+            "file. Otherwise ZooKeeper was rolled back, or another cluster with the same key uses "
+            "this archive."
         )

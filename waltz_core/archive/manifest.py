@@ -225,10 +225,10 @@ class Manifest:
         try:
             found = cls(
                 _hex(values["cluster_key"]),
-                PartitionId(_whole(values["partition"])),
-                _whole(values["version"]),
-                TransactionId(_whole(values["first"])),
-                TransactionId(_whole(values["last"])),
+                PartitionId(_whole_number(values["partition"])),
+                _whole_number(values["version"]),
+                TransactionId(_whole_number(values["first"])),
+                TransactionId(_whole_number(values["last"])),
                 Chain(_hex(values["chain"])),
                 tuple(_page_from_json(each, name) for each in _list_of(values, "pages", name)),
                 tuple(_entry_from_json(each, name) for each in _list_of(values, "objects", name)),
@@ -377,7 +377,7 @@ def _fields_of(
             elif field == "chain":
                 found.append(Chain(_hex(each)))
             else:
-                found.append(_whole(each))
+                found.append(_whole_number(each))
         except (TypeError, ValueError) as error:
             raise BadFormat(f"manifest {name}: {field} of {kind.__name__}: {error}") from error
     return tuple(found)
@@ -396,7 +396,7 @@ def _text(found: object) -> str:
     return found
 
 
-def _whole(found: object) -> int:
+def _whole_number(found: object) -> int:
     if not isinstance(found, int) or isinstance(found, bool) or found < -1:
         raise TypeError(f"expected a number of at least -1, found {found!r:.80}")
     return found

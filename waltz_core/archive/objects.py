@@ -308,9 +308,9 @@ class ArchiveObject:
         Raises:
             BadFormat, ChecksumMismatch: with the name of the object.
         """
-        return self._chained(self._whole(group) for group in range(self.group_count))
+        return self._chained(self._whole_group(group) for group in range(self.group_count))
 
-    def _whole(self, group: int) -> GroupOutline:
+    def _whole_group(self, group: int) -> GroupOutline:
         piece = self.read(group)
         first = TransactionId(int(raw_records.ids_of(piece.records, piece.lengths[:1])[0]))
         return GroupOutline(

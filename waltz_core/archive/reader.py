@@ -205,13 +205,13 @@ class ArchiveReader:
         manifest = self.manifest
         if 0 <= first < manifest.first:
             raise BelowStart(
-                f"archive of partition {manifest.partition_id}: expected ids from "
+                f"archive of partition {manifest.partition_id}: expected IDs from "
                 f"{manifest.first} on, found {first}..{last}",
                 manifest.first,
             )
         if not 0 <= first <= last <= manifest.last:
             raise BadRequest(
-                f"archive of partition {manifest.partition_id}: expected ids up to "
+                f"archive of partition {manifest.partition_id}: expected IDs up to "
                 f"{manifest.last}, found {first}..{last}"
             )
 

@@ -224,10 +224,10 @@ NOUNS: Mapping[str, NounEntry] = {
                 "verify": "read and verify every file of the archive, and replace wrong objects",
             },
             "archive.archive_expire": {
-                "expire": "let the log begin later, and delete what is archived before",
+                "expire": "expire archived transactions: the log begins after them",
             },
             "archive.archive_unpin": {
-                "unpin": "let a cluster delete objects that a restored one has used",
+                "unpin": "remove the pin of a restored cluster from an archive",
             },
         },
         (

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 # Text of a cell -> its style on a terminal.
 _STYLES = {
-    **dict.fromkeys(("ok", "up", "online", "reached", "done", "right", "yes"), "green"),
+    **dict.fromkeys(("ok", "up", "online", "reached", "done", "valid", "yes"), "green"),
     **dict.fromkeys(("FAILED", "NOT REACHED", "down", "no", "NO", "no answer", "damaged"), "red"),
     **dict.fromkeys(("offline", "suspect", "not served", "not held"), "yellow"),
 }

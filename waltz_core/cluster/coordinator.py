@@ -282,7 +282,7 @@ class Coordinator:
             node = await self._nodes.require(path)
             last_id = decode_node(path, node, model.decode_id)
             if last_id == model.INT32_MAX:
-                raise errors.BadFormat(f"{path}: all {last_id} ids are allocated")
+                raise errors.BadFormat(f"{path}: all {last_id} IDs are allocated")
             try:
                 await self._znodes.write(
                     [Set(path, model.encode_id(last_id + 1), node.stat.version)]
@@ -291,7 +291,7 @@ class Coordinator:
                 continue  # An id that may have been allocated is skipped.
             return last_id + 1
         raise errors.CoordinatorUnavailable(
-            f"no id from {path} in {ID_ATTEMPTS_MAX} attempts: too many concurrent requests"
+            f"no ID from {path} in {ID_ATTEMPTS_MAX} attempts: too many concurrent requests"
         )
 
     async def raise_ids(

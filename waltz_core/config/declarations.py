@@ -316,7 +316,7 @@ class StorageConfig(TlsConfig, ZooKeeperConfig):
         _check_hosts(self.listen_host, self.advertised_host)
         super().validate()
         self._check_one_of("access", ACCESS_MODES)
-        self._differ("port", "admin_port", "http_port")
+        self._check_ports_differ("port", "admin_port", "http_port")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -549,12 +549,12 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
         _check_hosts(self.listen_host, self.advertised_host)
         super().validate()
         self._check_one_of("access", ACCESS_MODES)
-        self._differ("port", "http_port")
-        self._not_above("retry_interval_ms_min", "retry_interval_ms_max")
-        self._not_above("balance_interval_ms", "balance_window_ms")
+        self._check_ports_differ("port", "http_port")
+        self._check_at_most("retry_interval_ms_min", "retry_interval_ms_max")
+        self._check_at_most("balance_interval_ms", "balance_window_ms")
         self._check_one_of("balance", BALANCE_MODES)
-        self._not_above("batch_bytes_max", "partition_queue_bytes_max")
-        self._not_above("batch_bytes_max", "connection_in_flight_bytes_max")
+        self._check_at_most("batch_bytes_max", "partition_queue_bytes_max")
+        self._check_at_most("batch_bytes_max", "connection_in_flight_bytes_max")
         held = self.lock_table_bytes_max + self.feed_cache_bytes + self.transaction_cache_bytes
         if held > self.memory_bytes_max:
             raise BadConfig(
@@ -645,8 +645,8 @@ class ClientConfig(TlsConfig, ZooKeeperConfig):
     def validate(self) -> None:
         """Check relations between fields; raises BadConfig."""
         super().validate()
-        self._not_above("retry_interval_ms_min", "retry_interval_ms_max")
-        self._not_above("batch_bytes_max", "in_flight_bytes_max")
+        self._check_at_most("retry_interval_ms_min", "retry_interval_ms_max")
+        self._check_at_most("batch_bytes_max", "in_flight_bytes_max")
         for name in ("encryption_key", "encryption_required"):
             if getattr(self, name) and not self.encryption_keys:
                 raise BadConfig(f"{name}: expected encryption_keys as well, found none")

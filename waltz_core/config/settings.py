@@ -52,7 +52,7 @@ class Config:
     def validate(self) -> None:
         """Check relations between fields; raises BadConfig."""
 
-    def _differ(self, *names: str) -> None:
+    def _check_ports_differ(self, *names: str) -> None:
         """Check that ports given by number are not given twice."""
         seen: dict[int, str] = {}
         for name in names:
@@ -70,7 +70,7 @@ class Config:
             known = ", ".join(each or "nothing" for each in words)
             raise BadConfig(f"{name}: expected one of {known}, found {found!r}")
 
-    def _not_above(self, smaller: str, greater: str) -> None:
+    def _check_at_most(self, smaller: str, greater: str) -> None:
         """Check that one setting does not exceed another."""
         low, high = getattr(self, smaller), getattr(self, greater)
         if low > high:

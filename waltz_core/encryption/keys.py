@@ -8,7 +8,7 @@ Rules (docs/decisions/048, "Payload encryption"):
     2. A missing key is cached in the same way. The cache has at most `KEYS_MAX` IDs: IDs are read
        from the log, and a writer chooses them.
     3. Only a provider that answers can state that there is no key. If it cannot answer, the call
-       fails: a reader must not take an outage for a destroyed key.
+       fails: a reader must not treat an outage as a destroyed key.
 """
 
 import importlib
@@ -86,7 +86,7 @@ class KeyCache:
 
     def __reduce__(self) -> NoReturn:
         raise errors.UsageError(
-            "encryption keys are not sent to another process: get them there, from their reference"
+            "encryption keys cannot be sent to another process: open them there, by their reference"
         )
 
     def is_cached(self, key_id: str) -> bool:

@@ -129,7 +129,7 @@ def _good_header(file: File, path: Path, first: int) -> bytes:
     header = file_header(data)
     wrong = list(header.wrong)
     if header.first != first:
-        wrong.append(f"expected first id {first}, found {header.first}")
+        wrong.append(f"expected first ID {first}, found {header.first}")
     if wrong:
         raise BadFormat(f"{path}: header: {wrong[0]}; no index is built for such a segment")
     return data

@@ -226,7 +226,7 @@ def control_slot(data: Bytes, position: int) -> ControlSlot:
     _expect_zero(wrong, body[end:-32], end)
     first, start_chain, back = struct.unpack_from(">q16sI", body, SLOT_BYTES - 32)
     if first < 0:
-        wrong.append(f"expected a first id of at least 0, found {first}")
+        wrong.append(f"expected a first ID of at least 0, found {first}")
     if back > last_session + 1:
         wrong.append(f"expected at most {last_session + 1} sessions back, found {back}")
     wrong += _wrong_slot_values(promised, last_session, mark, acked, damaged)
@@ -258,7 +258,7 @@ def _wrong_slot_values(
     promised: int, last_session: int, mark: int, acked: int, damaged: tuple[tuple[int, int], ...]
 ) -> list[str]:
     wrong = []
-    named = (("promise", promised), ("session", last_session), ("mark", mark), ("acked id", acked))
+    named = (("promise", promised), ("session", last_session), ("mark", mark), ("acked ID", acked))
     for what, value in named:
         if value < -1:
             wrong.append(f"expected a {what} of at least -1, found {value}")
@@ -349,7 +349,7 @@ def batch(data: Bytes, position: int, segment_crc: int) -> BatchEntry:
     if not 0 <= first <= last:
         wrong.append(f"expected 0 <= first <= last, found {first}..{last}")
     elif not -1 <= synced < first:
-        wrong.append(f"expected a synced id of -1 to {first - 1}, found {synced}")
+        wrong.append(f"expected a synced ID of -1 to {first - 1}, found {synced}")
     if session < RECONSTRUCTED:
         wrong.append(f"expected a session of at least {RECONSTRUCTED}, found {session}")
     return BatchEntry(first, last, session, stamp_ms, chain, synced, tuple(wrong))

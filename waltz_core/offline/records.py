@@ -154,7 +154,7 @@ def _fault(file: ReadableFile, due: int, offset: int, size: int) -> str:
         return f"expected at least {RECORD_FRAME_BYTES} bytes, found {size - offset}"
     found = fields(file.pread(RECORD.size, offset))
     if found.transaction_id != due:
-        return f"expected id {due}, found {found.transaction_id}"
+        return f"expected ID {due}, found {found.transaction_id}"
     space = min(space, RECORD_BYTES_MAX)
     if not 0 <= found.data_bytes <= space:
         return f"expected at most {space} bytes of data, found a length of {found.data_bytes}"

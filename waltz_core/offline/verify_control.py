@@ -247,7 +247,7 @@ def _compare_marks(
     if slot.flags & PROVISIONAL and any(slot.nonce) and slot.provisional_session >= 0:
         marks.append(("provisional low-water mark", slot.provisional_mark))
     if not expected.is_adopted or _is_unbatched(slot):
-        marks.append(("acked id", slot.acked))
+        marks.append(("acked ID", slot.acked))
     for what, mark in marks:
         if mark > seen.last:
             report.wrong(
@@ -266,11 +266,11 @@ def _compare_marks(
     if found != slot.acked_chain:
         shown = found.hex() if found is not None else "no batch that ends there"
         report.wrong(
-            None, f"acked id {slot.acked}: expected chain {slot.acked_chain.hex()}, found {shown}"
+            None, f"acked ID {slot.acked}: expected chain {slot.acked_chain.hex()}, found {shown}"
         )
     if not slot.is_dirty and slot.acked < seen.last:
         report.wrong(
-            None, f"closed with the acked id {slot.acked}, but the log continues to {seen.last}"
+            None, f"closed with the acked ID {slot.acked}, but the log continues to {seen.last}"
         )
 
 

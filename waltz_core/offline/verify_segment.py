@@ -164,7 +164,7 @@ class SegmentCheck:
         for offset, what, expected, value in (
             (12, "cluster key", key.hex(), found.cluster_key.hex()),
             (28, "partition", partition, found.partition),
-            (32, "first id", self._first, found.first),
+            (32, "first ID", self._first, found.first),
         ):
             if value != expected:
                 report.wrong(offset, f"header: expected {what} {expected}, found {value}")

@@ -151,7 +151,7 @@ class PartitionCondition:
         return is_answered and not self.is_open and len(self.suspects) >= self.quorum
 
     @property
-    def newest(self) -> int:
-        """The last ID that any of its replicas has."""
+    def last_id(self) -> int:
+        """The highest ID in any of its replicas; -1 if none has reported records."""
         held = [self.held(each) for each in self.assigned]
         return max((each.last for each in held if each is not None), default=-1)

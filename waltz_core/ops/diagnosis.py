@@ -605,7 +605,7 @@ class _Partition:
             is_wanted = storage.address in now.assigned or storage.address in metadata.states
             if held is None or not held.is_held or is_wanted:
                 continue
-            if held.last <= now.newest and held.last_session <= metadata.session_id:
+            if held.last <= now.last_id and held.last_session <= metadata.session_id:
                 self._whole.left_over.setdefault(storage.address, []).append(self._id)
 
     def _check_count(self) -> None:
@@ -655,8 +655,8 @@ class _Partition:
             full = storage.space is not None and storage.space.is_full
             if not full and address in now.states:
                 self._report("replica-not-engaged", address, storage=address, last=held.last)
-        elif now.is_open and now.newest - held.last > LAG_MAX:
-            count = now.newest - held.last
+        elif now.is_open and now.last_id - held.last > LAG_MAX:
+            count = now.last_id - held.last
             empty = self._whole.empty(address, [self._id])
             self._report("replica-lagging", address, storage=address, count=count, empty=empty)
 

@@ -1,6 +1,6 @@
 """The conditions of a session claim, and the values that it writes to ZooKeeper.
 
-A first compare-and-set that takes an existing partition for a new one can lose the log, so its
+A first compare-and-set that treats an existing partition as a new one can lose the log, so its
 conditions are together here, separate from the requests to ZooKeeper.
 
 Rules (docs/design/correctness.md 2.1 A and B, 2.4 rows 15, 17 and 36):

@@ -166,7 +166,7 @@ class Recomputer:
             if since is not None:
                 return marks, since
             _log.warning(
-                "spark.rows_not_recomputed partition=%d rows=%d mark=%d",
+                "spark.recompute_over_limit partition=%d rows=%d mark=%d",
                 rejected.partition,
                 int((rejected.marks == marks[0]).sum()),
                 marks[0],

@@ -112,7 +112,7 @@ def test_a_flipped_byte_of_an_object_is_found(archive, at, number):
     assert "expected CRC-32" in found.problem
 
 
-def test_wrong_records_are_found_also_where_the_manifest_has_the_crc_of_the_file(tmp_path):
+def test_wrong_records_are_found_even_if_the_crc_of_the_file_matches(tmp_path):
     """As of an object that was damaged before it was written."""
     good, bad = Archive(tmp_path / "good"), Archive(tmp_path / "bad", seed=9)
     name = good.object(1)

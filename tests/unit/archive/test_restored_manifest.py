@@ -179,7 +179,7 @@ def test_the_end_before_a_time_is_that_of_the_last_batch_with_an_earlier_stamp(s
         assert found.last_until(stamp - 1) == reach - OBJECT - 1
 
 
-def test_another_archive_is_not_taken_for_an_expired_one(store, log, tmp_path):
+def test_another_archive_is_not_mistaken_for_an_expired_one(store, log, tmp_path):
     saved, other = saved_of(store, log), ArchiveStore(f"file://{tmp_path}/other")
     for may_have_expired in (False, True):
         with pytest.raises(ObjectMissing, match=r"found none\. Hint: is this the URL of its arch"):
@@ -234,7 +234,7 @@ def test_each_file_of_a_manifest_is_verified(store, log):
         saved_of(store, log)
 
 
-def test_an_object_of_no_other_cluster_is_accepted(store, log):
+def test_objects_of_other_clusters_are_rejected(store, log):
     """The key in the name of an object must be that in its metadata."""
     manifest = Manifest.from_bytes(store.read(log.name), log.name)
     strange = f"{UUID(bytes=b'z' * 16)}/{PARTITION}/objects/3.parquet"

@@ -49,13 +49,13 @@ def lines(capsys, *words):
 
 def test_verify_states_what_is_wrong_and_ends_with_1(storage, capsys):
     assert main(["disk", "verify", str(storage)]) == 0
-    assert "0 wrong, 0 to note" in capsys.readouterr().out
+    assert "0 wrong, 0 notes" in capsys.readouterr().out
     flip(segments(storage)[1], 200)
     assert main(["disk", "verify", str(storage)]) == 1
     out = capsys.readouterr().out
     assert out.startswith("wrong: 2/0000000000000000011.seg at 189: record 12: expected CRC ")
     assert "72 checksums of 36 records" in out
-    assert "1 wrong, 0 to note" in out
+    assert "1 wrong, 0 notes" in out
     assert main(["disk", "verify", str(storage), "--json"]) == 1
     value = json.loads(capsys.readouterr().out)
     assert value["wrong"] == 1
@@ -114,7 +114,7 @@ def test_damage_is_shown_and_the_dump_continues(storage, capsys):
     assert [one["is_right"] for one in found[1:]].count(False) == 1
     assert [one["transaction_id"] for one in found[1:]] == list(range(1, 11))
     out = printed(capsys, "dump-segment", path, "-r")
-    assert "record 0: cannot be read, bytes 128..172: expected id 0, found 1" in out
+    assert "record 0: cannot be read, bytes 128..172: expected ID 0, found 1" in out
     assert " NO" in out
 
 
@@ -179,7 +179,7 @@ def test_an_invalid_deserializer_is_rejected(storage, capsys, name, sentence):
         (["dump-control-file", "."], ".: expected a directory with waltz-storage.ctl or"),
         (["verify", "."], ".: expected a storage directory with waltz-storage.ctl"),
         (["repair-index", "x.seg"], "x.seg: expected a segment, named by 19 digits and .seg"),
-        (["dump-segment", ".", "--first", "-1"], "--first: expected an id from 0, found -1"),
+        (["dump-segment", ".", "--first", "-1"], "--first: expected an ID from 0, found -1"),
         (["dump-segment", ".", "-t", "1", "--last", "2"], "--transaction: expected without"),
         (["verify", ".", "--limit", "-1"], "--limit: expected a number from 0, found -1"),
     ],
@@ -246,7 +246,7 @@ def test_one_segment_that_is_rejected_does_not_keep_the_others_from_being_repair
     assert main(["disk", "repair-index", str(storage)]) == 1
     said = capsys.readouterr()
     assert "0000000000000000011.idx: 1 wrong entry; rebuilt" in said.out
-    assert "0000000000000000000.seg: header: expected first id 0, found 1; no index" in said.err
+    assert "0000000000000000000.seg: header: expected first ID 0, found 1; no index" in said.err
 
 
 HOLDER = """

@@ -56,7 +56,7 @@ def asked(link, call):
     return asyncio.run(call(ConnectionAsOwner("a:1", link, FACTS)))
 
 
-def test_an_unrequested_damage_report_is_not_taken_for_an_answer():
+def test_an_unrequested_damage_report_is_not_mistaken_for_an_answer():
     link = Link([DAMAGE], [prepared(2), DAMAGE], [DAMAGE, prepared(3)])
     found = asked(link, lambda replica: replica.prepare({2: SESSION, 3: SESSION}))
     assert found == {2: prepared(2), 3: prepared(3)}

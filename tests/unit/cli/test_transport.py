@@ -37,7 +37,7 @@ def test_the_scheme_is_read_from_the_connect_string_only(dialed_with, monkeypatc
     assert dialed_with(connect=PLACE) is None
 
 
-def test_an_option_sets_it_for_a_server_with_an_address_only(dialed_with, tmp_path):
+def test_the_tls_option_overrides_the_connect_string(dialed_with, tmp_path):
     file = make(tmp_path).authorities
     assert len(dialed_with(tls=file, connect=None).get_ca_certs()) == 1
     assert dialed_with(tls="unverified", connect=f"{PLACE}?tls={file}").verify_mode is ssl.CERT_NONE

@@ -1,7 +1,7 @@
 """A cluster in one process: production partition machines, a log in memory, real TCP.
 
-What is not real is what lies below a served partition: replication commits at once (or on request
-to), and reads come from the log in memory. ZooKeeper is the one of
+Only the layers below a served partition are simulated: replication commits at once or on request,
+and reads come from the log in memory. ZooKeeper is the one of
 `cluster/zookeeper/zookeeper_in_memory.py`.
 """
 
@@ -55,7 +55,7 @@ IN_MEMORY_CONFIG = ClientConfig(
 
 class ReadableLog(MemoryLog):
     def rows(self) -> list[tuple[tuple[int, ...], int, bytes]]:
-        """Everything in it: request id, header, data."""
+        """Return the rows of the log: request ID, header, data."""
         return [(tuple(each.req_id), each.header, each.data) for each in self.transactions()]
 
 
@@ -202,7 +202,7 @@ class MemoryServer:
         assert not out
 
     def release(self, number: int) -> None:
-        """Commit what is held, and hold no more."""
+        """Commit what is held, and end holding."""
         _, driver, store = self.partitions[number]
         log = self._cluster.logs[number]
         store.is_holding = False
@@ -218,7 +218,7 @@ class MemoryServer:
             store.step = real
 
     async def stop(self) -> None:
-        """Die: no answer to any client, and ZooKeeper notices."""
+        """Stop the server: it answers no client, and ZooKeeper notices."""
         await self.coordinator.close()
         for _, driver, _ in self.partitions.values():
             driver.stop()
@@ -311,7 +311,7 @@ async def memory_cluster(
 async def two_clients(
     second: ClientConfig = IN_MEMORY_CONFIG,
 ) -> AsyncIterator[tuple[MemoryCluster, OpenedClient, OpenedClient]]:
-    """Give a cluster and two clients of it."""
+    """Yield a cluster and two clients of it."""
     async with (
         memory_cluster() as cluster,
         cluster.client().opened() as one,

@@ -1,7 +1,7 @@
 """A model of a server for clients: links break, answers are lost, owners change.
 
-It keeps the promises of `server/append/mounts.py` and `server/locking/tickets.py` and nothing more,
-so a client that assumes more than it was promised is caught by `ModelWorld.check`.
+It keeps the rules of `server/append/mounts.py` and `server/locking/tickets.py` and no others, so
+`ModelWorld.check` detects a client that assumes more.
 """
 
 import struct
@@ -38,7 +38,7 @@ FEED = struct.Struct(">16si")
 
 @dataclass
 class Wire:
-    """One link: what travels on it in either direction."""
+    """One link, with the messages in flight in both directions."""
 
     number: int
     to_server: deque = field(default_factory=deque)
@@ -52,7 +52,7 @@ def header_of(row: ReqId) -> int:
 
 
 class ModelWorld:
-    """The log, the server of the moment, the links, and one client's stream."""
+    """The log, the current server, the links, and one client's stream."""
 
     def __init__(
         self, random: Random, *, wants_feed: bool, header_values: tuple[int, ...] = ()
@@ -415,7 +415,7 @@ class ModelWorld:
             self.random.choice(actions)()
 
     def heal(self) -> None:
-        """No more faults: everything in doubt must become known."""
+        """End all faults: every append in doubt must get an outcome."""
         for _ in range(2000):
             if not self.stream.has_pending and self.stream.phase in (Phase.READY, Phase.IDLE):
                 return

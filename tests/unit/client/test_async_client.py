@@ -271,7 +271,7 @@ async def test_without_a_server_an_append_fails_definitely():
 
 @on_virtual_loop
 async def test_a_stream_that_has_failed_waits_for_no_server():
-    """Else its server passes for silent, and ZooKeeper is watched for nothing."""
+    """Otherwise its server counts as silent, and ZooKeeper is watched without need."""
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         await client.mount([0])
         partition = client._partitions[0]
@@ -536,7 +536,7 @@ BRIEF = replace(
 
 
 class Plain(AsyncCallbacks):
-    """Says nothing about failures; the first transaction waits until it may be applied."""
+    """Has no error policy; the first transaction waits until it may be applied."""
 
     def __init__(self, mark: int = -1) -> None:
         self.start = mark

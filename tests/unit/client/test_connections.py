@@ -16,7 +16,7 @@ from waltz_core.wire.messages import HighWaterMarkRequest, HighWaterMarkResponse
 
 
 class Door:
-    """Stands before `net.dial`: lets dials through when it is open, and counts them."""
+    """Replaces `net.dial`: lets dials through when it is open, and counts them."""
 
     def __init__(self, monkeypatch):
         self.count = 0
@@ -37,9 +37,9 @@ def door(monkeypatch):
 
 
 async def share(door, count, *, cancelled=None, address=None):
-    """Have many want one address; return the number of the link that each got, or its error.
+    """Request one address several times; return each caller's link number or error.
 
-    None for the one that was cancelled.
+    None for the caller that was cancelled.
     """
     listener = await net.listen(
         WireProtocol.CLIENT, "127.0.0.1", 0, lambda link: link.start(print, len)
@@ -230,7 +230,7 @@ async def test_a_server_is_silent_if_a_request_waits_and_nothing_was_received(mo
 
 
 def look(link):
-    """Let the time of a look have come; there is one before it whenever a request waits."""
+    """Let the time of a check pass; one is planned whenever a request waits."""
     assert link._watch._timer is not None
     link._watch._timer.cancel()
     link._watch._check()

@@ -74,7 +74,7 @@ class Asked:
 
 
 async def share(zookeeper, count, *, cancelled=None):
-    """Have many ask at once; return each one's answer, None for the one that was cancelled."""
+    """Send several requests at once; return the answer of each, None for the cancelled one."""
     directory = directory_of(zookeeper)
 
     async def ask(partition):
@@ -225,7 +225,7 @@ def test_another_cluster_at_the_same_address_does_not_answer(monkeypatch):
 
 
 class Behind(Elsewhere):
-    """A ZooKeeper with the right cluster, that answers with what was true before."""
+    """A ZooKeeper with the right cluster that answers with outdated data."""
 
     key = CLUSTER.key
     generation = 3

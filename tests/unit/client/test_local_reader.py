@@ -21,7 +21,7 @@ SKIPPED = 128  # what lies before the first record of a segment
 
 
 class Files:
-    """Records 10..29 in two segments, 10..16 and 17..29, and what was asked for of them."""
+    """Records 10..29 in two segments, 10..16 and 17..29, and the requests for them."""
 
     def __init__(self, directory):
         self.directory = directory
@@ -44,7 +44,7 @@ class Files:
         return os.open(self.directory / str(segment), os.O_RDONLY)
 
     def grant(self, first, count):
-        """Return a grant for so many records from `first` on."""
+        """Return a grant for the given number of records from `first` on."""
         places = []
         for segment, end in ((10, 17), (17, 30)):
             low, high = max(first, segment), min(first + count, end)
@@ -113,7 +113,7 @@ def test_no_byte_of_a_record_may_differ(files, reader, at):
 
 
 def test_right_records_in_the_wrong_place_are_rejected(files, reader):
-    """A place that is off by a record has right sums and wrong ids."""
+    """A position that is off by a record has valid checksums and wrong IDs."""
     files.write(10, files.records[files.size : 8 * files.size])
     with pytest.raises(errors.ChecksumMismatch):
         files.read(reader, 10, 12)

@@ -1,7 +1,7 @@
 """A partition moves, over real sockets: late messages, order and outcomes of appends.
 
 `test_stream.py`, `test_mounts.py` and the simulator have each rule by itself; here client and
-server meet, with what was sent before a break arriving after everything was settled without it.
+server are connected, and messages from before a break arrive after everything was settled.
 """
 
 import asyncio
@@ -45,11 +45,11 @@ class Passage:
         self.client: asyncio.StreamWriter | None = None
 
     def hold(self, direction: str) -> None:
-        """Keep what is sent from now on."""
+        """Hold messages from now on."""
         self.open[direction].clear()
 
     def release(self, direction: str) -> None:
-        """Let it through, late."""
+        """Deliver the held messages, late."""
         self.open[direction].set()
 
     def lose_client(self) -> None:
@@ -72,7 +72,7 @@ class Passage:
 
 
 class Way:
-    """Stands before a server's port."""
+    """A proxy of a server's port."""
 
     def __init__(self, port_behind: int, tasks: asyncio.TaskGroup) -> None:
         self._port_behind = port_behind
@@ -94,7 +94,7 @@ class Way:
 
 @contextlib.asynccontextmanager
 async def ways(cluster: MemoryCluster) -> AsyncIterator[list[Way]]:
-    """Put a way before each server of the cluster, by the server's number."""
+    """Put a proxy in front of each server of the cluster, by the server's number."""
     made: list[Way] = []
     async with asyncio.TaskGroup() as tasks, contextlib.AsyncExitStack() as stack:
         for server in cluster.servers:
@@ -134,7 +134,7 @@ def descriptor(server: MemoryServer, way: Way, *preferred: int) -> model.ServerD
 
 
 async def move(cluster: MemoryCluster, there: list[Way], to: MemoryServer) -> None:
-    """Have a server own partition 0, as `cluster prefer` does."""
+    """Make a server own partition 0, as `cluster prefer` does."""
     for server, way in zip(cluster.servers, there, strict=True):
         if server is not to:
             await server.coordinator.prefer(descriptor(server, way))

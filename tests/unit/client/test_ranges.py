@@ -120,7 +120,7 @@ class Storage:
 
 
 def fetched(storage: Storage, form: RangeForm = RangeForm.WHOLE) -> RangeChunk:
-    """Ask a storage for 10..13."""
+    """Request 10..13 from a storage."""
     query = replace(QUERY, last=TransactionId(13), form=form)
     link, mark = ReaderConnection(storage), TransactionId(13)
     return in_virtual_time(
@@ -253,7 +253,7 @@ def asked_for_a_range(
     first: int = 10,
     order: tuple[str, ...] = REPLICAS,
 ) -> list[str]:
-    """Return which storages were asked for 10..14, in order, "server" for the server."""
+    """Return which storages received a request for 10..14, in order; "server" for the server."""
     asked: list[str] = []
 
     class Link:
@@ -330,7 +330,7 @@ def test_a_nearby_storage_that_is_not_engaged_gets_no_request(monkeypatch: pytes
 def test_a_storage_without_a_hello_is_skipped_soon_unless_it_is_the_last(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """Of a process that was stopped the system still takes connections."""
+    """The system still accepts connections for a process that was stopped."""
     monkeypatch.setattr("waltz_core.client.read.ranges.HANDSHAKE_TIMEOUT_S", 0.01)
     waited_s: dict[str, float] = {}
 
@@ -403,14 +403,14 @@ def test_a_reader_that_is_closed_while_it_dials_leaves_no_connection(
 
 
 def read_below_start(monkeypatch: pytest.MonkeyPatch, first_available: int) -> list[str]:
-    """Let each storage answer that the log begins at an ID; return which ones were asked."""
+    """Let each storage answer that the log begins at an ID; return which ones received requests."""
     asked: list[str] = []
 
     class Link:
         is_closed = False
 
         async def fetch(self, *_: object, **__: object) -> RangeChunk:
-            raise errors.BelowStart("expected ids from there on", first_available)
+            raise errors.BelowStart("expected IDs from there on", first_available)
 
         def close(self) -> None:
             """Nothing is held."""

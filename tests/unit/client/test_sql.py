@@ -128,7 +128,7 @@ def test_commits_inside_apply_are_rejected(
     assert (callbacks.total, callbacks.client_high_water_mark(0)) == (1, 0)
 
 
-def test_a_swallowed_database_error_is_detected(engine: sa.Engine) -> None:
+def test_an_error_of_commit_that_the_callback_catches_is_raised_again(engine: sa.Engine) -> None:
     def swallow(connection: sa.Connection) -> None:
         with pytest.raises(BadRequest):
             connection.commit()
@@ -477,7 +477,7 @@ def test_a_view_of_another_cluster_is_rejected(engine: sa.Engine) -> None:
     assert elsewhere.client_high_water_mark(0) == -1
 
 
-def test_a_view_continues_in_a_cluster_that_was_restored_from_its_own(engine: sa.Engine) -> None:
+def test_a_view_continues_in_a_cluster_restored_from_its_cluster(engine: sa.Engine) -> None:
     old = Adding(engine)
     old.begin(ONE)
     old.client_high_water_mark(0)
@@ -506,7 +506,7 @@ def test_a_view_past_the_restored_end_is_rejected(engine: sa.Engine) -> None:
     apply_all(old, [3])
 
 
-def test_a_mark_of_a_development_version_gets_the_key_of_one_that_reads_it_first(
+def test_a_mark_of_a_development_version_gets_the_key_of_the_next_cluster(
     engine: sa.Engine,
 ) -> None:
     with engine.begin() as connection:

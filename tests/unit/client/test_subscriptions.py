@@ -339,7 +339,7 @@ async def test_a_filtered_feed_catches_up_in_filtered_ranges():
 
 
 @on_virtual_loop
-async def test_a_context_is_computed_again_after_a_conflict_that_its_feed_does_not_bring():
+async def test_a_context_is_computed_again_after_a_conflict_that_its_feed_omits():
     async with two_clients() as (_, one, two):
         callbacks = Picking()
         await two.subscribe(callbacks, [0], headers=[99])

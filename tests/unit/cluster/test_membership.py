@@ -419,7 +419,7 @@ async def test_the_loss_of_one_zookeeper_server_delays_nothing(cluster):
 
 
 @in_cluster
-async def test_preferences_are_in_force_with_the_write_that_makes_them_known(cluster):
+async def test_a_preference_takes_effect_with_the_write_that_publishes_it(cluster):
     (one, _), (two, _) = cluster.member(), cluster.member()
     inbox = Inbox()
     async with running(one.follow(inbox), two.follow(Inbox())):
@@ -467,7 +467,7 @@ async def test_a_preference_that_could_not_be_written_is_not_kept(cluster, is_la
 
 
 @in_cluster
-async def test_a_preference_waits_for_those_that_may_be_about_to_return(cluster):
+async def test_a_preference_waits_for_servers_that_may_register_again(cluster):
     async with one_absent(cluster) as (first, two, at_two), asyncio.TaskGroup() as tasks:
         before = owned(at_two.all[-1])
         foreign = min(each for each, (server, _) in before.items() if server == 1)

@@ -84,7 +84,7 @@ async def test_writes_are_restored_with_their_tasks():
 
 
 @on_virtual_loop
-async def test_after_an_earlier_end_writes_are_unfinished_and_begin_at_or_below_it():
+async def test_a_restore_below_the_backups_mark_makes_writes_unfinished():
     removing = BegunWrite(WriteState({0: 6}, 0, {}), {})
     writes = {**BACKUP.writes, "removing": removing}
     backup = replace(BACKUP, writes=writes)

@@ -23,7 +23,7 @@ def test_scenario(check_scenario):
 
 
 @on_virtual_loop
-async def test_whether_an_attempt_continues_is_read_from_what_zookeeper_holds_now(monkeypatch):
+async def test_an_attempt_continues_by_the_current_znode(monkeypatch):
     """The server of the session may be behind: what it shows is only the present after a sync."""
     _, session, coordinator = await with_cluster()
     writes, calls = coordinator.writes, []
@@ -38,7 +38,7 @@ async def test_whether_an_attempt_continues_is_read_from_what_zookeeper_holds_no
 
 
 @on_virtual_loop
-async def test_a_task_that_was_paused_begins_no_write_that_is_over_and_removed_by_then(monkeypatch):
+async def test_a_paused_task_does_not_begin_a_write_that_was_removed_meanwhile(monkeypatch):
     """It had looked for later writes, and found none. Its rows would enter the log once more."""
     world, paused, its = await with_cluster()
     other = Coordinator(await world.znodes(), ROOT).writes

@@ -49,10 +49,10 @@ def test_a_key_and_a_missing_key_are_cached_for_their_time() -> None:
     assert cache.find("b") is not None
 
 
-def test_keys_are_not_sent_to_another_process() -> None:
+def test_keys_cannot_be_sent_to_another_process() -> None:
     cache = Calls().cache()
     cache.find("a")
-    with pytest.raises(errors.UsageError, match="encryption keys are not sent"):
+    with pytest.raises(errors.UsageError, match="encryption keys cannot be sent"):
         copy.deepcopy(Encryption(cache))  # as pickle does
 
 

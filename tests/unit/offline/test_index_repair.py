@@ -121,7 +121,7 @@ def test_entries_that_cannot_be_true_become_the_beginning_of_the_damage(disk):
 
 def test_a_segment_with_a_wrong_header_gets_no_index(disk):
     disk.flip(SEGMENT, 39)
-    with pytest.raises(BadFormat, match="expected first id 11, found 10; no index is built"):
+    with pytest.raises(BadFormat, match="expected first ID 11, found 10; no index is built"):
         repair_index(disk, SEGMENT, dry_run=False)
 
 

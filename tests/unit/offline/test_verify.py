@@ -67,7 +67,7 @@ RECORDS = {
     ),
     "the id": (
         lambda s: flip(seg(s, 0), 128 + 7, 4),
-        [f"{ONE}.seg at 128: record 0: expected id 0, found 4; not listed as damaged"],
+        [f"{ONE}.seg at 128: record 0: expected ID 0, found 4; not listed as damaged"],
     ),
     "a length that leads elsewhere": (
         lambda s: flip(seg(s, 0), 128 + 31, 4),
@@ -91,12 +91,12 @@ RECORDS = {
             f"{THREE}.seg at 806: bytes 806..872 hold no record from 35 on: expected at most 27",
             f"{THREE}.idx at 216: expected 216 bytes, for 11 records, found 224",
             f"{THREE}.chn at 128: batch 32..35: the log ends at 34, without record 35",
-            f"{SLOTS}: expected a log up to the acked id 35, found it to end at 34",
+            f"{SLOTS}: expected a log up to the acked ID 35, found it to end at 34",
         ],
     ),
     "bytes behind the last record": (
         lambda s: seg(s, 2).write_bytes(seg(s, 2).read_bytes() + b"x" * 50),
-        [f"{THREE}.seg at 903: bytes 903..952 hold no record from 36 on: expected id 36, found 8"],
+        [f"{THREE}.seg at 903: bytes 903..952 hold no record from 36 on: expected ID 36, found 8"],
     ),
     "a segment that is gone": (
         lambda s: [seg(s, 1, suffix).unlink() for suffix in (".seg", ".idx", ".chn")],
@@ -109,11 +109,11 @@ RECORDS = {
     "two segments in each other's place": (
         lambda s: swap(seg(s, 0), seg(s, 1)),
         [
-            f"{ONE}.seg at 32: header: expected first id 0, found 11",
-            f"{ONE}.seg at 128: records 0..10: expected id 0, found 11",
+            f"{ONE}.seg at 32: header: expected first ID 0, found 11",
+            f"{ONE}.seg at 128: records 0..10: expected ID 0, found 11",
             f"{ONE}.seg at 189: continues with record 11, with which the next segment begins",
-            f"{TWO}.seg at 32: header: expected first id 11, found 0",
-            f"{TWO}.seg at 128: records 11..23: expected id 11, found 0",
+            f"{TWO}.seg at 32: header: expected first ID 11, found 0",
+            f"{TWO}.seg at 128: records 11..23: expected ID 11, found 0",
         ],
     ),
     "the partition in a header": (
@@ -232,11 +232,11 @@ def write_slot(storage, **changes):
 def test_a_slot_that_does_not_fit_the_log_is_reported(storage):
     acked = write_slot(storage, acked=Marker(35, bytes(16))).acked
     chain = acked.chain.hex()
-    assert found(storage)[0] == [f"{SLOTS}: acked id 35: expected chain {'00' * 16}, found {chain}"]
+    assert found(storage)[0] == [f"{SLOTS}: acked ID 35: expected chain {'00' * 16}, found {chain}"]
     write_slot(storage, acked=Marker(30, acked.chain))
     assert found(storage)[0] == [
-        f"{SLOTS}: acked id 30: expected chain {chain}, found no batch that ends there",
-        f"{SLOTS}: closed with the acked id 30, but the log continues to 35",
+        f"{SLOTS}: acked ID 30: expected chain {chain}, found no batch that ends there",
+        f"{SLOTS}: closed with the acked ID 30, but the log continues to 35",
     ]
     write_slot(storage, acked=acked, low_water_mark=36, provisional=ProvisionalMark(1, 40))
     assert found(storage)[0] == [
@@ -271,7 +271,7 @@ def test_records_may_have_no_batches_if_the_slot_states_it(storage):
     ends = f"{THREE}.chn: the batches do not cover records 23..35"
     assert found(storage) == ([], [ends, f"{SLOTS}: {writes}"])
     write_slot(storage, acked=Marker(36, UNBATCHED))
-    said = f"{SLOTS}: expected a log up to the acked id 36, found it to end at 35"
+    said = f"{SLOTS}: expected a log up to the acked ID 36, found it to end at 35"
     assert found(storage)[0] == [said]
 
 

@@ -29,7 +29,7 @@ def test_a_healthy_partition(case):
         [],
         False,
     )
-    assert (now.quorum, now.newest) == (2, 90)
+    assert (now.quorum, now.last_id) == (2, 90)
 
 
 def test_only_an_answering_replica_counts_for_a_session(case):

@@ -128,7 +128,7 @@ def test_nothing_is_requested_while_an_attempt_is_under_way_or_when_all_is_archi
     assert bench.marker.archived.last == 6
 
 
-def test_too_little_is_asked_for_again_after_the_interval(bench):
+def test_a_range_that_is_too_small_is_requested_again_after_the_interval(bench):
     replica, request = begin(bench)
     finish(bench, replica, request, last=-1, manifest="", manifest_crc=0)
     bench.run_for(INTERVAL_MS - 1)

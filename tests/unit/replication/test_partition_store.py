@@ -300,7 +300,7 @@ def test_unknown_outcomes_that_have_expired_stay_unknown():
     while bench.all_sent(wire.LineageRequest)[-1].first != 0:
         bench.deliver(supplier)  # the stamp at the mark comes first
     asked = bench.all_sent(wire.LineageRequest)[-1]
-    begins = (BelowStart.code, 0, "expected ids from 9 on", 9)
+    begins = (BelowStart.code, 0, "expected IDs from 9 on", 9)
     answer = wire.Nack(asked.session_id, asked.sequence, asked.partition_id, *begins)
     bench.step(session_events.ReplicaResponded(asked.session_id, supplier, answer))
     outcome = bench.all_reported(SessionSettled)[-1]

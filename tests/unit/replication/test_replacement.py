@@ -45,7 +45,7 @@ def written(bench, replica, message, **fields):
     finish(bench, replica, message, **known | fields)
 
 
-def refused(bench, replica, message, error="expected ids from 4 on"):
+def refused(bench, replica, message, error="expected IDs from 4 on"):
     written(bench, replica, message, manifest="", error=error)
 
 
@@ -82,7 +82,7 @@ def test_another_replica_is_requested_if_one_does_not_have_the_records(bench):
     written(bench, other, later)
     bench.run()
     assert bench.marker.archived.manifest == "r1"
-    reasons = (f"{replica}: expected ids from 4 on",)
+    reasons = (f"{replica}: expected IDs from 4 on",)
     assert bench.store.replacement(OBJECT) == ReplacementOutcome(True, other, reasons)
 
 
@@ -144,7 +144,7 @@ def test_a_replica_that_fails_is_not_requested_again(bench, kind):
     assert f"{first}: {expected}" in reason
 
 
-def test_an_object_that_was_replaced_before_changes_nothing(bench):
+def test_a_request_for_an_object_that_is_already_replaced_changes_nothing(bench):
     mark = bench.marker.archived
     written(bench, *request(bench), manifest="")
     bench.run()

@@ -457,7 +457,7 @@ def test_a_replica_that_has_lost_its_promise_joins_the_next_session():
     assert bench.store.open_session == 1
 
 
-def test_a_disk_failure_in_the_fence_is_not_taken_for_another_owner():
+def test_a_disk_failure_in_the_fence_is_not_mistaken_for_another_owner():
     """What the storage is bound to is this session; only its disk could not say so."""
     bench = Bench()
     bench.own()

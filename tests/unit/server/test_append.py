@@ -801,7 +801,7 @@ def test_outcomes_are_reported_when_settled_and_not_at_the_end_of_a_session() ->
 def test_committed_appends_of_an_ended_session_are_kept_without_another_writer(
     unbroken,
 ) -> None:
-    """Otherwise its chain may be another one than the log's."""
+    """Otherwise its chain may differ from the log's."""
     world = World()
     for _ in range(2):
         world.single()

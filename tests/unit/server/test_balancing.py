@@ -109,7 +109,7 @@ def test_a_damaged_load_is_ignored_and_logged(caplog):
     in_virtual_time(scenario())
 
 
-def test_nothing_moves_to_a_server_that_is_idle_as_it_cannot_serve():
+def test_nothing_moves_to_a_server_that_is_idle_because_it_cannot_serve():
     async def scenario():
         sick = {2}
         zookeeper = MemoryZooKeeper(asyncio.Event)

@@ -86,7 +86,7 @@ def server_of(coordinator: Handing, *released: int) -> Server:
 
 
 def hasty(monkeypatch: pytest.MonkeyPatch) -> tuple[Handing, Server]:
-    """Return a server that looks again at once, with the storages of partition 0."""
+    """Return a server that checks again at once, with the storages of partition 0."""
     monkeypatch.setattr(server_daemon, "HAND_OVER_PAUSE_S", 0.0)
     monkeypatch.setattr(server_daemon, "PREFERENCE_CHECK_S", 0.001)
     coordinator = Handing()

@@ -97,7 +97,7 @@ def test_unchanged_figures_are_not_reported_again() -> None:
 
 
 def test_a_replica_that_does_not_answer_is_reported_until_it_does(caplog) -> None:
-    """A late one holds up no other, so nothing else would show that it hangs."""
+    """A late replica delays no other one, so nothing else would show that it hangs."""
     owed_since, metrics = {}, Metrics("server")
     waits = Waits(
         PartitionId(3), lambda now: {r: now - at for r, at in owed_since.items()}, metrics

@@ -9,7 +9,7 @@ HOT, COLD = 5, 6
 
 
 def contended(*, losers: int = 3, took_ms: int = 1) -> tuple[World, list, dict]:
-    """One transaction with the hot lock has landed, and so many were refused for it."""
+    """One transaction with the hot lock was committed, and the given number was rejected for it."""
     world = World()
     world.single(write=[HOT])
     world.turn()
@@ -21,7 +21,7 @@ def contended(*, losers: int = 3, took_ms: int = 1) -> tuple[World, list, dict]:
 
 
 def next_commit(world: World, mark: int, lock: int = HOT) -> dict:
-    """One writer gets in with a lock; return those notified when that has landed."""
+    """Commit a writer's transaction with a lock; return those notified after the commit."""
     world.single(mark=mark, write=[lock])
     world.turn()
     return results(world.commit())

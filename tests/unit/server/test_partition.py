@@ -124,7 +124,7 @@ class World:
                 self.rest.append(effect)
 
     def say(self, *effects: replication.Effect) -> None:
-        """Have the store report outcomes, on an event without a meaning."""
+        """Let the store report outcomes, with an unrelated event."""
         self.store.says = list(effects)
         self.step(replication.Checkpoint())
 
@@ -159,7 +159,7 @@ class World:
         self.say(replication.SessionClosed(SessionId(self.session), reason, error_code))
 
     def commit(self, count: int | None = None) -> None:
-        """Commit what was submitted in this session and not committed yet; so many batches."""
+        """Commit the given number of batches that were submitted in this session."""
         batches = [
             each.batch
             for each in self.store.of(replication.Submit)
@@ -219,7 +219,7 @@ class World:
         return self.send(connection, message)
 
     def fill(self, count: int, *, data: bytes = b"data") -> None:
-        """Append and commit so many transactions, with headers 0, 1, 2, ..."""
+        """Append and commit transactions with the headers 0, 1, 2, ..."""
         for header in range(count):
             self.append(data=data, header=header)
         self.run()
@@ -377,7 +377,7 @@ def test_a_checkpoint_waits_for_appends_in_flight_and_loses_none() -> None:
 
 
 def test_a_checkpoint_waits_for_an_attempt_to_archive_but_not_for_long() -> None:
-    """Else no attempt would end while the load lasts."""
+    """Otherwise no attempt would end while the load lasts."""
     world = World(checkpoint_interval_count=1, checkpoint_interval_ms=1)
     world.open(9)
     world.mount()
@@ -902,7 +902,7 @@ def test_a_fetch_that_fails_everywhere_is_reported_and_leaves_nothing_behind() -
 
 
 def below_start(fetch: Fetch, first: int) -> FetchFailed:
-    return FetchFailed(fetch.token, "expected ids from 2 on", TransactionId(first))
+    return FetchFailed(fetch.token, "expected IDs from 2 on", TransactionId(first))
 
 
 def test_a_read_below_the_start_of_the_log_fails_at_once() -> None:
@@ -1163,7 +1163,7 @@ def test_a_fresh_mark_is_reported_at_once_and_an_old_one_is_proved_first() -> No
 
 
 def test_a_proven_mark_covers_everything_reported_meanwhile() -> None:
-    """A proof confirms the session; the mark of when it began may be old when it ends."""
+    """A proof confirms the session; the mark from its beginning may be outdated at its end."""
     world = ready()
     asked = world.send(A, messages.ReplicasRequest(world.req_id(ALICE), linearizable=True))
     (proof,) = world.store.of(replication.ProveMark)

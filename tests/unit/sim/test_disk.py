@@ -106,7 +106,7 @@ def test_after_a_failed_sync_the_next_one_reports_a_false_success(disk):
     assert disk.content(PATH)[:1] == b"a"
 
 
-def test_a_failed_write_is_half_written_but_for_a_sector(disk):
+def test_a_failed_write_leaves_its_first_half_and_no_partial_sector(disk):
     disk.plan(disk.step_count + 1, DiskFault.FAILS)
     with pytest.raises(DiskFailed):
         disk.open(PATH).pwrite([b"bbbb"], SECTOR_BYTES - 2)

@@ -93,7 +93,7 @@ def test_a_query_that_starts_again_does_not_read_another_log_that_is_longer(
     assert reader_of().latestOffset(again, LIMIT) == offset(2, 50, 50)
 
 
-def test_a_checkpoint_continues_in_a_cluster_that_was_restored_from_its_own(
+def test_a_checkpoint_continues_in_a_cluster_that_was_restored_from_its_cluster(
     cluster: Cluster,
 ) -> None:
     start = reader_of().initialOffset()
@@ -124,7 +124,7 @@ def test_a_micro_batch_that_was_planned_before_a_restart_is_of_one_log(cluster: 
     assert read(reader_of(failOnDataLoss="false"), start, end) == set()
 
 
-def test_offsets_of_development_versions_have_no_cluster_and_the_next_one_has(
+def test_offsets_of_development_versions_get_the_cluster_with_the_next_batch(
     cluster: Cluster,
 ) -> None:
     cluster.become(1, 50, 50)

@@ -43,7 +43,7 @@ BLANK = SegmentHeader(5, KEY, 2, 0)
 
 
 def make_run(first, sizes, seed=0):
-    """Return records with data of these sizes, back to back, and their lengths."""
+    """Return contiguous records with data of these sizes, and their lengths."""
     parts = []
     for position, size in enumerate(sizes):
         data = Random(f"{seed} {first + position}").randbytes(size)
@@ -53,7 +53,7 @@ def make_run(first, sizes, seed=0):
 
 
 def make_entries(records, lengths, first, chain, session, counts):
-    """Return the entries of batches of so many of these records."""
+    """Return the entries of batches with the given numbers of these records."""
     crcs = record_crcs(records, lengths)
     entries = []
     at = first
@@ -66,7 +66,7 @@ def make_entries(records, lengths, first, chain, session, counts):
 
 
 def make_batches(first, counts, chain=GENESIS_CHAIN, *, sizes=20, session=1, seed=0):
-    """Return records, lengths and entries of batches of so many records."""
+    """Return records, lengths and entries of batches with the given numbers of records."""
     records, lengths = make_run(first, [sizes] * sum(counts), seed)
     return records, lengths, make_entries(records, lengths, first, chain, session, counts)
 
@@ -96,7 +96,7 @@ def fill_segment(segment, counts, chain=GENESIS_CHAIN, seed=0):
 
 
 def make_segments(disk, *counts_of_each):
-    """Return segments with batches of so many records in each, and all records and entries."""
+    """Return segments with batches of the given numbers of records, and all records and entries."""
     segments = Segments(disk, ROOT, BLANK, [new_segment(disk)])
     records, entries = b"", []
     for position, counts in enumerate(counts_of_each):
@@ -121,7 +121,7 @@ def open_names(directory):
 
 
 def forge_log(directory, segment_count, *, dirty):
-    """Write the files of a log with so many segments of two records; no calls of the engine."""
+    """Write the files of a log with many segments of two records, without the engine."""
     chain = GENESIS_CHAIN
     for first in range(0, 2 * segment_count, 2):
         records, _, entries = make_batches(first, [2], chain)
@@ -147,7 +147,7 @@ def forge_log(directory, segment_count, *, dirty):
 
 
 def open_and_read_all(directory, descriptors_max, open_files_max):
-    """Open a log and read each segment, with so many descriptors; return ids and peak MiB."""
+    """Open a log, read each segment with a limit of descriptors; return IDs and peak MiB."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors_max, descriptors_max))
     disk = RealDisk(open_files_max)
     segments, slots = open_log(disk, directory, BLANK, NEW_PARTITION_INFOS[1], trust_fsync=True)
@@ -162,6 +162,6 @@ def open_and_read_all(directory, descriptors_max, open_files_max):
 
 
 def peak_mib():
-    """Return the most memory that this process has had; `getrusage` counts its parent's too."""
+    """Return the peak memory of this process; `getrusage` includes its parent's."""
     status = Path("/proc/self/status").read_text(encoding="ascii")
     return int(status.split("VmHWM:")[1].split()[0]) // 1024

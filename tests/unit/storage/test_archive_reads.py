@@ -165,7 +165,7 @@ def test_a_read_of_expired_records_names_the_first_available_id(archived, form):
     found = archived.error(range_of(archived.owner, 5, 9, **fields), 7)
     assert isinstance(found, BelowStart)
     assert (found.first_available, found.retriable) == (6, False)
-    assert "expected ids from 6 on, found 5..9" in str(found)
+    assert "expected IDs from 6 on, found 5..9" in str(found)
     assert archived.answer(range_of(archived.owner, 6, 9, **fields), 7).count == 4
 
 
@@ -223,7 +223,7 @@ def test_until_the_owner_has_announced_the_mark_a_reader_may_try_again(archived)
     assert isinstance(found, ArchiveUnavailable)
     assert found.retriable
     assert str(found) == (
-        "partition 0: expected ids from 16 on, found 0..9; the others are in the archive, which "
+        "partition 0: expected IDs from 16 on, found 0..9; the others are in the archive, which "
         "the session's owner has not announced yet"
     )
 

@@ -708,7 +708,7 @@ def test_the_records_of_an_object_to_replace_take_a_bounded_memory(make, monkeyp
     )
 
 
-def test_a_log_without_all_records_of_an_object_refuses_it(make):
+def test_a_log_without_all_records_of_an_object_does_not_replace_it(make):
     bench, owner = with_segments(make, bytes_max=2_000)
     bench.ask(1, mark_at(bench, owner, 15))
     bench.finish()
@@ -717,7 +717,7 @@ def test_a_log_without_all_records_of_an_object_refuses_it(make):
         (6, 8, "expected whole batches with the IDs 6..8, found them up to "),
         (6, 16, "expected whole batches with the IDs 6..16, found them up to 15"),
         (7, 9, "expected a batch that begins at 7"),
-        (4, 7, "expected ids from 6 on, found 4..7"),
+        (4, 7, "expected IDs from 6 on, found 4..7"),
     ):
         request(bench, owner, replacement_of(owner, first, last, made=MADE))
         assert reason in notices(bench)[-1].error

@@ -154,7 +154,7 @@ def test_a_structure_in_the_place_of_another_is_rejected():
         open_control(disk)
     disk.put(PATH, content)
     disk.flip(PATH, partition_entry_offset(1) + 3, 2)
-    with pytest.raises(BadFormat, match="expected partition 1 in its place, found 3"):
+    with pytest.raises(BadFormat, match="expected partition 1 in entry 1, found 3"):
         open_control(disk)
 
 

@@ -61,9 +61,9 @@ class World:
         self.open()
 
     def run_0_13(self, session, mark, added, *, cut_to=None):
-        """Have 0.13 open a session and append records behind the last one, then start again.
+        """Simulate 0.13: open a session, append records at the end, and start again.
 
-        With `cut_to`, it cuts the log after that ID first.
+        With `cut_to`, it first truncates the log after that ID.
         """
         self.log.close()
         self.control.set_marks(0, session, mark, min(mark, self.log.max_id))
@@ -138,7 +138,7 @@ def append_ours(world, session, mark, batches_count=1):
 
 
 def on_disk(world):
-    """What the file has, counted or not."""
+    """Return the records in the file, counted or not."""
     return (world.directory / "0" / f"{0:019d}.seg").read_bytes()[128:]
 
 
@@ -172,7 +172,7 @@ def test_batches_of_large_records_fit_into_a_frame(empty):
 
 @pytest.mark.parametrize("count", [2, 7, 20])
 def test_batches_of_records_that_0_13_has_replaced_are_made_again(empty, count):
-    """0.13 knows no batches: one of ours above the mark may be that of records that are gone."""
+    """0.13 ignores batches: one of ours above the mark may belong to replaced records."""
     append_ours(empty, 1, BEFORE_FIRST)
     append_ours(empty, 2, 4, batches_count=2)
     last = 4 + count
@@ -244,7 +244,7 @@ def test_a_record_that_has_rotted_is_covered_like_the_others_and_stays_damaged(w
 
 
 def test_a_truncation_in_the_middle_of_a_batch(world):
-    """The mark is decided below the end: what is behind it goes when the mark is set."""
+    """The mark is decided below the end: records above it are removed when the mark is set."""
     last, chain = cover(world, 7)
     assert (last, world.log.chain) == (7, chain)
     assert on_disk(world) == whole(9)
@@ -404,7 +404,7 @@ def test_records_that_an_earlier_version_left_without_batches_get_them(empty):
 
 
 @pytest.mark.parametrize("restarts", [False, True])
-def test_a_cut_covers_after_a_mark_that_an_earlier_version_took_from_a_0_13_server(empty, restarts):
+def test_a_truncation_keeps_covered_records_after_a_mark_of_a_0_13_server(empty, restarts):
     """Another replica has the same records in adopted batches: both would vote for the cut."""
     empty.log.prepare(2, NONCE)
     first, second = other_batches(records(0, 10), (6, 4), 2)

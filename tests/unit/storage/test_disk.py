@@ -62,7 +62,7 @@ def test_parts_are_written_in_as_many_calls_as_the_system_wants(tmp_path, monkey
 
 @pytest.fixture
 def lost(monkeypatch):
-    """Blocks, by number, that the real disk does not give, and the error for them."""
+    """The numbers of blocks that the real disk cannot read, and the error for them."""
     found = SimpleNamespace(blocks=set(), number=errno.EIO, is_once=False)
     pread = os.pread
 
@@ -96,7 +96,7 @@ def test_unreadable_blocks_are_released_from_a_real_file(tmp_path, lost):
 
 @pytest.fixture
 def whole_file(lost, tmp_path):
-    """A file whose one block the disk does not give."""
+    """A file with one block that the disk cannot read."""
     path = tmp_path / "f"
     path.write_bytes(b"a" * 100)
     lost.blocks.add(0)
@@ -606,13 +606,13 @@ def test_each_piece_of_a_sequential_read_is_read_from_the_disk(tmp_path):
 
 
 def bytes_read():
-    """Return what this process has had read from disks."""
+    """Return the bytes that this process has read from disks."""
     (line,) = [each for each in Path("/proc/self/io").read_text().splitlines() if "read_b" in each]
     return int(line.split()[1])
 
 
 def pages_in_memory(path):
-    """Say of each page whether the system has it, without a read that would fetch it."""
+    """Return for each page whether it is in memory, without a read that would fetch it."""
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
         first = ctypes.c_char.from_buffer(mapped)
         found = (ctypes.c_ubyte * -(-len(mapped) // mmap.PAGESIZE))()

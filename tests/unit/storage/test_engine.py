@@ -336,7 +336,7 @@ def test_a_partition_is_not_emptied_without_its_control_file(tmp_path, is_replac
     [lambda engine: engine.set_available(1, is_available=False), lambda each: each.mark_suspect(1)],
     ids=["set_available", "mark_suspect"],
 )
-def test_an_administrators_step_does_not_open_files_that_replaced_others(tmp_path, step):
+def test_an_administrative_command_does_not_open_a_replaced_directory(tmp_path, step):
     engine = open_engine(tmp_path)
     engine.assign(1).prepare(5, bytes(16))
     shutil.copytree(tmp_path / "1", tmp_path / "copy")

@@ -110,7 +110,7 @@ def test_reads_below_the_start_name_the_first_id(world, first):
         lambda: log.reader.locations(first, log.max_id, 1000),
         lambda: log.lineage(first, start),
     ):
-        with pytest.raises(BelowStart, match=f"expected ids from {start + 1} on") as caught:
+        with pytest.raises(BelowStart, match=f"expected IDs from {start + 1} on") as caught:
             read()
         assert caught.value.first_available == start + 1
     assert log.chain_at(first) is None
@@ -272,7 +272,7 @@ def test_a_first_segment_above_the_start_is_missing(world):
         path = oldest.with_suffix(suffix)
         path.rename(path.with_name(segment_name(first + 1, suffix)))
     world.control.close()
-    with pytest.raises((MissingSegment, BadFormat), match=f"from id {first}"):
+    with pytest.raises((MissingSegment, BadFormat), match=f"begin at ID {first} or below"):
         world.open()
     for suffix in (".seg", ".idx", ".chn"):
         (world.directory / "0" / segment_name(first + 1, suffix)).rename(oldest.with_suffix(suffix))

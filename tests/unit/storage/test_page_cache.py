@@ -10,7 +10,7 @@ KEPT = 4 * MIB
 
 
 def given_back(tail, *writes):
-    """Make writes of so much at a position; return what is given back: (start, size) of each."""
+    """Write the given sizes at positions; return the released ranges: (start, size) of each."""
     found = []
     for at, size in writes:
         tail.wrote(at, size)

@@ -71,7 +71,7 @@ class CrashDisk(RealDisk):
         self.synced.pop(path, None)
 
     def lose_unsynced(self, rng):
-        """Cut each file somewhere between what is synced and what was written; rot some of it."""
+        """Truncate each file between its synced and its written end; corrupt some of it."""
         for path, size in sorted(self.synced.items()):
             written = path.stat().st_size
             if written <= size:
@@ -380,9 +380,7 @@ def test_rot_above_the_marker_is_damage_where_a_later_entry_calls_the_record_syn
 
 
 @pytest.mark.parametrize("change", [flip, exchange])
-def test_a_wrong_record_that_was_not_synced_is_truncated_with_the_whole_ones_behind_it(
-    world, change
-):
+def test_a_wrong_unsynced_record_is_truncated_with_the_intact_ones_after_it(world, change):
     world.append([4])
     world.append([4], sync=False)
     world.append([4], sync=False)
@@ -501,7 +499,7 @@ def test_a_torn_slot_falls_back_and_rejects_what_may_have_been_promised(world):
 
 
 def run_an_original(world, session, mark):
-    """Have an original open a session, and append two records from id 5 on; return them."""
+    """Simulate a session of 0.13 that appends two records from ID 5 on; return them."""
     more, _ = make_records(5, [20, 20])
     control = ControlFile.open(world.disk, world.directory, KEY, 1, 0)
     control.set_marks(0, session, mark)
@@ -533,7 +531,7 @@ def test_only_the_mark_that_the_session_has_set_is_engaged(world):
     assert world.log.state().mark_confirmed
 
 
-def test_a_0_13_program_that_ran_on_the_directory_in_between_is_adopted(world):
+def test_records_of_a_0_13_program_that_ran_in_between_are_adopted(world):
     written = world.append([2, 3])
     world.log.set_low_water_mark(1, 4, world.log.chain)
     world.log.engage(1, 4)
@@ -565,10 +563,10 @@ def test_an_earlier_session_of_0_13_does_not_replace_a_later_one(world):
 
 
 @pytest.mark.parametrize("is_opened", [False, True])
-def test_a_0_13_program_is_adopted_though_our_last_mark_never_reached_its_file(
+def test_records_of_0_13_are_adopted_although_our_last_mark_never_reached_its_file(
     world, monkeypatch, is_opened
 ):
-    """The slot knows of a structure that we were about to write; then the original writes one."""
+    """The slot names a structure that we were about to write; then a 0.13 storage writes one."""
     written = world.append([5])
     monkeypatch.setattr(world.control, "set_marks", lambda *_: (_ for _ in ()).throw(PowerLost))
     with pytest.raises(PowerLost):
@@ -638,7 +636,7 @@ def test_after_a_failed_write_or_sync_the_log_continues_in_a_new_file(world, wha
 
 
 def test_a_batch_that_has_rotted_does_not_keep_a_new_segment_from_beginning(world):
-    """A part of the next batch is written then: an error would leave it in the log, without batch.
+    """After an error here the log would have a part of the next batch, without its entry.
 
     The log's end would be reported with the chain of an earlier one.
     """
@@ -695,7 +693,7 @@ def test_a_marker_does_not_move_over_an_index_whose_sync_has_failed(world):
 
 
 def spoil_offset(world, transaction_id):
-    """Have the index of the first segment say that a record begins at 0."""
+    """Make the index of the first segment state that a record begins at 0."""
     path = world.directory / "0" / "0000000000000000000.idx"
     with path.open("r+b") as file:
         file.seek(SEGMENT_HEADER_BYTES + 8 * transaction_id)

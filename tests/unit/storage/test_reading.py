@@ -43,7 +43,7 @@ class Log:
         self.disk.flip(ROOT / segment_name(first, ".idx"), offset, mask)
 
     def read(self, first, last, bytes_max=1 << 20, *, whole_batches=False):
-        """Read, check what came, and return the last id of it."""
+        """Read, check the result, and return its last ID."""
         read = self.reader.read_range(first, last, bytes_max, whole_batches=whole_batches)
         end = first + read.lengths.size - 1
         assert read.first == first
@@ -82,7 +82,7 @@ def test_whole_batches_begin_and_end_with_one(log):
 
 @pytest.mark.parametrize(("first", "last"), [(-1, 3), (5, 4), (3, 12), (12, 12)])
 def test_ids_that_are_not_there_are_rejected(log, first, last):
-    with pytest.raises(BadRequest, match="expected ids up to 11"):
+    with pytest.raises(BadRequest, match="expected IDs up to 11"):
         log.read(first, last)
 
 
@@ -146,7 +146,7 @@ def test_headers_of_large_records_come_in_several_answers(log, monkeypatch):
 
 
 class LargeLog(Log):
-    """Twenty batches of five records of 60 bytes in one cold segment, one more behind it."""
+    """Twenty batches of five records of 60 bytes in one cold segment, and one more after it."""
 
     batches = ([5] * 20, [3])
 
@@ -242,7 +242,7 @@ def test_verifying_skips_only_the_damage_at_its_position(log):
 
 
 def placed(log, first, last, bytes_max=1 << 20):
-    """Ask where records lie; return the last id of the answer when the places are right."""
+    """Request the positions of records; return the last ID of the answer if they are right."""
     read = log.reader.locations(first, last, bytes_max)
     found = b""
     for position in read.locations:
@@ -263,7 +263,7 @@ def test_places_are_reported_over_segments_as_far_as_they_fit(log):
     assert placed(log, 4, 6) == 6
     assert placed(log, 2, 11, 4 * RECORD_BYTES - 1) == 4
     assert placed(log, 7, 11, 1) == 7
-    with pytest.raises(BadRequest, match="expected ids up to 11"):
+    with pytest.raises(BadRequest, match="expected IDs up to 11"):
         log.reader.locations(3, 12, 1)
 
 

@@ -69,7 +69,7 @@ def search_of(disk, *, last=19):
 
 
 def with_later_records(there):
-    """Twenty records, of which 2 is damaged; those from 10 on lie at another position as well."""
+    """Twenty records, of which 2 is damaged; those from 10 on are at another position as well."""
     disk = new_disk()
     fill_segment(new_segment(disk), [20])
     disk.flip(SEG, offset_of(2) + 40)
@@ -163,7 +163,7 @@ def test_an_empty_index_is_searched_for_once(monkeypatch):
 
 
 def possible_places(data, after, space):
-    """Say where a record may begin, byte by byte."""
+    """Return where a record may begin, byte by byte."""
     id_max = after + space // 40 + 1_000_000
     for position in range(len(data) - 36 + 1):
         found, _, _, stated, _ = RECORD_PREFIX.unpack_from(data, position)

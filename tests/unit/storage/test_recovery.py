@@ -271,7 +271,7 @@ def test_a_log_without_its_beginning_is_rejected():
     written(disk, [3], [2])
     for suffix in (".seg", ".idx", ".chn"):
         disk.unlink(path_of(0, suffix))
-    with pytest.raises(MissingSegment, match="expected a segment from id 0, found 3 first"):
+    with pytest.raises(MissingSegment, match="segment to begin at ID 0 or below, found ID 3"):
         opened(disk)
 
 
@@ -610,7 +610,7 @@ def test_a_replica_that_lost_its_batches_is_suspect_however_its_opening_ends(ack
 
 
 def test_batches_made_after_a_fall_back_are_marked():
-    """Rule 5: an older slot takes what our own last session wrote for an original's."""
+    """Rule 5: for an older slot, the writes of our last session look like those of Waltz 0.13."""
     disk = new_disk()
     written(disk, [3, 2], [4], old_sequence=3)
     _, slots = opened(disk, info=INFO._replace(sequence=3))

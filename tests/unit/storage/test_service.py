@@ -374,7 +374,7 @@ def test_a_heartbeat_is_answered_at_once_while_work_is_in_progress(bench):
     bench.finish()
 
 
-def test_a_later_session_is_reported_before_that_is_answered(bench):
+def test_a_later_session_is_reported_while_its_prepare_waits(bench):
     owner = bench.owned(5, connection=1)
     bench.send(4, open_request())
     assert isinstance(bench.ask(4, owner.make(Heartbeat)), HeartbeatResponse)

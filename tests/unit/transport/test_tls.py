@@ -184,7 +184,7 @@ def test_the_key_may_be_in_the_file_of_the_certificate(files, tmp_path):
     assert tls.listening(server(tls="on", tls_certificate=str(both))) is not None
 
 
-def test_a_daemon_without_a_certificate_gets_an_error(files):
+def test_a_daemon_with_tls_requires_a_certificate(files):
     with pytest.raises(BadConfig, match="tls_certificate: expected a file"):
         tls.listening(server(tls="on"))
     with pytest.raises(BadConfig, match="tls_certificate: expected a file"):

@@ -118,7 +118,8 @@ async def expire(
 expire.details = (
     "Archived objects expire as a whole, the oldest first: those of which every transaction is "
     "below the ID, or was committed before the time. The log then begins after them, and reads "
-    "below fail. The files are deleted a day later. It waits until the owners have recorded it."
+    "below fail. The files are deleted a day later. The command ends when the owners have recorded "
+    "the expiry."
 )
 
 

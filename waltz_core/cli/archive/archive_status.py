@@ -71,7 +71,7 @@ async def status(*, connect: str, archive: str | None, objects: bool, as_json: b
         print_table(TITLES, [["-" if cell is None else cell for cell in row] for row in cells])
         print_error(f"archive: {url or 'no storage reports one'}")
         for each in pins:
-            print_error(f"no object is deleted: cluster {each}, which was restored, may use them")
+            print_error(f"no object is deleted: the restored cluster {each} may use them")
         for each in errors:
             print_error(each)
     return 1 if errors else 0

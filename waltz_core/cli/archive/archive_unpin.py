@@ -1,4 +1,4 @@
-"""`waltz-core archive unpin`: let a cluster delete objects that a restored one has used."""
+"""`waltz-core archive unpin`: remove the pin of a restored cluster from an archive."""
 
 import asyncio
 from uuid import UUID
@@ -42,8 +42,9 @@ async def unpin(*, restored_key: UUID, connect: str, archive: str | None, as_jso
 
 
 unpin.details = (
-    "While a pin exists, no object of the cluster is deleted. `archive status` lists the pins. Use "
-    "it when the restored cluster will never run again, or its restore was interrupted. A cluster "
-    "that still uses the objects would lose transactions; the command finds it only in the same "
+    "A restored cluster pins the objects of the original one, none of which is deleted while the "
+    "pin exists. `archive status` lists the pins. Use the command if the restored cluster will "
+    "never run again, or if its restore was interrupted. A restored cluster that still uses the "
+    "objects would lose transactions; the command detects such a cluster only in the same "
     "ZooKeeper."
 )

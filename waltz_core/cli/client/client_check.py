@@ -205,7 +205,7 @@ class CheckCallbacks(AsyncCallbacks):
         """Note an error that ends the feed; an unavailable server is retried."""
         policy = policy_of(error)
         if policy is PoisonPolicy.STOP:
-            self.wrong.append(f"partition {partition}, id {transaction_id}: {error}")
+            self.wrong.append(f"partition {partition}, ID {transaction_id}: {error}")
             self.is_stopped = True
             self._changed.set()
         return policy
@@ -226,12 +226,12 @@ class CheckCallbacks(AsyncCallbacks):
 
 def faults_of(partition: int, last: int, transaction_id: int, data: bytes) -> list[str]:
     """Return what is wrong with a transaction that came after the one with id `last`."""
-    where = f"partition {partition}, id {transaction_id}"
+    where = f"partition {partition}, ID {transaction_id}"
     found = []
     if transaction_id != last + 1:
-        found.append(f"{where}: expected id {last + 1} after {last}")
+        found.append(f"{where}: expected ID {last + 1} after {last}")
     if data != text_of(transaction_id):
-        found.append(f"{where}: expected its id as data, found {bytes(data)!r:.60}")
+        found.append(f"{where}: expected its ID as data, found {bytes(data)!r:.60}")
     return found
 
 
@@ -311,7 +311,7 @@ async def consume(chosen: CheckLoad) -> int:
         wanted: int = chosen.transactions
         check = CheckCallbacks(starts, wanted)
         if not chosen.as_json:
-            begins = ", ".join(f"{each} from id {mark + 1}" for each, mark in starts.items())
+            begins = ", ".join(f"{each} from ID {mark + 1}" for each, mark in starts.items())
             print_error(f"checking {wanted} transactions of partitions {begins}")
 
         async def work() -> None:
@@ -325,9 +325,9 @@ async def consume(chosen: CheckLoad) -> int:
 
 
 def mark_before(first: int) -> int:
-    """Return the mark that precedes `--first`; raises BadConfig for an invalid id."""
+    """Return the mark that precedes `--first`; raises BadConfig for an invalid ID."""
     if first < 0:
-        raise BadConfig(f"--first: expected an id, 0 or more, found {first}")
+        raise BadConfig(f"--first: expected an ID, 0 or more, found {first}")
     return first - 1
 
 

@@ -113,9 +113,9 @@ class ArchiveRecovery:
                 raise BadRequest(
                     f"partition {log.partition_id}: expected a log with IDs up to "
                     f"{found.mark.last}, which manifest {name} of the archive "
-                    f"({where}) has, found one up to {log.last}. Hint: let the other replicas "
-                    "answer; if their logs are lost, move this manifest away, which loses the "
-                    "transactions that only the archive has"
+                    f"({where}) has, found one up to {log.last}. Hint: start the storages of "
+                    "the other replicas; if their logs are lost, move this manifest out of the "
+                    "archive, which loses the transactions that only the archive has"
                 )
             problem = await self._problem_of(found, log)
             if problem:

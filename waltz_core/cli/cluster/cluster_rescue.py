@@ -125,7 +125,10 @@ async def accept_replicas(
             newest = SessionId(max(newest, fenced.promised))
         except CoordinatorConflict:
             pass  # Its server has claimed a session at the same moment: try again.
-    raise Unavailable(f"partition {partition_id}: its server keeps claiming it. Hint: try again.")
+    raise Unavailable(
+        f"partition {partition_id}: its server claimed a session during each of {ATTEMPTS_MAX} "
+        "attempts. Hint: try again."
+    )
 
 
 async def _query(

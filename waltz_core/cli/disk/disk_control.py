@@ -200,7 +200,7 @@ def _print_control(control: Control, entries: dict[int, ControlEntry]) -> None:
                     info.local_low_water_mark,
                     " ".join(_names(info.flags, _INFO_FLAGS)) or "-",
                     info.sequence,
-                    "; ".join(info.wrong) or "right",
+                    "; ".join(info.wrong) or "valid",
                 )
             )
     titles = ("partition", "structure", "", "session", "low-water mark", "local mark", "flags")
@@ -232,7 +232,7 @@ def _slot_texts(slot: ControlSlot, *, is_current: bool) -> dict[str, str]:
     )
     return {
         "counts": "yes" if is_current else "no",
-        "CRC and values": "; ".join(slot.wrong) or "right",
+        "CRC and values": "; ".join(slot.wrong) or "valid",
         "version": str(slot.version),
         "partition": str(slot.partition),
         "sequence": str(slot.sequence),
@@ -246,7 +246,7 @@ def _slot_texts(slot: ControlSlot, *, is_current: bool) -> dict[str, str]:
         "provisional mark": provisional,
         "log begins after": str(slot.start),
         "chain before it": slot.start_chain.hex(),
-        "acked id": str(slot.acked),
+        "acked ID": str(slot.acked),
         "chain there": slot.acked_chain.hex(),
         "truncate to": f"{slot.truncate_to}{shortened}" if slot.flags & TRUNCATE else "-",
         "damaged": " ".join(f"{first}..{last}" for first, last in slot.damaged) or "-",

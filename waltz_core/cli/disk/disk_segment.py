@@ -107,7 +107,7 @@ def _wanted(chosen: SegmentChoice) -> _Wanted:
         first = last = chosen.transaction
     for option, value in (("--first", first), ("--last", last)):
         if value is not None and value < 0:
-            raise BadConfig(f"{option}: expected an id from 0, found {value}")
+            raise BadConfig(f"{option}: expected an ID from 0, found {value}")
     is_part = chosen.metadata or chosen.record or chosen.batches
     name = chosen.deserializer or ("bytes" if chosen.data else None)
     return _Wanted(
@@ -199,7 +199,7 @@ def _show_header(path: Path, header: FileHeader, size: int, wanted: _Wanted) -> 
         print_json({"kind": "segment", "file": str(path), **_header_json(header), "bytes": size})
         return
     print_result(
-        f"{path}: version {header.version}, partition {header.partition}, from id {header.first}, "
+        f"{path}: version {header.version}, partition {header.partition}, from ID {header.first}, "
         f"{size} bytes, created {utc_text(header.created_ms)}, "
         f"cluster key {uuid(header.cluster_key)}"
     )
@@ -219,7 +219,7 @@ def _header_json(header: FileHeader) -> dict[str, object]:
     }
 
 
-_TITLES = ("id", "offset", "client/gen/part/seq", "header", "bytes", "CRC", "of data", "right")
+_TITLES = ("id", "offset", "client/gen/part/seq", "header", "bytes", "CRC", "data CRC", "valid")
 _ROW = "{:>10}  {:>11}  {:>20}  {:>11}  {:>8}  {:8}  {:8}  {:5}"
 
 
@@ -366,7 +366,7 @@ def _print_statistic(found: Statistic) -> None:
     ids = "none" if found.last is None else f"{found.last - found.records + 1}..{found.last}"
     if found.unreadable_bytes:
         ids = f"{found.header.first}..{found.last}, {found.unreadable_bytes} bytes are unreadable"
-    print_result(f"  records   {found.records}, ids {ids}, of {len(found.clients)} clients")
+    print_result(f"  records   {found.records}, IDs {ids}, of {len(found.clients)} clients")
     sizes = _sizes_json(found)
     if sizes is not None:
         shown = ", ".join(f"{name} {size}" for name, size in sizes.items())

@@ -104,7 +104,7 @@ def _print_verified(found: Verified) -> None:
     print_result(
         f"{sum(log.checksums for log in logs)} checksums of {sum(log.records for log in logs)} "
         f"records, {sum(log.bytes_read for log in logs)} bytes, in {found.seconds:.1f} s: "
-        f"{findings.wrong} wrong, {findings.notes} to note"
+        f"{findings.wrong} wrong, {findings.notes} notes"
     )
 
 

@@ -245,7 +245,7 @@ class AsyncWaltzClient(OpenedByConnect):
             try:
                 await self.directory.run()
             except errors.WaltzError as error:
-                _log.warning("client.directory_lost error=%s", error)
+                _log.warning("client.assignment_watch_failed error=%s", error)
                 await asyncio.sleep(pause_s)
             else:
                 return

@@ -402,7 +402,7 @@ class ReaderConnection:
                 f"found form {answer.form}, first {answer.first}, count {answer.count}"
             )
         if form != RangeForm.WHOLE and crc32(answer.records) != answer.records_crc:
-            raise errors.ChecksumMismatch(f"{where}: the answer's CRC does not fit")
+            raise errors.ChecksumMismatch(f"{where}: the answer's CRC does not match")
         _check_end(answer.first + answer.count - 1, query, where)
         return answer, where
 
@@ -635,7 +635,7 @@ def _verify(chunk: RangeChunk, where: str, *, is_filtered: bool) -> None:
         steps = np.diff(ids)
         inside = ids.size == 0 or (ids[0] >= chunk.first and ids[-1] < chunk.next)
         if not inside or bool((steps <= 0).any()):
-            raise errors.DataLoss(f"{where}: the ids of the answer are not in order")
+            raise errors.DataLoss(f"{where}: the IDs of the answer are not in order")
         return
     expected = np.arange(chunk.first, chunk.next, dtype=np.int64)
     if not np.array_equal(ids, expected):

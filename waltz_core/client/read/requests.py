@@ -222,7 +222,7 @@ class OwnerRequests:
             if reader.link.is_legacy_server:
                 mark = await _mark_of(reader)
                 if linearizable:
-                    await self._prove(reader)
+                    await self._check_owner(reader)
                 cluster = self._directory.cluster
                 return ReplicaSet(cluster.key, cluster.partition_count, NO_SESSION, mark, ())
             answer = await _answer_of(
@@ -241,7 +241,7 @@ class OwnerRequests:
 
         return await self._query_until_answered(partition_id, query, is_bulk=False)
 
-    async def _prove(self, reader: OwnerLink) -> None:
+    async def _check_owner(self, reader: OwnerLink) -> None:
         """Check that the owner has not changed (rule 4); raises NotOwned."""
         now = await self._directory.owner_now(reader.partition_id)
         if now != reader.owner:

@@ -584,7 +584,7 @@ class PartitionStream:
         self._monitor = Monitor(client_id, self._partition_id)
         self.next_sequence = 1
         if self.phase in _LINKED:
-            self._leave("the client id has changed", now_ms, out)
+            self._leave("the client ID has changed", now_ms, out)
 
     # --- feed
 

@@ -94,8 +94,8 @@ class Backup:
             found = Backup(
                 _of(str, values, "cluster"),
                 UUID(_of(str, values, "cluster_key")),
-                _whole(values, "taken_ms"),
-                ClientId(_whole(values, "client_id", maximum=INT32_MAX)),
+                _whole_number(values, "taken_ms"),
+                ClientId(_whole_number(values, "client_id", maximum=INT32_MAX)),
                 tuple(_partition_from_json(each) for each in _of(list, values, "partitions")),
                 {key: _write_from_json(each) for key, each in _of(dict, values, "writes").items()},
                 RestoredFrom.from_bytes(_of(str, values, "restored_from").encode()),
@@ -176,14 +176,14 @@ def _partition_from_json(values: object) -> PartitionBackup:
         pages = _of(list, files, "pages")
         manifest = SavedManifest(
             _of(str, files, "name"),
-            _whole(files, "crc"),
+            _whole_number(files, "crc"),
             _of(str, files, "head").encode(),
             tuple(_of(str, {"page": each}, "page").encode() for each in pages),
         )
     return PartitionBackup(
-        TransactionId(_whole(values, "mark")),
-        SessionId(_whole(values, "session")),
-        Generation(_whole(values, "generation", maximum=INT32_MAX, minimum=-INT32_MAX - 1)),
+        TransactionId(_whole_number(values, "mark")),
+        SessionId(_whole_number(values, "session")),
+        Generation(_whole_number(values, "generation", maximum=INT32_MAX, minimum=-INT32_MAX - 1)),
         manifest,
     )
 
@@ -213,7 +213,7 @@ def _of(kind: type, values: dict[str, Any], key: str) -> Any:  # noqa: ANN401 - 
     return found
 
 
-def _whole(
+def _whole_number(
     values: dict[str, Any], key: str, *, maximum: int = (1 << 63) - 1, minimum: int = -1
 ) -> int:
     found = _of(int, values, key)

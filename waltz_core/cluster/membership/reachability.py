@@ -64,7 +64,7 @@ class ReachReport:
             raise errors.BadFormat(f"reach report: expected format {_FORMAT}, found {data!r:.200}")
         reached, rows = values.get("reached"), values.get("unreachable")
         if not (isinstance(reached, list) and isinstance(rows, dict) and _are_ids(reached, rows)):
-            raise errors.BadFormat(f"reach report: expected ids of servers, found {data!r:.200}")
+            raise errors.BadFormat(f"reach report: expected IDs of servers, found {data!r:.200}")
         unreachable = {ServerId(int(each)): str(why) for each, why in rows.items()}
         is_witness = values.get("witness") is not False
         return ReachReport(

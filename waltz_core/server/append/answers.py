@@ -58,7 +58,7 @@ def reject_ticket(ticket: Ticket, error: errors.WaltzError) -> SendToClient:
 
 def superseded(request: Received) -> SendToClient:
     """Report that a later request of the same client replaces this one."""
-    error = errors.ConnectionSuperseded("a later mount of the client has taken its place")
+    error = errors.ConnectionSuperseded("a later mount of the same client has replaced this one")
     return reject(request, error)
 
 

@@ -61,8 +61,8 @@ def check_batches(
     `records_crc` is that of all bytes, if the caller has computed it already.
 
     Raises:
-        BadRequest: the IDs, the batches or their chain do not fit the records.
-        ChecksumMismatch: a record's CRC does not fit.
+        BadRequest: the IDs, the batches or their chain do not match the records.
+        ChecksumMismatch: a record's CRC does not match.
     """
     where = f"append at {first}"
     if not entries or not lengths.size or raw_records.sum_of(lengths) != len(records):
@@ -77,7 +77,7 @@ def check_batches(
         raise BadRequest(f"{where}: expected ID {first + gap}, found another one")
     wrong = check_chain(entries, first, chain_before, crcs)
     if wrong is not None or entries[-1].last != first + lengths.size - 1:
-        raise BadRequest(f"{where}: the batches do not fit the records, or their chain differs")
+        raise BadRequest(f"{where}: the batches do not match the records, or their chain differs")
 
 
 def check_repaired(

@@ -234,7 +234,7 @@ def _newer(file: File, index: int, path: Path) -> int:
     """Return which structure of a partition counts (docs/design/disk-format.md 2)."""
     stated = int.from_bytes(file.pread(4, partition_entry_offset(index)), "big", signed=True)
     if stated != index:
-        raise BadFormat(f"{path}: expected partition {index} in its place, found {stated}")
+        raise BadFormat(f"{path}: expected partition {index} in entry {index}, found {stated}")
     sequences: list[tuple[int, int]] = []
     for slot in (0, 1):
         try:

@@ -57,7 +57,7 @@ def checked_body(data: Bytes, size: int, what: str, before: int = 0) -> bytes:
 
     Raises:
         BadFormat: it is too short.
-        ChecksumMismatch: the CRC does not fit.
+        ChecksumMismatch: the CRC does not match.
     """
     if len(data) != size:
         raise BadFormat(f"{what}: expected {size} bytes, found {len(data)}")
@@ -69,7 +69,7 @@ def checked_body(data: Bytes, size: int, what: str, before: int = 0) -> bytes:
     return body
 
 
-def _whole(data: Bytes, size: int, what: str) -> None:
+def _check_length(data: Bytes, size: int, what: str) -> None:
     if len(data) < size:
         raise BadFormat(f"{what}: expected {size} bytes, found {len(data)}")
 
@@ -80,7 +80,7 @@ def check_version(found: int, what: str) -> None:
         raise BadFormat(f"{what}: expected version {VERSION}, found {found}")
 
 
-def _zero(reserved: Bytes, what: str) -> None:
+def _check_zero(reserved: Bytes, what: str) -> None:
     if any(reserved):
         found = bytes(reserved).strip(b"\0")[:16].hex()
         raise BadFormat(f"{what}: expected zero in the reserved bytes, found {found}")
@@ -125,10 +125,10 @@ class ControlHeader(NamedTuple):
     @staticmethod
     def decode(data: Bytes) -> "ControlHeader":
         """Read 128 bytes (rule 2)."""
-        _whole(data, CONTROL_HEADER_BYTES, "control file header")
+        _check_length(data, CONTROL_HEADER_BYTES, "control file header")
         version, created_ms, key, count, reserved = _CONTROL_HEADER.unpack_from(data)
         check_version(version, "control file header")
-        _zero(reserved, "control file header")
+        _check_zero(reserved, "control file header")
         if not 0 <= count <= PARTITIONS_MAX:
             raise BadFormat(
                 f"control file header: expected 0 to {PARTITIONS_MAX} partitions, found {count}"
@@ -235,12 +235,12 @@ class SegmentHeader(NamedTuple):
     @staticmethod
     def decode(data: Bytes) -> "SegmentHeader":
         """Read 128 bytes (rule 2)."""
-        _whole(data, SEGMENT_HEADER_BYTES, "segment header")
+        _check_length(data, SEGMENT_HEADER_BYTES, "segment header")
         version, created_ms, key, partition, first, reserved = _SEGMENT_HEADER.unpack_from(data)
         check_version(version, "segment header")
-        _zero(reserved, "segment header")
+        _check_zero(reserved, "segment header")
         if first < 0:
-            raise BadFormat(f"segment header: expected a first id of at least 0, found {first}")
+            raise BadFormat(f"segment header: expected a first ID of at least 0, found {first}")
         return SegmentHeader(created_ms, key, PartitionId(partition), TransactionId(first))
 
 
@@ -323,9 +323,9 @@ class LineageHeader(NamedTuple):
         body = checked_body(data, LINEAGE_HEADER_BYTES, "lineage header")
         version, created_ms, key, partition, first, chain = _LINEAGE_HEADER.unpack(body)
         check_version(version, "lineage header")
-        _zero(body[-4:], "lineage header")
+        _check_zero(body[-4:], "lineage header")
         if first < 0:
-            raise BadFormat(f"lineage header: expected a first id of at least 0, found {first}")
+            raise BadFormat(f"lineage header: expected a first ID of at least 0, found {first}")
         segment = SegmentHeader(created_ms, key, PartitionId(partition), TransactionId(first))
         return LineageHeader(segment, Chain(chain))
 
@@ -351,11 +351,11 @@ def decode_entry(
             return LineageEntry(first, last, session, stamp_ms, chain), synced
     # It is invalid: the checks below raise the specific error.
     body = checked_body(data, LINEAGE_ENTRY_BYTES, "lineage entry", bound)
-    _zero(body[-4:], "lineage entry")
+    _check_zero(body[-4:], "lineage entry")
     *fields, synced = _LINEAGE_ENTRY.unpack(body)
     entry = _entry(fields)
     if not BEFORE_FIRST <= synced < entry.first:
-        raise BadFormat(f"lineage entry: expected a synced id below {entry.first}, found {synced}")
+        raise BadFormat(f"lineage entry: expected a synced ID below {entry.first}, found {synced}")
     return entry, TransactionId(synced)
 
 
@@ -611,10 +611,10 @@ class Slot:
         if min(promised, last_session, low_water_mark, fields[12]) < BEFORE_FIRST:
             raise BadFormat("control slot: expected sessions and marks of at least -1")
         used = _SLOT.size + damaged_count * _RANGE.size
-        _zero(body[used : -_TAIL.size], "control slot")
+        _check_zero(body[used : -_TAIL.size], "control slot")
         first, chain_before, back = _TAIL.unpack_from(body, len(body) - _TAIL.size)
         if first < 0:
-            raise BadFormat(f"control slot: expected a first id of at least 0, found {first}")
+            raise BadFormat(f"control slot: expected a first ID of at least 0, found {first}")
         if back > last_session + 1:
             raise BadFormat(
                 f"control slot: expected an engaged session of at least 0, "

@@ -72,9 +72,9 @@ class DiskSpace:
             if size <= self._spare_bytes:
                 self._spare_bytes -= size
                 return
-            self._query(size)
+            self._check_free(size)
 
-    def _query(self, size: int) -> None:
+    def _check_free(self, size: int) -> None:
         free = self.free_bytes()
         wanted = size if self._is_reserved else size + self._reserve_bytes
         self.is_short = free < wanted
@@ -136,7 +136,7 @@ class DiskSpace:
             if not self._is_reserved and self.free_bytes() >= self._reserve_bytes:
                 self.fill()
             self._spare_bytes = 0
-            self._query(self._wanted_bytes)
+            self._check_free(self._wanted_bytes)
             self._spare_bytes = 0  # nothing was written for it
 
     def free_bytes(self) -> int:

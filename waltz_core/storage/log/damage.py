@@ -40,14 +40,14 @@ def fill(
 
     Raises:
         BadRequest: `first` does not begin a damaged range, or the records go beyond it.
-        ChecksumMismatch: a record's CRC does not fit, or its batch's chain does not.
+        ChecksumMismatch: a record's CRC does not match, or its batch's chain does not.
         BadFormat: the bytes do not fit into the hole.
     """
     last = TransactionId(first + int(lengths.size) - 1)
     hole = next((ids for ids in slot.damaged if ids.first == first), None)
     if hole is None or not first <= last <= hole.last:
         raise BadRequest(
-            f"partition {slot.partition_id}: expected ids that start with a damaged range and end "
+            f"partition {slot.partition_id}: expected IDs that start with a damaged range and end "
             f"in it, found {first}..{last}; damaged are {ranges_text(slot.damaged) or 'none'}"
         )
     bad = first_wrong(records, lengths, first)

@@ -16,7 +16,7 @@ Rules:
        write of the slot and that of the structure that it names. The same holds for records that
        an owner has left without batches (`UNBATCHED`), and for those that an earlier version of
        this storage took from 0.13 servers: the slot is the newest then, and its marker is trusted.
-       A provisional mark of such a server loses its session (`covering.py`, rule 1). The bounds
+       A provisional mark of such a server is kept without session (`covering.py`, rule 1). Bounds
        follow from IDs and lengths alone, however often the log was opened meanwhile: batches of an
        earlier adoption with other bounds are made again. 0.13 ignores batches and intents: an
        intent that is older than its writes is dropped, and batches above the mark that the slot has
@@ -271,8 +271,8 @@ class _Opening:
             self._remove(firsts.pop(0))
         if firsts and firsts[0] > start.transaction_id + 1:
             raise MissingSegment(
-                f"{self._directory}: expected a segment from id {start.transaction_id + 1}, "
-                f"found {firsts[0]} first"
+                f"{self._directory}: expected the oldest segment to begin at ID "
+                f"{start.transaction_id + 1} or below, found ID {firsts[0]}"
             )
         # A batch that ends at or before the start may cross the beginning of the oldest segment:
         # then only that segment has the chain before it.

@@ -385,7 +385,7 @@ class PartitionLog:
         Raises:
             SessionFenced: the session is not the promised one.
             BadRequest: the records do not continue the log, or do not fit their batches.
-            ChecksumMismatch: a record's CRC does not fit; nothing was written.
+            ChecksumMismatch: a record's CRC does not match; nothing was written.
             NoSpace: the disk is full; nothing was written.
             DiskFailed: a write failed (`log_files.py`, rule 3).
         """

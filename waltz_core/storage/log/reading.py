@@ -212,13 +212,13 @@ class LogReader:
         start = self._segments.start.transaction_id
         if 0 <= first <= start:
             raise BelowStart(
-                f"partition {self.partition_id}: expected ids from {start + 1} on, "
+                f"partition {self.partition_id}: expected IDs from {start + 1} on, "
                 f"found {first}..{last}",
                 start + 1,
             )
         if not start < first <= last <= self._segments.last_id:
             raise BadRequest(
-                f"partition {self.partition_id}: expected ids up to {self._segments.last_id}, "
+                f"partition {self.partition_id}: expected IDs up to {self._segments.last_id}, "
                 f"found {first}..{last}"
             )
 

@@ -10,9 +10,9 @@ Rules:
     1. Once the intent is durable it is carried out; if the process dies, by the next opening of
        the directory. Until it is durable, nothing has changed.
     2. Each step may be repeated: an interrupted removal starts again from its intent.
-    3. A replica that is still held after its log was deleted is suspect and has no mark. So it is
-       never taken for one that never had data, nor for one that has what it promised. It keeps its
-       promise.
+    3. A replica that is still held after its log was deleted is suspect and has no mark. So it
+       is never mistaken for one that never had data, or for one that has what it promised. It
+       keeps its promise.
     4. Only the files of a log are removed; other files in the directory are not touched.
 """
 

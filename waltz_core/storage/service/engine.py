@@ -445,8 +445,8 @@ class Engine:
             if slots.fell_back:
                 raise ReplicaSuspect(
                     f"partition {partition_id}: expected 2 valid control slots, found 1. Hint: "
-                    "make the partition available first, so that its opening limits what it may "
-                    "have promised."
+                    "take the partition online first (`storage availability`): it then rejects all "
+                    "sessions that the lost slot may have promised."
                 )
             sequence = self._control.info(partition_id).sequence + 1
             slots.write(replace(slots.slot, old_sequence=sequence))

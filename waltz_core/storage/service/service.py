@@ -433,7 +433,7 @@ class StorageService:
         The error states the reason: only a later session may look like one to the old owner.
         """
         for request in (*lane.writes, *lane.reads):
-            self._unqueue(request)
+            self._subtract_queued(request)
             self._reject(request, why)
         lane.writes.clear()
         lane.reads.clear()
@@ -457,7 +457,7 @@ class StorageService:
                 gone = [request for request in queue if request.connection == connection]
                 for request in gone:
                     queue.remove(request)
-                    self._unqueue(request)
+                    self._subtract_queued(request)
 
     def _opened(self, log: PartitionLog, now_ms: int) -> None:
         assert log.partition_id not in self._lanes
@@ -524,7 +524,7 @@ class StorageService:
         if lane.work is None:
             self._start_work(lane)
 
-    def _unqueue(self, request: LaneRequest) -> None:
+    def _subtract_queued(self, request: LaneRequest) -> None:
         self.queued_bytes -= queue_bytes(request.message)
         assert self.queued_bytes >= 0
 
@@ -554,7 +554,7 @@ class StorageService:
             found: WorkOutcome | ArchiveQuery = outcome
             if isinstance(outcome, WaltzError):
                 found = self._archive_reads.instead(request, outcome)
-            self._unqueue(request)
+            self._subtract_queued(request)
             if isinstance(found, ArchiveQuery):
                 self._effects.append(ReadArchive(found))
             else:
