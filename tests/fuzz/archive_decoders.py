@@ -60,7 +60,9 @@ def changed_objects() -> list[bytes]:
                 except (pa.ArrowException, OverflowError):  # it is too wide for the column
                     continue
                 made.append(written(table, name, array))
-    return made + [written(table.drop_columns(["header"]), "", None), written(table[:0], "", None)]
+    made.append(written(table.drop_columns(["header"]), "", None))
+    made.append(written(table[:0], "", None))
+    return made
 
 
 def written(table: pa.Table, name: str, array: pa.Array | None) -> bytes:

@@ -57,7 +57,7 @@ class Decoder:
             if exhausted is None:
                 return
             raise self._defect(data, exhausted) from error
-        except Exception as error:  # noqa: BLE001 - any of them is the defect
+        except Exception as error:
             raise self._defect(data, error) from error
 
     def _defect(self, data: bytes, error: BaseException) -> Defect:

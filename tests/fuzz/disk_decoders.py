@@ -268,9 +268,7 @@ def verify_storage(data: bytes) -> None:
 
 
 def _structure(name: str, decode, value, seal=None) -> Decoder:
-    return Decoder(
-        name, partial(decode_structure, decode), DAMAGED, lambda: [value.encode()], seal
-    )
+    return Decoder(name, partial(decode_structure, decode), DAMAGED, lambda: [value.encode()], seal)
 
 
 DECODERS = (

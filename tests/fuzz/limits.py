@@ -63,9 +63,7 @@ def check_limited(decoder: Decoder, data: bytes, *, cpu_s: float = CPU_S) -> Non
         ) from error
     grown = [now - then for now, then in zip(_most_bytes(), before, strict=True)]
     if max(grown) > GROWTH_BYTES + GROWTH_FACTOR * len(data):
-        raise Defect(
-            decoder.name, data, f"took {max(grown):,} bytes of memory", "an unknown place"
-        )
+        raise Defect(decoder.name, data, f"took {max(grown):,} bytes of memory", "an unknown place")
 
 
 def _most_bytes(*, forget: bool = False) -> tuple[int, int]:

@@ -20,7 +20,8 @@ EXTREMES = (
 )
 WIDTHS = (1, 2, 4, 8)
 BINARY_WORDS = (b"", b"\0", b"\xff" * 4, b"\x7f\xff\xff\xff", b"\x80\0\0\0", bytes(64))
-_NUMBERS = tuple(str(each).encode() for each in EXTREMES) + (
+_NUMBERS = (
+    *(str(each).encode() for each in EXTREMES),
     *(b"9" * 5_000, b"-" + b"9" * 5_000, b"0x" + b"f" * 5_000, b"1e999", b"-1e999", b"1e400000"),
     *(b"0.5", b"-0", b"00", b"1_000", b"NaN", b"Infinity", b"-Infinity", b"inf", b"nan"),
 )

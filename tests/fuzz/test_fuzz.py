@@ -85,14 +85,13 @@ def fails(data):
 
 
 def out_of_memory(data):
-    try:
-        raise MemoryError
-    except MemoryError as error:
-        raise BadFormat("too large") from error
+    raise BadFormat("too large") from MemoryError()
 
 
 def test_an_undeclared_error_is_a_defect_with_its_place():
-    with pytest.raises(Defect, match=r"broken: KeyError: .* at tests/fuzz/test_fuzz.py:\d+, for 7f"):
+    with pytest.raises(
+        Defect, match=r"broken: KeyError: .* at tests/fuzz/test_fuzz.py:\d+, for 7f"
+    ):
         decoder_of(fails).check(INT32_MAX.to_bytes(4, "big"))
     decoder_of(fails).check(b"other")
 

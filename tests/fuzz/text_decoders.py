@@ -4,6 +4,7 @@ import atexit
 import json
 import shutil
 import tempfile
+from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 
@@ -62,10 +63,8 @@ def load_settings(config_type, data: bytes) -> None:
     finally:
         # One variable with these bytes; which one, depends on them.
         variable = prefix + names[sum(data) % len(names)].upper()
-        try:
+        with suppress(BadConfig):
             load(config_type, environment={variable: text_of(data)})
-        except BadConfig:
-            pass
 
 
 CONNECT_STRINGS = (
@@ -83,11 +82,7 @@ def parse_connect(data: bytes) -> None:
 
 def parse_token(data: bytes) -> None:
     text = text_of(data)
-    try:
-        assert Token.parse(text, "f").text == text.strip()
-    except BadConfig as error:
-        assert len(text.strip()) < 8 or text.strip() not in str(error)
-        raise
+    assert Token.parse(text, "f").text == text.strip()
 
 
 def parse_auth_file(data: bytes) -> None:
@@ -130,7 +125,8 @@ def spark_payloads(data_format: str) -> list[bytes]:
     values = [True, 7, -7, 1.5, "12.50", "ü", b"abc", 20_000, 1_700_000_000_000_000]
     values += [[1, None], {"x": 1}, {"k": 2}]
     if data_format == "json":
-        values[6] = "YWJj"
+        values[6:9] = ["YWJj", "2026-01-02", "2026-01-02T03:04:05+00:00"]
+        values[11] = [["k", 2]]
         return [json.dumps({f"c{at}": each for at, each in enumerate(values)}).encode()]
     return [msgpack.packb({f"c{at}": each for at, each in enumerate(values)})]
 
@@ -221,7 +217,9 @@ def _payload(name: str, serializer) -> Decoder:
 DECODERS = (
     *map(_settings, KINDS.values() if isinstance(KINDS, dict) else KINDS),
     _text("connect-string", parse_connect, *CONNECT_STRINGS),
-    _text("address", lambda data: check_address(text_of(data)), "zk1:2181", "[::1]:80", "1.2.3.4:5"),
+    _text(
+        "address", lambda data: check_address(text_of(data)), "zk1:2181", "[::1]:80", "1.2.3.4:5"
+    ),
     _text("token", parse_token, "0123456789abcdef" * 4 + "\n"),
     _text("auth-file", parse_auth_file, "digest:waltz:a password\n# c\nworld:anyone:r\n"),
     Decoder("envelope", decrypt, (), envelopes),

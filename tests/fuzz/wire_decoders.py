@@ -1,7 +1,6 @@
 """Decoders of bytes from sockets: frames, hellos, streams, batches, answers with records."""
 
 import asyncio
-from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from random import Random
@@ -12,11 +11,7 @@ import pyarrow as pa
 from tests.fuzz.decoder import Decoder
 from tests.golden.wire_examples import example, messages_of
 from waltz_core.client.model.predecessors import _predecessors_in
-from waltz_core.client.read.ranges import (
-    RangeQuery,
-    ReaderConnection,
-    chunk_of_server,
-)
+from waltz_core.client.read.ranges import RangeQuery, ReaderConnection, chunk_of_server
 from waltz_core.client.stream.cursor import FeedCursor
 from waltz_core.client.stream.monitor import _decode
 from waltz_core.errors import (
@@ -30,11 +25,7 @@ from waltz_core.errors import (
 from waltz_core.records import batches, raw_records
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import GENESIS_CHAIN, LineageEntry, ReqId, next_chain
-from waltz_core.replication.repair import (
-    decode_damaged_ranges,
-    verify_batches,
-    verify_records,
-)
+from waltz_core.replication.repair import decode_damaged_ranges, verify_batches, verify_records
 from waltz_core.server.read.reads import _checked, _Key
 from waltz_core.wire import codec, messages
 from waltz_core.wire.codec import FRAME_HEADER
@@ -85,6 +76,14 @@ def decode_frame(protocol: WireProtocol, data: bytes) -> None:
         version = codec.decode_frame_header(data).version
         again = b"".join(codec.encode(message, version))
         assert codec.decode(protocol, version, memoryview(again)[FRAME_HEADER.size :]) == message
+
+
+def with_header(protocol: WireProtocol, data: bytes) -> bytes:
+    """Return bytes as the payload of a frame of one of the protocol's versions."""
+    versions, stated = protocol.versions, int.from_bytes(data[1:3], "big")
+    version = stated if stated in versions else versions[stated % len(versions)]
+    payload = data[FRAME_HEADER.size :]
+    return FRAME_HEADER.pack(protocol.magic, version, len(payload)) + payload
 
 
 def hellos() -> list[bytes]:
@@ -367,9 +366,7 @@ def append_results() -> list[bytes]:
     rows = messages.AppendResult(REQ_ID, 10, numbers, bytes((0, 0, 1)), numbers)
     row = messages.AppendResult(REQ_ID, 10, numbers[:8], bytes(1), b"\xff" * 8)
     records, _ = some_records()
-    others = messages.Predecessors(
-        REQ_ID, 3, 1, 4, packed_lengths(records), b"".join(records)
-    )
+    others = messages.Predecessors(REQ_ID, 3, 1, 4, packed_lengths(records), b"".join(records))
     return [frame_of(each) for each in (rows, row, others)]
 
 
@@ -389,9 +386,13 @@ def decode_segment_request(data: bytes) -> None:
 
 
 def _frames(protocol: WireProtocol) -> Decoder:
-    decode: Callable[[bytes], None] = partial(decode_frame, protocol)
-    name = f"frames-{protocol.name.lower()}"
-    return Decoder(name, decode, (RemoteProtocolError,), partial(frames_of, protocol))
+    return Decoder(
+        f"frames-{protocol.name.lower()}",
+        partial(decode_frame, protocol),
+        (RemoteProtocolError,),
+        partial(frames_of, protocol),
+        partial(with_header, protocol),
+    )
 
 
 _DAMAGED = (BadFormat, ChecksumMismatch, RemoteProtocolError)
@@ -419,7 +420,5 @@ DECODERS = (
         (RemoteProtocolError,),
         lambda: [bytes(7) + b"\1" + bytes(7) + b"\5"],
     ),
-    Decoder(
-        "segment-request", decode_segment_request, (), lambda: [encode_segment(3, 1 << 33)]
-    ),
+    Decoder("segment-request", decode_segment_request, (), lambda: [encode_segment(3, 1 << 33)]),
 )

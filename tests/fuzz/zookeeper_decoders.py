@@ -194,9 +194,7 @@ DECODERS = (
     _binary("group-descriptor", model.GroupDescriptor, model.GroupDescriptor({"h:1": 5})),
     _binary("connection-metadata", model.ConnectionMetadata, model.ConnectionMetadata({"h:1": 9})),
     _binary("storage-registration", model.StorageRegistration, model.StorageRegistration(KEY)),
-    Decoder(
-        "partition-marker", partial(decode_node, model.PartitionMarker), (BadFormat,), markers
-    ),
+    Decoder("partition-marker", partial(decode_node, model.PartitionMarker), (BadFormat,), markers),
     Decoder("partition-metadata", decode_metadata, (BadFormat,), metadata),
     Decoder("id-counter", decode_id, (BadFormat,), lambda: [model.encode_id(70_000)]),
     _json("audit-entry", AuditEntry, AuditEntry("ann", 1, "move", "done", 2)),
