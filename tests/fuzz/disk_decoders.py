@@ -16,13 +16,20 @@ from waltz_core.offline.verify import verify
 from waltz_core.records import lock_blocks
 from waltz_core.records.checksum import crc32
 from waltz_core.records.lock_blocks import TRAILER_BYTES, LogEnd
-from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN, LineageEntry
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    GENESIS_CHAIN,
+    RECORD_OVERHEAD_BYTES,
+    RECORD_PREFIX,
+    LineageEntry,
+)
 from waltz_core.server.locking.refill import _writers
 from waltz_core.storage.files.control_file import ControlFile
 from waltz_core.storage.files.format import (
     LINEAGE_ENTRY_BYTES,
     LINEAGE_HEADER_BYTES,
     PARTITION_INFO_BYTES,
+    SEGMENT_HEADER_BYTES,
     SLOT_BLOCK_BYTES,
     SLOT_BYTES,
     ControlHeader,
@@ -177,12 +184,29 @@ def sealed_file(data: bytes) -> bytes:
         ]
     elif path.suffix == ".chn":
         return data[:1] + sealed_lineage(bytes(content))
+    elif path.suffix == ".seg":
+        return data[:1] + sealed_records(content)
     else:
         return data
     for at, size in parts:
         if at + size <= len(content):
             content[at : at + size] = sealed(bytes(content[at : at + size]))
     return data[:1] + bytes(content)
+
+
+def sealed_records(content: bytearray) -> bytes:
+    """Return a `.seg` file with the CRCs of its records, up to one of impossible size."""
+    at = SEGMENT_HEADER_BYTES
+    while at + RECORD_OVERHEAD_BYTES <= len(content):
+        size = int.from_bytes(content[at + 28 : at + 32], "big", signed=True)
+        end = at + RECORD_OVERHEAD_BYTES + size
+        if size < 0 or end > len(content):
+            break
+        start, at = at, end
+        data = content[start + RECORD_PREFIX.size : end - 4]
+        content[start + 32 : start + 36] = crc32(data).to_bytes(4, "big")
+        content[start:end] = sealed(bytes(content[start:end]))
+    return bytes(content)
 
 
 def sealed_lineage(content: bytes) -> bytes:
