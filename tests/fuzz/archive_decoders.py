@@ -139,7 +139,7 @@ DECODERS = (
         DAMAGED,
         lambda: objects() + changed_objects(),
         words=BINARY_WORDS,
-        examples=12,
+        examples=10,
     ),
     Decoder("object-facts", ObjectFacts.from_bytes, (BadFormat,), facts, words=TEXT_WORDS),
     Decoder("archive-name", decode_name, (), names, words=TEXT_WORDS),

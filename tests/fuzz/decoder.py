@@ -39,7 +39,7 @@ class Decoder:
     seeds: Callable[[], Sequence[bytes]]
     seal: Callable[[bytes], bytes] | None = None
     words: tuple[bytes, ...] = BINARY_WORDS
-    examples: int = 25
+    examples: int = 20
 
     def check(self, data: bytes) -> None:
         """Decode bytes, as they are and sealed; raises Defect."""

@@ -311,8 +311,8 @@ DECODERS = (
     ),
     Decoder("storage-id", id_of_storage, DAMAGED, lambda: [encode_storage_id(CHAIN)], sealed),
     Decoder("lock-blocks", read_blocks, (), runs_of_blocks, sealed_block),
-    Decoder("storage-files", open_storage, (Damaged,), changed_files, sealed_file, examples=12),
+    Decoder("storage-files", open_storage, (Damaged,), changed_files, sealed_file, examples=10),
     Decoder(
-        "storage-verify", verify_storage, (WaltzError,), changed_files, sealed_file, examples=12
+        "storage-verify", verify_storage, (WaltzError,), changed_files, sealed_file, examples=10
     ),
 )

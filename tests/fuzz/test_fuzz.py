@@ -29,12 +29,16 @@ each_decoder = pytest.mark.parametrize("decoder", DECODERS, ids=lambda each: eac
 
 @each_decoder
 def test_changed_and_random_bytes_give_a_value_or_a_declared_error(decoder):
+    tried = set()
+
     @settings(QUICK, max_examples=decoder.examples)
     @given(inputs(decoder.all_seeds(), decoder.words))
     def run(data):
+        tried.add(data)
         decoder.check(data)
 
     run()
+    assert len(tried) >= decoder.examples // 3
 
 
 @each_decoder
@@ -68,7 +72,7 @@ def test_huge_numbers_need_no_more_memory_than_the_input_justifies():
     assert done.returncode == 0, done.stderr
     count, defects = parsed(done.stdout)
     assert not defects, "\n".join(map(str, defects))
-    assert count > 40 * len(DECODERS)
+    assert count > 30 * len(DECODERS)
 
 
 # ---- the fuzzer itself

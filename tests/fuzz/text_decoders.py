@@ -232,7 +232,7 @@ DECODERS = (
             (BadFormat,),
             partial(spark_payloads, each),
             words=TEXT_WORDS,
-            examples=12,
+            examples=10,
         )
         for each in ("json", "msgpack")
     ),
