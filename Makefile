@@ -19,7 +19,7 @@ LAB ?= $(if $(DISPLAY)$(WAYLAND_DISPLAY)$(filter Darwin,$(shell uname)),,--no-br
 
 # Folders in the order in which they run, fast first; one that holds no tests yet is left out.
 present = $(foreach name,$(1),$(if $(shell find tests/$(name) -name 'test_*.py' 2>/dev/null),tests/$(name)))
-QUICK = $(call present,tidy unit golden)
+QUICK = $(call present,tidy unit golden fuzz)
 SIMULATED = $(call present,property sim crash)
 # The longest files first: a worker takes the next file when it has finished one.
 REAL = $(call present,chaos fault integration)

@@ -36,5 +36,8 @@ def decode(offset: Mapping[str, Any]) -> Position:
     cluster = offset.get(CLUSTER)
     if cluster is not None and not isinstance(cluster, str):
         raise TypeError(f"offset: expected a cluster's key, found {cluster!r}")
-    marks = {int(name): int(mark) for name, mark in offset.items() if name != CLUSTER}
+    try:
+        marks = {int(name): int(mark) for name, mark in offset.items() if name != CLUSTER}
+    except OverflowError as error:
+        raise ValueError(f"offset: expected marks, found an infinity: {error}") from error
     return Position(marks, cluster)

@@ -22,6 +22,7 @@ VALUES: dict[FieldKind, object] = {
     FieldKind.INT64: 1 << 40,
     FieldKind.CRC32: 0xFEDCBA98,
     FieldKind.RAW16: bytes(range(16)),
+    FieldKind.RAW32: bytes(range(32)),
     FieldKind.REQ_ID: ReqId(1, 2, 3, 4),
     FieldKind.BLOB: b"abc",
     FieldKind.TEXT: "storage ü",

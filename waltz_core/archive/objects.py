@@ -29,7 +29,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from waltz_core.errors import BadFormat, ChecksumMismatch
-from waltz_core.records import arrow_buffers, raw_records
+from waltz_core.records import arrow_buffers, raw_records, strict_json
 from waltz_core.records.raw_records import I64, PREFIX_DTYPE, Buffer
 from waltz_core.records.record import (
     RECORD_OVERHEAD_BYTES,
@@ -111,7 +111,7 @@ class ObjectFacts(NamedTuple):
     def from_bytes(data: bytes) -> "ObjectFacts":
         """Decode; raises BadFormat."""
         try:
-            values = json.loads(data)
+            values = strict_json.from_json(data)
             if values["format"] != FORMAT:
                 raise BadFormat(f"expected format {FORMAT}, found {values['format']!r}")
             return ObjectFacts(
@@ -287,7 +287,7 @@ class ArchiveObject:
         )
         stamps = _values_or_zero(columns["commit_time"], np.int64)  # rule 3
         ids = np.arange(first, first + firsts.size)
-        starts = np.flatnonzero(np.diff(firsts, prepend=firsts[0] - 1))
+        starts = np.append(0, np.flatnonzero(np.diff(firsts)) + 1)
         reaches = np.append(starts[1:], firsts.size)
         for values in (firsts, lasts, sessions, stamps):
             if (values != values[starts].repeat(reaches - starts)).any():

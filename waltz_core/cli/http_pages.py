@@ -103,9 +103,9 @@ def parse(page: str, address: str) -> list[Sample]:
 
 def _number(text: str) -> int | float | None:
     """Parse a number (rule 1); None for another text."""
-    if text.lstrip("+-").isdecimal():
-        return int(text)
     try:
+        if text.lstrip("+-").isdecimal():
+            return int(text)
         value = float(text)
     except ValueError:
         return None

@@ -149,11 +149,13 @@ def load(
 def _read_toml(path: str | os.PathLike[str]) -> dict[str, object]:
     try:
         with open(path, "rb") as handle:
-            return tomllib.load(handle)
+            found = tomllib.load(handle)
+        repr(found)  # raises for a number that no error could show, of over 4,300 digits
     except OSError as error:
         raise BadConfig(f"{os.fspath(path)}: expected a TOML file: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise BadConfig(f"{os.fspath(path)}: expected a TOML file: {error}") from None
+    return found
 
 
 def _environment_names(

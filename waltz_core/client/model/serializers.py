@@ -54,7 +54,7 @@ class MsgpackSerializer:
         """Return the value; raises BadFormat for invalid msgpack."""
         try:
             return msgpack.unpackb(data, strict_map_key=False)
-        except (msgpack.UnpackException, ValueError) as error:
+        except (msgpack.UnpackException, ValueError, TypeError) as error:
             raise errors.BadFormat(f"transaction data: not msgpack: {error}") from error
 
 

@@ -62,7 +62,7 @@ class AuditEntry:
         if not isinstance(values, dict) or values.get("format") != _FORMAT:
             raise errors.BadFormat(f"AuditEntry: expected format 1, found {data!r:.200}")
         for name, kinds in _KINDS.items():
-            if type(values.get(name)) not in kinds:
+            if name not in values or type(values[name]) not in kinds:
                 raise errors.BadFormat(
                     f"AuditEntry: expected {name} as {kinds[0].__name__}, "
                     f"found {values.get(name)!r:.200}"

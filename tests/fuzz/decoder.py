@@ -1,0 +1,97 @@
+"""What the fuzzer knows of a decoder, and when an input shows a defect of it."""
+
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from tests.fuzz.mutations import BINARY_WORDS
+
+CORPUS = Path(__file__).parent / "corpus"
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Defect(AssertionError):
+    """A decoder did something that it does not declare; `place` is the line that did it."""
+
+    def __init__(self, decoder: str, data: bytes, what: str, place: str) -> None:
+        super().__init__(f"{decoder}: {what} at {place}, for {data[:400].hex() or 'no bytes'}")
+        self.decoder = decoder
+        self.data = data
+        self.what = what
+        self.place = place
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A decoder of bytes from outside.
+
+    `decode` returns, or raises one of `errors`, which its docstring declares; it may also assert
+    what must hold for a value. `seeds` returns valid bytes. `seal` corrects the checksums of
+    changed bytes, so that they reach what is behind the checksums. `words` are inserted. `examples`
+    is the number of inputs of a quick test.
+    """
+
+    name: str
+    decode: Callable[[bytes], object]
+    errors: tuple[type[Exception], ...]
+    seeds: Callable[[], Sequence[bytes]]
+    seal: Callable[[bytes], bytes] | None = None
+    words: tuple[bytes, ...] = BINARY_WORDS
+    examples: int = 20
+
+    def check(self, data: bytes) -> None:
+        """Decode bytes, as they are and sealed; raises Defect."""
+        self._check(data)
+        if self.seal is not None:
+            sealed = self.seal(data)
+            if sealed != data:
+                self._check(sealed)
+
+    def _check(self, data: bytes) -> None:
+        try:
+            self.decode(data)
+        except self.errors as error:
+            exhausted = memory_error_in(error)
+            if exhausted is None:
+                return
+            raise self._defect(data, exhausted) from error
+        except Exception as error:
+            raise self._defect(data, error) from error
+
+    def _defect(self, data: bytes, error: BaseException) -> Defect:
+        return Defect(self.name, data, f"{type(error).__name__}: {error!s:.300}", place_of(error))
+
+    def all_seeds(self) -> list[bytes]:
+        """Return the seeds, and the inputs of the corpus."""
+        return [*_seeds_of(self.seeds), *self.corpus().values()]
+
+    def corpus(self) -> dict[str, bytes]:
+        """Return the kept inputs by name."""
+        files = sorted((CORPUS / self.name).glob("*.bin"))
+        return {each.name: each.read_bytes() for each in files}
+
+
+@cache
+def _seeds_of(seeds: Callable[[], Sequence[bytes]]) -> tuple[bytes, ...]:
+    return tuple(seeds())
+
+
+def memory_error_in(error: BaseException) -> MemoryError | None:
+    """Return the lack of memory that a declared error was made of: pyarrow has one of its own."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, MemoryError):
+            return cause
+        cause = cause.__cause__ or cause.__context__
+    return None
+
+
+def place_of(error: BaseException) -> str:
+    """Return the innermost line of the project that an error passed."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [each for each in frames if each.filename.startswith(str(ROOT))] or frames[:1]
+    if not own:
+        return "an unknown place"
+    return f"{own[-1].filename.removeprefix(f'{ROOT}/')}:{own[-1].lineno}"
