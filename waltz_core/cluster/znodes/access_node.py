@@ -88,7 +88,7 @@ def _permissions(found: object) -> Permissions:
     limits = _mapped(node["limits"], "limits", _limits)
     tokens = _mapped(node["tokens"], "tokens", _token)
     ids = [each.token_id for each in tokens.values()]
-    _expect(len(set(ids)) == len(ids), "token IDs that differ", ids)
+    _expect(len(set(ids)) == len(ids), "distinct token IDs", ids)
     key = node["client_key"]
     if type(key) is not str or _HEX_32.fullmatch(key) is None:  # NB: the error does not show it
         raise ValueError("client_key: expected 64 hexadecimal digits")
@@ -114,7 +114,7 @@ _KEYS: Final = (
 def _group(name: str, found: object) -> tuple[str, ...]:
     _expect(is_principal(name), f"a group name of {PRINCIPAL_EXPECTED}", name)
     members = tuple(_principal(each) for each in _list(found, f"group {name}"))
-    _expect(len(set(members)) == len(members), f"members of group {name} that differ", members)
+    _expect(len(set(members)) == len(members), f"distinct members of group {name}", members)
     return members
 
 
@@ -239,7 +239,7 @@ def _encoded_limits(limits: PrincipalLimits) -> dict[str, int]:
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
-    _expect(len(made) == len(pairs), "keys that differ", [key for key, _ in pairs])
+    _expect(len(made) == len(pairs), "distinct keys", [key for key, _ in pairs])
     return made
 
 

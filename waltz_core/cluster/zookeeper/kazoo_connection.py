@@ -108,7 +108,7 @@ class Hooks:
             self._addresses[host] = done.result()
         else:
             self._addresses.pop(host, None)
-            _log.warning("zookeeper.lookup_failed host=%s error=%s", host, error)
+            _log.warning("zookeeper.host_unresolved host=%s error=%s", host, error)
 
     def _may_keep_session(self) -> bool:
         """Query the watchdog; log the beginning and the end of a hang, which the loop cannot."""
