@@ -286,6 +286,7 @@ LATER_KINDS: Final[Mapping[str, Later]] = {
     "hanging_server": Later(0x4A65, _every(0, 0, 0, 400, 1_500)),
     "accept_replicas": Later(0xACCE7, _every(0, 0, 0, 0, 400, 1_500)),
     "memory_pressure": Later(0x9E55, _every(0, 0, 100, 400)),
+    "revoke_replicate": Later(0x2E70, _every(0, 0, 0, 400, 1_500)),
     "archive_away": Later(0xA2C0, _every(0, 0, 400, 1_500), needs_archive=True),
     "archive_throttles": Later(0xA2C1, _every(0, 0, 400, 1_500), needs_archive=True),
     "archive_loses_answers": Later(0xA2C2, _every(0, 200, 600), needs_archive=True),

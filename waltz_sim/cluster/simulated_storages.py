@@ -22,7 +22,13 @@ from typing import TYPE_CHECKING, Final
 
 from waltz_core.archive.collection import CollectionJob, CollectionOutcome
 from waltz_core.archive.upload_job import ExpiryJob, ExpiryOutcome, UploadJob, UploadOutcome
-from waltz_core.errors import CoordinatorUnavailable, NoSpace, StorageIdMismatch, WaltzError
+from waltz_core.errors import (
+    CoordinatorUnavailable,
+    NoSpace,
+    PermissionDenied,
+    StorageIdMismatch,
+    WaltzError,
+)
 from waltz_core.machine import Report, Wakeup
 from waltz_core.records.record import PartitionId, ReplicaId, SessionId
 from waltz_core.storage.files.space import DiskSpace
@@ -35,6 +41,7 @@ from waltz_core.storage.service.engine import Engine
 from waltz_core.storage.service.retention import RetentionLimits
 from waltz_core.storage.service.service import StorageIdentity, StorageService
 from waltz_core.storage.service.work import ConnectionId, LaneRequest, Work, WorkOutcome, WorkResult
+from waltz_core.wire.authentication import rejected
 from waltz_core.wire.messages import Message, StorageMessage
 from waltz_sim.world.network import FAR, Handlers, SimLink
 from waltz_sim.world.process import Process
@@ -87,6 +94,7 @@ class SimStorage(Process):
         self._is_dropping = False
         self._aside: Callable[[], None] | None = None
         self.is_uploading = False
+        self.is_denying = False  # the servers are not permitted to replicate
         self.started()
 
     def _wall_clock(self) -> int:
@@ -298,6 +306,7 @@ class SimStorage(Process):
 
     def repair(self) -> None:
         """End the faults of the machine and its disk."""
+        self.is_denying = False
         disk = self.disk
         disk.capacity_bytes = disk.on_full = None
         disk.stop_lying()
@@ -335,6 +344,10 @@ class SimStorage(Process):
 
     def _received(self, link: SimLink, message: Message) -> None:
         assert isinstance(message, StorageMessage)
+        if self.is_denying:
+            answer = rejected(message, None, PermissionDenied("replicate was revoked"))
+            self._cluster.network.send(link, FAR, answer)
+            return
         self._step(LaneRequest(ConnectionId(link.number), message))
 
     def _lost(self, link: SimLink, reason: str) -> None:

@@ -80,6 +80,7 @@ KINDS: Final[dict[str, InjectFault]] = {
         network_faults.duplicate_connect,
         network_faults.slow_reader,
         network_faults.outlived_link,
+        network_faults.revoke_replicate,
         disk_faults.failing_disk,
         disk_faults.failing_call,
         disk_faults.failing_read,

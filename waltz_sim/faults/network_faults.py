@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from waltz_sim.cluster.servers import SimServer
 from waltz_sim.cluster.simulated_clients import SimClient
 from waltz_sim.cluster.simulated_cluster import MS, SimCluster
-from waltz_sim.faults.striking import counted
+from waltz_sim.faults.striking import any_storage, counted
 from waltz_sim.world.network import FAR, NEAR, Handlers, SimLink
 
 if TYPE_CHECKING:
@@ -49,6 +49,24 @@ def mute_link(cluster: SimCluster, rng: "Random") -> bool:
     if not links:
         return False
     cluster.network.mute(rng.choice(links))
+    return True
+
+
+def revoke_replicate(cluster: SimCluster, rng: "Random") -> bool:
+    """Deny requests at a storage, or at all; its connections end first (decision 048, AC 4)."""
+    storages = [any_storage(cluster, rng)]
+    if rng.random() < 0.3:
+        storages = list(cluster.storages.values())
+    for storage in storages:
+        storage.is_denying = True
+        for link in list(storage.links.values()):
+            cluster.network.break_link(link, "the permissions have changed")
+
+    def grant() -> None:
+        for storage in storages:
+            storage.is_denying = False
+
+    cluster.world.after(rng.randrange(10, 1_500) * MS, grant)
     return True
 
 
