@@ -10,7 +10,7 @@ module defines exceptions.
       Unavailable       try again (retriable)
         NotMounted, NotOwned, Overloaded, SessionLost, NoSpace, Unreachable (TlsFailed),
         CoordinatorUnavailable, OutcomeUnknown, CoordinatorOutcomeUnknown, ViewBehind,
-        ArchiveUnavailable
+        ArchiveUnavailable, PermissionsUnknown
       Superseded        a newer owner or writer exists; start again from current state
         SessionFenced, GenerationMismatch, LockFailed, ConnectionSuperseded, CoordinatorConflict
       Damaged           bytes are wrong; stop and notify an operator
@@ -266,6 +266,15 @@ class ArchiveUnavailable(Unavailable):
     """
 
     code = 32
+
+
+class PermissionsUnknown(Unavailable):
+    """The process has not read the permissions of the cluster yet.
+
+    Action: Wait. If it lasts, check the process's connection to ZooKeeper, and `access list`.
+    """
+
+    code = 34
 
 
 class Superseded(WaltzError):

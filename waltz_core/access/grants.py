@@ -5,52 +5,91 @@ Rules (decision 048, AC 7):
     2. A request for no partition must have its verbs for at least one.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from waltz_core.access.permissions import Permissions
 from waltz_core.access.requirements import AccessVerb, Requirement, Scope
 
-# Ranges first..last of partitions; None: all partitions.
+# Ascending ranges first..last of partitions that are apart; None: all partitions.
 Partitions: TypeAlias = tuple[tuple[int, int], ...] | None
 _NOTHING: Final[Partitions] = ()
 
 
-class Grants:
-    """The grants of all principals, those of their groups included."""
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """What one principal is granted, by itself and by its groups."""
 
-    def __init__(self, permissions: Permissions) -> None:
-        self._partitions: dict[tuple[str, AccessVerb], Partitions] = {}
-        for grant in permissions.grants:
-            holders = permissions.groups[grant.holder] if grant.is_group else (grant.holder,)
-            for holder in holders:
-                key = holder, grant.verb
-                known = self._partitions.get(key, _NOTHING)
-                is_all = known is None or grant.partitions is None
-                self._partitions[key] = (
-                    None if is_all else (*(known or ()), *(grant.partitions or ()))
-                )
+    partitions: Mapping[AccessVerb, Partitions] = field(default_factory=dict, hash=False)
 
-    def missing(
-        self, principal: str, requirement: Requirement, partition: int | None
-    ) -> AccessVerb | None:
-        """Return a verb that the principal lacks; None: the requirement is met.
+    def missing(self, requirement: Requirement, partition: int | None) -> AccessVerb | None:
+        """Return a verb that is not granted; None: the requirement is met.
 
         `partition` is one of the request; None if the request names none (rule 2).
         """
-        lacking = [
-            verb
-            for verb in requirement.verbs
-            if not self._has(principal, verb, requirement.scope, partition)
-        ]
-        is_met = not lacking if requirement.is_all else len(lacking) < len(requirement.verbs)
-        return None if is_met else lacking[0]
+        lacking = None
+        for verb in requirement.verbs:
+            if self._has(verb, requirement.scope, partition):
+                if not requirement.is_all:
+                    return None
+            elif requirement.is_all:
+                return verb
+            else:
+                lacking = lacking or verb
+        return lacking
 
-    def _has(self, principal: str, verb: AccessVerb, scope: Scope, partition: int | None) -> bool:
-        granted = self._partitions.get((principal, verb), _NOTHING)
+    def _has(self, verb: AccessVerb, scope: Scope, partition: int | None) -> bool:
+        granted = self.partitions.get(verb, _NOTHING)
         if granted is None:
             return True
         if scope is Scope.ALL:
             return False
-        if partition is None:
+        if scope is Scope.ANY or partition is None:
             return bool(granted)
         return any(first <= partition <= last for first, last in granted)
+
+    def covers(self, earlier: "Granted") -> bool:
+        """Whether everything that was granted earlier is granted now."""
+        return all(
+            _covers(self.partitions.get(verb, _NOTHING), partitions)
+            for verb, partitions in earlier.partitions.items()
+        )
+
+
+NO_GRANT: Final = Granted()
+
+
+class Grants:
+    """The grants of all principals in one revision."""
+
+    def __init__(self, permissions: Permissions) -> None:
+        found: dict[str, dict[AccessVerb, Partitions]] = {}
+        for grant in permissions.grants:
+            holders = permissions.groups[grant.holder] if grant.is_group else (grant.holder,)
+            for holder in holders:
+                verbs = found.setdefault(holder, {})
+                verbs[grant.verb] = _joined(verbs.get(grant.verb, _NOTHING), grant.partitions)
+        self._of = {principal: Granted(verbs) for principal, verbs in found.items()}
+
+    def of(self, principal: str) -> Granted:
+        """Return what a principal is granted."""
+        return self._of.get(principal, NO_GRANT)
+
+
+def _joined(one: Partitions, other: Partitions) -> Partitions:
+    if one is None or other is None:
+        return None
+    joined: list[tuple[int, int]] = []
+    for first, last in sorted((*one, *other)):
+        if joined and first <= joined[-1][1] + 1:
+            joined[-1] = joined[-1][0], max(joined[-1][1], last)
+        else:
+            joined.append((first, last))
+    return tuple(joined)
+
+
+def _covers(now: Partitions, earlier: Partitions) -> bool:
+    if now is None or earlier is None:
+        return now is None
+    return all(any(low <= first and last <= high for low, high in now) for first, last in earlier)

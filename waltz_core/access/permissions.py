@@ -62,7 +62,7 @@ class Permissions:
     limits: Mapping[str, PrincipalLimits] = field(default_factory=dict, hash=False)
     tokens: Mapping[str, KnownToken] = field(default_factory=dict, hash=False)
 
-    def token_principal(self, token_hash: str, now_ms: int) -> str | None:
-        """Return the principal of a token; None if it is unknown, revoked or expired."""
+    def valid_token(self, token_hash: str, now_ms: int) -> KnownToken | None:
+        """Return a token; None if it is unknown, revoked or expired."""
         known = self.tokens.get(token_hash)
-        return None if known is None or now_ms >= known.expires_ms else known.principal
+        return None if known is None or now_ms >= known.expires_ms else known

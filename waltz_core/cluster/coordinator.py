@@ -15,6 +15,7 @@ All of them raise CoordinatorUnavailable if ZooKeeper does not answer in time, B
 path) for a node that cannot be decoded, BadConfig if there is no cluster.
 """
 
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import NamedTuple, Never
@@ -50,6 +51,8 @@ from waltz_core.cluster.znodes.node_access import ClusterNodes, decode_node
 from waltz_core.cluster.znodes.restored_from import NOT_RESTORED, RestoredFrom
 from waltz_core.cluster.znodes.tree import FoundCluster, delete_tree, find_clusters
 from waltz_core.records.record import ClientId, Generation, PartitionId, ReplicaId, ServerId
+
+_log = logging.getLogger(__name__)
 
 __all__ = [
     "ClusterView",
@@ -466,14 +469,14 @@ class Coordinator:
 
         async def check(signal: Signal) -> None:
             nonlocal last
-            await self._applied.publish()  # in a new session, also while the node is unreadable
             node = await self._znodes.get(path, signal)
             now = None if node is None else node.data
-            if now == last:
-                return
-            callback(None if node is None else decode_node(path, node, access_node.decode))
-            last = now
-            await self._applied.publish()
+            try:
+                if now != last:
+                    callback(None if node is None else decode_node(path, node, access_node.decode))
+                    last = now
+            finally:  # in a new session, also while the node cannot be decoded
+                await self._publish_applied()
 
         await self._nodes.follow(check)
 
@@ -484,6 +487,13 @@ class Coordinator:
         `membership/applied.py` has the names of daemons.
         """
         self._applied.use(name, revision)
+
+    async def _publish_applied(self) -> None:
+        """Publish the revision in use; a failure must not delay the next revision."""
+        try:
+            await self._applied.publish()
+        except (errors.BadConfig, errors.CoordinatorConflict) as error:
+            _log.error("access.not_published error=%s", error)
 
     async def read_applied(self) -> dict[str, int]:
         """Read the revision that each daemon uses, by name, not older than the call.

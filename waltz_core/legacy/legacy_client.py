@@ -65,6 +65,11 @@ _ENDS_MOUNT: Final = frozenset(
 _ENDS_CONNECTION: Final = frozenset(
     each.code for each in (errors.BadRequest, errors.ClientAhead, errors.ConnectionSuperseded)
 )
+# Errors that do not show whether there is such a partition.
+_OF_ANY_PARTITION: Final = frozenset(
+    each.code
+    for each in (errors.UnknownPartition, errors.PermissionDenied, errors.PermissionsUnknown)
+)
 # Errors of a request for data: the partition has moved, or is between two sessions.
 _OTHER_OWNER_CODES: Final = frozenset(
     each.code
@@ -274,7 +279,7 @@ def _is_of_no_partition(message: ClientMessage) -> bool:
     """Whether there may be no such partition: a peer that invents them must not exhaust memory."""
     if not isinstance(message, ErrorResponse):
         return False
-    return message.error_code in (errors.UnknownPartition.code, errors.PermissionDenied.code)
+    return message.error_code in _OF_ANY_PARTITION
 
 
 def _data_not_found(message: TransactionDataResponse) -> TransactionDataResponse:

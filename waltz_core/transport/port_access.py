@@ -4,24 +4,25 @@ Rules:
     1. A valid token decides alone; without one, the verified certificate decides. Without either
        the principal is `anonymous`.
     2. A missing node, or one with an older revision, changes nothing: the known permissions stay.
-    3. A connection remembers what was permitted to it. Each revision, and the end of its token,
-       checks all of that again with its credential, and ends the connection if something is denied
-       now: its unsent bytes are dropped.
+    3. A revision that takes something from a principal, or its token, ends its connections: their
+       unsent bytes are dropped. So does the end of the token's or the certificate's validity.
     4. Before the port has read the permissions, it rejects every request with an error that can be
        retried.
     5. A peer whose version does not have the error `PermissionDenied` gets `BadRequest`; a
        connection that sends an answer instead of a request is ended.
-    6. With `access = "report"` a denied request is logged, and permitted.
+    6. With `access = "report"` only an invalid token is rejected, or ends a connection. A denied
+       request is logged, and permitted.
 """
 
 import asyncio
 import logging
+import ssl
 import time
 from collections.abc import Callable
 from typing import Final
 
-from waltz_core.access.grants import Grants
-from waltz_core.access.permissions import Permissions
+from waltz_core.access.grants import NO_GRANT, Granted, Grants
+from waltz_core.access.permissions import KnownToken, Permissions
 from waltz_core.access.principals import ANONYMOUS, Certificate, compiled_pattern, principal_of
 from waltz_core.access.requirements import AccessVerb, ByField, Exempt, Requirement, Scope
 from waltz_core.access.tokens import hash_of
@@ -29,8 +30,8 @@ from waltz_core.errors import (
     AuthenticationFailed,
     BadRequest,
     PermissionDenied,
+    PermissionsUnknown,
     RemoteProtocolError,
-    Unavailable,
     WaltzError,
 )
 from waltz_core.wire.admin_messages import AuthenticateForAdmin
@@ -38,7 +39,7 @@ from waltz_core.wire.messages import Authenticate, AuthenticateAtStorage, Messag
 
 _log = logging.getLogger(__name__)
 
-# How long a connection may be used at most after its token has expired.
+# How long a connection may be used at most after its credential has expired.
 EXPIRY_CHECK_S: Final = 0.5
 # Lines for the same principal and message.
 _LOG_INTERVAL_S: Final = 60.0
@@ -50,6 +51,7 @@ _KNOWN_SINCE: Final = {
     WireProtocol.ADMIN: AuthenticateForAdmin.since,
 }
 _ADAPTED_MAX: Final = 4
+_NOT_VALID: Final = "the token is unknown, revoked or expired"
 # The partitions of a request that names none.
 _NO_PARTITION: Final = (None,)
 
@@ -108,6 +110,9 @@ class PortAccess:
         """
         principal = principal_of(certificate, self._pattern) or ANONYMOUS
         made = ConnectionAccess(self, principal, peer, end)
+        if certificate and self.is_enforced:
+            made.expires_ms = int(1000 * ssl.cert_time_to_seconds(certificate["notAfter"]))
+            self.watch_expiry()
         self._connections[made] = None
         return made
 
@@ -115,90 +120,88 @@ class PortAccess:
         """Forget a connection."""
         self._connections.pop(connection, None)
 
-    def token_principal(self, token_hash: str) -> str:
-        """Return the principal of a token now; raises AuthenticationFailed."""
+    def known_token(self, token_hash: str) -> KnownToken:
+        """Return a token that is valid now; raises AuthenticationFailed."""
         if self.permissions is None:
             raise AuthenticationFailed("the token cannot be checked: there are no permissions yet")
-        principal = self.permissions.token_principal(token_hash, self._clock_ms())
-        if principal is None:
-            raise AuthenticationFailed("the token is unknown, revoked or expired")
-        return principal
+        known = self.permissions.valid_token(token_hash, self._clock_ms())
+        if known is None:
+            raise AuthenticationFailed(_NOT_VALID)
+        return known
 
     def watch_expiry(self) -> None:
-        """Check the connections with tokens every `EXPIRY_CHECK_S` while there are any."""
+        """Check every `EXPIRY_CHECK_S` which credentials have expired, while there are any."""
         if self._timer is None:
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(EXPIRY_CHECK_S, self._check_tokens)
+            self._timer = loop.call_later(EXPIRY_CHECK_S, self._check_expiry)
 
-    def _check_tokens(self) -> None:
+    def _check_expiry(self) -> None:
         self._timer = None
-        with_tokens = [each for each in self._connections if each.has_token]
-        for connection in with_tokens:
-            connection.check_token()
-        if with_tokens:
+        now_ms = self._clock_ms()
+        expiring = [each for each in self._connections if each.expires_ms is not None]
+        for connection in expiring:
+            connection.check_expiry(now_ms)
+        if expiring:
             self.watch_expiry()
 
-    def log_denial(self, connection: "ConnectionAccess", message: str, error: WaltzError) -> None:
-        """Log a denied request, at most once a minute for the same principal and message."""
-        key, now_s = (connection.principal, message), time.monotonic()
+    def must_log(self, principal: str, message: str) -> bool:
+        """Whether to log a denial: at most once a minute for the same principal and message."""
+        key, now_s = (principal, message), time.monotonic()
         if now_s < self._logged_s.get(key, -_LOG_INTERVAL_S) + _LOG_INTERVAL_S:
-            return
+            return False
         if len(self._logged_s) >= _LOGGED_MAX:
             self._logged_s.clear()
         self._logged_s[key] = now_s
-        if self.is_enforced:
-            _log.warning("access.denied peer=%s error=%s", connection.peer, error)
-        else:
-            _log.warning("access.would_deny peer=%s error=%s", connection.peer, error)
+        return True
 
 
 class ConnectionAccess:
     """What one connection is permitted to do; see the module's rules."""
 
-    __slots__ = ("_end", "_permitted", "_port", "_token_hash", "peer", "principal")
+    __slots__ = ("_end", "_granted", "_port", "_token_hash", "expires_ms", "peer", "principal")
 
     def __init__(
         self, port: PortAccess, principal: str, peer: str, end: Callable[[str], None]
     ) -> None:
         self.principal = principal
         self.peer = peer
+        self.expires_ms: int | None = None  # the end of the credential's validity
         self._port = port
         self._end = end
         self._token_hash: str | None = None
-        self._permitted: set[tuple[Requirement, int | None]] = set()
+        self._granted = self._grants()
 
-    @property
-    def has_token(self) -> bool:
-        """Whether a token decides (rule 1)."""
-        return self._token_hash is not None
+    def _grants(self) -> Granted:
+        grants = self._port.grants
+        return NO_GRANT if grants is None else grants.of(self.principal)
 
     def take_token(self, secret: bytes) -> None:
         """Take the principal of a token; raises AuthenticationFailed."""
         token_hash = hash_of(secret)
-        self.principal = self._port.token_principal(token_hash)
+        known = self._port.known_token(token_hash)
+        self.principal, self.expires_ms = known.principal, known.expires_ms
         self._token_hash = token_hash
+        self._granted = self._grants()
         self._port.watch_expiry()
 
-    def check_token(self) -> bool:
-        """Determine the principal again; end the connection if the token is not valid now."""
-        if self._token_hash is None:
-            return True
-        try:
-            self.principal = self._port.token_principal(self._token_hash)
-        except AuthenticationFailed as error:
-            self._end(str(error))
-            return False
-        return True
+    def check_expiry(self, now_ms: int) -> None:
+        """End the connection if its credential has expired."""
+        if self.expires_ms is not None and now_ms >= self.expires_ms:
+            is_token = self._token_hash is not None
+            self._end(_NOT_VALID if is_token else "the certificate has expired")
 
     def check_again(self) -> None:
-        """Check the credential, and all that was permitted to it, by the newest revision."""
-        if not self.check_token():
-            return
-        for requirement, partition in self._permitted:
-            if self._missing(requirement, partition) is not None:
-                self._permitted.clear()
-                self._end(f"the permissions of {self.principal} have changed")
+        """Compare with a new revision; end the connection by rule 3."""
+        if self._token_hash is not None:
+            try:
+                known = self._port.known_token(self._token_hash)
+            except AuthenticationFailed as error:
+                self._end(str(error))
                 return
+            self.principal, self.expires_ms = known.principal, known.expires_ms
+        earlier, self._granted = self._granted, self._grants()
+        if self._port.is_enforced and not self._granted.covers(earlier):
+            self._end(f"the permissions of {self.principal} have changed")
 
     def denial(self, message: Message, version: int | None) -> WaltzError | None:
         """Return the error for a request that is denied; None: it is permitted.
@@ -212,32 +215,33 @@ class ConnectionAccess:
             return self._not_a_request(message)
         named = message.own_partitions() if declared.scope is Scope.OWN else ()
         for partition in named or _NO_PARTITION:
-            if (declared, partition) in self._permitted:
-                continue
-            error = self._check(declared, partition, message)
-            if error is not None:
-                return self._as_known(error, message.protocol, version)
+            missing = self._granted.missing(declared, partition)
+            if missing is not None:
+                error = self._denied(declared, missing, partition, message)
+                return self._as_known(error, message.protocol, version) if error else None
         return None
 
-    def _check(
-        self, requirement: Requirement, partition: int | None, message: Message
+    def _denied(
+        self,
+        requirement: Requirement,
+        missing: AccessVerb,
+        partition: int | None,
+        message: Message,
     ) -> WaltzError | None:
-        if self._port.grants is None:
-            if not self._port.is_enforced:
-                return None
-            return Unavailable("the permissions have not been read yet")
-        missing = self._missing(requirement, partition)
-        if missing is None:
-            self._permitted.add((requirement, partition))
+        is_enforced, is_known = self._port.is_enforced, self._port.grants is not None
+        if not is_known:
+            return PermissionsUnknown("the permissions were not read yet") if is_enforced else None
+        must_log = self._port.must_log(self.principal, type(message).__name__)
+        if not (is_enforced or must_log):
             return None
-        text = _denied_text(self.principal, requirement, missing, partition, message)
-        error = PermissionDenied(text)
-        self._port.log_denial(self, type(message).__name__, error)
-        return error if self._port.is_enforced else None
-
-    def _missing(self, requirement: Requirement, partition: int | None) -> AccessVerb | None:
-        assert self._port.grants is not None
-        return self._port.grants.missing(self.principal, requirement, partition)
+        error = PermissionDenied(
+            _denied_text(self.principal, requirement, missing, partition, message)
+        )
+        if must_log and is_enforced:
+            _log.warning("access.denied peer=%s error=%s", self.peer, error)
+        elif must_log:
+            _log.warning("access.would_deny peer=%s error=%s", self.peer, error)
+        return error if is_enforced else None
 
     def _not_a_request(self, message: Message) -> WaltzError | None:
         if not self._port.is_enforced:

@@ -52,7 +52,7 @@ GRANTS = Grants(
 def test_a_partition_is_permitted_if_the_verbs_are_granted_for_it(
     principal, requirement, permitted
 ):
-    found = {each for each in range(-1, 12) if not GRANTS.missing(principal, requirement, each)}
+    found = {each for each in range(-1, 12) if not GRANTS.of(principal).missing(requirement, each)}
     assert found == permitted
 
 
@@ -70,4 +70,34 @@ def test_a_partition_is_permitted_if_the_verbs_are_granted_for_it(
     ],
 )
 def test_other_scopes(principal, requirement, missing):
-    assert GRANTS.missing(principal, requirement, None) is missing
+    assert GRANTS.of(principal).missing(requirement, None) is missing
+
+
+def granted(verb=READ, partitions=()):
+    return Grants(
+        Permissions(1, "ops", 0, bytes(32), grants=(Grant("ann", False, verb, partitions),))
+    ).of("ann")
+
+
+@pytest.mark.parametrize(
+    ("earlier", "now", "is_covered"),
+    [
+        (((0, 3),), ((0, 3),), True),
+        (((0, 3), (7, 7)), ((0, 7),), True),
+        (((0, 3),), None, True),
+        (None, None, True),
+        (None, ((0, 1 << 30),), False),  # of partitions that may be added
+        (((0, 3),), ((0, 1), (3, 3)), False),
+        (((0, 3),), (), False),
+    ],
+)
+def test_what_a_revision_takes_is_known(earlier, now, is_covered):
+    assert granted(READ, now).covers(granted(READ, earlier)) is is_covered
+    assert not granted(APPEND, now).covers(granted(READ, earlier))
+    assert granted(READ, now).covers(GRANTS.of("nobody"))
+
+
+def test_grants_of_a_principal_and_its_groups_are_joined():
+    grants = [Grant("ann", False, READ, ((4, 6),)), Grant("team", True, READ, ((0, 3), (8, 9)))]
+    permissions = Permissions(1, "o", 0, bytes(32), groups={"team": ("ann",)}, grants=(*grants,))
+    assert Grants(permissions).of("ann").partitions == {READ: ((0, 6), (8, 9))}

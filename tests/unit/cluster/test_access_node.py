@@ -169,6 +169,6 @@ def test_permissions_over_the_limit_are_not_written():
 
 def test_a_token_is_unknown_from_its_expiry_on():
     expires_ms = PERMISSIONS.tokens[HASH].expires_ms
-    assert PERMISSIONS.token_principal(HASH, expires_ms - 1) == "spark-etl"
-    assert PERMISSIONS.token_principal(HASH, expires_ms) is None
-    assert PERMISSIONS.token_principal("cd" * 32, 0) is None
+    assert PERMISSIONS.valid_token(HASH, expires_ms - 1).principal == "spark-etl"
+    assert PERMISSIONS.valid_token(HASH, expires_ms) is None
+    assert PERMISSIONS.valid_token("cd" * 32, 0) is None

@@ -1,6 +1,7 @@
 """Unit tests of `waltz_core.cluster.zookeeper.unreadable`."""
 
 import asyncio
+import logging
 import ssl
 
 import pytest
@@ -31,7 +32,7 @@ def test_a_view_is_kept_while_nodes_cannot_be_decoded(
         raise errors.BadFormat("/w/s_0: rotten")
 
     async def scenario() -> None:
-        with pytest.raises(errors.BadConfig, match="enough"):
+        with pytest.raises(errors.Unavailable, match="enough"):
             await unreadable.follow_readable(follow, seen.append)
         with pytest.raises(errors.BadFormat):  # no view to keep
             await unreadable.follow_readable(rotten, seen.append)
@@ -44,16 +45,19 @@ def test_a_view_is_kept_while_nodes_cannot_be_decoded(
 
 
 class _Coordinator:
-    """Calls back with some permissions, then fails; notes what is published."""
+    """Calls back with some permissions, or raises an error; then it fails for good."""
 
-    def __init__(self, *found: Permissions | None) -> None:
-        self._found = found
+    def __init__(self, *found: Permissions | errors.WaltzError | None) -> None:
+        self._found = list(found)
         self.published: list[tuple[str, int]] = []
 
     async def follow_permissions(self, take):
-        for each in self._found:
+        while self._found:
+            each = self._found.pop(0)
+            if isinstance(each, errors.WaltzError):
+                raise each
             take(each)
-        raise errors.BadConfig("enough")
+        raise errors.Unavailable("enough")
 
     def publish_applied(self, name: str, revision: int) -> None:
         self.published.append((name, revision))
@@ -65,9 +69,26 @@ def test_a_daemon_publishes_the_revision_that_it_uses() -> None:
     coordinator = _Coordinator(None, first, None, second, first, second)
     port = ListenContext(ssl.PROTOCOL_TLS_SERVER)
     port.access = PortAccess("CN=(.+)", is_enforced=False)
-    with pytest.raises(errors.BadConfig, match="enough"):
+    with pytest.raises(errors.Unavailable, match="enough"):
         asyncio.run(unreadable.follow_permissions(coordinator, port, "server-1"))
     assert coordinator.published == [("server-1", each) for each in (4, 4, 5, 5, 5)]
+
+
+def test_permissions_that_cannot_be_read_end_no_daemon(monkeypatch, caplog) -> None:
+    """Also if it has none yet: then it rejects requests."""
+    monkeypatch.setattr(unreadable, "UNREADABLE_PAUSE_S", 0.0)
+    caplog.set_level(logging.ERROR)
+    denied = errors.BadConfig("R/x/access: not permitted")
+    known = Permissions(4, "ops", 0, bytes(32))
+    coordinator = _Coordinator(denied, errors.BadFormat("format 2"), known, denied, known)
+    port = ListenContext(ssl.PROTOCOL_TLS_SERVER)
+    port.access = PortAccess("CN=(.+)", is_enforced=True)
+    with pytest.raises(errors.Unavailable, match="enough"):
+        asyncio.run(unreadable.follow_permissions(coordinator, port, "server-1"))
+    assert coordinator.published == [("server-1", 4)] * 2
+    assert [each.message for each in caplog.records] == [
+        f"access.unreadable error={each}" for each in (denied, "format 2", denied)
+    ]
 
 
 def test_a_daemon_without_access_control_publishes_nothing() -> None:

@@ -13,7 +13,7 @@ from waltz_core.records import raw_records
 from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN
 from waltz_core.storage.disk.file_system import RealDisk, RealFile
 from waltz_core.storage.files.format import SEGMENT_HEADER_BYTES
-from waltz_core.storage.files.space import DiskSpace
+from waltz_core.storage.files.space import FILES_BYTES, DiskSpace
 from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.log.scrub import Scrubbed, ScrubPiece
 from waltz_core.storage.service import work
@@ -29,6 +29,7 @@ from waltz_core.wire.messages import (
     RangeForm,
     RangeRaw,
     ReplicaEnd,
+    ResetLog,
     SuccessResponse,
     Truncate,
 )
@@ -280,4 +281,33 @@ def test_a_truncation_without_space_is_repeated_with_the_reserve():
     assert (result.outcomes[0].synced_max, result.failure) == (1, None)
     assert (result.has_released, engine.space.reserved_bytes) == (True, 0)
     assert (log.max_id, log.is_broken, log.slot.truncate) == (1, False, None)
+    engine.close()
+
+
+@pytest.mark.parametrize("reserve_bytes", [2 * FILES_BYTES, 0])
+def test_a_reset_on_a_full_disk_uses_the_reserve_or_changes_nothing(reserve_bytes):
+    """It may not fail on the way: the log could not be used before it is opened again."""
+    disk = SimDisk()
+    settings = LogSettings(b"the cluster key.", 1 << 20, lambda: 0)
+    engine = Engine.open(
+        disk,
+        Path("/waltz"),
+        settings,
+        partition_count=1,
+        new_storage_id=STORAGE_ID,
+        reserve_bytes=reserve_bytes,
+    )
+    log, owner = engine.assign(0), Owner(5)
+    log.prepare(5, bytes(16))
+    run(log, owner.append(4))
+    reset = LaneRequest(1, owner.make(ResetLog, 9, bytes(16)))
+    disk.capacity_bytes = sum(map(len, disk.files().values()))
+    result = Work(log, (reset,), STORAGE_ID, space=engine.space).run()
+    assert (result.failure, log.is_broken, result.has_released) == (None, False, True)
+    if reserve_bytes:
+        assert isinstance(result.outcomes[0], ReplicaEnd), result.outcomes
+        assert log.max_id == log.start.transaction_id == 9
+    else:
+        assert isinstance(result.outcomes[0], NoSpace), result.outcomes
+        assert log.max_id == 3
     engine.close()

@@ -20,9 +20,9 @@ from waltz_core.errors import (
     BadConfig,
     BadRequest,
     PermissionDenied,
+    PermissionsUnknown,
     RemoteProtocolError,
     TlsFailed,
-    Unavailable,
     Unreachable,
 )
 from waltz_core.records.record import ReqId
@@ -316,7 +316,7 @@ def test_a_missing_node_or_an_older_revision_changes_nothing(logged):
     access.learn(PERMISSIONS)
     access.learn(None)
     access.learn(Permissions(4, "ops", 0, bytes(32)))
-    assert access.token_principal(hash_of(SECRET)) == "spark-etl"
+    assert access.known_token(hash_of(SECRET)).principal == "spark-etl"
     assert logged().splitlines() == [
         "access.missing revision=0",
         "access.revision revision=5",
@@ -325,7 +325,7 @@ def test_a_missing_node_or_an_older_revision_changes_nothing(logged):
     ]
     access.learn(Permissions(6, "ops", 0, bytes(32)))
     with pytest.raises(AuthenticationFailed):
-        access.token_principal(hash_of(SECRET))
+        access.known_token(hash_of(SECRET))
 
 
 @on_loop
@@ -544,7 +544,7 @@ async def test_an_answer_or_a_late_token_ends_the_connection():
 async def test_before_the_permissions_are_known_requests_can_be_repeated(logged):
     made = Made(permissions=None, token=None)
     error = made.denial(TransactionDataRequest(REQ_ID, 0))
-    assert type(error) is Unavailable
+    assert type(error) is PermissionsUnknown
     assert error.retriable
     assert Made(is_enforced=False, permissions=None, token=None).denial(APPEND_3) is None
     made.port.learn(GRANTED)
@@ -575,7 +575,7 @@ def revision(**changes):
     ("permissions", "reason"),
     [
         (revision(), None),
-        (revision(grants=(Grant("spark-etl", False, APPEND, ((3, 3),)),)), None),
+        (revision(groups={}, grants=(Grant("spark-etl", False, APPEND, None),)), None),
         (revision(grants=(Grant("etl", True, APPEND, ((0, 2),)),)), "permissions of spark-etl"),
         (revision(groups={"etl": ("ann",)}), "permissions of spark-etl"),
         (revision(tokens={}), "unknown, revoked or expired"),
@@ -586,17 +586,40 @@ def revision(**changes):
     ],
 )
 @on_loop
-async def test_a_revision_ends_a_connection_that_has_used_what_it_denies(permissions, reason):
+async def test_a_revision_ends_a_connection_whose_principal_loses_something(permissions, reason):
     made = Made()
-    unused = made.port.opened(None, "b:1", made.ended.append)
-    assert unused.principal == "anonymous"
-    assert made.denial(APPEND_3) is None
+    anonymous = Made(token=None)
     made.port.learn(permissions)
-    assert len(made.ended) == (reason is not None)
+    anonymous.port.learn(dataclasses.replace(permissions, grants=GRANTED.grants[1:]))
+    assert (len(made.ended), anonymous.ended) == (int(reason is not None), [])
     assert reason is None or reason in made.ended[0]
     made.port.closed(made.access)
     made.port.learn(revision(tokens={}))
     assert len(made.ended) == (reason is not None)
+
+
+@on_loop
+async def test_a_report_ends_connections_only_because_of_tokens():
+    made = Made(is_enforced=False)
+    made.port.learn(revision(grants=()))
+    assert made.ended == []
+    made.port.learn(revision(tokens={}))
+    assert made.ended == ["the token is unknown, revoked or expired"]
+
+
+@on_loop
+async def test_an_expired_certificate_ends_its_connection_soon():
+    ended = []
+    until_s = 1_000
+    port = PortAccess("CN=(.+)", is_enforced=True, clock_ms=lambda: now_ms)
+    now_ms = until_s * 1_000 - 1
+    certificate = {"notAfter": "Jan  1 00:16:40 1970 GMT", "subject": ((("commonName", "ann"),),)}
+    assert port.opened(certificate, "a:1", ended.append).principal == "ann"
+    reports = PortAccess("CN=(.+)", is_enforced=False, clock_ms=lambda: now_ms)
+    assert reports.opened(certificate, "a:1", ended.append).expires_ms is None
+    now_ms += 1
+    await until(lambda: ended)
+    assert ended == ["the certificate has expired"]
 
 
 @on_loop

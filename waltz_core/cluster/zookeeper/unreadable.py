@@ -13,7 +13,7 @@ from typing import Any, Final, Never, TypeVar
 
 from waltz_core.access.permissions import Permissions
 from waltz_core.cluster.coordinator import Coordinator
-from waltz_core.errors import BadFormat, BadRequest
+from waltz_core.errors import BadConfig, BadFormat, BadRequest
 from waltz_core.transport.tls import ListenContext
 
 _log = logging.getLogger(__name__)
@@ -53,8 +53,8 @@ async def follow_permissions(
 ) -> None:
     """Let a port learn the permissions; return at once if it does not identify its peers.
 
-    The daemon publishes the revision in use under `name` (`membership/applied.py`). Raises like
-    `follow_readable`.
+    The daemon publishes the revision in use under `name` (`membership/applied.py`). It continues
+    with its permissions while the node is missing, cannot be decoded, or may not be read.
     """
     if port is None or port.access is None:
         return
@@ -65,4 +65,9 @@ async def follow_permissions(
         if access.permissions is not None:
             coordinator.publish_applied(name, access.permissions.revision)
 
-    await follow_readable(coordinator.follow_permissions, take)
+    while True:  # without any view, too: it rejects requests until it has one (AC 6)
+        try:
+            await coordinator.follow_permissions(take)
+        except (BadConfig, BadFormat, BadRequest) as error:
+            _log.error("access.unreadable error=%s", error)
+        await asyncio.sleep(UNREADABLE_PAUSE_S)

@@ -32,6 +32,8 @@ from waltz_core.storage.files.format import LINEAGE_ENTRY_BYTES, OFFSET_BYTES
 
 RESERVE_NAME: Final = "waltz-x.reserve"
 SPARE_BYTES_MAX: Final = 1024 * 1024
+# A new segment without records: three files of one block, their names, and a margin.
+FILES_BYTES: Final = 64 * 1024
 SAMPLE_MS: Final = 3_600_000
 DAY_MS: Final = 24 * SAMPLE_MS
 ResultT = TypeVar("ResultT")
@@ -84,6 +86,19 @@ class DiskSpace:
             raise NoSpace(
                 f"{self._directory}: the disk is full: expected {wanted} bytes for an append "
                 f"and the reserve, found {free} free"
+            )
+
+    def check_files_fit(self) -> None:
+        """Check that small new files find room, before a change that cannot be interrupted.
+
+        Raises:
+            NoSpace: there is no room for them; nothing was written.
+        """
+        free = self.free_bytes()
+        if free < FILES_BYTES:
+            raise NoSpace(
+                f"{self._directory}: the disk is full: expected {FILES_BYTES} bytes for new files, "
+                f"found {free} free"
             )
 
     def ran_short(self, size: int) -> None:

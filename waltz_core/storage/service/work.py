@@ -10,7 +10,8 @@ Rules:
        also serves for the records' own CRCs; records are never processed one by one.
     4. After a failed append of a group the later ones are rejected with it, as they follow it.
     5. Appends for which there is no room are rejected before the first is written. Other work that
-       finds no room is repeated with the reserve (`space.py`).
+       finds no room is repeated with the reserve (`space.py`). A log that could not write the files
+       of a new start would fail until it is opened again, so there must be room before it begins.
     6. New damage is in the result, whatever the work was.
     7. A piece of the scrub, the archive or the retention has one result, or its error.
 """
@@ -197,6 +198,8 @@ class Work:
                 _append_group(self.log, self.requests, result, clock_s)
             else:
                 assert len(self.requests) == 1
+                if self._space is not None and isinstance(self.requests[0].message, ResetLog):
+                    self._space.check_files_fit()
                 result.outcomes.append(self._serve(self.requests[0].message, result))
         except WaltzError as found:
             error = self._cause_of(found)
