@@ -87,6 +87,7 @@ async def create_nodes_of_members(coordinator: Coordinator) -> None:
     await coordinator.writes.enter("nightly", 0, "run", coordinator.next_client_id)
     await coordinator._nodes.put_ephemeral(paths.load(1), b"{}", paths.loads)
     await coordinator._nodes.put_ephemeral(paths.reach(1), b"{}", paths.reaches)
+    await coordinator._nodes.put_ephemeral(paths.applied("server-1"), b"{}", paths.every_applied)
 
 
 async def create_nodes_of_administrators(coordinator: Coordinator) -> None:
