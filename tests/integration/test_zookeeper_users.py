@@ -17,6 +17,7 @@ from waltz_core import errors
 from waltz_core.access.permissions import Permissions
 from waltz_core.cluster.change.audit import AuditEntry
 from waltz_core.cluster.change.creation import NewCluster
+from waltz_core.cluster.change.stored_permissions import Author
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.znodes import access_node, model
 from waltz_core.cluster.znodes.interface import CreateNode
@@ -86,6 +87,7 @@ async def create_nodes_of_members(coordinator: Coordinator) -> None:
     await coordinator.writes.enter("nightly", 0, "run", coordinator.next_client_id)
     await coordinator._nodes.put_ephemeral(paths.load(1), b"{}", paths.loads)
     await coordinator._nodes.put_ephemeral(paths.reach(1), b"{}", paths.reaches)
+    await coordinator._nodes.put_ephemeral(paths.applied("server-1"), b"{}", paths.every_applied)
 
 
 async def create_nodes_of_administrators(coordinator: Coordinator) -> None:
@@ -252,6 +254,40 @@ def test_one_user_protects_as_before(place: Place):
             assert {(each.id.id, each.perms) for each in found} == {
                 (make_digest_acl_credential("waltz", "of members"), 31)
             }
+
+    asyncio.run(run())
+
+
+# --- nodes that another user has created before
+
+
+def test_first_and_imported_permissions_set_the_access_lists(place: Place):
+    """A member may create nodes below `R/x`, also those of administrators."""
+    root, new = "/created-before", "/new-permissions"
+    found = Permissions(1, "ops", 0, bytes(32))
+    author = Author("ops", 1)
+
+    async def run():
+        async with (
+            whole_cluster(place, new, creator="administrator", member="member"),
+            connected(place.connect(root, "administrator")) as commands,
+        ):
+            await commands.create_cluster(NewCluster("payments", 2, model.UUID(int=7), STORAGES))
+            await asyncio.to_thread(create_open, f"{root}/x/audit")
+            await commands.permissions.create(found, author)
+            await asyncio.to_thread(check, "R/x/audit")
+            await asyncio.to_thread(create_open, f"{root}/x/access", access_node.encode(found))
+            await commands.permissions.replace(found, author, lambda *_: None)
+            await asyncio.to_thread(check, "R/x/access")
+
+    def create_open(path: str, data: bytes = b"") -> None:
+        with place.kazoo("administrator") as administrator:
+            administrator.delete(path) if administrator.exists(path) else None
+        with place.kazoo("member") as member:
+            member.create(path, data, acl=OPEN_ACL_UNSAFE)
+
+    def check(row: str) -> None:
+        assert access_lists(place, root)[row] == access_lists(place, new)[row]
 
     asyncio.run(run())
 

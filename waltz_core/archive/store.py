@@ -94,10 +94,16 @@ class RateLimit:
 
 
 class ArchiveStore:
-    """The files of an archive, by names relative to its URL; `rate_limit` is rule 5."""
+    """The files of an archive, by names relative to its URL; `rate_limit` is rule 5.
 
-    def __init__(self, url: str, rate_limit: RateLimit | None = None) -> None:
+    In a directory, new files have `file_mode` without the bits of the process's umask.
+    """
+
+    def __init__(
+        self, url: str, rate_limit: RateLimit | None = None, *, file_mode: int = 0o666
+    ) -> None:
         self.url = url
+        self._file_mode = file_mode
         self._rate_limit = rate_limit
         self._files, self._base = _opened(url)
         self._is_directory = isinstance(self._files, arrow_fs.LocalFileSystem)
@@ -124,7 +130,7 @@ class ArchiveStore:
         with _reported("write", place):
             if self._is_directory:
                 self._make_durable_folder(Path(place).parent)
-                stream = _durable_file(Path(place))
+                stream = _durable_file(Path(place), self._file_mode)
             else:
                 stream = self._files.open_output_stream(place)
             opened = stream.__enter__()
@@ -406,11 +412,12 @@ def _reported(operation: str, place: str) -> Iterator[None]:
 
 
 @contextmanager
-def _durable_file(path: Path) -> Iterator[Any]:
+def _durable_file(path: Path, mode: int) -> Iterator[Any]:
     """Give a file for writing; it gets its name when it is synced (rules 1 to 3)."""
     temporary = path.with_name(path.name + TEMPORARY)
     try:
-        with temporary.open("xb") as sink:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        with os.fdopen(os.open(temporary, flags, mode), "wb") as sink:
             yield sink
             sink.flush()
             os.fsync(sink.fileno())

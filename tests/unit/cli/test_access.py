@@ -13,7 +13,12 @@ from waltz_core.cli.access import access_copies, access_run, access_views
 from waltz_core.cluster.change.creation import NewCluster
 from waltz_core.cluster.change.stored_permissions import StoredPermissions
 from waltz_core.cluster.znodes import access_node
-from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper, WriteFault
+from waltz_core.cluster.znodes.model import PartitionAssignment
+from waltz_core.cluster.zookeeper.zookeeper_in_memory import (
+    MemorySession,
+    MemoryZooKeeper,
+    WriteFault,
+)
 from waltz_core.errors import CoordinatorOutcomeUnknown, CoordinatorUnavailable
 
 CONNECT = ("--connect", "zk:1/w")
@@ -49,6 +54,15 @@ class World:
                     await each._applied.publish()
 
         asyncio.run(publish())
+
+    def set_assignment(self, servers):
+        entry = self.zookeeper.entry("/w/serverDescriptors")
+        data = PartitionAssignment(0, 8, servers).to_bytes()
+        self.zookeeper._nodes["/w/serverDescriptors"] = replace(entry, data=data)
+
+    def expire_server(self):
+        """End the server's session; without ZooKeeper it continues to serve."""
+        self.daemons[0]._znodes.expire()
 
     def connected(self, _connect):
         world = self
@@ -144,8 +158,17 @@ def test_grants_are_shown_and_checked(begun):
         (("servers", "replicate"), 1),
     ):
         assert begun.json("check", *words, code=code)["permitted"] is (code == 0)
+    begun.run("grant", "ops", "administer", "--partitions", "0-7")
+    denied = begun.run("check", "ops", "administer", code=1)  # as a daemon denies a request for all
+    assert denied.stdout == (
+        "denied: ops has administer for partitions 0-7, which is not `all`; revision 5\n"
+    )
+    assert begun.json("check", "ops", "administer", code=1)["permitted"] is False
+    begun.run("check", "ops", "administer", "--partition", "7")
+    begun.run("grant", "ops", "administer")
+    begun.run("check", "ops", "administer")
     denied = begun.run("check", "etl", "append", code=1)
-    assert denied.stdout == "denied: etl has append for partitions 0-3,7; revision 4\n"
+    assert denied.stdout == "denied: etl has append for partitions 0-3,7; revision 6\n"
 
 
 def test_an_equal_grant_makes_no_revision(begun):
@@ -371,6 +394,21 @@ def test_a_file_that_is_no_export_is_named(begun, tmp_path):
     assert "bytes, found more" in begun.run("import", "--file", file, code=1).stderr
 
 
+def test_an_import_sets_the_access_lists_of_nodes_that_other_users_may_have_created(
+    begun, tmp_path, monkeypatch
+):
+    reset = []
+
+    async def noted(_self, path):
+        reset.append((path, begun.permissions.revision))
+
+    monkeypatch.setattr(MemorySession, "reset_access_list", noted)
+    begun.run("export", "--file", tmp_path / "access")
+    begun.run("import", "--file", tmp_path / "access", "--yes")
+    assert reset == [(NODE, 3), ("/w/x/audit", 3)]  # before the write
+    assert begun.permissions.revision == 4
+
+
 # --- the daemons
 
 
@@ -396,6 +434,46 @@ def test_a_daemon_without_a_revision_is_not_taken_for_one_that_uses_it(begun):
     assert f"{STORAGE}: it publishes no revision; access control is off there, or" in late.stderr
     shown = begun.json("grant", "etl", "read", "--timeout-s", "0", code=1)
     assert shown["without_revision"] == [STORAGE]
+
+
+def test_a_server_without_zookeeper_is_not_overlooked(begun, monkeypatch):
+    """Its session has ended, and it may still permit what was revoked."""
+    begun.publish(4, 4)
+    begun.run("grant", "etl", "read", "--timeout-s", "0")
+    read = access_run.read_applied
+
+    async def expired(coordinator, revision, known):
+        begun.expire_server()
+        return await read(coordinator, revision, known)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(access_run, "read_applied", expired)
+        begun.publish(4, 5)
+        late = begun.run("revoke", "etl", "read", "--timeout-s", "0", code=1)
+    assert f"{SERVER} is not registered: it may still use earlier permissions\n" in late.stderr
+    assert "revision 5 is stored, and 1 of 2 daemons do not use it. Hint:" in late.stderr
+
+
+def test_a_server_of_the_assignment_without_zookeeper_is_not_overlooked(begun):
+    begun.publish(4, 4)
+    begun.expire_server()
+    begun.set_assignment({1: {0: 3}})
+    shown = begun.json("grant", "etl", "read", "--timeout-s", "0", code=1)
+    assert (shown["unregistered"], shown["applied"]) == (["server 1"], [STORAGE])
+    assert begun.json("list")["unregistered"] == ["server 1"]
+    begun.set_assignment({})  # the other servers have taken its partitions
+    assert begun.json("grant", "etl", "read", "--timeout-s", "0")["unregistered"] == []
+
+
+def test_a_change_that_no_daemon_confirms_fails_where_access_control_was_used(begun):
+    begun.publish(3, 3)
+    for each in begun.daemons:
+        each._znodes.expire()
+    late = begun.run(
+        "revoke", "servers", "replicate", "--group", "--force", "--timeout-s", "0", code=1
+    )
+    assert "access control is off at all" not in late.stderr
+    assert f"{STORAGE}: it publishes no revision; access control is off there, or" in late.stderr
 
 
 def test_a_daemon_with_a_later_revision_than_zookeepers_ignores_changes(begun):
@@ -424,7 +502,7 @@ def test_a_command_waits_until_the_daemons_use_its_revision(begun, monkeypatch):
 
 
 def test_a_change_is_shown_although_zookeeper_is_lost_afterwards(begun, tmp_path, monkeypatch):
-    async def lost(_coordinator, _revision):
+    async def lost(_coordinator, _revision, _known):
         raise CoordinatorUnavailable("zk:1 does not answer")
 
     monkeypatch.setattr(access_run, "read_applied", lost)

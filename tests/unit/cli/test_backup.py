@@ -180,6 +180,7 @@ def test_a_backup_is_a_new_file(tmp_path):
     assert place.write(BACKUP) == (tmp_path / "new folder" / "b").stat().st_size
     assert place.read() == BACKUP
     assert BackupPlace.parse(f"file://{tmp_path}/copy").name == "copy"
+    assert (tmp_path / "new folder" / "b").stat().st_mode & 0o777 == 0o600
     with pytest.raises(BadConfig, match="expected a new file"):
         place.check_absent()
     (tmp_path / "other").write_bytes(b"{}")

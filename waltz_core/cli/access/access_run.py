@@ -5,9 +5,13 @@ Rules:
     2. Every registered server and every storage with replicas must use the new revision, or a
        later one; the command names those that do not, with exit code 1.
     3. A daemon without access control publishes no revision, like one without a session. If no
-       daemon publishes one, the command reports that access control is off, with exit code 0.
+       daemon of the cluster has ever published one, the command reports that access control is
+       off, with exit code 0.
     4. A daemon with a revision above that of ZooKeeper ignores the change: its ZooKeeper was
        restored to an earlier state.
+    5. A server without ZooKeeper is not registered, and continues to serve. So a server that the
+       assignment names, or that was registered or had a revision before the change, counts as one
+       that does not use it.
 """
 
 import asyncio
@@ -26,7 +30,8 @@ from waltz_core.cli.progress import ProgressLine
 from waltz_core.cli.verbs import VerbFunction
 from waltz_core.cluster.change.stored_permissions import Author, PermissionsChange
 from waltz_core.cluster.coordinator import Coordinator
-from waltz_core.cluster.membership.applied import server_name, storage_name
+from waltz_core.cluster.membership.applied import SERVER_PREFIX, server_name, storage_name
+from waltz_core.cluster.membership.registration import ServersView
 from waltz_core.errors import Unavailable
 
 APPLY_S: Final = 10.0
@@ -74,21 +79,28 @@ class RevisionUse:
     using: list[str] = field(default_factory=list)
     late: dict[str, str] = field(default_factory=dict)
     silent: list[str] = field(default_factory=list)  # they publish no revision
+    unregistered: list[str] = field(default_factory=list)  # servers; they publish none either
+    were_used: bool = False  # whether a daemon has ever published a revision
 
     @property
     def count(self) -> int:
         """The number of daemons."""
-        return len(self.using) + len(self.late) + len(self.silent)
+        return len(self.using) + len(self.missing)
+
+    @property
+    def missing(self) -> list[str]:
+        """The daemons that do not use the revision, as far as known."""
+        return [*self.late, *self.silent, *self.unregistered]
 
     @property
     def is_complete(self) -> bool:
         """Whether every daemon uses the revision."""
-        return not (self.late or self.silent)
+        return not self.missing
 
     @property
     def is_off(self) -> bool:
-        """Whether no daemon publishes a revision (rule 3)."""
-        return bool(self.silent) and not (self.using or self.late)
+        """Whether no daemon has ever published a revision (rule 3)."""
+        return bool(self.count) and not (self.were_used or self.using or self.late)
 
 
 AccessWork: TypeAlias = Callable[[AccessCommand], Awaitable[AccessResult]]
@@ -122,11 +134,12 @@ async def run_change(work: AccessWork, *, connect: str, as_json: bool, timeout_s
     async with connected(connect) as coordinator:
         cluster = await coordinator.read_cluster()
         author = Author(user_name(), now_ms())
+        known = await _known_servers(coordinator)
         async with audited(coordinator):
             result = await work(AccessCommand(coordinator, cluster.params.partition_count, author))
         if not as_json:
             _print_change(result)  # at once: it may have the ID of a new token
-        applied = await _applied(coordinator, result, timeout_s)
+        applied = await _applied(coordinator, result, known, timeout_s)
     if as_json:
         _print_json(result, applied)
     else:
@@ -135,12 +148,14 @@ async def run_change(work: AccessWork, *, connect: str, as_json: bool, timeout_s
     return 0 if applied.is_complete or applied.is_off else 1
 
 
-async def _applied(coordinator: Coordinator, result: AccessResult, timeout_s: float) -> RevisionUse:
+async def _applied(
+    coordinator: Coordinator, result: AccessResult, known: Mapping[str, str], timeout_s: float
+) -> RevisionUse:
     """Wait for the daemons; raises Unavailable, with the change that was made."""
     revision = result.change.after.revision
     try:
         with ProgressLine() as line:
-            return await wait_until_applied(coordinator, revision, timeout_s, line)
+            return await wait_until_applied(coordinator, revision, known, timeout_s, line)
     except Unavailable as error:
         raise Unavailable(
             f"{result.summary}, as revision {revision}; which daemons use it is unknown: {error}. "
@@ -149,31 +164,44 @@ async def _applied(coordinator: Coordinator, result: AccessResult, timeout_s: fl
 
 
 async def wait_until_applied(
-    coordinator: Coordinator, revision: int, timeout_s: float, line: ProgressLine
+    coordinator: Coordinator,
+    revision: int,
+    known: Mapping[str, str],
+    timeout_s: float,
+    line: ProgressLine,
 ) -> RevisionUse:
-    """Return the daemons when all use a revision, or at the timeout (rules 2 to 4)."""
+    """Return the daemons when all use a revision, or at the timeout (rules 2 to 5).
+
+    `known` has the servers before the change: text by name.
+    """
     begun_s = time.monotonic()
     while True:
-        found = await read_applied(coordinator, revision)
+        found = await read_applied(coordinator, revision, known)
         took_s = time.monotonic() - begun_s
         is_off = found.is_off and took_s >= OFF_S
         if found.is_complete or is_off or took_s >= timeout_s:
             return found
-        waits = ", ".join([*found.late, *found.silent])
-        line.show(len(found.using), found.count, f"waiting for {waits}")
+        line.show(len(found.using), found.count, f"waiting for {', '.join(found.missing)}")
         await asyncio.sleep(POLL_INTERVAL_S)
 
 
-async def read_applied(coordinator: Coordinator, revision: int) -> RevisionUse:
-    """Return which daemons use a revision now."""
+async def read_applied(
+    coordinator: Coordinator, revision: int, known: Mapping[str, str] | None = None
+) -> RevisionUse:
+    """Return which daemons use a revision now; `known` has servers from before (rule 5)."""
     published = await coordinator.read_applied()
     # Read after `published`, so that it is not below a revision of the node.
     stored = await coordinator.permissions.read()
     newest = 0 if stored is None else stored.revision
-    found = RevisionUse()
-    for name, text in (await _daemons(coordinator)).items():
+    found = RevisionUse(were_used=await coordinator.permissions.were_used())
+    servers = await coordinator.read_servers_now()
+    daemons = {**_servers(servers), **await _storages(coordinator)}
+    absent = {server_name(each): f"server {each}" for each in servers.absent}
+    for name, text in {**absent, **(known or {}), **daemons}.items():
         used = published.get(name)
-        if used is None:
+        if used is None and name not in daemons:
+            found.unregistered.append(text)
+        elif used is None:
             found.silent.append(text)
         elif used > newest:
             found.late[text] = f"it uses revision {used}, and ignores earlier ones"
@@ -184,14 +212,24 @@ async def read_applied(coordinator: Coordinator, revision: int) -> RevisionUse:
     return found
 
 
-async def _daemons(coordinator: Coordinator) -> dict[str, str]:
-    """Return the registered servers and the storages with replicas: text by name."""
-    servers = (await coordinator.read_servers_now()).servers
-    held = (await coordinator.read_replica_assignment()).partitions
-    return {
-        **{server_name(key): f"server {each.address}" for key, each in servers.items()},
-        **{storage_name(each): f"storage {each}" for each, its in held.items() if its},
+async def _known_servers(coordinator: Coordinator) -> dict[str, str]:
+    """Return the registered servers and those with a revision: text by name (rule 5)."""
+    published = {
+        name: f"server {name.removeprefix(SERVER_PREFIX)}"
+        for name in await coordinator.read_applied()
+        if name.startswith(SERVER_PREFIX)
     }
+    return {**published, **_servers(await coordinator.read_servers_now())}
+
+
+def _servers(found: ServersView) -> dict[str, str]:
+    return {server_name(key): f"server {each.address}" for key, each in found.servers.items()}
+
+
+async def _storages(coordinator: Coordinator) -> dict[str, str]:
+    """Return the storages with replicas: text by name."""
+    held = (await coordinator.read_replica_assignment()).partitions
+    return {storage_name(each): f"storage {each}" for each, its in held.items() if its}
 
 
 def _print_change(result: AccessResult) -> None:
@@ -210,7 +248,7 @@ def applied_lines(applied: RevisionUse, revision: int) -> list[str]:
         return ["no server is registered, and no storage has replicas"]
     if applied.is_off:
         where = f"at all {applied.count} daemons, or they have no session with ZooKeeper"
-        return [f"access control is off {where}: none publishes a revision"]
+        return [f"access control is off {where}: none has ever published a revision"]
     if applied.is_complete:
         return [f"all {applied.count} daemons use revision {revision}"]
     lines = [f"{each}: {reason}" for each, reason in applied.late.items()]
@@ -219,13 +257,16 @@ def applied_lines(applied: RevisionUse, revision: int) -> list[str]:
         "with ZooKeeper"
         for each in applied.silent
     ]
-    missing = len(applied.late) + len(applied.silent)
+    lines += [
+        f"{each} is not registered: it may still use earlier permissions"
+        for each in applied.unregistered
+    ]
     hint = "Hint: check their logs and /health; `access list` shows the revisions in use."
     if any("ignores" in each for each in applied.late.values()):
         hint += " Restart a daemon with a later revision than ZooKeeper's."
     lines.append(
-        f"revision {revision} is stored, and {missing} of {applied.count} daemons do not use it. "
-        f"{hint}"
+        f"revision {revision} is stored, and {len(applied.missing)} of {applied.count} daemons do "
+        f"not use it. {hint}"
     )
     return lines
 
@@ -242,5 +283,6 @@ def _print_json(result: AccessResult, applied: RevisionUse) -> None:
             "applied": applied.using,
             "late": applied.late,
             "without_revision": applied.silent,
+            "unregistered": applied.unregistered,
         }
     )

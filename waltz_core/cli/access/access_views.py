@@ -6,9 +6,10 @@ from typing import Any
 import click
 
 from waltz_core.access import permission_changes as changes
+from waltz_core.access.grants import Grants
 from waltz_core.access.permission_changes import Holder, ranges_text
 from waltz_core.access.permissions import Permissions, PrincipalLimits
-from waltz_core.access.requirements import AccessVerb
+from waltz_core.access.requirements import AccessVerb, Requirement, Scope
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.access.access_copies import revision_values
 from waltz_core.cli.access.access_run import applied_lines, read_applied
@@ -35,6 +36,7 @@ async def list_command(*, connect: str, as_json: bool) -> int:
                 "applied": applied.using,
                 "late": applied.late,
                 "without_revision": applied.silent,
+                "unregistered": applied.unregistered,
             }
         )
         return 0
@@ -136,9 +138,9 @@ async def check(
         found = await coordinator.permissions.require()
     if partition is not None and not 0 <= partition < count:
         raise BadConfig(f"expected a partition of 0..{count - 1}, found {partition}")
-    wanted = set(range(count)) if partition is None else {partition}
+    is_all = _has_all(found, principal, AccessVerb(verb))
     held = changes.granted(found, principal, AccessVerb(verb), count)
-    is_permitted = wanted <= held
+    is_permitted = is_all if partition is None else partition in held
     if as_json:
         print_json(
             {
@@ -150,7 +152,9 @@ async def check(
             }
         )
     else:
-        text = "all" if len(held) == count else ranges_text(changes.ranges_of(held))
+        text = "all" if is_all else ranges_text(changes.ranges_of(held))
+        if len(held) == count and not is_permitted:
+            text += ", which is not `all`"
         print_result(
             f"{'permitted' if is_permitted else 'denied'}: {principal} has {verb} for partitions "
             f"{text}; revision {found.revision}"
@@ -158,7 +162,14 @@ async def check(
     return 0 if is_permitted else DENIED
 
 
+def _has_all(found: Permissions, principal: str, verb: AccessVerb) -> bool:
+    """Whether requests for the cluster are permitted; ranges with all partitions do not suffice."""
+    required = Requirement((verb,), Scope.ALL, is_all=True)
+    return Grants(found).missing(principal, required, None) is None
+
+
 check.details = (
     "The exit code is 0 if ZooKeeper's permissions permit it, and 1 if they deny it. Without "
-    "--partition, the verb must be granted for all partitions."
+    "--partition, the verb must be granted for `all` partitions, as for requests that concern the "
+    "cluster: ranges do not permit these, also if they have every partition."
 )

@@ -1,11 +1,14 @@
 """The place of a backup: a file, or a URL as for an archive; all calls block."""
 
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Final, NamedTuple, Self
 
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.cluster.change.backup import Backup
 from waltz_core.errors import BadConfig, ObjectMissing
+
+# A backup contains the key that signs client IDs, and the hashes of tokens.
+_FILE_MODE: Final = 0o600
 
 
 class BackupPlace(NamedTuple):
@@ -23,7 +26,7 @@ class BackupPlace(NamedTuple):
         folder, _, name = path.rpartition("/")
         if not name:
             raise BadConfig(f"expected a file or a URL that ends with a file name, found {text!r}")
-        return cls(text, ArchiveStore(folder + question + options), name)
+        return cls(text, ArchiveStore(folder + question + options, file_mode=_FILE_MODE), name)
 
     def check_absent(self) -> None:
         """Raise BadConfig if the file exists."""

@@ -5,6 +5,8 @@ Rules:
        concurrent change, it is computed again from the new permissions.
     2. A write with unknown outcome is done if the node has exactly its bytes, and not done if the
        node is at the version before it. Otherwise the error goes to the caller.
+    3. Another user of ZooKeeper may have created the node, or that of the audit, before. So the
+       first permissions and replaced ones also set the access lists of both, before they are read.
 """
 
 from collections.abc import Callable
@@ -57,13 +59,15 @@ class StoredPermissions:
 
     async def create(self, permissions: Permissions, author: Author) -> Permissions:
         """Write the first permissions; raises BadRequest if there are some."""
+        await self._protect()
         made = next_revision(permissions, permissions.revision, *author)
         for _ in range(WRITE_ATTEMPTS_MAX):
             found = await self._get()
             if found is not None:
                 raise errors.BadRequest(
                     f"the cluster at {self._nodes.where} has permissions already; nothing was "
-                    "changed. Hint: `access list` shows them, `access import` replaces them."
+                    "changed. Hint: `access list` shows them and their author, `access import` "
+                    "replaces them."
                 )
             if await self._is_written(made, None):
                 return made
@@ -101,6 +105,7 @@ class StoredPermissions:
         Their revision is above that of the file and that of the node. `check` receives the ones
         before, if they can be read, and those after, and may raise.
         """
+        await self._protect()
         for _ in range(WRITE_ATTEMPTS_MAX):
             node, before = await self._get(), None
             if node is not None:
@@ -115,6 +120,14 @@ class StoredPermissions:
             if await self._is_written(made, node):
                 return PermissionsChange(before, made)
         raise self._changes_too_fast()
+
+    async def were_used(self) -> bool:
+        """Whether a daemon has ever published the revision that it uses."""
+        return await self._znodes.get(self._nodes.paths.every_applied) is not None
+
+    async def _protect(self) -> None:
+        for path in (self._path, self._nodes.paths.audit):
+            await self._znodes.reset_access_list(path)
 
     async def _get(self) -> Node | None:
         await self._znodes.sync()

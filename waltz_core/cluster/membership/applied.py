@@ -15,12 +15,13 @@ from waltz_core.records import strict_json
 from waltz_core.records.record import ReplicaId, ServerId
 
 WRITE_ATTEMPTS_MAX: Final = 20
+SERVER_PREFIX: Final = "server-"
 _FORMAT: Final = 1
 
 
 def server_name(server_id: ServerId) -> str:
     """Return the NAME of a server (rule 2)."""
-    return f"server-{server_id}"
+    return f"{SERVER_PREFIX}{server_id}"
 
 
 def storage_name(address: ReplicaId) -> str:

@@ -20,7 +20,7 @@ Rules (docs/zookeeper.md, "Membership and assignment"):
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Never
 
 from waltz_core import errors
@@ -64,6 +64,8 @@ class ServersView:
     is_settled: bool
     # Live servers that get no partitions, because no other server can connect to them (rule 6).
     left_out: frozenset[ServerId] = frozenset()
+    # Servers of the assignment that are not registered. They may still run, without ZooKeeper.
+    absent: frozenset[ServerId] = field(default=frozenset(), compare=False)
 
     def partitions_of(self, server_id: ServerId) -> dict[PartitionId, Generation]:
         """Return the generations of the partitions that a server owns."""
@@ -546,4 +548,5 @@ def _view(membership: _Membership, partition_count: int) -> ServersView:
         partition_count=partition_count,
     )
     left_out = frozenset(servers.keys() - membership.assignment.servers.keys() if settled else ())
-    return ServersView(servers, dict(sorted(owners.items())), settled, left_out)
+    absent = frozenset(membership.assignment.servers.keys() - servers.keys())
+    return ServersView(servers, dict(sorted(owners.items())), settled, left_out, absent)

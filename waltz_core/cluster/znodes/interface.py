@@ -159,5 +159,11 @@ class Znodes(Protocol):
         A change of several writes could fail there after the first ones.
         """
 
+    async def reset_access_list(self, path: str) -> None:
+        """Give a node, if it exists, the access list of a new one; not without credentials.
+
+        Raises BadConfig without permission, CoordinatorUnavailable if ZooKeeper does not answer.
+        """
+
     async def close(self) -> None:
         """End the session; its ephemeral nodes are deleted at once. May be called twice."""

@@ -320,6 +320,9 @@ class MemorySession:
     def check_administrator(self) -> None:
         """Return: here are no users."""
 
+    async def reset_access_list(self, path: str) -> None:
+        """Do nothing: here are no access lists."""
+
     async def close(self) -> None:
         """End the session."""
         if not self._is_closed:

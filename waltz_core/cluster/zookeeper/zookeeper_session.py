@@ -492,14 +492,24 @@ class ZooKeeperSession:
 
         Raises BadConfig without permission, CoordinatorUnavailable if ZooKeeper does not answer.
         """
-        acl = self._acl_of(path)
-        try:
-            await self._read(lambda: self._client.set_acls_async(path, acl), path)
-        except NoNodeError:
+        if not await self._has_set_acl(path):
             return 0  # It was deleted meanwhile.
         listing = await self.children(path)
         names = () if listing is None else listing.names
         return 1 + sum([await self.protect(f"{path}/{name}") for name in names])
+
+    async def reset_access_list(self, path: str) -> None:
+        """Give a node the access list of a new one."""
+        if self._credentials is not None:
+            await self._has_set_acl(path)
+
+    async def _has_set_acl(self, path: str) -> bool:
+        acl = self._acl_of(path)
+        try:
+            await self._read(lambda: self._client.set_acls_async(path, acl), path)
+        except NoNodeError:
+            return False
+        return True
 
     def _rejected(self, path: str, error: Exception) -> errors.BadConfig:
         if isinstance(error, NoAuthError):
