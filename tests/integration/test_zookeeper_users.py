@@ -32,6 +32,8 @@ FILES = {
     "administrator": "digest:admin:of admin\nmembers:digest:waltz:of members\n",
     "member": f"digest:waltz:of members\nadministrators:digest:{HASH}\n",
     "old": "digest:waltz:of members\n",
+    "alone": "digest:admin:of admin\n",
+    "readable": "digest:waltz:of members\nworld:anyone:r\n",
 }
 USERS = {"administrator": "admin:of admin", "member": "waltz:of members", "public": None}
 # Decision 048, "ZooKeeper".
@@ -256,6 +258,42 @@ def test_one_user_protects_as_before(place: Place):
     asyncio.run(run())
 
 
+def test_the_world_reads_neither_permissions_nor_the_audit_log(place: Place):
+    """One user with a line for clients that read; also after `protect`."""
+    root = "/readable"
+
+    async def run():
+        async with whole_cluster(place, root, creator="readable", member="readable"):
+            await asyncio.to_thread(check)
+            await zookeeper_session.protect(place.connect(root, "readable"))
+            await asyncio.to_thread(check)
+
+    def check() -> None:
+        with place.kazoo("member") as member, place.kazoo("public") as public:
+            for path in tree(member, root):
+                is_secret = path.startswith((f"{root}/x/access", f"{root}/x/audit"))
+                assert permitted(public.get, path) is not is_secret, path
+
+    asyncio.run(run())
+
+
+def test_one_user_may_withdraw_the_line_of_another(place: Place):
+    """The other one is not taken for the members' user of a cluster with two."""
+    root, file = "/withdrawn", place.directory / "zookeeper.auth"
+    connect = f"{place.hosts}{root}?auth={file}"
+
+    async def run():
+        file.write_text("digest:waltz:1\n" + line_of("other", "2", "crwd"))
+        async with connected(connect) as commands:
+            await commands.create_cluster(NewCluster("payments", 1, model.UUID(int=7), STORAGES))
+        file.write_text("digest:waltz:1\n")
+        async with connected(connect) as commands:
+            await commands.check_administrator()
+        await zookeeper_session.protect(connect)
+
+    asyncio.run(run())
+
+
 # --- a changed password
 
 
@@ -361,6 +399,9 @@ def test_a_changed_password_denies_no_process_access(place: Place, first, change
         ("member", ["cluster", "add-storage", "10.0.0.9:5280", "--connect"]),
         ("old", ["cluster", "delete", "payments", "--force", "--connect"]),
         ("public", ["cluster", "delete", "payments", "--force", "--connect"]),
+        ("alone", ["cluster", "protect"]),
+        ("alone", ["access", "init", "--connect"]),
+        ("alone", ["cluster", "delete", "payments", "--force", "--connect"]),
     ],
     ids=lambda each: each if isinstance(each, str) else each[1],
 )
@@ -376,7 +417,10 @@ def test_a_command_that_needs_an_administrator_changes_nothing(place: Place, use
             expected = {
                 "member": "expected the auth file of an administrator, with a line "
                 "members:digest:USER:PASSWORD, found that of the members' user 'waltz'",
-                "old": "denies access to /commands-old-delete/x/audit",
+                "old": "members:digest:USER:PASSWORD, found that of the members' user 'waltz'",
+                "alone": "expected an auth file with both users of the cluster, found one with "
+                f"'admin' only, and access for 'waltz' at {root}. Hint: add the line "
+                "members:digest:waltz:PASSWORD;",
                 "public": "requires authentication at /commands-public-delete/x/audit",
             }
             assert expected[user] in done.stderr

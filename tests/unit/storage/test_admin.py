@@ -16,6 +16,7 @@ from waltz_core.storage.service.admin import (
     AdminRequest,
     AdminService,
     AdminTaskDone,
+    Disconnected,
     RunAdminTask,
     SendAdminResponse,
 )
@@ -374,6 +375,43 @@ def test_changes_run_one_at_a_time_and_queries_do_not_wait_for_them():
         (1, 3),
     ]
     assert desk.open == []
+
+
+def test_the_end_of_a_connection_ends_its_requests_after_their_current_task():
+    desk = Terminal()
+    desk.post(wire.SetAvailable(1, (0, 1, 2), False))
+    desk.post(wire.MarkSuspect(2, 2, True))
+    desk.post(wire.MarkSuspect(3, 3, True), connection=2)
+    desk.post(wire.RemovePartition(4, 1, True, False))
+    desk.carry_out()
+    desk.take(desk.machine.step(Disconnected(1), 0))
+    assert [type(run.task) for run in desk.open] == [SetAvailability]  # it is under way
+    while desk.open:
+        desk.carry_out()
+    done = [SetAvailability(0, False), SetAvailability(1, False), MarkReplicaSuspect(3)]
+    assert desk.changes == done
+    assert (2, wire.Done(3)) in desk.answered
+    errors_found = [dict(each.fields).get("error") for each in desk.reports]
+    dropped = "the connection was closed before the request was done"
+    assert errors_found == [
+        dropped,
+        dropped,
+        f"{dropped}; done before that: partitions [0, 1]",
+        None,
+    ]
+
+
+def test_a_request_whose_last_task_is_under_way_at_the_end_of_its_connection_is_done():
+    desk = Terminal()
+    desk.post(wire.MarkSuspect(1, 2, True))
+    desk.post(wire.SessionInfoRequest(2, 2))
+    desk.take(desk.machine.step(Disconnected(1), 0))
+    desk.carry_out()
+    desk.carry_out()
+    assert [each.name for each in desk.reports] == ["storage.administered"]
+    desk.answered.clear()
+    assert desk.ask(wire.MarkSuspect(3, 2, True), connection=2) == wire.Done(3)
+    assert desk.changes == [MarkReplicaSuspect(2), MarkReplicaSuspect(2)]
 
 
 def test_waiting_requests_are_limited():

@@ -28,6 +28,7 @@ from waltz_core.storage.service.admin import (
     AdminRequest,
     AdminService,
     AdminTaskDone,
+    Disconnected,
     Effect,
     Event,
     RunAdminTask,
@@ -120,7 +121,10 @@ class AdminPort:
             self._driver.post(AdminRequest(connection, version, message))
 
     def _closed(self, connection: ConnectionId, _reason: str) -> None:
-        del self._links[connection]
+        link = self._links.pop(connection)
+        # Without access control, requests continue, as in Waltz 0.13.
+        if link.access is not None:
+            self._driver.post(Disconnected(connection))
 
     def _perform(self, effect: Effect) -> None:
         match effect:
