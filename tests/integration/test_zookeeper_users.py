@@ -86,6 +86,7 @@ async def create_nodes_of_members(coordinator: Coordinator) -> None:
     await coordinator.register_storage_id("10.0.0.1:5280", model.UUID(int=1))
     await coordinator.writes.begin("nightly", {0: -1}, 1_000_000)
     await coordinator.writes.enter("nightly", 0, "run", coordinator.next_client_id)
+    await coordinator._nodes.put_ephemeral(paths.applied("server-1"), b"{}", paths.every_applied)
     await coordinator._nodes.put_ephemeral(paths.load(1), b"{}", paths.loads)
     await coordinator._nodes.put_ephemeral(paths.reach(1), b"{}", paths.reaches)
 
@@ -425,6 +426,23 @@ def test_a_command_that_needs_an_administrator_changes_nothing(place: Place, use
             }
             assert expected[user] in done.stderr
             assert await asyncio.to_thread(content, place, root) == before
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("user", "said"), [("old", "that of the members' user 'waltz'"), ("alone", "both users")]
+)
+def test_an_administrator_is_checked_also_before_the_first_audit_entry(place: Place, user, said):
+    root = f"/without-audit-{user}"
+
+    async def run():
+        async with connected(place.connect(root, "administrator")) as commands:
+            await commands.create_cluster(NewCluster("payments", 1, model.UUID(int=7), STORAGES))
+            await commands.check_administrator()
+        async with connected(place.connect(root, user)) as commands:
+            with pytest.raises(errors.BadConfig, match=said):
+                await commands.check_administrator()
 
     asyncio.run(run())
 

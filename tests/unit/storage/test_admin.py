@@ -1,7 +1,9 @@
 """The storage's answers to administration requests; the test performs the admin tasks."""
 
+import asyncio
 import json
 import zlib
+from unittest.mock import Mock
 
 import pytest
 
@@ -11,6 +13,7 @@ from waltz_core.errors import CoordinatorUnavailable, DiskFailed, from_code
 from waltz_core.machine import Report, Wakeup
 from waltz_core.records.record import GENESIS_CHAIN, LineageEntry, ReqId
 from waltz_core.storage.files.format import FLAG_ASSIGNED, FLAG_AVAILABLE, IdRange, PartitionInfo
+from waltz_core.storage.process.admin_port import AdminPort
 from waltz_core.storage.service.admin import (
     WAITING_MAX,
     AdminRequest,
@@ -399,6 +402,43 @@ def test_the_end_of_a_connection_ends_its_requests_after_their_current_task():
         f"{dropped}; done before that: partitions [0, 1]",
         None,
     ]
+
+
+@pytest.mark.parametrize(("access", "done"), [(None, [0, 1, 2]), (object(), [0])])
+def test_without_access_control_requests_of_a_closed_connection_continue(access, done):
+    """As in Waltz 0.13; a revocation closes only connections with access control."""
+
+    async def run():
+        begun, tasks_may_end = [], asyncio.Event()
+
+        async def run_exclusively(partition_id, _call):
+            begun.append(partition_id)
+            await tasks_may_end.wait()
+
+        failures = []
+        async with asyncio.TaskGroup() as tasks:
+            port = AdminPort(
+                Mock(),
+                Mock(run_exclusively=run_exclusively, address="a:1"),
+                StorageIdentity(KEY, 4, b"the storage's id"),
+                post=Mock(),
+                report=Mock(),
+                in_thread=Mock(),
+                tasks=tasks,
+                on_failure=failures.append,
+                scrub_states=Mock(),
+                archive_state=Mock(),
+            )
+            link = Mock(version=1, access=access, permitted=list)
+            port._accept(link)
+            received, closed = link.start.call_args.args
+            received([wire.SetAvailable(1, (0, 1), False), wire.MarkSuspect(2, 2, True)])
+            closed("revoked")
+            tasks_may_end.set()
+        assert begun == done
+        assert failures == []
+
+    asyncio.run(run())
 
 
 def test_a_request_whose_last_task_is_under_way_at_the_end_of_its_connection_is_done():
