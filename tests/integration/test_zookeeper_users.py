@@ -33,6 +33,8 @@ FILES = {
     "member": f"digest:waltz:of members\nadministrators:digest:{HASH}\n",
     "old": "digest:waltz:of members\n",
     "alone": "digest:admin:of admin\n",
+    "granted": "digest:admin:of admin\n"
+    f"digest:{make_digest_acl_credential('waltz', 'of members')}:cdrw\n",
     "readable": "digest:waltz:of members\nworld:anyone:r\n",
 }
 USERS = {"administrator": "admin:of admin", "member": "waltz:of members", "public": None}
@@ -431,7 +433,12 @@ def test_a_command_that_needs_an_administrator_changes_nothing(place: Place, use
 
 
 @pytest.mark.parametrize(
-    ("user", "said"), [("old", "that of the members' user 'waltz'"), ("alone", "both users")]
+    ("user", "said"),
+    [
+        ("old", "that of the members' user 'waltz'"),
+        ("alone", "both users"),
+        ("granted", "both users"),
+    ],
 )
 def test_an_administrator_is_checked_also_before_the_first_audit_entry(place: Place, user, said):
     root = f"/without-audit-{user}"

@@ -536,13 +536,14 @@ class ZooKeeperSession:
         if credentials is None or not credentials.has_one_user:
             return
         name = credentials.user.name
-        known = {credentials.user.identity, *(each.identity for each in credentials.grants)}
+        # NB: a line without "a" does not suffice: members could write the permissions.
+        administrators = {each.identity for each in credentials.grants if "a" in each.permissions}
         for identity in sorted(await self._members()):
             member = identity.partition(":")[0]
             # Without the permission "a", ZooKeeper shows no hash.
             if member == name:
                 raise self._wrong_user(_expected_other(name))
-            if identity not in known:
+            if identity not in administrators:
                 raise self._wrong_user(
                     f"expected an auth file with both users of the cluster, found one with {name!r}"
                     f" only, and access for {member!r} at {self._root}. Hint: add the line "
