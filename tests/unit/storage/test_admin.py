@@ -16,10 +16,10 @@ from waltz_core.storage.files.format import FLAG_ASSIGNED, FLAG_AVAILABLE, IdRan
 from waltz_core.storage.process.admin_port import AdminPort
 from waltz_core.storage.service.admin import (
     WAITING_MAX,
+    AdminDisconnected,
     AdminRequest,
     AdminService,
     AdminTaskDone,
-    Disconnected,
     RunAdminTask,
     SendAdminResponse,
 )
@@ -387,7 +387,7 @@ def test_the_end_of_a_connection_ends_its_requests_after_their_current_task():
     desk.post(wire.MarkSuspect(3, 3, True), connection=2)
     desk.post(wire.RemovePartition(4, 1, True, False))
     desk.carry_out()
-    desk.take(desk.machine.step(Disconnected(1), 0))
+    desk.take(desk.machine.step(AdminDisconnected(1), 0))
     assert [type(run.task) for run in desk.open] == [SetAvailability]  # it is under way
     while desk.open:
         desk.carry_out()
@@ -445,7 +445,7 @@ def test_a_request_whose_last_task_is_under_way_at_the_end_of_its_connection_is_
     desk = Terminal()
     desk.post(wire.MarkSuspect(1, 2, True))
     desk.post(wire.SessionInfoRequest(2, 2))
-    desk.take(desk.machine.step(Disconnected(1), 0))
+    desk.take(desk.machine.step(AdminDisconnected(1), 0))
     desk.carry_out()
     desk.carry_out()
     assert [each.name for each in desk.reports] == ["storage.administered"]

@@ -25,10 +25,10 @@ from waltz_core.storage.log.scrub import ScrubState
 from waltz_core.storage.process.serving import InThread, Serving
 from waltz_core.storage.service import admin_tasks, service, upkeep
 from waltz_core.storage.service.admin import (
+    AdminDisconnected,
     AdminRequest,
     AdminService,
     AdminTaskDone,
-    Disconnected,
     Effect,
     Event,
     RunAdminTask,
@@ -124,7 +124,7 @@ class AdminPort:
         link = self._links.pop(connection)
         # Without access control, requests continue, as in Waltz 0.13.
         if link.access is not None:
-            self._driver.post(Disconnected(connection))
+            self._driver.post(AdminDisconnected(connection))
 
     def _perform(self, effect: Effect) -> None:
         match effect:

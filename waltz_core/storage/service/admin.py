@@ -110,13 +110,13 @@ class AdminTaskDone:
 
 
 @value(frozen=True, slots=True)
-class Disconnected:
+class AdminDisconnected:
     """A connection with access control is closed; it sends no further request."""
 
     connection: ConnectionId
 
 
-Event: TypeAlias = AdminRequest | AdminTaskDone | Disconnected | Wakeup
+Event: TypeAlias = AdminRequest | AdminTaskDone | AdminDisconnected | Wakeup
 
 
 @value(frozen=True, slots=True)
@@ -195,7 +195,7 @@ class AdminService:
                 ends = event.ticket in self._ending
                 self._ending.discard(event.ticket)
                 self._continue(request, script, event.value, ends=ends)
-            case Disconnected():
+            case AdminDisconnected():
                 self._end_requests(event.connection)
             case Wakeup():
                 pass
