@@ -33,6 +33,10 @@ FILES = {
     "administrator": "digest:admin:of admin\nmembers:digest:waltz:of members\n",
     "member": f"digest:waltz:of members\nadministrators:digest:{HASH}\n",
     "old": "digest:waltz:of members\n",
+    "alone": "digest:admin:of admin\n",
+    "granted": "digest:admin:of admin\n"
+    f"digest:{make_digest_acl_credential('waltz', 'of members')}:cdrw\n",
+    "readable": "digest:waltz:of members\nworld:anyone:r\n",
 }
 USERS = {"administrator": "admin:of admin", "member": "waltz:of members", "public": None}
 # Decision 048, "ZooKeeper".
@@ -85,9 +89,9 @@ async def create_nodes_of_members(coordinator: Coordinator) -> None:
     await coordinator.register_storage_id("10.0.0.1:5280", model.UUID(int=1))
     await coordinator.writes.begin("nightly", {0: -1}, 1_000_000)
     await coordinator.writes.enter("nightly", 0, "run", coordinator.next_client_id)
+    await coordinator._nodes.put_ephemeral(paths.applied("server-1"), b"{}", paths.every_applied)
     await coordinator._nodes.put_ephemeral(paths.load(1), b"{}", paths.loads)
     await coordinator._nodes.put_ephemeral(paths.reach(1), b"{}", paths.reaches)
-    await coordinator._nodes.put_ephemeral(paths.applied("server-1"), b"{}", paths.every_applied)
 
 
 async def create_nodes_of_administrators(coordinator: Coordinator) -> None:
@@ -292,6 +296,42 @@ def test_first_and_imported_permissions_set_the_access_lists(place: Place):
     asyncio.run(run())
 
 
+def test_the_world_reads_neither_permissions_nor_the_audit_log(place: Place):
+    """One user with a line for clients that read; also after `protect`."""
+    root = "/readable"
+
+    async def run():
+        async with whole_cluster(place, root, creator="readable", member="readable"):
+            await asyncio.to_thread(check)
+            await zookeeper_session.protect(place.connect(root, "readable"))
+            await asyncio.to_thread(check)
+
+    def check() -> None:
+        with place.kazoo("member") as member, place.kazoo("public") as public:
+            for path in tree(member, root):
+                is_secret = path.startswith((f"{root}/x/access", f"{root}/x/audit"))
+                assert permitted(public.get, path) is not is_secret, path
+
+    asyncio.run(run())
+
+
+def test_one_user_may_withdraw_the_line_of_another(place: Place):
+    """The other one is not taken for the members' user of a cluster with two."""
+    root, file = "/withdrawn", place.directory / "zookeeper.auth"
+    connect = f"{place.hosts}{root}?auth={file}"
+
+    async def run():
+        file.write_text("digest:waltz:1\n" + line_of("other", "2", "crwd"))
+        async with connected(connect) as commands:
+            await commands.create_cluster(NewCluster("payments", 1, model.UUID(int=7), STORAGES))
+        file.write_text("digest:waltz:1\n")
+        async with connected(connect) as commands:
+            await commands.check_administrator()
+        await zookeeper_session.protect(connect)
+
+    asyncio.run(run())
+
+
 # --- a changed password
 
 
@@ -397,6 +437,9 @@ def test_a_changed_password_denies_no_process_access(place: Place, first, change
         ("member", ["cluster", "add-storage", "10.0.0.9:5280", "--connect"]),
         ("old", ["cluster", "delete", "payments", "--force", "--connect"]),
         ("public", ["cluster", "delete", "payments", "--force", "--connect"]),
+        ("alone", ["cluster", "protect"]),
+        ("alone", ["access", "init", "--connect"]),
+        ("alone", ["cluster", "delete", "payments", "--force", "--connect"]),
     ],
     ids=lambda each: each if isinstance(each, str) else each[1],
 )
@@ -412,11 +455,36 @@ def test_a_command_that_needs_an_administrator_changes_nothing(place: Place, use
             expected = {
                 "member": "expected the auth file of an administrator, with a line "
                 "members:digest:USER:PASSWORD, found that of the members' user 'waltz'",
-                "old": "denies access to /commands-old-delete/x/audit",
+                "old": "members:digest:USER:PASSWORD, found that of the members' user 'waltz'",
+                "alone": "expected an auth file with both users of the cluster, found one with "
+                f"'admin' only, and access for 'waltz' at {root}. Hint: add the line "
+                "members:digest:waltz:PASSWORD;",
                 "public": "requires authentication at /commands-public-delete/x/audit",
             }
             assert expected[user] in done.stderr
             assert await asyncio.to_thread(content, place, root) == before
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("user", "said"),
+    [
+        ("old", "that of the members' user 'waltz'"),
+        ("alone", "both users"),
+        ("granted", "both users"),
+    ],
+)
+def test_an_administrator_is_checked_also_before_the_first_audit_entry(place: Place, user, said):
+    root = f"/without-audit-{user}"
+
+    async def run():
+        async with connected(place.connect(root, "administrator")) as commands:
+            await commands.create_cluster(NewCluster("payments", 1, model.UUID(int=7), STORAGES))
+            await commands.check_administrator()
+        async with connected(place.connect(root, user)) as commands:
+            with pytest.raises(errors.BadConfig, match=said):
+                await commands.check_administrator()
 
     asyncio.run(run())
 

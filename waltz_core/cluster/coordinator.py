@@ -149,8 +149,8 @@ class Coordinator:
         self._znodes.on_state(callback)
 
     async def check_administrator(self) -> None:
-        """Raise BadConfig if ZooKeeper gives this session the permissions of members only."""
-        self._znodes.check_administrator()
+        """Raise BadConfig if this session has the rights of members, or cannot give them any."""
+        await self._znodes.check_administrator()
         # NB: an auth file from before there were two users does not show that.
         await self._znodes.children(self.paths.audit)
 

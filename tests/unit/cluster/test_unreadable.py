@@ -32,7 +32,7 @@ def test_a_view_is_kept_while_nodes_cannot_be_decoded(
         raise errors.BadFormat("/w/s_0: rotten")
 
     async def scenario() -> None:
-        with pytest.raises(errors.Unavailable, match="enough"):
+        with pytest.raises(errors.BadConfig, match="enough"):
             await unreadable.follow_readable(follow, seen.append)
         with pytest.raises(errors.BadFormat):  # no view to keep
             await unreadable.follow_readable(rotten, seen.append)

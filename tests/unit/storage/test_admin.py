@@ -1,7 +1,9 @@
 """The storage's answers to administration requests; the test performs the admin tasks."""
 
+import asyncio
 import json
 import zlib
+from unittest.mock import Mock
 
 import pytest
 
@@ -11,8 +13,10 @@ from waltz_core.errors import CoordinatorUnavailable, DiskFailed, from_code
 from waltz_core.machine import Report, Wakeup
 from waltz_core.records.record import GENESIS_CHAIN, LineageEntry, ReqId
 from waltz_core.storage.files.format import FLAG_ASSIGNED, FLAG_AVAILABLE, IdRange, PartitionInfo
+from waltz_core.storage.process.admin_port import AdminPort
 from waltz_core.storage.service.admin import (
     WAITING_MAX,
+    AdminDisconnected,
     AdminRequest,
     AdminService,
     AdminTaskDone,
@@ -374,6 +378,80 @@ def test_changes_run_one_at_a_time_and_queries_do_not_wait_for_them():
         (1, 3),
     ]
     assert desk.open == []
+
+
+def test_the_end_of_a_connection_ends_its_requests_after_their_current_task():
+    desk = Terminal()
+    desk.post(wire.SetAvailable(1, (0, 1, 2), False))
+    desk.post(wire.MarkSuspect(2, 2, True))
+    desk.post(wire.MarkSuspect(3, 3, True), connection=2)
+    desk.post(wire.RemovePartition(4, 1, True, False))
+    desk.carry_out()
+    desk.take(desk.machine.step(AdminDisconnected(1), 0))
+    assert [type(run.task) for run in desk.open] == [SetAvailability]  # it is under way
+    while desk.open:
+        desk.carry_out()
+    done = [SetAvailability(0, False), SetAvailability(1, False), MarkReplicaSuspect(3)]
+    assert desk.changes == done
+    assert (2, wire.Done(3)) in desk.answered
+    errors_found = [dict(each.fields).get("error") for each in desk.reports]
+    dropped = "the connection was closed before the request was done"
+    assert errors_found == [
+        dropped,
+        dropped,
+        f"{dropped}; done before that: partitions [0, 1]",
+        None,
+    ]
+
+
+@pytest.mark.parametrize(("access", "done"), [(None, [0, 1, 2]), (object(), [0])])
+def test_without_access_control_requests_of_a_closed_connection_continue(access, done):
+    """As in Waltz 0.13; a revocation closes only connections with access control."""
+
+    async def run():
+        begun, tasks_may_end = [], asyncio.Event()
+
+        async def run_exclusively(partition_id, _call):
+            begun.append(partition_id)
+            await tasks_may_end.wait()
+
+        failures = []
+        async with asyncio.TaskGroup() as tasks:
+            port = AdminPort(
+                Mock(),
+                Mock(run_exclusively=run_exclusively, address="a:1"),
+                StorageIdentity(KEY, 4, b"the storage's id"),
+                post=Mock(),
+                report=Mock(),
+                in_thread=Mock(),
+                tasks=tasks,
+                on_failure=failures.append,
+                scrub_states=Mock(),
+                archive_state=Mock(),
+            )
+            link = Mock(version=1, access=access, permitted=list)
+            port._accept(link)
+            received, closed = link.start.call_args.args
+            received([wire.SetAvailable(1, (0, 1), False), wire.MarkSuspect(2, 2, True)])
+            closed("revoked")
+            tasks_may_end.set()
+        assert begun == done
+        assert failures == []
+
+    asyncio.run(run())
+
+
+def test_a_request_whose_last_task_is_under_way_at_the_end_of_its_connection_is_done():
+    desk = Terminal()
+    desk.post(wire.MarkSuspect(1, 2, True))
+    desk.post(wire.SessionInfoRequest(2, 2))
+    desk.take(desk.machine.step(AdminDisconnected(1), 0))
+    desk.carry_out()
+    desk.carry_out()
+    assert [each.name for each in desk.reports] == ["storage.administered"]
+    desk.answered.clear()
+    assert desk.ask(wire.MarkSuspect(3, 2, True), connection=2) == wire.Done(3)
+    assert desk.changes == [MarkReplicaSuspect(2), MarkReplicaSuspect(2)]
 
 
 def test_waiting_requests_are_limited():

@@ -153,10 +153,11 @@ class Znodes(Protocol):
     def on_state(self, callback: StateCallback) -> None:
         """Call back at each change of the session's state, until closed."""
 
-    def check_administrator(self) -> None:
+    async def check_administrator(self) -> None:
         """Raise BadConfig if the session has the user of servers and storages, and not all rights.
 
-        A change of several writes could fail there after the first ones.
+        A change of several writes could fail there after the first ones. It is also raised if the
+        cluster has two users, and the session knows only one: members could not read new nodes.
         """
 
     async def reset_access_list(self, path: str) -> None:

@@ -42,6 +42,14 @@ class Znode(NamedTuple):
     readers: Readers
     members: str = MEMBER_PERMISSIONS
 
+    @property
+    def is_restricted(self) -> bool:
+        """Whether it is secret also where the auth file lets the world read: R/x/access, R/x/audit.
+
+        They have the key that signs client IDs, the hashes of tokens, and commands.
+        """
+        return self.readers is not Readers.PUBLIC and self.members != MEMBER_PERMISSIONS
+
 
 _PUBLIC, _MEMBERS, _ADMINISTRATORS = Readers
 

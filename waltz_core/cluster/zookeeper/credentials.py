@@ -19,9 +19,11 @@ Rules:
        in the row of the node (`znodes/paths.py`), whichever user creates it. A further line with
        permission "a" names another administrator, except for "world"; all others give at most what
        members have.
-    3. An administrator's session has the members' user as well: so it may change nodes that this
+    3. A line for "world" never applies to R/x/access and R/x/audit: to permissions, keys and the
+       audit log.
+    4. An administrator's session has the members' user as well: so it may change nodes that this
        user owned when it was the only one.
-    4. Empty lines, and lines that begin with "#", are ignored.
+    5. Empty lines, and lines that begin with "#", are ignored.
 """
 
 import base64
@@ -84,19 +86,29 @@ class Credentials:
         return bool(self.administrators)
 
     @property
+    def has_one_user(self) -> bool:
+        """Whether the file names neither members nor administrators."""
+        return self.members is None and not self.administrators
+
+    @property
     def users(self) -> tuple[User, ...]:
-        """The users that a session has (rule 3)."""
+        """The users that a session has (rule 4)."""
         return (self.user,) if self.members is None else (self.user, self.members)
 
     def permissions_of(self, row: Znode) -> tuple[NodePermission, ...]:
-        """Return the access list of a new node (rules 1 and 2)."""
-        if self.members is None and not self.administrators:
-            return (_CREATOR, *self.grants)
+        """Return the access list of a new node (rules 1 to 3)."""
+        grants = tuple(
+            each
+            for each in self.grants
+            if not (row.is_restricted and each.scheme == _PUBLIC.scheme)
+        )
+        if self.has_one_user:
+            return (_CREATOR, *grants)
         members = (self.members or self.user).identity
         found = [
             NodePermission(SCHEME, self.administrators or self.user.identity, PERMISSIONS),
             NodePermission(SCHEME, members, row.members),
-            *(each._replace(permissions=_limited(each, row)) for each in self.grants),
+            *(each._replace(permissions=_limited(each, row)) for each in grants),
         ]
         if row.readers is Readers.PUBLIC:
             found.append(_PUBLIC)

@@ -317,7 +317,7 @@ class MemorySession:
         """Call back at each change of state."""
         self._callbacks.append(callback)
 
-    def check_administrator(self) -> None:
+    async def check_administrator(self) -> None:
         """Return: here are no users."""
 
     async def reset_access_list(self, path: str) -> None:

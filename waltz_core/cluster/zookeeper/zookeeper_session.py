@@ -19,6 +19,7 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar, cast
 
 from kazoo.client import KazooClient, KazooState, TransactionRequest
@@ -155,8 +156,8 @@ async def connected(
 async def protect(text: str, *, connect_timeout_ms: int = CONNECT_TIMEOUT_MS) -> int:
     """Set the access lists of an auth file on a cluster's znodes; return their number.
 
-    Raises BadConfig if the connect string names no auth file or that of a member, or ZooKeeper
-    denies the change.
+    Raises BadConfig if the connect string names no auth file, that of a member, or one without the
+    members of a cluster that has two users, or ZooKeeper denies the change.
     """
     place = parse_connect_string(text)
     credentials = _read_credentials(place)
@@ -170,9 +171,10 @@ async def protect(text: str, *, connect_timeout_ms: int = CONNECT_TIMEOUT_MS) ->
         credentials=credentials,
         root=place.root,
     )
-    session.check_administrator()
+    session.check_role()
     await session.open()
     try:
+        await session.check_administrator()
         return await session.protect(place.root)
     finally:
         await session.close()
@@ -532,13 +534,56 @@ class ZooKeeperSession:
             f"that created it, found user {name!r} with another password, or another user"
         )
 
-    def check_administrator(self) -> None:
-        """Raise BadConfig if this is the members' user."""
+    def check_role(self) -> None:
+        """Raise BadConfig if the auth file is that of the members' user."""
         if self._credentials is not None and self._credentials.is_member:
-            raise errors.BadConfig(
-                f"the command changes {self._root} of ZooKeeper {self._hosts}: "
-                f"{_expected_other(self._credentials.user.name)}"
-            )
+            raise self._wrong_user(_expected_other(self._credentials.user.name))
+
+    async def check_administrator(self) -> None:
+        """Raise BadConfig if this is the members' user, or the auth file lacks that user."""
+        self.check_role()
+        credentials = self._credentials
+        if credentials is None or not credentials.has_one_user:
+            return
+        name = credentials.user.name
+        # NB: a line without "a" does not suffice: members could write the permissions.
+        administrators = {each.identity for each in credentials.grants if "a" in each.permissions}
+        for identity in sorted(await self._members()):
+            member = identity.partition(":")[0]
+            # Without the permission "a", ZooKeeper shows no hash.
+            if member == name:
+                raise self._wrong_user(_expected_other(name))
+            if identity not in administrators:
+                raise self._wrong_user(
+                    f"expected an auth file with both users of the cluster, found one with {name!r}"
+                    f" only, and access for {member!r} at {self._root}. Hint: add the line "
+                    f"members:{SCHEME}:{member}:PASSWORD; servers and storages could not read "
+                    "nodes created without it"
+                )
+
+    async def _members(self) -> set[str]:
+        """Return the users with exactly the permissions of members at R and R/x.
+
+        With one user, further lines give the same permissions at both.
+        """
+        found: list[set[str]] = []
+        for path in (self._root, f"{self._root}/x"):
+            expected = _acl_entry(NodePermission(SCHEME, "", self._row(path).members)).perms
+            with contextlib.suppress(NoNodeError):
+                acl, _ = await self._read(partial(self._client.get_acls_async, path), path)
+                found.append(
+                    {
+                        each.id.id
+                        for each in acl
+                        if each.id.scheme == SCHEME and each.perms == expected
+                    }
+                )
+        return set.intersection(*found) if found else set()
+
+    def _wrong_user(self, found: str) -> errors.BadConfig:
+        return errors.BadConfig(
+            f"the command changes {self._root} of ZooKeeper {self._hosts}: {found}"
+        )
 
     def _row(self, path: str) -> Znode:
         return znode_at(self._root, path)

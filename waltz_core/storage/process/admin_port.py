@@ -25,6 +25,7 @@ from waltz_core.storage.log.scrub import ScrubState
 from waltz_core.storage.process.serving import InThread, Serving
 from waltz_core.storage.service import admin_tasks, service, upkeep
 from waltz_core.storage.service.admin import (
+    AdminDisconnected,
     AdminRequest,
     AdminService,
     AdminTaskDone,
@@ -120,7 +121,10 @@ class AdminPort:
             self._driver.post(AdminRequest(connection, version, message))
 
     def _closed(self, connection: ConnectionId, _reason: str) -> None:
-        del self._links[connection]
+        link = self._links.pop(connection)
+        # Without access control, requests continue, as in Waltz 0.13.
+        if link.access is not None:
+            self._driver.post(AdminDisconnected(connection))
 
     def _perform(self, effect: Effect) -> None:
         match effect:

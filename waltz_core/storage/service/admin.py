@@ -18,8 +18,10 @@ Rules:
     4. A request for several partitions ends at the first that is rejected; the error states which
        are done.
     5. Nothing is answered as done before it is durable. A change that was begun is carried out even
-       if the client has disconnected.
-    6. A peer of version 0 gets errors in the form of Waltz 0.13: as a text.
+       if the client has disconnected (but see rule 6).
+    6. With access control, the end of a connection ends its requests, because a revocation may have
+       closed it: those that wait are dropped, and one that has begun ends after its current task.
+    7. A peer of version 0 gets errors in the form of Waltz 0.13: as a text.
 """
 
 import json
@@ -29,7 +31,7 @@ from typing import Final, TypeAlias, assert_never
 
 import numpy as np
 
-from waltz_core.errors import BadRequest, ClusterKeyMismatch, Overloaded, WaltzError
+from waltz_core.errors import BadRequest, ClusterKeyMismatch, Overloaded, Unavailable, WaltzError
 from waltz_core.machine import Report, Wakeup
 from waltz_core.records import raw_records
 from waltz_core.records.record import (
@@ -107,7 +109,14 @@ class AdminTaskDone:
     value: object
 
 
-Event: TypeAlias = AdminRequest | AdminTaskDone | Wakeup
+@value(frozen=True, slots=True)
+class AdminDisconnected:
+    """A connection with access control is closed; it sends no further request."""
+
+    connection: ConnectionId
+
+
+Event: TypeAlias = AdminRequest | AdminTaskDone | AdminDisconnected | Wakeup
 
 
 @value(frozen=True, slots=True)
@@ -147,6 +156,8 @@ class AdminService:
         self._address = address
         self._tickets = 0
         self._scripts: dict[int, tuple[AdminRequest, Script]] = {}
+        # The tickets after which a request ends (rule 6).
+        self._ending: set[int] = set()
         self._waiting: deque[AdminRequest] = deque()
         self._changing: AdminRequest | None = None
         self._effects: list[Effect] = []
@@ -181,7 +192,11 @@ class AdminService:
                 self._receive(event)
             case AdminTaskDone():
                 request, script = self._scripts.pop(event.ticket)
-                self._continue(request, script, event.value)
+                ends = event.ticket in self._ending
+                self._ending.discard(event.ticket)
+                self._continue(request, script, event.value, ends=ends)
+            case AdminDisconnected():
+                self._end_requests(event.connection)
             case Wakeup():
                 pass
             case _:
@@ -200,13 +215,31 @@ class AdminService:
         else:
             self._waiting.append(request)  # rule 1
 
+    def _end_requests(self, connection: ConnectionId) -> None:
+        """Drop what waits, and let what has begun complete its task (rule 6)."""
+        waiting, self._waiting = self._waiting, deque()
+        for request in waiting:
+            if request.connection == connection:
+                self._reject(request, _disconnected())
+            else:
+                self._waiting.append(request)
+        self._ending |= {
+            ticket
+            for ticket, (request, _) in self._scripts.items()
+            if request.connection == connection
+        }
+
     def _begin(self, request: AdminRequest) -> None:
         self._continue(request, self._script(request.message), None)
 
-    def _continue(self, request: AdminRequest, script: Script, value: object) -> None:
-        """Continue a request to its next task, or to its answer."""
+    def _continue(
+        self, request: AdminRequest, script: Script, value: object, *, ends: bool = False
+    ) -> None:
+        """Continue a request to its next task, or to its answer; `ends`: not beyond this task."""
         try:
             task = script.throw(value) if isinstance(value, WaltzError) else script.send(value)
+            if ends:
+                task = script.throw(_disconnected())  # which raises it, with what is done
         except StopIteration as end:
             self._effects.append(SendAdminResponse(request.connection, end.value))
             if isinstance(request.message, _CHANGES):
@@ -227,7 +260,7 @@ class AdminService:
         text = str(error)[:REJECTION_CHARACTERS_MAX]
         sequence = request.message.sequence
         answer: AdminMessage = wire.AdminRejected(sequence, error.code, text)
-        if request.version == 0:  # rule 6
+        if request.version == 0:  # rule 7
             answer = wire.AdminFailure(sequence, f"{type(error).__name__}: {text}", ())
         self._effects.append(SendAdminResponse(request.connection, answer))
         self._report("storage.administration_rejected", request, error=text)
@@ -436,6 +469,10 @@ class AdminService:
 
 # ---------------------------------------------------------------------------------------------
 # Parts of requests
+
+
+def _disconnected() -> WaltzError:
+    return Unavailable("the connection was closed before the request was done")
 
 
 def _for_each(
