@@ -411,6 +411,29 @@ async def the_revision_in_use_is_published_in_each_session(world: World, root: s
     await applied_is(commands, signals, {})
 
 
+async def a_revision_that_cannot_be_published_does_not_delay_the_next(
+    world: World, root: str
+) -> None:
+    """Another daemon may have created a node in its place that cannot be deleted."""
+    commands, znodes = await created(world, root), await world.znodes()
+    storage, name = Coordinator(await world.znodes(), root), "storage-10.0.0.1:5280"
+    author, taken, failed = Author("ops", 0), Inbox(), Inbox()
+    paths = commands.paths
+    for path in (paths.every_applied, paths.applied(name), f"{paths.applied(name)}/child"):
+        await znodes.write([CreateNode(path, b"{}")])
+
+    def take(permissions: Permissions | None) -> None:
+        if permissions is not None:
+            storage.publish_applied(name, permissions.revision)
+        taken(permissions)
+
+    async with running(storage.follow_permissions(take, failed)):
+        await commands.permissions.create(Permissions(1, "", 0, bytes(32)), author)
+        assert await failed.until(lambda error: True)
+        await commands.permissions.change(with_limits(1), author)
+        await taken.until(lambda found: found is not None and found.revision == 2)
+
+
 async def applied_is(
     commands: Coordinator, znodes: Znodes, expected: dict[str, int], owner: int | None = None
 ) -> None:
@@ -608,6 +631,7 @@ SCENARIOS = [
     permissions_are_changed_by_compare_and_set,
     imported_permissions_have_a_later_revision,
     the_revision_in_use_is_published_in_each_session,
+    a_revision_that_cannot_be_published_does_not_delay_the_next,
     servers_come_and_go,
     a_server_with_a_lost_session_registers_again,
     a_server_is_registered_once,

@@ -10,7 +10,7 @@ module defines exceptions.
       Unavailable       try again (retriable)
         NotMounted, NotOwned, Overloaded, SessionLost, NoSpace, Unreachable (TlsFailed),
         CoordinatorUnavailable, OutcomeUnknown, CoordinatorOutcomeUnknown, ViewBehind,
-        ArchiveUnavailable, PermissionsUnknown
+        ArchiveUnavailable, PermissionsUnread
       Superseded        a newer owner or writer exists; start again from current state
         SessionFenced, GenerationMismatch, LockFailed, ConnectionSuperseded, CoordinatorConflict
       Damaged           bytes are wrong; stop and notify an operator
@@ -268,7 +268,7 @@ class ArchiveUnavailable(Unavailable):
     code = 32
 
 
-class PermissionsUnknown(Unavailable):
+class PermissionsUnread(Unavailable):
     """The process has not read the permissions of the cluster yet.
 
     Action: Wait. If it lasts, check the process's connection to ZooKeeper, and `access list`.

@@ -15,7 +15,6 @@ All of them raise CoordinatorUnavailable if ZooKeeper does not answer in time, B
 path) for a node that cannot be decoded, BadConfig if there is no cluster.
 """
 
-import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import NamedTuple, Never
@@ -51,8 +50,6 @@ from waltz_core.cluster.znodes.node_access import ClusterNodes, decode_node
 from waltz_core.cluster.znodes.restored_from import NOT_RESTORED, RestoredFrom
 from waltz_core.cluster.znodes.tree import FoundCluster, delete_tree, find_clusters
 from waltz_core.records.record import ClientId, Generation, PartitionId, ReplicaId, ServerId
-
-_log = logging.getLogger(__name__)
 
 __all__ = [
     "ClusterView",
@@ -459,10 +456,15 @@ class Coordinator:
 
         await self._nodes.follow(check)
 
-    async def follow_permissions(self, callback: Callable[[Permissions | None], None]) -> Never:
+    async def follow_permissions(
+        self,
+        callback: Callable[[Permissions | None], None],
+        on_not_published: Callable[[errors.WaltzError], None] = lambda _: None,
+    ) -> Never:
         """Call back with the permissions, now and at each change; None: the node is missing.
 
-        It also publishes the revision that `publish_applied` has stated.
+        It also publishes the revision that `publish_applied` has stated. `on_not_published` gets
+        the error if that is not possible: it must not delay the next revision.
         """
         path = self.paths.access
         last: bytes | None = b""  # not read yet: the node is never empty
@@ -476,7 +478,10 @@ class Coordinator:
                     callback(None if node is None else decode_node(path, node, access_node.decode))
                     last = now
             finally:  # in a new session, also while the node cannot be decoded
-                await self._publish_applied()
+                try:
+                    await self._applied.publish()
+                except (errors.BadConfig, errors.CoordinatorConflict) as error:
+                    on_not_published(error)
 
         await self._nodes.follow(check)
 
@@ -487,13 +492,6 @@ class Coordinator:
         `membership/applied.py` has the names of daemons.
         """
         self._applied.use(name, revision)
-
-    async def _publish_applied(self) -> None:
-        """Publish the revision in use; a failure must not delay the next revision."""
-        try:
-            await self._applied.publish()
-        except (errors.BadConfig, errors.CoordinatorConflict) as error:
-            _log.error("access.not_published error=%s", error)
 
     async def read_applied(self) -> dict[str, int]:
         """Read the revision that each daemon uses, by name, not older than the call.

@@ -68,7 +68,7 @@ _ENDS_CONNECTION: Final = frozenset(
 # Errors that do not show whether there is such a partition.
 _OF_ANY_PARTITION: Final = frozenset(
     each.code
-    for each in (errors.UnknownPartition, errors.PermissionDenied, errors.PermissionsUnknown)
+    for each in (errors.UnknownPartition, errors.PermissionDenied, errors.PermissionsUnread)
 )
 # Errors of a request for data: the partition has moved, or is between two sessions.
 _OTHER_OWNER_CODES: Final = frozenset(

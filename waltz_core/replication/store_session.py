@@ -25,7 +25,7 @@ from waltz_core.cluster.znodes.model import UNRESOLVED, ArchivedMark, ReplicaSta
 from waltz_core.errors import (
     BelowStart,
     Damaged,
-    PermissionsUnknown,
+    PermissionsUnread,
     RemoteProtocolError,
     ReplicaSuspect,
     SessionFenced,
@@ -446,7 +446,7 @@ class StoreSession:
         """Leave a replica out for `rejected_retry_ms`."""
         self._report("replica.rejected", replica=each.replica, reason=reason)
         wait_ms = self._limits.rejected_retry_ms
-        if error_code in (UnknownPartition.code, PermissionsUnknown.code):
+        if error_code in (UnknownPartition.code, PermissionsUnread.code):
             wait_ms = self._limits.redial_ms_max  # It has just started, and reads ZooKeeper.
         self._drop(each, reason, now_ms, wait_ms=wait_ms, error_code=error_code)
 

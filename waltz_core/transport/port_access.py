@@ -30,7 +30,7 @@ from waltz_core.errors import (
     AuthenticationFailed,
     BadRequest,
     PermissionDenied,
-    PermissionsUnknown,
+    PermissionsUnread,
     RemoteProtocolError,
     WaltzError,
 )
@@ -230,7 +230,7 @@ class ConnectionAccess:
     ) -> WaltzError | None:
         is_enforced, is_known = self._port.is_enforced, self._port.grants is not None
         if not is_known:
-            return PermissionsUnknown("the permissions were not read yet") if is_enforced else None
+            return PermissionsUnread("the permissions were not read yet") if is_enforced else None
         must_log = self._port.must_log(self.principal, type(message).__name__)
         if not (is_enforced or must_log):
             return None

@@ -94,7 +94,7 @@ def granted(verb=READ, partitions=()):
 def test_what_a_revision_takes_is_known(earlier, now, is_covered):
     assert granted(READ, now).covers(granted(READ, earlier)) is is_covered
     assert not granted(APPEND, now).covers(granted(READ, earlier))
-    assert granted(READ, now).covers(GRANTS.of("nobody"))
+    assert granted(READ, now).covers(GRANTS.of("stranger"))
 
 
 def test_grants_of_a_principal_and_its_groups_are_joined():

@@ -51,7 +51,7 @@ class _Coordinator:
         self._found = list(found)
         self.published: list[tuple[str, int]] = []
 
-    async def follow_permissions(self, take):
+    async def follow_permissions(self, take, on_not_published):
         while self._found:
             each = self._found.pop(0)
             if isinstance(each, errors.WaltzError):

@@ -20,7 +20,7 @@ from waltz_core.errors import (
     BadConfig,
     BadRequest,
     PermissionDenied,
-    PermissionsUnknown,
+    PermissionsUnread,
     RemoteProtocolError,
     TlsFailed,
     Unreachable,
@@ -544,7 +544,7 @@ async def test_an_answer_or_a_late_token_ends_the_connection():
 async def test_before_the_permissions_are_known_requests_can_be_repeated(logged):
     made = Made(permissions=None, token=None)
     error = made.denial(TransactionDataRequest(REQ_ID, 0))
-    assert type(error) is PermissionsUnknown
+    assert type(error) is PermissionsUnread
     assert error.retriable
     assert Made(is_enforced=False, permissions=None, token=None).denial(APPEND_3) is None
     made.port.learn(GRANTED)

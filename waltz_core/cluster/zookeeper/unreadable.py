@@ -13,7 +13,7 @@ from typing import Any, Final, Never, TypeVar
 
 from waltz_core.access.permissions import Permissions
 from waltz_core.cluster.coordinator import Coordinator
-from waltz_core.errors import BadConfig, BadFormat, BadRequest
+from waltz_core.errors import BadConfig, BadFormat, BadRequest, WaltzError
 from waltz_core.transport.tls import ListenContext
 
 _log = logging.getLogger(__name__)
@@ -67,7 +67,11 @@ async def follow_permissions(
 
     while True:  # without any view, too: it rejects requests until it has one (AC 6)
         try:
-            await coordinator.follow_permissions(take)
+            await coordinator.follow_permissions(take, _not_published)
         except (BadConfig, BadFormat, BadRequest) as error:
             _log.error("access.unreadable error=%s", error)
         await asyncio.sleep(UNREADABLE_PAUSE_S)
+
+
+def _not_published(error: WaltzError) -> None:
+    _log.error("access.not_published error=%s", error)
