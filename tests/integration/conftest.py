@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.certificates import Certificates, make
 from tests.patience import HANG_S
 from tests.ports import free_port
 from waltz_core.local.zookeeper_process import command, zookeeper_config
@@ -71,3 +72,9 @@ def own_zookeeper(tmp_path: Path) -> Iterator[ZooKeeperProcess]:
     process.start()
     yield process
     process.kill()
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    """Certificates of an authority of the test module."""
+    return make(tmp_path_factory.mktemp("certificates"))

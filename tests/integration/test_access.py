@@ -7,17 +7,18 @@ from pathlib import Path
 import pytest
 from kazoo.client import KazooClient
 
-from tests.certificates import Certificates, make
+from tests.certificates import Certificates
 from tests.commands import run_command
 from tests.fault.load import wait_until
+from tests.integration.tls_cluster import daemons_with_access, tls_cluster
 from waltz_core.access.permissions import KnownToken, Permissions
 from waltz_core.access.tokens import hash_of
 from waltz_core.client import WaltzClient
 from waltz_core.cluster.znodes import access_node
-from waltz_core.config import ClientConfig, render_toml
+from waltz_core.config import ClientConfig
 from waltz_core.config.connect_string import parse_connect_string
 from waltz_core.errors import AuthenticationFailed
-from waltz_core.local import LocalCluster, running
+from waltz_core.local import LocalCluster
 
 PARTITION = 1
 SECRET = bytes(range(32))
@@ -29,24 +30,11 @@ DAEMONS = ("server-1", "storage-1")
 
 
 @pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    return make(tmp_path_factory.mktemp("certificates"))
-
-
-@pytest.fixture(scope="module")
 def cluster(
     tmp_path_factory: pytest.TempPathFactory, certificates: Certificates
 ) -> Iterator[LocalCluster]:
-    file = tmp_path_factory.mktemp("tls") / "tls.toml"
-    file.write_text(render_toml("tls", certificates.settings))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("WALTZ_SERVER_ACCESS", "report")
-        patch.setenv("WALTZ_STORAGE_ACCESS", "report")
-        patch.setenv("WALTZ_STORAGE_TLS_REQUIRE_CERTIFICATE", "false")
-        with running(
-            tmp_path_factory.mktemp("cluster") / "local", tls=file, storage_count=1, server_count=1
-        ) as made:
-            yield made
+    with daemons_with_access("report"), tls_cluster(tmp_path_factory, certificates) as made:
+        yield made
 
 
 @pytest.fixture

@@ -7,37 +7,25 @@ from pathlib import Path
 
 import pytest
 
-from tests.certificates import Certificates, make
+from tests.certificates import Certificates
 from tests.commands import run_command
+from tests.integration.tls_cluster import daemons_with_access, tls_cluster
 from tests.patience import HANG_S
 from waltz_core.cli.access import access_run
 from waltz_core.client import WaltzClient
-from waltz_core.config import ClientConfig, render_toml
+from waltz_core.config import ClientConfig
 from waltz_core.errors import AuthenticationFailed
-from waltz_core.local import LocalCluster, running
+from waltz_core.local import LocalCluster
 
 PARTITION = 1
-
-
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    return make(tmp_path_factory.mktemp("certificates"))
 
 
 @pytest.fixture(scope="module")
 def cluster(
     tmp_path_factory: pytest.TempPathFactory, certificates: Certificates
 ) -> Iterator[LocalCluster]:
-    file = tmp_path_factory.mktemp("tls") / "tls.toml"
-    file.write_text(render_toml("tls", certificates.settings))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("WALTZ_SERVER_ACCESS", "report")
-        patch.setenv("WALTZ_STORAGE_ACCESS", "report")
-        patch.setenv("WALTZ_STORAGE_TLS_REQUIRE_CERTIFICATE", "false")
-        with running(
-            tmp_path_factory.mktemp("cluster") / "local", tls=file, storage_count=1, server_count=1
-        ) as made:
-            yield made
+    with daemons_with_access("report"), tls_cluster(tmp_path_factory, certificates) as made:
+        yield made
 
 
 def test_permissions_and_tokens_reach_every_daemon(

@@ -8,19 +8,20 @@ from pathlib import Path
 import pytest
 from kazoo.client import KazooClient
 
-from tests.certificates import Certificates, make
+from tests.certificates import Certificates
 from tests.commands import run_command
 from tests.fault.load import wait_until
+from tests.integration.tls_cluster import daemons_with_access, tls_cluster
 from tests.sample_messages import sample_of
 from waltz_core.access.permissions import Grant, KnownToken, Permissions
 from waltz_core.access.requirements import AccessVerb, ByField, Requirement, Scope
 from waltz_core.access.tokens import hash_of
 from waltz_core.client import Callbacks, Transaction, WaltzClient
 from waltz_core.cluster.znodes import access_node
-from waltz_core.config import ClientConfig, render_toml
+from waltz_core.config import ClientConfig
 from waltz_core.config.connect_string import parse_connect_string
 from waltz_core.errors import BY_CODE, PermissionDenied, WaltzError
-from waltz_core.local import LocalCluster, running
+from waltz_core.local import LocalCluster
 from waltz_core.transport import net, tls
 from waltz_core.wire.admin_messages import AdminRejected
 from waltz_core.wire.codec import message_classes
@@ -92,35 +93,25 @@ class Access:
 
 
 @pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    return make(tmp_path_factory.mktemp("certificates"))
-
-
-@pytest.fixture(scope="module")
 def started(
     tmp_path_factory: pytest.TempPathFactory, certificates: Certificates
 ) -> Iterator[Access]:
     """As an operator introduces it: first "report", then permissions, then "on"."""
-    file = tmp_path_factory.mktemp("tls") / "tls.toml"
-    file.write_text(render_toml("tls", certificates.settings))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("WALTZ_STORAGE_TLS_REQUIRE_CERTIFICATE", "false")
-        for kind in ("SERVER", "STORAGE"):
-            patch.setenv(f"WALTZ_{kind}_ACCESS", "report")
-            patch.setenv(f"WALTZ_{kind}_PRINCIPAL_PATTERN", "DNS=(localhost)")
-        where = tmp_path_factory.mktemp("cluster") / "local"
-        with running(where, tls=file, storage_count=1, server_count=1) as cluster:
-            made = Access(cluster, certificates.authorities, tmp_path_factory.mktemp("tokens"))
-            made.write(PERMISSIONS)
-            for kind in ("SERVER", "STORAGE"):
-                patch.setenv(f"WALTZ_{kind}_ACCESS", "on")
+    settings = {"principal_pattern": "DNS=(localhost)"}
+    with (
+        daemons_with_access("report", **settings),
+        tls_cluster(tmp_path_factory, certificates) as cluster,
+    ):
+        made = Access(cluster, certificates.authorities, tmp_path_factory.mktemp("tokens"))
+        made.write(PERMISSIONS)
+        with daemons_with_access("on", **settings):
             for name in DAEMONS:
                 cluster.kill(name)
                 cluster.log_path(name).write_text("")
                 cluster.start(name)
             made.await_read()
             yield made
-            made.close()
+        made.close()
 
 
 @pytest.fixture

@@ -14,28 +14,20 @@ import pytest
 from tests.certificates import Certificates, make
 from tests.commands import run_command
 from tests.fault.load import wait_until
+from tests.integration.tls_cluster import tls_cluster
 from waltz_core import errors
 from waltz_core.client import WaltzClient
-from waltz_core.config import ClientConfig, render_toml
-from waltz_core.local import LocalCluster, running
+from waltz_core.config import ClientConfig
+from waltz_core.local import LocalCluster
 
 PARTITION = 1
-
-
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    return make(tmp_path_factory.mktemp("certificates"))
 
 
 @pytest.fixture(scope="module")
 def cluster(
     tmp_path_factory: pytest.TempPathFactory, certificates: Certificates
 ) -> Iterator[LocalCluster]:
-    file = tmp_path_factory.mktemp("tls") / "tls.toml"
-    file.write_text(render_toml("tls", certificates.settings))
-    with running(
-        tmp_path_factory.mktemp("cluster") / "local", tls=file, storage_count=1, server_count=1
-    ) as made:
+    with tls_cluster(tmp_path_factory, certificates) as made:
         yield made
 
 
