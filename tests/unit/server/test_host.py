@@ -4,8 +4,11 @@ from math import isnan
 from random import Random
 from types import SimpleNamespace
 
+import pytest
+
 from tests.loops import on_loop
 from tests.unit.server.test_partition import ALICE, A, World
+from waltz_core import errors
 from waltz_core.cluster.znodes.model import ArchivedMark
 from waltz_core.driver import loop_clock_ms
 from waltz_core.metrics import Metrics
@@ -124,9 +127,8 @@ def test_a_replica_that_does_not_answer_is_reported_until_it_does(caplog) -> Non
     ]
 
 
-@on_loop
-async def test_a_released_partition_without_storages_is_not_owned_again() -> None:
-    """Its storages were taken away in the pause; without any, a store would end the process."""
+def made_host(**services: object) -> tuple[Host, Partition, list[Exception]]:
+    """Return the host of a partition without storages, and what has failed."""
     failures: list[Exception] = []
     store = PartitionStore(PartitionId(0), bytes(16), 1, {}, rng=Random(1), limits=SessionLimits())
     partition = Partition(
@@ -137,15 +139,50 @@ async def test_a_released_partition_without_storages_is_not_owned_again() -> Non
         FeedCache(1 << 16),
         Pace(),
     )
-    services = SimpleNamespace(
-        metrics=Metrics("server"),
-        tasks=None,
-        failed=failures.append,
-        write_backlog_bytes_max=1 << 20,
-        ssl=None,
+    own = {
+        "metrics": Metrics("server"),
+        "tasks": None,
+        "failed": failures.append,
+        "write_backlog_bytes_max": 1 << 20,
+        "ssl": None,
+    }
+    return (
+        Host(PartitionId(0), partition, store, SimpleNamespace(**own, **services)),
+        partition,
+        failures,
     )
-    host = Host(PartitionId(0), partition, store, services)
+
+
+@on_loop
+async def test_a_released_partition_without_storages_is_not_owned_again() -> None:
+    """Its storages were taken away in the pause; without any, a store would end the process."""
+    host, partition, failures = made_host()
     host.own(Generation(1), ())
     host._retake_ownership()
     assert failures == []
     assert not partition.is_owned
+
+
+@pytest.mark.parametrize(
+    ("error", "damage_code"),
+    [
+        (errors.ObjectMissing("o"), errors.ObjectMissing.code),
+        (errors.ChecksumMismatch("o"), errors.ChecksumMismatch.code),
+        (errors.DiskFailed("a disk, which may be replaced"), 0),
+        (errors.ReadFailed("a sector"), 0),
+        (errors.ArchiveUnavailable("the store"), 0),
+        (errors.Unreachable("the storage"), 0),
+    ],
+)
+@on_loop
+async def test_only_damage_of_the_archive_is_final_for_a_read(error, damage_code) -> None:
+    class Links:
+        async def fetch(self, *_arguments, **_options):
+            raise error
+
+    host, _, _ = made_host(read_links=Links())
+    posted = []
+    host.post = posted.append
+    await host._fetch(SimpleNamespace(replica=A_REPLICA, message=None, is_urgent=False, token=7))
+    (found,) = posted
+    assert (found.token, found.damage_code) == (7, damage_code)
