@@ -96,11 +96,11 @@ class RateLimit:
 class ArchiveStore:
     """The files of an archive, by names relative to its URL; `rate_limit` is rule 5.
 
-    In a directory, new files have `file_mode` without the bits of the process's umask.
+    In a directory, new files have `file_mode`, by default that of the process's umask.
     """
 
     def __init__(
-        self, url: str, rate_limit: RateLimit | None = None, *, file_mode: int = 0o666
+        self, url: str, rate_limit: RateLimit | None = None, *, file_mode: int | None = None
     ) -> None:
         self.url = url
         self._file_mode = file_mode
@@ -412,12 +412,13 @@ def _reported(operation: str, place: str) -> Iterator[None]:
 
 
 @contextmanager
-def _durable_file(path: Path, mode: int) -> Iterator[Any]:
+def _durable_file(path: Path, mode: int | None) -> Iterator[Any]:
     """Give a file for writing; it gets its name when it is synced (rules 1 to 3)."""
     temporary = path.with_name(path.name + TEMPORARY)
     try:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        with os.fdopen(os.open(temporary, flags, mode), "wb") as sink:
+        with temporary.open("xb") as sink:
+            if mode is not None:
+                os.fchmod(sink.fileno(), mode)
             yield sink
             sink.flush()
             os.fsync(sink.fileno())
