@@ -21,6 +21,7 @@ Rules (docs/decisions/047):
 
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -37,6 +38,9 @@ from waltz_core.records.raw_records import Buffer
 
 # After this time without progress a request to S3 has failed; the SDK tries again a few times.
 S3_TIMEOUT_S: Final = 20.0
+# In the order in which the SDK of S3 reads them.
+_REGION_VARIABLES: Final = ("AWS_REGION", "AWS_DEFAULT_REGION")
+_REGION_LOCK: Final = threading.Lock()
 _S3_OPTIONS: Final = ("region", "endpoint_override", "scheme")
 # A request to Google Cloud Storage that fails is sent again for this time; pyarrow's default of 15
 # minutes is longer than an owner waits for an upload without progress.
@@ -349,9 +353,10 @@ def _opened(url: str) -> tuple[arrow_fs.FileSystem, str]:
                     f"archive {url}: expected the options {', '.join(_S3_OPTIONS)}, "
                     f"found {', '.join(unknown)}"
                 )
-            store = arrow_fs.S3FileSystem(
-                connect_timeout=S3_TIMEOUT_S, request_timeout=S3_TIMEOUT_S, **options
-            )
+            with _known_region(options.get("region")):
+                store = arrow_fs.S3FileSystem(
+                    connect_timeout=S3_TIMEOUT_S, request_timeout=S3_TIMEOUT_S, **options
+                )
             return store, f"{parts.netloc}{parts.path}".rstrip("/")
         found, base = arrow_fs.FileSystem.from_uri(_complete(url, os.environ))
     except (*_FAILURES, ValueError) as error:
@@ -361,6 +366,24 @@ def _opened(url: str) -> tuple[arrow_fs.FileSystem, str]:
             "abfss://container@account.dfs.core.windows.net/folder or hdfs://host/folder."
         ) from error
     return found, base.rstrip("/")
+
+
+@contextmanager
+def _known_region(region: str | None) -> Iterator[None]:
+    """Let the SDK of S3 find the region in its environment.
+
+    Otherwise it requests the region from the metadata service of EC2, also if it is given. Where
+    that service does not answer, all threads of the process would stop for about 8 s.
+    """
+    if not region or any(os.environ.get(name) for name in _REGION_VARIABLES):
+        yield
+        return
+    with _REGION_LOCK:
+        os.environ[_REGION_VARIABLES[0]] = region
+        try:
+            yield
+        finally:
+            del os.environ[_REGION_VARIABLES[0]]
 
 
 def _complete(url: str, environment: Mapping[str, str]) -> str:

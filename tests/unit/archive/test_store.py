@@ -10,6 +10,7 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
+from pyarrow.fs import LocalFileSystem
 
 from waltz_core.archive import store as store_module
 from waltz_core.archive.store import ArchiveStore, StoreFile
@@ -262,3 +263,24 @@ def test_a_secret_in_a_url_is_rejected_and_not_shown(secret):
         ArchiveStore(f"abfss://c@account.dfs.core.windows.net/folder?{secret}=hidden")
     assert "AZURE_STORAGE_SAS_TOKEN" in str(caught.value)
     assert "hidden" not in str(caught.value)
+
+
+@pytest.mark.parametrize("known", [None, "AWS_REGION", "AWS_DEFAULT_REGION"])
+def test_the_sdk_of_s3_finds_the_region_of_the_url_in_its_environment(known, monkeypatch):
+    """Without it there, it stops all threads to wait for the metadata service of EC2."""
+    seen = []
+
+    def made(**options):
+        seen.append((options["region"], [os.environ.get(each) for each in variables]))
+        return LocalFileSystem()
+
+    variables = ("AWS_REGION", "AWS_DEFAULT_REGION")
+    for each in variables:
+        monkeypatch.delenv(each, raising=False)
+    if known:
+        monkeypatch.setenv(known, "eu-central-1")
+    monkeypatch.setattr(store_module.arrow_fs, "S3FileSystem", made)
+    ArchiveStore("s3://bucket/folder?region=eu-west-3")
+    own = [known and ("eu-central-1" if each == known else None) for each in variables]
+    assert seen == [("eu-west-3", own if known else ["eu-west-3", None])]
+    assert [os.environ.get(each) for each in variables] == (own if known else [None, None])
