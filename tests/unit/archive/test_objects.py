@@ -1,8 +1,7 @@
 """An object returns exactly the records that it was written from."""
 
 import io
-import subprocess
-import sys
+import threading
 from random import Random
 from types import SimpleNamespace
 
@@ -141,29 +140,27 @@ def test_a_failed_read_of_pyarrows_threads_is_repeated_for_the_stores_error(tmp_
             found.read(0)
 
 
-@pytest.mark.parametrize("kind", ["store", "python"])
-def test_a_process_that_ends_after_a_read_is_not_aborted(kind, tmp_path):
-    """Rule 6: with PyArrow's threads on a Python file, one of about 25 was."""
-    code = f"""if True:
-        import io, os, sys
-        from tests.archived_log import batches_from, object_of
-        from waltz_core.archive.objects import ArchiveObject
-        from waltz_core.archive.store import ArchiveStore
-        log = batches_from(0, sizes=(3, 4))
-        data = object_of(*log)
-        store = ArchiveStore("file://{tmp_path}")
-        store.write("o", data)
-        for _ in range(100):
-            child = os.fork()
-            if child == 0:
-                source = store.open("o") if {kind == "store"} else io.BytesIO(data)
-                assert list(ArchiveObject(source, "o").verify()) == log[1]
-                sys.exit(0)
-            status = os.waitpid(child, 0)[1]
-            assert status == 0, status
-    """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
-    assert (done.returncode, done.stderr) == (0, b"")
+def test_only_the_calling_thread_reads_a_python_file(tmp_path):
+    """Rule 6: one that another thread releases while the process ends aborts the process."""
+    readers = set()
+
+    class Source(io.BytesIO):
+        def read(self, *arguments):
+            readers.add(threading.get_ident())
+            return super().read(*arguments)
+
+    class NotedFile(StoreFile):
+        def read(self, byte_count=None):
+            readers.add(threading.get_ident())
+            return super().read(byte_count)
+
+    log = batches_from(FIRST, sizes=SIZES)
+    store = ArchiveStore(f"file://{tmp_path}")
+    store.write("o", object_of(*log))
+    for source in (Source(object_of(*log)), NotedFile(store.open("o").native, "o")):
+        found = ArchiveObject(source, "o")
+        assert list(found.verify()) == found.outlines()[1] == log[1]
+    assert readers == {threading.get_ident()}
 
 
 @pytest.mark.parametrize(
