@@ -37,7 +37,7 @@ def reason(found: DecryptedPayload) -> str:
 def test_a_payload_is_encrypted_and_decrypted(payload: bytes) -> None:
     envelope = encryption().encrypt(payload, **PLACE)
     assert len(envelope) == len(payload) + ENVELOPE_BYTES + 1
-    if payload:
+    if len(payload) >= 4:  # a ciphertext has each single byte now and then
         assert payload not in envelope[4:]
     assert encryption().decrypt(envelope, **PLACE) == DecryptedPayload(payload, None)
 
