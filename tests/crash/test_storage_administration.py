@@ -276,7 +276,7 @@ def append_after_session(log):
     append(log, [3], Random(1))
 
 
-def test_offline_and_online_again_leave_a_log_that_continues():
+def test_a_log_continues_after_offline_and_online():
     directory = Directory()
     for is_available in (False, True, True):
         directory.engine.set_available(MINE, is_available=is_available)

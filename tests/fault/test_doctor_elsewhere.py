@@ -65,7 +65,7 @@ FAULTS = (
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=[each.name for each in FAULTS])
-def test_a_process_is_started_as_it_is_printed(patient: Patient, fault: Fault):
+def test_the_printed_command_starts_the_process(patient: Patient, fault: Fault):
     cluster = patient.cluster()
     look = from_elsewhere(cluster.connect)
     patient.write(cluster.connect)

@@ -28,7 +28,7 @@ def test_four_writers_agree_with_the_log(tmp_path):
     assert "storage-2 was killed" in done.stdout
 
 
-def test_an_outcome_has_its_time_also_where_the_callbacks_come_later():
+def test_an_outcome_keeps_its_time_if_its_callback_is_late():
     future: Future[int] = Future()
     asked = four_writers.RecordedOutcome("1.1", 0, "digest", sent_s=1.0)
     future.set_result(7)

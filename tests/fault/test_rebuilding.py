@@ -187,7 +187,7 @@ def not_passed(scenario: Scenario) -> bool:
     return len(sentences) == scenario.cluster.partition_count
 
 
-def test_the_last_disk_is_accepted_and_a_new_one_takes_an_old_ones_place(scenario: Scenario):
+def test_the_last_disk_is_accepted_and_an_empty_one_replaces_a_lost_one(scenario: Scenario):
     cluster = scenario.cluster
     last, lost, other = (address(cluster, name) for name in STORAGES)
     with WaltzClient(cluster.connect) as client:

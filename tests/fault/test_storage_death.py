@@ -181,7 +181,7 @@ def health(cluster: LocalCluster, name: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("change", [delete, put_copy_back])
-def test_the_replica_is_out_until_it_is_re_seeded_as_printed(
+def test_a_replica_stays_excluded_until_the_printed_re_seed(
     scenario: Scenario, change: Callable[[Path], None]
 ):
     cluster, storage = scenario.cluster, address(scenario.cluster, "storage-2")

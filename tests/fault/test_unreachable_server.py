@@ -180,7 +180,7 @@ def hanging(scenario: Scenario, tmp_path: Path) -> Iterator[Hanging]:
         server.kill()
 
 
-def test_partitions_of_a_hanging_server_move_and_it_returns_as_after_any_expiry(
+def test_partitions_of_a_hanging_server_move_and_it_rejoins_as_after_any_expiry(
     scenario: Scenario, hanging: Hanging
 ):
     with scenario.load() as load:

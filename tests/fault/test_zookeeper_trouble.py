@@ -260,7 +260,7 @@ def moves(cluster: LocalCluster) -> int:
     return sum(log.count("partition.moved_away") for log in logs)
 
 
-def test_a_server_that_dies_while_zookeeper_is_away_is_replaced_after_its_return(
+def test_a_server_that_dies_in_a_zookeeper_outage_is_replaced_afterwards(
     scenario: Scenario,
 ):
     cluster = scenario.cluster

@@ -127,7 +127,7 @@ def test_reads_use_the_replica_of_the_clients_group(
         assert len(asked) == 1
 
 
-def test_a_layout_travels_and_opens_a_client_elsewhere(client: WaltzClient):
+def test_a_pickled_layout_opens_a_client_in_another_process(client: WaltzClient):
     client.mount()
     # Like Spark, which takes the layout to another process.
     layout = CPickleSerializer().loads(CPickleSerializer().dumps(client.layout()))

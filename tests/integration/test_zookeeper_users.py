@@ -315,7 +315,7 @@ def test_the_world_reads_neither_permissions_nor_the_audit_log(place: Place):
     asyncio.run(run())
 
 
-def test_one_user_may_withdraw_the_line_of_another(place: Place):
+def test_a_user_may_remove_another_user_from_the_auth_file(place: Place):
     """The other one is not taken for the members' user of a cluster with two."""
     root, file = "/withdrawn", place.directory / "zookeeper.auth"
     connect = f"{place.hosts}{root}?auth={file}"

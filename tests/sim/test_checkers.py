@@ -138,7 +138,7 @@ def test_ack_unique(world):
         world.checks.outcomes.exposed(world.history.last, bytes(16))
 
 
-def test_a_log_that_does_not_contain_the_one_before_is_a_fork(world):
+def test_a_log_that_lacks_committed_batches_is_a_fork(world):
     history, last = world.history, world.history.last + 1
     rows = (*history.log, HistoryRow((9, 9), 9))
     node = BatchNode(GENESIS_CHAIN, 0, last, 0, rows, bytes(4 * len(rows)), b"", ())
@@ -401,7 +401,7 @@ def test_no_truncation_committed(world):
         world.works(m.Truncate, 5, -1, bytes(16))
 
 
-def test_no_truncation_that_an_opening_carries_to_its_end(world):
+def test_no_truncation_of_committed_records_that_an_opening_completes(world):
     log = world.storage.log
     world.works(m.Truncate, 5, -1, bytes(16), outcome=DiskFailed("half of it"))
     world.checks.log_opened(world.storage, log)
@@ -412,7 +412,7 @@ def test_no_truncation_that_an_opening_carries_to_its_end(world):
         )
 
 
-def test_a_truncation_that_an_opening_ends_when_others_have_acknowledged_more(world):
+def test_an_opening_may_complete_a_truncation_of_records_committed_later(world):
     """What it has lost by then never counted: it was cut before that."""
     log, later = world.storage.log, world.history.log[6:]
     del world.history.log[6:]
@@ -441,7 +441,7 @@ def test_lwm_full(world):
         world.works(m.SetLowWaterMark, 1, bytes(16))
 
 
-def test_identity_of_a_disk_that_takes_something(world):
+def test_identity_of_a_disk_that_is_written_to(world):
     world.coordinator.storage_ids[world.storage.replica] = b"another"
     with fails("Identity"):
         world.works(m.SetLowWaterMark, world.storage.log.synced_max, bytes(16))
@@ -520,20 +520,20 @@ class SessionSettled:
         )
 
 
-def test_outcome_truth_of_a_yes(world):
+def test_outcome_truth_of_a_commit(world):
     outcome = SessionSettled(world, reason=m.Reason.COMMITTED, transaction_id=1)
     with fails("OutcomeTruth"):
         world.checks.settled(world.client, outcome.effect)
 
 
-def test_outcome_truth_of_a_no(world):
+def test_outcome_truth_of_a_loss(world):
     outcome = SessionSettled(world, reason=m.Reason.LOST)
     outcome.operation.transaction_id = 3
     with fails("OutcomeTruth"):
         world.checks.settled(world.client, outcome.effect)
 
 
-def test_outcome_truth_of_a_definite_no(world):
+def test_outcome_truth_of_a_definite_failure(world):
     operation = world.last_operation()
     operation.outcome = "no"
     with fails("OutcomeTruth"):
@@ -628,7 +628,7 @@ def test_a_mark_of_a_non_linearizable_read_is_no_older_than_mark_staleness_ms_ma
         world.answer(m.HighWaterMarkResponse(QUESTION, last - 5))
 
 
-def test_a_proven_mark_has_what_was_acknowledged_before(world):
+def test_a_proven_mark_covers_earlier_acknowledgements(world):
     last = world.history.last
     world.checks.answers.acknowledged(last)
     asked = m.ReplicasRequest(QUESTION, linearizable=True)
@@ -642,7 +642,7 @@ def test_a_proven_mark_has_what_was_acknowledged_before(world):
             world.checks.client_received(world.client, world.link, outcome)
 
 
-def test_a_flush_covers_what_came_before_it(world):
+def test_a_flush_covers_all_earlier_appends(world):
     append_id = ReqId(1, 0, 0, 77_777)
     request = m.AppendRequest(append_id, 0, (), (), (), 7, b"", 0)
     world.checks.client_sent(world.client, world.link, request)
@@ -743,7 +743,7 @@ def test_serializable(first, second):
     assert ledger.checked_count == 2
 
 
-def test_serializable_by_what_must_hold_in_any_order():
+def test_serializable_by_invariants_of_any_order():
     ledger = Ledger()
     ledger.take(0, checked(ledger, 5, -1, RowKind.TRANSFER, 0, 1))
     ledger.audit()
@@ -815,7 +815,7 @@ def test_meta_shape_of_the_version(world):
         world.writes(world.coordinator.metadata)
 
 
-def test_meta_shape_of_one_that_is_engaged(world):
+def test_meta_shape_of_an_engaged_replica(world):
     closed = ReplicaState(world.session, world.history.last)
     with fails("MetaShape"):
         world.writes(changed(world, s0=closed, s1=closed))
@@ -825,7 +825,7 @@ def test_meta_shape_of_one_that_is_engaged(world):
         world.writes(changed(world, s0=ReplicaState(world.session - 1, UNRESOLVED)))
 
 
-def test_meta_shape_of_one_that_is_closed(world):
+def test_meta_shape_of_a_closed_replica(world):
     with fails("MetaShape"):
         world.writes(changed(world, s9=ReplicaState(NO_SESSION, world.history.last - 1)))
 
@@ -908,7 +908,7 @@ def test_no_rot_served_in_the_feed(world):
         world.answer(outcome(good, last))
 
 
-def test_no_rot_served_alone(world):
+def test_no_rot_served_in_a_single_transaction(world):
     good = data_in(world.history.records[3])
     world.answer(m.TransactionDataResponse(QUESTION, 3, (good, None)))
     world.answer(m.TransactionDataResponse(QUESTION, 3, (None, "not there")))

@@ -335,7 +335,7 @@ def test_a_module_name_has_one_meaning():
     nothing(several, "one name, several modules")
 
 
-def test_the_glossary_has_each_word_that_many_names_consist_of():
+def test_the_glossary_has_the_frequent_words_of_names():
     count = Counter(
         word.lower()
         for source in product()

@@ -33,7 +33,7 @@ def read(found):
     return Manifest.from_bytes(found.to_bytes(), "m")
 
 
-def test_a_manifest_returns_from_its_bytes():
+def test_a_manifest_round_trips():
     for count in (0, 1, 30):
         found = filled(count)
         assert read(found) == found

@@ -78,7 +78,7 @@ async def take(coordinator, store, request_marks):
 
 
 @in_real_time
-async def test_a_backup_has_what_zookeeper_and_the_archive_have(store):
+async def test_a_backup_has_the_state_of_zookeeper_and_the_archive(store):
     log = write_archive(store, page_entries=2)
     coordinator = await cluster_with(log)
     await coordinator.writes.begin("before", {0: 1}, 10)

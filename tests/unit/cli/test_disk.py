@@ -88,7 +88,7 @@ def test_ids_choose_records_and_segments(storage, capsys):
     assert [one["first"] for one in lines(capsys, "dump-segment", storage, "-m")] == [0, 11, 24]
 
 
-def test_a_wrong_index_does_not_lead_a_dump_astray(storage, capsys):
+def test_a_dump_ignores_a_wrong_index(storage, capsys):
     for path in segments(storage, ".idx"):
         flip(path, 128 + 8 * 5 + 7, 255)
     (only,) = lines(capsys, "dump-segment", storage, "-r", "-t", 5)
@@ -240,7 +240,7 @@ def test_an_index_is_rebuilt_unless_it_is_a_dry_run(storage, capsys):
     assert path.read_bytes() == good
 
 
-def test_one_segment_that_is_rejected_does_not_keep_the_others_from_being_repaired(storage, capsys):
+def test_a_rejected_segment_does_not_stop_the_repair_of_others(storage, capsys):
     flip(segments(storage)[0], 39)
     flip(segments(storage, ".idx")[1], 140)
     assert main(["disk", "repair-index", str(storage)]) == 1

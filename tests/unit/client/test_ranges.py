@@ -214,7 +214,7 @@ def test_a_chunk_is_split_into_transactions():
         list(replace(chunk, form=RangeForm.HEADERS).rows())
 
 
-def test_chunks_follow_one_another_to_the_last():
+def test_chunks_are_consecutive_up_to_the_last():
     asked = []
 
     async def fetch(query: RangeQuery) -> RangeChunk:
@@ -308,7 +308,7 @@ def test_a_repeated_read_uses_the_same_replica(monkeypatch: pytest.MonkeyPatch):
             assert asked_for_a_range(monkeypatch, (), first=first, order=order) == once
 
 
-def test_without_those_nearby_the_others_are_queried_and_then_the_server(
+def test_if_nearby_replicas_fail_the_others_and_then_the_server_are_queried(
     monkeypatch: pytest.MonkeyPatch,
 ):
     near = ("s1:1", "s3:1")

@@ -601,7 +601,7 @@ def test_repeated_feed_records_are_dropped():
     assert scenario.receive(feed_batch(request.req_id, 1, *rows[1:])) == []
 
 
-def test_a_gap_in_the_feed_is_never_handed_on():
+def test_a_gap_in_the_feed_is_never_delivered():
     scenario = Scenario()
     request = scenario.fed(-1)
     effects = scenario.receive(feed_batch(request.req_id, 1, req(1, 0, 99)))

@@ -89,7 +89,7 @@ async def test_partitions_are_paused_and_resumed_from_their_mark():
 
 
 @on_virtual_loop
-async def test_from_the_moment_of_subscribing_the_mark_is_the_applications():
+async def test_after_subscribing_the_mark_is_that_of_the_application():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         await write(client, 0, 5)
         callbacks = Shared()
@@ -550,7 +550,7 @@ async def test_cancelling_a_submit_raises_a_cancelled_error():
 
 
 @on_virtual_loop
-async def test_a_feed_that_cannot_continue_reports_those_that_wait_for_it():
+async def test_a_feed_that_cannot_continue_ends_the_waits_for_it():
     """What fails is not the application's: here, no thread to apply on."""
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         callbacks = Shared()

@@ -58,7 +58,7 @@ def test_other_bytes_are_rejected_as_an_entry(data, said):
 
 
 @given(st.binary(max_size=60))
-def test_any_bytes_are_an_entry_or_bad(data):
+def test_any_bytes_are_an_entry_or_bad_format(data):
     with pytest.raises(errors.BadFormat):
         AuditEntry.from_bytes(data)
 
@@ -69,7 +69,7 @@ def test_long_texts_are_cut():
 
 
 @in_cluster
-async def test_a_change_is_on_record_before_and_after(coordinator):
+async def test_a_change_is_recorded_before_and_after(coordinator):
     assert await coordinator.audit.read() == []
     first = await coordinator.audit.begin(entry(1))
     second = await coordinator.audit.begin(entry(2))

@@ -134,7 +134,7 @@ def test_a_server_is_reached_again_once_a_connection_lasts():
     assert seen.report(40_000) == ReachReport()
 
 
-def test_a_report_survives_its_bytes():
+def test_a_report_round_trips():
     report = ReachReport(frozenset({3, 1}), {7: "TLS \u2014 refused"})
     for each in (report, report.without_open_partition()):
         assert ReachReport.from_bytes(each.to_bytes()) == each

@@ -150,7 +150,7 @@ RUNS = st.lists(st.text(max_size=20), max_size=5).map(tuple)
     st.builds(WriteState, NUMBERS, st.integers(0, 1 << 50), st.none() | SUMMARIES)
     | st.builds(TaskState, st.integers(1, 1 << 30), st.integers(1, 1 << 40), RUNS)
 )
-def test_a_write_and_a_task_survive_their_bytes(state):
+def test_a_write_and_a_task_round_trip(state):
     assert type(state).from_bytes(state.to_bytes()) == state
 
 

@@ -143,7 +143,7 @@ def test_requests_that_waltz_0_13_rejects_end_the_connection() -> None:
 # --- appends
 
 
-def test_only_the_feed_reports_commits_and_what_a_flush_finds_is_left_to_it() -> None:
+def test_only_the_feed_reports_commits_even_those_that_a_flush_finds() -> None:
     for reason in (Reason.COMMITTED, Reason.OVERLOADED):
         assert translated(mounted(), result(2, reason)) is None
     assert isinstance(translated(mounted(), result(2, Reason.TOO_LARGE)), InexpressibleError)

@@ -70,7 +70,7 @@ def test_blocks_bound_what_is_in_memory_but_a_larger_record_is_read_whole(monkey
 
 @pytest.mark.parametrize("block", [200, 1 << 20])
 @pytest.mark.parametrize("seed", range(10))
-def test_a_gap_ends_at_the_next_right_record(monkeypatch, seed, block):
+def test_a_gap_ends_at_the_next_valid_record(monkeypatch, seed, block):
     monkeypatch.setattr(records, "BLOCK_BYTES", block)
     rng = Random(seed)
     made = some(30, seed=seed)

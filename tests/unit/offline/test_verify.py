@@ -275,7 +275,7 @@ def test_records_may_have_no_batches_if_the_slot_states_it(storage):
     assert found(storage)[0] == [said]
 
 
-def test_slots_in_each_others_place_are_invalid(storage):
+def test_swapped_slots_are_invalid(storage):
     data = (storage / SLOTS).read_bytes()
     (storage / SLOTS).write_bytes(data[4096:] + data[:4096])
     wrong, _ = found(storage)

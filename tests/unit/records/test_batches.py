@@ -131,7 +131,7 @@ def test_the_encoding_of_a_batch_does_not_depend_on_the_environment(
     assert bytes(batches.encode_append_arrow(rows)) == bytes(usual)
 
 
-def test_checksums_that_were_made_before_are_sent_as_they_are() -> None:
+def test_precomputed_checksums_are_sent_unchanged() -> None:
     """The server finds what has changed in a row since."""
     data = pa.array([b"a", b"b" * 5_000])
     rows = pa.RecordBatch.from_pydict({"data": data, "crc": batches.data_crcs(data)})
@@ -189,7 +189,7 @@ def test_columns_that_are_rejected_before_they_are_sent(
         batches.encode_append_arrow(rows)
 
 
-def test_a_column_that_is_there_twice_is_rejected() -> None:
+def test_a_duplicate_column_is_rejected() -> None:
     columns = [pa.array([b"one"]), pa.array([b"other"])]
     rows = pa.RecordBatch.from_arrays(columns, names=["data", "data"])
     with pytest.raises(BadRequest, match="each once, found"):

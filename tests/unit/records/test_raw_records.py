@@ -158,7 +158,7 @@ def test_the_first_of_several_bad_records_is_named() -> None:
     assert raw_records.first_bad_record(bytes(damaged), lengths) == 1
 
 
-def test_lengths_that_cut_records_elsewhere_are_found() -> None:
+def test_wrong_record_lengths_are_found() -> None:
     """The bytes are intact, the run's lengths are not those of its records."""
     records, lengths = run_of([b"aa", b"bb"])
     shifted = lengths + np.array([1, -1])
@@ -257,7 +257,7 @@ def test_an_id_has_the_commit_stamp_of_its_run(
     assert raw_records.stamps_of(ids, stamps).tolist() == expected
 
 
-def test_stamps_in_no_order_do_no_harm() -> None:
+def test_unordered_stamps_do_no_harm() -> None:
     ids = np.arange(9)
     assert raw_records.stamps_of(ids, [(6, 7, 1), (2, 3, 2), (0, 8, 3)]).size == ids.size
 

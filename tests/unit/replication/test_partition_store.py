@@ -507,7 +507,7 @@ def test_earlier_zookeeper_requests_are_not_awaited():
     assert bench.store.readable_replicas == [C, B, A]
 
 
-def test_an_abandoned_write_is_not_known_again():
+def test_late_answers_to_an_abandoned_write_are_ignored():
     """What it has come to is read; a second answer may be about another one's values."""
     bench = Bench()
     bench.own()

@@ -163,7 +163,7 @@ def test_a_mark_inside_a_batch_truncates_the_batch_and_gives_the_goal_its_chain(
     assert follower.chain == usher.chain
 
 
-def test_a_diverged_log_is_truncated_where_they_part_and_filled_up():
+def test_a_diverged_log_is_truncated_at_the_fork_and_filled_up():
     tail = [(2, [10 + n]) for n in range(9)]
     other = [(3, [30 + n]) for n in range(7)]
     one, source = storage(*OLD[:2], *other, window=2), storage(*OLD[:2], *tail, window=3)
@@ -193,7 +193,7 @@ def test_reconstructed_batches_of_a_source_are_not_copied():
     assert one.payloads() == [0]
 
 
-def test_a_copy_that_does_not_lead_to_the_decided_chain_is_rejected_and_made_again():
+def test_a_copy_that_does_not_lead_to_the_decided_chain_is_rejected_and_repeated():
     one = storage((1, [0]), window=1)
     source = storage((1, [0]), (-1, [1]), (1, [2]), window=1)
     usher = storage((1, [0]), (1, [1]), (1, [2]), window=1)
@@ -230,7 +230,7 @@ def test_a_log_is_not_truncated_below_its_own_confirmed_mark():
     assert one.last == 1
 
 
-def test_logs_with_nothing_in_common_are_truncated_completely_below_a_mark_that_is_not_confirmed():
+def test_a_log_without_common_batches_and_confirmed_mark_is_emptied():
     one, source = storage((7, [50]), (7, [51])), storage(*OLD)
     one.disk.provisional = (7, 1)
     walk(repair_of(one), one, source, Goal(5, source.chain))
@@ -376,7 +376,7 @@ def test_every_flipped_byte_is_noticed():
             verify_records(changed(answer, records=bytes(flipped)), first=0, last=1)
 
 
-def test_rot_that_the_source_has_not_noticed_is_noticed_here():
+def test_rot_that_the_source_has_not_noticed_is_detected():
     """Its checksum over all of them is made when they are read; only each record's own is old."""
     answer = range_of(storage(*OLD), 0, 1)
     data = bytearray(answer.records)
@@ -408,7 +408,7 @@ def test_a_batch_of_another_session_has_another_chain():
         verify_batches(changed(answer, lineage=forged), GENESIS_CHAIN)
 
 
-def test_a_lineage_that_does_not_cover_the_question_is_rejected():
+def test_a_lineage_that_does_not_cover_the_requested_ids_is_rejected():
     one, source = storage(*OLD[:2]), storage(*OLD)
     repair = repair_of(one)
     step = repair.next_step(Goal(5, source.chain), can_fill=available)

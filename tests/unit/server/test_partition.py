@@ -1230,7 +1230,7 @@ def test_replicas_are_reported_with_what_is_archived() -> None:
     assert found == (3, 9, "m", 77)
 
 
-def test_a_proof_that_a_session_took_with_it_is_requested_in_the_next() -> None:
+def test_a_proof_lost_with_its_session_is_requested_in_the_next() -> None:
     world = ready()
     asked = world.send(A, messages.ReplicasRequest(world.req_id(ALICE), linearizable=True))
     world.close()

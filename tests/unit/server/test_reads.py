@@ -188,7 +188,7 @@ def test_a_failed_fetch_is_sent_to_every_replica_and_then_waits() -> None:
 
 
 @pytest.mark.parametrize("others", range(AVOIDED_FETCHES, AVOIDED_FETCHES + 6))
-def test_a_fetch_is_not_tried_where_it_has_failed_while_others_are_left(others: int) -> None:
+def test_a_fetch_is_not_repeated_at_a_failed_replica_while_others_are_left(others: int) -> None:
     each = reads(mark=10_000)
     fetch = fetch_of(ask(each, 0, 9))
     tried = [fetch.replica]

@@ -78,7 +78,7 @@ def test_offsets_are_read_back_as_far_as_there_are_any():
     assert (index.count, index.read(3, 9).tolist()) == (5, [300, 350])
 
 
-def test_only_what_was_synced_of_an_index_is_left():
+def test_only_the_synced_part_of_an_index_is_left():
     disk = new_disk()
     index = new_index(disk)
     index.write(0, np.array([128, 170]))

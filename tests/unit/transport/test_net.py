@@ -70,7 +70,7 @@ async def test_messages_arrive_in_order_whatever_their_size(pair):
 
 
 @on_loop
-async def test_frames_made_elsewhere_keep_their_place_among_messages(pair):
+async def test_prebuilt_frames_keep_their_order_among_messages(pair):
     async with pair() as (link, peer, _):
         made = b"".join(
             bytes(each) for n in (1, 2) for each in codec.encode(raw(10, n), link.version)

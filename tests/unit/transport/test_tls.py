@@ -230,7 +230,7 @@ def test_a_key_with_a_password_does_not_prompt(files, tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl")
-def test_the_commands_of_the_page_make_files_that_fit(tmp_path):
+def test_the_documented_commands_create_valid_files(tmp_path):
     page = (Path(__file__).parents[3] / "docs" / "operations.md").read_text(encoding="utf-8")
     script = page.partition("## TLS")[2].split("```")[1]
     environment = os.environ | {"HOST": "storage1.example"}
@@ -347,7 +347,7 @@ def test_a_certificate_for_another_host_is_reported_at_the_start(
         assert complaint in caplog.text
 
 
-def test_a_key_that_peers_do_not_take_is_reported_at_the_start(tmp_path, caplog):
+def test_a_certificate_that_peers_reject_is_reported_at_the_start(tmp_path, caplog):
     key = ec.generate_private_key(ec.SECP256K1())  # no curve of TLS 1.3, nor of our contexts
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "waltz")])
     certificate = (

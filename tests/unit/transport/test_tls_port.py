@@ -99,7 +99,7 @@ def test_frames_of_all_sizes_go_both_ways_on_a_loop(files, run):
 
 @pytest.mark.parametrize("spoken", ["TLSv1.2", "TLSv1.3"])
 @on_loop
-async def test_two_of_ours_speak_tls_1_3_and_a_client_may_speak_1_2_alone(files, spoken):
+async def test_peers_of_this_version_use_tls_1_3_and_clients_may_use_1_2(files, spoken):
     context = trusting(files)
     if spoken == "TLSv1.2":
         context.maximum_version = ssl.TLSVersion.TLSv1_2
@@ -122,7 +122,7 @@ async def test_an_abort_is_noticed_at_once(files):
 
 
 @on_loop
-async def test_a_close_does_not_wait_long_for_one_that_does_not_answer(files, monkeypatch):
+async def test_a_close_does_not_wait_long_for_a_silent_peer(files, monkeypatch):
     monkeypatch.setattr(net, "CLOSE_S_MAX", 0.1)
     async with open_port(listening(files)) as (peer, _, address):
         link = await net.dial(WireProtocol.STORAGE, address, ssl=trusting(files))
@@ -218,7 +218,7 @@ async def test_both_sides_report_plain_to_tls(files, said):
 
 
 @on_loop
-async def test_the_same_of_the_same_peer_is_reported_once_in_a_while(files, said, monkeypatch):
+async def test_a_repeated_error_of_one_peer_is_reported_once_per_interval(files, said, monkeypatch):
     async def plain_to_tls():
         with pytest.raises(TlsFailed):
             await net.dial(WireProtocol.STORAGE, address)
