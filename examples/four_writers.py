@@ -60,7 +60,7 @@ ACCOUNT_COUNT, COUNTER_COUNT = 2_000, 200
 BATCH_ROWS, SINGLES, CONTEXTS = 250, 50, 12
 IN_FLIGHT = {"batch": 4, "single": 400, "context": 24}
 PLAIN, COUNTING = 1, 2  # application headers
-OK, REFUSED, LOST, UNKNOWN = "committed", "refused", "lost", "unknown"
+OK, REJECTED, LOST, UNKNOWN = "committed", "rejected", "lost", "unknown"
 # transaction id, request id, header, data length, data crc; then the data and 4 bytes of crc
 RECORD = struct.Struct(">q16siiI")
 TRAILER_BYTES = 4
@@ -332,7 +332,7 @@ def _decide(pending: Pending) -> None:
             last_try, result.reasons.tolist(), result.transaction_ids.tolist(), strict=True
         ):
             each.why = Reason(reason).name
-            each.outcome = {Reason.COMMITTED: OK, Reason.LOCK: REFUSED}.get(reason, LOST)
+            each.outcome = {Reason.COMMITTED: OK, Reason.LOCK: REJECTED}.get(reason, LOST)
             each.transaction_id = transaction_id
         return
     last_try[0].outcome, last_try[0].transaction_id = OK, int(result)
@@ -344,14 +344,14 @@ def _last_try(pending: Pending) -> list[RecordedOutcome]:
         return pending.recorded
     *earlier, last = pending.recorded  # only now: it has grown with every attempt
     for each in earlier:
-        each.outcome = REFUSED
+        each.outcome = REJECTED
     return [last]
 
 
 def _outcome_of(error: WaltzError) -> str:
     if isinstance(error, OutcomeUnknown):
         return UNKNOWN
-    return REFUSED if isinstance(error, LockFailed) else LOST
+    return REJECTED if isinstance(error, LockFailed) else LOST
 
 
 def write(
@@ -567,12 +567,12 @@ def main() -> int:
             began = time.monotonic()
             verdict = play(cluster, arguments.transactions, directory)
             took = time.monotonic() - began
-    for what in (OK, REFUSED, LOST, UNKNOWN, "in the log"):
+    for what in (OK, REJECTED, LOST, UNKNOWN, "in the log"):
         show_line(f"{what:>12}: {verdict.counts[what]:,}")
     show_line(f"{'seconds':>12}: {took:.1f}")
     for wrong in verdict.wrong[:20]:
         show_line(f"WRONG: {wrong}")
-    if not verdict.wrong and not all(verdict.counts[what] for what in (OK, REFUSED)):
+    if not verdict.wrong and not all(verdict.counts[what] for what in (OK, REJECTED)):
         verdict.wrong.append("nothing was committed, or no lock has rejected anything")
     show_line(f"four writers: {len(verdict.wrong)} wrong" if verdict.wrong else "four writers: OK")
     return 1 if verdict.wrong else 0

@@ -207,7 +207,7 @@ def _check_indexes(files, directory, marker, start):
         while at + 40 <= len(content) and first <= last:
             stated = int.from_bytes(index[128 + 8 * (first - int(path.stem)) :][:8], "big")
             if first > start and stated != at:
-                raise Violation(f"{path.name}: the index says {stated} of {first}, not {at}")
+                raise Violation(f"{path.name}: expected {at} for {first}, found {stated}")
             at += 40 + int.from_bytes(content[at + 28 : at + 32], "big")
             first += 1
 

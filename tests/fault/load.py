@@ -66,11 +66,11 @@ def wait_until(what: str, condition: Callable[[], object]) -> None:
 
 
 @contextmanager
-def standing_still(cluster: LocalCluster, name: str) -> Iterator[None]:
+def stopped_process(cluster: LocalCluster, name: str) -> Iterator[None]:
     """Pause a member; it continues afterwards."""
     threads = Path("/proc", str(cluster.member(name).pid), "task")
 
-    def all_stand() -> bool:
+    def all_stopped() -> bool:
         """Whether each thread has stopped; one may still be executing a rename."""
         try:
             states = [each.read_text().rpartition(") ")[2][0] for each in threads.glob("*/stat")]
@@ -80,7 +80,7 @@ def standing_still(cluster: LocalCluster, name: str) -> Iterator[None]:
 
     cluster.kill(name, signal.SIGSTOP)
     try:
-        wait_until("it stands still", all_stand)
+        wait_until("it stands still", all_stopped)
         yield
     finally:
         cluster.kill(name, signal.SIGCONT)

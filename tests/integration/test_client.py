@@ -152,10 +152,10 @@ def test_a_fork_gets_an_error_and_may_open_a_client_of_its_own(
         os._exit(0)
     os.close(writer)
     os.waitpid(child, 0)
-    said = os.read(reader, 1_000).decode()
+    message = os.read(reader, 1_000).decode()
     os.close(reader)
-    assert "is used in its fork" in said
-    assert said.endswith("own sees 4")
+    assert "is used in its fork" in message
+    assert message.endswith("own sees 4")
 
 
 def test_the_error_without_zookeeper_names_the_hosts():

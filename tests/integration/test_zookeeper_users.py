@@ -468,14 +468,14 @@ def test_a_command_that_needs_an_administrator_changes_nothing(place: Place, use
 
 
 @pytest.mark.parametrize(
-    ("user", "said"),
+    ("user", "error"),
     [
         ("old", "that of the members' user 'waltz'"),
         ("alone", "both users"),
         ("granted", "both users"),
     ],
 )
-def test_an_administrator_is_checked_also_before_the_first_audit_entry(place: Place, user, said):
+def test_an_administrator_is_checked_also_before_the_first_audit_entry(place: Place, user, error):
     root = f"/without-audit-{user}"
 
     async def run():
@@ -483,7 +483,7 @@ def test_an_administrator_is_checked_also_before_the_first_audit_entry(place: Pl
             await commands.create_cluster(NewCluster("payments", 1, model.UUID(int=7), STORAGES))
             await commands.check_administrator()
         async with connected(place.connect(root, user)) as commands:
-            with pytest.raises(errors.BadConfig, match=said):
+            with pytest.raises(errors.BadConfig, match=error):
                 await commands.check_administrator()
 
     asyncio.run(run())

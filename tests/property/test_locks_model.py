@@ -87,11 +87,11 @@ def validate_one_by_one(
     ):
         if not eligible:
             continue
-        said = table.validate_one(
+        verdict = table.validate_one(
             (write, read, append), mark, high_water_mark=high, next_id=TransactionId(next_id)
         )
-        assert said == (AHEAD if ahead else PASSED if given_id >= 0 else conflict)
-        next_id += said == PASSED
+        assert verdict == (AHEAD if ahead else PASSED if given_id >= 0 else conflict)
+        next_id += verdict == PASSED
 
 
 @settings(max_examples=400)

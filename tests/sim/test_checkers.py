@@ -58,7 +58,7 @@ class World:
         """A message leaves the owner for the first client."""
         self.checks.answered(self.owner, SendToClient(self.link.number, message, 0))
 
-    def says(self, *effects, server=None) -> None:
+    def performs(self, *effects, server=None) -> None:
         """The owner's store reports something."""
         self.checks.stepped(server or self.owner, self.owner.store.store, effects)
 
@@ -164,25 +164,25 @@ def committed(world):
 
 
 def test_ack_quorum(world):
-    world.says(committed(world))
+    world.performs(committed(world))
     world.sessions.not_synced("storage0:1", -1)
     world.sessions.not_synced("storage1:1", -1)
     with fails("AckQuorum"):
-        world.says(committed(world))
+        world.performs(committed(world))
 
 
 def test_engaged_only_counts_replicas_that_have_answered(world):
     for name in REPLICAS[:2]:
         world.sessions._reached[world.session, name] = -1
     with fails("EngagedOnly"):
-        world.says(committed(world))
+        world.performs(committed(world))
 
 
 def test_engaged_only_counts_engaged_replicas(world):
     del world.sessions.ever_engaged[world.session]["storage0:1"]
     del world.sessions.ever_engaged[world.session]["storage1:1"]
     with fails("AckQuorum"):
-        world.says(committed(world))
+        world.performs(committed(world))
 
 
 def test_no_replica_is_engaged_before_zookeeper_has_it(world):
@@ -340,7 +340,7 @@ def test_gate_no_session_is_opened(world):
     session = world.claim()
     opened = session_events.SessionOpened(session, 1, 1_000, bytes(16), unbroken=False)
     with fails("GateCAS2"):
-        world.says(opened)
+        world.performs(opened)
 
 
 def test_gate_nothing_is_submitted(world):
@@ -371,14 +371,14 @@ def outcome(reason=m.Reason.LOST, *, conflict=-1, transaction_id=-1):
     ids=lambda message: type(message).__name__,
 )
 def test_gate_nothing_is_reported_without_a_session(world, message):
-    world.says(session_events.SessionClosed(world.session, "over"))
+    world.performs(session_events.SessionClosed(world.session, "over"))
     world.checks.server_stepped(world.owner)
     with fails("GateCAS2"):
         world.answer(message)
 
 
 def test_gate_some_rejections_need_no_session(world):
-    world.says(session_events.SessionClosed(world.session, "over"))
+    world.performs(session_events.SessionClosed(world.session, "over"))
     world.checks.server_stepped(world.owner)
     mark = world.history.last
     world.answer(replace(outcome(m.Reason.NOT_MOUNTED), high_water_mark=mark))
@@ -490,12 +490,12 @@ def test_fixed_at_the_end():
 def test_fixed_at_intervals(world):
     log = world.storage.log
     log._files.slots.slot = replace(log.slot, low_water_mark=5)
-    world.checks.replicas.look_at(world.storage, log)
+    world.checks.replicas.check_log_state(world.storage, log)
     rot(world)
     with fails("Fixed"):
-        world.checks.replicas.look_at(world.storage, log)
+        world.checks.replicas.check_log_state(world.storage, log)
     world.checks.became_corrupt(world.storage)
-    world.checks.replicas.look_at(world.storage, log)
+    world.checks.replicas.check_log_state(world.storage, log)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -968,7 +968,7 @@ def test_bounded_tries(world):
     world.checks.dialed("one", "another")
     with fails("Bounded"):
         for _ in range(CLAIMS_MAX + 1):
-            world.says(session_events.ReadMetadata(1))
+            world.performs(session_events.ReadMetadata(1))
 
 
 def test_bounded_lag(world):
@@ -1279,7 +1279,7 @@ def test_sometimes():
 def test_checkers_change_nothing():
     """A run is the same whether a checker reads the replicas' records or not."""
     plain, looked = World(), World()
-    looked.checks.replicas.look_at(looked.storage, looked.storage.log)
+    looked.checks.replicas.check_log_state(looked.storage, looked.storage.log)
     looked.checks.locking.check_table(looked.owner)
     for each in (plain, looked):
         each.cluster.world.run(50 * MS)

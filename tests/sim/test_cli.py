@@ -32,9 +32,9 @@ from waltz_sim.schedule import LATER_KINDS, Fault, Schedule, Setup
 )
 def test_bad_input_gets_one_sentence(capsys, words, sentence):
     assert main(words) == 1
-    said = capsys.readouterr().err
-    assert said.startswith(f"waltz_sim: {sentence}")
-    assert said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert output.startswith(f"waltz_sim: {sentence}")
+    assert output.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -130,9 +130,9 @@ def test_a_rough_seed_is_another_run_and_is_reported_as_one(capsys):
 
 def test_the_work_of_a_core_is_reported(capsys):
     assert main(["--seeds", "1", "--jobs", "1", "--steps", "300"]) == 0
-    said = capsys.readouterr().out.splitlines()[-1]
-    assert " s of CPU time: " in said
-    assert said.endswith(" steps per second and core")
+    output = capsys.readouterr().out.splitlines()[-1]
+    assert " s of CPU time: " in output
+    assert output.endswith(" steps per second and core")
 
 
 def test_an_interrupt_reports_the_results_so_far_in_one_line(capsys, monkeypatch):

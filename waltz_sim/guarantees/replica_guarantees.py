@@ -179,7 +179,7 @@ class ReplicaGuarantees:
             self._check_durable(storage.name, work.log)
         self._work_count += 1
         if self._work_count % CHECK_EVERY == 0:
-            self.look_at(storage, work.log)
+            self.check_log_state(storage, work.log)
 
     def _rejected(self, storage: "SimStorage", message: object, error: WaltzError) -> None:
         self._facts.counts[f"nack {type(message).__name__}"] += 1
@@ -321,7 +321,7 @@ class ReplicaGuarantees:
         if end != len(records):
             self._facts.fail("NoRotServed", f"{name} sends {len(records)} bytes, not {end}")
 
-    def look_at(self, storage: "SimStorage", log: "PartitionLog") -> None:
+    def check_log_state(self, storage: "SimStorage", log: "PartitionLog") -> None:
         """24. Fixed: up to its low-water mark a replica has the rows of the history.
 
         A suspect one, such as one that lost its segments and was reset, counts in no quorum.

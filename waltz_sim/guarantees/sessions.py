@@ -189,14 +189,14 @@ class Sessions:
                     "EngagedOnly", f"{name} is written as engaged in {session}, its mark is not set"
                 )
         if not ever:
-            self._check_former(claim, session)
+            self._check_previous_assignment(claim, session)
         elif len(engaged) > len(ever):
             self._facts.count("late join")
         ever.update(dict.fromkeys(engaged))
         self.opened[session] = after
         self._last_at_open.setdefault(session, self._facts.history.last)
 
-    def _check_former(self, claim: Claimed, session: SessionId) -> None:
+    def _check_previous_assignment(self, claim: Claimed, session: SessionId) -> None:
         """A session opens only when a quorum of the former assignment has its mark (2.1 G)."""
         marked = [
             str(name)
@@ -267,8 +267,8 @@ class Sessions:
             registered = coordinator.storage_ids.get(ReplicaId(replica))
             # An answer may predate the replacement of the storage at this address.
             former = coordinator.former_ids.get(ReplicaId(replica), ())
-            is_its = registered in (None, answer.storage_id) or answer.storage_id in former
-            self._prepared.setdefault((session, replica), []).append((answer, is_its))
+            is_registered = registered in (None, answer.storage_id) or answer.storage_id in former
+            self._prepared.setdefault((session, replica), []).append((answer, is_registered))
             self._notice_wait(session)
         elif isinstance(answer, Appended | ReplicaEnd):
             key = session, replica
@@ -355,13 +355,13 @@ class Sessions:
     def _known_max(self, session: SessionId, name: str, state: ReplicaState) -> int | None:
         """Return the last id of a replica if it is trusted, else None."""
         last = -2
-        for answer, is_its in self._prepared.get((session, name), ()):
+        for answer, is_registered in self._prepared.get((session, name), ()):
             damage = memoryview(answer.damaged).cast("B")
             ends = [int.from_bytes(damage[at : at + 8], "big") for at in range(8, len(damage), 16)]
             if (
                 answer.suspect
                 or answer.last_session < state.session_id
-                or not is_its
+                or not is_registered
                 or any(end > answer.low_water_mark for end in ends)
                 or answer.synced_max < last
             ):

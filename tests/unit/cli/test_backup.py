@@ -196,7 +196,7 @@ def test_a_backup_is_a_new_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("marks", "until", "said"),
+    ("marks", "until", "problem"),
     [
         (["3"], None, "expected PARTITION=ID with a partition of 0..1, found '3'"),
         (["2=1"], None, "found '2=1'"),
@@ -207,8 +207,8 @@ def test_a_backup_is_a_new_file(tmp_path):
         ([], "2026-11-28T10:00:00", "expected a time with a zone"),
     ],
 )
-def test_wrong_ends_are_rejected(marks, until, said):
-    with pytest.raises(BadConfig, match=said.replace("..1", r"\.\.1")):
+def test_wrong_ends_are_rejected(marks, until, problem):
+    with pytest.raises(BadConfig, match=problem.replace("..1", r"\.\.1")):
         Limits.parse(marks, until, BACKUP)
 
 

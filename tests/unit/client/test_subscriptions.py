@@ -204,9 +204,9 @@ async def test_a_context_waits_while_its_partition_is_paused():
         future = await two.submit(context)
         await until(lambda: "lock failure" in context.answered)
         async with asyncio.TaskGroup() as group:
-            laying_down = group.create_task(two.set_partitions([]))
+            pausing = group.create_task(two.set_partitions([]))
             await until(lambda: two.partitions == ())
-            assert not laying_down.done()
+            assert not pausing.done()
             callbacks.may_go_on.set()
         assert callbacks.state["value"] == 2
         await two.set_partitions([0])

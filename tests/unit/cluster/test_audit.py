@@ -39,7 +39,7 @@ def test_an_audit_entry_survives_a_round_trip(made):
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "problem"),
     [
         (b"{", "expected JSON"),
         (b'{"format":2}', "expected format 1"),
@@ -52,8 +52,8 @@ def test_an_audit_entry_survives_a_round_trip(made):
         ),
     ],
 )
-def test_other_bytes_are_rejected_as_an_entry(data, said):
-    with pytest.raises(errors.BadFormat, match=re.escape(said)):
+def test_other_bytes_are_rejected_as_an_entry(data, problem):
+    with pytest.raises(errors.BadFormat, match=re.escape(problem)):
         AuditEntry.from_bytes(data)
 
 

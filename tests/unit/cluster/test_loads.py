@@ -85,7 +85,7 @@ def test_loads_survive_a_round_trip(loads):
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "problem"),
     [
         (b"{", "expected JSON"),
         (b"[]", "expected format 1"),
@@ -104,8 +104,8 @@ def test_loads_survive_a_round_trip(loads):
         (100_000 * b"[", "expected JSON"),
     ],
 )
-def test_anything_else_is_rejected(data, said):
-    with pytest.raises(BadFormat, match=said):
+def test_anything_else_is_rejected(data, problem):
+    with pytest.raises(BadFormat, match=problem):
         decode_loads(data)
 
 

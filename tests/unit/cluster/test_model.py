@@ -7,7 +7,7 @@ from waltz_core.cluster.znodes import model
 
 
 @pytest.mark.parametrize(
-    ("decode", "text", "said"),
+    ("decode", "text", "problem"),
     [
         (
             model.ClusterParams.from_bytes,
@@ -81,10 +81,10 @@ from waltz_core.cluster.znodes import model
         (model.decode_id, "000000", "expected 4 bytes of last id, found 3"),
     ],
 )
-def test_errors_are_described(decode, text, said):
+def test_errors_are_described(decode, text, problem):
     with pytest.raises(errors.BadFormat) as caught:
         decode(bytes.fromhex(text))
-    assert said in str(caught.value)
+    assert problem in str(caught.value)
     assert " at offset " in str(caught.value)
 
 

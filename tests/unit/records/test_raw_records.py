@@ -90,10 +90,10 @@ def test_an_intact_run_has_no_bad_record_and_a_flipped_bit_is_found_in_its_own(
     place = data.draw(st.integers(0, len(records) - 1))
     damaged = bytearray(records)
     damaged[place] ^= 1 << data.draw(st.integers(0, 7))
-    guilty = int(np.searchsorted(np.cumsum(lengths), place, side="right"))
-    assert raw_records.first_bad_record(bytes(damaged), lengths) == guilty
+    bad_record = int(np.searchsorted(np.cumsum(lengths), place, side="right"))
+    assert raw_records.first_bad_record(bytes(damaged), lengths) == bad_record
     with by_arrays():
-        assert raw_records.first_bad_record(bytes(damaged), lengths) == guilty
+        assert raw_records.first_bad_record(bytes(damaged), lengths) == bad_record
 
 
 @given(datas, st.data())
@@ -200,7 +200,7 @@ def test_a_record_of_waltz_0_13_may_be_larger_than_ours() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "total", "says"),
+    ("values", "total", "problem"),
     [
         ([47, 39], 86, "at least 40"),
         ([47, -1], 46, "at least 40"),
@@ -208,9 +208,9 @@ def test_a_record_of_waltz_0_13_may_be_larger_than_ours() -> None:
         ([47, 47], 95, "add up to 94, found 95"),
     ],
 )
-def test_impossible_lengths(values: list[int], total: int, says: str) -> None:
+def test_impossible_lengths(values: list[int], total: int, problem: str) -> None:
     packed = struct.pack(f">{len(values)}i", *values)
-    with pytest.raises(BadFormat, match=says):
+    with pytest.raises(BadFormat, match=problem):
         raw_records.lengths_from_wire(packed, total)
 
 

@@ -682,7 +682,7 @@ def returning_owner():
     other.append(1)
     archive(other, last=8)
     remove_archived(other, 8, (A, B, C))
-    bench.look_at_zookeeper_of(other)
+    bench.check_replica_states(other)
     bench.lose(A)
     bench.own(generation=3)
     return bench

@@ -146,21 +146,21 @@ def test_the_newest_batch_is_known_before_anything_is_truncated():
 
 
 def test_a_mark_inside_a_batch_truncates_the_batch_and_gives_the_goal_its_chain():
-    usher = storage(*OLD)
-    repair = repair_of(usher)
-    steps = walk(repair, usher, None, Goal(4, None))
+    target = storage(*OLD)
+    repair = repair_of(target)
+    steps = walk(repair, target, None, Goal(4, None))
     assert kinds(steps) == ["OwnLineage", "OwnLineage", "Truncation"]
     assert steps[2].base == 2
-    assert (repair.last, repair.chain) == (4, usher.chain)
-    goal = Goal(4, usher.chain)
+    assert (repair.last, repair.chain) == (4, target.chain)
+    goal = Goal(4, target.chain)
     follower = storage(*OLD)
-    assert kinds(walk(repair_of(follower), follower, usher, goal)) == [
+    assert kinds(walk(repair_of(follower), follower, target, goal)) == [
         "OwnLineage",
         "OwnLineage",
         "Truncation",
         "SetMark",
     ]
-    assert follower.chain == usher.chain
+    assert follower.chain == target.chain
 
 
 def test_a_diverged_log_is_truncated_at_the_fork_and_filled_up():
@@ -196,26 +196,26 @@ def test_reconstructed_batches_of_a_source_are_not_copied():
 def test_a_copy_that_does_not_lead_to_the_decided_chain_is_rejected_and_repeated():
     one = storage((1, [0]), window=1)
     source = storage((1, [0]), (-1, [1]), (1, [2]), window=1)
-    usher = storage((1, [0]), (1, [1]), (1, [2]), window=1)
-    repair, goal = repair_of(one), Goal(2, usher.chain)
+    target = storage((1, [0]), (1, [1]), (1, [2]), window=1)
+    repair, goal = repair_of(one), Goal(2, target.chain)
     with pytest.raises(ChecksumMismatch, match="do not lead to the decided chain"):
         walk(repair, one, source, goal)
     assert one.payloads() == [0, 1]
     repair.restart()
-    walk(repair, one, usher, goal)
-    assert (one.payloads(), one.chain) == ([0, 1, 2], usher.chain)
+    walk(repair, one, target, goal)
+    assert (one.payloads(), one.chain) == ([0, 1, 2], target.chain)
 
 
 def test_a_log_that_a_later_source_has_is_not_truncated():
     """The first one that was asked had another end, or had lost its batches."""
     one = storage((1, [0]), (1, [1, 2]), (1, [3]))
-    first, usher = (
+    first, target = (
         storage((1, [0]), (2, [7, 8, 9])),
         storage((1, [0]), (1, [1, 2]), (1, [3]), (1, [4])),
     )
-    repair, goal = repair_of(one), Goal(4, usher.chain)
+    repair, goal = repair_of(one), Goal(4, target.chain)
     steps = []
-    for source in (first, one, usher, usher, usher, usher):
+    for source in (first, one, target, target, target, target):
         steps.append(repair.next_step(goal, can_fill=available))
         take(repair, one, source, steps[-1])
     assert kinds(steps) == ["SourceLineage", "OwnLineage", "SourceLineage", *kinds(steps)[3:]]

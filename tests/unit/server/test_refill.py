@@ -43,8 +43,8 @@ class World:
         self.fetches: list[Fetch] = []
         self.reports: list[Report] = []
 
-    def take(self, said: list[Fetch | Report]) -> None:
-        for each in said:
+    def take(self, outcomes: list[Fetch | Report]) -> None:
+        for each in outcomes:
             (self.fetches if isinstance(each, Fetch) else self.reports).append(each)  # type: ignore[arg-type]
 
     def query_locks(self, session: int = SESSION, *, holds: bool = True) -> None:

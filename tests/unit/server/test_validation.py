@@ -130,9 +130,7 @@ def test_single_transactions_are_validated_in_order(
 
 
 @pytest.mark.parametrize("few", [0, 16], ids=["by arrays", "one by one"])
-def test_the_locks_of_accepted_rows_are_reported(
-    few: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_locks_of_accepted_rows_are_reported(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(validation, "ONE_BY_ONE_MAX", few)
     writes, reads, appends = [[1, -2], [1], []], [[9], [], []], [[], [5], [6, 7]]
     group = [single(*locks) for locks in zip(writes, reads, appends, strict=True)]

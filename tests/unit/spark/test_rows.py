@@ -65,9 +65,7 @@ def test_every_spark_type_returns_exactly(data_format: str) -> None:
 
 @pytest.mark.parametrize("data_format", ["msgpack", "json"])
 @pytest.mark.parametrize("zone", ["America/St_Johns", "Europe/Amsterdam", "UTC"])
-def test_timestamps_before_standard_time_keep_their_seconds(
-    data_format: str, zone: str
-) -> None:
+def test_timestamps_before_standard_time_keep_their_seconds(data_format: str, zone: str) -> None:
     kind = pa.timestamp("us", zone)
     moments = pa.array([-2_840_140_799_000_007, 0, None], kind)
     nested = pa.ListArray.from_arrays(pa.array([0, 1, 2, 3], pa.int32()), moments)

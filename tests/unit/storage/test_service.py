@@ -52,7 +52,7 @@ STORAGE_ID = b"the storage's id"
 NO_ID = bytes(16)
 
 
-class MoodyFile:
+class FailingFile:
     """A real file that fails when its disk is configured to fail."""
 
     def __init__(self, file, disk):
@@ -92,7 +92,7 @@ class MoodyDisk(RealDisk):
             raise error
 
     def open(self, path, **how):
-        return MoodyFile(super().open(path, **how), self)
+        return FailingFile(super().open(path, **how), self)
 
 
 class Bench:

@@ -287,11 +287,11 @@ async def test_a_listener_closes_foreign_connections_and_serves_the_others(pair,
     async with pair() as (link, peer, listener):
         reader, writer = await asyncio.open_connection(ANY, listener.port)
         writer.write(b"GET / HTTP/1.1\r\n\r\n")
-        said = await reader.read()
+        received = await reader.read()
         if contexts[0] is None:
-            assert codec.decode_hello(said[7:]).text == "Waltz Storage Server"
+            assert codec.decode_hello(received[7:]).text == "Waltz Storage Server"
         else:
-            assert said == tls.UNEXPECTED_MESSAGE
+            assert received == tls.UNEXPECTED_MESSAGE
         writer.close()
         link.send(Appended(1, 7, 3, 9))
         await until(lambda: peer.messages)

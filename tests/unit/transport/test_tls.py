@@ -258,15 +258,15 @@ def test_the_documented_commands_create_valid_files(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "problem"),
     [
         ({"tls": "yes"}, "tls: expected one of nothing, on, off, found 'yes'"),
         ({"tls_verify": "host"}, "tls_verify: expected one of name, chain, nothing, found 'host'"),
         ({"tls": "on", "tls_key": "k"}, "tls_key: expected tls_certificate as well"),
     ],
 )
-def test_invalid_tls_values_are_rejected(settings, said):
-    with pytest.raises(BadConfig, match=said):
+def test_invalid_tls_values_are_rejected(settings, problem):
+    with pytest.raises(BadConfig, match=problem):
         ClientConfig(**settings)
 
 
@@ -301,7 +301,7 @@ def failure(reason: str) -> ssl.SSLError:
 
 
 @pytest.mark.parametrize(
-    ("reason", "said"),
+    ("reason", "problem"),
     [
         ("WRONG_VERSION_NUMBER", "expected TLS, found plain TCP"),
         ("UNSUPPORTED_PROTOCOL", "no common version: expected TLS 1.2 or 1.3"),
@@ -314,8 +314,8 @@ def failure(reason: str) -> ssl.SSLError:
         ("BAD_SIGNATURE", "TLS has failed: bad signature"),
     ],
 )
-def test_handshake_errors_are_described(reason, said):
-    assert tls.failure_text(failure(reason)).startswith(said)
+def test_handshake_errors_are_described(reason, problem):
+    assert tls.failure_text(failure(reason)).startswith(problem)
 
 
 def test_other_errors_than_tls_are_reported_unchanged():

@@ -346,8 +346,8 @@ def decode_entry(
     if len(data) == LINEAGE_ENTRY_BYTES:
         found = _LINEAGE_ENTRY_AND_CRC.unpack(data)
         first, last, session, stamp_ms, chain, synced, reserved, stated = found
-        is_right = stated == crc32(data[:-4], bound) and reserved == _NOTHING_RESERVED
-        if is_right and BEFORE_FIRST <= synced < first <= last and first >= 0:
+        is_valid = stated == crc32(data[:-4], bound) and reserved == _NOTHING_RESERVED
+        if is_valid and BEFORE_FIRST <= synced < first <= last and first >= 0:
             return LineageEntry(first, last, session, stamp_ms, chain), synced
     # It is invalid: the checks below raise the specific error.
     body = checked_body(data, LINEAGE_ENTRY_BYTES, "lineage entry", bound)
