@@ -2,10 +2,10 @@
 
 Every outcome that a writer gets is recorded and afterwards compared with the log:
 
-    1. Reported as committed: it is in the log once, with that id and the same bytes.
+    1. Reported as committed: it is in the log once, with that ID and the same bytes.
     2. Reported as rejected or lost: it is not in the log.
     3. Reported as unknown: it may be in the log, once.
-    4. The log contains only transactions that were written, ids are dense, request ids are unique.
+    4. The log contains only transactions that were written, IDs are dense, request IDs are unique.
     5. No transaction follows one that it conflicts with and had not seen: the locks and the mark in
        each transaction's bytes are replayed in the order of the log.
     6. Each counter counts 1, 2, 3, ...: no value was computed from an old one.
@@ -61,7 +61,7 @@ BATCH_ROWS, SINGLES, CONTEXTS = 250, 50, 12
 IN_FLIGHT = {"batch": 4, "single": 400, "context": 24}
 PLAIN, COUNTING = 1, 2  # application headers
 OK, REJECTED, LOST, UNKNOWN = "committed", "rejected", "lost", "unknown"
-# transaction id, request id, header, data length, data crc; then the data and 4 bytes of crc
+# transaction ID, request ID, header, data length, data crc; then the data and 4 bytes of crc
 RECORD = struct.Struct(">q16siiI")
 TRAILER_BYTES = 4
 
@@ -459,7 +459,7 @@ def _check_order(log: list[Entry], verdict: Verdict) -> None:
         )
         following[entry.partition] += 1
     for request_id, times in Counter(entry.request_id for entry in log).items():
-        verdict.check(times == 1, f"request id {request_id.hex()} is in the log {times} times")
+        verdict.check(times == 1, f"request ID {request_id.hex()} is in the log {times} times")
 
 
 def _check_locks(log: list[Entry], verdict: Verdict) -> None:

@@ -191,7 +191,7 @@ async def a_damaged_node_is_named(world: World, root: str) -> None:
         await coordinator.read_cluster()
 
 
-# --- ids
+# --- IDs
 
 
 async def ids_are_never_allocated_twice(world: World, root: str) -> None:

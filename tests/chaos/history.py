@@ -118,7 +118,7 @@ class Log:
     """The transactions of the log, and the first IDs of its store sessions."""
 
     entries: list[Any] = field(default_factory=list)  # four_writers.Entry
-    sessions: dict[int, list[int]] = field(default_factory=dict)  # partition -> first ids
+    sessions: dict[int, list[int]] = field(default_factory=dict)  # partition -> first IDs
     records: dict[int, bytearray] = field(default_factory=dict)  # partition -> all, from ID 0 on
     # partition -> where the record of each ID begins; the last one is where they end
     offsets: dict[int, list[int]] = field(default_factory=dict)

@@ -17,7 +17,7 @@ def content(key: str, *, mark: int, writes: list[int]) -> Any:
     return four_writers.Content(key, 0, mark, writes, [], [])
 
 
-# Two writers of one lock, and one that came too late; the second session begins at id 2.
+# Two writers of one lock, and one that came too late; the second session begins at ID 2.
 ROWS = [
     content("a", mark=-1, writes=[LOCK]),
     content("b", mark=0, writes=[LOCK]),

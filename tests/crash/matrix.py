@@ -119,7 +119,7 @@ def check(acknowledged: Acknowledged, found: Found):
     if found.failed:
         raise Violation(f"cannot be opened: {found.failed}")
     if acknowledged.storage_id not in {None, found.storage_id}:
-        raise Violation(f"another storage id: {found.storage_id!r}")
+        raise Violation(f"another storage ID: {found.storage_id!r}")
     logs = dict(found.logs)
     if not set(acknowledged.sure) <= set(found.assigned) <= set(acknowledged.assigned):
         raise Violation(

@@ -126,7 +126,7 @@ class Load:
 
     @property
     def client_id(self) -> int:
-        """The client id that its rows have in the log; it has appended."""
+        """The client ID that its rows have in the log; it has appended."""
         client_id = self._client.client_id
         assert client_id is not None
         return client_id

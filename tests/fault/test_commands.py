@@ -223,7 +223,7 @@ def names(cluster: LocalCluster) -> list[str]:
 
 
 def append(cluster: LocalCluster, count: int) -> int:
-    """Append to partition 0 and return the last id."""
+    """Append to partition 0 and return the last ID."""
     with WaltzClient(cluster.connect) as client:
         futures = [client.append(b"x" * 100, partition=0) for _ in range(count)]
         return max(future.result(HANG_S) for future in futures)

@@ -321,7 +321,7 @@ def check_claims(client: WaltzClient, claims: list[tuple[int, int | None, bytes]
     for partition in range(client.partition_count):
         heads, datas = log_of(client, partition)
         assert np.array_equal(heads["transaction_id"], np.arange(heads.size))
-        assert np.unique(heads["req_id"]).size == heads.size, "a request id stands twice"
+        assert np.unique(heads["req_id"]).size == heads.size, "a request ID is in the log twice"
         count = Counter(datas)
         for where, transaction_id, row in claims:
             if where != partition:

@@ -111,7 +111,7 @@ async def cluster(
 
 
 class Client:
-    """One connection of a client; answers by request id."""
+    """One connection of a client; answers by request ID."""
 
     def __init__(self, link: net.Link, client_id: ClientId, generation: int) -> None:
         self.link = link

@@ -502,7 +502,7 @@ def test_a_member_creates_no_cluster(place: Place):
 
 
 def test_a_client_without_a_user_reads_what_is_public(place: Place):
-    """It finds servers, and gets no client id."""
+    """It finds servers, and gets no client ID."""
     root = "/clients"
 
     async def run():

@@ -29,7 +29,7 @@ class Model:
 
     def __init__(self, slot_count: int, mark: int) -> None:
         self.slots = [mark] * slot_count
-        self.entered: list[tuple[int, int, int]] = []  # id, slot, and what that held before
+        self.entered: list[tuple[int, int, int]] = []  # ID, slot, and what that held before
 
     def clamp(self, mark: int) -> None:
         """Take back what was entered above the mark."""
@@ -138,5 +138,5 @@ def test_the_table_validates_like_the_model(
             model.entered.clear()
             model.slots = [high] * slot_count
             next_id = high + 1
-        # LockBound: no estimate is above the last id given out.
+        # LockBound: no estimate is above the last ID given out.
         assert max(model.slots) < next_id

@@ -69,7 +69,7 @@ class World:
         self.checks.sent_to_replica(self.owner, effect)
 
     def claim(self) -> int:
-        """A next session is claimed; return its id."""
+        """A next session is claimed; return its ID."""
         metadata = self.coordinator.metadata
         session = metadata.session_id + 1
         after = replace(metadata, session_id=session)

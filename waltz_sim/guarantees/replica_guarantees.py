@@ -69,7 +69,7 @@ class Before(NamedTuple):
 
 
 class _Cut(NamedTuple):
-    """A requested truncation: the last id kept, and the last id acknowledged at that time."""
+    """A requested truncation: the last ID kept, and the last ID acknowledged at that time."""
 
     keep: int
     acked: int
@@ -85,9 +85,9 @@ class ReplicaGuarantees:
         self._facts = evidence
         self._sessions = sessions
         self.durable: dict[str, Durable] = {}
-        # The highest id that was answered as synced and not truncated since.
+        # The highest ID that was answered as synced and not truncated since.
         self.kept: dict[str, int] = {}
-        # The batches on its disk, and the last id of each.
+        # The batches on its disk, and the last ID of each.
         self._holds: dict[str, dict[Chain, int]] = {}
         self.corrupted: dict[str, None] = {}  # replicas whose platter bytes a fault has changed
         self._chain_of: dict[tuple[int, SessionId], Chain] = {}
@@ -343,7 +343,7 @@ class ReplicaGuarantees:
             yield from data_in(storage.disk.content(path), SEGMENT_HEADER_BYTES)
 
     def check_records(self, storage: "SimStorage", last: int) -> None:
-        """24. Fixed: compare the bytes of all records up to an id with the history."""
+        """24. Fixed: compare the bytes of all records up to an ID with the history."""
         first = first_on(storage)
         wanted = b"".join(self._facts.history.records[first : last + 1])
         found = b"".join(
@@ -359,7 +359,7 @@ class ReplicaGuarantees:
 
 
 def _covers(answer: RangeBytes) -> bool:
-    """Whether the batches of a range are contiguous from its first id to its last."""
+    """Whether the batches of a range are contiguous from its first ID to its last."""
     next_id = answer.first
     for entry in answer.lineage:
         if not entry.first <= next_id <= entry.last:

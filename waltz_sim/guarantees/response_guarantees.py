@@ -88,7 +88,7 @@ class ResponseGuarantees:
         self._mark_before: dict[str, int] = {}  # by server, before the step
         self._mark: dict[str, int] = {}
         self._pace: dict[str, float] = {}  # by server, its slowest clock rate so far
-        # Ids acknowledged to applications, with the time (ms); the last one is the highest.
+        # IDs acknowledged to applications, with the time (ms); the last one is the highest.
         self._acknowledged: deque[tuple[int, int]] = deque([(0, BEFORE_FIRST)])
         self._not_answered: dict[tuple[str, int], dict[object, None]] = {}  # by client and link
         self._requests: dict[object, tuple[ClientMessage, int, list[object]]] = {}
@@ -277,12 +277,12 @@ class ResponseGuarantees:
     # ---- what clients send and receive
 
     def acknowledged(self, transaction_id: int) -> None:
-        """Record that an application received an acknowledgement of this id."""
+        """Record that an application received an acknowledgement of this ID."""
         if transaction_id > self._acknowledged[-1][1]:
             self._acknowledged.append((self._facts.world.now_ms, transaction_id))
 
     def acknowledged_at(self, at_ms: int) -> int:
-        """Return the highest id acknowledged by a time; calls must not go back in time."""
+        """Return the highest ID acknowledged by a time; calls must not go back in time."""
         known = self._acknowledged
         while len(known) > 1 and known[1][0] <= at_ms:
             known.popleft()

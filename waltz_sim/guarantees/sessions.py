@@ -97,7 +97,7 @@ class Sessions:
         self._promised: dict[str, SessionId] = {}
         self._last_session: dict[str, SessionId] = {}
         self._synced: dict[Chain, dict[str, None]] = {}
-        self._lasts: dict[Chain, int] = {}  # last id of the batch with this chain
+        self._lasts: dict[Chain, int] = {}  # last ID of the batch with this chain
         # Answers that the owner has received, and whether each came from the storage that was
         # registered at that time.
         self._prepared: dict[tuple[SessionId, str], list[tuple[Prepared, bool]]] = {}
@@ -220,7 +220,7 @@ class Sessions:
                 self._bad(f"{name} is written as {state}, not {wanted}")
 
     def zookeeper_changed(self) -> None:
-        """Note that a fault has replaced ZooKeeper's data, so that session ids may repeat.
+        """Note that a fault has replaced ZooKeeper's data, so that session IDs may repeat.
 
         From now on the only guarantee for sessions is that no mark goes below the log. Other
         modules check the results that applications receive.
@@ -253,7 +253,7 @@ class Sessions:
             self._lasts[entry.chain] = entry.last
 
     def not_synced(self, name: str, above: int) -> None:
-        """Forget the batches that a replica had above an id."""
+        """Forget the batches that a replica had above an ID."""
         for chain, names in self._synced.items():
             if name in names and self._lasts[chain] > above:
                 del names[name]
@@ -285,7 +285,7 @@ class Sessions:
             self._facts.count("undecidable wait")
 
     def _known(self, session: SessionId, claim: Claimed) -> list[int]:
-        """Return the last ids of the trusted engaged replicas."""
+        """Return the last IDs of the trusted engaged replicas."""
         lasts = [
             self._known_max(session, name, claim.states[ReplicaId(name)]) for name in claim.engaged
         ]
@@ -353,7 +353,7 @@ class Sessions:
         return self._known_max(session, name, claim.states[ReplicaId(name)]) is not None
 
     def _known_max(self, session: SessionId, name: str, state: ReplicaState) -> int | None:
-        """Return the last id of a replica if it is trusted, else None."""
+        """Return the last ID of a replica if it is trusted, else None."""
         last = -2
         for answer, is_registered in self._prepared.get((session, name), ()):
             damage = memoryview(answer.damaged).cast("B")

@@ -161,7 +161,7 @@ def headers_from_replica(records: bytes, records_crc: int) -> RangeChunk:
     return fetched(storage, RangeForm.HEADERS)
 
 
-@pytest.mark.parametrize("at", [9, 20, 27])  # in the request's id and in the header
+@pytest.mark.parametrize("at", [9, 20, 27])  # in the request's ID and in the header
 def test_headers_that_a_replica_s_answer_does_not_confirm_are_not_trusted(at: int):
     good = heads(10, 11, 12, 13)
     assert headers_from_replica(good, crc32(good)).next == 14

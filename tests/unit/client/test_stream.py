@@ -492,7 +492,7 @@ def test_closing_distinguishes_sent_from_unsent_appends():
 
 
 # ---------------------------------------------------------------------------------------------
-# client ids
+# client IDs
 
 
 def test_a_client_id_is_replaced_before_its_numbers_run_out(monkeypatch):
@@ -500,7 +500,7 @@ def test_a_client_id_is_replaced_before_its_numbers_run_out(monkeypatch):
     scenario = Scenario().ready()
     scenario.step(stream_events.SendAppends(submission(1, rows=8)))
     scenario.step(stream_events.SendAppends(submission(2, rows=5)))
-    assert scenario.done == []  # not while something of the old id is in flight
+    assert scenario.done == []  # not while something of the old ID is in flight
     assert scenario.receive(committed(req(1), *range(8)))[-1] == stream_events.NeedClientId()
     assert scenario.step(stream_events.ClientIdRenewed(8)) == [stream_events.OpenLink(2, ())]
     mount = scenario.link(number=1)

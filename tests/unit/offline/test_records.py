@@ -31,7 +31,7 @@ def some(count, first=0, seed=1):
 
 
 def ids(parts):
-    """Ids of readable records, in order, and the gaps."""
+    """IDs of readable records, in order, and the gaps."""
     parts = list(parts)
     runs = [one for one in parts if isinstance(one, RecordRun)]
     found = [one.first + position for one in runs for position in range(one.length)]
@@ -103,7 +103,7 @@ def test_a_wrong_crc_alone_is_left_to_the_caller():
 
 
 def test_a_record_inside_the_data_of_a_record_is_not_found():
-    """Its id and its CRC are right; but what leads to it is whole, so that no check looks there."""
+    """Its ID and its CRC are right; but what leads to it is whole, so that no check looks there."""
     made = [record(0, record(1, b"bait")), record(1, b"true")]
     (run,) = walk(Bytes(b"".join(made)), 0)
     assert run.length == 2

@@ -210,7 +210,7 @@ def test_records_of_another_history_are_found_by_the_chain(tmp_path, storage):
     record = world.records[4]
     assert record in path.read_bytes()
     assert verified(other).findings.wrong == 0
-    # A record that is right by itself, of the right id and size, that was never in this log.
+    # A record that is right by itself, of the right ID and size, that was never in this log.
     made = make_record(4, bytes(len(record) - 40))
     patch(path, path.read_bytes().index(record), made)
     wrong, _ = found(other)

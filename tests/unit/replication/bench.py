@@ -195,7 +195,7 @@ class Bench:
         raise AssertionError("no session opens")
 
     def submit(self, count=1):
-        """Append one batch; return its last id."""
+        """Append one batch; return its last ID."""
         payloads = list(range(self.numbers, self.numbers + count))
         self.numbers += count
         batch = make_batch(self.store.next_transaction_id, payloads, self.now_ms)

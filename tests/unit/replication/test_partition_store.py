@@ -245,7 +245,7 @@ def test_a_claim_of_the_same_server_after_another_servers_session_is_not_unbroke
 
 
 def with_foreign_ids_in_doubt():
-    """Ours lost ids 0..1 in session 0; another server wrote its own 0..1 in session 1."""
+    """Ours lost IDs 0..1 in session 0; another server wrote its own 0..1 in session 1."""
     bench = Bench()
     bench.open()
     bench.submit(2)
@@ -639,7 +639,7 @@ def test_storages_restarted_one_after_the_other_are_not_failures(bench):
 
 
 def test_a_session_id_that_was_assigned_twice_rejects_the_partition(bench):
-    """ZooKeeper is put back by one session: the next claim has an id that was in use."""
+    """ZooKeeper is put back by one session: the next claim has an ID that was in use."""
     old = (bench.metadata, bench.marker)
     bench.step(session_events.Checkpoint())
     bench.reopen()

@@ -107,7 +107,7 @@ def kinds(steps):
     return [type(step).__name__ for step in steps]
 
 
-OLD = [(1, [1, 2]), (1, [3]), (2, [4, 5, 6])]  # ids 0..5
+OLD = [(1, [1, 2]), (1, [3]), (2, [4, 5, 6])]  # IDs 0..5
 
 
 @pytest.mark.parametrize(
@@ -421,7 +421,7 @@ def test_a_lineage_that_does_not_cover_the_requested_ids_is_rejected():
 
 
 def without_batches(one, first, last):
-    """Let a replica have lost the batches of some ids, and have made up one for them."""
+    """Let a replica have lost the batches of some IDs, and have made up one for them."""
     entries = one.disk.entries
     lost = [each for each in entries if first <= each.lineage.first <= last]
     place = entries.index(lost[0])
@@ -470,7 +470,7 @@ def test_a_truncation_that_ends_elsewhere_is_rejected():
 
 # ---- sources whose log begins above 0 (rule 7)
 
-LONG = [*OLD, (3, [7, 8]), (3, [9])]  # ids 0..8
+LONG = [*OLD, (3, [7, 8]), (3, [9])]  # IDs 0..8
 
 
 def removed(last, *batches, archived=None):

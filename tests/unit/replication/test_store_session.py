@@ -114,7 +114,7 @@ def test_another_storage_at_the_address_is_not_used(bench):
 
 
 def test_a_zookeeper_without_the_session_of_a_batch_is_not_trusted(bench):
-    """Its data was rolled back; the log of an older session would win, and cut committed ids."""
+    """Its data was rolled back; the log of an older session would win, and cut committed IDs."""
     old = bench.metadata, bench.marker
     bench.submit(3)
     bench.submit(3)

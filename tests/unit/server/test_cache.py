@@ -49,7 +49,7 @@ def read(
 
 
 def numbers(found: list[CachedRange]) -> list[int]:
-    """Return the ids that came back, having checked that each has its own record."""
+    """Return the IDs that came back, having checked that each has its own record."""
     ids: list[int] = []
     for part in found:
         mine = list(range(part.first, part.last + 1))

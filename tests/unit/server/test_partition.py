@@ -637,7 +637,7 @@ def test_a_connection_that_closes_while_its_mount_waits_for_a_proof_is_forgotten
 
 
 def fed(world: World, connection: ConnectionId) -> list[int]:
-    """Return the ids a connection was fed, in order."""
+    """Return the IDs a connection was fed, in order."""
     ids: list[int] = []
     for each in world.answers:
         if each.connection == connection and isinstance(each.message, messages.FeedBatch):

@@ -344,7 +344,7 @@ def test_the_chain_of_feed_headers() -> None:
 
 
 def whole(fetch: Fetch, *ids: int) -> RangeBytes:
-    """The records of these ids, said to be so many from the first that was asked for."""
+    """The records of these IDs, said to be so many from the first that was asked for."""
     runs = [make_run(each, [5]) for each in ids]
     records = b"".join(run for run, _ in runs)
     lengths = b"".join(lengths_to_wire(each) for _, each in runs)

@@ -1,4 +1,4 @@
-"""Ranges of ids are split into tasks without overlap, gaps or ids beyond the end."""
+"""Ranges of IDs are split into tasks without overlap, gaps or IDs beyond the end."""
 
 import pytest
 from hypothesis import given

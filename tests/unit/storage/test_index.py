@@ -126,7 +126,7 @@ def test_the_place_is_found_around_an_entry_that_cannot_be_read(damaged):
     for position, entry in enumerate(entries):
         if position not in {damaged, damaged + 1}:
             assert lineage.position_of(entry.last) == position
-    # Whether the bad one holds these ids is not known, so it is not passed over.
+    # Whether the bad one holds these IDs is not known, so it is not passed over.
     assert lineage.position_of(entries[damaged].last) in {damaged, damaged + 1}
 
 

@@ -169,7 +169,7 @@ def _prepended(batch: BatchEntry, rest: Iterator[BatchEntry]) -> Iterator[BatchE
 
 
 def _start(file: OpenFile, path: Path, first: int, wanted: int) -> tuple[int, int]:
-    """Return an id and the offset of its record at which to start, from the index if possible."""
+    """Return an ID and the offset of its record at which to start, from the index if possible."""
     index = segment_path(path.parent, first, ".idx")
     if wanted > first and index.exists():
         with OpenFile(index) as entries:

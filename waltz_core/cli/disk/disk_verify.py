@@ -95,7 +95,7 @@ def _print_verified(found: Verified) -> None:
                 "bytes",
                 "batches",
                 "unchecked",
-                "last id",
+                "last ID",
                 "chain",
             ),
             [_row(number, seen) for number, seen in found.logs.items()],
