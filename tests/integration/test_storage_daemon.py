@@ -673,7 +673,7 @@ def test_early_requests_wait_for_the_partitions_to_open(tmp_path, monkeypatch):
     on_loop(main())
 
 
-def test_a_storage_ends_while_it_waits_for_its_assignment_and_is_not_ready_before(
+def test_a_storage_that_waits_for_its_assignment_is_not_ready_and_can_be_stopped(
     tmp_path, zookeeper, monkeypatch
 ):
     connect = f"{zookeeper}/storage-waits"

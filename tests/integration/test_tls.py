@@ -106,7 +106,7 @@ def test_a_plain_command_to_a_tls_port_gets_an_error(cluster: LocalCluster):
     assert "expected plain TCP, found TLS" in done.stderr
 
 
-def test_the_doctor_suggests_no_end_for_a_process_it_does_not_understand(cluster: LocalCluster):
+def test_the_doctor_does_not_suggest_to_stop_a_process_if_tls_fails(cluster: LocalCluster):
     done = run_command("doctor", "--json", "--connect", place_of(cluster))
     findings = json.loads(done.stdout)["findings"]
     assert [each["name"] for each in findings] == ["server-tls-failed", "storage-tls-failed"]

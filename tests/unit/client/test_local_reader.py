@@ -128,10 +128,10 @@ def test_a_file_that_was_truncated_meanwhile_is_reported(files, reader):
 
 
 def test_a_storage_that_hands_over_nothing_is_reported(files, reader, monkeypatch):
-    def refuses(_door, _question, *, timeout_s):
+    def no_answer(_door, _question, *, timeout_s):
         raise errors.Unreachable(f"no answer within {timeout_s}")
 
-    monkeypatch.setattr(local_reader_module.handover, "take", refuses)
+    monkeypatch.setattr(local_reader_module.handover, "take", no_answer)
     with pytest.raises(errors.Unreachable, match="no answer"):
         files.read(reader, 10, 12)
 

@@ -73,7 +73,7 @@ _log = logging.getLogger(__name__)
 
 
 class RangeRow(NamedTuple):
-    """One transaction of a range: its id, the application's header, its payload.
+    """One transaction of a range: its ID, the application's header, its payload.
 
     With encryption the payload may be None, and `data_error` is the reason.
     """

@@ -125,7 +125,7 @@ class PartitionStream:
 
     @property
     def client_id(self) -> int:
-        """The client id of the appends that are sent from now on."""
+        """The client ID of the appends that are sent from now on."""
         return self._client_id
 
     @property
@@ -568,10 +568,10 @@ class PartitionStream:
             error = verdicts.unknown(pending, when, self.failure)
             out.append(SubmissionRejected(pending.submission.token, error))
 
-    # --- client ids
+    # --- client IDs
 
     def _request_client_id(self, out: list[Effect]) -> None:
-        # NB: the monitor must be empty before the id changes: rows are matched by it.
+        # NB: the monitor must be empty before the ID changes: rows are matched by it.
         if len(self._monitor) == 0 and not self._renewing:
             self._renewing = True
             out.append(NeedClientId())

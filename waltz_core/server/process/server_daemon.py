@@ -97,7 +97,7 @@ async def serve(
         cluster = await retry_start_step(
             "the cluster", coordinator.read_cluster, timeout_ms=limit_ms
         )
-        server_id = await retry_start_step("an id", coordinator.next_server_id, timeout_ms=limit_ms)
+        server_id = await retry_start_step("an ID", coordinator.next_server_id, timeout_ms=limit_ms)
         try:
             await Server(config, coordinator, cluster, server_id).serve(stop, on_ready)
         except BaseExceptionGroup as group:
