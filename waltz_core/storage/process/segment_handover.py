@@ -8,11 +8,11 @@ Rules:
        there is no list of tickets, and no ticket outlives its connection or this process.
 """
 
+import asyncio
 import hmac
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Final
 
 from waltz_core.errors import PermissionDenied, UnknownPartition
@@ -21,6 +21,7 @@ from waltz_core.storage.disk.file_system import descriptor_for_reader
 from waltz_core.storage.process.serving import Serving
 from waltz_core.storage.service.engine import Engine
 from waltz_core.storage.service.work import ConnectionId
+from waltz_core.storage.service.writers import CallThreads
 from waltz_core.transport import handover
 from waltz_core.transport.net import Link
 from waltz_core.wire.messages import RangeBytes, RangeRaw, StorageMessage
@@ -53,13 +54,13 @@ class SegmentHandover:
         return answer
 
     async def offer(
-        self,
-        address: str,
-        engine: Engine,
-        serving: Serving,
-        in_thread: Callable[[Callable[[], int]], Awaitable[int]],
+        self, address: str, engine: Engine, serving: Serving, pool: CallThreads
     ) -> None:
-        """Pass files until cancelled; returns if that is not possible on this system."""
+        """Pass files until cancelled; returns if that is not possible on this system.
+
+        They are opened on a thread of `pool`.
+        """
+        loop = asyncio.get_running_loop()
 
         async def open_segment(request: bytes) -> int:
             partition_id, first, ticket = decode_segment(request)
@@ -68,7 +69,7 @@ class SegmentHandover:
             if partition_id not in serving.logs or first < 0:
                 raise UnknownPartition(f"partition {partition_id} from {first}: not here")
             path = engine.segment_path(partition_id, first)
-            return await in_thread(partial(descriptor_for_reader, path))
+            return await loop.run_in_executor(pool, descriptor_for_reader, path)
 
         name = socket_name_of(self._cluster_key, address, with_tickets=self._needs_ticket)
         request_bytes = SEGMENT_REQUEST_BYTES + (TICKET_BYTES if self._needs_ticket else 0)

@@ -323,7 +323,7 @@ class StorageDaemon:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._keep_positions(machine))
             tasks.create_task(self._sample_space(engine.space))
-            offer = self._segments.offer(self.address, engine, serving, self._in_thread)
+            offer = self._segments.offer(self.address, engine, serving, self._pool)
             tasks.create_task(offer)
             tasks.create_task(recheck_forever(self._archive, machine, self._archive_reads))
 
