@@ -943,7 +943,11 @@ class RangeRaw(StorageMessage):
 
 @value(frozen=True, slots=True)
 class RangeBytes(StorageMessage):
-    """Records first..first+count-1; `chain_before` is meaningful for whole batches only."""
+    """Records first..first+count-1; `chain_before` is meaningful for whole batches only.
+
+    `ticket`: with record locations, what the storage requires before it passes an open file to this
+    reader (`record_locations.py`); empty without access control.
+    """
 
     code = 73
     requires = ANSWER
@@ -956,6 +960,7 @@ class RangeBytes(StorageMessage):
     records_crc: Crc32
     chain_before: Raw16
     lineage: Lineage
+    ticket: Blob = field(default=b"", metadata={"since": 4, "is_extra": True})
 
 
 @value(frozen=True, slots=True)
