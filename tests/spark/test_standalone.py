@@ -69,7 +69,10 @@ def both(
                 plugins.get_plugin("terminalreporter").write_line(notice)
         with (
             waltz_core.local.running(
-                host=hub.address, server_count=SERVERS, storage_count=STORAGES
+                host=hub.address,
+                insecure_network=True,
+                server_count=SERVERS,
+                storage_count=STORAGES,
             ) as waltz,
             StandaloneSpark(directory, hub, (rims[0], rims[1])).running() as spark,
         ):

@@ -99,6 +99,7 @@ async def serve(
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    tls.check_network(config)
     async with connected(config) as coordinator:
         limit_ms = config.zookeeper_connect_timeout_ms
         cluster = await retry_start_step(
@@ -182,7 +183,7 @@ class Server:
         async with AsyncExitStack() as stack:
             if config.http_port:
                 pages = serve_pages(
-                    self.metrics, self.health, host=config.listen_host, port=config.http_port
+                    self.metrics, self.health, host=config.http_host, port=config.http_port
                 )
                 await stack.enter_async_context(pages)
             self._port_ssl = ssl = tls.listening(config)

@@ -147,6 +147,7 @@ async def serve(
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    tls.check_network(config)
     if cluster is not None:
         await StorageDaemon(config, cluster, None).serve(stop, on_ready)
         return
@@ -278,7 +279,7 @@ class StorageDaemon:
             stack.callback(self._driver.stop)
             if config.http_port:
                 pages = serve_pages(
-                    self.metrics, self.health, host=config.listen_host, port=config.http_port
+                    self.metrics, self.health, host=config.http_host, port=config.http_port
                 )
                 await stack.enter_async_context(pages)
             listener = await net.listen(
