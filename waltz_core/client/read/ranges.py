@@ -427,7 +427,9 @@ class ReaderConnection:
         assert isinstance(answer, messages.StorageMessage)
         if isinstance(answer, messages.Nack):
             text = f"{self._link.address}: {answer.message}"
-            raise errors.from_code(answer.error_code, text, answer.first_available)
+            raise errors.from_code(
+                answer.error_code, text, answer.first_available, answer.retry_after_ms
+            )
         if answer.sequence != request.sequence:
             self.close()
             raise errors.RemoteProtocolError(
