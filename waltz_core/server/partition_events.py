@@ -148,12 +148,14 @@ class Received:
     """A client's request for this partition arrived, `cost_bytes` long.
 
     `wall_ms` is the wall clock: it becomes a commit stamp, and no decision depends on it.
+    `over_limit`: the principal of an append is over a limit, and the append is rejected with this.
     """
 
     connection: ConnectionId
     message: ClientMessage
     cost_bytes: int
     wall_ms: int
+    over_limit: Overloaded | None = None
 
 
 @value(frozen=True, slots=True)

@@ -237,8 +237,15 @@ class MemoryHost:
         """Whether it accepts appends."""
         return self._partition.is_open
 
-    def receive(self, connection: ConnectionId, message: ClientMessage, cost_bytes: int) -> None:
+    def receive(
+        self,
+        connection: ConnectionId,
+        message: ClientMessage,
+        cost_bytes: int,
+        over_limit: errors.Overloaded | None = None,
+    ) -> None:
         """Pass a client's request to the machine, unless a fault applies."""
+        assert over_limit is None, "there are no principals"
         if isinstance(message, AppendRequest | AppendBatch):
             if self._fails(connection, message, cost_bytes):
                 return
