@@ -1,4 +1,4 @@
-"""What a listening port permits to the principal of a connection (decision 048, AC 2 to AC 8).
+"""What a listening port permits to the principal of a connection (decision 048, AC 2 to AC 8, 10).
 
 Rules:
     1. A valid token decides alone; without one, the verified certificate decides. Without either
@@ -12,10 +12,13 @@ Rules:
     5. A peer whose version does not have the error `PermissionDenied` gets `BadRequest`; a
        connection that sends an answer instead of a request is ended.
     6. With `access = "report"` only an invalid token is rejected, or ends a connection. A denied
-       request is logged, and permitted.
+       request is logged, and permitted. Principals have no quotas.
     7. A mount needs a client ID with a proof for the connection's principal (AC 9). While the
        permissions accept 0.13, an ID below `FIRST_ISSUED` needs none: it belongs to the principal
        that mounts it first in a generation (`server/append/mounts.py`).
+    8. A connection counts for its principal from its first message on (`enter`). A revision with
+       lower limits ends the connections that are then over them; so does one that begins to count
+       feeds, because the present ones were not counted.
 """
 
 import asyncio
@@ -29,12 +32,14 @@ from waltz_core.access.client_ids import FIRST_ISSUED, NO_PROOF, is_proof, proof
 from waltz_core.access.grants import NO_GRANT, Granted, Grants
 from waltz_core.access.permissions import KnownToken, Permissions
 from waltz_core.access.principals import ANONYMOUS, Certificate, compiled_pattern, principal_of
+from waltz_core.access.quotas import Quota, Quotas
 from waltz_core.access.requirements import AccessVerb, ByField, Exempt, Requirement, Scope
 from waltz_core.access.tokens import hash_of
 from waltz_core.errors import (
     AuthenticationFailed,
     BadRequest,
     ClientIdDenied,
+    Overloaded,
     PermissionDenied,
     PermissionsUnread,
     RemoteProtocolError,
@@ -82,14 +87,17 @@ class PortAccess:
         *,
         is_enforced: bool,
         clock_ms: Callable[[], int] = _wall_clock_ms,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """Raises BadConfig for an invalid `principal_pattern`; the clock is in UTC milliseconds.
+        """Raises BadConfig for an invalid `principal_pattern`; `clock_ms` is that of UTC.
 
         `is_enforced` is `access = "on"`; otherwise rule 6.
         """
         self.is_enforced = is_enforced
         self.permissions: Permissions | None = None
         self.grants: Grants | None = None
+        self.quotas = Quotas()
+        self.clock_ns = clock_ns
         self._pattern = compiled_pattern(pattern)
         self._clock_ms = clock_ms
         self._connections: dict[ConnectionAccess, None] = {}
@@ -110,8 +118,13 @@ class PortAccess:
             )
             return
         self.permissions, self.grants = permissions, Grants(permissions)
+        if self.is_enforced:  # rule 6
+            self.quotas.learn(permissions, self.grants)
         for connection in list(self._connections):
             connection.check_again()
+        for excess in self.quotas.excess():
+            assert isinstance(excess, ConnectionAccess)
+            excess.end_excess()
         _log.info("access.revision revision=%d", permissions.revision)
 
     def opened(
@@ -132,6 +145,7 @@ class PortAccess:
     def closed(self, connection: "ConnectionAccess") -> None:
         """Forget a connection."""
         self._connections.pop(connection, None)
+        connection.leave()
 
     def known_token(self, token_hash: str) -> KnownToken:
         """Return a token that is valid now; raises AuthenticationFailed."""
@@ -171,7 +185,18 @@ class PortAccess:
 class ConnectionAccess:
     """What one connection is permitted to do; see the module's rules."""
 
-    __slots__ = ("_end", "_granted", "_port", "_token_hash", "expires_ms", "peer", "principal")
+    __slots__ = (
+        "_end",
+        "_granted",
+        "_has_entered",
+        "_over_limit",
+        "_port",
+        "_token_hash",
+        "expires_ms",
+        "peer",
+        "principal",
+        "quota",
+    )
 
     def __init__(
         self, port: PortAccess, principal: str, peer: str, end: Callable[[str], None]
@@ -179,6 +204,10 @@ class ConnectionAccess:
         self.principal = principal
         self.peer = peer
         self.expires_ms: int | None = None  # the end of the credential's validity
+        self.quota: Quota | None = None  # None without limits
+        self._has_entered = False
+        # Requests over a limit whose errors `denial` returns, by `id`.
+        self._over_limit: dict[int, tuple[Message, Overloaded]] = {}
         self._port = port
         self._end = end
         self._token_hash: str | None = None
@@ -196,6 +225,45 @@ class ConnectionAccess:
         self._token_hash = token_hash
         self._granted = self._grants()
         self._port.watch_expiry()
+
+    def enter(self) -> None:
+        """Count the connection for its principal (rule 8); raises Overloaded."""
+        self._has_entered = True
+        quota = self._port.quotas.of(self.principal, self.now_ns)
+        if quota is None:
+            return
+        try:
+            quota.connect(self)
+        except Overloaded as error:
+            if self._port.must_log(self.principal, "connection"):
+                _log.warning("access.over_limit peer=%s error=%s", self.peer, error)
+            raise
+        self.quota = quota
+
+    def leave(self) -> None:
+        """Count the connection no longer."""
+        if self.quota is not None:
+            self.quota.leave(self)
+            self.quota = None
+
+    def end_excess(self) -> None:
+        """End the connection: a revision has lowered a limit (rule 8)."""
+        self._end(f"the limits of {self.principal} have changed")
+
+    @property
+    def now_ns(self) -> int:
+        """The time for `quota`."""
+        return self._port.clock_ns()
+
+    def over_limit(self, message: Message, error: Overloaded) -> None:
+        """Let `denial` return this error for a request."""
+        self._over_limit[id(message)] = message, error
+        if self._port.must_log(self.principal, type(message).__name__):
+            _log.warning("access.over_limit peer=%s error=%s", self.peer, error)
+
+    def is_over_limit(self, message: Message) -> bool:
+        """Whether `denial` will return the error of a limit."""
+        return id(message) in self._over_limit
 
     def check_expiry(self, now_ms: int) -> None:
         """End the connection if its credential has expired."""
@@ -218,12 +286,26 @@ class ConnectionAccess:
         is_changed = self.principal != principal or not self._granted.covers(earlier)
         if self._port.is_enforced and is_changed:
             self._end(f"the permissions of {self.principal} have changed")
+        elif self._has_entered:
+            self._change_quota()
+
+    def _change_quota(self) -> None:
+        quota = self._port.quotas.of(self.principal, self.now_ns)
+        if quota is self.quota:
+            return
+        self.leave()
+        if quota is not None:
+            quota.connections[self] = None
+            self.quota = quota
+            if quota.limits.feeds is not None:
+                self.end_excess()
 
     def denial(self, message: Message, version: int | None) -> WaltzError | None:
-        """Return the error for a request that is denied; None: it is permitted.
+        """Return the error for a request that is denied or over a limit; None: it is permitted.
 
         `version` is that of the connection's protocol.
         """
+        over_limit = self._over_limit.pop(id(message), None) if self._over_limit else None
         declared = message.requires
         if isinstance(declared, ByField):
             found = getattr(message, declared.field)
@@ -241,11 +323,14 @@ class ConnectionAccess:
             missing = self._granted.missing(declared, partition)
             if missing is not None:
                 error = self._denied(declared, missing, partition, message)
-                return self._as_known(error, message.protocol, version) if error else None
+                if error is not None:
+                    return self._as_known(error, message.protocol, version)
+                break
         if isinstance(message, MountRequest | MountWriter) and not self._is_own_id(message):
             error = self._reported(lambda: ClientIdDenied(self._id_text(message)), message)
-            return self._as_known(error, message.protocol, version) if error else None
-        return None
+            if error is not None:
+                return self._as_known(error, message.protocol, version)
+        return None if over_limit is None else over_limit[1]
 
     def proof_of(self, client_id: int) -> bytes:
         """Return the proof of a client ID that is issued to the principal."""

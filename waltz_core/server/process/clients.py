@@ -10,7 +10,9 @@ Rules:
        congested, drained or closed.
     4. For a 0.13 client (up to L 4) `legacy_client.py` translates the answers. If it ends the
        connection, no further request of the client is processed.
-    5. A denied request is rejected here; nothing else receives it (decision 048, AC 7).
+    5. A denied request is rejected here; nothing else receives it (decision 048, AC 7). So is a
+       request over a limit of its principal, except for an append: its partition rejects it, since
+       no later append may overtake it (AC 10).
 """
 
 import asyncio
@@ -82,6 +84,7 @@ from waltz_core.wire.messages import (
 
 _log = logging.getLogger(__name__)
 
+_APPENDS = (AppendBatch, AppendRequest)
 _TO_A_PARTITION = (
     AppendBatch,
     AppendRequest,
@@ -113,9 +116,15 @@ class Served(Protocol):
         """Pass an event to its machine."""
 
     def receive(
-        self, connection: ConnectionId, message: ClientMessage, cost_bytes: int, principal: str = ""
+        self,
+        connection: ConnectionId,
+        message: ClientMessage,
+        cost_bytes: int,
+        *,
+        principal: str = "",
+        over_limit: errors.Overloaded | None = None,
     ) -> None:
-        """Pass a client's request to its machine; `principal` as in `Received`."""
+        """Pass a client's request to its machine; `principal`, `over_limit`: as in `Received`."""
 
 
 class Backend(Protocol):
@@ -211,6 +220,7 @@ class Clients:
         for client in self._clients.values():
             if client.hosts.get(host.partition_id) is host:
                 del client.hosts[host.partition_id]
+                client.link.feeds_ended(host.partition_id)
 
     def cut(self, connection: ConnectionId, reason: str) -> None:
         """End a connection, if it is open; unsent answers are lost."""
@@ -377,12 +387,16 @@ class Clients:
             if end is not None:
                 self._end(connection, end.reason)
                 return
-        denial = client.link.denial(message)
+        denial, over_limit = client.link.denial(message), None
         if denial is not None:  # rule 5
-            self.answer(
-                error_answer(connection, message.req_id, request.cost_bytes, denial, message)
-            )
-            return
+            if isinstance(denial, errors.Overloaded) and isinstance(message, _APPENDS):
+                over_limit = denial
+            else:
+                answer = error_answer(
+                    connection, message.req_id, request.cost_bytes, denial, message
+                )
+                self.answer(answer)
+                return
         if not isinstance(message, _TO_A_PARTITION):
             self._serve(connection, request)
             return
@@ -395,11 +409,11 @@ class Clients:
             client.hosts[partition_id] = host
             if client.is_congested:
                 host.post(Congested(connection))
-        if isinstance(message, MountRequest | MountWriter):
-            principal = client.link.binds(message)
-            host.receive(connection, message, request.cost_bytes, principal)
-        else:
-            host.receive(connection, message, request.cost_bytes)
+        is_mount = isinstance(message, MountRequest | MountWriter)
+        principal = client.link.binds(message) if is_mount else ""
+        host.receive(
+            connection, message, request.cost_bytes, principal=principal, over_limit=over_limit
+        )
 
     def _rejection(self, connection: ConnectionId, request: AdmittedRequest) -> SendToClient:
         """Return the answer to a request for a partition that is not served here."""

@@ -59,6 +59,7 @@ from waltz_core.server.process.preferences import Preferences, within_reach
 from waltz_core.server.process.storage_links import ReadLinks, is_reachable
 from waltz_core.server.read.cache import CacheBudget, FeedCache, TransactionCache
 from waltz_core.transport import net, tls
+from waltz_core.transport.quota_metrics import publish_quotas
 from waltz_core.wire.messages import WireProtocol
 
 _log = logging.getLogger(__name__)
@@ -230,6 +231,7 @@ class Server:
                 )
                 tasks.create_task(follow_readable(coordinator.follow_servers, self._owned))
                 tasks.create_task(self._publish())
+                tasks.create_task(publish_quotas(self.metrics, "server", self._port_ssl))
                 tasks.create_task(self._run_preference_restore())
                 tasks.create_task(self._neighbors.report(coordinator.reach, self._is_open))
                 if self._config.balance == "load":

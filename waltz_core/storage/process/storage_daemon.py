@@ -66,7 +66,7 @@ from waltz_core.storage.service.service import Event, StorageIdentity, StorageSe
 from waltz_core.storage.service.service_effects import Effect
 from waltz_core.storage.service.work import ConnectionId, LaneRequest, Work, WorkOutcome
 from waltz_core.storage.service.writers import CallThreads, WriteOutcome, Writers
-from waltz_core.transport import net, tls
+from waltz_core.transport import net, quota_metrics, tls
 from waltz_core.transport.net import Link
 from waltz_core.wire.messages import Message, Nack, StorageMessage, WireProtocol
 
@@ -326,6 +326,7 @@ class StorageDaemon:
             tasks.create_task(self._sample_space(engine.space))
             offer = self._segments.offer(self.address, engine, serving, self._pool)
             tasks.create_task(offer)
+            tasks.create_task(quota_metrics.publish_quotas(self.metrics, "storage", self._ssl))
             tasks.create_task(recheck_forever(self._archive, machine, self._archive_reads))
 
     async def _make_machine(self, engine: Engine, identity: StorageIdentity) -> StorageService:
@@ -712,8 +713,7 @@ class StorageDaemon:
         is_healthy = not (
             self._failure.done() or details["not_served"] or suspect or disk_status.is_full
         )
-        is_healthy = is_healthy and disk_status.disk_error is None
-        return Health(is_healthy, details)
+        return Health(is_healthy and disk_status.disk_error is None, details)
 
     async def _disk_status(self) -> DiskStatus:
         """Query the disk for its room; one that hangs must not stop the event loop."""
