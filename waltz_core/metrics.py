@@ -212,6 +212,12 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
     ("server_legacy_client_connections", _GAUGE, (), "Open connections of Waltz 0.13 clients."),
     ("server_partitions", _GAUGE, (), "Partitions that this server owns."),
     (
+        "server_denied_requests_total",
+        _COUNTER,
+        (),
+        'Requests that access control has denied, or would deny with access = "on".',
+    ),
+    (
         "storage_events_total",
         _COUNTER,
         ("event",),
@@ -368,6 +374,12 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
         "Free space of the disk with the storage's directory; NaN if it cannot be read.",
     ),
     ("storage_connections", _GAUGE, (), "Open connections of servers and readers."),
+    (
+        "storage_denied_requests_total",
+        _COUNTER,
+        (),
+        'Requests that access control has denied, or would deny with access = "on".',
+    ),
 )
 TABLE: Final = {f"waltz_{row[0]}": Metric(f"waltz_{row[0]}", *row[1:]) for row in _ROWS}
 assert len(TABLE) == len(_ROWS), "a duplicate name in the table"

@@ -11,7 +11,8 @@ Rules:
     5. A peer whose version does not have the error `PermissionDenied` gets `BadRequest`; a
        connection that sends an answer instead of a request is ended.
     6. With `access = "report"` only an invalid token is rejected, or ends a connection. A denied
-       request is logged, and permitted.
+       request is logged, and permitted. An administrative request that cannot be written to the
+       audit log is permitted, too.
 """
 
 import asyncio
@@ -34,6 +35,7 @@ from waltz_core.errors import (
     RemoteProtocolError,
     WaltzError,
 )
+from waltz_core.transport.audit_log import AuditedRequest, AuditLog, Peer, is_administrative
 from waltz_core.wire.admin_messages import AuthenticateForAdmin
 from waltz_core.wire.messages import Authenticate, AuthenticateAtStorage, Message, WireProtocol
 
@@ -77,6 +79,8 @@ class PortAccess:
         self.is_enforced = is_enforced
         self.permissions: Permissions | None = None
         self.grants: Grants | None = None
+        self.audit: AuditLog | None = None  # the daemon sets both
+        self.on_denied: Callable[[], None] = lambda: None
         self._pattern = compiled_pattern(pattern)
         self._clock_ms = clock_ms
         self._connections: dict[ConnectionAccess, None] = {}
@@ -100,6 +104,8 @@ class PortAccess:
         for connection in list(self._connections):
             connection.check_again()
         _log.info("access.revision revision=%d", permissions.revision)
+        if self.audit is not None and (known is None or known.revision < permissions.revision):
+            self.audit.revise(permissions)
 
     def opened(
         self, certificate: Certificate | None, peer: str, end: Callable[[str], None]
@@ -208,9 +214,7 @@ class ConnectionAccess:
 
         `version` is that of the connection's protocol.
         """
-        declared = message.requires
-        if isinstance(declared, ByField):
-            declared = declared.requirements[getattr(message, declared.field)]
+        declared = _requirement_of(message)
         if isinstance(declared, Exempt):
             return self._not_a_request(message)
         named = message.own_partitions() if declared.scope is Scope.OWN else ()
@@ -220,6 +224,28 @@ class ConnectionAccess:
                 error = self._denied(declared, missing, partition, message)
                 return self._as_known(error, message.protocol, version) if error else None
         return None
+
+    def token_rejected(self, message: Message, error: str) -> None:
+        """Write to the audit log that a token was not accepted, also with "report"."""
+        self._audit_denial(None, message, error, is_enforced=True)
+
+    def audited(self, request: Message) -> AuditedRequest | None:
+        """Return the request for the audit log; None: it need not be written."""
+        audit, requirement = self._port.audit, _requirement_of(request)
+        if audit is None or isinstance(requirement, Exempt) or not is_administrative(requirement):
+            return None
+        return audit.request(Peer(self.principal, self.peer), requirement, request)
+
+    def may_begin(self, error: WaltzError | None) -> bool:
+        """Whether a request may begin, given the error of its line in the audit log (rule 6)."""
+        return error is None or not self._port.is_enforced
+
+    def _audit_denial(
+        self, requirement: Requirement | None, message: Message, error: str, *, is_enforced: bool
+    ) -> None:
+        audit, peer = self._port.audit, Peer(self.principal, self.peer)
+        if audit is not None and audit.takes_denial(peer):
+            audit.deny(peer, requirement, message, error=error, is_enforced=is_enforced)
 
     def _denied(
         self,
@@ -231,12 +257,14 @@ class ConnectionAccess:
         is_enforced, is_known = self._port.is_enforced, self._port.grants is not None
         if not is_known:
             return PermissionsUnread("the permissions were not read yet") if is_enforced else None
+        self._port.on_denied()
         must_log = self._port.must_log(self.principal, type(message).__name__)
-        if not (is_enforced or must_log):
+        if not (is_enforced or must_log or self._port.audit):
             return None
         error = PermissionDenied(
             _denied_text(self.principal, requirement, missing, partition, message)
         )
+        self._audit_denial(requirement, message, str(error), is_enforced=is_enforced)
         if must_log and is_enforced:
             _log.warning("access.denied peer=%s error=%s", self.peer, error)
         elif must_log:
@@ -258,6 +286,13 @@ class ConnectionAccess:
         if not isinstance(error, PermissionDenied) or is_adapted:
             return error
         return error if (version or 0) >= _KNOWN_SINCE[protocol] else BadRequest(str(error))
+
+
+def _requirement_of(message: Message) -> Requirement | Exempt:
+    declared = message.requires
+    if isinstance(declared, ByField):
+        return declared.requirements[getattr(message, declared.field)]
+    return declared
 
 
 def _denied_text(

@@ -200,6 +200,8 @@ def _check_without_tls(config: ServerConfig | StorageConfig) -> None:
         raise BadConfig('tls: expected "on" with tls_require_certificate = true')
     if config.access == "on":
         raise BadConfig('tls: expected "on" with access = "on", which identifies peers by TLS')
+    if config.audit_log:
+        raise BadConfig('tls: expected "on" with audit_log, since access control needs it')
     if not is_meant and not _is_loopback(config.listen_host):
         _log.warning(
             "tls.disabled host=%s hint=%r",

@@ -11,12 +11,15 @@ Rules:
     4. For a 0.13 client (up to L 4) `legacy_client.py` translates the answers. If it ends the
        connection, no further request of the client is processed.
     5. A denied request is rejected here; nothing else receives it (decision 048, AC 7).
+    6. With an audit log, an administrative request begins when its line is written. Its outcome is
+       written, too; it is "unknown" if the connection is closed before the answer (AC 11).
 """
 
 import asyncio
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Protocol, cast
 
@@ -43,6 +46,7 @@ from waltz_core.server.partition_events import (
 from waltz_core.server.process.append_times import AppendTime
 from waltz_core.server.process.flow import AdmittedRequest, Flow, FlowLimits
 from waltz_core.server.process.storage_links import Tasks
+from waltz_core.transport.audit_log import AuditedRequest
 from waltz_core.transport.net import Link
 from waltz_core.wire.messages import (
     AddPreferredRequest,
@@ -55,6 +59,7 @@ from waltz_core.wire.messages import (
     CheckConnectivityRequest,
     CheckConnectivityResponse,
     ClientMessage,
+    ErrorResponse,
     ExpireRequest,
     FeedRequest,
     FlushRequest,
@@ -147,6 +152,8 @@ class _Client:
     # Small answers of one turn of the loop are sent together: a system call for each would cost
     # more than all other work for a single append.
     outbox: list[ClientMessage] = field(default_factory=list)
+    # Rule 6, by the identity of the message.
+    audited: dict[int, AuditedRequest] = field(default_factory=dict)
 
 
 class Clients:
@@ -236,6 +243,8 @@ class Clients:
         _log.debug("client.closed address=%s reason=%s", client.link.address, reason)
         self._answered.pop(connection, None)
         self._flow.close(connection)
+        for audited in client.audited.values():
+            audited.end("unknown", "the connection was closed before the answer")
         for host in client.hosts.values():
             host.post(Closed(connection))
         self._balance()
@@ -249,6 +258,9 @@ class Clients:
         client = self._clients.get(connection)
         if client is None:
             return
+        audited = client.audited.pop(id(effect.request), None)
+        if audited is not None:
+            _write_outcome(audited, effect.message)
         if client.legacy_client is None:
             self._send(connection, client, effect.message)
         else:
@@ -376,6 +388,28 @@ class Clients:
                 error_answer(connection, message.req_id, request.cost_bytes, denial, message)
             )
             return
+        audited = client.link.audited(message)
+        if audited is None:
+            self._route(connection, client, request)
+        else:
+            client.audited[id(message)] = audited
+            audited.begin(partial(self._begun, connection, request))
+
+    def _begun(
+        self, connection: ConnectionId, request: AdmittedRequest, error: errors.WaltzError | None
+    ) -> None:
+        """Carry out a request whose line is written, or reject it (rule 6)."""
+        client, message = self._clients.get(connection), request.message
+        if client is None or client.link.is_closed or client.link.access is None:
+            return
+        if client.link.access.may_begin(error):
+            self._route(connection, client, request)
+            return
+        assert error is not None
+        self.answer(error_answer(connection, message.req_id, request.cost_bytes, error, message))
+
+    def _route(self, connection: ConnectionId, client: _Client, request: AdmittedRequest) -> None:
+        message = request.message
         if not isinstance(message, _TO_A_PARTITION):
             self._serve(connection, request)
             return
@@ -440,14 +474,14 @@ class Clients:
             error = errors.BadRequest(fault)
             self.answer(error_answer(connection, message.req_id, cost_bytes, error, message))
             return
-        self.answer(SendToClient(connection, answer, cost_bytes))
+        self.answer(SendToClient(connection, answer, cost_bytes, message))
 
     async def _check_connectivity(self) -> None:
         reachable = tuple(await self._backend.check_connectivity())
         checks, self._checks = self._checks, []
         for connection, (message, cost_bytes) in checks:
             answer = CheckConnectivityResponse(message.req_id, reachable)
-            self.answer(SendToClient(connection, answer, cost_bytes))
+            self.answer(SendToClient(connection, answer, cost_bytes, message))
 
     async def _prefer(
         self,
@@ -467,4 +501,11 @@ class Clients:
             self.answer(error_answer(connection, message.req_id, cost_bytes, error, message))
             return
         answer = AddPreferredResponse if is_added else RemovePreferredResponse
-        self.answer(SendToClient(connection, answer(message.req_id, is_done), cost_bytes))
+        self.answer(SendToClient(connection, answer(message.req_id, is_done), cost_bytes, message))
+
+
+def _write_outcome(audited: AuditedRequest, answer: ClientMessage) -> None:
+    if isinstance(answer, ErrorResponse):
+        audited.end("rejected", answer.message)
+    else:
+        audited.end("done")
