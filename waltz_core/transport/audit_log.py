@@ -77,7 +77,7 @@ class _Command(NamedTuple):
     is_end: bool
 
 
-class AuditLog:
+class AuditFile:
     """See the module's rules. Create and call it on the loop's thread."""
 
     def __init__(self, path: str, clock_ms: Callable[[], int] = _wall_clock_ms) -> None:
@@ -221,7 +221,7 @@ class AuditLog:
         if failure is not None and not self._has_failed:
             _log.error("audit.write_failed path=%s error=%s", self._file.path, failure.strerror)
         if failure is None and self._has_failed:
-            _log.warning("audit.write_resumed path=%s lost=%d", self._file.path, self._lost_count)
+            _log.info("audit.write_resumed path=%s lost=%d", self._file.path, self._lost_count)
             self._lost_count = 0
         self._has_failed = failure is not None
 
@@ -239,7 +239,7 @@ class AuditLog:
 class AuditedRequest:
     """An administrative request in the log (rules 1 and 2)."""
 
-    def __init__(self, log: AuditLog, fields: dict[str, object]) -> None:
+    def __init__(self, log: AuditFile, fields: dict[str, object]) -> None:
         self._log = log
         self._fields = fields
 

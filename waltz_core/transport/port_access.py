@@ -35,7 +35,7 @@ from waltz_core.errors import (
     RemoteProtocolError,
     WaltzError,
 )
-from waltz_core.transport.audit_log import AuditedRequest, AuditLog, Peer, is_administrative
+from waltz_core.transport.audit_log import AuditedRequest, AuditFile, Peer, is_administrative
 from waltz_core.wire.admin_messages import AuthenticateForAdmin
 from waltz_core.wire.messages import Authenticate, AuthenticateAtStorage, Message, WireProtocol
 
@@ -79,7 +79,7 @@ class PortAccess:
         self.is_enforced = is_enforced
         self.permissions: Permissions | None = None
         self.grants: Grants | None = None
-        self.audit: AuditLog | None = None  # the daemon sets both
+        self.audit: AuditFile | None = None  # the daemon sets both
         self.on_denied: Callable[[], None] = lambda: None
         self._pattern = compiled_pattern(pattern)
         self._clock_ms = clock_ms

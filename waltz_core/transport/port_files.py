@@ -10,7 +10,7 @@ from functools import partial
 from waltz_core.config.declarations import ServerConfig, StorageConfig
 from waltz_core.metrics import Metrics
 from waltz_core.transport import tls
-from waltz_core.transport.audit_log import AuditLog
+from waltz_core.transport.audit_log import AuditFile
 
 
 @asynccontextmanager
@@ -28,7 +28,7 @@ async def open_port_files(
     if port is None:
         yield
         return
-    audit = AuditLog(config.audit_log) if config.audit_log else None
+    audit = AuditFile(config.audit_log) if config.audit_log else None
     if port.access is not None:
         port.access.audit = audit
         name = f"waltz_{config.kind}_denied_requests_total"

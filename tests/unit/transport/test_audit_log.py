@@ -15,7 +15,7 @@ from waltz_core.config import StorageConfig
 from waltz_core.errors import BadConfig, Overloaded, Unavailable
 from waltz_core.records.record import ReqId
 from waltz_core.transport import audit_log, tls
-from waltz_core.transport.audit_log import AuditLog, Peer
+from waltz_core.transport.audit_log import AuditFile, Peer
 from waltz_core.transport.port_access import PortAccess
 from waltz_core.wire.admin_messages import SetAvailable
 from waltz_core.wire.messages import (
@@ -35,7 +35,7 @@ MAY_APPEND, MAY_ADMINISTER = all_of(APPEND), all_of(ADMINISTER)
 
 @contextlib.asynccontextmanager
 async def open_log(path, clock_ms=lambda: NOW_MS):
-    log = AuditLog(str(path), clock_ms)
+    log = AuditFile(str(path), clock_ms)
     yield log
     await log.close()
 
@@ -177,7 +177,7 @@ async def test_while_the_disk_hangs_the_queue_is_limited(tmp_path, monkeypatch):
     monkeypatch.setattr(audit_log, "QUEUE_LINES_MAX", 5)
     may_write = asyncio.Event()
     loop = asyncio.get_running_loop()
-    log = AuditLog(str(tmp_path / "audit"), lambda: NOW_MS)
+    log = AuditFile(str(tmp_path / "audit"), lambda: NOW_MS)
     write = log._file.write
 
     def hang(lines):
@@ -203,7 +203,7 @@ async def test_while_the_disk_hangs_the_queue_is_limited(tmp_path, monkeypatch):
 async def test_a_file_that_cannot_be_opened_again_leaves_the_first_one(tmp_path, caplog):
     path = tmp_path / "logs" / "audit"
     with pytest.raises(BadConfig, match=r"audit_log: .* cannot be opened: No such file"):
-        AuditLog(str(path))
+        AuditFile(str(path))
     path.parent.mkdir()
     async with open_log(path) as log:
         path.parent.rename(tmp_path / "moved")
