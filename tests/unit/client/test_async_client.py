@@ -14,6 +14,7 @@ from tests.loops import on_virtual_loop
 from tests.patience import HANG_S
 from tests.unit.client.memory_cluster import IN_MEMORY_CONFIG, KEY, memory_cluster, two_clients
 from waltz_core import errors
+from waltz_core.access.client_ids import FIRST_ISSUED
 from waltz_core.client import (
     LATEST,
     AsyncCallbacks,
