@@ -50,7 +50,7 @@ def test_a_client_needs_no_znode_of_this_version_and_leaves_none(connect: str, n
     assert nodes.paths() == before
 
 
-def test_a_partition_that_moves_takes_its_client_along(connect: str, nodes: Nodes):
+def test_clients_follow_a_partition_that_moves(connect: str, nodes: Nodes):
     with WaltzClient(connect) as client:
         cluster = nodes.cluster
         assert appended(client, 0, b"here") == 0

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,23 +13,34 @@ from tests.certificates import Certificates
 from tests.commands import run_command
 from tests.fault.load import wait_until
 from tests.integration.tls_cluster import daemons_with_access, tls_cluster
+from tests.patience import HANG_S
 from tests.sample_messages import sample_of
 from waltz_core.access.permissions import Grant, KnownToken, Permissions
 from waltz_core.access.requirements import AccessVerb, ByField, Requirement, Scope
 from waltz_core.access.tokens import hash_of
 from waltz_core.client import Callbacks, Transaction, WaltzClient
+from waltz_core.client.read import ranges
+from waltz_core.client.read.ranges import RangeQuery, ReaderConnection, ReplicaReader, ReplicaSet
 from waltz_core.cluster.znodes import access_node
 from waltz_core.config import ClientConfig
 from waltz_core.config.connect_string import parse_connect_string
-from waltz_core.errors import BY_CODE, OutcomeUnknown, PermissionDenied, WaltzError
+from waltz_core.errors import (
+    BY_CODE,
+    OutcomeUnknown,
+    PermissionDenied,
+    Unreachable,
+    WaltzError,
+)
 from waltz_core.local import LocalCluster
-from waltz_core.transport import net, tls
+from waltz_core.transport import handover, net, tls
 from waltz_core.wire.admin_messages import AdminRejected
 from waltz_core.wire.codec import message_classes
 from waltz_core.wire.messages import ErrorResponse, Message, Nack, WireProtocol
+from waltz_core.wire.record_locations import TICKET_BYTES, encode_segment, socket_name_of
 
 DAEMONS = ("storage-1", "server-1")
 MINE, OTHER = 1, 3
+IS_LINUX = pytest.mark.skipif(not handover.IS_POSSIBLE, reason="abstract names are Linux's")
 LATER_MS = 1 << 50
 # Each has a token; the first byte of its secret is the place in this list.
 PRINCIPALS = ("nothing", "writer", *(each.value for each in AccessVerb))
@@ -199,6 +211,118 @@ def test_every_request_is_denied_without_its_verb(
         denied_requests(protocol, f"127.0.0.1:{port}", access.connect(principal), expected)
     )
     assert [request for request in expected if request not in denied] == []
+
+
+# ---------------------------------------------------------------------------------------------
+# files of a storage
+
+
+class Reader:
+    """A connection to the storage that has received record locations, and its ticket."""
+
+    def __init__(self, access: Access, principal: str, replicas: ReplicaSet) -> None:
+        self._context = tls.dialing(ClientConfig(), access.connect(principal))
+        self._replicas = replicas
+        self.ticket = b""
+
+    async def connect(self) -> ReaderConnection:
+        """Connect, and receive a ticket with the locations of the first record of `MINE`."""
+        (address,) = self._replicas.replicas
+        made = await ReaderConnection.open(
+            address, self._replicas, timeout_s=HANG_S, ssl=self._context
+        )
+        session_id = self._replicas.session_id
+        grant = await made.places(MINE, RangeQuery(0, 0), session_id=session_id, timeout_s=HANG_S)
+        self.ticket = grant.ticket
+        return made
+
+    def is_passed(self, ticket: bytes, partition: int = MINE) -> bool:
+        """Whether the storage passes the first file of a partition for a ticket."""
+        (address,) = self._replicas.replicas
+        name = socket_name_of(self._replicas.cluster_key, address, with_tickets=True)
+        request = encode_segment(partition, 0, ticket)
+        try:
+            os.close(handover.take(name, request, timeout_s=HANG_S))
+        except Unreachable as error:
+            if "not available" not in str(error):
+                raise
+            return False
+        return True
+
+
+@pytest.fixture
+def replicas(access: Access) -> ReplicaSet:
+    with WaltzClient(access.connect("writer")) as client:
+        client.append(b"mine", partition=MINE).result()
+        return client.replicas(MINE)
+
+
+@IS_LINUX
+def test_an_open_file_is_passed_for_the_ticket_of_an_open_connection_only(
+    access: Access, replicas: ReplicaSet
+):
+    async def main():
+        one, other = (Reader(access, name, replicas) for name in ("read", "replicate"))
+        link, other_link = await one.connect(), await other.connect()
+        assert len({one.ticket, other.ticket}) == 2
+        for _ in range(2):  # a reader opens several files
+            assert one.is_passed(one.ticket)
+        assert not one.is_passed(one.ticket, OTHER)
+        for number in range(TICKET_BYTES):
+            forged = bytearray(one.ticket)
+            forged[number] ^= 1
+            assert not one.is_passed(bytes(forged))
+        assert not one.is_passed(bytes(TICKET_BYTES))
+        assert not one.is_passed(one.ticket[:8] + other.ticket[8:])
+        earlier = one.ticket
+        link.close()
+        await asyncio.to_thread(wait_until, "it ends", lambda: not one.is_passed(earlier))
+        again = await one.connect()
+        assert not one.is_passed(earlier)
+        assert one.is_passed(one.ticket)
+        assert one.is_passed(other.ticket)
+        again.close()
+        other_link.close()
+
+    asyncio.run(main())
+
+
+@IS_LINUX
+def test_no_file_is_passed_after_a_revocation(access: Access, replicas: ReplicaSet):
+    async def main():
+        kept, lost = Reader(access, "writer", replicas), Reader(access, "read", replicas)
+        links = [await each.connect() for each in (kept, lost)]
+        without = tuple(each for each in PERMISSIONS.grants if each.holder != "read")
+        await asyncio.to_thread(access.write, dataclasses.replace(PERMISSIONS, grants=without))
+        assert not lost.is_passed(lost.ticket)
+        assert kept.is_passed(kept.ticket)
+        await asyncio.to_thread(access.write, PERMISSIONS)
+        assert not lost.is_passed(lost.ticket)  # its connection has ended
+        for link in links:
+            link.close()
+
+    asyncio.run(main())
+
+
+@IS_LINUX
+def test_a_reader_on_the_machine_reads_the_files_and_an_older_one_the_connection(
+    access: Access, replicas: ReplicaSet, monkeypatch: pytest.MonkeyPatch
+):
+    async def read() -> int:
+        """Return how many chunks were read from files."""
+        context = tls.dialing(ClientConfig(), access.connect("read"))
+        made = ReplicaReader(MINE, replicas, None, first=0, timeout_s=HANG_S, ssl=context)
+        chunk = await made.fetch(RangeQuery(0, 0))
+        assert chunk.count == made.from_replica_count == 1
+        made.close()
+        return made.from_local_count
+
+    assert asyncio.run(read()) == 1
+    names = []
+    monkeypatch.setattr(ranges.handover, "is_offered", names.append)
+    assert asyncio.run(read()) == 0
+    monkeypatch.undo()
+    assert [handover.is_offered(name) for name in names] == [False, True]
 
 
 # ---------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from tests.fault.load import wait_until
 from tests.integration.tls_cluster import tls_cluster
 from waltz_core import errors
 from waltz_core.client import WaltzClient
-from waltz_core.config import ClientConfig
+from waltz_core.config import ClientConfig, render_toml
 from waltz_core.local import LocalCluster
 
 PARTITION = 1
@@ -106,7 +106,7 @@ def test_a_plain_command_to_a_tls_port_gets_an_error(cluster: LocalCluster):
     assert "expected plain TCP, found TLS" in done.stderr
 
 
-def test_the_doctor_suggests_no_end_for_a_process_it_does_not_understand(cluster: LocalCluster):
+def test_the_doctor_does_not_suggest_to_stop_a_process_if_tls_fails(cluster: LocalCluster):
     done = run_command("doctor", "--json", "--connect", place_of(cluster))
     findings = json.loads(done.stdout)["findings"]
     assert [each["name"] for each in findings] == ["server-tls-failed", "storage-tls-failed"]
@@ -158,3 +158,15 @@ def test_metrics_are_readable_without_tls(cluster: LocalCluster):
     done = run_command("server", "metrics", f"127.0.0.1:{port}", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("kind", ["server", "storage"])
+def test_a_daemon_without_protection_does_not_start_on_a_network(kind: str, tmp_path: Path):
+    values = {"connect": "127.0.0.1:1/w", "listen_host": "10.1.2.3"}
+    values |= {"directory": str(tmp_path / "data")} if kind == "storage" else {}
+    file = tmp_path / "daemon.toml"
+    file.write_text(render_toml(kind, values))
+    done = run_command(kind, "run", "--config", str(file))
+    assert done.returncode == 1
+    assert "'10.1.2.3' is not a loopback address, which requires tls = \"on\" and" in done.stderr
+    assert not (tmp_path / "data").exists()

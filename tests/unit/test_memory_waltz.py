@@ -361,7 +361,7 @@ def test_a_subscription_to_a_suspended_feed_waits_and_can_be_closed(waltz_memory
 # --- its life
 
 
-def test_closing_it_closes_its_clients_and_ends_its_thread():
+def test_closing_memory_waltz_closes_its_clients_and_ends_its_thread():
     waltz = MemoryWaltz(1)
     client = waltz.client()
     client.append(b"a").result()

@@ -21,8 +21,8 @@ def connected(monkeypatch):
     """Have every command's clients be clients of one Waltz in memory."""
 
     @contextmanager
-    def run(**knobs):
-        with MemoryWaltz(partition_count=2, **knobs) as waltz:
+    def run(**options):
+        with MemoryWaltz(partition_count=2, **options) as waltz:
             connect = lambda _place: waltz.async_client()  # noqa: E731
             monkeypatch.setattr(client_check.AsyncWaltzClient, "connect", connect)
             yield waltz

@@ -67,7 +67,7 @@ def test_an_unrequested_damage_report_is_not_mistaken_for_an_answer():
     assert [type(each) for each in link.sent] == [SetLowWaterMark]
 
 
-def test_another_answer_and_a_rejection_are_reported():
+def test_unexpected_answers_and_rejections_are_reported():
     with pytest.raises(RemoteProtocolError, match="a:1: unexpected SuccessResponse"):
         asked(Link([SuccessResponse(7, 0, 2)]), lambda replica: replica.prepare({2: SESSION}))
     refusal = Nack(7, 1_000_000, 2, SessionFenced.code, 9, "a later one")

@@ -59,7 +59,7 @@ async def test_a_client_describes_its_cluster():
         assert client.client_id is None  # a client that only reads needs none
         assert await client.high_water_marks() == {0: -1, 1: -1, 2: -1}
         assert await client.mount() == {0: -1, 1: -1, 2: -1}
-        assert client.client_id == 1
+        assert client.client_id == FIRST_ISSUED
 
 
 @on_virtual_loop
@@ -145,7 +145,7 @@ async def test_rows_are_gathered_while_others_are_in_progress():
 
 
 @on_virtual_loop
-async def test_rows_do_not_wait_long_for_an_answer_that_takes_its_time():
+async def test_rows_do_not_wait_long_for_a_slow_answer():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         await client.mount([0])
         server = cluster.servers[0]

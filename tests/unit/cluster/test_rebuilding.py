@@ -170,7 +170,7 @@ async def test_the_nodes_of_a_rebuilding_cannot_be_opened():
     assert set(after.servers[1].values()) == {78}
 
 
-def test_other_partitions_are_not_waiting():
+def test_only_a_rebuilt_partition_that_is_not_open_waits():
     closed = model.ReplicaState(NO_SESSION, BEFORE_FIRST)
     waiting = model.PartitionMetadata(states={"A": closed})
     opened = model.PartitionMarker(model.MarkerState.OPEN)

@@ -116,7 +116,7 @@ async def test_a_feed_that_is_read_while_the_client_is_closed_is_not_kept(monkey
 
 
 @on_loop
-async def test_a_filter_is_applied_here(cluster):
+async def test_the_client_filters_ranges_of_a_0_13_server(cluster):
     async with client_of(cluster) as client:
         found = await data_of(client.read_range(0, 0, 99, header_values=[2, 3]))
         assert found == [b"%d" % i for i in range(100) if i % 5 in (2, 3)]

@@ -102,7 +102,7 @@ def test_a_failed_sync_fails_every_partition_of_the_file_until_it_is_opened_agai
     assert open_control(disk).info(1) == trusted, "what is trusted is durable"
 
 
-def test_one_sync_is_for_all_that_had_written_before_it_began(tmp_path):
+def test_one_sync_covers_all_earlier_writes(tmp_path):
     control = open_control(RealDisk(), tmp_path)
     began, go_on, syncs = threading.Event(), threading.Event(), []
     file = control._file

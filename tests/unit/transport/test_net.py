@@ -70,7 +70,7 @@ async def test_messages_arrive_in_order_whatever_their_size(pair):
 
 
 @on_loop
-async def test_frames_made_elsewhere_keep_their_place_among_messages(pair):
+async def test_prebuilt_frames_keep_their_order_among_messages(pair):
     async with pair() as (link, peer, _):
         made = b"".join(
             bytes(each) for n in (1, 2) for each in codec.encode(raw(10, n), link.version)
@@ -287,11 +287,11 @@ async def test_a_listener_closes_foreign_connections_and_serves_the_others(pair,
     async with pair() as (link, peer, listener):
         reader, writer = await asyncio.open_connection(ANY, listener.port)
         writer.write(b"GET / HTTP/1.1\r\n\r\n")
-        said = await reader.read()
+        received = await reader.read()
         if contexts[0] is None:
-            assert codec.decode_hello(said[7:]).text == "Waltz Storage Server"
+            assert codec.decode_hello(received[7:]).text == "Waltz Storage Server"
         else:
-            assert said == tls.UNEXPECTED_MESSAGE
+            assert received == tls.UNEXPECTED_MESSAGE
         writer.close()
         link.send(Appended(1, 7, 3, 9))
         await until(lambda: peer.messages)
