@@ -388,7 +388,7 @@ async def test_a_port_in_transition_rejects_other_protocols(files, said):
         await reader.read()
         writer.close()
         await until(lambda: "net.protocol_error" in said())
-        await until(lambda: listener.links == ())
+        assert listener.links == ()
 
 
 class Middle:
