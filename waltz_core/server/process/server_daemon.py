@@ -115,12 +115,7 @@ async def serve(
             known, _ = group.split(errors.WaltzError)
             if known is None:
                 raise
-            raise _first_error(known) from group
-
-
-def _first_error(group: BaseExceptionGroup[errors.WaltzError]) -> errors.WaltzError:
-    found = group.exceptions[0]
-    return found if isinstance(found, errors.WaltzError) else _first_error(found)
+            raise errors.first_in(known) from group
 
 
 class _Stopped(Exception):

@@ -233,7 +233,7 @@ class StorageDaemon:
             known, _ = group.split(errors.WaltzError)
             if known is None:
                 raise
-            raise _first_error(known) from group
+            raise errors.first_in(known) from group
         finally:
             if not self._is_left:
                 await self._drain()  # begun before the driver stopped
@@ -773,11 +773,6 @@ class StorageDaemon:
 
 class _Stopped(Exception):
     """The storage was stopped."""
-
-
-def _first_error(group: BaseExceptionGroup[errors.WaltzError]) -> errors.WaltzError:
-    found = group.exceptions[0]
-    return found if isinstance(found, errors.WaltzError) else _first_error(found)
 
 
 async def _wait_for_one_of(events: Sequence[asyncio.Event]) -> None:
