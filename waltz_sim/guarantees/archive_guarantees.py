@@ -303,8 +303,8 @@ class ArchiveGuarantees:
         if recorded is None or at > recorded.last or at > log.slot.low_water_mark:
             self._facts.fail(
                 "StartBound",
-                f"{storage.name} begins after {at}, its mark is {log.slot.low_water_mark}, "
-                f"archived is {recorded}",
+                f"the log of {storage.name} begins after {at}, but its low-water mark is "
+                f"{log.slot.low_water_mark}, and ZooKeeper records {recorded} as archived",
             )
         if start.chain != self._facts.history.chains.get(at):
             self._facts.fail("StartBound", f"{storage.name} has another chain at its start {at}")
