@@ -153,7 +153,9 @@ def bench(
 
 def _workload(name: str) -> Workload:
     if name not in WORKLOADS:
-        raise BadConfig(f"unknown workload {name!r}; expected one of {', '.join(sorted(WORKLOADS))}")
+        raise BadConfig(
+            f"unknown workload {name!r}; expected one of {', '.join(sorted(WORKLOADS))}"
+        )
     module, function = WORKLOADS[name]
     if module in ("archive_workload", "spark_workloads") and find_spec("pyspark") is None:
         raise BadConfig(f"{name} needs PySpark. Hint: pip install 'waltz-spark[spark]'")
