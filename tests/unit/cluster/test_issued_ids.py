@@ -6,8 +6,7 @@ import pytest
 
 from tests.loops import on_virtual_loop
 from waltz_core import errors
-from waltz_core.access.client_ids import FIRST_ISSUED
-from waltz_core.cluster.membership.issued_ids import NONE_ISSUED
+from waltz_core.access.client_ids import FIRST_ISSUED, NONE_ISSUED
 from waltz_core.cluster.znodes import model
 from waltz_core.cluster.znodes.interface import CreateNode
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper

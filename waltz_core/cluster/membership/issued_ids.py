@@ -12,14 +12,13 @@ from contextlib import suppress
 from typing import Final
 
 from waltz_core import errors
-from waltz_core.access.client_ids import FIRST_ISSUED
+from waltz_core.access.client_ids import NONE_ISSUED
 from waltz_core.cluster.znodes import model
 from waltz_core.cluster.znodes.interface import CreateNode, Operation, Set
 from waltz_core.cluster.znodes.node_access import ClusterNodes, decode_node
 from waltz_core.records.record import ClientId
 
 ATTEMPTS_MAX: Final = 1_000
-NONE_ISSUED: Final = ClientId(FIRST_ISSUED - 1)
 
 
 class IssuedIds:
