@@ -499,6 +499,12 @@ BY_CODE: dict[int, type[WaltzError]] = {cls.code: cls for cls in _family(WaltzEr
 assert len(BY_CODE) == len(_family(WaltzError)), "rule 2: two errors share a code"
 
 
+def first_in(group: BaseExceptionGroup[WaltzError]) -> WaltzError:
+    """Return the first error of a group, which may contain groups."""
+    found = group.exceptions[0]
+    return found if isinstance(found, WaltzError) else first_in(found)
+
+
 def from_code(
     code: int, message: str, first_available: int = -1, retry_after_ms: int = 0
 ) -> WaltzError:

@@ -233,7 +233,8 @@ Event: TypeAlias = (
 class SendToClient:
     """Send a message to a client; see rule 1.
 
-    `request` is the request that an error answers, for the adapter of 0.13 clients.
+    `request` is the request that an error answers, for the adapter of 0.13 clients; and any
+    administrative request, for the audit log.
     """
 
     connection: ConnectionId

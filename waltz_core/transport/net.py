@@ -61,6 +61,7 @@ from waltz_core.wire.connection import (
 from waltz_core.wire.messages import Hello, Message, MountRequest, MountWriter, WireProtocol
 
 if TYPE_CHECKING:
+    from waltz_core.transport.audit_log import AuditedRequest
     from waltz_core.transport.port_access import ConnectionAccess, PortAccess
 
 _log = logging.getLogger(__name__)
@@ -420,6 +421,10 @@ class Link:
                 self.send(authentication.rejected(request, self.version, error))
         return permitted
 
+    def audited(self, request: Message) -> "AuditedRequest | None":
+        """Return a peer's request for the audit log; None: it need not be written."""
+        return None if self.access is None else self.access.audited(request)
+
     # ------------------------------------------------------------------ receiving
 
     def start(
@@ -614,6 +619,8 @@ class Link:
             host = self.address.rpartition(":")[0]
             if tls.is_new_failure(host, str(error)):
                 _log.warning("access.token_rejected peer=%s error=%s", host, error)
+            if self.access is not None:
+                self.access.token_rejected(first, str(error))
             self._reject(first, error)
         except Overloaded as error:
             self._reject(first, error)

@@ -12,7 +12,8 @@ Rules:
     5. A peer whose version does not have the error `PermissionDenied` gets `BadRequest`; a
        connection that sends an answer instead of a request is ended.
     6. With `access = "report"` only an invalid token is rejected, or ends a connection. A denied
-       request is logged, and permitted. Principals have no quotas.
+       request is logged, and permitted. An administrative request that cannot be written to the
+       audit log is permitted, too. Principals have no quotas.
     7. A mount needs a client ID with a proof for the connection's principal (AC 9). While the
        permissions accept 0.13, an ID below `FIRST_ISSUED` needs none: it belongs to the principal
        that mounts it first in a generation (`server/append/mounts.py`).
@@ -45,6 +46,7 @@ from waltz_core.errors import (
     RemoteProtocolError,
     WaltzError,
 )
+from waltz_core.transport.audit_log import AuditedRequest, AuditFile, Peer, is_administrative
 from waltz_core.wire.admin_messages import AuthenticateForAdmin
 from waltz_core.wire.messages import (
     Authenticate,
@@ -98,6 +100,8 @@ class PortAccess:
         self.grants: Grants | None = None
         self.quotas = Quotas()
         self.clock_ns = clock_ns
+        self.audit: AuditFile | None = None  # the daemon sets both
+        self.on_denied: Callable[[], None] = lambda: None
         self._pattern = compiled_pattern(pattern)
         self._clock_ms = clock_ms
         self._connections: dict[ConnectionAccess, None] = {}
@@ -126,6 +130,8 @@ class PortAccess:
             assert isinstance(excess, ConnectionAccess)
             excess.end_excess()
         _log.info("access.revision revision=%d", permissions.revision)
+        if self.audit is not None and (known is None or known.revision < permissions.revision):
+            self.audit.revise(permissions)
 
     def opened(
         self, certificate: Certificate | None, peer: str, end: Callable[[str], None]
@@ -306,16 +312,10 @@ class ConnectionAccess:
         `version` is that of the connection's protocol.
         """
         over_limit = self._over_limit.pop(id(message), None) if self._over_limit else None
-        declared = message.requires
-        if isinstance(declared, ByField):
-            found = getattr(message, declared.field)
-            if found not in declared.requirements:
-                expected = ", ".join(map(str, declared.requirements))
-                return BadRequest(
-                    f"{type(message).__name__}: expected {declared.field} of {expected}, "
-                    f"found {found}"
-                )
-            declared = declared.requirements[found]
+        try:
+            declared = _requirement_of(message)
+        except BadRequest as unknown:
+            return unknown
         if isinstance(declared, Exempt):
             return self._not_a_request(message)
         named = message.own_partitions() if declared.scope is Scope.OWN else ()
@@ -327,7 +327,9 @@ class ConnectionAccess:
                     return self._as_known(error, message.protocol, version)
                 break
         if isinstance(message, MountRequest | MountWriter) and not self._is_own_id(message):
-            error = self._reported(lambda: ClientIdDenied(self._id_text(message)), message)
+            error = self._reported(
+                declared, message, lambda: ClientIdDenied(self._id_text(message))
+            )
             if error is not None:
                 return self._as_known(error, message.protocol, version)
         return None if over_limit is None else over_limit[1]
@@ -366,6 +368,28 @@ class ConnectionAccess:
             f"it belongs to {self.principal}, found ID {client_id} without one.{hint}"
         )
 
+    def token_rejected(self, message: Message, error: str) -> None:
+        """Write to the audit log that a token was not accepted, also with "report"."""
+        self._audit_denial(None, message, error, is_enforced=True)
+
+    def audited(self, request: Message) -> AuditedRequest | None:
+        """Return the request for the audit log; None: it need not be written."""
+        audit, requirement = self._port.audit, _requirement_of(request)
+        if audit is None or isinstance(requirement, Exempt) or not is_administrative(requirement):
+            return None
+        return audit.request(Peer(self.principal, self.peer), requirement, request)
+
+    def may_begin(self, error: WaltzError | None) -> bool:
+        """Whether a request may begin, given the error of its line in the audit log (rule 6)."""
+        return error is None or not self._port.is_enforced
+
+    def _audit_denial(
+        self, requirement: Requirement | None, message: Message, error: str, *, is_enforced: bool
+    ) -> None:
+        audit, peer = self._port.audit, Peer(self.principal, self.peer)
+        if audit is not None and audit.takes_denial(peer):
+            audit.deny(peer, requirement, message, error=error, is_enforced=is_enforced)
+
     def _denied(
         self,
         requirement: Requirement,
@@ -377,19 +401,24 @@ class ConnectionAccess:
             is_enforced = self._port.is_enforced
             return PermissionsUnread("the permissions were not read yet") if is_enforced else None
         return self._reported(
+            requirement,
+            message,
             lambda: PermissionDenied(
                 _denied_text(self.principal, requirement, missing, partition, message)
             ),
-            message,
         )
 
-    def _reported(self, make: Callable[[], WaltzError], message: Message) -> WaltzError | None:
+    def _reported(
+        self, requirement: Requirement, message: Message, make: Callable[[], WaltzError]
+    ) -> WaltzError | None:
         """Log a denial, and return its error; None by rule 6."""
         is_enforced = self._port.is_enforced
+        self._port.on_denied()
         must_log = self._port.must_log(self.principal, type(message).__name__)
-        if not (is_enforced or must_log):
+        if not (is_enforced or must_log or self._port.audit):
             return None
         error = make()
+        self._audit_denial(requirement, message, str(error), is_enforced=is_enforced)
         if must_log and is_enforced:
             _log.warning("access.denied peer=%s error=%s", self.peer, error)
         elif must_log:
@@ -411,6 +440,20 @@ class ConnectionAccess:
         if not isinstance(error, PermissionDenied) or is_adapted:
             return error
         return error if (version or 0) >= _KNOWN_SINCE[protocol] else BadRequest(str(error))
+
+
+def _requirement_of(message: Message) -> Requirement | Exempt:
+    """Return what a message requires; raises BadRequest for an unknown value of its field."""
+    declared = message.requires
+    if not isinstance(declared, ByField):
+        return declared
+    found = getattr(message, declared.field)
+    if found not in declared.requirements:
+        expected = ", ".join(map(str, declared.requirements))
+        raise BadRequest(
+            f"{type(message).__name__}: expected {declared.field} of {expected}, found {found}"
+        )
+    return declared.requirements[found]
 
 
 def _denied_text(

@@ -34,6 +34,9 @@ class Link:
     def denial(self, request):
         return self.denied.get(type(request))
 
+    def audited(self, _request):
+        return None
+
     def start(self, received, closed, drained) -> None:
         self.received, self.drained = received, drained
 

@@ -386,8 +386,8 @@ async def test_a_port_in_transition_rejects_other_protocols(files, logged):
         writer.write(b"GET / HTTP/1.1\r\n\r\n")
         await reader.read()
         writer.close()
-        await until(lambda: "net.protocol_error" in logged())
         await until(lambda: listener.links == ())
+        assert "net.protocol_error" in logged()
 
 
 class Middle:

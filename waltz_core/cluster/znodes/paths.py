@@ -56,7 +56,9 @@ _PUBLIC, _MEMBERS, _ADMINISTRATORS = Readers
 ZNODES = (
     Znode("R", "persistent", "ClusterParams", "cluster create", _PUBLIC),
     Znode("R/ids", "persistent", "nothing", "cluster create", _PUBLIC),
-    Znode("R/ids/client", "persistent", "int32, last allocated ID", "every client, once", _MEMBERS),
+    Znode(
+        "R/ids/client", "persistent", "int32, last allocated ID", "older clients, once", _MEMBERS
+    ),
     Znode("R/ids/server", "persistent", "int32, last allocated ID", "every server, once", _MEMBERS),
     Znode("R/serverDescriptors", "persistent", "PartitionAssignment", "the lead server", _PUBLIC),
     Znode(

@@ -59,6 +59,7 @@ from waltz_core.server.process.preferences import Preferences, within_reach
 from waltz_core.server.process.storage_links import ReadLinks, is_reachable
 from waltz_core.server.read.cache import CacheBudget, FeedCache, TransactionCache
 from waltz_core.transport import net, tls
+from waltz_core.transport.port_files import open_port_files
 from waltz_core.transport.quota_metrics import publish_quotas
 from waltz_core.wire.messages import WireProtocol
 
@@ -114,12 +115,7 @@ async def serve(
             known, _ = group.split(errors.WaltzError)
             if known is None:
                 raise
-            raise _first_error(known) from group
-
-
-def _first_error(group: BaseExceptionGroup[errors.WaltzError]) -> errors.WaltzError:
-    found = group.exceptions[0]
-    return found if isinstance(found, errors.WaltzError) else _first_error(found)
+            raise errors.first_in(known) from group
 
 
 class _Stopped(Exception):
@@ -188,9 +184,8 @@ class Server:
                 )
                 await stack.enter_async_context(pages)
             self._port_ssl = ssl = tls.listening(config)
-            if ssl is not None:
-                loop = asyncio.get_running_loop()
-                loop.add_signal_handler(signal.SIGHUP, tls.renew, config, ssl, self._ssl)
+            files = open_port_files(config, ssl, self._ssl, metrics=self.metrics)
+            await stack.enter_async_context(files)
             listener = await net.listen(
                 WireProtocol.CLIENT,
                 config.listen_host,

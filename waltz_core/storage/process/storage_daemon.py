@@ -68,6 +68,7 @@ from waltz_core.storage.service.work import ConnectionId, LaneRequest, Work, Wor
 from waltz_core.storage.service.writers import CallThreads, WriteOutcome, Writers
 from waltz_core.transport import net, quota_metrics, tls
 from waltz_core.transport.net import Link
+from waltz_core.transport.port_files import open_port_files
 from waltz_core.wire.messages import Message, Nack, StorageMessage, WireProtocol
 
 if TYPE_CHECKING:
@@ -212,10 +213,9 @@ class StorageDaemon:
 
     async def serve(self, stop: asyncio.Event, on_ready: Callable[[str], None]) -> None:
         """Serve until `stop` is set or something has failed."""
-        if self._ssl is not None:
-            self._loop.add_signal_handler(signal.SIGHUP, tls.renew, self._config, self._ssl)
         try:
-            await self._serve_directory(stop, on_ready)
+            async with open_port_files(self._config, self._ssl, metrics=self.metrics):
+                await self._serve_directory(stop, on_ready)
         finally:
             self._pool.shutdown(wait=False)
             for threads in (self._uploads, self._archive_reads, self._read_ahead):
@@ -233,7 +233,7 @@ class StorageDaemon:
             known, _ = group.split(errors.WaltzError)
             if known is None:
                 raise
-            raise _first_error(known) from group
+            raise errors.first_in(known) from group
         finally:
             if not self._is_left:
                 await self._drain()  # begun before the driver stopped
@@ -773,11 +773,6 @@ class StorageDaemon:
 
 class _Stopped(Exception):
     """The storage was stopped."""
-
-
-def _first_error(group: BaseExceptionGroup[errors.WaltzError]) -> errors.WaltzError:
-    found = group.exceptions[0]
-    return found if isinstance(found, errors.WaltzError) else _first_error(found)
 
 
 async def _wait_for_one_of(events: Sequence[asyncio.Event]) -> None:
