@@ -70,7 +70,7 @@ async def log_in(directory):
         yield Log(address, owner)
 
 
-def test_records_are_read_from_the_files_in_all_their_bytes(tmp_path):
+def test_records_read_from_the_files_have_all_their_bytes(tmp_path):
     async def main():
         async with log_in(tmp_path) as log:
             with log.reader() as reader:

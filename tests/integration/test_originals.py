@@ -77,7 +77,7 @@ async def state_of(wire: Wire, at: Req, mark: int = -1, sequence: int = 0) -> in
 
 
 async def fed(wire: Wire) -> int:
-    """Return the id of the next message, which is of the feed."""
+    """Return the ID of the next message, which is of the feed."""
     _, body = await answer(wire, original.FEED_DATA)
     return struct.unpack(">qi", body)[0]
 

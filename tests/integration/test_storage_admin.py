@@ -191,7 +191,7 @@ def test_a_tool_of_0_13_reads_its_fields(tmp_path):
     on_loop(main())
 
 
-def test_the_port_takes_no_other_protocol_and_the_others_take_no_administration(tmp_path):
+def test_each_port_rejects_the_other_protocols(tmp_path):
     async def main():
         async with storage(tmp_path) as (address, port):
             with pytest.raises(errors.WaltzError):

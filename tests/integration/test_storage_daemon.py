@@ -271,14 +271,16 @@ async def serving(config, cluster=CLUSTER):
 
 def test_readers_and_metrics(tmp_path):
     pages = {}
+    http_host = "127.0.0.5"  # not the one of the other ports
 
     def fetch(port, path):
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=HANG_S) as page:
+        with urllib.request.urlopen(f"http://{http_host}:{port}{path}", timeout=HANG_S) as page:
             return page.read().decode()
 
     async def main():
         http_port = free_port()
-        async with serving(config_for(tmp_path, http_port=http_port)) as address:
+        config = config_for(tmp_path, http_host=http_host, http_port=http_port)
+        async with serving(config) as address:
             async with session(address, 5) as owner, session(address, 5) as reader:
                 await owner.prepare()
                 await owner.engage()
@@ -673,7 +675,7 @@ def test_early_requests_wait_for_the_partitions_to_open(tmp_path, monkeypatch):
     on_loop(main())
 
 
-def test_a_storage_ends_while_it_waits_for_its_assignment_and_is_not_ready_before(
+def test_a_storage_that_waits_for_its_assignment_is_not_ready_and_can_be_stopped(
     tmp_path, zookeeper, monkeypatch
 ):
     connect = f"{zookeeper}/storage-waits"

@@ -6,7 +6,7 @@ log and the applications' view.
 Rules:
     1. The log is that of the reference history; it grows here, and each new row is checked once,
        when it is added.
-    2. An application's mark is the last id that it has really seen, whatever its client claims.
+    2. An application's mark is the last ID that it has really seen, whatever its client claims.
     3. No application receives AHEAD if the log had reached its mark before its request.
 """
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from waltz_sim.world.process import Process
 
 _REPORTED: Final = {int(reason): f"reported {reason.name}" for reason in Reason}
-_HEAD: Final = struct.Struct(">5i")  # client id, generation, partition, sequence, header
+_HEAD: Final = struct.Struct(">5i")  # client ID, generation, partition, sequence, header
 
 
 class Outcomes:
@@ -42,13 +42,13 @@ class Outcomes:
         self._answers = answers
         self._locking = locking
         self._marks: dict[str, int] = {}
-        self._since_us: dict[int, int] = {}  # when each id was first exposed as committed
+        self._since_us: dict[int, int] = {}  # when each ID was first exposed as committed
         self.followers: dict[str, SimClient] = {}  # clients that have requested the feed
 
     # ---- the log (rule 1)
 
     def exposed(self, last: TransactionId, chain: Chain) -> None:
-        """1. AckUnique: a component exposes that the log reaches an id with this chain."""
+        """1. AckUnique: a component exposes that the log reaches an ID with this chain."""
         for transaction_id in self._facts.history.exposed(last, chain):
             self._in_the_log(transaction_id)
 
@@ -67,7 +67,7 @@ class Outcomes:
                 )
 
     def _check_followed(self, operation: Operation, chain: Chain, position: int) -> None:
-        """Followed: a dependent append's predecessors have the expected ids, in one session."""
+        """Followed: a dependent append's predecessors have the expected IDs, in one session."""
         evidence, history = self._facts, self._facts.history
         session_id = history.nodes[chain].session_id
         if operation.session_id != session_id:
@@ -208,7 +208,7 @@ class Outcomes:
                 self._facts.fail("OutcomeTruth", f"{operation} is in the log, got {error}")
 
     def context_ended(self, operation: Operation, result: TransactionId | Exception | None) -> None:
-        """11. OutcomeTruth, for an attempt of a context: its id, or the reason for its failure."""
+        """11. OutcomeTruth, for an attempt of a context: its ID, or the reason for its failure."""
         if isinstance(result, OutcomeUnknown):
             operation.outcome = "unknown"
         elif isinstance(result, int):

@@ -69,7 +69,7 @@ class Before(NamedTuple):
 
 
 class _Cut(NamedTuple):
-    """A requested truncation: the last id kept, and the last id acknowledged at that time."""
+    """A requested truncation: the last ID kept, and the last ID acknowledged at that time."""
 
     keep: int
     acked: int
@@ -85,9 +85,9 @@ class ReplicaGuarantees:
         self._facts = evidence
         self._sessions = sessions
         self.durable: dict[str, Durable] = {}
-        # The highest id that was answered as synced and not truncated since.
+        # The highest ID that was answered as synced and not truncated since.
         self.kept: dict[str, int] = {}
-        # The batches on its disk, and the last id of each.
+        # The batches on its disk, and the last ID of each.
         self._holds: dict[str, dict[Chain, int]] = {}
         self.corrupted: dict[str, None] = {}  # replicas whose platter bytes a fault has changed
         self._chain_of: dict[tuple[int, SessionId], Chain] = {}
@@ -179,7 +179,7 @@ class ReplicaGuarantees:
             self._check_durable(storage.name, work.log)
         self._work_count += 1
         if self._work_count % CHECK_EVERY == 0:
-            self.look_at(storage, work.log)
+            self.check_log_state(storage, work.log)
 
     def _rejected(self, storage: "SimStorage", message: object, error: WaltzError) -> None:
         self._facts.counts[f"nack {type(message).__name__}"] += 1
@@ -321,7 +321,7 @@ class ReplicaGuarantees:
         if end != len(records):
             self._facts.fail("NoRotServed", f"{name} sends {len(records)} bytes, not {end}")
 
-    def look_at(self, storage: "SimStorage", log: "PartitionLog") -> None:
+    def check_log_state(self, storage: "SimStorage", log: "PartitionLog") -> None:
         """24. Fixed: up to its low-water mark a replica has the rows of the history.
 
         A suspect one, such as one that lost its segments and was reset, counts in no quorum.
@@ -343,7 +343,7 @@ class ReplicaGuarantees:
             yield from data_in(storage.disk.content(path), SEGMENT_HEADER_BYTES)
 
     def check_records(self, storage: "SimStorage", last: int) -> None:
-        """24. Fixed: compare the bytes of all records up to an id with the history."""
+        """24. Fixed: compare the bytes of all records up to an ID with the history."""
         first = first_on(storage)
         wanted = b"".join(self._facts.history.records[first : last + 1])
         found = b"".join(
@@ -359,7 +359,7 @@ class ReplicaGuarantees:
 
 
 def _covers(answer: RangeBytes) -> bool:
-    """Whether the batches of a range are contiguous from its first id to its last."""
+    """Whether the batches of a range are contiguous from its first ID to its last."""
     next_id = answer.first
     for entry in answer.lineage:
         if not entry.first <= next_id <= entry.last:

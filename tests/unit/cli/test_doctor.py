@@ -99,7 +99,7 @@ def test_a_cluster_that_becomes_unreachable_is_not_reported_as_healthy(gathered,
     assert not value["is_healthy"]
 
 
-def test_without_a_cluster_to_look_at_it_states_what_it_expects(gathered, capsys):
+def test_without_a_cluster_the_doctor_states_what_it_expects(gathered, capsys):
     assert main(["doctor"]) == 1
     assert "expected --connect zk1:2181" in capsys.readouterr().err
     assert main(["doctor", "--connect", CONNECT, "--timeout-s", "0"]) == 1

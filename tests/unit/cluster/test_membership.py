@@ -45,14 +45,14 @@ class Cluster:
         return Membership(ClusterNodes(session, ROOT)), session
 
     async def servers(self, count):
-        """Return members that have registered, with 1 as the first id, and their sessions."""
+        """Return members that have registered, with 1 as the first ID, and their sessions."""
         found = [self.member() for _ in range(count)]
         for number, (member, _) in enumerate(found, 1):
             await member.register(descriptor(number))
         return found
 
     def registered(self):
-        """Return the server ids that have a node, in the order in which the nodes were made."""
+        """Return the server IDs that have a node, in the order in which the nodes were made."""
         dump = self.zookeeper.dump()
         names = self.zookeeper.names(SERVERS)
         return [

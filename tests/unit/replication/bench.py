@@ -195,7 +195,7 @@ class Bench:
         raise AssertionError("no session opens")
 
     def submit(self, count=1):
-        """Append one batch; return its last id."""
+        """Append one batch; return its last ID."""
         payloads = list(range(self.numbers, self.numbers + count))
         self.numbers += count
         batch = make_batch(self.store.next_transaction_id, payloads, self.now_ms)
@@ -223,14 +223,14 @@ class Bench:
         other = Bench(*self.names)
         other.storages, other.storage_ids = self.storages, self.storage_ids
         other.store = other._new_store(other.limits)
-        other.look_at_zookeeper_of(self)
+        other.check_replica_states(self)
         return other
 
-    def look_at_zookeeper_of(self, other):
+    def check_replica_states(self, other):
         self.metadata, self.metadata_version = other.metadata, other.metadata_version
         self.marker, self.marker_version = other.marker, other.marker_version
 
-    # --- what was said
+    # --- what was reported
 
     def all_reported(self, kind):
         return [one for one in self.reported if isinstance(one, kind)]

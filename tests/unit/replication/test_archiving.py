@@ -295,7 +295,7 @@ def test_one_replica_alone_has_no_other_to_compare_with():
     assert learned(bench) == [(A, 5)]
 
 
-def test_a_replica_that_lags_is_compared_and_learns_when_it_has_caught_up(bench):
+def test_a_replica_that_lags_is_compared_and_notified_when_it_has_caught_up(bench):
     bench.silent = {B, C}
     bench.submit()
     bench.run()
@@ -308,7 +308,7 @@ def test_a_replica_that_lags_is_compared_and_learns_when_it_has_caught_up(bench)
     assert bench.marker.archived.last == request.last
 
 
-def test_storages_of_an_older_version_are_not_asked():
+def test_storages_of_an_older_version_get_no_archive_requests():
     bench = Bench(limits=ARCHIVING)
     for each in bench.storages.values():
         each.supports_archiving = False
@@ -682,7 +682,7 @@ def returning_owner():
     other.append(1)
     archive(other, last=8)
     remove_archived(other, 8, (A, B, C))
-    bench.look_at_zookeeper_of(other)
+    bench.check_replica_states(other)
     bench.lose(A)
     bench.own(generation=3)
     return bench

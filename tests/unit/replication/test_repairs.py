@@ -48,7 +48,7 @@ def test_one_step_at_a_time():
     assert bench.logs()[C] == bench.logs()[A]
 
 
-def test_the_source_is_marked_or_at_the_goal_and_whole():
+def test_the_source_of_a_copy_is_undamaged_and_has_the_mark_or_the_goal():
     bench = Bench()
     bench.storages[A].disk.damaged = set()
     behind(bench, C)

@@ -114,7 +114,7 @@ def test_another_storage_at_the_address_is_not_used(bench):
 
 
 def test_a_zookeeper_without_the_session_of_a_batch_is_not_trusted(bench):
-    """Its data was rolled back; the log of an older session would win, and cut committed ids."""
+    """Its data was rolled back; the log of an older session would win, and cut committed IDs."""
     old = bench.metadata, bench.marker
     bench.submit(3)
     bench.submit(3)
@@ -394,19 +394,19 @@ def test_an_impossible_answer_ends_the_session(bench, synced_max):
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("answer", "problem"),
     [
         (wire.Appended(0, 999, 0, 0), "there is no such request"),
         (wire.HeartbeatResponse(0, 4, 0), "expected Appended, found HeartbeatResponse"),
         (Prepared(0, 4, 0, bytes(16), 0, 0, True, 0, bytes(16), False, b""), "found Prepared"),
     ],
 )
-def test_an_answer_without_a_request_ends_the_connection(bench, answer, said):
+def test_an_answer_without_a_request_ends_the_connection(bench, answer, problem):
     bench.submit()
     bench.step(session_events.ReplicaResponded(0, A, answer))
     reason = bench.all_reported(SessionClosed)[0].reason
     assert "storage0:1" in reason
-    assert said in reason
+    assert problem in reason
 
 
 @pytest.mark.parametrize(

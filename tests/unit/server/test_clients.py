@@ -63,7 +63,7 @@ class Host:
     def post(self, event) -> None:
         """Nothing depends on it."""
 
-    def receive(self, connection, message, cost_bytes) -> None:
+    def receive(self, connection, message, cost_bytes, over_limit=None) -> None:
         self.taken.append((connection, message, cost_bytes))
 
 

@@ -159,7 +159,7 @@ def test_an_unconfirmed_torn_tail_is_truncated(cut):
 
 
 @pytest.mark.parametrize("bad", [0, 2, 4])
-def test_damage_below_what_is_confirmed_keeps_its_place_and_is_filled_durably(bad):
+def test_confirmed_damage_keeps_its_place_and_is_repaired_durably(bad):
     disk = new_disk()
     records, _ = fill_segment(new_segment(disk), [6])
     disk.flip(SEG, offset_of(bad) + 40)
@@ -187,7 +187,7 @@ def test_good_records_in_the_wrong_place_do_not_end_a_hole():
 
 
 @pytest.mark.parametrize("piece", [1, 1 << 16])
-def test_in_an_older_segment_all_that_is_missing_is_damage(piece, monkeypatch):
+def test_missing_records_of_an_older_segment_are_damage(piece, monkeypatch):
     monkeypatch.setattr(segment_file, "_PIECE_IDS", piece)
     disk = new_disk()
     fill_segment(new_segment(disk), [6])
