@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 

@@ -513,8 +513,8 @@ class Segment:
         position, count = hole.first - self.first, hole.last - hole.first + 1
         if count > HOLE_IDS_MAX:
             raise MissingSegment(
-                f"{self._path('.seg')}: expected at most {HOLE_IDS_MAX} records up to ID {hole.last}, "
-                f"where the next segment begins, found none from ID {hole.first} on"
+                f"{self._path('.seg')}: expected at most {HOLE_IDS_MAX} records up to ID "
+                f"{hole.last}, where the next segment begins, found none from ID {hole.first} on"
             )
         pieces = [
             (at, min(_PIECE_IDS, position + count - at))
