@@ -111,7 +111,7 @@ class Storage:
     def send(self, message: object) -> None:
         assert isinstance(message, RangeRaw)
         assert (message.first, message.last) == (10, 13)
-        # A reader is in no session, and takes what is there of a batch.
+        # A reader has no session, and accepts a part of a batch.
         assert message.reader
         assert not message.whole_batches
 

@@ -156,7 +156,7 @@ class World:
         return self.submitted[before:]
 
     def piece(self) -> Batch:
-        """Wait as long as the pace wants, take a turn, and return what it submitted."""
+        """Wait for the pause of the pace, take a turn, and return what it submitted."""
         before = len(self.submitted)
         self.turn_when_paced()
         (batch,) = self.submitted[before:]
@@ -536,7 +536,7 @@ def test_large_requests_go_one_by_one_while_small_ones_wait() -> None:
     at_ms = world.pipeline.turn_at_ms(4)
     assert at_ms is not None
     assert 4 < at_ms <= 4 + PAUSE_MS_MAX
-    # What is small takes its turns meanwhile.
+    # Small requests take their turns meanwhile.
     world.single(BOB)
     assert len(world.turns()) == 1
     world.now_ms = at_ms
