@@ -207,9 +207,7 @@ def test_the_first_principals_with_a_grant_have_a_label_each():
     labels = [*("p0", *members)[:LABELS_MAX], OTHER_LABEL]
     assert list(quotas.usage) == labels
     others = len(names) - LABELS_MAX
-    assert quotas.counts() == {
-        each: ((others if each == OTHER_LABEL else 1), 0) for each in labels
-    }
+    assert quotas.counts() == {each: ((others if each == OTHER_LABEL else 1), 0) for each in labels}
 
 
 def test_a_revision_moves_a_principal_to_its_new_label():
