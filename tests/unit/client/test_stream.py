@@ -349,6 +349,41 @@ def test_a_definite_rejection_is_reported_for_every_row(error, reason):
     assert (scenario.stream.phase is Phase.READY) is not remounts
 
 
+def over_limit(req_id, retry_after_ms):
+    code = errors.Overloaded.code
+    return m.ErrorResponse(req_id, code, True, "over a limit", retry_after_ms=retry_after_ms)
+
+
+def test_after_an_append_over_a_limit_the_next_mount_waits_as_the_server_requests():
+    scenario = Scenario().ready()
+    for token in (1, 2):
+        scenario.step(stream_events.SendAppends(submission(token)))
+    begun_ms = scenario.now_ms
+    effects = scenario.receive(over_limit(req(1), 4_000))
+    assert settled(effects)[1].reasons.tolist() == [m.Reason.OVERLOADED]
+    scenario.step(stream_events.SendAppends(submission(3)))
+    assert scenario.sent() == []  # it would be rejected: the server expects a mount
+    scenario.receive(result(req(2), (-1, m.Reason.NOT_MOUNTED, -1), mark=-1))
+    assert scenario.stream.phase is Phase.WAITING
+    assert scenario.stream.failure == "over a limit"
+    assert scenario.stream.wake_at_ms == begun_ms + 4_000
+    assert scenario.wake(begun_ms + 4_000) == [stream_events.OpenLink(2, ())]
+    scenario.mounted(scenario.link(number=1), -1)
+    assert [each.req_id for each in scenario.sent(m.AppendRequest)] == [req(3)]
+
+
+def test_a_mount_over_a_limit_waits_no_longer_than_a_request():
+    scenario = Scenario()
+    scenario.step(stream_events.Mount())
+    (mount,) = scenario.link() and scenario.sent(m.MountWriter)
+    scenario.receive(over_limit(mount.req_id, 1 << 30))
+    timeout_ms = scenario.stream._settings.request_timeout_ms
+    assert scenario.stream.wake_at_ms == scenario.now_ms + timeout_ms
+    # Another server has other limits.
+    effects = scenario.step(stream_events.GenerationChanged(9))
+    assert effects == [stream_events.OpenLink(2, ())]
+
+
 def test_an_unknown_outcome_is_settled_by_the_log():
     scenario = Scenario().ready(mark=4)
     scenario.step(stream_events.SendAppends(submission(1)))
