@@ -146,7 +146,7 @@ async def test_rows_are_gathered_while_others_are_in_progress():
 
 
 @on_virtual_loop
-async def test_rows_do_not_wait_long_for_an_answer_that_takes_its_time():
+async def test_rows_do_not_wait_long_for_a_slow_answer():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         await client.mount([0])
         server = cluster.servers[0]

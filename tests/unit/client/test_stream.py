@@ -495,7 +495,7 @@ def test_closing_distinguishes_sent_from_unsent_appends():
 
 
 # ---------------------------------------------------------------------------------------------
-# client ids
+# client IDs
 
 
 def test_a_client_id_is_replaced_before_its_numbers_run_out(monkeypatch):
@@ -503,7 +503,7 @@ def test_a_client_id_is_replaced_before_its_numbers_run_out(monkeypatch):
     scenario = Scenario().ready()
     scenario.step(stream_events.SendAppends(submission(1, rows=8)))
     scenario.step(stream_events.SendAppends(submission(2, rows=5)))
-    assert scenario.done == []  # not while something of the old id is in flight
+    assert scenario.done == []  # not while something of the old ID is in flight
     assert scenario.receive(committed(req(1), *range(8)))[-1] == stream_events.NeedClientId()
     assert scenario.step(stream_events.ClientIdRenewed(8)) == [stream_events.OpenLink(2, ())]
     mount = scenario.link(number=1)
@@ -716,7 +716,7 @@ def test_repeated_feed_records_are_dropped():
     assert scenario.receive(feed_batch(request.req_id, 1, *rows[1:])) == []
 
 
-def test_a_gap_in_the_feed_is_never_handed_on():
+def test_a_gap_in_the_feed_is_never_delivered():
     scenario = Scenario()
     request = scenario.fed(-1)
     effects = scenario.receive(feed_batch(request.req_id, 1, req(1, 0, 99)))

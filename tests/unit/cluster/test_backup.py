@@ -77,7 +77,7 @@ OPEN_STATE = WriteState({}, 1).to_bytes().decode()
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "problem"),
     [
         ({"format": 2}, "expected format 1, found 2"),
         ({"cluster": 3}, "expected cluster as str, found 3"),
@@ -98,14 +98,14 @@ OPEN_STATE = WriteState({}, 1).to_bytes().decode()
         ({"access": "{}"}, "permissions: expected format 1, found None"),
     ],
 )
-def test_wrong_values_are_named(changes, said):
+def test_wrong_values_are_named(changes, problem):
     data = framed({**unframed(BACKUP.to_bytes(), "f"), **changes})
-    with pytest.raises(BadFormat, match=f"backup f: .*{said}".replace("..", r"\.\.")):
+    with pytest.raises(BadFormat, match=f"backup f: .*{problem}".replace("..", r"\.\.")):
         Backup.from_bytes(data, "f")
 
 
 @pytest.mark.parametrize(
-    ("partition", "said"),
+    ("partition", "problem"),
     [
         (PartitionBackup(7, 60, 3, None), "partition 0: expected a manifest up to 7, found none"),
         (PartitionBackup(10, 60, 3, saved()), "up to 10 or more, found .* up to 9"),
@@ -113,11 +113,11 @@ def test_wrong_values_are_named(changes, said):
         (PartitionBackup(7, 60, 3, saved(key=UUID(int=8))), f"found .*cluster {UUID(int=8)}"),
     ],
 )
-def test_a_manifest_that_does_not_belong_to_its_partition_is_rejected(partition, said):
+def test_a_manifest_that_does_not_belong_to_its_partition_is_rejected(partition, problem):
     wrong = replace(BACKUP, partitions=(partition,))
-    with pytest.raises(BadFormat, match=said):
+    with pytest.raises(BadFormat, match=problem):
         wrong.check()
-    with pytest.raises(BadFormat, match=f"backup f: .*{said}"):
+    with pytest.raises(BadFormat, match=f"backup f: .*{problem}"):
         Backup.from_bytes(wrong.to_bytes(), "f")
 
 

@@ -1,4 +1,4 @@
-"""The nodes of a restored cluster: first IDs of partitions, ids, and writes."""
+"""The nodes of a restored cluster: first IDs of partitions, IDs, and writes."""
 
 import asyncio
 from dataclasses import replace

@@ -64,7 +64,7 @@ class FakeStore:
 
     def __init__(self) -> None:
         self.events: list[replication.Event] = []
-        self.says: list[replication.Effect] = []
+        self.effects: list[replication.Effect] = []
         self.wake_at_ms: int | None = None
         self.readable_replicas: Sequence[ReplicaId] = ()
         self.archived: ArchivedMark | None = None
@@ -84,8 +84,8 @@ class FakeStore:
     def step(self, event: replication.Event, now_ms: int) -> Sequence[replication.Effect]:
         assert now_ms >= 0
         self.events.append(event)
-        said, self.says = self.says, []
-        return said
+        effects, self.effects = self.effects, []
+        return effects
 
     def of(self, kind: type[Any]) -> list[Any]:
         return [event for event in self.events if isinstance(event, kind)]
@@ -126,7 +126,7 @@ class World:
 
     def say(self, *effects: replication.Effect) -> None:
         """Let the store report outcomes, with an unrelated event."""
-        self.store.says = list(effects)
+        self.store.effects = list(effects)
         self.step(replication.Checkpoint())
 
     def run(self) -> None:
@@ -227,7 +227,7 @@ class World:
         self.commit()
         self.run()
 
-    # --- what was said
+    # --- what was reported
 
     def answer(self, req_id: ReqId) -> ClientMessage:
         (found,) = [
@@ -363,7 +363,7 @@ def test_a_checkpoint_waits_for_appends_in_flight_and_loses_none() -> None:
     checkpoints = len(world.store.of(replication.Checkpoint))
     world.append()
     world.run()
-    world.store.says = []
+    world.store.effects = []
     world.commit()
     # One is how the test makes the store speak, the other is meant.
     assert len(world.store.of(replication.Checkpoint)) == checkpoints + 2
@@ -389,7 +389,7 @@ def test_a_checkpoint_waits_for_an_attempt_to_archive_but_not_for_long() -> None
         world.append()
         world.run()
         checkpoints = len(world.store.of(replication.Checkpoint))
-        world.store.says = []
+        world.store.effects = []
         world.commit()
         # One is how the test makes the store speak, the other is meant.
         expected = 1 + (count == 8)
@@ -638,7 +638,7 @@ def test_a_connection_that_closes_while_its_mount_waits_for_a_proof_is_forgotten
 
 
 def fed(world: World, connection: ConnectionId) -> list[int]:
-    """Return the ids a connection was fed, in order."""
+    """Return the IDs a connection was fed, in order."""
     ids: list[int] = []
     for each in world.answers:
         if each.connection == connection and isinstance(each.message, messages.FeedBatch):
@@ -1276,7 +1276,7 @@ def test_replicas_are_reported_with_what_is_archived() -> None:
     assert found == (3, 9, "m", 77)
 
 
-def test_a_proof_that_a_session_took_with_it_is_requested_in_the_next() -> None:
+def test_a_proof_lost_with_its_session_is_requested_in_the_next() -> None:
     world = ready()
     asked = world.send(A, messages.ReplicasRequest(world.req_id(ALICE), linearizable=True))
     world.close()
