@@ -175,6 +175,20 @@ def _principal_pattern() -> Any:  # noqa: ANN401 - see `setting`
     )
 
 
+def _audit_log() -> Any:  # noqa: ANN401 - see `setting`
+    return setting(
+        "",
+        "The file of the audit log: administrative requests, denied requests and revisions of the "
+        "permissions, as JSON lines. An administrative request is rejected if the file cannot be "
+        "written. SIGHUP opens it again. Needs `access`. Empty: none.",
+    )
+
+
+def _check_audit(audit_log: str, access: str) -> None:
+    if audit_log and access == "off":
+        raise BadConfig('audit_log: expected access = "report" or "on" with it, found "off"')
+
+
 def _check_hosts(listen_host: str, advertised_host: str, http_host: str) -> None:
     """Raise BadConfig for an impossible host, or if the process would publish none."""
     bare = advertised_host.removeprefix("[").removesuffix("]")  # an IPv6 address may have them
@@ -341,6 +355,7 @@ class StorageConfig(TlsConfig, ZooKeeperConfig):
     insecure_network: bool = _insecure_network()
     access: str = _access()
     principal_pattern: str = _principal_pattern()
+    audit_log: str = _audit_log()
 
     def validate(self) -> None:
         """Check relations between fields; raises BadConfig."""
@@ -353,6 +368,7 @@ class StorageConfig(TlsConfig, ZooKeeperConfig):
                 f'tls_transition: expected none with access = "on", which requires TLS, found '
                 f"{self.tls_transition!r}"
             )
+        _check_audit(self.audit_log, self.access)
         self._check_ports_differ("port", "admin_port", "http_port")
 
 
@@ -558,7 +574,7 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
     balance_interval_ms: int = _ms(
         5_000,
         'How often servers report loads and consider moves, if `balance` is "load". Too short: '
-        "work for ZooKeeper.",
+        "more load on ZooKeeper.",
         minimum=50,
     )
     balance_window_ms: int = _ms(
@@ -583,6 +599,7 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
     insecure_network: bool = _insecure_network()
     access: str = _access()
     principal_pattern: str = _principal_pattern()
+    audit_log: str = _audit_log()
 
     def validate(self) -> None:
         """Check relations between fields; raises BadConfig."""
@@ -595,6 +612,7 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
                 f'tls_transition: expected none with access = "on", which requires TLS, found '
                 f"{self.tls_transition!r}"
             )
+        _check_audit(self.audit_log, self.access)
         self._check_ports_differ("port", "http_port")
         self._check_at_most("retry_interval_ms_min", "retry_interval_ms_max")
         self._check_at_most("balance_interval_ms", "balance_window_ms")

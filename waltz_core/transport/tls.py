@@ -250,6 +250,8 @@ def _check_without_tls(config: ServerConfig | StorageConfig) -> None:
         raise BadConfig('tls: expected "on" with tls_transition')
     if config.access == "on":
         raise BadConfig('tls: expected "on" with access = "on", which identifies peers by TLS')
+    if config.audit_log:
+        raise BadConfig('tls: expected "on" with audit_log, since access control needs it')
 
 
 def log_failure(peer: str, failure: str) -> None:

@@ -109,7 +109,7 @@ def test_settings_win_over_the_connect_string(files, tmp_path):
     context = tls.dialing(config, connect)
     assert context is not None
     assert not context.check_hostname
-    # What a daemon's settings lack, its connect string says.
+    # The connect string supplies what the daemon's settings lack.
     both = server(
         connect=f"{CONNECT}?tls={files.authorities}",
         tls_certificate=files.certificate,
@@ -230,7 +230,7 @@ def test_a_key_with_a_password_does_not_prompt(files, tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl")
-def test_the_commands_of_the_page_make_files_that_fit(tmp_path):
+def test_the_documented_commands_create_valid_files(tmp_path):
     page = (Path(__file__).parents[3] / "docs" / "operations.md").read_text(encoding="utf-8")
     script = page.partition("## TLS")[2].split("```")[1]
     environment = os.environ | {"HOST": "storage1.example"}
@@ -258,15 +258,15 @@ def test_the_commands_of_the_page_make_files_that_fit(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "problem"),
     [
         ({"tls": "yes"}, "tls: expected one of nothing, on, off, found 'yes'"),
         ({"tls_verify": "host"}, "tls_verify: expected one of name, chain, nothing, found 'host'"),
         ({"tls": "on", "tls_key": "k"}, "tls_key: expected tls_certificate as well"),
     ],
 )
-def test_invalid_tls_values_are_rejected(settings, said):
-    with pytest.raises(BadConfig, match=said):
+def test_invalid_tls_values_are_rejected(settings, problem):
+    with pytest.raises(BadConfig, match=problem):
         ClientConfig(**settings)
 
 
@@ -330,7 +330,7 @@ def test_only_a_transition_to_dialing_dials_with_tls(files):
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "found"),
     [
         ({"tls_transition": "accept"}, 'tls: expected "on" with tls_transition'),
         ({"tls_transition": "both"}, "tls_transition: expected one of nothing, accept, dial"),
@@ -340,9 +340,9 @@ def test_only_a_transition_to_dialing_dials_with_tls(files):
         ),
     ],
 )
-def test_a_transition_leads_to_tls(settings, said):
+def test_a_transition_leads_to_tls(settings, found):
     for make_config in (server, storage):
-        with pytest.raises(BadConfig, match=said):
+        with pytest.raises(BadConfig, match=found):
             tls.listening(make_config(**settings))
 
 
@@ -353,7 +353,7 @@ def failure(reason: str) -> ssl.SSLError:
 
 
 @pytest.mark.parametrize(
-    ("reason", "said"),
+    ("reason", "problem"),
     [
         ("WRONG_VERSION_NUMBER", "expected TLS, found plain TCP"),
         ("UNSUPPORTED_PROTOCOL", "no common version: expected TLS 1.2 or 1.3"),
@@ -366,8 +366,8 @@ def failure(reason: str) -> ssl.SSLError:
         ("BAD_SIGNATURE", "TLS has failed: bad signature"),
     ],
 )
-def test_handshake_errors_are_described(reason, said):
-    assert tls.failure_text(failure(reason)).startswith(said)
+def test_handshake_errors_are_described(reason, problem):
+    assert tls.failure_text(failure(reason)).startswith(problem)
 
 
 def test_other_errors_than_tls_are_reported_unchanged():
@@ -399,7 +399,7 @@ def test_a_certificate_for_another_host_is_reported_at_the_start(
         assert complaint in caplog.text
 
 
-def test_a_key_that_peers_do_not_take_is_reported_at_the_start(tmp_path, caplog):
+def test_a_certificate_that_peers_reject_is_reported_at_the_start(tmp_path, caplog):
     key = ec.generate_private_key(ec.SECP256K1())  # no curve of TLS 1.3, nor of our contexts
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "waltz")])
     certificate = (

@@ -4,7 +4,7 @@ A client that writes for an attempt of a task checks, before each mount, that no
 begun; otherwise it is like any client.
 
 Rules (docs/spark.md, "Exactly once"; `cluster/writes.py`):
-    1. An attempt appends with the task's client id, and mounts with connection sequences from
+    1. An attempt appends with the task's client ID, and mounts with connection sequences from
        attempt * 2**32 on: the highest attempt that has mounted fences the others, for as long as
        the generation lasts.
     2. `check` runs before each mount, after the mount's generation was read: a server of a later
@@ -17,6 +17,7 @@ Rules (docs/spark.md, "Exactly once"; `cluster/writes.py`):
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from waltz_core.access.client_ids import ClientIdentity
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.writes import TaskState, WriteState, check_name
 from waltz_core.cluster.zookeeper import zookeeper_session
@@ -113,9 +114,14 @@ class TaskClaim:
 
     @property
     def state(self) -> TaskState:
-        """Client id, attempt and runs of the task."""
+        """Client ID, attempt and runs of the task."""
         assert self._task_state is not None, "a write that is done has no attempts"
         return self._task_state
+
+    @property
+    def identity(self) -> ClientIdentity:
+        """The client ID of the task."""
+        return ClientIdentity(self.state.client_id)
 
     @property
     def connection_sequence(self) -> int:
@@ -132,7 +138,7 @@ class TaskClaim:
         await self._open_coordinator().writes.check(self.write, self.task, self.state.attempt)
 
     async def other_clients(self) -> set[int]:
-        """Return the client ids of the other tasks that an earlier run has begun."""
+        """Return the client IDs of the other tasks that an earlier run has begun."""
         tasks = await self._open_coordinator().writes.tasks(self.write)
         return {
             int(state.client_id)

@@ -34,7 +34,14 @@ from waltz_core.cluster.zookeeper.unreadable import follow_permissions, follow_r
 from waltz_core.config.declarations import NO_GROUP, ServerConfig
 from waltz_core.driver import loop_clock_ms
 from waltz_core.metrics import Health, Metrics, serve_pages
-from waltz_core.records.record import FRAME_BYTES_MAX, Generation, PartitionId, ReplicaId, ServerId
+from waltz_core.records.record import (
+    FRAME_BYTES_MAX,
+    ClientId,
+    Generation,
+    PartitionId,
+    ReplicaId,
+    ServerId,
+)
 from waltz_core.replication.limits import SessionLimits
 from waltz_core.replication.partition_store import PartitionStore
 from waltz_core.server.append.pace import Pace
@@ -52,6 +59,8 @@ from waltz_core.server.process.preferences import Preferences, within_reach
 from waltz_core.server.process.storage_links import ReadLinks, is_reachable
 from waltz_core.server.read.cache import CacheBudget, FeedCache, TransactionCache
 from waltz_core.transport import net, tls
+from waltz_core.transport.port_files import open_port_files
+from waltz_core.transport.quota_metrics import publish_quotas
 from waltz_core.wire.messages import WireProtocol
 
 _log = logging.getLogger(__name__)
@@ -98,7 +107,7 @@ async def serve(
         cluster = await retry_start_step(
             "the cluster", coordinator.read_cluster, timeout_ms=limit_ms
         )
-        server_id = await retry_start_step("an id", coordinator.next_server_id, timeout_ms=limit_ms)
+        server_id = await retry_start_step("an ID", coordinator.next_server_id, timeout_ms=limit_ms)
         try:
             await Server(config, coordinator, cluster, server_id).serve(stop, on_ready)
         except BaseExceptionGroup as group:
@@ -175,9 +184,8 @@ class Server:
                 )
                 await stack.enter_async_context(pages)
             self._port_ssl = ssl = tls.listening(config)
-            if ssl is not None:
-                loop = asyncio.get_running_loop()
-                loop.add_signal_handler(signal.SIGHUP, tls.renew, config, ssl, self._ssl)
+            files = open_port_files(config, ssl, self._ssl, metrics=self.metrics)
+            await stack.enter_async_context(files)
             listener = await net.listen(
                 WireProtocol.CLIENT,
                 config.listen_host,
@@ -218,6 +226,7 @@ class Server:
                 )
                 tasks.create_task(follow_readable(coordinator.follow_servers, self._owned))
                 tasks.create_task(self._publish())
+                tasks.create_task(publish_quotas(self.metrics, "server", self._port_ssl))
                 tasks.create_task(self._run_preference_restore())
                 tasks.create_task(self._neighbors.report(coordinator.reach, self._is_open))
                 if self._config.balance == "load":
@@ -432,6 +441,10 @@ class Server:
     def append_times(self) -> Sequence[AppendTime]:
         """Return the append latencies of the storages over the last minute (`clients.Backend`)."""
         return self._append_times.recent(loop_clock_ms())
+
+    async def next_client_id(self) -> ClientId:
+        """Issue a client ID that was never used before (`clients.Backend`)."""
+        return await self._coordinator.issued_ids.next()
 
     async def check_connectivity(self) -> Sequence[tuple[str, bool]]:
         """Try to connect to every storage of the replica assignment (`clients.Backend`)."""
