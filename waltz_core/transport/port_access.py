@@ -210,7 +210,10 @@ class ConnectionAccess:
         """
         declared = message.requires
         if isinstance(declared, ByField):
-            declared = declared.requirements[getattr(message, declared.field)]
+            found = getattr(message, declared.field)
+            if found not in declared.requirements:
+                return BadRequest(f"{type(message).__name__}: {declared.field} {found} is unknown")
+            declared = declared.requirements[found]
         if isinstance(declared, Exempt):
             return self._not_a_request(message)
         named = message.own_partitions() if declared.scope is Scope.OWN else ()

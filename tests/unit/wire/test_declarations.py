@@ -24,6 +24,7 @@ from waltz_core.wire.messages import (
     AppendRequest,
     ClientMessage,
     OpenRequest,
+    RegistryOperation,
     WireProtocol,
 )
 
@@ -79,8 +80,9 @@ def test_each_message_and_each_value_of_its_field_is_in_the_generated_page(messa
 )
 def test_a_declaration_by_field_has_each_value_of_that_field(message):
     (field,) = [f for f in dataclasses.fields(message) if f.name == message.requires.field]
-    assert "BOOL" in str(field.type) or "Bool" in str(field.type)
-    assert set(message.requires.requirements) == {False, True}
+    expected = {"reader": {False, True}, "wants_feed": {False, True}}
+    expected["operation"] = set(RegistryOperation)
+    assert set(message.requires.requirements) == expected[field.name]
 
 
 def test_each_protocol_has_one_message_with_a_credential():
