@@ -212,7 +212,11 @@ class ConnectionAccess:
         if isinstance(declared, ByField):
             found = getattr(message, declared.field)
             if found not in declared.requirements:
-                return BadRequest(f"{type(message).__name__}: {declared.field} {found} is unknown")
+                expected = list(map(int, declared.requirements))
+                return BadRequest(
+                    f"{type(message).__name__}: expected {declared.field} of {expected}, "
+                    f"found {found}"
+                )
             declared = declared.requirements[found]
         if isinstance(declared, Exempt):
             return self._not_a_request(message)

@@ -142,10 +142,14 @@ class RangeForm(IntEnum):
     HEADERS = 1  # 28 bytes each: id, request id, header
 
 
+# RANGE_REQUEST: like HEADERS, only those of the request's client ID (protocol L; 2 is LOCATIONS).
+OWN_HEADERS = 3
 # PREPARED: the storage does not support archiving.
 NO_ARCHIVING = -2
 # MOUNT_WRITER: the writer has no mark and uses the log's.
 LATEST_MARK = -2
+# MOUNT_WRITER, CLIENT_ID_RESPONSE: there is no proof.
+NO_PROOF = bytes(16)
 # Limits on counts for which a decoder allocates memory, in addition to the frame's size.
 TEXT_BYTES_MAX = 64 * 1024
 # Entries of one field that become Python objects: locks, texts, lineage, records, pairs.
@@ -541,7 +545,7 @@ class MountWriter(ClientMessage):
     `connection_sequence` fences older connections of the same client id: the highest one wins for
     the whole generation, also after its connection was closed. `high_water_mark` is the client's
     mark or `LATEST_MARK`. `header_values` filters the feed by application header; empty means no
-    filter.
+    filter. `proof` is that of the client ID (`ClientIdResponse`).
     """
 
     code = 66
@@ -551,6 +555,7 @@ class MountWriter(ClientMessage):
     high_water_mark: Int64
     wants_feed: Bool
     header_values: Int32s = ()
+    proof: Raw16 = field(default=NO_PROOF, metadata={"since": 8, "is_extra": True}, repr=False)
 
 
 @value(frozen=True, slots=True)
@@ -571,11 +576,20 @@ class Mounted(ClientMessage):
 class RangeRequest(ClientMessage):
     """Read committed transactions first..last, at most about `bytes_max` of them.
 
-    `header_values` filters by application header at the server; empty means no filter.
+    `header_values` filters by application header at the server; empty means no filter. With form
+    `OWN_HEADERS` (L 8) the answer has only headers of the request's client ID, which must be
+    mounted on the same connection, and no lineage.
     """
 
     code = 68
-    requires = all_of(READ)
+    requires = by_field(
+        "form",
+        {
+            RangeForm.WHOLE: all_of(READ),
+            RangeForm.HEADERS: all_of(READ),
+            OWN_HEADERS: all_of(APPEND),
+        },
+    )
     since = 5
     first: Int64
     last: Int64
@@ -768,6 +782,27 @@ class Authenticated(ClientMessage):
     since = 8
 
 
+@value(frozen=True, slots=True)
+class ClientIdRequest(ClientMessage):
+    """Request a client ID that was never issued before."""
+
+    code = 89
+    requires = one_of(READ, APPEND, scope=Scope.ANY)
+    since = 8
+
+
+@value(frozen=True, slots=True)
+class ClientIdResponse(ClientMessage):
+    """A client ID of the connection's principal, with the proof for its mounts.
+
+    The proof is `NO_PROOF` if the server has no permissions.
+    """
+
+    code = 90
+    requires = ANSWER
+    since = 8
+    client_id: Int32
+    proof: Raw16 = field(repr=False)
 class RegistryOperation(IntEnum):
     """An operation on the registry of exactly-once writes (`cluster/writes.py`)."""
 
@@ -820,14 +855,14 @@ class RegistryResponse(ClientMessage):
     `result` is the node of the write (BEGIN, READ, FINISH; empty if there is none) or of the task
     (ENTER), JSON as in ZooKeeper. For TASKS it is a JSON object: `tasks` has the numbers of all
     tasks, `others` the client IDs of those that another run has begun. `proof` is that of the
-    task's client ID (ENTER; empty if the cluster has no permissions).
+    task's client ID (ENTER; `NO_PROOF` if the server has no permissions).
     """
 
     code = 92
     requires = ANSWER
     since = 8
     result: Blob = b""
-    proof: Blob = b""
+    proof: Raw16 = field(default=NO_PROOF, repr=False)
 
 
 # ---------------------------------------------------------------------------------------------
