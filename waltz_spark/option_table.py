@@ -74,7 +74,13 @@ OPTIONS: tuple[Option, ...] = (
         "`latest`, or JSON by partition, inclusive; it must name each partition that is read. "
         "`latest` is resolved once, on the driver.",
     ),
-    Option("partitions", Use.READ, "all", "Which partitions of the log to read: `0,3,5`."),
+    Option(
+        "partitions",
+        Use.BOTH,
+        "all",
+        "Which partitions of the log to use: `0,3,5`. Writing: rows without a lock are distributed "
+        "over these; a row that belongs to another one is an error.",
+    ),
     Option(
         "columns",
         Use.BOTH,

@@ -103,6 +103,7 @@ class WriteOptions:
     """The options of a write."""
 
     connect: str
+    partitions: tuple[int, ...] | None = None
     data_format: str | None = None
     partition_by: str | None = None
     marks: Marks = field(default_factory=dict)
@@ -240,6 +241,7 @@ def parse_write(options: Mapping[str, str]) -> WriteOptions:
     encryption_key, key_column = parser.encryption()
     return WriteOptions(
         connect=parser.connect(),
+        partitions=parser.ints("partitions", minimum=0),
         data_format=parser.optional_choice("dataFormat", DATA_FORMATS),
         partition_by=parser.text("partitionBy"),
         marks=parser.marks("clientHighWaterMarks"),
