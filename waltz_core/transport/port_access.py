@@ -250,6 +250,16 @@ class ConnectionAccess:
             _log.warning("access.would_deny peer=%s error=%s", self.peer, error)
         return error if is_enforced else None
 
+    def is_only_reported(self, error: PermissionDenied, message: Message) -> bool:
+        """Log a denial that depends on the state of an object; return whether rule 6 permits it."""
+        is_enforced = self._port.is_enforced
+        if self._port.must_log(self.principal, type(message).__name__):
+            if is_enforced:
+                _log.warning("access.denied peer=%s error=%s", self.peer, error)
+            else:
+                _log.warning("access.would_deny peer=%s error=%s", self.peer, error)
+        return not is_enforced
+
     def _not_a_request(self, message: Message) -> WaltzError | None:
         if not self._port.is_enforced:
             return None

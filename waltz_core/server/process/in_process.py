@@ -42,6 +42,7 @@ from waltz_core.server.process.append_times import AppendTime
 from waltz_core.server.process.clients import Clients
 from waltz_core.server.process.flow import FlowLimits
 from waltz_core.server.process.log_in_memory import REPLICA, MemoryLog, MemoryStore
+from waltz_core.server.process.registry_requests import RegistryRequests
 from waltz_core.server.process.storage_links import Tasks
 from waltz_core.server.read.cache import CacheBudget, FeedCache, TransactionCache
 from waltz_core.transport import net
@@ -137,6 +138,7 @@ class MemoryServer:
         self.address = ""
         self.failure: Exception | None = None
         self.client_ids = itertools.count(1)
+        self.registry: RegistryRequests | None = None  # there is no ZooKeeper
         # How long each client waits for an outcome.
         self.outcome_timeout_s: dict[int, float] = {}
         self.clients = Clients(self, _FLOW, tasks, Metrics("server"))
