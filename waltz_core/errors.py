@@ -6,7 +6,7 @@ module defines exceptions.
     WaltzError
       UsageError        the call is wrong; do not retry
         BadConfig (NoCluster), BadRequest, ClientAhead, TooLarge, UnknownPartition,
-        NotOpen, BelowStart, PermissionDenied
+        NotOpen, BelowStart, PermissionDenied (ClientIdDenied)
       Unavailable       try again (retriable)
         NotMounted, NotOwned, Overloaded, SessionLost, NoSpace, Unreachable (TlsFailed),
         CoordinatorUnavailable, OutcomeUnknown, CoordinatorOutcomeUnknown, ViewBehind,
@@ -132,6 +132,15 @@ class PermissionDenied(UsageError):
     """
 
     code = 19
+
+
+class ClientIdDenied(PermissionDenied):
+    """The client ID of a mount does not belong to the principal of the connection.
+
+    Action: Open a client without `client_id`; it requests another ID from a server.
+    """
+
+    code = 50
 
 
 class Unavailable(WaltzError):

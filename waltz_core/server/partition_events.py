@@ -148,12 +148,14 @@ class Received:
     """A client's request for this partition arrived, `cost_bytes` long.
 
     `wall_ms` is the wall clock: it becomes a commit stamp, and no decision depends on it.
+    `principal`: a mount binds its client ID to it (`mounts.py`, rule 7); empty for others.
     """
 
     connection: ConnectionId
     message: ClientMessage
     cost_bytes: int
     wall_ms: int
+    principal: str = ""
 
 
 @value(frozen=True, slots=True)

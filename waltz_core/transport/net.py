@@ -32,11 +32,13 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, cast
 
 import uvloop
 
+from waltz_core.access.client_ids import NO_PROOF
 from waltz_core.access.principals import ANONYMOUS
 from waltz_core.access.tokens import Token
 from waltz_core.errors import (
     AuthenticationFailed,
     BadConfig,
+    PermissionDenied,
     RemoteProtocolError,
     TlsFailed,
     Unreachable,
@@ -52,7 +54,7 @@ from waltz_core.wire.connection import (
     HelloReceived,
     ProtocolFailed,
 )
-from waltz_core.wire.messages import Hello, Message, WireProtocol
+from waltz_core.wire.messages import Hello, Message, MountRequest, MountWriter, WireProtocol
 
 if TYPE_CHECKING:
     from waltz_core.transport.port_access import ConnectionAccess, PortAccess
@@ -391,7 +393,11 @@ class Link:
 
     def proof_of(self, client_id: int) -> bytes:
         """Return the proof of a client ID that is issued to a listener's peer."""
-        return NO_PROOF
+        return NO_PROOF if self.access is None else self.access.proof_of(client_id)
+
+    def binds(self, mount: MountRequest | MountWriter) -> str:
+        """Return the principal to which a mount binds its client ID, or "" for none."""
+        return "" if self.access is None else self.access.binds(mount)
 
     def denial(self, request: Message) -> WaltzError | None:
         """Return the error for a peer's request that is denied; None: it is permitted (rule 8)."""

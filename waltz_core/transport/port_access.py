@@ -4,14 +4,18 @@ Rules:
     1. A valid token decides alone; without one, the verified certificate decides. Without either
        the principal is `anonymous`.
     2. A missing node, or one with an older revision, changes nothing: the known permissions stay.
-    3. A revision that takes something from a principal, or its token, ends its connections: their
-       unsent bytes are dropped. So does the end of the token's or the certificate's validity.
+    3. A revision that takes something from a principal, or its token, or that gives the token to
+       another principal, ends its connections: their unsent bytes are dropped. So does the end of
+       the token's or the certificate's validity.
     4. Before the port has read the permissions, it rejects every request with an error that can be
        retried.
     5. A peer whose version does not have the error `PermissionDenied` gets `BadRequest`; a
        connection that sends an answer instead of a request is ended.
     6. With `access = "report"` only an invalid token is rejected, or ends a connection. A denied
        request is logged, and permitted.
+    7. A mount needs a client ID with a proof for the connection's principal (AC 9). While the
+       permissions accept 0.13, an ID below `FIRST_ISSUED` needs none: it belongs to the principal
+       that mounts it first in a generation (`server/append/mounts.py`).
 """
 
 import asyncio
@@ -21,6 +25,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from waltz_core.access.client_ids import FIRST_ISSUED, NO_PROOF, is_proof, proof_of
 from waltz_core.access.grants import NO_GRANT, Granted, Grants
 from waltz_core.access.permissions import KnownToken, Permissions
 from waltz_core.access.principals import ANONYMOUS, Certificate, compiled_pattern, principal_of
@@ -29,13 +34,21 @@ from waltz_core.access.tokens import hash_of
 from waltz_core.errors import (
     AuthenticationFailed,
     BadRequest,
+    ClientIdDenied,
     PermissionDenied,
     PermissionsUnread,
     RemoteProtocolError,
     WaltzError,
 )
 from waltz_core.wire.admin_messages import AuthenticateForAdmin
-from waltz_core.wire.messages import Authenticate, AuthenticateAtStorage, Message, WireProtocol
+from waltz_core.wire.messages import (
+    Authenticate,
+    AuthenticateAtStorage,
+    Message,
+    MountRequest,
+    MountWriter,
+    WireProtocol,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -192,6 +205,7 @@ class ConnectionAccess:
 
     def check_again(self) -> None:
         """Compare with a new revision; end the connection by rule 3."""
+        principal = self.principal
         if self._token_hash is not None:
             try:
                 known = self._port.known_token(self._token_hash)
@@ -200,7 +214,9 @@ class ConnectionAccess:
                 return
             self.principal, self.expires_ms = known.principal, known.expires_ms
         earlier, self._granted = self._granted, self._grants()
-        if self._port.is_enforced and not self._granted.covers(earlier):
+        # The client IDs that are mounted belong to the principal (rule 7).
+        is_changed = self.principal != principal or not self._granted.covers(earlier)
+        if self._port.is_enforced and is_changed:
             self._end(f"the permissions of {self.principal} have changed")
 
     def denial(self, message: Message, version: int | None) -> WaltzError | None:
@@ -212,7 +228,7 @@ class ConnectionAccess:
         if isinstance(declared, ByField):
             found = getattr(message, declared.field)
             if found not in declared.requirements:
-                expected = list(map(int, declared.requirements))
+                expected = ", ".join(map(str, declared.requirements))
                 return BadRequest(
                     f"{type(message).__name__}: expected {declared.field} of {expected}, "
                     f"found {found}"
@@ -226,7 +242,44 @@ class ConnectionAccess:
             if missing is not None:
                 error = self._denied(declared, missing, partition, message)
                 return self._as_known(error, message.protocol, version) if error else None
+        if isinstance(message, MountRequest | MountWriter) and not self._is_own_id(message):
+            error = self._reported(lambda: ClientIdDenied(self._id_text(message)), message)
+            return self._as_known(error, message.protocol, version) if error else None
         return None
+
+    def proof_of(self, client_id: int) -> bytes:
+        """Return the proof of a client ID that is issued to the principal."""
+        known = self._port.permissions
+        return NO_PROOF if known is None else proof_of(known.client_key, client_id, self.principal)
+
+    def binds(self, message: MountRequest | MountWriter) -> str:
+        """Return the principal to which a mount without a proof binds its ID (rule 7), or ""."""
+        is_bound = self._port.is_enforced and message.req_id.client_id < FIRST_ISSUED
+        return self.principal if is_bound else ""
+
+    def _is_own_id(self, message: MountRequest | MountWriter) -> bool:
+        """Rule 7, up to the first mount."""
+        known, client_id = self._port.permissions, message.req_id.client_id
+        if known is None:
+            return True
+        proof = bytes(message.proof) if isinstance(message, MountWriter) else NO_PROOF
+        if known.accepts_0_13 and client_id < FIRST_ISSUED and proof == NO_PROOF:
+            return True
+        return is_proof(proof, known.client_key, client_id, self.principal)
+
+    def _id_text(self, message: MountRequest | MountWriter) -> str:
+        client_id = message.req_id.client_id
+        hint = (
+            ""
+            if client_id >= FIRST_ISSUED
+            else (
+                " Hint: `waltz-core access accept-0-13 on` accepts IDs that ZooKeeper has issued."
+            )
+        )
+        return (
+            f"partition {message.req_id.partition_id}: expected a client ID with the proof that "
+            f"it belongs to {self.principal}, found ID {client_id} without one.{hint}"
+        )
 
     def _denied(
         self,
@@ -235,15 +288,23 @@ class ConnectionAccess:
         partition: int | None,
         message: Message,
     ) -> WaltzError | None:
-        is_enforced, is_known = self._port.is_enforced, self._port.grants is not None
-        if not is_known:
+        if self._port.grants is None:
+            is_enforced = self._port.is_enforced
             return PermissionsUnread("the permissions were not read yet") if is_enforced else None
+        return self._reported(
+            lambda: PermissionDenied(
+                _denied_text(self.principal, requirement, missing, partition, message)
+            ),
+            message,
+        )
+
+    def _reported(self, make: Callable[[], WaltzError], message: Message) -> WaltzError | None:
+        """Log a denial, and return its error; None by rule 6."""
+        is_enforced = self._port.is_enforced
         must_log = self._port.must_log(self.principal, type(message).__name__)
         if not (is_enforced or must_log):
             return None
-        error = PermissionDenied(
-            _denied_text(self.principal, requirement, missing, partition, message)
-        )
+        error = make()
         if must_log and is_enforced:
             _log.warning("access.denied peer=%s error=%s", self.peer, error)
         elif must_log:
@@ -252,13 +313,7 @@ class ConnectionAccess:
 
     def is_only_reported(self, error: PermissionDenied, message: Message) -> bool:
         """Log a denial that depends on the state of an object; return whether rule 6 permits it."""
-        is_enforced = self._port.is_enforced
-        if self._port.must_log(self.principal, type(message).__name__):
-            if is_enforced:
-                _log.warning("access.denied peer=%s error=%s", self.peer, error)
-            else:
-                _log.warning("access.would_deny peer=%s error=%s", self.peer, error)
-        return not is_enforced
+        return self._reported(lambda: error, message) is None
 
     def _not_a_request(self, message: Message) -> WaltzError | None:
         if not self._port.is_enforced:

@@ -20,6 +20,7 @@ from dataclasses import field
 from enum import Enum, IntEnum
 from typing import Annotated, ClassVar, TypeAlias
 
+from waltz_core.access.client_ids import NO_PROOF
 from waltz_core.access.requirements import (
     ADMINISTER,
     ANSWER,
@@ -148,8 +149,6 @@ OWN_HEADERS = 3
 NO_ARCHIVING = -2
 # MOUNT_WRITER: the writer has no mark and uses the log's.
 LATEST_MARK = -2
-# MOUNT_WRITER, CLIENT_ID_RESPONSE: there is no proof.
-NO_PROOF = bytes(16)
 # Limits on counts for which a decoder allocates memory, in addition to the frame's size.
 TEXT_BYTES_MAX = 64 * 1024
 # Entries of one field that become Python objects: locks, texts, lineage, records, pairs.

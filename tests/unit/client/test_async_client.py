@@ -59,7 +59,7 @@ async def test_a_client_describes_its_cluster():
         assert client.client_id is None  # a client that only reads needs none
         assert await client.high_water_marks() == {0: -1, 1: -1, 2: -1}
         assert await client.mount() == {0: -1, 1: -1, 2: -1}
-        assert client.client_id == 1
+        assert client.client_id == FIRST_ISSUED
 
 
 @on_virtual_loop

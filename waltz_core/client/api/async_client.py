@@ -20,9 +20,11 @@ from random import Random
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from waltz_core import errors
+from waltz_core.access.client_ids import ClientIdentity
 from waltz_core.client.api.contexts import ContextRun, LoopContext, RunnableContext
 from waltz_core.client.api.opening import OpenedByConnect, Opening, settings_of
 from waltz_core.client.api.subscriptions import Subscriptions
+from waltz_core.client.links.client_ids import ClientIds
 from waltz_core.client.links.connections import ServerLinks
 from waltz_core.client.links.directory import (
     ClusterInfo,
@@ -99,8 +101,12 @@ class AsyncWaltzClient(OpenedByConnect):
         )
         self.requests = OwnerRequests(directory, self.links, config, self.random)
         self._connect = connect
-        self._client_id = client_id
-        self._id_lock = asyncio.Lock()
+        self.ids = ClientIds(
+            directory,
+            self.links,
+            timeout_s=config.mount_timeout_ms / 1000,
+            given=None if client_id is None else ClientIdentity(client_id),
+        )
         self._connection_sequence = 0
         self.claim: TaskClaim | None = None
         self._partitions: dict[int, ClientPartition] = {}
@@ -135,7 +141,7 @@ class AsyncWaltzClient(OpenedByConnect):
         """Open a client; await the result, or use it in `async with`.
 
         `connect` is "host:port[,host:port]/root". `client_id` is for writers that keep their ID
-        across restarts; all other clients get a new one from ZooKeeper. With `partitions` the
+        across restarts; all other clients get a new one from a server. With `partitions` the
         client appends to these only, and they replace all partitions as the default of its methods:
         for a principal that has permissions for some partitions.
 
@@ -197,7 +203,7 @@ class AsyncWaltzClient(OpenedByConnect):
             await self.directory.close()
             raise
         if self.claim is not None and not self.claim.is_done:
-            self._client_id = self.claim.state.client_id
+            self.ids.give(self.claim.identity)
             self._connection_sequence = self.claim.connection_sequence
         started = asyncio.Event()
         # The one task outside the group: it holds the group of all others until `close`.
@@ -237,7 +243,7 @@ class AsyncWaltzClient(OpenedByConnect):
                     while partition.appends.has_pending:
                         await partition.appends.wait_for_earlier()
         except TimeoutError:
-            _log.warning("client.closed_with_pending client=%s", self._client_id)
+            _log.warning("client.closed_with_pending client=%s", self.client_id)
         finally:  # NB: also when the loop ends before that: a thread may wait for an outcome
             for partition in self._partitions.values():
                 partition.close()
@@ -314,7 +320,8 @@ class AsyncWaltzClient(OpenedByConnect):
     @property
     def client_id(self) -> int | None:
         """The client ID; None before the first mount."""
-        return self._client_id
+        known = self.ids.current
+        return None if known is None else known.client_id
 
     @property
     def has_pending(self) -> bool:
@@ -695,16 +702,9 @@ class AsyncWaltzClient(OpenedByConnect):
 
     async def _partition(self, partition_id: PartitionId) -> ClientPartition:
         found = self._partitions.get(partition_id)
-        if found is not None:
-            return found
-        async with self._id_lock:
-            if self._client_id is None:
-                self._client_id = await self.directory.next_client_id()
-        # NB: another task may have created it meanwhile.
-        found = self._partitions.get(partition_id)
         if found is None:
             if self._closing.is_set():  # nothing would end it
                 raise errors.UsageError(_CLOSED)
-            found = ClientPartition(partition_id, self._client_id, self)
+            found = ClientPartition(partition_id, self)
             self._partitions[partition_id] = found
         return found

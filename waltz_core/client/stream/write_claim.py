@@ -17,6 +17,7 @@ Rules (docs/spark.md, "Exactly once"; `cluster/writes.py`):
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from waltz_core.access.client_ids import ClientIdentity
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.writes import TaskState, WriteState, check_name
 from waltz_core.cluster.zookeeper import zookeeper_session
@@ -116,6 +117,11 @@ class TaskClaim:
         """Client id, attempt and runs of the task."""
         assert self._task_state is not None, "a write that is done has no attempts"
         return self._task_state
+
+    @property
+    def identity(self) -> ClientIdentity:
+        """The client ID of the task."""
+        return ClientIdentity(self.state.client_id)
 
     @property
     def connection_sequence(self) -> int:

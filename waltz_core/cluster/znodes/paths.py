@@ -91,6 +91,13 @@ ZNODES = (
         _MEMBERS,
     ),
     Znode("R/x/writes/W/T", "persistent", "TaskState (JSON)", "each attempt of task T", _MEMBERS),
+    Znode(
+        "R/x/client",
+        "persistent",
+        "int32, last issued id",
+        "servers, at the request of clients",
+        _MEMBERS,
+    ),
     Znode("R/x/restored", "persistent", "RestoredFrom (JSON)", "restore", _PUBLIC),
     Znode(
         "R/x/access",
@@ -254,6 +261,11 @@ class ClusterPaths:
     def write(self, name: str) -> str:
         """One write, and parent of its tasks."""
         return f"{self.writes}/{name}"
+
+    @property
+    def issued_client_ids(self) -> str:
+        """Counter of the client ids that servers issue."""
+        return f"{self.root}/x/client"
 
     @property
     def restored_from(self) -> str:

@@ -30,7 +30,7 @@ from waltz_core.legacy.legacy_client import (
     LegacyResponse,
 )
 from waltz_core.metrics import Metrics
-from waltz_core.records.record import PartitionId
+from waltz_core.records.record import ClientId, PartitionId
 from waltz_core.server.partition_events import (
     Closed,
     Congested,
@@ -55,6 +55,8 @@ from waltz_core.wire.messages import (
     AppendTimesResponse,
     CheckConnectivityRequest,
     CheckConnectivityResponse,
+    ClientIdRequest,
+    ClientIdResponse,
     ClientMessage,
     ExpireRequest,
     FeedRequest,
@@ -113,8 +115,10 @@ class Served(Protocol):
     def post(self, event: Event) -> None:
         """Pass an event to its machine."""
 
-    def receive(self, connection: ConnectionId, message: ClientMessage, cost_bytes: int) -> None:
-        """Pass a client's request to its machine."""
+    def receive(
+        self, connection: ConnectionId, message: ClientMessage, cost_bytes: int, principal: str = ""
+    ) -> None:
+        """Pass a client's request to its machine; `principal` as in `Received`."""
 
 
 class Backend(Protocol):
@@ -130,6 +134,9 @@ class Backend(Protocol):
 
     def append_times(self) -> Sequence[AppendTime]:
         """Return the append latencies of the storages over the last minute."""
+
+    async def next_client_id(self) -> ClientId:
+        """Issue a client ID that was never used before."""
 
     @property
     def registry(self) -> RegistryRequests | None:
@@ -395,7 +402,11 @@ class Clients:
             client.hosts[partition_id] = host
             if client.is_congested:
                 host.post(Congested(connection))
-        host.receive(connection, message, request.cost_bytes)
+        if isinstance(message, MountRequest | MountWriter):
+            principal = client.link.binds(message)
+            host.receive(connection, message, request.cost_bytes, principal)
+        else:
+            host.receive(connection, message, request.cost_bytes)
 
     def _rejection(self, connection: ConnectionId, request: AdmittedRequest) -> SendToClient:
         """Return the answer to a request for a partition that is not served here."""
@@ -442,6 +453,9 @@ class Clients:
         elif isinstance(message, AddPreferredRequest | RemovePreferredRequest):
             self._tasks.create_task(self._prefer(connection, message, cost_bytes))
             return
+        elif isinstance(message, ClientIdRequest):
+            self._tasks.create_task(self._issue_client_id(connection, message, cost_bytes))
+            return
         elif isinstance(message, RegistryRequest) and self._backend.registry is not None:
             answering = self._backend.registry.answer(message, self._clients[connection].link)
             self._tasks.create_task(self._serve_registry(connection, request, answering))
@@ -458,6 +472,19 @@ class Clients:
         checks, self._checks = self._checks, []
         for connection, (message, cost_bytes) in checks:
             answer = CheckConnectivityResponse(message.req_id, reachable)
+            self.answer(SendToClient(connection, answer, cost_bytes))
+
+    async def _issue_client_id(
+        self, connection: ConnectionId, message: ClientIdRequest, cost_bytes: int
+    ) -> None:
+        try:
+            client_id = await self._backend.next_client_id()
+        except errors.WaltzError as error:
+            self.answer(error_answer(connection, message.req_id, cost_bytes, error, message))
+            return
+        client = self._clients.get(connection)
+        if client is not None:
+            answer = ClientIdResponse(message.req_id, client_id, client.link.proof_of(client_id))
             self.answer(SendToClient(connection, answer, cost_bytes))
 
     async def _serve_registry(

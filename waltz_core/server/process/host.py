@@ -149,10 +149,12 @@ class Host:
         """Pass an event to the machine."""
         self._driver.post(event)
 
-    def receive(self, connection: ConnectionId, message: ClientMessage, cost_bytes: int) -> None:
+    def receive(
+        self, connection: ConnectionId, message: ClientMessage, cost_bytes: int, principal: str = ""
+    ) -> None:
         """Pass a client's request to the machine."""
         wall_ms = time.time_ns() // 1_000_000
-        self._driver.post(Received(connection, message, cost_bytes, wall_ms))
+        self._driver.post(Received(connection, message, cost_bytes, wall_ms, principal))
 
     def own(self, generation: Generation, replicas: tuple[ReplicaId, ...]) -> None:
         """The assignment names this server, or has a new generation or other replicas."""

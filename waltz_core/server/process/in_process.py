@@ -22,7 +22,7 @@ from waltz_core import errors
 from waltz_core.config.declarations import MIB
 from waltz_core.driver import Driver
 from waltz_core.metrics import Metrics
-from waltz_core.records.record import BEFORE_FIRST, Generation, PartitionId, ReqId
+from waltz_core.records.record import BEFORE_FIRST, ClientId, Generation, PartitionId, ReqId
 from waltz_core.replication.session_events import TakeOwnership
 from waltz_core.server.append.pace import Pace
 from waltz_core.server.partition.served_partition import Partition
@@ -171,6 +171,10 @@ class MemoryServer:
         for link in self._listener.links:
             link.abort("a partition has failed")
 
+    async def next_client_id(self) -> ClientId:
+        """Issue a client ID (`clients.Backend`)."""
+        return ClientId(next(self.client_ids))
+
     def append_times(self) -> Sequence[AppendTime]:
         """There are no storages (`clients.Backend`)."""
         return ()
@@ -239,7 +243,9 @@ class MemoryHost:
         """Whether it accepts appends."""
         return self._partition.is_open
 
-    def receive(self, connection: ConnectionId, message: ClientMessage, cost_bytes: int) -> None:
+    def receive(
+        self, connection: ConnectionId, message: ClientMessage, cost_bytes: int, principal: str = ""
+    ) -> None:
         """Pass a client's request to the machine, unless a fault applies."""
         if isinstance(message, AppendRequest | AppendBatch):
             if self._fails(connection, message, cost_bytes):
@@ -251,7 +257,7 @@ class MemoryHost:
                 self._server.answer(error_answer(connection, message.req_id, cost_bytes, error))
                 return
         wall_ms = time.time_ns() // 1_000_000
-        self.post(Received(connection, message, cost_bytes, wall_ms))
+        self.post(Received(connection, message, cost_bytes, wall_ms, principal))
 
     def _fails(
         self, connection: ConnectionId, message: AppendRequest | AppendBatch, cost_bytes: int

@@ -34,7 +34,14 @@ from waltz_core.cluster.zookeeper.unreadable import follow_permissions, follow_r
 from waltz_core.config.declarations import NO_GROUP, ServerConfig
 from waltz_core.driver import loop_clock_ms
 from waltz_core.metrics import Health, Metrics, serve_pages
-from waltz_core.records.record import FRAME_BYTES_MAX, Generation, PartitionId, ReplicaId, ServerId
+from waltz_core.records.record import (
+    FRAME_BYTES_MAX,
+    ClientId,
+    Generation,
+    PartitionId,
+    ReplicaId,
+    ServerId,
+)
 from waltz_core.replication.limits import SessionLimits
 from waltz_core.replication.partition_store import PartitionStore
 from waltz_core.server.append.pace import Pace
@@ -155,7 +162,7 @@ class Server:
         self._view: ServersView | None = None
         self._tasks = asyncio.TaskGroup()
         self.registry = RegistryRequests(
-            coordinator.writes, coordinator.next_client_id, self.partition_count, self._tasks
+            coordinator.writes, self.next_client_id, self.partition_count, self._tasks
         )
         self._clients = Clients(self, _flow_limits(config), self._tasks, self.metrics)
         self._neighbors = Neighbors(
@@ -440,6 +447,10 @@ class Server:
     def append_times(self) -> Sequence[AppendTime]:
         """Return the append latencies of the storages over the last minute (`clients.Backend`)."""
         return self._append_times.recent(loop_clock_ms())
+
+    async def next_client_id(self) -> ClientId:
+        """Issue a client ID that was never used before (`clients.Backend`)."""
+        return await self._coordinator.issued_ids.next()
 
     async def check_connectivity(self) -> Sequence[tuple[str, bool]]:
         """Try to connect to every storage of the replica assignment (`clients.Backend`)."""
