@@ -27,8 +27,7 @@ Rules (docs/spark.md, "Exactly once"):
     9. A principal has at most `WRITES_MAX` writes. Concurrent calls may exceed this by a few.
 """
 
-import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -48,8 +47,6 @@ NAME_CHARACTERS_MAX = 200
 WRITES_MAX = 10_000
 # A node of ZooKeeper has at most 1 MiB.
 NODE_BYTES_MAX = 900 * 1024
-# Tasks that are read at the same time.
-_READS_MAX = 100
 _WITHOUT_OWNER = ("", ANONYMOUS)
 # How long a node of format 1 is kept: its time is that of a driver's clock.
 KEEP_MS_OF_FORMAT_1 = 365 * 24 * 3_600 * 1_000
@@ -322,24 +319,18 @@ class WriteRegistry:
 
     async def tasks(self, write: str) -> dict[int, TaskState]:
         """Return the tasks that were ever begun."""
-        numbers = await self.task_numbers(write)
         found: dict[int, TaskState] = {}
-        for start in range(0, len(numbers), _READS_MAX):
-            part = numbers[start : start + _READS_MAX]
-            paths = [self._path(write, task) for task in part]
-            nodes = await self._read_nodes(paths)
-            for task, path, node in zip(part, paths, nodes, strict=True):
-                if node is not None:
-                    found[task] = decode_node(path, node, TaskState.from_bytes)
+        for task in await self.task_numbers(write):
+            state = await self.task_state(write, task)
+            if state is not None:
+                found[task] = state
         return found
 
-    async def _read_nodes(self, paths: Sequence[str]) -> list[Node | None]:
-        try:
-            async with asyncio.TaskGroup() as group:
-                reads = [group.create_task(self._znodes.get(path)) for path in paths]
-        except BaseExceptionGroup as failed:
-            raise failed.exceptions[0] from None
-        return [read.result() for read in reads]
+    async def task_state(self, write: str, task: int) -> TaskState | None:
+        """Return a task; None if it was never begun, or was removed."""
+        path = self._path(write, task)
+        node = await self._znodes.get(path)
+        return None if node is None else decode_node(path, node, TaskState.from_bytes)
 
     async def task_numbers(self, write: str) -> list[int]:
         """Return the numbers of the tasks that were ever begun."""
@@ -454,6 +445,15 @@ class WriteRegistry:
             await self._znodes.sync()
             return False
         return True
+
+
+def client_ids_of_others(run: str, tasks: Mapping[int, TaskState]) -> dict[int, int]:
+    """Return the client IDs of the tasks that another run than this one has begun."""
+    return {
+        number: int(task.client_id)
+        for number, task in tasks.items()
+        if any(each != run for each in task.runs)
+    }
 
 
 def check_name(write: str) -> None:

@@ -802,6 +802,8 @@ class ClientIdResponse(ClientMessage):
     since = 8
     client_id: Int32
     proof: Raw16 = field(repr=False)
+
+
 class RegistryOperation(IntEnum):
     """An operation on the registry of exactly-once writes (`cluster/writes.py`)."""
 

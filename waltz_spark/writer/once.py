@@ -3,8 +3,8 @@
 It handles the rows of an exactly-once write; the client handles its attempts (`TaskClaim`).
 
 Rules (docs/spark.md, "Exactly once"):
-    1. The log is read after all partitions of the write are mounted: from then on no earlier attempt of this
-       task can append, so the result stays valid.
+    1. The log is read after all partitions of the write are mounted: from then on no earlier
+       attempt of this task can append, so the result stays valid.
     2. Rows are matched with records as a multiset of partition, header and data: an attempt may
        have them in another order. A row with a round-robin partition matches in any partition. Rows
        that are equal in these, but not in locks or mark, are not interchangeable: with a record of

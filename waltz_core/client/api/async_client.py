@@ -197,9 +197,10 @@ class AsyncWaltzClient(OpenedByConnect):
             if self._own_partitions is not None:
                 self._own_partitions = self._checked_own(self._own_partitions)
             if self.claim is not None:
-                await self.claim.open(self.config)
+                await self.claim.open(self)
         except BaseException:
             self._is_closed = True
+            await self.links.close("the client could not be opened")
             await self.directory.close()
             raise
         if self.claim is not None and not self.claim.is_done:

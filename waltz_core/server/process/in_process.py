@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from random import Random
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from waltz_core import errors
 from waltz_core.config.declarations import MIB
@@ -42,7 +42,6 @@ from waltz_core.server.process.append_times import AppendTime
 from waltz_core.server.process.clients import Clients
 from waltz_core.server.process.flow import FlowLimits
 from waltz_core.server.process.log_in_memory import REPLICA, MemoryLog, MemoryStore
-from waltz_core.server.process.registry_requests import RegistryRequests
 from waltz_core.server.process.storage_links import Tasks
 from waltz_core.server.read.cache import CacheBudget, FeedCache, TransactionCache
 from waltz_core.transport import net
@@ -58,6 +57,9 @@ from waltz_core.wire.messages import (
     ReplicasResponse,
     WireProtocol,
 )
+
+if TYPE_CHECKING:
+    from waltz_core.server.process.registry_requests import RegistryRequests
 
 # A prime, and small: a table is made for every partition of every test.
 LOCK_SLOT_COUNT: Final = 65_537

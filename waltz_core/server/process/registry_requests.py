@@ -21,7 +21,13 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final, Protocol
 
 from waltz_core import errors
-from waltz_core.cluster.writes import NAME_CHARACTERS_MAX, NODE_BYTES_MAX, WriteRegistry
+from waltz_core.cluster.writes import (
+    NAME_CHARACTERS_MAX,
+    NODE_BYTES_MAX,
+    TaskState,
+    WriteRegistry,
+    client_ids_of_others,
+)
 from waltz_core.records import strict_json
 from waltz_core.records.record import ClientId
 from waltz_core.server.process.storage_links import Tasks
@@ -31,6 +37,7 @@ _log = logging.getLogger(__name__)
 
 KEEP_MS_MAX: Final = 365 * 24 * 3_600 * 1_000
 TURNS_MAX: Final = 16
+_READS_MAX: Final = 100
 
 
 class Requester(Protocol):
@@ -111,7 +118,7 @@ class RegistryRequests:
             case RegistryOperation.CHECK:
                 await writes.check(write, _task(request), request.attempt)
             case RegistryOperation.TASKS:
-                return await self._tasks(request, writes, given.text("run"))
+                return await self._read_tasks(request, writes, given.text("run"))
             case RegistryOperation.FINISH:
                 done = await writes.finish(write, given.summary(), given.keep_ms())
                 return RegistryResponse(request.req_id, done.to_bytes())
@@ -121,16 +128,12 @@ class RegistryRequests:
                 raise errors.BadRequest(f"the registry has no operation {unknown}")
         return RegistryResponse(request.req_id)
 
-    async def _tasks(
+    async def _read_tasks(
         self, request: RegistryRequest, writes: WriteRegistry, run: str
     ) -> RegistryResponse:
         await writes.read(request.write)  # it checks the owner
-        tasks = await writes.tasks(request.write)
-        others = {
-            str(number): int(task.client_id)
-            for number, task in tasks.items()
-            if any(each != run for each in task.runs)
-        }
+        tasks = await _states_of(writes, request.write)
+        others = {str(number): each for number, each in client_ids_of_others(run, tasks).items()}
         result = strict_json.to_json({"tasks": list(tasks), "others": others})
         return RegistryResponse(request.req_id, result)
 
@@ -210,6 +213,22 @@ class _Arguments:
         return errors.BadRequest(
             f"argument {name}: expected {expected}, found {self._values.get(name)!r:.200}"
         )
+
+
+async def _states_of(writes: WriteRegistry, write: str) -> dict[int, TaskState]:
+    """Read all tasks of a write, many at the same time: there may be a hundred thousand."""
+    numbers = await writes.task_numbers(write)
+    found: dict[int, TaskState] = {}
+    for start in range(0, len(numbers), _READS_MAX):
+        part = numbers[start : start + _READS_MAX]
+        try:
+            async with asyncio.TaskGroup() as group:
+                reads = {each: group.create_task(writes.task_state(write, each)) for each in part}
+        except BaseExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        states = {number: read.result() for number, read in reads.items()}
+        found |= {number: state for number, state in states.items() if state is not None}
+    return found
 
 
 def _task(request: RegistryRequest) -> int:
