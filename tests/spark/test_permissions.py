@@ -66,7 +66,7 @@ def tenant(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         place = cluster.connect.partition("?")[0]
         members.write_text(MEMBERS)
         set_up(cluster, f"{place}?auth={administrators}&tls={tls}", token)
-        yield f"{place}?auth={members}&tls={certificates.authorities}&token_file={token}"
+        yield f"{place}?tls={certificates.authorities}&token_file={token}"
 
 
 def test_a_tenant_writes_and_reads_its_own_partitions(spark: SparkSession, tenant: str) -> None:

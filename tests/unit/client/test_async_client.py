@@ -14,6 +14,7 @@ from tests.loops import on_virtual_loop
 from tests.patience import HANG_S
 from tests.unit.client.memory_cluster import IN_MEMORY_CONFIG, KEY, memory_cluster, two_clients
 from waltz_core import errors
+from waltz_core.access.client_ids import FIRST_ISSUED
 from waltz_core.client import (
     LATEST,
     AsyncCallbacks,
@@ -97,9 +98,7 @@ class Fixed(TransactionContext):
 @on_virtual_loop
 async def test_a_client_of_some_partitions_uses_no_others():
     async with memory_cluster(partition_count=4) as cluster, cluster.client().opened() as whole:
-        await whole.append(b"x", partition=2)
-        for server in cluster.servers:
-            server.received.clear()
+        await (await whole.append(b"x", partition=2))
         at = AsyncWaltzClient.at(whole.layout(), IN_MEMORY_CONFIG, client_id=7, partitions=[3, 1])
         async with at as client:
             assert await client.high_water_marks() == {1: -1, 3: -1}

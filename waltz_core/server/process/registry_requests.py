@@ -203,10 +203,10 @@ class _Arguments:
         return found
 
     def summary(self) -> dict[str, Any]:
-        """Return the summary of a write; an empty one stands for a write that is being removed."""
+        """Return the summary of a write."""
         found = self._values.get("summary")
-        if not isinstance(found, dict) or not found:
-            raise self._wrong("summary", "an object that is not empty")
+        if not isinstance(found, dict):
+            raise self._wrong("summary", "an object")
         return found
 
     def _wrong(self, name: str, expected: str) -> errors.BadRequest:
