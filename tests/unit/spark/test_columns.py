@@ -316,5 +316,5 @@ def test_partition_by_does_not_depend_on_the_chosen_partitions() -> None:
     """Writers with other partitions would put the same key elsewhere, where locks do not see it."""
     (other,) = [key for key in range(100) if spread(lock_hash("", key), 4) == 2][:1]
     batch = pa.record_batch({"data": pa.array([b"x"]), "key": pa.array([other], pa.int64())})
-    with pytest.raises(BadRequest, match="column 'key' chooses the partition: .* partition 2 of"):
+    with pytest.raises(BadRequest, match=r"column 'key' chooses the partition: .* partition 2 of"):
         shaper(replace(SOME, partition_by="key")).shape(batch)
