@@ -52,7 +52,7 @@ async def a_task_has_one_last_attempt(world: World, root: str) -> None:
     assert await second.writes.tasks("w-1") == {5: three, 6: other}
 
 
-async def a_write_that_is_over_is_over_for_all(world: World, root: str) -> None:
+async def a_write_that_has_ended_ends_for_all_its_tasks(world: World, root: str) -> None:
     first, second = await created(world, root), await member(world, root)
     await first.writes.begin("w", MARKS, 1_000)
     await first.writes.enter("w", 0, "run", first.next_client_id)
@@ -80,7 +80,7 @@ async def a_write_that_is_over_is_over_for_all(world: World, root: str) -> None:
             await over
 
 
-async def the_time_of_a_write_begins_with_its_last_change(world: World, root: str) -> None:
+async def the_retention_of_a_write_begins_with_its_last_change(world: World, root: str) -> None:
     one = await created(world, root)
     for name, keep_ms in (("begun", FOR_LONG), ("done", FOR_LONG), ("over", 0)):
         await one.writes.begin(name, MARKS, keep_ms)
@@ -91,7 +91,7 @@ async def the_time_of_a_write_begins_with_its_last_change(world: World, root: st
     assert await one.writes.forget_expired() == ["done"]
 
 
-async def of_a_series_none_begins_after_a_later_one(world: World, root: str) -> None:
+async def no_write_of_a_series_begins_after_a_later_one(world: World, root: str) -> None:
     one = await created(world, root)
     for name in ("s-9", "s-10", "other-77", "s-x"):
         await one.writes.begin(name, MARKS, 1_000, in_series=name != "s-x")
@@ -102,7 +102,7 @@ async def of_a_series_none_begins_after_a_later_one(world: World, root: str) -> 
     assert (await one.writes.begin("s-11", {}, 1, in_series=True)).marks == {}
 
 
-async def a_write_with_many_tasks_is_forgotten_whole(world: World, root: str) -> None:
+async def a_write_with_many_tasks_is_removed_completely(world: World, root: str) -> None:
     one = await created(world, root)
     await one.writes.begin("w", MARKS, 1_000)
     client_id = await one.next_client_id()
@@ -118,8 +118,8 @@ async def a_write_with_many_tasks_is_forgotten_whole(world: World, root: str) ->
 
 SCENARIOS = [
     a_task_has_one_last_attempt,
-    a_write_that_is_over_is_over_for_all,
-    the_time_of_a_write_begins_with_its_last_change,
-    of_a_series_none_begins_after_a_later_one,
-    a_write_with_many_tasks_is_forgotten_whole,
+    a_write_that_has_ended_ends_for_all_its_tasks,
+    the_retention_of_a_write_begins_with_its_last_change,
+    no_write_of_a_series_begins_after_a_later_one,
+    a_write_with_many_tasks_is_removed_completely,
 ]

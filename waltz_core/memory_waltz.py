@@ -273,7 +273,7 @@ class _MemoryDirectory:
         return dict.fromkeys(storages, 0)
 
     async def next_client_id(self) -> int:
-        """Allocate a client id that was never used before."""
+        """Allocate a client ID that was never used before."""
         client_id = next(self._server.client_ids)
         self.take(client_id)
         return client_id

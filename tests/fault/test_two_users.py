@@ -8,7 +8,7 @@ import pytest
 from kazoo.security import make_digest_acl_credential
 
 from tests.commands import run_command
-from tests.fault.doctor import await_findings, doctor, from_elsewhere
+from tests.fault.doctor import await_findings, from_elsewhere
 from tests.fault.load import Load, Scenario, all_engaged, owners, wait_until
 from tests.patience import HANG_S
 from waltz_core.client import WaltzClient
@@ -84,8 +84,8 @@ class Rolling:
                 client.append(b"row", partition=0).result(HANG_S)
         with WaltzClient(administrators) as client:
             client.high_water_marks()
-        assert doctor(*from_elsewhere(members)) == []
-        assert doctor(*from_elsewhere(administrators)) == []
+        await_findings([], *from_elsewhere(members))
+        await_findings([], *from_elsewhere(administrators))
         (found,) = await_findings(["zookeeper-access-denied"], *from_elsewhere(self.public))
         assert "requires authentication at " in found["sentence"]
         denied = run_command("cluster", "auto-assign", "--connect", members)

@@ -73,7 +73,7 @@ def sent_again_on_a_new_link() -> Patches:
 
 
 @switch
-def spoiled_link_mounted_again() -> Patches:
+def avoided_link_mounted_again() -> Patches:
     """A link on which an append was never answered is mounted again."""
     original = PartitionStream._open_link
 

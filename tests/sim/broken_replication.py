@@ -309,7 +309,7 @@ def connections_are_replaced() -> Patches:
 
 @switch
 def settled_by_id() -> Patches:
-    """Appends of the session before are committed if their ids are at or below the new mark."""
+    """Appends of the session before are committed if their IDs are at or below the new mark."""
     original = Settlement._settle
 
     def _settle(self, committed_last):

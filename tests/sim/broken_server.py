@@ -51,7 +51,7 @@ def locks_written_at_commit() -> Patches:
         LockTable.validate_one,
         AppendPipeline.committed,
     )
-    later = {}  # table -> what was entered too early, by id
+    later = {}  # table -> what was entered too early, by ID
 
     def without_entries(self, call, next_id):
         before = self._slots.copy()

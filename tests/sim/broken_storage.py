@@ -315,7 +315,7 @@ def marker_not_kept() -> Patches:
 
 
 @switch
-def group_goes_on_after_a_refusal() -> Patches:
+def group_continues_after_a_rejection() -> Patches:
     """After a rejected append, later appends of its group are acknowledged."""
     original = work._append_group
 

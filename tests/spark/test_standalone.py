@@ -65,11 +65,14 @@ def both(
         if not hub.is_apart:
             plugins = request.config.pluginmanager
             with plugins.get_plugin("capturemanager").global_and_fixture_disabled():
-                said = "no network namespaces here: Spark's workers share the loopback"
-                plugins.get_plugin("terminalreporter").write_line(said)
+                notice = "no network namespaces here: Spark's workers share the loopback"
+                plugins.get_plugin("terminalreporter").write_line(notice)
         with (
             waltz_core.local.running(
-                host=hub.address, server_count=SERVERS, storage_count=STORAGES
+                host=hub.address,
+                insecure_network=True,
+                server_count=SERVERS,
+                storage_count=STORAGES,
             ) as waltz,
             StandaloneSpark(directory, hub, (rims[0], rims[1])).running() as spark,
         ):

@@ -1,12 +1,12 @@
 """The registry of exactly-once writes: each enters the log once, however often its tasks run.
 
 The processes of a write do not know each other, and several may run the same task. They agree here
-on the marks from which the write started, the client id of each task, the latest attempt of a task,
+on the marks from which the write started, the client ID of each task, the latest attempt of a task,
 and whether the write is done.
 
 Rules (docs/spark.md, "Exactly once"):
     1. The first process writes the starting marks; they never change.
-    2. A task keeps its client id forever. Each attempt increments the task's attempt number by
+    2. A task keeps its client ID forever. Each attempt increments the task's attempt number by
        compare-and-set; if the outcome of that is unknown, it is incremented once more.
     3. An attempt continues while it is the latest one, and the write is neither done nor removed:
        `check` decides from the state of ZooKeeper after the call.

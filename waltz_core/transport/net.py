@@ -18,7 +18,8 @@ Rules:
     7. A dialer that has a token states it first, and passes the link to its user when the peer has
        accepted it. A listener's link has the principal of its peer; a token that is not accepted
        closes it.
-    8. The user of a listener's link processes a request only after `denial` or `permitted`.
+    8. The user of a listener's link processes a request only after `denial` or `permitted`. Those
+       of a principal with limits wait before that, in `throttle.py`.
     9. All of this holds with TLS; bytes that TLS has passed to the socket do not count as unsent;
        up to the limits of rules 3 and 4 may wait there in addition.
 """
@@ -34,10 +35,13 @@ import uvloop
 
 from waltz_core.access.client_ids import NO_PROOF
 from waltz_core.access.principals import ANONYMOUS
+from waltz_core.access.quotas import REQUEST_BYTES_MIN
 from waltz_core.access.tokens import Token
 from waltz_core.errors import (
     AuthenticationFailed,
     BadConfig,
+    LocalProtocolError,
+    Overloaded,
     PermissionDenied,
     RemoteProtocolError,
     TlsFailed,
@@ -45,6 +49,7 @@ from waltz_core.errors import (
     WaltzError,
 )
 from waltz_core.transport import lookup, tcp, tls
+from waltz_core.transport.throttle import Throttle
 from waltz_core.transport.tls_port import BACKLOG, TlsPort
 from waltz_core.wire import authentication
 from waltz_core.wire.connection import (
@@ -57,6 +62,7 @@ from waltz_core.wire.connection import (
 from waltz_core.wire.messages import Hello, Message, MountRequest, MountWriter, WireProtocol
 
 if TYPE_CHECKING:
+    from waltz_core.transport.audit_log import AuditedRequest
     from waltz_core.transport.port_access import ConnectionAccess, PortAccess
 
 _log = logging.getLogger(__name__)
@@ -110,7 +116,8 @@ async def dial(
 
     Raises Unreachable if there is no connection within `timeout_s` seconds, TlsFailed if only one
     side uses TLS, or a certificate is not accepted, AuthenticationFailed if the token cannot be
-    read or is not accepted, RemoteProtocolError if the peer speaks another protocol.
+    read or is not accepted, Overloaded if its principal has too many connections there,
+    RemoteProtocolError if the peer speaks another protocol.
     """
     host, port = split_address(address)
     token = await _read_token(address, ssl)
@@ -171,6 +178,8 @@ async def _state_token(link: "Link", token: Token) -> None:
     link.send(credential)
     answer, *more = await link.receive()
     error = authentication.error_in(answer)
+    if isinstance(error, Overloaded):
+        raise Overloaded(f"{link.address}: {error}", error.retry_after_ms)
     if error is not None:
         raise AuthenticationFailed(f"{link.address}: {error}")
     if more:
@@ -316,6 +325,7 @@ class Link:
         self._is_listener = is_listener
         self._port_access: PortAccess | None = None
         self._has_messages = False  # the first one may be a token
+        self._throttle: Throttle | None = None  # only for a principal with limits
         self._transport: asyncio.Transport | None = None
         self._loop = asyncio.get_running_loop()
         # Callbacks: for its beginning, messages, its end.
@@ -403,6 +413,11 @@ class Link:
         """Return the error for a peer's request that is denied; None: it is permitted (rule 8)."""
         return None if self.access is None else self.access.denial(request, self.version)
 
+    def feeds_ended(self, partition_id: int) -> None:
+        """The feeds of a partition have ended, and do not count for the limit any more."""
+        if self._throttle is not None:
+            self._throttle.feeds_ended(partition_id)
+
     def permitted(self, requests: list[Message]) -> list[Message]:
         """Return the requests that are permitted; answer the others (rule 8)."""
         if self.access is None:
@@ -415,6 +430,10 @@ class Link:
             else:
                 self.send(authentication.rejected(request, self.version, error))
         return permitted
+
+    def audited(self, request: Message) -> "AuditedRequest | None":
+        """Return a peer's request for the audit log; None: it need not be written."""
+        return None if self.access is None else self.access.audited(request)
 
     # ------------------------------------------------------------------ receiving
 
@@ -472,6 +491,8 @@ class Link:
         else:
             self._transport.writelines(buffers)
         self._sent(sum(map(len, buffers)))
+        if self._throttle is not None:
+            self._throttle.sent(message)
 
     def send_all(self, messages: Sequence[Message]) -> None:
         """Send messages in order with one system call; see `send`."""
@@ -557,6 +578,8 @@ class Link:
         self._arrived.set()
         self._drained.set()
         self._transport = None
+        if self._throttle is not None:
+            self._throttle.stop()
         if self._port_access is not None and self.access is not None:
             self._port_access.closed(self.access)
         if self._on_lost is not None:
@@ -580,7 +603,7 @@ class Link:
         if messages and not self._has_messages:
             messages = self._without_token(messages)
         if messages and not self.is_closed:
-            self._hand_over(messages, count)
+            self._pass_on(messages, count)
         if failed is not None:
             if str(failed) != FOUND_TLS:
                 _log.warning("net.protocol_error peer=%s error=%s", self.address, failed)
@@ -589,22 +612,43 @@ class Link:
             self.abort(str(failed))
 
     def _without_token(self, messages: list[Message]) -> list[Message]:
-        """Take the token, if the first message of a peer is one (rule 7); return the others."""
+        """Take the token, if the first message of a peer is one (rule 7); return the others.
+
+        The connection counts for its principal from now on.
+        """
         self._has_messages = True
         first = messages[0]
-        if not self._is_listener or not isinstance(first, authentication.CREDENTIALS):
-            return messages
+        is_token = self._is_listener and isinstance(first, authentication.CREDENTIALS)
+        credential = cast("authentication.Credential", first) if is_token else None
         try:
-            self._take_token(first)
+            if credential is not None:
+                self._take_token(credential)
+            if self.access is not None:
+                self.access.enter()
         except AuthenticationFailed as error:
             host = self.address.rpartition(":")[0]
             if tls.is_new_failure(host, str(error)):
                 _log.warning("access.token_rejected peer=%s error=%s", host, error)
-            self.send(authentication.rejected(first, self.version, error))
-            self.close(str(error))
+            if self.access is not None:
+                self.access.token_rejected(first, str(error))
+            self._reject(first, error)
+        except Overloaded as error:
+            self._reject(first, error)
         else:
-            self.send(authentication.accepted(first))
+            if credential is None:
+                return messages
+            self.send(authentication.accepted(credential))
         return messages[1:]
+
+    def _reject(self, first: Message, error: WaltzError) -> None:
+        """Answer the first message with an error, and close the connection."""
+        try:
+            self.send(authentication.rejected(first, self.version, error))
+        except LocalProtocolError:  # a 0.13 client, which would connect again without a pause
+            self.pause_reading()
+            self._set_timer(CLOSE_S_MAX, lambda: self.abort(str(error)))
+        else:
+            self.close(str(error))
 
     def _take_token(self, credential: authentication.Credential) -> None:
         """Take the principal of a token; raises AuthenticationFailed."""
@@ -618,6 +662,20 @@ class Link:
         self._set_timer(_TICK_S, self._tick)
         if self._on_ready is not None:
             self._on_ready(self)
+
+    def _pass_on(self, messages: list[Message], count: int) -> None:
+        """Hand messages over, at once or when the limits of their principal permit it (rule 8)."""
+        if self._throttle is None:
+            if self.access is None or self.access.quota is None:
+                self._hand_over(messages, count)
+                return
+            self._throttle = Throttle(self.access, self._hand_over_throttled)
+        self._throttle.receive(messages)
+
+    def _hand_over_throttled(self, messages: list[Message]) -> None:
+        if messages and not self.is_closed:
+            self._hand_over(messages, REQUEST_BYTES_MIN * len(messages))
+        self._update_reading()
 
     def _hand_over(self, messages: list[Message], count: int) -> None:
         if self._on_messages is not None:
@@ -650,6 +708,7 @@ class Link:
             return
         is_wanted = not (
             self._is_paused_by_owner
+            or (self._throttle is not None and self._throttle.is_pausing)
             or self._inbox_bytes > _INBOX_BYTES_MAX
             or (self._is_listener and self.is_congested)
         )

@@ -686,6 +686,7 @@ class ErrorResponse(ClientMessage):
     """The error of a request; the code is that of `errors.py`.
 
     `first_available`: the first ID of the log, if the error is that it begins there; otherwise -1.
+    `retry_after_ms`: the pause before the request may be repeated; 0 if it is not known.
     """
 
     code = 73
@@ -695,6 +696,7 @@ class ErrorResponse(ClientMessage):
     retriable: Bool
     message: Text
     first_available: Int64 = field(default=BEFORE_FIRST, metadata={"since": 7, "is_extra": True})
+    retry_after_ms: Int32 = field(default=0, metadata={"since": 8, "is_extra": True})
 
 
 @value(frozen=True, slots=True)
@@ -1041,7 +1043,11 @@ class RangeRaw(StorageMessage):
 
 @value(frozen=True, slots=True)
 class RangeBytes(StorageMessage):
-    """Records first..first+count-1; `chain_before` is meaningful for whole batches only."""
+    """Records first..first+count-1; `chain_before` is meaningful for whole batches only.
+
+    `ticket`: with record locations, what the storage requires before it passes an open file to this
+    reader (`record_locations.py`); empty without access control.
+    """
 
     code = 73
     requires = ANSWER
@@ -1054,6 +1060,7 @@ class RangeBytes(StorageMessage):
     records_crc: Crc32
     chain_before: Raw16
     lineage: Lineage
+    ticket: Blob = field(default=b"", metadata={"since": 4, "is_extra": True})
 
 
 @value(frozen=True, slots=True)
@@ -1134,6 +1141,7 @@ class Nack(StorageMessage):
     """An error: the code is that of `errors.py`, `promised` the session that was promised.
 
     `first_available`: the first ID of the log, if the error is that it begins there; otherwise -1.
+    `retry_after_ms`: the pause before the request may be repeated; 0 if it is not known.
     """
 
     code = 79
@@ -1143,6 +1151,7 @@ class Nack(StorageMessage):
     promised: Int64
     message: Text
     first_available: Int64 = field(default=BEFORE_FIRST, metadata={"since": 3, "is_extra": True})
+    retry_after_ms: Int32 = field(default=0, metadata={"since": 4, "is_extra": True})
 
 
 @value(frozen=True, slots=True)

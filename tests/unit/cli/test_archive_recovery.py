@@ -92,7 +92,7 @@ def test_nothing_is_archived_if_no_manifest_exists_and_all_logs_begin_at_0(archi
 @pytest.mark.parametrize(
     ("url", "where"), [("", "no archive is configured"), ("file:///nowhere", "file:///nowhere")]
 )
-def test_a_partition_whose_archive_is_not_found_is_refused(archive, url, where):
+def test_a_partition_whose_archive_is_not_found_is_rejected(archive, url, where):
     with pytest.raises(BadRequest) as refused:
         find(archive, url=url, starts={B: 9})
     assert (
@@ -158,7 +158,7 @@ def test_an_archive_that_no_log_continues_is_not_replaced(archive, log, reason):
 
 
 @pytest.mark.parametrize("last", [-1, 9, 23, 28])
-def test_a_log_that_lacks_what_the_archive_has_is_refused(archive, last):
+def test_a_log_that_lacks_archived_transactions_is_rejected(archive, last):
     """With an older manifest, a collection would delete the object that alone has 20..29."""
     with pytest.raises(
         BadRequest, match=f"up to 29, which manifest .* has, found one up to {last}"

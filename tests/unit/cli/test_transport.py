@@ -58,7 +58,7 @@ def test_a_missing_tls_file_is_named(dialed_with, tmp_path):
         dialed_with(tls=str(tmp_path / "absent.pem"))
 
 
-def test_a_bad_connect_string_without_tls_is_reported_by_one_that_uses_it(dialed_with):
+def test_the_transport_checks_a_connect_string_only_if_it_names_tls(dialed_with):
     assert dialed_with(connect="nonsense") is None
     with pytest.raises(BadConfig, match="the connect string"):
         dialed_with(connect="nonsense?tls=on")

@@ -243,7 +243,7 @@ async def test_a_submission_over_the_servers_limit_is_sent_in_two_parts():
 
 @pytest.mark.parametrize("rows", [1, 9])
 @on_virtual_loop
-async def test_contexts_keep_no_order_and_other_appends_do(rows):
+async def test_appends_keep_their_order_and_contexts_do_not(rows):
     for is_attempt in (False, True):
         author = Author(batch_rows=rows, batch_bytes=1 << 20)
         for _ in range(rows):

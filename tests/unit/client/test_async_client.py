@@ -209,7 +209,7 @@ async def test_rows_are_gathered_while_others_are_in_progress():
 
 
 @on_virtual_loop
-async def test_rows_do_not_wait_long_for_an_answer_that_takes_its_time():
+async def test_rows_do_not_wait_long_for_a_slow_answer():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         await client.mount([0])
         server = cluster.servers[0]
@@ -877,32 +877,6 @@ async def test_a_context_whose_first_attempt_is_computed_while_the_client_closes
         with pytest.raises(errors.Unreachable, match="closed before the append was sent"):
             await submitted.result()
         assert context.answered == ["exception Unreachable"]
-
-
-@on_virtual_loop
-async def test_an_append_that_gets_its_partition_after_the_close_fails():
-    """Nothing would end its stream any more, nor the timer of that."""
-    async with memory_cluster() as cluster:
-        client = await cluster.client().open()
-        begun, may_continue = asyncio.Event(), asyncio.Event()
-
-        async def next_client_id():
-            begun.set()
-            await may_continue.wait()
-            return 1
-
-        client.directory.next_client_id = next_client_id
-
-        async def append():
-            with pytest.raises(errors.UsageError, match="the client is closed"):
-                await client.append(b"x", partition=0)
-
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(append())
-            await begun.wait()
-            await client.close()
-            may_continue.set()
-        assert not client._partitions
 
 
 @on_virtual_loop

@@ -96,7 +96,7 @@ def test_only_a_task_of_a_series_begins_a_write(monkeypatch):
     run(scenario, monkeypatch)
 
 
-def test_writes_are_forgotten_by_name_and_when_their_time_is_over(monkeypatch):
+def test_writes_are_forgotten_by_name_and_at_their_expiry(monkeypatch):
     async def scenario(coordinator, _entered):
         registry = coordinator.writes
         for name, keep_ms in (("named", 50), ("old", 0), ("kept", 50)):

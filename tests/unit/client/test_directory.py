@@ -522,7 +522,7 @@ def test_another_cluster_in_the_place_of_a_missing_one_is_rejected():
             in_virtual_time(ask())
 
 
-def test_a_directory_that_opens_where_no_cluster_is_does_not_wait_for_one():
+def test_opening_a_directory_without_a_cluster_does_not_wait_for_one():
     zookeeper = Rebuilt()
     zookeeper.is_missing = True
     directory = directory_of(zookeeper)

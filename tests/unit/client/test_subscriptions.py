@@ -89,7 +89,7 @@ async def test_partitions_are_paused_and_resumed_from_their_mark():
 
 
 @on_virtual_loop
-async def test_from_the_moment_of_subscribing_the_mark_is_the_applications():
+async def test_after_subscribing_the_mark_is_that_of_the_application():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         await write(client, 0, 5)
         callbacks = Shared()
@@ -204,9 +204,9 @@ async def test_a_context_waits_while_its_partition_is_paused():
         future = await two.submit(context)
         await until(lambda: "lock failure" in context.answered)
         async with asyncio.TaskGroup() as group:
-            laying_down = group.create_task(two.set_partitions([]))
+            pausing = group.create_task(two.set_partitions([]))
             await until(lambda: two.partitions == ())
-            assert not laying_down.done()
+            assert not pausing.done()
             callbacks.may_go_on.set()
         assert callbacks.state["value"] == 2
         await two.set_partitions([0])
@@ -550,7 +550,7 @@ async def test_cancelling_a_submit_raises_a_cancelled_error():
 
 
 @on_virtual_loop
-async def test_a_feed_that_cannot_continue_reports_those_that_wait_for_it():
+async def test_a_feed_that_cannot_continue_ends_the_waits_for_it():
     """What fails is not the application's: here, no thread to apply on."""
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         callbacks = Shared()

@@ -143,7 +143,7 @@ def test_requests_that_waltz_0_13_rejects_end_the_connection() -> None:
 # --- appends
 
 
-def test_only_the_feed_reports_commits_and_what_a_flush_finds_is_left_to_it() -> None:
+def test_only_the_feed_reports_commits_even_those_that_a_flush_finds() -> None:
     for reason in (Reason.COMMITTED, Reason.OVERLOADED):
         assert translated(mounted(), result(2, reason)) is None
     assert isinstance(translated(mounted(), result(2, Reason.TOO_LARGE)), InexpressibleError)
@@ -308,13 +308,13 @@ def questions_of(version: int) -> list[ClientMessage]:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_answer_can_be_expressed_in_the_clients_version(version: int) -> None:
-    said: list[Any] = [translated(mounted(version), result(2, reason, 3)) for reason in Reason]
+    responses: list[Any] = [translated(mounted(version), result(2, reason, 3)) for reason in Reason]
     for question in questions_of(version):
         for error in all_errors():
-            said.append(refused(mounted(version), question, error))
-            said.append(refused(LegacyClientAdapter(version), question, error))
+            responses.append(refused(mounted(version), question, error))
+            responses.append(refused(LegacyClientAdapter(version), question, error))
     assert len(all_errors()) > 30
-    for each in said:
+    for each in responses:
         assert not isinstance(each, messages.ErrorResponse)
         if isinstance(each, ClientMessage):
             assert codec.encode(each, version)

@@ -17,7 +17,7 @@ IN_MEMORY_CONFIG = ClientConfig(
 )
 # An original keeps what is in flight to itself.
 NOT_THERE = (
-    client_contract.what_was_refused_for_what_is_in_flight_may_follow_it,
+    client_contract.an_append_rejected_for_one_in_flight_may_follow_it,
     client_contract.a_dependent_append_is_not_ahead_of_other_locks,
 )
 

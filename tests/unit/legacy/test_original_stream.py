@@ -97,7 +97,7 @@ def fed(transaction_id, req_id, header=0):
 
 
 def outcomes(result):
-    """Return ids, reasons and conflicting ids of an append's result."""
+    """Return IDs, reasons and conflicting IDs of an append's result."""
     count = len(result.reasons)
     ids = list(struct.unpack(f">{count}q", result.transaction_ids))
     return (

@@ -51,7 +51,7 @@ def datas_of(cluster):
 
 
 async def results_of(futures):
-    """Return each outcome: an id, or the error."""
+    """Return each outcome: an ID, or the error."""
     await asyncio.wait(futures)
     return [each.exception() or each.result() for each in futures]
 

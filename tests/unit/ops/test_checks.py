@@ -66,7 +66,7 @@ def test_a_server_that_does_not_answer_or_serve(case):
     assert text(case) == f"server {TWO} cannot reach storage {C}"
 
 
-def test_a_storage_that_does_not_answer_for_itself(case):
+def test_a_storage_without_its_registered_identity_or_an_answer(case):
     never = (
         f"storage {A} has never started, or is a Waltz 0.13 storage: its identity is not registered"
     )

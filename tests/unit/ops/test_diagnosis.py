@@ -210,15 +210,15 @@ def test_a_server_that_does_not_answer(case):
 
 def test_a_cluster_that_uses_tls_and_a_doctor_that_does_not(case):
     """No process must be ended for it, and of partitions nothing is known."""
-    said = "expected plain TCP, found TLS"
+    mismatch = "expected plain TCP, found TLS"
     for number in (1, 2):
-        case.server(number, failure=said, is_tls_mismatch=True, served={})
+        case.server(number, failure=mismatch, is_tls_mismatch=True, served={})
     for address in (A, B, C, SPARE):
-        case.storage(address, failure=said, is_tls_mismatch=True, replicas={})
+        case.storage(address, failure=mismatch, is_tls_mismatch=True, replicas={})
     case.facts = replace(case.facts, connect=f"{CONNECT}?auth=/etc/zk")
     found = diagnose(case.facts)
     assert [each.name for each in found] == ["server-tls-failed"] * 2 + ["storage-tls-failed"] * 4
-    assert all(said in each.sentence for each in found)
+    assert all(mismatch in each.sentence for each in found)
     command = f"waltz-core doctor --connect '{CONNECT}?auth=/etc/zk&tls=FILE'"
     assert {each.command for each in found} == {command}
 

@@ -48,7 +48,7 @@ COMPOSED = {"start", "move", "empty", "rebuild", "spread"}
 
 
 @pytest.mark.parametrize("name", list(KINDS))
-def test_a_command_is_understood(name):
+def test_a_printed_command_can_be_parsed(name):
     command = KINDS[name].command
     if command.strip("{}") not in COMPOSED:
         check_understood(command.format_map(VALUES))

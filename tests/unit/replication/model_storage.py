@@ -71,9 +71,9 @@ class Disk:
 
 
 class ModelStorage:
-    """One partition of one storage. `handle` answers, and all that was written before is synced.
+    """One partition of one storage. `handle` answers; everything written earlier is synced.
 
-    A part of a log has at most so many batches: `lineage_max` as entries, `range_batches_max` as
+    One answer has a limited number of batches: `lineage_max` as entries, `range_batches_max` as
     records.
     """
 

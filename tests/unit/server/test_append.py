@@ -180,7 +180,7 @@ class World:
 
 
 def results(outcomes: Sequence[AppendOutcome]) -> dict[ReqId, list[tuple[int, Reason, int]]]:
-    """Return id, reason and conflict of each row of each request that was answered."""
+    """Return ID, reason and conflict of each row of each request that was answered."""
     found = {}
     for outcome in outcomes:
         if isinstance(outcome, SendToClient) and isinstance(outcome.message, AppendResult):
@@ -212,7 +212,7 @@ def faults(outcomes: Sequence[AppendOutcome]) -> list[int]:
 COMMITTED, LOCK, LOST = Reason.COMMITTED, Reason.LOCK, Reason.LOST
 
 
-# --- ids, records, answers
+# --- IDs, records, answers
 
 
 def test_waiting_appends_become_one_batch_in_fair_order() -> None:

@@ -34,6 +34,9 @@ class Link:
     def denial(self, request):
         return self.denied.get(type(request))
 
+    def audited(self, _request):
+        return None
+
     def start(self, received, closed, drained) -> None:
         self.received, self.drained = received, drained
 
@@ -60,7 +63,7 @@ class Host:
     def post(self, event) -> None:
         """Nothing depends on it."""
 
-    def receive(self, connection, message, cost_bytes) -> None:
+    def receive(self, connection, message, cost_bytes, over_limit=None) -> None:
         self.taken.append((connection, message, cost_bytes))
 
 

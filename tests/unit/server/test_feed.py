@@ -34,7 +34,7 @@ CHAIN = Chain(b"c" * 16)
 
 
 class HeaderCache:
-    """Remembers ids from `first` on, each as its own number in 20 bytes."""
+    """Remembers IDs from `first` on, each as its own number in 20 bytes."""
 
     def __init__(self, first: int = 0) -> None:
         self.first = first
@@ -73,7 +73,7 @@ def grant(each: Feed, client: int, mark: int) -> bool:
 
 
 def frames(outcomes: list[object], client: int) -> list[tuple[int, int]]:
-    """Return first id and count of each frame to a client, and check what is in it."""
+    """Return first ID and count of each frame to a client, and check what is in it."""
     found = []
     for outcome in outcomes:
         if isinstance(outcome, SendToClient) and isinstance(outcome.message, FeedBatch):
@@ -234,7 +234,7 @@ def test_abandoning_returns_the_waiting_requests() -> None:
 
 
 # ---------------------------------------------------------------------------------------------
-# filters: the header of each id is the id (see `HeaderCache`)
+# filters: the header of each ID is the ID (see `HeaderCache`)
 
 
 def filtered(each: Feed, client: int, mark: int, until: int, *values: int) -> None:
@@ -244,7 +244,7 @@ def filtered(each: Feed, client: int, mark: int, until: int, *values: int) -> No
 
 
 def picked(outcomes: list[object]) -> list[tuple[int, int, list[int], bytes]]:
-    """Return first id, count, headers and offsets of each frame."""
+    """Return first ID, count, headers and offsets of each frame."""
     messages = [each.message for each in outcomes if isinstance(each, SendToClient)]
     return [
         (

@@ -105,7 +105,7 @@ def test_a_waiting_writer_is_notified_of_the_newest_conflict_of_any_writer() -> 
     assert late not in answered
 
 
-def test_commits_of_no_time_at_all_leave_some_time_too() -> None:
+def test_instant_commits_still_leave_waiting_writers_some_time() -> None:
     world, refused, _ = contended(took_ms=0)
     assert refused[1] in results(world.turn_when_paced())
     assert world.now_ms == NOTIFY_MS_MIN

@@ -71,7 +71,7 @@ def test_which_locks_are_entered(kind: str, enters: bool) -> None:
     assert table.estimate(2) == 0
 
 
-def test_a_row_represents_its_highest_lock() -> None:
+def test_a_row_reports_its_highest_conflict() -> None:
     table = table_at(0)
     validate(table, {"w": [1]}, {"w": [2]}, {"w": [3]})
     found = validate(table, {"w": [1], "r": [3, 2]}, mark=0, high=3)

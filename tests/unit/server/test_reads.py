@@ -188,7 +188,7 @@ def test_a_failed_fetch_is_sent_to_every_replica_and_then_waits() -> None:
 
 
 @pytest.mark.parametrize("others", range(AVOIDED_FETCHES, AVOIDED_FETCHES + 6))
-def test_a_fetch_is_not_tried_where_it_has_failed_while_others_are_left(others: int) -> None:
+def test_a_fetch_is_not_repeated_at_a_failed_replica_while_others_are_left(others: int) -> None:
     each = reads(mark=10_000)
     fetch = fetch_of(ask(each, 0, 9))
     tried = [fetch.replica]
@@ -344,7 +344,7 @@ def test_the_chain_of_feed_headers() -> None:
 
 
 def whole(fetch: Fetch, *ids: int) -> RangeBytes:
-    """The records of these ids, said to be so many from the first that was asked for."""
+    """The records of these IDs, said to be so many from the first that was asked for."""
     runs = [make_run(each, [5]) for each in ids]
     records = b"".join(run for run, _ in runs)
     lengths = b"".join(lengths_to_wire(each) for _, each in runs)

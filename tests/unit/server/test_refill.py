@@ -23,7 +23,7 @@ def end(last: int, history: int = 0) -> LogEnd:
 
 
 def block(last: int, *locks: int, first: int | None = None, history: int = 0) -> bytes:
-    """A block of one transaction by default; it writes the lock of its own id, too."""
+    """A block of one transaction by default; it writes the lock of its own ID, too."""
     low = last if first is None else first
     packed = struct.pack(f">{len(locks) + 1}i", 1_000 + last, *locks)
     return encode(TransactionId(low), end(last, history), end(low - 1).chain, packed)
@@ -43,8 +43,8 @@ class World:
         self.fetches: list[Fetch] = []
         self.reports: list[Report] = []
 
-    def take(self, said: list[Fetch | Report]) -> None:
-        for each in said:
+    def take(self, outcomes: list[Fetch | Report]) -> None:
+        for each in outcomes:
             (self.fetches if isinstance(each, Fetch) else self.reports).append(each)  # type: ignore[arg-type]
 
     def query_locks(self, session: int = SESSION, *, holds: bool = True) -> None:

@@ -367,7 +367,7 @@ def exchange(world, transaction_id):
 @pytest.mark.parametrize(
     ("change", "damaged", "suspect"), [(flip, ((5, 5),), False), (exchange, (), True)]
 )
-def test_rot_above_the_marker_is_damage_where_a_later_entry_calls_the_record_synced(
+def test_rot_above_the_marker_is_damage_if_a_later_entry_states_the_record_as_synced(
     world, change, damaged, suspect
 ):
     """Another record in its place has a right checksum: the batch shows it."""
@@ -700,7 +700,7 @@ def spoil_offset(world, transaction_id):
         file.write(bytes(8))
 
 
-def test_a_truncation_that_truncates_nothing_makes_durable_what_it_keeps(world):
+def test_an_empty_truncation_makes_the_log_durable(world):
     world.append([2], sync=False)
     assert world.log.truncate(1, 1, 1, world.log.chain) == (1, world.log.chain)
     assert world.log.synced_max == 1

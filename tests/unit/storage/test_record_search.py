@@ -178,7 +178,7 @@ def test_the_places_of_records_are_found_in_steps_of_any_size(monkeypatch, step)
     found = 0
     for size in (0, 35, 36, 37, 400):
         for fill in (0, 1, 255):
-            # Small numbers in all places, so that many of them look like ids and lengths.
+            # Small numbers in all places, so that many of them look like IDs and lengths.
             data = bytes(rng.choice((0, 0, 0, fill, rng.randrange(40))) for _ in range(size))
             for after in (0, 5, 1 << 40):
                 for space in (size, 40, 3000):

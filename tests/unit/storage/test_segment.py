@@ -158,7 +158,7 @@ def test_an_unconfirmed_torn_tail_is_truncated(cut):
 
 
 @pytest.mark.parametrize("bad", [0, 2, 4])
-def test_damage_below_what_is_confirmed_keeps_its_place_and_is_filled_durably(bad):
+def test_confirmed_damage_keeps_its_place_and_is_repaired_durably(bad):
     disk = new_disk()
     records, _ = fill_segment(new_segment(disk), [6])
     disk.flip(SEG, offset_of(bad) + 40)
@@ -185,7 +185,7 @@ def test_good_records_in_the_wrong_place_do_not_end_a_hole():
     assert segment.read(0, 29)[0] == records
 
 
-def test_in_an_older_segment_all_that_is_missing_is_damage():
+def test_missing_records_of_an_older_segment_are_damage():
     disk = new_disk()
     fill_segment(new_segment(disk), [6])
     disk.put(SEG, disk.content(SEG)[: offset_of(4) + 7])

@@ -52,7 +52,7 @@ STORAGE_ID = b"the storage's id"
 NO_ID = bytes(16)
 
 
-class MoodyFile:
+class FailingFile:
     """A real file that fails when its disk is configured to fail."""
 
     def __init__(self, file, disk):
@@ -92,7 +92,7 @@ class MoodyDisk(RealDisk):
             raise error
 
     def open(self, path, **how):
-        return MoodyFile(super().open(path, **how), self)
+        return FailingFile(super().open(path, **how), self)
 
 
 class Bench:
@@ -273,7 +273,7 @@ def test_after_a_lost_control_slot_only_a_newer_session_is_accepted(tmp_path):
     bench.engine.abandon()
 
 
-def test_the_same_owner_may_come_again_on_another_connection(bench):
+def test_the_same_owner_may_reconnect(bench):
     owner = bench.owned(5, connection=1)
     assert isinstance(bench.ask(2, prepare(owner)), Prepared)
     assert [each.connection for each in bench.only(service_effects.CloseConnection)] == [1]
@@ -441,7 +441,7 @@ def test_an_append_with_changed_bytes_is_rejected_with_all_later_ones(bench):
     assert bench.log.synced_max == 0
 
 
-def test_appends_are_synced_before_what_comes_after_them(bench):
+def test_appends_are_synced_before_later_requests(bench):
     owner = bench.owned(5)
     bench.send(1, owner.append(), owner.append())
     bench.send(1, owner.make(Truncate, 0, 0, owner.chain), owner.make(Heartbeat))

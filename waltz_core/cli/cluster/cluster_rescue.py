@@ -262,7 +262,7 @@ def _show_replicas(logs: Mapping[ReplicaId, Log], unanswered: Mapping[ReplicaId,
         for each, log in logs.items()
     ]
     rows += [(each, "-", "-", "no answer") for each in unanswered]
-    print_table(("replica", "last session", "last id", "problem"), rows)
+    print_table(("replica", "last session", "last ID", "problem"), rows)
 
 
 async def _archived_of(
@@ -668,7 +668,7 @@ async def _newest_ids(
     links: Mapping[ReplicaId, ConnectionAsOwner],
     prepared: Mapping[ReplicaId, Mapping[PartitionId, Prepared]],
 ) -> Ids:
-    """Return the greatest ids at the end of the chosen log (rebuilding.py, rule 5)."""
+    """Return the greatest IDs at the end of the chosen log (rebuilding.py, rule 5)."""
     answer = prepared[verdict.source][verdict.partition_id]
     try:
         return await links[verdict.source].newest_ids(verdict.partition_id, session, answer)

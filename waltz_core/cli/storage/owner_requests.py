@@ -144,7 +144,7 @@ class ConnectionAsOwner:
     async def newest_ids(
         self, partition_id: PartitionId, session: Session, prepared: Prepared
     ) -> Ids:
-        """Return the greatest ids in the last `IDS_ROWS_MAX` records that the storage has itself.
+        """Return the greatest IDs in the last `IDS_ROWS_MAX` records that the storage has itself.
 
         Raises the error that the storage answers, also for records that it cannot read.
         """

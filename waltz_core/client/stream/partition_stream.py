@@ -22,6 +22,7 @@ Invariants:
        once: on `FeedLagging` the driver fetches it, at the application's pace.
     8. No submission that keeps its order is sent after an earlier one was reported lost, unless it
        was appended after that: submissions that still wait are reported LOST with it.
+    9. After a rejection with `retry_after_ms`, the next mount begins no earlier than that.
 """
 
 from typing import TYPE_CHECKING, assert_never
@@ -127,6 +128,7 @@ class PartitionStream:
         self._connection_sequence = -1
         self._limits = MountLimits(1, 1, 1)
         self._renewing = False
+        self._paused_until_ms = 0  # invariant 9
         self._stopped: errors.WaltzError | None = None
         # Why it was last not mounted.
         self.failure = "not connected yet"
@@ -137,7 +139,7 @@ class PartitionStream:
 
     @property
     def client_id(self) -> int:
-        """The client id of the appends that are sent from now on; -1 while there is none."""
+        """The client ID of the appends that are sent from now on; -1 while there is none."""
         return self._client_id
 
     @property
@@ -285,6 +287,7 @@ class PartitionStream:
         if self.phase is not Phase.LINKING or event.attempt != self.attempt:
             return
         if event.error.retriable:
+            self._note_pause(event.error, now_ms)
             self._wait(str(event.error), now_ms, out)
         else:
             self._stop(event.error, out)
@@ -293,6 +296,7 @@ class PartitionStream:
         if self.phase in (Phase.WAITING, Phase.LINKING):
             # A dial in progress may go to a machine that is down; its outcome is ignored.
             self._backoff.succeeded()  # The failures were those of another server.
+            self._paused_until_ms = now_ms
             self._open_link(out)
         elif self.phase in _LINKED and generation > self._generation:
             self._leave("the partition has moved", now_ms, out)
@@ -336,7 +340,7 @@ class PartitionStream:
             self.phase = Phase.IDLE
             return
         self.phase = Phase.WAITING
-        delay_ms = self._backoff.failed()
+        delay_ms = max(self._backoff.failed(), self._paused_until_ms - now_ms)
         if delay_ms == 0:
             self._open_link(out)
         else:
@@ -441,7 +445,10 @@ class PartitionStream:
         self._send_waiting(out)
 
     def _error(self, message: messages.ErrorResponse, now_ms: int, out: list[Effect]) -> None:
-        error = errors.from_code(message.error_code, message.message, message.first_available)
+        error = errors.from_code(
+            message.error_code, message.message, message.first_available, message.retry_after_ms
+        )
+        self._note_pause(error, now_ms)
         pending = self._monitor.find(message.req_id)
         if pending is not None:
             self._append_error(pending, error, now_ms, out)
@@ -459,6 +466,12 @@ class PartitionStream:
                 self._leave(f"reading back: {error}", now_ms, out)
         else:
             out.append(self._report("stream.message_ignored", message=str(error)))
+
+    def _note_pause(self, error: errors.WaltzError, now_ms: int) -> None:
+        """Invariant 9; a request waits no longer than its timeout in any case."""
+        if isinstance(error, errors.Overloaded):
+            pause_ms = min(error.retry_after_ms, self._settings.request_timeout_ms)
+            self._paused_until_ms = max(self._paused_until_ms, now_ms + pause_ms)
 
     def _read_below_start(self, error: errors.BelowStart, now_ms: int, out: list[Effect]) -> None:
         """The log begins after what must be read back: these rows have an unknown outcome."""
@@ -520,7 +533,8 @@ class PartitionStream:
             outcome = BatchOutcome.uniform(
                 pending.submission.row_count, reason, high_water_mark=self.high_water_mark
             )
-            self._conclude(pending, outcome, now_ms, out)
+            is_paused = self._paused_until_ms > now_ms
+            self._conclude(pending, outcome, now_ms, out, str(error) if is_paused else None)
         elif isinstance(error, errors.UsageError):
             self._monitor.remove(pending)
             out.append(SubmissionRejected(pending.submission.token, error))
@@ -533,15 +547,22 @@ class PartitionStream:
             self._leave(str(error), now_ms, out)
 
     def _conclude(
-        self, pending: Pending, outcome: BatchOutcome, now_ms: int, out: list[Effect]
+        self,
+        pending: Pending,
+        outcome: BatchOutcome,
+        now_ms: int,
+        out: list[Effect],
+        remounts_for: str | None = None,
     ) -> None:
         self._learn(outcome.high_water_mark, out)
         self._settle_submission(pending.submission, outcome, out)
         if self.phase is not Phase.READY:
             return
-        reason = verdicts.remount_reason(outcome) if pending.mount == self._mount else None
+        reason = verdicts.remount_reason(outcome)
         if reason is not None:
-            self._remount(f"an append was rejected: {reason.name}", now_ms, out)
+            remounts_for = f"an append was rejected: {reason.name}"
+        if remounts_for is not None and pending.mount == self._mount:
+            self._remount(remounts_for, now_ms, out)
         elif not self._leave_if_drained(now_ms, out):
             self._send_waiting(out)
 
@@ -588,10 +609,10 @@ class PartitionStream:
             error = verdicts.unknown(pending, when, self.failure)
             out.append(SubmissionRejected(pending.submission.token, error))
 
-    # --- client ids
+    # --- client IDs
 
     def _request_client_id(self, out: list[Effect]) -> None:
-        # NB: the monitor must be empty before the id changes: rows are matched by it.
+        # NB: the monitor must be empty before the ID changes: rows are matched by it.
         if len(self._monitor) == 0 and not self._renewing:
             self._renewing = True
             out.append(NeedClientId())

@@ -40,7 +40,7 @@ class ReadBack:
         doubtful: tuple[TransactionId, TransactionId] | None,
         chain: tuple[TransactionId, Chain] | None,
     ) -> None:
-        """Plan to read headers first..last, and to compare the chain at an id."""
+        """Plan to read headers first..last, and to compare the chain at an ID."""
         self._first, self._last = doubtful or (None, BEFORE_FIRST)
         self._chain = chain
         self._request = None

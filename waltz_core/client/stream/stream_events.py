@@ -148,7 +148,7 @@ class MessageReceived:
 
 @value(frozen=True, slots=True)
 class ClientIdRenewed:
-    """A client id and its proof: the answer to `NeedClientId`.
+    """A client ID and its proof: the answer to `NeedClientId`.
 
     The driver also sends it before `LinkOpened` while the stream `needs_client_id`.
     """
@@ -201,7 +201,7 @@ class Send:
 
 @value(frozen=True, slots=True)
 class NeedClientId:
-    """The sequence numbers of this client id are used up; answer with `ClientIdRenewed`."""
+    """The sequence numbers of this client ID are used up; answer with `ClientIdRenewed`."""
 
 
 @value(frozen=True, slots=True)
@@ -229,9 +229,9 @@ class SubmissionRejected:
 
 @value(frozen=True, slots=True)
 class FeedAdvanced:
-    """Committed transactions, dense and in order: 20 bytes each, request id and header.
+    """Committed transactions, dense and in order: 20 bytes each, request ID and header.
 
-    In a filtered feed, `picked` are the ids that have headers here; None: all of them.
+    In a filtered feed, `picked` are the IDs that have headers here; None: all of them.
     """
 
     first: TransactionId
@@ -241,7 +241,7 @@ class FeedAdvanced:
 
     @property
     def ids(self) -> Sequence[int]:
-        """The ids that have headers here."""
+        """The IDs that have headers here."""
         everything = range(self.first, self.first + self.count)
         return everything if self.picked is None else self.picked
 

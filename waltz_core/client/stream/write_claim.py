@@ -4,7 +4,7 @@ A client that writes for an attempt of a task checks, before each mount, that no
 begun; otherwise it is like any client.
 
 Rules (docs/spark.md, "Exactly once"; `cluster/writes.py`):
-    1. An attempt appends with the task's client id, and mounts with connection sequences from
+    1. An attempt appends with the task's client ID, and mounts with connection sequences from
        attempt * 2**32 on: the highest attempt that has mounted fences the others, for as long as
        the generation lasts.
     2. `check` runs before each mount, after the mount's generation was read: a server of a later
@@ -105,7 +105,7 @@ class TaskClaim:
 
     @property
     def state(self) -> TaskState:
-        """Client id, attempt and runs of the task."""
+        """Client ID, attempt and runs of the task."""
         return self._entered.state
 
     @property
@@ -133,7 +133,7 @@ class TaskClaim:
         await self._open_writes().check(self.write, self.task, self.state.attempt)
 
     async def other_clients(self) -> set[int]:
-        """Return the client ids of the other tasks that an earlier run has begun."""
+        """Return the client IDs of the other tasks that an earlier run has begun."""
         tasks = await self._open_writes().tasks(self.write, self.run)
         return {client_id for task, client_id in tasks.others.items() if task != self.task}
 

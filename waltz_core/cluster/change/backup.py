@@ -5,8 +5,8 @@ archive. The transactions themselves are in the archive. It is JSON after a line
 like a manifest.
 
 Rules (docs/decisions/047, "Backup and restore"):
-    1. The writes are read first, then the high-water marks, then the writes again, the ids and the
-       sessions. So rows of a write that is done have IDs up to the marks, and all ids, attempts and
+    1. The writes are read first, then the high-water marks, then the writes again, the IDs and the
+       sessions. So rows of a write that is done have IDs up to the marks, and all IDs, attempts and
        sessions in the log up to there are known.
     2. A write is done in the backup only if it was done at the first reading (`merged_writes`).
     3. The archive reaches each mark when the backup is complete; it may have more.

@@ -24,7 +24,7 @@ Rules (docs/design/correctness.md 2.4, row 15):
        session that it knows of counts nevertheless.
     4. Only a copy of the newest session counts towards the quorum. This may reject a safe case (one
        replica behind and another one lost); an operator can decide then.
-    5. Client ids (both counters) and generations continue above all that were ever allocated, so
+    5. Client IDs (both counters) and generations continue above all that were ever allocated, so
        that no append is taken for an old one. They start at the seconds since 2020. The operator's
        clock may have been set back, so they also start above the greatest ones in the last records
        of each log.
@@ -54,9 +54,9 @@ from waltz_core.records.record import (
     TransactionId,
 )
 
-# No cluster allocates a client id a second for years, so these are above all allocated ones.
+# No cluster allocates a client ID a second for years, so these are above all allocated ones.
 IDS_EPOCH_S = 1_577_836_800  # the beginning of 2020
-# The owner of all partitions in the first assignment: no server ever has this id.
+# The owner of all partitions in the first assignment: no server ever has this ID.
 NO_SERVER = ServerId(0)
 
 
@@ -80,7 +80,7 @@ class Log(NamedTuple):
 
 
 class Ids(NamedTuple):
-    """The greatest client id, generation, and client id that a server has issued (rule 5)."""
+    """The greatest client ID, generation, and client ID that a server has issued (rule 5)."""
 
     client_id: int
     generation: int
@@ -206,7 +206,7 @@ def losses(chosen: Log, logs: Mapping[ReplicaId, Log]) -> list[str]:
 
 
 def ids_from(now_s: int) -> int:
-    """Return the first id and generation after a loss of all metadata (rule 5)."""
+    """Return the first ID and generation after a loss of all metadata (rule 5)."""
     return min(max(now_s - IDS_EPOCH_S, 1), model.INT32_MAX // 2)
 
 

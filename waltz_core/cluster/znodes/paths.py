@@ -56,8 +56,10 @@ _PUBLIC, _MEMBERS, _ADMINISTRATORS = Readers
 ZNODES = (
     Znode("R", "persistent", "ClusterParams", "cluster create", _PUBLIC),
     Znode("R/ids", "persistent", "nothing", "cluster create", _PUBLIC),
-    Znode("R/ids/client", "persistent", "int32, last allocated id", "every client, once", _MEMBERS),
-    Znode("R/ids/server", "persistent", "int32, last allocated id", "every server, once", _MEMBERS),
+    Znode(
+        "R/ids/client", "persistent", "int32, last allocated ID", "older clients, once", _MEMBERS
+    ),
+    Znode("R/ids/server", "persistent", "int32, last allocated ID", "every server, once", _MEMBERS),
     Znode("R/serverDescriptors", "persistent", "PartitionAssignment", "the lead server", _PUBLIC),
     Znode(
         "R/serverDescriptors/s_N", "ephemeral sequential", "ServerDescriptor", "its server", _PUBLIC
@@ -178,17 +180,17 @@ class ClusterPaths:
 
     @property
     def ids(self) -> str:
-        """Parent of the two id counters."""
+        """Parent of the two ID counters."""
         return f"{self.root}/ids"
 
     @property
     def client_ids(self) -> str:
-        """Counter of client ids."""
+        """Counter of client IDs."""
         return f"{self.root}/ids/client"
 
     @property
     def server_ids(self) -> str:
-        """Counter of server ids."""
+        """Counter of server IDs."""
         return f"{self.root}/ids/server"
 
     @property
@@ -246,7 +248,7 @@ class ClusterPaths:
 
     @property
     def storage_ids(self) -> str:
-        """Parent of the registered storage ids."""
+        """Parent of the registered storage IDs."""
         return f"{self.root}/x/storage"
 
     def storage_id(self, address: ReplicaId) -> str:

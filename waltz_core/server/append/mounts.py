@@ -14,7 +14,8 @@ Rules (docs/design/correctness.md 2.3 and 2.4, row 22; docs/spark.md, "Exactly o
        disconnected.
     4. A client that lost a row has to mount again, on the same connection or on another: what it
        sent after that row must not enter the log before the row is sent again. The same holds for
-       appends that arrive after one for which the queue had no room.
+       appends that arrive after one for which the queue had no room, or after one over a limit of
+       its principal.
     5. Each mount has a number of its own, also a repeated one on the same connection: an append
        sent under an earlier mount does not enter under a later one.
     6. At most `CLIENTS_MAX` clients are mounted on one connection, and the filter of a feed has at

@@ -226,7 +226,11 @@ class Partition:
             self._out.append(answers.not_owned(event, self._place))
         elif isinstance(message, messages.AppendRequest | messages.AppendBatch):
             received = self.pipeline.receive(
-                event.connection, message, cost_bytes=event.cost_bytes, now_ms=self._now_ms
+                event.connection,
+                message,
+                cost_bytes=event.cost_bytes,
+                now_ms=self._now_ms,
+                over_limit=event.over_limit,
             )
             self._route(received)
         elif isinstance(message, messages.FlushRequest):

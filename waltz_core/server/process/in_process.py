@@ -246,9 +246,16 @@ class MemoryHost:
         return self._partition.is_open
 
     def receive(
-        self, connection: ConnectionId, message: ClientMessage, cost_bytes: int, principal: str = ""
+        self,
+        connection: ConnectionId,
+        message: ClientMessage,
+        cost_bytes: int,
+        *,
+        principal: str = "",
+        over_limit: errors.Overloaded | None = None,
     ) -> None:
         """Pass a client's request to the machine, unless a fault applies."""
+        assert over_limit is None, "there are no principals"
         if isinstance(message, AppendRequest | AppendBatch):
             if self._fails(connection, message, cost_bytes):
                 return

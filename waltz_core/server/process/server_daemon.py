@@ -60,6 +60,8 @@ from waltz_core.server.process.registry_requests import RegistryRequests
 from waltz_core.server.process.storage_links import ReadLinks, is_reachable
 from waltz_core.server.read.cache import CacheBudget, FeedCache, TransactionCache
 from waltz_core.transport import net, tls
+from waltz_core.transport.port_files import open_port_files
+from waltz_core.transport.quota_metrics import publish_quotas
 from waltz_core.wire.messages import WireProtocol
 
 _log = logging.getLogger(__name__)
@@ -100,12 +102,13 @@ async def serve(
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    tls.check_network(config)
     async with connected(config) as coordinator:
         limit_ms = config.zookeeper_connect_timeout_ms
         cluster = await retry_start_step(
             "the cluster", coordinator.read_cluster, timeout_ms=limit_ms
         )
-        server_id = await retry_start_step("an id", coordinator.next_server_id, timeout_ms=limit_ms)
+        server_id = await retry_start_step("an ID", coordinator.next_server_id, timeout_ms=limit_ms)
         try:
             await Server(config, coordinator, cluster, server_id).serve(stop, on_ready)
         except BaseExceptionGroup as group:
@@ -113,12 +116,7 @@ async def serve(
             known, _ = group.split(errors.WaltzError)
             if known is None:
                 raise
-            raise _first_error(known) from group
-
-
-def _first_error(group: BaseExceptionGroup[errors.WaltzError]) -> errors.WaltzError:
-    found = group.exceptions[0]
-    return found if isinstance(found, errors.WaltzError) else _first_error(found)
+            raise errors.first_in(known) from group
 
 
 class _Stopped(Exception):
@@ -186,13 +184,12 @@ class Server:
         async with AsyncExitStack() as stack:
             if config.http_port:
                 pages = serve_pages(
-                    self.metrics, self.health, host=config.listen_host, port=config.http_port
+                    self.metrics, self.health, host=config.http_host, port=config.http_port
                 )
                 await stack.enter_async_context(pages)
             self._port_ssl = ssl = tls.listening(config)
-            if ssl is not None:
-                loop = asyncio.get_running_loop()
-                loop.add_signal_handler(signal.SIGHUP, tls.renew, config, ssl, self._ssl)
+            files = open_port_files(config, ssl, self._ssl, metrics=self.metrics)
+            await stack.enter_async_context(files)
             listener = await net.listen(
                 WireProtocol.CLIENT,
                 config.listen_host,
@@ -233,6 +230,7 @@ class Server:
                 )
                 tasks.create_task(follow_readable(coordinator.follow_servers, self._owned))
                 tasks.create_task(self._publish())
+                tasks.create_task(publish_quotas(self.metrics, "server", self._port_ssl))
                 tasks.create_task(self._run_preference_restore())
                 tasks.create_task(self._neighbors.report(coordinator.reach, self._is_open))
                 if self._config.balance == "load":
