@@ -286,7 +286,7 @@ OPTIONS: tuple[Option, ...] = (
         "writeRetention",
         Use.WRITE,
         "7",
-        "Days for which a named write is remembered after its end, by ZooKeeper's clock.",
+        "Days for which a named write is remembered after its end, by ZooKeeper's clock, 1 to 365.",
     ),
 )
 BY_KEY = {option.name.lower(): option for option in OPTIONS}

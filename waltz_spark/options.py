@@ -252,7 +252,7 @@ def parse_write(options: Mapping[str, str]) -> WriteOptions:
         in_flight_max=parser.integer("maxInFlight", 1, 64),
         exactly_once=is_once,
         write_name=write_name,
-        retention_days=parser.integer("writeRetention", 1, 3_650),
+        retention_days=parser.integer("writeRetention", 1, 365),
         recompute=recompute,
         retries_max=parser.integer("maxRetries", 1, 1_000),
         backoff_ms=parser.integer("retryBackoff", 0, 60_000),

@@ -427,7 +427,9 @@ class ConnectionAccess:
 
     def is_only_reported(self, error: PermissionDenied, message: Message) -> bool:
         """Log a denial that depends on the state of an object; return whether rule 6 permits it."""
-        return self._reported(lambda: error, message) is None
+        requirement = _requirement_of(message)
+        assert isinstance(requirement, Requirement)
+        return self._reported(requirement, message, lambda: error) is None
 
     def _not_a_request(self, message: Message) -> WaltzError | None:
         if not self._port.is_enforced:
