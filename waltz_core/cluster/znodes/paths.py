@@ -89,10 +89,16 @@ ZNODES = (
         "R/x/writes/W",
         "persistent",
         "WriteState (JSON)",
-        "the tasks that begin and end write W",
+        "servers, for the client that begins and ends write W",
         _MEMBERS,
     ),
-    Znode("R/x/writes/W/T", "persistent", "TaskState (JSON)", "each attempt of task T", _MEMBERS),
+    Znode(
+        "R/x/writes/W/T",
+        "persistent",
+        "TaskState (JSON)",
+        "servers, for each attempt of T",
+        _MEMBERS,
+    ),
     Znode(
         "R/x/client",
         "persistent",

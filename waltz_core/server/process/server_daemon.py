@@ -57,6 +57,7 @@ from waltz_core.server.process.id_queue import IdQueue
 from waltz_core.server.process.neighbors import Neighbors
 from waltz_core.server.process.openings import Openings
 from waltz_core.server.process.preferences import Preferences, within_reach
+from waltz_core.server.process.registry_requests import RegistryRequests
 from waltz_core.server.process.storage_links import ReadLinks, is_reachable
 from waltz_core.server.read.cache import CacheBudget, FeedCache, TransactionCache
 from waltz_core.transport import net, tls
@@ -159,6 +160,9 @@ class Server:
         self._assignments = self._newest_assignments = ReplicaAssignments()
         self._view: ServersView | None = None
         self._tasks = asyncio.TaskGroup()
+        self.registry = RegistryRequests(
+            coordinator.writes, self.next_client_id, self.partition_count, self._tasks
+        )
         self._clients = Clients(self, _flow_limits(config), self._tasks, self.metrics)
         self._neighbors = Neighbors(
             server_id, self._tasks, coordinator.remove_dead_server, ssl=self._ssl
