@@ -62,6 +62,7 @@ from waltz_core.server.process.storage_links import ReadLinks, is_reachable
 from waltz_core.server.read.cache import CacheBudget, FeedCache, TransactionCache
 from waltz_core.transport import net, tls
 from waltz_core.transport.port_files import open_port_files
+from waltz_core.transport.port_limits import LinkLimits
 from waltz_core.transport.quota_metrics import publish_quotas
 from waltz_core.wire.messages import WireProtocol
 
@@ -198,7 +199,7 @@ class Server:
                 config.port,
                 self._accept,
                 ssl=ssl,
-                links_max=config.connections_max,
+                limits=LinkLimits(config.connections_max, config.memory_bytes_max),
             )
             stack.push_async_callback(_close, listener)
             host = config.advertised_host or config.listen_host
