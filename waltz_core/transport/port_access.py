@@ -223,6 +223,12 @@ class ConnectionAccess:
         grants = self._port.grants
         return NO_GRANT if grants is None else grants.of(self.principal)
 
+    @property
+    def has_permission(self) -> bool:
+        """Whether the principal has any; also while the permissions are unread, and by rule 6."""
+        port = self._port
+        return not port.is_enforced or port.grants is None or bool(self._granted.partitions)
+
     def take_token(self, secret: bytes) -> None:
         """Take the principal of a token; raises AuthenticationFailed."""
         token_hash = hash_of(secret)
@@ -424,6 +430,12 @@ class ConnectionAccess:
         elif must_log:
             _log.warning("access.would_deny peer=%s error=%s", self.peer, error)
         return error if is_enforced else None
+
+    def is_only_reported(self, error: PermissionDenied, message: Message) -> bool:
+        """Log a denial that depends on the state of an object; return whether rule 6 permits it."""
+        requirement = _requirement_of(message)
+        assert isinstance(requirement, Requirement)
+        return self._reported(requirement, message, lambda: error) is None
 
     def _not_a_request(self, message: Message) -> WaltzError | None:
         if not self._port.is_enforced:
