@@ -42,17 +42,17 @@ def test_scenario(check_scenario):
 
 
 class Requester:
-    """A connection of a principal; None without access control."""
+    """The access of a connection."""
 
-    def __init__(self, owner, *, is_enforced=True):
-        self.owner, self._is_enforced, self.denied = owner, is_enforced, []
+    def __init__(self, principal, *, is_enforced=True):
+        self.principal, self._is_enforced, self.denied = principal, is_enforced, []
 
     def is_only_reported(self, error, request):
         self.denied.append(str(error))
         return not self._is_enforced
 
     def proof_of(self, client_id):
-        return f"{self.owner}/{client_id}".encode().ljust(16)
+        return f"{self.principal}/{client_id}".encode().ljust(16)
 
 
 async def with_requests():
@@ -101,7 +101,7 @@ async def test_a_write_belongs_to_the_principal_that_began_it():
 @on_loop
 async def test_a_write_without_an_owner_belongs_to_the_first_that_enters_it(beginner):
     requests, writes = await with_requests()
-    await requests.answer(request(OPERATIONS.BEGIN), Requester(beginner))
+    await requests.answer(request(OPERATIONS.BEGIN), beginner and Requester(beginner))
     await requests.answer(request(OPERATIONS.ENTER), Requester("anonymous"))
     # Only to enter it counts.
     for each in ("other", "mine"):
@@ -120,7 +120,7 @@ async def test_a_write_without_an_owner_belongs_to_the_first_that_enters_it(begi
 @on_loop
 async def test_two_principals_enter_a_write_without_an_owner_and_one_gets_it():
     requests, writes = await with_requests()
-    await requests.answer(request(OPERATIONS.BEGIN), Requester(None))
+    await requests.answer(request(OPERATIONS.BEGIN), None)
     won, denied = [], []
 
     async def enter(number):
