@@ -184,6 +184,27 @@ def _audit_log() -> Any:  # noqa: ANN401 - see `setting`
     )
 
 
+def _handshake_burst() -> Any:  # noqa: ANN401 - see `setting`
+    return setting(
+        2_000,
+        "TLS handshakes that one host may begin at once; the daemon closes further connections. "
+        "Too few: after a restart, peers with many partitions connect slowly. Too many: a hostile "
+        "host delays the requests of others.",
+        minimum=10,
+        maximum=1_000_000,
+    )
+
+
+def _handshakes_per_s() -> Any:  # noqa: ANN401 - see `setting`
+    return setting(
+        100,
+        "TLS handshakes per second of one host after `handshake_burst`. Clients behind one address "
+        "share it. Too few and too many: as for the burst.",
+        minimum=1,
+        maximum=1_000_000,
+    )
+
+
 def _check_audit(audit_log: str, access: str) -> None:
     if audit_log and access == "off":
         raise BadConfig('audit_log: expected access = "report" or "on" with it, found "off"')
@@ -356,6 +377,8 @@ class StorageConfig(TlsConfig, ZooKeeperConfig):
     access: str = _access()
     principal_pattern: str = _principal_pattern()
     audit_log: str = _audit_log()
+    handshake_burst: int = _handshake_burst()
+    handshakes_per_s: int = _handshakes_per_s()
 
     def validate(self) -> None:
         """Check relations between fields; raises BadConfig."""
@@ -600,6 +623,8 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
     access: str = _access()
     principal_pattern: str = _principal_pattern()
     audit_log: str = _audit_log()
+    handshake_burst: int = _handshake_burst()
+    handshakes_per_s: int = _handshakes_per_s()
 
     def validate(self) -> None:
         """Check relations between fields; raises BadConfig."""

@@ -223,6 +223,12 @@ class ConnectionAccess:
         grants = self._port.grants
         return NO_GRANT if grants is None else grants.of(self.principal)
 
+    @property
+    def has_permission(self) -> bool:
+        """Whether the principal has any; also while the permissions are unread, and by rule 6."""
+        port = self._port
+        return not port.is_enforced or port.grants is None or bool(self._granted.partitions)
+
     def take_token(self, secret: bytes) -> None:
         """Take the principal of a token; raises AuthenticationFailed."""
         token_hash = hash_of(secret)

@@ -29,6 +29,7 @@ Rules:
 import contextlib
 import logging
 import os
+import re
 import ssl
 import time
 from dataclasses import fields, replace
@@ -58,6 +59,8 @@ _LAST_LOGGED_MAX: Final = 1_024
 _LAST_LOGGED: Final[
     dict[tuple[str, str], float]
 ] = {}  # (peer, failure) -> when this process logged it
+_VALUES: Final = re.compile(r"-?\d+|'[^']*'|\"[^\"]*\"")
+_KIND_CHARACTERS_MAX: Final = 40
 _FILES: Final = ("tls_certificate", "tls_key", "tls_authorities")
 _FOUND_PLAIN: Final = "expected TLS, found plain TCP"
 _NO_VERSION: Final = "no common version: expected TLS 1.2 or 1.3"
@@ -97,10 +100,13 @@ class ListenContext(ssl.SSLContext):
     """A listener's context; `access`: None without access control.
 
     `plain_peers`: `tls_transition`, not empty if plain TCP is accepted, too (rule 10).
+    `handshake_burst`, `handshakes_per_s`: the limits of one host.
     """
 
     access: PortAccess | None = None
     plain_peers: str = ""
+    handshake_burst: int = 2_000
+    handshakes_per_s: int = 100
 
     def wrap_bio(
         self,
@@ -197,6 +203,8 @@ def listening(config: ServerConfig | StorageConfig) -> ListenContext | None:
     if context.verify_mode is not ssl.CERT_NONE:
         _load_authorities(context, chosen)
     context.plain_peers = config.tls_transition
+    context.handshake_burst = config.handshake_burst
+    context.handshakes_per_s = config.handshakes_per_s
     if config.access != "off":
         is_enforced = config.access == "on"
         context.access = PortAccess(config.principal_pattern, is_enforced=is_enforced)
@@ -264,6 +272,14 @@ def log_plain_peer(peer: str) -> None:
     """Log that a peer was accepted without TLS, which ends with `tls_transition` (rule 6)."""
     if is_new_failure(peer, "plain TCP"):
         _log.warning("tls.plain_accepted peer=%s", peer)
+
+
+def kind_of(error: str) -> str:
+    """Return the beginning of an error without its values, for `is_new_failure`.
+
+    Otherwise a peer could make each error a new one.
+    """
+    return _VALUES.sub("", error)[:_KIND_CHARACTERS_MAX]
 
 
 def is_new_failure(peer: str, failure: str) -> bool:

@@ -6,7 +6,8 @@ operator who has configured TLS on one side only would see nothing on the other.
 Rules:
     1. A peer that does not begin with a handshake gets an alert, which Waltz's dialers recognize,
        and is logged. A connection without any byte is not logged.
-    2. A handshake takes `HANDSHAKE_S_MAX` at most, and the number of concurrent ones is limited.
+    2. A handshake takes `HANDSHAKE_S_MAX` at most, and `port_limits.py` limits their number and
+       rate.
     3. No bytes reach a connection's protocol before the handshake is done.
     4. While a cluster switches to TLS (`tls_transition`), a peer that does not begin with a
        handshake gets a connection without TLS. If the daemons dial TLS already, that is logged.
@@ -20,11 +21,12 @@ from collections.abc import Callable
 from typing import Final
 
 from waltz_core.transport import tls
+from waltz_core.transport.port_limits import HandshakeLimits
 
 _log = logging.getLogger(__name__)
 
 HANDSHAKE_S_MAX: Final = 5.0
-HANDSHAKES_MAX: Final = 1_024
+HANDSHAKES_MAX: Final = 4_096
 BACKLOG: Final = 1_024
 # After a lack of descriptors or memory; an immediate retry would fail, too.
 _ACCEPT_PAUSE_S: Final = 0.5
@@ -42,7 +44,11 @@ class TlsPort:
         self._loop = asyncio.get_running_loop()
         self._sockets: list[socket.socket] = []
         self._accepting: asyncio.Task[None] | None = None
-        self._handshakes_count = 0
+        self._limits = HandshakeLimits(
+            count_max=HANDSHAKES_MAX,
+            burst=context.handshake_burst,
+            per_s=context.handshakes_per_s,
+        )
 
     async def open(self, host: str, port: int) -> None:
         """Listen at all addresses of a host, like `loop.create_server`; raises OSError."""
@@ -84,11 +90,12 @@ class TlsPort:
                 _log.warning("tls.accept_failed error=%s", error)
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
                 continue
-            if self._handshakes_count >= HANDSHAKES_MAX:
-                tls.log_failure(address[0], f"{self._handshakes_count} handshakes are in progress")
+            rejection = self._limits.begin(address[0])
+            if rejection:  # not refused: that would indicate a dead server (`neighbors.py`)
+                if tls.is_new_failure(address[0], "too many handshakes"):
+                    _log.warning("tls.failed peer=%s error=%s", address[0], rejection)
                 accepted.close()
                 continue
-            self._handshakes_count += 1
             tasks.create_task(self._handshake(accepted, address[0]))
 
     async def _handshake(self, accepted: socket.socket, host: str) -> None:
@@ -122,7 +129,7 @@ class TlsPort:
         except Exception:  # noqa: BLE001 - one connection must not end the port
             _log.exception("tls.task_failed peer=%s", host)
         finally:
-            self._handshakes_count -= 1
+            self._limits.end(host)
             if duplicate is not None:
                 duplicate.close()
             if not is_handed_over:

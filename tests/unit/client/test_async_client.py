@@ -156,7 +156,7 @@ async def test_a_fork_of_a_client_is_reported():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         reader, writer = os.pipe()
         child = os.fork()
-        if child == 0:  # nothing of the parent's loop may run here
+        if child == 0:  # no code of the parent's loop may run here
             try:
                 client._check_usable()
             except errors.UsageError as error:
@@ -351,7 +351,7 @@ async def test_a_stream_that_has_failed_waits_for_no_server():
                 await future
         assert partition.stream.has_pending
         assert not partition._is_waiting()
-        # What comes later ends, too, and does not wait for a machine that takes nothing more.
+        # Later appends end, too, and do not wait for a machine that has stopped.
         for future in (
             await client.append(b"x", partition=0),
             await client.append_batch(0, batch_of(b"y", b"z"), 2, client_high_water_mark=-1),
@@ -593,7 +593,7 @@ async def test_a_slow_application_costs_bounded_memory_and_misses_nothing():
 # ---------------------------------------------------------------------------------------------
 # outages
 
-# Of the reader: on a busy machine an append may take as long, so another client writes.
+# The limit is the reader's: on a busy machine appends may take as long, so another client writes.
 BRIEF = replace(
     IN_MEMORY_CONFIG, request_timeout_ms=250, feed_ahead_count_max=1_000, range_bytes_max=64 * 1024
 )

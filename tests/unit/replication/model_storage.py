@@ -1,7 +1,7 @@
 """A modeled storage: promises, appends, reads and rejections as replication sees them.
 
-It stands for the real storage on replication's bench: a few dozen records in memory, and fields
-that a test may set to whatever a disk may have come to.
+It replaces the real storage on replication's bench: a few dozen records in memory, and fields
+that a test sets to any state of a disk.
 """
 
 import struct

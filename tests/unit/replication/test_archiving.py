@@ -197,7 +197,9 @@ def test_a_chain_that_another_replica_does_not_have_is_not_recorded(bench):
     bench.run()
     assert bench.marker.archived is None
     (report,) = bench.reports("archive.failed")
-    assert report["reason"].startswith(f"expected the chain of {replica} at 5, 7878")
+    assert report["reason"].startswith(
+        f"expected chain {'78' * 16} at ID 5, as archived by {replica}, found"
+    )
 
 
 def test_an_end_within_a_batch_is_not_recorded(bench):

@@ -72,7 +72,7 @@ SMALL = [Appended(1, n, 3, n) for n in range(4_000)]
 
 
 async def there_and_back(files):
-    """Send more than any buffer holds; return what arrives, and what comes back."""
+    """Send more than any buffer holds; return what arrives, and what is returned."""
     async with (
         open_port(listening(files)) as (peer, _, address),
         linked(address, trusting(files)) as link,
@@ -137,7 +137,7 @@ async def test_a_close_does_not_wait_long_for_a_silent_peer(files, monkeypatch):
 
 
 # ---------------------------------------------------------------------------------------------
-# an original at the other end (docs/design/wire-format.md 1.2 and 1.3)
+# a 0.13 peer (docs/design/wire-format.md 1.2 and 1.3)
 
 ORIGINALS = {
     WireProtocol.CLIENT: ((0, 1, 2, 3, 4), "Waltz Server"),
@@ -189,7 +189,7 @@ async def test_an_unverified_dial_reaches_a_0_13_daemon(protocol, tmp_path):
 
 @on_loop
 async def test_a_0_13_client_connects_with_any_certificate(files, tmp_path):
-    """Its connector checks nothing, and shows an unsigned certificate if asked."""
+    """Its connector checks nothing, and presents an unsigned certificate on request."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.maximum_version = ssl.TLSVersion.TLSv1_2
@@ -221,7 +221,7 @@ async def test_a_repeated_error_of_a_peer_is_logged_once_per_interval(files, log
     async def plain_to_tls():
         with pytest.raises(TlsFailed):
             await net.dial(WireProtocol.STORAGE, address)
-        await until(lambda: not listener._tls_port._handshakes_count)
+        await until(lambda: not listener._tls_port._limits._count)
 
     async with open_port(listening(files)) as (_, listener, address):
         for _ in range(5):
@@ -451,7 +451,7 @@ async def test_a_connection_without_data_is_not_logged(files, logged):
                 gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", is_reset, 0))
         async with linked(address, trusting(files)):
             pass
-        await until(lambda: not listener._tls_port._handshakes_count)
+        await until(lambda: not listener._tls_port._limits._count)
         assert logged() == ""
 
 
@@ -477,27 +477,27 @@ async def test_half_open_handshakes_do_not_delay_other_peers(files, monkeypatch,
         hello = hello_of_tls_1_1()
         for number, (_, writer) in enumerate(begun):
             writer.write(hello[: number % len(hello)])  # also nothing at all
-        await until(lambda: listener._tls_port._handshakes_count == len(begun))
+        await until(lambda: listener._tls_port._limits._count == len(begun))
         for context in (trusting(files), None):
             async with linked(address, context) as link:
                 link.send(Appended(1, 7, 3, 9))
         await until(lambda: len(peer.messages) == 2)
-        assert listener._tls_port._handshakes_count == len(begun)
+        assert listener._tls_port._limits._count == len(begun)
         for _, writer in begun:
             writer.transport.abort()
-        await until(lambda: not listener._tls_port._handshakes_count)
+        await until(lambda: not listener._tls_port._limits._count)
 
 
 @on_loop
-async def test_too_many_handshakes_at_one_time_are_rejected(files, monkeypatch, logged):
-    monkeypatch.setattr(tls_port, "HANDSHAKES_MAX", 1)
+async def test_too_many_handshakes_of_one_host_are_rejected(files, monkeypatch, logged):
+    monkeypatch.setattr(tls_port, "HANDSHAKES_MAX", 2)
     async with open_port(listening(files)) as (_, listener, address):
         with socket.create_connection((ANY, listener.port)):
-            await until(lambda: listener._tls_port._handshakes_count)
+            await until(lambda: listener._tls_port._limits._count)
             with pytest.raises(Unreachable):
                 await net.dial(WireProtocol.STORAGE, address, ssl=trusting(files))
-            assert "1 handshakes are in progress" in logged()
-        await until(lambda: not listener._tls_port._handshakes_count)
+            assert "1 of 1 handshakes are in progress" in logged()
+        await until(lambda: not listener._tls_port._limits._count)
         async with linked(address, trusting(files)):
             pass
 
@@ -518,7 +518,7 @@ async def test_a_failed_connection_does_not_end_the_port(files, monkeypatch, log
             with pytest.raises(Unreachable):
                 await net.dial(WireProtocol.STORAGE, address, ssl=trusting(files))
         assert "Too many open files" in logged()
-        await until(lambda: not listener._tls_port._handshakes_count)
+        await until(lambda: not listener._tls_port._limits._count)
         async with linked(address, trusting(files)):
             assert listener.links
 
@@ -529,7 +529,7 @@ async def test_a_closing_port_drops_connections_in_their_handshake(files):
     listener = await net.listen(WireProtocol.STORAGE, ANY, 0, peer.connected, ssl=listening(files))
     reader, writer = await asyncio.open_connection(ANY, listener.port)
     writer.write(b"\x16\x03")
-    await until(lambda: listener._tls_port._handshakes_count)
+    await until(lambda: listener._tls_port._limits._count)
     await listener.close()
     with contextlib.suppress(ConnectionResetError):
         assert await reader.read() == b""

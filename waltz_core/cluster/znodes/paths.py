@@ -102,7 +102,7 @@ ZNODES = (
     Znode(
         "R/x/client",
         "persistent",
-        "int32, last issued id",
+        "int32, last issued ID",
         "servers, at the request of clients",
         _MEMBERS,
     ),

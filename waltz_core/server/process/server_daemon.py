@@ -53,6 +53,7 @@ from waltz_core.server.process.balancing import BalanceTimes, Balancing
 from waltz_core.server.process.clients import Clients
 from waltz_core.server.process.flow import FlowLimits
 from waltz_core.server.process.host import Host, ServerServices
+from waltz_core.server.process.id_queue import IdQueue
 from waltz_core.server.process.neighbors import Neighbors
 from waltz_core.server.process.openings import Openings
 from waltz_core.server.process.preferences import Preferences, within_reach
@@ -61,6 +62,7 @@ from waltz_core.server.process.storage_links import ReadLinks, is_reachable
 from waltz_core.server.read.cache import CacheBudget, FeedCache, TransactionCache
 from waltz_core.transport import net, tls
 from waltz_core.transport.port_files import open_port_files
+from waltz_core.transport.port_limits import LinkLimits
 from waltz_core.transport.quota_metrics import publish_quotas
 from waltz_core.wire.messages import WireProtocol
 
@@ -170,6 +172,7 @@ class Server:
         self._descriptor = ServerDescriptor(server_id, "", 0)
         self._preferences = Preferences(HAND_OVER_PAUSE_S)
         self._preferring = asyncio.Lock()
+        self._client_ids = IdQueue(coordinator.issued_ids.allocate)
         self._handed_over_s: dict[PartitionId, float] = {}
         self._handing_over = asyncio.Lock()
         self._without_quorum_s = -math.inf
@@ -196,7 +199,7 @@ class Server:
                 config.port,
                 self._accept,
                 ssl=ssl,
-                links_max=config.connections_max,
+                limits=LinkLimits(config.connections_max, config.memory_bytes_max),
             )
             stack.push_async_callback(_close, listener)
             host = config.advertised_host or config.listen_host
@@ -448,7 +451,7 @@ class Server:
 
     async def next_client_id(self) -> ClientId:
         """Issue a client ID that was never used before (`clients.Backend`)."""
-        return await self._coordinator.issued_ids.next()
+        return await self._client_ids.next()
 
     async def check_connectivity(self) -> Sequence[tuple[str, bool]]:
         """Try to connect to every storage of the replica assignment (`clients.Backend`)."""

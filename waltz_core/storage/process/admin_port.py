@@ -43,6 +43,7 @@ from waltz_core.storage.service.work import ConnectionId, LaneRequest, Work
 from waltz_core.transport import net
 from waltz_core.transport.audit_log import AuditedRequest
 from waltz_core.transport.net import Link, Listener
+from waltz_core.transport.port_limits import LinkLimits
 from waltz_core.transport.tls import ListenContext
 from waltz_core.wire import authentication
 from waltz_core.wire.admin_messages import AdminFailure, AdminMessage, AdminRejected
@@ -102,7 +103,7 @@ class AdminPort:
     async def listen(self, host: str, port: int, ssl: ListenContext | None) -> Listener:
         """Open the port; raises BadConfig if that fails."""
         listener = await net.listen(
-            WireProtocol.ADMIN, host, port, self._accept, ssl=ssl, links_max=LINKS_MAX
+            WireProtocol.ADMIN, host, port, self._accept, ssl=ssl, limits=LinkLimits(LINKS_MAX)
         )
         _log.info("storage.admin_port address=%s", f"{host}:{listener.port}")
         return listener

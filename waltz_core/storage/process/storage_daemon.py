@@ -69,6 +69,7 @@ from waltz_core.storage.service.writers import CallThreads, WriteOutcome, Writer
 from waltz_core.transport import net, quota_metrics, tls
 from waltz_core.transport.net import Link
 from waltz_core.transport.port_files import open_port_files
+from waltz_core.transport.port_limits import LinkLimits
 from waltz_core.wire.messages import Message, Nack, StorageMessage, WireProtocol
 
 if TYPE_CHECKING:
@@ -288,7 +289,7 @@ class StorageDaemon:
                 config.port,
                 self._accept,
                 ssl=self._ssl,
-                links_max=config.connections_max,
+                limits=LinkLimits(config.connections_max),
             )
             stack.push_async_callback(listener.close)
             self.address = f"{config.advertised_host or config.listen_host}:{listener.port}"
