@@ -19,6 +19,7 @@ from tests.writes_contract import (
     the_retention_of_a_write_begins_with_its_last_change,
 )
 from waltz_core import errors
+from waltz_core.access.client_ids import NO_PROOF
 from waltz_core.client.links import write_requests
 from waltz_core.client.links.connections import ServerLink
 from waltz_core.cluster import writes as writes_module
@@ -150,7 +151,9 @@ async def test_a_report_carries_out_what_it_would_deny():
     requests, writes = await with_requests()
     await requests.answer(request(OPERATIONS.BEGIN), Requester("mine"))
     other = Requester("other", is_enforced=False)
-    await requests.answer(request(OPERATIONS.ENTER), other)
+    entered = await requests.answer(request(OPERATIONS.ENTER), other)
+    # A proof would stay valid when the requests are denied.
+    assert entered.proof == NO_PROOF
     assert len(other.denied) == 1
     assert (await writes.read("w")).principal == "mine"
     assert list(await writes.tasks("w")) == [0]

@@ -87,12 +87,13 @@ class RegistryRequests:
             except errors.PermissionDenied as error:
                 if not access.is_only_reported(error, request):
                     raise
-        return await self._carry_out(request, self._writes, access)
+        # No proof by rule 2: it would stay valid when the requests are denied.
+        return await self._carry_out(request, self._writes, None)
 
     async def _carry_out(
         self, request: RegistryRequest, writes: WriteRegistry, access: ConnectionAccess | None
     ) -> RegistryResponse:
-        given, write = _Arguments(request), request.write
+        given, write = Arguments(bytes(request.arguments)), request.write
         match request.operation:
             case RegistryOperation.BEGIN:
                 marks = self._marks(request)
@@ -152,14 +153,14 @@ class RegistryRequests:
             _log.info("registry.expired_not_removed reason=%s", error)  # with the next request
 
 
-class _Arguments:
-    """The JSON of a request, with checks."""
+class Arguments:
+    """The JSON of a request, with checks; all methods raise BadRequest."""
 
-    def __init__(self, request: RegistryRequest) -> None:
+    def __init__(self, data: bytes) -> None:
+        """Raises BadRequest, TooLarge."""
         self._values: Mapping[str, Any] = {}
-        if not request.arguments:
+        if not data:
             return
-        data = bytes(request.arguments)
         if len(data) > NODE_BYTES_MAX:
             raise errors.TooLarge(
                 f"the arguments of a registry request: expected at most {NODE_BYTES_MAX} bytes, "
