@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,14 @@ class Access:
 def started(
     tmp_path_factory: pytest.TempPathFactory, certificates: Certificates
 ) -> Iterator[Access]:
+    with enforced_access(tmp_path_factory, certificates, PERMISSIONS) as made:
+        yield made
+
+
+@contextmanager
+def enforced_access(
+    tmp_path_factory: pytest.TempPathFactory, certificates: Certificates, permissions: Permissions
+) -> Iterator[Access]:
     """As an operator introduces it: first "report", then permissions, then "on"."""
     settings = {"principal_pattern": "DNS=(localhost)"}
     with (
@@ -103,7 +112,7 @@ def started(
         tls_cluster(tmp_path_factory, certificates) as cluster,
     ):
         made = Access(cluster, certificates.authorities, tmp_path_factory.mktemp("tokens"))
-        made.write(PERMISSIONS)
+        made.write(permissions)
         with daemons_with_access("on", **settings):
             for name in DAEMONS:
                 cluster.kill(name)
