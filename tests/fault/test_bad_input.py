@@ -1,14 +1,10 @@
 """Daemons that cannot start report one error and damage nothing; a full disk stops no daemon."""
 
-import contextlib
-import errno
 import json
-import os
 import shutil
 import signal
 import socket
 import subprocess
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -21,6 +17,7 @@ from kazoo.client import KazooClient
 from tests.commands import run_command
 from tests.fault.load import Scenario, command, segments, wait_until
 from tests.patience import HANG_S, slowness
+from tests.small_disk import WHY_NOT, Disk, can_mount
 from waltz_core.client import WaltzClient
 from waltz_core.config import ClientConfig
 from waltz_core.errors import NoSpace, NotMounted, OutcomeUnknown, Unavailable
@@ -52,41 +49,6 @@ def storage(scenario: Scenario, name: str, *words: str) -> tuple[str, ...]:
     return ("storage", "run", "--config", str(config), *words)
 
 
-class Disk:
-    """A small disk of its own under a storage's directory."""
-
-    def __init__(self, where: Path) -> None:
-        self.where = where
-        where.mkdir(parents=True)
-        subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(where)],
-            check=True,
-            capture_output=True,
-        )
-
-    @property
-    def filler(self) -> Path:
-        return self.where / "filler"
-
-    def fill(self) -> None:
-        """Leave no byte."""
-        with self.filler.open("ab", buffering=0) as file:
-            for size in (1 << 20, 4096, 1):
-                with contextlib.suppress(OSError):
-                    while file.write(bytes(size)) == size:
-                        pass
-        with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
-            (self.where / "more").write_bytes(bytes(4096))
-        (self.where / "more").unlink(missing_ok=True)
-
-    def free(self) -> None:
-        """Give it back."""
-        self.filler.unlink(missing_ok=True)
-
-    def unmount(self) -> None:
-        subprocess.run(["umount", "-l", str(self.where)], check=True, capture_output=True)
-
-
 class SmallDisks(NamedTuple):
     """The directory of a cluster, and the disks of its storages, or why there are none."""
 
@@ -99,12 +61,12 @@ class SmallDisks(NamedTuple):
 def small_disks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallDisks]:
     """Mount three small disks, where that is possible."""
     made = SmallDisks(tmp_path_factory.mktemp("disks"), [], "")
-    if os.geteuid() != 0 or not sys.platform.startswith("linux"):
-        made = made._replace(why_not="only root on Linux can mount a small disk")
+    if not can_mount():
+        made = made._replace(why_not=WHY_NOT)
     else:
         try:
             for number in (1, 2, 3):
-                made.disks.append(Disk(made.directory / f"storage-{number}"))
+                made.disks.append(Disk(made.directory / f"storage-{number}", "24m"))
         except subprocess.CalledProcessError as error:
             made = made._replace(why_not=f"no tmpfs can be mounted: {error.stderr.decode()}")
     yield made

@@ -145,8 +145,13 @@ def test_the_doctor_and_the_log_name_a_storage_that_stalls(scenario: Scenario):
         wait_until("the doctor names it", is_found)
         load.await_commits()
     others = [address(cluster, each) for each in ("storage-1", "storage-3")]
-    found = doctor(*from_elsewhere(cluster.connect))
-    assert not any(each["about"] in others for each in found)
+
+    def is_no_other_named() -> bool:
+        found = doctor(*from_elsewhere(cluster.connect))
+        return not any(each["about"] in others for each in found)
+
+    # On a busy machine another one may not answer the doctor in time.
+    wait_until("the doctor names no other", is_no_other_named)
     scenario.check_whole()
     scenario.check_agrees()
 

@@ -159,18 +159,21 @@ def test_a_fork_gets_an_error_and_may_open_a_client_of_its_own(
 
 
 def test_the_error_without_zookeeper_names_the_hosts():
-    config = ClientConfig(zookeeper_connect_timeout_ms=300)
-    refused = r"127\.0\.0\.1:9 within 300 ms: Connection refused"
-    with pytest.raises(errors.CoordinatorUnavailable, match=refused):
-        WaltzClient("127.0.0.1:9/waltz", config)
-    with pytest.raises(errors.CoordinatorUnavailable, match="the host name cannot be resolved"):
-        WaltzClient("zookeeper.invalid:2181/waltz", config)
+    def check(place: str, expected: str) -> None:
+        # On a busy machine the reason may be found later.
+        for timeout_ms in (300, 3_000, 30_000):
+            config = ClientConfig(zookeeper_connect_timeout_ms=timeout_ms)
+            with pytest.raises(errors.CoordinatorUnavailable) as caught:
+                WaltzClient(f"{place}/waltz", config)
+            if expected in str(caught.value):
+                break
+        assert f"answered at {place} within {timeout_ms} ms: {expected}" in str(caught.value)
+
+    check("127.0.0.1:9", "Connection refused")
+    check("zookeeper.invalid:2181", "the host name cannot be resolved")
     with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        with pytest.raises(
-            errors.CoordinatorUnavailable, match="ZooKeeper sends no session response"
-        ):
-            WaltzClient(f"127.0.0.1:{port}/waltz", config)
+        place = f"127.0.0.1:{other.getsockname()[1]}"
+        check(place, "connections are accepted, but ZooKeeper sends no session response")
 
 
 def test_the_error_without_a_cluster_names_the_command(cluster: LocalCluster):

@@ -271,14 +271,16 @@ async def serving(config, cluster=CLUSTER):
 
 def test_readers_and_metrics(tmp_path):
     pages = {}
+    http_host = "127.0.0.5"  # not the one of the other ports
 
     def fetch(port, path):
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=HANG_S) as page:
+        with urllib.request.urlopen(f"http://{http_host}:{port}{path}", timeout=HANG_S) as page:
             return page.read().decode()
 
     async def main():
         http_port = free_port()
-        async with serving(config_for(tmp_path, http_port=http_port)) as address:
+        config = config_for(tmp_path, http_host=http_host, http_port=http_port)
+        async with serving(config) as address:
             async with session(address, 5) as owner, session(address, 5) as reader:
                 await owner.prepare()
                 await owner.engage()

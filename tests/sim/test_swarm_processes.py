@@ -42,7 +42,7 @@ def interrupted_when(has_come):
     """Interrupt a run of the command as a terminal does; return its exit code and output."""
     run = started()
     text = run.stdout.readline()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANG_S
     while not has_come(psutil.Process(run.pid).children()):
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -73,7 +73,7 @@ def test_an_interrupt_ends_all_processes_and_is_reported_in_a_line(has_come):
 
 def test_a_killed_run_leaves_no_process():
     run = started()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANG_S
     while not are_at_work(children := psutil.Process(run.pid).children()):
         assert time.monotonic() < deadline
         time.sleep(0.01)

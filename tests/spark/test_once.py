@@ -28,7 +28,7 @@ pytestmark = pytest.mark.spark
 
 SCHEMA = StructType([StructField("data", BinaryType()), StructField("partition", IntegerType())])
 PARTITIONS = 4
-FOR_LONG = 1 << 40
+FOR_LONG = 1 << 34
 
 
 class Stop(Exception):
@@ -80,7 +80,7 @@ class Write:
 
     def until(self, count: int) -> None:
         """Wait until the given number of rows is in the log."""
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + HANG_S
         while time.monotonic() < deadline:
             if sum(self.in_log().values()) >= count:
                 return

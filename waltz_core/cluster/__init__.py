@@ -8,7 +8,7 @@ The nodes, below the cluster's root R:
     R                                 name and number of partitions; written last by `cluster
                                       create`, so a root without data is not a cluster
     R/ids/client, R/ids/server        the last allocated ID; allocated by compare-and-set, one for
-                                      each client and each server process, never twice
+                                      each older client and each server process, never twice
     R/serverDescriptors               which server owns which partition, in which generation
     R/serverDescriptors/s_N           one live server: ID, host, port, preferred partitions;
                                       ephemeral
@@ -21,6 +21,7 @@ The nodes, below the cluster's root R:
                                       and the nonce of its session; changes in one write with
                                       R/store/partition/P
     R/x/storage/HOST:PORT             extension: the ID of the storage that belongs at this address
+    R/x/client                        extension: the last client ID that a server has issued
     R/x/writes/W, R/x/writes/W/T      extension: an exactly-once write, and its tasks
     R/x/reach/ID                      extension: which servers server ID can and cannot connect to
     R/x/load/ID                       extension: the loads of the partitions of server ID

@@ -30,6 +30,7 @@ from waltz_core.cluster.change.storages import Storages
 from waltz_core.cluster.change.stored_permissions import StoredPermissions
 from waltz_core.cluster.membership.applied import AppliedRevisions
 from waltz_core.cluster.membership.assignment import check_replica_change
+from waltz_core.cluster.membership.issued_ids import IssuedIds
 from waltz_core.cluster.membership.loads import PublishedLoads
 from waltz_core.cluster.membership.reachability import ReachBoard
 from waltz_core.cluster.membership.registration import Membership, Ownership, ServersView
@@ -106,6 +107,7 @@ class Coordinator:
         self._nodes = ClusterNodes(znodes, root)
         self._membership = Membership(self._nodes)
         self.writes = WriteRegistry(self._nodes)
+        self.issued_ids = IssuedIds(self._nodes)
         self.storages = Storages(self._nodes)
         self.audit = AuditLog(self._nodes)
         self.loads = PublishedLoads(self._nodes)
@@ -270,7 +272,7 @@ class Coordinator:
         return ClientId(await self._nodes.read(self.paths.client_ids, model.decode_id))
 
     async def next_client_id(self) -> ClientId:
-        """Allocate a client ID that was never used before."""
+        """Allocate a client ID that was never used before, without a server."""
         return ClientId(await self._next_id(self.paths.client_ids))
 
     async def next_server_id(self) -> ServerId:

@@ -68,7 +68,12 @@ _ENDS_CONNECTION: Final = frozenset(
 # Errors that do not show whether there is such a partition.
 _OF_ANY_PARTITION: Final = frozenset(
     each.code
-    for each in (errors.UnknownPartition, errors.PermissionDenied, errors.PermissionsUnread)
+    for each in (
+        errors.UnknownPartition,
+        errors.PermissionDenied,
+        errors.ClientIdDenied,
+        errors.PermissionsUnread,
+    )
 )
 # Errors of a request for data: the partition has moved, or is between two sessions.
 _OTHER_OWNER_CODES: Final = frozenset(

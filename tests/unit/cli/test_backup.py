@@ -10,6 +10,7 @@ import pytest
 from tests.archived_log import KEY, PARTITION, STAMP, write_archive
 from tests.commands import run_command
 from tests.unit.cluster.test_backup import ACCESS, BACKUP
+from waltz_core.access.client_ids import FIRST_ISSUED
 from waltz_core.archive.pins import is_pinned, pin
 from waltz_core.archive.saved_manifest import SavedManifest
 from waltz_core.archive.store import ArchiveStore
@@ -89,6 +90,7 @@ async def test_a_backup_has_the_state_of_zookeeper_and_the_archive(store):
         await coordinator.writes.finish("before", {}, 10)
         await coordinator.writes.begin("meanwhile", {0: 1}, 10)
         await coordinator.next_client_id()
+        await coordinator.issued_ids.next()
         return marks_of(20)
 
     taken = await take(coordinator, store, request_marks)
@@ -98,6 +100,7 @@ async def test_a_backup_has_the_state_of_zookeeper_and_the_archive(store):
         1,
         marks_of(20),
     )
+    assert taken.issued_client_id == FIRST_ISSUED
     partition = taken.partitions[PARTITION]
     assert (partition.session_id, partition.generation) == (60, 3)
     assert partition.manifest.manifest.last == log.lineage[-1].last

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.patience import HANG_S
 from waltz_core.cli.client import client_check
 from waltz_core.cli.client.client_check import NumberedContext, faults_of, text_of
 from waltz_core.cli.main import main
@@ -30,7 +31,7 @@ def connected(monkeypatch):
 
 
 def printed(capsys, *words):
-    code = main(["client", *words, "--connect", "memory:1/w", "--json", "--timeout-s", "60"])
+    code = main(["client", *words, "--connect", "memory:1/w", "--json", "--timeout-s", str(HANG_S)])
     return code, json.loads(capsys.readouterr().out)
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from waltz_core.access.client_ids import FIRST_ISSUED
 from waltz_core.cli.storage.owner_requests import (
     ConnectionAsOwner,
     ExpectedCluster,
@@ -95,8 +96,10 @@ def ending(last, **changes):
 
 
 def test_the_newest_ids_are_the_greatest_of_the_last_records():
-    link = Link([heads(0, (9, 3), (70, 2))], [DAMAGE, heads(2, (8, 4))])
-    assert asked(link, lambda replica: replica.newest_ids(2, SESSION, ending(2))) == Ids(70, 4)
+    issued = FIRST_ISSUED + 6  # by a server: the IDs of the two counters are apart
+    link = Link([heads(0, (issued, 3), (70, 2))], [DAMAGE, heads(2, (8, 4))])
+    found = asked(link, lambda replica: replica.newest_ids(2, SESSION, ending(2)))
+    assert found == Ids(70, 4, issued)
     assert [(each.first, each.last) for each in link.sent] == [(0, 2), (2, 2)]
     assert all(isinstance(each, RangeRaw) and not each.reader for each in link.sent)
     link = Link([heads(20_000, (9, 3))])

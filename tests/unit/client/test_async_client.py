@@ -14,6 +14,7 @@ from tests.loops import on_virtual_loop
 from tests.patience import HANG_S
 from tests.unit.client.memory_cluster import IN_MEMORY_CONFIG, KEY, memory_cluster, two_clients
 from waltz_core import errors
+from waltz_core.access.client_ids import FIRST_ISSUED
 from waltz_core.client import (
     LATEST,
     AsyncCallbacks,
@@ -59,7 +60,7 @@ async def test_a_client_describes_its_cluster():
         assert client.client_id is None  # a client that only reads needs none
         assert await client.high_water_marks() == {0: -1, 1: -1, 2: -1}
         assert await client.mount() == {0: -1, 1: -1, 2: -1}
-        assert client.client_id == 1
+        assert client.client_id == FIRST_ISSUED
 
 
 @on_virtual_loop
@@ -77,6 +78,69 @@ async def test_invalid_calls_are_reported_in_one_sentence():
             await client.append(b"x", write_locks=[1 << 40])
         with pytest.raises(errors.BadRequest, match="at least one row"):
             await client.append_batch(0, b"", 0, client_high_water_mark=-1)
+
+
+class Fixed(TransactionContext):
+    """Appends to one partition."""
+
+    def __init__(self, partition):
+        super().__init__()
+        self._partition = partition
+
+    def partition_id(self, partition_count):
+        return self._partition
+
+    def execute(self, builder):
+        builder.data = b"context"
+        return True
+
+
+@on_virtual_loop
+async def test_a_client_of_some_partitions_uses_no_others():
+    async with memory_cluster(partition_count=4) as cluster, cluster.client().opened() as whole:
+        await (await whole.append(b"x", partition=2))
+        at = AsyncWaltzClient.at(whole.layout(), IN_MEMORY_CONFIG, client_id=7, partitions=[3, 1])
+        async with at as client:
+            assert await client.high_water_marks() == {1: -1, 3: -1}
+            assert await client.mount() == {1: -1, 3: -1}
+            for _ in range(4):
+                await (await client.append(b"in turn"))
+            assert await client.high_water_marks() == {1: 1, 3: 1}
+            # What is named may be read: only appends and defaults are restricted.
+            assert await client.high_water_mark(2) == 0
+
+
+@on_virtual_loop
+async def test_an_append_outside_of_the_client_s_partitions_is_rejected():
+    locks = {partition_of(lock("it", n), 4): lock("it", n) for n in range(100)}
+    async with memory_cluster(partition_count=4) as cluster, cluster.client().opened() as whole:
+        at = AsyncWaltzClient.at(whole.layout(), IN_MEMORY_CONFIG, client_id=7, partitions=[3, 1])
+        async with at as client:
+            await (await client.append(b"x", write_locks=[locks[3]]))
+            with pytest.raises(
+                errors.BadRequest, match=r"lock belongs to partition 2, .* partitions \[1, 3\]"
+            ):
+                await client.append(b"x", write_locks=[locks[2]])
+            await (await client.append(b"x", write_locks=[locks[2]], partition=1))
+            outside = r"partition 0 is not one of the client's partitions \[1, 3\]"
+            with pytest.raises(errors.BadRequest, match=outside):
+                await client.append(b"x", partition=0)
+            with pytest.raises(errors.BadRequest, match=outside):
+                await client.append_batch(0, batch_of(b"x"), 1, client_high_water_mark=-1)
+            with pytest.raises(errors.BadRequest, match=outside):
+                await client.submit(Fixed(0))
+            assert await (await client.submit(Fixed(3))) == 1
+        assert await whole.high_water_marks() == {0: -1, 1: 0, 2: -1, 3: 1}
+
+
+@on_virtual_loop
+async def test_the_partitions_of_a_client_must_exist():
+    async with memory_cluster(partition_count=2) as cluster, cluster.client().opened() as whole:
+        for wrong, error in (([2], errors.UnknownPartition), ([], errors.BadConfig)):
+            with pytest.raises(error):
+                await AsyncWaltzClient.at(whole.layout(), IN_MEMORY_CONFIG, partitions=wrong)
+        with pytest.raises(errors.BadRequest, match="expected a list"):
+            AsyncWaltzClient.at(whole.layout(), IN_MEMORY_CONFIG, partitions=1)
 
 
 @on_virtual_loop
@@ -813,32 +877,6 @@ async def test_a_context_whose_first_attempt_is_computed_while_the_client_closes
         with pytest.raises(errors.Unreachable, match="closed before the append was sent"):
             await submitted.result()
         assert context.answered == ["exception Unreachable"]
-
-
-@on_virtual_loop
-async def test_an_append_that_gets_its_partition_after_the_close_fails():
-    """Nothing would end its stream any more, nor the timer of that."""
-    async with memory_cluster() as cluster:
-        client = await cluster.client().open()
-        begun, may_continue = asyncio.Event(), asyncio.Event()
-
-        async def next_client_id():
-            begun.set()
-            await may_continue.wait()
-            return 1
-
-        client.directory.next_client_id = next_client_id
-
-        async def append():
-            with pytest.raises(errors.UsageError, match="the client is closed"):
-                await client.append(b"x", partition=0)
-
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(append())
-            await begun.wait()
-            await client.close()
-            may_continue.set()
-        assert not client._partitions
 
 
 @on_virtual_loop

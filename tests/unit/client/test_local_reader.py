@@ -30,6 +30,7 @@ class Files:
         self.size = int(self.lengths[0])
         self.write(10, self.records[: 7 * self.size])
         self.write(17, self.records[7 * self.size :])
+        self.ticket = b""
         self.asked = []
         self.taken = []
 
@@ -38,8 +39,8 @@ class Files:
 
     def take(self, door, question, *, timeout_s):
         assert (door, timeout_s) == ("the name", 5.0)
-        partition_id, segment = decode_segment(question)
-        assert partition_id == 3
+        partition_id, segment, ticket = decode_segment(question)
+        assert (partition_id, ticket) == (3, self.ticket)
         self.taken.append(segment)
         return os.open(self.directory / str(segment), os.O_RDONLY)
 
@@ -52,7 +53,7 @@ class Files:
                 offset = SKIPPED + (low - segment) * self.size
                 places.append(FileLocation(segment, offset, (high - low) * self.size))
         lineage = (LineageEntry(8, 14, 1, 77, bytes(16)), LineageEntry(15, 40, 2, 78, bytes(16)))
-        return ReadGrant(first, self.lengths[:count], tuple(places), lineage)
+        return ReadGrant(first, self.lengths[:count], tuple(places), lineage, self.ticket)
 
     def read(self, reader, first, last, bytes_max=1 << 20, count=20):
         async def ask():
@@ -88,6 +89,15 @@ def test_a_range_over_two_segments_is_read_in_pieces_of_one_grant(files, reader)
     assert got == files.records
     assert files.asked == [10]
     assert files.taken == [10, 17]
+
+
+def test_files_are_requested_with_the_ticket_of_the_latest_grant(files, reader):
+    for ticket in (b"first", b"second"):
+        files.ticket = ticket  # `take` compares the request with it
+        reader.close()
+        assert files.read(reader, 10, 12, count=3).lengths.size == 3
+        files.read(reader, 20, 22, count=3)
+    assert files.taken == [10, 17, 10, 17]
 
 
 def test_no_more_is_read_than_requested_and_one_record_at_least(files, reader):

@@ -35,6 +35,7 @@ def test_the_table_names_every_path():
         paths.writes,
         paths.write("W"),
         f"{paths.write('W')}/T",
+        paths.issued_client_ids,
         paths.restored_from,
         paths.access,
         paths.every_applied,

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tests.loops import on_virtual_loop
 from waltz_core import errors
+from waltz_core.access.client_ids import FIRST_ISSUED
 from waltz_core.cluster.change import rebuilding
 from waltz_core.cluster.change.creation import NewCluster, NewStorage
 from waltz_core.cluster.change.rebuilding import Log, choose
@@ -153,6 +154,7 @@ async def test_the_nodes_of_a_rebuilding_cannot_be_opened():
     await coordinator.create_for_rebuilding(new, 77)
     assert (await coordinator.read_cluster()).store.cluster_key == UUID(int=5)
     assert await coordinator.next_client_id() == 78
+    assert await coordinator.issued_ids.next() == FIRST_ISSUED + 77
     assignment = await coordinator.read_replica_assignment()
     assert assignment.partitions == {"h:10": (), "h:20": (), "h:30": ()}
     assert list((await coordinator.read_groups()).groups) == list(assignment.partitions)

@@ -5,6 +5,7 @@ import zlib
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+import numpy as np
 import pytest
 
 from tests.unit.server.test_reads import headers
@@ -832,6 +833,51 @@ def test_a_range_is_filtered_by_header() -> None:
     assert raw_records.ids_of(data.records, lengths).tolist() == [1, 3]
     heads = ranged(world, ask_range(world, 0, 3, headers=(2,), form=RangeForm.HEADERS))
     assert (heads.count, len(heads.records), heads.next) == (1, 28, 4)
+
+
+def own_headers(world: World, client: ClientId, connection: ConnectionId, last: int) -> ReqId:
+    fields = (0, last, 1 << 20, messages.OWN_HEADERS, ())
+    return world.send(connection, messages.RangeRequest(world.req_id(client), *fields))
+
+
+def test_own_headers_are_those_of_a_client_that_is_mounted_on_the_connection() -> None:
+    world = ready()
+    world.mount(BOB, B)
+    for client, connection in ((ALICE, A), (BOB, B), (ALICE, A)):
+        world.append(client, connection)
+        world.run()
+        world.commit()
+    data = ranged(world, own_headers(world, ALICE, A, 9))
+    ids = np.frombuffer(data.records, raw_records.HEADER_DTYPE)
+    assert ids["transaction_id"].tolist() == [0, 2]
+    assert set(ids["req_id"]["client_id"].tolist()) == {ALICE}
+    assert (data.first, data.count, data.next, data.lineage) == (0, 2, 3, ())
+    for client, connection in ((ALICE, B), (BOB, A), (ClientId(99), A)):
+        error = world.answer(own_headers(world, client, connection, 9))
+        assert isinstance(error, messages.ErrorResponse)
+        assert error.error_code == errors.NotMounted.code
+    none = ranged(world, own_headers(world, BOB, B, 0))
+    assert (none.first, none.count, none.next, none.records) == (0, 0, 1, b"")
+
+
+def test_own_headers_are_filtered_from_those_of_a_storage() -> None:
+    world = ready()
+    world.mount(BOB, B)
+    for client, connection in ((ALICE, A), (BOB, B)):
+        world.append(client, connection)
+        world.run()
+        world.commit()
+    heads = ranged(world, ask_range(world, 0, 1, form=RangeForm.HEADERS))
+    world.partition.reads.forget_all()
+    asked = own_headers(world, BOB, B, 1)
+    (fetch,) = world.fetches
+    assert fetch.message.form == RangeForm.HEADERS
+    place = (1, fetch.token, 0, 0, 2, RangeForm.HEADERS)
+    records = bytes(heads.records)
+    crc = zlib.crc32(records)
+    answer = messages.RangeBytes(*place, b"", records, crc, bytes(16), heads.lineage)
+    world.step(Fetched(fetch.token, answer))
+    assert ranged(world, asked).records == records[28:]
 
 
 def test_a_range_ends_at_its_bytes_and_at_the_mark() -> None:

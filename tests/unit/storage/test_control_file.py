@@ -118,7 +118,7 @@ def test_one_sync_covers_all_earlier_writes(tmp_path):
         first = pool.submit(control.set_marks, 0, 7, 40)
         assert began.wait(HANG_S)
         others = [pool.submit(control.set_marks, each, 7, 41) for each in (1, 2)]
-        until = time.monotonic() + 10
+        until = time.monotonic() + HANG_S
         while control._written_count < 3:
             assert time.monotonic() < until
         go_on.set()

@@ -16,9 +16,10 @@ from tests.unit.storage.logs import (
     new_segment,
     open_segment,
 )
-from waltz_core.errors import BadFormat, ChecksumMismatch, DiskFailed
+from waltz_core.errors import BadFormat, ChecksumMismatch, DiskFailed, MissingSegment
 from waltz_core.records.record import BEFORE_FIRST
 from waltz_core.storage.disk.file_system import remove_temporary
+from waltz_core.storage.files import segment as segment_file
 from waltz_core.storage.files.format import SEGMENT_HEADER_BYTES, IdRange, segment_name
 from waltz_core.storage.files.segment import Segment
 from waltz_sim.world.simulated_disk import DiskFault, PowerLoss, Survival
@@ -185,13 +186,25 @@ def test_good_records_in_the_wrong_place_do_not_end_a_hole():
     assert segment.read(0, 29)[0] == records
 
 
-def test_missing_records_of_an_older_segment_are_damage():
+@pytest.mark.parametrize("piece", [1, 1 << 16])
+def test_missing_records_of_an_older_segment_are_damage(piece, monkeypatch):
+    monkeypatch.setattr(segment_file, "_PIECE_IDS", piece)
     disk = new_disk()
     fill_segment(new_segment(disk), [6])
     disk.put(SEG, disk.content(SEG)[: offset_of(4) + 7])
     segment = open_segment(disk)
     assert segment.recover(0, 5, is_last=False) == ((IdRange(4, 5),), False)
     assert segment.last == 5
+
+
+def test_a_distance_of_ids_that_no_file_can_have_takes_no_memory():
+    """As when all segments between two are missing, or the name of a file is wrong."""
+    disk = new_disk()
+    fill_segment(new_segment(disk), [6])
+    segment = open_segment(disk)
+    with pytest.raises(MissingSegment, match="up to ID 4611686018427387904, where the next"):
+        segment.recover(0, 1 << 62, is_last=False)
+    assert len(disk.content(IDX)) < 1_000
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])

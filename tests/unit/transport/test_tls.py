@@ -270,28 +270,80 @@ def test_invalid_tls_values_are_rejected(settings, problem):
         ClientConfig(**settings)
 
 
+OUTSIDE = {"listen_host": "10.1.2.3"}
+PROTECTED = {"tls": "on", "access": "on"}
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.3.2.1", "localhost", "::1"])
+def test_a_daemon_on_this_machine_needs_no_protection(caplog, host):
+    for make_config in (server, storage):
+        tls.check_network(make_config(listen_host=host))
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "storage1"])
+def test_a_daemon_of_a_network_is_protected_or_does_not_start(caplog, host):
+    settings = {"listen_host": host, "advertised_host": "here"}
+    both = 'tls = "on" and access = "on"'
+    for make_config in (server, storage):
+        with pytest.raises(BadConfig, match=f"{host}.* requires {both}. Hint: docs/security.md"):
+            tls.check_network(make_config(**settings))
+        assert caplog.text == ""
+        tls.check_network(make_config(**settings, insecure_network=True))
+        assert f"network.insecure host={host} missing='{both}'" in caplog.text
+        caplog.clear()
+        auth = f"{CONNECT}?auth=a"
+        tls.check_network(make_config(**settings, **PROTECTED, connect=auth))
+        tls.check_network(make_config(**settings, access="on", connect=f"{auth}&tls=on"))
+        assert caplog.text == ""
+
+
 @pytest.mark.parametrize(
-    ("host", "word", "is_logged"),
+    ("settings", "missing"),
     [
-        ("127.0.0.1", "", False),
-        ("127.3.2.1", "", False),
-        ("localhost", "", False),
-        ("::1", "", False),
-        ("0.0.0.0", "", True),
-        ("10.1.2.3", "", True),
-        ("storage1", "", True),
-        ("storage1", "off", False),
+        ({"tls": "on"}, 'access = "on"'),
+        ({"tls": "on", "access": "report"}, 'access = "on"'),
+        ({"access": "on"}, 'tls = "on"'),
+        ({"access": "on", "tls": "off"}, 'tls = "on"'),
+        (
+            {"tls": "on", "access": "report", "tls_transition": "dial"},
+            'access = "on" and tls_transition = ""',
+        ),
     ],
 )
-def test_listening_in_plain_text_beyond_this_machine_is_logged(caplog, host, word, is_logged):
-    settings = server(listen_host=host, advertised_host="here", tls=word)
-    assert tls.listening(settings) is None
-    lines = [each.getMessage() for each in caplog.records]
-    assert len(lines) == is_logged
-    if is_logged:
-        assert f"tls.disabled host={host}" in lines[0]
-        assert 'tls = "on"' in lines[0]
-        assert 'tls = "off"' in lines[0]
+def test_the_error_names_each_missing_setting(settings, missing):
+    with pytest.raises(BadConfig, match=f"requires {missing}. Hint:.* insecure_network = true"):
+        tls.check_network(server(**OUTSIDE, **settings))
+
+
+def test_open_znodes_of_permissions_are_logged(caplog):
+    tls.check_network(server(**PROTECTED))
+    assert "access.znodes_open" in caplog.text
+
+
+def test_only_a_transition_to_dialing_dials_with_tls(files):
+    settings = files.settings
+    for transition, has_tls in (("", True), ("accept", False), ("dial", True)):
+        config = server(**settings, tls_transition=transition)
+        assert (tls.dialing(config, CONNECT) is not None) == has_tls
+        assert tls.listening(config).plain_peers == transition
+
+
+@pytest.mark.parametrize(
+    ("settings", "found"),
+    [
+        ({"tls_transition": "accept"}, 'tls: expected "on" with tls_transition'),
+        ({"tls_transition": "both"}, "tls_transition: expected one of nothing, accept, dial"),
+        (
+            {"tls_transition": "dial", "access": "on"},
+            'tls_transition: expected none with access = "on"',
+        ),
+    ],
+)
+def test_a_transition_leads_to_tls(settings, found):
+    for make_config in (server, storage):
+        with pytest.raises(BadConfig, match=found):
+            tls.listening(make_config(**settings))
 
 
 def failure(reason: str) -> ssl.SSLError:

@@ -13,8 +13,9 @@ import pytest
 
 from tests.certificates import make
 from tests.loops import on_loop, until
+from tests.patience import HANG_S
 from tests.unit.transport.peer import ANY, Peer, raw
-from waltz_core.config import ClientConfig, StorageConfig
+from waltz_core.config import ClientConfig, ServerConfig, StorageConfig
 from waltz_core.errors import RemoteProtocolError, TlsFailed, Unreachable
 from waltz_core.transport import net, tls, tls_port
 from waltz_core.wire.messages import Appended, WireProtocol
@@ -92,7 +93,7 @@ async def there_and_back(files):
 
 @pytest.mark.parametrize("run", [net.run, asyncio.run], ids=["of a daemon", "of a notebook"])
 def test_frames_of_all_sizes_go_both_ways_on_a_loop(files, run):
-    arrived, back = run(asyncio.wait_for(there_and_back(files), 60))
+    arrived, back = run(asyncio.wait_for(there_and_back(files), HANG_S))
     assert arrived == SENT + SMALL
     assert back == SENT
 
@@ -116,8 +117,7 @@ async def test_an_abort_is_noticed_at_once(files):
         await until(lambda: peer.links)
         link.abort("enough")
         await link.wait_closed()
-        async with asyncio.timeout(2):
-            await until(lambda: peer.closed)
+        await until(lambda: peer.closed)
         assert peer.links[0].is_closed
 
 
@@ -131,8 +131,7 @@ async def test_a_close_does_not_wait_long_for_a_silent_peer(files, monkeypatch):
         for n in range(30):
             link.send(raw(MIB, n))
         link.close("done")
-        async with asyncio.timeout(2):
-            await link.wait_closed()
+        await link.wait_closed()
         assert link.closed_reason == "done"
         peer.links[0].resume_reading()
 
@@ -222,7 +221,7 @@ async def test_a_repeated_error_of_a_peer_is_logged_once_per_interval(files, log
     async def plain_to_tls():
         with pytest.raises(TlsFailed):
             await net.dial(WireProtocol.STORAGE, address)
-        await until(lambda: not listener._tls_port._handshakes_count)
+        await until(lambda: not listener._tls_port._limits._count)
 
     async with open_port(listening(files)) as (_, listener, address):
         for _ in range(5):
@@ -348,6 +347,99 @@ async def test_replaced_files_are_used_from_then_on_if_they_are_valid(tmp_path, 
 
 
 # ---------------------------------------------------------------------------------------------
+# a port that accepts both, and attempts to downgrade a connection
+
+
+def of_daemon(files, **settings):
+    return ServerConfig(**{"connect": "zk:1/w"} | files.settings | settings)
+
+
+@pytest.mark.parametrize("transition", ["accept", "dial"])
+@on_loop
+async def test_a_port_in_transition_accepts_both(files, logged, transition):
+    context = listening(
+        files,
+        tls_transition=transition,
+        tls_require_certificate=True,
+        access="report",
+        principal_pattern="DNS=(localhost)",
+    )
+    async with (
+        open_port(context) as (peer, _, address),
+        linked(address, None) as plain,
+        linked(address, tls.dialing(of_daemon(files), "")) as encrypted,
+    ):
+        for link in (plain, encrypted):
+            link.send(Appended(1, 7, 3, 9))
+        await until(lambda: len(peer.messages) == 2)
+        assert sorted(each.principal for each in peer.links) == ["anonymous", "localhost"]
+        with pytest.raises(TlsFailed, match=r"expects a certificate"):
+            await net.dial(WireProtocol.STORAGE, address, ssl=trusting(files))
+    # Of a plain peer the operator must learn before the transition ends.
+    assert ("tls.plain_accepted peer=127.0.0.1" in logged()) == (transition == "dial")
+
+
+@on_loop
+async def test_a_port_in_transition_rejects_other_protocols(files, logged):
+    async with open_port(listening(files, tls_transition="accept")) as (_, listener, _):
+        reader, writer = await asyncio.open_connection(ANY, listener.port)
+        writer.write(b"GET / HTTP/1.1\r\n\r\n")
+        await reader.read()
+        writer.close()
+        await until(lambda: listener.links == ())
+        assert "net.protocol_error" in logged()
+
+
+class Middle:
+    """A man in the middle: `attack` answers a connection; the first bytes of all are kept."""
+
+    def __init__(self, attack):
+        self.first_bytes = []
+        self._attack = attack
+
+    @contextlib.asynccontextmanager
+    async def open(self):
+        async with await asyncio.start_server(self._answer, ANY, 0) as server:
+            yield f"{ANY}:{server.sockets[0].getsockname()[1]}"
+
+    async def _answer(self, reader, writer):
+        self.first_bytes.append(await reader.read(1024))
+        await self._attack(reader, writer)
+        with contextlib.suppress(ConnectionError):
+            while await reader.read(1024):
+                pass
+        writer.close()
+
+
+ALERTS = {
+    "handshake failure": bytes((tls.ALERT, 3, 3, 0, 2, 2, 40)),
+    "protocol version": bytes((tls.ALERT, 3, 3, 0, 2, 2, 70)),
+    "a hello in plain text": original_hello((64,), "Waltz Storage Server"),
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("answer", ALERTS.values(), ids=ALERTS)
+@on_loop
+async def test_a_stripped_handshake_never_leads_to_plain_tcp(files, answer, tmp_path):
+    token = tmp_path / "token"
+    token.write_text("ab" * 32)
+    config = of_daemon(files, tls_transition="dial")
+    contexts = (tls.dialing(config, ""), tls.dialing(config, f"zk:1/w?token_file={token}"))
+
+    async def strip(_reader, writer):
+        writer.write(answer)
+        writer.write_eof()
+
+    middle = Middle(strip)
+    async with middle.open() as address:
+        for context in contexts:
+            with pytest.raises((TlsFailed, Unreachable)):
+                await net.dial(WireProtocol.STORAGE, address, ssl=context)
+    assert [each[0] for each in middle.first_bytes] == [tls.HANDSHAKE] * len(contexts)
+
+
+# ---------------------------------------------------------------------------------------------
 # handshakes that stop
 
 
@@ -359,7 +451,7 @@ async def test_a_connection_without_data_is_not_logged(files, logged):
                 gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", is_reset, 0))
         async with linked(address, trusting(files)):
             pass
-        await until(lambda: not listener._tls_port._handshakes_count)
+        await until(lambda: not listener._tls_port._limits._count)
         assert logged() == ""
 
 
@@ -378,15 +470,34 @@ async def test_a_slow_handshake_is_disconnected(files, monkeypatch, logged, firs
 
 
 @on_loop
-async def test_too_many_handshakes_at_one_time_are_rejected(files, monkeypatch, logged):
-    monkeypatch.setattr(tls_port, "HANDSHAKES_MAX", 1)
+async def test_half_open_handshakes_do_not_delay_other_peers(files, monkeypatch, logged):
+    monkeypatch.setattr(tls_port, "HANDSHAKE_S_MAX", 3600.0)
+    async with open_port(listening(files, tls_transition="accept")) as (peer, listener, address):
+        begun = [await asyncio.open_connection(ANY, listener.port) for _ in range(100)]
+        hello = hello_of_tls_1_1()
+        for number, (_, writer) in enumerate(begun):
+            writer.write(hello[: number % len(hello)])  # also nothing at all
+        await until(lambda: listener._tls_port._limits._count == len(begun))
+        for context in (trusting(files), None):
+            async with linked(address, context) as link:
+                link.send(Appended(1, 7, 3, 9))
+        await until(lambda: len(peer.messages) == 2)
+        assert listener._tls_port._limits._count == len(begun)
+        for _, writer in begun:
+            writer.transport.abort()
+        await until(lambda: not listener._tls_port._limits._count)
+
+
+@on_loop
+async def test_too_many_handshakes_of_one_host_are_rejected(files, monkeypatch, logged):
+    monkeypatch.setattr(tls_port, "HANDSHAKES_MAX", 2)
     async with open_port(listening(files)) as (_, listener, address):
         with socket.create_connection((ANY, listener.port)):
-            await until(lambda: listener._tls_port._handshakes_count)
+            await until(lambda: listener._tls_port._limits._count)
             with pytest.raises(Unreachable):
                 await net.dial(WireProtocol.STORAGE, address, ssl=trusting(files))
-            assert "1 handshakes are in progress" in logged()
-        await until(lambda: not listener._tls_port._handshakes_count)
+            assert "1 of 1 handshakes are in progress" in logged()
+        await until(lambda: not listener._tls_port._limits._count)
         async with linked(address, trusting(files)):
             pass
 
@@ -407,7 +518,7 @@ async def test_a_failed_connection_does_not_end_the_port(files, monkeypatch, log
             with pytest.raises(Unreachable):
                 await net.dial(WireProtocol.STORAGE, address, ssl=trusting(files))
         assert "Too many open files" in logged()
-        await until(lambda: not listener._tls_port._handshakes_count)
+        await until(lambda: not listener._tls_port._limits._count)
         async with linked(address, trusting(files)):
             assert listener.links
 
@@ -418,7 +529,7 @@ async def test_a_closing_port_drops_connections_in_their_handshake(files):
     listener = await net.listen(WireProtocol.STORAGE, ANY, 0, peer.connected, ssl=listening(files))
     reader, writer = await asyncio.open_connection(ANY, listener.port)
     writer.write(b"\x16\x03")
-    await until(lambda: listener._tls_port._handshakes_count)
+    await until(lambda: listener._tls_port._limits._count)
     await listener.close()
     with contextlib.suppress(ConnectionResetError):
         assert await reader.read() == b""

@@ -488,6 +488,8 @@ async def _decide_all(
         for verdict in verdicts
     }
     # Before any partition can be opened, so that no server gets a generation that was used.
+    issued = max((each.issued_id for each in newest.values()), default=0)
+    await command.coordinator.issued_ids.raise_to(ClientId(issued))
     await command.coordinator.raise_ids(
         ClientId(max((each.client_id for each in newest.values()), default=0)),
         {each: Generation(its.generation + 1) for each, its in newest.items()},

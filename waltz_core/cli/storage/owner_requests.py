@@ -163,7 +163,7 @@ class ConnectionAsOwner:
                 raise self._unexpected(answer)
             for _, packed, _ in RECORD_HEADER.iter_unpack(answer.records):
                 client_id, generation, *_ = REQ_ID.unpack(packed)
-                newest = newest.maximum_with(Ids(client_id, generation))
+                newest = newest.maximum_with(Ids.of_record(client_id, generation))
             first += answer.count
         return newest
 

@@ -277,6 +277,21 @@ class Monitor:
         self._match(ids, heads["req_id"])
         return True
 
+    def match_own_headers(
+        self, first: TransactionId, last: TransactionId, count: int, headers: Buffer
+    ) -> bool:
+        """Match the headers of this client's transactions in first..last, like `match_headers`."""
+        if len(headers) != count * HEADER_DTYPE.itemsize:
+            return False
+        heads = np.frombuffer(headers, dtype=HEADER_DTYPE)
+        ids = heads["transaction_id"].astype(np.int64)
+        bounds = np.concatenate(([first - 1], ids, [last + 1]))
+        is_own = bool((heads["req_id"]["client_id"] == self._client_id).all())
+        if not is_own or (np.diff(bounds) <= 0).any():
+            return False
+        self._match(ids, heads["req_id"])
+        return True
+
     def prove(self, mark: TransactionId) -> None:
         """A mount has succeeded: everything sent before it is final below or at its mark."""
         for pending in self._pending.values():

@@ -56,7 +56,9 @@ _PUBLIC, _MEMBERS, _ADMINISTRATORS = Readers
 ZNODES = (
     Znode("R", "persistent", "ClusterParams", "cluster create", _PUBLIC),
     Znode("R/ids", "persistent", "nothing", "cluster create", _PUBLIC),
-    Znode("R/ids/client", "persistent", "int32, last allocated ID", "every client, once", _MEMBERS),
+    Znode(
+        "R/ids/client", "persistent", "int32, last allocated ID", "older clients, once", _MEMBERS
+    ),
     Znode("R/ids/server", "persistent", "int32, last allocated ID", "every server, once", _MEMBERS),
     Znode("R/serverDescriptors", "persistent", "PartitionAssignment", "the lead server", _PUBLIC),
     Znode(
@@ -87,10 +89,23 @@ ZNODES = (
         "R/x/writes/W",
         "persistent",
         "WriteState (JSON)",
-        "the tasks that begin and end write W",
+        "servers, for the client that begins and ends write W",
         _MEMBERS,
     ),
-    Znode("R/x/writes/W/T", "persistent", "TaskState (JSON)", "each attempt of task T", _MEMBERS),
+    Znode(
+        "R/x/writes/W/T",
+        "persistent",
+        "TaskState (JSON)",
+        "servers, for each attempt of T",
+        _MEMBERS,
+    ),
+    Znode(
+        "R/x/client",
+        "persistent",
+        "int32, last issued ID",
+        "servers, at the request of clients",
+        _MEMBERS,
+    ),
     Znode("R/x/restored", "persistent", "RestoredFrom (JSON)", "restore", _PUBLIC),
     Znode(
         "R/x/access",
@@ -254,6 +269,11 @@ class ClusterPaths:
     def write(self, name: str) -> str:
         """One write, and parent of its tasks."""
         return f"{self.writes}/{name}"
+
+    @property
+    def issued_client_ids(self) -> str:
+        """Counter of the client ids that servers issue."""
+        return f"{self.root}/x/client"
 
     @property
     def restored_from(self) -> str:
