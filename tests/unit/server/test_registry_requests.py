@@ -13,7 +13,11 @@ from tests.unit.server.registry_world import (
     requests_of,
     serving,
 )
-from tests.writes_contract import MARKS, SCENARIOS, the_time_of_a_write_begins_with_its_last_change
+from tests.writes_contract import (
+    MARKS,
+    SCENARIOS,
+    the_retention_of_a_write_begins_with_its_last_change,
+)
 from waltz_core import errors
 from waltz_core.client.links import write_requests
 from waltz_core.client.links.connections import ServerLink
@@ -29,7 +33,9 @@ OPERATIONS = RegistryOperation
 
 
 # A server removes expired writes by itself, so this scenario would find none.
-SERVED = [each for each in SCENARIOS if each is not the_time_of_a_write_begins_with_its_last_change]
+SERVED = [
+    each for each in SCENARIOS if each is not the_retention_of_a_write_begins_with_its_last_change
+]
 
 
 @pytest.mark.parametrize("check_scenario", SERVED, ids=lambda scenario: scenario.__name__)
