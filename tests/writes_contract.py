@@ -1,13 +1,32 @@
 """The contract of the registry of writes, in the form of `cluster_contract.py`."""
 
+from typing import Any
+
 import pytest
 
-from tests.cluster_contract import World, created, member
+from tests import cluster_contract
+from tests.cluster_contract import World
 from waltz_core import errors
+from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.writes import REMOVALS_MAX
 
 MARKS = {0: 41, 3: -1}
-FOR_LONG = 1 << 40
+FOR_LONG = 1 << 34
+
+
+async def created(world: World, root: str) -> Any:
+    """Create a cluster; return a member, whose `writes` is the registry to test."""
+    return await _of(world, await cluster_contract.created(world, root))
+
+
+async def member(world: World, root: str) -> Any:
+    return await _of(world, await cluster_contract.member(world, root))
+
+
+async def _of(world: World, coordinator: Coordinator) -> Any:
+    """Return the coordinator itself, or what another kind of world uses in its place."""
+    replaced = getattr(world, "replaced", None)
+    return coordinator if replaced is None else await replaced(coordinator)
 
 
 async def a_task_has_one_last_attempt(world: World, root: str) -> None:

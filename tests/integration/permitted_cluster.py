@@ -51,12 +51,12 @@ class Access:
         self._directory = directory
         self._zookeeper = KazooClient(",".join(self._place.hosts))
         self._zookeeper.start()
-        self._revision = 0
+        self.revision = 0
 
     def write(self, permissions: Permissions) -> None:
         """Write the next revision, and wait until every daemon has read it."""
-        self._revision += 1
-        data = access_node.encode(dataclasses.replace(permissions, revision=self._revision))
+        self.revision += 1
+        data = access_node.encode(dataclasses.replace(permissions, revision=self.revision))
         path = f"{self._place.root}/x/access"
         if self._zookeeper.exists(path):
             self._zookeeper.set(path, data)
@@ -66,7 +66,7 @@ class Access:
 
     def await_read(self) -> None:
         """Wait until every daemon has read the latest revision."""
-        line = f"access.revision revision={self._revision}\n"
+        line = f"access.revision revision={self.revision}\n"
         for name in DAEMONS:
             log = self.cluster.log_path(name)
             wait_until(f"{name} reads", lambda log=log: line in log.read_text())

@@ -129,7 +129,7 @@ def test_reads_use_the_replica_of_the_clients_group(
 
 def test_a_pickled_layout_opens_a_client_in_another_process(client: WaltzClient):
     client.mount()
-    # Like Spark, which takes the layout to another process.
+    # Spark pickles the layout in the same way, for another process.
     layout = CPickleSerializer().loads(CPickleSerializer().dumps(client.layout()))
     with WaltzClient.at(layout, client_id=client.client_id, connection_sequence=1 << 32) as counts:
         assert counts.cluster() == client.cluster()
@@ -207,7 +207,7 @@ class Ledger(Callbacks):
             self.changed.notify_all()
 
     def has_seen(self, count: int) -> bool:
-        """Wait until so many transactions have been applied."""
+        """Wait until `count` transactions have been applied."""
         with self.changed:
             return self.changed.wait_for(lambda: len(self.seen) >= count, HANG_S)
 
@@ -297,7 +297,7 @@ def test_outcomes_while_a_server_is_killed_agree_with_the_log(cluster: LocalClus
     claims: list[tuple[int, int | None, bytes]] = []
     with ThreadPoolExecutor(2) as pool, WaltzClient(cluster.connect) as client:
         client.mount()
-        # One of the two was given the layout, and asks ZooKeeper when that is wrong.
+        # One of the two has the layout, and queries ZooKeeper when the layout is wrong.
         with WaltzClient.at(client.layout()) as other:
             runs = [
                 pool.submit(load, each, stop, b"%d" % i, counts, claims)

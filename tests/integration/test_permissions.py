@@ -4,13 +4,14 @@ import asyncio
 import dataclasses
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from tests.certificates import Certificates
 from tests.commands import run_command
-from tests.fault.load import wait_until
+from tests.fault.load import standing_still, wait_until
 from tests.integration.permitted_cluster import MINE, OTHER, PERMISSIONS, Access, permitted_cluster
 from tests.patience import HANG_S
 from tests.sample_messages import sample_of
@@ -27,6 +28,7 @@ from waltz_core.errors import (
     NotMounted,
     OutcomeUnknown,
     PermissionDenied,
+    Unavailable,
     Unreachable,
     WaltzError,
 )
@@ -365,9 +367,14 @@ def test_servers_without_replicate_serve_nothing_until_it_is_granted_again(acces
 
 
 def restart_server(access: Access) -> None:
-    """Kill the server; return when a new one owns the partition, in a later generation."""
+    """Kill the server; return when a new one owns the partition."""
     generation = owner(access).generation
     access.cluster.kill("server-1")
+    start_server(access, generation)
+
+
+def start_server(access: Access, generation: int) -> None:
+    """Start the server; return when it owns the partition, in a generation after this one."""
     access.cluster.log_path("server-1").write_text("")
     access.cluster.start("server-1")
     access.await_read()
@@ -411,9 +418,17 @@ class Peer:
         return MountWriter(ReqId(client_id, place, MINE, -1), 1, -2, False, (), proof)
 
     def outcome(self, client_id: int, proof: bytes, generation: int | None = None) -> object:
-        """Return the error of a mount, or `Mounted`."""
-        answer = self.ask(self.mount(client_id, proof, generation))
-        return BY_CODE[answer.error_code] if isinstance(answer, ErrorResponse) else type(answer)
+        """Return the error of a mount, or `Mounted`; wait until the server has the partition."""
+        found: list[type] = []
+
+        def is_final() -> bool:
+            answer = self.ask(self.mount(client_id, proof, generation))
+            is_error = isinstance(answer, ErrorResponse)
+            found.append(BY_CODE[answer.error_code] if is_error else type(answer))
+            return not issubclass(found[-1], Unavailable)
+
+        wait_until("the partition is open", is_final)
+        return found[-1]
 
 
 def test_no_mount_without_the_proof_in_any_generation_and_after_a_restart(access: Access):
@@ -464,9 +479,10 @@ def test_own_headers_are_for_the_mounted_client_only(access: Access):
 
 
 def test_a_principal_with_append_only_learns_its_outcomes(access: Access):
-    """The server is killed with appends in flight: some are in the log, and some are sent again."""
+    """The server is killed while no append can commit: the client reads its own rows back."""
+    patient = ClientConfig(request_timeout_ms=1_000 * HANG_S)
     with (
-        WaltzClient(access.connect("append")) as client,
+        WaltzClient(access.connect("append"), patient) as client,
         WaltzClient(access.connect("writer")) as reader,
     ):
         before = reader.high_water_mark(MINE)
@@ -480,18 +496,19 @@ def test_a_principal_with_append_only_learns_its_outcomes(access: Access):
 
         send(100)
         list(sent.values())[-1].result()
-        send(400)
-        restart_server(access)
+        generation = owner(access).generation
+        with standing_still(access.cluster, "storage-1"):
+            send(400)
+            access.cluster.kill("server-1")
+        start_server(access, generation)
         send(100)
         outcomes = {data: future.result() for data, future in sent.items()}
         with pytest.raises(PermissionDenied):
             list(client.read_range(MINE, 0, 0))
         last = reader.high_water_mark(MINE)
         rows = [row for chunk in reader.read_range(MINE, before + 1, last) for row in chunk.rows()]
-        assert {row.data: row.id for row in rows if row.data != b"first"} == outcomes
+        assert {row.data: row.transaction_id for row in rows if row.data != b"first"} == outcomes
         assert len(rows) == len(outcomes) + 1
-        log = access.cluster.log_path("server-1").read_text()
-        assert "RangeRequest" not in log  # no read was denied
 
 
 def test_a_client_with_the_token_of_another_principal_gets_another_id(access: Access):
@@ -507,7 +524,10 @@ def test_a_client_with_the_token_of_another_principal_gets_another_id(access: Ac
             key: each for key, each in PERMISSIONS.tokens.items() if each.principal != "writer"
         }
         access.write(dataclasses.replace(PERMISSIONS, tokens=others))
-        client.append(b"after", partition=MINE).result()
+        # One that was sent before the client noticed the end of its connection may have been lost.
+        with suppress(OutcomeUnknown):
+            client.append(b"after", partition=MINE).result()
+        client.append(b"after that", partition=MINE).result()
         assert client.client_id > client_id
         Path(file).write_text(content)
         access.write(PERMISSIONS)

@@ -185,7 +185,7 @@ def test_a_tool_of_0_13_reads_its_fields(tmp_path):
                 assert ids == [0, 2]
                 assert gauges["waltz-storage.partition-0.session-id"]["value"] == 5
                 assert gauges["waltz-storage.partition-0.flags"]["value"] == 5
-            # The owner of the partition has not noticed any of it.
+            # The owner of the partition has not noticed any of this.
             assert isinstance(await owner.ask(owner.owner.append(1)), Appended)
 
     on_loop(main())

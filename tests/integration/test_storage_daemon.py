@@ -634,7 +634,7 @@ def test_a_disk_that_hangs_does_not_stop_the_loop_for_a_health_page(tmp_path, mo
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(storage.serve(stop, ready.set_result))
             await ready
-            for _ in range(2):  # the second page asks for nothing more
+            for _ in range(2):  # the second page causes no further query
                 health = await storage.health()
                 assert not health.is_healthy
                 assert "the disk has not answered" in health.details["disk_error"]
@@ -836,7 +836,7 @@ def test_damage_of_the_archive_that_a_read_finds_is_reported(
             return storage._archive_state().read_damage
 
         assert was_read(outcome) == damage
-        # The log's own damage says nothing of the archive.
+        # Damage of the log does not count as damage of the archive.
         assert was_read(query.error) == damage
         assert was_read(SuccessResponse(5, 1, 0)) == ""
         state = storage._archive_state()

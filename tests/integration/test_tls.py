@@ -51,7 +51,7 @@ def test_a_client_needs_no_certificate_for_servers(
     connect = f"{place_of(cluster)}?tls={certificates.authorities}"
     with WaltzClient(connect) as client:
         first = client.append(b"without a certificate", partition=PARTITION).result()
-        # Storages require a certificate of their readers: then the server is asked.
+        # Storages require a certificate of their readers, so the client reads from the server.
         chunks = client.read_range(PARTITION, first, first, replicas=client.replicas(PARTITION))
         assert [row.data for chunk in chunks for row in chunk.rows()] == [b"without a certificate"]
     settings = ClientConfig(tls="on", tls_authorities=certificates.authorities)

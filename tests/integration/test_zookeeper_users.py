@@ -87,6 +87,7 @@ async def create_nodes_of_members(coordinator: Coordinator) -> None:
     marker = model.PartitionMarker(model.MarkerState.OPEN, 0, bytes(16))
     await coordinator.write_partition(0, model.PartitionMetadata(1, 0, {}), marker, view.versions)
     await coordinator.register_storage_id("10.0.0.1:5280", model.UUID(int=1))
+    await coordinator.issued_ids.next()
     await coordinator.writes.begin("nightly", {0: -1}, 1_000_000)
     await coordinator.writes.enter("nightly", 0, "run", coordinator.next_client_id)
     await coordinator._nodes.put_ephemeral(paths.applied("server-1"), b"{}", paths.every_applied)

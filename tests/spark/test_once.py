@@ -28,7 +28,7 @@ pytestmark = pytest.mark.spark
 
 SCHEMA = StructType([StructField("data", BinaryType()), StructField("partition", IntegerType())])
 PARTITIONS = 4
-FOR_LONG = 1 << 40
+FOR_LONG = 1 << 34
 
 
 class Stop(Exception):

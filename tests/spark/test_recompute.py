@@ -255,7 +255,7 @@ def job_of(connect: str, name: str, **options: str) -> Job:
         **options,
     }
     job = new_job(parse_write(wanted), SCHEMA, name)
-    asyncio.run(begin_write(connect, name, job.marks, keep_ms=1 << 50))
+    asyncio.run(begin_write(connect, name, job.marks, keep_ms=1 << 34))
     return job
 
 

@@ -181,7 +181,7 @@ def test_callbacks_of_the_other_client_are_rejected(waltz_memory):
         asyncio.run(subscribe_plain())
 
 
-# --- refusals and failures
+# --- rejections and failures
 
 
 def test_only_the_requested_number_of_locked_appends_is_rejected(waltz_memory):

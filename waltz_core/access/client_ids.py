@@ -12,6 +12,7 @@ from waltz_core.records.record import ClientId
 
 # Servers count from here on, so that no other process can make their IDs repeat.
 FIRST_ISSUED: Final = ClientId(1 << 30)
+NONE_ISSUED: Final = ClientId(FIRST_ISSUED - 1)
 PROOF_BYTES: Final = 16
 # There is no proof: of an ID from ZooKeeper, or from a server without permissions.
 NO_PROOF: Final = bytes(PROOF_BYTES)

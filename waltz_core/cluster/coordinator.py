@@ -312,7 +312,7 @@ class Coordinator:
             with suppress(errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
                 await self._znodes.write([step])
         raise errors.CoordinatorUnavailable(
-            f"{path} was changed by others in {ID_ATTEMPTS_MAX} attempts"
+            f"{path}: other processes changed it during each of {ID_ATTEMPTS_MAX} attempts"
         )
 
     # --- partitions

@@ -597,7 +597,7 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
     balance_interval_ms: int = _ms(
         5_000,
         'How often servers report loads and consider moves, if `balance` is "load". Too short: '
-        "work for ZooKeeper.",
+        "more load on ZooKeeper.",
         minimum=50,
     )
     balance_window_ms: int = _ms(

@@ -431,6 +431,12 @@ class ConnectionAccess:
             _log.warning("access.would_deny peer=%s error=%s", self.peer, error)
         return error if is_enforced else None
 
+    def is_only_reported(self, error: PermissionDenied, message: Message) -> bool:
+        """Log a denial that depends on the state of an object; return whether rule 6 permits it."""
+        requirement = _requirement_of(message)
+        assert isinstance(requirement, Requirement)
+        return self._reported(requirement, message, lambda: error) is None
+
     def _not_a_request(self, message: Message) -> WaltzError | None:
         if not self._port.is_enforced:
             return None

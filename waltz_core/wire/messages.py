@@ -806,6 +806,68 @@ class ClientIdResponse(ClientMessage):
     proof: Raw16 = field(repr=False)
 
 
+class RegistryOperation(IntEnum):
+    """An operation on the registry of exactly-once writes (`cluster/writes.py`)."""
+
+    BEGIN = 0
+    READ = 1
+    ENTER = 2
+    CHECK = 3
+    TASKS = 4
+    FINISH = 5
+    FORGET = 6
+
+
+@value(frozen=True, slots=True)
+class RegistryRequest(ClientMessage):
+    """Carry out an operation on a write; repeat it if there is no answer.
+
+    A write belongs to the principal that began it (decision 048, AC 14). `partitions` and `marks`
+    are the starting marks of BEGIN, `task` is for ENTER and CHECK, `attempt` for CHECK. `arguments`
+    is JSON: `keep_ms` and `in_series` of BEGIN, `run` of ENTER and TASKS, `summary` and `keep_ms`
+    of FINISH; otherwise it is empty.
+    """
+
+    code = 91
+    requires = by_field(
+        "operation",
+        {
+            RegistryOperation.BEGIN: all_of(READ, APPEND),
+            RegistryOperation.READ: all_of(APPEND, scope=Scope.ANY),
+            RegistryOperation.ENTER: all_of(APPEND, scope=Scope.ANY),
+            RegistryOperation.CHECK: all_of(APPEND, scope=Scope.ANY),
+            RegistryOperation.TASKS: all_of(APPEND, scope=Scope.ANY),
+            RegistryOperation.FINISH: all_of(APPEND, scope=Scope.ANY),
+            RegistryOperation.FORGET: all_of(APPEND, scope=Scope.ANY),
+        },
+    )
+    since = 8
+    operation: Int8  # a RegistryOperation
+    write: Text
+    task: Int32 = 0
+    attempt: Int32 = 0
+    partitions: Int32s = ()
+    marks: PackedInt64s = b""
+    arguments: Blob = b""
+
+
+@value(frozen=True, slots=True)
+class RegistryResponse(ClientMessage):
+    """The operation is done.
+
+    `result` is the node of the write (BEGIN, READ, FINISH; empty if there is none) or of the task
+    (ENTER), JSON as in ZooKeeper. For TASKS it is a JSON object: `tasks` has the numbers of all
+    tasks, `others` the client IDs of those that another run has begun. `proof` is that of the
+    task's client ID (ENTER; `NO_PROOF` if the server has no permissions).
+    """
+
+    code = 92
+    requires = ANSWER
+    since = 8
+    result: Blob = b""
+    proof: Raw16 = field(default=NO_PROOF, repr=False)
+
+
 # ---------------------------------------------------------------------------------------------
 # S: server and storage. Prefix: type (1), session id (8), sequence (8), partition id (4).
 # Answers echo session, sequence and partition of their request.

@@ -86,12 +86,12 @@ class Locking:
         writer = self.last_writer(lock, mark)
         if estimate < writer:
             self._facts.fail(
-                "LockBound", f"{name} has lock {lock} at {estimate}, {writer} wrote it"
+                "LockBound", f"{name} has lock {lock} at {estimate}, but {writer} wrote it"
             )
         if estimate > given:
             self._facts.fail(
                 "ReserveHeld",
-                f"{name} has lock {lock} at {estimate}; the last assigned id is {given}, "
+                f"{name} has lock {lock} at {estimate}; the last assigned ID is {given}, "
                 f"the log ends at {mark}",
             )
 

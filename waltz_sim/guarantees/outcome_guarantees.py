@@ -63,7 +63,7 @@ class Outcomes:
                 self._check_followed(operation, chain, position)
             elif operation.mark > history.last:
                 self._facts.fail(
-                    "NotAhead", f"{operation} is accepted, the log ends at {history.last}"
+                    "NotAhead", f"{operation} is accepted, but the log ends at {history.last}"
                 )
 
     def _check_followed(self, operation: Operation, chain: Chain, position: int) -> None:
@@ -109,7 +109,10 @@ class Outcomes:
         if data_in(history.records[transaction_id]) != operation.data:
             evidence.fail("LogMatching", f"{operation} differs from the row at {transaction_id}")
         if operation.outcome == "no":
-            evidence.fail("OutcomeTruth", f"{operation} is at {transaction_id}, reported as failed")
+            evidence.fail(
+                "OutcomeTruth",
+                f"{operation} is in the log at {transaction_id}, but was reported as failed",
+            )
         if operation.transaction_id not in {-1, transaction_id}:
             evidence.fail("AtMostOnce", f"{operation} is also at {transaction_id}")
         operation.transaction_id = transaction_id
@@ -155,7 +158,9 @@ class Outcomes:
     def _not_beyond(self, client: "SimClient", mark: int) -> None:
         last = self._facts.history.last
         if mark > last:
-            self._facts.fail("HwmMono", f"{client.name} received {mark}, the log ends at {last}")
+            self._facts.fail(
+                "HwmMono", f"{client.name} received {mark}, but the log ends at {last}"
+            )
 
     def settled(self, client: "SimClient", effect: stream_events.SubmissionSettled) -> None:
         """11. OutcomeTruth: each outcome that an application receives is true."""
@@ -186,7 +191,9 @@ class Outcomes:
 
     def _reported_rejected(self, operation: Operation, reason: Reason, conflict: int) -> None:
         if operation.transaction_id >= 0:
-            self._facts.fail("OutcomeTruth", f"{operation} is in the log, got {reason!r}")
+            self._facts.fail(
+                "OutcomeTruth", f"{operation} is in the log, but was reported as {reason!r}"
+            )
         if reason == Reason.LOCK and conflict > self._facts.history.last:
             self._facts.fail("OutcomeTruth", f"rejected for {conflict}, which is not final")
         if reason == Reason.AHEAD and self._is_reached(operation):
@@ -205,7 +212,9 @@ class Outcomes:
         for operation in self._facts.cluster.workload.operations_of(token):
             operation.outcome = "unknown" if is_unknown else "no"
             if not is_unknown and operation.transaction_id >= 0:
-                self._facts.fail("OutcomeTruth", f"{operation} is in the log, got {error}")
+                self._facts.fail(
+                    "OutcomeTruth", f"{operation} is in the log, but failed with {error}"
+                )
 
     def context_ended(self, operation: Operation, result: TransactionId | Exception | None) -> None:
         """11. OutcomeTruth, for an attempt of a context: its ID, or the reason for its failure."""

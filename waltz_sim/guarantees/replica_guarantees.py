@@ -218,7 +218,8 @@ class ReplicaGuarantees:
         self._check_identity(storage, "a mark")
         if message.mark != before.synced_max:
             self._facts.fail(
-                "LwmFull", f"{storage.name}: mark {message.mark} at {before.synced_max}"
+                "LwmFull",
+                f"{storage.name} sets mark {message.mark}, but is synced up to {before.synced_max}",
             )
 
     def _cut(self, storage: "SimStorage", log: "PartitionLog", cut: "_Cut") -> None:
@@ -235,7 +236,10 @@ class ReplicaGuarantees:
         for chain, last in [each for each in holds.items() if each[1] > keep]:
             is_acked = archived_last < last <= cut.acked and chains.get(last) == chain
             if is_acked and storage.name not in self.corrupted:
-                self._facts.fail("NoCutCommitted", f"{storage.name} keeps {keep}, cuts {last}")
+                self._facts.fail(
+                    "NoCutCommitted",
+                    f"{storage.name} truncates after {keep}, but has acknowledged {last}",
+                )
             del holds[chain]
         if keep < log.slot.low_water_mark:
             self._facts.fail(
@@ -258,7 +262,7 @@ class ReplicaGuarantees:
         elif isinstance(outcome, Prepared):
             assert storage.engine is not None
             if outcome.storage_id != storage.engine.storage_id:
-                self._facts.fail("Identity", f"{storage.name} answers with another storage's id")
+                self._facts.fail("Identity", f"{storage.name} answers with another storage's ID")
 
     def _is_reconstructed(self, name: str, entry: LineageEntry) -> bool:
         """Whether a batch may be a substitute for others whose entries were unreadable."""
@@ -269,7 +273,9 @@ class ReplicaGuarantees:
         assert storage.engine is not None
         registered = self._facts.cluster.coordinator.storage_ids.get(storage.replica)
         if registered not in (None, storage.engine.storage_id):
-            self._facts.fail("Identity", f"{storage.name} has accepted {what}, with another id")
+            self._facts.fail(
+                "Identity", f"{storage.name} has accepted {what}, but has another storage ID"
+            )
 
     def _check_durable(self, name: str, log: "PartitionLog") -> None:
         """3. PromiseMono."""

@@ -182,7 +182,8 @@ class ResponseGuarantees:
         evidence, message = self._facts, answer.message
         if mark > evidence.history.last:
             evidence.fail(
-                "HwmMono", f"{server.name} sends {mark}, the log ends at {evidence.history.last}"
+                "HwmMono",
+                f"{server.name} sends {mark}, but the log ends at {evidence.history.last}",
             )
         before = self._marks.get(answer.connection, BEFORE_FIRST)
         if mark < before:
@@ -195,7 +196,7 @@ class ResponseGuarantees:
             if mark < known:
                 evidence.fail(
                     "StaleMark",
-                    f"{server.name} sends {mark}, {known} was acknowledged {timer_ms} ms ago",
+                    f"{server.name} sends {mark}, but {known} was acknowledged {timer_ms} ms ago",
                 )
 
     # ---- 21. NoRotServed
@@ -253,7 +254,9 @@ class ResponseGuarantees:
                 continue
             conflict = int.from_bytes(conflicts[8 * row : 8 * row + 8], "big", signed=True)
             if conflict > self._facts.history.last:
-                self._facts.fail("OutcomeTruth", f"{name} rejects for {conflict}, not final")
+                self._facts.fail(
+                    "OutcomeTruth", f"{name} rejects for {conflict}, which is not final"
+                )
             if conflict > self._mark_before.get(name, BEFORE_FIRST):
                 self._facts.count("lock wait")
 
@@ -263,7 +266,9 @@ class ResponseGuarantees:
         key = req_id.client_id, connection
         lost = self._lost.get(key)
         if lost is not None and lost < req_id.sequence and Reason.COMMITTED in reasons:
-            self._facts.fail("Overtaken", f"{name} reports {req_id} committed, {lost} was lost")
+            self._facts.fail(
+                "Overtaken", f"{name} reports {req_id} as committed, but {lost} was lost"
+            )
         rows = [row for row, reason in enumerate(reasons) if reason in _LOSSES]
         if rows and lost is None:
             self._lost[key] = req_id.sequence + rows[0]
@@ -319,7 +324,7 @@ class ResponseGuarantees:
             self._facts.count("flushed")
             left = [each for each in before if each in not_answered]
             if left:
-                self._facts.fail("Flush", f"{client.name} is answered before {left}")
+                self._facts.fail("Flush", f"the flush of {client.name} is answered before {left}")
         elif isinstance(message, ReplicasResponse):
             assert isinstance(request, ReplicasRequest)
             if request.linearizable:

@@ -186,7 +186,8 @@ class Sessions:
         for name in engaged:
             if self._last_session.get(name, NO_SESSION) < session:
                 self._facts.fail(
-                    "EngagedOnly", f"{name} is written as engaged in {session}, its mark is not set"
+                    "EngagedOnly",
+                    f"{name} is recorded as engaged in {session}, but its mark is not set",
                 )
         if not ever:
             self._check_previous_assignment(claim, session)
@@ -217,7 +218,7 @@ class Sessions:
             if old is not None and old[1] == UNRESOLVED:
                 wanted = ReplicaState(old.session_id, TransactionId(mark))
             if state != wanted:
-                self._bad(f"{name} is written as {state}, not {wanted}")
+                self._bad(f"{name} is recorded as {state}, expected {wanted}")
 
     def zookeeper_changed(self) -> None:
         """Note that a fault has replaced ZooKeeper's data, so that session IDs may repeat.
@@ -313,7 +314,9 @@ class Sessions:
         if not lasts:
             return
         if session not in self.opened:
-            self._facts.fail("GateCAS2", f"{server.name} appends to {session}, not open yet")
+            self._facts.fail(
+                "GateCAS2", f"{server.name} appends to {session}, which is not open yet"
+            )
         late = lasts[-1] > self._facts.history.last
         if late and replica not in self.ever_engaged[session]:
             self._facts.fail("EngagedOnly", f"{replica} is sent {lasts[-1]} in {session}")
@@ -329,7 +332,9 @@ class Sessions:
         engaged, quorum = claim.engaged, claim.quorum
         unfenced = [name for name in engaged if self._promised.get(name, NO_SESSION) < session]
         if engaged and len(unfenced) >= quorum:
-            self._facts.fail("FenceFirst", f"{session} decides, {unfenced} may still acknowledge")
+            self._facts.fail(
+                "FenceFirst", f"{session} decides, but {unfenced} may still acknowledge"
+            )
         known = self._known(session, claim)
         unknown_count = len(engaged) - len(known)
         least = BEFORE_FIRST
@@ -392,7 +397,9 @@ class Sessions:
         if self.is_rewritten:
             return
         if session not in self.opened:
-            self._facts.fail("GateCAS2", f"{server.name} submits to {session}, not open yet")
+            self._facts.fail(
+                "GateCAS2", f"{server.name} submits to {session}, which is not open yet"
+            )
         self._submitted[session] = None
 
     def stepped(self, server: "SimServer", effect: session_events.Effect) -> None:

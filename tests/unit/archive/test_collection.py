@@ -205,7 +205,7 @@ def heads_of(store):
 
 
 def test_a_manifest_remains_for_a_while_after_the_next_one_was_written(archived):
-    """Though it is old itself: lagging replicas know its name only."""
+    """Even if it is old: lagging replicas have only its name."""
     store, made = archived
     now_ms = 10 * GRACE_MS
     heads, listed = heads_of(store), listed_files(store, made)

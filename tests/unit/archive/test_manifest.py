@@ -116,8 +116,8 @@ def test_a_changed_byte_is_found():
 @pytest.mark.parametrize(
     ("wrong", "problem"),
     [
-        ({"last": 40}, "expected objects up to 40"),
-        ({"first": 31}, "found 29 and 31"),
+        ({"last": 40}, "expected objects up to ID 40"),
+        ({"first": 31}, "found objects up to 29 and first ID 31"),
         ({"newest": (entry(0), entry(2))}, "expected ID 10, found 20..29"),
         ({"newest": (entry(1), entry(2)), "first": 5}, "no object has the first ID 5"),
         (

@@ -96,8 +96,8 @@ def test_a_partition_whose_archive_is_not_found_is_rejected(archive, url, where)
     with pytest.raises(BadRequest) as refused:
         find(archive, url=url, starts={B: 9})
     assert (
-        f"partition 3: expected a manifest in the archive ({where}) that ends within the log of "
-        f"IDs 0..29 and not below 9, after which the log of {B} begins; found none. Hint: "
+        f"partition 3: expected a manifest in the archive ({where}) that ends at an ID in 9..29, "
+        f"as the log of {B} begins at 10; found none. Hint: "
     ) in str(refused.value)
 
 
@@ -173,7 +173,7 @@ def test_a_partition_opens_without_the_archive_when_its_folder_was_moved(archive
         find(archive, chains={})
     folder.rename(archive.root / "moved")
     assert find(archive, chains={}) == (None, [])
-    with pytest.raises(BadRequest, match="begins; found none"):
+    with pytest.raises(BadRequest, match="begins at 10; found none"):
         find(archive, start=9, chains={})
 
 

@@ -112,7 +112,7 @@ def test_a_command_that_dies_at_zookeeper_has_marked_no_replica():
 
 
 class Storage:
-    """A link to a storage that has a log whose records have these client IDs and generations."""
+    """A link to a storage with a log; its records have these client IDs and generations."""
 
     address = A
 

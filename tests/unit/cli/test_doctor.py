@@ -114,7 +114,7 @@ def test_the_mode_of_a_zookeeper_server_is_read():
 
 
 def test_a_silent_zookeeper_port_is_reported():
-    """A port that takes connections and is silent is reported as such, by its node's name."""
+    """A port that accepts connections and sends nothing is reported with its node's name."""
 
     with socket.create_server(("127.0.0.1", 0)) as silent:
         connect = f"127.0.0.1:{silent.getsockname()[1]},127.0.0.1:1/waltz/none"

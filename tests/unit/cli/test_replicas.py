@@ -103,7 +103,7 @@ def test_the_newest_ids_are_the_greatest_of_the_last_records():
     assert [(each.first, each.last) for each in link.sent] == [(0, 2), (2, 2)]
     assert all(isinstance(each, RangeRaw) and not each.reader for each in link.sent)
     link = Link([heads(20_000, (9, 3))])
-    with pytest.raises(IndexError):  # the test's link has no more to say
+    with pytest.raises(IndexError):  # the test's link has no more answers
         asked(link, lambda replica: replica.newest_ids(2, SESSION, ending(30_000)))
     assert link.sent[0].first == 20_001
     link = Link([heads(26_000, (9, 3))])  # the log begins there: older records are in the archive

@@ -203,7 +203,7 @@ class MemoryServer:
         out: list = []
         real, store.step = store.step, lambda event, now_ms: effects
         try:
-            # Any event of the store makes the partition look at the store's effects.
+            # After any event of the store the partition processes the store's effects.
             driver.post(replication.Checkpoint())
         finally:
             store.step = real

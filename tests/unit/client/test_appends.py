@@ -205,7 +205,7 @@ async def test_a_waiting_batch_is_lost_with_an_earlier_one_of_its_order(monkeypa
     behind = author.append_batch(order)
     author.appends.settled(1, BatchOutcome.uniform(2, Reason.LOST, high_water_mark=0))
     assert (await first).reasons.tolist() == [Reason.LOST] * 2
-    order.processed_count += 1  # the writer knows of the first now, and of that one alone
+    order.processed_count += 1  # the writer has received the first one only
     again = author.append_batch(order)
     await until(lambda: len(author.sent) == 3)
     assert [each.row_count for each in author.sent] == [2, 1, 1]

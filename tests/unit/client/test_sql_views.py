@@ -20,7 +20,7 @@ METADATA = sa.MetaData()
 ROWS = sa.Table(
     "rows",
     METADATA,
-    # No key here: what is applied twice is to be seen, not refused.
+    # No primary key: a transaction that is applied twice must be visible, not an error.
     sa.Column("transaction_id", sa.BigInteger, nullable=False),
     sa.Column("header", sa.Integer, nullable=False),
 )

@@ -99,7 +99,7 @@ def test_an_append_over_the_servers_frame_limit_is_rejected_unsent():
 
 
 def test_waiting_appends_do_not_overtake_the_rows_of_a_large_submission():
-    """They come again in two submissions, behind everything that waits."""
+    """They are sent again in two submissions, after everything that waits."""
     scenario = Scenario()
     for token, rows in ((1, 101), (2, 1), (3, 2)):
         one = replace(submission(token, rows=rows), keeps_order=token != 3)
@@ -123,7 +123,7 @@ def test_a_requested_mount_does_not_wait_for_an_append():
 
 
 def in_doubt(rows: int = 2) -> Scenario:
-    """A submission was sent at mark 9 and its link broke; the next link is asked for."""
+    """A submission was sent at mark 9 and its link broke; the next link is requested."""
     scenario = Scenario().ready(mark=9)
     scenario.step(stream_events.SendAppends(submission(1, rows=rows)))
     assert scenario.step(stream_events.LinkLost(1, "cut")) == [stream_events.OpenLink(2, (1,))]
@@ -133,7 +133,7 @@ def in_doubt(rows: int = 2) -> Scenario:
 def test_rows_in_doubt_are_searched_between_the_two_marks():
     scenario = in_doubt()
     scenario.step(stream_events.SendAppends(submission(2)))
-    assert scenario.done == []  # invariant 1: not before what is in doubt is settled
+    assert scenario.done == []  # invariant 1: not before the rows in doubt are settled
     mount = scenario.link(number=2, generation=1)
     effects = scenario.mounted(mount, 12, link=2)
     asked = m.RangeRequest(req(-3, 1), 10, 12, 2_800, m.RangeForm.HEADERS, ())
@@ -277,7 +277,7 @@ def test_a_mark_below_a_known_one_is_not_trusted():
 def test_a_link_with_unanswered_appends_is_never_mounted_again():
     scenario = in_doubt()
     scenario.mounted(scenario.link(number=2), 9, link=2)
-    # What was in doubt is settled, yet it may still queue at the server behind link 1.
+    # The rows in doubt are settled, but they may still be queued at the server for link 1.
     scenario.step(stream_events.SendAppends(submission(2)))
     scenario.step(stream_events.LinkLost(2, "cut"))
     scenario.wake(scenario.stream.wake_at_ms)
@@ -349,6 +349,41 @@ def test_a_definite_rejection_is_reported_for_every_row(error, reason):
     assert (scenario.stream.phase is Phase.READY) is not remounts
 
 
+def over_limit(req_id, retry_after_ms):
+    code = errors.Overloaded.code
+    return m.ErrorResponse(req_id, code, True, "over a limit", retry_after_ms=retry_after_ms)
+
+
+def test_after_an_append_over_a_limit_the_next_mount_waits_as_the_server_requests():
+    scenario = Scenario().ready()
+    for token in (1, 2):
+        scenario.step(stream_events.SendAppends(submission(token)))
+    begun_ms = scenario.now_ms
+    effects = scenario.receive(over_limit(req(1), 4_000))
+    assert settled(effects)[1].reasons.tolist() == [m.Reason.OVERLOADED]
+    scenario.step(stream_events.SendAppends(submission(3)))
+    assert scenario.sent() == []  # it would be rejected: the server expects a mount
+    scenario.receive(result(req(2), (-1, m.Reason.NOT_MOUNTED, -1), mark=-1))
+    assert scenario.stream.phase is Phase.WAITING
+    assert scenario.stream.failure == "over a limit"
+    assert scenario.stream.wake_at_ms == begun_ms + 4_000
+    assert scenario.wake(begun_ms + 4_000) == [stream_events.OpenLink(2, ())]
+    scenario.mounted(scenario.link(number=1), -1)
+    assert [each.req_id for each in scenario.sent(m.AppendRequest)] == [req(3)]
+
+
+def test_a_mount_over_a_limit_waits_no_longer_than_a_request():
+    scenario = Scenario()
+    scenario.step(stream_events.Mount())
+    (mount,) = scenario.link() and scenario.sent(m.MountWriter)
+    scenario.receive(over_limit(mount.req_id, 1 << 30))
+    timeout_ms = scenario.stream._settings.request_timeout_ms
+    assert scenario.stream.wake_at_ms == scenario.now_ms + timeout_ms
+    # Another server has other limits.
+    effects = scenario.step(stream_events.GenerationChanged(9))
+    assert effects == [stream_events.OpenLink(2, ())]
+
+
 def test_an_unknown_outcome_is_settled_by_the_log():
     scenario = Scenario().ready(mark=4)
     scenario.step(stream_events.SendAppends(submission(1)))
@@ -375,7 +410,7 @@ def test_a_rejected_mount_waits_for_the_other_answers_and_keeps_its_link():
     scenario.receive(result(req(1), (-1, m.Reason.NOT_MOUNTED, -1), mark=-1))
     assert scenario.stream.phase is Phase.READY
     scenario.step(stream_events.SendAppends(submission(3)))
-    assert scenario.sent() == []  # it would overtake nothing, and be refused as well
+    assert scenario.sent() == []  # it would overtake nothing, and be rejected, too
     effects = scenario.receive(result(req(2), (-1, m.Reason.NOT_MOUNTED, -1), mark=-1))
     assert effects[-1] == stream_events.OpenLink(2, ())
     scenario.mounted(scenario.link(number=1), -1)

@@ -72,7 +72,7 @@ def test_a_copy_of_an_older_session_does_not_count():
     """A and B do not open their logs, so they seem to have none; D is left over from a move."""
     with pytest.raises(errors.BadRequest, match=r"\(C\).* only in older sessions: D\."):
         chosen({"C": log(5, 80), "D": log(3, 70)})
-    # The same from a replica that is behind: nothing distinguishes it from D.
+    # The same from a replica that lags: nothing distinguishes it from D.
     with pytest.raises(errors.BadRequest, match="from: C; only in older sessions: B"):
         chosen({"A": log(5, 80), "B": log(4, 70)}, unanswered=["C"])
     assert chosen({"A": log(5, 80), "C": log(5, 81), "D": log(3, 90)}).source == "C"

@@ -24,7 +24,7 @@ def test_scenario(check_scenario):
 
 @on_virtual_loop
 async def test_an_attempt_continues_by_the_current_znode(monkeypatch):
-    """The server of the session may be behind: what it shows is only the present after a sync."""
+    """The ZooKeeper server of the session may lag: its state is current only after a sync."""
     _, session, coordinator = await with_cluster()
     writes, calls = coordinator.writes, []
     await writes.begin("w", MARKS, 5)
@@ -39,7 +39,7 @@ async def test_an_attempt_continues_by_the_current_znode(monkeypatch):
 
 @on_virtual_loop
 async def test_a_paused_task_does_not_begin_a_write_that_was_removed_meanwhile(monkeypatch):
-    """It had looked for later writes, and found none. Its rows would enter the log once more."""
+    """It had found no later writes before the pause. Its rows would enter the log again."""
     world, paused, its = await with_cluster()
     other = Coordinator(await world.znodes(), ROOT).writes
     await other.begin("s-5", MARKS, 5, in_series=True)
@@ -155,7 +155,7 @@ def test_a_write_and_a_task_round_trip(state):
 
 
 def test_a_write_of_format_1_is_read_and_kept_for_a_year():
-    """It says when it may be forgotten, by the clock of the driver that wrote it."""
+    """It states the time of its removal, by the clock of the driver that wrote it."""
     old = (
         b'{"format":1,"marks":{"0":41},"keep_until_ms":1795472000000,'
         b'"summary":{"committed":7,"rejected":0,"retry":0}}'

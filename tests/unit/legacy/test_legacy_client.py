@@ -106,7 +106,7 @@ def test_mount_and_feed_errors_become_not_ready(
     original = mounted()
     feed = messages.FeedRequest(req(1), -1)
     assert refused(original, feed, error) == MountResponse(req(1), NOT_READY)
-    # Once: what comes of it later is the answer to its next mount.
+    # Once: later the client gets the answer to its next mount.
     assert refused(original, feed, error) is None
     assert translated(original, result(7, Reason.NOT_MOUNTED)) is None
     original.note_request(messages.MountRequest(req(8), -1, 0), 0.0)
@@ -128,7 +128,9 @@ def test_errors_that_close_a_0_13_connection_close_ours(error: errors.WaltzError
 
 def test_requests_that_waltz_0_13_rejects_end_the_connection() -> None:
     for request in (
-        messages.MountRequest(req(1), -2, 0),  # means something to us, and nothing to an original
+        messages.MountRequest(
+            req(1), -2, 0
+        ),  # has a meaning for this version, and none for a 0.13 client
         messages.AddPreferredRequest(req(0), ()),
         messages.RemovePreferredRequest(req(0), ()),
     ):

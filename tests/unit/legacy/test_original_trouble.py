@@ -31,7 +31,7 @@ IN_MEMORY_CONFIG = ClientConfig(
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    """Ask for a flush soon, where an original's client would wait for five seconds."""
+    """Request a flush soon; a 0.13 client would wait for five seconds."""
     monkeypatch.setattr(legacy_server_stream, "FLUSH_AFTER_MS", 100)
 
 

@@ -103,7 +103,7 @@ def test_a_wrong_crc_alone_is_left_to_the_caller():
 
 
 def test_a_record_inside_the_data_of_a_record_is_not_found():
-    """Its ID and its CRC are right; but what leads to it is whole, so that no check looks there."""
+    """Its ID and CRC are correct, but the record around it is intact, so no search begins there."""
     made = [record(0, record(1, b"bait")), record(1, b"true")]
     (run,) = walk(Bytes(b"".join(made)), 0)
     assert run.length == 2

@@ -30,7 +30,7 @@ def test_a_finding_shows_the_value_of_each_field(name):
     )
 
 
-# What a row's fields may be. Whole commands are made by the diagnosis, whose tests check them.
+# Values of a row's fields. The diagnosis composes whole commands; its tests check them.
 VALUES = {
     "connect": "zk1:2181/waltz/payments",
     "scheme_free": "'zk1:2181/waltz/payments?tls=FILE'",

@@ -47,7 +47,7 @@ def run_of(rows: list[bytes], first: int = 0) -> tuple[bytes, raw_records.I64]:
 
 
 def by_arrays() -> AbstractContextManager[int]:
-    """Have few records looked at by whole arrays, as many are."""
+    """Process few records with arrays, like many records."""
     return mock.patch.object(raw_records, "ONE_BY_ONE_MAX", 0)
 
 
@@ -100,7 +100,7 @@ def test_an_intact_run_has_no_bad_record_and_a_flipped_bit_is_found_in_its_own(
 def test_crcs_are_proven_exactly_where_no_record_is_wrong(
     rows: list[bytes], data: st.DataObject
 ) -> None:
-    """The one look of an append against the two functions that name what is wrong."""
+    """The single check of an append must agree with the two functions that name the fault."""
     first = TransactionId(data.draw(st.integers(0, 5)))
     records, lengths = run_of(rows, first=data.draw(st.integers(0, 5)))
     changed = bytearray(records)

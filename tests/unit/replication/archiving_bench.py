@@ -1,4 +1,4 @@
-"""A bench whose owner archives, and the reports of replicas about its attempts."""
+"""A bench with an owner that archives, and replicas that report on its attempts."""
 
 from dataclasses import replace
 

@@ -197,7 +197,9 @@ def test_a_chain_that_another_replica_does_not_have_is_not_recorded(bench):
     bench.run()
     assert bench.marker.archived is None
     (report,) = bench.reports("archive.failed")
-    assert report["reason"].startswith(f"expected the chain of {replica} at 5, 7878")
+    assert report["reason"].startswith(
+        f"expected chain {'78' * 16} at ID 5, as archived by {replica}, found"
+    )
 
 
 def test_an_end_within_a_batch_is_not_recorded(bench):
@@ -645,7 +647,7 @@ def test_a_new_partition_begins_after_its_mark_also_if_its_first_session_did_not
 
 
 def test_a_storage_of_an_older_version_is_not_requested_to_reset_its_log():
-    """It does not know the request, which its protocol version cannot express."""
+    """Its protocol version has no such request."""
     bench = restored_bench()
     bench.storages[C].supports_archiving = False
     bench.open()
@@ -669,10 +671,10 @@ def test_a_new_partition_with_an_archived_mark_rejects_a_replica_with_records():
 
 
 def returning_owner():
-    """Return an owner with batches in doubt, up to 7, which another one archived and removed."""
+    """Return an owner with batches in doubt up to ID 7, which another owner has archived."""
     bench = new_bench()
     bench.submit(2)
-    for name in (A, B):  # They are committed, and this owner does not learn it.
+    for name in (A, B):  # They are committed, but this owner gets no answer.
         bench.storages[name].handle(bench.requests[name].popleft())
     other = bench.other_server()
     other.limits = ARCHIVING

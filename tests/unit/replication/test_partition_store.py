@@ -260,7 +260,7 @@ def with_foreign_ids_in_doubt():
 
 
 def until_settlement_reads(bench):
-    """Let a session open that has to ask a replica; return which, and leave it at that."""
+    """Open a session that has to read from a replica; return this replica."""
     opened_count = len(bench.all_reported(SessionOpened))
     while len(bench.all_reported(SessionOpened)) == opened_count:
         bench.run(questions=False)
@@ -290,7 +290,7 @@ def test_unknown_outcomes_survive_a_session_lost_before_they_are_settled():
     assert len(bench.all_reported(SessionSettled)) == settled_count
     bench.reopen()
     assert bench.all_reported(SessionSettled)[-1].committed_last == -1
-    # Of others' writes before that session this server has learned nothing yet.
+    # This server has not read yet what others wrote before that session.
     assert not bench.all_reported(SessionOpened)[-1].unbroken
 
 
@@ -309,7 +309,7 @@ def test_unknown_outcomes_that_have_expired_stay_unknown():
 
 
 def test_a_new_owner_is_reported_the_stamp_that_the_log_ends_with(bench):
-    """Its clock may be behind the last owner's; stamps never decrease all the same."""
+    """Its clock may be behind that of the last owner, but stamps never decrease."""
     bench.submit(2)
     bench.now_ms = 7_000
     bench.append()
@@ -492,7 +492,7 @@ def test_a_submit_to_a_session_that_is_over_is_dropped(bench):
 
 
 def test_earlier_zookeeper_requests_are_not_awaited():
-    """An answer to an older attempt says nothing of the question of now."""
+    """An answer to an older attempt does not answer the current request."""
     bench = Bench()
     bench.own()
     bench.ask_zookeeper()

@@ -180,7 +180,7 @@ def test_reconstructed_batches_of_a_source_truncate_no_replica():
     with pytest.raises(ChecksumMismatch, match="the source has lost the batches of"):
         walk(repair_of(one), one, source, Goal(4, source.chain))
     assert one.payloads() == [0, 1, 2, 3]
-    # The other way round, the made-up ones are cut.
+    # In the other direction, the reconstructed batches are truncated.
     steps = walk(repair_of(source), source, one, Goal(3, one.chain))
     assert "Truncation" in kinds(steps)
     assert (source.payloads(), source.chain) == ([0, 1, 2, 3], one.chain)
@@ -207,7 +207,7 @@ def test_a_copy_that_does_not_lead_to_the_decided_chain_is_rejected_and_repeated
 
 
 def test_a_log_that_a_later_source_has_is_not_truncated():
-    """The first one that was asked had another end, or had lost its batches."""
+    """The first source had another end, or had lost its batches."""
     one = storage((1, [0]), (1, [1, 2]), (1, [3]))
     first, target = (
         storage((1, [0]), (2, [7, 8, 9])),
@@ -377,7 +377,7 @@ def test_every_flipped_byte_is_noticed():
 
 
 def test_rot_that_the_source_has_not_noticed_is_detected():
-    """Its checksum over all of them is made when they are read; only each record's own is old."""
+    """The source computes the checksum of the range when it reads; those of records are old."""
     answer = range_of(storage(*OLD), 0, 1)
     data = bytearray(answer.records)
     data[-5] ^= 1  # the last byte before the record's CRC
@@ -421,7 +421,7 @@ def test_a_lineage_that_does_not_cover_the_requested_ids_is_rejected():
 
 
 def without_batches(one, first, last):
-    """Let a replica have lost the batches of some IDs, and have made up one for them."""
+    """Replace the batches of some IDs of a replica by one reconstructed batch."""
     entries = one.disk.entries
     lost = [each for each in entries if first <= each.lineage.first <= last]
     place = entries.index(lost[0])

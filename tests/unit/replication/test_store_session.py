@@ -143,8 +143,9 @@ def test_a_zookeeper_without_the_session_of_a_batch_is_not_trusted(bench):
 def test_a_replica_engaged_after_zookeepers_last_session_is_not_used(
     bench, monkeypatch, is_left_out
 ):
-    """One that ZooKeeper has as left out cannot keep the others from theirs: if there has been a
-    later session, one of them knows it, too."""
+    """A replica that ZooKeeper records as closed does not prevent the session of the others:
+    if there has been a later session, one of them knows it, too.
+    """
     if is_left_out:
         restart(bench, down=[C])
         bench.reopen()
@@ -285,7 +286,7 @@ def test_a_late_replica_may_be_slow_while_it_catches_up(step):
     for _ in range(4):
         bench.wait(LIMITS.answer_ms_max)
         bench.append()
-    # Were it abandoned, it could only return in another session. So it is asked to wait.
+    # If it were abandoned, it could return only in another session. So it has to wait.
     assert bench.store.open_session == session
     (owing,) = bench.store.replica_waits_ms(bench.now_ms).items()
     assert owing == (C, 4 * LIMITS.answer_ms_max)
@@ -458,7 +459,7 @@ def test_a_replica_that_has_lost_its_promise_joins_the_next_session():
 
 
 def test_a_disk_failure_in_the_fence_is_not_mistaken_for_another_owner():
-    """What the storage is bound to is this session; only its disk could not say so."""
+    """The storage has promised this session, but its disk has failed to store the promise."""
     bench = Bench()
     bench.own()
     bench.step_until(lambda: all(bench.requests.get(name) for name in (A, B, C)))

@@ -129,7 +129,7 @@ def test_a_grant_reaches_at_least_its_minimum_and_is_answered_at_its_end() -> No
     out = turns(each)
     assert frames(out, 1) == [(2, 4)]
     assert out[-1] == SendToClient(ConnectionId(1), FeedSuspended(req_id(1)), 60)
-    # Behind a mark that has gone far ahead a grant reaches up to it.
+    # If the mark is far ahead, a grant reaches up to it.
     assert grant(each, 1, 1)
     assert frames(turns(each), 1) == [(2, 8)]
 
@@ -171,7 +171,7 @@ def test_the_lag_is_that_of_the_slowest_client_that_is_mounted() -> None:
     assert each.lag_max() == 20
     turns(each)
     assert each.lag_max() == 0
-    # A client that asks for no more falls behind, until it has gone.
+    # A client that requests no more lags, until it disconnects.
     assert grant(each, 1, 24)
     each.advanced(SessionId(1), TransactionId(30))
     turns(each)

@@ -88,7 +88,7 @@ def test_slower_commits_give_waiting_writers_more_time() -> None:
     assert refused[1] in results(world.commit())
     before_ms = world.now_ms
     answered: dict = {}
-    while not answered:  # The first look comes at what was due before.
+    while not answered:  # The first check handles what was already due.
         answered = results(world.turn_when_paced())
     assert list(answered) == [refused[2]]
     assert world.now_ms - before_ms == NOTIFY_FACTOR * 8

@@ -167,7 +167,7 @@ def test_an_empty_batch() -> None:
 
 
 def test_a_batch_changes_only_the_slots_of_its_entries() -> None:
-    """The row numbers that are put into the table while it validates must all be gone again."""
+    """The row numbers that validation puts into the table must all be removed again."""
     table = LockTable(11, TransactionId(3))
     validate(table, {"w": [1]}, {"w": [1]}, {"r": [2]}, {"w": [5]}, mark=[3, 3, 3, 0], high=3)
     assert set(table._slots.tolist()) <= {3, 4, 5}

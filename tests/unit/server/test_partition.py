@@ -365,7 +365,7 @@ def test_a_checkpoint_waits_for_appends_in_flight_and_loses_none() -> None:
     world.run()
     world.store.effects = []
     world.commit()
-    # One is how the test makes the store speak, the other is meant.
+    # One event makes the test's store report; the other is the tested one.
     assert len(world.store.of(replication.Checkpoint)) == checkpoints + 2
     held = world.append()
     world.run()
@@ -391,7 +391,7 @@ def test_a_checkpoint_waits_for_an_attempt_to_archive_but_not_for_long() -> None
         checkpoints = len(world.store.of(replication.Checkpoint))
         world.store.effects = []
         world.commit()
-        # One is how the test makes the store speak, the other is meant.
+        # One event makes the test's store report; the other is the tested one.
         expected = 1 + (count == 8)
         assert len(world.store.of(replication.Checkpoint)) == checkpoints + expected, count
 
@@ -484,7 +484,7 @@ def test_a_mount_over_a_lost_session_is_answered_by_the_next_one() -> None:
 
 
 def test_requests_of_a_closed_connection_are_forgotten() -> None:
-    """Without a session it could wait for days, and a client that returns asks again each time."""
+    """Without a session it could wait for days; a returning client repeats its request."""
     world = ready()
     world.append()
     world.run()
@@ -1104,7 +1104,7 @@ def test_the_data_of_one_transaction_is_returned() -> None:
     message = world.answer(req_id)
     data, fault = message.result
     assert (bytes(data or b""), fault) == (b"payload", None)
-    # Asked for too early, it is there later all the same.
+    # Although it is requested too early, it is available later.
     early = world.send(A, messages.TransactionDataRequest(world.req_id(ALICE), 2))
     world.prove()
     message = world.answer(early)
@@ -1188,7 +1188,7 @@ def test_a_later_session_does_not_answer_a_batch_ahead_of_an_earlier_one() -> No
     batch = world.send(A, message)
     world.run()
     world.close()
-    world.open(3, settled=0, unbroken=False)  # Its first row was kept; others wrote behind it.
+    world.open(3, settled=0, unbroken=False)  # Its first row was kept; others wrote after it.
     answer = world.answer(batch)
     assert bytes(answer.reasons) == bytes((Reason.COMMITTED, Reason.NOT_MOUNTED))
 

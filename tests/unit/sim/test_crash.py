@@ -141,7 +141,7 @@ def test_a_kill_keeps_all_data_and_makes_none_durable():
 
 def test_a_sync_can_be_omitted_or_delayed():
     disk = made()
-    places = sync_places(disk.changes)[2:]  # none is made twice
+    places = sync_places(disk.changes)[2:]  # none is created twice
     last = places[-1]
     assert isinstance(disk.changes[last], SyncDirectory)
     assert len(without(disk.changes, last)) == len(disk.changes) - 1

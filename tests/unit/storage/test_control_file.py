@@ -33,7 +33,7 @@ def open_control(disk, directory=ROOT, *, key=KEY, partition_count=3):
     return ControlFile.open(disk, directory, key, partition_count, 5)
 
 
-# ---- the original's control file
+# ---- the control file of Waltz 0.13
 
 
 def test_control_data_survives_a_power_loss():

@@ -292,7 +292,7 @@ def test_nonconsecutive_batches_are_rejected_and_cover_nothing(world):
     cover(world)
     batches = list(other_batches(records(0, 10), (3, 4, 3), 2))
     first, lengths, data, chain, (entry,) = batches[0]
-    other = b"\1" * len(chain)  # the same records, behind some that are not here
+    other = b"\1" * len(chain)  # the same records, after some that are missing here
     crcs = b"".join(data[end - 4 : end] for end in lengths.cumsum())
     behind = entry._replace(chain=next_chain(other, 0, 2, 2, crcs))
     for start, before, placed in ((1, chain, entry), (first, other, entry), (first, other, behind)):
@@ -387,7 +387,7 @@ def test_records_of_an_owner_are_truncated_as_usual(world):
     assert on_disk(world) == whole(9)
 
 
-# ---- files of earlier versions, which took records from 0.13 servers
+# ---- files of earlier versions, which accepted records from 0.13 servers
 
 
 def test_records_that_an_earlier_version_left_without_batches_get_them(empty):

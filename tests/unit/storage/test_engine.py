@@ -171,7 +171,7 @@ def test_a_crash_between_the_files_of_a_first_segment_does_no_harm(tmp_path, mad
     assert sorted(path.name for path in (tmp_path / "0").iterdir()) == sorted(NAMES)
 
 
-# ---- administration; what a crash does to it stands in tests/property
+# ---- administration; tests/crash covers crashes
 
 
 def test_an_absent_partition_cannot_be_administered(tmp_path):

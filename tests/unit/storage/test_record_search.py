@@ -152,7 +152,7 @@ def test_an_empty_index_is_searched_for_once(monkeypatch):
     behind = search_of(disk)
     assert [behind(hole) for hole in (2, 5, 7)] == [(each, offset_of(each)) for each in (3, 6, 8)]
     assert asked == [17, 0, 0]
-    # One that knows what the found ones lead to is asked again.
+    # The same search, which has the positions that were found, is used again.
     disk.put(
         IDX,
         known[: SEGMENT_HEADER_BYTES + 8 * 3] + bytes(8) + known[SEGMENT_HEADER_BYTES + 8 * 4 :],

@@ -17,7 +17,7 @@ from waltz_core.transport import net
 
 
 class Piece:
-    """Stands for a piece of work: does what it is given to do, and keeps which thread did it."""
+    """A piece of work: runs a function, and records the thread that ran it."""
 
     def __init__(self, do: Callable[[], WorkResult]) -> None:
         self._do = do

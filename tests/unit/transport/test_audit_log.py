@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.loops import on_loop, until
+from tests.patience import HANG_S
 from waltz_core.access.permissions import Permissions
 from waltz_core.access.requirements import ADMINISTER, APPEND, all_of
 from waltz_core.config import StorageConfig
@@ -31,6 +32,12 @@ REQ_ID = ReqId(1, 2, 3, 4)
 APPEND_3 = AppendRequest(REQ_ID, 0, (), (), (), 0, b"secret payload", 0)
 PERMISSIONS = Permissions(7, "ops@host", NOW_MS, bytes(32))
 MAY_APPEND, MAY_ADMINISTER = all_of(APPEND), all_of(ADMINISTER)
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """Wait for the thread also on a busy machine."""
+    monkeypatch.setattr(audit_log, "CLOSE_S_MAX", HANG_S)
 
 
 @contextlib.asynccontextmanager
@@ -175,18 +182,19 @@ async def test_a_part_of_a_line_does_not_hide_the_next_one(tmp_path):
 @on_loop
 async def test_while_the_disk_hangs_the_queue_is_limited(tmp_path, monkeypatch):
     monkeypatch.setattr(audit_log, "QUEUE_LINES_MAX", 5)
-    may_write = asyncio.Event()
+    is_writing, may_write = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     log = AuditFile(str(tmp_path / "audit"), lambda: NOW_MS)
     write = log._file.write
 
     def hang(lines):
+        loop.call_soon_threadsafe(is_writing.set)
         asyncio.run_coroutine_threadsafe(may_write.wait(), loop).result()
         return write(lines)
 
     log._file.write = hang
     log.revise(PERMISSIONS)
-    await until(log._queue.empty)
+    await is_writing.wait()
     outcomes = []
     for number in range(7):
         log.request(PEER, MAY_ADMINISTER, SetAvailable(number, (1,), True)).begin(outcomes.append)

@@ -89,7 +89,7 @@ def test_a_missing_file_is_not_handed_over(tmp_path, name):
     path = tmp_path / "none"
 
     def asks():
-        for question in (b"that", b"this"):  # refused, and a file that does not exist
+        for question in (b"that", b"this"):  # rejected, and a file that does not exist
             with pytest.raises(errors.Unreachable, match="the requested file is not available"):
                 handover.take(name, question, timeout_s=HANG_S)
 
@@ -197,7 +197,7 @@ def test_a_file_that_takes_long_to_open_is_not_left_open(path, name):
             assert await asyncio.to_thread(take, name) == b"here"
             offered.cancel()
 
-    asyncio.run(main())  # its loop asks its own clock
+    asyncio.run(main())  # its loop uses its own clock
 
 
 def test_a_name_in_use_is_left_to_its_owner(tmp_path, path, name):

@@ -109,7 +109,7 @@ def test_settings_win_over_the_connect_string(files, tmp_path):
     context = tls.dialing(config, connect)
     assert context is not None
     assert not context.check_hostname
-    # What a daemon's settings lack, its connect string says.
+    # The connect string supplies what the daemon's settings lack.
     both = server(
         connect=f"{CONNECT}?tls={files.authorities}",
         tls_certificate=files.certificate,

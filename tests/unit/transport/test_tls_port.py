@@ -72,7 +72,7 @@ SMALL = [Appended(1, n, 3, n) for n in range(4_000)]
 
 
 async def there_and_back(files):
-    """Send more than any buffer holds; return what arrives, and what comes back."""
+    """Send more than any buffer holds; return what arrives, and what is returned."""
     async with (
         open_port(listening(files)) as (peer, _, address),
         linked(address, trusting(files)) as link,
@@ -137,7 +137,7 @@ async def test_a_close_does_not_wait_long_for_a_silent_peer(files, monkeypatch):
 
 
 # ---------------------------------------------------------------------------------------------
-# an original at the other end (docs/design/wire-format.md 1.2 and 1.3)
+# a 0.13 peer (docs/design/wire-format.md 1.2 and 1.3)
 
 ORIGINALS = {
     WireProtocol.CLIENT: ((0, 1, 2, 3, 4), "Waltz Server"),
@@ -189,7 +189,7 @@ async def test_an_unverified_dial_reaches_a_0_13_daemon(protocol, tmp_path):
 
 @on_loop
 async def test_a_0_13_client_connects_with_any_certificate(files, tmp_path):
-    """Its connector checks nothing, and shows an unsigned certificate if asked."""
+    """Its connector checks nothing, and presents an unsigned certificate on request."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.maximum_version = ssl.TLSVersion.TLSv1_2

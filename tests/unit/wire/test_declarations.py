@@ -26,6 +26,7 @@ from waltz_core.wire.messages import (
     ClientMessage,
     OpenRequest,
     RangeForm,
+    RegistryOperation,
     WireProtocol,
 )
 
@@ -81,9 +82,8 @@ def test_each_message_and_each_value_of_its_field_is_in_the_generated_page(messa
 )
 def test_a_declaration_by_field_has_each_value_of_that_field(message):
     (field,) = [f for f in dataclasses.fields(message) if f.name == message.requires.field]
-    is_bool = "BOOL" in str(field.type) or "Bool" in str(field.type)
-    forms = {*RangeForm, OWN_HEADERS}
-    assert set(message.requires.requirements) == ({False, True} if is_bool else forms)
+    expected = {"form": {*RangeForm, OWN_HEADERS}, "operation": {*RegistryOperation}}
+    assert set(message.requires.requirements) == expected.get(field.name, {False, True})
 
 
 def test_each_protocol_has_one_message_with_a_credential():

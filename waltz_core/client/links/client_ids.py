@@ -12,7 +12,6 @@ Rules (decision 048, AC 9):
 """
 
 import asyncio
-import logging
 from collections import defaultdict
 
 from waltz_core import errors
@@ -20,8 +19,6 @@ from waltz_core.access.client_ids import ClientIdentity
 from waltz_core.client.links.connections import ServerLink, ServerLinks
 from waltz_core.client.links.directory import Directory
 from waltz_core.wire.messages import ClientIdRequest, ClientIdResponse
-
-_log = logging.getLogger(__name__)
 
 # Requests without appends need no client id (docs/design/wire-format.md 2.1).
 _NO_CLIENT_ID = -1
@@ -65,7 +62,6 @@ class ClientIds:
             issued = await self._issue(link)
             if not self._is_usable(instead_of):
                 self.current = issued
-                _log.debug("client.id_issued client=%d server=%s", issued.client_id, link.address)
             assert self.current is not None
             return self.current
 

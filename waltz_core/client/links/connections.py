@@ -38,6 +38,7 @@ from waltz_core.wire.messages import (
     ClientIdRequest,
     ClientMessage,
     Message,
+    RegistryRequest,
     WireProtocol,
 )
 
@@ -99,6 +100,11 @@ class ServerLink:
     def may_follow(self) -> bool:
         """Whether the server knows pipelined dependent appends."""
         return (self._link.version or 0) >= AppendFollowing.since
+
+    @property
+    def knows_registry(self) -> bool:
+        """Whether the server carries out operations on the registry of writes."""
+        return (self._link.version or 0) >= RegistryRequest.since
 
     @property
     def issues_client_ids(self) -> bool:

@@ -297,7 +297,7 @@ class ClientPartition:
             case stream_events.Stopped():
                 self._end(effect.error)
             case Report():
-                raise AssertionError("reports are the driver's")
+                raise AssertionError("the driver handles reports")
             case _:
                 assert_never(effect)
 

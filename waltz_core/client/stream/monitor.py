@@ -430,7 +430,7 @@ def _decode(result: AppendResult, row_count: int) -> BatchOutcome:
     if sizes != (row_count * 8,) * 3:
         raise errors.RemoteProtocolError(
             f"append result {tuple(result.req_id)}: expected {row_count} rows, found "
-            f"{sizes[0] // 8} ids, {len(result.reasons)} reasons, {sizes[2] // 8} conflicting ids"
+            f"{sizes[0] // 8} IDs, {len(result.reasons)} reasons, {sizes[2] // 8} conflicting IDs"
         )
     if row_count == 1:
         return _decode_one(result)
@@ -461,6 +461,6 @@ def _decode_one(result: AppendResult) -> BatchOutcome:
 
 def _wrong_ids(result: AppendResult) -> errors.RemoteProtocolError:
     return errors.RemoteProtocolError(
-        f"append result {tuple(result.req_id)}: expected an id for each committed row "
+        f"append result {tuple(result.req_id)}: expected an ID for each committed row "
         "and for no other"
     )

@@ -21,10 +21,10 @@ from typing import Any
 from uuid import UUID
 
 from waltz_core import errors
+from waltz_core.access.client_ids import NONE_ISSUED
 from waltz_core.access.permissions import Permissions
 from waltz_core.archive.manifest import FORMAT, framed, unframed
 from waltz_core.archive.saved_manifest import SavedManifest
-from waltz_core.cluster.membership.issued_ids import NONE_ISSUED
 from waltz_core.cluster.writes import BegunWrite, TaskState, WriteState
 from waltz_core.cluster.znodes.access_node import decode, encode
 from waltz_core.cluster.znodes.model import INT32_MAX

@@ -38,8 +38,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from waltz_core import errors
+from waltz_core.access.client_ids import NONE_ISSUED
 from waltz_core.cluster.change.creation import NewCluster, creation_steps
-from waltz_core.cluster.membership.issued_ids import NONE_ISSUED
 from waltz_core.cluster.znodes import model
 from waltz_core.cluster.znodes.interface import CreateNode, Operation
 from waltz_core.cluster.znodes.paths import ClusterPaths

@@ -1,25 +1,19 @@
 """The client IDs that servers issue, counted in `R/x/client` from `FIRST_ISSUED` on (AC 9).
 
-Rules:
-    1. An ID is issued once. Those that a write with unknown outcome may have allocated are skipped.
-    2. Requests of one process that wait at the same time share a write, so that a client that asks
-       for many IDs causes few writes.
+An ID is allocated once. Those that a write with unknown outcome may have allocated are skipped.
 """
 
-import asyncio
-from collections import deque
 from contextlib import suppress
 from typing import Final
 
 from waltz_core import errors
-from waltz_core.access.client_ids import FIRST_ISSUED
+from waltz_core.access.client_ids import NONE_ISSUED
 from waltz_core.cluster.znodes import model
 from waltz_core.cluster.znodes.interface import CreateNode, Operation, Set
 from waltz_core.cluster.znodes.node_access import ClusterNodes, decode_node
 from waltz_core.records.record import ClientId
 
 ATTEMPTS_MAX: Final = 1_000
-NONE_ISSUED: Final = ClientId(FIRST_ISSUED - 1)
 
 
 class IssuedIds:
@@ -27,20 +21,6 @@ class IssuedIds:
 
     def __init__(self, nodes: ClusterNodes) -> None:
         self._nodes = nodes
-        self._lock = asyncio.Lock()
-        self._waiting = 0
-        self._allocated: deque[int] = deque()
-
-    async def next(self) -> ClientId:
-        """Allocate an ID that was never used before."""
-        self._waiting += 1
-        try:
-            async with self._lock:
-                if not self._allocated:
-                    self._allocated.extend(await self._allocate(self._waiting))
-                return ClientId(self._allocated.popleft())
-        finally:
-            self._waiting -= 1
 
     async def last(self) -> ClientId:
         """Return the last allocated ID."""
@@ -57,7 +37,15 @@ class IssuedIds:
                 await self._write(client_id, version)
         raise self._contended()
 
-    async def _allocate(self, count: int) -> range:
+    async def next(self) -> ClientId:
+        """Allocate an ID that was never used before."""
+        return ClientId((await self.allocate(1))[0])
+
+    async def allocate(self, count: int) -> range:
+        """Allocate up to `count` IDs, at least one, that were never used before.
+
+        Raises BadFormat if there are no more.
+        """
         for _ in range(ATTEMPTS_MAX):
             last, version = await self._read()
             end = min(last + count, model.INT32_MAX)
@@ -66,7 +54,7 @@ class IssuedIds:
             try:
                 await self._write(end, version)
             except (errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
-                continue  # rule 1
+                continue
             return range(last + 1, end + 1)
         raise self._contended()
 

@@ -19,11 +19,11 @@ Rules:
 
 import asyncio
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from waltz_core import errors
 from waltz_core.legacy.legacy_client import (
@@ -47,6 +47,7 @@ from waltz_core.server.partition_events import (
 )
 from waltz_core.server.process.append_times import AppendTime
 from waltz_core.server.process.flow import AdmittedRequest, Flow, FlowLimits
+from waltz_core.server.process.registry_requests import RegistryRequests
 from waltz_core.server.process.storage_links import Tasks
 from waltz_core.transport.audit_log import AuditedRequest
 from waltz_core.transport.net import Link
@@ -79,6 +80,8 @@ from waltz_core.wire.messages import (
     PartitionsHealthRequest,
     PartitionsHealthResponse,
     RangeRequest,
+    RegistryRequest,
+    RegistryResponse,
     RemovePreferredRequest,
     RemovePreferredResponse,
     ReplicasRequest,
@@ -148,6 +151,10 @@ class Backend(Protocol):
 
     async def next_client_id(self) -> ClientId:
         """Issue a client ID that was never used before."""
+
+    @property
+    def registry(self) -> RegistryRequests | None:
+        """The registry of writes; None without ZooKeeper."""
 
     async def check_connectivity(self) -> Sequence[tuple[str, bool]]:
         """Try to connect to every storage of the replica assignment."""
@@ -504,6 +511,10 @@ class Clients:
         elif isinstance(message, ClientIdRequest):
             self._tasks.create_task(self._issue_client_id(connection, message, cost_bytes))
             return
+        elif isinstance(message, RegistryRequest) and self._backend.registry is not None:
+            answering = self._backend.registry.answer(message, self._clients[connection].link)
+            self._tasks.create_task(self._serve_registry(connection, request, answering))
+            return
         else:
             fault = f"{type(message).__name__} is not a request to a server"
             error = errors.BadRequest(fault)
@@ -530,6 +541,25 @@ class Clients:
         if client is not None:
             answer = ClientIdResponse(message.req_id, client_id, client.link.proof_of(client_id))
             self.answer(SendToClient(connection, answer, cost_bytes))
+
+    async def _serve_registry(
+        self,
+        connection: ConnectionId,
+        request: AdmittedRequest,
+        answering: Coroutine[Any, Any, RegistryResponse],
+    ) -> None:
+        message, cost_bytes = request
+        try:
+            answer = await answering
+        except errors.WaltzError as error:
+            self.answer(error_answer(connection, message.req_id, cost_bytes, error, message))
+            return
+        except Exception as error:  # noqa: BLE001 - a request must not end the server
+            _log.exception("client.request_failed request=%s", type(message).__name__)
+            fault = errors.WaltzError(f"the server could not carry out the request: {error!r:.200}")
+            self.answer(error_answer(connection, message.req_id, cost_bytes, fault, message))
+            return
+        self.answer(SendToClient(connection, answer, cost_bytes))
 
     async def _prefer(
         self,

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from random import Random
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from waltz_core import errors
 from waltz_core.config.declarations import MIB
@@ -57,6 +57,9 @@ from waltz_core.wire.messages import (
     ReplicasResponse,
     WireProtocol,
 )
+
+if TYPE_CHECKING:
+    from waltz_core.server.process.registry_requests import RegistryRequests
 
 # A prime, and small: a table is made for every partition of every test.
 LOCK_SLOT_COUNT: Final = 65_537
@@ -137,6 +140,7 @@ class MemoryServer:
         self.address = ""
         self.failure: Exception | None = None
         self.client_ids = itertools.count(1)
+        self.registry: RegistryRequests | None = None  # there is no ZooKeeper
         # How long each client waits for an outcome.
         self.outcome_timeout_s: dict[int, float] = {}
         self.clients = Clients(self, _FLOW, tasks, Metrics("server"))

@@ -53,9 +53,11 @@ from waltz_core.server.process.balancing import BalanceTimes, Balancing
 from waltz_core.server.process.clients import Clients
 from waltz_core.server.process.flow import FlowLimits
 from waltz_core.server.process.host import Host, ServerServices
+from waltz_core.server.process.id_queue import IdQueue
 from waltz_core.server.process.neighbors import Neighbors
 from waltz_core.server.process.openings import Openings
 from waltz_core.server.process.preferences import Preferences, within_reach
+from waltz_core.server.process.registry_requests import RegistryRequests
 from waltz_core.server.process.storage_links import ReadLinks, is_reachable
 from waltz_core.server.read.cache import CacheBudget, FeedCache, TransactionCache
 from waltz_core.transport import net, tls
@@ -159,6 +161,9 @@ class Server:
         self._assignments = self._newest_assignments = ReplicaAssignments()
         self._view: ServersView | None = None
         self._tasks = asyncio.TaskGroup()
+        self.registry = RegistryRequests(
+            coordinator.writes, self.next_client_id, self.partition_count, self._tasks
+        )
         self._clients = Clients(self, _flow_limits(config), self._tasks, self.metrics)
         self._neighbors = Neighbors(
             server_id, self._tasks, coordinator.remove_dead_server, ssl=self._ssl
@@ -167,6 +172,7 @@ class Server:
         self._descriptor = ServerDescriptor(server_id, "", 0)
         self._preferences = Preferences(HAND_OVER_PAUSE_S)
         self._preferring = asyncio.Lock()
+        self._client_ids = IdQueue(coordinator.issued_ids.allocate)
         self._handed_over_s: dict[PartitionId, float] = {}
         self._handing_over = asyncio.Lock()
         self._without_quorum_s = -math.inf
@@ -445,7 +451,7 @@ class Server:
 
     async def next_client_id(self) -> ClientId:
         """Issue a client ID that was never used before (`clients.Backend`)."""
-        return await self._coordinator.issued_ids.next()
+        return await self._client_ids.next()
 
     async def check_connectivity(self) -> Sequence[tuple[str, bool]]:
         """Try to connect to every storage of the replica assignment (`clients.Backend`)."""

@@ -123,7 +123,7 @@ class Segment:
                 header = SegmentHeader.decode(file.pread(SEGMENT_HEADER_BYTES, 0))
             if header[1:] != (cluster_key, partition_id, first):
                 raise BadFormat(
-                    f"{path}: expected partition {partition_id} from id {first} of cluster "
+                    f"{path}: expected partition {partition_id} from ID {first} of cluster "
                     f"{cluster_key.hex()}, found {header.partition_id} from {header.first} of "
                     f"{header.cluster_key.hex()}"
                 )
