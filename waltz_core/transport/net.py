@@ -344,8 +344,7 @@ class Link:
         return self._connection.peer
 
     @property
-    def host(self) -> str:
-        """The host of `address`."""
+    def host(self) -> str:  # of `address`
         return self.address.rpartition(":")[0]
 
     @property
@@ -597,7 +596,7 @@ class Link:
         if events and isinstance(events[-1], ProtocolFailed):
             failed = events[-1].error
             del events[-1]
-        messages = _only_messages(events)
+        messages = cast("list[Message]", events)  # hello and failure were removed
         if messages and not self._has_messages:
             messages = self._without_token(messages)
         if messages and not self.is_closed:
@@ -789,11 +788,6 @@ class _LinkProtocol(asyncio.BufferedProtocol):
 
     def resume_writing(self) -> None:
         self._link._congested(is_congested=False)
-
-
-def _only_messages(events: list[ConnectionEvent]) -> list[Message]:
-    """Return the messages of a list from which hello and failure were removed."""
-    return cast("list[Message]", events)
 
 
 def _connection_error(address: str, link: Link) -> WaltzError:
