@@ -60,7 +60,6 @@ from waltz_core.wire.connection import (
     FOUND_TLS,
     SMALL_FRAME_BYTES_MAX,
     Connection,
-    ConnectionEvent,
     HelloReceived,
     ProtocolFailed,
 )
