@@ -104,24 +104,27 @@ async def test_a_host_that_dials_without_pause_is_closed_and_logged_once(
 class OneLink:
     """A link whose state a test sets."""
 
-    def __init__(self, *, is_stranger=False):
+    def __init__(self, host="10.0.0.1", *, is_stranger=False):
         self.is_stranger, self.incomplete_bytes, self.aborted = is_stranger, 0, []
+        self.host = host
 
     def abort(self, reason):
         self.aborted.append(reason)
 
 
-def test_strangers_have_a_quarter_of_the_links():
-    limits = LinkLimits(40)
-    strangers = [OneLink(is_stranger=True) for _ in range(11)]
-    outcomes = [limits.add(each) for each in strangers]
-    assert outcomes == [""] * 10 + ["too many connections of principals without permissions"]
+def test_strangers_have_a_quarter_of_the_links_and_one_host_half_of_that():
+    limits, rejection = LinkLimits(40), "too many connections of principals without permissions"
+    strangers = [OneLink(is_stranger=True) for _ in range(6)]
+    assert [limits.add(each) for each in strangers] == [""] * 5 + [rejection]
+    elsewhere = [OneLink(f"10.0.1.{n}", is_stranger=True) for n in range(6)]
+    assert [limits.add(each) for each in elsewhere] == [""] * 5 + [rejection]
     strangers[3].is_stranger = False  # its token was accepted
-    assert limits.add(strangers[10]) == ""
+    assert limits.add(strangers[5]) == ""
     others = [OneLink() for _ in range(30)]
     assert [limits.add(each) for each in others] == [""] * 29 + ["too many connections"]
-    for each in (*strangers, *others):
+    for each in (*strangers, *elsewhere, *others):
         limits.remove(each)
+    assert limits._strangers == {}
     assert limits.add(strangers[0]) == ""
 
 
