@@ -59,7 +59,6 @@ from waltz_core.wire.connection import (
     FOUND_TLS,
     SMALL_FRAME_BYTES_MAX,
     Connection,
-    ConnectionEvent,
     HelloReceived,
     ProtocolFailed,
 )
@@ -343,8 +342,7 @@ class Link:
         return self._connection.peer
 
     @property
-    def host(self) -> str:
-        """The host of `address`."""
+    def host(self) -> str:  # of `address`
         return self.address.rpartition(":")[0]
 
     @property
@@ -587,7 +585,7 @@ class Link:
         if events and isinstance(events[-1], ProtocolFailed):
             failed = events[-1].error
             del events[-1]
-        messages = _only_messages(events)
+        messages = cast("list[Message]", events)  # hello and failure were removed
         if messages and not self._has_messages:
             messages = self._without_token(messages)
         if messages and not self.is_closed:
@@ -779,11 +777,6 @@ class _LinkProtocol(asyncio.BufferedProtocol):
 
     def resume_writing(self) -> None:
         self._link._congested(is_congested=False)
-
-
-def _only_messages(events: list[ConnectionEvent]) -> list[Message]:
-    """Return the messages of a list from which hello and failure were removed."""
-    return cast("list[Message]", events)
 
 
 def _connection_error(address: str, link: Link) -> WaltzError:
