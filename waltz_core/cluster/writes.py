@@ -184,7 +184,7 @@ class WriteRegistry:
         Raises:
             ConnectionSuperseded: a later write of its series exists (rule 4).
             PermissionDenied: the write belongs to another principal (rule 8).
-            BadRequest: the principal has too many writes (rule 9).
+            BadRequest: the principal has too many writes (rule 9), or the name is not valid.
             TooLarge: the marks do not fit into a node.
         """
         path = self._path(write)
@@ -237,6 +237,8 @@ class WriteRegistry:
 
     async def _check_is_last(self, write: str) -> None:
         series, _, number = write.rpartition("-")
+        if not is_number(number):
+            raise errors.BadRequest(f"write {write}: expected a series and a number, as in 'x-7'")
         listing = await self._znodes.children(self._nodes.paths.writes)
         for name in () if listing is None else listing.names:
             other, _, later = name.rpartition("-")

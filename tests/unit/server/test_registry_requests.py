@@ -304,6 +304,22 @@ def test_a_write_without_an_owner_has_the_same_bytes_as_before():
         ),
         (request(OPERATIONS.BEGIN, partitions=(0,)), errors.BadRequest),
         (request(OPERATIONS.BEGIN, partitions=(4,), marks=bytes(8)), errors.UnknownPartition),
+        # ZooKeeper would keep nodes that cannot be decoded forever.
+        (
+            request(OPERATIONS.BEGIN, "new", partitions=(0,), marks=b"\x80" + bytes(7)),
+            errors.BadRequest,
+        ),
+        (
+            request(
+                OPERATIONS.FINISH,
+                arguments=b'{"keep_ms": 1, "summary": {"x": %s}}' % (b"[" * 10 + b"]" * 10),
+            ),
+            errors.BadRequest,
+        ),
+        (
+            request(OPERATIONS.BEGIN, "a-b", arguments=b'{"keep_ms": 1, "in_series": true}'),
+            errors.BadRequest,
+        ),
         (request(OPERATIONS.ENTER, task=-1), errors.BadRequest),
         (request(OPERATIONS.ENTER, task=TASKS_MAX), errors.BadRequest),
         (

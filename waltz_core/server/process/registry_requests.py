@@ -35,7 +35,7 @@ from waltz_core.cluster.writes import (
     client_ids_of_others,
 )
 from waltz_core.records import strict_json
-from waltz_core.records.record import ClientId
+from waltz_core.records.record import BEFORE_FIRST, ClientId
 from waltz_core.server.process.storage_links import Tasks
 from waltz_core.transport.port_access import ConnectionAccess
 from waltz_core.wire.messages import RegistryOperation, RegistryRequest, RegistryResponse
@@ -48,6 +48,7 @@ TASKS_MAX: Final = 100_000
 # A summary has a mark for each partition, and a few texts, one of which may be a path.
 _ARGUMENTS_BYTES: Final = 16 * 1024
 _ARGUMENTS_BYTES_OF_PARTITION: Final = 64
+_SUMMARY_LEVELS_MAX: Final = 10
 _READS_MAX: Final = 100
 
 
@@ -173,6 +174,9 @@ class RegistryRequests:
                     f"there is no partition {partition}: the cluster has "
                     f"{self._partition_count}, from 0 on"
                 )
+        if min(marks, default=0) < BEFORE_FIRST:
+            # NB: a node that cannot be decoded would neither expire nor count for its principal.
+            raise errors.BadRequest(f"expected marks of -1 or more, found {min(marks)}")
         return dict(zip(request.partitions, marks, strict=True))
 
     async def _forget_expired(self) -> None:
@@ -230,8 +234,9 @@ class Arguments:
     def summary(self) -> dict[str, Any]:
         """Return the summary of a write."""
         found = self._values.get("summary")
-        if not isinstance(found, dict):
-            raise self._wrong("summary", "an object")
+        if not isinstance(found, dict) or not _has_levels(found, _SUMMARY_LEVELS_MAX):
+            # NB: whether Python can decode many levels depends on the depth of its stack.
+            raise self._wrong("summary", f"an object with at most {_SUMMARY_LEVELS_MAX} levels")
         return found
 
     def _wrong(self, name: str, expected: str) -> errors.BadRequest:
@@ -254,6 +259,14 @@ async def _states_of(writes: WriteRegistry, write: str) -> dict[int, TaskState]:
         states = {number: read.result() for number, read in reads.items()}
         found |= {number: state for number, state in states.items() if state is not None}
     return found
+
+
+def _has_levels(value: object, levels_max: int) -> bool:
+    """Whether a JSON value has at most so many objects and lists in one another."""
+    if not isinstance(value, dict | list):
+        return True
+    children = value.values() if isinstance(value, dict) else value
+    return levels_max > 0 and all(_has_levels(each, levels_max - 1) for each in children)
 
 
 def _task(request: RegistryRequest) -> int:
