@@ -42,7 +42,9 @@ from waltz_core.records import strict_json
 from waltz_core.records.record import ClientId
 
 ATTEMPTS_MAX = 100
-RUNS_MAX = 1_000
+# Two would be enough to know whether another run than a given one has begun a task. Each attempt
+# writes all of them, so a tenant must not make them long.
+RUNS_MAX = 10
 REMOVALS_MAX = 500
 EXAMINED_MAX = 50
 NAME_CHARACTERS_MAX = 200

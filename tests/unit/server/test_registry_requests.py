@@ -207,6 +207,20 @@ async def test_an_attempt_of_a_write_that_gets_another_owner_meanwhile_returns_n
 
 
 @on_loop
+async def test_a_task_remembers_few_runs_and_still_that_there_were_others():
+    """An attempt writes all of them to ZooKeeper."""
+    requests, writes = await with_requests()
+    await writes.begin("w", MARKS, 1_000)
+    for run in range(30):
+        arguments = b'{"run": "%s%d"}' % (b"x" * 190, run)
+        await requests.answer(request(OPERATIONS.ENTER, arguments=arguments), None)
+    (task,) = (await writes.tasks("w")).values()
+    assert len(task.to_bytes()) < 4_000
+    for run in (*task.runs, "another"):
+        assert writes_module.client_ids_of_others(run, {0: task}) == {0: int(task.client_id)}
+
+
+@on_loop
 async def test_a_principal_with_too_many_client_ids_enters_no_further_task():
     requests, writes = await with_requests()
     mine = Requester("mine", ids_left=2)
