@@ -192,7 +192,9 @@ def _show(report: BenchReport, *, as_json: bool) -> int:
 
 def _workload(name: str) -> Workload:
     if name not in WORKLOADS:
-        raise BadConfig(f"no workload {name!r}; there are {', '.join(sorted(WORKLOADS))}")
+        raise BadConfig(
+            f"unknown workload {name!r}; expected one of {', '.join(sorted(WORKLOADS))}"
+        )
     module, function = WORKLOADS[name]
     if module in ("archive_workload", "spark_workloads") and find_spec("pyspark") is None:
         raise BadConfig(f"{name} needs PySpark. Hint: pip install 'waltz-spark[spark]'")

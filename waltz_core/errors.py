@@ -6,7 +6,7 @@ module defines exceptions.
     WaltzError
       UsageError        the call is wrong; do not retry
         BadConfig (NoCluster), BadRequest, ClientAhead, TooLarge, UnknownPartition,
-        NotOpen, BelowStart, PermissionDenied
+        NotOpen, BelowStart, PermissionDenied (ClientIdDenied)
       Unavailable       try again (retriable)
         NotMounted, NotOwned, Overloaded, SessionLost, NoSpace, Unreachable (TlsFailed),
         CoordinatorUnavailable, OutcomeUnknown, CoordinatorOutcomeUnknown, ViewBehind,
@@ -134,6 +134,15 @@ class PermissionDenied(UsageError):
     code = 19
 
 
+class ClientIdDenied(PermissionDenied):
+    """The client ID of a mount does not belong to the principal of the connection.
+
+    Action: Open a client without `client_id`; it requests another ID from a server.
+    """
+
+    code = 50
+
+
 class Unavailable(WaltzError):
     """The call failed now; the same call may succeed later.
 
@@ -163,12 +172,19 @@ class NotOwned(Unavailable):
 
 
 class Overloaded(Unavailable):
-    """A queue or a memory budget is full.
+    """A queue or a memory budget is full, or the principal is over one of its limits.
 
-    Action: Repeat the call after a pause, and append less at once.
+    If known, `retry_after_ms` is the time after which the request has room; otherwise it is 0.
+
+    Action: Repeat the call after a pause, and append less at once. If the message names a limit of
+    the principal, an administrator can raise it with `waltz-core access limit`.
     """
 
     code = 23
+
+    def __init__(self, message: str, retry_after_ms: int = 0) -> None:
+        super().__init__(message)
+        self.retry_after_ms = retry_after_ms
 
 
 class SessionLost(Unavailable):
@@ -483,11 +499,21 @@ BY_CODE: dict[int, type[WaltzError]] = {cls.code: cls for cls in _family(WaltzEr
 assert len(BY_CODE) == len(_family(WaltzError)), "rule 2: two errors share a code"
 
 
-def from_code(code: int, message: str, first_available: int = -1) -> WaltzError:
+def first_in(group: BaseExceptionGroup[WaltzError]) -> WaltzError:
+    """Return the first error of a group, which may contain groups."""
+    found = group.exceptions[0]
+    return found if isinstance(found, WaltzError) else first_in(found)
+
+
+def from_code(
+    code: int, message: str, first_available: int = -1, retry_after_ms: int = 0
+) -> WaltzError:
     """Rebuild an error from the wire; an unknown code gives the base class.
 
-    `first_available` is the attribute of `BelowStart`.
+    `first_available` is the attribute of `BelowStart`, `retry_after_ms` that of `Overloaded`.
     """
     if code == BelowStart.code:
         return BelowStart(message, first_available)
+    if code == Overloaded.code:
+        return Overloaded(message, retry_after_ms)
     return BY_CODE.get(code, WaltzError)(message)

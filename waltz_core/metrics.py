@@ -10,7 +10,8 @@ Rules:
     4. Each process, and in tests each daemon, has one `Metrics`, used on one thread. Counters are
        plain sums until a page is requested: prometheus_client takes a lock for each count, which is
        too slow for five counts in every append.
-    5. Labels come from closed sets (partitions, replicas, reasons), never from clients' input.
+    5. Labels come from closed sets (partitions, replicas, reasons, principals with a grant), never
+       from clients' input.
     6. The pages accept GET only, within `HEAD_BYTES_MAX`, `HEAD_S_MAX` and `PAGES_MAX`: a client
        that is slower or sends more is disconnected.
 """
@@ -61,6 +62,7 @@ class Metric(NamedTuple):
 
 _COUNTER, _GAUGE, _HISTOGRAM = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HISTOGRAM
 _ONE, _REPLICA = ("partition",), ("partition", "replica")
+_PRINCIPAL = ("principal",)  # "other" for all but the first ones with a grant
 # Name after `waltz_`, type, labels, help.
 _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
     (
@@ -211,6 +213,48 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
     ("server_connections", _GAUGE, (), "Open connections of clients."),
     ("server_legacy_client_connections", _GAUGE, (), "Open connections of Waltz 0.13 clients."),
     ("server_partitions", _GAUGE, (), "Partitions that this server owns."),
+    (
+        "server_principal_bytes_total",
+        _COUNTER,
+        _PRINCIPAL,
+        "Bytes of requests and of the ranges sent in answer, by principal with limits.",
+    ),
+    (
+        "server_principal_delayed_requests_total",
+        _COUNTER,
+        _PRINCIPAL,
+        "Requests that waited because their principal was over a limit.",
+    ),
+    (
+        "server_principal_rejected_requests_total",
+        _COUNTER,
+        _PRINCIPAL,
+        "Requests and connections that were rejected as over a limit of their principal.",
+    ),
+    (
+        "server_principal_connections",
+        _GAUGE,
+        _PRINCIPAL,
+        "Open connections, by principal with limits.",
+    ),
+    (
+        "server_principal_appends_total",
+        _COUNTER,
+        _PRINCIPAL,
+        "Append requests, by principal with limits.",
+    ),
+    (
+        "server_principal_feeds",
+        _GAUGE,
+        _PRINCIPAL,
+        "Feeds, by principal with limits.",
+    ),
+    (
+        "server_denied_requests_total",
+        _COUNTER,
+        (),
+        'Requests that access control has denied, or would deny with access = "on".',
+    ),
     (
         "storage_events_total",
         _COUNTER,
@@ -368,6 +412,36 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
         "Free space of the disk with the storage's directory; NaN if it cannot be read.",
     ),
     ("storage_connections", _GAUGE, (), "Open connections of servers and readers."),
+    (
+        "storage_principal_bytes_total",
+        _COUNTER,
+        _PRINCIPAL,
+        "Bytes of requests and of the ranges sent in answer, by principal with limits.",
+    ),
+    (
+        "storage_principal_delayed_requests_total",
+        _COUNTER,
+        _PRINCIPAL,
+        "Requests that waited because their principal was over a limit.",
+    ),
+    (
+        "storage_principal_rejected_requests_total",
+        _COUNTER,
+        _PRINCIPAL,
+        "Requests and connections that were rejected as over a limit of their principal.",
+    ),
+    (
+        "storage_principal_connections",
+        _GAUGE,
+        _PRINCIPAL,
+        "Open connections, by principal with limits.",
+    ),
+    (
+        "storage_denied_requests_total",
+        _COUNTER,
+        (),
+        'Requests that access control has denied, or would deny with access = "on".',
+    ),
 )
 TABLE: Final = {f"waltz_{row[0]}": Metric(f"waltz_{row[0]}", *row[1:]) for row in _ROWS}
 assert len(TABLE) == len(_ROWS), "a duplicate name in the table"

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields
 from typing import NamedTuple, NewType, Protocol, TypeAlias
 
 from waltz_core.cluster.znodes.model import ArchivedMark
-from waltz_core.errors import BelowStart, Unreachable, WaltzError
+from waltz_core.errors import BelowStart, Overloaded, Unreachable, WaltzError
 from waltz_core.machine import Wakeup
 from waltz_core.records.raw_records import FEED_HEADER_BYTES
 from waltz_core.records.record import (
@@ -148,12 +148,16 @@ class Received:
     """A client's request for this partition arrived, `cost_bytes` long.
 
     `wall_ms` is the wall clock: it becomes a commit stamp, and no decision depends on it.
+    `principal`: a mount binds its client ID to it (`mounts.py`, rule 7); empty for others.
+    `over_limit`: the principal of an append is over a limit, and the append is rejected with this.
     """
 
     connection: ConnectionId
     message: ClientMessage
     cost_bytes: int
     wall_ms: int
+    principal: str = ""
+    over_limit: Overloaded | None = None
 
 
 @value(frozen=True, slots=True)
@@ -229,7 +233,8 @@ Event: TypeAlias = (
 class SendToClient:
     """Send a message to a client; see rule 1.
 
-    `request` is the request that an error answers, for the adapter of 0.13 clients.
+    `request` is the request that an error answers, for the adapter of 0.13 clients; and any
+    administrative request, for the audit log.
     """
 
     connection: ConnectionId
@@ -285,5 +290,6 @@ def error_answer(
 ) -> SendToClient:
     """Return the answer that reports an error."""
     first = error.first_available if isinstance(error, BelowStart) else BEFORE_FIRST
-    message = ErrorResponse(req_id, error.code, error.retriable, str(error), first)
+    retry_after_ms = error.retry_after_ms if isinstance(error, Overloaded) else 0
+    message = ErrorResponse(req_id, error.code, error.retriable, str(error), first, retry_after_ms)
     return SendToClient(connection, message, cost_bytes, request)

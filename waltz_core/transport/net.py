@@ -18,53 +18,64 @@ Rules:
     7. A dialer that has a token states it first, and passes the link to its user when the peer has
        accepted it. A listener's link has the principal of its peer; a token that is not accepted
        closes it.
-    8. The user of a listener's link processes a request only after `denial` or `permitted`.
-    9. All of this holds with TLS; bytes that TLS has passed to the socket do not count as unsent;
+    8. The user of a listener's link processes a request only after `denial` or `permitted`. Those
+       of a principal with limits wait before that, in `throttle.py`.
+    9. A peer whose principal has no permission may send small frames only, and is disconnected
+       after `STRANGER_S_MAX`. Until then its requests are answered with their denials, so that 0.13
+       clients, which connect again at once, pause.
+    10. All of this holds with TLS; bytes that TLS has passed to the socket do not count as unsent;
        up to the limits of rules 3 and 4 may wait there in addition.
 """
 
 import asyncio
 import logging
-import socket
 from collections.abc import Callable, Coroutine, Sequence
 from ssl import SSLContext, SSLError
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, cast
 
 import uvloop
 
+from waltz_core.access.client_ids import NO_PROOF
 from waltz_core.access.principals import ANONYMOUS
+from waltz_core.access.quotas import REQUEST_BYTES_MIN
 from waltz_core.access.tokens import Token
 from waltz_core.errors import (
     AuthenticationFailed,
     BadConfig,
+    LocalProtocolError,
+    Overloaded,
     RemoteProtocolError,
     TlsFailed,
     Unreachable,
     WaltzError,
 )
-from waltz_core.transport import lookup, tcp, tls
+from waltz_core.records.record import FRAME_BYTES_MAX
+from waltz_core.transport import dialing, tcp, tls
+from waltz_core.transport.port_limits import LinkLimits
+from waltz_core.transport.throttle import Throttle
 from waltz_core.transport.tls_port import BACKLOG, TlsPort
 from waltz_core.wire import authentication
 from waltz_core.wire.connection import (
     FOUND_TLS,
+    SMALL_FRAME_BYTES_MAX,
     Connection,
-    ConnectionEvent,
     HelloReceived,
     ProtocolFailed,
 )
-from waltz_core.wire.messages import Hello, Message, WireProtocol
+from waltz_core.wire.messages import Hello, Message, MountRequest, MountWriter, WireProtocol
 
 if TYPE_CHECKING:
+    from waltz_core.transport.audit_log import AuditedRequest
     from waltz_core.transport.port_access import ConnectionAccess, PortAccess
 
 _log = logging.getLogger(__name__)
 
 HELLO_S_MAX: Final = 5.0
 CLOSE_S_MAX: Final = 5.0
+STRANGER_S_MAX: Final = 5.0
 WRITE_BACKLOG_BYTES_HIGH: Final = 1024 * 1024
 WRITE_BACKLOG_BYTES_LOW: Final = 256 * 1024
 WRITE_BACKLOG_BYTES_MAX: Final = 64 * 1024 * 1024
-LINKS_MAX: Final = 10_000
 _INBOX_BYTES_MAX: Final = 1024 * 1024
 _TICK_S: Final = 15.0
 # 0.13 dialers send a keep-alive after 600 s; a peer that misses two is dead.
@@ -108,10 +119,11 @@ async def dial(
 
     Raises Unreachable if there is no connection within `timeout_s` seconds, TlsFailed if only one
     side uses TLS, or a certificate is not accepted, AuthenticationFailed if the token cannot be
-    read or is not accepted, RemoteProtocolError if the peer speaks another protocol.
+    read or is not accepted, Overloaded if its principal has too many connections there,
+    RemoteProtocolError if the peer speaks another protocol.
     """
     host, port = split_address(address)
-    token = await _read_token(address, ssl)
+    token = await dialing.read_token(address, ssl)
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[Link] = loop.create_future()
 
@@ -130,7 +142,7 @@ async def dial(
     try:
         try:
             async with asyncio.timeout(timeout_s):
-                await _connect(lambda: _LinkProtocol(link), host, port, ssl)
+                await dialing.connect(lambda: _LinkProtocol(link), host, port, ssl)
                 await ready
                 if token is not None:
                     await _state_token(link, token)
@@ -148,17 +160,6 @@ async def dial(
     return link
 
 
-async def _read_token(address: str, ssl: SSLContext | None) -> Token | None:
-    """Return the token for a new connection; raises AuthenticationFailed."""
-    place = ssl.token if isinstance(ssl, tls.DialContext) else None
-    if place is None:
-        return None
-    try:
-        return await asyncio.to_thread(place.read)
-    except BadConfig as error:  # it was readable when the context was made
-        raise AuthenticationFailed(f"{address}: {error}") from None
-
-
 async def _state_token(link: "Link", token: Token) -> None:
     """Send the token first (rule 7), and wait for the answer."""
     version = link.version
@@ -169,35 +170,12 @@ async def _state_token(link: "Link", token: Token) -> None:
     link.send(credential)
     answer, *more = await link.receive()
     error = authentication.error_in(answer)
+    if isinstance(error, Overloaded):
+        raise Overloaded(f"{link.address}: {error}", error.retry_after_ms)
     if error is not None:
         raise AuthenticationFailed(f"{link.address}: {error}")
     if more:
         raise RemoteProtocolError(f"{link.address}: expected one answer to a token, found more")
-
-
-async def _connect(
-    make_protocol: Callable[[], asyncio.BaseProtocol], host: str, port: int, ssl: SSLContext | None
-) -> None:
-    """Connect to the first address of a host that accepts; TLS verifies the host's name.
-
-    Raises OSError.
-    """
-    loop, errors = asyncio.get_running_loop(), dict[str, OSError]()
-    for address in await lookup.addresses_of(host):
-        try:
-            await loop.create_connection(
-                make_protocol, address, port, ssl=ssl, server_hostname=host if ssl else None
-            )
-        except SSLError:
-            raise
-        except OSError as error:
-            errors[address] = error
-        else:
-            return
-    if len(errors) == 1:
-        raise next(iter(errors.values()))
-    failures = (f"{address}: {tls.failure_text(error)}" for address, error in errors.items())
-    raise OSError("; ".join(failures))
 
 
 async def listen(
@@ -207,7 +185,7 @@ async def listen(
     on_connection: Callable[["Link"], None],
     *,
     ssl: tls.ListenContext | None = None,
-    links_max: int = LINKS_MAX,
+    limits: LinkLimits | None = None,
 ) -> "Listener":
     """Listen and call `on_connection` with every link after both hellos.
 
@@ -215,7 +193,7 @@ async def listen(
     gets an alert, and each link has the principal of its peer. Raises BadConfig if it is not
     possible to listen at the address.
     """
-    listener = Listener(protocol, on_connection, links_max)
+    listener = Listener(protocol, on_connection, limits or LinkLimits())
     try:
         async with asyncio.timeout(10.0):
             await listener._open(host, port, ssl)
@@ -228,13 +206,13 @@ class Listener:
     """An open port and its links."""
 
     def __init__(
-        self, protocol: WireProtocol, on_connection: Callable[["Link"], None], links_max: int
+        self, protocol: WireProtocol, on_connection: Callable[["Link"], None], limits: LinkLimits
     ) -> None:
         self.host = ""
         self.port = 0
         self._protocol = protocol
         self._on_connection = on_connection
-        self._links_max = links_max
+        self._limits = limits
         self._access: PortAccess | None = None
         self._links: dict[Link, None] = {}
         self._server: asyncio.Server | None = None
@@ -275,6 +253,7 @@ class Listener:
             self._protocol, is_listener=True, write_backlog_bytes_max=WRITE_BACKLOG_BYTES_MAX
         )
         link._port_access = self._access
+        link._limits = self._limits
         link._on_made = self._link_made
         link._on_ready = self._on_connection
         link._on_lost = self._link_lost
@@ -284,14 +263,22 @@ class Listener:
         if self._is_closed:  # It was accepted before, and is reported only now.
             link.abort("shutting down")
             return
-        if len(self._links) >= self._links_max:
-            _log.warning("net.rejected links=%d peer=%s", len(self._links), link.address)
-            link.abort("too many connections")
+        rejection = self._limits.add(link)
+        if rejection:
+            if tls.is_new_failure(link.host, rejection):
+                _log.warning(
+                    "net.rejected links=%d peer=%s error=%r",
+                    len(self._links),
+                    link.address,
+                    rejection,
+                )
+            link.abort(rejection)
             return
         self._links[link] = None
 
     def _link_lost(self, link: "Link") -> None:
         self._links.pop(link, None)
+        self._limits.remove(link)
 
 
 class Link:
@@ -313,7 +300,9 @@ class Link:
         self._connection = Connection(protocol, is_listener=is_listener)
         self._is_listener = is_listener
         self._port_access: PortAccess | None = None
+        self._limits: LinkLimits | None = None
         self._has_messages = False  # the first one may be a token
+        self._throttle: Throttle | None = None  # only for a principal with limits
         self._transport: asyncio.Transport | None = None
         self._loop = asyncio.get_running_loop()
         # Callbacks: for its beginning, messages, its end.
@@ -353,6 +342,20 @@ class Link:
         return self._connection.peer
 
     @property
+    def host(self) -> str:  # of `address`
+        return self.address.rpartition(":")[0]
+
+    @property
+    def is_stranger(self) -> bool:
+        """Whether it is a listener's, and its peer has no permission (rule 9)."""
+        return self.access is not None and not self.access.has_permission
+
+    @property
+    def incomplete_bytes(self) -> int:
+        """The bytes of an incomplete frame that have arrived."""
+        return self._connection.incomplete_bytes
+
+    @property
     def is_closed(self) -> bool:
         """Whether nothing can be sent any more."""
         return self.closed_reason is not None
@@ -380,9 +383,22 @@ class Link:
         """The principal of a listener's peer."""
         return ANONYMOUS if self.access is None else self.access.principal
 
+    def proof_of(self, client_id: int) -> bytes:
+        """Return the proof of a client ID that is issued to a listener's peer."""
+        return NO_PROOF if self.access is None else self.access.proof_of(client_id)
+
+    def binds(self, mount: MountRequest | MountWriter) -> str:
+        """Return the principal to which a mount binds its client ID, or "" for none."""
+        return "" if self.access is None else self.access.binds(mount)
+
     def denial(self, request: Message) -> WaltzError | None:
         """Return the error for a peer's request that is denied; None: it is permitted (rule 8)."""
         return None if self.access is None else self.access.denial(request, self.version)
+
+    def feeds_ended(self, partition_id: int) -> None:
+        """The feeds of a partition have ended, and do not count for the limit any more."""
+        if self._throttle is not None:
+            self._throttle.feeds_ended(partition_id)
 
     def permitted(self, requests: list[Message]) -> list[Message]:
         """Return the requests that are permitted; answer the others (rule 8)."""
@@ -396,6 +412,10 @@ class Link:
             else:
                 self.send(authentication.rejected(request, self.version, error))
         return permitted
+
+    def audited(self, request: Message) -> "AuditedRequest | None":
+        """Return a peer's request for the audit log; None: it need not be written."""
+        return None if self.access is None else self.access.audited(request)
 
     # ------------------------------------------------------------------ receiving
 
@@ -453,6 +473,8 @@ class Link:
         else:
             self._transport.writelines(buffers)
         self._sent(sum(map(len, buffers)))
+        if self._throttle is not None:
+            self._throttle.sent(message)
 
     def send_all(self, messages: Sequence[Message]) -> None:
         """Send messages in order with one system call; see `send`."""
@@ -509,16 +531,17 @@ class Link:
 
     def _made(self, transport: asyncio.Transport) -> None:
         self._transport = transport
-        self.address = _peer_address(transport)
+        self.address = tcp.peer_address(transport)
         if self._port_access is not None:
             certificate = transport.get_extra_info("peercert")
             self.access = self._port_access.opened(certificate, self.address, self.abort)
+            self._connection.bytes_max_of_peer = self._frame_bytes_max
         if self._on_made is not None:
             self._on_made(self)
         if self.is_closed:  # rejected, or the dial was cancelled meanwhile
             transport.abort()
             return
-        _set_socket_options(transport.get_extra_info("socket"))
+        tcp.set_options(transport.get_extra_info("socket"))
         transport.set_write_buffer_limits(
             high=WRITE_BACKLOG_BYTES_HIGH, low=WRITE_BACKLOG_BYTES_LOW
         )
@@ -538,6 +561,8 @@ class Link:
         self._arrived.set()
         self._drained.set()
         self._transport = None
+        if self._throttle is not None:
+            self._throttle.stop()
         if self._port_access is not None and self.access is not None:
             self._port_access.closed(self.access)
         if self._on_lost is not None:
@@ -547,7 +572,10 @@ class Link:
 
     def _received(self, count: int) -> None:
         self.bytes_received += count
+        incomplete_bytes = self.incomplete_bytes
         events = self._connection.buffer_updated(count)
+        if self._limits is not None and incomplete_bytes != self.incomplete_bytes:
+            self._limits.note_incomplete(self)
         if not events or self.is_closed:
             return
         if isinstance(events[0], HelloReceived):
@@ -557,35 +585,63 @@ class Link:
         if events and isinstance(events[-1], ProtocolFailed):
             failed = events[-1].error
             del events[-1]
-        messages = _only_messages(events)
+        messages = cast("list[Message]", events)  # hello and failure were removed
         if messages and not self._has_messages:
             messages = self._without_token(messages)
         if messages and not self.is_closed:
-            self._hand_over(messages, count)
+            self._pass_on(messages, count)
         if failed is not None:
-            if str(failed) != FOUND_TLS:
+            self._fail(failed)
+
+    def _fail(self, failed: RemoteProtocolError) -> None:
+        """End the link after a protocol error of the peer."""
+        if str(failed) != FOUND_TLS:
+            if tls.is_new_failure(self.host, tls.kind_of(str(failed))):
                 _log.warning("net.protocol_error peer=%s error=%s", self.address, failed)
-            elif self._is_listener:  # a dialer gets an exception
-                tls.log_failure(self.address.rpartition(":")[0], FOUND_TLS)
-            self.abort(str(failed))
+        elif self._is_listener:  # a dialer gets an exception
+            tls.log_failure(self.host, FOUND_TLS)
+        self.abort(str(failed))
+
+    def _frame_bytes_max(self) -> int:
+        return SMALL_FRAME_BYTES_MAX if self.is_stranger else FRAME_BYTES_MAX
 
     def _without_token(self, messages: list[Message]) -> list[Message]:
-        """Take the token, if the first message of a peer is one (rule 7); return the others."""
+        """Take the token, if the first message of a peer is one (rule 7); return the others.
+
+        The connection counts for its principal from now on.
+        """
         self._has_messages = True
         first = messages[0]
-        if not self._is_listener or not isinstance(first, authentication.CREDENTIALS):
-            return messages
+        is_token = self._is_listener and isinstance(first, authentication.CREDENTIALS)
+        credential = cast("authentication.Credential", first) if is_token else None
         try:
-            self._take_token(first)
+            if credential is not None:
+                self._take_token(credential)
+            if self.access is not None:
+                self.access.enter()
         except AuthenticationFailed as error:
-            host = self.address.rpartition(":")[0]
-            if tls.is_new_failure(host, str(error)):
-                _log.warning("access.token_rejected peer=%s error=%s", host, error)
-            self.send(authentication.rejected(first, self.version, error))
-            self.close(str(error))
+            if tls.is_new_failure(self.host, str(error)):
+                _log.warning("access.token_rejected peer=%s error=%s", self.host, error)
+            if self.access is not None:
+                self.access.token_rejected(first, str(error))
+            self._reject(first, error)
+        except Overloaded as error:
+            self._reject(first, error)
         else:
-            self.send(authentication.accepted(first))
+            if credential is None:
+                return messages
+            self.send(authentication.accepted(credential))
         return messages[1:]
+
+    def _reject(self, first: Message, error: WaltzError) -> None:
+        """Answer the first message with an error, and close the connection."""
+        try:
+            self.send(authentication.rejected(first, self.version, error))
+        except LocalProtocolError:  # a 0.13 client, which would connect again without a pause
+            self.pause_reading()
+            self._set_timer(CLOSE_S_MAX, lambda: self.abort(str(error)))
+        else:
+            self.close(str(error))
 
     def _take_token(self, credential: authentication.Credential) -> None:
         """Take the principal of a token; raises AuthenticationFailed."""
@@ -596,9 +652,23 @@ class Link:
             self.access.take_token(credential.token)
 
     def _hello_received(self) -> None:
-        self._set_timer(_TICK_S, self._tick)
+        self._set_timer(STRANGER_S_MAX if self.is_stranger else _TICK_S, self._tick)
         if self._on_ready is not None:
             self._on_ready(self)
+
+    def _pass_on(self, messages: list[Message], count: int) -> None:
+        """Hand messages over, at once or when the limits of their principal permit it (rule 8)."""
+        if self._throttle is None:
+            if self.access is None or self.access.quota is None:
+                self._hand_over(messages, count)
+                return
+            self._throttle = Throttle(self.access, self._hand_over_throttled)
+        self._throttle.receive(messages)
+
+    def _hand_over_throttled(self, messages: list[Message]) -> None:
+        if messages and not self.is_closed:
+            self._hand_over(messages, REQUEST_BYTES_MIN * len(messages))
+        self._update_reading()
 
     def _hand_over(self, messages: list[Message], count: int) -> None:
         if self._on_messages is not None:
@@ -631,6 +701,7 @@ class Link:
             return
         is_wanted = not (
             self._is_paused_by_owner
+            or (self._throttle is not None and self._throttle.is_pausing)
             or self._inbox_bytes > _INBOX_BYTES_MAX
             or (self._is_listener and self.is_congested)
         )
@@ -645,7 +716,10 @@ class Link:
         self.abort(f"expected a hello within {HELLO_S_MAX} s")
 
     def _tick(self) -> None:
-        """Enforce rules 5 and 6, every `_TICK_S`."""
+        """Enforce rules 5, 6 and 9, every `_TICK_S`."""
+        if self.is_stranger:
+            self.abort(f"its principal had no permission for {STRANGER_S_MAX} s")
+            return
         received = self.bytes_received - self._tick_received
         is_inside_frame = self._connection.is_inside_frame
         is_slow = is_inside_frame and self._tick_was_inside_frame
@@ -705,11 +779,6 @@ class _LinkProtocol(asyncio.BufferedProtocol):
         self._link._congested(is_congested=False)
 
 
-def _only_messages(events: list[ConnectionEvent]) -> list[Message]:
-    """Return the messages of a list from which hello and failure were removed."""
-    return cast("list[Message]", events)
-
-
 def _connection_error(address: str, link: Link) -> WaltzError:
     """Return the error for a link that was closed before the peer's hello."""
     broken = link._connection.failure
@@ -718,22 +787,3 @@ def _connection_error(address: str, link: Link) -> WaltzError:
     if broken is not None:
         return RemoteProtocolError(f"{address}: {broken}")
     return Unreachable(f"{address}: {link.closed_reason} before its hello")
-
-
-def _peer_address(transport: asyncio.Transport) -> str:
-    name = transport.get_extra_info("peername")
-    return f"{name[0]}:{name[1]}" if name else "unknown"
-
-
-def _set_socket_options(sock: socket.socket) -> None:
-    """Disable delays, and detect within seconds that a peer's host is dead."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (
-        ("TCP_KEEPIDLE", 5),
-        ("TCP_KEEPINTVL", 3),
-        ("TCP_KEEPCNT", 3),
-    ):
-        option = getattr(socket, name, None)  # Linux has all of them, other systems some
-        if option is not None:
-            sock.setsockopt(socket.IPPROTO_TCP, option, value)

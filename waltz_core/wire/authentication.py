@@ -2,12 +2,13 @@
 
 It is the same in all three protocols: after the hellos the dialer sends the token, and the listener
 accepts it, or answers with an error and closes the connection. `rejected` is also the answer to a
-request that is denied.
+request that is denied, or over a limit.
 """
 
+from dataclasses import replace
 from typing import Final, TypeAlias
 
-from waltz_core.errors import RemoteProtocolError, WaltzError, from_code
+from waltz_core.errors import Overloaded, RemoteProtocolError, WaltzError, from_code
 from waltz_core.records.record import NO_SESSION, ClientId, Generation, PartitionId, ReqId
 from waltz_core.wire.admin_messages import (
     AdminFailure,
@@ -62,11 +63,14 @@ def accepted(message: Credential) -> Message:
 
 def rejected(message: Message, version: int | None, error: WaltzError) -> Message:
     """Return the listener's answer to a token that it does not accept, or to a denied request."""
+    retry_after_ms = error.retry_after_ms if isinstance(error, Overloaded) else 0
     if isinstance(message, ClientMessage):
-        return ErrorResponse(message.req_id, error.code, error.retriable, str(error))
+        answer = ErrorResponse(message.req_id, error.code, error.retriable, str(error))
+        return replace(answer, retry_after_ms=retry_after_ms)
     if isinstance(message, StorageMessage):
         prefix = message.session_id, message.sequence, message.partition_id
-        return Nack(*prefix, error.code, NO_SESSION, str(error))
+        nack = Nack(*prefix, error.code, NO_SESSION, str(error))
+        return replace(nack, retry_after_ms=retry_after_ms)
     assert isinstance(message, AdminMessage)
     if version == 0:
         return AdminFailure(message.sequence, f"{type(error).__name__}: {error}", ())
@@ -79,7 +83,9 @@ def error_in(answer: Message) -> WaltzError | None:
         case Authenticated() | SuccessResponse() | Done():
             return None
         case ErrorResponse() | Nack():
-            return from_code(answer.error_code, answer.message)
+            return from_code(
+                answer.error_code, answer.message, retry_after_ms=answer.retry_after_ms
+            )
         case AdminRejected():
             return from_code(answer.error_code, answer.text)
         case _:

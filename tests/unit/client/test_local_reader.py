@@ -104,7 +104,7 @@ def test_no_more_is_read_than_requested_and_one_record_at_least(files, reader):
     assert files.read(reader, 12, 13).lengths.size == 2
     assert files.read(reader, 20, 29, 1).lengths.size == 1
     assert files.read(reader, 11, 29).lengths.size == 19
-    assert files.asked == [12, 11]  # what a grant does not hold is asked for
+    assert files.asked == [12, 11]  # records outside of a grant are requested
 
 
 def test_records_after_the_end_of_a_grant_are_requested_again(files, reader):
@@ -138,10 +138,10 @@ def test_a_file_that_was_truncated_meanwhile_is_reported(files, reader):
 
 
 def test_a_storage_that_hands_over_nothing_is_reported(files, reader, monkeypatch):
-    def refuses(_door, _question, *, timeout_s):
+    def no_answer(_door, _question, *, timeout_s):
         raise errors.Unreachable(f"no answer within {timeout_s}")
 
-    monkeypatch.setattr(local_reader_module.handover, "take", refuses)
+    monkeypatch.setattr(local_reader_module.handover, "take", no_answer)
     with pytest.raises(errors.Unreachable, match="no answer"):
         files.read(reader, 10, 12)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 from random import Random
 
 import pytest
@@ -108,7 +109,7 @@ def test_a_mark_that_must_not_be_stale_is_requested_as_such():
 
 
 def test_the_end_of_the_log_is_trusted_if_a_quorum_confirms_it():
-    """A server that has lost the partition may know neither this nor the later transactions."""
+    """A server that has lost the partition may have neither this nor later transactions."""
     ends = []
 
     def stale(request):
@@ -120,6 +121,29 @@ def test_the_end_of_the_log_is_trusted_if_a_quorum_confirms_it():
     cluster = Cluster(owner=stale)
     chunk = in_virtual_time(cluster.requests.range(0, RangeQuery(5, 9)))
     assert (chunk.next, ends) == (5, [9, 9, 4])
+
+
+@on_virtual_loop
+async def test_a_request_is_repeated_after_the_pause_that_the_server_names():
+    loop, asked_s = asyncio.get_running_loop(), []
+
+    def limited(request):
+        asked_s.append(loop.time())
+        over = errors.Overloaded("over a limit", 3_000)
+        return over if len(asked_s) < 3 else mark(7)(request)
+
+    cluster = Cluster(owner=limited)
+    assert await cluster.requests.high_water_mark(0, linearizable=False) == 7
+    pauses = [later - earlier for earlier, later in itertools.pairwise(asked_s)]
+    assert all(3 <= each < 3.5 for each in pauses)
+
+
+@on_virtual_loop
+async def test_a_pause_longer_than_the_request_ends_with_the_reason():
+    cluster = Cluster(owner=lambda _: errors.Overloaded("over a limit", 3_600_000))
+    with pytest.raises(errors.Overloaded, match="over a limit"):
+        await cluster.requests.high_water_mark(0, linearizable=False)
+    assert asyncio.get_running_loop().time() < 21
 
 
 @on_virtual_loop

@@ -91,6 +91,7 @@ class World:
         data: bytes = b"data",
         generation: Generation = GENERATION,
         cost: int = 100,
+        over_limit: errors.Overloaded | None = None,
     ) -> ReqId:
         req_id = ReqId(client, generation, PartitionId(0), self.sequence)
         self.sequence += 1
@@ -98,7 +99,11 @@ class World:
             req_id, mark, tuple(write), tuple(read), tuple(append), 7, data, zlib.crc32(data)
         )
         self.early = self.pipeline.receive(
-            A if client == ALICE else B, message, cost_bytes=cost, now_ms=self.now_ms
+            A if client == ALICE else B,
+            message,
+            cost_bytes=cost,
+            now_ms=self.now_ms,
+            over_limit=over_limit,
         )
         return req_id
 
@@ -156,7 +161,7 @@ class World:
         return self.submitted[before:]
 
     def piece(self) -> Batch:
-        """Wait as long as the pace wants, take a turn, and return what it submitted."""
+        """Wait for the pause of the pace, take a turn, and return what it submitted."""
         before = len(self.submitted)
         self.turn_when_paced()
         (batch,) = self.submitted[before:]
@@ -180,7 +185,7 @@ class World:
 
 
 def results(outcomes: Sequence[AppendOutcome]) -> dict[ReqId, list[tuple[int, Reason, int]]]:
-    """Return id, reason and conflict of each row of each request that was answered."""
+    """Return ID, reason and conflict of each row of each request that was answered."""
     found = {}
     for outcome in outcomes:
         if isinstance(outcome, SendToClient) and isinstance(outcome.message, AppendResult):
@@ -212,7 +217,7 @@ def faults(outcomes: Sequence[AppendOutcome]) -> list[int]:
 COMMITTED, LOCK, LOST = Reason.COMMITTED, Reason.LOCK, Reason.LOST
 
 
-# --- ids, records, answers
+# --- IDs, records, answers
 
 
 def test_waiting_appends_become_one_batch_in_fair_order() -> None:
@@ -483,6 +488,30 @@ def test_appends_do_not_overtake_one_that_waits_for_room() -> None:
     assert results(world.commit()) == {again: [(1, COMMITTED, -1)]}
 
 
+def test_appends_do_not_overtake_one_over_a_limit() -> None:
+    world = World()
+    before = world.single()
+    world.single(over_limit=errors.Overloaded("alice is over a limit", 700))
+    answer = world.early[0].message
+    assert isinstance(answer, ErrorResponse)
+    assert (answer.error_code, answer.retry_after_ms) == (errors.Overloaded.code, 700)
+    after, other = world.single(), world.single(BOB)
+    assert results(world.turn()) == {after: [(-1, Reason.NOT_MOUNTED, -1)]}
+    ids = {before: [(0, COMMITTED, -1)], other: [(1, COMMITTED, -1)]}
+    assert results(world.commit()) == ids
+    world.mounts.begin(ALICE, A, 1)
+    world.mounts.finish(ALICE, A)
+    again = world.single()
+    world.turn()
+    assert results(world.commit()) == {again: [(2, COMMITTED, -1)]}
+
+
+def test_a_flush_does_not_wait_for_an_append_over_a_limit() -> None:
+    world = World()
+    world.single(over_limit=errors.Overloaded("alice is over a limit", 700))
+    assert world.pipeline.flush(5) == [Reached(5)]
+
+
 def test_each_row_of_a_batch_without_queue_space_is_rejected() -> None:
     world = World(PartitionLimits(lock_slot_count=11, queue_bytes_max=1000), is_open=False)
     for _ in range(5):
@@ -536,7 +565,7 @@ def test_large_requests_go_one_by_one_while_small_ones_wait() -> None:
     at_ms = world.pipeline.turn_at_ms(4)
     assert at_ms is not None
     assert 4 < at_ms <= 4 + PAUSE_MS_MAX
-    # What is small takes its turns meanwhile.
+    # Small requests take their turns meanwhile.
     world.single(BOB)
     assert len(world.turns()) == 1
     world.now_ms = at_ms

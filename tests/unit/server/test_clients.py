@@ -3,7 +3,7 @@
 import asyncio
 
 from tests.loops import on_loop, until
-from waltz_core.errors import PermissionDenied
+from waltz_core.errors import Overloaded, PermissionDenied
 from waltz_core.metrics import Metrics
 from waltz_core.records.record import ClientId, Generation, PartitionId, ReqId
 from waltz_core.server.partition_events import SendToClient
@@ -29,10 +29,16 @@ class Link:
         self.version, self.address = max(WireProtocol.CLIENT.versions_taken), "a:1"
         self.is_closed = False
         self.is_congested, self.write_backlog_bytes, self.is_read = False, 0, True
-        self.sent, self.denied = [], {}
+        self.sent, self.denied, self.ended_feeds = [], {}, []
 
     def denial(self, request):
         return self.denied.get(type(request))
+
+    def audited(self, _request):
+        return None
+
+    def feeds_ended(self, partition_id) -> None:
+        self.ended_feeds.append(partition_id)
 
     def start(self, received, closed, drained) -> None:
         self.received, self.drained = received, drained
@@ -55,13 +61,14 @@ class Host:
     is_open = True
 
     def __init__(self) -> None:
-        self.taken = []
+        self.taken, self.over_limit = [], []
 
     def post(self, event) -> None:
         """Nothing depends on it."""
 
-    def receive(self, connection, message, cost_bytes) -> None:
+    def receive(self, connection, message, cost_bytes, *, principal="", over_limit=None) -> None:
         self.taken.append((connection, message, cost_bytes))
+        self.over_limit.append(over_limit)
 
 
 class Backend:
@@ -118,6 +125,34 @@ async def test_a_denied_request_reaches_no_partition_and_makes_room_for_the_next
     flush = FlushRequest(ids[0])
     link.received([flush])
     assert [message for _, message, _ in backend.host.taken] == [flush]
+
+
+@on_loop
+async def test_only_an_append_over_a_limit_reaches_its_partition():
+    backend, link = Backend(), Link()
+    error = Overloaded("etl is over a limit", 700)
+    link.denied = {AppendRequest: error, FlushRequest: error}
+    clients = Clients(backend, LIMITS, None, Metrics("server"))
+    clients.accept(link)
+    req_id = ReqId(ClientId(1), Generation(1), PartitionId(0), 5)
+    append = AppendRequest(req_id, 0, (), (), (), 0, b"", 0)
+    link.received([append, FlushRequest(req_id)])
+    await until(lambda: link.sent)
+    assert [message for _, message, _ in backend.host.taken] == [append]
+    assert backend.host.over_limit == [error]
+    assert link.sent == [
+        ErrorResponse(req_id, Overloaded.code, True, "etl is over a limit", retry_after_ms=700)
+    ]
+
+
+@on_loop
+async def test_the_feeds_of_a_partition_that_moves_away_count_no_longer():
+    backend, link = Backend(), Link()
+    clients = Clients(backend, LIMITS, None, Metrics("server"))
+    clients.accept(link)
+    link.received([FlushRequest(ReqId(ClientId(1), Generation(1), PartitionId(0), -1))])
+    clients.forget(backend.host)
+    assert link.ended_feeds == [PartitionId(0)]
 
 
 @on_loop

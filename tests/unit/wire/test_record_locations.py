@@ -22,7 +22,7 @@ places = st.lists(st.builds(FileLocation, st.integers(0, 1 << 62), st.integers(0
 
 @settings(max_examples=30)
 @given(places)
-def test_places_return_as_they_were(made):
+def test_record_locations_round_trip(made):
     total = sum(place.size for place in made)
     assert decode_locations(encode_locations(made), total) == tuple(made)
 

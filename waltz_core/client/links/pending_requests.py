@@ -60,7 +60,12 @@ class PendingRequests:
         finally:
             self._waiting.pop(req_id, None)
         if isinstance(message, ErrorResponse):
-            raise errors.from_code(message.error_code, message.message, message.first_available)
+            raise errors.from_code(
+                message.error_code,
+                message.message,
+                message.first_available,
+                message.retry_after_ms,
+            )
         if not isinstance(message, answer):
             raise errors.RemoteProtocolError(
                 f"{link.address}: expected {answer.__name__} in answer to "

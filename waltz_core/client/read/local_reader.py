@@ -65,7 +65,7 @@ class ReadGrant:
 
     @property
     def next(self) -> TransactionId:
-        """The id after the last one."""
+        """The ID after the last one."""
         return TransactionId(self.first + int(self.lengths.size))
 
     def batches_of(self, first: TransactionId, last: TransactionId) -> tuple[LineageEntry, ...]:

@@ -11,7 +11,7 @@ Rules:
     3. A replica gets requests in the session that the server named, and only for what that session
        has committed. On any answer but the records, the reader turns to the next replica, at last
        to the server. It raises at once if the log begins after the first ID: it begins there for
-       all of them.
+       all of them. A replica that names a pause gets the request again, until the timeout.
     4. A chunk never ends in the middle of a record, and `next` of one is `first` of the following.
     5. IDs beyond the last requested one are rejected: they may not be committed.
     6. Nearby replicas are read first, and only replicas that the server named: a storage that
@@ -73,7 +73,7 @@ _log = logging.getLogger(__name__)
 
 
 class RangeRow(NamedTuple):
-    """One transaction of a range: its id, the application's header, its payload.
+    """One transaction of a range: its ID, the application's header, its payload.
 
     With encryption the payload may be None, and `data_error` is the reason.
     """
@@ -427,7 +427,9 @@ class ReaderConnection:
         assert isinstance(answer, messages.StorageMessage)
         if isinstance(answer, messages.Nack):
             text = f"{self._link.address}: {answer.message}"
-            raise errors.from_code(answer.error_code, text, answer.first_available)
+            raise errors.from_code(
+                answer.error_code, text, answer.first_available, answer.retry_after_ms
+            )
         if answer.sequence != request.sequence:
             self.close()
             raise errors.RemoteProtocolError(
@@ -476,7 +478,7 @@ class ReplicaReader:
                 break
             address = self._addresses[0]
             try:
-                chunk = await self._fetch_from(address, query)
+                chunk = await self._fetch_patiently(address, query)
             except errors.WaltzError as error:
                 if isinstance(error, errors.BelowStart) and error.first_available > query.first:
                     raise
@@ -503,6 +505,19 @@ class ReplicaReader:
         if self._link is not None:
             self._link.close()
             self._link = None
+
+    async def _fetch_patiently(self, address: str, query: RangeQuery) -> RangeChunk:
+        """Read from a replica; wait as it requests: other replicas have limits, too."""
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + self._timeout_s
+        while True:
+            try:
+                return await self._fetch_from(address, query)
+            except errors.Overloaded as error:
+                retry_s = loop.time() + error.retry_after_ms / 1000
+                if not error.retry_after_ms or retry_s > deadline_s or self._is_closed:
+                    raise
+                await asyncio.sleep(error.retry_after_ms / 1000)
 
     async def _fetch_from(self, address: str, query: RangeQuery) -> RangeChunk:
         if self._link is None or self._link.is_closed:

@@ -5,9 +5,9 @@ server that has died, moved or is busy.
 
 Rules:
     1. Queries change nothing, so they may be sent any number of times.
-    2. Retriable errors are retried after a delay that doubles, with the owner read from ZooKeeper
-       again. When the request timeout has passed, the last error is raised, or the one before it
-       if the last attempt had hardly any time left.
+    2. Retriable errors are retried after a delay that doubles, or after the one that the server
+       names, with the owner read from ZooKeeper again. When the request timeout has passed, the
+       last error is raised, or the one before it if the last attempt had hardly any time left.
     3. Nearby replicas are a preference: if the groups cannot be read, no replica counts as
        nearby.
     4. A 0.13 server gets the queries that it knows (`legacy_server_reads.py`). ZooKeeper proves
@@ -54,7 +54,7 @@ UNANSWERED_S: dict[type[ClientMessage], float] = {
     messages.HighWaterMarkResponse: 1.0,
     messages.FlushResponse: 5.0,
 }
-# Requests without appends need no client id (docs/design/wire-format.md 2.1).
+# Requests without appends need no client ID (docs/design/wire-format.md 2.1).
 NO_CLIENT_ID = -1
 # An attempt with less than this part of the request timeout left does not count (rule 2).
 _ATTEMPT_SHARE_MIN: Final = 0.1
@@ -149,7 +149,9 @@ class OwnerRequests:
                         f"{self._config.request_timeout_ms} ms: {last_error}",
                     ) from error
                 before = error
-            await asyncio.sleep(pause_s * (0.5 + self._random.random() / 2))
+                named_s = error.retry_after_ms / 1000 if isinstance(error, errors.Overloaded) else 0
+                named_s = min(named_s, deadline_s - now_s - pause_s)
+            await asyncio.sleep(max(named_s, pause_s * (0.5 + self._random.random() / 2)))
             pause_s = min(2 * pause_s, self._config.retry_interval_ms_max / 1000)
 
     async def _attempt(

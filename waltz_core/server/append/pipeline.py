@@ -3,7 +3,7 @@
 Here a transaction gets its ID or is rejected, so every guarantee about outcomes is kept here: no
 outcome is reported before it is final, and no final outcome ever changes.
 
-    received -> its connection's lane -> [turn] checks, lock validation, ids -> records
+    received -> its connection's lane -> [turn] checks, lock validation, IDs -> records
              -> one store batch, in flight -> committed or settled -> answered
 
 Rules (docs/design/correctness.md 2.3 and 2.4, rows 22-30):
@@ -35,6 +35,7 @@ Rules (docs/design/correctness.md 2.3 and 2.4, rows 22-30):
 from collections.abc import Iterable
 from typing import TypeGuard
 
+from waltz_core.errors import Overloaded
 from waltz_core.machine import earliest
 from waltz_core.records.lock_blocks import LogEnd
 from waltz_core.records.record import BEFORE_FIRST, NO_SESSION, Chain, PartitionId, TransactionId
@@ -241,8 +242,9 @@ class AppendPipeline:
         *,
         cost_bytes: int,
         now_ms: int,
+        over_limit: Overloaded | None = None,
     ) -> list[AppendOutcome]:
-        """Queue a request; reject it when the queue is over the limit."""
+        """Queue a request; reject it when the queue is full, or its principal is over a limit."""
         flush_group = self._completions.enter()
         ticket: Ticket
         req_id = message.req_id
@@ -253,13 +255,17 @@ class AppendPipeline:
             ticket = BatchTicket(
                 connection, cost_bytes, message, req_id, flush_group, now_ms, mount
             )
+        out: list[AppendOutcome] = []
+        if over_limit is not None:
+            self._mounts.overrun(req_id.client_id, connection)
+            self._completions.fail(ticket, over_limit, out)  # It is not worth the decoding.
+            return out
         if self._lanes.is_over_share(connection, cost_bytes, self._limits.queue_bytes_max):
-            out: list[AppendOutcome] = []
             self._mounts.overrun(req_id.client_id, connection)
             self._admission.reject(ticket, Reason.OVERLOADED, out)
             return out
         self._lanes.push(ticket)
-        return []
+        return out
 
     def close(self, connection: ConnectionId) -> list[AppendOutcome]:
         """Drop the queued requests of a closed connection; its batches in flight continue."""

@@ -22,7 +22,13 @@ from typing import Final
 
 from waltz_core.cluster.coordinator import Coordinator, PartitionVersions
 from waltz_core.driver import Driver, loop_clock_ms
-from waltz_core.errors import ARCHIVE_DAMAGE, BelowStart, CoordinatorConflict, WaltzError
+from waltz_core.errors import (
+    ARCHIVE_DAMAGE,
+    BelowStart,
+    CoordinatorConflict,
+    Overloaded,
+    WaltzError,
+)
 from waltz_core.machine import Report
 from waltz_core.metrics import Metrics
 from waltz_core.records.record import (
@@ -149,10 +155,18 @@ class Host:
         """Pass an event to the machine."""
         self._driver.post(event)
 
-    def receive(self, connection: ConnectionId, message: ClientMessage, cost_bytes: int) -> None:
+    def receive(
+        self,
+        connection: ConnectionId,
+        message: ClientMessage,
+        cost_bytes: int,
+        *,
+        principal: str = "",
+        over_limit: Overloaded | None = None,
+    ) -> None:
         """Pass a client's request to the machine."""
         wall_ms = time.time_ns() // 1_000_000
-        self._driver.post(Received(connection, message, cost_bytes, wall_ms))
+        self._driver.post(Received(connection, message, cost_bytes, wall_ms, principal, over_limit))
 
     def own(self, generation: Generation, replicas: tuple[ReplicaId, ...]) -> None:
         """The assignment names this server, or has a new generation or other replicas."""

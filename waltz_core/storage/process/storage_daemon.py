@@ -66,8 +66,10 @@ from waltz_core.storage.service.service import Event, StorageIdentity, StorageSe
 from waltz_core.storage.service.service_effects import Effect
 from waltz_core.storage.service.work import ConnectionId, LaneRequest, Work, WorkOutcome
 from waltz_core.storage.service.writers import CallThreads, WriteOutcome, Writers
-from waltz_core.transport import net, tls
+from waltz_core.transport import net, quota_metrics, tls
 from waltz_core.transport.net import Link
+from waltz_core.transport.port_files import open_port_files
+from waltz_core.transport.port_limits import LinkLimits
 from waltz_core.wire.messages import Message, Nack, StorageMessage, WireProtocol
 
 if TYPE_CHECKING:
@@ -147,6 +149,7 @@ async def serve(
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    tls.check_network(config)
     if cluster is not None:
         await StorageDaemon(config, cluster, None).serve(stop, on_ready)
         return
@@ -211,10 +214,9 @@ class StorageDaemon:
 
     async def serve(self, stop: asyncio.Event, on_ready: Callable[[str], None]) -> None:
         """Serve until `stop` is set or something has failed."""
-        if self._ssl is not None:
-            self._loop.add_signal_handler(signal.SIGHUP, tls.renew, self._config, self._ssl)
         try:
-            await self._serve_directory(stop, on_ready)
+            async with open_port_files(self._config, self._ssl, metrics=self.metrics):
+                await self._serve_directory(stop, on_ready)
         finally:
             self._pool.shutdown(wait=False)
             for threads in (self._uploads, self._archive_reads, self._read_ahead):
@@ -232,7 +234,7 @@ class StorageDaemon:
             known, _ = group.split(errors.WaltzError)
             if known is None:
                 raise
-            raise _first_error(known) from group
+            raise errors.first_in(known) from group
         finally:
             if not self._is_left:
                 await self._drain()  # begun before the driver stopped
@@ -278,7 +280,7 @@ class StorageDaemon:
             stack.callback(self._driver.stop)
             if config.http_port:
                 pages = serve_pages(
-                    self.metrics, self.health, host=config.listen_host, port=config.http_port
+                    self.metrics, self.health, host=config.http_host, port=config.http_port
                 )
                 await stack.enter_async_context(pages)
             listener = await net.listen(
@@ -287,7 +289,7 @@ class StorageDaemon:
                 config.port,
                 self._accept,
                 ssl=self._ssl,
-                links_max=config.connections_max,
+                limits=LinkLimits(config.connections_max),
             )
             stack.push_async_callback(listener.close)
             self.address = f"{config.advertised_host or config.listen_host}:{listener.port}"
@@ -325,6 +327,7 @@ class StorageDaemon:
             tasks.create_task(self._sample_space(engine.space))
             offer = self._segments.offer(self.address, engine, serving, self._pool)
             tasks.create_task(offer)
+            tasks.create_task(quota_metrics.publish_quotas(self.metrics, "storage", self._ssl))
             tasks.create_task(recheck_forever(self._archive, machine, self._archive_reads))
 
     async def _make_machine(self, engine: Engine, identity: StorageIdentity) -> StorageService:
@@ -711,8 +714,7 @@ class StorageDaemon:
         is_healthy = not (
             self._failure.done() or details["not_served"] or suspect or disk_status.is_full
         )
-        is_healthy = is_healthy and disk_status.disk_error is None
-        return Health(is_healthy, details)
+        return Health(is_healthy and disk_status.disk_error is None, details)
 
     async def _disk_status(self) -> DiskStatus:
         """Query the disk for its room; one that hangs must not stop the event loop."""
@@ -772,11 +774,6 @@ class StorageDaemon:
 
 class _Stopped(Exception):
     """The storage was stopped."""
-
-
-def _first_error(group: BaseExceptionGroup[errors.WaltzError]) -> errors.WaltzError:
-    found = group.exceptions[0]
-    return found if isinstance(found, errors.WaltzError) else _first_error(found)
 
 
 async def _wait_for_one_of(events: Sequence[asyncio.Event]) -> None:

@@ -1,0 +1,223 @@
+"""The quotas of principals, with a clock of the test."""
+
+import dataclasses
+
+import pytest
+
+from waltz_core.access.grants import Grants
+from waltz_core.access.permissions import Grant, Permissions, PrincipalLimits
+from waltz_core.access.quotas import (
+    LABELS_MAX,
+    OTHER_LABEL,
+    QUOTAS_MAX,
+    SECOND_NS,
+    Quota,
+    Quotas,
+    Usage,
+)
+from waltz_core.access.requirements import APPEND, READ, REPLICATE
+from waltz_core.errors import Overloaded
+
+MS = SECOND_NS // 1_000
+START_NS = 5 * SECOND_NS
+
+
+def quota_of(**limits):
+    return Quota("etl", PrincipalLimits(**limits), Usage())
+
+
+def begin(quota, at_ns, size_bytes=0, waited_ns=0):
+    return quota.begin(at_ns, size_bytes=size_bytes, is_append=True, waited_ns=waited_ns)
+
+
+def learned(quotas, limits, grants=(), revision=1, groups=None):
+    permissions = Permissions(
+        revision, "ops", 0, bytes(32), groups=groups or {}, grants=tuple(grants), limits=limits
+    )
+    quotas.learn(permissions, Grants(permissions))
+    return quotas
+
+
+# ---- requests
+
+
+def test_after_the_burst_of_a_second_requests_wait_for_their_turn():
+    quota = quota_of(appends_per_s=10)
+    waits = [begin(quota, START_NS) for _ in range(21)]
+    assert waits == [max(0, number - 10) * 100 * MS for number in range(21)]
+    # All together have waited a second at most; the next one would wait longer.
+    error = begin(quota, START_NS)
+    assert isinstance(error, Overloaded)
+    assert error.retry_after_ms == 1_100
+    assert str(error) == (
+        "etl is over its limit of 10 appends per second at this daemon. "
+        "Hint: `waltz-core access limit` changes it."
+    )
+    # A rejected request is not charged.
+    assert begin(quota, START_NS + 1_100 * MS) == 0
+
+
+def test_the_time_that_a_request_has_waited_counts():
+    quota = quota_of(appends_per_s=1)
+    for _ in range(2):
+        begin(quota, START_NS)
+    half = START_NS + 500 * MS
+    assert isinstance(begin(quota, half, waited_ns=500 * MS + 1), Overloaded)
+    assert begin(quota, half, waited_ns=500 * MS) == 500 * MS
+    assert begin(quota, START_NS + 2 * SECOND_NS, waited_ns=9 * SECOND_NS) == 0  # its turn
+
+
+def test_a_request_larger_than_the_limit_begins_and_later_ones_pay_for_it():
+    quota = quota_of(bytes_per_s=1_000)
+    assert begin(quota, START_NS, size_bytes=5_000) == 0
+    error = begin(quota, START_NS + SECOND_NS)
+    assert isinstance(error, Overloaded)
+    assert error.retry_after_ms == 3_000
+    assert "over its limit of 1000 bytes per second" in str(error)
+    assert begin(quota, START_NS + 4 * SECOND_NS) == 0
+
+
+def test_a_request_counts_as_512_bytes_at_least_and_a_range_when_it_is_sent():
+    quota = quota_of(bytes_per_s=512)
+    assert [begin(quota, START_NS) for _ in range(2)] == [0, 0]
+    assert begin(quota, START_NS) == SECOND_NS
+    quota.sent(1_024, START_NS)
+    assert begin(quota, START_NS + 3 * SECOND_NS) == SECOND_NS
+    assert dataclasses.astuple(quota.usage.take()) == (4 * 512 + 1_024, 4, 2, 0)
+    assert quota.usage == Usage()
+
+
+@pytest.mark.parametrize("per_s", [3, 700])
+def test_a_greedy_principal_gets_its_limit_and_no_more(per_s):
+    quota, granted = quota_of(appends_per_s=per_s), 0
+    for now_ms in range(10_000):  # it tries again each millisecond
+        begun = begin(quota, START_NS + now_ms * MS)
+        granted += not isinstance(begun, Overloaded)
+    # In ten seconds, with the burst, and what has begun to wait.
+    assert 11 * per_s <= granted <= 12 * per_s + 1
+
+
+# ---- connections and feeds
+
+
+def test_connections_and_feeds_over_the_limit_are_rejected():
+    quota = quota_of(connections=2, feeds=1)
+    for each in ("a", "b"):
+        quota.connect(each)
+    with pytest.raises(Overloaded, match="etl is over its limit of 2 connections") as caught:
+        quota.connect("c")
+    assert caught.value.retry_after_ms > 0
+    assert quota.begin_feed((1, 7), "a") is None
+    assert quota.begin_feed((1, 7), "b") is None  # the same feed has moved
+    assert "over its limit of 1 feeds" in str(quota.begin_feed((2, 7), "a"))
+    quota.end_feed((1, 7), "a")  # it is not that of this connection any more
+    assert quota.begin_feed((2, 7), "a") is not None
+    quota.leave("b")
+    quota.connect("c")
+    assert quota.begin_feed((2, 7), "a") is None
+    quota.end_feed((2, 7), "a")
+    assert quota.begin_feed((3, 7), "a") is None
+
+
+def test_the_newest_connections_and_those_of_the_newest_feeds_are_the_excess():
+    quota = quota_of(connections=3, feeds=3)
+    for number, each in enumerate(("a", "b", "c")):
+        quota.connect(each)
+        quota.begin_feed((number, 7), each)
+    assert list(quota.excess()) == []
+    quota.change(PrincipalLimits(connections=2))
+    assert list(quota.excess()) == ["c"]
+    quota.change(PrincipalLimits(feeds=1))
+    assert list(quota.excess()) == ["b", "c"]
+
+
+# ---- revisions
+
+
+def test_the_limits_of_the_asterisk_are_the_default_of_each_limit():
+    limits = {
+        "*": PrincipalLimits(bytes_per_s=7, connections=5),
+        "etl": PrincipalLimits(bytes_per_s=9, feeds=2),
+    }
+    quotas = learned(Quotas(), limits)
+    assert quotas.of("etl", 0).limits == PrincipalLimits(9, None, 5, 2)
+    assert quotas.of("anonymous", 0).limits == PrincipalLimits(7, None, 5, None)
+    only = learned(Quotas(), {"etl": PrincipalLimits(feeds=2)})
+    assert only.of("ann", 0) is None
+    assert Quotas().of("etl", 0) is None  # before the first revision
+
+
+def test_servers_have_no_quota():
+    limits, groups = {"*": PrincipalLimits(1), "s1": PrincipalLimits(1)}, {"servers": ("s1",)}
+    grants = (Grant("servers", True, REPLICATE, ((0, 0),)),)
+    quotas = learned(Quotas(), limits, grants, groups=groups)
+    assert quotas.of("s1", 0) is None
+    assert quotas.of("s2", 0) is not None
+
+
+def test_a_revision_changes_the_limits_that_differ():
+    quotas = learned(Quotas(), {"etl": PrincipalLimits(512, 1)})
+    quota = quotas.of("etl", START_NS)
+    for _ in range(2):
+        begin(quota, START_NS)
+    learned(quotas, {"etl": PrincipalLimits(512, 1)}, revision=2)
+    assert quotas.of("etl", START_NS) is quota
+    assert begin(quota, START_NS, waited_ns=1) is not None
+    assert isinstance(begin(quota, START_NS, waited_ns=1), Overloaded)
+    learned(quotas, {"etl": PrincipalLimits(512, 100)}, revision=3)
+    error = begin(quota, START_NS, waited_ns=1)
+    assert "512 bytes per second" in str(error)
+    learned(quotas, {"etl": PrincipalLimits(1_000_000, 100)}, revision=4)
+    assert begin(quota, START_NS) == 0
+    learned(quotas, {}, revision=5)
+    assert quotas.of("etl", START_NS) is None
+
+
+def test_a_principal_cannot_refill_its_bucket_by_a_new_connection():
+    quotas = learned(Quotas(), {"*": PrincipalLimits(appends_per_s=1)})
+    quota = quotas.of("etl", START_NS)
+    quota.connect("a")
+    for _ in range(2):
+        begin(quota, START_NS)
+    quota.leave("a")
+    for number in range(QUOTAS_MAX + 1):
+        quotas.of(f"p{number}", START_NS + SECOND_NS)
+    assert quotas.of("etl", START_NS + SECOND_NS) is quota
+    # When it is full again, it may be forgotten.
+    for number in range(QUOTAS_MAX + 1):
+        quotas.of(f"q{number}", START_NS + 2 * SECOND_NS)
+    assert quotas.of("etl", START_NS + 2 * SECOND_NS) is not quota
+
+
+# ---- labels
+
+
+def test_the_first_principals_with_a_grant_have_a_label_each():
+    members = tuple(f"p{number}" for number in range(1, LABELS_MAX + 3))
+    grants = (
+        Grant("p0", False, READ, None),
+        Grant("team", True, APPEND, None),
+        Grant("last", False, READ, None),
+    )
+    limits = {"*": PrincipalLimits(connections=3)}
+    quotas = learned(Quotas(), limits, grants, groups={"team": members})
+    names = ("p0", *members, "last", "without-grant")
+    for each in names:
+        quotas.of(each, 0).connect(each)
+    labels = [*("p0", *members)[:LABELS_MAX], OTHER_LABEL]
+    assert list(quotas.usage) == labels
+    others = len(names) - LABELS_MAX
+    assert quotas.counts() == {each: ((others if each == OTHER_LABEL else 1), 0) for each in labels}
+
+
+def test_a_revision_moves_a_principal_to_its_new_label():
+    limits = {"*": PrincipalLimits(connections=3)}
+    grants = (Grant("etl", False, READ, None),)
+    quotas = learned(Quotas(), limits, grants)
+    quota = quotas.of("etl", 0)
+    begin(quota, START_NS)
+    assert quotas.usage["etl"].appends == 1
+    learned(quotas, limits, (), revision=2)
+    begin(quota, START_NS)
+    assert list(quotas.usage) == [OTHER_LABEL]
+    assert quotas.usage[OTHER_LABEL].appends == 1

@@ -1,0 +1,174 @@
+"""The limits of a principal at a port, over real sockets."""
+
+import asyncio
+import dataclasses
+import logging
+
+import pytest
+
+from tests.loops import on_loop, until
+from tests.unit.transport.test_port_access import (
+    PERMISSIONS,
+    PROTOCOLS,
+    REQ_ID,
+    SECRET,
+    open_port,
+    trusting,
+)
+from waltz_core.access.permissions import Grant, PrincipalLimits
+from waltz_core.access.requirements import READ, REPLICATE
+from waltz_core.config import ClientConfig
+from waltz_core.errors import Overloaded
+from waltz_core.metrics import Metrics
+from waltz_core.records.record import ReqId
+from waltz_core.transport import net, tls
+from waltz_core.transport.quota_metrics import publish_quotas
+from waltz_core.wire.messages import ServerPartitionsRequest, TransactionDataRequest, WireProtocol
+
+
+@pytest.fixture
+def token_file(tmp_path):
+    file = tmp_path / "token"
+    file.write_text(f"{SECRET.hex()}\n")
+    return file
+
+
+def limited(revision=7, **limits):
+    return dataclasses.replace(
+        PERMISSIONS,
+        revision=revision,
+        grants=(Grant("spark-etl", False, READ, None),),
+        limits={"spark-etl": PrincipalLimits(**limits)},
+    )
+
+
+class Dialer:
+    """Opens connections of a client with a token."""
+
+    def __init__(self, port, files, token_file, protocol):
+        self._address, self._protocol = port.address, protocol
+        connect = trusting(files, f"&token_file={token_file}")
+        self._context = tls.dialing(ClientConfig(), connect)
+
+    async def __call__(self):
+        return await net.dial(self._protocol, self._address, ssl=self._context)
+
+
+@PROTOCOLS
+@on_loop
+async def test_a_connection_over_the_limit_gets_the_reason(files, token_file, protocol, caplog):
+    caplog.set_level(logging.WARNING)
+    async with open_port(files, protocol, access="on") as port:
+        port.learn(limited(connections=2))
+        dial = Dialer(port, files, token_file, protocol)
+        first, second = await dial(), await dial()
+        for _ in range(2):
+            with pytest.raises(Overloaded, match="over its limit of 2 connections at this daemon"):
+                await dial()
+        assert caplog.text.count("access.over_limit peer=127.0.0.1") == 1
+        first.abort("done")
+        await until(lambda: len(port.peer.closed) == 3)
+        third = await dial()
+        # A revision ends the newest ones that are then too many.
+        port.learn(limited(revision=8, connections=1))
+        await third.wait_closed()
+        assert not second.is_closed
+        port.learn(limited(revision=9, connections=3))
+        fourth = await dial()
+        second.abort("done")
+        fourth.abort("done")
+
+
+@on_loop
+async def test_a_connection_without_a_token_over_the_limit_gets_the_reason(files):
+    async with open_port(files, WireProtocol.CLIENT, access="on") as port:
+        limits = {"*": PrincipalLimits(connections=1)}
+        port.learn(dataclasses.replace(limited(), limits=limits))
+        context = tls.dialing(ClientConfig(), trusting(files))
+        links = [await net.dial(WireProtocol.CLIENT, port.address, ssl=context) for _ in range(2)]
+        request = ServerPartitionsRequest(REQ_ID)
+        links[0].send(request)
+        await until(lambda: port.peer.messages)
+        links[1].send(request)
+        (answer,) = await links[1].receive()
+        assert answer.error_code == Overloaded.code
+        assert answer.retry_after_ms > 0
+        assert answer.message.startswith("anonymous is over its limit of 1 connections")
+        await links[1].wait_closed()
+        assert port.peer.messages == [request]
+        links[0].abort("done")
+
+
+@on_loop
+async def test_requests_over_the_limit_wait_in_the_connection_or_are_denied(files, token_file):
+    async with open_port(files, WireProtocol.CLIENT, access="on") as port:
+        port.learn(limited(bytes_per_s=5 * 512))
+        link = await Dialer(port, files, token_file, WireProtocol.CLIENT)()
+        (peer,) = port.peer.links
+        requests = [TransactionDataRequest(ReqId(1, 0, 3, -n), 0) for n in range(1, 101)]
+        link.send_all(requests)
+        await until(lambda: len(port.peer.messages) == 100)
+        assert port.peer.messages == requests
+        denials = [peer.denial(each) for each in port.peer.messages]
+        granted = sum(each is None for each in denials)
+        assert granted < 50
+        assert {type(each) for each in denials[granted:]} == {Overloaded}
+        # The errors were taken: the same requests are permitted otherwise.
+        assert [peer.denial(each) for each in port.peer.messages] == [None] * 100
+        link.abort("done")
+
+
+@on_loop
+async def test_limits_are_those_of_the_newest_revision(files, token_file):
+    async with open_port(files, WireProtocol.CLIENT, access="on") as port:
+        port.learn(dataclasses.replace(limited(), limits={}))
+        link = await Dialer(port, files, token_file, WireProtocol.CLIENT)()
+        (peer,) = port.peer.links
+        assert peer.access.quota is None
+        port.learn(limited(revision=8, bytes_per_s=512))
+        link.send_all([TransactionDataRequest(ReqId(1, 0, 3, -n), 0) for n in range(1, 11)])
+        await until(lambda: len(port.peer.messages) == 10)
+        assert any(isinstance(peer.denial(each), Overloaded) for each in port.peer.messages)
+        port.learn(dataclasses.replace(limited(revision=9), limits={}))
+        assert peer.access.quota is None
+        # Its feeds were not counted so far: it has to mount them again.
+        port.learn(limited(revision=10, feeds=3))
+        await link.wait_closed()
+
+
+@pytest.mark.parametrize("access", ["report", "on"])
+@on_loop
+async def test_a_report_and_servers_have_no_limits(files, token_file, access):
+    async with open_port(files, WireProtocol.CLIENT, access=access) as port:
+        permissions = limited(connections=1)
+        if access == "on":
+            grants = (Grant("spark-etl", False, REPLICATE, ((0, 0),)),)
+            permissions = dataclasses.replace(permissions, grants=grants)
+        port.learn(permissions)
+        dial = Dialer(port, files, token_file, WireProtocol.CLIENT)
+        for link in [await dial() for _ in range(3)]:
+            assert not link.is_closed
+            link.abort("done")
+
+
+@on_loop
+async def test_the_metrics_of_principals_follow_the_labels_of_the_permissions(files, token_file):
+    async with (
+        open_port(files, WireProtocol.CLIENT, access="on") as port,
+        asyncio.TaskGroup() as tasks,
+    ):
+        port.learn(limited(connections=5))
+        metrics = Metrics("server")
+        publishing = tasks.create_task(publish_quotas(metrics, "server", port.context))
+        link = await Dialer(port, files, token_file, WireProtocol.CLIENT)()
+        link.send(TransactionDataRequest(REQ_ID, 0))
+        await until(
+            lambda: metrics.value("waltz_server_principal_bytes_total", principal="spark-etl")
+        )
+        assert metrics.value("waltz_server_principal_connections", principal="spark-etl") == 1
+        without = dataclasses.replace(limited(revision=8, connections=5), grants=())
+        port.learn(without)
+        await until(lambda: 'principal="other"' in metrics.page().decode())
+        await until(lambda: 'principal="spark-etl"' not in metrics.page().decode())
+        link.abort("done")
+        publishing.cancel()

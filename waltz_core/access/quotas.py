@@ -1,0 +1,279 @@
+"""Quotas: what each principal with limits uses of one daemon (decision 048, AC 10).
+
+`transport/throttle.py` charges the requests of such principals here. Other principals have no
+`Quota`, and cost nothing. The time is passed in, in nanoseconds of a monotonic clock.
+
+Rules:
+    1. All connections of a principal share its quota. A principal with `replicate` has none.
+    2. A request may begin when all earlier ones are paid for; then it is charged as a whole. So a
+       request that exceeds the rate of a second can begin, and later ones wait for it.
+    3. A bucket that was idle has the amount of `BURST_NS`.
+    4. A request that would wait longer than `WAIT_NS_MAX` is rejected, and not charged.
+    5. A limit that a principal does not have itself is that of "*". A revision that changes a limit
+       of a principal replaces the bucket; other buckets keep what they have.
+    6. Metrics have a label for each of the first `LABELS_MAX` principals with a grant, in the order
+       of the permissions. All others share a label.
+"""
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, replace
+from typing import Final, TypeAlias
+
+from waltz_core.access.grants import Grants
+from waltz_core.access.permissions import DEFAULT_LIMITS, Permissions, PrincipalLimits
+from waltz_core.access.requirements import AccessVerb
+from waltz_core.errors import Overloaded
+
+SECOND_NS: Final = 1_000_000_000
+BURST_NS: Final = SECOND_NS
+WAIT_NS_MAX: Final = SECOND_NS
+REQUEST_BYTES_MIN: Final = 512
+LABELS_MAX: Final = 100
+OTHER_LABEL: Final = "other"
+# Above this number, quotas of principals without connections are dropped, unless they are in use.
+QUOTAS_MAX: Final = 1_000
+# The pause before another connection or feed is tried.
+COUNT_RETRY_MS: Final = 1_000
+_HINT: Final = "Hint: `waltz-core access limit` changes it."
+
+# The partition and the client ID of a feed.
+FeedKey: TypeAlias = tuple[int, int]
+
+
+class Bucket:
+    """A token bucket, as the time at which everything that was taken is paid for."""
+
+    __slots__ = ("_paid_ns", "per_s")
+
+    def __init__(self, per_s: int) -> None:
+        assert per_s > 0
+        self.per_s = per_s
+        self._paid_ns = -BURST_NS
+
+    def wait_ns(self, now_ns: int) -> int:
+        """Return the time until a request may begin (rule 2)."""
+        return max(0, self._paid_ns - now_ns)
+
+    def is_full(self, now_ns: int) -> bool:
+        """Whether it has the whole burst."""
+        return self._paid_ns <= now_ns - BURST_NS
+
+    def take(self, amount: int, now_ns: int) -> None:
+        """Charge an amount, also one that is not there yet."""
+        assert amount >= 0
+        start_ns = max(self._paid_ns, now_ns - BURST_NS)
+        self._paid_ns = start_ns + -(-amount * SECOND_NS // self.per_s)
+
+
+@dataclass(slots=True)
+class Usage:
+    """The counts under one label since they were taken last."""
+
+    bytes: int = 0
+    appends: int = 0
+    delayed: int = 0
+    rejected: int = 0
+
+    def take(self) -> "Usage":
+        """Return the counts, and begin again at 0."""
+        taken = replace(self)
+        self.bytes = self.appends = self.delayed = self.rejected = 0
+        return taken
+
+
+class Quota:
+    """The quota of one principal; see the module's rules."""
+
+    def __init__(self, principal: str, limits: PrincipalLimits, usage: Usage) -> None:
+        self.principal = principal
+        self.limits = PrincipalLimits()
+        self.usage = usage
+        self.connections: dict[Hashable, None] = {}  # in the order of arrival
+        self.feeds: dict[FeedKey, Hashable] = {}  # with the connection of each
+        self._bytes: Bucket | None = None
+        self._appends: Bucket | None = None
+        self.change(limits)
+
+    def change(self, limits: PrincipalLimits) -> None:
+        """Take the limits of a revision (rule 5)."""
+        if limits.bytes_per_s != self.limits.bytes_per_s:
+            self._bytes = _bucket(limits.bytes_per_s)
+        if limits.appends_per_s != self.limits.appends_per_s:
+            self._appends = _bucket(limits.appends_per_s)
+        self.limits = limits
+
+    def is_idle(self, now_ns: int) -> bool:
+        """Whether a new quota would be the same."""
+        buckets = (self._bytes, self._appends)
+        return not self.connections and all(not each or each.is_full(now_ns) for each in buckets)
+
+    # ---- requests
+
+    def begin(
+        self, now_ns: int, *, size_bytes: int, is_append: bool, waited_ns: int
+    ) -> int | Overloaded:
+        """Charge a request, and return how long it waits; or return why it is rejected (rule 4).
+
+        It has waited for `waited_ns` already.
+        """
+        size_bytes = max(size_bytes, REQUEST_BYTES_MIN)
+        byte_wait_ns = 0 if self._bytes is None else self._bytes.wait_ns(now_ns)
+        append_wait_ns = 0
+        if is_append and self._appends is not None:
+            append_wait_ns = self._appends.wait_ns(now_ns)
+        wait_ns = max(byte_wait_ns, append_wait_ns)
+        if wait_ns and waited_ns + wait_ns > WAIT_NS_MAX:
+            is_by_bytes = byte_wait_ns == wait_ns
+            return self._over(
+                f"{self.limits.bytes_per_s} bytes per second"
+                if is_by_bytes
+                else f"{self.limits.appends_per_s} appends per second",
+                -(-wait_ns // 1_000_000),
+            )
+        if self._bytes is not None:
+            self._bytes.take(size_bytes, now_ns)
+        if is_append and self._appends is not None:
+            self._appends.take(1, now_ns)
+        self.usage.bytes += size_bytes
+        self.usage.appends += is_append
+        self.usage.delayed += wait_ns > 0
+        return wait_ns
+
+    def sent(self, size_bytes: int, now_ns: int) -> None:
+        """Charge the bytes of a range."""
+        self.usage.bytes += size_bytes
+        if self._bytes is not None:
+            self._bytes.take(size_bytes, now_ns)
+
+    def _over(self, limit: str, retry_after_ms: int) -> Overloaded:
+        self.usage.rejected += 1
+        return Overloaded(
+            f"{self.principal} is over its limit of {limit} at this daemon. {_HINT}",
+            retry_after_ms,
+        )
+
+    # ---- connections and feeds
+
+    def connect(self, connection: Hashable) -> None:
+        """Add a connection; raises Overloaded."""
+        limit = self.limits.connections
+        if limit is not None and len(self.connections) >= limit:
+            raise self._over(f"{limit} connections", COUNT_RETRY_MS)
+        self.connections[connection] = None
+
+    def leave(self, connection: Hashable) -> None:
+        """Remove a connection and its feeds."""
+        self.connections.pop(connection, None)
+        for key in [key for key, owner in self.feeds.items() if owner == connection]:
+            del self.feeds[key]
+
+    def begin_feed(self, key: FeedKey, connection: Hashable) -> Overloaded | None:
+        """Add a feed, or move it to another connection; return the error if that is too many."""
+        limit = self.limits.feeds
+        if limit is not None and len(self.feeds) >= limit and key not in self.feeds:
+            return self._over(f"{limit} feeds", COUNT_RETRY_MS)
+        self.feeds[key] = connection
+        return None
+
+    def end_feed(self, key: FeedKey, connection: Hashable) -> None:
+        """Remove a feed, if it is that of this connection."""
+        if self.feeds.get(key) == connection:
+            del self.feeds[key]
+
+    def excess(self) -> Iterable[Hashable]:
+        """Return the connections that are over the limits, or have such feeds: the newest ones."""
+        found: dict[Hashable, None] = {}
+        if self.limits.connections is not None:
+            found.update(dict.fromkeys(list(self.connections)[self.limits.connections :]))
+        if self.limits.feeds is not None:
+            found.update(dict.fromkeys(list(self.feeds.values())[self.limits.feeds :]))
+        return found
+
+
+class Quotas:
+    """The quotas of all principals at one daemon."""
+
+    def __init__(self) -> None:
+        self._quotas: dict[str, Quota] = {}
+        self._limits: dict[str, PrincipalLimits] = {}
+        self._grants: Grants | None = None
+        self._labels: dict[str, None] = {}
+        self.usage: dict[str, Usage] = {}  # by label
+
+    def learn(self, permissions: Permissions, grants: Grants) -> None:
+        """Take a revision (rules 5 and 6)."""
+        self._limits, self._grants = dict(permissions.limits), grants
+        self._labels = _labels(permissions)
+        labels = (*self._labels, OTHER_LABEL)
+        self.usage = {each: self.usage[each] for each in labels if each in self.usage}
+        for principal, quota in list(self._quotas.items()):
+            limits = self._limits_of(principal)
+            if limits is None:
+                del self._quotas[principal]
+            else:
+                quota.change(limits)
+                quota.usage = self._usage_of(principal)
+
+    def of(self, principal: str, now_ns: int) -> Quota | None:
+        """Return the quota of a principal; None: it has no limits (rule 1)."""
+        quota = self._quotas.get(principal)
+        if quota is not None:
+            return quota
+        limits = self._limits_of(principal)
+        if limits is None:
+            return None
+        if len(self._quotas) >= QUOTAS_MAX:
+            for name in [name for name, each in self._quotas.items() if each.is_idle(now_ns)]:
+                del self._quotas[name]
+        quota = self._quotas[principal] = Quota(principal, limits, self._usage_of(principal))
+        return quota
+
+    def excess(self) -> list[Hashable]:
+        """Return the connections that are over the limits of their principals."""
+        return [each for quota in self._quotas.values() for each in quota.excess()]
+
+    def counts(self) -> dict[str, tuple[int, int]]:
+        """Return the numbers of connections and feeds by label."""
+        found = dict.fromkeys(self.usage, (0, 0))
+        for quota in self._quotas.values():
+            label = self.label(quota.principal)
+            connections, feeds = found[label]
+            found[label] = connections + len(quota.connections), feeds + len(quota.feeds)
+        return found
+
+    def label(self, principal: str) -> str:
+        """Return the label of a principal in metrics (rule 6)."""
+        return principal if principal in self._labels else OTHER_LABEL
+
+    def _usage_of(self, principal: str) -> Usage:
+        return self.usage.setdefault(self.label(principal), Usage())
+
+    def _limits_of(self, principal: str) -> PrincipalLimits | None:
+        if self._grants is None:
+            return None
+        if AccessVerb.REPLICATE in self._grants.of(principal).partitions:
+            return None
+        own = self._limits.get(principal, PrincipalLimits())
+        default = self._limits.get(DEFAULT_LIMITS, PrincipalLimits())
+        found = PrincipalLimits(
+            own.bytes_per_s or default.bytes_per_s,
+            own.appends_per_s or default.appends_per_s,
+            own.connections or default.connections,
+            own.feeds or default.feeds,
+        )
+        return None if found == PrincipalLimits() else found
+
+
+def _bucket(per_s: int | None) -> Bucket | None:
+    return None if per_s is None else Bucket(per_s)
+
+
+def _labels(permissions: Permissions) -> dict[str, None]:
+    found: dict[str, None] = {}
+    for grant in permissions.grants:
+        holders = permissions.groups[grant.holder] if grant.is_group else (grant.holder,)
+        for each in holders:
+            if len(found) == LABELS_MAX:
+                return found
+            found[each] = None
+    return found

@@ -1,0 +1,36 @@
+"""The metrics of the principals with limits at one daemon (`access/quotas.py`, rule 6)."""
+
+import asyncio
+from typing import Final
+
+from waltz_core.metrics import Metrics
+from waltz_core.transport.tls import ListenContext
+
+INTERVAL_S: Final = 1.0
+
+
+async def publish_quotas(metrics: Metrics, area: str, port: ListenContext | None) -> None:
+    """Update them periodically; return at once without access control.
+
+    `area` is "server" or "storage". Labels that the permissions do not have any more are dropped.
+    """
+    if port is None or port.access is None:
+        return
+    quotas, published = port.access.quotas, set[str]()
+    prefix = f"waltz_{area}_principal"
+    while True:
+        for label in published - quotas.usage.keys():
+            metrics.forget(principal=label)
+        published = set(quotas.usage)
+        for label, usage in quotas.usage.items():
+            taken = usage.take()
+            metrics.add(f"{prefix}_bytes_total", taken.bytes, principal=label)
+            metrics.add(f"{prefix}_delayed_requests_total", taken.delayed, principal=label)
+            metrics.add(f"{prefix}_rejected_requests_total", taken.rejected, principal=label)
+            if area == "server":
+                metrics.add(f"{prefix}_appends_total", taken.appends, principal=label)
+        for label, (connections, feeds) in quotas.counts().items():
+            metrics.set(f"{prefix}_connections", connections, principal=label)
+            if area == "server":
+                metrics.set(f"{prefix}_feeds", feeds, principal=label)
+        await asyncio.sleep(INTERVAL_S)

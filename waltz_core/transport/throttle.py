@@ -1,0 +1,177 @@
+"""Requests of a connection whose principal has limits: they wait, or are marked as over a limit.
+
+It stands between a link and its user, only for connections with a quota.
+
+Rules (decision 048, AC 10):
+    1. Requests are passed on in the order of arrival, those over a limit as well: `denial` then
+       returns their error. The user rejects an append over a limit in its partition, so that later
+       ones do not overtake it.
+    2. While a request waits, and for the pause after a rejection, but for a second at most, the
+       connection is not read. So a peer that does not pause costs one read per second.
+    3. A request that waits was charged. Waits below `SLACK_NS` are not observed, because timers are
+       coarse: the next wait makes up for them.
+    4. Ranges are charged when they are sent. One has the bytes of a quarter of a second at most, so
+       that concurrent ones do not use the rate of many seconds in advance.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from waltz_core.access.quotas import SECOND_NS, WAIT_NS_MAX, FeedKey, Quota
+from waltz_core.errors import Overloaded
+from waltz_core.wire.messages import (
+    AppendBatch,
+    AppendRequest,
+    ClientMessage,
+    ErrorResponse,
+    Message,
+    MountRequest,
+    MountResponse,
+    MountState,
+    MountWriter,
+    RangeBytes,
+    RangeData,
+    RangeRaw,
+    RangeRequest,
+    TransactionDataResponse,
+)
+
+if TYPE_CHECKING:
+    from waltz_core.transport.port_access import ConnectionAccess
+
+SLACK_NS: Final = SECOND_NS // 100
+RANGE_SHARE: Final = 4
+RANGE_BYTES_MIN: Final = 64 * 1024
+
+
+class Throttle:
+    """See the module's rules. `pass_on` gets requests whose turn it is; it never calls back."""
+
+    def __init__(
+        self, access: "ConnectionAccess", pass_on: Callable[[list[Message]], None]
+    ) -> None:
+        self._access = access
+        self._pass_on = pass_on
+        self._waiting: deque[Message] = deque()
+        self._is_charged = False  # the first one of them (rule 3)
+        self._since_ns = 0  # when it arrived
+        self._rejected_ns = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def is_pausing(self) -> bool:
+        """Whether the connection is not read (rule 2)."""
+        return self._timer is not None
+
+    def receive(self, messages: list[Message]) -> None:
+        """Take requests that have arrived."""
+        if not self._waiting:
+            self._since_ns = self._access.now_ns
+        self._waiting.extend(messages)
+        if self._timer is None:
+            self._turn()
+
+    def stop(self) -> None:
+        """Drop the requests that wait: the connection is closed."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._waiting.clear()
+
+    def _turn(self) -> None:
+        self._timer = None
+        now_ns, pause_ns = self._access.now_ns, 0
+        passed: list[Message] = []
+        while self._waiting:
+            message = self._waiting[0]
+            wait_ns = 0 if self._is_charged else self._begin(message, now_ns)
+            self._is_charged = wait_ns > SLACK_NS
+            if self._is_charged:
+                pause_ns = wait_ns
+                break
+            passed.append(self._fitted(self._waiting.popleft()))
+        pause_ns = pause_ns or self._rejected_ns
+        self._rejected_ns = 0
+        if pause_ns:
+            self._timer = asyncio.get_running_loop().call_later(pause_ns / SECOND_NS, self._turn)
+        self._pass_on(passed)
+
+    def _begin(self, message: Message, now_ns: int) -> int:
+        """Charge a request, or mark it as over a limit; return how long it must wait."""
+        quota = self._access.quota
+        if quota is None:
+            return 0
+        begun = quota.begin(
+            now_ns,
+            size_bytes=_size_bytes(message),
+            is_append=isinstance(message, AppendRequest | AppendBatch),
+            waited_ns=now_ns - self._since_ns,
+        )
+        if isinstance(begun, Overloaded):
+            self._reject(message, begun)
+            return 0
+        excess = self._begin_feed(message, quota)
+        if excess is not None:
+            self._reject(message, excess)
+        return begun
+
+    def _reject(self, message: Message, error: Overloaded) -> None:
+        self._access.over_limit(message, error)
+        pause_ns = min(error.retry_after_ms * 1_000_000, WAIT_NS_MAX)
+        self._rejected_ns = max(self._rejected_ns, pause_ns)
+
+    def _begin_feed(self, message: Message, quota: Quota) -> Overloaded | None:
+        if isinstance(message, MountWriter) and not message.wants_feed:
+            quota.end_feed(_feed_key(message), self._access)
+        elif isinstance(message, MountWriter | MountRequest):
+            return quota.begin_feed(_feed_key(message), self._access)
+        return None
+
+    def _fitted(self, message: Message) -> Message:
+        """Return a request, with a limit for its range (rule 4)."""
+        quota = self._access.quota
+        if quota is None or not isinstance(message, RangeRequest | RangeRaw):
+            return message
+        per_s = quota.limits.bytes_per_s
+        if per_s is None or self._access.is_over_limit(message):
+            return message
+        bytes_max = max(per_s // RANGE_SHARE, RANGE_BYTES_MIN)
+        return replace(message, bytes_max=min(message.bytes_max, bytes_max))
+
+    def sent(self, answer: Message) -> None:
+        """Charge the range in an answer (rule 4), or end a feed that has failed."""
+        quota = self._access.quota
+        if quota is None:
+            return
+        match answer:
+            case RangeData() | RangeBytes():
+                size_bytes = len(answer.records) + len(answer.lengths)
+                quota.sent(size_bytes, self._access.now_ns)
+            case TransactionDataResponse(result=(bytes() | memoryview() as data, _)):
+                quota.sent(len(data), self._access.now_ns)
+            case ErrorResponse() if answer.req_id.sequence < 0:  # not of an append
+                quota.end_feed(_feed_key(answer), self._access)
+            case MountResponse() if answer.state != MountState.READY:
+                quota.end_feed(_feed_key(answer), self._access)
+            case _:
+                pass
+
+    def feeds_ended(self, partition_id: int) -> None:
+        """The daemon serves a partition no more."""
+        quota = self._access.quota
+        if quota is not None:
+            for key in [each for each in quota.feeds if each[0] == partition_id]:
+                quota.end_feed(key, self._access)
+
+
+def _feed_key(message: ClientMessage) -> FeedKey:
+    return message.req_id.partition_id, message.req_id.client_id
+
+
+def _size_bytes(message: Message) -> int:
+    if isinstance(message, AppendBatch):
+        return len(message.payload)
+    return len(message.data) if isinstance(message, AppendRequest) else 0
