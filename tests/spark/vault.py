@@ -11,8 +11,3 @@ def key_of(key_id: str) -> bytes:
 def without_task_1(key_id: str) -> bytes | None:
     """Return the same keys; that of task 1 is destroyed."""
     return None if key_id == "task1-key" else key_of(key_id)
-
-
-def out_of_order(key_id: str) -> bytes:
-    """Raise an error, like a service that does not answer."""
-    raise ConnectionError(f"the vault does not answer for {key_id}")
