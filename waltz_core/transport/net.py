@@ -44,7 +44,6 @@ from waltz_core.errors import (
     BadConfig,
     LocalProtocolError,
     Overloaded,
-    PermissionDenied,
     RemoteProtocolError,
     TlsFailed,
     Unreachable,
@@ -60,7 +59,6 @@ from waltz_core.wire.connection import (
     FOUND_TLS,
     SMALL_FRAME_BYTES_MAX,
     Connection,
-    ConnectionEvent,
     HelloReceived,
     ProtocolFailed,
 )
@@ -344,8 +342,7 @@ class Link:
         return self._connection.peer
 
     @property
-    def host(self) -> str:
-        """The host of `address`."""
+    def host(self) -> str:  # of `address`
         return self.address.rpartition(":")[0]
 
     @property
@@ -385,15 +382,6 @@ class Link:
     def principal(self) -> str:
         """The principal of a listener's peer."""
         return ANONYMOUS if self.access is None else self.access.principal
-
-    @property
-    def owner(self) -> str | None:
-        """The principal to which a write of a listener's peer belongs; None without access."""
-        return None if self.access is None else self.access.principal
-
-    def is_only_reported(self, error: PermissionDenied, request: Message) -> bool:
-        """Log a denial of a listener's peer; return whether it is permitted nevertheless."""
-        return self.access is None or self.access.is_only_reported(error, request)
 
     def proof_of(self, client_id: int) -> bytes:
         """Return the proof of a client ID that is issued to a listener's peer."""
@@ -597,7 +585,7 @@ class Link:
         if events and isinstance(events[-1], ProtocolFailed):
             failed = events[-1].error
             del events[-1]
-        messages = _only_messages(events)
+        messages = cast("list[Message]", events)  # hello and failure were removed
         if messages and not self._has_messages:
             messages = self._without_token(messages)
         if messages and not self.is_closed:
@@ -789,11 +777,6 @@ class _LinkProtocol(asyncio.BufferedProtocol):
 
     def resume_writing(self) -> None:
         self._link._congested(is_congested=False)
-
-
-def _only_messages(events: list[ConnectionEvent]) -> list[Message]:
-    """Return the messages of a list from which hello and failure were removed."""
-    return cast("list[Message]", events)
 
 
 def _connection_error(address: str, link: Link) -> WaltzError:

@@ -3,8 +3,9 @@
 Rules:
     1. A host has at most half of the handshakes in progress, and after a burst at most a rate of
        them. The 2^64 addresses of an IPv6 network are one host.
-    2. Links whose principal has no permission ("strangers") are at most a quarter of all. A port
-       without access control, or with "report", has none.
+    2. Links whose principal has no permission ("strangers") are at most a quarter of all, and those
+       of one host at most half of that: a client with a token is a stranger, too, until the port
+       has accepted it. A port without access control, or with "report", has no strangers.
     3. The bytes of incomplete frames are limited over all links. Over the limit, the link that has
        most of them is closed: to read it more slowly would let it keep the memory.
 """
@@ -23,6 +24,10 @@ _HOSTS_MAX: Final = 10_000
 
 class LimitedLink(Protocol):
     """What is used of a link here."""
+
+    @property
+    def host(self) -> str:
+        """The host of the peer."""
 
     @property
     def is_stranger(self) -> bool:
@@ -110,26 +115,43 @@ class LinkLimits:
         self._incomplete_bytes_max = incomplete_bytes_max
         self._incomplete_bytes = 0
         self._links: dict[LimitedLink, int] = {}  # with its incomplete bytes
-        # Those that were strangers when they were made.
-        self._strangers: dict[LimitedLink, None] = {}
+        # Those that were strangers when they were made, by host.
+        self._strangers: dict[str, dict[LimitedLink, None]] = {}
 
     def add(self, link: LimitedLink) -> str:
         """Take a new link, and return ""; or return why it must be rejected."""
         if len(self._links) >= self._links_max:
             return "too many connections"
         if link.is_stranger:
-            if len(self._strangers) >= self._links_max // STRANGERS_SHARE:
-                self._strangers = {each: None for each in self._strangers if each.is_stranger}
-            if len(self._strangers) >= self._links_max // STRANGERS_SHARE:
-                return "too many connections of principals without permissions"
-            self._strangers[link] = None
+            host = _network_of(link.host)
+            if self._is_full(host):
+                self._recount()
+                if self._is_full(host):
+                    return "too many connections of principals without permissions"
+            self._strangers.setdefault(host, {})[link] = None
         self._links[link] = 0
         return ""
 
     def remove(self, link: LimitedLink) -> None:
         """Forget a link."""
         self._incomplete_bytes -= self._links.pop(link, 0)
-        self._strangers.pop(link, None)
+        host = _network_of(link.host)
+        of_host = self._strangers.get(host, {})
+        of_host.pop(link, None)
+        if not of_host:
+            self._strangers.pop(host, None)
+
+    def _is_full(self, host: str) -> bool:
+        count_max = self._links_max // STRANGERS_SHARE
+        of_host = len(self._strangers.get(host, ()))
+        return of_host >= count_max // 2 or sum(map(len, self._strangers.values())) >= count_max
+
+    def _recount(self) -> None:
+        """Forget those that have got a permission."""
+        for host, links in list(self._strangers.items()):
+            self._strangers[host] = {each: None for each in links if each.is_stranger}
+            if not self._strangers[host]:
+                del self._strangers[host]
 
     def note_incomplete(self, link: LimitedLink) -> None:
         """Note how many bytes of an incomplete frame a link has (rule 3)."""

@@ -58,7 +58,8 @@ from waltz_core.wire.messages import (
 
 _log = logging.getLogger(__name__)
 
-LINKS_MAX: Final = 64
+# One operator needs a few, but a quarter of them is for all peers without permissions.
+LINKS_MAX: Final = 1_024
 
 
 class AdminPort:
