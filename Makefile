@@ -40,7 +40,7 @@ SPARK_AGAIN = --reruns 5 --only-rerun 'Python worker failed to connect back'
 # Than cores: of the quick tests, too, some wait.
 ONE_MORE := $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 
-.PHONY: help demo test test-core test-spark spark-versions check sim chaos bench notebook docs site local format
+.PHONY: help demo test test-core test-spark spark-versions check sim fuzz chaos bench notebook docs site local format
 
 help: ## Show this list
 	@printf 'make TARGET\n\n'
@@ -101,6 +101,10 @@ sim: ## The simulator on all cores with new seeds: make sim MINUTES=60, make sim
 	@scripts/bootstrap run
 	@$(RUN) python -m waltz_sim $(if $(SEEDS),--seeds $(SEEDS) --first $(FIRST),--minutes $(MINUTES)) \
 	    --report build/sim-report.md $(ARGS)
+
+fuzz: ## New bytes for all decoders, after the kept ones: make fuzz MINUTES=10
+	@scripts/bootstrap dev
+	@$(RUN) python -m tests.fuzz --seconds $$(($(MINUTES) * 60)) $(ARGS)
 
 chaos: ## Real daemons, cut off, frozen and killed by seeds: make chaos MINUTES=5, make chaos SEED=17 ROUNDS=1
 	@scripts/bootstrap dev

@@ -2,10 +2,10 @@
 
 Every outcome that a writer gets is recorded and afterwards compared with the log:
 
-    1. Reported as committed: it is in the log once, with that id and the same bytes.
+    1. Reported as committed: it is in the log once, with that ID and the same bytes.
     2. Reported as rejected or lost: it is not in the log.
     3. Reported as unknown: it may be in the log, once.
-    4. The log contains only transactions that were written, ids are dense, request ids are unique.
+    4. The log contains only transactions that were written, IDs are dense, request IDs are unique.
     5. No transaction follows one that it conflicts with and had not seen: the locks and the mark in
        each transaction's bytes are replayed in the order of the log.
     6. Each counter counts 1, 2, 3, ...: no value was computed from an old one.
@@ -60,8 +60,8 @@ ACCOUNT_COUNT, COUNTER_COUNT = 2_000, 200
 BATCH_ROWS, SINGLES, CONTEXTS = 250, 50, 12
 IN_FLIGHT = {"batch": 4, "single": 400, "context": 24}
 PLAIN, COUNTING = 1, 2  # application headers
-OK, REFUSED, LOST, UNKNOWN = "committed", "refused", "lost", "unknown"
-# transaction id, request id, header, data length, data crc; then the data and 4 bytes of crc
+OK, REJECTED, LOST, UNKNOWN = "committed", "rejected", "lost", "unknown"
+# transaction ID, request ID, header, data length, data crc; then the data and 4 bytes of crc
 RECORD = struct.Struct(">q16siiI")
 TRAILER_BYTES = 4
 
@@ -332,7 +332,7 @@ def _decide(pending: Pending) -> None:
             last_try, result.reasons.tolist(), result.transaction_ids.tolist(), strict=True
         ):
             each.why = Reason(reason).name
-            each.outcome = {Reason.COMMITTED: OK, Reason.LOCK: REFUSED}.get(reason, LOST)
+            each.outcome = {Reason.COMMITTED: OK, Reason.LOCK: REJECTED}.get(reason, LOST)
             each.transaction_id = transaction_id
         return
     last_try[0].outcome, last_try[0].transaction_id = OK, int(result)
@@ -344,14 +344,14 @@ def _last_try(pending: Pending) -> list[RecordedOutcome]:
         return pending.recorded
     *earlier, last = pending.recorded  # only now: it has grown with every attempt
     for each in earlier:
-        each.outcome = REFUSED
+        each.outcome = REJECTED
     return [last]
 
 
 def _outcome_of(error: WaltzError) -> str:
     if isinstance(error, OutcomeUnknown):
         return UNKNOWN
-    return REFUSED if isinstance(error, LockFailed) else LOST
+    return REJECTED if isinstance(error, LockFailed) else LOST
 
 
 def write(
@@ -459,7 +459,7 @@ def _check_order(log: list[Entry], verdict: Verdict) -> None:
         )
         following[entry.partition] += 1
     for request_id, times in Counter(entry.request_id for entry in log).items():
-        verdict.check(times == 1, f"request id {request_id.hex()} is in the log {times} times")
+        verdict.check(times == 1, f"request ID {request_id.hex()} is in the log {times} times")
 
 
 def _check_locks(log: list[Entry], verdict: Verdict) -> None:
@@ -567,12 +567,12 @@ def main() -> int:
             began = time.monotonic()
             verdict = play(cluster, arguments.transactions, directory)
             took = time.monotonic() - began
-    for what in (OK, REFUSED, LOST, UNKNOWN, "in the log"):
+    for what in (OK, REJECTED, LOST, UNKNOWN, "in the log"):
         show_line(f"{what:>12}: {verdict.counts[what]:,}")
     show_line(f"{'seconds':>12}: {took:.1f}")
     for wrong in verdict.wrong[:20]:
         show_line(f"WRONG: {wrong}")
-    if not verdict.wrong and not all(verdict.counts[what] for what in (OK, REFUSED)):
+    if not verdict.wrong and not all(verdict.counts[what] for what in (OK, REJECTED)):
         verdict.wrong.append("nothing was committed, or no lock has rejected anything")
     show_line(f"four writers: {len(verdict.wrong)} wrong" if verdict.wrong else "four writers: OK")
     return 1 if verdict.wrong else 0

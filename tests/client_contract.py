@@ -226,7 +226,7 @@ def invalid_appends_are_rejected_and_others_continue(world: World) -> None:
         assert appended(client, world.partition, write_locks=[lock("a")]) == before + 1
 
 
-def a_flush_waits_for_what_was_appended_before_it(world: World) -> None:
+def a_flush_waits_for_earlier_appends(world: World) -> None:
     with world.open() as client:
         futures = [client.append(b"", partition=world.partition) for _ in range(50)]
         mark = client.flush(world.partition)
@@ -244,7 +244,7 @@ def marks_of_all_partitions_are_returned(world: World) -> None:
         assert client.high_water_mark(world.partition) == after[world.partition]
 
 
-def without_a_partition_the_first_lock_says_which(world: World) -> None:
+def the_first_lock_chooses_the_partition(world: World) -> None:
     with world.open() as client:
         hashed = lock("where", 7)
         partition = partition_of(hashed, client.partition_count)
@@ -354,7 +354,7 @@ def a_context_without_a_feed_also_applies_the_winner(world: World) -> None:
         assert context.hooks == ["lock failure", ("completion", True)]
 
 
-def a_context_ends_when_it_gives_itself_up_or_raises(world: World) -> None:
+def a_context_ends_when_execute_returns_false_or_raises(world: World) -> None:
     class Idle(RecordingContext):
         def execute(self, builder: TransactionBuilder) -> bool:
             return False
@@ -480,7 +480,7 @@ def dependent_appends_continue_from_those_in_flight(world: World) -> None:
         assert log_of(one, world.partition, start + 1) == [b"%d" % i for i in range(1, 41)]
 
 
-def what_was_refused_for_what_is_in_flight_may_follow_it(world: World) -> None:
+def an_append_rejected_for_one_in_flight_may_follow_it(world: World) -> None:
     with world.open() as client:
         hot = [lock("in flight")]
         mark = appended(client, world.partition)
@@ -576,19 +576,19 @@ IN_CALM = (
     a_context_without_a_feed_also_applies_the_winner,
     a_context_ends_with_its_retries,
     a_context_ends_with_its_time,
-    what_was_refused_for_what_is_in_flight_may_follow_it,
+    an_append_rejected_for_one_in_flight_may_follow_it,
     a_dependent_append_is_not_ahead_of_other_locks,
 )
 ALWAYS = (
     what_is_written_is_read_and_fed_byte_for_byte,
     each_replica_returns_the_same_bytes,
     invalid_appends_are_rejected_and_others_continue,
-    a_flush_waits_for_what_was_appended_before_it,
+    a_flush_waits_for_earlier_appends,
     marks_of_all_partitions_are_returned,
-    without_a_partition_the_first_lock_says_which,
+    the_first_lock_chooses_the_partition,
     write_and_append_locks_stop_write_and_read_locks_and_nothing_else,
     one_lock_of_many_is_enough_and_others_do_not_matter,
-    a_context_ends_when_it_gives_itself_up_or_raises,
+    a_context_ends_when_execute_returns_false_or_raises,
     two_clients_with_one_lock_lose_nothing,
     dependent_appends_continue_from_those_in_flight,
     a_feed_begins_after_the_mark_and_leaves_nothing_out,

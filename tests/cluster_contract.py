@@ -121,7 +121,7 @@ async def a_cluster_is_created_once(world: World, root: str) -> None:
     assert await coordinator.read_cluster() == view
 
 
-async def a_cluster_has_the_nodes_of_the_original(world: World, root: str) -> None:
+async def a_cluster_has_the_nodes_of_0_13(world: World, root: str) -> None:
     await created(world, root, partition_count=2)
     znodes = await world.znodes()
     found: dict[str, bytes] = {}
@@ -191,10 +191,10 @@ async def a_damaged_node_is_named(world: World, root: str) -> None:
         await coordinator.read_cluster()
 
 
-# --- ids
+# --- IDs
 
 
-async def ids_are_never_given_twice(world: World, root: str) -> None:
+async def ids_are_never_allocated_twice(world: World, root: str) -> None:
     members = [await created(world, root), await member(world, root), await member(world, root)]
     taken: list[int] = []
 
@@ -234,7 +234,7 @@ async def a_partition_is_written_by_compare_and_set(world: World, root: str) -> 
     assert (await first.read_partition(1)).metadata is None
 
 
-async def an_originals_partition_is_adopted(world: World, root: str) -> None:
+async def a_partition_of_0_13_is_adopted(world: World, root: str) -> None:
     coordinator = await created(world, root)
     znodes = await world.znodes()
     for name in (
@@ -605,7 +605,7 @@ async def each_kind_of_change_is_signaled(world: World, root: str) -> None:
     watcher.drop_signal(signal)
 
 
-async def a_closed_session_refuses(world: World, root: str) -> None:
+async def a_closed_session_rejects_requests(world: World, root: str) -> None:
     znodes = await world.znodes()
     await znodes.close()
     await znodes.close()
@@ -618,13 +618,13 @@ async def a_closed_session_refuses(world: World, root: str) -> None:
 
 SCENARIOS = [
     a_cluster_is_created_once,
-    a_cluster_has_the_nodes_of_the_original,
+    a_cluster_has_the_nodes_of_0_13,
     a_large_cluster_takes_several_writes,
     the_remains_of_a_creation_are_no_cluster,
     a_damaged_node_is_named,
-    ids_are_never_given_twice,
+    ids_are_never_allocated_twice,
     a_partition_is_written_by_compare_and_set,
-    an_originals_partition_is_adopted,
+    a_partition_of_0_13_is_adopted,
     the_first_storage_id_stays,
     the_replica_assignment_is_followed,
     the_permissions_are_followed,
@@ -637,5 +637,5 @@ SCENARIOS = [
     a_server_is_registered_once,
     a_write_is_all_or_nothing,
     each_kind_of_change_is_signaled,
-    a_closed_session_refuses,
+    a_closed_session_rejects_requests,
 ]

@@ -120,7 +120,7 @@ class Partition:
         self.log = log
         self.generation = generation
         self.locks = LockTable(log.mark)
-        self.mounts: dict[int, tuple[Peer, int]] = {}  # by client id: connection and generation
+        self.mounts: dict[int, tuple[Peer, int]] = {}  # by client ID: connection and generation
         self.queue: asyncio.Queue[Any] = asyncio.Queue(APPEND_QUEUE)
         self.store: asyncio.Queue[Any] = asyncio.Queue(STORE_QUEUE)
         self.pending: list[Any] = []  # submitted to the store and not final

@@ -1,13 +1,32 @@
 """The contract of the registry of writes, in the form of `cluster_contract.py`."""
 
+from typing import Any
+
 import pytest
 
-from tests.cluster_contract import World, created, member
+from tests import cluster_contract
+from tests.cluster_contract import World
 from waltz_core import errors
+from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.writes import REMOVALS_MAX
 
 MARKS = {0: 41, 3: -1}
-FOR_LONG = 1 << 40
+FOR_LONG = 1 << 34
+
+
+async def created(world: World, root: str) -> Any:
+    """Create a cluster; return a member, whose `writes` is the registry to test."""
+    return await _of(world, await cluster_contract.created(world, root))
+
+
+async def member(world: World, root: str) -> Any:
+    return await _of(world, await cluster_contract.member(world, root))
+
+
+async def _of(world: World, coordinator: Coordinator) -> Any:
+    """Return the coordinator itself, or what another kind of world uses in its place."""
+    replaced = getattr(world, "replaced", None)
+    return coordinator if replaced is None else await replaced(coordinator)
 
 
 async def a_task_has_one_last_attempt(world: World, root: str) -> None:
@@ -33,7 +52,7 @@ async def a_task_has_one_last_attempt(world: World, root: str) -> None:
     assert await second.writes.tasks("w-1") == {5: three, 6: other}
 
 
-async def a_write_that_is_over_is_over_for_all(world: World, root: str) -> None:
+async def a_write_that_has_ended_ends_for_all_its_tasks(world: World, root: str) -> None:
     first, second = await created(world, root), await member(world, root)
     await first.writes.begin("w", MARKS, 1_000)
     await first.writes.enter("w", 0, "run", first.next_client_id)
@@ -61,7 +80,7 @@ async def a_write_that_is_over_is_over_for_all(world: World, root: str) -> None:
             await over
 
 
-async def the_time_of_a_write_begins_with_its_last_change(world: World, root: str) -> None:
+async def the_retention_of_a_write_begins_with_its_last_change(world: World, root: str) -> None:
     one = await created(world, root)
     for name, keep_ms in (("begun", FOR_LONG), ("done", FOR_LONG), ("over", 0)):
         await one.writes.begin(name, MARKS, keep_ms)
@@ -72,7 +91,7 @@ async def the_time_of_a_write_begins_with_its_last_change(world: World, root: st
     assert await one.writes.forget_expired() == ["done"]
 
 
-async def of_a_series_none_begins_after_a_later_one(world: World, root: str) -> None:
+async def no_write_of_a_series_begins_after_a_later_one(world: World, root: str) -> None:
     one = await created(world, root)
     for name in ("s-9", "s-10", "other-77", "s-x"):
         await one.writes.begin(name, MARKS, 1_000, in_series=name != "s-x")
@@ -83,7 +102,7 @@ async def of_a_series_none_begins_after_a_later_one(world: World, root: str) -> 
     assert (await one.writes.begin("s-11", {}, 1, in_series=True)).marks == {}
 
 
-async def a_write_with_many_tasks_is_forgotten_whole(world: World, root: str) -> None:
+async def a_write_with_many_tasks_is_removed_completely(world: World, root: str) -> None:
     one = await created(world, root)
     await one.writes.begin("w", MARKS, 1_000)
     client_id = await one.next_client_id()
@@ -99,8 +118,8 @@ async def a_write_with_many_tasks_is_forgotten_whole(world: World, root: str) ->
 
 SCENARIOS = [
     a_task_has_one_last_attempt,
-    a_write_that_is_over_is_over_for_all,
-    the_time_of_a_write_begins_with_its_last_change,
-    of_a_series_none_begins_after_a_later_one,
-    a_write_with_many_tasks_is_forgotten_whole,
+    a_write_that_has_ended_ends_for_all_its_tasks,
+    the_retention_of_a_write_begins_with_its_last_change,
+    no_write_of_a_series_begins_after_a_later_one,
+    a_write_with_many_tasks_is_removed_completely,
 ]

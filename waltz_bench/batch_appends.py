@@ -35,7 +35,7 @@ LOCK_SPACE = 1 << 31
 
 @dataclass
 class _Ledger:
-    """The answers of the log: ids by partition, times, and errors."""
+    """The answers of the log: IDs by partition, times, and errors."""
 
     ids: dict[int, list[I64]] = field(default_factory=dict)
     latencies_s: list[float] = field(default_factory=list)
@@ -151,7 +151,7 @@ async def _lane(
 async def _check(
     client: AsyncWaltzClient, starts: Mapping[int, int], ledger: _Ledger
 ) -> tuple[int, int]:
-    """Read the headers of all written rows; return the counts of lost and duplicated ids."""
+    """Read the headers of all written rows; return the counts of lost and duplicated IDs."""
     lost = duplicated = 0
     for partition, chunks in ledger.ids.items():
         ids = np.sort(np.concatenate(chunks)) if chunks else np.zeros(0, np.int64)

@@ -147,7 +147,7 @@ async def _append(client: AsyncWaltzClient, load: BenchLoad, run: _Run) -> None:
 
 
 async def _check(client: AsyncWaltzClient, run: _Run, start: int) -> tuple[int, int]:
-    """Read the rows back; return how many ids are lost, and how many rows duplicated."""
+    """Read the rows back; return how many IDs are lost, and how many rows duplicated."""
     last = await client.high_water_mark(PARTITION)
     ids, requests = [], []
     async for chunk in client.read_range(PARTITION, start + 1, last, form=RangeForm.HEADERS):

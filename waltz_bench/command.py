@@ -98,6 +98,20 @@ def _load(function: VerbFunction) -> VerbFunction:
     "archive, storage-append, storage-open, many-partitions, sql-view: a directory on the disk to "
     "measure",
 )
+@click.option(
+    "--tls",
+    "tls_file",
+    type=options.PATH,
+    metavar="FILE.toml",
+    help="TLS settings of the temporary cluster (docs/operations.md)",
+)
+@click.option(
+    "--access-rounds",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="run the workload N times with TLS alone and N times with access control, in turn, and "
+    "compare their CPU; needs --tls",
+)
 @_load
 @click.option(
     "--peer",
@@ -117,16 +131,31 @@ def bench(
     workload: str,
     connect: str | None,
     directory: Path | None,
+    tls_file: Path | None,
+    access_rounds: int | None,
     as_json: bool,
     **load: Any,  # noqa: ANN401
 ) -> int:
     run = _workload(workload)
-    for name, given in load.items():
-        flag = name.replace("_", "-")
-        if name in POSITIVE and given is not None and given <= 0:
-            raise BadConfig(f"--{flag}: expected more than 0, found {given}")
-        if name in NOT_NEGATIVE and given < 0:
-            raise BadConfig(f"--{flag}: expected 0 or more, found {given}")
+    _check(load)
+    if tls_file is not None and (connect or directory or workload in WITHOUT_CLUSTER):
+        raise BadConfig("--tls: expected a workload with a temporary cluster")
+    requested = BenchLoad(
+        connect or "",
+        load.pop("payload"),
+        load.pop("locks"),
+        directory=None if directory is None else str(directory),
+        **load,
+    )
+    if access_rounds is not None:
+        if tls_file is None:
+            raise BadConfig("--access-rounds: expected --tls as well, found none")
+        from waltz_bench import access_cost  # noqa: PLC0415 - costs start-up time
+
+        measured = access_cost.compare(run, requested, tls_file, access_rounds)
+        return _show(
+            make_report(workload, requested, measured, measured.cpu_seconds), as_json=as_json
+        )
     with ExitStack() as stack:
         cluster: LocalCluster | None = None
         if workload in WITHOUT_CLUSTER:
@@ -135,19 +164,29 @@ def bench(
             cluster = LocalCluster(directory)
         elif connect is None:
             print_error("starting a local cluster")
-            cluster = stack.enter_context(waltz_core.local.running())
-        requested = BenchLoad(
-            connect or (cluster.connect if cluster else ""),
-            load.pop("payload"),
-            load.pop("locks"),
-            directory=None if directory is None else str(directory),
-            **load,
-        )
+            cluster = stack.enter_context(waltz_core.local.running(tls=tls_file))
+        if cluster is not None:
+            requested.connect = requested.connect or cluster.connect
         meter = Meter(cluster)
         print_error(f"running {workload}")
         measured = run(requested, meter)
         cpu = measured.cpu_seconds or meter.spent()
         report = make_report(workload, requested, measured, cpu)
+    return _show(report, as_json=as_json)
+
+
+def _check(load: dict[str, Any]) -> None:
+    """Raise BadConfig for a number outside of its bounds."""
+    for name, given in load.items():
+        flag = name.replace("_", "-")
+        if name in POSITIVE and given is not None and given <= 0:
+            raise BadConfig(f"--{flag}: expected more than 0, found {given}")
+        if name in NOT_NEGATIVE and given < 0:
+            raise BadConfig(f"--{flag}: expected 0 or more, found {given}")
+
+
+def _show(report: BenchReport, *, as_json: bool) -> int:
+    """Print a report; return the command's exit code."""
     if not as_json:
         for line in _lines(report):
             print_result(line)
@@ -157,7 +196,9 @@ def bench(
 
 def _workload(name: str) -> Workload:
     if name not in WORKLOADS:
-        raise BadConfig(f"no workload {name!r}; there are {', '.join(sorted(WORKLOADS))}")
+        raise BadConfig(
+            f"unknown workload {name!r}; expected one of {', '.join(sorted(WORKLOADS))}"
+        )
     module, function = WORKLOADS[name]
     if module in ("archive_workload", "spark_workloads") and find_spec("pyspark") is None:
         raise BadConfig(f"{name} needs PySpark. Hint: pip install 'waltz-spark[spark]'")
@@ -173,6 +214,8 @@ def _lines(report: BenchReport) -> list[str]:
     if report.cpu_us_per_tx is not None:
         parts = ", ".join(f"{role} {us}" for role, us in report.cpu_us_per_tx_by_role.items())
         lines.append(f"  {report.cpu_us_per_tx} us of CPU a transaction ({parts})")
+    if report.access_ratio is not None:
+        lines.append(f"  with access control {report.access_ratio:.3f} times the CPU of TLS alone")
     if report.of_ceiling is not None:
         lines.append(f"  {report.of_ceiling:.0%} of the maximum of Spark's Python workers")
     if report.p50_ms is not None:

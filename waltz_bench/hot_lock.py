@@ -5,8 +5,8 @@ Each transaction contains the value from which it was computed; afterwards the l
 Rules:
     1. A value is computed only from the one that its author has read in the log, or got as an
        append in flight (`builder.predecessors`).
-    2. Every transaction of the run is in the log with its predecessor's id and value + 1, and with
-       the id that its author got; otherwise it counts as lost or duplicated.
+    2. Every transaction of the run is in the log with its predecessor's ID and value + 1, and with
+       the ID that its author got; otherwise it counts as lost or duplicated.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ async def _read(client: AsyncWaltzClient, run: int, seen: Seen, last: int) -> Se
 async def _counts(
     client: AsyncWaltzClient, run: int, first: int, last: int
 ) -> AsyncIterator[tuple[int, int, int]]:
-    """Yield id, value and predecessor of this run's transactions in the log."""
+    """Yield ID, value and predecessor of this run's transactions in the log."""
     async for chunk in client.read_range(PARTITION, first, last, form=RangeForm.WHOLE):
         offsets = raw_records.offsets_of(chunk.lengths).tolist()
         for place, offset in enumerate(offsets[:-1]):

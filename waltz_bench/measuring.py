@@ -2,7 +2,8 @@
 
 Rules:
     1. The report is one JSON object with at least the keys of `BenchReport`.
-    2. CPU is the daemons' CPU time between start and end of the load.
+    2. CPU is user and system time between start and end of the load, by role: those of the daemons,
+       and "client" for this process and its other child processes, such as those of Spark.
     3. Each workload reads the log back to compute `lost` and `duplicated`.
 """
 
@@ -10,9 +11,12 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
+
+import psutil
 
 from waltz_core import __version__
 
@@ -69,6 +73,7 @@ class Measured:
     extra: dict[str, object] = field(default_factory=dict)
     cpu_seconds: dict[str, float] | None = None  # by role, if the workload measured it itself
     of_ceiling: float | None = None  # share of the maximum rate, measured in the same run
+    access_ratio: float | None = None  # CPU with access control, as a multiple of that without
 
 
 @dataclass
@@ -89,6 +94,7 @@ class BenchReport:
     rows: int
     seconds: float
     of_ceiling: float | None
+    access_ratio: float | None
     cpu_us_per_tx_by_role: dict[str, float]
     load: dict[str, object]
     ran_on: dict[str, object]
@@ -96,33 +102,61 @@ class BenchReport:
 
 
 class Meter:
-    """Reads the daemons' CPU time; None if they run on other machines."""
+    """Reads the CPU time of a run (rule 2); None if the daemons run on other machines.
 
-    def __init__(self, cluster: "LocalCluster | None") -> None:
+    `others` are further clusters of this process, which the run does not use.
+    """
+
+    def __init__(
+        self, cluster: "LocalCluster | None", others: "Iterable[LocalCluster]" = ()
+    ) -> None:
         self.cluster = cluster
+        self._others = tuple(others)
         self._began: dict[str, float] = {}
-        self._spent: dict[str, float] | None = None
+        self._spent: dict[str, float] = {}
 
     def start(self) -> None:
         """Start to count."""
-        if self.cluster is not None:
-            self._began = self.cluster.cpu_seconds()
+        self._began = self._seconds()
 
     def stop(self) -> None:
-        """End."""
-        if self.cluster is not None:
-            now = self.cluster.cpu_seconds()
-            self._spent = {name: now[name] - self._began.get(name, 0.0) for name in now}
+        """Stop to count; the load may start again later, and both parts are added."""
+        for name, seconds in self._seconds().items():
+            spent = self._spent.get(name, 0.0)
+            self._spent[name] = spent + seconds - self._began.get(name, 0.0)
+
+    def _seconds(self) -> dict[str, float]:
+        if self.cluster is None:
+            return {}
+        clusters = (self.cluster, *self._others)
+        daemons = {member.pid for cluster in clusters for member in cluster.members}
+        return self.cluster.cpu_seconds() | {"client": _client_cpu_seconds(daemons)}
 
     def spent(self) -> dict[str, float] | None:
-        """Return CPU seconds by role ("server", "storage", "zookeeper")."""
-        if self._spent is None:
+        """Return CPU seconds by role ("server", "storage", "zookeeper", "client")."""
+        if not self._spent:
             return None
         roles: dict[str, float] = {}
         for name, seconds in self._spent.items():
             role = name.split("-")[0]
             roles[role] = roles.get(role, 0.0) + seconds
         return roles
+
+
+def _client_cpu_seconds(daemons: set[int]) -> float:
+    """Return the CPU time of this process and of its descendants that are no daemons."""
+    own = psutil.Process()
+    found = [own]
+    for child in own.children():
+        if child.pid not in daemons:
+            found += [child, *child.children(recursive=True)]
+    seconds = 0.0
+    for each in found:
+        with suppress(psutil.NoSuchProcess):
+            times = each.cpu_times()
+            # The last two are of children that have ended.
+            seconds += times.user + times.system + times.children_user + times.children_system
+    return seconds
 
 
 Workload = Callable[[BenchLoad, Meter], Measured]
@@ -151,6 +185,7 @@ def make_report(
         rows=measured.rows,
         seconds=round(measured.seconds, 3),
         of_ceiling=measured.of_ceiling,
+        access_ratio=measured.access_ratio,
         cpu_us_per_tx_by_role=by_role,
         load=requested,
         ran_on={

@@ -242,7 +242,7 @@ def measured(
 async def check_ids(
     client: AsyncWaltzClient, starts: Mapping[int, int], acknowledged: Mapping[int, list[int]]
 ) -> tuple[int, int]:
-    """Return how many acknowledged ids are not in the log, and how many are duplicated."""
+    """Return how many acknowledged IDs are not in the log, and how many are duplicated."""
     lost = duplicated = 0
     for partition, ids in acknowledged.items():
         duplicated += len(ids) - len(set(ids))

@@ -49,9 +49,7 @@ def write(load: BenchLoad, meter: Meter) -> Measured:
         _write(table, load)  # rows and processes are ready before the clock starts
         _drain(table)
         before = snapshot(spark, load.connect)
-        meter.start()
-        rounds = _alternately(lambda: _write(table, load), lambda: _drain(table))
-        meter.stop()
+        rounds = _alternately(lambda: _write(table, load), lambda: _drain(table), meter)
         after = snapshot(spark, load.connect)
         grown = _total(after.high_water_marks) - _total(before.high_water_marks)
     finally:
@@ -76,9 +74,7 @@ def read(load: BenchLoad, meter: Meter) -> Measured:
         memory = made.options(rows=load.rows, payload=load.payload_bytes).load()
         for frame in (memory, log):
             _take(frame)  # workers are connected, and the JVM has compiled the code
-        meter.start()
-        rounds = _alternately(lambda: _take(log), lambda: _take(memory))
-        meter.stop()
+        rounds = _alternately(lambda: _take(log), lambda: _take(memory), meter)
         found = log.select("transaction_id").distinct().count()
     finally:
         spark.stop()
@@ -87,10 +83,16 @@ def read(load: BenchLoad, meter: Meter) -> Measured:
 
 
 def _alternately(
-    through_log: Callable[[], None], through_memory: Callable[[], None]
+    through_log: Callable[[], None], through_memory: Callable[[], None], meter: Meter
 ) -> list[tuple[float, float]]:
     """Return the seconds of both, run alternately, as a machine's speed changes over time."""
-    return [(_timed(through_log), _timed(through_memory)) for _ in range(ROUNDS)]
+
+    def metered() -> None:
+        meter.start()
+        through_log()
+        meter.stop()
+
+    return [(_timed(metered), _timed(through_memory)) for _ in range(ROUNDS)]
 
 
 def _measurement(load: BenchLoad, rounds: Sequence[tuple[float, float]], found: int) -> Measured:

@@ -189,7 +189,7 @@ def _append(log: PartitionLog, load: BenchLoad, rows: int) -> _Spent:
 
 
 def _batches(chain: Chain, load: BenchLoad, rows: int) -> Iterator[_Batch]:
-    """Yield batches with equal data and different ids."""
+    """Yield batches with equal data and different IDs."""
     count, size = load.batch_rows, load.payload_bytes
     chance = Random(3)  # noqa: S311 - test data
     data = [chance.randbytes(size) for _ in range(count)]

@@ -6,7 +6,7 @@ module defines exceptions.
     WaltzError
       UsageError        the call is wrong; do not retry
         BadConfig (NoCluster), BadRequest, ClientAhead, TooLarge, UnknownPartition,
-        NotOpen, BelowStart, PermissionDenied
+        NotOpen, BelowStart, PermissionDenied (ClientIdDenied)
       Unavailable       try again (retriable)
         NotMounted, NotOwned, Overloaded, SessionLost, NoSpace, Unreachable (TlsFailed),
         CoordinatorUnavailable, OutcomeUnknown, CoordinatorOutcomeUnknown, ViewBehind,
@@ -132,6 +132,15 @@ class PermissionDenied(UsageError):
     """
 
     code = 19
+
+
+class ClientIdDenied(PermissionDenied):
+    """The client ID of a mount does not belong to the principal of the connection.
+
+    Action: Open a client without `client_id`; it requests another ID from a server.
+    """
+
+    code = 50
 
 
 class Unavailable(WaltzError):
@@ -488,6 +497,12 @@ def _family(root: type[WaltzError]) -> list[type[WaltzError]]:
 
 BY_CODE: dict[int, type[WaltzError]] = {cls.code: cls for cls in _family(WaltzError)}
 assert len(BY_CODE) == len(_family(WaltzError)), "rule 2: two errors share a code"
+
+
+def first_in(group: BaseExceptionGroup[WaltzError]) -> WaltzError:
+    """Return the first error of a group, which may contain groups."""
+    found = group.exceptions[0]
+    return found if isinstance(found, WaltzError) else first_in(found)
 
 
 def from_code(

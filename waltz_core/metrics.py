@@ -250,6 +250,12 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
         "Feeds, by principal with limits.",
     ),
     (
+        "server_denied_requests_total",
+        _COUNTER,
+        (),
+        'Requests that access control has denied, or would deny with access = "on".',
+    ),
+    (
         "storage_events_total",
         _COUNTER,
         ("event",),
@@ -429,6 +435,12 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
         _GAUGE,
         _PRINCIPAL,
         "Open connections, by principal with limits.",
+    ),
+    (
+        "storage_denied_requests_total",
+        _COUNTER,
+        (),
+        'Requests that access control has denied, or would deny with access = "on".',
     ),
 )
 TABLE: Final = {f"waltz_{row[0]}": Metric(f"waltz_{row[0]}", *row[1:]) for row in _ROWS}

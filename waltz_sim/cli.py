@@ -60,7 +60,10 @@ def _add_options(command: argparse.ArgumentParser) -> None:
         help="end after this time; without --first, fresh seeds",
     )
     command.add_argument(
-        "--steps", type=int, metavar="K", help=f"heal a world after this number of steps ({STEPS})"
+        "--steps",
+        type=int,
+        metavar="K",
+        help=f"repair all faults of a world after this number of steps ({STEPS})",
     )
     command.add_argument("--rough", action="store_true", help="seeds with repeated disk faults")
     command.add_argument("--jobs", type=int, metavar="J", help="number of processes (one per core)")

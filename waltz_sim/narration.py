@@ -336,7 +336,7 @@ def _outcome(reason: int) -> str:
 
 
 def _runs(ids: Sequence[int]) -> list[tuple[int, int]]:
-    """Return sorted ids as closed ranges."""
+    """Return sorted IDs as closed ranges."""
     runs: list[tuple[int, int]] = []
     for number in ids:
         if runs and runs[-1][1] + 1 == number:

@@ -19,7 +19,7 @@ PROMISES: Final = (
     ("wrong outcome reported", ("OutcomeTruth", "GateCAS2")),
     ("conflicts committed", ("LockSerial", "NotAhead")),
     ("wrong feed", ("Dense", "ClientPrefix", "HwmMono", "NoRotServed")),
-    ("not recovered after healing", ("Converged", "Fixed")),
+    ("not recovered after all faults were repaired", ("Converged", "Fixed")),
 )
 
 

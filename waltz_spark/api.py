@@ -13,7 +13,7 @@ import sys
 import tempfile
 import uuid
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from pathlib import Path
@@ -298,7 +298,9 @@ class Snapshot:
     def reader(self) -> DataFrameReader:
         """Return a reader of the snapshot, for further options and a schema."""
         marks = json.dumps({str(p): mark for p, mark in self.high_water_marks.items()})
-        return self.spark.read.format("waltz").option("endingHighWaterMarks", marks)
+        partitions = ",".join(map(str, self.high_water_marks))
+        reader = self.spark.read.format("waltz").option("endingHighWaterMarks", marks)
+        return reader.option("partitions", partitions)
 
     def read(self, schema: str | None = None, **options: object) -> DataFrame:
         """Return the log up to the snapshot's marks.
@@ -317,13 +319,15 @@ class Snapshot:
         return reader.load(self.connect)
 
 
-def snapshot(spark: SparkSession, connect: str) -> Snapshot:
-    """Take a snapshot at the log's current marks.
+def snapshot(
+    spark: SparkSession, connect: str, partitions: Sequence[int] | None = None
+) -> Snapshot:
+    """Take a snapshot at the log's current marks, of some partitions or all.
 
     Raises:
         Unavailable: the cluster does not answer.
     """
-    found = with_client(connect, lambda client: client.high_water_marks())
+    found = with_client(connect, lambda client: client.high_water_marks(partitions))
     return Snapshot(spark, connect, {int(p): int(mark) for p, mark in found.items()})
 
 

@@ -56,12 +56,12 @@ class LagListener(StreamingQueryListener):
 
         listener = LagListener()
         spark.streams.addListener(listener)
-        listener.lags  # {query id: [{partition: transactions behind}]}
+        listener.lags  # {query ID: [{partition: transactions behind}]}
 
     A query that reads several logs has an entry for each, in the query's order, like `lag_of`.
 
     Args:
-        on_lag: called at each progress with a query's id and its logs' lags by partition.
+        on_lag: called at each progress with a query's ID and its logs' lags by partition.
     """
 
     def __init__(self, on_lag: Callable[[str, list[Lags]], None] | None = None) -> None:
@@ -71,7 +71,7 @@ class LagListener(StreamingQueryListener):
 
     @property
     def lags(self) -> dict[str, list[Lags]]:
-        """The lags by query id, log and partition, as of each query's last progress."""
+        """The lags by query ID, log and partition, as of each query's last progress."""
         with self._lock:
             return {query: [dict(each) for each in lags] for query, lags in self._lags.items()}
 

@@ -74,7 +74,13 @@ OPTIONS: tuple[Option, ...] = (
         "`latest`, or JSON by partition, inclusive; it must name each partition that is read. "
         "`latest` is resolved once, on the driver.",
     ),
-    Option("partitions", Use.READ, "all", "Which partitions of the log to read: `0,3,5`."),
+    Option(
+        "partitions",
+        Use.BOTH,
+        "all",
+        "Which partitions of the log to use: `0,3,5`. Writing: rows without a lock are distributed "
+        "over these; a row that belongs to another one is an error.",
+    ),
     Option(
         "columns",
         Use.BOTH,
@@ -280,7 +286,7 @@ OPTIONS: tuple[Option, ...] = (
         "writeRetention",
         Use.WRITE,
         "7",
-        "Days for which a named write is remembered after its end, by ZooKeeper's clock.",
+        "Days for which a named write is remembered after its end, by ZooKeeper's clock, 1 to 365.",
     ),
 )
 BY_KEY = {option.name.lower(): option for option in OPTIONS}

@@ -103,6 +103,7 @@ class WriteOptions:
     """The options of a write."""
 
     connect: str
+    partitions: tuple[int, ...] | None = None
     data_format: str | None = None
     partition_by: str | None = None
     marks: Marks = field(default_factory=dict)
@@ -240,6 +241,7 @@ def parse_write(options: Mapping[str, str]) -> WriteOptions:
     encryption_key, key_column = parser.encryption()
     return WriteOptions(
         connect=parser.connect(),
+        partitions=parser.ints("partitions", minimum=0),
         data_format=parser.optional_choice("dataFormat", DATA_FORMATS),
         partition_by=parser.text("partitionBy"),
         marks=parser.marks("clientHighWaterMarks"),
@@ -250,7 +252,7 @@ def parse_write(options: Mapping[str, str]) -> WriteOptions:
         in_flight_max=parser.integer("maxInFlight", 1, 64),
         exactly_once=is_once,
         write_name=write_name,
-        retention_days=parser.integer("writeRetention", 1, 3_650),
+        retention_days=parser.integer("writeRetention", 1, 365),
         recompute=recompute,
         retries_max=parser.integer("maxRetries", 1, 1_000),
         backoff_ms=parser.integer("retryBackoff", 0, 60_000),

@@ -202,7 +202,7 @@ def spans(
     ends: Mapping[int, int],
     wanted: Sequence[tuple[int, int]] = (),
 ) -> list[TransactionRange]:
-    """Return what to read, within the wanted ranges of ids (all without any)."""
+    """Return what to read, within the wanted ranges of IDs (all without any)."""
     found: list[TransactionRange] = []
     for partition in sorted(ends):
         first, last = starts[partition] + 1, ends[partition]

@@ -1,6 +1,7 @@
 """The permission that each message requires, from the declarations of the messages."""
 
 from collections.abc import Iterable, Iterator
+from enum import Enum
 
 from scripts.reference.markdown import code, table
 from waltz_core.access.requirements import (
@@ -39,7 +40,8 @@ def rows(message: type[Message]) -> Iterator[tuple[str, Requirement]]:
             yield "", requirement
         case ByField(field, requirements):
             for value, requirement in requirements.items():
-                yield f"{field} = {str(value).lower()}", requirement
+                name = value.name if isinstance(value, Enum) else str(value)
+                yield f"{field} = {name.lower()}", requirement
         case Exempt():
             return
 

@@ -109,8 +109,8 @@ def _report(outcome: Outcome, again: str, where: Path) -> None:
         say(f"  left out: {count} x {what}")
     counts = outcome.counts
     say(
-        f"  {outcome.faults.total()} faults; committed {counts['committed']:,}, refused "
-        f"{counts['refused']:,} ({counts['refused by a new session']} by a new session), "
+        f"  {outcome.faults.total()} faults; committed {counts['committed']:,}, rejected "
+        f"{counts['rejected']:,} ({counts['rejected by a new session']} by a new session), "
         f"lost {counts['lost']:,}, unknown {counts['unknown']:,}; ZooKeeper answers after "
         f"{outcome.zookeeper_s:.1f} s, all clients write again {outcome.recovered_s:.1f} s later, "
         f"all replicas are engaged after {outcome.whole_s:.1f} s, longest gap {outcome.gap_s:.1f} s"

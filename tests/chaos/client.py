@@ -36,7 +36,7 @@ BATCH_ROWS = 12
 TICK_S = 0.06
 ASK_S = 0.5
 REQUEST_TIMEOUT_MS = 12_000
-FED = struct.Struct(">iqiiii")  # partition, id, request id
+FED = struct.Struct(">iqiiii")  # partition, ID, request ID
 
 
 class Journal:

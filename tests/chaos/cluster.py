@@ -452,7 +452,9 @@ class ChaosCluster:
             "listen_host": member.machine.address,
             "port": CLIENT_PORTS[member.kind],
             "advertised_host": member.machine.address,
+            "http_host": member.machine.address,
             "http_port": HTTP_PORT,
+            "insecure_network": True,
             **SETTINGS[member.kind],
         }
         if member.kind == "storage":

@@ -118,7 +118,7 @@ class Log:
     """The transactions of the log, and the first IDs of its store sessions."""
 
     entries: list[Any] = field(default_factory=list)  # four_writers.Entry
-    sessions: dict[int, list[int]] = field(default_factory=dict)  # partition -> first ids
+    sessions: dict[int, list[int]] = field(default_factory=dict)  # partition -> first IDs
     records: dict[int, bytearray] = field(default_factory=dict)  # partition -> all, from ID 0 on
     # partition -> where the record of each ID begins; the last one is where they end
     offsets: dict[int, list[int]] = field(default_factory=dict)
@@ -152,7 +152,7 @@ def check(lives: Iterable[Life], log: Log) -> Any:
     lives = list(lives)
     sent = {key: each for life in lives for key, each in life.sent.items()}
     verdict = four_writers.compare([each.recorded for each in sent.values()], log.entries)
-    _check_refusals(sent, log, verdict, lives=len(lives))
+    _check_rejections(sent, log, verdict, lives=len(lives))
     _check_feeds(lives, log, verdict)
     _check_marks(lives, sent, log, verdict)
     verdict.counts["in the log"] = len(log.entries)
@@ -160,7 +160,7 @@ def check(lives: Iterable[Life], log: Log) -> Any:
     return verdict
 
 
-def _check_refusals(sent: dict[str, Sent], log: Log, verdict: Any, *, lives: int) -> None:
+def _check_rejections(sent: dict[str, Sent], log: Log, verdict: Any, *, lives: int) -> None:
     """Rule 1."""
     writers: dict[tuple[int, int], list[tuple[int, float]]] = defaultdict(list)
     for entry in log.entries:
@@ -172,7 +172,7 @@ def _check_refusals(sent: dict[str, Sent], log: Log, verdict: Any, *, lives: int
     behind: Counter[int] = Counter()
     for each in sent.values():
         recorded = each.recorded
-        if recorded.outcome != four_writers.REFUSED:
+        if recorded.outcome != four_writers.REJECTED:
             continue
         if any(
             transaction_id > each.mark and sent_s <= recorded.reported_s
@@ -184,18 +184,18 @@ def _check_refusals(sent: dict[str, Sent], log: Log, verdict: Any, *, lives: int
             behind[recorded.partition] += 1
         else:
             verdict.wrong.append(
-                f"{recorded.key} at mark {each.mark} of partition {recorded.partition} was refused "
-                "and no client had written its locks"
+                f"{recorded.key} at mark {each.mark} of partition {recorded.partition} was "
+                "rejected, and no client had written its locks"
             )
     for partition, count in behind.items():
         sessions = len(log.sessions[partition])
         under_way = sessions * lives * PENDING_MAX * BATCH_ROWS
         verdict.check(
             count <= under_way,
-            f"partition {partition}: {count} refusals without a conflict for {sessions} store "
+            f"partition {partition}: {count} rejections without a conflict for {sessions} store "
             f"sessions; {under_way} could have been under way",
         )
-    verdict.counts["refused by a new session"] = behind.total()
+    verdict.counts["rejected by a new session"] = behind.total()
 
 
 def _check_feeds(lives: list[Life], log: Log, verdict: Any) -> None:

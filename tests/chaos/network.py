@@ -138,12 +138,12 @@ class Network:
     def _count(self, links: Iterable[Link], by: int) -> None:
         lines = []
         for link in links:
-            had = self._cuts[link] > 0
+            was_cut = self._cuts[link] > 0
             self._cuts[link] += by
             assert self._cuts[link] >= 0, link
-            if had != (self._cuts[link] > 0):
+            if was_cut != (self._cuts[link] > 0):
                 source, target = (self.machines[name].address for name in link)
-                verb = "del" if had else "add"
+                verb = "del" if was_cut else "add"
                 rule = f"from {source} to {target} pref {CUT_RANK} blackhole"
                 lines.append(f"rule {verb} {rule}")
         self._send_to_router(lines)

@@ -7,7 +7,7 @@ Rules:
     2. After the last fault all links are repaired, and all members are started. Once ZooKeeper
        answers (without it no daemon starts) every client must receive a commit in every partition
        within a bound, and all replicas must become equal.
-    3. In the period without faults that follows, the only outcomes are "committed" and "refused".
+    3. In the period without faults that follows, the only outcomes are "committed" and "rejected".
     4. With an archive, all servers, storages and stores are then killed at the same time, so that
        no late upload remains, and one client starts again at ID 0 and writes. So each partition has
        a new store session that archives and collects. After that the archive, the logs and the
@@ -167,9 +167,9 @@ class Applications:
         for life, child in self._running.values():
             if life not in lives:
                 continue
-            said = _line_of(child, HANG_S)
-            if said != answer:
-                self.ended.append(f"{life.name} said {said!r}, expected {answer!r}")
+            printed = _line_of(child, HANG_S)
+            if printed != answer:
+                self.ended.append(f"{life.name} printed {printed!r}, expected {answer!r}")
 
     def reap(self) -> None:
         """Remove the clients that have ended."""
@@ -385,12 +385,14 @@ class Round:
             if began_s <= each.recorded.sent_s <= ended_s
         ]
         ill = [
-            each for each in recorded if each.outcome not in (four_writers.OK, four_writers.REFUSED)
+            each
+            for each in recorded
+            if each.outcome not in (four_writers.OK, four_writers.REJECTED)
         ]
         self.outcome.counts["reported in the calm"] += len(recorded)
         if ill:
             self.outcome.wrong.append(
-                f"in the calm {len(ill)} of {len(recorded)} were neither committed nor refused: "
+                f"in the calm {len(ill)} of {len(recorded)} were neither committed nor rejected: "
                 f"{ill[0].outcome} {ill[0].why}"
             )
 

@@ -65,7 +65,7 @@ def read_by_clients(log: ArchivedLog) -> Log:
     )
 
 
-def test_an_archive_that_is_right_has_no_orphans_and_no_differences(tmp_path, log):
+def test_a_correct_archive_has_no_orphans_and_no_differences(tmp_path, log):
     found = saved(tmp_path, log)
     assert len(found.objects[PARTITION]) == 4
     assert found.orphans(archived.now_ms()) == []

@@ -17,13 +17,13 @@ def content(key: str, *, mark: int, writes: list[int]) -> Any:
     return four_writers.Content(key, 0, mark, writes, [], [])
 
 
-# Two writers of one lock, and one that came too late; the second session begins at id 2.
+# Two writers of one lock, and one that came too late; the second session begins at ID 2.
 ROWS = [
     content("a", mark=-1, writes=[LOCK]),
     content("b", mark=0, writes=[LOCK]),
     content("d", mark=1, writes=[OTHER]),
 ]
-REFUSED = content("c", mark=0, writes=[LOCK])
+REJECTED = content("c", mark=0, writes=[LOCK])
 
 
 def request_id(number: int) -> tuple[int, int, int, int]:
@@ -36,11 +36,11 @@ class History:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.lines: list[list[Any]] = []
-        for at, row in enumerate([*ROWS, REFUSED]):
+        for at, row in enumerate([*ROWS, REJECTED]):
             self.sent(row, at=float(at))
         for at, row in enumerate(ROWS):
             self.lines.append(["reported", row.key, "committed", at, at + 0.5, ""])
-        self.lines.append(["reported", "c", "refused", -1, 3.5, ""])
+        self.lines.append(["reported", "c", "rejected", -1, 3.5, ""])
         self.lines.append(["mark", 0, 3.0, 2])
         self.fed = [(0, number, *request_id(number)) for number in range(len(ROWS))]
         self.log = Log(
@@ -77,8 +77,8 @@ def test_a_correct_history_passes(history: History):
     verdict = check([history.life()], history.log)
     assert verdict.wrong == []
     assert verdict.counts["committed"] == 3
-    assert verdict.counts["refused"] == 1
-    assert verdict.counts["refused by a new session"] == 0
+    assert verdict.counts["rejected"] == 1
+    assert verdict.counts["rejected by a new session"] == 0
     assert verdict.counts["fed"] == 3
     assert verdict.counts["marks asked for"] == 1
 
@@ -86,31 +86,31 @@ def test_a_correct_history_passes(history: History):
 def test_a_rejection_without_a_conflicting_writer_is_detected(history: History):
     history.log.sessions = {0: [0]}
     history.sent(content("e", mark=1, writes=[LOCK]), at=4.0)
-    history.lines.append(["reported", "e", "refused", -1, 4.5, ""])
+    history.lines.append(["reported", "e", "rejected", -1, 4.5, ""])
     assert any("no client had written its locks" in each for each in history.wrong())
 
 
 def test_a_writer_after_the_rejection_does_not_explain_it(history: History):
     history.log.sessions = {0: [0]}
     history.sent(content("e", mark=1, writes=[OTHER]), at=1.5)
-    history.lines.append(["reported", "e", "refused", -1, 1.9, ""])
+    history.lines.append(["reported", "e", "rejected", -1, 1.9, ""])
     assert any("no client had written its locks" in each for each in history.wrong())
 
 
 def test_a_new_session_may_reject_only_appends_in_flight(history: History):
     history.sent(content("e", mark=0, writes=[OTHER + 1]), at=4.0)
-    history.lines.append(["reported", "e", "refused", -1, 4.5, ""])
+    history.lines.append(["reported", "e", "rejected", -1, 4.5, ""])
     verdict = check([history.life()], history.log)
     assert verdict.wrong == []
-    assert verdict.counts["refused by a new session"] == 1
+    assert verdict.counts["rejected by a new session"] == 1
     for number in range(200):
         history.sent(content(f"f{number}", mark=0, writes=[OTHER + 1]), at=4.0)
-        history.lines.append(["reported", f"f{number}", "refused", -1, 4.5, ""])
+        history.lines.append(["reported", f"f{number}", "rejected", -1, 4.5, ""])
     assert any("could have been under way" in each for each in history.wrong())
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "problem"),
     [
         (lambda fed: fed.pop(), "fed partition 0 up to 1, its end is 2"),
         (lambda fed: fed.pop(1), "was fed 0/2, expected 1"),
@@ -118,9 +118,9 @@ def test_a_new_session_may_reject_only_appends_in_flight(history: History):
         (lambda fed: fed.insert(1, (0, 1, *request_id(9))), "was fed another one at 0/1"),
     ],
 )
-def test_a_feed_that_differs_from_the_log_is_detected(history: History, change: Any, said: str):
+def test_a_feed_that_differs_from_the_log_is_detected(history: History, change: Any, problem: str):
     change(history.fed)
-    assert any(said in each for each in history.wrong())
+    assert any(problem in each for each in history.wrong())
 
 
 def test_the_recorded_feed_of_a_killed_process_may_end_early(history: History):

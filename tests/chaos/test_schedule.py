@@ -30,7 +30,7 @@ def test_every_kind_of_fault_is_drawn_and_names_existing_members():
     assert len(KINDS) == 10
 
 
-def test_every_second_seed_has_an_archive_and_kills_all_that_take_part():
+def test_every_second_seed_archives_and_kills_each_process_of_the_archive():
     for seed in range(20):
         assert draw(seed, 60.0).world.stores == seed % 2
         killed = Counter(

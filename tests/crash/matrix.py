@@ -119,7 +119,7 @@ def check(acknowledged: Acknowledged, found: Found):
     if found.failed:
         raise Violation(f"cannot be opened: {found.failed}")
     if acknowledged.storage_id not in {None, found.storage_id}:
-        raise Violation(f"another storage id: {found.storage_id!r}")
+        raise Violation(f"another storage ID: {found.storage_id!r}")
     logs = dict(found.logs)
     if not set(acknowledged.sure) <= set(found.assigned) <= set(acknowledged.assigned):
         raise Violation(
@@ -207,7 +207,7 @@ def _check_indexes(files, directory, marker, start):
         while at + 40 <= len(content) and first <= last:
             stated = int.from_bytes(index[128 + 8 * (first - int(path.stem)) :][:8], "big")
             if first > start and stated != at:
-                raise Violation(f"{path.name}: the index says {stated} of {first}, not {at}")
+                raise Violation(f"{path.name}: expected {at} for {first}, found {stated}")
             at += 40 + int.from_bytes(content[at + 28 : at + 32], "big")
             first += 1
 

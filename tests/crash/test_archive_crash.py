@@ -205,7 +205,7 @@ def verify(store, recorded):
 
 
 @pytest.mark.parametrize("share", range(KILL_SHARES))
-def test_all_are_killed_at_every_change_and_then_power_is_lost(
+def test_processes_are_killed_at_every_change_and_then_power_is_lost(
     recorder, tmp_path, share, record_property
 ):
     recorded, session = Recorded(), 10
@@ -236,7 +236,7 @@ def is_noticed(recorder, changes):
     return False
 
 
-def test_a_file_that_is_not_synced_before_it_gets_its_name_is_noticed(recorder):
+def test_a_file_renamed_before_its_sync_is_detected(recorder):
     changes = recorder.changes
     files = [at for at in sync_places(changes) if isinstance(changes[at], Sync)]
     assert len(files) > len(recorder.complete) / 2
@@ -245,7 +245,7 @@ def test_a_file_that_is_not_synced_before_it_gets_its_name_is_noticed(recorder):
             assert is_noticed(recorder, mutated), changes[position]
 
 
-def test_a_folder_that_is_not_synced_is_noticed(recorder):
+def test_an_unsynced_folder_is_detected(recorder):
     changes = recorder.changes
     folders = {each.path for each in changes if isinstance(each, SyncDirectory)}
     assert len(folders) == 6  # from the one that has the archive to the one of the objects

@@ -51,7 +51,7 @@ FROM_0 = [each for each in SCENARIOS if each not in STARTS]
 
 
 @pytest.mark.parametrize("scenario", FROM_0, ids=lambda one: one.__name__)
-def test_after_a_clean_end_every_byte_is_where_waltz_0_13_looks_for_it(scenario):
+def test_after_a_clean_shutdown_waltz_0_13_finds_every_byte(scenario):
     made = scenario()
     made.close()
     files = platter_of(made.disk.changes).image(Keep()).files

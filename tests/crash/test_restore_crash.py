@@ -121,7 +121,7 @@ def backed_up(tmp_path, monkeypatch):
     return recorder.changes
 
 
-def test_it_is_killed_after_each_step_and_run_again(backed_up, tmp_path, monkeypatch):
+def test_a_restore_killed_after_any_step_can_be_repeated(backed_up, tmp_path, monkeypatch):
     first = Place(tmp_path, backed_up, monkeypatch)
     assert first.restore() == (0, "")
     first.check()

@@ -122,7 +122,7 @@ def emptied(directory):
     directory.check_reopened()
 
 
-def doubted(directory):
+def marked_suspect(directory):
     assert directory.is_held()
     directory.log()
     directory.check_whole(MINE, suspect=True)
@@ -146,7 +146,7 @@ COMMANDS = {
     "remove": (lambda engine: engine.unassign(MINE, deletes_files=True), removed),
     "unassign": (lambda engine: engine.unassign(MINE, deletes_files=False), given_up),
     "re-seed": (lambda engine: engine.re_seed(MINE), emptied),
-    "mark suspect": (lambda engine: engine.mark_suspect(MINE), doubted),
+    "mark suspect": (lambda engine: engine.mark_suspect(MINE), marked_suspect),
     "offline": (lambda engine: engine.set_available(MINE, is_available=False), offline),
 }
 
@@ -276,7 +276,7 @@ def append_after_session(log):
     append(log, [3], Random(1))
 
 
-def test_offline_and_online_again_leave_a_log_that_continues():
+def test_a_log_continues_after_offline_and_online():
     directory = Directory()
     for is_available in (False, True, True):
         directory.engine.set_available(MINE, is_available=is_available)

@@ -36,7 +36,7 @@ def test_power_loss_at_a_random_step(seed, survival):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_power_loss_while_the_log_recovers_from_one(seed):
+def test_power_loss_during_recovery_from_a_power_loss(seed):
     world = random_world(seed)
     for _ in range(3):
         run_until_power_loss(world, 15, world.rng.randint(1, 80))
@@ -90,7 +90,7 @@ def test_power_loss_at_every_step_of_a_scenario():
     assert step > 150, "the scenario ends before the disk has done anything"
 
 
-def test_any_remaining_sectors_of_a_large_unsynced_group_are_not_damage():
+def test_sectors_left_of_a_large_unsynced_group_are_not_damage():
     """A whole cluster may lose power: then no replica may report its own torn tail as damage."""
     torn = 0
     for seed in range(40):
@@ -143,7 +143,7 @@ def test_after_an_error_the_log_continues_or_states_the_reason(seed, fault):
 
 @pytest.mark.parametrize("fault", [DiskFault.FAILS, DiskFault.DISK_FULL])
 @pytest.mark.parametrize("seed", range(2))
-def test_an_append_over_segments_that_fails_at_any_step_leaves_nothing_behind(seed, fault):
+def test_a_failed_append_across_segments_leaves_nothing_behind(seed, fault):
     step = 0
     while True:
         step += 1
@@ -170,7 +170,7 @@ def test_an_append_over_segments_that_fails_at_any_step_leaves_nothing_behind(se
     assert step > 40, "the append was to begin several segments"
 
 
-def test_a_mark_that_was_truncated_away_is_not_confirmed_by_the_next_append():
+def test_the_next_append_does_not_confirm_a_truncated_mark():
     world = World(Random(1))
     world.prepare()
     for _ in range(4):

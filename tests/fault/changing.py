@@ -44,14 +44,14 @@ def _run(cluster: LocalCluster, verb: str, *words: str) -> Ran:
     )
 
 
-def does(cluster: LocalCluster, verb: str, *words: str) -> Any:
+def run_checked(cluster: LocalCluster, verb: str, *words: str) -> Any:
     """Run a command that must succeed; return its output as JSON."""
     ran = _run(cluster, verb, *words)
     assert ran.code == 0, ran
     return ran.result
 
 
-def refuses(cluster: LocalCluster, verb: str, *words: str) -> str:
+def run_failing(cluster: LocalCluster, verb: str, *words: str) -> str:
     """Run a command that must fail; return its one sentence."""
     ran = _run(cluster, verb, *words)
     assert ran.code == 1, ran
@@ -102,13 +102,13 @@ def replicas(cluster: LocalCluster) -> dict[int, set[str]]:
     }
 
 
-def check_level(scenario: Scenario) -> None:
+def check_replicas_equal(scenario: Scenario) -> None:
     """Wait until exactly the assigned replicas are engaged, and have the same bytes."""
-    wait_until("every assigned replica engaged", lambda: not _behind(scenario.cluster))
-    wait_until("replicas equal", lambda: not _unlike(scenario.cluster))
+    wait_until("every assigned replica engaged", lambda: not _not_engaged(scenario.cluster))
+    wait_until("replicas equal", lambda: not _unequal(scenario.cluster))
 
 
-def _behind(cluster: LocalCluster) -> list[int]:
+def _not_engaged(cluster: LocalCluster) -> list[int]:
     partitions = shown(cluster)["partitions"]
     assert isinstance(partitions, dict)
     assigned = replicas(cluster)
@@ -117,7 +117,7 @@ def _behind(cluster: LocalCluster) -> list[int]:
     ]
 
 
-def _unlike(cluster: LocalCluster) -> list[int]:
+def _unequal(cluster: LocalCluster) -> list[int]:
     names = {f"127.0.0.1:{each.port}": each.name for each in cluster.members}
     found = []
     for number, assigned in replicas(cluster).items():

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fault.changing import admin_port, does, new_storage
+from tests.fault.changing import admin_port, new_storage, run_checked
 from tests.fault.load import ROOT
 from tests.patience import HANG_S
 from waltz_core.cli.main import main
@@ -40,7 +40,7 @@ def sick_cluster(
     try:
         made.up()
         spare = new_storage(made)
-        does(made, "add-storage", spare, *admin_port(made, spare))
+        run_checked(made, "add-storage", spare, *admin_port(made, spare))
         yield patient
     finally:
         for daemon in patient.daemons:
@@ -178,14 +178,14 @@ def repair(directory: Path, found: list[dict[str, str]], *first_on_path: Path) -
 
     Programs of the system that are printed are looked for in `first_on_path` before all others.
     """
-    said: list[str] = []
+    outputs: list[str] = []
     for _ in range(ROUNDS_MAX):
         given = _commands_in(found)
         for line in given:
             # What may lose data, or what only people know, needs a decision: this test makes it.
             words = f"{line} --yes" if "accept-replicas" in line else line
             words = words.replace("--replicas COUNT", "--replicas 3")
-            said.append(run_as_printed(words, *first_on_path))
+            outputs.append(run_as_printed(words, *first_on_path))
         # On a busy machine what was begun takes its time: it is looked at before it is begun again.
         deadline = time.monotonic() + ROUND_S
         while (found := doctor(*here(directory))) and _commands_in(found) == given:
@@ -194,5 +194,5 @@ def repair(directory: Path, found: list[dict[str, str]], *first_on_path: Path) -
             time.sleep(PAUSE_S)
         if not found:
             return
-    report = "\n".join(said)
+    report = "\n".join(outputs)
     pytest.fail(f"still wrong after {ROUNDS_MAX} rounds: {found}; what was given:\n{report}")

@@ -66,11 +66,11 @@ def wait_until(what: str, condition: Callable[[], object]) -> None:
 
 
 @contextmanager
-def standing_still(cluster: LocalCluster, name: str) -> Iterator[None]:
+def stopped_process(cluster: LocalCluster, name: str) -> Iterator[None]:
     """Pause a member; it continues afterwards."""
     threads = Path("/proc", str(cluster.member(name).pid), "task")
 
-    def all_stand() -> bool:
+    def all_stopped() -> bool:
         """Whether each thread has stopped; one may still be executing a rename."""
         try:
             states = [each.read_text().rpartition(") ")[2][0] for each in threads.glob("*/stat")]
@@ -80,7 +80,7 @@ def standing_still(cluster: LocalCluster, name: str) -> Iterator[None]:
 
     cluster.kill(name, signal.SIGSTOP)
     try:
-        wait_until("it stands still", all_stand)
+        wait_until("it stands still", all_stopped)
         yield
     finally:
         cluster.kill(name, signal.SIGCONT)
@@ -126,7 +126,7 @@ class Load:
 
     @property
     def client_id(self) -> int:
-        """The client id that its rows have in the log; it has appended."""
+        """The client ID that its rows have in the log; it has appended."""
         client_id = self._client.client_id
         assert client_id is not None
         return client_id

@@ -1,14 +1,10 @@
 """Daemons that cannot start report one error and damage nothing; a full disk stops no daemon."""
 
-import contextlib
-import errno
 import json
-import os
 import shutil
 import signal
 import socket
 import subprocess
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -21,6 +17,7 @@ from kazoo.client import KazooClient
 from tests.commands import run_command
 from tests.fault.load import Scenario, command, segments, wait_until
 from tests.patience import HANG_S, slowness
+from tests.small_disk import WHY_NOT, Disk, can_mount
 from waltz_core.client import WaltzClient
 from waltz_core.config import ClientConfig
 from waltz_core.errors import NoSpace, NotMounted, OutcomeUnknown, Unavailable
@@ -42,49 +39,14 @@ def sentence_of(*words: str) -> str:
     done = run(*words)
     assert done.returncode != 0, done.stdout
     assert "Traceback" not in done.stderr, done.stderr
-    said = [line for line in done.stderr.splitlines() if line.startswith("waltz-core: ")]
-    assert len(said) == 1, done.stderr
-    return said[0]
+    sentence = [line for line in done.stderr.splitlines() if line.startswith("waltz-core: ")]
+    assert len(sentence) == 1, done.stderr
+    return sentence[0]
 
 
 def storage(scenario: Scenario, name: str, *words: str) -> tuple[str, ...]:
     config = scenario.cluster.directory / "conf" / f"{name}.toml"
     return ("storage", "run", "--config", str(config), *words)
-
-
-class Disk:
-    """A small disk of its own under a storage's directory."""
-
-    def __init__(self, where: Path) -> None:
-        self.where = where
-        where.mkdir(parents=True)
-        subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(where)],
-            check=True,
-            capture_output=True,
-        )
-
-    @property
-    def filler(self) -> Path:
-        return self.where / "filler"
-
-    def fill(self) -> None:
-        """Leave no byte."""
-        with self.filler.open("ab", buffering=0) as file:
-            for size in (1 << 20, 4096, 1):
-                with contextlib.suppress(OSError):
-                    while file.write(bytes(size)) == size:
-                        pass
-        with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
-            (self.where / "more").write_bytes(bytes(4096))
-        (self.where / "more").unlink(missing_ok=True)
-
-    def free(self) -> None:
-        """Give it back."""
-        self.filler.unlink(missing_ok=True)
-
-    def unmount(self) -> None:
-        subprocess.run(["umount", "-l", str(self.where)], check=True, capture_output=True)
 
 
 class SmallDisks(NamedTuple):
@@ -99,12 +61,12 @@ class SmallDisks(NamedTuple):
 def small_disks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallDisks]:
     """Mount three small disks, where that is possible."""
     made = SmallDisks(tmp_path_factory.mktemp("disks"), [], "")
-    if os.geteuid() != 0 or not sys.platform.startswith("linux"):
-        made = made._replace(why_not="only root on Linux can mount a small disk")
+    if not can_mount():
+        made = made._replace(why_not=WHY_NOT)
     else:
         try:
             for number in (1, 2, 3):
-                made.disks.append(Disk(made.directory / f"storage-{number}"))
+                made.disks.append(Disk(made.directory / f"storage-{number}", "24m"))
         except subprocess.CalledProcessError as error:
             made = made._replace(why_not=f"no tmpfs can be mounted: {error.stderr.decode()}")
     yield made
@@ -147,24 +109,24 @@ def test_a_directory_of_another_cluster_and_a_truncated_control_file(
         *("--storage", f"127.0.0.1:{address.port}:{address.admin_port}"),
     )
     assert created.returncode == 0, created.stderr
-    said = sentence_of(*storage(scenario, "storage-1", "--connect", root))
-    assert "cluster" in said
-    assert str(stopped) in said
+    sentence = sentence_of(*storage(scenario, "storage-1", "--connect", root))
+    assert "cluster" in sentence
+    assert str(stopped) in sentence
     file = stopped / "waltz-storage.ctl"
     whole = file.read_bytes()
     for length in (0, 200):
         file.write_bytes(whole[:length])
-        said = sentence_of(*storage(scenario, "storage-1"))
+        sentence = sentence_of(*storage(scenario, "storage-1"))
         assert file.read_bytes() == whole[:length]
-        assert "waltz-storage.ctl" in said
+        assert "waltz-storage.ctl" in sentence
     file.write_bytes(whole)
 
 
 def test_a_second_process_on_one_directory(scenario: Scenario):
-    said = sentence_of(
+    sentence = sentence_of(
         *storage(scenario, "storage-2", "--port", "0", "--admin-port", "0", "--http-port", "0")
     )
-    assert str(scenario.cluster.directory / "storage-2") in said
+    assert str(scenario.cluster.directory / "storage-2") in sentence
     with scenario.load() as load:
         load.await_commits(20)
 
@@ -174,8 +136,8 @@ def test_the_directory_of_another_storage(scenario: Scenario, stopped: Path):
     scenario.cluster.kill("storage-2", signal.SIGTERM)
     copy = stopped.with_name("copy")
     shutil.copytree(scenario.cluster.directory / "storage-2", copy)
-    said = sentence_of(*storage(scenario, "storage-1", "--directory", str(copy)))
-    assert "storage" in said
+    sentence = sentence_of(*storage(scenario, "storage-1", "--directory", str(copy)))
+    assert "storage" in sentence
     shutil.rmtree(copy)
     scenario.cluster.start("storage-2")
 
@@ -186,11 +148,11 @@ def test_no_zookeeper(tmp_path: Path, kind: str):
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # no process listens on it
         host = f"127.0.0.1:{unused.getsockname()[1]}"
-        said = sentence_of(
+        sentence = sentence_of(
             *(kind, "run", "--connect", f"{host}/waltz/local", "--port", "0", *words),
             *("--zookeeper-connect-timeout-ms", "1000"),
         )
-    assert host in said
+    assert host in sentence
     assert not (tmp_path / "s").exists()
 
 
@@ -198,8 +160,8 @@ def test_no_zookeeper(tmp_path: Path, kind: str):
 def test_an_absent_cluster_root(scenario: Scenario, tmp_path: Path, kind: str):
     connect = scenario.cluster.connect + "/absent"
     words = ["--directory", str(tmp_path / "s"), "--admin-port", "0"] if kind == "storage" else []
-    said = sentence_of(kind, "run", "--connect", connect, "--port", "0", *words)
-    assert "/absent" in said
+    sentence = sentence_of(kind, "run", "--connect", connect, "--port", "0", *words)
+    assert "/absent" in sentence
     assert not list(tmp_path.rglob("*.ctl"))
 
 
@@ -209,8 +171,8 @@ def test_a_port_in_use(scenario: Scenario, name: str):
     scenario.cluster.kill(name, signal.SIGTERM)
     config = scenario.cluster.directory / "conf" / f"{name}.toml"
     with socket.create_server(("127.0.0.1", member.port)):
-        said = sentence_of(member.kind, "run", "--config", str(config))
-    assert str(member.port) in said
+        sentence = sentence_of(member.kind, "run", "--config", str(config))
+    assert str(member.port) in sentence
 
 
 # ---------------------------------------------------------------------------------------------

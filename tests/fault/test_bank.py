@@ -264,9 +264,9 @@ def test_the_next_bank_settles_transfers_in_transit(
 
 def test_without_a_cluster_it_starts_one_and_keeps_it(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "examples" / "bank.py"), "--directory", str(tmp_path)]
-    for words, said in ((["open", "7"], "account 7 is open"), (["balance", "7"], "holds 0.00")):
+    for words, output in ((["open", "7"], "account 7 is open"), (["balance", "7"], "holds 0.00")):
         done = subprocess.run(
             [*command, *words], capture_output=True, text=True, check=False, timeout=HANG_S
         )
         assert done.returncode == 0, done.stderr
-        assert said in done.stdout
+        assert output in done.stdout

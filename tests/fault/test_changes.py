@@ -8,11 +8,11 @@ import pytest
 from tests.fault.changing import (
     address,
     admin_port,
-    check_level,
-    does,
+    check_replicas_equal,
     new_storage,
-    refuses,
     replicas,
+    run_checked,
+    run_failing,
 )
 from tests.fault.doctor import doctor, from_elsewhere
 from tests.fault.load import Scenario, partitions, segments, shown, wait_until
@@ -40,30 +40,33 @@ def test_the_four_examples_of_recovery_with_writes_continuing(scenario: Scenario
     with scenario.load() as load:
         load.await_commits()
         assert (
-            does(cluster, "add-storage", d, "--group", "0", *admin_port(cluster, d))["group"] == 0
+            run_checked(cluster, "add-storage", d, "--group", "0", *admin_port(cluster, d))["group"]
+            == 0
         )
-        does(cluster, "add-storage", e, "--group", "1", *admin_port(cluster, e))
-        does(cluster, "add-replica", "0", d)
+        run_checked(cluster, "add-storage", e, "--group", "1", *admin_port(cluster, e))
+        run_checked(cluster, "add-replica", "0", d)
         assert replicas(cluster)[0] == usual | {d}
         load.await_commits()
-        does(cluster, "remove-replica", "0", d)
+        run_checked(cluster, "remove-replica", "0", d)
         assert replicas(cluster)[0] == usual
         assert not segments(cluster, "storage-4")
         check_nothing_is_wrong(scenario)
-        steps = does(cluster, "add-replica", "0", d, e)["steps"]
+        steps = run_checked(cluster, "add-replica", "0", d, e)["steps"]
         assert steps == [f"partition 0: +{d}", f"partition 0: +{e}"]
         load.await_commits()
-        assert does(cluster, "verify") == {"passed": True, "findings": []}
-        steps = does(cluster, "remove-replica", "0", d, e)["steps"]
+        assert run_checked(cluster, "verify") == {"passed": True, "findings": []}
+        steps = run_checked(cluster, "remove-replica", "0", d, e)["steps"]
         assert steps == [f"partition 0: -{d}", f"partition 0: -{e}"]
         load.await_commits()
     check_nothing_is_wrong(scenario)
-    check_level(scenario)
+    check_replicas_equal(scenario)
     scenario.check_agrees()
-    assert "would be left without a replica" in refuses(
+    assert "would be left without a replica" in run_failing(
         cluster, "remove-replica", "0", *sorted(usual)
     )
-    assert "is not a storage of this cluster" in refuses(cluster, "add-replica", "0", "127.0.0.1:1")
+    assert "is not a storage of this cluster" in run_failing(
+        cluster, "add-replica", "0", "127.0.0.1:1"
+    )
 
 
 def test_a_whole_group_of_five_storages_in_three_is_lost_and_the_log_continues(scenario: Scenario):
@@ -74,7 +77,7 @@ def test_a_whole_group_of_five_storages_in_three_is_lost_and_the_log_continues(s
     assert held_by(scenario) == set(groups)
     with scenario.load() as load:
         load.await_commits()
-        assert does(cluster, "auto-assign")["changed"]
+        assert run_checked(cluster, "auto-assign")["changed"]
         for assigned in replicas(cluster).values():
             assert sorted(groups[each] for each in assigned) == [0, 1, 2]
         check_nothing_is_wrong(scenario)
@@ -88,12 +91,12 @@ def test_a_whole_group_of_five_storages_in_three_is_lost_and_the_log_continues(s
             "every replica level",
             lambda: all(len(each["engaged"]) == 3 for each in partitions(cluster).values()),
         )
-        does(cluster, "remove-storage", d)
-        does(cluster, "remove-storage", e)
+        run_checked(cluster, "remove-storage", d)
+        run_checked(cluster, "remove-storage", e)
         load.await_commits()
     assert held_by(scenario) == {first, second, third}
     check_nothing_is_wrong(scenario)
-    check_level(scenario)
+    check_replicas_equal(scenario)
     scenario.check_agrees()
 
 
@@ -104,7 +107,7 @@ def test_a_dead_storage_is_replaced_by_an_empty_one(scenario: Scenario):
         load.await_commits()
         cluster.kill("storage-3")
         load.await_commits()
-        result = does(cluster, "replace-storage", dead, fresh, *admin_port(cluster, fresh))
+        result = run_checked(cluster, "replace-storage", dead, fresh, *admin_port(cluster, fresh))
         assert result["moved"] == cluster.partition_count
         load.await_commits()
         assert held_by(scenario) == {*(held_by(scenario) - {dead}), fresh}
@@ -114,7 +117,7 @@ def test_a_dead_storage_is_replaced_by_an_empty_one(scenario: Scenario):
         cluster.start("storage-2")
         load.await_commits()
     check_nothing_is_wrong(scenario)
-    check_level(scenario)
+    check_replicas_equal(scenario)
     scenario.check_agrees()
 
 
@@ -123,20 +126,20 @@ def test_preferred_partitions_are_owned_by_a_preferred_server(scenario: Scenario
     one = address(cluster, "server-1")
     with scenario.load() as load:
         load.await_commits()
-        assert does(cluster, "prefer", "all", one)["owns"] == [0, 1, 2, 3]
+        assert run_checked(cluster, "prefer", "all", one)["owns"] == [0, 1, 2, 3]
         load.await_commits()
         check_nothing_is_wrong(scenario)
-        assert len(does(cluster, "unprefer", "0-3", one)["owns"]) == 2
+        assert len(run_checked(cluster, "unprefer", "0-3", one)["owns"]) == 2
         load.await_commits()
     check_nothing_is_wrong(scenario)
     scenario.check_agrees()
-    assert "no server is registered at 127.0.0.1:1" in refuses(
+    assert "no server is registered at 127.0.0.1:1" in run_failing(
         cluster, "prefer", "0", "127.0.0.1:1"
     )
 
 
 def test_every_change_has_an_audit_entry(scenario: Scenario):
-    found = does(scenario.cluster, "audit")
+    found = run_checked(scenario.cluster, "audit")
     verbs = [each["command"].split()[1] for each in found]
     for verb in ("add-storage", "add-replica", "remove-storage", "replace-storage", "prefer"):
         assert verb in verbs

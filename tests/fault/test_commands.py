@@ -71,7 +71,7 @@ def done(cluster: LocalCluster, *words: str) -> Any:
     return json.loads(found.out)
 
 
-def refused(cluster: LocalCluster, *words: str) -> str:
+def run_failing(cluster: LocalCluster, *words: str) -> str:
     """Give a command that must fail; return its one sentence."""
     found = ran(cluster, *words)
     assert (found.code, found.out) == (1, ""), found
@@ -197,7 +197,7 @@ def test_a_scrub_of_a_silent_storage_ends(cluster: LocalCluster):
     cluster.kill("storage-1", signal.SIGSTOP)
     try:
         words = ("--storage", storage, "--partition", "0-1", "--timeout-s", "1")
-        output = refused(cluster, "storage", "scrub", *words)
+        output = run_failing(cluster, "storage", "scrub", *words)
     finally:
         cluster.kill("storage-1", signal.SIGCONT)
     assert f"not done within 1 s, still waiting: {storage} to answer." in output
@@ -223,7 +223,7 @@ def names(cluster: LocalCluster) -> list[str]:
 
 
 def append(cluster: LocalCluster, count: int) -> int:
-    """Append to partition 0 and return the last id."""
+    """Append to partition 0 and return the last ID."""
     with WaltzClient(cluster.connect) as client:
         futures = [client.append(b"x" * 100, partition=0) for _ in range(count)]
         return max(future.result(HANG_S) for future in futures)
@@ -236,7 +236,7 @@ def replica(cluster: LocalCluster, name: str, partition: int = 0) -> dict[str, o
     return found
 
 
-def is_level(cluster: LocalCluster, name: str, last: int) -> bool:
+def has_caught_up(cluster: LocalCluster, name: str, last: int) -> bool:
     found = replica(cluster, name)
     return (found["state"], found["last"]) == ("online", last)
 
@@ -261,11 +261,11 @@ def test_a_replica_is_emptied_copied_and_returns(cluster: LocalCluster):
     one, other = names(cluster)[:2]
     at = ("--storage", other, "--partition", "0")
     last = append(cluster, 200)
-    assert "found it engaged in session" in refused(cluster, "storage", "re-seed", *at)
+    assert "found it engaged in session" in run_failing(cluster, "storage", "re-seed", *at)
     done(cluster, "storage", "availability", *at, "--online", "false")
     wait_until("the others go on", lambda: append(cluster, 1) > last)
     mark = replica(cluster, one)["low_water_mark"]
-    assert "expected partition 0 to be offline" in refused(
+    assert "expected partition 0 to be offline" in run_failing(
         cluster,
         *("storage", "recover-partition", "--storage", one),
         *("--partition", "0", "--from", other),
@@ -279,7 +279,7 @@ def test_a_replica_is_emptied_copied_and_returns(cluster: LocalCluster):
     assert steps == [{"partition": 0, "last before": -1, "last after": mark}]
     done(cluster, "storage", "availability", *at, "--online", "true")
     last = append(cluster, 10)
-    wait_until("it is level", lambda: is_level(cluster, other, last))
+    wait_until("it is level", lambda: has_caught_up(cluster, other, last))
 
 
 def test_a_suspect_replica_is_trusted_again_after_a_session(cluster: LocalCluster):
@@ -289,7 +289,7 @@ def test_a_suspect_replica_is_trusted_again_after_a_session(cluster: LocalCluste
     before = replica(cluster, name)["session"]
     done(cluster, "storage", "mark-suspect", *at)
     last = append(cluster, 10)
-    wait_until("it is level", lambda: is_level(cluster, name, last))
+    wait_until("it is level", lambda: has_caught_up(cluster, name, last))
     assert replica(cluster, name)["session"] > before, "it was not marked suspect"
 
 
@@ -307,7 +307,7 @@ def assign(cluster: LocalCluster, held: dict[str, tuple[int, ...]]) -> None:
 def test_a_partition_moves_away_and_returns(cluster: LocalCluster):
     one, other, third = names(cluster)
     at = ("--storage", third, "--partition", "1")
-    assert "in ZooKeeper, found one" in refused(
+    assert "in ZooKeeper, found one" in run_failing(
         cluster, "storage", "remove-partition", *at, "--delete-files"
     )
     assign(cluster, {one: (0, 1), other: (0, 1), third: (0,)})
@@ -317,7 +317,7 @@ def test_a_partition_moves_away_and_returns(cluster: LocalCluster):
     )
     directory = Path(cluster.directory) / "storage-3" / "1"
     assert list(directory.iterdir()) == []
-    assert "not assigned" in refused(cluster, "storage", "max-transaction-id", *at)
+    assert "not assigned" in run_failing(cluster, "storage", "max-transaction-id", *at)
     assert done(cluster, "storage", "sync-partitions") == {"is_done": True, "steps": []}
     assign(cluster, {one: (0, 1), other: (0, 1), third: (0, 1)})
     wait_until("it is held", lambda: ran(cluster, "storage", "max-transaction-id", *at).code == 0)
@@ -342,16 +342,16 @@ def test_a_partition_moves_away_and_returns(cluster: LocalCluster):
 def test_invalid_requests_are_reported_in_a_sentence(words: tuple[str, ...], sentence: str):
     found = run_command("storage", *words)
     assert found.returncode == 1, (found.stdout, found.stderr)
-    (said,) = found.stderr.strip().splitlines()
-    assert sentence in said
+    (line,) = found.stderr.strip().splitlines()
+    assert sentence in line
 
 
 def test_a_storage_outside_the_cluster_is_reported(cluster: LocalCluster):
     at = ("--partition", "0")
-    assert "expected a storage of this cluster" in refused(
+    assert "expected a storage of this cluster" in run_failing(
         cluster, "storage", "re-seed", *at, "--storage", "no:1"
     )
-    assert "expected --storage HOST:PORT in addition to --connect" in refused(
+    assert "expected --storage HOST:PORT in addition to --connect" in run_failing(
         cluster, "storage", "re-seed", *at
     )
     port = next(each.port for each in cluster.members if each.kind == "storage")
@@ -363,8 +363,8 @@ def test_a_storage_outside_the_cluster_is_reported(cluster: LocalCluster):
 
 
 def test_an_unused_cluster_is_deleted(cluster: LocalCluster):
-    assert "the name of the cluster at " in refused(cluster, "cluster", "delete", "payments")
-    assert "expected all servers and storages to be stopped" in refused(
+    assert "the name of the cluster at " in run_failing(cluster, "cluster", "delete", "payments")
+    assert "expected all servers and storages to be stopped" in run_failing(
         cluster, "cluster", "delete", "local"
     )
     outcomes = {each["command"]: each["outcome"] for each in done(cluster, "cluster", "audit")}
@@ -380,4 +380,4 @@ def test_an_unused_cluster_is_deleted(cluster: LocalCluster):
     key = done(cluster, "cluster", "show-key")["cluster_key"]
     assert done(cluster, "cluster", "delete", "local")["cluster_key"] == key
     assert done(cluster, "cluster", "list") == []
-    assert "there is nothing at" in refused(cluster, "cluster", "delete", "local", "--force")
+    assert "there is nothing at" in run_failing(cluster, "cluster", "delete", "local", "--force")

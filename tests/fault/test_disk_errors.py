@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fault.load import Scenario, all_engaged, partitions, standing_still, wait_until
+from tests.fault.load import Scenario, all_engaged, partitions, stopped_process, wait_until
 from tests.patience import HANG_S
 from waltz_core.client import WaltzClient
 from waltz_core.config import ClientConfig
@@ -125,9 +125,9 @@ def test_rot_in_an_old_segment_is_found_by_the_scrub_and_repaired_in_the_session
     assert sessions(scenario) == opened, "no session had to end for it"
     assert metric(scenario, "storage-2", "waltz_storage_damaged_transactions") == 0
     assert health(scenario, "storage-2")["damaged"] == []
-    said = log_of(scenario, "storage-2")
-    assert "storage.damage_found partition=0" in said
-    assert "storage.damage_repaired partition=0" in said
+    log = log_of(scenario, "storage-2")
+    assert "storage.damage_found partition=0" in log
+    assert "storage.damage_repaired partition=0" in log
     # The server learns of it after the storage has reported it to the doctor.
     wait_until(
         "the repair is logged", lambda: "replica.repaired partition=0" in server_logs(scenario)
@@ -149,8 +149,8 @@ def test_a_read_that_fails_is_reported_and_its_records_are_repaired(scenario: Sc
         wait_until("whole", lambda: health(scenario, "storage-3")["damaged"] == [])
     assert metric(scenario, "storage-3", "waltz_storage_failed_reads_total") >= 1
     assert metric(scenario, "storage-3", "waltz_storage_failed_writes_total") == 0
-    said = log_of(scenario, "storage-3")
-    assert f"cannot read {path}: Input/output error" in said
+    log = log_of(scenario, "storage-3")
+    assert f"cannot read {path}: Input/output error" in log
     assert scenario.cluster.member("storage-3").process() is not None
     with scenario.load() as load:
         load.await_commits()
@@ -185,7 +185,7 @@ def test_a_second_failed_sync_ends_the_process_and_names_the_file(scenario: Scen
 
 def copy_running(scenario: Scenario, storage: str, where: Path) -> None:
     """Copy a storage's directory as it is at one moment."""
-    with standing_still(scenario.cluster, storage):
+    with stopped_process(scenario.cluster, storage):
         shutil.copytree(scenario.cluster.directory / storage, where)
 
 
@@ -230,13 +230,13 @@ def test_two_storages_are_no_quorum_if_one_is_an_old_copy(scenario: Scenario, tm
     for name in (*SERVERS, "storage-1", "storage-2", "storage-3"):
         scenario.cluster.kill(name)
     put_back(scenario, "storage-2", tmp_path / "old")
-    said = {name: len(log_of(scenario, name)) for name in SERVERS}
+    log = {name: len(log_of(scenario, name)) for name in SERVERS}
     address = f"127.0.0.1:{scenario.cluster.member('storage-2').port}"
     for name in ("storage-1", "storage-2", *SERVERS):
         scenario.cluster.start(name)
 
     def is_unknown() -> bool:
-        lines = "".join(log_of(scenario, name)[start:] for name, start in said.items())
+        lines = "".join(log_of(scenario, name)[start:] for name, start in log.items())
         return all(
             re.search(rf"replica.untrusted partition={each} .*replica={address}", lines)
             for each in range(4)

@@ -20,10 +20,10 @@ from typing import NamedTuple
 import pytest
 
 from tests.commands import run_command
-from tests.fault.changing import address, change_layout, does, replicas
+from tests.fault.changing import address, change_layout, replicas, run_checked
 from tests.fault.doctor import Patient, await_findings, doctor, here, repair, sick_cluster
 from tests.fault.load import wait_until
-from tests.fault.threads import let_threads_go, stop_threads
+from tests.fault.threads import resume_threads, stop_threads
 from tests.patience import HANG_S
 from waltz_core.client import WaltzClient
 from waltz_core.cluster.change.storages import StorageLayout
@@ -90,7 +90,7 @@ def take_offline(cluster: LocalCluster) -> None:
     storage(cluster, "availability", "storage-1", "--online", "false")
 
 
-def doubt_two(cluster: LocalCluster) -> None:
+def mark_two_suspect(cluster: LocalCluster) -> None:
     """Make two of three replicas suspect before the next session, which must not open."""
     for name in ("server-1", "server-2"):
         cluster.kill(name)
@@ -125,13 +125,13 @@ def spoil_log(cluster: LocalCluster) -> None:
 
 def remove_replica(cluster: LocalCluster) -> None:
     """A replica is taken from a storage, which then is given files of it again."""
-    does(cluster, "remove-replica", "0", address(cluster, "storage-3"))
+    run_checked(cluster, "remove-replica", "0", address(cluster, "storage-3"))
     storage(cluster, "add-partition", "storage-3")
 
 
 def prefer_twice(cluster: LocalCluster) -> None:
     for name in ("server-1", "server-2"):
-        does(cluster, "prefer", "1", address(cluster, name))
+        run_checked(cluster, "prefer", "1", address(cluster, name))
 
 
 def misname_admin_port(cluster: LocalCluster) -> None:
@@ -162,7 +162,7 @@ def holding(cluster: LocalCluster) -> str:
 HELD_UP: list[tuple[str, Path, Path]] = []
 
 
-def hold_up_a_start(cluster: LocalCluster) -> None:
+def delay_start(cluster: LocalCluster) -> None:
     """Block a read that a storage executes at its start after a crash."""
     name = holding(cluster)
     cluster.kill(name)
@@ -174,7 +174,7 @@ def hold_up_a_start(cluster: LocalCluster) -> None:
     cluster.start(name)
 
 
-def hold_up_no_more(cluster: LocalCluster) -> None:
+def resume_start(cluster: LocalCluster) -> None:
     for name, newest, aside in HELD_UP:
         cluster.kill(name)
         aside.replace(newest)
@@ -252,7 +252,7 @@ def give_a_disk(where: Path) -> None:
     shutil.rmtree(aside)
 
 
-def give_room_back() -> None:
+def free_disk_space() -> None:
     for where in MOUNTED:
         mount("-o", "remount,size=4g", str(where))
 
@@ -319,12 +319,12 @@ FAULTS = {
         ("replica-offline", "preference-not-granted", "admin-port-wrong"),
         all_of(take_offline, prefer_twice, misname_admin_port),
     ),
-    "no quorum is trusted": Fault(("no-trusted-quorum",), doubt_two),
+    "no quorum is trusted": Fault(("no-trusted-quorum",), mark_two_suspect),
     "a record has rotted": Fault(("process-down", "replica-damaged"), damage),
     "a log does not open": Fault(("replica-unreadable",), spoil_log),
     "a replica is missing": Fault(("replica-left-over", "too-few-replicas"), remove_replica),
     "groups are crowded": Fault(("replicas-share-group",), crowd),
-    "a start takes long": Fault(("storage-starting",), hold_up_a_start, hold_up_no_more),
+    "a start takes long": Fault(("storage-starting",), delay_start, resume_start),
     "a disk hangs": Fault(("storage-unresponsive",), hang),
     "a clock is wrong": Fault(("storage-clock-skew",), shift_clock),
     "a disk is nearly full": Fault(("disk-nearly-full",), leave_free(200)),
@@ -344,8 +344,8 @@ def test_a_fault_is_named_and_repaired_by_the_printed_command(patient: Patient, 
     try:
         repair(patient.directory, found, patient.directory / "ahead" / "bin")
     finally:
-        let_threads_go()
-        give_room_back()
+        resume_threads()
+        free_disk_space()
     patient.check_whole(cluster.connect)
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.commands import run_command
-from tests.fault.changing import address, change_layout, does, refuses
+from tests.fault.changing import address, change_layout, run_checked, run_failing
 from tests.fault.doctor import (
     Patient,
     await_findings,
@@ -65,7 +65,7 @@ FAULTS = (
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=[each.name for each in FAULTS])
-def test_a_process_is_started_as_it_is_printed(patient: Patient, fault: Fault):
+def test_the_printed_command_starts_the_process(patient: Patient, fault: Fault):
     cluster = patient.cluster()
     look = from_elsewhere(cluster.connect)
     patient.write(cluster.connect)
@@ -81,7 +81,7 @@ def test_a_process_is_started_as_it_is_printed(patient: Patient, fault: Fault):
         patient.run_daemon(line, settings_of(cluster, fault.members[0]))
     wait_until("nothing is wrong", lambda: not doctor(*look))
     patient.check_whole(cluster.connect)
-    leave_whole(patient, cluster)
+    repair_cluster(patient, cluster)
 
 
 def check_shown_as_one(cluster: LocalCluster) -> None:
@@ -103,7 +103,7 @@ def settings_of(cluster: LocalCluster, member: str) -> Path:
     return where
 
 
-def leave_whole(patient: Patient, cluster: LocalCluster) -> None:
+def repair_cluster(patient: Patient, cluster: LocalCluster) -> None:
     """Have everything run as the next test expects it."""
     patient.end_daemons()
     for member in cluster.members:
@@ -131,7 +131,7 @@ def test_all_dead_servers_are_removed(patient: Patient):
     patient.run_daemon(alone["command"], settings_of(cluster, servers[0]))
     wait_until("nothing is wrong", lambda: not doctor(*look))
     patient.check_whole(cluster.connect)
-    leave_whole(patient, cluster)
+    repair_cluster(patient, cluster)
 
 
 def test_an_added_storage_that_has_never_started(patient: Patient):
@@ -140,7 +140,7 @@ def test_an_added_storage_that_has_never_started(patient: Patient):
     port, admin_port = free_port(), free_port()
     storage = f"127.0.0.1:{port}"
     words = ("add-storage", storage, "--admin-port", str(admin_port))
-    assert "Hint: start the storage with an empty directory" in refuses(cluster, *words)
+    assert "Hint: start the storage with an empty directory" in run_failing(cluster, *words)
     change_layout(cluster, lambda old: old.with_storage(ReplicaId(storage), admin_port, None))
     (found,) = await_findings(["storage-never-started"], *look)
     assert storage in found["sentence"]
@@ -152,8 +152,8 @@ def test_an_added_storage_that_has_never_started(patient: Patient):
     (where / "storage.toml").write_text(text, encoding="utf-8")
     patient.run_daemon(found["command"], where)
     wait_until("nothing is wrong", lambda: not doctor(*look))
-    does(cluster, "remove-storage", storage)
-    leave_whole(patient, cluster)
+    run_checked(cluster, "remove-storage", storage)
+    repair_cluster(patient, cluster)
 
 
 def test_a_storage_of_another_cluster_answers(patient: Patient):
@@ -181,7 +181,7 @@ def test_a_storage_of_another_cluster_answers(patient: Patient):
     wait_until("nothing is wrong", lambda: not doctor(*look))
     patient.check_whole(cluster.connect)
     run_as_printed(f"waltz-core cluster delete waltz --connect {other} --force")
-    leave_whole(patient, cluster)
+    repair_cluster(patient, cluster)
 
 
 def mistaken(cluster: LocalCluster) -> dict[str, Callable[[Path], tuple[str, dict[str, str]]]]:

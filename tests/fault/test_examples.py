@@ -22,31 +22,31 @@ def run(name: str, *options: str) -> "subprocess.CompletedProcess[str]":
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "line"),
     [
         ("counter", "after 10 increments the counter is 10"),
         ("payments", "payer: was paid already"),
     ],
 )
-def test_with_locks_the_anomaly_does_not_happen(waltz_cluster, name, says):
+def test_with_locks_the_anomaly_does_not_happen(waltz_cluster, name, line):
     done = run(name, "--connect", waltz_cluster)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert says in done.stdout.splitlines()
+    assert line in done.stdout.splitlines()
     assert done.stdout.splitlines()[-1].startswith(f"{name}: OK")
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "line"),
     [
         ("counter", "LOST: 5 of 10 increments"),
         ("constraint", "the balance is -60"),
         ("payments", "WRONG: paid 2 times"),
     ],
 )
-def test_on_a_plain_log_the_anomaly_happens(waltz_cluster, name, says):
+def test_on_a_plain_log_the_anomaly_happens(waltz_cluster, name, line):
     done = run(name, "--connect", waltz_cluster, "--plain")
     assert done.returncode == 1, done.stdout + done.stderr
-    assert says in done.stdout.splitlines()
+    assert line in done.stdout.splitlines()
 
 
 def test_an_example_without_a_cluster_starts_one():

@@ -28,7 +28,7 @@ def test_four_writers_agree_with_the_log(tmp_path):
     assert "storage-2 was killed" in done.stdout
 
 
-def test_an_outcome_has_its_time_also_where_the_callbacks_come_later():
+def test_an_outcome_keeps_its_time_if_its_callback_is_late():
     future: Future[int] = Future()
     asked = four_writers.RecordedOutcome("1.1", 0, "digest", sent_s=1.0)
     future.set_result(7)
@@ -58,7 +58,7 @@ def entry(key: str, transaction_id: int) -> four_writers.Entry:
     ("ledger", "log", "wrong"),
     [
         ([recorded("a", "committed", 0)], [], "lost"),
-        ([recorded("a", "refused")], [entry("a", 0)], "was reported as refused"),
+        ([recorded("a", "rejected")], [entry("a", 0)], "was reported as rejected"),
         ([recorded("a", "lost")], [entry("a", 0)], "was reported as lost"),
         ([recorded("a", "committed", 1)], [entry("a", 0)], "was reported as 1"),
         ([recorded("a", "unknown")], [entry("a", 0), entry("a", 1)], "is in the log 2 times"),
@@ -86,5 +86,5 @@ def test_the_comparison_detects_a_committed_conflict():
 
 
 def test_the_comparison_accepts_a_correct_history():
-    ledger = [recorded("a", "committed", 0), recorded("b", "refused"), recorded("c", "unknown")]
+    ledger = [recorded("a", "committed", 0), recorded("b", "rejected"), recorded("c", "unknown")]
     assert four_writers.compare(ledger, [entry("a", 0)]).wrong == []

@@ -14,9 +14,17 @@ from pathlib import Path
 import pytest
 
 from tests.commands import run_command
-from tests.fault.changing import address, begin, check_level, does, end, refuses, replicas
+from tests.fault.changing import (
+    address,
+    begin,
+    check_replicas_equal,
+    end,
+    replicas,
+    run_checked,
+    run_failing,
+)
 from tests.fault.conftest import SESSION_MS
-from tests.fault.load import Scenario, all_engaged, role, standing_still, wait_until
+from tests.fault.load import Scenario, all_engaged, role, stopped_process, wait_until
 from waltz_core.client import WaltzClient
 from waltz_core.local import Member, running
 from waltz_core.local.ports import is_free
@@ -78,11 +86,11 @@ def test_an_empty_zookeeper_is_rebuilt_from_the_storages(scenario: Scenario):
     words = ("cluster", *rebuild, "--connect", cluster.connect, "--timeout-s")
     line = [sys.executable, "-c", CLOCK_OF_2020, *words]
     limits_s = (3 << doublings for doublings in range(8))  # until it gets past ZooKeeper
-    said = (
+    reported = (
         subprocess.run([*line, str(each)], check=False, capture_output=True, text=True).stderr
         for each in limits_s
     )
-    waited = next(each for each in said if address(cluster, "storage-1") in each)
+    waited = next(each for each in reported if address(cluster, "storage-1") in each)
     assert "Hint: start it, or use --missing" in waited
     command = begin(cluster, *rebuild)
     for name in (*STORAGES, "server-1", "server-2"):
@@ -93,10 +101,10 @@ def test_an_empty_zookeeper_is_rebuilt_from_the_storages(scenario: Scenario):
     with scenario.load() as load:
         load.await_commits()
         assert load.client_id > last_client_id
-    check_level(scenario)
+    check_replicas_equal(scenario)
     scenario.check_agrees()
     scenario.check_whole()
-    assert "there is nothing to rebuild" in refuses(cluster, *rebuild)
+    assert "there is nothing to rebuild" in run_failing(cluster, *rebuild)
 
 
 def test_a_storage_with_a_lying_disk_does_not_decide_alone(scenario: Scenario, tmp_path: Path):
@@ -109,7 +117,7 @@ def test_a_storage_with_a_lying_disk_does_not_decide_alone(scenario: Scenario, t
     with scenario.load() as load:
         load.await_commits()
     wait_until("all replicas are engaged", lambda: all_engaged(cluster))
-    with standing_still(cluster, lying.name):
+    with stopped_process(cluster, lying.name):
         shutil.copytree(cluster.directory / lying.name, tmp_path / "synced")
     with scenario.load() as load:
         load.await_commits()
@@ -118,18 +126,18 @@ def test_a_storage_with_a_lying_disk_does_not_decide_alone(scenario: Scenario, t
     cluster.kill(absent.name, signal.SIGTERM)  # Killed, it could not trust its own log either.
     shutil.rmtree(cluster.directory / lying.name)
     shutil.copytree(tmp_path / "synced", cluster.directory / lying.name)
-    said = unknown_replicas(scenario, lying)
+    reported = unknown_replicas(scenario, lying)
     for name in (lying.name, "server-1", "server-2"):
         cluster.start(name)
     wait_until(
         "its word is not taken in any partition",
-        lambda: len(unknown_replicas(scenario, lying) - said) == cluster.partition_count,
+        lambda: len(unknown_replicas(scenario, lying) - reported) == cluster.partition_count,
     )
     assert not_passed(scenario)
     cluster.start(absent.name)
     with scenario.load() as load:
         load.await_commits()
-    check_level(scenario)
+    check_replicas_equal(scenario)
     scenario.check_agrees()
     scenario.check_whole()
 
@@ -160,7 +168,7 @@ def test_replicas_that_are_all_suspect_are_accepted_by_command(scenario: Scenari
     ports = [cluster.member(name).admin_port for name in STORAGES]
     wait_until("all answer", lambda: not any(is_free(port, cluster.host) for port in ports))
     wait_until("no partition is open", lambda: not_passed(scenario))
-    shown = does(cluster, "accept-replicas", "0")
+    shown = run_checked(cluster, "accept-replicas", "0")
     assert all(each["is_suspect"] for each in shown["replicas"].values())
     assert not_passed(scenario), "showing has changed something"
     # Killed between ZooKeeper and the replica, the command has let nothing in, and can be repeated.
@@ -169,7 +177,7 @@ def test_replicas_that_are_all_suspect_are_accepted_by_command(scenario: Scenari
     assert killed.returncode == -signal.SIGKILL
     assert not_passed(scenario), "a command that did not finish has opened the partition"
     for partition in range(cluster.partition_count):
-        result = does(cluster, "accept-replicas", str(partition), "--yes")
+        result = run_checked(cluster, "accept-replicas", str(partition), "--yes")
         assert result["chosen"] in result["replicas"]
     with scenario.load() as load:
         load.await_commits()
@@ -187,7 +195,7 @@ def not_passed(scenario: Scenario) -> bool:
     return len(sentences) == scenario.cluster.partition_count
 
 
-def test_the_last_disk_is_accepted_and_a_new_one_takes_an_old_ones_place(scenario: Scenario):
+def test_the_last_disk_is_accepted_and_an_empty_one_replaces_a_lost_one(scenario: Scenario):
     cluster = scenario.cluster
     last, lost, other = (address(cluster, name) for name in STORAGES)
     with WaltzClient(cluster.connect) as client:
@@ -195,7 +203,7 @@ def test_the_last_disk_is_accepted_and_a_new_one_takes_an_old_ones_place(scenari
     for name in STORAGES[1:]:
         cluster.kill(name)
         shutil.rmtree(cluster.directory / name)
-    shown = does(cluster, "accept-replicas", "0")
+    shown = run_checked(cluster, "accept-replicas", "0")
     assert shown["accepted"] is False
     assert shown["chosen"] == last
     assert set(shown["unanswered"]) == {lost, other}
@@ -203,18 +211,18 @@ def test_the_last_disk_is_accepted_and_a_new_one_takes_an_old_ones_place(scenari
     assert replicas(cluster)[0] == {last, lost, other}
     partitions = range(cluster.partition_count)
     for partition in partitions:
-        does(cluster, "accept-replicas", str(partition), "--yes")
+        run_checked(cluster, "accept-replicas", str(partition), "--yes")
     assert replicas(cluster) == {each: {last} for each in partitions}
     with scenario.load() as load:
         load.await_commits()
         replace = ("replace-storage", lost, lost)
-        waited = refuses(cluster, *replace, "--timeout-s", "2")
+        waited = run_failing(cluster, *replace, "--timeout-s", "2")
         assert f"a storage with an empty directory to start at {lost}" in waited
         cluster.start("storage-2")
-        does(cluster, *replace)
-        does(cluster, "remove-storage", other)
-        does(cluster, "auto-assign", "--replicas", "2")
+        run_checked(cluster, *replace)
+        run_checked(cluster, "remove-storage", other)
+        run_checked(cluster, "auto-assign", "--replicas", "2")
         load.await_commits()
     assert replicas(cluster) == {each: {last, lost} for each in partitions}
-    check_level(scenario)
+    check_replicas_equal(scenario)
     scenario.check_agrees()

@@ -32,7 +32,7 @@ class Daemon(Child):
         with self._log.open("w") as log:
             self.run(command(kind, "run", "--config", str(config)), log)
 
-    def said(self) -> str:
+    def output(self) -> str:
         """Return its log; it has to run."""
         text = self._log.read_text(encoding="utf-8")
         assert self.process.poll() is None, text
@@ -62,9 +62,12 @@ def test_a_start_waits_for_a_zookeeper_that_does_not_answer(
         gate.stall(after_answers=answers)
         daemon = Daemon(cluster, tmp_path, kind, gate)
         try:
-            wait_until("it says what it waits for", lambda: "zookeeper.waiting" in daemon.said())
-            assert f"{kind} ready" not in daemon.said()
+            wait_until(
+                "the log states what the start waits for",
+                lambda: "zookeeper.waiting" in daemon.output(),
+            )
+            assert f"{kind} ready" not in daemon.output()
             gate.flow()
-            wait_until("it is ready", lambda: f"{kind} ready" in daemon.said())
+            wait_until("it is ready", lambda: f"{kind} ready" in daemon.output())
         finally:
             daemon.kill()

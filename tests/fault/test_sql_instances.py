@@ -81,9 +81,9 @@ class Instance(Child):
         self._output = directory / f"{name}.out"
         with self._output.open("w") as output:
             self.run(command, output)
-        wait_until("an instance is ready", partial(self.has_said, "ready"))
+        wait_until("an instance is ready", partial(self.has_printed, "ready"))
 
-    def has_said(self, word: str) -> bool:
+    def has_printed(self, word: str) -> bool:
         assert self.process.poll() is None, f"{self.name} has ended"
         return word in self._output.read_text().split()
 
@@ -177,7 +177,7 @@ def test_each_transaction_is_applied_once_though_instances_are_killed(
                 log.write_until_applied_by(victim.name, 20)
                 if number < 2:
                     victim.stay_inside()
-                    log.write_until("one in the middle", partial(victim.has_said, "inside"))
+                    log.write_until("one in the middle", partial(victim.has_printed, "inside"))
                 victim.kill()
                 instances[number % 2] = start()
             for each in instances:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fault.changing import address, check_level, does, refuses
+from tests.fault.changing import address, check_replicas_equal, run_checked, run_failing
 from tests.fault.doctor import await_findings, doctor, from_elsewhere, run_as_printed
 from tests.fault.load import Scenario, owners, partitions, wait_until
 from tests.patience import HANG_S
@@ -145,8 +145,13 @@ def test_the_doctor_and_the_log_name_a_storage_that_stalls(scenario: Scenario):
         wait_until("the doctor names it", is_found)
         load.await_commits()
     others = [address(cluster, each) for each in ("storage-1", "storage-3")]
-    found = doctor(*from_elsewhere(cluster.connect))
-    assert not any(each["about"] in others for each in found)
+
+    def is_no_other_named() -> bool:
+        found = doctor(*from_elsewhere(cluster.connect))
+        return not any(each["about"] in others for each in found)
+
+    # On a busy machine another one may not answer the doctor in time.
+    wait_until("the doctor names no other", is_no_other_named)
     scenario.check_whole()
     scenario.check_agrees()
 
@@ -181,7 +186,7 @@ def health(cluster: LocalCluster, name: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("change", [delete, put_copy_back])
-def test_the_replica_is_out_until_it_is_re_seeded_as_printed(
+def test_a_replica_stays_excluded_until_the_printed_re_seed(
     scenario: Scenario, change: Callable[[Path], None]
 ):
     cluster, storage = scenario.cluster, address(scenario.cluster, "storage-2")
@@ -203,8 +208,8 @@ def test_the_replica_is_out_until_it_is_re_seeded_as_printed(
         assert isinstance(why_not, dict)
         assert "deleted or replaced" in why_not["1"]
         load.await_commits()
-        said = run_as_printed(found["command"])
-        wait_until(f"nothing is wrong any more; {said}", lambda: not doctor(*elsewhere))
+        output = run_as_printed(found["command"])
+        wait_until(f"nothing is wrong any more; {output}", lambda: not doctor(*elsewhere))
         load.await_commits()
     assert log.read_text(encoding="utf-8").count("storage.files_replaced") == before + 1
     shutil.rmtree(cluster.directory / "storage-2" / "moved", ignore_errors=True)
@@ -225,14 +230,14 @@ def test_a_storage_ends_without_its_directory_and_an_empty_one_takes_its_place(s
         with pytest.raises(Unreachable, match=rf"(?s)storage-2 ended while .*{replace}"):
             cluster.up()
         words = ("replace-storage", storage, storage)
-        waited = refuses(cluster, *words, "--timeout-s", "5")
+        waited = run_failing(cluster, *words, "--timeout-s", "5")
         last = cluster.partition_count - 1
         assert f"start at {storage}, which then gets partitions 0-{last}" in waited
         cluster.up()
-        assert "cluster add-replica" in does(cluster, *words)["summary"]
-        does(cluster, "add-replica", "all", storage)
+        assert "cluster add-replica" in run_checked(cluster, *words)["summary"]
+        run_checked(cluster, "add-replica", "all", storage)
         load.await_commits()
     wait_until("nothing is wrong any more", lambda: not doctor(*from_elsewhere(cluster.connect)))
-    check_level(scenario)
+    check_replicas_equal(scenario)
     scenario.check_whole()
     scenario.check_agrees()

@@ -260,7 +260,7 @@ def moves(cluster: LocalCluster) -> int:
     return sum(log.count("partition.moved_away") for log in logs)
 
 
-def test_a_server_that_dies_while_zookeeper_is_away_is_replaced_after_its_return(
+def test_a_server_that_dies_in_a_zookeeper_outage_is_replaced_afterwards(
     scenario: Scenario,
 ):
     cluster = scenario.cluster
@@ -298,7 +298,7 @@ def auth_file(tmp_path: Path) -> Path:
     return path
 
 
-def said(*words: str) -> str:
+def error_of(*words: str) -> str:
     """Return the one line that a command prints before it fails."""
     done = run_command(*words)
     assert done.returncode != 0, done.stdout
@@ -345,18 +345,18 @@ def test_a_cluster_is_protected_and_then_rejects_other_users(
 
 def check_only_its_user_is_let_in(tmp_path: Path, place: str) -> None:
     """Without credentials, with other ones, and with a file that is absent."""
-    unreachable = said("cluster", "show", place)
+    unreachable = error_of("cluster", "show", place)
     assert "requires authentication at /waltz/local" in unreachable
     assert "?auth=FILE" in unreachable
     wrong = tmp_path / "wrong.auth"
     wrong.write_text("digest:waltz:another password\n")
-    other = said("cluster", "show", f"{place}?auth={wrong}")
+    other = error_of("cluster", "show", f"{place}?auth={wrong}")
     assert "denies access to /waltz/local" in other
     assert "user 'waltz'" in other
     assert "another password\n" not in other.replace("with another password", "")
     with pytest.raises(BadConfig, match="requires authentication"):
         WaltzClient(place)
-    missing = said("cluster", "show", f"{place}?auth={tmp_path}/none")
+    missing = error_of("cluster", "show", f"{place}?auth={tmp_path}/none")
     assert "cannot be read: No such file" in missing
 
 

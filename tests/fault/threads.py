@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 _DETACH, _SEIZE, _INTERRUPT, _WALL = 17, 0x4206, 0x4207, 0x40000000
-_LOOKS_EVERY_S = 0.02
+_CHECK_INTERVAL_S = 0.02
 
 
 class _Watch:
@@ -53,7 +53,7 @@ class _Watch:
                 for each in os.listdir(f"/proc/{self._pid}/task"):
                     self._stop(int(each))
             self._has_begun.set()
-            self._ended.wait(_LOOKS_EVERY_S)
+            self._ended.wait(_CHECK_INTERVAL_S)
         for thread in self._stopped:
             self._let_go(thread)
 
@@ -90,11 +90,11 @@ def stop_threads(pid: int, is_answering: Callable[[], bool]) -> None:
     watch = _Watch(pid, is_answering)
     _watches.append(watch)
     if watch.refused:
-        let_threads_go()
+        resume_threads()
         pytest.skip(f"no thread can be stopped: {watch.refused}")
 
 
-def let_threads_go() -> None:
+def resume_threads() -> None:
     """End the watch; before that no other process can reap the process."""
     while _watches:
         _watches.pop().end()

@@ -92,7 +92,7 @@ def out_of_memory(data):
     raise BadFormat("too large") from MemoryError()
 
 
-def test_an_undeclared_error_is_a_defect_with_its_place():
+def test_an_undeclared_error_is_reported_with_its_location():
     with pytest.raises(
         Defect, match=r"broken: KeyError: .* at tests/fuzz/test_fuzz.py:\d+, for 7f"
     ):
@@ -100,12 +100,12 @@ def test_an_undeclared_error_is_a_defect_with_its_place():
     decoder_of(fails).check(b"other")
 
 
-def test_a_lack_of_memory_that_became_a_declared_error_is_a_defect():
+def test_a_memory_error_reported_as_a_declared_error_is_a_defect():
     with pytest.raises(Defect, match="MemoryError"):
         decoder_of(out_of_memory).check(b"")
 
 
-def test_sealed_bytes_are_decoded_too():
+def test_inputs_with_corrected_checksums_are_decoded_too():
     with pytest.raises(Defect, match="KeyError"):
         decoder_of(fails, seal=lambda data: b"\x7f\xff\xff\xff" + data).check(b"other")
 
@@ -144,7 +144,7 @@ check_limited(Decoder("a", lambda data: bytearray(b"x") * (100 << 20), (), list)
 """
 
 
-def test_extremes_are_in_every_place():
+def test_extreme_numbers_are_tried_at_every_offset():
     found = with_extremes(bytes(6), ())
     assert bytes(1) + INT32_MAX.to_bytes(4, "big") + bytes(1) in found
     assert len(found) == 6 * 8

@@ -34,6 +34,7 @@ from waltz_core.wire.messages import Hello, RangeForm, WireProtocol
 from waltz_core.wire.record_locations import (
     LOCATIONS,
     SEGMENT_REQUEST_BYTES,
+    TICKET_BYTES,
     FileLocation,
     decode_segment,
     encode_locations,
@@ -379,9 +380,14 @@ def take_append_result(data: bytes) -> None:
         list(_predecessors_in(message))
 
 
+def segment_requests() -> list[bytes]:
+    """Return requests without and with a ticket."""
+    return [encode_segment(3, 1 << 33, ticket) for ticket in (b"", bytes(range(TICKET_BYTES)))]
+
+
 def decode_segment_request(data: bytes) -> None:
-    """Decode a request at the Unix socket, which reads exactly so many bytes."""
-    if len(data) == SEGMENT_REQUEST_BYTES:
+    """Decode a request at the Unix socket, which reads one of these numbers of bytes."""
+    if len(data) in (SEGMENT_REQUEST_BYTES, SEGMENT_REQUEST_BYTES + TICKET_BYTES):
         assert encode_segment(*decode_segment(data)) == data
 
 
@@ -420,5 +426,5 @@ DECODERS = (
         (RemoteProtocolError,),
         lambda: [bytes(7) + b"\1" + bytes(7) + b"\5"],
     ),
-    Decoder("segment-request", decode_segment_request, (), lambda: [encode_segment(3, 1 << 33)]),
+    Decoder("segment-request", decode_segment_request, (), segment_requests),
 )

@@ -21,7 +21,7 @@ def storage(tmp_path):
     return tmp_path
 
 
-def said(capsys, *words):
+def run_tool(capsys, *words):
     """What a command prints as JSON, one value for each line."""
     code = main(["disk", *map(str, words), "--json"])
     return code, [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -36,14 +36,14 @@ def test_a_0_13_program_directory_verifies(storage, capsys):
     assert found(storage) == (missing, [ONLY_THE_ORIGINAL])
     log = verified(storage, partitions=[0]).logs[0]
     assert (log.records, log.checksums, log.last) == (9, 18, 8)
-    code, (value,) = said(capsys, "verify", storage, "--partition", 0)
+    code, (value,) = run_tool(capsys, "verify", storage, "--partition", 0)
     assert code == 0
     assert (value["wrong"], value["notes"]) == (0, 1)
     assert value["partitions"][0]["bytes"] == 551
 
 
 def test_records_of_0_13_are_dumped_as_they_were_captured(storage, capsys):
-    code, lines = said(capsys, "dump-segment", storage, "--data")
+    code, lines = run_tool(capsys, "dump-segment", storage, "--data")
     assert code == 0
     case = load("segment_file.json")[0]
     header = case["header"]
@@ -63,14 +63,14 @@ def test_records_of_0_13_are_dumped_as_they_were_captured(storage, capsys):
         assert line["data_bytes"] == record["dataLength"]
         assert (line["crc"], line["data_crc"]) == (record["recordCrc32"], record["dataCrc32"])
         assert bytes.fromhex(line["data_hex"]).decode() == record["data"]
-        assert line["is_right"]
+        assert line["is_valid"]
 
 
 @pytest.mark.parametrize("case", load("control_file.json"), ids=lambda one: one["name"])
 def test_a_0_13_control_file_is_dumped_as_it_was_captured(tmp_path, capsys, case):
     path = tmp_path / "waltz-storage.ctl"
     path.write_bytes(bytes.fromhex(case["hex"]))
-    code, (value,) = said(capsys, "dump-control-file", path)
+    code, (value,) = run_tool(capsys, "dump-control-file", path)
     assert code == 0
     decoded = case["decoded"]
     assert value["control_file"]["cluster_key"] == decoded["key"]
@@ -90,10 +90,10 @@ def test_a_0_13_control_file_is_dumped_as_it_was_captured(tmp_path, capsys, case
 def test_a_0_13_index_is_rebuilt_as_it_was(storage, capsys):
     index = storage / "0" / f"{NAME}.idx"
     good = index.read_bytes()
-    code, (value,) = said(capsys, "repair-index", storage)
-    assert (code, value[0]["is_right"]) == (0, True)
+    code, (value,) = run_tool(capsys, "repair-index", storage)
+    assert (code, value[0]["is_valid"]) == (0, True)
     patch(index, 150, b"\xff")
-    code, (value,) = said(capsys, "repair-index", storage)
+    code, (value,) = run_tool(capsys, "repair-index", storage)
     assert (code, value[0]["is_rebuilt"], value[0]["wrong"]) == (0, True, 1)
     assert index.read_bytes()[128:] == good[128:]
 

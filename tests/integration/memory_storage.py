@@ -1,4 +1,4 @@
-"""A storage in memory, behind a real socket: enough of S 1 for the server's own tests."""
+"""A storage in memory with a real socket: as much of S 1 as the server's tests need."""
 
 from collections import Counter
 from dataclasses import dataclass, field

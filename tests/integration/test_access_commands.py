@@ -74,7 +74,7 @@ def test_permissions_and_tokens_reach_every_daemon(
         assert client.append(b"with a token", partition=PARTITION).result() >= 0
     change("token", "revoke", token_id)
     with (
-        WaltzClient(connect, ClientConfig(request_timeout_ms=2_000)) as client,
+        WaltzClient(connect, ClientConfig(request_timeout_ms=5_000)) as client,
         pytest.raises(AuthenticationFailed, match="the token is unknown, revoked or expired"),
     ):
         client.high_water_mark(PARTITION)

@@ -127,9 +127,9 @@ def test_reads_use_the_replica_of_the_clients_group(
         assert len(asked) == 1
 
 
-def test_a_layout_travels_and_opens_a_client_elsewhere(client: WaltzClient):
+def test_a_pickled_layout_opens_a_client_in_another_process(client: WaltzClient):
     client.mount()
-    # Like Spark, which takes the layout to another process.
+    # Spark pickles the layout in the same way, for another process.
     layout = CPickleSerializer().loads(CPickleSerializer().dumps(client.layout()))
     with WaltzClient.at(layout, client_id=client.client_id, connection_sequence=1 << 32) as counts:
         assert counts.cluster() == client.cluster()
@@ -152,25 +152,28 @@ def test_a_fork_gets_an_error_and_may_open_a_client_of_its_own(
         os._exit(0)
     os.close(writer)
     os.waitpid(child, 0)
-    said = os.read(reader, 1_000).decode()
+    message = os.read(reader, 1_000).decode()
     os.close(reader)
-    assert "is used in its fork" in said
-    assert said.endswith("own sees 4")
+    assert "is used in its fork" in message
+    assert message.endswith("own sees 4")
 
 
 def test_the_error_without_zookeeper_names_the_hosts():
-    config = ClientConfig(zookeeper_connect_timeout_ms=300)
-    refused = r"127\.0\.0\.1:9 within 300 ms: Connection refused"
-    with pytest.raises(errors.CoordinatorUnavailable, match=refused):
-        WaltzClient("127.0.0.1:9/waltz", config)
-    with pytest.raises(errors.CoordinatorUnavailable, match="the host name cannot be resolved"):
-        WaltzClient("zookeeper.invalid:2181/waltz", config)
+    def check(place: str, expected: str) -> None:
+        # On a busy machine the reason may be found later.
+        for timeout_ms in (300, 3_000, 30_000):
+            config = ClientConfig(zookeeper_connect_timeout_ms=timeout_ms)
+            with pytest.raises(errors.CoordinatorUnavailable) as caught:
+                WaltzClient(f"{place}/waltz", config)
+            if expected in str(caught.value):
+                break
+        assert f"answered at {place} within {timeout_ms} ms: {expected}" in str(caught.value)
+
+    check("127.0.0.1:9", "Connection refused")
+    check("zookeeper.invalid:2181", "the host name cannot be resolved")
     with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        with pytest.raises(
-            errors.CoordinatorUnavailable, match="ZooKeeper sends no session response"
-        ):
-            WaltzClient(f"127.0.0.1:{port}/waltz", config)
+        place = f"127.0.0.1:{other.getsockname()[1]}"
+        check(place, "connections are accepted, but ZooKeeper sends no session response")
 
 
 def test_the_error_without_a_cluster_names_the_command(cluster: LocalCluster):
@@ -204,7 +207,7 @@ class Ledger(Callbacks):
             self.changed.notify_all()
 
     def has_seen(self, count: int) -> bool:
-        """Wait until so many transactions have been applied."""
+        """Wait until `count` transactions have been applied."""
         with self.changed:
             return self.changed.wait_for(lambda: len(self.seen) >= count, HANG_S)
 
@@ -294,7 +297,7 @@ def test_outcomes_while_a_server_is_killed_agree_with_the_log(cluster: LocalClus
     claims: list[tuple[int, int | None, bytes]] = []
     with ThreadPoolExecutor(2) as pool, WaltzClient(cluster.connect) as client:
         client.mount()
-        # One of the two was given the layout, and asks ZooKeeper when that is wrong.
+        # One of the two has the layout, and queries ZooKeeper when the layout is wrong.
         with WaltzClient.at(client.layout()) as other:
             runs = [
                 pool.submit(load, each, stop, b"%d" % i, counts, claims)
@@ -321,7 +324,7 @@ def check_claims(client: WaltzClient, claims: list[tuple[int, int | None, bytes]
     for partition in range(client.partition_count):
         heads, datas = log_of(client, partition)
         assert np.array_equal(heads["transaction_id"], np.arange(heads.size))
-        assert np.unique(heads["req_id"]).size == heads.size, "a request id stands twice"
+        assert np.unique(heads["req_id"]).size == heads.size, "a request ID is in the log twice"
         count = Counter(datas)
         for where, transaction_id, row in claims:
             if where != partition:

@@ -9,7 +9,7 @@ from waltz_core.local import running
 
 ROOT = Path(__file__).resolve().parents[2]
 CONNECT = "zk1:2181,zk2:2181/waltz/payments"
-# What stands in a comment `<!-- python ... -->` is executed too: it waits, or looks.
+# A comment `<!-- python ... -->` of the page is executed, too: it waits, or checks.
 SNIPPET = re.compile(r"^```python\n(.*?)^```$|^<!-- python\n(.*?)^-->$", re.MULTILINE | re.DOTALL)
 
 

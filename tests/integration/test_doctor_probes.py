@@ -22,7 +22,7 @@ from waltz_core.storage.service.work import Work
 from waltz_core.wire.admin_messages import Done, SetAvailable
 
 CLUSTER = StaticCluster(KEY, PARTITION_COUNT, (PartitionId(0), PartitionId(2)))
-# Of those that are well none takes as long, however busy the machine is.
+# No healthy process takes as long, however busy the machine is.
 TIMEOUT_S = 4.0
 
 

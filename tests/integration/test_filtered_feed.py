@@ -14,7 +14,7 @@ from waltz_core.records.batches import encode_append
 from waltz_core.records.record import Generation
 
 WANTED, OTHER = 7, 8
-# One in so many passes the filter.
+# One of this number of transactions passes the filter.
 SHARE = 20
 
 
@@ -26,7 +26,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
 
 
 class Counter:
-    """Stands between a client and a server, and counts what the server sends."""
+    """A proxy between a client and a server that counts the bytes that the server sends."""
 
     def __init__(self, address: str) -> None:
         host, _, port = address.rpartition(":")
@@ -88,7 +88,7 @@ class Taking(AsyncCallbacks):
 async def bytes_of_a_feed(
     layout: ClusterLayout, partition: int, callbacks: Taking, last: int, headers: list[int] | None
 ) -> int:
-    """Return how many bytes it takes to come from the callbacks' mark to `last`."""
+    """Return the number of bytes that are sent from the callbacks' mark up to `last`."""
     address, generation = layout.owners[partition]
     counter = Counter(address)
     async with await counter.start():
@@ -98,7 +98,7 @@ async def bytes_of_a_feed(
             return through
 
         async with AsyncWaltzClient.at(layout) as c:
-            # NB: it would ask ZooKeeper after the first mount, and go around the counter.
+            # NB: it would query ZooKeeper after the first mount, and bypass the counter.
             c.directory.owner = owner  # type: ignore[method-assign]
             await c.subscribe(callbacks, [partition], headers=headers)
             async with asyncio.timeout(HANG_S):
@@ -109,7 +109,7 @@ async def bytes_of_a_feed(
     return counter.bytes
 
 
-# Near enough to be fed, and so far behind that it is fetched in ranges first.
+# Near enough to the end to be fed, but it must first fetch ranges.
 @pytest.mark.parametrize(
     ("partition", "batches", "reads_data"), [(0, 15, False), (0, 15, True), (1, 45, True)]
 )
@@ -144,5 +144,5 @@ def test_bytes_on_the_wire_fall_in_proportion(
     everything, some = asyncio.run(measure())
     logging.getLogger(__name__).info("%d bytes without a filter, %d with one", everything, some)
     assert everything > (last - mark) * (120 if reads_data else 20)
-    # A picked header takes 24 bytes instead of 20, and each frame has its own few.
+    # A filtered header has 24 bytes instead of 20, and each frame has a few more.
     assert some < everything / SHARE * 1.5 + 4_000

@@ -70,7 +70,7 @@ async def log_in(directory):
         yield Log(address, owner)
 
 
-def test_records_are_read_from_the_files_in_all_their_bytes(tmp_path):
+def test_records_read_from_the_files_have_all_their_bytes(tmp_path):
     async def main():
         async with log_in(tmp_path) as log:
             with log.reader() as reader:
@@ -160,7 +160,7 @@ def test_a_reader_that_is_closed_during_its_request_continues_to_the_server(tmp_
                 await reader.fetch(RangeQuery(30, COUNT - 1, RangeForm.WHOLE, (), SIZE))
                 async with asyncio.TaskGroup() as tasks:
                     message = tasks.create_task(refused(reader))
-                    await asyncio.sleep(0)  # the storage is being asked where they lie
+                    await asyncio.sleep(0)  # the storage is queried for their positions
                     reader.close()
                 assert await message == "the server's turn"
             assert log.from_server == [0]
@@ -176,7 +176,9 @@ def test_a_storage_that_hands_over_no_file_sends_the_records(tmp_path, monkeypat
                 assert await log.read(reader) == RECORDS
                 assert reader.from_local_count == 0
             (tmp_path / "0" / segment_name(0, ".seg")).rename(tmp_path / "elsewhere")
-            with log.reader() as reader:  # it says where, and cannot open it for another
+            with (
+                log.reader() as reader
+            ):  # it returns the positions, but cannot open the file for another process
                 assert await log.read(reader) == RECORDS
                 assert (reader.from_local_count, reader.from_replica_count) == (0, 9)
 

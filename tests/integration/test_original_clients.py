@@ -65,7 +65,7 @@ async def count_until(is_over: asyncio.Event, client: OriginalClient, state: Cou
 
 
 def has_lost_partition(client: OriginalClient) -> bool:
-    """Whether a client was notified that the partition moved; a waiting read learns of it later."""
+    """Whether a client was notified that the partition moved; a waiting read is notified later."""
     return client.counts["not ready"] > 1 or bool(client.rpc.partitions[0].wanted)
 
 

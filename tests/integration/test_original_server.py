@@ -15,7 +15,7 @@ from tests.patience import HANG_S
 from waltz_core.cli.main import main
 from waltz_core.client import WaltzClient
 from waltz_core.config import ClientConfig
-from waltz_core.errors import Unreachable
+from waltz_core.errors import Unavailable, Unreachable
 
 pytestmark = pytest.mark.zookeeper
 
@@ -50,7 +50,7 @@ def test_a_client_needs_no_znode_of_this_version_and_leaves_none(connect: str, n
     assert nodes.paths() == before
 
 
-def test_a_partition_that_moves_takes_its_client_along(connect: str, nodes: Nodes):
+def test_clients_follow_a_partition_that_moves(connect: str, nodes: Nodes):
     with WaltzClient(connect) as client:
         cluster = nodes.cluster
         assert appended(client, 0, b"here") == 0
@@ -105,13 +105,19 @@ def test_servers_answer_commands_that_query_them(connect: str, capsys: pytest.Ca
 def test_a_server_that_is_too_old_is_rejected_in_one_sentence(zookeeper: str):
     with OriginalCluster(1, versions=(0, 1, 2)) as cluster:
         made = Nodes(zookeeper, cluster)
-        quick = ClientConfig(request_timeout_ms=500)
         why = "cannot report that a client is ahead of the log"
         try:
-            with (
-                WaltzClient(f"{zookeeper}{ROOT}", quick) as client,
-                pytest.raises(Unreachable, match=why),
-            ):
-                appended(client, 0)
+            for timeout_ms in (500, 5_000, 50_000):
+                config = ClientConfig(request_timeout_ms=timeout_ms)
+                with (
+                    WaltzClient(f"{zookeeper}{ROOT}", config) as client,
+                    pytest.raises(Unavailable) as caught,
+                ):
+                    appended(client, 0)
+                if why in str(caught.value):
+                    break
+                # A busy machine had not asked the server by then: the next one has more time.
         finally:
             made.close()
+        assert isinstance(caught.value, Unreachable)
+        assert why in str(caught.value)

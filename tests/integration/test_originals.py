@@ -77,7 +77,7 @@ async def state_of(wire: Wire, at: Req, mark: int = -1, sequence: int = 0) -> in
 
 
 async def fed(wire: Wire) -> int:
-    """Return the id of the next message, which is of the feed."""
+    """Return the ID of the next message, which is of the feed."""
     _, body = await answer(wire, original.FEED_DATA)
     return struct.unpack(">qi", body)[0]
 
@@ -200,7 +200,7 @@ def test_each_version_mounts_appends_and_reads(
             assert await is_ended(rpc)
             await until(
                 lambda: server._clients.legacy_client_count == 1
-            )  # the superseded one has gone
+            )  # the superseded one has disconnected
 
     with watching(caplog) as logged:
         run(main())
@@ -221,7 +221,7 @@ def test_a_mount_is_answered_after_the_feed_has_sent_the_missing_transactions(ve
             assert [await fed(wire) for _ in range(5)] == [5, 6, 7, 8, 9]
             found, _ = await answer(wire, original.MOUNT_RESPONSE)
             assert found == req(1)
-            # Nothing more before it is asked for.
+            # Nothing more is sent before the client requests it.
             await writer.append(1)
             assert await state_of(wire, req(2), 10) == original.READY
             wire.send(original.FEED_REQUEST, req(2), LONG.pack(10))
@@ -323,7 +323,7 @@ def test_requests_without_a_mount_are_answered_or_left_open(
                 found, body = await answer(rpc, original.DATA_RESPONSE)
                 assert found == req(3, partition=partition)
                 assert original.data_of(body) == (number, None, error)
-            # No answer to a flush, nor to a mark; but the client may ask for that elsewhere.
+            # No answer to a flush, nor to a mark; but the client may request the mark elsewhere.
             rpc.send(original.FLUSH_REQUEST, req(4, partition=7))
             rpc.send(original.MARK_REQUEST, req(5, partition=7))
             rpc.send(original.DATA_REQUEST, req(6), LONG.pack(2))

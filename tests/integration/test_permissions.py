@@ -2,125 +2,66 @@
 
 import asyncio
 import dataclasses
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from kazoo.client import KazooClient
 
 from tests.certificates import Certificates
 from tests.commands import run_command
-from tests.fault.load import wait_until
-from tests.integration.tls_cluster import daemons_with_access, tls_cluster
+from tests.fault.load import stopped_process, wait_until
+from tests.integration.permitted_cluster import MINE, OTHER, PERMISSIONS, Access, permitted_cluster
+from tests.patience import HANG_S
 from tests.sample_messages import sample_of
-from waltz_core.access.permissions import Grant, KnownToken, Permissions
+from waltz_core.access.client_ids import NO_PROOF
 from waltz_core.access.requirements import AccessVerb, ByField, Requirement, Scope
-from waltz_core.access.tokens import hash_of
 from waltz_core.client import Callbacks, Transaction, WaltzClient
-from waltz_core.cluster.znodes import access_node
+from waltz_core.client.links.directory import Owner
+from waltz_core.client.read import ranges
+from waltz_core.client.read.ranges import RangeQuery, ReaderConnection, ReplicaReader, ReplicaSet
 from waltz_core.config import ClientConfig
-from waltz_core.config.connect_string import parse_connect_string
-from waltz_core.errors import BY_CODE, PermissionDenied, WaltzError
-from waltz_core.local import LocalCluster
-from waltz_core.transport import net, tls
+from waltz_core.errors import (
+    BY_CODE,
+    ClientIdDenied,
+    NotMounted,
+    OutcomeUnknown,
+    PermissionDenied,
+    Unavailable,
+    Unreachable,
+    WaltzError,
+)
+from waltz_core.records.record import ReqId
+from waltz_core.transport import handover, net, tls
 from waltz_core.wire.admin_messages import AdminRejected
 from waltz_core.wire.codec import message_classes
-from waltz_core.wire.messages import ErrorResponse, Message, Nack, WireProtocol
-
-DAEMONS = ("storage-1", "server-1")
-MINE, OTHER = 1, 3
-LATER_MS = 1 << 50
-# Each has a token; the first byte of its secret is the place in this list.
-PRINCIPALS = ("nothing", "writer", *(each.value for each in AccessVerb))
-PERMISSIONS = Permissions(
-    1,
-    "ops",
-    0,
-    bytes(32),
-    grants=(
-        Grant("localhost", False, AccessVerb.REPLICATE, None),
-        Grant("writer", False, AccessVerb.READ, ((MINE, MINE),)),
-        Grant("writer", False, AccessVerb.APPEND, ((MINE, MINE),)),
-        *(Grant(each.value, False, each, ((MINE, MINE),)) for each in AccessVerb),
-    ),
-    tokens={
-        hash_of(bytes([number]) * 32): KnownToken(f"t{number}", name, LATER_MS)
-        for number, name in enumerate(PRINCIPALS)
-    },
+from waltz_core.wire.messages import (
+    OWN_HEADERS,
+    ClientIdRequest,
+    ClientIdResponse,
+    ClientMessage,
+    ErrorResponse,
+    Message,
+    Mounted,
+    MountRequest,
+    MountWriter,
+    Nack,
+    RangeData,
+    RangeRequest,
+    WireProtocol,
 )
+from waltz_core.wire.record_locations import TICKET_BYTES, encode_segment, socket_name_of
 
-
-class Access:
-    """The permissions of the cluster in ZooKeeper, and connect strings of principals."""
-
-    def __init__(self, cluster: LocalCluster, authorities: str, directory: Path) -> None:
-        self.cluster = cluster
-        self._place = parse_connect_string(cluster.connect)
-        self._authorities = authorities
-        self._directory = directory
-        self._zookeeper = KazooClient(",".join(self._place.hosts))
-        self._zookeeper.start()
-        self._revision = 0
-
-    def write(self, permissions: Permissions) -> None:
-        """Write the next revision, and wait until every daemon has read it."""
-        self._revision += 1
-        data = access_node.encode(dataclasses.replace(permissions, revision=self._revision))
-        path = f"{self._place.root}/x/access"
-        if self._zookeeper.exists(path):
-            self._zookeeper.set(path, data)
-        else:
-            self._zookeeper.create(path, data)
-        self.await_read()
-
-    def await_read(self) -> None:
-        """Wait until every daemon has read the latest revision."""
-        line = f"access.revision revision={self._revision}\n"
-        for name in DAEMONS:
-            log = self.cluster.log_path(name)
-            wait_until(f"{name} reads", lambda log=log: line in log.read_text())
-
-    def connect(self, principal: str) -> str:
-        """Return the connect string of a principal."""
-        file = self._directory / principal
-        file.write_text((bytes([PRINCIPALS.index(principal)]) * 32).hex())
-        place = self.cluster.connect.partition("?")[0]
-        return f"{place}?tls={self._authorities}&token_file={file}"
-
-    def close(self) -> None:
-        self._zookeeper.stop()
-        self._zookeeper.close()
+IS_LINUX = pytest.mark.skipif(not handover.IS_POSSIBLE, reason="abstract names are Linux's")
 
 
 @pytest.fixture(scope="module")
 def started(
     tmp_path_factory: pytest.TempPathFactory, certificates: Certificates
 ) -> Iterator[Access]:
-    with enforced_access(tmp_path_factory, certificates, PERMISSIONS) as made:
+    with permitted_cluster(tmp_path_factory, certificates) as made:
         yield made
-
-
-@contextmanager
-def enforced_access(
-    tmp_path_factory: pytest.TempPathFactory, certificates: Certificates, permissions: Permissions
-) -> Iterator[Access]:
-    """As an operator introduces it: first "report", then permissions, then "on"."""
-    settings = {"principal_pattern": "DNS=(localhost)"}
-    with (
-        daemons_with_access("report", **settings),
-        tls_cluster(tmp_path_factory, certificates) as cluster,
-    ):
-        made = Access(cluster, certificates.authorities, tmp_path_factory.mktemp("tokens"))
-        made.write(permissions)
-        with daemons_with_access("on", **settings):
-            for name in DAEMONS:
-                cluster.kill(name)
-                cluster.log_path(name).write_text("")
-                cluster.start(name)
-            made.await_read()
-            yield made
-        made.close()
 
 
 @pytest.fixture
@@ -211,6 +152,118 @@ def test_every_request_is_denied_without_its_verb(
 
 
 # ---------------------------------------------------------------------------------------------
+# files of a storage
+
+
+class Reader:
+    """A connection to the storage that has received record locations, and its ticket."""
+
+    def __init__(self, access: Access, principal: str, replicas: ReplicaSet) -> None:
+        self._context = tls.dialing(ClientConfig(), access.connect(principal))
+        self._replicas = replicas
+        self.ticket = b""
+
+    async def connect(self) -> ReaderConnection:
+        """Connect, and receive a ticket with the locations of the first record of `MINE`."""
+        (address,) = self._replicas.replicas
+        made = await ReaderConnection.open(
+            address, self._replicas, timeout_s=HANG_S, ssl=self._context
+        )
+        session_id = self._replicas.session_id
+        grant = await made.places(MINE, RangeQuery(0, 0), session_id=session_id, timeout_s=HANG_S)
+        self.ticket = grant.ticket
+        return made
+
+    def is_passed(self, ticket: bytes, partition: int = MINE) -> bool:
+        """Whether the storage passes the first file of a partition for a ticket."""
+        (address,) = self._replicas.replicas
+        name = socket_name_of(self._replicas.cluster_key, address, with_tickets=True)
+        request = encode_segment(partition, 0, ticket)
+        try:
+            os.close(handover.take(name, request, timeout_s=HANG_S))
+        except Unreachable as error:
+            if "not available" not in str(error):
+                raise
+            return False
+        return True
+
+
+@pytest.fixture
+def replicas(access: Access) -> ReplicaSet:
+    with WaltzClient(access.connect("writer")) as client:
+        client.append(b"mine", partition=MINE).result()
+        return client.replicas(MINE)
+
+
+@IS_LINUX
+def test_an_open_file_is_passed_for_the_ticket_of_an_open_connection_only(
+    access: Access, replicas: ReplicaSet
+):
+    async def main():
+        one, other = (Reader(access, name, replicas) for name in ("read", "replicate"))
+        link, other_link = await one.connect(), await other.connect()
+        assert len({one.ticket, other.ticket}) == 2
+        for _ in range(2):  # a reader opens several files
+            assert one.is_passed(one.ticket)
+        assert not one.is_passed(one.ticket, OTHER)
+        for number in range(TICKET_BYTES):
+            forged = bytearray(one.ticket)
+            forged[number] ^= 1
+            assert not one.is_passed(bytes(forged))
+        assert not one.is_passed(bytes(TICKET_BYTES))
+        assert not one.is_passed(one.ticket[:8] + other.ticket[8:])
+        earlier = one.ticket
+        link.close()
+        await asyncio.to_thread(wait_until, "it ends", lambda: not one.is_passed(earlier))
+        again = await one.connect()
+        assert not one.is_passed(earlier)
+        assert one.is_passed(one.ticket)
+        assert one.is_passed(other.ticket)
+        again.close()
+        other_link.close()
+
+    asyncio.run(main())
+
+
+@IS_LINUX
+def test_no_file_is_passed_after_a_revocation(access: Access, replicas: ReplicaSet):
+    async def main():
+        kept, lost = Reader(access, "writer", replicas), Reader(access, "read", replicas)
+        links = [await each.connect() for each in (kept, lost)]
+        without = tuple(each for each in PERMISSIONS.grants if each.holder != "read")
+        await asyncio.to_thread(access.write, dataclasses.replace(PERMISSIONS, grants=without))
+        assert not lost.is_passed(lost.ticket)
+        assert kept.is_passed(kept.ticket)
+        await asyncio.to_thread(access.write, PERMISSIONS)
+        assert not lost.is_passed(lost.ticket)  # its connection has ended
+        for link in links:
+            link.close()
+
+    asyncio.run(main())
+
+
+@IS_LINUX
+def test_a_reader_on_the_machine_reads_the_files_and_an_older_one_the_connection(
+    access: Access, replicas: ReplicaSet, monkeypatch: pytest.MonkeyPatch
+):
+    async def read() -> int:
+        """Return how many chunks were read from files."""
+        context = tls.dialing(ClientConfig(), access.connect("read"))
+        made = ReplicaReader(MINE, replicas, None, first=0, timeout_s=HANG_S, ssl=context)
+        chunk = await made.fetch(RangeQuery(0, 0))
+        assert chunk.count == made.from_replica_count == 1
+        made.close()
+        return made.from_local_count
+
+    assert asyncio.run(read()) == 1
+    names = []
+    monkeypatch.setattr(ranges.handover, "is_offered", names.append)
+    assert asyncio.run(read()) == 0
+    monkeypatch.undo()
+    assert [handover.is_offered(name) for name in names] == [False, True]
+
+
+# ---------------------------------------------------------------------------------------------
 # clients
 
 
@@ -258,8 +311,11 @@ def test_a_revoked_grant_ends_appends_and_feeds(access: Access):
         writer.append(b"before", partition=MINE).result()
         wait_until("the feed delivers", lambda: b"before" in fed.fed)
         access.write(dataclasses.replace(PERMISSIONS, grants=PERMISSIONS.grants[:1]))
-        with pytest.raises(PermissionDenied):
+        # One that was sent before the client noticed the end of its connection may have been lost.
+        with pytest.raises((PermissionDenied, OutcomeUnknown)):
             writer.append(b"after", partition=MINE).result()
+        with pytest.raises(PermissionDenied):
+            writer.append(b"after that", partition=MINE).result()
         wait_until("the feed has ended", lambda: reader.partitions == ())
         access.write(PERMISSIONS)
         with WaltzClient(access.connect("writer")) as other:
@@ -289,11 +345,11 @@ def test_a_feed_with_a_revoked_token_continues_when_it_is_valid_again(access: Ac
 
 def test_servers_without_replicate_serve_nothing_until_it_is_granted_again(access: Access):
     config = ClientConfig(request_timeout_ms=2_000)
-    with WaltzClient(access.connect("writer"), config) as client:
+    with WaltzClient(access.connect("writer")) as client:
         client.append(b"before", partition=MINE).result()
-        access.write(dataclasses.replace(PERMISSIONS, grants=PERMISSIONS.grants[1:]))
-        with pytest.raises(WaltzError):
-            client.append(b"without", partition=MINE).result()
+    access.write(dataclasses.replace(PERMISSIONS, grants=PERMISSIONS.grants[1:]))
+    with WaltzClient(access.connect("writer"), config) as client, pytest.raises(WaltzError):
+        client.append(b"without", partition=MINE).result()
     access.write(PERMISSIONS)
 
     def works() -> bool:
@@ -304,6 +360,189 @@ def test_servers_without_replicate_serve_nothing_until_it_is_granted_again(acces
             return False
 
     wait_until("the storage accepts the server again", works)
+
+
+# ---------------------------------------------------------------------------------------------
+# client IDs (AC 9)
+
+
+def restart_server(access: Access) -> None:
+    """Kill the server; return when a new one owns the partition."""
+    generation = owner(access).generation
+    access.cluster.kill("server-1")
+    start_server(access, generation)
+
+
+def start_server(access: Access, generation: int) -> None:
+    """Start the server; return when it owns the partition, in a generation after this one."""
+    access.cluster.log_path("server-1").write_text("")
+    access.cluster.start("server-1")
+    access.await_read()
+    wait_until("another generation", lambda: owner(access).generation > generation)
+
+
+def owner(access: Access) -> Owner:
+    """Return the owner of the partition `MINE`; generation -1 while there is none."""
+    with WaltzClient(access.connect("writer")) as client:
+        return Owner(*client.layout().owners.get(MINE, ("", -1)))
+
+
+class Peer:
+    """A client with an implementation of its own."""
+
+    def __init__(self, access: Access, principal: str) -> None:
+        self._address = f"127.0.0.1:{access.cluster.member('server-1').port}"
+        self._context = tls.dialing(ClientConfig(), access.connect(principal))
+        self._generation = owner(access).generation
+
+    def ask(self, *requests: ClientMessage) -> ClientMessage:
+        """Send requests on a new connection; return the answer to the last one."""
+        return asyncio.run(self._ask(requests))
+
+    async def _ask(self, requests: tuple[ClientMessage, ...]) -> ClientMessage:
+        link = await net.dial(WireProtocol.CLIENT, self._address, ssl=self._context)
+        for request in requests:
+            link.send(request)
+            (answer, *_) = await link.receive()
+        link.abort("done")
+        assert isinstance(answer, ClientMessage)
+        return answer
+
+    def new_id(self) -> ClientIdResponse:
+        answer = self.ask(ClientIdRequest(ReqId(-1, 0, 0, -1)))
+        assert isinstance(answer, ClientIdResponse)
+        return answer
+
+    def mount(self, client_id: int, proof: bytes, generation: int | None = None) -> MountWriter:
+        place = self._generation if generation is None else generation
+        return MountWriter(ReqId(client_id, place, MINE, -1), 1, -2, False, (), proof)
+
+    def outcome(self, client_id: int, proof: bytes, generation: int | None = None) -> object:
+        """Return the error of a mount, or `Mounted`; wait until the server has the partition."""
+        found: list[type] = []
+
+        def is_final() -> bool:
+            answer = self.ask(self.mount(client_id, proof, generation))
+            is_error = isinstance(answer, ErrorResponse)
+            found.append(BY_CODE[answer.error_code] if is_error else type(answer))
+            return not issubclass(found[-1], Unavailable)
+
+        wait_until("the partition is open", is_final)
+        return found[-1]
+
+
+def test_no_mount_without_the_proof_in_any_generation_and_after_a_restart(access: Access):
+    """Servers store nothing about an ID: the rule cannot be forgotten."""
+    of_writer = Peer(access, "writer").new_id()
+    for _ in range(2):
+        writer, thief = Peer(access, "writer"), Peer(access, "append")
+        client_id, of_thief = of_writer.client_id, thief.new_id()
+        assert of_thief.client_id > client_id
+        assert writer.outcome(client_id, of_writer.proof) is Mounted
+        for generation in range(writer._generation + 2):
+            for proof in (of_writer.proof, of_thief.proof, NO_PROOF):
+                assert thief.outcome(client_id, proof, generation) is ClientIdDenied
+            assert thief.outcome(5, NO_PROOF, generation) is ClientIdDenied
+            old = MountRequest(ReqId(client_id, generation, MINE, -1), -1, 1)
+            answer = Peer(access, "read").ask(old)
+            assert isinstance(answer, ErrorResponse)
+            assert BY_CODE[answer.error_code] is ClientIdDenied
+        restart_server(access)
+
+
+def test_an_id_of_zookeeper_belongs_to_its_first_principal_in_a_generation(access: Access):
+    access.write(dataclasses.replace(PERMISSIONS, accepts_0_13=True))
+    first, second = Peer(access, "writer"), Peer(access, "append")
+    assert first.outcome(1_000, NO_PROOF) is Mounted
+    assert second.outcome(1_000, NO_PROOF) is ClientIdDenied
+    assert second.outcome(1_001, NO_PROOF) is Mounted
+    access.write(PERMISSIONS)
+    assert first.outcome(1_000, NO_PROOF) is ClientIdDenied
+
+
+def test_own_headers_are_for_the_mounted_client_only(access: Access):
+    with WaltzClient(access.connect("writer")) as client:
+        client.append(b"not of the peer", partition=MINE).result()
+        written_by = client.client_id
+    peer = Peer(access, "append")
+    issued = peer.new_id()
+    mount = peer.mount(issued.client_id, issued.proof)
+    for client_id, is_mounted in ((issued.client_id, True), (written_by, False)):
+        req_id = ReqId(client_id, 0, MINE, -2)
+        answer = peer.ask(mount, RangeRequest(req_id, 0, 100, 1 << 20, OWN_HEADERS, ()))
+        if is_mounted:
+            assert isinstance(answer, RangeData)
+            assert (answer.count, bytes(answer.records)) == (0, b"")
+        else:
+            assert isinstance(answer, ErrorResponse)
+            assert BY_CODE[answer.error_code] is NotMounted
+
+
+def test_a_principal_with_append_only_learns_its_outcomes(access: Access):
+    """The server is killed while no append can commit: the client reads its own rows back."""
+    patient = ClientConfig(request_timeout_ms=1_000 * HANG_S)
+    with (
+        WaltzClient(access.connect("append"), patient) as client,
+        WaltzClient(access.connect("writer")) as reader,
+    ):
+        before = reader.high_water_mark(MINE)
+        client.append(b"first", partition=MINE).result()
+        sent = {}
+
+        def send(count: int) -> None:
+            for _ in range(count):
+                data = b"row %d" % len(sent)
+                sent[data] = client.append(data, partition=MINE)
+
+        send(100)
+        list(sent.values())[-1].result()
+        generation = owner(access).generation
+        with stopped_process(access.cluster, "storage-1"):
+            send(400)
+            access.cluster.kill("server-1")
+        start_server(access, generation)
+        send(100)
+        outcomes = {data: future.result() for data, future in sent.items()}
+        with pytest.raises(PermissionDenied):
+            list(client.read_range(MINE, 0, 0))
+        last = reader.high_water_mark(MINE)
+        rows = [row for chunk in reader.read_range(MINE, before + 1, last) for row in chunk.rows()]
+        assert {row.data: row.transaction_id for row in rows if row.data != b"first"} == outcomes
+        assert len(rows) == len(outcomes) + 1
+
+
+def test_a_client_with_the_token_of_another_principal_gets_another_id(access: Access):
+    connect = access.connect("writer")
+    with WaltzClient(connect) as client:
+        client.append(b"before", partition=MINE).result()
+        client_id = client.client_id
+        access.connect("append")
+        file = connect.rpartition("token_file=")[2]
+        content = Path(file).read_text()
+        Path(file).write_text((Path(file).parent / "append").read_text())
+        others = {
+            key: each for key, each in PERMISSIONS.tokens.items() if each.principal != "writer"
+        }
+        access.write(dataclasses.replace(PERMISSIONS, tokens=others))
+        # One that was sent before the client noticed the end of its connection may have been lost.
+        with suppress(OutcomeUnknown):
+            client.append(b"after", partition=MINE).result()
+        client.append(b"after that", partition=MINE).result()
+        assert client.client_id > client_id
+        Path(file).write_text(content)
+        access.write(PERMISSIONS)
+
+
+def test_an_application_that_keeps_an_id_gets_a_clear_error(access: Access):
+    with (
+        WaltzClient(access.connect("writer"), client_id=77) as client,
+        pytest.raises(ClientIdDenied, match="client ID 77, which this client was given"),
+    ):
+        client.append(b"row", partition=MINE).result()
+
+
+# ---------------------------------------------------------------------------------------------
+# at the end: the session of the fixture ends
 
 
 def test_permissions_stay_while_zookeeper_is_away(access: Access):

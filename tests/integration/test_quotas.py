@@ -13,7 +13,7 @@ from urllib.request import urlopen
 import pytest
 
 from tests.certificates import Certificates
-from tests.integration.test_permissions import LATER_MS, PRINCIPALS, Access, enforced_access
+from tests.integration.permitted_cluster import LATER_MS, PRINCIPALS, Access, permitted_cluster
 from waltz_core.access.permissions import Grant, KnownToken, Permissions, PrincipalLimits
 from waltz_core.access.requirements import AccessVerb
 from waltz_core.access.tokens import hash_of
@@ -49,7 +49,7 @@ PERMISSIONS = Permissions(
 def access(
     tmp_path_factory: pytest.TempPathFactory, certificates: Certificates
 ) -> Iterator[Access]:
-    with enforced_access(tmp_path_factory, certificates, PERMISSIONS) as made:
+    with permitted_cluster(tmp_path_factory, certificates, PERMISSIONS) as made:
         yield made
 
 

@@ -111,7 +111,7 @@ async def cluster(
 
 
 class Client:
-    """One connection of a client; answers by request id."""
+    """One connection of a client; answers by request ID."""
 
     def __init__(self, link: net.Link, client_id: ClientId, generation: int) -> None:
         self.link = link
@@ -393,7 +393,7 @@ def test_a_replaced_storage_joins_without_a_new_session(
     run(main())
 
 
-def test_while_zookeeper_is_away_appends_and_marks_continue() -> None:
+def test_appends_and_marks_continue_without_zookeeper() -> None:
     async def main() -> None:
         async with cluster(mark_staleness_ms_max=1) as (world, server):
             client = await connect(server)

@@ -21,7 +21,7 @@ from waltz_core.wire.messages import (
 
 
 class HangingStore:
-    """Lets the next call that lists or writes wait until it is released."""
+    """Blocks the next call that lists or writes until it is released."""
 
     def __init__(self, monkeypatch, name):
         self.is_called, self.may_return = threading.Event(), threading.Event()

@@ -185,13 +185,13 @@ def test_a_tool_of_0_13_reads_its_fields(tmp_path):
                 assert ids == [0, 2]
                 assert gauges["waltz-storage.partition-0.session-id"]["value"] == 5
                 assert gauges["waltz-storage.partition-0.flags"]["value"] == 5
-            # The owner of the partition has not noticed any of it.
+            # The owner of the partition has not noticed any of this.
             assert isinstance(await owner.ask(owner.owner.append(1)), Appended)
 
     on_loop(main())
 
 
-def test_the_port_takes_no_other_protocol_and_the_others_take_no_administration(tmp_path):
+def test_each_port_rejects_the_other_protocols(tmp_path):
     async def main():
         async with storage(tmp_path) as (address, port):
             with pytest.raises(errors.WaltzError):

@@ -271,14 +271,16 @@ async def serving(config, cluster=CLUSTER):
 
 def test_readers_and_metrics(tmp_path):
     pages = {}
+    http_host = "127.0.0.5"  # not the one of the other ports
 
     def fetch(port, path):
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=HANG_S) as page:
+        with urllib.request.urlopen(f"http://{http_host}:{port}{path}", timeout=HANG_S) as page:
             return page.read().decode()
 
     async def main():
         http_port = free_port()
-        async with serving(config_for(tmp_path, http_port=http_port)) as address:
+        config = config_for(tmp_path, http_host=http_host, http_port=http_port)
+        async with serving(config) as address:
             async with session(address, 5) as owner, session(address, 5) as reader:
                 await owner.prepare()
                 await owner.engage()
@@ -632,7 +634,7 @@ def test_a_disk_that_hangs_does_not_stop_the_loop_for_a_health_page(tmp_path, mo
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(storage.serve(stop, ready.set_result))
             await ready
-            for _ in range(2):  # the second page asks for nothing more
+            for _ in range(2):  # the second page causes no further query
                 health = await storage.health()
                 assert not health.is_healthy
                 assert "the disk has not answered" in health.details["disk_error"]
@@ -673,7 +675,7 @@ def test_early_requests_wait_for_the_partitions_to_open(tmp_path, monkeypatch):
     on_loop(main())
 
 
-def test_a_storage_ends_while_it_waits_for_its_assignment_and_is_not_ready_before(
+def test_a_storage_that_waits_for_its_assignment_is_not_ready_and_can_be_stopped(
     tmp_path, zookeeper, monkeypatch
 ):
     connect = f"{zookeeper}/storage-waits"
@@ -834,7 +836,7 @@ def test_damage_of_the_archive_that_a_read_finds_is_reported(
             return storage._archive_state().read_damage
 
         assert was_read(outcome) == damage
-        # The log's own damage says nothing of the archive.
+        # Damage of the log does not count as damage of the archive.
         assert was_read(query.error) == damage
         assert was_read(SuccessResponse(5, 1, 0)) == ""
         state = storage._archive_state()

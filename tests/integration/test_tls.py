@@ -17,7 +17,7 @@ from tests.fault.load import wait_until
 from tests.integration.tls_cluster import tls_cluster
 from waltz_core import errors
 from waltz_core.client import WaltzClient
-from waltz_core.config import ClientConfig
+from waltz_core.config import ClientConfig, render_toml
 from waltz_core.local import LocalCluster
 
 PARTITION = 1
@@ -51,7 +51,7 @@ def test_a_client_needs_no_certificate_for_servers(
     connect = f"{place_of(cluster)}?tls={certificates.authorities}"
     with WaltzClient(connect) as client:
         first = client.append(b"without a certificate", partition=PARTITION).result()
-        # Storages require a certificate of their readers: then the server is asked.
+        # Storages require a certificate of their readers, so the client reads from the server.
         chunks = client.read_range(PARTITION, first, first, replicas=client.replicas(PARTITION))
         assert [row.data for chunk in chunks for row in chunk.rows()] == [b"without a certificate"]
     settings = ClientConfig(tls="on", tls_authorities=certificates.authorities)
@@ -60,7 +60,7 @@ def test_a_client_needs_no_certificate_for_servers(
 
 
 def test_a_plain_client_gets_an_error_within_seconds(cluster: LocalCluster):
-    config = ClientConfig(request_timeout_ms=2_000)
+    config = ClientConfig(request_timeout_ms=5_000)
     with (
         WaltzClient(place_of(cluster), config) as client,
         pytest.raises(errors.WaltzError, match="expected plain TCP, found TLS"),
@@ -74,7 +74,7 @@ def test_a_client_that_trusts_another_authority_gets_an_error(
 ):
     connect = f"{place_of(cluster)}?tls={make(tmp_path).authorities}"
     with (
-        WaltzClient(connect, ClientConfig(request_timeout_ms=2_000)) as client,
+        WaltzClient(connect, ClientConfig(request_timeout_ms=5_000)) as client,
         pytest.raises(errors.WaltzError, match="the peer's certificate is not accepted"),
     ):
         client.high_water_mark(PARTITION)
@@ -92,10 +92,11 @@ def test_commands_reach_every_port(cluster: LocalCluster):
         ("storage", "validate", *connect),
         ("storage", "list", "--admin", f"127.0.0.1:{storage.admin_port}", "--tls", file),
         ("client", "append", "--partition", str(PARTITION), "hello", *connect),
-        ("doctor", *connect),
     ):
         done = run_command(*words)
         assert done.returncode == 0, (words, done.stdout, done.stderr)
+    # On a busy machine a daemon may not answer the doctor in time.
+    wait_until("the doctor finds nothing", lambda: not run_command("doctor", *connect).returncode)
 
 
 def test_a_plain_command_to_a_tls_port_gets_an_error(cluster: LocalCluster):
@@ -105,7 +106,7 @@ def test_a_plain_command_to_a_tls_port_gets_an_error(cluster: LocalCluster):
     assert "expected plain TCP, found TLS" in done.stderr
 
 
-def test_the_doctor_suggests_no_end_for_a_process_it_does_not_understand(cluster: LocalCluster):
+def test_the_doctor_does_not_suggest_to_stop_a_process_if_tls_fails(cluster: LocalCluster):
     done = run_command("doctor", "--json", "--connect", place_of(cluster))
     findings = json.loads(done.stdout)["findings"]
     assert [each["name"] for each in findings] == ["server-tls-failed", "storage-tls-failed"]
@@ -157,3 +158,15 @@ def test_metrics_are_readable_without_tls(cluster: LocalCluster):
     done = run_command("server", "metrics", f"127.0.0.1:{port}", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("kind", ["server", "storage"])
+def test_a_daemon_without_protection_does_not_start_on_a_network(kind: str, tmp_path: Path):
+    values = {"connect": "127.0.0.1:1/w", "listen_host": "10.1.2.3"}
+    values |= {"directory": str(tmp_path / "data")} if kind == "storage" else {}
+    file = tmp_path / "daemon.toml"
+    file.write_text(render_toml(kind, values))
+    done = run_command(kind, "run", "--config", str(file))
+    assert done.returncode == 1
+    assert "'10.1.2.3' is not a loopback address, which requires tls = \"on\" and" in done.stderr
+    assert not (tmp_path / "data").exists()

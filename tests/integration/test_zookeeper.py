@@ -43,7 +43,7 @@ class RealWorld:
         session = door.ZooKeeperSession(
             [self.host],
             connect_timeout_ms=10_000,
-            # The longest there is: it outlives a ZooKeeper that takes its time to come back.
+            # The longest possible one: it outlives a ZooKeeper that restarts slowly.
             session_timeout_ms=10_000,
             request_timeout_ms=5_000,
         )
@@ -52,7 +52,7 @@ class RealWorld:
         return session
 
     async def expire(self, znodes: door.ZooKeeperSession) -> None:
-        # A second client takes the session over and closes it: ZooKeeper then ends it for all.
+        # A second client takes over the session and closes it: ZooKeeper then ends the session.
         identity = znodes._client.client_id
         thief = KazooClient(self.host, client_id=identity)
         await asyncio.to_thread(thief.start)
@@ -120,8 +120,8 @@ def test_a_loop_that_hangs_loses_its_session_and_finds_that_out(zookeeper):
             number, states, is_back = session.session_number, [], asyncio.Event()
             session.on_state(states.append)
             session.on_state(lambda state: state is SessionState.CONNECTED and is_back.set())
-            deadline = time.monotonic() + 60
-            # This thread hangs while it looks, and lets the threads of kazoo run in between.
+            deadline = time.monotonic() + HANG_S
+            # This thread blocks between its checks, and the threads of kazoo run meanwhile.
             while other.exists("/hangs") is not None:
                 assert time.monotonic() < deadline
                 time.sleep(0.05)  # noqa: ASYNC251
@@ -305,7 +305,7 @@ def test_the_coordinator_reconnects_if_a_session_request_is_never_answered(zooke
                 assert coordinator.session_state is SessionState.CONNECTED
             return arrived
 
-    # The second answer has a second, so a busy ZooKeeper may be asked a third time.
+    # The second answer has a limit of a second, so a busy ZooKeeper may get a third request.
     assert len(asyncio.run(run())) >= 2
 
 
@@ -446,7 +446,7 @@ async def tree(znodes: Znodes, path: str) -> dict[str, object]:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_the_zookeeper_in_memory_behaves_like_zookeeper(zookeeper, seed):
-    """Any operations give the same results, refusals, stats, data and names in both."""
+    """Any operations have the same results, errors, stats, data and names in both."""
     random = Random(seed)
     root = f"/random{seed}"
 
@@ -480,7 +480,7 @@ def test_a_closed_session_leaves_no_thread(zookeeper):
             assert set(threading.enumerate()) - before
 
     asyncio.run(run())
-    # The thread that has ended kazoo says so just before it ends itself.
+    # The thread that has stopped kazoo reports this just before it ends.
     for each in set(threading.enumerate()) - before:
         each.join(HANG_S)
     assert set(threading.enumerate()) <= before

@@ -87,6 +87,7 @@ async def create_nodes_of_members(coordinator: Coordinator) -> None:
     marker = model.PartitionMarker(model.MarkerState.OPEN, 0, bytes(16))
     await coordinator.write_partition(0, model.PartitionMetadata(1, 0, {}), marker, view.versions)
     await coordinator.register_storage_id("10.0.0.1:5280", model.UUID(int=1))
+    await coordinator.issued_ids.next()
     await coordinator.writes.begin("nightly", {0: -1}, 1_000_000)
     await coordinator.writes.enter("nightly", 0, "run", coordinator.next_client_id)
     await coordinator._nodes.put_ephemeral(paths.applied("server-1"), b"{}", paths.every_applied)
@@ -315,7 +316,7 @@ def test_the_world_reads_neither_permissions_nor_the_audit_log(place: Place):
     asyncio.run(run())
 
 
-def test_one_user_may_withdraw_the_line_of_another(place: Place):
+def test_a_user_may_remove_another_user_from_the_auth_file(place: Place):
     """The other one is not taken for the members' user of a cluster with two."""
     root, file = "/withdrawn", place.directory / "zookeeper.auth"
     connect = f"{place.hosts}{root}?auth={file}"
@@ -468,14 +469,14 @@ def test_a_command_that_needs_an_administrator_changes_nothing(place: Place, use
 
 
 @pytest.mark.parametrize(
-    ("user", "said"),
+    ("user", "error"),
     [
         ("old", "that of the members' user 'waltz'"),
         ("alone", "both users"),
         ("granted", "both users"),
     ],
 )
-def test_an_administrator_is_checked_also_before_the_first_audit_entry(place: Place, user, said):
+def test_an_administrator_is_checked_also_before_the_first_audit_entry(place: Place, user, error):
     root = f"/without-audit-{user}"
 
     async def run():
@@ -483,7 +484,7 @@ def test_an_administrator_is_checked_also_before_the_first_audit_entry(place: Pl
             await commands.create_cluster(NewCluster("payments", 1, model.UUID(int=7), STORAGES))
             await commands.check_administrator()
         async with connected(place.connect(root, user)) as commands:
-            with pytest.raises(errors.BadConfig, match=said):
+            with pytest.raises(errors.BadConfig, match=error):
                 await commands.check_administrator()
 
     asyncio.run(run())
@@ -502,7 +503,7 @@ def test_a_member_creates_no_cluster(place: Place):
 
 
 def test_a_client_without_a_user_reads_what_is_public(place: Place):
-    """It finds servers, and gets no client id."""
+    """It finds servers, and gets no client ID."""
     root = "/clients"
 
     async def run():

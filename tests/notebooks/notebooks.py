@@ -28,7 +28,7 @@ class Notebook:
         self.code = [cell for cell in node.cells if cell.cell_type == "code"]
         self.outputs = [output for cell in self.code for output in cell.outputs]
 
-    def said(self) -> str:
+    def output(self) -> str:
         """Return what it has printed."""
         return "".join(each.text for each in self.outputs if each.get("name") == "stdout")
 

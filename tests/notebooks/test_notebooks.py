@@ -30,15 +30,15 @@ def expect_what_is_committed(name: str, notebook: Notebook) -> None:
 
     Where a change is meant: run the notebook in `make notebook` from the top, and save it.
     """
-    assert notebook.said() == committed(name).said()
+    assert notebook.output() == committed(name).output()
     assert notebook.tables() == committed(name).tables()
 
 
 def expect_first_append(notebook: Notebook) -> None:
     expect_what_is_committed("01_first_append_and_read", notebook)
-    assert "5 committed, 0 rejected\n" in notebook.said()
-    assert "what was read is what was written: True\n" in notebook.said()
-    assert "20,000 committed, 0 rejected\n" in notebook.said()
+    assert "5 committed, 0 rejected\n" in notebook.output()
+    assert "what was read is what was written: True\n" in notebook.output()
+    assert "20,000 committed, 0 rejected\n" in notebook.output()
     where = notebook.table("result.committed.select")
     altona = [row for row in where if row["shop"] == "Altona"]
     assert len(where) == 5
@@ -68,7 +68,7 @@ def expect_optimistic_locking(notebook: Notebook) -> None:
     }
     for row in conflicts:
         assert set(row["seats"].split()) & set(row["their seats"].split()), row
-    assert "1 more round, 43 seats sold, 43 wanted\n" in notebook.said()
+    assert "1 more round, 43 seats sold, 43 wanted\n" in notebook.output()
     rounds = [
         (row["committed"], row["to compute again"])
         for row in notebook.table('onLockFailure="retry"')
@@ -86,16 +86,16 @@ def expect_ledger(notebook: Notebook) -> None:
     (sums,) = notebook.table("sums = ask")
     assert float(sums["customers (EUR)"]) == -float(sums["vaults (EUR)"]) == 16_000
     assert float(sums["all (EUR)"]) == 0
-    said = notebook.said()
-    assert "power cut: the view has batch 4, Spark does not know it\n" in said
-    assert "batch 4 came again and was left out; the stream is 0 transactions behind\n" in said
-    assert "1,816 transfers in the view\n" in said
-    assert "1,816 transfers in the log, the view equals the log: True\n" in said
-    assert "sum over all 20 accounts: 0 cents\n" in said
+    output = notebook.output()
+    assert "power cut: the view has batch 4, Spark does not know it\n" in output
+    assert "batch 4 came again and was left out; the stream is 0 transactions behind\n" in output
+    assert "1,816 transfers in the view\n" in output
+    assert "1,816 transfers in the log, the view equals the log: True\n" in output
+    assert "sum over all 20 accounts: 0 cents\n" in output
 
 
 def expect_time_travel(notebook: Notebook) -> None:
-    snapshot, live, *rest = notebook.said().splitlines()
+    snapshot, live, *rest = notebook.output().splitlines()
     assert snapshot == "the snapshot: 5 reads, 1 hash"
     assert live.startswith("the log as it is: 5 reads, ")
     assert int(live.split()[-2]) >= 2, "no client wrote while the snapshot was read"
@@ -107,7 +107,7 @@ def expect_time_travel(notebook: Notebook) -> None:
 
 
 def expect_measurements(notebook: Notebook) -> None:
-    assert notebook.said() == "12,000 transactions, each thing was won exactly once: True\n"
+    assert notebook.output() == "12,000 transactions, each thing was won exactly once: True\n"
     rates = notebook.table("def write_rate")
     assert [int(row["batchSize"]) for row in rates] == [1, 10, 100, 1_000]
     assert all(float(row["rows per second"]) > 0 for row in rates)

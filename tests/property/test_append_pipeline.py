@@ -228,7 +228,7 @@ class World:
         self.unanswered_at_flush[token] = set(self.requests) - set(self.answers)
         self.take(self.pipeline.flush(token))
 
-    # --- what is said
+    # --- reported outcomes
 
     def append_to_log(self, batch: Batch, count: int | None = None) -> None:
         lengths = raw_records.lengths_from_wire(batch.lengths, len(batch.records))

@@ -71,7 +71,7 @@ DECODERS = [
 
 
 @given(VALUES)
-def test_any_value_survives_its_bytes(value):
+def test_any_value_round_trips(value):
     data = value.to_bytes()
     found = type(value).from_bytes(data)
     assert found == value
@@ -79,7 +79,7 @@ def test_any_value_survives_its_bytes(value):
 
 
 @given(METADATA, NATURAL)
-def test_any_metadata_survives_its_bytes(metadata, partition_id):
+def test_any_metadata_round_trips(metadata, partition_id):
     data = metadata.to_bytes(partition_id)
     found = model.PartitionMetadata.from_bytes(data, partition_id)
     assert found == metadata
@@ -119,7 +119,7 @@ def test_any_bytes_give_a_value_or_bad_format(decode, prefix, rest):
 
 
 @given(st.text())
-def test_any_string_survives_modified_utf8(text):
+def test_any_string_round_trips_through_modified_utf8(text):
     data = model.encode_utf(text)
     assert int.from_bytes(data[:2], "big") == len(data) - 2
     assert b"\0" not in data[2:]

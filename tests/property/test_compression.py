@@ -23,7 +23,7 @@ datas = st.binary(max_size=500) | st.builds(
 
 
 @given(values, st.sampled_from([MSGPACK, JSON]), st.integers(1, 22), st.integers(0, 300))
-def test_every_value_returns(value, inner, level, minimum_bytes):
+def test_every_value_round_trips(value, inner, level, minimum_bytes):
     packed = Zstd(inner, level=level, minimum_bytes=minimum_bytes).serialize(value)
     # A reader needs to know neither level nor minimum.
     assert Zstd(inner).deserialize(packed) == value
@@ -67,7 +67,7 @@ def test_a_truncated_payload_is_reported(data, drawn):
             Zstd(BYTES).deserialize(packed[:cut])
 
 
-def test_payloads_written_without_it_are_reported():
+def test_payloads_written_without_compression_are_reported():
     for inner, value in ((MSGPACK, {"a": [1]}), (JSON, {"a": [1]}), (BYTES, b"\x00"), (BYTES, b"")):
         with pytest.raises(errors.BadFormat, match=r"written without compression\.Zstd"):
             Zstd(inner).deserialize(inner.serialize(value))

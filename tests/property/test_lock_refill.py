@@ -30,7 +30,7 @@ class History:
     def __init__(self, rng: Random) -> None:
         self.rng = rng
         self.ends = [GENESIS]
-        self.writes: list[tuple[int, int]] = []  # id, lock
+        self.writes: list[tuple[int, int]] = []  # ID, lock
         self.files = [bytearray() for _ in range(3)]
         self.old = [b""] * 3
 

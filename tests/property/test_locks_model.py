@@ -29,7 +29,7 @@ class Model:
 
     def __init__(self, slot_count: int, mark: int) -> None:
         self.slots = [mark] * slot_count
-        self.entered: list[tuple[int, int, int]] = []  # id, slot, and what that held before
+        self.entered: list[tuple[int, int, int]] = []  # ID, slot, and what that held before
 
     def clamp(self, mark: int) -> None:
         """Take back what was entered above the mark."""
@@ -87,11 +87,11 @@ def validate_one_by_one(
     ):
         if not eligible:
             continue
-        said = table.validate_one(
+        verdict = table.validate_one(
             (write, read, append), mark, high_water_mark=high, next_id=TransactionId(next_id)
         )
-        assert said == (AHEAD if ahead else PASSED if given_id >= 0 else conflict)
-        next_id += said == PASSED
+        assert verdict == (AHEAD if ahead else PASSED if given_id >= 0 else conflict)
+        next_id += verdict == PASSED
 
 
 @settings(max_examples=400)
@@ -138,5 +138,5 @@ def test_the_table_validates_like_the_model(
             model.entered.clear()
             model.slots = [high] * slot_count
             next_id = high + 1
-        # LockBound: no estimate is above the last id given out.
+        # LockBound: no estimate is above the last ID given out.
         assert max(model.slots) < next_id

@@ -12,7 +12,7 @@ from waltz_core.wire.messages import Reason
 
 @switch
 def doubt_settled_as_failed() -> Patches:
-    """After a mount, unsettled appends count as failed without a look at the log."""
+    """After a mount, unsettled appends count as failed without a check of the log."""
     yield instead(Monitor, "unresolved", nothing)
 
 
@@ -73,7 +73,7 @@ def sent_again_on_a_new_link() -> Patches:
 
 
 @switch
-def spoiled_link_mounted_again() -> Patches:
+def avoided_link_mounted_again() -> Patches:
     """A link on which an append was never answered is mounted again."""
     original = PartitionStream._open_link
 

@@ -255,7 +255,7 @@ def test_expired_objects_are_deleted_after_the_grace_period(expiring):
     assert expiring.cluster.world.now_ms - began_ms > expiring.archive.expiry_grace_ms - 100
 
 
-def test_all_expires_while_outcomes_are_not_known():
+def test_all_objects_expire_while_outcomes_are_unknown():
     world = World(expires=True, clients=4)
     world.wait_for("archived", 3)
     assert archive_faults.expire_rows_in_doubt(world.cluster, Random(2))

@@ -58,7 +58,7 @@ class World:
         """A message leaves the owner for the first client."""
         self.checks.answered(self.owner, SendToClient(self.link.number, message, 0))
 
-    def says(self, *effects, server=None) -> None:
+    def performs(self, *effects, server=None) -> None:
         """The owner's store reports something."""
         self.checks.stepped(server or self.owner, self.owner.store.store, effects)
 
@@ -69,7 +69,7 @@ class World:
         self.checks.sent_to_replica(self.owner, effect)
 
     def claim(self) -> int:
-        """A next session is claimed; return its id."""
+        """A next session is claimed; return its ID."""
         metadata = self.coordinator.metadata
         session = metadata.session_id + 1
         after = replace(metadata, session_id=session)
@@ -138,7 +138,7 @@ def test_ack_unique(world):
         world.checks.outcomes.exposed(world.history.last, bytes(16))
 
 
-def test_a_log_that_does_not_contain_the_one_before_is_a_fork(world):
+def test_a_log_that_lacks_committed_batches_is_a_fork(world):
     history, last = world.history, world.history.last + 1
     rows = (*history.log, HistoryRow((9, 9), 9))
     node = BatchNode(GENESIS_CHAIN, 0, last, 0, rows, bytes(4 * len(rows)), b"", ())
@@ -164,25 +164,25 @@ def committed(world):
 
 
 def test_ack_quorum(world):
-    world.says(committed(world))
+    world.performs(committed(world))
     world.sessions.not_synced("storage0:1", -1)
     world.sessions.not_synced("storage1:1", -1)
     with fails("AckQuorum"):
-        world.says(committed(world))
+        world.performs(committed(world))
 
 
 def test_engaged_only_counts_replicas_that_have_answered(world):
     for name in REPLICAS[:2]:
         world.sessions._reached[world.session, name] = -1
     with fails("EngagedOnly"):
-        world.says(committed(world))
+        world.performs(committed(world))
 
 
 def test_engaged_only_counts_engaged_replicas(world):
     del world.sessions.ever_engaged[world.session]["storage0:1"]
     del world.sessions.ever_engaged[world.session]["storage1:1"]
     with fails("AckQuorum"):
-        world.says(committed(world))
+        world.performs(committed(world))
 
 
 def test_no_replica_is_engaged_before_zookeeper_has_it(world):
@@ -340,7 +340,7 @@ def test_gate_no_session_is_opened(world):
     session = world.claim()
     opened = session_events.SessionOpened(session, 1, 1_000, bytes(16), unbroken=False)
     with fails("GateCAS2"):
-        world.says(opened)
+        world.performs(opened)
 
 
 def test_gate_nothing_is_submitted(world):
@@ -371,14 +371,14 @@ def outcome(reason=m.Reason.LOST, *, conflict=-1, transaction_id=-1):
     ids=lambda message: type(message).__name__,
 )
 def test_gate_nothing_is_reported_without_a_session(world, message):
-    world.says(session_events.SessionClosed(world.session, "over"))
+    world.performs(session_events.SessionClosed(world.session, "over"))
     world.checks.server_stepped(world.owner)
     with fails("GateCAS2"):
         world.answer(message)
 
 
 def test_gate_some_rejections_need_no_session(world):
-    world.says(session_events.SessionClosed(world.session, "over"))
+    world.performs(session_events.SessionClosed(world.session, "over"))
     world.checks.server_stepped(world.owner)
     mark = world.history.last
     world.answer(replace(outcome(m.Reason.NOT_MOUNTED), high_water_mark=mark))
@@ -401,7 +401,7 @@ def test_no_truncation_committed(world):
         world.works(m.Truncate, 5, -1, bytes(16))
 
 
-def test_no_truncation_that_an_opening_carries_to_its_end(world):
+def test_no_truncation_of_committed_records_that_an_opening_completes(world):
     log = world.storage.log
     world.works(m.Truncate, 5, -1, bytes(16), outcome=DiskFailed("half of it"))
     world.checks.log_opened(world.storage, log)
@@ -412,7 +412,7 @@ def test_no_truncation_that_an_opening_carries_to_its_end(world):
         )
 
 
-def test_a_truncation_that_an_opening_ends_when_others_have_acknowledged_more(world):
+def test_an_opening_may_complete_a_truncation_of_records_committed_later(world):
     """What it has lost by then never counted: it was cut before that."""
     log, later = world.storage.log, world.history.log[6:]
     del world.history.log[6:]
@@ -441,7 +441,7 @@ def test_lwm_full(world):
         world.works(m.SetLowWaterMark, 1, bytes(16))
 
 
-def test_identity_of_a_disk_that_takes_something(world):
+def test_identity_of_a_disk_that_is_written_to(world):
     world.coordinator.storage_ids[world.storage.replica] = b"another"
     with fails("Identity"):
         world.works(m.SetLowWaterMark, world.storage.log.synced_max, bytes(16))
@@ -490,12 +490,12 @@ def test_fixed_at_the_end():
 def test_fixed_at_intervals(world):
     log = world.storage.log
     log._files.slots.slot = replace(log.slot, low_water_mark=5)
-    world.checks.replicas.look_at(world.storage, log)
+    world.checks.replicas.check_log_state(world.storage, log)
     rot(world)
     with fails("Fixed"):
-        world.checks.replicas.look_at(world.storage, log)
+        world.checks.replicas.check_log_state(world.storage, log)
     world.checks.became_corrupt(world.storage)
-    world.checks.replicas.look_at(world.storage, log)
+    world.checks.replicas.check_log_state(world.storage, log)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -520,20 +520,20 @@ class SessionSettled:
         )
 
 
-def test_outcome_truth_of_a_yes(world):
+def test_outcome_truth_of_a_commit(world):
     outcome = SessionSettled(world, reason=m.Reason.COMMITTED, transaction_id=1)
     with fails("OutcomeTruth"):
         world.checks.settled(world.client, outcome.effect)
 
 
-def test_outcome_truth_of_a_no(world):
+def test_outcome_truth_of_a_loss(world):
     outcome = SessionSettled(world, reason=m.Reason.LOST)
     outcome.operation.transaction_id = 3
     with fails("OutcomeTruth"):
         world.checks.settled(world.client, outcome.effect)
 
 
-def test_outcome_truth_of_a_definite_no(world):
+def test_outcome_truth_of_a_definite_failure(world):
     operation = world.last_operation()
     operation.outcome = "no"
     with fails("OutcomeTruth"):
@@ -628,7 +628,7 @@ def test_a_mark_of_a_non_linearizable_read_is_no_older_than_mark_staleness_ms_ma
         world.answer(m.HighWaterMarkResponse(QUESTION, last - 5))
 
 
-def test_a_proven_mark_has_what_was_acknowledged_before(world):
+def test_a_proven_mark_covers_earlier_acknowledgements(world):
     last = world.history.last
     world.checks.answers.acknowledged(last)
     asked = m.ReplicasRequest(QUESTION, linearizable=True)
@@ -642,7 +642,7 @@ def test_a_proven_mark_has_what_was_acknowledged_before(world):
             world.checks.client_received(world.client, world.link, outcome)
 
 
-def test_a_flush_covers_what_came_before_it(world):
+def test_a_flush_covers_all_earlier_appends(world):
     append_id = ReqId(1, 0, 0, 77_777)
     request = m.AppendRequest(append_id, 0, (), (), (), 7, b"", 0)
     world.checks.client_sent(world.client, world.link, request)
@@ -743,7 +743,7 @@ def test_serializable(first, second):
     assert ledger.checked_count == 2
 
 
-def test_serializable_by_what_must_hold_in_any_order():
+def test_serializable_by_invariants_of_any_order():
     ledger = Ledger()
     ledger.take(0, checked(ledger, 5, -1, RowKind.TRANSFER, 0, 1))
     ledger.audit()
@@ -815,7 +815,7 @@ def test_meta_shape_of_the_version(world):
         world.writes(world.coordinator.metadata)
 
 
-def test_meta_shape_of_one_that_is_engaged(world):
+def test_meta_shape_of_an_engaged_replica(world):
     closed = ReplicaState(world.session, world.history.last)
     with fails("MetaShape"):
         world.writes(changed(world, s0=closed, s1=closed))
@@ -825,7 +825,7 @@ def test_meta_shape_of_one_that_is_engaged(world):
         world.writes(changed(world, s0=ReplicaState(world.session - 1, UNRESOLVED)))
 
 
-def test_meta_shape_of_one_that_is_closed(world):
+def test_meta_shape_of_a_closed_replica(world):
     with fails("MetaShape"):
         world.writes(changed(world, s9=ReplicaState(NO_SESSION, world.history.last - 1)))
 
@@ -908,7 +908,7 @@ def test_no_rot_served_in_the_feed(world):
         world.answer(outcome(good, last))
 
 
-def test_no_rot_served_alone(world):
+def test_no_rot_served_in_a_single_transaction(world):
     good = data_in(world.history.records[3])
     world.answer(m.TransactionDataResponse(QUESTION, 3, (good, None)))
     world.answer(m.TransactionDataResponse(QUESTION, 3, (None, "not there")))
@@ -968,7 +968,7 @@ def test_bounded_tries(world):
     world.checks.dialed("one", "another")
     with fails("Bounded"):
         for _ in range(CLAIMS_MAX + 1):
-            world.says(session_events.ReadMetadata(1))
+            world.performs(session_events.ReadMetadata(1))
 
 
 def test_bounded_lag(world):
@@ -1279,7 +1279,7 @@ def test_sometimes():
 def test_checkers_change_nothing():
     """A run is the same whether a checker reads the replicas' records or not."""
     plain, looked = World(), World()
-    looked.checks.replicas.look_at(looked.storage, looked.storage.log)
+    looked.checks.replicas.check_log_state(looked.storage, looked.storage.log)
     looked.checks.locking.check_table(looked.owner)
     for each in (plain, looked):
         each.cluster.world.run(50 * MS)

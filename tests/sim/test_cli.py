@@ -32,9 +32,9 @@ from waltz_sim.schedule import LATER_KINDS, Fault, Schedule, Setup
 )
 def test_bad_input_gets_one_sentence(capsys, words, sentence):
     assert main(words) == 1
-    said = capsys.readouterr().err
-    assert said.startswith(f"waltz_sim: {sentence}")
-    assert said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert output.startswith(f"waltz_sim: {sentence}")
+    assert output.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_a_few_seeds(capsys, tmp_path):
     assert "| seeds | 2 from 3 on |" in report.read_text()
 
 
-def test_a_failing_seed_is_reported_with_all_that_replays_it(capsys, tmp_path, monkeypatch):
+def test_a_failing_seed_is_reported_with_the_command_that_replays_it(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     broken = Coverage(seeds=1, failures=[FailedSeed(9, "Fork", "two chains at 3")])
     monkeypatch.setattr(simulate, "sweep", lambda *_, **__: broken)
@@ -130,12 +130,12 @@ def test_a_rough_seed_is_another_run_and_is_reported_as_one(capsys):
 
 def test_the_work_of_a_core_is_reported(capsys):
     assert main(["--seeds", "1", "--jobs", "1", "--steps", "300"]) == 0
-    said = capsys.readouterr().out.splitlines()[-1]
-    assert " s of CPU time: " in said
-    assert said.endswith(" steps per second and core")
+    output = capsys.readouterr().out.splitlines()[-1]
+    assert " s of CPU time: " in output
+    assert output.endswith(" steps per second and core")
 
 
-def test_an_interrupt_reports_in_a_line_what_was_found_until_then(capsys, monkeypatch):
+def test_an_interrupt_reports_the_results_so_far_in_one_line(capsys, monkeypatch):
     def interrupted(*_, sums, **__):
         sums.merge(Coverage(seeds=40, failures=[FailedSeed(9, "Fork", "two chains at 3")]))
         raise KeyboardInterrupt

@@ -57,7 +57,7 @@ def test_a_few_seeds_need_not_try_everything():
     assert Coverage(seeds=SEEDS_MIN - 1).missing() == []
 
 
-def test_many_seeds_must():
+def test_many_seeds_must_try_everything():
     assert everything(SEEDS_MIN).is_good
     quiet = Coverage(seeds=SEEDS_MIN)
     assert len(quiet.missing()) == len(SOMETIMES) + len(WEIGHTS)

@@ -175,7 +175,7 @@ def test_unsynced_data_of_a_lying_disk_is_lost_with_the_power(is_known):
     assert is_sound(storage)
 
 
-def test_a_power_loss_outside_the_budget_finds_a_lying_disk_honest():
+def test_a_power_loss_outside_the_budget_loses_nothing_on_a_lying_disk():
     cluster = at_rest()
     storage = cluster.storages[A]
     storage.disk.is_lying = True
@@ -240,7 +240,7 @@ def test_a_server_dies_at_the_chosen_point(point, is_after):
 
 
 @pytest.mark.parametrize("is_after", [False, True])
-def test_a_storage_dies_before_or_after_it_has_done_something(is_after):
+def test_a_storage_dies_before_or_after_a_task(is_after):
     cluster = at_rest()
     storage = cluster.storages[A]
     struck = []
@@ -289,7 +289,7 @@ def test_messages_of_an_abandoned_link_arrive_after_the_next_mount_and_are_rejec
     assert all(link.held is None for link in cluster.network.links.values())
 
 
-def test_an_unused_link_is_not_outlived():
+def test_an_unused_link_is_not_replaced_by_the_fault():
     cluster = at_rest()
     before = len(cluster.network.links)
     assert not network_faults.outlived_link(cluster, Random(1))
@@ -400,7 +400,7 @@ def test_a_hanging_server_loses_its_session_and_the_partition_moves():
     assert not hung.is_hanging
 
 
-def test_a_server_hangs_only_where_another_one_does_not():
+def test_a_server_hangs_only_if_another_one_runs():
     cluster = cluster_of(servers=2)
     one, other = cluster.servers
     assert process_faults.hanging_server(cluster, Chosen(first=0))

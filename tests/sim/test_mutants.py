@@ -21,7 +21,7 @@ KEPT = {path.stem: load(path) for path in sorted(TRACES.glob("*.json"))}
 @pytest.mark.parametrize(
     "trace", [pytest.param(trace, id=f"{name}: {trace.rule}") for name, trace in KEPT.items()]
 )
-def test_a_broken_rule_is_found_out(trace):
+def test_a_broken_rule_is_detected(trace):
     green = run(trace.schedule)
     assert green.is_good, green.text
     # What production code does may have changed, so that the schedule passes by what is broken;
@@ -33,7 +33,7 @@ def test_a_broken_rule_is_found_out(trace):
     )
 
 
-def test_traces_are_of_switches_that_there_are():
+def test_each_trace_belongs_to_an_existing_switch():
     assert set(KEPT) <= set(SWITCHES)
     assert len(KEPT) >= 45
     assert all(name == trace.switch for name, trace in KEPT.items())

@@ -29,7 +29,7 @@ def test_scenario(scenario):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_file_has_one_form(path):
+def test_each_file_has_its_canonical_form(path):
     text = path.read_text(encoding="utf-8")
     intro, scenarios = scenarios_in(text)
     if IS_REWRITTEN:

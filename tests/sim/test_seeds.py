@@ -15,7 +15,7 @@ FIRST = int(os.environ.get("WALTZ_SIM_FIRST", "0"))
 CORES = len(os.sched_getaffinity(0))
 
 
-def test_no_seed_breaks_a_promise():
+def test_no_seed_breaks_a_guarantee():
     sums = sweep(FIRST, SEEDS, jobs=CORES)
     broken = [
         f"python -m waltz_sim --seed {each.seed}: {each.rule}, {each.text[-500:]}"

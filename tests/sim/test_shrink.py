@@ -48,7 +48,7 @@ def schedule(faults=FAULTS):
     return Schedule(7, Setup(replicas=5, servers=3, clients=4, spare_storages=2), faults)
 
 
-def test_only_what_is_needed_is_left():
+def test_only_needed_faults_are_left():
     model = Model(clients=2)
     shrunk = shrink(model.run(schedule()), run_one=model.run)
     assert shrunk.verdict.rule == "Fork"
@@ -68,7 +68,7 @@ def test_two_of_97_faults_are_found_in_a_hundred_runs():
     assert shrunk.run_count <= 100
 
 
-def test_another_rule_does_not_count():
+def test_a_failure_of_another_rule_does_not_count():
     model = Model(replicas=5)
     shrunk = shrink(model.run(schedule()), run_one=model.run)
     assert shrunk.schedule.setup.replicas == 5
@@ -91,7 +91,7 @@ def test_shortening_ends_at_its_time_limit():
     assert shrunk.verdict.rule == "Fork"
 
 
-def test_a_failure_without_faults_needs_none():
+def test_a_failure_without_faults_is_shortened_to_no_faults():
     model = Model(needed=())
     shrunk = shrink(model.run(schedule()), run_one=model.run)
     assert shrunk.schedule.faults == ()

@@ -166,7 +166,7 @@ def test_both_ends_receive_a_break_once(two):
     assert two.outcome("far") == ["cut"]
 
 
-def test_a_blocked_way_is_found_out_late(two):
+def test_a_blocked_direction_is_detected_late(two):
     two.network.block("near", "far")
     began_us = two.world.now_us
     two.send(NEAR, 1)
@@ -215,7 +215,7 @@ class TestOutliving:
         assert two.outcome("near") == [8, "abandoned"]
         assert len(late) == 1
 
-    def test_an_end_that_is_closed_is_reported_after_what_is_held_back(self, two):
+    def test_a_close_is_delivered_after_held_messages_of_an_abandoned_link(self, two):
         self.held(two)
         two.network.close(two.link, NEAR, "enough")
         two.world.run(1_000_000)
@@ -248,7 +248,7 @@ class TestOutliving:
         assert two.outcome("near") == ["abandoned"]
         assert len(late) == 1
 
-    def test_an_end_is_delivered_after_everything_held_back(self, two):
+    def test_a_close_is_delivered_after_held_messages_of_a_repaired_network(self, two):
         self.held(two)
         two.network.slow_us = 100_000
         two.network.close(two.link, NEAR, "enough")
@@ -313,7 +313,7 @@ def test_a_restarted_process_receives_no_message_of_its_previous_run(two):
     assert two.outcome("far") == []
 
 
-def test_a_slow_process_takes_one_thing_after_the_other():
+def test_a_slow_process_handles_one_event_at_a_time():
     world = World(1)
     process = Process(world, "slow")
     process.slow_us = 1_000
@@ -326,7 +326,7 @@ def test_a_slow_process_takes_one_thing_after_the_other():
     assert all(after - before >= 1_000 for before, after in pairwise(times))
 
 
-def test_a_cancelled_plan_does_not_happen():
+def test_a_cancelled_action_does_not_run():
     world = World(1)
     done = []
     world.after(20, lambda: done.append("late"))
@@ -337,7 +337,7 @@ def test_a_cancelled_plan_does_not_happen():
     assert world.now_us == 100
 
 
-def test_streams_of_chance_differ_by_name_and_by_seed():
+def test_random_streams_differ_by_name_and_by_seed():
     first, second = World(1), World(2)
     draws = {
         (world.seed, name): world.stream(name).random()

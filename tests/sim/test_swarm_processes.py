@@ -41,17 +41,17 @@ def are_at_work(processes):
 def interrupted_when(has_come):
     """Interrupt a run of the command as a terminal does; return its exit code and output."""
     run = started()
-    said = run.stdout.readline()
-    deadline = time.monotonic() + 60
+    text = run.stdout.readline()
+    deadline = time.monotonic() + HANG_S
     while not has_come(psutil.Process(run.pid).children()):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     children = psutil.Process(run.pid).children()
     os.killpg(run.pid, signal.SIGINT)
-    said += run.communicate(timeout=HANG_S)[0]
+    text += run.communicate(timeout=HANG_S)[0]
     _, living = psutil.wait_procs(children, timeout=HANG_S)
     assert not living
-    return run.returncode, said
+    return run.returncode, text
 
 
 @pytest.mark.parametrize(
@@ -62,8 +62,8 @@ def interrupted_when(has_come):
     ],
 )
 def test_an_interrupt_ends_all_processes_and_is_reported_in_a_line(has_come):
-    code, said = interrupted_when(has_come)
-    began, *progress, ended = said.splitlines()
+    code, text = interrupted_when(has_come)
+    began, *progress, ended = text.splitlines()
     assert began == "seeds from 0 on, 2 processes"
     assert all(" of 100000 seeds, " in line for line in progress)
     assert ended.startswith("interrupted after ")
@@ -73,7 +73,7 @@ def test_an_interrupt_ends_all_processes_and_is_reported_in_a_line(has_come):
 
 def test_a_killed_run_leaves_no_process():
     run = started()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANG_S
     while not are_at_work(children := psutil.Process(run.pid).children()):
         assert time.monotonic() < deadline
         time.sleep(0.01)

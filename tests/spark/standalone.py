@@ -37,7 +37,7 @@ class Done:
     output: str
     errors: str
     events: list[dict[str, Any]]
-    # By process id of a Python worker: its connections to each port, at most, at one time.
+    # By process ID of a Python worker: its connections to each port, at most, at one time.
     connections: dict[int, dict[int, int]] = field(default_factory=dict)
 
     @property

@@ -125,7 +125,7 @@ def test_a_wrong_object_is_named_and_its_rows_come_from_the_storages(
     assert name in warning
 
 
-def test_an_archive_that_is_not_there_fails_no_read(
+def test_a_missing_archive_fails_no_read(
     archived: Archived, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     elsewhere = archived._replace(url=f"file://{tmp_path}/nothing")

@@ -198,7 +198,7 @@ def test_jobs_count_one_counter_up(spark: SparkSession, connect: str) -> None:
     assert sorted(row.value for row in rows) == list(range(1, jobs + 1))
 
 
-def test_rows_of_one_job_conflict_like_strangers(spark: SparkSession, connect: str) -> None:
+def test_rows_of_one_job_conflict_like_those_of_two(spark: SparkSession, connect: str) -> None:
     table = spark.range(20).select(F.col("id"), F.array(lock("hot", F.lit(1))).alias("write_locks"))
     result = waltz_spark.append(table.coalesce(1), connect, dataFormat="msgpack")
     assert result.counts["committed"] == 1
@@ -217,7 +217,7 @@ def test_an_empty_frame_writes_nothing(spark: SparkSession, connect: str) -> Non
     assert marks_of(spark, connect) == before
 
 
-def test_results_are_found_wherever_they_are(
+def test_results_are_found_under_any_kind_of_path(
     spark: SparkSession, connect: str, tmp_path: Path
 ) -> None:
     table = spark.range(3).selectExpr("id")

@@ -196,7 +196,7 @@ def decrypted_in_log(write: Write, directory: Path) -> Counter[bytes]:
     return Counter(payloads(write.connect, marks, encryption_keys=str(directory)))
 
 
-def test_an_attempt_finds_the_encrypted_rows_of_the_one_before(
+def test_an_attempt_finds_the_encrypted_rows_of_the_previous_one(
     write: Write, directory: Path
 ) -> None:
     rows, job = rows_of(0, 200), write.job()

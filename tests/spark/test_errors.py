@@ -58,7 +58,7 @@ def test_wrong_read_options(connect: str, options: dict[str, str], sentence: str
         planned(connect, **options)
 
 
-def test_a_cluster_that_is_not_there(connect: str) -> None:
+def test_a_missing_cluster_is_reported(connect: str) -> None:
     for place, sentence in (
         ("nowhere", "expected host:port"),
         (connect.partition("/")[0] + "/waltz/absent", "waltz-core cluster create"),
@@ -137,7 +137,7 @@ def test_wrong_schemas(
         planned(connect, StructType().add(name, kind), **options)
 
 
-def test_a_column_that_is_there_twice(spark: SparkSession, connect: str) -> None:
+def test_a_duplicate_column_is_reported(spark: SparkSession, connect: str) -> None:
     twice = rows(spark).select("data", "data")
     with pytest.raises(AnalysisException, match="two columns have the name 'data'"):
         twice.write.format("waltz").mode("append").save(connect)

@@ -255,7 +255,7 @@ def job_of(connect: str, name: str, **options: str) -> Job:
         **options,
     }
     job = new_job(parse_write(wanted), SCHEMA, name)
-    asyncio.run(begin_write(connect, name, job.marks, keep_ms=1 << 50))
+    asyncio.run(begin_write(connect, name, job.marks, keep_ms=1 << 34))
     return job
 
 
@@ -293,7 +293,7 @@ def test_without_identity_columns_no_row_is_written_twice_either(
     assert values_of(9102) == [(1, value) for value in range(1, 4)]
 
 
-def test_rows_of_one_identity_fail_the_write(
+def test_rows_with_equal_identities_fail_the_write(
     spark: SparkSession, connect: str, values_of: ValuesOf
 ) -> None:
     job = job_of(connect, "again-3", identityColumns="key")

@@ -144,7 +144,7 @@ def plan_past_the_end(checkpoint: Path) -> None:
         crc.unlink()
 
 
-def test_a_micro_batch_that_was_planned_of_another_log(
+def test_a_micro_batch_planned_from_another_log_fails(
     spark: SparkSession, cluster: LocalCluster, tmp_path: Path
 ) -> None:
     here = append(cluster.connect, "here", 10)

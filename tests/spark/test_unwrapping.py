@@ -83,7 +83,7 @@ def test_no_zookeeper(spark: SparkSession) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:toPandas attempted Arrow optimization")  # Spark's own words
-def test_every_way_to_take_rows(spark: SparkSession, connect: str) -> None:
+def test_every_action_raises_the_same_error(spark: SparkSession, connect: str) -> None:
     """Some of them raise no error of Spark's but py4j's, with the whole stack of Java."""
     write(spark.createDataFrame([("no msgpack", 0)], "data string, partition int"), connect)
     reader = spark.read.format("waltz").option("dataFormat", "msgpack").schema("id long")

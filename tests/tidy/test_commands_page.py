@@ -111,7 +111,7 @@ def test_every_noun_has_a_row_and_every_verb_states_what_it_does():
 
 
 @pytest.mark.parametrize("noun", NOUNS)
-def test_how_long_a_command_may_wait_is_called_the_same_everywhere(noun):
+def test_timeout_options_have_the_same_name_everywhere(noun):
     shown = {each for verb in verbs_of(noun).values() for each in shown_options(verb)}
     assert not {each for each in shown if each.startswith(("--wait", "--timeout"))} - {
         "--timeout-s"
@@ -135,6 +135,6 @@ def test_how_long_a_command_may_wait_is_called_the_same_everywhere(noun):
         ("storage scrub --admin s:1 --partition 0 --timeout-s 4", {"wait_s": 10, "timeout_s": 4}),
     ],
 )
-def test_the_options_of_earlier_versions_for_how_long_to_wait_are_understood(text, found):
+def test_timeout_options_of_earlier_versions_are_accepted(text, found):
     arguments = parsed(shlex.split(text))
     assert {name: arguments[name] for name in found} == found

@@ -15,7 +15,7 @@ def faults() -> dict[str, str]:
     return {part.split(".", 1)[0]: part for part in parts}
 
 
-def test_every_fault_is_there_once_and_in_order():
+def test_every_fault_is_listed_once_and_in_order():
     titles = re.findall(r"^## (.)\. ", text_of(PAGE), flags=re.MULTILINE)
     assert titles == list(LETTERS)
 

@@ -44,7 +44,7 @@ def titles_of(subject: str) -> frozenset[str]:
     )
 
 
-def test_every_row_is_there_once_and_in_order():
+def test_every_row_is_listed_once_and_in_order():
     text = TABLE.read_text(encoding="utf-8")
     assert [int(number) for number, _ in ROW.findall(text)] == list(range(1, ROW_COUNT + 1))
 

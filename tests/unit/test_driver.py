@@ -87,7 +87,7 @@ async def test_a_wakeup_occurs_at_its_time_and_the_next_one_is_computed_again():
 
 
 @on_loop
-async def test_a_time_that_moves_is_followed_both_ways():
+async def test_a_wakeup_can_be_moved_earlier_and_later():
     loop = asyncio.get_running_loop()
     machine = Echo({Wakeup(): ("woken",)}, wake_at_ms=int(loop.time() * 1000) + 60_000)
     woken = asyncio.Event()

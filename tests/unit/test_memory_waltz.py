@@ -181,7 +181,7 @@ def test_callbacks_of_the_other_client_are_rejected(waltz_memory):
         asyncio.run(subscribe_plain())
 
 
-# --- refusals and failures
+# --- rejections and failures
 
 
 def test_only_the_requested_number_of_locked_appends_is_rejected(waltz_memory):
@@ -224,9 +224,10 @@ def test_an_append_fails_and_is_not_in_the_log(waltz_memory, error):
 @pytest.mark.parametrize("error", [errors.Overloaded, errors.NoSpace, errors.SessionLost])
 def test_clients_retry_for_as_long_as_a_request_may_take(waltz_memory, monkeypatch, error):
     monkeypatch.setattr(appends, "RESEND_FULL_DELAY_S", 0.005)
-    with waltz_memory.client(replace(SHORT, request_timeout_ms=1_000)) as client:
+    with waltz_memory.client() as client:
         waltz_memory.fail_next_append(2, error("as planned"))
         assert client.append(b"repaired", partition=0).result() == 0
+    with waltz_memory.client(replace(SHORT, request_timeout_ms=1_000)) as client:
         waltz_memory.fail_next_append(1_000_000, error("as planned"))
         with pytest.raises(error):
             client.append(b"abandoned", partition=0).result()
@@ -331,10 +332,15 @@ def test_a_suspended_feed_holds_back_what_is_committed(waltz_memory):
         waltz_memory.suspend_feed()
         # A client that has not applied it is late, and stays so.
         won = client.append(b"b", partition=0, append_locks=[lock("recorded")]).result()
-        context = RecordingContext(0)
-        context.timeout_ms = 100
-        with pytest.raises(errors.ViewBehind):
-            client.submit(context).result()
+        for timeout_ms in (100, 1_000, 10_000, 100_000):
+            context = RecordingContext(0)
+            context.timeout_ms = timeout_ms
+            with pytest.raises(errors.Unavailable) as late:
+                client.submit(context).result()
+            if "lock failure" in context.hooks:
+                break
+            # A busy machine had not refused it by then: the next one has more time.
+        assert isinstance(late.value, errors.ViewBehind)
         assert (ledger.ids, context.marks) == ([0], [0])
         waltz_memory.resume_feed()
         ledger.until(lambda: ledger.ids == [0, won])
@@ -355,7 +361,7 @@ def test_a_subscription_to_a_suspended_feed_waits_and_can_be_closed(waltz_memory
 # --- its life
 
 
-def test_closing_it_closes_its_clients_and_ends_its_thread():
+def test_closing_memory_waltz_closes_its_clients_and_ends_its_thread():
     waltz = MemoryWaltz(1)
     client = waltz.client()
     client.append(b"a").result()

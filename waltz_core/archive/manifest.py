@@ -248,8 +248,8 @@ class Manifest:
             reach = last
         if reach != self.last or not 0 <= self.first <= self.last + 1:
             raise BadFormat(
-                f"manifest {name}: expected objects up to {self.last} and a first ID up to there, "
-                f"found {reach} and {self.first}"
+                f"manifest {name}: expected objects up to ID {self.last} and a first ID that is "
+                f"at most {self.last + 1}, found objects up to {reach} and first ID {self.first}"
             )
         if bounds and self.first < bounds[0][0]:
             raise BadFormat(f"manifest {name}: no object has the first ID {self.first}")

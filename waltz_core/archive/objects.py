@@ -291,7 +291,9 @@ class ArchiveObject:
         reaches = np.append(starts[1:], firsts.size)
         for values in (firsts, lasts, sessions, stamps):
             if (values != values[starts].repeat(reaches - starts)).any():
-                raise BadFormat(f"object {self.name}: the rows of a batch differ in its bounds")
+                raise BadFormat(
+                    f"object {self.name}: the rows of a batch state different bounds of it"
+                )
         if (firsts > ids).any() or (ids > lasts).any():
             raise BadFormat(f"object {self.name}: a row is outside of its batch")
         rows = np.stack([firsts, lasts, sessions, stamps])[:, starts].T.tolist()

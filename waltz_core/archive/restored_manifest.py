@@ -77,7 +77,7 @@ class RestoredRange:
         entries = [each for each in saved.entries() if each.last >= saved.manifest.first]
         own = objects_folder(saved.manifest.cluster_key, saved.manifest.partition_id)
         existing = _existing(store, entries, own)
-        entries = [_right_one(store, each, existing, own) for each in entries]
+        entries = [_intact_entry(store, each, existing, own) for each in entries]
         if not entries:
             raise ObjectMissing(
                 f"archive {store.url}: expected objects of partition "
@@ -211,7 +211,7 @@ class RestoredRange:
         )
 
 
-def _right_one(
+def _intact_entry(
     store: ArchiveStore, entry: ObjectEntry, existing: Collection[str], own: str
 ) -> ObjectEntry:
     """Return the entry, or that of an object in the place of a missing or corrupt one (rule 2).

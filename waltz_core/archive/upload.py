@@ -284,4 +284,4 @@ def write_read_back(store: ArchiveStore, name: str, data: bytes) -> None:
     """Write a file of a manifest; raises ArchiveUnavailable, or ChecksumMismatch if it differs."""
     store.write(name, data)
     if store.read(name) != data:
-        raise ChecksumMismatch(f"manifest {name}: other bytes were read than written")
+        raise ChecksumMismatch(f"manifest {name}: expected the written bytes, read others")

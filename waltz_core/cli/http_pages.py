@@ -1,7 +1,7 @@
 """`waltz-core server metrics | storage metrics`: the metrics at a daemon's HTTP port.
 
 Rules:
-    1. A whole number is printed as one, however large: bytes and ids soon exceed 2^31.
+    1. A whole number is printed as one, however large: bytes and IDs soon exceed 2^31.
     2. `--json` has every metric under its full name with its labels.
 """
 

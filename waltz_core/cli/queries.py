@@ -14,7 +14,7 @@ from waltz_core.wire.messages import ClientMessage, WireProtocol
 
 ANSWER_S = 10.0
 DIAL_TIMEOUT_S = 3.0
-# The client id in requests of 0.13 tools, which allocate none.
+# The client ID in requests of 0.13 tools, which allocate none.
 NO_CLIENT_ID = -1
 
 AnswerT = TypeVar("AnswerT", bound=ClientMessage)

@@ -65,7 +65,7 @@ class NamedChoice(click.Choice[str]):
 
     def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:  # noqa: ANN401
         """Return the error message."""
-        return f"there is no {value!r}{nearest(str(value), list(self.choices))}"
+        return f"unknown value {value!r}{nearest(str(value), list(self.choices))}"
 
 
 def argument(name: str, metavar: str, text: str, **rest: Any) -> Callable[[FC], FC]:  # noqa: ANN401

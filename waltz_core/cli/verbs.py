@@ -46,7 +46,7 @@ class Verb(click.Command):
         except click.MissingParameter:
             raise click.UsageError(self._missing(words), ctx) from None
         if rest and not ctx.resilient_parsing:
-            ctx.fail(f"there is no {rest[0]!r} here")
+            ctx.fail(f"unexpected argument {rest[0]!r}")
         return rest
 
     def _missing(self, words: list[str]) -> str:
@@ -132,7 +132,7 @@ class Noun(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find a verb; raises UsageError with the nearest one."""
         if args[0] not in self.commands and not ctx.resilient_parsing:
-            ctx.fail(f"there is no {args[0]!r}{nearest(args[0], list(self.commands))}")
+            ctx.fail(f"unknown command {args[0]!r}{nearest(args[0], list(self.commands))}")
         return super().resolve_command(ctx, args)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -165,7 +165,7 @@ def explanation(error: click.UsageError) -> str:
     why = error.format_message().rstrip(".")
     match error:
         case click.NoSuchOption(option_name=name, ctx=click.Context() as ctx):
-            why = f"there is no {name!r} here{_close_option(name, ctx.command)}"
+            why = f"unknown option {name!r}{_close_option(name, ctx.command)}"
         case click.BadParameter(param=click.Parameter() as parameter):
             why = f"{name_of(parameter)}: {error.message.rstrip('.')}"
         case _:

@@ -11,6 +11,13 @@ directory of owners), and `model` (transactions, callbacks, serializers).
 
 from waltz_core.client.api.async_client import AsyncWaltzClient
 from waltz_core.client.api.sync_client import WaltzClient
+from waltz_core.client.api.writes import (
+    begin_write,
+    end_write,
+    forget_writes,
+    summary_of_write,
+    tasks_of_write,
+)
 from waltz_core.client.links.directory import ClusterInfo, ClusterLayout
 from waltz_core.client.model.callbacks import AsyncCallbacks, Callbacks, PoisonPolicy
 from waltz_core.client.model.compression import Zstd
@@ -35,14 +42,7 @@ from waltz_core.client.read.feed_delivery import LATEST
 from waltz_core.client.read.ranges import ArchivedRange, RangeChunk, RangeRow, ReplicaSet
 from waltz_core.client.stream.appends import ReportOrder
 from waltz_core.client.stream.monitor import BatchOutcome
-from waltz_core.client.stream.write_claim import (
-    TaskClaim,
-    begin_write,
-    end_write,
-    forget_writes,
-    summary_of_write,
-    tasks_of_write,
-)
+from waltz_core.client.stream.write_claim import TaskClaim
 from waltz_core.encryption.envelopes import DecryptedColumn, DecryptedPayload, Encryption
 from waltz_core.wire.messages import RangeForm, Reason
 

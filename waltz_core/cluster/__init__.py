@@ -7,10 +7,10 @@ The nodes, below the cluster's root R:
 
     R                                 name and number of partitions; written last by `cluster
                                       create`, so a root without data is not a cluster
-    R/ids/client, R/ids/server        the last allocated id; allocated by compare-and-set, one for
-                                      each client and each server process, never twice
+    R/ids/client, R/ids/server        the last allocated ID; allocated by compare-and-set, one for
+                                      each older client and each server process, never twice
     R/serverDescriptors               which server owns which partition, in which generation
-    R/serverDescriptors/s_N           one live server: id, host, port, preferred partitions;
+    R/serverDescriptors/s_N           one live server: ID, host, port, preferred partitions;
                                       ephemeral
     R/store                           the cluster key that every storage directory must carry
     R/store/assignment                which storages hold which partitions
@@ -20,7 +20,8 @@ The nodes, below the cluster's root R:
     R/x/partition/P                   extension: whether P may still be new, without any records,
                                       and the nonce of its session; changes in one write with
                                       R/store/partition/P
-    R/x/storage/HOST:PORT             extension: the id of the storage that belongs at this address
+    R/x/storage/HOST:PORT             extension: the ID of the storage that belongs at this address
+    R/x/client                        extension: the last client ID that a server has issued
     R/x/writes/W, R/x/writes/W/T      extension: an exactly-once write, and its tasks
     R/x/reach/ID                      extension: which servers server ID can and cannot connect to
     R/x/load/ID                       extension: the loads of the partitions of server ID
@@ -31,7 +32,7 @@ root; they ignore the nodes below R/x.
 
 Ownership of a partition. Each server creates its node `s_N`. When the set of servers changes, the
 child version of R/serverDescriptors changes with it, and the lead server (the one with the smallest
-id) writes an assignment that carries this version. All other processes wait until both versions are
+ID) writes an assignment that carries this version. All other processes wait until both versions are
 equal: only then does the assignment name exactly the live servers. A partition that moves gets the
 next generation. Two servers may assume for a moment that they own the same partition; the
 compare-and-set on R/store/partition/P, with which each session begins, decides.

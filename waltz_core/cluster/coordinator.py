@@ -30,6 +30,7 @@ from waltz_core.cluster.change.storages import Storages
 from waltz_core.cluster.change.stored_permissions import StoredPermissions
 from waltz_core.cluster.membership.applied import AppliedRevisions
 from waltz_core.cluster.membership.assignment import check_replica_change
+from waltz_core.cluster.membership.issued_ids import IssuedIds
 from waltz_core.cluster.membership.loads import PublishedLoads
 from waltz_core.cluster.membership.reachability import ReachBoard
 from waltz_core.cluster.membership.registration import Membership, Ownership, ServersView
@@ -106,6 +107,7 @@ class Coordinator:
         self._nodes = ClusterNodes(znodes, root)
         self._membership = Membership(self._nodes)
         self.writes = WriteRegistry(self._nodes)
+        self.issued_ids = IssuedIds(self._nodes)
         self.storages = Storages(self._nodes)
         self.audit = AuditLog(self._nodes)
         self.loads = PublishedLoads(self._nodes)
@@ -185,7 +187,7 @@ class Coordinator:
     async def create_for_rebuilding(self, new: NewCluster, ids: int) -> None:
         """Create the nodes of a cluster that is rebuilt from its storages (rebuilding.py).
 
-        Client ids and generations continue from `ids`.
+        Client IDs and generations continue from `ids`.
         """
         await self._create(
             new, lambda version: rebuilding_steps(self.paths, new, root_version=version, ids=ids)
@@ -262,19 +264,19 @@ class Coordinator:
         """
         return await delete_tree(self._znodes, self.paths.root, on_progress)
 
-    # --- ids
+    # --- IDs
 
     async def last_client_id(self) -> ClientId:
-        """Return the last allocated client id."""
+        """Return the last allocated client ID."""
         await self._znodes.sync()
         return ClientId(await self._nodes.read(self.paths.client_ids, model.decode_id))
 
     async def next_client_id(self) -> ClientId:
-        """Allocate a client id that was never used before."""
+        """Allocate a client ID that was never used before, without a server."""
         return ClientId(await self._next_id(self.paths.client_ids))
 
     async def next_server_id(self) -> ServerId:
-        """Allocate a server id that was never used before."""
+        """Allocate a server ID that was never used before."""
         return ServerId(await self._next_id(self.paths.server_ids))
 
     async def _next_id(self, path: str) -> int:
@@ -288,7 +290,7 @@ class Coordinator:
                     [Set(path, model.encode_id(last_id + 1), node.stat.version)]
                 )
             except (errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
-                continue  # An id that may have been allocated is skipped.
+                continue  # An ID that may have been allocated is skipped.
             return last_id + 1
         raise errors.CoordinatorUnavailable(
             f"no ID from {path} in {ID_ATTEMPTS_MAX} attempts: too many concurrent requests"
@@ -297,7 +299,7 @@ class Coordinator:
     async def raise_ids(
         self, client_id: ClientId, generations: Mapping[PartitionId, Generation]
     ) -> None:
-        """Raise the last client id, and the generation of each partition, for a rebuilding.
+        """Raise the last client ID, and the generation of each partition, for a rebuilding.
 
         See rebuilding.py, rule 5.
         """
@@ -310,7 +312,7 @@ class Coordinator:
             with suppress(errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
                 await self._znodes.write([step])
         raise errors.CoordinatorUnavailable(
-            f"{path} was changed by others in {ID_ATTEMPTS_MAX} attempts"
+            f"{path}: other processes changed it during each of {ID_ATTEMPTS_MAX} attempts"
         )
 
     # --- partitions
@@ -408,7 +410,7 @@ class Coordinator:
         )
 
     async def register_storage_id(self, address: ReplicaId, storage_id: UUID) -> UUID:
-        """Register the storage at `address`, and return the id that is registered for it.
+        """Register the storage at `address`, and return the ID that is registered for it.
 
         The first one stays registered: a result other than `storage_id` means that another storage
         belongs to this address.
@@ -429,7 +431,7 @@ class Coordinator:
         raise errors.CoordinatorUnavailable(f"{path} could not be registered")
 
     async def read_storage_ids(self) -> dict[ReplicaId, UUID]:
-        """Read the registered id of each storage."""
+        """Read the registered ID of each storage."""
         listing = await self._znodes.children(self.paths.storage_ids)
         found: dict[ReplicaId, UUID] = {}
         for name in () if listing is None else listing.names:
@@ -506,8 +508,8 @@ class Coordinator:
         """Register this process as a live server, or change its registration.
 
         The node lives as long as the session. After a lost session `follow_servers` registers the
-        same server id again. From now on it also fulfills the lead server's duty whenever this
-        process has the smallest live server id.
+        same server ID again. From now on it also fulfills the lead server's duty whenever this
+        process has the smallest live server ID.
         """
         await self._membership.register(descriptor)
 

@@ -1,12 +1,12 @@
 """The registry of exactly-once writes: each enters the log once, however often its tasks run.
 
 The processes of a write do not know each other, and several may run the same task. They agree here
-on the marks from which the write started, the client id of each task, the latest attempt of a task,
+on the marks from which the write started, the client ID of each task, the latest attempt of a task,
 and whether the write is done.
 
 Rules (docs/spark.md, "Exactly once"):
     1. The first process writes the starting marks; they never change.
-    2. A task keeps its client id forever. Each attempt increments the task's attempt number by
+    2. A task keeps its client ID forever. Each attempt increments the task's attempt number by
        compare-and-set; if the outcome of that is unknown, it is incremented once more.
     3. An attempt continues while it is the latest one, and the write is neither done nor removed:
        `check` decides from the state of ZooKeeper after the call.
@@ -21,6 +21,10 @@ Rules (docs/spark.md, "Exactly once"):
     7. Beginning and removing a write also writes the parent of all writes, at the version that was
        read before anything else: a process that was paused cannot begin a write that was removed
        meanwhile, nor remove one that was begun again.
+    8. A registry of a principal (`WriteRegistry.of`) rejects the writes of other principals. A
+       write belongs to the principal that began it; if there is none, or it is `anonymous`, to the
+       first principal that enters it. Its owner never changes again (decision 048, AC 14).
+    9. A principal has at most `WRITES_MAX` writes. Concurrent calls may exceed this by a few.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -29,6 +33,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from waltz_core import errors
+from waltz_core.access.principals import ANONYMOUS
 from waltz_core.cluster.znodes.interface import CreateNode, Delete, Node, Operation, Set
 from waltz_core.cluster.znodes.node_access import ClusterNodes, decode_node, is_number
 from waltz_core.records import strict_json
@@ -39,6 +44,10 @@ RUNS_MAX = 1_000
 REMOVALS_MAX = 500
 EXAMINED_MAX = 50
 NAME_CHARACTERS_MAX = 200
+WRITES_MAX = 10_000
+# A node of ZooKeeper has at most 1 MiB.
+NODE_BYTES_MAX = 900 * 1024
+_WITHOUT_OWNER = ("", ANONYMOUS)
 # How long a node of format 1 is kept: its time is that of a driver's clock.
 KEEP_MS_OF_FORMAT_1 = 365 * 24 * 3_600 * 1_000
 _FORMAT_OF_WRITES, _FORMAT_OF_TASKS = 2, 1
@@ -50,12 +59,14 @@ class WriteState:
 
     `marks` are the log's high-water marks by partition when the write was first begun, `keep_ms` is
     the time after the last write of the node when it expires, `summary` the result of the write
-    (None while it runs, empty while it is being removed).
+    (None while it runs, empty while it is being removed). `principal` is its owner; the node of a
+    write without one lacks this field.
     """
 
     marks: Mapping[int, int]
     keep_ms: int
     summary: Mapping[str, Any] | None = None
+    principal: str = ""
 
     @property
     def is_done(self) -> bool:
@@ -66,7 +77,8 @@ class WriteState:
         """Return the node's bytes."""
         marks = {str(partition): mark for partition, mark in sorted(self.marks.items())}
         fields = {"marks": marks, "keep_ms": self.keep_ms, "summary": self.summary}
-        return strict_json.to_json({"format": _FORMAT_OF_WRITES, **fields})
+        owner = {"principal": self.principal} if self.principal else {}
+        return strict_json.to_json({"format": _FORMAT_OF_WRITES, **fields, **owner})
 
     @staticmethod
     def from_bytes(data: bytes) -> "WriteState":
@@ -75,13 +87,17 @@ class WriteState:
         if values["format"] == 1:
             values["keep_ms"] = KEEP_MS_OF_FORMAT_1
         _check_kinds(values, "WriteState", {"marks": dict, "keep_ms": int})
+        _check_kinds({"principal": "", **values}, "WriteState", {"principal": str})
         marks, summary = values["marks"], values.get("summary")
         if not all(is_number(name) and _is_whole(mark) for name, mark in marks.items()):
             raise errors.BadFormat(f"WriteState: expected marks by partition, found {marks!r:.200}")
         if summary is not None and not isinstance(summary, dict):
             raise errors.BadFormat(f"WriteState: expected a summary, found {summary!r:.200}")
         return WriteState(
-            {int(name): mark for name, mark in marks.items()}, values["keep_ms"], summary
+            {int(name): mark for name, mark in marks.items()},
+            values["keep_ms"],
+            summary,
+            values.get("principal", ""),
         )
 
 
@@ -116,18 +132,36 @@ class BegunWrite(NamedTuple):
 
 
 class WriteRegistry:
-    """The writes of one cluster, through one session."""
+    """The writes of one cluster, through one session; those of one principal (rule 8), or all."""
 
-    def __init__(self, nodes: ClusterNodes) -> None:
+    def __init__(self, nodes: ClusterNodes, principal: str | None = None) -> None:
         self._nodes = nodes
         self._znodes = nodes.znodes
+        self._principal = principal
+        self._owners: dict[str, str] = {}  # of known writes, for rule 9
+
+    def of(self, principal: str) -> "WriteRegistry":
+        """Return the registry of a principal (rule 8)."""
+        made = WriteRegistry(self._nodes, principal)
+        made._owners = self._owners
+        return made
 
     async def read(self, write: str) -> WriteState | None:
         """Return a write, None if it was never begun, or was removed."""
         path = self._path(write)
         await self._znodes.sync()
         node = await self._znodes.get(path)
-        return None if node is None else decode_node(path, node, WriteState.from_bytes)
+        return None if node is None else self._state(path, node)
+
+    def _state(self, path: str, node: Node) -> WriteState:
+        """Decode a write; raises PermissionDenied by rule 8."""
+        found = decode_node(path, node, WriteState.from_bytes)
+        if self._principal is None or found.principal in (*_WITHOUT_OWNER, self._principal):
+            return found
+        raise errors.PermissionDenied(
+            f"write {path.rpartition('/')[2]} belongs to another principal than {self._principal}. "
+            "Hint: choose another name."
+        )
 
     async def read_all(self) -> dict[str, BegunWrite]:
         """Return all writes with their tasks, by name."""
@@ -147,8 +181,12 @@ class WriteRegistry:
 
         Raises:
             ConnectionSuperseded: a later write of its series exists (rule 4).
+            PermissionDenied: the write belongs to another principal (rule 8).
+            BadRequest: the principal has too many writes (rule 9).
+            TooLarge: the marks do not fit into a node.
         """
-        path, made = self._path(write), WriteState(dict(marks), keep_ms)
+        path = self._path(write)
+        made = WriteState(dict(marks), keep_ms, principal=self._principal or "")
         for _ in range(ATTEMPTS_MAX):
             found = await self.read(write)
             if found is not None:
@@ -158,12 +196,42 @@ class WriteRegistry:
             fence = await self._fence()
             if in_series:
                 await self._check_is_last(write)
-            if await self._try_write([CreateNode(path, made.to_bytes()), *fence]):
+            if self._principal is not None:
+                await self._check_count(self._principal)
+            if await self._try_write([CreateNode(path, _checked(made)), *fence]):
                 return made
         raise errors.CoordinatorUnavailable(
             f"znode {path} was not created in {ATTEMPTS_MAX} attempts: other changes came "
             "first. Hint: start the write again."
         )
+
+    async def _check_count(self, principal: str) -> None:
+        """Check rule 9; expired writes do not count."""
+        if await self._count(principal) < WRITES_MAX:
+            return
+        await WriteRegistry(self._nodes).forget_expired()
+        if await self._count(principal) >= WRITES_MAX:
+            raise errors.BadRequest(
+                f"expected at most {WRITES_MAX} writes of {principal}, which has that many. Hint: "
+                "finished writes are removed after the time for which they are kept; shorten it "
+                "(option 'writeRetention')."
+            )
+
+    async def _count(self, principal: str) -> int:
+        """Return the number of writes of a principal; 0 if it must be below `WRITES_MAX`."""
+        listing = await self._znodes.children(self._nodes.paths.writes)
+        names = () if listing is None else listing.names
+        if len(names) < WRITES_MAX:
+            return 0
+        there, owners = frozenset(names), self._owners
+        for gone in [name for name in owners if name not in there]:
+            del owners[gone]
+        for name in names:
+            if name not in owners:
+                node = await self._znodes.get(f"{self._nodes.paths.writes}/{name}")
+                if node is not None:
+                    owners[name] = _owner_in(node)
+        return sum(owner == principal for owner in owners.values())
 
     async def _check_is_last(self, write: str) -> None:
         series, _, number = write.rpartition("-")
@@ -188,11 +256,14 @@ class WriteRegistry:
 
         Raises:
             ConnectionSuperseded: the write is done or was removed.
+            PermissionDenied: the write belongs to another principal (rule 8).
         """
         path = self._path(write, task)
         client_id: ClientId | None = None
         for _ in range(ATTEMPTS_MAX):
             await self._check_continues(write, task)
+            if not await self._take_ownership(write):
+                continue
             node = await self._znodes.get(path)
             if node is None:
                 client_id = await next_client_id() if client_id is None else client_id
@@ -208,6 +279,21 @@ class WriteRegistry:
         raise errors.CoordinatorUnavailable(
             f"{path}: other processes changed it during each attempt to write it"
         )
+
+    async def _take_ownership(self, write: str) -> bool:
+        """Take a write without an owner (rule 8); return False if another change was first."""
+        if self._principal is None or self._principal in _WITHOUT_OWNER:
+            return True
+        path = self._path(write)
+        node = await self._znodes.get(path)
+        if node is None:
+            return False
+        found = self._state(path, node)
+        if found.principal not in _WITHOUT_OWNER:
+            return True
+        taken = replace(found, principal=self._principal)
+        self._owners.pop(write, None)
+        return await self._try_write([Set(path, taken.to_bytes(), node.stat.version)])
 
     async def _check_continues(self, write: str, task: int) -> None:
         state = await self.read(write)
@@ -235,11 +321,16 @@ class WriteRegistry:
         """Return the tasks that were ever begun."""
         found: dict[int, TaskState] = {}
         for task in await self.task_numbers(write):
-            path = self._path(write, task)
-            node = await self._znodes.get(path)
-            if node is not None:
-                found[task] = decode_node(path, node, TaskState.from_bytes)
+            state = await self.task_state(write, task)
+            if state is not None:
+                found[task] = state
         return found
+
+    async def task_state(self, write: str, task: int) -> TaskState | None:
+        """Return a task; None if it was never begun, or was removed."""
+        path = self._path(write, task)
+        node = await self._znodes.get(path)
+        return None if node is None else decode_node(path, node, TaskState.from_bytes)
 
     async def task_numbers(self, write: str) -> list[int]:
         """Return the numbers of the tasks that were ever begun."""
@@ -252,6 +343,8 @@ class WriteRegistry:
 
         Raises:
             ConnectionSuperseded: the write was removed.
+            PermissionDenied: the write belongs to another principal (rule 8).
+            TooLarge: the summary does not fit into a node.
         """
         path = self._path(write)
         for _ in range(ATTEMPTS_MAX):
@@ -261,11 +354,11 @@ class WriteRegistry:
                 raise _superseded_error(
                     write, None, "it was completed or superseded, and then removed"
                 )
-            found = decode_node(path, node, WriteState.from_bytes)
+            found = self._state(path, node)
             if found.is_done:
                 return found
             done = replace(found, summary=dict(summary), keep_ms=keep_ms)
-            if await self._try_write([Set(path, done.to_bytes(), node.stat.version)]):
+            if await self._try_write([Set(path, _checked(done), node.stat.version)]):
                 return done
         raise errors.CoordinatorUnavailable(
             f"{path}: other processes changed it during each attempt to write it"
@@ -291,7 +384,7 @@ class WriteRegistry:
         node = await self._znodes.get(path)
         if node is None:
             return True
-        found = decode_node(path, node, WriteState.from_bytes)
+        found = self._state(path, node)
         is_removing = found.is_done and not found.keep_ms
         if expired_ms is not None and not is_removing and not _is_expired(node, expired_ms):
             return False
@@ -354,6 +447,15 @@ class WriteRegistry:
         return True
 
 
+def client_ids_of_others(run: str, tasks: Mapping[int, TaskState]) -> dict[int, int]:
+    """Return the client IDs of the tasks that another run than this one has begun."""
+    return {
+        number: int(task.client_id)
+        for number, task in tasks.items()
+        if any(each != run for each in task.runs)
+    }
+
+
 def check_name(write: str) -> None:
     """Raise BadRequest unless the name of a write is valid."""
     is_good = 0 < len(write) <= NAME_CHARACTERS_MAX and write not in {".", ".."}
@@ -364,6 +466,23 @@ def check_name(write: str) -> None:
             f"the name of a write: expected 1 to {NAME_CHARACTERS_MAX} letters, digits, '-', '_', "
             f"'.' and '~', found {write!r:.250}"
         )
+
+
+def _checked(state: WriteState) -> bytes:
+    data = state.to_bytes()
+    if len(data) > NODE_BYTES_MAX:
+        raise errors.TooLarge(
+            f"a write with its marks and its summary: expected at most {NODE_BYTES_MAX} bytes, "
+            f"found {len(data)}"
+        )
+    return data
+
+
+def _owner_in(node: Node) -> str:
+    try:
+        return WriteState.from_bytes(node.data).principal
+    except errors.BadFormat:
+        return ""
 
 
 def _superseded_error(write: str, task: int | None, why: str) -> errors.ConnectionSuperseded:

@@ -28,6 +28,7 @@ NO_GROUP = -1
 BALANCE_MODES = ("count", "load")
 TLS_MODES = ("", "on", "off")
 TLS_CHECKS = ("name", "chain", "nothing")
+TLS_TRANSITIONS = ("", "accept", "dial")
 ACCESS_MODES = ("off", "report", "on")
 
 
@@ -140,6 +141,32 @@ def _access() -> Any:  # noqa: ANN401 - see `setting`
     )
 
 
+def _tls_transition() -> Any:  # noqa: ANN401 - see `setting`
+    return setting(
+        "",
+        "For the switch of a running cluster to TLS, which `tls` must enable. Not empty: the "
+        "ports also accept plain TCP, from peers without a certificate, and the daemon connects "
+        'with plain TCP ("accept") or with TLS ("dial"). Empty: TLS only.',
+    )
+
+
+def _insecure_network() -> Any:  # noqa: ANN401 - see `setting`
+    return setting(
+        False,  # noqa: FBT003 - the name explains it
+        'Whether the daemon may listen on a non-loopback address without `tls = "on"` and '
+        '`access = "on"`, or with `tls_transition`. True: every host that can connect may read '
+        "and write; only for a private network.",
+    )
+
+
+def _http_host() -> Any:  # noqa: ANN401 - see `setting`
+    return setting(
+        "127.0.0.1",
+        "The address of the pages at `http_port`, which have no access control: other hosts "
+        "that reach it may read metrics and addresses.",
+    )
+
+
 def _principal_pattern() -> Any:  # noqa: ANN401 - see `setting`
     return setting(
         "CN=(.+)",
@@ -148,10 +175,46 @@ def _principal_pattern() -> Any:  # noqa: ANN401 - see `setting`
     )
 
 
-def _check_hosts(listen_host: str, advertised_host: str) -> None:
+def _audit_log() -> Any:  # noqa: ANN401 - see `setting`
+    return setting(
+        "",
+        "The file of the audit log: administrative requests, denied requests and revisions of the "
+        "permissions, as JSON lines. An administrative request is rejected if the file cannot be "
+        "written. SIGHUP opens it again. Needs `access`. Empty: none.",
+    )
+
+
+def _handshake_burst() -> Any:  # noqa: ANN401 - see `setting`
+    return setting(
+        2_000,
+        "TLS handshakes that one host may begin at once; the daemon closes further connections. "
+        "Too few: after a restart, peers with many partitions connect slowly. Too many: a hostile "
+        "host delays the requests of others.",
+        minimum=10,
+        maximum=1_000_000,
+    )
+
+
+def _handshakes_per_s() -> Any:  # noqa: ANN401 - see `setting`
+    return setting(
+        100,
+        "TLS handshakes per second of one host after `handshake_burst`. Clients behind one address "
+        "share it. Too few and too many: as for the burst.",
+        minimum=1,
+        maximum=1_000_000,
+    )
+
+
+def _check_audit(audit_log: str, access: str) -> None:
+    if audit_log and access == "off":
+        raise BadConfig('audit_log: expected access = "report" or "on" with it, found "off"')
+
+
+def _check_hosts(listen_host: str, advertised_host: str, http_host: str) -> None:
     """Raise BadConfig for an impossible host, or if the process would publish none."""
     bare = advertised_host.removeprefix("[").removesuffix("]")  # an IPv6 address may have them
-    for name, host in (("listen_host", listen_host), ("advertised_host", bare)):
+    named = {"listen_host": listen_host, "advertised_host": bare, "http_host": http_host}
+    for name, host in named.items():
         if not host:
             continue
         try:
@@ -192,6 +255,7 @@ class StorageConfig(TlsConfig, ZooKeeperConfig):
         "`listen_host`.",
     )
     admin_port: int = _port(15_281, "Port for administration. 0: any free one.")
+    http_host: str = _http_host()
     http_port: int = _port(0, "Port for /metrics, /health and /ping. 0: none.")
     segment_bytes_max: int = _bytes(
         1_000_000_000,
@@ -308,14 +372,26 @@ class StorageConfig(TlsConfig, ZooKeeperConfig):
     )
 
     tls_require_certificate: bool = _tls_require_certificate(default=True)
+    tls_transition: str = _tls_transition()
+    insecure_network: bool = _insecure_network()
     access: str = _access()
     principal_pattern: str = _principal_pattern()
+    audit_log: str = _audit_log()
+    handshake_burst: int = _handshake_burst()
+    handshakes_per_s: int = _handshakes_per_s()
 
     def validate(self) -> None:
         """Check relations between fields; raises BadConfig."""
-        _check_hosts(self.listen_host, self.advertised_host)
+        _check_hosts(self.listen_host, self.advertised_host, self.http_host)
         super().validate()
         self._check_one_of("access", ACCESS_MODES)
+        self._check_one_of("tls_transition", TLS_TRANSITIONS)
+        if self.tls_transition and self.access == "on":
+            raise BadConfig(
+                f'tls_transition: expected none with access = "on", which requires TLS, found '
+                f"{self.tls_transition!r}"
+            )
+        _check_audit(self.audit_log, self.access)
         self._check_ports_differ("port", "admin_port", "http_port")
 
 
@@ -336,6 +412,7 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
         "", "The host under which clients connect. Empty: `listen_host`."
     )
     advertised_port: int = _port(0, "The port under which clients connect. 0: `port`.")
+    http_host: str = _http_host()
     http_port: int = _port(0, "Port for /metrics, /health and /ping. 0: none.")
     lock_slot_count: int = setting(
         1_048_573,
@@ -520,7 +597,7 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
     balance_interval_ms: int = _ms(
         5_000,
         'How often servers report loads and consider moves, if `balance` is "load". Too short: '
-        "work for ZooKeeper.",
+        "more load on ZooKeeper.",
         minimum=50,
     )
     balance_window_ms: int = _ms(
@@ -541,14 +618,26 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
     )
 
     tls_require_certificate: bool = _tls_require_certificate(default=False)
+    tls_transition: str = _tls_transition()
+    insecure_network: bool = _insecure_network()
     access: str = _access()
     principal_pattern: str = _principal_pattern()
+    audit_log: str = _audit_log()
+    handshake_burst: int = _handshake_burst()
+    handshakes_per_s: int = _handshakes_per_s()
 
     def validate(self) -> None:
         """Check relations between fields; raises BadConfig."""
-        _check_hosts(self.listen_host, self.advertised_host)
+        _check_hosts(self.listen_host, self.advertised_host, self.http_host)
         super().validate()
         self._check_one_of("access", ACCESS_MODES)
+        self._check_one_of("tls_transition", TLS_TRANSITIONS)
+        if self.tls_transition and self.access == "on":
+            raise BadConfig(
+                f'tls_transition: expected none with access = "on", which requires TLS, found '
+                f"{self.tls_transition!r}"
+            )
+        _check_audit(self.audit_log, self.access)
         self._check_ports_differ("port", "http_port")
         self._check_at_most("retry_interval_ms_min", "retry_interval_ms_max")
         self._check_at_most("balance_interval_ms", "balance_window_ms")

@@ -4,7 +4,7 @@ A 0.13 client gets one message for each transaction, so one that catches up gets
 36 bytes long, so they are built as rows of one array. The layout is that of `messages.FeedData`; a
 test compares the two.
 
-    magic (1) | version (2) | length (4) | type (1) | request id (16) | id (8) | header (4)
+    magic (1) | version (2) | length (4) | type (1) | request ID (16) | ID (8) | header (4)
 """
 
 from typing import Final
@@ -31,7 +31,7 @@ assert FEED_FRAME_BYTES == 36
 
 
 def feed_frames(first: int, headers: Buffer, version: int) -> bytes:
-    """Return a frame for each transaction from `first` on, of its 20 bytes (request id, header)."""
+    """Return a frame for each transaction from `first` on, of its 20 bytes (request ID, header)."""
     heads = np.frombuffer(headers, FEED_HEADER_DTYPE)
     assert heads.size * FEED_HEADER_BYTES == len(headers)
     frames = np.empty(heads.size, _FRAME)

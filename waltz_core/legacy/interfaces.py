@@ -65,10 +65,10 @@ class Links(Protocol):
 
 
 class ClientIds(Protocol):
-    """Allocates client ids."""
+    """Allocates client IDs."""
 
     async def next_client_id(self) -> int:
-        """Return a client id that was never used before."""
+        """Return a client ID that was never used before."""
 
 
 class Query(Protocol):

@@ -8,7 +8,7 @@ a client might wait forever, and how it ends.
 Rules:
     1. A failed append is reported only when that is final: by LOCK_FAILURE, or by the answer to the
        flush that the client sends after its mount, and every 5 s while an append is open.
-    2. The end of a mount is reported as NOT_READY, with the mount's request id: the client mounts
+    2. The end of a mount is reported as NOT_READY, with the mount's request ID: the client mounts
        again on the same connection, and flushes. It is sent once for each mount.
     3. The adapter closes a connection in the cases in which 0.13 closes it, and if a mark cannot be
        reported: the client reconnects with the next connection sequence, mounts, and asks again.
@@ -68,7 +68,12 @@ _ENDS_CONNECTION: Final = frozenset(
 # Errors that do not show whether there is such a partition.
 _OF_ANY_PARTITION: Final = frozenset(
     each.code
-    for each in (errors.UnknownPartition, errors.PermissionDenied, errors.PermissionsUnread)
+    for each in (
+        errors.UnknownPartition,
+        errors.PermissionDenied,
+        errors.ClientIdDenied,
+        errors.PermissionsUnread,
+    )
 )
 # Errors of a request for data: the partition has moved, or is between two sessions.
 _OTHER_OWNER_CODES: Final = frozenset(
@@ -186,7 +191,7 @@ class LegacyClientAdapter:
         assert len(message.reasons) == 1, "a 0.13 client appends single transactions"
         if reason is Reason.LOCK:
             conflict = int.from_bytes(message.conflicting, "big", signed=True)
-            # The client waits until its mark reaches this id, so it must be a committed one.
+            # The client waits until its mark reaches this ID, so it must be a committed one.
             assert conflict <= message.high_water_mark
             return LockFailure(req_id, conflict)
         if reason in _ENDS_MOUNT:

@@ -5,7 +5,7 @@ store: session, commit stamps and chain.
 
 Rules:
     1. Headers come from a mount: a 0.13 server feeds everything from the mark on. Each reader has
-       its own connection for it, with a client id that writes nothing and is not shared; while the
+       its own connection for it, with a client ID that writes nothing and is not shared; while the
        reader does not continue, the feed waits in the kernel.
     2. Data is requested only after the feed has delivered the header, or if the caller knows that
        it is committed: a 0.13 server that gets the request too early never finds that transaction

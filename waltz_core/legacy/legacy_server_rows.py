@@ -4,7 +4,7 @@ A 0.13 server accepts one transaction in each request and feeds one in each mess
 stream uses submissions and ranges.
 
 Rules:
-    1. Row i of a submission has the sequence number of its request id plus i, as at a current
+    1. Row i of a submission has the sequence number of its request ID plus i, as at a current
        server.
     2. A submission is answered once, when every row of it is final.
 """

@@ -120,7 +120,7 @@ class LegacyServerPartition:
         self._phase = _Phase.IDLE
         self._mount: messages.MountWriter | None = None
         self._run: FeedRun | None = None  # of a mount with a feed
-        # The request id of the newest mount, by which the server names its feed.
+        # The request ID of the newest mount, by which the server names its feed.
         self._feed_id: ReqId | None = None
         self._mark = BEFORE_FIRST  # the last transaction of the feed
         self._requested_ms = 0
@@ -234,7 +234,7 @@ class LegacyServerPartition:
             self._out.append(
                 CloseLink(
                     f"a mount of partition {self._partition_id} got no answer: the server may "
-                    "have another connection of this client id"
+                    "have another connection of this client ID"
                 )
             )
             return
@@ -467,7 +467,7 @@ class LegacyServerPartition:
 
     def _answer(self, submissions: Iterable[SubmissionRows]) -> None:
         for each in submissions:
-            # An estimate is the id of a transaction in the log, whether it was fed here or not.
+            # An estimate is the ID of a transaction in the log, whether it was fed here or not.
             mark = max(self._mark, *each.conflicting)
             self._to_stream(each.result(TransactionId(mark)))
 

@@ -36,6 +36,7 @@ import psutil
 
 from waltz_core.config.connect_string import ConnectString, parse_connect_string
 from waltz_core.config.declarations import render_toml
+from waltz_core.config.host_names import is_loopback
 from waltz_core.errors import BadConfig, Unavailable, Unreachable, WaltzError
 from waltz_core.local import ports
 from waltz_core.local.zookeeper_process import EnsemblePeer, write_node_number, zookeeper_config
@@ -154,8 +155,9 @@ class LocalCluster:
         port_base: the first of the consecutive ports of all processes; 0: no such ports.
         bound: the processes end with this one, however it ends.
         host: the address of this machine at which all processes listen, and under which other
-            machines connect to them; without `tls` no client is authenticated. Fixed for the life
-            of the directory.
+            machines connect to them. Fixed for the life of the directory.
+        insecure_network: required for another host than loopback: each process that reaches it may
+            read and write.
         auth_file: the credentials for ZooKeeper (docs/zookeeper.md); none: no authentication.
         tls: settings of kind "tls" for all processes (docs/operations.md); none: no TLS.
         archive_url: where the cluster archives its transactions; none: as before. It is kept for
@@ -175,6 +177,7 @@ class LocalCluster:
         port_base: int = 0,
         bound: bool = False,
         host: str = LOOPBACK,
+        insecure_network: bool = False,
         auth_file: Path | None = None,
         tls: Path | None = None,
         archive_url: str = "",
@@ -183,6 +186,11 @@ class LocalCluster:
         self.directory = directory.absolute()
         if zookeeper_count < 1:
             raise BadConfig(f"zookeeper_count: expected at least 1, found {zookeeper_count}")
+        if not insecure_network and not is_loopback(host):
+            raise BadConfig(
+                f"host: expected a loopback address, found {host!r}. Hint: insecure_network=True "
+                "permits it, without access control."
+            )
         self._counts = (zookeeper_count, storage_count, server_count, partition_count)
         self._usual_ports = usual_ports
         self._port_base = port_base
@@ -568,7 +576,9 @@ class LocalCluster:
             "listen_host": self._loaded().host,
             "port": member.port,
             "advertised_host": self._loaded().host,
+            "http_host": self._loaded().host,
             "http_port": member.http_port,
+            "insecure_network": not is_loopback(self._loaded().host),
         }
         if member.kind == "storage":
             values["directory"] = str(self.directory / member.name)

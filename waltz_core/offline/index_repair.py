@@ -50,7 +50,7 @@ class Repaired(NamedTuple):
     kept: int
 
     @property
-    def is_right(self) -> bool:
+    def is_valid(self) -> bool:
         """Whether there was nothing to do."""
         return self.wrong == 0
 
@@ -75,7 +75,7 @@ def repair_index(disk: Disk, segment: Path, *, dry_run: bool) -> Repaired:
             old = _OldIndex(old_file)
         # The records are walked through twice, so that no index has to fit into memory.
         found = _compare(path, header, _entries(file, first, old), old)
-        if not found.is_right and not dry_run:
+        if not found.is_valid and not dry_run:
             _write(disk, path, header, _entries(file, first, old))
         return found
 

@@ -78,7 +78,7 @@ def fields(record: bytes | memoryview) -> Fields:
     return Fields._make(RECORD.unpack_from(record))
 
 
-def is_right(record: bytes | memoryview) -> bool:
+def is_valid(record: bytes | memoryview) -> bool:
     """Return whether the CRC at the end of a record fits."""
     return crc32(record[:-4]) == int.from_bytes(record[-4:], "big")
 
@@ -114,10 +114,10 @@ def _run(file: ReadableFile, due: int, offset: int, size: int) -> RecordRun:
     bounds = _bounds(data, due)
     if len(bounds) > 1:
         end = offset + bounds[-1]
-        leads_on = end == size or _end_of(file, due + len(bounds) - 1, end, size)
+        is_continued = end == size or _end_of(file, due + len(bounds) - 1, end, size)
         # If it does not, the next record is broken, or the last one here has a wrong length and
         # leads to the wrong place; then its CRC is wrong, too.
-        if not leads_on and not is_right(memoryview(data)[bounds[-2] : bounds[-1]]):
+        if not is_continued and not is_valid(memoryview(data)[bounds[-2] : bounds[-1]]):
             bounds.pop()
     return RecordRun(due, offset, data, bounds)
 
@@ -186,7 +186,7 @@ def _find(file: ReadableFile, offset: int, after: int, size: int) -> tuple[int, 
             length = RECORD_FRAME_BYTES + found.data_bytes
             whole = len(data) - at >= length
             record = data[at : at + length] if whole else file.pread(length, offset + at)
-            if is_right(record):
+            if is_valid(record):
                 return found.transaction_id, offset + at
         offset += max(1, len(data) - RECORD.size + 1)
     return None

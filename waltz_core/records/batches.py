@@ -426,7 +426,7 @@ def _verify_data(rows: AppendRows) -> None:
 def encode_records(
     rows: AppendRows, keep: Mask | None, first: TransactionId, req_id: ReqId
 ) -> EncodedBatch:
-    """Return the records of the rows that `keep` marks (all, if None), with ids from `first` on.
+    """Return the records of the rows that `keep` marks (all, if None), with IDs from `first` on.
 
     `req_id` is that of row 0; the caller has checked that the last row's sequence number fits into
     31 bits. At least one row is kept.
@@ -514,7 +514,7 @@ def range_to_arrow(
 ) -> list[pa.RecordBatch]:
     """Return a run of records as Arrow batches with the given columns of `READ_SCHEMA`, in order.
 
-    `stamps` are (first, last, stamp in ms) in id order; the commit time is null for ids outside of
+    `stamps` are (first, last, stamp in ms) in ID order; the commit time is null for IDs outside of
     all of them and for stamps of 0. A batch has at most 8,192 rows and about 8 MiB.
     """
     heads = np.frombuffer(raw_records.headers_of(records, lengths), raw_records.HEADER_DTYPE)

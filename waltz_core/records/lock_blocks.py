@@ -53,7 +53,7 @@ TRAILER_BYTES: Final = _TRAILER.size
 
 
 class LogEnd(NamedTuple):
-    """An end of the log, now or earlier: the last id of a batch, and the chain there."""
+    """An end of the log, now or earlier: the last ID of a batch, and the chain there."""
 
     last: TransactionId
     chain: Chain

@@ -1,11 +1,11 @@
 """Runs of raw records: consecutive records, exactly as in a segment file.
 
 The same bytes go from the owner to three disks, into a cache, to readers and from replica to
-replica in repair. These functions find positions, ids, headers and checksums in the bytes without
+replica in repair. These functions find positions, IDs, headers and checksums in the bytes without
 decoding the records. A run is a buffer and the lengths of its records.
 
     0                8                       24       28  32         36     36+n         40+n
-    | transaction id | request id (16 bytes) | header | n | data crc | data | record crc |
+    | transaction ID | request ID (16 bytes) | header | n | data crc | data | record crc |
 
 Rules:
     1. All integers are big-endian; the data CRC covers the data, the record CRC everything before
@@ -154,7 +154,7 @@ def cut(records: Buffer, lengths: I64, *, skip: int, count: int) -> tuple[memory
 
 
 def headers_of(records: Buffer, lengths: I64) -> bytes:
-    """Return the record headers, 28 bytes each: id, request id, header (the wire format)."""
+    """Return the record headers, 28 bytes each: ID, request ID, header (the wire format)."""
     return _gather(records, _starts(lengths), HEADER_DTYPE).tobytes()
 
 
@@ -164,7 +164,7 @@ def prefixes_of(records: Buffer, lengths: I64) -> Structured:
 
 
 def feed_headers_of(records: Buffer, lengths: I64) -> bytes:
-    """Return the feed headers, 20 bytes each: request id, header."""
+    """Return the feed headers, 20 bytes each: request ID, header."""
     if lengths.size <= ONE_BY_ONE_MAX:
         view, at = memoryview(records), 0
         pieces: list[memoryview] = []
@@ -176,12 +176,12 @@ def feed_headers_of(records: Buffer, lengths: I64) -> bytes:
 
 
 def ids_of(records: Buffer, lengths: I64) -> I64:
-    """Return the transaction ids."""
+    """Return the transaction IDs."""
     return _gather(records, _starts(lengths), np.dtype(">i8")).astype(np.int64)
 
 
 def req_ids_of(records: Buffer, lengths: I64) -> Structured:
-    """Return the request ids as a structured array (`REQ_ID_DTYPE`)."""
+    """Return the request IDs as a structured array (`REQ_ID_DTYPE`)."""
     return _gather(records, _starts(lengths) + 8, REQ_ID_DTYPE)
 
 
@@ -196,7 +196,7 @@ def record_crcs(records: Buffer, lengths: I64) -> bytes:
 
 
 def from_feed_headers(first: TransactionId, packed: Buffer) -> bytes:
-    """Return 28-byte record headers for 20-byte feed headers with ids from `first` on."""
+    """Return 28-byte record headers for 20-byte feed headers with IDs from `first` on."""
     feed = np.frombuffer(packed, dtype=FEED_HEADER_DTYPE)
     whole = np.empty(feed.size, dtype=HEADER_DTYPE)
     whole["transaction_id"] = np.arange(first, first + feed.size, dtype=np.int64)
@@ -206,14 +206,14 @@ def from_feed_headers(first: TransactionId, packed: Buffer) -> bytes:
 
 
 def stamps_of(ids: I64, stamps: Sequence[tuple[int, int, int]]) -> I64:
-    """Return the commit stamp of each id, 0 if it has none.
+    """Return the commit stamp of each ID, 0 if it has none.
 
-    `ids` are ascending; `stamps` are (first, last, stamp) in id order.
+    `ids` are ascending; `stamps` are (first, last, stamp) in ID order.
     """
     if not stamps:
         return np.zeros(ids.size, dtype=np.int64)
     firsts, lasts, stamps_ms = np.array(stamps, dtype=np.int64).T
-    # Looked up for each stamp, not for each id: there are many more ids.
+    # Looked up for each stamp, not for each ID: there are many more IDs.
     starts = np.maximum.accumulate(ids.searchsorted(firsts))
     ends = np.minimum(ids.searchsorted(lasts, side="right"), np.append(starts[1:], ids.size))
     bounds = np.zeros(2 * starts.size + 2, dtype=np.int64)
@@ -232,7 +232,7 @@ def stamps_of(ids: I64, stamps: Sequence[tuple[int, int, int]]) -> I64:
 def verified_crcs(
     records: Buffer, lengths: I64, first: TransactionId, *, records_crc: int | None = None
 ) -> bytes | None:
-    """Return `record_crcs` if each record has its id, from `first` on, its length and its CRC.
+    """Return `record_crcs` if each record has its ID, from `first` on, its length and its CRC.
 
     Else None: `first_bad_record` and `first_gap` find the wrong one. This takes one pass over the
     bytes. `records_crc` is the CRC of the bytes, if the caller has computed it; never the one that
@@ -317,7 +317,7 @@ def run_crc(crcs: npt.NDArray[np.generic], lengths: I64) -> int:
 
 
 def first_gap(records: Buffer, lengths: I64, first: TransactionId) -> int | None:
-    """Return the index of the first record whose id is not `first` plus its index, else None."""
+    """Return the index of the first record whose ID is not `first` plus its index, else None."""
     if lengths.size <= ONE_BY_ONE_MAX:
         return _first_gap_one_by_one(records, lengths.tolist(), first)
     ids = _gather(records, _starts(lengths), np.dtype(">i8"))

@@ -1,11 +1,11 @@
-"""The values that every layer uses: ids, records, record headers, lineage, lock hashes.
+"""The values that every layer uses: IDs, records, record headers, lineage, lock hashes.
 
 Messages, files and ZooKeeper nodes consist of them; the meaning of their bytes never changes
 (docs/design/wire-format.md).
 
 Rules:
-    1. Transaction ids start at 0 in each partition and have no gaps.
-    2. All integers are big-endian two's complement; ids and marks are 64 bits wide.
+    1. Transaction IDs start at 0 in each partition and have no gaps.
+    2. All integers are big-endian two's complement; IDs and marks are 64 bits wide.
     3. `BEFORE_FIRST` is the mark of an empty log; no other negative mark exists.
 """
 
@@ -33,7 +33,7 @@ GENESIS_CHAIN = Chain(bytes(CHAIN_BYTES))
 
 REQ_ID = struct.Struct(">iiii")
 RECORD_HEADER = struct.Struct(">q16si")
-# transaction id, request id, header, data length, data crc; then the data; then the record crc
+# transaction ID, request ID, header, data length, data crc; then the data; then the record crc
 RECORD_PREFIX = struct.Struct(">q16siiI")
 RECORD_OVERHEAD_BYTES = 40
 assert REQ_ID.size == 16
@@ -77,7 +77,7 @@ class ReqId(NamedTuple):
 
 
 class RecordHeader(NamedTuple):
-    """A transaction in the feed: its writer's request id and the application header."""
+    """A transaction in the feed: its writer's request ID and the application header."""
 
     transaction_id: TransactionId
     req_id: ReqId

@@ -1,8 +1,9 @@
-"""Standard JSON: only finite numbers, in both directions.
+"""Standard JSON: only finite numbers and whole characters, in both directions.
 
 Python's `json` writes `NaN` and `Infinity`, which other readers reject, and also reads them, as
-well as numbers like `1e999`, as an infinity. The client's serializer and Spark's payloads use this
-module.
+well as numbers like `1e999`, as an infinity. It reads `"\\ud800"`, half of a character, as a text
+that UTF-8 does not have, so that it cannot be stored or printed. The client's serializer and
+Spark's payloads use this module.
 
 Rules:
     1. The output is UTF-8 without unnecessary blanks.
@@ -12,10 +13,13 @@ Rules:
 
 import json
 import math
+import re
 from collections.abc import Callable
 from decimal import Decimal
 from typing import Any, NoReturn
 
+_HALF = re.compile("[\ud800-\udfff]")
+_ESCAPED_HALF = re.compile(r"\\u[dD][89a-fA-F]")  # a pair of them is one character
 NOT_JSON = "JSON has neither NaN nor infinities"
 TOO_DEEP = "nested too deeply: expected at most some hundred lists and objects in one another"
 
@@ -24,8 +28,8 @@ def to_json(value: Any) -> bytes:  # noqa: ANN401 - any JSON value
     """Return a value as JSON.
 
     Raises:
-        ValueError: a number is not finite (with value and position), or the value contains itself
-            or is nested too deeply.
+        ValueError: a number is not finite, or a text has half a character (with value and
+            position); or the value contains itself or is nested too deeply.
         TypeError: a type that JSON does not have.
     """
     try:
@@ -38,19 +42,22 @@ def to_json(value: Any) -> bytes:  # noqa: ANN401 - any JSON value
             raise
         found, where = place
         raise ValueError(f"found {found} at {where}; {NOT_JSON}: write null or a text") from error
-    return text.encode()
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise _half_of_character(value) from error
 
 
 def from_json(data: bytes) -> Any:  # noqa: ANN401
     """Return the value of a JSON text.
 
     Raises:
-        ValueError: it is not JSON, or is nested too deeply; the error names `NaN`, infinities and
-            numbers that are too large with their position.
+        ValueError: it is not JSON, or is nested too deeply; the error names `NaN`, infinities,
+            numbers that are too large, and texts with half a character with their position.
     """
-    text = data.decode(json.detect_encoding(data), "surrogatepass")
+    text = data.decode(json.detect_encoding(data))
     try:
-        return _decoded(text)
+        return _whole(text, _decoded(text))
     except RecursionError as error:
         raise ValueError(TOO_DEEP) from error
 
@@ -61,15 +68,33 @@ def exact_from_json(data: bytes) -> Any:  # noqa: ANN401
     Raises:
         ValueError: like `from_json`; no number is too large.
     """
-    text = data.decode(json.detect_encoding(data), "surrogatepass")
+    text = data.decode(json.detect_encoding(data))
     try:
-        return _EXACT.decode(text)
+        value = _EXACT.decode(text)
     except RecursionError as error:
         raise ValueError(TOO_DEEP) from error
     except json.JSONDecodeError:
         raise
     except ValueError as error:
         raise ValueError(f"found {error}; {NOT_JSON}") from error
+    return _whole(text, value)
+
+
+def _whole(text: str, value: Any) -> Any:  # noqa: ANN401
+    """Return the value of a text; raises ValueError if it has half a character."""
+    if _ESCAPED_HALF.search(text) and _place(value, _is_half) is not None:
+        raise _half_of_character(value)
+    return value
+
+
+def _half_of_character(value: object) -> ValueError:
+    found = _place(value, _is_half)
+    where = "a text" if found is None else found[1]
+    return ValueError(f"found half a character (a surrogate) at {where}; UTF-8 has none")
+
+
+def _is_half(part: object) -> bool:
+    return isinstance(part, str) and _HALF.search(part) is not None
 
 
 def _decoded(text: str) -> Any:  # noqa: ANN401

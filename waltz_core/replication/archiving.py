@@ -575,8 +575,8 @@ class Archiving:
             return
         shown = "no batch end" if end is None or end.last != found.last else end.chain.hex()
         self._fail(
-            f"expected the chain of {attempt.replica} at {found.last}, {found.chain.hex()}, found "
-            f"{shown} at {each.replica}",
+            f"expected chain {found.chain.hex()} at ID {found.last}, as archived by "
+            f"{attempt.replica}, found {shown} at {each.replica}",
             now_ms,
         )
 

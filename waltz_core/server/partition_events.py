@@ -148,6 +148,7 @@ class Received:
     """A client's request for this partition arrived, `cost_bytes` long.
 
     `wall_ms` is the wall clock: it becomes a commit stamp, and no decision depends on it.
+    `principal`: a mount binds its client ID to it (`mounts.py`, rule 7); empty for others.
     `over_limit`: the principal of an append is over a limit, and the append is rejected with this.
     """
 
@@ -155,6 +156,7 @@ class Received:
     message: ClientMessage
     cost_bytes: int
     wall_ms: int
+    principal: str = ""
     over_limit: Overloaded | None = None
 
 
@@ -231,7 +233,8 @@ Event: TypeAlias = (
 class SendToClient:
     """Send a message to a client; see rule 1.
 
-    `request` is the request that an error answers, for the adapter of 0.13 clients.
+    `request` is the request that an error answers, for the adapter of 0.13 clients; and any
+    administrative request, for the audit log.
     """
 
     connection: ConnectionId

@@ -20,19 +20,22 @@ Rules:
        closes it.
     8. The user of a listener's link processes a request only after `denial` or `permitted`. Those
        of a principal with limits wait before that, in `throttle.py`.
-    9. All of this holds with TLS; bytes that TLS has passed to the socket do not count as unsent;
+    9. A peer whose principal has no permission may send small frames only, and is disconnected
+       after `STRANGER_S_MAX`. Until then its requests are answered with their denials, so that 0.13
+       clients, which connect again at once, pause.
+    10. All of this holds with TLS; bytes that TLS has passed to the socket do not count as unsent;
        up to the limits of rules 3 and 4 may wait there in addition.
 """
 
 import asyncio
 import logging
-import socket
 from collections.abc import Callable, Coroutine, Sequence
 from ssl import SSLContext, SSLError
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, cast
 
 import uvloop
 
+from waltz_core.access.client_ids import NO_PROOF
 from waltz_core.access.principals import ANONYMOUS
 from waltz_core.access.quotas import REQUEST_BYTES_MIN
 from waltz_core.access.tokens import Token
@@ -46,30 +49,33 @@ from waltz_core.errors import (
     Unreachable,
     WaltzError,
 )
-from waltz_core.transport import lookup, tcp, tls
+from waltz_core.records.record import FRAME_BYTES_MAX
+from waltz_core.transport import dialing, tcp, tls
+from waltz_core.transport.port_limits import LinkLimits
 from waltz_core.transport.throttle import Throttle
 from waltz_core.transport.tls_port import BACKLOG, TlsPort
 from waltz_core.wire import authentication
 from waltz_core.wire.connection import (
     FOUND_TLS,
+    SMALL_FRAME_BYTES_MAX,
     Connection,
-    ConnectionEvent,
     HelloReceived,
     ProtocolFailed,
 )
-from waltz_core.wire.messages import Hello, Message, WireProtocol
+from waltz_core.wire.messages import Hello, Message, MountRequest, MountWriter, WireProtocol
 
 if TYPE_CHECKING:
+    from waltz_core.transport.audit_log import AuditedRequest
     from waltz_core.transport.port_access import ConnectionAccess, PortAccess
 
 _log = logging.getLogger(__name__)
 
 HELLO_S_MAX: Final = 5.0
 CLOSE_S_MAX: Final = 5.0
+STRANGER_S_MAX: Final = 5.0
 WRITE_BACKLOG_BYTES_HIGH: Final = 1024 * 1024
 WRITE_BACKLOG_BYTES_LOW: Final = 256 * 1024
 WRITE_BACKLOG_BYTES_MAX: Final = 64 * 1024 * 1024
-LINKS_MAX: Final = 10_000
 _INBOX_BYTES_MAX: Final = 1024 * 1024
 _TICK_S: Final = 15.0
 # 0.13 dialers send a keep-alive after 600 s; a peer that misses two is dead.
@@ -117,7 +123,7 @@ async def dial(
     RemoteProtocolError if the peer speaks another protocol.
     """
     host, port = split_address(address)
-    token = await _read_token(address, ssl)
+    token = await dialing.read_token(address, ssl)
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[Link] = loop.create_future()
 
@@ -136,7 +142,7 @@ async def dial(
     try:
         try:
             async with asyncio.timeout(timeout_s):
-                await _connect(lambda: _LinkProtocol(link), host, port, ssl)
+                await dialing.connect(lambda: _LinkProtocol(link), host, port, ssl)
                 await ready
                 if token is not None:
                     await _state_token(link, token)
@@ -152,17 +158,6 @@ async def dial(
         link.abort("the dial was cancelled")
         raise
     return link
-
-
-async def _read_token(address: str, ssl: SSLContext | None) -> Token | None:
-    """Return the token for a new connection; raises AuthenticationFailed."""
-    place = ssl.token if isinstance(ssl, tls.DialContext) else None
-    if place is None:
-        return None
-    try:
-        return await asyncio.to_thread(place.read)
-    except BadConfig as error:  # it was readable when the context was made
-        raise AuthenticationFailed(f"{address}: {error}") from None
 
 
 async def _state_token(link: "Link", token: Token) -> None:
@@ -183,31 +178,6 @@ async def _state_token(link: "Link", token: Token) -> None:
         raise RemoteProtocolError(f"{link.address}: expected one answer to a token, found more")
 
 
-async def _connect(
-    make_protocol: Callable[[], asyncio.BaseProtocol], host: str, port: int, ssl: SSLContext | None
-) -> None:
-    """Connect to the first address of a host that accepts; TLS verifies the host's name.
-
-    Raises OSError.
-    """
-    loop, errors = asyncio.get_running_loop(), dict[str, OSError]()
-    for address in await lookup.addresses_of(host):
-        try:
-            await loop.create_connection(
-                make_protocol, address, port, ssl=ssl, server_hostname=host if ssl else None
-            )
-        except SSLError:
-            raise
-        except OSError as error:
-            errors[address] = error
-        else:
-            return
-    if len(errors) == 1:
-        raise next(iter(errors.values()))
-    failures = (f"{address}: {tls.failure_text(error)}" for address, error in errors.items())
-    raise OSError("; ".join(failures))
-
-
 async def listen(
     protocol: WireProtocol,
     host: str,
@@ -215,7 +185,7 @@ async def listen(
     on_connection: Callable[["Link"], None],
     *,
     ssl: tls.ListenContext | None = None,
-    links_max: int = LINKS_MAX,
+    limits: LinkLimits | None = None,
 ) -> "Listener":
     """Listen and call `on_connection` with every link after both hellos.
 
@@ -223,7 +193,7 @@ async def listen(
     gets an alert, and each link has the principal of its peer. Raises BadConfig if it is not
     possible to listen at the address.
     """
-    listener = Listener(protocol, on_connection, links_max)
+    listener = Listener(protocol, on_connection, limits or LinkLimits())
     try:
         async with asyncio.timeout(10.0):
             await listener._open(host, port, ssl)
@@ -236,13 +206,13 @@ class Listener:
     """An open port and its links."""
 
     def __init__(
-        self, protocol: WireProtocol, on_connection: Callable[["Link"], None], links_max: int
+        self, protocol: WireProtocol, on_connection: Callable[["Link"], None], limits: LinkLimits
     ) -> None:
         self.host = ""
         self.port = 0
         self._protocol = protocol
         self._on_connection = on_connection
-        self._links_max = links_max
+        self._limits = limits
         self._access: PortAccess | None = None
         self._links: dict[Link, None] = {}
         self._server: asyncio.Server | None = None
@@ -283,6 +253,7 @@ class Listener:
             self._protocol, is_listener=True, write_backlog_bytes_max=WRITE_BACKLOG_BYTES_MAX
         )
         link._port_access = self._access
+        link._limits = self._limits
         link._on_made = self._link_made
         link._on_ready = self._on_connection
         link._on_lost = self._link_lost
@@ -292,14 +263,22 @@ class Listener:
         if self._is_closed:  # It was accepted before, and is reported only now.
             link.abort("shutting down")
             return
-        if len(self._links) >= self._links_max:
-            _log.warning("net.rejected links=%d peer=%s", len(self._links), link.address)
-            link.abort("too many connections")
+        rejection = self._limits.add(link)
+        if rejection:
+            if tls.is_new_failure(link.host, rejection):
+                _log.warning(
+                    "net.rejected links=%d peer=%s error=%r",
+                    len(self._links),
+                    link.address,
+                    rejection,
+                )
+            link.abort(rejection)
             return
         self._links[link] = None
 
     def _link_lost(self, link: "Link") -> None:
         self._links.pop(link, None)
+        self._limits.remove(link)
 
 
 class Link:
@@ -321,6 +300,7 @@ class Link:
         self._connection = Connection(protocol, is_listener=is_listener)
         self._is_listener = is_listener
         self._port_access: PortAccess | None = None
+        self._limits: LinkLimits | None = None
         self._has_messages = False  # the first one may be a token
         self._throttle: Throttle | None = None  # only for a principal with limits
         self._transport: asyncio.Transport | None = None
@@ -362,6 +342,20 @@ class Link:
         return self._connection.peer
 
     @property
+    def host(self) -> str:  # of `address`
+        return self.address.rpartition(":")[0]
+
+    @property
+    def is_stranger(self) -> bool:
+        """Whether it is a listener's, and its peer has no permission (rule 9)."""
+        return self.access is not None and not self.access.has_permission
+
+    @property
+    def incomplete_bytes(self) -> int:
+        """The bytes of an incomplete frame that have arrived."""
+        return self._connection.incomplete_bytes
+
+    @property
     def is_closed(self) -> bool:
         """Whether nothing can be sent any more."""
         return self.closed_reason is not None
@@ -389,6 +383,14 @@ class Link:
         """The principal of a listener's peer."""
         return ANONYMOUS if self.access is None else self.access.principal
 
+    def proof_of(self, client_id: int) -> bytes:
+        """Return the proof of a client ID that is issued to a listener's peer."""
+        return NO_PROOF if self.access is None else self.access.proof_of(client_id)
+
+    def binds(self, mount: MountRequest | MountWriter) -> str:
+        """Return the principal to which a mount binds its client ID, or "" for none."""
+        return "" if self.access is None else self.access.binds(mount)
+
     def denial(self, request: Message) -> WaltzError | None:
         """Return the error for a peer's request that is denied; None: it is permitted (rule 8)."""
         return None if self.access is None else self.access.denial(request, self.version)
@@ -410,6 +412,10 @@ class Link:
             else:
                 self.send(authentication.rejected(request, self.version, error))
         return permitted
+
+    def audited(self, request: Message) -> "AuditedRequest | None":
+        """Return a peer's request for the audit log; None: it need not be written."""
+        return None if self.access is None else self.access.audited(request)
 
     # ------------------------------------------------------------------ receiving
 
@@ -525,16 +531,17 @@ class Link:
 
     def _made(self, transport: asyncio.Transport) -> None:
         self._transport = transport
-        self.address = _peer_address(transport)
+        self.address = tcp.peer_address(transport)
         if self._port_access is not None:
             certificate = transport.get_extra_info("peercert")
             self.access = self._port_access.opened(certificate, self.address, self.abort)
+            self._connection.bytes_max_of_peer = self._frame_bytes_max
         if self._on_made is not None:
             self._on_made(self)
         if self.is_closed:  # rejected, or the dial was cancelled meanwhile
             transport.abort()
             return
-        _set_socket_options(transport.get_extra_info("socket"))
+        tcp.set_options(transport.get_extra_info("socket"))
         transport.set_write_buffer_limits(
             high=WRITE_BACKLOG_BYTES_HIGH, low=WRITE_BACKLOG_BYTES_LOW
         )
@@ -565,7 +572,10 @@ class Link:
 
     def _received(self, count: int) -> None:
         self.bytes_received += count
+        incomplete_bytes = self.incomplete_bytes
         events = self._connection.buffer_updated(count)
+        if self._limits is not None and incomplete_bytes != self.incomplete_bytes:
+            self._limits.note_incomplete(self)
         if not events or self.is_closed:
             return
         if isinstance(events[0], HelloReceived):
@@ -575,17 +585,25 @@ class Link:
         if events and isinstance(events[-1], ProtocolFailed):
             failed = events[-1].error
             del events[-1]
-        messages = _only_messages(events)
+        messages = cast("list[Message]", events)  # hello and failure were removed
         if messages and not self._has_messages:
             messages = self._without_token(messages)
         if messages and not self.is_closed:
             self._pass_on(messages, count)
         if failed is not None:
-            if str(failed) != FOUND_TLS:
+            self._fail(failed)
+
+    def _fail(self, failed: RemoteProtocolError) -> None:
+        """End the link after a protocol error of the peer."""
+        if str(failed) != FOUND_TLS:
+            if tls.is_new_failure(self.host, tls.kind_of(str(failed))):
                 _log.warning("net.protocol_error peer=%s error=%s", self.address, failed)
-            elif self._is_listener:  # a dialer gets an exception
-                tls.log_failure(self.address.rpartition(":")[0], FOUND_TLS)
-            self.abort(str(failed))
+        elif self._is_listener:  # a dialer gets an exception
+            tls.log_failure(self.host, FOUND_TLS)
+        self.abort(str(failed))
+
+    def _frame_bytes_max(self) -> int:
+        return SMALL_FRAME_BYTES_MAX if self.is_stranger else FRAME_BYTES_MAX
 
     def _without_token(self, messages: list[Message]) -> list[Message]:
         """Take the token, if the first message of a peer is one (rule 7); return the others.
@@ -602,9 +620,10 @@ class Link:
             if self.access is not None:
                 self.access.enter()
         except AuthenticationFailed as error:
-            host = self.address.rpartition(":")[0]
-            if tls.is_new_failure(host, str(error)):
-                _log.warning("access.token_rejected peer=%s error=%s", host, error)
+            if tls.is_new_failure(self.host, str(error)):
+                _log.warning("access.token_rejected peer=%s error=%s", self.host, error)
+            if self.access is not None:
+                self.access.token_rejected(first, str(error))
             self._reject(first, error)
         except Overloaded as error:
             self._reject(first, error)
@@ -633,7 +652,7 @@ class Link:
             self.access.take_token(credential.token)
 
     def _hello_received(self) -> None:
-        self._set_timer(_TICK_S, self._tick)
+        self._set_timer(STRANGER_S_MAX if self.is_stranger else _TICK_S, self._tick)
         if self._on_ready is not None:
             self._on_ready(self)
 
@@ -697,7 +716,10 @@ class Link:
         self.abort(f"expected a hello within {HELLO_S_MAX} s")
 
     def _tick(self) -> None:
-        """Enforce rules 5 and 6, every `_TICK_S`."""
+        """Enforce rules 5, 6 and 9, every `_TICK_S`."""
+        if self.is_stranger:
+            self.abort(f"its principal had no permission for {STRANGER_S_MAX} s")
+            return
         received = self.bytes_received - self._tick_received
         is_inside_frame = self._connection.is_inside_frame
         is_slow = is_inside_frame and self._tick_was_inside_frame
@@ -757,11 +779,6 @@ class _LinkProtocol(asyncio.BufferedProtocol):
         self._link._congested(is_congested=False)
 
 
-def _only_messages(events: list[ConnectionEvent]) -> list[Message]:
-    """Return the messages of a list from which hello and failure were removed."""
-    return cast("list[Message]", events)
-
-
 def _connection_error(address: str, link: Link) -> WaltzError:
     """Return the error for a link that was closed before the peer's hello."""
     broken = link._connection.failure
@@ -770,22 +787,3 @@ def _connection_error(address: str, link: Link) -> WaltzError:
     if broken is not None:
         return RemoteProtocolError(f"{address}: {broken}")
     return Unreachable(f"{address}: {link.closed_reason} before its hello")
-
-
-def _peer_address(transport: asyncio.Transport) -> str:
-    name = transport.get_extra_info("peername")
-    return f"{name[0]}:{name[1]}" if name else "unknown"
-
-
-def _set_socket_options(sock: socket.socket) -> None:
-    """Disable delays, and detect within seconds that a peer's host is dead."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (
-        ("TCP_KEEPIDLE", 5),
-        ("TCP_KEEPINTVL", 3),
-        ("TCP_KEEPCNT", 3),
-    ):
-        option = getattr(socket, name, None)  # Linux has all of them, other systems some
-        if option is not None:
-            sock.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -4,15 +4,20 @@ Rules:
     1. A valid token decides alone; without one, the verified certificate decides. Without either
        the principal is `anonymous`.
     2. A missing node, or one with an older revision, changes nothing: the known permissions stay.
-    3. A revision that takes something from a principal, or its token, ends its connections: their
-       unsent bytes are dropped. So does the end of the token's or the certificate's validity.
+    3. A revision that takes something from a principal, or its token, or that gives the token to
+       another principal, ends its connections: their unsent bytes are dropped. So does the end of
+       the token's or the certificate's validity.
     4. Before the port has read the permissions, it rejects every request with an error that can be
        retried.
     5. A peer whose version does not have the error `PermissionDenied` gets `BadRequest`; a
        connection that sends an answer instead of a request is ended.
     6. With `access = "report"` only an invalid token is rejected, or ends a connection. A denied
-       request is logged, and permitted. Principals have no quotas.
-    7. A connection counts for its principal from its first message on (`enter`). A revision with
+       request is logged, and permitted. An administrative request that cannot be written to the
+       audit log is permitted, too. Principals have no quotas.
+    7. A mount needs a client ID with a proof for the connection's principal (AC 9). While the
+       permissions accept 0.13, an ID below `FIRST_ISSUED` needs none: it belongs to the principal
+       that mounts it first in a generation (`server/append/mounts.py`).
+    8. A connection counts for its principal from its first message on (`enter`). A revision with
        lower limits ends the connections that are then over them; so does one that begins to count
        feeds, because the present ones were not counted.
 """
@@ -24,6 +29,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from waltz_core.access.client_ids import FIRST_ISSUED, NO_PROOF, is_proof, proof_of
 from waltz_core.access.grants import NO_GRANT, Granted, Grants
 from waltz_core.access.permissions import KnownToken, Permissions
 from waltz_core.access.principals import ANONYMOUS, Certificate, compiled_pattern, principal_of
@@ -33,14 +39,23 @@ from waltz_core.access.tokens import hash_of
 from waltz_core.errors import (
     AuthenticationFailed,
     BadRequest,
+    ClientIdDenied,
     Overloaded,
     PermissionDenied,
     PermissionsUnread,
     RemoteProtocolError,
     WaltzError,
 )
+from waltz_core.transport.audit_log import AuditedRequest, AuditFile, Peer, is_administrative
 from waltz_core.wire.admin_messages import AuthenticateForAdmin
-from waltz_core.wire.messages import Authenticate, AuthenticateAtStorage, Message, WireProtocol
+from waltz_core.wire.messages import (
+    Authenticate,
+    AuthenticateAtStorage,
+    Message,
+    MountRequest,
+    MountWriter,
+    WireProtocol,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -85,6 +100,8 @@ class PortAccess:
         self.grants: Grants | None = None
         self.quotas = Quotas()
         self.clock_ns = clock_ns
+        self.audit: AuditFile | None = None  # the daemon sets both
+        self.on_denied: Callable[[], None] = lambda: None
         self._pattern = compiled_pattern(pattern)
         self._clock_ms = clock_ms
         self._connections: dict[ConnectionAccess, None] = {}
@@ -113,6 +130,8 @@ class PortAccess:
             assert isinstance(excess, ConnectionAccess)
             excess.end_excess()
         _log.info("access.revision revision=%d", permissions.revision)
+        if self.audit is not None and (known is None or known.revision < permissions.revision):
+            self.audit.revise(permissions)
 
     def opened(
         self, certificate: Certificate | None, peer: str, end: Callable[[str], None]
@@ -204,6 +223,12 @@ class ConnectionAccess:
         grants = self._port.grants
         return NO_GRANT if grants is None else grants.of(self.principal)
 
+    @property
+    def has_permission(self) -> bool:
+        """Whether the principal has any; also while the permissions are unread, and by rule 6."""
+        port = self._port
+        return not port.is_enforced or port.grants is None or bool(self._granted.partitions)
+
     def take_token(self, secret: bytes) -> None:
         """Take the principal of a token; raises AuthenticationFailed."""
         token_hash = hash_of(secret)
@@ -214,7 +239,7 @@ class ConnectionAccess:
         self._port.watch_expiry()
 
     def enter(self) -> None:
-        """Count the connection for its principal (rule 7); raises Overloaded."""
+        """Count the connection for its principal (rule 8); raises Overloaded."""
         self._has_entered = True
         quota = self._port.quotas.of(self.principal, self.now_ns)
         if quota is None:
@@ -234,7 +259,7 @@ class ConnectionAccess:
             self.quota = None
 
     def end_excess(self) -> None:
-        """End the connection: a revision has lowered a limit (rule 7)."""
+        """End the connection: a revision has lowered a limit (rule 8)."""
         self._end(f"the limits of {self.principal} have changed")
 
     @property
@@ -260,6 +285,7 @@ class ConnectionAccess:
 
     def check_again(self) -> None:
         """Compare with a new revision; end the connection by rule 3."""
+        principal = self.principal
         if self._token_hash is not None:
             try:
                 known = self._port.known_token(self._token_hash)
@@ -268,7 +294,9 @@ class ConnectionAccess:
                 return
             self.principal, self.expires_ms = known.principal, known.expires_ms
         earlier, self._granted = self._granted, self._grants()
-        if self._port.is_enforced and not self._granted.covers(earlier):
+        # The client IDs that are mounted belong to the principal (rule 7).
+        is_changed = self.principal != principal or not self._granted.covers(earlier)
+        if self._port.is_enforced and is_changed:
             self._end(f"the permissions of {self.principal} have changed")
         elif self._has_entered:
             self._change_quota()
@@ -290,9 +318,10 @@ class ConnectionAccess:
         `version` is that of the connection's protocol.
         """
         over_limit = self._over_limit.pop(id(message), None) if self._over_limit else None
-        declared = message.requires
-        if isinstance(declared, ByField):
-            declared = declared.requirements[getattr(message, declared.field)]
+        try:
+            declared = _requirement_of(message)
+        except BadRequest as unknown:
+            return unknown
         if isinstance(declared, Exempt):
             return self._not_a_request(message)
         named = message.own_partitions() if declared.scope is Scope.OWN else ()
@@ -303,7 +332,69 @@ class ConnectionAccess:
                 if error is not None:
                     return self._as_known(error, message.protocol, version)
                 break
+        if isinstance(message, MountRequest | MountWriter) and not self._is_own_id(message):
+            error = self._reported(
+                declared, message, lambda: ClientIdDenied(self._id_text(message))
+            )
+            if error is not None:
+                return self._as_known(error, message.protocol, version)
         return None if over_limit is None else over_limit[1]
+
+    def proof_of(self, client_id: int) -> bytes:
+        """Return the proof of a client ID that is issued to the principal."""
+        known = self._port.permissions
+        return NO_PROOF if known is None else proof_of(known.client_key, client_id, self.principal)
+
+    def binds(self, message: MountRequest | MountWriter) -> str:
+        """Return the principal to which a mount without a proof binds its ID (rule 7), or ""."""
+        is_bound = self._port.is_enforced and message.req_id.client_id < FIRST_ISSUED
+        return self.principal if is_bound else ""
+
+    def _is_own_id(self, message: MountRequest | MountWriter) -> bool:
+        """Rule 7, up to the first mount."""
+        known, client_id = self._port.permissions, message.req_id.client_id
+        if known is None:
+            return True
+        proof = bytes(message.proof) if isinstance(message, MountWriter) else NO_PROOF
+        if known.accepts_0_13 and client_id < FIRST_ISSUED and proof == NO_PROOF:
+            return True
+        return is_proof(proof, known.client_key, client_id, self.principal)
+
+    def _id_text(self, message: MountRequest | MountWriter) -> str:
+        client_id = message.req_id.client_id
+        hint = (
+            ""
+            if client_id >= FIRST_ISSUED
+            else (
+                " Hint: `waltz-core access accept-0-13 on` accepts IDs that ZooKeeper has issued."
+            )
+        )
+        return (
+            f"partition {message.req_id.partition_id}: expected a client ID with the proof that "
+            f"it belongs to {self.principal}, found ID {client_id} without one.{hint}"
+        )
+
+    def token_rejected(self, message: Message, error: str) -> None:
+        """Write to the audit log that a token was not accepted, also with "report"."""
+        self._audit_denial(None, message, error, is_enforced=True)
+
+    def audited(self, request: Message) -> AuditedRequest | None:
+        """Return the request for the audit log; None: it need not be written."""
+        audit, requirement = self._port.audit, _requirement_of(request)
+        if audit is None or isinstance(requirement, Exempt) or not is_administrative(requirement):
+            return None
+        return audit.request(Peer(self.principal, self.peer), requirement, request)
+
+    def may_begin(self, error: WaltzError | None) -> bool:
+        """Whether a request may begin, given the error of its line in the audit log (rule 6)."""
+        return error is None or not self._port.is_enforced
+
+    def _audit_denial(
+        self, requirement: Requirement | None, message: Message, error: str, *, is_enforced: bool
+    ) -> None:
+        audit, peer = self._port.audit, Peer(self.principal, self.peer)
+        if audit is not None and audit.takes_denial(peer):
+            audit.deny(peer, requirement, message, error=error, is_enforced=is_enforced)
 
     def _denied(
         self,
@@ -312,20 +403,39 @@ class ConnectionAccess:
         partition: int | None,
         message: Message,
     ) -> WaltzError | None:
-        is_enforced, is_known = self._port.is_enforced, self._port.grants is not None
-        if not is_known:
+        if self._port.grants is None:
+            is_enforced = self._port.is_enforced
             return PermissionsUnread("the permissions were not read yet") if is_enforced else None
-        must_log = self._port.must_log(self.principal, type(message).__name__)
-        if not (is_enforced or must_log):
-            return None
-        error = PermissionDenied(
-            _denied_text(self.principal, requirement, missing, partition, message)
+        return self._reported(
+            requirement,
+            message,
+            lambda: PermissionDenied(
+                _denied_text(self.principal, requirement, missing, partition, message)
+            ),
         )
+
+    def _reported(
+        self, requirement: Requirement, message: Message, make: Callable[[], WaltzError]
+    ) -> WaltzError | None:
+        """Log a denial, and return its error; None by rule 6."""
+        is_enforced = self._port.is_enforced
+        self._port.on_denied()
+        must_log = self._port.must_log(self.principal, type(message).__name__)
+        if not (is_enforced or must_log or self._port.audit):
+            return None
+        error = make()
+        self._audit_denial(requirement, message, str(error), is_enforced=is_enforced)
         if must_log and is_enforced:
             _log.warning("access.denied peer=%s error=%s", self.peer, error)
         elif must_log:
             _log.warning("access.would_deny peer=%s error=%s", self.peer, error)
         return error if is_enforced else None
+
+    def is_only_reported(self, error: PermissionDenied, message: Message) -> bool:
+        """Log a denial that depends on the state of an object; return whether rule 6 permits it."""
+        requirement = _requirement_of(message)
+        assert isinstance(requirement, Requirement)
+        return self._reported(requirement, message, lambda: error) is None
 
     def _not_a_request(self, message: Message) -> WaltzError | None:
         if not self._port.is_enforced:
@@ -342,6 +452,20 @@ class ConnectionAccess:
         if not isinstance(error, PermissionDenied) or is_adapted:
             return error
         return error if (version or 0) >= _KNOWN_SINCE[protocol] else BadRequest(str(error))
+
+
+def _requirement_of(message: Message) -> Requirement | Exempt:
+    """Return what a message requires; raises BadRequest for an unknown value of its field."""
+    declared = message.requires
+    if not isinstance(declared, ByField):
+        return declared
+    found = getattr(message, declared.field)
+    if found not in declared.requirements:
+        expected = ", ".join(map(str, declared.requirements))
+        raise BadRequest(
+            f"{type(message).__name__}: expected {declared.field} of {expected}, found {found}"
+        )
+    return declared.requirements[found]
 
 
 def _denied_text(

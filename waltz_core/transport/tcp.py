@@ -4,6 +4,7 @@
 which a full window keeps data from being sent, although the peer's host answers every probe.
 """
 
+import asyncio
 import socket
 import struct
 from typing import Final, Protocol
@@ -47,3 +48,23 @@ def silence_of(info: bytes) -> int | None:
     is_unanswered = unacknowledged > 0 and info[_RETRANSMITS] >= UNANSWERED_MIN
     is_unanswered = is_unanswered or info[_PROBES] >= UNANSWERED_MIN
     return last_ms if is_unanswered and last_ms >= SILENCE_MS_MAX else None
+
+
+def set_options(sock: socket.socket) -> None:
+    """Disable delays, and detect within seconds that a peer's host is dead."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", 5),
+        ("TCP_KEEPINTVL", 3),
+        ("TCP_KEEPCNT", 3),
+    ):
+        option = getattr(socket, name, None)  # Linux has all of them, other systems some
+        if option is not None:
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def peer_address(transport: asyncio.Transport) -> str:
+    """Return "host:port" of the peer."""
+    name = transport.get_extra_info("peername")
+    return f"{name[0]}:{name[1]}" if name else "unknown"

@@ -10,8 +10,8 @@ Rules:
     2. ?tls=FILE names the authorities; a FILE.toml has settings of kind "tls", with file names
        relative to it. ?tls=on trusts the system's authorities, ?tls=unverified any peer.
     3. TLS 1.2 is the minimum: Waltz 0.13 supports nothing newer.
-    4. A daemon that listens on a non-loopback address without TLS logs that once, unless
-       `tls = "off"` is explicit.
+    4. A daemon that listens on a non-loopback address starts only if its ports require TLS and
+       check permissions, or with `insecure_network = true`, which it then logs.
     5. A daemon reads its files again on SIGHUP (`renew`). Authorities are added; only a restart
        removes them.
     6. The same failure of the same peer is logged once in `LOG_INTERVAL_S`, so that a peer that
@@ -22,12 +22,14 @@ Rules:
        without explicit authorities it requests none, since those of the system sign for any host.
     9. A daemon checks its own certificate like its peers: the advertised host, and the dates. A
        mismatch is logged as an error when the files are read.
+    10. With `tls_transition` a port accepts plain TCP as well. Which of both a daemon dials is a
+       setting: no failure makes a dialer with TLS use plain TCP.
 """
 
 import contextlib
-import ipaddress
 import logging
 import os
+import re
 import ssl
 import time
 from dataclasses import fields, replace
@@ -36,6 +38,7 @@ from typing import Any, Final, NoReturn
 
 from waltz_core.config.connect_string import parse_connect_string
 from waltz_core.config.declarations import ServerConfig, StorageConfig, TlsConfig
+from waltz_core.config.host_names import is_loopback
 from waltz_core.config.settings import load
 from waltz_core.errors import BadConfig
 from waltz_core.transport.port_access import PortAccess
@@ -56,6 +59,8 @@ _LAST_LOGGED_MAX: Final = 1_024
 _LAST_LOGGED: Final[
     dict[tuple[str, str], float]
 ] = {}  # (peer, failure) -> when this process logged it
+_VALUES: Final = re.compile(r"-?\d+|'[^']*'|\"[^\"]*\"")
+_KIND_CHARACTERS_MAX: Final = 40
 _FILES: Final = ("tls_certificate", "tls_key", "tls_authorities")
 _FOUND_PLAIN: Final = "expected TLS, found plain TCP"
 _NO_VERSION: Final = "no common version: expected TLS 1.2 or 1.3"
@@ -92,9 +97,16 @@ class _Handshake(ssl.SSLObject):
 
 
 class ListenContext(ssl.SSLContext):
-    """A listener's context; `access`: None without access control."""
+    """A listener's context; `access`: None without access control.
+
+    `plain_peers`: `tls_transition`, not empty if plain TCP is accepted, too (rule 10).
+    `handshake_burst`, `handshakes_per_s`: the limits of one host.
+    """
 
     access: PortAccess | None = None
+    plain_peers: str = ""
+    handshake_burst: int = 2_000
+    handshakes_per_s: int = 100
 
     def wrap_bio(
         self,
@@ -123,6 +135,8 @@ def dialing(config: TlsConfig, connect: str) -> DialContext | None:
         BadConfig: the connect string, a setting or a file is not valid; or there is a token, and no
             TLS with a verified peer.
     """
+    if isinstance(config, ServerConfig) and config.tls_transition == "accept":
+        return None
     return _client_context(_effective(config, place_in(connect)), token_place_in(connect))
 
 
@@ -159,7 +173,7 @@ def named(place: str, token: TokenPlace | None = None) -> DialContext | None:
 
 
 def listening(config: ServerConfig | StorageConfig) -> ListenContext | None:
-    """Return the context for a daemon's incoming connections; None: without TLS (rule 4).
+    """Return the context for a daemon's incoming connections; None: without TLS.
 
     Raises:
         BadConfig: like `dialing`; or there is no certificate, or no authority for peers.
@@ -188,31 +202,84 @@ def listening(config: ServerConfig | StorageConfig) -> ListenContext | None:
         context.verify_mode = ssl.CERT_OPTIONAL
     if context.verify_mode is not ssl.CERT_NONE:
         _load_authorities(context, chosen)
+    context.plain_peers = config.tls_transition
+    context.handshake_burst = config.handshake_burst
+    context.handshakes_per_s = config.handshakes_per_s
     if config.access != "off":
         is_enforced = config.access == "on"
         context.access = PortAccess(config.principal_pattern, is_enforced=is_enforced)
     return context
 
 
+def check_network(config: ServerConfig | StorageConfig) -> None:
+    """Check that a daemon listens on a non-loopback address only with TLS and permissions (rule 4).
+
+    It logs if every process that reaches ZooKeeper can change the permissions.
+
+    Raises:
+        BadConfig: it does, and `insecure_network` does not permit it; or like `dialing`.
+    """
+    if config.access == "on" and not parse_connect_string(config.connect).auth_file:
+        _log.warning(
+            "access.znodes_open hint=%r",
+            "every process that reaches ZooKeeper can grant itself permissions: see "
+            "docs/zookeeper.md, section 'Access control'",
+        )
+    if is_loopback(config.listen_host):
+        return
+    has_tls = _effective(config, place_in(config.connect)) is not None
+    required = {
+        'tls = "on"': has_tls,
+        'access = "on"': config.access == "on",
+        'tls_transition = ""': not config.tls_transition,
+    }
+    missing = " and ".join(each for each, is_met in required.items() if not is_met)
+    if not missing:
+        return
+    if not config.insecure_network:
+        raise BadConfig(
+            f"listen_host: {config.listen_host!r} is not a loopback address, which requires "
+            f"{missing}. Hint: docs/security.md describes how to protect a cluster; "
+            "insecure_network = true permits it without protection, in a private network only."
+        )
+    _log.warning(
+        "network.insecure host=%s missing=%r hint=%r",
+        config.listen_host,
+        missing,
+        "every host that can connect may read and write: see docs/security.md",
+    )
+
+
 def _check_without_tls(config: ServerConfig | StorageConfig) -> None:
     is_meant = config.tls == "off"
     if isinstance(config, ServerConfig) and config.tls_require_certificate and not is_meant:
         raise BadConfig('tls: expected "on" with tls_require_certificate = true')
+    if config.tls_transition:
+        raise BadConfig('tls: expected "on" with tls_transition')
     if config.access == "on":
         raise BadConfig('tls: expected "on" with access = "on", which identifies peers by TLS')
-    if not is_meant and not _is_loopback(config.listen_host):
-        _log.warning(
-            "tls.disabled host=%s hint=%r",
-            config.listen_host,
-            "every host that can connect may read and write without authentication: set "
-            'tls = "on" and tls_certificate, or tls = "off" in a private network',
-        )
+    if config.audit_log:
+        raise BadConfig('tls: expected "on" with audit_log, since access control needs it')
 
 
 def log_failure(peer: str, failure: str) -> None:
     """Log why a handshake with a peer failed (rule 6); `peer` is a host if its ports vary."""
     if is_new_failure(peer, failure):
         _log.warning("tls.failed peer=%s error=%s", peer, failure)
+
+
+def log_plain_peer(peer: str) -> None:
+    """Log that a peer was accepted without TLS, which ends with `tls_transition` (rule 6)."""
+    if is_new_failure(peer, "plain TCP"):
+        _log.warning("tls.plain_accepted peer=%s", peer)
+
+
+def kind_of(error: str) -> str:
+    """Return the beginning of an error without its values, for `is_new_failure`.
+
+    Otherwise a peer could make each error a new one.
+    """
+    return _VALUES.sub("", error)[:_KIND_CHARACTERS_MAX]
 
 
 def is_new_failure(peer: str, failure: str) -> bool:
@@ -382,10 +449,3 @@ def _bad(name: str, file: str, expected: str, error: ssl.SSLError) -> BadConfig:
 
 def _unreadable(name: str, file: str, error: OSError) -> BadConfig:
     return BadConfig(f"{name}: {file!r} cannot be read: {error.strerror or error}")
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

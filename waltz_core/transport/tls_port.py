@@ -6,24 +6,27 @@ operator who has configured TLS on one side only would see nothing on the other.
 Rules:
     1. A peer that does not begin with a handshake gets an alert, which Waltz's dialers recognize,
        and is logged. A connection without any byte is not logged.
-    2. A handshake takes `HANDSHAKE_S_MAX` at most, and the number of concurrent ones is limited.
+    2. A handshake takes `HANDSHAKE_S_MAX` at most, and `port_limits.py` limits their number and
+       rate.
     3. No bytes reach a connection's protocol before the handshake is done.
+    4. While a cluster switches to TLS (`tls_transition`), a peer that does not begin with a
+       handshake gets a connection without TLS. If the daemons dial TLS already, that is logged.
 """
 
 import asyncio
 import contextlib
 import logging
 import socket
-import ssl
 from collections.abc import Callable
 from typing import Final
 
 from waltz_core.transport import tls
+from waltz_core.transport.port_limits import HandshakeLimits
 
 _log = logging.getLogger(__name__)
 
 HANDSHAKE_S_MAX: Final = 5.0
-HANDSHAKES_MAX: Final = 1_024
+HANDSHAKES_MAX: Final = 4_096
 BACKLOG: Final = 1_024
 # After a lack of descriptors or memory; an immediate retry would fail, too.
 _ACCEPT_PAUSE_S: Final = 0.5
@@ -33,7 +36,7 @@ class TlsPort:
     """See the module's rules; `make_protocol` is called after a successful handshake."""
 
     def __init__(
-        self, context: ssl.SSLContext, make_protocol: Callable[[], asyncio.BaseProtocol]
+        self, context: tls.ListenContext, make_protocol: Callable[[], asyncio.BaseProtocol]
     ) -> None:
         self.port = 0
         self._context = context
@@ -41,7 +44,11 @@ class TlsPort:
         self._loop = asyncio.get_running_loop()
         self._sockets: list[socket.socket] = []
         self._accepting: asyncio.Task[None] | None = None
-        self._handshakes_count = 0
+        self._limits = HandshakeLimits(
+            count_max=HANDSHAKES_MAX,
+            burst=context.handshake_burst,
+            per_s=context.handshakes_per_s,
+        )
 
     async def open(self, host: str, port: int) -> None:
         """Listen at all addresses of a host, like `loop.create_server`; raises OSError."""
@@ -83,26 +90,29 @@ class TlsPort:
                 _log.warning("tls.accept_failed error=%s", error)
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
                 continue
-            if self._handshakes_count >= HANDSHAKES_MAX:
-                tls.log_failure(address[0], f"{self._handshakes_count} handshakes are in progress")
+            rejection = self._limits.begin(address[0])
+            if rejection:  # not refused: that would indicate a dead server (`neighbors.py`)
+                if tls.is_new_failure(address[0], "too many handshakes"):
+                    _log.warning("tls.failed peer=%s error=%s", address[0], rejection)
                 accepted.close()
                 continue
-            self._handshakes_count += 1
             tasks.create_task(self._handshake(accepted, address[0]))
 
     async def _handshake(self, accepted: socket.socket, host: str) -> None:
         duplicate: socket.socket | None = None
         is_handed_over = False
         try:
-            if await self._begins_with_handshake(accepted, host):
+            first = await self._first_byte(accepted)
+            if self._is_acceptable(first, accepted, host):
+                is_tls = first == tls.HANDSHAKE
                 # The loop closes its transport before it reports a failure; this socket stays open.
                 duplicate = accepted.dup()
                 is_handed_over = True
                 await self._loop.connect_accepted_socket(
                     self._make_protocol,
                     accepted,
-                    ssl=self._context,
-                    ssl_handshake_timeout=HANDSHAKE_S_MAX,
+                    ssl=self._context if is_tls else None,
+                    ssl_handshake_timeout=HANDSHAKE_S_MAX if is_tls else None,
                 )
         except TimeoutError:
             tls.log_failure(host, f"no handshake within {HANDSHAKE_S_MAX} s")
@@ -119,14 +129,14 @@ class TlsPort:
         except Exception:  # noqa: BLE001 - one connection must not end the port
             _log.exception("tls.task_failed peer=%s", host)
         finally:
-            self._handshakes_count -= 1
+            self._limits.end(host)
             if duplicate is not None:
                 duplicate.close()
             if not is_handed_over:
                 accepted.close()
 
-    async def _begins_with_handshake(self, accepted: socket.socket, host: str) -> bool:
-        """Wait for the first byte, without reading it (rule 1)."""
+    async def _first_byte(self, accepted: socket.socket) -> int | None:
+        """Wait for the first byte, without reading it; None: the peer has closed (rule 1)."""
         accepted.settimeout(0)
         readable = self._loop.create_future()
         self._loop.add_reader(accepted, _set, readable)
@@ -138,9 +148,17 @@ class TlsPort:
         try:
             first = accepted.recv(1, socket.MSG_PEEK)
         except ConnectionResetError:
-            return False
-        if not first or first[0] == tls.HANDSHAKE:
-            return bool(first)
+            return None
+        return first[0] if first else None
+
+    def _is_acceptable(self, first: int | None, accepted: socket.socket, host: str) -> bool:
+        """Whether a connection with this first byte may continue; reject it otherwise (rule 1)."""
+        if first is None or first == tls.HANDSHAKE:
+            return first is not None
+        if self._context.plain_peers:  # rule 4
+            if self._context.plain_peers == "dial":
+                tls.log_plain_peer(host)
+            return True
         tls.log_failure(host, "expected TLS, found plain TCP")
         accepted.recv(64 * 1024)  # with unread bytes the system would drop the alert
         accepted.send(tls.UNEXPECTED_MESSAGE)

@@ -10,13 +10,17 @@ Rules:
     1. The first frame of either side is a hello; then the highest common version is used.
     2. After a failure nothing is received and nothing can be sent any more.
     3. Messages that were received before a failure are returned before it.
-    4. A frame over the limit is rejected before memory is allocated for it.
+    4. A frame over the limit is rejected before memory is allocated for it. The limit of a listener
+       depends on its peer (`bytes_max_of_peer`); before the hello it is that of a hello.
     5. An empty frame of the correct protocol and version is a keep-alive.
     6. Each frame's payload has its own memory: a view of it stays valid as long as it is kept.
+    7. A connection without a part of a frame, or with a part of a frame's header, has no buffer: of
+       a thousand connections nearly all are idle. Before the hello it has one of its own, of
+       `HELLO_BYTES_MAX`.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Final, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Final, TypeAlias
 
 import numpy as np
 
@@ -26,14 +30,19 @@ from waltz_core.wire import codec
 from waltz_core.wire.codec import FRAME_HEADER, FrameHeader
 from waltz_core.wire.messages import Buffer, Hello, Message, WireProtocol
 
-HELLO_BYTES_MAX: Final = 64 * 1024
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+HELLO_BYTES_MAX: Final = 4 * 1024
+# A frame of this size is received from each peer.
+SMALL_FRAME_BYTES_MAX: Final = 64 * 1024
 # One read of small frames; a large frame is read into its own memory from its second read on.
 _SCRATCH_BYTES: Final = 64 * 1024
 _SCRATCHES_KEPT_MAX: Final = 16
 # The first bytes of a peer with TLS: an alert or a handshake, of a version 3.x.
 _TLS_RECORDS: Final = ((0x15, 3), (0x16, 3))
 FOUND_TLS: Final = "expected plain TCP, found TLS"
-assert FRAME_HEADER.size < _SCRATCH_BYTES
+assert FRAME_HEADER.size < HELLO_BYTES_MAX < _SCRATCH_BYTES
 _TOO_OLD: Final = {
     WireProtocol.CLIENT: "a server below version 2 has no append locks, and below version 3 it "
     "cannot report that a client is ahead of the log. Hint: upgrade the server.",
@@ -61,11 +70,7 @@ ConnectionEvent: TypeAlias = HelloReceived | Message | ProtocolFailed
 
 
 class Connection:
-    """One end of a connection: the agreed version, and an incomplete frame.
-
-    It has a read buffer only from `get_buffer` until no part of a frame is left in it: of a
-    thousand connections nearly all are idle.
-    """
+    """One end of a connection: the agreed version, and an incomplete frame."""
 
     _scratches: ClassVar[list[memoryview]] = []
 
@@ -87,8 +92,11 @@ class Connection:
         self._versions = own if versions is None else versions
         self._text = protocol.listener_text if is_listener else protocol.dialler_text
         self._frame_bytes_max = frame_bytes_max
+        # Returns the limit of received frames of more than `SMALL_FRAME_BYTES_MAX`.
+        self.bytes_max_of_peer: Callable[[], int] | None = None
         self._scratch: memoryview | None = None
         self._scratch_end = 0
+        self._header_part = b""  # what has arrived of a frame's header
         # A frame that did not arrive in one read: its header, its memory, the bytes that arrived.
         self._header: FrameHeader | None = None
         self._frame = memoryview(b"")
@@ -130,7 +138,12 @@ class Connection:
     @property
     def is_inside_frame(self) -> bool:
         """Whether the peer still owes the rest of a frame."""
-        return self._header is not None or self._scratch_end > 0
+        return self._header is not None or self._scratch_end > 0 or bool(self._header_part)
+
+    @property
+    def incomplete_bytes(self) -> int:
+        """The bytes that have arrived of a frame with a buffer of its own."""
+        return 0 if self._header is None else self._frame_end
 
     def receive(self, data: Buffer) -> list[ConnectionEvent]:
         """Process bytes; return the completed events in order."""
@@ -148,7 +161,8 @@ class Connection:
         """Return the buffer for the next bytes; never empty."""
         if self._header is None:
             if self._scratch is None:
-                self._scratch = self._take_scratch()
+                self._take_scratch()
+                assert self._scratch is not None
             return self._scratch[self._scratch_end :]
         return self._frame[self._frame_end :]
 
@@ -162,28 +176,35 @@ class Connection:
             if self._header is None:
                 self._scratch_end += count
                 self._read_scratch(events)
-                if not self._scratch_end:
-                    self._return_scratch()
+                self._return_scratch()
             else:
                 self._frame_end += count
                 if self._frame_end == len(self._frame):
                     self._end_frame(events)
         except RemoteProtocolError as error:
             self.failure = error
-            self._header = None
-            self._scratch_end = 0
+            self._header, self._frame, self._frame_end = None, memoryview(b""), 0
+            self._scratch, self._scratch_end = None, 0
             events.append(ProtocolFailed(error))
         return events
 
-    def _take_scratch(self) -> memoryview:
-        try:
-            return self._scratches.pop()
-        except IndexError:
-            return memoryview(bytearray(_SCRATCH_BYTES))
+    def _take_scratch(self) -> None:
+        """Take a buffer, with what has arrived of a header (rule 7)."""
+        if self.version is None:
+            self._scratch = memoryview(bytearray(HELLO_BYTES_MAX))
+        elif self._scratches:
+            self._scratch = self._scratches.pop()
+        else:
+            self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
+        self._scratch_end = len(self._header_part)
+        self._scratch[: self._scratch_end] = self._header_part
+        self._header_part = b""
 
     def _return_scratch(self) -> None:
         scratch, self._scratch = self._scratch, None
-        if scratch is not None and len(self._scratches) < _SCRATCHES_KEPT_MAX:
+        assert scratch is not None
+        self._header_part, self._scratch_end = bytes(scratch[: self._scratch_end]), 0
+        if len(scratch) == _SCRATCH_BYTES and len(self._scratches) < _SCRATCHES_KEPT_MAX:
             self._scratches.append(scratch)
 
     def _read_scratch(self, events: list[ConnectionEvent]) -> None:
@@ -228,6 +249,8 @@ class Connection:
                 f"expected a frame of protocol {chr(protocol.magic)!r} version {version}, "
                 f"found {chr(header.magic)!r} version {header.version}"
             )
+        if header.payload_bytes > SMALL_FRAME_BYTES_MAX and self.bytes_max_of_peer is not None:
+            limit = min(limit, self.bytes_max_of_peer())
         if not 0 <= header.payload_bytes <= limit - FRAME_HEADER.size:
             raise RemoteProtocolError(
                 f"expected a payload of at most {limit - FRAME_HEADER.size} bytes, "

@@ -20,6 +20,7 @@ from dataclasses import field
 from enum import Enum, IntEnum
 from typing import Annotated, ClassVar, TypeAlias
 
+from waltz_core.access.client_ids import NO_PROOF
 from waltz_core.access.requirements import (
     ADMINISTER,
     ANSWER,
@@ -142,6 +143,8 @@ class RangeForm(IntEnum):
     HEADERS = 1  # 28 bytes each: id, request id, header
 
 
+# RANGE_REQUEST: like HEADERS, only those of the request's client ID (protocol L; 2 is LOCATIONS).
+OWN_HEADERS = 3
 # PREPARED: the storage does not support archiving.
 NO_ARCHIVING = -2
 # MOUNT_WRITER: the writer has no mark and uses the log's.
@@ -541,7 +544,7 @@ class MountWriter(ClientMessage):
     `connection_sequence` fences older connections of the same client id: the highest one wins for
     the whole generation, also after its connection was closed. `high_water_mark` is the client's
     mark or `LATEST_MARK`. `header_values` filters the feed by application header; empty means no
-    filter.
+    filter. `proof` is that of the client ID (`ClientIdResponse`).
     """
 
     code = 66
@@ -551,6 +554,7 @@ class MountWriter(ClientMessage):
     high_water_mark: Int64
     wants_feed: Bool
     header_values: Int32s = ()
+    proof: Raw16 = field(default=NO_PROOF, metadata={"since": 8, "is_extra": True}, repr=False)
 
 
 @value(frozen=True, slots=True)
@@ -571,11 +575,20 @@ class Mounted(ClientMessage):
 class RangeRequest(ClientMessage):
     """Read committed transactions first..last, at most about `bytes_max` of them.
 
-    `header_values` filters by application header at the server; empty means no filter.
+    `header_values` filters by application header at the server; empty means no filter. With form
+    `OWN_HEADERS` (L 8) the answer has only headers of the request's client ID, which must be
+    mounted on the same connection, and no lineage.
     """
 
     code = 68
-    requires = all_of(READ)
+    requires = by_field(
+        "form",
+        {
+            RangeForm.WHOLE: all_of(READ),
+            RangeForm.HEADERS: all_of(READ),
+            OWN_HEADERS: all_of(APPEND),
+        },
+    )
     since = 5
     first: Int64
     last: Int64
@@ -770,6 +783,91 @@ class Authenticated(ClientMessage):
     since = 8
 
 
+@value(frozen=True, slots=True)
+class ClientIdRequest(ClientMessage):
+    """Request a client ID that was never issued before."""
+
+    code = 89
+    requires = one_of(READ, APPEND, scope=Scope.ANY)
+    since = 8
+
+
+@value(frozen=True, slots=True)
+class ClientIdResponse(ClientMessage):
+    """A client ID of the connection's principal, with the proof for its mounts.
+
+    The proof is `NO_PROOF` if the server has no permissions.
+    """
+
+    code = 90
+    requires = ANSWER
+    since = 8
+    client_id: Int32
+    proof: Raw16 = field(repr=False)
+
+
+class RegistryOperation(IntEnum):
+    """An operation on the registry of exactly-once writes (`cluster/writes.py`)."""
+
+    BEGIN = 0
+    READ = 1
+    ENTER = 2
+    CHECK = 3
+    TASKS = 4
+    FINISH = 5
+    FORGET = 6
+
+
+@value(frozen=True, slots=True)
+class RegistryRequest(ClientMessage):
+    """Carry out an operation on a write; repeat it if there is no answer.
+
+    A write belongs to the principal that began it (decision 048, AC 14). `partitions` and `marks`
+    are the starting marks of BEGIN, `task` is for ENTER and CHECK, `attempt` for CHECK. `arguments`
+    is JSON: `keep_ms` and `in_series` of BEGIN, `run` of ENTER and TASKS, `summary` and `keep_ms`
+    of FINISH; otherwise it is empty.
+    """
+
+    code = 91
+    requires = by_field(
+        "operation",
+        {
+            RegistryOperation.BEGIN: all_of(READ, APPEND),
+            RegistryOperation.READ: all_of(APPEND, scope=Scope.ANY),
+            RegistryOperation.ENTER: all_of(APPEND, scope=Scope.ANY),
+            RegistryOperation.CHECK: all_of(APPEND, scope=Scope.ANY),
+            RegistryOperation.TASKS: all_of(APPEND, scope=Scope.ANY),
+            RegistryOperation.FINISH: all_of(APPEND, scope=Scope.ANY),
+            RegistryOperation.FORGET: all_of(APPEND, scope=Scope.ANY),
+        },
+    )
+    since = 8
+    operation: Int8  # a RegistryOperation
+    write: Text
+    task: Int32 = 0
+    attempt: Int32 = 0
+    partitions: Int32s = ()
+    marks: PackedInt64s = b""
+    arguments: Blob = b""
+
+
+@value(frozen=True, slots=True)
+class RegistryResponse(ClientMessage):
+    """The operation is done.
+
+    `result` is the node of the write (BEGIN, READ, FINISH; empty if there is none) or of the task
+    (ENTER), JSON as in ZooKeeper. For TASKS it is a JSON object: `tasks` has the numbers of all
+    tasks, `others` the client IDs of those that another run has begun. `proof` is that of the
+    task's client ID (ENTER; `NO_PROOF` if the server has no permissions).
+    """
+
+    code = 92
+    requires = ANSWER
+    since = 8
+    result: Blob = b""
+    proof: Raw16 = field(default=NO_PROOF, repr=False)
+
+
 # ---------------------------------------------------------------------------------------------
 # S: server and storage. Prefix: type (1), session id (8), sequence (8), partition id (4).
 # Answers echo session, sequence and partition of their request.
@@ -945,7 +1043,11 @@ class RangeRaw(StorageMessage):
 
 @value(frozen=True, slots=True)
 class RangeBytes(StorageMessage):
-    """Records first..first+count-1; `chain_before` is meaningful for whole batches only."""
+    """Records first..first+count-1; `chain_before` is meaningful for whole batches only.
+
+    `ticket`: with record locations, what the storage requires before it passes an open file to this
+    reader (`record_locations.py`); empty without access control.
+    """
 
     code = 73
     requires = ANSWER
@@ -958,6 +1060,7 @@ class RangeBytes(StorageMessage):
     records_crc: Crc32
     chain_before: Raw16
     lineage: Lineage
+    ticket: Blob = field(default=b"", metadata={"since": 4, "is_extra": True})
 
 
 @value(frozen=True, slots=True)

@@ -8,6 +8,9 @@ Rules:
     1. The locations are runs of a segment file's bytes, in the order of the ids, without a gap
        between their records.
     2. Their sizes add up to the lengths of the answer.
+    3. The reader requests each segment file at the storage's Unix socket. With access control, the
+       socket has another name, and a request also contains the ticket of the last answer: older
+       readers, which have no ticket, do not find the name.
 """
 
 from collections.abc import Iterable
@@ -26,6 +29,7 @@ LOCATIONS_BYTES_MAX: Final = 64 * 1024 * 1024
 _LOCATION: Final = Struct(">qqq")
 _SEGMENT: Final = Struct(">iq")
 SEGMENT_REQUEST_BYTES: Final = _SEGMENT.size
+TICKET_BYTES: Final = 24
 
 
 class FileLocation(NamedTuple):
@@ -60,21 +64,22 @@ def decode_locations(packed: Buffer, records_bytes: int) -> tuple[FileLocation, 
     return locations
 
 
-def socket_name_of(cluster_key: bytes, address: str) -> str:
+def socket_name_of(cluster_key: bytes, address: str, *, with_tickets: bool) -> str:
     """Return the socket name under which the storage of an address passes its open segments.
 
     A cluster has one storage for each address, so the name is unique on a machine.
     """
+    prefix = "waltz-tickets" if with_tickets else "waltz"
     # An address may be longer than a socket name.
-    return f"waltz/{cluster_key.hex()}/{sha256(address.encode()).hexdigest()[:32]}"
+    return f"{prefix}/{cluster_key.hex()}/{sha256(address.encode()).hexdigest()[:32]}"
 
 
-def encode_segment(partition_id: PartitionId, segment: TransactionId) -> bytes:
-    """Return the request for a segment."""
-    return _SEGMENT.pack(partition_id, segment)
+def encode_segment(partition_id: PartitionId, segment: TransactionId, ticket: bytes) -> bytes:
+    """Return the request for a segment; without access control the ticket is empty."""
+    return _SEGMENT.pack(partition_id, segment) + ticket
 
 
-def decode_segment(request: bytes) -> tuple[PartitionId, TransactionId]:
-    """Return the requested segment; the request has `SEGMENT_REQUEST_BYTES`."""
-    partition_id, segment = _SEGMENT.unpack(request)
-    return PartitionId(partition_id), TransactionId(segment)
+def decode_segment(request: bytes) -> tuple[PartitionId, TransactionId, bytes]:
+    """Return the requested segment and the ticket, all bytes after `SEGMENT_REQUEST_BYTES`."""
+    partition_id, segment = _SEGMENT.unpack_from(request)
+    return PartitionId(partition_id), TransactionId(segment), request[SEGMENT_REQUEST_BYTES:]

@@ -267,8 +267,8 @@ class Rescue:
         ]
         engaged = [each for each in sound if cluster.budget.is_engaged(cluster.storages[each])]
         is_whole = accepted in sound or not cluster.budget.has_rot(cluster.storages[accepted])
-        has_most = all(log.rank <= logs[accepted].rank for log in logs.values())
-        if not (is_whole and has_most):
+        is_longest = all(log.rank <= logs[accepted].rank for log in logs.values())
+        if not (is_whole and is_longest):
             return False
         is_run_again = cluster.unfinished_rescue == accepted
         return is_run_again or len(engaged) >= quorum_size(len(metadata.states))

@@ -253,7 +253,14 @@ class SimClient(Process):
         sequence = self.cluster.coordinator.next_connection_sequence()
         attempt, generation = effect.attempt, assignment.generation
         self.step(
-            stream_events.LinkOpened(attempt, link.number, generation, sequence, may_follow=True)
+            stream_events.LinkOpened(
+                attempt,
+                link.number,
+                generation,
+                sequence,
+                may_follow=True,
+                reads_own=bool(self.client_id % 2),  # like a server of L 8, or an older one
+            )
         )
 
     def _lost(self, link: SimLink, reason: str) -> None:

@@ -90,7 +90,9 @@ class ArchiveGuarantees:
         archive, now_ms = self._facts.cluster.archive, self._facts.world.now_ms
         replaced_ms = self._replaced_ms.get(name)
         if replaced_ms is not None and now_ms - replaced_ms < archive.grace_ms:
-            self._facts.fail("Archived", f"{name} is deleted, readers may know no later manifest")
+            self._facts.fail(
+                "Archived", f"{name} is deleted, but readers may know no later manifest"
+            )
         if self._recorded is None:
             return
         if not self._sessions.is_rewritten:
@@ -104,7 +106,8 @@ class ArchiveGuarantees:
             start = self._starts.get(replica, BEFORE_FIRST)
             if max(entry.first - 1, recorded.last) < start and entry.last >= self._gone_below():
                 self._facts.fail(
-                    "Archived", f"{entry.name} is deleted, {replica} begins after {start}"
+                    "Archived",
+                    f"{entry.name} is deleted, but the log of {replica} begins after {start}",
                 )
 
     # ---- expiry
@@ -136,7 +139,9 @@ class ArchiveGuarantees:
         stamp_ms = history.nodes[history.chains[last]].stamp_ms
         is_old = retention_ms > 0 and stamp_ms < wall_ms - retention_ms
         if last not in ends or not (after.first <= self._requested or is_old):
-            self._facts.fail("Expired", f"{last} expires in {after}, requested {self._requested}")
+            self._facts.fail(
+                "Expired", f"{after} expires IDs up to {last}, but requested was {self._requested}"
+            )
         self._expired.append((after.first, now_ms))
 
     def rejected(self, wanted: int, first_available: int) -> None:
@@ -144,7 +149,8 @@ class ArchiveGuarantees:
         self._facts.count("read below the first available ID")
         if first_available <= wanted or all(first_available != each for each, _ in self._expired):
             self._facts.fail(
-                "Expired", f"{wanted} is rejected, {first_available} is given as available"
+                "Expired",
+                f"a read of {wanted} fails with the first available ID {first_available}",
             )
 
     def client_sent(self, message: ClientMessage) -> None:
@@ -199,10 +205,13 @@ class ArchiveGuarantees:
         if after.first > first:
             self._check_expiry(server, before or after, after)
         if (server, session_id) not in self._settled:
-            self._facts.fail("ArchiveMono", f"{session_id} of {server} archives, not settled")
+            self._facts.fail(
+                "ArchiveMono", f"session {session_id} of {server} archives before it is settled"
+            )
         if after.last > self._facts.history.last:
             self._facts.fail(
-                "ArchiveMono", f"{after.last} is archived, the log ends {self._facts.history.last}"
+                "ArchiveMono",
+                f"{after.last} is archived, but the log ends at {self._facts.history.last}",
             )
 
     def _check_content(self, mark: ArchivedMark) -> None:
@@ -212,7 +221,7 @@ class ArchiveGuarantees:
         listed = list(self._objects(mark))
         end = TransactionId(mark.last if not listed else listed[0][0].first - 1)
         if end >= self._gone_below():
-            self._facts.fail("Archived", f"{mark.manifest} lists nothing up to {end}")
+            self._facts.fail("Archived", f"{mark.manifest} lists no objects up to {end}")
         for entry, file in listed:
             if entry.first != end + 1:
                 self._facts.fail("Archived", f"{mark.manifest} lists {entry.first} after {end}")
@@ -223,7 +232,9 @@ class ArchiveGuarantees:
         if not self._sessions.is_rewritten:
             self._listed = {entry.name: entry for entry, _ in listed}
         if end != mark.last or self._facts.history.chains.get(end) != mark.chain:
-            self._facts.fail("Archived", f"{mark.last} is recorded, {mark.manifest} ends at {end}")
+            self._facts.fail(
+                "Archived", f"ZooKeeper records {mark.last}, but {mark.manifest} ends at {end}"
+            )
 
     def _objects(self, mark: ArchivedMark) -> "Iterator[tuple[ObjectEntry, StoredFile | None]]":
         """Yield the objects that a manifest lists, and their files; None if it may be gone."""
@@ -231,15 +242,21 @@ class ArchiveGuarantees:
         files = {**archive.files, **archive.spoiled}
         manifest = files.get(mark.manifest)
         if manifest is None or crc32(manifest.data) != mark.manifest_crc:
-            self._facts.fail("Archived", f"{mark.last} is recorded, {mark.manifest} is not durable")
+            self._facts.fail(
+                "Archived", f"ZooKeeper records {mark.last}, but {mark.manifest} is not durable"
+            )
         found = Manifest.from_bytes(manifest.data, mark.manifest)
         if found.first != mark.first:
-            self._facts.fail("Archived", f"{found.first} is in {mark.manifest}, recorded {mark}")
+            self._facts.fail(
+                "Archived", f"{mark.manifest} begins at {found.first}, but ZooKeeper records {mark}"
+            )
         for entry in found.newest:
             file = files.get(entry.name)
             is_gone = self._sessions.is_rewritten and entry.name in self._deleted  # rule 2
             if file is None and not is_gone and entry.last >= self._gone_below():
-                self._facts.fail("Archived", f"{mark.manifest} lists {entry.name}, not durable")
+                self._facts.fail(
+                    "Archived", f"{mark.manifest} lists {entry.name}, which is not durable"
+                )
             yield entry, file
 
     def _check_object(self, entry: ObjectEntry, file: "StoredFile") -> None:
@@ -251,7 +268,7 @@ class ArchiveGuarantees:
         next_id = entry.first
         for batch in batches:
             if batch.first != next_id or history.chains.get(batch.last) != batch.chain:
-                self._facts.fail("Archived", f"{entry.name} has {batch}, not of the log")
+                self._facts.fail("Archived", f"{entry.name} has {batch}, which is not in the log")
             next_id = TransactionId(batch.last + 1)
         if next_id != entry.last + 1 or batches[-1].chain != entry.chain:
             self._facts.fail("Archived", f"{entry.name} ends at {next_id - 1}")
@@ -286,8 +303,8 @@ class ArchiveGuarantees:
         if recorded is None or at > recorded.last or at > log.slot.low_water_mark:
             self._facts.fail(
                 "StartBound",
-                f"{storage.name} begins after {at}, its mark is {log.slot.low_water_mark}, "
-                f"archived is {recorded}",
+                f"the log of {storage.name} begins after {at}, but its low-water mark is "
+                f"{log.slot.low_water_mark}, and ZooKeeper records {recorded} as archived",
             )
         if start.chain != self._facts.history.chains.get(at):
             self._facts.fail("StartBound", f"{storage.name} has another chain at its start {at}")

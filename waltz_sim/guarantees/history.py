@@ -8,7 +8,7 @@ Rules:
        batches; the log is the path that ends in the last chain that any component exposed.
     2. The path only grows. A chain that does not lead back to the end of the path is reported as a
        fork or a loss.
-    3. A row is identified by its author's request id and carries a number that names the operation.
+    3. A row is identified by its author's request ID and carries a number that names the operation.
     4. Commit stamps never go back along the path, even when the partition's owner changes.
 """
 
@@ -29,7 +29,7 @@ from waltz_core.replication.session_events import Batch
 
 _NUMBER: Final = struct.Struct(">Q")
 NUMBER_BYTES: Final = _NUMBER.size
-# Transaction id, request id (client, generation, partition, sequence), header, length, data CRC.
+# Transaction ID, request ID (client, generation, partition, sequence), header, length, data CRC.
 _PREFIX: Final = struct.Struct(">qiiiiiiI")
 
 
@@ -44,7 +44,7 @@ class Violation(Exception):
 class HistoryRow(NamedTuple):
     """One transaction as it was sent to replicas."""
 
-    key: tuple[int, int]  # client id, sequence number
+    key: tuple[int, int]  # client ID, sequence number
     number: int  # of the operation
 
 
@@ -62,7 +62,7 @@ class BatchNode(NamedTuple):
     stamp_ms: int = 0  # its commit stamp, which no chain covers
 
     def cut_to(self, last: int) -> "BatchNode":
-        """Return the batch without the rows after an id."""
+        """Return the batch without the rows after an ID."""
         count = last - self.first + 1
         return self._replace(
             last=TransactionId(last),
@@ -88,7 +88,7 @@ class Operation:
     write: tuple[int, ...]
     read: tuple[int, ...]
     append: tuple[int, ...]
-    mark: int  # the last id that its author had really seen
+    mark: int  # the last ID that its author had really seen
     requested_us: int
     data: bytes = b""
     # The in-flight rows that it depends on (ids and keys) and their session. Its mark is then
@@ -110,12 +110,12 @@ class History:
     chains: dict[int, Chain] = field(default_factory=lambda: {BEFORE_FIRST: GENESIS_CHAIN})
     nodes: dict[Chain, BatchNode] = field(default_factory=dict)
     operations: dict[int, Operation] = field(default_factory=dict)
-    at: dict[tuple[int, int], int] = field(default_factory=dict)  # key -> id in the log
+    at: dict[tuple[int, int], int] = field(default_factory=dict)  # key -> ID in the log
     stamp_ms: int = 0  # of the last batch of the log
 
     @property
     def last(self) -> int:
-        """The last id that was ever exposed as committed."""
+        """The last ID that was ever exposed as committed."""
         return len(self.log) - 1
 
     def submitted(self, before: Chain, session_id: SessionId, batch: Batch) -> Chain:
@@ -131,7 +131,7 @@ class History:
         return chain
 
     def exposed(self, last: int, chain: Chain) -> range:
-        """Extend the log to `last`, which has this chain; return the new ids (rule 2).
+        """Extend the log to `last`, which has this chain; return the new IDs (rule 2).
 
         Raises Violation when that log is not an extension of the known one.
         """
@@ -157,7 +157,7 @@ class History:
         return range(first_new, last + 1)
 
     def row_before(self, chain: Chain, transaction_id: int) -> HistoryRow | None:
-        """Return the row of an id on the path up to a batch, inclusive; None without such a row."""
+        """Return the row of an ID on the path up to a batch, inclusive; None without such a row."""
         while (node := self.nodes.get(chain)) is not None:
             if node.first <= transaction_id:
                 return (
@@ -167,7 +167,7 @@ class History:
         return self.log[transaction_id] if 0 <= transaction_id < len(self.log) else None
 
     def node_at(self, chain: Chain, last: int) -> BatchNode | None:
-        """Return the batch that ends at an id with this chain; None if no server wrote it."""
+        """Return the batch that ends at an ID with this chain; None if no server wrote it."""
         node = self.nodes.get(chain)
         if node is not None and node.last == last:
             return node
@@ -187,7 +187,7 @@ class History:
         return node
 
     def _cut(self, last: int) -> Chain:
-        """Return the chain at an id in the middle of a batch of the log."""
+        """Return the chain at an ID in the middle of a batch of the log."""
         end = min(each for each in self.chains if each > last)
         return self.nodes[self.chains[end]].cut_to(last).chain
 

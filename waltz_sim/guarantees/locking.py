@@ -4,7 +4,7 @@
 table that misses a writer, or has an entry for a transaction that never existed.
 
 Rules:
-    1. A table's entries may be too high, never too low, and never above the last id that its server
+    1. A table's entries may be too high, never too low, and never above the last ID that its server
        has assigned.
     2. A server knows the log up to the mark that its session has committed; its table need not have
        later writes of other servers.
@@ -58,7 +58,7 @@ class Locking:
                 pass
 
     def submitted(self, server: str, batch: session_events.Batch) -> None:
-        """Record the ids that a server assigns."""
+        """Record the IDs that a server assigns."""
         self._given[server] = batch.last
 
     def stepped(self, server: "SimServer") -> None:
@@ -86,17 +86,17 @@ class Locking:
         writer = self.last_writer(lock, mark)
         if estimate < writer:
             self._facts.fail(
-                "LockBound", f"{name} has lock {lock} at {estimate}, {writer} wrote it"
+                "LockBound", f"{name} has lock {lock} at {estimate}, but {writer} wrote it"
             )
         if estimate > given:
             self._facts.fail(
                 "ReserveHeld",
-                f"{name} has lock {lock} at {estimate}; the last assigned id is {given}, "
+                f"{name} has lock {lock} at {estimate}; the last assigned ID is {given}, "
                 f"the log ends at {mark}",
             )
 
     def _given_out(self, server: "SimServer") -> TransactionId:
-        """Return the last assigned id; some ids are not yet submitted to the store."""
+        """Return the last assigned ID; some IDs are not yet submitted to the store."""
         assert server.partition is not None
         gathered = server.partition.pipeline.gathered_count
         return TransactionId(self._given[server.name] + gathered)

@@ -6,7 +6,7 @@ log and the applications' view.
 Rules:
     1. The log is that of the reference history; it grows here, and each new row is checked once,
        when it is added.
-    2. An application's mark is the last id that it has really seen, whatever its client claims.
+    2. An application's mark is the last ID that it has really seen, whatever its client claims.
     3. No application receives AHEAD if the log had reached its mark before its request.
 """
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from waltz_sim.world.process import Process
 
 _REPORTED: Final = {int(reason): f"reported {reason.name}" for reason in Reason}
-_HEAD: Final = struct.Struct(">5i")  # client id, generation, partition, sequence, header
+_HEAD: Final = struct.Struct(">5i")  # client ID, generation, partition, sequence, header
 
 
 class Outcomes:
@@ -42,13 +42,13 @@ class Outcomes:
         self._answers = answers
         self._locking = locking
         self._marks: dict[str, int] = {}
-        self._since_us: dict[int, int] = {}  # when each id was first exposed as committed
+        self._since_us: dict[int, int] = {}  # when each ID was first exposed as committed
         self.followers: dict[str, SimClient] = {}  # clients that have requested the feed
 
     # ---- the log (rule 1)
 
     def exposed(self, last: TransactionId, chain: Chain) -> None:
-        """1. AckUnique: a component exposes that the log reaches an id with this chain."""
+        """1. AckUnique: a component exposes that the log reaches an ID with this chain."""
         for transaction_id in self._facts.history.exposed(last, chain):
             self._in_the_log(transaction_id)
 
@@ -63,11 +63,11 @@ class Outcomes:
                 self._check_followed(operation, chain, position)
             elif operation.mark > history.last:
                 self._facts.fail(
-                    "NotAhead", f"{operation} is accepted, the log ends at {history.last}"
+                    "NotAhead", f"{operation} is accepted, but the log ends at {history.last}"
                 )
 
     def _check_followed(self, operation: Operation, chain: Chain, position: int) -> None:
-        """Followed: a dependent append's predecessors have the expected ids, in one session."""
+        """Followed: a dependent append's predecessors have the expected IDs, in one session."""
         evidence, history = self._facts, self._facts.history
         session_id = history.nodes[chain].session_id
         if operation.session_id != session_id:
@@ -109,7 +109,10 @@ class Outcomes:
         if data_in(history.records[transaction_id]) != operation.data:
             evidence.fail("LogMatching", f"{operation} differs from the row at {transaction_id}")
         if operation.outcome == "no":
-            evidence.fail("OutcomeTruth", f"{operation} is at {transaction_id}, reported as failed")
+            evidence.fail(
+                "OutcomeTruth",
+                f"{operation} is in the log at {transaction_id}, but was reported as failed",
+            )
         if operation.transaction_id not in {-1, transaction_id}:
             evidence.fail("AtMostOnce", f"{operation} is also at {transaction_id}")
         operation.transaction_id = transaction_id
@@ -155,7 +158,9 @@ class Outcomes:
     def _not_beyond(self, client: "SimClient", mark: int) -> None:
         last = self._facts.history.last
         if mark > last:
-            self._facts.fail("HwmMono", f"{client.name} received {mark}, the log ends at {last}")
+            self._facts.fail(
+                "HwmMono", f"{client.name} received {mark}, but the log ends at {last}"
+            )
 
     def settled(self, client: "SimClient", effect: stream_events.SubmissionSettled) -> None:
         """11. OutcomeTruth: each outcome that an application receives is true."""
@@ -186,7 +191,9 @@ class Outcomes:
 
     def _reported_rejected(self, operation: Operation, reason: Reason, conflict: int) -> None:
         if operation.transaction_id >= 0:
-            self._facts.fail("OutcomeTruth", f"{operation} is in the log, got {reason!r}")
+            self._facts.fail(
+                "OutcomeTruth", f"{operation} is in the log, but was reported as {reason!r}"
+            )
         if reason == Reason.LOCK and conflict > self._facts.history.last:
             self._facts.fail("OutcomeTruth", f"rejected for {conflict}, which is not final")
         if reason == Reason.AHEAD and self._is_reached(operation):
@@ -205,10 +212,12 @@ class Outcomes:
         for operation in self._facts.cluster.workload.operations_of(token):
             operation.outcome = "unknown" if is_unknown else "no"
             if not is_unknown and operation.transaction_id >= 0:
-                self._facts.fail("OutcomeTruth", f"{operation} is in the log, got {error}")
+                self._facts.fail(
+                    "OutcomeTruth", f"{operation} is in the log, but failed with {error}"
+                )
 
     def context_ended(self, operation: Operation, result: TransactionId | Exception | None) -> None:
-        """11. OutcomeTruth, for an attempt of a context: its id, or the reason for its failure."""
+        """11. OutcomeTruth, for an attempt of a context: its ID, or the reason for its failure."""
         if isinstance(result, OutcomeUnknown):
             operation.outcome = "unknown"
         elif isinstance(result, int):

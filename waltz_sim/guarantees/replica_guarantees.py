@@ -69,7 +69,7 @@ class Before(NamedTuple):
 
 
 class _Cut(NamedTuple):
-    """A requested truncation: the last id kept, and the last id acknowledged at that time."""
+    """A requested truncation: the last ID kept, and the last ID acknowledged at that time."""
 
     keep: int
     acked: int
@@ -85,9 +85,9 @@ class ReplicaGuarantees:
         self._facts = evidence
         self._sessions = sessions
         self.durable: dict[str, Durable] = {}
-        # The highest id that was answered as synced and not truncated since.
+        # The highest ID that was answered as synced and not truncated since.
         self.kept: dict[str, int] = {}
-        # The batches on its disk, and the last id of each.
+        # The batches on its disk, and the last ID of each.
         self._holds: dict[str, dict[Chain, int]] = {}
         self.corrupted: dict[str, None] = {}  # replicas whose platter bytes a fault has changed
         self._chain_of: dict[tuple[int, SessionId], Chain] = {}
@@ -179,7 +179,7 @@ class ReplicaGuarantees:
             self._check_durable(storage.name, work.log)
         self._work_count += 1
         if self._work_count % CHECK_EVERY == 0:
-            self.look_at(storage, work.log)
+            self.check_log_state(storage, work.log)
 
     def _rejected(self, storage: "SimStorage", message: object, error: WaltzError) -> None:
         self._facts.counts[f"nack {type(message).__name__}"] += 1
@@ -218,7 +218,8 @@ class ReplicaGuarantees:
         self._check_identity(storage, "a mark")
         if message.mark != before.synced_max:
             self._facts.fail(
-                "LwmFull", f"{storage.name}: mark {message.mark} at {before.synced_max}"
+                "LwmFull",
+                f"{storage.name} sets mark {message.mark}, but is synced up to {before.synced_max}",
             )
 
     def _cut(self, storage: "SimStorage", log: "PartitionLog", cut: "_Cut") -> None:
@@ -235,7 +236,10 @@ class ReplicaGuarantees:
         for chain, last in [each for each in holds.items() if each[1] > keep]:
             is_acked = archived_last < last <= cut.acked and chains.get(last) == chain
             if is_acked and storage.name not in self.corrupted:
-                self._facts.fail("NoCutCommitted", f"{storage.name} keeps {keep}, cuts {last}")
+                self._facts.fail(
+                    "NoCutCommitted",
+                    f"{storage.name} truncates after {keep}, but has acknowledged {last}",
+                )
             del holds[chain]
         if keep < log.slot.low_water_mark:
             self._facts.fail(
@@ -258,7 +262,7 @@ class ReplicaGuarantees:
         elif isinstance(outcome, Prepared):
             assert storage.engine is not None
             if outcome.storage_id != storage.engine.storage_id:
-                self._facts.fail("Identity", f"{storage.name} answers with another storage's id")
+                self._facts.fail("Identity", f"{storage.name} answers with another storage's ID")
 
     def _is_reconstructed(self, name: str, entry: LineageEntry) -> bool:
         """Whether a batch may be a substitute for others whose entries were unreadable."""
@@ -269,7 +273,9 @@ class ReplicaGuarantees:
         assert storage.engine is not None
         registered = self._facts.cluster.coordinator.storage_ids.get(storage.replica)
         if registered not in (None, storage.engine.storage_id):
-            self._facts.fail("Identity", f"{storage.name} has accepted {what}, with another id")
+            self._facts.fail(
+                "Identity", f"{storage.name} has accepted {what}, but has another storage ID"
+            )
 
     def _check_durable(self, name: str, log: "PartitionLog") -> None:
         """3. PromiseMono."""
@@ -321,7 +327,7 @@ class ReplicaGuarantees:
         if end != len(records):
             self._facts.fail("NoRotServed", f"{name} sends {len(records)} bytes, not {end}")
 
-    def look_at(self, storage: "SimStorage", log: "PartitionLog") -> None:
+    def check_log_state(self, storage: "SimStorage", log: "PartitionLog") -> None:
         """24. Fixed: up to its low-water mark a replica has the rows of the history.
 
         A suspect one, such as one that lost its segments and was reset, counts in no quorum.
@@ -343,7 +349,7 @@ class ReplicaGuarantees:
             yield from data_in(storage.disk.content(path), SEGMENT_HEADER_BYTES)
 
     def check_records(self, storage: "SimStorage", last: int) -> None:
-        """24. Fixed: compare the bytes of all records up to an id with the history."""
+        """24. Fixed: compare the bytes of all records up to an ID with the history."""
         first = first_on(storage)
         wanted = b"".join(self._facts.history.records[first : last + 1])
         found = b"".join(
@@ -359,7 +365,7 @@ class ReplicaGuarantees:
 
 
 def _covers(answer: RangeBytes) -> bool:
-    """Whether the batches of a range are contiguous from its first id to its last."""
+    """Whether the batches of a range are contiguous from its first ID to its last."""
     next_id = answer.first
     for entry in answer.lineage:
         if not entry.first <= next_id <= entry.last:

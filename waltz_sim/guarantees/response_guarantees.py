@@ -88,9 +88,9 @@ class ResponseGuarantees:
         self._mark_before: dict[str, int] = {}  # by server, before the step
         self._mark: dict[str, int] = {}
         self._pace: dict[str, float] = {}  # by server, its slowest clock rate so far
-        # Ids acknowledged to applications, with the time (ms); the last one is the highest.
+        # IDs acknowledged to applications, with the time (ms); the last one is the highest.
         self._acknowledged: deque[tuple[int, int]] = deque([(0, BEFORE_FIRST)])
-        self._owed: dict[tuple[str, int], dict[object, None]] = {}  # by client and link
+        self._not_answered: dict[tuple[str, int], dict[object, None]] = {}  # by client and link
         self._requests: dict[object, tuple[ClientMessage, int, list[object]]] = {}
 
     # ---- when a server may answer (rule 1)
@@ -150,7 +150,7 @@ class ResponseGuarantees:
             case AppendResult():
                 self._check_result(name, message)
                 self._check_order(name, answer.connection, message)
-                self._look_for_older(name, answer.connection, message)
+                self._note_older_connection(name, answer.connection, message)
             case MountResponse() | Mounted():
                 client_id = message.req_id.client_id
                 self._lost.pop((client_id, answer.connection), None)
@@ -182,7 +182,8 @@ class ResponseGuarantees:
         evidence, message = self._facts, answer.message
         if mark > evidence.history.last:
             evidence.fail(
-                "HwmMono", f"{server.name} sends {mark}, the log ends at {evidence.history.last}"
+                "HwmMono",
+                f"{server.name} sends {mark}, but the log ends at {evidence.history.last}",
             )
         before = self._marks.get(answer.connection, BEFORE_FIRST)
         if mark < before:
@@ -195,7 +196,7 @@ class ResponseGuarantees:
             if mark < known:
                 evidence.fail(
                     "StaleMark",
-                    f"{server.name} sends {mark}, {known} was acknowledged {timer_ms} ms ago",
+                    f"{server.name} sends {mark}, but {known} was acknowledged {timer_ms} ms ago",
                 )
 
     # ---- 21. NoRotServed
@@ -253,7 +254,9 @@ class ResponseGuarantees:
                 continue
             conflict = int.from_bytes(conflicts[8 * row : 8 * row + 8], "big", signed=True)
             if conflict > self._facts.history.last:
-                self._facts.fail("OutcomeTruth", f"{name} rejects for {conflict}, not final")
+                self._facts.fail(
+                    "OutcomeTruth", f"{name} rejects for {conflict}, which is not final"
+                )
             if conflict > self._mark_before.get(name, BEFORE_FIRST):
                 self._facts.count("lock wait")
 
@@ -263,12 +266,14 @@ class ResponseGuarantees:
         key = req_id.client_id, connection
         lost = self._lost.get(key)
         if lost is not None and lost < req_id.sequence and Reason.COMMITTED in reasons:
-            self._facts.fail("Overtaken", f"{name} reports {req_id} committed, {lost} was lost")
+            self._facts.fail(
+                "Overtaken", f"{name} reports {req_id} as committed, but {lost} was lost"
+            )
         rows = [row for row, reason in enumerate(reasons) if reason in _LOSSES]
         if rows and lost is None:
             self._lost[key] = req_id.sequence + rows[0]
 
-    def _look_for_older(self, name: str, connection: int, message: AppendResult) -> None:
+    def _note_older_connection(self, name: str, connection: int, message: AppendResult) -> None:
         """Count rejections on connections older than the client's current mount."""
         mounted = self._mounted.get(name, {}).get(message.req_id.client_id, connection)
         if connection < mounted and Reason.NOT_MOUNTED in bytes(message.reasons):
@@ -277,12 +282,12 @@ class ResponseGuarantees:
     # ---- what clients send and receive
 
     def acknowledged(self, transaction_id: int) -> None:
-        """Record that an application received an acknowledgement of this id."""
+        """Record that an application received an acknowledgement of this ID."""
         if transaction_id > self._acknowledged[-1][1]:
             self._acknowledged.append((self._facts.world.now_ms, transaction_id))
 
     def acknowledged_at(self, at_ms: int) -> int:
-        """Return the highest id acknowledged by a time; calls must not go back in time."""
+        """Return the highest ID acknowledged by a time; calls must not go back in time."""
         known = self._acknowledged
         while len(known) > 1 and known[1][0] <= at_ms:
             known.popleft()
@@ -297,29 +302,29 @@ class ResponseGuarantees:
             and self._mark[server] < self._facts.history.last
         ):
             self._facts.count("mark requested from an old owner")
-        owed = self._owed.setdefault((client.name, link.number), {})
+        not_answered = self._not_answered.setdefault((client.name, link.number), {})
         if isinstance(message, AppendFollowing) and message.session_id != NO_SESSION:
             self._claims[message.req_id] = SessionId(message.session_id)
         if isinstance(message, AppendBatch | AppendRequest):
-            owed[message.req_id] = None
+            not_answered[message.req_id] = None
         elif isinstance(message, FlushRequest | ReplicasRequest):
             known = self._acknowledged[-1][1]
-            self._requests[message.req_id] = message, known, list(owed)
+            self._requests[message.req_id] = message, known, list(not_answered)
 
     def received(self, client: "SimClient", link: "SimLink", message: ClientMessage) -> None:
         """Check a message that a client receives: flush order and age of proven marks."""
-        owed = self._owed.get((client.name, link.number), {})
+        not_answered = self._not_answered.get((client.name, link.number), {})
         if isinstance(message, AppendResult | ErrorResponse | Predecessors):
-            owed.pop(message.req_id, None)
+            not_answered.pop(message.req_id, None)
         found = self._requests.pop(message.req_id, None)
         if found is None:
             return
         request, known, before = found
         if isinstance(message, FlushResponse):
             self._facts.count("flushed")
-            left = [each for each in before if each in owed]
+            left = [each for each in before if each in not_answered]
             if left:
-                self._facts.fail("Flush", f"{client.name} is answered before {left}")
+                self._facts.fail("Flush", f"the flush of {client.name} is answered before {left}")
         elif isinstance(message, ReplicasResponse):
             assert isinstance(request, ReplicasRequest)
             if request.linearizable:
@@ -333,4 +338,4 @@ class ResponseGuarantees:
 
     def link_lost(self, client: "SimClient", link: "SimLink") -> None:
         """Forget a link: no more messages arrive on it."""
-        self._owed.pop((client.name, link.number), None)
+        self._not_answered.pop((client.name, link.number), None)

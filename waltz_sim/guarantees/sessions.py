@@ -97,7 +97,7 @@ class Sessions:
         self._promised: dict[str, SessionId] = {}
         self._last_session: dict[str, SessionId] = {}
         self._synced: dict[Chain, dict[str, None]] = {}
-        self._lasts: dict[Chain, int] = {}  # last id of the batch with this chain
+        self._lasts: dict[Chain, int] = {}  # last ID of the batch with this chain
         # Answers that the owner has received, and whether each came from the storage that was
         # registered at that time.
         self._prepared: dict[tuple[SessionId, str], list[tuple[Prepared, bool]]] = {}
@@ -186,17 +186,18 @@ class Sessions:
         for name in engaged:
             if self._last_session.get(name, NO_SESSION) < session:
                 self._facts.fail(
-                    "EngagedOnly", f"{name} is written as engaged in {session}, its mark is not set"
+                    "EngagedOnly",
+                    f"{name} is recorded as engaged in {session}, but its mark is not set",
                 )
         if not ever:
-            self._check_former(claim, session)
+            self._check_previous_assignment(claim, session)
         elif len(engaged) > len(ever):
             self._facts.count("late join")
         ever.update(dict.fromkeys(engaged))
         self.opened[session] = after
         self._last_at_open.setdefault(session, self._facts.history.last)
 
-    def _check_former(self, claim: Claimed, session: SessionId) -> None:
+    def _check_previous_assignment(self, claim: Claimed, session: SessionId) -> None:
         """A session opens only when a quorum of the former assignment has its mark (2.1 G)."""
         marked = [
             str(name)
@@ -217,10 +218,10 @@ class Sessions:
             if old is not None and old[1] == UNRESOLVED:
                 wanted = ReplicaState(old.session_id, TransactionId(mark))
             if state != wanted:
-                self._bad(f"{name} is written as {state}, not {wanted}")
+                self._bad(f"{name} is recorded as {state}, expected {wanted}")
 
     def zookeeper_changed(self) -> None:
-        """Note that a fault has replaced ZooKeeper's data, so that session ids may repeat.
+        """Note that a fault has replaced ZooKeeper's data, so that session IDs may repeat.
 
         From now on the only guarantee for sessions is that no mark goes below the log. Other
         modules check the results that applications receive.
@@ -253,7 +254,7 @@ class Sessions:
             self._lasts[entry.chain] = entry.last
 
     def not_synced(self, name: str, above: int) -> None:
-        """Forget the batches that a replica had above an id."""
+        """Forget the batches that a replica had above an ID."""
         for chain, names in self._synced.items():
             if name in names and self._lasts[chain] > above:
                 del names[name]
@@ -267,8 +268,8 @@ class Sessions:
             registered = coordinator.storage_ids.get(ReplicaId(replica))
             # An answer may predate the replacement of the storage at this address.
             former = coordinator.former_ids.get(ReplicaId(replica), ())
-            is_its = registered in (None, answer.storage_id) or answer.storage_id in former
-            self._prepared.setdefault((session, replica), []).append((answer, is_its))
+            is_registered = registered in (None, answer.storage_id) or answer.storage_id in former
+            self._prepared.setdefault((session, replica), []).append((answer, is_registered))
             self._notice_wait(session)
         elif isinstance(answer, Appended | ReplicaEnd):
             key = session, replica
@@ -285,7 +286,7 @@ class Sessions:
             self._facts.count("undecidable wait")
 
     def _known(self, session: SessionId, claim: Claimed) -> list[int]:
-        """Return the last ids of the trusted engaged replicas."""
+        """Return the last IDs of the trusted engaged replicas."""
         lasts = [
             self._known_max(session, name, claim.states[ReplicaId(name)]) for name in claim.engaged
         ]
@@ -313,7 +314,9 @@ class Sessions:
         if not lasts:
             return
         if session not in self.opened:
-            self._facts.fail("GateCAS2", f"{server.name} appends to {session}, not open yet")
+            self._facts.fail(
+                "GateCAS2", f"{server.name} appends to {session}, which is not open yet"
+            )
         late = lasts[-1] > self._facts.history.last
         if late and replica not in self.ever_engaged[session]:
             self._facts.fail("EngagedOnly", f"{replica} is sent {lasts[-1]} in {session}")
@@ -329,7 +332,9 @@ class Sessions:
         engaged, quorum = claim.engaged, claim.quorum
         unfenced = [name for name in engaged if self._promised.get(name, NO_SESSION) < session]
         if engaged and len(unfenced) >= quorum:
-            self._facts.fail("FenceFirst", f"{session} decides, {unfenced} may still acknowledge")
+            self._facts.fail(
+                "FenceFirst", f"{session} decides, but {unfenced} may still acknowledge"
+            )
         known = self._known(session, claim)
         unknown_count = len(engaged) - len(known)
         least = BEFORE_FIRST
@@ -353,15 +358,15 @@ class Sessions:
         return self._known_max(session, name, claim.states[ReplicaId(name)]) is not None
 
     def _known_max(self, session: SessionId, name: str, state: ReplicaState) -> int | None:
-        """Return the last id of a replica if it is trusted, else None."""
+        """Return the last ID of a replica if it is trusted, else None."""
         last = -2
-        for answer, is_its in self._prepared.get((session, name), ()):
+        for answer, is_registered in self._prepared.get((session, name), ()):
             damage = memoryview(answer.damaged).cast("B")
             ends = [int.from_bytes(damage[at : at + 8], "big") for at in range(8, len(damage), 16)]
             if (
                 answer.suspect
                 or answer.last_session < state.session_id
-                or not is_its
+                or not is_registered
                 or any(end > answer.low_water_mark for end in ends)
                 or answer.synced_max < last
             ):
@@ -392,7 +397,9 @@ class Sessions:
         if self.is_rewritten:
             return
         if session not in self.opened:
-            self._facts.fail("GateCAS2", f"{server.name} submits to {session}, not open yet")
+            self._facts.fail(
+                "GateCAS2", f"{server.name} submits to {session}, which is not open yet"
+            )
         self._submitted[session] = None
 
     def stepped(self, server: "SimServer", effect: session_events.Effect) -> None:

@@ -48,7 +48,7 @@ class HeldBytes(NamedTuple):
     """Messages of a dialler that the far end does not get yet (rule 6)."""
 
     messages: list[Message]
-    came_late: "Callable[[], None]"  # called when the first of them finally reaches the far end
+    on_late: "Callable[[], None]"  # called when the first of them finally reaches the far end
 
 
 class SimLink:
@@ -250,9 +250,9 @@ class Network:
 
     # ---- late messages (rule 6)
 
-    def hold(self, link: SimLink, came_late: "Callable[[], None]") -> None:
+    def hold(self, link: SimLink, on_late: "Callable[[], None]") -> None:
         """Hold back messages to the far end, until `release`."""
-        link.held = HeldBytes([], came_late)
+        link.held = HeldBytes([], on_late)
 
     def give_up(self, link: SimLink, reason: str) -> None:
         """End a held link for its near end only."""
@@ -289,7 +289,7 @@ class Network:
     @staticmethod
     def _arrive_late(arrive: "Callable[[], None]", link: SimLink, held: HeldBytes) -> None:
         if link.is_open[FAR]:
-            held.came_late()
+            held.on_late()
         arrive()
 
     # ---- what is wrong between machines

@@ -1,11 +1,11 @@
-"""Fetches one range of ids in a task, and converts it to Arrow batches of the read's schema.
+"""Fetches one range of IDs in a task, and converts it to Arrow batches of the read's schema.
 
 Batch and stream reads use it.
 
 Rules:
     1. It processes whole columns; a batch has at most 8,192 rows or about 8 MiB.
     2. Without `data` and without payload columns only headers are fetched.
-    3. Ids are dense: a gap without a filter fails the read.
+    3. IDs are dense: a gap without a filter fails the read.
 """
 
 import logging
@@ -150,7 +150,7 @@ def fetch(source: Source, span: TransactionRange, shape: BatchColumns) -> Iterat
     """Yield the transactions of a span.
 
     Raises:
-        DataLoss: an id is missing.
+        DataLoss: an ID is missing.
         ChecksumMismatch: a record is damaged on all sources.
         Unavailable: no replica and no server answered in time.
     """

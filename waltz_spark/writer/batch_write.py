@@ -40,6 +40,7 @@ from waltz_core.client import (
 from waltz_core.errors import BadConfig, BadRequest, ConnectionSuperseded, WaltzError
 from waltz_spark.failures import without_stack
 from waltz_spark.options import WriteOptions
+from waltz_spark.planning import check_partition
 from waltz_spark.shared_clients import with_client
 from waltz_spark.writer.appender import check_marks
 from waltz_spark.writer.columns import check_schema
@@ -93,7 +94,9 @@ def new_job(options: WriteOptions, schema: StructType, write: str | None) -> Job
 
 
 def _job_at(client: WaltzClient, options: WriteOptions, write: str | None) -> Job:
-    if options.exactly_once and client.has_legacy_server():
+    for partition in options.partitions or ():
+        check_partition(partition, client.partition_count, "option 'partitions'")
+    if options.exactly_once and client.has_legacy_server(options.partitions):
         raise BadConfig(
             "option 'exactlyOnce': partitions of this cluster are at a Waltz 0.13 server, which "
             "does not support exactly-once writes. Hint: use exactlyOnce=false."
@@ -101,7 +104,8 @@ def _job_at(client: WaltzClient, options: WriteOptions, write: str | None) -> Jo
     check_marks(options.marks, client.partition_count)
     # One resolution for the whole job: every row without its own mark counts as computed from the
     # log as of the start of the job.
-    marks = {int(p): int(mark) for p, mark in client.high_water_marks().items()}
+    found = client.high_water_marks(options.partitions)
+    marks = {int(partition): int(mark) for partition, mark in found.items()}
     return Job(client.layout(), options, marks, secrets.token_hex(12), now_ms(), write)
 
 

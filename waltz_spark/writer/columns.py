@@ -34,6 +34,7 @@ from waltz_core.records.batches import data_crcs
 from waltz_core.records.record import BEFORE_FIRST, LOCKS_MAX, TRANSACTION_BYTES_MAX
 from waltz_spark.encrypting import KEY_COLUMN, ROW_BYTES_MAX
 from waltz_spark.options import WriteOptions
+from waltz_spark.planning import listed
 from waltz_spark.rows import check_packed_type, pack
 
 LOCK_COLUMNS = ("write_locks", "read_locks", "append_locks")
@@ -235,7 +236,9 @@ class Shaper:
             np.int64,
         )
         self._wants_identity = wants_identity
-        self._turn = first_turn % partition_count
+        own = options.partitions
+        self._own = np.array(range(partition_count) if own is None else own, np.int64)
+        self._turn = first_turn % len(self._own)
         self._rows = 0  # of earlier batches, to name a row by its position in the task
 
     def shape(self, batch: pa.RecordBatch) -> Shaped:
@@ -341,6 +344,7 @@ class Shaper:
         self, batch: pa.RecordBatch, locks: Sequence[pa.Array], count: int
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
         chosen, is_free = self._defaults(batch, locks, count)
+        known = np.zeros(count, dtype=np.bool_)
         if "partition" in batch.schema.names:
             given = batch.column("partition").cast(pa.int32())
             known = np.asarray(given.is_valid())
@@ -352,13 +356,37 @@ class Shaper:
                     f"column 'partition': expected 0 to {self._partition_count - 1}, found "
                     f"{int(wrong[0])}"
                 )
+        if len(self._own) < self._partition_count:
+            self._check_own(batch, chosen, known)
         return chosen.astype(np.int32), is_free
+
+    def _check_own(
+        self,
+        batch: pa.RecordBatch,
+        chosen: npt.NDArray[np.int64],
+        is_named: npt.NDArray[np.bool_],
+    ) -> None:
+        """Reject a row that belongs to a partition which is not one of option `partitions`."""
+        is_wrong = ~np.isin(chosen, self._own)
+        if not is_wrong.any():
+            return
+        row = int(np.flatnonzero(is_wrong)[0])
+        found = f"partition {chosen[row]} of {self._row(batch, pa.array(is_wrong))}"
+        expected = f"expected one of option 'partitions', {listed(self._own.tolist())}, found"
+        if is_named[row]:
+            raise BadRequest(f"column 'partition': {expected} {found}")
+        by = self._options.partition_by
+        cause = "the first lock" if by is None else f"column {by!r}"
+        raise BadRequest(
+            f"{cause} chooses the partition: {expected} {found}. Hint: name a partition in column "
+            f"'partition', the same for all rows with the same {'lock' if by is None else 'key'}."
+        )
 
     def _defaults(
         self, batch: pa.RecordBatch, locks: Sequence[pa.Array], count: int
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        turn = (self._turn + np.arange(count, dtype=np.int64)) % self._partition_count
-        self._turn = (self._turn + count) % self._partition_count
+        turn = self._own[(self._turn + np.arange(count, dtype=np.int64)) % len(self._own)]
+        self._turn = (self._turn + count) % len(self._own)
         if self._options.partition_by is not None:
             hashes = _hash_column(batch.column(self._options.partition_by))
             return self._spread(hashes), np.zeros(count, dtype=np.bool_)

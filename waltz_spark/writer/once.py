@@ -3,8 +3,8 @@
 It handles the rows of an exactly-once write; the client handles its attempts (`TaskClaim`).
 
 Rules (docs/spark.md, "Exactly once"):
-    1. The log is read after all partitions are mounted: from then on no earlier attempt of this
-       task can append, so the result stays valid.
+    1. The log is read after all partitions of the write are mounted: from then on no earlier
+       attempt of this task can append, so the result stays valid.
     2. Rows are matched with records as a multiset of partition, header and data: an attempt may
        have them in another order. A row with a round-robin partition matches in any partition. Rows
        that are equal in these, but not in locks or mark, are not interchangeable: with a record of
@@ -230,6 +230,8 @@ def read_back(
 ) -> EarlierRows:
     """Read the records of a write's clients since its starting marks (rule 1).
 
+    The write uses the partitions of these marks only.
+
     Raises:
         BadRequest: a payload cannot be decrypted, so its row cannot be compared.
     """
@@ -238,8 +240,8 @@ def read_back(
     elsewhere: set[bytes] = set()
     sequences: dict[int, int] = {}
     wanted = np.array(sorted({own, *others}), dtype=np.int64)
-    for partition, last in client.mount().items():
-        first = marks.get(partition, -1) + 1
+    for partition, last in client.mount(marks).items():
+        first = marks[partition] + 1
         for record in _records_of(client, partition, (first, int(last)), wanted):
             data: bytes | memoryview = record.data
             if encryption is not None:

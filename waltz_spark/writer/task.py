@@ -21,9 +21,10 @@ from pyspark import TaskContext
 from pyspark.sql.datasource import WriterCommitMessage
 
 from waltz_core.client import ClusterLayout, Reason, TaskClaim, WaltzClient
-from waltz_core.errors import LockFailed
+from waltz_core.errors import BadRequest, LockFailed
 from waltz_spark.encrypting import decryption_of
 from waltz_spark.options import OnLockFailure, WriteOptions
+from waltz_spark.planning import listed
 from waltz_spark.shared_clients import client_at, settle
 from waltz_spark.writer.appender import Appender, FinalRows
 from waltz_spark.writer.columns import Shaped, Shaper
@@ -134,6 +135,7 @@ class Job:
                 for _ in self._shaped(batches, shaper, written):
                     pass  # it is counted (rule 2), and Spark expects the whole input to be read
                 return written
+            self._check_partitions(claim)
             already = self._find_earlier_rows(client, claim)
             written = self._send(
                 client, batches, already or EarlierRows(), (task, attempt), claim.marks
@@ -148,6 +150,18 @@ class Job:
 
     def _file_name(self, task: int, attempt: int) -> str:
         return file_name(task, attempt, self.results_name)
+
+    def _check_partitions(self, claim: TaskClaim) -> None:
+        """Check that this run uses the partitions of the first one, which has read their marks.
+
+        Otherwise rows of an earlier run could be in a partition that is not read back.
+        """
+        if claim.marks.keys() != self.marks.keys():
+            began, now = (listed(sorted(each)) for each in (claim.marks, self.marks))
+            raise BadRequest(
+                f"write {claim.write!r} was begun for partitions {began}, and this run is for "
+                f"partitions {now}. Hint: run it again with the same option 'partitions' as before."
+            )
 
     def _find_earlier_rows(self, client: WaltzClient, claim: TaskClaim) -> EarlierRows | None:
         """Return the rows in the log of an earlier attempt or run; None if there was none."""

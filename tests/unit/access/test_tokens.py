@@ -28,8 +28,9 @@ def test_a_truncated_or_changed_token_is_an_error_that_does_not_show_it(text):
 
 def test_its_bytes_are_in_no_repr_and_no_pickle():
     token = Token.parse(TEXT, "file")
-    assert "c0ff" not in f"{token!r} {token}"
-    assert repr(token.secret) not in repr(token)
+    shown = f"{token!r} {token}"
+    assert TEXT[:16] not in shown  # the address in it may have a shorter part
+    assert repr(token.secret) not in shown
     for store in (copy.copy, copy.deepcopy):
         with pytest.raises(TypeError, match="a token cannot be pickled"):
             store(token)

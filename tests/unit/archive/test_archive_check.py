@@ -219,7 +219,7 @@ def test_a_chain_that_does_not_join_the_object_before_is_found(tmp_path):
         assert f"the chain before {entries[2].first}" in check.found[0].problem
 
 
-def test_a_chain_of_the_manifest_that_the_object_does_not_have_is_found(archive):
+def test_a_manifest_chain_that_differs_from_the_object_is_found(archive):
     archive.relist([*archive.listed[:3], archive.listed[3]._replace(chain=b"other chain here")])
     problem = archive.problem(archive.object(3)).problem
     assert f"the chain at {archive.log.manifest.last}: expected 6f74" in problem

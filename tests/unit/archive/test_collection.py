@@ -118,7 +118,7 @@ def test_a_name_shows_the_attempt_that_has_written_it(archived):
         assert origin_of(name) is None, name
 
 
-def test_what_the_recorded_manifest_lists_remains_and_can_be_read(archived):
+def test_files_of_the_recorded_manifest_remain_readable(archived):
     store, made = archived
     before = all_files(store)
     kept = listed_files(store, made)
@@ -205,7 +205,7 @@ def heads_of(store):
 
 
 def test_a_manifest_remains_for_a_while_after_the_next_one_was_written(archived):
-    """Though it is old itself: lagging replicas know its name only."""
+    """Even if it is old: lagging replicas have only its name."""
     store, made = archived
     now_ms = 10 * GRACE_MS
     heads, listed = heads_of(store), listed_files(store, made)
@@ -220,7 +220,7 @@ def test_a_manifest_remains_for_a_while_after_the_next_one_was_written(archived)
     assert set(all_files(store)) == listed
 
 
-def test_attempts_of_the_own_session_count_when_they_have_ended(archived):
+def test_files_of_ended_attempts_of_the_same_session_are_deleted(archived):
     store, made = archived
     fail_upload(store, made, attempt=20, session_id=10, nonce=OTHER)
     fail_upload(store, made, attempt=21, session_id=10, nonce=OTHER)

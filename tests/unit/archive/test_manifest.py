@@ -33,7 +33,7 @@ def read(found):
     return Manifest.from_bytes(found.to_bytes(), "m")
 
 
-def test_a_manifest_returns_from_its_bytes():
+def test_a_manifest_round_trips():
     for count in (0, 1, 30):
         found = filled(count)
         assert read(found) == found
@@ -114,10 +114,10 @@ def test_a_changed_byte_is_found():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "problem"),
     [
-        ({"last": 40}, "expected objects up to 40"),
-        ({"first": 31}, "found 29 and 31"),
+        ({"last": 40}, "expected objects up to ID 40"),
+        ({"first": 31}, "found objects up to 29 and first ID 31"),
         ({"newest": (entry(0), entry(2))}, "expected ID 10, found 20..29"),
         ({"newest": (entry(1), entry(2)), "first": 5}, "no object has the first ID 5"),
         (
@@ -126,16 +126,16 @@ def test_a_changed_byte_is_found():
         ),
     ],
 )
-def test_a_manifest_that_contradicts_itself_is_rejected(wrong, said):
+def test_a_manifest_that_contradicts_itself_is_rejected(wrong, problem):
     good = filled(3)
     values = {name: getattr(good, name) for name in ("version", "first", "last", "chain", "newest")}
     bad = Manifest(KEY, 3, **{**values, **wrong})
-    with pytest.raises(BadFormat, match=said):
+    with pytest.raises(BadFormat, match=problem):
         read(bad)
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "problem"),
     [
         (b"[]", "expected format 1, found None"),
         (b'{"format": 2}', "expected format 1, found 2"),
@@ -149,6 +149,6 @@ def test_a_manifest_that_contradicts_itself_is_rejected(wrong, said):
         ),
     ],
 )
-def test_other_content_is_rejected_with_the_reason(body, said):
-    with pytest.raises(BadFormat, match=said):
+def test_other_content_is_rejected_with_the_reason(body, problem):
+    with pytest.raises(BadFormat, match=problem):
         Manifest.from_bytes(b"%08x\n%s" % (crc32(body), body), "m")

@@ -164,7 +164,7 @@ def test_only_the_calling_thread_reads_a_python_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "problem"),
     [
         ({"chain_before": bytes(range(16))}, "with the chain"),
         ({"chain": bytes(range(16))}, "with the chain"),
@@ -172,9 +172,9 @@ def test_only_the_calling_thread_reads_a_python_file(tmp_path):
         ({"first": FIRST - 1}, "expected ID 999, found 1000"),
     ],
 )
-def test_metadata_that_does_not_fit_the_rows_is_found(wrong, said):
+def test_metadata_that_does_not_fit_the_rows_is_found(wrong, problem):
     records, lineage = batches_from(FIRST, sizes=SIZES)
-    with pytest.raises((BadFormat, ChecksumMismatch), match=said):
+    with pytest.raises((BadFormat, ChecksumMismatch), match=problem):
         list(opened(object_of(records, lineage, **wrong)).verify())
 
 

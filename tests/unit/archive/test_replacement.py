@@ -150,7 +150,7 @@ def test_an_object_that_was_replaced_before_is_not_replaced_again(archived, numb
 
 
 @pytest.mark.parametrize("wrong", ["-20.parquet", "-20-page.json", "-20.json"])
-def test_a_new_file_that_is_not_what_was_written_replaces_nothing(archived, wrong):
+def test_a_new_file_that_reads_back_wrong_replaces_nothing(archived, wrong):
     archived.store.wrong = wrong
     with pytest.raises(ChecksumMismatch, match=wrong):
         upload(archived.store, KEY, archived.job(0))

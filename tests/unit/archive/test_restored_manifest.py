@@ -275,7 +275,7 @@ def test_expired_objects_that_still_exist_are_not_restored_as_available(store, l
 
 @pytest.mark.parametrize(("key", "version"), [(KEY, 10), (NEW_KEY, 5)])
 def test_the_version_is_above_all_of_the_same_cluster(store, log, key, version):
-    """Else the manifests that it wrote after the backup would look like a rollback."""
+    """Otherwise manifests written after the backup would look like a rollback."""
     store.write(f"{FOLDER}/manifests/9-8-{NONCE.hex()}-1.json", b"written after the backup")
     found = RestoredRange(store, saved_of(store, log))
     made = found.write(key, 9, NONCE, found.end_at(OBJECT - 1))

@@ -183,15 +183,15 @@ def test_a_file_gets_its_name_after_its_sync_and_the_names_are_synced(store, mon
 
 
 @pytest.mark.parametrize(
-    ("url", "said"),
+    ("url", "problem"),
     [
         ("s3://bucket/folder?regoin=eu", "expected the options region, endpoint_override, scheme"),
         ("nowhere://bucket", "Hint: expected a URL such as file:///srv/archive"),
         ("archive", "Hint: expected a URL such as file:///srv/archive"),
     ],
 )
-def test_a_wrong_url_is_reported(url, said):
-    with pytest.raises(BadConfig, match=said):
+def test_a_wrong_url_is_reported(url, problem):
+    with pytest.raises(BadConfig, match=problem):
         ArchiveStore(url)
 
 

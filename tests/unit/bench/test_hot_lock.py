@@ -11,7 +11,7 @@ RUN = 99
 
 
 async def written(client, counts) -> dict[int, int]:
-    """Append counts, each with the id that it says it was computed from."""
+    """Append counts, each with the ID from which it states to be computed."""
     found = {}
     for value, writer in counts:
         data = hot_lock._COUNT.pack(RUN, value, writer) + b"padding"

@@ -92,12 +92,12 @@ def test_nothing_is_archived_if_no_manifest_exists_and_all_logs_begin_at_0(archi
 @pytest.mark.parametrize(
     ("url", "where"), [("", "no archive is configured"), ("file:///nowhere", "file:///nowhere")]
 )
-def test_a_partition_whose_archive_is_not_found_is_refused(archive, url, where):
+def test_a_partition_whose_archive_is_not_found_is_rejected(archive, url, where):
     with pytest.raises(BadRequest) as refused:
         find(archive, url=url, starts={B: 9})
     assert (
-        f"partition 3: expected a manifest in the archive ({where}) that ends within the log of "
-        f"IDs 0..29 and not below 9, after which the log of {B} begins; found none. Hint: "
+        f"partition 3: expected a manifest in the archive ({where}) that ends at an ID in 9..29, "
+        f"as the log of {B} begins at 10; found none. Hint: "
     ) in str(refused.value)
 
 
@@ -158,7 +158,7 @@ def test_an_archive_that_no_log_continues_is_not_replaced(archive, log, reason):
 
 
 @pytest.mark.parametrize("last", [-1, 9, 23, 28])
-def test_a_log_that_lacks_what_the_archive_has_is_refused(archive, last):
+def test_a_log_that_lacks_archived_transactions_is_rejected(archive, last):
     """With an older manifest, a collection would delete the object that alone has 20..29."""
     with pytest.raises(
         BadRequest, match=f"up to 29, which manifest .* has, found one up to {last}"
@@ -173,7 +173,7 @@ def test_a_partition_opens_without_the_archive_when_its_folder_was_moved(archive
         find(archive, chains={})
     folder.rename(archive.root / "moved")
     assert find(archive, chains={}) == (None, [])
-    with pytest.raises(BadRequest, match="begins; found none"):
+    with pytest.raises(BadRequest, match="begins at 10; found none"):
         find(archive, start=9, chains={})
 
 

@@ -10,6 +10,7 @@ import pytest
 from tests.archived_log import KEY, PARTITION, STAMP, write_archive
 from tests.commands import run_command
 from tests.unit.cluster.test_backup import ACCESS, BACKUP
+from waltz_core.access.client_ids import FIRST_ISSUED
 from waltz_core.archive.pins import is_pinned, pin
 from waltz_core.archive.saved_manifest import SavedManifest
 from waltz_core.archive.store import ArchiveStore
@@ -78,17 +79,18 @@ async def take(coordinator, store, request_marks):
 
 
 @in_real_time
-async def test_a_backup_has_what_zookeeper_and_the_archive_have(store):
+async def test_a_backup_has_the_state_of_zookeeper_and_the_archive(store):
     log = write_archive(store, page_entries=2)
     coordinator = await cluster_with(log)
     await coordinator.writes.begin("before", {0: 1}, 10)
     made = await coordinator.permissions.create(ACCESS, Author("ann", 5))
 
     async def request_marks():
-        # A write that ends, one that begins, and an id, while the marks are read.
+        # A write that ends, one that begins, and an ID, while the marks are read.
         await coordinator.writes.finish("before", {}, 10)
         await coordinator.writes.begin("meanwhile", {0: 1}, 10)
         await coordinator.next_client_id()
+        await coordinator.issued_ids.next()
         return marks_of(20)
 
     taken = await take(coordinator, store, request_marks)
@@ -98,6 +100,7 @@ async def test_a_backup_has_what_zookeeper_and_the_archive_have(store):
         1,
         marks_of(20),
     )
+    assert taken.issued_client_id == FIRST_ISSUED
     partition = taken.partitions[PARTITION]
     assert (partition.session_id, partition.generation) == (60, 3)
     assert partition.manifest.manifest.last == log.lineage[-1].last
@@ -196,7 +199,7 @@ def test_a_backup_is_a_new_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("marks", "until", "said"),
+    ("marks", "until", "problem"),
     [
         (["3"], None, "expected PARTITION=ID with a partition of 0..1, found '3'"),
         (["2=1"], None, "found '2=1'"),
@@ -207,8 +210,8 @@ def test_a_backup_is_a_new_file(tmp_path):
         ([], "2026-11-28T10:00:00", "expected a time with a zone"),
     ],
 )
-def test_wrong_ends_are_rejected(marks, until, said):
-    with pytest.raises(BadConfig, match=said.replace("..1", r"\.\.1")):
+def test_wrong_ends_are_rejected(marks, until, problem):
+    with pytest.raises(BadConfig, match=problem.replace("..1", r"\.\.1")):
         Limits.parse(marks, until, BACKUP)
 
 

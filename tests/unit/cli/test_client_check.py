@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.patience import HANG_S
 from waltz_core.cli.client import client_check
 from waltz_core.cli.client.client_check import NumberedContext, faults_of, text_of
 from waltz_core.cli.main import main
@@ -20,8 +21,8 @@ def connected(monkeypatch):
     """Have every command's clients be clients of one Waltz in memory."""
 
     @contextmanager
-    def run(**knobs):
-        with MemoryWaltz(partition_count=2, **knobs) as waltz:
+    def run(**options):
+        with MemoryWaltz(partition_count=2, **options) as waltz:
             connect = lambda _place: waltz.async_client()  # noqa: E731
             monkeypatch.setattr(client_check.AsyncWaltzClient, "connect", connect)
             yield waltz
@@ -30,7 +31,7 @@ def connected(monkeypatch):
 
 
 def printed(capsys, *words):
-    code = main(["client", *words, "--connect", "memory:1/w", "--json", "--timeout-s", "60"])
+    code = main(["client", *words, "--connect", "memory:1/w", "--json", "--timeout-s", str(HANG_S)])
     return code, json.loads(capsys.readouterr().out)
 
 

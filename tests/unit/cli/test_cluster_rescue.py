@@ -1,4 +1,4 @@
-"""`accept-replicas` and `rebuild-metadata`: the replica they choose, order of writes, ids."""
+"""`accept-replicas` and `rebuild-metadata`: the replica they choose, order of writes, IDs."""
 
 import asyncio
 import contextlib
@@ -7,6 +7,7 @@ from uuid import UUID
 
 import pytest
 
+from waltz_core.access.client_ids import FIRST_ISSUED
 from waltz_core.access.permissions import Permissions
 from waltz_core.cli.cluster import cluster_rescue
 from waltz_core.cli.cluster.cluster_rescue import _chosen
@@ -111,7 +112,7 @@ def test_a_command_that_dies_at_zookeeper_has_marked_no_replica():
 
 
 class Storage:
-    """A link to a storage that has a log whose records have these client ids and generations."""
+    """A link to a storage with a log; its records have these client IDs and generations."""
 
     address = A
 
@@ -141,8 +142,10 @@ async def no_archive(*_):
     return ""
 
 
-def rebuilt(monkeypatch, storage, *, now_s, dies_at=(), access_file=None):
+def rebuilt(monkeypatch, storage, *, now_s, dies_at=(), access_file=None, issued=None):
     """Rebuild a cluster of one partition on one storage, and return what it gives out then.
+
+    `issued` gets the next client ID that a server issues.
 
     The command dies once at each of these calls, and is run again.
     """
@@ -198,6 +201,8 @@ def rebuilt(monkeypatch, storage, *, now_s, dies_at=(), access_file=None):
         assignment = PartitionAssignment.from_bytes(zookeeper.dump()["/a/w/serverDescriptors"])
         metadata = (await command.coordinator.read_partition(0)).metadata
         client_id = await command.coordinator.next_client_id()
+        if issued is not None:
+            issued.append(await command.coordinator.issued_ids.next())
         return client_id, assignment.servers[1][0], metadata.generation, notes
 
     monkeypatch.setattr(cluster_rescue, "open_links", open_links)
@@ -207,9 +212,13 @@ def rebuilt(monkeypatch, storage, *, now_s, dies_at=(), access_file=None):
 
 
 def test_new_ids_are_above_those_in_the_logs_after_a_clock_was_set_back(monkeypatch):
-    storage = Storage(Ids(70_000, 400), Ids(90_000, 500))
-    client_id, owned, written, _ = rebuilt(monkeypatch, storage, now_s=IDS_EPOCH_S + 60)
+    last_issued, issued = FIRST_ISSUED + 80_000, []
+    storage = Storage(Ids(70_000, 400), Ids(90_000, 500, last_issued))
+    client_id, owned, written, _ = rebuilt(
+        monkeypatch, storage, now_s=IDS_EPOCH_S + 60, issued=issued
+    )
     assert client_id > 90_000
+    assert issued == [last_issued + 1]
     assert owned > 500
     # A server that has not read the raised generation yet can claim nothing.
     assert 61 < written <= owned

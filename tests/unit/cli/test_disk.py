@@ -88,11 +88,11 @@ def test_ids_choose_records_and_segments(storage, capsys):
     assert [one["first"] for one in lines(capsys, "dump-segment", storage, "-m")] == [0, 11, 24]
 
 
-def test_a_wrong_index_does_not_lead_a_dump_astray(storage, capsys):
+def test_a_dump_ignores_a_wrong_index(storage, capsys):
     for path in segments(storage, ".idx"):
         flip(path, 128 + 8 * 5 + 7, 255)
     (only,) = lines(capsys, "dump-segment", storage, "-r", "-t", 5)
-    assert (only["transaction_id"], only["is_right"]) == (5, True)
+    assert (only["transaction_id"], only["is_valid"]) == (5, True)
 
 
 def test_batches_are_printed_after_their_last_record(storage, capsys):
@@ -111,7 +111,7 @@ def test_damage_is_shown_and_the_dump_continues(storage, capsys):
     found = lines(capsys, "dump-segment", path, "-r")
     assert found[0]["kind"] == "gap"
     assert (found[0]["first"], found[0]["next_id"]) == (0, 1)
-    assert [one["is_right"] for one in found[1:]].count(False) == 1
+    assert [one["is_valid"] for one in found[1:]].count(False) == 1
     assert [one["transaction_id"] for one in found[1:]] == list(range(1, 11))
     out = printed(capsys, "dump-segment", path, "-r")
     assert "record 0: cannot be read, bytes 128..172: expected ID 0, found 1" in out
@@ -166,9 +166,9 @@ def test_the_dump_continues_after_an_unreadable_payload(tmp_path, capsys):
 )
 def test_an_invalid_deserializer_is_rejected(storage, capsys, name, sentence):
     assert main(["disk", "dump-segment", str(storage), "-d", name]) == 1
-    said = capsys.readouterr()
-    assert said.err.startswith(f"waltz-core: {sentence}")
-    assert said.out == ""
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"waltz-core: {sentence}")
+    assert captured.out == ""
 
 
 @pytest.mark.parametrize(
@@ -188,9 +188,9 @@ def test_bad_input_gets_one_sentence(tmp_path, monkeypatch, capsys, words, sente
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.seg").write_bytes(b"")
     assert main(["disk", *words]) == 1
-    said = capsys.readouterr().err
-    assert said.startswith(f"waltz-core: {sentence}")
-    assert said.count("\n") == 1
+    captured = capsys.readouterr().err
+    assert captured.startswith(f"waltz-core: {sentence}")
+    assert captured.count("\n") == 1
 
 
 def test_the_statistic_of_all_segments(storage, capsys):
@@ -240,13 +240,13 @@ def test_an_index_is_rebuilt_unless_it_is_a_dry_run(storage, capsys):
     assert path.read_bytes() == good
 
 
-def test_one_segment_that_is_rejected_does_not_keep_the_others_from_being_repaired(storage, capsys):
+def test_a_rejected_segment_does_not_stop_the_repair_of_others(storage, capsys):
     flip(segments(storage)[0], 39)
     flip(segments(storage, ".idx")[1], 140)
     assert main(["disk", "repair-index", str(storage)]) == 1
-    said = capsys.readouterr()
-    assert "0000000000000000011.idx: 1 wrong entry; rebuilt" in said.out
-    assert "0000000000000000000.seg: header: expected first ID 0, found 1; no index" in said.err
+    captured = capsys.readouterr()
+    assert "0000000000000000011.idx: 1 wrong entry; rebuilt" in captured.out
+    assert "0000000000000000000.seg: header: expected first ID 0, found 1; no index" in captured.err
 
 
 HOLDER = """
@@ -272,9 +272,9 @@ def test_a_directory_of_a_running_storage_can_be_dumped_and_not_verified(storage
             (["repair-index"], f"found {name} locked"),
         ):
             assert main(["disk", *words, str(storage)]) == 1
-            said = capsys.readouterr()
-            assert said.out == ""
-            assert sentence in said.err
+            captured = capsys.readouterr()
+            assert captured.out == ""
+            assert sentence in captured.err
         assert len(lines(capsys, "dump-segment", storage, "-r")) == 36
         running.communicate()
     assert main(["disk", "verify", str(storage)]) == 0

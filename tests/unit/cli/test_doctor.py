@@ -99,7 +99,7 @@ def test_a_cluster_that_becomes_unreachable_is_not_reported_as_healthy(gathered,
     assert not value["is_healthy"]
 
 
-def test_without_a_cluster_to_look_at_it_states_what_it_expects(gathered, capsys):
+def test_without_a_cluster_the_doctor_states_what_it_expects(gathered, capsys):
     assert main(["doctor"]) == 1
     assert "expected --connect zk1:2181" in capsys.readouterr().err
     assert main(["doctor", "--connect", CONNECT, "--timeout-s", "0"]) == 1
@@ -114,7 +114,7 @@ def test_the_mode_of_a_zookeeper_server_is_read():
 
 
 def test_a_silent_zookeeper_port_is_reported():
-    """A port that takes connections and is silent is reported as such, by its node's name."""
+    """A port that accepts connections and sends nothing is reported with its node's name."""
 
     with socket.create_server(("127.0.0.1", 0)) as silent:
         connect = f"127.0.0.1:{silent.getsockname()[1]},127.0.0.1:1/waltz/none"

@@ -70,6 +70,19 @@ def test_all_processes_of_a_cluster_get_tls_from_its_connect_string(tmp_path):
         assert all(cluster._values(each)["connect"] == cluster.connect for each in cluster.members)
 
 
+def test_a_cluster_for_other_machines_is_made_on_purpose_only(tmp_path):
+    with pytest.raises(BadConfig, match=r"loopback address, found '10\.1\.2\.3'. Hint: insecure_"):
+        LocalCluster(tmp_path, host="10.1.2.3")
+    made = LocalCluster(tmp_path, host="127.0.0.1")
+    made._load_or_create()
+    made._release_ports()
+    assert made._values(made.member("server-1"))["insecure_network"] is False
+    made._loaded().host = "10.1.2.3"
+    for name in ("server-1", "storage-1"):
+        values = made._values(made.member(name))
+        assert (values["insecure_network"], values["http_host"]) == (True, "10.1.2.3")
+
+
 def test_an_archive_is_kept_for_later_starts_and_does_not_change(tmp_path, monkeypatch, capsys):
     def up(cluster, *_):
         cluster._load_or_create()

@@ -35,7 +35,7 @@ def test_a_verb_of_two_words_is_shown_under_its_first(capsys):
     assert "\n  revoke  revoke a token" in capsys.readouterr().out
 
 
-def test_a_noun_that_is_a_verb_itself_is_run_and_not_explained(capsys):
+def test_a_noun_without_verbs_is_run_and_not_explained(capsys):
     assert main(["bench"]) == USAGE_ERROR
     assert "the following arguments are required: WORKLOAD" in capsys.readouterr().err
 

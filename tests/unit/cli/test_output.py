@@ -46,7 +46,7 @@ def test_a_table_on_a_terminal_has_states_in_color(terminal, monkeypatch):
     assert "[red]?" in shown
 
 
-def test_no_color_is_shown_where_none_is_wanted(terminal, monkeypatch):
+def test_no_color_is_used_where_it_is_disabled(terminal, monkeypatch):
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setenv("NO_COLOR", "1")
     print_table(*TABLE)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from waltz_core.access.client_ids import FIRST_ISSUED
 from waltz_core.cli.storage.owner_requests import (
     ConnectionAsOwner,
     ExpectedCluster,
@@ -67,7 +68,7 @@ def test_an_unrequested_damage_report_is_not_mistaken_for_an_answer():
     assert [type(each) for each in link.sent] == [SetLowWaterMark]
 
 
-def test_another_answer_and_a_rejection_are_reported():
+def test_unexpected_answers_and_rejections_are_reported():
     with pytest.raises(RemoteProtocolError, match="a:1: unexpected SuccessResponse"):
         asked(Link([SuccessResponse(7, 0, 2)]), lambda replica: replica.prepare({2: SESSION}))
     refusal = Nack(7, 1_000_000, 2, SessionFenced.code, 9, "a later one")
@@ -95,12 +96,14 @@ def ending(last, **changes):
 
 
 def test_the_newest_ids_are_the_greatest_of_the_last_records():
-    link = Link([heads(0, (9, 3), (70, 2))], [DAMAGE, heads(2, (8, 4))])
-    assert asked(link, lambda replica: replica.newest_ids(2, SESSION, ending(2))) == Ids(70, 4)
+    issued = FIRST_ISSUED + 6  # by a server: the IDs of the two counters are apart
+    link = Link([heads(0, (issued, 3), (70, 2))], [DAMAGE, heads(2, (8, 4))])
+    found = asked(link, lambda replica: replica.newest_ids(2, SESSION, ending(2)))
+    assert found == Ids(70, 4, issued)
     assert [(each.first, each.last) for each in link.sent] == [(0, 2), (2, 2)]
     assert all(isinstance(each, RangeRaw) and not each.reader for each in link.sent)
     link = Link([heads(20_000, (9, 3))])
-    with pytest.raises(IndexError):  # the test's link has no more to say
+    with pytest.raises(IndexError):  # the test's link has no more answers
         asked(link, lambda replica: replica.newest_ids(2, SESSION, ending(30_000)))
     assert link.sent[0].first == 20_001
     link = Link([heads(26_000, (9, 3))])  # the log begins there: older records are in the archive

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from uuid import UUID
 
 from tests.patience import HANG_S
+from waltz_core.access.client_ids import NO_PROOF
 from waltz_core.client import AsyncWaltzClient
 from waltz_core.client.links.directory import ZooKeeperDirectory
 from waltz_core.cluster.change.creation import NewCluster
@@ -37,7 +38,7 @@ from waltz_core.server.partition_events import (
 from waltz_core.server.process.log_in_memory import REPLICA, MemoryLog, MemoryStore
 from waltz_core.server.read.cache import CacheBudget, FeedCache, TransactionCache
 from waltz_core.transport import net
-from waltz_core.wire.messages import WireProtocol
+from waltz_core.wire.messages import ClientIdRequest, ClientIdResponse, WireProtocol
 
 KEY = UUID("00112233-4455-6677-8899-aabbccddeeff")
 ROOT = "/waltz/test"
@@ -152,6 +153,9 @@ class MemoryServer:
         def take(messages) -> None:
             for message in messages:
                 self.received.append(type(message).__name__)
+                if isinstance(message, ClientIdRequest):
+                    self._cluster._group.create_task(self._issue(link, message))
+                    continue
                 hosted = self.partitions.get(message.req_id.partition_id)
                 if hosted is None:
                     answer = error_answer(
@@ -167,6 +171,10 @@ class MemoryServer:
                 driver.post(Closed(ConnectionId(number)))
 
         link.start(take, gone)
+
+    async def _issue(self, link: net.Link, message: ClientIdRequest) -> None:
+        client_id = await self.coordinator.issued_ids.next()
+        link.send(ClientIdResponse(message.req_id, client_id, NO_PROOF))
 
     def _perform(self, number: int, effect) -> None:
         match effect:
@@ -195,7 +203,7 @@ class MemoryServer:
         out: list = []
         real, store.step = store.step, lambda event, now_ms: effects
         try:
-            # Any event of the store makes the partition look at the store's effects.
+            # After any event of the store the partition processes the store's effects.
             driver.post(replication.Checkpoint())
         finally:
             store.step = real

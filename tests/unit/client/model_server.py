@@ -172,7 +172,7 @@ class ModelWorld:
             return
         wire = self.random.choice(alive)
         wire.is_broken = True
-        # What is on its way to the server may still arrive; nothing comes back any more.
+        # Messages to the server may still arrive; no answer returns.
         while wire.to_server and self.random.random() < 0.5:
             self.take(wire)
         wire.to_client.clear()
@@ -220,7 +220,7 @@ class ModelWorld:
 
     def mount(self, link: int, message: m.MountWriter) -> None:
         if self.stale is not None and message.req_id.generation == self.stale[0]:
-            # The owner of before has not noticed yet; nothing of this client is in flight there.
+            # The previous owner has not noticed yet; it has no appends of this client in flight.
             self.answer(link, m.Mounted(message.req_id, 0, self.stale[1], 100, 1 << 20, 1 << 20))
             return
         if message.req_id.generation != self.generation:
@@ -232,7 +232,7 @@ class ModelWorld:
             if not newer and not (message.connection_sequence == sequence and number == link):
                 self.reject(link, message.req_id, errors.ConnectionSuperseded("older"))
                 return
-        # NB: what still queues is validated later, by this fence: of an older link it is refused.
+        # NB: queued appends of an older link are validated later, and rejected by this fence.
         self.fence = (link, message.connection_sequence)
         self.is_mounted = True
         mark = len(self.log) - 1

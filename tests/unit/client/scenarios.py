@@ -117,8 +117,10 @@ class Scenario:
     def receive(self, message: m.ClientMessage, link: int = 1) -> list[stream_events.Effect]:
         return self.step(stream_events.MessageReceived(link, message))
 
-    def reject(self, req_id: ReqId, error: errors.WaltzError) -> list[stream_events.Effect]:
-        return self.receive(m.ErrorResponse(req_id, error.code, error.retriable, str(error)))
+    def reject(
+        self, req_id: ReqId, error: errors.WaltzError, link: int = 1
+    ) -> list[stream_events.Effect]:
+        return self.receive(m.ErrorResponse(req_id, error.code, error.retriable, str(error)), link)
 
     def sent(self, kind: type | None = None) -> list[m.ClientMessage]:
         """What the last step has sent."""
@@ -129,14 +131,20 @@ class Scenario:
             and (kind is None or isinstance(each.message, kind))
         ]
 
-    def link(self, number: int = 1, generation: int = 0) -> m.MountWriter:
+    def link(
+        self, number: int = 1, generation: int = 0, *, reads_own: bool = False
+    ) -> m.MountWriter:
         """Answer the last OpenLink; return the mount request that follows."""
         opening = self.opening
         assert number not in opening.spoiled
         self.connection_sequence += 1
         self.step(
             stream_events.LinkOpened(
-                opening.attempt, number, Generation(generation), self.connection_sequence
+                opening.attempt,
+                number,
+                Generation(generation),
+                self.connection_sequence,
+                reads_own=reads_own,
             )
         )
         (mount,) = self.sent(m.MountWriter)

@@ -205,7 +205,7 @@ async def test_a_waiting_batch_is_lost_with_an_earlier_one_of_its_order(monkeypa
     behind = author.append_batch(order)
     author.appends.settled(1, BatchOutcome.uniform(2, Reason.LOST, high_water_mark=0))
     assert (await first).reasons.tolist() == [Reason.LOST] * 2
-    order.processed_count += 1  # the writer knows of the first now, and of that one alone
+    order.processed_count += 1  # the writer has received the first one only
     again = author.append_batch(order)
     await until(lambda: len(author.sent) == 3)
     assert [each.row_count for each in author.sent] == [2, 1, 1]
@@ -243,7 +243,7 @@ async def test_a_submission_over_the_servers_limit_is_sent_in_two_parts():
 
 @pytest.mark.parametrize("rows", [1, 9])
 @on_virtual_loop
-async def test_contexts_keep_no_order_and_other_appends_do(rows):
+async def test_appends_keep_their_order_and_contexts_do_not(rows):
     for is_attempt in (False, True):
         author = Author(batch_rows=rows, batch_bytes=1 << 20)
         for _ in range(rows):

@@ -14,6 +14,7 @@ from tests.loops import on_virtual_loop
 from tests.patience import HANG_S
 from tests.unit.client.memory_cluster import IN_MEMORY_CONFIG, KEY, memory_cluster, two_clients
 from waltz_core import errors
+from waltz_core.access.client_ids import FIRST_ISSUED
 from waltz_core.client import (
     LATEST,
     AsyncCallbacks,
@@ -59,7 +60,7 @@ async def test_a_client_describes_its_cluster():
         assert client.client_id is None  # a client that only reads needs none
         assert await client.high_water_marks() == {0: -1, 1: -1, 2: -1}
         assert await client.mount() == {0: -1, 1: -1, 2: -1}
-        assert client.client_id == 1
+        assert client.client_id == FIRST_ISSUED
 
 
 @on_virtual_loop
@@ -79,6 +80,69 @@ async def test_invalid_calls_are_reported_in_one_sentence():
             await client.append_batch(0, b"", 0, client_high_water_mark=-1)
 
 
+class Fixed(TransactionContext):
+    """Appends to one partition."""
+
+    def __init__(self, partition):
+        super().__init__()
+        self._partition = partition
+
+    def partition_id(self, partition_count):
+        return self._partition
+
+    def execute(self, builder):
+        builder.data = b"context"
+        return True
+
+
+@on_virtual_loop
+async def test_a_client_of_some_partitions_uses_no_others():
+    async with memory_cluster(partition_count=4) as cluster, cluster.client().opened() as whole:
+        await (await whole.append(b"x", partition=2))
+        at = AsyncWaltzClient.at(whole.layout(), IN_MEMORY_CONFIG, client_id=7, partitions=[3, 1])
+        async with at as client:
+            assert await client.high_water_marks() == {1: -1, 3: -1}
+            assert await client.mount() == {1: -1, 3: -1}
+            for _ in range(4):
+                await (await client.append(b"in turn"))
+            assert await client.high_water_marks() == {1: 1, 3: 1}
+            # What is named may be read: only appends and defaults are restricted.
+            assert await client.high_water_mark(2) == 0
+
+
+@on_virtual_loop
+async def test_an_append_outside_of_the_client_s_partitions_is_rejected():
+    locks = {partition_of(lock("it", n), 4): lock("it", n) for n in range(100)}
+    async with memory_cluster(partition_count=4) as cluster, cluster.client().opened() as whole:
+        at = AsyncWaltzClient.at(whole.layout(), IN_MEMORY_CONFIG, client_id=7, partitions=[3, 1])
+        async with at as client:
+            await (await client.append(b"x", write_locks=[locks[3]]))
+            with pytest.raises(
+                errors.BadRequest, match=r"lock belongs to partition 2, .* partitions \[1, 3\]"
+            ):
+                await client.append(b"x", write_locks=[locks[2]])
+            await (await client.append(b"x", write_locks=[locks[2]], partition=1))
+            outside = r"partition 0 is not one of the client's partitions \[1, 3\]"
+            with pytest.raises(errors.BadRequest, match=outside):
+                await client.append(b"x", partition=0)
+            with pytest.raises(errors.BadRequest, match=outside):
+                await client.append_batch(0, batch_of(b"x"), 1, client_high_water_mark=-1)
+            with pytest.raises(errors.BadRequest, match=outside):
+                await client.submit(Fixed(0))
+            assert await (await client.submit(Fixed(3))) == 1
+        assert await whole.high_water_marks() == {0: -1, 1: 0, 2: -1, 3: 1}
+
+
+@on_virtual_loop
+async def test_the_partitions_of_a_client_must_exist():
+    async with memory_cluster(partition_count=2) as cluster, cluster.client().opened() as whole:
+        for wrong, error in (([2], errors.UnknownPartition), ([], errors.BadConfig)):
+            with pytest.raises(error):
+                await AsyncWaltzClient.at(whole.layout(), IN_MEMORY_CONFIG, partitions=wrong)
+        with pytest.raises(errors.BadRequest, match="expected a list"):
+            AsyncWaltzClient.at(whole.layout(), IN_MEMORY_CONFIG, partitions=1)
+
+
 @on_virtual_loop
 async def test_a_root_without_a_cluster_names_the_command():
     async with memory_cluster() as cluster:
@@ -92,7 +156,7 @@ async def test_a_fork_of_a_client_is_reported():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         reader, writer = os.pipe()
         child = os.fork()
-        if child == 0:  # nothing of the parent's loop may run here
+        if child == 0:  # no code of the parent's loop may run here
             try:
                 client._check_usable()
             except errors.UsageError as error:
@@ -145,7 +209,7 @@ async def test_rows_are_gathered_while_others_are_in_progress():
 
 
 @on_virtual_loop
-async def test_rows_do_not_wait_long_for_an_answer_that_takes_its_time():
+async def test_rows_do_not_wait_long_for_a_slow_answer():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         await client.mount([0])
         server = cluster.servers[0]
@@ -287,7 +351,7 @@ async def test_a_stream_that_has_failed_waits_for_no_server():
                 await future
         assert partition.stream.has_pending
         assert not partition._is_waiting()
-        # What comes later ends, too, and does not wait for a machine that takes nothing more.
+        # Later appends end, too, and do not wait for a machine that has stopped.
         for future in (
             await client.append(b"x", partition=0),
             await client.append_batch(0, batch_of(b"y", b"z"), 2, client_high_water_mark=-1),
@@ -529,7 +593,7 @@ async def test_a_slow_application_costs_bounded_memory_and_misses_nothing():
 # ---------------------------------------------------------------------------------------------
 # outages
 
-# Of the reader: on a busy machine an append may take as long, so another client writes.
+# The limit is the reader's: on a busy machine appends may take as long, so another client writes.
 BRIEF = replace(
     IN_MEMORY_CONFIG, request_timeout_ms=250, feed_ahead_count_max=1_000, range_bytes_max=64 * 1024
 )
@@ -813,32 +877,6 @@ async def test_a_context_whose_first_attempt_is_computed_while_the_client_closes
         with pytest.raises(errors.Unreachable, match="closed before the append was sent"):
             await submitted.result()
         assert context.answered == ["exception Unreachable"]
-
-
-@on_virtual_loop
-async def test_an_append_that_gets_its_partition_after_the_close_fails():
-    """Nothing would end its stream any more, nor the timer of that."""
-    async with memory_cluster() as cluster:
-        client = await cluster.client().open()
-        begun, may_continue = asyncio.Event(), asyncio.Event()
-
-        async def next_client_id():
-            begun.set()
-            await may_continue.wait()
-            return 1
-
-        client.directory.next_client_id = next_client_id
-
-        async def append():
-            with pytest.raises(errors.UsageError, match="the client is closed"):
-                await client.append(b"x", partition=0)
-
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(append())
-            await begun.wait()
-            await client.close()
-            may_continue.set()
-        assert not client._partitions
 
 
 @on_virtual_loop

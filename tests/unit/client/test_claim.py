@@ -1,59 +1,56 @@
-"""Task claims of a write: competing attempts, and the end of a write; in memory."""
+"""Task claims of a write: competing attempts, and the end of a write; through a server."""
 
 import asyncio
 from contextlib import asynccontextmanager
 
 import pytest
 
-from tests.cluster_contract import created
-from tests.unit.cluster.test_coordinator import MemoryWorld
+from tests.unit.cluster.test_coordinator import with_cluster
+from tests.unit.server.registry_world import CONNECT, Owners, RegistryServer, user_of
 from tests.writes_contract import MARKS
 from waltz_core import errors
-from waltz_core.client.stream import write_claim
-from waltz_core.client.stream.write_claim import (
-    SEQUENCES_OF_ATTEMPT,
-    TaskClaim,
+from waltz_core.client.api import writes
+from waltz_core.client.api.writes import (
     begin_write,
     end_write,
     forget_writes,
     summary_of_write,
+    tasks_of_write,
 )
-from waltz_core.cluster.coordinator import Coordinator
-from waltz_core.config import ClientConfig
-
-ROOT = "/waltz/claims"
+from waltz_core.client.links.write_requests import WriteRequests
+from waltz_core.client.stream.write_claim import SEQUENCES_OF_ATTEMPT, TaskClaim
 
 
 def run(scenario, monkeypatch):
-    """Play a scenario with a coordinator over memory that every claim is given."""
+    """Play a scenario with a server, which every claim uses."""
 
     async def play():
-        world = MemoryWorld()
-        await created(world, ROOT)
-        coordinator = Coordinator(await world.znodes(), ROOT)
+        async with asyncio.TaskGroup() as tasks:
+            _, _, coordinator = await with_cluster()
+            server = RegistryServer(coordinator, tasks)
+            user = user_of(Owners(await server.start()))
 
-        async def connect(*_, **__):
-            return coordinator
+            @asynccontextmanager
+            async def registry(_):
+                yield WriteRequests(CONNECT, user)
 
-        @asynccontextmanager
-        async def connected(_):
-            yield coordinator
+            async def entered(task, name, **options):
+                found = TaskClaim(CONNECT, "w", task, run=name, **options)
+                await found.open(user)
+                return found
 
-        monkeypatch.setattr(write_claim.zookeeper_session, "connect", connect)
-        monkeypatch.setattr(write_claim.zookeeper_session, "connected", connected)
-        await scenario(coordinator)
+            monkeypatch.setattr(writes, "_registry", registry)
+            try:
+                await scenario(coordinator, entered)
+            finally:
+                await user.links.close("the test is over")
+                await server.stop()
 
     asyncio.run(play())
 
 
-async def entered(task, name, **options):
-    found = TaskClaim("memory", "w", task, run=name, **options)
-    await found.open(ClientConfig())
-    return found
-
-
 def test_other_clients_are_those_of_earlier_runs(monkeypatch):
-    async def scenario(coordinator):
+    async def scenario(coordinator, entered):
         await coordinator.writes.begin("w", MARKS, 5)
         first = [await entered(task, "one") for task in range(3)]
         assert [await each.other_clients() for each in first] == [set()] * 3
@@ -71,7 +68,7 @@ def test_other_clients_are_those_of_earlier_runs(monkeypatch):
 
 
 def test_a_later_attempt_ends_the_earlier_one(monkeypatch):
-    async def scenario(coordinator):
+    async def scenario(coordinator, entered):
         await coordinator.writes.begin("w", MARKS, 5)
         first = await entered(0, "one")
         await first.check()
@@ -84,7 +81,7 @@ def test_a_later_attempt_ends_the_earlier_one(monkeypatch):
 
 
 def test_only_a_task_of_a_series_begins_a_write(monkeypatch):
-    async def scenario(coordinator):
+    async def scenario(coordinator, entered):
         first = await entered(0, "one", series=(MARKS, 5))
         assert first.marks == dict(MARKS)
         # The marks of the first attempt hold.
@@ -99,18 +96,23 @@ def test_only_a_task_of_a_series_begins_a_write(monkeypatch):
     run(scenario, monkeypatch)
 
 
-def test_writes_are_forgotten_by_name_and_when_their_time_is_over(monkeypatch):
-    async def scenario(coordinator):
-        writes = coordinator.writes
+def test_writes_are_forgotten_by_name_and_at_their_expiry(monkeypatch):
+    async def scenario(coordinator, _entered):
+        registry = coordinator.writes
         for name, keep_ms in (("named", 50), ("old", 0), ("kept", 50)):
-            assert await begin_write("memory", name, MARKS, keep_ms=keep_ms) is None
-        assert await summary_of_write("memory", "kept") is None
+            assert await begin_write(CONNECT, name, MARKS, keep_ms=keep_ms) is None
+        assert await summary_of_write(CONNECT, "kept") is None
         summary = {"rows": 3}
-        assert await end_write("memory", "kept", summary, keep_ms=60) == summary
-        assert await end_write("memory", "kept", {"rows": 4}, keep_ms=60) == summary
-        assert await summary_of_write("memory", "kept") == summary
-        assert await forget_writes("memory", ["named"]) == ["named", "old"]
-        found = [await writes.read(name) for name in ("named", "old", "kept")]
-        assert [each is None for each in found] == [True, True, False]
+        assert await end_write(CONNECT, "kept", summary, keep_ms=60) == summary
+        assert await end_write(CONNECT, "kept", {"rows": 4}, keep_ms=60) == summary
+        assert await summary_of_write(CONNECT, "kept") == summary
+        assert await tasks_of_write(CONNECT, "named") == []
+        assert await forget_writes(CONNECT, []) == []
+        assert await forget_writes(CONNECT, ["named"]) == ["named"]
+        # The server removes it after its answer.
+        while await registry.read("old") is not None:  # noqa: ASYNC110 - in ZooKeeper
+            await asyncio.sleep(0)
+        assert await registry.read("named") is None
+        assert await registry.read("kept") is not None
 
     run(scenario, monkeypatch)

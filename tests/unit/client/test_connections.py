@@ -195,7 +195,9 @@ async def test_a_close_during_a_dial_keeps_no_connection(door):
 
 @on_loop
 async def test_a_server_is_silent_if_a_request_waits_and_nothing_was_received(monkeypatch, caplog):
-    monkeypatch.setattr("waltz_core.client.links.silence.SILENT_S", 600)  # the test looks itself
+    monkeypatch.setattr(
+        "waltz_core.client.links.silence.SILENT_S", 600
+    )  # the test checks by itself
     caplog.set_level("INFO", "waltz_core.client.links.silence")
     silences = []
     async with a_server(lambda: silences.append(1)) as (links, address, got):
@@ -238,7 +240,7 @@ def look(link):
 
 @pytest.mark.parametrize("is_logged", [True, False])
 @on_loop
-async def test_a_server_that_does_not_greet_is_reported_as_silent_and_then_as_left(
+async def test_a_server_without_a_hello_is_reported_as_silent_and_then_as_closed(
     monkeypatch, caplog, is_logged
 ):
     monkeypatch.setattr("waltz_core.client.links.silence.SILENT_S", 0.01)

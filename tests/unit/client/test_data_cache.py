@@ -93,7 +93,7 @@ async def test_a_feed_that_ends_releases_what_it_had_fetched_ahead():
 
 
 class Holder:
-    """Stands for a cache: keeps its own books."""
+    """A substitute for a cache with its own accounting."""
 
     def __init__(self, budget):
         self.budget = budget

@@ -65,7 +65,7 @@ def test_for_other_locks_the_mark_of_the_state_counts():
     mark, claimed = follow.claim(5, (*LOCKS, 33))
     assert mark == 5
     assert (claimed.session_id, claimed.mount, claimed.predecessors) == (SESSION, MOUNT, ())
-    # Refused for a lock, the client receives all predecessors again.
+    # After a rejection by a lock the client receives all predecessors again.
     again = claimed.with_predecessors(message(6, 7, last=10), 5, MOUNT, (*LOCKS, 33))
     assert (again.base, again.mark, ids(again.predecessors)) == (5, 10, [6, 7])
     assert again.claim(5, (*LOCKS, 33)) == (10, again)

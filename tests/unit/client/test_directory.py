@@ -85,7 +85,7 @@ async def share(zookeeper, count, *, cancelled=None):
 
     async with asyncio.timeout(HANG_S), asyncio.TaskGroup() as group:
         tasks = [group.create_task(ask(each)) for each in range(count)]
-        while zookeeper.count == 0:  # noqa: ASYNC110 - the first one asks
+        while zookeeper.count == 0:  # noqa: ASYNC110 - the first one queries
             await asyncio.sleep(0)
         if cancelled is not None:
             tasks[cancelled].cancel()
@@ -388,7 +388,7 @@ def test_all_waiting_callers_learn_that_no_zookeeper_answers(monkeypatch):
         async with asyncio.TaskGroup() as group:
             for partition in range(3):
                 group.create_task(one(partition))
-            while slow.count == 0:  # noqa: ASYNC110 - the first one asks
+            while slow.count == 0:  # noqa: ASYNC110 - the first one queries
                 await asyncio.sleep(0)
             slow.may_connect.set()
 
@@ -408,7 +408,7 @@ def test_closing_ends_what_waits_for_zookeeper(monkeypatch):
 
         async with asyncio.timeout(HANG_S), asyncio.TaskGroup() as group:
             group.create_task(ask())
-            while slow.count == 0:  # noqa: ASYNC110 - it asks
+            while slow.count == 0:  # noqa: ASYNC110 - it queries
                 await asyncio.sleep(0)
             await directory.close()
             await directory.close()
@@ -443,7 +443,7 @@ def test_a_client_with_a_layout_opens_zookeeper_by_its_settings(monkeypatch):
 
 
 class Rebuilt(WithViews):
-    """A ZooKeeper whose cluster is missing after the directory was opened, and comes back."""
+    """A ZooKeeper whose cluster is missing after the directory was opened, and returns."""
 
     def __init__(self):
         super().__init__()
@@ -522,7 +522,7 @@ def test_another_cluster_in_the_place_of_a_missing_one_is_rejected():
             in_virtual_time(ask())
 
 
-def test_a_directory_that_opens_where_no_cluster_is_does_not_wait_for_one():
+def test_opening_a_directory_without_a_cluster_does_not_wait_for_one():
     zookeeper = Rebuilt()
     zookeeper.is_missing = True
     directory = directory_of(zookeeper)

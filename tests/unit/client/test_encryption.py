@@ -134,7 +134,7 @@ def test_without_the_key_data_is_none_with_a_reason(directory: Path) -> None:
 
 
 @on_loop
-async def test_on_an_event_loop_too(directory: Path) -> None:
+async def test_an_async_client_encrypts_and_reports_lost_keys(directory: Path) -> None:
     with MemoryWaltz(1) as waltz:
         async with waltz.async_client(config(directory, key="a")) as client:
             await (await client.append(b"one"))

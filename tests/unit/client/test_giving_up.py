@@ -31,9 +31,13 @@ def partition_without_a_server():
         task.close()
 
     services = SimpleNamespace(
-        config=ClientConfig(request_timeout_ms=100), random=Random(0), claim=None, spawn=spawn
+        config=ClientConfig(request_timeout_ms=100),
+        ids=SimpleNamespace(current=None),
+        random=Random(0),
+        claim=None,
+        spawn=spawn,
     )
-    return ClientPartition(PARTITION, 1, services)
+    return ClientPartition(PARTITION, services)
 
 
 @on_virtual_loop

@@ -30,6 +30,7 @@ class Files:
         self.size = int(self.lengths[0])
         self.write(10, self.records[: 7 * self.size])
         self.write(17, self.records[7 * self.size :])
+        self.ticket = b""
         self.asked = []
         self.taken = []
 
@@ -38,8 +39,8 @@ class Files:
 
     def take(self, door, question, *, timeout_s):
         assert (door, timeout_s) == ("the name", 5.0)
-        partition_id, segment = decode_segment(question)
-        assert partition_id == 3
+        partition_id, segment, ticket = decode_segment(question)
+        assert (partition_id, ticket) == (3, self.ticket)
         self.taken.append(segment)
         return os.open(self.directory / str(segment), os.O_RDONLY)
 
@@ -52,7 +53,7 @@ class Files:
                 offset = SKIPPED + (low - segment) * self.size
                 places.append(FileLocation(segment, offset, (high - low) * self.size))
         lineage = (LineageEntry(8, 14, 1, 77, bytes(16)), LineageEntry(15, 40, 2, 78, bytes(16)))
-        return ReadGrant(first, self.lengths[:count], tuple(places), lineage)
+        return ReadGrant(first, self.lengths[:count], tuple(places), lineage, self.ticket)
 
     def read(self, reader, first, last, bytes_max=1 << 20, count=20):
         async def ask():
@@ -90,11 +91,20 @@ def test_a_range_over_two_segments_is_read_in_pieces_of_one_grant(files, reader)
     assert files.taken == [10, 17]
 
 
+def test_files_are_requested_with_the_ticket_of_the_latest_grant(files, reader):
+    for ticket in (b"first", b"second"):
+        files.ticket = ticket  # `take` compares the request with it
+        reader.close()
+        assert files.read(reader, 10, 12, count=3).lengths.size == 3
+        files.read(reader, 20, 22, count=3)
+    assert files.taken == [10, 17, 10, 17]
+
+
 def test_no_more_is_read_than_requested_and_one_record_at_least(files, reader):
     assert files.read(reader, 12, 13).lengths.size == 2
     assert files.read(reader, 20, 29, 1).lengths.size == 1
     assert files.read(reader, 11, 29).lengths.size == 19
-    assert files.asked == [12, 11]  # what a grant does not hold is asked for
+    assert files.asked == [12, 11]  # records outside of a grant are requested
 
 
 def test_records_after_the_end_of_a_grant_are_requested_again(files, reader):
@@ -128,10 +138,10 @@ def test_a_file_that_was_truncated_meanwhile_is_reported(files, reader):
 
 
 def test_a_storage_that_hands_over_nothing_is_reported(files, reader, monkeypatch):
-    def refuses(_door, _question, *, timeout_s):
+    def no_answer(_door, _question, *, timeout_s):
         raise errors.Unreachable(f"no answer within {timeout_s}")
 
-    monkeypatch.setattr(local_reader_module.handover, "take", refuses)
+    monkeypatch.setattr(local_reader_module.handover, "take", no_answer)
     with pytest.raises(errors.Unreachable, match="no answer"):
         files.read(reader, 10, 12)
 

@@ -128,7 +128,7 @@ def test_every_row_of_every_submission_is_found_at_its_place(sizes, order):
         sent(monitor, token, sequence, rows=size, mark=-1)
         rows += [req(sequence + i) for i in range(size)]
         sequence += size
-    # Each client's rows stand in the log in order, some of them not at all, others' in between.
+    # The log has some rows of each client, in order, with those of others in between.
     log = [row for row in rows if order.random() < 0.7]
     for _ in range(order.randrange(5)):
         log.insert(order.randrange(len(log) + 1), req(1, 0, 99))

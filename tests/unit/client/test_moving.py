@@ -35,7 +35,7 @@ from waltz_core.transport import net
 
 
 class Passage:
-    """One connection through a `Way`; each direction can be held, and lets go in order."""
+    """One connection through a `Way`; each direction can be held and released in order."""
 
     def __init__(self) -> None:
         self.open = {"up": asyncio.Event(), "down": asyncio.Event()}
@@ -53,7 +53,7 @@ class Passage:
         self.open[direction].set()
 
     def lose_client(self) -> None:
-        """Break the client's end; the server does not know, and is sent what is held."""
+        """Break the client's end; the server does not notice, and gets the held messages."""
         assert self.client is not None
         self.client.transport.abort()
 
@@ -165,7 +165,7 @@ async def test_late_appends_on_an_old_connection_are_rejected(moves: int) -> Non
         await until(lambda: old.held["up"])
         await make_moves(cluster, there, moves)
         old.lose_client()
-        # Nothing of it is in the log: rows are sent again and the batch is reported as lost.
+        # The batch is not in the log: rows are sent again and the batch is reported as lost.
         assert (await batch).reasons.tolist() == [Reason.LOST] * 2
         assert sorted([await future for future in futures]) == list(range(5))
         assert cluster.owner(0) is server or moves == 1
@@ -224,7 +224,7 @@ async def test_repeated_moves_lose_and_duplicate_no_transaction() -> None:
             await make_moves(cluster, there, 1)
         ids = [await future for future in futures]
         data = [row for _, _, row in cluster.logs[0].rows()]
-        # Each is in the log once, where its outcome says, and in the order of the appends, though
+        # Each is in the log once, at the ID of its outcome, and in the order of the appends, though
         # what was lost on the way was sent again.
         sent = [b"%d-%d" % (turn, i) for turn in range(4) for i in range(20)]
         assert [data[each] for each in ids] == sent
@@ -306,7 +306,7 @@ async def test_a_client_of_a_frozen_server_connects_to_the_next_owner(
             each.hold("down")
         way.is_frozen = True
         asks: dict[str, Callable[[], Coroutine[Any, Any, object]]] = {
-            # Data come over a connection of their own, which is not made yet.
+            # Data have a separate connection, which does not exist yet.
             "dialed": lambda: client.requests.data(PartitionId(0), TransactionId(0)),
             "asked": lambda: client.high_water_mark(0),
             "appended": lambda: appended(client, b"b"),

@@ -29,7 +29,7 @@ async def _forgetting():
     with pytest.raises(errors.UsageError, match=r"^append: the client is not open yet: use `async"):
         await client.append(b"x")
     assert not hasattr(client, "__len__")
-    # What asks any object for what it has (a debugger, numpy) receives no, and continues.
+    # Tools that inspect any object (a debugger, numpy) find no such attribute, and continue.
     assert not hasattr(client, "shape")
     assert getattr(client, "dtype", None) is None
 

@@ -111,7 +111,7 @@ class Storage:
     def send(self, message: object) -> None:
         assert isinstance(message, RangeRaw)
         assert (message.first, message.last) == (10, 13)
-        # A reader is in no session, and takes what is there of a batch.
+        # A reader has no session, and accepts a part of a batch.
         assert message.reader
         assert not message.whole_batches
 
@@ -161,7 +161,7 @@ def headers_from_replica(records: bytes, records_crc: int) -> RangeChunk:
     return fetched(storage, RangeForm.HEADERS)
 
 
-@pytest.mark.parametrize("at", [9, 20, 27])  # in the request's id and in the header
+@pytest.mark.parametrize("at", [9, 20, 27])  # in the request's ID and in the header
 def test_headers_that_a_replica_s_answer_does_not_confirm_are_not_trusted(at: int):
     good = heads(10, 11, 12, 13)
     assert headers_from_replica(good, crc32(good)).next == 14
@@ -214,7 +214,7 @@ def test_a_chunk_is_split_into_transactions():
         list(replace(chunk, form=RangeForm.HEADERS).rows())
 
 
-def test_chunks_follow_one_another_to_the_last():
+def test_chunks_are_consecutive_up_to_the_last():
     asked = []
 
     async def fetch(query: RangeQuery) -> RangeChunk:
@@ -308,7 +308,7 @@ def test_a_repeated_read_uses_the_same_replica(monkeypatch: pytest.MonkeyPatch):
             assert asked_for_a_range(monkeypatch, (), first=first, order=order) == once
 
 
-def test_without_those_nearby_the_others_are_queried_and_then_the_server(
+def test_if_nearby_replicas_fail_the_others_and_then_the_server_are_queried(
     monkeypatch: pytest.MonkeyPatch,
 ):
     near = ("s1:1", "s3:1")

@@ -109,7 +109,7 @@ def test_a_mark_that_must_not_be_stale_is_requested_as_such():
 
 
 def test_the_end_of_the_log_is_trusted_if_a_quorum_confirms_it():
-    """A server that has lost the partition may know neither this nor the later transactions."""
+    """A server that has lost the partition may have neither this nor later transactions."""
     ends = []
 
     def stale(request):

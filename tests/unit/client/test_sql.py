@@ -199,7 +199,7 @@ def test_statements_that_keep_the_database_transaction_open_are_accepted(
         ("sqlite:///{}/app.db", {"isolation_level": "AUTOCOMMIT"}, "AUTOCOMMIT"),
     ],
 )
-def test_an_engine_that_cannot_keep_them_together_is_rejected(
+def test_an_engine_that_cannot_commit_changes_and_mark_together_is_rejected(
     tmp_path: Path, url: str, options: dict[str, Any], found: str
 ) -> None:
     engine = sa.create_engine(url.format(tmp_path), **options)
@@ -219,7 +219,7 @@ def test_without_sqlalchemy_the_import_states_what_to_install(
         importlib.import_module(sql.__name__)
 
 
-def test_a_database_that_was_set_back_is_reported(engine: sa.Engine) -> None:
+def test_a_database_restored_to_an_older_state_is_reported(engine: sa.Engine) -> None:
     callbacks = Adding(engine)
     callbacks.client_high_water_mark(0)
     for number in range(5):

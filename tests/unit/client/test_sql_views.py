@@ -20,7 +20,7 @@ METADATA = sa.MetaData()
 ROWS = sa.Table(
     "rows",
     METADATA,
-    # No key here: what is applied twice is to be seen, not refused.
+    # No primary key: a transaction that is applied twice must be visible, not an error.
     sa.Column("transaction_id", sa.BigInteger, nullable=False),
     sa.Column("header", sa.Integer, nullable=False),
 )
@@ -135,7 +135,7 @@ def test_a_transaction_that_is_skipped_costs_no_other(
     assert view.ids == [each for each in range(150) if each not in view.poison]
 
 
-def test_a_filtered_view_has_what_it_wants_and_the_mark_of_the_log(
+def test_a_filtered_view_has_its_transactions_and_the_mark_of_the_log(
     waltz_memory: MemoryWaltz, engine: sa.Engine
 ) -> None:
     view = View(engine)

@@ -1,10 +1,12 @@
 """The stream machine of one partition, event by event."""
 
 from dataclasses import replace
+from random import Random
 
 import pytest
 
 from tests.unit.client.scenarios import (
+    PARTITION,
     SETTINGS,
     Scenario,
     committed,
@@ -17,9 +19,10 @@ from tests.unit.client.scenarios import (
 )
 from waltz_core import errors
 from waltz_core.client.stream import partition_stream, stream_events
+from waltz_core.client.stream.partition_stream import PartitionStream
 from waltz_core.client.stream.readback import ReadBack
 from waltz_core.client.stream.stream_events import Phase
-from waltz_core.records.record import GENESIS_CHAIN, RECONSTRUCTED, LineageEntry
+from waltz_core.records.record import GENESIS_CHAIN, RECONSTRUCTED, Generation, LineageEntry
 from waltz_core.wire import messages as m
 
 
@@ -96,7 +99,7 @@ def test_an_append_over_the_servers_frame_limit_is_rejected_unsent():
 
 
 def test_waiting_appends_do_not_overtake_the_rows_of_a_large_submission():
-    """They come again in two submissions, behind everything that waits."""
+    """They are sent again in two submissions, after everything that waits."""
     scenario = Scenario()
     for token, rows in ((1, 101), (2, 1), (3, 2)):
         one = replace(submission(token, rows=rows), keeps_order=token != 3)
@@ -120,7 +123,7 @@ def test_a_requested_mount_does_not_wait_for_an_append():
 
 
 def in_doubt(rows: int = 2) -> Scenario:
-    """A submission was sent at mark 9 and its link broke; the next link is asked for."""
+    """A submission was sent at mark 9 and its link broke; the next link is requested."""
     scenario = Scenario().ready(mark=9)
     scenario.step(stream_events.SendAppends(submission(1, rows=rows)))
     assert scenario.step(stream_events.LinkLost(1, "cut")) == [stream_events.OpenLink(2, (1,))]
@@ -130,7 +133,7 @@ def in_doubt(rows: int = 2) -> Scenario:
 def test_rows_in_doubt_are_searched_between_the_two_marks():
     scenario = in_doubt()
     scenario.step(stream_events.SendAppends(submission(2)))
-    assert scenario.done == []  # invariant 1: not before what is in doubt is settled
+    assert scenario.done == []  # invariant 1: not before the rows in doubt are settled
     mount = scenario.link(number=2, generation=1)
     effects = scenario.mounted(mount, 12, link=2)
     asked = m.RangeRequest(req(-3, 1), 10, 12, 2_800, m.RangeForm.HEADERS, ())
@@ -274,7 +277,7 @@ def test_a_mark_below_a_known_one_is_not_trusted():
 def test_a_link_with_unanswered_appends_is_never_mounted_again():
     scenario = in_doubt()
     scenario.mounted(scenario.link(number=2), 9, link=2)
-    # What was in doubt is settled, yet it may still queue at the server behind link 1.
+    # The rows in doubt are settled, but they may still be queued at the server for link 1.
     scenario.step(stream_events.SendAppends(submission(2)))
     scenario.step(stream_events.LinkLost(2, "cut"))
     scenario.wake(scenario.stream.wake_at_ms)
@@ -407,7 +410,7 @@ def test_a_rejected_mount_waits_for_the_other_answers_and_keeps_its_link():
     scenario.receive(result(req(1), (-1, m.Reason.NOT_MOUNTED, -1), mark=-1))
     assert scenario.stream.phase is Phase.READY
     scenario.step(stream_events.SendAppends(submission(3)))
-    assert scenario.sent() == []  # it would overtake nothing, and be refused as well
+    assert scenario.sent() == []  # it would overtake nothing, and be rejected, too
     effects = scenario.receive(result(req(2), (-1, m.Reason.NOT_MOUNTED, -1), mark=-1))
     assert effects[-1] == stream_events.OpenLink(2, ())
     scenario.mounted(scenario.link(number=1), -1)
@@ -527,7 +530,7 @@ def test_closing_distinguishes_sent_from_unsent_appends():
 
 
 # ---------------------------------------------------------------------------------------------
-# client ids
+# client IDs
 
 
 def test_a_client_id_is_replaced_before_its_numbers_run_out(monkeypatch):
@@ -535,13 +538,125 @@ def test_a_client_id_is_replaced_before_its_numbers_run_out(monkeypatch):
     scenario = Scenario().ready()
     scenario.step(stream_events.SendAppends(submission(1, rows=8)))
     scenario.step(stream_events.SendAppends(submission(2, rows=5)))
-    assert scenario.done == []  # not while something of the old id is in flight
+    assert scenario.done == []  # not while something of the old ID is in flight
     assert scenario.receive(committed(req(1), *range(8)))[-1] == stream_events.NeedClientId()
     assert scenario.step(stream_events.ClientIdRenewed(8)) == [stream_events.OpenLink(2, ())]
     mount = scenario.link(number=1)
     assert mount.req_id.client_id == 8
     scenario.mounted(mount, 7)
     assert [each.req_id for each in scenario.sent()] == [req(1, 0, client_id=8)]
+
+
+PROOF = bytes(range(16))
+DENIED = errors.ClientIdDenied("not yours")
+
+
+def test_a_stream_gets_its_id_before_its_first_link():
+    stream = PartitionStream(None, PARTITION, SETTINGS, Random(1))
+    stream.next_sequence = 40  # of an earlier attempt
+    stream.step(stream_events.Mount(), 0)
+    assert stream.needs_client_id
+    assert stream.step(stream_events.ClientIdRenewed(8, PROOF), 0) == []
+    assert (stream.needs_client_id, stream.next_sequence) == (False, 40)
+    (sent,) = stream.step(stream_events.LinkOpened(1, 1, Generation(0), 1), 0)
+    assert (sent.message.req_id.client_id, sent.message.proof) == (8, PROOF)
+    stream.step(stream_events.ClientIdRenewed(9), 0)  # of another attempt
+    assert stream.client_id == 8
+
+
+def test_a_denied_id_is_replaced_and_rows_in_doubt_are_unknown():
+    scenario = in_doubt()
+    scenario.step(stream_events.SendAppends(submission(2)))
+    effects = scenario.reject(scenario.link(number=2).req_id, DENIED, link=2)
+    ((token, error),) = refused(effects).items()
+    assert (token, type(error)) == (1, errors.OutcomeUnknown)
+    assert scenario.stream.needs_client_id
+    scenario.wake(1_000)
+    scenario.step(stream_events.ClientIdRenewed(8, PROOF))
+    mount = scenario.link(number=3)
+    assert (mount.req_id.client_id, mount.proof) == (8, PROOF)
+    scenario.mounted(mount, 12, link=3)
+    assert [each.req_id for each in scenario.sent()] == [req(1, 0, client_id=8)]
+
+
+def test_a_second_id_that_is_denied_ends_the_stream():
+    scenario = Scenario()
+    scenario.step(stream_events.Mount())
+    scenario.reject(scenario.link().req_id, DENIED)
+    scenario.wake(1_000)
+    scenario.step(stream_events.ClientIdRenewed(8))
+    effects = scenario.reject(scenario.link(number=2).req_id, DENIED, link=2)
+    assert [type(each.error) for each in effects if isinstance(each, stream_events.Stopped)] == [
+        errors.ClientIdDenied
+    ]
+
+
+def test_an_id_may_be_denied_again_after_a_mount():
+    """A token may be replaced more than once."""
+    scenario = Scenario().ready()
+    for client_id in (8, 9):
+        scenario.step(stream_events.LinkLost(scenario.connection_sequence, "cut"))
+        scenario.step(stream_events.Mount())
+        scenario.wake(scenario.now_ms + 2_000)
+        number = scenario.connection_sequence + 1
+        scenario.reject(scenario.link(number=number).req_id, DENIED, link=number)
+        scenario.wake(scenario.now_ms + 2_000)
+        scenario.step(stream_events.ClientIdRenewed(client_id))
+        number = scenario.connection_sequence + 1
+        scenario.mounted(scenario.link(number=number), -1, link=number)
+        assert scenario.stream.phase is Phase.READY
+
+
+# ---------------------------------------------------------------------------------------------
+# a range of own headers
+
+
+def own_data(asked, *rows, next_id, mark=12):
+    """Return the answer to a request of own headers: IDs and request IDs."""
+    heads = b"".join(headers(number, each) for number, each in rows)
+    fields = (asked.first, len(rows), next_id, m.OWN_HEADERS, b"", heads, 1, mark, ())
+    return m.RangeData(asked.req_id, *fields)
+
+
+def test_a_server_that_knows_the_form_returns_own_headers_only():
+    scenario = in_doubt()
+    mount = scenario.link(number=2, generation=1, reads_own=True)
+    (asked,) = [
+        each.message
+        for each in scenario.mounted(mount, 12, link=2)
+        if isinstance(each, stream_events.Send)
+    ]
+    assert asked == m.RangeRequest(req(-3, 1), 10, 12, 2_800, m.OWN_HEADERS, ())
+    effects = scenario.receive(own_data(asked, (11, req(2)), next_id=12), link=2)
+    (asked,) = scenario.sent(m.RangeRequest)
+    assert (asked.first, asked.last, settled(effects)) == (12, 12, {})
+    outcome = settled(scenario.receive(own_data(asked, next_id=13), link=2))[1]
+    assert outcome.reasons.tolist() == [m.Reason.LOST, m.Reason.COMMITTED]
+    assert outcome.transaction_ids.tolist() == [-1, 11]
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda data: replace(data, form=m.RangeForm.HEADERS),
+        lambda data: replace(data, first=11),
+        lambda data: replace(data, count=1),
+        lambda data: replace(data, next=data.first),
+        lambda data: replace(data, next=13),
+        lambda data: replace(data, next=11),
+        lambda data: replace(data, records=data.records[:-1]),
+        lambda data: replace(data, records=data.records[28:] + data.records[:28]),
+        lambda data: replace(data, records=headers(10, req(1), req(2, client_id=8))),
+        lambda data: replace(data, records=headers(9, req(1), req(2))),
+    ],
+)
+def test_own_headers_that_do_not_match_the_request_settle_no_row(spoil):
+    scenario = in_doubt()
+    scenario.mounted(scenario.link(number=2, reads_own=True), 11, link=2)
+    (asked,) = scenario.sent(m.RangeRequest)
+    good = own_data(asked, (10, req(1)), (11, req(2)), next_id=12, mark=11)
+    assert settled(scenario.receive(spoil(good), link=2)) == {}
+    assert scenario.stream.phase is Phase.WAITING
 
 
 # ---------------------------------------------------------------------------------------------
@@ -636,7 +751,7 @@ def test_repeated_feed_records_are_dropped():
     assert scenario.receive(feed_batch(request.req_id, 1, *rows[1:])) == []
 
 
-def test_a_gap_in_the_feed_is_never_handed_on():
+def test_a_gap_in_the_feed_is_never_delivered():
     scenario = Scenario()
     request = scenario.fed(-1)
     effects = scenario.receive(feed_batch(request.req_id, 1, req(1, 0, 99)))

@@ -89,13 +89,13 @@ async def test_partitions_are_paused_and_resumed_from_their_mark():
 
 
 @on_virtual_loop
-async def test_from_the_moment_of_subscribing_the_mark_is_the_applications():
+async def test_after_subscribing_the_mark_is_that_of_the_application():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         await write(client, 0, 5)
         callbacks = Shared()
         callbacks.seen[0].append(2)
         await client.subscribe(callbacks, [0])
-        # NB: the loop has not turned since: a context that is submitted here takes this mark.
+        # NB: the loop has not run since: a context that is submitted here takes this mark.
         assert client._partitions[0].mark == 2
 
 
@@ -111,7 +111,7 @@ async def test_a_feed_from_the_latest_starts_at_the_given_mark():
         await until(lambda: partition.applier.mark == 4)
         await write(client, 0, 5)
         await until(lambda: callbacks.is_applying)
-        # The client knows of all ten; the application, and what it computes, of five.
+        # The client has received all ten; the application has applied five.
         assert (partition.stream.high_water_mark, partition.mark) == (9, 4)
         callbacks.may_go_on.set()
         await until(lambda: callbacks.seen[0][-1] == 9)
@@ -204,9 +204,9 @@ async def test_a_context_waits_while_its_partition_is_paused():
         future = await two.submit(context)
         await until(lambda: "lock failure" in context.answered)
         async with asyncio.TaskGroup() as group:
-            laying_down = group.create_task(two.set_partitions([]))
+            pausing = group.create_task(two.set_partitions([]))
             await until(lambda: two.partitions == ())
-            assert not laying_down.done()
+            assert not pausing.done()
             callbacks.may_go_on.set()
         assert callbacks.state["value"] == 2
         await two.set_partitions([0])
@@ -290,7 +290,7 @@ async def write_headers(client, partition, *headers):
 
 
 class Picking(Shared):
-    """Takes the data of whatever it is given."""
+    """Reads the data of each transaction."""
 
     def __init__(self, mark: int = -1) -> None:
         super().__init__()
@@ -396,7 +396,7 @@ async def test_an_unsubscribed_partition_claims_only_the_mark_that_it_has_applie
         await two.set_partitions([])
         late = await one.append(b"2", partition=0, write_locks=account, client_high_water_mark=0)
         await late
-        await (await two.append(b"3", partition=0))  # now it knows how far the log is
+        await (await two.append(b"3", partition=0))  # now it has the end of the log
         with pytest.raises(errors.LockFailed):
             await (await two.append(b"4", partition=0, write_locks=account))
         context = Withdraw()
@@ -550,7 +550,7 @@ async def test_cancelling_a_submit_raises_a_cancelled_error():
 
 
 @on_virtual_loop
-async def test_a_feed_that_cannot_continue_reports_those_that_wait_for_it():
+async def test_a_feed_that_cannot_continue_ends_the_waits_for_it():
     """What fails is not the application's: here, no thread to apply on."""
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         callbacks = Shared()
@@ -625,7 +625,7 @@ async def test_callbacks_that_lack_a_method_are_rejected_with_its_name():
 
 
 class AskedForLong(Shared):
-    """Takes its time to state its mark."""
+    """Returns its mark slowly."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -133,11 +133,16 @@ def test_applied_transactions_count_before_a_slow_run_ends():
         with log.client() as client:
             client.subscribe(Applying(apply))
             assert at_second.wait(HANG_S)
-            context = Copying(0)
-            context.locks, context.timeout_ms = [seat], 500
-            with pytest.raises(errors.ViewBehind) as behind:
-                client.submit(context).result(HANG_S)
+            for timeout_ms in (500, 5_000, 50_000):
+                context = Copying(0)
+                context.locks, context.timeout_ms = [seat], timeout_ms
+                with pytest.raises(errors.Unavailable) as behind:
+                    client.submit(context).result(HANG_S)
+                if isinstance(behind.value, errors.ViewBehind):
+                    break
+                # A busy machine had not refused it by then: the next one has more time.
             may_go.set()
+    assert isinstance(behind.value, errors.ViewBehind)
     assert (behind.value.applied, behind.value.high_water_mark) == (0, 9)
 
 
@@ -254,7 +259,7 @@ def test_a_call_on_a_client_that_another_thread_closes_fails(monkeypatch, use):
 
 
 def test_a_call_on_a_client_with_a_stopped_loop_returns(monkeypatch):
-    """Between the end of the loop's thread and its closing it would take a call and not make it."""
+    """Between the end of its thread and its close, the loop would accept a call and not run it."""
     client = WaltzClient.at(LAYOUT)
     join, finished = client._thread.join, []
 
@@ -335,7 +340,7 @@ def test_a_waiting_call_fails_when_another_thread_closes_the_client(monkeypatch)
 
 
 class Changing:
-    """A partition, or a feed, during whose look the loop's thread runs."""
+    """A partition or feed; while it is read, the loop's thread runs."""
 
     def __init__(self, change) -> None:
         self._change = change
@@ -485,7 +490,7 @@ def test_a_callback_waits_for_the_callbacks_of_another_client_that_it_closes():
             may_end.wait(HANG_S)
 
         def close_other(_transaction):
-            other.set_partitions([0])  # it waits for nothing of its own
+            other.set_partitions([0])  # it has nothing to wait for
             closing.set()
             other.close()
             ended.set()

@@ -31,7 +31,7 @@ def test_only_errors_before_submission_are_definite_failures(code):
     assert (verdicts.reason_of(kind("x")) is not None) is (kind in DEFINITE)
 
 
-def test_mounts_are_tried_again_unless_that_can_never_help():
+def test_mounts_are_retried_unless_the_error_is_permanent():
     assert verdicts.is_mount_retriable(errors.NotOwned("x"))
     assert verdicts.is_mount_retriable(errors.GenerationMismatch("x"))
     for kind in (errors.ClientAhead, errors.ConnectionSuperseded, errors.UnknownPartition):

@@ -65,7 +65,7 @@ def test_partitions_are_handed_over_to_a_healthy_server(sick):
     assert [each for each in sorted(sick) if now.servers[each]] == []
     well = [len(now.servers[each]) for each in {1, 2, 3, 4} - sick]
     assert sum(well) == 24
-    assert min(well) >= 2  # no server is given all of it
+    assert min(well) >= 2  # no server gets all partitions
 
 
 def test_the_remainder_is_assigned_to_the_lowest_ids():
@@ -85,7 +85,7 @@ def test_preferring_an_owned_partition_moves_nothing():
 
 
 def test_no_partition_is_left_out_when_preferences_use_up_a_share():
-    # The original takes the spare one away here and leaves partition 4 without an owner.
+    # Waltz 0.13 removes the spare one here, and partition 4 has no owner.
     found = assigned(PartitionAssignment(), live(1, 2, preferred={1: [0, 1]}), partition_count=5)
     assert found.servers == {1: {0: 1, 1: 1, 2: 1}, 2: {3: 1, 4: 1}}
 
@@ -135,7 +135,7 @@ def test_a_move_raises_the_generation_of_moved_partitions_only():
 
 
 def test_a_live_server_that_the_assignment_does_not_name_may_be_given_partitions():
-    """An original that is the lead names only those who own something."""
+    """A 0.13 server that is the lead names only servers that own partitions."""
     old = PartitionAssignment(7, 2, {1: {0: 5, 1: 5}})
     assert move_partitions(old, {1: 2}) == PartitionAssignment(7, 2, {1: {0: 5}, 2: {1: 6}})
 

@@ -39,7 +39,7 @@ def test_an_audit_entry_survives_a_round_trip(made):
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "problem"),
     [
         (b"{", "expected JSON"),
         (b'{"format":2}', "expected format 1"),
@@ -52,13 +52,13 @@ def test_an_audit_entry_survives_a_round_trip(made):
         ),
     ],
 )
-def test_other_bytes_are_rejected_as_an_entry(data, said):
-    with pytest.raises(errors.BadFormat, match=re.escape(said)):
+def test_other_bytes_are_rejected_as_an_entry(data, problem):
+    with pytest.raises(errors.BadFormat, match=re.escape(problem)):
         AuditEntry.from_bytes(data)
 
 
 @given(st.binary(max_size=60))
-def test_any_bytes_are_an_entry_or_bad(data):
+def test_any_bytes_are_an_entry_or_bad_format(data):
     with pytest.raises(errors.BadFormat):
         AuditEntry.from_bytes(data)
 
@@ -69,7 +69,7 @@ def test_long_texts_are_cut():
 
 
 @in_cluster
-async def test_a_change_is_on_record_before_and_after(coordinator):
+async def test_a_change_is_recorded_before_and_after(coordinator):
     assert await coordinator.audit.read() == []
     first = await coordinator.audit.begin(entry(1))
     second = await coordinator.audit.begin(entry(2))

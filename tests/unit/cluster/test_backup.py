@@ -5,6 +5,7 @@ from uuid import UUID
 
 import pytest
 
+from waltz_core.access.client_ids import FIRST_ISSUED
 from waltz_core.access.permissions import KnownToken, Permissions
 from waltz_core.archive.manifest import Manifest, ObjectEntry, framed, unframed
 from waltz_core.archive.saved_manifest import SavedManifest
@@ -54,6 +55,14 @@ def test_a_backup_has_the_permissions_if_there_are_any():
     assert "access" not in unframed(BACKUP.to_bytes(), "f")
 
 
+def test_a_backup_has_the_last_issued_id_and_an_earlier_one_has_none():
+    taken = replace(BACKUP, issued_client_id=FIRST_ISSUED + 7)
+    assert Backup.from_bytes(taken.to_bytes(), "f") == taken
+    values = dict(unframed(taken.to_bytes(), "f"))
+    del values["issued_client_id"]
+    assert Backup.from_bytes(framed(values), "f") == BACKUP
+
+
 def test_every_changed_byte_is_found():
     data = BACKUP.to_bytes()
     for at in range(0, len(data), 11):
@@ -68,7 +77,7 @@ OPEN_STATE = WriteState({}, 1).to_bytes().decode()
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "problem"),
     [
         ({"format": 2}, "expected format 1, found 2"),
         ({"cluster": 3}, "expected cluster as str, found 3"),
@@ -76,6 +85,7 @@ OPEN_STATE = WriteState({}, 1).to_bytes().decode()
         ({"taken_ms": None}, "expected taken_ms as int, found None"),
         ({"client_id": 2**31}, "expected client_id in -1..2147483647"),
         ({"client_id": True}, "expected client_id in"),
+        ({"issued_client_id": 5}, "expected issued_client_id in 1073741823..2147483647"),
         ({"partitions": []}, "expected 1 partition or more, found 0"),
         ({"partitions": [3]}, "expected a partition, found 3"),
         ({"partitions": {}}, "expected partitions as list"),
@@ -88,14 +98,14 @@ OPEN_STATE = WriteState({}, 1).to_bytes().decode()
         ({"access": "{}"}, "permissions: expected format 1, found None"),
     ],
 )
-def test_wrong_values_are_named(changes, said):
+def test_wrong_values_are_named(changes, problem):
     data = framed({**unframed(BACKUP.to_bytes(), "f"), **changes})
-    with pytest.raises(BadFormat, match=f"backup f: .*{said}".replace("..", r"\.\.")):
+    with pytest.raises(BadFormat, match=f"backup f: .*{problem}".replace("..", r"\.\.")):
         Backup.from_bytes(data, "f")
 
 
 @pytest.mark.parametrize(
-    ("partition", "said"),
+    ("partition", "problem"),
     [
         (PartitionBackup(7, 60, 3, None), "partition 0: expected a manifest up to 7, found none"),
         (PartitionBackup(10, 60, 3, saved()), "up to 10 or more, found .* up to 9"),
@@ -103,11 +113,11 @@ def test_wrong_values_are_named(changes, said):
         (PartitionBackup(7, 60, 3, saved(key=UUID(int=8))), f"found .*cluster {UUID(int=8)}"),
     ],
 )
-def test_a_manifest_that_does_not_belong_to_its_partition_is_rejected(partition, said):
+def test_a_manifest_that_does_not_belong_to_its_partition_is_rejected(partition, problem):
     wrong = replace(BACKUP, partitions=(partition,))
-    with pytest.raises(BadFormat, match=said):
+    with pytest.raises(BadFormat, match=problem):
         wrong.check()
-    with pytest.raises(BadFormat, match=f"backup f: .*{said}"):
+    with pytest.raises(BadFormat, match=f"backup f: .*{problem}"):
         Backup.from_bytes(wrong.to_bytes(), "f")
 
 

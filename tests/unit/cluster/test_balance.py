@@ -41,7 +41,7 @@ def loads_by_server(owners, loads):
         pytest.param({0: 1, 1: 1, 2: 2, 3: 2}, [1_000, 1_100, 1_000, 1_000], {}, id="only noise"),
     ],
 )
-def test_the_others_leave_the_server_of_a_hot_partition(owners, loads, moves):
+def test_other_partitions_leave_the_server_of_a_hot_one(owners, loads, moves):
     assert planned(owners, dict(enumerate(loads))) == moves
 
 
@@ -103,7 +103,7 @@ def test_any_plan_keeps_the_rules(cluster):
     assert all(owners[partition] != target for partition, target in moves.items())
     weights = {p: loads.get(p, 0.0) for p in owners}
     before, after = loads_by_server(owners, weights), loads_by_server({**owners, **moves}, weights)
-    # Idle ones count a little as well: by so much it may look worse.
+    # Idle partitions count a little, too: the result may be worse by this amount.
     assert max(after.values()) <= max(before.values()) + 10 * len(owners)
 
 
@@ -138,7 +138,7 @@ def test_an_unobserved_imbalance_moves_nothing(is_alone):
     assert balancer.plan(owners, (), uneven, (1, 2), 0) == {}
     if is_alone:  # only one of the servers reports its loads
         assert balancer.plan(owners, (), uneven, (1,), 10_000) == {}
-    else:  # another server was the lead, or servers have come or gone
+    else:  # another server was the lead, or servers have started or ended
         balancer.reset_history()
     assert balancer.plan(owners, (), uneven, (1, 2), 20_000) == {}
     assert balancer.plan(owners, (), uneven, (1, 2), 35_000) == {1: 2}

@@ -61,7 +61,7 @@ def test_a_step_waits_for_an_open_session():
 
 
 def test_an_absent_storage_is_replaced_directly_and_removed_first():
-    """Three level ones of four would be needed otherwise, and appends would wait for the copy."""
+    """Otherwise three of four replicas must be in sync, and appends wait for the copy."""
     assert step(seen("ABC", "AB"), "ABD", "D") == "ABD"
     assert step(seen("ABCDE", "ABCD"), "ABC") == "ABCD"
 
@@ -156,7 +156,7 @@ class Owner:
 def journeys(draw):
     before = draw(st.sets(st.sampled_from(NAMES), min_size=1, max_size=5))
     wanted = draw(st.sets(st.sampled_from(NAMES), min_size=1, max_size=5))
-    # One at a time is away, and comes back.
+    # One storage at a time is unavailable, and returns.
     away = draw(st.lists(st.sampled_from([*NAMES, ""]), max_size=12))
     return sorted(before), sorted(wanted), away
 
@@ -219,7 +219,7 @@ def test_a_storage_takes_over_from_another():
     now = {0: ("A", "B"), 1: ("B", "C"), 2: ("A", "B")}
     assert changes.replaced(now, "A", "D", now) == {0: ("D", "B"), 2: ("D", "B")}
     assert changes.replaced(now, "A", "D", [1, 2]) == {2: ("D", "B")}
-    # The rest of a move that was broken off takes only the old replica away.
+    # The rest of an interrupted move removes only the old replica.
     begun = now | {0: ("A", "B", "D")}
     assert changes.replaced(begun, "A", "D", now) == {0: ("D", "B"), 2: ("D", "B")}
 

@@ -66,7 +66,7 @@ async def test_an_id_whose_write_has_an_unknown_outcome_is_not_used(fault):
 async def test_a_partition_write_of_unknown_outcome_is_reported(fault):
     _, session, coordinator = await with_cluster()
     before = await coordinator.read_partition(0)
-    # Creating the missing parents is no part of it: they exist.
+    # The parents exist, so that they need not be created.
     session.faults.append(fault)
     with pytest.raises(errors.CoordinatorOutcomeUnknown):
         await coordinator.write_partition(0, METADATA, MARKER, before.versions)

@@ -19,7 +19,7 @@ ONE = NewStorage("a:1", 2, 0)
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "problem"),
     [
         ({"name": ""}, "name is empty"),
         ({"partition_count": 0}, "1 or more partitions, found 0"),
@@ -33,9 +33,9 @@ ONE = NewStorage("a:1", 2, 0)
         ({"storages": (ONE,), "assignment": {"a:1": (-1,)}}, "expected 0..3"),
     ],
 )
-def test_an_invalid_cluster_is_rejected(fields, said):
+def test_an_invalid_cluster_is_rejected(fields, problem):
     good = {"name": "n", "partition_count": 4, "cluster_key": KEY}
-    with pytest.raises(BadConfig, match=said.replace("..", r"\.\.")):
+    with pytest.raises(BadConfig, match=problem.replace("..", r"\.\.")):
         NewCluster(**{**good, **fields})
 
 

@@ -124,7 +124,7 @@ def test_one_user_has_all_permissions_of_every_node(path):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "problem"),
     [
         ("", "expected digest:USER:PASSWORD, found nothing"),
         ("# digest:a:b\n", "expected digest:USER:PASSWORD, found nothing"),
@@ -153,10 +153,10 @@ def test_one_user_has_all_permissions_of_every_node(path):
         (f"{OF_ADMINISTRATORS}members:digest:c:hunter2", "line 3: expected one line with members"),
     ],
 )
-def test_a_bad_file_is_reported_in_a_sentence_without_its_content(text, said):
+def test_a_bad_file_is_reported_in_a_sentence_without_its_content(text, problem):
     with pytest.raises(BadConfig) as caught:
         parse_credentials(text, "/etc/waltz/auth")
-    assert said in str(caught.value)
+    assert problem in str(caught.value)
     assert "/etc/waltz/auth" in str(caught.value)
     assert "hunter2" not in str(caught.value)
     assert "\n" not in str(caught.value)

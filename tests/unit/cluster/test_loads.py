@@ -85,7 +85,7 @@ def test_loads_survive_a_round_trip(loads):
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "problem"),
     [
         (b"{", "expected JSON"),
         (b"[]", "expected format 1"),
@@ -104,8 +104,8 @@ def test_loads_survive_a_round_trip(loads):
         (100_000 * b"[", "expected JSON"),
     ],
 )
-def test_anything_else_is_rejected(data, said):
-    with pytest.raises(BadFormat, match=said):
+def test_anything_else_is_rejected(data, problem):
+    with pytest.raises(BadFormat, match=problem):
         decode_loads(data)
 
 
@@ -118,7 +118,7 @@ async def test_servers_report_and_the_lead_reads():
     await one.loads.publish(1, {0: PartitionLoad(2.0, 10)})
     await two.loads.publish(2, {})
     assert await two.loads.read([1, 2, 3]) == {1: {0: PartitionLoad(2.0, 10)}, 2: {}}
-    # The node of a process that is about to go, under the id that it keeps.
+    # The node of a process that is about to go, under the ID that it keeps.
     await two.loads.publish(1, {0: PartitionLoad(3.0, 15)})
     assert await one.loads.read([1]) == {1: {0: PartitionLoad(3.0, 15)}}
     # One of a version to come does not keep the others from being read.

@@ -45,14 +45,14 @@ class Cluster:
         return Membership(ClusterNodes(session, ROOT)), session
 
     async def servers(self, count):
-        """Return members that have registered, with 1 as the first id, and their sessions."""
+        """Return members that have registered, with 1 as the first ID, and their sessions."""
         found = [self.member() for _ in range(count)]
         for number, (member, _) in enumerate(found, 1):
             await member.register(descriptor(number))
         return found
 
     def registered(self):
-        """Return the server ids that have a node, in the order in which the nodes were made."""
+        """Return the server IDs that have a node, in the order in which the nodes were made."""
         dump = self.zookeeper.dump()
         names = self.zookeeper.names(SERVERS)
         return [
@@ -107,7 +107,7 @@ async def test_a_dead_server_is_removed_by_another(cluster):
     assert cluster.registered() == [2]
     await other.remove_dead(descriptor(1))
     assert cluster.registered() == [2]
-    # It was alive after all: it comes back by itself.
+    # It was alive: it registers again by itself.
     seen = Inbox()
     async with running(dead.follow(seen)):
         await seen.until(lambda view: sorted(view.servers) == [1, 2])
@@ -129,7 +129,7 @@ async def test_a_server_hands_over_only_a_partition_that_it_owns(cluster, faults
         generation = view.owners[0].generation
         assert view.owners[0].server_id == 1
         session.faults = list(faults)
-        # The next look returns the outcome of an answer that was lost.
+        # The next read shows the outcome of the write whose answer was lost.
         assert await one.hand_over(0, generation)
         after = await seen.until(lambda view: view.owners[0].server_id == 2)
         assert after.owners[0].generation == generation + 1
@@ -306,7 +306,7 @@ async def test_a_damaged_descriptor_is_named(cluster):
 
 @in_cluster
 async def test_a_restarted_server_does_not_wait_for_its_predecessor_to_time_out(cluster):
-    # Killed without a word: the session, and with it the node, stands until ZooKeeper gives it up.
+    # Killed without closing its session: session and node exist until ZooKeeper ends them.
     dead, _ = cluster.member()
     other, _ = cluster.member()
     await dead.register(model.ServerDescriptor(3, "host-a", 8000))
@@ -314,7 +314,7 @@ async def test_a_restarted_server_does_not_wait_for_its_predecessor_to_time_out(
     again, _ = cluster.member()
     await again.register(model.ServerDescriptor(5, "host-a", 8000))
     assert sorted(cluster.registered()) == [4, 5]
-    # One that is merely slow to notice never takes a younger process out.
+    # A process that notices late never removes a newer one.
     await dead.register(model.ServerDescriptor(3, "host-a", 8000))
     assert 5 in cluster.registered()
 
@@ -323,7 +323,7 @@ async def test_a_restarted_server_does_not_wait_for_its_predecessor_to_time_out(
 
 
 async def looked(cluster):
-    """Return once every follower has looked at whatever there was to see."""
+    """Return once every follower has processed all changes."""
     for _ in range(200):
         await asyncio.sleep(0)
 
@@ -389,7 +389,7 @@ async def test_the_wait_for_an_absent_server_ends(cluster, end):
         if end == "session timeout":
             cluster.zookeeper.advance(SESSION_TIMEOUT_MS)
         elif end == "known to be dead":
-            # The lead's own neighbors report it, though the node has gone already.
+            # The lead's neighbors report it, although its node is already deleted.
             await two.remove_dead(descriptor(1))
         else:
             again, _ = cluster.member()

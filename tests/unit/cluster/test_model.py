@@ -7,7 +7,7 @@ from waltz_core.cluster.znodes import model
 
 
 @pytest.mark.parametrize(
-    ("decode", "text", "said"),
+    ("decode", "text", "problem"),
     [
         (
             model.ClusterParams.from_bytes,
@@ -77,14 +77,14 @@ from waltz_core.cluster.znodes import model
             "01" + "03" + "00" * 24,
             "expected state 1 (new) or 2 (open), found 3",
         ),
-        (model.decode_id, "ffffffff", "expected last id of 0 or more"),
-        (model.decode_id, "000000", "expected 4 bytes of last id, found 3"),
+        (model.decode_id, "ffffffff", "expected last ID of 0 or more"),
+        (model.decode_id, "000000", "expected 4 bytes of last ID, found 3"),
     ],
 )
-def test_errors_are_described(decode, text, said):
+def test_errors_are_described(decode, text, problem):
     with pytest.raises(errors.BadFormat) as caught:
         decode(bytes.fromhex(text))
-    assert said in str(caught.value)
+    assert problem in str(caught.value)
     assert " at offset " in str(caught.value)
 
 

@@ -35,6 +35,7 @@ def test_the_table_names_every_path():
         paths.writes,
         paths.write("W"),
         f"{paths.write('W')}/T",
+        paths.issued_client_ids,
         paths.restored_from,
         paths.access,
         paths.every_applied,
@@ -65,7 +66,7 @@ def test_the_readers_are_those_of_the_decision():
 
 
 @pytest.mark.parametrize("root", ["/waltz", "/R", "/x/audit", "/store"])
-def test_each_path_leads_to_its_row(root):
+def test_each_path_is_found_in_the_table(root):
     """Also if the root has the name of another node."""
     names = {"s_N": "s_0000000012", "e_N": "e_0000000012", "P": "7", "ID": "3", "W": "nightly-4"}
     names |= {"T": "12", "HOST:PORT": "[::1]:5280"}
@@ -83,5 +84,5 @@ def test_a_node_of_a_later_version_is_for_members(path):
 
 
 @pytest.mark.parametrize("path", ["/", "/waltz", "/waltz/pay", "/waltz/payments2"])
-def test_a_node_outside_of_the_root_is_none_of_the_cluster(path):
+def test_a_node_outside_the_root_does_not_belong_to_the_cluster(path):
     assert znode_at("/waltz/payments", path) is ABOVE_ROOT

@@ -21,12 +21,12 @@ from waltz_core.cluster.znodes.node_access import ClusterNodes
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
 
 
-def says(reached=(), unreachable=()):
+def report(reached=(), unreachable=()):
     return ReachReport(frozenset(reached), dict.fromkeys(unreachable, "refused"))
 
 
 def opens_nothing(reached=()):
-    return says(reached).without_open_partition()
+    return report(reached).without_open_partition()
 
 
 @pytest.mark.parametrize(
@@ -34,45 +34,45 @@ def opens_nothing(reached=()):
     [
         pytest.param([1], [], {}, [1], id="a lone server"),
         pytest.param([1, 2], [], {}, [1, 2], id="no witness"),
-        pytest.param([1, 2], [1], {1: says()}, [1], id="new and not reached yet"),
-        pytest.param([1, 2], [1], {1: says(reached=[2])}, [1, 2], id="new and reached"),
-        pytest.param([1, 2], [1], {1: says(unreachable=[2])}, [1], id="new and unreachable"),
-        pytest.param([1, 2], [1, 2], {1: says(), 2: says()}, [1, 2], id="served before"),
-        pytest.param([1, 2], [1, 2], {1: says(unreachable=[2])}, [1], id="the only witness counts"),
+        pytest.param([1, 2], [1], {1: report()}, [1], id="new and not reached yet"),
+        pytest.param([1, 2], [1], {1: report(reached=[2])}, [1, 2], id="new and reached"),
+        pytest.param([1, 2], [1], {1: report(unreachable=[2])}, [1], id="new and unreachable"),
+        pytest.param([1, 2], [1, 2], {1: report(), 2: report()}, [1, 2], id="served before"),
+        pytest.param([1, 2], [1, 2], {1: report(unreachable=[2])}, [1], id="one witness counts"),
         pytest.param(
             [1, 2],
             [1, 2],
-            {1: says(unreachable=[2]), 2: says(unreachable=[1])},
+            {1: report(unreachable=[2]), 2: report(unreachable=[1])},
             [1, 2],
             id="two that blame each other",
         ),
         pytest.param(
             [1, 2, 3],
             [1, 2, 3],
-            {1: says([2, 3]), 2: says(unreachable=[1, 3]), 3: says([1, 2])},
+            {1: report([2, 3]), 2: report(unreachable=[1, 3]), 3: report([1, 2])},
             [1, 2, 3],
             id="one broken witness strips no server",
         ),
         pytest.param(
             [1, 2, 3],
             [1, 2, 3],
-            {1: says([2], [3]), 2: says([1], [3]), 3: says(unreachable=[1, 2])},
+            {1: report([2], [3]), 2: report([1], [3]), 3: report(unreachable=[1, 2])},
             [1, 2],
             id="one is cut off from the others",
         ),
-        pytest.param([2, 3], [2], {1: says(unreachable=[3])}, [2, 3], id="a witness that has died"),
-        pytest.param([2], [2], {2: says(unreachable=[2])}, [2], id="no server is its own witness"),
+        pytest.param([2, 3], [2], {1: report(unreachable=[3])}, [2, 3], id="a dead witness"),
+        pytest.param([2], [2], {2: report(unreachable=[2])}, [2], id="not its own witness"),
         pytest.param(
             [1, 2, 3],
             [1, 2, 3],
-            {1: says(unreachable=[2, 3]), 2: opens_nothing([3]), 3: opens_nothing([2])},
+            {1: report(unreachable=[2, 3]), 2: opens_nothing([3]), 3: opens_nothing([2])},
             [1, 2, 3],
             id="one that is cut off opens its partitions first",
         ),
         pytest.param(
             [1, 2, 3],
             [1, 2, 3],
-            {1: says(unreachable=[2, 3]), 2: says([3], [1]), 3: opens_nothing([2])},
+            {1: report(unreachable=[2, 3]), 2: report([3], [1]), 3: opens_nothing([2])},
             [2, 3],
             id="and loses them when the next one has opened its own",
         ),
@@ -86,14 +86,14 @@ def opens_nothing(reached=()):
         pytest.param(
             [1, 2, 3],
             [1],
-            {1: says(unreachable=[2, 3]), 2: opens_nothing([3]), 3: opens_nothing([2])},
+            {1: report(unreachable=[2, 3]), 2: opens_nothing([3]), 3: opens_nothing([2])},
             [1],
             id="two new ones that only reach each other",
         ),
         pytest.param(
             [1, 2, 3],
             [1, 2],
-            {1: says(unreachable=[2, 3]), 3: opens_nothing([2])},
+            {1: report(unreachable=[2, 3]), 3: opens_nothing([2])},
             [1],
             id="reached by one that is left out",
         ),
@@ -134,7 +134,7 @@ def test_a_server_is_reached_again_once_a_connection_lasts():
     assert seen.report(40_000) == ReachReport()
 
 
-def test_a_report_survives_its_bytes():
+def test_a_report_round_trips():
     report = ReachReport(frozenset({3, 1}), {7: "TLS \u2014 refused"})
     for each in (report, report.without_open_partition()):
         assert ReachReport.from_bytes(each.to_bytes()) == each
@@ -160,18 +160,18 @@ async def test_a_server_publishes_in_each_session():
     await session.write([CreateNode("/w")])
     board = ReachBoard(ClusterNodes(session, "/w"))
     reader = ReachBoard(ClusterNodes(zookeeper.session(), "/w"))
-    await board.publish(1, says([2]))
-    assert await reader.read([1, 2]) == {1: says([2])}
-    await board.publish(1, says([], [2]))
-    assert await reader.read([1, 2]) == {1: says([], [2])}
+    await board.publish(1, report([2]))
+    assert await reader.read([1, 2]) == {1: report([2])}
+    await board.publish(1, report([], [2]))
+    assert await reader.read([1, 2]) == {1: report([], [2])}
     assert await reader.read([2]) == {}
     await session.write([CreateNode("/w/x/reach/2", b"of another version")])
-    assert await reader.read([1, 2]) == {1: says([], [2])}
+    assert await reader.read([1, 2]) == {1: report([], [2])}
     session.expire()
     session.resume()
     assert await reader.read([1]) == {}
-    await board.publish(1, says([], [2]))
-    assert await reader.read([1]) == {1: says([], [2])}
+    await board.publish(1, report([], [2]))
+    assert await reader.read([1]) == {1: report([], [2])}
 
 
 @on_virtual_loop
@@ -180,7 +180,7 @@ async def test_a_report_whose_write_had_no_known_outcome_is_published_again(monk
     await session.write([CreateNode("/w")])
     nodes = ClusterNodes(session, "/w")
     board = ReachBoard(nodes)
-    await board.publish(1, says([2]))
+    await board.publish(1, report([2]))
     put_ephemeral = nodes.put_ephemeral
 
     async def put_own_without_an_answer(path, data, parent):
@@ -190,6 +190,6 @@ async def test_a_report_whose_write_had_no_known_outcome_is_published_again(monk
     with monkeypatch.context() as patched:
         patched.setattr(nodes, "put_ephemeral", put_own_without_an_answer)
         with pytest.raises(errors.CoordinatorOutcomeUnknown):
-            await board.publish(1, says([], [2]))
-    await board.publish(1, says([2]))
-    assert await board.read([1]) == {1: says([2])}
+            await board.publish(1, report([], [2]))
+    await board.publish(1, report([2]))
+    assert await board.read([1]) == {1: report([2])}

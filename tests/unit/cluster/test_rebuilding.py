@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tests.loops import on_virtual_loop
 from waltz_core import errors
+from waltz_core.access.client_ids import FIRST_ISSUED
 from waltz_core.cluster.change import rebuilding
 from waltz_core.cluster.change.creation import NewCluster, NewStorage
 from waltz_core.cluster.change.rebuilding import Log, choose
@@ -71,7 +72,7 @@ def test_a_copy_of_an_older_session_does_not_count():
     """A and B do not open their logs, so they seem to have none; D is left over from a move."""
     with pytest.raises(errors.BadRequest, match=r"\(C\).* only in older sessions: D\."):
         chosen({"C": log(5, 80), "D": log(3, 70)})
-    # The same from a replica that is behind: nothing distinguishes it from D.
+    # The same from a replica that lags: nothing distinguishes it from D.
     with pytest.raises(errors.BadRequest, match="from: C; only in older sessions: B"):
         chosen({"A": log(5, 80), "B": log(4, 70)}, unanswered=["C"])
     assert chosen({"A": log(5, 80), "C": log(5, 81), "D": log(3, 90)}).source == "C"
@@ -153,6 +154,7 @@ async def test_the_nodes_of_a_rebuilding_cannot_be_opened():
     await coordinator.create_for_rebuilding(new, 77)
     assert (await coordinator.read_cluster()).store.cluster_key == UUID(int=5)
     assert await coordinator.next_client_id() == 78
+    assert await coordinator.issued_ids.next() == FIRST_ISSUED + 77
     assignment = await coordinator.read_replica_assignment()
     assert assignment.partitions == {"h:10": (), "h:20": (), "h:30": ()}
     assert list((await coordinator.read_groups()).groups) == list(assignment.partitions)
@@ -170,7 +172,7 @@ async def test_the_nodes_of_a_rebuilding_cannot_be_opened():
     assert set(after.servers[1].values()) == {78}
 
 
-def test_other_partitions_are_not_waiting():
+def test_only_a_rebuilt_partition_that_is_not_open_waits():
     closed = model.ReplicaState(NO_SESSION, BEFORE_FIRST)
     waiting = model.PartitionMetadata(states={"A": closed})
     opened = model.PartitionMarker(model.MarkerState.OPEN)

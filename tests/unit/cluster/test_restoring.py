@@ -1,4 +1,4 @@
-"""The nodes of a restored cluster: first IDs of partitions, ids, and writes."""
+"""The nodes of a restored cluster: first IDs of partitions, IDs, and writes."""
 
 import asyncio
 from dataclasses import replace
@@ -8,6 +8,7 @@ import pytest
 
 from tests.loops import on_virtual_loop
 from tests.unit.cluster.test_backup import ACCESS, BACKUP, KEY, saved
+from waltz_core.access.client_ids import FIRST_ISSUED
 from waltz_core.cluster.change.backup import PartitionBackup
 from waltz_core.cluster.change.creation import STEP_BYTES_MAX, NewCluster, NewStorage
 from waltz_core.cluster.change.restoring import restored_cluster, restoring_steps
@@ -58,6 +59,7 @@ async def test_partitions_begin_after_their_ends_with_later_sessions_and_generat
     after = assign_partitions(before, {1: server}, cversion=1, partition_count=2)
     assert after.servers[1] == {0: IDS + 1, 1: IDS + 1}
     assert await coordinator.next_client_id() == IDS + 1
+    assert await coordinator.issued_ids.next() == FIRST_ISSUED + IDS
     assert (await coordinator.read_restored_from()).has(KEY.hex, {0: 7, 1: -1})
     assert not (await coordinator.read_restored_from()).has(KEY.hex, {0: 8})
 
@@ -68,6 +70,8 @@ async def test_counters_of_the_backup_that_are_above_the_clock_continue():
     view = await coordinator.read_partition(0)
     assert (view.metadata.session_id, view.metadata.generation) == (61, 4)
     assert await coordinator.next_client_id() == 42
+    later = replace(BACKUP, issued_client_id=FIRST_ISSUED + 50)
+    assert await (await restored(later, ids=1)).issued_ids.next() == FIRST_ISSUED + 51
 
 
 @on_virtual_loop

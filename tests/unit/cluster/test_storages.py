@@ -130,7 +130,7 @@ def test_a_storage_is_added_empty_and_in_a_group_of_its_own():
 
 
 @pytest.mark.parametrize(
-    ("address", "port", "said"),
+    ("address", "port", "problem"),
     [
         (A, 9, "is a storage of this cluster already"),
         ("host", 9, "no port"),
@@ -138,8 +138,8 @@ def test_a_storage_is_added_empty_and_in_a_group_of_its_own():
         (C, 0, "admin port"),
     ],
 )
-def test_an_invalid_storage_is_rejected(address, port, said):
-    with pytest.raises(errors.UsageError, match=said):
+def test_an_invalid_storage_is_rejected(address, port, problem):
+    with pytest.raises(errors.UsageError, match=problem):
         layout().with_storage(address, port, None)
 
 

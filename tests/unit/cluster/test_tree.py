@@ -103,7 +103,7 @@ async def test_nodes_created_meanwhile_are_deleted_too(it):
     other = it.zookeeper.session()
     new = [CreateNode("/w/new"), CreateNode("/w/new/deep")]
 
-    class Meddling:
+    class ConcurrentWriter:
         def __getattr__(self, name):
             return getattr(it.session, name)
 
@@ -112,7 +112,7 @@ async def test_nodes_created_meanwhile_are_deleted_too(it):
                 await other.write([new.pop(0)])
             return await it.session.write(operations)
 
-    await tree.delete_tree(Meddling(), "/w")
+    await tree.delete_tree(ConcurrentWriter(), "/w")
     assert new == []
     assert set(it.zookeeper.dump()) == {"/"}
 
@@ -122,7 +122,7 @@ async def test_deleting_a_cluster_under_constant_writes_fails_but_leaves_no_clus
     coordinator = await it.cluster("/w")
     other, numbers = it.zookeeper.session(), iter(range(1_000))
 
-    class Meddling:
+    class ConcurrentWriter:
         def __getattr__(self, name):
             return getattr(it.session, name)
 
@@ -132,7 +132,7 @@ async def test_deleting_a_cluster_under_constant_writes_fails_but_leaves_no_clus
             return await it.session.write(operations)
 
     with pytest.raises(errors.CoordinatorConflict, match="is written to while it is deleted"):
-        await tree.delete_tree(Meddling(), "/w")
+        await tree.delete_tree(ConcurrentWriter(), "/w")
     assert it.zookeeper.dump()["/w"] == b""
     with pytest.raises(errors.BadConfig, match="no cluster at root /w"):
         await coordinator.read_cluster()

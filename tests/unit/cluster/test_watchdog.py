@@ -6,7 +6,7 @@ TIMEOUT_MS = 3_000
 
 
 def asked_every(watchdog: Watchdog, first_ms: int, last_ms: int) -> list[int]:
-    """Ask as kazoo's thread does, three times in a timeout; return when it may not go on."""
+    """Query the watchdog as kazoo's thread does, three times per timeout, until it objects."""
     times = range(first_ms, last_ms + 1, TIMEOUT_MS // 3)
     return [now_ms for now_ms in times if not watchdog.may_keep_session(now_ms)]
 

@@ -24,7 +24,7 @@ def test_scenario(check_scenario):
 
 @on_virtual_loop
 async def test_an_attempt_continues_by_the_current_znode(monkeypatch):
-    """The server of the session may be behind: what it shows is only the present after a sync."""
+    """The ZooKeeper server of the session may lag: its state is current only after a sync."""
     _, session, coordinator = await with_cluster()
     writes, calls = coordinator.writes, []
     await writes.begin("w", MARKS, 5)
@@ -39,7 +39,7 @@ async def test_an_attempt_continues_by_the_current_znode(monkeypatch):
 
 @on_virtual_loop
 async def test_a_paused_task_does_not_begin_a_write_that_was_removed_meanwhile(monkeypatch):
-    """It had looked for later writes, and found none. Its rows would enter the log once more."""
+    """It had found no later writes before the pause. Its rows would enter the log again."""
     world, paused, its = await with_cluster()
     other = Coordinator(await world.znodes(), ROOT).writes
     await other.begin("s-5", MARKS, 5, in_series=True)
@@ -62,7 +62,7 @@ async def test_a_paused_task_does_not_begin_a_write_that_was_removed_meanwhile(m
 @pytest.mark.parametrize("writes_before", [0, 1, 2])
 @on_virtual_loop
 async def test_an_expired_write_that_was_restarted_is_not_removed(monkeypatch, writes_before):
-    """Its tasks would get other client ids, and append their rows once more."""
+    """Its tasks would get other client IDs, and append their rows once more."""
     world, paused, its = await with_cluster()
     coordinator = Coordinator(await world.znodes(), ROOT)
     other, left = coordinator.writes, [writes_before]
@@ -89,7 +89,7 @@ async def test_an_expired_write_that_was_restarted_is_not_removed(monkeypatch, w
 
 @on_virtual_loop
 async def test_a_write_is_over_before_its_tasks_are_removed(monkeypatch):
-    """Else a task that enters meanwhile would have another client id than it had before."""
+    """Else a task that enters meanwhile would have another client ID than it had before."""
     _, session, coordinator = await with_cluster()
     writes, removals = coordinator.writes, []
     await writes.begin("w", MARKS, 5)
@@ -150,12 +150,12 @@ RUNS = st.lists(st.text(max_size=20), max_size=5).map(tuple)
     st.builds(WriteState, NUMBERS, st.integers(0, 1 << 50), st.none() | SUMMARIES)
     | st.builds(TaskState, st.integers(1, 1 << 30), st.integers(1, 1 << 40), RUNS)
 )
-def test_a_write_and_a_task_survive_their_bytes(state):
+def test_a_write_and_a_task_round_trip(state):
     assert type(state).from_bytes(state.to_bytes()) == state
 
 
 def test_a_write_of_format_1_is_read_and_kept_for_a_year():
-    """It says when it may be forgotten, by the clock of the driver that wrote it."""
+    """It states the time of its removal, by the clock of the driver that wrote it."""
     old = (
         b'{"format":1,"marks":{"0":41},"keep_until_ms":1795472000000,'
         b'"summary":{"committed":7,"rejected":0,"retry":0}}'

@@ -34,7 +34,7 @@ def test_a_connect_string_sets_hosts_root_authentication_and_tls(text, expected)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "problem"),
     [
         ("", "the connect string is empty"),
         ("  ", "the connect string is empty"),
@@ -80,10 +80,10 @@ def test_a_connect_string_sets_hosts_root_authentication_and_tls(text, expected)
         ("?auth=f", "the connect string is empty"),
     ],
 )
-def test_a_bad_argument_is_reported_with_a_good_example(text, said):
+def test_a_bad_argument_is_reported_with_a_good_example(text, problem):
     with pytest.raises(BadConfig) as caught:
         parse_connect_string(text)
-    assert said in str(caught.value)
+    assert problem in str(caught.value)
     assert "zk1:2181,zk2:2181/waltz/payments" in str(caught.value)
     assert "\n" not in str(caught.value)
 

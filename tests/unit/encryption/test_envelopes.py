@@ -89,7 +89,7 @@ def test_a_key_id_that_leads_elsewhere_is_never_looked_up() -> None:
         assert reader.is_ready(envelope)
 
 
-def test_a_replaced_key_is_a_reason() -> None:
+def test_a_replaced_key_is_reported_as_the_reason() -> None:
     envelope = encryption().encrypt(b"x", **PLACE)
     found = encryption({"a": bytes(32)}).decrypt(envelope, **PLACE)
     assert "the key was replaced" in reason(found)

@@ -106,7 +106,7 @@ def test_mount_and_feed_errors_become_not_ready(
     original = mounted()
     feed = messages.FeedRequest(req(1), -1)
     assert refused(original, feed, error) == MountResponse(req(1), NOT_READY)
-    # Once: what comes of it later is the answer to its next mount.
+    # Once: later the client gets the answer to its next mount.
     assert refused(original, feed, error) is None
     assert translated(original, result(7, Reason.NOT_MOUNTED)) is None
     original.note_request(messages.MountRequest(req(8), -1, 0), 0.0)
@@ -128,7 +128,9 @@ def test_errors_that_close_a_0_13_connection_close_ours(error: errors.WaltzError
 
 def test_requests_that_waltz_0_13_rejects_end_the_connection() -> None:
     for request in (
-        messages.MountRequest(req(1), -2, 0),  # means something to us, and nothing to an original
+        messages.MountRequest(
+            req(1), -2, 0
+        ),  # has a meaning for this version, and none for a 0.13 client
         messages.AddPreferredRequest(req(0), ()),
         messages.RemovePreferredRequest(req(0), ()),
     ):
@@ -143,7 +145,7 @@ def test_requests_that_waltz_0_13_rejects_end_the_connection() -> None:
 # --- appends
 
 
-def test_only_the_feed_reports_commits_and_what_a_flush_finds_is_left_to_it() -> None:
+def test_only_the_feed_reports_commits_even_those_that_a_flush_finds() -> None:
     for reason in (Reason.COMMITTED, Reason.OVERLOADED):
         assert translated(mounted(), result(2, reason)) is None
     assert isinstance(translated(mounted(), result(2, Reason.TOO_LARGE)), InexpressibleError)
@@ -308,13 +310,13 @@ def questions_of(version: int) -> list[ClientMessage]:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_answer_can_be_expressed_in_the_clients_version(version: int) -> None:
-    said: list[Any] = [translated(mounted(version), result(2, reason, 3)) for reason in Reason]
+    responses: list[Any] = [translated(mounted(version), result(2, reason, 3)) for reason in Reason]
     for question in questions_of(version):
         for error in all_errors():
-            said.append(refused(mounted(version), question, error))
-            said.append(refused(LegacyClientAdapter(version), question, error))
+            responses.append(refused(mounted(version), question, error))
+            responses.append(refused(LegacyClientAdapter(version), question, error))
     assert len(all_errors()) > 30
-    for each in said:
+    for each in responses:
         assert not isinstance(each, messages.ErrorResponse)
         if isinstance(each, ClientMessage):
             assert codec.encode(each, version)

@@ -15,9 +15,9 @@ IN_MEMORY_CONFIG = ClientConfig(
     retry_interval_ms_max=100,
     mount_timeout_ms=3_000,
 )
-# An original keeps what is in flight to itself.
+# A 0.13 server does not report appends in flight.
 NOT_THERE = (
-    client_contract.what_was_refused_for_what_is_in_flight_may_follow_it,
+    client_contract.an_append_rejected_for_one_in_flight_may_follow_it,
     client_contract.a_dependent_append_is_not_ahead_of_other_locks,
 )
 

@@ -40,7 +40,7 @@ def append(sequence, mark=-1):
 
 
 class Table:
-    """A partition at an original, and what both sides of it have received."""
+    """A partition at a 0.13 server, and the messages that both sides have received."""
 
     def __init__(self):
         self.partition = LegacyServerPartition(0)
@@ -97,7 +97,7 @@ def fed(transaction_id, req_id, header=0):
 
 
 def outcomes(result):
-    """Return ids, reasons and conflicting ids of an append's result."""
+    """Return IDs, reasons and conflicting IDs of an append's result."""
     count = len(result.reasons)
     ids = list(struct.unpack(f">{count}q", result.transaction_ids))
     return (
@@ -294,7 +294,7 @@ def test_dropped_appends_are_reported_after_flush_feed_and_proof(mounted):
         (mine(1), [Reason.NOT_MOUNTED]),
         (mine(2), [Reason.NOT_MOUNTED]),
     ]
-    # The third one came behind the flush, which says nothing of it.
+    # The third one arrived after the flush, which does not cover it.
     assert [outcomes(each)[0] for each in mounted.receive(fed(11, mine(3)))] == [[11]]
 
 
@@ -346,7 +346,7 @@ def test_the_servers_own_mark_is_requested_again(mounted):
     assert mounted.wake() == [m.HighWaterMarkRequest(mine(2))]
     mounted.now_ms = FLUSH_AFTER_MS
     assert mounted.wake() == [m.HighWaterMarkRequest(mine(2)), m.FlushRequest(mine(1))]
-    # Every question is answered in the end, and the row is refused once.
+    # In the end every request is answered, and the row is rejected once.
     answer = m.HighWaterMarkResponse(mine(2), 10)
     assert mounted.receive(answer, answer) == []
     assert len(mounted.proofs) == 1
@@ -389,9 +389,9 @@ def test_the_feed_is_granted_as_far_as_the_stream_requests(table):
     translated = table.receive(fed(10, theirs(1)), m.FeedSuspended(MOUNT))
     assert [type(each) for each in translated] == [m.FeedBatch, m.FeedSuspended]
     assert table.sent == []
-    # What is under way needs it, whatever the stream wants.
+    # Appends in flight need it, even if the stream does not.
     assert table.say(append(1)) == [append(1), m.FeedRequest(MOUNT, 10)]
-    # The end of that is not passed to the stream, which has not asked for it.
+    # The stream is not notified of its end, because it has not requested it.
     assert table.receive(m.FeedSuspended(MOUNT)) == []
 
 

@@ -31,7 +31,7 @@ IN_MEMORY_CONFIG = ClientConfig(
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    """Ask for a flush soon, where an original's client would wait for five seconds."""
+    """Request a flush soon; a 0.13 client would wait for five seconds."""
     monkeypatch.setattr(legacy_server_stream, "FLUSH_AFTER_MS", 100)
 
 
@@ -51,7 +51,7 @@ def datas_of(cluster):
 
 
 async def results_of(futures):
-    """Return each outcome: an id, or the error."""
+    """Return each outcome: an ID, or the error."""
     await asyncio.wait(futures)
     return [each.exception() or each.result() for each in futures]
 

@@ -43,20 +43,20 @@ def test_a_wrong_index_becomes_the_one_that_the_storage_wrote(disk, hurt):
     hurt(disk)
     before = disk.files()
     dry = repair_index(disk, SEGMENT, dry_run=True)
-    assert not dry.is_right
+    assert not dry.is_valid
     assert disk.files() == before
     assert repair_index(disk, SEGMENT, dry_run=False) == dry
     assert disk.content(INDEX) == good
     assert disk.open_count == 0
     disk.power_loss(Survival.NOTHING, Random(1))
     assert disk.content(INDEX) == good, "it was durable"
-    assert repair_index(disk, SEGMENT, dry_run=False).is_right
+    assert repair_index(disk, SEGMENT, dry_run=False).is_valid
 
 
-def test_an_index_that_is_right_is_left_alone(disk):
+def test_a_correct_index_is_unchanged(disk):
     before = disk.step_count
     found = repair_index(disk, SEGMENT, dry_run=False)
-    assert (found.is_right, found.entries, found.old_entries) == (True, 13, 13)
+    assert (found.is_valid, found.entries, found.old_entries) == (True, 13, 13)
     assert disk.step_count == before
 
 
@@ -106,7 +106,7 @@ def test_entries_of_records_that_cannot_be_read_are_kept(disk, lost, wrong_entry
     assert disk.content(INDEX) == good
 
 
-def test_entries_that_cannot_be_true_become_the_beginning_of_the_damage(disk):
+def test_impossible_entries_become_the_beginning_of_the_damage(disk):
     good = disk.content(INDEX)
     disk.overwrite(SEGMENT, 200, bytes(150))
     kept = repair_index(disk, SEGMENT, dry_run=True).kept

@@ -6,7 +6,7 @@ import pytest
 
 from tests.storage_model import record
 from waltz_core.offline import records
-from waltz_core.offline.records import Gap, RecordRun, fields, is_right, walk
+from waltz_core.offline.records import Gap, RecordRun, fields, is_valid, walk
 
 
 class Bytes:
@@ -31,7 +31,7 @@ def some(count, first=0, seed=1):
 
 
 def ids(parts):
-    """Ids of readable records, in order, and the gaps."""
+    """IDs of readable records, in order, and the gaps."""
     parts = list(parts)
     runs = [one for one in parts if isinstance(one, RecordRun)]
     found = [one.first + position for one in runs for position in range(one.length)]
@@ -44,7 +44,7 @@ def test_all_records_come_in_order_with_their_bytes():
     assert (run.first, run.offset, run.length) == (7, 128, 50)
     taken = [run.data[a:b] for a, b in zip(run.bounds, run.bounds[1:], strict=False)]
     assert taken == made
-    assert all(is_right(one) for one in taken)
+    assert all(is_valid(one) for one in taken)
     assert [fields(one).transaction_id for one in taken] == list(range(7, 57))
 
 
@@ -70,7 +70,7 @@ def test_blocks_bound_what_is_in_memory_but_a_larger_record_is_read_whole(monkey
 
 @pytest.mark.parametrize("block", [200, 1 << 20])
 @pytest.mark.parametrize("seed", range(10))
-def test_a_gap_ends_at_the_next_right_record(monkeypatch, seed, block):
+def test_a_gap_ends_at_the_next_valid_record(monkeypatch, seed, block):
     monkeypatch.setattr(records, "BLOCK_BYTES", block)
     rng = Random(seed)
     made = some(30, seed=seed)
@@ -99,11 +99,11 @@ def test_a_wrong_crc_alone_is_left_to_the_caller():
     hurt[len(made[0]) + 36] ^= 1
     (run,) = walk(Bytes(bytes(hurt)), 0)
     assert run.length == 5
-    assert not is_right(run.data[run.bounds[1] : run.bounds[2]])
+    assert not is_valid(run.data[run.bounds[1] : run.bounds[2]])
 
 
 def test_a_record_inside_the_data_of_a_record_is_not_found():
-    """Its id and its CRC are right; but what leads to it is whole, so that no check looks there."""
+    """Its ID and CRC are correct, but the record around it is intact, so no search begins there."""
     made = [record(0, record(1, b"bait")), record(1, b"true")]
     (run,) = walk(Bytes(b"".join(made)), 0)
     assert run.length == 2

@@ -198,8 +198,8 @@ KINDS = RECORDS | OTHER_FILES
 def test_each_kind_of_damage_is_reported_where_it_is_and_nothing_else(storage, hurt, sentences):
     hurt(storage)
     wrong, _ = found(storage)
-    for said, sentence in zip(wrong, sentences, strict=False):
-        assert said.startswith(sentence)
+    for found_text, sentence in zip(wrong, sentences, strict=False):
+        assert found_text.startswith(sentence)
     assert len(wrong) == len(sentences), wrong
 
 
@@ -210,7 +210,7 @@ def test_records_of_another_history_are_found_by_the_chain(tmp_path, storage):
     record = world.records[4]
     assert record in path.read_bytes()
     assert verified(other).findings.wrong == 0
-    # A record that is right by itself, of the right id and size, that was never in this log.
+    # A record that is right by itself, of the right ID and size, that was never in this log.
     made = make_record(4, bytes(len(record) - 40))
     patch(path, path.read_bytes().index(record), made)
     wrong, _ = found(other)
@@ -271,11 +271,11 @@ def test_records_may_have_no_batches_if_the_slot_states_it(storage):
     ends = f"{THREE}.chn: the batches do not cover records 23..35"
     assert found(storage) == ([], [ends, f"{SLOTS}: {writes}"])
     write_slot(storage, acked=Marker(36, UNBATCHED))
-    said = f"{SLOTS}: expected a log up to the acked ID 36, found it to end at 35"
-    assert found(storage)[0] == [said]
+    found_text = f"{SLOTS}: expected a log up to the acked ID 36, found it to end at 35"
+    assert found(storage)[0] == [found_text]
 
 
-def test_slots_in_each_others_place_are_invalid(storage):
+def test_swapped_slots_are_invalid(storage):
     data = (storage / SLOTS).read_bytes()
     (storage / SLOTS).write_bytes(data[4096:] + data[:4096])
     wrong, _ = found(storage)
@@ -399,8 +399,8 @@ def test_bytes_after_the_end_of_a_file_are_a_fault_only_in_a_closed_log(tmp_path
     ):
         path.write_bytes(path.read_bytes() + spare)
     wrong, notes = found(directory)
-    said = [one for one in (wrong if is_closed else notes) if one.startswith(ONE)]
-    assert [one.partition(": ")[0] for one in said] == [
+    found_text = [one for one in (wrong if is_closed else notes) if one.startswith(ONE)]
+    assert [one.partition(": ")[0] for one in found_text] == [
         f"{ONE}.seg at 901",
         f"{ONE}.chn at 256",
         f"{ONE}.idx at 216",

@@ -66,14 +66,14 @@ def test_a_server_that_does_not_answer_or_serve(case):
     assert text(case) == f"server {TWO} cannot reach storage {C}"
 
 
-def test_a_storage_that_does_not_answer_for_itself(case):
+def test_a_storage_without_its_registered_identity_or_an_answer(case):
     never = (
         f"storage {A} has never started, or is a Waltz 0.13 storage: its identity is not registered"
     )
     case.storage(A, registered_id=None, storage_id="aa")
     assert text(case) == never
     case.storage(A, storage_id=None)
-    assert failed(case) == []  # an original, and a well one
+    assert failed(case) == []  # a 0.13 storage, and a healthy one
     case.storage(A, failure="refused")
     both = [each.text for each in check(case.facts.cluster, (0, 1))]
     assert both == [never, f"storage {A} does not answer: refused"]

@@ -49,7 +49,9 @@ def test_trusted_replicas_can_confirm(case):
     assert standing(case).suspects == [A, B]
     assert standing(case).has_no_trusted_quorum
     case.storage(C, failure="refused", replicas={})
-    assert not standing(case).has_no_trusted_quorum  # a storage that may know is only away
+    assert not standing(
+        case
+    ).has_no_trusted_quorum  # a storage that may have the log is only unavailable
 
 
 def test_the_newest_session_of_the_replicas(case):

@@ -45,7 +45,7 @@ ENGAGED = ReplicaState(7, UNRESOLVED)
 
 
 def diagnose(facts):
-    """Return what is found; every command of it can be given as it is printed."""
+    """Return the findings; every printed command must be valid."""
     found = diagnosis.diagnose(facts)
     for each in found:
         check_understood(each.command)
@@ -86,7 +86,7 @@ def healthy():
 
 
 class Case:
-    """A cluster that is healthy until something of it is changed."""
+    """A cluster that is healthy until a test changes something."""
 
     def __init__(self):
         self.facts = healthy()
@@ -178,7 +178,7 @@ def test_a_process_that_does_not_run_is_reported_once_and_by_name(case):
     case.local(MemberFacts("storage-1", A, "stopped", 78))
     found = case.the_only("process-stopped")
     assert found.command == "kill -CONT 78"
-    # One that runs and says nothing is ended first.
+    # One that runs and does not answer is stopped first.
     case.local(MemberFacts("storage-1", A, "up", 79))
     case.storage(A, is_silent=True)
     assert case.the_only("storage-silent").command == (
@@ -210,15 +210,15 @@ def test_a_server_that_does_not_answer(case):
 
 def test_a_cluster_that_uses_tls_and_a_doctor_that_does_not(case):
     """No process must be ended for it, and of partitions nothing is known."""
-    said = "expected plain TCP, found TLS"
+    mismatch = "expected plain TCP, found TLS"
     for number in (1, 2):
-        case.server(number, failure=said, is_tls_mismatch=True, served={})
+        case.server(number, failure=mismatch, is_tls_mismatch=True, served={})
     for address in (A, B, C, SPARE):
-        case.storage(address, failure=said, is_tls_mismatch=True, replicas={})
+        case.storage(address, failure=mismatch, is_tls_mismatch=True, replicas={})
     case.facts = replace(case.facts, connect=f"{CONNECT}?auth=/etc/zk")
     found = diagnose(case.facts)
     assert [each.name for each in found] == ["server-tls-failed"] * 2 + ["storage-tls-failed"] * 4
-    assert all(said in each.sentence for each in found)
+    assert all(mismatch in each.sentence for each in found)
     command = f"waltz-core doctor --connect '{CONNECT}?auth=/etc/zk&tls=FILE'"
     assert {each.command for each in found} == {command}
 
@@ -323,7 +323,7 @@ def test_a_storage_with_another_identity_at_the_address(case):
     assert found.command == f"waltz-core cluster replace-storage {A} {A} --connect {CONNECT}"
     case.storage(A, is_of_cluster=False)
     assert case.the_only("storage-cluster-mismatch").about == A
-    # It lets no server of this cluster in, which is not the network's fault.
+    # It rejects all servers of this cluster; the network is not the cause.
     case.server(1, out_of_reach=(A,))
     assert case.the_only("storage-cluster-mismatch").about == A
 
@@ -560,7 +560,7 @@ def test_replicas_that_are_too_few_or_in_the_wrong_places(case):
     assert {each.command for each in diagnose(case.facts)} == {
         f"waltz-core cluster auto-assign --connect {CONNECT}"
     }
-    # Where the only storage of a group has no room, its replicas would come back to it.
+    # If the only storage of a group is full, its replicas would return to it.
     case.storage(SPARE, space=SpaceFacts(5 << 20, True))
     assert {each.command for each in diagnose(case.facts)} == {
         f"waltz-core cluster add-storage HOST:PORT --group 3 --connect {CONNECT}"

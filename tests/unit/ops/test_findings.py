@@ -30,7 +30,7 @@ def test_a_finding_shows_the_value_of_each_field(name):
     )
 
 
-# What a row's fields may be. Whole commands are made by the diagnosis, whose tests check them.
+# Values of a row's fields. The diagnosis composes whole commands; its tests check them.
 VALUES = {
     "connect": "zk1:2181/waltz/payments",
     "scheme_free": "'zk1:2181/waltz/payments?tls=FILE'",
@@ -48,7 +48,7 @@ COMPOSED = {"start", "move", "empty", "rebuild", "spread"}
 
 
 @pytest.mark.parametrize("name", list(KINDS))
-def test_a_command_is_understood(name):
+def test_a_printed_command_can_be_parsed(name):
     command = KINDS[name].command
     if command.strip("{}") not in COMPOSED:
         check_understood(command.format_map(VALUES))

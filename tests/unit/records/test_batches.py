@@ -131,7 +131,7 @@ def test_the_encoding_of_a_batch_does_not_depend_on_the_environment(
     assert bytes(batches.encode_append_arrow(rows)) == bytes(usual)
 
 
-def test_checksums_that_were_made_before_are_sent_as_they_are() -> None:
+def test_precomputed_checksums_are_sent_unchanged() -> None:
     """The server finds what has changed in a row since."""
     data = pa.array([b"a", b"b" * 5_000])
     rows = pa.RecordBatch.from_pydict({"data": data, "crc": batches.data_crcs(data)})
@@ -166,7 +166,7 @@ def test_the_crc_of_each_row_of_a_slice(rows: list[bytes], data: st.DataObject) 
 
 
 @pytest.mark.parametrize(
-    ("columns", "says"),
+    ("columns", "problem"),
     [
         ({"header": [1]}, "expected data"),
         ({"data": [b""], "crc": ["x"]}, "column crc: expected uint32, found string"),
@@ -182,14 +182,14 @@ def test_the_crc_of_each_row_of_a_slice(rows: list[bytes], data: st.DataObject) 
     ],
 )
 def test_columns_that_are_rejected_before_they_are_sent(
-    columns: dict[str, list[object]], says: str
+    columns: dict[str, list[object]], problem: str
 ) -> None:
     rows = pa.RecordBatch.from_pydict({name: pa.array(c) for name, c in columns.items()})
-    with pytest.raises(BadRequest, match=says):
+    with pytest.raises(BadRequest, match=problem):
         batches.encode_append_arrow(rows)
 
 
-def test_a_column_that_is_there_twice_is_rejected() -> None:
+def test_a_duplicate_column_is_rejected() -> None:
     columns = [pa.array([b"one"]), pa.array([b"other"])]
     rows = pa.RecordBatch.from_arrays(columns, names=["data", "data"])
     with pytest.raises(BadRequest, match="each once, found"):
@@ -248,7 +248,7 @@ def test_the_unchanged_stream_is_decoded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "column", "says"),
+    ("place", "column", "problem"),
     [
         (0, [1, None], "column header: 1 nulls"),
         (1, [b"x", None], "column data: 1 nulls"),
@@ -258,9 +258,9 @@ def test_the_unchanged_stream_is_decoded() -> None:
         (3, [[1], [None]], "a lock is null"),
     ],
 )
-def test_contents_that_are_rejected(place: int, column: list[object], says: str) -> None:
+def test_contents_that_are_rejected(place: int, column: list[object], problem: str) -> None:
     columns = [*GOOD[:place], column, *GOOD[place + 1 :]]
-    with pytest.raises(BadRequest, match=says):
+    with pytest.raises(BadRequest, match=problem):
         decode(stream(batches.APPEND_SCHEMA, *columns))
 
 
@@ -328,7 +328,7 @@ WIDE = pa.schema([(f"column-{i}", pa.int32()) for i in range(1000)])
 
 
 @pytest.mark.parametrize(
-    ("payload", "says"),
+    ("payload", "problem"),
     [
         (stream(batches.APPEND_SCHEMA, [], [], [], [], [], []), "at least one row"),
         (stream(batches.APPEND_SCHEMA_WITH_MARKS, *GOOD, [5, -2]), "found -2"),
@@ -347,8 +347,8 @@ WIDE = pa.schema([(f"column-{i}", pa.int32()) for i in range(1000)])
         (b"ARROW1", "append batch"),
     ],
 )
-def test_other_streams_are_rejected(payload: bytes, says: str) -> None:
-    with pytest.raises(BadRequest, match=says):
+def test_other_streams_are_rejected(payload: bytes, problem: str) -> None:
+    with pytest.raises(BadRequest, match=problem):
         decode(payload)
 
 

@@ -52,7 +52,7 @@ def test_the_bytes_of_a_block():
     assert found.end_before == LogEnd(4, b"b" * 16)
 
 
-def test_the_bytes_of_a_block_that_reports_its_writers_apart():
+def test_the_bytes_of_a_block_with_distances():
     made = encode(5, LogEnd(6, b"c" * 16), b"b" * 16, locks_of(-1, 258), b"\1\0")
     assert made[:14] == bytes.fromhex("ffffffff00000102") + b"\1\0" + b"WLB2"
     assert len(made) == 10 + TRAILER_BYTES
@@ -123,7 +123,7 @@ def test_a_correct_crc_without_a_block_ends_the_walk(mark, first, last):
 
 
 @given(data=st.binary(max_size=300), last=st.integers(-1, 5))
-def test_noise_is_not_trusted(data, last):
+def test_random_bytes_are_not_trusted(data, last):
     assert trusted(data, end(last)) == []
 
 
@@ -131,7 +131,7 @@ def test_noise_is_not_trusted(data, last):
     sizes=st.lists(st.integers(1, 3), min_size=1, max_size=6),
     damage=st.data(),
 )
-def test_spoiled_answers_leave_the_rest_correct_and_complete(sizes, damage):
+def test_damaged_answers_leave_the_rest_correct_and_complete(sizes, damage):
     parts, first = [], 0
     for size in sizes:
         parts.append(

@@ -47,7 +47,7 @@ def run_of(rows: list[bytes], first: int = 0) -> tuple[bytes, raw_records.I64]:
 
 
 def by_arrays() -> AbstractContextManager[int]:
-    """Have few records looked at by whole arrays, as many are."""
+    """Process few records with arrays, like many records."""
     return mock.patch.object(raw_records, "ONE_BY_ONE_MAX", 0)
 
 
@@ -90,17 +90,17 @@ def test_an_intact_run_has_no_bad_record_and_a_flipped_bit_is_found_in_its_own(
     place = data.draw(st.integers(0, len(records) - 1))
     damaged = bytearray(records)
     damaged[place] ^= 1 << data.draw(st.integers(0, 7))
-    guilty = int(np.searchsorted(np.cumsum(lengths), place, side="right"))
-    assert raw_records.first_bad_record(bytes(damaged), lengths) == guilty
+    bad_record = int(np.searchsorted(np.cumsum(lengths), place, side="right"))
+    assert raw_records.first_bad_record(bytes(damaged), lengths) == bad_record
     with by_arrays():
-        assert raw_records.first_bad_record(bytes(damaged), lengths) == guilty
+        assert raw_records.first_bad_record(bytes(damaged), lengths) == bad_record
 
 
 @given(datas, st.data())
 def test_crcs_are_proven_exactly_where_no_record_is_wrong(
     rows: list[bytes], data: st.DataObject
 ) -> None:
-    """The one look of an append against the two functions that name what is wrong."""
+    """The single check of an append must agree with the two functions that name the fault."""
     first = TransactionId(data.draw(st.integers(0, 5)))
     records, lengths = run_of(rows, first=data.draw(st.integers(0, 5)))
     changed = bytearray(records)
@@ -158,7 +158,7 @@ def test_the_first_of_several_bad_records_is_named() -> None:
     assert raw_records.first_bad_record(bytes(damaged), lengths) == 1
 
 
-def test_lengths_that_cut_records_elsewhere_are_found() -> None:
+def test_wrong_record_lengths_are_found() -> None:
     """The bytes are intact, the run's lengths are not those of its records."""
     records, lengths = run_of([b"aa", b"bb"])
     shifted = lengths + np.array([1, -1])
@@ -200,7 +200,7 @@ def test_a_record_of_waltz_0_13_may_be_larger_than_ours() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "total", "says"),
+    ("values", "total", "problem"),
     [
         ([47, 39], 86, "at least 40"),
         ([47, -1], 46, "at least 40"),
@@ -208,9 +208,9 @@ def test_a_record_of_waltz_0_13_may_be_larger_than_ours() -> None:
         ([47, 47], 95, "add up to 94, found 95"),
     ],
 )
-def test_impossible_lengths(values: list[int], total: int, says: str) -> None:
+def test_impossible_lengths(values: list[int], total: int, problem: str) -> None:
     packed = struct.pack(f">{len(values)}i", *values)
-    with pytest.raises(BadFormat, match=says):
+    with pytest.raises(BadFormat, match=problem):
         raw_records.lengths_from_wire(packed, total)
 
 
@@ -257,7 +257,7 @@ def test_an_id_has_the_commit_stamp_of_its_run(
     assert raw_records.stamps_of(ids, stamps).tolist() == expected
 
 
-def test_stamps_in_no_order_do_no_harm() -> None:
+def test_unordered_stamps_do_no_harm() -> None:
     ids = np.arange(9)
     assert raw_records.stamps_of(ids, [(6, 7, 1), (2, 3, 2), (0, 8, 3)]).size == ids.size
 

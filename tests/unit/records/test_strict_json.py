@@ -2,10 +2,11 @@
 
 import json
 import math
+from collections.abc import Callable
 
 import pytest
 
-from waltz_core.records.strict_json import from_json, to_json
+from waltz_core.records.strict_json import exact_from_json, from_json, to_json
 
 
 def test_json_values_round_trip() -> None:
@@ -46,6 +47,23 @@ def test_words_that_json_does_not_have_are_named_with_their_place(text: str, sen
     with pytest.raises(ValueError, match="neither NaN nor infinities") as caught:
         from_json(text.encode())
     assert str(caught.value).startswith(sentence)
+
+
+@pytest.mark.parametrize("decode", [from_json, exact_from_json])
+def test_half_a_character_is_rejected_with_its_place(decode: Callable[[bytes], object]) -> None:
+    assert decode(rb'["\ud83d\ude00", "\\ud800"]') == ["\U0001f600", r"\ud800"]
+    for text, where in (
+        (rb'{"a": [1, "\udfff"]}', "$.a[1]"),
+        (rb'{"a": {"\uD83d": 1}}', "a key of $.a"),
+        (rb'"\ude00\ud83d"', "$"),
+    ):
+        with pytest.raises(ValueError, match="found half a character") as caught:
+            decode(text)
+        assert f" at {where};" in str(caught.value)
+    with pytest.raises(ValueError, match="can't decode"):
+        decode(b'"\xed\xa0\x80"')
+    with pytest.raises(ValueError, match=r"half a character \(a surrogate\) at \$\.a;"):
+        to_json({"a": "\ud800"})
 
 
 @pytest.mark.parametrize("inside", ["1", "NaN"])

@@ -1,4 +1,4 @@
-"""A bench whose owner archives, and the reports of replicas about its attempts."""
+"""A bench with an owner that archives, and replicas that report on its attempts."""
 
 from dataclasses import replace
 
@@ -118,7 +118,7 @@ def next_owner_of(bench):
     other = ArchivingBench(*bench.names)
     other.storages, other.storage_ids = bench.storages, bench.storage_ids
     other.store = other._new_store(replace(ARCHIVING, archive_interval_ms=0))
-    other.look_at_zookeeper_of(bench)
+    other.check_replica_states(bench)
     other.own(generation=2)
     other.reopen()
     return other

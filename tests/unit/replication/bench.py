@@ -1,7 +1,7 @@
 """A bench for a partition's machine: modeled storages and ZooKeeper, stepped by the test.
 
-Nothing happens until the test says so: `deliver` hands one storage its next request and the machine
-its answer, `run` lets everything go on until nothing is left to do.
+The test controls every step: `deliver` gives one storage its next request and the machine the
+answer, `run` continues until no work is left.
 """
 
 from collections import deque
@@ -79,7 +79,7 @@ class Bench:
         self.step(session_events.TakeOwnership(generation, tuple(replicas or self.names)))
 
     def wait(self, ms):
-        """Let time pass, in the steps that the machine asks for."""
+        """Advance the time, in the steps that the machine requests."""
         end_ms = self.now_ms + ms
         while True:
             at_ms = self.store.wake_at_ms
@@ -168,7 +168,7 @@ class Bench:
         assert self.store.open_session is not None
 
     def decide(self):
-        """Own the partition, up to the question whether ZooKeeper takes the decided states."""
+        """Own the partition, up to the write of the decided states to ZooKeeper."""
         self.own()
         self.ask_zookeeper()
         self.ask_zookeeper()
@@ -176,7 +176,7 @@ class Bench:
         assert isinstance(self.questions[0], session_events.WriteMetadata)
 
     def step_until(self, is_reached):
-        """Take one step after another until a condition holds."""
+        """Step until a condition holds."""
         while not is_reached():
             if self.dials:
                 self.connect()
@@ -195,7 +195,7 @@ class Bench:
         raise AssertionError("no session opens")
 
     def submit(self, count=1):
-        """Append one batch; return its last id."""
+        """Append one batch; return its last ID."""
         payloads = list(range(self.numbers, self.numbers + count))
         self.numbers += count
         batch = make_batch(self.store.next_transaction_id, payloads, self.now_ms)
@@ -223,14 +223,14 @@ class Bench:
         other = Bench(*self.names)
         other.storages, other.storage_ids = self.storages, self.storage_ids
         other.store = other._new_store(other.limits)
-        other.look_at_zookeeper_of(self)
+        other.check_replica_states(self)
         return other
 
-    def look_at_zookeeper_of(self, other):
+    def check_replica_states(self, other):
         self.metadata, self.metadata_version = other.metadata, other.metadata_version
         self.marker, self.marker_version = other.marker, other.marker_version
 
-    # --- what was said
+    # --- what was reported
 
     def all_reported(self, kind):
         return [one for one in self.reported if isinstance(one, kind)]

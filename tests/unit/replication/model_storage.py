@@ -1,7 +1,7 @@
 """A modeled storage: promises, appends, reads and rejections as replication sees them.
 
-It stands for the real storage on replication's bench: a few dozen records in memory, and fields
-that a test may set to whatever a disk may have come to.
+It replaces the real storage on replication's bench: a few dozen records in memory, and fields
+that a test sets to any state of a disk.
 """
 
 import struct
@@ -71,9 +71,9 @@ class Disk:
 
 
 class ModelStorage:
-    """One partition of one storage. `handle` answers, and all that was written before is synced.
+    """One partition of one storage. `handle` answers; everything written earlier is synced.
 
-    A part of a log has at most so many batches: `lineage_max` as entries, `range_batches_max` as
+    One answer has a limited number of batches: `lineage_max` as entries, `range_batches_max` as
     records.
     """
 

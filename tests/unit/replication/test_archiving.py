@@ -197,7 +197,9 @@ def test_a_chain_that_another_replica_does_not_have_is_not_recorded(bench):
     bench.run()
     assert bench.marker.archived is None
     (report,) = bench.reports("archive.failed")
-    assert report["reason"].startswith(f"expected the chain of {replica} at 5, 7878")
+    assert report["reason"].startswith(
+        f"expected chain {'78' * 16} at ID 5, as archived by {replica}, found"
+    )
 
 
 def test_an_end_within_a_batch_is_not_recorded(bench):
@@ -295,7 +297,7 @@ def test_one_replica_alone_has_no_other_to_compare_with():
     assert learned(bench) == [(A, 5)]
 
 
-def test_a_replica_that_lags_is_compared_and_learns_when_it_has_caught_up(bench):
+def test_a_replica_that_lags_is_compared_and_notified_when_it_has_caught_up(bench):
     bench.silent = {B, C}
     bench.submit()
     bench.run()
@@ -308,7 +310,7 @@ def test_a_replica_that_lags_is_compared_and_learns_when_it_has_caught_up(bench)
     assert bench.marker.archived.last == request.last
 
 
-def test_storages_of_an_older_version_are_not_asked():
+def test_storages_of_an_older_version_get_no_archive_requests():
     bench = Bench(limits=ARCHIVING)
     for each in bench.storages.values():
         each.supports_archiving = False
@@ -645,7 +647,7 @@ def test_a_new_partition_begins_after_its_mark_also_if_its_first_session_did_not
 
 
 def test_a_storage_of_an_older_version_is_not_requested_to_reset_its_log():
-    """It does not know the request, which its protocol version cannot express."""
+    """Its protocol version has no such request."""
     bench = restored_bench()
     bench.storages[C].supports_archiving = False
     bench.open()
@@ -669,10 +671,10 @@ def test_a_new_partition_with_an_archived_mark_rejects_a_replica_with_records():
 
 
 def returning_owner():
-    """Return an owner with batches in doubt, up to 7, which another one archived and removed."""
+    """Return an owner with batches in doubt up to ID 7, which another owner has archived."""
     bench = new_bench()
     bench.submit(2)
-    for name in (A, B):  # They are committed, and this owner does not learn it.
+    for name in (A, B):  # They are committed, but this owner gets no answer.
         bench.storages[name].handle(bench.requests[name].popleft())
     other = bench.other_server()
     other.limits = ARCHIVING
@@ -682,7 +684,7 @@ def returning_owner():
     other.append(1)
     archive(other, last=8)
     remove_archived(other, 8, (A, B, C))
-    bench.look_at_zookeeper_of(other)
+    bench.check_replica_states(other)
     bench.lose(A)
     bench.own(generation=3)
     return bench

@@ -46,7 +46,7 @@ def test_less_than_a_quorum_engaged(bench):
         check(bench.store)
 
 
-def test_a_late_replica_with_what_is_not_committed(bench):
+def test_a_late_replica_with_uncommitted_batches(bench):
     one = bench.store.session.replicas[C]
     one.stage = ReplicaStage.READY
     check(bench.store)

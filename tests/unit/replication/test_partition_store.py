@@ -244,8 +244,8 @@ def test_a_claim_of_the_same_server_after_another_servers_session_is_not_unbroke
     assert not opened.unbroken
 
 
-def with_doubt_about_ids_of_another():
-    """Ours lost ids 0..1 in session 0; another server wrote its own 0..1 in session 1."""
+def with_foreign_ids_in_doubt():
+    """Ours lost IDs 0..1 in session 0; another server wrote its own 0..1 in session 1."""
     bench = Bench()
     bench.open()
     bench.submit(2)
@@ -253,14 +253,14 @@ def with_doubt_about_ids_of_another():
     other.numbers = 100
     other.open(generation=2)
     other.append(2)
-    bench.look_at_zookeeper_of(other)
+    bench.check_replica_states(other)
     bench.lose(A)
     bench.own(generation=3)
     return bench
 
 
-def until_it_asks_for_the_past(bench):
-    """Let a session open that has to ask a replica; return which, and leave it at that."""
+def until_settlement_reads(bench):
+    """Open a session that has to read from a replica; return this replica."""
     opened_count = len(bench.all_reported(SessionOpened))
     while len(bench.all_reported(SessionOpened)) == opened_count:
         bench.run(questions=False)
@@ -274,7 +274,7 @@ def until_it_asks_for_the_past(bench):
 
 
 def test_unknown_outcomes_are_settled_by_session_and_not_by_id():
-    bench = with_doubt_about_ids_of_another()
+    bench = with_foreign_ids_in_doubt()
     bench.reopen()
     opened = bench.all_reported(SessionOpened)[-1]
     assert opened.high_water_mark == 1
@@ -284,19 +284,19 @@ def test_unknown_outcomes_are_settled_by_session_and_not_by_id():
 
 
 def test_unknown_outcomes_survive_a_session_lost_before_they_are_settled():
-    bench = with_doubt_about_ids_of_another()
+    bench = with_foreign_ids_in_doubt()
     settled_count = len(bench.all_reported(SessionSettled))
-    bench.lose(until_it_asks_for_the_past(bench))
+    bench.lose(until_settlement_reads(bench))
     assert len(bench.all_reported(SessionSettled)) == settled_count
     bench.reopen()
     assert bench.all_reported(SessionSettled)[-1].committed_last == -1
-    # Of others' writes before that session this server has learned nothing yet.
+    # This server has not read yet what others wrote before that session.
     assert not bench.all_reported(SessionOpened)[-1].unbroken
 
 
 def test_unknown_outcomes_that_have_expired_stay_unknown():
-    bench = with_doubt_about_ids_of_another()
-    supplier = until_it_asks_for_the_past(bench)
+    bench = with_foreign_ids_in_doubt()
+    supplier = until_settlement_reads(bench)
     while bench.all_sent(wire.LineageRequest)[-1].first != 0:
         bench.deliver(supplier)  # the stamp at the mark comes first
     asked = bench.all_sent(wire.LineageRequest)[-1]
@@ -309,7 +309,7 @@ def test_unknown_outcomes_that_have_expired_stay_unknown():
 
 
 def test_a_new_owner_is_reported_the_stamp_that_the_log_ends_with(bench):
-    """Its clock may be behind the last owner's; stamps never decrease all the same."""
+    """Its clock may be behind that of the last owner, but stamps never decrease."""
     bench.submit(2)
     bench.now_ms = 7_000
     bench.append()
@@ -323,7 +323,7 @@ def test_a_replica_that_never_settles_the_past_is_abandoned(bench):
     bench.append()
     other = bench.other_server()
     other.own(generation=2)
-    supplier = until_it_asks_for_the_past(other)
+    supplier = until_settlement_reads(other)
     other.silent.add(supplier)
     other.run()
     assert other.store.open_session is None
@@ -492,7 +492,7 @@ def test_a_submit_to_a_session_that_is_over_is_dropped(bench):
 
 
 def test_earlier_zookeeper_requests_are_not_awaited():
-    """An answer to an older attempt says nothing of the question of now."""
+    """An answer to an older attempt does not answer the current request."""
     bench = Bench()
     bench.own()
     bench.ask_zookeeper()
@@ -507,7 +507,7 @@ def test_earlier_zookeeper_requests_are_not_awaited():
     assert bench.store.readable_replicas == [C, B, A]
 
 
-def test_an_abandoned_write_is_not_known_again():
+def test_late_answers_to_an_abandoned_write_are_ignored():
     """What it has come to is read; a second answer may be about another one's values."""
     bench = Bench()
     bench.own()
@@ -639,7 +639,7 @@ def test_storages_restarted_one_after_the_other_are_not_failures(bench):
 
 
 def test_a_session_id_that_was_assigned_twice_rejects_the_partition(bench):
-    """ZooKeeper is put back by one session: the next claim has an id that was in use."""
+    """ZooKeeper is put back by one session: the next claim has an ID that was in use."""
     old = (bench.metadata, bench.marker)
     bench.step(session_events.Checkpoint())
     bench.reopen()

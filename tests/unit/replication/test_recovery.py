@@ -166,7 +166,7 @@ def test_states_at_the_opening():
     }
 
 
-def test_the_last_assignments_quorum_is_not_that_of_its_engaged():
+def test_the_quorum_of_the_last_assignment_counts_all_its_replicas():
     states = engaged(A, B, C) | dict.fromkeys((D, "storage4:1"), ReplicaState(4, 7))
     recovery = Recovery(Origin.RECORDED, states)
     assert len(recovery.engaged) == 3

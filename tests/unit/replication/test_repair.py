@@ -107,7 +107,7 @@ def kinds(steps):
     return [type(step).__name__ for step in steps]
 
 
-OLD = [(1, [1, 2]), (1, [3]), (2, [4, 5, 6])]  # ids 0..5
+OLD = [(1, [1, 2]), (1, [3]), (2, [4, 5, 6])]  # IDs 0..5
 
 
 @pytest.mark.parametrize(
@@ -146,24 +146,24 @@ def test_the_newest_batch_is_known_before_anything_is_truncated():
 
 
 def test_a_mark_inside_a_batch_truncates_the_batch_and_gives_the_goal_its_chain():
-    usher = storage(*OLD)
-    repair = repair_of(usher)
-    steps = walk(repair, usher, None, Goal(4, None))
+    target = storage(*OLD)
+    repair = repair_of(target)
+    steps = walk(repair, target, None, Goal(4, None))
     assert kinds(steps) == ["OwnLineage", "OwnLineage", "Truncation"]
     assert steps[2].base == 2
-    assert (repair.last, repair.chain) == (4, usher.chain)
-    goal = Goal(4, usher.chain)
+    assert (repair.last, repair.chain) == (4, target.chain)
+    goal = Goal(4, target.chain)
     follower = storage(*OLD)
-    assert kinds(walk(repair_of(follower), follower, usher, goal)) == [
+    assert kinds(walk(repair_of(follower), follower, target, goal)) == [
         "OwnLineage",
         "OwnLineage",
         "Truncation",
         "SetMark",
     ]
-    assert follower.chain == usher.chain
+    assert follower.chain == target.chain
 
 
-def test_a_diverged_log_is_truncated_where_they_part_and_filled_up():
+def test_a_diverged_log_is_truncated_at_the_fork_and_filled_up():
     tail = [(2, [10 + n]) for n in range(9)]
     other = [(3, [30 + n]) for n in range(7)]
     one, source = storage(*OLD[:2], *other, window=2), storage(*OLD[:2], *tail, window=3)
@@ -180,7 +180,7 @@ def test_reconstructed_batches_of_a_source_truncate_no_replica():
     with pytest.raises(ChecksumMismatch, match="the source has lost the batches of"):
         walk(repair_of(one), one, source, Goal(4, source.chain))
     assert one.payloads() == [0, 1, 2, 3]
-    # The other way round, the made-up ones are cut.
+    # In the other direction, the reconstructed batches are truncated.
     steps = walk(repair_of(source), source, one, Goal(3, one.chain))
     assert "Truncation" in kinds(steps)
     assert (source.payloads(), source.chain) == ([0, 1, 2, 3], one.chain)
@@ -193,29 +193,29 @@ def test_reconstructed_batches_of_a_source_are_not_copied():
     assert one.payloads() == [0]
 
 
-def test_a_copy_that_does_not_lead_to_the_decided_chain_is_rejected_and_made_again():
+def test_a_copy_that_does_not_lead_to_the_decided_chain_is_rejected_and_repeated():
     one = storage((1, [0]), window=1)
     source = storage((1, [0]), (-1, [1]), (1, [2]), window=1)
-    usher = storage((1, [0]), (1, [1]), (1, [2]), window=1)
-    repair, goal = repair_of(one), Goal(2, usher.chain)
+    target = storage((1, [0]), (1, [1]), (1, [2]), window=1)
+    repair, goal = repair_of(one), Goal(2, target.chain)
     with pytest.raises(ChecksumMismatch, match="do not lead to the decided chain"):
         walk(repair, one, source, goal)
     assert one.payloads() == [0, 1]
     repair.restart()
-    walk(repair, one, usher, goal)
-    assert (one.payloads(), one.chain) == ([0, 1, 2], usher.chain)
+    walk(repair, one, target, goal)
+    assert (one.payloads(), one.chain) == ([0, 1, 2], target.chain)
 
 
 def test_a_log_that_a_later_source_has_is_not_truncated():
-    """The first one that was asked had another end, or had lost its batches."""
+    """The first source had another end, or had lost its batches."""
     one = storage((1, [0]), (1, [1, 2]), (1, [3]))
-    first, usher = (
+    first, target = (
         storage((1, [0]), (2, [7, 8, 9])),
         storage((1, [0]), (1, [1, 2]), (1, [3]), (1, [4])),
     )
-    repair, goal = repair_of(one), Goal(4, usher.chain)
+    repair, goal = repair_of(one), Goal(4, target.chain)
     steps = []
-    for source in (first, one, usher, usher, usher, usher):
+    for source in (first, one, target, target, target, target):
         steps.append(repair.next_step(goal, can_fill=available))
         take(repair, one, source, steps[-1])
     assert kinds(steps) == ["SourceLineage", "OwnLineage", "SourceLineage", *kinds(steps)[3:]]
@@ -230,7 +230,7 @@ def test_a_log_is_not_truncated_below_its_own_confirmed_mark():
     assert one.last == 1
 
 
-def test_logs_with_nothing_in_common_are_truncated_completely_below_a_mark_that_is_not_confirmed():
+def test_a_log_without_common_batches_and_confirmed_mark_is_emptied():
     one, source = storage((7, [50]), (7, [51])), storage(*OLD)
     one.disk.provisional = (7, 1)
     walk(repair_of(one), one, source, Goal(5, source.chain))
@@ -376,8 +376,8 @@ def test_every_flipped_byte_is_noticed():
             verify_records(changed(answer, records=bytes(flipped)), first=0, last=1)
 
 
-def test_rot_that_the_source_has_not_noticed_is_noticed_here():
-    """Its checksum over all of them is made when they are read; only each record's own is old."""
+def test_rot_that_the_source_has_not_noticed_is_detected():
+    """The source computes the checksum of the range when it reads; those of records are old."""
     answer = range_of(storage(*OLD), 0, 1)
     data = bytearray(answer.records)
     data[-5] ^= 1  # the last byte before the record's CRC
@@ -408,7 +408,7 @@ def test_a_batch_of_another_session_has_another_chain():
         verify_batches(changed(answer, lineage=forged), GENESIS_CHAIN)
 
 
-def test_a_lineage_that_does_not_cover_the_question_is_rejected():
+def test_a_lineage_that_does_not_cover_the_requested_ids_is_rejected():
     one, source = storage(*OLD[:2]), storage(*OLD)
     repair = repair_of(one)
     step = repair.next_step(Goal(5, source.chain), can_fill=available)
@@ -421,7 +421,7 @@ def test_a_lineage_that_does_not_cover_the_question_is_rejected():
 
 
 def without_batches(one, first, last):
-    """Let a replica have lost the batches of some ids, and have made up one for them."""
+    """Replace the batches of some IDs of a replica by one reconstructed batch."""
     entries = one.disk.entries
     lost = [each for each in entries if first <= each.lineage.first <= last]
     place = entries.index(lost[0])
@@ -470,7 +470,7 @@ def test_a_truncation_that_ends_elsewhere_is_rejected():
 
 # ---- sources whose log begins above 0 (rule 7)
 
-LONG = [*OLD, (3, [7, 8]), (3, [9])]  # ids 0..8
+LONG = [*OLD, (3, [7, 8]), (3, [9])]  # IDs 0..8
 
 
 def removed(last, *batches, archived=None):

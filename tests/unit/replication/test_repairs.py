@@ -48,7 +48,7 @@ def test_one_step_at_a_time():
     assert bench.logs()[C] == bench.logs()[A]
 
 
-def test_the_source_is_marked_or_at_the_goal_and_whole():
+def test_the_source_of_a_copy_is_undamaged_and_has_the_mark_or_the_goal():
     bench = Bench()
     bench.storages[A].disk.damaged = set()
     behind(bench, C)
@@ -82,7 +82,7 @@ def test_no_replica_is_truncated_to_fit_a_log_that_is_not_the_goal(bench):
         bench.connect()
     for name in (C, A, B):
         bench.deliver(name)
-    bench.silent.add(B)  # the only one to ask
+    bench.silent.add(B)  # the only source
     bench.run()
     bench.silent.clear()
     bench.reopen()
@@ -253,7 +253,7 @@ def rejects_repairs(bench, replica):
 
 
 def with_marks(*, above=3):
-    """Return a bench whose replicas have their marks at 5, and N batches above them."""
+    """Return a bench of replicas with mark 5 and N batches above it."""
     bench = Bench()
     bench.open()
     bench.append(2, batches=3)
@@ -296,7 +296,7 @@ def test_damage_above_the_old_mark_is_repaired_before_the_mark_is_set():
     assert bench.all_sent(wire.RangeRaw, C)
     assert not bench.all_sent(wire.SetLowWaterMark, B)
     assert bench.store.readable_replicas == [A, C]
-    # It stays, and is asked again after a while.
+    # It stays, and gets another request after a while.
     assert not bench.reports("replica.rejected")
     bench.storages[B].handle = real
     bench.wait(LIMITS.answer_ms_max)
@@ -329,7 +329,7 @@ def test_damage_that_grew_during_a_repair_is_repaired_from_its_new_start():
 
 
 def reports_damage(bench, replica, *damaged):
-    """Let a replica find damage, and report all that it knows to the owner."""
+    """Let a replica find damage, and report all known damage to the owner."""
     storage = bench.storages[replica]
     storage.disk.damaged |= set(damaged)
     pairs = b"".join(bad.to_bytes(8, "big") * 2 for bad in sorted(storage.disk.damaged))

@@ -114,7 +114,7 @@ def test_another_storage_at_the_address_is_not_used(bench):
 
 
 def test_a_zookeeper_without_the_session_of_a_batch_is_not_trusted(bench):
-    """Its data was rolled back; the log of an older session would win, and cut committed ids."""
+    """Its data was rolled back; the log of an older session would win, and cut committed IDs."""
     old = bench.metadata, bench.marker
     bench.submit(3)
     bench.submit(3)
@@ -143,8 +143,9 @@ def test_a_zookeeper_without_the_session_of_a_batch_is_not_trusted(bench):
 def test_a_replica_engaged_after_zookeepers_last_session_is_not_used(
     bench, monkeypatch, is_left_out
 ):
-    """One that ZooKeeper has as left out cannot keep the others from theirs: if there has been a
-    later session, one of them knows it, too."""
+    """A replica that ZooKeeper records as closed does not prevent the session of the others:
+    if there has been a later session, one of them knows it, too.
+    """
     if is_left_out:
         restart(bench, down=[C])
         bench.reopen()
@@ -285,7 +286,7 @@ def test_a_late_replica_may_be_slow_while_it_catches_up(step):
     for _ in range(4):
         bench.wait(LIMITS.answer_ms_max)
         bench.append()
-    # Were it abandoned, it could only return in another session. So it is asked to wait.
+    # If it were abandoned, it could return only in another session. So it has to wait.
     assert bench.store.open_session == session
     (owing,) = bench.store.replica_waits_ms(bench.now_ms).items()
     assert owing == (C, 4 * LIMITS.answer_ms_max)
@@ -394,19 +395,19 @@ def test_an_impossible_answer_ends_the_session(bench, synced_max):
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("answer", "problem"),
     [
         (wire.Appended(0, 999, 0, 0), "there is no such request"),
         (wire.HeartbeatResponse(0, 4, 0), "expected Appended, found HeartbeatResponse"),
         (Prepared(0, 4, 0, bytes(16), 0, 0, True, 0, bytes(16), False, b""), "found Prepared"),
     ],
 )
-def test_an_answer_without_a_request_ends_the_connection(bench, answer, said):
+def test_an_answer_without_a_request_ends_the_connection(bench, answer, problem):
     bench.submit()
     bench.step(session_events.ReplicaResponded(0, A, answer))
     reason = bench.all_reported(SessionClosed)[0].reason
     assert "storage0:1" in reason
-    assert said in reason
+    assert problem in reason
 
 
 @pytest.mark.parametrize(
@@ -458,7 +459,7 @@ def test_a_replica_that_has_lost_its_promise_joins_the_next_session():
 
 
 def test_a_disk_failure_in_the_fence_is_not_mistaken_for_another_owner():
-    """What the storage is bound to is this session; only its disk could not say so."""
+    """The storage has promised this session, but its disk has failed to store the promise."""
     bench = Bench()
     bench.own()
     bench.step_until(lambda: all(bench.requests.get(name) for name in (A, B, C)))

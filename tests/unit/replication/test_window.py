@@ -35,7 +35,7 @@ def test_batches_for_late_replicas_are_kept_up_to_the_limit():
 
 
 def test_batches_that_are_kept_count_with_their_locks_and_by_their_number():
-    """A batch of one small record takes a hundred times its bytes in memory."""
+    """A batch of one small record needs a hundred times its bytes in memory."""
     window = filled(1, 1)
     flight = window.add(make_batch(2, [1], 7)._replace(locks=bytes(400)), 3, 100)
     window.commit(2)

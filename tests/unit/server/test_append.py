@@ -161,7 +161,7 @@ class World:
         return self.submitted[before:]
 
     def piece(self) -> Batch:
-        """Wait as long as the pace wants, take a turn, and return what it submitted."""
+        """Wait for the pause of the pace, take a turn, and return what it submitted."""
         before = len(self.submitted)
         self.turn_when_paced()
         (batch,) = self.submitted[before:]
@@ -185,7 +185,7 @@ class World:
 
 
 def results(outcomes: Sequence[AppendOutcome]) -> dict[ReqId, list[tuple[int, Reason, int]]]:
-    """Return id, reason and conflict of each row of each request that was answered."""
+    """Return ID, reason and conflict of each row of each request that was answered."""
     found = {}
     for outcome in outcomes:
         if isinstance(outcome, SendToClient) and isinstance(outcome.message, AppendResult):
@@ -217,7 +217,7 @@ def faults(outcomes: Sequence[AppendOutcome]) -> list[int]:
 COMMITTED, LOCK, LOST = Reason.COMMITTED, Reason.LOCK, Reason.LOST
 
 
-# --- ids, records, answers
+# --- IDs, records, answers
 
 
 def test_waiting_appends_become_one_batch_in_fair_order() -> None:
@@ -565,7 +565,7 @@ def test_large_requests_go_one_by_one_while_small_ones_wait() -> None:
     at_ms = world.pipeline.turn_at_ms(4)
     assert at_ms is not None
     assert 4 < at_ms <= 4 + PAUSE_MS_MAX
-    # What is small takes its turns meanwhile.
+    # Small requests take their turns meanwhile.
     world.single(BOB)
     assert len(world.turns()) == 1
     world.now_ms = at_ms

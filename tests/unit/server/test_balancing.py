@@ -55,7 +55,7 @@ async def balanced(zookeeper, *, servers, reporting, sick=None):
 
 
 async def some_rounds(looks):
-    """Wait until all have looked so often that what should move would have moved."""
+    """Wait for enough rounds that a partition that should move has moved."""
     begun = len(looks.all)
     await looks.until(lambda count: count > begun + 5 * PACE.window_ms // PACE.interval_ms)
 

@@ -49,7 +49,7 @@ def read(
 
 
 def numbers(found: list[CachedRange]) -> list[int]:
-    """Return the ids that came back, having checked that each has its own record."""
+    """Return the IDs that came back, having checked that each has its own record."""
     ids: list[int] = []
     for part in found:
         mine = list(range(part.first, part.last + 1))
@@ -88,7 +88,7 @@ def test_an_absent_range_is_a_miss(first: int, last: int) -> None:
         (4 * RECORD_BYTES, [6, 7, 8, 9]),
     ],
 )
-def test_bytes_max_is_kept_but_for_the_first_record(bytes_max: int, expected: list[int]) -> None:
+def test_bytes_max_holds_except_for_the_first_record(bytes_max: int, expected: list[int]) -> None:
     assert numbers(read(cache_of((5, 7), (8, 12)), 6, 12, bytes_max)) == expected
 
 
@@ -101,7 +101,7 @@ def test_cached_ranges_are_not_copied() -> None:
     assert bytes(found.records) == record(9)
 
 
-def test_a_gap_forgets_all_before() -> None:
+def test_a_gap_drops_all_earlier_batches() -> None:
     cache = cache_of((0, 3), (9, 10))
     assert (cache.first, cache.last) == (9, 10)
     assert read(cache, 3, 3) == []
@@ -220,7 +220,7 @@ def test_the_ring_against_a_list(capacity: int) -> None:
             assert fed(cache, oldest - 1, first) == b""
 
 
-def test_a_gap_in_the_feed_forgets_all_before() -> None:
+def test_a_gap_in_the_feed_drops_all_earlier_batches() -> None:
     cache = FeedCache(20 * 10)
     feed(cache, 0, 3)
     feed(cache, 5, 6)

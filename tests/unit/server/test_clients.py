@@ -34,6 +34,9 @@ class Link:
     def denial(self, request):
         return self.denied.get(type(request))
 
+    def audited(self, _request):
+        return None
+
     def feeds_ended(self, partition_id) -> None:
         self.ended_feeds.append(partition_id)
 
@@ -63,7 +66,7 @@ class Host:
     def post(self, event) -> None:
         """Nothing depends on it."""
 
-    def receive(self, connection, message, cost_bytes, over_limit=None) -> None:
+    def receive(self, connection, message, cost_bytes, *, principal="", over_limit=None) -> None:
         self.taken.append((connection, message, cost_bytes))
         self.over_limit.append(over_limit)
 

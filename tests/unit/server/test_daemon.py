@@ -123,12 +123,12 @@ async def test_a_partition_is_handed_over_rarely_and_again_if_no_server_opens_it
     coordinator.go.set()
     server = server_of(coordinator, 0, 1)
     assert await server._hand_over(0, 1)
-    assert not await server._hand_over(0, 3)  # it has come back
+    assert not await server._hand_over(0, 3)  # it has returned
     coordinator.is_taken = False
     assert not await server._hand_over(1, 1)
     assert not await server._hand_over(1, 1)
     assert coordinator.asked == [0, 1, 1]
-    # So it is given nothing for its load, though it looks idle.
+    # So it gets no partitions, although it seems idle.
     assert not server._balancing()._is_fit()
     assert server_of(coordinator)._balancing()._is_fit()
 
@@ -148,7 +148,7 @@ async def test_a_handed_over_partition_is_preferred_again_when_its_storages_answ
     server.check_connectivity = check  # type: ignore[method-assign]
     await server.prefer([PartitionId(1), PartitionId(0)], [])
     assert await server._hand_over(PartitionId(0), Generation(1))
-    # A command asks for another one meanwhile: the sick one is not preferred by that.
+    # A command prefers another one meanwhile; this does not prefer the failing one.
     await server.prefer([PartitionId(3)], [])
     looking = asyncio.get_running_loop().create_task(server._run_preference_restore())
     for _ in range(3):
@@ -169,7 +169,7 @@ async def test_a_preference_that_was_removed_is_not_restored(
     looked = asyncio.Event()
 
     async def check() -> list[tuple[str, bool]]:
-        # While the storages are asked, a command takes the preference back.
+        # While the storages are queried, a command removes the preference.
         await server.prefer([], [PartitionId(0)])
         looked.set()
         return [(str(each), True) for each in STORAGES]

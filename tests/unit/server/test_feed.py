@@ -34,7 +34,7 @@ CHAIN = Chain(b"c" * 16)
 
 
 class HeaderCache:
-    """Remembers ids from `first` on, each as its own number in 20 bytes."""
+    """Remembers IDs from `first` on, each as its own number in 20 bytes."""
 
     def __init__(self, first: int = 0) -> None:
         self.first = first
@@ -73,7 +73,7 @@ def grant(each: Feed, client: int, mark: int) -> bool:
 
 
 def frames(outcomes: list[object], client: int) -> list[tuple[int, int]]:
-    """Return first id and count of each frame to a client, and check what is in it."""
+    """Return first ID and count of each frame to a client, and check what is in it."""
     found = []
     for outcome in outcomes:
         if isinstance(outcome, SendToClient) and isinstance(outcome.message, FeedBatch):
@@ -129,7 +129,7 @@ def test_a_grant_reaches_at_least_its_minimum_and_is_answered_at_its_end() -> No
     out = turns(each)
     assert frames(out, 1) == [(2, 4)]
     assert out[-1] == SendToClient(ConnectionId(1), FeedSuspended(req_id(1)), 60)
-    # Behind a mark that has gone far ahead a grant reaches up to it.
+    # If the mark is far ahead, a grant reaches up to it.
     assert grant(each, 1, 1)
     assert frames(turns(each), 1) == [(2, 8)]
 
@@ -171,7 +171,7 @@ def test_the_lag_is_that_of_the_slowest_client_that_is_mounted() -> None:
     assert each.lag_max() == 20
     turns(each)
     assert each.lag_max() == 0
-    # A client that asks for no more falls behind, until it has gone.
+    # A client that requests no more lags, until it disconnects.
     assert grant(each, 1, 24)
     each.advanced(SessionId(1), TransactionId(30))
     turns(each)
@@ -234,7 +234,7 @@ def test_abandoning_returns_the_waiting_requests() -> None:
 
 
 # ---------------------------------------------------------------------------------------------
-# filters: the header of each id is the id (see `HeaderCache`)
+# filters: the header of each ID is the ID (see `HeaderCache`)
 
 
 def filtered(each: Feed, client: int, mark: int, until: int, *values: int) -> None:
@@ -244,7 +244,7 @@ def filtered(each: Feed, client: int, mark: int, until: int, *values: int) -> No
 
 
 def picked(outcomes: list[object]) -> list[tuple[int, int, list[int], bytes]]:
-    """Return first id, count, headers and offsets of each frame."""
+    """Return first ID, count, headers and offsets of each frame."""
     messages = [each.message for each in outcomes if isinstance(each, SendToClient)]
     return [
         (

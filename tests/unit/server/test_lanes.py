@@ -128,7 +128,7 @@ def test_small_requests_pass_large_ones_that_wait() -> None:
         lanes.push(item(2, name, 2_000))
     names = [each.name for _ in range(2) if (each := lanes.take(with_large=False))]
     assert names == ["b0", "b1"]
-    # Its turn has come long ago, and nothing of its own lane passes it.
+    # Its turn is overdue, and no request of its own lane passes it.
     assert taken(lanes) == ["large", "behind", "b2"]
 
 

@@ -88,7 +88,7 @@ def test_slower_commits_give_waiting_writers_more_time() -> None:
     assert refused[1] in results(world.commit())
     before_ms = world.now_ms
     answered: dict = {}
-    while not answered:  # The first look comes at what was due before.
+    while not answered:  # The first check handles what was already due.
         answered = results(world.turn_when_paced())
     assert list(answered) == [refused[2]]
     assert world.now_ms - before_ms == NOTIFY_FACTOR * 8
@@ -105,7 +105,7 @@ def test_a_waiting_writer_is_notified_of_the_newest_conflict_of_any_writer() -> 
     assert late not in answered
 
 
-def test_commits_of_no_time_at_all_leave_some_time_too() -> None:
+def test_instant_commits_still_leave_waiting_writers_some_time() -> None:
     world, refused, _ = contended(took_ms=0)
     assert refused[1] in results(world.turn_when_paced())
     assert world.now_ms == NOTIFY_MS_MIN

@@ -71,7 +71,7 @@ def test_which_locks_are_entered(kind: str, enters: bool) -> None:
     assert table.estimate(2) == 0
 
 
-def test_a_row_represents_its_highest_lock() -> None:
+def test_a_row_reports_its_highest_conflict() -> None:
     table = table_at(0)
     validate(table, {"w": [1]}, {"w": [2]}, {"w": [3]})
     found = validate(table, {"w": [1], "r": [3, 2]}, mark=0, high=3)
@@ -167,7 +167,7 @@ def test_an_empty_batch() -> None:
 
 
 def test_a_batch_changes_only_the_slots_of_its_entries() -> None:
-    """The row numbers that are put into the table while it validates must all be gone again."""
+    """The row numbers that validation puts into the table must all be removed again."""
     table = LockTable(11, TransactionId(3))
     validate(table, {"w": [1]}, {"w": [1]}, {"r": [2]}, {"w": [5]}, mark=[3, 3, 3, 0], high=3)
     assert set(table._slots.tolist()) <= {3, 4, 5}

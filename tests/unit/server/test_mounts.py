@@ -1,6 +1,6 @@
 """Mounts: only the latest connection of a client may append."""
 
-from waltz_core.errors import BadRequest, Overloaded, WaltzError
+from waltz_core.errors import BadRequest, ClientIdDenied, Overloaded, WaltzError
 from waltz_core.records.record import ClientId, Generation, PartitionId, ReqId, TransactionId
 from waltz_core.server.append.mounts import CLIENTS_MAX, Mounts, PartitionPosition
 from waltz_core.server.partition_events import ConnectionId
@@ -18,10 +18,23 @@ def fault(
     connection: ConnectionId,
     sequence: int,
     header_values: tuple[int, ...] = (),
+    principal: str = "",
 ) -> WaltzError | None:
     req_id = ReqId(client, Generation(1), PartitionId(0), 1)
     message = MountWriter(req_id, sequence, LATEST_MARK, False, header_values)
-    return mounts.fault(message, connection, PLACE)
+    return mounts.fault(message, connection, PLACE, principal)
+
+
+def test_an_id_without_a_proof_belongs_to_the_principal_that_mounts_it_first() -> None:
+    mounts = Mounts(2)
+    mounts.begin(ALICE, OLD, 5, "alice")
+    assert isinstance(fault(mounts, ALICE, NEW, 6, principal="eve"), ClientIdDenied)
+    assert fault(mounts, ALICE, NEW, 6, principal="alice") is None
+    assert fault(mounts, BOB, NEW, 6, principal="eve") is None
+    mounts.close(OLD)  # as its fence, also without a connection
+    assert isinstance(fault(mounts, ALICE, NEW, 6, principal="eve"), ClientIdDenied)
+    mounts.clear()
+    assert fault(mounts, ALICE, NEW, 6, principal="eve") is None
 
 
 def test_appends_are_accepted_after_the_answer_to_the_mount_not_before() -> None:

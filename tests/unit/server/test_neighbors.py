@@ -172,7 +172,7 @@ async def test_a_silent_server_that_accepts_connections_is_not_removed():
         listener, _ = await here.reached()
         await listener.close()
         neighbors.DIAL_TIMEOUT_S = 0.05  # type: ignore[misc]
-        with socket.socket() as silent:  # takes connections, and says nothing
+        with socket.socket() as silent:  # accepts connections, and sends nothing
             silent.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             silent.bind((HOST, listener.port))
             silent.listen()

@@ -5,6 +5,7 @@ import zlib
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+import numpy as np
 import pytest
 
 from tests.unit.server.test_reads import headers
@@ -63,7 +64,7 @@ class FakeStore:
 
     def __init__(self) -> None:
         self.events: list[replication.Event] = []
-        self.says: list[replication.Effect] = []
+        self.effects: list[replication.Effect] = []
         self.wake_at_ms: int | None = None
         self.readable_replicas: Sequence[ReplicaId] = ()
         self.archived: ArchivedMark | None = None
@@ -83,8 +84,8 @@ class FakeStore:
     def step(self, event: replication.Event, now_ms: int) -> Sequence[replication.Effect]:
         assert now_ms >= 0
         self.events.append(event)
-        said, self.says = self.says, []
-        return said
+        effects, self.effects = self.effects, []
+        return effects
 
     def of(self, kind: type[Any]) -> list[Any]:
         return [event for event in self.events if isinstance(event, kind)]
@@ -125,7 +126,7 @@ class World:
 
     def say(self, *effects: replication.Effect) -> None:
         """Let the store report outcomes, with an unrelated event."""
-        self.store.says = list(effects)
+        self.store.effects = list(effects)
         self.step(replication.Checkpoint())
 
     def run(self) -> None:
@@ -226,7 +227,7 @@ class World:
         self.commit()
         self.run()
 
-    # --- what was said
+    # --- what was reported
 
     def answer(self, req_id: ReqId) -> ClientMessage:
         (found,) = [
@@ -362,9 +363,9 @@ def test_a_checkpoint_waits_for_appends_in_flight_and_loses_none() -> None:
     checkpoints = len(world.store.of(replication.Checkpoint))
     world.append()
     world.run()
-    world.store.says = []
+    world.store.effects = []
     world.commit()
-    # One is how the test makes the store speak, the other is meant.
+    # One event makes the test's store report; the other is the tested one.
     assert len(world.store.of(replication.Checkpoint)) == checkpoints + 2
     held = world.append()
     world.run()
@@ -388,9 +389,9 @@ def test_a_checkpoint_waits_for_an_attempt_to_archive_but_not_for_long() -> None
         world.append()
         world.run()
         checkpoints = len(world.store.of(replication.Checkpoint))
-        world.store.says = []
+        world.store.effects = []
         world.commit()
-        # One is how the test makes the store speak, the other is meant.
+        # One event makes the test's store report; the other is the tested one.
         expected = 1 + (count == 8)
         assert len(world.store.of(replication.Checkpoint)) == checkpoints + expected, count
 
@@ -483,7 +484,7 @@ def test_a_mount_over_a_lost_session_is_answered_by_the_next_one() -> None:
 
 
 def test_requests_of_a_closed_connection_are_forgotten() -> None:
-    """Without a session it could wait for days, and a client that returns asks again each time."""
+    """Without a session it could wait for days; a returning client repeats its request."""
     world = ready()
     world.append()
     world.run()
@@ -637,7 +638,7 @@ def test_a_connection_that_closes_while_its_mount_waits_for_a_proof_is_forgotten
 
 
 def fed(world: World, connection: ConnectionId) -> list[int]:
-    """Return the ids a connection was fed, in order."""
+    """Return the IDs a connection was fed, in order."""
     ids: list[int] = []
     for each in world.answers:
         if each.connection == connection and isinstance(each.message, messages.FeedBatch):
@@ -832,6 +833,51 @@ def test_a_range_is_filtered_by_header() -> None:
     assert raw_records.ids_of(data.records, lengths).tolist() == [1, 3]
     heads = ranged(world, ask_range(world, 0, 3, headers=(2,), form=RangeForm.HEADERS))
     assert (heads.count, len(heads.records), heads.next) == (1, 28, 4)
+
+
+def own_headers(world: World, client: ClientId, connection: ConnectionId, last: int) -> ReqId:
+    fields = (0, last, 1 << 20, messages.OWN_HEADERS, ())
+    return world.send(connection, messages.RangeRequest(world.req_id(client), *fields))
+
+
+def test_own_headers_are_those_of_a_client_that_is_mounted_on_the_connection() -> None:
+    world = ready()
+    world.mount(BOB, B)
+    for client, connection in ((ALICE, A), (BOB, B), (ALICE, A)):
+        world.append(client, connection)
+        world.run()
+        world.commit()
+    data = ranged(world, own_headers(world, ALICE, A, 9))
+    ids = np.frombuffer(data.records, raw_records.HEADER_DTYPE)
+    assert ids["transaction_id"].tolist() == [0, 2]
+    assert set(ids["req_id"]["client_id"].tolist()) == {ALICE}
+    assert (data.first, data.count, data.next, data.lineage) == (0, 2, 3, ())
+    for client, connection in ((ALICE, B), (BOB, A), (ClientId(99), A)):
+        error = world.answer(own_headers(world, client, connection, 9))
+        assert isinstance(error, messages.ErrorResponse)
+        assert error.error_code == errors.NotMounted.code
+    none = ranged(world, own_headers(world, BOB, B, 0))
+    assert (none.first, none.count, none.next, none.records) == (0, 0, 1, b"")
+
+
+def test_own_headers_are_filtered_from_those_of_a_storage() -> None:
+    world = ready()
+    world.mount(BOB, B)
+    for client, connection in ((ALICE, A), (BOB, B)):
+        world.append(client, connection)
+        world.run()
+        world.commit()
+    heads = ranged(world, ask_range(world, 0, 1, form=RangeForm.HEADERS))
+    world.partition.reads.forget_all()
+    asked = own_headers(world, BOB, B, 1)
+    (fetch,) = world.fetches
+    assert fetch.message.form == RangeForm.HEADERS
+    place = (1, fetch.token, 0, 0, 2, RangeForm.HEADERS)
+    records = bytes(heads.records)
+    crc = zlib.crc32(records)
+    answer = messages.RangeBytes(*place, b"", records, crc, bytes(16), heads.lineage)
+    world.step(Fetched(fetch.token, answer))
+    assert ranged(world, asked).records == records[28:]
 
 
 def test_a_range_ends_at_its_bytes_and_at_the_mark() -> None:
@@ -1058,7 +1104,7 @@ def test_the_data_of_one_transaction_is_returned() -> None:
     message = world.answer(req_id)
     data, fault = message.result
     assert (bytes(data or b""), fault) == (b"payload", None)
-    # Asked for too early, it is there later all the same.
+    # Although it is requested too early, it is available later.
     early = world.send(A, messages.TransactionDataRequest(world.req_id(ALICE), 2))
     world.prove()
     message = world.answer(early)
@@ -1142,7 +1188,7 @@ def test_a_later_session_does_not_answer_a_batch_ahead_of_an_earlier_one() -> No
     batch = world.send(A, message)
     world.run()
     world.close()
-    world.open(3, settled=0, unbroken=False)  # Its first row was kept; others wrote behind it.
+    world.open(3, settled=0, unbroken=False)  # Its first row was kept; others wrote after it.
     answer = world.answer(batch)
     assert bytes(answer.reasons) == bytes((Reason.COMMITTED, Reason.NOT_MOUNTED))
 
@@ -1230,7 +1276,7 @@ def test_replicas_are_reported_with_what_is_archived() -> None:
     assert found == (3, 9, "m", 77)
 
 
-def test_a_proof_that_a_session_took_with_it_is_requested_in_the_next() -> None:
+def test_a_proof_lost_with_its_session_is_requested_in_the_next() -> None:
     world = ready()
     asked = world.send(A, messages.ReplicasRequest(world.req_id(ALICE), linearizable=True))
     world.close()

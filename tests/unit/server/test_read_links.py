@@ -103,7 +103,7 @@ async def test_a_link_that_breaks_right_after_the_greeting_is_not_waited_for(mon
 async def test_a_late_answer_is_dropped():
     async with storage() as (there, replica), asyncio.TaskGroup() as tasks:
         links = ReadLinks(KEY, 4)
-        # The link is there before time counts: a cancelled dial has asked for nothing.
+        # The link exists before the timeout starts: a cancelled dial has requested nothing.
         first = tasks.create_task(links.fetch(replica, request(1, 0)))
         await until(lambda: len(there.asked) == 1)
         there.links[0].send(answer_to(there.asked[0]))

@@ -188,7 +188,7 @@ def test_a_failed_fetch_is_sent_to_every_replica_and_then_waits() -> None:
 
 
 @pytest.mark.parametrize("others", range(AVOIDED_FETCHES, AVOIDED_FETCHES + 6))
-def test_a_fetch_is_not_tried_where_it_has_failed_while_others_are_left(others: int) -> None:
+def test_a_fetch_is_not_repeated_at_a_failed_replica_while_others_are_left(others: int) -> None:
     each = reads(mark=10_000)
     fetch = fetch_of(ask(each, 0, 9))
     tried = [fetch.replica]
@@ -196,7 +196,7 @@ def test_a_fetch_is_not_tried_where_it_has_failed_while_others_are_left(others: 
         fetch = fetch_of(outcomes)
         tried.append(fetch.replica)
         assert len(set(tried)) == len(tried)
-        # So many others come and go that none is shunned any more.
+        # After many other fetches no replica is avoided any more.
         for place in range(1, others + 1):
             other = fetch_of(ask(each, 10 * place, 10 * place + 9, sequence=place + 1))
             each.fetched(other.token, headers(other, 10), 0)
@@ -344,7 +344,7 @@ def test_the_chain_of_feed_headers() -> None:
 
 
 def whole(fetch: Fetch, *ids: int) -> RangeBytes:
-    """The records of these ids, said to be so many from the first that was asked for."""
+    """Records of these IDs, with a stated count from the first requested ID on."""
     runs = [make_run(each, [5]) for each in ids]
     records = b"".join(run for run, _ in runs)
     lengths = b"".join(lengths_to_wire(each) for _, each in runs)
@@ -423,7 +423,7 @@ def test_sequential_reads_are_read_ahead() -> None:
     assert fetch.message.bytes_max == AHEAD_BYTES
     (answer,) = each.fetched(fetch.token, whole(fetch, *range(8, 20)), 0)
     assert data_of(answer) == written(8)
-    # What came with it is there now, and after it the next stretch is asked for.
+    # The records that came with it are cached, and the next range is requested.
     for transaction_id in range(9, 20):
         (answer,) = ask_data(each, transaction_id)
         assert data_of(answer) == written(transaction_id)
@@ -454,7 +454,7 @@ def test_read_ahead_ranges_are_not_requested_twice() -> None:
     each.fetched(fetch.token, whole(fetch, 7), 0)
     fetch = fetch_of(ask_data(each, 8))
     assert [ask_data(each, wanted, sequence=wanted) for wanted in (9, 10, 11)] == [[], [], []]
-    # It reaches less far than was hoped for: what lies beyond is asked again.
+    # It ends earlier than expected: the rest is requested again.
     *answers, more = each.fetched(fetch.token, whole(fetch, 8, 9), 0)
     assert [data_of(answer) for answer in answers] == [written(8), written(9)]
     more = fetch_of([more])

@@ -23,7 +23,7 @@ def end(last: int, history: int = 0) -> LogEnd:
 
 
 def block(last: int, *locks: int, first: int | None = None, history: int = 0) -> bytes:
-    """A block of one transaction by default; it writes the lock of its own id, too."""
+    """A block of one transaction by default; it writes the lock of its own ID, too."""
     low = last if first is None else first
     packed = struct.pack(f">{len(locks) + 1}i", 1_000 + last, *locks)
     return encode(TransactionId(low), end(last, history), end(low - 1).chain, packed)
@@ -43,8 +43,8 @@ class World:
         self.fetches: list[Fetch] = []
         self.reports: list[Report] = []
 
-    def take(self, said: list[Fetch | Report]) -> None:
-        for each in said:
+    def take(self, outcomes: list[Fetch | Report]) -> None:
+        for each in outcomes:
             (self.fetches if isinstance(each, Fetch) else self.reports).append(each)  # type: ignore[arg-type]
 
     def query_locks(self, session: int = SESSION, *, holds: bool = True) -> None:
@@ -231,7 +231,7 @@ def test_missing_blocks_are_not_requested_again() -> None:
         world.answer(data)
         world.run()
     assert world.refill.floor == 5
-    # The first one was asked at another floor, the other two have nothing at this one.
+    # The first replica was queried at another floor, the other two have no blocks at this one.
     world.refill.stop()
     world.query_locks(SESSION + 1, holds=False)
     assert [each.replica for each in world.fetches[3:]] == [REPLICAS[0]]
@@ -244,7 +244,7 @@ def test_missing_blocks_are_not_requested_again() -> None:
         assert world.refill.turn_at_ms(world.now_ms) is None
     assert len(world.fetches) == 4
     assert len(world.reports) == reports
-    # After another owner has had the log all of it is unknown again.
+    # After another owner had the log, all locks are unknown again.
     world.refill.begin(world.table, end(MARK))
     world.query_locks(SESSION + 9)
     assert world.fetches[4].replica == REPLICAS[0]

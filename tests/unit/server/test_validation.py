@@ -103,7 +103,7 @@ def test_pieces_give_the_same_outcomes_and_records_as_the_whole(stops: list[int]
     assert numbers == [10, 11, 14]
 
 
-def test_a_piece_without_records_waits_only_for_what_it_was_rejected_for() -> None:
+def test_a_piece_without_records_waits_only_for_its_conflicts() -> None:
     ticket = BatchTicket(A, 1_000, message(), REQ, FlushGroup(), 0)
     ticket.open(decode(message(), LIMITS))
     table = LockTable(1009, BEFORE_FIRST)
@@ -130,9 +130,7 @@ def test_single_transactions_are_validated_in_order(
 
 
 @pytest.mark.parametrize("few", [0, 16], ids=["by arrays", "one by one"])
-def test_the_locks_of_what_was_accepted_are_reported(
-    few: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_locks_of_accepted_rows_are_reported(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(validation, "ONE_BY_ONE_MAX", few)
     writes, reads, appends = [[1, -2], [1], []], [[9], [], []], [[], [5], [6, 7]]
     group = [single(*locks) for locks in zip(writes, reads, appends, strict=True)]

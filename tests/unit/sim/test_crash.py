@@ -62,7 +62,7 @@ def test_synced_data_stays_in_every_crash():
     assert platter_of(disk).units() == []
 
 
-def test_each_sector_is_kept_or_lost_by_itself_and_never_half_of_one():
+def test_each_whole_sector_is_kept_or_lost_independently():
     disk = made()
     disk.open(PATH).pwrite([b"b" * 3 * SECTOR_BYTES], 100)
     number = disk.number_of(PATH)
@@ -73,7 +73,7 @@ def test_each_sector_is_kept_or_lost_by_itself_and_never_half_of_one():
     assert lost[100] == lost[2 * SECTOR_BYTES] == ord("b")
 
 
-def test_a_file_may_have_grown_and_hold_nothing_yet():
+def test_a_file_may_have_grown_without_its_data():
     disk = made(b"a")
     disk.open(PATH).pwrite([b"b" * SECTOR_BYTES], SECTOR_BYTES)
     number = disk.number_of(PATH)
@@ -102,7 +102,7 @@ def test_a_rename_may_leave_both_names_or_none():
     assert left(disk, Everything()) == {ROOT / "g": b"a"}
 
 
-def test_a_directory_that_is_lost_takes_all_with_it():
+def test_a_lost_directory_loses_its_content():
     disk = made(b"a")
     disk.inner.make_directory(ROOT / "e")
     disk.changes.append(MakeDirectory(ROOT / "e"))
@@ -111,7 +111,7 @@ def test_a_directory_that_is_lost_takes_all_with_it():
     assert left(disk, Everything())[ROOT / "e" / "f"] == b"x"
 
 
-def test_after_a_sync_that_failed_no_later_one_helps_until_it_is_written_again():
+def test_after_a_failed_sync_only_a_rewrite_makes_data_durable():
     disk = made()
     file = disk.open(PATH)
     file.pwrite([b"b"], 0)
@@ -126,7 +126,7 @@ def test_after_a_sync_that_failed_no_later_one_helps_until_it_is_written_again()
     assert left(disk, Keep())[PATH][:1] == b"b"
 
 
-def test_a_killed_process_finds_all_and_has_nothing_more_durable():
+def test_a_kill_keeps_all_data_and_makes_none_durable():
     disk = made()
     disk.open(PATH).pwrite([b"b"], 0)
     disk.open(ROOT / "g", create=True)
@@ -139,9 +139,9 @@ def test_a_killed_process_finds_all_and_has_nothing_more_durable():
     assert ROOT / "g" not in left(again, Keep())
 
 
-def test_a_program_may_forget_a_sync_or_make_it_late():
+def test_a_sync_can_be_omitted_or_delayed():
     disk = made()
-    places = sync_places(disk.changes)[2:]  # none is made twice
+    places = sync_places(disk.changes)[2:]  # none is created twice
     last = places[-1]
     assert isinstance(disk.changes[last], SyncDirectory)
     assert len(without(disk.changes, last)) == len(disk.changes) - 1

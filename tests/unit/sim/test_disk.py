@@ -52,7 +52,7 @@ def test_a_long_write_may_leave_both_ends_without_the_middle():
     assert disk.content(Path("/d/f")) == end + lost + end
 
 
-def test_any_subset_of_sectors_can_be_left_and_no_half_of_one():
+def test_any_subset_of_whole_sectors_can_remain():
     patterns = set()
     for seed in range(300):
         disk = SimDisk()
@@ -155,7 +155,7 @@ def test_one_opener_has_the_lock(disk):
     assert disk.open(PATH).lock_whole()
 
 
-def test_rot_is_on_the_platter_and_unseen_by_the_steps(disk):
+def test_rot_is_on_the_disk_and_does_not_count_as_a_step(disk):
     steps = disk.step_count
     disk.flip(PATH, 3, 0x80)
     assert disk.content(PATH)[3] == ord("a") ^ 0x80
@@ -191,7 +191,7 @@ def test_a_disk_with_false_syncs_has_synced_nothing(disk):
     assert disk.content(PATH)[:1] == b"a"
 
 
-def test_a_backup_is_what_was_on_the_platter(disk):
+def test_a_backup_has_the_durable_bytes(disk):
     file = disk.open(PATH)
     file.pwrite([b"b"], 0)
     backup = disk.contents()
@@ -205,7 +205,7 @@ def test_a_backup_is_what_was_on_the_platter(disk):
         file.size()
 
 
-def test_pages_change_and_files_shrink_unseen_by_the_steps(disk):
+def test_changed_pages_and_shrunk_files_do_not_count_as_steps(disk):
     steps, size = disk.step_count, len(disk.content(PATH))
     disk.overwrite(PATH, size - 2, b"xyz")
     assert disk.content(PATH)[-3:] == b"axy"
@@ -224,7 +224,7 @@ def with_unreadable_sectors(content, first, last):
     return disk, path, disk.open(path)
 
 
-def test_sectors_that_cannot_be_read_are_back_when_they_are_written_whole():
+def test_unreadable_sectors_are_readable_after_a_complete_rewrite():
     disk, path, file = with_unreadable_sectors(bytes(2_000), 600, 1_100)
     assert len(file.pread(512, 0)) == 512
     for size, offset in ((1, 512), (1, 1_535), (2_000, 0)):

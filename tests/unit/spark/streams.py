@@ -19,7 +19,7 @@ CONNECT = "zk:2181/w/x"
 
 
 class Cluster:
-    """What stands at the connect string; a test puts another one in its place."""
+    """The cluster at the connect string; a test replaces it."""
 
     def __init__(self) -> None:
         self.become(1, 10, 10)

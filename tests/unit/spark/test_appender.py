@@ -23,7 +23,7 @@ LOST, REFUSED, TAKEN = int(Reason.LOST), int(Reason.LOCK), int(Reason.COMMITTED)
 
 
 class RandomLog:
-    """Answers batches at once, each row taken, refused for good, or lost with all behind it.
+    """Answers batches at once, each row committed, rejected, or lost with all later ones.
 
     Like the client it keeps a writer's order: after a loss nothing is taken until the writer has
     seen it.
@@ -169,7 +169,7 @@ def test_a_mark_ahead_of_the_log_ends_the_job() -> None:
 
 
 class LimitedRetries:
-    """Recomputes refused rows: without a "!" they are taken; every third one it leaves out."""
+    """Recomputes rejected rows: without a "!" they are committed; it omits every third one."""
 
     retries_max = 2
 
@@ -192,7 +192,7 @@ class LimitedRetries:
                 self.left_out.append(data)
             else:
                 rows.append(row)
-                # A "!!" is refused a second time, and a "!!!" for good.
+                # A "!!" is rejected a second time, and a "!!!" finally.
                 made.append((refused.partition, data[:-1]))
         return RecomputedRows(with_source(made), np.array(rows, np.int64))
 

@@ -275,3 +275,46 @@ def test_rows_without_a_lock_are_distributed_from_the_task_number_on() -> None:
         rows = shaper(first_turn=task)
         found = rows.shape(batch).partitions.tolist() + rows.shape(batch).partitions.tolist()
         assert found == [turn % 4 for turn in range(task, task + 4)]
+
+
+SOME = replace(PLAIN, partitions=(1, 3))
+
+
+def test_with_partitions_rows_without_a_lock_are_distributed_over_these() -> None:
+    batch = pa.RecordBatch.from_pydict({"data": [b"a", b"b", b"c"]})
+    rows = shaper(SOME, first_turn=3)
+    shaped = rows.shape(batch)
+    assert shaped.partitions.tolist() == [3, 1, 3]
+    assert shaped.append.column("client_high_water_mark").to_pylist() == [13, 11, 13]
+    assert rows.shape(batch).partitions.tolist() == [1, 3, 1]
+
+
+def test_a_row_of_another_partition_is_rejected_unless_it_names_one() -> None:
+    locks = {spread(lock_hash("account", key), 4): lock_hash("account", key) for key in range(99)}
+    batch = pa.record_batch(
+        {
+            "data": pa.array([b"a", b"b"]),
+            "write_locks": pa.array([[locks[1]], [locks[2]]], pa.list_(pa.int32())),
+        }
+    )
+    with pytest.raises(
+        BadRequest,
+        match=r"the first lock chooses the partition: expected one of option 'partitions', 1, 3, "
+        r"found partition 2 of row 1 .* Hint: name a partition in column 'partition'",
+    ):
+        shaper(SOME).shape(batch)
+    named = batch.append_column("partition", pa.array([None, 3], pa.int32()))
+    assert shaper(SOME).shape(named).partitions.tolist() == [1, 3]
+    outside = batch.append_column("partition", pa.array([None, 0], pa.int32()))
+    with pytest.raises(
+        BadRequest, match=r"column 'partition': expected one of .* 1, 3, found partition 0 of row 1"
+    ):
+        shaper(SOME).shape(outside)
+
+
+def test_partition_by_does_not_depend_on_the_chosen_partitions() -> None:
+    """Writers with other partitions would put the same key elsewhere, where locks do not see it."""
+    (other,) = [key for key in range(100) if spread(lock_hash("", key), 4) == 2][:1]
+    batch = pa.record_batch({"data": pa.array([b"x"]), "key": pa.array([other], pa.int64())})
+    with pytest.raises(BadRequest, match=r"column 'key' chooses the partition: .* partition 2 of"):
+        shaper(replace(SOME, partition_by="key")).shape(batch)

@@ -13,7 +13,7 @@ from waltz_spark.shared_clients import client_of, close_clients, with_client
 
 
 class Client:
-    """Connects when it may, and then is itself; one to "dead" does not before the test says so."""
+    """Connects when the test permits it; a client of "dead" waits for the test."""
 
     made: list[str] = []  # noqa: RUF012 - emptied by each test
     dials = threading.Semaphore(0)

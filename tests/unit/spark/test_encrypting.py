@@ -224,7 +224,7 @@ def test_failfast_fails_for_a_payload_that_was_decrypted_and_names_it(directory:
 
 
 class Log(RandomLog):
-    """Refuses no row, whatever the last byte of its ciphertext is."""
+    """Rejects no row, whatever the last byte of its ciphertext is."""
 
     def __init__(self, seed: int, *, loss: float) -> None:
         super().__init__(seed, loss=loss)

@@ -33,7 +33,7 @@ MARKS = "startingHighWaterMarks"
         (check_names, "maxOffsetsPerTrigger", "x", "did you mean 'maxTransactionsPerTrigger'"),
         (check_names, "kafka.bootstrap.servers", "x", "did you mean 'connect'"),
         (parse_read, "onLockFailure", "reject", "'onLockFailure' is for writing, this is reading"),
-        (parse_write, "partitions", "1", "'partitions' is for reading, this is writing"),
+        (parse_write, "transactionIds", "1", "'transactionIds' is for reading, this is writing"),
         (parse_read, MARKS, "newest", MARKS),
         (parse_read, MARKS, "{", MARKS),
         (parse_read, MARKS, '{"0": "x"}', MARKS),
@@ -144,6 +144,8 @@ def test_a_write_s_options() -> None:
     assert options.on_lock_failure is OnLockFailure.REJECT
     assert options.batch_rows == 10
     assert options.result_columns == ("a", "b")
+    assert options.partitions is None
+    assert parse_write({**CLUSTER, "partitions": "3, 1"}).partitions == (1, 3)
     with pytest.raises(BadConfig, match="'writeId' needs exactlyOnce=true"):
         parse_write({**CLUSTER, "writeId": "a", "exactlyOnce": "false"})
 

@@ -65,9 +65,7 @@ def test_every_spark_type_returns_exactly(data_format: str) -> None:
 
 @pytest.mark.parametrize("data_format", ["msgpack", "json"])
 @pytest.mark.parametrize("zone", ["America/St_Johns", "Europe/Amsterdam", "UTC"])
-def test_moments_from_before_the_standard_times_keep_their_seconds(
-    data_format: str, zone: str
-) -> None:
+def test_timestamps_before_standard_time_keep_their_seconds(data_format: str, zone: str) -> None:
     kind = pa.timestamp("us", zone)
     moments = pa.array([-2_840_140_799_000_007, 0, None], kind)
     nested = pa.ListArray.from_arrays(pa.array([0, 1, 2, 3], pa.int32()), moments)
@@ -92,7 +90,7 @@ def test_any_bytes_give_columns_or_a_typed_error(data_format: str, payload: byte
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_json_has_no_number_that_is_not_finite(value: float) -> None:
+def test_non_finite_numbers_are_rejected_in_json(value: float) -> None:
     nested = pa.array([[0.5], [0.5, value]], pa.list_(pa.float64()))
     for column, place in ((pa.array([0.5, value]), "$.price"), (nested, "$.price[1]")):
         with pytest.raises(BadRequest, match="dataFormat=json: found") as caught:

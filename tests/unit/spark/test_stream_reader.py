@@ -26,7 +26,7 @@ def nothing(_reader: WaltzStreamReader) -> None:
 
 
 def report(reader: WaltzStreamReader) -> None:
-    """Ask for the marks in between, as Spark does for a query's progress."""
+    """Request the marks in between, as Spark does for a query's progress."""
     reader.reportLatestOffset()
 
 

@@ -429,7 +429,7 @@ def test_without_access_control_requests_of_a_closed_connection_continue(access,
                 scrub_states=Mock(),
                 archive_state=Mock(),
             )
-            link = Mock(version=1, access=access, permitted=list)
+            link = Mock(version=1, access=access, permitted=list, audited=lambda _: None)
             port._accept(link)
             received, closed = link.start.call_args.args
             received([wire.SetAvailable(1, (0, 1), False), wire.MarkSuspect(2, 2, True)])

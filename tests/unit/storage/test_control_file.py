@@ -33,7 +33,7 @@ def open_control(disk, directory=ROOT, *, key=KEY, partition_count=3):
     return ControlFile.open(disk, directory, key, partition_count, 5)
 
 
-# ---- the original's control file
+# ---- the control file of Waltz 0.13
 
 
 def test_control_data_survives_a_power_loss():
@@ -102,7 +102,7 @@ def test_a_failed_sync_fails_every_partition_of_the_file_until_it_is_opened_agai
     assert open_control(disk).info(1) == trusted, "what is trusted is durable"
 
 
-def test_one_sync_is_for_all_that_had_written_before_it_began(tmp_path):
+def test_one_sync_covers_all_earlier_writes(tmp_path):
     control = open_control(RealDisk(), tmp_path)
     began, go_on, syncs = threading.Event(), threading.Event(), []
     file = control._file
@@ -118,7 +118,7 @@ def test_one_sync_is_for_all_that_had_written_before_it_began(tmp_path):
         first = pool.submit(control.set_marks, 0, 7, 40)
         assert began.wait(HANG_S)
         others = [pool.submit(control.set_marks, each, 7, 41) for each in (1, 2)]
-        until = time.monotonic() + 10
+        until = time.monotonic() + HANG_S
         while control._written_count < 3:
             assert time.monotonic() < until
         go_on.set()

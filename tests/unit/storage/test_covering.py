@@ -278,7 +278,7 @@ def test_records_after_the_last_one_are_appended(world):
         append(world, second)
 
 
-def test_other_records_take_the_place_of_those_above_the_mark_and_of_no_others(world):
+def test_new_records_replace_only_those_above_the_mark(world):
     cover(world)
     other = [*records(0, 6), *records(6, 4, b"else")]
     for fields in other_batches(other, (6, 4), 2):
@@ -288,11 +288,11 @@ def test_other_records_take_the_place_of_those_above_the_mark_and_of_no_others(w
     assert b"else" in world.content()
 
 
-def test_batches_that_do_not_follow_on_are_rejected_and_cover_nothing(world):
+def test_nonconsecutive_batches_are_rejected_and_cover_nothing(world):
     cover(world)
     batches = list(other_batches(records(0, 10), (3, 4, 3), 2))
     first, lengths, data, chain, (entry,) = batches[0]
-    other = b"\1" * len(chain)  # the same records, behind some that are not here
+    other = b"\1" * len(chain)  # the same records, after some that are missing here
     crcs = b"".join(data[end - 4 : end] for end in lengths.cumsum())
     behind = entry._replace(chain=next_chain(other, 0, 2, 2, crcs))
     for start, before, placed in ((1, chain, entry), (first, other, entry), (first, other, behind)):
@@ -328,7 +328,7 @@ def test_a_later_session_finds_all_records_with_batches(world):
 
 
 @pytest.mark.parametrize("added", [None, 2])
-def test_the_next_program_finds_all_records_of_a_log_that_covers(world, added):
+def test_a_log_with_covered_records_keeps_them_at_the_next_start(world, added):
     """This version after a clean stop, or 0.13, which appends some."""
     cover(world)
     if added is None:
@@ -387,7 +387,7 @@ def test_records_of_an_owner_are_truncated_as_usual(world):
     assert on_disk(world) == whole(9)
 
 
-# ---- files of earlier versions, which took records from 0.13 servers
+# ---- files of earlier versions, which accepted records from 0.13 servers
 
 
 def test_records_that_an_earlier_version_left_without_batches_get_them(empty):

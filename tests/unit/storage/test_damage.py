@@ -125,7 +125,7 @@ def test_records_of_another_history_prove_no_batch(log, spoiled):
     slot = Slot(2, damaged=(IdRange(4, 6),))
     log.fill(1, 1, slot=Slot(2, damaged=(IdRange(1, 1), IdRange(4, 6))))
     before = log.disk.content(ROOT / segment_name(0, ".chn"))
-    with pytest.raises(ChecksumMismatch, match=r"4\.\.6 do not prove the entry of their batch"):
+    with pytest.raises(ChecksumMismatch, match=r"4\.\.6 do not match the chain after"):
         damage.fill(slot, log.segments, *foreign(4, 6))
     assert log.disk.content(ROOT / segment_name(0, ".chn")) == before
     assert log.fill(4, 6, slot=slot) == ()
@@ -152,7 +152,9 @@ def test_several_lost_batches_or_the_last_one_cannot_be_proved(log, spoiled):
         spoil_batch(log, position)
     log.disk.flip(ROOT / segment_name(0, ".seg"), SEGMENT_HEADER_BYTES + RECORD_BYTES * 8 + 44)
     first, last = (8, 8) if spoiled == (2,) else (4, 5)
-    with pytest.raises(ChecksumMismatch, match="do not prove the entry of their batch"):
+    with pytest.raises(
+        ChecksumMismatch, match="do not match the chain after the unreadable batch entry"
+    ):
         log.fill(first, last, slot=Slot(2, damaged=(*HOLE.damaged, IdRange(8, 8))))
 
 

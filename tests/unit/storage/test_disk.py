@@ -249,7 +249,7 @@ def test_an_error_of_the_system_states_what_failed_and_where(tmp_path, monkeypat
 
 @pytest.fixture
 def no_syncs(monkeypatch):
-    """Syncs return at once: these tests look at which files are open."""
+    """Syncs return at once: these tests check which files are open."""
     monkeypatch.setattr(os, "fdatasync", lambda _: None)
 
 
@@ -593,7 +593,7 @@ def test_each_piece_of_a_sequential_read_is_read_from_the_disk(tmp_path):
         file.pwrite([os.urandom(written)], at)
         file.sync()
     before = bytes_read()
-    for at in (0, *range(144, size, piece)):  # as a segment's pieces lie, behind its header
+    for at in (0, *range(144, size, piece)):  # like the pieces of a segment, after its header
         file.drop_cached(at, piece)
         file.pread(piece, at)
     from_disk = bytes_read() - before

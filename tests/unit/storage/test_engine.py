@@ -60,7 +60,7 @@ def test_a_directory_keeps_its_identity_and_its_partitions(tmp_path):
     engine.close()
 
 
-def test_several_partitions_begin_to_be_held_with_a_sync_of_names_and_one_of_flags():
+def test_assigning_partitions_takes_one_sync_of_names_and_one_of_flags():
     disk = SimDisk()
     engine = open_engine(Path("/waltz"), disk=disk, partition_count=9)
     engine.assign(4)
@@ -171,7 +171,7 @@ def test_a_crash_between_the_files_of_a_first_segment_does_no_harm(tmp_path, mad
     assert sorted(path.name for path in (tmp_path / "0").iterdir()) == sorted(NAMES)
 
 
-# ---- administration; what a crash does to it stands in tests/property
+# ---- administration; tests/crash covers crashes
 
 
 def test_an_absent_partition_cannot_be_administered(tmp_path):

@@ -1,4 +1,4 @@
-"""Ranges of damaged ids: added and removed ids, with a limited number of ranges."""
+"""Ranges of damaged IDs: added and removed IDs, with a limited number of ranges."""
 
 from itertools import pairwise
 

@@ -78,7 +78,7 @@ def test_offsets_are_read_back_as_far_as_there_are_any():
     assert (index.count, index.read(3, 9).tolist()) == (5, [300, 350])
 
 
-def test_only_what_was_synced_of_an_index_is_left():
+def test_only_the_synced_part_of_an_index_is_left():
     disk = new_disk()
     index = new_index(disk)
     index.write(0, np.array([128, 170]))
@@ -126,7 +126,7 @@ def test_the_place_is_found_around_an_entry_that_cannot_be_read(damaged):
     for position, entry in enumerate(entries):
         if position not in {damaged, damaged + 1}:
             assert lineage.position_of(entry.last) == position
-    # Whether the bad one holds these ids is not known, so it is not passed over.
+    # Whether the bad one holds these IDs is not known, so it is not passed over.
     assert lineage.position_of(entries[damaged].last) in {damaged, damaged + 1}
 
 

@@ -263,7 +263,7 @@ def test_an_older_slot_does_not_bring_removed_segments_back(world):
     assert (log.start, log.max_id, log.suspect) == (start, 47, True)
 
 
-def test_a_first_segment_above_the_start_is_missing(world):
+def test_a_first_segment_that_begins_above_the_start_is_reported(world):
     remove_all(world)
     world.log.abandon()
     (oldest,) = (world.directory / "0").glob("*.seg")

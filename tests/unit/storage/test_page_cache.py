@@ -48,7 +48,7 @@ def test_only_sequentially_written_pages_are_released():
 
 
 @given(st.lists(st.integers(1, 3 * FOLIO_BYTES_MAX), min_size=1), st.integers(0, 200))
-def test_pieces_in_a_row_begin_each_block_once_and_none_is_entered_before(sizes, header):
+def test_sequential_pieces_begin_each_block_exactly_once(sizes, header):
     done, at = 0, 0
     for size in [header + sizes[0], *sizes[1:]]:
         start, begun = blocks_begun(at, size)

@@ -32,13 +32,13 @@ class PowerLost(Exception):
 
 
 class CrashDisk(RealDisk):
-    """A real disk that knows what is synced, can lose the rest, and fails on demand."""
+    """A real disk that records what is synced, can lose the rest, and fails on demand."""
 
     def __init__(self):
         super().__init__()
         self.synced = {}
         self.fail = {}
-        self.left = None  # changes that are still made before the power goes
+        self.left = None  # changes that are still made before the power loss
 
     def step(self):
         if self.left is not None:
@@ -212,7 +212,7 @@ def test_a_provisional_mark_may_be_lowered_and_a_confirmed_one_not(world):
     world.log.set_low_water_mark(1, 5, world.log.chain)
     world.log.prepare(2, NONCE)
     assert world.log.truncate(2, 2, 2, world.log.chain_at(2)) == (2, world.log.chain)
-    # The mark is gone with its records, and that its session never opened stays so.
+    # The mark was removed with its records; its session still counts as never opened.
     assert (world.log.state().mark_confirmed, world.log.state().engaged_session) == (True, -1)
     world.log.set_low_water_mark(2, 2, world.log.chain)
     assert world.log.state().engaged_session == -1
@@ -225,7 +225,7 @@ def test_a_provisional_mark_may_be_lowered_and_a_confirmed_one_not(world):
     with pytest.raises(DataLoss):
         world.log.truncate(3, 1, BEFORE_FIRST, GENESIS_CHAIN)
     assert world.log.max_id == 2
-    # A session that has set its mark and never opened has not made that one unhappen.
+    # A session that set its mark but never opened does not undo the earlier one.
     world.log.set_low_water_mark(3, 2, world.log.chain)
     world.crash()
     state = world.log.state()
@@ -367,7 +367,7 @@ def exchange(world, transaction_id):
 @pytest.mark.parametrize(
     ("change", "damaged", "suspect"), [(flip, ((5, 5),), False), (exchange, (), True)]
 )
-def test_rot_above_the_marker_is_damage_where_a_later_entry_calls_the_record_synced(
+def test_rot_above_the_marker_is_damage_if_a_later_entry_states_the_record_as_synced(
     world, change, damaged, suspect
 ):
     """Another record in its place has a right checksum: the batch shows it."""
@@ -439,7 +439,7 @@ def test_files_other_than_segments_are_rebuilt(world, names, suspect):
     for path in found:
         path.unlink()
     world.crash()
-    assert world.log.suspect == suspect  # bounds and sessions of batches are gone with a .chn
+    assert world.log.suspect == suspect  # bounds and sessions of batches are lost with a .chn
     assert world.everything() == written
     read = world.log.read_range(0, 149, 1 << 20, whole_batches=True)
     assert read.records == written
@@ -681,7 +681,7 @@ def test_a_marker_does_not_move_over_an_index_whose_sync_has_failed(world):
     world.disk.fail[("sync", ".idx")] = DiskFailed
     with pytest.raises(DiskFailed):
         world.log.mark_acked()
-    world.disk.fail.clear()  # The next sync of the file says that all is well: it lies.
+    world.disk.fail.clear()  # The next sync of the file reports a false success.
     world.log.mark_acked()
     assert world.log.slot.acked == marker
     world.log.prepare(2, NONCE)
@@ -700,7 +700,7 @@ def spoil_offset(world, transaction_id):
         file.write(bytes(8))
 
 
-def test_a_truncation_that_truncates_nothing_makes_durable_what_it_keeps(world):
+def test_an_empty_truncation_makes_the_log_durable(world):
     world.append([2], sync=False)
     assert world.log.truncate(1, 1, 1, world.log.chain) == (1, world.log.chain)
     assert world.log.synced_max == 1

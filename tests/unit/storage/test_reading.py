@@ -81,7 +81,7 @@ def test_whole_batches_begin_and_end_with_one(log):
 
 
 @pytest.mark.parametrize(("first", "last"), [(-1, 3), (5, 4), (3, 12), (12, 12)])
-def test_ids_that_are_not_there_are_rejected(log, first, last):
+def test_missing_ids_are_rejected(log, first, last):
     with pytest.raises(BadRequest, match="expected IDs up to 11"):
         log.read(first, last)
 

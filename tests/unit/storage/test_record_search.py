@@ -152,7 +152,7 @@ def test_an_empty_index_is_searched_for_once(monkeypatch):
     behind = search_of(disk)
     assert [behind(hole) for hole in (2, 5, 7)] == [(each, offset_of(each)) for each in (3, 6, 8)]
     assert asked == [17, 0, 0]
-    # One that knows what the found ones lead to is asked again.
+    # The same search, which has the positions that were found, is used again.
     disk.put(
         IDX,
         known[: SEGMENT_HEADER_BYTES + 8 * 3] + bytes(8) + known[SEGMENT_HEADER_BYTES + 8 * 4 :],
@@ -178,7 +178,7 @@ def test_the_places_of_records_are_found_in_steps_of_any_size(monkeypatch, step)
     found = 0
     for size in (0, 35, 36, 37, 400):
         for fill in (0, 1, 255):
-            # Small numbers in all places, so that many of them look like ids and lengths.
+            # Small numbers in all places, so that many of them look like IDs and lengths.
             data = bytes(rng.choice((0, 0, 0, fill, rng.randrange(40))) for _ in range(size))
             for after in (0, 5, 1 << 40):
                 for space in (size, 40, 3000):

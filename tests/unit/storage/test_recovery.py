@@ -147,7 +147,7 @@ def test_a_mark_above_batches_that_were_lost_protects_nothing_any_more():
         assert found[:2] == entries[:2]
         assert {one.session_id for one in found[2:]} == {RECONSTRUCTED}
         assert (slots.slot.suspect, slots.slot.low_water_mark) == (True, 4)
-        # Damage in batches that were made up can be repaired.
+        # Damage in reconstructed batches can be repaired.
         check_repaired(segments, IdRange(6, 6), ())
         check_repaired(segments, IdRange(1, 1), ())
         disk.put(ROOT / SLOTS_NAME, before)  # a crash: the batches are durable, their slot is not
@@ -383,7 +383,7 @@ def test_a_sector_that_cannot_be_read_does_not_keep_an_adopted_log_closed():
 
 
 def test_a_rotten_record_above_a_0_13_mark_is_not_a_torn_tail():
-    """Those behind it may have been acknowledged: the replica must not say that it has none."""
+    """Later records may have been acknowledged: the replica must not report that it has none."""
     disk = new_disk()
     _, records, _ = make_segments(disk, [12])
     disk.unlink(path_of(0, ".chn"))
@@ -411,7 +411,7 @@ def test_an_oversized_0_13_transaction_is_not_a_torn_tail():
 
 
 def test_an_earlier_promise_does_not_hold_in_a_session_of_0_13():
-    """Whose nonce it has is another owner's, of an older session."""
+    """Its nonce is that of another owner, of an older session."""
     disk = new_disk()
     written(disk, [3], promised=4, nonce=bytes([7] * 16), old_sequence=3)
     slot = opened(disk, info=INFO._replace(session_id=5, sequence=9))[1].slot
@@ -468,7 +468,7 @@ def test_an_adoption_that_is_interrupted_anywhere_keeps_the_records_of_a_0_13_pr
         assert (slot.last_session, slot.low_water_mark, slot.suspect) == (5, 4, False)
 
 
-# ---- a directory that is gone (rule 8)
+# ---- a missing directory (rule 8)
 
 KNOWN = INFO._replace(session_id=7, low_water_mark=3, local_low_water_mark=3, sequence=9)
 
@@ -691,7 +691,7 @@ def test_without_an_index_an_older_segment_is_scanned():
 
 
 def test_lost_sectors_of_records_and_of_their_index_keep_a_log_closed():
-    """A record behind the hole could not be distinguished from one within another one's data."""
+    """A record after the hole could not be distinguished from one within the data of another."""
     disk = new_disk()
     written(disk, [200, 200], [4], acked=1)
     path = path_of(0, ".seg")
@@ -743,7 +743,7 @@ def test_batches_after_the_last_record_are_truncated():
 
 
 def test_a_rotten_batch_before_a_continued_file_is_not_torn():
-    """After a failed write no marker moves with the roll; that file says what was synced."""
+    """After a failed write a roll moves no marker; the file shows what was synced."""
     disk = new_disk()
     segments, records, entries = written(disk, [3, 2, 1], acked=1)
     segments.add(5, entries[-1].chain)

@@ -16,9 +16,10 @@ from tests.unit.storage.logs import (
     new_segment,
     open_segment,
 )
-from waltz_core.errors import BadFormat, ChecksumMismatch, DiskFailed
+from waltz_core.errors import BadFormat, ChecksumMismatch, DiskFailed, MissingSegment
 from waltz_core.records.record import BEFORE_FIRST
 from waltz_core.storage.disk.file_system import remove_temporary
+from waltz_core.storage.files import segment as segment_file
 from waltz_core.storage.files.format import SEGMENT_HEADER_BYTES, IdRange, segment_name
 from waltz_core.storage.files.segment import Segment
 from waltz_sim.world.simulated_disk import DiskFault, PowerLoss, Survival
@@ -91,7 +92,7 @@ def test_a_segment_of_something_else_is_rejected():
         with pytest.raises(BadFormat, match="expected partition"):
             Segment.open(disk, ROOT, 0, partition_id=partition_id, cluster_key=key)
     disk.rename(SEG, ROOT / segment_name(7, ".seg"))
-    with pytest.raises(BadFormat, match="from id 7"):
+    with pytest.raises(BadFormat, match="from ID 7"):
         open_segment(disk, 7)
     disk.rename(ROOT / segment_name(7, ".seg"), SEG)
     disk.flip(SEG, 60)
@@ -158,7 +159,7 @@ def test_an_unconfirmed_torn_tail_is_truncated(cut):
 
 
 @pytest.mark.parametrize("bad", [0, 2, 4])
-def test_damage_below_what_is_confirmed_keeps_its_place_and_is_filled_durably(bad):
+def test_confirmed_damage_keeps_its_place_and_is_repaired_durably(bad):
     disk = new_disk()
     records, _ = fill_segment(new_segment(disk), [6])
     disk.flip(SEG, offset_of(bad) + 40)
@@ -185,13 +186,25 @@ def test_good_records_in_the_wrong_place_do_not_end_a_hole():
     assert segment.read(0, 29)[0] == records
 
 
-def test_in_an_older_segment_all_that_is_missing_is_damage():
+@pytest.mark.parametrize("piece", [1, 1 << 16])
+def test_missing_records_of_an_older_segment_are_damage(piece, monkeypatch):
+    monkeypatch.setattr(segment_file, "_PIECE_IDS", piece)
     disk = new_disk()
     fill_segment(new_segment(disk), [6])
     disk.put(SEG, disk.content(SEG)[: offset_of(4) + 7])
     segment = open_segment(disk)
     assert segment.recover(0, 5, is_last=False) == ((IdRange(4, 5),), False)
     assert segment.last == 5
+
+
+def test_a_distance_of_ids_that_no_file_can_have_takes_no_memory():
+    """As when all segments between two are missing, or the name of a file is wrong."""
+    disk = new_disk()
+    fill_segment(new_segment(disk), [6])
+    segment = open_segment(disk)
+    with pytest.raises(MissingSegment, match="up to ID 4611686018427387904, where the next"):
+        segment.recover(0, 1 << 62, is_last=False)
+    assert len(disk.content(IDX)) < 1_000
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])

@@ -52,7 +52,7 @@ STORAGE_ID = b"the storage's id"
 NO_ID = bytes(16)
 
 
-class MoodyFile:
+class FailingFile:
     """A real file that fails when its disk is configured to fail."""
 
     def __init__(self, file, disk):
@@ -81,7 +81,7 @@ class MoodyDisk(RealDisk):
     def __init__(self):
         super().__init__()
         self.next_errors = {}
-        self.free = None  # how much it says to have, if it does not say the truth
+        self.free = None  # the free space that it reports, if that is not the real one
 
     def free_bytes(self, directory):
         return super().free_bytes(directory) if self.free is None else self.free
@@ -92,7 +92,7 @@ class MoodyDisk(RealDisk):
             raise error
 
     def open(self, path, **how):
-        return MoodyFile(super().open(path, **how), self)
+        return FailingFile(super().open(path, **how), self)
 
 
 class Bench:
@@ -124,12 +124,12 @@ class Bench:
         return wanted
 
     def send(self, connection, *messages):
-        """Take requests in; nothing that blocks is done yet."""
+        """Accept requests; blocking work is not done yet."""
         for message in messages:
             self.step(LaneRequest(connection, message))
 
     def finish(self):
-        """Run the work that is there and that comes of it; return how many pieces."""
+        """Run the queued work and the work that it causes; return the number of pieces."""
         count = 0
         while self.works:
             work = self.works.pop(0)
@@ -149,7 +149,7 @@ class Bench:
         return answers[0][1]
 
     def refusal(self, connection, message):
-        """Return the class of error that a request was refused with."""
+        """Return the class of the error that rejected a request."""
         answer = self.ask(connection, message)
         assert isinstance(answer, Nack), answer
         assert answer.message
@@ -273,7 +273,7 @@ def test_after_a_lost_control_slot_only_a_newer_session_is_accepted(tmp_path):
     bench.engine.abandon()
 
 
-def test_the_same_owner_may_come_again_on_another_connection(bench):
+def test_the_same_owner_may_reconnect(bench):
     owner = bench.owned(5, connection=1)
     assert isinstance(bench.ask(2, prepare(owner)), Prepared)
     assert [each.connection for each in bench.only(service_effects.CloseConnection)] == [1]
@@ -295,7 +295,7 @@ def test_late_messages_of_an_abandoned_connection_change_nothing(bench):
 
 
 def test_an_owner_that_returns_gets_no_answer_about_a_rival(bench):
-    """An owner whose session turns out to be promised to another halts its partition for good."""
+    """An owner halts its partition permanently if its session is promised to another owner."""
     owner = Owner(5)
     bench.send(1, prepare(owner))
     bench.send(1, prepare(owner))  # the first one is under way, this one waits
@@ -323,11 +323,11 @@ def test_a_promise_that_could_not_be_made_durable_ends_the_session(bench):
     assert bench.refusal(1, prepare(Owner(5))) is DiskFailed
     assert [each.connection for each in bench.only(service_effects.CloseConnection)] == [1]
     assert bench.refusal(1, Owner(5).make(Heartbeat)) is errors.SessionFenced
-    # What was refused stays fenced: an earlier session cannot slip in.
+    # The rejected session stays fenced: an earlier session is rejected, too.
     assert bench.refusal(2, prepare(Owner(4))) is errors.SessionFenced
 
 
-# ---- which connections may ask
+# ---- which connections may send requests
 
 
 def requests_of(owner):
@@ -441,7 +441,7 @@ def test_an_append_with_changed_bytes_is_rejected_with_all_later_ones(bench):
     assert bench.log.synced_max == 0
 
 
-def test_appends_are_synced_before_what_comes_after_them(bench):
+def test_appends_are_synced_before_later_requests(bench):
     owner = bench.owned(5)
     bench.send(1, owner.append(), owner.append())
     bench.send(1, owner.make(Truncate, 0, 0, owner.chain), owner.make(Heartbeat))
@@ -490,7 +490,7 @@ def test_a_reader_is_answered_while_the_session_that_it_names_is_engaged(bench):
     owner = bench.owned(5, engaged=False)
     reader = Owner(5)
     request = range_of(reader, 0, 9, reader=True)
-    assert bench.refusal(7, request) is errors.BadRequest  # it has not said which cluster
+    assert bench.refusal(7, request) is errors.BadRequest  # it has not named its cluster
     assert bench.ask(7, open_request()) == SuccessResponse(-1, -1, -1)
     assert bench.refusal(7, request) is errors.NotMounted
     bench.ask(1, owner.make(SetLowWaterMark, BEFORE_FIRST, GENESIS_CHAIN))
@@ -503,7 +503,7 @@ def test_a_reader_is_answered_while_the_session_that_it_names_is_engaged(bench):
     assert (found.first, found.count) == (1, 4)
     beyond = bench.ask(7, range_of(Owner(6), 5, 99, reader=True))
     assert (beyond.first, beyond.count, beyond.records) == (5, 0, b"")
-    bench.step(service.Disconnected(1))  # the owner is gone, the log is what it was
+    bench.step(service.Disconnected(1))  # the owner has disconnected, the log is unchanged
     assert bench.ask(7, range_of(Owner(6), 0, 0, reader=True)).count == 1
     bench.step(service.Disconnected(7))  # nothing is kept for closed connections
     assert bench.refusal(7, range_of(Owner(6), 0, 0, reader=True)) is errors.BadRequest
@@ -513,7 +513,7 @@ def test_lock_blocks_are_reported_to_readers_of_the_engaged_session(bench):
     owner = bench.owned(5)
     bench.ask(1, dataclasses.replace(owner.append(3), locks=b"block"))
     request = Owner(5).make(LockBlocksRequest, 100)
-    assert bench.refusal(7, request) is errors.BadRequest  # it has not said which cluster
+    assert bench.refusal(7, request) is errors.BadRequest  # it has not named its cluster
     bench.ask(7, open_request())
     assert bench.ask(7, request) == LockBlocks(5, request.sequence, 0, b"block")
     assert bench.refusal(7, Owner(4).make(LockBlocksRequest, 100)) is errors.SessionFenced

@@ -50,7 +50,7 @@ ADDRESS = "here:1"
 
 
 class Directory:
-    """An engine of which only this is known: what lies here, and what of it is offline."""
+    """An engine that has only the list of local partitions and of those that are offline."""
 
     partition_count = 4
     has_failed = has_lost_files = False
@@ -97,7 +97,7 @@ class Metadata:
 
     def __init__(self, *named):
         self.named = set(named)
-        self.meanwhile = lambda: None  # happens while it is asked
+        self.meanwhile = lambda: None  # happens during the query
         self.is_away = False
 
     async def read_partition(self, partition_id):
@@ -113,7 +113,7 @@ class Follower:
 
     def __init__(self, engine, coordinator):
         self.dropped = []
-        self.hanging = set()  # whose work does not come to its end
+        self.hanging = set()  # whose work does not end
         self._looked = asyncio.Event()
         self.serving = Serving(
             engine,

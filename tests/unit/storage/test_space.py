@@ -175,7 +175,7 @@ def test_a_call_without_room_is_repeated_with_the_reserve():
         space.with_reserve(wants_more)
 
 
-def test_an_append_takes_its_records_their_places_and_its_batches():
+def test_the_space_of_an_append_includes_its_index_and_batches():
     assert append_bytes(1_000, 10, 2) == 1_000 + 80 + 128
 
 

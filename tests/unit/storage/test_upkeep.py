@@ -164,7 +164,7 @@ def full_engine():
 
 
 def test_the_state_of_a_replica_is_reported_without_reading_its_files():
-    """The event loop asks: a disk that hangs must not stop it, and another thread may write."""
+    """The event loop calls this: a hanging disk must not block it, and another thread may write."""
     engine, disk = full_engine()
     disk.capacity_bytes += 1 << 16
     owner = Owner(5, 1)

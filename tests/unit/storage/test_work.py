@@ -167,7 +167,7 @@ def test_record_places_are_returned_and_counted_as_read(log):
 def test_no_request_takes_more_calls_for_more_records(log, form):
     owner = Owner(5)
     append = owner.append
-    run(log, append(3_000), append(100))  # what is made once is made
+    run(log, append(3_000), append(100))  # the fixed costs of the first call
     counts = []
     for first, count in ((3_100, 2_000), (5_100, 100)):
         message = append(count)
@@ -274,7 +274,7 @@ def test_a_truncation_without_space_is_repeated_with_the_reserve():
     (appended,) = run(log, owner.append(4)).outcomes
     assert appended.synced_max == 3
     truncate = LaneRequest(1, owner.make(Truncate, 1, BEFORE_FIRST, GENESIS_CHAIN))
-    cuts = disk.step_count + 4  # behind the intent: the log's end is cut, and then its index
+    cuts = disk.step_count + 4  # after the intent: the log is truncated, and then its index
     disk.plan(cuts, DiskFault.DISK_FULL)
     result = Work(log, (truncate,), STORAGE_ID, space=engine.space).run()
     assert isinstance(result.outcomes[0], ReplicaEnd), result.outcomes

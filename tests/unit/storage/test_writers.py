@@ -10,15 +10,14 @@ from typing import cast
 import pytest
 
 from tests.loops import on_loop, until
+from tests.patience import HANG_S
 from waltz_core.storage.service.work import Work, WorkResult
 from waltz_core.storage.service.writers import CallThreads, WriteOutcome, Writers
 from waltz_core.transport import net
 
-WAIT_S = 30
-
 
 class Piece:
-    """Stands for a piece of work: does what it is given to do, and keeps which thread did it."""
+    """A piece of work: runs a function, and records the thread that ran it."""
 
     def __init__(self, do: Callable[[], WorkResult]) -> None:
         self._do = do
@@ -61,7 +60,7 @@ async def test_a_result_is_reported_once_on_the_loops_thread():
     assert thread is not threading.current_thread()
     assert thread.daemon, "rule 3: a process ends despite a thread that a disk holds"
     writers.end()
-    await asyncio.to_thread(thread.join, WAIT_S)
+    await asyncio.to_thread(thread.join, HANG_S)
     assert not thread.is_alive()
     assert len(recorder.outcomes) == 1
 
@@ -115,7 +114,7 @@ async def test_a_piece_that_hangs_on_a_disk_delays_no_other_and_no_shutdown():
     recorder, held = Recorder(), threading.Event()
 
     def hang() -> WorkResult:
-        assert held.wait(WAIT_S)
+        assert held.wait(HANG_S)
         return WorkResult()
 
     writers = Writers(2, recorder)
@@ -136,7 +135,7 @@ def test_an_outcome_after_the_end_of_the_loop_is_dropped():
     raised: SimpleQueue[object] = SimpleQueue()
 
     def hang() -> WorkResult:
-        assert held.wait(WAIT_S)
+        assert held.wait(HANG_S)
         return WorkResult()
 
     async def scenario() -> Work:
@@ -152,7 +151,7 @@ def test_an_outcome_after_the_end_of_the_loop_is_dropped():
         thread = cast("Piece", asyncio.run(scenario())).thread
         held.set()
         assert thread is not None
-        thread.join(WAIT_S)
+        thread.join(HANG_S)
     finally:
         threading.excepthook = before
     assert not thread.is_alive()
@@ -167,25 +166,25 @@ def test_each_call_of_a_helper_has_its_outcome_and_leaves_nothing_behind() -> No
     with CallThreads(2, "helper") as helpers:
         assert not helpers.is_busy
         may_end = threading.Event()
-        waits = [helpers.submit(may_end.wait, WAIT_S) for _ in range(2)]
+        waits = [helpers.submit(may_end.wait, HANG_S) for _ in range(2)]
         later, fails = helpers.submit(divmod, 7, 2), helpers.submit(divmod, 7, 0)
         dropped = helpers.submit(divmod, 7, 3)
         assert dropped.cancel()
         assert helpers.is_busy
         may_end.set()
-        assert all(each.result(WAIT_S) for each in waits)
-        assert later.result(WAIT_S) == (3, 1)
+        assert all(each.result(HANG_S) for each in waits)
+        assert later.result(HANG_S) == (3, 1)
         with pytest.raises(ZeroDivisionError):
-            fails.result(WAIT_S)
-        assert helpers.submit(divmod, 7, 4).result(WAIT_S) == (1, 3)
+            fails.result(HANG_S)
+        assert helpers.submit(divmod, 7, 4).result(HANG_S) == (1, 3)
         assert not helpers.is_busy
 
 
 def test_shutdown_does_not_wait_for_helper_threads() -> None:
     helpers = CallThreads(1, "helper")
     may_end = threading.Event()
-    waits = helpers.submit(may_end.wait, WAIT_S)
+    waits = helpers.submit(may_end.wait, HANG_S)
     helpers.shutdown()
     assert not waits.done()
     may_end.set()
-    assert waits.result(WAIT_S)
+    assert waits.result(HANG_S)

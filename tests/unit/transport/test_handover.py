@@ -59,7 +59,7 @@ def run(name, path, call):
 
 
 def take(name, question=b"this"):
-    with open(handover.take(name, question, timeout_s=30), "rb") as file:
+    with open(handover.take(name, question, timeout_s=HANG_S), "rb") as file:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.write(file.fileno(), b"x")
         return file.read()
@@ -75,7 +75,7 @@ def test_a_file_is_handed_over_for_reading_as_often_as_it_is_requested(path, nam
 
 
 def test_a_file_outlives_its_name_and_its_owner_and_other_programs_do_not_inherit_it(path, name):
-    taken = run(name, path, lambda: handover.take(name, b"this", timeout_s=30))
+    taken = run(name, path, lambda: handover.take(name, b"this", timeout_s=HANG_S))
     assert not os.get_inheritable(taken)
     path.unlink()
     with open(taken, "rb") as file:
@@ -85,13 +85,13 @@ def test_a_file_outlives_its_name_and_its_owner_and_other_programs_do_not_inheri
 
 def test_a_missing_file_is_not_handed_over(tmp_path, name):
     with pytest.raises(errors.Unreachable, match="Connection refused"):
-        handover.take(name, b"this", timeout_s=30)
+        handover.take(name, b"this", timeout_s=HANG_S)
     path = tmp_path / "none"
 
     def asks():
-        for question in (b"that", b"this"):  # refused, and a file that does not exist
+        for question in (b"that", b"this"):  # rejected, and a file that does not exist
             with pytest.raises(errors.Unreachable, match="the requested file is not available"):
-                handover.take(name, question, timeout_s=30)
+                handover.take(name, question, timeout_s=HANG_S)
 
     run(name, path, asks)
 
@@ -156,7 +156,7 @@ def test_a_file_from_another_user_is_rejected(name):
             assert other.stdout.readline() == b"listening\n"
             assert not handover.is_offered(name)
             with pytest.raises(errors.Unreachable, match="user 65534 has bound that name"):
-                handover.take(name, b"this", timeout_s=30)
+                handover.take(name, b"this", timeout_s=HANG_S)
         finally:
             other.kill()
 
@@ -197,7 +197,7 @@ def test_a_file_that_takes_long_to_open_is_not_left_open(path, name):
             assert await asyncio.to_thread(take, name) == b"here"
             offered.cancel()
 
-    asyncio.run(main())  # its loop asks its own clock
+    asyncio.run(main())  # its loop uses its own clock
 
 
 def test_a_name_in_use_is_left_to_its_owner(tmp_path, path, name):

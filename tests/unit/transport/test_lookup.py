@@ -36,7 +36,7 @@ class Dns:
 
 @pytest.fixture
 def dns(monkeypatch: pytest.MonkeyPatch):
-    """Give one whose lookups have all ended at the end."""
+    """Yield a substitute of DNS whose lookups have all ended at the end."""
     made = Dns(monkeypatch)
     yield made
     made.may_end.set()

@@ -11,6 +11,7 @@ import trustme
 from tests.certificates import HERE
 from tests.loops import on_loop, until
 from tests.unit.transport.peer import ANY, Peer
+from waltz_core.access.client_ids import FIRST_ISSUED, NO_PROOF
 from waltz_core.access.permissions import Grant, KnownToken, Permissions
 from waltz_core.access.requirements import ADMINISTER, APPEND, READ, REPLICATE
 from waltz_core.access.tokens import hash_of
@@ -19,6 +20,7 @@ from waltz_core.errors import (
     AuthenticationFailed,
     BadConfig,
     BadRequest,
+    ClientIdDenied,
     PermissionDenied,
     PermissionsUnread,
     RemoteProtocolError,
@@ -31,14 +33,17 @@ from waltz_core.transport.port_access import PortAccess
 from waltz_core.wire import authentication, codec
 from waltz_core.wire.admin_messages import SetAvailable
 from waltz_core.wire.messages import (
+    OWN_HEADERS,
     AddPreferredRequest,
     Appended,
     AppendRequest,
     AppendTimesRequest,
     Authenticate,
     Heartbeat,
+    MountRequest,
     MountWriter,
     OpenRequest,
+    RangeRequest,
     ServerPartitionsRequest,
     TransactionDataRequest,
     WireProtocol,
@@ -451,6 +456,15 @@ GRANTED = dataclasses.replace(
         Grant("anonymous", False, READ, None),
     ),
 )
+# The token of another principal, and a key that has issued other proofs.
+OTHERS = dataclasses.replace(
+    GRANTED,
+    grants=(Grant("ann", False, APPEND, None),),
+    tokens={hash_of(SECRET): KnownToken("t1", "ann", NOW_MS + 1)},
+)
+MOUNTING = dataclasses.replace(
+    GRANTED, grants=(*GRANTED.grants, Grant("spark-etl", False, READ, None))
+)
 REQ_ID = ReqId(1, 2, 3, 4)
 OTHER = ReqId(1, 2, 9, 4)
 APPEND_3 = AppendRequest(REQ_ID, 0, (), (), (), 0, b"", 0)
@@ -508,9 +522,74 @@ async def test_each_partition_of_a_list_counts_and_none_needs_any():
 @on_loop
 async def test_the_value_of_a_field_decides():
     made = Made()
-    mount = MountWriter(REQ_ID, 0, 0, wants_feed=False)
+    mount = proven(made, FIRST_ISSUED)
     assert made.denial(mount) is None
     assert isinstance(made.denial(dataclasses.replace(mount, wants_feed=True)), PermissionDenied)
+
+
+@on_loop
+async def test_an_unknown_value_of_a_field_is_an_invalid_request():
+    request = RangeRequest(REQ_ID, 0, 0, 1, 2, ())
+    error = Made().denial(request)
+    assert type(error) is BadRequest
+    assert str(error) == "RangeRequest: expected form of 0, 1, 3, found 2"
+    assert Made().denial(dataclasses.replace(request, form=OWN_HEADERS)) is None
+    assert isinstance(Made().denial(dataclasses.replace(request, form=1)), PermissionDenied)
+
+
+def mount_of(client_id, proof=NO_PROOF):
+    req_id = ReqId(client_id, 2, 3, 4)
+    return MountWriter(req_id, 0, 0, wants_feed=False, proof=proof)
+
+
+def proven(made, client_id):
+    return mount_of(client_id, made.access.proof_of(client_id))
+
+
+@on_loop
+async def test_a_mount_needs_the_proof_of_its_client_id():
+    made, others = Made(), Made(permissions=OTHERS)
+    for client_id in (5, FIRST_ISSUED, FIRST_ISSUED + 1):
+        assert made.denial(proven(made, client_id)) is None
+    for denied in (
+        mount_of(FIRST_ISSUED),
+        mount_of(5),
+        mount_of(FIRST_ISSUED + 1, made.access.proof_of(FIRST_ISSUED)),
+        proven(others, FIRST_ISSUED),
+    ):
+        error = made.denial(denied)
+        assert type(error) is ClientIdDenied
+        assert str(error).startswith("partition 3: expected a client ID with the proof that it ")
+        assert type(made.denial(denied, version=7)) is BadRequest
+    assert others.denial(proven(others, FIRST_ISSUED)) is None
+
+
+@on_loop
+async def test_an_id_of_zookeeper_needs_no_proof_while_0_13_is_accepted():
+    accepting = dataclasses.replace(
+        GRANTED, accepts_0_13=True, grants=(*GRANTED.grants, Grant("spark-etl", False, READ, None))
+    )
+    for permissions, expected in ((accepting, type(None)), (MOUNTING, ClientIdDenied)):
+        made = Made(permissions=permissions)
+        old = MountRequest(ReqId(5, 2, 3, 4), 0, 0)
+        for mount in (old, mount_of(5)):
+            assert type(made.denial(mount, version=4)) is expected
+            assert made.access.binds(mount) == "spark-etl"
+    made = Made(permissions=accepting)
+    assert isinstance(made.denial(mount_of(FIRST_ISSUED)), ClientIdDenied)
+    assert isinstance(made.denial(mount_of(5, b"x" * 16)), ClientIdDenied)
+    assert made.access.binds(mount_of(FIRST_ISSUED)) == ""
+
+
+@on_loop
+async def test_a_report_permits_mounts_without_a_proof(logged):
+    made = Made(is_enforced=False)
+    assert made.denial(mount_of(FIRST_ISSUED)) is None
+    assert made.access.binds(mount_of(5)) == ""
+    assert "access.would_deny peer=a:1 error=partition 3: expected a client ID " in logged()
+    unknown = Made(is_enforced=False, permissions=None, token=None)
+    assert unknown.access.proof_of(FIRST_ISSUED) == NO_PROOF
+    assert unknown.denial(mount_of(FIRST_ISSUED)) is None
 
 
 @pytest.mark.parametrize(
@@ -582,6 +661,13 @@ def revision(**changes):
         (
             revision(tokens={hash_of(SECRET): KnownToken("t1", "ann", NOW_MS + 1)}),
             "permissions of ann",
+        ),
+        (  # whose client IDs are not those that are mounted
+            revision(
+                tokens={hash_of(SECRET): KnownToken("t1", "bob", NOW_MS + 1)},
+                groups={"etl": ("spark-etl", "bob")},
+            ),
+            "permissions of bob",
         ),
     ],
 )

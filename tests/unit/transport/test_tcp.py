@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from waltz_core.transport import net, tcp
+from waltz_core.transport import tcp
 
 # Of `tcp_info`: how often the interval between probes has doubled.
 BACKOFF = 4
@@ -45,7 +45,7 @@ def test_a_peer_that_reads_nothing_does_not_count_as_dead():
         socket.create_connection(server.getsockname()) as ours,
         server.accept()[0],
     ):
-        net._set_socket_options(ours)
+        tcp.set_options(ours)
         assert ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
         ours.setblocking(False)
         with contextlib.suppress(BlockingIOError):

@@ -109,7 +109,7 @@ def test_settings_win_over_the_connect_string(files, tmp_path):
     context = tls.dialing(config, connect)
     assert context is not None
     assert not context.check_hostname
-    # What a daemon's settings lack, its connect string says.
+    # The connect string supplies what the daemon's settings lack.
     both = server(
         connect=f"{CONNECT}?tls={files.authorities}",
         tls_certificate=files.certificate,
@@ -230,7 +230,7 @@ def test_a_key_with_a_password_does_not_prompt(files, tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl")
-def test_the_commands_of_the_page_make_files_that_fit(tmp_path):
+def test_the_documented_commands_create_valid_files(tmp_path):
     page = (Path(__file__).parents[3] / "docs" / "operations.md").read_text(encoding="utf-8")
     script = page.partition("## TLS")[2].split("```")[1]
     environment = os.environ | {"HOST": "storage1.example"}
@@ -258,40 +258,92 @@ def test_the_commands_of_the_page_make_files_that_fit(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "problem"),
     [
         ({"tls": "yes"}, "tls: expected one of nothing, on, off, found 'yes'"),
         ({"tls_verify": "host"}, "tls_verify: expected one of name, chain, nothing, found 'host'"),
         ({"tls": "on", "tls_key": "k"}, "tls_key: expected tls_certificate as well"),
     ],
 )
-def test_invalid_tls_values_are_rejected(settings, said):
-    with pytest.raises(BadConfig, match=said):
+def test_invalid_tls_values_are_rejected(settings, problem):
+    with pytest.raises(BadConfig, match=problem):
         ClientConfig(**settings)
 
 
+OUTSIDE = {"listen_host": "10.1.2.3"}
+PROTECTED = {"tls": "on", "access": "on"}
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.3.2.1", "localhost", "::1"])
+def test_a_daemon_on_this_machine_needs_no_protection(caplog, host):
+    for make_config in (server, storage):
+        tls.check_network(make_config(listen_host=host))
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "storage1"])
+def test_a_daemon_of_a_network_is_protected_or_does_not_start(caplog, host):
+    settings = {"listen_host": host, "advertised_host": "here"}
+    both = 'tls = "on" and access = "on"'
+    for make_config in (server, storage):
+        with pytest.raises(BadConfig, match=f"{host}.* requires {both}. Hint: docs/security.md"):
+            tls.check_network(make_config(**settings))
+        assert caplog.text == ""
+        tls.check_network(make_config(**settings, insecure_network=True))
+        assert f"network.insecure host={host} missing='{both}'" in caplog.text
+        caplog.clear()
+        auth = f"{CONNECT}?auth=a"
+        tls.check_network(make_config(**settings, **PROTECTED, connect=auth))
+        tls.check_network(make_config(**settings, access="on", connect=f"{auth}&tls=on"))
+        assert caplog.text == ""
+
+
 @pytest.mark.parametrize(
-    ("host", "word", "is_logged"),
+    ("settings", "missing"),
     [
-        ("127.0.0.1", "", False),
-        ("127.3.2.1", "", False),
-        ("localhost", "", False),
-        ("::1", "", False),
-        ("0.0.0.0", "", True),
-        ("10.1.2.3", "", True),
-        ("storage1", "", True),
-        ("storage1", "off", False),
+        ({"tls": "on"}, 'access = "on"'),
+        ({"tls": "on", "access": "report"}, 'access = "on"'),
+        ({"access": "on"}, 'tls = "on"'),
+        ({"access": "on", "tls": "off"}, 'tls = "on"'),
+        (
+            {"tls": "on", "access": "report", "tls_transition": "dial"},
+            'access = "on" and tls_transition = ""',
+        ),
     ],
 )
-def test_listening_in_plain_text_beyond_this_machine_is_logged(caplog, host, word, is_logged):
-    settings = server(listen_host=host, advertised_host="here", tls=word)
-    assert tls.listening(settings) is None
-    lines = [each.getMessage() for each in caplog.records]
-    assert len(lines) == is_logged
-    if is_logged:
-        assert f"tls.disabled host={host}" in lines[0]
-        assert 'tls = "on"' in lines[0]
-        assert 'tls = "off"' in lines[0]
+def test_the_error_names_each_missing_setting(settings, missing):
+    with pytest.raises(BadConfig, match=f"requires {missing}. Hint:.* insecure_network = true"):
+        tls.check_network(server(**OUTSIDE, **settings))
+
+
+def test_open_znodes_of_permissions_are_logged(caplog):
+    tls.check_network(server(**PROTECTED))
+    assert "access.znodes_open" in caplog.text
+
+
+def test_only_a_transition_to_dialing_dials_with_tls(files):
+    settings = files.settings
+    for transition, has_tls in (("", True), ("accept", False), ("dial", True)):
+        config = server(**settings, tls_transition=transition)
+        assert (tls.dialing(config, CONNECT) is not None) == has_tls
+        assert tls.listening(config).plain_peers == transition
+
+
+@pytest.mark.parametrize(
+    ("settings", "found"),
+    [
+        ({"tls_transition": "accept"}, 'tls: expected "on" with tls_transition'),
+        ({"tls_transition": "both"}, "tls_transition: expected one of nothing, accept, dial"),
+        (
+            {"tls_transition": "dial", "access": "on"},
+            'tls_transition: expected none with access = "on"',
+        ),
+    ],
+)
+def test_a_transition_leads_to_tls(settings, found):
+    for make_config in (server, storage):
+        with pytest.raises(BadConfig, match=found):
+            tls.listening(make_config(**settings))
 
 
 def failure(reason: str) -> ssl.SSLError:
@@ -301,7 +353,7 @@ def failure(reason: str) -> ssl.SSLError:
 
 
 @pytest.mark.parametrize(
-    ("reason", "said"),
+    ("reason", "problem"),
     [
         ("WRONG_VERSION_NUMBER", "expected TLS, found plain TCP"),
         ("UNSUPPORTED_PROTOCOL", "no common version: expected TLS 1.2 or 1.3"),
@@ -314,8 +366,8 @@ def failure(reason: str) -> ssl.SSLError:
         ("BAD_SIGNATURE", "TLS has failed: bad signature"),
     ],
 )
-def test_handshake_errors_are_described(reason, said):
-    assert tls.failure_text(failure(reason)).startswith(said)
+def test_handshake_errors_are_described(reason, problem):
+    assert tls.failure_text(failure(reason)).startswith(problem)
 
 
 def test_other_errors_than_tls_are_reported_unchanged():
@@ -347,7 +399,7 @@ def test_a_certificate_for_another_host_is_reported_at_the_start(
         assert complaint in caplog.text
 
 
-def test_a_key_that_peers_do_not_take_is_reported_at_the_start(tmp_path, caplog):
+def test_a_certificate_that_peers_reject_is_reported_at_the_start(tmp_path, caplog):
     key = ec.generate_private_key(ec.SECP256K1())  # no curve of TLS 1.3, nor of our contexts
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "waltz")])
     certificate = (

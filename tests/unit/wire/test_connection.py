@@ -5,7 +5,13 @@ import pytest
 from waltz_core.errors import LocalProtocolError, RemoteProtocolError
 from waltz_core.records.record import ReqId
 from waltz_core.wire import codec
-from waltz_core.wire.connection import HELLO_BYTES_MAX, Connection, HelloReceived, ProtocolFailed
+from waltz_core.wire.connection import (
+    HELLO_BYTES_MAX,
+    SMALL_FRAME_BYTES_MAX,
+    Connection,
+    HelloReceived,
+    ProtocolFailed,
+)
 from waltz_core.wire.messages import (
     Appended,
     AppendRaw,
@@ -144,6 +150,40 @@ def test_a_hello_has_a_smaller_limit():
     listener = storage(is_listener=True)
     header = codec.FRAME_HEADER.pack(ord("H"), 0, HELLO_BYTES_MAX - 6)
     assert "found a length of" in failure(listener, header)
+
+
+def test_a_connection_without_a_part_of_a_payload_has_no_buffer():
+    """Of ten thousand connections nearly all are idle, or wait for the rest of a header."""
+    dialler, listener = pair()
+    hello = bytes(dialler.first_bytes())
+    fresh = storage(is_listener=True)
+    assert len(fresh.get_buffer()) == HELLO_BYTES_MAX
+    assert fresh.receive(hello[:5]) == []
+    assert fresh._scratch is None
+    assert fresh.is_inside_frame
+    assert len(fresh.receive(hello[5:])) == 1
+    frame = sent(dialler, Appended(1, 2, 3, 4))
+    for end in range(1, 7):
+        assert listener.receive(frame[:end]) == []
+        assert listener._scratch is None
+        assert listener.incomplete_bytes == 0
+        assert listener.is_inside_frame
+        assert listener.receive(frame[end:]) == [Appended(1, 2, 3, 4)]
+        assert not listener.is_inside_frame
+    assert listener.receive(frame[:10]) == []
+    assert (listener._scratch, listener.incomplete_bytes) == (None, 3)
+
+
+def test_the_limit_of_a_peer_holds_for_received_frames_only():
+    dialler, listener = pair()
+    limit = 16 * 1024 * 1024
+    listener.bytes_max_of_peer = lambda: limit
+    assert len(listener.receive(sent(dialler, raw(bytes(100_000))))) == 1
+    limit = SMALL_FRAME_BYTES_MAX
+    small, large = sent(dialler, raw(bytes(60_000))), sent(dialler, raw(bytes(70_000)))
+    assert len(listener.receive(small)) == 1
+    assert listener.send(raw(bytes(100_000)))
+    assert "a payload of at most 65529 bytes" in failure(listener, large)
 
 
 def test_a_frame_over_the_limit_is_not_sent():

@@ -22,7 +22,7 @@ places = st.lists(st.builds(FileLocation, st.integers(0, 1 << 62), st.integers(0
 
 @settings(max_examples=30)
 @given(places)
-def test_places_return_as_they_were(made):
+def test_record_locations_round_trip(made):
     total = sum(place.size for place in made)
     assert decode_locations(encode_locations(made), total) == tuple(made)
 
@@ -63,14 +63,20 @@ def test_a_record_location_is_complete_or_rejected():
 
 @pytest.mark.parametrize("first", [0, 7, (1 << 63) - 1])
 @pytest.mark.parametrize("partition_id", [0, 3, (1 << 31) - 1])
-def test_a_request_for_a_segment_round_trips(partition_id, first):
-    question = encode_segment(partition_id, first)
-    assert len(question) == SEGMENT_REQUEST_BYTES
-    assert decode_segment(question) == (partition_id, first)
+@pytest.mark.parametrize("ticket", [b"", bytes(range(24))])
+def test_a_request_for_a_segment_round_trips(partition_id, first, ticket):
+    question = encode_segment(partition_id, first, ticket)
+    assert len(question) == SEGMENT_REQUEST_BYTES + len(ticket)
+    assert decode_segment(question) == (partition_id, first, ticket)
 
 
 def test_each_storage_has_its_own_socket_name_of_valid_length():
     host = "a-host-with-a-very-long-name." * 8
-    doors = {socket_name_of(key, f"{host}:{port}") for key in (KEY, bytes(16)) for port in (1, 2)}
-    assert len(doors) == 4
+    doors = {
+        socket_name_of(key, f"{host}:{port}", with_tickets=with_tickets)
+        for key in (KEY, bytes(16))
+        for port in (1, 2)
+        for with_tickets in (False, True)
+    }
+    assert len(doors) == 8
     assert max(map(len, doors)) < 100

@@ -79,7 +79,9 @@ async def expire(
     async with (
         connected(connect) as coordinator,
         AsyncWaltzClient.connect(connect) as client,
-        time_limit(timeout_s, lambda: f"{waits_for}, which log archive.expiry_failed if it fails"),
+        time_limit(
+            timeout_s, lambda: f"{waits_for}; a failure is logged there as archive.expiry_failed"
+        ),
     ):
         chosen = None if partition is None else [partition]
         sets = await client.replica_sets(chosen)
@@ -116,10 +118,10 @@ async def expire(
 
 
 expire.details = (
-    "Archived objects expire as a whole, the oldest first: those of which every transaction is "
-    "below the ID, or was committed before the time. The log then begins after them, and reads "
-    "below fail. The files are deleted a day later. The command ends when the owners have recorded "
-    "the expiry."
+    "Archived objects expire as a whole, the oldest first. An object expires if all of its "
+    "transactions are below the ID, or were committed before the time. The log then begins after "
+    "the expired objects, and reads of earlier transactions fail. The files are deleted a day "
+    "later. The command ends when the owners have recorded the expiry."
 )
 
 

@@ -238,7 +238,7 @@ class _Check(NamedTuple):
                 if not is_begun:
                     await self._call(partial(check.begin, recorded))
                     is_begun = True
-                is_going_on = await self._call(check.check_next)
+                is_continued = await self._call(check.check_next)
             except ObjectMissing as error:
                 now = await recorded_archive(self.coordinator, self.partition_id)
                 if now is not None and now.manifest != recorded.manifest:
@@ -248,11 +248,11 @@ class _Check(NamedTuple):
                     check.note_missing_manifest(recorded, error)
                 else:
                     check.note_missing(error)
-                is_going_on = is_begun
+                is_continued = is_begun
             for each in check.found[shown:]:
                 self._show_problem(each)
             shown = len(check.found)
-            if not is_going_on:
+            if not is_continued:
                 return
             done, whole = check.next_id, recorded.last + 1
             line.show(done, whole, f"IDs of partition {self.partition_id} are verified")

@@ -102,6 +102,7 @@ async def take_backup(
     marks = await request_marks()
     writes = merged_writes(first, await coordinator.writes.read_all())
     client_id = await coordinator.last_client_id()
+    issued_client_id = await coordinator.issued_ids.last()
     numbers = [PartitionId(number) for number in range(cluster.params.partition_count)]
     views = [await coordinator.read_partition(each) for each in numbers]
     partitions: list[PartitionBackup] = []
@@ -123,6 +124,7 @@ async def take_backup(
         writes,
         await coordinator.read_restored_from(),
         await coordinator.permissions.read(),
+        issued_client_id,
     )
     taken.check()
     return taken

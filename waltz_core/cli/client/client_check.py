@@ -1,13 +1,13 @@
 """`waltz-core client validate | produce | consume`: check the guarantees of the log from outside.
 
-Each producer writes the id that its transaction will have, as data. All producers write under one
-lock, so each transaction's id is its client's mark + 1, or the server rejects it and the client
-computes it again. Readers check that the data of every transaction is its own id, and that ids have
+Each producer writes the ID that its transaction will have, as data. All producers write under one
+lock, so each transaction's ID is its client's mark + 1, or the server rejects it and the client
+computes it again. Readers check that the data of every transaction is its own ID, and that IDs have
 no gap. So every reader detects a missing rejection, and lost, duplicate or reordered transactions.
 
 Rules:
     1. No other client may write to these partitions meanwhile; its transactions count as wrong.
-    2. Ids are written as text, so that `waltz-core client read` shows each id twice.
+    2. IDs are written as text, so that `waltz-core client read` shows each ID twice.
 """
 
 import asyncio
@@ -106,7 +106,7 @@ def _partitions_of(chosen: CheckLoad, client: AsyncWaltzClient) -> list[int]:
 
 
 class NumberedContext(TransactionContext):
-    """One transaction whose data is the id that it will have."""
+    """One transaction whose data is the ID that it will have."""
 
     def __init__(self, partition: int, timeout_s: float) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class NumberedContext(TransactionContext):
 
 
 def text_of(transaction_id: int) -> bytes:
-    """Return the data of the transaction with this id."""
+    """Return the data of the transaction with this ID."""
     return str(transaction_id).encode("ascii")
 
 
@@ -137,7 +137,7 @@ class CheckResult:
     """The transactions of producers, and how often they were computed again."""
 
     wanted: int
-    ends: dict[int, int] = field(default_factory=dict)  # the last id, by partition
+    ends: dict[int, int] = field(default_factory=dict)  # the last ID, by partition
     count: int = 0
     attempts: int = 0
 
@@ -218,14 +218,14 @@ class CheckCallbacks(AsyncCallbacks):
             await self._changed.wait()
 
     async def has_reached(self, ends: Mapping[int, int]) -> None:
-        """Wait until these ids were checked, or the feed has ended."""
+        """Wait until these IDs were checked, or the feed has ended."""
         while any(self.marks[each] < end for each, end in ends.items()) and not self.is_stopped:
             self._changed.clear()
             await self._changed.wait()
 
 
 def faults_of(partition: int, last: int, transaction_id: int, data: bytes) -> list[str]:
-    """Return what is wrong with a transaction that came after the one with id `last`."""
+    """Return what is wrong with a transaction that came after the one with ID `last`."""
     where = f"partition {partition}, ID {transaction_id}"
     found = []
     if transaction_id != last + 1:
@@ -369,7 +369,7 @@ def _unread(checks: list[CheckCallbacks], written: CheckResult) -> str:
 
 
 def _spans(starts: Mapping[int, int], ends: Mapping[int, int]) -> dict[int, list[int]]:
-    """Return the first and last id by partition, without partitions that got none."""
+    """Return the first and last ID by partition, without partitions that got none."""
     return {each: [starts[each] + 1, end] for each, end in ends.items() if end > starts[each]}
 
 

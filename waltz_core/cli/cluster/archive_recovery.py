@@ -132,8 +132,8 @@ class ArchiveRecovery:
         shown = f"{len(names)}, the newest is not: {problems[0]}" if names else "none"
         raise BadRequest(
             f"partition {log.partition_id}: expected a manifest in the archive ({where}) that ends "
-            f"within the log of IDs {log.start + 1}..{log.last} and not below {start}, after which "
-            f"the log of {replica} begins; found {shown}. {HINT}"
+            f"at an ID in {max(start, log.start)}..{log.last}, as the log of {replica} begins "
+            f"at {start + 1}; found {shown}. {HINT}"
         )
 
     def _names(self, partition_id: PartitionId) -> list[str]:

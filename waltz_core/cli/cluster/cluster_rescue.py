@@ -262,7 +262,7 @@ def _show_replicas(logs: Mapping[ReplicaId, Log], unanswered: Mapping[ReplicaId,
         for each, log in logs.items()
     ]
     rows += [(each, "-", "-", "no answer") for each in unanswered]
-    print_table(("replica", "last session", "last id", "problem"), rows)
+    print_table(("replica", "last session", "last ID", "problem"), rows)
 
 
 async def _archived_of(
@@ -488,6 +488,8 @@ async def _decide_all(
         for verdict in verdicts
     }
     # Before any partition can be opened, so that no server gets a generation that was used.
+    issued = max((each.issued_id for each in newest.values()), default=0)
+    await command.coordinator.issued_ids.raise_to(ClientId(issued))
     await command.coordinator.raise_ids(
         ClientId(max((each.client_id for each in newest.values()), default=0)),
         {each: Generation(its.generation + 1) for each, its in newest.items()},
@@ -666,7 +668,7 @@ async def _newest_ids(
     links: Mapping[ReplicaId, ConnectionAsOwner],
     prepared: Mapping[ReplicaId, Mapping[PartitionId, Prepared]],
 ) -> Ids:
-    """Return the greatest ids at the end of the chosen log (rebuilding.py, rule 5)."""
+    """Return the greatest IDs at the end of the chosen log (rebuilding.py, rule 5)."""
     answer = prepared[verdict.source][verdict.partition_id]
     try:
         return await links[verdict.source].newest_ids(verdict.partition_id, session, answer)

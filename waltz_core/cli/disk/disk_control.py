@@ -79,7 +79,7 @@ def dump_control_file(
 
 
 def _found_at(path: Path) -> tuple[Control | None, bytes | None, dict[int, Path]]:
-    """Return the control file of a path, its storage's id, and the slots by partition."""
+    """Return the control file of a path, its storage's ID, and the slots by partition."""
     if path.is_file() and path.name == SLOTS_NAME:
         return None, None, {_number(path.absolute().parent): path}
     if path.is_file() and path.name == CONTROL_NAME:

@@ -169,7 +169,7 @@ def _prepended(batch: BatchEntry, rest: Iterator[BatchEntry]) -> Iterator[BatchE
 
 
 def _start(file: OpenFile, path: Path, first: int, wanted: int) -> tuple[int, int]:
-    """Return an id and the offset of its record at which to start, from the index if possible."""
+    """Return an ID and the offset of its record at which to start, from the index if possible."""
     index = segment_path(path.parent, first, ".idx")
     if wanted > first and index.exists():
         with OpenFile(index) as entries:
@@ -231,9 +231,9 @@ def _show_record(offset: int, record: bytes, wanted: _Wanted) -> None:
     found = fields(record)
     data = record[36:-4]
     stated = int.from_bytes(record[-4:], "big")
-    is_right = crc32(record[:-4]) == stated and crc32(data) == found.data_crc
+    is_valid = crc32(record[:-4]) == stated and crc32(data) == found.data_crc
     if wanted.json:
-        print_json(_record_json(found, offset, stated, is_right=is_right) | _data(wanted, data))
+        print_json(_record_json(found, offset, stated, is_valid=is_valid) | _data(wanted, data))
         return
     identity = f"{found.client}/{found.generation}/{found.partition}/{found.sequence}"
     row = _ROW.format(
@@ -244,14 +244,14 @@ def _show_record(offset: int, record: bytes, wanted: _Wanted) -> None:
         found.data_bytes,
         f"{stated:08x}",
         f"{found.data_crc:08x}",
-        "yes" if is_right else "NO",
+        "yes" if is_valid else "NO",
     )
     print_result(
         row.rstrip() if wanted.read is None else f"{row}  {payload_text(wanted.read, data)}"
     )
 
 
-def _record_json(found: Fields, offset: int, crc: int, *, is_right: bool) -> dict[str, object]:
+def _record_json(found: Fields, offset: int, crc: int, *, is_valid: bool) -> dict[str, object]:
     return {
         "kind": "record",
         "transaction_id": found.transaction_id,
@@ -264,7 +264,7 @@ def _record_json(found: Fields, offset: int, crc: int, *, is_right: bool) -> dic
         "data_bytes": found.data_bytes,
         "crc": f"{crc:08x}",
         "data_crc": f"{found.data_crc:08x}",
-        "is_right": is_right,
+        "is_valid": is_valid,
     }
 
 

@@ -95,7 +95,7 @@ def _print_verified(found: Verified) -> None:
                 "bytes",
                 "batches",
                 "unchecked",
-                "last id",
+                "last ID",
                 "chain",
             ),
             [_row(number, seen) for number, seen in found.logs.items()],
@@ -158,8 +158,8 @@ def _locked(disk: RealDisk, path: Path, *, dry_run: bool) -> AbstractContextMana
 def _repaired_json(index: Repaired, *, dry_run: bool) -> dict[str, object]:
     return {
         "file": str(index.path),
-        "is_right": index.is_right,
-        "is_rebuilt": not index.is_right and not dry_run,
+        "is_valid": index.is_valid,
+        "is_rebuilt": not index.is_valid and not dry_run,
         "entries": index.entries,
         "old_entries": index.old_entries,
         "wrong": index.wrong,
@@ -168,11 +168,11 @@ def _repaired_json(index: Repaired, *, dry_run: bool) -> dict[str, object]:
 
 
 def _repaired_text(index: Repaired, *, dry_run: bool) -> str:
-    if index.is_right:
+    if index.is_valid:
         return f"{index.path}: correct, {index.entries} entries; unchanged"
     done = "would be rebuilt" if dry_run else "rebuilt"
-    was = "missing" if index.old_entries is None else f"{index.wrong} wrong entries"
+    found = "missing" if index.old_entries is None else f"{index.wrong} wrong entries"
     if index.wrong == 1 and index.old_entries is not None:
-        was = "1 wrong entry"
+        found = "1 wrong entry"
     kept = f"; {index.kept} of them belong to unreadable records" if index.kept else ""
-    return f"{index.path}: {was}; {done}, {index.entries} entries{kept}"
+    return f"{index.path}: {found}; {done}, {index.entries} entries{kept}"

@@ -144,7 +144,7 @@ class ConnectionAsOwner:
     async def newest_ids(
         self, partition_id: PartitionId, session: Session, prepared: Prepared
     ) -> Ids:
-        """Return the greatest ids in the last `IDS_ROWS_MAX` records that the storage has itself.
+        """Return the greatest IDs in the last `IDS_ROWS_MAX` records that the storage has itself.
 
         Raises the error that the storage answers, also for records that it cannot read.
         """
@@ -163,7 +163,7 @@ class ConnectionAsOwner:
                 raise self._unexpected(answer)
             for _, packed, _ in RECORD_HEADER.iter_unpack(answer.records):
                 client_id, generation, *_ = REQ_ID.unpack(packed)
-                newest = newest.maximum_with(Ids(client_id, generation))
+                newest = newest.maximum_with(Ids.of_record(client_id, generation))
             first += answer.count
         return newest
 

@@ -188,15 +188,15 @@ async def recover_partition(
         )
     chosen = numbers_of(partitions)
     target = await target_of(where)
-    giver_at = await _source_of(where, source, from_admin)
-    if giver_at.admin == target.admin:
+    source_at = await _source_of(where, source, from_admin)
+    if source_at.admin == target.admin:
         raise BadConfig(f"expected another storage to copy from, found {target} itself")
     if batch_bytes < 1:
         raise BadConfig(f"--batch-bytes: expected at least 1, found {batch_bytes}")
     results: list[tuple[int, int, int]] = []
     async with (
         audited_choice(where),
-        admin_connection(giver_at.admin, ssl=own_transport.ssl()) as giver,
+        admin_connection(source_at.admin, ssl=own_transport.ssl()) as giver,
         admin_connection(target.admin, ssl=own_transport.ssl()) as taker,
     ):
         with ProgressLine() as line:

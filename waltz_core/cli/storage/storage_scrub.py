@@ -33,7 +33,7 @@ from waltz_core.wire.admin_messages import (
 
 POLL_INTERVAL_S: Final = 0.2
 _CONTINUES: Final = "The storage continues the pass; --status shows its progress"
-_TITLES: Final = ("partition", "next id", "last id", "passes", "damaged", "error")
+_TITLES: Final = ("partition", "next ID", "last ID", "passes", "damaged", "error")
 
 
 @verb

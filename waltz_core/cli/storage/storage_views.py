@@ -202,5 +202,5 @@ async def max_transaction_id(where: StorageChoice, *, partitions: str) -> int:
     if where.as_json:
         print_json(found)
     else:
-        print_table(("partition", "max transaction id"), list(found.items()))
+        print_table(("partition", "max transaction ID"), list(found.items()))
     return 0

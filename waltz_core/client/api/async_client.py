@@ -20,9 +20,11 @@ from random import Random
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from waltz_core import errors
+from waltz_core.access.client_ids import ClientIdentity
 from waltz_core.client.api.contexts import ContextRun, LoopContext, RunnableContext
 from waltz_core.client.api.opening import OpenedByConnect, Opening, settings_of
 from waltz_core.client.api.subscriptions import Subscriptions
+from waltz_core.client.links.client_ids import ClientIds
 from waltz_core.client.links.connections import ServerLinks
 from waltz_core.client.links.directory import (
     ClusterInfo,
@@ -99,11 +101,17 @@ class AsyncWaltzClient(OpenedByConnect):
         )
         self.requests = OwnerRequests(directory, self.links, config, self.random)
         self._connect = connect
-        self._client_id = client_id
-        self._id_lock = asyncio.Lock()
+        self.ids = ClientIds(
+            directory,
+            self.links,
+            timeout_s=config.mount_timeout_ms / 1000,
+            given=None if client_id is None else ClientIdentity(client_id),
+        )
         self._connection_sequence = 0
         self.claim: TaskClaim | None = None
         self._partitions: dict[int, ClientPartition] = {}
+        # The partitions that this client uses by default and appends to; None: all.
+        self._own_partitions: tuple[PartitionId, ...] | None = None
         self._round_robin = 0
         self._marks: dict[int, TransactionId] = {}
         self._runs: dict[ContextRun, None] = {}
@@ -123,12 +131,19 @@ class AsyncWaltzClient(OpenedByConnect):
 
     @classmethod
     def connect(
-        cls, connect: str, config: ClientConfig | None = None, *, client_id: int | None = None
+        cls,
+        connect: str,
+        config: ClientConfig | None = None,
+        *,
+        client_id: int | None = None,
+        partitions: Iterable[int] | None = None,
     ) -> "Opening[AsyncWaltzClient]":
         """Open a client; await the result, or use it in `async with`.
 
         `connect` is "host:port[,host:port]/root". `client_id` is for writers that keep their ID
-        across restarts; all other clients get a new one from ZooKeeper.
+        across restarts; all other clients get a new one from a server. With `partitions` the
+        client appends to these only, and they replace all partitions as the default of its methods:
+        for a principal that has permissions for some partitions.
 
         Raises:
             BadConfig: the connect string is wrong, or there is no cluster at its root.
@@ -136,7 +151,9 @@ class AsyncWaltzClient(OpenedByConnect):
         """
         settings = settings_of(config)
         directory = ZooKeeperDirectory.of(connect, settings)
-        return Opening(cls(directory, connect, settings, client_id=client_id))
+        client = cls(directory, connect, settings, client_id=client_id)
+        client._restrict(partitions)
+        return Opening(client)
 
     @classmethod
     def at(
@@ -147,6 +164,7 @@ class AsyncWaltzClient(OpenedByConnect):
         client_id: int | None = None,
         connection_sequence: int = 0,
         claim: TaskClaim | None = None,
+        partitions: Iterable[int] | None = None,
     ) -> "Opening[AsyncWaltzClient]":
         """Open a client with a given layout; it queries ZooKeeper only when partitions have moved.
 
@@ -154,26 +172,39 @@ class AsyncWaltzClient(OpenedByConnect):
         client ID, the one with the higher number wins. A `claim` is a task's part of a write that
         must enter the log once. It is opened and closed with the client, supplies client ID and
         connection sequence, and is checked before each mount (docs/spark.md, "Exactly once").
+        `partitions` are as in `connect`.
         """
         settings = settings_of(config)
         directory = FixedDirectory.of(layout, settings)
         client = cls(directory, layout.connect, settings, client_id=client_id)
         client._connection_sequence = connection_sequence
         client.claim = claim
+        client._restrict(partitions)
         return Opening(client)
+
+    def _restrict(self, partitions: Iterable[int] | None) -> None:
+        if partitions is not None:
+            # `open` checks that they exist.
+            self._own_partitions = cast(
+                "tuple[PartitionId, ...]", items_of("partitions", partitions)
+            )
 
     async def open(self) -> Self:
         """Connect; called by `connect` and `at`."""
         assert self._root is None
         try:
             await self.directory.open(self._assignment_changed)
+            if self._own_partitions is not None:
+                self._own_partitions = self._checked_own(self._own_partitions)
             if self.claim is not None:
-                await self.claim.open(self.config)
+                await self.claim.open(self)
         except BaseException:
             self._is_closed = True
+            await self.links.close("the client could not be opened")
+            await self.directory.close()
             raise
         if self.claim is not None and not self.claim.is_done:
-            self._client_id = self.claim.state.client_id
+            self.ids.give(self.claim.identity)
             self._connection_sequence = self.claim.connection_sequence
         started = asyncio.Event()
         # The one task outside the group: it holds the group of all others until `close`.
@@ -213,7 +244,7 @@ class AsyncWaltzClient(OpenedByConnect):
                     while partition.appends.has_pending:
                         await partition.appends.wait_for_earlier()
         except TimeoutError:
-            _log.warning("client.closed_with_pending client=%s", self._client_id)
+            _log.warning("client.closed_with_pending client=%s", self.client_id)
         finally:  # NB: also when the loop ends before that: a thread may wait for an outcome
             for partition in self._partitions.values():
                 partition.close()
@@ -290,7 +321,8 @@ class AsyncWaltzClient(OpenedByConnect):
     @property
     def client_id(self) -> int | None:
         """The client ID; None before the first mount."""
-        return self._client_id
+        known = self.ids.current
+        return None if known is None else known.client_id
 
     @property
     def has_pending(self) -> bool:
@@ -313,9 +345,11 @@ class AsyncWaltzClient(OpenedByConnect):
         """
         return await self._request_mark(self._checked(partition), linearizable=linearizable)
 
-    async def high_water_marks(self, *, linearizable: bool = False) -> dict[int, TransactionId]:
-        """Return the marks of all partitions, requested in parallel."""
-        wanted = self._or_all(None)
+    async def high_water_marks(
+        self, partitions: Iterable[int] | None = None, *, linearizable: bool = False
+    ) -> dict[int, TransactionId]:
+        """Return the marks of many partitions (default: all), requested in parallel."""
+        wanted = self._or_all(partitions)
         return await by_partition(wanted, partial(self._request_mark, linearizable=linearizable))
 
     async def replicas(
@@ -452,7 +486,7 @@ class AsyncWaltzClient(OpenedByConnect):
         Unavailable or the error that ended the stream (no row is in the log), or OutcomeUnknown.
         """
         mark = check_mark(client_high_water_mark)
-        chosen = await self._partition(self._checked(partition))
+        chosen = await self._partition(self._choose(partition, ()))
         if row_count < 1:
             raise errors.BadRequest(f"append batch: expected at least one row, found {row_count}")
         await chosen.window.take(row_count, len(payload))
@@ -469,7 +503,7 @@ class AsyncWaltzClient(OpenedByConnect):
     async def run_context(self, context: RunnableContext) -> "asyncio.Future[TransactionId | None]":
         """Run any runnable context; the generic form of `submit`."""
         self._check_usable()
-        partition_id = self._checked(context.partition_id(self.partition_count))
+        partition_id = self._choose(context.partition_id(self.partition_count), ())
         partition = await self._partition(partition_id)
         run = ContextRun(context, partition, self.random, self._encryption)
         if await run.begin():
@@ -623,17 +657,39 @@ class AsyncWaltzClient(OpenedByConnect):
 
     def _or_all(self, partitions: Iterable[int] | None) -> list[PartitionId]:
         self._check_usable()
-        wanted = range(self.partition_count) if partitions is None else partitions
+        own = self._own_partitions
+        wanted = (own or range(self.partition_count)) if partitions is None else partitions
         return [self._checked(each) for each in items_of("partitions", wanted)]
 
+    def _checked_own(self, partitions: Iterable[int]) -> tuple[PartitionId, ...]:
+        name, count = self.cluster().name, self.partition_count
+        checked = {check_partition(each, name, count) for each in partitions}
+        if not checked:
+            raise errors.BadConfig("partitions: expected at least one, found none")
+        return tuple(sorted(checked))
+
     def _choose(self, partition: int | None, locks: tuple[int, ...]) -> PartitionId:
+        """Return the partition of an append; raises BadRequest if it is not one of the client's."""
+        own = self._own_partitions
         if partition is not None:
-            return self._checked(partition)
+            chosen = self._checked(partition)
+            if own is not None and chosen not in own:
+                raise errors.BadRequest(
+                    f"partition {chosen} is not one of the client's partitions {list(own)}"
+                )
+            return chosen
         self._check_usable()
         if locks:
-            return partition_of(locks[0], self.partition_count)
-        self._round_robin = (self._round_robin + 1) % self.partition_count
-        return PartitionId(self._round_robin)
+            chosen = partition_of(locks[0], self.partition_count)
+            if own is not None and chosen not in own:
+                raise errors.BadRequest(
+                    f"the first lock belongs to partition {chosen}, which is not one of the "
+                    f"client's partitions {list(own)}. Hint: pass partition=, the same for all "
+                    "appends with this lock."
+                )
+            return chosen
+        self._round_robin = (self._round_robin + 1) % len(own or range(self.partition_count))
+        return own[self._round_robin] if own else PartitionId(self._round_robin)
 
     async def _request_mark(
         self, partition_id: PartitionId, *, linearizable: bool
@@ -647,16 +703,9 @@ class AsyncWaltzClient(OpenedByConnect):
 
     async def _partition(self, partition_id: PartitionId) -> ClientPartition:
         found = self._partitions.get(partition_id)
-        if found is not None:
-            return found
-        async with self._id_lock:
-            if self._client_id is None:
-                self._client_id = await self.directory.next_client_id()
-        # NB: another task may have created it meanwhile.
-        found = self._partitions.get(partition_id)
         if found is None:
             if self._closing.is_set():  # nothing would end it
                 raise errors.UsageError(_CLOSED)
-            found = ClientPartition(partition_id, self._client_id, self)
+            found = ClientPartition(partition_id, self)
             self._partitions[partition_id] = found
         return found

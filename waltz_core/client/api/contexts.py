@@ -300,10 +300,12 @@ class ContextRun:
         log = max(wanted, partition.stream.high_water_mark)
         took_s = max(self._loop.time() - self._began_s, 0.001)
         rate_per_s = 0 if self._began_at is None else (applied - self._began_at) / took_s
-        hint = "nothing was applied in that time, check what the callbacks wait for."
+        hint = "nothing was applied in that time; check what the callbacks wait for."
         if rate_per_s:
             left_s = (log - applied) / rate_per_s
-            hint = f"at this rate the view reaches that in {left_s:,.1f} s; submit it then."
+            hint = (
+                f"at this rate it takes {left_s:,.1f} s to catch up; submit the context again then."
+            )
         error = errors.ViewBehind(
             f"context in partition {partition.partition_id}: after {self._context.timeout_ms} ms "
             f"(timeout_ms) its view has not caught up: it is at transaction {applied}, the log at "

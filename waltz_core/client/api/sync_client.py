@@ -104,16 +104,30 @@ class WaltzClient:
     """
 
     def __init__(
-        self, connect: str, config: ClientConfig | None = None, *, client_id: int | None = None
+        self,
+        connect: str,
+        config: ClientConfig | None = None,
+        *,
+        client_id: int | None = None,
+        partitions: Iterable[int] | None = None,
     ) -> None:
-        self._begin(lambda: AsyncWaltzClient.connect(connect, config, client_id=client_id))
+        self._begin(
+            lambda: AsyncWaltzClient.connect(
+                connect, config, client_id=client_id, partitions=partitions
+            )
+        )
 
     @classmethod
     def connect(
-        cls, connect: str, config: ClientConfig | None = None, *, client_id: int | None = None
+        cls,
+        connect: str,
+        config: ClientConfig | None = None,
+        *,
+        client_id: int | None = None,
+        partitions: Iterable[int] | None = None,
     ) -> Self:
         """Open a client; equivalent to calling the class."""
-        return cls(connect, config, client_id=client_id)
+        return cls(connect, config, client_id=client_id, partitions=partitions)
 
     @classmethod
     def at(
@@ -124,6 +138,7 @@ class WaltzClient:
         client_id: int | None = None,
         connection_sequence: int = 0,
         claim: TaskClaim | None = None,
+        partitions: Iterable[int] | None = None,
     ) -> Self:
         """Open a client with a given layout; see `AsyncWaltzClient.at`."""
         made = cls.__new__(cls)
@@ -134,6 +149,7 @@ class WaltzClient:
                 client_id=client_id,
                 connection_sequence=connection_sequence,
                 claim=claim,
+                partitions=partitions,
             )
         )
         return made
@@ -240,9 +256,11 @@ class WaltzClient:
         """Return the ID of the last committed transaction of a partition, -1 if it is empty."""
         return self._call(self._client.high_water_mark(partition, linearizable=linearizable))
 
-    def high_water_marks(self, *, linearizable: bool = False) -> dict[int, TransactionId]:
-        """Return the marks of all partitions, requested in parallel."""
-        return self._call(self._client.high_water_marks(linearizable=linearizable))
+    def high_water_marks(
+        self, partitions: Iterable[int] | None = None, *, linearizable: bool = False
+    ) -> dict[int, TransactionId]:
+        """Return the marks of many partitions (default: all), requested in parallel."""
+        return self._call(self._client.high_water_marks(partitions, linearizable=linearizable))
 
     def replicas(
         self, partition: int, *, linearizable: bool = False, group: int | None = None

@@ -33,7 +33,14 @@ from waltz_core.client.links.silence import Silences, SilenceWatch
 from waltz_core.legacy import legacy_server_stream
 from waltz_core.records.record import PartitionId, ReqId
 from waltz_core.transport import net
-from waltz_core.wire.messages import AppendFollowing, ClientMessage, Message, WireProtocol
+from waltz_core.wire.messages import (
+    AppendFollowing,
+    ClientIdRequest,
+    ClientMessage,
+    Message,
+    RegistryRequest,
+    WireProtocol,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -93,6 +100,16 @@ class ServerLink:
     def may_follow(self) -> bool:
         """Whether the server knows pipelined dependent appends."""
         return (self._link.version or 0) >= AppendFollowing.since
+
+    @property
+    def knows_registry(self) -> bool:
+        """Whether the server carries out operations on the registry of writes."""
+        return (self._link.version or 0) >= RegistryRequest.since
+
+    @property
+    def issues_client_ids(self) -> bool:
+        """Whether the server issues client IDs, and reads back the rows of one."""
+        return (self._link.version or 0) >= ClientIdRequest.since
 
     def attach(
         self,

@@ -113,7 +113,7 @@ class Directory(Protocol):
         """Return the groups of storages, at least those of `storages` that have one."""
 
     async def next_client_id(self) -> int:
-        """Allocate a client id that was never used before."""
+        """Allocate a client ID that was never used before."""
 
     async def close(self) -> None:
         """Close it."""
@@ -236,7 +236,7 @@ class ZooKeeperDirectory:
         return self._groups
 
     async def next_client_id(self) -> int:
-        """Allocate a client id that was never used before."""
+        """Allocate a client ID that was never used before."""
         return await self._with_timeout(self.coordinator.next_client_id())
 
     async def close(self) -> None:
@@ -395,7 +395,7 @@ class FixedDirectory:
         return await self._fallback.groups(storages)
 
     async def next_client_id(self) -> int:
-        """Allocate a client id that was never used before, from ZooKeeper."""
+        """Allocate a client ID that was never used before, from ZooKeeper."""
         await self._opened()
         return await self._fallback.next_client_id()
 

@@ -119,9 +119,9 @@ async def copy_partition(
     *,
     bytes_max: int = COPY_BYTES_MAX,
 ) -> int:
-    """Append a source's settled transactions to a target's log; return the target's last id.
+    """Append a source's settled transactions to a target's log; return the target's last ID.
 
-    `first` is the id after the target's last one. The target must be offline, and its log a prefix
+    `first` is the ID after the target's last one. The target must be offline, and its log a prefix
     of the source's: the target rejects anything that differs, and truncates nothing.
     """
     last = first - 1

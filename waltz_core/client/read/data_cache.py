@@ -181,7 +181,7 @@ class DataCache:
 
     async def _load(self, transaction_id: TransactionId) -> bytes:
         is_sequential = transaction_id == self._expected
-        if self._header_values:  # the next one that passes the filter has any later id
+        if self._header_values:  # the next one that passes the filter has any later ID
             is_sequential = BEFORE_FIRST < self._expected <= transaction_id
         wanted_bytes = 2 * self._bytes if is_sequential else PREFETCH_BYTES_MIN
         self._bytes = min(wanted_bytes, self._bytes_max, self._budget.fetch_bytes_max)

@@ -47,7 +47,7 @@ RETRY_S_MIN, RETRY_S_MAX = 0.01, 10.0
 ResultT = TypeVar("ResultT")
 
 Words: TypeAlias = tuple[int, int, int, int, int]
-# Transactions that are passed on together: ascending ids, and the five numbers of each.
+# Transactions that are passed on together: ascending IDs, and the five numbers of each.
 DeliveryRun: TypeAlias = list[tuple[int, Words]]
 
 
@@ -204,7 +204,7 @@ class Applier:
         self._advance(mark)
 
     def feed(self, ids: Sequence[int], headers: Buffer, last: TransactionId) -> None:
-        """Queue a range of the feed up to `last`: 20 bytes for each id."""
+        """Queue a range of the feed up to `last`: 20 bytes for each ID."""
         if self.stopped is not None:
             return
         self._queue.append((ids, headers, last))

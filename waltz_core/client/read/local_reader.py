@@ -61,10 +61,11 @@ class ReadGrant:
     lengths: I64
     places: tuple[FileLocation, ...]
     lineage: tuple[LineageEntry, ...]
+    ticket: bytes = b""  # opens the files; empty without access control
 
     @property
     def next(self) -> TransactionId:
-        """The id after the last one."""
+        """The ID after the last one."""
         return TransactionId(self.first + int(self.lengths.size))
 
     def batches_of(self, first: TransactionId, last: TransactionId) -> tuple[LineageEntry, ...]:
@@ -177,7 +178,8 @@ class LocalReader:
             if skip < place.size and done < size:
                 count = min(place.size - skip, size - done)
                 part = records[done : done + count]
-                crc = self._fill(part, place.segment, place.offset + skip, crc, flags)
+                start = FileLocation(place.segment, place.offset + skip, count)
+                crc = self._fill(part, start, grant.ticket, crc, flags)
                 done += count
             skip = max(0, skip - place.size)
         first = TransactionId(grant.first + low)
@@ -189,13 +191,14 @@ class LocalReader:
         return records
 
     def _fill(
-        self, part: memoryview, segment: TransactionId, offset: int, crc: int, flags: int
+        self, part: memoryview, place: FileLocation, ticket: bytes, crc: int, flags: int
     ) -> int:
         """Read bytes of a segment; return `crc` continued over them."""
+        segment, offset = place.segment, place.offset
         file = self._files.get(segment)
         try:
             if file is None:
-                request = encode_segment(self._partition_id, segment)
+                request = encode_segment(self._partition_id, segment, ticket)
                 taken = handover.take(self._socket_name, request, timeout_s=self._timeout_s)
                 file = self._files[segment] = FileIO(taken)
             while part:

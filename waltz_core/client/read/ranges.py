@@ -73,7 +73,7 @@ _log = logging.getLogger(__name__)
 
 
 class RangeRow(NamedTuple):
-    """One transaction of a range: its id, the application's header, its payload.
+    """One transaction of a range: its ID, the application's header, its payload.
 
     With encryption the payload may be None, and `data_error` is the reason.
     """
@@ -366,7 +366,7 @@ class ReaderConnection:
             places = decode_locations(answer.records, int(lengths.sum()))
         except errors.BadFormat as error:
             raise errors.BadFormat(f"{where}: {error}") from error
-        return ReadGrant(query.first, lengths, places, answer.lineage)
+        return ReadGrant(query.first, lengths, places, answer.lineage, bytes(answer.ticket))
 
     async def _range(
         self,
@@ -566,10 +566,11 @@ class ReplicaReader:
             ) from error
 
     def _local_reader_at(self, address: str) -> LocalReader | None:
-        name = socket_name_of(self._replicas.cluster_key, address)
-        if not handover.is_offered(name):
-            return None
-        return LocalReader(address, name, self._partition_id, timeout_s=self._timeout_s)
+        for with_tickets in (False, True):
+            name = socket_name_of(self._replicas.cluster_key, address, with_tickets=with_tickets)
+            if handover.is_offered(name):
+                return LocalReader(address, name, self._partition_id, timeout_s=self._timeout_s)
+        return None
 
     def _stop_local_reader(self) -> None:
         """Let the storage send the records from now on."""

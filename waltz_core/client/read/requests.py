@@ -54,7 +54,7 @@ UNANSWERED_S: dict[type[ClientMessage], float] = {
     messages.HighWaterMarkResponse: 1.0,
     messages.FlushResponse: 5.0,
 }
-# Requests without appends need no client id (docs/design/wire-format.md 2.1).
+# Requests without appends need no client ID (docs/design/wire-format.md 2.1).
 NO_CLIENT_ID = -1
 # An attempt with less than this part of the request timeout left does not count (rule 2).
 _ATTEMPT_SHARE_MIN: Final = 0.1

@@ -115,7 +115,7 @@ class PendingRow:
         self.number = 0  # its place in the order of `append`
         self.flush_group = _NO_GROUP
         # An attempt of a context: its future gets a RowOutcome, whatever that is. Otherwise the
-        # future gets the transaction id, or an error.
+        # future gets the transaction ID, or an error.
         self.is_attempt = False
         # In-flight appends that it depends on, in addition to its mark; None without any.
         self.follows: FollowedState | None = None

@@ -20,6 +20,8 @@ from random import Random
 from typing import TYPE_CHECKING, Any, Protocol, assert_never
 
 from waltz_core import errors
+from waltz_core.access.client_ids import NO_PROOF, ClientIdentity
+from waltz_core.client.links.client_ids import ClientIds
 from waltz_core.client.links.connections import ServerLink, ServerLinks
 from waltz_core.client.links.directory import Directory, Owner
 from waltz_core.client.links.outage import LOG_AFTER_S, Outage
@@ -53,6 +55,7 @@ class ClientServices(Protocol):
 
     config: ClientConfig
     directory: Directory
+    ids: ClientIds
     links: ServerLinks
     random: Random
     claim: TaskClaim | None
@@ -67,12 +70,19 @@ class ClientServices(Protocol):
 class ClientPartition:
     """One partition as its client uses it."""
 
-    def __init__(self, partition_id: PartitionId, client_id: int, services: ClientServices) -> None:
+    def __init__(self, partition_id: PartitionId, services: ClientServices) -> None:
         config = services.config
         self.partition_id = partition_id
         self._services = services
         self.settings = stream_settings(config)
-        self.stream = PartitionStream(client_id, partition_id, self.settings, services.random)
+        known = services.ids.current
+        self.stream = PartitionStream(
+            None if known is None else known.client_id,
+            partition_id,
+            self.settings,
+            services.random,
+            NO_PROOF if known is None else known.proof,
+        )
         self._driver: Driver[stream_events.Event, stream_events.Effect] = Driver(
             self.stream,
             self._perform,
@@ -287,7 +297,7 @@ class ClientPartition:
             case stream_events.Stopped():
                 self._end(effect.error)
             case Report():
-                raise AssertionError("reports are the driver's")
+                raise AssertionError("the driver handles reports")
             case _:
                 assert_never(effect)
 
@@ -302,6 +312,9 @@ class ClientPartition:
                 await around.claim.check()  # after the generation was read (write_claim.py, rule 2)
             link = await around.links.get(owner.address, excluded=effect.spoiled)
             self._check_claim(link)
+            identity: ClientIdentity | None = None
+            if self.stream.needs_client_id:
+                identity = await around.ids.get(link, instead_of=self.stream.client_id)
         except Exception as error:  # noqa: BLE001 - the stream waits for exactly one outcome
             self._driver.post(stream_events.LinkFailed(attempt, _as_retriable(error)))
             return
@@ -315,10 +328,17 @@ class ClientPartition:
 
         link.attach(self.partition_id, self._received, self._lost, self._is_waiting, prove)
         self._link = link
+        if identity is not None:
+            self._driver.post(stream_events.ClientIdRenewed(*identity))
         sequence = around.next_connection_sequence()
         self._driver.post(
             stream_events.LinkOpened(
-                attempt, link.number, owner.generation, sequence, link.may_follow
+                attempt,
+                link.number,
+                owner.generation,
+                sequence,
+                link.may_follow,
+                link.issues_client_ids,
             )
         )
 
@@ -343,15 +363,21 @@ class ClientPartition:
             return
         pause_s = self._services.config.retry_interval_ms_min / 1000
         while self._stopped is None:
+            assert self._link is not None  # appends were sent on it
             try:
-                client_id = await self._services.directory.next_client_id()
+                identity = await self._services.ids.get(
+                    self._link, instead_of=self.stream.client_id
+                )
             except errors.Unavailable as error:
                 _log.warning(
                     "client.id_request_failed partition=%d error=%s", self.partition_id, error
                 )
                 await asyncio.sleep(pause_s)
                 continue
-            self._driver.post(stream_events.ClientIdRenewed(client_id))
+            except errors.WaltzError as error:
+                self._machine_failed(error)
+                return
+            self._driver.post(stream_events.ClientIdRenewed(*identity))
             return
 
     def _is_waiting(self) -> bool:

@@ -115,7 +115,7 @@ class FeedCursor:
         return stretch
 
     def _picked(self, message: FeedBatch) -> Sequence[int] | str | None:
-        """Return the ids that a batch has headers of, None for all, or what is wrong with it."""
+        """Return the IDs that a batch has headers of, None for all, or what is wrong with it."""
         count, size = message.count, len(message.headers)
         if count > 0 and size == count * FEED_HEADER_BYTES and not message.picked:
             picked = None

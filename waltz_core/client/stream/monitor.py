@@ -8,10 +8,10 @@ Rules:
     1. A submission's rows have consecutive sequence numbers, and submissions are kept in that
        order.
     2. An outcome is reported once, and only when it is final for every row of the submission.
-    3. A row is COMMITTED if an answer states it, or if its request id is in the log.
+    3. A row is COMMITTED if an answer states it, or if its request ID is in the log.
     4. A row is LOST if an answer states it, or if a mount has proven everything older final and the
        log, read back to the mark of that mount, does not contain it.
-    5. A row got its id, if any, above every mark that was known when it was sent: reading back
+    5. A row got its ID, if any, above every mark that was known when it was sent: reading back
        starts there.
     6. The log decides: an answer that contradicts it is ignored.
 """
@@ -54,7 +54,7 @@ AppendAnswer: TypeAlias = AppendResult | Predecessors
 I64 = npt.NDArray[np.int64]
 U8 = npt.NDArray[np.uint8]
 Structured = npt.NDArray[np.void]
-# A header of the feed: client id, generation, partition, sequence, application header.
+# A header of the feed: client ID, generation, partition, sequence, application header.
 _FEED = struct.Struct(">5i")
 assert _FEED.size == FEED_HEADER_DTYPE.itemsize
 
@@ -64,8 +64,8 @@ class BatchOutcome:
     """The outcome of each row: one element in each array, in the order of the rows.
 
     `transaction_ids` holds -1 for rows that are not in the log; `reasons` are `Reason` values;
-    `conflicting` is the id that a LOCK rejection conflicts with, else -1. `high_water_mark` is a
-    mark of the log, not below any id here.
+    `conflicting` is the ID that a LOCK rejection conflicts with, else -1. `high_water_mark` is a
+    mark of the log, not below any ID here.
     """
 
     high_water_mark: TransactionId
@@ -168,7 +168,7 @@ class Pending:
     mark_before: TransactionId  # known when it was sent (rule 5)
     deadline_ms: int
     mark_proven: TransactionId | None = None  # of the mount that made it final (rule 4)
-    found: I64 | None = field(default=None, repr=False)  # ids seen in the log, -1 elsewhere
+    found: I64 | None = field(default=None, repr=False)  # IDs seen in the log, -1 elsewhere
     is_link_lost: bool = False
 
     @property
@@ -223,7 +223,7 @@ class Monitor:
         self.in_flight_bytes += pending.submission.size_bytes
 
     def find(self, req_id: ReqId) -> Pending | None:
-        """Return the submission whose first row has this request id."""
+        """Return the submission whose first row has this request ID."""
         pending = self._pending.get(req_id.sequence)
         return pending if pending is not None and pending.req_id == req_id else None
 
@@ -255,7 +255,7 @@ class Monitor:
         return pending, outcome
 
     def match_feed(self, first: TransactionId, headers: Buffer) -> None:
-        """Look for own rows in a range of the feed (20 bytes each: request id, header)."""
+        """Look for own rows in a range of the feed (20 bytes each: request ID, header)."""
         if not self._pending:
             return
         if len(headers) <= ONE_BY_ONE_MAX * _FEED.size and not len(headers) % _FEED.size:
@@ -265,7 +265,7 @@ class Monitor:
             self._match(np.arange(first, first + feed.size, dtype=np.int64), feed["req_id"])
 
     def match_headers(self, first: TransactionId, count: int, headers: Buffer) -> bool:
-        """Look for own rows in record headers (28 bytes each: id, request id, header).
+        """Look for own rows in record headers (28 bytes each: ID, request ID, header).
 
         Return False, and match nothing, if they are not those of `count` transactions from `first`
         on.
@@ -275,6 +275,21 @@ class Monitor:
         heads = np.frombuffer(headers, dtype=HEADER_DTYPE)
         ids = heads["transaction_id"].astype(np.int64)
         if not np.array_equal(ids, np.arange(first, first + count)):
+            return False
+        self._match(ids, heads["req_id"])
+        return True
+
+    def match_own_headers(
+        self, first: TransactionId, last: TransactionId, count: int, headers: Buffer
+    ) -> bool:
+        """Match the headers of this client's transactions in first..last, like `match_headers`."""
+        if len(headers) != count * HEADER_DTYPE.itemsize:
+            return False
+        heads = np.frombuffer(headers, dtype=HEADER_DTYPE)
+        ids = heads["transaction_id"].astype(np.int64)
+        bounds = np.concatenate(([first - 1], ids, [last + 1]))
+        is_own = bool((heads["req_id"]["client_id"] == self._client_id).all())
+        if not is_own or (np.diff(bounds) <= 0).any():
             return False
         self._match(ids, heads["req_id"])
         return True
@@ -417,7 +432,7 @@ def _decode(result: AppendResult, row_count: int) -> BatchOutcome:
     if sizes != (row_count * 8,) * 3:
         raise errors.RemoteProtocolError(
             f"append result {tuple(result.req_id)}: expected {row_count} rows, found "
-            f"{sizes[0] // 8} ids, {len(result.reasons)} reasons, {sizes[2] // 8} conflicting ids"
+            f"{sizes[0] // 8} IDs, {len(result.reasons)} reasons, {sizes[2] // 8} conflicting IDs"
         )
     if row_count == 1:
         return _decode_one(result)
@@ -448,6 +463,6 @@ def _decode_one(result: AppendResult) -> BatchOutcome:
 
 def _wrong_ids(result: AppendResult) -> errors.RemoteProtocolError:
     return errors.RemoteProtocolError(
-        f"append result {tuple(result.req_id)}: expected an id for each committed row "
+        f"append result {tuple(result.req_id)}: expected an ID for each committed row "
         "and for no other"
     )

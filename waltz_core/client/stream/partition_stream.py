@@ -28,6 +28,7 @@ Invariants:
 from typing import TYPE_CHECKING, assert_never
 
 from waltz_core import errors
+from waltz_core.access.client_ids import NO_PROOF
 from waltz_core.client.stream import stream_events, verdicts
 from waltz_core.client.stream.backoff import Backoff
 from waltz_core.client.stream.cursor import FeedCursor
@@ -72,6 +73,7 @@ if TYPE_CHECKING:
     from random import Random
 
 SEQUENCE_MAX = (1 << 31) - 1
+_NO_CLIENT_ID = -1
 
 _LINKED = (Phase.MOUNTING, Phase.SETTLING, Phase.READY)
 
@@ -80,12 +82,22 @@ class PartitionStream:
     """The machine; see the module's docstring."""
 
     def __init__(
-        self, client_id: int, partition_id: PartitionId, settings: StreamSettings, random: "Random"
+        self,
+        client_id: int | None,
+        partition_id: PartitionId,
+        settings: StreamSettings,
+        random: "Random",
+        proof: bytes = NO_PROOF,
     ) -> None:
-        self._client_id = client_id
+        # Whether there is no client ID yet, or a server has denied it: see `ClientIdRenewed`.
+        self.needs_client_id = client_id is None
+        self._client_id = _NO_CLIENT_ID if client_id is None else client_id
+        self._proof = proof
+        # The last mount was denied because of the ID, and no other mount has succeeded since.
+        self._is_id_denied = False
         self._partition_id = partition_id
         self._settings = settings
-        self._monitor = Monitor(client_id, partition_id)
+        self._monitor = Monitor(self._client_id, partition_id)
         self._outbox = Outbox(partition_id)
         self._cursor = FeedCursor(settings.feed_ahead_max)
         self._readback = ReadBack(settings.range_bytes_max)
@@ -111,7 +123,7 @@ class PartitionStream:
         self._mount = 0
         self._mount_id: ReqId | None = None
         self._mount_has_feed = False
-        self._may_follow = False
+        self._may_follow = self._reads_own = False
         self._generation = Generation(-1)
         self._connection_sequence = -1
         self._limits = MountLimits(1, 1, 1)
@@ -127,7 +139,7 @@ class PartitionStream:
 
     @property
     def client_id(self) -> int:
-        """The client id of the appends that are sent from now on."""
+        """The client ID of the appends that are sent from now on; -1 while there is none."""
         return self._client_id
 
     @property
@@ -181,7 +193,7 @@ class PartitionStream:
             case stream_events.GenerationChanged():
                 self._moved(event.generation, now_ms, out)
             case stream_events.ClientIdRenewed():
-                self._renew(event.client_id, now_ms, out)
+                self._renew(event, now_ms, out)
             case stream_events.Close():
                 self._stop(
                     errors.Unreachable("the client was closed before the append was sent"), out
@@ -235,9 +247,11 @@ class PartitionStream:
             return
         assert event.connection_sequence > self._connection_sequence  # invariant 4
         assert event.link not in self._spoiled  # invariant 4
+        assert not self.needs_client_id
         self._connection_sequence = event.connection_sequence
         self._generation = event.generation
-        self._link, self._may_follow = event.link, event.may_follow
+        self._link = event.link
+        self._may_follow, self._reads_own = event.may_follow, event.reads_own
         # Without the feed at first: the answer states how long it would be.
         self._send_mount(LATEST_MARK, now_ms, out, wants_feed=False)
 
@@ -250,7 +264,9 @@ class PartitionStream:
         self._cursor.mounting()
         values = self._cursor.header_values if wants_feed else ()
         number = self._connection_sequence
-        request = messages.MountWriter(self._mount_id, number, mark, wants_feed, values)
+        request = messages.MountWriter(
+            self._mount_id, number, mark, wants_feed, values, self._proof
+        )
         out.append(Send(self._link, request))
 
     def _link_lost(self, event: stream_events.LinkLost, now_ms: int, out: list[Effect]) -> None:
@@ -399,7 +415,8 @@ class PartitionStream:
             self._ready(now_ms, out)
             return
         self.phase = Phase.SETTLING
-        out.append(Send(self._link, self._readback.request(self._control_id())))
+        request = self._readback.request(self._control_id(), reads_own=self._reads_own)
+        out.append(Send(self._link, request))
 
     def _range_data(self, message: messages.RangeData, now_ms: int, out: list[Effect]) -> None:
         assert self.phase is Phase.SETTLING
@@ -420,6 +437,7 @@ class PartitionStream:
             self._settle_submission(pending.submission, outcome, out)
         assert len(self._monitor) == 0  # invariant 1
         self.phase = Phase.READY
+        self._is_id_denied = False
         self._phase_deadline_ms = None
         self._ready_since_ms = now_ms
         self._wants_mount = False
@@ -437,6 +455,8 @@ class PartitionStream:
         elif message.req_id == self._mount_id:
             if verdicts.is_mount_retriable(error):
                 self._leave(str(error), now_ms, out)
+            elif isinstance(error, errors.ClientIdDenied) and not self._is_id_denied:
+                self._id_denied(error, now_ms, out)
             else:
                 self._stop(error, out)
         elif self._readback.is_requested(message.req_id):
@@ -592,21 +612,31 @@ class PartitionStream:
             error = verdicts.unknown(pending, when, self.failure)
             out.append(SubmissionRejected(pending.submission.token, error))
 
-    # --- client ids
+    # --- client IDs
 
     def _request_client_id(self, out: list[Effect]) -> None:
-        # NB: the monitor must be empty before the id changes: rows are matched by it.
+        # NB: the monitor must be empty before the ID changes: rows are matched by it.
         if len(self._monitor) == 0 and not self._renewing:
             self._renewing = True
             out.append(NeedClientId())
 
-    def _renew(self, client_id: int, now_ms: int, out: list[Effect]) -> None:
-        assert self._renewing
+    def _id_denied(self, error: errors.ClientIdDenied, now_ms: int, out: list[Effect]) -> None:
+        """Mount again with another ID; the rows in doubt can be read back with this one only."""
+        self._is_id_denied = self.needs_client_id = True
+        self.failure = str(error)
+        for pending in list(self._monitor):
+            self._end_pending(pending, "with this client ID", out)
+        self._leave(str(error), now_ms, out)
+
+    def _renew(self, event: stream_events.ClientIdRenewed, now_ms: int, out: list[Effect]) -> None:
+        if not (self._renewing or self.needs_client_id):
+            return
         assert len(self._monitor) == 0
-        self._renewing = False
-        self._client_id = client_id
-        self._monitor = Monitor(client_id, self._partition_id)
-        self.next_sequence = 1
+        if self._client_id != _NO_CLIENT_ID:
+            self.next_sequence = 1
+        self._renewing = self.needs_client_id = False
+        self._client_id, self._proof = event.client_id, event.proof
+        self._monitor = Monitor(event.client_id, self._partition_id)
         if self.phase in _LINKED:
             self._leave("the client ID has changed", now_ms, out)
 

@@ -10,12 +10,14 @@ Rules:
        nothing to compare.
     3. Rows in doubt below the start of the log can neither be found nor excluded: their outcome is
        unknown.
+    4. A server of L 8 answers with the client's own headers only: a principal may append that may
+       not read.
 """
 
 from waltz_core.client.stream.monitor import Monitor
 from waltz_core.errors import DataLoss
 from waltz_core.records.record import BEFORE_FIRST, RECONSTRUCTED, Chain, ReqId, TransactionId
-from waltz_core.wire.messages import RangeData, RangeForm, RangeRequest
+from waltz_core.wire.messages import OWN_HEADERS, RangeData, RangeForm, RangeRequest
 
 
 class ReadBack:
@@ -38,7 +40,7 @@ class ReadBack:
         doubtful: tuple[TransactionId, TransactionId] | None,
         chain: tuple[TransactionId, Chain] | None,
     ) -> None:
-        """Plan to read headers first..last, and to compare the chain at an id."""
+        """Plan to read headers first..last, and to compare the chain at an ID."""
         self._first, self._last = doubtful or (None, BEFORE_FIRST)
         self._chain = chain
         self._request = None
@@ -55,14 +57,16 @@ class ReadBack:
         """Drop the plan: the mount has failed."""
         self.begin(None, None)
 
-    def request(self, req_id: ReqId) -> RangeRequest:
-        """Return the next request."""
+    def request(self, req_id: ReqId, *, reads_own: bool = False) -> RangeRequest:
+        """Return the next request; `reads_own`: the server knows rule 4."""
         assert not self.is_done
-        first, last = self._first, self._last
+        first, last, form = self._first, self._last, int(RangeForm.HEADERS)
         if self._chain is not None:
             first = last = self._chain[0]
+        elif reads_own:
+            form = OWN_HEADERS
         assert first is not None
-        self._request = RangeRequest(req_id, first, last, self._bytes_max, RangeForm.HEADERS, ())
+        self._request = RangeRequest(req_id, first, last, self._bytes_max, form, ())
         return self._request
 
     def is_requested(self, req_id: ReqId) -> bool:
@@ -74,16 +78,10 @@ class ReadBack:
         request = self._request
         assert request is not None
         self._request = None
-        fits = (
-            message.form == RangeForm.HEADERS
-            and message.first == request.first
-            and message.count > 0
-            and message.next == message.first + message.count
-        )
-        first = TransactionId(message.first)
-        if not fits or not monitor.match_headers(first, message.count, message.records):
+        fits = message.form == request.form and message.first == request.first
+        if not fits or not _match(message, request, monitor):
             where = f"transactions {request.first}..{request.last}"
-            return f"the headers in the answer to a read of {where} are not consecutive"
+            return f"the headers in the answer to a read of {where} are not those requested"
         if self._chain is not None:
             self._chain = None
             return None
@@ -108,3 +106,14 @@ class ReadBack:
             f"partition {message.req_id.partition_id}: the log has changed at or below "
             f"transaction {at}, which was fed to this client with another chain"
         )
+
+
+def _match(message: RangeData, request: RangeRequest, monitor: Monitor) -> bool:
+    """Look for rows in an answer; return whether it has the headers that were requested."""
+    first, count = TransactionId(message.first), message.count
+    if request.form == OWN_HEADERS:
+        is_within = first < message.next <= request.last + 1
+        last = TransactionId(message.next - 1)
+        return is_within and monitor.match_own_headers(first, last, count, message.records)
+    is_dense = count > 0 and message.next == first + count
+    return is_dense and monitor.match_headers(first, count, message.records)

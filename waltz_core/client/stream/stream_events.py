@@ -13,9 +13,11 @@ Rules:
 """
 
 from collections.abc import Sequence
+from dataclasses import field
 from enum import Enum, auto
 from typing import TypeAlias
 
+from waltz_core.access.client_ids import NO_PROOF
 from waltz_core.client.stream.monitor import BatchOutcome, Submission
 from waltz_core.errors import WaltzError
 from waltz_core.machine import Report, Wakeup
@@ -101,7 +103,8 @@ class LinkOpened:
     """A connection to the partition's owner is open.
 
     `link` numbers the connection; `connection_sequence` is higher than in every earlier mount.
-    `may_follow`: the server knows pipelined dependent appends.
+    `may_follow`: the server knows pipelined dependent appends. `reads_own`: it knows ranges of a
+    client's own headers.
     """
 
     attempt: int
@@ -109,6 +112,7 @@ class LinkOpened:
     generation: Generation
     connection_sequence: int
     may_follow: bool = False
+    reads_own: bool = False
 
 
 @value(frozen=True, slots=True)
@@ -144,9 +148,13 @@ class MessageReceived:
 
 @value(frozen=True, slots=True)
 class ClientIdRenewed:
-    """A client id that was never used before: the answer to `NeedClientId`."""
+    """A client ID and its proof: the answer to `NeedClientId`.
+
+    The driver also sends it before `LinkOpened` while the stream `needs_client_id`.
+    """
 
     client_id: int
+    proof: bytes = field(default=NO_PROOF, repr=False)
 
 
 @value(frozen=True, slots=True)
@@ -193,7 +201,7 @@ class Send:
 
 @value(frozen=True, slots=True)
 class NeedClientId:
-    """The sequence numbers of this client id are used up; answer with `ClientIdRenewed`."""
+    """The sequence numbers of this client ID are used up; answer with `ClientIdRenewed`."""
 
 
 @value(frozen=True, slots=True)
@@ -221,9 +229,9 @@ class SubmissionRejected:
 
 @value(frozen=True, slots=True)
 class FeedAdvanced:
-    """Committed transactions, dense and in order: 20 bytes each, request id and header.
+    """Committed transactions, dense and in order: 20 bytes each, request ID and header.
 
-    In a filtered feed, `picked` are the ids that have headers here; None: all of them.
+    In a filtered feed, `picked` are the IDs that have headers here; None: all of them.
     """
 
     first: TransactionId
@@ -233,7 +241,7 @@ class FeedAdvanced:
 
     @property
     def ids(self) -> Sequence[int]:
-        """The ids that have headers here."""
+        """The IDs that have headers here."""
         everything = range(self.first, self.first + self.count)
         return everything if self.picked is None else self.picked
 

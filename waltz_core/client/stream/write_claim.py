@@ -4,7 +4,7 @@ A client that writes for an attempt of a task checks, before each mount, that no
 begun; otherwise it is like any client.
 
 Rules (docs/spark.md, "Exactly once"; `cluster/writes.py`):
-    1. An attempt appends with the task's client id, and mounts with connection sequences from
+    1. An attempt appends with the task's client ID, and mounts with connection sequences from
        attempt * 2**32 on: the highest attempt that has mounted fences the others, for as long as
        the generation lasts.
     2. `check` runs before each mount, after the mount's generation was read: a server of a later
@@ -14,13 +14,11 @@ Rules (docs/spark.md, "Exactly once"; `cluster/writes.py`):
        write. Otherwise a write that does not exist is over.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
-from waltz_core.cluster.coordinator import Coordinator
+from waltz_core.access.client_ids import ClientIdentity
+from waltz_core.client.links.write_requests import EnteredTask, RegistryUser, WriteRequests
 from waltz_core.cluster.writes import TaskState, WriteState, check_name
-from waltz_core.cluster.zookeeper import zookeeper_session
-from waltz_core.config.declarations import ClientConfig
 from waltz_core.errors import ConnectionSuperseded, Unreachable
 
 SEQUENCES_OF_ATTEMPT = 1 << 32
@@ -56,30 +54,26 @@ class TaskClaim:
         self.run = run
         self._connect = connect
         self._series = series
-        self._coordinator: Coordinator | None = None
+        self._writes: WriteRequests | None = None
         self._write_state: WriteState | None = None
-        self._task_state: TaskState | None = None
+        self._task: EnteredTask | None = None
 
-    async def open(self, config: ClientConfig) -> None:
+    async def open(self, user: RegistryUser) -> None:
         """Enter the write, unless it is done.
 
         Raises:
-            CoordinatorUnavailable: ZooKeeper does not answer.
+            Unavailable: neither a server nor ZooKeeper answers.
             ConnectionSuperseded: the write was removed.
+            PermissionDenied: the write belongs to another principal.
         """
-        coordinator = self._coordinator = await zookeeper_session.connect(
-            self._connect,
-            connect_timeout_ms=config.zookeeper_connect_timeout_ms,
-            session_timeout_ms=config.zookeeper_session_timeout_ms,
-        )
+        writes = self._writes = WriteRequests(self._connect, user)
         try:
-            await self._enter(coordinator)
+            await self._enter(writes)
         except BaseException:
-            await coordinator.close()
+            await writes.close()
             raise
 
-    async def _enter(self, coordinator: Coordinator) -> None:
-        writes = coordinator.writes
+    async def _enter(self, writes: WriteRequests) -> None:
         if self._series is not None:
             state: WriteState | None = await writes.begin(self.write, *self._series, in_series=True)
         else:
@@ -90,14 +84,12 @@ class TaskClaim:
             )
         self._write_state = state
         if not state.is_done:
-            self._task_state = await writes.enter(
-                self.write, self.task, self.run, coordinator.next_client_id
-            )
+            self._task = await writes.enter(self.write, self.task, self.run)
 
     async def close(self) -> None:
-        """End the session with ZooKeeper; the claim is kept."""
-        if self._coordinator is not None:
-            await self._coordinator.close()
+        """End the session with ZooKeeper, if there is one; the claim is kept."""
+        if self._writes is not None:
+            await self._writes.close()
 
     @property
     def is_done(self) -> bool:
@@ -113,9 +105,18 @@ class TaskClaim:
 
     @property
     def state(self) -> TaskState:
-        """Client id, attempt and runs of the task."""
-        assert self._task_state is not None, "a write that is done has no attempts"
-        return self._task_state
+        """Client ID, attempt and runs of the task."""
+        return self._entered.state
+
+    @property
+    def _entered(self) -> EnteredTask:
+        assert self._task is not None, "a write that is done has no attempts"
+        return self._task
+
+    @property
+    def identity(self) -> ClientIdentity:
+        """The client ID of the task, with its proof."""
+        return self._entered.identity
 
     @property
     def connection_sequence(self) -> int:
@@ -127,65 +128,16 @@ class TaskClaim:
 
         Raises:
             ConnectionSuperseded: a later attempt has begun, or the write is over.
-            CoordinatorUnavailable: ZooKeeper does not answer.
+            Unavailable: neither a server nor ZooKeeper answers.
         """
-        await self._open_coordinator().writes.check(self.write, self.task, self.state.attempt)
+        await self._open_writes().check(self.write, self.task, self.state.attempt)
 
     async def other_clients(self) -> set[int]:
-        """Return the client ids of the other tasks that an earlier run has begun."""
-        tasks = await self._open_coordinator().writes.tasks(self.write)
-        return {
-            int(state.client_id)
-            for task, state in tasks.items()
-            if task != self.task and any(run != self.run for run in state.runs)
-        }
+        """Return the client IDs of the other tasks that an earlier run has begun."""
+        tasks = await self._open_writes().tasks(self.write, self.run)
+        return {client_id for task, client_id in tasks.others.items() if task != self.task}
 
-    def _open_coordinator(self) -> Coordinator:
-        if self._coordinator is None:
+    def _open_writes(self) -> WriteRequests:
+        if self._writes is None:
             raise Unreachable(f"write {self.write}: the client was closed")
-        return self._coordinator
-
-
-async def begin_write(
-    connect: str, write: str, marks: Mapping[int, int], *, keep_ms: int
-) -> dict[str, Any] | None:
-    """Begin a write unless it was begun; return its summary if it is done already, else None."""
-    async with zookeeper_session.connected(connect) as coordinator:
-        state = await coordinator.writes.begin(write, marks, keep_ms)
-        return None if state.summary is None else dict(state.summary)
-
-
-async def summary_of_write(connect: str, write: str) -> dict[str, Any] | None:
-    """Return the summary of a write; None while it runs, and for an unknown one."""
-    async with zookeeper_session.connected(connect) as coordinator:
-        state = await coordinator.writes.read(write)
-        return None if state is None or state.summary is None else dict(state.summary)
-
-
-async def tasks_of_write(connect: str, write: str) -> list[int]:
-    """Return the numbers of the tasks that any run of a write has begun."""
-    async with zookeeper_session.connected(connect) as coordinator:
-        return await coordinator.writes.task_numbers(write)
-
-
-async def end_write(
-    connect: str, write: str, summary: Mapping[str, Any], *, keep_ms: int
-) -> dict[str, Any]:
-    """Mark a write as done; return its summary, which is that of the first caller.
-
-    Raises:
-        ConnectionSuperseded: the write was removed.
-    """
-    async with zookeeper_session.connected(connect) as coordinator:
-        state = await coordinator.writes.finish(write, summary, keep_ms)
-        assert state.summary is not None
-        return dict(state.summary)
-
-
-async def forget_writes(connect: str, names: Sequence[str]) -> list[str]:
-    """Remove writes by name, and some expired ones; return their names."""
-    async with zookeeper_session.connected(connect) as coordinator:
-        writes = coordinator.writes
-        for name in names:
-            await writes.forget(name)
-        return [*names, *await writes.forget_expired()]
+        return self._writes

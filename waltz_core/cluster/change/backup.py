@@ -5,13 +5,14 @@ archive. The transactions themselves are in the archive. It is JSON after a line
 like a manifest.
 
 Rules (docs/decisions/047, "Backup and restore"):
-    1. The writes are read first, then the high-water marks, then the writes again, the ids and the
-       sessions. So rows of a write that is done have IDs up to the marks, and all ids, attempts and
+    1. The writes are read first, then the high-water marks, then the writes again, the IDs and the
+       sessions. So rows of a write that is done have IDs up to the marks, and all IDs, attempts and
        sessions in the log up to there are known.
     2. A write is done in the backup only if it was done at the first reading (`merged_writes`).
     3. The archive reaches each mark when the backup is complete; it may have more.
-    4. The permissions are in the file as the node has them. A file of a cluster without permissions
-       has none, like one of an earlier version.
+    4. The last client ID that servers have issued is missing in the file of an earlier version,
+       which had no such IDs. The permissions are in the file as the node has them. A file of a
+       cluster without permissions has none, like one of an earlier version.
 """
 
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from typing import Any
 from uuid import UUID
 
 from waltz_core import errors
+from waltz_core.access.client_ids import NONE_ISSUED
 from waltz_core.access.permissions import Permissions
 from waltz_core.archive.manifest import FORMAT, framed, unframed
 from waltz_core.archive.saved_manifest import SavedManifest
@@ -49,7 +51,10 @@ class PartitionBackup:
 
 @dataclass(frozen=True, slots=True)
 class Backup:
-    """See the module's rules. `client_id` is the last allocated one; `taken_ms` is for people."""
+    """See the module's rules; `taken_ms` is for people.
+
+    `client_id` is the last one that a client has allocated, `issued_client_id` that of servers.
+    """
 
     name: str
     cluster_key: UUID
@@ -59,6 +64,7 @@ class Backup:
     writes: Mapping[str, BegunWrite] = field(default_factory=dict)
     restored_from: RestoredFrom = NOT_RESTORED
     access: Permissions | None = None
+    issued_client_id: ClientId = NONE_ISSUED
 
     @property
     def marks(self) -> dict[PartitionId, TransactionId]:
@@ -75,6 +81,7 @@ class Backup:
                 "cluster_key": str(self.cluster_key),
                 "taken_ms": self.taken_ms,
                 "client_id": self.client_id,
+                "issued_client_id": self.issued_client_id,
                 "partitions": [_partition_to_json(each) for each in self.partitions],
                 "writes": {name: _write_to_json(each) for name, each in self.writes.items()},
                 "restored_from": self.restored_from.to_bytes().decode(),
@@ -100,6 +107,7 @@ class Backup:
                 {key: _write_from_json(each) for key, each in _of(dict, values, "writes").items()},
                 RestoredFrom.from_bytes(_of(str, values, "restored_from").encode()),
                 decode(_of(str, values, "access").encode()) if "access" in values else None,
+                _issued_client_id(values),
             )
             found.check()
         except errors.ChecksumMismatch as error:
@@ -211,6 +219,14 @@ def _of(kind: type, values: dict[str, Any], key: str) -> Any:  # noqa: ANN401 - 
     if not isinstance(found, kind):
         raise errors.BadFormat(f"expected {key} as {kind.__name__}, found {found!r:.80}")
     return found
+
+
+def _issued_client_id(values: dict[str, Any]) -> ClientId:
+    if "issued_client_id" not in values:  # rule 4
+        return NONE_ISSUED
+    return ClientId(
+        _whole_number(values, "issued_client_id", minimum=NONE_ISSUED, maximum=INT32_MAX)
+    )
 
 
 def _whole_number(

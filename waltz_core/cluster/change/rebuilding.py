@@ -24,9 +24,10 @@ Rules (docs/design/correctness.md 2.4, row 15):
        session that it knows of counts nevertheless.
     4. Only a copy of the newest session counts towards the quorum. This may reject a safe case (one
        replica behind and another one lost); an operator can decide then.
-    5. Client ids and generations continue above all that were ever allocated, so that no append is
-       taken for an old one. They start at the seconds since 2020. The operator's clock may have
-       been set back, so they also start above the greatest ones in the last records of each log.
+    5. Client IDs (both counters) and generations continue above all that were ever allocated, so
+       that no append is taken for an old one. They start at the seconds since 2020. The operator's
+       clock may have been set back, so they also start above the greatest ones in the last records
+       of each log.
     6. ZooKeeper is written before a replica is marked: a marked replica is trusted. If a command
        died between the two and the old metadata was still in ZooKeeper, a session would count the
        replica, although it lacks records.
@@ -37,6 +38,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from waltz_core import errors
+from waltz_core.access.client_ids import NONE_ISSUED
 from waltz_core.cluster.change.creation import NewCluster, creation_steps
 from waltz_core.cluster.znodes import model
 from waltz_core.cluster.znodes.interface import CreateNode, Operation
@@ -52,9 +54,9 @@ from waltz_core.records.record import (
     TransactionId,
 )
 
-# No cluster allocates a client id a second for years, so these are above all allocated ones.
+# No cluster allocates a client ID a second for years, so these are above all allocated ones.
 IDS_EPOCH_S = 1_577_836_800  # the beginning of 2020
-# The owner of all partitions in the first assignment: no server ever has this id.
+# The owner of all partitions in the first assignment: no server ever has this ID.
 NO_SERVER = ServerId(0)
 
 
@@ -78,10 +80,18 @@ class Log(NamedTuple):
 
 
 class Ids(NamedTuple):
-    """An allocated client id and generation (rule 5)."""
+    """The greatest client ID, generation, and client ID that a server has issued (rule 5)."""
 
     client_id: int
     generation: int
+    issued_id: int = NONE_ISSUED
+
+    @staticmethod
+    def of_record(client_id: int, generation: int) -> "Ids":
+        """Return those of one record."""
+        if client_id > NONE_ISSUED:
+            return Ids(0, generation, client_id)
+        return Ids(client_id, generation)
 
     def maximum_with(self, other: "Ids") -> "Ids":
         """Return the greater of each."""
@@ -196,8 +206,13 @@ def losses(chosen: Log, logs: Mapping[ReplicaId, Log]) -> list[str]:
 
 
 def ids_from(now_s: int) -> int:
-    """Return the first id and generation after a loss of all metadata (rule 5)."""
+    """Return the first ID and generation after a loss of all metadata (rule 5)."""
     return min(max(now_s - IDS_EPOCH_S, 1), model.INT32_MAX // 2)
+
+
+def issued_from(ids: int) -> int:
+    """Return the same for the client ids that servers issue; `ids` of `ids_from`."""
+    return min(NONE_ISSUED + ids, model.INT32_MAX)
 
 
 def rebuilding_steps(
@@ -225,12 +240,14 @@ def rebuilding_steps(
             for each in partitions
         },
     }
+    added = [CreateNode(paths.partition(each), metadata.to_bytes(each)) for each in partitions]
+    added.append(CreateNode(paths.issued_client_ids, model.encode_id(issued_from(ids))))
     return creation_steps(
         paths,
         replace(new, assignment={}),
         root_version=root_version,
         contents=contents,
-        added=[CreateNode(paths.partition(each), metadata.to_bytes(each)) for each in partitions],
+        added=added,
     )
 
 

@@ -3,7 +3,7 @@
 Rules (docs/decisions/047, "Backup and restore"):
     1. A partition is new, and its marker has an archived mark: its log begins after that mark
        (`session_recovery.py`, rule 4). No server claims it before the root's data is written.
-    2. Client ids, generations and sessions continue above all that were ever allocated, also after
+    2. Client IDs, generations and sessions continue above all that were ever allocated, also after
        the backup (`rebuilding.py`, rule 5). So no append, owner or batch is taken for an old one.
     3. A write that began after the restored end of a partition begins at that end. If a partition
        ends before the backup's mark, no write counts as done: a repetition finds its rows in the
@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from waltz_core.access.permissions import Permissions
 from waltz_core.cluster.change.backup import Backup
 from waltz_core.cluster.change.creation import NewCluster, creation_steps
-from waltz_core.cluster.change.rebuilding import NO_SERVER
+from waltz_core.cluster.change.rebuilding import NO_SERVER, issued_from
 from waltz_core.cluster.writes import BegunWrite
 from waltz_core.cluster.znodes import access_node, model
 from waltz_core.cluster.znodes.interface import CreateNode, Operation
@@ -42,6 +42,7 @@ class RestoredCluster:
 
     partitions: tuple[RestoredPartition, ...]
     client_id: ClientId
+    issued_client_id: ClientId
     writes: Mapping[str, BegunWrite]
     restored_from: RestoredFrom
     access: Permissions | None = None
@@ -76,6 +77,7 @@ def restored_cluster(
     return RestoredCluster(
         partitions,
         ClientId(max(backup.client_id, ids)),
+        ClientId(max(backup.issued_client_id, issued_from(ids))),
         {
             name: _restored_write(each, marks, is_whole=is_whole)
             for name, each in backup.writes.items()
@@ -117,6 +119,7 @@ def restoring_steps(
         contents[paths.marker(each)] = marker.to_bytes()
         metadata = model.PartitionMetadata(its.generation, its.session_id)
         added.append(CreateNode(paths.partition(each), metadata.to_bytes(each)))
+    added.append(CreateNode(paths.issued_client_ids, model.encode_id(restored.issued_client_id)))
     added.append(CreateNode(paths.restored_from, restored.restored_from.to_bytes()))
     if restored.access is not None:
         added.append(CreateNode(paths.access, access_node.encode(restored.access)))

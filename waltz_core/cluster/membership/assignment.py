@@ -58,9 +58,9 @@ def assign_partitions(
 ) -> PartitionAssignment:
     """Return the assignment for the live servers.
 
-    Preferred partitions go first, to the lowest server id that prefers them, even beyond its
+    Preferred partitions go first, to the lowest server ID that prefers them, even beyond its
     share; then each server keeps its partitions up to its share; then the rest is assigned in order
-    of ids. Raises BadRequest if the cluster would lose partitions.
+    of IDs. Raises BadRequest if the cluster would lose partitions.
     """
     assert servers
     if partition_count < old.partition_count:

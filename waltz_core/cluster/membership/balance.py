@@ -58,7 +58,7 @@ class Balancer:
         self._moved_ms: dict[PartitionId, int] = {}
         self._settling_until_ms: int | None = None
         self._uneven_since_ms: int | None = None
-        self._giving_since_ms: dict[ServerId, int] = {}
+        self._source_since_ms: dict[ServerId, int] = {}
 
     def moved(self, partition_ids: Collection[PartitionId], now_ms: int) -> None:
         """Note that these partitions have moved (rule 3)."""
@@ -67,7 +67,7 @@ class Balancer:
     def reset_history(self) -> None:
         """Reset the history: loads were not observed, so nothing has lasted (rules 2 and 6)."""
         self._uneven_since_ms = None
-        self._giving_since_ms = {}
+        self._source_since_ms = {}
 
     def plan(
         self,
@@ -94,12 +94,12 @@ class Balancer:
         movable = {each for each in loads if each not in pinned}
         is_in_motion = self._is_settling(held, movable, now_ms)
         found = self._moves({each: dict(its) for each, its in held.items()}, movable)
-        givers = {owners[each] for each in found}
-        self._giving_since_ms = {each: self._giving_since_ms.get(each, now_ms) for each in givers}
+        sources = {owners[each] for each in found}
+        self._source_since_ms = {each: self._source_since_ms.get(each, now_ms) for each in sources}
         if not is_in_motion:
             return {}
         before_ms = now_ms - self._limits.sustained_ms
-        ready = {each for each, at_ms in self._giving_since_ms.items() if at_ms <= before_ms}
+        ready = {each for each, at_ms in self._source_since_ms.items() if at_ms <= before_ms}
         # Planned again: no move may depend on another one that is not ready.
         return self._moves(held, {each for each in movable if owners[each] in ready})
 

@@ -5,10 +5,10 @@ Every process follows the membership; the membership itself determines the one t
 Rules (docs/zookeeper.md, "Membership and assignment"):
     1. An assignment is in force only while its cversion is that of its own node: it was written for
        exactly the registered servers. No other assignment is returned.
-    2. The lead server is the live one with the smallest id. It computes the assignments, except the
+    2. The lead server is the live one with the smallest ID. It computes the assignments, except the
        one that a server's own change of preferences requires, which that server computes. Each is
        written at the version that was read; after a conflict everything is read again.
-    3. A registered server whose session was lost registers again, under the same server id.
+    3. A registered server whose session was lost registers again, under the same server ID.
     4. A server that registers for the first time removes earlier processes at its address.
     5. When ZooKeeper was unavailable, sessions may end although no server has died. So for one
        session timeout after its return the lead moves no partition away from servers that have not
@@ -113,8 +113,8 @@ class Membership:
         """Register this process as a live server, or change its registration.
 
         The node lives as long as the session. After a lost session `follow` registers the same
-        server id again. From now on `follow` also fulfills the lead server's duty whenever this
-        process has the smallest live server id.
+        server ID again. From now on `follow` also fulfills the lead server's duty whenever this
+        process has the smallest live server ID.
         """
         self._descriptor = descriptor
         for _ in range(WRITE_ATTEMPTS_MAX):

@@ -119,7 +119,7 @@ class Znodes(Protocol):
 
     @property
     def session_number(self) -> int:
-        """ZooKeeper's id of this session: the owner of its ephemeral nodes."""
+        """ZooKeeper's ID of this session: the owner of its ephemeral nodes."""
 
     @property
     def session_timeout_ms(self) -> int:

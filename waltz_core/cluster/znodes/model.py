@@ -78,7 +78,7 @@ class ClusterParams:
 
 @dataclass(frozen=True, slots=True)
 class ServerDescriptor:
-    """`R/serverDescriptors/s_N`: byte 1, int32 id, UTF host, int32 port, int32 n, n x int32."""
+    """`R/serverDescriptors/s_N`: byte 1, int32 ID, UTF host, int32 port, int32 n, n x int32."""
 
     server_id: ServerId
     host: str
@@ -106,7 +106,7 @@ class ServerDescriptor:
         """Decode; raises BadFormat."""
         reader = _Reader(data, "ServerDescriptor")
         reader.version()
-        server_id = ServerId(reader.int32("server id"))
+        server_id = ServerId(reader.int32("server ID"))
         host, port = reader.utf("host"), reader.port("port")
         return reader.end(ServerDescriptor(server_id, host, port, reader.partitions("preferred")))
 
@@ -115,7 +115,7 @@ class ServerDescriptor:
 class PartitionAssignment:
     """`R/serverDescriptors`: byte 3, int32 cversion, int32 partition count, int32 n, n x server.
 
-    A server is int32 id, int32 m, m x (int32 partition, int32 generation). The assignment is in
+    A server is int32 ID, int32 m, m x (int32 partition, int32 generation). The assignment is in
     force while `cversion` equals the child version of its own node: it was made for exactly the
     servers that are registered.
     """
@@ -143,12 +143,12 @@ class PartitionAssignment:
         servers: dict[ServerId, dict[PartitionId, Generation]] = {}
         seen: set[PartitionId] = set()
         for _ in range(reader.count("server count", item_bytes=8)):
-            server_id = ServerId(reader.int32("server id"))
+            server_id = ServerId(reader.int32("server ID"))
             if server_id in servers:
                 raise reader.bad(f"server {server_id} is listed twice")
             servers[server_id] = owned = {}
             for _ in range(reader.count("partition list length", item_bytes=8)):
-                partition_id = PartitionId(reader.natural("partition id"))
+                partition_id = PartitionId(reader.natural("partition ID"))
                 if partition_id in seen or partition_id >= partition_count:
                     raise reader.bad(
                         f"partition {partition_id} is listed twice or is not below "
@@ -279,16 +279,16 @@ class PartitionMetadata:
         reader = _Reader(data, "PartitionMetadata")
         reader.version()
         generation = Generation(reader.int32("generation"))
-        session_id = SessionId(reader.int64("session id"))
+        session_id = SessionId(reader.int64("session ID"))
         states: dict[ReplicaId, ReplicaState] = {}
         for _ in range(reader.count("replica count", item_bytes=24)):
             reader.version()
             reader.version()
-            found = reader.int32("partition id")
+            found = reader.int32("partition ID")
             if found != partition_id:
                 raise reader.bad(f"expected partition {partition_id}, found {found}")
             address = reader.new_address(states)
-            session = SessionId(reader.int64("replica session id"))
+            session = SessionId(reader.int64("replica session ID"))
             mark = TransactionId(reader.int64("closing high-water mark"))
             states[address] = ReplicaState(session, mark)
         return reader.end(PartitionMetadata(generation, session_id, states))
@@ -327,7 +327,7 @@ class PartitionMarker:
     commit stamp, int64 first ID, uint32 CRC of the manifest, UTF name of the manifest.
 
     It changes in one transaction with the partition's metadata. The nonce distinguishes two servers
-    with the same session id, which a restored ZooKeeper makes possible; it is valid only while
+    with the same session ID, which a restored ZooKeeper makes possible; it is valid only while
     `session_id` is that of the metadata.
     """
 
@@ -355,7 +355,7 @@ class PartitionMarker:
         state = reader.take(1, "state")[0]
         if state not in (MarkerState.NEW.value, MarkerState.OPEN.value):
             raise reader.bad(f"expected state 1 (new) or 2 (open), found {state}")
-        session_id = SessionId(reader.int64("session id"))
+        session_id = SessionId(reader.int64("session ID"))
         nonce = reader.take(NONCE_BYTES, "nonce")
         archived = _archived_mark(reader) if has_archive else None
         return reader.end(PartitionMarker(MarkerState(state), session_id, nonce, archived))
@@ -373,7 +373,7 @@ def _archived_mark(reader: "_Reader") -> ArchivedMark:
 
 @dataclass(frozen=True, slots=True)
 class StorageRegistration:
-    """`R/x/storage/HOST:PORT`: byte 1, 16 bytes storage id."""
+    """`R/x/storage/HOST:PORT`: byte 1, 16 bytes storage ID."""
 
     storage_id: UUID
 
@@ -386,18 +386,18 @@ class StorageRegistration:
         """Decode; raises BadFormat."""
         reader = _Reader(data, "StorageRegistration")
         reader.version()
-        return reader.end(StorageRegistration(UUID(bytes=reader.take(16, "storage id"))))
+        return reader.end(StorageRegistration(UUID(bytes=reader.take(16, "storage ID"))))
 
 
 def encode_id(last_id: int) -> bytes:
-    """Return the bytes of an id counter."""
+    """Return the bytes of an ID counter."""
     return struct.pack(">i", last_id)
 
 
 def decode_id(data: bytes) -> int:
-    """Decode an id counter, 0..INT32_MAX; raises BadFormat."""
-    reader = _Reader(data, "id counter")
-    return reader.end(reader.natural("last id"))
+    """Decode an ID counter, 0..INT32_MAX; raises BadFormat."""
+    reader = _Reader(data, "ID counter")
+    return reader.end(reader.natural("last ID"))
 
 
 # --- strings

@@ -56,8 +56,10 @@ _PUBLIC, _MEMBERS, _ADMINISTRATORS = Readers
 ZNODES = (
     Znode("R", "persistent", "ClusterParams", "cluster create", _PUBLIC),
     Znode("R/ids", "persistent", "nothing", "cluster create", _PUBLIC),
-    Znode("R/ids/client", "persistent", "int32, last allocated id", "every client, once", _MEMBERS),
-    Znode("R/ids/server", "persistent", "int32, last allocated id", "every server, once", _MEMBERS),
+    Znode(
+        "R/ids/client", "persistent", "int32, last allocated ID", "older clients, once", _MEMBERS
+    ),
+    Znode("R/ids/server", "persistent", "int32, last allocated ID", "every server, once", _MEMBERS),
     Znode("R/serverDescriptors", "persistent", "PartitionAssignment", "the lead server", _PUBLIC),
     Znode(
         "R/serverDescriptors/s_N", "ephemeral sequential", "ServerDescriptor", "its server", _PUBLIC
@@ -87,10 +89,23 @@ ZNODES = (
         "R/x/writes/W",
         "persistent",
         "WriteState (JSON)",
-        "the tasks that begin and end write W",
+        "servers, for the client that begins and ends write W",
         _MEMBERS,
     ),
-    Znode("R/x/writes/W/T", "persistent", "TaskState (JSON)", "each attempt of task T", _MEMBERS),
+    Znode(
+        "R/x/writes/W/T",
+        "persistent",
+        "TaskState (JSON)",
+        "servers, for each attempt of T",
+        _MEMBERS,
+    ),
+    Znode(
+        "R/x/client",
+        "persistent",
+        "int32, last issued ID",
+        "servers, at the request of clients",
+        _MEMBERS,
+    ),
     Znode("R/x/restored", "persistent", "RestoredFrom (JSON)", "restore", _PUBLIC),
     Znode(
         "R/x/access",
@@ -171,17 +186,17 @@ class ClusterPaths:
 
     @property
     def ids(self) -> str:
-        """Parent of the two id counters."""
+        """Parent of the two ID counters."""
         return f"{self.root}/ids"
 
     @property
     def client_ids(self) -> str:
-        """Counter of client ids."""
+        """Counter of client IDs."""
         return f"{self.root}/ids/client"
 
     @property
     def server_ids(self) -> str:
-        """Counter of server ids."""
+        """Counter of server IDs."""
         return f"{self.root}/ids/server"
 
     @property
@@ -239,7 +254,7 @@ class ClusterPaths:
 
     @property
     def storage_ids(self) -> str:
-        """Parent of the registered storage ids."""
+        """Parent of the registered storage IDs."""
         return f"{self.root}/x/storage"
 
     def storage_id(self, address: ReplicaId) -> str:
@@ -254,6 +269,11 @@ class ClusterPaths:
     def write(self, name: str) -> str:
         """One write, and parent of its tasks."""
         return f"{self.writes}/{name}"
+
+    @property
+    def issued_client_ids(self) -> str:
+        """Counter of the client ids that servers issue."""
+        return f"{self.root}/x/client"
 
     @property
     def restored_from(self) -> str:

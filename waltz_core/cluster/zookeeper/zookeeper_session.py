@@ -261,7 +261,7 @@ class ZooKeeperSession:
 
     @property
     def session_number(self) -> int:
-        """ZooKeeper's id of the session."""
+        """ZooKeeper's ID of the session."""
         return self._session_number
 
     @property

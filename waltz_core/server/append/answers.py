@@ -138,7 +138,7 @@ def expired(request: Received, archived: ArchivedMark | None, *, is_done: bool) 
         fault = "nothing of the partition is archived, so nothing can expire"
         return reject(request, errors.BadRequest(fault))
     answer = ExpireResponse(request.message.req_id, archived.first, is_done)
-    return SendToClient(request.connection, answer, request.cost_bytes)
+    return SendToClient(request.connection, answer, request.cost_bytes, request.message)
 
 
 def replaced(request: Received, outcome: ReplacementOutcome | None) -> SendToClient:
@@ -155,7 +155,7 @@ def replaced(request: Received, outcome: ReplacementOutcome | None) -> SendToCli
             storage=outcome.replica or "",
             failures=outcome.failures,
         )
-    return SendToClient(request.connection, answer, request.cost_bytes)
+    return SendToClient(request.connection, answer, request.cost_bytes, request.message)
 
 
 def _state(request: Received, state: MountState) -> SendToClient:

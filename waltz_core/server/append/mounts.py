@@ -20,6 +20,8 @@ Rules (docs/design/correctness.md 2.3 and 2.4, row 22; docs/spark.md, "Exactly o
        sent under an earlier mount does not enter under a later one.
     6. At most `CLIENTS_MAX` clients are mounted on one connection, and the filter of a feed has at
        most `FEED_HEADERS_MAX` headers: a peer must not exhaust memory.
+    7. With access control, a client ID without a proof belongs to the principal that has mounted it
+       first in the generation, for as long as its fence is remembered (rule 3).
 """
 
 from collections import OrderedDict
@@ -30,6 +32,7 @@ from typing import Final, NamedTuple
 from waltz_core.errors import (
     BadRequest,
     ClientAhead,
+    ClientIdDenied,
     ConnectionSuperseded,
     GenerationMismatch,
     NotOwned,
@@ -61,6 +64,7 @@ class _Mount:
     sequence: int
     number: int
     is_ready: bool
+    principal: str  # rule 7; empty if the ID has a proof
     is_overrun: bool = False  # an append found no room (rule 4)
 
 
@@ -73,22 +77,29 @@ class Mounts:
         self._limit = limit
         self._mounts: dict[ClientId, _Mount] = {}
         self._clients_of: dict[ConnectionId, list[ClientId]] = {}
-        # The highest sequence of disconnected clients, in the order of disconnection.
-        self._left: OrderedDict[ClientId, int] = OrderedDict()
+        # Highest sequence and principal of disconnected clients, in the order of disconnection.
+        self._left: OrderedDict[ClientId, tuple[int, str]] = OrderedDict()
         self._numbers = count(1)
 
     def highest(self, client_id: ClientId) -> int | None:
         """The highest connection sequence that the client has mounted with, if any."""
+        known = self._known(client_id)
+        return None if known is None else known[0]
+
+    def _known(self, client_id: ClientId) -> tuple[int, str] | None:
         mount = self._mounts.get(client_id)
-        return self._left.get(client_id) if mount is None else mount.sequence
+        if mount is None:
+            return self._left.get(client_id)
+        return mount.sequence, mount.principal
 
     def fault(
         self,
         message: MountRequest | MountWriter,
         connection: ConnectionId,
         place: PartitionPosition,
+        principal: str = "",
     ) -> WaltzError | None:
-        """Return why this connection may not mount, None when it may."""
+        """Return why this connection may not mount, None when it may; `principal`: rule 7."""
         generation, mark = message.req_id.generation, mark_of(message)
         if generation > place.generation:
             return NotOwned(
@@ -110,7 +121,18 @@ class Mounts:
             )
         excess = self._excess(message, connection, place)
         client_id, sequence = message.req_id.client_id, message.connection_sequence
-        return excess or self._fenced(client_id, connection, sequence)
+        foreign = self._foreign(client_id, principal)
+        return excess or foreign or self._fenced(client_id, connection, sequence)
+
+    def _foreign(self, client_id: ClientId, principal: str) -> ClientIdDenied | None:
+        """Rule 7."""
+        known = self._known(client_id)
+        if not principal or known is None or known[1] in ("", principal):
+            return None
+        return ClientIdDenied(
+            f"client ID {client_id} has no proof, and another principal than {principal} has "
+            "mounted it first"
+        )
 
     def _excess(
         self,
@@ -143,15 +165,19 @@ class Mounts:
             f"this one has {sequence}"
         )
 
-    def begin(self, client_id: ClientId, connection: ConnectionId, sequence: int) -> None:
-        """Fence older connections of the client."""
+    def begin(
+        self, client_id: ClientId, connection: ConnectionId, sequence: int, principal: str = ""
+    ) -> None:
+        """Fence older connections of the client, and bind its ID (rule 7)."""
         assert self._fenced(client_id, connection, sequence) is None
         mount = self._mounts.get(client_id)
         if mount is not None:
             self._clients_of[mount.connection].remove(client_id)
         self._left.pop(client_id, None)
         number = next(self._numbers)
-        self._mounts[client_id] = _Mount(connection, sequence, number, is_ready=False)
+        self._mounts[client_id] = _Mount(
+            connection, sequence, number, is_ready=False, principal=principal
+        )
         self._clients_of.setdefault(connection, []).append(client_id)
 
     def number(self, client_id: ClientId, connection: ConnectionId) -> int:
@@ -195,7 +221,8 @@ class Mounts:
     def close(self, connection: ConnectionId) -> None:
         """The connection was closed; its fences stay (rule 1)."""
         for client_id in self._clients_of.pop(connection, ()):
-            self._left[client_id] = self._mounts.pop(client_id).sequence
+            gone = self._mounts.pop(client_id)
+            self._left[client_id] = gone.sequence, gone.principal
         while len(self._left) > self._limit:
             self._left.popitem(last=False)
 

@@ -3,7 +3,7 @@
 Here a transaction gets its ID or is rejected, so every guarantee about outcomes is kept here: no
 outcome is reported before it is final, and no final outcome ever changes.
 
-    received -> its connection's lane -> [turn] checks, lock validation, ids -> records
+    received -> its connection's lane -> [turn] checks, lock validation, IDs -> records
              -> one store batch, in flight -> committed or settled -> answered
 
 Rules (docs/design/correctness.md 2.3 and 2.4, rows 22-30):

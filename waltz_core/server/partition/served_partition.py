@@ -263,12 +263,22 @@ class Partition:
             case messages.ObjectReplacementRequest():
                 self._replace(event, message)
             case messages.RangeRequest():
-                self._route_reads(self.reads.range(event, message))
+                self._range(event, message)
             case messages.TransactionDataRequest():
                 self._route_reads(self.reads.data(event, message))
             case _:
                 fault = f"{type(message).__name__} is not a request to a partition"
                 self._out.append(answers.reject(event, errors.BadRequest(fault)))
+
+    def _range(self, event: Received, message: messages.RangeRequest) -> None:
+        """Read a range; headers of a client's own are for its mounted connection only."""
+        client_id = message.req_id.client_id
+        is_own = message.form == messages.OWN_HEADERS
+        if is_own and not self._mounts.is_current(client_id, event.connection):
+            fault = f"{self._place}: client {client_id} is not mounted on this connection"
+            self._out.append(answers.reject(event, errors.NotMounted(fault)))
+        else:
+            self._route_reads(self.reads.range(event, message))
 
     def _close(self, connection: ConnectionId) -> None:
         self._mounts.close(connection)
@@ -286,7 +296,7 @@ class Partition:
         message, connection = event.message, event.connection
         assert isinstance(message, messages.MountRequest | messages.MountWriter)
         req_id = message.req_id
-        fault = self._mounts.fault(message, connection, self._place)
+        fault = self._mounts.fault(message, connection, self._place, event.principal)
         if fault is not None:
             self._out.append(answers.reject_mount(event, fault))
             return
@@ -296,7 +306,8 @@ class Partition:
             self.reads.feeds_ended(self.feed.fetching)
         older += self._waiting.supersede(req_id.client_id)
         self._out.extend(answers.superseded(request) for request in older)
-        self._mounts.begin(req_id.client_id, connection, message.connection_sequence)
+        sequence = message.connection_sequence
+        self._mounts.begin(req_id.client_id, connection, sequence, event.principal)
         wants_feed = not isinstance(message, messages.MountWriter) or message.wants_feed
         self._route(self.pipeline.barrier(self._waiting.begin_mount(event, wants_feed=wants_feed)))
 

@@ -13,14 +13,17 @@ Rules:
     5. A denied request is rejected here; nothing else receives it (decision 048, AC 7). So is a
        request over a limit of its principal, except for an append: its partition rejects it, since
        no later append may overtake it (AC 10).
+    6. With an audit log, an administrative request begins when its line is written. Its outcome is
+       written, too; it is "unknown" if the connection is closed before the answer (AC 11).
 """
 
 import asyncio
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from waltz_core import errors
 from waltz_core.legacy.legacy_client import (
@@ -32,7 +35,7 @@ from waltz_core.legacy.legacy_client import (
     LegacyResponse,
 )
 from waltz_core.metrics import Metrics
-from waltz_core.records.record import PartitionId
+from waltz_core.records.record import ClientId, PartitionId
 from waltz_core.server.partition_events import (
     Closed,
     Congested,
@@ -44,7 +47,9 @@ from waltz_core.server.partition_events import (
 )
 from waltz_core.server.process.append_times import AppendTime
 from waltz_core.server.process.flow import AdmittedRequest, Flow, FlowLimits
+from waltz_core.server.process.registry_requests import RegistryRequests
 from waltz_core.server.process.storage_links import Tasks
+from waltz_core.transport.audit_log import AuditedRequest
 from waltz_core.transport.net import Link
 from waltz_core.wire.messages import (
     AddPreferredRequest,
@@ -56,7 +61,10 @@ from waltz_core.wire.messages import (
     AppendTimesResponse,
     CheckConnectivityRequest,
     CheckConnectivityResponse,
+    ClientIdRequest,
+    ClientIdResponse,
     ClientMessage,
+    ErrorResponse,
     ExpireRequest,
     FeedRequest,
     FlushRequest,
@@ -72,6 +80,8 @@ from waltz_core.wire.messages import (
     PartitionsHealthRequest,
     PartitionsHealthResponse,
     RangeRequest,
+    RegistryRequest,
+    RegistryResponse,
     RemovePreferredRequest,
     RemovePreferredResponse,
     ReplicasRequest,
@@ -118,9 +128,11 @@ class Served(Protocol):
         connection: ConnectionId,
         message: ClientMessage,
         cost_bytes: int,
+        *,
+        principal: str = "",
         over_limit: errors.Overloaded | None = None,
     ) -> None:
-        """Pass a client's request to its machine; one over a limit is an append."""
+        """Pass a client's request to its machine; `principal`, `over_limit`: as in `Received`."""
 
 
 class Backend(Protocol):
@@ -136,6 +148,13 @@ class Backend(Protocol):
 
     def append_times(self) -> Sequence[AppendTime]:
         """Return the append latencies of the storages over the last minute."""
+
+    async def next_client_id(self) -> ClientId:
+        """Issue a client ID that was never used before."""
+
+    @property
+    def registry(self) -> RegistryRequests | None:
+        """The registry of writes; None without ZooKeeper."""
 
     async def check_connectivity(self) -> Sequence[tuple[str, bool]]:
         """Try to connect to every storage of the replica assignment."""
@@ -156,6 +175,8 @@ class _Client:
     # Small answers of one turn of the loop are sent together: a system call for each would cost
     # more than all other work for a single append.
     outbox: list[ClientMessage] = field(default_factory=list)
+    # Rule 6, by the identity of the message.
+    audited: dict[int, AuditedRequest] = field(default_factory=dict)
 
 
 class Clients:
@@ -246,6 +267,8 @@ class Clients:
         _log.debug("client.closed address=%s reason=%s", client.link.address, reason)
         self._answered.pop(connection, None)
         self._flow.close(connection)
+        for audited in client.audited.values():
+            audited.end("unknown", "the connection was closed before the answer")
         for host in client.hosts.values():
             host.post(Closed(connection))
         self._balance()
@@ -259,6 +282,9 @@ class Clients:
         client = self._clients.get(connection)
         if client is None:
             return
+        audited = client.audited.pop(id(effect.request), None)
+        if audited is not None:
+            _write_outcome(audited, effect.message)
         if client.legacy_client is None:
             self._send(connection, client, effect.message)
         else:
@@ -390,6 +416,34 @@ class Clients:
                 )
                 self.answer(answer)
                 return
+        audited = client.link.audited(message)
+        if audited is None:
+            self._route(connection, client, request, over_limit)
+        else:
+            client.audited[id(message)] = audited
+            audited.begin(partial(self._begun, connection, request))
+
+    def _begun(
+        self, connection: ConnectionId, request: AdmittedRequest, error: errors.WaltzError | None
+    ) -> None:
+        """Carry out a request whose line is written, or reject it (rule 6)."""
+        client, message = self._clients.get(connection), request.message
+        if client is None or client.link.is_closed or client.link.access is None:
+            return
+        if client.link.access.may_begin(error):
+            self._route(connection, client, request)
+            return
+        assert error is not None
+        self.answer(error_answer(connection, message.req_id, request.cost_bytes, error, message))
+
+    def _route(
+        self,
+        connection: ConnectionId,
+        client: _Client,
+        request: AdmittedRequest,
+        over_limit: errors.Overloaded | None = None,
+    ) -> None:
+        message = request.message
         if not isinstance(message, _TO_A_PARTITION):
             self._serve(connection, request)
             return
@@ -402,7 +456,12 @@ class Clients:
             client.hosts[partition_id] = host
             if client.is_congested:
                 host.post(Congested(connection))
-        host.receive(connection, message, request.cost_bytes, over_limit)
+        principal = ""
+        if isinstance(message, MountRequest | MountWriter):
+            principal = client.link.binds(message)
+        host.receive(
+            connection, message, request.cost_bytes, principal=principal, over_limit=over_limit
+        )
 
     def _rejection(self, connection: ConnectionId, request: AdmittedRequest) -> SendToClient:
         """Return the answer to a request for a partition that is not served here."""
@@ -449,19 +508,60 @@ class Clients:
         elif isinstance(message, AddPreferredRequest | RemovePreferredRequest):
             self._tasks.create_task(self._prefer(connection, message, cost_bytes))
             return
+        elif isinstance(message, ClientIdRequest):
+            self._tasks.create_task(self._issue_client_id(connection, message, cost_bytes))
+            return
+        elif isinstance(message, RegistryRequest) and self._backend.registry is not None:
+            answering = self._backend.registry.answer(
+                message, self._clients[connection].link.access
+            )
+            self._tasks.create_task(self._serve_registry(connection, request, answering))
+            return
         else:
             fault = f"{type(message).__name__} is not a request to a server"
             error = errors.BadRequest(fault)
             self.answer(error_answer(connection, message.req_id, cost_bytes, error, message))
             return
-        self.answer(SendToClient(connection, answer, cost_bytes))
+        self.answer(SendToClient(connection, answer, cost_bytes, message))
 
     async def _check_connectivity(self) -> None:
         reachable = tuple(await self._backend.check_connectivity())
         checks, self._checks = self._checks, []
         for connection, (message, cost_bytes) in checks:
             answer = CheckConnectivityResponse(message.req_id, reachable)
+            self.answer(SendToClient(connection, answer, cost_bytes, message))
+
+    async def _issue_client_id(
+        self, connection: ConnectionId, message: ClientIdRequest, cost_bytes: int
+    ) -> None:
+        try:
+            client_id = await self._backend.next_client_id()
+        except errors.WaltzError as error:
+            self.answer(error_answer(connection, message.req_id, cost_bytes, error, message))
+            return
+        client = self._clients.get(connection)
+        if client is not None:
+            answer = ClientIdResponse(message.req_id, client_id, client.link.proof_of(client_id))
             self.answer(SendToClient(connection, answer, cost_bytes))
+
+    async def _serve_registry(
+        self,
+        connection: ConnectionId,
+        request: AdmittedRequest,
+        answering: Coroutine[Any, Any, RegistryResponse],
+    ) -> None:
+        message, cost_bytes = request
+        try:
+            answer = await answering
+        except errors.WaltzError as error:
+            self.answer(error_answer(connection, message.req_id, cost_bytes, error, message))
+            return
+        except Exception as error:  # noqa: BLE001 - a request must not end the server
+            _log.exception("client.request_failed request=%s", type(message).__name__)
+            fault = errors.WaltzError(f"the server could not carry out the request: {error!r:.200}")
+            self.answer(error_answer(connection, message.req_id, cost_bytes, fault, message))
+            return
+        self.answer(SendToClient(connection, answer, cost_bytes))
 
     async def _prefer(
         self,
@@ -481,4 +581,11 @@ class Clients:
             self.answer(error_answer(connection, message.req_id, cost_bytes, error, message))
             return
         answer = AddPreferredResponse if is_added else RemovePreferredResponse
-        self.answer(SendToClient(connection, answer(message.req_id, is_done), cost_bytes))
+        self.answer(SendToClient(connection, answer(message.req_id, is_done), cost_bytes, message))
+
+
+def _write_outcome(audited: AuditedRequest, answer: ClientMessage) -> None:
+    if isinstance(answer, ErrorResponse):
+        audited.end("rejected", answer.message)
+    else:
+        audited.end("done")

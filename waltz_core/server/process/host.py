@@ -160,11 +160,13 @@ class Host:
         connection: ConnectionId,
         message: ClientMessage,
         cost_bytes: int,
+        *,
+        principal: str = "",
         over_limit: Overloaded | None = None,
     ) -> None:
         """Pass a client's request to the machine."""
         wall_ms = time.time_ns() // 1_000_000
-        self._driver.post(Received(connection, message, cost_bytes, wall_ms, over_limit))
+        self._driver.post(Received(connection, message, cost_bytes, wall_ms, principal, over_limit))
 
     def own(self, generation: Generation, replicas: tuple[ReplicaId, ...]) -> None:
         """The assignment names this server, or has a new generation or other replicas."""

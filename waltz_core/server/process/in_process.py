@@ -16,13 +16,13 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from random import Random
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from waltz_core import errors
 from waltz_core.config.declarations import MIB
 from waltz_core.driver import Driver
 from waltz_core.metrics import Metrics
-from waltz_core.records.record import BEFORE_FIRST, Generation, PartitionId, ReqId
+from waltz_core.records.record import BEFORE_FIRST, ClientId, Generation, PartitionId, ReqId
 from waltz_core.replication.session_events import TakeOwnership
 from waltz_core.server.append.pace import Pace
 from waltz_core.server.partition.served_partition import Partition
@@ -57,6 +57,9 @@ from waltz_core.wire.messages import (
     ReplicasResponse,
     WireProtocol,
 )
+
+if TYPE_CHECKING:
+    from waltz_core.server.process.registry_requests import RegistryRequests
 
 # A prime, and small: a table is made for every partition of every test.
 LOCK_SLOT_COUNT: Final = 65_537
@@ -137,6 +140,7 @@ class MemoryServer:
         self.address = ""
         self.failure: Exception | None = None
         self.client_ids = itertools.count(1)
+        self.registry: RegistryRequests | None = None  # there is no ZooKeeper
         # How long each client waits for an outcome.
         self.outcome_timeout_s: dict[int, float] = {}
         self.clients = Clients(self, _FLOW, tasks, Metrics("server"))
@@ -168,6 +172,10 @@ class MemoryServer:
         assert self._listener is not None
         for link in self._listener.links:
             link.abort("a partition has failed")
+
+    async def next_client_id(self) -> ClientId:
+        """Issue a client ID (`clients.Backend`)."""
+        return ClientId(next(self.client_ids))
 
     def append_times(self) -> Sequence[AppendTime]:
         """There are no storages (`clients.Backend`)."""
@@ -242,6 +250,8 @@ class MemoryHost:
         connection: ConnectionId,
         message: ClientMessage,
         cost_bytes: int,
+        *,
+        principal: str = "",
         over_limit: errors.Overloaded | None = None,
     ) -> None:
         """Pass a client's request to the machine, unless a fault applies."""
@@ -256,7 +266,7 @@ class MemoryHost:
                 self._server.answer(error_answer(connection, message.req_id, cost_bytes, error))
                 return
         wall_ms = time.time_ns() // 1_000_000
-        self.post(Received(connection, message, cost_bytes, wall_ms))
+        self.post(Received(connection, message, cost_bytes, wall_ms, principal))
 
     def _fails(
         self, connection: ConnectionId, message: AppendRequest | AppendBatch, cost_bytes: int

@@ -34,7 +34,14 @@ from waltz_core.cluster.zookeeper.unreadable import follow_permissions, follow_r
 from waltz_core.config.declarations import NO_GROUP, ServerConfig
 from waltz_core.driver import loop_clock_ms
 from waltz_core.metrics import Health, Metrics, serve_pages
-from waltz_core.records.record import FRAME_BYTES_MAX, Generation, PartitionId, ReplicaId, ServerId
+from waltz_core.records.record import (
+    FRAME_BYTES_MAX,
+    ClientId,
+    Generation,
+    PartitionId,
+    ReplicaId,
+    ServerId,
+)
 from waltz_core.replication.limits import SessionLimits
 from waltz_core.replication.partition_store import PartitionStore
 from waltz_core.server.append.pace import Pace
@@ -46,12 +53,16 @@ from waltz_core.server.process.balancing import BalanceTimes, Balancing
 from waltz_core.server.process.clients import Clients
 from waltz_core.server.process.flow import FlowLimits
 from waltz_core.server.process.host import Host, ServerServices
+from waltz_core.server.process.id_queue import IdQueue
 from waltz_core.server.process.neighbors import Neighbors
 from waltz_core.server.process.openings import Openings
 from waltz_core.server.process.preferences import Preferences, within_reach
+from waltz_core.server.process.registry_requests import RegistryRequests
 from waltz_core.server.process.storage_links import ReadLinks, is_reachable
 from waltz_core.server.read.cache import CacheBudget, FeedCache, TransactionCache
 from waltz_core.transport import net, tls
+from waltz_core.transport.port_files import open_port_files
+from waltz_core.transport.port_limits import LinkLimits
 from waltz_core.transport.quota_metrics import publish_quotas
 from waltz_core.wire.messages import WireProtocol
 
@@ -93,12 +104,13 @@ async def serve(
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    tls.check_network(config)
     async with connected(config) as coordinator:
         limit_ms = config.zookeeper_connect_timeout_ms
         cluster = await retry_start_step(
             "the cluster", coordinator.read_cluster, timeout_ms=limit_ms
         )
-        server_id = await retry_start_step("an id", coordinator.next_server_id, timeout_ms=limit_ms)
+        server_id = await retry_start_step("an ID", coordinator.next_server_id, timeout_ms=limit_ms)
         try:
             await Server(config, coordinator, cluster, server_id).serve(stop, on_ready)
         except BaseExceptionGroup as group:
@@ -106,12 +118,7 @@ async def serve(
             known, _ = group.split(errors.WaltzError)
             if known is None:
                 raise
-            raise _first_error(known) from group
-
-
-def _first_error(group: BaseExceptionGroup[errors.WaltzError]) -> errors.WaltzError:
-    found = group.exceptions[0]
-    return found if isinstance(found, errors.WaltzError) else _first_error(found)
+            raise errors.first_in(known) from group
 
 
 class _Stopped(Exception):
@@ -154,6 +161,9 @@ class Server:
         self._assignments = self._newest_assignments = ReplicaAssignments()
         self._view: ServersView | None = None
         self._tasks = asyncio.TaskGroup()
+        self.registry = RegistryRequests(
+            coordinator.writes, self.next_client_id, self.partition_count, self._tasks
+        )
         self._clients = Clients(self, _flow_limits(config), self._tasks, self.metrics)
         self._neighbors = Neighbors(
             server_id, self._tasks, coordinator.remove_dead_server, ssl=self._ssl
@@ -162,6 +172,7 @@ class Server:
         self._descriptor = ServerDescriptor(server_id, "", 0)
         self._preferences = Preferences(HAND_OVER_PAUSE_S)
         self._preferring = asyncio.Lock()
+        self._client_ids = IdQueue(coordinator.issued_ids.allocate)
         self._handed_over_s: dict[PartitionId, float] = {}
         self._handing_over = asyncio.Lock()
         self._without_quorum_s = -math.inf
@@ -176,20 +187,19 @@ class Server:
         async with AsyncExitStack() as stack:
             if config.http_port:
                 pages = serve_pages(
-                    self.metrics, self.health, host=config.listen_host, port=config.http_port
+                    self.metrics, self.health, host=config.http_host, port=config.http_port
                 )
                 await stack.enter_async_context(pages)
             self._port_ssl = ssl = tls.listening(config)
-            if ssl is not None:
-                loop = asyncio.get_running_loop()
-                loop.add_signal_handler(signal.SIGHUP, tls.renew, config, ssl, self._ssl)
+            files = open_port_files(config, ssl, self._ssl, metrics=self.metrics)
+            await stack.enter_async_context(files)
             listener = await net.listen(
                 WireProtocol.CLIENT,
                 config.listen_host,
                 config.port,
                 self._accept,
                 ssl=ssl,
-                links_max=config.connections_max,
+                limits=LinkLimits(config.connections_max, config.memory_bytes_max),
             )
             stack.push_async_callback(_close, listener)
             host = config.advertised_host or config.listen_host
@@ -438,6 +448,10 @@ class Server:
     def append_times(self) -> Sequence[AppendTime]:
         """Return the append latencies of the storages over the last minute (`clients.Backend`)."""
         return self._append_times.recent(loop_clock_ms())
+
+    async def next_client_id(self) -> ClientId:
+        """Issue a client ID that was never used before (`clients.Backend`)."""
+        return await self._client_ids.next()
 
     async def check_connectivity(self) -> Sequence[tuple[str, bool]]:
         """Try to connect to every storage of the replica assignment (`clients.Backend`)."""

@@ -45,7 +45,7 @@ class ReadAhead:
 
     def __init__(self, budget: CacheBudget) -> None:
         self._budget = budget
-        self._ranges: OrderedDict[TransactionId, _PrefetchedRange] = OrderedDict()  # by first id
+        self._ranges: OrderedDict[TransactionId, _PrefetchedRange] = OrderedDict()  # by first ID
         self._ends: deque[TransactionId] = deque(maxlen=_ENDS_MAX)
         self.hits = 0
 

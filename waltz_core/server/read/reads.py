@@ -54,6 +54,7 @@ from waltz_core.records.record import (
     RECONSTRUCTED,
     RECORD_HEADER,
     RECORD_PREFIX,
+    ClientId,
     LineageEntry,
     PartitionId,
     ReplicaId,
@@ -75,6 +76,7 @@ from waltz_core.server.partition_events import (
 from waltz_core.server.read.cache import FeedCache, TransactionCache
 from waltz_core.server.read.read_ahead import AHEAD_BYTES, AHEAD_COUNT, ReadAhead
 from waltz_core.wire.messages import (
+    OWN_HEADERS,
     Buffer,
     RangeBytes,
     RangeData,
@@ -241,16 +243,17 @@ class Reads:
         """Answer a range request, now or after a fetch."""
         if fault := _range_fault(message):
             return [reject(request, BadRequest(fault))]
+        form = RangeForm.HEADERS if message.form == OWN_HEADERS else message.form
         first = TransactionId(message.first)
         last = TransactionId(min(message.last, self._high_water_mark, first + ROWS_MAX - 1))
         if first > last:
-            run = _Run(first, TransactionId(first - 1), message.form, _EMPTY, b"", ())
+            run = _Run(first, TransactionId(first - 1), form, _EMPTY, b"", ())
             return [self._range_answer(request, message, run)]
         bytes_max = min(max(message.bytes_max, 1), self._limits.range_bytes_max)
-        run_or_none = self._read_cached_run(first, last, bytes_max, message.form)
+        run_or_none = self._read_cached_run(first, last, bytes_max, form)
         if run_or_none is not None:
             return [self._range_answer(request, message, run_or_none)]
-        return self._fetch(_Key(first, last, bytes_max, message.form), request)
+        return self._fetch(_Key(first, last, bytes_max, form), request)
 
     def data(self, request: Received, message: TransactionDataRequest) -> list[ReadOutcome]:
         """Answer a request for one transaction's data, now or after a fetch."""
@@ -542,19 +545,23 @@ class Reads:
     def _range_answer(self, request: Received, message: RangeRequest, run: _Run) -> SendToClient:
         lengths, records = run.lengths, run.records
         count = run.last - run.first + 1
-        if message.header_values and count:
+        lineage = run.lineage
+        if message.form == OWN_HEADERS:
+            records, count = _own_headers(run, message.req_id.client_id)
+            lineage = ()
+        elif message.header_values and count:
             lengths, records, count = _filtered(run, message.header_values)
         answer = RangeData(
             message.req_id,
             run.first,
             count,
             run.last + 1,
-            run.form,
+            message.form,
             raw_records.lengths_to_wire(lengths),
             records,
             self._session_id,
             self._high_water_mark,
-            run.lineage,
+            lineage,
         )
         return SendToClient(request.connection, answer, request.cost_bytes)
 
@@ -566,10 +573,9 @@ def _range_fault(message: RangeRequest) -> str | None:
     """Return the fault of a range request, if any."""
     if not 0 <= message.first <= message.last:
         return f"range: expected 0 <= first <= last, found {message.first}..{message.last}"
-    if message.form not in tuple(RangeForm):
-        return (
-            f"range: expected a form of {[int(form) for form in RangeForm]}, found {message.form}"
-        )
+    forms = [*map(int, RangeForm), OWN_HEADERS]
+    if message.form not in forms:
+        return f"range: expected a form of {forms}, found {message.form}"
     return None
 
 
@@ -595,6 +601,13 @@ def _feed_stretch(run: _Run) -> FeedHeaders:
             chain_at, chain = entry.last, entry.chain
             break
     return FeedHeaders(run.first, headers, chain_at, chain)
+
+
+def _own_headers(run: _Run, client_id: ClientId) -> tuple[Buffer, int]:
+    """Return the headers of one client's transactions, and their number."""
+    heads = np.frombuffer(run.records, dtype=raw_records.HEADER_DTYPE)
+    kept = heads[heads["req_id"]["client_id"] == client_id]
+    return kept.tobytes(), int(kept.size)
 
 
 def _filtered(run: _Run, header_values: Sequence[int]) -> tuple[I64, Buffer, int]:

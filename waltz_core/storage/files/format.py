@@ -142,7 +142,7 @@ class ControlHeader(NamedTuple):
 # When one is wrong the other counts; when both are, the storage refuses to start.
 
 PARTITION_INFO: Final = ByteLayout(
-    Field("session id", "q", "-1: none"),
+    Field("session ID", "q", "-1: none"),
     Field("low-water mark", "q"),
     Field("local low-water mark", "q", "where the log ended when the mark was set"),
     Field("flags", "i", "1 available, 4 assigned"),
@@ -211,7 +211,7 @@ _SEGMENT_FIELDS = (
     Field("creation time", "q", "ms since 1970"),
     Field("cluster key", "16s"),
     Field("partition", "i"),
-    Field("first transaction id", "q", "of this segment"),
+    Field("first transaction ID", "q", "of this segment"),
 )
 SEGMENT_HEADER: Final = ByteLayout(*_SEGMENT_FIELDS, Field("reserved", "88s", "zero"))
 _SEGMENT_HEADER = SEGMENT_HEADER.struct
@@ -262,7 +262,7 @@ def first_of_name(name: str) -> TransactionId | None:
 # ---------------------------------------------------------------------------------------------
 # .chn, the header, and one entry for each batch whose last record is in the segment.
 #
-# "chain before" is the chain before the first entry of the file. "synced id" is the last ID that
+# "chain before" is the chain before the first entry of the file. "synced ID" is the last ID that
 # was durable when the entry was written: IDs up to it cannot have been torn by a crash. A wrong
 # entry above all those IDs and the acked marker ends the log there; one below makes the replica
 # suspect. No entry crosses a sector boundary.
@@ -280,13 +280,13 @@ LINEAGE_HEADER: Final = ByteLayout(
 _BATCH_FIELDS = (
     Field("first", "q"),
     Field("last", "q"),
-    Field("session id", "q", "-1: adopted from Waltz 0.13; -2: reconstructed for a lost entry"),
+    Field("session ID", "q", "-1: adopted from Waltz 0.13; -2: reconstructed for a lost entry"),
     Field("commit stamp", "q", "ms since 1970; 0: none"),
     Field("chain", "16s", "after this batch"),
 )
 LINEAGE_ENTRY: Final = ByteLayout(
     *_BATCH_FIELDS,
-    Field("synced id", "q", "the last durable id when the entry was written"),
+    Field("synced ID", "q", "the last durable ID when the entry was written"),
     Field("reserved", "4x", "zero"),
     has_crc=True,
 )
@@ -346,8 +346,8 @@ def decode_entry(
     if len(data) == LINEAGE_ENTRY_BYTES:
         found = _LINEAGE_ENTRY_AND_CRC.unpack(data)
         first, last, session, stamp_ms, chain, synced, reserved, stated = found
-        is_right = stated == crc32(data[:-4], bound) and reserved == _NOTHING_RESERVED
-        if is_right and BEFORE_FIRST <= synced < first <= last and first >= 0:
+        is_valid = stated == crc32(data[:-4], bound) and reserved == _NOTHING_RESERVED
+        if is_valid and BEFORE_FIRST <= synced < first <= last and first >= 0:
             return LineageEntry(first, last, session, stamp_ms, chain), synced
     # It is invalid: the checks below raise the specific error.
     body = checked_body(data, LINEAGE_ENTRY_BYTES, "lineage entry", bound)
@@ -376,7 +376,7 @@ def _entry(fields: Sequence[Any]) -> LineageEntry:
 # waltz-x.id: the storage ID. When it is wrong the storage refuses to start.
 
 STORAGE_ID: Final = ByteLayout(
-    Field("version", "i", "0"), Field("storage id", "16s", "a UUID"), has_crc=True
+    Field("version", "i", "0"), Field("storage ID", "16s", "a UUID"), has_crc=True
 )
 _STORAGE_ID = STORAGE_ID.struct
 STORAGE_ID_BYTES: Final = 24
@@ -391,9 +391,9 @@ def encode_storage_id(storage_id: bytes) -> bytes:
 
 def decode_storage_id(data: Bytes) -> bytes:
     """Read 24 bytes (rule 2)."""
-    body = checked_body(data, STORAGE_ID_BYTES, "storage id")
+    body = checked_body(data, STORAGE_ID_BYTES, "storage ID")
     version, storage_id = _STORAGE_ID.unpack(body)
-    check_version(version, "storage id")
+    check_version(version, "storage ID")
     return bytes(storage_id)
 
 
@@ -416,23 +416,23 @@ SLOT: Final = ByteLayout(
     Field("damaged count", "i"),
     Field("sequence", "q"),
     Field("control file sequence", "q", "of the structure in `waltz-storage.ctl` written last"),
-    Field("promised session id", "q"),
+    Field("promised session ID", "q"),
     Field("nonce of the promise", "16s", "all bits set: unknown"),
-    Field("last session id", "q"),
+    Field("last session ID", "q"),
     Field("confirmed low-water mark", "q"),
-    Field("provisional session id", "q"),
+    Field("provisional session ID", "q"),
     Field("provisional low-water mark", "q"),
-    Field("acked id", "q", "the acked marker"),
+    Field("acked ID", "q", "the acked marker"),
     Field("acked chain", "16s", "the chain there; all bits set: some records have no batches"),
-    Field("last id to keep", "q", "of a truncation that has begun"),
+    Field("last ID to keep", "q", "of a truncation that has begun"),
     *(each._replace(name=f"shortened batch: {each.name}", note="") for each in _BATCH_FIELDS),
 )
 # After it in the same sector.
 SLOT_TAIL: Final = ByteLayout(
-    Field("damaged ranges", f"{16 * DAMAGED_MAX}s", f"{DAMAGED_MAX} times first and last id"),
+    Field("damaged ranges", f"{16 * DAMAGED_MAX}s", f"{DAMAGED_MAX} times first and last ID"),
     Field("reserved", "8s", "0"),
-    Field("first id", "q", "of the log: that of its oldest segment"),
-    Field("chain before", "16s", "the chain before the first id"),
+    Field("first ID", "q", "of the log: that of its oldest segment"),
+    Field("chain before", "16s", "the chain before the first ID"),
     Field("engaged", "I", "1 + how many sessions before the last one it was engaged; 0: never"),
     has_crc=True,
 )

@@ -94,10 +94,10 @@ class OffsetIndex:
     def rewrite(self, position: int, offsets: I64) -> None:
         """Store these offsets from the record at `position` on; write only if any differs."""
         try:
-            is_right = np.array_equal(self.read(position, int(offsets.size)), offsets)
+            is_valid = np.array_equal(self.read(position, int(offsets.size)), offsets)
         except ReadFailed:
-            is_right = False
-        if not is_right:
+            is_valid = False
+        if not is_valid:
             self.overwrite(position, offsets)
 
     def truncate(self, count: int) -> None:

@@ -22,9 +22,15 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from waltz_core.errors import BadFormat, ChecksumMismatch, ReadFailed
+from waltz_core.errors import BadFormat, ChecksumMismatch, MissingSegment, ReadFailed
 from waltz_core.records.raw_records import ONE_BY_ONE_MAX, lengths_between, offsets_of
-from waltz_core.records.record import Chain, LineageEntry, PartitionId, TransactionId
+from waltz_core.records.record import (
+    RECORD_OVERHEAD_BYTES,
+    Chain,
+    LineageEntry,
+    PartitionId,
+    TransactionId,
+)
 from waltz_core.storage.disk.file_system import Disk, File, create_durably, overwrite
 from waltz_core.storage.files.format import (
     SEGMENT_HEADER_BYTES,
@@ -44,6 +50,9 @@ from waltz_core.storage.files.record_search import (
     scan,
 )
 
+# More records than a file of 4 GiB can have: then files are missing, and a hole is no description.
+HOLE_IDS_MAX = (4 << 30) // RECORD_OVERHEAD_BYTES
+_PIECE_IDS = 1 << 16  # of a hole, in memory at once
 I64 = npt.NDArray[np.int64]
 Buffer = bytes | memoryview
 
@@ -114,7 +123,7 @@ class Segment:
                 header = SegmentHeader.decode(file.pread(SEGMENT_HEADER_BYTES, 0))
             if header[1:] != (cluster_key, partition_id, first):
                 raise BadFormat(
-                    f"{path}: expected partition {partition_id} from id {first} of cluster "
+                    f"{path}: expected partition {partition_id} from ID {first} of cluster "
                     f"{cluster_key.hex()}, found {header.partition_id} from {header.first} of "
                     f"{header.cluster_key.hex()}"
                 )
@@ -449,7 +458,8 @@ class Segment:
         """Read records from `start_id` on, repair the index, and truncate a torn tail (rule 3).
 
         `must_reach` is the last ID that is known to have been synced: in the last segment by the
-        acked marker or an entry, in the others it is the ID before the next segment.
+        acked marker or an entry, in the others it is the ID before the next segment. Raises
+        MissingSegment if the records in between do not fit into one file.
         """
         file, index, _ = self._opened()
         file_size = file.size()
@@ -496,18 +506,39 @@ class Segment:
         self.index.rewrite(first - self.first, starts)
 
     def _hole(self, hole: IdRange, offset: int, end: int) -> IdRange:
-        """Index the IDs of a hole: where the old index had them, else all at its beginning."""
-        position = hole.first - self.first
-        count = hole.last - hole.first + 1
-        starts = self.index.known(position, count)
-        good = (
-            starts.size == count
-            and starts[0] == offset
-            and (starts[1:] > starts[:-1]).all()  # their difference may not fit
-            and starts[-1] < max(end, offset + 1)
-        )
-        self.index.overwrite(position, starts if good else np.full(count, offset, dtype=np.int64))
+        """Index the IDs of a hole: where the old index had them, else all at its beginning.
+
+        Raises MissingSegment if one file cannot have had so many records.
+        """
+        position, count = hole.first - self.first, hole.last - hole.first + 1
+        if count > HOLE_IDS_MAX:
+            raise MissingSegment(
+                f"{self._path('.seg')}: expected at most {HOLE_IDS_MAX} records up to ID "
+                f"{hole.last}, where the next segment begins, found none from ID {hole.first} on"
+            )
+        pieces = [
+            (at, min(_PIECE_IDS, position + count - at))
+            for at in range(position, position + count, _PIECE_IDS)
+        ]
+        is_known = self._knows_hole(pieces, offset, end)
+        for at, size in pieces:
+            starts = self.index.known(at, size) if is_known else np.full(size, offset, np.int64)
+            self.index.overwrite(at, starts)
         return hole
+
+    def _knows_hole(self, pieces: Sequence[tuple[int, int]], offset: int, end: int) -> bool:
+        """Whether the index has rising offsets for a hole from `offset` to `end`."""
+        before = offset - 1
+        for at, size in pieces:
+            starts = self.index.known(at, size)
+            is_rising = starts.size == size and before < starts[0]
+            # their difference may not fit
+            if not is_rising or not (starts[1:] > starts[:-1]).all():
+                return False
+            if before == offset - 1 and starts[0] != offset:
+                return False
+            before = int(starts[-1])
+        return before < max(end, offset + 1)
 
     def _knows(self, transaction_id: TransactionId, file_size: int) -> bool:
         start = self.index.read(transaction_id - self.first, 1)

@@ -78,6 +78,6 @@ def _prove_lost_batches(segments: Segments, filled: IdRange, damaged: Sequence[I
         is_touched = filled.first <= lost.ids.last and lost.ids.first <= filled.last
         if is_touched and not (waits and lost.may_be_proven) and not segments.prove(lost):
             raise ChecksumMismatch(
-                f"records {filled.first}..{filled.last} do not prove the entry of their batch, "
-                f"which cannot be read (one of {lost.ids.first}..{lost.ids.last})"
+                f"records {filled.first}..{filled.last} do not match the chain after the "
+                f"unreadable batch entry in {lost.ids.first}..{lost.ids.last}"
             )

@@ -43,7 +43,7 @@ WIPE: Final = ByteLayout(
     Field("version", "i", "0"),
     Field("partition", "i"),
     Field("is held", "i", "1: the replica begins again, empty and suspect; 0: it is removed"),
-    Field("promised session id", "q"),
+    Field("promised session ID", "q"),
     Field("nonce of the promise", "16s"),
     has_crc=True,
 )

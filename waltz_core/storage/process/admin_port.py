@@ -7,6 +7,8 @@ Rules:
     1. Every task has one outcome; only bugs raise, and end the process.
     2. A served partition is read through the service, in turn with its other work; any other task
        takes it out of service first (`serving.py`, rule 3).
+    3. With an audit log, a request begins when its line is written, and has a line with its
+       outcome, also if its connection is closed before its answer.
 """
 
 import asyncio
@@ -39,9 +41,12 @@ from waltz_core.storage.service.engine import Engine
 from waltz_core.storage.service.service import ADMINISTRATION, StorageIdentity
 from waltz_core.storage.service.work import ConnectionId, LaneRequest, Work
 from waltz_core.transport import net
+from waltz_core.transport.audit_log import AuditedRequest
 from waltz_core.transport.net import Link, Listener
+from waltz_core.transport.port_limits import LinkLimits
 from waltz_core.transport.tls import ListenContext
-from waltz_core.wire.admin_messages import AdminMessage, AdminRejected
+from waltz_core.wire import authentication
+from waltz_core.wire.admin_messages import AdminFailure, AdminMessage, AdminRejected
 from waltz_core.wire.messages import (
     Message,
     Nack,
@@ -53,7 +58,8 @@ from waltz_core.wire.messages import (
 
 _log = logging.getLogger(__name__)
 
-LINKS_MAX: Final = 64
+# One operator needs a few, but a quarter of them is for all peers without permissions.
+LINKS_MAX: Final = 1_024
 
 
 class AdminPort:
@@ -83,6 +89,8 @@ class AdminPort:
         self._storage_id = identity.storage_id
         self._numbers = count(1)
         self._links: dict[ConnectionId, Link] = {}
+        # Requests that are in the audit log without an outcome, by the identity of the message.
+        self._audited: dict[int, AuditedRequest] = {}
         # Unanswered reads through the service, by sequence.
         self._reads: dict[int, asyncio.Future[StorageMessage]] = {}
         self._driver: Driver[Event, Effect] = Driver(
@@ -96,7 +104,7 @@ class AdminPort:
     async def listen(self, host: str, port: int, ssl: ListenContext | None) -> Listener:
         """Open the port; raises BadConfig if that fails."""
         listener = await net.listen(
-            WireProtocol.ADMIN, host, port, self._accept, ssl=ssl, links_max=LINKS_MAX
+            WireProtocol.ADMIN, host, port, self._accept, ssl=ssl, limits=LinkLimits(LINKS_MAX)
         )
         _log.info("storage.admin_port address=%s", f"{host}:{listener.port}")
         return listener
@@ -118,7 +126,25 @@ class AdminPort:
         assert version is not None
         for message in link.permitted(messages):
             assert isinstance(message, AdminMessage)
-            self._driver.post(AdminRequest(connection, version, message))
+            request, audited = AdminRequest(connection, version, message), link.audited(message)
+            if audited is None:
+                self._driver.post(request)
+            else:
+                self._audited[id(message)] = audited
+                audited.begin(partial(self._begun, request))
+
+    def _begun(self, request: AdminRequest, error: errors.WaltzError | None) -> None:
+        """Carry out a request whose line is written, or reject it (rule 3)."""
+        link, message = self._links.get(request.connection), request.message
+        if link is None or link.is_closed or link.access is None:
+            error = errors.Unavailable("the connection was closed before the request began")
+        elif link.access.may_begin(error):
+            self._driver.post(request)
+            return
+        assert error is not None
+        answer = authentication.rejected(message, request.version, error)
+        assert isinstance(answer, AdminMessage)
+        self._send(SendAdminResponse(request.connection, answer, message))
 
     def _closed(self, connection: ConnectionId, _reason: str) -> None:
         link = self._links.pop(connection)
@@ -138,6 +164,9 @@ class AdminPort:
                 assert_never(effect)
 
     def _send(self, effect: SendAdminResponse) -> None:
+        audited = self._audited.pop(id(effect.request), None)
+        if audited is not None:
+            _write_outcome(audited, effect.message)
         link = self._links.get(effect.connection)
         if link is None:
             return
@@ -238,6 +267,16 @@ class AdminPort:
         answer = self._reads.get(message.sequence)
         if answer is not None and not answer.done():
             answer.set_result(message)
+
+
+def _write_outcome(audited: AuditedRequest, answer: AdminMessage) -> None:
+    match answer:
+        case AdminRejected():
+            audited.end("rejected", answer.text)
+        case AdminFailure():
+            audited.end("rejected", answer.text or "")
+        case _:
+            audited.end("done")
 
 
 def _or_raise(answer: StorageMessage) -> StorageMessage:

@@ -47,12 +47,13 @@ from waltz_core.driver import Driver, loop_clock_ms
 from waltz_core.machine import Report
 from waltz_core.metrics import Health, Metrics, serve_pages
 from waltz_core.records.record import FRAME_BYTES_MAX, PartitionId, ReplicaId, TransactionId
-from waltz_core.storage.disk.file_system import RealDisk, descriptor_for_reader
+from waltz_core.storage.disk.file_system import RealDisk
 from waltz_core.storage.files.space import SAMPLE_MS, DiskSpace
 from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.log.scrub import Scrub, ScrubState, read_positions, write_positions
 from waltz_core.storage.process.admin_port import AdminPort
 from waltz_core.storage.process.archive_rechecks import recheck_forever
+from waltz_core.storage.process.segment_handover import SegmentHandover
 from waltz_core.storage.process.serving import Serving, concurrently
 from waltz_core.storage.process.storage_metrics import StorageMetrics
 from waltz_core.storage.service import archive_jobs, service, service_effects, upkeep
@@ -65,10 +66,11 @@ from waltz_core.storage.service.service import Event, StorageIdentity, StorageSe
 from waltz_core.storage.service.service_effects import Effect
 from waltz_core.storage.service.work import ConnectionId, LaneRequest, Work, WorkOutcome
 from waltz_core.storage.service.writers import CallThreads, WriteOutcome, Writers
-from waltz_core.transport import handover, net, quota_metrics, tls
+from waltz_core.transport import net, quota_metrics, tls
 from waltz_core.transport.net import Link
+from waltz_core.transport.port_files import open_port_files
+from waltz_core.transport.port_limits import LinkLimits
 from waltz_core.wire.messages import Message, Nack, StorageMessage, WireProtocol
-from waltz_core.wire.record_locations import SEGMENT_REQUEST_BYTES, decode_segment, socket_name_of
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -147,6 +149,7 @@ async def serve(
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    tls.check_network(config)
     if cluster is not None:
         await StorageDaemon(config, cluster, None).serve(stop, on_ready)
         return
@@ -185,6 +188,11 @@ class StorageDaemon:
             bytes_per_s=config.archive_bytes_per_s,
         )
         self._links: dict[ConnectionId, Link] = {}
+        self._segments = SegmentHandover(
+            self._links,
+            cluster_key=cluster.cluster_key.bytes,
+            needs_ticket=config.access == "on",
+        )
         self._numbers = count(1)
         self._is_assigned = asyncio.Event()
         self._early: list[Link] = []
@@ -206,10 +214,9 @@ class StorageDaemon:
 
     async def serve(self, stop: asyncio.Event, on_ready: Callable[[str], None]) -> None:
         """Serve until `stop` is set or something has failed."""
-        if self._ssl is not None:
-            self._loop.add_signal_handler(signal.SIGHUP, tls.renew, self._config, self._ssl)
         try:
-            await self._serve_directory(stop, on_ready)
+            async with open_port_files(self._config, self._ssl, metrics=self.metrics):
+                await self._serve_directory(stop, on_ready)
         finally:
             self._pool.shutdown(wait=False)
             for threads in (self._uploads, self._archive_reads, self._read_ahead):
@@ -227,7 +234,7 @@ class StorageDaemon:
             known, _ = group.split(errors.WaltzError)
             if known is None:
                 raise
-            raise _first_error(known) from group
+            raise errors.first_in(known) from group
         finally:
             if not self._is_left:
                 await self._drain()  # begun before the driver stopped
@@ -273,7 +280,7 @@ class StorageDaemon:
             stack.callback(self._driver.stop)
             if config.http_port:
                 pages = serve_pages(
-                    self.metrics, self.health, host=config.listen_host, port=config.http_port
+                    self.metrics, self.health, host=config.http_host, port=config.http_port
                 )
                 await stack.enter_async_context(pages)
             listener = await net.listen(
@@ -282,7 +289,7 @@ class StorageDaemon:
                 config.port,
                 self._accept,
                 ssl=self._ssl,
-                links_max=config.connections_max,
+                limits=LinkLimits(config.connections_max),
             )
             stack.push_async_callback(listener.close)
             self.address = f"{config.advertised_host or config.listen_host}:{listener.port}"
@@ -297,7 +304,7 @@ class StorageDaemon:
                     )
                     stack.push_async_callback(admin.close)
                     tasks.create_task(serving.follow(self._checked_assignment))
-                    tasks.create_task(self._work_in_background(engine, machine))
+                    tasks.create_task(self._work_in_background(engine, machine, serving))
                     if self._coordinator is None:
                         serving.recheck()
                     else:
@@ -312,20 +319,16 @@ class StorageDaemon:
                     await self._with_timeout("the scrub's progress", write, CLOSE_S_MAX)
                 _log.info("storage.ended address=%s", self.address)
 
-    async def _work_in_background(self, engine: Engine, machine: StorageService) -> None:
+    async def _work_in_background(
+        self, engine: Engine, machine: StorageService, serving: Serving
+    ) -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._keep_positions(machine))
             tasks.create_task(self._sample_space(engine.space))
-            tasks.create_task(self._offer_segments())
+            offer = self._segments.offer(self.address, engine, serving, self._pool)
+            tasks.create_task(offer)
             tasks.create_task(quota_metrics.publish_quotas(self.metrics, "storage", self._ssl))
             tasks.create_task(recheck_forever(self._archive, machine, self._archive_reads))
-
-    async def _offer_segments(self) -> None:
-        """Hand segments over to readers of this machine; they do not authenticate there."""
-        if self._ssl is not None and self._ssl.access is not None and self._ssl.access.is_enforced:
-            return
-        socket_name = socket_name_of(self._cluster.cluster_key.bytes, self.address)
-        await handover.offer(socket_name, SEGMENT_REQUEST_BYTES, self._open_segment)
 
     async def _make_machine(self, engine: Engine, identity: StorageIdentity) -> StorageService:
         config = self._config
@@ -442,16 +445,6 @@ class StorageDaemon:
             serving.assigned(assignments)
 
         await follow_readable(coordinator.follow_replica_assignment, take)
-
-    async def _open_segment(self, request: bytes) -> int:
-        """Open a segment for a reader of this machine."""
-        assert self._engine is not None
-        assert self._serving is not None
-        partition_id, first = decode_segment(request)
-        if partition_id not in self._serving.logs or first < 0:
-            raise errors.UnknownPartition(f"partition {partition_id} from {first}: not here")
-        path = self._engine.segment_path(partition_id, first)
-        return await self._in_thread(partial(descriptor_for_reader, path))
 
     async def _until_one_of(
         self, events: Sequence[asyncio.Event], tasks: asyncio.TaskGroup
@@ -621,7 +614,7 @@ class StorageDaemon:
         if link is None:
             return
         try:
-            link.send(message)
+            link.send(self._segments.with_ticket(connection, message))
         except errors.LocalProtocolError as error:
             # A batch of a full append frame does not fit into the frame of a range.
             prefix = (message.session_id, message.sequence, message.partition_id)
@@ -781,11 +774,6 @@ class StorageDaemon:
 
 class _Stopped(Exception):
     """The storage was stopped."""
-
-
-def _first_error(group: BaseExceptionGroup[errors.WaltzError]) -> errors.WaltzError:
-    found = group.exceptions[0]
-    return found if isinstance(found, errors.WaltzError) else _first_error(found)
 
 
 async def _wait_for_one_of(events: Sequence[asyncio.Event]) -> None:

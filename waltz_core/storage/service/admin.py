@@ -121,10 +121,11 @@ Event: TypeAlias = AdminRequest | AdminTaskDone | AdminDisconnected | Wakeup
 
 @value(frozen=True, slots=True)
 class SendAdminResponse:
-    """Send an answer; ignored if the connection is closed."""
+    """Send the answer to a request; ignored if the connection is closed."""
 
     connection: ConnectionId
     message: AdminMessage
+    request: AdminMessage
 
 
 @value(frozen=True, slots=True)
@@ -241,7 +242,7 @@ class AdminService:
             if ends:
                 task = script.throw(_disconnected())  # which raises it, with what is done
         except StopIteration as end:
-            self._effects.append(SendAdminResponse(request.connection, end.value))
+            self._effects.append(SendAdminResponse(request.connection, end.value, request.message))
             if isinstance(request.message, _CHANGES):
                 self._report("storage.administered", request)
         except WaltzError as error:
@@ -262,7 +263,7 @@ class AdminService:
         answer: AdminMessage = wire.AdminRejected(sequence, error.code, text)
         if request.version == 0:  # rule 7
             answer = wire.AdminFailure(sequence, f"{type(error).__name__}: {text}", ())
-        self._effects.append(SendAdminResponse(request.connection, answer))
+        self._effects.append(SendAdminResponse(request.connection, answer, request.message))
         self._report("storage.administration_rejected", request, error=text)
 
     def _report(self, name: str, request: AdminRequest, **fields: object) -> None:

@@ -1,0 +1,300 @@
+"""An open cluster becomes a protected one under load, by the commands of docs/security.md."""
+
+import itertools
+import os
+import re
+import shlex
+import signal
+import subprocess
+import threading
+import tomllib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.commands import run_command
+from tests.fault.load import all_engaged, owners, wait_until
+from tests.patience import HANG_S
+from waltz_core.client import Callbacks, Transaction, WaltzClient
+from waltz_core.config import ClientConfig
+from waltz_core.errors import OutcomeUnknown, PermissionDenied, TlsFailed, Unavailable, WaltzError
+from waltz_core.local import LocalCluster
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+ROOT = Path(__file__).resolve().parents[2]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PLACE = "zk1:2181,zk2:2181/waltz/payments"
+HOST = "127.0.0.1"
+PARTITIONS = 4
+# Rows of a partition that are sent before their outcomes are awaited, and the pause after them.
+BURST, PAUSE_S = 5, 0.1
+SESSION = {"zookeeper_session_timeout_ms": 3_000}
+
+
+class Page:
+    """The blocks of the page in their order, with the places of this test."""
+
+    def __init__(self, cluster: LocalCluster, directory: Path) -> None:
+        text = (ROOT / "docs/security.md").read_text(encoding="utf-8")
+        for name, value in {
+            PLACE: cluster.connect.partition("?")[0],
+            "/etc/waltz": str(directory),
+            "s1.example s2.example": HOST,
+        }.items():
+            assert name in text
+            text = text.replace(name, value)
+        self._blocks = iter(BLOCK.findall(text))
+        self.commands: list[str] = []
+
+    def next(self, language: str) -> str:
+        """Return the next block, which has this language."""
+        found, text = next(self._blocks)
+        assert found == language, text
+        return str(text)
+
+    def settings(self) -> dict[str, object]:
+        """Return the settings of the next round."""
+        return tomllib.loads(self.next("toml"))
+
+    def run(self) -> None:
+        """Run the lines of the next block: the project's commands here, others in a shell."""
+        script = self.next("bash")
+        if "waltz-core" not in script:
+            subprocess.run(["/bin/sh", "-ec", script], check=True)
+            return
+        for words in map(shlex.split, script.splitlines()):
+            if words[0] == "export":
+                name, _, value = words[1].partition("=")
+                os.environ[name] = value
+                continue
+            done = run_command(*words[1:])
+            assert done.returncode == 0, (words, done.stdout, done.stderr)
+            self.commands.append(" ".join(words[1:3]))
+
+    def check_is_finished(self) -> None:
+        assert list(self._blocks) == []
+
+
+class Journal:
+    """What an application has got, over several clients: outcomes of appends, and a feed."""
+
+    def __init__(self) -> None:
+        self.acknowledged: dict[tuple[int, int], bytes] = {}
+        self.repeated: list[WaltzError] = []
+        self.failures: list[BaseException] = []
+        self.fed: dict[int, list[tuple[int, bytes]]] = {each: [] for each in range(PARTITIONS)}
+        self._numbers = itertools.count()
+
+    def new_row(self, partition: int) -> bytes:
+        return b"%d/%d" % (partition, next(self._numbers))
+
+    def await_progress(self) -> None:
+        """Wait until each partition has committed more, and its feed has delivered that."""
+        wanted = {each: len(self.fed[each]) + BURST for each in self.fed}
+        wait_until(
+            "more is fed",
+            lambda: (
+                bool(self.failures)
+                or all(len(self.fed[each]) >= count for each, count in wanted.items())
+            ),
+        )
+        assert self.failures == []
+
+    def check_agrees(self, connect: str) -> None:
+        """No acknowledged append is lost, none is twice in the log, and the feed has no gap."""
+        assert self.failures == []
+        with WaltzClient(connect) as client:
+            log = {each: read_all(client, each) for each in range(PARTITIONS)}
+        rows = [row for each in log.values() for _, row in each]
+        assert len(rows) == len(set(rows))
+        for partition, found in log.items():
+            assert [number for number, _ in found] == list(range(len(found)))
+            assert self.fed[partition] == found
+        at = {(each, number): row for each, found in log.items() for number, row in found}
+        assert self.acknowledged == at
+
+
+def read_all(client: WaltzClient, partition: int) -> list[tuple[int, bytes]]:
+    last = client.high_water_mark(partition, linearizable=True)
+    chunks = client.read_range(partition, 0, last)
+    return [(int(row.transaction_id), row.data) for chunk in chunks for row in chunk.rows()]
+
+
+class Feed(Callbacks):
+    """Continues after the last transaction of an earlier client."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._fed = journal.fed
+
+    def client_high_water_mark(self, partition: int) -> int:
+        return self._fed[partition][-1][0] if self._fed[partition] else -1
+
+    def apply_transaction(self, transaction: Transaction) -> None:
+        data = transaction.data()
+        assert isinstance(data, bytes)
+        self._fed[transaction.partition_id].append((int(transaction.transaction_id), data))
+
+
+class Application:
+    """Appends to all partitions, and repeats appends as docs/client.md describes."""
+
+    def __init__(self, connect: str, journal: Journal) -> None:
+        self._journal = journal
+        self._client = WaltzClient(connect)
+        self._client.subscribe(Feed(journal))
+        self._is_stopping = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._run, args=(each,)) for each in range(PARTITIONS)
+        ]
+        for each in self._threads:
+            each.start()
+
+    def stop(self) -> None:
+        """Wait for all outcomes, and until the feed has delivered them."""
+        self._is_stopping.set()
+        for each in self._threads:
+            each.join()
+        fed = self._journal.fed
+        wait_until(
+            "all is fed",
+            lambda: (
+                bool(self._journal.failures)
+                or sum(map(len, fed.values())) >= len(self._journal.acknowledged)
+            ),
+        )
+        self._client.close()
+
+    def _run(self, partition: int) -> None:
+        try:
+            while not self._is_stopping.wait(PAUSE_S):
+                rows = [self._journal.new_row(partition) for _ in range(BURST)]
+                sent = [(row, self._client.append(row, partition=partition)) for row in rows]
+                for row, future in sent:
+                    self._settle(partition, row, future)
+        except BaseException as error:  # noqa: BLE001 - the test reports it
+            self._journal.failures.append(error)
+
+    def _settle(self, partition: int, row: bytes, future: "Future[int]") -> None:
+        """Keep the ID of a row; it is repeated until it has one."""
+        while True:
+            try:
+                number = future.result(HANG_S)
+            except OutcomeUnknown as error:
+                self._journal.repeated.append(error)
+                found = [each for each, data in read_all(self._client, partition) if data == row]
+                if found:
+                    number = found[0]
+                    break
+            except WaltzError as error:
+                if not error.retriable:
+                    raise
+                self._journal.repeated.append(error)
+            else:
+                break
+            future = self._client.append(row, partition=partition)
+        self._journal.acknowledged[partition, int(number)] = row
+
+
+@contextmanager
+def application(connect: str, journal: Journal) -> Iterator[None]:
+    made = Application(connect, journal)
+    try:
+        yield
+    finally:
+        made.stop()
+
+
+def restart_daemons(cluster: LocalCluster, settings: dict[str, object], journal: Journal) -> None:
+    """Restart storages and servers with these settings, one after the other."""
+    configure(cluster, settings)
+    for member in cluster.members:
+        if member.kind == "zookeeper":
+            continue
+        cluster.kill(member.name, signal.SIGTERM)
+        cluster.start(member.name)
+        wait_until("both servers own", lambda: len(owners(cluster) - {None}) == 2)
+        wait_until("every replica engaged", lambda: all_engaged(cluster))
+        journal.await_progress()
+
+
+def configure(cluster: LocalCluster, settings: dict[str, object]) -> None:
+    cluster._settings = dict.fromkeys(("server", "storage"), SESSION | settings)
+
+
+def logs(cluster: LocalCluster) -> str:
+    return "".join(cluster.log_path(each.name).read_text() for each in cluster.members)
+
+
+def create_certificates(directory: Path) -> None:
+    """Run the commands of docs/operations.md for a machine that is known by its address."""
+    page = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
+    script = page.partition("## TLS")[2].split("```")[1].replace("DNS:$HOST", "IP:$HOST")
+    environment = os.environ | {"HOST": HOST}
+    subprocess.run(["/bin/sh", "-ec", script], cwd=directory, env=environment, check=True)
+
+
+def check_strangers(cluster: LocalCluster, authorities: Path) -> None:
+    """A process without TLS, and one without a token, get nothing."""
+    place = cluster.connect.partition("?")[0]
+    for timeout_ms in (2_000, 20_000, 200_000):
+        with (
+            WaltzClient(place, ClientConfig(request_timeout_ms=timeout_ms)) as client,
+            pytest.raises(Unavailable) as caught,
+        ):
+            client.high_water_mark(0)
+        if isinstance(caught.value, TlsFailed):
+            break
+        # A busy machine had not connected by then: the next client has more time.
+    assert isinstance(caught.value, TlsFailed)
+    with (
+        WaltzClient(f"{place}?tls={authorities}") as client,
+        pytest.raises(PermissionDenied, match="anonymous is not granted"),
+    ):
+        client.high_water_mark(0)
+
+
+def test_an_open_cluster_is_protected_by_ten_commands_without_a_failed_append(
+    tmp_path: Path,
+    cluster_of: Callable[[LocalCluster], LocalCluster],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setenv("WALTZ_CONNECT", "")  # the page changes it
+    files = tmp_path / "files"
+    files.mkdir()
+    monkeypatch.chdir(files)
+    cluster = cluster_of(LocalCluster(tmp_path / "c", server_count=2, partition_count=PARTITIONS))
+    cluster.prepare()
+    page, journal = Page(cluster, files), Journal()
+    create_certificates(files)
+    page.run()
+    configure(cluster, page.settings())
+    cluster.up()
+    with application(cluster.connect, journal):
+        journal.await_progress()
+        page.run()
+        cluster._loaded().auth_file = str(files / "members.auth")
+        restart_daemons(cluster, page.settings(), journal)
+        assert "tls.plain_accepted" not in logs(cluster)
+        page.run()
+        restart_daemons(cluster, page.settings(), journal)
+    assert "anonymous is not granted append" in logs(cluster)
+    assert "tls.plain_accepted" in logs(cluster)
+    connect = page.next("").strip()
+    with application(connect, journal):
+        journal.await_progress()
+        page.run()
+        journal.await_progress()
+        restart_daemons(cluster, page.settings(), journal)
+        page.run()
+        check_strangers(cluster, files / "ca.pem")
+        journal.await_progress()
+    assert len(page.commands) == 10
+    page.check_is_finished()
+    journal.check_agrees(connect)
+    assert "network.insecure" not in logs(cluster)
+    print(f"{len(journal.acknowledged)} appends, {len(journal.repeated)} repeated")  # noqa: T201

@@ -1,0 +1,219 @@
+"""A thousand hostile connections to each port of real daemons, while a client works."""
+
+import asyncio
+import contextlib
+import dataclasses
+import resource
+import ssl
+import struct
+import threading
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from tests.certificates import Certificates
+from tests.integration.permitted_cluster import MINE, PERMISSIONS, Access, permitted_cluster
+from tests.patience import HANG_S
+from tests.sample_messages import sample_of
+from waltz_core.access.permissions import KnownToken
+from waltz_core.access.tokens import hash_of
+from waltz_core.client import WaltzClient
+from waltz_core.config import ClientConfig
+from waltz_core.errors import Unreachable
+from waltz_core.transport import net, tls
+from waltz_core.wire import codec
+from waltz_core.wire.admin_messages import StorageRequest
+from waltz_core.wire.messages import Hello, Message, RangeRaw, ReplicasRequest, WireProtocol
+
+COUNT = 1_000
+TENANTS_COUNT = 40
+# A thousand handshakes and buffers; the frames that the peers state have more than 2 GiB.
+GROWTH_BYTES_MAX = 160 * 1024 * 1024
+STATED_BYTES = 16 * 1024 * 1024 - 7
+# port -> daemon, a request that is answered, and the principal that may send it.
+PORTS: dict[WireProtocol, tuple[str, type[Message], str]] = {
+    WireProtocol.CLIENT: ("server-1", ReplicasRequest, "read"),
+    WireProtocol.STORAGE: ("storage-1", RangeRaw, "read"),
+    WireProtocol.ADMIN: ("storage-1", StorageRequest, "administer"),
+}
+
+
+@pytest.fixture(scope="module")
+def access(
+    tmp_path_factory: pytest.TempPathFactory, certificates: Certificates
+) -> Iterator[Access]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 16_384), hard))
+    with permitted_cluster(tmp_path_factory, certificates) as made:
+        yield made
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+class Writer(threading.Thread):
+    """Appends one transaction after the other; all must succeed."""
+
+    def __init__(self, connect: str) -> None:
+        super().__init__()
+        self._connect, self._must_end = connect, threading.Event()
+        self.done_count = 0
+        self.error: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            with WaltzClient(self._connect) as client:
+                while not self._must_end.wait(0.02):
+                    client.append(b"calm", partition=MINE).result()
+                    self.done_count += 1
+        except Exception as error:  # noqa: BLE001 - the test shows it
+            self.error = error
+
+    def end(self) -> None:
+        self._must_end.set()
+        self.join(HANG_S)
+
+
+class Attack:
+    """Hostile connections to a port; each stays until the daemon closes it."""
+
+    def __init__(self, protocol: WireProtocol, port: int, authorities: str) -> None:
+        self._port = port
+        self._context = ssl.create_default_context(cafile=authorities)
+        self._at_once = asyncio.Semaphore(50)
+        self.received = set[bytes]()
+        self.opened_count = self.closed_count = 0
+        self._hello = codec.encode_hello(Hello(protocol.versions_offered, "x"))
+        version = protocol.versions[-1]
+        stated, small = (
+            codec.FRAME_HEADER.pack(protocol.magic, version, size) for size in (STATED_BYTES, 40)
+        )
+        self._messages = [
+            stated + bytes(1_000),
+            codec.FRAME_HEADER.pack(protocol.magic, version, -1),
+            # counts that are negative, too large, or more than the rest of the frame
+            *(
+                small + bytes([code]) + struct.pack(">i", count) * 9 + bytes(3)
+                for code in (15, 65, 70, 72, 91)
+                for count in (-1, 1 << 30, 8)
+            ),
+        ]
+
+    async def connection(self, number: int) -> None:
+        kind = number % 5
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+            async with self._at_once:
+                reader, writer = await asyncio.open_connection(
+                    "127.0.0.1",
+                    self._port,
+                    ssl=None if kind < 2 else self._context,
+                    ssl_handshake_timeout=None if kind < 2 else HANG_S,
+                )
+                self.opened_count += 1
+            try:
+                if kind == 1:  # half of a handshake, or no TLS at all
+                    writer.write(b"GET / HTTP/1.1\r\n\r\n" if number % 2 else b"\x16\3\1\2\0\1\0")
+                elif kind == 3:
+                    writer.write(bytes(range(256)))
+                elif kind == 4:
+                    writer.write(self._hello + self._messages[number // 5 % len(self._messages)])
+                while data := await reader.read(65_536):
+                    self.received.add(data[:20_000])
+            finally:
+                writer.transport.abort()
+        self.closed_count += 1
+
+
+async def asked(access: Access, protocol: WireProtocol) -> None:
+    """Connect with a token, and send a request that is answered.
+
+    Until its token is accepted, the peer is one of the strangers of its host, which are too many.
+    So it may have to connect again, as clients do.
+    """
+    name, request, principal = PORTS[protocol]
+    member = access.cluster.member(name)
+    port = member.admin_port if protocol is WireProtocol.ADMIN else member.port
+    context = tls.dialing(ClientConfig(), access.connect(principal))
+    link = None
+    while link is None:
+        with contextlib.suppress(Unreachable):
+            link = await net.dial(protocol, f"127.0.0.1:{port}", ssl=context, timeout_s=HANG_S)
+        await asyncio.sleep(0.1)
+    link.send(sample_of(request, MINE))
+    assert await link.receive()
+    link.abort("done")
+
+
+async def attacked(access: Access, protocol: WireProtocol, authorities: str) -> Attack:
+    """Open all connections, and work meanwhile; return when the daemon has closed them."""
+    member = access.cluster.member(PORTS[protocol][0])
+    port = member.admin_port if protocol is WireProtocol.ADMIN else member.port
+    assert port is not None
+    attack = Attack(protocol, port, authorities)
+    async with asyncio.timeout(HANG_S), asyncio.TaskGroup() as tasks:
+        for number in range(COUNT):
+            tasks.create_task(attack.connection(number))
+        while attack.closed_count < COUNT:
+            await asked(access, protocol)
+    return attack
+
+
+@pytest.mark.parametrize("protocol", PORTS)
+def test_a_thousand_strangers_neither_stop_a_client_nor_fill_the_memory(
+    access: Access, certificates: Certificates, protocol: WireProtocol
+):
+    name = PORTS[protocol][0]
+    process = psutil.Process(access.cluster.member(name).pid)
+    log = access.cluster.log_path(name)
+    asyncio.run(asked(access, protocol))
+    writer = Writer(access.connect("writer"))
+    writer.start()
+    before_bytes, logged_before = process.memory_info().rss, len(log.read_text())
+    try:
+        attack = asyncio.run(attacked(access, protocol, certificates.authorities))
+    finally:
+        writer.end()
+    assert writer.error is None
+    assert writer.done_count > 10
+    assert attack.opened_count > COUNT // 2
+    assert process.memory_info().rss - before_bytes < GROWTH_BYTES_MAX
+    assert process.is_running()
+    logged = log.read_text()[logged_before:]
+    assert "Traceback" not in logged
+    assert logged.count("\n") < 100
+    assert attack.received
+    for each in attack.received:
+        assert b"Traceback" not in each
+        assert b".py" not in each
+
+
+@pytest.mark.parametrize("protocol", [WireProtocol.CLIENT, WireProtocol.STORAGE])
+def test_frames_that_a_tenant_only_states_take_no_memory(access: Access, protocol: WireProtocol):
+    """A principal with `append` or `replicate` may send large frames."""
+    secret = bytes(range(100, 132))
+    tenant = "append" if protocol is WireProtocol.CLIENT else "replicate"
+    access.write(
+        dataclasses.replace(
+            PERMISSIONS,
+            tokens={**PERMISSIONS.tokens, hash_of(secret): KnownToken("tenant", tenant, 1 << 50)},
+        )
+    )
+    member = access.cluster.member(PORTS[protocol][0])
+    process = psutil.Process(member.pid)
+    before_bytes = process.memory_info().rss
+    header = codec.FRAME_HEADER.pack(protocol.magic, protocol.versions[-1], STATED_BYTES)
+
+    async def hold() -> None:
+        context = tls.dialing(ClientConfig(), access.connect(tenant))
+        links = [
+            await net.dial(protocol, f"127.0.0.1:{member.port}", ssl=context, timeout_s=HANG_S)
+            for _ in range(TENANTS_COUNT)
+        ]
+        for link in links:
+            link.send_frames(header + bytes(100_000))
+        await asked(access, protocol)
+        assert not any(link.is_closed for link in links)
+        assert process.memory_info().rss - before_bytes < GROWTH_BYTES_MAX
+        for link in links:
+            link.abort("done")
+
+    asyncio.run(hold())

@@ -1,0 +1,103 @@
+"""Spark with access control: a principal that has permissions for some partitions, and no user of
+ZooKeeper.
+"""
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from kazoo.security import make_digest_acl_credential
+from pyspark.sql import SparkSession
+from pyspark.sql import functions as F
+
+import waltz_spark
+from tests.certificates import make
+from tests.commands import run_command
+from tests.integration.tls_cluster import daemons_with_access
+from waltz_core.client import WaltzClient, lock, partition_of
+from waltz_core.config import render_toml
+from waltz_core.errors import BadRequest, PermissionDenied
+from waltz_core.local import LocalCluster, running
+
+pytestmark = pytest.mark.spark
+
+PATTERN = "DNS=(localhost)"
+ONE_USER = "digest:waltz:of members\n"
+MEMBERS = f"{ONE_USER}administrators:digest:{make_digest_acl_credential('admin', 'of admin')}\n"
+ADMINISTRATORS = "digest:admin:of admin\nmembers:digest:waltz:of members\n"
+MINE = {"partitions": "1,3"}
+
+
+def set_up(cluster: LocalCluster, administrator: str, token: Path) -> None:
+    """Permit the principal `tenant` to use two partitions; then enforce this in new processes."""
+    for words in (
+        ("access", "init"),
+        ("access", "grant", "localhost", "replicate"),
+        ("access", "grant", "tenant", "read,append", "--partitions", MINE["partitions"]),
+        ("access", "token", "create", "tenant", "--file", str(token)),
+        ("cluster", "protect"),
+    ):
+        place = (administrator,) if words[0] == "cluster" else ("--connect", administrator)
+        done = run_command(*words, *place)
+        assert done.returncode == 0, done.stderr
+    with daemons_with_access("on", principal_pattern=PATTERN):
+        for member in cluster.members:
+            if member.kind != "zookeeper":
+                cluster.kill(member.name, signal.SIGTERM)
+                cluster.start(member.name)
+
+
+@pytest.fixture(scope="module")
+def tenant(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Return the connect string of the tenant."""
+    directory = tmp_path_factory.mktemp("tenant")
+    certificates = make(directory)
+    tls, members, administrators, token = (
+        directory / name for name in ("tls.toml", "members.auth", "administrators.auth", "token")
+    )
+    tls.write_text(render_toml("tls", certificates.settings))
+    members.write_text(ONE_USER)
+    administrators.write_text(ADMINISTRATORS)
+    with (
+        daemons_with_access("report", principal_pattern=PATTERN),
+        running(directory / "local", tls=tls, auth_file=members, storage_count=1) as cluster,
+    ):
+        place = cluster.connect.partition("?")[0]
+        members.write_text(MEMBERS)
+        set_up(cluster, f"{place}?auth={administrators}&tls={tls}", token)
+        yield f"{place}?tls={certificates.authorities}&token_file={token}"
+
+
+def test_a_tenant_writes_and_reads_its_own_partitions(spark: SparkSession, tenant: str) -> None:
+    rows = spark.range(2_000).selectExpr("CAST(CAST(id AS STRING) AS BINARY) AS data")
+    before = waltz_spark.snapshot(spark, tenant, partitions=[1, 3])
+    written = waltz_spark.append(rows, tenant, **MINE)
+    assert written.counts["committed"] == 2_000
+    assert written.high_water_marks.keys() == {1, 3}
+    after = waltz_spark.snapshot(spark, tenant, partitions=[1, 3])
+    grown = {each: after.high_water_marks[each] - before.high_water_marks[each] for each in (1, 3)}
+    assert grown == {1: 1_000, 3: 1_000}
+    assert sorted(int(row.data) for row in after.read().collect()) == list(range(2_000))
+    with pytest.raises(PermissionDenied, match="tenant is not granted"):
+        waltz_spark.append(rows, tenant)
+
+
+def test_a_row_whose_lock_belongs_to_another_partition_must_name_one(
+    spark: SparkSession, tenant: str
+) -> None:
+    key = next(n for n in range(100) if partition_of(lock("account", n), 4) == 2)
+    rows = spark.createDataFrame(
+        [(b"row", [lock("account", key)])], "data binary, write_locks array<int>"
+    )
+    with pytest.raises(BadRequest, match="found partition 2 of row 0"):
+        waltz_spark.append(rows, tenant, **MINE)
+    named = waltz_spark.append(rows.withColumn("partition", F.lit(3)), tenant, **MINE)
+    assert named.counts["committed"] == 1
+
+
+def test_a_client_of_some_partitions_needs_no_other_permissions(tenant: str) -> None:
+    with WaltzClient(tenant, partitions=[1, 3]) as client:
+        ids = [client.append(b"in turn") for _ in range(4)]
+        assert all(each.result() >= 0 for each in ids)
+        assert client.mount().keys() == client.high_water_marks().keys() == {1, 3}

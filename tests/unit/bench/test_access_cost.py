@@ -1,0 +1,78 @@
+"""`bench --access-rounds` runs a workload on two clusters in turn, and compares their CPU."""
+
+from contextlib import contextmanager
+
+import pytest
+
+from waltz_bench import access_cost, measuring
+from waltz_bench.measuring import BenchLoad, Measured, Meter
+from waltz_core.cli.main import main
+
+LOAD = BenchLoad("", 512, 1, batch=None, seconds=1.0, in_flight=2, rows=10)
+ROWS = 100
+
+
+class Cluster:
+    """The CPU time of a cluster whose runs take a given time."""
+
+    def __init__(self, seconds):
+        self.members = []
+        self.seconds = seconds
+        self.runs = 0
+
+    def cpu_seconds(self):
+        return {"server-1": sum(self.seconds[: self.runs]), "storage-1": 5.0, "zookeeper": 9.0}
+
+
+def test_both_run_in_turn_and_the_cost_is_the_median_of_the_rounds(monkeypatch):
+    clusters = {"off": Cluster([1.0, 2.0, 1.0]), "on": Cluster([1.5, 2.2, 1.1])}
+    order = []
+
+    @contextmanager
+    def running(_tls, access):
+        yield access_cost._Side(clusters[access], f"connect of {access}")
+
+    def workload(load, meter):
+        order.append(load.connect.split()[-1])
+        meter.start()
+        meter.cluster.runs += 1
+        meter.stop()
+        return Measured(rows=ROWS, seconds=1.0, bytes=7, lost=1, errors=2)
+
+    monkeypatch.setattr(access_cost, "_running", running)
+    monkeypatch.setattr(measuring, "_client_cpu_seconds", lambda _daemons: 0.0)
+    found = access_cost.compare(workload, LOAD, None, 3)
+    assert order == ["off", "on", "on", "off", "off", "on"]
+    assert found.access_ratio == 1.1  # of 1.5, 1.1 and 1.1
+    assert found.extra["cpu_us_per_tx_off"] == [10_000, 20_000, 10_000]
+    assert (found.rows, found.bytes) == (3 * ROWS, 21)
+    assert (found.lost, found.errors) == (6, 12)
+    assert found.cpu_seconds["server"] == pytest.approx(4.8)
+
+
+def test_a_meter_adds_the_parts_of_a_load(monkeypatch):
+    cluster, client = Cluster([1.0, 10.0, 100.0]), iter([0.0, 0.5, 2.0, 2.25])
+    monkeypatch.setattr(measuring, "_client_cpu_seconds", lambda _daemons: next(client))
+    meter = Meter(cluster)
+    assert meter.spent() is None
+    meter.start()
+    cluster.runs = 1
+    meter.stop()
+    cluster.runs = 2  # between the parts
+    meter.start()
+    cluster.runs = 3
+    meter.stop()
+    assert meter.spent() == {"server": 101.0, "storage": 0.0, "zookeeper": 0.0, "client": 0.75}
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["append-one", "--access-rounds", "2"], "--access-rounds: expected --tls as well"),
+        (["append-one", "--tls", "t", "--connect", "zk/w"], "expected a workload with a temporary"),
+        (["storage-open", "--tls", "t"], "expected a workload with a temporary"),
+    ],
+)
+def test_options_that_do_not_fit_are_rejected(capsys, words, expected):
+    assert main(["bench", *words]) == 1
+    assert expected in capsys.readouterr().err

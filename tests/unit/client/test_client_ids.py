@@ -1,0 +1,144 @@
+"""Which client ID a client uses, and which process issues it."""
+
+import asyncio
+
+import pytest
+
+from tests.loops import on_virtual_loop
+from tests.unit.client.memory_cluster import memory_cluster
+from waltz_core import errors
+from waltz_core.access.client_ids import FIRST_ISSUED, NO_PROOF, ClientIdentity
+from waltz_core.client.links.client_ids import ClientIds
+from waltz_core.client.links.directory import Owner
+from waltz_core.records.record import Generation, PartitionId
+from waltz_core.wire.messages import WireProtocol
+
+PROOF = bytes(range(16))
+
+
+class Link:
+    """A connection to a server; `answer` is the ID that it issues, or an error."""
+
+    def __init__(self, address, answer):
+        self.address, self.answer = address, answer
+        self.asked = 0
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+
+    @property
+    def issues_client_ids(self):
+        return self.answer is not None
+
+    async def request(self, kind, make, **_):
+        self.asked += 1
+        await self.may_answer.wait()
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        self.answer += 1
+        return kind(make((-1, 0, -1, -1)).req_id, self.answer, PROOF)
+
+
+class Around:
+    """Links and directory of one client."""
+
+    def __init__(self, *links):
+        self.of = {link.address: link for link in links}
+        self.owners = {
+            PartitionId(number): Owner(address, Generation(0))
+            for number, address in enumerate([*self.of, "gone:1"])
+        }
+
+    async def get(self, address):
+        if address not in self.of:
+            raise errors.Unreachable(address)
+        return self.of[address]
+
+    async def next_client_id(self):
+        return 5
+
+    def ids(self, **named):
+        return ClientIds(self, self, timeout_s=1.0, **named)
+
+
+@on_virtual_loop
+async def test_the_server_of_the_mount_issues_the_id_of_all_partitions():
+    one, two = Link("one:1", FIRST_ISSUED), Link("two:1", FIRST_ISSUED + 50)
+    ids = Around(one, two).ids()
+    assert ids.current is None
+    first = ClientIdentity(FIRST_ISSUED + 1, PROOF)
+    assert await ids.get(one, instead_of=-1) == first
+    assert await ids.get(two, instead_of=-1) == first
+    assert (one.asked, two.asked) == (1, 0)
+
+
+@on_virtual_loop
+async def test_without_a_newer_server_the_id_is_one_of_zookeeper():
+    old, older = Link("one:1", None), Link("two:1", None)
+    assert await Around(old, older).ids().get(old, instead_of=-1) == ClientIdentity(5, NO_PROOF)
+
+
+@on_virtual_loop
+async def test_another_server_issues_the_id_if_the_owner_is_older():
+    old, new = Link("one:1", None), Link("two:1", FIRST_ISSUED)
+    around = Around(old, new)
+    assert (await around.ids().get(old, instead_of=-1)).client_id == FIRST_ISSUED + 1
+    new.answer = errors.CoordinatorUnavailable("no ZooKeeper")
+    with pytest.raises(errors.CoordinatorUnavailable):
+        await around.ids().get(old, instead_of=-1)
+
+
+@on_virtual_loop
+async def test_a_denied_id_is_replaced_once_for_all_partitions():
+    one, two = Link("one:1", FIRST_ISSUED), Link("two:1", FIRST_ISSUED + 50)
+    ids = Around(one, two).ids()
+    denied = (await ids.get(one, instead_of=-1)).client_id
+    other = await ids.get(two, instead_of=denied)
+    assert other.client_id == FIRST_ISSUED + 51
+    assert await ids.get(one, instead_of=denied) == other
+
+
+@on_virtual_loop
+async def test_an_id_that_the_application_keeps_is_not_replaced():
+    link = Link("one:1", FIRST_ISSUED)
+    ids = Around(link).ids(given=ClientIdentity(7))
+    assert ids.current == ClientIdentity(7)
+    with pytest.raises(errors.ClientIdDenied, match="client ID 7, which this client was given"):
+        await ids.get(link, instead_of=7)
+    assert link.asked == 0
+
+
+@on_virtual_loop
+async def test_a_frozen_server_delays_no_other_and_its_answer_is_shared():
+    frozen, other = Link("one:1", FIRST_ISSUED), Link("two:1", FIRST_ISSUED + 50)
+    ids = Around(frozen, other).ids()
+    frozen.may_answer.clear()
+    async with asyncio.TaskGroup() as group:
+        waiting = [group.create_task(ids.get(frozen, instead_of=-1)) for _ in range(10)]
+        while not frozen.asked:  # noqa: ASYNC110 - until the first of them has sent its request
+            await asyncio.sleep(0)
+        found = await ids.get(other, instead_of=-1)
+        frozen.may_answer.set()
+    assert found.client_id == FIRST_ISSUED + 51
+    assert {task.result() for task in waiting} == {found}
+    assert frozen.asked == 1
+
+
+@pytest.mark.parametrize("side", ["versions_offered", "versions_taken"])
+@on_virtual_loop
+async def test_a_client_and_a_server_of_which_one_is_older(side, monkeypatch):
+    """L 7: the ID is one of ZooKeeper, and rows in doubt are read back by all headers."""
+    client = WireProtocol.CLIENT
+    monkeypatch.setattr(client, side, tuple(each for each in getattr(client, side) if each < 8))
+    async with memory_cluster(partition_count=1) as cluster, cluster.client().opened() as opened:
+        await opened.mount()
+        assert opened.client_id == 1
+        server = cluster.servers[0]
+        server.partitions[0].store.is_holding = True
+        outcome = await opened.append(b"row", partition=0)
+        await asyncio.sleep(1)
+        server.received.clear()
+        server.cut()
+        server.release(0)
+        assert await outcome == 0
+        assert "RangeRequest" in server.received
+        assert "ClientIdRequest" not in server.received

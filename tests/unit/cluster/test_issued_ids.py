@@ -1,0 +1,82 @@
+"""The counter of the client IDs that servers issue."""
+
+import asyncio
+
+import pytest
+
+from tests.loops import on_virtual_loop
+from waltz_core import errors
+from waltz_core.access.client_ids import FIRST_ISSUED, NONE_ISSUED
+from waltz_core.cluster.znodes import model
+from waltz_core.cluster.znodes.interface import CreateNode
+from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
+
+
+def coordinators(count):
+    zookeeper = MemoryZooKeeper(asyncio.Event)
+    return [zookeeper.coordinator("/waltz") for _ in range(count)]
+
+
+async def start(coordinator, *, extensions=True):
+    nodes = coordinator._nodes
+    await nodes.ensure(("/waltz", *((coordinator.paths.extensions,) if extensions else ())))
+
+
+async def put(coordinator, last_id):
+    data = model.encode_id(last_id)
+    await coordinator._znodes.write([CreateNode(coordinator.paths.issued_client_ids, data)])
+
+
+@on_virtual_loop
+async def test_ids_count_from_the_first_and_never_repeat_between_servers():
+    one, two = coordinators(2)
+    await start(one, extensions=False)  # a cluster of Waltz 0.13, as its first server finds it
+    assert await one.issued_ids.last() == NONE_ISSUED
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(each.issued_ids.next()) for each in (one, two) * 20]
+    assert sorted(task.result() for task in tasks) == list(range(FIRST_ISSUED, FIRST_ISSUED + 40))
+    assert await two.issued_ids.last() == FIRST_ISSUED + 39
+
+
+@on_virtual_loop
+async def test_an_id_that_a_lost_write_may_have_allocated_is_skipped(monkeypatch):
+    (one,) = coordinators(1)
+    await start(one)
+    await one.issued_ids.next()
+    write, outcomes = one._znodes.write, [errors.CoordinatorOutcomeUnknown("lost")]
+
+    async def lost_once(steps):
+        await write(steps)
+        if outcomes:
+            raise outcomes.pop()
+
+    monkeypatch.setattr(one._znodes, "write", lost_once)
+    assert await one.issued_ids.next() == FIRST_ISSUED + 2
+
+
+@on_virtual_loop
+async def test_a_raised_counter_is_not_lowered():
+    (one,) = coordinators(1)
+    await start(one)
+    await one.issued_ids.raise_to(FIRST_ISSUED + 70)
+    await one.issued_ids.raise_to(FIRST_ISSUED + 5)
+    assert await one.issued_ids.next() == FIRST_ISSUED + 71
+
+
+@on_virtual_loop
+async def test_the_last_id_is_allocated_and_then_none():
+    (one,) = coordinators(1)
+    await start(one)
+    await put(one, model.INT32_MAX - 1)
+    assert list(await one.issued_ids.allocate(9)) == [model.INT32_MAX]
+    with pytest.raises(errors.BadFormat, match="all IDs up to 2147483647 are allocated"):
+        await one.issued_ids.next()
+
+
+@on_virtual_loop
+async def test_a_counter_below_the_first_id_is_an_error():
+    (one,) = coordinators(1)
+    await start(one)
+    await put(one, 5)
+    with pytest.raises(errors.BadFormat, match=r"/waltz/x/client: expected 1073741823 or more"):
+        await one.issued_ids.next()

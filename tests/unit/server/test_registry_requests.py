@@ -1,0 +1,294 @@
+"""The registry of writes through a server: its contract, its owners, and invalid requests."""
+
+import asyncio
+
+import pytest
+
+from tests.loops import on_loop
+from tests.unit.cluster.test_coordinator import ROOT, with_cluster
+from tests.unit.server.registry_world import (
+    PARTITION_COUNT,
+    Owners,
+    RegistryServer,
+    requests_of,
+    serving,
+)
+from tests.writes_contract import (
+    MARKS,
+    SCENARIOS,
+    the_retention_of_a_write_begins_with_its_last_change,
+)
+from waltz_core import errors
+from waltz_core.access.client_ids import NO_PROOF
+from waltz_core.client.links import write_requests
+from waltz_core.client.links.connections import ServerLink
+from waltz_core.cluster import writes as writes_module
+from waltz_core.cluster.writes import WriteState
+from waltz_core.config import ClientConfig
+from waltz_core.records.record import ClientId, Generation, PartitionId, ReqId
+from waltz_core.server.process.registry_requests import KEEP_MS_MAX, RegistryRequests
+from waltz_core.wire.messages import RegistryOperation, RegistryRequest
+
+REQ_ID = ReqId(ClientId(-1), Generation(0), PartitionId(-1), -5)
+OPERATIONS = RegistryOperation
+
+
+# A server removes expired writes by itself, so this scenario would find none.
+SERVED = [
+    each for each in SCENARIOS if each is not the_retention_of_a_write_begins_with_its_last_change
+]
+
+
+@pytest.mark.parametrize("check_scenario", SERVED, ids=lambda scenario: scenario.__name__)
+def test_scenario(check_scenario):
+    serving(lambda world: check_scenario(world, ROOT))
+
+
+# ---------------------------------------------------------------------------------------------
+# owners (decision 048, AC 14)
+
+
+class Requester:
+    """The access of a connection."""
+
+    def __init__(self, principal, *, is_enforced=True):
+        self.principal, self._is_enforced, self.denied = principal, is_enforced, []
+
+    def is_only_reported(self, error, request):
+        self.denied.append(str(error))
+        return not self._is_enforced
+
+    def proof_of(self, client_id):
+        return f"{self.principal}/{client_id}".encode().ljust(16)
+
+
+async def with_requests():
+    """Return the requests of a server, and the registry itself."""
+    _, _, coordinator = await with_cluster()
+    made = RegistryRequests(
+        coordinator.writes, coordinator.next_client_id, PARTITION_COUNT, asyncio.get_running_loop()
+    )
+    return made, coordinator.writes
+
+
+def request(operation, write="w", **rest):
+    arguments = {
+        OPERATIONS.BEGIN: b'{"keep_ms": 1000}',
+        OPERATIONS.ENTER: b'{"run": "r"}',
+        OPERATIONS.TASKS: b'{"run": "other"}',
+        OPERATIONS.FINISH: b'{"keep_ms": 1000, "summary": {"rows": 1}}',
+    }
+    return RegistryRequest(
+        REQ_ID, operation, write, **{"arguments": arguments.get(operation, b""), **rest}
+    )
+
+
+@on_loop
+async def test_a_write_belongs_to_the_principal_that_began_it():
+    requests, writes = await with_requests()
+    mine, other, stranger = Requester("mine"), Requester("other"), Requester("anonymous")
+    await requests.answer(request(OPERATIONS.BEGIN), mine)
+    entered = await requests.answer(request(OPERATIONS.ENTER), mine)
+    assert entered.proof == b"mine/1".ljust(16)
+    for operation in OPERATIONS:
+        for each in (other, stranger):
+            with pytest.raises(errors.PermissionDenied, match="write w belongs to another"):
+                await requests.answer(request(operation, attempt=1), each)
+    assert len(other.denied) == len(stranger.denied) == len(OPERATIONS)
+    assert (await writes.read("w")).principal == "mine"
+    for operation in (OPERATIONS.CHECK, OPERATIONS.TASKS, OPERATIONS.FINISH, OPERATIONS.FORGET):
+        await requests.answer(request(operation, attempt=1), mine)
+    assert await writes.read("w") is None
+    # Its name is free again.
+    await requests.answer(request(OPERATIONS.BEGIN), other)
+    assert (await writes.read("w")).principal == "other"
+
+
+@pytest.mark.parametrize("beginner", [None, "anonymous"])
+@on_loop
+async def test_a_write_without_an_owner_belongs_to_the_first_that_enters_it(beginner):
+    requests, writes = await with_requests()
+    await requests.answer(request(OPERATIONS.BEGIN), beginner and Requester(beginner))
+    await requests.answer(request(OPERATIONS.ENTER), Requester("anonymous"))
+    # Only to enter it counts.
+    for each in ("other", "mine"):
+        await requests.answer(request(OPERATIONS.BEGIN), Requester(each))
+        await requests.answer(request(OPERATIONS.READ), Requester(each))
+    entered = await requests.answer(request(OPERATIONS.ENTER, task=1), Requester("mine"))
+    assert entered.proof == b"mine/2".ljust(16)
+    assert (await writes.read("w")).principal == "mine"
+    with pytest.raises(errors.PermissionDenied):
+        await requests.answer(request(OPERATIONS.ENTER), Requester("other"))
+    # The task of its time without an owner continues with its client ID and a proof.
+    again = await requests.answer(request(OPERATIONS.ENTER), Requester("mine"))
+    assert again.proof == b"mine/1".ljust(16)
+
+
+@on_loop
+async def test_two_principals_enter_a_write_without_an_owner_and_one_gets_it():
+    requests, writes = await with_requests()
+    await requests.answer(request(OPERATIONS.BEGIN), None)
+    won, denied = [], []
+
+    async def enter(number):
+        try:
+            await requests.answer(request(OPERATIONS.ENTER, task=number), Requester(f"p{number}"))
+            won.append(number)
+        except errors.PermissionDenied:
+            denied.append(number)
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(4):
+            group.create_task(enter(number))
+    (winner,) = won
+    assert len(denied) == 3
+    assert (await writes.read("w")).principal == f"p{winner}"
+    assert list(await writes.tasks("w")) == [winner]
+
+
+@on_loop
+async def test_a_report_carries_out_what_it_would_deny():
+    requests, writes = await with_requests()
+    await requests.answer(request(OPERATIONS.BEGIN), Requester("mine"))
+    other = Requester("other", is_enforced=False)
+    entered = await requests.answer(request(OPERATIONS.ENTER), other)
+    # A proof would stay valid when the requests are denied.
+    assert entered.proof == NO_PROOF
+    assert len(other.denied) == 1
+    assert (await writes.read("w")).principal == "mine"
+    assert list(await writes.tasks("w")) == [0]
+
+
+@on_loop
+async def test_a_principal_has_a_limited_number_of_writes(monkeypatch):
+    monkeypatch.setattr(writes_module, "WRITES_MAX", 3)
+    requests, writes = await with_requests()
+    mine = Requester("mine")
+    for name in ("a", "b"):
+        await requests.answer(request(OPERATIONS.BEGIN, name), mine)
+    over = b'{"keep_ms": 0}'
+    await requests.answer(request(OPERATIONS.BEGIN, "expired", arguments=over), mine)
+    await requests.answer(request(OPERATIONS.BEGIN, "c"), mine)  # removes the expired one
+    assert await writes.read("expired") is None
+    with pytest.raises(errors.BadRequest, match="at most 3 writes of mine"):
+        await requests.answer(request(OPERATIONS.BEGIN, "d"), mine)
+    # Those that exist continue, and other principals are not affected.
+    await requests.answer(request(OPERATIONS.BEGIN, "a"), mine)
+    await requests.answer(request(OPERATIONS.BEGIN, "d"), Requester("other"))
+    await requests.answer(request(OPERATIONS.FORGET, "b"), mine)
+    await requests.answer(request(OPERATIONS.BEGIN, "e"), mine)
+
+
+def test_a_write_without_an_owner_has_the_same_bytes_as_before():
+    known = WriteState({0: 1}, 5)
+    assert b"principal" not in known.to_bytes()
+    owned = WriteState({0: 1}, 5, principal="mine")
+    assert WriteState.from_bytes(owned.to_bytes()) == owned
+
+
+# ---------------------------------------------------------------------------------------------
+# invalid requests
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        (request(7), errors.BadRequest),
+        (request(-1), errors.BadRequest),
+        (request(OPERATIONS.READ, "a/b"), errors.BadRequest),
+        (request(OPERATIONS.BEGIN, "../x"), errors.BadRequest),
+        (request(OPERATIONS.BEGIN, arguments=b""), errors.BadRequest),
+        (request(OPERATIONS.BEGIN, arguments=b"[]"), errors.BadRequest),
+        (request(OPERATIONS.BEGIN, arguments=b"{" * 100_000), errors.BadRequest),
+        (request(OPERATIONS.BEGIN, arguments=b'{"keep_ms": true}'), errors.BadRequest),
+        (
+            request(OPERATIONS.BEGIN, arguments=b'{"keep_ms": %d}' % (KEEP_MS_MAX + 1)),
+            errors.BadRequest,
+        ),
+        (request(OPERATIONS.BEGIN, partitions=(0,)), errors.BadRequest),
+        (request(OPERATIONS.BEGIN, partitions=(4,), marks=bytes(8)), errors.UnknownPartition),
+        (request(OPERATIONS.ENTER, task=-1), errors.BadRequest),
+        (request(OPERATIONS.ENTER, arguments=b'{"run": "%s"}' % (b"x" * 201)), errors.BadRequest),
+        (request(OPERATIONS.ENTER, arguments=b'{"run": "\\ud800"}'), errors.BadRequest),
+        (request(OPERATIONS.FINISH, arguments=b'{"keep_ms": 1, "summary": 5}'), errors.BadRequest),
+        (
+            request(
+                OPERATIONS.FINISH,
+                arguments=b'{"keep_ms": 1, "summary": {"x": "%s"}}' % (b"x" * (1 << 20)),
+            ),
+            errors.TooLarge,
+        ),
+    ],
+)
+@on_loop
+async def test_an_invalid_request_is_rejected(wrong, error):
+    requests, writes = await with_requests()
+    await writes.begin("w", MARKS, 1_000)
+    before = await writes.read_all()
+    with pytest.raises(error):
+        await requests.answer(wrong, Requester("mine"))
+    assert await writes.read_all() == before
+
+
+# ---------------------------------------------------------------------------------------------
+# the way of a client
+
+
+@on_loop
+async def test_another_server_answers_for_one_that_does_not():
+    async with asyncio.TaskGroup() as tasks:
+        _, _, coordinator = await with_cluster()
+        servers = [RegistryServer(coordinator, tasks) for _ in range(3)]
+        directory = Owners(*[await each.start() for each in servers])
+        requests, links = requests_of(directory)
+        await requests.begin("w", MARKS, 1_000)
+        for number, server in enumerate(servers[:2]):
+            await server.stop()
+            assert (await requests.read("w")).marks == MARKS
+            assert (await requests.enter("w", 0, "r")).state.attempt == number + 1
+        await servers[2].stop()
+        short, more_links = requests_of(
+            directory, config=ClientConfig(request_timeout_ms=100, retry_interval_ms_min=5)
+        )
+        with pytest.raises(errors.Unreachable, match="registry of writes: no answer within 100 ms"):
+            await short.read("w")
+        await links.close("over")
+        await more_links.close("over")
+
+
+@on_loop
+async def test_zookeeper_is_used_only_if_no_server_knows_the_requests(monkeypatch):
+    async with asyncio.TaskGroup() as tasks:
+        _, _, coordinator = await with_cluster()
+        opened = []
+
+        async def connect(*_, **__):
+            opened.append(1)
+            return coordinator
+
+        monkeypatch.setattr(write_requests.zookeeper_session, "connect", connect)
+        new = RegistryServer(coordinator, tasks)
+        owner_of_new = await new.start()
+        old = RegistryServer(coordinator, tasks)
+        owner_of_old = await old.start()
+        is_new = property(lambda link: link.address == owner_of_new.address)
+        monkeypatch.setattr(ServerLink, "knows_registry", is_new)
+        both, links = requests_of(Owners(owner_of_old, owner_of_new))
+        alone, other_links = requests_of(Owners(owner_of_old))
+        state = await both.begin("w", MARKS, 1_000)
+        assert opened == []
+        assert await alone.begin("w", MARKS, 1_000) == state
+        assert opened == [1]
+        entered = await alone.enter("w", 3, "one")
+        assert (entered.state.client_id, entered.identity.proof) == (1, bytes(16))
+        await alone.check("w", 3, 1)
+        assert (await alone.tasks("w", "two")) == ((3,), {3: 1})
+        assert await alone.read("w") == state
+        assert (await alone.finish("w", {"rows": 2}, 5)).is_done
+        await alone.forget("w")
+        assert await alone.read("w") is None
+        assert opened == [1]
+        await alone.close()
+        for each, server in ((links, new), (other_links, old)):
+            await each.close("over")
+            await server.stop()

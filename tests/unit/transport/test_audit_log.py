@@ -1,0 +1,255 @@
+"""The audit log of a daemon: its lines, its limits, and a disk that is full."""
+
+import asyncio
+import contextlib
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from tests.loops import on_loop, until
+from tests.patience import HANG_S
+from waltz_core.access.permissions import Permissions
+from waltz_core.access.requirements import ADMINISTER, APPEND, all_of
+from waltz_core.config import StorageConfig
+from waltz_core.errors import BadConfig, Overloaded, Unavailable
+from waltz_core.records.record import ReqId
+from waltz_core.transport import audit_log, tls
+from waltz_core.transport.audit_log import AuditFile, Peer
+from waltz_core.transport.port_access import PortAccess
+from waltz_core.wire.admin_messages import SetAvailable
+from waltz_core.wire.messages import (
+    AppendRequest,
+    ExpireRequest,
+    ObjectReplacementRequest,
+    ServerPartitionsRequest,
+)
+
+NOW_MS = 1_795_867_200_123
+PEER = Peer("ann", "10.0.0.1:5000")
+REQ_ID = ReqId(1, 2, 3, 4)
+APPEND_3 = AppendRequest(REQ_ID, 0, (), (), (), 0, b"secret payload", 0)
+PERMISSIONS = Permissions(7, "ops@host", NOW_MS, bytes(32))
+MAY_APPEND, MAY_ADMINISTER = all_of(APPEND), all_of(ADMINISTER)
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """Wait for the thread also on a busy machine."""
+    monkeypatch.setattr(audit_log, "CLOSE_S_MAX", HANG_S)
+
+
+@contextlib.asynccontextmanager
+async def open_log(path, clock_ms=lambda: NOW_MS):
+    log = AuditFile(str(path), clock_ms)
+    yield log
+    await log.close()
+
+
+def lines_of(path):
+    data = path.read_bytes()
+    assert data.endswith(b"\n")
+    assert all(each == 10 or 32 <= each < 127 for each in data), "expected printable ASCII only"
+    return [json.loads(each) for each in data.splitlines()]
+
+
+async def begun(request):
+    """Begin a request; return the error."""
+    done = asyncio.get_running_loop().create_future()
+    request.begin(done.set_result)
+    return await done
+
+
+def deny(log, peer=PEER, message=APPEND_3, requirement=MAY_APPEND):
+    if log.takes_denial(peer):
+        log.deny(peer, requirement, message, error="no", is_enforced=True)
+        return True
+    return False
+
+
+@on_loop
+async def test_a_request_begins_when_its_line_is_in_the_file(tmp_path):
+    async with open_log(tmp_path / "audit") as log:
+        request = log.request(PEER, MAY_ADMINISTER, SetAvailable(9, (1, 2, 3, 7), False))
+        assert await begun(request) is None
+        begin = {
+            "time": "2026-11-28T12:00:00.123Z",
+            "request": 1,
+            "principal": "ann",
+            "address": "10.0.0.1:5000",
+            "verb": "administer",
+            "object": "partitions 1-3,7",
+            "outcome": "begun",
+            "message": "SetAvailable is_available=False",
+        }
+        (line,) = lines_of(tmp_path / "audit")
+        assert line == begin
+        request.end("rejected", "a reason")
+        log.revise(PERMISSIONS)
+    _, end, revision = lines_of(tmp_path / "audit")
+    assert end == begin | {"outcome": "rejected", "error": "a reason"}
+    assert revision == {
+        "time": "2026-11-28T12:00:00.123Z",
+        "principal": "ops@host",
+        "address": "",
+        "verb": "",
+        "object": "permissions",
+        "message": "revision 7 of 2026-11-28T12:00:00.123Z",
+        "outcome": "in_use",
+    }
+
+
+@on_loop
+async def test_a_flood_of_denials_is_limited_and_counted(tmp_path):
+    now_ms = 0
+    async with open_log(tmp_path / "audit", lambda: now_ms) as log:
+        assert sum(deny(log) for _ in range(1_000)) == 10
+        # The same principal from other hosts, and other principals of the same host.
+        assert not any(deny(log, Peer("ann", f"10.0.1.{n}:1")) for n in range(20))
+        assert not any(deny(log, Peer(f"p{n}", "10.0.0.1:1")) for n in range(20))
+        assert sum(deny(log, Peer(f"p{n}", f"10.0.2.{n}:1")) for n in range(10_000)) == 90
+        now_ms += 1_000
+        assert deny(log)
+    lines = lines_of(tmp_path / "audit")
+    assert len(lines) == 101
+    assert "secret" not in (tmp_path / "audit").read_text()
+    assert [line["omitted"] for line in lines if "omitted" in line] == [990 + 40, 9_910]
+
+
+@on_loop
+async def test_hostile_texts_do_not_change_the_lines(tmp_path):
+    text = 'x"}\n{"outcome":"done"}\r\0\x1b[2J\u2028é'
+    peer = Peer(text, text)
+    message = ObjectReplacementRequest(REQ_ID, text, 0, 1, 5)
+    async with open_log(tmp_path / "audit") as log:
+        assert deny(log, peer, message)
+        assert await begun(log.request(peer, MAY_ADMINISTER, message)) is None
+        log.revise(Permissions(1, text, 1 << 60, bytes(32)))
+    lines = lines_of(tmp_path / "audit")
+    assert [line["principal"] for line in lines] == [text] * 3
+    assert text in lines[0]["message"]
+    long = ExpireRequest(REQ_ID, 1, 0), SetAvailable(1, tuple(range(0, 100_000, 2)), False)
+    async with open_log(tmp_path / "long") as log:
+        for each in long:
+            assert await begun(log.request(PEER, MAY_ADMINISTER, each)) is None
+    assert max(map(len, (tmp_path / "long").read_bytes().splitlines())) < 3_000
+
+
+@on_loop
+async def test_on_a_full_disk_requests_are_rejected_and_outcomes_wait(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    path = tmp_path / "audit"
+    async with open_log(path) as log:
+        request = log.request(PEER, MAY_ADMINISTER, SetAvailable(9, (1,), False))
+        assert await begun(request) is None
+        path.unlink()
+        path.symlink_to("/dev/full")
+        log.open_again()
+        for _ in range(2):
+            error = await begun(log.request(PEER, MAY_ADMINISTER, SetAvailable(9, (1,), True)))
+            assert isinstance(error, Unavailable)
+            assert "No space left on device" in str(error)
+        request.end("done")
+        assert deny(log)
+        path.unlink()
+        log.open_again()
+        assert await begun(log.request(PEER, MAY_ADMINISTER, SetAvailable(9, (2,), True))) is None
+        logged = [each.getMessage() for each in caplog.records]
+        assert logged == [
+            f"audit.opened path={path}",
+            f"audit.write_failed path={path} error=No space left on device",
+            f"audit.opened path={path}",
+            f"audit.write_resumed path={path} lost=3",
+        ]
+    assert [(line["request"], line["outcome"]) for line in lines_of(path)] == [
+        (1, "done"),
+        (4, "begun"),
+    ]
+
+
+@on_loop
+async def test_a_part_of_a_line_does_not_hide_the_next_one(tmp_path):
+    path = tmp_path / "audit"
+    path.write_bytes(b'{"time":"20')  # of an earlier process
+    async with open_log(path) as log:
+        log.revise(PERMISSIONS)
+    part, line = path.read_bytes().splitlines()
+    assert part == b'{"time":"20'
+    assert json.loads(line)["message"].startswith("revision 7")
+
+
+@on_loop
+async def test_while_the_disk_hangs_the_queue_is_limited(tmp_path, monkeypatch):
+    monkeypatch.setattr(audit_log, "QUEUE_LINES_MAX", 5)
+    is_writing, may_write = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    log = AuditFile(str(tmp_path / "audit"), lambda: NOW_MS)
+    write = log._file.write
+
+    def hang(lines):
+        loop.call_soon_threadsafe(is_writing.set)
+        asyncio.run_coroutine_threadsafe(may_write.wait(), loop).result()
+        return write(lines)
+
+    log._file.write = hang
+    log.revise(PERMISSIONS)
+    await is_writing.wait()
+    outcomes = []
+    for number in range(7):
+        log.request(PEER, MAY_ADMINISTER, SetAvailable(number, (1,), True)).begin(outcomes.append)
+    await until(lambda: len(outcomes) == 2)
+    assert [type(each) for each in outcomes] == [Overloaded, Overloaded]
+    assert not deny(log)
+    may_write.set()
+    await until(lambda: len(outcomes) == 7)
+    await log.close()
+    assert len(lines_of(tmp_path / "audit")) == 6
+
+
+@on_loop
+async def test_a_file_that_cannot_be_opened_again_leaves_the_first_one(tmp_path, caplog):
+    path = tmp_path / "logs" / "audit"
+    with pytest.raises(BadConfig, match=r"audit_log: .* cannot be opened: No such file"):
+        AuditFile(str(path))
+    path.parent.mkdir()
+    async with open_log(path) as log:
+        path.parent.rename(tmp_path / "moved")
+        log.open_again()
+        log.revise(PERMISSIONS)
+    assert len(lines_of(tmp_path / "moved" / "audit")) == 1
+    assert f"audit.open_failed path={path} error=No such file or directory" in caplog.text
+
+
+@pytest.mark.parametrize("is_enforced", [True, False])
+@on_loop
+async def test_a_port_writes_denials_revisions_and_rejected_tokens(tmp_path, is_enforced):
+    port = PortAccess("CN=(.+)", is_enforced=is_enforced, clock_ms=lambda: NOW_MS)
+    denied = []
+    port.on_denied = lambda: denied.append(1)
+    async with open_log(tmp_path / "audit") as log:
+        port.audit = log
+        for _ in range(2):
+            port.learn(PERMISSIONS)
+        access = port.opened(None, "a:1", denied.append)
+        assert (access.denial(APPEND_3, 8) is None) is not is_enforced
+        access.token_rejected(APPEND_3, "the token is unknown")
+        assert access.audited(ServerPartitionsRequest(REQ_ID)) is None  # not only administrators
+        assert access.audited(ExpireRequest(REQ_ID, 1, 0)) is not None
+        assert access.may_begin(Unavailable("no")) is not is_enforced
+    revision, denial, token = lines_of(tmp_path / "audit")
+    assert revision["message"].startswith("revision 7 ")
+    assert denial["outcome"] == ("denied" if is_enforced else "would_be_denied")
+    assert (denial["principal"], denial["verb"]) == ("anonymous", "append")
+    assert denial["error"].startswith("AppendRequest requires append for partition 3")
+    assert (token["outcome"], token["verb"]) == ("denied", "")
+    assert denied == [1]
+
+
+def test_the_audit_log_needs_access_control():
+    with pytest.raises(BadConfig, match=r'audit_log: expected access = "report" or "on"'):
+        StorageConfig(connect="zk:1/w", directory="d", audit_log="a")
+    config = StorageConfig(connect="zk:1/w", directory="d", audit_log="a", access="report")
+    with pytest.raises(BadConfig, match='tls: expected "on" with audit_log'):
+        tls.listening(config)
+    assert not Path("a").exists()

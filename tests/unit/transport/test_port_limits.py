@@ -1,0 +1,266 @@
+"""The limits of a port against hostile peers."""
+
+import asyncio
+import dataclasses
+import functools
+
+import pytest
+
+from tests.loops import on_loop, until
+from tests.patience import HANG_S
+from tests.unit.transport.peer import ANY, Peer, raw
+from tests.unit.transport.test_port_access import EXPIRED, GRANTED, SECRET, open_port, trusting
+from waltz_core.access.permissions import Grant
+from waltz_core.access.requirements import READ
+from waltz_core.config import ClientConfig
+from waltz_core.errors import PermissionDenied, Unreachable
+from waltz_core.transport import net, port_limits, tls, tls_port
+from waltz_core.transport.port_limits import HandshakeLimits, LinkLimits
+from waltz_core.wire import authentication, codec
+from waltz_core.wire.messages import Heartbeat, Hello, WireProtocol
+
+HELLO = codec.encode_hello(Hello(WireProtocol.STORAGE.versions_offered, "x"))
+STATED_16_MIB = codec.FRAME_HEADER.pack(ord("S"), 4, 16 * 1024 * 1024 - 7)
+
+
+# ---------------------------------------------------------------------------------------------
+# handshakes
+
+
+def test_one_host_has_half_of_the_handshakes_in_progress():
+    limits = HandshakeLimits(count_max=10, burst=100, per_s=1, clock_s=lambda: 0.0)
+    assert [limits.begin("10.0.0.1") for _ in range(5)] == [""] * 5
+    assert limits.begin("10.0.0.1") == "5 of 5 handshakes are in progress"
+    assert [limits.begin(f"2001:db8::{n:x}") for n in range(5)] == [""] * 5
+    assert limits.begin("10.0.0.2") == "0 of 10 handshakes are in progress"
+    limits.end("2001:db8::ffff")  # the same network
+    assert limits.begin("10.0.0.2") == ""
+    for _ in range(5):
+        limits.end("10.0.0.1")
+    limits.end("10.0.0.2")
+    for _ in range(4):
+        limits.end("2001:db8::1")
+    assert limits._in_progress == {}
+
+
+def test_after_a_burst_one_host_has_a_rate_of_handshakes():
+    now_s = 0.0
+    limits = HandshakeLimits(count_max=1_000, burst=20, per_s=2, clock_s=lambda: now_s)
+
+    def begun(address, count):
+        outcomes = [limits.begin(address) for _ in range(count)]
+        for each in outcomes:
+            if not each:
+                limits.end(address)
+        return outcomes.count("")
+
+    assert begun("a", 50) == 20
+    assert limits.begin("a") == "more than 2 handshakes per second"
+    assert begun("b", 50) == 20
+    now_s += 3.0
+    assert begun("a", 50) == 6
+    now_s += 1_000.0
+    assert begun("a", 50) == 20
+
+
+def test_the_memory_for_hosts_is_limited(monkeypatch):
+    monkeypatch.setattr(port_limits, "_HOSTS_MAX", 100)
+    now_s = 0.0
+    limits = HandshakeLimits(count_max=10, burst=20, per_s=1, clock_s=lambda: now_s)
+    for number in range(1_000):
+        assert limits.begin(f"10.0.0.{number}") == ""
+        limits.end(f"10.0.0.{number}")
+        assert len(limits._tokens) <= 100
+        now_s += 0.1
+
+
+@on_loop
+async def test_a_host_that_dials_without_pause_is_closed_and_logged_once(
+    files, caplog, monkeypatch
+):
+    tls._LAST_LOGGED.clear()
+    # On a busy machine dials are slow, so the time of the rate stands still.
+    stopped = functools.partial(HandshakeLimits, clock_s=lambda: 0.0)
+    monkeypatch.setattr(tls_port, "HandshakeLimits", stopped)
+    async with open_port(files, handshake_burst=10, handshakes_per_s=1) as port:
+        context = tls.dialing(ClientConfig(), trusting(files))
+        rejected = 0
+        for _ in range(16):
+            try:
+                link = await net.dial(WireProtocol.STORAGE, port.address, ssl=context)
+            except Unreachable:
+                rejected += 1
+            else:
+                link.abort("done")
+        assert rejected == 6
+        lines = [each for each in caplog.messages if "handshakes per second" in each]
+        assert lines == ["tls.failed peer=127.0.0.1 error=more than 1 handshakes per second"]
+
+
+# ---------------------------------------------------------------------------------------------
+# links
+
+
+class OneLink:
+    """A link whose state a test sets."""
+
+    def __init__(self, host="10.0.0.1", *, is_stranger=False):
+        self.is_stranger, self.incomplete_bytes, self.aborted = is_stranger, 0, []
+        self.host = host
+
+    def abort(self, reason):
+        self.aborted.append(reason)
+
+
+def test_strangers_have_a_quarter_of_the_links_and_one_host_half_of_that():
+    limits, rejection = LinkLimits(40), "too many connections of principals without permissions"
+    strangers = [OneLink(is_stranger=True) for _ in range(6)]
+    assert [limits.add(each) for each in strangers] == [""] * 5 + [rejection]
+    elsewhere = [OneLink(f"10.0.1.{n}", is_stranger=True) for n in range(6)]
+    assert [limits.add(each) for each in elsewhere] == [""] * 5 + [rejection]
+    strangers[3].is_stranger = False  # its token was accepted
+    assert limits.add(strangers[5]) == ""
+    others = [OneLink() for _ in range(30)]
+    assert [limits.add(each) for each in others] == [""] * 29 + ["too many connections"]
+    for each in (*strangers, *elsewhere, *others):
+        limits.remove(each)
+    assert limits._strangers == {}
+    assert limits.add(strangers[0]) == ""
+
+
+def test_the_link_with_the_largest_incomplete_frame_is_closed():
+    limits = LinkLimits(10, 1_000)
+    links = [OneLink() for _ in range(3)]
+    for each in links:
+        limits.add(each)
+    for link, size in zip(links, (300, 500, 200), strict=True):
+        link.incomplete_bytes = size
+        limits.note_incomplete(link)
+    assert not any(each.aborted for each in links)
+    links[0].incomplete_bytes = 301
+    limits.note_incomplete(links[0])
+    assert [len(each.aborted) for each in links] == [0, 1, 0]
+    limits.remove(links[1])
+    links[2].incomplete_bytes = 699
+    limits.note_incomplete(links[2])
+    assert [len(each.aborted) for each in links] == [0, 1, 0]
+    links[2].incomplete_bytes = 700
+    limits.note_incomplete(links[2])
+    assert [len(each.aborted) for each in links] == [0, 1, 1]
+
+
+@on_loop
+async def test_incomplete_frames_of_real_connections_are_limited():
+    peer = Peer()
+    limits = LinkLimits(incomplete_bytes_max=3 * 1024 * 1024)
+    listener = await net.listen(WireProtocol.STORAGE, ANY, 0, peer.connected, limits=limits)
+    writers = []
+    for size_mib in (1, 3):
+        reader, writer = await asyncio.open_connection(ANY, listener.port)
+        writer.write(HELLO + STATED_16_MIB + bytes(size_mib * 1024 * 1024))
+        await reader.readexactly(7)
+        writers.append(writer)
+    await until(lambda: peer.closed)
+    assert "incomplete frames have more than 3145728 bytes" in peer.closed[0]
+    assert len(listener.links) == 1
+    (left,) = listener.links
+    await until(lambda: left.incomplete_bytes == 1024 * 1024)
+    link = await net.dial(WireProtocol.STORAGE, f"{ANY}:{listener.port}")
+    link.send(raw(2_000_000))
+    await until(lambda: len(peer.messages) == 1)
+    assert limits._incomplete_bytes == 1024 * 1024
+    for writer in writers:
+        writer.transport.abort()
+    link.abort("done")
+    await until(lambda: not limits._links)
+    assert limits._incomplete_bytes == 0
+    await listener.close()
+
+
+# ---------------------------------------------------------------------------------------------
+# principals without any permission
+
+ONLY_READ = dataclasses.replace(GRANTED, grants=(Grant("spark-etl", False, READ, ((1, 1),)),))
+
+
+async def dialed_to(port, files):
+    context = tls.dialing(ClientConfig(), trusting(files))
+    return await net.dial(WireProtocol.STORAGE, port.address, ssl=context)
+
+
+@on_loop
+async def test_a_stranger_is_disconnected_after_its_denials(files, monkeypatch):
+    monkeypatch.setattr(net, "STRANGER_S_MAX", HANG_S)
+    async with open_port(files, access="on") as port:
+        port.learn(ONLY_READ)
+        known = await dialed_to(port, files)
+        known.send(authentication.credential(WireProtocol.STORAGE, 4, SECRET))
+        await known.receive()
+        monkeypatch.setattr(net, "STRANGER_S_MAX", 0.2)
+        silent, asking = [await dialed_to(port, files) for _ in range(2)]
+        sides = port.peer.links
+        assert [each.is_stranger for each in sides] == [False, True, True]
+        error = sides[2].denial(Heartbeat(1, 0, 3))
+        assert isinstance(error, PermissionDenied)
+        asking.send(Heartbeat(1, 0, 3))
+        await silent.wait_closed()
+        await asking.wait_closed()
+        assert sides[1].closed_reason == "its principal had no permission for 0.2 s"
+        sides[0]._tick()
+        assert not sides[0].is_closed
+        known.abort("done")
+
+
+@pytest.mark.parametrize(
+    ("access", "secret", "is_closed"),
+    [("on", None, True), ("on", SECRET, False), ("report", None, False)],
+)
+@on_loop
+async def test_a_stranger_may_send_small_frames_only(files, access, secret, is_closed):
+    async with open_port(files, access=access) as port:
+        port.learn(ONLY_READ)
+        link = await dialed_to(port, files)
+        if secret is not None:
+            link.send(authentication.credential(WireProtocol.STORAGE, 4, secret))
+            await link.receive()
+        link.send(raw(1_000))
+        await until(lambda: len(port.peer.messages) == 1)
+        link.send(raw(100_000))
+        await until(lambda: len(port.peer.messages) == 2 or port.peer.closed)
+        assert bool(port.peer.closed) == is_closed
+        assert not is_closed or "a payload of at most 65529 bytes" in port.peer.closed[0]
+        link.abort("done")
+
+
+@on_loop
+async def test_a_token_that_is_not_valid_does_not_count_as_a_permission(files):
+    async with open_port(files, access="on") as port:
+        port.learn(ONLY_READ)
+        link = await dialed_to(port, files)
+        link.send(authentication.credential(WireProtocol.STORAGE, 4, EXPIRED))
+        await link.wait_closed()
+        assert [each.is_stranger for each in port.peer.links] == [True]
+
+
+# ---------------------------------------------------------------------------------------------
+# logs
+
+
+@on_loop
+async def test_a_protocol_error_is_logged_once_however_it_varies(caplog):
+    tls._LAST_LOGGED.clear()
+    peer = Peer()
+    listener = await net.listen(WireProtocol.STORAGE, ANY, 0, peer.connected)
+    hellos = [
+        codec.encode_hello(Hello((1_000 + number,), f'it\'s "{number}" {"x" * number}'))
+        for number in range(20)
+    ]
+    frames = [HELLO + codec.FRAME_HEADER.pack(number + 100, 4, 0) for number in range(20)]
+    for data in (*hellos, *frames):
+        reader, writer = await asyncio.open_connection(ANY, listener.port)
+        writer.write(data)
+        await reader.read()
+        writer.close()
+    lines = [each for each in caplog.messages if each.startswith("net.protocol_error")]
+    assert len(lines) == 2
+    await listener.close()

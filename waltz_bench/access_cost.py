@@ -1,0 +1,131 @@
+"""The CPU cost of access control: a workload on two clusters in turn, with `access` off and on.
+
+Rules:
+    1. Both clusters use TLS, with the same settings, and run all the time. Each round runs the
+       workload on both; the order changes with each round.
+    2. The figure of a run is the CPU time of servers, storages and clients per transaction. The
+       speed of a machine changes over time, so the cost is the median of the ratios of the rounds.
+    3. The client has a token, and permissions for a list of partitions: a request then costs the
+       most.
+"""
+
+import asyncio
+import secrets
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Final
+
+from waltz_bench.measuring import BenchLoad, Measured, Meter, Workload
+from waltz_core.access.permissions import Grant, KnownToken, Permissions
+from waltz_core.access.principals import ANONYMOUS
+from waltz_core.access.requirements import AccessVerb
+from waltz_core.access.tokens import TOKEN_BYTES, hash_of
+from waltz_core.cli.output import print_error
+from waltz_core.cluster.change.stored_permissions import Author
+from waltz_core.cluster.zookeeper import zookeeper_session
+from waltz_core.config.connect_string import parse_connect_string
+from waltz_core.local import LocalCluster
+
+_CLIENT: Final = "bench"
+_LATER_MS: Final = 365 * 86_400_000
+_ROLES: Final = ("server", "storage", "client")
+
+
+@dataclass
+class _Side:
+    """One of the two clusters, and the runs on it."""
+
+    cluster: LocalCluster
+    connect: str
+    runs: list[Measured] = field(default_factory=list)
+    cpu_us: list[float] = field(default_factory=list)
+    cpu_seconds: dict[str, float] = field(default_factory=dict)
+
+    def run(self, workload: Workload, load: BenchLoad, other: LocalCluster) -> None:
+        """Run the workload once."""
+        meter = Meter(self.cluster, [other])
+        measured = workload(replace(load, connect=self.connect), meter)
+        spent = meter.spent() or {}
+        for role, seconds in spent.items():
+            self.cpu_seconds[role] = self.cpu_seconds.get(role, 0.0) + seconds
+        seconds = sum(spent[role] for role in _ROLES)
+        self.runs.append(measured)
+        self.cpu_us.append(seconds * 1e6 / max(measured.rows, 1))
+
+
+def compare(workload: Workload, load: BenchLoad, tls: Path, rounds: int) -> Measured:
+    """Return the figures of all runs with access control; `access_ratio` compares them."""
+    print_error("starting two local clusters")
+    with _running(tls, "off") as plain, _running(tls, "on") as checked:
+        for number in range(rounds):
+            print_error(f"round {number + 1} of {rounds}")
+            pair = (plain, checked) if number % 2 == 0 else (checked, plain)
+            for each, other in (pair, pair[::-1]):
+                each.run(workload, load, other.cluster)
+    runs, every = checked.runs, [*plain.runs, *checked.runs]
+    ratios = [on / off for off, on in zip(plain.cpu_us, checked.cpu_us, strict=True)]
+    return Measured(
+        rows=sum(each.rows for each in runs),
+        seconds=sum(each.seconds for each in runs),
+        bytes=sum(each.bytes for each in runs),
+        latencies_s=[latency for each in runs for latency in each.latencies_s],
+        gap_s_max=max(each.gap_s_max for each in runs),
+        acknowledged=sum(each.acknowledged for each in runs),
+        lost=sum(each.lost for each in every),
+        duplicated=sum(each.duplicated for each in every),
+        errors=sum(each.errors for each in every),
+        cpu_seconds=checked.cpu_seconds,
+        access_ratio=round(statistics.median(ratios), 3),
+        extra={
+            "access_ratios": [round(each, 3) for each in ratios],
+            "cpu_us_per_tx_off": [round(each, 3) for each in plain.cpu_us],
+            "cpu_us_per_tx_on": [round(each, 3) for each in checked.cpu_us],
+        },
+    )
+
+
+@contextmanager
+def _running(tls: Path, access: str) -> Iterator[_Side]:
+    """Run a temporary cluster; with `access` "on" its permissions exist before its daemons."""
+    # No certificate has a name of this kind: so the daemons have no other principal.
+    settings: dict[str, object] = {"access": access, "principal_pattern": "NONE=(.+)"}
+    with TemporaryDirectory(prefix="waltz-") as directory:
+        kinds = {"server": settings, "storage": settings}
+        cluster = LocalCluster(Path(directory) / "cluster", bound=True, tls=tls, settings=kinds)
+        token = Path(directory) / "token"
+        try:
+            cluster.prepare()
+            secret = secrets.token_bytes(TOKEN_BYTES)
+            token.write_text(secret.hex())
+            asyncio.run(_permit(cluster, secret))
+            cluster.up()
+            yield _Side(cluster, f"{cluster.connect}&token_file={token}")
+        finally:
+            if cluster.exists():
+                cluster.down()
+
+
+async def _permit(cluster: LocalCluster, secret: bytes) -> None:
+    """Permit the daemons to replicate, and the client with a token to read and append."""
+    now_ms = time.time_ns() // 1_000_000
+    partitions = ((0, cluster.partition_count - 1),)
+    permissions = Permissions(
+        1,
+        "",
+        0,
+        secrets.token_bytes(32),
+        grants=(
+            Grant(ANONYMOUS, False, AccessVerb.READ, None),  # noqa: FBT003 - no group
+            Grant(ANONYMOUS, False, AccessVerb.REPLICATE, None),  # noqa: FBT003
+            Grant(_CLIENT, False, AccessVerb.READ, partitions),  # noqa: FBT003
+            Grant(_CLIENT, False, AccessVerb.APPEND, partitions),  # noqa: FBT003
+        ),
+        tokens={hash_of(secret): KnownToken("t1", _CLIENT, now_ms + _LATER_MS)},
+    )
+    async with zookeeper_session.connected(parse_connect_string(cluster.connect)) as coordinator:
+        await coordinator.permissions.create(permissions, Author("bench", now_ms))

@@ -1,0 +1,99 @@
+"""The client ID of a client: issued by a server, and shared by its partitions.
+
+Rules (decision 048, AC 9):
+    1. The server of the partition that is about to be mounted issues the ID, on the connection of
+       the mount: so the ID belongs to the principal of that connection.
+    2. If that server is older than L 8, another server issues the ID. Only if none can, the client
+       takes one from ZooKeeper, which needs write access there.
+    3. An ID that a server denies is replaced, for all partitions that mount from then on. An ID
+       that the client was given is never replaced: whoever gave it relies on it.
+    4. Requests to one server wait for each other, and share the answer. Those to another server do
+       not wait for it: it may be frozen.
+"""
+
+import asyncio
+from collections import defaultdict
+
+from waltz_core import errors
+from waltz_core.access.client_ids import ClientIdentity
+from waltz_core.client.links.connections import ServerLink, ServerLinks
+from waltz_core.client.links.directory import Directory
+from waltz_core.wire.messages import ClientIdRequest, ClientIdResponse
+
+# Requests without appends need no client id (docs/design/wire-format.md 2.1).
+_NO_CLIENT_ID = -1
+
+
+class ClientIds:
+    """See the module's rules; `given` is the ID that the application keeps."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        links: ServerLinks,
+        *,
+        timeout_s: float,
+        given: ClientIdentity | None = None,
+    ) -> None:
+        self.current = self._given = given
+        self._directory = directory
+        self._links = links
+        self._timeout_s = timeout_s
+        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    def give(self, identity: ClientIdentity) -> None:
+        """Use this ID, and never another one."""
+        self.current = self._given = identity
+
+    async def get(self, link: ServerLink, *, instead_of: int) -> ClientIdentity:
+        """Return an ID for a mount on this connection, other than `instead_of`.
+
+        Raises the error of the server or of ZooKeeper; ClientIdDenied by rule 3.
+        """
+        if self._given is not None and self._given.client_id == instead_of:
+            raise errors.ClientIdDenied(
+                f"client ID {instead_of}, which this client was given, does not belong to its "
+                f"principal at {link.address}"
+            )
+        async with self._locks[link.address]:  # rule 4
+            if self._is_usable(instead_of):
+                assert self.current is not None
+                return self.current
+            issued = await self._issue(link)
+            if not self._is_usable(instead_of):
+                self.current = issued
+            assert self.current is not None
+            return self.current
+
+    def _is_usable(self, instead_of: int) -> bool:
+        return self.current is not None and self.current.client_id != instead_of
+
+    async def _issue(self, link: ServerLink) -> ClientIdentity:
+        if link.issues_client_ids:
+            return await self._request(link)
+        others = {owner.address for owner in self._directory.owners.values()} - {link.address}
+        for address in sorted(others):  # rule 2
+            try:
+                other = await self._links.get(address)
+            except (errors.Unavailable, errors.ProtocolError):
+                continue
+            if other.issues_client_ids:
+                return await self._request(other)
+        return ClientIdentity(await self._directory.next_client_id())
+
+    async def _request(self, link: ServerLink) -> ClientIdentity:
+        answer = await link.request(
+            ClientIdResponse,
+            ClientIdRequest,
+            client_id=_NO_CLIENT_ID,
+            partition_id=_NO_CLIENT_ID,
+            timeout_s=self._timeout_s,
+        )
+        return ClientIdentity(answer.client_id, bytes(answer.proof))
+
+
+class DirectoryIds(ClientIds):
+    """Takes IDs from the directory: for clusters in memory."""
+
+    async def _issue(self, link: ServerLink) -> ClientIdentity:
+        return ClientIdentity(await self._directory.next_client_id())

@@ -1,0 +1,286 @@
+"""The registry of exactly-once writes as a client uses it: through a server, or in ZooKeeper.
+
+Rules:
+    1. Any server carries out an operation, the one that has answered last first. If one does not
+       answer, another one is requested, until the request timeout: operations may be repeated
+       (`cluster/writes.py`).
+    2. A client uses ZooKeeper itself only if a server answers and none that answers knows these
+       requests (before L 8). The session stays open until `close`.
+"""
+
+import asyncio
+import struct
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from random import Random
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from waltz_core import errors
+from waltz_core.access.client_ids import ClientIdentity
+from waltz_core.client.links.connections import ServerLink, ServerLinks
+from waltz_core.client.links.directory import Directory
+from waltz_core.cluster.coordinator import Coordinator
+from waltz_core.cluster.writes import TaskState, WriteState, client_ids_of_others
+from waltz_core.cluster.zookeeper import zookeeper_session
+from waltz_core.config.declarations import ClientConfig
+from waltz_core.records import strict_json
+from waltz_core.records.record import PartitionId
+from waltz_core.wire.messages import RegistryOperation, RegistryRequest, RegistryResponse
+
+# Requests without appends need no client id (docs/design/wire-format.md 2.1).
+_NO_CLIENT_ID = -1
+
+ResultT = TypeVar("ResultT")
+
+
+class EnteredTask(NamedTuple):
+    """A task, and its client ID with the proof."""
+
+    state: TaskState
+    identity: ClientIdentity
+
+
+class WriteTasks(NamedTuple):
+    """The numbers of a write's tasks, and the client IDs of those that another run has begun."""
+
+    numbers: tuple[int, ...]
+    others: Mapping[int, int]
+
+
+class RegistryUser(Protocol):
+    """The client whose connections and time limits are used."""
+
+    config: ClientConfig
+    directory: Directory
+    links: ServerLinks
+    random: Random
+
+
+class WriteRequests:
+    """See the module's rules; the methods raise like those of `WriteRegistry`.
+
+    `connect` is the cluster, for rule 2.
+    """
+
+    def __init__(self, connect: str, user: RegistryUser) -> None:
+        self._connect = connect
+        self._directory, self._links = user.directory, user.links
+        self._config, self._random = user.config, user.random
+        self._last_address = ""
+        self._coordinator: Coordinator | None = None
+        self._connecting = asyncio.Lock()
+        self._is_closed = False
+
+    async def close(self) -> None:
+        """End the session with ZooKeeper, if there is one."""
+        self._is_closed = True
+        coordinator, self._coordinator = self._coordinator, None
+        if coordinator is not None:
+            await coordinator.close()
+
+    # --- operations
+
+    async def begin(
+        self, write: str, marks: Mapping[int, int], keep_ms: int, *, in_series: bool = False
+    ) -> WriteState:
+        """Begin a write unless it was begun already; see `WriteRegistry.begin`."""
+
+        async def directly(coordinator: Coordinator) -> WriteState:
+            return await coordinator.writes.begin(write, marks, keep_ms, in_series=in_series)
+
+        make = partial(
+            RegistryRequest,
+            operation=RegistryOperation.BEGIN,
+            write=write,
+            partitions=tuple(marks),
+            marks=struct.pack(f">{len(marks)}q", *marks.values()),
+            arguments=_json(keep_ms=keep_ms, in_series=in_series),
+        )
+        return await self._carry_out(make, _write_in, directly)
+
+    async def read(self, write: str) -> WriteState | None:
+        """Return a write; None if it was never begun, or was removed."""
+
+        async def directly(coordinator: Coordinator) -> WriteState | None:
+            return await coordinator.writes.read(write)
+
+        def decode(answer: RegistryResponse) -> WriteState | None:
+            return _write_in(answer) if answer.result else None
+
+        make = partial(RegistryRequest, operation=RegistryOperation.READ, write=write)
+        return await self._carry_out(make, decode, directly)
+
+    async def enter(self, write: str, task: int, run: str) -> EnteredTask:
+        """Begin an attempt of a task; see `WriteRegistry.enter`."""
+
+        async def directly(coordinator: Coordinator) -> EnteredTask:
+            state = await coordinator.writes.enter(write, task, run, coordinator.next_client_id)
+            return EnteredTask(state, ClientIdentity(state.client_id))
+
+        def decode(answer: RegistryResponse) -> EnteredTask:
+            state = TaskState.from_bytes(bytes(answer.result))
+            return EnteredTask(state, ClientIdentity(state.client_id, bytes(answer.proof)))
+
+        make = partial(
+            RegistryRequest,
+            operation=RegistryOperation.ENTER,
+            write=write,
+            task=task,
+            arguments=_json(run=run),
+        )
+        return await self._carry_out(make, decode, directly)
+
+    async def check(self, write: str, task: int, attempt: int) -> None:
+        """Check that an attempt may continue; see `WriteRegistry.check`."""
+
+        async def directly(coordinator: Coordinator) -> None:
+            await coordinator.writes.check(write, task, attempt)
+
+        make = partial(
+            RegistryRequest,
+            operation=RegistryOperation.CHECK,
+            write=write,
+            task=task,
+            attempt=attempt,
+        )
+        await self._carry_out(make, lambda _: None, directly)
+
+    async def tasks(self, write: str, run: str = "") -> WriteTasks:
+        """Return the tasks that were ever begun; the others are those of runs other than `run`."""
+
+        async def directly(coordinator: Coordinator) -> WriteTasks:
+            found = await coordinator.writes.tasks(write)
+            return WriteTasks(tuple(found), client_ids_of_others(run, found))
+
+        def decode(answer: RegistryResponse) -> WriteTasks:
+            values = strict_json.from_json(bytes(answer.result))
+            others = {int(number): each for number, each in values["others"].items()}
+            return WriteTasks(tuple(values["tasks"]), others)
+
+        make = partial(
+            RegistryRequest,
+            operation=RegistryOperation.TASKS,
+            write=write,
+            arguments=_json(run=run),
+        )
+        return await self._carry_out(make, decode, directly)
+
+    async def finish(self, write: str, summary: Mapping[str, Any], keep_ms: int) -> WriteState:
+        """Mark a write as done; see `WriteRegistry.finish`."""
+
+        async def directly(coordinator: Coordinator) -> WriteState:
+            return await coordinator.writes.finish(write, summary, keep_ms)
+
+        make = partial(
+            RegistryRequest,
+            operation=RegistryOperation.FINISH,
+            write=write,
+            arguments=_json(summary=dict(summary), keep_ms=keep_ms),
+        )
+        return await self._carry_out(make, _write_in, directly)
+
+    async def forget(self, write: str) -> None:
+        """Remove a write; servers also remove some expired ones."""
+
+        async def directly(coordinator: Coordinator) -> None:
+            await coordinator.writes.forget(write)
+            await coordinator.writes.forget_expired()
+
+        make = partial(RegistryRequest, operation=RegistryOperation.FORGET, write=write)
+        await self._carry_out(make, lambda _: None, directly)
+
+    # --- the way there
+
+    async def _carry_out(
+        self,
+        make: Callable[..., RegistryRequest],
+        decode: Callable[[RegistryResponse], ResultT],
+        directly: Callable[[Coordinator], Awaitable[ResultT]],
+    ) -> ResultT:
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + self._config.request_timeout_ms / 1000
+        pause_s = self._config.retry_interval_ms_min / 1000
+        while True:
+            try:
+                answer = await self._request(make, deadline_s)
+                if answer is not None:
+                    return decode(answer)
+                break
+            except errors.Unavailable as error:
+                if loop.time() + pause_s >= deadline_s:
+                    raise errors.from_code(
+                        error.code,
+                        "the registry of writes: no answer within "
+                        f"{self._config.request_timeout_ms} ms: {error}",
+                    ) from error
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, self._config.retry_interval_ms_max / 1000)
+            await self._find_servers()
+        return await directly(await self._open())
+
+    async def _request(
+        self, make: Callable[..., RegistryRequest], deadline_s: float
+    ) -> RegistryResponse | None:
+        """Return the answer of a server; None by rule 2."""
+        is_old, last = False, errors.Unavailable("no server owns a partition")
+        for address in self._addresses():
+            try:
+                link = await self._links.get(address)
+                if link.knows_registry:
+                    answer = await self._answer_of(link, make, deadline_s)
+                    self._last_address = address
+                    return answer
+                is_old = True
+            except errors.Unavailable as error:
+                last = error
+            except errors.ProtocolError as error:  # another program has the address now
+                last = errors.Unreachable(str(error))
+        self._last_address = ""
+        if is_old:
+            return None
+        raise last
+
+    async def _answer_of(
+        self, link: ServerLink, make: Callable[..., RegistryRequest], deadline_s: float
+    ) -> RegistryResponse:
+        left_s = deadline_s - asyncio.get_running_loop().time()
+        return await link.request(
+            RegistryResponse,
+            make,
+            client_id=_NO_CLIENT_ID,
+            partition_id=_NO_CLIENT_ID,
+            timeout_s=max(0.001, min(left_s, self._config.mount_timeout_ms / 1000)),
+        )
+
+    def _addresses(self) -> list[str]:
+        found = sorted({owner.address for owner in self._directory.owners.values()})
+        self._random.shuffle(found)  # clients must not all use the same server
+        return sorted(found, key=lambda each: each != self._last_address)
+
+    async def _find_servers(self) -> None:
+        """Read the owners again: the known servers do not answer."""
+        try:
+            await self._directory.owner(PartitionId(0), after_failure=True)
+        except errors.Unavailable:
+            return  # then the next attempt fails, too
+
+    async def _open(self) -> Coordinator:
+        """Return the session with ZooKeeper (rule 2)."""
+        async with self._connecting:
+            if self._is_closed:
+                raise errors.UsageError("the client is closed")
+            if self._coordinator is None:
+                self._coordinator = await zookeeper_session.connect(
+                    self._connect,
+                    connect_timeout_ms=self._config.zookeeper_connect_timeout_ms,
+                    session_timeout_ms=self._config.zookeeper_session_timeout_ms,
+                )
+            return self._coordinator
+
+
+def _write_in(answer: RegistryResponse) -> WriteState:
+    return WriteState.from_bytes(bytes(answer.result))
+
+
+def _json(**arguments: object) -> bytes:
+    return strict_json.to_json(arguments)

@@ -1,0 +1,87 @@
+"""The client IDs that servers issue, counted in `R/x/client` from `FIRST_ISSUED` on (AC 9).
+
+An ID is allocated once. Those that a write with unknown outcome may have allocated are skipped.
+"""
+
+from contextlib import suppress
+from typing import Final
+
+from waltz_core import errors
+from waltz_core.access.client_ids import NONE_ISSUED
+from waltz_core.cluster.znodes import model
+from waltz_core.cluster.znodes.interface import CreateNode, Operation, Set
+from waltz_core.cluster.znodes.node_access import ClusterNodes, decode_node
+from waltz_core.records.record import ClientId
+
+ATTEMPTS_MAX: Final = 1_000
+
+
+class IssuedIds:
+    """The counter, through one session."""
+
+    def __init__(self, nodes: ClusterNodes) -> None:
+        self._nodes = nodes
+
+    async def last(self) -> ClientId:
+        """Return the last allocated ID."""
+        await self._nodes.znodes.sync()
+        return ClientId((await self._read())[0])
+
+    async def raise_to(self, client_id: ClientId) -> None:
+        """Allocate no ID up to `client_id` from now on."""
+        for _ in range(ATTEMPTS_MAX):
+            last, version = await self._read()
+            if last >= client_id:
+                return
+            with suppress(errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
+                await self._write(client_id, version)
+        raise self._contended()
+
+    async def next(self) -> ClientId:
+        """Allocate an ID that was never used before."""
+        return ClientId((await self.allocate(1))[0])
+
+    async def allocate(self, count: int) -> range:
+        """Allocate up to `count` IDs, at least one, that were never used before.
+
+        Raises BadFormat if there are no more.
+        """
+        for _ in range(ATTEMPTS_MAX):
+            last, version = await self._read()
+            end = min(last + count, model.INT32_MAX)
+            if end == last:
+                raise errors.BadFormat(f"{self._path}: all IDs up to {last} are allocated")
+            try:
+                await self._write(end, version)
+            except (errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
+                continue
+            return range(last + 1, end + 1)
+        raise self._contended()
+
+    @property
+    def _path(self) -> str:
+        return self._nodes.paths.issued_client_ids
+
+    async def _read(self) -> tuple[int, int | None]:
+        """Return the last allocated ID and the node's version; None: there is no node yet."""
+        node = await self._nodes.znodes.get(self._path)
+        if node is None:
+            return NONE_ISSUED, None
+        last = decode_node(self._path, node, model.decode_id)
+        if last < NONE_ISSUED:
+            raise errors.BadFormat(f"{self._path}: expected {NONE_ISSUED} or more, found {last}")
+        return last, node.stat.version
+
+    async def _write(self, last: int, version: int | None) -> None:
+        data = model.encode_id(last)
+        step: Operation = CreateNode(self._path, data)
+        if version is None:
+            await self._nodes.ensure((self._nodes.paths.extensions,))
+        else:
+            step = Set(self._path, data, version)
+        await self._nodes.znodes.write([step])
+
+    def _contended(self) -> errors.CoordinatorUnavailable:
+        return errors.CoordinatorUnavailable(
+            f"{self._path} was changed by others in {ATTEMPTS_MAX} attempts"
+        )

@@ -1,0 +1,230 @@
+"""Operations on the registry of exactly-once writes for clients, with the server's own session.
+
+`cluster/writes.py` has the rules of the registry. So a client needs no write access to ZooKeeper.
+
+Rules (decision 048, AC 14):
+    1. A write belongs to a principal; its name is not known to others. Without access control there
+       are no principals, and every client may change every write.
+    2. With `access = "report"` an operation on the write of another principal is logged, and
+       carried out.
+    3. Requests are bounded: a name, a run and a node have a size limit, a write is kept for at most
+       a year, and one principal has at most `TURNS_MAX` operations under way in this server.
+    4. An operation may be repeated, as after an unknown outcome in ZooKeeper.
+    5. Finished and removed writes are followed by the removal of some expired ones.
+"""
+
+import asyncio
+import logging
+import struct
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Final
+
+from waltz_core import errors
+from waltz_core.access.client_ids import NO_PROOF
+from waltz_core.cluster.writes import (
+    NAME_CHARACTERS_MAX,
+    NODE_BYTES_MAX,
+    TaskState,
+    WriteRegistry,
+    client_ids_of_others,
+)
+from waltz_core.records import strict_json
+from waltz_core.records.record import ClientId
+from waltz_core.server.process.storage_links import Tasks
+from waltz_core.transport.port_access import ConnectionAccess
+from waltz_core.wire.messages import RegistryOperation, RegistryRequest, RegistryResponse
+
+_log = logging.getLogger(__name__)
+
+KEEP_MS_MAX: Final = 365 * 24 * 3_600 * 1_000
+TURNS_MAX: Final = 16
+_READS_MAX: Final = 100
+
+
+class RegistryRequests:
+    """See the module's rules."""
+
+    def __init__(
+        self,
+        writes: WriteRegistry,
+        next_client_id: Callable[[], Awaitable[ClientId]],
+        partition_count: int,
+        tasks: Tasks,
+    ) -> None:
+        self._writes = writes
+        self._next_client_id = next_client_id
+        self._partition_count = partition_count
+        self._tasks = tasks
+        self._turns: dict[str, asyncio.Semaphore] = defaultdict(
+            lambda: asyncio.Semaphore(TURNS_MAX)
+        )
+
+    async def answer(
+        self, request: RegistryRequest, access: ConnectionAccess | None
+    ) -> RegistryResponse:
+        """Carry out a request of a connection; `access` is None without access control.
+
+        Raises:
+            BadRequest: the request is not valid, or the principal has too many writes.
+            PermissionDenied: the write belongs to another principal.
+            ConnectionSuperseded: a later attempt has begun, or the write is over.
+            Unavailable: ZooKeeper does not answer.
+        """
+        async with self._turns["" if access is None else access.principal]:
+            answer = await self._answer(request, access)
+        if request.operation in (RegistryOperation.FINISH, RegistryOperation.FORGET):
+            self._tasks.create_task(self._forget_expired())
+        return answer
+
+    async def _answer(
+        self, request: RegistryRequest, access: ConnectionAccess | None
+    ) -> RegistryResponse:
+        if access is not None:
+            own = self._writes.of(access.principal)
+            try:
+                return await self._carry_out(request, own, access)
+            except errors.PermissionDenied as error:
+                if not access.is_only_reported(error, request):
+                    raise
+        # No proof by rule 2: it would stay valid when the requests are denied.
+        return await self._carry_out(request, self._writes, None)
+
+    async def _carry_out(
+        self, request: RegistryRequest, writes: WriteRegistry, access: ConnectionAccess | None
+    ) -> RegistryResponse:
+        given, write = Arguments(bytes(request.arguments)), request.write
+        match request.operation:
+            case RegistryOperation.BEGIN:
+                marks = self._marks(request)
+                keep_ms, in_series = given.keep_ms(), given.flag("in_series")
+                begun = await writes.begin(write, marks, keep_ms, in_series=in_series)
+                return RegistryResponse(request.req_id, begun.to_bytes())
+            case RegistryOperation.READ:
+                found = await writes.read(write)
+                return RegistryResponse(request.req_id, b"" if found is None else found.to_bytes())
+            case RegistryOperation.ENTER:
+                task, run = _task(request), given.text("run")
+                entered = await writes.enter(write, task, run, self._next_client_id)
+                proof = NO_PROOF if access is None else access.proof_of(entered.client_id)
+                return RegistryResponse(request.req_id, entered.to_bytes(), proof)
+            case RegistryOperation.CHECK:
+                await writes.check(write, _task(request), request.attempt)
+            case RegistryOperation.TASKS:
+                return await self._read_tasks(request, writes, given.text("run"))
+            case RegistryOperation.FINISH:
+                done = await writes.finish(write, given.summary(), given.keep_ms())
+                return RegistryResponse(request.req_id, done.to_bytes())
+            case RegistryOperation.FORGET:
+                await writes.forget(write)
+            case unknown:
+                raise errors.BadRequest(f"the registry has no operation {unknown}")
+        return RegistryResponse(request.req_id)
+
+    async def _read_tasks(
+        self, request: RegistryRequest, writes: WriteRegistry, run: str
+    ) -> RegistryResponse:
+        await writes.read(request.write)  # it checks the owner
+        tasks = await _states_of(writes, request.write)
+        others = {str(number): each for number, each in client_ids_of_others(run, tasks).items()}
+        result = strict_json.to_json({"tasks": list(tasks), "others": others})
+        return RegistryResponse(request.req_id, result)
+
+    def _marks(self, request: RegistryRequest) -> dict[int, int]:
+        marks = struct.unpack(f">{len(request.marks) // 8}q", request.marks)
+        if len(marks) != len(request.partitions):
+            raise errors.BadRequest(
+                f"expected a mark for each of {len(request.partitions)} partitions, found "
+                f"{len(marks)}"
+            )
+        for partition in request.partitions:
+            if not 0 <= partition < self._partition_count:
+                raise errors.UnknownPartition(
+                    f"there is no partition {partition}: the cluster has "
+                    f"{self._partition_count}, from 0 on"
+                )
+        return dict(zip(request.partitions, marks, strict=True))
+
+    async def _forget_expired(self) -> None:
+        """Rule 5."""
+        try:
+            await self._writes.forget_expired()
+        except errors.WaltzError as error:
+            _log.info("registry.expired_not_removed reason=%s", error)  # with the next request
+
+
+class Arguments:
+    """The JSON of a request, with checks; all methods raise BadRequest."""
+
+    def __init__(self, data: bytes) -> None:
+        """Raises BadRequest, TooLarge."""
+        self._values: Mapping[str, Any] = {}
+        if not data:
+            return
+        if len(data) > NODE_BYTES_MAX:
+            raise errors.TooLarge(
+                f"the arguments of a registry request: expected at most {NODE_BYTES_MAX} bytes, "
+                f"found {len(data)}"
+            )
+        try:
+            self._values = strict_json.from_json(data)
+            strict_json.to_json(self._values)  # a lone surrogate can be read, but not written
+        except ValueError as error:
+            raise errors.BadRequest(f"arguments: expected JSON: {error!s:.200}") from error
+        if not isinstance(self._values, dict):
+            raise errors.BadRequest(f"arguments: expected an object, found {data!r:.200}")
+
+    def keep_ms(self) -> int:
+        """Return for how long a write is kept."""
+        found = self._values.get("keep_ms")
+        if type(found) is not int or not 0 <= found <= KEEP_MS_MAX:
+            raise self._wrong("keep_ms", f"0 to {KEEP_MS_MAX} (a year)")
+        return found
+
+    def flag(self, name: str) -> bool:
+        """Return a flag; false if it is absent."""
+        found = self._values.get(name, False)
+        if type(found) is not bool:
+            raise self._wrong(name, "true or false")
+        return found
+
+    def text(self, name: str) -> str:
+        """Return a short text."""
+        found = self._values.get(name)
+        if type(found) is not str or len(found) > NAME_CHARACTERS_MAX:
+            raise self._wrong(name, f"a text of at most {NAME_CHARACTERS_MAX} characters")
+        return found
+
+    def summary(self) -> dict[str, Any]:
+        """Return the summary of a write."""
+        found = self._values.get("summary")
+        if not isinstance(found, dict):
+            raise self._wrong("summary", "an object")
+        return found
+
+    def _wrong(self, name: str, expected: str) -> errors.BadRequest:
+        return errors.BadRequest(
+            f"argument {name}: expected {expected}, found {self._values.get(name)!r:.200}"
+        )
+
+
+async def _states_of(writes: WriteRegistry, write: str) -> dict[int, TaskState]:
+    """Read all tasks of a write, many at the same time: there may be a hundred thousand."""
+    numbers = await writes.task_numbers(write)
+    found: dict[int, TaskState] = {}
+    for start in range(0, len(numbers), _READS_MAX):
+        part = numbers[start : start + _READS_MAX]
+        try:
+            async with asyncio.TaskGroup() as group:
+                reads = {each: group.create_task(writes.task_state(write, each)) for each in part}
+        except BaseExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        states = {number: read.result() for number, read in reads.items()}
+        found |= {number: state for number, state in states.items() if state is not None}
+    return found
+
+
+def _task(request: RegistryRequest) -> int:
+    if request.task < 0:
+        raise errors.BadRequest(f"task: expected 0 or more, found {request.task}")
+    return request.task

@@ -1,0 +1,369 @@
+"""The audit log of a daemon: a file of JSON lines about requests that matter (decision 048, AC 11).
+
+It has administrative requests, denied requests, and the revisions of the permissions.
+
+Rules:
+    1. An administrative request may begin when its line is in the file. If the file cannot be
+       written, or `QUEUE_LINES_MAX` lines wait, it must be rejected.
+    2. It has a second line, with its outcome, and with the same number as the first one.
+    3. Each second, the log takes `DENIALS_PER_PEER_MAX` denials of one principal, as many of one
+       host, and `DENIALS_MAX` in total. The next one that it takes has the number of the others.
+    4. A thread writes the lines in their order. While the file cannot be written, outcomes and
+       revisions wait for the next line, and denials are dropped.
+    5. All characters of a line are printable ASCII, so no value can begin a line or hide one. If
+       the disk is full in the middle of a line, the next one begins on a new line.
+    6. Lines are not synced: they survive the end of the process, but not that of the machine.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence, Sized
+from datetime import UTC, datetime
+from enum import Enum
+from itertools import count
+from queue import SimpleQueue
+from threading import Thread
+from typing import Final, NamedTuple, TypeAlias
+
+from waltz_core.access.permission_changes import ranges_of, ranges_text
+from waltz_core.access.permissions import Permissions
+from waltz_core.access.requirements import ADMINISTER, Requirement, Scope
+from waltz_core.errors import BadConfig, Overloaded, Unavailable, WaltzError
+from waltz_core.wire.messages import Message
+
+_log = logging.getLogger(__name__)
+
+QUEUE_LINES_MAX: Final = 10_000
+DENIALS_PER_PEER_MAX: Final = 10
+DENIALS_MAX: Final = 100
+CLOSE_S_MAX: Final = 2.0
+_BATCH_LINES_MAX: Final = 1_000
+_TEXT_CHARACTERS_MAX: Final = 1_000
+_FILE_MODE: Final = 0o640
+# Fields of messages that the object has, or that mean nothing to a reader.
+_FIELDS_LEFT_OUT: Final = {"req_id", "session_id", "sequence", "partition_id", "partitions"}
+
+BegunCallback: TypeAlias = Callable[[WaltzError | None], None]
+
+
+def _wall_clock_ms() -> int:
+    return time.time_ns() // 1_000_000
+
+
+class Peer(NamedTuple):
+    """Where a request comes from: its principal, and its address "host:port"."""
+
+    principal: str
+    address: str
+
+
+class _Line(NamedTuple):
+    """One line: `is_kept` by rule 4; `begun` is called with the error if it is not written."""
+
+    data: bytes
+    is_kept: bool = False
+    begun: BegunCallback | None = None
+
+
+class _Command(NamedTuple):
+    """An entry of the queue that is no line: open the file again, or end."""
+
+    is_end: bool
+
+
+class AuditFile:
+    """See the module's rules. Create and call it on the loop's thread."""
+
+    def __init__(self, path: str, clock_ms: Callable[[], int] = _wall_clock_ms) -> None:
+        """Open the file; raises BadConfig."""
+        try:
+            self._file = _File(path)
+        except OSError as error:
+            raise BadConfig(f"audit_log: {path!r} cannot be opened: {error.strerror}") from error
+        self._clock_ms = clock_ms
+        self._loop = asyncio.get_running_loop()
+        self._numbers = count(1)
+        self._denials = _Denials()
+        self._queue: SimpleQueue[_Line | _Command] = SimpleQueue()
+        # Of the thread: lines that wait for the next one, and lines that were lost.
+        self._kept: list[_Line] = []
+        self._lost_count = 0
+        self._has_failed = False
+        self._thread = Thread(target=self._serve, name="audit-log", daemon=True)
+        self._thread.start()
+
+    # ---- on the loop's thread
+
+    def request(self, peer: Peer, requirement: Requirement, message: Message) -> "AuditedRequest":
+        """Return an administrative request, whose `begin` is next."""
+        fields = {"request": next(self._numbers), **_fields_of(peer, requirement, message)}
+        return AuditedRequest(self, fields)
+
+    def takes_denial(self, peer: Peer) -> bool:
+        """Whether `deny` must be called for a denial now (rule 3); otherwise it is counted."""
+        if self._queue.qsize() >= QUEUE_LINES_MAX:
+            self._denials.omitted_count += 1
+            return False
+        return self._denials.takes(peer, self._clock_ms() // 1000)
+
+    def deny(
+        self,
+        peer: Peer,
+        requirement: Requirement | None,
+        message: Message,
+        *,
+        error: str,
+        is_enforced: bool,
+    ) -> None:
+        """Write a denial; without a requirement it is a token that was not accepted."""
+        fields = _fields_of(peer, requirement, message)
+        outcome = "denied" if is_enforced else "would_be_denied"
+        omitted = self._denials.take_omitted()
+        more = {"omitted": omitted} if omitted else {}
+        self._put(_Line(self._encoded(fields, outcome, error=error, **more)))
+
+    def revise(self, permissions: Permissions) -> None:
+        """Write that this revision is in use now."""
+        fields: dict[str, object] = {
+            "principal": permissions.changed_by,
+            "address": "",
+            "verb": "",
+            "object": "permissions",
+            "message": f"revision {permissions.revision} of {_time_text(permissions.changed_ms)}",
+        }
+        self._put(_Line(self._encoded(fields, "in_use"), is_kept=True))
+
+    def open_again(self) -> None:
+        """Open the file of this name again, after the lines that wait; log the outcome."""
+        self._queue.put(_Command(is_end=False))
+
+    async def close(self) -> None:
+        """Write the lines that wait, within `CLOSE_S_MAX`: the disk may hang."""
+        self._queue.put(_Command(is_end=True))
+        await asyncio.to_thread(self._thread.join, CLOSE_S_MAX)
+
+    def _begin(self, fields: dict[str, object], begun: BegunCallback) -> None:
+        if self._queue.qsize() >= QUEUE_LINES_MAX:
+            self._loop.call_soon(
+                begun, Overloaded(f"{QUEUE_LINES_MAX} lines wait for the audit log")
+            )
+            return
+        self._put(_Line(self._encoded(fields, "begun"), begun=begun))
+
+    def _end(self, fields: dict[str, object], outcome: str, error: str) -> None:
+        self._put(_Line(self._encoded(fields, outcome, error=error), is_kept=True))
+
+    def _encoded(
+        self, fields: dict[str, object], outcome: str, *, error: str = "", **more: object
+    ) -> bytes:
+        line = {"time": _time_text(self._clock_ms()), **fields, "outcome": outcome, **more}
+        if error:
+            line["error"] = _cut(error)
+        return json.dumps(line, separators=(",", ":")).encode("ascii") + b"\n"  # rule 5
+
+    def _put(self, line: _Line) -> None:
+        self._queue.put(line)
+
+    def _report(self, outcomes: Sequence[tuple[BegunCallback, WaltzError | None]]) -> None:
+        for begun, error in outcomes:
+            begun(error)
+
+    # ---- on its own thread (rule 4)
+
+    def _serve(self) -> None:
+        lines: list[_Line] = []
+        while True:
+            entry = self._queue.get()
+            if isinstance(entry, _Line):
+                lines.append(entry)
+                if len(lines) < _BATCH_LINES_MAX and not self._queue.empty():
+                    continue
+            self._write(lines)
+            lines = []
+            if isinstance(entry, _Command):
+                if entry.is_end:
+                    self._file.close()
+                    return
+                self._open_again()
+
+    def _write(self, lines: list[_Line]) -> None:
+        lines = self._kept + lines
+        if not lines:
+            return
+        written_count, failure = self._file.write([each.data for each in lines])
+        failed = lines[written_count:]
+        kept = [each for each in failed if each.is_kept]
+        self._kept = kept[-QUEUE_LINES_MAX:]
+        self._lost_count += len(failed) - len(self._kept)
+        error = None
+        if failure is not None:
+            error = Unavailable(
+                f"the audit log cannot be written: {failure.strerror}. Hint: the daemon's log has "
+                "the file (`audit.write_failed`)."
+            )
+        outcomes: list[tuple[BegunCallback, WaltzError | None]] = [
+            (each.begun, error if number >= written_count else None)
+            for number, each in enumerate(lines)
+            if each.begun is not None
+        ]
+        self._log_change(failure)
+        with contextlib.suppress(RuntimeError):  # The loop is closed: the process is ending.
+            self._loop.call_soon_threadsafe(self._report, outcomes)
+
+    def _log_change(self, failure: OSError | None) -> None:
+        """Log when writing begins to fail, and when it works again."""
+        if failure is not None and not self._has_failed:
+            _log.error("audit.write_failed path=%s error=%s", self._file.path, failure.strerror)
+        if failure is None and self._has_failed:
+            _log.info("audit.write_resumed path=%s lost=%d", self._file.path, self._lost_count)
+            self._lost_count = 0
+        self._has_failed = failure is not None
+
+    def _open_again(self) -> None:
+        try:
+            opened = _File(self._file.path)
+        except OSError as error:  # the lines go to the file that is open
+            _log.error("audit.open_failed path=%s error=%s", self._file.path, error.strerror)
+            return
+        self._file.close()
+        self._file = opened
+        _log.info("audit.opened path=%s", opened.path)
+
+
+class AuditedRequest:
+    """An administrative request in the log (rules 1 and 2)."""
+
+    def __init__(self, log: AuditFile, fields: dict[str, object]) -> None:
+        self._log = log
+        self._fields = fields
+
+    def begin(self, begun: BegunCallback) -> None:
+        """Write its line; later call `begun`, with an error if the request must be rejected."""
+        self._log._begin(self._fields, begun)
+
+    def end(self, outcome: str, error: str = "") -> None:
+        """Write its outcome: "done", "rejected" with an error, or "unknown"."""
+        self._log._end(self._fields, outcome, error)
+
+
+class _Denials:
+    """The denials of the current second (rule 3), with `DENIALS_MAX` keys of a kind at most."""
+
+    def __init__(self) -> None:
+        self.omitted_count = 0
+        self._second = 0
+        self._count = 0
+        self._counts: Counter[tuple[str, str]] = Counter()
+
+    def takes(self, peer: Peer, second: int) -> bool:
+        if second != self._second:
+            self._second, self._count = second, 0
+            self._counts.clear()
+        keys = ("principal", peer.principal), ("host", peer.address.rpartition(":")[0])
+        is_over = any(self._counts[key] >= DENIALS_PER_PEER_MAX for key in keys)
+        if is_over or self._count >= DENIALS_MAX:
+            self.omitted_count += 1
+            return False
+        self._count += 1
+        self._counts.update(keys)
+        return True
+
+    def take_omitted(self) -> int:
+        omitted, self.omitted_count = self.omitted_count, 0
+        return omitted
+
+
+class _File:
+    """The open file. Its constructor raises OSError."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, _FILE_MODE)
+        size = os.fstat(self._fd).st_size
+        # The last process may have left a part of a line.
+        self._is_torn = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
+
+    def write(self, lines: Sequence[bytes]) -> tuple[int, OSError | None]:
+        """Append lines; return how many are in the file as a whole, and the error."""
+        start = b"\n" if self._is_torn else b""
+        data, done_bytes, failure = memoryview(start + b"".join(lines)), 0, None
+        try:
+            while done_bytes < len(data):
+                done_bytes += os.write(self._fd, data[done_bytes:])
+        except OSError as error:
+            failure = error
+        end, whole_count = len(start), 0
+        for line in lines:
+            if end + len(line) > done_bytes:
+                break
+            end += len(line)
+            whole_count += 1
+        if done_bytes:
+            self._is_torn = done_bytes != end
+        return whole_count, failure
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def is_administrative(requirement: Requirement) -> bool:
+    """Whether requests with this requirement are in the audit log."""
+    return requirement.is_all and ADMINISTER in requirement.verbs
+
+
+def _fields_of(peer: Peer, requirement: Requirement | None, message: Message) -> dict[str, object]:
+    verbs, named = "", ""
+    if requirement is not None:
+        joined = " and " if requirement.is_all else " or "
+        verbs = joined.join(each.value for each in requirement.verbs)
+        named = _object_of(requirement, message)
+    return {
+        "principal": peer.principal,
+        "address": peer.address,
+        "verb": verbs,
+        "object": named,
+        "message": _message_text(message),
+    }
+
+
+def _object_of(requirement: Requirement, message: Message) -> str:
+    if requirement.scope is Scope.ALL:
+        return "all partitions"
+    named = message.own_partitions() if requirement.scope is Scope.OWN else ()
+    return _cut(f"partitions {ranges_text(ranges_of(named))}") if named else "any partition"
+
+
+def _message_text(message: Message) -> str:
+    """Return the name of a message with its fields; only the size of long ones."""
+    words = [type(message).__name__]
+    assert dataclasses.is_dataclass(message)
+    for each in dataclasses.fields(message):
+        if each.name in _FIELDS_LEFT_OUT or not each.repr:  # a token has no repr
+            continue
+        found = getattr(message, each.name)
+        words.append(f"{each.name}={_value_text(found)}")
+    return _cut(" ".join(words))
+
+
+def _value_text(found: object) -> str:
+    if isinstance(found, Sized) and not isinstance(found, str):
+        return f"({len(found)})"
+    return found.name if isinstance(found, Enum) else str(found)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _TEXT_CHARACTERS_MAX else f"{text[:_TEXT_CHARACTERS_MAX]}.."
+
+
+def _time_text(at_ms: int) -> str:
+    try:
+        text = datetime.fromtimestamp(at_ms // 1000, UTC).strftime("%Y-%m-%dT%H:%M:%S")
+    except (OverflowError, ValueError, OSError):  # a time that another program wrote
+        return f"{at_ms} ms"
+    return f"{text}.{at_ms % 1000:03}Z"

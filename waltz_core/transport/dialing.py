@@ -1,0 +1,45 @@
+"""Parts of a dial that need no link: the own token, and a TCP connection to a host."""
+
+import asyncio
+from collections.abc import Callable
+from ssl import SSLContext, SSLError
+
+from waltz_core.access.tokens import Token
+from waltz_core.errors import AuthenticationFailed, BadConfig
+from waltz_core.transport import lookup, tls
+
+
+async def read_token(address: str, ssl: SSLContext | None) -> Token | None:
+    """Return the token for a new connection; raises AuthenticationFailed."""
+    place = ssl.token if isinstance(ssl, tls.DialContext) else None
+    if place is None:
+        return None
+    try:
+        return await asyncio.to_thread(place.read)
+    except BadConfig as error:  # it was readable when the context was made
+        raise AuthenticationFailed(f"{address}: {error}") from None
+
+
+async def connect(
+    make_protocol: Callable[[], asyncio.BaseProtocol], host: str, port: int, ssl: SSLContext | None
+) -> None:
+    """Connect to the first address of a host that accepts; TLS verifies the host's name.
+
+    Raises OSError.
+    """
+    loop, errors = asyncio.get_running_loop(), dict[str, OSError]()
+    for address in await lookup.addresses_of(host):
+        try:
+            await loop.create_connection(
+                make_protocol, address, port, ssl=ssl, server_hostname=host if ssl else None
+            )
+        except SSLError:
+            raise
+        except OSError as error:
+            errors[address] = error
+        else:
+            return
+    if len(errors) == 1:
+        raise next(iter(errors.values()))
+    failures = (f"{address}: {tls.failure_text(error)}" for address, error in errors.items())
+    raise OSError("; ".join(failures))

@@ -1,0 +1,179 @@
+"""What hostile peers of a port may use (decision 048, "Hostile input").
+
+Rules:
+    1. A host has at most half of the handshakes in progress, and after a burst at most a rate of
+       them. The 2^64 addresses of an IPv6 network are one host.
+    2. Links whose principal has no permission ("strangers") are at most a quarter of all, and those
+       of one host at most half of that: a client with a token is a stranger, too, until the port
+       has accepted it. A port without access control, or with "report", has no strangers.
+    3. The bytes of incomplete frames are limited over all links. Over the limit, the link that has
+       most of them is closed: to read it more slowly would let it keep the memory.
+"""
+
+import ipaddress
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Final, Protocol
+
+LINKS_MAX: Final = 10_000
+INCOMPLETE_BYTES_MAX: Final = 1024 * 1024 * 1024
+STRANGERS_SHARE: Final = 4
+_HOSTS_MAX: Final = 10_000
+
+
+class LimitedLink(Protocol):
+    """What is used of a link here."""
+
+    @property
+    def host(self) -> str:
+        """The host of the peer."""
+
+    @property
+    def is_stranger(self) -> bool:
+        """Rule 2."""
+
+    @property
+    def incomplete_bytes(self) -> int:
+        """The bytes of its incomplete frame that have arrived."""
+
+    def abort(self, reason: str) -> None:
+        """Close it now."""
+
+
+class HandshakeLimits:
+    """Rule 1; a port calls `begin` and `end` for each handshake."""
+
+    def __init__(
+        self,
+        *,
+        count_max: int,
+        burst: int,
+        per_s: int,
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._count_max = count_max
+        self._burst = burst
+        self._per_s = per_s
+        self._clock_s = clock_s
+        self._in_progress: Counter[str] = Counter()
+        self._count = 0
+        # The handshakes that a host may begin, and when that was computed; absent: a burst.
+        self._tokens: dict[str, tuple[float, float]] = {}
+
+    def begin(self, address: str) -> str:
+        """Count a handshake, and return ""; or return why it must be rejected."""
+        host = _network_of(address)
+        if self._count >= self._count_max or self._in_progress[host] >= self._count_max // 2:
+            return f"{self._in_progress[host]} of {self._count} handshakes are in progress"
+        if not self._take(host):
+            return f"more than {self._per_s} handshakes per second"
+        self._count += 1
+        self._in_progress[host] += 1
+        return ""
+
+    def end(self, address: str) -> None:
+        """Count a handshake no more; `begin` has returned ""."""
+        host = _network_of(address)
+        self._count -= 1
+        self._in_progress[host] -= 1
+        if not self._in_progress[host]:
+            del self._in_progress[host]
+
+    def _take(self, host: str) -> bool:
+        now_s = self._clock_s()
+        left = self._left(host, now_s)
+        if left < 1:
+            return False
+        if len(self._tokens) >= _HOSTS_MAX and host not in self._tokens:
+            self._forget_idle(now_s)
+        self._tokens[host] = left - 1, now_s
+        return True
+
+    def _left(self, host: str, now_s: float) -> float:
+        left, at_s = self._tokens.get(host, (float(self._burst), now_s))
+        return min(self._burst, left + (now_s - at_s) * self._per_s)
+
+    def _forget_idle(self, now_s: float) -> None:
+        """Forget hosts that may begin a burst; if there are none, forget all."""
+        self._tokens = {
+            host: each
+            for host, each in self._tokens.items()
+            if self._left(host, now_s) < self._burst
+        }
+        if len(self._tokens) >= _HOSTS_MAX:
+            self._tokens.clear()
+
+
+class LinkLimits:
+    """Rules 2 and 3."""
+
+    def __init__(
+        self, links_max: int = LINKS_MAX, incomplete_bytes_max: int = INCOMPLETE_BYTES_MAX
+    ) -> None:
+        self._links_max = links_max
+        self._incomplete_bytes_max = incomplete_bytes_max
+        self._incomplete_bytes = 0
+        self._links: dict[LimitedLink, int] = {}  # with its incomplete bytes
+        # Those that were strangers when they were made, by host.
+        self._strangers: dict[str, dict[LimitedLink, None]] = {}
+
+    def add(self, link: LimitedLink) -> str:
+        """Take a new link, and return ""; or return why it must be rejected."""
+        if len(self._links) >= self._links_max:
+            return "too many connections"
+        if link.is_stranger:
+            host = _network_of(link.host)
+            if self._is_full(host):
+                self._recount()
+                if self._is_full(host):
+                    return "too many connections of principals without permissions"
+            self._strangers.setdefault(host, {})[link] = None
+        self._links[link] = 0
+        return ""
+
+    def remove(self, link: LimitedLink) -> None:
+        """Forget a link."""
+        self._incomplete_bytes -= self._links.pop(link, 0)
+        host = _network_of(link.host)
+        of_host = self._strangers.get(host, {})
+        of_host.pop(link, None)
+        if not of_host:
+            self._strangers.pop(host, None)
+
+    def _is_full(self, host: str) -> bool:
+        count_max = self._links_max // STRANGERS_SHARE
+        of_host = len(self._strangers.get(host, ()))
+        return of_host >= count_max // 2 or sum(map(len, self._strangers.values())) >= count_max
+
+    def _recount(self) -> None:
+        """Forget those that have got a permission."""
+        for host, links in list(self._strangers.items()):
+            self._strangers[host] = {each: None for each in links if each.is_stranger}
+            if not self._strangers[host]:
+                del self._strangers[host]
+
+    def note_incomplete(self, link: LimitedLink) -> None:
+        """Note how many bytes of an incomplete frame a link has (rule 3)."""
+        if link not in self._links:
+            return
+        self._incomplete_bytes += link.incomplete_bytes - self._links[link]
+        self._links[link] = link.incomplete_bytes
+        if self._incomplete_bytes > self._incomplete_bytes_max:
+            largest = max(self._links, key=self._links.__getitem__)
+            self._incomplete_bytes -= self._links[largest]
+            self._links[largest] = 0
+            largest.abort(
+                f"incomplete frames have more than {self._incomplete_bytes_max} bytes, and this "
+                "connection has most of them"
+            )
+
+
+def _network_of(address: str) -> str:
+    if ":" not in address:
+        return address
+    try:
+        number = int(ipaddress.IPv6Address(address.partition("%")[0]))
+    except ValueError:
+        return address
+    return f"{number >> 64:x}"
