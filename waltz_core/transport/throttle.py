@@ -110,17 +110,19 @@ class Throttle:
         quota = self._access.quota
         if quota is None:
             return 0
-        is_append = isinstance(message, AppendRequest | AppendBatch)
+        append_key = None
+        if isinstance(message, AppendRequest | AppendBatch):
+            append_key = _feed_key(message)
         begun = quota.begin(
             now_ns,
             size_bytes=_size_bytes(message),
-            is_append=is_append,
+            is_append=append_key is not None,
             waited_ns=now_ns - self._since_ns,
-            is_overrun=is_append and _feed_key(message) in self._overrun,
+            is_overrun=append_key in self._overrun,
         )
         if isinstance(begun, Overloaded):
-            if is_append:
-                self._note_overrun(_feed_key(message))
+            if append_key is not None:
+                self._note_overrun(append_key)
             self._reject(message, begun, quota, now_ns)
             return 0
         excess = self._begin_feed(message, quota)
