@@ -121,6 +121,10 @@ def _load(function: VerbFunction) -> VerbFunction:
 @click.option(
     "--database", help="sql-view: SQLAlchemy's URL of a database [default: a new SQLite file]"
 )
+@click.option(
+    "--flood-connect",
+    help="flood: the connect string of the flooding client [default: that of the measured client]",
+)
 @click.option("--json", "as_json", is_flag=True, help="print only the JSON line")
 def bench(
     *,

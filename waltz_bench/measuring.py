@@ -47,6 +47,7 @@ class BenchLoad:
     lock_pool: int = 0
     partitions: int | None = None
     database: str | None = None
+    flood_connect: str | None = None
 
     @property
     def batch_rows(self) -> int:

@@ -5,7 +5,7 @@ import dataclasses
 
 from tests.loops import on_virtual_loop
 from waltz_core.access.permissions import PrincipalLimits
-from waltz_core.access.quotas import SECOND_NS, Quota, Usage
+from waltz_core.access.quotas import REJECTIONS_PER_S, SECOND_NS, Quota, Usage
 from waltz_core.records.record import ReqId
 from waltz_core.transport.throttle import Throttle
 from waltz_core.wire.messages import (
@@ -93,18 +93,32 @@ async def test_what_waits_longer_than_a_second_is_rejected_in_order():
 
 
 @on_virtual_loop
-async def test_after_a_rejection_the_connection_is_not_read_for_a_second_at_most():
+async def test_pipelined_requests_over_a_limit_drain_fast_but_a_flood_is_not_read():
     made = Connection(bytes_per_s=1_000)
-    made.throttle.receive([*appends(1, 1, bytes(9_000)), *appends(2, 2)])
-    assert made.rejections == [False, True]
+    made.throttle.receive([*appends(1, 1, bytes(9_000)), *appends(2, REJECTIONS_PER_S)])
+    assert made.rejections == [False] + [True] * (REJECTIONS_PER_S - 1)
     assert made.passed[1][1] >= 8_000
+    assert not made.throttle.is_pausing
+    made.throttle.receive(appends(1, REJECTIONS_PER_S))
     assert made.throttle.is_pausing
     await asyncio.sleep(0.9)
     assert made.throttle.is_pausing
     await asyncio.sleep(0.2)
     assert not made.throttle.is_pausing
-    made.throttle.receive(appends(3, 3))  # it does not pause
-    assert made.rejections == [False, True, True]
+
+
+@on_virtual_loop
+async def test_appends_after_one_over_a_limit_are_not_charged_until_the_next_mount():
+    made = Connection(bytes_per_s=1_000)
+    made.throttle.receive([*appends(1, 1, bytes(3_000)), *appends(2, 2)])
+    await asyncio.sleep(3)
+    made.throttle.receive(appends(3, 5, bytes(9_000)))
+    assert made.rejections == [False] + [True] * 4
+    other = AppendRequest(ReqId(9, 2, 3, 1), 0, (), (), (), 0, b"", 0)
+    mount = MountWriter(ReqId(1, 2, 3, -1), 1, 0, wants_feed=False)
+    made.throttle.receive([other, mount, *appends(3, 3)])
+    await asyncio.sleep(2)
+    assert made.rejections == [False] + [True] * 4 + [False] * 3
 
 
 @on_virtual_loop
