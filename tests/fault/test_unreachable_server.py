@@ -4,6 +4,7 @@ Its partitions move, the doctor reports the reason, and a fenced attempt stays f
 """
 
 import asyncio
+import contextlib
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -296,3 +297,28 @@ def test_a_write_that_is_done_ends_its_attempts_over_a_fail_over(scenario: Scena
             straggler.append(too_late, partition=1).result(HANG_S)
     assert records_with(scenario, in_time) == 1
     assert records_with(scenario, too_late) == 0
+
+
+@contextlib.contextmanager
+def without(scenario: Scenario, name: str) -> Iterator[None]:
+    scenario.cluster.kill(name, signal.SIGKILL)
+    try:
+        yield
+    finally:
+        scenario.cluster.start(name)
+
+
+def test_a_write_begins_continues_and_ends_while_servers_die(scenario: Scenario) -> None:
+    """Any server that lives carries out the operations on the registry of writes."""
+    connect, row = scenario.cluster.connect, scenario.row(2)
+    with without(scenario, "server-1"):
+        begin(scenario, "claim-3")
+    with without(scenario, "server-2"), attempt(scenario, "claim-3", "a") as writer:
+        writer.append(row, partition=2).result(HANG_S)
+    with without(scenario, "server-1"):
+        done = end_write(connect, "claim-3", {"rows": 1}, keep_ms=FOR_LONG)
+        assert asyncio.run(done) == {"rows": 1}
+    claim = TaskClaim(connect, "claim-3", 0, run="b")
+    with WaltzClient.at(layout_of(connect), claim=claim):
+        assert claim.is_done
+    assert records_with(scenario, row) == 1

@@ -23,7 +23,9 @@ from waltz_core.config.connect_string import check_address, parse_connect_string
 from waltz_core.config.settings import fields, load, sample_toml
 from waltz_core.encryption.envelopes import Encryption
 from waltz_core.encryption.keys import KeyCache
-from waltz_core.errors import BadConfig, BadFormat, RemoteProtocolError
+from waltz_core.errors import BadConfig, BadFormat, BadRequest, RemoteProtocolError, TooLarge
+from waltz_core.records import strict_json
+from waltz_core.server.process.registry_requests import Arguments
 from waltz_spark import offsets
 from waltz_spark.unpacking import Unpacker
 
@@ -214,6 +216,13 @@ def _payload(name: str, serializer) -> Decoder:
     )
 
 
+def decode_registry_arguments(data: bytes) -> None:
+    """Decode the arguments of a request for the registry; what is accepted can be stored."""
+    found = Arguments(data)
+    strict_json.to_json([found.keep_ms(), found.flag("in_series"), found.text("run")])
+    strict_json.to_json(found.summary())
+
+
 DECODERS = (
     *map(_settings, KINDS.values() if isinstance(KINDS, dict) else KINDS),
     _text("connect-string", parse_connect, *CONNECT_STRINGS),
@@ -238,6 +247,13 @@ DECODERS = (
     ),
     Decoder("payload-zstd", decompress, (BadFormat,), compressed),
     Decoder("metrics-page", parse_page, (RemoteProtocolError,), lambda: [PAGE], words=TEXT_WORDS),
+    Decoder(
+        "registry-arguments",
+        decode_registry_arguments,
+        (BadRequest, TooLarge),
+        lambda: [b'{"keep_ms":9,"in_series":true,"run":"r","summary":{"rows":[1,"\\u00e9"]}}'],
+        words=TEXT_WORDS,
+    ),
     Decoder(
         "spark-offset",
         decode_offset,

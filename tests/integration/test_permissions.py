@@ -11,7 +11,7 @@ import pytest
 
 from tests.certificates import Certificates
 from tests.commands import run_command
-from tests.fault.load import standing_still, wait_until
+from tests.fault.load import stopped_process, wait_until
 from tests.integration.permitted_cluster import MINE, OTHER, PERMISSIONS, Access, permitted_cluster
 from tests.patience import HANG_S
 from tests.sample_messages import sample_of
@@ -497,7 +497,7 @@ def test_a_principal_with_append_only_learns_its_outcomes(access: Access):
         send(100)
         list(sent.values())[-1].result()
         generation = owner(access).generation
-        with standing_still(access.cluster, "storage-1"):
+        with stopped_process(access.cluster, "storage-1"):
             send(400)
             access.cluster.kill("server-1")
         start_server(access, generation)

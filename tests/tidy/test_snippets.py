@@ -2,7 +2,8 @@
 
 Blocks that run elsewhere: the Python of docs/client.md in tests/integration/test_client_docs.py,
 its SQL in tests/fault/test_sql_instances.py,
-that of README.md and docs/spark.md in tests/spark/test_spark_docs.py, the SQL of docs/spark.md in
+the commands of docs/security.md in tests/fault/test_security_page.py, the Python
+of README.md and docs/spark.md in tests/spark/test_spark_docs.py, the SQL of docs/spark.md in
 tests/spark/test_sql.py. test_commands_page.py checks the commands `waltz-core` in all blocks.
 """
 

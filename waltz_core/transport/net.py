@@ -44,7 +44,6 @@ from waltz_core.errors import (
     BadConfig,
     LocalProtocolError,
     Overloaded,
-    PermissionDenied,
     RemoteProtocolError,
     TlsFailed,
     Unreachable,
@@ -383,15 +382,6 @@ class Link:
     def principal(self) -> str:
         """The principal of a listener's peer."""
         return ANONYMOUS if self.access is None else self.access.principal
-
-    @property
-    def owner(self) -> str | None:
-        """The principal to which a write of a listener's peer belongs; None without access."""
-        return None if self.access is None else self.access.principal
-
-    def is_only_reported(self, error: PermissionDenied, request: Message) -> bool:
-        """Log a denial of a listener's peer; return whether it is permitted nevertheless."""
-        return self.access is None or self.access.is_only_reported(error, request)
 
     def proof_of(self, client_id: int) -> bytes:
         """Return the proof of a client ID that is issued to a listener's peer."""

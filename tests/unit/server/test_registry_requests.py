@@ -13,8 +13,13 @@ from tests.unit.server.registry_world import (
     requests_of,
     serving,
 )
-from tests.writes_contract import MARKS, SCENARIOS, the_time_of_a_write_begins_with_its_last_change
+from tests.writes_contract import (
+    MARKS,
+    SCENARIOS,
+    the_retention_of_a_write_begins_with_its_last_change,
+)
 from waltz_core import errors
+from waltz_core.access.client_ids import NO_PROOF
 from waltz_core.client.links import write_requests
 from waltz_core.client.links.connections import ServerLink
 from waltz_core.cluster import writes as writes_module
@@ -29,7 +34,9 @@ OPERATIONS = RegistryOperation
 
 
 # A server removes expired writes by itself, so this scenario would find none.
-SERVED = [each for each in SCENARIOS if each is not the_time_of_a_write_begins_with_its_last_change]
+SERVED = [
+    each for each in SCENARIOS if each is not the_retention_of_a_write_begins_with_its_last_change
+]
 
 
 @pytest.mark.parametrize("check_scenario", SERVED, ids=lambda scenario: scenario.__name__)
@@ -42,17 +49,17 @@ def test_scenario(check_scenario):
 
 
 class Requester:
-    """A connection of a principal; None without access control."""
+    """The access of a connection."""
 
-    def __init__(self, owner, *, is_enforced=True):
-        self.owner, self._is_enforced, self.denied = owner, is_enforced, []
+    def __init__(self, principal, *, is_enforced=True):
+        self.principal, self._is_enforced, self.denied = principal, is_enforced, []
 
     def is_only_reported(self, error, request):
         self.denied.append(str(error))
         return not self._is_enforced
 
     def proof_of(self, client_id):
-        return f"{self.owner}/{client_id}".encode().ljust(16)
+        return f"{self.principal}/{client_id}".encode().ljust(16)
 
 
 async def with_requests():
@@ -101,7 +108,7 @@ async def test_a_write_belongs_to_the_principal_that_began_it():
 @on_loop
 async def test_a_write_without_an_owner_belongs_to_the_first_that_enters_it(beginner):
     requests, writes = await with_requests()
-    await requests.answer(request(OPERATIONS.BEGIN), Requester(beginner))
+    await requests.answer(request(OPERATIONS.BEGIN), beginner and Requester(beginner))
     await requests.answer(request(OPERATIONS.ENTER), Requester("anonymous"))
     # Only to enter it counts.
     for each in ("other", "mine"):
@@ -120,7 +127,7 @@ async def test_a_write_without_an_owner_belongs_to_the_first_that_enters_it(begi
 @on_loop
 async def test_two_principals_enter_a_write_without_an_owner_and_one_gets_it():
     requests, writes = await with_requests()
-    await requests.answer(request(OPERATIONS.BEGIN), Requester(None))
+    await requests.answer(request(OPERATIONS.BEGIN), None)
     won, denied = [], []
 
     async def enter(number):
@@ -144,7 +151,9 @@ async def test_a_report_carries_out_what_it_would_deny():
     requests, writes = await with_requests()
     await requests.answer(request(OPERATIONS.BEGIN), Requester("mine"))
     other = Requester("other", is_enforced=False)
-    await requests.answer(request(OPERATIONS.ENTER), other)
+    entered = await requests.answer(request(OPERATIONS.ENTER), other)
+    # A proof would stay valid when the requests are denied.
+    assert entered.proof == NO_PROOF
     assert len(other.denied) == 1
     assert (await writes.read("w")).principal == "mine"
     assert list(await writes.tasks("w")) == [0]

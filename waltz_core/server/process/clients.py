@@ -512,7 +512,9 @@ class Clients:
             self._tasks.create_task(self._issue_client_id(connection, message, cost_bytes))
             return
         elif isinstance(message, RegistryRequest) and self._backend.registry is not None:
-            answering = self._backend.registry.answer(message, self._clients[connection].link)
+            answering = self._backend.registry.answer(
+                message, self._clients[connection].link.access
+            )
             self._tasks.create_task(self._serve_registry(connection, request, answering))
             return
         else:

@@ -18,9 +18,10 @@ import logging
 import struct
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from waltz_core import errors
+from waltz_core.access.client_ids import NO_PROOF
 from waltz_core.cluster.writes import (
     NAME_CHARACTERS_MAX,
     NODE_BYTES_MAX,
@@ -31,6 +32,7 @@ from waltz_core.cluster.writes import (
 from waltz_core.records import strict_json
 from waltz_core.records.record import ClientId
 from waltz_core.server.process.storage_links import Tasks
+from waltz_core.transport.port_access import ConnectionAccess
 from waltz_core.wire.messages import RegistryOperation, RegistryRequest, RegistryResponse
 
 _log = logging.getLogger(__name__)
@@ -38,20 +40,6 @@ _log = logging.getLogger(__name__)
 KEEP_MS_MAX: Final = 365 * 24 * 3_600 * 1_000
 TURNS_MAX: Final = 16
 _READS_MAX: Final = 100
-
-
-class Requester(Protocol):
-    """The connection of a request."""
-
-    @property
-    def owner(self) -> str | None:
-        """The principal to which its writes belong; None without access control."""
-
-    def is_only_reported(self, error: errors.PermissionDenied, request: RegistryRequest) -> bool:
-        """Log a denial; return whether rule 2 permits the request nevertheless."""
-
-    def proof_of(self, client_id: int) -> bytes:
-        """Return the proof that a client ID belongs to the principal."""
 
 
 class RegistryRequests:
@@ -68,12 +56,14 @@ class RegistryRequests:
         self._next_client_id = next_client_id
         self._partition_count = partition_count
         self._tasks = tasks
-        self._turns: dict[str | None, asyncio.Semaphore] = defaultdict(
+        self._turns: dict[str, asyncio.Semaphore] = defaultdict(
             lambda: asyncio.Semaphore(TURNS_MAX)
         )
 
-    async def answer(self, request: RegistryRequest, requester: Requester) -> RegistryResponse:
-        """Carry out a request.
+    async def answer(
+        self, request: RegistryRequest, access: ConnectionAccess | None
+    ) -> RegistryResponse:
+        """Carry out a request of a connection; `access` is None without access control.
 
         Raises:
             BadRequest: the request is not valid, or the principal has too many writes.
@@ -81,26 +71,29 @@ class RegistryRequests:
             ConnectionSuperseded: a later attempt has begun, or the write is over.
             Unavailable: ZooKeeper does not answer.
         """
-        async with self._turns[requester.owner]:
-            answer = await self._answer(request, requester)
+        async with self._turns["" if access is None else access.principal]:
+            answer = await self._answer(request, access)
         if request.operation in (RegistryOperation.FINISH, RegistryOperation.FORGET):
             self._tasks.create_task(self._forget_expired())
         return answer
 
-    async def _answer(self, request: RegistryRequest, requester: Requester) -> RegistryResponse:
-        if requester.owner is not None:
-            own = self._writes.of(requester.owner)
+    async def _answer(
+        self, request: RegistryRequest, access: ConnectionAccess | None
+    ) -> RegistryResponse:
+        if access is not None:
+            own = self._writes.of(access.principal)
             try:
-                return await self._carry_out(request, own, requester)
+                return await self._carry_out(request, own, access)
             except errors.PermissionDenied as error:
-                if not requester.is_only_reported(error, request):
+                if not access.is_only_reported(error, request):
                     raise
-        return await self._carry_out(request, self._writes, requester)
+        # No proof by rule 2: it would stay valid when the requests are denied.
+        return await self._carry_out(request, self._writes, None)
 
     async def _carry_out(
-        self, request: RegistryRequest, writes: WriteRegistry, requester: Requester
+        self, request: RegistryRequest, writes: WriteRegistry, access: ConnectionAccess | None
     ) -> RegistryResponse:
-        given, write = _Arguments(request), request.write
+        given, write = Arguments(bytes(request.arguments)), request.write
         match request.operation:
             case RegistryOperation.BEGIN:
                 marks = self._marks(request)
@@ -113,7 +106,7 @@ class RegistryRequests:
             case RegistryOperation.ENTER:
                 task, run = _task(request), given.text("run")
                 entered = await writes.enter(write, task, run, self._next_client_id)
-                proof = requester.proof_of(entered.client_id)
+                proof = NO_PROOF if access is None else access.proof_of(entered.client_id)
                 return RegistryResponse(request.req_id, entered.to_bytes(), proof)
             case RegistryOperation.CHECK:
                 await writes.check(write, _task(request), request.attempt)
@@ -160,14 +153,14 @@ class RegistryRequests:
             _log.info("registry.expired_not_removed reason=%s", error)  # with the next request
 
 
-class _Arguments:
-    """The JSON of a request, with checks."""
+class Arguments:
+    """The JSON of a request, with checks; all methods raise BadRequest."""
 
-    def __init__(self, request: RegistryRequest) -> None:
+    def __init__(self, data: bytes) -> None:
+        """Raises BadRequest, TooLarge."""
         self._values: Mapping[str, Any] = {}
-        if not request.arguments:
+        if not data:
             return
-        data = bytes(request.arguments)
         if len(data) > NODE_BYTES_MAX:
             raise errors.TooLarge(
                 f"the arguments of a registry request: expected at most {NODE_BYTES_MAX} bytes, "
