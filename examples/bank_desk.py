@@ -266,7 +266,7 @@ def checked_key(key: str | None) -> str:
     if key is None:
         return secrets.token_hex(8)
     if not re.fullmatch(r"[\w.:-]{1,80}", key):
-        raise Refused(f"expected an id of letters, digits and . : - _, found {key!r}")
+        raise Refused(f"expected an ID of letters, digits and . : - _, found {key!r}")
     return key
 
 

@@ -141,7 +141,7 @@ class _Run:
         shares = [with_archive / without for with_archive, without in rates]
         self._figures["of_without"] = round(statistics.median(shares), 3)
         self._figures["of_without_each"] = [round(each, 3) for each in shares]
-        print_error(f"appends while archiving, of the rate without: {self._figures['of_without']}")
+        print_error(f"rate of appends with archiving / without: {self._figures['of_without']}")
 
     async def fill(self) -> None:
         """Append the rest, and wait until it is archived."""

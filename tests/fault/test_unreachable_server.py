@@ -82,8 +82,8 @@ def test_a_server_with_an_untrusted_certificate_gets_no_partitions(tmp_path: Pat
                 )
 
                 def says_why() -> bool:
-                    said = doctor(cluster)
-                    return all(each in said for each in expected)
+                    output = doctor(cluster)
+                    return all(each in output for each in expected)
 
                 wait_until("the doctor says why", says_why)
                 assert owners(cluster) == before

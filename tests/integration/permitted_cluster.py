@@ -85,7 +85,9 @@ class Access:
 
 @contextmanager
 def permitted_cluster(
-    directories: pytest.TempPathFactory, certificates: Certificates
+    directories: pytest.TempPathFactory,
+    certificates: Certificates,
+    permissions: Permissions = PERMISSIONS,
 ) -> Iterator[Access]:
     """As an operator introduces it: first "report", then permissions, then "on"."""
     settings = {"principal_pattern": "DNS=(localhost)"}
@@ -94,7 +96,7 @@ def permitted_cluster(
         tls_cluster(directories, certificates) as cluster,
     ):
         made = Access(cluster, certificates.authorities, directories.mktemp("tokens"))
-        made.write(PERMISSIONS)
+        made.write(permissions)
         with daemons_with_access("on", **settings):
             for name in DAEMONS:
                 cluster.kill(name)

@@ -33,7 +33,7 @@ def _without_comparison(self, attempt, found, engaged, now_ms):
 
 @switch
 def announced_before_zookeeper() -> Patches:
-    """Replicas learn an archived mark before ZooKeeper has it."""
+    """Replicas receive an archived mark before ZooKeeper has it."""
     original = Archiving._announce
 
     def _announce(self, engaged, now_ms):
@@ -66,7 +66,7 @@ def failed_write_counts() -> Patches:
 
 @switch
 def not_read_back() -> Patches:
-    """A file counts when it is written; nothing is compared with it."""
+    """A file counts once it is written, without reading it back."""
 
     def _checked(file, name, expected):
         return file
@@ -275,7 +275,7 @@ def uncommitted_batches_are_archived() -> Patches:
 
 @switch
 def archived_stamp_is_ignored() -> Patches:
-    """A new owner stamps batches by its own clock where the last stamp is in the archive only."""
+    """A new owner ignores a last stamp that is in the archive only, and uses its own clock."""
     original = Settlement.begin
 
     def begin(self, now_ms):
@@ -389,7 +389,7 @@ def replacement_is_not_compared() -> Patches:
 
 @switch
 def replacement_without_the_newest_object() -> Patches:
-    """An object is replaced while a mark is written, in the manifest before that."""
+    """A replacement uses the previous manifest while a write of a new mark is under way."""
     advance, written = Archiving.advance, Archiving._object_written
 
     def _advance(self, engaged, replicas, committed, now_ms):

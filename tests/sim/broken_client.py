@@ -12,7 +12,7 @@ from waltz_core.wire.messages import Reason
 
 @switch
 def doubt_settled_as_failed() -> Patches:
-    """After a mount, unsettled appends count as failed without a look at the log."""
+    """After a mount, unsettled appends count as failed without a check of the log."""
     yield instead(Monitor, "unresolved", nothing)
 
 

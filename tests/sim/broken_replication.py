@@ -34,7 +34,7 @@ def quorum_minus_one() -> Patches:
 
 @switch
 def older_replica_votes() -> Patches:
-    """A replica that is older than ZooKeeper states votes with its log."""
+    """A replica with an older session than in ZooKeeper votes with its log."""
 
     def is_credible(answer, state, registered_id):
         return not answer.suspect
@@ -187,7 +187,7 @@ def mark_on_a_short_log() -> Patches:
 
 @switch
 def open_before_second_cas() -> Patches:
-    """A session opens when its states are about to be written."""
+    """A session opens before its states are written."""
     original = PartitionStore._write
 
     def _write(self, view, waiting):
@@ -222,7 +222,7 @@ def unknown_cas_taken_as_success() -> Patches:
 
 @switch
 def conflict_taken_as_success() -> Patches:
-    """States whose write failed on the version count as written."""
+    """States count as written although the write failed because of its version."""
     original = PartitionStore._process_reading
 
     def _process_reading(self, waiting, view):
@@ -309,7 +309,7 @@ def connections_are_replaced() -> Patches:
 
 @switch
 def settled_by_id() -> Patches:
-    """Appends of the session before are committed if their IDs are at or below the new mark."""
+    """Appends of the previous session count as committed if their IDs are up to the new mark."""
     original = Settlement._settle
 
     def _settle(self, committed_last):
@@ -430,7 +430,7 @@ def mark_answered_without_a_session() -> Patches:
 
 @switch
 def doubt_is_forgotten() -> Patches:
-    """Appends in flight in a lost session count as lost, without a look at the log."""
+    """Appends in flight in a lost session count as lost, without a check of the log."""
     original = Settlement.begin
 
     def begin(self, now_ms):
@@ -455,7 +455,7 @@ def former_quorum_not_needed() -> Patches:
 
 @switch
 def stamps_continue_from_the_clock() -> Patches:
-    """A new owner stamps batches by its own clock, whatever the log's last stamp is."""
+    """A new owner stamps batches by its own clock, and ignores the log's last stamp."""
     original = Settlement.begin
 
     def begin(self, now_ms):
@@ -467,7 +467,7 @@ def stamps_continue_from_the_clock() -> Patches:
 
 @switch
 def marked_before_zookeeper() -> Patches:
-    """`accept-replicas` marks the replica, which is trusted then, before it writes ZooKeeper."""
+    """`accept-replicas` marks the replica as trusted before it writes to ZooKeeper."""
 
     async def declare(metadata, hands):
         await hands.mark()

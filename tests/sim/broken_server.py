@@ -85,13 +85,13 @@ def locks_written_at_commit() -> Patches:
 
 @switch
 def read_locks_unchecked() -> Patches:
-    """Read locks are not looked up."""
+    """Read locks are not checked."""
     yield from without_locks("read")
 
 
 @switch
 def append_locks_not_entered() -> Patches:
-    """Append locks leave nothing in the table."""
+    """Append locks are not entered into the lock table."""
     yield from without_locks("append")
 
 
@@ -117,7 +117,7 @@ def without_locks(kind):
 
 @switch
 def conflict_in_flight_answered_at_once() -> Patches:
-    """A rejection for a transaction in flight is answered before that one is final."""
+    """A row is rejected for a conflict in flight before that transaction is final."""
     rows, singles = pipeline.validate_rows, pipeline.validate_singles
 
     def validate_rows(ticket, stop, table, position):
@@ -302,7 +302,7 @@ def feed_reaches_what_is_in_flight() -> Patches:
 
 @switch
 def appends_taken_after_the_session() -> Patches:
-    """A session that has closed still takes appends; the next one does not look at them."""
+    """A closed session still accepts appends, and the next session does not settle them."""
     closed, settled = AppendPipeline.closed, AppendPipeline.settled
 
     def closed_but_open(self, loss=Reason.LOST):
@@ -386,7 +386,7 @@ def held_rejections_lost_with_session() -> Patches:
 
 @switch
 def lock_blocks_trusted_without_chain() -> Patches:
-    """A lock block is accepted by its IDs only, whatever log it is from."""
+    """A lock block is accepted by its IDs only, even if it is from another log."""
 
     def below(self, end, steps_max):
         for _ in range(steps_max):
@@ -403,7 +403,7 @@ def lock_blocks_trusted_without_chain() -> Patches:
 
 @switch
 def gap_between_lock_blocks_ignored() -> Patches:
-    """Where a lock block is missing, the earlier ones are used anyway."""
+    """If a lock block is missing, the earlier ones are used anyway."""
 
     def below(self, end, steps_max):
         while (block := self._take()) is not None and block.end.last > end.last:

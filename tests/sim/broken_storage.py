@@ -21,7 +21,7 @@ from waltz_core.wire.messages import AppendRaw, SetLowWaterMark
 
 @switch
 def skip_truncate() -> Patches:
-    """A storage reports that it has truncated its log, and has not."""
+    """A storage reports a truncation of its log that it has not done."""
     original = PartitionLog.truncate
 
     def truncate(self, session, last_to_keep, base, base_chain):
@@ -157,7 +157,7 @@ def fence_after_vote() -> Patches:
 
 @switch
 def older_sessions_append() -> Patches:
-    """A storage takes appends of sessions older than the promised one."""
+    """A storage accepts appends of sessions older than the promised one."""
     check_service, check_owner = StorageService._check_session, service._check_owner
     check_log, fence = PartitionLog._check_session, StorageService._fence
 
@@ -247,7 +247,7 @@ def torn_record_accepted() -> Patches:
 
 @switch
 def damage_cut_as_torn_tail() -> Patches:
-    """A bad record is the end of the log, whatever was synced after it."""
+    """A bad record ends the log, even if later records were synced."""
     original = Segment.recover
 
     def recover(self, start_id, must_reach, *, is_last):

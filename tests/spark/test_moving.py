@@ -22,7 +22,7 @@ from pyspark.sql import functions as F
 
 import waltz_core.local
 import waltz_spark
-from tests.fault.changing import address, does
+from tests.fault.changing import address, run_checked
 from tests.fault.load import all_engaged, shown, wait_until
 from tests.patience import HANG_S
 from waltz_core.client import WaltzClient
@@ -130,8 +130,8 @@ def prefer(log: LocalCluster, name: str, other: str) -> None:
     """Make one server own all partitions."""
     wait_until("both servers are registered", lambda: has_servers(log, name, other))
     # Of two that want the same partitions the older one would have them.
-    does(log, "unprefer", "all", address(log, other))
-    assert does(log, "prefer", "all", address(log, name))["owns"] == [0, 1]
+    run_checked(log, "unprefer", "all", address(log, other))
+    assert run_checked(log, "prefer", "all", address(log, name))["owns"] == [0, 1]
 
 
 def has_servers(log: LocalCluster, *names: str) -> bool:
@@ -250,7 +250,7 @@ def test_tasks_leave_a_frozen_server(
         log.kill(frozen.name, signal.SIGCONT)
     # Its session with ZooKeeper ended while it was frozen; it registers again.
     wait_until("both servers are registered", lambda: has_servers(log, "server-1", "server-2"))
-    does(log, "unprefer", "all", address(log, frozen.name))
+    run_checked(log, "unprefer", "all", address(log, frozen.name))
     rows = (
         spark.read.format("waltz")
         .options(columns="data", startingHighWaterMarks=json.dumps(before))

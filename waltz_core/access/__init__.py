@@ -3,6 +3,6 @@
 `requirements.py` has the verbs, and the words in which each message declares its requirement.
 `principals.py` maps a certificate to a principal, `tokens.py` has the secret of a token, and
 `permissions.py` what ZooKeeper stores about principals. `grants.py` decides whether a principal
-meets a requirement; `transport/port_access.py` uses it for each request. `permission_changes.py`
-has the changes of commands.
+meets a requirement; `transport/port_access.py` uses it for each request. `quotas.py` has the limits
+of principals. `permission_changes.py` has the changes of commands.
 """

@@ -9,7 +9,7 @@ from typing import Final
 
 from waltz_core.access.requirements import AccessVerb
 
-# `limits` of principals without limits of their own.
+# `limits` for each limit that a principal does not have itself.
 DEFAULT_LIMITS: Final = "*"
 
 
@@ -28,7 +28,11 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class PrincipalLimits:
-    """The limits of one principal at one daemon; None: no limit of its own."""
+    """The limits of one principal at one daemon; None: no limit of its own.
+
+    Bytes are those of requests, and of the ranges in answers. An append is one request, also with
+    many rows.
+    """
 
     bytes_per_s: int | None = None
     appends_per_s: int | None = None

@@ -240,7 +240,7 @@ def look(link):
 
 @pytest.mark.parametrize("is_logged", [True, False])
 @on_loop
-async def test_a_server_that_does_not_greet_is_reported_as_silent_and_then_as_left(
+async def test_a_server_without_a_hello_is_reported_as_silent_and_then_as_closed(
     monkeypatch, caplog, is_logged
 ):
     monkeypatch.setattr("waltz_core.client.links.silence.SILENT_S", 0.01)

@@ -138,9 +138,11 @@ def _words(verbs: tuple[AccessVerb, ...]) -> str:
 
 
 @verb
-@options.argument("principal", "PRINCIPAL", f'the principal, or "{DEFAULT_LIMITS}" for all others')
+@options.argument(
+    "principal", "PRINCIPAL", f'the principal, or "{DEFAULT_LIMITS}" for the default of each limit'
+)
 @click.option("--bytes-per-s", type=int, metavar="N", help="bytes of appends and reads per second")
-@click.option("--appends-per-s", type=int, metavar="N", help="appended transactions per second")
+@click.option("--appends-per-s", type=int, metavar="N", help="append requests per second")
 @click.option("--connections", type=int, metavar="N", help="connections")
 @click.option("--feeds", type=int, metavar="N", help="feeds")
 @click.option("--remove", is_flag=True, help="remove all limits of the principal")
@@ -161,7 +163,7 @@ async def limit(
 
 limit.details = (
     "A limit holds for all connections of the principal at one daemon. Limits that are not named "
-    "stay as they are."
+    "stay as they are. Principals with `replicate` have no limits."
 )
 
 

@@ -171,8 +171,8 @@ def _repaired_text(index: Repaired, *, dry_run: bool) -> str:
     if index.is_valid:
         return f"{index.path}: correct, {index.entries} entries; unchanged"
     done = "would be rebuilt" if dry_run else "rebuilt"
-    was = "missing" if index.old_entries is None else f"{index.wrong} wrong entries"
+    found = "missing" if index.old_entries is None else f"{index.wrong} wrong entries"
     if index.wrong == 1 and index.old_entries is not None:
-        was = "1 wrong entry"
+        found = "1 wrong entry"
     kept = f"; {index.kept} of them belong to unreadable records" if index.kept else ""
-    return f"{index.path}: {was}; {done}, {index.entries} entries{kept}"
+    return f"{index.path}: {found}; {done}, {index.entries} entries{kept}"

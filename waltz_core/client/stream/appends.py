@@ -483,7 +483,7 @@ class Appends:
             elif reason == Reason.COMMITTED:
                 row.future.set_result(TransactionId(transaction_id))
             else:
-                error = error_of(self._partition_id, row, result)
+                error = error_of(self._partition_id, row, result, outcome.detail)
                 if isinstance(error, errors.LockFailed) and outcome.following is not None:
                     error.following = outcome.following
                     error.conflicting = outcome.following.mark
@@ -540,8 +540,10 @@ class Appends:
                     future.set_result(None)
 
 
-def error_of(partition_id: PartitionId, row: PendingRow, outcome: RowOutcome) -> errors.WaltzError:
-    """Return the error that states why a row is not in the log."""
+def error_of(
+    partition_id: PartitionId, row: PendingRow, outcome: RowOutcome, detail: str = ""
+) -> errors.WaltzError:
+    """Return the error that states why a row is not in the log; `detail` has the server's words."""
     where = f"partition {partition_id}"
     if outcome.reason == Reason.LOCK:
         failed = errors.LockFailed(
@@ -563,7 +565,8 @@ def error_of(partition_id: PartitionId, row: PendingRow, outcome: RowOutcome) ->
         )
     made = _TRANSIENT.get(outcome.reason, errors.Unavailable)
     name = Reason(outcome.reason).name
-    return made(f"{where}: not appended ({name}); it is not in the log, try again")
+    why = f"{name}: {detail}" if detail else name
+    return made(f"{where}: not appended ({why}); it is not in the log, try again")
 
 
 def _kind(each: PendingRow | _Batch) -> tuple[bool, bool]:

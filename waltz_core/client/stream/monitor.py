@@ -74,6 +74,7 @@ class BatchOutcome:
     conflicting: I64
     # For a single row that a lock has rejected: the in-flight appends that a retry may depend on.
     following: FollowedState | None = None
+    detail: str = ""  # the server's words about a rejection of all rows
 
     @property
     def has_rejections(self) -> bool:
@@ -88,7 +89,7 @@ class BatchOutcome:
 
     @staticmethod
     def uniform(
-        row_count: int, reason: Reason, *, high_water_mark: TransactionId
+        row_count: int, reason: Reason, *, high_water_mark: TransactionId, detail: str = ""
     ) -> "BatchOutcome":
         """Return the outcome of rows that were all rejected for one reason."""
         assert reason is not Reason.COMMITTED
@@ -97,6 +98,7 @@ class BatchOutcome:
             np.full(row_count, BEFORE_FIRST, dtype=np.int64),
             np.full(row_count, reason, dtype=np.uint8),
             np.full(row_count, BEFORE_FIRST, dtype=np.int64),
+            detail=detail,
         )
 
 

@@ -531,7 +531,10 @@ class PartitionStream:
         if reason is not None:
             self._monitor.remove(pending)
             outcome = BatchOutcome.uniform(
-                pending.submission.row_count, reason, high_water_mark=self.high_water_mark
+                pending.submission.row_count,
+                reason,
+                high_water_mark=self.high_water_mark,
+                detail=str(error),
             )
             is_paused = self._paused_until_ms > now_ms
             self._conclude(pending, outcome, now_ms, out, str(error) if is_paused else None)

@@ -313,7 +313,7 @@ class Segments:
             # Only the next opening can find the end of the log: it trims the lineage file, and the
             # replica is then suspect.
             raise ChecksumMismatch(
-                f"the last {high - low} of {high} batches of the segment from id "
+                f"the last {high - low} of {high} batches of the segment from ID "
                 f"{self.all[index].first} cannot be read"
             )
         after = lineage.entry(high)

@@ -1,0 +1,160 @@
+"""Limits of principals in a cluster of real processes: what a greedy tenant gets, in which order.
+
+Each tenant appends and reads in a partition of its own.
+"""
+
+import dataclasses
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from urllib.request import urlopen
+
+import pytest
+
+from tests.certificates import Certificates
+from tests.integration.permitted_cluster import LATER_MS, PRINCIPALS, Access, permitted_cluster
+from waltz_core.access.permissions import Grant, KnownToken, Permissions, PrincipalLimits
+from waltz_core.access.requirements import AccessVerb
+from waltz_core.access.tokens import hash_of
+from waltz_core.client import WaltzClient
+from waltz_core.config import ClientConfig
+from waltz_core.errors import Overloaded, Unavailable
+
+GREEDY, CALM = "writer", "read"  # names of `PRINCIPALS`
+PARTITIONS = {GREEDY: 1, CALM: 2}
+ROW_BYTES = 10_000
+LIMIT_BYTES_PER_S = 100_000
+PERMISSIONS = Permissions(
+    1,
+    "ops",
+    0,
+    bytes(32),
+    grants=(
+        Grant("localhost", False, AccessVerb.REPLICATE, None),
+        *(
+            Grant(name, False, verb, ((partition, partition),))
+            for name, partition in PARTITIONS.items()
+            for verb in (AccessVerb.READ, AccessVerb.APPEND)
+        ),
+    ),
+    tokens={
+        hash_of(bytes([number]) * 32): KnownToken(f"t{number}", name, LATER_MS)
+        for number, name in enumerate(PRINCIPALS)
+    },
+)
+
+
+@pytest.fixture(scope="module")
+def access(
+    tmp_path_factory: pytest.TempPathFactory, certificates: Certificates
+) -> Iterator[Access]:
+    with permitted_cluster(tmp_path_factory, certificates, PERMISSIONS) as made:
+        yield made
+
+
+def with_limits(**limits: int) -> Permissions:
+    return dataclasses.replace(PERMISSIONS, limits={GREEDY: PrincipalLimits(**limits)})
+
+
+@contextmanager
+def calm_appends(access: Access) -> Iterator[list[int]]:
+    """Let the other tenant append meanwhile; yield the IDs of its transactions."""
+    done, ids = threading.Event(), list[int]()
+
+    def run() -> None:
+        with WaltzClient(access.connect(CALM)) as client:
+            while not done.is_set():
+                ids.append(client.append(b"calm", partition=PARTITIONS[CALM]).result())
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield ids
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_a_greedy_appender_gets_its_limit_and_keeps_its_order(access: Access):
+    access.write(with_limits(bytes_per_s=LIMIT_BYTES_PER_S))
+    partition, rows = PARTITIONS[GREEDY], 60
+    payloads = [f"{number:09d}".encode().ljust(ROW_BYTES) for number in range(rows)]
+    with WaltzClient(access.connect(GREEDY)) as client, calm_appends(access) as calm:
+        before = client.high_water_mark(partition)
+        began = time.monotonic()
+        appended = [client.append(each, partition=partition) for each in payloads]
+        ids = [each.result() for each in appended]
+        took_s = time.monotonic() - began
+    # All are in the log, once, in the order of `append`, although many were rejected at first.
+    assert ids == [*range(before + 1, before + 1 + rows)]
+    # The burst of a second, and the request that exceeds it, are in advance.
+    assert took_s >= (rows - 2) * ROW_BYTES / LIMIT_BYTES_PER_S - 2
+    assert len(calm) > took_s  # The other tenant has no pauses of a second.
+    assert calm == [*range(calm[0], calm[0] + len(calm))]
+    log = access.cluster.log_path("server-1").read_text()
+    assert f"error={GREEDY} is over its limit of {LIMIT_BYTES_PER_S} bytes per second" in log
+
+
+@pytest.mark.parametrize("at_storages", [False, True])
+def test_a_greedy_reader_gets_its_limit(access: Access, at_storages: bool):
+    access.write(PERMISSIONS)
+    partition, rows = PARTITIONS[GREEDY], 100
+    with WaltzClient(access.connect(GREEDY)) as client:
+        payload = bytes(ROW_BYTES)
+        futures = [client.append(payload, partition=partition) for _ in range(rows)]
+        ids = [each.result() for each in futures]
+        access.write(with_limits(bytes_per_s=2 * LIMIT_BYTES_PER_S))
+        replicas = client.replicas(partition) if at_storages else None
+        began = time.monotonic()
+        chunks = client.read_range(partition, ids[0], ids[-1], replicas=replicas)
+        count = sum(len(row.data) for chunk in chunks for row in chunk.rows())
+        took_s = time.monotonic() - began
+    assert count == rows * ROW_BYTES
+    # The burst, and a range that exceeds it.
+    assert took_s >= count / (2 * LIMIT_BYTES_PER_S) - 2.5
+
+
+def test_a_change_of_the_limits_needs_no_new_connection(access: Access):
+    partition = PARTITIONS[GREEDY]
+    access.write(PERMISSIONS)
+    config = ClientConfig(request_timeout_ms=5_000)
+    with WaltzClient(access.connect(GREEDY), config) as client:
+        client.append(b"x", partition=partition).result()
+        access.write(with_limits(appends_per_s=1))
+        late = [client.append(b"x", partition=partition) for _ in range(8)]
+        late += [client.append(b"x", partition=partition) for _ in range(8)]
+        failed = [each.exception() for each in late]
+        assert any(isinstance(each, Unavailable) for each in failed)
+        assert any("is over its limit of 1 appends per second" in str(each) for each in failed), (
+            failed
+        )
+        access.write(PERMISSIONS)
+        done = [client.append(b"x", partition=partition) for _ in range(8)]
+        assert [each.exception() for each in done] == [None] * 8
+
+
+def test_a_client_over_its_connections_gets_the_reason(access: Access):
+    partition = PARTITIONS[GREEDY]
+    access.write(with_limits(connections=1))
+    config = ClientConfig(request_timeout_ms=2_000)
+    with WaltzClient(access.connect(GREEDY), config) as first:
+        first.append(b"x", partition=partition).result()
+        with (
+            WaltzClient(access.connect(GREEDY), config) as second,
+            pytest.raises(Overloaded, match=f"{GREEDY} is over its limit of 1 connections"),
+        ):
+            second.high_water_mark(partition)
+        first.append(b"y", partition=partition).result()
+    with WaltzClient(access.connect(GREEDY)) as third:
+        assert third.append(b"z", partition=partition).result() > 0
+    page = metrics_page(access)
+    assert f'waltz_server_principal_rejected_requests_total{{principal="{GREEDY}"}}' in page
+    assert f'principal="{CALM}"' not in page
+
+
+def metrics_page(access: Access) -> str:
+    """Return the server's metrics; they are updated once a second."""
+    port = next(each.http_port for each in access.cluster.members if each.name == "server-1")
+    with urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+        return str(answer.read().decode())
