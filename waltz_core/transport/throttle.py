@@ -22,6 +22,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+
 from waltz_core.access.quotas import SECOND_NS, FeedKey, Quota
 from waltz_core.errors import Overloaded
 from waltz_core.wire.messages import (
@@ -40,6 +42,7 @@ from waltz_core.wire.messages import (
     RangeRequest,
     TransactionDataResponse,
 )
+from waltz_core.wire.record_locations import LOCATIONS
 
 if TYPE_CHECKING:
     from waltz_core.transport.port_access import ConnectionAccess
@@ -166,6 +169,9 @@ class Throttle:
         if quota is None:
             return
         match answer:
+            case RangeBytes(form=form) if form == LOCATIONS:  # the reader opens the files
+                granted = np.frombuffer(answer.lengths, dtype=">i4")
+                quota.sent(int(granted.sum(dtype=np.int64)), self._access.now_ns)
             case RangeData() | RangeBytes():
                 size_bytes = len(answer.records) + len(answer.lengths)
                 quota.sent(size_bytes, self._access.now_ns)

@@ -17,6 +17,7 @@ from waltz_core.wire.messages import (
     RangeRequest,
     TransactionDataResponse,
 )
+from waltz_core.wire.record_locations import LOCATIONS
 
 BEGIN_S = 10.0
 
@@ -145,10 +146,12 @@ async def test_ranges_are_charged_when_they_are_sent_and_have_a_part_of_the_rate
     assert made.passed[0][0] == dataclasses.replace(ranged, bytes_max=250_000)
     made.throttle.receive([dataclasses.replace(ranged, bytes_max=1_000)])
     assert made.passed[1][0].bytes_max == 1_000
+    lengths = (250_000).to_bytes(4, "big") + (150_000).to_bytes(4, "big")
     for answer in (
         RangeData(ranged.req_id, 0, 9, 10, 0, b"", bytes(1_000_000), 0, 9, ()),
         RangeBytes(1, 2, 3, 0, 9, 0, b"", bytes(1_000_000), 0, bytes(16), ()),
-        TransactionDataResponse(ranged.req_id, 3, (bytes(500_000), None)),
+        TransactionDataResponse(ranged.req_id, 3, (bytes(100_000), None)),
+        RangeBytes(1, 2, 3, 0, 2, LOCATIONS, lengths, b"places", 0, bytes(16), ()),
         ErrorResponse(ranged.req_id, 1, False, "x"),
     ):
         made.throttle.sent(answer)
