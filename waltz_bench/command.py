@@ -150,7 +150,7 @@ def bench(
     if access_rounds is not None:
         if tls_file is None:
             raise BadConfig("--access-rounds: expected --tls as well, found none")
-        from waltz_bench import access_cost  # noqa: PLC0415 - costs start-up time
+        from waltz_bench.compared import access_cost  # noqa: PLC0415 - costs start-up time
 
         measured = access_cost.compare(run, requested, tls_file, access_rounds)
         return _show(

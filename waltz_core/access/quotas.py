@@ -39,7 +39,7 @@ COUNT_RETRY_MS: Final = 1_000
 _HINT: Final = "Hint: `waltz-core access limit` changes it."
 
 # The partition and the client ID of a feed.
-FeedKey: TypeAlias = tuple[int, int]
+CountedFeed: TypeAlias = tuple[int, int]
 
 
 class Bucket:
@@ -91,7 +91,7 @@ class Quota:
         self.limits = PrincipalLimits()
         self.usage = usage
         self.connections: dict[Hashable, None] = {}  # in the order of arrival
-        self.feeds: dict[FeedKey, Hashable] = {}  # with the connection of each
+        self.feeds: dict[CountedFeed, Hashable] = {}  # with the connection of each
         self._bytes: Bucket | None = None
         self._appends: Bucket | None = None
         self._rejections = Bucket(REJECTIONS_PER_S)
@@ -187,7 +187,7 @@ class Quota:
         for key in [key for key, owner in self.feeds.items() if owner == connection]:
             del self.feeds[key]
 
-    def begin_feed(self, key: FeedKey, connection: Hashable) -> Overloaded | None:
+    def begin_feed(self, key: CountedFeed, connection: Hashable) -> Overloaded | None:
         """Add a feed, or move it to another connection; return the error if that is too many."""
         limit = self.limits.feeds
         if limit is not None and len(self.feeds) >= limit and key not in self.feeds:
@@ -195,7 +195,7 @@ class Quota:
         self.feeds[key] = connection
         return None
 
-    def end_feed(self, key: FeedKey, connection: Hashable) -> None:
+    def end_feed(self, key: CountedFeed, connection: Hashable) -> None:
         """Remove a feed, if it is that of this connection."""
         if self.feeds.get(key) == connection:
             del self.feeds[key]
