@@ -101,5 +101,5 @@ async def pass_time(seconds: float) -> None:
     """Let time pass in which something must happen, or must not; for a virtual loop."""
     loop = asyncio.get_running_loop()
     end_s = loop.time() + seconds
-    while loop.time() < end_s:
+    while loop.time() < end_s:  # noqa: ASYNC110 - there is no event
         await asyncio.sleep(end_s - loop.time())

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from waltz_core.access.quotas import SECOND_NS, FeedKey, Quota
+from waltz_core.access.quotas import SECOND_NS, CountedFeed, Quota
 from waltz_core.errors import Overloaded
 from waltz_core.wire.messages import (
     AppendBatch,
@@ -65,7 +65,7 @@ class Throttle:
         self._is_charged = False  # the first one of them (rule 3)
         self._since_ns = 0  # when it arrived
         self._has_rejected = False
-        self._overrun: dict[FeedKey, None] = {}  # rule 4
+        self._overrun: dict[CountedFeed, None] = {}  # rule 4
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -138,7 +138,7 @@ class Throttle:
         quota.rejected(now_ns)
         self._has_rejected = True
 
-    def _note_overrun(self, key: FeedKey) -> None:
+    def _note_overrun(self, key: CountedFeed) -> None:
         if len(self._overrun) >= OVERRUN_MAX:
             self._overrun.clear()  # Later ones are charged, though their partitions reject them.
         self._overrun[key] = None
@@ -192,7 +192,7 @@ class Throttle:
                 quota.end_feed(key, self._access)
 
 
-def _feed_key(message: ClientMessage) -> FeedKey:
+def _feed_key(message: ClientMessage) -> CountedFeed:
     return message.req_id.partition_id, message.req_id.client_id
 
 
