@@ -124,8 +124,8 @@ def test_one_user_becomes_two_while_clients_append(rolling: Rolling):
         rolling.restart("server-1", load)
         check_no_append_failed(load)
     rolling.check_no_process_was_denied()
-    rolling.check_users()
     scenario.check_agrees()
+    rolling.check_users()
 
 
 @pytest.mark.parametrize("rolling", [True], indirect=True)
@@ -142,5 +142,5 @@ def test_an_open_cluster_gets_two_users_while_clients_append(rolling: Rolling):
         rolling.protect()
         check_no_append_failed(load)
     rolling.check_no_process_was_denied()
-    rolling.check_users()
     scenario.check_agrees()
+    rolling.check_users()

@@ -10,14 +10,14 @@ directory of owners), and `model` (transactions, callbacks, serializers).
 """
 
 from waltz_core.client.api.async_client import AsyncWaltzClient
-from waltz_core.client.api.sync_client import WaltzClient
-from waltz_core.client.api.writes import (
+from waltz_core.client.api.exactly_once import (
     begin_write,
     end_write,
     forget_writes,
     summary_of_write,
     tasks_of_write,
 )
+from waltz_core.client.api.sync_client import WaltzClient
 from waltz_core.client.links.directory import ClusterInfo, ClusterLayout
 from waltz_core.client.model.callbacks import AsyncCallbacks, Callbacks, PoisonPolicy
 from waltz_core.client.model.compression import Zstd

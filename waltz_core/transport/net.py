@@ -62,7 +62,7 @@ from waltz_core.wire.connection import (
     HelloReceived,
     ProtocolFailed,
 )
-from waltz_core.wire.messages import Hello, Message, MountRequest, MountWriter, WireProtocol
+from waltz_core.wire.messages import Hello, Message, WireProtocol
 
 if TYPE_CHECKING:
     from waltz_core.transport.audit_log import AuditedRequest
@@ -386,10 +386,6 @@ class Link:
     def proof_of(self, client_id: int) -> bytes:
         """Return the proof of a client ID that is issued to a listener's peer."""
         return NO_PROOF if self.access is None else self.access.proof_of(client_id)
-
-    def binds(self, mount: MountRequest | MountWriter) -> str:
-        """Return the principal to which a mount binds its client ID, or "" for none."""
-        return "" if self.access is None else self.access.binds(mount)
 
     def denial(self, request: Message) -> WaltzError | None:
         """Return the error for a peer's request that is denied; None: it is permitted (rule 8)."""

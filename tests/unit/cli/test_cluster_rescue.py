@@ -142,10 +142,8 @@ async def no_archive(*_):
     return ""
 
 
-def rebuilt(monkeypatch, storage, *, now_s, dies_at=(), access_file=None, issued=None):
+def rebuilt(monkeypatch, storage, *, now_s, dies_at=(), access_file=None):
     """Rebuild a cluster of one partition on one storage, and return what it gives out then.
-
-    `issued` gets the next client ID that a server issues.
 
     The command dies once at each of these calls, and is run again.
     """
@@ -200,10 +198,9 @@ def rebuilt(monkeypatch, storage, *, now_s, dies_at=(), access_file=None, issued
         assert replicas.replicas_of(0) == (address,)
         assignment = PartitionAssignment.from_bytes(zookeeper.dump()["/a/w/serverDescriptors"])
         metadata = (await command.coordinator.read_partition(0)).metadata
-        client_id = await command.coordinator.next_client_id()
-        if issued is not None:
-            issued.append(await command.coordinator.issued_ids.next())
-        return client_id, assignment.servers[1][0], metadata.generation, notes
+        coordinator = command.coordinator
+        ids = await coordinator.next_client_id(), await coordinator.issued_ids.next()
+        return ids, assignment.servers[1][0], metadata.generation, notes
 
     monkeypatch.setattr(cluster_rescue, "open_links", open_links)
     monkeypatch.setattr(cluster_rescue, "url_of_archive", no_archive)
@@ -212,13 +209,12 @@ def rebuilt(monkeypatch, storage, *, now_s, dies_at=(), access_file=None, issued
 
 
 def test_new_ids_are_above_those_in_the_logs_after_a_clock_was_set_back(monkeypatch):
-    last_issued, issued = FIRST_ISSUED + 80_000, []
+    last_issued = FIRST_ISSUED + 80_000
     storage = Storage(Ids(70_000, 400), Ids(90_000, 500, last_issued))
-    client_id, owned, written, _ = rebuilt(
-        monkeypatch, storage, now_s=IDS_EPOCH_S + 60, issued=issued
-    )
+    ids, owned, written, _ = rebuilt(monkeypatch, storage, now_s=IDS_EPOCH_S + 60)
+    client_id, issued = ids
     assert client_id > 90_000
-    assert issued == [last_issued + 1]
+    assert issued == last_issued + 1
     assert owned > 500
     # A server that has not read the raised generation yet can claim nothing.
     assert 61 < written <= owned
@@ -253,7 +249,7 @@ DIED = ("_newest_ids", "_write_verdict", "_assign", "_assign")
 )
 def test_ids_continue_from_the_clock_where_that_is_later(monkeypatch, storage, dies_at):
     found = rebuilt(monkeypatch, storage, now_s=IDS_EPOCH_S + 1_000, dies_at=dies_at)
-    client_id, owned, written, notes = found
-    assert (client_id, owned, written) == (1_001, 1_001, 1_000)
+    ids, owned, written, notes = found
+    assert (*ids, owned, written) == (1_001, FIRST_ISSUED + 1_000, 1_001, 1_000)
     is_noted = any("derived from the clock of this machine" in each for each in notes)
     assert is_noted != storage.is_readable

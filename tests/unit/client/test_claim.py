@@ -9,8 +9,8 @@ from tests.unit.cluster.test_coordinator import with_cluster
 from tests.unit.server.registry_world import CONNECT, Owners, RegistryServer, user_of
 from tests.writes_contract import MARKS
 from waltz_core import errors
-from waltz_core.client.api import writes
-from waltz_core.client.api.writes import (
+from waltz_core.client.api import exactly_once
+from waltz_core.client.api.exactly_once import (
     begin_write,
     end_write,
     forget_writes,
@@ -39,7 +39,7 @@ def run(scenario, monkeypatch):
                 await found.open(user)
                 return found
 
-            monkeypatch.setattr(writes, "_registry", registry)
+            monkeypatch.setattr(exactly_once, "_registry", registry)
             try:
                 await scenario(coordinator, entered)
             finally:

@@ -4,20 +4,21 @@ import asyncio
 
 import pytest
 
-from tests.loops import on_virtual_loop
+from tests.loops import on_virtual_loop, until
 from waltz_core.errors import CoordinatorUnavailable
 from waltz_core.server.process.id_queue import IdQueue
 
 
 class Counter:
-    """Allocates IDs from 0 on, each time after a second."""
+    """Allocates IDs from 0 on, when it may."""
 
     def __init__(self):
         self.writes, self.last, self.error = [], -1, None
+        self.may_write = asyncio.Event()
 
     async def allocate(self, count):
         self.writes.append(count)
-        await asyncio.sleep(1)
+        await self.may_write.wait()
         if self.error is not None:
             raise self.error
         first, self.last = self.last + 1, self.last + count
@@ -31,8 +32,9 @@ async def test_requests_that_wait_at_the_same_time_share_a_write():
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(queue.next()) for _ in range(100)]
         cancelled = group.create_task(queue.next())
-        await asyncio.sleep(0)
+        await until(lambda: counter.writes)
         cancelled.cancel()
+        counter.may_write.set()
     assert len({task.result() for task in tasks}) == 100
     assert counter.writes == [1, 99]  # the second one for all that came during the first
     assert await queue.next() == 100
@@ -42,6 +44,7 @@ async def test_requests_that_wait_at_the_same_time_share_a_write():
 async def test_an_error_is_that_of_each_request_that_has_met_it():
     counter = Counter()
     queue = IdQueue(counter.allocate)
+    counter.may_write.set()
     counter.error = CoordinatorUnavailable("no ZooKeeper")
     for _ in range(2):
         with pytest.raises(CoordinatorUnavailable):

@@ -233,12 +233,17 @@ def test_values_under_a_null_are_not_cast(
         (pa.map_(pa.string(), pa.int32()), b'{"a": [[null, 1]]}'),
         (pa.list_(pa.binary()), b'{"a": [1]}'),
         (pa.binary(), b'{"a": "a"}'),
-        (pa.string(), b'{"a": "\\ud800"}'),
     ],
 )
 def test_a_nested_value_of_another_type_is_named(kind: pa.DataType, payload: bytes) -> None:
     with pytest.raises(BadFormat, match="transaction 1: column 'a': expected "):
         Unpacker([pa.field("a", kind)], "json").columns(pa.array([b"{}", payload]), where)
+
+
+def test_a_payload_with_half_a_character_is_named() -> None:
+    payloads = pa.array([b"{}", b'{"a": "\\ud800"}'])
+    with pytest.raises(BadFormat, match="transaction 1: expected a payload in json: found half a"):
+        Unpacker([pa.field("a", pa.string())], "json").columns(payloads, where)
 
 
 def test_a_payload_with_unhashable_keys_is_named() -> None:

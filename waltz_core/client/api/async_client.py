@@ -24,7 +24,6 @@ from waltz_core.access.client_ids import ClientIdentity
 from waltz_core.client.api.contexts import ContextRun, LoopContext, RunnableContext
 from waltz_core.client.api.opening import OpenedByConnect, Opening, settings_of
 from waltz_core.client.api.subscriptions import Subscriptions
-from waltz_core.client.links.client_ids import ClientIds
 from waltz_core.client.links.connections import ServerLinks
 from waltz_core.client.links.directory import (
     ClusterInfo,
@@ -34,6 +33,7 @@ from waltz_core.client.links.directory import (
     Owner,
     ZooKeeperDirectory,
 )
+from waltz_core.client.links.identities import ClientIdentities
 from waltz_core.client.model.callbacks import AsyncCallbacks, check_callbacks, check_headers
 from waltz_core.client.model.payloads import encrypted, encryption_of
 from waltz_core.client.model.predecessors import FollowedState, follow
@@ -101,7 +101,7 @@ class AsyncWaltzClient(OpenedByConnect):
         )
         self.requests = OwnerRequests(directory, self.links, config, self.random)
         self._connect = connect
-        self.ids = ClientIds(
+        self.ids = ClientIdentities(
             directory,
             self.links,
             timeout_s=config.mount_timeout_ms / 1000,

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, Protocol, assert_never
 
 from waltz_core import errors
 from waltz_core.access.client_ids import NO_PROOF, ClientIdentity
-from waltz_core.client.links.client_ids import ClientIds
 from waltz_core.client.links.connections import ServerLink, ServerLinks
 from waltz_core.client.links.directory import Directory, Owner
+from waltz_core.client.links.identities import ClientIdentities
 from waltz_core.client.links.outage import LOG_AFTER_S, Outage
 from waltz_core.client.stream import stream_events
 from waltz_core.client.stream.appends import Appends, AppendWindow
@@ -55,7 +55,7 @@ class ClientServices(Protocol):
 
     config: ClientConfig
     directory: Directory
-    ids: ClientIds
+    ids: ClientIdentities
     links: ServerLinks
     random: Random
     claim: TaskClaim | None

@@ -458,7 +458,8 @@ class Clients:
                 host.post(Congested(connection))
         principal = ""
         if isinstance(message, MountRequest | MountWriter):
-            principal = client.link.binds(message)
+            access = client.link.access
+            principal = "" if access is None else access.binds(message)
         host.receive(
             connection, message, request.cost_bytes, principal=principal, over_limit=over_limit
         )

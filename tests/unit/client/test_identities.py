@@ -4,12 +4,12 @@ import asyncio
 
 import pytest
 
-from tests.loops import on_virtual_loop
+from tests.loops import on_virtual_loop, until
 from tests.unit.client.memory_cluster import memory_cluster
 from waltz_core import errors
 from waltz_core.access.client_ids import FIRST_ISSUED, NO_PROOF, ClientIdentity
-from waltz_core.client.links.client_ids import ClientIds
 from waltz_core.client.links.directory import Owner
+from waltz_core.client.links.identities import ClientIdentities
 from waltz_core.records.record import Generation, PartitionId
 from waltz_core.wire.messages import WireProtocol
 
@@ -57,7 +57,7 @@ class Around:
         return 5
 
     def ids(self, **named):
-        return ClientIds(self, self, timeout_s=1.0, **named)
+        return ClientIdentities(self, self, timeout_s=1.0, **named)
 
 
 @on_virtual_loop
@@ -135,7 +135,7 @@ async def test_a_client_and_a_server_of_which_one_is_older(side, monkeypatch):
         server = cluster.servers[0]
         server.partitions[0].store.is_holding = True
         outcome = await opened.append(b"row", partition=0)
-        await asyncio.sleep(1)
+        await until(lambda: server.partitions[0].store.held)
         server.received.clear()
         server.cut()
         server.release(0)

@@ -24,7 +24,7 @@ from waltz_core.wire.messages import ClientIdRequest, ClientIdResponse
 _NO_CLIENT_ID = -1
 
 
-class ClientIds:
+class ClientIdentities:
     """See the module's rules; `given` is the ID that the application keeps."""
 
     def __init__(
@@ -92,7 +92,7 @@ class ClientIds:
         return ClientIdentity(answer.client_id, bytes(answer.proof))
 
 
-class DirectoryIds(ClientIds):
+class DirectoryIdentities(ClientIdentities):
     """Takes IDs from the directory: for clusters in memory."""
 
     async def _issue(self, link: ServerLink) -> ClientIdentity:
