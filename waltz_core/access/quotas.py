@@ -30,6 +30,10 @@ BURST_NS: Final = SECOND_NS
 WAIT_NS_MAX: Final = SECOND_NS
 REQUEST_BYTES_MIN: Final = 512
 LABELS_MAX: Final = 100
+# Client IDs of a principal at one server. A Spark job takes one for each task at once.
+IDS_PER_S: Final = 100
+IDS_AT_ONCE: Final = 20_000
+_IDS_BURST_NS: Final = IDS_AT_ONCE * SECOND_NS // IDS_PER_S
 OTHER_LABEL: Final = "other"
 # Above this number, quotas of principals without connections are dropped, unless they are in use.
 QUOTAS_MAX: Final = 1_000
@@ -45,12 +49,13 @@ CountedFeed: TypeAlias = tuple[int, int]
 class Bucket:
     """A token bucket, as the time at which everything that was taken is paid for."""
 
-    __slots__ = ("_paid_ns", "per_s")
+    __slots__ = ("_burst_ns", "_paid_ns", "per_s")
 
-    def __init__(self, per_s: int) -> None:
+    def __init__(self, per_s: int, burst_ns: int = BURST_NS) -> None:
         assert per_s > 0
         self.per_s = per_s
-        self._paid_ns = -BURST_NS
+        self._burst_ns = burst_ns
+        self._paid_ns = -burst_ns
 
     def wait_ns(self, now_ns: int) -> int:
         """Return the time until a request may begin (rule 2)."""
@@ -58,12 +63,12 @@ class Bucket:
 
     def is_full(self, now_ns: int) -> bool:
         """Whether it has the whole burst."""
-        return self._paid_ns <= now_ns - BURST_NS
+        return self._paid_ns <= now_ns - self._burst_ns
 
     def take(self, amount: int, now_ns: int) -> None:
         """Charge an amount, also one that is not there yet."""
         assert amount >= 0
-        start_ns = max(self._paid_ns, now_ns - BURST_NS)
+        start_ns = max(self._paid_ns, now_ns - self._burst_ns)
         self._paid_ns = start_ns + -(-amount * SECOND_NS // self.per_s)
 
 
@@ -81,6 +86,34 @@ class Usage:
         taken = replace(self)
         self.bytes = self.appends = self.delayed = self.rejected = 0
         return taken
+
+
+class IssuedIdLimit:
+    """Limits the client IDs that each principal gets from one server, with any limits.
+
+    All principals share 2**30 IDs, so one of them must not use them up. With `IDS_PER_S`, that
+    takes months.
+    """
+
+    def __init__(self) -> None:
+        self._buckets: dict[str, Bucket] = {}
+
+    def take(self, principal: str, now_ns: int) -> None:
+        """Charge an ID; raises Overloaded."""
+        bucket = self._buckets.get(principal)
+        if bucket is None:
+            if len(self._buckets) >= QUOTAS_MAX:
+                for name in [name for name, each in self._buckets.items() if each.is_full(now_ns)]:
+                    del self._buckets[name]
+            bucket = self._buckets[principal] = Bucket(IDS_PER_S, _IDS_BURST_NS)
+        wait_ns = bucket.wait_ns(now_ns)
+        if wait_ns:
+            raise Overloaded(
+                f"{principal} has got {IDS_AT_ONCE} client IDs and {IDS_PER_S} per second from "
+                "this server. Hint: open fewer clients, or write with fewer tasks.",
+                -(-wait_ns // 1_000_000),
+            )
+        bucket.take(1, now_ns)
 
 
 class Quota:

@@ -23,7 +23,9 @@ Rules (docs/spark.md, "Exactly once"):
        meanwhile, nor remove one that was begun again.
     8. A registry of a principal (`WriteRegistry.of`) rejects the writes of other principals. A
        write belongs to the principal that began it; if there is none, or it is `anonymous`, to the
-       first principal that enters it. Its owner never changes again (decision 048, AC 14).
+       first principal that enters it. Its owner never changes again (decision 048, AC 14). `enter`
+       checks the owner also after it has written the task: meanwhile the write may have been
+       removed, and begun by another principal, whose client ID must not be returned.
     9. A principal has at most `WRITES_MAX` writes. Concurrent calls may exceed this by a few.
 """
 
@@ -182,7 +184,7 @@ class WriteRegistry:
         Raises:
             ConnectionSuperseded: a later write of its series exists (rule 4).
             PermissionDenied: the write belongs to another principal (rule 8).
-            BadRequest: the principal has too many writes (rule 9).
+            BadRequest: the principal has too many writes (rule 9), or the name is not valid.
             TooLarge: the marks do not fit into a node.
         """
         path = self._path(write)
@@ -235,6 +237,8 @@ class WriteRegistry:
 
     async def _check_is_last(self, write: str) -> None:
         series, _, number = write.rpartition("-")
+        if not is_number(number):
+            raise errors.BadRequest(f"write {write}: expected a series and a number, as in 'x-7'")
         listing = await self._znodes.children(self._nodes.paths.writes)
         for name in () if listing is None else listing.names:
             other, _, later = name.rpartition("-")
@@ -268,13 +272,15 @@ class WriteRegistry:
             if node is None:
                 client_id = await next_client_id() if client_id is None else client_id
                 first = TaskState(client_id, 1, (run,))
-                if await self._try_write([CreateNode(path, first.to_bytes())]):
+                is_written = await self._try_write([CreateNode(path, first.to_bytes())])
+                if is_written and await self._take_ownership(write):
                     return first
                 continue
             old = decode_node(path, node, TaskState.from_bytes)
             runs = old.runs if run in old.runs else (*old.runs, run)[-RUNS_MAX:]
             new = replace(old, attempt=old.attempt + 1, runs=runs)
-            if await self._try_write([Set(path, new.to_bytes(), node.stat.version)]):
+            is_written = await self._try_write([Set(path, new.to_bytes(), node.stat.version)])
+            if is_written and await self._take_ownership(write):
                 return new
         raise errors.CoordinatorUnavailable(
             f"{path}: other processes changed it during each attempt to write it"

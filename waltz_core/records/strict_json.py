@@ -70,27 +70,34 @@ def exact_from_json(data: bytes) -> Any:  # noqa: ANN401
     """
     text = data.decode(json.detect_encoding(data))
     try:
-        value = _EXACT.decode(text)
+        return _whole(text, _EXACT.decode(text))
     except RecursionError as error:
         raise ValueError(TOO_DEEP) from error
-    except json.JSONDecodeError:
+    except (json.JSONDecodeError, _HalfOfCharacterError):
         raise
     except ValueError as error:
         raise ValueError(f"found {error}; {NOT_JSON}") from error
-    return _whole(text, value)
 
 
 def _whole(text: str, value: Any) -> Any:  # noqa: ANN401
     """Return the value of a text; raises ValueError if it has half a character."""
-    if _ESCAPED_HALF.search(text) and _place(value, _is_half) is not None:
-        raise _half_of_character(value)
+    if _ESCAPED_HALF.search(text):
+        # NB: the encoder is written in C. `_place` takes seconds for a MiB, which a peer can send.
+        try:
+            _ANY_ENCODER.encode(value).encode()
+        except UnicodeEncodeError as error:
+            raise _half_of_character(value) from error
     return value
+
+
+class _HalfOfCharacterError(ValueError):
+    """A text has half a character."""
 
 
 def _half_of_character(value: object) -> ValueError:
     found = _place(value, _is_half)
     where = "a text" if found is None else found[1]
-    return ValueError(f"found half a character (a surrogate) at {where}; UTF-8 has none")
+    return _HalfOfCharacterError(f"found half a character (a surrogate) at {where}; UTF-8 has none")
 
 
 def _is_half(part: object) -> bool:
@@ -131,6 +138,7 @@ def _finite_or_word(text: str) -> float | _NonFinite:
 
 
 _ENCODER = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+_ANY_ENCODER = json.JSONEncoder(ensure_ascii=False, check_circular=False, default=str)
 _DECODER = json.JSONDecoder(parse_constant=_reject, parse_float=_finite)
 _EXACT = json.JSONDecoder(parse_constant=_reject, parse_float=Decimal)
 _LENIENT = json.JSONDecoder(parse_constant=_NonFinite, parse_float=_finite_or_word)

@@ -33,7 +33,7 @@ from waltz_core.access.client_ids import FIRST_ISSUED, NO_PROOF, is_proof, proof
 from waltz_core.access.grants import NO_GRANT, Granted, Grants
 from waltz_core.access.permissions import KnownToken, Permissions
 from waltz_core.access.principals import ANONYMOUS, Certificate, compiled_pattern, principal_of
-from waltz_core.access.quotas import Quota, Quotas
+from waltz_core.access.quotas import IssuedIdLimit, Quota, Quotas
 from waltz_core.access.requirements import AccessVerb, ByField, Exempt, Requirement, Scope
 from waltz_core.access.tokens import hash_of
 from waltz_core.errors import (
@@ -99,6 +99,7 @@ class PortAccess:
         self.permissions: Permissions | None = None
         self.grants: Grants | None = None
         self.quotas = Quotas()
+        self.issued_ids = IssuedIdLimit()
         self.clock_ns = clock_ns
         self.audit: AuditFile | None = None  # the daemon sets both
         self.on_denied: Callable[[], None] = lambda: None
@@ -344,6 +345,17 @@ class ConnectionAccess:
         """Return the proof of a client ID that is issued to the principal."""
         known = self._port.permissions
         return NO_PROOF if known is None else proof_of(known.client_key, client_id, self.principal)
+
+    def take_client_id(self) -> None:
+        """Charge a client ID to the principal; raises Overloaded."""
+        if not self._port.is_enforced:
+            return
+        try:
+            self._port.issued_ids.take(self.principal, self.now_ns)
+        except Overloaded as error:
+            if self._port.must_log(self.principal, "client ID"):
+                _log.warning("access.over_limit peer=%s error=%s", self.peer, error)
+            raise
 
     def binds(self, message: MountRequest | MountWriter) -> str:
         """Return the principal to which a mount without a proof binds its ID (rule 7), or ""."""

@@ -7,10 +7,13 @@ import pytest
 from waltz_core.access.grants import Grants
 from waltz_core.access.permissions import Grant, Permissions, PrincipalLimits
 from waltz_core.access.quotas import (
+    IDS_AT_ONCE,
+    IDS_PER_S,
     LABELS_MAX,
     OTHER_LABEL,
     QUOTAS_MAX,
     SECOND_NS,
+    IssuedIdLimit,
     Quota,
     Quotas,
     Usage,
@@ -221,3 +224,29 @@ def test_a_revision_moves_a_principal_to_its_new_label():
     begin(quota, START_NS)
     assert list(quotas.usage) == [OTHER_LABEL]
     assert quotas.usage[OTHER_LABEL].appends == 1
+
+
+# ---- client IDs
+
+
+def test_no_principal_uses_up_the_client_ids_and_others_are_not_affected():
+    limit = IssuedIdLimit()
+    for _ in range(IDS_AT_ONCE):
+        limit.take("etl", START_NS)
+    limit.take("etl", START_NS)  # it exceeds the burst, and later ones wait for it
+    with pytest.raises(Overloaded, match="etl has got 20000 client IDs") as caught:
+        limit.take("etl", START_NS)
+    assert caught.value.retry_after_ms == 1_000 // IDS_PER_S
+    limit.take("other", START_NS)
+    limit.take("etl", START_NS + caught.value.retry_after_ms * MS)
+    with pytest.raises(Overloaded):
+        limit.take("etl", START_NS + caught.value.retry_after_ms * MS)
+
+
+def test_the_counts_of_many_principals_are_dropped_when_they_are_as_new():
+    limit = IssuedIdLimit()
+    for number in range(QUOTAS_MAX):
+        limit.take(f"p{number}", START_NS)
+    assert len(limit._buckets) == QUOTAS_MAX
+    limit.take("late", START_NS + SECOND_NS)
+    assert list(limit._buckets) == ["late"]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from waltz_core.records import strict_json
 from waltz_core.records.strict_json import exact_from_json, from_json, to_json
 
 
@@ -47,6 +48,16 @@ def test_words_that_json_does_not_have_are_named_with_their_place(text: str, sen
     with pytest.raises(ValueError, match="neither NaN nor infinities") as caught:
         from_json(text.encode())
     assert str(caught.value).startswith(sentence)
+
+
+@pytest.mark.parametrize("decode", [from_json, exact_from_json])
+def test_a_text_with_escaped_characters_is_not_searched_part_by_part(
+    decode: Callable[[bytes], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That takes seconds for a MiB, in which a server would do nothing else."""
+    monkeypatch.setattr(strict_json, "_place", None)
+    text = rb'["\ud83d\ude00", "\\ud800", 0.5, 1]'
+    assert decode(text) == ["\U0001f600", r"\ud800", 0.5, 1]
 
 
 @pytest.mark.parametrize("decode", [from_json, exact_from_json])

@@ -13,6 +13,7 @@ from waltz_core.wire.messages import (
     AppendRequest,
     CheckConnectivityRequest,
     CheckConnectivityResponse,
+    ClientIdRequest,
     ErrorResponse,
     FlushRequest,
     FlushResponse,
@@ -125,6 +126,27 @@ async def test_a_denied_request_reaches_no_partition_and_makes_room_for_the_next
     flush = FlushRequest(ids[0])
     link.received([flush])
     assert [message for _, message, _ in backend.host.taken] == [flush]
+
+
+@on_loop
+async def test_a_principal_with_too_many_client_ids_gets_no_further_one():
+    class Access:
+        def take_client_id(self):
+            raise Overloaded("no ID", 10)
+
+    class Issuing(Backend):
+        async def next_client_id(self):
+            return ClientId(5)
+
+    link = Link()
+    link.access = Access()
+    async with asyncio.TaskGroup() as tasks:
+        clients = Clients(Issuing(), LIMITS, tasks, Metrics("server"))
+        clients.accept(link)
+        link.received([ClientIdRequest(ReqId(ClientId(-1), Generation(0), PartitionId(-1), -1))])
+        await until(lambda: link.sent)
+    (answer,) = link.sent
+    assert (answer.error_code, answer.retry_after_ms) == (Overloaded.code, 10)
 
 
 @on_loop

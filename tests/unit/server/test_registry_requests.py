@@ -26,7 +26,12 @@ from waltz_core.cluster import writes as writes_module
 from waltz_core.cluster.writes import WriteState
 from waltz_core.config import ClientConfig
 from waltz_core.records.record import ClientId, Generation, PartitionId, ReqId
-from waltz_core.server.process.registry_requests import KEEP_MS_MAX, RegistryRequests
+from waltz_core.server.process.registry_requests import (
+    KEEP_MS_MAX,
+    TASKS_MAX,
+    TURNS_MAX,
+    RegistryRequests,
+)
 from waltz_core.wire.messages import RegistryOperation, RegistryRequest
 
 REQ_ID = ReqId(ClientId(-1), Generation(0), PartitionId(-1), -5)
@@ -51,12 +56,18 @@ def test_scenario(check_scenario):
 class Requester:
     """The access of a connection."""
 
-    def __init__(self, principal, *, is_enforced=True):
+    def __init__(self, principal, *, is_enforced=True, ids_left=100):
+        self.ids_left = ids_left
         self.principal, self._is_enforced, self.denied = principal, is_enforced, []
 
     def is_only_reported(self, error, request):
         self.denied.append(str(error))
         return not self._is_enforced
+
+    def take_client_id(self):
+        if self.ids_left == 0:
+            raise errors.Overloaded("no ID is left")
+        self.ids_left -= 1
 
     def proof_of(self, client_id):
         return f"{self.principal}/{client_id}".encode().ljust(16)
@@ -179,6 +190,92 @@ async def test_a_principal_has_a_limited_number_of_writes(monkeypatch):
     await requests.answer(request(OPERATIONS.BEGIN, "e"), mine)
 
 
+@on_loop
+async def test_an_attempt_of_a_write_that_gets_another_owner_meanwhile_returns_no_client_id():
+    """Otherwise two principals have a proof of the same ID."""
+    _, writes = await with_requests()
+    mine, other = writes.of("mine"), writes.of("other")
+
+    async def let_other_begin():
+        await mine.forget("w")
+        await other.begin("w", MARKS, 1_000)
+        return ClientId(7)
+
+    await mine.begin("w", MARKS, 1_000)
+    with pytest.raises(errors.PermissionDenied, match="belongs to another principal than mine"):
+        await mine.enter("w", 0, "r", let_other_begin)
+
+
+@on_loop
+async def test_a_principal_with_too_many_client_ids_enters_no_further_task():
+    requests, writes = await with_requests()
+    mine = Requester("mine", ids_left=2)
+    await requests.answer(request(OPERATIONS.BEGIN), mine)
+    for task in (0, 1, 0):  # an attempt needs no further ID
+        await requests.answer(request(OPERATIONS.ENTER, task=task), mine)
+    with pytest.raises(errors.Overloaded):
+        await requests.answer(request(OPERATIONS.ENTER, task=2), mine)
+    assert list(await writes.tasks("w")) == [0, 1]
+
+
+@on_loop
+async def test_an_operation_of_a_closed_connection_is_dropped_before_its_turn():
+    """Its principal may have lost its permissions, and a thief may have sent many."""
+    requests, writes = await with_requests()
+    mine, is_closed, may_read = Requester("mine"), False, asyncio.Event()
+    await requests.answer(request(OPERATIONS.BEGIN), mine)
+    of_principal = writes.of("mine")
+    read = of_principal.read
+
+    async def slow_read(write):
+        await may_read.wait()
+        return await read(write)
+
+    of_principal.read = slow_read
+    writes.of = lambda _: of_principal
+    async with asyncio.TaskGroup() as group:
+        for _ in range(TURNS_MAX):
+            group.create_task(requests.answer(request(OPERATIONS.READ), mine))
+        forget = requests.answer(request(OPERATIONS.FORGET), mine, is_closed=lambda: is_closed)
+        dropped = group.create_task(_outcome(forget))
+        await asyncio.sleep(0)
+        is_closed = True
+        may_read.set()
+    assert dropped.result() is errors.Unreachable
+    assert await writes.read("w") is not None
+
+
+async def _outcome(answering):
+    try:
+        await answering
+    except errors.WaltzError as error:
+        return type(error)
+    return None
+
+
+@on_loop
+async def test_expired_writes_are_removed_by_one_task_however_many_requests_cause_it():
+    """A request must not cause many times its own work."""
+    requests, writes = await with_requests()
+    begun, may_end = [], asyncio.Event()
+
+    async def forget_expired():
+        begun.append(1)
+        await may_end.wait()
+
+    writes.forget_expired = forget_expired
+    for _ in range(5):
+        await requests.answer(request(OPERATIONS.FORGET), Requester("mine"))
+        await asyncio.sleep(0)
+    assert begun == [1]
+    may_end.set()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    await requests.answer(request(OPERATIONS.FORGET), Requester("mine"))
+    await asyncio.sleep(0)
+    assert begun == [1, 1]
+
+
 def test_a_write_without_an_owner_has_the_same_bytes_as_before():
     known = WriteState({0: 1}, 5)
     assert b"principal" not in known.to_bytes()
@@ -199,7 +296,7 @@ def test_a_write_without_an_owner_has_the_same_bytes_as_before():
         (request(OPERATIONS.BEGIN, "../x"), errors.BadRequest),
         (request(OPERATIONS.BEGIN, arguments=b""), errors.BadRequest),
         (request(OPERATIONS.BEGIN, arguments=b"[]"), errors.BadRequest),
-        (request(OPERATIONS.BEGIN, arguments=b"{" * 100_000), errors.BadRequest),
+        (request(OPERATIONS.BEGIN, arguments=b"{" * 10_000), errors.BadRequest),
         (request(OPERATIONS.BEGIN, arguments=b'{"keep_ms": true}'), errors.BadRequest),
         (
             request(OPERATIONS.BEGIN, arguments=b'{"keep_ms": %d}' % (KEEP_MS_MAX + 1)),
@@ -207,7 +304,31 @@ def test_a_write_without_an_owner_has_the_same_bytes_as_before():
         ),
         (request(OPERATIONS.BEGIN, partitions=(0,)), errors.BadRequest),
         (request(OPERATIONS.BEGIN, partitions=(4,), marks=bytes(8)), errors.UnknownPartition),
+        # ZooKeeper would keep nodes that cannot be decoded forever.
+        (
+            request(OPERATIONS.BEGIN, "new", partitions=(0,), marks=b"\x80" + bytes(7)),
+            errors.BadRequest,
+        ),
+        (
+            request(
+                OPERATIONS.FINISH,
+                arguments=b'{"keep_ms": 1, "summary": {"x": %s}}' % (b"[" * 10 + b"]" * 10),
+            ),
+            errors.BadRequest,
+        ),
+        (
+            request(OPERATIONS.BEGIN, "a-b", arguments=b'{"keep_ms": 1, "in_series": true}'),
+            errors.BadRequest,
+        ),
         (request(OPERATIONS.ENTER, task=-1), errors.BadRequest),
+        (request(OPERATIONS.ENTER, task=TASKS_MAX), errors.BadRequest),
+        (
+            request(
+                OPERATIONS.FINISH,
+                arguments=b'{"keep_ms": 1, "summary": {"x": "%s"}}' % (b"x" * (17 * 1024)),
+            ),
+            errors.TooLarge,
+        ),
         (request(OPERATIONS.ENTER, arguments=b'{"run": "%s"}' % (b"x" * 201)), errors.BadRequest),
         (request(OPERATIONS.ENTER, arguments=b'{"run": "\\ud800"}'), errors.BadRequest),
         (request(OPERATIONS.FINISH, arguments=b'{"keep_ms": 1, "summary": 5}'), errors.BadRequest),

@@ -13,6 +13,7 @@ from tests.loops import on_loop, until
 from tests.unit.transport.peer import ANY, Peer
 from waltz_core.access.client_ids import FIRST_ISSUED, NO_PROOF
 from waltz_core.access.permissions import Grant, KnownToken, Permissions
+from waltz_core.access.quotas import IssuedIdLimit
 from waltz_core.access.requirements import ADMINISTER, APPEND, READ, REPLICATE
 from waltz_core.access.tokens import hash_of
 from waltz_core.config import ClientConfig, ServerConfig, StorageConfig
@@ -21,6 +22,7 @@ from waltz_core.errors import (
     BadConfig,
     BadRequest,
     ClientIdDenied,
+    Overloaded,
     PermissionDenied,
     PermissionsUnread,
     RemoteProtocolError,
@@ -590,6 +592,19 @@ async def test_a_report_permits_mounts_without_a_proof(logged):
     unknown = Made(is_enforced=False, permissions=None, token=None)
     assert unknown.access.proof_of(FIRST_ISSUED) == NO_PROOF
     assert unknown.denial(mount_of(FIRST_ISSUED)) is None
+
+
+@on_loop
+async def test_the_client_ids_of_a_principal_are_limited_and_not_with_a_report(monkeypatch, logged):
+    monkeypatch.setattr(IssuedIdLimit, "take", _reject)
+    with pytest.raises(Overloaded):
+        Made().access.take_client_id()
+    assert "access.over_limit peer=a:1 error=no ID" in logged()
+    Made(is_enforced=False).access.take_client_id()
+
+
+def _reject(_limit, _principal, _now_ns):
+    raise Overloaded("no ID")
 
 
 @pytest.mark.parametrize(

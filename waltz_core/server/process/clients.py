@@ -513,8 +513,9 @@ class Clients:
             self._tasks.create_task(self._issue_client_id(connection, message, cost_bytes))
             return
         elif isinstance(message, RegistryRequest) and self._backend.registry is not None:
+            link = self._clients[connection].link
             answering = self._backend.registry.answer(
-                message, self._clients[connection].link.access
+                message, link.access, is_closed=lambda: link.is_closed
             )
             self._tasks.create_task(self._serve_registry(connection, request, answering))
             return
@@ -535,7 +536,10 @@ class Clients:
     async def _issue_client_id(
         self, connection: ConnectionId, message: ClientIdRequest, cost_bytes: int
     ) -> None:
+        client = self._clients.get(connection)
         try:
+            if client is not None and client.link.access is not None:
+                client.link.access.take_client_id()
             client_id = await self._backend.next_client_id()
         except errors.WaltzError as error:
             self.answer(error_answer(connection, message.req_id, cost_bytes, error, message))

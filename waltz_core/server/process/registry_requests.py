@@ -7,10 +7,14 @@ Rules (decision 048, AC 14):
        are no principals, and every client may change every write.
     2. With `access = "report"` an operation on the write of another principal is logged, and
        carried out.
-    3. Requests are bounded: a name, a run and a node have a size limit, a write is kept for at most
-       a year, and one principal has at most `TURNS_MAX` operations under way in this server.
+    3. Requests are bounded: a name, a run and the arguments have a size limit, a write has at most
+       `TASKS_MAX` tasks and is kept for at most a year, and one principal has at most `TURNS_MAX`
+       operations under way in this server. ZooKeeper keeps everything in memory.
     4. An operation may be repeated, as after an unknown outcome in ZooKeeper.
-    5. Finished and removed writes are followed by the removal of some expired ones.
+    5. Finished and removed writes are followed by the removal of some expired ones, by one removal
+       at a time.
+    6. An operation whose connection was closed before its turn is dropped: its principal may have
+       lost its permissions.
 """
 
 import asyncio
@@ -18,6 +22,7 @@ import logging
 import struct
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any, Final
 
 from waltz_core import errors
@@ -30,7 +35,7 @@ from waltz_core.cluster.writes import (
     client_ids_of_others,
 )
 from waltz_core.records import strict_json
-from waltz_core.records.record import ClientId
+from waltz_core.records.record import BEFORE_FIRST, ClientId
 from waltz_core.server.process.storage_links import Tasks
 from waltz_core.transport.port_access import ConnectionAccess
 from waltz_core.wire.messages import RegistryOperation, RegistryRequest, RegistryResponse
@@ -39,6 +44,11 @@ _log = logging.getLogger(__name__)
 
 KEEP_MS_MAX: Final = 365 * 24 * 3_600 * 1_000
 TURNS_MAX: Final = 16
+TASKS_MAX: Final = 100_000
+# A summary has a mark for each partition, and a few texts, one of which may be a path.
+_ARGUMENTS_BYTES: Final = 16 * 1024
+_ARGUMENTS_BYTES_OF_PARTITION: Final = 64
+_SUMMARY_LEVELS_MAX: Final = 10
 _READS_MAX: Final = 100
 
 
@@ -56,24 +66,38 @@ class RegistryRequests:
         self._next_client_id = next_client_id
         self._partition_count = partition_count
         self._tasks = tasks
+        self._is_removing = False
+        self._arguments_bytes_max = min(
+            NODE_BYTES_MAX, _ARGUMENTS_BYTES + _ARGUMENTS_BYTES_OF_PARTITION * partition_count
+        )
         self._turns: dict[str, asyncio.Semaphore] = defaultdict(
             lambda: asyncio.Semaphore(TURNS_MAX)
         )
 
     async def answer(
-        self, request: RegistryRequest, access: ConnectionAccess | None
+        self,
+        request: RegistryRequest,
+        access: ConnectionAccess | None,
+        *,
+        is_closed: Callable[[], bool] = lambda: False,
     ) -> RegistryResponse:
         """Carry out a request of a connection; `access` is None without access control.
+
+        `is_closed` returns whether the connection was closed (rule 6).
 
         Raises:
             BadRequest: the request is not valid, or the principal has too many writes.
             PermissionDenied: the write belongs to another principal.
             ConnectionSuperseded: a later attempt has begun, or the write is over.
-            Unavailable: ZooKeeper does not answer.
+            Unavailable: ZooKeeper does not answer; or the principal gets too many client IDs.
         """
         async with self._turns["" if access is None else access.principal]:
+            if is_closed():
+                raise errors.Unreachable("the connection was closed before its request had a turn")
             answer = await self._answer(request, access)
-        if request.operation in (RegistryOperation.FINISH, RegistryOperation.FORGET):
+        is_over = request.operation in (RegistryOperation.FINISH, RegistryOperation.FORGET)
+        if is_over and not self._is_removing:
+            self._is_removing = True
             self._tasks.create_task(self._forget_expired())
         return answer
 
@@ -93,7 +117,8 @@ class RegistryRequests:
     async def _carry_out(
         self, request: RegistryRequest, writes: WriteRegistry, access: ConnectionAccess | None
     ) -> RegistryResponse:
-        given, write = Arguments(bytes(request.arguments)), request.write
+        given = Arguments(bytes(request.arguments), self._arguments_bytes_max)
+        write = request.write
         match request.operation:
             case RegistryOperation.BEGIN:
                 marks = self._marks(request)
@@ -105,7 +130,8 @@ class RegistryRequests:
                 return RegistryResponse(request.req_id, b"" if found is None else found.to_bytes())
             case RegistryOperation.ENTER:
                 task, run = _task(request), given.text("run")
-                entered = await writes.enter(write, task, run, self._next_client_id)
+                issue = partial(self._issue_client_id, access)
+                entered = await writes.enter(write, task, run, issue)
                 proof = NO_PROOF if access is None else access.proof_of(entered.client_id)
                 return RegistryResponse(request.req_id, entered.to_bytes(), proof)
             case RegistryOperation.CHECK:
@@ -120,6 +146,11 @@ class RegistryRequests:
             case unknown:
                 raise errors.BadRequest(f"the registry has no operation {unknown}")
         return RegistryResponse(request.req_id)
+
+    async def _issue_client_id(self, access: ConnectionAccess | None) -> ClientId:
+        if access is not None:
+            access.take_client_id()
+        return await self._next_client_id()
 
     async def _read_tasks(
         self, request: RegistryRequest, writes: WriteRegistry, run: str
@@ -143,6 +174,9 @@ class RegistryRequests:
                     f"there is no partition {partition}: the cluster has "
                     f"{self._partition_count}, from 0 on"
                 )
+        if min(marks, default=0) < BEFORE_FIRST:
+            # NB: a node that cannot be decoded would neither expire nor count for its principal.
+            raise errors.BadRequest(f"expected marks of -1 or more, found {min(marks)}")
         return dict(zip(request.partitions, marks, strict=True))
 
     async def _forget_expired(self) -> None:
@@ -151,19 +185,21 @@ class RegistryRequests:
             await self._writes.forget_expired()
         except errors.WaltzError as error:
             _log.info("registry.expired_not_removed reason=%s", error)  # with the next request
+        finally:
+            self._is_removing = False
 
 
 class Arguments:
     """The JSON of a request, with checks; all methods raise BadRequest."""
 
-    def __init__(self, data: bytes) -> None:
+    def __init__(self, data: bytes, bytes_max: int = NODE_BYTES_MAX) -> None:
         """Raises BadRequest, TooLarge."""
         self._values: Mapping[str, Any] = {}
         if not data:
             return
-        if len(data) > NODE_BYTES_MAX:
+        if len(data) > bytes_max:
             raise errors.TooLarge(
-                f"the arguments of a registry request: expected at most {NODE_BYTES_MAX} bytes, "
+                f"the arguments of a registry request: expected at most {bytes_max} bytes, "
                 f"found {len(data)}"
             )
         try:
@@ -198,8 +234,9 @@ class Arguments:
     def summary(self) -> dict[str, Any]:
         """Return the summary of a write."""
         found = self._values.get("summary")
-        if not isinstance(found, dict):
-            raise self._wrong("summary", "an object")
+        if not isinstance(found, dict) or not _has_levels(found, _SUMMARY_LEVELS_MAX):
+            # NB: whether Python can decode many levels depends on the depth of its stack.
+            raise self._wrong("summary", f"an object with at most {_SUMMARY_LEVELS_MAX} levels")
         return found
 
     def _wrong(self, name: str, expected: str) -> errors.BadRequest:
@@ -224,7 +261,15 @@ async def _states_of(writes: WriteRegistry, write: str) -> dict[int, TaskState]:
     return found
 
 
+def _has_levels(value: object, levels_max: int) -> bool:
+    """Whether a JSON value has at most so many objects and lists in one another."""
+    if not isinstance(value, dict | list):
+        return True
+    children = value.values() if isinstance(value, dict) else value
+    return levels_max > 0 and all(_has_levels(each, levels_max - 1) for each in children)
+
+
 def _task(request: RegistryRequest) -> int:
-    if request.task < 0:
-        raise errors.BadRequest(f"task: expected 0 or more, found {request.task}")
+    if not 0 <= request.task < TASKS_MAX:
+        raise errors.BadRequest(f"task: expected 0 to {TASKS_MAX - 1}, found {request.task}")
     return request.task
