@@ -95,3 +95,11 @@ async def until(condition: Callable[[], object]) -> None:
     """Poll a condition until it holds; the time limit of the scenario ends it otherwise."""
     while not condition():  # noqa: ASYNC110 - what is awaited has no event of its own
         await asyncio.sleep(POLL_INTERVAL_S)
+
+
+async def pass_time(seconds: float) -> None:
+    """Let time pass in which something must happen, or must not; for a virtual loop."""
+    loop = asyncio.get_running_loop()
+    end_s = loop.time() + seconds
+    while loop.time() < end_s:  # noqa: ASYNC110 - there is no event
+        await asyncio.sleep(end_s - loop.time())

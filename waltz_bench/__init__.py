@@ -10,6 +10,5 @@
     storage_bench                   the storage engine alone
     archive_workload                a log that is larger than the disks of its storages
     spark_workloads, sql_view       readers and writers of applications
-    nats_peer                       NATS JetStream, for comparison
-    access_cost                     any workload with and without access control, in turn
+    compared                        what a workload is compared with
 """

@@ -121,6 +121,10 @@ def _load(function: VerbFunction) -> VerbFunction:
 @click.option(
     "--database", help="sql-view: SQLAlchemy's URL of a database [default: a new SQLite file]"
 )
+@click.option(
+    "--flood-connect",
+    help="flood: the connect string of the flooding client [default: that of the measured client]",
+)
 @click.option("--json", "as_json", is_flag=True, help="print only the JSON line")
 def bench(
     *,
@@ -146,7 +150,7 @@ def bench(
     if access_rounds is not None:
         if tls_file is None:
             raise BadConfig("--access-rounds: expected --tls as well, found none")
-        from waltz_bench import access_cost  # noqa: PLC0415 - costs start-up time
+        from waltz_bench.compared import access_cost  # noqa: PLC0415 - costs start-up time
 
         measured = access_cost.compare(run, requested, tls_file, access_rounds)
         return _show(

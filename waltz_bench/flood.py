@@ -1,6 +1,7 @@
 """The workload `flood`: the latency of single appends while another client sends at full speed.
 
-Only the client with single appends is measured; the flood is a separate process.
+Only the client with single appends is measured; the flood is a separate process. With a connect
+string of its own, the flood has another principal, whose limits (`access limit`) the run measures.
 
 Rules:
     1. The calm figures and those under the flood come from one run and the same client.
@@ -95,7 +96,7 @@ def _in_flight(load: BenchLoad) -> int:
 
 async def _start(load: BenchLoad) -> Process:
     wanted = {
-        "--connect": load.connect,
+        "--connect": load.flood_connect or load.connect,
         "--payload": load.payload_bytes,
         "--locks": load.lock_count,
         "--batch": load.batch_rows,

@@ -47,6 +47,7 @@ class BenchLoad:
     lock_pool: int = 0
     partitions: int | None = None
     database: str | None = None
+    flood_connect: str | None = None
 
     @property
     def batch_rows(self) -> int:
@@ -168,7 +169,8 @@ def make_report(
     rows = max(measured.rows, 1)
     by_role = {role: round(seconds * 1e6 / rows, 3) for role, seconds in (cpu or {}).items()}
     hot = [by_role[role] for role in ("server", "storage") if role in by_role]
-    requested = {key: value for key, value in asdict(load).items() if key != "connect"}
+    left_out = ("connect", "flood_connect")
+    requested = {key: value for key, value in asdict(load).items() if key not in left_out}
     return BenchReport(
         workload=name,
         rate_per_s=round(measured.rows / measured.seconds, 1),

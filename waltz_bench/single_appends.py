@@ -52,7 +52,7 @@ async def _append_one(load: BenchLoad, meter: Meter) -> Measured:
         client = await stack.enter_async_context(AsyncWaltzClient.connect(load.connect))
         peer = None
         if load.peer is not None:
-            from waltz_bench.nats_peer import Jetstream  # noqa: PLC0415 - an optional package
+            from waltz_bench.compared.nats_peer import Jetstream  # noqa: PLC0415 - an optional package
 
             peer = await stack.enter_async_context(Jetstream())
         starts = await client.high_water_marks()

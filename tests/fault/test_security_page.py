@@ -297,4 +297,3 @@ def test_an_open_cluster_is_protected_by_ten_commands_without_a_failed_append(
     page.check_is_finished()
     journal.check_agrees(connect)
     assert "network.insecure" not in logs(cluster)
-    print(f"{len(journal.acknowledged)} appends, {len(journal.repeated)} repeated")  # noqa: T201

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from tests.certificates import Certificates
-from waltz_bench import access_cost
 from waltz_bench.batch_appends import append_batch
+from waltz_bench.compared import access_cost
 from waltz_bench.measuring import BenchLoad, Meter
 from waltz_core.client import WaltzClient
 from waltz_core.config import render_toml

@@ -111,6 +111,21 @@ def once(rows: list[bytes]) -> Counter[bytes]:
     return Counter(dict.fromkeys(rows, 1))
 
 
+def test_a_run_with_other_partitions_appends_nothing(write: Write) -> None:
+    """It would not read back the rows of the first run in partitions 2 and 3."""
+    rows, job = rows_of(0, 20), write.job()
+    job.write_task(batches_of(rows), 0, 0)
+    other = Write(write.connect, write.name, partitions="0,1")
+    try:
+        with pytest.raises(
+            BadRequest, match=r"begun for partitions 0, 1, 2, 3, and this run is for .* 0, 1\. Hint"
+        ):
+            other.job().write_task(batches_of(rows), 0, 1)
+    finally:
+        other.client.close()
+    assert write.in_log() == once(rows)
+
+
 def test_an_attempt_continues_where_the_previous_one_stopped(write: Write) -> None:
     rows, job = rows_of(0, 200), write.job()
     stopped_after(write, job, rows, 100)

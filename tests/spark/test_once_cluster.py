@@ -16,12 +16,10 @@ ROOT = Path(__file__).parents[2]
 SECONDS_MAX = 500
 
 
-def test_rows_are_written_once_with_the_option_and_repeated_without_it(
-    tmp_path: Path,
-) -> None:
+def run_job(module: str, directory: Path) -> None:
     with waltz_core.local.running() as cluster:
         done = subprocess.run(
-            [sys.executable, "-m", "tests.spark.once_job", cluster.connect, str(tmp_path)],
+            [sys.executable, "-m", module, cluster.connect, str(directory)],
             cwd=ROOT,
             env=os.environ | {"PYTHONPATH": str(ROOT)},
             capture_output=True,
@@ -29,7 +27,19 @@ def test_rows_are_written_once_with_the_option_and_repeated_without_it(
             timeout=SECONDS_MAX,
             check=False,
         )
-        assert done.returncode == 0, done.stderr[-4_000:]
-        for write in WRITES:
-            for task in range(TASKS):
-                assert (tmp_path / write / f"struck-{task}").exists()
+    assert done.returncode == 0, done.stderr[-4_000:]
+
+
+def test_rows_are_written_once_with_the_option_and_repeated_without_it(
+    tmp_path: Path,
+) -> None:
+    run_job("tests.spark.once_job", tmp_path)
+    for write in WRITES:
+        for task in range(TASKS):
+            assert (tmp_path / write / f"struck-{task}").exists()
+
+
+def test_encrypted_rows_are_written_once_with_keys_of_a_function(tmp_path: Path) -> None:
+    run_job("tests.spark.encrypted_job", tmp_path)
+    for task in range(TASKS):
+        assert (tmp_path / f"struck-{task}").exists()

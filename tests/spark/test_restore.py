@@ -1,6 +1,7 @@
 """After a total loss, queries and exactly-once writes continue in the restored cluster."""
 
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,8 +11,10 @@ from pyspark.sql import SparkSession
 
 import waltz_core.local
 from tests.commands import run_command
+from tests.fault.load import wait_until
 from tests.patience import HANG_S
-from waltz_core.client import WaltzClient
+from waltz_core.client import Callbacks, Transaction, WaltzClient
+from waltz_core.config import ClientConfig
 from waltz_core.local import LocalCluster
 from waltz_spark import shared_clients
 
@@ -111,3 +114,75 @@ def test_a_checkpoint_and_an_exactly_once_write_continue(
     for place, options in (("served", {}), ("direct", {"archive": archive})):
         seen = stream(spark, connect, tmp_path / place, **options)
         assert sorted(seen) == sorted(before | after)
+
+
+class Fed(Callbacks):
+    """Keeps what a feed delivers."""
+
+    def __init__(self) -> None:
+        self.fed: list[tuple[object, str | None]] = []
+
+    def client_high_water_mark(self, partition: int) -> int:
+        return -1
+
+    def apply_transaction(self, transaction: Transaction) -> None:
+        data = transaction.data()
+        self.fed.append((data, transaction.data_error))
+
+
+def read_everywhere(
+    spark: SparkSession, connect: str, archive: str, keys: Path, count: int
+) -> dict[str, Counter[tuple[object, str | None]]]:
+    """Return the payloads, with reasons, that each kind of reader with these keys gets."""
+    found = {}
+    for place, options in (("servers", {}), ("archive", {"archive": archive})):
+        reader = spark.read.format("waltz").options(encryptionKeys=str(keys), **options)
+        rows = reader.load(connect).select("data", "data_error").collect()
+        found[f"Spark from {place}"] = Counter((row[0] and bytes(row[0]), row[1]) for row in rows)
+    with WaltzClient(connect, ClientConfig(encryption_keys=str(keys))) as client:
+        found["ranges"] = Counter(
+            (row.data, row.data_error)
+            for partition, last in client.high_water_marks().items()
+            for chunk in client.read_range(partition, 0, last)
+            for row in chunk.rows()
+        )
+        fed = Fed()
+        client.subscribe(fed)
+        wait_until("the feed has all", lambda: len(fed.fed) == count)
+        found["feed"] = Counter(fed.fed)
+    return found
+
+
+def test_destroyed_keys_hide_their_rows_in_log_archive_and_restored_cluster(
+    spark: SparkSession, cluster: LocalCluster, archive: str, tmp_path: Path
+) -> None:
+    connect, file = cluster.connect, str(tmp_path / "backup")
+    keys, left = tmp_path / "keys", tmp_path / "left"
+    names = ("kept", "destroyed")
+    for directory in (keys, left):
+        directory.mkdir()
+        for number, name in enumerate(names):
+            (directory / name).write_text(f"{number:064x}")
+    (left / "destroyed").unlink()
+    rows = [(f"{name}-{n}".encode(), n % PARTITIONS, name) for name in names for n in range(20)]
+    frame = spark.createDataFrame(rows, "data binary, partition int, key string")
+    options = {"encryptionKeys": str(keys), "encryptionKeyColumn": "key"}
+    frame.write.format("waltz").options(**options, writeId="monday").mode("append").save(connect)
+    all_rows = Counter((data, None) for data, _, _ in rows)
+    remaining = Counter((data, None) for data, _, name in rows if name == "kept")
+    remaining[None, "there is no key 'destroyed'"] = 20
+
+    def check() -> None:
+        for directory, expected in ((keys, all_rows), (left, remaining)):
+            found = read_everywhere(spark, connect, archive, directory, len(rows))
+            assert found == dict.fromkeys(found, expected)
+
+    check()
+    saved = run_command("backup", "--connect", connect, "--archive", archive, "--output", file)
+    assert saved.returncode == 0, saved
+    shared_clients.close_clients()
+    lose_and_restore(cluster, archive, file)
+    check()
+    # The write compares its rows with the decrypted ones of the restored log.
+    frame.write.format("waltz").options(**options, writeId="monday").mode("append").save(connect)
+    check()

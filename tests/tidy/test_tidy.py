@@ -64,7 +64,7 @@ LIBRARY_FILES = {
         "waltz_core/cluster/zookeeper/zookeeper_session.py",
         "waltz_core/cluster/zookeeper/kazoo_connection.py",
     ),
-    "nats": ("waltz_bench/nats_peer.py",),
+    "nats": ("waltz_bench/compared/nats_peer.py",),
     "msgpack": (
         "waltz_core/client/model/serializers.py",
         "waltz_spark/rows.py",

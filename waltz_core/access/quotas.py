@@ -8,7 +8,8 @@ Rules:
     2. A request may begin when all earlier ones are paid for; then it is charged as a whole. So a
        request that exceeds the rate of a second can begin, and later ones wait for it.
     3. A bucket that was idle has the amount of `BURST_NS`.
-    4. A request that would wait longer than `WAIT_NS_MAX` is rejected, and not charged.
+    4. A request that would wait longer than `WAIT_NS_MAX` is rejected, and not charged. Rejections
+       have a bucket of their own: a client that pipelines drains fast, a flood costs little time.
     5. A limit that a principal does not have itself is that of "*". A revision that changes a limit
        of a principal replaces the bucket; other buckets keep what they have.
     6. Metrics have a label for each of the first `LABELS_MAX` principals with a grant, in the order
@@ -36,12 +37,13 @@ _IDS_BURST_NS: Final = IDS_AT_ONCE * SECOND_NS // IDS_PER_S
 OTHER_LABEL: Final = "other"
 # Above this number, quotas of principals without connections are dropped, unless they are in use.
 QUOTAS_MAX: Final = 1_000
+REJECTIONS_PER_S: Final = 2_000
 # The pause before another connection or feed is tried.
 COUNT_RETRY_MS: Final = 1_000
 _HINT: Final = "Hint: `waltz-core access limit` changes it."
 
 # The partition and the client ID of a feed.
-FeedKey: TypeAlias = tuple[int, int]
+CountedFeed: TypeAlias = tuple[int, int]
 
 
 class Bucket:
@@ -122,9 +124,10 @@ class Quota:
         self.limits = PrincipalLimits()
         self.usage = usage
         self.connections: dict[Hashable, None] = {}  # in the order of arrival
-        self.feeds: dict[FeedKey, Hashable] = {}  # with the connection of each
+        self.feeds: dict[CountedFeed, Hashable] = {}  # with the connection of each
         self._bytes: Bucket | None = None
         self._appends: Bucket | None = None
+        self._rejections = Bucket(REJECTIONS_PER_S)
         self.change(limits)
 
     def change(self, limits: PrincipalLimits) -> None:
@@ -143,11 +146,18 @@ class Quota:
     # ---- requests
 
     def begin(
-        self, now_ns: int, *, size_bytes: int, is_append: bool, waited_ns: int
+        self,
+        now_ns: int,
+        *,
+        size_bytes: int,
+        is_append: bool,
+        waited_ns: int,
+        is_overrun: bool = False,
     ) -> int | Overloaded:
         """Charge a request, and return how long it waits; or return why it is rejected (rule 4).
 
-        It has waited for `waited_ns` already.
+        It has waited for `waited_ns` already. `is_overrun`: it follows a rejected append, so that
+        its partition would reject it.
         """
         size_bytes = max(size_bytes, REQUEST_BYTES_MIN)
         byte_wait_ns = 0 if self._bytes is None else self._bytes.wait_ns(now_ns)
@@ -155,13 +165,15 @@ class Quota:
         if is_append and self._appends is not None:
             append_wait_ns = self._appends.wait_ns(now_ns)
         wait_ns = max(byte_wait_ns, append_wait_ns)
-        if wait_ns and waited_ns + wait_ns > WAIT_NS_MAX:
-            is_by_bytes = byte_wait_ns == wait_ns
+        if is_overrun or (wait_ns and waited_ns + wait_ns > WAIT_NS_MAX):
+            is_by_bytes = self._appends is None or (
+                self._bytes is not None and byte_wait_ns >= append_wait_ns
+            )
             return self._over(
                 f"{self.limits.bytes_per_s} bytes per second"
                 if is_by_bytes
                 else f"{self.limits.appends_per_s} appends per second",
-                -(-wait_ns // 1_000_000),
+                max(1, -(-wait_ns // 1_000_000)),
             )
         if self._bytes is not None:
             self._bytes.take(size_bytes, now_ns)
@@ -171,6 +183,14 @@ class Quota:
         self.usage.appends += is_append
         self.usage.delayed += wait_ns > 0
         return wait_ns
+
+    def rejected(self, now_ns: int) -> None:
+        """Count a rejected request of any kind (rule 4)."""
+        self._rejections.take(1, now_ns)
+
+    def rejection_wait_ns(self, now_ns: int) -> int:
+        """Return the time until a connection may be read that has had a rejection (rule 4)."""
+        return self._rejections.wait_ns(now_ns)
 
     def sent(self, size_bytes: int, now_ns: int) -> None:
         """Charge the bytes of a range."""
@@ -200,7 +220,7 @@ class Quota:
         for key in [key for key, owner in self.feeds.items() if owner == connection]:
             del self.feeds[key]
 
-    def begin_feed(self, key: FeedKey, connection: Hashable) -> Overloaded | None:
+    def begin_feed(self, key: CountedFeed, connection: Hashable) -> Overloaded | None:
         """Add a feed, or move it to another connection; return the error if that is too many."""
         limit = self.limits.feeds
         if limit is not None and len(self.feeds) >= limit and key not in self.feeds:
@@ -208,7 +228,7 @@ class Quota:
         self.feeds[key] = connection
         return None
 
-    def end_feed(self, key: FeedKey, connection: Hashable) -> None:
+    def end_feed(self, key: CountedFeed, connection: Hashable) -> None:
         """Remove a feed, if it is that of this connection."""
         if self.feeds.get(key) == connection:
             del self.feeds[key]

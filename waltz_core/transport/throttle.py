@@ -6,11 +6,13 @@ Rules (decision 048, AC 10):
     1. Requests are passed on in the order of arrival, those over a limit as well: `denial` then
        returns their error. The user rejects an append over a limit in its partition, so that later
        ones do not overtake it.
-    2. While a request waits, and for the pause after a rejection, but for a second at most, the
-       connection is not read. So a peer that does not pause costs one read per second.
+    2. While a request waits, the connection is not read; nor after a rejection, until there is room
+       in the bucket of rejections.
     3. A request that waits was charged. Waits below `SLACK_NS` are not observed, because timers are
        coarse: the next wait makes up for them.
-    4. Ranges are charged when they are sent. One has the bytes of a quarter of a second at most, so
+    4. After an append over a limit, further ones of the client in this partition are rejected, and
+       not charged, until its next mount: their partition would reject them as well.
+    5. Ranges are charged when they are sent. One has the bytes of a quarter of a second at most, so
        that concurrent ones do not use the rate of many seconds in advance.
 """
 
@@ -20,7 +22,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from waltz_core.access.quotas import SECOND_NS, WAIT_NS_MAX, FeedKey, Quota
+import numpy as np
+
+from waltz_core.access.quotas import SECOND_NS, CountedFeed, Quota
 from waltz_core.errors import Overloaded
 from waltz_core.wire.messages import (
     AppendBatch,
@@ -38,11 +42,13 @@ from waltz_core.wire.messages import (
     RangeRequest,
     TransactionDataResponse,
 )
+from waltz_core.wire.record_locations import LOCATIONS
 
 if TYPE_CHECKING:
     from waltz_core.transport.port_access import ConnectionAccess
 
 SLACK_NS: Final = SECOND_NS // 100
+OVERRUN_MAX: Final = 1_000
 RANGE_SHARE: Final = 4
 RANGE_BYTES_MIN: Final = 64 * 1024
 
@@ -58,7 +64,8 @@ class Throttle:
         self._waiting: deque[Message] = deque()
         self._is_charged = False  # the first one of them (rule 3)
         self._since_ns = 0  # when it arrived
-        self._rejected_ns = 0
+        self._has_rejected = False
+        self._overrun: dict[CountedFeed, None] = {}  # rule 4
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -93,8 +100,10 @@ class Throttle:
                 pause_ns = wait_ns
                 break
             passed.append(self._fitted(self._waiting.popleft()))
-        pause_ns = pause_ns or self._rejected_ns
-        self._rejected_ns = 0
+        quota = self._access.quota
+        if self._has_rejected and not pause_ns and quota is not None:
+            pause_ns = quota.rejection_wait_ns(now_ns)
+        self._has_rejected = False
         if pause_ns:
             self._timer = asyncio.get_running_loop().call_later(pause_ns / SECOND_NS, self._turn)
         self._pass_on(passed)
@@ -104,26 +113,39 @@ class Throttle:
         quota = self._access.quota
         if quota is None:
             return 0
+        append_key = None
+        if isinstance(message, AppendRequest | AppendBatch):
+            append_key = _feed_key(message)
         begun = quota.begin(
             now_ns,
             size_bytes=_size_bytes(message),
-            is_append=isinstance(message, AppendRequest | AppendBatch),
+            is_append=append_key is not None,
             waited_ns=now_ns - self._since_ns,
+            is_overrun=append_key in self._overrun,
         )
         if isinstance(begun, Overloaded):
-            self._reject(message, begun)
+            if append_key is not None:
+                self._note_overrun(append_key)
+            self._reject(message, begun, quota, now_ns)
             return 0
         excess = self._begin_feed(message, quota)
         if excess is not None:
-            self._reject(message, excess)
+            self._reject(message, excess, quota, now_ns)
         return begun
 
-    def _reject(self, message: Message, error: Overloaded) -> None:
+    def _reject(self, message: Message, error: Overloaded, quota: Quota, now_ns: int) -> None:
         self._access.over_limit(message, error)
-        pause_ns = min(error.retry_after_ms * 1_000_000, WAIT_NS_MAX)
-        self._rejected_ns = max(self._rejected_ns, pause_ns)
+        quota.rejected(now_ns)
+        self._has_rejected = True
+
+    def _note_overrun(self, key: CountedFeed) -> None:
+        if len(self._overrun) >= OVERRUN_MAX:
+            self._overrun.clear()  # Later ones are charged, though their partitions reject them.
+        self._overrun[key] = None
 
     def _begin_feed(self, message: Message, quota: Quota) -> Overloaded | None:
+        if isinstance(message, MountWriter | MountRequest):
+            self._overrun.pop(_feed_key(message), None)
         if isinstance(message, MountWriter) and not message.wants_feed:
             quota.end_feed(_feed_key(message), self._access)
         elif isinstance(message, MountWriter | MountRequest):
@@ -131,7 +153,7 @@ class Throttle:
         return None
 
     def _fitted(self, message: Message) -> Message:
-        """Return a request, with a limit for its range (rule 4)."""
+        """Return a request, with a limit for its range (rule 5)."""
         quota = self._access.quota
         if quota is None or not isinstance(message, RangeRequest | RangeRaw):
             return message
@@ -142,11 +164,14 @@ class Throttle:
         return replace(message, bytes_max=min(message.bytes_max, bytes_max))
 
     def sent(self, answer: Message) -> None:
-        """Charge the range in an answer (rule 4), or end a feed that has failed."""
+        """Charge the range in an answer (rule 5), or end a feed that has failed."""
         quota = self._access.quota
         if quota is None:
             return
         match answer:
+            case RangeBytes(form=form) if form == LOCATIONS:  # the reader opens the files
+                granted = np.frombuffer(answer.lengths, dtype=">i4")
+                quota.sent(int(granted.sum(dtype=np.int64)), self._access.now_ns)
             case RangeData() | RangeBytes():
                 size_bytes = len(answer.records) + len(answer.lengths)
                 quota.sent(size_bytes, self._access.now_ns)
@@ -167,7 +192,7 @@ class Throttle:
                 quota.end_feed(key, self._access)
 
 
-def _feed_key(message: ClientMessage) -> FeedKey:
+def _feed_key(message: ClientMessage) -> CountedFeed:
     return message.req_id.partition_id, message.req_id.client_id
 
 

@@ -4,7 +4,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from waltz_bench import access_cost, measuring
+from waltz_bench import measuring
+from waltz_bench.compared import access_cost
 from waltz_bench.measuring import BenchLoad, Measured, Meter
 from waltz_core.cli.main import main
 

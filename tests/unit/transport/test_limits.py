@@ -107,7 +107,9 @@ async def test_requests_over_the_limit_wait_in_the_connection_or_are_denied(file
         (peer,) = port.peer.links
         requests = [TransactionDataRequest(ReqId(1, 0, 3, -n), 0) for n in range(1, 101)]
         link.send_all(requests)
+        await until(lambda: not peer._is_reading)
         await until(lambda: len(port.peer.messages) == 100)
+        await until(lambda: peer._is_reading)
         assert port.peer.messages == requests
         denials = [peer.denial(each) for each in port.peer.messages]
         granted = sum(each is None for each in denials)

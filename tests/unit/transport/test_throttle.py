@@ -3,9 +3,9 @@
 import asyncio
 import dataclasses
 
-from tests.loops import on_virtual_loop
+from tests.loops import on_virtual_loop, pass_time
 from waltz_core.access.permissions import PrincipalLimits
-from waltz_core.access.quotas import SECOND_NS, Quota, Usage
+from waltz_core.access.quotas import REJECTIONS_PER_S, SECOND_NS, Quota, Usage
 from waltz_core.records.record import ReqId
 from waltz_core.transport.throttle import Throttle
 from waltz_core.wire.messages import (
@@ -17,6 +17,7 @@ from waltz_core.wire.messages import (
     RangeRequest,
     TransactionDataResponse,
 )
+from waltz_core.wire.record_locations import LOCATIONS
 
 BEGIN_S = 10.0
 
@@ -69,9 +70,9 @@ async def test_requests_wait_in_order_and_the_connection_is_not_read():
     made.throttle.receive(appends(1, 15))
     assert made.throttle.is_pausing
     assert 10 <= len(made.passed) < 15
-    await asyncio.sleep(0.2)
+    await pass_time(0.2)
     made.throttle.receive(appends(16, 16))  # it was in a buffer
-    await asyncio.sleep(2)
+    await pass_time(2)
     assert not made.throttle.is_pausing
     assert made.sequences == [*range(1, 17)]
     assert not any(made.rejections)
@@ -82,7 +83,7 @@ async def test_requests_wait_in_order_and_the_connection_is_not_read():
 async def test_what_waits_longer_than_a_second_is_rejected_in_order():
     made = Connection(appends_per_s=10)
     made.throttle.receive(appends(1, 50))
-    await asyncio.sleep(1.5)
+    await pass_time(1.5)
     assert made.sequences == [*range(1, 51)]
     granted = made.rejections.index(True)
     assert 18 <= granted <= 22
@@ -93,18 +94,32 @@ async def test_what_waits_longer_than_a_second_is_rejected_in_order():
 
 
 @on_virtual_loop
-async def test_after_a_rejection_the_connection_is_not_read_for_a_second_at_most():
+async def test_pipelined_requests_over_a_limit_drain_fast_but_a_flood_is_not_read():
     made = Connection(bytes_per_s=1_000)
-    made.throttle.receive([*appends(1, 1, bytes(9_000)), *appends(2, 2)])
-    assert made.rejections == [False, True]
+    made.throttle.receive([*appends(1, 1, bytes(9_000)), *appends(2, REJECTIONS_PER_S)])
+    assert made.rejections == [False] + [True] * (REJECTIONS_PER_S - 1)
     assert made.passed[1][1] >= 8_000
-    assert made.throttle.is_pausing
-    await asyncio.sleep(0.9)
-    assert made.throttle.is_pausing
-    await asyncio.sleep(0.2)
     assert not made.throttle.is_pausing
-    made.throttle.receive(appends(3, 3))  # it does not pause
-    assert made.rejections == [False, True, True]
+    made.throttle.receive(appends(1, REJECTIONS_PER_S))
+    assert made.throttle.is_pausing
+    await pass_time(0.9)
+    assert made.throttle.is_pausing
+    await pass_time(0.2)
+    assert not made.throttle.is_pausing
+
+
+@on_virtual_loop
+async def test_appends_after_one_over_a_limit_are_not_charged_until_the_next_mount():
+    made = Connection(bytes_per_s=1_000)
+    made.throttle.receive([*appends(1, 1, bytes(3_000)), *appends(2, 2)])
+    await pass_time(3)
+    made.throttle.receive(appends(3, 5, bytes(9_000)))
+    assert made.rejections == [False] + [True] * 4
+    other = AppendRequest(ReqId(9, 2, 3, 1), 0, (), (), (), 0, b"", 0)
+    mount = MountWriter(ReqId(1, 2, 3, -1), 1, 0, wants_feed=False)
+    made.throttle.receive([other, mount, *appends(3, 3)])
+    await pass_time(2)
+    assert made.rejections == [False] + [True] * 4 + [False] * 3
 
 
 @on_virtual_loop
@@ -117,7 +132,7 @@ async def test_the_connections_of_a_principal_share_its_limit_evenly():
             if not each.throttle.is_pausing:
                 each.throttle.receive(appends(counts[number], counts[number] + 4))
                 counts[number] += 5
-        await asyncio.sleep(0.01)
+        await pass_time(0.01)
     granted = [each.rejections.count(False) for each in both]
     assert 1_000 <= sum(granted) <= 1_250
     assert min(granted) >= 0.4 * sum(granted)
@@ -131,10 +146,12 @@ async def test_ranges_are_charged_when_they_are_sent_and_have_a_part_of_the_rate
     assert made.passed[0][0] == dataclasses.replace(ranged, bytes_max=250_000)
     made.throttle.receive([dataclasses.replace(ranged, bytes_max=1_000)])
     assert made.passed[1][0].bytes_max == 1_000
+    lengths = (250_000).to_bytes(4, "big") + (150_000).to_bytes(4, "big")
     for answer in (
         RangeData(ranged.req_id, 0, 9, 10, 0, b"", bytes(1_000_000), 0, 9, ()),
         RangeBytes(1, 2, 3, 0, 9, 0, b"", bytes(1_000_000), 0, bytes(16), ()),
-        TransactionDataResponse(ranged.req_id, 3, (bytes(500_000), None)),
+        TransactionDataResponse(ranged.req_id, 3, (bytes(100_000), None)),
+        RangeBytes(1, 2, 3, 0, 2, LOCATIONS, lengths, b"places", 0, bytes(16), ()),
         ErrorResponse(ranged.req_id, 1, False, "x"),
     ):
         made.throttle.sent(answer)
@@ -156,7 +173,7 @@ async def test_a_feed_counts_until_its_connection_or_the_feed_ends():
     assert mount(1) is None
     assert mount(1) is None
     assert mount(2) == 1_000
-    await asyncio.sleep(2)
+    await pass_time(2)
     assert mount(1, wants_feed=False) is None
     assert mount(2) is None
     # An error of an append says nothing about the feed; one of the mount ends it.
@@ -176,7 +193,7 @@ async def test_a_closed_connection_passes_nothing_on():
     made.throttle.receive(appends(1, 15))
     passed = len(made.passed)
     made.throttle.stop()
-    await asyncio.sleep(2)
+    await pass_time(2)
     assert len(made.passed) == passed
 
 
@@ -186,7 +203,7 @@ async def test_without_limits_what_waits_is_passed_on():
     made.throttle.receive(appends(1, 3))
     made.quota = None  # a revision has removed them
     made.throttle.receive(appends(4, 9))
-    await asyncio.sleep(1.5)
+    await pass_time(1.5)
     assert made.sequences == [*range(1, 10)]
     made.throttle.receive(appends(10, 99))
     assert len(made.passed) == 99

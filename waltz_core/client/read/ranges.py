@@ -534,6 +534,8 @@ class ReplicaReader:
                 return await self._fetch_locally(self._local_reader, link, query)
             except errors.BelowStart:
                 pass  # The storage reads it from the archive.
+            except errors.Overloaded:
+                raise
             except errors.WaltzError as error:
                 if self._is_closed:
                     raise

@@ -5,8 +5,8 @@ Rules:
        workload on both; the order changes with each round.
     2. The figure of a run is the CPU time of servers, storages and clients per transaction. The
        speed of a machine changes over time, so the cost is the median of the ratios of the rounds.
-    3. The client has a token, and permissions for a list of partitions: a request then costs the
-       most.
+    3. The client has a token, permissions for a list of partitions, and limits that it does not
+       reach: a request then costs the most.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import Final
 
 from waltz_bench.measuring import BenchLoad, Measured, Meter, Workload
-from waltz_core.access.permissions import Grant, KnownToken, Permissions
+from waltz_core.access.permissions import Grant, KnownToken, Permissions, PrincipalLimits
 from waltz_core.access.principals import ANONYMOUS
 from waltz_core.access.requirements import AccessVerb
 from waltz_core.access.tokens import TOKEN_BYTES, hash_of
@@ -33,6 +33,7 @@ from waltz_core.local import LocalCluster
 
 _CLIENT: Final = "bench"
 _LATER_MS: Final = 365 * 86_400_000
+_LIMITS: Final = PrincipalLimits(1 << 40, 1 << 40, 1_000, 1_000)
 _ROLES: Final = ("server", "storage", "client")
 
 
@@ -125,6 +126,7 @@ async def _permit(cluster: LocalCluster, secret: bytes) -> None:
             Grant(_CLIENT, False, AccessVerb.READ, partitions),  # noqa: FBT003
             Grant(_CLIENT, False, AccessVerb.APPEND, partitions),  # noqa: FBT003
         ),
+        limits={_CLIENT: _LIMITS},
         tokens={hash_of(secret): KnownToken("t1", _CLIENT, now_ms + _LATER_MS)},
     )
     async with zookeeper_session.connected(parse_connect_string(cluster.connect)) as coordinator:

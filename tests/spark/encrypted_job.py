@@ -1,0 +1,71 @@
+"""A Spark job whose tasks fail during an encrypted write, with keys of a function.
+
+    python -m tests.spark.encrypted_job CONNECT DIRECTORY
+
+It fails as in `once_job.py`. Each task has its own key, whose ID the log has in plain text. The
+workers get the module with the keys from Spark.
+"""
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+from pyspark.sql import functions as F
+
+import waltz_spark
+from tests.spark.in_log import in_log
+from tests.spark.once_job import Breaker
+from tests.spark.once_rows import EXPECTED, ROWS, SMALL_BATCHES, TASKS, marks_of, rows_of
+from waltz_core.client import WaltzClient
+from waltz_core.config import ClientConfig
+
+VAULT = Path(__file__).with_name("vault.py")
+
+
+def decrypted(
+    connect: str, after: Mapping[int, int], function: str
+) -> Counter[tuple[bytes | None, str | None]]:
+    """Return the payloads after the marks, with reasons, that a client with these keys reads."""
+    found: Counter[tuple[bytes | None, str | None]] = Counter()
+    config = ClientConfig(encryption_keys=f"tests.spark.vault:{function}")
+    with WaltzClient(connect, config) as client:
+        for partition, last in client.high_water_marks(linearizable=True).items():
+            for chunk in client.read_range(partition, after[partition] + 1, last):
+                found.update(
+                    (row.data and row.data.rstrip(b"x"), row.data_error) for row in chunk.rows()
+                )
+    return found
+
+
+def main(connect: str, directory: Path) -> None:
+    """Run the job."""
+    spark = waltz_spark.session(
+        "encrypted",
+        master="local-cluster[2,2,1024]",
+        **{"spark.executor.memory": "512m", "spark.ui.enabled": "false", **SMALL_BATCHES},
+    )
+    spark.addArtifact(str(VAULT), pyfile=True)
+    after = marks_of(connect)
+    rows = rows_of(spark).withColumn("key", F.regexp_replace("data", "-.*", "-key"))
+    broken = rows.mapInArrow(Breaker(connect, directory, after), rows.schema)
+    options = {"encryptionKeys": "vault:key_of", "encryptionKeyColumn": "key"}
+    result = waltz_spark.append(broken, connect, batchSize="10", **options)
+    assert (result.counts["committed"], result.counts["rejected"]) == (TASKS * ROWS, 0)
+    with WaltzClient(connect) as client:
+        stored = Counter({data[:14]: count for data, count in in_log(client, after).items()})
+    assert set(stored) == {b"WZE\x01\x09task%d-key" % task for task in range(TASKS)}
+
+    assert decrypted(connect, after, "key_of") == Counter({(data, None): 1 for data in EXPECTED})
+    kept = [data for data in EXPECTED if not data.startswith(b"task1-")]
+    assert len(kept) == (TASKS - 1) * ROWS
+    assert decrypted(connect, after, "without_task_1") == Counter(
+        {(data, None): 1 for data in kept} | {(None, "there is no key 'task1-key'"): ROWS}
+    )
+    spark.stop()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,13 @@
+"""Key services for option `encryptionKeys`; the tests pass this file to Spark's workers."""
+
+import hashlib
+
+
+def key_of(key_id: str) -> bytes:
+    """Return the key of an ID."""
+    return hashlib.sha256(key_id.encode()).digest()
+
+
+def without_task_1(key_id: str) -> bytes | None:
+    """Return the same keys; that of task 1 is destroyed."""
+    return None if key_id == "task1-key" else key_of(key_id)
