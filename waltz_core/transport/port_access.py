@@ -26,7 +26,7 @@ import asyncio
 import logging
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Final
 
 from waltz_core.access.client_ids import FIRST_ISSUED, NO_PROOF, is_proof, proof_of
@@ -325,7 +325,11 @@ class ConnectionAccess:
             return unknown
         if isinstance(declared, Exempt):
             return self._not_a_request(message)
-        named = message.own_partitions() if declared.scope is Scope.OWN else ()
+        named: Collection[int] = ()
+        if declared.scope is Scope.OWN:
+            named = own = message.own_partitions()
+            if len(own) > 1:
+                named = self._granted.to_check(declared, own)
         for partition in named or _NO_PARTITION:
             missing = self._granted.missing(declared, partition)
             if missing is not None:
