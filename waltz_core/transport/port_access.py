@@ -16,7 +16,8 @@ Rules:
        audit log is permitted, too. Principals have no quotas.
     7. A mount needs a client ID with a proof for the connection's principal (AC 9). While the
        permissions accept 0.13, an ID below `FIRST_ISSUED` needs none: it belongs to the principal
-       that mounts it first in a generation (`server/append/mounts.py`).
+       that mounts it first in a generation (`server/append/mounts.py`). A revision that does not
+       accept 0.13 any more ends the connections with such IDs.
     8. A connection counts for its principal from its first message on (`enter`). A revision with
        lower limits ends the connections that are then over them; so does one that begins to count
        feeds, because the present ones were not counted.
@@ -154,6 +155,11 @@ class PortAccess:
         self._connections.pop(connection, None)
         connection.leave()
 
+    @property
+    def accepts_0_13(self) -> bool:
+        """Whether client IDs of ZooKeeper need no proof (rule 7)."""
+        return self.permissions is not None and self.permissions.accepts_0_13
+
     def known_token(self, token_hash: str) -> KnownToken:
         """Return a token that is valid now; raises AuthenticationFailed."""
         if self.permissions is None:
@@ -196,6 +202,7 @@ class ConnectionAccess:
         "_end",
         "_granted",
         "_has_entered",
+        "_has_id_without_proof",
         "_over_limit",
         "_port",
         "_token_hash",
@@ -213,6 +220,7 @@ class ConnectionAccess:
         self.expires_ms: int | None = None  # the end of the credential's validity
         self.quota: Quota | None = None  # None without limits
         self._has_entered = False
+        self._has_id_without_proof = False
         # Requests over a limit whose errors `denial` returns, by `id`.
         self._over_limit: dict[int, tuple[Message, Overloaded]] = {}
         self._port = port
@@ -299,6 +307,8 @@ class ConnectionAccess:
         is_changed = self.principal != principal or not self._granted.covers(earlier)
         if self._port.is_enforced and is_changed:
             self._end(f"the permissions of {self.principal} have changed")
+        elif self._has_id_without_proof and not self._port.accepts_0_13:
+            self._end("client IDs without a proof are not accepted any more")
         elif self._has_entered:
             self._change_quota()
 
@@ -369,6 +379,7 @@ class ConnectionAccess:
     def binds(self, message: MountRequest | MountWriter) -> str:
         """Return the principal to which a mount without a proof binds its ID (rule 7), or ""."""
         is_bound = self._port.is_enforced and message.req_id.client_id < FIRST_ISSUED
+        self._has_id_without_proof |= is_bound and _proof_in(message) == NO_PROOF
         return self.principal if is_bound else ""
 
     def _is_own_id(self, message: MountRequest | MountWriter) -> bool:
@@ -376,7 +387,7 @@ class ConnectionAccess:
         known, client_id = self._port.permissions, message.req_id.client_id
         if known is None:
             return True
-        proof = bytes(message.proof) if isinstance(message, MountWriter) else NO_PROOF
+        proof = _proof_in(message)
         if known.accepts_0_13 and client_id < FIRST_ISSUED and proof == NO_PROOF:
             return True
         return is_proof(proof, known.client_key, client_id, self.principal)
@@ -473,6 +484,10 @@ class ConnectionAccess:
         if not isinstance(error, PermissionDenied) or is_adapted:
             return error
         return error if (version or 0) >= _KNOWN_SINCE[protocol] else BadRequest(str(error))
+
+
+def _proof_in(message: MountRequest | MountWriter) -> bytes:
+    return bytes(message.proof) if isinstance(message, MountWriter) else NO_PROOF
 
 
 def _requirement_of(message: Message) -> Requirement | Exempt:
