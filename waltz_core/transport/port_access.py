@@ -346,9 +346,14 @@ class ConnectionAccess:
         known = self._port.permissions
         return NO_PROOF if known is None else proof_of(known.client_key, client_id, self.principal)
 
+    @property
+    def is_enforced(self) -> bool:
+        """Whether denials are rejections (rule 6)."""
+        return self._port.is_enforced
+
     def take_client_id(self) -> None:
         """Charge a client ID to the principal; raises Overloaded."""
-        if not self._port.is_enforced:
+        if not self.is_enforced:
             return
         try:
             self._port.issued_ids.take(self.principal, self.now_ns)
