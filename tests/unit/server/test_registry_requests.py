@@ -329,6 +329,7 @@ def test_a_write_without_an_owner_has_the_same_bytes_as_before():
         ),
         (request(OPERATIONS.BEGIN, partitions=(0,)), errors.BadRequest),
         (request(OPERATIONS.BEGIN, partitions=(4,), marks=bytes(8)), errors.UnknownPartition),
+        (request(OPERATIONS.BEGIN, "n", partitions=(0,) * 5, marks=bytes(40)), errors.BadRequest),
         # ZooKeeper would keep nodes that cannot be decoded forever.
         (
             request(OPERATIONS.BEGIN, "new", partitions=(0,), marks=b"\x80" + bytes(7)),

@@ -162,6 +162,11 @@ class RegistryRequests:
         return RegistryResponse(request.req_id, result)
 
     def _marks(self, request: RegistryRequest) -> dict[int, int]:
+        if len(request.partitions) > self._partition_count:
+            raise errors.BadRequest(
+                f"expected at most {self._partition_count} partitions, found "
+                f"{len(request.partitions)}"
+            )
         marks = struct.unpack(f">{len(request.marks) // 8}q", request.marks)
         if len(marks) != len(request.partitions):
             raise errors.BadRequest(
