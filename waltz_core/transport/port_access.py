@@ -19,8 +19,8 @@ Rules:
        permissions accept 0.13, an ID below `FIRST_ISSUED` needs none: it belongs to the principal
        that mounts it first in a generation (`server/append/mounts.py`).
     8. A connection counts for its principal from its first message on (`enter`), or when it was
-       silent for a while. A revision with lower limits ends the connections that are then over them; so does one that begins to count
-       feeds, because the present ones were not counted.
+       silent for a while. A revision with lower limits ends the connections that are then over
+       them; so does one that begins to count feeds, because the present ones were not counted.
 """
 
 import asyncio
