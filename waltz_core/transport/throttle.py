@@ -79,7 +79,7 @@ class Throttle:
         self._since_ns = 0  # when it arrived
         self._has_rejected = False
         self._overrun: dict[CountedFeed, None] = {}  # rule 4
-        self._mounts: dict["ReqId", _Mount] = {}  # without an answer (rule 6)
+        self._mounts: dict[ReqId, _Mount] = {}  # without an answer (rule 6)
         self._timer: asyncio.TimerHandle | None = None
 
     @property
