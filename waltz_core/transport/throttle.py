@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 
 SLACK_NS: Final = SECOND_NS // 100
 OVERRUN_MAX: Final = 1_000
+MOUNTS_MAX: Final = 10_000
 RANGE_SHARE: Final = 4
 RANGE_BYTES_MIN: Final = 64 * 1024
 
@@ -169,6 +170,8 @@ class Throttle:
                 if excess is not None:
                     return excess
             self._mounts.setdefault(message.req_id, mount)
+        if len(self._mounts) > MOUNTS_MAX:  # mounts that a 0.13 client replaces have no answer
+            self._access.end_excess()
         return None
 
     def _mounted(self, key: CountedFeed, mount: "_Mount | None", quota: Quota) -> None:

@@ -7,6 +7,7 @@ from tests.loops import on_virtual_loop, pass_time
 from waltz_core.access.permissions import PrincipalLimits
 from waltz_core.access.quotas import REJECTIONS_PER_S, SECOND_NS, Quota, Usage
 from waltz_core.records.record import ReqId
+from waltz_core.transport import throttle
 from waltz_core.transport.throttle import Throttle
 from waltz_core.wire.messages import (
     AppendRequest,
@@ -246,6 +247,10 @@ async def test_mounts_that_fail_leave_nothing():
         made.throttle.sent(MountResponse(mount_id(partition), MountState.NOT_READY))
     assert made.quota.feeds == {}
     assert made.throttle._mounts == {}
+    for number in range(throttle.MOUNTS_MAX + 1):
+        assert not made.is_ended
+        mount(made, 1, sequence=number)
+    assert made.is_ended
 
 
 @on_virtual_loop
