@@ -40,6 +40,8 @@ QUOTAS_MAX: Final = 1_000
 REJECTIONS_PER_S: Final = 2_000
 # The pause before another connection or feed is tried.
 COUNT_RETRY_MS: Final = 1_000
+# A large request and a small limit give more than the 32 bits of the field in answers.
+RETRY_MS_MAX: Final = 24 * 3_600 * 1_000
 _HINT: Final = "Hint: `waltz-core access limit` changes it."
 
 # The partition and the client ID of a feed.
@@ -202,7 +204,7 @@ class Quota:
         self.usage.rejected += 1
         return Overloaded(
             f"{self.principal} is over its limit of {limit} at this daemon. {_HINT}",
-            retry_after_ms,
+            min(retry_after_ms, RETRY_MS_MAX),
         )
 
     # ---- connections and feeds

@@ -648,7 +648,7 @@ class Link:
             self.access.take_token(credential.token)
 
     def _hello_received(self) -> None:
-        self._set_timer(STRANGER_S_MAX if self.is_stranger else _TICK_S, self._tick)
+        self._set_timer(_TICK_S if self.access is None else STRANGER_S_MAX, self._tick)
         if self._on_ready is not None:
             self._on_ready(self)
 
@@ -716,6 +716,12 @@ class Link:
         if self.is_stranger:
             self.abort(f"its principal had no permission for {STRANGER_S_MAX} s")
             return
+        if self.access is not None and not self._has_messages:
+            try:  # otherwise silent connections would not count for a limit
+                self.access.enter()
+            except Overloaded as error:
+                self.abort(str(error))
+                return
         received = self.bytes_received - self._tick_received
         is_inside_frame = self._connection.is_inside_frame
         is_slow = is_inside_frame and self._tick_was_inside_frame

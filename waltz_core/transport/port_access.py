@@ -8,7 +8,8 @@ Rules:
        another principal, ends its connections: their unsent bytes are dropped. So does the end of
        the token's or the certificate's validity.
     4. Before the port has read the permissions, it rejects every request with an error that can be
-       retried.
+       retried. The first revision ends connections whose principal has no permission: they were not
+       limited (`port_limits.py`, rule 2).
     5. A peer whose version does not have the error `PermissionDenied` gets `BadRequest`; a
        connection that sends an answer instead of a request is ended.
     6. With `access = "report"` only an invalid token is rejected, or ends a connection. A denied
@@ -18,9 +19,9 @@ Rules:
        permissions accept 0.13, an ID below `FIRST_ISSUED` needs none: it belongs to the principal
        that mounts it first in a generation (`server/append/mounts.py`). A revision that does not
        accept 0.13 any more ends the connections with such IDs.
-    8. A connection counts for its principal from its first message on (`enter`). A revision with
-       lower limits ends the connections that are then over them; so does one that begins to count
-       feeds, because the present ones were not counted.
+    8. A connection counts for its principal from its first message on (`enter`), or when it was
+       silent for a while. A revision with lower limits ends the connections that are then over
+       them; so does one that begins to count feeds, because the present ones were not counted.
 """
 
 import asyncio
@@ -127,7 +128,7 @@ class PortAccess:
         if self.is_enforced:  # rule 6
             self.quotas.learn(permissions, self.grants)
         for connection in list(self._connections):
-            connection.check_again()
+            connection.check_again(is_first=known is None)
         for excess in self.quotas.excess():
             assert isinstance(excess, ConnectionAccess)
             excess.end_excess()
@@ -248,7 +249,8 @@ class ConnectionAccess:
         self._port.watch_expiry()
 
     def enter(self) -> None:
-        """Count the connection for its principal (rule 8); raises Overloaded."""
+        """Count the connection for its principal, also again (rule 8); raises Overloaded."""
+        self.leave()  # a token may have changed the principal
         self._has_entered = True
         quota = self._port.quotas.of(self.principal, self.now_ns)
         if quota is None:
@@ -292,8 +294,8 @@ class ConnectionAccess:
             is_token = self._token_hash is not None
             self._end(_NOT_VALID if is_token else "the certificate has expired")
 
-    def check_again(self) -> None:
-        """Compare with a new revision; end the connection by rule 3."""
+    def check_again(self, *, is_first: bool = False) -> None:
+        """Compare with a new revision; end the connection by rules 3 and 4."""
         principal = self.principal
         if self._token_hash is not None:
             try:
@@ -307,6 +309,8 @@ class ConnectionAccess:
         is_changed = self.principal != principal or not self._granted.covers(earlier)
         if self._port.is_enforced and is_changed:
             self._end(f"the permissions of {self.principal} have changed")
+        elif is_first and not self.has_permission:
+            self._end(f"{self.principal} has no permission")
         elif self._has_id_without_proof and not self._port.accepts_0_13:
             self._end("client IDs without a proof are not accepted any more")
         elif self._has_entered:

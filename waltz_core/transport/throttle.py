@@ -14,12 +14,16 @@ Rules (decision 048, AC 10):
        not charged, until its next mount: their partition would reject them as well.
     5. Ranges are charged when they are sent. One has the bytes of a quarter of a second at most, so
        that concurrent ones do not use the rate of many seconds in advance.
+    6. A feed counts from its request on, until its mount fails, or a mount without a feed succeeds.
+       Other errors say nothing about a feed, and a peer chooses the IDs of its requests: so a mount
+       that succeeds without being known as pending counts as a feed.
 """
 
 import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from enum import Enum
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -32,6 +36,8 @@ from waltz_core.wire.messages import (
     ClientMessage,
     ErrorResponse,
     Message,
+    Mounted,
+    MountOutcome,
     MountRequest,
     MountResponse,
     MountState,
@@ -45,12 +51,20 @@ from waltz_core.wire.messages import (
 from waltz_core.wire.record_locations import LOCATIONS
 
 if TYPE_CHECKING:
+    from waltz_core.records.record import ReqId
     from waltz_core.transport.port_access import ConnectionAccess
 
 SLACK_NS: Final = SECOND_NS // 100
 OVERRUN_MAX: Final = 1_000
+MOUNTS_MAX: Final = 10_000
 RANGE_SHARE: Final = 4
 RANGE_BYTES_MIN: Final = 64 * 1024
+
+
+class _Mount(Enum):
+    NEW = 1
+    AGAIN = 2  # of a feed that counts already, maybe for another connection
+    WITHOUT_FEED = 3
 
 
 class Throttle:
@@ -66,6 +80,7 @@ class Throttle:
         self._since_ns = 0  # when it arrived
         self._has_rejected = False
         self._overrun: dict[CountedFeed, None] = {}  # rule 4
+        self._mounts: dict[ReqId, _Mount] = {}  # without an answer (rule 6)
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -147,10 +162,23 @@ class Throttle:
         if isinstance(message, MountWriter | MountRequest):
             self._overrun.pop(_feed_key(message), None)
         if isinstance(message, MountWriter) and not message.wants_feed:
-            quota.end_feed(_feed_key(message), self._access)
+            self._mounts.setdefault(message.req_id, _Mount.WITHOUT_FEED)
         elif isinstance(message, MountWriter | MountRequest):
-            return quota.begin_feed(_feed_key(message), self._access)
+            key, mount = _feed_key(message), _Mount.AGAIN
+            if key not in quota.feeds:
+                excess, mount = quota.begin_feed(key, self._access), _Mount.NEW
+                if excess is not None:
+                    return excess
+            self._mounts.setdefault(message.req_id, mount)
+        if len(self._mounts) > MOUNTS_MAX:  # mounts that a 0.13 client replaces have no answer
+            self._access.end_excess()
         return None
+
+    def _mounted(self, key: CountedFeed, mount: "_Mount | None", quota: Quota) -> None:
+        if mount is _Mount.WITHOUT_FEED:
+            quota.end_feed(key, self._access)
+        elif quota.begin_feed(key, self._access) is not None:
+            self._access.end_excess()  # a peer that counts on errors of other requests
 
     def _fitted(self, message: Message) -> Message:
         """Return a request, with a limit for its range (rule 5)."""
@@ -177,10 +205,12 @@ class Throttle:
                 quota.sent(size_bytes, self._access.now_ns)
             case TransactionDataResponse(result=(bytes() | memoryview() as data, _)):
                 quota.sent(len(data), self._access.now_ns)
-            case ErrorResponse() if answer.req_id.sequence < 0:  # not of an append
-                quota.end_feed(_feed_key(answer), self._access)
-            case MountResponse() if answer.state != MountState.READY:
-                quota.end_feed(_feed_key(answer), self._access)
+            case Mounted() | MountResponse(state=MountState.READY) | MountOutcome(is_ready=True):
+                mount = self._mounts.pop(answer.req_id, None)
+                self._mounted(_feed_key(answer), mount, quota)
+            case ErrorResponse() | MountResponse() | MountOutcome():
+                if self._mounts.pop(answer.req_id, None) is _Mount.NEW:
+                    quota.end_feed(_feed_key(answer), self._access)
             case _:
                 pass
 

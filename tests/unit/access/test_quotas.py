@@ -80,6 +80,14 @@ def test_a_request_larger_than_the_limit_begins_and_later_ones_pay_for_it():
     assert begin(quota, START_NS + 4 * SECOND_NS) == 0
 
 
+def test_the_pause_has_room_in_an_answer():
+    quota = quota_of(bytes_per_s=1)
+    begin(quota, START_NS, size_bytes=16_000_000)
+    error = begin(quota, START_NS)
+    assert isinstance(error, Overloaded)
+    assert 0 < error.retry_after_ms < 1 << 31
+
+
 def test_a_request_counts_as_512_bytes_at_least_and_a_range_when_it_is_sent():
     quota = quota_of(bytes_per_s=512)
     assert [begin(quota, START_NS) for _ in range(2)] == [0, 0]

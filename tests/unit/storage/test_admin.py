@@ -404,6 +404,21 @@ def test_the_end_of_a_connection_ends_its_requests_after_their_current_task():
     ]
 
 
+def admin_port(run_exclusively, tasks, failures):
+    return AdminPort(
+        Mock(),
+        Mock(run_exclusively=run_exclusively, address="a:1"),
+        StorageIdentity(KEY, 4, b"the storage's id"),
+        post=Mock(),
+        report=Mock(),
+        in_thread=Mock(),
+        tasks=tasks,
+        on_failure=failures.append,
+        scrub_states=Mock(),
+        archive_state=Mock(),
+    )
+
+
 @pytest.mark.parametrize(("access", "done"), [(None, [0, 1, 2]), (object(), [0])])
 def test_without_access_control_requests_of_a_closed_connection_continue(access, done):
     """As in Waltz 0.13; a revocation closes only connections with access control."""
@@ -417,18 +432,7 @@ def test_without_access_control_requests_of_a_closed_connection_continue(access,
 
         failures = []
         async with asyncio.TaskGroup() as tasks:
-            port = AdminPort(
-                Mock(),
-                Mock(run_exclusively=run_exclusively, address="a:1"),
-                StorageIdentity(KEY, 4, b"the storage's id"),
-                post=Mock(),
-                report=Mock(),
-                in_thread=Mock(),
-                tasks=tasks,
-                on_failure=failures.append,
-                scrub_states=Mock(),
-                archive_state=Mock(),
-            )
+            port = admin_port(run_exclusively, tasks, failures)
             link = Mock(version=1, access=access, permitted=list, audited=lambda _: None)
             port._accept(link)
             received, closed = link.start.call_args.args
@@ -436,6 +440,33 @@ def test_without_access_control_requests_of_a_closed_connection_continue(access,
             closed("revoked")
             tasks_may_end.set()
         assert begun == done
+        assert failures == []
+
+    asyncio.run(run())
+
+
+def test_a_shutdown_writes_the_outcome_of_audited_requests():
+    async def run():
+        tasks_may_end = asyncio.Event()
+
+        async def run_exclusively(_partition_id, _call):
+            await tasks_may_end.wait()
+
+        audited, failures = Mock(), []
+        async with asyncio.TaskGroup() as tasks:
+            port = admin_port(run_exclusively, tasks, failures)
+            link = Mock(version=1, is_closed=False, permitted=list, audited=lambda _: audited)
+            port._accept(link)
+            received, _ = link.start.call_args.args
+            received([wire.MarkSuspect(2, 2, True)])
+            audited.begin.call_args.args[0](None)  # its line is written
+            await asyncio.sleep(0)
+            audited.end.assert_not_called()
+            port.stop()
+            tasks_may_end.set()
+        audited.end.assert_called_once_with(
+            "unknown", "the storage was shut down before the answer"
+        )
         assert failures == []
 
     asyncio.run(run())

@@ -663,6 +663,23 @@ async def test_before_the_permissions_are_known_requests_can_be_repeated(logged)
 
 
 @on_loop
+async def test_the_first_revision_ends_connections_without_any_permission():
+    enforced, report = (
+        Made(is_enforced=each, permissions=None, token=None) for each in (True, False)
+    )
+    anonymous = Grant("anonymous", False, READ, None)
+    for made in (enforced, report):
+        known = made.port.opened(None, "a:2", made.ended.append)
+        known.principal = "ann"
+        assert made.access.has_permission
+        made.port.learn(OTHERS)
+    assert enforced.ended == ["anonymous has no permission"]
+    assert report.ended == []
+    permitted = Made(permissions=dataclasses.replace(OTHERS, grants=(anonymous,)), token=None)
+    assert permitted.ended == []
+
+
+@on_loop
 async def test_a_report_permits_everything_and_logs_once_a_minute(logged):
     made = Made(is_enforced=False)
     for number in (9, 10, 9):

@@ -10,7 +10,7 @@ from tests.loops import on_loop, until
 from tests.patience import HANG_S
 from tests.unit.transport.peer import ANY, Peer, raw
 from tests.unit.transport.test_port_access import EXPIRED, GRANTED, SECRET, open_port, trusting
-from waltz_core.access.permissions import Grant
+from waltz_core.access.permissions import Grant, PrincipalLimits
 from waltz_core.access.requirements import READ
 from waltz_core.config import ClientConfig
 from waltz_core.errors import PermissionDenied, Unreachable
@@ -82,7 +82,7 @@ async def test_a_host_that_dials_without_pause_is_closed_and_logged_once(
     # On a busy machine dials are slow, so the time of the rate stands still.
     stopped = functools.partial(HandshakeLimits, clock_s=lambda: 0.0)
     monkeypatch.setattr(tls_port, "HandshakeLimits", stopped)
-    async with open_port(files, handshake_burst=10, handshakes_per_s=1) as port:
+    async with open_port(files, handshake_burst_max=10, handshakes_per_s_max=1) as port:
         context = tls.dialing(ClientConfig(), trusting(files))
         rejected = 0
         for _ in range(16):
@@ -209,6 +209,32 @@ async def test_a_stranger_is_disconnected_after_its_denials(files, monkeypatch):
         sides[0]._tick()
         assert not sides[0].is_closed
         known.abort("done")
+
+
+@on_loop
+async def test_a_silent_connection_counts_for_its_principal(files, monkeypatch):
+    limited = dataclasses.replace(
+        ONLY_READ,
+        grants=(*ONLY_READ.grants, Grant("anonymous", False, READ, None)),
+        limits={each: PrincipalLimits(connections=1) for each in ("anonymous", "spark-etl")},
+    )
+    monkeypatch.setattr(net, "STRANGER_S_MAX", HANG_S)
+    async with open_port(files, access="on") as port:
+        port.learn(limited)
+        links = [await dialed_to(port, files) for _ in range(3)]
+        sides = port.peer.links
+        for side in (*sides, sides[0]):
+            side._tick()
+        assert "anonymous is over its limit of 1 connections" in sides[1].closed_reason
+        assert [each.is_closed for each in sides] == [False, True, True]
+        # A token that comes later makes it one of another principal.
+        links[0].send(authentication.credential(WireProtocol.STORAGE, 4, SECRET))
+        await links[0].receive()
+        links.append(await dialed_to(port, files))
+        sides[3]._tick()
+        assert [each.is_closed for each in sides] == [False, True, True, False]
+        for each in links:
+            each.abort("done")
 
 
 @pytest.mark.parametrize(

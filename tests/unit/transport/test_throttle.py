@@ -7,10 +7,15 @@ from tests.loops import on_virtual_loop, pass_time
 from waltz_core.access.permissions import PrincipalLimits
 from waltz_core.access.quotas import REJECTIONS_PER_S, SECOND_NS, Quota, Usage
 from waltz_core.records.record import ReqId
+from waltz_core.transport import throttle
 from waltz_core.transport.throttle import Throttle
 from waltz_core.wire.messages import (
     AppendRequest,
     ErrorResponse,
+    Mounted,
+    MountRequest,
+    MountResponse,
+    MountState,
     MountWriter,
     RangeBytes,
     RangeData,
@@ -29,7 +34,7 @@ class Connection:
         self.loop = asyncio.get_running_loop()
         self.quota = quota or Quota("etl", PrincipalLimits(**limits), Usage())
         self.quota.connect(self)
-        self.rejected, self.passed = {}, []
+        self.rejected, self.passed, self.is_ended = {}, [], False
         self.throttle = Throttle(self, self._take)
 
     @property
@@ -38,6 +43,9 @@ class Connection:
 
     def over_limit(self, message, error):
         self.rejected[id(message)] = error
+
+    def end_excess(self):
+        self.is_ended = True
 
     def is_over_limit(self, message):
         return id(message) in self.rejected
@@ -161,30 +169,88 @@ async def test_ranges_are_charged_when_they_are_sent_and_have_a_part_of_the_rate
     assert made.passed[2][0] is ranged  # `denial` finds its error
 
 
+def mount_id(partition, sequence=-1):
+    return ReqId(7, 0, partition, sequence)
+
+
+def mount(made, partition, *, wants_feed=True, sequence=-1):
+    """Request a mount; return the pause if it is rejected."""
+    message = MountWriter(mount_id(partition, sequence), 1, 0, wants_feed)
+    made.throttle.receive([message])
+    return made.passed[-1][1]
+
+
+def mounted(made, partition, sequence=-1):
+    made.throttle.sent(Mounted(mount_id(partition, sequence), 1, 0, 1, 1, 1))
+
+
+def failed(made, partition, sequence=-1):
+    made.throttle.sent(ErrorResponse(mount_id(partition, sequence), 42, False, "x"))
+
+
 @on_virtual_loop
 async def test_a_feed_counts_until_its_connection_or_the_feed_ends():
     made = Connection(feeds=1)
-
-    def mount(partition, *, wants_feed=True):
-        message = MountWriter(ReqId(7, 0, partition, -1), 1, 0, wants_feed)
-        made.throttle.receive([message])
-        return made.passed[-1][1]
-
-    assert mount(1) is None
-    assert mount(1) is None
-    assert mount(2) == 1_000
+    assert mount(made, 1) is None
+    mounted(made, 1)
+    assert mount(made, 1) is None
+    failed(made, 1)  # the earlier one may still be there
+    assert mount(made, 2) == 1_000
     await pass_time(2)
-    assert mount(1, wants_feed=False) is None
-    assert mount(2) is None
-    # An error of an append says nothing about the feed; one of the mount ends it.
-    made.throttle.sent(ErrorResponse(ReqId(7, 0, 2, 5), 23, True, "x"))
+    assert mount(made, 1, wants_feed=False) is None
+    assert mount(made, 2) == 1_000
+    mounted(made, 1)
+    assert mount(made, 2) is None
+    failed(made, 2, sequence=5)  # an append
     assert len(made.quota.feeds) == 1
-    made.throttle.sent(ErrorResponse(ReqId(7, 0, 2, -1), 42, False, "x"))
-    assert mount(3) is None
+    failed(made, 2)
+    assert mount(made, 3) is None
     made.throttle.feeds_ended(3)
-    assert mount(4) is None
+    assert mount(made, 4) is None
     made.quota.leave(made)
     assert made.quota.feeds == {}
+
+
+@on_virtual_loop
+async def test_errors_of_other_requests_do_not_hide_a_feed():
+    made = Connection(feeds=1)
+    other = Connection(made.quota)
+    assert mount(made, 1) is None
+    mounted(made, 1)
+    failed(made, 1)  # of a range with the ID of the mount
+    assert mount(other, 1) is None
+    failed(other, 1)  # a proof that is not valid
+    assert mount(made, 2) == 1_000
+    made.throttle.feeds_ended(1)
+    # The error comes before the mount is done.
+    assert mount(made, 3) is None
+    failed(made, 3)
+    mounted(made, 3)
+    assert mount(made, 4) == 1_000
+    made.throttle.feeds_ended(3)
+    assert mount(made, 5) is None
+    failed(made, 5)
+    assert mount(made, 6) is None
+    mounted(made, 6)
+    assert not made.is_ended
+    mounted(made, 5)
+    assert made.is_ended
+
+
+@on_virtual_loop
+async def test_mounts_that_fail_leave_nothing():
+    made = Connection(connections=9)
+    for partition in range(100):
+        assert mount(made, partition, sequence=5) is None
+        failed(made, partition, sequence=5)
+        made.throttle.receive([MountRequest(mount_id(partition), 0, 0)])
+        made.throttle.sent(MountResponse(mount_id(partition), MountState.NOT_READY))
+    assert made.quota.feeds == {}
+    assert made.throttle._mounts == {}
+    for number in range(throttle.MOUNTS_MAX + 1):
+        assert not made.is_ended
+        mount(made, 1, sequence=number)
+    assert made.is_ended
 
 
 @on_virtual_loop

@@ -112,6 +112,9 @@ class AdminPort:
     def stop(self) -> None:
         """Stop accepting requests."""
         self._driver.stop()
+        audited, self._audited = self._audited, {}
+        for each in audited.values():
+            each.end("unknown", "the storage was shut down before the answer")
 
     # ---- connections
 
