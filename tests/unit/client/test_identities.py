@@ -105,6 +105,11 @@ async def test_an_id_that_the_application_keeps_is_not_replaced():
     with pytest.raises(errors.ClientIdDenied, match="client ID 7, which this client was given"):
         await ids.get(link, instead_of=7)
     assert link.asked == 0
+    # Without sequence numbers it is of no use to the application either.
+    other = ClientIdentity(FIRST_ISSUED + 1, PROOF)
+    for _ in range(2):
+        assert await ids.get(link, instead_of=7, is_used_up=True) == other
+    assert link.asked == 1
 
 
 @on_virtual_loop

@@ -5,8 +5,9 @@ Rules (decision 048, AC 9):
        the mount: so the ID belongs to the principal of that connection.
     2. If that server is older than L 8, another server issues the ID. Only if none can, the client
        takes one from ZooKeeper, which needs write access there.
-    3. An ID that a server denies is replaced, for all partitions that mount from then on. An ID
-       that the application has chosen is never replaced: the application relies on it.
+    3. An ID that a server denies is replaced, for all partitions that mount from then on; but not
+       an ID that the client was given: the application relies on it. An ID without further sequence
+       numbers is replaced in any case.
     4. Requests to one server wait for each other, and share the answer. Those to another server do
        not wait for it: it may be frozen.
 """
@@ -45,12 +46,17 @@ class ClientIdentities:
         """Use this ID, and never another one."""
         self.current = self._given = identity
 
-    async def get(self, link: ServerLink, *, instead_of: int) -> ClientIdentity:
+    async def get(
+        self, link: ServerLink, *, instead_of: int, is_used_up: bool = False
+    ) -> ClientIdentity:
         """Return an ID for a mount on this connection, other than `instead_of`.
+
+        `is_used_up`: that one has no sequence numbers left; otherwise a server has denied it.
 
         Raises the error of the server or of ZooKeeper; ClientIdDenied by rule 3.
         """
-        if self._given is not None and self._given.client_id == instead_of:
+        is_given = self._given is not None and self._given.client_id == instead_of
+        if is_given and not is_used_up:
             raise errors.ClientIdDenied(
                 f"client ID {instead_of}, which this client was given, does not belong to its "
                 f"principal at {link.address}"

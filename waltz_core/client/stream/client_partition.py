@@ -366,7 +366,7 @@ class ClientPartition:
             assert self._link is not None  # appends were sent on it
             try:
                 identity = await self._services.ids.get(
-                    self._link, instead_of=self.stream.client_id
+                    self._link, instead_of=self.stream.client_id, is_used_up=True
                 )
             except errors.Unavailable as error:
                 _log.warning(
