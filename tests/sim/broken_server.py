@@ -205,10 +205,10 @@ def connection_checked_on_arrival_only() -> Patches:
     receive, stale = AppendPipeline.receive, Admission.stale
     passed = {}
 
-    def receive_checked(self, connection, message, *, cost_bytes, now_ms):
+    def receive_checked(self, connection, message, **others):
         if self._mounts.is_ready(message.req_id.client_id, connection):
             passed[(connection, message.req_id)] = True
-        return receive(self, connection, message, cost_bytes=cost_bytes, now_ms=now_ms)
+        return receive(self, connection, message, **others)
 
     def still_fresh(self, ticket):
         if passed.pop((ticket.connection, ticket.req_id), False):

@@ -184,7 +184,7 @@ def _audit_log() -> Any:  # noqa: ANN401 - see `setting`
     )
 
 
-def _handshake_burst() -> Any:  # noqa: ANN401 - see `setting`
+def _handshake_burst_max() -> Any:  # noqa: ANN401 - see `setting`
     return setting(
         2_000,
         "TLS handshakes that one host may begin at once; the daemon closes further connections. "
@@ -195,10 +195,10 @@ def _handshake_burst() -> Any:  # noqa: ANN401 - see `setting`
     )
 
 
-def _handshakes_per_s() -> Any:  # noqa: ANN401 - see `setting`
+def _handshakes_per_s_max() -> Any:  # noqa: ANN401 - see `setting`
     return setting(
         100,
-        "TLS handshakes per second of one host after `handshake_burst`. Clients behind one address "
+        "TLS handshakes per second of one host after `handshake_burst_max`. Clients behind one address "
         "share it. Too few and too many: as for the burst.",
         minimum=1,
         maximum=1_000_000,
@@ -377,8 +377,8 @@ class StorageConfig(TlsConfig, ZooKeeperConfig):
     access: str = _access()
     principal_pattern: str = _principal_pattern()
     audit_log: str = _audit_log()
-    handshake_burst: int = _handshake_burst()
-    handshakes_per_s: int = _handshakes_per_s()
+    handshake_burst_max: int = _handshake_burst_max()
+    handshakes_per_s_max: int = _handshakes_per_s_max()
 
     def validate(self) -> None:
         """Check relations between fields; raises BadConfig."""
@@ -623,8 +623,8 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
     access: str = _access()
     principal_pattern: str = _principal_pattern()
     audit_log: str = _audit_log()
-    handshake_burst: int = _handshake_burst()
-    handshakes_per_s: int = _handshakes_per_s()
+    handshake_burst_max: int = _handshake_burst_max()
+    handshakes_per_s_max: int = _handshakes_per_s_max()
 
     def validate(self) -> None:
         """Check relations between fields; raises BadConfig."""

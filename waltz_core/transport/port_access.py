@@ -17,7 +17,8 @@ Rules:
        audit log is permitted, too. Principals have no quotas.
     7. A mount needs a client ID with a proof for the connection's principal (AC 9). While the
        permissions accept 0.13, an ID below `FIRST_ISSUED` needs none: it belongs to the principal
-       that mounts it first in a generation (`server/append/mounts.py`).
+       that mounts it first in a generation (`server/append/mounts.py`). A revision that does not
+       accept 0.13 any more ends the connections with such IDs.
     8. A connection counts for its principal from its first message on (`enter`), or when it was
        silent for a while. A revision with lower limits ends the connections that are then over
        them; so does one that begins to count feeds, because the present ones were not counted.
@@ -27,7 +28,7 @@ import asyncio
 import logging
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Final
 
 from waltz_core.access.client_ids import FIRST_ISSUED, NO_PROOF, is_proof, proof_of
@@ -155,6 +156,11 @@ class PortAccess:
         self._connections.pop(connection, None)
         connection.leave()
 
+    @property
+    def accepts_0_13(self) -> bool:
+        """Whether client IDs of ZooKeeper need no proof (rule 7)."""
+        return self.permissions is not None and self.permissions.accepts_0_13
+
     def known_token(self, token_hash: str) -> KnownToken:
         """Return a token that is valid now; raises AuthenticationFailed."""
         if self.permissions is None:
@@ -197,6 +203,7 @@ class ConnectionAccess:
         "_end",
         "_granted",
         "_has_entered",
+        "_has_id_without_proof",
         "_over_limit",
         "_port",
         "_token_hash",
@@ -214,6 +221,7 @@ class ConnectionAccess:
         self.expires_ms: int | None = None  # the end of the credential's validity
         self.quota: Quota | None = None  # None without limits
         self._has_entered = False
+        self._has_id_without_proof = False
         # Requests over a limit whose errors `denial` returns, by `id`.
         self._over_limit: dict[int, tuple[Message, Overloaded]] = {}
         self._port = port
@@ -303,6 +311,8 @@ class ConnectionAccess:
             self._end(f"the permissions of {self.principal} have changed")
         elif is_first and not self.has_permission:
             self._end(f"{self.principal} has no permission")
+        elif self._has_id_without_proof and not self._port.accepts_0_13:
+            self._end("client IDs without a proof are not accepted any more")
         elif self._has_entered:
             self._change_quota()
 
@@ -329,7 +339,11 @@ class ConnectionAccess:
             return unknown
         if isinstance(declared, Exempt):
             return self._not_a_request(message)
-        named = message.own_partitions() if declared.scope is Scope.OWN else ()
+        named: Collection[int] = ()
+        if declared.scope is Scope.OWN:
+            named = own = message.own_partitions()
+            if len(own) > 1:
+                named = self._granted.to_check(declared, own)
         for partition in named or _NO_PARTITION:
             missing = self._granted.missing(declared, partition)
             if missing is not None:
@@ -350,9 +364,14 @@ class ConnectionAccess:
         known = self._port.permissions
         return NO_PROOF if known is None else proof_of(known.client_key, client_id, self.principal)
 
+    @property
+    def is_enforced(self) -> bool:
+        """Whether denials are rejections (rule 6)."""
+        return self._port.is_enforced
+
     def take_client_id(self) -> None:
         """Charge a client ID to the principal; raises Overloaded."""
-        if not self._port.is_enforced:
+        if not self.is_enforced:
             return
         try:
             self._port.issued_ids.take(self.principal, self.now_ns)
@@ -364,6 +383,7 @@ class ConnectionAccess:
     def binds(self, message: MountRequest | MountWriter) -> str:
         """Return the principal to which a mount without a proof binds its ID (rule 7), or ""."""
         is_bound = self._port.is_enforced and message.req_id.client_id < FIRST_ISSUED
+        self._has_id_without_proof |= is_bound and _proof_in(message) == NO_PROOF
         return self.principal if is_bound else ""
 
     def _is_own_id(self, message: MountRequest | MountWriter) -> bool:
@@ -371,7 +391,7 @@ class ConnectionAccess:
         known, client_id = self._port.permissions, message.req_id.client_id
         if known is None:
             return True
-        proof = bytes(message.proof) if isinstance(message, MountWriter) else NO_PROOF
+        proof = _proof_in(message)
         if known.accepts_0_13 and client_id < FIRST_ISSUED and proof == NO_PROOF:
             return True
         return is_proof(proof, known.client_key, client_id, self.principal)
@@ -468,6 +488,10 @@ class ConnectionAccess:
         if not isinstance(error, PermissionDenied) or is_adapted:
             return error
         return error if (version or 0) >= _KNOWN_SINCE[protocol] else BadRequest(str(error))
+
+
+def _proof_in(message: MountRequest | MountWriter) -> bytes:
+    return bytes(message.proof) if isinstance(message, MountWriter) else NO_PROOF
 
 
 def _requirement_of(message: Message) -> Requirement | Exempt:

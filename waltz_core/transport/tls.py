@@ -100,13 +100,13 @@ class ListenContext(ssl.SSLContext):
     """A listener's context; `access`: None without access control.
 
     `plain_peers`: `tls_transition`, not empty if plain TCP is accepted, too (rule 10).
-    `handshake_burst`, `handshakes_per_s`: the limits of one host.
+    `handshake_burst_max`, `handshakes_per_s_max`: the limits of one host.
     """
 
     access: PortAccess | None = None
     plain_peers: str = ""
-    handshake_burst: int = 2_000
-    handshakes_per_s: int = 100
+    handshake_burst_max: int = 2_000
+    handshakes_per_s_max: int = 100
 
     def wrap_bio(
         self,
@@ -203,8 +203,8 @@ def listening(config: ServerConfig | StorageConfig) -> ListenContext | None:
     if context.verify_mode is not ssl.CERT_NONE:
         _load_authorities(context, chosen)
     context.plain_peers = config.tls_transition
-    context.handshake_burst = config.handshake_burst
-    context.handshakes_per_s = config.handshakes_per_s
+    context.handshake_burst_max = config.handshake_burst_max
+    context.handshakes_per_s_max = config.handshakes_per_s_max
     if config.access != "off":
         is_enforced = config.access == "on"
         context.access = PortAccess(config.principal_pattern, is_enforced=is_enforced)

@@ -46,8 +46,8 @@ class TlsPort:
         self._accepting: asyncio.Task[None] | None = None
         self._limits = HandshakeLimits(
             count_max=HANDSHAKES_MAX,
-            burst=context.handshake_burst,
-            per_s=context.handshakes_per_s,
+            burst=context.handshake_burst_max,
+            per_s=context.handshakes_per_s_max,
         )
 
     async def open(self, host: str, port: int) -> None:

@@ -97,6 +97,14 @@ def test_what_a_revision_takes_is_known(earlier, now, is_covered):
     assert granted(READ, now).covers(GRANTS.of("stranger"))
 
 
+def test_each_partition_of_a_request_is_checked_once_and_none_if_all_are_granted():
+    """A request can name four million."""
+    granted = GRANTS.of("ann")
+    assert list(granted.to_check(all_of(ADMINISTER, APPEND), (3, 1, 3, 3))) == [3, 1]
+    assert list(granted.to_check(all_of(ADMINISTER), (3, 1, 2))) == [3]
+    assert list(GRANTS.of("nobody").to_check(all_of(READ), (3, 3))) == [3]
+
+
 def test_grants_of_a_principal_and_its_groups_are_joined():
     grants = [Grant("ann", False, READ, ((4, 6),)), Grant("team", True, READ, ((0, 3), (8, 9)))]
     permissions = Permissions(1, "o", 0, bytes(32), groups={"team": ("ann",)}, grants=(*grants,))

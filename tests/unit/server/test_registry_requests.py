@@ -58,11 +58,11 @@ class Requester:
 
     def __init__(self, principal, *, is_enforced=True, ids_left=100):
         self.ids_left = ids_left
-        self.principal, self._is_enforced, self.denied = principal, is_enforced, []
+        self.principal, self.is_enforced, self.denied = principal, is_enforced, []
 
     def is_only_reported(self, error, request):
         self.denied.append(str(error))
-        return not self._is_enforced
+        return not self.is_enforced
 
     def take_client_id(self):
         if self.ids_left == 0:
@@ -188,6 +188,8 @@ async def test_a_principal_has_a_limited_number_of_writes(monkeypatch):
     await requests.answer(request(OPERATIONS.BEGIN, "d"), Requester("other"))
     await requests.answer(request(OPERATIONS.FORGET, "b"), mine)
     await requests.answer(request(OPERATIONS.BEGIN, "e"), mine)
+    # With "report" all clients without a token are one principal, and nothing must fail.
+    await requests.answer(request(OPERATIONS.BEGIN, "f"), Requester("mine", is_enforced=False))
 
 
 @on_loop
@@ -204,6 +206,29 @@ async def test_an_attempt_of_a_write_that_gets_another_owner_meanwhile_returns_n
     await mine.begin("w", MARKS, 1_000)
     with pytest.raises(errors.PermissionDenied, match="belongs to another principal than mine"):
         await mine.enter("w", 0, "r", let_other_begin)
+
+
+@on_loop
+async def test_a_name_without_a_number_is_in_no_series():
+    requests, writes = await with_requests()
+    for name in ("a-5", "a-b", "a"):
+        arguments = b'{"keep_ms": 1000, "in_series": true}'
+        await requests.answer(request(OPERATIONS.BEGIN, name, arguments=arguments), None)
+    assert sorted(await writes.read_all()) == ["a", "a-5", "a-b"]
+
+
+@on_loop
+async def test_a_task_remembers_few_runs_and_still_that_there_were_others():
+    """An attempt writes all of them to ZooKeeper."""
+    requests, writes = await with_requests()
+    await writes.begin("w", MARKS, 1_000)
+    for run in range(30):
+        arguments = b'{"run": "%s%d"}' % (b"x" * 190, run)
+        await requests.answer(request(OPERATIONS.ENTER, arguments=arguments), None)
+    (task,) = (await writes.tasks("w")).values()
+    assert len(task.to_bytes()) < 4_000
+    for run in (*task.runs, "another"):
+        assert writes_module.client_ids_of_others(run, {0: task}) == {0: int(task.client_id)}
 
 
 @on_loop
@@ -232,7 +257,7 @@ async def test_an_operation_of_a_closed_connection_is_dropped_before_its_turn():
         return await read(write)
 
     of_principal.read = slow_read
-    writes.of = lambda _: of_principal
+    writes.of = lambda *_, **__: of_principal
     async with asyncio.TaskGroup() as group:
         for _ in range(TURNS_MAX):
             group.create_task(requests.answer(request(OPERATIONS.READ), mine))
@@ -304,6 +329,7 @@ def test_a_write_without_an_owner_has_the_same_bytes_as_before():
         ),
         (request(OPERATIONS.BEGIN, partitions=(0,)), errors.BadRequest),
         (request(OPERATIONS.BEGIN, partitions=(4,), marks=bytes(8)), errors.UnknownPartition),
+        (request(OPERATIONS.BEGIN, "n", partitions=(0,) * 5, marks=bytes(40)), errors.BadRequest),
         # ZooKeeper would keep nodes that cannot be decoded forever.
         (
             request(OPERATIONS.BEGIN, "new", partitions=(0,), marks=b"\x80" + bytes(7)),
@@ -314,10 +340,6 @@ def test_a_write_without_an_owner_has_the_same_bytes_as_before():
                 OPERATIONS.FINISH,
                 arguments=b'{"keep_ms": 1, "summary": {"x": %s}}' % (b"[" * 10 + b"]" * 10),
             ),
-            errors.BadRequest,
-        ),
-        (
-            request(OPERATIONS.BEGIN, "a-b", arguments=b'{"keep_ms": 1, "in_series": true}'),
             errors.BadRequest,
         ),
         (request(OPERATIONS.ENTER, task=-1), errors.BadRequest),

@@ -134,6 +134,8 @@ async def test_hostile_texts_do_not_change_the_lines(tmp_path):
         for each in long:
             assert await begun(log.request(PEER, MAY_ADMINISTER, each)) is None
     assert max(map(len, (tmp_path / "long").read_bytes().splitlines())) < 3_000
+    # The ranges of millions of partitions would take seconds, in which a daemon does nothing else.
+    assert lines_of(tmp_path / "long")[1]["object"] == "50000 partitions"
 
 
 @on_loop

@@ -584,6 +584,22 @@ async def test_an_id_of_zookeeper_needs_no_proof_while_0_13_is_accepted():
 
 
 @on_loop
+async def test_a_connection_with_an_id_without_proof_ends_when_0_13_is_not_accepted_any_more():
+    accepting = dataclasses.replace(MOUNTING, accepts_0_13=True)
+    for mount, reason in (
+        (mount_of(5), ["client IDs without a proof are not accepted any more"]),
+        (mount_of(5, b"x" * 16), []),  # a task of an earlier version, with a proof now
+        (mount_of(FIRST_ISSUED), []),
+    ):
+        made = Made(permissions=accepting)
+        made.access.binds(mount)
+        made.port.learn(dataclasses.replace(accepting, revision=7))
+        assert made.ended == []
+        made.port.learn(dataclasses.replace(MOUNTING, revision=8))
+        assert made.ended == reason
+
+
+@on_loop
 async def test_a_report_permits_mounts_without_a_proof(logged):
     made = Made(is_enforced=False)
     assert made.denial(mount_of(FIRST_ISSUED)) is None

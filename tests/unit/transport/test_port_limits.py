@@ -82,7 +82,7 @@ async def test_a_host_that_dials_without_pause_is_closed_and_logged_once(
     # On a busy machine dials are slow, so the time of the rate stands still.
     stopped = functools.partial(HandshakeLimits, clock_s=lambda: 0.0)
     monkeypatch.setattr(tls_port, "HandshakeLimits", stopped)
-    async with open_port(files, handshake_burst=10, handshakes_per_s=1) as port:
+    async with open_port(files, handshake_burst_max=10, handshakes_per_s_max=1) as port:
         context = tls.dialing(ClientConfig(), trusting(files))
         rejected = 0
         for _ in range(16):

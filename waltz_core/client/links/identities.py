@@ -6,7 +6,7 @@ Rules (decision 048, AC 9):
     2. If that server is older than L 8, another server issues the ID. Only if none can, the client
        takes one from ZooKeeper, which needs write access there.
     3. An ID that a server denies is replaced, for all partitions that mount from then on. An ID
-       that the client was given is never replaced: whoever gave it relies on it.
+       that the application has chosen is never replaced: the application relies on it.
     4. Requests to one server wait for each other, and share the answer. Those to another server do
        not wait for it: it may be frozen.
 """

@@ -6,7 +6,7 @@ Rules (decision 048, AC 14):
     1. A write belongs to a principal; its name is not known to others. Without access control there
        are no principals, and every client may change every write.
     2. With `access = "report"` an operation on the write of another principal is logged, and
-       carried out.
+       carried out. The number of writes is not limited: without tokens, all are of `anonymous`.
     3. Requests are bounded: a name, a run and the arguments have a size limit, a write has at most
        `TASKS_MAX` tasks and is kept for at most a year, and one principal has at most `TURNS_MAX`
        operations under way in this server. ZooKeeper keeps everything in memory.
@@ -105,7 +105,7 @@ class RegistryRequests:
         self, request: RegistryRequest, access: ConnectionAccess | None
     ) -> RegistryResponse:
         if access is not None:
-            own = self._writes.of(access.principal)
+            own = self._writes.of(access.principal, is_limited=access.is_enforced)
             try:
                 return await self._carry_out(request, own, access)
             except errors.PermissionDenied as error:
@@ -162,6 +162,11 @@ class RegistryRequests:
         return RegistryResponse(request.req_id, result)
 
     def _marks(self, request: RegistryRequest) -> dict[int, int]:
+        if len(request.partitions) > self._partition_count:
+            raise errors.BadRequest(
+                f"expected at most {self._partition_count} partitions, found "
+                f"{len(request.partitions)}"
+            )
         marks = struct.unpack(f">{len(request.marks) // 8}q", request.marks)
         if len(marks) != len(request.partitions):
             raise errors.BadRequest(
