@@ -198,8 +198,8 @@ def _handshake_burst_max() -> Any:  # noqa: ANN401 - see `setting`
 def _handshakes_per_s_max() -> Any:  # noqa: ANN401 - see `setting`
     return setting(
         100,
-        "TLS handshakes per second of one host after `handshake_burst_max`. Clients behind one address "
-        "share it. Too few and too many: as for the burst.",
+        "TLS handshakes per second of one host after `handshake_burst_max`. Clients behind one "
+        "address share it. Too few and too many: as for the burst.",
         minimum=1,
         maximum=1_000_000,
     )

@@ -102,7 +102,7 @@ def test_each_partition_of_a_request_is_checked_once_and_none_if_all_are_granted
     granted = GRANTS.of("ann")
     assert list(granted.to_check(all_of(ADMINISTER, APPEND), (3, 1, 3, 3))) == [3, 1]
     assert list(granted.to_check(all_of(ADMINISTER), (3, 1, 2))) == [3]
-    assert list(GRANTS.of("nobody").to_check(all_of(READ), (3, 3))) == [3]
+    assert list(GRANTS.of("stranger").to_check(all_of(READ), (3, 3))) == [3]
 
 
 def test_grants_of_a_principal_and_its_groups_are_joined():

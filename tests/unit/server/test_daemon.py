@@ -63,7 +63,7 @@ class Handing:
         self.preferred = list[tuple[int, ...]]()
         self.remove_dead_server = None
         self.keep_assignment = lambda: None
-        self.writes = None
+        self.writes, self.issued_ids = None, SimpleNamespace(allocate=None)
 
     async def hand_over(self, partition_id: int, _generation: int) -> bool:
         self.asked.append(partition_id)
