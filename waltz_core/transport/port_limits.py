@@ -68,7 +68,7 @@ class HandshakeLimits:
 
     def begin(self, address: str) -> str:
         """Count a handshake, and return ""; or return why it must be rejected."""
-        host = _network_of(address)
+        host = network_of(address)
         if self._count >= self._count_max or self._in_progress[host] >= self._count_max // 2:
             return f"{self._in_progress[host]} of {self._count} handshakes are in progress"
         if not self._take(host):
@@ -79,7 +79,7 @@ class HandshakeLimits:
 
     def end(self, address: str) -> None:
         """Count a handshake no more; `begin` has returned ""."""
-        host = _network_of(address)
+        host = network_of(address)
         self._count -= 1
         self._in_progress[host] -= 1
         if not self._in_progress[host]:
@@ -128,7 +128,7 @@ class LinkLimits:
         if len(self._links) >= self._links_max:
             return "too many connections"
         if link.is_stranger:
-            host = _network_of(link.host)
+            host = network_of(link.host)
             if self._is_full(host):
                 self._recount()
                 if self._is_full(host):
@@ -140,7 +140,7 @@ class LinkLimits:
     def remove(self, link: LimitedLink) -> None:
         """Forget a link."""
         self._incomplete_bytes -= self._links.pop(link, 0)
-        host = _network_of(link.host)
+        host = network_of(link.host)
         of_host = self._strangers.get(host, {})
         of_host.pop(link, None)
         if not of_host:
@@ -180,7 +180,8 @@ class LinkLimits:
         return max(self._links, key=lambda link: (of_principals[link.principal], self._links[link]))
 
 
-def _network_of(address: str) -> str:
+def network_of(address: str) -> str:
+    """Return the first half of an IPv6 address, whose owner has the rest; others unchanged."""
     if ":" not in address:
         return address
     try:

@@ -306,3 +306,11 @@ async def test_a_protocol_error_is_logged_once_however_it_varies(caplog):
     lines = [each for each in caplog.messages if each.startswith("net.protocol_error")]
     assert len(lines) == 2
     await listener.close()
+
+
+def test_the_addresses_of_a_network_share_their_lines_in_the_log(monkeypatch):
+    monkeypatch.setattr(tls, "_LAST_LOGGED", {})
+    same = [f"2001:db8::{number:x}" for number in range(9)]
+    others = ["2001:db8:0:1::1", "10.0.0.1", "10.0.0.2", "[2001:db8::1]:99", "[2001:db8::2]:99"]
+    assert [tls.is_new_failure(each, "x") for each in same] == [True] + [False] * 8
+    assert all(tls.is_new_failure(each, "x") for each in others)
