@@ -73,6 +73,7 @@ _OF_ANY_PARTITION: Final = frozenset(
         errors.PermissionDenied,
         errors.ClientIdDenied,
         errors.PermissionsUnread,
+        errors.Overloaded,  # a limit of the principal
     )
 )
 # Errors of a request for data: the partition has moved, or is between two sessions.

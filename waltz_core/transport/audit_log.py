@@ -35,6 +35,7 @@ from waltz_core.access.permission_changes import ranges_of, ranges_text
 from waltz_core.access.permissions import Permissions
 from waltz_core.access.requirements import ADMINISTER, Requirement, Scope
 from waltz_core.errors import BadConfig, Overloaded, Unavailable, WaltzError
+from waltz_core.transport.port_limits import network_of
 from waltz_core.wire.messages import Message
 
 _log = logging.getLogger(__name__)
@@ -266,7 +267,8 @@ class _Denials:
         if second != self._second:
             self._second, self._count = second, 0
             self._counts.clear()
-        keys = ("principal", peer.principal), ("host", peer.address.rpartition(":")[0])
+        host = network_of(peer.address.rpartition(":")[0])
+        keys = ("principal", peer.principal), ("host", host)
         is_over = any(self._counts[key] >= DENIALS_PER_PEER_MAX for key in keys)
         if is_over or self._count >= DENIALS_MAX:
             self.omitted_count += 1

@@ -6,8 +6,9 @@ Rules:
     2. Links whose principal has no permission ("strangers") are at most a quarter of all, and those
        of one host at most half of that: a client with a token is a stranger, too, until the port
        has accepted it. A port without access control, or with "report", has no strangers.
-    3. The bytes of incomplete frames are limited over all links. Over the limit, the link that has
-       most of them is closed: to read it more slowly would let it keep the memory.
+    3. The bytes of incomplete frames are limited over all links. Over the limit, the principal
+       that has most of them loses its link that has most: otherwise one with many links could have
+       the large frames of others closed. To read a link more slowly would let it keep the memory.
 """
 
 import ipaddress
@@ -28,6 +29,10 @@ class LimitedLink(Protocol):
     @property
     def host(self) -> str:
         """The host of the peer."""
+
+    @property
+    def principal(self) -> str:
+        """The principal of the peer."""
 
     @property
     def is_stranger(self) -> bool:
@@ -63,7 +68,7 @@ class HandshakeLimits:
 
     def begin(self, address: str) -> str:
         """Count a handshake, and return ""; or return why it must be rejected."""
-        host = _network_of(address)
+        host = network_of(address)
         if self._count >= self._count_max or self._in_progress[host] >= self._count_max // 2:
             return f"{self._in_progress[host]} of {self._count} handshakes are in progress"
         if not self._take(host):
@@ -74,7 +79,7 @@ class HandshakeLimits:
 
     def end(self, address: str) -> None:
         """Count a handshake no more; `begin` has returned ""."""
-        host = _network_of(address)
+        host = network_of(address)
         self._count -= 1
         self._in_progress[host] -= 1
         if not self._in_progress[host]:
@@ -123,7 +128,7 @@ class LinkLimits:
         if len(self._links) >= self._links_max:
             return "too many connections"
         if link.is_stranger:
-            host = _network_of(link.host)
+            host = network_of(link.host)
             if self._is_full(host):
                 self._recount()
                 if self._is_full(host):
@@ -135,7 +140,7 @@ class LinkLimits:
     def remove(self, link: LimitedLink) -> None:
         """Forget a link."""
         self._incomplete_bytes -= self._links.pop(link, 0)
-        host = _network_of(link.host)
+        host = network_of(link.host)
         of_host = self._strangers.get(host, {})
         of_host.pop(link, None)
         if not of_host:
@@ -160,16 +165,23 @@ class LinkLimits:
         self._incomplete_bytes += link.incomplete_bytes - self._links[link]
         self._links[link] = link.incomplete_bytes
         if self._incomplete_bytes > self._incomplete_bytes_max:
-            largest = max(self._links, key=self._links.__getitem__)
+            largest = self._largest()
             self._incomplete_bytes -= self._links[largest]
             self._links[largest] = 0
             largest.abort(
                 f"incomplete frames have more than {self._incomplete_bytes_max} bytes, and this "
-                "connection has most of them"
+                "connection has most of those of its principal"
             )
 
+    def _largest(self) -> LimitedLink:
+        of_principals: Counter[str] = Counter()
+        for link, size_bytes in self._links.items():
+            of_principals[link.principal] += size_bytes
+        return max(self._links, key=lambda link: (of_principals[link.principal], self._links[link]))
 
-def _network_of(address: str) -> str:
+
+def network_of(address: str) -> str:
+    """Return the first half of an IPv6 address, whose owner has the rest; others unchanged."""
     if ":" not in address:
         return address
     try:

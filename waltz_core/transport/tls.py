@@ -42,6 +42,7 @@ from waltz_core.config.host_names import is_loopback
 from waltz_core.config.settings import load
 from waltz_core.errors import BadConfig
 from waltz_core.transport.port_access import PortAccess
+from waltz_core.transport.port_limits import network_of
 from waltz_core.transport.token_place import TokenPlace, token_place_in
 
 _log = logging.getLogger(__name__)
@@ -283,8 +284,11 @@ def kind_of(error: str) -> str:
 
 
 def is_new_failure(peer: str, failure: str) -> bool:
-    """Whether a failure must be logged now (rule 6); the caller logs it then."""
-    now_s = time.monotonic()
+    """Whether a failure must be logged now (rule 6); the caller logs it then.
+
+    The addresses of an IPv6 network are one peer, which otherwise could fill the log.
+    """
+    peer, now_s = network_of(peer), time.monotonic()
     if now_s < _LAST_LOGGED.get((peer, failure), -LOG_INTERVAL_S) + LOG_INTERVAL_S:
         return False
     if len(_LAST_LOGGED) >= _LAST_LOGGED_MAX:

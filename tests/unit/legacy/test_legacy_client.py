@@ -366,6 +366,7 @@ def test_a_client_that_ignores_the_end_of_its_mount_is_disconnected(
         errors.UnknownPartition("the cluster has 3"),
         errors.PermissionDenied("no read"),
         errors.PermissionsUnread("not read yet"),
+        errors.Overloaded("over a limit"),
     ],
 )
 def test_partitions_that_do_not_exist_are_not_remembered(unknown: errors.WaltzError) -> None:

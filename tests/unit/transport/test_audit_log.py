@@ -118,6 +118,15 @@ async def test_a_flood_of_denials_is_limited_and_counted(tmp_path):
 
 
 @on_loop
+async def test_the_addresses_of_a_network_are_one_host(tmp_path):
+    async with open_log(tmp_path / "audit") as log:
+        peers = [Peer(f"p{number}", f"2001:db8::{number:x}:5000") for number in range(30)]
+        assert [deny(log, each) for each in peers] == [True] * 10 + [False] * 20
+        assert deny(log, Peer("p30", "2001:db8:0:1::1:5000"))
+    assert len(lines_of(tmp_path / "audit")) == 11
+
+
+@on_loop
 async def test_hostile_texts_do_not_change_the_lines(tmp_path):
     text = 'x"}\n{"outcome":"done"}\r\0\x1b[2J\u2028é'
     peer = Peer(text, text)

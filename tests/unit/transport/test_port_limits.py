@@ -104,7 +104,8 @@ async def test_a_host_that_dials_without_pause_is_closed_and_logged_once(
 class OneLink:
     """A link whose state a test sets."""
 
-    def __init__(self, host="10.0.0.1", *, is_stranger=False):
+    def __init__(self, host="10.0.0.1", *, is_stranger=False, principal="anonymous"):
+        self.principal = principal
         self.is_stranger, self.incomplete_bytes, self.aborted = is_stranger, 0, []
         self.host = host
 
@@ -147,6 +148,21 @@ def test_the_link_with_the_largest_incomplete_frame_is_closed():
     links[2].incomplete_bytes = 700
     limits.note_incomplete(links[2])
     assert [len(each.aborted) for each in links] == [0, 1, 1]
+
+
+def test_a_principal_with_many_incomplete_frames_keeps_no_larger_ones_away():
+    limits = LinkLimits(10, 1_000)
+    hostile = [OneLink(principal="bob") for _ in range(9)]
+    server = OneLink(principal="s1.example")
+    for each in (*hostile, server):
+        limits.add(each)
+        each.incomplete_bytes = 100
+        limits.note_incomplete(each)
+    server.incomplete_bytes = 400
+    for _ in range(3):
+        limits.note_incomplete(server)
+    assert server.aborted == []
+    assert sum(len(each.aborted) for each in hostile) == 3
 
 
 @on_loop
@@ -290,3 +306,11 @@ async def test_a_protocol_error_is_logged_once_however_it_varies(caplog):
     lines = [each for each in caplog.messages if each.startswith("net.protocol_error")]
     assert len(lines) == 2
     await listener.close()
+
+
+def test_the_addresses_of_a_network_share_their_lines_in_the_log(monkeypatch):
+    monkeypatch.setattr(tls, "_LAST_LOGGED", {})
+    same = [f"2001:db8::{number:x}" for number in range(9)]
+    others = ["2001:db8:0:1::1", "10.0.0.1", "10.0.0.2", "[2001:db8::1]:99", "[2001:db8::2]:99"]
+    assert [tls.is_new_failure(each, "x") for each in same] == [True] + [False] * 8
+    assert all(tls.is_new_failure(each, "x") for each in others)
