@@ -240,11 +240,11 @@ def mount_fences_when_answered() -> Patches:
     begin, finish, is_ready = Mounts.begin, Mounts.finish, Mounts.is_ready
     older = {}  # the mounts of one partition -> by client, the connection that still appends
 
-    def begin_keeping_the_older(self, client_id, connection, sequence):
+    def begin_keeping_the_older(self, client_id, connection, *others):
         mount = self._mounts.get(client_id)
         if mount is not None and mount.is_ready:
             older.setdefault(id(self), {})[client_id] = mount.connection
-        begin(self, client_id, connection, sequence)
+        begin(self, client_id, connection, *others)
 
     def finish_alone(self, client_id, connection):
         older.get(id(self), {}).pop(client_id, None)
