@@ -301,6 +301,16 @@ class Fed(Callbacks):
         self.fed.append(transaction.data())
 
 
+def test_a_command_that_may_append_in_some_partitions_prints_the_ids_there(access: Access):
+    connect = access.connect("writer")
+    done = run_command("client", "append", "a", "b", "c", "d", "--connect", connect)
+    assert done.returncode == 1
+    with WaltzClient(connect) as client:
+        assert done.stdout == f"{client.high_water_marks([MINE])[MINE]}\n"
+    assert "1 of 4 transactions were appended" in done.stderr
+    assert "MountWriter requires" in done.stderr
+
+
 def test_a_revoked_grant_ends_appends_and_feeds(access: Access):
     fed = Fed()
     with (

@@ -2,13 +2,14 @@
 
 import asyncio
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 
 import click
 
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.client import client_check
-from waltz_core.cli.output import one_line, print_json, print_result, print_table
+from waltz_core.cli.output import one_line, print_error, print_json, print_result, print_table
 from waltz_core.cli.verbs import verb
 from waltz_core.client import (
     LATEST,
@@ -22,7 +23,8 @@ from waltz_core.client import (
     lock,
 )
 from waltz_core.client.model.callbacks import policy_of
-from waltz_core.errors import BadConfig, BelowStart
+from waltz_core.errors import BadConfig, BelowStart, WaltzError
+from waltz_core.records.record import TransactionId
 
 
 @verb
@@ -69,13 +71,28 @@ def append(  # noqa: PLR0913 - one for each option
             )
             for payload in _payloads(data)
         ]
-        ids = [int(future.result()) for future in futures]
+        ids, failures = _outcomes(futures)
     if as_json:
         print_json(ids)
     else:
         for transaction_id in ids:
             print_result(str(transaction_id))
+    if failures:
+        # Without this line a user would repeat the command, and append the others twice.
+        print_error(f"{len(ids)} of {len(futures)} transactions were appended; their IDs are above")
+        raise failures[0]
     return 0
+
+
+def _outcomes(futures: Sequence[Future[TransactionId]]) -> tuple[list[int], list[WaltzError]]:
+    """Return the IDs of the rows that were appended, and the errors of the others."""
+    ids, failures = [], []
+    for future in futures:
+        try:
+            ids.append(int(future.result()))
+        except WaltzError as error:
+            failures.append(error)
+    return ids, failures
 
 
 def _payloads(words: tuple[str, ...]) -> Iterator[bytes]:
