@@ -30,6 +30,7 @@ Rules:
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from ssl import SSLContext, SSLError
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, cast
 
@@ -613,8 +614,7 @@ class Link:
         try:
             if credential is not None:
                 self._take_token(credential)
-            if self.access is not None:
-                self.access.enter()
+            self._enter()
         except AuthenticationFailed as error:
             if tls.is_new_failure(self.host, str(error)):
                 _log.warning("access.token_rejected peer=%s error=%s", self.host, error)
@@ -628,6 +628,11 @@ class Link:
                 return messages
             self.send(authentication.accepted(credential))
         return messages[1:]
+
+    def _enter(self) -> None:
+        """Count the connection for its principal; raises Overloaded."""
+        if self.access is not None and self._limits is not None:
+            self.access.enter(partial(self._limits.enter, self))
 
     def _reject(self, first: Message, error: WaltzError) -> None:
         """Answer the first message with an error, and close the connection."""
@@ -716,9 +721,9 @@ class Link:
         if self.is_stranger:
             self.abort(f"its principal had no permission for {STRANGER_S_MAX} s")
             return
-        if self.access is not None and not self._has_messages:
+        if not self._has_messages:
             try:  # otherwise silent connections would not count for a limit
-                self.access.enter()
+                self._enter()
             except Overloaded as error:
                 self.abort(str(error))
                 return

@@ -248,20 +248,29 @@ class ConnectionAccess:
         self._granted = self._grants()
         self._port.watch_expiry()
 
-    def enter(self) -> None:
-        """Count the connection for its principal, also again (rule 8); raises Overloaded."""
+    def enter(self, count: Callable[[str], None]) -> None:
+        """Count the connection for its principal, also again (rule 8); raises Overloaded.
+
+        `count` counts it for a tenant of the port (`port_limits.py`, rule 3).
+        """
         self.leave()  # a token may have changed the principal
         self._has_entered = True
         quota = self._port.quotas.of(self.principal, self.now_ns)
-        if quota is None:
-            return
         try:
-            quota.connect(self)
+            if quota is not None:
+                quota.connect(self)
+                self.quota = quota
+            count(self._tenant())
         except Overloaded as error:
             if self._port.must_log(self.principal, "connection"):
                 _log.warning("access.over_limit peer=%s error=%s", self.peer, error)
             raise
-        self.quota = quota
+
+    def _tenant(self) -> str:
+        is_limited = self.quota is not None and self.quota.limits.connections is not None
+        is_server = AccessVerb.REPLICATE in self._granted.partitions
+        is_tenant = self._port.is_enforced and self._port.grants is not None
+        return self.principal if is_tenant and not is_server and not is_limited else ""
 
     def leave(self) -> None:
         """Count the connection no longer."""

@@ -6,7 +6,9 @@ Rules:
     2. Links whose principal has no permission ("strangers") are at most a quarter of all, and those
        of one host at most half of that: a client with a token is a stranger, too, until the port
        has accepted it. A port without access control, or with "report", has no strangers.
-    3. The bytes of incomplete frames are limited over all links. Over the limit, the principal
+    3. A tenant, which is a principal without `replicate` and without a limit of connections, has at
+       most a quarter of all links: otherwise it could keep servers away.
+    4. The bytes of incomplete frames are limited over all links. Over the limit, the principal
        that has most of them loses its link that has most: otherwise one with many links could have
        the large frames of others closed. To read a link more slowly would let it keep the memory.
 """
@@ -17,9 +19,13 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Final, Protocol
 
+from waltz_core.access.quotas import COUNT_RETRY_MS
+from waltz_core.errors import Overloaded
+
 LINKS_MAX: Final = 10_000
 INCOMPLETE_BYTES_MAX: Final = 1024 * 1024 * 1024
 STRANGERS_SHARE: Final = 4
+TENANT_SHARE: Final = 4
 _HOSTS_MAX: Final = 10_000
 
 
@@ -111,7 +117,7 @@ class HandshakeLimits:
 
 
 class LinkLimits:
-    """Rules 2 and 3."""
+    """Rules 2 to 4."""
 
     def __init__(
         self, links_max: int = LINKS_MAX, incomplete_bytes_max: int = INCOMPLETE_BYTES_MAX
@@ -122,6 +128,8 @@ class LinkLimits:
         self._links: dict[LimitedLink, int] = {}  # with its incomplete bytes
         # Those that were strangers when they were made, by host.
         self._strangers: dict[str, dict[LimitedLink, None]] = {}
+        self._tenants: dict[LimitedLink, str] = {}
+        self._of_tenants: Counter[str] = Counter()
 
     def add(self, link: LimitedLink) -> str:
         """Take a new link, and return ""; or return why it must be rejected."""
@@ -137,8 +145,31 @@ class LinkLimits:
         self._links[link] = 0
         return ""
 
+    def enter(self, link: LimitedLink, tenant: str) -> None:
+        """Count a link for its tenant, also again; "": it has none. Raises Overloaded (rule 3)."""
+        self._leave(link)
+        if not tenant:
+            return
+        count_max = self._links_max // TENANT_SHARE
+        if self._of_tenants[tenant] >= count_max:
+            raise Overloaded(
+                f"{tenant} has {count_max} connections, and without a limit of its own it may have "
+                "no more at this port. Hint: `waltz-core access limit` with --connections.",
+                COUNT_RETRY_MS,
+            )
+        self._tenants[link] = tenant
+        self._of_tenants[tenant] += 1
+
+    def _leave(self, link: LimitedLink) -> None:
+        tenant = self._tenants.pop(link, "")
+        if tenant:
+            self._of_tenants[tenant] -= 1
+            if not self._of_tenants[tenant]:
+                del self._of_tenants[tenant]
+
     def remove(self, link: LimitedLink) -> None:
         """Forget a link."""
+        self._leave(link)
         self._incomplete_bytes -= self._links.pop(link, 0)
         host = network_of(link.host)
         of_host = self._strangers.get(host, {})
@@ -159,7 +190,7 @@ class LinkLimits:
                 del self._strangers[host]
 
     def note_incomplete(self, link: LimitedLink) -> None:
-        """Note how many bytes of an incomplete frame a link has (rule 3)."""
+        """Note how many bytes of an incomplete frame a link has (rule 4)."""
         if link not in self._links:
             return
         self._incomplete_bytes += link.incomplete_bytes - self._links[link]

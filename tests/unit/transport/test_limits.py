@@ -21,7 +21,7 @@ from waltz_core.config import ClientConfig
 from waltz_core.errors import Overloaded
 from waltz_core.metrics import Metrics
 from waltz_core.records.record import ReqId
-from waltz_core.transport import net, tls
+from waltz_core.transport import net, port_limits, tls
 from waltz_core.transport.quota_metrics import publish_quotas
 from waltz_core.wire.messages import ServerPartitionsRequest, TransactionDataRequest, WireProtocol
 
@@ -77,6 +77,31 @@ async def test_a_connection_over_the_limit_gets_the_reason(files, token_file, pr
         fourth = await dial()
         second.abort("done")
         fourth.abort("done")
+
+
+@on_loop
+async def test_a_tenant_without_a_limit_has_a_share_of_the_connections(
+    files, token_file, monkeypatch, caplog
+):
+    caplog.set_level(logging.WARNING)
+    monkeypatch.setattr(port_limits, "TENANT_SHARE", port_limits.LINKS_MAX // 2)
+    async with open_port(files, access="on") as port:
+        port.learn(limited())
+        dial = Dialer(port, files, token_file, WireProtocol.STORAGE)
+        first, second = await dial(), await dial()
+        with pytest.raises(Overloaded, match="spark-etl has 2 connections, and without a limit"):
+            await dial()
+        assert "access.over_limit peer=127.0.0.1" in caplog.text
+        first.abort("done")
+        await until(lambda: len(port.peer.closed) == 2)
+        third = await dial()
+        port.learn(limited(revision=8, connections=3))  # a limit of its own replaces the share
+        fourth = await dial()
+        server = Grant("spark-etl", False, REPLICATE, None)
+        port.learn(dataclasses.replace(limited(revision=9), grants=(*limited().grants, server)))
+        others = [await dial() for _ in range(3)]
+        for each in (second, third, fourth, *others):
+            each.abort("done")
 
 
 @on_loop
