@@ -7,7 +7,6 @@ its traceback.
 import logging
 import logging.config
 import os
-import signal
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -354,8 +353,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader of the output has ended (`waltz-core ... | head`).
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        # The reader of the output has ended (`waltz-core ... | head`). Python still writes what is
+        # in its buffer when it ends, and must not fail then.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
 
