@@ -185,7 +185,7 @@ def test_a_scrub_shows_at_a_terminal_how_far_it_is(cluster: LocalCluster):
     assert "0 of 2 waiting for " in shown
     assert shown.rpartition("waiting for ")[2].count("\x1b[2K"), "the line is gone at the end"
     assert "\x1b" not in table
-    assert table.split()[:4] == ["partition", "next", "id", "last"]
+    assert table.split()[:4] == ["partition", "next", "ID", "last"]
     rows = done(cluster, "storage", "scrub", *at, "--status")["partitions"]
     assert [(row["damaged"], row["error"], row["passes"] > 0) for row in rows] == [
         (0, None, True)

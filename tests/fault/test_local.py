@@ -53,6 +53,16 @@ def status(directory: Path) -> dict[str, dict[str, object]]:
     return {member["name"]: member for member in found["members"]}
 
 
+def listening(pids: list[int]) -> set[str]:
+    """Return the addresses at which processes listen."""
+    return {
+        each.laddr.ip.removeprefix("::ffff:")
+        for pid in pids
+        for each in psutil.Process(pid).net_connections()
+        if each.status == psutil.CONN_LISTEN
+    }
+
+
 def pids_at(directory: Path) -> list[int]:
     """Return every process that has the directory in its command line."""
     found = []
@@ -328,8 +338,8 @@ def test_an_embedded_cluster_listens_at_its_address_and_leaves_nothing_behind(
             assert client.append(b"x", partition=0).result(HANG_S) == 0
             assert {each.rpartition(":")[0] for each in client.replicas(0).replicas} == {host}
         for member in made.members:
-            assert is_free(member.port, LOOPBACK)
             assert not is_free(member.port, host)
+        assert listening(pids_at(directory)) == {host}
         assert made.connect == connect
         assert pids_at(directory)
     assert list(tmp_path.iterdir()) == []
