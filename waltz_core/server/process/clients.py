@@ -175,8 +175,8 @@ class _Client:
     # Small answers of one turn of the loop are sent together: a system call for each would cost
     # more than all other work for a single append.
     outbox: list[ClientMessage] = field(default_factory=list)
-    # Rule 6, by the identity of the message.
-    audited: dict[int, AuditedRequest] = field(default_factory=dict)
+    # Rule 6: by the `id` of a request, which is kept until its answer; no other request gets it.
+    audited: dict[int, tuple[ClientMessage, AuditedRequest]] = field(default_factory=dict)
 
 
 class Clients:
@@ -267,7 +267,7 @@ class Clients:
         _log.debug("client.closed address=%s reason=%s", client.link.address, reason)
         self._answered.pop(connection, None)
         self._flow.close(connection)
-        for audited in client.audited.values():
+        for _, audited in client.audited.values():
             audited.end("unknown", "the connection was closed before the answer")
         for host in client.hosts.values():
             host.post(Closed(connection))
@@ -284,7 +284,7 @@ class Clients:
             return
         audited = client.audited.pop(id(effect.request), None)
         if audited is not None:
-            _write_outcome(audited, effect.message)
+            _write_outcome(audited[1], effect.message)
         if client.legacy_client is None:
             self._send(connection, client, effect.message)
         else:
@@ -420,7 +420,7 @@ class Clients:
         if audited is None:
             self._route(connection, client, request, over_limit)
         else:
-            client.audited[id(message)] = audited
+            client.audited[id(message)] = message, audited
             audited.begin(partial(self._begun, connection, request))
 
     def _begun(
