@@ -3,12 +3,16 @@
 import click
 
 from waltz_core.access import permission_changes as changes
-from waltz_core.access.client_ids import new_client_key
 from waltz_core.access.permission_changes import Holder, Ranges, ranges_text
 from waltz_core.access.permissions import DEFAULT_LIMITS, Permissions, PrincipalLimits
 from waltz_core.access.requirements import AccessVerb
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.access.access_run import AccessCommand, AccessResult, changes_access
+from waltz_core.cli.access.access_run import (
+    AccessCommand,
+    AccessResult,
+    changes_access,
+    new_client_key,
+)
 from waltz_core.cli.verbs import verb
 from waltz_core.cluster.change.changes import parse_partitions
 from waltz_core.cluster.change.stored_permissions import PermissionsChange
