@@ -1,6 +1,7 @@
 """The clients of a server: which of their requests reach a partition."""
 
 import asyncio
+import weakref
 
 from tests.loops import on_loop, until
 from waltz_core.errors import Overloaded, PermissionDenied
@@ -15,6 +16,8 @@ from waltz_core.wire.messages import (
     CheckConnectivityResponse,
     ClientIdRequest,
     ErrorResponse,
+    ExpireRequest,
+    ExpireResponse,
     FlushRequest,
     FlushResponse,
     WireProtocol,
@@ -225,3 +228,50 @@ async def test_checks_of_the_storages_do_not_multiply():
     assert backend.check_count == 1
     answers = [CheckConnectivityResponse(each, (("s:1", True),)) for each in ids]
     assert [link.sent for link in links] == [answers, answers]
+
+
+class Audited:
+    """A request in the audit log, whose lines are written at once."""
+
+    def __init__(self) -> None:
+        self.outcomes = []
+
+    def begin(self, begun) -> None:
+        begun(None)
+
+    def end(self, outcome, error="") -> None:
+        self.outcomes.append(outcome)
+
+
+class MayBegin:
+    def may_begin(self, error):
+        return error is None
+
+
+class Expiry(ExpireRequest):
+    """A request whose end of life can be observed."""
+
+    __slots__ = ("__weakref__",)
+    requires = ExpireRequest.requires
+
+
+@on_loop
+async def test_a_request_in_the_audit_log_is_kept_until_its_answer():
+    """Its outcome is found by its `id`, which another request could get otherwise."""
+    backend, link, audited = Backend(), Link(), Audited()
+    link.access, link.audited = MayBegin(), lambda _request: audited
+    clients = Clients(backend, LIMITS, None, Metrics("server"))
+    clients.accept(link)
+    req_id = ReqId(ClientId(1), Generation(1), PartitionId(0), -1)
+    request = Expiry(req_id, 5, 0)
+    kept = weakref.ref(request)
+    link.received([request])
+    del request
+    ((connection, _, cost_bytes),) = backend.host.taken
+    del _
+    backend.host.taken.clear()  # the partition keeps the ID of the request only
+    assert kept() is not None
+    answer = ExpireResponse(req_id, 5, is_done=True)
+    clients.answer(SendToClient(connection, answer, cost_bytes, kept()))
+    assert audited.outcomes == ["done"]
+    assert kept() is None

@@ -100,7 +100,8 @@ async def import_command(
 
 
 import_command.details = (
-    "It replaces all grants, groups, limits, tokens and the key that signs client IDs. Permissions "
+    "It replaces all grants, groups, limits, tokens and the key that signs client IDs; a cluster "
+    "without permissions gets a new key. Permissions "
     "and tokens that were revoked after the export are valid again. The new revision is above that "
     "of the file and that of the cluster."
 )

@@ -1,10 +1,9 @@
 """`waltz-core access init | grant | revoke | limit | accept-0-13`."""
 
-import secrets
-
 import click
 
 from waltz_core.access import permission_changes as changes
+from waltz_core.access.client_ids import new_client_key
 from waltz_core.access.permission_changes import Holder, Ranges, ranges_text
 from waltz_core.access.permissions import DEFAULT_LIMITS, Permissions, PrincipalLimits
 from waltz_core.access.requirements import AccessVerb
@@ -14,8 +13,6 @@ from waltz_core.cli.verbs import verb
 from waltz_core.cluster.change.changes import parse_partitions
 from waltz_core.cluster.change.stored_permissions import PermissionsChange
 from waltz_core.errors import BadConfig
-
-CLIENT_KEY_BYTES = 32
 
 holder_argument = options.argument("holder", "HOLDER", "the principal, or with --group the group")
 verbs_argument = options.argument(
@@ -48,9 +45,7 @@ def ranges_in(text: str, partition_count: int) -> Ranges:
 )
 @changes_access
 async def init(command: AccessCommand, *, accepts_0_13: bool) -> AccessResult:
-    first = changes.first_permissions(
-        secrets.token_bytes(CLIENT_KEY_BYTES), accepts_0_13=accepts_0_13
-    )
+    first = changes.first_permissions(new_client_key(), accepts_0_13=accepts_0_13)
     made = await command.coordinator.permissions.create(first, command.author)
     return AccessResult(
         PermissionsChange(None, made), "the cluster has permissions, which grant nothing"

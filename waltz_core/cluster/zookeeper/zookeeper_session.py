@@ -47,6 +47,7 @@ from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.znodes.interface import (
     NO_NODE,
     PERSISTENT,
+    CheckVersion,
     Children,
     CreateNode,
     Delete,
@@ -487,6 +488,8 @@ class ZooKeeperSession:
                     versions.append(cast("ZnodeStat", result).version)
                 case Delete():
                     versions.append(NO_NODE)
+                case CheckVersion(version=version):
+                    versions.append(version)
         return versions
 
     async def protect(self, path: str) -> int:
@@ -671,6 +674,9 @@ def _add(
         case Delete(path, version):
             assert version >= 0  # rule 4
             request.delete(path, version)
+        case CheckVersion(path, version):
+            assert version >= 0  # rule 4
+            request.check(path, version)
 
 
 def _conflict(operation: Operation, error: Exception) -> str:
