@@ -153,7 +153,24 @@ async def limit(
         return AccessResult(change, f"{principal} has no limits of its own")
     change = await command.change(lambda old: changes.set_limits(old, principal, limits))
     words = ", ".join(f"{key} {value}" for key, value in given.items() if value is not None)
-    return AccessResult(change, f"{principal} has the limits {words}")
+    notes = () if _is_named(change.after, principal) else (_not_named(change.after, principal),)
+    return AccessResult(change, f"{principal} has the limits {words}", notes)
+
+
+def _not_named(found: Permissions, principal: str) -> str:
+    hint = f". Hint: {principal} is a group; limits are for principals."
+    is_group = principal in found.groups
+    return f"no permission or token names {principal} yet{hint if is_group else ''}"
+
+
+def _is_named(found: Permissions, principal: str) -> bool:
+    """Whether a grant, a group or a token names a principal."""
+    return principal in {
+        DEFAULT_LIMITS,
+        *(each.holder for each in found.grants if not each.is_group),
+        *(member for members in found.groups.values() for member in members),
+        *(each.principal for each in found.tokens.values()),
+    }
 
 
 limit.details = (
