@@ -190,7 +190,7 @@ OPTIONS: tuple[Option, ...] = (
         "partitionBy",
         Use.WRITE,
         "the first lock, otherwise round-robin",
-        "A column whose hash chooses the partition of rows without one.",
+        "For rows that name no partition: the column whose hash chooses it.",
     ),
     Option(
         "encryptionKey",

@@ -87,7 +87,7 @@ def _of_server(server: ServerFacts, standings: Sequence[PartitionCondition]) -> 
     for each in its:
         where, partitions = f"partition {each.partition_id}: server {address}", (each.partition_id,)
         if not each.is_served:
-            text = f"{where} does not serve it, although it is its owner"
+            text = f"{where} owns it, but does not serve it"
             yield Failed("server", text, partitions)
         elif not each.is_open:
             text = f"{where} has no open session with a quorum of replicas"

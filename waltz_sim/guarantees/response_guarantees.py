@@ -247,7 +247,7 @@ class ResponseGuarantees:
         if Reason.LOCK not in reasons:
             return
         if claimed is not None and claimed not in self._in_step[name]:
-            self._facts.count("follower of another session rejected")
+            self._facts.count("dependent append of another session rejected")
         conflicts = memoryview(message.conflicting).cast("B")
         for row, reason in enumerate(reasons):
             if reason != Reason.LOCK:

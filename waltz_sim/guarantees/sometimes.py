@@ -43,7 +43,7 @@ SOMETIMES: Final = (
     "locks.partially_refilled",
     "released",
     "followed in flight",
-    "follower of another session rejected",
+    "dependent append of another session rejected",
     "append on an older connection",
     "session of a hanging server expired",
     "rescue interrupted",

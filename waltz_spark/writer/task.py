@@ -43,7 +43,7 @@ RUNS_MAX = 100_000
 
 @dataclass
 class TaskResult(WriterCommitMessage):
-    """The report of one task: counts, marks, and the ids that it wrote (runs of first, last)."""
+    """The report of one task: counts, marks, and runs of the IDs that it wrote."""
 
     write: str | None = None
     was_done: bool = False
@@ -57,7 +57,7 @@ class TaskResult(WriterCommitMessage):
     found: int = 0  # the committed rows of earlier attempts
     marks: dict[int, int] = field(default_factory=dict)
     runs: list[tuple[int, int, int]] = field(default_factory=list)  # partition, first, last
-    conflicts: list[tuple[int, int]] = field(default_factory=list)  # partition, conflicting id
+    conflicts: list[tuple[int, int]] = field(default_factory=list)  # partition, conflicting ID
     file: str | None = None
 
     def count(self, answered: FinalRows) -> None:

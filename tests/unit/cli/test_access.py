@@ -480,7 +480,7 @@ def test_a_daemon_with_a_later_revision_than_zookeepers_ignores_changes(begun):
     begun.publish(17, 4)
     late = begun.run("grant", "etl", "read", "--timeout-s", "0", code=1)
     assert f"{SERVER}: it uses revision 17, and ignores earlier ones" in late.stderr
-    assert "Restart a daemon with a later revision" in late.stderr
+    assert "Restart each daemon that ignores earlier revisions" in late.stderr
 
 
 def test_a_command_waits_until_the_daemons_use_its_revision(begun, monkeypatch):

@@ -57,7 +57,7 @@ def test_a_server_that_does_not_answer_or_serve(case):
     assert failed(case) == [("server", (0,))]
     assert text(case) == f"server {ONE} does not answer: refused"
     case.server(1, failure="")
-    assert text(case) == (f"partition 0: server {ONE} does not serve it, although it is its owner")
+    assert text(case) == (f"partition 0: server {ONE} owns it, but does not serve it")
     case.server(1, served={0: False})
     assert failed(case) == [("health", (0,))]
     case.server(1, served={0: True})

@@ -263,7 +263,7 @@ def applied_lines(applied: RevisionUse, revision: int) -> list[str]:
     ]
     hint = "Hint: check their logs and /health; `access list` shows the revisions in use."
     if any("ignores" in each for each in applied.late.values()):
-        hint += " Restart a daemon with a later revision than ZooKeeper's."
+        hint += " Restart each daemon that ignores earlier revisions."
     lines.append(
         f"revision {revision} is stored, and {len(applied.missing)} of {applied.count} daemons do "
         f"not use it. {hint}"

@@ -444,14 +444,14 @@ class FixedDirectory:
     def _take(self, owners: Mapping[PartitionId, Owner], *, ahead: int) -> None:
         """Accept owners whose generation is at least `ahead` above the known one."""
         known = self._known_owners
-        news = {
+        new_owners = {
             each: owner
             for each, owner in owners.items()
             if each not in known or owner.generation >= known[each].generation + ahead
         }
-        self._known_owners = {**known, **news}
-        if news and self._changed is not None:
-            self._changed(news)
+        self._known_owners = {**known, **new_owners}
+        if new_owners and self._changed is not None:
+            self._changed(new_owners)
 
 
 def _other_cluster(expected: bytes, found: bytes, where: str) -> errors.ClusterKeyMismatch:

@@ -614,7 +614,7 @@ class _Opening:
             durable_before = marker = segments.last_id
         current.write_again(
             max(current.first, TransactionId(durable_before + 1)),
-            index_first=max(current.first, TransactionId(marker + 1)),
+            index_rewrite_first=max(current.first, TransactionId(marker + 1)),
             syncs_all=self._adopting or segments.last_id > self._marker,
         )
 
