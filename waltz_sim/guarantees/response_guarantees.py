@@ -238,7 +238,7 @@ class ResponseGuarantees:
             return
         if not 0 <= position < len(records) or bytes(found) != data_in(records[position]):
             self._facts.fail("NoRotServed", f"{name} sends wrong data for {position}")
-        self._facts.count("read alone")
+        self._facts.count("single transaction read")
 
     def _check_result(self, name: str, message: AppendResult) -> None:
         """Check that a lock conflict names a committed transaction; it may have waited for that."""
@@ -258,7 +258,7 @@ class ResponseGuarantees:
                     "OutcomeTruth", f"{name} rejects for {conflict}, which is not final"
                 )
             if conflict > self._mark_before.get(name, BEFORE_FIRST):
-                self._facts.count("lock wait")
+                self._facts.count("rejection delayed until the conflict committed")
 
     def _check_order(self, name: str, connection: int, message: AppendResult) -> None:
         """Check that no row commits after a lost row of the same mount (rule 3)."""
@@ -328,7 +328,7 @@ class ResponseGuarantees:
         elif isinstance(message, ReplicasResponse):
             assert isinstance(request, ReplicasRequest)
             if request.linearizable:
-                self._facts.count("proven mark")
+                self._facts.count("mark confirmed by a quorum")
                 if message.high_water_mark < known:
                     self._facts.fail(
                         "StaleMark",

@@ -11,8 +11,8 @@ from waltz_core.cluster.membership.reachability import (
     FAILURES_MIN,
     REASON_CHARS_MAX,
     STABLE_MS,
+    PublishedReachability,
     Reachability,
-    ReachBoard,
     ReachReport,
     eligible,
 )
@@ -170,8 +170,8 @@ async def test_a_server_publishes_in_each_session():
     zookeeper = MemoryZooKeeper(asyncio.Event)
     session = zookeeper.session()
     await session.write([CreateNode("/w")])
-    board = ReachBoard(ClusterNodes(session, "/w"))
-    reader = ReachBoard(ClusterNodes(zookeeper.session(), "/w"))
+    board = PublishedReachability(ClusterNodes(session, "/w"))
+    reader = PublishedReachability(ClusterNodes(zookeeper.session(), "/w"))
     await board.publish(1, report([2]))
     assert await reader.read([1, 2]) == {1: report([2])}
     await board.publish(1, report([], [2]))
@@ -191,7 +191,7 @@ async def test_a_report_whose_write_had_no_known_outcome_is_published_again(monk
     session = MemoryZooKeeper(asyncio.Event).session()
     await session.write([CreateNode("/w")])
     nodes = ClusterNodes(session, "/w")
-    board = ReachBoard(nodes)
+    board = PublishedReachability(nodes)
     await board.publish(1, report([2]))
     put_ephemeral = nodes.put_ephemeral
 

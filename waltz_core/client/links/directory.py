@@ -30,7 +30,7 @@ from waltz_core import errors
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.membership.registration import ServersView
 from waltz_core.cluster.znodes.restored_from import NOT_RESTORED, RestoredFrom
-from waltz_core.cluster.znodes.sharing import Shared
+from waltz_core.cluster.znodes.sharing import SharedRequest
 from waltz_core.cluster.zookeeper import zookeeper_session
 from waltz_core.config.connect_string import parse_connect_string
 from waltz_core.config.declarations import ClientConfig
@@ -329,7 +329,7 @@ class FixedDirectory:
         )
         self._is_open = False
         self._is_closed = False
-        self._opening = Shared(self._open_fallback)
+        self._opening = SharedRequest(self._open_fallback)
         self._request_timeout: asyncio.Timeout | None = None
         self._is_suspect = asyncio.Event()
 

@@ -28,7 +28,7 @@ import numpy as np
 
 from waltz_core import errors
 from waltz_core.client.model.predecessors import FollowedState
-from waltz_core.client.stream.monitor import BatchOutcome, Single, Submission
+from waltz_core.client.stream.monitor import BatchOutcome, SingleRow, Submission
 from waltz_core.records.batches import encode_append
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import (
@@ -392,7 +392,7 @@ class Appends:
         token = self._next_token()
         self._submissions[token] = [row]
         locks = (row.write_locks, row.read_locks, row.append_locks)
-        single = Single(row.header, row.data, *locks, row.follows)
+        single = SingleRow(row.header, row.data, *locks, row.follows)
         crc, keeps_order = crc32(row.data), not row.is_attempt
         self._post(Submission(token, 1, row.mark, single, crc, keeps_order))
 

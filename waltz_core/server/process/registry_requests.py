@@ -93,7 +93,9 @@ class RegistryRequests:
         """
         async with self._turns["" if access is None else access.principal]:
             if is_closed():
-                raise errors.Unreachable("the connection was closed before its request had a turn")
+                raise errors.Unreachable(
+                    "the connection was closed before its request was processed"
+                )
             answer = await self._answer(request, access)
         is_over = request.operation in (RegistryOperation.FINISH, RegistryOperation.FORGET)
         if is_over and not self._is_removing:
