@@ -747,12 +747,12 @@ def test_serializable_by_invariants_of_any_order():
     ledger = Ledger()
     ledger.take(0, checked(ledger, 5, -1, RowKind.TRANSFER, 0, 1))
     ledger.audit()
-    ledger._thing(RowKind.TRANSFER, 0).values[-1] += 1
+    ledger._versions_of(RowKind.TRANSFER, 0).values[-1] += 1
     with fails("Serializable"):
         ledger.audit()
     ledger = Ledger()
     ledger.take(0, checked(ledger, 5, -1, RowKind.GUARD, 0, 1))
-    ledger._thing(RowKind.GUARD, 1).values[-1] = 0
+    ledger._versions_of(RowKind.GUARD, 1).values[-1] = 0
     with fails("Serializable"):
         ledger.audit()
 
@@ -761,7 +761,7 @@ def test_serializable_is_replayed_from_a_disk():
     world = World(is_over=True)
     taken = list(world.checks.replicas.data_on(world.storage))
     assert taken == [data_in(record) for record in world.history.records]
-    assert world.checks.counts["deals"] > 10
+    assert world.checks.counts["checked transactions"] > 10
 
 
 def written_lock(world):
@@ -1271,9 +1271,9 @@ def test_a_replica_that_no_session_needs_may_lose_what_is_archived(world):
 def test_sometimes():
     counts = dict.fromkeys(SOMETIMES, 1)
     assert never(counts) == []
-    del counts["late join"]
+    del counts["replica joined an open session"]
     counts["NO_SPACE"] = 0
-    assert never(counts) == ["late join", "NO_SPACE"]
+    assert never(counts) == ["replica joined an open session", "NO_SPACE"]
 
 
 def test_checkers_change_nothing():

@@ -77,7 +77,7 @@ def test_without_faults_nothing_is_ever_lost_or_closed(replicas):
         "session closed",
         "reported LOST",
         "reported unknown",
-        "doubt in the log",
+        "unacknowledged rows kept by a recovery",
     )
     assert {name: verdict.counts[name] for name in unwanted} == dict.fromkeys(unwanted, 0)
     assert verdict.counts["session opened"] >= 1

@@ -21,7 +21,14 @@ from waltz_core.client import WaltzClient, begin_write, end_write, forget_writes
 from waltz_core.cluster.zookeeper import zookeeper_session
 from waltz_core.errors import BadRequest, ConnectionSuperseded
 from waltz_spark.options import parse_write
-from waltz_spark.writer.batch_write import DAY_MS, Named, WaltzBatchWriter, finish, forget, new_job
+from waltz_spark.writer.batch_write import (
+    DAY_MS,
+    NamedWrite,
+    WaltzBatchWriter,
+    finish,
+    forget,
+    new_job,
+)
 from waltz_spark.writer.task import Job, TaskResult
 
 pytestmark = pytest.mark.spark
@@ -72,7 +79,7 @@ class Write:
 
     def finish(self, job: Job, *tasks: TaskResult) -> None:
         """Commit a run, as the driver does."""
-        finish(job, tasks, Named(self.name, 7))
+        finish(job, tasks, NamedWrite(self.name, 7))
 
     def in_log(self) -> Counter[bytes]:
         """Return what has come in since the write was made, and how often."""

@@ -21,7 +21,7 @@ READ_AHEADS_MAX: Final = 4
 _Value = TypeVar("_Value")
 
 
-class _Kept(NamedTuple):
+class _CacheEntry(NamedTuple):
     value: object
     byte_count: int
 
@@ -34,7 +34,7 @@ class ArchiveCache:
         self.bytes_max = bytes_max
         self.byte_count = 0
         self._lock = threading.Lock()
-        self._kept: OrderedDict[Hashable, _Kept] = OrderedDict()  # the newest use is the last
+        self._kept: OrderedDict[Hashable, _CacheEntry] = OrderedDict()  # the newest use is the last
         self._loads: dict[Hashable, Future[object]] = {}
         self._ahead: set[Hashable] = set()
         self._threads = threads or ThreadPoolExecutor(READ_AHEAD_THREADS, "archive-read-ahead")
@@ -88,11 +88,11 @@ class ArchiveCache:
             raise
         with self._lock:
             del self._loads[key]
-            self._keep(key, _Kept(value, byte_count))
+            self._keep(key, _CacheEntry(value, byte_count))
         outcome.set_result(value)
         return value
 
-    def _keep(self, key: Hashable, made: _Kept) -> None:
+    def _keep(self, key: Hashable, made: _CacheEntry) -> None:
         if made.byte_count > self.bytes_max:
             return
         self._kept[key] = made

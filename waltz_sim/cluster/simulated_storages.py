@@ -201,9 +201,9 @@ class SimStorage(Process):
         if self._cluster.partition_id in self.service.partitions:
             self._drop()
         else:
-            self._go_aside()
+            self._run_exclusive_call()
 
-    def _go_aside(self) -> None:
+    def _run_exclusive_call(self) -> None:
         call, self._aside = self._aside, None
         if call is not None:
             try:
@@ -387,7 +387,7 @@ class SimStorage(Process):
                 self._checks.reported(self.name, effect)
             case service_effects.Idle():
                 self._is_dropping = False
-                self.after(0, self._go_aside)
+                self.after(0, self._run_exclusive_call)
             case service_effects.CheckSpace(space):
                 self._check_space(space)
             case _:

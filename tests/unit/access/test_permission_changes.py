@@ -139,7 +139,9 @@ def test_the_last_replicate_of_a_partition_stays():
     old = changes.grant(group, SERVERS, [REPLICATE], None)
 
     def is_checked(after):
-        with pytest.raises(BadRequest, match="no principal would have replicate for partitions"):
+        with pytest.raises(
+            BadRequest, match="the change would leave no principal with `replicate` for partitions"
+        ):
             changes.check_replicate(old, after, COUNT)
 
     is_checked(revoked(old, SERVERS, [REPLICATE], None))

@@ -242,7 +242,7 @@ def test_no_principal_uses_up_the_client_ids_and_others_are_not_affected():
     for _ in range(IDS_AT_ONCE):
         limit.take("etl", START_NS)
     limit.take("etl", START_NS)  # it exceeds the burst, and later ones wait for it
-    with pytest.raises(Overloaded, match="etl has got 20000 client IDs") as caught:
+    with pytest.raises(Overloaded, match="limit of client IDs: 20000 at once") as caught:
         limit.take("etl", START_NS)
     assert caught.value.retry_after_ms == 1_000 // IDS_PER_S
     limit.take("other", START_NS)

@@ -103,7 +103,7 @@ def world(monkeypatch):
     made = World()
     for module in (access_run, access_views, access_copies):
         monkeypatch.setattr(module, "connected", made.connected)
-    monkeypatch.setattr(access_run, "OFF_S", 0.0)
+    monkeypatch.setattr(access_run, "ACCESS_OFF_AFTER_S", 0.0)
     return made
 
 
@@ -118,7 +118,7 @@ def begun(world):
 
 def test_permissions_are_created_once(world):
     created = world.run("init", "--accept-0.13")
-    assert created.stdout == "the cluster has permissions, which grant nothing; revision 1\n"
+    assert created.stdout == "the permissions are created, without any grant; revision 1\n"
     assert world.permissions.accepts_0_13
     assert "access control is off at all 2 daemons, or they have no session" in created.stderr
     key = world.permissions.client_key
@@ -492,7 +492,7 @@ def test_a_daemon_with_a_later_revision_than_zookeepers_ignores_changes(begun):
     begun.publish(17, 4)
     late = begun.run("grant", "etl", "read", "--timeout-s", "0", code=1)
     assert f"{SERVER}: it uses revision 17, and ignores earlier ones" in late.stderr
-    assert "Restart a daemon with a later revision" in late.stderr
+    assert "Restart each daemon that ignores earlier revisions" in late.stderr
 
 
 def test_a_command_waits_until_the_daemons_use_its_revision(begun, monkeypatch):

@@ -5,7 +5,7 @@ import pytest
 from tests.unit.ops.test_diagnosis import ENGAGED, ONE, TWO, A, B, C, Case
 from waltz_core.cluster.membership.registration import Ownership
 from waltz_core.cluster.znodes.model import PartitionMetadata, ReplicaState
-from waltz_core.ops.checks import CHECKS, Failed, check, failed_checks
+from waltz_core.ops.checks import CHECKS, FailedCheck, check, failed_checks
 
 BEHIND = ReplicaState(6, 50)
 
@@ -31,7 +31,11 @@ def test_a_healthy_cluster_passes_all_of_them(case):
 
 
 def test_a_failure_counts_for_one_check_and_its_partitions_only():
-    found = [Failed("quorum", "x", (1,)), Failed("storage", "y", (1, 2)), Failed("server", "z", ())]
+    found = [
+        FailedCheck("quorum", "x", (1,)),
+        FailedCheck("storage", "y", (1, 2)),
+        FailedCheck("server", "z", ()),
+    ]
     assert [failed_checks(found, each) for each in range(4)] == [
         *(set(), {"quorum", "storage"}, {"storage"}, set())
     ]
@@ -57,7 +61,7 @@ def test_a_server_that_does_not_answer_or_serve(case):
     assert failed(case) == [("server", (0,))]
     assert text(case) == f"server {ONE} does not answer: refused"
     case.server(1, failure="")
-    assert text(case) == (f"partition 0: server {ONE} does not serve it, although it is its owner")
+    assert text(case) == (f"partition 0: server {ONE} owns it, but does not serve it")
     case.server(1, served={0: False})
     assert failed(case) == [("health", (0,))]
     case.server(1, served={0: True})

@@ -321,10 +321,12 @@ def test_compressed_buffers_are_rejected_before_they_expand(codec: str) -> None:
     assert pa.default_memory_pool().bytes_allocated() == before
 
 
-ODD = pa.schema([("x", pa.int64())])
-TURNED = pa.schema(list(batches.APPEND_SCHEMA)[::-1])
-CODED = batches.APPEND_SCHEMA.set(1, pa.field("data", pa.dictionary(pa.int8(), pa.binary())))
-WIDE = pa.schema([(f"column-{i}", pa.int32()) for i in range(1000)])
+UNKNOWN_COLUMN = pa.schema([("x", pa.int64())])
+REVERSED = pa.schema(list(batches.APPEND_SCHEMA)[::-1])
+DICTIONARY_ENCODED = batches.APPEND_SCHEMA.set(
+    1, pa.field("data", pa.dictionary(pa.int8(), pa.binary()))
+)
+THOUSAND_COLUMNS = pa.schema([(f"column-{i}", pa.int32()) for i in range(1000)])
 
 
 @pytest.mark.parametrize(
@@ -332,10 +334,10 @@ WIDE = pa.schema([(f"column-{i}", pa.int32()) for i in range(1000)])
     [
         (stream(batches.APPEND_SCHEMA, [], [], [], [], [], []), "at least one row"),
         (stream(batches.APPEND_SCHEMA_WITH_MARKS, *GOOD, [5, -2]), "found -2"),
-        (stream(ODD, [1]), "columns of APPEND_SCHEMA, found x int64"),
-        (stream(TURNED, *GOOD[::-1]), "columns of APPEND_SCHEMA"),
-        (stream(CODED, *GOOD), "dictionary"),
-        (stream(WIDE, *[[1]] * 1000), "bytes of metadata"),
+        (stream(UNKNOWN_COLUMN, [1]), "columns of APPEND_SCHEMA, found x int64"),
+        (stream(REVERSED, *GOOD[::-1]), "columns of APPEND_SCHEMA"),
+        (stream(DICTIONARY_ENCODED, *GOOD), "dictionary"),
+        (stream(THOUSAND_COLUMNS, *[[1]] * 1000), "bytes of metadata"),
         (
             stream(batches.APPEND_SCHEMA, *GOOD, batch_count=2),
             "found schema, record batch, record batch",

@@ -15,7 +15,7 @@ from waltz_core.records.record import LOCKS_MAX
 from waltz_spark.options import WriteOptions
 from waltz_spark.writer import appender as appender_module
 from waltz_spark.writer.appender import Appender
-from waltz_spark.writer.columns import LOCK_COLUMNS, MARK_COLUMN, Shaped
+from waltz_spark.writer.columns import LOCK_COLUMNS, MARK_COLUMN, ShapedRows
 from waltz_spark.writer.recompute import RecomputedRows, RejectedRows
 
 OPTIONS = WriteOptions(connect="zk:2181/waltz/x", batch_rows=7, in_flight_max=3)
@@ -72,7 +72,7 @@ class RandomLog:
         return BatchOutcome(len(log) - 1, ids, reasons, conflicts)
 
 
-def shaped(rows: list[tuple[int, bytes]]) -> Shaped:
+def shaped(rows: list[tuple[int, bytes]]) -> ShapedRows:
     count = len(rows)
     empty = pa.array([[]] * count, pa.list_(pa.int32()))
     append = pa.RecordBatch.from_arrays(
@@ -86,7 +86,7 @@ def shaped(rows: list[tuple[int, bytes]]) -> Shaped:
     )
     identity = pa.record_batch({"name": [data.decode() for _, data in rows]})
     free = np.zeros(len(rows), dtype=np.bool_)
-    return Shaped(np.array([p for p, _ in rows], np.int32), append, identity, free)
+    return ShapedRows(np.array([p for p, _ in rows], np.int32), append, identity, free)
 
 
 @pytest.fixture
@@ -214,7 +214,7 @@ class LimitedRetries:
         return RecomputedRows(with_source(made), np.array(rows, np.int64))
 
 
-def with_source(rows: list[tuple[int, bytes]]) -> Shaped:
+def with_source(rows: list[tuple[int, bytes]]) -> ShapedRows:
     made = shaped(rows)
     return dataclasses.replace(made, source=made.append.select(["data"]))
 

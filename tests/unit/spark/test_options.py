@@ -131,7 +131,7 @@ def test_a_group_is_a_number_and_for_replicas_only() -> None:
         parse_read({**CLUSTER, "group": "7", "readFrom": "server"})
 
 
-def test_a_write_s_options() -> None:
+def test_options_of_a_write_are_parsed() -> None:
     options = parse_write(
         {
             **CLUSTER,

@@ -541,7 +541,7 @@ async def test_a_partition_that_a_request_names_many_times_is_checked_once(monke
 
 
 @on_loop
-async def test_the_value_of_a_field_decides():
+async def test_the_value_of_a_field_decides_whether_a_mount_is_permitted():
     made = Made()
     mount = proven(made, FIRST_ISSUED)
     assert made.denial(mount) is None

@@ -365,7 +365,7 @@ def _unread(checks: list[CheckCallbacks], written: CheckResult) -> str:
     reached = [
         all(check.marks[each] >= end for each, end in written.ends.items()) for check in checks
     ]
-    return f"{sum(reached)} of {len(checks)} clients have seen all of them"
+    return f"{sum(reached)} of {len(checks)} clients have seen all transactions"
 
 
 def _spans(starts: Mapping[int, int], ends: Mapping[int, int]) -> dict[int, list[int]]:

@@ -505,7 +505,10 @@ class WaltzClient:
         if self._is_closed:
             raise errors.UsageError(_CLOSED)
         if threading.current_thread() is self._thread:
-            raise errors.UsageError("a blocking call on the client's own event loop")
+            raise errors.UsageError(
+                "a blocking method was called on the client's event loop, where it would wait for "
+                "itself"
+            )
 
     def _end_threads(self) -> None:
         self._workers.shutdown(wait=False, cancel_futures=True)

@@ -60,7 +60,7 @@ from waltz_core.cluster.znodes.interface import (
     StateCallback,
 )
 from waltz_core.cluster.znodes.paths import MEMBER_PERMISSIONS, Znode, znode_at
-from waltz_core.cluster.znodes.sharing import Shared
+from waltz_core.cluster.znodes.sharing import SharedRequest
 from waltz_core.cluster.zookeeper.credentials import (
     SCHEME,
     Credentials,
@@ -232,7 +232,7 @@ class ZooKeeperSession:
         self._is_closed = False
         self._signals: list[_Signal] = []
         self._callbacks: list[StateCallback] = []
-        self._syncs = Shared(lambda: self._read(lambda: self._client.sync_async("/"), "/"))
+        self._syncs = SharedRequest(lambda: self._read(lambda: self._client.sync_async("/"), "/"))
 
     async def open(self) -> None:
         """Connect; raises CoordinatorUnavailable if that fails, and ends the session then."""

@@ -601,7 +601,7 @@ class Partition:
         waiting += self.reads.abandon()
         self._mounts.end()
         self._out.extend(answers.reject(request, gone) for request in waiting)
-        assert all(isinstance(outcome, outcomes.Reached) for outcome in reached)
+        assert all(isinstance(outcome, outcomes.BarrierReached) for outcome in reached)
 
     # -----------------------------------------------------------------------------------------
     # routing between the parts
@@ -615,7 +615,7 @@ class Partition:
                     self._drive(replication.Submit(self._session_id, outcome.batch))
                 case outcomes.BatchCommitted():
                     self.reads.remember(outcome.entry, outcome.batch)
-                case outcomes.Reached():
+                case outcomes.BarrierReached():
                     self._reached(outcome.token)
                 case outcomes.AheadOfLog():
                     self._prove(outcome.ticket)

@@ -214,13 +214,13 @@ class Serving:
                 continue
             try:
                 metadata = (await self._coordinator.read_partition(partition_id)).metadata
-                is_named = metadata is not None and self.address in metadata.states
+                is_name_durable = metadata is not None and self.address in metadata.states
             except errors.WaltzError as error:
                 _log.warning(
                     "storage.metadata_read_failed partition=%s error=%s", partition_id, error
                 )
-                is_named = partition_id in self.logs
-            if is_named:
+                is_name_durable = partition_id in self.logs
+            if is_name_durable:
                 leaving.append(partition_id)
         return leaving
 
