@@ -138,7 +138,7 @@ async def _append(tenant: _Tenant, partition: PartitionId) -> None:
         read_locks=empty,
         append_locks=empty,
     )
-    waiting: deque[Awaitable[BatchOutcome]] = deque()
+    waiting: deque[asyncio.Future[BatchOutcome]] = deque()
     try:
         while True:
             await tenant.is_running.wait()
@@ -149,9 +149,9 @@ async def _append(tenant: _Tenant, partition: PartitionId) -> None:
             )
             if len(waiting) == IN_FLIGHT:
                 tenant.got += (await waiting.popleft()).committed_count * tenant.payload_bytes
-    except Unavailable:
-        await asyncio.gather(*waiting, return_exceptions=True)
-        raise
+    finally:
+        for each in waiting:
+            each.add_done_callback(asyncio.Future.exception)  # nothing waits for it any more
 
 
 async def _follow(tenant: _Tenant, partition: PartitionId) -> None:
