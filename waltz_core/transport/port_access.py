@@ -441,9 +441,9 @@ class ConnectionAccess:
     def _audit_denial(
         self, requirement: Requirement | None, message: Message, error: str, *, is_enforced: bool
     ) -> None:
-        audit, peer = self._port.audit, Peer(self.principal, self.peer)
-        if audit is not None and audit.takes_denial(peer):
-            audit.deny(peer, requirement, message, error=error, is_enforced=is_enforced)
+        if self._port.audit is not None:
+            peer = Peer(self.principal, self.peer)
+            self._port.audit.deny(peer, requirement, message, error=error, is_enforced=is_enforced)
 
     def _denied(
         self,

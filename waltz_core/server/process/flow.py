@@ -8,7 +8,9 @@ Rules (docs/design/correctness.md 5, "Limits"):
        requests wait, and the connection is not read while any request waits.
     2. The answer to a range request counts from the request on, and reading may use half of the
        bytes only. No requests of a congested connection are admitted.
-    3. Over the memory limit, the connections that use most are not read until an eighth is free.
+    3. Over the memory limit, the connections that use most are not read until an eighth is free,
+       and a connection has one range under way at most: otherwise each new connection of a client
+       that reads no answers could use half of its own limit.
 """
 
 from collections import deque
@@ -178,6 +180,8 @@ class Flow:
             return False
         bytes_max = limits.connection_in_flight_bytes_max
         if isinstance(account.waiting[0], RangeRequest):
+            if account.count and self.bytes > limits.memory_bytes_max:
+                return False
             bytes_max //= 2
         return account.in_flight_bytes < bytes_max
 
