@@ -117,13 +117,13 @@ class AuditFile:
     def deny(
         self,
         peer: Peer,
-        requirement: Requirement | None,
+        requirement: Requirement | str,
         message: Message,
         *,
         error: str,
         is_enforced: bool,
     ) -> None:
-        """Write a denial; without a requirement it is a token that was not accepted."""
+        """Write a denial; a text instead of a requirement names a token that is not accepted."""
         fields = _fields_of(peer, requirement, message)
         outcome = "denied" if is_enforced else "would_be_denied"
         omitted = self._denials.take_omitted()
@@ -320,9 +320,10 @@ def is_administrative(requirement: Requirement) -> bool:
     return requirement.is_all and ADMINISTER in requirement.verbs
 
 
-def _fields_of(peer: Peer, requirement: Requirement | None, message: Message) -> dict[str, object]:
-    verbs, named = "", ""
-    if requirement is not None:
+def _fields_of(peer: Peer, requirement: Requirement | str, message: Message) -> dict[str, object]:
+    if isinstance(requirement, str):
+        verbs, named = "", requirement
+    else:
         joined = " and " if requirement.is_all else " or "
         verbs = joined.join(each.value for each in requirement.verbs)
         named = _object_of(requirement, message)
