@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import re
 import shutil
 import socket
 import ssl
@@ -210,7 +211,8 @@ async def test_a_0_13_client_connects_with_any_certificate(files, tmp_path):
 @on_loop
 async def test_both_sides_report_plain_to_tls(files, logged):
     async with open_port(listening(files)) as (_, listener, address):
-        with pytest.raises(TlsFailed, match=f"{address}: expected plain TCP, found TLS"):
+        text = f"{address}: expected plain TCP, found TLS. Hint: the peer expects TLS; add ?tls="
+        with pytest.raises(TlsFailed, match=re.escape(text)):
             await net.dial(WireProtocol.STORAGE, address)
         await until(lambda: "error=expected TLS, found plain TCP" in logged())
         assert listener.links == ()

@@ -38,6 +38,7 @@ from waltz_core import errors
 from waltz_core.client.api.async_client import AsyncWaltzClient
 from waltz_core.client.api.opening import NOT_SENT, Opening
 from waltz_core.client.api.subscriptions import self_wait_error
+from waltz_core.client.api.thread_outcome import ThreadOutcome
 from waltz_core.client.links.directory import ClusterInfo, ClusterLayout, FixedDirectory
 from waltz_core.client.model.callbacks import (
     BatchCallbacks,
@@ -450,7 +451,7 @@ class WaltzClient:
         self, call: "Coroutine[Any, Any, asyncio.Future[ResultT]]"
     ) -> "Future[ResultT]":
         """Wait for space in the window; return the outcome's future for threads."""
-        outcome: Future[ResultT] = Future()
+        outcome: Future[ResultT] = ThreadOutcome(self._client.waits_for)
         # An append on its way to the log cannot be cancelled.
         outcome.set_running_or_notify_cancel()
 
