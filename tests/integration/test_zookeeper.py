@@ -215,7 +215,7 @@ def test_a_host_whose_lookup_is_slow_does_not_delay_the_others(zookeeper, monkey
         may_end.set()
 
 
-def test_nothing_listens_at_the_address():
+def test_an_address_where_nothing_listens_is_reported_in_time():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))  # no process listens on it
         host = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -231,7 +231,7 @@ def test_nothing_listens_at_the_address():
     assert 0.6 < time.monotonic() - begun < SOONER_S
 
 
-def test_a_process_listens_and_never_answers():
+def test_a_process_that_never_answers_is_reported_in_time():
     with socket.socket() as mute:
         mute.bind(("127.0.0.1", 0))
         mute.listen()
@@ -344,7 +344,7 @@ def test_a_value_over_the_servers_limit_is_not_reported_as_written(zookeeper):
     asyncio.run(run())
 
 
-def test_zookeeper_is_killed_and_returns(
+def test_followers_continue_after_zookeeper_was_killed_and_restarted(
     own_zookeeper: ZooKeeperProcess, caplog: pytest.LogCaptureFixture
 ):
     async def run():

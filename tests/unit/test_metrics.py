@@ -176,7 +176,7 @@ def get(path, health=well):
     )
 
 
-def test_ping_and_metrics():
+def test_the_pages_ping_and_metrics_are_served():
     assert get("/ping") == ("HTTP/1.1 200 OK", b"pong\n")
     status, body = get("/metrics?name=x")
     assert status == "HTTP/1.1 200 OK"

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from waltz_core import errors
 from waltz_core.cluster.change import changes
-from waltz_core.cluster.change.changes import Change, PartitionReplicas, Plan, Wait
+from waltz_core.cluster.change.changes import Change, PartitionReplicas, Plan, PlanWait
 from waltz_core.cluster.membership.assignment import check_replica_change
 from waltz_core.cluster.znodes.model import (
     NO_GENERATION,
@@ -39,7 +39,7 @@ def step(now, wanted, joining=""):
     if isinstance(found, Change):
         assert set(found.before) == set(now.assigned)
         return "".join(sorted(found.after))
-    return found.reason if isinstance(found, Wait) else None
+    return found.reason if isinstance(found, PlanWait) else None
 
 
 # --- one step after the other

@@ -302,7 +302,7 @@ def test_a_rejection_for_a_conflict_in_flight_waits_for_it() -> None:
     assert results(world.commit()) == {winner: [(0, COMMITTED, -1)], waiting: [(-1, LOCK, 0)]}
 
 
-def test_two_appends_that_conflict_in_one_turn() -> None:
+def test_of_two_conflicting_appends_in_one_turn_the_second_is_rejected() -> None:
     world = World()
     winner = world.single(write=[5])
     loser = world.single(BOB, write=[5])
