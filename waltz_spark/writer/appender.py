@@ -369,9 +369,9 @@ class Appender:
                 chunk.retries + 1,
             )
             lane.recomputed.extend(_pieces(made, self._batch_rows, self._sealed_bytes))
-            given_up = np.setdiff1d(np.arange(chunk.append.num_rows), recomputed.rows)
-            if len(given_up):
-                yield _omitted_rows(waiting, given_up)
+            omitted = np.setdiff1d(np.arange(chunk.append.num_rows), recomputed.rows)
+            if len(omitted):
+                yield _omitted_rows(waiting, omitted)
 
     def _await_rejected(self) -> None:
         due = [each.due for lane in self._lanes.values() for each in lane.rejected]

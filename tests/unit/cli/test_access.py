@@ -202,7 +202,7 @@ def test_wrong_input_changes_nothing(begun, words, error):
     assert begun.permissions == before
 
 
-def test_the_last_replicate_stays_without_force(begun):
+def test_the_last_grant_of_replicate_is_kept_without_force(begun):
     last = (
         ("revoke", "servers", "replicate", "--group", "--partitions", "2"),
         ("group", "remove", "servers", "s1", "s2"),

@@ -275,12 +275,12 @@ def test_storages_of_a_group_differ_by_one_partition_at_most(members, partition_
     assert changes.sharing_groups(wanted, groups) == []
 
 
-def test_crowded_partitions_are_named():
+def test_partitions_with_replicas_in_one_group_are_listed():
     now = {0: ("A", "B", "C"), 1: ("A", "D", "B"), 2: ("A", "D")}
     assert changes.sharing_groups(now, GROUPS) == [1, 2]
 
 
-def test_filling_moves_nothing():
+def test_missing_replicas_are_added_and_others_stay():
     now = {0: ("A", "D"), 1: ("A", "B", "C")}
     assert changes.filled(now, GROUPS, 3) == {0: ("A", "D", "E"), 1: ("A", "B", "C")}
 

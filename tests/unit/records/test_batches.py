@@ -491,7 +491,7 @@ def test_torn_headers_are_rejected() -> None:
 
 @given(st.integers(-(2**63), 2**63 - 1))
 @settings(max_examples=30)
-def test_a_wild_stamp_does_no_harm(stamp_ms: int) -> None:
+def test_any_commit_stamp_becomes_a_time_or_null(stamp_ms: int) -> None:
     records, lengths = run_of([b"a"])
     (found,) = batches.range_to_arrow(
         records, lengths, [(0, 99, stamp_ms)], ["commit_time"], partition_id=PartitionId(0)

@@ -257,7 +257,7 @@ def test_an_id_has_the_commit_stamp_of_its_run(
     assert raw_records.stamps_of(ids, stamps).tolist() == expected
 
 
-def test_unordered_stamps_do_no_harm() -> None:
+def test_unordered_stamps_raise_no_error() -> None:
     ids = np.arange(9)
     assert raw_records.stamps_of(ids, [(6, 7, 1), (2, 3, 2), (0, 8, 3)]).size == ids.size
 

@@ -56,7 +56,7 @@ def test_a_late_replica_with_uncommitted_batches_is_detected(bench):
 
 
 def test_a_connected_replica_that_may_not_be_used_is_detected(bench):
-    bench.store.session.replicas[C].is_tainted = True
+    bench.store.session.replicas[C].is_excluded = True
     with pytest.raises(AssertionError, match="tainted"):
         check(bench.store)
 

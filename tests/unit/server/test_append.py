@@ -769,7 +769,7 @@ def test_a_flush_does_not_wait_for_later_requests() -> None:
     assert [each.token for each in out if isinstance(each, BarrierReached)] == [2, 3]
 
 
-def test_a_flush_is_freed_by_rejections_and_by_closed_connections_too() -> None:
+def test_a_flush_does_not_wait_for_rejected_appends_and_closed_connections() -> None:
     world = World()
     world.single(generation=Generation(9))
     world.pipeline.flush(1)

@@ -118,7 +118,7 @@ MARKS = st.dictionaries(st.integers(0, 40), st.integers(-1, 10**9), min_size=1)
 
 
 @given(MARKS, st.data(), st.integers(1, 10**9))
-def test_a_limit_is_used_up_and_shared_out_by_lag(starts, data, count_max):
+def test_a_limit_is_used_up_and_distributed_by_lag(starts, data, count_max):
     ends = {each: mark + data.draw(st.integers(0, 10**6)) for each, mark in starts.items()}
     found = limited(starts, ends, count_max)
     total = sum(ends.values()) - sum(starts.values())

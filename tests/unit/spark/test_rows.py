@@ -54,7 +54,7 @@ def where(index: int) -> str:
 
 
 @pytest.mark.parametrize("data_format", ["msgpack", "json"])
-def test_every_spark_type_returns_exactly(data_format: str) -> None:
+def test_every_spark_type_round_trips_exactly(data_format: str) -> None:
     batch = EVERY_TYPE.to_batches()[0]
     payloads = pack(batch.columns, batch.schema.names, data_format)
     unpacked = Unpacker(list(batch.schema), data_format).columns(payloads, where)

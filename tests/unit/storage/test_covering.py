@@ -9,7 +9,7 @@ import pytest
 
 from tests.crash import layout
 from tests.crash.test_adopted_crash import other_batches
-from tests.unit.storage.test_service import KEY, MoodyDisk
+from tests.unit.storage.test_service import KEY, FailingDisk
 from waltz_core.errors import BadRequest, DataLoss, DiskFailed, NoSpace
 from waltz_core.records import raw_records
 from waltz_core.records.record import (
@@ -43,7 +43,7 @@ class World:
 
     def __init__(self, directory):
         self.directory = directory
-        self.disk = MoodyDisk()
+        self.disk = FailingDisk()
         self.open()
 
     def open(self):

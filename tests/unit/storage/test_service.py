@@ -75,7 +75,7 @@ class FailingFile:
         return self._file.pread(size, offset)
 
 
-class MoodyDisk(RealDisk):
+class FailingDisk(RealDisk):
     """A real disk that raises an error at the next call of a name."""
 
     def __init__(self):
@@ -99,7 +99,7 @@ class Bench:
     """A service whose effects are recorded, and whose work waits to be run."""
 
     def __init__(self, directory, *, reserve_bytes=0, segment_bytes_max=1 << 20, **options):
-        self.disk = MoodyDisk()
+        self.disk = FailingDisk()
         settings = LogSettings(KEY, segment_bytes_max, lambda: time.time_ns() // 1_000_000)
         self.engine = Engine.open(
             self.disk,

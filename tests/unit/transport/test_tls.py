@@ -321,7 +321,7 @@ def test_open_znodes_of_permissions_are_logged(caplog):
     assert "access.znodes_open" in caplog.text
 
 
-def test_only_a_transition_to_dialing_dials_with_tls(files):
+def test_with_a_transition_only_dial_connects_with_tls(files):
     settings = files.settings
     for transition, has_tls in (("", True), ("accept", False), ("dial", True)):
         config = server(**settings, tls_transition=transition)
