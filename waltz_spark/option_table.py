@@ -99,7 +99,7 @@ OPTIONS: tuple[Option, ...] = (
         "headers",
         OptionUse.READ,
         "all",
-        "Application headers to fetch, filtered by the server: `7,9`.",
+        "Application headers to fetch, filtered by the server: `7,9`; 1,000 at most.",
     ),
     Option(
         "minPartitions",

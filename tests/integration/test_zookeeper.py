@@ -21,6 +21,7 @@ from tests.patience import HANG_S
 from waltz_core import errors
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.znodes.interface import (
+    CheckVersion,
     CreateNode,
     Delete,
     Operation,
@@ -426,7 +427,7 @@ def count_attempts(znodes: zookeeper_session.ZooKeeperSession):
 
 def any_operation(random: Random, root: str) -> Operation:
     path = root + "".join(random.choices(["/a", "/b"], k=random.randrange(1, 3)))
-    match random.randrange(5):
+    match random.randrange(6):
         case 0 | 1:
             return CreateNode(
                 path, random.choice([None, b"", b"x"]), ephemeral=random.random() < 0.2
@@ -435,6 +436,8 @@ def any_operation(random: Random, root: str) -> Operation:
             return CreateNode(f"{path}_", sequential=True)
         case 3:
             return Set(path, random.randbytes(2), random.randrange(3))
+        case 4:
+            return CheckVersion(random.choice([root, path]), random.randrange(2))
     return Delete(path, random.randrange(2))
 
 

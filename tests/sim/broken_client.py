@@ -35,7 +35,7 @@ def broken_link_is_a_rejection() -> Patches:
     def _leave(self, reason, now_ms, out):
         for pending in list(self._monitor):
             self._monitor.remove(pending)
-            error = verdicts.not_sent(self._partition_id, 0, reason)
+            error = verdicts.not_sent(self._partition_id, 0, reason, 0)
             out.append(partition_stream.SubmissionRejected(pending.submission.token, error))
         original(self, reason, now_ms, out)
 

@@ -2,9 +2,13 @@
 
 A server stores nothing for an ID that it issues: the proof is valid at every server, and in every
 generation. IDs below `FIRST_ISSUED` are those that clients took from ZooKeeper themselves.
+
+Where the counter of issued IDs begins again, after a rebuild or a restore, the permissions get a
+new key. So proofs of IDs that were issued before do not match IDs that are issued again.
 """
 
 import hmac
+import secrets
 from struct import Struct
 from typing import Final, NamedTuple
 
@@ -16,6 +20,7 @@ NONE_ISSUED: Final = ClientId(FIRST_ISSUED - 1)
 PROOF_BYTES: Final = 16
 # There is no proof: of an ID from ZooKeeper, or from a server without permissions.
 NO_PROOF: Final = bytes(PROOF_BYTES)
+_KEY_BYTES: Final = 32
 _LABEL: Final = b"waltz client id"
 _ID: Final = Struct(">i")
 
@@ -28,6 +33,11 @@ class ClientIdentity(NamedTuple):
 
     def __repr__(self) -> str:
         return f"ClientIdentity({self.client_id})"
+
+
+def new_client_key() -> bytes:
+    """Return a key for proofs."""
+    return secrets.token_bytes(_KEY_BYTES)
 
 
 def proof_of(client_key: bytes, client_id: int, principal: str) -> bytes:

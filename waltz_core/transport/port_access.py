@@ -282,6 +282,10 @@ class ConnectionAccess:
         """End the connection: a revision has lowered a limit (rule 8)."""
         self._end(f"the limits of {self.principal} have changed")
 
+    def fail(self, error: Exception) -> None:
+        """End the connection: its requests or feeds could not continue after a wait."""
+        self._end(f"the daemon could not continue after a wait: {error!r:.200}")
+
     @property
     def now_ns(self) -> int:
         """The time for `quota`."""

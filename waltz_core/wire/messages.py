@@ -153,8 +153,8 @@ LATEST_MARK = -2
 TEXT_BYTES_MAX = 64 * 1024
 # Entries of one field that become Python objects: locks, texts, lineage, records, pairs.
 ENTRIES_MAX = 64 * 1024
-# Headers of a filtered feed: the server keeps them and looks for them as long as the mount lasts.
-FEED_HEADERS_MAX = 1_000
+# Headers of a filter: the server looks for them in each range, or as long as a mount lasts.
+FILTER_HEADERS_MAX = 1_000
 
 
 @value(frozen=True, slots=True)

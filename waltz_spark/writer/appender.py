@@ -25,7 +25,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from waltz_core.client import BatchOutcome, Reason, ReportOrder
-from waltz_core.errors import BadRequest, ClientAhead, NoSpace, TooLarge, Unavailable, WaltzError
+from waltz_core.errors import BadRequest, ClientAhead, NoSpace, Overloaded, TooLarge, Unavailable, WaltzError
 from waltz_core.records.batches import encode_append_arrow
 from waltz_spark.encrypting import ROW_BYTES_MAX, PayloadEncryptor
 from waltz_spark.options import WriteOptions
@@ -46,6 +46,10 @@ _RETRIED = (
     Reason.OVERLOADED,
     Reason.NO_SPACE,
 )
+_KINDS: dict[Reason, type[Unavailable]] = {
+    Reason.NO_SPACE: NoSpace,
+    Reason.OVERLOADED: Overloaded,
+}
 _FATAL: dict[Reason, tuple[type[WaltzError], str]] = {
     Reason.AHEAD: (
         ClientAhead,
@@ -148,7 +152,8 @@ class _Lane:
     order: ReportOrder = field(default_factory=ReportOrder)
     failing_since: float | None = None
     failures: int = 0
-    last_failure: str = ""
+    last_reason: Reason = Reason.LOST
+    last_detail: str = ""
 
 
 class Appender:
@@ -320,7 +325,8 @@ class Appender:
         if lost.any():
             lane.order.processed_count += 1
             lane.resend.append(chunk.take(np.flatnonzero(lost)))
-            lane.last_failure = Reason(int(reasons[lost][0])).name
+            lane.last_reason = Reason(int(reasons[lost][0]))
+            lane.last_detail = f": {outcome.detail}" if outcome.detail else ""
         elif not lane.resend:
             lane.failing_since, lane.failures = None, 0
         kept = np.flatnonzero(~lost)
@@ -384,10 +390,10 @@ class Appender:
         lane.failing_since = lane.failing_since or now
         if now - lane.failing_since > RETRY_SECONDS_MAX:
             chunk = lane.resend[0]
-            kind = NoSpace if lane.last_failure == "NO_SPACE" else Unavailable
+            kind = _KINDS.get(lane.last_reason, Unavailable)
             raise kind(
                 f"partition {chunk.partition} accepted no rows for {RETRY_SECONDS_MAX:.0f} s "
-                f"(last answer: {lane.last_failure}); "
+                f"(last answer: {lane.last_reason.name}{lane.last_detail}); "
                 f"{sum(c.append.num_rows for c in lane.resend)} rows are not in the log"
             )
         pause = min(_PAUSE_SECONDS_FIRST * 2**lane.failures, _PAUSE_SECONDS_MAX)

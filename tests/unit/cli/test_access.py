@@ -239,6 +239,18 @@ def test_limits_are_shown(begun):
     assert list(begun.permissions.limits) == ["*"]
 
 
+def test_a_limit_of_an_unknown_principal_is_stored_with_a_warning(begun, tmp_path):
+    begun.run("token", "create", "etl", "--file", tmp_path / "token")
+    begun.run("grant", "ann", "read")
+    for known in ("*", "s1", "etl", "ann"):
+        assert "names" not in begun.run("limit", known, "--feeds", "1").stderr
+    unknown = begun.run("limit", "anne", "--feeds", "1")
+    assert unknown.stderr.startswith("no permission or token names anne yet\n")
+    assert begun.permissions.limits["anne"].feeds == 1
+    group = begun.run("limit", "servers", "--feeds", "1").stderr
+    assert "names servers yet. Hint: servers is a group; limits are for principals.\n" in group
+
+
 def test_each_change_has_an_audit_entry(begun):
     begun.run("revoke", "servers", "replicate", "--group", code=1)
     commands = [(command.split(" --connect")[0], outcome) for command, outcome in begun.audit]

@@ -372,6 +372,19 @@ def test_after_an_append_over_a_limit_the_next_mount_waits_as_the_server_request
     assert [each.req_id for each in scenario.sent(m.AppendRequest)] == [req(3)]
 
 
+def test_an_append_that_is_not_sent_because_of_a_limit_names_the_pause():
+    scenario = Scenario().ready()
+    scenario.step(stream_events.SendAppends(submission(1)))
+    timeout_ms = scenario.stream._settings.request_timeout_ms
+    outcome = settled(scenario.receive(over_limit(req(1), timeout_ms + 5_000)))[1]
+    assert outcome.retry_after_ms == timeout_ms + 5_000
+    scenario.step(stream_events.SendAppends(submission(2)))
+    error = refused(scenario.wake(scenario.now_ms + timeout_ms))[2]
+    assert isinstance(error, errors.Overloaded)
+    assert error.retry_after_ms == 5_000
+    assert "(over a limit); it is not in the log" in str(error)
+
+
 def test_a_mount_over_a_limit_waits_no_longer_than_a_request():
     scenario = Scenario()
     scenario.step(stream_events.Mount())

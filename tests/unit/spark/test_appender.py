@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from waltz_core.client import BatchOutcome, Reason, ReportOrder
-from waltz_core.errors import ClientAhead
+from waltz_core.errors import ClientAhead, Overloaded
 from waltz_core.records.batches import decode_append
 from waltz_core.records.record import LOCKS_MAX
 from waltz_spark.options import WriteOptions
@@ -166,6 +166,23 @@ def test_a_mark_ahead_of_the_log_ends_the_job() -> None:
     sentence = f"partition 2: the log ends at 0, and a row's client_high_water_mark is {mark}: "
     with pytest.raises(ClientAhead, match=sentence):
         list(Appender(Ahead(0, loss=0.0), OPTIONS).send([rows]))
+
+
+@pytest.mark.usefixtures("without_pauses")
+def test_rows_over_a_limit_for_too_long_fail_with_the_words_of_the_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Limited(RandomLog):
+        def answer(self, partition: int, rows: list[bytes], order: ReportOrder) -> BatchOutcome:
+            del partition, order
+            return BatchOutcome.uniform(
+                len(rows), Reason.OVERLOADED, high_water_mark=0, detail="etl is over a limit"
+            )
+
+    monkeypatch.setattr(appender_module, "RETRY_SECONDS_MAX", 0.0)
+    sentence = r"\(last answer: OVERLOADED: etl is over a limit\); 1 rows are not in the log"
+    with pytest.raises(Overloaded, match=sentence):
+        list(Appender(Limited(0, loss=0.0), OPTIONS).send([shaped([(2, b"a")])]))
 
 
 class LimitedRetries:

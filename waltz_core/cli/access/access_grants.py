@@ -1,10 +1,9 @@
 """`waltz-core access init | grant | revoke | limit | accept-0-13`."""
 
-import secrets
-
 import click
 
 from waltz_core.access import permission_changes as changes
+from waltz_core.access.client_ids import new_client_key
 from waltz_core.access.permission_changes import Holder, Ranges, ranges_text
 from waltz_core.access.permissions import DEFAULT_LIMITS, Permissions, PrincipalLimits
 from waltz_core.access.requirements import AccessVerb
@@ -14,8 +13,6 @@ from waltz_core.cli.verbs import verb
 from waltz_core.cluster.change.changes import parse_partitions
 from waltz_core.cluster.change.stored_permissions import PermissionsChange
 from waltz_core.errors import BadConfig
-
-CLIENT_KEY_BYTES = 32
 
 holder_argument = options.argument("holder", "HOLDER", "the principal, or with --group the group")
 verbs_argument = options.argument(
@@ -50,9 +47,7 @@ def ranges_in(text: str, partition_count: int) -> Ranges:
 )
 @changes_access
 async def init(command: AccessCommand, *, accepts_0_13: bool) -> AccessResult:
-    first = changes.first_permissions(
-        secrets.token_bytes(CLIENT_KEY_BYTES), accepts_0_13=accepts_0_13
-    )
+    first = changes.first_permissions(new_client_key(), accepts_0_13=accepts_0_13)
     made = await command.coordinator.permissions.create(first, command.author)
     return AccessResult(
         PermissionsChange(None, made), "the permissions are created, without any grant"
@@ -162,7 +157,24 @@ async def limit(
         return AccessResult(change, f"{principal} has no limits of its own")
     change = await command.change(lambda old: changes.set_limits(old, principal, limits))
     words = ", ".join(f"{key} {value}" for key, value in given.items() if value is not None)
-    return AccessResult(change, f"{principal} has the limits {words}")
+    notes = () if _is_named(change.after, principal) else (_not_named(change.after, principal),)
+    return AccessResult(change, f"{principal} has the limits {words}", notes)
+
+
+def _not_named(found: Permissions, principal: str) -> str:
+    hint = f". Hint: {principal} is a group; limits are for principals."
+    is_group = principal in found.groups
+    return f"no permission or token names {principal} yet{hint if is_group else ''}"
+
+
+def _is_named(found: Permissions, principal: str) -> bool:
+    """Whether a grant, a group or a token names a principal."""
+    return principal in {
+        DEFAULT_LIMITS,
+        *(each.holder for each in found.grants if not each.is_group),
+        *(member for members in found.groups.values() for member in members),
+        *(each.principal for each in found.tokens.values()),
+    }
 
 
 limit.details = (

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import click
 
+from waltz_core.access.client_ids import new_client_key
 from waltz_core.archive.pins import pin
 from waltz_core.archive.restored_manifest import RestoredRange
 from waltz_core.archive.store import ArchiveStore
@@ -142,7 +143,8 @@ async def _restore(  # noqa: PLR0913 - one for each option
         # Another command may have restored it meanwhile.
         await _check_absent(coordinator, backup, same_key=same_key)
         is_creating = True
-        await coordinator.create_restored(new, restored_cluster(backup, key.bytes, ends, ids))
+        restored = restored_cluster(backup, key.bytes, ends, ids, new_client_key())
+        await coordinator.create_restored(new, restored)
     except WaltzError as error:
         # After an unknown outcome the cluster may exist.
         if not is_creating or isinstance(error, CoordinatorConflict):

@@ -484,6 +484,8 @@ class Appends:
                 row.future.set_result(TransactionId(transaction_id))
             else:
                 error = error_of(self._partition_id, row, result, outcome.detail)
+                if isinstance(error, errors.Overloaded):
+                    error.retry_after_ms = outcome.retry_after_ms
                 if isinstance(error, errors.LockFailed) and outcome.following is not None:
                     error.following = outcome.following
                     error.conflicting = outcome.following.mark

@@ -74,7 +74,9 @@ class BatchOutcome:
     conflicting: I64
     # For a single row that a lock has rejected: the in-flight appends that a retry may depend on.
     following: FollowedState | None = None
-    detail: str = ""  # the server's words about a rejection of all rows
+    # Of a rejection of all rows: the server's words, and the pause that it requests.
+    detail: str = ""
+    retry_after_ms: int = 0
 
     @property
     def has_rejections(self) -> bool:
@@ -89,7 +91,12 @@ class BatchOutcome:
 
     @staticmethod
     def uniform(
-        row_count: int, reason: Reason, *, high_water_mark: TransactionId, detail: str = ""
+        row_count: int,
+        reason: Reason,
+        *,
+        high_water_mark: TransactionId,
+        detail: str = "",
+        retry_after_ms: int = 0,
     ) -> "BatchOutcome":
         """Return the outcome of rows that were all rejected for one reason."""
         assert reason is not Reason.COMMITTED
@@ -99,6 +106,7 @@ class BatchOutcome:
             np.full(row_count, reason, dtype=np.uint8),
             np.full(row_count, BEFORE_FIRST, dtype=np.int64),
             detail=detail,
+            retry_after_ms=retry_after_ms,
         )
 
 

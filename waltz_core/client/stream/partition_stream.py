@@ -340,11 +340,17 @@ class PartitionStream:
             self.phase = Phase.IDLE
             return
         self.phase = Phase.WAITING
-        delay_ms = max(self._backoff.failed(), self._paused_until_ms - now_ms)
+        # A request waits no longer than its timeout in any case.
+        pause_ms = min(self.pause_ms(now_ms), self._settings.request_timeout_ms)
+        delay_ms = max(self._backoff.failed(), pause_ms)
         if delay_ms == 0:
             self._open_link(out)
         else:
             self._phase_deadline_ms = now_ms + delay_ms
+
+    def pause_ms(self, now_ms: int) -> int:
+        """Return the rest of the pause that a server has requested (invariant 9)."""
+        return max(0, self._paused_until_ms - now_ms)
 
     # --- messages
 
@@ -439,6 +445,7 @@ class PartitionStream:
         self.phase = Phase.READY
         self._is_id_denied = False
         self._phase_deadline_ms = None
+        self._paused_until_ms = now_ms
         self._ready_since_ms = now_ms
         self._wants_mount = False
         out.append(Ready(self.high_water_mark))
@@ -468,10 +475,9 @@ class PartitionStream:
             out.append(self._report("stream.message_ignored", message=str(error)))
 
     def _note_pause(self, error: errors.WaltzError, now_ms: int) -> None:
-        """Invariant 9; a request waits no longer than its timeout in any case."""
+        """Invariant 9."""
         if isinstance(error, errors.Overloaded):
-            pause_ms = min(error.retry_after_ms, self._settings.request_timeout_ms)
-            self._paused_until_ms = max(self._paused_until_ms, now_ms + pause_ms)
+            self._paused_until_ms = max(self._paused_until_ms, now_ms + error.retry_after_ms)
 
     def _read_below_start(self, error: errors.BelowStart, now_ms: int, out: list[Effect]) -> None:
         """The log begins after what must be read back: these rows have an unknown outcome."""
@@ -535,8 +541,9 @@ class PartitionStream:
                 reason,
                 high_water_mark=self.high_water_mark,
                 detail=str(error),
+                retry_after_ms=self.pause_ms(now_ms),
             )
-            is_paused = self._paused_until_ms > now_ms
+            is_paused = outcome.retry_after_ms > 0
             self._conclude(pending, outcome, now_ms, out, str(error) if is_paused else None)
         elif isinstance(error, errors.UsageError):
             self._monitor.remove(pending)
@@ -598,7 +605,8 @@ class PartitionStream:
         for pending in late:
             self._end_pending(pending, f"within {timeout_ms} ms", out)
         for waiting in self._outbox.take_expired(now_ms):
-            error = verdicts.not_sent(self._partition_id, timeout_ms, self.failure)
+            pause_ms = self.pause_ms(now_ms)
+            error = verdicts.not_sent(self._partition_id, timeout_ms, self.failure, pause_ms)
             out.append(SubmissionRejected(waiting.submission.token, error))
 
     def _end_pending(self, pending: Pending, when: str, out: list[Effect]) -> None:

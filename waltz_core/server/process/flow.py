@@ -23,7 +23,9 @@ from waltz_core.wire.messages import (
     AppendRequest,
     ClientMessage,
     MountWriter,
+    ObjectReplacementRequest,
     RangeRequest,
+    RegistryRequest,
     RemovePreferredRequest,
 )
 
@@ -186,13 +188,21 @@ class Flow:
 
 
 def _request_bytes(message: ClientMessage) -> int:
+    data_bytes = number_count = 0
     if isinstance(message, AppendBatch):
-        return len(message.payload) + REQUEST_OVERHEAD_BYTES
-    if isinstance(message, AppendRequest):
-        lock_count = len(message.write_locks) + len(message.read_locks) + len(message.append_locks)
-        return len(message.data) + REQUEST_OVERHEAD_BYTES + NUMBER_BYTES * lock_count
-    if isinstance(message, MountWriter | RangeRequest):
-        return REQUEST_OVERHEAD_BYTES + NUMBER_BYTES * len(message.header_values)
-    if isinstance(message, AddPreferredRequest | RemovePreferredRequest):
-        return REQUEST_OVERHEAD_BYTES + NUMBER_BYTES * len(message.partitions)
-    return REQUEST_OVERHEAD_BYTES
+        data_bytes = len(message.payload)
+    elif isinstance(message, AppendRequest):
+        data_bytes = len(message.data)
+        number_count = (
+            len(message.write_locks) + len(message.read_locks) + len(message.append_locks)
+        )
+    elif isinstance(message, MountWriter | RangeRequest):
+        number_count = len(message.header_values)
+    elif isinstance(message, AddPreferredRequest | RemovePreferredRequest):
+        number_count = len(message.partitions)
+    elif isinstance(message, RegistryRequest):
+        data_bytes = len(message.write) + len(message.marks) + len(message.arguments)
+        number_count = len(message.partitions)
+    elif isinstance(message, ObjectReplacementRequest):
+        data_bytes = len(message.object)
+    return REQUEST_OVERHEAD_BYTES + data_bytes + NUMBER_BYTES * number_count
