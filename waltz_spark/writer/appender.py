@@ -25,7 +25,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from waltz_core.client import BatchOutcome, Reason, ReportOrder
-from waltz_core.errors import BadRequest, ClientAhead, NoSpace, Overloaded, TooLarge, Unavailable, WaltzError
+from waltz_core.errors import (
+    BadRequest,
+    ClientAhead,
+    NoSpace,
+    Overloaded,
+    TooLarge,
+    Unavailable,
+    WaltzError,
+)
 from waltz_core.records.batches import encode_append_arrow
 from waltz_spark.encrypting import ROW_BYTES_MAX, PayloadEncryptor
 from waltz_spark.options import WriteOptions
