@@ -272,7 +272,9 @@ def test_a_restoration_prints_the_revision_of_its_permissions(tmp_path, monkeypa
         else:
             line = "permissions: revision 17 of 1970-01-01T00:00:00Z by ann with 0 grants"
             assert (line in ran.stdout) is (access is not None)
-            assert ("What was revoked later is valid again" in ran.stdout) is (access is not None)
+            assert ("revoked after the backup are valid again" in ran.stdout) is (
+                access is not None
+            )
 
 
 def failed_restore(backup, zookeeper, tmp_path, monkeypatch, store, *words):

@@ -157,7 +157,7 @@ def test_a_server_accepts_any_client_and_a_storage_requires_a_certificate(files)
     assert closed is not None
     assert closed.verify_mode is ssl.CERT_REQUIRED
     without = {name: value for name, value in files.settings.items() if name != "tls_authorities"}
-    with pytest.raises(BadConfig, match="or tls_require_certificate = false"):
+    with pytest.raises(BadConfig, match="or set tls_require_certificate = false"):
         tls.listening(storage(**without))
     assert tls.listening(storage(**without, tls_require_certificate=False)) is not None
 
