@@ -183,7 +183,7 @@ def test_a_damaged_object_is_replaced_from_a_log(damage):
     world.cluster.run_until_recovered()
 
 
-def test_a_damaged_object_that_no_log_has_comes_back_from_a_copy():
+def test_a_damaged_object_that_no_log_has_is_restored_from_a_copy():
     world = World(restored_count=20)
     archive_faults.damage_objects(world.cluster, First())
     (name,) = world.archive.spoiled

@@ -127,7 +127,7 @@ def test_without_a_budget_replicas_may_notice_losses_or_zookeeper_may_lose_its_n
 # ---- disks
 
 
-def test_a_disk_that_returns_old_is_filled_up_again():
+def test_a_disk_that_was_rolled_back_is_repaired():
     cluster = cluster_of()
     storage = cluster.storages[A]
     assert disk_faults.take_snapshot(cluster, Chosen())

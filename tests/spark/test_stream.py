@@ -182,7 +182,9 @@ def test_the_lag_is_the_marks_minus_the_position_of_the_stream(
         spark.streams.removeListener(listener)
 
 
-def test_a_start_by_time(spark: SparkSession, connect: str) -> None:
+def test_a_start_by_time_reads_from_the_first_later_transaction(
+    spark: SparkSession, connect: str
+) -> None:
     append(connect, 5, partition=3, tag="old")
     rows = spark.read.format("waltz").option("partitions", 3).load(connect)
     last = rows.orderBy("transaction_id", ascending=False).first()

@@ -45,15 +45,15 @@ class ArchiveCache:
         Raises:
             WaltzError: that of `load`.
         """
-        mine: Future[object] = Future()
+        own_load: Future[object] = Future()
         with self._lock:
             kept = self._kept.get(key)
             if kept is not None:
                 self._kept.move_to_end(key)
                 return cast("_Value", kept.value)
-            current = self._loads.setdefault(key, mine)
-        if current is mine:
-            return self._loaded(key, load, mine)
+            current = self._loads.setdefault(key, own_load)
+        if current is own_load:
+            return self._loaded(key, load, own_load)
         return cast("_Value", current.result())  # rule 2
 
     def read_ahead(self, key: Hashable, load: Callable[[], tuple[object, int]]) -> None:

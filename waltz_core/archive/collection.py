@@ -168,11 +168,11 @@ def _listed(
 
 def _check_complete(listed: set[str], found: "list[ListedFile]", folders: tuple[str, str]) -> None:
     """Raise ObjectMissing if the store lacks a listed file of this partition (rule 1)."""
-    mine = {name for name in listed if name.rpartition("/")[0] in folders}
-    missing = sorted(mine - {each.name for each in found})
+    own_files = {name for name in listed if name.rpartition("/")[0] in folders}
+    missing = sorted(own_files - {each.name for each in found})
     if missing:
         raise ObjectMissing(
-            f"archive: expected the {len(mine)} files that the manifest lists in "
+            f"archive: expected the {len(own_files)} files that the manifest lists in "
             f"{' and '.join(folders)}, found that {len(missing)} are missing, such as {missing[0]}"
         )
 

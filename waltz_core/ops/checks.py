@@ -83,12 +83,12 @@ def _of_assignment(
 def _of_server(
     server: ServerFacts, standings: Sequence[PartitionCondition]
 ) -> Iterator[FailedCheck]:
-    address, its = server.address, [each for each in standings if each.owner is server]
+    address, affected = server.address, [each for each in standings if each.owner is server]
     if server.failure:
-        owned = tuple(each.partition_id for each in its)
+        owned = tuple(each.partition_id for each in affected)
         yield FailedCheck("server", f"server {address} does not answer: {server.failure}", owned)
         return
-    for each in its:
+    for each in affected:
         where, partitions = f"partition {each.partition_id}: server {address}", (each.partition_id,)
         if not each.is_served:
             text = f"{where} owns it, but does not serve it"
@@ -97,15 +97,18 @@ def _of_server(
             text = f"{where} has no open session with a quorum of replicas"
             yield FailedCheck("health", text, partitions)
     for storage in server.out_of_reach:
-        owned = tuple(each.partition_id for each in its if storage in each.assigned)
+        owned = tuple(each.partition_id for each in affected if storage in each.assigned)
         yield FailedCheck("connectivity", f"server {address} cannot reach storage {storage}", owned)
 
 
 def _of_storage(
     storage: StorageFacts, standings: Sequence[PartitionCondition]
 ) -> Iterator[FailedCheck]:
-    address, its = storage.address, [each for each in standings if storage.address in each.assigned]
-    wanted = tuple(each.partition_id for each in its)
+    address, affected = (
+        storage.address,
+        [each for each in standings if storage.address in each.assigned],
+    )
+    wanted = tuple(each.partition_id for each in affected)
     # A 0.13 storage registers nothing and does not state its identity.
     if storage.registered_id is None and (storage.failure or storage.storage_id is not None):
         text = (
@@ -123,7 +126,7 @@ def _of_storage(
         text = f"storage {address} does not answer at its admin port: {storage.admin_failure}"
         yield FailedCheck("storage", text, wanted)
     else:
-        for each in its:
+        for each in affected:
             text = _unavailable_text(each, storage)
             if text:
                 where = f"partition {each.partition_id}: storage {address}"
@@ -150,20 +153,20 @@ def _unavailable_text(now: PartitionCondition, storage: StorageFacts) -> str:
 
 def _of_replicas(now: PartitionCondition) -> Iterator[FailedCheck]:
     """Report replicas that the newest session does not count, or that are too few."""
-    name, its = f"partition {now.partition_id}", (now.partition_id,)
+    name, affected = f"partition {now.partition_id}", (now.partition_id,)
     if not now.assigned:
         text = f"{name} has no replicas: `waltz-core cluster auto-assign`"
-        yield FailedCheck("assignment", text, its)
+        yield FailedCheck("assignment", text, affected)
         return
     if not now.replicas.was_opened:
-        yield FailedCheck("recovery", f"{name} was never opened", its)
+        yield FailedCheck("recovery", f"{name} was never opened", affected)
         return
     if now.is_of_other_replicas:
         text = f"{name}: no session yet with its replicas {', '.join(now.assigned)}"
-        yield FailedCheck("recovery", text, its)
+        yield FailedCheck("recovery", text, affected)
     if len(now.replicas.in_sync) < now.quorum:
-        yield FailedCheck("quorum", f"{name} has no quorum of engaged replicas", its)
+        yield FailedCheck("quorum", f"{name} has no quorum of engaged replicas", affected)
     elif now.not_engaged:
         are = "is" if len(now.not_engaged) == 1 else "are"
         text = f"{name}: {', '.join(now.not_engaged)} {are} not engaged"
-        yield FailedCheck("recovery", text, its)
+        yield FailedCheck("recovery", text, affected)

@@ -269,8 +269,8 @@ class SimClient(Process):
         self.step(stream_events.LinkLost(link.number, reason))
 
     def _fail_requests(self, link: SimLink) -> None:
-        for req_id, (asked_on, answered) in list(self._requested.items()):
-            if asked_on is link:
+        for req_id, (requested_on, answered) in list(self._requested.items()):
+            if requested_on is link:
                 del self._requested[req_id]
                 answered(None)
 

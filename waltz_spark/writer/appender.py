@@ -25,7 +25,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from waltz_core.client import BatchOutcome, Reason, ReportOrder
-from waltz_core.errors import BadRequest, ClientAhead, NoSpace, Overloaded, TooLarge, Unavailable, WaltzError
+from waltz_core.errors import (
+    BadRequest,
+    ClientAhead,
+    NoSpace,
+    Overloaded,
+    TooLarge,
+    Unavailable,
+    WaltzError,
+)
 from waltz_core.records.batches import encode_append_arrow
 from waltz_spark.encrypting import ROW_BYTES_MAX, PayloadEncryptor
 from waltz_spark.options import WriteOptions
@@ -375,9 +383,9 @@ class Appender:
                 chunk.retries + 1,
             )
             lane.recomputed.extend(_pieces(made, self._batch_rows, self._sealed_bytes))
-            given_up = np.setdiff1d(np.arange(chunk.append.num_rows), recomputed.rows)
-            if len(given_up):
-                yield _omitted_rows(waiting, given_up)
+            omitted = np.setdiff1d(np.arange(chunk.append.num_rows), recomputed.rows)
+            if len(omitted):
+                yield _omitted_rows(waiting, omitted)
 
     def _await_rejected(self) -> None:
         due = [each.due for lane in self._lanes.values() for each in lane.rejected]

@@ -90,7 +90,7 @@ def _check_spelling(types: Mapping[str, DataType]) -> None:
         if near:
             raise BadRequest(
                 f"column {name!r} is not a column of the log; did you mean {near[0]!r}? Hint: "
-                "rename the column; if it is no lock column, to a name that is less similar."
+                f"rename it to {near[0]!r}; if it has other data, choose a less similar name."
             )
 
 

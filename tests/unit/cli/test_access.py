@@ -202,7 +202,7 @@ def test_wrong_input_changes_nothing(begun, words, error):
     assert begun.permissions == before
 
 
-def test_the_last_replicate_stays_without_force(begun):
+def test_the_last_grant_of_replicate_is_kept_without_force(begun):
     last = (
         ("revoke", "servers", "replicate", "--group", "--partitions", "2"),
         ("group", "remove", "servers", "s1", "s2"),
@@ -210,7 +210,9 @@ def test_the_last_replicate_stays_without_force(begun):
     )
     before = begun.permissions
     for words in last:
-        assert "no principal would have replicate for part" in begun.run(*words, code=1).stderr
+        assert (
+            "would leave no principal with `replicate` for part" in begun.run(*words, code=1).stderr
+        )
     assert begun.permissions == before
     begun.run(*last[0], "--force")
     assert begun.permissions.grants[0].partitions == ((0, 1), (3, 7))
@@ -259,7 +261,7 @@ def test_each_change_has_an_audit_entry(begun):
         ("access group add servers s1 s2", "done"),
         ("access grant servers replicate --group", "done"),
     ]
-    assert commands[3][1].startswith("failed: no principal would have replicate")
+    assert commands[3][1].startswith("failed: the change would leave no principal with")
 
 
 # --- tokens
@@ -390,7 +392,7 @@ def test_an_import_without_replicate_needs_force(begun, tmp_path):
     file = tmp_path / "access"
     file.write_bytes(access_node.encode(replace(begun.permissions, grants=())))
     words = ("import", "--file", file, "--yes")
-    assert "no principal would have replicate" in begun.run(*words, code=1).stderr
+    assert "would leave no principal with `replicate`" in begun.run(*words, code=1).stderr
     begun.run(*words, "--force")
     assert begun.permissions.grants == ()
 

@@ -432,7 +432,7 @@ def batches(path):
         return [one.batch for one in batches_of(file, header_of(file).segment_crc)]
 
 
-def test_a_file_of_locks_is_a_storages_and_others_are_noted(storage):
+def test_a_lock_file_belongs_to_a_storage_and_other_files_are_noted(storage):
     for name in ("waltz-x.lck", "waltz-x.lck.old"):
         (storage / "2" / name).write_bytes(b"torn")
     assert found(storage) == ([], [])

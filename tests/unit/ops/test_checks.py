@@ -26,7 +26,7 @@ def text(case):
     return found.text
 
 
-def test_a_healthy_cluster_passes_all_of_them(case):
+def test_a_healthy_cluster_passes_all_checks(case):
     assert failed(case) == []
 
 
@@ -48,7 +48,7 @@ def test_partitions_that_were_not_chosen_are_left_out(case):
     assert ("assignment", (0,)) not in failed(case, (1,))
 
 
-def test_no_servers_or_a_partition_without_an_owner(case):
+def test_missing_servers_and_a_partition_without_an_owner_are_reported(case):
     case.cluster(owners={1: Ownership(2, 4)})
     assert failed(case) == [("assignment", (0,))]
     assert text(case) == "partition 0 has no server"
@@ -56,7 +56,7 @@ def test_no_servers_or_a_partition_without_an_owner(case):
     assert failed(case) == [("assignment", (0, 1)), ("assignment", (0, 1))]
 
 
-def test_a_server_that_does_not_answer_or_serve(case):
+def test_a_server_that_does_not_answer_or_serve_is_reported(case):
     case.server(1, failure="refused", served={})
     assert failed(case) == [("server", (0,))]
     assert text(case) == f"server {ONE} does not answer: refused"
@@ -70,7 +70,7 @@ def test_a_server_that_does_not_answer_or_serve(case):
     assert text(case) == f"server {TWO} cannot reach storage {C}"
 
 
-def test_a_storage_without_its_registered_identity_or_an_answer(case):
+def test_a_storage_without_its_registered_identity_or_an_answer_is_reported(case):
     never = (
         f"storage {A} has never started, or is a Waltz 0.13 storage: its identity is not registered"
     )
@@ -87,7 +87,7 @@ def test_a_storage_without_its_registered_identity_or_an_answer(case):
     assert failed(case) == [("storage", (0, 1))]
 
 
-def test_a_storage_that_does_not_serve_what_it_should(case):
+def test_a_storage_that_does_not_serve_an_assigned_replica_is_reported(case):
     case.replica(A, is_held=False)
     assert text(case).endswith("`waltz-core storage sync-partitions`")
     case.replica(A, is_held=True, is_available=False)
@@ -101,7 +101,7 @@ def test_a_storage_that_does_not_serve_what_it_should(case):
         assert failed(case) == [("storage", (0,))]
 
 
-def test_replicas_that_are_behind_or_too_few(case):
+def test_replicas_that_lag_or_are_too_few_are_reported(case):
     case.states({A: ENGAGED, B: ENGAGED, C: BEHIND})
     assert text(case) == f"partition 0: {C} is not engaged"
     case.states({A: ENGAGED, B: BEHIND, C: BEHIND})

@@ -302,7 +302,7 @@ def test_a_rejection_for_a_conflict_in_flight_waits_for_it() -> None:
     assert results(world.commit()) == {winner: [(0, COMMITTED, -1)], waiting: [(-1, LOCK, 0)]}
 
 
-def test_two_appends_that_conflict_in_one_turn() -> None:
+def test_of_two_conflicting_appends_in_one_turn_the_second_is_rejected() -> None:
     world = World()
     winner = world.single(write=[5])
     loser = world.single(BOB, write=[5])
@@ -769,7 +769,7 @@ def test_a_flush_does_not_wait_for_later_requests() -> None:
     assert [each.token for each in out if isinstance(each, BarrierReached)] == [2, 3]
 
 
-def test_a_flush_is_freed_by_rejections_and_by_closed_connections_too() -> None:
+def test_a_flush_does_not_wait_for_rejected_appends_and_closed_connections() -> None:
     world = World()
     world.single(generation=Generation(9))
     world.pipeline.flush(1)

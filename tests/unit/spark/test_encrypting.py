@@ -81,7 +81,7 @@ def test_a_write_has_one_source_of_key_ids(options: dict[str, str], text: str) -
         ),
     ],
 )
-def test_a_read_with_wrong_options(options: dict[str, str], text: str) -> None:
+def test_a_read_with_wrong_options_is_rejected(options: dict[str, str], text: str) -> None:
     with pytest.raises(BadConfig, match=text):
         parse_read(CONNECT | options)
 

@@ -223,8 +223,8 @@ def test_until_the_owner_has_announced_the_mark_a_reader_may_try_again(archived)
     assert isinstance(found, ArchiveUnavailable)
     assert found.retriable
     assert str(found) == (
-        "partition 0: expected IDs from 16 on, found 0..9; the others are in the archive, which "
-        "the owner has not sent yet"
+        "partition 0: expected IDs from 16 on, found 0..9; earlier IDs are in the archive, "
+        "and the owner has not sent the archived mark yet"
     )
 
 

@@ -116,7 +116,7 @@ def test_without_a_reserve_only_what_is_free_counts():
     assert space.reserved_bytes == 0
 
 
-def test_a_real_directory(tmp_path):
+def test_the_reserve_is_filled_and_released_on_a_real_disk(tmp_path):
     space = DiskSpace(RealDisk(), tmp_path, 8_192)
     space.fill()
     assert (tmp_path / RESERVE_NAME).stat().st_size == 8_192

@@ -124,7 +124,7 @@ with socket.socket(socket.AF_UNIX) as asking:
 
 
 @needs_another_user
-def test_a_process_of_another_user_is_given_nothing(path, name):
+def test_a_process_of_another_user_gets_no_file(path, name):
 
     def file_count_for(user):
         line = [*PYTHON, FILE_REQUEST_SCRIPT, name]

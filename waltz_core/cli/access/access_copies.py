@@ -105,8 +105,8 @@ async def import_command(
 
 import_command.details = (
     "The command replaces all grants, groups, limits, tokens and the key that signs client IDs. A "
-    "cluster without permissions gets a new key. Permissions and tokens that were revoked after the "
-    "export are valid again. The new revision is higher than those of the file and the cluster."
+    "cluster without permissions gets a new key. Permissions and tokens that were revoked after "
+    "the export are valid again. The new revision is higher than those of the file and the cluster."
 )
 
 

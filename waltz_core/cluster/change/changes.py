@@ -403,14 +403,14 @@ def _filled(now: Placement, groups: Mapping[ReplicaId, int], replica_count: int 
 def _spread_over_groups(places: _Places, partition_id: PartitionId) -> None:
     replicas = places.held[partition_id]
     while True:
-        given_up = places.worst_of(replicas)
-        others = [each for each in replicas if each != given_up]
-        found = places.best_for(others, [given_up])
+        removed = places.worst_of(replicas)
+        others = [each for each in replicas if each != removed]
+        found = places.best_for(others, [removed])
         if found is None:
             return
         if places.group_count([*others, found]) <= places.group_count(replicas):
             return
-        places.move(partition_id, given_up, found)
+        places.move(partition_id, removed, found)
 
 
 def _move_one(places: _Places) -> bool:

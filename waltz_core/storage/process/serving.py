@@ -131,11 +131,13 @@ class Serving:
 
     def assigned(self, assignments: ReplicaAssignments) -> None:
         """Take a new replica assignment from ZooKeeper."""
-        mine = assignments.partitions.get(self.address)
-        if mine is None:
+        own_partitions = assignments.partitions.get(self.address)
+        if own_partitions is None:
             _log.warning("storage.not_assigned address=%s", self.address)
         count_max = self._engine.partition_count
-        self._assigned = tuple(sorted(each for each in mine or () if 0 <= each < count_max))
+        self._assigned = tuple(
+            sorted(each for each in own_partitions or () if 0 <= each < count_max)
+        )
         self.recheck()
 
     def recheck(self) -> None:
