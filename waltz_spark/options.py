@@ -15,7 +15,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import Enum
@@ -269,13 +269,6 @@ _ALLOWED = {
     OptionUse.STREAM: {OptionUse.READ, OptionUse.STREAM, OptionUse.BOTH},
     OptionUse.WRITE: {OptionUse.WRITE, OptionUse.BOTH},
 }
-
-
-def columns_named(name: str, columns: Sequence[str]) -> list[str]:
-    """Return the columns for a name: the equal one, otherwise those in another case."""
-    if name in columns:
-        return [name]
-    return [each for each in columns if each.lower() == name.lower()]
 
 
 def _split(text: str) -> list[str]:

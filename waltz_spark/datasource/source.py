@@ -20,6 +20,7 @@ from pyspark.sql.datasource import (
 from pyspark.sql.types import BinaryType, StringType, StructType
 
 from waltz_core.errors import BadRequest, WaltzError
+from waltz_core.records.unpacking import columns_named
 from waltz_spark.failures import without_stack
 from waltz_spark.option_table import OptionUse
 from waltz_spark.options import (
@@ -27,7 +28,6 @@ from waltz_spark.options import (
     ReadOptions,
     WriteOptions,
     check_names,
-    columns_named,
     parse_read,
     parse_write,
 )
