@@ -541,7 +541,7 @@ async def a_server_is_registered_once(world: World, root: str) -> None:
     assert len((await znodes.children(f"{root}/serverDescriptors")).names) == 1
 
 
-# --- the door itself
+# --- the interface itself
 
 
 async def a_write_is_all_or_nothing(world: World, root: str) -> None:

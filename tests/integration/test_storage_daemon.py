@@ -269,7 +269,7 @@ async def serving(config, cluster=CLUSTER):
             stop.set()
 
 
-def test_readers_and_metrics(tmp_path):
+def test_readers_get_records_and_the_pages_show_metrics(tmp_path):
     pages = {}
     http_host = "127.0.0.5"  # not the one of the other ports
 

@@ -169,7 +169,7 @@ def expected_permissions(user: str, row: str) -> str:
 
 
 @pytest.mark.parametrize("user", USERS)
-def test_each_znode_by_each_user(place: Place, user: str):
+def test_each_user_may_do_with_each_znode_what_its_access_list_permits(place: Place, user: str):
     """Members create nodes with the same access lists as administrators."""
     root = f"/users/{user}/cluster"
 

@@ -119,7 +119,7 @@ class AuditFile:
     def deny(
         self,
         peer: Peer,
-        requirement: Requirement | None,
+        requirement: Requirement | str,
         message: Message,
         *,
         error: str,
@@ -127,7 +127,7 @@ class AuditFile:
     ) -> None:
         """Write a denial, or count it (rule 3).
 
-        Without a requirement it is a token that was not accepted.
+        A text instead of a requirement names a token that is not accepted.
         """
         minute = self._clock_ms() // 1000 // _MINUTE_S
         if minute != self._denials.minute:
@@ -295,13 +295,13 @@ class _DenialKind(NamedTuple):
     principal: str
     host: str
     message: type[Message]
-    requirement: Requirement | None
+    requirement: Requirement | str
     partitions: tuple[int, ...]
 
     @staticmethod
-    def of(peer: Peer, requirement: Requirement | None, message: Message) -> "_DenialKind":
+    def of(peer: Peer, requirement: Requirement | str, message: Message) -> "_DenialKind":
         partitions: tuple[int, ...] = ()
-        if requirement is not None and requirement.scope is Scope.OWN:
+        if isinstance(requirement, Requirement) and requirement.scope is Scope.OWN:
             named = message.own_partitions()  # a peer can name thousands
             partitions = (len(named), *named[:_COMPARED_MAX])
         host = network_of(peer.address.rpartition(":")[0])
@@ -388,9 +388,10 @@ def is_administrative(requirement: Requirement) -> bool:
     return requirement.is_all and ADMINISTER in requirement.verbs
 
 
-def _fields_of(peer: Peer, requirement: Requirement | None, message: Message) -> dict[str, object]:
-    verbs, named = "", ""
-    if requirement is not None:
+def _fields_of(peer: Peer, requirement: Requirement | str, message: Message) -> dict[str, object]:
+    if isinstance(requirement, str):
+        verbs, named = "", requirement
+    else:
         joined = " and " if requirement.is_all else " or "
         verbs = joined.join(each.value for each in requirement.verbs)
         named = _object_of(requirement, message)

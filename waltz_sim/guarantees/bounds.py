@@ -106,12 +106,17 @@ class Bounds:
             return
         pipeline = partition.pipeline
         queued, queued_max = pipeline.queued_bytes, 2 * limits.queue_bytes_max
-        flying, flying_max = pipeline.in_flight_bytes, 2 * limits.in_flight_bytes_max
+        in_flight_bytes, in_flight_bytes_max = (
+            pipeline.in_flight_bytes,
+            2 * limits.in_flight_bytes_max,
+        )
         fetches, fetches_max = server.fetch_count, limits.fetches_max + IN_FLIGHT_MAX
         if queued > queued_max:
             self._too_much(server, f"{queued} bytes queued, {queued_max} allowed")
-        if flying > flying_max:
-            self._too_much(server, f"{flying} bytes in flight, {flying_max} allowed")
+        if in_flight_bytes > in_flight_bytes_max:
+            self._too_much(
+                server, f"{in_flight_bytes} bytes in flight, {in_flight_bytes_max} allowed"
+            )
         if fetches > fetches_max:
             self._too_much(server, f"{fetches} fetches, {fetches_max} allowed")
 

@@ -90,7 +90,7 @@ async def test_writes_are_restored_with_their_tasks():
 
 
 @on_virtual_loop
-async def test_a_restore_below_the_backups_mark_makes_writes_unfinished():
+async def test_a_write_after_the_restored_mark_becomes_unfinished():
     removing = BegunWrite(WriteState({0: 6}, 0, {}), {})
     writes = {**BACKUP.writes, "removing": removing}
     backup = replace(BACKUP, writes=writes)

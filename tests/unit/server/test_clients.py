@@ -7,7 +7,7 @@ from tests.loops import on_loop, until
 from waltz_core.errors import Overloaded, PermissionDenied
 from waltz_core.metrics import Metrics
 from waltz_core.records.record import ClientId, Generation, PartitionId, ReqId
-from waltz_core.server.partition_events import SendToClient
+from waltz_core.server.partition_events import Congested, Drained, SendToClient
 from waltz_core.server.process.clients import Clients
 from waltz_core.server.process.flow import FlowLimits
 from waltz_core.wire.messages import (
@@ -33,7 +33,12 @@ class Link:
         self.version, self.address = max(WireProtocol.CLIENT.versions_taken), "a:1"
         self.is_closed = False
         self.is_congested, self.write_backlog_bytes, self.is_read = False, 0, True
+        self.is_over_limit = False
         self.sent, self.denied, self.ended_feeds = [], {}, []
+
+    @property
+    def pauses_feeds(self) -> bool:
+        return self.is_congested or self.is_over_limit
 
     def denial(self, request):
         return self.denied.get(type(request))
@@ -65,10 +70,10 @@ class Host:
     is_open = True
 
     def __init__(self) -> None:
-        self.taken, self.over_limit = [], []
+        self.taken, self.over_limit, self.events = [], [], []
 
     def post(self, event) -> None:
-        """Nothing depends on it."""
+        self.events.append(type(event))
 
     def receive(self, connection, message, cost_bytes, *, principal="", over_limit=None) -> None:
         self.taken.append((connection, message, cost_bytes))
@@ -187,6 +192,34 @@ async def test_only_an_append_over_a_limit_reaches_its_partition():
     assert link.sent == [
         ErrorResponse(req_id, Overloaded.code, True, "etl is over a limit", retry_after_ms=700)
     ]
+
+
+@on_loop
+async def test_a_limit_pauses_feeds_and_no_requests():
+    backend, link = Backend(), Link()
+    clients = Clients(backend, LIMITS, None, Metrics("server"))
+    clients.accept(link)
+    flush = FlushRequest(ReqId(ClientId(1), Generation(1), PartitionId(0), -1))
+    link.received([flush])
+    (connection, _, cost_bytes), host = backend.host.taken[0], backend.host
+    link.is_over_limit = True
+    clients.answer(SendToClient(connection, FlushResponse(flush.req_id, 0), cost_bytes))
+    link.is_congested = False  # the client reads
+    link.drained()
+    await until(lambda: host.events)
+    assert host.events == [Congested]
+    link.received([flush])
+    assert len(host.taken) == 2
+    link.is_congested = True
+    link.is_over_limit = False
+    link.drained()
+    assert host.events == [Congested]
+    link.received([flush])
+    assert len(host.taken) == 2  # it does not read
+    link.is_congested = False
+    link.drained()
+    assert host.events == [Congested, Drained]
+    assert len(host.taken) == 3
 
 
 @on_loop

@@ -316,7 +316,7 @@ def test_a_reconstructed_batch_gives_the_feed_no_chain() -> None:
     assert (stretch.first, len(stretch.headers), stretch.chain_at) == (0, 40, 0)
 
 
-def test_the_chain_of_feed_headers() -> None:
+def test_feed_headers_have_the_chain_of_their_last_batch_end() -> None:
     each = reads(mark=-1)
     for first, last in ((0, 1), (2, 2), (3, 9)):
         count = last - first + 1

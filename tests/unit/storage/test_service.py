@@ -75,7 +75,7 @@ class FailingFile:
         return self._file.pread(size, offset)
 
 
-class MoodyDisk(RealDisk):
+class FailingDisk(RealDisk):
     """A real disk that raises an error at the next call of a name."""
 
     def __init__(self):
@@ -99,7 +99,7 @@ class Bench:
     """A service whose effects are recorded, and whose work waits to be run."""
 
     def __init__(self, directory, *, reserve_bytes=0, segment_bytes_max=1 << 20, **options):
-        self.disk = MoodyDisk()
+        self.disk = FailingDisk()
         settings = LogSettings(KEY, segment_bytes_max, lambda: time.time_ns() // 1_000_000)
         self.engine = Engine.open(
             self.disk,
@@ -541,7 +541,7 @@ def test_a_reader_of_another_cluster_is_rejected(bench, wrong):
     assert bench.refusal(7, range_of(Owner(5), 0, 0, reader=True)) is errors.BadRequest
 
 
-def test_headers_whole_batches_and_a_lineage(bench):
+def test_the_owner_reads_headers_whole_batches_and_the_lineage(bench):
     owner = bench.owned(5)
     bench.ask(1, owner.append(3))
     chain = owner.chain
@@ -858,7 +858,7 @@ def test_a_scrub_that_fails_at_a_slot_is_a_failed_write_and_continues_elsewhere(
     assert bench.service.wake_at_ms is None or bench.service.wake_at_ms > bench.now_ms
 
 
-def test_a_partition_that_is_dropped_in_the_middle_of_a_piece(make):
+def test_a_partition_that_is_dropped_during_a_scrub_becomes_idle(make):
     bench = make(scrub=Scrub(bytes_per_s=100))
     bench.ask(1, bench.owned(5).append(6))
     (work,) = tick(bench)

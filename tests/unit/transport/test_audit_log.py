@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import logging
 from pathlib import Path
@@ -10,8 +11,9 @@ import pytest
 
 from tests.loops import on_loop, until
 from tests.patience import HANG_S
-from waltz_core.access.permissions import Permissions
+from waltz_core.access.permissions import KnownToken, Permissions
 from waltz_core.access.requirements import ADMINISTER, APPEND, all_of
+from waltz_core.access.tokens import hash_of
 from waltz_core.config import StorageConfig
 from waltz_core.errors import BadConfig, Overloaded, Unavailable
 from waltz_core.records.record import ReqId
@@ -21,11 +23,13 @@ from waltz_core.transport.port_access import PortAccess
 from waltz_core.wire.admin_messages import SetAvailable
 from waltz_core.wire.messages import (
     AppendRequest,
+    Authenticate,
     ExpireRequest,
     ObjectReplacementRequest,
     ServerPartitionsRequest,
 )
 
+SECRET = bytes(range(32))
 NOW_MS = 1_795_867_200_123
 PEER = Peer("ann", "10.0.0.1:5000")
 REQ_ID = ReqId(1, 2, 3, 4)
@@ -298,16 +302,22 @@ async def test_a_port_writes_denials_revisions_and_rejected_tokens(tmp_path, is_
             port.learn(PERMISSIONS)
         access = port.opened(None, "a:1", denied.append)
         assert (access.denial(APPEND_3, 8) is None) is not is_enforced
-        access.token_rejected(APPEND_3, "the token is unknown")
+        for tokens in ({hash_of(SECRET): KnownToken("t1", "etl", NOW_MS)}, {}):
+            port.learn(dataclasses.replace(PERMISSIONS, tokens=tokens))
+        for secret in (SECRET, bytes(32)):
+            access.token_rejected(Authenticate(REQ_ID, secret), "it is not valid")
         assert access.audited(ServerPartitionsRequest(REQ_ID)) is None  # not only administrators
         assert access.audited(ExpireRequest(REQ_ID, 1, 0)) is not None
         assert access.may_begin(Unavailable("no")) is not is_enforced
-    revision, denial, token = lines_of(tmp_path / "audit")
+    assert SECRET.hex() not in (tmp_path / "audit").read_text()
+    revision, denial, revoked, unknown = lines_of(tmp_path / "audit")
     assert revision["message"].startswith("revision 7 ")
     assert denial["outcome"] == ("denied" if is_enforced else "would_be_denied")
     assert (denial["principal"], denial["verb"]) == ("anonymous", "append")
     assert denial["error"].startswith("AppendRequest requires append for partition 3")
-    assert (token["outcome"], token["verb"]) == ("denied", "")
+    assert [(each["outcome"], each["verb"]) for each in (revoked, unknown)] == [("denied", "")] * 2
+    assert (revoked["principal"], revoked["object"]) == ("etl", "token t1")
+    assert (unknown["principal"], unknown["object"]) == ("anonymous", "unknown token")
     assert denied == [1]
 
 

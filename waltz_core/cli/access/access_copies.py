@@ -83,7 +83,11 @@ export.details = (
     metavar="FILE",
     help="a file of `access export`",
 )
-@click.option("--yes", is_flag=True, help="replace the permissions; otherwise only show both")
+@click.option(
+    "--yes",
+    is_flag=True,
+    help="make the change; otherwise only show what the file and the cluster have",
+)
 @force_option
 @with_wait
 async def import_command(
@@ -106,10 +110,9 @@ async def import_command(
 
 
 import_command.details = (
-    "It replaces all grants, groups, limits, tokens and the key that signs client IDs; a cluster "
-    "without permissions gets a new key. Permissions "
-    "and tokens that were revoked after the export are valid again. The new revision is above that "
-    "of the file and that of the cluster."
+    "The command replaces all grants, groups, limits, tokens and the key that signs client IDs. A "
+    "cluster without permissions gets a new key. Permissions and tokens that were revoked after "
+    "the export are valid again. The new revision is higher than those of the file and the cluster."
 )
 
 

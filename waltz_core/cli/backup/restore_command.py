@@ -170,8 +170,8 @@ def _result(
         lines.append(f"partition {partition_id}: {kept}{'' if is_whole else f' of 0..{mark}'}")
     if backup.access is not None:
         lines.append(
-            f"permissions: {described(backup.access)}. What was revoked later is valid again. "
-            "Hint: repeat these revocations before the daemons start."
+            f"permissions: {described(backup.access)}. Permissions that were revoked after the "
+            "backup are valid again. Hint: revoke them again before the daemons start."
         )
     lines.append(
         f"restored {backup.name} at {coordinator.where}: {len(ends)} partitions, key {key}. Start "

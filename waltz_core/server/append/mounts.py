@@ -149,7 +149,9 @@ class Mounts:
         others = self._clients_of.get(connection, ())
         if len(others) < CLIENTS_MAX or self.is_current(message.req_id.client_id, connection):
             return None
-        return Overloaded(f"{place}: {len(others)} clients are mounted on this connection")
+        return Overloaded(
+            f"{place}: expected at most {CLIENTS_MAX} clients on this connection, found one more"
+        )
 
     def _fenced(
         self, client_id: ClientId, connection: ConnectionId, sequence: int

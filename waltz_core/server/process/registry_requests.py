@@ -287,7 +287,7 @@ async def _states_of(
 
 def _check_open(is_closed: Callable[[], bool]) -> None:
     if is_closed():
-        raise errors.Unreachable("the connection was closed before its request was carried out")
+        raise errors.Unreachable("the connection was closed before its request was processed")
 
 
 def _has_levels(value: object, levels_max: int) -> bool:

@@ -546,7 +546,7 @@ class StorageService:
         for request, outcome in zip(work.requests, result.outcomes, strict=True):
             found: WorkOutcome | ArchiveQuery = outcome
             if isinstance(outcome, WaltzError):
-                found = self._archive_reads.instead(request, outcome)
+                found = self._archive_reads.archive_query_for(request, outcome)
             self.queue_limits.subtract(request)
             if isinstance(found, ArchiveQuery):
                 self._effects.append(ReadArchive(found))
