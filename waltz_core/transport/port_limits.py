@@ -232,8 +232,8 @@ class LinkLimits:
             self._incomplete_bytes -= self._links[largest]
             self._links[largest] = 0
             largest.abort(
-                f"incomplete frames have more than {self._incomplete_bytes_max} bytes, and this "
-                "connection has most of those of its principal"
+                f"the incomplete frames of all connections exceed {self._incomplete_bytes_max} "
+                "bytes; this connection has the most of its principal"
             )
 
     def _largest(self) -> LimitedLink:

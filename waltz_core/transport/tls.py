@@ -190,8 +190,8 @@ def listening(config: ServerConfig | StorageConfig) -> ListenContext | None:
         raise BadConfig("tls_certificate: expected a file, which a daemon needs for TLS")
     if config.tls_require_certificate and not chosen.tls_authorities:
         raise BadConfig(
-            "tls_authorities: expected a file, to verify peers for tls_require_certificate = true, "
-            "or tls_require_certificate = false"
+            "tls_authorities: expected a file, with which tls_require_certificate = true verifies "
+            "peers. Hint: name the authorities, or set tls_require_certificate = false."
         )
     context = ListenContext(ssl.PROTOCOL_TLS_SERVER)
     context.sslobject_class = _Handshake

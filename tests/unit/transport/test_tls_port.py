@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import re
 import shutil
 import socket
 import ssl
@@ -208,9 +209,10 @@ async def test_a_0_13_client_connects_with_any_certificate(files, tmp_path):
 
 
 @on_loop
-async def test_both_sides_report_plain_to_tls(files, logged):
+async def test_both_sides_report_plain_tcp_at_a_tls_port(files, logged):
     async with open_port(listening(files)) as (_, listener, address):
-        with pytest.raises(TlsFailed, match=f"{address}: expected plain TCP, found TLS"):
+        text = f"{address}: expected plain TCP, found TLS. Hint: the peer expects TLS; add ?tls="
+        with pytest.raises(TlsFailed, match=re.escape(text)):
             await net.dial(WireProtocol.STORAGE, address)
         await until(lambda: "error=expected TLS, found plain TCP" in logged())
         assert listener.links == ()
@@ -236,7 +238,7 @@ async def test_a_repeated_error_of_a_peer_is_logged_once_per_interval(files, log
 
 
 @on_loop
-async def test_both_sides_report_tls_to_plain(files, logged):
+async def test_both_sides_report_tls_at_a_plain_port(files, logged):
     async with open_port(None) as (_, _, address):
         with pytest.raises(TlsFailed, match=f"{address}: expected TLS, found plain TCP"):
             await net.dial(WireProtocol.STORAGE, address, ssl=trusting(files))
