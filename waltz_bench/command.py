@@ -57,7 +57,7 @@ LOAD: dict[str, tuple[type, int | float | None, str]] = {
         None,
         "rows of a batch [default: 1000; Spark writes: the default of option batchSize]",
     ),
-    "--seconds": (float, 10.0, "length of the load"),
+    "--seconds": (float, 10.0, "duration of the load"),
     "--in-flight": (int, 2, "batches in flight for each partition"),
     "--mib": (
         int,

@@ -79,7 +79,7 @@ def avoided_link_mounted_again() -> Patches:
 
     def _open_link(self, out):
         original(self, out)
-        self._spoiled.clear()
+        self._avoided_links.clear()
         out[-1] = partition_stream.OpenLink(self.attempt, ())
 
     yield instead(PartitionStream, "_open_link", _open_link)

@@ -113,8 +113,9 @@ class IssuedIdLimit:
         wait_ns = bucket.wait_ns(now_ns)
         if wait_ns:
             raise Overloaded(
-                f"{principal} has got {IDS_AT_ONCE} client IDs and {IDS_PER_S} per second from "
-                "this server. Hint: open fewer clients, or write with fewer tasks.",
+                f"{principal} is over this server's limit of client IDs: {IDS_AT_ONCE} at once, "
+                f"then {IDS_PER_S} per second. Hint: open fewer clients, or write with fewer "
+                "tasks.",
                 -(-wait_ns // 1_000_000),
             )
         bucket.take(1, now_ns)

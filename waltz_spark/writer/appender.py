@@ -25,11 +25,19 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from waltz_core.client import BatchOutcome, Reason, ReportOrder
-from waltz_core.errors import BadRequest, ClientAhead, NoSpace, Overloaded, TooLarge, Unavailable, WaltzError
+from waltz_core.errors import (
+    BadRequest,
+    ClientAhead,
+    NoSpace,
+    Overloaded,
+    TooLarge,
+    Unavailable,
+    WaltzError,
+)
 from waltz_core.records.batches import encode_append_arrow
-from waltz_spark.encrypting import ROW_BYTES_MAX, Sealer
+from waltz_spark.encrypting import ROW_BYTES_MAX, PayloadEncryptor
 from waltz_spark.options import WriteOptions
-from waltz_spark.writer.columns import LOCK_COLUMNS, MARK_COLUMN, Shaped
+from waltz_spark.writer.columns import LOCK_COLUMNS, MARK_COLUMN, ShapedRows
 from waltz_spark.writer.recompute import RecomputedRows, RejectedRows
 
 if TYPE_CHECKING:
@@ -171,13 +179,13 @@ class Appender:
         self._rejected_bytes_max = BATCH_BYTES_MAX * options.in_flight_max
         self._batch_rows = options.batch_rows
         # Encryption is the last step before an append: waiting rows are plain text.
-        self._sealer = None if options.encryption_keys is None else Sealer(options)
+        self._sealer = None if options.encryption_keys is None else PayloadEncryptor(options)
         self._sealed_bytes = 0 if self._sealer is None else ROW_BYTES_MAX
         self._in_flight_max = options.in_flight_max
         self._lanes: dict[int, _Lane] = {}
         self._in_flight = 0
 
-    def send(self, batches: Iterable[Shaped]) -> Iterator[FinalRows]:
+    def send(self, batches: Iterable[ShapedRows]) -> Iterator[FinalRows]:
         """Send everything; yield outcomes as they become known.
 
         Raises:
@@ -192,7 +200,7 @@ class Appender:
 
     # -- in -----------------------------------------------------------------------------------
 
-    def _enqueue(self, shaped: Shaped) -> None:
+    def _enqueue(self, shaped: ShapedRows) -> None:
         order = np.argsort(shaped.partitions, kind="stable")
         partitions, starts = np.unique(shaped.partitions[order], return_index=True)
         bounds = [*starts.tolist(), len(order)]
@@ -375,9 +383,9 @@ class Appender:
                 chunk.retries + 1,
             )
             lane.recomputed.extend(_pieces(made, self._batch_rows, self._sealed_bytes))
-            given_up = np.setdiff1d(np.arange(chunk.append.num_rows), recomputed.rows)
-            if len(given_up):
-                yield _omitted_rows(waiting, given_up)
+            omitted = np.setdiff1d(np.arange(chunk.append.num_rows), recomputed.rows)
+            if len(omitted):
+                yield _omitted_rows(waiting, omitted)
 
     def _await_rejected(self) -> None:
         due = [each.due for lane in self._lanes.values() for each in lane.rejected]

@@ -282,7 +282,7 @@ def test_a_link_with_unanswered_appends_is_never_mounted_again():
     scenario.step(stream_events.LinkLost(2, "cut"))
     scenario.wake(scenario.stream.wake_at_ms)
     opening = next(each for each in scenario.done if isinstance(each, stream_events.OpenLink))
-    assert set(opening.spoiled) >= {2}
+    assert set(opening.avoided_links) >= {2}
     with pytest.raises(AssertionError):
         scenario.step(stream_events.LinkOpened(opening.attempt, 2, 0, 99))
 
@@ -304,7 +304,7 @@ def test_links_that_broke_are_not_remembered():
             scenario.wake(scenario.stream.wake_at_ms)
         scenario.mounted(scenario.link(number=number + 1), -1, link=number + 1)
         assert scenario.stream.phase is Phase.READY
-    assert not scenario.stream._spoiled
+    assert not scenario.stream._avoided_links
 
 
 def test_a_closed_link_need_not_be_avoided():

@@ -1,6 +1,7 @@
 """The clients of a server: which of their requests reach a partition."""
 
 import asyncio
+import weakref
 
 from tests.loops import on_loop, until
 from waltz_core.errors import Overloaded, PermissionDenied
@@ -15,6 +16,8 @@ from waltz_core.wire.messages import (
     CheckConnectivityResponse,
     ClientIdRequest,
     ErrorResponse,
+    ExpireRequest,
+    ExpireResponse,
     FlushRequest,
     FlushResponse,
     WireProtocol,
@@ -47,7 +50,7 @@ class Link:
         self.ended_feeds.append(partition_id)
 
     def start(self, received, closed, drained) -> None:
-        self.received, self.drained = received, drained
+        self.received, self.closed, self.drained = received, closed, drained
 
     def send(self, message) -> None:
         self.sent.append(message)
@@ -155,6 +158,25 @@ async def test_a_principal_with_too_many_client_ids_gets_no_further_one():
 
 
 @on_loop
+async def test_a_connection_that_is_closed_at_once_gets_no_client_id():
+    """It would not be charged to a principal, and all share 2^30 IDs."""
+    issued = []
+
+    class Issuing(Backend):
+        async def next_client_id(self):
+            issued.append(1)
+            return ClientId(5)
+
+    link = Link()
+    async with asyncio.TaskGroup() as tasks:
+        clients = Clients(Issuing(), LIMITS, tasks, Metrics("server"))
+        clients.accept(link)
+        link.received([ClientIdRequest(ReqId(ClientId(-1), Generation(0), PartitionId(-1), -1))])
+        link.closed("gone")
+    assert issued == []
+
+
+@on_loop
 async def test_only_an_append_over_a_limit_reaches_its_partition():
     backend, link = Backend(), Link()
     error = Overloaded("etl is over a limit", 700)
@@ -225,3 +247,50 @@ async def test_checks_of_the_storages_do_not_multiply():
     assert backend.check_count == 1
     answers = [CheckConnectivityResponse(each, (("s:1", True),)) for each in ids]
     assert [link.sent for link in links] == [answers, answers]
+
+
+class Audited:
+    """A request in the audit log, whose lines are written at once."""
+
+    def __init__(self) -> None:
+        self.outcomes = []
+
+    def begin(self, begun) -> None:
+        begun(None)
+
+    def end(self, outcome, error="") -> None:
+        self.outcomes.append(outcome)
+
+
+class MayBegin:
+    def may_begin(self, error):
+        return error is None
+
+
+class Expiry(ExpireRequest):
+    """A request whose end of life can be observed."""
+
+    __slots__ = ("__weakref__",)
+    requires = ExpireRequest.requires
+
+
+@on_loop
+async def test_a_request_in_the_audit_log_is_kept_until_its_answer():
+    """Its outcome is found by its `id`, which another request could get otherwise."""
+    backend, link, audited = Backend(), Link(), Audited()
+    link.access, link.audited = MayBegin(), lambda _request: audited
+    clients = Clients(backend, LIMITS, None, Metrics("server"))
+    clients.accept(link)
+    req_id = ReqId(ClientId(1), Generation(1), PartitionId(0), -1)
+    request = Expiry(req_id, 5, 0)
+    kept = weakref.ref(request)
+    link.received([request])
+    del request
+    ((connection, _, cost_bytes),) = backend.host.taken
+    del _
+    backend.host.taken.clear()  # the partition keeps the ID of the request only
+    assert kept() is not None
+    answer = ExpireResponse(req_id, 5, is_done=True)
+    clients.answer(SendToClient(connection, answer, cost_bytes, kept()))
+    assert audited.outcomes == ["done"]
+    assert kept() is None

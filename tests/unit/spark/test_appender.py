@@ -15,7 +15,7 @@ from waltz_core.records.record import LOCKS_MAX
 from waltz_spark.options import WriteOptions
 from waltz_spark.writer import appender as appender_module
 from waltz_spark.writer.appender import Appender
-from waltz_spark.writer.columns import LOCK_COLUMNS, MARK_COLUMN, Shaped
+from waltz_spark.writer.columns import LOCK_COLUMNS, MARK_COLUMN, ShapedRows
 from waltz_spark.writer.recompute import RecomputedRows, RejectedRows
 
 OPTIONS = WriteOptions(connect="zk:2181/waltz/x", batch_rows=7, in_flight_max=3)
@@ -72,7 +72,7 @@ class RandomLog:
         return BatchOutcome(len(log) - 1, ids, reasons, conflicts)
 
 
-def shaped(rows: list[tuple[int, bytes]]) -> Shaped:
+def shaped(rows: list[tuple[int, bytes]]) -> ShapedRows:
     count = len(rows)
     empty = pa.array([[]] * count, pa.list_(pa.int32()))
     append = pa.RecordBatch.from_arrays(
@@ -86,7 +86,7 @@ def shaped(rows: list[tuple[int, bytes]]) -> Shaped:
     )
     identity = pa.record_batch({"name": [data.decode() for _, data in rows]})
     free = np.zeros(len(rows), dtype=np.bool_)
-    return Shaped(np.array([p for p, _ in rows], np.int32), append, identity, free)
+    return ShapedRows(np.array([p for p, _ in rows], np.int32), append, identity, free)
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def rows_of(chance: random.Random, count: int) -> list[tuple[int, bytes]]:
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.usefixtures("without_pauses")
-def test_every_row_ends_once_and_in_order(seed: int) -> None:
+def test_every_row_gets_one_outcome_in_order(seed: int) -> None:
     chance = random.Random(seed)
     rows = rows_of(chance, 200)
     log = RandomLog(seed, loss=chance.choice([0.0, 0.02, 0.2]))
@@ -128,7 +128,7 @@ def test_every_row_ends_once_and_in_order(seed: int) -> None:
             )
 
 
-def test_a_payload_near_the_limit_travels_alone() -> None:
+def test_a_payload_near_the_limit_is_sent_alone() -> None:
     big = b"x" * (3 * 1024 * 1024)
     log = RandomLog(1, loss=0.0)
     reported_count = list(
@@ -139,7 +139,7 @@ def test_a_payload_near_the_limit_travels_alone() -> None:
     assert len(reported_count) == 2
 
 
-def test_rows_with_many_locks_travel_in_smaller_batches() -> None:
+def test_rows_with_many_locks_are_sent_in_smaller_batches() -> None:
     rows = shaped([(0, b"%d" % number) for number in range(100)])
     bounds = pa.array(np.arange(101, dtype=np.int32) * LOCKS_MAX)
     locks = pa.ListArray.from_arrays(bounds, np.tile(np.arange(LOCKS_MAX, dtype=np.int32), 100))
@@ -214,7 +214,7 @@ class LimitedRetries:
         return RecomputedRows(with_source(made), np.array(rows, np.int64))
 
 
-def with_source(rows: list[tuple[int, bytes]]) -> Shaped:
+def with_source(rows: list[tuple[int, bytes]]) -> ShapedRows:
     made = shaped(rows)
     return dataclasses.replace(made, source=made.append.select(["data"]))
 

@@ -311,7 +311,7 @@ class ClientPartition:
             owner = await around.directory.owner(self.partition_id, after_failure=attempt > 1)
             if around.claim is not None:
                 await around.claim.check()  # after the generation was read (write_claim.py, rule 2)
-            link = await around.links.get(owner.address, excluded=effect.spoiled)
+            link = await around.links.get(owner.address, excluded=effect.avoided_links)
             self._check_claim(link)
             identity: ClientIdentity | None = None
             if self.stream.needs_client_id:

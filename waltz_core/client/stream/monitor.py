@@ -110,7 +110,7 @@ class BatchOutcome:
         )
 
 
-class Single(NamedTuple):
+class SingleRow(NamedTuple):
     """The fields of an append of one row that goes without Arrow."""
 
     header: int
@@ -132,19 +132,19 @@ class Submission:
     token: int
     row_count: int
     client_high_water_mark: TransactionId
-    content: Buffer | Single
+    content: Buffer | SingleRow
     content_crc: int
     keeps_order: bool = False
 
     @property
     def size_bytes(self) -> int:
         """The bytes of payload or data."""
-        return len(self.content.data if isinstance(self.content, Single) else self.content)
+        return len(self.content.data if isinstance(self.content, SingleRow) else self.content)
 
     @property
     def follows(self) -> FollowedState | None:
         """The in-flight appends that it depends on; None without any."""
-        return self.content.follows if isinstance(self.content, Single) else None
+        return self.content.follows if isinstance(self.content, SingleRow) else None
 
     def message(self, req_id: ReqId, *, may_follow: bool = False) -> AppendRequest | AppendBatch:
         """Return the request that carries it.
@@ -153,7 +153,7 @@ class Submission:
         depend on any.
         """
         mark, content = self.client_high_water_mark, self.content
-        if isinstance(content, Single):
+        if isinstance(content, SingleRow):
             locks = (content.write_locks, content.read_locks, content.append_locks)
             rest = (req_id, mark, *locks, content.header, content.data, self.content_crc)
             if content.follows is None:
@@ -423,7 +423,7 @@ def _corrected(outcome: BatchOutcome, found: I64) -> BatchOutcome:
 
 def _rejected(result: Predecessors, pending: Pending) -> BatchOutcome:
     submission, content = pending.submission, pending.submission.content
-    if submission.follows is None or not isinstance(content, Single):
+    if submission.follows is None or not isinstance(content, SingleRow):
         raise errors.RemoteProtocolError(
             f"predecessors {tuple(result.req_id)}: the append was not a dependent one"
         )

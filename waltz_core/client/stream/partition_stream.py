@@ -119,7 +119,7 @@ class PartitionStream:
         self._remount_reason: str | None = None
         self._link = -1
         # Links with appends that were never answered (invariant 4).
-        self._spoiled: dict[int, None] = {}
+        self._avoided_links: dict[int, None] = {}
         self._mount = 0
         self._mount_id: ReqId | None = None
         self._mount_has_feed = False
@@ -236,8 +236,8 @@ class PartitionStream:
         self.phase = Phase.LINKING
         self._phase_deadline_ms = None
         self.attempt += 1
-        self._spoiled.update((pending.link, None) for pending in self._monitor)
-        out.append(OpenLink(self.attempt, tuple(self._spoiled)))
+        self._avoided_links.update((pending.link, None) for pending in self._monitor)
+        out.append(OpenLink(self.attempt, tuple(self._avoided_links)))
 
     def _linked(self, event: stream_events.LinkOpened, now_ms: int, out: list[Effect]) -> None:
         if self.phase is not Phase.LINKING or event.attempt != self.attempt:
@@ -246,7 +246,7 @@ class PartitionStream:
             self._wait(f"found generation {event.generation} after {self._generation}", now_ms, out)
             return
         assert event.connection_sequence > self._connection_sequence  # invariant 4
-        assert event.link not in self._spoiled  # invariant 4
+        assert event.link not in self._avoided_links  # invariant 4
         assert not self.needs_client_id
         self._connection_sequence = event.connection_sequence
         self._generation = event.generation
@@ -270,18 +270,18 @@ class PartitionStream:
         out.append(Send(self._link, request))
 
     def _link_lost(self, event: stream_events.LinkLost, now_ms: int, out: list[Effect]) -> None:
-        self._spoiled.pop(event.link, None)
+        self._avoided_links.pop(event.link, None)
         for pending in self._monitor:
             pending.is_link_lost |= pending.link == event.link
         if event.link == self._link and self.phase in _LINKED:
             self._leave(event.reason, now_ms, out)
 
-    def _spoil(self, pending: Pending) -> None:
+    def _avoid_link(self, pending: Pending) -> None:
         """Do not mount the link of an unanswered submission again."""
         if pending.is_link_lost:
-            self._spoiled.pop(pending.link, None)
+            self._avoided_links.pop(pending.link, None)
         else:
-            self._spoiled[pending.link] = None
+            self._avoided_links[pending.link] = None
 
     def _link_failed(self, event: stream_events.LinkFailed, now_ms: int, out: list[Effect]) -> None:
         if self.phase is not Phase.LINKING or event.attempt != self.attempt:
@@ -439,7 +439,7 @@ class PartitionStream:
 
     def _ready(self, now_ms: int, out: list[Effect]) -> None:
         for pending, outcome in self._monitor.settle(self.high_water_mark):
-            self._spoil(pending)
+            self._avoid_link(pending)
             self._settle_submission(pending.submission, outcome, out)
         assert len(self._monitor) == 0  # invariant 1
         self.phase = Phase.READY
@@ -612,7 +612,7 @@ class PartitionStream:
     def _end_pending(self, pending: Pending, when: str, out: list[Effect]) -> None:
         """End a submission: report its outcome if every row is known, else OutcomeUnknown."""
         self._monitor.remove(pending)
-        self._spoil(pending)
+        self._avoid_link(pending)
         outcome = pending.known_outcome(self.high_water_mark)
         if outcome is not None:
             out.append(SubmissionSettled(pending.submission.token, outcome))

@@ -516,10 +516,10 @@ class Clients:
             return
         elif isinstance(message, RegistryRequest) and self._backend.registry is not None:
             link = self._clients[connection].link
-            answering = self._backend.registry.answer(
+            answer_coroutine = self._backend.registry.answer(
                 message, link.access, is_closed=lambda: link.is_closed
             )
-            self._tasks.create_task(self._serve_registry(connection, request, answering))
+            self._tasks.create_task(self._serve_registry(connection, request, answer_coroutine))
             return
         else:
             fault = f"{type(message).__name__} is not a request to a server"
@@ -539,8 +539,10 @@ class Clients:
         self, connection: ConnectionId, message: ClientIdRequest, cost_bytes: int
     ) -> None:
         client = self._clients.get(connection)
+        if client is None:
+            return
         try:
-            if client is not None and client.link.access is not None:
+            if client.link.access is not None:
                 client.link.access.take_client_id()
             client_id = await self._backend.next_client_id()
         except errors.WaltzError as error:
@@ -555,11 +557,11 @@ class Clients:
         self,
         connection: ConnectionId,
         request: AdmittedRequest,
-        answering: Coroutine[Any, Any, RegistryResponse],
+        answer_coroutine: Coroutine[Any, Any, RegistryResponse],
     ) -> None:
         message, cost_bytes = request
         try:
-            answer = await answering
+            answer = await answer_coroutine
         except errors.WaltzError as error:
             self.answer(error_answer(connection, message.req_id, cost_bytes, error, message))
             return
