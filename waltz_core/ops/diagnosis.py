@@ -121,7 +121,8 @@ class _Case:
     @property
     def with_token(self) -> str:
         """The connect string with another token."""
-        place = replace(parse_connect_string(self.facts.connect), token_file="FILE", token_env="")
+        place = parse_connect_string(self.facts.connect)
+        place = replace(place, token_file="FILE", token_env="")  # noqa: S106 - no secret
         return shlex.quote(str(place))
 
     @property
@@ -314,26 +315,25 @@ class _Cluster:
 
     # --- storages
 
+    def _failure_name(self, storage: StorageFacts) -> str:
+        if storage.is_denied:
+            return "storage-access-denied"
+        if storage.is_tls_mismatch:
+            return "storage-tls-failed"
+        if self.is_starting(storage):
+            return "storage-starting"
+        if storage.registered_id is None:
+            return "storage-never-started"
+        return "storage-silent" if storage.is_silent else "storage-unavailable"
+
     def _check_storage(self, storage: StorageFacts) -> None:
         address = storage.address
         start = self._case.start("storage", address)
-        if storage.failure:
-            if self._case.is_reported_down(address):
-                return
-            name = "storage-silent" if storage.is_silent else "storage-unavailable"
-            if storage.registered_id is None:
-                name = "storage-never-started"
-            if self.is_starting(storage):
-                name = "storage-starting"
-            if storage.is_tls_mismatch:
-                name = "storage-tls-failed"
-            if storage.is_denied:
-                name = "storage-access-denied"
-            why = storage.failure
+        if storage.failure and self._case.is_reported_down(address):
+            return
+        if storage.failure or storage.is_denied:
+            name, why = self._failure_name(storage), storage.failure or storage.admin_failure
             self._report(name, address, storage=address, why=why, start=start)
-        elif storage.is_denied:
-            why = storage.admin_failure
-            self._report("storage-access-denied", address, storage=address, why=why)
         elif not storage.is_of_cluster:
             self._report("storage-cluster-mismatch", address, storage=address, start=start)
         elif storage.storage_id is not None and storage.storage_id != storage.registered_id:

@@ -58,7 +58,7 @@ def _row(name: str, sentence: str, command: str) -> tuple[str, str, str]:
 
 _START = "{start}"
 _DOCTOR = "waltz-core doctor --connect {scheme_free}"
-_WITH_TOKEN = "waltz-core doctor --connect {with_token}"
+_AS_ANOTHER = "waltz-core doctor --connect {with_token}"
 _MOVE = "{move}"
 _AT = "--connect {connect} --storage {storage} --partition {partition}"
 _REPEAT_DOCTOR = "waltz-core doctor --connect {connect}"
@@ -144,7 +144,7 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
             "server-access-denied",
             "server {server} rejects the doctor's requests: {why}. Hint: name a token whose "
             "principal has read and administer.",
-            _WITH_TOKEN,
+            _AS_ANOTHER,
         ),
         _row(
             "server-unreachable",
@@ -196,7 +196,7 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
             "storage-access-denied",
             "storage {storage} rejects the doctor's requests: {why}. Hint: name a token whose "
             "principal has read and administer.",
-            _WITH_TOKEN,
+            _AS_ANOTHER,
         ),
         _row(
             "storage-unresponsive",

@@ -190,8 +190,7 @@ def test_an_equal_grant_makes_no_revision(begun):
         (("revoke", "etl", "read"), "etl has no grant of read for partitions all"),
         (
             ("limit", "etl"),
-            "expected one or more limits (--bytes-per-s, --appends-per-s, --connections, --feeds), "
-            "or --remove",
+            "limits (--bytes-per-s, --appends-per-s, --connections, --feeds), or --remove",
         ),
         (("limit", "etl", "--feeds", "0"), "feeds: expected 1 or more, found 0"),
         (("limit", "etl", "--feeds", "1", "--remove"), "expected one or more limits ("),

@@ -23,7 +23,7 @@ def read_export(path: Path) -> Permissions:
     try:
         return access_node.decode(data)
     except BadFormat as error:
-        raise BadFormat(f"{path}: expected a file of `access export`: {error}") from error
+        raise BadFormat(f"{path}: {error}. Hint: `access export` writes such a file.") from error
 
 
 def described(found: Permissions) -> str:
