@@ -308,6 +308,10 @@ class ConnectionAccess:
         """End the connection: a revision has lowered a limit (rule 8)."""
         self._end(f"the limits of {self.principal} have changed")
 
+    def fail(self, error: Exception) -> None:
+        """End the connection: its requests or feeds could not continue after a wait."""
+        self._end(f"the daemon could not continue after a wait: {error!r:.200}")
+
     @property
     def now_ns(self) -> int:
         """The time for `quota`."""
@@ -476,9 +480,8 @@ class ConnectionAccess:
         *,
         is_enforced: bool,
     ) -> None:
-        audit = self._port.audit
-        if audit is not None and audit.takes_denial(peer):
-            audit.deny(peer, requirement, message, error=error, is_enforced=is_enforced)
+        if self._port.audit is not None:
+            self._port.audit.deny(peer, requirement, message, error=error, is_enforced=is_enforced)
 
     def _denied(
         self,

@@ -38,7 +38,7 @@ def test_user_password_and_further_permissions_are_parsed():
 
 
 @given(WORD.filter(lambda user: ":" not in user), WORD)
-def test_every_user_and_password_of_one_line(user, password):
+def test_every_user_and_password_of_one_line_is_parsed(user, password):
     found = parse_credentials(f"digest:{user}:{password}\n", "f")
     assert found == Credentials(User(user, password))
     assert found.user.identity == make_digest_acl_credential(user, password)

@@ -254,9 +254,7 @@ async def test_a_token_may_be_in_a_variable(files, monkeypatch):
 
 
 @on_loop
-async def test_a_token_decides_also_if_there_is_a_certificate(
-    files, authority, tmp_path, token_file
-):
+async def test_a_token_takes_precedence_over_a_certificate(files, authority, tmp_path, token_file):
     made, settings = authority
     shown = issued(made, tmp_path, "ann", common_name="ann")
     async with open_port(files, **settings) as port:
@@ -558,7 +556,7 @@ async def test_a_partition_that_a_request_names_many_times_is_checked_once(monke
 
 
 @on_loop
-async def test_the_value_of_a_field_decides():
+async def test_the_value_of_a_field_decides_whether_a_mount_is_permitted():
     made = Made()
     mount = proven(made, FIRST_ISSUED)
     assert made.denial(mount) is None

@@ -347,6 +347,11 @@ class AsyncWaltzClient(OpenedByConnect):
         }
         return ClusterLayout(self._connect, self.directory.cluster, owners)
 
+    @property
+    def has_keys(self) -> bool:
+        """Whether it decrypts payloads."""
+        return self._encryption is not None
+
     async def high_water_mark(self, partition: int, *, linearizable: bool = False) -> TransactionId:
         """Return the ID of the last committed transaction of a partition, -1 if it is empty.
 

@@ -47,6 +47,7 @@ from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.znodes.interface import (
     NO_NODE,
     PERSISTENT,
+    CheckVersion,
     Children,
     CreateNode,
     Delete,
@@ -59,7 +60,7 @@ from waltz_core.cluster.znodes.interface import (
     StateCallback,
 )
 from waltz_core.cluster.znodes.paths import MEMBER_PERMISSIONS, Znode, znode_at
-from waltz_core.cluster.znodes.sharing import Shared
+from waltz_core.cluster.znodes.sharing import SharedRequest
 from waltz_core.cluster.zookeeper.credentials import (
     SCHEME,
     Credentials,
@@ -231,7 +232,7 @@ class ZooKeeperSession:
         self._is_closed = False
         self._signals: list[_Signal] = []
         self._callbacks: list[StateCallback] = []
-        self._syncs = Shared(lambda: self._read(lambda: self._client.sync_async("/"), "/"))
+        self._syncs = SharedRequest(lambda: self._read(lambda: self._client.sync_async("/"), "/"))
 
     async def open(self) -> None:
         """Connect; raises CoordinatorUnavailable if that fails, and ends the session then."""
@@ -491,6 +492,8 @@ class ZooKeeperSession:
                     versions.append(cast("ZnodeStat", result).version)
                 case Delete():
                     versions.append(NO_NODE)
+                case CheckVersion(version=version):
+                    versions.append(version)
         return versions
 
     async def protect(self, path: str) -> int:
@@ -677,6 +680,9 @@ def _add(
         case Delete(path, version):
             assert version >= 0  # rule 4
             request.delete(path, version)
+        case CheckVersion(path, version):
+            assert version >= 0  # rule 4
+            request.check(path, version)
 
 
 def _conflict(operation: Operation, error: Exception) -> str:
