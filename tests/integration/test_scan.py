@@ -15,6 +15,7 @@ import pytest
 
 from tests.commands import run_command
 from waltz_core.client import WaltzClient
+from waltz_core.errors import UsageError
 from waltz_core.local import LocalCluster, running
 
 ROWS = 600
@@ -73,7 +74,7 @@ def test_polars_duckdb_and_pandas_read_it(client: WaltzClient):
     frame = pl.from_arrow(client.scan(0, schema=columns))
     assert frame["id"].sum() == frame["header"].sum() == expected
     log = client.scan(0, schema=columns)  # noqa: F841 - DuckDB finds it by its name
-    assert duckdb.sql("SELECT sum(id) FROM log WHERE header >= 0").fetchone() == (expected,)
+    assert duckdb.sql("SELECT sum(id) FROM log WHERE header >= 0").fetchall() == [(expected,)]
     assert client.scan(0, schema=columns).read_pandas()["id"].sum() == expected
 
 
@@ -83,6 +84,15 @@ def test_duckdb_may_stop_early_and_reports_the_transaction_of_an_error(client: W
     wrong = client.scan(0, schema=pa.schema([("id", pa.string())]))  # noqa: F841 - as above
     with pytest.raises(duckdb.Error, match=r"partition 0, transaction 0: column 'id'"):
         duckdb.sql("SELECT * FROM wrong").fetchall()
+
+
+def test_a_client_that_closes_ends_the_reads_of_open_readers(cluster: LocalCluster):
+    with WaltzClient(cluster.connect) as client:
+        reader = client.scan(0)
+        assert reader.read_next_batch().num_rows > 0
+    with pytest.raises(UsageError, match="closed"):
+        reader.read_all()
+    reader.close()
 
 
 def test_export_to_each_format(cluster: LocalCluster, tmp_path: Path):

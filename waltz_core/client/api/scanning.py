@@ -13,6 +13,7 @@ Rules:
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import pyarrow as pa
@@ -240,7 +241,9 @@ def open_scan(
             chunks = client.read_range(
                 partition, start, stop - 1, form=columns.form, replicas=sources[partition]
             )
-            for chunk in chunks:
-                yield from columns.batches(chunk, partition)
+            # Closed here: a traceback would keep the range open until after the client's close.
+            with closing(chunks):
+                for chunk in chunks:
+                    yield from columns.batches(chunk, partition)
 
     return pa.RecordBatchReader.from_batches(columns.schema, read())

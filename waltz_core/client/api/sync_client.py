@@ -19,7 +19,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
@@ -410,7 +410,7 @@ class WaltzClient:
         header_values: Iterable[int] = (),
         bytes_max: int | None = None,
         replicas: ReplicaSet | None = None,
-    ) -> Iterator[RangeChunk]:
+    ) -> Generator[RangeChunk, None, None]:
         """Yield the committed transactions first..last in checked chunks, dense and in order."""
         chunks = SteppedChunks(
             self._client.read_range(
