@@ -187,7 +187,9 @@ def test_a_thousand_strangers_neither_stop_a_client_nor_fill_the_memory(
 
 
 @pytest.mark.parametrize("protocol", [WireProtocol.CLIENT, WireProtocol.STORAGE])
-def test_frames_that_a_tenant_only_states_take_no_memory(access: Access, protocol: WireProtocol):
+def test_announced_frames_without_their_bytes_take_no_memory(
+    access: Access, protocol: WireProtocol
+):
     """A principal with `append` or `replicate` may send large frames."""
     secret = bytes(range(100, 132))
     tenant = "append" if protocol is WireProtocol.CLIENT else "replicate"

@@ -19,7 +19,7 @@ from waltz_core.access.requirements import AccessVerb
 from waltz_core.access.tokens import hash_of
 from waltz_core.client import WaltzClient
 from waltz_core.config import ClientConfig
-from waltz_core.errors import Overloaded, Unavailable
+from waltz_core.errors import Overloaded
 
 GREEDY, CALM = "writer", "read"  # names of `PRINCIPALS`
 PARTITIONS = {GREEDY: 1, CALM: 2}
@@ -127,7 +127,8 @@ def test_a_change_of_the_limits_needs_no_new_connection(access: Access):
         client.append(bytes(ROW_BYTES), partition=partition).result()
         # The next one would have to wait for about 20 seconds.
         late = client.append(b"x", partition=partition).exception()
-        assert isinstance(late, Unavailable)
+        assert isinstance(late, Overloaded)
+        assert 0 < late.retry_after_ms < 20_000
         assert f"is over its limit of {ROW_BYTES // 20} bytes per second" in str(late)
         access.write(PERMISSIONS)
         assert client.append(b"x", partition=partition).exception() is None

@@ -117,9 +117,9 @@ def check_replicate(before: Permissions, after: Permissions, count: int) -> None
     lost = _replicated(before, count) - _replicated(after, count)
     if lost:
         raise BadRequest(
-            f"no principal would have replicate for partitions {ranges_text(ranges_of(lost))}, so "
-            "their servers could not open sessions; nothing was changed. Hint: grant it to another "
-            "principal first, or add --force."
+            "the change would leave no principal with `replicate` for partitions "
+            f"{ranges_text(ranges_of(lost))}, so their servers could not open sessions; nothing "
+            "was changed. Hint: grant it to another principal first, or add --force."
         )
 
 

@@ -111,8 +111,9 @@ class IssuedIdLimit:
         wait_ns = bucket.wait_ns(now_ns)
         if wait_ns:
             raise Overloaded(
-                f"{principal} has got {IDS_AT_ONCE} client IDs and {IDS_PER_S} per second from "
-                "this server. Hint: open fewer clients, or write with fewer tasks.",
+                f"{principal} is over this server's limit of client IDs: {IDS_AT_ONCE} at once, "
+                f"then {IDS_PER_S} per second. Hint: open fewer clients, or write with fewer "
+                "tasks.",
                 -(-wait_ns // 1_000_000),
             )
         bucket.take(1, now_ns)
@@ -194,11 +195,13 @@ class Quota:
         """Return the time until a connection may be read that has had a rejection (rule 4)."""
         return self._rejections.wait_ns(now_ns)
 
-    def sent(self, size_bytes: int, now_ns: int) -> None:
-        """Charge the bytes of a range."""
+    def sent(self, size_bytes: int, now_ns: int) -> int:
+        """Charge the bytes of an answer or a feed; return the time until they are paid for."""
         self.usage.bytes += size_bytes
-        if self._bytes is not None:
-            self._bytes.take(size_bytes, now_ns)
+        if self._bytes is None:
+            return 0
+        self._bytes.take(size_bytes, now_ns)
+        return self._bytes.wait_ns(now_ns)
 
     def _over(self, limit: str, retry_after_ms: int) -> Overloaded:
         self.usage.rejected += 1

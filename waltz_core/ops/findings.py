@@ -63,7 +63,7 @@ _AT = "--connect {connect} --storage {storage} --partition {partition}"
 _REPEAT_DOCTOR = "waltz-core doctor --connect {connect}"
 _ARCHIVE_STATUS = "waltz-core archive status --connect {connect}"
 _SYNC_CLOCK = "timedatectl set-ntp true"
-_DROP_AND_TAKE = (
+_OFFLINE_AND_ONLINE = (
     f"waltz-core storage availability {_AT} --online false && "
     f"waltz-core storage availability {_AT} --online true"
 )
@@ -338,13 +338,13 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
             "replica-suspect",
             "partition {partition}: the log of the replica on {storage} is not trusted and does "
             "not count towards a quorum until a new session has repaired it",
-            _DROP_AND_TAKE,
+            _OFFLINE_AND_ONLINE,
         ),
         _row(
             "replica-not-engaged",
             "partition {partition}: the replica of {storage} answers, but the session does not "
-            "count it towards a quorum; it ends at {last}",
-            _DROP_AND_TAKE,
+            "count it towards a quorum; its log ends at {last}",
+            _OFFLINE_AND_ONLINE,
         ),
         _row(
             "replica-lagging",

@@ -7,7 +7,8 @@ Rules:
     1. A peer that does not begin with a handshake gets an alert, which Waltz's dialers recognize,
        and is logged. A connection without any byte is not logged.
     2. A handshake takes `HANDSHAKE_S_MAX` at most, and `port_limits.py` limits their number and
-       rate.
+       rate. It begins when the whole ClientHello has arrived, in its turn, because the answer takes
+       most of the CPU time of a handshake.
     3. No bytes reach a connection's protocol before the handshake is done.
     4. While a cluster switches to TLS (`tls_transition`), a peer that does not begin with a
        handshake gets a connection without TLS. If the daemons dial TLS already, that is logged.
@@ -20,8 +21,8 @@ import socket
 from collections.abc import Callable
 from typing import Final
 
-from waltz_core.transport import tls
-from waltz_core.transport.port_limits import HandshakeLimits
+from waltz_core.transport import tcp, tls
+from waltz_core.transport.port_limits import HandshakeLimits, HandshakeTurns
 
 _log = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ class TlsPort:
             burst=context.handshake_burst_max,
             per_s=context.handshakes_per_s_max,
         )
+        self._turns = HandshakeTurns(self._loop.call_soon)
 
     async def open(self, host: str, port: int) -> None:
         """Listen at all addresses of a host, like `loop.create_server`; raises OSError."""
@@ -102,9 +104,9 @@ class TlsPort:
         duplicate: socket.socket | None = None
         is_handed_over = False
         try:
-            first = await self._first_byte(accepted)
+            first = await self._first_bytes(accepted, host)
             if self._is_acceptable(first, accepted, host):
-                is_tls = first == tls.HANDSHAKE
+                is_tls = first[0] == tls.HANDSHAKE
                 # The loop closes its transport before it reports a failure; this socket stays open.
                 duplicate = accepted.dup()
                 is_handed_over = True
@@ -135,26 +137,60 @@ class TlsPort:
             if not is_handed_over:
                 accepted.close()
 
-    async def _first_byte(self, accepted: socket.socket) -> int | None:
-        """Wait for the first byte, without reading it; None: the peer has closed (rule 1)."""
+    async def _first_bytes(self, accepted: socket.socket, host: str) -> bytes:
+        """Wait for the first bytes, then for a turn (rule 2); do not read them; b"": it has closed.
+
+        A peer has `HANDSHAKE_S_MAX` for them, without the time in which it waits for its turn.
+        """
         accepted.settimeout(0)
-        readable = self._loop.create_future()
-        self._loop.add_reader(accepted, _set, readable)
+        late_s = self._loop.time() + HANDSHAKE_S_MAX
+        wanted = 1
+        async with asyncio.timeout_at(late_s) as timeout:
+            while True:
+                # The socket is not readable before: a slow peer takes three turns, not one per byte.
+                accepted.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
+                timeout.reschedule(late_s)
+                await self._turn(accepted, host, timeout)
+                try:
+                    found = accepted.recv(tls.HELLO_BYTES_MAX, socket.MSG_PEEK)
+                except ConnectionResetError:
+                    return b""
+                if len(found) < wanted:
+                    return b""
+                wanted = tls.hello_bytes(found)
+                if len(found) >= wanted:
+                    break
+        accepted.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+        return found
+
+    async def _turn(self, accepted: socket.socket, host: str, timeout: asyncio.Timeout) -> None:
+        turn = self._loop.create_future()
+
+        def is_readable() -> None:
+            self._loop.remove_reader(accepted)
+            if not turn.done():  # it is not late
+                timeout.reschedule(None)
+                self._turns.add(host, turn)
+
+        self._loop.add_reader(accepted, is_readable)
         try:
-            async with asyncio.timeout(HANDSHAKE_S_MAX):
-                await readable
+            await turn
         finally:
             self._loop.remove_reader(accepted)
-        try:
-            first = accepted.recv(1, socket.MSG_PEEK)
-        except ConnectionResetError:
-            return None
-        return first[0] if first else None
 
-    def _is_acceptable(self, first: int | None, accepted: socket.socket, host: str) -> bool:
-        """Whether a connection with this first byte may continue; reject it otherwise (rule 1)."""
-        if first is None or first == tls.HANDSHAKE:
-            return first is not None
+    def _is_acceptable(self, first: bytes, accepted: socket.socket, host: str) -> bool:
+        """Whether a connection with these first bytes may continue; reject it otherwise (rule 1)."""
+        if not first:
+            return False
+        if first[0] == tls.HANDSHAKE:
+            failure = ""
+            if tls.is_split(first):  # the rest would be answered without a turn
+                failure = "expected a ClientHello in one record of TLS"
+            elif tcp.has_closed(accepted):
+                failure = "the peer closed the connection while its handshake waited for its turn"
+            if failure:
+                tls.log_failure(host, failure)
+            return not failure
         if self._context.plain_peers:  # rule 4
             if self._context.plain_peers == "dial":
                 tls.log_plain_peer(host)
@@ -163,11 +199,6 @@ class TlsPort:
         accepted.recv(64 * 1024)  # with unread bytes the system would drop the alert
         accepted.send(tls.UNEXPECTED_MESSAGE)
         return False
-
-
-def _set(readable: "asyncio.Future[None]") -> None:
-    if not readable.done():
-        readable.set_result(None)
 
 
 def _listening(family: int, address: tuple[object, ...]) -> socket.socket:

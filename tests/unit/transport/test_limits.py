@@ -66,6 +66,8 @@ async def test_a_connection_over_the_limit_gets_the_reason(files, token_file, pr
             with pytest.raises(Overloaded, match="over its limit of 2 connections at this daemon"):
                 await dial()
         assert caplog.text.count("access.over_limit peer=127.0.0.1") == 1
+        rejected = f"access.rejected peer={port.address} error=spark-etl is over its limit of 2 "
+        assert caplog.text.count(rejected) == 1
         first.abort("done")
         await until(lambda: len(port.peer.closed) == 3)
         third = await dial()

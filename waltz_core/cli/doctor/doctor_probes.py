@@ -96,7 +96,7 @@ from waltz_core.wire.messages import (
 
 CONCURRENT_PROBES_MAX: Final = 32
 # Concurrent lists of reads of one storage: a read that hangs delays its own list only.
-LISTS_COUNT: Final = 8
+CONCURRENT_LISTS_MAX: Final = 8
 # If reading a clock took longer, the result is not precise to a second.
 READ_MS_MAX: Final = 500.0
 NO_CLIENT_ID: Final = -1
@@ -598,7 +598,9 @@ class _Storage:
     async def _stuck(self, replicas: Mapping[PartitionId, ReplicaFacts]) -> set[PartitionId]:
         """Return the served logs that do not answer; rule 2 holds for each list separately."""
         served = [each for each, its in replicas.items() if its.is_served and its.last >= 0]
-        lists = [served[at::LISTS_COUNT] for at in range(min(LISTS_COUNT, len(served)))]
+        lists = [
+            served[at::CONCURRENT_LISTS_MAX] for at in range(min(CONCURRENT_LISTS_MAX, len(served)))
+        ]
         first_stuck = await _concurrently(lists, lambda each: self._first_stuck(each, replicas))
         return {each for each in first_stuck if each is not None}
 

@@ -333,6 +333,15 @@ class AsyncWaltzClient(OpenedByConnect):
         # NB: threads of the sync client look while the loop adds partitions; a copy is one step.
         return any(partition.appends.has_pending for partition in list(self._partitions.values()))
 
+    def waits_for(self) -> str:
+        """Return why appends may not have their outcomes yet; on any thread."""
+        waiting = [
+            f"partition {each.partition_id}: {each.stream.failure}"
+            for each in list(self._partitions.values())
+            if not each.is_ready
+        ]
+        return "; ".join(waiting[:3]) or "the servers have not answered yet"
+
     def layout(self) -> ClusterLayout:
         """Return cluster and partition owners as plain values, for `at` in other processes."""
         owners = {

@@ -37,6 +37,7 @@ from waltz_core.client.api.scanning import (
     spans_of,
 )
 from waltz_core.client.api.subscriptions import self_wait_error
+from waltz_core.client.api.thread_outcome import ThreadOutcome
 from waltz_core.client.links.directory import ClusterInfo, ClusterLayout, FixedDirectory
 from waltz_core.client.model.callbacks import (
     BatchCallbacks,
@@ -470,7 +471,7 @@ class WaltzClient:
         self, call: "Coroutine[Any, Any, asyncio.Future[ResultT]]"
     ) -> "Future[ResultT]":
         """Wait for space in the window; return the outcome's future for threads."""
-        outcome: Future[ResultT] = Future()
+        outcome: Future[ResultT] = ThreadOutcome(self._client.waits_for)
         # An append on its way to the log cannot be cancelled.
         outcome.set_running_or_notify_cancel()
 
@@ -525,7 +526,10 @@ class WaltzClient:
         if self._is_closed:
             raise errors.UsageError(_CLOSED)
         if threading.current_thread() is self._thread:
-            raise errors.UsageError("a blocking call on the client's own event loop")
+            raise errors.UsageError(
+                "a blocking method was called on the client's event loop, where it would wait for "
+                "itself"
+            )
 
     def _end_threads(self) -> None:
         self._workers.shutdown(wait=False, cancel_futures=True)

@@ -167,6 +167,13 @@ class RangeQuery:
     header_values: tuple[int, ...] = ()
     bytes_max: int = RANGE_BYTES_MAX
 
+    def __post_init__(self) -> None:
+        """Raise BadRequest for a filter that servers do not accept."""
+        if (count := len(self.header_values)) > messages.FILTER_HEADERS_MAX:
+            raise errors.BadRequest(
+                f"headers: expected at most {messages.FILTER_HEADERS_MAX}, found {count}"
+            )
+
 
 Fetch = Callable[[RangeQuery], Coroutine[Any, Any, RangeChunk]]
 Start = Callable[[Coroutine[Any, Any, RangeChunk]], Awaitable[RangeChunk]]
