@@ -27,7 +27,7 @@ from waltz_core.records.checksum import crc32
 from waltz_core.records.record import GENESIS_CHAIN, LineageEntry, ReqId, next_chain
 from waltz_core.replication.repair import decode_damaged_ranges, verify_batches, verify_records
 from waltz_core.server.read.reads import _checked, _Key
-from waltz_core.transport.tls_port import hello_bytes, hello_failure
+from waltz_core.transport import client_hello
 from waltz_core.wire import codec, messages
 from waltz_core.wire.codec import FRAME_HEADER
 from waltz_core.wire.connection import Connection, HelloReceived, ProtocolFailed
@@ -114,8 +114,8 @@ def client_hellos() -> list[bytes]:
 
 def check_client_hello(data: bytes) -> None:
     """Do what a port does with the first bytes of a peer."""
-    if data and hello_bytes(data) <= len(data):
-        hello_failure(data)
+    if data and client_hello.bytes_needed(data) <= len(data):
+        client_hello.failure_of(data)
 
 
 def streams() -> list[bytes]:

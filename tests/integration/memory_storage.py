@@ -12,6 +12,7 @@ from waltz_core.records import raw_records
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import GENESIS_CHAIN, Chain, LineageEntry, TransactionId, next_chain
 from waltz_core.transport import net
+from waltz_core.transport.listening import Listener, listen
 from waltz_core.wire import messages
 from waltz_core.wire.messages import Message, RangeForm, StorageMessage, WireProtocol
 
@@ -57,7 +58,7 @@ class MemoryStorage:
         self.counts: Counter[str] = Counter()
         self.is_held = False
         self._held: list[tuple[net.Link, StorageMessage]] = []
-        self._listener: net.Listener | None = None
+        self._listener: Listener | None = None
         self.port = free_port()  # no other process is given it while this one is stopped
 
     @property
@@ -65,9 +66,7 @@ class MemoryStorage:
         return f"127.0.0.1:{self.port}"
 
     async def start(self) -> None:
-        self._listener = await net.listen(
-            WireProtocol.STORAGE, "127.0.0.1", self.port, self._accept
-        )
+        self._listener = await listen(WireProtocol.STORAGE, "127.0.0.1", self.port, self._accept)
 
     async def stop(self) -> None:
         if self._listener is not None:

@@ -1,6 +1,6 @@
 """Quotas: what each principal with limits uses of one daemon (decision 048, AC 10).
 
-`transport/throttle.py` charges the requests of such principals here. Other principals have no
+`transport/admission/throttle.py` charges the requests of such principals here. Other principals have no
 `Quota`, and cost nothing. The time is passed in, in nanoseconds of a monotonic clock.
 
 Rules:

@@ -1,7 +1,7 @@
-"""TCP connections: dial, listen, and links that carry messages.
+"""TCP connections: dial, and links that carry messages.
 
-All connections with Waltz's protocols are opened here; ports with TLS accept by `tls_port.py`. A
-link wraps a `wire.connection.Connection`.
+All connections with Waltz's protocols are opened here, and accepted in `listening.py`. A link wraps
+a `wire.connection.Connection`.
 
 A link is passed to its user after both hellos. The user either sets callbacks (`start`: the fastest
 way to get messages) or awaits `receive`.
@@ -30,6 +30,7 @@ Rules:
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from functools import partial
 from ssl import SSLContext, SSLError
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, cast
@@ -52,9 +53,8 @@ from waltz_core.errors import (
 )
 from waltz_core.records.record import FRAME_BYTES_MAX
 from waltz_core.transport import dialing, tcp, tls
-from waltz_core.transport.port_limits import LinkLimits
-from waltz_core.transport.throttle import Throttle
-from waltz_core.transport.tls_port import BACKLOG, TlsPort
+from waltz_core.transport.admission.port_limits import LinkLimits
+from waltz_core.transport.admission.throttle import Throttle
 from waltz_core.wire import authentication
 from waltz_core.wire.connection import (
     FOUND_TLS,
@@ -66,8 +66,9 @@ from waltz_core.wire.connection import (
 from waltz_core.wire.messages import Hello, Message, WireProtocol
 
 if TYPE_CHECKING:
-    from waltz_core.transport.audit_log import AuditedRequest
-    from waltz_core.transport.port_access import ConnectionAccess, PortAccess
+    from waltz_core.transport.admission.audit_log import AuditedRequest
+    from waltz_core.transport.admission.connection_access import ConnectionAccess
+    from waltz_core.transport.admission.port_access import PortAccess
 
 _log = logging.getLogger(__name__)
 
@@ -137,13 +138,16 @@ async def dial(
             ready.set_exception(_connection_error(address, link))
             ready.exception()  # retrieved here, as the dial may have been cancelled
 
-    link = Link(protocol, is_listener=False, write_backlog_bytes_max=write_backlog_bytes_max)
-    link._on_ready = is_ready
-    link._on_lost = report_closed
+    link = Link(
+        protocol,
+        is_listener=False,
+        write_backlog_bytes_max=write_backlog_bytes_max,
+        owner=LinkOwner(on_ready=is_ready, on_lost=report_closed),
+    )
     try:
         try:
             async with asyncio.timeout(timeout_s):
-                await dialing.connect(lambda: _LinkProtocol(link), host, port, ssl)
+                await dialing.connect(link.as_protocol, host, port, ssl)
                 await ready
                 if token is not None:
                     await _state_token(link, token)
@@ -178,114 +182,27 @@ async def _state_token(link: "Link", token: Token) -> None:
         raise RemoteProtocolError(f"{link.address}: expected one answer to a token, found more")
 
 
-async def listen(
-    protocol: WireProtocol,
-    host: str,
-    port: int,
-    on_connection: Callable[["Link"], None],
-    *,
-    ssl: tls.ListenContext | None = None,
-    limits: LinkLimits | None = None,
-) -> "Listener":
-    """Listen and call `on_connection` with every link after both hellos.
+@dataclass(frozen=True, slots=True)
+class LinkOwner:
+    """The dial or the listening port that makes a link, and hears of its beginning and its end."""
 
-    Port 0 takes a free one, see `Listener.port`. With `ssl` (`tls.listening`) a peer without TLS
-    gets an alert, and each link has the principal of its peer. Raises BadConfig if it is not
-    possible to listen at the address.
-    """
-    listener = Listener(protocol, on_connection, limits or LinkLimits())
-    try:
-        async with asyncio.timeout(10.0):
-            await listener._open(host, port, ssl)
-    except OSError as error:
-        raise BadConfig(f"cannot listen on {host}:{port}: {tls.failure_text(error)}") from error
-    return listener
-
-
-class Listener:
-    """An open port and its links."""
-
-    def __init__(
-        self, protocol: WireProtocol, on_connection: Callable[["Link"], None], limits: LinkLimits
-    ) -> None:
-        self.host = ""
-        self.port = 0
-        self._protocol = protocol
-        self._on_connection = on_connection
-        self._limits = limits
-        self._access: PortAccess | None = None
-        self._links: dict[Link, None] = {}
-        self._server: asyncio.Server | None = None
-        self._tls_port: TlsPort | None = None
-        self._is_closed = False
-
-    @property
-    def links(self) -> tuple["Link", ...]:
-        """The open links, including those without a complete hello."""
-        return tuple(self._links)
-
-    async def close(self, reason: str = "shutting down") -> None:
-        """Accept no more connections, and close the open ones."""
-        self._is_closed = True
-        if self._server is not None:
-            self._server.close()
-        if self._tls_port is not None:
-            await self._tls_port.close()
-        for link in self.links:
-            link.close(reason)
-        for link in self.links:
-            await link.wait_closed()
-
-    async def _open(self, host: str, port: int, ssl: tls.ListenContext | None) -> None:
-        self.host = host
-        if ssl is not None:
-            self._access = ssl.access
-            self._tls_port = TlsPort(ssl, self._make_protocol)
-            await self._tls_port.open(host, port)
-            self.port = self._tls_port.port
-            return
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(self._make_protocol, host, port, backlog=BACKLOG)
-        self.port = self._server.sockets[0].getsockname()[1]
-
-    def _make_protocol(self) -> "_LinkProtocol":
-        link = Link(
-            self._protocol, is_listener=True, write_backlog_bytes_max=WRITE_BACKLOG_BYTES_MAX
-        )
-        link._port_access = self._access
-        link._limits = self._limits
-        link._on_made = self._link_made
-        link._on_ready = self._on_connection
-        link._on_lost = self._link_lost
-        return _LinkProtocol(link)
-
-    def _link_made(self, link: "Link") -> None:
-        if self._is_closed:  # It was accepted before, and is reported only now.
-            link.abort("shutting down")
-            return
-        rejection = self._limits.add(link)
-        if rejection:
-            if tls.is_new_failure(link.host, rejection):
-                _log.warning(
-                    "net.rejected links=%d peer=%s error=%r",
-                    len(self._links),
-                    link.address,
-                    rejection,
-                )
-            link.abort(rejection)
-            return
-        self._links[link] = None
-
-    def _link_lost(self, link: "Link") -> None:
-        self._links.pop(link, None)
-        self._limits.remove(link)
+    on_ready: "Callable[[Link], None]"
+    on_lost: "Callable[[Link], None]"
+    on_made: "Callable[[Link], None]" = lambda _link: None
+    access: "PortAccess | None" = None
+    limits: LinkLimits | None = None
 
 
 class Link:
     """One TCP connection that carries messages of one protocol."""
 
     def __init__(
-        self, protocol: WireProtocol, *, is_listener: bool, write_backlog_bytes_max: int
+        self,
+        protocol: WireProtocol,
+        *,
+        is_listener: bool,
+        write_backlog_bytes_max: int,
+        owner: LinkOwner,
     ) -> None:
         assert write_backlog_bytes_max > WRITE_BACKLOG_BYTES_HIGH
         self.protocol = protocol
@@ -299,16 +216,11 @@ class Link:
         self.bytes_received = 0
         self._connection = Connection(protocol, is_listener=is_listener)
         self._is_listener = is_listener
-        self._port_access: PortAccess | None = None
-        self._limits: LinkLimits | None = None
+        self._owner = owner
         self._has_messages = False  # the first one may be a token
         self._throttle: Throttle | None = None  # only for a principal with limits
         self._transport: asyncio.Transport | None = None
         self._loop = asyncio.get_running_loop()
-        # Callbacks: for its beginning, messages, its end.
-        self._on_made: Callable[[Link], None] | None = None
-        self._on_ready: Callable[[Link], None] | None = None
-        self._on_lost: Callable[[Link], None] | None = None
         self._on_messages: MessagesCallback | None = None
         self._on_closed: ClosedCallback | None = None
         self._on_drained: DrainedCallback | None = None
@@ -328,6 +240,10 @@ class Link:
         self._tick_received = 0
         self._tick_was_inside_frame = False
         self._idle_ticks = 0
+
+    def as_protocol(self) -> asyncio.BufferedProtocol:
+        """Return what the event loop calls for its connection."""
+        return _LinkProtocol(self)
 
     # ------------------------------------------------------------------ state
 
@@ -540,12 +456,11 @@ class Link:
     def _made(self, transport: asyncio.Transport) -> None:
         self._transport = transport
         self.address = tcp.peer_address(transport)
-        if self._port_access is not None:
+        if self._owner.access is not None:
             certificate = transport.get_extra_info("peercert")
-            self.access = self._port_access.opened(certificate, self.address, self.abort)
+            self.access = self._owner.access.opened(certificate, self.address, self.abort)
             self._connection.bytes_max_of_peer = self._frame_bytes_max
-        if self._on_made is not None:
-            self._on_made(self)
+        self._owner.on_made(self)
         if self.is_closed:  # rejected, or the dial was cancelled meanwhile
             transport.abort()
             return
@@ -571,10 +486,9 @@ class Link:
         self._transport = None
         if self._throttle is not None:
             self._throttle.stop()
-        if self._port_access is not None and self.access is not None:
-            self._port_access.closed(self.access)
-        if self._on_lost is not None:
-            self._on_lost(self)
+        if self._owner.access is not None and self.access is not None:
+            self._owner.access.closed(self.access)
+        self._owner.on_lost(self)
         if self._on_closed is not None:
             self._on_closed(self.closed_reason)
 
@@ -582,8 +496,9 @@ class Link:
         self.bytes_received += count
         incomplete_bytes = self.incomplete_bytes
         events = self._connection.buffer_updated(count)
-        if self._limits is not None and incomplete_bytes != self.incomplete_bytes:
-            self._limits.note_incomplete(self)
+        limits = self._owner.limits
+        if limits is not None and incomplete_bytes != self.incomplete_bytes:
+            limits.note_incomplete(self)
         if not events or self.is_closed:
             return
         if isinstance(events[0], HelloReceived):
@@ -642,8 +557,8 @@ class Link:
 
     def _enter(self) -> None:
         """Count the connection for its principal; raises Overloaded."""
-        if self.access is not None and self._limits is not None:
-            self.access.enter(partial(self._limits.enter, self))
+        if self.access is not None and self._owner.limits is not None:
+            self.access.enter(partial(self._owner.limits.enter, self))
 
     def _reject(self, first: Message, error: WaltzError) -> None:
         """Answer the first message with an error, and close the connection."""
@@ -665,8 +580,7 @@ class Link:
 
     def _hello_received(self) -> None:
         self._set_timer(_TICK_S if self.access is None else STRANGER_S_MAX, self._tick)
-        if self._on_ready is not None:
-            self._on_ready(self)
+        self._owner.on_ready(self)
 
     def _pass_on(self, messages: list[Message], count: int) -> None:
         """Hand messages over, at once or when the limits of their principal permit it (rule 8)."""

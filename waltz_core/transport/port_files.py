@@ -10,7 +10,7 @@ from functools import partial
 from waltz_core.config.declarations import ServerConfig, StorageConfig
 from waltz_core.metrics import Metrics
 from waltz_core.transport import tls
-from waltz_core.transport.audit_log import AuditFile
+from waltz_core.transport.admission.audit_log import AuditFile
 
 
 @asynccontextmanager

@@ -41,8 +41,8 @@ from waltz_core.config.declarations import ServerConfig, StorageConfig, TlsConfi
 from waltz_core.config.host_names import is_loopback
 from waltz_core.config.settings import load
 from waltz_core.errors import BadConfig
-from waltz_core.transport.port_access import PortAccess
-from waltz_core.transport.port_limits import network_of
+from waltz_core.transport.admission.port_access import PortAccess
+from waltz_core.transport.admission.port_limits import network_of
 from waltz_core.transport.token_place import TokenPlace, token_place_in
 
 _log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from waltz_core.cli.cluster import cluster_changes
 from waltz_core.cluster.change.creation import NewCluster, NewStorage
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
 from waltz_core.errors import BadConfig, Unreachable
-from waltz_core.transport import net
+from waltz_core.transport.listening import listen
 from waltz_core.wire.messages import WireProtocol
 
 OLD = "127.0.0.1:1"
@@ -34,7 +34,7 @@ async def run(verb, protocol, address_name="address", **words):
     """Run a verb on a cluster and a listener of one kind; return its answer and the storages."""
     coordinator = MemoryZooKeeper(asyncio.Event).coordinator("/w")
     await coordinator.create_cluster(CLUSTER)
-    listener = await net.listen(protocol, "127.0.0.1", 0, lambda _link: None)
+    listener = await listen(protocol, "127.0.0.1", 0, lambda _link: None)
     try:
         words[address_name] = f"127.0.0.1:{listener.port}"
         try:
@@ -77,7 +77,7 @@ def test_a_storage_that_does_not_run_replaces_no_other():
 def test_an_empty_storage_that_gets_no_replicas_back_is_reported():
     async def bring_back():
         coordinator = MemoryZooKeeper(asyncio.Event).coordinator("/w")
-        listener = await net.listen(WireProtocol.STORAGE, "127.0.0.1", 0, lambda _link: None)
+        listener = await listen(WireProtocol.STORAGE, "127.0.0.1", 0, lambda _link: None)
         empty = f"127.0.0.1:{listener.port}"
         storages = (*CLUSTER.storages, NewStorage(empty, 2, 1))
         held = {OLD: (0, 1), empty: ()}

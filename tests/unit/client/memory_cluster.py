@@ -38,6 +38,7 @@ from waltz_core.server.partition_events import (
 from waltz_core.server.process.log_in_memory import REPLICA, MemoryLog, MemoryStore
 from waltz_core.server.read.cache import CacheBudget, FeedCache, TransactionCache
 from waltz_core.transport import net
+from waltz_core.transport.listening import Listener, listen
 from waltz_core.wire.messages import ClientIdRequest, ClientIdResponse, WireProtocol
 
 KEY = UUID("00112233-4455-6677-8899-aabbccddeeff")
@@ -108,13 +109,13 @@ class MemoryServer:
         self.coordinator = cluster.zookeeper.coordinator(ROOT)
         self.partitions: dict[int, Hosted] = {}
         self.links: dict[int, net.Link] = {}
-        self.listener: net.Listener | None = None
+        self.listener: Listener | None = None
         self._connections = 0
         self.received: list[str] = []
         self.tasks: list[asyncio.Task] = []
 
     async def start(self) -> None:
-        self.listener = await net.listen(WireProtocol.CLIENT, "127.0.0.1", 0, self._accept)
+        self.listener = await listen(WireProtocol.CLIENT, "127.0.0.1", 0, self._accept)
         await self.coordinator.register_server(
             model.ServerDescriptor(self.server_id, "127.0.0.1", self.listener.port)
         )

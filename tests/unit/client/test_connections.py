@@ -12,6 +12,7 @@ from waltz_core import errors
 from waltz_core.client.links.connections import ServerLinks
 from waltz_core.records.record import CONTROL_SEQUENCE_MIN
 from waltz_core.transport import net
+from waltz_core.transport.listening import listen
 from waltz_core.wire.messages import HighWaterMarkRequest, HighWaterMarkResponse, WireProtocol
 
 
@@ -41,7 +42,7 @@ async def share(dials, count, *, cancelled=None, address=None):
 
     None for the caller that was cancelled.
     """
-    listener = await net.listen(
+    listener = await listen(
         WireProtocol.CLIENT, "127.0.0.1", 0, lambda link: link.start(print, len)
     )
     links = ServerLinks(dial_timeout_s=5, late_answers_s=0)
@@ -88,9 +89,7 @@ def test_a_failed_dial_fails_all_its_waiters(dials):
 @on_loop
 async def test_a_connection_that_breaks_right_after_the_hello_counts_as_failed(monkeypatch):
     """A stream on it would receive nothing, and wait for the answer to its mount."""
-    listener = await net.listen(
-        WireProtocol.CLIENT, "127.0.0.1", 0, lambda link: link.abort("dead")
-    )
+    listener = await listen(WireProtocol.CLIENT, "127.0.0.1", 0, lambda link: link.abort("dead"))
     dial = net.dial
 
     async def dial_and_be_slow(*args, **options):
@@ -112,7 +111,7 @@ async def test_a_connection_that_breaks_right_after_the_hello_counts_as_failed(m
 async def a_server(silent=lambda: None):
     """Give the links of a client, a server's address, and what the server has got."""
     got, links = [], ServerLinks(dial_timeout_s=5, late_answers_s=0, silent=silent)
-    listener = await net.listen(WireProtocol.CLIENT, "127.0.0.1", 0, lambda link: taken(link, got))
+    listener = await listen(WireProtocol.CLIENT, "127.0.0.1", 0, lambda link: taken(link, got))
     async with asyncio.timeout(HANG_S):
         yield links, f"127.0.0.1:{listener.port}", got
         await links.close("the test is over")

@@ -9,7 +9,7 @@ import pytest
 from waltz_core import errors
 from waltz_core.access.permissions import Permissions
 from waltz_core.cluster.zookeeper import unreadable
-from waltz_core.transport.port_access import PortAccess
+from waltz_core.transport.admission.port_access import PortAccess
 from waltz_core.transport.tls import ListenContext
 
 

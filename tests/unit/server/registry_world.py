@@ -15,7 +15,7 @@ from waltz_core.metrics import Metrics
 from waltz_core.server.process.clients import Clients
 from waltz_core.server.process.flow import FlowLimits
 from waltz_core.server.process.registry_requests import RegistryRequests
-from waltz_core.transport import net
+from waltz_core.transport.listening import listen
 from waltz_core.wire.messages import WireProtocol
 
 LIMITS = FlowLimits(1_024, 1 << 26, 1 << 30, 1 << 20)
@@ -38,7 +38,7 @@ class RegistryServer:
 
     async def start(self) -> Owner:
         """Listen; return this server as the owner of a partition."""
-        self.listener = await net.listen(WireProtocol.CLIENT, "127.0.0.1", 0, self._clients.accept)
+        self.listener = await listen(WireProtocol.CLIENT, "127.0.0.1", 0, self._clients.accept)
         return Owner(f"127.0.0.1:{self.listener.port}", 1)
 
     async def stop(self) -> None:

@@ -18,6 +18,7 @@ from waltz_core.records.record import PartitionId, ServerId
 from waltz_core.server.process import neighbors
 from waltz_core.server.process.neighbors import Neighbors
 from waltz_core.transport import net
+from waltz_core.transport.listening import Listener, listen
 from waltz_core.wire.messages import WireProtocol
 
 HOST = "127.0.0.1"
@@ -71,11 +72,11 @@ class World:
             raise CoordinatorUnavailable("not now")
         self.taken_out.append(dead)
 
-    async def listen(self, port: int | None = None) -> net.Listener:
+    async def listen(self, port: int | None = None) -> Listener:
         """Listen; at the same port again, which no other process is given meanwhile."""
-        return await net.listen(WireProtocol.CLIENT, HOST, port or free_port(), self.links.append)
+        return await listen(WireProtocol.CLIENT, HOST, port or free_port(), self.links.append)
 
-    async def reached(self) -> tuple[net.Listener, ServerDescriptor]:
+    async def reached(self) -> tuple[Listener, ServerDescriptor]:
         """Have another server listen, and wait until it is reached."""
         listener = await self.listen()
         other = ServerDescriptor(OTHER, HOST, listener.port)
@@ -216,7 +217,7 @@ async def test_a_server_that_closes_each_connection_is_dialed_ever_more_slowly()
                 here.links.append(link)
                 link.close("no")
 
-            listener = await net.listen(WireProtocol.CLIENT, HOST, free_port(), close)
+            listener = await listen(WireProtocol.CLIENT, HOST, free_port(), close)
             here.neighbors.follow(view_of(ServerDescriptor(OTHER, HOST, listener.port)))
             await until(lambda: len(here.links) >= 19)
             here.neighbors.stop()

@@ -13,6 +13,7 @@ from waltz_core.records.record import GENESIS_CHAIN, ReplicaId
 from waltz_core.server.process import storage_links
 from waltz_core.server.process.storage_links import ReadLinks
 from waltz_core.transport import net
+from waltz_core.transport.listening import listen
 from waltz_core.wire.messages import (
     Nack,
     OpenRequest,
@@ -52,7 +53,7 @@ class Storage:
 @contextlib.asynccontextmanager
 async def storage() -> AsyncIterator[tuple[Storage, ReplicaId]]:
     made = Storage()
-    listener = await net.listen(WireProtocol.STORAGE, "127.0.0.1", 0, made.accept)
+    listener = await listen(WireProtocol.STORAGE, "127.0.0.1", 0, made.accept)
     try:
         yield made, ReplicaId(f"127.0.0.1:{listener.port}")
     finally:

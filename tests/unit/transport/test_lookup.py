@@ -10,6 +10,7 @@ from tests.loops import until
 from waltz_core.config.host_names import check_host
 from waltz_core.errors import Unreachable
 from waltz_core.transport import lookup, net
+from waltz_core.transport.listening import listen
 from waltz_core.wire.messages import WireProtocol
 
 
@@ -127,7 +128,7 @@ def test_invalid_host_names_are_rejected(host: str, why: str):
 def test_a_dial_tries_each_address(dns: Dns):
     async def run():
         dns.may_end.set()
-        listener = await net.listen(WireProtocol.STORAGE, "127.0.0.1", 0, lambda _link: None)
+        listener = await listen(WireProtocol.STORAGE, "127.0.0.1", 0, lambda _link: None)
         try:
             link = await net.dial(WireProtocol.STORAGE, f"slow-1:{listener.port}")
             link.abort("seen")

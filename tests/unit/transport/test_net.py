@@ -13,7 +13,8 @@ from tests.unit.transport.peer import ANY, Peer, raw
 from waltz_core.config import StorageConfig
 from waltz_core.errors import BadConfig, LocalProtocolError, RemoteProtocolError, Unreachable
 from waltz_core.transport import net, tls
-from waltz_core.transport.port_limits import LinkLimits
+from waltz_core.transport.admission.port_limits import LinkLimits
+from waltz_core.transport.listening import listen
 from waltz_core.wire import codec
 from waltz_core.wire.connection import Connection
 from waltz_core.wire.messages import Appended, FlushRequest, Hello, WireProtocol
@@ -35,7 +36,7 @@ def pair(contexts):
     @contextlib.asynccontextmanager
     async def opened(**dial_options):
         peer = Peer()
-        listener = await net.listen(WireProtocol.STORAGE, ANY, 0, peer.connected, ssl=contexts[0])
+        listener = await listen(WireProtocol.STORAGE, ANY, 0, peer.connected, ssl=contexts[0])
         address = f"{ANY}:{listener.port}"
         link = await net.dial(WireProtocol.STORAGE, address, ssl=contexts[1], **dial_options)
         await until(lambda: peer.links)
@@ -304,7 +305,7 @@ async def test_a_listener_closes_foreign_connections_and_serves_the_others(pair,
 @on_loop
 async def test_a_peer_silent_during_its_hello_is_disconnected():
     peer = Peer()
-    listener = await net.listen(WireProtocol.STORAGE, ANY, 0, peer.connected)
+    listener = await listen(WireProtocol.STORAGE, ANY, 0, peer.connected)
     reader, writer = await asyncio.open_connection(ANY, listener.port)
     await until(lambda: listener.links)
     (link,) = listener.links
@@ -321,7 +322,7 @@ async def test_a_peer_silent_during_its_hello_is_disconnected():
 @on_loop
 async def test_a_peer_that_trickles_a_frame_is_disconnected():
     peer = Peer()
-    listener = await net.listen(WireProtocol.STORAGE, ANY, 0, peer.connected)
+    listener = await listen(WireProtocol.STORAGE, ANY, 0, peer.connected)
     _, writer = await asyncio.open_connection(ANY, listener.port)
     writer.write(codec.encode_hello(Hello((1,), "slow")) + codec.FRAME_HEADER.pack(83, 1, 999))
     await until(lambda: peer.links and peer.links[0]._connection.is_inside_frame)
@@ -368,7 +369,7 @@ async def test_a_peer_silent_for_very_long_is_disconnected(pair):
 @on_loop
 async def test_more_links_than_allowed_are_rejected():
     peer = Peer()
-    listener = await net.listen(WireProtocol.STORAGE, ANY, 0, peer.connected, limits=LinkLimits(1))
+    listener = await listen(WireProtocol.STORAGE, ANY, 0, peer.connected, limits=LinkLimits(1))
     link = await net.dial(WireProtocol.STORAGE, f"{ANY}:{listener.port}")
     with pytest.raises(Unreachable):
         await net.dial(WireProtocol.STORAGE, f"{ANY}:{listener.port}")
@@ -397,7 +398,7 @@ async def test_a_closing_listener_closes_its_links_and_sends_what_is_unsent(pair
 async def test_a_connection_accepted_during_the_close_is_closed_too(monkeypatch):
     monkeypatch.setattr(net, "HELLO_S_MAX", 2 * HANG_S)
     for turns in range(8):  # of the loop between the connection and the listener's end
-        listener = await net.listen(WireProtocol.STORAGE, ANY, 0, Peer().connected)
+        listener = await listen(WireProtocol.STORAGE, ANY, 0, Peer().connected)
         with socket.create_connection((ANY, listener.port)) as dialler:
             dialler.setblocking(False)
             for _ in range(turns):
@@ -413,7 +414,7 @@ async def test_a_connection_accepted_during_the_close_is_closed_too(monkeypatch)
 @on_loop
 async def test_a_port_in_use_is_a_bad_config(contexts):
     with socket.create_server((ANY, 0)) as taken, pytest.raises(BadConfig, match="cannot listen"):
-        await net.listen(WireProtocol.STORAGE, ANY, taken.getsockname()[1], print, ssl=contexts[0])
+        await listen(WireProtocol.STORAGE, ANY, taken.getsockname()[1], print, ssl=contexts[0])
 
 
 @on_loop
@@ -461,9 +462,12 @@ async def test_a_listener_may_set_when_a_link_is_congested(pair):
 async def test_an_idle_connection_to_a_dead_host_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    link = net.Link(WireProtocol.CLIENT, is_listener=True, write_backlog_bytes_max=1 << 30)
+    owner = net.LinkOwner(on_ready=lambda _link: None, on_lost=lambda _link: None)
+    link = net.Link(
+        WireProtocol.CLIENT, is_listener=True, write_backlog_bytes_max=1 << 30, owner=owner
+    )
     link.address = "10.1.2.3:4"
-    net._LinkProtocol(link).connection_lost(TimeoutError(errno.ETIMEDOUT, "Connection timed out"))
+    link.as_protocol().connection_lost(TimeoutError(errno.ETIMEDOUT, "Connection timed out"))
     assert link.closed_reason == "connection lost: Connection timed out"
     (record,) = caplog.records
     assert record.getMessage().startswith(

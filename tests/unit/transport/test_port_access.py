@@ -32,7 +32,8 @@ from waltz_core.errors import (
 )
 from waltz_core.records.record import ReqId
 from waltz_core.transport import net, tls
-from waltz_core.transport.port_access import PortAccess
+from waltz_core.transport.admission.port_access import PortAccess
+from waltz_core.transport.listening import listen
 from waltz_core.wire import authentication, codec
 from waltz_core.wire.admin_messages import SetAvailable
 from waltz_core.wire.messages import (
@@ -112,7 +113,7 @@ async def open_port(files, protocol=WireProtocol.STORAGE, **settings):
         port.context.access._clock_ms = lambda: NOW_MS
         port.learn(WITH_REVOKED)
         port.learn(PERMISSIONS)
-    listener = await net.listen(protocol, ANY, 0, port.peer.connected, ssl=port.context)
+    listener = await listen(protocol, ANY, 0, port.peer.connected, ssl=port.context)
     port.address = f"{ANY}:{listener.port}"
     try:
         yield port
@@ -360,7 +361,7 @@ async def test_a_client_with_a_token_reaches_a_port_without_access_control(files
 @on_loop
 async def test_a_token_is_not_accepted_without_tls(logged):
     peer = Peer()
-    listener = await net.listen(WireProtocol.STORAGE, ANY, 0, peer.connected)
+    listener = await listen(WireProtocol.STORAGE, ANY, 0, peer.connected)
     link = await net.dial(WireProtocol.STORAGE, f"{ANY}:{listener.port}")
     link.send(authentication.credential(WireProtocol.STORAGE, 4, SECRET))
     (answer,) = await link.receive()

@@ -15,7 +15,8 @@ from waltz_core.access.requirements import READ
 from waltz_core.config import ClientConfig
 from waltz_core.errors import PermissionDenied, Unreachable
 from waltz_core.transport import net, port_limits, tls, tls_port
-from waltz_core.transport.port_limits import HandshakeLimits, HandshakeTurns, LinkLimits
+from waltz_core.transport.admission.port_limits import HandshakeLimits, HandshakeTurns, LinkLimits
+from waltz_core.transport.listening import listen
 from waltz_core.wire import authentication, codec
 from waltz_core.wire.messages import Heartbeat, Hello, WireProtocol
 
@@ -192,7 +193,7 @@ def test_many_incomplete_frames_of_one_principal_close_no_link_of_another():
 async def test_incomplete_frames_of_real_connections_are_limited():
     peer = Peer()
     limits = LinkLimits(incomplete_bytes_max=3 * 1024 * 1024)
-    listener = await net.listen(WireProtocol.STORAGE, ANY, 0, peer.connected, limits=limits)
+    listener = await listen(WireProtocol.STORAGE, ANY, 0, peer.connected, limits=limits)
     writers = []
     for size_mib in (1, 3):
         reader, writer = await asyncio.open_connection(ANY, listener.port)
@@ -315,7 +316,7 @@ async def test_a_token_that_is_not_valid_does_not_count_as_a_permission(files):
 async def test_a_protocol_error_is_logged_once_however_it_varies(caplog):
     tls._LAST_LOGGED.clear()
     peer = Peer()
-    listener = await net.listen(WireProtocol.STORAGE, ANY, 0, peer.connected)
+    listener = await listen(WireProtocol.STORAGE, ANY, 0, peer.connected)
     hellos = [
         codec.encode_hello(Hello((1_000 + number,), f'it\'s "{number}" {"x" * number}'))
         for number in range(20)

@@ -18,7 +18,8 @@ from tests.patience import HANG_S
 from tests.unit.transport.peer import ANY, Peer, raw
 from waltz_core.config import ClientConfig, ServerConfig, StorageConfig
 from waltz_core.errors import RemoteProtocolError, TlsFailed, Unreachable
-from waltz_core.transport import net, tls, tls_port
+from waltz_core.transport import client_hello, net, tls, tls_port
+from waltz_core.transport.listening import listen
 from waltz_core.wire.messages import Appended, WireProtocol
 
 MIB = 1024 * 1024
@@ -47,7 +48,7 @@ def trusting(files, **settings):
 async def open_port(context):
     """Give the peer behind a port, the port's listener and its address."""
     peer = Peer()
-    listener = await net.listen(WireProtocol.STORAGE, ANY, 0, peer.connected, ssl=context)
+    listener = await listen(WireProtocol.STORAGE, ANY, 0, peer.connected, ssl=context)
     try:
         yield peer, listener, f"{ANY}:{listener.port}"
     finally:
@@ -457,7 +458,7 @@ async def test_a_connection_without_data_is_not_logged(files, logged):
         assert logged() == ""
 
 
-def client_hello(files, group=None, version=None):
+def hello_of_client(files, group=None, version=None):
     """The first bytes of a client, which offers all groups or one."""
     context, outgoing = trusting(files), ssl.MemoryBIO()
     if group is not None:
@@ -473,7 +474,7 @@ def client_hello(files, group=None, version=None):
 @on_loop
 async def test_a_slow_handshake_is_disconnected(files, monkeypatch, logged, missing):
     monkeypatch.setattr(tls_port, "HANDSHAKE_S_MAX", 0.1)
-    hello = client_hello(files)
+    hello = hello_of_client(files)
     sent = {"all": b"", "most": hello[:2], "the last byte": hello[:-1]}.get(missing, hello)
     async with open_port(listening(files)) as (_, listener, _):
         reader, writer = await asyncio.open_connection(ANY, listener.port)
@@ -519,7 +520,7 @@ async def test_one_handshake_is_answered_in_an_iteration_of_the_loop(files, monk
             answered[-1] += handshake.outgoing.pending > had_bytes
 
     monkeypatch.setattr(tls._Handshake, "do_handshake", counting)
-    hello = client_hello(files)
+    hello = hello_of_client(files)
     async with open_port(listening(files)) as (_, listener, _):
         begun = [await asyncio.open_connection(ANY, listener.port) for _ in range(50)]
         await until(lambda: listener._tls_port._limits._count == len(begun))
@@ -537,7 +538,7 @@ async def test_one_handshake_is_answered_in_an_iteration_of_the_loop(files, monk
 
 @on_loop
 async def test_a_slow_client_hello_takes_three_turns(files):
-    hello = client_hello(files)
+    hello = hello_of_client(files)
     async with open_port(listening(files)) as (_, listener, address):
         turns = listener._tls_port._turns
         add, hosts = turns.add, []
@@ -556,7 +557,7 @@ async def test_a_slow_client_hello_takes_three_turns(files):
 
 @on_loop
 async def test_a_client_hello_in_two_records_is_rejected(files, logged):
-    hello = client_hello(files)
+    hello = hello_of_client(files)
     size, first_size = len(hello) - 5, 30
     header = hello[:3]
     split = [
@@ -574,13 +575,13 @@ async def test_a_client_hello_in_two_records_is_rejected(files, logged):
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
 def test_only_a_fast_key_exchange_is_accepted(files, version):
     for group in (None, "X25519", "prime256v1"):
-        assert tls_port.hello_failure(client_hello(files, group, version)) == ""
+        assert client_hello.failure_of(hello_of_client(files, group, version)) == ""
     slow = ["secp384r1", "secp521r1", "X448"]
     if version == ssl.TLSVersion.TLSv1_3:
         slow += ["ffdhe2048", "ffdhe8192"]
     for group in slow:
-        hello = client_hello(files, group, version)
-        assert tls_port.hello_failure(hello) == "expected a key exchange with X25519 or P-256"
+        hello = hello_of_client(files, group, version)
+        assert client_hello.failure_of(hello) == "expected a key exchange with X25519 or P-256"
     assert listening(files).options & ssl.OP_CIPHER_SERVER_PREFERENCE  # with TLS 1.2
 
 
@@ -599,9 +600,9 @@ def test_the_first_key_share_that_openssl_knows_decides():
     accepted = [(x25519,), (p_256,), (unknown, x25519), (p_256, p_384), (x25519, ffdhe8192)]
     rejected = [(), (unknown,), (p_384, p_256), (unknown, ffdhe8192, x25519)]
     for each in accepted:
-        assert tls_port.hello_failure(hello_of_tls_1_3(each)) == ""
+        assert client_hello.failure_of(hello_of_tls_1_3(each)) == ""
     for each in rejected:  # without one, OpenSSL requests a second ClientHello
-        assert "X25519 or P-256" in tls_port.hello_failure(hello_of_tls_1_3(each))
+        assert "X25519 or P-256" in client_hello.failure_of(hello_of_tls_1_3(each))
 
 
 @on_loop
@@ -625,7 +626,7 @@ async def test_a_peer_that_waits_for_its_turn_is_not_late(files, monkeypatch, lo
             asyncio, "timeout_at", lambda when: timeouts.append(timeout_at(when)) or timeouts[-1]
         )
         with socket.create_connection((ANY, listener.port)) as gone:
-            gone.sendall(client_hello(files))
+            gone.sendall(hello_of_client(files))
             await until(lambda: iterations)
             assert [each.when() for each in timeouts] == [None]
         turns._call_soon = call_soon
@@ -673,7 +674,7 @@ async def test_a_failed_connection_does_not_end_the_port(files, monkeypatch, log
 @on_loop
 async def test_a_closing_port_drops_connections_in_their_handshake(files):
     peer = Peer()
-    listener = await net.listen(WireProtocol.STORAGE, ANY, 0, peer.connected, ssl=listening(files))
+    listener = await listen(WireProtocol.STORAGE, ANY, 0, peer.connected, ssl=listening(files))
     reader, writer = await asyncio.open_connection(ANY, listener.port)
     writer.write(b"\x16\x03")
     await until(lambda: listener._tls_port._limits._count)

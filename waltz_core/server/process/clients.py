@@ -50,7 +50,7 @@ from waltz_core.server.process.append_times import AppendTime
 from waltz_core.server.process.flow import AdmittedRequest, Flow, FlowLimits
 from waltz_core.server.process.registry_requests import RegistryRequests
 from waltz_core.server.process.storage_links import Tasks
-from waltz_core.transport.audit_log import AuditedRequest
+from waltz_core.transport.admission.audit_log import AuditedRequest
 from waltz_core.transport.net import Link
 from waltz_core.wire.messages import (
     AddPreferredRequest,

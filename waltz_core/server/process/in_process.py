@@ -44,7 +44,7 @@ from waltz_core.server.process.flow import FlowLimits
 from waltz_core.server.process.log_in_memory import REPLICA, MemoryLog, MemoryStore
 from waltz_core.server.process.storage_links import Tasks
 from waltz_core.server.read.cache import CacheBudget, FeedCache, TransactionCache
-from waltz_core.transport import net
+from waltz_core.transport.listening import Listener, listen
 from waltz_core.wire.messages import (
     AppendBatch,
     AppendRequest,
@@ -148,7 +148,7 @@ class MemoryServer:
             PartitionId(number): MemoryHost(PartitionId(number), self)
             for number in range(self.partition_count)
         }
-        self._listener: net.Listener | None = None
+        self._listener: Listener | None = None
         self._delayed: dict[ConnectionId, deque[SendToClient]] = {}
         self._due_s: dict[ConnectionId, float] = {}
 
@@ -156,7 +156,7 @@ class MemoryServer:
         """Own everything, and listen."""
         for host in self.hosts.values():
             host.post(TakeOwnership(GENERATION, (REPLICA,)))
-        self._listener = await net.listen(WireProtocol.CLIENT, "127.0.0.1", 0, self.clients.accept)
+        self._listener = await listen(WireProtocol.CLIENT, "127.0.0.1", 0, self.clients.accept)
         self.address = f"127.0.0.1:{self._listener.port}"
 
     async def stop(self) -> None:

@@ -40,7 +40,7 @@ from waltz_core.cluster.writes import (
 from waltz_core.records import strict_json
 from waltz_core.records.record import BEFORE_FIRST, ClientId
 from waltz_core.server.process.storage_links import Tasks
-from waltz_core.transport.port_access import ConnectionAccess
+from waltz_core.transport.admission.connection_access import ConnectionAccess
 from waltz_core.wire.messages import RegistryOperation, RegistryRequest, RegistryResponse
 
 _log = logging.getLogger(__name__)

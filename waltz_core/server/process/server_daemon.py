@@ -61,8 +61,9 @@ from waltz_core.server.process.registry_requests import RegistryRequests
 from waltz_core.server.process.storage_links import ReadLinks, is_reachable
 from waltz_core.server.read.cache import CacheBudget, FeedCache, TransactionCache
 from waltz_core.transport import net, tls
+from waltz_core.transport.admission.port_limits import LinkLimits
+from waltz_core.transport.listening import Listener, listen
 from waltz_core.transport.port_files import open_port_files
-from waltz_core.transport.port_limits import LinkLimits
 from waltz_core.transport.quota_metrics import publish_quotas
 from waltz_core.wire.messages import WireProtocol
 
@@ -193,7 +194,7 @@ class Server:
             self._port_ssl = ssl = tls.listening(config)
             files = open_port_files(config, ssl, self._ssl, metrics=self.metrics)
             await stack.enter_async_context(files)
-            listener = await net.listen(
+            listener = await listen(
                 WireProtocol.CLIENT,
                 config.listen_host,
                 config.port,
@@ -508,7 +509,7 @@ class Server:
             await asyncio.sleep(METRICS_INTERVAL_S)
 
 
-async def _close(listener: net.Listener) -> None:
+async def _close(listener: Listener) -> None:
     """Close all links; abort those that are congested."""
     for link in listener.links:
         if link.is_congested:

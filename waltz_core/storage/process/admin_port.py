@@ -40,10 +40,10 @@ from waltz_core.storage.service.admin_tasks import AdminTask
 from waltz_core.storage.service.engine import Engine
 from waltz_core.storage.service.service import ADMINISTRATION, StorageIdentity
 from waltz_core.storage.service.work import ConnectionId, LaneRequest, Work
-from waltz_core.transport import net
-from waltz_core.transport.audit_log import AuditedRequest
-from waltz_core.transport.net import Link, Listener
-from waltz_core.transport.port_limits import LinkLimits
+from waltz_core.transport.admission.audit_log import AuditedRequest
+from waltz_core.transport.admission.port_limits import LinkLimits
+from waltz_core.transport.listening import Listener, listen
+from waltz_core.transport.net import Link
 from waltz_core.transport.tls import ListenContext
 from waltz_core.wire import authentication
 from waltz_core.wire.admin_messages import AdminFailure, AdminMessage, AdminRejected
@@ -103,7 +103,7 @@ class AdminPort:
 
     async def listen(self, host: str, port: int, ssl: ListenContext | None) -> Listener:
         """Open the port; raises BadConfig if that fails."""
-        listener = await net.listen(
+        listener = await listen(
             WireProtocol.ADMIN, host, port, self._accept, ssl=ssl, limits=LinkLimits(LINKS_MAX)
         )
         _log.info("storage.admin_port address=%s", f"{host}:{listener.port}")

@@ -67,9 +67,10 @@ from waltz_core.storage.service.service_effects import Effect
 from waltz_core.storage.service.work import ConnectionId, LaneRequest, Work, WorkOutcome
 from waltz_core.storage.service.writers import CallThreads, WriteOutcome, Writers
 from waltz_core.transport import net, quota_metrics, tls
+from waltz_core.transport.admission.port_limits import LinkLimits
+from waltz_core.transport.listening import listen
 from waltz_core.transport.net import Link
 from waltz_core.transport.port_files import open_port_files
-from waltz_core.transport.port_limits import LinkLimits
 from waltz_core.wire.messages import Message, Nack, StorageMessage, WireProtocol
 
 if TYPE_CHECKING:
@@ -283,7 +284,7 @@ class StorageDaemon:
                     self.metrics, self.health, host=config.http_host, port=config.http_port
                 )
                 await stack.enter_async_context(pages)
-            listener = await net.listen(
+            listener = await listen(
                 WireProtocol.STORAGE,
                 config.listen_host,
                 config.port,

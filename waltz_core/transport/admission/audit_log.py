@@ -39,7 +39,7 @@ from waltz_core.access.permission_changes import ranges_of, ranges_text
 from waltz_core.access.permissions import Permissions
 from waltz_core.access.requirements import ADMINISTER, Requirement, Scope
 from waltz_core.errors import BadConfig, Overloaded, Unavailable, WaltzError
-from waltz_core.transport.port_limits import network_of
+from waltz_core.transport.admission.port_limits import network_of
 from waltz_core.wire.messages import Message
 
 _log = logging.getLogger(__name__)

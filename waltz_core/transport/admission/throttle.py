@@ -60,7 +60,7 @@ from waltz_core.wire.record_locations import LOCATIONS
 
 if TYPE_CHECKING:
     from waltz_core.records.record import ReqId
-    from waltz_core.transport.port_access import ConnectionAccess
+    from waltz_core.transport.admission.connection_access import ConnectionAccess
 
 _log = logging.getLogger(__name__)
 

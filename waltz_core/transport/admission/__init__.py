@@ -1,0 +1,6 @@
+"""What a listening port permits to its peers: permissions, limits, and the log of what they did.
+
+`port_access.py` has the newest permissions, and `connection_access.py` applies them to the requests
+of one connection. `throttle.py` applies the quotas of its principal. `port_limits.py` has the
+limits against hostile peers. `audit_log.py` writes administrative and denied requests.
+"""

@@ -1,0 +1,194 @@
+"""What a listening port permits to the principal of a connection (decision 048, AC 2 to AC 8, 10).
+
+Rules:
+    1. A valid token decides alone; without one, the verified certificate decides. Without either
+       the principal is `anonymous`.
+    2. A missing node, or one with an older revision, changes nothing: the known permissions stay.
+    3. A revision that takes something from a principal, or its token, or that gives the token to
+       another principal, ends its connections: their unsent bytes are dropped. So does the end of
+       the token's or the certificate's validity.
+    4. Before the port has read the permissions, it rejects every request with an error that can be
+       retried. The first revision ends connections whose principal has no permission: they were not
+       limited (`port_limits.py`, rule 2).
+    5. A peer whose version does not have the error `PermissionDenied` gets `BadRequest`; a
+       connection that sends an answer instead of a request is ended.
+    6. With `access = "report"` only an invalid token is rejected, or ends a connection. A denied
+       request is logged, and permitted. An administrative request that cannot be written to the
+       audit log is permitted, too. Principals have no quotas.
+    7. A mount needs a client ID with a proof for the connection's principal (AC 9). While the
+       permissions accept 0.13, an ID below `FIRST_ISSUED` needs none: it belongs to the principal
+       that mounts it first in a generation (`server/append/mounts.py`). A revision that does not
+       accept 0.13 any more ends the connections with such IDs.
+    8. A connection counts for its principal from its first message on (`enter`), or when it was
+       silent for a while. A revision with lower limits ends the connections that are then over
+       them; so does one that begins to count feeds, because the present ones were not counted.
+"""
+
+import asyncio
+import logging
+import ssl
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from waltz_core.access.grants import Grants
+from waltz_core.access.permissions import KnownToken, Permissions
+from waltz_core.access.principals import ANONYMOUS, Certificate, compiled_pattern, principal_of
+from waltz_core.access.quotas import IssuedIdLimit, Quotas
+from waltz_core.errors import AuthenticationFailed
+from waltz_core.transport.admission.connection_access import ConnectionAccess
+
+if TYPE_CHECKING:
+    from waltz_core.transport.admission.audit_log import AuditFile
+
+_log = logging.getLogger(__name__)
+
+# How long a connection may be used at most after its credential has expired.
+EXPIRY_CHECK_S: Final = 0.5
+# Lines for the same principal and message.
+_LOG_INTERVAL_S: Final = 60.0
+_LOGGED_MAX: Final = 1_000
+# Revoked tokens that a port remembers, to name them.
+_REVOKED_MAX: Final = 10_000
+
+
+def _wall_clock_ms() -> int:
+    return time.time_ns() // 1_000_000
+
+
+class PortAccess:
+    """The rules of a daemon's ports, with the newest permissions that it has read."""
+
+    def __init__(
+        self,
+        pattern: str,
+        *,
+        is_enforced: bool,
+        clock_ms: Callable[[], int] = _wall_clock_ms,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        """Raises BadConfig for an invalid `principal_pattern`; `clock_ms` is that of UTC.
+
+        `is_enforced` is `access = "on"`; otherwise rule 6.
+        """
+        self.is_enforced = is_enforced
+        self.permissions: Permissions | None = None
+        self.grants: Grants | None = None
+        self.quotas = Quotas()
+        self.issued_ids = IssuedIdLimit()
+        self.clock_ns = clock_ns
+        self.audit: AuditFile | None = None  # the daemon sets both
+        self.on_denied: Callable[[], None] = lambda: None
+        self._pattern = compiled_pattern(pattern)
+        self._clock_ms = clock_ms
+        self._connections: dict[ConnectionAccess, None] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._logged_s: dict[tuple[str, str], float] = {}
+        # Tokens of earlier revisions, by hash; the oldest first.
+        self._revoked: dict[str, KnownToken] = {}
+
+    def learn(self, permissions: Permissions | None) -> None:
+        """Take what ZooKeeper has now; None: it has no permissions (rules 2 and 3)."""
+        known = self.permissions
+        if permissions is None:
+            _log.warning("access.missing revision=%d", known.revision if known else 0)
+            return
+        if known is not None and permissions.revision < known.revision:
+            _log.error(
+                "access.revision_ignored revision=%d known=%d",
+                permissions.revision,
+                known.revision,
+            )
+            return
+        self._note_revoked(permissions)
+        self.permissions, self.grants = permissions, Grants(permissions)
+        if self.is_enforced:  # rule 6
+            self.quotas.learn(permissions, self.grants)
+        for connection in list(self._connections):
+            connection.check_again(is_first=known is None)
+        for excess in self.quotas.excess():
+            assert isinstance(excess, ConnectionAccess)
+            excess.end_excess()
+        _log.info("access.revision revision=%d", permissions.revision)
+        if self.audit is not None and (known is None or known.revision < permissions.revision):
+            self.audit.revise(permissions)
+
+    def opened(
+        self, certificate: Certificate | None, peer: str, end: Callable[[str], None]
+    ) -> "ConnectionAccess":
+        """Return the access of a new connection; `end` ends it now, with a reason.
+
+        `certificate` is the peer's verified one, if any.
+        """
+        principal = principal_of(certificate, self._pattern) or ANONYMOUS
+        made = ConnectionAccess(self, principal, peer, end)
+        if certificate and self.is_enforced:
+            made.expires_ms = int(1000 * ssl.cert_time_to_seconds(certificate["notAfter"]))
+            self.watch_expiry()
+        self._connections[made] = None
+        return made
+
+    def closed(self, connection: "ConnectionAccess") -> None:
+        """Forget a connection."""
+        self._connections.pop(connection, None)
+        connection.leave()
+
+    @property
+    def accepts_0_13(self) -> bool:
+        """Whether client IDs of ZooKeeper need no proof (rule 7)."""
+        return self.permissions is not None and self.permissions.accepts_0_13
+
+    def known_token(self, token_hash: str) -> KnownToken:
+        """Return a token that is valid now; raises AuthenticationFailed."""
+        if self.permissions is None:
+            raise AuthenticationFailed("the token cannot be checked: there are no permissions yet")
+        known = self.permissions.valid_token(token_hash, self._clock_ms())
+        if known is None:
+            raise AuthenticationFailed(self.reason_invalid(token_hash))
+        return known
+
+    def _note_revoked(self, permissions: Permissions) -> None:
+        for token_hash, token in self.permissions.tokens.items() if self.permissions else ():
+            if token_hash not in permissions.tokens:
+                self._revoked[token_hash] = token
+        while len(self._revoked) > _REVOKED_MAX:
+            del self._revoked[next(iter(self._revoked))]
+
+    def named_token(self, token_hash: str) -> KnownToken | None:
+        """Return a token, also one that has expired, or was revoked while the port was open."""
+        listed = self.permissions.tokens.get(token_hash) if self.permissions else None
+        return listed or self._revoked.get(token_hash)
+
+    def reason_invalid(self, token_hash: str) -> str:
+        """Return why a token is not valid; only a peer that has the token gets its name."""
+        named = self.named_token(token_hash)
+        if named is None:
+            return "the token is unknown or revoked"
+        is_listed = self.permissions is not None and token_hash in self.permissions.tokens
+        state = "has expired" if is_listed else "is revoked"
+        return f"token {named.token_id} of {named.principal} {state}"
+
+    def watch_expiry(self) -> None:
+        """Check every `EXPIRY_CHECK_S` which credentials have expired, while there are any."""
+        if self._timer is None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(EXPIRY_CHECK_S, self._check_expiry)
+
+    def _check_expiry(self) -> None:
+        self._timer = None
+        now_ms = self._clock_ms()
+        expiring = [each for each in self._connections if each.expires_ms is not None]
+        for connection in expiring:
+            connection.check_expiry(now_ms)
+        if expiring:
+            self.watch_expiry()
+
+    def must_log(self, principal: str, message: str) -> bool:
+        """Whether to log a denial: at most once a minute for the same principal and message."""
+        key, now_s = (principal, message), time.monotonic()
+        if now_s < self._logged_s.get(key, -_LOG_INTERVAL_S) + _LOG_INTERVAL_S:
+            return False
+        if len(self._logged_s) >= _LOGGED_MAX:
+            self._logged_s.clear()
+        self._logged_s[key] = now_s
+        return True

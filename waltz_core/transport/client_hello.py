@@ -1,0 +1,80 @@
+"""Whether the first bytes of a peer are a ClientHello that a port may answer without much work.
+
+Rules:
+    1. A ClientHello is complete before OpenSSL gets it, and is in one record: otherwise its answer,
+       which takes most of the CPU time of a handshake, would have no turn (`tls_port.py`).
+    2. Its key exchange is X25519 or P-256: OpenSSL takes 170 ms for ffdhe8192, and Python 3.11
+       cannot restrict a context to several groups.
+"""
+
+import struct
+from typing import Final
+
+from waltz_core.transport.tls import HANDSHAKE
+
+# A record begins with its type, the version of TLS (3.x) and its size; a handshake message with its
+# type and a size of 3 bytes.
+_RECORD_HEADER_BYTES: Final = 5
+_MESSAGE_HEADER_BYTES: Final = 4
+_CLIENT_HELLO: Final = 1
+BYTES_MAX: Final = _RECORD_HEADER_BYTES + 16_384
+# Extensions of a ClientHello, and codes in them.
+_SUPPORTED_GROUPS, _SUPPORTED_VERSIONS, _KEY_SHARE = 10, 43, 51
+_TLS_1_3: Final = 0x0304
+_FAST_GROUPS: Final = frozenset({0x0017, 0x001D})  # P-256, X25519
+_SLOW_GROUPS: Final = frozenset({0x0018, 0x0019, *range(0x0100, 0x0200)})  # P-384, P-521, FFDHE
+
+
+def bytes_needed(first: bytes) -> int:
+    """Return how many first bytes of a peer must have arrived before its handshake may begin."""
+    if first[0] != HANDSHAKE or first[1:2] not in (b"", b"\x03"):
+        return 1  # not a handshake, or one that OpenSSL rejects
+    if len(first) < _RECORD_HEADER_BYTES:
+        return _RECORD_HEADER_BYTES
+    return min(BYTES_MAX, _RECORD_HEADER_BYTES + _number(first[3:_RECORD_HEADER_BYTES]))
+
+
+def failure_of(first: bytes) -> str:
+    """Return why OpenSSL must not get a peer's first record; "": it may get it.
+
+    OpenSSL rejects a damaged one.
+    """
+    message = first[_RECORD_HEADER_BYTES:]
+    if first[1:2] != b"\x03" or message[:1] != bytes((_CLIENT_HELLO,)):
+        return ""
+    size = _MESSAGE_HEADER_BYTES + _number(message[1:_MESSAGE_HEADER_BYTES])
+    if _number(first[3:_RECORD_HEADER_BYTES]) < size:  # its end would be answered without a turn
+        return "expected a ClientHello in one record of TLS, found a part of one"
+    extensions = _extensions(message[:size])
+    groups = _numbers(extensions.get(_SUPPORTED_GROUPS, b"")[2:])
+    is_slow = _SUPPORTED_GROUPS in extensions and groups.isdisjoint(_FAST_GROUPS)
+    if _TLS_1_3 in _numbers(extensions.get(_SUPPORTED_VERSIONS, b"")[1:]):
+        shares = _sized(extensions.get(_KEY_SHARE, b"")[2:])
+        known = (each for each in shares if each in _FAST_GROUPS or each in _SLOW_GROUPS)
+        is_slow = next(known, None) not in _FAST_GROUPS  # OpenSSL uses the first one that it has
+    return "expected a key exchange with X25519 or P-256" if is_slow else ""
+
+
+def _extensions(hello: bytes) -> dict[int, bytes]:
+    at = _MESSAGE_HEADER_BYTES + 2 + 32  # version, random
+    for size_bytes in (1, 2, 1):  # session ID, ciphers, compression methods
+        at += size_bytes + _number(hello[at : at + size_bytes])
+    return _sized(hello[at + 2 :])
+
+
+def _sized(data: bytes) -> dict[int, bytes]:
+    """Return the parts of a list, by their code; each has code, size and bytes."""
+    found, at = dict[int, bytes](), 0
+    while at + 4 <= len(data):
+        code, size = struct.unpack_from(">HH", data, at)
+        found[code] = data[at + 4 : at + 4 + size]
+        at += 4 + size
+    return found
+
+
+def _numbers(data: bytes) -> set[int]:
+    return {_number(data[at : at + 2]) for at in range(0, len(data), 2)}
+
+
+def _number(data: bytes) -> int:
+    return int.from_bytes(data, "big")
