@@ -3,7 +3,7 @@
 `requirements.py` has the verbs, and the words in which each message declares its requirement.
 `principals.py` maps a certificate to a principal, `tokens.py` has the secret of a token, and
 `permissions.py` what ZooKeeper stores about principals. `grants.py` decides whether a principal
-meets a requirement; `transport/admission/port_access.py` uses it for each request. `quotas.py` has the limits
-of principals. `client_ids.py` has the proof that a client ID belongs to a principal.
+meets a requirement; `transport/admission/port_access.py` uses it for each request. `quotas.py` has
+the limits of principals. `client_ids.py` has the proof that a client ID belongs to a principal.
 `permission_changes.py` has the changes of commands.
 """

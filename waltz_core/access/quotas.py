@@ -1,7 +1,7 @@
 """Quotas: what each principal with limits uses of one daemon (decision 048, AC 10).
 
-`transport/admission/throttle.py` charges the requests of such principals here. Other principals have no
-`Quota`, and cost nothing. The time is passed in, in nanoseconds of a monotonic clock.
+`transport/admission/throttle.py` charges the requests of such principals here. Other principals
+have no `Quota`, and cost nothing. The time is passed in, in nanoseconds of a monotonic clock.
 
 Rules:
     1. All connections of a principal share its quota. A principal with `replicate` has none.

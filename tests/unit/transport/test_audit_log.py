@@ -17,7 +17,8 @@ from waltz_core.access.tokens import hash_of
 from waltz_core.config import StorageConfig
 from waltz_core.errors import BadConfig, Overloaded, Unavailable
 from waltz_core.records.record import ReqId
-from waltz_core.transport import audit_log, tls
+from waltz_core.transport import tls
+from waltz_core.transport.admission import audit_log
 from waltz_core.transport.admission.audit_log import AuditFile, Peer
 from waltz_core.transport.admission.port_access import PortAccess
 from waltz_core.wire.admin_messages import SetAvailable

@@ -21,7 +21,8 @@ from waltz_core.config import ClientConfig
 from waltz_core.errors import Overloaded
 from waltz_core.metrics import Metrics
 from waltz_core.records.record import ReqId
-from waltz_core.transport import net, port_limits, tls
+from waltz_core.transport import net, tls
+from waltz_core.transport.admission import port_limits
 from waltz_core.transport.quota_metrics import publish_quotas
 from waltz_core.wire.messages import (
     FeedBatch,

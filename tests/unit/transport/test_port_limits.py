@@ -14,7 +14,8 @@ from waltz_core.access.permissions import Grant, PrincipalLimits
 from waltz_core.access.requirements import READ
 from waltz_core.config import ClientConfig
 from waltz_core.errors import PermissionDenied, Unreachable
-from waltz_core.transport import net, port_limits, tls, tls_port
+from waltz_core.transport import net, tls, tls_port
+from waltz_core.transport.admission import port_limits
 from waltz_core.transport.admission.port_limits import HandshakeLimits, HandshakeTurns, LinkLimits
 from waltz_core.transport.listening import listen
 from waltz_core.wire import authentication, codec

@@ -7,7 +7,7 @@ from tests.loops import on_virtual_loop, pass_time
 from waltz_core.access.permissions import PrincipalLimits
 from waltz_core.access.quotas import REJECTION_BYTES, REJECTIONS_PER_S, SECOND_NS, Quota, Usage
 from waltz_core.records.record import ReqId
-from waltz_core.transport import throttle
+from waltz_core.transport.admission import throttle
 from waltz_core.transport.admission.throttle import Throttle
 from waltz_core.wire.messages import (
     AppendRequest,
