@@ -8,9 +8,9 @@ Rules:
     1. Each of `ROUNDS` rounds measures each kind of greed: first the calm phase, then the same
        client during the flood. The ratio of a kind is the median of the ratios of its rounds: the
        speed of a machine changes over time.
-    2. The measured client appends all the time. The greedy tenants run all the time as well, and
-       pause. A flood is measured `START_S` after it has begun, when it has used the amount that its
-       limits permit at once, and a calm phase as long after the flood.
+    2. The measured client appends all the time. A flood is measured `START_S` after it has begun,
+       when the tenant has used the amount that its limits permit at once. Between floods a tenant
+       has no connections; a calm phase begins `START_S` after the flood.
 """
 
 from __future__ import annotations

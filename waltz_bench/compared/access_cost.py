@@ -99,14 +99,18 @@ def _running(tls: Path, access: str) -> Iterator[_Side]:
 
 @contextmanager
 def permitted(
-    tls: Path, access: str, limits: Mapping[str, PrincipalLimits]
+    tls: Path,
+    access: str,
+    limits: Mapping[str, PrincipalLimits],
+    others: Mapping[str, object] | None = None,
 ) -> Iterator[tuple[LocalCluster, dict[str, str]]]:
     """Run a temporary cluster; its permissions exist before its daemons.
 
     Yield it, and the connect string of each principal in `limits`: all of them may read and append.
+    `others` are further settings of all daemons.
     """
     # No certificate has a name of this kind: so the daemons have no other principal.
-    settings: dict[str, object] = {"access": access, "principal_pattern": "NONE=(.+)"}
+    settings = {"access": access, "principal_pattern": "NONE=(.+)", **(others or {})}
     with TemporaryDirectory(prefix="waltz-") as directory:
         kinds = {"server": settings, "storage": settings}
         cluster = LocalCluster(Path(directory) / "cluster", bound=True, tls=tls, settings=kinds)
