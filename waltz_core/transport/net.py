@@ -39,7 +39,6 @@ import uvloop
 from waltz_core.access.client_ids import NO_PROOF
 from waltz_core.access.principals import ANONYMOUS
 from waltz_core.access.quotas import REQUEST_BYTES_MIN
-from waltz_core.access.tokens import Token
 from waltz_core.errors import (
     AuthenticationFailed,
     BadConfig,
@@ -146,7 +145,7 @@ async def dial(
                 await dialing.connect(lambda: _LinkProtocol(link), host, port, ssl)
                 await ready
                 if token is not None:
-                    await _state_token(link, token)
+                    await dialing.state_token(link, token)
         except TimeoutError as error:
             raise Unreachable(f"{address}: no connection and hello within {timeout_s} s") from error
         except OSError as error:
@@ -158,24 +157,6 @@ async def dial(
         link.abort("the dial was cancelled")
         raise
     return link
-
-
-async def _state_token(link: "Link", token: Token) -> None:
-    """Send the token first (rule 7), and wait for the answer."""
-    version = link.version
-    assert version is not None
-    credential = authentication.credential(link.protocol, version, token.secret)
-    if credential is None:
-        return
-    link.send(credential)
-    answer, *more = await link.receive()
-    error = authentication.error_in(answer)
-    if isinstance(error, Overloaded):
-        raise Overloaded(f"{link.address}: {error}", error.retry_after_ms)
-    if error is not None:
-        raise AuthenticationFailed(f"{link.address}: {error}")
-    if more:
-        raise RemoteProtocolError(f"{link.address}: expected one answer to a token, found more")
 
 
 async def listen(
@@ -426,10 +407,7 @@ class Link:
         on_closed: ClosedCallback,
         on_drained: DrainedCallback | None = None,
     ) -> None:
-        """Call back for messages and the end from now on (rule 1).
-
-        `on_drained` is called at the end of a congestion, and at the end of a pause of feeds.
-        """
+        """Call back from now on (rule 1); `on_drained`: after a congestion or a pause of feeds."""
         assert self._on_messages is None
         self._on_messages = on_messages
         self._on_closed = on_closed
