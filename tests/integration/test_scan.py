@@ -14,9 +14,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.commands import run_command
+from tests.patience import HANG_S
 from waltz_core.client import WaltzClient
+from waltz_core.config import ClientConfig
+from waltz_core.errors import UsageError
 from waltz_core.local import LocalCluster, running
 
+PATIENT = ClientConfig(request_timeout_ms=int(1000 * HANG_S))
 ROWS = 600
 FILLER = "x" * 50_000
 SCHEMA = pa.schema(
@@ -33,7 +37,7 @@ SCHEMA = pa.schema(
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     with running(tmp_path_factory.mktemp("cluster") / "local") as running_cluster:
-        with WaltzClient(running_cluster.connect) as client:
+        with WaltzClient(running_cluster.connect, PATIENT) as client:
             futures = [
                 client.append(
                     msgpack.packb({"id": each, "filler": FILLER}), partition=each % 2, header=each
@@ -47,7 +51,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
 
 @pytest.fixture
 def client(cluster: LocalCluster) -> Iterator[WaltzClient]:
-    with WaltzClient(cluster.connect) as opened:
+    with WaltzClient(cluster.connect, PATIENT) as opened:
         yield opened
 
 
@@ -73,7 +77,7 @@ def test_polars_duckdb_and_pandas_read_it(client: WaltzClient):
     frame = pl.from_arrow(client.scan(0, schema=columns))
     assert frame["id"].sum() == frame["header"].sum() == expected
     log = client.scan(0, schema=columns)  # noqa: F841 - DuckDB finds it by its name
-    assert duckdb.sql("SELECT sum(id) FROM log WHERE header >= 0").fetchone() == (expected,)
+    assert duckdb.sql("SELECT sum(id) FROM log WHERE header >= 0").fetchall() == [(expected,)]
     assert client.scan(0, schema=columns).read_pandas()["id"].sum() == expected
 
 
@@ -83,6 +87,15 @@ def test_duckdb_may_stop_early_and_reports_the_transaction_of_an_error(client: W
     wrong = client.scan(0, schema=pa.schema([("id", pa.string())]))  # noqa: F841 - as above
     with pytest.raises(duckdb.Error, match=r"partition 0, transaction 0: column 'id'"):
         duckdb.sql("SELECT * FROM wrong").fetchall()
+
+
+def test_a_client_that_closes_ends_the_reads_of_open_readers(cluster: LocalCluster):
+    with WaltzClient(cluster.connect, PATIENT) as client:
+        reader = client.scan(0)
+        assert reader.read_next_batch().num_rows > 0
+    with pytest.raises(UsageError, match="closed"):
+        reader.read_all()
+    reader.close()
 
 
 def test_export_to_each_format(cluster: LocalCluster, tmp_path: Path):

@@ -66,7 +66,7 @@ def into_files(table: DataFrame, place: Path) -> StreamingQuery:
 
 
 def finished(query: StreamingQuery) -> StreamingQuery:
-    assert query.awaitTermination(120)
+    assert query.awaitTermination(HANG_S)
     return query
 
 

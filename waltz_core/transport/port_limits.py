@@ -13,15 +13,17 @@ Rules:
        the large frames of others closed. To read a link more slowly would let it keep the memory.
 """
 
-import asyncio
 import ipaddress
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from waltz_core.access.quotas import COUNT_RETRY_MS
 from waltz_core.errors import Overloaded
+
+if TYPE_CHECKING:
+    from asyncio import Future
 
 LINKS_MAX: Final = 10_000
 INCOMPLETE_BYTES_MAX: Final = 1024 * 1024 * 1024
@@ -123,9 +125,9 @@ class HandshakeTurns:
     def __init__(self, call_soon: Callable[[Callable[[], None]], object]) -> None:
         self._call_soon = call_soon
         # By host; the first one has the next turn.
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        self._waiting: dict[str, deque[Future[None]]] = {}
 
-    def add(self, address: str, turn: "asyncio.Future[None]") -> None:
+    def add(self, address: str, turn: "Future[None]") -> None:
         """Set the result of `turn` when it is the turn of a handshake of this host."""
         if not self._waiting:
             self._call_soon(self._begin_one)

@@ -52,14 +52,10 @@ UNVERIFIED: Final = "unverified"
 # The first byte of a record: a handshake, or the alert that ends one.
 HANDSHAKE: Final = 0x16
 ALERT: Final = 0x15
-# A record begins with its type, the version of TLS (3.x) and its size; its handshake message with a
-# type and a size of 3 bytes.
-_RECORD_HEADER_BYTES: Final = 5
-_MESSAGE_HEADER_BYTES: Final = 4
-_CLIENT_HELLO: Final = 1
-HELLO_BYTES_MAX: Final = _RECORD_HEADER_BYTES + 16_384
 # The answer to a peer that has not begun a handshake: a fatal alert, unexpected_message.
 UNEXPECTED_MESSAGE: Final = bytes((ALERT, 3, 3, 0, 2, 2, 10))
+# The answer to a ClientHello that must not be processed: handshake_failure.
+HANDSHAKE_FAILURE: Final = bytes((ALERT, 3, 3, 0, 2, 2, 40))
 
 LOG_INTERVAL_S: Final = 60.0
 _LAST_LOGGED_MAX: Final = 1_024
@@ -79,7 +75,8 @@ _SENTENCES: Final = {
     "PEER_DID_NOT_RETURN_A_CERTIFICATE": "expected a certificate of the peer, found none",
     "TLSV13_ALERT_CERTIFICATE_REQUIRED": "the peer expects a certificate, found none",
     # TLS 1.2 uses this one for that, and for other failures.
-    "SSLV3_ALERT_HANDSHAKE_FAILURE": "the peer rejects the handshake: it may expect a certificate",
+    "SSLV3_ALERT_HANDSHAKE_FAILURE": "the peer rejects the handshake: it may expect a certificate, "
+    "or a key exchange with X25519 or P-256",
 }
 _CERTIFICATE_ALERTS: Final = ("CERTIFICATE", "UNKNOWN_CA")
 
@@ -101,28 +98,6 @@ class _Handshake(ssl.SSLObject):
         except ssl.SSLError as error:
             error.add_note(self.outgoing.read().hex())
             raise
-
-
-def hello_bytes(first: bytes) -> int:
-    """Return how many first bytes of a peer must have arrived before its handshake may begin."""
-    if first[0] != HANDSHAKE or first[1:2] not in (b"", b"\x03"):
-        return 1  # not a handshake, or one that OpenSSL rejects
-    if len(first) < _RECORD_HEADER_BYTES:
-        return _RECORD_HEADER_BYTES
-    return min(HELLO_BYTES_MAX, _RECORD_HEADER_BYTES + _record_bytes(first))
-
-
-def is_split(first: bytes) -> bool:
-    """Whether the first record (`hello_bytes`) has only a part of a ClientHello."""
-    message = first[_RECORD_HEADER_BYTES:]
-    if first[1:2] != b"\x03" or message[:1] != bytes((_CLIENT_HELLO,)):
-        return False  # OpenSSL rejects it
-    size = int.from_bytes(message[1:_MESSAGE_HEADER_BYTES], "big")
-    return _record_bytes(first) < _MESSAGE_HEADER_BYTES + size
-
-
-def _record_bytes(first: bytes) -> int:
-    return int.from_bytes(first[_RECORD_HEADER_BYTES - 2 : _RECORD_HEADER_BYTES], "big")
 
 
 class ListenContext(ssl.SSLContext):

@@ -18,6 +18,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+import struct
 from collections.abc import Callable
 from typing import Final
 
@@ -29,6 +30,18 @@ _log = logging.getLogger(__name__)
 HANDSHAKE_S_MAX: Final = 5.0
 HANDSHAKES_MAX: Final = 4_096
 BACKLOG: Final = 1_024
+
+# A record begins with its type, the version of TLS (3.x) and its size; a handshake message with its
+# type and a size of 3 bytes.
+_RECORD_HEADER_BYTES: Final = 5
+_MESSAGE_HEADER_BYTES: Final = 4
+_CLIENT_HELLO: Final = 1
+_HELLO_BYTES_MAX: Final = _RECORD_HEADER_BYTES + 16_384
+# Extensions of a ClientHello, and codes in them.
+_SUPPORTED_GROUPS, _SUPPORTED_VERSIONS, _KEY_SHARE = 10, 43, 51
+_TLS_1_3: Final = 0x0304
+_FAST_GROUPS: Final = frozenset({0x0017, 0x001D})  # P-256, X25519
+_SLOW_GROUPS: Final = frozenset({0x0018, 0x0019, *range(0x0100, 0x0200)})  # P-384, P-521, FFDHE
 # After a lack of descriptors or memory; an immediate retry would fail, too.
 _ACCEPT_PAUSE_S: Final = 0.5
 
@@ -145,31 +158,31 @@ class TlsPort:
         accepted.settimeout(0)
         late_s = self._loop.time() + HANDSHAKE_S_MAX
         wanted = 1
-        async with asyncio.timeout_at(late_s) as timeout:
+        async with asyncio.timeout_at(late_s) as deadline:
             while True:
-                # The socket is not readable before: a slow peer takes three turns, not one per byte.
+                # It becomes readable with these bytes: a slow peer takes three turns at most.
                 accepted.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
-                timeout.reschedule(late_s)
-                await self._turn(accepted, host, timeout)
+                deadline.reschedule(late_s)
+                await self._turn(accepted, host, deadline)
                 try:
-                    found = accepted.recv(tls.HELLO_BYTES_MAX, socket.MSG_PEEK)
+                    found = accepted.recv(_HELLO_BYTES_MAX, socket.MSG_PEEK)
                 except ConnectionResetError:
                     return b""
                 if len(found) < wanted:
                     return b""
-                wanted = tls.hello_bytes(found)
+                wanted = hello_bytes(found)
                 if len(found) >= wanted:
                     break
         accepted.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
         return found
 
-    async def _turn(self, accepted: socket.socket, host: str, timeout: asyncio.Timeout) -> None:
+    async def _turn(self, accepted: socket.socket, host: str, deadline: asyncio.Timeout) -> None:
         turn = self._loop.create_future()
 
         def is_readable() -> None:
             self._loop.remove_reader(accepted)
             if not turn.done():  # it is not late
-                timeout.reschedule(None)
+                deadline.reschedule(None)
                 self._turns.add(host, turn)
 
         self._loop.add_reader(accepted, is_readable)
@@ -179,16 +192,17 @@ class TlsPort:
             self._loop.remove_reader(accepted)
 
     def _is_acceptable(self, first: bytes, accepted: socket.socket, host: str) -> bool:
-        """Whether a connection with these first bytes may continue; reject it otherwise (rule 1)."""
+        """Whether a peer with these first bytes may continue; reject it otherwise (rule 1)."""
         if not first:
             return False
         if first[0] == tls.HANDSHAKE:
-            failure = ""
-            if tls.is_split(first):  # the rest would be answered without a turn
-                failure = "expected a ClientHello in one record of TLS"
+            failure = hello_failure(first)
+            if failure:
+                tls.log_failure(host, failure)
+                accepted.recv(_HELLO_BYTES_MAX)  # with unread bytes the system would drop the alert
+                accepted.send(tls.HANDSHAKE_FAILURE)
             elif tcp.has_closed(accepted):
                 failure = "the peer closed the connection while its handshake waited for its turn"
-            if failure:
                 tls.log_failure(host, failure)
             return not failure
         if self._context.plain_peers:  # rule 4
@@ -199,6 +213,61 @@ class TlsPort:
         accepted.recv(64 * 1024)  # with unread bytes the system would drop the alert
         accepted.send(tls.UNEXPECTED_MESSAGE)
         return False
+
+
+def hello_bytes(first: bytes) -> int:
+    """Return how many first bytes of a peer must have arrived before its handshake may begin."""
+    if first[0] != tls.HANDSHAKE or first[1:2] not in (b"", b"\x03"):
+        return 1  # not a handshake, or one that OpenSSL rejects
+    if len(first) < _RECORD_HEADER_BYTES:
+        return _RECORD_HEADER_BYTES
+    return min(_HELLO_BYTES_MAX, _RECORD_HEADER_BYTES + _number(first[3:_RECORD_HEADER_BYTES]))
+
+
+def hello_failure(first: bytes) -> str:
+    """Return why OpenSSL must not get a peer's first record (rules 2 and 5); "": it may get it.
+
+    OpenSSL rejects a damaged one.
+    """
+    message = first[_RECORD_HEADER_BYTES:]
+    if first[1:2] != b"\x03" or message[:1] != bytes((_CLIENT_HELLO,)):
+        return ""
+    size = _MESSAGE_HEADER_BYTES + _number(message[1:_MESSAGE_HEADER_BYTES])
+    if _number(first[3:_RECORD_HEADER_BYTES]) < size:  # its end would be answered without a turn
+        return "expected a ClientHello in one record of TLS, found a part of one"
+    extensions = _extensions(message[:size])
+    groups = _numbers(extensions.get(_SUPPORTED_GROUPS, b"")[2:])
+    is_slow = _SUPPORTED_GROUPS in extensions and groups.isdisjoint(_FAST_GROUPS)
+    if _TLS_1_3 in _numbers(extensions.get(_SUPPORTED_VERSIONS, b"")[1:]):
+        shares = _sized(extensions.get(_KEY_SHARE, b"")[2:])
+        known = (each for each in shares if each in _FAST_GROUPS or each in _SLOW_GROUPS)
+        is_slow = next(known, None) not in _FAST_GROUPS  # OpenSSL uses the first one that it has
+    return "expected a key exchange with X25519 or P-256" if is_slow else ""
+
+
+def _extensions(hello: bytes) -> dict[int, bytes]:
+    at = _MESSAGE_HEADER_BYTES + 2 + 32  # version, random
+    for size_bytes in (1, 2, 1):  # session ID, ciphers, compression methods
+        at += size_bytes + _number(hello[at : at + size_bytes])
+    return _sized(hello[at + 2 :])
+
+
+def _sized(data: bytes) -> dict[int, bytes]:
+    """Return the parts of a list, by their code; each has code, size and bytes."""
+    found, at = dict[int, bytes](), 0
+    while at + 4 <= len(data):
+        code, size = struct.unpack_from(">HH", data, at)
+        found[code] = data[at + 4 : at + 4 + size]
+        at += 4 + size
+    return found
+
+
+def _numbers(data: bytes) -> set[int]:
+    return {_number(data[at : at + 2]) for at in range(0, len(data), 2)}
+
+
+def _number(data: bytes) -> int:
+    return int.from_bytes(data, "big")
 
 
 def _listening(family: int, address: tuple[object, ...]) -> socket.socket:

@@ -13,6 +13,7 @@ from waltz_core import errors
 from waltz_core.client import WaltzClient
 from waltz_core.client.api.scanning import ScanColumns, Span, open_scan, spans_of
 from waltz_core.client.read.ranges import NO_REPLICAS, ArchivedRange, ReplicaSet
+from waltz_core.encryption.envelopes import DecryptedPayload
 from waltz_core.memory_waltz import MemoryWaltz
 from waltz_core.records.batches import READ_SCHEMA
 
@@ -223,3 +224,31 @@ def test_a_scan_begins_at_the_first_available_transaction():
     for start, stop in ((3, None), (None, 3)):
         with pytest.raises(errors.BelowStart, match=r"partition 1: .*begins at transaction 4"):
             spans_of(sources, start, stop)
+
+
+def test_a_payload_that_cannot_be_decrypted_is_null_with_its_reason(client: WaltzClient):
+    fill(client, 0, 3)
+
+    def decrypt(data: bytes, *, header: int) -> DecryptedPayload:
+        if header == 1:
+            return DecryptedPayload(None, "there is no key 'k'")
+        return DecryptedPayload(data, None)
+
+    chunks = [replace(chunk, decrypt=decrypt) for chunk in client.read_range(0, 0, 2)]
+    schema = pa.schema([("id", pa.int32()), ("data_error", pa.string())])
+    for wanted in (schema, None):
+        columns = ScanColumns(wanted, has_keys=True)
+        table = pa.Table.from_batches(
+            [batch for chunk in chunks for batch in columns.batches(chunk, 0)], columns.schema
+        )
+        assert table["data_error"].to_pylist() == [None, "there is no key 'k'", None]
+        if wanted is None:
+            assert [each is None for each in table["data"].to_pylist()] == [False, True, False]
+        else:
+            assert table["id"].to_pylist() == [0, None, 2]
+
+
+def test_columns_that_may_lack_a_decrypted_value_are_nullable():
+    for name, kind in (("id", pa.int32()), ("data", pa.binary())):
+        with pytest.raises(errors.BadRequest, match=f"'{name}'.* Hint: declare it nullable"):
+            ScanColumns(pa.schema([pa.field(name, kind, nullable=False)]), has_keys=True)

@@ -457,11 +457,15 @@ async def test_a_connection_without_data_is_not_logged(files, logged):
         assert logged() == ""
 
 
-def client_hello(files):
-    """The first bytes of a client."""
-    outgoing = ssl.MemoryBIO()
+def client_hello(files, group=None, version=None):
+    """The first bytes of a client, which offers all groups or one."""
+    context, outgoing = trusting(files), ssl.MemoryBIO()
+    if group is not None:
+        context.set_ecdh_curve(group)
+    if version is not None:
+        context.maximum_version = version
     with contextlib.suppress(ssl.SSLWantReadError):
-        trusting(files).wrap_bio(ssl.MemoryBIO(), outgoing, server_hostname=ANY).do_handshake()
+        context.wrap_bio(ssl.MemoryBIO(), outgoing, server_hostname=ANY).do_handshake()
     return outgoing.read()
 
 
@@ -561,11 +565,53 @@ async def test_a_client_hello_in_two_records_is_rejected(files, logged):
     ]
     async with open_port(listening(files)) as (_, listener, _):
         reader, writer = await asyncio.open_connection(ANY, listener.port)
-        writer.writelines(split)
-        with contextlib.suppress(ConnectionResetError):
-            assert await reader.read() == b""
+        writer.write(b"".join(split))
+        assert await reader.readexactly(7) == tls.HANDSHAKE_FAILURE
+        writer.transport.abort()
         await until(lambda: "expected a ClientHello in one record" in logged())
-        writer.close()
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_only_a_fast_key_exchange_is_accepted(files, version):
+    for group in (None, "X25519", "prime256v1"):
+        assert tls_port.hello_failure(client_hello(files, group, version)) == ""
+    slow = ["secp384r1", "secp521r1", "X448"]
+    if version == ssl.TLSVersion.TLSv1_3:
+        slow += ["ffdhe2048", "ffdhe8192"]
+    for group in slow:
+        hello = client_hello(files, group, version)
+        assert tls_port.hello_failure(hello) == "expected a key exchange with X25519 or P-256"
+    assert listening(files).options & ssl.OP_CIPHER_SERVER_PREFERENCE  # with TLS 1.2
+
+
+def hello_of_tls_1_3(groups):
+    """A ClientHello with a key share of each group."""
+    shares = b"".join(struct.pack(">HH", each, 1) + b"k" for each in groups)
+    versions = struct.pack(">HHB", 43, 3, 2) + b"\3\4"
+    extensions = versions + struct.pack(">3H", 51, 2 + len(shares), len(shares)) + shares
+    body = struct.pack(">H", 0x0303) + bytes(32) + b"\0" + struct.pack(">2H", 2, 0x1301) + b"\1\0"
+    body += struct.pack(">H", len(extensions)) + extensions
+    return struct.pack(">BHHBBH", 0x16, 0x0301, 4 + len(body), 1, 0, len(body)) + body
+
+
+def test_the_first_key_share_that_openssl_knows_decides():
+    p_256, x25519, p_384, ffdhe8192, unknown = 0x17, 0x1D, 0x18, 0x0104, 0x0A0A
+    accepted = [(x25519,), (p_256,), (unknown, x25519), (p_256, p_384), (x25519, ffdhe8192)]
+    rejected = [(), (unknown,), (p_384, p_256), (unknown, ffdhe8192, x25519)]
+    for each in accepted:
+        assert tls_port.hello_failure(hello_of_tls_1_3(each)) == ""
+    for each in rejected:  # without one, OpenSSL requests a second ClientHello
+        assert "X25519 or P-256" in tls_port.hello_failure(hello_of_tls_1_3(each))
+
+
+@on_loop
+async def test_a_slow_key_exchange_is_rejected_on_both_sides(files, logged):
+    slow = trusting(files)
+    slow.set_ecdh_curve("ffdhe8192")
+    async with open_port(listening(files)) as (_, _, address):
+        with pytest.raises(TlsFailed, match="or a key exchange with X25519 or P-256"):
+            await net.dial(WireProtocol.STORAGE, address, ssl=slow)
+        assert "tls.failed peer=127.0.0.1 error=expected a key exchange" in logged()
 
 
 @on_loop

@@ -29,7 +29,7 @@ def read_export(path: Path) -> Permissions:
     try:
         return access_node.decode(data)
     except BadFormat as error:
-        raise BadFormat(f"{path}: {error}") from error
+        raise BadFormat(f"{path}: {error}. Hint: `access export` writes such a file.") from error
 
 
 def described(found: Permissions) -> str:

@@ -155,7 +155,8 @@ async def limit(
 ) -> AccessResult:
     limits = PrincipalLimits(**given)
     if remove == (limits != PrincipalLimits()):
-        raise BadConfig("expected one or more limits, or --remove")
+        options_text = ", ".join(f"--{key.replace('_', '-')}" for key in given)
+        raise BadConfig(f"expected one or more limits ({options_text}), or --remove")
     if remove:
         change = await command.change(lambda old: changes.remove_limits(old, principal))
         return AccessResult(change, f"{principal} has no limits of its own")

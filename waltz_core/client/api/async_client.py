@@ -115,6 +115,7 @@ class AsyncWaltzClient(OpenedByConnect):
         self._round_robin = 0
         self._marks: dict[int, TransactionId] = {}
         self._runs: dict[ContextRun, None] = {}
+        self._range_readers: dict[ReplicaReader, None] = {}  # of ranges that are being read
         self._pid = os.getpid()
         self._closing = asyncio.Event()
         self._is_closed = False
@@ -249,6 +250,8 @@ class AsyncWaltzClient(OpenedByConnect):
             for partition in self._partitions.values():
                 partition.close()
             self._closing.set()
+            for reader in list(self._range_readers):
+                reader.close()
             await asyncio.wait([root])
             self.requests.close()
             await self.links.close("the client was closed")
@@ -614,6 +617,7 @@ class AsyncWaltzClient(OpenedByConnect):
             timeout_s=self.config.server_connect_timeout_ms / 1000,
             ssl=self._ssl,
         )
+        self._range_readers[reader] = None
         try:
             async for chunk in read_chunks(partition_id, query, reader.fetch, self._start):
                 if self._encryption is None:
@@ -622,6 +626,7 @@ class AsyncWaltzClient(OpenedByConnect):
                     decrypt = partial(self._encryption.decrypt, partition=partition_id)
                     yield replace(chunk, decrypt=decrypt)
         finally:
+            self._range_readers.pop(reader, None)
             reader.close()
 
     # --- private

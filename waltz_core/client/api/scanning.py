@@ -13,7 +13,9 @@ Rules:
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from contextlib import closing
+from operator import index
+from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex, TypeAlias
 
 import pyarrow as pa
 
@@ -130,8 +132,8 @@ class ScanColumns:
             return columns
         flags = is_present.to_pylist()
         rows = iter(range(len(data)))
-        index = pa.array([next(rows) if flag else None for flag in flags], pa.int64())
-        return [column.take(index) for column in columns]
+        place_of = pa.array([next(rows) if flag else None for flag in flags], pa.int64())
+        return [column.take(place_of) for column in columns]
 
 
 def _checked(schema: ArrowSchema, log: ArrowSchema, *, has_keys: bool) -> ArrowSchema:
@@ -190,7 +192,7 @@ def spans_of(sources: Mapping[int, ReplicaSet], start: object, stop: object) -> 
             if value > end:
                 raise DataLoss(
                     f"{name}: partition {partition}: expected at most {end}, the end of the log, "
-                    f"found {value}. Hint: this is another cluster, or a log that was created again"
+                    f"found {value}. Hint: another cluster, or a log that was created again."
                 )
         if first < available or last < available:
             raise BelowStart(
@@ -217,12 +219,14 @@ def _by_partition(name: str, given: object, partitions: Mapping[int, Any]) -> di
             f"{name}: expected an ID for each partition of {sorted(partitions)}, found "
             f"{sorted(ids)}"
         )
+    found = {}
     for partition, value in ids.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        if isinstance(value, bool) or not isinstance(value, SupportsIndex) or index(value) < 0:
             raise BadRequest(
                 f"{name}: partition {partition}: expected a transaction ID, found {value!r}"
             )
-    return dict(ids)
+        found[partition] = index(value)
+    return found
 
 
 def open_scan(
@@ -240,7 +244,9 @@ def open_scan(
             chunks = client.read_range(
                 partition, start, stop - 1, form=columns.form, replicas=sources[partition]
             )
-            for chunk in chunks:
-                yield from columns.batches(chunk, partition)
+            # Closed here: a traceback would keep the range open until after the client's close.
+            with closing(chunks):
+                for chunk in chunks:
+                    yield from columns.batches(chunk, partition)
 
     return pa.RecordBatchReader.from_batches(columns.schema, read())

@@ -19,10 +19,10 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Self, SupportsIndex, TypeVar
 
 import uvloop
 
@@ -411,7 +411,7 @@ class WaltzClient:
         header_values: Iterable[int] = (),
         bytes_max: int | None = None,
         replicas: ReplicaSet | None = None,
-    ) -> Iterator[RangeChunk]:
+    ) -> Generator[RangeChunk, None, None]:
         """Yield the committed transactions first..last in checked chunks, dense and in order."""
         chunks = SteppedChunks(
             self._client.read_range(
@@ -450,9 +450,10 @@ class WaltzClient:
         `schema` (default: the log's) that the log does not have are unpacked from the payloads,
         strictly. Raises DataLoss for an ID after the end of the log, BelowStart for expired ones.
         """
-        wanted = [partition] if isinstance(partition, int) else partition
+        wanted = [int(partition)] if isinstance(partition, SupportsIndex) else partition
         columns = ScanColumns(schema, data_format, has_keys=self._client.has_keys)
-        is_given = start is not None or stop is not None  # see `high_water_mark`
+        # A server that has just lost a partition may have a lower mark than a given ID.
+        is_given = start is not None or stop is not None
         sources = self.replica_sets(wanted, linearizable=is_given)
         return open_scan(self, spans_of(sources, start, stop), sources, columns)
 
