@@ -1,6 +1,6 @@
 """What a workload is compared with.
 
 access_cost     the same workload without access control, in turn
-greed           a flood of greedy tenants, in turn with a calm phase
+greed           greedy tenants with limits, in turn with a calm phase
 nats_peer       NATS JetStream
 """

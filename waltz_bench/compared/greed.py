@@ -221,6 +221,8 @@ async def _run(kind: str, connect: str, payload_bytes: int) -> None:
     """Obey the standard input, until its end."""
     lines, tally = asyncio.StreamReader(), _Tally()
     loop = asyncio.get_running_loop()
+    # uvloop reports each handshake that a limit has ended.
+    loop.set_exception_handler(lambda *_: None)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     async with asyncio.TaskGroup() as tasks:
         reporting = tasks.create_task(tally.report())

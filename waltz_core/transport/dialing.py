@@ -1,14 +1,24 @@
-"""Parts of a dial that need no link: the own token, a TCP connection to a host, and log lines."""
+"""Parts of a dial: the own token, a TCP connection to a host, and log lines."""
 
 import asyncio
 import logging
 from collections.abc import Callable
 from ssl import SSLContext, SSLError
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from waltz_core.access.tokens import Token
-from waltz_core.errors import AuthenticationFailed, BadConfig, Overloaded, TlsFailed
+from waltz_core.errors import (
+    AuthenticationFailed,
+    BadConfig,
+    Overloaded,
+    RemoteProtocolError,
+    TlsFailed,
+)
 from waltz_core.transport import lookup, tls
+from waltz_core.wire import authentication
+
+if TYPE_CHECKING:
+    from waltz_core.transport.net import Link
 
 _log = logging.getLogger(__name__)
 
@@ -51,6 +61,27 @@ async def connect(
         raise next(iter(errors.values()))
     failures = (f"{address}: {tls.failure_text(error)}" for address, error in errors.items())
     raise OSError("; ".join(failures))
+
+
+async def state_token(link: "Link", token: Token) -> None:
+    """Send the token first, and wait for the answer.
+
+    Raises AuthenticationFailed, Overloaded or RemoteProtocolError.
+    """
+    version = link.version
+    assert version is not None
+    credential = authentication.credential(link.protocol, version, token.secret)
+    if credential is None:
+        return
+    link.send(credential)
+    answer, *more = await link.receive()
+    error = authentication.error_in(answer)
+    if isinstance(error, Overloaded):
+        raise Overloaded(f"{link.address}: {error}", error.retry_after_ms)
+    if error is not None:
+        raise AuthenticationFailed(f"{link.address}: {error}")
+    if more:
+        raise RemoteProtocolError(f"{link.address}: expected one answer to a token, found more")
 
 
 def log_rejection(address: str, error: BaseException) -> None:

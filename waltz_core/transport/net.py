@@ -40,7 +40,6 @@ import uvloop
 from waltz_core.access.client_ids import NO_PROOF
 from waltz_core.access.principals import ANONYMOUS
 from waltz_core.access.quotas import REQUEST_BYTES_MIN
-from waltz_core.access.tokens import Token
 from waltz_core.errors import (
     AuthenticationFailed,
     BadConfig,
@@ -150,7 +149,7 @@ async def dial(
                 await dialing.connect(link.as_protocol, host, port, ssl)
                 await ready
                 if token is not None:
-                    await _state_token(link, token)
+                    await dialing.state_token(link, token)
         except TimeoutError as error:
             raise Unreachable(f"{address}: no connection and hello within {timeout_s} s") from error
         except OSError as error:
@@ -162,24 +161,6 @@ async def dial(
         link.abort("the dial was cancelled")
         raise
     return link
-
-
-async def _state_token(link: "Link", token: Token) -> None:
-    """Send the token first (rule 7), and wait for the answer."""
-    version = link.version
-    assert version is not None
-    credential = authentication.credential(link.protocol, version, token.secret)
-    if credential is None:
-        return
-    link.send(credential)
-    answer, *more = await link.receive()
-    error = authentication.error_in(answer)
-    if isinstance(error, Overloaded):
-        raise Overloaded(f"{link.address}: {error}", error.retry_after_ms)
-    if error is not None:
-        raise AuthenticationFailed(f"{link.address}: {error}")
-    if more:
-        raise RemoteProtocolError(f"{link.address}: expected one answer to a token, found more")
 
 
 @dataclass(frozen=True, slots=True)
