@@ -1,14 +1,27 @@
-"""Parts of a dial that need no link: the own token, a TCP connection to a host, and log lines."""
+"""Parts of a dial: a TCP connection to a host, the own token, and the errors of both."""
 
 import asyncio
 import logging
 from collections.abc import Callable
 from ssl import SSLContext, SSLError
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from waltz_core.access.tokens import Token
-from waltz_core.errors import AuthenticationFailed, BadConfig, Overloaded, TlsFailed
+from waltz_core.errors import (
+    AuthenticationFailed,
+    BadConfig,
+    Overloaded,
+    RemoteProtocolError,
+    TlsFailed,
+    Unreachable,
+    WaltzError,
+)
 from waltz_core.transport import lookup, tls
+from waltz_core.wire import authentication
+from waltz_core.wire.connection import FOUND_TLS
+
+if TYPE_CHECKING:
+    from waltz_core.transport.net import Link
 
 _log = logging.getLogger(__name__)
 
@@ -65,3 +78,37 @@ def log_rejection(address: str, error: BaseException) -> None:
     is_rejection = isinstance(error, AuthenticationFailed | Overloaded)
     if is_rejection and tls.is_new_failure(address, tls.kind_of(reason)):
         _log.warning("access.rejected peer=%s error=%s", address, reason)
+
+
+async def state_token(link: "Link", token: Token) -> None:
+    """Send the token as the first message, and wait for the answer.
+
+    Raises AuthenticationFailed, Overloaded, RemoteProtocolError, Unreachable.
+    """
+    version = link.version
+    assert version is not None
+    credential = authentication.credential(link.protocol, version, token.secret)
+    if credential is None:
+        return
+    link.send(credential)
+    answer, *more = await link.receive()
+    error = authentication.error_in(answer)
+    if isinstance(error, Overloaded):
+        raise Overloaded(f"{link.address}: {error}", error.retry_after_ms)
+    if error is not None:
+        raise AuthenticationFailed(f"{link.address}: {error}")
+    if more:
+        raise RemoteProtocolError(f"{link.address}: expected one answer to a token, found more")
+
+
+def connection_error(
+    address: str, broken: RemoteProtocolError | None, reason: str, *, has_tls_failed: bool
+) -> WaltzError:
+    """Return the error for a link that was closed, with a reason, before the peer's hello."""
+    if broken is not None and str(broken) == FOUND_TLS:
+        return TlsFailed(f"{address}: {broken}. {TLS_HINT}")
+    if has_tls_failed:
+        return TlsFailed(f"{address}: {broken or reason}")
+    if broken is not None:
+        return RemoteProtocolError(f"{address}: {broken}")
+    return Unreachable(f"{address}: {reason} before its hello")

@@ -39,7 +39,6 @@ import uvloop
 from waltz_core.access.client_ids import NO_PROOF
 from waltz_core.access.principals import ANONYMOUS
 from waltz_core.access.quotas import REQUEST_BYTES_MIN
-from waltz_core.access.tokens import Token
 from waltz_core.errors import (
     AuthenticationFailed,
     BadConfig,
@@ -134,7 +133,10 @@ async def dial(
 
     def report_closed(link: Link) -> None:
         if not ready.done():
-            ready.set_exception(_connection_error(address, link))
+            failure, is_tls = link._connection.failure, link._has_tls_failed
+            reason = link.closed_reason or ""
+            error = dialing.connection_error(address, failure, reason, has_tls_failed=is_tls)
+            ready.set_exception(error)
             ready.exception()  # retrieved here, as the dial may have been cancelled
 
     link = Link(protocol, is_listener=False, write_backlog_bytes_max=write_backlog_bytes_max)
@@ -146,7 +148,7 @@ async def dial(
                 await dialing.connect(lambda: _LinkProtocol(link), host, port, ssl)
                 await ready
                 if token is not None:
-                    await _state_token(link, token)
+                    await dialing.state_token(link, token)
         except TimeoutError as error:
             raise Unreachable(f"{address}: no connection and hello within {timeout_s} s") from error
         except OSError as error:
@@ -158,24 +160,6 @@ async def dial(
         link.abort("the dial was cancelled")
         raise
     return link
-
-
-async def _state_token(link: "Link", token: Token) -> None:
-    """Send the token first (rule 7), and wait for the answer."""
-    version = link.version
-    assert version is not None
-    credential = authentication.credential(link.protocol, version, token.secret)
-    if credential is None:
-        return
-    link.send(credential)
-    answer, *more = await link.receive()
-    error = authentication.error_in(answer)
-    if isinstance(error, Overloaded):
-        raise Overloaded(f"{link.address}: {error}", error.retry_after_ms)
-    if error is not None:
-        raise AuthenticationFailed(f"{link.address}: {error}")
-    if more:
-        raise RemoteProtocolError(f"{link.address}: expected one answer to a token, found more")
 
 
 async def listen(
@@ -806,15 +790,3 @@ class _LinkProtocol(asyncio.BufferedProtocol):
 
     def resume_writing(self) -> None:
         self._link._congested(is_congested=False)
-
-
-def _connection_error(address: str, link: Link) -> WaltzError:
-    """Return the error for a link that was closed before the peer's hello."""
-    broken = link._connection.failure
-    if broken is not None and str(broken) == FOUND_TLS:
-        return TlsFailed(f"{address}: {broken}. {dialing.TLS_HINT}")
-    if link._has_tls_failed:
-        return TlsFailed(f"{address}: {broken or link.closed_reason}")
-    if broken is not None:
-        return RemoteProtocolError(f"{address}: {broken}")
-    return Unreachable(f"{address}: {link.closed_reason} before its hello")
