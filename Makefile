@@ -21,7 +21,7 @@ LAB ?= $(if $(DISPLAY)$(WAYLAND_DISPLAY)$(filter Darwin,$(shell uname)),,--no-br
 present = $(foreach name,$(1),$(if $(shell find tests/$(name) -name 'test_*.py' 2>/dev/null),tests/$(name)))
 QUICK = $(call present,tidy unit golden fuzz)
 SIMULATED = $(call present,property sim crash)
-# The longest files first: a worker takes the next file when it has finished one.
+# The longest files first: a worker takes the next one when it has finished one.
 REAL = $(call present,chaos fault integration)
 SPARK = $(call present,notebooks spark)
 SITE = $(call present,site)
@@ -29,11 +29,12 @@ SITE = $(call present,site)
 # with the tests that are marked `core`, the oldest one.
 SPARKS ?= 4.0.0 4.1.4 4.2.1 4.3.0
 OLDEST_SPARK = $(firstword $(SPARKS))
-# Each file has a cluster of its own, and files run in the order in which they are named. Three
-# Sparks keep two cores busy; of tests with daemons, which often wait, five do.
-BY_FILE = --dist loadfile --no-loadscope-reorder
-THREE = -n 3 $(BY_FILE)
-FIVE = -n 5 $(BY_FILE)
+# Tests that share a cluster run in one worker (`tests/conftest.py`), and tests start in the order in
+# which they are named. Three Sparks keep two cores busy; of tests with daemons, which often wait,
+# five do.
+IN_ORDER = --dist loadgroup --no-loadscope-reorder
+THREE = -n 3 $(IN_ORDER)
+THREE_MORE = -n $(shell expr $$(getconf _NPROCESSORS_ONLN) + 3) $(IN_ORDER)
 # A stream's Python process has 10 s to start, which Spark does not let anyone change; on a machine
 # with many other processes it needs longer. Nothing else is tried twice.
 SPARK_AGAIN = --reruns 5 --only-rerun 'Python worker failed to connect back'
@@ -59,10 +60,9 @@ test: check ## Everything: check, then the simulator, the site, real daemons, fa
 	@$(MAKE) test-core test-spark
 
 # On two cores one after the other; with more cores, `make -j 2 test` runs both at the same time.
+# The tests that only compute are last: they use the cores while others wait, and up to the end.
 test-core:
-	@$(RUN) python -m pytest -n auto $(SIMULATED) $(ARGS)
-	@$(RUN) python -m pytest $(SITE) $(ARGS)
-	@$(RUN) python -m pytest $(FIVE) $(REAL) $(ARGS)
+	@$(RUN) python -m pytest $(THREE_MORE) $(REAL) $(SITE) $(SIMULATED) $(ARGS)
 
 test-spark:
 	@$(RUN) python -m pytest $(THREE) $(SPARK_AGAIN) $(SPARK) $(ARGS)

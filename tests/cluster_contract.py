@@ -355,19 +355,17 @@ def with_limits(number: int) -> Callable[[Permissions], Permissions]:
 
 async def imported_permissions_have_a_later_revision(world: World, root: str) -> None:
     coordinator = await created(world, root)
-    author, seen = Author("ops", 5), []
+    author, seen, key = Author("ops", 5), [], b"k" * 32
     saved = Permissions(9, "ann", 1, bytes(32), limits={"*": PrincipalLimits(feeds=2)})
 
     def note(before: Permissions, after: Permissions) -> None:
         seen.append((before.revision, after.revision))
 
-    first = await coordinator.permissions.replace(saved, author, note)
+    first = await coordinator.permissions.replace(saved, author, note, new_key=key)
     # Where there were none, the counter of client IDs may have begun again: proofs must not match.
-    key = first.after.client_key
-    assert key != saved.client_key
     made = replace(saved, revision=10, changed_by="ops", changed_ms=5)
     assert first == (None, replace(made, client_key=key))
-    second = await coordinator.permissions.replace(saved, author, note)
+    second = await coordinator.permissions.replace(saved, author, note, new_key=key)
     assert second.after == replace(made, revision=11)
     assert seen == [(10, 11)]
     znodes, path = await world.znodes(), coordinator.paths.access
@@ -375,7 +373,7 @@ async def imported_permissions_have_a_later_revision(world: World, root: str) ->
     await znodes.write([Set(path, b"{}", found.stat.version)])
     with pytest.raises(errors.BadFormat, match=f"{path}: permissions"):
         await coordinator.permissions.require()
-    third = await coordinator.permissions.replace(saved, author, note)
+    third = await coordinator.permissions.replace(saved, author, note, new_key=key)
     assert third == (None, made)
     assert await coordinator.permissions.require() == made
 

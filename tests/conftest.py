@@ -1,7 +1,6 @@
-"""Shared by all tests: time limits, and a random generator with a seed."""
+"""Shared by all tests: time limits, groups for the workers, and what a run leaves open."""
 
 import os
-import random
 import sys
 from collections import Counter
 from importlib.metadata import version
@@ -27,6 +26,10 @@ ports.keep_apart()
 # Tests with processes of their own, and those that try many schedules: they take minutes on a busy
 # machine. What does not end is ended all the same.
 LONG = ("integration", "fault", "chaos", "spark", "notebooks", "sim", "crash")
+# The tests of a file share a cluster or a Spark.
+BY_FILE = ("integration", "fault", "chaos", "spark")
+# The tests of a folder share what they have read or built.
+BY_FOLDER = ("tidy", "site")
 
 _left_open: list[str] = []
 
@@ -35,6 +38,25 @@ def pytest_configure(config):
     """Accept that PySpark before 4.3 leaves its sockets of `collect` to the garbage collector."""
     if [int(part) for part in version("pyspark").split(".")[:2]] < [4, 3]:
         config.addinivalue_line("filterwarnings", "ignore:unclosed <socket:ResourceWarning")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Let tests that share something run in one worker, if `--dist` is `loadgroup`.
+
+    The groups of pytest-xdist are suffixes of the tests' IDs, which pytest 9.2 does not accept.
+    """
+    if config.getvalue("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadScopeScheduling  # noqa: PLC0415 - without it no one asks
+
+    class ByGroup(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            path, _, _ = nodeid.partition("::")
+            folder = path.removeprefix("tests/").rpartition("/")[0]
+            return path if folder in BY_FILE else folder if folder in BY_FOLDER else nodeid
+
+    return ByGroup(config, log)
 
 
 def pytest_collection_modifyitems(items):
@@ -70,9 +92,3 @@ def pytest_terminal_summary(terminalreporter):
     if counts:
         summary = ", ".join(f"{count:,} {name}" for name, count in counts.items())
         terminalreporter.write_line(f"crashes: {summary}")
-
-
-@pytest.fixture
-def seeded(request):
-    """Return a `Random` whose seed is the test's name, so that every run draws the same."""
-    return random.Random(request.node.nodeid)

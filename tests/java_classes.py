@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
+from tests import spark_home
 from tests.ports import free_port
 from waltz_core import local
 from waltz_core.local.zookeeper_process import JAVA_OPTIONS_VARIABLE, find_java
@@ -27,7 +28,8 @@ _QUERY: Final = "SELECT count(*), sum(id) FROM range(100) WHERE id % 2 = 0"
 
 def _archive(name: str) -> Path:
     java = Path(find_java()).resolve()
-    of = f"{java} {java.stat().st_mtime_ns} {version('pyspark')} {sys.prefix}"
+    home = os.environ.get("SPARK_HOME", "")  # a class path of other files fits no archive
+    of = f"{java} {java.stat().st_mtime_ns} {version('pyspark')} {sys.prefix} {home}"
     return _DIRECTORY / f"{name}-{hashlib.sha256(of.encode()).hexdigest()[:12]}.jsa"
 
 
@@ -37,6 +39,7 @@ def _using(archive: Path) -> str:
 
 def use() -> None:
     """Use the existing archives in the processes that this one starts."""
+    spark_home.use()
     spark = f"{_SPARK_OPTIONS} {_using(_archive('spark'))}".strip()
     os.environ.setdefault(SPARK_OPTIONS_VARIABLE, spark)
     os.environ.setdefault(JAVA_OPTIONS_VARIABLE, _using(_archive("zookeeper")))
@@ -92,6 +95,7 @@ def _make(name: str, variable: str, options: str) -> None:
 
 def main(names: list[str]) -> None:
     """Create missing archives; with the name of one, be the process that is archived."""
+    spark_home.use()
     if names == ["zookeeper"]:
         _start_zookeeper()
     elif names == ["spark"]:

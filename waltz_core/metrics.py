@@ -217,7 +217,7 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
         "server_principal_bytes_total",
         _COUNTER,
         _PRINCIPAL,
-        "Bytes of requests and of the ranges sent in answer, for each principal with limits.",
+        "Bytes of requests, and of the ranges and feeds sent, for each principal with limits.",
     ),
     (
         "server_principal_delayed_requests_total",

@@ -993,7 +993,7 @@ def test_bounded_detects_too_large_queues(world, field):
 
 
 def test_bounded_detects_a_too_large_queue_of_a_storage(world):
-    world.storage.service.queued_bytes = 1 << 20
+    world.storage.service.queue_limits.owner_bytes = 1 << 20
     with fails("Bounded"):
         world.works(m.Heartbeat)
 

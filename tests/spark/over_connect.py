@@ -276,7 +276,7 @@ def test_views_and_inserts_of_sql_work_over_connect(
 
 
 def finished(query: StreamingQuery) -> StreamingQuery:
-    assert query.awaitTermination(120)
+    assert query.awaitTermination(HANG_S)
     return query
 
 
@@ -353,7 +353,7 @@ def test_foreach_batch_is_written_once(
         return started(writer.trigger(availableNow=True))
 
     with pytest.raises(PySparkException, match="after the write"):
-        run().awaitTermination(120)
+        run().awaitTermination(HANG_S)
     finished(run())
     found = Counter(int(bytes(row.data)) for row in read(spark, connect, marks).collect())
     assert found == Counter(dict.fromkeys(range(80), 1))
@@ -367,7 +367,7 @@ def test_a_stream_with_wrong_columns_is_rejected(
     writer = stream.writeStream.format("waltz").option("checkpointLocation", str(tmp_path / "c"))
     query = writer.trigger(availableNow=True).start(connect)
     with pytest.raises(errors.BadRequest, match=r"^there is no column 'data'") as caught:
-        query.awaitTermination(120)
+        query.awaitTermination(HANG_S)
     assert is_one_sentence(caught.value)
     output = query.exception()
     assert type(waltz_spark.error_of(output)) is errors.BadRequest

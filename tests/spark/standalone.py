@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import pyspark
 
 from tests.spark.places import Place, die_with_parent
 
 ROOT = Path(__file__).parents[2]
-SPARK_HOME = Path(pyspark.__file__).parent
+SPARK_HOME = Path(os.environ["SPARK_HOME"])  # `tests/spark_home.py`
 SECONDS_MAX = 500
 DAEMONS = "org.apache.spark.deploy"
 PYTHON_WORKER = "pyspark.daemon"
@@ -155,7 +154,6 @@ class StandaloneSpark:
     ) -> Iterator[subprocess.Popen[bytes]]:
         """Run a program for the duration of a `with` block; what it has started ends with it."""
         environment = os.environ | {
-            "SPARK_HOME": str(SPARK_HOME),
             "SPARK_CONF_DIR": str(ROOT / "conf"),
             "SPARK_LOCAL_IP": place.address,
             "SPARK_DAEMON_MEMORY": "256m",

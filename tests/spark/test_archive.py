@@ -15,7 +15,7 @@ from waltz_core.archive.store import ArchiveStore
 from waltz_core.client import WaltzClient
 from waltz_core.local import LocalCluster, running
 from waltz_spark.datasource.batch_read import Task, WaltzBatchReader
-from waltz_spark.option_table import OptionUse
+from waltz_spark.option_table import Purpose
 from waltz_spark.options import parse_read
 from waltz_spark.shared_clients import close_clients
 
@@ -42,20 +42,21 @@ class Archived(NamedTuple):
         return {"connect": self.cluster.connect, "archive": self.url}
 
     def reader(self, columns: str) -> WaltzBatchReader:
-        options = parse_read({**self.options, "columns": columns}, OptionUse.BATCH)
+        options = parse_read({**self.options, "columns": columns}, Purpose.BATCH)
         schema = StructType([StructField(each, TYPES[each]) for each in options.columns])
         return WaltzBatchReader(options, schema)
 
 
-@pytest.fixture
-def archived(tmp_path: Path) -> Iterator[Archived]:
-    url = f"file://{tmp_path}/archive"
+@pytest.fixture(scope="module")
+def archived(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Archived]:
+    place = tmp_path_factory.mktemp("archived")
+    url = f"file://{place}/archive"
     settings: dict[str, dict[str, object]] = {
         "storage": {"archive_url": url, "archive_object_bytes": 100_000, "archive_age_ms": 0},
         "server": {"archive_interval_ms": 100},
     }
     options = {"settings": settings, "server_count": 1, "partition_count": PARTITIONS}
-    with running(tmp_path / "cluster", **options) as cluster:
+    with running(place / "cluster", **options) as cluster:
         rows: set[tuple[int, int, int, bytes]] = set()
         with WaltzClient(cluster.connect) as client:
             for partition in range(PARTITIONS):
@@ -93,21 +94,6 @@ def test_a_read_from_the_archive_has_all_rows(spark: SparkSession, archived: Arc
     assert recent == log().where(f"commit_time >= timestamp_millis({since_ms})").count()
 
 
-@pytest.mark.parametrize("columns", ["transaction_id,data", "transaction_id"])
-def test_tasks_need_neither_servers_nor_storages_for_archived_rows(
-    archived: Archived, columns: str
-) -> None:
-    reader = archived.reader(columns)
-    tasks = [each for each in reader.partitions() if isinstance(each, Task)]
-    archived.cluster.down()
-    mine = [each for each in tasks if each.archived is not None]
-    found = [row for each in mine for batch in reader.read(each) for row in batch.to_pylist()]
-    expected = {(each[1], each[3]) for each in archived.rows}
-    assert len(found) >= len(archived.rows) // 2
-    for row in found:
-        assert "data" not in row or (row["transaction_id"], row["data"]) in expected
-
-
 def test_a_wrong_object_is_named_and_its_rows_come_from_the_storages(
     archived: Archived, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -116,9 +102,11 @@ def test_a_wrong_object_is_named_and_its_rows_come_from_the_storages(
     store = ArchiveStore(archived.url)
     name = next(each for each in store.names("") if each.endswith(".parquet"))
     path = Path(archived.url.removeprefix("file://")) / name
-    path.write_bytes(path.read_bytes()[:-100])
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-100])
     with caplog.at_level(logging.WARNING, "waltz"):
         found = [tuple(r.values()) for t in tasks for b in reader.read(t) for r in b.to_pylist()]
+    path.write_bytes(whole)
     assert set(found) == archived.rows
     assert len(found) == len(archived.rows)
     (warning,) = [each for each in caplog.messages if "spark.archive_not_read" in each]
@@ -133,3 +121,17 @@ def test_a_missing_archive_fails_no_read(
         tasks = elsewhere.reader("transaction_id").partitions()
     assert all(isinstance(each, Task) and each.archived is None for each in tasks)
     assert sum("spark.archive_not_read" in each for each in caplog.messages) == PARTITIONS
+
+
+def test_tasks_need_neither_servers_nor_storages_for_archived_rows(archived: Archived) -> None:
+    """The last test of this file: it ends the cluster."""
+    readers = [archived.reader(each) for each in ("transaction_id,data", "transaction_id")]
+    planned = [(reader, reader.partitions()) for reader in readers]
+    archived.cluster.down()
+    expected = {(each[1], each[3]) for each in archived.rows}
+    for reader, tasks in planned:
+        mine = [each for each in tasks if isinstance(each, Task) and each.archived is not None]
+        found = [row for each in mine for batch in reader.read(each) for row in batch.to_pylist()]
+        assert len(found) >= len(archived.rows) // 2
+        for row in found:
+            assert "data" not in row or (row["transaction_id"], row["data"]) in expected

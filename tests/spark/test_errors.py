@@ -16,6 +16,7 @@ from pyspark.sql.types import (
 )
 
 import waltz_spark
+from tests.patience import HANG_S
 from waltz_core import errors
 from waltz_spark.datasource.source import WaltzDataSource
 
@@ -182,5 +183,5 @@ def test_output_mode_complete_is_rejected_with_the_reason(
     with pytest.raises(
         StreamingQueryException, match="outputMode 'complete' is not supported"
     ) as failed:
-        query.awaitTermination(120)
+        query.awaitTermination(HANG_S)
     assert isinstance(waltz_spark.error_of(failed.value), errors.BadRequest)

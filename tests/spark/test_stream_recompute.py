@@ -154,7 +154,7 @@ def test_a_micro_batch_planned_from_another_log_fails(
     plan_past_the_end(tmp_path)
     reader = Reader(spark, cluster.connect, tmp_path)
     with pytest.raises(StreamingQueryException, match="the micro-batch ends at") as failed:
-        reader.query.awaitTermination(120)
+        reader.query.awaitTermination(HANG_S)
     assert isinstance(waltz_spark.error_of(failed.value), DataLoss)
     reader = Reader(spark, cluster.connect, tmp_path, failOnDataLoss="false")
     try:

@@ -12,6 +12,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 import waltz_spark
+from tests.patience import HANG_S
 from tests.spark.versions import shown_first
 from waltz_core import errors
 from waltz_spark import unwrapping
@@ -108,7 +109,7 @@ def test_an_error_of_a_stream_is_raised_as_a_waltz_error(
     writer = stream.writeStream.format("waltz").option("checkpointLocation", str(tmp_path / "c"))
     query = writer.trigger(availableNow=True).start(connect)
     with pytest.raises(errors.BadRequest, match=r"^there is no column 'data'") as caught:
-        query.awaitTermination(120)
+        query.awaitTermination(HANG_S)
     assert isinstance(caught.value, StreamingQueryException)
     assert is_one_sentence(caught.value)
     query_error = query.exception()
@@ -132,7 +133,7 @@ def test_an_error_of_the_users_function_is_kept(
 
     query = stream.writeStream.foreachBatch(settle).trigger(availableNow=True)
     with pytest.raises(StreamingQueryException, match="the ledger is closed") as caught:
-        query.option("checkpointLocation", str(tmp_path / "c")).start().awaitTermination(120)
+        query.option("checkpointLocation", str(tmp_path / "c")).start().awaitTermination(HANG_S)
     assert len(seen) == 1
     assert not isinstance(caught.value, errors.WaltzError)
 

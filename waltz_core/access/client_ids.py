@@ -8,7 +8,6 @@ new key. So proofs of IDs that were issued before do not match IDs that are issu
 """
 
 import hmac
-import secrets
 from struct import Struct
 from typing import Final, NamedTuple
 
@@ -18,9 +17,9 @@ from waltz_core.records.record import ClientId
 FIRST_ISSUED: Final = ClientId(1 << 30)
 NONE_ISSUED: Final = ClientId(FIRST_ISSUED - 1)
 PROOF_BYTES: Final = 16
+KEY_BYTES: Final = 32
 # There is no proof: of an ID from ZooKeeper, or from a server without permissions.
 NO_PROOF: Final = bytes(PROOF_BYTES)
-_KEY_BYTES: Final = 32
 _LABEL: Final = b"waltz client id"
 _ID: Final = Struct(">i")
 
@@ -33,11 +32,6 @@ class ClientIdentity(NamedTuple):
 
     def __repr__(self) -> str:
         return f"ClientIdentity({self.client_id})"
-
-
-def new_client_key() -> bytes:
-    """Return a key for proofs."""
-    return secrets.token_bytes(_KEY_BYTES)
 
 
 def proof_of(client_key: bytes, client_id: int, principal: str) -> bytes:

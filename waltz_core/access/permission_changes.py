@@ -90,7 +90,8 @@ def parse_verbs(text: str) -> tuple[AccessVerb, ...]:
     found: dict[AccessVerb, None] = {}
     for word in text.split(","):
         if word.strip() not in known:
-            raise BadConfig(f"expected verbs of {', '.join(known)}, such as read,append: {text!r}")
+            expected = f"expected verbs of {', '.join(known)}, such as read,append"
+            raise BadConfig(f"{expected}, found {text!r}")
         found[known[word.strip()]] = None
     return tuple(found)
 

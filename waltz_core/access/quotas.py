@@ -38,6 +38,8 @@ OTHER_LABEL: Final = "other"
 # Above this number, quotas of principals without connections are dropped, unless they are in use.
 QUOTAS_MAX: Final = 1_000
 REJECTIONS_PER_S: Final = 2_000
+# A larger request counts as several rejections: it was received.
+REJECTION_BYTES: Final = 32 * 1024
 # The pause before another connection or feed is tried.
 COUNT_RETRY_MS: Final = 1_000
 # A large request and a small limit give more than the 32 bits of the field in answers.
@@ -187,9 +189,9 @@ class Quota:
         self.usage.delayed += wait_ns > 0
         return wait_ns
 
-    def rejected(self, now_ns: int) -> None:
+    def rejected(self, size_bytes: int, now_ns: int) -> None:
         """Count a rejected request of any kind (rule 4)."""
-        self._rejections.take(1, now_ns)
+        self._rejections.take(1 + size_bytes // REJECTION_BYTES, now_ns)
 
     def rejection_wait_ns(self, now_ns: int) -> int:
         """Return the time until a connection may be read that has had a rejection (rule 4)."""

@@ -153,8 +153,7 @@ async def dial(
             kind = TlsFailed if isinstance(error, SSLError) else Unreachable
             raise kind(f"{address}: {tls.failure_text(error)}") from error
     except BaseException as error:
-        if isinstance(error, TlsFailed):
-            tls.log_failure(address, str(error).removeprefix(f"{address}: "))
+        dialing.log_rejection(address, error)
         # NB: a caller may be cancelled when the link is ready already; only this code knows it.
         link.abort("the dial was cancelled")
         raise
@@ -630,8 +629,8 @@ class Link:
         except AuthenticationFailed as error:
             if tls.is_new_failure(self.host, str(error)):
                 _log.warning("access.token_rejected peer=%s error=%s", self.host, error)
-            if self.access is not None:
-                self.access.token_rejected(first, str(error))
+            if self.access is not None and credential is not None:
+                self.access.token_rejected(credential, str(error))
             self._reject(first, error)
         except Overloaded as error:
             self._reject(first, error)
@@ -812,7 +811,9 @@ class _LinkProtocol(asyncio.BufferedProtocol):
 def _connection_error(address: str, link: Link) -> WaltzError:
     """Return the error for a link that was closed before the peer's hello."""
     broken = link._connection.failure
-    if link._has_tls_failed or (broken is not None and str(broken) == FOUND_TLS):
+    if broken is not None and str(broken) == FOUND_TLS:
+        return TlsFailed(f"{address}: {broken}. {dialing.TLS_HINT}")
+    if link._has_tls_failed:
         return TlsFailed(f"{address}: {broken or link.closed_reason}")
     if broken is not None:
         return RemoteProtocolError(f"{address}: {broken}")

@@ -189,7 +189,7 @@ class Throttle:
 
     def _reject(self, message: Message, error: Overloaded, quota: Quota, now_ns: int) -> None:
         self._access.over_limit(message, error)
-        quota.rejected(now_ns)
+        quota.rejected(_size_bytes(message), now_ns)
         self._has_rejected = True
 
     def _note_overrun(self, key: CountedFeed) -> None:

@@ -94,8 +94,10 @@ class Bounds:
         # The lag counts record bytes; the queue also counts the rest of each request, and the
         # answer to a read. Each session may send one more read before its connection is paused.
         limit = QUEUE_BYTES_MAX + 2 * (lag_bytes_max + FRAME_BYTES + AHEAD_BYTES)
-        if service.queued_bytes - REQUEST_BYTES * service.queued_count > limit:
-            self._facts.fail("Bounded", f"{storage.name}: {service.queued_bytes} bytes queued")
+        held = service.queue_limits
+        for queued_bytes in (held.owner_bytes, held.reader_bytes):
+            if queued_bytes - REQUEST_BYTES * service.queued_count > limit:
+                self._facts.fail("Bounded", f"{storage.name}: {queued_bytes} bytes queued")
 
     def stepped(self, server: "SimServer") -> None:
         """Check the queues of a server."""

@@ -28,9 +28,10 @@ from waltz_core.client import Encryption, WaltzClient
 from waltz_core.errors import BadConfig, BadRequest
 from waltz_core.records import batches
 from waltz_core.records.record import PartitionId
+from waltz_core.records.unpacking import Unpacker
 from waltz_spark.encrypting import decrypted, decryption_of
 from waltz_spark.options import LOG_COLUMNS, WriteOptions
-from waltz_spark.unpacking import Unpacker, is_case_sensitive
+from waltz_spark.rows import is_case_sensitive
 from waltz_spark.writer.columns import (
     CONFLICT_COLUMN,
     MARK_COLUMN,

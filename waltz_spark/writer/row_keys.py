@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from waltz_core.records.unpacking import identity_of
 from waltz_spark.options import WriteOptions
-from waltz_spark.unpacking import identity_of
 from waltz_spark.writer.columns import ShapedRows
 
 _KEY_BYTES = 16

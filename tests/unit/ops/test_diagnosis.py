@@ -223,6 +223,21 @@ def test_a_doctor_without_tls_reports_a_cluster_with_tls(case):
     assert {each.command for each in found} == {command}
 
 
+def test_a_doctor_without_a_permitted_token_suggests_no_change_of_the_cluster(case):
+    for number in (1, 2):
+        case.server(number, failure="token t1 of ann is revoked", is_denied=True, served={})
+    for address in (A, B):
+        case.storage(address, failure="token t1 of ann is revoked", is_denied=True, replicas={})
+    for address in (C, SPARE):
+        case.storage(address, admin_failure="ann is not granted administer", is_denied=True)
+    case.facts = replace(case.facts, connect=f"{CONNECT}?tls=/ca.pem&token_env=TOKEN")
+    found = diagnose(case.facts)
+    names = ["server-access-denied"] * 2 + ["storage-access-denied"] * 4
+    assert [each.name for each in found] == names
+    command = f"waltz-core doctor --connect '{CONNECT}?tls=/ca.pem&token_file=FILE'"
+    assert {each.command for each in found} == {command}
+
+
 def test_a_storage_with_an_expired_certificate_is_reported(case):
     case.storage(A, failure="certificate has expired", is_tls_mismatch=True, replicas={})
     case.storage(B, failure="certificate has expired", is_tls_mismatch=True, replicas={})

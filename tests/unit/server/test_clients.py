@@ -50,7 +50,7 @@ class Link:
         self.ended_feeds.append(partition_id)
 
     def start(self, received, closed, drained) -> None:
-        self.received, self.drained = received, drained
+        self.received, self.closed, self.drained = received, closed, drained
 
     def send(self, message) -> None:
         self.sent.append(message)
@@ -155,6 +155,25 @@ async def test_a_principal_with_too_many_client_ids_gets_no_further_one():
         await until(lambda: link.sent)
     (answer,) = link.sent
     assert (answer.error_code, answer.retry_after_ms) == (Overloaded.code, 10)
+
+
+@on_loop
+async def test_a_connection_that_is_closed_at_once_gets_no_client_id():
+    """It would not be charged to a principal, and all share 2^30 IDs."""
+    issued = []
+
+    class Issuing(Backend):
+        async def next_client_id(self):
+            issued.append(1)
+            return ClientId(5)
+
+    link = Link()
+    async with asyncio.TaskGroup() as tasks:
+        clients = Clients(Issuing(), LIMITS, tasks, Metrics("server"))
+        clients.accept(link)
+        link.received([ClientIdRequest(ReqId(ClientId(-1), Generation(0), PartitionId(-1), -1))])
+        link.closed("gone")
+    assert issued == []
 
 
 @on_loop

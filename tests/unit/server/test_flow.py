@@ -21,6 +21,7 @@ from waltz_core.wire.messages import (
     MountWriter,
     RangeForm,
     RangeRequest,
+    TransactionDataRequest,
     WireProtocol,
 )
 
@@ -73,6 +74,24 @@ def test_a_range_counts_for_its_answer_and_takes_half_of_the_bytes_at_most() -> 
     assert each.admit(A) == []
     each.answered(A, second.cost_bytes)
     assert len(each.admit(A)) == 1
+
+
+def test_over_the_memory_limit_a_connection_has_one_read_under_way() -> None:
+    each = flow(in_flight_bytes=80_000, memory_bytes=25_000)
+    ask = RangeRequest(REQ, 0, 9, 1 << 30, RangeForm.WHOLE, ())
+    each.receive(A, [ask] * 5)
+    assert len(each.admit(A)) == 3, "each has 10,000 bytes, and the last of them is over the limit"
+    each.receive(B, [ask] * 5)
+    (first,) = each.admit(B)
+    assert each.admit(B) == []
+    each.answered(B, first.cost_bytes)
+    (second,) = each.admit(B)
+    each.receive(C, [batch(10), batch(10), TransactionDataRequest(REQ, 7)])
+    assert len(each.admit(C)) == 2, "their partitions reject appends"
+    each.close(A)
+    assert len(each.admit(C)) == 1
+    each.answered(B, second.cost_bytes)
+    assert len(each.admit(B)) > 1
 
 
 def test_a_connection_that_does_not_read_answers_gets_no_work() -> None:

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from pyspark.sql import types
 
 from waltz_core.errors import BadFormat, BadRequest
+from waltz_core.records.unpacking import Unpacker
 from waltz_spark.datasource.source import WaltzDataSource
 from waltz_spark.rows import check_nullable, check_packed_type, pack
-from waltz_spark.unpacking import Unpacker
 
 UTC = dt.UTC
 EVERY_TYPE = pa.table(

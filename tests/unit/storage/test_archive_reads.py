@@ -256,7 +256,7 @@ def test_an_answer_arrives_though_the_session_has_ended(archived):
     archived.bench.ask(2, prepare(archived.bench.owned(7, connection=2)))
     assert archived.read() == 1
     assert archived.bench.answers(7)[-1].count == 2
-    assert archived.bench.service.queued_bytes == 0
+    assert archived.bench.service.queue_limits.reader_bytes == 0
 
 
 def test_records_damaged_on_disk_are_read_from_the_archive(make, tmp_path):
@@ -298,7 +298,7 @@ def test_reads_that_wait_for_the_archive_stop_no_connection_and_are_limited(arch
     for message in messages:
         bench.send(7, message)
         bench.finish()
-    assert bench.service.queued_bytes == 0
+    assert bench.service.queue_limits.reader_bytes == 0
     assert not bench.only(service_effects.PauseReading)
     (rejected,) = (each for each in bench.answers(7) if isinstance(each, Nack))
     assert rejected.sequence == messages[-1].sequence

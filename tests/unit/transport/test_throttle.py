@@ -5,7 +5,7 @@ import dataclasses
 
 from tests.loops import on_virtual_loop, pass_time
 from waltz_core.access.permissions import PrincipalLimits
-from waltz_core.access.quotas import REJECTIONS_PER_S, SECOND_NS, Quota, Usage
+from waltz_core.access.quotas import REJECTION_BYTES, REJECTIONS_PER_S, SECOND_NS, Quota, Usage
 from waltz_core.records.record import ReqId
 from waltz_core.transport import throttle
 from waltz_core.transport.throttle import Throttle
@@ -119,6 +119,17 @@ async def test_pipelined_requests_over_a_limit_drain_fast_but_a_flood_is_not_rea
     assert made.throttle.is_pausing
     await pass_time(0.2)
     assert not made.throttle.is_pausing
+
+
+@on_virtual_loop
+async def test_a_large_rejected_request_counts_as_several():
+    made = Connection(bytes_per_s=1_000)
+    made.throttle.receive(appends(1, 1, bytes(9_000)))
+    count = REJECTIONS_PER_S // (1 + (1 << 20) // REJECTION_BYTES)
+    made.throttle.receive(appends(2, 1 + count, bytes(1 << 20)))
+    assert not made.throttle.is_pausing
+    made.throttle.receive(appends(2 + count, 1 + 2 * count, bytes(1 << 20)))
+    assert made.throttle.is_pausing
 
 
 @on_virtual_loop

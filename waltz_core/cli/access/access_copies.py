@@ -8,7 +8,13 @@ from waltz_core.access.permission_changes import check_replicate
 from waltz_core.access.permissions import Permissions
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.access.access_grants import force_option
-from waltz_core.cli.access.access_run import AccessCommand, AccessResult, run_change, with_wait
+from waltz_core.cli.access.access_run import (
+    AccessCommand,
+    AccessResult,
+    new_client_key,
+    run_change,
+    with_wait,
+)
 from waltz_core.cli.access.private_files import read_private, write_private
 from waltz_core.cli.changing import audited, connected
 from waltz_core.cli.output import print_json, print_result, time_text
@@ -23,7 +29,7 @@ def read_export(path: Path) -> Permissions:
     try:
         return access_node.decode(data)
     except BadFormat as error:
-        raise BadFormat(f"{path}: {error}") from error
+        raise BadFormat(f"{path}: {error}. Hint: `access export` writes such a file.") from error
 
 
 def described(found: Permissions) -> str:
@@ -97,7 +103,7 @@ async def import_command(
                 check_replicate(before, after, command.partition_count)
 
         permissions = command.coordinator.permissions
-        change = await permissions.replace(saved, command.author, check)
+        change = await permissions.replace(saved, command.author, check, new_key=new_client_key())
         return AccessResult(change, f"the permissions are those of {described(saved)}")
 
     return await run_change(work, connect=connect, as_json=as_json, timeout_s=timeout_s)

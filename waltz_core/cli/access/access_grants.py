@@ -3,12 +3,16 @@
 import click
 
 from waltz_core.access import permission_changes as changes
-from waltz_core.access.client_ids import new_client_key
 from waltz_core.access.permission_changes import Holder, Ranges, ranges_text
 from waltz_core.access.permissions import DEFAULT_LIMITS, Permissions, PrincipalLimits
 from waltz_core.access.requirements import AccessVerb
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.access.access_run import AccessCommand, AccessResult, changes_access
+from waltz_core.cli.access.access_run import (
+    AccessCommand,
+    AccessResult,
+    changes_access,
+    new_client_key,
+)
 from waltz_core.cli.verbs import verb
 from waltz_core.cluster.change.changes import parse_partitions
 from waltz_core.cluster.change.stored_permissions import PermissionsChange
@@ -151,7 +155,8 @@ async def limit(
 ) -> AccessResult:
     limits = PrincipalLimits(**given)
     if remove == (limits != PrincipalLimits()):
-        raise BadConfig("expected one or more limits, or --remove")
+        options_text = ", ".join(f"--{key.replace('_', '-')}" for key in given)
+        raise BadConfig(f"expected one or more limits ({options_text}), or --remove")
     if remove:
         change = await command.change(lambda old: changes.remove_limits(old, principal))
         return AccessResult(change, f"{principal} has no limits of its own")

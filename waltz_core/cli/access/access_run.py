@@ -16,11 +16,13 @@ Rules:
 
 import asyncio
 import functools
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
+from waltz_core.access.client_ids import KEY_BYTES
 from waltz_core.access.permission_changes import check_replicate
 from waltz_core.access.permissions import Permissions
 from waltz_core.cli import shared_options as options
@@ -40,6 +42,11 @@ ACCESS_OFF_AFTER_S: Final = 2.0
 POLL_INTERVAL_S: Final = 0.1
 
 PermissionsEdit: TypeAlias = Callable[[Permissions], Permissions]
+
+
+def new_client_key() -> bytes:
+    """Return a key for proofs of client IDs."""
+    return secrets.token_bytes(KEY_BYTES)
 
 
 @dataclass(frozen=True, slots=True)

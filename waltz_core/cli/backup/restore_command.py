@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import click
 
-from waltz_core.access.client_ids import new_client_key
 from waltz_core.archive.pins import pin
 from waltz_core.archive.restored_manifest import RestoredRange
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.cli.access.access_copies import described, revision_values
+from waltz_core.cli.access.access_run import new_client_key
 from waltz_core.cli.backup.backup_files import BackupPlace
 from waltz_core.cli.changing import Command, Result, changes
 from waltz_core.cli.verbs import verb

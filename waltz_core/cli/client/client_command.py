@@ -38,7 +38,7 @@ from waltz_core.records.record import TransactionId
     "--partitions",
     "partitions",
     metavar="PARTITIONS",
-    help="the partitions, round-robin, for example 3 or 0-3,7; one with locks "
+    help="the partitions, in turn, for example 3 or 0-3,7; with --write-lock only one "
     "[default: derived from the first lock, otherwise all, round-robin]",
 )
 @click.option("--header", type=int, default=0, help="the header, a 32-bit number [default: 0]")

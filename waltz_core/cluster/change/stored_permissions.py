@@ -17,7 +17,6 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from waltz_core import errors
-from waltz_core.access.client_ids import new_client_key
 from waltz_core.access.permission_changes import next_revision
 from waltz_core.access.permissions import Permissions
 from waltz_core.cluster.znodes import access_node
@@ -104,14 +103,16 @@ class StoredPermissions:
         found: Permissions,
         author: Author,
         check: Callable[[Permissions, Permissions], None],
+        *,
+        new_key: bytes,
     ) -> PermissionsChange:
         """Write permissions of a file, also where there are none, or unreadable ones.
 
         Their revision is above that of the file and that of the node. `check` receives the ones
-        before, if they can be read, and those after, and may raise.
+        before, if they can be read, and those after, and may raise. `new_key` is for rule 4.
         """
         await self._protect()
-        first = dataclasses.replace(found, client_key=new_client_key())
+        first = dataclasses.replace(found, client_key=new_key)
         for _ in range(WRITE_ATTEMPTS_MAX):
             node, before = await self._get(), None
             if node is not None:

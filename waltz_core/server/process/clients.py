@@ -539,8 +539,10 @@ class Clients:
         self, connection: ConnectionId, message: ClientIdRequest, cost_bytes: int
     ) -> None:
         client = self._clients.get(connection)
+        if client is None:
+            return
         try:
-            if client is not None and client.link.access is not None:
+            if client.link.access is not None:
                 client.link.access.take_client_id()
             client_id = await self._backend.next_client_id()
         except errors.WaltzError as error:

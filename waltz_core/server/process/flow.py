@@ -8,7 +8,10 @@ Rules (docs/design/correctness.md 5, "Limits"):
        requests wait, and the connection is not read while any request waits.
     2. The answer to a range request counts from the request on, and reading may use half of the
        bytes only. No requests of a congested connection are admitted.
-    3. Over the memory limit, the connections that use most are not read until an eighth is free.
+    3. Over the memory limit, the connections that use most are not read until an eighth is free,
+       and a connection begins a read (a range, or a transaction's data) only if it has nothing
+       under way: otherwise each new connection of a client that reads no answers could use half of
+       its own limit.
 """
 
 from collections import deque
@@ -27,6 +30,7 @@ from waltz_core.wire.messages import (
     RangeRequest,
     RegistryRequest,
     RemovePreferredRequest,
+    TransactionDataRequest,
 )
 
 # Memory of a request in addition to its bytes: Python objects.
@@ -177,6 +181,9 @@ class Flow:
         if account.is_congested or account.count >= limits.connection_in_flight_count_max:
             return False
         bytes_max = limits.connection_in_flight_bytes_max
+        is_read = isinstance(account.waiting[0], RangeRequest | TransactionDataRequest)
+        if is_read and account.count and self.bytes > limits.memory_bytes_max:
+            return False
         if isinstance(account.waiting[0], RangeRequest):
             bytes_max //= 2
         return account.in_flight_bytes < bytes_max
