@@ -595,7 +595,7 @@ async def test_a_deadline_ends_a_context_that_waits_for_its_window():
 
         context = RecordsHooks(at_once)
         context.timeout_ms = 50
-        with pytest.raises(errors.Unavailable, match="window was full after 50 ms"):
+        with pytest.raises(errors.Unavailable, match="left no room for it after 50 ms"):
             await (await one.submit(context))
         assert context.ended == ["expired"]
         window.release(10**9, 0)
